@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np  # noqa: E402
 
 from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, hfmg  # noqa: E402
-from calibrators.amct.ifmr import ifmr  # noqa: E402
-from calibrators.amct.ifmr_streaming import IfmrHistogram, ifmr_streaming  # noqa: E402
+from calibrators.amct.ifmr import IfmrHistogram, ifmr, ifmr_streaming  # noqa: E402
 
 AMCT_IFMR = {100_000: (0.015, 0.021), 1_000_000: (0.15, 0.21), 4_000_000: (1.76, 2.0)}
 AMCT_HFMG = {1024: (0.04, 0.10), 4096: (1.2, 2.8)}

@@ -31,8 +31,7 @@ from mobile_nets import resnet18, written  # noqa: E402
 from model_feeds import pages, photos  # noqa: E402
 
 from deploy.feed.feed import open_feed  # noqa: E402
-from deploy.feed.preprocess import Preprocess  # noqa: E402
-from deploy.feed.presets import preset  # noqa: E402
+from deploy.feed.preprocess import Preprocess, preset  # noqa: E402
 from deploy.frontends import load  # noqa: E402
 
 THREADS = 2

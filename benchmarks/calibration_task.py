@@ -25,12 +25,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.fetch_models import cache_folder, fetch
-from deploy.calibration.observe import observe
+from deploy.calibration.observation import Subject
+from deploy.calibration.one_pass import observe
 from deploy.calibration.ranges import Ranges
-from deploy.calibration.subject import Subject
 from deploy.feed.feed import open_feed
-from deploy.feed.preprocess import Preprocess
-from deploy.feed.presets import preset
+from deploy.feed.preprocess import Preprocess, preset
 from deploy.feed.samples import Feed
 from deploy.frontends import LoadedModel, load
 from deploy.method import Method

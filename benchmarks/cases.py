@@ -40,8 +40,7 @@ from task_scores import (
     top1,
 )
 
-from deploy.feed.preprocess import Preprocess
-from deploy.feed.presets import preset
+from deploy.feed.preprocess import Preprocess, preset
 
 Feed = Path | list[Sample] | list[Path]
 

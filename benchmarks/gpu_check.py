@@ -29,7 +29,7 @@ import numpy as np
 
 from calibrators.tensorrt import CLASSES, calibrator
 from deploy.calibration import trt_cache
-from deploy.calibration.batches import whole_batches
+from deploy.calibration.observation import whole_batches
 from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.trt_cache import CalibrationCache
 from deploy.errors import SdkMissingError
@@ -45,10 +45,8 @@ from deploy.targets.tensorrt import builder, sdk
 from deploy.targets.tensorrt.builder import Settings, build_engine, profiles_for
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq
 from deploy.targets.tensorrt.cuda import CudaMemory
-from deploy.targets.tensorrt.driver import device_of
-from deploy.targets.tensorrt.gpus import gpu
-from deploy.targets.tensorrt.log import missing_tensors, sort_missing
-from deploy.targets.tensorrt.session import TensorrtSession
+from deploy.targets.tensorrt.sdk import gpu, missing_tensors, sort_missing
+from deploy.targets.tensorrt.session import TensorrtSession, device_of
 from deploy.tensors import Array, Session
 
 ROOT = Path(__file__).parents[1]

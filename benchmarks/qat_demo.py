@@ -25,12 +25,11 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checkout, not installed
 
-from deploy.fx.calibrate import calibrate
-from deploy.fx.convert import convert
+from deploy.fx.convert import calibrate, convert
 from deploy.fx.export import compare, to_onnx
+from deploy.fx.fakequant import search_for
 from deploy.fx.prepare import prepare
 from deploy.fx.qat import Task, train
-from deploy.fx.search import search_for
 from deploy.targets import OnnxRuntime
 
 STEM = OnnxRuntime(int8_stem=True)  # all eleven Convs, though the first is faster in float

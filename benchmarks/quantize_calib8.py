@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from deploy.errors import Calib8Error
 from deploy.pipeline import build
 from deploy.targets.onnxruntime.target import OnnxRuntime
-from deploy.tuning.wish import Tuning
+from deploy.tuning.search_options import Tuning
 
 # The model that says what another target computes, where ONNX Runtime is to run it.
 RUNS_AS = {"tensorrt": "*.qdq.onnx", "ascend": "*_fake_quant_model.onnx"}

@@ -16,8 +16,7 @@ from model_feeds import of, photos
 from onnx import TensorProto, helper, numpy_helper
 from task_scores import top1
 
-from deploy.feed.preprocess import Preprocess
-from deploy.feed.presets import preset
+from deploy.feed.preprocess import Preprocess, preset
 
 FASHION = Path(__file__).resolve().parent.parent / "datasets" / "fashion"
 

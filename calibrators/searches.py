@@ -89,7 +89,7 @@ class Search(Generic[P]):
 
 
 def _minmax(histogram: Histogram, params: Params) -> Scale:
-    from calibrators.minmax import minmax
+    from calibrators.percentile import minmax
 
     return minmax(histogram)
 
@@ -168,7 +168,7 @@ def _lp(
     affine: Grid | None = None,
 ) -> Scale:
     from calibrators.grids import INT8, UINT8
-    from calibrators.lp import lp
+    from calibrators.mse import lp
 
     return lp(histogram, power=params.power, symmetric=symmetric or INT8, affine=affine or UINT8)
 
@@ -205,7 +205,7 @@ def _of_the_first_batch(params: EntropyTensorrtParams) -> HistogramOf:
 
 
 def _legacy(histogram: Histogram, params: Params) -> Scale:
-    from calibrators.legacy import legacy
+    from calibrators.percentile import legacy
 
     return legacy(histogram)
 

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from calibrators.errors import CalibrationError
 from calibrators.histogram import Histogram
+from calibrators.percentile import with_room
 from calibrators.scales import Scale
-from calibrators.tails import with_room
 
 FORMAT = 2  # of the recorders' arrays; part of every fingerprint
 
@@ -259,7 +259,7 @@ def searched(
         histogram: its statistics.
         search: histogram -> range.
         reach: (floor, ceiling, followed) in real units: as if the values were clamped to the first
-            two, and with room for rare large ones up to the third (`calibrators.tails`).
+            two, and with room for rare large ones up to the third (`calibrators.percentile`).
     """
     if reach is None:
         found: Scale = search(histogram)

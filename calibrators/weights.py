@@ -1,4 +1,20 @@
-"""Weights of which no x86 CPU saturates the products: two beside each other fit 16 bits.
+"""Moving range between the channels of two layers: factors that leave the float result as it was.
+
+What one layer makes is divided by a factor a channel, and the weights of the next are multiplied
+by it. Nothing, Relu, PRelu and LeakyRelu between them let a positive factor through::
+
+    W2 f(W1 x + b1)  =  (W2 S) f(S^-1 W1 x + S^-1 b1)          f(s x) = s f(x) for s > 0
+
+Sources: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction"
+(ICCV 2019), equations 11 (factors) and 15 (absorbed biases); Xiao et al., "SmoothQuant" (ICML
+2023), equation 4.
+
+What quantization moves the mean of a channel by, as far as a few samples tell.
+
+Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction"
+(ICCV 2019), section 4.2; the shrinking is calib8's own.
+
+Weights of which no x86 CPU saturates the products: two beside each other fit 16 bits.
 
 A CPU with int8 dot products sums in 32 bits. An older x86 multiplies uint8 by int8 and adds two
 products in 16, where what passes the end is lost (VPMADDUBSW)::
@@ -30,7 +46,74 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from calibrators.errors import CalibrationError
 from calibrators.grids import INT16, UINT8
+
+FloatArray = NDArray[np.float64]
+
+_MOST = 1e4  # a factor beyond it would cost float32 digits rather than win int8 steps
+
+
+def equal_factors(first: FloatArray, second: FloatArray) -> FloatArray:
+    """Ranges of a layer's output channels and of the next one's input channels -> factors [C].
+
+    After division and multiplication both ranges are sqrt(first * second). A channel that is zero
+    on either side keeps its factor 1.
+
+    Raises:
+        CalibrationError: ranges of different lengths, negative or not finite.
+    """
+    return smooth_factors(first, second, strength=0.5)
+
+
+def smooth_factors(
+    activations: FloatArray, weights: FloatArray, *, strength: float = 0.5
+) -> FloatArray:
+    """Greatest |x| and |w| of each channel [C] -> a^strength / w^(1 - strength), [C].
+
+    The activations are to be divided by it and the weights multiplied.
+
+    Raises:
+        CalibrationError: ranges of different lengths, negative or not finite; a strength outside
+            0..1.
+    """
+    if not 0 <= strength <= 1:
+        raise CalibrationError(f"a strength must be from 0 to 1, got {strength}")
+    a, w = np.asarray(activations, np.float64), np.asarray(weights, np.float64)
+    sound = a.shape == w.shape and np.isfinite(a + w).all() and (a >= 0).all() and (w >= 0).all()
+    if not sound:
+        raise CalibrationError(
+            "ranges of channels must be finite, not negative and of one length, got shapes"
+            f" {list(a.shape)} and {list(w.shape)}"
+        )
+    both = (a > 0) & (w > 0)
+    safe_a, safe_w = np.where(both, a, 1.0), np.where(both, w, 1.0)
+    factors = safe_a**strength / safe_w ** (1 - strength)
+    return np.clip(factors, 1 / _MOST, _MOST)
+
+
+def absorbable(mean: FloatArray, deviation: FloatArray) -> FloatArray:
+    """Mean and deviation of a channel before its Relu [C] -> what can leave its bias, [C] >= 0.
+
+    max(0, mean - 3 deviations): nearly all values stay above 0 without it.
+    """
+    return np.maximum(np.asarray(mean, np.float64) - 3 * np.asarray(deviation, np.float64), 0.0)
+
+
+def trusted_mean(differences: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Differences [samples, C] -> their mean [C], shrunk where the samples do not agree.
+
+    The mean m is multiplied by m^2 / (m^2 + variance / samples); of one sample it is taken whole.
+    """
+    mean = differences.mean(axis=0)
+    if len(differences) < 2:
+        return np.asarray(mean, np.float64)
+    doubt = differences.var(axis=0, ddof=1) / len(differences)
+    square = mean * mean
+    with np.errstate(invalid="ignore"):
+        share = np.where(square > 0, square / (square + doubt), 0.0)
+    return np.asarray(mean * share, np.float64)
+
 
 FIT = INT16.qmax // UINT8.qmax  # steps of a pair: 128
 ROUNDED = 2  # steps that two weights may gain together, each rounded up

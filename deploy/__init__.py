@@ -16,8 +16,8 @@ from deploy.version import __version__
 if TYPE_CHECKING:
     from deploy.analysis.benchmark import bench as bench
     from deploy.analysis.inspection import inspect as inspect
+    from deploy.calibration.cluster_jobs import Cluster as Cluster
     from deploy.calibration.reuse import CachePolicy as CachePolicy
-    from deploy.cluster.options import Cluster as Cluster
     from deploy.errors import BackendError as BackendError
     from deploy.errors import CacheError as CacheError
     from deploy.errors import Calib8Error as Calib8Error
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from deploy.errors import ModelError as ModelError
     from deploy.errors import QuantizedError as QuantizedError
     from deploy.errors import SdkMissingError as SdkMissingError
-    from deploy.feed.choice import Choice as Choice
     from deploy.feed.paths import RawFiles as RawFiles
     from deploy.feed.preprocess import Preprocess as Preprocess
+    from deploy.feed.sampling import Choice as Choice
     from deploy.frontends import load as load
     from deploy.method import Method as Method
     from deploy.pipeline import build as build
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from deploy.targets import Ascend as Ascend
     from deploy.targets import OnnxRuntime as OnnxRuntime
     from deploy.targets import TensorRT as TensorRT
-    from deploy.tuning.wish import Tuning as Tuning
+    from deploy.tuning.search_options import Tuning as Tuning
 
 __all__ = [  # noqa: RUF022 (in the order of a user's work)
     "__version__",
@@ -86,9 +86,9 @@ _HOMES = {
     "deploy.analysis.benchmark": ("bench",),
     "deploy.calibration.reuse": ("CachePolicy",),
     "deploy.method": ("Method",),
-    "deploy.cluster.options": ("Cluster",),
+    "deploy.calibration.cluster_jobs": ("Cluster",),
     "deploy.errors": tuple(name for name in __all__ if name.endswith("Error")),
-    "deploy.feed.choice": ("Choice",),
+    "deploy.feed.sampling": ("Choice",),
     "deploy.feed.preprocess": ("Preprocess",),
     "deploy.feed.paths": ("RawFiles",),
     "deploy.frontends": ("load",),

@@ -20,7 +20,7 @@ import click
 
 from calibrators.errors import shortened
 from deploy.errors import Calib8Error
-from deploy.inputs import guarded
+from deploy.files.reading import guarded
 from deploy.terminal import say
 from deploy.version import __version__
 
@@ -37,29 +37,35 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "deploy.commands.calibrate:calibrate",
         "Calibrate only, and write the calibration cache.",
     ),
-    "merge": ("deploy.commands.merge:merge", "Put the shards of a calibration together."),
+    "merge": ("deploy.commands.calibrate:merge", "Put the shards of a calibration together."),
     "bench": ("deploy.commands.bench:bench", "Latency of one or two models, side by side."),
     "compare": (
-        "deploy.commands.compare:compare",
+        "deploy.commands.diagnose:compare",
         "Where two models part, or one model in two runtimes, tensor by tensor.",
     ),
     "explain": (
-        "deploy.commands.explain:explain",
+        "deploy.commands.diagnose:explain",
         "What a build loses where, why it does, and what was tried.",
     ),
     "report": (
-        "deploy.commands.report:report",
+        "deploy.commands.diagnose:report",
         "Builds side by side; or the screen of one again.",
     ),
-    "verify": ("deploy.commands.verify:verify", "Whether a build is whole and as it was written."),
+    "verify": (
+        "deploy.commands.diagnose:verify",
+        "Whether a build is whole and as it was written.",
+    ),
     "inspect": (
         "deploy.commands.diagnose:inspect",
         "What would be quantized in a model and why not; what a cache holds.",
     ),
-    "doctor": ("deploy.commands.doctor:doctor", "What is here, and what to install for more."),
-    "trace": ("deploy.commands.trace:trace", "The graph of a PyTorch model, as table or code."),
+    "doctor": ("deploy.commands.diagnose:doctor", "What is here, and what to install for more."),
+    "trace": (
+        "deploy.commands.torch_graph:trace",
+        "The graph of a PyTorch model, as table or code.",
+    ),
     "profile": (
-        "deploy.commands.profile:profile",
+        "deploy.commands.torch_graph:profile",
         "Time, FLOPs and parameters of a PyTorch model, node by node.",
     ),
     "fuse": (
@@ -70,7 +76,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "deploy.commands.ascend:ascend",
         "Ascend's configurations and records: made, checked, searched.",
     ),
-    "qat": ("deploy.commands.qat:qat", "Train a PyTorch model for int8, and export it with Q/DQ."),
+    "qat": (
+        "deploy.commands.export:qat",
+        "Train a PyTorch model for int8, and export it with Q/DQ.",
+    ),
     "export": ("deploy.commands.export:export", "A PyTorch model as ONNX, float or with Q/DQ."),
     "quantize": (
         "deploy.commands.quantize:quantize",

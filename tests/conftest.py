@@ -118,7 +118,7 @@ def save_pictures(folder: Path) -> Path:
 @pytest.fixture(scope="session")
 def detector(tmp_path_factory) -> Path:
     """A tiny detector: x [1, 3, 32, 32] -> boxes in pixels and two scores, y [1, 6, 20]."""
-    from deploy.metrics.tasks.grid import Grid
+    from deploy.metrics.tasks.yolo import Grid
 
     path, side, grid = (
         tmp_path_factory.mktemp("detector") / "tiny.onnx",
@@ -187,7 +187,7 @@ def histograms():
     """(model, tensors, samples) -> tensor -> its histogram, by one pass; `first`: TensorRT's."""
     from calibrators.statistics import HistogramOf
     from deploy.calibration.observation import Observation, Variant
-    from deploy.calibration.observe import observe
+    from deploy.calibration.one_pass import observe
 
     def seen(model, tensors, samples, *, first=0, threads=2):
         variant = Variant("float", lambda _: model)
@@ -216,7 +216,7 @@ def tensorrt(monkeypatch):
 
     The binding is "pycuda", "cuda-python", "cudart" (cuda-python before 12.6) or "" for none.
     """
-    from deploy.targets.tensorrt.log import process_logger
+    from deploy.targets.tensorrt.sdk import process_logger
 
     def loaded(name, file):
         path = Path(__file__).parent / f"{file}.py"
@@ -250,7 +250,7 @@ def tensorrt(monkeypatch):
 @pytest.fixture(autouse=True)
 def untold(monkeypatch):
     """No test waits so long that progress would be told: a loaded machine is no other output."""
-    monkeypatch.setattr("deploy.progress.TICK_S", 1e6)
+    monkeypatch.setattr("deploy.terminal.TICK_S", 1e6)
 
 
 _ROOT = Path(__file__).resolve().parents[1]

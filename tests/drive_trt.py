@@ -221,9 +221,7 @@ def without_gpu() -> str:
 
 def small_parts() -> dict[str, Any]:
     """The pieces of the session and the log that need no GPU."""
-    from deploy.targets.tensorrt.libraries import stand_ins
-    from deploy.targets.tensorrt.log import listening, process_logger
-    from deploy.targets.tensorrt.tensor_types import dims, dtype_of
+    from deploy.targets.tensorrt.sdk import dims, dtype_of, listening, process_logger, stand_ins
 
     logger = process_logger()
     with listening() as kept:

@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from calibrators.affine import DTYPES, quantize_per_channel, quantize_per_tensor
 from calibrators.errors import CalibrationError
+from calibrators.grids import DTYPES, quantize_per_channel, quantize_per_tensor
 
 
 def test_per_tensor_integers_and_distance_from_the_zero_point():

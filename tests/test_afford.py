@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy import machine
-from deploy.calibration import afford
+from deploy.calibration import one_pass
 from deploy.errors import CalibrationError, FeedError
 from deploy.feed.feed import open_feed
 from deploy.pipeline import calibrate
@@ -18,7 +18,7 @@ from deploy.tensors import TensorSpec
 @pytest.fixture
 def memory(monkeypatch):
     def hold(count):
-        for module in ("deploy.calibration.afford", "deploy.metrics.bench_inputs"):
+        for module in ("deploy.calibration.one_pass", "deploy.metrics.bench_inputs"):
             monkeypatch.setattr(f"{module}.memory_bytes", lambda: count)
 
     return hold
@@ -73,14 +73,14 @@ def test_a_tensor_of_774_million_values_is_counted_by_its_shape(memory):
 def test_a_machine_that_tells_no_memory_and_shapes_that_are_open_refuse_nothing(memory, small_cnn):
     model = onnx.load(small_cnn)
     memory(None)
-    assert afford.workers([], model, 3) == afford.workers([SimpleNamespace()], model, 3) == 3
+    assert one_pass.workers([], model, 3) == one_pass.workers([SimpleNamespace()], model, 3) == 3
 
 
 def test_a_disk_that_cannot_hold_the_engines_is_told_first(
     monkeypatch, run, small_cnn, pictures, tmp_path
 ):
     free = SimpleNamespace(free=3000)
-    monkeypatch.setattr(afford.shutil, "disk_usage", lambda path: free)
+    monkeypatch.setattr(one_pass.shutil, "disk_usage", lambda path: free)
     words = ("--images", pictures, "--size", "16x16", "--out", tmp_path / "a" / "b")
     code, _, error = run("build", small_cnn, *words)
     assert code == 1 and "1 int8 models" in error

@@ -9,11 +9,10 @@ from onnx import TensorProto, helper
 
 from calibrators.statistics import HistogramOf
 from deploy import machine
-from deploy.calibration import again
-from deploy.calibration.again import Again
-from deploy.calibration.observation import Observation, Variant
-from deploy.calibration.observe import observe
-from deploy.calibration.subject import FOLDED
+from deploy.calibration import taps
+from deploy.calibration.observation import FOLDED, Observation, Variant
+from deploy.calibration.one_pass import observe
+from deploy.calibration.taps import Again
 from deploy.errors import BackendError
 from deploy.machine import trim_memory
 from deploy.runtimes.ort import OrtSession
@@ -77,7 +76,7 @@ def test_an_output_whose_shape_follows_from_values_is_given_all_the_same():
 
 
 def test_larger_outputs_are_let_go(monkeypatch):
-    monkeypatch.setattr(again, "MOST_BYTES", 100)
+    monkeypatch.setattr(taps, "MOST_BYTES", 100)
     runs, lasting = Again(opened(PLAIN)), []
     for sample in samples(2, 2, 9, 9, 9):
         runs.run(sample)
@@ -132,13 +131,13 @@ def test_a_pass_gives_the_same_with_and_without(model, threads, monkeypatch):
         return kept, [{k: v.tobytes() for k, v in one.items()} for one in arrays]
 
     with_memory = seen()
-    monkeypatch.setattr(again, "MOST_BYTES", -1)
+    monkeypatch.setattr(taps, "MOST_BYTES", -1)
     assert seen() == with_memory
 
 
 def test_memory_of_the_first_run_is_given_back_once(monkeypatch):
     given = []
-    monkeypatch.setattr(machine, "trim_memory", lambda: given.append(1))
+    monkeypatch.setattr(taps, "trim_memory", lambda: given.append(1))
     runs = Again(opened(PLAIN))
     for sample in samples(4, 4, 5, 5, 4, 4):
         runs.run(sample)

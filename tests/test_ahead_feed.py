@@ -6,12 +6,11 @@ import cv2
 import numpy as np
 import pytest
 
-from deploy import machine
 from deploy.errors import FeedError
 from deploy.feed import reader
-from deploy.feed.ahead import ahead
 from deploy.feed.feed import open_feed
-from deploy.feed.manifest import Changed
+from deploy.feed.listing import Changed
+from deploy.feed.parallel import ahead
 from deploy.tensors import TensorSpec
 
 INPUT = (TensorSpec("x", "float32", (1, 3, 16, 16)),)
@@ -27,7 +26,7 @@ def folder(tmp_path):
 
 
 def threads(monkeypatch, count):
-    monkeypatch.setattr(machine, "default_threads", lambda: count)
+    monkeypatch.setattr(reader, "default_threads", lambda: count)
 
 
 def samples(folder, **options):

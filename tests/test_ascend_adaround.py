@@ -11,11 +11,17 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from calibrators.amct.activation import LEAKY, NONE, RELU, RELU6, SIGMOID, TANH, Activation
-from calibrators.amct.ada_statistics import RoundedOf, TargetsOf
 from calibrators.amct.adaround import (
+    LEAKY,
+    NONE,
+    RELU,
+    RELU6,
+    SIGMOID,
+    TANH,
+    Activation,
     AdaParams,
     AdaProblem,
+    Tiles,
     adaround,
     beginning,
     beta_of,
@@ -25,11 +31,10 @@ from calibrators.amct.adaround import (
     nearest,
     output_error,
 )
-from calibrators.amct.arq import channels_first
-from calibrators.amct.kl_scale import kl_scale
-from calibrators.amct.tiles import Tiles
+from calibrators.amct.arq import channels_first, kl_scale
+from calibrators.amct.recorders import RoundedOf, TargetsOf
 from calibrators.errors import CalibrationError
-from calibrators.patches import Window, patches
+from calibrators.rounding import Window, patches
 from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.simple_config import read_simple_config
@@ -208,7 +213,7 @@ def test_values_that_are_not_finite_squared_are_told(iterations):
     ],
 )
 def test_weights_times_patches_are_a_transposed_convolution(given):
-    from deploy.graph.windows import window_of
+    from deploy.graph.bounds import window_of
 
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 4, 5, 6)).astype(np.float32)
@@ -452,7 +457,7 @@ def test_both_forms_threads_and_the_cache_give_the_same_bytes(built, monkeypatch
         if "README" not in name:
             assert (one / name).read_bytes() == (two / name).read_bytes(), name
     monkeypatch.setattr(
-        "calibrators.amct.adaround.searched", lambda *a, **k: pytest.fail("a search")
+        "deploy.targets.ascend.weight_rounding.searched", lambda *a, **k: pytest.fail("a search")
     )
     before = {name: (two / name).read_bytes() for name in files}
     said, two = built("two", ada(60))
@@ -471,15 +476,15 @@ def test_layers_that_do_not_ask_stay_as_arq_has_them(built):
 
 def test_the_layers_are_rounded_one_after_the_other(all_kinds, built, monkeypatch):
     """The inputs of a layer are those behind the rounded layers before it, as in AMCT."""
-    from deploy.targets.ascend import adaround_search
+    from deploy.targets.ascend import weight_rounding
 
-    seen, whole = {}, adaround_search._problem
+    seen, whole = {}, weight_rounding._problem
 
     def spy(step, *rest):
         seen[step.layer.name] = (problem := whole(step, *rest))
         return problem
 
-    monkeypatch.setattr(adaround_search, "_problem", spy)
+    monkeypatch.setattr(weight_rounding, "_problem", spy)
     _, out = built("ada", ada(100))
     assert list(seen) == list(LAYERS)
     tapped = onnx.load(out / "kinds_modified_model.onnx")
@@ -533,7 +538,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_it_cannot_round_is_told_before_any_pass(case, all_kinds, run, tmp_path, monkeypatch):
-    monkeypatch.setattr("deploy.calibration.observe.observe", lambda *a, **k: pytest.fail("a pass"))
+    monkeypatch.setattr("deploy.pipeline.observing.observe", lambda *a, **k: pytest.fail("a pass"))
     text, wanted = REFUSED[case]
     config = tmp_path / "my.json"
     config.write_text(text)
@@ -569,7 +574,7 @@ def test_convolutions_that_amct_does_not_round(node, shape, wanted, run, tmp_pat
 
 
 def test_an_error_in_a_block_ends_the_others():
-    from deploy.targets.ascend.adaround_search import _beside
+    from deploy.targets.ascend.weight_rounding import _beside
 
     problem, calls = problem_of("matrix", *CASES["matrix"]), []
 

@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 
 from deploy.feed.preprocess import Preprocess
-from deploy.targets.ascend.aipp import write_aipp
-from deploy.targets.ascend.aipp_files import write_aipp_files
-from deploy.targets.ascend.aipp_run import judged, run_aipp
-from deploy.targets.ascend.csc import matrix, to_yuv
+from deploy.targets.ascend.aipp import (
+    judged,
+    matrix,
+    run_aipp,
+    to_yuv,
+    write_aipp,
+    write_aipp_files,
+)
+from deploy.targets.ascend.atc import COLORS, STANDARDS, Source
 from deploy.targets.ascend.proto import parse_text
-from deploy.targets.ascend.source import COLORS, STANDARDS, Source
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 

@@ -32,9 +32,8 @@ from deploy.runtimes.ort import OrtSession
 from deploy.targets import Ascend
 from deploy.targets.ascend.aipp import write_aipp
 from deploy.targets.ascend.amct_calibration import calibrate
-from deploy.targets.ascend.amct_qdq import amct_qdq_model
-from deploy.targets.ascend.atc import CHIP, AtcOptions, atc_command, check_flag
-from deploy.targets.ascend.auto import (
+from deploy.targets.ascend.atc import CHIP, AtcOptions, Source, atc_command, check_flag
+from deploy.targets.ascend.auto_losses import (
     FINAL,
     HISTORY,
     RANKING,
@@ -43,19 +42,16 @@ from deploy.targets.ascend.auto import (
     search,
     similarity,
 )
-from deploy.targets.ascend.config import default_config
-from deploy.targets.ascend.config_json import read_config
+from deploy.targets.ascend.config import default_config, read_config
 from deploy.targets.ascend.deploy_model import deploy_model
-from deploy.targets.ascend.executor import executable, open_deploy
-from deploy.targets.ascend.fake_quant import fake_quant_model
-from deploy.targets.ascend.files import check_file
+from deploy.targets.ascend.executor import executable, open_deploy, verify
+from deploy.targets.ascend.fake_quant import amct_qdq_model, fake_quant_model
 from deploy.targets.ascend.layers import find_layers, name_nodes
 from deploy.targets.ascend.proto import parse_text
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import LayerRecord, read_record
-from deploy.targets.ascend.source import Source
-from deploy.targets.ascend.verify import verify
-from deploy.tuning.wish import Tuning
+from deploy.targets.ascend.recorded import check_file
+from deploy.tuning.search_options import Tuning
 
 CASES = Path(__file__).parent / "golden" / "amct" / "cases"
 DATA = np.random.default_rng(11).normal(size=(6, 3, 16, 16)).astype(np.float32)

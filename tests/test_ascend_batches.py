@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 import pytest
 
-from deploy.targets.ascend.config_json import read_config
+from deploy.targets.ascend.config import read_config
 from deploy.targets.ascend.record import read_record
 
 HFMG = "common_config { hfmg_quantize { num_of_bins: 1024 } }\n"

@@ -14,12 +14,12 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from calibrators.amct.grid import ascend_half, ascend_s19
+from calibrators.amct.arq import ascend_half, ascend_s19
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.deploy_model import pack_fours, unpack_fours
 from deploy.targets.ascend.executor import open_deploy
+from deploy.targets.ascend.recipe import widths
 from deploy.targets.ascend.record import read_record
-from deploy.targets.ascend.told import widths
 
 WIDTHS = Path(__file__).parent / "golden" / "amct" / "widths"
 FLOAT, X = WIDTHS / "float.onnx", np.load(WIDTHS / "x.npy")
@@ -72,7 +72,7 @@ def refused(built, monkeypatch):
 
     def end(*how):
         monkeypatch.setattr(
-            "deploy.calibration.observe.observe", lambda *a, **k: pytest.fail("a pass")
+            "deploy.pipeline.observing.observe", lambda *a, **k: pytest.fail("a pass")
         )
         code, said, out = built(*how)
         assert code == 1 and not (out / "float_record.txt").exists() and "Traceback" not in said

@@ -16,9 +16,8 @@ from calibrators.amct.adaround import AdaParams
 from calibrators.amct.hfmg import HfmgParams
 from calibrators.amct.ifmr import IfmrParams
 from deploy.errors import ConfigError, ModelError
-from deploy.targets.ascend.config import default_config, settled
-from deploy.targets.ascend.config_json import read_config, write_config
-from deploy.targets.ascend.config_types import LayerConfig, QuantConfig
+from deploy.targets.ascend.config import default_config, read_config, settled, write_config
+from deploy.targets.ascend.config_keys import LayerConfig, QuantConfig
 from deploy.targets.ascend.layers import find_layers, name_nodes
 from deploy.targets.ascend.record import LayerRecord, check_record, read_record, write_record
 from deploy.targets.ascend.simple_config import read_simple_config, write_simple_config

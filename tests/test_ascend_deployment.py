@@ -37,7 +37,7 @@ def data(tmp_path_factory):
 def built(small_cnn, data, tmp_path_factory):
     """A build of every target without a search."""
     from deploy.pipeline import build
-    from deploy.tuning.wish import Tuning
+    from deploy.tuning.search_options import Tuning
 
     out = tmp_path_factory.mktemp("built")
     targets = ["onnxruntime", "tensorrt", "ascend"]

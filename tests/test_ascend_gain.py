@@ -6,11 +6,11 @@ import numpy as np
 import onnx
 import pytest
 
-from deploy.targets.ascend.auto import FINAL, HISTORY, RANKING
-from deploy.targets.ascend.config_json import read_config
-from deploy.targets.ascend.gain import ByGain
+from deploy.targets.ascend.auto_layers import CONFIGURED, config_of
+from deploy.targets.ascend.auto_losses import FINAL, HISTORY, RANKING
+from deploy.targets.ascend.autocalibrate import ByGain
+from deploy.targets.ascend.config import read_config
 from deploy.targets.ascend.record import read_record
-from deploy.targets.ascend.variants import CONFIGURED, config_of
 
 LAYERS = [f"l{n}" for n in range(12)]
 
@@ -169,7 +169,7 @@ def data(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def few_iterations(monkeypatch):
     """Of AdaRound, which `tests/test_ascend_rounder.py` is about."""
-    monkeypatch.setattr("deploy.targets.ascend.variants.ITERATIONS", 10)
+    monkeypatch.setattr("deploy.targets.ascend.auto_layers.ITERATIONS", 10)
 
 
 def auto(run, small_cnn, data, out, *words):

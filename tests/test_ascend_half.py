@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.calibration.subject import Subject
+from deploy.calibration.observation import Subject
 from deploy.frontends import load
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.executor import open_deploy

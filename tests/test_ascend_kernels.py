@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from calibrators.amct.arq import arq, arq_fake_quantize, arq_integers
-from calibrators.amct.grid import ascend_scale_offset
+from calibrators.amct.arq import arq, arq_fake_quantize, arq_integers, ascend_scale_offset
 from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, cuts, hfmg
 from calibrators.amct.ifmr import IfmrParams, ifmr
 from calibrators.errors import CalibrationError

@@ -60,7 +60,7 @@ def built(model, tmp_path, run, monkeypatch):
     def build(text, suffix, *, passes=True):
         if not passes:
             monkeypatch.setattr(
-                "deploy.calibration.observe.observe", lambda *a, **k: pytest.fail("a pass")
+                "deploy.pipeline.observing.observe", lambda *a, **k: pytest.fail("a pass")
             )
         config = tmp_path / f"my{suffix}"
         config.write_text(text)

@@ -12,13 +12,12 @@ from onnx import TensorProto, helper, numpy_helper
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.amct_calibration import calibrate
 from deploy.targets.ascend.config import default_config, settled
-from deploy.targets.ascend.config_types import LayerConfig, QuantConfig
+from deploy.targets.ascend.config_keys import LayerConfig, QuantConfig
 from deploy.targets.ascend.deploy_model import deploy_model
-from deploy.targets.ascend.executor import open_deploy
+from deploy.targets.ascend.executor import open_deploy, verify
 from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import read_record
-from deploy.targets.ascend.verify import verify
 
 HEADS, TOKENS, WIDE = 2, 6, 8
 
@@ -200,7 +199,7 @@ WRONG = {
 
 @pytest.mark.parametrize("key", WRONG)
 def test_what_does_not_fit_is_told_before_any_pass(key, built, monkeypatch):
-    monkeypatch.setattr("deploy.calibration.observe.observe", lambda *a, **k: pytest.fail("a pass"))
+    monkeypatch.setattr("deploy.pipeline.observing.observe", lambda *a, **k: pytest.fail("a pass"))
     text, said = WRONG[key]
     err, folder = built(text, code=1)
     assert said in err and err.count("calib8: error") == 1 and "Traceback" not in err

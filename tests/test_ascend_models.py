@@ -10,13 +10,11 @@ from onnx import helper, numpy_helper
 
 from calibrators.errors import CalibrationError
 from deploy.errors import BackendError, ExportError, FeedError
-from deploy.targets.ascend.amct_calibration import calibrate
-from deploy.targets.ascend.config import default_config, settled
-from deploy.targets.ascend.config_json import read_config
+from deploy.targets.ascend.amct_calibration import calibrate, prepared_model
+from deploy.targets.ascend.config import default_config, read_config, settled
 from deploy.targets.ascend.deploy_model import deploy_model, pack, unpack
 from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layers import find_layers, name_nodes
-from deploy.targets.ascend.prepared import prepared_model
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import LayerRecord, read_record
 

@@ -7,15 +7,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.amct_calibration import calibrate
-from deploy.targets.ascend.auto import FINAL
-from deploy.targets.ascend.auto_layers import corrected_biases, with_biases
-from deploy.targets.ascend.config import default_config
-from deploy.targets.ascend.config_json import read_config
+from deploy.targets.ascend.auto_layers import config_of, corrected_biases, with_biases
+from deploy.targets.ascend.auto_losses import FINAL, _best, nearest, own_errors
+from deploy.targets.ascend.config import default_config, read_config
 from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layers import find_layers, name_nodes
-from deploy.targets.ascend.nearest import _best, nearest, own_errors
 from deploy.targets.ascend.quant_layer import quantize_layers
-from deploy.targets.ascend.variants import config_of
 
 SIZES = np.logspace(0, 2.5, 8)  # how much larger a channel is than the first
 

@@ -14,9 +14,9 @@ import pytest
 from deploy.frontends import load
 from deploy.targets.ascend.amct_calibration import calibrate
 from deploy.targets.ascend.config import default_config
+from deploy.targets.ascend.executor import verify
 from deploy.targets.ascend.layers import find_layers, name_nodes
 from deploy.targets.ascend.quant_layer import quantize_layers
-from deploy.targets.ascend.verify import verify
 
 ROOT = Path(__file__).parent.parent
 WHEEL = ("rapidocr-onnxruntime", "1.4.4")

@@ -11,12 +11,11 @@ from calibrators.errors import CalibrationError
 from deploy.calibration.observation import Observed
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.amct_calibration import RecordPlan
-from deploy.targets.ascend.auto import FINAL, HISTORY, RANKING
-from deploy.targets.ascend.config import default_config
-from deploy.targets.ascend.config_json import read_config
-from deploy.targets.ascend.gain import ByGain
+from deploy.targets.ascend.auto_layers import Rounder
+from deploy.targets.ascend.auto_losses import FINAL, HISTORY, RANKING
+from deploy.targets.ascend.autocalibrate import ByGain
+from deploy.targets.ascend.config import default_config, read_config
 from deploy.targets.ascend.layers import find_layers
-from deploy.targets.ascend.rounder import Rounder
 
 BUDGET = 4e-5  # the best searches lose 6e-5 with corrected biases, 3.1e-5 with AdaRound too
 
@@ -58,7 +57,7 @@ def coarse(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def few_iterations(monkeypatch):
-    monkeypatch.setattr("deploy.targets.ascend.variants.ITERATIONS", 1000)
+    monkeypatch.setattr("deploy.targets.ascend.auto_layers.ITERATIONS", 1000)
 
 
 @pytest.fixture

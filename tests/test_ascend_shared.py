@@ -139,7 +139,7 @@ def test_a_plan_speaks_of_the_weights_of_the_model_that_it_is_of():
 
 def test_copies_that_would_fill_the_file_are_not_made(monkeypatch):
     """All layers of one weight stay as they are then, and say why."""
-    monkeypatch.setattr("deploy.targets.ascend.shared._MOST", 4 * 2 * 8 * 6)
+    monkeypatch.setattr("deploy.targets.ascend.settled._MOST", 4 * 2 * 8 * 6)
     _, graph = prepared(name_nodes(two_pictures()))
     assert graph.layers.keys() == {"left/gemm", "right/gemm"}
     assert {graph.refused[f"{word}/conv"] for word in ("left", "right")} == {SHARED}

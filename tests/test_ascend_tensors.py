@@ -16,7 +16,7 @@ from deploy.errors import ModelError
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.amct_calibration import calibrate
 from deploy.targets.ascend.config import settled
-from deploy.targets.ascend.config_types import Activation, QuantConfig, TensorConfig
+from deploy.targets.ascend.config_keys import Activation, QuantConfig, TensorConfig
 from deploy.targets.ascend.deploy_model import deploy_model
 from deploy.targets.ascend.executor import open_deploy
 from deploy.targets.ascend.fake_quant import fake_quant_model
@@ -295,7 +295,7 @@ WRONG = {
 
 @pytest.mark.parametrize("key", WRONG)
 def test_what_does_not_fit_is_told_before_any_pass(key, built, monkeypatch):
-    monkeypatch.setattr("deploy.calibration.observe.observe", lambda *a, **k: pytest.fail("a pass"))
+    monkeypatch.setattr("deploy.pipeline.observing.observe", lambda *a, **k: pytest.fail("a pass"))
     text, said = WRONG[key]
     err, folder = built(text, code=1)
     assert said in err and err.count("calib8: error") == 1 and "Traceback" not in err
@@ -323,7 +323,7 @@ WRONG_JSON = {
 
 @pytest.mark.parametrize("key", WRONG_JSON)
 def test_a_quant_config_that_does_not_fit_is_told_before_any_pass(key, built, monkeypatch):
-    monkeypatch.setattr("deploy.calibration.observe.observe", lambda *a, **k: pytest.fail("a pass"))
+    monkeypatch.setattr("deploy.pipeline.observing.observe", lambda *a, **k: pytest.fail("a pass"))
     value, said = WRONG_JSON[key]
     text = json.dumps({"version": 1, "tensor_quantize": value, "Conv_c1": {}})
     err, folder = built(text, suffix=".json", code=1)

@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.targets.ascend.cann import stripped
+from deploy.targets.ascend.atc import stripped
 
 SECRET = "/home/someone/secret/train.py"
 
@@ -62,7 +62,7 @@ def folder(model, tmp_path_factory):
     """One build, for all that only reads it."""
     from deploy.pipeline import build
     from deploy.targets import Ascend
-    from deploy.tuning.wish import Tuning
+    from deploy.tuning.search_options import Tuning
 
     out = tmp_path_factory.mktemp("built")
     build(

@@ -5,7 +5,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.metrics.form import form_of
+from deploy.metrics.truth import form_of
 
 SIZE, POINTS = (64, 48), 6  # height, width of the picture
 

@@ -60,7 +60,7 @@ def shapes_run(monkeypatch):
         seen.append([{name: array.shape for name, array in feed.items()} for feed in feeds])
         return measure(sessions, feeds, **rest)
 
-    monkeypatch.setattr("deploy.metrics.latency.measure", watched)
+    monkeypatch.setattr("deploy.analysis.benchmark.measure", watched)
     return seen
 
 
@@ -288,7 +288,7 @@ def test_a_file_that_no_build_made_has_no_shapes(refused, built):
 
 
 def test_streams_of_onnx_models_share_the_cores(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("deploy.machine.usable_cores", lambda: 6)
+    monkeypatch.setattr("deploy.analysis.benchmark.usable_cores", lambda: 6)
     words = ("bench", relu(tmp_path / "a.onnx"), "--streams", 3, "--duration", 0, "--warmup", 0)
     assert "3 streams at once, 2 threads" in run(*words)[1]
     assert "3 streams at once, 1 thread" in run(*words, "--threads", 1)[1]

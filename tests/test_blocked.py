@@ -7,12 +7,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from calibrators.amct.recorders import ChannelMaxOf
 from calibrators.statistics import AmaxOf, HistogramOf
-from deploy.calibration import blocked
+from deploy.calibration import taps
 from deploy.calibration.observation import Observation, Variant
-from deploy.calibration.observe import observe
+from deploy.calibration.one_pass import observe
 from deploy.calibration.taps import Tap
 from deploy.errors import BackendError, CalibrationError
-from deploy.files import reading
 
 ODD = (3, 5, 8, 12, 17)
 
@@ -74,7 +73,7 @@ def ordinary(monkeypatch):
 
     def call(function, *words, **named):
         with monkeypatch.context() as patch:
-            patch.setattr(blocked, "_may_block", lambda _: False)
+            patch.setattr(taps, "_may_block", lambda _: False)
             return function(*words, **named)
 
     return call
@@ -82,7 +81,7 @@ def ordinary(monkeypatch):
 
 def has_blocks():
     try:
-        return blocked.block_size() > 1
+        return taps.block_size() > 1
     except BackendError:
         return False
 
@@ -105,7 +104,7 @@ def test_counts_and_extremes_are_those_of_ordinary_taps(ordinary, channels, size
 @needs_blocks
 @pytest.mark.parametrize("ends", ["Relu", "Sigmoid"])  # what fills a block is 0, or 0.5
 def test_tensors_that_fill_their_blocks_stay_in_them_and_others_do_not(ends):
-    block = blocked.block_size()
+    block = taps.block_size()
     model, tensors = network((*ODD, block, 2 * block), ends=ends)
     tap = Tap(model, tensors, in_any_order=tensors)
     (sample,) = batches(2)
@@ -120,11 +119,11 @@ def test_tensors_that_fill_their_blocks_stay_in_them_and_others_do_not(ends):
 @needs_blocks
 def test_what_another_node_reads_and_what_has_an_order_keeps_its_layout():
     model, tensors = network((16, 32))
-    opened = blocked.tapped(model, tensors, in_any_order=tensors)
+    opened = taps.tapped(model, tensors, in_any_order=tensors)
     assert opened.blocked.keys().isdisjoint({t for t in tensors if t[:4] in ("conc", "flat")})
-    few = blocked.tapped(model, tensors, in_any_order=["conv0"])
+    few = taps.tapped(model, tensors, in_any_order=["conv0"])
     assert set(few.blocked) <= {"conv0"}
-    assert blocked.tapped(model, tensors).blocked == {}
+    assert taps.tapped(model, tensors).blocked == {}
 
 
 def test_statistics_with_an_order_or_channels_see_the_tensor_as_it_is(ordinary):
@@ -166,15 +165,15 @@ def test_where_the_form_cannot_be_kept_the_taps_are_ordinary(ordinary, monkeypat
     def fails(*_, **__):
         raise error
 
-    monkeypatch.setattr(reading, "read_bytes", fails)
-    assert blocked.tapped(model, tensors, in_any_order=tensors).blocked == {}
+    monkeypatch.setattr(taps, "read_bytes", fails)
+    assert taps.tapped(model, tensors, in_any_order=tensors).blocked == {}
     assert state(model, tensors, samples, HistogramOf()) == expected
 
 
 def test_nothing_stays_in_the_temporary_folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(blocked.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(taps.tempfile, "tempdir", str(tmp_path))
     model, tensors = network((16,))
-    blocked.tapped(model, tensors, in_any_order=tensors)
+    taps.tapped(model, tensors, in_any_order=tensors)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.builds import read_build
+from deploy.analysis.builds import read_build
 from deploy.report import to_json
 
 SCHEMA = "calib8-report/2"

@@ -16,7 +16,7 @@ from deploy.calibration.trt_cache import dump, from_scales
 from deploy.errors import FeedError
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.feed import open_feed
-from deploy.targets.tensorrt.migrated import agreement
+from deploy.targets.tensorrt.cache_tools import agreement
 from deploy.tensors import TensorSpec
 
 ROWS, BATCH = 19, 4

@@ -6,8 +6,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.metrics.accuracy import Comparison, Said
-from deploy.metrics.form import form_of
 from deploy.metrics.parts import Part, at_objects
+from deploy.metrics.truth import form_of
 
 SIZE, STRIDE = (96, 128), 4  # height, width of the picture; pixels of a cell
 CELLS = (SIZE[0] // STRIDE, SIZE[1] // STRIDE)

@@ -92,8 +92,8 @@ def scheduler(tmp_path_factory):
 @pytest.fixture
 def cluster(scheduler, monkeypatch):
     """The same, with nothing told yet; a busy machine may answer as late as it likes."""
-    monkeypatch.setattr("deploy.cluster.connect.CONNECT_S", 300)
-    monkeypatch.setattr("deploy.cluster.connect.ANSWER_S", 300)
+    monkeypatch.setattr("deploy.calibration.cluster.CONNECT_S", 300)
+    monkeypatch.setattr("deploy.calibration.cluster.ANSWER_S", 300)
     for path in scheduler.folder.glob("*"):
         if path.name in ("samples", "slow", "fail", "die"):
             path.unlink()
@@ -164,7 +164,7 @@ def test_a_piece_that_the_system_failed_is_tried_again(cluster, calibrated, run,
 
 PATIENT = """
 from deploy import cli
-from deploy.cluster import connect, run
+from deploy.calibration.cluster import connect, run
 connect.CONNECT_S = run.ANSWER_S = run._STOP_S = 300
 cli.main()
 """
@@ -277,7 +277,9 @@ def test_a_worker_that_sees_other_images_is_named(
         (tmp_path / where / "03.png").unlink()
     if where == "other":
         shutil.copy(pictures / "01.png", tmp_path / where / "00.png")
-    monkeypatch.setattr("deploy.cluster.job.shared", lambda images: str(tmp_path / where))
+    monkeypatch.setattr(
+        "deploy.calibration.cluster_jobs.shared", lambda images: str(tmp_path / where)
+    )
     err = refused(run, small_cnn, pictures, cluster, tmp_path / "x.cache", "--pieces", 2)
     assert said in err and "the worker " in err and "--send images" in err
     assert "alice" in err or "bob" in err
@@ -287,7 +289,9 @@ def test_a_worker_that_sees_another_model_is_named(
     cluster, run, small_cnn, detector, pictures, tmp_path, monkeypatch
 ):
     for there, said in ((detector, "got another one"), ("/nowhere.onnx", "got nothing there")):
-        monkeypatch.setattr("deploy.cluster.job._path_of", lambda *_, there=there: str(there))
+        monkeypatch.setattr(
+            "deploy.calibration.cluster_jobs._path_of", lambda *_, there=there: str(there)
+        )
         err = refused(run, small_cnn, pictures, cluster, tmp_path / "x.cache")
         assert said in err and "the worker " in err and "--send model" in err
 
@@ -295,13 +299,13 @@ def test_a_worker_that_sees_another_model_is_named(
 def test_a_worker_of_another_version_is_named(
     cluster, run, small_cnn, pictures, tmp_path, monkeypatch
 ):
-    from deploy.cluster import job
+    from deploy.calibration import cluster_jobs
 
-    here = job.versions_here("images")
-    monkeypatch.setattr(job, "versions_here", lambda kind: {**here, "onnxruntime": "1.0"})
+    here = cluster_jobs.versions_here("images")
+    monkeypatch.setattr(cluster_jobs, "versions_here", lambda kind: {**here, "onnxruntime": "1.0"})
     err = refused(run, small_cnn, pictures, cluster, tmp_path / "x.cache")
     assert "the worker tcp://" in err and f"onnxruntime {here['onnxruntime']} (1.0 at" in err
-    monkeypatch.setattr(job, "versions_here", lambda kind: {**here, "calib8": "9.9"})
+    monkeypatch.setattr(cluster_jobs, "versions_here", lambda kind: {**here, "calib8": "9.9"})
     err = refused(run, small_cnn, pictures, cluster, tmp_path / "x.cache")
     assert "the scheduler has calib8" in err and "9.9 at the client" in err
 
@@ -326,7 +330,7 @@ def test_more_pieces_than_images_are_refused(cluster, run, small_cnn, pictures, 
 
 @pytest.fixture
 def hasty(monkeypatch):
-    monkeypatch.setattr("deploy.cluster.connect.CONNECT_S", 0.3)
+    monkeypatch.setattr("deploy.calibration.cluster.CONNECT_S", 0.3)
 
 
 @pytest.mark.parametrize("words", [b"", b"HTTP/1.0 400 Bad Request\r\n\r\n"])
@@ -367,7 +371,7 @@ class Fake:
 @pytest.fixture
 def fake(small_cnn, pictures, monkeypatch):
     from deploy.calibration import cluster as module
-    from deploy.cluster.options import Cluster
+    from deploy.calibration.cluster_jobs import Cluster
 
     monkeypatch.setattr(module, "TICK_S", 0.0)
     monkeypatch.setattr(module, "WORKERS_S", 0.05)
@@ -396,7 +400,7 @@ def test_all_workers_lost_is_a_sentence(fake):
 
 @pytest.mark.parametrize("address", ["host:8786", "tls://10.0.0.1:1", "tcp://[::1]:8786"])
 def test_an_address_is_taken(address):
-    from deploy.cluster.options import cluster_of
+    from deploy.calibration.cluster_jobs import cluster_of
 
     assert cluster_of(address).address == address and cluster_of(None) is None
 
@@ -471,10 +475,10 @@ def test_a_cache_that_fits_needs_no_scheduler(small_cnn, pictures, tmp_path):
 
 @pytest.mark.slow
 def test_a_piece_of_another_calibration_is_refused(small_cnn, pictures):
+    from deploy.calibration.cluster import Gathering
     from deploy.calibration.observation import Observed
     from deploy.calibration.sample_checks import Peaks
     from deploy.calibration.shards import shard_of
-    from deploy.cluster.gather import Gathering
     from deploy.feed.feed import open_feed
     from deploy.frontends import load
 

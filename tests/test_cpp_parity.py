@@ -17,14 +17,13 @@ from calibrators.entropy import entropy
 from calibrators.entropy import search as entropy_index
 from calibrators.histogram import Histogram
 from calibrators.searches import SEARCHES
-from deploy.calibration import store, trt_cache, versions
+from deploy.calibration import fingerprint, store, trt_cache
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.errors import CacheError, Calib8Error
 from deploy.feed.feed import open_feed
-from deploy.feed.preprocess import Preprocess
-from deploy.feed.presets import PRESETS
+from deploy.feed.preprocess import PRESETS, Preprocess
+from deploy.frontends.base import model_digest
 from deploy.frontends.checks import check_names
-from deploy.frontends.digest import model_digest
 from deploy.frontends.reader import read_stamped
 from deploy.metrics.latency import DeviceTimes, measure
 from deploy.pipeline import calibrate
@@ -548,7 +547,7 @@ def test_changes_of_a_fingerprint_are_told_in_the_same_words(cpp):
 
 
 def test_the_decoder_is_known_by_what_it_makes_of_pictures(cpp):
-    ours, theirs = versions.decoder("images"), cpp("decoder")
+    ours, theirs = fingerprint.decoder("images"), cpp("decoder")
     ours.pop("library"), theirs.pop("library")
     assert theirs == ours and {"jpeg", "png", "webp", "resize"} < set(ours)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.tuning.cut import cheapest_split
+from deploy.tuning.prices import cheapest_split
 
 PRICE = st.integers(0, 6)
 

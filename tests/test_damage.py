@@ -9,9 +9,8 @@ import pytest
 
 from deploy.errors import FeedError
 from deploy.feed import headers, images
-from deploy.feed import words as words_module
 from deploy.feed.feed import open_feed
-from deploy.feed.words import heard, overheard
+from deploy.feed.images import heard, overheard
 from deploy.tensors import TensorSpec
 
 cv2 = pytest.importorskip("cv2")
@@ -169,7 +168,7 @@ def test_a_decoder_that_talks_by_itself_is_asked_once():
     ],
 )
 def test_which_words_mean_damage(monkeypatch, words, damage):
-    monkeypatch.setattr(words_module, "heard", lambda decode: (decode(), [words]))
+    monkeypatch.setattr(images, "heard", lambda decode: (decode(), [words]))
     if not damage:
         images.decode(JPEG, "it.jpg", grey=False)
         return

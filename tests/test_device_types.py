@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from calibrators.device_types import BITS, host_type, loaded, stored
+from calibrators.tensorrt import BITS, host_type, loaded, stored
 
 ml_dtypes = pytest.importorskip("ml_dtypes")  # comes with onnx 1.19 and later
 NARROW = {"bfloat16": ml_dtypes.bfloat16, "float8": ml_dtypes.float8_e4m3fn}

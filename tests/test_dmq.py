@@ -3,8 +3,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibrators.amct.arq import channels_back, channels_first
-from calibrators.amct.dmq import balance_factors, channel_max, weight_channel_max
+from calibrators.amct.arq import (
+    balance_factors,
+    channel_max,
+    channels_back,
+    channels_first,
+    weight_channel_max,
+)
 from calibrators.errors import CalibrationError
 
 FLOAT = st.floats(2**-7, 100, width=32)

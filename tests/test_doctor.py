@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-from deploy import machine
 from deploy.analysis import environment
 from deploy.machine import this_machine
 from deploy.targets import TARGETS
@@ -49,7 +48,7 @@ def test_atc_is_named(run, monkeypatch, tmp_path):
 
 
 def test_a_cpu_without_int8_is_told(run, monkeypatch):
-    monkeypatch.setattr(machine, "this_machine", lambda: replace(this_machine(), int8=()))
+    monkeypatch.setattr(environment, "this_machine", lambda: replace(this_machine(), int8=()))
     cpu = found(run)["CPU"]
     assert not cpu["there"] and "may saturate" in cpu["words"]
 

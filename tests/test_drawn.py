@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from deploy.feed.looks import Looks
+from deploy.feed.preview import Looks
 from deploy.metrics.tasks.boxes import Boxes
 from deploy.metrics.tasks.classes import Classes
 from deploy.metrics.tasks.detections import Detections, in_pixels
-from deploy.metrics.tasks.examples import MOST, ClassExample, Foremost
+from deploy.metrics.tasks.task import MOST, ClassExample, Foremost
 from deploy.report import EngineRow, Report, to_html, to_json, to_markdown
 from deploy.report.previews import box_rows
 

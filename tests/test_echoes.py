@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.metrics.form import form_of
+from deploy.metrics.truth import form_of
 
 FEATURES, CLASSES, STEPS = 12, 4, 30
 

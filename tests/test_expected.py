@@ -8,9 +8,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.calibration.expected import oddities
+from deploy.calibration.expected import first_layer, oddities
 from deploy.feed.preprocess import Preprocess
-from deploy.graph.first import first_layer
 
 FASHION = Path(__file__).parent.parent / "datasets" / "fashion"
 HALF = Preprocess(size=(16, 16), color="rgb", mean=(0.5,), std=(0.5,), layout="nchw")

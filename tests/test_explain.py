@@ -11,13 +11,21 @@ import onnx
 import pytest
 from click.testing import CliRunner
 
-from deploy.analysis.explain_build import ChannelSums
-from deploy.calibration.choices import NO_CHOICES
+from deploy.analysis.explain_build import ChannelSums, explain
 from deploy.cli import cli
 from deploy.errors import Calib8Error
-from deploy.explanation.explain import explain
-from deploy.tuning.plan_file import TargetPlan, read_plan
-from deploy.tuning.reasons import CONSEQUENCE, NOISE, RULE, TIME, WHOLE, kind, remaining
+from deploy.method import NO_CHOICES
+from deploy.tuning.plan_file import (
+    CONSEQUENCE,
+    NOISE,
+    RULE,
+    TIME,
+    WHOLE,
+    TargetPlan,
+    kind,
+    read_plan,
+    remaining,
+)
 
 
 def told(*words):

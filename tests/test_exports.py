@@ -14,8 +14,7 @@ import deploy
 import deploy.errors
 from deploy.errors import SdkMissingError
 from deploy.targets import TARGETS
-from deploy.tuning.effort import EFFORTS
-from deploy.tuning.wish import DEFAULT_EFFORT
+from deploy.tuning.search_options import DEFAULT_EFFORT, EFFORTS
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = sorted(
@@ -111,7 +110,7 @@ def test_the_documented_examples_run(small_cnn, pictures, tmp_path, monkeypatch,
     (tmp_path / "model.onnx").write_bytes(small_cnn.read_bytes())
     (tmp_path / "photos").symlink_to(pictures)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("deploy.tuning.clock._SECONDS", 0)  # no figure of these is looked at
+    monkeypatch.setattr("deploy.tuning.timing._SECONDS", 0)  # no figure of these is looked at
     page = (ROOT / "docs" / "python.md").read_text("utf-8")
     examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(examples) >= 5

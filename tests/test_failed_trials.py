@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from deploy.errors import BackendError
-from deploy.runtimes import ort
 from deploy.runtimes.ort import OrtSession
-from deploy.tuning import downstream, prices, probe
+from deploy.tuning import downstream, probe, tune
 from tests.test_tuning import ran, spoiled
 
 WHY = "the model must be what this test lets through, got another"
@@ -85,7 +84,7 @@ def test_a_layer_that_cannot_be_tried_alone_is_not_blamed_for_noise(build, monke
     def middle_alone(model):
         return layers_in_int8(model) == {"/mid/Conv"}
 
-    monkeypatch.setattr(ort, "OrtSession", refusing(middle_alone))
+    monkeypatch.setattr(probe, "OrtSession", refusing(middle_alone))
     built = build()
     assert built.code == 0 and nameless(built) == []
     layers = {name for name in built.float_of("onnxruntime") if name.endswith("/Conv")}
@@ -118,7 +117,7 @@ def test_a_method_whose_whole_trial_cannot_be_run_is_not_chosen(build, monkeypat
         seen.append(model)
         return len(seen) == 2
 
-    monkeypatch.setattr(ort, "OrtSession", refusing(second))
+    monkeypatch.setattr(probe, "OrtSession", refusing(second))
     built = build("--threads", 1, out="other")
     assert built.code == 0 and "1 of " in notes(built)[0]
     names = [[one["what"] for one in b.plan.targets["onnxruntime"].tried] for b in (wanted, built)]
@@ -128,7 +127,7 @@ def test_a_method_whose_whole_trial_cannot_be_run_is_not_chosen(build, monkeypat
 def test_where_nothing_can_be_run_in_int8_the_report_says_why_nothing_was_searched(
     build, monkeypatch
 ):
-    monkeypatch.setattr(ort, "OrtSession", refusing(layers_in_int8))
+    monkeypatch.setattr(probe, "OrtSession", refusing(layers_in_int8))
     built = build("--accept")
     (note,) = [n for n in built.report["targets"][0]["notes"] if "nothing was searched" in n]
     assert "with all in int8" in note and WHY in note and "--keep-float" in note
@@ -146,8 +145,8 @@ def test_a_layer_that_cannot_be_run_in_int8_stays_float_and_the_search_goes_on(
     def profiled(*_):
         raise BackendError(WHY)
 
-    monkeypatch.setattr(ort, "OrtSession", refusing(with_the_middle))
-    monkeypatch.setattr(prices, "measured", profiled)
+    monkeypatch.setattr(probe, "OrtSession", refusing(with_the_middle))
+    monkeypatch.setattr(tune, "measured", profiled)
     built = build("--accept", "--duration", duration)
     assert built.code == 0 and "nothing was searched" not in built.said
     reasons = built.plan.targets["onnxruntime"].choices.float_nodes

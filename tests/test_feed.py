@@ -9,10 +9,9 @@ import pytest
 
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.feed import open_feed
-from deploy.feed.preprocess import Preprocess
-from deploy.feed.presets import preset
-from deploy.feed.share import names_digest, share_of
-from deploy.feed.stream import Stream
+from deploy.feed.parallel import Stream
+from deploy.feed.preprocess import Preprocess, preset
+from deploy.feed.sampling import names_digest, share_of
 from deploy.tensors import TensorSpec
 
 IMAGE = TensorSpec("image", "float32", ("n", 3, 16, 20))
@@ -559,8 +558,8 @@ def test_a_second_pass_over_remembered_samples_decodes_nothing(pictures, small_c
 
 
 def test_a_full_disk_ends_the_keeping_alone(monkeypatch):
-    from deploy.feed.scratch import Scratch
-    from deploy.feed.spool import Spool
+    from deploy.feed.arrays import Scratch
+    from deploy.feed.reader import Spool
 
     spool = Spool(range(4))
     spool.add(0, {"x": np.ones(3)})
@@ -582,7 +581,7 @@ def test_a_disk_that_takes_no_byte_is_no_noise_at_the_end(capfd):
     import resource
     import signal
 
-    from deploy.feed.spool import Spool
+    from deploy.feed.reader import Spool
 
     before, most = signal.getsignal(signal.SIGXFSZ), resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -5,7 +5,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.tuning import clock
+from deploy.tuning import timing
 
 LONG = 256
 
@@ -50,7 +50,7 @@ def build(run, tmp_path, monkeypatch):
     def quickest(ran, feeds, *, threads):
         return 30.0 if any(node.op_type == "QuantizeLinear" for node in ran.graph.node) else 10.0
 
-    monkeypatch.setattr(clock, "quickest_ms", quickest)
+    monkeypatch.setattr(timing, "quickest_ms", quickest)
 
     def call(model):
         rows = np.random.default_rng(3).normal(size=(8, LONG)).astype(np.float32)

@@ -12,11 +12,10 @@ from calibrators.grids import dequantize, quantize
 from deploy.cli import cli
 from deploy.frontends import load
 from deploy.graph.edit import copied, with_outputs
-from deploy.graph.gates import gates
 from deploy.graph.index import Graph
-from deploy.graph.placement import ONNXRUNTIME, TENSORRT
+from deploy.graph.placement import ONNXRUNTIME, TENSORRT, gates
 from deploy.graph.plan import analyse
-from deploy.targets.fused_gates import fuse_gates
+from deploy.targets.onnxruntime.map_rewrites import fuse_gates
 
 NUMBERS = {"two_and_half": 2.5, "three": 3.0, "zero": 0.0, "six": 6.0, "sixth": 1 / 6, "half": 0.5,
            "minus": -0.3, "little": 0.004}  # fmt: skip

@@ -5,10 +5,9 @@ import pytest
 
 from deploy.errors import FeedError
 from deploy.metrics.accuracy import Accuracy, compare
-from deploy.metrics.form import form_of
 from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE, of_accuracy
 from deploy.metrics.tasks.task import TaskFigure
-from deploy.metrics.truth import PartAccuracy
+from deploy.metrics.truth import PartAccuracy, form_of
 from deploy.tensors import TensorSpec
 
 FED = {"x": np.zeros((1, 3, 24, 24), np.float32)}

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from calibrators.amct.hfmg import HfmgHistogram
-from calibrators.amct.ifmr_streaming import KEPT, IfmrHistogram
+from calibrators.amct.ifmr import KEPT, IfmrHistogram
 from calibrators.histogram import Histogram
 from calibrators.statistics import Amax
 from deploy import build
@@ -24,11 +24,11 @@ from deploy.report import (
     report_rows,
     to_html,
 )
-from deploy.report.bars import MOST, histogram_part
 from deploy.report.charts import histogram
 from deploy.report.report import Report
+from deploy.report.report_rows import MOST, histogram_part
 from deploy.report.sections import tensors as tensor_sections
-from deploy.tuning.wish import Tuning
+from deploy.tuning.search_options import Tuning
 
 QUICK = ("--effort", 0, "--duration", 0, "--accept")
 PLAIN = {"duration_s": 0, "tuning": Tuning(effort=0)}

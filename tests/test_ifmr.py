@@ -4,8 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calibrators.amct import ifmr as module
-from calibrators.amct.ifmr import IfmrParams, ifmr, ratios
-from calibrators.amct.ifmr_streaming import KEPT, IfmrHistogram, ifmr_streaming
+from calibrators.amct.ifmr import KEPT, IfmrHistogram, IfmrParams, ifmr, ifmr_streaming, ratios
 from calibrators.errors import CalibrationError
 
 

@@ -19,7 +19,7 @@ from deploy.calibration.store import sidecars
 from deploy.cli import Terminated
 from deploy.errors import ExportError
 from deploy.files import atomic
-from deploy.inputs import guarded, is_read, refuse
+from deploy.files.reading import guarded, is_read, refuse
 from deploy.pipeline import build, calibrate
 
 WORDS = {130: "interrupted", 143: "terminated"}
@@ -149,7 +149,7 @@ def test_a_device_or_a_folder_is_never_replaced(make, tmp_path):
 def test_what_stands_in_dev_is_a_device_wherever_it_leads(tmp_path):
     """`-o /dev/stdout > file` leads to a plain file; a rename would put one in the link's place."""
     with (tmp_path / "said").open("w") as file:
-        program = "from deploy.inputs import refuse; refuse('/dev/stdout')"
+        program = "from deploy.files.reading import refuse; refuse('/dev/stdout')"
         root = Path(__file__).parents[1]
         done = subprocess.run(
             [sys.executable, "-c", program],

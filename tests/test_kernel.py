@@ -152,7 +152,7 @@ def test_any_values_are_counted_alike(library, values, cut, base):
 
 
 def test_threads_count_beside_each_other(ways, monkeypatch):
-    monkeypatch.setattr(kernel, "kernel", lambda: ways[-1])
+    monkeypatch.setattr(histogram, "kernel", lambda: ways[-1])
     x = np.random.default_rng(2).standard_normal(200_000).astype(np.float32)
     alone, several = Histogram(), [Histogram() for _ in range(4)]
     alone.observe(x)
@@ -263,6 +263,6 @@ def test_the_kernel_rounds_weights_as_numpy_does(ways, seed, groups, rows, colum
     found = []
     for way in (ways[-1], None):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernel, "kernel", lambda way=way: way)
+            patch.setattr(rounding, "kernel", lambda way=way: way)
             found.append(rounding.rounded_by_output(steps, products, fixed=fixed, sweeps=3))
     assert (found[0] == found[1]).all()

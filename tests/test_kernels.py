@@ -161,7 +161,7 @@ def test_a_kernel_is_as_fast_as_its_fastest_run_but_the_first_two(monkeypatch):
         path.write_text(json.dumps(events))
         return path
 
-    monkeypatch.setattr(ort, "profiled", traced)
+    monkeypatch.setattr(timing, "profiled", traced)
     model = model_of(("/c1", "t"))
     assert kernel_times(model, [{}], made_from=model, runs=3).nodes == {"/c1": 7.0}
 
@@ -174,7 +174,7 @@ def test_a_small_model_is_run_more_often_and_two_rounds_of_it_count(tmp_path, mo
         counted.append(Counter(name for name, _, _ in ort.kernel_events(trace)))
         return trace
 
-    monkeypatch.setattr(ort, "profiled", profiled)
+    monkeypatch.setattr(timing, "profiled", profiled)
     model = turned_model()
     feeds = [{"x": np.ones((1, 16, 64, 64), np.float32)}]
     kernel_times(model, feeds, made_from=model, runs=2)
@@ -198,7 +198,7 @@ def test_a_real_profile_gives_every_layer_its_time(small_cnn):
 
 def test_a_real_profile_of_an_int8_model_counts_pairs_and_layers_apart(small_cnn, tmp_path):
     from deploy.pipeline import build
-    from deploy.tuning.wish import Tuning
+    from deploy.tuning.search_options import Tuning
 
     feed = [np.ones((1, 3, 16, 16), np.float32) * step for step in (1, 2)]
     build(small_cnn, feed, out=tmp_path, duration_s=0, tuning=Tuning(effort=0))

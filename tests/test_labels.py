@@ -5,8 +5,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.metrics.form import form_of
 from deploy.metrics.tasks.labels import Labels
+from deploy.metrics.truth import form_of
 
 LABELS, SIDE = 12, 32
 

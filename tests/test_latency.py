@@ -76,7 +76,7 @@ def test_one_session_alone_is_timed_in_every_run():
 def test_what_is_told_to_be_left_is_what_the_least_number_of_runs_takes(names, runs, monkeypatch):
     told = []
     monkeypatch.setattr(
-        "deploy.progress.lasting",
+        "deploy.metrics.latency.lasting",
         lambda what, seconds: told.append((what, seconds)) or nullcontext(),
     )
     sessions = {name: Recorder(name, [], seconds=0.01) for name in names}

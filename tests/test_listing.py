@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from deploy import calibrate
 from deploy.calibration import one_pass
 from deploy.errors import ExportError
-from deploy.feed.listing import Listing, Picture
-from deploy.feed.manifest import Seen
-from deploy.feed.share import names_digest
-from deploy.inputs import are_read, guarded, refuse
+from deploy.feed.listing import Listing, Picture, Seen
+from deploy.feed.sampling import names_digest
+from deploy.files.reading import are_read, guarded, refuse
 
 MOST = 130  # bytes an image, of which the name has 12; half a kilobyte and more were taken once
 

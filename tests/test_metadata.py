@@ -10,8 +10,7 @@ from onnx import TensorProto, helper
 from deploy.errors import ConfigError
 from deploy.feed.feed import open_feed
 from deploy.feed.model_preprocess import Carried, settled
-from deploy.feed.preprocess import Preprocess
-from deploy.feed.presets import PRESETS
+from deploy.feed.preprocess import PRESETS, Preprocess
 from deploy.frontends.metadata import carried_of
 from deploy.frontends.metadata.exporters import operators
 from deploy.tensors import TensorSpec

@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.frontends.moved import Moved
+from deploy.frontends.affine import Moved
 from deploy.targets.ascend.settled import unfused
 
 CONV = helper.make_node("Conv", ["x", "w"], ["c"], name="conv")

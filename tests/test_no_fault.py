@@ -14,7 +14,7 @@ import onnx
 import pytest
 
 from deploy.calibration import store
-from deploy.stamped import sha256
+from deploy.files.manifest import sha256
 from scripts import house
 
 ROOT = Path(__file__).parent.parent
@@ -149,8 +149,8 @@ def test_a_folder_that_may_not_be_looked_into_is_a_sentence(
     # What is imported late is imported before the process is nobody's, who may read no library.
     code = (
         "import importlib, os, sys\n"
-        "import deploy.progress\n"
-        "deploy.progress.TICK_S = 1e6\n"
+        "import deploy.terminal\n"
+        "deploy.terminal.TICK_S = 1e6\n"
         "from deploy.cli import main\n"
         "def call(words):\n"
         "    try: main(words)\n"

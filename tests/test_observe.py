@@ -6,9 +6,8 @@ import pytest
 
 from calibrators.amct.recorders import ChannelMaxOf
 from calibrators.statistics import HistogramOf
-from deploy.calibration.observation import Observation, Observed, Variant
-from deploy.calibration.observe import observe
-from deploy.calibration.subject import FOLDED
+from deploy.calibration.observation import FOLDED, Observation, Observed, Variant
+from deploy.calibration.one_pass import observe
 from deploy.errors import BackendError, CalibrationError, FeedError
 from deploy.frontends import load
 from deploy.graph.placement import ONNXRUNTIME

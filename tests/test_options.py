@@ -15,7 +15,7 @@ import pytest
 from deploy.cli import cli, main
 from deploy.commands import base
 from deploy.errors import ConfigError
-from deploy.feed.choice import Choice
+from deploy.feed.sampling import Choice
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import TARGETS, Ascend, OnnxRuntime, TensorRT
 from deploy.targets.base import Built
@@ -48,8 +48,8 @@ def run(capsys, *words):
 
 
 def test_the_help_names_every_preset_and_shows_numbers_by_a_letter(capsys):
-    from deploy.commands.preprocessing import PRESET_NAMES
-    from deploy.feed.presets import PRESETS
+    from deploy.commands.image_options import PRESET_NAMES
+    from deploy.feed.preprocess import PRESETS
 
     assert re.split(", | or ", PRESET_NAMES) == list(PRESETS)
     said = run(capsys, "build", "--help")[1]

@@ -10,11 +10,11 @@ from onnx import TensorProto, helper, numpy_helper
 from deploy import frontends, pipeline
 from deploy.calibration import reference
 from deploy.calibration.reference import FloatOutputs, alike, judges_of
+from deploy.feed.evaluation import Part
 from deploy.feed.feed import open_feed
-from deploy.feed.part import Part
 from deploy.frontends import load
 from deploy.runtimes.ort import OrtSession
-from deploy.tuning import wish
+from deploy.tuning import search_options
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def images(count):
 
 def built(model, x, out, **words):
     """What a build without a search counted and noted: (work, notes, int8 engine's samples)."""
-    words = {"tuning": wish.Tuning(effort=0), "duration_s": 0.0, "threads": 2, **words}
+    words = {"tuning": search_options.Tuning(effort=0), "duration_s": 0.0, "threads": 2, **words}
     pipeline.build(model, x, out=out, **words)
     report = json.loads((out / "report.json").read_text())
     engine = next(e for e in report["engines"] if not e.get("reference"))

@@ -22,13 +22,9 @@ from deploy.report import (
     to_markdown,
     to_screen,
 )
-from deploy.report.curves import latency_figure
-from deploy.report.floats import float_groups
-from deploy.report.markup import breakable
-from deploy.report.script import POLICY, SCRIPT
-from deploy.report.section import Section, contents, written
-from deploy.report.style import PRINTED, STYLE
-from deploy.report.worst import first, worst_first
+from deploy.report.charts import latency_figure
+from deploy.report.page import POLICY, PRINTED, SCRIPT, STYLE, Section, breakable, contents, written
+from deploy.report.report_rows import first, float_groups, worst_first
 
 
 def tensor(name, sqnr_db):

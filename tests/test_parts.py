@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from deploy.metrics.accuracy import Comparison
-from deploy.metrics.form import form_of
 from deploy.metrics.parts import Part, parts_of
+from deploy.metrics.truth import form_of
 from deploy.tensors import TensorSpec
 
 

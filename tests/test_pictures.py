@@ -9,15 +9,12 @@ import cv2
 import numpy as np
 import pytest
 
-from deploy.feed.denormalise import picture_in, pixels_of, small
 from deploy.feed.feed import open_feed
-from deploy.feed.pixels import apply, fit
-from deploy.feed.preprocess import COLORS, Preprocess
-from deploy.feed.presets import PRESETS
-from deploy.feed.strewn import some
+from deploy.feed.pixels import apply, fit, picture_in, pixels_of, small
+from deploy.feed.preprocess import COLORS, PRESETS, Preprocess
+from deploy.feed.sampling import some
 from deploy.report import FeedPart, Report, to_html, to_json, to_markdown
-from deploy.report.previews import pictures_part
-from deploy.report.raster import raster
+from deploy.report.previews import pictures_part, raster
 from deploy.tensors import TensorSpec
 
 SPEC = (TensorSpec("x", "float32", ("n", 3, 16, 16)),)

@@ -17,7 +17,7 @@ from deploy.errors import CacheError, ConfigError
 from deploy.feed.preprocess import Preprocess
 from deploy.method import Method
 from deploy.pipeline import build, calibrate
-from deploy.tuning.wish import Tuning
+from deploy.tuning.search_options import Tuning
 
 UNIT = Preprocess(size=(16, 16))
 
@@ -78,7 +78,7 @@ def test_another_method_is_searched_without_running_the_model(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the model was run")
 
-    monkeypatch.setattr("deploy.calibration.observe.observe", refuse)
+    monkeypatch.setattr("deploy.pipeline.observing.observe", refuse)
     again = calibrate(small_cnn, pictures, preprocess=UNIT, method="entropy", cache=cache)
     assert "the model was not run" in again.reason
     assert files(cache) == files(fresh)

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.calibration.choices import Choices
 from deploy.errors import ConfigError
-from deploy.method import Method
+from deploy.method import Choices, Method
 from deploy.tuning.plan_file import SCHEMA, PlanFile, TargetPlan, read_plan, write_plan
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

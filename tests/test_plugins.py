@@ -11,7 +11,7 @@ from deploy.errors import ExportError, ModelError
 from deploy.frontends import load
 from deploy.frontends.checks import check_valid
 from deploy.runtimes.ort import OrtSession
-from deploy.targets.tensorrt import builder, gpus, live, sdk
+from deploy.targets.tensorrt import builder, engines, sdk
 from deploy.targets.tensorrt.session import TensorrtSession
 from deploy.tensors import TensorSpec
 
@@ -226,7 +226,7 @@ def test_its_cache_is_made_checked_and_turned(run, pictures, tmp_path):
 def test_a_second_build_calibrates_nothing_and_explain_reads_it(build, run, monkeypatch):
     code, out, _, err = build(detector(), "--target", "tensorrt")
     assert code == 0, err
-    monkeypatch.setattr("deploy.calibration.observe.observe", None)
+    monkeypatch.setattr("deploy.pipeline.observing.observe", None)
     code, out, _, err = build(detector(), "--target", "tensorrt")
     assert code == 0, err
     code, text, err = run("explain", out)
@@ -250,9 +250,9 @@ class Whole:
 def test_an_engine_is_timed_and_judged_by_the_part_before_its_plugins(build, monkeypatch):
     here = sdk.Sdk("10.13.0.35", calibrators=True, gpu="Some GPU sm_90")
     monkeypatch.setattr(sdk, "find", lambda device=0: here)
-    monkeypatch.setattr(gpus, "gpu", lambda device: None)
+    monkeypatch.setattr(engines, "gpu", lambda device: None)
     monkeypatch.setattr(builder, "build_engine", lambda *a, **k: builder.Engine(b"plan", (), b""))
-    monkeypatch.setattr(live, "from_cache", lambda asked, known: None)
+    monkeypatch.setattr(engines, "from_cache", lambda asked, known: None)
     monkeypatch.setattr(TensorrtSession, "open", lambda *a, **k: Whole())
     code, _, report, err = build(detector(), "--target", "tensorrt", "--duration", 0.05)
     assert code == 0, err

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.cli import cli
-from deploy.metrics.form import form_of
+from deploy.metrics.truth import form_of
 
 SIDE, POINTS = 64, 24
 

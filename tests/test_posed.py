@@ -5,7 +5,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.metrics.tasks.grid import Grid
+from deploy.metrics.tasks.yolo import Grid
 
 SIZE, STRIDES = (96, 128), (8, 16)
 GRID = Grid(STRIDES, 1, False)

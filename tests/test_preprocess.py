@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from deploy.cli import cli
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.pixels import apply, fit, letterbox_size, short_side_size
-from deploy.feed.preprocess import Preprocess, resolve, with_options
-from deploy.feed.presets import PRESETS, preset
+from deploy.feed.preprocess import PRESETS, Preprocess, preset, resolve, with_options
 from deploy.tensors import TensorSpec
 
 

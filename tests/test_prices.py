@@ -7,10 +7,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.frontends import load
 from deploy.targets import TARGETS
-from deploy.tuning import timing
-from deploy.tuning.prices import Prices, cheapest, counted, measured
+from deploy.tuning import prices
+from deploy.tuning.prices import Prices, Units, cheapest, counted, measured, units_of
 from deploy.tuning.timing import KernelTimes
-from deploy.tuning.units import Units, units_of
 
 SAMPLE = {"x": np.ones((1, 16, 8, 8), np.float32)}
 NAMES = ("a", "b", "y")
@@ -53,7 +52,7 @@ def timed(monkeypatch, chain, *, int8, floats, rest=0.0, pairs=None):
             return KernelTimes({**dict(zip(("/a", "/b", "/y"), int8, strict=True)), **turned}, rest)
         return KernelTimes(dict(zip(("/a", "/b", "/y"), floats, strict=True)), 0.0)
 
-    monkeypatch.setattr(timing, "kernel_times", times)
+    monkeypatch.setattr(prices, "kernel_times", times)
     return measured(model, model, ours, units, [SAMPLE])
 
 
@@ -98,7 +97,7 @@ def test_kernels_are_timed_as_each_side_is_written(monkeypatch, chain):
         ran.append((model, made_from))
         return KernelTimes(dict.fromkeys(("/a", "/b", "/y"), 1.0), 0.0)
 
-    monkeypatch.setattr(timing, "kernel_times", times)
+    monkeypatch.setattr(prices, "kernel_times", times)
     float32, int8 = onnx.ModelProto(ir_version=1), onnx.ModelProto(ir_version=2)
     measured(chain[0], float32, int8, chain[1], [SAMPLE])
     assert ran == 2 * [(float32, chain[0]), (int8, chain[0])]

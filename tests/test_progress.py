@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy import progress
+from deploy import terminal
 from deploy.cli import main
 from deploy.pipeline import calibrate
-from deploy.progress import Phase, Teller, in_words, lasting, numbered, phase, telling
+from deploy.terminal import Phase, Teller, in_words, lasting, numbered, phase, telling
 
 ROOT = Path(__file__).parent.parent
 QUICK = ("--size", "16x16", "--limit", 4, "--duration", 0, "--effort", 0)
@@ -44,8 +44,8 @@ def at_once(monkeypatch):
         self.look()
 
     monkeypatch.setattr(Teller, "enter", told)
-    monkeypatch.setattr(progress, "FIRST_S", 0)
-    monkeypatch.setattr(progress, "LASTING_S", 0)
+    monkeypatch.setattr(terminal, "FIRST_S", 0)
+    monkeypatch.setattr(terminal, "LASTING_S", 0)
 
 
 @pytest.fixture
@@ -178,8 +178,8 @@ def test_a_single_long_call_is_told_of_and_the_thread_ends_with_it(monkeypatch):
             heard.set()
 
     monkeypatch.setattr("deploy.terminal.say", say)
-    monkeypatch.setattr(progress, "TICK_S", 0.001)
-    monkeypatch.setattr(progress, "LASTING_S", 0)
+    monkeypatch.setattr(terminal, "TICK_S", 0.001)
+    monkeypatch.setattr(terminal, "LASTING_S", 0)
     with telling(), phase("a call"):
         assert len(tellers()) == 1
         assert heard.wait(300)
@@ -204,10 +204,10 @@ def test_nobody_reading_stderr_stops_the_telling_alone(monkeypatch):
         raise BrokenPipeError
 
     monkeypatch.setattr("deploy.terminal.say", refuse)
-    monkeypatch.setattr(progress, "TICK_S", 0.001)
-    monkeypatch.setattr(progress, "LASTING_S", 0)
+    monkeypatch.setattr(terminal, "TICK_S", 0.001)
+    monkeypatch.setattr(terminal, "LASTING_S", 0)
     with telling(), phase("a call"):
-        thread = progress._TELLER.get()._thread  # it may have ended by now
+        thread = terminal._TELLER.get()._thread  # it may have ended by now
         assert gone.wait(300)
         thread.join(300)
         assert not thread.is_alive()
@@ -220,7 +220,7 @@ def test_steps_of_many_threads_are_all_counted():
             one.start()
         for one in workers:
             one.join()
-        assert progress._TELLER.get().phases[-1].done == 4000
+        assert terminal._TELLER.get().phases[-1].done == 4000
 
 
 def test_without_a_teller_nothing_is_told(capfd, at_once):
@@ -264,7 +264,7 @@ def test_a_bar_shows_the_share_that_is_done(screen, at_once):
         step()
         with phase("inside"):
             pass
-        progress._TELLER.get().look()
+        terminal._TELLER.get().look()
     assert re.search(r"accuracy:  25%\|█+\S? +\| 1 of 4 samples, 0 s left\r", shown())
 
 
@@ -299,7 +299,7 @@ def test_an_interrupt_is_one_sentence_behind_the_line(
     def interrupted(*words, **more):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("deploy.calibration.observe.observe", interrupted)
+    monkeypatch.setattr("deploy.pipeline.observing.observe", interrupted)
     shown = screen()
     words = (*QUICK, "--out", tmp_path / "out")
     assert ended("build", small_cnn, "--images", pictures, *words) == 130
@@ -317,7 +317,7 @@ def test_an_interrupt_behind_the_calibration_tells_that_it_is_kept(
     out = tmp_path / "out"
     words = ("build", small_cnn, "--images", pictures, *QUICK, "--out", out)
     with monkeypatch.context() as patched:
-        patched.setattr("deploy.pipeline.building.built", interrupted)
+        patched.setattr("deploy.pipeline.built", interrupted)
         assert ended(*words) == 130
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.endswith(f"left behind; the calibration is kept for the next build into {out}")
@@ -363,7 +363,7 @@ def test_other_commands_tell_of_all_that_they_do(small_cnn, pictures, tmp_path, 
 
 @pytest.mark.slow
 def test_a_build_tells_of_all_that_it_does(small_cnn, pictures, tmp_path, seen, monkeypatch, capfd):
-    monkeypatch.setattr("deploy.tuning.clock._SECONDS", 0)
+    monkeypatch.setattr("deploy.tuning.timing._SECONDS", 0)
     words = ("--size", "16x16", "--limit", 6, "--duration", 0.001, "--out", tmp_path / "out")
     targets = ("--target", "onnxruntime,ascend")
     assert ended("build", small_cnn, "--images", pictures, *words, *targets, "--accept") == 0
@@ -509,9 +509,9 @@ def test_letters_that_stderr_cannot_show_are_no_fault(monkeypatch):
     held.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", held)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(progress, "FIRST_S", 0)
+    monkeypatch.setattr(terminal, "FIRST_S", 0)
     with telling(), phase("accuracy", 2) as step:
         step()
-        progress._TELLER.get().look()
+        terminal._TELLER.get().look()
     held.flush()
     assert b"|####" in held.buffer.getvalue() and b"\\u" not in held.buffer.getvalue()

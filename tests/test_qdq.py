@@ -6,13 +6,13 @@ import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
-from calibrators import grids
-from calibrators.minmax import minmax
+from calibrators.percentile import minmax
 from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
 from deploy.frontends import load
 from deploy.graph.placement import ONNXRUNTIME, TENSORRT
 from deploy.graph.plan import Read, analyse
+from deploy.targets.onnxruntime import qdq
 from deploy.targets.onnxruntime.qdq import Stored, write_qdq
 
 
@@ -57,7 +57,7 @@ def test_weights_that_were_stored_before_are_not_rounded_again(calibrated, place
     plan, stored = analyse(model, placement), Stored()
     write_qdq(model, plan, scales, stored=stored)
     plain = [write_qdq(model, plan, one).SerializeToString() for one in (scales, wider)]
-    monkeypatch.delattr(grids, "quantize_weight")
+    monkeypatch.delattr(qdq, "quantize_weight")
     for one, wanted in zip((scales, wider), plain, strict=True):
         assert write_qdq(model, plan, one, stored=stored).SerializeToString() == wanted
 

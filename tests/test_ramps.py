@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from calibrators import Histogram
 from calibrators.grids import INT4, INT8, UINT8, Grid, unsigned
 from calibrators.histogram import BINS
-from calibrators.mse import _RATIOS, _Bins, errors, mse
-from calibrators.ramps import Ramps
+from calibrators.mse import _RATIOS, Ramps, _Bins, errors, mse
 
 seeds = st.integers(0, 10_000)
 UINT4 = unsigned(4)

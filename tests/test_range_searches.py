@@ -8,8 +8,7 @@ from calibrators import mse as ranges_by_error
 from calibrators.errors import CalibrationError
 from calibrators.grids import INT8, UINT8, dequantize, quantize
 from calibrators.histogram import BINS
-from calibrators.lp import lp
-from calibrators.mse import mse
+from calibrators.mse import lp, mse
 from calibrators.percentile import percentile, quantile
 from calibrators.searches import LpParams, PercentileParams
 

@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.tuning.plan_file import read_plan
-from deploy.tuning.scores import ranked
+from deploy.tuning.probe import ranked
 
 SAMPLES = 24
 

@@ -6,7 +6,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.graph.reach import reaches
+from deploy.graph.bounds import reaches
 
 
 def model(nodes, outputs="y", **constants):

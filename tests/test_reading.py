@@ -12,20 +12,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploy.archives import array_header, check_archive, read_array
 from deploy.errors import ConfigError, ExportError, FeedError
 from deploy.files.reading import (
     MOST_NESTING,
+    array_header,
+    check_archive,
     from_json,
+    guarded,
     is_text,
     nested,
     opened,
+    read_array,
     read_bytes,
     read_json,
     read_text,
+    refuse,
     refuse_irregular,
 )
-from deploy.inputs import guarded, refuse
 
 PLAN = {"what": "a plan", "error": ConfigError}
 ROOT = Path(__file__).parent.parent
@@ -182,7 +185,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked():
 
 def test_a_table_of_contents_of_gigabytes_is_not_looked_at(monkeypatch):
     file = archive(3)
-    monkeypatch.setattr("deploy.archives._MOST_LISTING", 100)
+    monkeypatch.setattr("deploy.files.reading._MOST_LISTING", 100)
     monkeypatch.setattr("zipfile.ZipFile", None)
     with pytest.raises(FeedError, match="of names alone"):
         check_archive(file, "x", what="arrays", error=FeedError)
@@ -190,7 +193,8 @@ def test_a_table_of_contents_of_gigabytes_is_not_looked_at(monkeypatch):
 
 def test_a_path_that_is_no_text_is_told_from_one_that_is():
     assert is_text("a/b") and is_text(Path("é")) and not is_text(os.fsdecode(b"a\xff"))
-    code = "import os; from deploy.files.reading import is_text; print(is_text(os.fsdecode(b'\\xc3\\xa9')))"
+    code = "import os; from deploy.files.reading import is_text;"
+    code += " print(is_text(os.fsdecode(b'\\xc3\\xa9')))"
     for encoding, right in (("C", "False"), ("C.UTF-8", "True")):
         own = {**os.environ, "LC_ALL": encoding, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
         done = subprocess.run(
@@ -202,21 +206,19 @@ def test_a_path_that_is_no_text_is_told_from_one_that_is():
 # Where bytes of files come in by another door, and why: what the program made itself, the system's
 # own, and the decoder's file (`deploy.feed.images`), which keeps its own rules.
 ELSEWHERE = {
-    "deploy.files.atomic": "descriptors of what it writes",
     "deploy.cli": "where what stdout did not take goes",
     "deploy.feed.array_files": "maps of what was opened, and of its own temporary files",
     "deploy.feed.images": "pictures",
-    "deploy.locks": "descriptors that hold locks",
+    "deploy.files.atomic": "descriptors of what it writes, and those that hold locks",
     "deploy.machine": "the system's description of the processor",
     "deploy.runtimes.openvino": "its own temporary files, in its own process",
-    "deploy.comparison.cuts": "its own temporary files",
+    "deploy.analysis.comparison": "its own temporary files",
     "deploy.pipeline.judge": "what was built a moment ago",
     "deploy.runtimes.ort": "ONNX Runtime's trace in a temporary folder",
     "deploy.files.reading": "the door itself",
     "deploy.pipeline.results": "what was built a moment ago",
     "deploy.files.staging": "its own files, as it moves them",
-    "deploy.standins.sources": "the memory of this very process",
-    "deploy.targets.tensorrt.baselines": "what was built a moment ago",
+    "deploy.standins.memory": "the memory of this very process",
     "deploy.targets.tensorrt.engines": "what was built a moment ago",
 }
 DOORS = {"read_bytes", "read_text", "fromfile", "memmap"}

@@ -12,28 +12,25 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from calibrators.amct.arq import arq, arq_integers
-from calibrators.correction import trusted_mean
-from calibrators.equalization import absorbable, equal_factors, smooth_factors
 from calibrators.errors import CalibrationError
 from calibrators.grids import quantize_weight, weight_scales
 from calibrators.rounding import gram, output_error, products_of, rounded_by_output
-from deploy.calibration.choices import Choices
+from calibrators.weights import absorbable, equal_factors, smooth_factors, trusted_mean
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.reference import judges_of
 from deploy.cli import main
 from deploy.errors import ConfigError
 from deploy.frontends import load
-from deploy.method import Method
+from deploy.method import Choices, Method
 from deploy.pipeline import calibrate
-from deploy.repairs.links import links_of
-from deploy.repairs.patches import patches
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import TARGETS
 from deploy.targets.base import BuildRequest
 from deploy.tuning.repairs import REPAIRS, chosen
 from deploy.tuning.repairs.apply import trials
 from deploy.tuning.repairs.output_rounding import rounded_weight
-from deploy.tuning.repairs.repair_layers import layers_of
+from deploy.tuning.repairs.repair_layers import layers_of, links_of
+from deploy.tuning.repairs.sample_runs import patches
 
 ALL = "onnxruntime,tensorrt,ascend"
 

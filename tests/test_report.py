@@ -39,10 +39,9 @@ from deploy.report import (
     to_markdown,
     to_screen,
 )
-from deploy.report.curves import latency_figure
-from deploy.report.script import SCRIPT
-from deploy.report.speed import by_fastest
-from deploy.report.svg import range_bar
+from deploy.report.charts import latency_figure, range_bar
+from deploy.report.model import by_fastest
+from deploy.report.page import SCRIPT
 from deploy.targets import OnnxRuntime
 from deploy.targets.base import Built
 

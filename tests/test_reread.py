@@ -3,7 +3,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from calibrators.grids import affine_params
-from deploy.targets.reread import with_offset, with_shift
+from deploy.targets.onnxruntime.uint8_forms import with_offset, with_shift
 
 RANGES = st.tuples(st.floats(0.01, 50), st.floats(0.01, 50))
 

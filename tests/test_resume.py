@@ -18,10 +18,10 @@ import numpy as np
 import onnx
 import pytest
 
-from deploy.calibration import checkpoint, shard_file
+from deploy.calibration import checkpoint, shards
 from deploy.calibration.checkpoint import Checkpoint, beside
-from deploy.calibration.lines import Line
 from deploy.calibration.store import files
+from deploy.calibration.taps import Line
 from deploy.cli import main
 from deploy.errors import ConfigError, ExportError
 from deploy.feed.parallel import _Line
@@ -196,7 +196,7 @@ def test_a_killed_run_goes_on_to_the_bytes_of_an_unbroken_one(
     killed(3, *go_on)
     assert not cache.exists() and beside(cache).exists()
     killed(11, *go_on, "--resume")  # and once more
-    assert shard_file.load(beside(cache)).counted >= 11
+    assert shards.load(beside(cache)).counted >= 11
     assert run(*go_on, "--resume")[0] == 0
     assert contents(cache) == contents(whole)
     assert not beside(cache).exists()
@@ -244,7 +244,7 @@ def test_a_signal_ends_the_reading_and_says_how_to_go_on(
     words = ("calibrate", small_cnn, "--images", tmp_path / "x.npy", "-q", "--threads", threads)
     ended, (said,), ran = interrupted(7, number, *words, "-o", tmp_path / "m.cache")
     assert ended == code and ran < 7 + threads
-    counted = shard_file.load(beside(tmp_path / "m.cache")).counted
+    counted = shards.load(beside(tmp_path / "m.cache")).counted
     assert counted == ran  # all that were begun are counted
     left = f"; {counted:,} of 500 samples are kept in {beside(tmp_path / 'm.cache')}"
     assert said.endswith(f"{left}: --resume goes on from there")
@@ -385,7 +385,7 @@ def rewritten(path: Path, change) -> None:
         members = {name: archive.read(name) for name in archive.namelist()}
     document = json.loads(members["shard.json"])
     change(document)
-    document["sha256"] = shard_file._digest(document)
+    document["sha256"] = shards._digest(document)
     members["shard.json"] = json.dumps(document).encode()
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in members.items():

@@ -8,10 +8,10 @@ import threading
 import numpy as np
 import pytest
 
-from deploy.archives import read_array
 from deploy.feed.array_files import read_arrays
-from deploy.feed.scratch import Scratch
-from deploy.feed.spool import Spool
+from deploy.feed.arrays import Scratch
+from deploy.feed.reader import Spool
+from deploy.files.reading import read_array
 from deploy.tensors import TensorSpec
 
 

@@ -10,13 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from deploy.calibration import observe as unseen
-from deploy.metrics import levels as judging
+from deploy.calibration import one_pass
 from deploy.metrics.levels import DOUBTFUL, UNUSABLE
 from deploy.runtimes.ort import OrtSession
 from deploy.tuning import downstream, probe, search_samples
-from deploy.tuning.allowance import Allowance
-from deploy.tuning.effort import EFFORTS
+from deploy.tuning.search_options import EFFORTS, Allowance
 from tests.test_tuning import SAME, ran, saved
 
 IMAGES = 100
@@ -69,8 +67,8 @@ def runs(monkeypatch):
 
         return observe(wanted, drawn(), **words)
 
-    observe = unseen.observe
-    monkeypatch.setattr(unseen, "observe", observing)
+    observe = one_pass.observe
+    monkeypatch.setattr(search_samples, "observe", observing)
     for module in (probe, downstream, search_samples):
         monkeypatch.setattr(module, "OrtSession", counting(module.__name__.rpartition(".")[2]))
     return found
@@ -91,7 +89,7 @@ def never_usable(monkeypatch):
         return on(self, most, **words)
 
     monkeypatch.setattr(search_samples.Judged, "on", noted)
-    monkeypatch.setattr(judging, "of_accuracy", levels)
+    monkeypatch.setattr(search_samples, "of_accuracy", levels)
 
 
 def spent(monkeypatch):

@@ -11,8 +11,7 @@ import pytest
 
 from calibrators import SEARCHES, Histogram
 from calibrators.errors import CalibrationError
-from calibrators.minmax import minmax
-from calibrators.percentile import percentile
+from calibrators.percentile import minmax, percentile
 from calibrators.searches import (
     DEFAULT_METHOD,
     EntropyTensorrtParams,

@@ -13,20 +13,20 @@ import deploy.pipeline
 import deploy.pipeline.calibrating
 import deploy.pipeline.observing
 import deploy.pipeline.request
-from deploy.calibration import versions
+from deploy.calibration import fingerprint
+from deploy.calibration.observation import Subject
 from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.store import sidecars
-from deploy.calibration.subject import Subject
 from deploy.errors import FeedError, ModelError
-from deploy.feed import images, probe
+from deploy.feed import images, pixels
 from deploy.feed.feed import open_feed
-from deploy.feed.manifest import Changed
+from deploy.feed.listing import Changed
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends import load
 from deploy.pipeline import build, calibrate
 from deploy.targets.ascend.target import Ascend
 from deploy.tensors import TensorSpec
-from deploy.tuning.wish import Tuning
+from deploy.tuning.search_options import Tuning
 
 UNIT = Preprocess(size=(16, 16))
 IMAGE = TensorSpec("x", "float32", ("n", 3, 16, 16))
@@ -150,7 +150,7 @@ def test_a_cache_made_of_one_image_never_serves_another(small_cnn, photos, tmp_p
 
 def test_evaluation_images_are_held_to_it_too(small_cnn, photos, pictures, tmp_path, monkeypatch):
     feeds = []
-    own = deploy.feed.feed.open_feed
+    own = deploy.pipeline.request.open_feed
     monkeypatch.setattr(
         deploy.pipeline.request,
         "open_feed",
@@ -169,7 +169,7 @@ def of_changed(*_, **__):
 
 
 def test_the_search_does_not_pass_over_it(small_cnn, pictures, tmp_path, monkeypatch):
-    monkeypatch.setattr("deploy.calibration.observe.observe", of_changed)
+    monkeypatch.setattr("deploy.tuning.search_samples.observe", of_changed)
     with pytest.raises(FeedError, match=CHANGED):
         build(small_cnn, pictures, preprocess=UNIT, out=tmp_path / "o", duration_s=0)
     assert not list((tmp_path / "o").glob("*.onnx"))
@@ -271,11 +271,11 @@ def test_another_decoder_is_told_and_arrays_have_none(small_cnn, photos, tmp_pat
     monkeypatch.setattr(images.opencv(), "__version__", "9.9.9")  # which gives the same pixels
     again = calibrate(small_cnn, photos, preprocess=UNIT, cache=tmp_path / "p")
     assert again.reused and "decoder OpenCV 5" in again.reason
-    other = {**probe.digests(), "webp": "0" * 16}
-    monkeypatch.setattr(probe, "digests", lambda: other)
+    other = {**pixels.digests(), "webp": "0" * 16}
+    monkeypatch.setattr(pixels, "digests", lambda: other)
     again = calibrate(small_cnn, photos, preprocess=UNIT, cache=tmp_path / "p")
     assert not again.reused and "the decoder changed (" in again.reason and "webp" in again.reason
-    monkeypatch.setattr(versions, "DECODING", 99)
+    monkeypatch.setattr(fingerprint, "DECODING", 99)
     again = calibrate(small_cnn, photos, preprocess=UNIT, cache=tmp_path / "p")
     assert not again.reused and again.reason.endswith("(decoding 1 -> 99)")
     assert calibrate(small_cnn, list(ROWS), cache=tmp_path / "r").reused

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from deploy.errors import ConfigError
-from deploy.graph.selection import matching, select
+from deploy.graph.index import matching, select
 
 NAMES = st.lists(
     st.text(st.sampled_from("abc/[]*?!.@:#op0"), min_size=1, max_size=8), min_size=1, unique=True

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.tuning.probe import Noise
-from deploy.tuning.sensitivity import Sensitivity, sensitivity
+from deploy.tuning.search import Sensitivity, sensitivity
 
 
 def noise(**powers):

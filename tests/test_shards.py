@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calibrators.statistics import HistogramOf
-from deploy.calibration import shard_file
+from deploy.calibration import shards
 from deploy.calibration.store import files
-from deploy.feed.choice import Choice
+from deploy.feed.sampling import Choice
 
 TARGETS = ("--target", "onnxruntime,tensorrt", "--trt-version", "8.6.1")
 
@@ -283,7 +283,7 @@ def restamped(members, change):
     """In earnest: with the digest that belongs to it."""
     document = json.loads(members["shard.json"])
     change(document)
-    document["sha256"] = shard_file._digest(document)
+    document["sha256"] = shards._digest(document)
     members["shard.json"] = json.dumps(document).encode()
 
 
@@ -335,13 +335,13 @@ def changed_shard(small_cnn, pictures, tmp_path_factory):
     path = tmp_path_factory.mktemp("changed") / "one.shard"
     keep_shard(calibrate(small_cnn, pictures, limit=Choice(most=2, shard=(1, 2))), path)
     whole = path.read_bytes()
-    sound = shard_file.load(path)
+    sound = shards.load(path)
 
     def check(data, place):
         at = place % len(whole)
         path.write_bytes(whole[:at] + data + whole[at + len(data) :])
         try:
-            found = shard_file.load(path)
+            found = shards.load(path)
         except CacheError:
             return
         assert (found.share, found.made_from, found.digests) == (
@@ -353,7 +353,7 @@ def changed_shard(small_cnn, pictures, tmp_path_factory):
 
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 5))
 def test_shards_share_the_choice_out(count, of, every):
-    from deploy.feed.share import share_of
+    from deploy.feed.sampling import share_of
 
     places, _ = Choice(every=every).of(count)
     if of > len(places):

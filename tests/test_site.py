@@ -12,7 +12,7 @@ import pytest
 import deploy
 from calibrators.searches import SEARCHES
 from deploy.cli import COMMANDS, cli
-from deploy.feed.presets import PRESETS
+from deploy.feed.preprocess import PRESETS
 from deploy.targets import TARGETS
 from deploy.targets.options import options_of
 

@@ -11,13 +11,12 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.choice import Choice
 from deploy.feed.feed import open_feed
-from deploy.feed.manifest import Changed
+from deploy.feed.listing import Changed
 from deploy.feed.paths import RawFiles
 from deploy.feed.pixels import apply
 from deploy.feed.preprocess import Preprocess
-from deploy.feed.strewn import some
+from deploy.feed.sampling import Choice, some
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import TensorSpec
 

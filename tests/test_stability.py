@@ -17,13 +17,10 @@ from calibrators.scales import Scale
 from calibrators.statistics import HistogramOf
 from deploy.calibration import store
 from deploy.calibration.observation import Observation, Variant
-from deploy.calibration.observe import observe
-from deploy.calibration.one_pass import in_turns
+from deploy.calibration.one_pass import in_turns, observe
 from deploy.calibration.stability import agreement, apart
 from deploy.errors import CacheError, ConfigError
-from deploy.feed.choice import Choice
-from deploy.feed.doubling import following
-from deploy.feed.strewn import order, strewn
+from deploy.feed.sampling import Choice, following, order, strewn
 from deploy.targets import named
 
 COUNT = 100

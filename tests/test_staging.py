@@ -9,17 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from deploy import locks
 from deploy.calibration.store import files
 from deploy.cli import main
 from deploy.errors import BackendError, ExportError
 from deploy.feed.preprocess import Preprocess
 from deploy.files import atomic, manifest, staging
+from deploy.files.reading import guarded, is_read
 from deploy.files.staging import recover, staged
-from deploy.inputs import guarded, is_read
 from deploy.pipeline import build, calibrate
 from deploy.targets.onnxruntime.target import OnnxRuntime
-from deploy.tuning.wish import Tuning
+from deploy.tuning.search_options import Tuning
 
 UNIT = Preprocess(size=(16, 16))
 
@@ -155,7 +154,7 @@ def test_a_process_killed_at_any_call_leaves_the_old_files_or_the_next_run_all_n
 def test_a_living_process_keeps_its_files(tmp_path):
     with staged(tmp_path) as stage:
         write(stage, a="new")
-        handle, path = locks.claimed_file(tmp_path, prefix=atomic.PREFIX)
+        handle, path = atomic.claimed_file(tmp_path, prefix=atomic.PREFIX)
         recover(tmp_path)
         assert path.exists() and (stage.inside / "a").exists()
         os.close(handle)
@@ -164,11 +163,11 @@ def test_a_living_process_keeps_its_files(tmp_path):
 
 
 def test_one_run_at_a_time_changes_a_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(locks, "_PATIENCE", 0.05)
+    monkeypatch.setattr(atomic, "_PATIENCE", 0.05)
     with (
-        locks.alone(tmp_path),
+        atomic.alone(tmp_path),
         pytest.raises(ExportError, match="one run at a time"),
-        locks.alone(tmp_path),
+        atomic.alone(tmp_path),
     ):
         pass
 
@@ -188,7 +187,7 @@ def made(small_cnn, pictures, tmp_path):
 
 def test_a_build_names_its_files_and_verify_reads_them(made, capsys):
     out, _ = made
-    found = manifest.read(out)
+    found = manifest.read_manifest(out)
     assert (
         {*content(out)} == {*found.files, manifest.NAME} > {*manifest.PAGES, "small_cnn.int8.onnx"}
     )
@@ -270,8 +269,10 @@ def test_files_of_another_model_stay_and_are_told_apart(made, small_cnn, picture
     main(["verify", str(out)])
     assert "small_cnn.int8.onnx is of an earlier build" in capsys.readouterr().out
     again()  # and may be built again
-    assert "other.int8.onnx" in manifest.read(out).earlier
-    assert manifest.NAME not in manifest.read(out).earlier  # it was replaced with the build
+    assert "other.int8.onnx" in manifest.read_manifest(out).earlier
+    assert (
+        manifest.NAME not in manifest.read_manifest(out).earlier
+    )  # it was replaced with the build
 
 
 @pytest.mark.parametrize("name", ["report.html", "small_cnn.int8.onnx", "manifest.json"])
@@ -286,14 +287,14 @@ def test_a_build_never_replaces_what_calib8_did_not_write(
     assert "must not replace what calib8 did not write" in capsys.readouterr().err
     assert content(tmp_path) == {name: b"mine"}
     main([*words, "--force"])
-    assert not manifest.changed(tmp_path, manifest.read(tmp_path))
+    assert not manifest.changed(tmp_path, manifest.read_manifest(tmp_path))
 
 
 def test_a_build_from_before_there_were_manifests_is_known_by_its_report(made):
     out, again = made
     (out / manifest.NAME).unlink()
     again(method="minmax")
-    assert not manifest.changed(out, manifest.read(out))
+    assert not manifest.changed(out, manifest.read_manifest(out))
 
 
 def test_a_build_that_fails_leaves_the_old_one_and_its_calibration_to_the_next(made, monkeypatch):
@@ -310,7 +311,7 @@ def test_a_build_that_fails_leaves_the_old_one_and_its_calibration_to_the_next(m
     assert content(out) == before
     report = again(limit=7)
     assert report.calibration.reused and "did not end" in report.calibration.reason
-    assert not list(out.glob(".*")) and not manifest.changed(out, manifest.read(out))
+    assert not list(out.glob(".*")) and not manifest.changed(out, manifest.read_manifest(out))
     assert content(out)["small_cnn.cache"] != before["small_cnn.cache"]
 
 
@@ -342,7 +343,7 @@ def test_builds_at_once_leave_one_of_them(small_cnn, pictures, tmp_path):
 
     with ThreadPoolExecutor(4) as pool:
         assert set(pool.map(run, range(4))) == {0}
-    found = manifest.read(out)
+    found = manifest.read_manifest(out)
     assert not manifest.changed(out, found) and not list(out.glob(".*"))
     report = json.loads((out / "report.json").read_text())
     fingerprint = json.loads((out / "small_cnn.cache.json").read_text())["fingerprint"]

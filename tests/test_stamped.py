@@ -3,7 +3,7 @@ import json
 import pytest
 
 from deploy.errors import CacheError
-from deploy.stamped import fitting, keep, note_of, read, sha256
+from deploy.files.manifest import fitting, keep, note_of, read_stamped, sha256
 
 MADE_FROM = {"model": "a", "batch": 8, "shape": (1, 3)}
 
@@ -22,7 +22,7 @@ def test_a_file_made_from_something_else_does_not_fit(tmp_path, change):
     path = keep(tmp_path / "m", b"data", MADE_FROM)
     assert fitting(path, MADE_FROM) == b"data"
     assert fitting(path, MADE_FROM | change) is None
-    assert read(path) == (b"data", {"model": "a", "batch": 8, "shape": [1, 3]})
+    assert read_stamped(path) == (b"data", {"model": "a", "batch": 8, "shape": [1, 3]})
 
 
 def test_what_was_changed_or_parted_since_is_not_believed(tmp_path):
@@ -31,11 +31,11 @@ def test_what_was_changed_or_parted_since_is_not_believed(tmp_path):
     keep(path, b"data", MADE_FROM)
     path.write_bytes(b"more data")
     with pytest.raises(CacheError, match="as it was written"):
-        read(path)
+        read_stamped(path)
     for note in ("{", "[]", "{}", "\udcff"):
         note_of(path).write_bytes(note.encode("utf-8", "surrogateescape"))
         assert fitting(path, MADE_FROM) is None
     keep(path, b"data", MADE_FROM)
     note_of(path).unlink()
     with pytest.raises(CacheError, match="must be the note of m, got nothing there"):
-        read(path)
+        read_stamped(path)

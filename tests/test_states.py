@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.cli import cli
-from deploy.metrics.form import form_of
+from deploy.metrics.truth import form_of
 from deploy.pipeline.measure import _states
 
 FEATURES, STATE, CLASSES = 8, 16, 5

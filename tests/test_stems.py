@@ -80,7 +80,7 @@ def test_a_picture_in_int8_gets_four_channels(inner, outer, window, twice, tmp_p
     model = net(inner, outer, window=window, twice=twice)
     found = built(model, tmp_path / "four")
     assert seen(found) == 4 and [n.op_type for n in found.graph.node].count("Pad") == 1
-    monkeypatch.setattr("deploy.targets.stems._LEAST", 1000)
+    monkeypatch.setattr("deploy.targets.onnxruntime.conv_rewrites._LEAST", 1000)
     plain = built(model, tmp_path / "plain")
     assert seen(plain) == inner
     assert ran(found) == ran(plain)

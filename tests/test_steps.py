@@ -8,7 +8,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.metrics.tasks import shares
+from deploy.metrics.tasks import classes
 
 STEPS, FEATURES, CLASSES = 50, 8, 6
 
@@ -306,8 +306,8 @@ def of(*counts):
     ],
 )  # fmt: skip
 def test_one_value_a_sample_is_a_probability_where_both_sides_are_seen(values, are):
-    assert shares.are_switches([np.array([[value]]) for value in values]) == are
-    assert not shares.are_switches([np.array([[value, value]]) for value in values])
+    assert classes.are_switches([np.array([[value]]) for value in values]) == are
+    assert not classes.are_switches([np.array([[value, value]]) for value in values])
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_one_value_a_sample_is_a_probability_where_both_sides_are_seen(values, a
     ],
 )  # fmt: skip
 def test_values_of_steps_are_probabilities_where_few_are_between(values, are):
-    assert shares.are_tracks([values.reshape(1, -1)]) == are
+    assert classes.are_tracks([values.reshape(1, -1)]) == are
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_values_of_steps_are_probabilities_where_few_are_between(values, are):
     ],
 )  # fmt: skip
 def test_values_of_steps_are_raw_scores_where_the_two_sides_of_0_are_apart(values, are):
-    assert shares.are_raw_tracks([values.reshape(1, -1)]) == are
+    assert classes.are_raw_tracks([values.reshape(1, -1)]) == are
 
 
 @pytest.mark.parametrize(
@@ -351,9 +351,9 @@ def test_values_of_steps_are_raw_scores_where_the_two_sides_of_0_are_apart(value
 )  # fmt: skip
 def test_decisions_are_a_few_probabilities_above_a_half_in_several_outputs(values, are):
     output = [values.reshape(1, -1, 10)]  # 8 steps, or 7
-    assert shares.are_decisions([output, output]) == are
-    assert not shares.are_decisions([output])
-    assert not shares.are_decisions([output, [np.concatenate(output * 2, axis=1)]])
+    assert classes.are_decisions([output, output]) == are
+    assert not classes.are_decisions([output])
+    assert not classes.are_decisions([output, [np.concatenate(output * 2, axis=1)]])
 
 
 def scored(apart, mean=0.0, steps=8):
@@ -379,10 +379,10 @@ def scored(apart, mean=0.0, steps=8):
     ],
 )
 def test_raw_scores_of_steps_are_classes_where_they_are_sure_and_about_0(scores, alone, beside):
-    assert shares.layout_of([scores], raw=True) == alone
-    assert shares.are_heads([[scores], [scores]]) == beside
-    assert shares.layout_of([scores], raw=False) is None and not shares.are_heads([[scores]])
+    assert classes.layout_of([scores], raw=True) == alone
+    assert classes.are_heads([[scores], [scores]]) == beside
+    assert classes.layout_of([scores], raw=False) is None and not classes.are_heads([[scores]])
 
 
 def test_the_share_of_the_best_class_is_a_softmaxs():
-    assert shares.best_share(np.log([[3, 1], [1, 1]])) == pytest.approx((0.75 + 0.5) / 2)
+    assert classes.best_share(np.log([[3, 1], [1, 1]])) == pytest.approx((0.75 + 0.5) / 2)

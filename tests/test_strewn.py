@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.calibration.one_pass import in_turns
-from deploy.feed.strewn import order, some, strewn
+from deploy.feed.sampling import order, some, strewn
 
 QUICK = ("--effort", 0, "--duration", 0)
 

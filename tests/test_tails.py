@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from calibrators.histogram import Histogram
-from calibrators.minmax import minmax
-from calibrators.tails import tail, with_room
+from calibrators.percentile import minmax, tail, with_room
 
 
 def seen(x):

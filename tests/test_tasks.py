@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from deploy.metrics.form import form_of
-from deploy.metrics.tasks import outlines
+from deploy.metrics.tasks import detections
 from deploy.metrics.tasks.detections import Detections, matched, overlaps, suppressed
 from deploy.metrics.tasks.embeddings import are_features, of_unit_length
-from deploy.metrics.tasks.grid import Grid
 from deploy.metrics.tasks.heatmaps import HeatMaps
-from deploy.metrics.tasks.masks import Masks
-from deploy.metrics.tasks.text import edit_distance
+from deploy.metrics.tasks.segmentation import Masks
+from deploy.metrics.tasks.sequences import edit_distance
+from deploy.metrics.tasks.yolo import Grid
+from deploy.metrics.truth import form_of
 
 SIZE = (160, 224)  # height, width of the picture
 GRID = Grid((8, 16, 32), 1, False)
@@ -200,7 +200,7 @@ def test_boxes_are_one_where_points_and_masks_are_alike_too(moved, seen, columns
     def found(moved, columns):
         points = np.array([[[5 + moved, 5, seen], [9, 9, 0.4]]])
         cells = np.broadcast_to(np.where(np.arange(20) < columns, 1.0, -1.0), (1, 20, 20))
-        masks = outlines.Masks(np.ones((1, 1)), cells, 1.0)
+        masks = detections.Masks(np.ones((1, 1)), cells, 1.0)
         box = np.array([[0.0, 0, 20, 20]])
         return Detections(box, np.ones(1), np.zeros(1, np.int64), points, masks)
 

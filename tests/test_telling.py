@@ -11,18 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.calibration.choices import NO_CHOICES, Choices
 from deploy.calibration.reference import judges_of
 from deploy.errors import ExportError
 from deploy.feed.feed import open_feed
 from deploy.frontends import load
-from deploy.method import Method
-from deploy.metrics.form import form_of
-from deploy.tuning.plan_file import read_plan
+from deploy.method import NO_CHOICES, Choices, Method
+from deploy.metrics.truth import form_of
+from deploy.tuning.plan_file import NOT_FASTER, read_plan, reasons
 from deploy.tuning.probe import Noise, Prober, loudest, noise_powers, said_of, usual_powers
-from deploy.tuning.reasons import NOT_FASTER, reasons
-from deploy.tuning.samples import CANDIDATES, alike, as_many, telling
-from deploy.tuning.sensitivity import Sensitivity
+from deploy.tuning.search import Sensitivity
+from deploy.tuning.search_samples import CANDIDATES, alike, as_many, telling
 
 
 def doubling():

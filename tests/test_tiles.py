@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.cli import cli
 from deploy.graph.edit import with_outputs
-from deploy.targets import tiles
+from deploy.targets.onnxruntime import conv_rewrites
 from deploy.tuning.timing import attributed
 
 SIDE_BY_SIDE = {
@@ -115,7 +115,7 @@ def test_windows_side_by_side_are_an_int8_conv(
     ran = optimized(engine)
     assert counted(ran, "QLinearConv") == 3
     assert counted(ran, "QuantizeLinear") == counted(ran, "DequantizeLinear") == 1
-    monkeypatch.setattr(tiles, "with_tiles", lambda model, like: model)
+    monkeypatch.setattr(conv_rewrites, "with_tiles", lambda model, like: model)
     plain = built(*SIDE_BY_SIDE[kind], sizes=sizes)
     assert counted(plain.graph.node, "ConvTranspose") == 1
     names = ["t/quantized", "y/quantized", "y", "out"]
@@ -137,7 +137,7 @@ def test_a_conv_of_one_pixel_makes_what_the_float_layer_makes(kind, tmp_path):
     np.save(tmp_path / "x.npy", x.astype(np.float32))
     t, want = tensors(model, ["t", "y"], tmp_path)
     (held,) = [numpy_helper.to_array(one) for one in model.graph.initializer if one.name == "w"]
-    weight = tiles.tiled(held, tuple(tile))[:, :, 0, 0]
+    weight = conv_rewrites.tiled(held, tuple(tile))[:, :, 0, 0]
     pixels = np.einsum("nchw,oc->nohw", t.astype(float), weight)
     moved = pixels.reshape(2, *tile, channels, 6, 5).transpose(0, 3, 4, 1, 5, 2)
     made = moved.reshape(2, channels, 6 * tile[0], 5 * tile[1])
@@ -228,7 +228,7 @@ def test_biases_behind_which_there_is_no_layer_are_corrected_alike(built, tmp_pa
     notes = json.loads((tmp_path / "out/report.json").read_text())["targets"][0]["notes"]
     assert any("bias correction" in note and note.endswith(", kept") for note in notes)
     found = bias("up/bias", engine).reshape(4, 3)
-    monkeypatch.setattr(tiles, "with_tiles", lambda model, like: model)
+    monkeypatch.setattr(conv_rewrites, "with_tiles", lambda model, like: model)
     plain = built((16, 3, 2, 2), {"strides": [2, 2]}, *words, **how)
     own = numpy_helper.to_array(network((16, 3, 2, 2), {}, **how).graph.initializer[2])
     assert np.array_equal(found, found[[0] * 4]) and np.abs(found[0] - own).min() > 1e-3
@@ -237,7 +237,7 @@ def test_biases_behind_which_there_is_no_layer_are_corrected_alike(built, tmp_pa
 
 def test_a_model_with_pairs_is_kept_but_for_such_layers(built, tmp_path, monkeypatch, optimized):
     with monkeypatch.context() as patch:
-        patch.setattr(tiles, "with_tiles", lambda model, like: model)
+        patch.setattr(conv_rewrites, "with_tiles", lambda model, like: model)
         plain = built(*SIDE_BY_SIDE["square"])
     (tmp_path / "paired.onnx").write_bytes(plain.SerializeToString())
     words = ("--duration", 0, "--accept", "--images", tmp_path / "x.npy", "--out", tmp_path / "o")
@@ -249,7 +249,7 @@ def test_a_model_with_pairs_is_kept_but_for_such_layers(built, tmp_path, monkeyp
 
 def test_another_layer_between_pairs_of_a_model_is_called_float(built, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("deploy.graph.tiles.tile_of", lambda node, sizes: (3, 3))
+        patch.setattr("deploy.graph.refusal.tile_of", lambda node, sizes: (3, 3))
         plain = built(*OTHER["overlapping"])
     assert any(tensor.name == "w/quantized" for tensor in plain.graph.initializer)
     (tmp_path / "paired.onnx").write_bytes(plain.SerializeToString())

@@ -3,17 +3,16 @@
 import numpy as np
 import pytest
 
-from calibrators import histogram, kernel, together
+from calibrators import histogram, kernel
 from calibrators.errors import CalibrationError
-from calibrators.histogram import BINS, Histogram
-from calibrators.together import Located, Refused, Together
+from calibrators.histogram import BINS, Histogram, Located, Refused, Together
 
 WAYS = (None, *(kernel.load(kernel.LIBRARY) if kernel.LIBRARY.exists() else ()))
 
 
 @pytest.fixture(params=WAYS, ids=lambda way: way.name if way else "numpy")
 def way(request, monkeypatch):
-    for module in (histogram, together):
+    for module in (histogram, histogram):
         monkeypatch.setattr(module, "kernel", lambda: request.param)
     return request.param
 

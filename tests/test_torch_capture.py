@@ -14,10 +14,9 @@ from deploy.fx.capture import capture, graph_of  # noqa: E402
 from deploy.fx.export import compare, to_onnx  # noqa: E402
 from deploy.fx.fuse import fold_batch_norms, fuse  # noqa: E402
 from deploy.fx.norms import is_norm  # noqa: E402
-from deploy.fx.profile import count_flops, max_difference  # noqa: E402
-from deploy.fx.refusal import line_of  # noqa: E402
+from deploy.fx.profile import count_flops, max_difference, table  # noqa: E402
 from deploy.fx.source import load_factory, users_line  # noqa: E402
-from deploy.fx.table import table  # noqa: E402
+from deploy.fx.trace import line_of  # noqa: E402
 
 torch.set_num_threads(1)
 SHAPES = Path(__file__).parent / "torch_shapes.py"

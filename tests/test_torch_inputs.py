@@ -19,10 +19,9 @@ from deploy.errors import ConfigError, FeedError, ModelError, SdkMissingError  #
 from deploy.files.usercode import MODEL_LIBRARIES  # noqa: E402
 from deploy.frontends import load  # noqa: E402
 from deploy.frontends.torch_model import is_torch_spec, parse_input  # noqa: E402
+from deploy.fx.model_inputs import example_inputs, floating_dtype, read_sample  # noqa: E402
 from deploy.fx.opening import open_torch  # noqa: E402
-from deploy.fx.samples import example_inputs, floating_dtype, read_sample  # noqa: E402
-from deploy.fx.source import load_module, load_weights  # noqa: E402
-from deploy.fx.zoo import _MAKERS  # noqa: E402
+from deploy.fx.source import _MAKERS, load_module, load_weights  # noqa: E402
 
 torch.set_num_threads(1)
 NETS = """
@@ -278,7 +277,7 @@ def test_models_by_name(packages, tmp_path):
 
 
 def test_a_package_that_is_not_there_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("deploy.fx.zoo.find_spec", lambda name: None)
+    monkeypatch.setattr("deploy.fx.source.find_spec", lambda name: None)
     with pytest.raises(SdkMissingError, match="not installed: pip install timm"):
         load_module("timm:resnet18")
     (tmp_path / "ultralytics.py").write_text("raise RuntimeError('operator nms does not exist')")

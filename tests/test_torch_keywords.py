@@ -10,8 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the torch front end needs torch: calib8[torch]")
 
 from deploy.errors import ConfigError, FeedError  # noqa: E402
-from deploy.fx.model_inputs import as_dict, take_named  # noqa: E402
-from deploy.fx.samples import read_sample  # noqa: E402
+from deploy.fx.model_inputs import as_dict, read_sample, take_named  # noqa: E402
 from deploy.fx.source import load_module  # noqa: E402
 
 torch.set_num_threads(1)

@@ -14,14 +14,12 @@ from torch import nn  # noqa: E402
 
 from deploy.cli import cli  # noqa: E402
 from deploy.errors import CacheError, CalibrationError  # noqa: E402
-from deploy.fx.calibrate import calibrate, observers_of  # noqa: E402
-from deploy.fx.convert import scale_table  # noqa: E402
+from deploy.fx.convert import calibrate, observers_of, scale_table  # noqa: E402
 from deploy.fx.export import compare, to_onnx  # noqa: E402
+from deploy.fx.fakequant import rounded  # noqa: E402
 from deploy.fx.int8_layers import WeightQuant  # noqa: E402
-from deploy.fx.learned import hold, learn, values_of  # noqa: E402
-from deploy.fx.lsq import rounded  # noqa: E402
 from deploy.fx.prepare import prepare  # noqa: E402
-from deploy.fx.qat import Task, train  # noqa: E402
+from deploy.fx.qat import Task, hold, learn, train, values_of  # noqa: E402
 from deploy.targets import OnnxRuntime  # noqa: E402
 
 torch.set_num_threads(1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 NO_TORCH = "import sys; sys.modules['torch'] = None; "
-UNTOLD = "import deploy.progress; deploy.progress.TICK_S = 1e6; "  # however slow the machine is
+UNTOLD = "import deploy.terminal; deploy.terminal.TICK_S = 1e6; "  # however slow the machine is
 
 
 def run(code):

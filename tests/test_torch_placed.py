@@ -10,10 +10,9 @@ from onnx import numpy_helper
 torch = pytest.importorskip("torch", reason="the torch front end needs torch: calib8[torch]")
 
 from deploy.cli import main  # noqa: E402
-from deploy.fx.calibrate import calibrate  # noqa: E402
-from deploy.fx.convert import convert  # noqa: E402
-from deploy.fx.coverage import coverage  # noqa: E402
+from deploy.fx.convert import calibrate, convert  # noqa: E402
 from deploy.fx.export import compare, to_onnx  # noqa: E402
+from deploy.fx.int8_layers import coverage  # noqa: E402
 from deploy.fx.prepare import prepare  # noqa: E402
 
 torch.set_num_threads(1)

@@ -24,8 +24,7 @@ from deploy.errors import (  # noqa: E402
     FeedError,
     ModelError,
 )
-from deploy.fx.calibrate import calibrate  # noqa: E402
-from deploy.fx.convert import convert, scale_table  # noqa: E402
+from deploy.fx.convert import calibrate, convert, scale_table  # noqa: E402
 from deploy.fx.distill import Distiller, channel_wise_loss, logit_loss  # noqa: E402
 from deploy.fx.export import check_float, compare, to_onnx  # noqa: E402
 from deploy.fx.prepare import prepare  # noqa: E402

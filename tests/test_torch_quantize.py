@@ -13,20 +13,16 @@ torch = pytest.importorskip("torch", reason="the torch front end needs torch: ca
 
 from torch import nn  # noqa: E402
 
-from calibrators.affine import quantize_per_tensor  # noqa: E402
 from calibrators.errors import CalibrationError  # noqa: E402
-from calibrators.grids import UINT8, quantize_weight, weight_scales  # noqa: E402
+from calibrators.grids import UINT8, quantize_per_tensor, quantize_weight, weight_scales  # noqa: E402
 from calibrators.weights import pair_scales  # noqa: E402
 from deploy.errors import ConfigError, ExportError, FeedError, ModelError  # noqa: E402
-from deploy.fx.calibrate import calibrate, freeze_norms, observers_of, set_phase  # noqa: E402
-from deploy.fx.convert import convert, scale_table  # noqa: E402
+from deploy.fx.convert import calibrate, convert, freeze_norms, observers_of, scale_table, set_phase  # noqa: E402
 from deploy.fx.export import compare, to_onnx  # noqa: E402
-from deploy.fx.fakequant import FakeQuant, FixedQuant  # noqa: E402
-from deploy.fx.grids import at_bits  # noqa: E402
+from deploy.fx.fakequant import FakeQuant, FixedQuant, on_grid, search_for  # noqa: E402
 from deploy.fx.int8_layers import IntLayer, QatConvBn  # noqa: E402
 from deploy.fx.modes import compare_modes, quantized, report, stored_bytes  # noqa: E402
-from deploy.fx.prepare import prepare, prepare_only  # noqa: E402
-from deploy.fx.search import on_grid, search_for  # noqa: E402
+from deploy.fx.prepare import at_bits, prepare, prepare_only  # noqa: E402
 from deploy.fx.source import load_module  # noqa: E402
 from deploy.graph.placement import ASCEND, ONNXRUNTIME, TENSORRT  # noqa: E402
 from deploy.targets import TARGETS, OnnxRuntime  # noqa: E402

@@ -18,15 +18,12 @@ from calibrators.scales import Scale  # noqa: E402
 from calibrators.searches import SEARCHES  # noqa: E402
 from deploy.cli import cli  # noqa: E402
 from deploy.errors import CalibrationError, ConfigError, FeedError, ModelError  # noqa: E402
-from deploy.fx.calibrate import calibrate, observers_of, set_phase  # noqa: E402
-from deploy.fx.convert import convert, scale_table  # noqa: E402
-from deploy.fx.fakequant import FakeQuant  # noqa: E402
-from deploy.fx.grids import at_bits  # noqa: E402
-from deploy.fx.prepare import prepare  # noqa: E402
-from deploy.fx.search import Ifmr, on_grid, search_for  # noqa: E402
+from deploy.fx.convert import calibrate, convert, observers_of, scale_table, set_phase  # noqa: E402
+from deploy.fx.fakequant import FakeQuant, Ifmr, on_grid, search_for  # noqa: E402
+from deploy.fx.prepare import at_bits, prepare  # noqa: E402
 from deploy.targets import TARGETS  # noqa: E402
-from deploy.targets.ascend.activations import params_of  # noqa: E402
-from deploy.targets.ascend.config_types import Activation, LayerConfig  # noqa: E402
+from deploy.targets.ascend.config_keys import Activation, LayerConfig  # noqa: E402
+from deploy.targets.ascend.record import params_of  # noqa: E402
 
 torch.set_num_threads(1)
 NET = """

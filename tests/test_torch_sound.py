@@ -14,19 +14,17 @@ from torch.nn.utils import parametrizations, prune, spectral_norm  # noqa: E402
 
 from deploy.cli import cli  # noqa: E402
 from deploy.errors import CacheError, ExportError, ModelError  # noqa: E402
-from deploy.fx import randomness  # noqa: E402
-from deploy.fx.calibrate import calibrate, float_form, observers_of  # noqa: E402
-from deploy.fx.copied import computed_weights, plain_copy, unwrapped  # noqa: E402
-from deploy.fx.coverage import coverage, refuse_float  # noqa: E402
+from deploy.fx import device  # noqa: E402
+from deploy.fx.convert import calibrate, float_form, observers_of  # noqa: E402
 from deploy.fx.export import check_float, other_batch, to_onnx  # noqa: E402
+from deploy.fx.fakequant import on_grid, search_for  # noqa: E402
 from deploy.fx.fuse import fuse  # noqa: E402
-from deploy.fx.int8_layers import QatLayer, WeightQuant  # noqa: E402
+from deploy.fx.int8_layers import QatLayer, WeightQuant, coverage, refuse_float  # noqa: E402
 from deploy.fx.modes import measure, quantized, report  # noqa: E402
 from deploy.fx.prepare import prepare, prepare_only  # noqa: E402
+from deploy.fx.profile import check_same  # noqa: E402
 from deploy.fx.qat import Task, train  # noqa: E402
-from deploy.fx.same import check_same  # noqa: E402
-from deploy.fx.search import on_grid, search_for  # noqa: E402
-from deploy.fx.source import load_module  # noqa: E402
+from deploy.fx.source import computed_weights, load_module, plain_copy, unwrapped  # noqa: E402
 from deploy.fx.trace import trace  # noqa: E402
 from deploy.targets import OnnxRuntime  # noqa: E402
 
@@ -238,9 +236,9 @@ def test_a_checkpoint_holds_the_state_of_every_generator(tmp_path):
         train(task_of(net(), batches=stop_in_second, **seeded()), checkpoint=path)
     resumed = train(task_of(net(), batches=batches, **seeded()), checkpoint=path)
     assert resumed.losses == whole.losses
-    kept = randomness.state()
+    kept = device.state()
     drawn = np.random.rand(), random.random()  # noqa: NPY002
-    randomness.restore(kept)
+    device.restore(kept)
     assert (np.random.rand(), random.random()) == drawn  # noqa: NPY002
 
 

@@ -9,8 +9,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="the torch front end needs torch: calib8[torch]")
 
 from deploy.errors import ConfigError, FeedError  # noqa: E402
-from deploy.fx.arguments import Arguments, in_order  # noqa: E402
 from deploy.fx.qat import Task  # noqa: E402
+from deploy.fx.task import Arguments, in_order  # noqa: E402
 
 torch.set_num_threads(1)
 TASKS = """

@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 
 from deploy.cli import cli  # noqa: E402
 from deploy.errors import ConfigError, SdkMissingError  # noqa: E402
-from deploy.fx.calibrate import calibrate, observers_of  # noqa: E402
+from deploy.fx.convert import calibrate, observers_of  # noqa: E402
 from deploy.fx.device import Reached, device_of, find_device, moved  # noqa: E402
 from deploy.fx.prepare import prepare  # noqa: E402
 from deploy.fx.profile import profile  # noqa: E402

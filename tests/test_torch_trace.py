@@ -15,11 +15,10 @@ from torch import fx, nn  # noqa: E402
 
 from deploy.cli import cli  # noqa: E402
 from deploy.errors import ConfigError, ModelError  # noqa: E402
-from deploy.fx.rewrite import propagate_shapes, replace_op, replace_pattern  # noqa: E402
+from deploy.fx.norms import propagate_shapes, replace_op, replace_pattern  # noqa: E402
+from deploy.fx.profile import code, table  # noqa: E402
 from deploy.fx.source import load_module  # noqa: E402
-from deploy.fx.table import code, table  # noqa: E402
-from deploy.fx.trace import trace, trace_only  # noqa: E402
-from deploy.fx.wrap import find_function, global_wrap  # noqa: E402
+from deploy.fx.trace import find_function, global_wrap, trace, trace_only  # noqa: E402
 
 torch.set_num_threads(1)
 HERE = Path(__file__).parent

@@ -29,7 +29,7 @@ def data(tmp_path_factory):
 def made(small_cnn, data, tmp_path_factory):
     """The Q/DQ models that calib8 makes of a float one, one a target."""
     from deploy.pipeline import build
-    from deploy.tuning.wish import Tuning
+    from deploy.tuning.search_options import Tuning
 
     out = tmp_path_factory.mktemp("made")
     targets = ["onnxruntime", "tensorrt", "ascend"]

@@ -23,8 +23,7 @@ from deploy.frontends import load
 from deploy.method import Method
 from deploy.pipeline import build
 from deploy.targets.spans import Span
-from deploy.targets.tensorrt import builder, gpus, sdk
-from deploy.targets.tensorrt import live as engines
+from deploy.targets.tensorrt import builder, engines, sdk, session
 from deploy.targets.tensorrt.builder import (
     Engine,
     Profile,
@@ -34,12 +33,11 @@ from deploy.targets.tensorrt.builder import (
     keep_engine,
     profiles_for,
 )
+from deploy.targets.tensorrt.cache_qdq import scale_nodes
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq
-from deploy.targets.tensorrt.log import KeepingLogger, missing_tensors, sort_missing
-from deploy.targets.tensorrt.sdk import Sdk
+from deploy.targets.tensorrt.sdk import KeepingLogger, Sdk, missing_tensors, sort_missing
 from deploy.targets.tensorrt.target import TensorRT
-from deploy.targets.tensorrt.to_qdq import scale_nodes
-from deploy.tuning.wish import Tuning
+from deploy.tuning.search_options import Tuning
 
 HERE = Sdk(version="8.5.3.1", calibrators=True, gpu="Some GPU sm_90")
 
@@ -178,9 +176,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Settings, bytes | No
         made.append((path.name, settings, known))
         return Engine(b"plan", (), known)
 
-    monkeypatch.setattr(sdk, "find", no_engine)  # built, never opened
+    monkeypatch.setattr(session, "find", no_engine)  # built, never opened
     monkeypatch.setattr(sdk, "find", lambda device=0: here)
-    monkeypatch.setattr(gpus, "gpu", lambda device: None)
+    monkeypatch.setattr(engines, "gpu", lambda device: None)
     monkeypatch.setattr(builder, "build_engine", engine)
     monkeypatch.setattr(engines, "from_cache", lambda asked, known: Known(known))
     return made
@@ -384,7 +382,7 @@ def test_warnings_become_notes() -> None:
 
 
 def test_a_gpu_cache_is_used_again_only_for_what_it_was_made_from(tmp_path: Path) -> None:
-    from deploy.targets.tensorrt.gpu_cache import fitting, keep
+    from deploy.targets.tensorrt.engines import fitting, store_gpu_cache
 
     path = tmp_path / "m.gpu.cache"
     made_from = Fingerprint(
@@ -400,7 +398,7 @@ def test_a_gpu_cache_is_used_again_only_for_what_it_was_made_from(tmp_path: Path
         versions={"tensorrt": "8.5.3"},
     )
     assert fitting(path, made_from) is None
-    keep(path, b"TRT-8503-EntropyCalibration2\nx: 3c008912\n", made_from)
+    store_gpu_cache(path, b"TRT-8503-EntropyCalibration2\nx: 3c008912\n", made_from)
     assert fitting(path, made_from) == path.read_bytes()
     changes: dict[str, Any] = {
         "model": {"graph": "b"},
@@ -412,6 +410,6 @@ def test_a_gpu_cache_is_used_again_only_for_what_it_was_made_from(tmp_path: Path
         assert fitting(path, replace(made_from, **{part: other})) is None
     path.write_bytes(path.read_bytes() + b"y: 3c008912\n")
     assert fitting(path, made_from) is None
-    keep(path, b"TRT", made_from)
+    store_gpu_cache(path, b"TRT", made_from)
     path.with_name("m.gpu.cache.json").write_text("{")
     assert fitting(path, made_from) is None

@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 from calibrators.statistics import HistogramOf
-from deploy.calibration.batches import left_out, whole, whole_batches
+from deploy.calibration.observation import left_out, whole, whole_batches
 from deploy.errors import ConfigError
 
 

@@ -20,9 +20,9 @@ from calibrators.errors import CalibrationError
 from calibrators.tensorrt import Callbacks, HostMemory
 from deploy.errors import BackendError
 from deploy.targets.tensorrt import builder as builder_module
-from deploy.targets.tensorrt import libraries
+from deploy.targets.tensorrt import sdk
 from deploy.targets.tensorrt.builder import Profile, Settings, build_engine
-from deploy.targets.tensorrt.log import listening, process_logger
+from deploy.targets.tensorrt.sdk import listening, process_logger
 
 CACHE = b"TRT-8503-EntropyCalibration2\nx: 3c008912\n"
 
@@ -165,10 +165,10 @@ def test_a_batch_has_the_shape_of_the_profile_where_one_is_known(fake: Fake) -> 
 def test_real_libraries_leave_tensorrt_its_own_choice(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(libraries, "stand_ins", lambda: ())  # whatever this environment has
+    monkeypatch.setattr(builder_module, "stand_ins", lambda: ())  # whatever this environment has
     build_engine(MODEL, Settings())
     assert fake.config.sources == 0b1111
-    monkeypatch.setattr(libraries, "stand_ins", lambda: ("CUBLAS", "CUDNN"))
+    monkeypatch.setattr(builder_module, "stand_ins", lambda: ("CUBLAS", "CUDNN"))
     build_engine(MODEL, Settings())
     assert fake.config.sources == 0b1010
 
@@ -186,16 +186,16 @@ def test_a_library_is_a_stand_in_by_its_mark_alone(
     if compiler is None:
         pytest.skip("gcc is missing")
     known = {}
-    for name, text in (("real", "int cublasCreate_v2;"), ("empty", f"int {libraries.MARK};")):
+    for name, text in (("real", "int cublasCreate_v2;"), ("empty", f"int {sdk.MARK};")):
         (tmp_path / f"{name}.c").write_text(text)
         known[name] = str(tmp_path / f"lib{name}.so")
         command = [compiler, "-shared", "-fPIC", "-o", known[name], str(tmp_path / f"{name}.c")]
         subprocess.run(command, check=True)
     known["absent"] = "libcalib8_is_not_there.so.8"
-    monkeypatch.setattr(libraries, "_LIBRARIES", known)
-    assert libraries.stand_ins() == ()  # none is loaded by this process yet
-    loaded = [libraries.ctypes.CDLL(known[name]) for name in ("real", "empty")]
-    assert libraries.stand_ins() == ("empty",)
+    monkeypatch.setattr(sdk, "_LIBRARIES", known)
+    assert sdk.stand_ins() == ()  # none is loaded by this process yet
+    loaded = [sdk.ctypes.CDLL(known[name]) for name in ("real", "empty")]
+    assert sdk.stand_ins() == ("empty",)
     del loaded
 
 

@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy.calibration.trt_cache import parse
-from deploy.targets.tensorrt.dla_scales import inferred
+from deploy.targets.tensorrt.dla import inferred
 
 FASHION = Path(__file__).parents[1] / "datasets" / "fashion"
 

@@ -186,7 +186,7 @@ def test_a_gpu_is_chosen_for_building_and_running(tensorrt, build, run, tmp_path
 
 def test_a_gpu_that_is_not_there_is_refused_before_anything_runs(tensorrt, failing, monkeypatch):
     tensorrt(TEN)
-    monkeypatch.setattr("deploy.calibration.observe.observe", None)
+    monkeypatch.setattr("deploy.pipeline.observing.observe", None)
     assert "one of the 2 GPUs of this machine, counted from 0, got 2" in failing("--device", 2)
 
 
@@ -273,7 +273,7 @@ def test_every_object_of_tensorrts_has_the_one_logger(tensorrt, build, run, tmp_
 
 def test_tactics_of_empty_libraries_are_left_out(tensorrt, build, monkeypatch):
     trt = tensorrt(EIGHT)
-    monkeypatch.setattr("deploy.targets.tensorrt.libraries.stand_ins", lambda: ("CUBLAS", "CUDNN"))
+    monkeypatch.setattr("deploy.targets.tensorrt.builder.stand_ins", lambda: ("CUBLAS", "CUDNN"))
     build()
     assert trt.STORY.configs[-1].sources == 0b11010
 

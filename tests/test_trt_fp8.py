@@ -23,14 +23,13 @@ from deploy.graph.placement import TENSORRT_FP8
 from deploy.graph.plan import analyse
 from deploy.method import Method
 from deploy.pipeline import build
-from deploy.repairs.written import all_written
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt import builder
 from deploy.targets.tensorrt.cache_qdq import from_qdq
 from deploy.targets.tensorrt.target import TensorRT
-from deploy.targets.tensorrt.versions import Needs
-from deploy.tuning.repairs.repair_layers import layers_of
-from deploy.tuning.wish import Tuning
+from deploy.targets.tensorrt.trtexec import Needs
+from deploy.tuning.repairs.repair_layers import all_written, layers_of
+from deploy.tuning.search_options import Tuning
 
 FLOAT, FLOAT8 = TensorProto.FLOAT, TensorProto.FLOAT8E4M3FN
 BYTES = np.arange(256, dtype=np.uint8)

@@ -12,7 +12,7 @@ from deploy.graph.plan import analyse
 from deploy.pipeline import build
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import TensorRT
-from deploy.tuning.wish import Tuning
+from deploy.tuning.search_options import Tuning
 
 
 def node(op, inputs, output, **attributes):

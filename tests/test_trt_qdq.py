@@ -17,11 +17,10 @@ from deploy.calibration.trt_cache import CalibrationCache, from_scales, parse
 from deploy.errors import CacheError, Calib8Error, ExportError
 from deploy.frontends import load
 from deploy.pipeline import calibrate
-from deploy.targets.tensorrt.cache_qdq import from_qdq
+from deploy.targets.tensorrt.cache_qdq import from_qdq, scale_nodes
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq, qdq_to_cache
 from deploy.targets.tensorrt.match import match
 from deploy.targets.tensorrt.naming import trt_tensors
-from deploy.targets.tensorrt.to_qdq import scale_nodes
 
 FEED = {"x": np.random.default_rng(11).standard_normal((2, 3, 8, 8)).astype(np.float32)}
 
@@ -124,7 +123,7 @@ def test_scales_of_the_model_are_those_of_the_cache_but_for_concat_groups() -> N
 
 
 def test_tensors_that_meet_in_a_concat_get_one_scale() -> None:
-    from deploy.targets.tensorrt.to_qdq import concat_scales
+    from deploy.targets.tensorrt.cache_qdq import concat_scales
 
     nodes = [
         helper.make_node("Relu", ["x"], ["a"], "/a"),

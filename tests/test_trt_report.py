@@ -14,10 +14,11 @@ import pytest
 from deploy.errors import BackendError, SdkMissingError
 from deploy.graph.plan import Decision
 from deploy.metrics import latency as timing
+from deploy.metrics.kernels import RanLayer
 from deploy.metrics.latency import DeviceTimes
-from deploy.metrics.ran import RanLayer
-from deploy.report.ran import ran_part, ran_words
-from deploy.targets.tensorrt import builder, driver, sdk
+from deploy.pipeline import measure
+from deploy.report.figures import ran_part, ran_words
+from deploy.targets.tensorrt import builder, sdk, session
 from deploy.targets.tensorrt.inspector import read
 from deploy.targets.tensorrt.session import TensorrtSession
 
@@ -39,7 +40,7 @@ def clock(monkeypatch):
         return DeviceTimes(compute_ms=compute, enqueue_ms=0.125, **COPY_MS)
 
     monkeypatch.setattr(TensorrtSession, "device_times", times)
-    monkeypatch.setattr(timing, "measure", partial(timing.measure, warmup_ms=0))
+    monkeypatch.setattr(measure, "measure", partial(timing.measure, warmup_ms=0))
 
 
 @pytest.fixture
@@ -250,7 +251,7 @@ def test_gpu_and_cpu_do_not_wait_for_each_other(tensorrt, build, monkeypatch):
     tensorrt(TEN)
     rounds, whole = [], timing.measure
     monkeypatch.setattr(
-        timing, "measure", lambda s, *a, **k: rounds.append(list(s)) or whole(s, *a, **k)
+        measure, "measure", lambda s, *a, **k: rounds.append(list(s)) or whole(s, *a, **k)
     )
     build()
     assert rounds == [["FP32"], ["TensorRT FP32", "TensorRT FP16", "tensorrt"]]
@@ -279,9 +280,9 @@ def smi(tmp_path, monkeypatch):
     tool.write_text("#!/bin/sh\n[ $1 = --query-gpu=driver_version ] && echo 550.54.15\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
-    driver.driver_version.cache_clear()
+    session.driver_version.cache_clear()
     yield
-    driver.driver_version.cache_clear()
+    session.driver_version.cache_clear()
 
 
 def test_the_head_names_gpu_driver_cuda_and_tensorrt(smi, tensorrt, build, run, tmp_path):
@@ -309,10 +310,10 @@ def test_the_engines_beside_are_of_the_same_gpu(tensorrt, build, tmp_path):
 
 def test_a_driver_that_nobody_tells_is_not_made_up(tensorrt, build, tmp_path, monkeypatch):
     tensorrt(TEN, "cuda-python")
-    driver.driver_version.cache_clear()
+    session.driver_version.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert f"Fake H200 sm_90, CUDA 13.0, TensorRT {TEN}" in build("--duration", "0").said
-    driver.driver_version.cache_clear()
+    session.driver_version.cache_clear()
 
 
 def test_without_a_gpu_there_is_no_word_of_one(build, monkeypatch):

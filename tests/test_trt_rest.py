@@ -19,8 +19,8 @@ from deploy.pipeline import build
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import TensorRT
 from deploy.targets.tensorrt.float_types import OPSETS, storable, typed
-from deploy.targets.tensorrt.versions import ROWS, Needs, row, unread
-from deploy.tuning.wish import Tuning
+from deploy.targets.tensorrt.trtexec import ROWS, Needs, row, unread
+from deploy.tuning.search_options import Tuning
 
 HALF, FLOAT = TensorProto.FLOAT16, TensorProto.FLOAT
 UNIT = Preprocess(size=(16, 16))
@@ -222,7 +222,7 @@ def test_a_model_that_cannot_be_lifted_says_so_and_is_built_without(
     def refused(*words):
         raise ExportError("it must be liftable, got this; export it again")
 
-    monkeypatch.setattr("deploy.targets.tensorrt.float_types.typed", refused)
+    monkeypatch.setattr("deploy.targets.tensorrt.cache_qdq.typed", refused)
     report, path = quantized(tmp_path, small_cnn, pictures, version="10.3.0")
     assert not path.exists() and any("no typed model" in n for n in report.targets[0].notes)
     assert Path(report.targets[0].runnable).name == "small_cnn.tensorrt.qdq.onnx"

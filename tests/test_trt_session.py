@@ -15,7 +15,7 @@ from deploy.errors import BackendError, ConfigError, SdkMissingError
 from deploy.targets.tensorrt import sdk
 from deploy.targets.tensorrt.builder import Profile, Settings, build_engine
 from deploy.targets.tensorrt.cuda import Buffer, CudaMemory
-from deploy.targets.tensorrt.gpus import gpu
+from deploy.targets.tensorrt.sdk import gpu
 from deploy.targets.tensorrt.session import TensorrtSession
 
 BINDINGS = ("cuda-python", "cudart", "pycuda")
@@ -112,7 +112,7 @@ def test_memory_that_an_allocator_cannot_get_is_told(machine, tmp_path, monkeypa
         raise BackendError("out of memory")
 
     x = {"x": np.ones(4, np.float32)}
-    monkeypatch.setattr("deploy.targets.tensorrt.cuda.Buffer", refuses)
+    monkeypatch.setattr("deploy.targets.tensorrt.session.Buffer", refuses)
     with pytest.raises(BackendError, match=r"^out of memory$"):
         session.run(x)
 
@@ -179,7 +179,7 @@ def test_every_type_of_whole_bytes_goes_in_and_out(tensorrt, tmp_path, dtype):
 
 
 def test_a_type_of_half_bytes_is_refused(tensorrt):
-    from deploy.targets.tensorrt.tensor_types import dtype_of
+    from deploy.targets.tensorrt.sdk import dtype_of
 
     trt = tensorrt(TEN)
     with pytest.raises(BackendError, match="whole bytes, got INT4"):

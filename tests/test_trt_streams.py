@@ -8,7 +8,7 @@ from onnx import TensorProto, helper
 
 from deploy.errors import BackendError, ConfigError
 from deploy.runtimes.ort import OrtSession
-from deploy.targets.tensorrt.streams import throughput
+from deploy.targets.tensorrt.inspector import throughput
 
 
 def session() -> OrtSession:

@@ -147,7 +147,7 @@ def test_the_header_follows_the_installed_tensorrt_on_reuse_too(build, monkeypat
         return {parse((out / n).read_bytes(), origin=n).header.version for n in names}
 
     assert headers() == {"10.3.0"}
-    monkeypatch.setattr("deploy.calibration.observe.observe", None)  # nothing is calibrated again
+    monkeypatch.setattr("deploy.pipeline.observing.observe", None)  # nothing is calibrated again
     monkeypatch.setattr(sdk, "cache_reader", lambda: "8.6.1")
     assert headers() == {"8.6.1"}
     assert headers("--trt-version", "9.2.0") == {"9.2.0"}

@@ -8,10 +8,9 @@ import pytest
 
 from deploy.cli import main
 from deploy.errors import FeedError
-from deploy.feed.pixels import apply
-from deploy.feed.placing import placed
+from deploy.feed.pixels import apply, placed
 from deploy.feed.preprocess import Preprocess
-from deploy.metrics.coco import read_coco
+from deploy.metrics.precision import read_coco
 from deploy.metrics.tasks.metric import MetricTally, metric_of
 from deploy.runtimes.ort import OrtSession
 
@@ -329,7 +328,7 @@ def test_a_picture_that_its_exif_turns_is_as_large_as_it_is_decoded(order, turn,
     import cv2
 
     from deploy.feed.listing import Picture
-    from deploy.feed.shown import shown_size
+    from deploy.feed.sources import shown_size
 
     _, data = cv2.imencode(".jpg", np.zeros((18, 26, 3), np.uint8))
     form = "<" if order == b"II" else ">"

@@ -21,11 +21,9 @@ from deploy.cli import main
 from deploy.errors import BackendError
 from deploy.metrics.latency import Latency, Timing
 from deploy.runtimes.ort import OrtSession
-from deploy.tuning import clock as clocks
 from deploy.tuning import prices, probe
-from deploy.tuning import timing as prices
-from deploy.tuning.plan_file import read_plan
-from deploy.tuning.reasons import NOT_FASTER
+from deploy.tuning import timing as clocks
+from deploy.tuning.plan_file import NOT_FASTER, read_plan
 from deploy.tuning.timing import PAIRS, KernelTimes
 
 FASHION = Path(__file__).parent.parent / "datasets" / "fashion"
@@ -520,7 +518,7 @@ def clock(monkeypatch):
 
         monkeypatch.setattr(prices, "kernel_times", times)
         monkeypatch.setattr(clocks, "quickest_ms", quickest)
-        monkeypatch.setattr("deploy.metrics.latency.measure", measure)
+        monkeypatch.setattr("deploy.pipeline.measure.measure", measure)
 
     return set_to
 

@@ -5,7 +5,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.frontends import load
 from deploy.targets import TARGETS
-from deploy.tuning.units import units_of
+from deploy.tuning.prices import units_of
 
 CONSTANTS = {"three": 3.0, "zero": 0.0, "six": 6.0}
 WEIGHT = np.full((16, 16, 3, 3), 0.01)

@@ -9,9 +9,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploy import pipeline
-from deploy.calibration.choices import NO_CHOICES, Choices
 from deploy.cli import main
-from deploy.method import Method
+from deploy.method import NO_CHOICES, Choices, Method
 from deploy.pipeline import calibrate
 from deploy.runtimes.ort import Bound, OrtSession
 from deploy.targets import TARGETS
@@ -19,7 +18,7 @@ from deploy.targets.base import BuildRequest
 from deploy.targets.onnxruntime.target import OnnxRuntime
 from deploy.tuning.probe import Noise
 from deploy.tuning.search_options import Trial
-from deploy.tuning.unseen import MANY, unseen
+from deploy.tuning.search_samples import MANY, unseen
 
 SAME = {"pads": [1, 1, 1, 1]}
 

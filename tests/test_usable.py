@@ -24,10 +24,9 @@ from deploy.cli import main
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import Latency, Timing
 from deploy.metrics.tasks import TaskFigure
-from deploy.tuning import clock, search_samples
-from deploy.tuning import timing as prices
-from deploy.tuning.plan_file import read_plan
-from deploy.tuning.reasons import NOT_FASTER
+from deploy.tuning import prices, search_samples
+from deploy.tuning import timing as clocks
+from deploy.tuning.plan_file import NOT_FASTER, read_plan
 from deploy.tuning.timing import PAIRS, KernelTimes
 
 ALL = "onnxruntime,tensorrt,ascend"
@@ -199,8 +198,8 @@ def test_the_float_model_is_built_where_no_split_is_usable_and_faster(
         return 0.5 if any(node.op_type in PAIRS for node in ran.graph.node) else 1.0
 
     monkeypatch.setattr(prices, "kernel_times", times)
-    monkeypatch.setattr(clock, "quickest_ms", quickest)
-    monkeypatch.setattr("deploy.metrics.latency.measure", measure)
+    monkeypatch.setattr(clocks, "quickest_ms", quickest)
+    monkeypatch.setattr("deploy.pipeline.measure.measure", measure)
     built = ran(model, "--images", feed, "--duration", 0.01, out=tmp_path / "o")
     assert built.code == 0 and built.level("onnxruntime") == "stay in float"
     assert "would be unusable" in built.said and [*built.models] == ["guessing.float.onnx"]

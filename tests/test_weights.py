@@ -14,12 +14,11 @@ from calibrators.weights import FIT, ROUNDED
 from deploy.graph.placement import TENSORRT
 from deploy.graph.plan import analyse
 from deploy.report import TargetPart, TrialRow, to_markdown
-from deploy.report.channels import STRIPS, weight_rows
 from deploy.report.report import Report
-from deploy.report.trials import trials
-from deploy.report.weights import strip
+from deploy.report.report_rows import STRIPS, weight_rows
+from deploy.report.sections import strip, trials
 from deploy.targets.stored import StoredWeight, stored_in, stored_weight
-from deploy.targets.tensorrt.to_qdq import to_qdq
+from deploy.targets.tensorrt.cache_qdq import to_qdq
 
 QUICK = ("--effort", 0, "--duration", 0, "--accept")
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from deploy.metrics.whole import add_up, are_shares, are_shares_or_logarithms
+from deploy.metrics.rows import add_up, are_shares, are_shares_or_logarithms
 
 
 @pytest.fixture

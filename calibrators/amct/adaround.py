@@ -17,6 +17,21 @@ Sources: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantiza
 hicann/amct, graph_based ada_round/ada_round_optimize.py and custom_op/ada_round_quant.py, for
 loss, schedule and parameters; steps compared with torch's. AMCT deploys its weights as they round
 in the end, which is done here at once.
+
+The activation behind a layer, through which AdaRound's loss looks: its value and its slope.
+
+Source: hicann/amct, graph_based ada_round/ada_round_groups.py, which knows GELU too.
+
+A layer's weights and inputs in tiles, so that their products are the same for any threads.
+
+::
+
+    weight [G, M, K]     -->  [G, K/64, M, 64]      zeros behind K where 64 does not divide it
+    inputs [P, G, K]     -->  at B places: [B/64, 64, G, K/64, 64]
+    outputs              -->  [G, B/64, M, 64]
+
+A product of 64 x 64 x 64 is as much as BLAS does in one thread; for more it wakes others, and adds
+up in their order. Here tiles are added up in the order of their numbers.
 """
 
 from __future__ import annotations
@@ -28,13 +43,163 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrators.amct.activation import Activation, sigmoid
-from calibrators.amct.grid import ascend_range
-from calibrators.amct.tiles import TILE, Tiles
+from calibrators.amct.arq import ascend_range
 from calibrators.errors import CalibrationError
 from calibrators.rounding import products_of
 
 FloatArray = NDArray[np.float32]
+
+NONE, RELU, SIGMOID, TANH, LEAKY, RELU6 = "none", "relu", "sigmoid", "tanh", "leaky", "relu6"
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """A function of each value by itself, of layers with G groups of M output channels.
+
+    Attributes:
+        kind: one of this module's names.
+        slope: of negative values where it leaks, float32 [1, 1] or [G, M].
+    """
+
+    kind: str = NONE
+    slope: FloatArray = field(default_factory=lambda: np.zeros((1, 1), np.float32))
+
+    def of_part(self, groups: slice, rows: slice) -> Activation:
+        """That of some groups and channels."""
+        return Activation(
+            self.kind, self.slope[groups, rows] if self.slope.size > 1 else self.slope
+        )
+
+    def value(self, x: FloatArray) -> FloatArray:
+        """[G, B, M, P] -> what the next layer gets."""
+        if self.kind == RELU:
+            return np.maximum(x, np.float32(0))
+        if self.kind == SIGMOID:
+            return sigmoid(x)
+        if self.kind == TANH:
+            return np.tanh(x)
+        if self.kind == LEAKY:
+            return np.where(x > 0, x, x * self._leak)
+        if self.kind == RELU6:
+            return np.clip(x, np.float32(0), np.float32(6))
+        return x
+
+    def derivative(self, x: FloatArray) -> FloatArray | np.float32:
+        """[G, B, M, P] -> its derivative there; at an edge that of the lower side, as in torch."""
+        one = np.float32(1)
+        if self.kind == RELU:
+            return (x > 0).astype(np.float32)
+        if self.kind == SIGMOID:
+            found = sigmoid(x)
+            return found * (one - found)
+        if self.kind == TANH:
+            return one - np.square(np.tanh(x))
+        if self.kind == LEAKY:
+            return np.where(x > 0, one, self._leak)
+        if self.kind == RELU6:
+            return ((x > 0) & (x < 6)).astype(np.float32)
+        return one
+
+    @property
+    def _leak(self) -> FloatArray:
+        return self.slope[:, None, :, None]
+
+
+def sigmoid(x: FloatArray) -> FloatArray:
+    """1 / (1 + e^-x), 0 far below."""
+    with np.errstate(over="ignore"):
+        return np.reciprocal(np.float32(1) + np.exp(-x))
+
+
+TILE = 64
+_MOST = 256  # places at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """At most 64 output channels of a layer.
+
+    Attributes:
+        weight: float32 [G, A, M, T], A tiles of T values of K.
+        scale: float32 [G, 1, M, 1].
+        bias: float32 [G, 1, M, 1].
+        inputs: float32 [P, G, A * T].
+        width: K.
+        batch: (tiles, places of a tile) that are looked at at a time.
+    """
+
+    weight: FloatArray
+    scale: FloatArray
+    bias: FloatArray
+    inputs: FloatArray
+    width: int
+    batch: tuple[int, int]
+
+    @classmethod
+    def of(
+        cls, weight: FloatArray, scale: FloatArray, bias: FloatArray, inputs: FloatArray
+    ) -> Tiles:
+        """Of weight [G, M, K], scale [G, M, 1], bias [G, M] and inputs [P, G, K]."""
+        groups, rows, width = weight.shape
+        count, size = cut(width)
+        more = count * size - width
+        wide = np.pad(weight, ((0, 0), (0, 0), (0, more)))
+        tiled = wide.reshape(groups, rows, count, size).transpose(0, 2, 1, 3)
+        return cls(
+            weight=np.ascontiguousarray(tiled, np.float32),
+            scale=np.ascontiguousarray(scale[:, None], np.float32),
+            bias=np.ascontiguousarray(bias[:, None, :, None], np.float32),
+            inputs=np.pad(inputs, ((0, 0), (0, 0), (0, more))),
+            width=width,
+            batch=cut(min(len(inputs), _MOST), whole=True),
+        )
+
+    def wanted(self, targets: FloatArray, activation: Activation) -> FloatArray:
+        """Targets [P, G, M] behind the activation, [G, M, P]."""
+        return np.ascontiguousarray(activation.value(targets.transpose(1, 2, 0)[:, None])[:, 0])
+
+    def draw(self, source: np.random.Generator) -> NDArray[np.int64]:
+        """The places of one iteration, each at most once; all of them where they are few."""
+        count = self.batch[0] * self.batch[1]
+        if count == len(self.inputs):
+            return np.arange(count)
+        return source.choice(len(self.inputs), count, replace=False, shuffle=False)
+
+    def at(self, places: NDArray[np.int64]) -> FloatArray:
+        """The inputs there, [B, T, G, A, T']."""
+        groups, count, _, size = self.weight.shape
+        return self.inputs[places].reshape(*self.batch, groups, count, size)
+
+    def among(self, wanted: FloatArray, places: NDArray[np.int64]) -> FloatArray:
+        """[G, M, P] -> those values, laid out as `outputs`."""
+        groups, rows, _ = wanted.shape
+        return wanted[:, :, places].reshape(groups, rows, *self.batch).transpose(0, 2, 1, 3)
+
+    def outputs(self, weight: FloatArray, inputs: FloatArray) -> FloatArray:
+        """Weight [G, A, M, T] on `at`'s inputs, with the bias, [G, B, M, T]."""
+        right = inputs.transpose(2, 0, 3, 4, 1)  # [G, B, A, T', T]
+        return np.asarray((weight[:, None] @ right).sum(axis=2) + self.bias)
+
+    def back(self, slope: FloatArray, inputs: FloatArray) -> FloatArray:
+        """Slopes by the outputs [G, B, M, T] -> by the weight [G, A, M, T']."""
+        right = inputs.transpose(2, 0, 3, 1, 4)  # [G, B, A, T, T']
+        return np.asarray((slope[:, :, None] @ right).sum(axis=1))
+
+    def rows(self, tiled: FloatArray) -> FloatArray:
+        """[G, A, M, T] -> [G, M, K]."""
+        groups, count, rows, size = tiled.shape
+        wide = tiled.transpose(0, 2, 1, 3).reshape(groups, rows, count * size)
+        return wide[:, :, : self.width]
+
+
+def cut(count: int, *, whole: bool = False) -> tuple[int, int]:
+    """(tiles, their size) for a count, each as large as the others.
+
+    With `whole` no tile reaches beyond the count, so that a few at its end may be left out.
+    """
+    tiles = max(-(-count // TILE), 1)
+    return tiles, max(count // tiles if whole else -(-count // tiles), 1)
+
 
 _GAMMA, _ZETA = np.float32(-0.1), np.float32(1.1)
 _ONE, _TWO = np.float32(1), np.float32(2)

@@ -1,4 +1,15 @@
-"""ARQ: AMCT's weight scales, one per output channel or one per tensor.
+"""AMCT's grid: a signed one whose offset is added before rounding; all arithmetic in float32.
+
+The offset is thus a zero_point. A symmetric scale divides by 2^(bits-1) where the extreme is
+negative, so that the lowest code is reached, and by 2^(bits-1) - 1 where it is positive::
+
+    extreme  -1.0   scale 1.0 / 128     codes -128 ......... 0 ......... 127
+    extreme  +1.0   scale 1.0 / 127     codes -127 ......... 0 ......... 127
+
+Source: hicann/amct, calculate_scale_offset, process_scale, cast_fp16_precision and cast_to_s19,
+measured on AMCT itself.
+
+ARQ: AMCT's weight scales, one per output channel or one per tensor.
 
 The extreme of each row decides both the scale and, by its sign, the denominator::
 
@@ -6,6 +17,28 @@ The extreme of each row decides both the scale and, by its sign, the denominator
                    -0.2 .... 0.7          |-0.2| < |0.7|  ->  scale = 0.7 / 127
 
 Source: hicann/amct, graph_based custom_op/arq; measured on AMCT's own outputs.
+
+DMQ balancer: moves range from activations to weights, one factor per input channel.
+
+::
+
+    activation channel c  / factor_c  -->  AscendQuant
+    weight     channel c  * factor_c           factor = act_max^s / weight_max^(1 - s)
+
+Source: hicann/amct, graph_based custom_op/dmq_balancer; measured on AMCT's own outputs.
+
+AMCT's weight scale for AdaRound: the clip of a channel's histogram of least KL divergence.
+
+The histogram is cut by the same number of bins at both ends, 0 to 19 of 512; what is cut off joins
+the end bins, and the rest is merged into 255 levels and spread out again::
+
+    -|w|max ................. 0 ................. |w|max      512 bins, p
+           [++...............................++]              cut by i bins a side
+           [####....####....####....####....####]             255 levels of about 2 bins, q
+                                                              least KL(p, q) wins
+                                                              scale = (|w|max - i bins) / 128
+
+Source: hicann/amct, graph_based ada_round/kl_divergence; compared with it in torch.
 """
 
 from __future__ import annotations
@@ -13,9 +46,94 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrators.amct.grid import IntArray, ascend_quantize, ascend_scale_offset
 from calibrators.errors import CalibrationError
 from calibrators.grids import Float32Array
+
+FLT_EPSILON = np.float32(2.0**-23)
+IntArray = NDArray[np.int32]
+
+
+def ascend_range(bits: int) -> tuple[int, int]:
+    """(qmin, qmax) of a signed Ascend grid: (-128, 127) for 8 bits."""
+    return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+
+
+def ascend_denominator(hi: NDArray[np.floating], lo: NDArray[np.floating], bits: int) -> IntArray:
+    """Codes that the symmetric grid spends on its extreme: 128 if |lo| > |hi|, else 127."""
+    return np.asarray(2 ** (bits - 1) - 1 + (np.abs(hi) < np.abs(lo)), np.int32)
+
+
+def ascend_guard(scale: Float32Array) -> Float32Array:
+    """A scale under FLT_EPSILON becomes 1, as in AMCT: the tensor is as good as zero."""
+    return np.where(scale < FLT_EPSILON, np.float32(1.0), scale).astype(np.float32)
+
+
+def ascend_scale_offset(
+    hi: NDArray[np.floating], lo: NDArray[np.floating], *, with_offset: bool, bits: int = 8
+) -> tuple[Float32Array, IntArray]:
+    """Clip range [lo, hi] in real units -> (scale float32, offset int32), elementwise.
+
+    Args:
+        hi: upper ends, any shape; computed in float32.
+        lo: lower ends, same shape.
+        with_offset: affine grid (the range is widened to hold 0), else symmetric with offset 0.
+        bits: width of the signed grid.
+
+    Raises:
+        CalibrationError: a scale, its inverse or an offset is not finite.
+    """
+    hi, lo = np.asarray(hi, np.float32), np.asarray(lo, np.float32)
+    qmin, _ = ascend_range(bits)
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        if with_offset:
+            hi, lo = np.maximum(hi, np.float32(0)), np.minimum(lo, np.float32(0))
+            raw = (hi - lo) / np.float32(2**bits - 1)
+            offset = np.where(hi == lo, np.float32(qmin), np.float32(qmin) - lo / raw)
+            offset = np.where(raw < FLT_EPSILON, np.float32(qmin), offset)
+        else:
+            denominator = ascend_denominator(hi, lo, bits).astype(np.float32)
+            raw = np.maximum(np.abs(hi), np.abs(lo)) / denominator
+            offset = np.zeros_like(raw)
+        scale = ascend_guard(np.asarray(raw, np.float32))
+        sound = np.isfinite(scale) & np.isfinite(np.float32(1) / scale) & np.isfinite(offset)
+    if not sound.all():
+        raise CalibrationError(
+            "an Ascend scale and its inverse must be finite and not zero,"
+            f" got scale {np.ravel(scale)[~np.ravel(sound)][:3]} for a range up to"
+            f" {np.ravel(np.maximum(np.abs(hi), np.abs(lo))).max()}; leave this layer in float"
+        )
+    return scale, np.rint(offset).astype(np.int32)
+
+
+def ascend_quantize(
+    x: NDArray[np.floating], scale: Float32Array, offset: IntArray | int, *, bits: int = 8
+) -> Float32Array:
+    """Float -> integers held in float32: clip(rne(x / scale + offset)) to the signed grid."""
+    qmin, qmax = ascend_range(bits)
+    steps = np.asarray(x, np.float32) / scale + np.asarray(offset, np.float32)
+    return np.asarray(np.clip(np.rint(steps), qmin, qmax), np.float32)
+
+
+def ascend_clip_range(scale: np.float32, offset: int, bits: int = 8) -> tuple[float, float]:
+    """(lo, hi) in real units that a signed grid covers, computed in float32."""
+    qmin, qmax = ascend_range(bits)
+    return float(-np.float32(offset - qmin) * scale), float(np.float32(qmax - offset) * scale)
+
+
+def ascend_half(scale: np.float32) -> np.float32:
+    """A scale, float32, at float16's precision; beyond its normal range the square of its root."""
+    value = float(scale)
+    if 2.0**-14 <= value <= 65504.0:
+        return np.float32(np.float16(value))
+    root = np.float32(np.float16(np.sqrt(value)))
+    return np.float32(root * root)
+
+
+def ascend_s19(scales: Float32Array) -> Float32Array:
+    """Scales, float32 of any shape, cut to 10 bits of mantissa, as Nano chips read them."""
+    bits = np.ascontiguousarray(scales, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)
+    return np.asarray(bits.view(np.float32))
+
 
 BITS = (4, 6, 7, 8)
 
@@ -96,3 +214,136 @@ def checked(x: NDArray[np.generic], what: str) -> Float32Array:
             f"the {what} to be quantized must be finite, got {bad} NaN or Inf values of {x.size}"
         )
     return x.astype(np.float32, copy=False)
+
+
+def channel_max(x: NDArray[np.floating], axis: int) -> Float32Array:
+    """Largest |x| of each channel along `axis`, float32 [C].
+
+    Raises:
+        CalibrationError: wrong dtype, empty, NaN or Inf.
+    """
+    data = np.abs(checked(x, "tensor"))
+    others = tuple(a for a in range(data.ndim) if a != axis % data.ndim)
+    return np.asarray(data.max(axis=others), np.float32)
+
+
+def weight_channel_max(weight: NDArray[np.floating], group: int = 1) -> Float32Array:
+    """Weight [C_out, C_in / group, ...] -> largest |w| of each input channel, float32 [C_in]."""
+    c_out, c_in = checked(weight, "weight").shape[:2]
+    split = np.abs(weight).reshape(group, c_out // group, c_in, -1)
+    return np.asarray(split.max(axis=(1, 3)).reshape(-1), np.float32)
+
+
+def balance_factors(
+    act_max: Float32Array, weight_max: Float32Array, *, strength: float = 0.5
+) -> Float32Array:
+    """Largest |activation| and |weight| per input channel [C] -> factors [C], float32.
+
+    Args:
+        act_max: [C], from `channel_max`.
+        weight_max: [C], from `weight_channel_max`.
+        strength: migration strength s in [0.2, 0.8].
+
+    A channel that is zero in both keeps factor 1; one that is zero in one of them takes the factor
+    that brings its other side level with the largest of the tensor.
+
+    Raises:
+        CalibrationError: s out of range, or a factor outside (FLT_EPSILON, 1 / FLT_EPSILON).
+    """
+    if not 0.2 <= strength <= 0.8:
+        raise CalibrationError(f"the DMQ migration strength must be in [0.2, 0.8], got {strength}")
+    act, wts = np.asarray(act_max, np.float32), np.asarray(weight_max, np.float32)
+    no_act, no_wts = act < FLT_EPSILON, wts < FLT_EPSILON
+    one = np.float32(1)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # replaced or refused below
+        factor = act ** np.float32(strength) / wts ** np.float32(1 - strength)
+        factor = np.where(no_act | no_wts, one, factor)
+        from_weight = (wts * factor).max() / wts
+        from_act = act / (act / factor).max()
+    factor = np.where(no_act & ~no_wts, from_weight, factor)
+    factor = np.where(no_wts & ~no_act, from_act, factor).astype(np.float32)
+    if not ((factor > FLT_EPSILON) & (factor < one / FLT_EPSILON)).all():
+        raise CalibrationError(
+            "DMQ factors must be within float32's epsilon and its inverse, got"
+            f" {factor.min()} to {factor.max()}; leave dmq_balancer off for this layer"
+        )
+    return factor
+
+
+_BINS, _CUTS = 512, 20
+_LOW, _HIGH = ascend_range(8)
+_LEVELS = _HIGH - _LOW  # as many as steps lie between the codes
+_EMPTY = 0.0001  # what an empty bin counts as
+_MOST = 1e35  # times two and 512, the end of float32
+
+FloatArray = NDArray[np.float64]
+
+
+def kl_scale(weight: NDArray[np.floating], *, channel_wise: bool = True) -> Float32Array:
+    """Weight [C_out, ...], float32 or float16 -> scale, [C_out] or [1].
+
+    Raises:
+        CalibrationError: wrong dtype, NaN or Inf, no elements, or values near float32's end.
+    """
+    rows = checked(weight, "weight").reshape(weight.shape[0] if channel_wise else 1, -1)
+    most = np.abs(rows).max(axis=1)
+    if most.max() > _MOST:
+        raise CalibrationError(
+            f"weights that AdaRound rounds must be at most {_MOST:.1g}, got {most.max():.3g}"
+        )
+    scales = np.ones(len(rows), np.float32)  # of a channel of zeros
+    held = most > 0
+    if held.any():
+        scales[held] = _scales(_histograms(rows[held], most[held]), most[held])
+    return ascend_guard(scales)
+
+
+def _histograms(rows: Float32Array, most: Float32Array) -> FloatArray:
+    """Counts over [-most, most] of every row, [C, 512], as torch.histc makes them."""
+    end = most[:, None]
+    places = ((rows + end) * np.float32(_BINS) / (end + end)).astype(np.int64)
+    places = np.minimum(places, _BINS - 1) + _BINS * np.arange(len(rows))[:, None]
+    counts = np.bincount(places.reshape(-1), minlength=_BINS * len(rows))
+    return counts.reshape(len(rows), _BINS).astype(np.float64)
+
+
+def _scales(counts: FloatArray, most: Float32Array) -> Float32Array:
+    """The scale of least divergence, the least cut first among equals."""
+    width = (most + most) / np.float32(_BINS)
+    best = np.full(len(counts), np.inf)
+    found = np.ones(len(counts), np.float32)
+    for cut in range(_CUTS):
+        divergence = _divergence(*_levelled(counts, cut))
+        better = divergence < best
+        best[better] = divergence[better]
+        scale = (most - np.float32(cut) * width) / np.float32(-_LOW)
+        found[better] = scale[better]
+    return found
+
+
+def _levelled(counts: FloatArray, cut: int) -> tuple[FloatArray, FloatArray]:
+    """(p, q) of a cut: the counts that are left, and what 255 levels make of them."""
+    p = counts[:, cut : _BINS - cut].copy()
+    p[:, 0] += counts[:, :cut].sum(axis=1)
+    p[:, -1] += counts[:, _BINS - cut :].sum(axis=1)
+    wide = p.shape[1] / _LEVELS
+    starts = np.ceil(np.arange(_LEVELS) * wide).astype(np.int64)
+    sums = np.add.reduceat(p, starts, axis=1)
+    filled = np.add.reduceat((p != 0).astype(np.float64), starts, axis=1)
+    level = np.repeat(np.arange(_LEVELS), np.diff(starts, append=p.shape[1]))
+    means = sums / np.maximum(filled, 1)
+    return p, np.where(p != 0, means[:, level], 0.0)
+
+
+def _divergence(p: FloatArray, q: FloatArray) -> FloatArray:
+    """KL(p, q) of every row, empty bins counted as a little."""
+    p, q = _filled(p), _filled(q)
+    p, q = p / p.sum(axis=1, keepdims=True), q / q.sum(axis=1, keepdims=True)
+    return np.asarray((p * np.log(p / q)).sum(axis=1))
+
+
+def _filled(counts: FloatArray) -> FloatArray:
+    empty = counts == 0
+    none = empty.sum(axis=1, keepdims=True)
+    more = _EMPTY * none / (counts.shape[1] - none)
+    return np.where(empty, _EMPTY, counts + more)

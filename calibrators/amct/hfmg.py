@@ -24,8 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrators.amct.arq import checked
-from calibrators.amct.grid import FLT_EPSILON, ascend_clip_range, ascend_scale_offset
+from calibrators.amct.arq import FLT_EPSILON, ascend_clip_range, ascend_scale_offset, checked
 from calibrators.amct.ifmr import AscendScale
 from calibrators.errors import CalibrationError
 from calibrators.grids import Float32Array

@@ -17,7 +17,7 @@ struct Segment {
 std::vector<Segment> segments(std::string_view data);
 
 // Why a JPEG is no whole one although it may decode; empty where nothing is seen.
-// The same rules as deploy/feed/jpeg.py, which says why.
+// The same rules as deploy/feed/headers.py, which says why.
 std::string fault(std::string_view data);
 
 }  // namespace calib8::jpeg

@@ -1,4 +1,4 @@
-// The preprocessing that well-known families of models were trained with; deploy/feed/presets.py.
+// The preprocessing that well-known families of models were trained with; deploy/feed/preprocess.py.
 #include <algorithm>
 
 #include "calib8/errors.hpp"

@@ -12,7 +12,7 @@
 namespace calib8 {
 namespace {
 
-constexpr int kDecoding = 1;  // DECODING of deploy/calibration/versions.py
+constexpr int kDecoding = 1;  // DECODING of deploy/calibration/fingerprint.py
 constexpr std::size_t kShort = 16;
 
 struct Form {

@@ -1,5 +1,5 @@
 // Digests of samples: what was hashed is what is decoded, now and whenever it is read again;
-// deploy/feed/manifest.py.
+// deploy/feed/listing.py.
 #pragma once
 
 #include <map>

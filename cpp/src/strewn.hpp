@@ -1,5 +1,5 @@
 // Which samples are taken where not all are: from all over, in step with nothing in the feed;
-// deploy/feed/strewn.py.
+// deploy/feed/sampling.py.
 #pragma once
 
 #include <algorithm>

@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Protocol
 
 from deploy.errors import BackendError, ConfigError
-from deploy.feed.choice import Limit
-from deploy.feed.feed import open_feed
+from deploy.feed.feed import FeedSource, as_read, open_feed
 from deploy.feed.model_preprocess import Carried
-from deploy.feed.opening import FeedSource
 from deploy.feed.preprocess import Asked
 from deploy.feed.samples import KEPT, Feed
-from deploy.feed.told import as_read
+from deploy.feed.sampling import Limit
 from deploy.files.reading import read_bytes
 from deploy.frontends.metadata import carried_of
 from deploy.frontends.reader import model_bytes, parse_model
@@ -36,17 +34,16 @@ from deploy.metrics.bench_inputs import (
     remembered,
     stacked,
 )
-from deploy.metrics.kernels import kernels_of, refuse_untimed
+from deploy.metrics.kernels import OnDevice, devices_of, kernels_of, layers_of, refuse_untimed
 from deploy.metrics.latency import Feeds, Latency, measure
-from deploy.metrics.ran import OnDevice, devices_of, layers_of
-from deploy.progress import lasting, on_request, phase
 from deploy.report import EngineRow, Report, figures
+from deploy.report.figures import ran_part
 from deploy.report.parts import BatchRow
-from deploy.report.ran import ran_part
 from deploy.runtimes.openvino import OpenvinoSession
 from deploy.targets import TARGETS, OnnxRuntime, Target
-from deploy.targets.tensorrt.streams import throughput
+from deploy.targets.tensorrt.inspector import throughput
 from deploy.tensors import Session, TensorSpec
+from deploy.terminal import lasting, on_request, phase
 
 
 class Opens(Protocol):

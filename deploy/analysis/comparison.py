@@ -1,32 +1,347 @@
-"""`compare`: two models, or one in two runtimes, over a feed."""
+"""`compare`: two models, or one in two runtimes, over a feed.
+
+Where two models part, as a value, and its text and JSON.
+
+Figures of pairs of tensors, sample by sample, in flat memory.
+
+Tensors in two runtimes, each computed by models that are cut off behind it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.comparison.cuts import by_cuts
-from deploy.comparison.parting import Layer, Parting
-from deploy.comparison.sums import Figures, Sums
-from deploy.errors import ConfigError
-from deploy.feed.choice import Limit
-from deploy.feed.feed import open_feed
-from deploy.feed.opening import FeedSource
+import numpy as np
+
+from deploy.errors import BackendError, ConfigError
+from deploy.feed.feed import FeedSource, as_read, open_feed
 from deploy.feed.preprocess import Asked
-from deploy.feed.told import as_read
+from deploy.feed.sampling import Limit
 from deploy.frontends.checks import type_name
 from deploy.frontends.metadata import carried_of
 from deploy.frontends.reader import read_model
-from deploy.graph.edit import with_outputs
+from deploy.graph.edit import cut, with_outputs
+from deploy.metrics.accuracy import TensorComparison
 from deploy.metrics.layerwise import shared_by_name
 from deploy.metrics.output_errors import OutputAccuracy
-from deploy.progress import on_request, phase
+from deploy.runtimes.openvino import run_apart
 from deploy.runtimes.ort import OrtSession
-from deploy.tensors import Samples
+from deploy.tensors import Array, Samples
+from deploy.terminal import on_request, page, phase
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One tensor in both models.
+
+    Attributes:
+        node: name of the node of the first model that makes it; its operator beside it.
+        figures: how far the second model's tensor is from the first one's.
+    """
+
+    tensor: str
+    node: str
+    operator: str
+    figures: OutputAccuracy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Parting:
+    """What `compare` found; `repr` is the text for a screen.
+
+    Attributes:
+        first, second: "file in runtime" of the two sides.
+        samples: how many were run.
+        min_sqnr_db: tensors below it have parted.
+        layers: inner tensors that both have, in the first model's order.
+        outputs: its outputs, likewise.
+        cut: whether each tensor was computed by a model cut off behind it.
+        looked: tensors that were compared, of how many that both have.
+        notes: how the images were read, and what could not be compared, in sentences.
+    """
+
+    first: str
+    second: str
+    samples: int
+    min_sqnr_db: float
+    layers: tuple[Layer, ...]
+    outputs: tuple[Layer, ...]
+    cut: bool
+    looked: tuple[int, int]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def parts_at(self) -> Layer | None:
+        """The first tensor below the limit; NaN, Inf and another shape are below any."""
+        every = (*self.layers, *self.outputs)
+        return next((one for one in every if not one.figures.sqnr_db >= self.min_sqnr_db), None)
+
+    def __repr__(self) -> str:
+        return page(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"{self.first} against {self.second}, {self.samples} samples"
+        if self.cut:
+            looked, of = self.looked
+            yield f"each tensor by a model cut off behind it; {looked} of {of} were looked at"
+        yield ""
+        yield f"{'SQNR dB':>8}  {'cosine':>8}  tensor"
+        for one in self.layers:
+            yield _line(one)
+        yield "outputs"
+        for one in self.outputs:
+            yield _line(one)
+        yield ""
+        yield self.says
+        yield from self.notes
+
+    @property
+    def says(self) -> str:
+        """Where they part, in one sentence."""
+        found = self.parts_at
+        if found is None:
+            return f"They do not part: no tensor is below {self.min_sqnr_db:g} dB."
+        return (
+            f"They part at {found.tensor!r}, made by {found.operator} {found.node!r}:"
+            f" {found.figures.sqnr_db:.1f} dB, the first below {self.min_sqnr_db:g} dB."
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """Plain JSON types; numbers JSON has no word for become "inf" or "nan"."""
+        found = self.parts_at
+        return {
+            "first": self.first,
+            "second": self.second,
+            "samples": self.samples,
+            "min_sqnr_db": self.min_sqnr_db,
+            "cut": self.cut,
+            "looked": list(self.looked),
+            "parts_at": None if found is None else found.tensor,
+            "layers": [_json(one) for one in self.layers],
+            "outputs": [_json(one) for one in self.outputs],
+            "notes": list(self.notes),
+        }
+
+
+def _line(one: Layer) -> str:
+    figures = one.figures
+    return (
+        f"{figures.sqnr_db:8.1f}  {figures.cosine_mean:8.5f}  {one.tensor}"
+        f"  ({one.operator} {one.node})"
+    )
+
+
+def _json(one: Layer) -> dict[str, object]:
+    figures = one.figures
+    return {
+        "tensor": one.tensor,
+        "node": one.node,
+        "operator": one.operator,
+        "sqnr_db": _number(figures.sqnr_db),
+        "cosine_mean": _number(figures.cosine_mean),
+        "cosine_min": _number(figures.cosine_min),
+        "max_abs_error": _number(figures.max_abs_error),
+        "not_finite": list(figures.not_finite),
+        "other_shape": figures.other_shape,
+    }
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+Figures = dict[str, OutputAccuracy]
+
+
+class Sums:
+    """Figures of the pairs that hold floats, sample by sample."""
+
+    def __init__(self, pairs: Mapping[str, str]) -> None:
+        self._pairs = dict(pairs)
+        self._sums: TensorComparison | None = None
+
+    def add(
+        self, sample: Mapping[str, Array], left: Mapping[str, Array], right: Mapping[str, Array]
+    ) -> None:
+        """Add one sample: tensors of the first model and of the second by their own names."""
+        if self._sums is None:
+            floats = {
+                name: other
+                for name, other in self._pairs.items()
+                if name in left
+                and other in right  # a sequence or a map is in neither
+                and np.issubdtype(left[name].dtype, np.floating)
+            }
+            self._pairs = floats
+            if floats:
+                self._sums = TensorComparison(floats)
+        if self._sums is not None:
+            self._sums.add(sample, left, right)
+
+    def result(self) -> Figures:
+        """The figures of every pair that holds floats."""
+        if self._sums is None:
+            return {}
+        figures = zip(self._pairs, self._sums.result(), strict=True)
+        return {name: one for name, one in figures if not _empty(one)}
+
+
+def _empty(one: OutputAccuracy) -> bool:
+    """Whether a tensor held no value in any sample, so that it cannot differ."""
+    return math.isnan(one.sqnr_db) and not any(one.not_finite) and not one.other_shape
+
+
+class _Cuts:
+    """Tensors one by one, each by models cut off behind it; the second's run in OpenVINO."""
+
+    def __init__(
+        self,
+        first: ModelProto,
+        second: ModelProto,
+        samples: Sequence[Path],
+        *,
+        folder: Path,
+        threads: int | None,
+        min_sqnr_db: float,
+    ) -> None:
+        self._models = first, second
+        self._samples = samples
+        self._folder, self._threads, self._limit = folder, threads, min_sqnr_db
+        self.figures: Figures = {}
+        self.notes: list[str] = []
+
+    def whole(self, outputs: Mapping[str, str]) -> bool:
+        """Whether the outputs of the models as they are agree.
+
+        Raises:
+            BackendError: OpenVINO cannot run the second model.
+        """
+        self.figures |= (found := self._look(*self._models, outputs))
+        return self._above(found)
+
+    def agrees(self, name: str, other: str) -> bool:
+        """Whether a tensor agrees; one that cannot be compared, or holds no floats, does."""
+        first, second = self._models
+        try:
+            found = self._look(cut(first, name), cut(second, other), {name: other})
+        except BackendError as error:
+            self.notes.append(f"{name!r} could not be compared: {error}.")
+            return True
+        self.figures |= found
+        return self._above(found)
+
+    def close(self, outputs: Mapping[str, str]) -> None:
+        """Tell, where the model leaves dimensions open, what closing them changes."""
+        if not _is_open(self._models[1]):
+            return
+        try:
+            found = self._look(*self._models, outputs, closed=True)
+        except BackendError:  # as it is the model runs, so closing it is no way out
+            return
+        worst = min((one.sqnr_db for one in found.values()), default=math.nan)
+        words = "agree" if self._above(found) else "part as well"
+        self.notes.append(
+            f"With the input's open dimensions closed the outputs {words} ({worst:.1f} dB)."
+        )
+
+    def _above(self, found: Figures) -> bool:
+        return all(one.sqnr_db >= self._limit for one in found.values())
+
+    def _look(
+        self,
+        first: ModelProto,
+        second: ModelProto,
+        pairs: Mapping[str, str],
+        *,
+        closed: bool = False,
+    ) -> Figures:
+        left = OrtSession.open(first, threads=self._threads)
+        results = run_apart(
+            second, self._samples, self._folder, threads=self._threads, closed=closed
+        )
+        names = [value.name for value in second.graph.output]
+        sums = Sums(pairs)
+        for file, result in zip(self._samples, results, strict=True):
+            sample = _arrays(file)
+            values = _arrays(result).values()
+            sums.add(sample, left.run(sample), dict(zip(names, values, strict=True)))
+        return sums.result()
+
+
+def _is_open(model: ModelProto) -> bool:
+    """Whether an input has a dimension without a number."""
+    dims = (d for value in model.graph.input for d in value.type.tensor_type.shape.dim)
+    return any(not dim.HasField("dim_value") for dim in dims)
+
+
+def _arrays(file: Path) -> dict[str, Array]:
+    with np.load(file, allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in arrays.files}
+
+
+def by_cuts(
+    first: ModelProto,
+    second: ModelProto,
+    pairs: Mapping[str, str],
+    feed: Samples,
+    threads: int | None,
+    *,
+    min_sqnr_db: float,
+    every: bool,
+) -> tuple[Figures, list[str]]:
+    """Figures by cut models, and what could not be compared."""
+    ends = {value.name for value in first.graph.output}
+    inner = [name for name in pairs if name not in ends]
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work)
+        files = []
+        with feed.samples() as samples:
+            for number, sample in enumerate(samples):
+                files.append(folder / f"sample-{number}.npz")
+                np.savez(files[-1], **sample)
+        cuts = _Cuts(first, second, files, folder=folder, threads=threads, min_sqnr_db=min_sqnr_db)
+        outputs = {name: other for name, other in pairs.items() if name in ends}
+        agree = cuts.whole(outputs)
+        if not agree:
+            cuts.close(outputs)
+        steps = len(inner) if every else len(inner).bit_length()
+        with phase("comparing", steps, "tensors") as step:
+
+            def look(name: str) -> bool:
+                step()
+                return cuts.agrees(name, pairs[name])
+
+            if every:
+                for name in inner:
+                    look(name)
+            elif not agree:
+                _halved(inner, look)
+    return {name: cuts.figures[name] for name in pairs if name in cuts.figures}, cuts.notes
+
+
+def _halved(names: Sequence[str], agrees: Callable[[str], bool]) -> None:
+    """Look for neighbours of which the first agrees and the second does not, by halves.
+
+    ::
+
+        agrees  ?  ?  ?  ?  ?  ?  ?  parted         what is before the first agrees,
+                         agrees                     what is behind the last has parted
+                               parted
+                            agrees ^
+    """
+    low, high = -1, len(names)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if agrees(names[middle]) else (low, middle)
+
 
 RUNTIMES = ("onnxruntime", "openvino")
 MIN_SQNR_DB = 20.0

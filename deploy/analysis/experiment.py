@@ -18,11 +18,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrators.affine import QuantizedTensor, quantize_per_channel, quantize_per_tensor
-from calibrators.grids import INT8, UINT8, Grid
-from deploy.archives import read_array
+from calibrators.grids import (
+    INT8,
+    UINT8,
+    Grid,
+    QuantizedTensor,
+    quantize_per_channel,
+    quantize_per_tensor,
+)
 from deploy.errors import ConfigError, FeedError
-from deploy.files.reading import from_json, opened
+from deploy.files.reading import from_json, opened, read_array
 from deploy.method import Method
 from deploy.metrics.output_errors import sqnr_db
 from deploy.report.figures import count, decibels
@@ -143,7 +148,7 @@ def with_scales(
     """Quantize by a scale and a zero point, or by one of each for every channel along an axis.
 
     Raises:
-        CalibrationError: as `calibrators.affine`.
+        CalibrationError: as `calibrators.grids`.
         ConfigError: several without an axis.
     """
     if axis is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.frontends import LoadedModel, load
-from deploy.graph.selection import matching
+from deploy.graph.index import matching
 from deploy.report import NodeRow, node_rows
 from deploy.targets import targets_of
 from deploy.terminal import page

@@ -7,7 +7,7 @@
     calibrate -o m.cache --resume   reads on from the next sample <----------'
                                     and removes it when the cache is written
 
-A checkpoint is the file of a shard (`deploy.calibration.shard_file`) of the first samples: digests
+A checkpoint is the file of a shard (`deploy.calibration.shards`) of the first samples: digests
 of what they came of, every statistic so far and the largest values. It is written while nobody
 counts, so that it holds just these samples. What is known of the first samples before the pass
 (TensorRT's first batch, AMCT's DMQ and AdaRound) is found again: from the same samples, the same.
@@ -23,22 +23,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.calibration import shard_file
+from deploy.calibration import shards
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.observation import Observation, Observed
-from deploy.calibration.shard_file import Shard
-from deploy.calibration.shards import origin_of
+from deploy.calibration.shards import Shard, origin_of
 from deploy.errors import CacheError, ExportError
 from deploy.files import atomic
-from deploy.inputs import refuse
-from deploy.progress import tell
+from deploy.files.reading import refuse
+from deploy.terminal import tell
 from deploy.version import __version__
 
 if TYPE_CHECKING:
+    from deploy.calibration.observation import Subject
     from deploy.calibration.sample_checks import Peaks
-    from deploy.calibration.subject import Subject
     from deploy.feed.samples import Feed
-    from deploy.feed.share import Share
+    from deploy.feed.sampling import Share
 
 ENDING = ".checkpoint"
 EVERY_S = 10.0  # between two of them
@@ -54,7 +53,7 @@ def beside(path: Path) -> Path:
 def clear(path: Path) -> None:
     """Remove the checkpoint of a run whose cache is whole, where it was ended just before that."""
     with suppress(CacheError):
-        if shard_file.load(path, what=_WHAT).counted is not None:
+        if shards.load(path, what=_WHAT).counted is not None:
             path.unlink(missing_ok=True)
 
 
@@ -139,7 +138,7 @@ class Checkpoint:
 
     def _write(self, number: int, observed: Observed) -> None:
         digests, skipped = self._feed.so_far(number)
-        data = shard_file.to_bytes(
+        data = shards.to_bytes(
             share=self._share,
             made_from=self._made_from,
             digests=digests,
@@ -200,7 +199,7 @@ class Checkpoint:
         if not self.path.exists() or not self.path.stat().st_size:
             return None
         try:
-            found = shard_file.load(self.path, what=_WHAT)
+            found = shards.load(self.path, what=_WHAT)
             if found.counted is None:
                 raise CacheError(f"{self.path} must be {_WHAT}, got a whole shard")
         except CacheError as error:

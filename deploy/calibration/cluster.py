@@ -7,34 +7,211 @@
          '---- dask: its worker is lost; calib8: the system failed it --'
 
 So few pieces are under way that neither the scheduler nor a cancelled run holds many of them.
+
+A client of dask's scheduler: opened, asked and closed without a hang; one sentence if not.
+
+Shards merged as they come, in flat memory, to what one run would have observed.
 """
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import logging
+import threading
 import time
+import warnings
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from deploy.calibration import cluster_jobs
-from deploy.calibration.observation import Observation, Observed
+from calibrators.histogram import Histogram
+from deploy.calibration import cluster_jobs, shards
+from deploy.calibration.cluster_jobs import Cluster, Job, job_of, versions_here
+from deploy.calibration.observation import Key, Observation, Observed, Subject
 from deploy.calibration.sample_checks import Peaks
-from deploy.calibration.subject import Subject
-from deploy.cluster.connect import ANSWER_S, LATE, connected, within
-from deploy.cluster.gather import Gathering
-from deploy.cluster.job import Job, job_of, versions_here
-from deploy.cluster.options import Cluster
-from deploy.errors import BackendError, first_line
-from deploy.feed.choice import Limit
-from deploy.feed.opening import FeedSource
+from deploy.calibration.shards import origin_of
+from deploy.errors import BackendError, FeedError, SdkMissingError, first_line
+from deploy.feed.feed import FeedSource
+from deploy.feed.listing import Changed
 from deploy.feed.samples import Feed
-from deploy.feed.share import Share
-from deploy.progress import phase, tell
+from deploy.feed.sampling import Limit, Share
+from deploy.terminal import phase, tell
 
 if TYPE_CHECKING:
     from distributed import Client, Future
+
+
+CONNECT_S = 10.0  # until the scheduler must have answered
+ANSWER_S = 30.0  # until a busy one must have, later
+_CLOSE_S = 2.0  # for taking leave
+_LOUD = ("distributed", "tornado", "asyncio")
+LATE = (TimeoutError, asyncio.TimeoutError, FutureTimeout)  # one and the same from Python 3.11 on
+T = TypeVar("T")
+
+
+@contextmanager
+def connected(address: str) -> Iterator[Client]:
+    """A client, for as long as this lasts.
+
+    Raises:
+        SdkMissingError: dask.distributed is not installed.
+        BackendError: no scheduler answers at this address, or it ends meanwhile.
+    """
+    with _quiet():
+        client = _opened(address)
+        try:
+            with client.as_current():
+                yield client
+        except (OSError, *LATE) as error:  # dask's own, of a connection that is gone
+            raise BackendError(
+                f"the scheduler {address} must answer until the end, got: {first_line(error)}; see"
+                " to it and run again"
+            ) from error
+        finally:
+            with suppress(Exception):
+                within(_CLOSE_S, client.close)
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """What a call gives, which is left to itself where it takes longer.
+
+    Dask waits for the first words of whatever listens at an address, and for the answer of a
+    scheduler that is frozen, without an end.
+
+    Raises:
+        TimeoutError: it takes longer.
+        Exception: what the call raised.
+    """
+    done: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="calib8 scheduler", daemon=True).start()
+    try:
+        return done.result(seconds)
+    except LATE as error:
+        if done.done():
+            raise
+        raise TimeoutError(f"no answer within {seconds:.0f} s") from error
+
+
+def _import() -> Any:
+    try:
+        import distributed
+    except ImportError as error:
+        raise SdkMissingError(
+            "a scheduler is spoken to by dask.distributed, which is not installed; pip install"
+            " 'calib8[dask]'"
+        ) from error
+    return distributed
+
+
+def _opened(address: str) -> Client:
+    def client() -> Client:
+        return _import().Client(address, timeout=CONNECT_S, set_as_default=False)
+
+    try:
+        with phase("scheduler"):
+            return within(CONNECT_S, client)
+    except Exception as error:
+        raise BackendError(
+            f"a dask scheduler must answer at {address} within {CONNECT_S:.0f} s, got:"
+            f" {first_line(error)}; start `dask scheduler` there, or correct the address, such as"
+            " tcp://host:8786"
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Dask's own words of what becomes a sentence here, and of large models, are not shown."""
+    _import()  # which sets the levels of its loggers
+    known = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in _LOUD]
+    loggers = [logging.getLogger(name) for name in known]
+    before = [one.level for one in loggers]
+    try:
+        for one in loggers:
+            one.setLevel(logging.CRITICAL + 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for one, level in zip(loggers, before, strict=True):
+            one.setLevel(level)
+
+
+class Gathering:
+    """What came of a feed's pieces so far; the feed learns of their samples."""
+
+    def __init__(
+        self, wanted: Iterable[Observation], feed: Feed, identities: Mapping[str, str]
+    ) -> None:
+        self._wanted = tuple(wanted)
+        self._feed = feed
+        self._identities = identities
+        self._whole: dict[Key, Histogram] = {}
+        self._peaks = Peaks()  # whose samples are numbered by their places, bad ones too
+        self._count = 0
+
+    def add(self, share: Share, worker: str, data: bytes) -> None:
+        """Take the shard of a share.
+
+        Raises:
+            CacheError: it is broken.
+            BackendError: it is of another calibration than this one.
+            FeedError: the worker's images are others than those here.
+        """
+        shard = shards.of_bytes(data, Path(f"piece {share}"))
+        origin = origin_of(self._identities, self._feed.form, share)
+        changes = origin.changes_since(shard.made_from)
+        if shard.share != share or changes:
+            what = "; ".join(changes.values()) or f"it is piece {shard.share} of others"
+            raise BackendError(
+                f"the worker {worker} must observe what it was asked for, got another piece than"
+                f" {share}: {what}; install the same calib8 there"
+            )
+        self._count = share.count
+        try:
+            self._feed.seen_elsewhere(share, shard.digests, shard.skipped)
+        except Changed as error:
+            raise FeedError(
+                f"the worker {worker} must see the same images as this machine, got another file"
+                f" ({error}); give a path that all machines share, or send them (--send images)"
+            ) from error
+        self._peaks.add_rows(shard.peaks, {place: place + 1 for place in share.places})
+        for key, part in shard.observed(self._wanted).items():
+            assert isinstance(part, Histogram)
+            if key in self._whole:
+                self._whole[key].merge(part)
+            else:
+                self._whole[key] = part
+
+    def end(self, peaks: Peaks) -> Observed:
+        """What all pieces saw.
+
+        Args:
+            peaks: is told the largest values of all samples.
+
+        Raises:
+            FeedError: all samples were skipped.
+        """
+        if not self._feed.count:
+            raise FeedError(
+                f"at least one sample must be good, all {self._count} were skipped:"
+                f" {self._feed.skipped[0]}"
+            )
+        numbers = {place: number for number, place in enumerate(self._feed.places, 1)}
+        peaks.add_rows(self._peaks.rows(range(self._count)), numbers)
+        return Observed({o.key: self._whole[o.key] for o in self._wanted})
+
 
 WORKERS_S = 60.0  # that a run waits for a worker where there is none
 TICK_S = 1.0  # between looks at who is there

@@ -1,4 +1,8 @@
-"""What runs on a worker: a piece of the images to the bytes of a shard.
+"""`Cluster`: which scheduler observes, and how models and images reach its workers.
+
+What a worker must know to observe a piece of a calibration: the model, the taps, the images.
+
+What runs on a worker: a piece of the images to the bytes of a shard.
 
 ::
 
@@ -12,28 +16,246 @@ answer, no memory) may not, so that the client tries again.
 from __future__ import annotations
 
 import logging
+import os
+import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
-from deploy.calibration.observation import Observation, Observed, Variant
-from deploy.calibration.observe import observe
+from calibrators.statistics import Statistic
+from deploy.calibration import fingerprint
+from deploy.calibration.observation import FOLDED, Observation, Observed, Subject, Variant
+from deploy.calibration.one_pass import observe
 from deploy.calibration.sample_checks import Peaks
 from deploy.calibration.shards import shard_of
-from deploy.calibration.subject import FOLDED
-from deploy.cluster.job import Job, Versions, versions_here
-from deploy.errors import BackendError, Calib8Error, FeedError, ModelError, first_line
-from deploy.feed.feed import open_feed
-from deploy.feed.posted import Posted, PostedSource
+from deploy.errors import (
+    BackendError,
+    Calib8Error,
+    ConfigError,
+    FeedError,
+    ModelError,
+    did_you_mean,
+    first_line,
+)
+from deploy.feed.feed import FeedSource, open_feed
+from deploy.feed.loaders import names_loader
+from deploy.feed.paths import RawFiles
+from deploy.feed.preprocess import Preprocess
 from deploy.feed.samples import Feed
-from deploy.feed.share import Share
-from deploy.feed.source import Sample
+from deploy.feed.sampling import Choice, Limit, Share, choice_of
+from deploy.feed.sources import Posted, PostedSource, Sample
 from deploy.frontends import load
+from deploy.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import onnx
+
+
+_ADDRESS = re.compile(r"((tcp|tls|ws|wss)://)?([^\s/:\[\]]+|\[[0-9a-fA-F:.%\w]+\]):[0-9]{1,5}")
+SENDS = ("nothing", "model", "images", "all")
+RETRIES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A scheduler of dask.distributed, and how the work is given to it.
+
+    Attributes:
+        address: of the scheduler, such as "tcp://host:8786".
+        send: what is sent to the workers as bytes: "nothing" where they see the same paths as this
+            machine, "model", "images" or "all". A model that no ONNX file holds is always sent.
+        pieces: how many the images are split into; None for some for each thread of the workers.
+        retries: how often a piece is tried again where the system failed it.
+        threads: of one piece, on its worker.
+
+    Raises:
+        ConfigError: what is no address, a number out of its range, or another word.
+    """
+
+    address: str
+    send: str = "nothing"
+    pieces: int | None = None
+    retries: int = RETRIES
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        if not _ADDRESS.fullmatch(self.address):
+            raise ConfigError(
+                "a scheduler's address is host:port, or tcp://host:port (tls, ws, wss), got"
+                f" {self.address!r}; `dask scheduler` says its own when it starts"
+            )
+        if self.send not in SENDS:
+            way_out = did_you_mean(self.send, SENDS, f"give one of {', '.join(SENDS)}")
+            raise ConfigError(
+                f"--send takes what the workers are sent, got {self.send!r}; {way_out}"
+            )
+        for name, value, least in (
+            ("pieces", self.pieces, 1),
+            ("retries", self.retries, 0),
+            ("threads", self.threads, 1),
+        ):
+            if value is not None and value < least:
+                raise ConfigError(f"{name} must be {least} or more, got {value}")
+
+    @property
+    def sends_model(self) -> bool:
+        """Whether the model is sent in any case."""
+        return self.send in ("model", "all")
+
+    @property
+    def sends_images(self) -> bool:
+        """Whether the images are sent."""
+        return self.send in ("images", "all")
+
+
+def cluster_of(scheduler: str | Cluster | None) -> Cluster | None:
+    """A scheduler by its address, or with options."""
+    return Cluster(address=scheduler) if isinstance(scheduler, str) else scheduler
+
+
+Paths = str | RawFiles | tuple[str, ...]
+Versions = Mapping[str, str | int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tapped:
+    """An observation as it is sent: its variant by the key; `whose` is for an error."""
+
+    variant: str
+    tensor: str
+    statistic: Statistic
+    whose: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A calibration, as every task of it gets it.
+
+    Attributes:
+        key: of this run, as no other has it.
+        versions: of the programs of this machine, which the worker's must be.
+        model: path of the model's file; "" where it is sent.
+        digest: of the model (`LoadedModel.digest`).
+        held: variant -> the bytes of its ONNX model, where it is sent.
+        identities: of the model, as `LoadedModel.identities`.
+        taps: what is observed.
+        specs: the model's inputs.
+        images: paths of all of them; None where they are sent.
+        kind: of the feed.
+        choice: which of them are used.
+        how: the complete preprocessing; None for arrays.
+        skip_bad: whether to go on without unreadable ones.
+        threads: of a piece.
+    """
+
+    key: str
+    versions: Versions
+    model: str
+    digest: str
+    held: Mapping[str, bytes]
+    identities: Mapping[str, str]
+    taps: tuple[Tapped, ...]
+    specs: tuple[TensorSpec, ...]
+    images: Paths | None
+    kind: str
+    choice: Choice
+    how: Preprocess | None
+    skip_bad: bool
+    threads: int
+
+
+def job_of(
+    cluster: Cluster,
+    wanted: Iterable[Observation],
+    feed: Feed,
+    *,
+    subject: Subject,
+    images: FeedSource,
+    limit: Limit,
+) -> Job:
+    """The job of observing these on the images of this feed.
+
+    Raises:
+        ConfigError: images that no path leads to and that are not to be sent; a video.
+    """
+    listed = tuple(wanted)
+    if feed.by_turns:
+        raise ConfigError(
+            "a video's frames are read one after the other by one machine, got one for"
+            " --scheduler; give the frames as images, or leave it away"
+        )
+    model = "" if cluster.sends_model else _path_of(subject, listed)
+    form = feed.form
+    return Job(
+        key=f"calib8-{uuid.uuid4().hex}",
+        versions=versions_here(str(form["kind"])),
+        model=model,
+        digest=subject.loaded.digest,
+        held={} if model else _held(listed),
+        identities=subject.loaded.identities,
+        taps=tuple(
+            Tapped(variant=o.variant.key, tensor=o.tensor, statistic=o.statistic, whose=o.whose)
+            for o in listed
+        ),
+        specs=subject.loaded.inputs,
+        images=None if cluster.sends_images else shared(images),
+        kind=str(form["kind"]),
+        choice=replace(choice_of(limit), shard=None),
+        how=feed.preprocess,
+        skip_bad=bool(form["skip_bad"]),
+        threads=cluster.threads,
+    )
+
+
+def versions_here(kind: str) -> Versions:
+    """Of all programs that take part in a calibration on "arrays", or on pictures of any kind."""
+    return {**fingerprint.programs(), **fingerprint.of_feed(kind)}
+
+
+def shared(images: FeedSource) -> Paths:
+    """The images by the same paths from any folder.
+
+    Raises:
+        ConfigError: no path leads to them.
+    """
+    if isinstance(images, RawFiles):
+        return replace(images, path=os.path.abspath(images.path))
+    if isinstance(images, str | os.PathLike) and not names_loader(os.fspath(images)):
+        return os.path.abspath(images)
+    if isinstance(images, list | tuple) and (paths := _paths(images)):
+        return paths
+    raise ConfigError(
+        "workers open the images by their path, got some that only this machine has (a loader, a"
+        " calibrator or arrays in memory); send them (--send images)"
+    )
+
+
+def _paths(images: Sequence[object]) -> tuple[str, ...]:
+    """Absolute paths; none where not all of the list are paths."""
+    named = tuple(os.path.abspath(one) for one in images if isinstance(one, str | os.PathLike))
+    return named if len(named) == len(images) else ()
+
+
+def _path_of(subject: Subject, wanted: Sequence[Observation]) -> str:
+    """Path of the model's file; "" where what is run is not what a worker makes of it."""
+    source = subject.source
+    as_read = not subject.repairs and {o.variant.key for o in wanted} == {FOLDED}
+    if source is None or not as_read or source.suffix.lower() != ".onnx":
+        return ""
+    return os.path.abspath(source)
+
+
+def _held(wanted: Sequence[Observation]) -> dict[str, bytes]:
+    """Every variant's model."""
+    variants = {o.variant.key: o.variant for o in wanted}
+    return {
+        key: one.make(Observed({})).SerializeToString(deterministic=True)
+        for key, one in variants.items()
+    }
+
 
 _LOG = logging.getLogger("distributed.worker")
 _stopped: set[str] = set()  # keys of jobs whose pieces are to end

@@ -10,15 +10,27 @@ the *order* of the images does for those statistics alone that show it. Of the s
 *search* (rule, method) says what is looked for, which may be found again in calib8's own
 statistics without running the model, and the *numbers* are those of calib8's own arithmetic, which
 hold for such statistics alone.
+
+The arrays of recorders in one archive: equal arrays, equal bytes.
+
+Versions that a calibration depends on, and those of the programs that took part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+import zipfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from calibrators.statistics import FORMAT, Arrays
 from deploy.errors import CacheError
+from deploy.files import reading
+from deploy.version import __version__
 
 CALIB8, TENSORRT = "calib8", "TensorRT"  # who makes calibrations
 
@@ -45,12 +57,12 @@ class Fingerprint:
 
     Attributes:
         model: the model's identities, any of which suffices: "graph", sha256 of what it computes
-            (`deploy.frontends.digest`); "file", sha256 of its file, with "weights", that of its
+            (`deploy.frontends.base`); "file", sha256 of its file, with "weights", that of its
             external data, where it has any (`deploy.frontends.reader.Stamp`).
         images: {"count", "sha256", ...} of the feed, whatever the order and the names.
         order: sha256 of the images' digests in their order.
         preprocess: what was done to the images, field by field; {} for arrays.
-        decoder: what made samples of files (`deploy.calibration.versions`); {} for arrays.
+        decoder: what made samples of files (`deploy.calibration.fingerprint`); {} for arrays.
         program: CALIB8, or TENSORRT where it calibrated on a GPU.
         rule: "histogram", or the rule by which batches decide a range.
         method: search and its parameters; a calibrator of TensorRT as a cache's first line has it.
@@ -179,3 +191,99 @@ def _difference(before: object, now: object) -> str:
         short = all(len(str(value)) <= 40 for value in (old, new))
         words.append(f"{key} {old} -> {new}" if short else key)
     return ", ".join(words)
+
+
+_MOST_UNPACKED = 4 << 30  # bytes of all statistics; 10,000 histograms are 160 MB
+EPOCH = (1980, 1, 1, 0, 0, 0)  # no times in an archive
+
+
+def archive_of(data: bytes, path: Path) -> zipfile.ZipFile:
+    """An archive of statistics, that unpacks to no more than these may be.
+
+    Raises:
+        CacheError: it would be more.
+        BadZipFile: it is none.
+    """
+    file = io.BytesIO(data)
+    reading.check_archive(file, path, what="statistics", error=CacheError, most=_MOST_UNPACKED)
+    return zipfile.ZipFile(file)
+
+
+def pack(listed: list[Arrays]) -> bytes:
+    """An .npz of the arrays `<place>.<field>`; quick compression, no times in it."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for place, arrays in enumerate(listed):
+            for field, array in sorted(arrays.items()):
+                data = io.BytesIO()
+                np.lib.format.write_array(data, np.ascontiguousarray(array), allow_pickle=False)
+                member = zipfile.ZipInfo(f"{place}.{field}.npy", EPOCH)
+                member.compress_type = zipfile.ZIP_DEFLATED
+                archive.writestr(member, data.getvalue(), compresslevel=1)
+    return buffer.getvalue()
+
+
+def unpack(archive: zipfile.ZipFile, place: int) -> Arrays:
+    """The arrays of one observation.
+
+    Raises:
+        KeyError, ValueError, BadZipFile: it is not such an archive.
+    """
+    found = {}
+    for name in _members(archive, place):
+        with archive.open(name) as stream:
+            room = archive.getinfo(name).file_size
+            found[name.split(".")[1]] = reading.read_array(stream, room)
+    return found
+
+
+def _members(archive: zipfile.ZipFile, place: int) -> Iterator[str]:
+    start = f"{place}."
+    return (name for name in archive.namelist() if name.startswith(start))
+
+
+# Raise one where a change of code gives other numbers for the same model and images.
+FRONTEND = 1  # names or values of the cleaned model
+SEARCHES = 1  # scales from the same statistics
+DECODING = 1  # samples from the same files and preprocessing; C++ has the same number
+
+
+def of_feed(kind: str) -> dict[str, str | int]:
+    """All that takes part in a calibration on "arrays", or on pictures of any kind."""
+    found: dict[str, str | int] = {"onnxruntime": _onnxruntime(), **numbers()}
+    return found if kind == "arrays" else {**found, "opencv": _opencv(), "decoding": DECODING}
+
+
+def numbers() -> dict[str, int]:
+    """In which form the statistics are kept, and which arithmetic of calib8 made them."""
+    return {"statistics": FORMAT, "frontend": FRONTEND, "searches": SEARCHES}
+
+
+def programs() -> dict[str, str]:
+    """What computed the activations and the ranges."""
+    return {"calib8": __version__, "onnxruntime": _onnxruntime()}
+
+
+def decoder(kind: str) -> dict[str, str | int]:
+    """What makes samples of files; {} for "arrays", of which nothing has to.
+
+    Its library's name tells; the digests say what it makes of pictures of each form, and how it
+    resizes, so that another library, or version, that gives the same pixels is the same decoder.
+    """
+    if kind == "arrays":
+        return {}
+    from deploy.feed.pixels import digests
+
+    return {"decoding": DECODING, "library": f"OpenCV {_opencv()}", **digests()}
+
+
+def _onnxruntime() -> str:
+    import onnxruntime
+
+    return str(onnxruntime.__version__)
+
+
+def _opencv() -> str:
+    from deploy.feed.images import opencv
+
+    return str(opencv().__version__)

@@ -5,25 +5,62 @@
     worker 0:  1   3   5 ...  --> parts, merged at the end: what any order gives
     worker 1:    2   4   6 ...
     taken:     1 2 3 4 5 6 ... --> recorders of what the order shows in
+
+One pass over the feed: every sample once, through every variant, into every statistic.
+
+::
+
+    feed --> sample 1, 2, 3 ... --> worker --> variant A --> tensors --> recorders of A
+                                |          '-> variant B --> tensors --> recorders of B
+                                '--> worker ...
+
+Each variant is tapped: the wanted tensors become outputs of it, and ONNX Runtime still optimises
+the rest (`deploy.calibration.taps`). Each worker takes one sample at a time and runs it with one
+thread inside. What no order can change is recorded in parts, by one worker at a time, merged at the
+end; what is defined by the order waits for its turn, while the others go on inferring. So neither
+the number of workers nor any batch size can change a bit.
+
+Where it is asked whether the samples are enough, all workers come to rest at 8, 16, 32 ... of them,
+so that what is looked at is the statistics of just so many.
+
+Where something must be known of the first samples (TensorRT's range rule, AMCT's DMQ and AdaRound),
+these few are run beforehand, kept, and run again in their place; more than once where what must be
+known needs something itself.
+
+Whether this machine can hold what a run takes, told before an hour of it and not after.
+
+Estimates are lower bounds, by the shapes that the model states: only what is clearly impossible is
+refused. Where all workers together would need more memory than there is, fewer of them do the work,
+which changes no result.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
-from typing import Protocol
+from dataclasses import dataclass
+from itertools import chain, islice
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-from calibrators.errors import CalibrationError
-from calibrators.histogram import Histogram
+from calibrators.histogram import BINS, Histogram
 from calibrators.statistics import Batched, Recorder
-from deploy.calibration.lines import Held, Keep, Waiting, limit_of, lines_of, reaches, record, told
-from deploy.calibration.observation import Observation, Observed
+from deploy.calibration.observation import Observation, Observed, with_needs
 from deploy.calibration.sample_checks import Peaks
-from deploy.errors import FeedError
-from deploy.feed.doubling import following
+from deploy.calibration.taps import Held, Keep, Waiting, limit_of, lines_of, reaches, record, told
+from deploy.errors import CalibrationError, ExportError, FeedError
 from deploy.feed.parallel import NEVER, Rest, Sample, in_order
-from deploy.machine import trim_memory
+from deploy.feed.sampling import following
+from deploy.files.reading import size
+from deploy.graph.index import Graph
+from deploy.machine import memory_bytes, trim_memory
+from deploy.terminal import phase
+
+if TYPE_CHECKING:
+    import onnx
+
 
 Progress = Callable[[], None]
 Enough = Callable[[int, Observed, Observed], bool]
@@ -68,7 +105,7 @@ def one_pass(
 ) -> Observed:
     """Record these observations, whose variants what is `known` suffices to make.
 
-    The arguments are those of `deploy.calibration.observe.observe`.
+    The arguments are those of `deploy.calibration.one_pass.observe`.
 
     Raises:
         As `observe`.
@@ -263,3 +300,185 @@ def _merge(into: _Part, part: Mapping[Observation, Recorder]) -> None:
             whole.merge(recorder)
         else:
             raise AssertionError(f"{observation.statistic.key} is neither ordered nor mergeable")
+
+
+def observe(
+    wanted: Iterable[Observation],
+    samples: Iterable[Sample],
+    *,
+    known: Observed | None = None,
+    threads: int = 2,
+    progress: Progress = lambda: None,
+    runs: Counter[str] | None = None,
+    peaks: Peaks | None = None,
+    keeper: Keeper | None = None,
+    keep: Keep | None = None,
+    halves: list[Observed] | None = None,
+    enough: Enough | None = None,
+) -> Observed:
+    """Record every wanted observation in one pass.
+
+    Args:
+        wanted: the observations; those that their variants need are found too.
+        samples: {input: array} of one inference each, in the feed's order; drawn once. Where a
+            keeper has counted some, these are not among them, but for those that `planned` says.
+        known: what a cache holds already; a variant is made from it where it has what it needs.
+        threads: worker threads, each running whole samples.
+        progress: called after every sample.
+        runs: raised by one for each inference, by the variant's key.
+        peaks: is told the largest |x| of every tensor that is observed, sample by sample.
+        keeper: keeps the state; the peaks that it knows are told already.
+        keep: is given (number of the sample, all that the cleaned model gave for it).
+        halves: gets what the first, third, fifth ... sample gave, and what the others gave, of
+            observations that any order gives.
+        enough: (samples so far, what those since it was asked last gave, what all gave) -> whether
+            no more are to be looked at; asked at 8, 16, 32 ... samples, of such observations.
+
+    Returns:
+        What was wanted and what that needed.
+
+    Raises:
+        FeedError: there was no sample.
+        CalibrationError: a tensor held NaN, named with its sample; or a variant cannot be made.
+        BackendError: ONNX Runtime refused a model or a sample.
+    """
+    before = known or Observed({})
+    counted: Counter[str] = Counter() if runs is None else runs
+    plan = planned(wanted, before)
+    feed = iter(samples)
+    first = list(islice(feed, plan.first))
+    if plan.early:
+        before = _prepared(plan.early, before, first, max(1, threads), counted)
+    counted_before = 0 if keeper is None else keeper.counted
+    found = one_pass(
+        plan.late,
+        before,
+        chain(first[counted_before:], feed),
+        threads=max(1, threads),
+        progress=progress,
+        runs=counted,
+        peaks=peaks,
+        keeper=keeper,
+        keep=keep,
+        halves=halves,
+        enough=enough,
+    )
+    keys = [o.key for o in plan.listed]
+    return Observed({key: found[key] if key in found else before[key] for key in keys})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is recorded when.
+
+    Attributes:
+        listed: all that is missing, needs first.
+        early: what must be known of the first samples before the pass.
+        late: what is recorded in the pass.
+        first: how many samples are run beforehand.
+    """
+
+    listed: tuple[Observation, ...]
+    early: tuple[Observation, ...]
+    late: tuple[Observation, ...]
+    first: int
+
+
+def planned(wanted: Iterable[Observation], known: Observed) -> Plan:
+    """What `observe` records when; what is known is recorded no more."""
+    listed = known.missing(with_needs(wanted, known))
+    early = _early(listed, known)
+    return Plan(
+        listed=listed,
+        early=early,
+        late=tuple(o for o in listed if o not in early),
+        first=max((o.statistic.samples or 0 for o in early), default=0),
+    )
+
+
+def _early(listed: Iterable[Observation], known: Observed) -> tuple[Observation, ...]:
+    """What must be recorded of the first samples before the pass, needs first."""
+    needs = [need for o in listed for need in o.variant.needs]
+    leads = [o.lead for o in listed if o.lead is not None]
+    return known.missing(with_needs((*needs, *leads), known))
+
+
+def _prepared(
+    early: Sequence[Observation],
+    known: Observed,
+    first: Sequence[Sample],
+    threads: int,
+    runs: Counter[str],
+) -> Observed:
+    """What is known after these too, in as many passes over the first samples as it takes."""
+    left = list(early)
+    with phase("what it is made from"):
+        while left:
+            ready = [o for o in left if all(need.key in known for need in o.variant.needs)]
+            able = threads if all(o.statistic.ordered for o in ready) else 1  # none can be merged
+            known = known.and_also(one_pass(ready, known, first, threads=able, runs=runs))
+            left = [o for o in left if o.key not in known]
+    return known
+
+
+_VALUE = 4  # bytes of a float32
+_HISTOGRAM = 8 * (2 * BINS + 1)  # bytes of one
+
+
+def workers(wanted: Iterable[Observation], model: onnx.ModelProto, threads: int) -> int:
+    """How many workers can observe at once, at most `threads`.
+
+    Args:
+        wanted: what is to be observed.
+        model: the cleaned model, whose shapes are counted; tensors of other forms are not.
+        threads: workers that were asked for.
+
+    Raises:
+        CalibrationError: not one of them: a sample's tensors are larger than the memory.
+    """
+    listed = list(wanted)
+    memory = memory_bytes()
+    if not listed or memory is None:
+        return threads
+    values = _values(listed, model)
+    needed = max(
+        _VALUE * sum(values.get(o.tensor, 0) for o in listed if o.variant == variant)
+        for variant in {o.variant for o in listed}
+    )
+    if needed > memory:
+        largest = max(values, key=lambda name: values[name])
+        raise CalibrationError(
+            f"the tensors that are observed of one sample must fit into the memory, got"
+            f" {size(needed)} of them (the largest is {largest!r} with {values[largest]:,} values)"
+            f" and a machine of {size(memory)}; use a smaller input, or a larger machine"
+        )
+    return max(1, min(threads, memory // (needed + _HISTOGRAM * len(listed))))
+
+
+def refuse_full_disk(folder: Path, model: onnx.ModelProto, targets: int) -> None:
+    """Refuse a folder whose disk has less room than int8 weights for each target take.
+
+    Raises:
+        ExportError: there is less.
+    """
+    there = next((p for p in (folder, *folder.absolute().parents) if p.is_dir()), None)
+    if there is None:
+        return
+    needed = targets * sum(len(tensor.raw_data) for tensor in model.graph.initializer) // _VALUE
+    if needed > (free := shutil.disk_usage(there).free):
+        raise ExportError(
+            f"{folder} must have room for {targets} int8 models of at least {size(needed)}, got"
+            f" {size(free)} that are free; give another --out"
+        )
+
+
+def _values(wanted: Iterable[Observation], model: onnx.ModelProto) -> dict[str, int]:
+    """Tensor -> how many values a sample has at least, where the model says so."""
+    shapes = Graph(model).shapes
+    found = {}
+    for name in {o.tensor for o in wanted}:
+        first, *others = shapes.get(name) or (None,)
+        known = [first if isinstance(first, int) else 1, *others]
+        if all(isinstance(side, int) and side > 0 for side in known):
+            found[name] = prod(int(side or 0) for side in known)
+    return found

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deploy.feed.part import Part
-from deploy.feed.spool import Spool
+from deploy.feed.evaluation import Part
+from deploy.feed.reader import Spool
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array, Session, TensorSpec
 

@@ -10,7 +10,7 @@ give together lies between, so that more samples would move it by about half as 
 The halves are one of every two samples and the other, so that a feed in the order of its classes
 or of time is seen whole by both; which of the two changes (`in_turns`), so that one whose classes
 take turns is as well. `--until-stable` looks at halves as it goes: samples come spread over all
-(`deploy.feed.strewn`), and at 16, 32, 64 ... of them the first half is held against the second.
+(`deploy.feed.sampling`), and at 16, 32, 64 ... of them the first half is held against the second.
 Where all ranges but a twentieth agreed twice in a row, they are enough. The points are counted in
 samples, and what is searched are the statistics of just so many, whatever the threads.
 """
@@ -22,10 +22,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from calibrators.scales import Scale
-from deploy.calibration.observation import Key, Observation, Observed
+from deploy.calibration.observation import FOLDED, Key, Observation, Observed
 from deploy.calibration.ranges import Ranges
-from deploy.calibration.subject import FOLDED
-from deploy.calibration.until import WITHIN, Agreement, Until
+from deploy.calibration.sample_checks import WITHIN, Agreement, Until
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ Beside each other stand::
     model.cache.npz     every observation, so that another method or target runs nothing again
     model.cache.json    fingerprint, the observations' names, and the sha256 of the two files above
 
-They appear together (`deploy.files.staging`). Whatever a hand or another tool does to one of them, the
-JSON's digests, one of which is of itself, say that they do not belong together any more.
+They appear together (`deploy.files.staging`). Whatever a hand or another tool does to one of them,
+the JSON's digests, one of which is of itself, say that they do not belong together any more.
 """
 
 from __future__ import annotations
@@ -23,16 +23,13 @@ from typing import Any
 
 from calibrators.errors import CalibrationError
 from calibrators.statistics import Arrays
-from deploy.calibration.fingerprint import Fingerprint
+from deploy.calibration.fingerprint import Fingerprint, archive_of, pack, unpack
 from deploy.calibration.observation import Key, Observation, Observed
-from deploy.calibration.packed import archive_of, pack, unpack
-from deploy.calibration.sample_checks import Outlier
-from deploy.calibration.until import Until
+from deploy.calibration.sample_checks import Outlier, Until
 from deploy.errors import CacheError, ConfigError
 from deploy.files import atomic
-from deploy.files.reading import from_json, opened, read_bytes, read_json
-from deploy.inputs import refuse
-from deploy.stamped import sha256
+from deploy.files.manifest import sha256
+from deploy.files.reading import from_json, opened, read_bytes, read_json, refuse
 
 # 3: the JSON has a digest of itself; 4: the order of the images is a part of its own; 5: what it
 # was made from, and by whom, are two halves of the fingerprint, which C++ writes and reads too

@@ -1,31 +1,131 @@
-"""`calib8 ascend`: Ascend's own files, made, checked, and the search for what stays in float."""
+"""`calib8 ascend`: Ascend's own files, made, checked, and the search for what stays in float.
+
+What `calib8 ascend deploy` and `calib8 ascend convert` share: where files go, and a trial.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from deploy.commands import base, given
+from deploy.commands import base
+from deploy.commands.base import (
+    THREADS,
+    Real,
+    json_option,
+    put_json,
+    quietable,
+    told,
+    verbose_option,
+)
 from deploy.commands.calibration_options import (
     keep_float_option,
     refresh_option,
     refuse_both_ways,
     require_cache_option,
 )
-from deploy.commands.deployed import Where, where_options
-from deploy.commands.image_options import ImageOptions, image_options
-from deploy.commands.numbers import Real
-from deploy.commands.output import json_option, put_json, quietable, told, verbose_option
+from deploy.commands.image_options import (
+    ImageOptions,
+    Inputs,
+    image_options,
+    input_options,
+    shape,
+    shape_option,
+)
+from deploy.commands.model_options import Given, own_options
+from deploy.errors import ConfigError
+from deploy.targets import Ascend
+from deploy.targets.options import options_of
 from deploy.terminal import say, say_lines, textless
 
 if TYPE_CHECKING:
     import onnx
 
+    from deploy.pipeline.deployment import Tried
     from deploy.targets.ascend.layers import LayerGraph
 
+
 FILE = click.Path(path_type=Path)
+_FILES = frozenset(option.flag for option in options_of(Ascend) if not option.observes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """What both commands take beside the scales."""
+
+    out: Path
+    target: Ascend
+    tried: Tried
+    threads: int | None
+    force: bool
+
+
+def where_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add where files go, what they are tried on, and Ascend's own options that do not calibrate.
+
+    The command gets them as `where`.
+    """
+
+    @wraps(command)
+    def gathered(given: Given, inputs: Inputs, shapes: tuple[str, ...], **words: Any) -> None:
+        from deploy.pipeline.deployment import Tried
+
+        if inputs.source is not None and (idle := base.typed("shapes")):
+            raise ConfigError(
+                f"{idle[0]} shapes made-up samples, and --images gives others; leave one of them"
+                " away"
+            )
+        tried = Tried(
+            images=inputs.source,
+            preprocess=inputs.preprocess,
+            limit=inputs.limit,
+            skip_bad=inputs.skip_bad,
+            shapes=dict(map(shape, shapes)),
+        )
+        where = Where(
+            out=words.pop("out"),
+            target=Ascend(**given.get("ascend", {})),
+            tried=tried,
+            threads=words.pop("threads"),
+            force=words.pop("force"),
+        )
+        command(where=where, **words)
+
+    wrapped: Callable[..., None] = gathered
+    return base.added(wrapped, _OPTIONS)
+
+
+_OPTIONS: Sequence[Callable[[Callable[..., None]], Callable[..., None]]] = (
+    base.option(
+        "-o",
+        "--out",
+        section=base.GENERAL,
+        type=FILE,
+        required=True,
+        help="Folder of everything that is written.",
+    ),
+    shape_option(),
+    input_options("Run on these, and tell how far the outputs are from the model's"),
+    own_options(lambda option: option.flag in _FILES),
+    base.option(
+        "--threads",
+        section=base.GENERAL,
+        type=THREADS,
+        metavar="N",
+        help="Worker threads; the files do not depend on it.  [default: up to 4 cores]",
+    ),
+    base.option(
+        "--force",
+        section=base.GENERAL,
+        is_flag=True,
+        help="Write over files that calib8 did not write.",
+    ),
+)
 
 
 @click.group()
@@ -62,13 +162,12 @@ def ascend() -> None:
 def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path | None) -> None:
     """Write the quant config of MODEL: JSON, or the simplified form where OUT ends in .cfg."""
     from deploy.files import atomic
-    from deploy.targets.ascend.config import default_config
-    from deploy.targets.ascend.config_json import write_config
-    from deploy.targets.ascend.files import read_any_config
+    from deploy.targets.ascend.config import default_config, write_config
+    from deploy.targets.ascend.recorded import read_any_config
     from deploy.targets.ascend.simple_config import write_simple_config
 
     if source is not None:
-        given.refuse_without("the default configuration", given.typed("batch_num", "symmetric"))
+        base.refuse_without("the default configuration", base.typed("batch_num", "symmetric"))
     _, graph = _layers(model)
     if source is None:
         made = default_config(graph, batch_num=batch_num, activation_offset=not symmetric)
@@ -91,7 +190,7 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
 @click.option("--model", type=FILE, help="The float model that it is for.")
 def check(path: Path, model: Path | None) -> None:
     """Check FILE: a record, a quant config, a simplified .cfg, an AIPP file or a deploy model."""
-    from deploy.targets.ascend.files import check_file
+    from deploy.targets.ascend.recorded import check_file
 
     graph = _layers(model)[1] if model else None
     say(f"{path}: {check_file(path, graph)}")
@@ -172,10 +271,10 @@ def auto(
     from deploy.calibration.reuse import CachePolicy
     from deploy.feed.feed import open_feed
     from deploy.pipeline import calibrate
+    from deploy.targets.ascend.auto_layers import Choosing, plans
     from deploy.targets.ascend.auto_losses import Budget
     from deploy.targets.ascend.autocalibrate import auto_calibrate
     from deploy.targets.ascend.target import Ascend
-    from deploy.targets.ascend.variants import Choosing, plans
 
     target = (Choosing if strategy == "gain" else Ascend)(
         config=ascend_config, amct_batch=amct_batch

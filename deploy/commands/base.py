@@ -1,14 +1,32 @@
-"""`--help` in sections: an option says which one it stands in, a command prints them in order."""
+"""`--help` in sections: an option says which one it stands in, a command prints them in order.
+
+Numbers of a command line: NaN is none, and no machine has a thousand cores to spare.
+
+What a shell completes: values of options that take a name out of a list.
+
+The lists are looked up when a shell asks, so that no command imports anything for them.
+
+Which options the user gave, typed or in a file, so that one without effect is refused.
+
+What a command shows: progress, and its text or JSON in its place; `--quiet`, `--verbose`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial, wraps
+from importlib import import_module
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from deploy.errors import ConfigError
+from deploy.terminal import say_data, telling, without_text
 
 MODEL, IMAGES, CALIBRATION, CACHE = "Model", "Images", "Calibration", "Cache"
 SEARCH, TARGETS, MEASURING, GENERAL = "Search", "Targets", "Measuring", "General"
@@ -96,3 +114,183 @@ def place(title: str) -> int:
     if title in _LAST:
         return len(_FIRST) + 1 + _LAST.index(title)
     return _FIRST.index(title) if title in _FIRST else len(_FIRST)
+
+
+THREADS = click.IntRange(1, 1024)
+MOST_BATCH = 65_536
+
+
+class Real(click.FloatRange):
+    """A finite number, within bounds where they are given."""
+
+    name = "float"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number; NaN would be below no bound and above none."""
+        found = super().convert(value, param, ctx)
+        if isinstance(found, float) and not math.isfinite(found):
+            self.fail(f"{value!r} is no finite number.", param, ctx)
+        return found
+
+
+def batches(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:
+    """The whole numbers of an option, with commas between them; none where it is not given."""
+    words = [] if text is None else text.split(",")
+    if not all(word.strip().isdecimal() and 0 < int(word) <= MOST_BATCH for word in words):
+        raise click.BadParameter(
+            f"must be batches of 1 to {MOST_BATCH}, such as 1,2,4,8, got {text!r}"
+        )
+    return tuple(map(int, words))
+
+
+Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+
+
+def among(names: Callable[[], Iterable[str]]) -> Completer:
+    """Complete one of these names; behind a comma the next of several."""
+    return partial(_completed, names)
+
+
+def among_those_of(module: str, attribute: str, *more: str) -> Completer:
+    """Complete one of the names that a module holds, or of `more`."""
+    return among(lambda: (*getattr(import_module(module), attribute), *more))
+
+
+def _completed(
+    names: Callable[[], Iterable[str]], _: click.Context, __: click.Parameter, typed: str
+) -> list[CompletionItem]:
+    before, comma, begun = typed.rpartition(",")
+    chosen = before.split(",")
+    left = (name for name in names() if name.startswith(begun) and name not in chosen)
+    return [CompletionItem(f"{before}{comma}{name}") for name in left]
+
+
+def typed(*names: str) -> list[str]:
+    """Flags of these options of the running command that the user gave a value; of all of none."""
+    return [_flag(option) for option in _given() if option.name in names or not names]
+
+
+def typed_in(section: str) -> list[str]:
+    """Flags of this section that the user gave a value."""
+    return [_flag(option) for option in _given() if section_of(option) == section]
+
+
+def refuse_without(flag: str, flags: list[str]) -> None:
+    """Refuse `flags`, if there are any, since they say nothing without another.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    if flags:
+        many = len(flags) > 1
+        raise ConfigError(
+            f"{' and '.join(flags)} {'go' if many else 'goes'} with {flag}, which was not given;"
+            f" give it too, or leave {'them' if many else 'it'} away"
+        )
+
+
+def _given() -> list[click.Option]:
+    context = click.get_current_context()
+    untyped = (None, ParameterSource.DEFAULT)
+    return [
+        option
+        for option in context.command.get_params(context)
+        if isinstance(option, click.Option) and option.name is not None
+        if context.get_parameter_source(option.name) not in untyped
+    ]
+
+
+def _flag(option: click.Option) -> str:
+    return max(option.opts, key=len)
+
+
+_SCREEN = Path("-")
+
+CommandFunction = Callable[..., None]
+
+verbose_option = option(
+    "-v",
+    "--verbose",
+    section=GENERAL,
+    is_flag=True,
+    help="Print what was counted: images decoded, inferences run.",
+)
+json_option = option(
+    "--json",
+    "json_path",
+    section=GENERAL,
+    type=click.Path(path_type=Path, allow_dash=True),
+    metavar="FILE",
+    help="Write what was found as JSON; - prints it in place of the text.",
+)
+html_option = option(
+    "--html",
+    "html_path",
+    section=GENERAL,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write what was found as a page.",
+)
+_quiet_option = option(
+    "-q",
+    "--quiet",
+    section=GENERAL,
+    is_flag=True,
+    help="No progress and no text: errors and warnings alone, beside what is written.",
+)
+
+
+def told(command: CommandFunction) -> CommandFunction:
+    """A command that tells on stderr what is going on, for what has no `--quiet`."""
+
+    @wraps(command)
+    def telling_it(**words: Any) -> None:
+        with telling():
+            command(**words)
+
+    return telling_it
+
+
+def quietable(*files: str) -> Callable[[CommandFunction], CommandFunction]:
+    """Add `--quiet` to a command, which tells what is going on without it.
+
+    Stdout gets no text either where JSON goes there.
+
+    Args:
+        files: flags of which one must be given too, where a command writes nothing else.
+    """
+
+    def added(command: CommandFunction) -> CommandFunction:
+        @wraps(command)
+        def gathered(quiet: bool, **words: Any) -> None:
+            if quiet and words.get("verbose"):
+                raise click.UsageError("--quiet and --verbose exclude each other")
+            if quiet and files and not set(files) & set(typed()):
+                refuse_without(" or ".join(files), ["--quiet"])
+            with ExitStack() as stack:
+                stack.enter_context(without_text(quiet or words.get("json_path") == _SCREEN))
+                stack.enter_context(telling(not quiet))
+                command(**words)
+
+        return _quiet_option(gathered)
+
+    return added
+
+
+def put_json(path: Path | None, make: Callable[[], object]) -> None:
+    """Write what `--json` asks for; nothing where it was not given.
+
+    Raises:
+        ExportError: the file cannot be written, or is an input.
+    """
+    if path is None:
+        return
+    import json
+
+    from deploy.files.atomic import write_text
+
+    text = json.dumps(make(), indent=1, allow_nan=False) + "\n"
+    if path == _SCREEN:
+        say_data(text)
+    else:
+        write_text(path, text)

@@ -7,12 +7,10 @@ from pathlib import Path
 import click
 
 from deploy.commands import base
-from deploy.commands import given as given_flags
-from deploy.commands.inputs import Inputs, input_options, shape, shape_option
+from deploy.commands.base import THREADS, Real, html_option, json_option, put_json, quietable
+from deploy.commands.base import batches as batches_of
+from deploy.commands.image_options import Inputs, input_options, shape, shape_option
 from deploy.commands.model_options import Given, made, own_options
-from deploy.commands.numbers import THREADS, Real
-from deploy.commands.numbers import batches as batches_of
-from deploy.commands.output import html_option, json_option, put_json, quietable
 from deploy.errors import ConfigError
 from deploy.terminal import say_lines
 
@@ -135,7 +133,7 @@ def bench(
     from deploy.files.atomic import write_text
     from deploy.report import to_html, to_json, to_screen
 
-    if inputs.source is not None and (idle := given_flags.typed("shapes", "seed")):
+    if inputs.source is not None and (idle := base.typed("shapes", "seed")):
         raise ConfigError(
             f"{' and '.join(idle)} shapes random inputs, and --images gives others; leave one of"
             " them away"

@@ -9,25 +9,27 @@ from typing import TYPE_CHECKING
 import click
 
 from deploy.commands import base
+from deploy.commands.base import Real, among_those_of, json_option, put_json, quietable
 from deploy.commands.calibration_options import (
     CalibrationOptions,
     calibration_options,
+    cluster_options,
+    fed,
     resume_option,
 )
-from deploy.commands.cluster import cluster_options
-from deploy.commands.completion import among_those_of
-from deploy.commands.feeding import fed
 from deploy.commands.image_options import ImageOptions, build_options, refuse_unfed
-from deploy.commands.model import model_from, model_options
-from deploy.commands.model_options import target_options
-from deploy.commands.numbers import Real
-from deploy.commands.output import json_option, put_json, quietable
-from deploy.commands.settings import ConfiguredCommand, config_option, settings
-from deploy.commands.tuning import TuningOptions, tuning_options
+from deploy.commands.model_options import model_from, model_options, target_options
+from deploy.commands.settings import (
+    ConfiguredCommand,
+    TuningOptions,
+    config_option,
+    settings,
+    tuning_options,
+)
 from deploy.terminal import say, say_lines, textless
 
 if TYPE_CHECKING:
-    from deploy.cluster.options import Cluster
+    from deploy.calibration.cluster_jobs import Cluster
     from deploy.targets import Target
 
 
@@ -141,7 +143,7 @@ def build(
       calib8 build --config build/calib8.toml --target tensorrt
       calib8 build model.onnx --images photos/ --quiet --json - | jq .engines
     """  # noqa: D301 (click reads the backspace)
-    from deploy.commands.labels import read_labels
+    from deploy.commands.calibration_options import read_labels
     from deploy.pipeline import build as run
     from deploy.report import to_json, to_screen
     from deploy.report.screen import grave

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import click
 
 from deploy.calibration import DEFAULT_TRT_VERSION
-from deploy.commands import given
-from deploy.commands.output import told
+from deploy.commands import base
+from deploy.commands.base import told
 from deploy.terminal import say, say_lines
 
 if TYPE_CHECKING:
     from deploy.calibration.trt_cache import CalibrationCache
-    from deploy.targets.tensorrt.dla_scales import Inferred
+    from deploy.targets.tensorrt.dla import Inferred
     from deploy.targets.tensorrt.match import Match
 
 FILE = click.Path(path_type=Path)
@@ -159,7 +159,7 @@ def check(
     from deploy.targets.tensorrt import cache_tools
 
     if model is None:
-        given.refuse_without("--model", given.typed("parser", "verbose"))
+        base.refuse_without("--model", base.typed("parser", "verbose"))
     read = cache_tools.read_cache(path)
     matched = _matched(read, model, parser) if model is not None else None
     findings = cache_tools.check(read, version=trt_version, algorithm=algorithm, matched=matched)
@@ -274,7 +274,7 @@ def from_qdq(
     from deploy.targets.tensorrt.naming import trt_tensors
 
     if not dla:
-        given.refuse_without("--dla", given.typed("no_guesses"))
+        base.refuse_without("--dla", base.typed("no_guesses"))
     version = trt_version or sdk.cache_reader() or DEFAULT_TRT_VERSION
     plain, made = cache_tools.qdq_to_cache(model, version=version)
     found = None

@@ -1,4 +1,7 @@
-"""`calib8 calibrate`."""
+"""`calib8 calibrate`.
+
+`calib8 merge`.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,25 @@ from typing import TYPE_CHECKING
 import click
 
 from deploy.commands import base
+from deploy.commands.base import json_option, put_json, quietable
 from deploy.commands.calibration_options import (
     CalibrationOptions,
     calibration_options,
+    cluster_options,
+    compared,
+    end,
+    fed,
     resume_option,
+    tell,
 )
-from deploy.commands.cluster import cluster_options
-from deploy.commands.feeding import compared, fed
 from deploy.commands.image_options import ImageOptions, feed_options
-from deploy.commands.model import model_from, model_options
-from deploy.commands.model_options import target_options
-from deploy.commands.observed import end, tell
-from deploy.commands.output import json_option, put_json, quietable
+from deploy.commands.model_options import model_from, model_options, target_options
 from deploy.errors import ConfigError
 from deploy.terminal import say
 
 if TYPE_CHECKING:
+    from deploy.calibration.cluster_jobs import Cluster
     from deploy.calibration.reuse import CachePolicy
-    from deploy.cluster.options import Cluster
     from deploy.targets import Target
 
 
@@ -92,9 +96,8 @@ def calibrate(
     targets takes it with --cache.
     """  # noqa: D301 (click reads the backspace)
     from deploy.calibration.checkpoint import beside
-    from deploy.calibration.shard_file import refuse_foreign
-    from deploy.calibration.shards import keep_shard
-    from deploy.feed.choice import choice_of
+    from deploy.calibration.shards import keep_shard, refuse_foreign
+    from deploy.feed.sampling import choice_of
     from deploy.pipeline import calibrate as run
 
     calibration.refuse_ignored(targets)
@@ -152,3 +155,61 @@ def _shard(text: str, policy: CachePolicy) -> tuple[int, int]:
             " one of them away"
         )
     return int(number), int(of)
+
+
+@click.command(cls=base.SectionedCommand)
+@quietable()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("shards", nargs=-1, required=True, type=click.Path(path_type=Path))
+@base.option(
+    "-o",
+    "--out",
+    section=base.GENERAL,
+    type=click.Path(path_type=Path),
+    help="Cache file.  [default: MODEL.cache]",
+)
+@target_options(lambda option: option.observes)
+@model_options
+@calibration_options
+@json_option
+def merge(
+    model: Path,
+    shards: tuple[Path, ...],
+    out: Path | None,
+    targets: list[Target],
+    shapes: tuple[str, ...],
+    weights: Path | None,
+    calibration: CalibrationOptions,
+    json_path: Path | None,
+) -> None:
+    """Merge all SHARDS of a calibration of MODEL into one cache.
+
+    \b
+    Examples:
+      calib8 calibrate model.onnx --images photos/ --shard 1/2 -o a.shard    # here
+      calib8 calibrate model.onnx --images photos/ --shard 2/2 -o b.shard    # there
+      calib8 merge model.onnx a.shard b.shard -o model.cache
+
+    The cache is the one that a single run over all images writes, byte for byte, whatever the order
+    of the shards. Neither the images nor another run of the model are needed. Targets and nodes in
+    float are those of the shards.
+    """  # noqa: D301 (click reads the backspace)
+    from deploy.pipeline import merge as run
+
+    calibration.refuse_ignored(targets)
+    if calibration.cache.trust:
+        raise ConfigError(
+            "--trust-cache takes a cache as it is, and shards make one; leave one of them away"
+        )
+    path = out or Path(f"{model.stem}.cache")
+    found = run(
+        model_from(model, shapes, weights),
+        shards,
+        targets=targets,
+        method=calibration.method if calibration.asked else None,
+        cache=replace(calibration.cache, path=path),
+        float_nodes=calibration.keep_float,
+    )
+    tell(found, path, verbose=calibration.verbose)
+    put_json(json_path, found.to_json)
+    end(found)

@@ -1,22 +1,124 @@
-"""Options of how ranges are found, kept and used again."""
+"""Options of how ranges are found, kept and used again.
+
+`--method` and the searches' parameters, made from the rows of the table of searches.
+
+`--scheduler` and what goes with it: observing on the workers of a dask cluster.
+
+What feeds a calibration: images, or the calibrator of a user's script.
+
+What is told of a calibration that was made, reused or merged.
+
+The file of `--labels`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
 
+import click
+
+from calibrators.searches import DEFAULT_METHOD, SEARCHES
 from deploy.calibration import DEFAULT_TRT_VERSION
 from deploy.commands import base
-from deploy.commands.methods import method_options
-from deploy.commands.output import verbose_option
-from deploy.errors import ConfigError
+from deploy.commands.base import verbose_option
+from deploy.commands.image_options import ImageOptions
+from deploy.errors import ConfigError, FeedError
+from deploy.method import Method
+from deploy.terminal import say, textless
 
 if TYPE_CHECKING:
+    from deploy.calibration.calibrated import Calibrated
+    from deploy.calibration.cluster_jobs import Cluster
     from deploy.calibration.reuse import CachePolicy
-    from deploy.method import Method
+    from deploy.feed.calibrator import CalibratorScript
+    from deploy.feed.paths import RawFiles
+    from deploy.metrics.precision import Annotations
     from deploy.targets import Target
+
+
+Command = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter of one or more searches, and what the help says of it."""
+
+    name: str
+    kind: type
+    help: str
+    default: object
+    takers: tuple[str, ...]
+
+    @property
+    def flag(self) -> str:
+        """As a user types it."""
+        return f"--{self.name.replace('_', '-')}"
+
+
+def parameters() -> tuple[Parameter, ...]:
+    """The parameters of all searches, each name once."""
+    found: dict[str, tuple[type, Field[Any], list[str]]] = {}
+    for method, search in SEARCHES.items():
+        hints = get_type_hints(search.params)
+        for held in fields(search.params):
+            _, _, takers = found.setdefault(held.name, (hints[held.name], held, []))
+            takers.append(method)
+    return tuple(
+        Parameter(
+            name=name,
+            kind=kind,
+            help=held.metadata["help"],
+            default=held.default,
+            takers=tuple(takers),
+        )
+        for name, (kind, held, takers) in found.items()
+    )
+
+
+def method_options(command: Command) -> Command:
+    """Add `--method` and the parameters; the command gets `method`, and `asked`: flags typed."""
+    known = parameters()
+
+    @wraps(command)
+    def gathered(method: str, **words: Any) -> None:
+        values = {p.name: words.pop(p.name) for p in known}
+        chosen = Method.of(method, {k: v for k, v in values.items() if v is not None})
+        asked = tuple(base.typed("method", *values))
+        command(method=chosen, asked=asked, **words)
+
+    wrapped: Command = gathered
+    for parameter in reversed(known):
+        wrapped = _option(parameter)(wrapped)
+    return base.option(
+        "--method",
+        section=base.CALIBRATION,
+        type=click.Choice(list(SEARCHES)),
+        default=DEFAULT_METHOD,
+        show_default=True,
+        help=f"How clip ranges are searched: {'; '.join(_said())}.",
+    )(wrapped)
+
+
+def _said() -> list[str]:
+    return [f"{name} {search.help}" for name, search in SEARCHES.items()]
+
+
+def _option(parameter: Parameter) -> Callable[[Command], Command]:
+    flag = parameter.kind is bool
+    return base.option(
+        parameter.flag,
+        parameter.name,
+        section=base.CALIBRATION,
+        type=None if flag else parameter.kind,
+        is_flag=flag,
+        default=None,
+        help=f"{parameter.help} For --method {' and '.join(parameter.takers)}."
+        f"  [default: {parameter.default}]",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,3 +255,171 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
         verbose_option,
     )
     return base.added(gathered, options)
+
+
+SECTION = "Many machines"
+SENDS = (
+    "nothing",
+    "model",
+    "images",
+    "all",
+)  # of `deploy.calibration.cluster_jobs`, which --help spares
+
+_OPTIONS = (
+    base.option(
+        "--scheduler",
+        section=SECTION,
+        metavar="ADDRESS",
+        help="Observe on the workers of this dask scheduler, such as tcp://host:8786, which must be"
+        " trusted; the result is the same. Needs the extra [dask].",
+    ),
+    base.option(
+        "--send",
+        section=SECTION,
+        type=click.Choice(SENDS),
+        help="What the workers are sent in place of reading it from the same path as here."
+        "  [default: nothing]",
+    ),
+    base.option(
+        "--pieces",
+        section=SECTION,
+        type=click.IntRange(min=1),
+        help="Split the images into so many.  [default: 8 a thread of the workers, or more]",
+    ),
+    base.option(
+        "--retries",
+        section=SECTION,
+        type=click.IntRange(min=0),
+        help="Try a piece again so often where the system failed it.  [default: 2]",
+    ),
+)
+
+
+def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add which scheduler observes; the command gets it as `scheduler`, None for this machine."""
+
+    @wraps(command)
+    def gathered(scheduler: str | None, **words: Any) -> None:
+        asked = {name: words.pop(name) for name in ("send", "pieces", "retries")}
+        if scheduler is None:
+            base.refuse_without("--scheduler", base.typed(*asked))
+        command(scheduler=None if scheduler is None else _cluster(scheduler, asked), **words)
+
+    return base.added(gathered, _OPTIONS)
+
+
+def _cluster(address: str, asked: dict[str, Any]) -> Cluster:
+    """The scheduler, its options, and `--threads`, which is then of each piece.
+
+    Raises:
+        ConfigError: another option says that nothing is to be observed, or here.
+    """
+    from deploy.calibration.cluster_jobs import Cluster
+
+    idle = base.typed("require_cache", "trust_cache", "shard")
+    if idle:
+        raise ConfigError(
+            f"--scheduler has its workers observe, got {idle[0]}, which does not; leave one of them"
+            " away"
+        )
+    threads = click.get_current_context().params.get("threads")
+    known = {name: value for name, value in asked.items() if value is not None}
+    return Cluster(address=address, threads=threads or 1, **known)
+
+
+def fed(
+    images: ImageOptions, calibration: CalibrationOptions, targets: Sequence[Target]
+) -> tuple[str | RawFiles | CalibratorScript, Method | None]:
+    """(source of the feed, the method to search by; None where nothing names one).
+
+    Raises:
+        ConfigError, FeedError: as `CalibratorScript`.
+    """
+    asked = calibration.method if calibration.asked else None
+    if not images.script:
+        return images.source, asked
+    from deploy.feed.calibrator import CalibratorScript
+    from deploy.targets.tensorrt.cache_tools import method_of
+
+    script = CalibratorScript(images.script)
+    named = method_of(script)
+    idle = all(target.own_method for target in targets) or calibration.cache.trust
+    if asked is not None or idle or named is None:
+        return script, asked
+    method, why = named
+    script.notes = (why,)
+    return script, method
+
+
+def compared(source: str | RawFiles | CalibratorScript, path: Path) -> list[str]:
+    """What is told of the cache that a script has of its own, beside the one that was written."""
+    from deploy.feed.calibrator import CalibratorScript
+
+    known = source.known if isinstance(source, CalibratorScript) else None
+    if known is None:
+        return []
+    from deploy.targets.tensorrt.cache_tools import agreement, read_cache
+
+    return [agreement(known, read_cache(path))]
+
+
+def tell(found: Calibrated, path: Path, *, verbose: bool) -> None:
+    """Say what was observed, how it was searched, and what is to be known of it."""
+    from deploy.feed.feed import as_read
+
+    how = "reused" if found.reused else f"written in {found.seconds:.1f} s"
+    share = found.feed.share
+    why = found.reason if share is None else f"shard {share} of {share.count} samples"
+    say(f"{path}: {how} ({why})")
+    say(f"{len(found.ranges.observed)} observations of {found.feed.count} images")
+    for name, own in found.wanted.items():
+        by = "" if not set(own) & set(found.searched) else f", searched by {found.method.label}"
+        say(f"  {name}: {len(own)}{by}")
+    if found.agreement is not None:
+        say(found.agreement.words)
+    if verbose:
+        say(found.cost)
+    for name, why in found.found.reasons.items():
+        say(f"no scale for {name}: it {why}")
+    for warning in (*found.doubts, *found.warnings):
+        say(warning, err=textless())
+    for note in (*found.resumed, *found.notes, *as_read(found.feed)):
+        say(note)
+
+
+def end(found: Calibrated) -> None:
+    """Say which targets failed, and exit with 1 where one did."""
+    for name, why in found.failed.items():
+        say(f"calib8: {name} failed: {why}", err=True)
+    if found.failed:
+        click.get_current_context().exit(1)
+
+
+_DIGITS = 9  # of a class number, at most
+
+
+def read_labels(path: Path) -> tuple[int, ...] | Annotations | str:
+    """Annotations of a COCO json, or one class number a line, the last word of the line.
+
+    Empty lines are left out. The word "folders" is no file: it labels images by their folders.
+
+    Raises:
+        FeedError: the file cannot be read, or a line does not end in a whole number >= 0.
+    """
+    from deploy.feed.evaluation import BY_FOLDER
+    from deploy.files.reading import read_text
+    from deploy.metrics.precision import read_coco
+
+    if str(path) == BY_FOLDER:
+        return BY_FOLDER
+    if path.suffix.lower() == ".json":
+        return read_coco(path)
+    lines = read_text(path, what="a text file of labels", error=FeedError).splitlines()
+    words = [(number, line.split()[-1]) for number, line in enumerate(lines, 1) if line.strip()]
+    for number, word in words:
+        if not word.isdecimal() or len(word) > _DIGITS:
+            raise FeedError(
+                f"a label is a class number, line {number} of {path} ends in {word[:40]!r}; number"
+                " the classes from 0, as the model's outputs are"
+            )
+    return tuple(int(word) for _, word in words)

@@ -1,4 +1,15 @@
-"""`calib8 inspect`."""
+"""`calib8 inspect`.
+
+`calib8 compare`.
+
+`calib8 explain`.
+
+`calib8 report`.
+
+`calib8 verify`.
+
+`calib8 doctor`.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +18,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from deploy.commands import base, given
+from deploy.commands import base
+from deploy.commands.base import THREADS, Real, html_option, json_option, put_json, quietable, told
 from deploy.commands.calibration_options import keep_float_option
-from deploy.commands.model import model_from, model_options
-from deploy.commands.model_options import target_options
-from deploy.commands.output import json_option, put_json, quietable
+from deploy.commands.image_options import ImageOptions, Inputs, image_options, input_options
+from deploy.commands.model_options import model_from, model_options, target_options
 from deploy.errors import ConfigError
 from deploy.files.reading import opened
 from deploy.terminal import say, say_lines
@@ -54,7 +65,7 @@ def inspect(
     """  # noqa: D301 (click reads the backspace)
     model = model_from(path, shapes, weights)
     if model is path and path.suffix not in {".onnx", ".py"} and not _looks_like_onnx(path):
-        given.refuse_without("a model", given.typed())
+        base.refuse_without("a model", base.typed())
         _inspect_cache(path)
         return
     from deploy.analysis.inspection import inspect as judge
@@ -94,3 +105,241 @@ def _looks_like_onnx(path: Path) -> bool:
     except ConfigError:
         return path.suffix != ".cache"
     return b"\0" in head or head[:1] == b"\x08"
+
+
+_IMAGES = 8  # where --limit says nothing: which tensor parts is plain after a few
+
+
+@click.command(cls=base.SectionedCommand)
+@quietable("--json")
+@click.argument("first", type=click.Path(path_type=Path))
+@click.argument("second", type=click.Path(path_type=Path), required=False)
+@image_options
+@base.option(
+    "--runtime",
+    section=base.MODEL,
+    type=click.Choice(["onnxruntime", "openvino"]),
+    default="onnxruntime",
+    show_default=True,
+    help="What runs SECOND, or FIRST again where no SECOND is given; FIRST runs in ONNX Runtime.",
+)
+@base.option(
+    "--min-sqnr",
+    section=base.MEASURING,
+    type=Real(),
+    default=20.0,
+    show_default=True,
+    metavar="DB",
+    help="The first tensor below so many dB is where the two part.",
+)
+@base.option(
+    "--every",
+    section=base.MEASURING,
+    is_flag=True,
+    help="With another runtime, look at every tensor, not only at as many as it takes.",
+)
+@json_option
+def compare(
+    first: Path,
+    second: Path | None,
+    images: ImageOptions,
+    runtime: str,
+    min_sqnr: float,
+    every: bool,
+    json_path: Path | None,
+) -> None:
+    """Find the tensor at which two ONNX models part, FIRST being the reference.
+
+    Tensors that both have are compared in the order of the graph, outputs last; of a Q/DQ model
+    the values count that its next layers read. In another runtime each tensor is computed by a
+    model that is cut off behind it, as an added output would change what the runtime fuses; the
+    place is found by halves. 8 images are run unless --limit says otherwise.
+
+    \b
+    Examples:
+      calib8 compare model.onnx build/model.int8.onnx --images held/
+      calib8 compare build/model.int8.onnx --runtime openvino --images held/ --limit 2
+    """  # noqa: D301 (click reads the backspace)
+    from deploy.analysis.comparison import compare as run
+
+    if runtime == "onnxruntime":
+        base.refuse_without("--runtime openvino", base.typed("every"))
+    found = run(
+        first,
+        second,
+        images.source,
+        runtime=runtime,
+        preprocess=images.preprocess,
+        limit=images.limit or _IMAGES,
+        skip_bad=images.skip_bad,
+        min_sqnr_db=min_sqnr,
+        every=every,
+        threads=images.threads,
+    )
+    put_json(json_path, found.to_json)
+    say_lines(repr(found))
+
+
+@click.command(cls=base.SectionedCommand)
+@quietable("--json")
+@click.argument("folder", type=click.Path(path_type=Path))
+@base.option(
+    "--target",
+    section=base.GENERAL,
+    metavar="NAME",
+    help="Tell of this target alone.  [default: every target of the build]",
+)
+@base.option(
+    "--all",
+    "everything",
+    section=base.GENERAL,
+    is_flag=True,
+    help="Every row of every table, not the worst ones alone.",
+)
+@base.option(
+    "--model",
+    section=base.IMAGES,
+    type=click.Path(path_type=Path),
+    help="The float model, where it is no longer where the report says.",
+)
+@input_options(
+    "Run the float model and the int8 models on these, and tell the images and the channels that"
+    " lose most"
+)
+@base.option(
+    "--threads",
+    section=base.IMAGES,
+    type=THREADS,
+    help="Worker threads; results do not depend on it.  [default: up to 4 cores]",
+)
+@json_option
+def explain(
+    folder: Path,
+    target: str | None,
+    everything: bool,
+    model: Path | None,
+    inputs: Inputs,
+    threads: int | None,
+    json_path: Path | None,
+) -> None:
+    """Tell why the build in FOLDER is as it is: what loses what where, and what was tried.
+
+    It reads the report and the plan. Images become inputs as those of the build did, unless the
+    options below say otherwise.
+
+    \b
+    Examples:
+      calib8 explain build/
+      calib8 explain build/ --target tensorrt --all
+      calib8 explain build/ --images held/
+    """  # noqa: D301 (click reads the backspace)
+    from deploy.analysis.explain_build import explain as run
+    from deploy.analysis.explanation import to_json, to_screen
+
+    if json_path == Path("-"):
+        base.refuse_without("the text", base.typed("everything"))
+    found = run(
+        folder,
+        target=target,
+        images=inputs.source,
+        model=model,
+        preprocess=inputs.preprocess,
+        limit=inputs.limit,
+        skip_bad=inputs.skip_bad,
+        threads=threads,
+    )
+    put_json(json_path, lambda: to_json(found))
+    say_lines(to_screen(found, everything=everything))
+
+
+@click.command(cls=base.SectionedCommand)
+@quietable("--html", "--json")
+@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
+@html_option
+@json_option
+def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | None) -> None:
+    """Hold the builds in FOLDERS side by side: verdict, speed, size, accuracy, and what differs.
+
+    Of one folder alone its own screen is shown again. Nothing is run or measured; each speed-up is
+    over the float model of the same build.
+
+    \b
+    Examples:
+      calib8 report build/
+      calib8 report a/ b/ --html both.html
+    """  # noqa: D301 (click reads the backspace)
+    from deploy import report as one
+    from deploy.analysis.builds import compare, read_build, to_html, to_json, to_screen
+    from deploy.files.atomic import write_text
+
+    builds = [read_build(folder) for folder in folders]
+    if len(builds) == 1:
+        base.refuse_without("a second folder", base.typed("html_path", "json_path"))
+        say_lines(one.to_screen(builds[0].report))
+        return
+    found = compare(builds)
+    if html_path is not None:
+        write_text(html_path, to_html(found))
+    say_lines(to_screen(found))
+    put_json(json_path, lambda: to_json(found))
+
+
+@click.command()
+@told
+@click.argument("folder", type=click.Path(path_type=Path))
+def verify(folder: Path) -> None:
+    """Tell whether the files in FOLDER are those of one build, as it wrote them.
+
+    A build that was killed while its files appeared is finished first. Its calibration cache is
+    looked at too where --cache named one elsewhere. Exit code 1 where a file is missing or was
+    changed.
+
+    \b
+    Example:
+      calib8 verify build/
+    """  # noqa: D301 (click reads the backspace)
+    from deploy.files import manifest, staging
+
+    staging.recover(folder)
+    found = manifest.read_manifest(folder)
+    wrong = manifest.changed(folder, found)
+    for name in found.files:
+        say(f"{name} {wrong.get(name, 'is as it was written')}")
+    for name in found.earlier:
+        say(f"{name} is of an earlier build")
+    other = found.cache is not None and manifest.cache_changed(*found.cache)
+    if found.cache is not None:
+        path = found.cache[0]
+        left = "was changed after it was written" if other else "is as the build left it"
+        say(
+            f"{path}, the cache, {left if path.is_file() else 'is not here: it was kept elsewhere'}"
+        )
+    model = found.made_from.get("model", {})
+    say(
+        f"{folder}: {len(found.files) - len(wrong)} of {len(found.files)} files are as the build of"
+        f" {model.get('name')} wrote them"
+    )
+    if wrong or other:
+        click.get_current_context().exit(1)
+
+
+@click.command()
+@told
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(as_json: bool) -> None:
+    """Tell what is here: versions, int8 on this CPU, and what every target can do.
+
+    What is missing is said with the command that brings it; the exit code is 0 all the same.
+    """
+    from deploy.analysis.environment import examine
+
+    found = examine()
+    if as_json:
+        import json
+        from dataclasses import asdict
+
+        say_lines(json.dumps([asdict(one) for one in found], indent=1))
+        return
+    width = max(len(one.what) for one in found)
+    for one in found:
+        say(f"{'+' if one.there else '-'} {one.what:<{width}}  {one.words}")

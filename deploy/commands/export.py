@@ -1,4 +1,7 @@
-"""`calib8 export`: a PyTorch model as ONNX, in float or with Q/DQ."""
+"""`calib8 export`: a PyTorch model as ONNX, in float or with Q/DQ.
+
+`calib8 qat`: train a PyTorch model for int8 and export it with Q/DQ.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from deploy.commands import base, given
-from deploy.commands.choosing import raw_options
-from deploy.commands.methods import method_options
-from deploy.commands.model import torch_inputs, torch_model, torch_options
-from deploy.commands.model_options import one_target
-from deploy.commands.output import quietable
-from deploy.commands.preprocessing import preprocess_options
+from deploy.commands import base
+from deploy.commands.base import quietable
+from deploy.commands.calibration_options import method_options
+from deploy.commands.image_options import preprocess_options, raw_options
+from deploy.commands.model_options import one_target, torch_inputs, torch_model, torch_options
 from deploy.targets import TARGETS, Target
 from deploy.terminal import say, say_lines
 
 if TYPE_CHECKING:
     from deploy.method import Method
+
 
 QDQ = "Quantization"  # with --qdq alone
 
@@ -125,34 +127,32 @@ def export(
     **preprocess: str | None,
 ) -> None:
     """Export MODEL (file.py:factory or timm:NAME), check it against torch, say how they agree."""
-    from deploy.commands.choosing import raw_from
-    from deploy.commands.preprocessing import preprocess_from
+    from deploy.commands.image_options import preprocess_from, raw_from
     from deploy.errors import ConfigError
     from deploy.files.atomic import write_bytes
     from deploy.fx import export as exports
-    from deploy.fx.coverage import coverage, refuse_float
+    from deploy.fx.capture import argument_names
     from deploy.fx.device import find_device, moved, refuse_meta
+    from deploy.fx.fakequant import search_for
     from deploy.fx.fuse import norms_in_float
-    from deploy.fx.images import batches_of
-    from deploy.fx.int8_layers import weighted
-    from deploy.fx.lift import argument_names
+    from deploy.fx.int8_layers import coverage, refuse_float, weighted
+    from deploy.fx.model_inputs import in_float32
     from deploy.fx.modes import compare_modes, measure, quantized, report, scales_report
     from deploy.fx.prepare import target_of
-    from deploy.fx.samples import in_float32
-    from deploy.fx.search import search_for
+    from deploy.fx.task import batches_of
     from deploy.fx.trace import submodule
-    from deploy.graph.selection import select
+    from deploy.graph.index import select
 
     if not shapes and not sample:
         raise ConfigError("export runs the model and needs its --input shape, or a --sample")
     if not qdq:
         placing = [f"Target {name}" for name in TARGETS]
         alone = (QDQ, base.IMAGES, base.CALIBRATION, *placing)
-        given.refuse_without("--qdq", [flag for part in alone for flag in given.typed_in(part)])
+        base.refuse_without("--qdq", [flag for part in alone for flag in base.typed_in(part)])
     elif not images:
-        given.refuse_without("--images", given.typed_in(base.IMAGES))
+        base.refuse_without("--images", base.typed_in(base.IMAGES))
     if mode != "static":
-        given.refuse_without("--mode static", list(asked))
+        base.refuse_without("--mode static", list(asked))
     place = find_device(device)
     refuse_meta(place, "an exported model")
     module = torch_model(model, weights, device)
@@ -198,3 +198,140 @@ def export(
             say_lines(scales_report(converted))
     write_bytes(out, exported.SerializeToString(deterministic=True))
     say(f"{out}: opset {opset}, {out.stat().st_size} bytes")
+
+
+@click.command(cls=base.SectionedCommand)
+@quietable()
+@click.argument("script")
+@one_target(base.TARGETS)
+@click.option(
+    "--bits", default=8, show_default=True, type=int, help="Bits of weights and activations."
+)
+@click.option(
+    "--ranges",
+    type=click.Choice(["kept", "follow", "learned"]),
+    help="What becomes of the ranges while training, in place of the task's own: kept as they were"
+    " found, following the data, or with scales that are trained.",
+)
+@click.option("--epochs", type=click.IntRange(min=0), help="In place of the task's own.")
+@click.option("--teacher", metavar="FILE.PY:FACTORY", help="Float model to distil from.")
+@click.option(
+    "--teacher-weights", type=click.Path(path_type=Path), help="State dict of the teacher."
+)
+@click.option(
+    "--distil", multiple=True, metavar="STUDENT=TEACHER", help="Modules whose outputs are compared."
+)
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path),
+    help="File that is written after each epoch, and gone on from.",
+)
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    help="Where to train: cpu, cuda or cuda:1; batches are brought there.",
+)
+@click.option("--amp", is_flag=True, help="Train in bfloat16 where torch.autocast does.")
+@click.option("--scales", is_flag=True, help="Print every activation's scale and zero point.")
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), required=True, help="ONNX file to write."
+)
+@method_options
+def qat(
+    script: str,
+    target: Target,
+    bits: int,
+    ranges: str | None,
+    epochs: int | None,
+    teacher: str | None,
+    teacher_weights: Path | None,
+    distil: tuple[str, ...],
+    checkpoint: Path | None,
+    device: str,
+    amp: bool,
+    scales: bool,
+    out: Path,
+    method: Method,
+    asked: tuple[str, ...],
+) -> None:
+    """Train the task that SCRIPT (train.py:setup) returns for TARGET's int8, and export it.
+
+    \b
+    from deploy.fx.qat import Task
+    def setup():
+        return Task(model=..., inputs=[...], batches=..., loss=..., evaluate=...)
+
+    --method and what belongs to it, --ranges and --epochs stand in place of the task's own.
+    """  # noqa: D301 (click reads the backspace)
+    from dataclasses import replace
+
+    from deploy.errors import ConfigError
+    from deploy.files.atomic import write_bytes
+    from deploy.fx import export
+    from deploy.fx.convert import float_form
+    from deploy.fx.device import CPU, find_device, moved, refuse_meta
+    from deploy.fx.fuse import norms_in_float
+    from deploy.fx.int8_layers import coverage, refuse_float
+    from deploy.fx.model_inputs import as_dict
+    from deploy.fx.modes import measure, report, scales_report
+    from deploy.fx.prepare import target_of
+    from deploy.fx.qat import Task, first_batches, train
+    from deploy.fx.source import call_factory, load_module, users_errors
+    from deploy.fx.task import in_order
+
+    if teacher is None:
+        base.refuse_without("--teacher", base.typed("teacher_weights"))
+    place = find_device(device)
+    refuse_meta(place, "a training")
+    task = call_factory(script)
+    if not isinstance(task, Task):
+        raise ConfigError(f"{script} must return a deploy.fx.qat.Task, got {type(task).__name__}")
+    if asked:
+        task = replace(task, method=method)
+    if ranges is not None:
+        task = replace(task, ranges=ranges)
+    if amp:
+        task = replace(task, amp=True)
+    if epochs is not None:
+        task = replace(task, epochs=epochs)
+    if teacher is not None:
+        task = replace(task, teacher=load_module(teacher, teacher_weights))
+    if distil:
+        task = replace(task, distil=[_pair(text) for text in distil])
+    task = in_order(task)
+    if told := as_dict(task.model):
+        say(told)
+    with users_errors(script):
+        trained = train(
+            task,
+            target=target,
+            bits=bits,
+            checkpoint=checkpoint,
+            device=place if base.typed("device") else None,
+            report=say,
+        )
+        batches = first_batches(task)
+    covered = coverage(trained.converted, task.model, [*(task.convert or {}).values()])
+    refuse_float(covered)
+    say(str(covered))
+    if trained.end is not None:
+        say(f"after training ({bits} bits): {trained.end:.4f}")
+    exported = export.to_onnx(trained.converted, moved(list(task.inputs), CPU))
+    kernels = target_of(target).runs_here
+    say(str(export.compare(exported, trained.converted, batches, kernels=kernels)))
+    if left := norms_in_float(trained.converted):
+        say(left)
+    result = measure("qat", float_form(trained.prepared), trained.converted, batches)
+    say_lines(report([result]))
+    say("error and SQNR are of the trained model: its int8 form against its own weights in float")
+    if scales:
+        say_lines(scales_report(trained.converted))
+    write_bytes(out, exported.SerializeToString(deterministic=True))
+    say(f"{out}: {out.stat().st_size} bytes")
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """`student=teacher`, or one name for both."""
+    student, equals, teacher = text.partition("=")
+    return student, teacher if equals else student

@@ -1,31 +1,270 @@
-"""Options of the images that are fed: which, how they are read, and in how many threads."""
+"""Options of the images that are fed: which, how they are read, and in how many threads.
+
+Options of how images become inputs, and how their words become a preprocessing.
+
+Options of which images are used, and of files that do not say what they hold.
+
+Images as the inputs of a command that does without them too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from deploy.commands import base
-from deploy.commands.choosing import (
-    STABLE,
-    limit_from,
-    limit_options,
-    raw_from,
-    raw_options,
-    stable_from,
-)
-from deploy.commands.numbers import THREADS
-from deploy.commands.preprocessing import PREPROCESS, preprocess_from, preprocess_options
+from deploy.commands.base import THREADS, Real, among_those_of
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deploy.feed.choice import Limit
     from deploy.feed.paths import RawFiles
-    from deploy.feed.preprocess import Asked
+    from deploy.feed.preprocess import Asked, Sides
+    from deploy.feed.sampling import Limit
+
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+PRESET_NAMES = (  # of `deploy.feed.preprocess`, said here so that --help imports nothing for it
+    "raw, unit, grey-half, imagenet, minus-one-to-one, imagenet-tf, efficientnet-lite, yolo,"
+    " picodet, ppocr-det, ppocr-rec or ppocr-cls"
+)
+PREPROCESS = (
+    ("--preprocess", "preset", f"Preset: how images become inputs: {PRESET_NAMES}."),
+    (
+        "--size",
+        "size",
+        "Input size as HxW; 48x* and native leave sides to each image. The default is the model's.",
+    ),
+    ("--multiple", "multiple", "Round what --size leaves to the image to multiples of so many."),
+    ("--resize", "resize", "Way to the size: stretch, letterbox, short-side or fit-height."),
+    ("--short-side", "short_side", "Short side in pixels before the centre crop."),
+    ("--interpolation", "interpolation", "OpenCV's: nearest, linear, cubic, area or lanczos."),
+    ("--color", "color", "Order of the channels: rgb, bgr or grey."),
+    ("--scale", "scale", "Factor of a pixel of 0..255, such as 1/255."),
+    ("--mean", "mean", "Mean after scaling: one value, or one a channel: 0.5,0.5,0.5."),
+    ("--std", "std", "Standard deviation after scaling, like --mean."),
+    ("--pad", "pad", "Border of letterbox in pixel units."),
+    ("--layout", "layout", "Order of the axes: nchw or nhwc."),
+)
+
+
+_NAMES = {
+    "preset": among_those_of("deploy.feed.preprocess", "PRESETS"),
+    "resize": among_those_of("deploy.feed.preprocess", "RESIZES"),
+    "interpolation": among_those_of("deploy.feed.preprocess", "INTERPOLATIONS"),
+    "color": among_those_of("deploy.feed.preprocess", "COLORS"),
+    "layout": among_those_of("deploy.feed.preprocess", "LAYOUTS"),
+}
+
+
+def preprocess_options(command: Command) -> Command:
+    """Add the options of `preprocess`."""
+    for flag, name, text in reversed(PREPROCESS):
+        command = base.option(
+            flag,
+            name,
+            section=base.IMAGES,
+            help=text,
+            shell_complete=_NAMES.get(name),
+        )(command)
+    return command
+
+
+def preprocess_from(words: dict[str, str | None]) -> Asked:
+    """The preprocessing of a preset and the options that override it; None if none was given.
+
+    Options without a preset are given alone: the rest is the model's own.
+
+    Raises:
+        ConfigError: an unknown preset, or a word that is not a value of its option.
+    """
+    if not any(words.values()):
+        return None
+    from deploy.feed.preprocess import Preprocess, asked_of, preset, with_options
+
+    given: dict[str, object] = {
+        key: words[key] for key in ("resize", "interpolation", "color", "layout") if words[key]
+    }
+    if words["size"]:
+        given["size"] = size(words["size"])
+    for key in ("short_side", "multiple"):
+        if text := words[key]:
+            given[key] = whole(f"--{key.replace('_', '-')}", text)
+    if words["scale"]:
+        given["scale"] = _number("--scale", words["scale"])
+    for key in ("mean", "std", "pad"):
+        if text := words[key]:
+            given[key] = tuple(_number(f"--{key}", part) for part in text.split(","))
+    if words["preset"]:
+        return asked_of(preset(words["preset"]), given)
+    with_options(Preprocess(), given)  # what breaks a rule is told before a model is read
+    return given
+
+
+def size(text: str) -> Sides:
+    """`HxW` as (height, width); `*` and `native` as None."""
+    parts = ["*", "*"] if text.lower() == "native" else text.lower().split("x")
+    if len(parts) != 2:
+        raise ConfigError(
+            f"a size reads HxW, such as 224x224, 48x* or native, got {text!r}; * leaves a side to"
+            " each image"
+        )
+    height, width = (None if part == "*" else whole("--size", part) for part in parts)
+    return height, width
+
+
+def whole(flag: str, text: str) -> int:
+    """The number that a flag was given.
+
+    Raises:
+        ConfigError: it is none, or has a fraction.
+    """
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} takes whole numbers, got {text!r}") from error
+
+
+def _number(flag: str, text: str) -> float:
+    """A number, or a fraction such as 1/255."""
+    above, _, below = text.partition("/")
+    try:
+        return float(above) / float(below) if below else float(above)
+    except (ValueError, ZeroDivisionError) as error:
+        raise ConfigError(f"{flag} takes numbers such as 0.5 or 1/255, got {text!r}") from error
+
+
+_RAW = (
+    base.option(
+        "--raw-shape",
+        section=base.IMAGES,
+        metavar="DIMS",
+        help="Shape of a sample in .bin and .raw files, such as 1x3x224x224; of pictures 480x640x3."
+        "  [default: the input's]",
+    ),
+    base.option(
+        "--raw-dtype",
+        section=base.IMAGES,
+        metavar="NAME",
+        shell_complete=among_those_of("deploy.feed.paths", "DTYPES"),
+        help="Their dtype, little-endian, such as float16; uint8 are pictures, unless the input is"
+        " of uint8 and no preprocessing is asked for.  [default: the input's]",
+    ),
+)
+
+
+def raw_options(command: Command) -> Command:
+    """Add the form of files without a header; `raw_from` gathers it."""
+    return base.added(command, _RAW)
+
+
+def raw_from(words: dict[str, Any], source: str) -> str | RawFiles:
+    """Take the words of `raw_options` out of a command's; the source in the form that they say.
+
+    Raises:
+        ConfigError: as `RawFiles`, or a shape that does not read as one.
+    """
+    shape, dtype = words.pop("raw_shape"), words.pop("raw_dtype")
+    if shape is None and dtype is None:
+        return source
+    if not source:
+        raise ConfigError(
+            "--raw-shape and --raw-dtype are of the files of --images, which was not given; leave"
+            " them away"
+        )
+    from deploy.feed.paths import RawFiles
+
+    sides = None if shape is None else tuple(whole("--raw-shape", s) for s in shape.split("x"))
+    return RawFiles(source, shape=sides, dtype=dtype)
+
+
+_CHOICE = (
+    base.option(
+        "--limit",
+        section=base.IMAGES,
+        type=click.IntRange(min=1),
+        help="Use at most so many images, spread evenly over all.",
+    ),
+    base.option(
+        "--sample",
+        section=base.IMAGES,
+        type=click.IntRange(min=1),
+        help="Use at most so many images, drawn by lot.",
+    ),
+    base.option(
+        "--sample-seed",
+        section=base.IMAGES,
+        type=click.IntRange(min=0),
+        help="Of the lot of --sample.  [default: 0]",
+    ),
+    base.option(
+        "--stride",
+        section=base.IMAGES,
+        type=click.IntRange(min=1),
+        help="Use every so-manieth image or frame only.  [default: 1; of a video, one a second]",
+    ),
+)
+
+
+def limit_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add which of the images are used; `limit_from` gathers them."""
+    return base.added(command, _CHOICE)
+
+
+def limit_from(words: dict[str, Any]) -> Limit:
+    """Take the words of `limit_options` out of a command's.
+
+    Raises:
+        ConfigError: a seed without a lot; or as `Choice`.
+    """
+    from deploy.feed.sampling import Choice
+
+    seed, sample = words.pop("sample_seed"), words.pop("sample")
+    if seed is not None and sample is None:
+        raise ConfigError(f"--sample-seed is of --sample, got {seed} alone; give --sample too")
+    most, every = words.pop("limit"), words.pop("stride")
+    if most is sample is every is None:
+        return None
+    return Choice(most=most, sample=sample, seed=seed or 0, every=every)
+
+
+STABLE = (
+    base.option(
+        "--until-stable",
+        section=base.IMAGES,
+        is_flag=True,
+        help="Look at 16, 32, 64 ... images, spread evenly over all, until both halves of them give"
+        " the same ranges.",
+    ),
+    base.option(
+        "--stable-within",
+        section=base.IMAGES,
+        type=Real(),
+        help="Of --until-stable: the share of its range by which halves may differ."
+        "  [default: 0.2]",
+    ),
+)
+
+
+def stable_from(words: dict[str, Any]) -> float | None:
+    """Take the words of `STABLE` out of a command's.
+
+    Raises:
+        ConfigError: a share without what it is of.
+    """
+    from deploy.calibration.sample_checks import WITHIN
+
+    asked, within = words.pop("until_stable", False), words.pop("stable_within", None)
+    if within is not None and not asked:
+        raise ConfigError(
+            f"--stable-within is of --until-stable, got {within:g} alone; give --until-stable too"
+        )
+    return None if not asked else WITHIN if within is None else within
+
 
 SOURCES = (
     "Folder, pattern, list file (path, or path and label) or COCO json of images, or of .npy, .npz"
@@ -152,3 +391,87 @@ def _refuse_feeds(source: str | None, script: str | None) -> None:
 def refuse_unfed() -> None:
     """Refuse a command that has nothing to feed."""
     raise click.UsageError("Missing option '--images' or '--calibrator-script'")
+
+
+CommandFunction = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What `input_options` gathers from the command line; `source` is None without --images."""
+
+    source: str | RawFiles | None
+    limit: Limit
+    skip_bad: bool
+    preprocess: Asked
+
+
+def shape_option(ending: str = "") -> Callable[[CommandFunction], CommandFunction]:
+    """Add --shape, which may be repeated, as `shapes`; `ending` is said last in its help."""
+    return base.option(
+        "--shape",
+        "shapes",
+        section=base.MODEL,
+        multiple=True,
+        metavar="NAME:DIMS",
+        help="Shape of an input that the model leaves open, e.g. images:1x3x224x224; may be"
+        f" repeated. An open batch alone is taken as 1.{ending}",
+    )
+
+
+def shape(text: str) -> tuple[str, tuple[int, ...]]:
+    """Split "name:1x3x224x224" into name and dimensions; the name may itself hold colons.
+
+    Raises:
+        BadParameter: other text.
+    """
+    name, _, dims = text.rpartition(":")
+    parts = dims.replace(",", "x").split("x")
+    if not name or not all(part.isdecimal() for part in parts):
+        raise click.BadParameter(
+            f"must look like name:1x3x224x224, got {text!r}", param_hint="--shape"
+        )
+    return name, tuple(map(int, parts))
+
+
+def input_options(purpose: str) -> Callable[[CommandFunction], CommandFunction]:
+    """Add how images are chosen and read, none of it required; the command gets `inputs`.
+
+    Args:
+        purpose: what the images are for, as the help of --images begins.
+    """
+
+    def added(command: CommandFunction) -> CommandFunction:
+        @wraps(command)
+        def gathered(**words: Any) -> None:
+            source = words.pop("images")
+            if source is None:
+                base.refuse_without("--images", base.typed_in(base.IMAGES))
+            raw = raw_from(words, source or "")
+            inputs = Inputs(
+                source=raw or None,
+                limit=limit_from(words),
+                skip_bad=words.pop("skip_bad"),
+                preprocess=preprocess_from({name: words.pop(name) for _, name, _ in PREPROCESS}),
+            )
+            command(inputs=inputs, **words)
+
+        wrapped: CommandFunction = gathered
+        return base.added(wrapped, _options(purpose))
+
+    return added
+
+
+def _options(purpose: str) -> list[Callable[[CommandFunction], CommandFunction]]:
+    return [
+        base.option(
+            "--images",
+            section=base.IMAGES,
+            metavar="PATH",
+            help=f"{purpose}: {SOURCES[0].lower()}{SOURCES[1:]}.",
+        ),
+        preprocess_options,
+        raw_options,
+        limit_options,
+        skip_bad_option,
+    ]

@@ -1,32 +1,196 @@
-"""`--target` and every target's own options, made from what the rows of `TARGETS` declare."""
+"""How commands take a model: an ONNX file, or one of PyTorch with the shapes of its inputs.
+
+`--target` and every target's own options, made from what the rows of `TARGETS` declare.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from deploy.commands import base
-from deploy.commands.completion import among
-from deploy.commands.numbers import Real
+from deploy.commands.base import Real, among
 from deploy.errors import ConfigError
 from deploy.targets import TARGETS, Target, named
 from deploy.targets.options import Option, options_of
+from deploy.terminal import say
 
-Command = Callable[..., None]
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from deploy.frontends.base import LoadedModel
+
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def model_options(command: Command) -> Command:
+    """Add what a model in PyTorch needs besides its name: `shapes` and `weights`."""
+    weights = base.option(
+        "--weights",
+        section=base.MODEL,
+        type=click.Path(path_type=Path),
+        help="State dict for a model given as file.py:factory or timm:NAME.",
+    )
+    shapes = base.option(
+        "--input",
+        "shapes",
+        section=base.MODEL,
+        multiple=True,
+        metavar="[NAME=]SHAPE[:DTYPE]",
+        help="Input of a model given as file.py:factory or timm:NAME, such as 1x3x224x224 or"
+        " ids=1x128:int64, by an argument of its forward or a key of the dict that it takes.",
+    )
+    return shapes(weights(command))
+
+
+def model_from(model: Path, shapes: tuple[str, ...], weights: Path | None) -> Path | LoadedModel:
+    """An ONNX file as it is; a PyTorch model exported, checked and loaded.
+
+    Raises:
+        ConfigError: shapes or weights for an ONNX file.
+        SdkMissingError, ModelError, ExportError: as `export_torch`.
+    """
+    from deploy.frontends.torch_model import is_torch_spec, parse_input
+
+    if is_torch_spec(model):
+        from deploy.fx.opening import open_torch
+
+        inputs = [parse_input(text) for text in shapes]
+        return open_torch(
+            str(model),
+            [wanted.shape for wanted in inputs],
+            dtypes=[wanted.dtype for wanted in inputs],
+            names=[wanted.name for wanted in inputs],
+            weights=weights,
+        )
+    if shapes or weights:
+        raise ConfigError(
+            f"--input and --weights are for a model given as file.py:factory, got {model}"
+        )
+    return model
+
+
+def leaf_option(command: Command) -> Command:
+    """Add `leaves`: modules of a PyTorch model that stay whole."""
+    added = base.option(
+        "--leaf",
+        "leaves",
+        section=base.MODEL,
+        multiple=True,
+        metavar="NAME|CLASS",
+        help="Module to keep whole, by its name or class.",
+    )
+    return added(command)
+
+
+def torch_options(command: Command) -> Command:
+    """Add what a command for models in PyTorch alone takes: inputs, weights, a device."""
+    added = (
+        base.option(
+            "--input",
+            "shapes",
+            section=base.MODEL,
+            multiple=True,
+            metavar="[NAME=]SHAPE[:DTYPE]",
+            help="Input, batch first, such as 1x3x224x224 or ids=1x128:int64; once for each, by an"
+            " argument of forward or a key of the dict that it takes.",
+        ),
+        base.option(
+            "--sample",
+            section=base.MODEL,
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="Inputs of one run in place of made-up ones: .npy, or .npz with an array for each"
+            " name.",
+        ),
+        base.option(
+            "--weights",
+            section=base.MODEL,
+            type=click.Path(path_type=Path),
+            help="State dict, or a checkpoint that holds one, to load.",
+        ),
+        base.option(
+            "--device",
+            section=base.MODEL,
+            default="cpu",
+            show_default=True,
+            help="Where the model computes: cpu, cuda, cuda:1; meta computes nothing.",
+        ),
+    )
+    return base.added(command, added)
+
+
+def torch_model(model: str, weights: Path | None, device: str) -> nn.Module:
+    """A model in PyTorch on its device; says what the user should know of it.
+
+    Raises:
+        SdkMissingError, ConfigError, ModelError: as `deploy.fx.source.load_module`.
+    """
+    from deploy.fx.device import find_device
+    from deploy.fx.source import load_module, note
+
+    place = find_device(device)
+    module = load_module(model, weights)
+    if sentence := note(model, weights):
+        say(sentence)
+    return module.to(place)
+
+
+def torch_inputs(
+    module: nn.Module, shapes: tuple[str, ...], sample: Path | None
+) -> tuple[torch.Tensor, ...]:
+    """The inputs of `--input` or `--sample`, where the model is; none where neither is given.
+
+    The model takes them in order from then on, whatever its forward takes.
+
+    Raises:
+        ConfigError, FeedError: both, no shape, or no sample or names for this model.
+    """
+    from deploy.frontends.torch_model import parse_input
+    from deploy.fx.device import device_of, moved
+    from deploy.fx.model_inputs import (
+        as_dict,
+        example_inputs,
+        floating_dtype,
+        read_sample,
+        take_named,
+    )
+
+    if shapes and sample:
+        raise ConfigError("inputs are made up by --input or read by --sample, got both; give one")
+    if sample:
+        tensors = read_sample(sample, module)
+    else:
+        wanted = [parse_input(text) for text in shapes]
+        sizes, dtypes = [asked.shape for asked in wanted], [asked.dtype for asked in wanted]
+        made = example_inputs(sizes, dtypes, floating=floating_dtype(module))
+        tensors = tuple(made[i] for i in take_named(module, [asked.name for asked in wanted]))
+    if sentence := as_dict(module):
+        say(sentence)
+    found: tuple[torch.Tensor, ...] = moved(tensors, device_of(module))
+    return found
+
+
+CommandFunction = Callable[..., None]
 _NOT_OF_TORCH = ("dynamic_matmul", "precision")  # PyTorch models get fixed scales and integers
 Given = Mapping[str, Mapping[str, Any]]  # target -> field -> the value that was typed
 
 
-def target_options(wanted: Callable[[Option], bool]) -> Callable[[Command], Command]:
+def target_options(
+    wanted: Callable[[Option], bool],
+) -> Callable[[CommandFunction], CommandFunction]:
     """Add `--target` and those of the targets' options that are `wanted`.
 
     The command gets the targets, made with what was given, as `targets`.
     """
 
-    def add(command: Command) -> Command:
+    def add(command: CommandFunction) -> CommandFunction:
         @wraps(command)
         def gathered(names: tuple[str, ...], given: Given, **words: Any) -> None:
             command(targets=_made(names, given), **words)
@@ -47,13 +211,13 @@ def target_options(wanted: Callable[[Option], bool]) -> Callable[[Command], Comm
     return add
 
 
-def one_target(section: str) -> Callable[[Command], Command]:
+def one_target(section: str) -> Callable[[CommandFunction], CommandFunction]:
     """Add `--target` for one target and its options that place pairs in a model of PyTorch.
 
     The command gets the target, made with what was given, as `target`.
     """
 
-    def add(command: Command) -> Command:
+    def add(command: CommandFunction) -> CommandFunction:
         @wraps(command)
         def gathered(name: str, given: Given, **words: Any) -> None:
             (target,) = _made((name,), given)
@@ -74,10 +238,10 @@ def one_target(section: str) -> Callable[[Command], Command]:
     return add
 
 
-def own_options(wanted: Callable[[Option], bool]) -> Callable[[Command], Command]:
+def own_options(wanted: Callable[[Option], bool]) -> Callable[[CommandFunction], CommandFunction]:
     """Add those of the targets' options that are `wanted`; the command gets them as `given`."""
 
-    def add(command: Command) -> Command:
+    def add(command: CommandFunction) -> CommandFunction:
         declared = {
             f"{target}_{option.name}".replace("-", "_"): (target, option)
             for target, kind in TARGETS.items()
@@ -93,7 +257,7 @@ def own_options(wanted: Callable[[Option], bool]) -> Callable[[Command], Command
                     given.setdefault(target, {})[option.name] = value
             command(given=given, **words)
 
-        wrapped: Command = gathered
+        wrapped: CommandFunction = gathered
         for word, (target, option) in reversed(declared.items()):
             wrapped = _option(word, target, option)(wrapped)
         return wrapped
@@ -131,7 +295,7 @@ def _names(context: click.Context, param: click.Parameter, words: tuple[str, ...
     return tuple(dict.fromkeys(names))
 
 
-def _option(word: str, target: str, option: Option) -> Callable[[Command], Command]:
+def _option(word: str, target: str, option: Option) -> Callable[[CommandFunction], CommandFunction]:
     """The click option of a declared one; what was not typed comes as None, or as ()."""
     flag = option.kind is bool
     return base.option(

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from deploy.commands import base, given
-from deploy.commands.methods import method_options
-from deploy.commands.output import json_option, put_json, quietable
+from deploy.commands import base
+from deploy.commands.base import json_option, put_json, quietable
+from deploy.commands.calibration_options import method_options
 from deploy.terminal import say_lines
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def quantize(
     from deploy.errors import ConfigError
 
     if scales is None:
-        given.refuse_without("--scale", given.typed("zeros"))
+        base.refuse_without("--scale", base.typed("zeros"))
     elif asked:
         raise ConfigError(
             f"a scale is given or searched, got --scale and {' and '.join(asked)}; leave one away"

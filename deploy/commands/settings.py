@@ -6,19 +6,29 @@
                   model = "net.onnx"  file, option by option; a flag's name without its dashes, a
                   images = "photos/"  list for one that may be repeated. Paths are as they would be
                   target = ["ascend"] typed: from the folder in which the command runs.
+
+Options of the search and of what is demanded of its result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from deploy.commands.base import GENERAL, SectionedCommand, option
+from deploy.commands import base
+from deploy.commands.base import GENERAL, Real, SectionedCommand, option
 from deploy.errors import ConfigError, did_you_mean
 from deploy.files.manifest import NAME, SETTINGS
+
+if TYPE_CHECKING:
+    from deploy.report.verdict import Gates
+    from deploy.tuning.search_options import Tuning
+
 
 _HEAD = "# The options of a build: calib8 {} --config {}"
 _APART = frozenset(("config", "force", "resume", "help"))  # of one run alone
@@ -78,7 +88,7 @@ def _lines(command: click.Command, asked: Mapping[str, Any]) -> Iterator[str]:
     yield _HEAD.format(command.name, SETTINGS)
     yield ""
     yield f"[{command.name}]"
-    for flag, param in _options(command).items():
+    for flag, param in _options_by_name(command).items():
         if param.name not in asked or flag in _APART | _UNSAID:
             continue
         value = asked[param.name]
@@ -110,7 +120,7 @@ def _number(param: click.Parameter, value: Any) -> str | float:
     return float(value) if isinstance(kind, click.types.FloatParamType) else value
 
 
-def _options(command: click.Command) -> dict[str, click.Parameter]:
+def _options_by_name(command: click.Command) -> dict[str, click.Parameter]:
     """Name in the file -> parameter; hidden ones say what took their place."""
     shown = (one for one in command.params if not getattr(one, "hidden", False))
     return {max(one.opts, key=len).lstrip("-"): one for one in shown}
@@ -133,7 +143,7 @@ def options_in(command: click.Command, path: Path) -> dict[str, Any]:
             f"{path} must have its options under [{command.name}], got {strange or command.name!r};"
             f" take the {SETTINGS} of a build as a pattern"
         )
-    known = _options(command)
+    known = _options_by_name(command)
     found = {}
     for name, value in table.items():
         if name not in known or name in _APART:
@@ -153,3 +163,86 @@ def _checked(name: str, param: click.Parameter, value: Any, path: Path) -> Any:
         kind = "true or false" if flag else "texts or numbers" if several else "a text or number"
         raise ConfigError(f"{name} in {path} must be {kind}, got {value!r}")
     return [str(one) for one in values] if several else value if flag else str(value)
+
+
+Command = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningOptions:
+    """What `tuning_options` gathers from the command line."""
+
+    wish: Tuning
+    gates: Gates
+
+
+def tuning_options(command: Command) -> Command:
+    """Add how much is searched and what is demanded; the command gets them as `tuning`."""
+
+    @wraps(command)
+    def gathered(
+        effort: int | None,
+        plan: Path | None,
+        max_loss: float | None,
+        min_speedup: float | None,
+        accept: bool,
+        **words: Any,
+    ) -> None:
+        from deploy.report.verdict import Gates
+        from deploy.tuning.search_options import DEFAULT_EFFORT, Tuning
+
+        if plan is not None and effort is not None:
+            raise ConfigError(
+                f"--plan is obeyed and nothing is searched, got --effort {effort} too; leave one"
+                " of them away"
+            )
+        wish = Tuning(
+            effort=DEFAULT_EFFORT if effort is None else effort,
+            plan=plan,
+            min_speedup=1.0 if min_speedup is None else min_speedup,
+            max_loss=max_loss,
+        )
+        gates = Gates(max_loss=max_loss, min_speedup=min_speedup, accept=accept)
+        command(tuning=TuningOptions(wish=wish, gates=gates), **words)
+
+    wrapped: Command = gathered
+    return base.added(wrapped, _options())
+
+
+def _options() -> list[Callable[[Command], Command]]:
+    return [
+        base.option(
+            "--effort",
+            section=base.SEARCH,
+            type=click.IntRange(0, 3),
+            help="How much is tried to find what stays float and which method finds each range: 0"
+            " nothing, 3 as long as it finds something.  [default: 1]",
+        ),
+        base.option(
+            "--plan",
+            section=base.SEARCH,
+            metavar="FILE",
+            type=click.Path(path_type=Path),
+            help="A plan of an earlier build to obey.  [default: the one in --out, where it fits]",
+        ),
+        base.option(
+            "--max-loss",
+            section=base.SEARCH,
+            type=Real(0, 1),
+            help="Most that may be lost of accuracy, or of what FP32 says (0.01 is one in a"
+            " hundred); more is unusable.",
+        ),
+        base.option(
+            "--min-speedup",
+            section=base.SEARCH,
+            type=Real(min=0),
+            help="Least speed over FP32, on a GPU over its runtime's own FP16; a slower engine is"
+            " unusable.",
+        ),
+        base.option(
+            "--accept",
+            section=base.SEARCH,
+            is_flag=True,
+            help="Exit code 0 even where an engine is unusable.",
+        ),
+    ]

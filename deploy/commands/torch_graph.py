@@ -1,4 +1,9 @@
-"""`calib8 fuse`: fold BatchNorm and join ReLU in a PyTorch model, and say what it changed."""
+"""`calib8 trace`: the graph of a PyTorch model as code or as a table.
+
+`calib8 fuse`: fold BatchNorm and join ReLU in a PyTorch model, and say what it changed.
+
+`calib8 profile`: time, FLOPs, MACs and parameters of a PyTorch model, node by node.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,75 @@ from pathlib import Path
 
 import click
 
-from deploy.commands import base, given
-from deploy.commands.model import leaf_option, torch_inputs, torch_model, torch_options
-from deploy.commands.output import told
-from deploy.terminal import say
+from deploy.commands import base
+from deploy.commands.base import html_option, json_option, put_json, quietable, told
+from deploy.commands.model_options import leaf_option, torch_inputs, torch_model, torch_options
+from deploy.terminal import say, say_lines
+
+
+@click.command(cls=base.SectionedCommand)
+@told
+@click.argument("model")
+@torch_options
+@leaf_option
+@click.option(
+    "--wrap",
+    "wraps",
+    multiple=True,
+    metavar="FUNCTION",
+    help="Function whose calls are kept as they are, such as len.",
+)
+@click.option("--only", metavar="SUBMODULE", help="Trace this part of the model alone.")
+@click.option(
+    "--replace",
+    "replaced",
+    multiple=True,
+    metavar="OP=FUNCTION",
+    help="Operation to replace, such as add=torch.mul.",
+)
+@click.option(
+    "--code/--table", "as_code", default=False, help="Print Python code, or the IR table."
+)
+def trace(
+    model: str,
+    shapes: tuple[str, ...],
+    sample: Path | None,
+    weights: Path | None,
+    device: str,
+    leaves: tuple[str, ...],
+    wraps: tuple[str, ...],
+    only: str | None,
+    replaced: tuple[str, ...],
+    as_code: bool,
+) -> None:
+    """Trace MODEL (file.py:factory or timm:NAME) and print its graph, the IR table by default.
+
+    With --input or --sample, the shapes of all nodes too.
+    """
+    from deploy.errors import ConfigError
+    from deploy.fx.norms import propagate_shapes, replace_op
+    from deploy.fx.profile import code, columns, table
+    from deploy.fx.source import users_errors
+    from deploy.fx.trace import find_function, submodule
+    from deploy.fx.trace import trace as trace_module
+
+    if not shapes and not sample:
+        base.refuse_without("--input or --sample", base.typed("device"))
+    module = torch_model(model, weights, device)
+    part = submodule(module, only) if only else module
+    inputs = torch_inputs(part, shapes, sample) if shapes or sample else None
+    graph_module = trace_module(part, leaves=leaves, wrap=[find_function(name) for name in wraps])
+    for change in replaced:
+        op, equals, function = change.partition("=")
+        if not equals:
+            raise ConfigError(f"--replace takes OP=FUNCTION, as add=torch.mul, got {change!r}")
+        replace_op(graph_module, op, find_function(function))
+    say_lines(code(graph_module) if as_code else table(graph_module))
+    if inputs is not None:
+        with users_errors(model):
+            shaped = propagate_shapes(graph_module, *inputs)
+        rows = [(name, str(shape)) for name, shape in shaped.items()]
+        say_lines("\n" + columns([("name", "shape"), *rows]))
 
 
 @click.command(cls=base.SectionedCommand)
@@ -48,8 +118,8 @@ def fuse(
     from deploy.errors import ConfigError
     from deploy.fx.device import find_device, refuse_meta
     from deploy.fx.fuse import fuse as fuse_module
-    from deploy.fx.same import check_same
-    from deploy.fx.saved import check_suffix, write_fused
+    from deploy.fx.opening import check_suffix, write_fused
+    from deploy.fx.profile import check_same
     from deploy.fx.source import users_errors
     from deploy.fx.trace import trace
 
@@ -60,7 +130,7 @@ def fuse(
             f"{'--bench' if bench else '--out'} runs the model and needs its --input shape"
         )
     if not given_inputs:
-        given.refuse_without("--input or --sample", given.typed("device"))
+        base.refuse_without("--input or --sample", base.typed("device"))
     if out is not None:
         check_suffix(out)
     if runs:
@@ -86,3 +156,71 @@ def fuse(
         if out is not None:
             say(write_fused(out, fused, module, inputs))
             say(f"{out}: {out.stat().st_size} bytes")
+
+
+@click.command(cls=base.SectionedCommand)
+@quietable("--json", "--html")
+@click.argument("model")
+@torch_options
+@leaf_option
+@base.option(
+    "--warm-up",
+    section=base.MEASURING,
+    default=5,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Runs before the clock starts.",
+)
+@base.option(
+    "--runs",
+    section=base.MEASURING,
+    default=20,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Runs that are timed.",
+)
+@json_option
+@html_option
+def profile(
+    model: str,
+    shapes: tuple[str, ...],
+    sample: Path | None,
+    weights: Path | None,
+    device: str,
+    leaves: tuple[str, ...],
+    warm_up: int,
+    runs: int,
+    json_path: Path | None,
+    html_path: Path | None,
+) -> None:
+    """Run MODEL (file.py:factory or timm:NAME) and print what each node costs, slowest first."""
+    from deploy.errors import ConfigError
+    from deploy.files.atomic import write_text
+    from deploy.fx.capture import graph_of
+    from deploy.fx.profile import COUNTED
+    from deploy.fx.profile import profile as profile_graph
+    from deploy.fx.source import users_errors
+    from deploy.report.profile_page import profile_page
+
+    if not shapes and not sample:
+        raise ConfigError("profile runs the model and needs its --input shape, or a --sample")
+    module = torch_model(model, weights, device)
+    inputs = torch_inputs(module, shapes, sample)
+    with users_errors(model):
+        graph_module = graph_of(module, inputs, leaves=leaves)
+        result = profile_graph(graph_module, inputs, warm_up=warm_up, runs=runs)
+    say_lines(result.table())
+    say(COUNTED)
+    if device == "meta":
+        say("nothing was computed on the meta device: the times are those of Python alone")
+    put_json(json_path, result.to_json)
+    if html_path is not None:
+        ran = f"{runs} runs on {device}, of inputs {', '.join(map(_told, inputs))}"
+        write_text(html_path, profile_page(result, name=model, notes=[ran, COUNTED]))
+        say(f"{html_path}: written")
+
+
+def _told(tensor: object) -> str:
+    """Shape and dtype of a tensor, as `--input` takes them."""
+    shape = "x".join(map(str, getattr(tensor, "shape", ())))
+    return f"{shape}:{str(getattr(tensor, 'dtype', '')).removeprefix('torch.')}"

@@ -26,15 +26,20 @@ from typing import IO, Any
 
 import numpy as np
 
-from deploy.archives import HEADERS, array_header, check_archive
 from deploy.errors import FeedError, first_line
-from deploy.feed.arrays import ArraySource, Item, rows
+from deploy.feed.arrays import ArraySource, Item, by_name, rows
 from deploy.feed.images import shown
-from deploy.feed.items import by_name
 from deploy.feed.listing import Picture
 from deploy.feed.preprocess import describe
-from deploy.files.reading import opened, refuse_irregular, size
-from deploy.inputs import is_read
+from deploy.files.reading import (
+    HEADERS,
+    array_header,
+    check_archive,
+    is_read,
+    opened,
+    refuse_irregular,
+    size,
+)
 from deploy.tensors import Array, TensorSpec
 
 SUFFIXES = frozenset((".bin", ".npy", ".npz", ".raw"))

@@ -7,26 +7,204 @@ may be
 * rank r + 1, samples stacked with their batch dimension: sample i is ``a[i]``;
 * rank r - 1, one sample without a batch dimension (iterables only);
 * rank r with a first dimension that is no batch (a state [2, N, 64]): taken whole.
+
+What a loader gives -> the model's inputs: arrays, tensors, tuples with labels, mappings.
+
+By duck typing, so that no framework is needed: whatever numpy makes an array of is one, a torch
+tensor that has a gradient too.
+
+Arrays in a file without a name, which is gone with the process.
+
+What is there is known by who wrote it, so that there is no header to read: numpy parses those as
+Python, and Python 3.11 fails at that by chance where several threads do (python/cpython#106905).
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator, Sequence
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from deploy.errors import FeedError
-from deploy.feed.items import inputs_of
-from deploy.feed.manifest import Changed, Raw, sample_digest
+from deploy.feed.listing import Changed, Raw, sample_digest
 from deploy.feed.preprocess import describe
-from deploy.feed.scratch import Place, Scratch
 from deploy.tensors import Array, TensorSpec
 
+Specs = Sequence[TensorSpec]
 Item = dict[str, Array]
+_MOST_NAMED = 5
+
+
+def inputs_of(value: object, specs: Specs, where: str) -> tuple[Item, list[str]]:
+    """The inputs in an item of a loader, and what else it holds, in words.
+
+    ::
+
+        array                       the only input
+        (array, ...), [array, ...]  the inputs in their order, then what is left out
+        ({name: array}, ...)        the mapping, then what is left out
+        {name: array, ...}          the inputs by name; other names are left out
+
+    Raises:
+        FeedError: it is none of these, or a tuple of which nobody can tell what is an input.
+    """
+    if isinstance(value, tuple | list) and not _is_numbers(value):
+        return _of_tuple(value, specs, where)
+    if isinstance(value, Mapping):
+        return _of_mapping(value, specs, where)
+    return by_name({"": as_array(value, where)}, specs, where), []
+
+
+def _of_tuple(value: Sequence[Any], specs: Specs, where: str) -> tuple[Item, list[str]]:
+    if value and isinstance(value[0], Mapping):
+        item, left = _of_mapping(value[0], specs, where)
+        return item, left + _numbered(value[1:], 1)
+    if len(value) < len(specs):
+        raise FeedError(
+            f"{where} must hold the inputs {[s.name for s in specs]}, got a"
+            f" {type(value).__name__} of {len(value)}; give a dict of arrays by input name"
+        )
+    arrays = [as_array(one, where) for one in value[: len(specs)]]
+    rest = value[len(specs) :]
+    twins = [one for one in rest if np.shape(arrays[0])[-2:] and _shape(one) == arrays[0].shape]
+    if twins and arrays[0].ndim > 1:
+        raise FeedError(
+            f"{where} must tell its inputs from what is beside them, got a {type(value).__name__}"
+            f" of {len(value)} with several of the shape {list(arrays[0].shape)}; give one array a"
+            " sample, or a dict of arrays by input name"
+        )
+    return {s.name: a for s, a in zip(specs, arrays, strict=True)}, _numbered(rest, len(specs))
+
+
+def _numbered(rest: Sequence[object], first: int) -> list[str]:
+    return [f"number {place}" for place, _ in enumerate(rest[:_MOST_NAMED], first + 1)]
+
+
+def _of_mapping(value: Mapping[Any, Any], specs: Specs, where: str) -> tuple[Item, list[str]]:
+    wanted = [s.name for s in specs]
+    missing = [name for name in wanted if name not in value]
+    if missing:
+        raise FeedError(
+            f"{where} must name the inputs {wanted}, got {sorted(map(str, value))};"
+            " name its arrays as the model does"
+        )
+    left = [repr(str(name)) for name in value if name not in wanted]
+    return {name: as_array(value[name], where) for name in wanted}, left[:_MOST_NAMED]
+
+
+def as_array(value: object, where: str) -> Array:
+    """Whatever numpy makes an array of numbers of.
+
+    Raises:
+        FeedError: it makes none.
+    """
+    try:
+        plain = value.detach().cpu() if hasattr(value, "detach") else value
+        array: Array = np.asarray(plain)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FeedError(f"{where} must be an array, got {type(value).__name__}: {error}") from error
+    if array.dtype.kind not in "fiub":
+        raise FeedError(
+            f"{where} must be an array of numbers, a tuple that begins with them, or a dict of them"
+            f" by input name, got {type(value).__name__}"
+        )
+    return array
+
+
+def _is_numbers(value: Sequence[Any]) -> bool:
+    """Whether lists are nested down to plain numbers, as JSON and datasets give them."""
+    while isinstance(value, tuple | list) and value:
+        value = value[0]
+    return isinstance(value, int | float)
+
+
+def _shape(value: object) -> tuple[int, ...] | None:
+    shape = getattr(value, "shape", None)
+    return None if shape is None else tuple(shape)
+
+
+def by_name(arrays: dict[str, Array], specs: Specs, where: str) -> Item:
+    """Arrays by input name; a single array is the single input's, whatever its name."""
+    wanted = [s.name for s in specs]
+    if len(wanted) == 1 and len(arrays) == 1:
+        return {wanted[0]: next(iter(arrays.values()))}
+    if set(arrays) != set(wanted):
+        got = sorted(arrays) if "" not in arrays else "one array"
+        raise FeedError(
+            f"{where} must hold exactly the inputs {wanted}, got {got};"
+            " write numpy.savez with one array per input"
+        )
+    return arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an array is, and what it is."""
+
+    start: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+
+class Scratch:
+    """Arrays by their places; several threads may write and read."""
+
+    def __init__(self, prefix: str) -> None:
+        """Make the file; its name begins with this while it has one.
+
+        Raises:
+            OSError: there is no room for it.
+        """
+        # without a buffer, in which what a full disk did not take would stand before every read
+        self._file: FileIO = tempfile.TemporaryFile(prefix=prefix, buffering=0)  # noqa: SIM115
+        self._using = threading.Lock()
+        weakref.finalize(self, _close, self._file)
+
+    def add(self, array: Array) -> Place:
+        """Write one behind all others.
+
+        Raises:
+            OSError: the disk is full.
+            ValueError: it holds Python objects.
+        """
+        values = np.ascontiguousarray(array)
+        if values.dtype.hasobject:
+            raise ValueError("it holds Python objects")
+        left = memoryview(values.reshape(-1).view(np.uint8).data)
+        with self._using:
+            place = Place(self._file.seek(0, 2), values.dtype, np.shape(array))
+            while left:
+                left = left[self._file.write(left) :]
+        return place
+
+    def get(self, place: Place) -> Array:
+        """What was written there; it may be written to."""
+        found = np.empty(place.shape, place.dtype)
+        left = memoryview(found.reshape(-1).view(np.uint8).data)
+        with self._using:
+            self._file.seek(place.start)
+            while left and (read := self._file.readinto(left)):
+                left = left[read:]
+        if left:
+            raise OSError("a temporary file must hold what was written to it, got less")
+        return found
+
+
+def _close(file: FileIO) -> None:
+    """Let it go."""
+    with suppress(OSError):
+        file.close()
+
+
 _MOST_ENTRIES = 1 << 12  # arrays of an .npz file: one an input
 LABEL_KEYS = ("labels", "label", "y")
 

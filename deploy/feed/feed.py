@@ -6,32 +6,234 @@ they wait for it, and where decoding does, no core is idle.
 Sources: a folder, a list file ("path" or "path label"), a pattern or a COCO json of images or of
 files of arrays (already preprocessed), a `loader.py:function`, a TensorRT calibrator, or what
 Python has: arrays, paths, loaders and datasets that give them.
+
+A source of whatever kind, opened: what gives its samples, and what is known of them.
+
+::
+
+    files of arrays, Python's items, a calibrator's batches   ->  arrays
+    images, a video's frames                                  ->  images
+    files without a header, of pixels                         ->  raw pictures
+    what Python has of pixels, where preprocessing is asked   ->  pictures in memory
+
+How the pictures of a feed became inputs, in words.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.arrays import fixed_batch
-from deploy.feed.batches import refuse_batches
+from deploy.feed.array_files import from_file, from_files, from_folder
+from deploy.feed.arrays import ArraySource, fixed_batch, from_iterable
 from deploy.feed.calibrator import CalibratorScript
-from deploy.feed.choice import Limit, choice_of
-from deploy.feed.files import Files, files_of, labelled, listed
-from deploy.feed.loaders import called, names_loader
-from deploy.feed.model_preprocess import Carried
-from deploy.feed.opening import FeedSource, Opened, Opening
-from deploy.feed.paths import RawFiles
-from deploy.feed.preprocess import Asked
-from deploy.feed.samples import KEPT, Feed
-from deploy.feed.share import names_digest, share_of
-from deploy.feed.source import Sample
-from deploy.inputs import is_read
-from deploy.progress import phase
+from deploy.feed.images import shown, summary
+from deploy.feed.loaders import called, items_of, names_loader, pictured
+from deploy.feed.model_preprocess import Carried, Settled, settled
+from deploy.feed.paths import (
+    Files,
+    RawFiles,
+    as_arrays,
+    as_pictures,
+    files_of,
+    labelled,
+    listed,
+    refuse_others,
+)
+from deploy.feed.preprocess import Asked, Preprocess, describe, in_words
+from deploy.feed.reader import refuse_batches
+from deploy.feed.samples import Feed
+from deploy.feed.sampling import Choice, Limit, choice_of, names_digest, share_of
+from deploy.feed.sources import (
+    ImageSource,
+    Source,
+    VideoSource,
+    check_dtype,
+    check_present,
+    is_video,
+)
+from deploy.files.reading import are_read, is_read
 from deploy.tensors import TensorSpec
+from deploy.terminal import phase
+
+FeedSource = (
+    str | os.PathLike[str] | RawFiles | CalibratorScript | Iterable[Any] | Callable[[], Any]
+)
+_AS_THEY_ARE = (
+    "files of arrays are fed as they are, got preprocessing for them; leave it away, or feed images"
+    " (of raw files, --raw-dtype uint8 says that they are)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A source that can be read.
+
+    Attributes:
+        source: of all its samples.
+        kind: of what they are, as manifests call it.
+        notes: what the user should know about how they are read.
+        settled: how pictures become the input; None for arrays.
+        usual: every so-manieth is looked at, where the user says nothing.
+    """
+
+    source: Source
+    kind: str
+    notes: tuple[str, ...]
+    settled: Settled | None = None
+    usual: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What is asked of a source, for a model with these inputs.
+
+    Attributes:
+        specs: the model's inputs.
+        preprocess: how images become inputs, as the user says it.
+        carried: what the model carries of that.
+        skip_bad: go on without bad samples.
+        choice: of samples.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    preprocess: Asked
+    carried: Carried | None
+    skip_bad: bool
+    choice: Choice
+
+    def of(self, source: FeedSource, files: Files | None) -> Opened:
+        """Open a source; `files`: what a path or a list of paths stands for.
+
+        Raises:
+            FeedError: nothing to feed, or it does not fit the inputs.
+            ConfigError: options that contradict the source.
+        """
+        if isinstance(source, RawFiles) and files is not None:
+            return self._raw(source, files)
+        if files is not None and not files.arrays:
+            return self._images(files)
+        if isinstance(source, CalibratorScript):
+            return _as_arrays(self._handed_over(source))
+        if files is None and self.preprocess is not None:
+            return self._pictured(source)
+        if self.preprocess is not None:
+            raise ConfigError(_AS_THEY_ARE)
+        return _as_arrays(self._arrays(source, files, self.specs))
+
+    def _arrays(
+        self, source: FeedSource, files: Files | None, specs: tuple[TensorSpec, ...]
+    ) -> ArraySource:
+        if files is None:
+            return from_iterable(items_of(source), specs)
+        if files.folder is not None:
+            return from_folder(files.folder, files.files, specs, skip_bad=self.skip_bad)
+        if len(files.files) == 1 and files.files[0].label is None:
+            is_read(files.files[0].path)
+            return from_file(files.files[0].path, specs)
+        return from_files(files.files, specs, files.name, skip_bad=self.skip_bad)
+
+    def _raw(self, raw: RawFiles, files: Files) -> Opened:
+        """Files without a header, whose shape and dtype are said."""
+        refuse_others(files)
+        if len(self.specs) != 1:
+            raise ConfigError(
+                f"a raw shape and dtype are of one input, the model has {len(self.specs)}; write"
+                " .npy files, which say theirs"
+            )
+        (spec,) = self.specs
+        held = self._arrays(raw.path, files, (raw.held(spec),))
+        if raw.pictures(spec, asked=self.preprocess is not None):
+            return self._raw_pictures(held)
+        if self.preprocess is not None:
+            raise ConfigError(_AS_THEY_ARE)
+        return Opened(source=as_arrays(held, spec), kind="arrays", notes=held.notes)
+
+    def _raw_pictures(self, held: ArraySource) -> Opened:
+        found = self._how()
+        return Opened(
+            source=as_pictures(held, self.specs[0], found.how),
+            kind="raw pictures",
+            notes=held.notes,
+            settled=found,
+        )
+
+    def _handed_over(self, script: CalibratorScript) -> ArraySource:
+        """What a calibrator gives; the first samples alone where only a limit is asked for."""
+        if self.preprocess is not None:
+            raise ConfigError(
+                f"a calibrator's batches are fed as they are, got preprocessing for {script}; leave"
+                " it away"
+            )
+        return script.source(self.specs, None if self.choice.every else self.choice.most)
+
+    def _pictured(self, source: FeedSource) -> Opened:
+        """Pictures in memory, preprocessed as they are read once into a temporary file."""
+        found, dtype = self._how(), self.specs[0].dtype
+        ready = (a.astype(dtype, copy=False) for a in pictured(items_of(source), found.how))
+        arrays = from_iterable(ready, self.specs)
+        return Opened(source=arrays, kind="pictures in memory", notes=arrays.notes, settled=found)
+
+    def _images(self, files: Files) -> Opened:
+        are_read(len(files.files), files.files.path)
+        found = self._how()
+        video = _video(files, self.specs[0], found.how)
+        if video is None and not self.skip_bad:
+            self._check_own_present(files)
+        return Opened(
+            source=video or ImageSource(files.files, self.specs[0], found.how),
+            kind="images",
+            notes=files.notes,
+            settled=found,
+            usual=video.a_second if video else 1,
+        )
+
+    def _check_own_present(self, files: Files) -> None:
+        """Refuse a list of which chosen files are missing; of a shard its own."""
+        number, of = self.choice.shard or (1, 1)
+        own = self.choice.of(len(files.files))[0][number - 1 :: of]
+        check_present((files.files[i] for i in own), len(own), files.name)
+
+    def _how(self) -> Settled:
+        """What makes the only input of pictures, and what the user should know.
+
+        Raises:
+            FeedError: several inputs, or one that pictures do not become.
+        """
+        if len(self.specs) != 1:
+            raise FeedError(
+                f"images feed one input, the model has {len(self.specs)}:"
+                f" {summary([describe(spec) for spec in self.specs])}; give a folder of .npz files"
+                " with one array an input, or one folder of .npy files an input"
+            )
+        found = settled(self.preprocess, self.carried, self.specs[0])
+        check_dtype(self.specs[0], found.how)
+        return found
+
+
+def _as_arrays(arrays: ArraySource) -> Opened:
+    return Opened(source=arrays, kind="arrays", notes=arrays.notes)
+
+
+def _video(files: Files, spec: TensorSpec, how: Preprocess) -> VideoSource | None:
+    """The only file, where it is a video.
+
+    Raises:
+        FeedError: one of several is, or it has a label.
+    """
+    films = [one for one in files.files if is_video(one.path)]
+    if not films:
+        return None
+    if len(files.files) > 1 or films[0].label is not None:
+        raise FeedError(
+            f"a video is fed alone and without a label, got {shown(films[0].name)} in"
+            f" {files.name}; give it by itself, or its frames as images"
+        )
+    return VideoSource(films[0].path, spec, how)
 
 
 @phase("opening the samples")
@@ -129,4 +331,14 @@ def _fed(opened: Opened, asked: Opening) -> Feed:
     )
 
 
-__all__ = ["KEPT", "Feed", "FeedSource", "Sample", "holds_arrays", "open_feed"]
+def prepared(feed: Feed) -> str:
+    """What was done to pictures, and what said so where it was the model; empty for arrays."""
+    if feed.preprocess is None:
+        return ""
+    return f"{in_words(feed.preprocess)}{f'; from {feed.origin}' if feed.origin else ''}"
+
+
+def as_read(feed: Feed) -> tuple[str, ...]:
+    """`prepared` and the notes, where no report has a place of its own for them."""
+    how = prepared(feed)
+    return (*((f"pictures: {how}",) if how else ()), *feed.notes)

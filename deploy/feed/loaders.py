@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from deploy.errors import FeedError
-from deploy.feed.items import as_array
+from deploy.feed.arrays import as_array
 from deploy.feed.pixels import apply
 from deploy.feed.preprocess import Preprocess
 from deploy.files.usercode import load_function, users_errors

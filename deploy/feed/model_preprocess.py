@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.preprocess import Asked, Preprocess, asked_of, by, resolve, usual
-from deploy.feed.presets import preset
+from deploy.feed.preprocess import Asked, Preprocess, asked_of, by, preset, resolve, usual
 from deploy.tensors import TensorSpec
 
 

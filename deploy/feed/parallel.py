@@ -9,13 +9,26 @@
 So what is summed up is summed up in one order, whatever the number of threads. Where the work
 rests, between two samples, all that were drawn are taken and nobody works: what was summed up by
 then is that of the first so many samples.
+
+A bounded background stream: one thread produces, any number of threads consume.
+
+::
+
+    producer thread --put--> [ bounded queue ] --get--> worker, worker, ...
+
+Memory stays flat (the queue holds a few items), the order is the producer's, an exception of the
+producer is raised in the consumer that meets it, and closing joins the thread.
+
+Work that is done some items ahead, by several threads; results in the items' order.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -162,3 +175,118 @@ def _drain(
     except BaseException:
         line.stop()
         raise
+
+
+T = TypeVar("T")
+_POLL_SECONDS = 0.05
+
+
+class _End:
+    """The last thing in the queue; holds the producer's exception, if any."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+class Stream(Iterator[T], Generic[T]):
+    """Iterate once, from any number of threads; use as a context manager or `close()` it."""
+
+    def __init__(self, produce: Callable[[], Iterator[T]], *, depth: int = 4) -> None:
+        self._queue: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
+        self._stop = threading.Event()
+        # the thread holds no reference to the stream, so that dropping the stream ends it
+        self._thread = threading.Thread(
+            target=_run, args=(produce, self._queue, self._stop), name="calib8-feed", daemon=True
+        )
+        self._thread.start()
+
+    def __iter__(self) -> Stream[T]:
+        return self
+
+    def __next__(self) -> T:
+        while not self._stop.is_set():
+            try:
+                item = self._queue.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                continue
+            if not isinstance(item, _End):
+                return item
+            self._stop.set()
+            self._queue.put(_End(None))  # wakes the next consumer at once
+            if item.error is not None:
+                raise item.error
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stop the producer, wait for its thread; safe to call twice."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> Stream[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        stop = getattr(self, "_stop", None)
+        if stop is not None:
+            stop.set()
+
+
+def _run(
+    produce: Callable[[], Iterator[T]], out: queue.Queue[T | _End], stop: threading.Event
+) -> None:
+    error: BaseException | None = None
+    try:
+        for item in produce():
+            if not _put(item, out, stop):
+                return
+    except BaseException as caught:  # crosses over to the consumer
+        error = caught
+    _put(_End(error), out, stop)
+
+
+def _put(item: T | _End, out: queue.Queue[T | _End], stop: threading.Event) -> bool:
+    while not stop.is_set():
+        try:
+            out.put(item, timeout=_POLL_SECONDS)
+            return True
+        except queue.Full:
+            continue
+    return False
+
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+
+def ahead(
+    items: Iterable[Item], work: Callable[[Item], Made], *, threads: int
+) -> Iterator[tuple[Item, Made]]:
+    """Each item with what is made of it; at most `threads` items are worked on or wait.
+
+    Args:
+        items: drawn by the calling thread.
+        work: item -> result.
+        threads: 1 does all in the calling thread.
+
+    Raises:
+        What `work` raised, at its item; the others end.
+    """
+    if threads == 1:
+        yield from ((item, work(item)) for item in items)
+        return
+    waiting: deque[tuple[Item, Future[Made]]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="calib8-decode") as pool:
+        try:
+            for item in items:
+                waiting.append((item, pool.submit(work, item)))
+                if len(waiting) == threads:
+                    first, made = waiting.popleft()
+                    yield first, made.result()
+            for item, made in waiting:
+                yield item, made.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)

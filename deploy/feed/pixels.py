@@ -16,14 +16,35 @@ The order is fixed, so that another program can repeat it bit for bit:
     |xxxxxxxx|     |xxxxxxxx|           |xxxxxxxx|             |  |xxxxxx|  |      |xxxxxx|p |
     |xxxxxxxx|     |  pad   |           |  pad   |             |  |xxxxxx|  |      |xxxxxx|  |
     +--------+     +--------+           +--------+             +--+------+--+      +------+--+
+
+A model's input back to a picture that can be looked at: `deploy.feed.pixels` backwards.
+
+::
+
+    pixel = (value * std + mean) / scale,  rounded, cut to 0..255,  channels as red, green, blue
+
+Of arrays whose preprocessing is not known, the smallest value becomes black and the largest white.
+
+Where a point of a picture lands in the input that it becomes.
+
+What the decoder makes of pictures: a few small ones, decoded and resized, and a digest of each.
+
+Another version of OpenCV, or C++ with libraries of its own (cpp/src/probe.cpp has the same
+pictures), is the same decoder where it gives the same pixels.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Mapping
+from functools import lru_cache
 
-from deploy.feed.images import opencv
+import numpy as np
+from numpy.typing import NDArray
+
+from deploy.errors import FeedError
+from deploy.feed.images import decode, opencv
 from deploy.feed.preprocess import Preprocess, Size, sized
+from deploy.files.manifest import sha256
 from deploy.tensors import Array
 
 
@@ -129,3 +150,174 @@ def _normalise(target: Array, how: Preprocess, chw: bool) -> None:
 def _per_channel(values: tuple[float, ...], chw: bool) -> Array:
     array = np.asarray(values, np.float32)
     return array.reshape(-1, 1, 1) if chw else array
+
+
+SIDE = 160  # pixels of the longer side of a small picture
+
+
+def pixels_of(values: Array, how: Preprocess | None) -> Array | None:
+    """One sample's array as the picture that it is.
+
+    Args:
+        values: [1, C, H, W] or [1, H, W, C] of 1 or 3 channels.
+        how: the resolved preprocessing that made it; None where it is not known.
+
+    Returns:
+        uint8 [H, W, 3], red, green, blue; None for an array that is no picture.
+    """
+    layout = layout_of(values) if how is None else how.layout
+    if layout is None or values.ndim != 4 or len(values) != 1 or not values.size:
+        return None
+    placed = values[0].transpose(1, 2, 0) if layout == "nchw" else values[0]
+    if placed.shape[2] not in (1, 3):
+        return None
+    plain = placed.astype(np.float64)
+    found = _stretched(plain) if how is None else _pixels(plain, how)
+    pixels = np.clip(np.rint(np.nan_to_num(found)), 0, 255).astype(np.uint8)
+    if pixels.shape[2] == 1:
+        return np.repeat(pixels, 3, axis=2)
+    turned: Array = pixels[:, :, ::-1] if how is not None and how.color == "bgr" else pixels
+    return turned
+
+
+def picture_in(sample: Mapping[str, Array], how: Preprocess | None) -> Array | None:
+    """The first input of a sample that is a picture, as `pixels_of`; None without one."""
+    found = (pixels_of(values, how) for values in sample.values())
+    return next((one for one in found if one is not None), None)
+
+
+def small(picture: Array, side: int = SIDE) -> Array:
+    """uint8 [H, W, 3] -> the same, made smaller until no side is longer than `side`."""
+    height, width = picture.shape[:2]
+    longer = max(height, width)
+    if longer <= side:
+        return np.ascontiguousarray(picture)
+    size = (max(1, round(width * side / longer)), max(1, round(height * side / longer)))
+    cv2 = opencv()
+    made: Array = cv2.resize(np.ascontiguousarray(picture), size, interpolation=cv2.INTER_AREA)
+    return made
+
+
+def how_shown(how: Preprocess | None) -> str:
+    """How pictures of inputs come about, in a sentence without its end."""
+    if how is None:
+        return (
+            "arrays as they are fed, their smallest value black and their largest white, as no"
+            " preprocessing of them is known"
+        )
+    return (
+        "what the model is fed, taken back to pixels by the preprocessing's own scale, mean, std"
+        " and order of channels"
+    )
+
+
+def layout_of(values: Array) -> str | None:
+    """Where the channels of an array stand; None where none of its dimensions holds 1 or 3."""
+    if values.ndim != 4:
+        return None
+    if values.shape[1] in (1, 3):
+        return "nchw"
+    return "nhwc" if values.shape[3] in (1, 3) else None
+
+
+def _pixels(values: Array, how: Preprocess) -> Array:
+    back = values * np.asarray(how.std) + np.asarray(how.mean)
+    return np.asarray(back / how.scale)
+
+
+def _stretched(values: Array) -> Array:
+    good = values[np.isfinite(values)]
+    low, high = (float(good.min()), float(good.max())) if good.size else (0.0, 0.0)
+    if high <= low:
+        return np.full(values.shape, 127.0)
+    return np.asarray((values - low) * (255 / (high - low)))
+
+
+def placed(boxes: NDArray[np.float64], size: Size, how: Preprocess) -> NDArray[np.float64]:
+    """Corners [n, 4] in pixels of a picture of `size` (h, w) -> in pixels of the model's input.
+
+    `how` must be resolved.
+    """
+    (rows, columns), (top, left) = _scaled(size, sized(how, size))
+    across, down = columns / size[1], rows / size[0]
+    shift = np.array([left, top, left, top], np.float64)
+    return np.asarray(boxes * np.array([across, down, across, down]) + shift)
+
+
+def _scaled(size: Size, how: Preprocess) -> tuple[Size, tuple[int, int]]:
+    """The picture's size after resizing, and where its corner comes to lie."""
+    height, width = how.box
+    if how.resize == "short-side":
+        whole = short_side_size(size, how.short)
+        return whole, (-((whole[0] - height) // 2), -((whole[1] - width) // 2))
+    if how.resize == "letterbox":
+        inner = letterbox_size(size, how.box)
+        free = (height - inner[0], width - inner[1])
+        return inner, (free[0] // 2, free[1] // 2) if how.anchor == "centre" else (0, 0)
+    if how.resize == "fit-height":
+        return (height, min(width, -(-height * size[1] // size[0]))), (0, 0)
+    return how.box, (0, 0)
+
+
+_SHORT = 16  # digits of a digest
+_RESIZES = (("linear", (11, 9)), ("linear", (40, 31)), ("area", (11, 9)), ("cubic", (11, 9)))
+# JPEG of 21x18 with halved colours, turned by EXIF; PNG with 16 bits and alpha; WebP with losses
+_PICTURES = {
+    "jpeg": (
+        "ffd8ffe100224578696600004d4d002a00000008000101120003000000010006000000000000ffe00010"
+        "4a46494600010100000100010000ffdb0043000d090a0b0a080d0b0a0b0e0e0d0f13201513121213271c"
+        "1e17202e2931302e292d2c333a4a3e333646372c2d405741464c4e525352323e5a615a50604a51524fff"
+        "db0043010e0e0e131113261515264f352d354f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f"
+        "4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4f4fffc00011080012001503012200021101"
+        "031101ffc4001a000100020301000000000000000000000000040601020305ffc4002410000104020005"
+        "050000000000000000000100020405031106122231323335517172ffc400180101000301000000000000"
+        "0000000000000502030406ffc40024110001030301090000000000000000000001000203040511322122"
+        "33344142517181ffda000c03010002110311003f008d4b666e9c41672696d751dc3a5ad2575879e1623b"
+        "82d0df9d2f6601c164c7b4805cd0a354678c3c3c640c6c5828e6963696c270d3dbd555f0c3de31b3a28b"
+        "16520c79afc4decd28ba78295ae89aef21241d6dc6f34e544a4f172b47087ad23e8a223ae1aa7f88ba6e"
+        "64aadddfba66fd2222729f84df4150ed457fffd9"
+    ),
+    "png": (
+        "89504e470d0a1a0a0000000d4948445200000004000000031006000000e46472850000006e4944415408"
+        "d70163009cff0305ccce14abb8ced59ff11ce223aae2c0f7fbcc58bebf3e0ffe7a622a15d8da85002618"
+        "0c7b0042ffcac010a70130e43c0843636f584840f964cc35e5ce2d7fd81f01a0c664741da07e3609ef49"
+        "c78dd6915a3e97e1004b1136ed488c53f56705cbf395ed2fb48327b7480000000049454e44ae426082"
+    ),
+    "webp": (
+        "52494646ce0000005745425056503820c20000003006009d012a150012003eb550a14c2724a322280aa8"
+        "e016896c009d328478e2d42a33f6012ccdcf600216b556995e220e7ee1b1eff7586dbe0000de56eaccde"
+        "59dfbfa35a72884c7c266b71de09c5348018ca1313a9b999316fc8359f3fa09c8d6c1c835c73d2fd9933"
+        "bb781660ed7bd4c0f8ea18351bcf3a6cc434424e76ee0639b5cf55f3d69b96bf5ff5fb7d24a3e3814047"
+        "43d4d6be22bbad7c9c7d78c750134d78244010196d9bc865b6700777df19003e8950198032651d048873"
+        "a0900000"
+    ),
+}
+
+
+@lru_cache(maxsize=1)
+def digests() -> dict[str, str]:
+    """Form -> digest of its picture's pixels; "resize" -> of resized ones.
+
+    A form that this build of OpenCV does not read is left out.
+    """
+    found = {}
+    for form, digits in _PICTURES.items():
+        try:
+            found[form] = _digest(decode(bytes.fromhex(digits), form, grey=False))
+        except FeedError:
+            continue
+    return {**found, "resize": _digest(*map(_resized, _RESIZES))}
+
+
+def _resized(case: tuple[str, tuple[int, int]]) -> Array:
+    """A pattern of 23x29, resized."""
+    interpolation, size = case
+    y, x, c = np.indices((23, 29, 3))
+    pattern = ((y * 37 + x * 91 + c * 53 + y * x * 7) % 256).astype(np.uint8)
+    how = Preprocess(size=size, interpolation=interpolation, color="bgr", layout="nhwc")
+    return apply(pattern, how)
+
+
+def _digest(*arrays: Array) -> str:
+    shown = (f"{array.shape[-3]}x{array.shape[-2]} ".encode() + array.tobytes() for array in arrays)
+    return sha256(b"".join(shown))[:_SHORT]

@@ -2,18 +2,24 @@
 
 They are made as the samples go by, so that nothing is decoded for them again; two small pictures a
 sample are kept, and no more.
+
+Pictures of the samples that somebody watches, kept as they go by and dropped with the interest.
+
+What is worth a look is known when a pass is over, and its samples are gone by then. So whoever
+counts tells after each sample which of them may still be asked for: a few, whatever the feed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from deploy.errors import FeedError
-from deploy.feed.denormalise import picture_in, small
-from deploy.feed.manifest import Raw
+from deploy.feed.listing import Raw
+from deploy.feed.pixels import picture_in, small
 from deploy.feed.preprocess import Preprocess
-from deploy.tensors import Array
+from deploy.metrics.rows import batch_length, split
+from deploy.tensors import Array, Samples
 
 SHOWN = 4  # samples of a feed that a report shows
 
@@ -79,3 +85,38 @@ def _given(raw: Raw) -> Array | None:
     except FeedError:
         return None
     return None if pixels is None else pixels[:, :, ::-1]
+
+
+_SIDE = 256  # pixels of the longer side: boxes are drawn over it
+
+
+class Looks:
+    """The pictures that are watched."""
+
+    def __init__(self, feed: Samples) -> None:
+        """Args: feed: where the samples come from."""
+        self._feed = feed
+        self._seen = 0
+        self._found: dict[int, Array] = {}
+
+    def __len__(self) -> int:
+        """How many pictures are kept."""
+        return len(self._found)
+
+    def add(self, sample: Mapping[str, Array], watched: Collection[int]) -> None:
+        """The next sample of the pass, and the numbers that are watched now."""
+        batch = batch_length(sample)
+        start, self._seen = self._seen, self._seen + batch
+        self._found = {n: picture for n, picture in self._found.items() if n in watched}
+        wanted = [number for number in range(start, start + batch) if number in watched]
+        rows = split(sample, batch) if wanted else []
+        for number in wanted:
+            picture = self._feed.picture(rows[number - start])
+            if picture is not None:
+                self._found[number] = small(picture, _SIDE)
+
+    def of(self, numbers: Iterable[int]) -> dict[int, tuple[str, Array]]:
+        """Number -> name of the sample and its picture, uint8 [h, w, 3], red, green, blue."""
+        names = self._feed.names
+        wanted = sorted(set(numbers) & self._found.keys())
+        return {number: (names[number], self._found[number]) for number in wanted}

@@ -4,24 +4,82 @@
 
     source --fetched, ahead--> bytes, sample --noted--> sample --> kept, on disk, or shown
                                                   '-- another one than before: Changed
+
+Some samples of a feed, kept in a file without a name, so that nobody decodes them again.
+
+Samples of batch 1 -> arrays of the batch that a model fixes; the last one is filled up.
+
+::
+
+    a b c | d e f | g + a b      of a batch of 3
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from deploy.errors import FeedError
-from deploy.feed.ahead import ahead
-from deploy.feed.manifest import UNREADABLE, Changed, Raw, Seen
-from deploy.feed.pictures import ImageSource
+import numpy as np
+
+from deploy.errors import ConfigError, FeedError
+from deploy.feed.arrays import Place, Scratch
+from deploy.feed.listing import UNREADABLE, Changed, Raw, Seen
+from deploy.feed.parallel import ahead
 from deploy.feed.preprocess import Preprocess
 from deploy.feed.preview import Views
 from deploy.feed.sampling import Chosen
-from deploy.feed.source import Sample, Source
-from deploy.feed.spool import Spool
+from deploy.feed.sources import ImageSource, Sample, Source
 from deploy.machine import default_threads
-from deploy.progress import phase
+from deploy.tensors import Array
+from deploy.terminal import phase
+
+
+class Spool:
+    """Samples by their index; written once, read as often as needed, gone with the process.
+
+    A disk that is full ends the keeping, not the run: what was kept stays, the rest is made
+    again by whoever asks.
+    """
+
+    def __init__(self, wanted: Collection[int], *, most_bytes: int | None = None) -> None:
+        """Args: wanted: which samples to keep; most_bytes: of all of them, None for no limit."""
+        self._wanted = wanted
+        self._most_bytes = most_bytes
+        self._places: dict[int, dict[str, Place]] = {}
+        self._scratch: Scratch | None = None
+        self._bytes = 0
+        self._using = threading.Lock()
+
+    def __contains__(self, index: object) -> bool:
+        """Whether a sample is kept."""
+        return index in self._places
+
+    def add(self, index: int, sample: Mapping[str, Array]) -> None:
+        """Keep a sample, if it is wanted and there is room."""
+        with self._using:
+            if index not in self._wanted or index in self._places:
+                return
+            size = sum(np.asarray(array).nbytes for array in sample.values())
+            if self._most_bytes is not None and self._bytes + size > self._most_bytes:
+                return
+            try:
+                if self._scratch is None:
+                    self._scratch = Scratch("calib8-")
+                places = {name: self._scratch.add(array) for name, array in sample.items()}
+            except (OSError, ValueError):  # full, or values that are no plain array
+                self._wanted = ()
+                return
+            self._bytes += size
+            self._places[index] = places
+
+    def get(self, index: int) -> dict[str, Array] | None:
+        """A sample that was kept; None for any other."""
+        with self._using:
+            places, scratch = self._places.get(index), self._scratch
+        if places is None or scratch is None:
+            return None
+        return {name: scratch.get(place) for name, place in places.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,4 +227,65 @@ def _fetched(source: Source, index: int) -> _Fetched:
         return _Fetched(raw, error=error)
 
 
-__all__ = ["Reader"]
+def batches(
+    reader: Reader, chosen: Chosen, batch: int, without: range = range(0)
+) -> Iterator[Sample]:
+    """Samples whose first dimension is `batch`; `without`: places of those that are left out."""
+    only = _but(chosen, batch, without) if without else None
+    if batch == 1:
+        yield from (sample for _, sample in reader.walk(chosen, only=only))
+        return
+    group: list[Sample] = []
+    for _, sample in reader.walk(chosen, only=only):
+        group.append(sample)
+        if len(group) == batch:
+            yield _joined(group)
+            group = []
+    if group:
+        good, missing = list(chosen.good()), batch - len(group)
+        yield _joined(group + [reader.read(good[i % len(good)]) for i in range(missing)])
+
+
+def filled(count: int, batch: int) -> str:
+    """What the user should know of the last batch; empty where so many samples fill it."""
+    if not (filler := -count % batch):
+        return ""
+    some = f"first {filler} samples" if filler > 1 else "first sample"
+    if filler > count:
+        some = f"{count} samples that there are" if count > 1 else "only sample"
+    return (
+        f"the model's batch is {batch}: the last one was filled with the {some} again"
+        f"{' and again' if filler > count else ''}"
+    )
+
+
+def refuse_batches(batch: int) -> None:
+    """Refuse shards of a model that fixes a batch.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if batch > 1:
+        raise ConfigError(
+            "shards are of single samples, got a model with a fixed batch of"
+            f" {batch}; export it with a batch that is open"
+        )
+
+
+def _but(chosen: Chosen, batch: int, without: range) -> frozenset[int]:
+    """All but the images or rows of some samples."""
+    left_out = list(chosen.good())[without.start * batch : without.stop * batch]
+    return frozenset(chosen.indices).difference(left_out)
+
+
+def _joined(group: list[Sample]) -> Sample:
+    joined: Sample = {}
+    for name, first in group[0].items():
+        shapes = {s[name].shape for s in group}
+        if len(shapes) > 1:
+            raise FeedError(
+                f"samples of one batch must have one shape, got {sorted(shapes)} for {name!r};"
+                " export the model with an open batch, or give all one size"
+            )
+        joined[name] = first if not first.shape else np.concatenate([s[name] for s in group])
+    return joined

@@ -12,21 +12,15 @@ from itertools import islice
 from typing import Any
 
 from deploy.errors import FeedError
-from deploy.feed.batches import batches, filled, refuse_batches
-from deploy.feed.denormalise import picture_in
-from deploy.feed.pictures import ImageSource
-from deploy.feed.posted import Posted, posted
+from deploy.feed.parallel import Stream
+from deploy.feed.pixels import picture_in
 from deploy.feed.preprocess import Preprocess, Size
 from deploy.feed.preview import View, Views
-from deploy.feed.reader import Reader
-from deploy.feed.sampling import Chosen
-from deploy.feed.share import Share, names_digest, share_of
-from deploy.feed.source import Sample, Source
-from deploy.feed.sources import VideoSource
-from deploy.feed.stream import Stream
-from deploy.feed.strewn import some
-from deploy.progress import phase
+from deploy.feed.reader import Reader, batches, filled, refuse_batches
+from deploy.feed.sampling import Chosen, Share, names_digest, share_of, some
+from deploy.feed.sources import ImageSource, Posted, Sample, Source, VideoSource, posted
 from deploy.tensors import Array
+from deploy.terminal import phase
 
 KEPT = 8  # samples that stay in memory: for shapes, latency runs, figures of inner tensors
 

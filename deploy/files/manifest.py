@@ -1,11 +1,22 @@
 """`manifest.json`: which files are one build, what they were made from, and whether they still are.
 
-It appears with the files that it names (`deploy.files.staging`). Files of earlier builds in the same
-folder, of another model or target, stay named apart.
+It appears with the files that it names (`deploy.files.staging`). Files of earlier builds in the
+same folder, of another model or target, stay named apart.
+
+A file and, beside it, a note of what it was made from and of its sha256.
+
+::
+
+    model.engine         the file, written first
+    model.engine.json    the note, written last: without it, or where it tells of other bytes, the
+                         file counts as not there
+
+So a crash between the two, a copy of only one, or an edit by hand never passes for the real thing.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +26,61 @@ from typing import Any
 from deploy.errors import CacheError, ExportError
 from deploy.files import atomic
 from deploy.files.reading import read_bytes, read_json
-from deploy.stamped import sha256
+
+
+def sha256(data: bytes) -> str:
+    """Sha256 in hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def note_of(path: Path) -> Path:
+    """Where the note of a file stands."""
+    return path.with_name(f"{path.name}.json")
+
+
+def keep(path: Path, data: bytes, made_from: Mapping[str, Any], *, digest: str = "sha256") -> Path:
+    """Write the file, then its note.
+
+    Args:
+        path: of the file.
+        data: its bytes.
+        made_from: all that it depends on, as plain JSON.
+        digest: the note's key for the sha256 of the file, which `made_from` lacks.
+
+    Raises:
+        ExportError: the folder is not writable.
+    """
+    atomic.write_bytes(path, data)
+    note = json.dumps({**made_from, digest: sha256(data)}, indent=1, sort_keys=True)
+    atomic.write_text(note_of(path), note + "\n")
+    return path
+
+
+def read_stamped(path: Path, *, digest: str = "sha256") -> tuple[bytes, dict[str, Any]]:
+    """(bytes of the file, what it was made from).
+
+    Raises:
+        CacheError: one of the two cannot be read, or the note tells of another file.
+    """
+    data = read_bytes(path, what="a file with a note beside it", error=CacheError, own=True)
+    what = f"the note of {path.name}"
+    note = read_json(note_of(path), what=what, error=CacheError, own=True)
+    if not isinstance(note, dict) or note.pop(digest, None) != sha256(data):
+        raise CacheError(
+            f"{path} must be as it was written, got other bytes than {note_of(path).name} tells of;"
+            " make it again"
+        )
+    return data, note
+
+
+def fitting(path: Path, made_from: Mapping[str, Any], *, digest: str = "sha256") -> bytes | None:
+    """The file's bytes where it was made from exactly this, and nothing was changed since."""
+    try:
+        data, note = read_stamped(path, digest=digest)
+    except CacheError:
+        return None
+    return data if note == json.loads(json.dumps(made_from)) else None
+
 
 NAME = "manifest.json"
 SETTINGS = "calib8.toml"  # the options of a build
@@ -79,7 +144,7 @@ def write(inside: Path, folder: Path, names: list[str], made_from: Mapping[str, 
     return atomic.write_text(inside / NAME, text)
 
 
-def read(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder.
 
     Raises:
@@ -135,7 +200,7 @@ def refuse_foreign(folder: Path, names: list[str]) -> None:
 def _known(folder: Path) -> dict[str, str]:
     """Name -> sha256 of the files that the manifest of a folder tells of, of any build."""
     try:
-        there = read(folder)
+        there = read_manifest(folder)
     except CacheError:
         return {}
     return {**there.earlier, **there.files, NAME: ""}

@@ -21,11 +21,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from deploy import locks
 from deploy.errors import ExportError
 from deploy.files import atomic
-from deploy.files.reading import read_json
-from deploy.inputs import refuse
+from deploy.files.reading import read_json, refuse
 
 _JOURNAL = "publishing.json"
 _KEPT = f"{atomic.PREFIX}kept"
@@ -77,7 +75,7 @@ class Stage:
             ExportError: one would replace an input, a folder or a device, or the disk refuses.
         """
         try:
-            with locks.alone(self.folder):
+            with atomic.alone(self.folder):
                 complete()
                 names = self.names()
                 for name in names:
@@ -104,7 +102,7 @@ class Stage:
         """Leave nothing behind but what was published, and a calibration that is whole."""
         if self._inside is None:
             return
-        with suppress(OSError, ExportError), locks.alone(self.folder):
+        with suppress(OSError, ExportError), atomic.alone(self.folder):
             _settled(self._inside, self.folder)
         os.close(self._handle)
         for folder in self._made:  # nothing was written: neither is the folder
@@ -116,7 +114,7 @@ class Stage:
             self._made = [p for p in (self.folder, *self.folder.parents) if not p.exists()]
             self.folder.mkdir(parents=True, exist_ok=True)
             recover(self.folder)
-            self._handle, inside = locks.claimed_folder(self.folder, prefix=atomic.PREFIX)
+            self._handle, inside = atomic.claimed_folder(self.folder, prefix=atomic.PREFIX)
         except OSError as error:
             raise ExportError(
                 f"{self.folder} must be a folder to write to, got: {error.strerror or error}; give"
@@ -149,10 +147,10 @@ def recover(folder: Path) -> None:
     """
     if not any(path.name != _KEPT for path in folder.glob(f"{atomic.PREFIX}*")):
         return
-    with suppress(OSError), locks.alone(folder):  # where it cannot be written to, it stays
+    with suppress(OSError), atomic.alone(folder):  # where it cannot be written to, it stays
         atomic.remove_leftovers(folder)
         for stage in sorted(folder.glob(f"{atomic.PREFIX}*")):
-            if stage.is_dir() and stage.name != _KEPT and not locks.claimed(stage):
+            if stage.is_dir() and stage.name != _KEPT and not atomic.claimed(stage):
                 _settled(stage, folder)
 
 

@@ -9,7 +9,7 @@ from deploy.errors import ModelError, QuantizedError
 from deploy.frontends.base import LoadedModel, Loader
 from deploy.frontends.onnx_file import load_onnx
 from deploy.frontends.torch_model import is_torch_spec, load_torch
-from deploy.progress import phase
+from deploy.terminal import phase
 
 if TYPE_CHECKING:
     import onnx
@@ -58,8 +58,8 @@ def load_either(source: str | Path | onnx.ModelProto) -> LoadedModel:
 def is_quantized(path: Path) -> bool:
     """Whether a file is an ONNX model that is quantized already, as far as it can be read."""
     from deploy.frontends.checks import check_float
+    from deploy.frontends.lift import restore
     from deploy.frontends.reader import model_bytes, parse_model
-    from deploy.frontends.stored import restore
 
     try:
         model = parse_model(model_bytes(path), str(path))

@@ -1,21 +1,86 @@
-"""What every frontend gives: a float32 ONNX model that is clean, checked and known by a digest."""
+"""What every frontend gives: a float32 ONNX model that is clean, checked and known by a digest.
+
+`Trained`: what a Q/DQ model says beside the float model that was taken out of it.
+
+::
+
+    Q/DQ model --.--> float model, without pairs        --.
+                 |--> range of each pair                  +--> LoadedModel, as of a float file
+                 '--> scales of weights; what is float  --'
+
+The ranges restore every grid of 8 bits to the bit (`calibrators.grids`); where a target has
+another grid they are what both have in common.
+
+A model's file read again: what is run is what was loaded, or the run ends.
+
+The identity of a model: one sha256 over what it computes, whatever way the file stores it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.errors import ModelError
 from deploy.feed.model_preprocess import Carried
-from deploy.frontends.reader import Stamp
+from deploy.frontends.checks import to_array
+from deploy.frontends.reader import Stamp, model_bytes, parse_model, read_stamped, stamp_of
+from deploy.graph.index import fed_inputs
 from deploy.tensors import TensorSpec
 
 if TYPE_CHECKING:
+    import numpy as np
     import onnx
+    from numpy.typing import NDArray
 
+    from calibrators.scales import Scales
+    from deploy.frontends.pairs import Grid
     from deploy.frontends.plugins import Behind
-    from deploy.frontends.trained import Trained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trained:
+    """What the pairs of a model say, whoever trained or calibrated it.
+
+    Attributes:
+        model: the Q/DQ model, functions inlined, weights inside, nodes named.
+        name: what the user calls it.
+        scales: tensor of the float model -> its range; of tensors too that only hand values on.
+        weights: node -> float32 scales of its symmetric weight, [C_out] or [1].
+        floats: node of the float model -> why it computes in float; all others run in int8.
+        written: nodes whose output, a Relu behind it included, goes through a pair.
+        grids: of the pairs on activations, by tensor of the float model.
+        stored: of the constants behind pairs.
+    """
+
+    model: onnx.ModelProto
+    name: str
+    scales: Scales
+    weights: Mapping[str, NDArray[np.float32]]
+    floats: Mapping[str, str]
+    written: frozenset[str]
+    grids: Mapping[str, tuple[Grid, ...]]
+    stored: tuple[Grid, ...]
+
+    @property
+    def kinds(self) -> str:
+        """The grids of its activations in words: "int8 with zero point 0"."""
+        kinds = {_kind(grid) for found in self.grids.values() for grid in found}
+        return " and ".join(sorted(kinds))
+
+    def only(self, dtype: str, *, symmetric: bool = False) -> bool:
+        """Whether all pairs on activations are of this type, with zero point 0 where asked."""
+        listed = (grid for found in self.grids.values() for grid in found)
+        return all(g.dtype == dtype and not (symmetric and g.zero.any()) for g in listed)
+
+
+def _kind(grid: Grid) -> str:
+    if grid.dtype == "int8" and not grid.zero.any():
+        return "int8 with zero point 0"
+    return grid.dtype
 
 
 @dataclass(frozen=True)
@@ -88,3 +153,123 @@ class LoadedModel:
 
 # (path, or "path.py:factory", or a model in memory; fold_batchnorm) -> LoadedModel
 Loader = Callable[["str | Path | onnx.ModelProto", bool], LoadedModel]
+
+
+def file_of(loaded: LoadedModel) -> bytes:
+    """The file as it was loaded, with its external data inside; of a model in memory itself.
+
+    Raises:
+        ModelError: the file or its external data changed since.
+    """
+    if loaded.source is None or loaded.stamp is None:
+        return bytes(loaded.model.SerializeToString())
+    if loaded.stamp.weights:
+        model, stamp = read_stamped(loaded.source)
+        refuse_other(loaded, stamp == loaded.stamp)
+        return bytes(model.SerializeToString())
+    data = model_bytes(loaded.source)
+    refuse_other(loaded, stamp_of(data) == loaded.stamp)
+    return data
+
+
+def graph_of(path: Path, loaded: LoadedModel) -> onnx.ModelProto:
+    """The graph as the file has it, external data left where it is.
+
+    Raises:
+        ModelError: the file changed since it was loaded.
+    """
+    data = model_bytes(path)
+    refuse_other(loaded, loaded.stamp is None or stamp_of(data).file == loaded.stamp.file)
+    return parse_model(data, str(path))
+
+
+def refuse_other(loaded: LoadedModel, same: bool) -> None:
+    """End a run whose model is not the one that was loaded.
+
+    Raises:
+        ModelError: it is not the same.
+    """
+    if not same:
+        raise ModelError(
+            f"{loaded.source} changed while calib8 ran, so that not all of the run saw the same"
+            " model; leave it alone meanwhile and run again"
+        )
+
+
+def model_digest(model: onnx.ModelProto) -> str:
+    """Sha256 (hex) of operator sets, graph, functions and weights.
+
+    External data must have been read. Names of nodes, documentation, metadata, producer,
+    inferred shapes, the order of initializers and raw or typed tensor fields do not count.
+
+    Raises:
+        ModelError: a tensor whose bytes do not fit its shape and type.
+    """
+    parts = [f"{o.domain}={o.version}".encode() for o in model.opset_import]
+    tree: list[object] = [sorted(parts), _graph(model.graph)]
+    for function in model.functions:
+        tree.append([function.domain, function.name, list(function.input), list(function.output)])
+        tree.append([_node(node) for node in function.node])
+    state = hashlib.sha256()
+    _feed(state, tree)
+    return state.hexdigest()
+
+
+def _feed(state: hashlib._Hash, item: object) -> None:
+    """Hash a tree of lists, strings and bytes so that no two trees give the same stream."""
+    if isinstance(item, list):
+        state.update(b"[%d]" % len(item))
+        for part in item:
+            _feed(state, part)
+        return
+    data = item if isinstance(item, bytes) else str(item).encode()
+    state.update(b"<%d>" % len(data))
+    state.update(data)
+
+
+def _graph(graph: onnx.GraphProto) -> list[object]:
+    weights = sorted(graph.initializer, key=lambda tensor: tensor.name)
+    return [
+        [_value(v) for v in fed_inputs(graph)],
+        [_value(v) for v in graph.output],
+        [_node(node) for node in graph.node],
+        [_tensor(tensor) for tensor in weights],
+        [t.SerializeToString(deterministic=True) for t in graph.sparse_initializer],
+    ]
+
+
+def _value(value: onnx.ValueInfoProto) -> list[object]:
+    return [value.name, value.type.SerializeToString(deterministic=True)]
+
+
+def _node(node: onnx.NodeProto) -> list[object]:
+    attributes = sorted(node.attribute, key=lambda attribute: attribute.name)
+    return [
+        node.op_type,
+        "" if node.domain == "ai.onnx" else node.domain,
+        list(node.input),
+        list(node.output),
+        [part for attribute in attributes for part in _attribute(attribute)],
+    ]
+
+
+def _attribute(attribute: onnx.AttributeProto) -> Iterable[object]:
+    yield attribute.name
+    if attribute.HasField("t"):
+        yield _tensor(attribute.t)
+    elif attribute.tensors:
+        yield [_tensor(tensor) for tensor in attribute.tensors]
+    elif attribute.HasField("g"):
+        yield _graph(attribute.g)
+    elif attribute.graphs:
+        yield [_graph(graph) for graph in attribute.graphs]
+    else:
+        plain = type(attribute).FromString(attribute.SerializeToString())
+        plain.doc_string = ""
+        yield plain.SerializeToString(deterministic=True)
+
+
+def _tensor(tensor: onnx.TensorProto) -> list[object]:
+    array = to_array(tensor)
+    data = repr(array.tolist()).encode() if array.dtype == object else array.tobytes()
+    return [tensor.name, tensor.data_type, list(tensor.dims), data]

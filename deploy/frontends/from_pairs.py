@@ -15,9 +15,17 @@ from typing import TYPE_CHECKING
 
 from calibrators.scales import Scale, Scales
 from deploy.errors import ModelError
-from deploy.frontends.pairs import DQ, Grid, Q, UnfitError, input_grid, sound_grid, weight_grid
-from deploy.frontends.spread import spread
-from deploy.frontends.trained import Trained
+from deploy.frontends.base import Trained
+from deploy.frontends.pairs import (
+    DQ,
+    Grid,
+    Q,
+    UnfitError,
+    input_grid,
+    sound_grid,
+    spread,
+    weight_grid,
+)
 from deploy.frontends.unpaired import named, without_pairs
 from deploy.graph.index import Graph
 from deploy.graph.placement import WEIGHTED
@@ -45,7 +53,7 @@ def read_trained(source: str | Path | onnx.ModelProto) -> LoadedModel:
     Raises:
         ModelError: it cannot be read, or its pairs cannot be taken for a calibration; says which.
     """
-    from deploy.frontends.digest import model_digest
+    from deploy.frontends.base import model_digest
     from deploy.frontends.metadata import carried_of
     from deploy.frontends.onnx_file import load_onnx
     from deploy.frontends.reader import read_stamped, refuse_external

@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING
 from deploy.errors import BackendError, ModelError, first_line
 from deploy.frontends import checks
 from deploy.frontends.affine import NORM, fold_affine
-from deploy.frontends.base import LoadedModel
-from deploy.frontends.digest import model_digest
+from deploy.frontends.base import LoadedModel, model_digest
 from deploy.frontends.fold import fold_constants, remove_identity
-from deploy.frontends.half import drop_casts, widen
-from deploy.frontends.lift import lift
+from deploy.frontends.lift import drop_casts, lift, restore, widen
 from deploy.frontends.metadata import carried_of
 from deploy.frontends.plugins import Behind, cut
 from deploy.frontends.reader import Stamp, read_stamped, refuse_external
-from deploy.frontends.stored import restore
 from deploy.graph.edit import (
     copied,
     copied_without,

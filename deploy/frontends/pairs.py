@@ -4,23 +4,36 @@
 
     x --> Q --> DQ --[moves]--> Conv <--[Cast, Transpose]-- DQ <-- int8 w      or Q <-- float w
           scale, zero point                                 scale a channel
+
+Ranges handed on where a node gives the values that it reads, and no others.
+
+::
+
+    x (range) --> MaxPool --> y              y gets it
+    x ----------> MaxPool --> y (range)      x gets it, if nothing else reads x
+
+A MaxPool of quantized values is the quantized MaxPool, so that it is all one where the pair stands.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from deploy.frontends.checks import to_array
-from deploy.graph.flow import MOVES
 from deploy.graph.index import Graph, attributes
+from deploy.graph.placement import CUTS, MOVES, keeps_range
 
 if TYPE_CHECKING:
     import onnx
     from numpy.typing import NDArray
+
+    from calibrators.scales import Scale
+
 
 Q, DQ = "QuantizeLinear", "DequantizeLinear"
 _HALF = 128  # a uint8 code stands for the int8 code so far below
@@ -194,3 +207,21 @@ def _zero(node: onnx.NodeProto, index: Graph, scale: NDArray[np.float32]) -> NDA
         return _zero(quantizer, index, scale)
     kind = attributes(node).get("output_dtype", 0) or 2  # onnx's default is uint8
     return np.zeros(scale.shape, helper.tensor_dtype_to_np_dtype(kind))
+
+
+_KEEPING = MOVES | CUTS | {"MaxPool", "Resize", "Cast"}  # a float16 model is cast at its ends
+
+
+def spread(graph: Graph, scales: Mapping[str, Scale]) -> dict[str, Scale]:
+    """The ranges with those of tensors that nodes between only hand on."""
+    known = dict(scales)
+    moves = [n for n in graph.nodes if n.op_type in _KEEPING and n.input and n.output]
+    between = [node for node in moves if keeps_range(graph, node)]
+    for node in reversed(between):
+        source, made = node.input[0], node.output[0]
+        if made in known and source not in known and graph.only_reader(source) is not None:
+            known[source] = known[made]
+    for node in between:
+        if node.input[0] in known:
+            known.setdefault(node.output[0], known[node.input[0]])
+    return known

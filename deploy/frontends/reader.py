@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.errors import ModelError
+from deploy.files.manifest import sha256
 from deploy.files.reading import opened, read_bytes
 from deploy.graph.index import all_nodes, subgraphs
-from deploy.stamped import sha256
 
 if TYPE_CHECKING:
     import onnx

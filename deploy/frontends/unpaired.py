@@ -22,9 +22,8 @@ import numpy as np
 from deploy.errors import ModelError
 from deploy.frontends.pairs import DQ, KEEPING, Grid, Q, grid_of
 from deploy.graph.edit import copied, free_inputs, name_nodes, rebuild, rename_reads, unused
-from deploy.graph.flow import MOVES, POOLS
 from deploy.graph.index import Graph, all_nodes, reads
-from deploy.graph.placement import WEIGHTED
+from deploy.graph.placement import MOVES, POOLS, WEIGHTED
 
 if TYPE_CHECKING:
     import onnx

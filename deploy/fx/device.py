@@ -1,10 +1,24 @@
-"""Where a model computes: on the CPU, on a GPU, or on torch's meta device, where nothing is."""
+"""Where a model computes: on the CPU, on a GPU, or on torch's meta device, where nothing is.
+
+Without what torch.export and its exporter write on stderr: notes, warnings, and whole graphs.
+
+What goes wrong arrives as an exception, which becomes a sentence.
+
+The state of every generator that a training may draw from, as tensors and plain values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -79,3 +93,84 @@ class Reached(nn.Module):
         homes = [value.device for value in inputs if isinstance(value, torch.Tensor)]
         output = self.model(*moved(inputs, device_of(self.model)))
         return moved(output, homes[0]) if homes else output
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Until the block ends, nothing that this thread logs, warns of or prints on stderr shows."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # torch's loggers have handlers and levels of their own
+    try:
+        with warnings.catch_warnings(), redirect_stderr(_Elsewhere()):
+            for kind in (DeprecationWarning, FutureWarning, UserWarning):
+                warnings.simplefilter("ignore", kind)
+            yield
+    finally:
+        logging.disable(before)
+
+
+class _Elsewhere:
+    """Stderr for all threads but the one that made this: progress is told by another."""
+
+    def __init__(self) -> None:
+        self._hushed, self._stream = threading.get_ident(), sys.stderr
+
+    def write(self, text: str) -> int:
+        """Nothing, or what stderr does."""
+        return len(text) if threading.get_ident() == self._hushed else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        """All else of stderr."""
+        return getattr(self._stream, name)
+
+
+State = dict[str, Any]
+
+
+def state() -> State:
+    """Of torch on the CPU and on every GPU, of numpy and of Python."""
+    version, words, gauss = random.getstate()
+    name, key, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (a user's own)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": [
+            str(name),
+            torch.from_numpy(np.array(key, np.int64)),
+            position,
+            has_gauss,
+            cached,
+        ],
+        "python": [version, torch.tensor(words), gauss],
+    }
+
+
+@contextmanager
+def seeded(seed: int = 0) -> Iterator[None]:
+    """Torch's generators begin at a seed until the block ends, and go on where they were."""
+    cpu = torch.get_rng_state()
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        for device, one in enumerate(gpus):
+            torch.cuda.set_rng_state(one, device)
+
+
+def restore(saved: State) -> None:
+    """Go on from `state()`; GPUs that are not here are left out.
+
+    Raises:
+        KeyError, TypeError, ValueError, RuntimeError: it is none.
+    """
+    torch.set_rng_state(saved["torch"])
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device, one in enumerate(saved["cuda"][:here]):
+        torch.cuda.set_rng_state(one, device)
+    name, key, position, has_gauss, cached = saved["numpy"]
+    words = key.numpy().astype(np.uint32)
+    np.random.set_state((name, words, position, has_gauss, cached))  # noqa: NPY002
+    version, held, gauss = saved["python"]
+    random.setstate((version, tuple(held.tolist()), gauss))

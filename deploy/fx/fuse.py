@@ -11,8 +11,8 @@ A norm before a layer, with nothing between, folds into that one instead::
 
     w' = w * factor of its input channel      b' = b + sum of w * shift
 
-and branches that are added become one layer (`deploy.fx.branches`). Dropout and views may stand
-between the two (`deploy.fx.between`).
+and branches that are added become one layer (`deploy.fx.modules`). Dropout and views may stand
+between the two (`deploy.fx.norms`).
 
 Left alone, each with its reason in the report: a layer whose output has another user (it would see
 the normalized value), a layer called at several places that do not all go to one norm (one weight
@@ -33,12 +33,21 @@ import torch
 from torch import fx, nn
 
 from deploy.errors import ModelError
-from deploy.fx.between import keeps_channels, readers_of, repeats, viewed, way_down, way_up
-from deploy.fx.branches import merge_branches
 from deploy.fx.capture import graph_of
-from deploy.fx.modules import functions_to_modules
-from deploy.fx.norms import FrozenNorm, freeze_affines, is_norm, norm_factors
-from deploy.fx.rewrite import is_op
+from deploy.fx.modules import functions_to_modules, merge_branches
+from deploy.fx.norms import (
+    FrozenNorm,
+    freeze_affines,
+    is_norm,
+    is_op,
+    keeps_channels,
+    norm_factors,
+    readers_of,
+    repeats,
+    viewed,
+    way_down,
+    way_up,
+)
 from deploy.fx.trace import replace_submodule
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

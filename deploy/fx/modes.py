@@ -22,13 +22,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from deploy.fx.calibrate import calibrate, set_phase
-from deploy.fx.convert import convert, scale_table
+from deploy.fx.convert import calibrate, convert, scale_table, set_phase
+from deploy.fx.fakequant import Search, search_for
 from deploy.fx.prepare import MODES, prepare, prepare_only
-from deploy.fx.profile import tensors_of
-from deploy.fx.same import check_same
-from deploy.fx.search import Search, search_for
-from deploy.fx.table import columns
+from deploy.fx.profile import check_same, columns, tensors_of
 from deploy.metrics.output_errors import sqnr_db
 from deploy.targets import Target
 

@@ -6,19 +6,236 @@ F.batch_norm(x, mean, ...)      `ChannelNorm`, also where a layer of timm calls 
 x * factor + shift              `FrozenNorm`, where both are computed from buffers alone, as in
                                 torchvision's FrozenBatchNorm2d; it does not train
 ==============================  ==============================================================
+
+What may stand between a layer and its norm: nothing of it changes what folding gives.
+
+Dropout in eval mode, and a view that keeps each value's channel known::
+
+    Linear [N, L, C] -> flatten(0, 1) -> BatchNorm1d [N*L, C]      channels stay last
+    Conv [N, C, 1, 1] -> flatten(1) -> BatchNorm1d [N, C]          nothing but the channels
+    BatchNorm2d [N, C, H, W] -> flatten(1) -> Linear of C*H*W      each channel H*W times
+
+Changing a traced graph: an operation in all its spellings, a pattern, and shapes along it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import io
+import operator
+from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from deploy.fx.rewrite import SPELLINGS, is_op
+from deploy.errors import ConfigError, ModelError, first_line
+
+_LIKE = (torch.ops.aten.reshape_as.default, torch.ops.aten.view_as.default)
+_VIEWS = (torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, *_LIKE)
+_LIKE_METHODS = ("reshape_as", "view_as", "expand_as")
+_VIEW_METHODS = ("flatten", "reshape", "view", "squeeze", "unsqueeze", *_LIKE_METHODS[:2])
+_IDLE = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+
+
+def way_up(graph_module: fx.GraphModule, norm: fx.Node) -> list[Any]:
+    """The nodes from what a norm reads to the first that is more than a view or dropout."""
+    way: list[Any] = [norm.args[0]]
+    while isinstance(way[-1], fx.Node) and _passes(graph_module, way[-1]):
+        way.append(way[-1].args[0])
+    return way
+
+
+def way_down(graph_module: fx.GraphModule, norm: fx.Node) -> list[fx.Node]:
+    """As `way_up`, to what alone reads the norm; empty where several do or none."""
+    way, readers = list[fx.Node](), readers_of(norm)
+    while len(readers) == 1:
+        way += readers
+        if not _passes(graph_module, way[-1]):
+            return way
+        readers = readers_of(way[-1])
+    return []
+
+
+def readers_of(node: fx.Node) -> list[fx.Node]:
+    """The users of a tensor that read its values, not its size alone."""
+    return [user for user in node.users if not _reads_size(user, node)]
+
+
+def _reads_size(user: fx.Node, node: fx.Node) -> bool:
+    if user.op == "call_method" and user.target in ("size", "dim"):
+        return True
+    like = user.target in (_LIKE if user.op == "call_function" else _LIKE_METHODS)
+    if like and user.op != "call_module":
+        return user.args[0] is not node
+    return user.target is getattr and user.args[1:] == ("shape",)
+
+
+def viewed(graph_module: fx.GraphModule, way: list[Any]) -> bool:
+    """Whether the values have other dimensions at the end of a way."""
+    return any(_is_view(graph_module, node) for node in way[:-1])
+
+
+def keeps_channels(layer: Any, way: list[Any], channels: int) -> bool:
+    """Whether dimension 1 of a view [M, C] of a layer's output is that of the layer's channels."""
+    if way[0].meta.get("rank") != 2:
+        return False
+    if isinstance(layer, nn.Linear):
+        return layer.out_features == channels
+    sizes = way[-1].meta.get("sizes")
+    return sizes is not None and layer.out_channels == channels == prod(sizes[1:])
+
+
+def repeats(layer: Any, norm: fx.Node, channels: int) -> int | None:
+    """How many values in a row of a Linear's input are of one channel of the norm; None if not."""
+    sizes = norm.meta.get("sizes")
+    if not isinstance(layer, nn.Linear) or sizes is None or sizes[1] != channels:
+        return None
+    return layer.in_features // channels if layer.in_features == prod(sizes[1:]) else None
+
+
+def sizes_of(value: torch.Tensor) -> tuple[int, ...] | None:
+    """A batch, taken for 0, and the sizes of an exported value; None where one is not known."""
+    rest = value.shape[1:]
+    return (0, *rest) if value.dim() and all(isinstance(size, int) for size in rest) else None
+
+
+def _passes(graph_module: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        module = graph_module.get_submodule(str(node.target))
+        return isinstance(module, (*_IDLE, nn.Flatten))
+    if node.target is functional.dropout:
+        training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
+        return training is False
+    return _is_view(graph_module, node)
+
+
+def _is_view(graph_module: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return isinstance(graph_module.get_submodule(str(node.target)), nn.Flatten)
+    return node.target in (_VIEWS if node.op == "call_function" else _VIEW_METHODS) and (
+        node.op in ("call_function", "call_method")
+    )
+
+
+# torch function: (operators, in-place operators and methods, methods)
+SPELLINGS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
+    "add": ((torch.add, operator.add, "add", "__add__", "__radd__"), (operator.iadd, "add_")),
+    "sub": ((torch.sub, operator.sub, "sub", "__sub__"), (operator.isub, "sub_")),
+    "mul": ((torch.mul, operator.mul, "mul", "__mul__", "__rmul__"), (operator.imul, "mul_")),
+    "div": ((torch.div, operator.truediv, "div", "__truediv__"), (operator.itruediv, "div_")),
+    "matmul": ((torch.matmul, operator.matmul, "matmul", "__matmul__"), ()),
+    "neg": ((torch.neg, operator.neg, "neg", "__neg__"), ("neg_",)),
+    "relu": ((torch.relu, torch.nn.functional.relu, "relu"), (torch.relu_, "relu_")),
+    "flatten": ((torch.flatten, "flatten"), ()),
+}
+
+
+def is_op(node: fx.Node, name: str) -> bool:
+    """Whether `node` is the operation `name` of `SPELLINGS`, in any spelling."""
+    plain, in_place = SPELLINGS[name]
+    return node.op in ("call_function", "call_method") and node.target in plain + in_place
+
+
+def replace_op(graph_module: fx.GraphModule, name: str, new: Callable[..., Any]) -> int:
+    """Make every `name` (operator, torch function, method) a call of `new`; gives how many.
+
+    Raises:
+        ConfigError: `name` is not in `SPELLINGS`, or the graph has no such node.
+        ModelError: a node with options `new` may not take (add's alpha), or an in-place one whose
+            changed input is used again.
+    """
+    if name not in SPELLINGS:
+        raise ConfigError(f"an operation is one of {', '.join(SPELLINGS)}, got {name!r}")
+    nodes = [node for node in graph_module.graph.nodes if is_op(node, name)]
+    if not nodes:
+        raise ConfigError(f"the graph has no {name} to replace")
+    for node in nodes:
+        _check_replaceable(node, name)
+        with graph_module.graph.inserting_after(node):
+            replacement = graph_module.graph.call_function(new, node.args, dict(node.kwargs))
+        node.replace_all_uses_with(replacement)
+        graph_module.graph.erase_node(node)
+    _refresh(graph_module)
+    return len(nodes)
+
+
+def replace_pattern(
+    graph_module: fx.GraphModule,
+    pattern: Callable[..., Any],
+    replacement: Callable[..., Any],
+) -> int:
+    """Replace each place where the graph computes `pattern` by `replacement`; gives how many.
+
+    Graph, pattern and replacement are first brought to one spelling of each operation, so that
+    `x + y` in the pattern also matches `x.add(y)` and `torch.add(x, y)`.
+
+    Raises:
+        ConfigError: the pattern is nowhere in the graph.
+    """
+    normalize(graph_module)
+    wanted = normalize(fx.symbolic_trace(pattern))
+    matches = fx.replace_pattern(graph_module, wanted, fx.symbolic_trace(replacement))
+    if not matches:
+        raise ConfigError("the pattern is nowhere in the graph; `calib8 trace --table` shows it")
+    _refresh(graph_module)
+    return len(matches)
+
+
+def normalize(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Give every operation of `SPELLINGS` its first spelling, the torch function; in place.
+
+    In-place spellings are left alone: their effect on the input may matter elsewhere.
+    """
+    for node in graph_module.graph.nodes:
+        for plain, _ in SPELLINGS.values():
+            if node.op in ("call_function", "call_method") and node.target in plain:
+                node.op, node.target = "call_function", plain[0]
+    _refresh(graph_module)
+    return graph_module
+
+
+def propagate_shapes(
+    graph_module: fx.GraphModule, *inputs: torch.Tensor
+) -> dict[str, tuple[int, ...]]:
+    """Run the graph once and give each tensor node's shape by the node's name.
+
+    The shapes also stay in `node.meta["tensor_meta"]`, as torch.fx's passes expect.
+
+    Raises:
+        ModelError: a node does not run for these inputs.
+    """
+    try:  # torch prints a traceback of its own before it raises
+        with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
+            ShapeProp(graph_module).propagate(*inputs)
+    except Exception as error:  # whatever a user's model raises
+        taken = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in inputs)
+        cause = error.__cause__ or error  # torch.fx wraps what the model raised
+        raise ModelError(f"the model must run for inputs {taken}, got: {first_line(cause)}") from (
+            cause
+        )
+    metas = {node.name: node.meta.get("tensor_meta") for node in graph_module.graph.nodes}
+    return {name: tuple(meta.shape) for name, meta in metas.items() if hasattr(meta, "shape")}
+
+
+def _check_replaceable(node: fx.Node, name: str) -> None:
+    options = sorted(set(node.kwargs) - {"input", "other"})
+    if options:
+        raise ModelError(f"{name} at {node.name} has options that differ: {', '.join(options)}")
+    source = node.args[0] if node.args else None
+    in_place = node.target in SPELLINGS[name][1]
+    if in_place and isinstance(source, fx.Node) and len(source.users) > 1:
+        raise ModelError(f"in-place {name} at {node.name} changes {source.name}, used elsewhere")
+
+
+def _refresh(graph_module: fx.GraphModule) -> None:
+    graph_module.graph.lint()
+    graph_module.recompile()
+
 
 STOCK = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _ORDERS: dict[Any, tuple[str, ...]] = {

@@ -5,26 +5,41 @@
     model --fold--> graph --prepare--> FakeQuant at each site, weights fake-quantized
           --calibrate--> ranges --train--> weights that like their grid
           --convert--> FixedQuant and int8 weights
+
+The grid of a target's activations, at fewer bits where that is asked for.
+
+Calls that are several operators to a runtime, written out: each tensor between is a node.
+
+::
+
+    SiLU                            x -> sigmoid -> mul
+    scaled_dot_product_attention    query, key -> matmul -> softmax -> matmul <- value
+    a Conv that pads by copies      x -> pad -> Conv without padding
+
+A pair may stand on any tensor that a runtime sees, and fake quantization wants a node for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.proxy import GraphAppendingTracer
+from torch.nn import functional
 
 from calibrators.grids import INT8, Grid
 from deploy.errors import ConfigError, ModelError
-from deploy.fx.capture import graph_of
-from deploy.fx.convert import CustomClasses
-from deploy.fx.copied import plain_copy
-from deploy.fx.coverage import REASONS
+from deploy.fx.capture import graph_of, is_layer
+from deploy.fx.convert import CustomClasses, loosest, watch
 from deploy.fx.device import device_of
 from deploy.fx.fakequant import DynamicQuant, FakeQuant
 from deploy.fx.fuse import (
+    CONVS,
     FOLDABLE,
     LEFT,
     called_module,
@@ -34,16 +49,136 @@ from deploy.fx.fuse import (
     foldable,
     layers_to_modules,
 )
-from deploy.fx.grids import at_bits
-from deploy.fx.int8_layers import WEIGHTED, QatConvBn, QatLayer, WeightQuant, channel_axis, quant_of
-from deploy.fx.lift import is_layer
-from deploy.fx.norms import FrozenNorm, is_norm
-from deploy.fx.opened import open_calls
-from deploy.fx.placement import Placed, Site, place
-from deploy.fx.rewrite import propagate_shapes
+from deploy.fx.int8_layers import (
+    REASONS,
+    WEIGHTED,
+    QatConvBn,
+    QatLayer,
+    WeightQuant,
+    channel_axis,
+    quant_of,
+)
+from deploy.fx.norms import FrozenNorm, is_norm, propagate_shapes
+from deploy.fx.source import plain_copy
+from deploy.fx.target_placement import Placed, Site, place
 from deploy.fx.trace import replace_submodule, submodule
-from deploy.fx.watched import loosest, watch
 from deploy.targets import Target, named
+
+BITS = (2, 3, 4, 5, 6, 7, 8)
+
+
+def at_bits(grid: Grid, bits: int) -> Grid:
+    """The integers of `grid`, of 8 bits, that `bits` have; stored in the same type.
+
+    Raises:
+        ConfigError: another number of bits, or a grid of floats.
+    """
+    if bits not in BITS:
+        raise ConfigError(f"bits are {BITS[0]} to {BITS[-1]}, got {bits}")
+    if grid.kind != "integer":
+        raise ConfigError(f"a PyTorch model is quantized to integers, got a grid of {grid.name}")
+    low = -(2 ** (bits - 1)) if grid.qmin < 0 else 0
+    name = grid.name.rstrip("0123456789") + str(bits)
+    return replace(grid, name=name, bits=bits, qmin=low, qmax=low + 2**bits - 1)
+
+
+SILUS = (functional.silu, torch.ops.aten.silu.default, torch.ops.aten.silu_.default)
+ATTENTION = functional.scaled_dot_product_attention
+
+
+def open_calls(graph_module: fx.GraphModule) -> None:
+    """Write out, in place, the calls inside of which a runtime may run something in int8."""
+    for node in list(graph_module.graph.nodes):
+        _pad_before(graph_module, node)
+        written = _written(graph_module, node)
+        if written is not None:
+            _replace(node, written)
+    graph_module.graph.lint()
+    graph_module.recompile()
+
+
+def _written(graph_module: fx.GraphModule, node: fx.Node) -> Callable[..., Any] | None:
+    """What to write for a node; None where it stays."""
+    if node.target in SILUS or isinstance(called_module(graph_module, node), nn.SiLU):
+        return _silu
+    return _attention if node.target is ATTENTION and _is_plain(node) else None
+
+
+def _pad_before(graph_module: fx.GraphModule, node: fx.Node) -> None:
+    """Let a convolution that pads by reflection or the like read what is padded already."""
+    module = called_module(graph_module, node)
+    layer: Any = module.layer if isinstance(module, QatLayer) else module
+    if not isinstance(layer, CONVS) or layer.padding_mode == "zeros":
+        return
+    widths, mode = layer._reversed_padding_repeated_twice, layer.padding_mode
+    for call in graph_module.graph.nodes:
+        if called_module(graph_module, call) is module:
+            with graph_module.graph.inserting_before(call):
+                options = {"mode": mode}
+                padded = graph_module.graph.call_function(
+                    functional.pad, (call.args[0], widths), options
+                )
+            call.replace_input_with(call.args[0], padded)
+    bare = copy.copy(layer)
+    bare.padding, bare.padding_mode = (0,) * len(layer.kernel_size), "zeros"
+    if isinstance(module, QatLayer):
+        module.layer = bare
+    else:
+        replace_submodule(graph_module, str(node.target), bare)
+
+
+def _replace(node: fx.Node, written: Callable[..., Any]) -> None:
+    tracer = GraphAppendingTracer(node.graph)
+    kwargs = {key: value for key, value in node.kwargs.items() if key != "inplace"}
+    with node.graph.inserting_before(node):
+        args, kwargs = fx.node.map_arg((node.args, kwargs), lambda one: fx.Proxy(one, tracer))
+        made = written(*args, **kwargs)
+    made.node.meta |= {key: node.meta[key] for key in ("rank",) if key in node.meta}
+    node.replace_all_uses_with(made.node)
+    node.graph.erase_node(node)
+
+
+def _silu(x: Any, inplace: bool = False) -> Any:
+    return x * torch.sigmoid(x)
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether an attention drops nothing and has a key for each query's head."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    rest = (given.get("dropout_p"), given.get("enable_gqa"))
+    known = all(isinstance(_meta(given[name]), torch.Size) for name in ("query", "key"))
+    return known and not any(rest)
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """As torch's exporter writes it: query and key are scaled before they are multiplied."""
+    shape, mask = _meta(query.node), None if attn_mask is None else attn_mask.node
+    factor = math.sqrt(1 / math.sqrt(shape[-1]) if scale is None else scale)
+    products = torch.matmul(query * factor, key.transpose(-2, -1) * factor)
+    if mask is not None:
+        boolean = mask.meta["tensor_meta"].dtype is torch.bool
+        away = torch.where(attn_mask, 0.0, -math.inf) if boolean else attn_mask
+        products = products + away
+    if is_causal:
+        sizes = shape[-2], _meta(key.node)[-2]
+        products = products + query.new_full(sizes, -math.inf).triu(1)
+    return torch.matmul(torch.softmax(products, -1), value)
+
+
+def _meta(node: Any) -> Any:
+    return getattr(node.meta.get("tensor_meta"), "shape", None) if node is not None else None
+
 
 MODES = ("static", "dynamic", "weight-only")
 APART = "norms='train' trains a norm right behind its own layer with it; norms='fold' folds it"

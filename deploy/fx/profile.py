@@ -3,6 +3,13 @@
 Time is measured node by node with an `fx.Interpreter`; FLOPs are counted by torch's own
 `FlopCounterMode` on the meta device, where nothing is computed and the count is exact. It counts
 what papers and other counters do, which `COUNTED` says with every profile.
+
+The traced graph as text: an IR table and Python code, equal on every run and machine.
+
+Whether two forms of a model compute the same: not by a tolerance alone, which proves little.
+
+What rounding explains is found by rounding less: where two float32 forms differ by more than a
+thousandth of the largest output, both are run in float64, in which they must agree to a millionth.
 """
 
 from __future__ import annotations
@@ -10,18 +17,78 @@ from __future__ import annotations
 import copy
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from deploy.errors import ModelError
+from deploy.fx.device import seeded
 from deploy.fx.fuse import called_module
-from deploy.fx.table import columns, target_name
-from deploy.progress import phase
+from deploy.terminal import page, phase
+
+COLUMNS = ("opcode", "name", "target", "args", "kwargs")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_HOMES = {"_operator": "operator", "torch._C._nn": "torch.nn.functional", None: "torch"}
+
+
+def table(graph_module: fx.GraphModule) -> str:
+    """One line a node: opcode, name, target, args, kwargs, in the graph's order."""
+    rows = [
+        (node.op, node.name, target_name(node.target), _text(node.args), _text(node.kwargs))
+        for node in graph_module.graph.nodes
+    ]
+    return columns([COLUMNS, *rows])
+
+
+def code(graph_module: fx.GraphModule) -> str:
+    """The Python source of the graph's forward."""
+    return _ADDRESS.sub("", graph_module.code.strip()) + "\n"
+
+
+def target_name(target: Any) -> str:
+    """A module's or method's name as it is; a function's as package.name, with no address."""
+    if isinstance(target, str):
+        return target
+    if isinstance(target, OpOverload):
+        return f"torch.ops.{target}"
+    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
+    if name is None:
+        return _ADDRESS.sub("", repr(target))
+    home = getattr(target, "__module__", None)
+    return f"{_HOMES.get(home, home)}.{name.rpartition('.')[2]}"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text, the first a heading, in aligned columns with a rule under the heading."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(v.ljust(w) for v, w in zip(row, widths, strict=True)) for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return page(line.rstrip() for line in lines) + "\n"
+
+
+def _text(value: Any) -> str:
+    """Like repr, with a node as its name and a function as its dotted name."""
+    if isinstance(value, fx.Node):
+        return f"%{value.name}"
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(_text, value)) + ("," if len(value) == 1 else "") + ")"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, slice):
+        return f"slice({_text(value.start)}, {_text(value.stop)}, {_text(value.step)})"
+    if callable(value) and hasattr(value, "__name__"):
+        return target_name(value)
+    return _ADDRESS.sub("", repr(value))
+
 
 SCHEMA = "calib8-profile/1"
 COUNTED = (
@@ -268,3 +335,84 @@ def _mega(count: int) -> str:
 def _wait_for_device() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+NEAR = 1e-3  # of the largest output, in float32
+EXACT = 1e-6  # of the largest output, in float64
+
+
+def check_same(
+    before: nn.Module, after: nn.Module, inputs: Sequence[torch.Tensor], what: str
+) -> float:
+    """The largest difference of the outputs of two forms of a model, in eval mode.
+
+    Args:
+        before: the user's model.
+        after: what was made of it.
+        inputs: of one run.
+        what: was made, as "folding BatchNorm".
+
+    Raises:
+        ModelError: they differ by more than rounding explains.
+    """
+    found, largest = _differ(before, after, inputs)
+    if not found <= NEAR * largest and not _same_in_float64(before, after, inputs):
+        raise ModelError(
+            f"{what} must not change what the model computes, and changes its outputs by up to"
+            f" {found:.3g} (largest output {largest:.3g}); look in the model's forward for what"
+            " depends on more than its inputs, and report it where there is nothing"
+        )
+    return found
+
+
+def difference(left: torch.Tensor, right: torch.Tensor) -> float:
+    """Largest absolute difference; 0 where both are NaN or the same infinity."""
+    left, right = left.detach().cpu().double(), right.detach().cpu().double()
+    equal = (left == right) | (left.isnan() & right.isnan())
+    apart = (left - right).abs()[~equal]
+    return float(apart.max()) if apart.numel() else 0.0
+
+
+def largest_of(output: Any) -> float:
+    """Largest finite absolute value of an output's tensors; 0 where there is none."""
+    values = [tensor.detach().double().nan_to_num(0, 0, 0).abs() for tensor in tensors_of(output)]
+    return max((float(value.max()) for value in values if value.numel()), default=0.0)
+
+
+def _differ(
+    before: nn.Module, after: nn.Module, inputs: Sequence[torch.Tensor]
+) -> tuple[float, float]:
+    """(largest difference, largest output) of one run of each."""
+    with evaluating(before), evaluating(after), torch.no_grad():
+        wanted, got = _run(before, inputs), _run(after, inputs)
+    pairs = zip(tensors_of(wanted), tensors_of(got), strict=True)
+    return max((difference(a, b) for a, b in pairs), default=0.0), largest_of(wanted)
+
+
+def _run(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
+    """The output, with the random values that both forms draw."""
+    with seeded():
+        return model(*inputs)
+
+
+def _same_in_float64(before: nn.Module, after: nn.Module, inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether they agree where nothing is rounded; not where either runs in its own dtype alone."""
+    doubled = [x.double() if x.is_floating_point() else x for x in inputs]
+    try:
+        forms = [copy.deepcopy(model).double() for model in (before, after)]
+        found, largest = _differ(forms[0], forms[1], doubled)
+    except Exception:  # a forward that names its dtype; what it raises is anything
+        return False
+    return found <= EXACT * largest
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In eval mode until the block ends, each module then in its own again."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

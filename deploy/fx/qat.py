@@ -6,12 +6,16 @@
     ranges     kept; or trained; or follow the data, then fixed
     norms      follow the batch                  frozen (where trained)
     rate       cosine, from the optimizer's own down to 1 / 100
+
+Scales that are trained with the weights, of activations and of weights: one option of QAT.
+
+They start where calibration left them, and their gradient is that of `deploy.fx.fakequant`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -21,23 +25,62 @@ import torch
 from torch import nn
 
 from deploy.errors import CalibrationError, ConfigError, FeedError
-from deploy.fx import checkpoint as checkpoints
-from deploy.fx.arguments import in_order
-from deploy.fx.calibrate import calibrate, freeze_norms, set_phase
-from deploy.fx.convert import convert
-from deploy.fx.copied import computed_weights, plain_copy
+from deploy.fx import distill
+from deploy.fx.convert import as_inputs, calibrate, convert, freeze_norms, set_phase
 from deploy.fx.device import CPU, Reached, device_of, moved
 from deploy.fx.distill import Distiller
-from deploy.fx.learned import Scales, hold, learn, values_of
-from deploy.fx.observe import as_inputs
+from deploy.fx.fakequant import FakeQuant, search_for
+from deploy.fx.int8_layers import QatLayer
 from deploy.fx.prepare import prepare, prepare_only, target_of
-from deploy.fx.same import check_same
-from deploy.fx.search import search_for
-from deploy.fx.task import RANGES
+from deploy.fx.profile import check_same
+from deploy.fx.source import computed_weights, plain_copy
+from deploy.fx.task import RANGES, in_order
 from deploy.fx.task import Task as Task
-from deploy.progress import phase
 from deploy.targets import Target
 from deploy.targets.options import given
+from deploy.terminal import phase
+
+Scales = Mapping[str, nn.Parameter]
+
+
+def learn(prepared: nn.Module) -> Scales:
+    """Make all scales of a calibrated model parameters; gives them by the names of their owners.
+
+    Raises:
+        CalibrationError: a tensor without a range.
+    """
+    found: dict[str, nn.Parameter] = {}
+    for name, module in prepared.named_modules():
+        if isinstance(module, FakeQuant):
+            found[module.name] = module.learn()
+        elif isinstance(module, QatLayer):
+            found[f"the weight of {name}"] = module.weight_quant.learn(module.folded()[0])
+    return found
+
+
+def values_of(scales: Scales) -> list[torch.Tensor]:
+    """What the scales are now, for `hold`."""
+    return [scale.detach().clone() for scale in scales.values()]
+
+
+def hold(scales: Scales, before: list[torch.Tensor]) -> None:
+    """Keep scales positive after a step of the optimizer: a step at most halves one.
+
+    Args:
+        scales: after the step.
+        before: `values_of` them before it.
+
+    Raises:
+        CalibrationError: one is no finite number, or nothing is left of it.
+    """
+    with torch.no_grad():
+        for (name, scale), old in zip(scales.items(), before, strict=True):
+            scale.copy_(torch.maximum(scale, old / 2))
+            if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+                raise CalibrationError(
+                    f"a learned scale must stay a positive number, got {scale.min():g} of {name};"
+                    " train slower, or keep the ranges of calibration"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +151,7 @@ def train(
     mark = _marks(task, prepared, optimizer, chosen, bits, search.label)
     first, losses = 0, list[float]()
     if checkpoint is not None and checkpoint.exists():
-        first, losses = checkpoints.resume(checkpoint, mark, prepared, optimizer)
+        first, losses = distill.resume(checkpoint, mark, prepared, optimizer)
         report(f"going on after epoch {first} of {checkpoint}")
     distiller = None
     if task.teacher is not None:
@@ -120,7 +163,7 @@ def train(
                 losses.append(_epoch(task, epoch, prepared, optimizer, distiller, learned))
                 report(f"epoch {epoch + 1}/{task.epochs}: loss {losses[-1]:.4f}")
                 if checkpoint is not None:
-                    checkpoints.save(checkpoint, mark, epoch + 1, prepared, optimizer, losses)
+                    distill.save(checkpoint, mark, epoch + 1, prepared, optimizer, losses)
                 step()
     finally:
         if distiller is not None:
@@ -135,7 +178,7 @@ def first_batches(task: Task) -> list[tuple[Any, ...]]:
     """The inputs of the first batches of epoch 0 on the CPU, to calibrate or to compare with.
 
     Args:
-        task: with tensors in order (`deploy.fx.arguments.in_order`).
+        task: with tensors in order (`deploy.fx.task.in_order`).
     """
     return [moved(as_inputs(x), CPU) for x in _first_inputs(task)]
 
@@ -156,7 +199,7 @@ def _marks(
     target: Target,
     bits: int,
     method: str,
-) -> checkpoints.Marks:
+) -> distill.Marks:
     """What a checkpoint must be of for the training to go on from it; the data is not looked at."""
     settings = {
         "target": (target.name, given(target)),
@@ -170,7 +213,7 @@ def _marks(
         "precision": task.amp,
     }
     teacher = task.teacher
-    return checkpoints.marks(task.model, prepared, optimizer, teacher=teacher, settings=settings)
+    return distill.marks(task.model, prepared, optimizer, teacher=teacher, settings=settings)
 
 
 def _prepared(task: Task, target: Target, bits: int) -> nn.Module:

@@ -1,20 +1,215 @@
-"""`nn.Module` -> `fx.GraphModule`, and a failed trace said in the user's own lines."""
+"""`nn.Module` -> `fx.GraphModule`, and a failed trace said in the user's own lines.
+
+Keeping calls of plain functions, of any package and builtins, in a traced graph.
+
+`torch.fx.wrap` reaches only the module that calls it. `global_wrap` replaces a function wherever a
+loaded module names it, while a `with` block lasts::
+
+    with global_wrap(len):
+        graph_module = trace(model)      # len(x) becomes a call_function node
+
+Hooks of layers, which a graph calls as wholes, made operations of the graph.
+
+torch.fx keeps a layer of torch.nn as one node and looks at nothing in it, so what a hook on the
+layer computes would belong to a node that passes replace::
+
+    conv with a forward hook (y -> 2 y)      becomes      conv -> mul
+
+Why torch.export could not follow a model, in the user's own lines, and what to do about it.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import functools
+import os
+import sys
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
 from shlex import quote
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from deploy.errors import ConfigError, ModelError
-from deploy.fx.copied import unwrapped
-from deploy.fx.hooks import computing, has_hooks, take_off
 from deploy.fx.model_inputs import input_names
-from deploy.fx.refusal import line_of
-from deploy.fx.wrap import Function, global_wrap
+from deploy.fx.source import unwrapped, users_line
+
+Function = Callable[..., Any]
+
+
+@contextmanager
+def global_wrap(*functions: Function) -> Iterator[None]:
+    """Make calls of `functions` with a traced argument into graph nodes, until the block ends.
+
+    Every loaded module's globals (and `builtins`) that name one of the functions are patched, and
+    restored at exit and on exception. Not reached: a function held in a closure, a default
+    argument or a class attribute. Not for several threads at once.
+    """
+    saved: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for function in functions:
+            recorded = _recording(function)
+            for names, name in list(_uses(function)):
+                saved.append((names, name, function))
+                names[name] = recorded
+        yield
+    finally:
+        for names, name, function in reversed(saved):
+            names[name] = function
+
+
+def find_function(name: str) -> Function:
+    """`len` or `package.module.function` -> the function.
+
+    Raises:
+        ConfigError: no such function.
+    """
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(import_module(module or "builtins"), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"--wrap takes a builtin or package.module.function, got {name!r}: {error}"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"--wrap takes a function, and {name!r} is {type(found).__name__}")
+    return found  # type: ignore[no-any-return]
+
+
+def _uses(function: Function) -> Iterator[tuple[dict[str, Any], str]]:
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None)
+        # torch.fx itself needs the real function to trace with
+        if not isinstance(names, dict) or str(names.get("__name__", "")).startswith("torch.fx"):
+            continue
+        for name, value in list(names.items()):
+            if value is function:
+                yield names, name
+
+
+def _recording(function: Function) -> Function:
+    @functools.wraps(function)
+    def record(*args: Any, **kwargs: Any) -> Any:
+        proxies: list[fx.Proxy] = []
+        fx.node.map_aggregate((args, kwargs), lambda value: _keep_proxy(value, proxies))
+        if not proxies:
+            return function(*args, **kwargs)
+        return proxies[0].tracer.create_proxy("call_function", function, args, kwargs)
+
+    return record
+
+
+def _keep_proxy(value: Any, proxies: list[fx.Proxy]) -> Any:
+    if isinstance(value, fx.Proxy):
+        proxies.append(value)
+    return value
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a forward hook or a forward pre-hook is registered on the module itself."""
+    return any(getattr(module, name) for name in _HOOKS)
+
+
+@contextmanager
+def computing(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Have a call of `module` run its hooks around `forward` in place of its own."""
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+def take_off(graph_module: fx.GraphModule, names: Iterable[str]) -> None:
+    """Put modules without hooks, of the same parameters, where hooks are in the graph by now."""
+    for name in sorted(names):
+        parent, _, child = name.rpartition(".")
+        setattr(graph_module.get_submodule(parent), child, _bare(graph_module.get_submodule(name)))
+
+
+def refuse_hooks(module: nn.Module, what: str) -> None:
+    """Raise `ModelError` where what the module computes is not all it gives."""
+    if has_hooks(module):
+        raise ModelError(
+            f"{what} must compute its output alone, got a forward hook on it; do in the model's"
+            " forward what the hook does, or take it off (handle.remove())"
+        )
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    bare = copy.copy(module)
+    for name in _HOOKS:
+        setattr(bare, name, OrderedDict())
+    return bare
+
+
+# each with what ends a folder's name: torchvision lies beside torch
+_LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<")
+
+
+def explain(error: BaseException, model: nn.Module) -> str:
+    """One sentence: the module, its file and line, what torch said, and the way out."""
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    name = innermost(error, model) or innermost(root, model)
+    whose = type(model.get_submodule(name)).__name__ + (f" ({name})" if name else "")
+    where = line_of(root) or line_of(error)
+    said = " ".join(str(root).split()).partition(" (unhinted")[0][:160]
+    return (
+        f"torch.export must be able to follow the model, and cannot follow {whose}"
+        + (f" at {where}" if where else "")
+        + f" ({type(root).__name__}: {said}); {_remedy(root, name)}"
+    )
+
+
+def innermost(error: BaseException, model: nn.Module) -> str:
+    """Name of the submodule in whose forward `error` was raised; "" for the model itself."""
+    names = {id(module.__dict__): name for name, module in model.named_modules()}
+    found = ""
+    for frame in _frames(error):
+        holder = frame.f_locals.get("self")
+        if isinstance(holder, nn.Module):  # torch.export calls stand-ins that share __dict__
+            found = names.get(id(holder.__dict__), found)
+    return found
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    at = error.__traceback__
+    while at is not None:
+        yield at.tb_frame
+        at = at.tb_next
+
+
+def line_of(error: BaseException) -> str:
+    """`file:line: the code there` of the user's deepest frame, else of a library's, or ''."""
+    own = users_line(error)
+    if own:
+        return own
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(_LIBRARIES):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return ""
+
+
+def _remedy(error: BaseException, name: str) -> str:
+    if "DataDependent" in type(error).__name__ or "data-dependent" in str(error).lower():
+        leaf = f"; profile keeps that part whole with --leaf {name}" if name else ""
+        return (
+            "replace `if`, `while` and .item() on the values of tensors by torch.where or"
+            f" arithmetic{leaf}"
+        )
+    return "it must run in eval mode for inputs of the shapes given, by tensor operations alone"
 
 
 class LeafTracer(fx.Tracer):

@@ -1,4 +1,16 @@
-"""Bounds beyond which no reader of a tensor can tell its values apart.
+"""How far a tensor's readers can tell its values apart, and where larger ones than seen will come.
+
+To the bounds of `deploy.graph.bounds` this adds the logits of scores. What a detector, a tagger
+or a mask says of most places is "nothing", and the few values that say "here" are what it is for:
+of 51 photos none held an object that a YOLOv8n was more than 0.38 sure of, so its range ended at
+0.5, and every score of 0.9 that came later was read as 0.5. Of such a tensor the rare large values
+are followed on, as far as a Sigmoid tells apart (`calibrators.percentile`)::
+
+    Conv --> t --> Reshape --> Concat --> Split --> Sigmoid --> score, output
+
+Not so where the Sigmoid is a gate, or any layer with weights reads on from it.
+
+Bounds beyond which no reader of a tensor can tell its values apart.
 
 A HardSwish gives 0 for everything below -3, so a scale that reaches to -80 spends its integers on
 nothing. Such tensors are common where int8 kernels need a pair between a Conv and its activation::
@@ -30,16 +42,26 @@ Sub, Mul or Div with one number, hand the bounds of what they make to what they 
 the loosest of what its readers need; what leaves the model, or is read by anything else, has none.
 
 Source: ONNX operators Clip-13, HardSigmoid-6, HardSwish-14 and Gelu-20.
+
+Nodes for which float16 is too narrow.
+
+A value past 65504 is infinity in it, and a constant of 1e-9 that keeps a logarithm finite is 0.
+
+How a convolution goes over its input, from its node's attributes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import onnx
 
+from calibrators.rounding import Window
 from deploy.graph.index import Graph, attributes
+from deploy.graph.placement import MOVES, WEIGHTED
 
 Bounds = tuple[float, float]
 
@@ -226,3 +248,195 @@ class _Readers:
     def _number_beside(self, tensor: str, node: onnx.NodeProto) -> float | None:
         others = [name for name in node.input if name != tensor]
         return self.graph.number(others[0]) if len(others) == 1 else None
+
+
+class Reach(NamedTuple):
+    """Of one tensor, in real units.
+
+    Attributes:
+        floor: no reader tells values below it apart.
+        ceiling: nor above it.
+        followed: how far rare large values are followed beyond those seen; -inf for not at all.
+    """
+
+    floor: float
+    ceiling: float
+    followed: float = -math.inf
+
+
+EVERYWHERE = Reach(-math.inf, math.inf)
+
+
+def reaches(model: onnx.ModelProto) -> dict[str, Reach]:
+    """Tensor -> its reach; only tensors whose reach is not `EVERYWHERE`.
+
+    Args:
+        model: a cleaned model, its nodes in the order in which they run.
+    """
+    found = {name: Reach(*ends) for name, ends in bounds(model).items()}
+    for name in _logits(Graph(model)):
+        found[name] = found.get(name, EVERYWHERE)._replace(followed=SIGMOID[1])
+    return found
+
+
+def _logits(graph: Graph) -> set[str]:
+    """Tensors that only moves part from the Sigmoid of a score, the Sigmoid's input included."""
+    read_on = _before_weights(graph)
+    waiting = [
+        str(node.input[0])
+        for node in graph.nodes
+        if node.op_type == "Sigmoid" and node.output[0] not in read_on and _is_score(graph, node)
+    ]
+    found: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += _handed_on(graph.producer.get(name))
+    return found
+
+
+def _before_weights(graph: Graph) -> set[str]:
+    """Tensors from which a way leads to a layer with weights."""
+    found: set[str] = set()
+    for node in reversed(graph.nodes):
+        if node.op_type in WEIGHTED or not found.isdisjoint(node.output):
+            found.update(node.input)
+    return found
+
+
+def _is_score(graph: Graph, sigmoid: onnx.NodeProto) -> bool:
+    """Whether what a Sigmoid makes, moved or not, only scales what other Sigmoids make."""
+    names = [str(sigmoid.output[0])]
+    for name in names:  # grows while it is walked
+        for reader in graph.readers.get(name, []):
+            if name in _handed_on(reader):
+                names += reader.output
+            elif reader.op_type == "Mul" and not all(
+                other in graph.constants or other == name or _made_by_sigmoid(graph, other)
+                for other in reader.input
+            ):
+                return False
+    return True
+
+
+def _made_by_sigmoid(graph: Graph, name: str) -> bool:
+    node = graph.producer.get(name)
+    while node is not None and node.op_type != "Sigmoid" and len(_handed_on(node)) == 1:
+        node = graph.producer.get(_handed_on(node)[0])
+    return node is not None and node.op_type == "Sigmoid"
+
+
+def _handed_on(node: onnx.NodeProto | None) -> list[str]:
+    """The inputs whose values a node hands on as they are."""
+    if node is None:
+        return []
+    if node.op_type == "Concat":
+        return list(map(str, node.input))
+    return [str(node.input[0])] if node.op_type in MOVED else []
+
+
+_FLOAT = 1  # onnx.TensorProto
+_LARGEST = 65504 / 8  # what float16 holds, with room for what calibration has not seen
+_VANISHES = 2.0**-25  # float16 rounds this to 0, and what is less
+_GUARDS = frozenset({"Add", "Clip", "Max", "Sub"})  # with such a constant, of a Log or a Div behind
+_PASSES = MOVES | {"Expand", "Identity", "Tile"}  # give what they read
+_ZERO = ", is 0 in float16"  # ends what is said of a constant
+
+
+def wide_nodes(
+    graph: Graph, largest: Mapping[str, float], *, but: Collection[str]
+) -> dict[str, str]:
+    """Node -> why it must not compute in float16.
+
+    Of a node whose constant is 0 in it, also those that need what this keeps above 0.
+
+    Args:
+        graph: of the float model.
+        largest: tensor -> largest |x| that was seen, as far as it is known.
+        but: nodes that run in int8.
+    """
+    why: dict[str, str] = {}
+    for node in graph.nodes:
+        said = too_wide(graph, node, largest) if node.op_type != "Constant" else ""
+        for each in _with_readers(graph, node, said) if said else ():
+            why.setdefault(each.name, said)
+    wide = why.keys() - but
+    return {node.name: why[node.name] for node in graph.nodes if node.name in wide}
+
+
+def _with_readers(graph: Graph, node: onnx.NodeProto, said: str) -> Iterator[onnx.NodeProto]:
+    yield node
+    if said.endswith(_ZERO) and node.op_type != "Div":
+        yield from graph.readers.get(node.output[0], ())
+
+
+def too_wide(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, float]) -> str:
+    """What float16 does not hold of what a node reads or makes; "" where it holds it all.
+
+    Args:
+        graph: of the float model, or of one with pairs.
+        node: one of its nodes.
+        largest: tensor of the float model -> largest |x| that was seen.
+    """
+    for name in (*node.input, *node.output):
+        size = _largest_of(graph, name) or largest.get(_plain(name), 0.0)
+        if not size <= _LARGEST:
+            return f"|{_plain(name)}| reaches {size:.3g}, which is too near float16's 65504"
+    return _vanishes(graph, node)
+
+
+def _vanishes(graph: Graph, node: onnx.NodeProto) -> str:
+    """The constant of the node, or of what makes its divisor or what it moves, that is 0 in it."""
+    while node.op_type == "Div" or node.op_type in _PASSES:
+        made_by = graph.producer.get(node.input[node.op_type == "Div"])
+        if made_by is None:
+            return ""
+        node = made_by
+    for name in node.input if node.op_type in _GUARDS else ():
+        size = _largest_of(graph, name)
+        if 0 < size <= _VANISHES:
+            return f"{_plain(name)}, {size:.3g}, which may keep a value above 0{_ZERO}"
+    return ""
+
+
+def _largest_of(graph: Graph, name: str) -> float:
+    """The largest |x| of a float constant; 0 of all else."""
+    from onnx import numpy_helper
+
+    constant = graph.initializers.get(name)
+    if constant is None or constant.data_type != _FLOAT:
+        return 0.0
+    return float(np.abs(numpy_helper.to_array(constant)).max(initial=0.0))
+
+
+def _plain(name: str) -> str:
+    """The tensor of the float model behind one beside a pair."""
+    return name.removesuffix("/dequantized").removesuffix("/float")
+
+
+def window_of(
+    given: Mapping[str, Any], kernel: Sequence[int], *, transposed: bool = False
+) -> Window:
+    """The window of a Conv or ConvTranspose.
+
+    Args:
+        given: the node's attributes.
+        kernel: sizes of its weight's spatial axes.
+        transposed: it is a ConvTranspose, without auto_pad and output_shape.
+    """
+    rank = len(kernel)
+
+    def whole(name: str, otherwise: list[int]) -> tuple[int, ...]:
+        return tuple(int(v) for v in given.get(name, otherwise))
+
+    return Window(
+        kernel=tuple(int(k) for k in kernel),
+        strides=whole("strides", [1] * rank),
+        dilations=whole("dilations", [1] * rank),
+        pads=whole("pads", [0] * 2 * rank),
+        auto=given.get("auto_pad", b"NOTSET").decode(),
+        group=int(given.get("group", 1)),
+        transposed=transposed,
+        more=whole("output_padding", []),
+    )

@@ -10,7 +10,7 @@ computed inside it, so the scale is that of the tail's output::
     x --[Q DQ]--> Conv --> Relu --[Q DQ]--> ...       not between Conv and Relu
                   '---- tail --'
 
-A Hard-Swish, however it is written, is decided as one node (see `deploy.graph.gates`).
+A Hard-Swish, however it is written, is decided as one node (see `deploy.graph.placement`).
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ from functools import cached_property
 import onnx
 
 from calibrators.grids import FP8, INT8, UINT8
-from deploy.graph.flow import (
+from deploy.graph.index import Graph, Still, attributes
+from deploy.graph.placement import (
+    GATE,
     MOVES,
     POOLS,
+    Gate,
+    Placement,
     added_bias,
     behind_float_concat,
+    collapsed,
+    gates,
     has_number,
     inputs_read,
     read_in_float,
     reads_int8,
     with_concats,
 )
-from deploy.graph.gates import GATE, Gate, collapsed, gates
-from deploy.graph.index import Graph, Still, attributes
-from deploy.graph.placement import Placement
 from deploy.graph.refusal import holds_number, owner, refusal
 
 AS_ASKED = "kept float as asked"  # the reason of a node that the user keeps in float

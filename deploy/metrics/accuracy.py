@@ -1,7 +1,7 @@
 """How far an engine's outputs are from the reference's, in one pass and flat memory.
 
-Each output as a whole (`deploy.metrics.output_errors` has the formulas), its parts, and what it is for:
-`deploy.metrics.truth`. NaN and Inf are never averaged away: `problems` says so.
+Each output as a whole (`deploy.metrics.output_errors` has the formulas), its parts, and what it is
+for: `deploy.metrics.truth`. NaN and Inf are never averaged away: `problems` says so.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
-from deploy.graph.width import of_own_channels
-from deploy.metrics.changes import Changes
-from deploy.metrics.form import Form
-from deploy.metrics.output_errors import OutputAccuracy, RunningError, cosine, output_json, sqnr_db
+from deploy.graph.index import of_own_channels
+from deploy.metrics.output_errors import (
+    Changes,
+    OutputAccuracy,
+    RunningError,
+    cosine,
+    output_json,
+    sqnr_db,
+)
 from deploy.metrics.precision import GroundTruth, MeanPrecision
-from deploy.metrics.rows import batch_length
+from deploy.metrics.rows import Top1, batch_length
 from deploy.metrics.tasks import Metric, TaskFigure
-from deploy.metrics.tasks.examples import Example
-from deploy.metrics.top1 import Top1
-from deploy.metrics.truth import PartAccuracy, Truth, part_json, task_json
+from deploy.metrics.tasks.task import Example
+from deploy.metrics.truth import Form, PartAccuracy, Truth, part_json, task_json
 from deploy.tensors import Array, Session, Speaking, TensorSpec
 
 

@@ -98,7 +98,7 @@ def remembered(paths: Iterable[Path], inputs: Iterable[TensorSpec]) -> dict[str,
     """Shapes of open inputs, as the build that wrote one of these files calibrated with them."""
     for path in paths:
         try:
-            there = manifest.read(path.parent)
+            there = manifest.read_manifest(path.parent)
         except CacheError:
             continue
         if path.name in there.files:

@@ -2,13 +2,18 @@
 
 ONNX Runtime writes a profile of its kernels; another runtime's session may time its layers itself.
 Both disturb what they measure, so such a run is never the one whose latency is told.
+
+What an engine is made of once its runtime has built it, as that runtime tells.
+
+A runtime that builds for a device fuses nodes into layers and chooses the type that each computes
+in; what a Q/DQ model or a calibration cache asks for is only a wish.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -16,10 +21,11 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from deploy.errors import ConfigError
+from deploy.machine import Device
 from deploy.metrics.latency import Feeds, percentile
-from deploy.progress import phase
 from deploy.runtimes.ort import OrtSession, kernel_events, profiled
 from deploy.tensors import Session
+from deploy.terminal import phase
 
 _WARMUP = 2  # runs that do not count
 _BODIES = frozenset(
@@ -123,3 +129,48 @@ def _p50(taken: Sequence[float], runs: int) -> float:
     each = max(len(taken) // (runs + _WARMUP), 1)
     counted = np.sort(np.asarray(taken[_WARMUP * each :] or taken, np.float64))
     return each * percentile(counted, 50)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanLayer:
+    """One layer of an engine.
+
+    Attributes:
+        name: as the runtime calls it.
+        kind: what it does, in the runtime's word.
+        precision: type of what it reads first, which is what it computes in: "int8", "float16";
+            "" where that is not told.
+        nodes: the model's nodes that it runs, as far as they are told.
+        reformat: whether it only changes type or layout of a tensor, for the next one to read.
+    """
+
+    name: str
+    kind: str = ""
+    precision: str = ""
+    nodes: tuple[str, ...] = ()
+    reformat: bool = False
+
+
+@runtime_checkable
+class OnDevice(Protocol):
+    """A `Session` of an engine that was built for a device."""
+
+    @property
+    def device(self) -> Device:
+        """What it runs on."""
+        ...
+
+    def layers(self) -> tuple[RanLayer, ...]:
+        """The engine's layers in their order; none where the engine does not tell."""
+        ...
+
+
+def devices_of(sessions: Mapping[str, Session]) -> tuple[Device, ...]:
+    """The accelerators that sessions run on, each once."""
+    found = (one.device for one in sessions.values() if isinstance(one, OnDevice))
+    return tuple(dict.fromkeys(found))
+
+
+def layers_of(session: Session | None) -> tuple[RanLayer, ...]:
+    """What an engine tells of its layers; nothing where ONNX Runtime runs it, or none does."""
+    return session.layers() if isinstance(session, OnDevice) else ()

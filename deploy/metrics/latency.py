@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import ConfigError
-from deploy.progress import lasting
 from deploy.tensors import Array, Session
+from deploy.terminal import lasting
 
 OVERHEAD_MS = 0.02  # of a runtime itself: a smaller difference is not the engine's doing
 UNSTABLE_PERCENT = 2.5  # trtexec's limit for the coefficient of variance

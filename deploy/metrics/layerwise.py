@@ -8,7 +8,8 @@ output of the DequantizeLinear behind it::
     int8    ... Conv --X--> QuantizeLinear --> DequantizeLinear --X'--> Relu ...
                                                         compared: X and X'
 
-Where it has more channels there than X, all zero (`deploy.targets.onnxruntime.conv_rewrites`), its first ones count.
+Where it has more channels there than X, all zero (`deploy.targets.onnxruntime.conv_rewrites`), its
+first ones count.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from deploy.graph.width import WIDE
+from deploy.graph.index import WIDE
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -74,14 +75,16 @@ def _dequantized(model: ModelProto) -> dict[str, str]:
         for node in model.graph.node
         if _is(node, "Quantize") and node.output[0] in back
     }
-    # where all readers read int8, deploy.targets.onnxruntime.qdq gives the tensor's own name to the result
+    # where all readers read int8, deploy.targets.onnxruntime.qdq gives the tensor's own name to the
+    # result
     return read_as | {name: name for name in (*read_as.values(), *_moved(model))}
 
 
 def _moved(model: ModelProto) -> set[str]:
     """Outputs of DequantizeLinears whose integers another node makes than a QuantizeLinear.
 
-    So the copies in place of a nearest Resize or a ConvTranspose do (`deploy.targets.onnxruntime.target`).
+    So the copies in place of a nearest Resize or a ConvTranspose do
+    (`deploy.targets.onnxruntime.target`).
     """
     made = {
         name: _is(node, "Quantize") or node.op_type == "Constant"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deploy.metrics.accuracy import Accuracy
-from deploy.metrics.changes import LEFT_DB
+from deploy.metrics.output_errors import LEFT_DB
 from deploy.metrics.truth import PartAccuracy
 
 GOOD, DOUBTFUL, UNUSABLE, FLOAT = "good", "doubtful", "unusable", "stay in float"

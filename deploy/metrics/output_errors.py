@@ -8,15 +8,41 @@ A single value has no direction but its sign: of an output of one value a sample
 of all samples' values together.
 NaN and Inf are never averaged away: an output that holds one, or whose shape differs, has no
 SQNR, cosine or error (NaN).
+
+An input at the size of a larger output, as any program makes it, whatever the model is.
+
+What a model changes of its input, where what it gives is that input but for a little.
+
+A watermark, a denoised or a sharpened picture is the picture itself plus what was changed, and one
+of super resolution is what any program makes of it at that size, plus what was added. To give
+the input back as it is would be good by the output's SQNR, though nothing of the model is left::
+
+    input given back, dB     10 log10(sum r^2 / sum (r - x)^2)          where it is good, then
+    left of the change, dB   10 log10(sum (r - x)^2 / sum (r - c)^2)
+
+What a model always says, where what it says of a sample is little beside that.
+
+An age, a temperature or a score of quality is some usual number plus what the sample moves it by.
+To say the usual number whatever is fed would be good by the output's SQNR, though nothing of the
+model is left::
+
+    said always, dB          10 log10(sum r^2 / sum (r - mean)^2)        where it is good, then
+    left of what varies, dB  10 log10(sum (r - mean)^2 / sum (r - c)^2)
+
+So it is of a few numbers, each of which is read. Many stand for something together; scores of
+classes, or features, that hardly vary are those of a network that is not trained.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import cv2
 import numpy as np
 
+from deploy.metrics.rows import Outputs
 from deploy.tensors import Array
 
 _BLOCK = 1 << 13  # values of a row that are summed at a time; for more, BLAS wakes its threads
@@ -191,3 +217,143 @@ def output_json(output: OutputAccuracy) -> dict[str, object]:
 def number(value: float) -> float | str:
     """A number, or the word for one that JSON has none for."""
     return value if math.isfinite(value) else str(value)
+
+
+_PICTURE = 4  # dimensions
+_FACTORS = [(k, 0) for k in range(2, 17)]  # times the size that super resolution makes a picture
+
+
+def resized(value: Array, fed: Array) -> Array | None:
+    """The input at the output's size; None where that is not 2 to 16 times its own."""
+    floating = all(np.issubdtype(one.dtype, np.floating) for one in (value, fed))
+    axes = _larger(value.shape, fed.shape) if floating else None
+    return None if axes is None else _bicubic(fed, value.shape, last=axes == (1, 2))
+
+
+def _larger(value: tuple[int, ...], fed: tuple[int, ...]) -> tuple[int, int] | None:
+    """Which two dimensions of four are so many times as large, height and width alike."""
+    if len(value) != len(fed) or len(value) != _PICTURE or 0 in fed:
+        return None
+    for axes in ((2, 3), (1, 2)):
+        others = [value[k] == fed[k] for k in range(_PICTURE) if k not in axes]
+        factors = {divmod(value[k], fed[k]) for k in axes}
+        if all(others) and len(factors) == 1 and next(iter(factors)) in _FACTORS:
+            return axes
+    return None
+
+
+def _bicubic(fed: Array, shape: tuple[int, ...], *, last: bool) -> Array:
+    """Every channel by bicubic interpolation, as a program does that knows nothing of the model."""
+    first = np.moveaxis(fed, 3, 1) if last else fed
+    height, width = shape[1:3] if last else shape[2:]
+    planes = first.reshape(-1, *first.shape[2:]).astype(np.float64)
+    larger = [cv2.resize(one, (width, height), interpolation=cv2.INTER_CUBIC) for one in planes]
+    found = np.stack(larger).reshape(*first.shape[:2], height, width)
+    return np.moveaxis(found, 1, 3) if last else found
+
+
+GIVEN_BACK_DB = 15.0  # what the verdict calls good
+ROUNDING_DB = 60.0  # a change that is less is none
+LEFT_DB = 5.0  # less of the change is mostly noise
+
+
+@dataclass(slots=True)
+class Changes:
+    """Running sums of every output that has the shape of an input, or several times its size.
+
+    Attributes:
+        sums: (output, input) -> squares of the output, of the change and of the noise.
+        apart: pairs of which a sample had other shapes.
+        larger: pairs whose output is larger than the input.
+    """
+
+    sums: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    apart: set[tuple[str, str]] = field(default_factory=set)
+    larger: set[tuple[str, str]] = field(default_factory=set)
+
+    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        """Add one batch."""
+        for name, left in reference.items():
+            for source, fed in inputs.items():
+                shown = fed if _alike(left, fed) else resized(left, fed)
+                if shown is not None and candidate[name].shape == left.shape:
+                    self._count((name, source), shown, left, candidate[name])
+                    if shown is not fed:
+                        self.larger.add((name, source))
+                else:
+                    self.apart.add((name, source))
+
+    def _count(self, pair: tuple[str, str], fed: Array, left: Array, right: Array) -> None:
+        own = left.astype(np.float64)
+        found = (own, own - fed, own - right)
+        before = self.sums.get(pair, [0.0, 0.0, 0.0])
+        self.sums[pair] = [a + float(np.vdot(b, b)) for a, b in zip(before, found, strict=True)]
+
+    def lost(self) -> Iterator[str]:
+        """A sentence on each output of which next to nothing of the change is left."""
+        for (name, source), (signal, change, noise) in self.sums.items():
+            if (name, source) in self.apart or not np.isfinite(signal + change + noise):
+                continue
+            given_back, left = sqnr_db(signal, change), sqnr_db(change, noise)
+            if change > 0 and given_back >= GIVEN_BACK_DB and left < LEFT_DB:
+                how = "resized" if (name, source) in self.larger else "given back as it is"
+                yield (
+                    f"{left:.1f} dB are left of what the model changes of {source} in {name}:"
+                    f" {source} itself, {how}, would have {given_back:.1f} dB"
+                )
+
+
+def given_back(samples: Sequence[Array], fed: Sequence[Outputs]) -> str:
+    """The input that an output gives back but for a small change in all samples; "" for none."""
+    for name in fed[0] if fed else ():
+        pairs = [(one, inputs[name]) for one, inputs in zip(samples, fed, strict=False)]
+        if all(_alike(*pair) for pair in pairs):
+            signal, change = (
+                sum(float(np.square(one, dtype=np.float64).sum()) for one in values)
+                for values in ([one for one, _ in pairs], [less(*pair) for pair in pairs])
+            )
+            if change > 0 and GIVEN_BACK_DB <= sqnr_db(signal, change) <= ROUNDING_DB:
+                return name
+    return ""
+
+
+def less(value: Array, fed: Array) -> Array:
+    """What was changed of an input; a value of another shape as it is."""
+    return np.subtract(value, fed, dtype=np.float32) if value.shape == fed.shape else value
+
+
+def _alike(value: Array, fed: Array) -> bool:
+    floating = all(np.issubdtype(one.dtype, np.floating) for one in (value, fed))
+    return floating and value.ndim >= _PICTURE and value.shape == fed.shape
+
+
+USUAL = "its mean"
+_FEW = 32  # numbers that are read one by one
+
+
+def usual_of(samples: Sequence[Array]) -> Array | None:
+    """The mean of a few numbers a sample that vary little beside it; None of other outputs."""
+    first = samples[0]
+    if len(samples) < 2 or not 0 < first.size <= _FEW or first.size != max(first.shape, default=0):
+        return None
+    if any(one.shape != first.shape or not _is_numbers(one) for one in samples):
+        return None
+    values = np.stack(samples).astype(np.float64)
+    if values.min() >= 0 and values.max() <= 1:  # probabilities: near 1 nothing tells them apart
+        return None
+    mean = values.mean(axis=0)
+    signal, varies = float(np.square(values).sum()), float(np.square(values - mean).sum())
+    if varies > 0 and GIVEN_BACK_DB <= sqnr_db(signal, varies) <= ROUNDING_DB:
+        return np.asarray(mean, np.float32)
+    return None
+
+
+def less_usual(value: Array, usual: Array) -> Array:
+    """What a sample moves it by; a value of another shape as it is."""
+    if value.shape[1:] != usual.shape[1:]:
+        return value
+    return np.asarray(np.subtract(value, usual, dtype=np.float32))
+
+
+def _is_numbers(value: Array) -> bool:
+    return bool(np.issubdtype(value.dtype, np.floating) and np.isfinite(value).all())

@@ -8,7 +8,7 @@
           -> targets (files, build, session) -> metrics -> report
 
 `calibrate` goes as far as what was observed and keeps it in a cache; `build` goes all the way. A
-Q/DQ model brings its ranges along (`deploy.calibration.trained`): `build` observes and searches
+Q/DQ model brings its ranges along (`deploy.calibration.calibrated`): `build` observes and searches
 nothing then.
 """
 
@@ -19,32 +19,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.calibration.calibrated import Calibrated
+from deploy.calibration.calibrated import Calibrated, choices_of
+from deploy.calibration.cluster_jobs import Cluster
 from deploy.calibration.reuse import CachePolicy, policy_of
 from deploy.calibration.shards import Shards
-from deploy.calibration.trained import choices_of
-from deploy.cluster.options import Cluster
-from deploy.feed.choice import Limit
-from deploy.feed.opening import FeedSource
+from deploy.feed.feed import FeedSource
 from deploy.feed.preprocess import Asked
+from deploy.feed.sampling import Limit
 from deploy.files import atomic, manifest
+from deploy.files.reading import guarded
 from deploy.files.staging import Stage, staged
 from deploy.frontends import LoadedModel, load
-from deploy.inputs import guarded
 from deploy.method import Method
-from deploy.metrics.coco import Annotations
+from deploy.metrics.precision import Annotations
 from deploy.pipeline.building import built, searched
 from deploy.pipeline.calibrating import already_calibrated, calibrated
-from deploy.pipeline.request import Order, given_as, ordered
-from deploy.progress import numbered, on_request
+from deploy.pipeline.request import Order, Terms, given_as, ordered
 from deploy.report.verdict import Gates
 from deploy.targets import Target, targets_of
 from deploy.targets.base import Built
-from deploy.terms import Terms
+from deploy.terminal import numbered, on_request
 from deploy.tuning.plan_file import TargetPlan
-from deploy.tuning.samples import CANDIDATES
+from deploy.tuning.search_options import Tuning
+from deploy.tuning.search_samples import CANDIDATES
 from deploy.tuning.tune import Tuned
-from deploy.tuning.wish import Tuning
 
 if TYPE_CHECKING:
     import onnx
@@ -91,7 +89,7 @@ def calibrate(
             two halves differ by less than this share (`deploy.calibration.stability`); None looks
             at all.
         threads: worker threads, None for up to 4 cores; the result does not depend on it.
-        float_nodes: nodes to keep in float, as `deploy.graph.selection.matching` reads them.
+        float_nodes: nodes to keep in float, as `deploy.graph.index.matching` reads them.
         scheduler: address of a dask scheduler whose workers observe, or a `Cluster`; None observes
             here. The result does not depend on it.
         resume: go on with a run that was ended, from its checkpoint.
@@ -203,14 +201,16 @@ def build(
         out: folder of everything that is written; the cache too, where `cache` names none.
         eval_images: images for the accuracy figures; None takes the calibration images.
         labels: class of every evaluation image, where its list does not give it; or the objects
-            that the images show, of `deploy.metrics.coco.read_coco`; or "folders", whose numbers
+            that the images show, of `deploy.metrics.precision.read_coco`; or "folders", whose
+            numbers
             are the labels of the images in them.
         metric: "file.py:function" or a function (FP32 outputs, int8 outputs, label or None) ->
             number, more is better; called once a sample, its mean stands for the task's figure.
         duration_s: seconds of measuring a model; 0 leaves latency out, and time out of the search.
         tuning: how much is searched for what stays float and for ranges, or the plan to obey.
         gates: what is demanded of the engines; their verdicts say whether it is met.
-        repairs: names of `deploy.tuning.repairs.REPAIRS`, `all` or `none`, to be tried and kept where
+        repairs: names of `deploy.tuning.repairs.REPAIRS`, `all` or `none`, to be tried and kept
+        where
             they help; None tries those of `deploy.tuning.repairs.DEFAULT` where there is a search.
         settings: text of `calib8.toml`, which is written beside the rest; None writes none.
 

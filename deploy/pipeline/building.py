@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.calibration.calibrated import Calibrated
-from deploy.calibration.choices import NO_CHOICES
 from deploy.errors import BackendError, Calib8Error, CalibrationError, ExportError
-from deploy.feed.manifest import Changed
+from deploy.feed.listing import Changed
 from deploy.files.staging import Stage
-from deploy.progress import phase
+from deploy.method import NO_CHOICES
 from deploy.targets import Target
 from deploy.targets.base import BuildRequest, Built
 from deploy.targets.options import given
+from deploy.terminal import phase
 from deploy.tuning.plan_file import TargetPlan
+from deploy.tuning.search_options import Tuning
 from deploy.tuning.tune import Tuned, keep_plan, plan_at, tuned
-from deploy.tuning.wish import Tuning
 
 if TYPE_CHECKING:
     import onnx

@@ -17,43 +17,37 @@ from typing import TYPE_CHECKING
 
 from calibrators.searches import DEFAULT_METHOD
 from deploy.calibration import store
-from deploy.calibration.calibrated import Calibrated
+from deploy.calibration.calibrated import MADE_UP, Calibrated, made_up, subject_of, taken
 from deploy.calibration.checkpoint import Checkpoint, beside
+from deploy.calibration.cluster_jobs import Cluster, cluster_of
 from deploy.calibration.expected import odd
-from deploy.calibration.keep import version_in
-from deploy.calibration.observation import Observation, each_once
+from deploy.calibration.observation import Observation, Subject, each_once
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.reference import judges_of
-from deploy.calibration.reuse import CachePolicy
-from deploy.calibration.sample_checks import Outlier, Peaks, standing_out
+from deploy.calibration.reuse import CachePolicy, version_in
+from deploy.calibration.sample_checks import Outlier, Peaks, Until, standing_out
 from deploy.calibration.shards import Shards, refuse_ordered
 from deploy.calibration.stability import Watch, refuse
-from deploy.calibration.subject import Subject
-from deploy.calibration.trained import MADE_UP, made_up, subject_of, taken
-from deploy.calibration.until import Until
-from deploy.cluster.options import Cluster, cluster_of
 from deploy.errors import Calib8Error, ConfigError, ModelError
-from deploy.feed.feed import open_feed
-from deploy.feed.opening import FeedSource
+from deploy.feed.feed import FeedSource, open_feed
 from deploy.feed.preview import SHOWN
 from deploy.feed.samples import Feed
 from deploy.files.staging import Stage, recover
-from deploy.finding import Found, found_in, trusted
 from deploy.frontends import LoadedModel
-from deploy.graph.selection import matching
+from deploy.graph.index import matching
 from deploy.machine import default_threads
 from deploy.method import Method
-from deploy.pipeline.observing import Source, Task, called, opened
-from deploy.progress import phase
+from deploy.pipeline.observing import Found, Source, Task, called, found_in, opened, trusted
+from deploy.pipeline.request import Terms
 from deploy.targets import Target
 from deploy.targets.base import WritesCache
-from deploy.terms import Terms
-from deploy.tuning.samples import CANDIDATES
+from deploy.terminal import phase
+from deploy.tuning.search_samples import CANDIDATES
 
 if TYPE_CHECKING:
     import onnx
 
-    from deploy.frontends.trained import Trained
+    from deploy.frontends.base import Trained
 
 
 @phase("calibration")

@@ -17,34 +17,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.calibration.observation import Observed
+from deploy.calibration.observation import Observed, Subject
 from deploy.calibration.ranges import Ranges
-from deploy.calibration.subject import Subject
 from deploy.errors import ConfigError, ModelError
-from deploy.feed.choice import Limit
-from deploy.feed.feed import open_feed
-from deploy.feed.opening import FeedSource
-from deploy.feed.part import Part
+from deploy.feed.evaluation import Part
+from deploy.feed.feed import FeedSource, open_feed
 from deploy.feed.preprocess import Asked
 from deploy.feed.samples import Feed
+from deploy.feed.sampling import Limit
 from deploy.files import manifest
-from deploy.files.reading import read_bytes
+from deploy.files.manifest import sha256
+from deploy.files.reading import guarded, read_bytes
 from deploy.files.staging import Stage, staged
-from deploy.inputs import guarded
 from deploy.machine import default_threads, this_machine
 from deploy.metrics.bench_inputs import Shapes, random_feeds
 from deploy.pipeline.request import written_by
 from deploy.pipeline.results import feed_part, file_rows, judged, model_part, publish, write_pages
-from deploy.progress import phase
 from deploy.report import EngineRow, Report, TargetPart, node_rows
-from deploy.report.channels import weight_rows
+from deploy.report.report_rows import weight_rows
 from deploy.report.verdict import Gates
 from deploy.runtimes.ort import OrtSession
-from deploy.stamped import sha256
 from deploy.targets.ascend.target import Ascend
 from deploy.targets.base import BuildRequest, Built
 from deploy.targets.options import given
 from deploy.tensors import Session
+from deploy.terminal import phase
 from deploy.version import __version__
 
 if TYPE_CHECKING:
@@ -179,9 +176,9 @@ def convert(
         ExportError: Ascend can take over none of its layers.
         ConfigError, FeedError, BackendError: as `deploy`.
     """
-    from deploy.frontends.digest import model_digest
+    from deploy.frontends.base import model_digest
     from deploy.frontends.reader import read_model
-    from deploy.targets.ascend.from_qdq import from_qdq
+    from deploy.targets.ascend.recipe import from_qdq
 
     path, ascend, samples = Path(model), target or Ascend(), tried or Tried()
     _refuse_early(ascend, samples, Path(out), path.stem, force=force)

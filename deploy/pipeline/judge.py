@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, overload
 
 from deploy.calibration.reference import FloatOutputs
 from deploy.errors import BackendError
-from deploy.feed.looks import Looks
+from deploy.feed.evaluation import Part
 from deploy.feed.parallel import Sample, in_order
-from deploy.feed.part import Part
-from deploy.frontends.again import file_of
+from deploy.feed.preview import Looks
+from deploy.frontends.base import file_of
 from deploy.frontends.reader import parse_model
 from deploy.graph.edit import free_inputs, name_nodes, with_outputs
 from deploy.metrics.accuracy import Accuracy, Comparison, TensorComparison
@@ -32,11 +32,11 @@ from deploy.metrics.layerwise import shared_tensors
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.precision import GroundTruth
 from deploy.metrics.tasks import Metric
-from deploy.metrics.tasks.examples import Example
-from deploy.progress import phase
+from deploy.metrics.tasks.task import Example
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import Built
 from deploy.tensors import Array, Samples, Session
+from deploy.terminal import phase
 
 if TYPE_CHECKING:
     import onnx

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 from deploy.calibration.reference import FloatOutputs, alike
 from deploy.errors import BackendError, SdkMissingError
-from deploy.feed.part import Part
+from deploy.feed.evaluation import Part
 from deploy.graph.bounds import Bounds, bounds
 from deploy.machine import Device
 from deploy.metrics.accuracy import Accuracy
+from deploy.metrics.kernels import devices_of, layers_of
 from deploy.metrics.latency import DeviceSession, Latency, measure
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.precision import GroundTruth
-from deploy.metrics.ran import devices_of, layers_of
 from deploy.metrics.tasks import Metric
-from deploy.metrics.tasks.examples import Example
+from deploy.metrics.tasks.task import Example
 from deploy.pipeline.judge import (
     Candidate,
     Evaluation,
@@ -31,12 +31,12 @@ from deploy.pipeline.judge import (
     judge,
     sleeping,
 )
-from deploy.progress import phase
 from deploy.report import EngineRow
-from deploy.report.ran import ran_part
+from deploy.report.figures import ran_part
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import Built, Target
 from deploy.tensors import Array, Samples, Session
+from deploy.terminal import phase
 
 if TYPE_CHECKING:
     from calibrators.scales import Scale

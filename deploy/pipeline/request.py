@@ -1,6 +1,8 @@
 """What a build is asked for, made ready: the model loaded, the evaluation opened.
 
 Whatever can be refused is refused here, before anything is run or written.
+
+How a model is calibrated, as the user says it, in one value for the rooms along the line.
 """
 
 from __future__ import annotations
@@ -10,30 +12,46 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.calibration import afford, store
+from deploy.calibration import one_pass, store
+from deploy.calibration.calibrated import reference_of, refuse_calibrating
+from deploy.calibration.cluster_jobs import Cluster
 from deploy.calibration.reuse import CachePolicy
-from deploy.calibration.trained import reference_of, refuse_calibrating
 from deploy.errors import ConfigError
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.evaluation import BY_FOLDER, objects_of
-from deploy.feed.feed import holds_arrays, open_feed
-from deploy.feed.opening import FeedSource
+from deploy.feed.feed import FeedSource, holds_arrays, open_feed
 from deploy.feed.preprocess import Asked
 from deploy.feed.samples import Feed
+from deploy.feed.sampling import Limit
 from deploy.files import manifest
 from deploy.frontends import LoadedModel, load_either
 from deploy.machine import default_threads
-from deploy.metrics.coco import Annotations
-from deploy.metrics.precision import GroundTruth
+from deploy.method import Method
+from deploy.metrics.precision import Annotations, GroundTruth
 from deploy.metrics.tasks import Metric, metric_of
 from deploy.targets import Target
-from deploy.terms import Terms
-from deploy.tuning.wish import DEFAULT_EFFORT, Tuning
+from deploy.tuning.search_options import DEFAULT_EFFORT, Tuning
 
 if TYPE_CHECKING:
     import onnx
 
     from deploy.metrics.tasks.metric import Function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """The options of `deploy.pipeline.calibrate` by their names, nothing of them read yet."""
+
+    method: str | Method | None = None
+    preprocess: Asked = None
+    skip_bad: bool = False
+    limit: Limit = None
+    until_stable: float | None = None
+    threads: int | None = None
+    float_nodes: tuple[str, ...] = ()
+    scheduler: str | Cluster | None = None
+    resume: bool = False
+    checkpoint: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +176,7 @@ def ordered(
             labels_by_folder=labels == BY_FOLDER,
         )
     known = objects_of(labels, evaluation)
-    afford.refuse_full_disk(folder, loaded.model, len(targets))
+    one_pass.refuse_full_disk(folder, loaded.model, len(targets))
     return Order(
         loaded=loaded,
         given=given_as(model),
@@ -272,6 +290,3 @@ def _idle(
         "--resume": terms.resume,
     }
     return [flag for flag, asked in given.items() if asked]
-
-
-__all__ = ["Order", "given_as", "ordered", "written_by"]

@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy.calibration.versions import of_feed
-from deploy.feed.told import prepared
+from deploy.calibration.fingerprint import of_feed
+from deploy.feed.feed import prepared
 from deploy.files import atomic, manifest
+from deploy.files.manifest import sha256
 from deploy.machine import this_machine
-from deploy.progress import phase
 from deploy.report import (
     CalibrationPart,
     EngineRow,
@@ -27,21 +27,20 @@ from deploy.report import (
     TargetPart,
     TrialRow,
     WorkPart,
+    model,
     node_rows,
-    speed,
     to_html,
     to_json,
     to_markdown,
 )
-from deploy.report.channels import weight_rows
 from deploy.report.previews import box_rows, class_rows, pictures_part
-from deploy.report.report_rows import clip_rows
+from deploy.report.report_rows import clip_rows, weight_rows
+from deploy.report.tables import PLAN
 from deploy.report.verdict import Gates, Verdict, verdict
-from deploy.report.words import PLAN
-from deploy.stamped import sha256
 from deploy.targets import TARGETS
 from deploy.targets.base import Built
 from deploy.tensors import TensorSpec
+from deploy.terminal import phase
 from deploy.version import __version__
 
 if TYPE_CHECKING:
@@ -270,7 +269,7 @@ def _verdict(
     row: EngineRow, engines: Sequence[EngineRow], *, int8: bool, gates: Gates, fed_wrong: bool
 ) -> Verdict:
     """Of one engine, its speed held against that of the first of its rivals."""
-    rival = next(iter(speed.rivals(engines, row)), None)
+    rival = next(iter(model.rivals(engines, row)), None)
     if rival is None:
         return verdict(
             accuracy=row.accuracy,
@@ -282,9 +281,9 @@ def _verdict(
         )
     return verdict(
         accuracy=row.accuracy,
-        speed_up=speed.speed_up(rival, row),
-        slower_ms=math.inf if row.on_device else speed.slower_ms(rival, row),
-        by_fastest=speed.by_fastest(rival, row),
+        speed_up=model.speed_up(rival, row),
+        slower_ms=math.inf if row.on_device else model.slower_ms(rival, row),
+        by_fastest=model.by_fastest(rival, row),
         int8=int8,
         gates=gates,
         rival="FP32" if rival.reference else rival.label,

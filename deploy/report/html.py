@@ -10,17 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from deploy.report import drawn, figures, markup, pictures, sections, speed, truth
-from deploy.report.charts import histograms
-from deploy.report.curves import LATENCY_WORDS, latency_figure
+from deploy.report import figures, model, sections, tables
+from deploy.report import page as markup
+from deploy.report.charts import LATENCY_WORDS, histograms, latency_figure, sweep_section
 from deploy.report.model import Findings
-from deploy.report.page import page
-from deploy.report.section import Section, contents, written
-from deploy.report.sweep import sweep_section
-from deploy.report.tables import covered, engine_lines, failures, shrink, top1
-from deploy.report.timed import kernel_section
-from deploy.report.weights import weights
-from deploy.report.words import calibration_words, group_words, whose, work_words
+from deploy.report.page import Section, contents, page, written
+from deploy.report.sections import weights
+from deploy.report.tables import (
+    calibration_words,
+    covered,
+    engine_lines,
+    failures,
+    group_words,
+    kernel_section,
+    shrink,
+    top1,
+    whose,
+    work_words,
+)
 
 
 def to_html(report: Findings) -> str:
@@ -30,10 +37,10 @@ def to_html(report: Findings) -> str:
         sweep_section,
         kernel_section,
         _outputs,
-        drawn.examples,
+        sections.examples,
         sections.worst,
         histograms,
-        pictures.views,
+        sections.views,
         _remarks,
         _setup,
         sections.search,
@@ -89,10 +96,10 @@ def _tile_values(report: Findings) -> Iterator[tuple[str, str]]:
     engine = next(int8, None)
     if engine is not None:
         smaller = shrink(report, engine)
-        for rival in speed.rivals(report.engines, engine):
+        for rival in model.rivals(report.engines, engine):
             against = "the float model" if rival.reference else rival.label
             yield (
-                figures.ratio(speed.speed_up(rival, engine)),
+                figures.ratio(model.speed_up(rival, engine)),
                 f"speed of {against}, {engine.label}",
             )
         if smaller is not None:
@@ -102,15 +109,15 @@ def _tile_values(report: Findings) -> Iterator[tuple[str, str]]:
         share = top1(report, engine)
         if share is not None:
             yield figures.percent(share), f"top-1, {engine.label}"
-        if engine.accuracy and engine.accuracy.task and truth.task_label(engine.accuracy):
+        if engine.accuracy and engine.accuracy.task and tables.task_label(engine.accuracy):
             task = engine.accuracy.task
             yield task.count, f"{task.figure}, {engine.label}"
-        if engine.accuracy and truth.parted(engine.accuracy):
-            part = truth.worst_label(engine.accuracy)
-            decibels = figures.decibels(truth.sqnr(engine.accuracy))
+        if engine.accuracy and tables.parted(engine.accuracy):
+            part = tables.worst_label(engine.accuracy)
+            decibels = figures.decibels(tables.sqnr(engine.accuracy))
             yield decibels, f"SQNR of the worst part, {part}, {engine.label}"
         elif share is None and engine.accuracy:
-            cosine = figures.cosine(truth.cosine(engine.accuracy))
+            cosine = figures.cosine(tables.cosine(engine.accuracy))
             yield cosine, f"cosine to the float model, {engine.label}"
     for target in covered(report):
         quantized = sum(node.quantized for node in target.nodes)
@@ -154,16 +161,16 @@ def _outputs(report: Findings) -> Iterator[Section]:
         for output in accuracy.outputs
     )
     heads = ["engine", "output", "SQNR", "cosine", "worst cosine", "max abs error"]
-    said = [f"{label}: {text}" for label, one in judged for text in truth.sentences(one)]
+    said = [f"{label}: {text}" for label, one in judged for text in tables.sentences(one)]
     parts = [
-        [label, *truth.part_row(part)]
+        [label, *tables.part_row(part)]
         for label, accuracy in judged
-        if truth.parted(accuracy)
+        if tables.parted(accuracy)
         for part in accuracy.parts
     ]
     html = [f'<p class="sub">Over {over}, against the float model.</p>']
     html += [markup.bullets(said, "notes")] if said else []
-    html += [markup.table(["engine", *truth.PART_HEADS], parts)] if parts else []
+    html += [markup.table(["engine", *tables.PART_HEADS], parts)] if parts else []
     html += [markup.table(heads, rows)]
     yield Section(title="Accuracy", html="\n".join(html), folded=False)
 

@@ -5,29 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from urllib.parse import quote
 
-from deploy.report import figures, truth
-from deploy.report.channels import worst_weights
-from deploy.report.figures import encodable
-from deploy.report.floats import float_groups
+from deploy.report import figures, tables
+from deploy.report.charts import sweep_table
+from deploy.report.figures import RAN_HEADS, encodable, ran_words
 from deploy.report.model import Findings
 from deploy.report.parts import TargetPart
-from deploy.report.ran import RAN_HEADS, ran_words
-from deploy.report.sweep import sweep_table
-from deploy.report.tables import coverage, covered, engine_lines, failures, quantized_operators
-from deploy.report.timed import KERNEL_HEADS, kernel_rows, timed_engines
-from deploy.report.words import (
+from deploy.report.report_rows import float_groups, worst_first, worst_weights
+from deploy.report.tables import (
+    KERNEL_HEADS,
     TRIAL_HEADS,
     WEIGHT_HEADS,
     calibration_words,
+    coverage,
+    covered,
+    engine_lines,
+    failures,
     group_words,
+    kernel_rows,
     plan_name,
+    quantized_operators,
     search_words,
+    timed_engines,
     trial_row,
     weight_row,
     whose,
     work_words,
 )
-from deploy.report.worst import worst_first
 
 _WEIGHTS = 8  # weights of a target that are told
 
@@ -107,11 +110,11 @@ def _outputs(report: Findings) -> Iterator[str]:
         if engine.accuracy:
             samples = figures.count(engine.accuracy.samples, "sample")
             yield f"## Accuracy of {_escape(engine.label)} over {samples}"
-            said = truth.sentences(engine.accuracy)
+            said = tables.sentences(engine.accuracy)
             if said:
                 yield _bullets([_escape(text) for text in said])
-            if truth.parted(engine.accuracy):
-                yield _table(truth.PART_HEADS, map(truth.part_row, engine.accuracy.parts))
+            if tables.parted(engine.accuracy):
+                yield _table(tables.PART_HEADS, map(tables.part_row, engine.accuracy.parts))
             yield _table(
                 ["output", "SQNR", "cosine", "cosine, worst", "max abs error"],
                 (

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from calibrators.scales import Scale
-from deploy.calibration.until import Agreement
+from deploy.calibration.sample_checks import Agreement
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.kernels import Kernel
 from deploy.metrics.latency import Latency
 from deploy.metrics.output_errors import OutputAccuracy
+from deploy.report.figures import RanPart
 from deploy.report.previews import BoxRow, ClassRow, PicturesPart
-from deploy.report.ran import RanPart
 from deploy.report.verdict import Verdict
 
 if TYPE_CHECKING:

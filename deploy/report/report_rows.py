@@ -1,22 +1,49 @@
-"""The rows of a target's ranges: what each clips of what was seen, and how the worst ones look."""
+"""Fine histograms of any statistic as a few bars of one width; every count is kept.
+
+A histogram with mirrored bins (`calibrators.histogram`) is gathered outwards from a bar around 0,
+so that no bin is cut and none is wider than another::
+
+    bins     |..|..|..|..|..|..|..|..|.0.|..|..|..|..|..|..|..|..|
+    bars     '-------' '-------' '---------' '-------' '-------'
+
+Rows by what they lose: the worst first, and last those that nothing is known of.
+
+The rows of a target's ranges: what each clips of what was seen, and how the worst ones look.
+
+Nodes that stay float, by operator and reason: what costs most first, sums of shapes last.
+
+Stored weights as rows of a report: how far apart their channels lie, and what that costs.
+
+With one scale a channel nothing is lost by channels that lie apart; with one scale for all, a
+channel whose largest |w| is a hundredth of the weight's has one step of the grid to live on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
+from calibrators.amct.hfmg import HfmgHistogram
+from calibrators.amct.ifmr import IfmrHistogram
 from calibrators.grids import FP8, GRIDS, Grid
 from calibrators.histogram import Histogram
 from calibrators.scales import Scale
-from deploy.calibration.choices import Choices
-from deploy.graph.reach import EVERYWHERE, Reach
-from deploy.method import Method, comparable
-from deploy.report.bars import histogram_part
-from deploy.report.parts import RangeRow, TensorRow, tensor_rows
-from deploy.report.worst import worst_first
+from deploy.graph.bounds import EVERYWHERE, Reach
+from deploy.method import Choices, Method, comparable
+from deploy.report.parts import (
+    HistogramPart,
+    RangeRow,
+    TargetPart,
+    TensorRow,
+    WeightRow,
+    tensor_rows,
+)
+from deploy.tuning.plan_file import NOISE, TIME, kind, remaining
 
 if TYPE_CHECKING:
     from calibrators.statistics import Recorder
@@ -24,6 +51,102 @@ if TYPE_CHECKING:
     from deploy.calibration.observation import Observation
     from deploy.metrics.output_errors import OutputAccuracy
     from deploy.targets.base import Built
+    from deploy.targets.stored import StoredWeight
+
+
+MOST = 64  # bars of a histogram
+
+
+def histogram_part(recorder: Recorder) -> HistogramPart | None:
+    """What was recorded, in at most `MOST` bars; None where it was no histogram, or nothing."""
+    if isinstance(recorder, Histogram):
+        return _mirrored(recorder.counts, recorder.full_range)
+    if isinstance(recorder, HfmgHistogram) and recorder.counts is not None:
+        return _even(recorder.counts, float(recorder.lo), float(recorder.hi))
+    if isinstance(recorder, IfmrHistogram):
+        kept = recorder.kept
+        return _mirrored(recorder.counts, recorder.full_range) if kept is None else _values(kept)
+    return None
+
+
+def _mirrored(counts: NDArray[np.int64], full_range: float) -> HistogramPart | None:
+    """[2 * B + 1] counts, B bins of full_range / B a side and that around 0 between them."""
+    half = counts.size // 2
+    occupied = np.flatnonzero(counts)
+    if not occupied.size:
+        return None
+    if not full_range:
+        return _alone(0.0, int(counts.sum()))
+    bins = np.arange(-half, half + 1)
+    bins[[0, -1]] = 1 - half, half - 1  # |x| == R alone, which lies at the last bin's edge
+    span = int(occupied[-1] - occupied[0]) + 1
+    each = -(-span // (2 * (MOST - 2)))  # bins of half a bar
+    bars = np.sign(bins) * ((np.abs(bins) + each) // (2 * each))
+    first, last = int(bars[occupied[0]]), int(bars[occupied[-1]])
+    summed = np.bincount(bars - bars[0], counts, bars[-1] - bars[0] + 1).astype(np.int64)
+    width = 2 * each * full_range / half
+    shown = summed[first - bars[0] : last - bars[0] + 1]
+    return HistogramPart(start=(first - 0.5) * width, width=width, counts=_plain(shown))
+
+
+def _even(counts: NDArray[np.int32], lo: float, hi: float) -> HistogramPart | None:
+    """Counts of bins that divide [lo, hi] evenly."""
+    if not counts.any():
+        return None
+    if lo == hi:
+        return _alone(lo, int(counts.sum()))
+    each = -(-counts.size // MOST)
+    padded = np.pad(counts.astype(np.int64), (0, -counts.size % each))
+    width = (hi - lo) / counts.size * each
+    return HistogramPart(start=lo, width=width, counts=_plain(padded.reshape(-1, each).sum(axis=1)))
+
+
+def _values(kept: NDArray[np.float32]) -> HistogramPart | None:
+    """The data themselves."""
+    if not kept.size:
+        return None
+    lo, hi = float(kept.min()), float(kept.max())
+    if lo == hi:
+        return _alone(lo, kept.size)
+    counts, _ = np.histogram(kept.astype(np.float64), bins=MOST, range=(lo, hi))
+    return HistogramPart(start=lo, width=(hi - lo) / MOST, counts=_plain(counts))
+
+
+def _alone(value: float, count: int) -> HistogramPart:
+    return HistogramPart(start=value, width=0.0, counts=(count,))
+
+
+def _plain(counts: NDArray[np.integer]) -> tuple[int, ...]:
+    return tuple(counts.tolist())
+
+
+class Judged(Protocol):
+    """Anything of which a signal's distance to its noise may be known."""
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """In dB; NaN where it could not be told, None where it was not measured."""
+        ...
+
+
+Row = TypeVar("Row", bound=Judged)
+
+
+def worst_first(rows: Iterable[Row]) -> list[Row]:
+    """By SQNR, NaN before all; those alike stay in the model's order."""
+    return sorted(rows, key=lambda row: _rank(row.sqnr_db))
+
+
+def first(rows: Sequence[Row], most: int) -> list[Row]:
+    """The worst of them, without those that lose nothing."""
+    return [row for row in worst_first(rows)[:most] if row.sqnr_db not in (None, math.inf)]
+
+
+def _rank(decibels: float | None) -> tuple[bool, float]:
+    if decibels is None:
+        return True, 0.0
+    return False, -math.inf if math.isnan(decibels) else decibels
+
 
 WORST = 24  # tensors of a target that are drawn
 _QUICK = ("minmax", "percentile", "entropy")  # 10 ms a tensor or less; mse and lp take 50
@@ -126,3 +249,118 @@ def _grids(built: Built) -> dict[str, Grid]:
     """What its nodes run on where they left float."""
     names = {d.precision for d in built.decisions if d.quantized} & set(GRIDS)
     return {name: GRIDS[name] for name in sorted(names)}
+
+
+_ON_SHAPES = frozenset(("Shape", "Size", "Gather", "Unsqueeze", "Squeeze", "Cast", "Range",
+                        "Expand", "Constant", "ConstantOfShape"))  # fmt: skip
+_NO_FLOAT = " is not float32"  # of a tensor that the reason names
+_ANY_NO_FLOAT = f"a tensor of it{_NO_FLOAT}"
+
+
+@dataclass(frozen=True, slots=True)
+class FloatGroup:
+    """Float nodes that share an operator and a reason, on one target or on several.
+
+    Attributes:
+        op: the operator.
+        precision: which float.
+        reason: why they are not quantized.
+        nodes: target -> the names of its nodes.
+    """
+
+    op: str
+    precision: str
+    reason: str
+    nodes: Mapping[str, tuple[str, ...]]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The nodes of all targets, each once."""
+        return tuple(dict.fromkeys(name for names in self.nodes.values() for name in names))
+
+    @property
+    def places(self) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
+        """(nodes, targets): targets that keep the same nodes float stand together."""
+        found: dict[tuple[str, ...], list[str]] = {}
+        for target, names in self.nodes.items():
+            found.setdefault(names, []).append(target)
+        return tuple((names, tuple(targets)) for names, targets in found.items())
+
+
+def float_groups(targets: Sequence[TargetPart]) -> tuple[FloatGroup, ...]:
+    """Float nodes of all targets by operator and reason.
+
+    First those that would lose most in int8, then those that are slower in it, then the largest
+    groups; what reckons with shapes comes last.
+    """
+    groups: dict[tuple[str, str, str], dict[str, list[str]]] = {}
+    for target in targets:
+        for node in target.nodes:
+            if not node.quantized:
+                reason = _ANY_NO_FLOAT if node.reason.endswith(_NO_FLOAT) else node.reason
+                places = groups.setdefault((node.op, node.precision, reason), {})
+                places.setdefault(target.name, []).append(node.name)
+    found = [
+        FloatGroup(*key, {target: tuple(names) for target, names in places.items()})
+        for key, places in groups.items()
+    ]
+    return tuple(sorted(found, key=_float_rank))
+
+
+def _float_rank(group: FloatGroup) -> tuple[int, float, bool, int]:
+    why = kind(group.reason)
+    trivial = group.op in _ON_SHAPES or group.reason == _ANY_NO_FLOAT
+    order = 0 if why == NOISE else 1 if why == TIME else 2
+    return order, remaining(group.reason), trivial, -len(group.names)
+
+
+STRIPS = 6  # weights of a target whose channels are drawn
+_MOST = 96  # bars of a strip
+_DEAD = 1e-6  # of the weight's largest |w|
+_NAMED = 3  # channels of a weight that are named
+
+
+def weight_rows(weights: Sequence[StoredWeight]) -> tuple[WeightRow, ...]:
+    """One row a weight, in the model's order; the `STRIPS` worst with what is drawn of them."""
+    rows = [_row(one) for one in weights]
+    worst = sorted(range(len(rows)), key=lambda place: _worst(rows[place]))[:STRIPS]
+    for place in worst:
+        rows[place] = replace(rows[place], strip=_strip(weights[place].amax))
+    return tuple(rows)
+
+
+def worst_weights(rows: Iterable[WeightRow]) -> list[WeightRow]:
+    """First those whose channel uses least of its grid, then whose channels lie furthest apart."""
+    return sorted(rows, key=_worst)
+
+
+def _worst(row: WeightRow) -> tuple[float, float]:
+    return row.used, -row.ratio
+
+
+def _row(weight: StoredWeight) -> WeightRow:
+    amax, used = weight.amax, weight.used
+    places = np.flatnonzero(amax > _DEAD * amax.max())
+    live = amax[places] if places.size else np.zeros(1)
+    least, largest = float(live.min()), float(live.max())
+    order = places[np.lexsort((amax[places], used[places]))]
+    return WeightRow(
+        node=weight.node,
+        op=weight.op,
+        channels=amax.size,
+        scales=weight.scales.size,
+        least=least,
+        median=float(np.median(live)),
+        largest=largest,
+        ratio=largest / least if least else 1.0,
+        used=float(used[places].min()) if places.size else 0.0,
+        dead=amax.size - places.size,
+        worst=tuple(order[:_NAMED].tolist()) if largest > least else (),
+    )
+
+
+def _strip(amax: NDArray[np.float64]) -> tuple[float, ...]:
+    """At most `_MOST` heights, of four digits: the least of each run of channels."""
+    each = -(-amax.size // _MOST)
+    runs = (amax[start : start + each].min() for start in range(0, amax.size, each))
+    return tuple(float(f"{value:.4g}") for value in runs)

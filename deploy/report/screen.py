@@ -1,35 +1,68 @@
-"""The report as one screen of text."""
+"""The report as one screen of text.
+
+Lines of a screen: a label in the margin, its text or a table beside it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 
 from deploy.metrics.levels import DOUBTFUL, UNUSABLE
 from deploy.report import figures
-from deploy.report.floats import FloatGroup, float_groups
-from deploy.report.margin import MARGIN, columns, entry
+from deploy.report.charts import sweep_table
+from deploy.report.figures import lost_groups, ran_words
 from deploy.report.model import Findings
 from deploy.report.parts import TargetPart
-from deploy.report.ran import lost_groups, ran_words
-from deploy.report.sweep import sweep_table
+from deploy.report.report_rows import FloatGroup, float_groups
 from deploy.report.tables import (
+    KERNEL_HEADS,
+    TRIAL_HEADS,
+    calibration_words,
     common_method,
     coverage,
     covered,
     engine_lines,
     failures,
-    quantized_operators,
-)
-from deploy.report.timed import KERNEL_HEADS, kernel_rows, kind_table, more_kernels, timed_engines
-from deploy.report.words import (
-    TRIAL_HEADS,
-    calibration_words,
     group_words,
+    kernel_rows,
+    kind_table,
+    more_kernels,
+    quantized_operators,
     search_words,
+    timed_engines,
     trial_row,
     work_words,
 )
 from deploy.terminal import page
+
+WIDTH = 98
+MARGIN = 14
+
+
+def entry(label: str, text: str) -> Iterator[str]:
+    """A label in the margin and its text, wrapped under itself."""
+    wrapped = textwrap.wrap(
+        text, WIDTH - MARGIN, break_long_words=False, break_on_hyphens=False
+    ) or [""]
+    for number, line in enumerate(wrapped):
+        yield f"{'' if number else label:<{MARGIN}}{line}"
+
+
+def columns(label: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """A label and a table beside it, the last column to the left and as wide as it is.
+
+    Columns that are empty in every row are left out; nothing comes of no rows.
+    """
+    if not rows:
+        return
+    filled = [c for c in range(len(heads)) if any(row[c] for row in rows)]
+    shown = [[row[c] for c in filled] for row in (heads, *rows)]
+    widths = [max(len(row[c]) for row in shown) for c in range(len(filled) - 1)]
+    for number, row in enumerate(shown):
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=False)]
+        yield f"{'' if number else label:<{MARGIN}}{'  '.join([*cells, row[-1]])}"
+
 
 _MOST_GROUPS = 5
 _MOST_OPERATORS = 3  # of a target that shares the screen with others

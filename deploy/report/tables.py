@@ -1,17 +1,107 @@
-"""What every form of the report shares: engines side by side, what each target covers."""
+"""What every form of the report shares: engines side by side, what each target covers.
+
+What a user loses, in cells and rows: the task's figure, and the parts of the outputs.
+
+Parts of a report in words, the same in every form.
+
+What each kernel of the engines takes, in words: worst first, and of several engines by kind.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
+from pathlib import PurePath
 
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import Latency
-from deploy.report import figures, speed, truth
+from deploy.metrics.truth import PartAccuracy
+from deploy.report import figures, model, page
+from deploy.report.figures import RanPart, quantized_layers
 from deploy.report.model import Findings
-from deploy.report.parts import EngineRow, TargetPart
-from deploy.report.ran import RanPart, quantized_layers
+from deploy.report.page import Section
+from deploy.report.parts import (
+    CalibrationPart,
+    EngineRow,
+    GroupRow,
+    SearchPart,
+    TargetPart,
+    TrialRow,
+    WeightRow,
+    WorkPart,
+)
+
+PART_HEADS = ("part", "SQNR", "cosine", "worst cosine", "max abs error")
+
+
+def parted(accuracy: Accuracy) -> bool:
+    """Whether its parts say more than its outputs do."""
+    return any(one.label != one.output for one in accuracy.parts)
+
+
+def sqnr(accuracy: Accuracy) -> float | None:
+    """Of the worst part; of the worst output where no parts are known; None for lists of boxes."""
+    if accuracy.task and not accuracy.parts:
+        return None
+    if accuracy.worst is not None:
+        return accuracy.worst.sqnr_db
+    return figures.least(output.sqnr_db for output in accuracy.outputs)
+
+
+def cosine(accuracy: Accuracy) -> float | None:
+    """Mean cosine of the worst part, or of the worst output."""
+    if accuracy.task and not accuracy.parts:
+        return None
+    if accuracy.worst is not None:
+        return accuracy.worst.cosine_mean
+    return figures.least(output.cosine_mean for output in accuracy.outputs)
+
+
+def cosine_min(accuracy: Accuracy) -> float | None:
+    """The same of the worst sample."""
+    if accuracy.task and not accuracy.parts:
+        return None
+    if accuracy.worst is not None:
+        return accuracy.worst.cosine_min
+    return figures.least(output.cosine_min for output in accuracy.outputs)
+
+
+def worst_label(accuracy: Accuracy) -> str:
+    """Which part the worst figures are of; "" where there is one output that is one part."""
+    worst = accuracy.worst
+    return worst.label if worst and (len(accuracy.parts) > 1 or parted(accuracy)) else ""
+
+
+def task_label(accuracy: Accuracy) -> str:
+    """What the task's figure is, as a line's label; "" where top-1 says it, or there is none."""
+    task = accuracy.task
+    if task is None or (task.task == "classes" and accuracy.top1_agreement is not None):
+        return ""
+    return task.figure[:1].upper() + task.figure[1:]
+
+
+def own_count(accuracy: Accuracy) -> str:
+    """The float model's own figure by a user's metric; "" for shares of what FP32 says."""
+    task = accuracy.task
+    return f"{task.reference:.4g}" if task is not None and task.task == "metric" else ""
+
+
+def part_row(part: PartAccuracy) -> list[str]:
+    """One part under `PART_HEADS`."""
+    return [
+        part.label,
+        figures.decibels(part.sqnr_db),
+        figures.cosine(part.cosine_mean),
+        figures.cosine(part.cosine_min),
+        figures.real(part.max_abs_error),
+    ]
+
+
+def sentences(accuracy: Accuracy) -> tuple[str, ...]:
+    """The task's figure, and what the outputs were read as."""
+    return tuple(filter(None, (accuracy.task.words if accuracy.task else "", accuracy.reading)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,22 +238,20 @@ def _accuracy(report: Findings) -> Iterator[Line]:
         cells = (get(e.accuracy) if e.accuracy else figures.NONE for e in report.engines)
         return Line(label, tuple(cells), change)
 
-    for label in dict.fromkeys(filter(None, map(truth.task_label, judged))):
+    for label in dict.fromkeys(filter(None, map(task_label, judged))):
         task = line(label, lambda x: x.task.count if x.task else figures.NONE)
-        own = dict.fromkeys(filter(None, map(truth.own_count, judged)))
+        own = dict.fromkeys(filter(None, map(own_count, judged)))
         cells = (
             next(iter(own), cell) if engine.reference else cell
             for engine, cell in zip(report.engines, task.cells, strict=True)
         )
         yield Line(label, tuple(cells))
     yield line("Top-1 agreement", lambda x: figures.percent(x.top1_agreement))
-    parts = dict.fromkeys(filter(None, map(truth.worst_label, judged)))
+    parts = dict.fromkeys(filter(None, map(worst_label, judged)))
     of = f"of {', '.join(parts)}" if parts else ""
-    yield line(
-        "SQNR, worst part" if parts else "SQNR", lambda x: figures.decibels(truth.sqnr(x)), of
-    )
-    yield line("Cosine", lambda x: figures.cosine(truth.cosine(x)))
-    yield line("Cosine, worst", lambda x: figures.cosine(truth.cosine_min(x)))
+    yield line("SQNR, worst part" if parts else "SQNR", lambda x: figures.decibels(sqnr(x)), of)
+    yield line("Cosine", lambda x: figures.cosine(cosine(x)))
+    yield line("Cosine, worst", lambda x: figures.cosine(cosine_min(x)))
 
 
 def _precision(report: Findings, label: str, at: str) -> Iterator[Line]:
@@ -188,14 +276,181 @@ def _change(factors: list[float | None], words: Callable[[float], str]) -> str:
 
 def _faster(report: Findings) -> str:
     """The one engine that may be held against float ones: how much faster it is than each."""
-    held = [(e, found) for e in report.engines if (found := speed.rivals(report.engines, e))]
+    held = [(e, found) for e in report.engines if (found := model.rivals(report.engines, e))]
     if len(held) != 1:
         return ""
     ((engine, found),) = held
     words = []
     for rival in found:
-        factor = speed.speed_up(rival, engine)
+        factor = model.speed_up(rival, engine)
         how = "faster" if factor >= 1 else "slower"
         than = "" if rival.reference else f" than {rival.label}"
         words.append(f"{figures.ratio(factor if factor >= 1 else 1 / factor)} {how}{than}")
     return ", ".join(words)
+
+
+PLAN = "plan"  # role of the plan among the report's files
+TRIAL_HEADS = ("SQNR", "time, FP32 = 1", "built", "tried whole")
+WEIGHT_HEADS = (
+    "weight",
+    "channels",
+    "scales",
+    "dead",
+    "used",
+    "ratio",
+    "least",
+    "median",
+    "largest",
+    "worst",
+)
+
+
+def whose(report: Findings, name: str, joint: str = " of ") -> str:
+    """What is put behind a title that each target has: its name, where there are several."""
+    return f"{joint}{name}" if len(report.targets) > 1 else ""
+
+
+def calibration_words(report: Findings) -> str:
+    """Method where one serves every target, reuse and time, in one line."""
+    part = report.calibration or CalibrationPart()
+    method = common_method(report)
+    time = f" in {part.seconds:.1f} s" if part.seconds is not None else ""
+    reason = f": {part.reason}" if part.reason else ""
+    return f"{f'{method}, ' if method else ''}{_reuse(part)}{time}{reason}"
+
+
+def _reuse(part: CalibrationPart) -> str:
+    if part.reused:
+        return "cache reused"
+    if part.by_model:
+        return "nothing calibrated"
+    some = any(group.reused for group in part.groups)
+    return "cache reused in part" if some else "calibrated anew"
+
+
+def group_words(group: GroupRow) -> str:
+    """One kind of observation: "folded, histogram: 31 tensors, reused"."""
+    how = "reused" if group.reused else "observed anew"
+    tensors = figures.count(group.tensors, "tensor")
+    return f"{group.variant}, {group.statistic}: {tensors}, {how}"
+
+
+def work_words(part: WorkPart) -> Iterator[str]:
+    """What a run cost: decoded images, then inferences by what they were for."""
+    yield f"{figures.count(part.decodes, 'image')} decoded"
+    yield _runs("calibration", part.calibration_runs)
+    yield figures.count(part.reference_runs, "reference inference")
+    yield _runs("engine", part.engine_runs)
+
+
+def _runs(what: str, runs: Mapping[str, int]) -> str:
+    total = figures.count(sum(runs.values()), f"{what} inference")
+    each = ", ".join(f"{name} {number}" for name, number in runs.items())
+    return f"{total} ({each})" if each else total
+
+
+def search_words(search: SearchPart) -> str:
+    """What a search did, and what of it was built."""
+    tried = "from the plan, nothing tried" if search.reused else f"{search.probes} trials"
+    return f"{search.settled} ({tried})" if search.settled else tried
+
+
+def trial_row(trial: TrialRow) -> list[str]:
+    """One thing that was tried, under `TRIAL_HEADS`."""
+    built = "yes" if trial.taken else ""
+    return [figures.decibels(trial.sqnr_db), f"{trial.time:.2f}", built, trial.what]
+
+
+def weight_row(row: WeightRow) -> list[str]:
+    """One weight under `WEIGHT_HEADS`."""
+    return [
+        row.node,
+        str(row.channels),
+        str(row.scales),
+        str(row.dead) if row.dead else "",
+        f"{100 * row.used:.3g} %",
+        f"{row.ratio:.3g}",
+        *map(figures.real, (row.least, row.median, row.largest)),
+        *map(str, row.worst[:1] or ("",)),
+    ]
+
+
+def plan_name(report: Findings) -> str:
+    """Name of the plan's file, which stands beside the report; "" where there is none."""
+    paths = [file.path for file in report.files if file.role == PLAN]
+    return PurePath(paths[0]).name if paths else ""
+
+
+KERNEL_HEADS = ("time", "share", "kind", "kernel")
+
+
+def kernel_rows(engine: EngineRow, most: int | None = None) -> list[list[str]]:
+    """An engine's kernels under `KERNEL_HEADS`, the slowest first, at most so many."""
+    total = sum(kernel.ms for kernel in engine.kernels)
+    return [
+        [figures.milliseconds(kernel.ms), _share(kernel.ms, total), kernel.kind, kernel.name]
+        for kernel in engine.kernels[:most]
+    ]
+
+
+def more_kernels(engine: EngineRow, most: int) -> str:
+    """How many more there are, and what they take; "" of none."""
+    rest = engine.kernels[most:]
+    total = sum(kernel.ms for kernel in engine.kernels)
+    if not rest:
+        return ""
+    taken = sum(kernel.ms for kernel in rest)
+    return f"and {figures.count(len(rest), 'more kernel')} of {_share(taken, total)}"
+
+
+def kind_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows: one row a kind of kernel, its time and number in every engine.
+
+    The slowest first, by the engine in which it takes longest; runtimes that tell no kinds give no
+    rows.
+    """
+    timed = timed_engines(engines)
+    found = [_by_kind(engine) for engine in timed]
+    kinds = {kind for one in found for kind in one if kind}
+    slowest = {kind: max(sum(one.get(kind, ())) for one in found) for kind in kinds}
+    rows = [
+        [*(_cell(one.get(kind, ())) for one in found), kind]
+        for kind in sorted(kinds, key=lambda kind: (-slowest[kind], kind))
+    ]
+    return [*(engine.label for engine in timed), "kind"], rows
+
+
+def timed_engines(engines: Sequence[EngineRow]) -> list[EngineRow]:
+    """Those whose kernels were timed."""
+    return [engine for engine in engines if engine.kernels]
+
+
+def kernel_section(report: Findings) -> Iterator[Section]:
+    """The page's tables: by kind, then every kernel of each engine."""
+    timed = timed_engines(report.engines)
+    if not timed:
+        return
+    heads, rows = kind_table(timed)
+    html = []
+    if rows:
+        html.append(page.table([heads[-1], *heads[:-1]], ([r[-1], *r[:-1]] for r in rows)))
+    for engine in timed:
+        table = page.table(KERNEL_HEADS, kernel_rows(engine), "words")
+        html += [f"<h3>{escape(engine.label)}</h3>", table]
+    most = max(len(engine.kernels) for engine in timed)
+    yield Section(title="Kernels", html="\n".join(html), rows=most)
+
+
+def _by_kind(engine: EngineRow) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = defaultdict(list)
+    for kernel in engine.kernels:
+        found[kernel.kind].append(kernel.ms)
+    return found
+
+
+def _cell(taken: Sequence[float]) -> str:
+    return f"{figures.milliseconds(sum(taken))} in {len(taken)}" if taken else figures.NONE
+
+
+def _share(ms: float, total: float) -> str:
+    return f"{100 * ms / total:.1f} %" if total else figures.NONE

@@ -23,7 +23,7 @@ class Gates:
 
     Attributes:
         max_loss: of accuracy, or of the share of the task, 0 to 1; None leaves it to the verdict.
-        min_speedup: over what `deploy.report.speed.rivals` names; None demands nothing.
+        min_speedup: over what `deploy.report.model.rivals` names; None demands nothing.
         accept: an unusable engine does not fail the command.
     """
 

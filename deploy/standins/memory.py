@@ -8,18 +8,125 @@
 Addresses are real ones, so that a script may look at pinned memory by ctypes. What a script frees
 lives on until its batch was read: a real allocator leaves the bytes there too, and calibrators
 that hand out the address of a local tensor have always worked.
+
+What a copy comes from: an array, or bytes behind an address.
+
+Names of a stood-in module that no calibrator needs.
+
+A script often builds its engine in the same file: `trt.Builder` stands in a function that is not
+called, `trt.ICudaEngine` in an annotation, `1 << int(trt.NetworkDefinitionCreationFlag.X)` at the
+top. So every such name is there, and only calling it is refused, by a sentence.
 """
 
 from __future__ import annotations
 
 import bisect
+import ctypes
+import os
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from deploy.standins.sources import Bytes, Source, address_of, behind, of_array
+Bytes = NDArray[np.uint8]
+_OWN_MEMORY = "/proc/self/mem"  # to read where nothing is there is an error and no crash
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Bytes to be copied.
+
+    Attributes:
+        data: the bytes.
+        dtype: name of the numpy dtype that they are of; None of bytes behind an address.
+        shape: sizes of the array that they are; None likewise.
+    """
+
+    data: Bytes
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+
+
+def address_of(value: object) -> int | None:
+    """The number that a pointer of numpy, ctypes, pycuda or cuda-python stands for; None of arrays.
+
+    Of a ctypes array, which is memory itself and no pointer to it, there is none either.
+    """
+    value = getattr(value, "_as_parameter_", value)  # of `array.ctypes`
+    if hasattr(value, "_obj"):  # of `byref`
+        return ctypes.addressof(value._obj)
+    if isinstance(value, ctypes._Pointer):
+        return ctypes.cast(value, ctypes.c_void_p).value or 0
+    if isinstance(value, ctypes._SimpleCData):
+        return int(value.value or 0)
+    if isinstance(value, np.ndarray | float | np.floating) or not hasattr(type(value), "__int__"):
+        return None
+    return int(value)  # type: ignore[call-overload, no-any-return]
+
+
+def of_array(value: object, size: int | None) -> Source:
+    """The bytes of an array, or its first ones.
+
+    Raises:
+        ValueError: it is no array, is not contiguous, or has fewer.
+    """
+    try:
+        array: NDArray[Any] = np.asarray(memoryview(value))  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"a copy takes arrays and addresses, got {type(value).__name__}"
+        ) from error
+    if not (array.flags.c_contiguous or array.flags.f_contiguous):
+        raise ValueError(
+            f"a copy takes contiguous arrays, got strides {array.strides} of shape {array.shape};"
+            " use numpy.ascontiguousarray"
+        )
+    data: Bytes = array.reshape(-1, order="A").view(np.uint8)
+    if size is not None and not 0 <= size <= data.size:
+        raise ValueError(f"a copy must not read beyond its array, got {size} bytes of {data.size}")
+    if isinstance(value, bytes | bytearray | memoryview):  # of whatever they were
+        return Source(data[:size])
+    whole = array.flags.c_contiguous and size in (None, data.size)
+    return Source(data[:size], array.dtype.name, array.shape if whole else None)
+
+
+def behind(address: int, size: int) -> Bytes:
+    """A copy of bytes of this process, wherever they are.
+
+    Raises:
+        ValueError: some of them are not there.
+    """
+    try:
+        return _peek(address, size)
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"a copy must read memory that is there, got {size} bytes at {address:#x}, which are"
+            " not all there"
+        ) from error
+
+
+def _peek(address: int, size: int) -> Bytes:
+    found: Bytes = np.empty(size, np.uint8)
+    try:
+        handle = os.open(_OWN_MEMORY, os.O_RDONLY)
+    except OSError:  # not Linux: then a wrong address is what it always was
+        ctypes.memmove(found.ctypes.data, address, size)
+        return found
+    try:
+        done = 0
+        while done < size:
+            count = os.preadv(handle, [found[done:].data], address + done)
+            if not count:
+                raise OSError("nothing is there")
+            done += count
+    finally:
+        os.close(handle)
+    return found
+
 
 _MOST = 1 << 46  # bytes of an allocation: more than any machine has
 
@@ -233,3 +340,45 @@ def _into_array(to: object, held: Source) -> None:
     if held.data.size > into.size:
         raise ValueError(f"a copy must fit its array, got {held.data.size} bytes for {into.size}")
     into[: held.data.size] = held.data
+
+
+class _Named(type):
+    """The type of names: each has every name below it, and is flag number 0."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return absent(f"{cls.__qualname__}.{name}")
+
+    def __int__(cls) -> int:
+        return 0
+
+    __index__ = __int__
+
+    def __call__(cls, *given: Any, **named: Any) -> Any:
+        if vars(cls).get("_is_absent"):
+            raise NotImplementedError(
+                f"{cls.__qualname__} is not to be had without a GPU; what is called here may make"
+                " the calibrator and what feeds it, and no more"
+            )
+        return super().__call__(*given, **named)
+
+
+def absent(name: str) -> Any:
+    """A class of this dotted name that can be named and inherited from, but not called."""
+    return _Named(name.rpartition(".")[2], (), {"__qualname__": name, "_is_absent": True})
+
+
+def module(name: str, names: Mapping[str, Any]) -> ModuleType:
+    """A module with these names, and every other one as an absent one."""
+    made = ModuleType(name, "Stands in for the module of this name, on host memory.")
+    made.__path__ = []  # so that `import a.b` looks for b and says what it did not find
+    vars(made).update(names)
+
+    def other(wanted: str) -> Any:
+        if wanted.startswith("__"):
+            raise AttributeError(f"module {name!r} has no attribute {wanted!r}")
+        return absent(f"{name}.{wanted}")
+
+    vars(made)["__getattr__"] = other
+    return made

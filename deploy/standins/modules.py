@@ -1,4 +1,10 @@
-"""What stands in for `tensorrt`: the calibrators' base classes, the logger, types and sizes.
+"""The stand-ins in their places, for as long as a user's code runs.
+
+They are put there whether the real modules are installed or not: the same script gives the same
+bytes on every machine, and a GPU that is at hand is left alone. Afterwards all is as it was, so
+that an engine is built by the real TensorRT.
+
+What stands in for `tensorrt`: the calibrators' base classes, the logger, types and sizes.
 
 A calibrator that inherits from one of these says by it which search it wants. Source:
 NVIDIA/TensorRT python/src/infer/pyInt8.cpp and python/packaging/bindings_wheel/__init__.py at 8.6.
@@ -6,14 +12,20 @@ NVIDIA/TensorRT python/src/infer/pyInt8.cpp and python/packaging/bindings_wheel/
 
 from __future__ import annotations
 
+import ctypes
 import enum
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from math import prod
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from deploy.standins.absent import module
+from deploy.standins import cuda_modules
+from deploy.standins.cuda_modules import libraries
+from deploy.standins.memory import Memory, module
 
 VERSION = "10.3.0"  # one that has calibrators
 
@@ -135,7 +147,7 @@ def init_libnvinfer_plugins(logger: Any, namespace: str) -> bool:
     return True
 
 
-def modules() -> dict[str, ModuleType]:
+def tensorrt_modules() -> dict[str, ModuleType]:
     """The module `tensorrt`."""
     kinds = (
         CalibrationAlgoType, DataType, ILogger, Logger, IInt8Calibrator, IInt8LegacyCalibrator,
@@ -146,3 +158,57 @@ def modules() -> dict[str, ModuleType]:
     names: dict[str, Any] = {kind.__name__: kind for kind in kinds}
     names |= {word: DataType[kind] for kind, word in words.items()} | {"bool": DataType.BOOL}
     return {"tensorrt": module("tensorrt", {**names, "__version__": VERSION})}
+
+
+_NAMES = ("tensorrt", "pycuda", "cuda")
+
+
+class StandIns:
+    """The modules of one script, all on one memory."""
+
+    def __init__(self) -> None:
+        self.memory = Memory()
+        self._modules = {
+            **tensorrt_modules(),
+            **cuda_modules.pycuda_modules(self.memory),
+            **cuda_modules.cudart_modules(self.memory),
+        }
+        self._library = libraries(self.memory)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Put them in their places; not meant for several threads at once."""
+        with ExitStack() as stack:
+            stack.enter_context(_replaced(self._modules))
+            stack.enter_context(_libraries(self._library))
+            if "torch" in sys.modules:
+                from deploy.standins.torch_on_cpu import OnHost
+
+                stack.enter_context(OnHost(self.memory))
+            yield
+
+
+@contextmanager
+def _replaced(modules: dict[str, ModuleType]) -> Iterator[None]:
+    """These in `sys.modules`, in place of all that has their names or stands below them."""
+    own = {name: known for name, known in sys.modules.items() if name.split(".")[0] in _NAMES}
+    for name in own:
+        del sys.modules[name]
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] in _NAMES]:
+            del sys.modules[name]
+        sys.modules.update(own)
+
+
+@contextmanager
+def _libraries(kind: type[ctypes.CDLL]) -> Iterator[None]:
+    """This in the places of `ctypes.CDLL` and the loader that uses it."""
+    own = ctypes.CDLL, ctypes.cdll
+    ctypes.CDLL, ctypes.cdll = kind, ctypes.LibraryLoader(kind)  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        ctypes.CDLL, ctypes.cdll = own  # type: ignore[misc]

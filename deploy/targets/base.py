@@ -1,4 +1,7 @@
-"""What every target offers: what it wants observed, its files and engine, a session."""
+"""What every target offers: what it wants observed, its files and engine, a session.
+
+Shell scripts beside the files that they are about.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-from deploy.calibration.choices import NO_CHOICES, Choices
+from deploy.files import atomic
+from deploy.method import NO_CHOICES, Choices
 
 if TYPE_CHECKING:
     import onnx
 
     from calibrators.grids import Grid
     from calibrators.scales import Scale
-    from deploy.calibration.found import Found
-    from deploy.calibration.observation import Observation
-    from deploy.calibration.ranges import Ranges
+    from deploy.calibration.observation import Observation, Subject
+    from deploy.calibration.ranges import Found, Ranges
     from deploy.calibration.reference import Judges
-    from deploy.calibration.subject import Subject
-    from deploy.frontends.trained import Trained
+    from deploy.frontends.base import Trained
     from deploy.graph.plan import Decision, FloatNodes, Plan
     from deploy.targets.stored import StoredWeight
     from deploy.tensors import Samples, Session
@@ -281,3 +283,17 @@ class WritesCache(Protocol):
     def cache_text(self, subject: Subject, ranges: Ranges) -> CacheText:
         """The cache in TensorRT's format."""
         ...
+
+
+def write_script(path: Path, body: str) -> Path:
+    """Write a script that runs from any folder, in its own; names in it keep their own bytes.
+
+    Args:
+        path: of the script.
+        body: lines of a shell, quoted.
+
+    Raises:
+        ExportError: the folder is not writable.
+    """
+    text = f'#!/bin/sh\ncd "$(dirname "$0")" || exit\n{body}\n'
+    return atomic.write_bytes(path, text.encode("utf-8", "surrogateescape"))

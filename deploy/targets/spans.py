@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from deploy.graph.index import dims, fed_inputs
-from deploy.progress import phase
 from deploy.targets.base import BuildRequest
+from deploy.terminal import phase
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]

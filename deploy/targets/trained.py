@@ -24,7 +24,7 @@ from deploy.graph.refusal import form_refusal
 if TYPE_CHECKING:
     import onnx
 
-    from deploy.frontends.trained import Trained
+    from deploy.frontends.base import Trained
 
 _TOLD = 3  # names in a sentence
 

@@ -5,28 +5,324 @@ profiles each, in turns. Elsewhere counted: products of a layer, seven tenths of
 is what vendors state for int8 beside fp16, and is the bound of layers that do nothing but multiply;
 others wait for memory in either form. What turning costs there is not known and counts nothing, so
 that a layer is float only for what it loses.
+
+The cheapest way to split a graph in two: a minimum cut.
+
+Every unit runs in int8 or in float, at a price for each; a tensor between two sides costs what
+turning it costs. The cheapest choice of all is a minimum cut between two ends, found exactly::
+
+    int8 end ==float's price==> unit ==int8's price==> float end     the cut pays what it cuts
+                                 |^
+                          price of turning
+
+Source: Picard, Ratliff, "Minimum cuts and related problems", Networks 5, 1975 (the model); Dinic,
+"Algorithm for solution of a problem of maximum flow", 1970 (the flow).
+
+What can change sides alone: an int8 node with what is computed inside it or beside it.
+
+::
+
+    Conv -> Relu                          one unit: the Relu is the Conv's tail
+    x -> Sigmoid -> Mul(x, .)             one unit: a gate is fused in float, and not half in int8
+    Conv -> Add -> Clip -> Mul(x, .)      one unit: in float a Hard-Sigmoid is the Conv's tail
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from deploy.graph.edit import with_outputs
 from deploy.graph.index import Graph, attributes
-from deploy.graph.placement import WEIGHTED
+from deploy.graph.placement import WEIGHTED, Gate, gates
 from deploy.runtimes.ort import OrtSession
-from deploy.tuning.cut import cheapest_split
 from deploy.tuning.timing import PAIRS, KernelTimes, kernel_times, quicker
-from deploy.tuning.units import Units
 
 if TYPE_CHECKING:
     import onnx
 
+    from deploy.graph.plan import Decision
     from deploy.tensors import Array
+
+
+Unit = TypeVar("Unit", bound=Hashable)
+
+_SIDE_INT8, _SIDE_FLOAT = 0, 1  # the two ends
+_NOTHING = 1e-9  # a residual below this share of all prices is none
+
+
+def cheapest_split(
+    prices: Mapping[Unit, tuple[float, float]],
+    between: Iterable[tuple[Unit, Unit, float]],
+    follows: Iterable[tuple[Unit, Unit]] = (),
+) -> frozenset[Unit]:
+    """Units that run in float where the sum of all prices is least; int8 where both are equal.
+
+    Args:
+        prices: unit -> (price in int8, price in float), each 0 or more.
+        between: (unit, unit, price paid where one is int8 and the other float).
+        follows: (unit, other): the unit cannot be int8 where the other is float.
+    """
+    places = {unit: place for place, unit in enumerate(prices, start=2)}
+    flow = _Flow(len(places) + 2)
+    for unit, (int8, float32) in prices.items():
+        shared = min(int8, float32)  # paid either way
+        flow.pipe(_SIDE_INT8, places[unit], float32 - shared)
+        flow.pipe(places[unit], _SIDE_FLOAT, int8 - shared)
+    for one, other, price in between:
+        flow.pipe(places[one], places[other], price)
+        flow.pipe(places[other], places[one], price)
+    every = 1 + sum(max(pair) for pair in prices.values())
+    for unit, other in follows:
+        flow.pipe(places[unit], places[other], every)
+    return frozenset(unit for unit, place in places.items() if place in flow.far_side())
+
+
+class _Flow:
+    """Pipes between numbered places, and what still fits through them."""
+
+    def __init__(self, places: int) -> None:
+        self._ends: list[int] = []
+        self._left: list[float] = []
+        self._out: list[list[int]] = [[] for _ in range(places)]
+        self._far: frozenset[int] | None = None
+
+    def pipe(self, start: int, end: int, size: float) -> None:
+        """A pipe, and its way back, which is empty."""
+        if size <= 0 or start == end:
+            return
+        for place, to, left in ((start, end, size), (end, start, 0.0)):
+            self._out[place].append(len(self._ends))
+            self._ends.append(to)
+            self._left.append(left)
+
+    def far_side(self) -> frozenset[int]:
+        """Places that the float end still drains once the flow is greatest."""
+        if self._far is None:
+            least = _NOTHING * (1 + sum(self._left))
+            while (levels := self._levels(least))[_SIDE_FLOAT] >= 0:
+                used = [0] * len(self._out)
+                while self._push(levels, used, least) > 0:
+                    pass
+            self._far = self._draining(least)
+        return self._far
+
+    def _levels(self, least: float) -> list[int]:
+        levels = [-1] * len(self._out)
+        levels[_SIDE_INT8] = 0
+        waiting = deque([_SIDE_INT8])
+        while waiting:
+            place = waiting.popleft()
+            for pipe in self._out[place]:
+                end = self._ends[pipe]
+                if levels[end] < 0 and self._left[pipe] > least:
+                    levels[end] = levels[place] + 1
+                    waiting.append(end)
+        return levels
+
+    def _push(self, levels: list[int], used: list[int], least: float) -> float:
+        """One path from end to end, as much as fits; 0 where none is left on these levels."""
+        path: list[int] = []
+        place = _SIDE_INT8
+        while place != _SIDE_FLOAT:
+            pipe = self._next(place, levels, used, least)
+            if pipe is not None:
+                path.append(pipe)
+                place = self._ends[pipe]
+            elif path:
+                place = self._ends[path.pop() ^ 1]
+                used[place] += 1
+            else:
+                return 0.0
+        size = min(self._left[pipe] for pipe in path)
+        for pipe in path:
+            self._left[pipe] -= size
+            self._left[pipe ^ 1] += size
+        return size
+
+    def _next(self, place: int, levels: list[int], used: list[int], least: float) -> int | None:
+        """The first pipe of a place that leads on; those tried before are passed over."""
+        pipes = self._out[place]
+        while used[place] < len(pipes):
+            pipe = pipes[used[place]]
+            if self._left[pipe] > least and levels[self._ends[pipe]] == levels[place] + 1:
+                return pipe
+            used[place] += 1
+        return None
+
+    def _draining(self, least: float) -> frozenset[int]:
+        """Places from which the float end can still be reached."""
+        found, waiting = {_SIDE_FLOAT}, deque([_SIDE_FLOAT])
+        while waiting:
+            place = waiting.popleft()
+            for pipe in self._out[place]:  # the way back of a pipe that ends here
+                start = self._ends[pipe]
+                if start not in found and self._left[pipe ^ 1] > least:
+                    found.add(start)
+                    waiting.append(start)
+        return frozenset(found)
+
+
+_GATE_STEPS = 4  # x -> Add -> Clip -> Div -> Mul is the longest that exporters write
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """The int8 nodes of a model, in groups that change sides together.
+
+    Attributes:
+        members: unit, named after its first node -> its nodes, in the model's order.
+        edges: (unit that makes a tensor, unit that reads it, the tensor), each once.
+        inlets: (unit, tensor that float makes for it).
+        outlets: (unit, tensor of it that float reads).
+        layers: units that hold weights, in the model's order.
+    """
+
+    members: Mapping[str, tuple[str, ...]]
+    edges: tuple[tuple[str, str, str], ...]
+    inlets: tuple[tuple[str, str], ...]
+    outlets: tuple[tuple[str, str], ...]
+    layers: tuple[str, ...]
+
+    def nodes(self, units: Iterable[str]) -> tuple[str, ...]:
+        """All nodes of some units."""
+        return tuple(node for unit in units for node in self.members[unit])
+
+    def around(self, units: Iterable[str]) -> tuple[str, ...]:
+        """Tensors that some units make for others, and what they get from float."""
+        own = set(units)
+        made = [tensor for maker, _, tensor in self.edges if maker in own]
+        ends = [tensor for unit, tensor in (*self.inlets, *self.outlets) if unit in own]
+        return tuple(dict.fromkeys((*made, *ends)))
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Every tensor between units, or between them and float."""
+        names = [tensor for *_, tensor in (*self.edges, *self.inlets, *self.outlets)]
+        return tuple(dict.fromkeys(names))
+
+
+def units_of(model: onnx.ModelProto, decisions: Iterable[Decision]) -> Units:
+    """Group the nodes that run in int8 by default."""
+    graph = Graph(model)
+    int8 = {decision.node for decision in decisions if decision.quantized}
+    heads = _Sets(node.name for node in graph.nodes if node.name in int8)
+    for node in graph.nodes:
+        if node.name in int8:
+            heads.join(node.name, _tail_of(graph, node, int8))
+            heads.join(node.name, _gate_of(graph, node, int8))
+    for gate in gates(graph):
+        if int8.issuperset(gate.nodes):
+            heads.join(gate.name, (*gate.nodes, *_made_for(graph, gate, int8)))
+    members: dict[str, list[str]] = {}
+    for node in graph.nodes:
+        if node.name in int8:
+            members.setdefault(heads.of(node.name), []).append(node.name)
+    edges, inlets, outlets = _borders(graph, int8, heads)
+    weighted = {n.name for n in graph.nodes if n.name in int8 and n.op_type in WEIGHTED}
+    return Units(
+        members={unit: tuple(nodes) for unit, nodes in members.items()},
+        edges=edges,
+        inlets=inlets,
+        outlets=outlets,
+        layers=tuple(unit for unit, nodes in members.items() if weighted & set(nodes)),
+    )
+
+
+def sums_of(model: onnx.ModelProto, units: Units) -> frozenset[str]:
+    """Units of Adds that hold no weights."""
+    adds = {node.name for node in model.graph.node if node.op_type == "Add"}
+    glue = units.members.keys() - set(units.layers)
+    return frozenset(unit for unit in glue if adds & set(units.members[unit]))
+
+
+class _Sets:
+    """Disjoint sets of names, each called by its first name."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._order = {name: place for place, name in enumerate(names)}
+        self._head = {name: name for name in self._order}
+
+    def of(self, name: str) -> str:
+        while self._head[name] != name:
+            name = self._head[name]
+        return name
+
+    def join(self, name: str, others: Iterable[str]) -> None:
+        for other in others:
+            first, second = sorted((self.of(name), self.of(other)), key=self._order.__getitem__)
+            self._head[second] = first
+
+
+def _tail_of(graph: Graph, node: onnx.NodeProto, int8: set[str]) -> list[str]:
+    """Nodes between a node's own output and the end of its tail."""
+    found, end, tensor = [], graph.tail(node), str(node.output[0])
+    while tensor != end:
+        (after,) = graph.readers[tensor]
+        if after.name not in int8:
+            break
+        found.append(after.name)
+        tensor = str(after.output[0])
+    return found
+
+
+def _made_for(graph: Graph, gate: Gate, int8: set[str]) -> list[str]:
+    """The layer that makes a gate's source for it alone."""
+    maker = graph.producer.get(gate.source)
+    if maker is None or maker.name not in int8 or maker.op_type not in WEIGHTED:
+        return []
+    alone = gate.source not in graph.outputs and gate.source not in graph.captured
+    readers = {node.name for node in graph.readers[gate.source]}
+    return [maker.name] if alone and readers <= set(gate.nodes) else []
+
+
+def _gate_of(graph: Graph, node: onnx.NodeProto, int8: set[str]) -> list[str]:
+    """Nodes that make the gate of a Mul of a tensor with a gate made of that same tensor."""
+    if node.op_type != "Mul" or len(node.input) != 2:
+        return []
+    for gated, gate in (node.input, reversed(node.input)):
+        steps: list[str] = []
+        tensor = gate
+        while tensor != gated and len(steps) < _GATE_STEPS:
+            before = graph.producer.get(tensor)
+            if before is None or before.name not in int8 or before.op_type in WEIGHTED:
+                break
+            steps.append(before.name)
+            tensor = str(before.input[0])
+        if steps and tensor == gated:
+            return steps
+    return []
+
+
+def _borders(
+    graph: Graph, int8: set[str], heads: _Sets
+) -> tuple[
+    tuple[tuple[str, str, str], ...], tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]
+]:
+    edges: dict[tuple[str, str, str], None] = {}
+    inlets: dict[tuple[str, str], None] = {}
+    outlets: dict[tuple[str, str], None] = {}
+    for node in graph.nodes:
+        for tensor in graph.data_inputs(node):
+            maker = graph.producer.get(tensor)
+            made = maker.name if maker is not None and maker.name in int8 else None
+            if made is not None and node.name in int8:
+                if heads.of(made) != heads.of(node.name):
+                    edges[heads.of(made), heads.of(node.name), tensor] = None
+            elif node.name in int8:
+                inlets[heads.of(node.name), tensor] = None
+            elif made is not None:
+                outlets[heads.of(made), tensor] = None
+    for tensor in graph.outputs:
+        maker = graph.producer.get(tensor)
+        if maker is not None and maker.name in int8:
+            outlets[heads.of(maker.name), tensor] = None
+    return tuple(edges), tuple(inlets), tuple(outlets)
+
 
 MARGIN = 1.2  # slower by a fifth or more: less is noise
 _LEAST_SHARE = 0.001  # of the model's time: what a unit must win to change sides by time

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SURVIVED, REFUSED, FAILED = "survived", "refused", "failed"
-# a line of progress, as deploy/progress.py writes it into a pipe
+# a line of progress, as deploy/terminal.py writes it into a pipe
 _TOLD = re.compile(r"calib8: .+ (\d+ s|\d+ min \d+ s|\d+ h \d+ min)( left)?")
 _LONGEST = 8000  # letters of a sentence; names in it are cut by calib8 long before
 

@@ -173,7 +173,7 @@ def _listed(folder: Path) -> Callable[[Path], Callable[[], object]]:
 
 
 def _labels(folder: Path) -> Callable[[Path], Callable[[], object]]:
-    from deploy.commands.labels import read_labels
+    from deploy.commands.calibration_options import read_labels
 
     return lambda path: partial(read_labels, path)
 
@@ -255,14 +255,14 @@ def _checkpoints(folder: Path) -> list[bytes]:
                 raise Ended
 
     subject, place = made(folder / "seeded"), folder / "begun"
-    with patch("deploy.calibration.checkpoint.Checkpoint", Ending), suppress(Ended):
+    with patch("deploy.pipeline.observing.Checkpoint", Ending), suppress(Ended):
         calibrate(subject.model, subject.pictures(0), limit=4, threads=1, checkpoint=place)
     return [place.read_bytes()]
 
 
 def _shards(folder: Path) -> list[bytes]:
     from deploy.calibration.shards import keep_shard
-    from deploy.feed.choice import Choice
+    from deploy.feed.sampling import Choice
     from deploy.pipeline import calibrate
 
     subject = made(folder / "seeded")
@@ -274,13 +274,13 @@ def _shards(folder: Path) -> list[bytes]:
 
 def _stamp_shard(path: Path) -> None:
     """As `_stamp`, of a shard."""
-    from deploy.calibration import shard_file
-    from deploy.stamped import sha256
+    from deploy.calibration import shards
+    from deploy.files.manifest import sha256
 
     with zipfile.ZipFile(path) as archive:
         packed, document = archive.read("statistics.npz"), json.loads(archive.read("shard.json"))
     document["statistics"] = sha256(packed)
-    document["sha256"] = shard_file._digest(document)
+    document["sha256"] = shards._digest(document)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("shard.json", json.dumps(document))
         archive.writestr("statistics.npz", packed)
@@ -289,7 +289,7 @@ def _stamp_shard(path: Path) -> None:
 def _stamp(cache: Path) -> None:
     """Let the digests be those of what stands there, as who changes it in earnest would."""
     from deploy.calibration import store
-    from deploy.stamped import sha256
+    from deploy.files.manifest import sha256
 
     text, packed = (Path(f"{cache}{ending}").read_bytes() for ending in ("", ".npz"))
     document = json.loads(Path(f"{cache}.json").read_bytes())
@@ -331,7 +331,7 @@ def _model(folder: Path) -> Callable[[Path], Callable[[], object]]:
 
 def _pairs(folder: Path) -> Callable[[Path], Callable[[], object]]:
     from deploy.frontends.reader import read_model
-    from deploy.targets.ascend.from_qdq import from_qdq
+    from deploy.targets.ascend.recipe import from_qdq
 
     return lambda path: lambda: from_qdq(read_model(path), path)
 
@@ -403,8 +403,8 @@ def _ascend(folder: Path) -> Callable[[Path], Callable[[], object]]:
     import click
 
     from deploy.frontends import load
-    from deploy.targets.ascend.files import check_file
     from deploy.targets.ascend.layers import find_layers, name_nodes
+    from deploy.targets.ascend.recorded import check_file
 
     graph = find_layers(name_nodes(load(made(folder / "own").model).model))
     return lambda path: lambda: click.echo(check_file(path, graph))
@@ -412,13 +412,13 @@ def _ascend(folder: Path) -> Callable[[Path], Callable[[], object]]:
 
 def _noted(folder: Path) -> Callable[[Path], Callable[[], object]]:
     """A file whose note is the changed one."""
-    from deploy.stamped import keep, note_of, read
+    from deploy.files.manifest import keep, note_of, read_stamped
 
     file = keep(folder / "m.engine", b"plan", {"model": "a", "batch": 8, "shape": [1, 3]})
 
     def opened(path: Path) -> Callable[[], object]:
         shutil.copyfile(path, note_of(file))
-        return partial(read, file)
+        return partial(read_stamped, file)
 
     return opened
 
@@ -426,7 +426,7 @@ def _noted(folder: Path) -> Callable[[Path], Callable[[], object]]:
 def _patterns(folder: Path) -> Callable[[Path], Callable[[], object]]:
     import onnx
 
-    from deploy.graph.selection import matching
+    from deploy.graph.index import matching
 
     model = onnx.load(made(folder / "own").model)
     return lambda path: partial(matching, model, [f"@{path}"])

@@ -1,4 +1,4 @@
-// Digests of files and of feeds; deploy/feed/manifest.py.
+// Digests of files and of feeds; deploy/feed/listing.py.
 #pragma once
 
 #include <memory>

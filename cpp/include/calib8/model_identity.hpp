@@ -1,4 +1,4 @@
-// What a model is known by, whoever made a cache for it: deploy/frontends/digest.py (the graph) and
+// What a model is known by, whoever made a cache for it: deploy/frontends/base.py (the graph) and
 // the Stamp of deploy/frontends/reader.py (the files).
 #pragma once
 

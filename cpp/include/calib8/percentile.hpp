@@ -1,5 +1,5 @@
 // Percentile calibration: clip the tails that hold less than a given share of the values; as
-// calibrators/percentile.py and calibrators/legacy.py.
+// calibrators/percentile.py and calibrators/percentile.py.
 #pragma once
 
 #include <cstdint>

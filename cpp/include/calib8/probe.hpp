@@ -1,5 +1,5 @@
 // What the decoder makes of pictures, so that another library, or version, that gives the same pixels
-// is known to be the same decoder; deploy/feed/probe.py.
+// is known to be the same decoder; deploy/feed/pixels.py.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// An engine and, beside it, a note of what it was built from and of its sha256; deploy/stamped.py.
+// An engine and, beside it, a note of what it was built from and of its sha256; deploy/files/manifest.py.
 #pragma once
 
 #include <filesystem>

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from deploy.errors import ConfigError
 from deploy.feed.model_preprocess import Carried
-from deploy.frontends.metadata import exporters, huggingface, openvino, timm, ultralytics
+from deploy.frontends.metadata import exporters, huggingface
 from deploy.frontends.metadata.values import LONGEST, Found, Said
 
 if TYPE_CHECKING:
@@ -22,13 +22,13 @@ _OWN = "the model's metadata"
 
 # (where it stands, who writes it, what reads it); the first that finds its own is followed.
 READERS: tuple[tuple[str, str, Callable[[Found], Said | None]], ...] = (
-    (_OWN, "Ultralytics", ultralytics.read),
-    (_OWN, "OpenVINO's model_info", openvino.read),
-    (_OWN, "timm", timm.read),
+    (_OWN, "Ultralytics", exporters.read_ultralytics),
+    (_OWN, "OpenVINO's model_info", exporters.read_openvino),
+    (_OWN, "timm", huggingface.read_timm),
     (_OWN, "PaddleOCR's characters", exporters.read_characters),
-    (f"the {huggingface.FILE} beside the model", "Hugging Face", huggingface.read),
-    (f"the {timm.FILE} beside the model", "timm", timm.read_beside),
-    (f"the {exporters.FILE} beside the model", "PaddleDetection", exporters.read),
+    (f"the {huggingface.FILE} beside the model", "Hugging Face", huggingface.read_huggingface),
+    (f"the {huggingface.TIMM_FILE} beside the model", "timm", huggingface.read_timm_config),
+    (f"the {exporters.FILE} beside the model", "PaddleDetection", exporters.read_paddle),
 )
 
 

@@ -1,4 +1,18 @@
-"""Paddle's models: PaddleOCR's recognisers by their metadata, PaddleDetection's by `infer_cfg.yml`.
+"""Ultralytics' exports: YOLOv8 and later, RT-DETR, and YOLOv5.
+
+Source: `ultralytics/engine/exporter.py` writes "author", "version", "task", "imgsz", "stride",
+"channels", "names" and "description" into the metadata, and `export.py` of YOLOv5 "stride" and
+"names" alone. What a task does to a picture: `LetterBox` and `classify_transforms` of
+`ultralytics/data/augment.py`, and `RTDETRPredictor.pre_transform`, which stretches.
+
+What OpenVINO's Model API calls `model_info`, which training tools write into ONNX files too.
+
+Source: `OTXModelExporter._embed_onnx_metadata` of OpenVINO Training Extensions joins the path of
+a value with spaces ("model_info mean_values"); `InputTransform` and `RESIZE_TYPES` of the Model
+API's `models/utils.py` say what is done: channels reversed first where asked for, then minus mean,
+divided by scale, in pixel units.
+
+Paddle's models: PaddleOCR's recognisers by their metadata, PaddleDetection's by `infer_cfg.yml`.
 
 Source: RapidOCR puts the characters of a text recogniser into the metadata as "character"; its
 pictures are read as `RecResizeImg` of PaddleOCR does, 48 pixels high where the model leaves that
@@ -14,9 +28,102 @@ import re
 from dataclasses import replace
 
 from deploy.errors import ConfigError
-from deploy.feed.preprocess import INTERPOLATIONS, Preprocess
-from deploy.feed.presets import preset
-from deploy.frontends.metadata.values import Found, Said, numbers, shown, single, whole
+from deploy.feed.preprocess import COLORS, INTERPOLATIONS, Preprocess, Size, preset
+from deploy.frontends.metadata.values import Found, Said, numbers, shown, single, whole, word
+
+_BOXES = ("detect", "segment", "pose", "obb")
+_YOLOV5 = frozenset(("stride", "names"))
+
+
+def read_ultralytics(found: Found) -> Said | None:
+    """Letterbox for boxes, a centre crop for classes; None where another one wrote the file.
+
+    Raises:
+        ConfigError: another task, or values that are none.
+    """
+    keys = {key for key in found.properties if not key.startswith("onnx.")}  # the runtime's own
+    if found.text("author") != "Ultralytics":
+        return Said(preset("yolo"), " YOLOv5") if keys == _YOLOV5 else None
+    size = _size(found.text("imgsz"))
+    how = replace(_of_task(found, size), default_size=size, color=_color(found.text("channels")))
+    version = word(found.text("version"))
+    told = f", imgsz {size[0] if size[0] == size[1] else f'{size[0]}x{size[1]}'}"
+    return Said(how, f"{f' {version}' if version else ''}{told}")
+
+
+def _of_task(found: Found, size: Size) -> Preprocess:
+    task = found.text("task")
+    if task in _BOXES:
+        boxes = preset("yolo")
+        stretched = "rtdetr" in (found.text("description") or "").lower()
+        return replace(boxes, resize="stretch", pad=(0.0,)) if stretched else boxes
+    if task == "classify" and size[0] == size[1]:
+        return Preprocess(resize="short-side", short_side=size[0], interpolation="area")
+    raise ConfigError(
+        f"its task must be one of {', '.join(_BOXES)}, or classify with a square imgsz, got"
+        f" {shown(task)} with {size[0]}x{size[1]}"
+    )
+
+
+def _size(text: str | None) -> Size:
+    """(height, width) of "[640, 640]" or "640"."""
+    sides = (640,) if text is None else whole(text, "imgsz")
+    if len(sides) > 2:
+        raise ConfigError(f"its imgsz must be a height and a width, got {shown(text)}")
+    return sides[0], sides[-1]
+
+
+def _color(text: str | None) -> str:
+    """By the number of channels, which older versions did not write."""
+    kinds = {COLORS["rgb"]: "rgb", COLORS["grey"]: "grey"}
+    channels = 3 if text is None else whole(text, "channels")[0]
+    if channels not in kinds:
+        raise ConfigError(f"its channels must be 1 or 3, got {shown(text)}")
+    return kinds[channels]
+
+
+_PATH = "model_info "
+_TELLING = ("mean_values", "scale_values", "resize_type")
+_RESIZES = {
+    "standard": Preprocess(),
+    "fit_to_window": Preprocess(resize="letterbox", anchor="top-left"),
+    "fit_to_window_letterbox": Preprocess(resize="letterbox"),
+}
+_UNITS = {"": 1.0, "none": 1.0, "scale_to_unit": 1 / 255}
+
+
+def read_openvino(found: Found) -> Said | None:
+    """Mean, scale, resize and order of the channels; None where there is no `model_info`.
+
+    Raises:
+        ConfigError: what calib8 does not do, or values that are none.
+    """
+    held = {key: found.text(_PATH + key) for key in _TELLING}
+    if not any(held.values()):
+        return None
+    kind, units = held["resize_type"] or "standard", found.text(f"{_PATH}intensity_mode") or ""
+    if _true(found, "embedded_processing"):
+        raise ConfigError("its model does its preprocessing itself")
+    if kind not in _RESIZES or units not in _UNITS or found.text(f"{_PATH}intensity_max_value"):
+        raise ConfigError(
+            f"its resize_type must be one of {', '.join(_RESIZES)} and its intensity_mode"
+            f" scale_to_unit or none, got {shown(kind)} and {shown(units)}"
+        )
+    return Said(
+        replace(
+            _RESIZES[kind],
+            color="rgb" if _true(found, "reverse_input_channels") else "bgr",
+            scale=_UNITS[units],
+            mean=numbers(held["mean_values"] or "0", "mean_values"),
+            std=numbers(held["scale_values"] or "1", "scale_values"),
+            pad=numbers(found.text(f"{_PATH}pad_value") or "0", "pad_value"),
+        )
+    )
+
+
+def _true(found: Found, key: str) -> bool:
+    return (found.text(_PATH + key) or "").lower() in ("true", "yes", "1")
+
 
 FILE = "infer_cfg.yml"
 _SECTION = "Preprocess"
@@ -45,7 +152,7 @@ def read_characters(found: Found) -> Said | None:
     return Said(replace(preset("ppocr-rec"), default_size=(height, width)))
 
 
-def read(found: Found) -> Said | None:
+def read_paddle(found: Found) -> Said | None:
     """Resize, NormalizeImage and Permute; None where there is no such file.
 
     Raises:

@@ -5,38 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from deploy.metrics.tasks import (
-    axes,
     boxes,
     classes,
-    echoes,
     embeddings,
     heatmaps,
     keypoints,
     labels,
-    masks,
-    ranked,
     segmentation,
     sequences,
-    states,
-    text,
 )
+from deploy.metrics.tasks import task as states
 from deploy.metrics.tasks.metric import Metric, metric_of
 from deploy.metrics.tasks.task import Seen, Tally, Task, TaskFigure
 
 # Task -> its recogniser. Each must be sure of the form alone; none knows a model by its name.
 TASKS: dict[str, Callable[[Seen], Task | None]] = {
-    "boxes": boxes.find,
-    "text": text.find,
-    "segmentation": segmentation.find,
-    "masks": masks.find,
-    "heat maps": heatmaps.find,
-    "key points by axes": axes.find,
-    "key points": keypoints.find,
-    "labels": labels.find,
-    "ranked classes": ranked.find,
-    "classes": classes.find,
-    "embeddings": embeddings.find,
-    "steps": sequences.find,
+    "boxes": boxes.find_boxes,
+    "text": sequences.find_text,
+    "segmentation": segmentation.find_segmentation,
+    "masks": segmentation.find_masks,
+    "heat maps": heatmaps.find_heatmaps,
+    "key points by axes": keypoints.find_simcc,
+    "key points": keypoints.find_keypoints,
+    "labels": labels.find_labels,
+    "ranked classes": labels.find_ranked,
+    "classes": classes.find_classes,
+    "embeddings": embeddings.find_embeddings,
+    "steps": sequences.find_steps,
 }
 
 
@@ -48,7 +43,7 @@ def recognised(seen: Seen) -> Task | None:
     """
     if not seen.outputs:
         return None
-    once = states.without(seen, echoes.unrolled(seen))
+    once = states.without(seen, states.unrolled(seen))
     found = _said_twice(once)
     if found is None and (fed := states.carried(seen)):
         return _said_twice(states.without(once, fed))
@@ -57,7 +52,7 @@ def recognised(seen: Seen) -> Task | None:
 
 def _said_twice(seen: Seen) -> Task | None:
     """The task of scores without their best class, which tell more, or of it without them."""
-    best = echoes.best_of(seen)
+    best = states.best_of(seen)
     ways = (best, (), set(best.values())) if best else ((),)
     found = (_recognised(states.without(seen, left)) for left in ways)
     return next((task for task in found if task is not None), None)

@@ -52,7 +52,7 @@ class Embeddings:
         return EmbeddingTally(self)
 
 
-def find(seen: Seen) -> Embeddings | None:
+def find_embeddings(seen: Seen) -> Embeddings | None:
     """The task, where one output is such a vector, and the others at most its tokens' vectors."""
     first = seen.outputs[0]
     floating = [name for name in seen.names if np.issubdtype(first[name].dtype, np.floating)]

@@ -12,23 +12,102 @@ where the boxes lie at their anchors. Rows after the classes are key points wher
 well, x and y or x, y and how visible. They are the weights of masks where there is an output of as
 many maps, [N, m, H / s, W / s], of which each mask is a sum (YOLACT, Bolya et al. 2019). One row
 alone of numbers that an angle may have turns the box about its centre; others are let be.
+
+The cells that a detector's anchors stand in: where each anchor is, told from their number.
+
+Heads of YOLO v3 to v7 as they leave the last Conv: a map a level, several anchors a cell.
+
+[N, 3 (5 + C), H, W] or [N, k, H, W, 5 + C], of every anchor the box, objectness and classes, raw or
+behind a Sigmoid. The sizes of the anchors are not in the model, so boxes cannot be told: an anchor
+counts as kept where the same one finds the same class.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
-from deploy.metrics.tasks.detections import LOWEST, Detections, Floats, by_score
-from deploy.metrics.tasks.grid import Grid, grids
-from deploy.metrics.tasks.outlines import are_angles, masks_of, turned
+from deploy.metrics.tasks.detections import (
+    LOWEST,
+    Detections,
+    Floats,
+    are_angles,
+    by_place,
+    by_score,
+    masks_of,
+    turned,
+)
 from deploy.metrics.tasks.task import Seen
 from deploy.tensors import Array
+
+STRIDES = (4, 8, 16, 32, 64, 128)
+_MOST_ANCHORS = 9  # at one cell
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Levels of cells over an image, `anchors` at each cell, level by level.
+
+    Attributes:
+        strides: pixels from cell to cell, level by level.
+        anchors: anchors a cell; each stands for all cells of its level before the next one does.
+        up: whether a level's last, incomplete cells count.
+    """
+
+    strides: tuple[int, ...]
+    anchors: int
+    up: bool
+
+    def sides(self, size: tuple[int, int], stride: int) -> tuple[int, int]:
+        """Cells of a level: (rows, columns)."""
+        height, width = (-(-s // stride) if self.up else s // stride for s in size)
+        return height, width
+
+    def count(self, size: tuple[int, int]) -> int:
+        """Anchors in an image of `size` pixels (height, width)."""
+        sides = (self.sides(size, stride) for stride in self.strides)
+        return self.anchors * sum(height * width for height, width in sides)
+
+    def cells(self, size: tuple[int, int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Each anchor's cell [A, 2] as (column, row), and its stride in pixels [A]."""
+        places, strides = [], []
+        for stride in self.strides:
+            height, width = self.sides(size, stride)
+            rows, columns = np.divmod(np.arange(height * width), max(width, 1))
+            one = np.stack([columns, rows], axis=1).astype(np.float64)
+            places.append(np.tile(one, (self.anchors, 1)))
+            strides.append(np.full(len(one) * self.anchors, float(stride)))
+        return np.concatenate(places), np.concatenate(strides)
+
+
+def grids(anchors: int, size: tuple[int, int], levels: int | None = None) -> Iterator[Grid]:
+    """Grids of neighbouring strides with exactly so many anchors, fewest a cell first.
+
+    Args:
+        anchors: how many there are in all.
+        size: (height, width) of the image in pixels.
+        levels: how many strides; None for two or more.
+    """
+    lengths = range(2, len(STRIDES) + 1) if levels is None else (levels,)
+    runs = [
+        STRIDES[start : start + length]
+        for length in lengths
+        for start in range(len(STRIDES) - length + 1)
+    ]
+    found: dict[tuple[tuple[int, ...], int], Grid] = {}
+    for up in (False, True):
+        for strides in runs:
+            cells = Grid(strides, 1, up).count(size)
+            if cells and anchors % cells == 0 and anchors // cells <= _MOST_ANCHORS:
+                found.setdefault((strides, anchors // cells), Grid(strides, anchors // cells, up))
+    yield from sorted(found.values(), key=lambda grid: grid.anchors)
+
 
 _NEARLY_ALL = 0.99
 _AT_ANCHORS = 0.8  # correlation of a box's place with its anchor's
@@ -125,7 +204,7 @@ class Dense:
         return by_score(places, scores, points.astype(np.float64))
 
 
-def find(seen: Seen) -> Dense | None:
+def find_yolo(seen: Seen) -> Dense | None:
     """The one output that is such a tensor."""
     found = [dense for name in seen.names if (dense := _dense(name, seen)) is not None]
     if len(found) != 1:
@@ -283,3 +362,105 @@ def _out_of_cells(boxes: Floats, cells: Floats, stride: Floats) -> Floats:
     """YOLOX's raw boxes as cx cy w h in pixels."""
     wide = np.exp(np.minimum(boxes[:, 2:], 20))
     return np.concatenate([boxes[:, :2] + cells, wide], axis=1) * stride[:, None]
+
+
+_ANCHORS = 3  # a cell, where the shape does not tell
+_LEVELS = 2  # at least
+_NOTHING = 0.05  # mean objectness, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Maps:
+    """All levels.
+
+    Attributes:
+        levels: their names.
+        classes: how many there are.
+        raw: whether a Sigmoid is still to come.
+        parts: as of a task.
+    """
+
+    levels: tuple[str, ...]
+    classes: int
+    raw: bool
+    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+
+    @property
+    def placed(self) -> bool:
+        """Boxes are numbers of anchors."""
+        return False
+
+    @property
+    def form(self) -> str:
+        """How the outputs are read."""
+        names = ", ".join(self.levels)
+        return f"{names}: objectness and {self.classes} classes of anchors, matched by anchor"
+
+    def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
+        """The anchors of one sample that see something."""
+        rows = [_anchors(outputs[name]) for name in self.levels]
+        known = [one for one in rows if one is not None and one.shape[1] == 5 + self.classes]
+        if len(known) != len(rows):
+            return None
+        scores = np.concatenate(known)[:, 4:]
+        if self.raw:
+            with np.errstate(over="ignore"):
+                scores = 1 / (1 + np.exp(-scores))
+        return by_place(scores[:, 1:] * scores[:, :1])
+
+
+def find_yolo_maps(seen: Seen) -> Maps | None:
+    """The levels, where every output is one."""
+    if len(seen.names) < _LEVELS or len(seen.names) != len(seen.every):
+        return None
+    fits = [_is_level(name, seen) for name in seen.names]
+    rows = [_anchors(value) for name in seen.names for value in seen.arrays(name)]
+    known = [one for one in rows if one is not None]
+    if not all(fits) or len(known) != len(rows) or len({one.shape[1] for one in known}) != 1:
+        return None
+    for raw in (True, False):
+        if all(_sees_little(one, raw=raw) for one in known):
+            return Maps(tuple(seen.names), known[0].shape[1] - 5, raw)
+    return None
+
+
+def _is_level(name: str, seen: Seen) -> bool:
+    """Whether its cells are those of a stride, in every sample."""
+    return all(
+        size is not None and _sides(value) in _cells(size)
+        for value, size in zip(seen.arrays(name), map(image_size, seen.inputs), strict=True)
+    )
+
+
+def _sides(value: Array) -> tuple[int, ...]:
+    return value.shape[2:4]
+
+
+def _cells(size: tuple[int, int]) -> Sequence[tuple[int, int]]:
+    height, width = size
+    return [(-(-height // stride), -(-width // stride)) for stride in STRIDES[1:]]
+
+
+def _anchors(value: Array) -> Floats | None:
+    """A level -> [anchors, 5 + C]; None for other shapes."""
+    if value.ndim not in (4, 5) or len(value) != 1 or not np.issubdtype(value.dtype, np.floating):
+        return None
+    if value.ndim == 5:
+        rows = value.reshape(-1, value.shape[4])
+    elif value.shape[1] % _ANCHORS:
+        return None
+    else:
+        each = value.reshape(_ANCHORS, value.shape[1] // _ANCHORS, -1)
+        rows = each.transpose(0, 2, 1).reshape(-1, each.shape[1])
+    return rows.astype(np.float64) if rows.shape[1] >= 6 else None
+
+
+def _sees_little(rows: Floats, *, raw: bool) -> bool:
+    """Whether objectness is near 0 nearly everywhere, as nothing else than objectness is."""
+    if not np.isfinite(rows).all():
+        return False
+    if not raw:
+        return bool(rows.min() >= 0 and rows.max() <= 1 and rows[:, 4].mean() < _NOTHING)
+    least = float(np.log(_NOTHING))
+    others = float(np.median(rows[:, :4]))  # of the box, which are about 0
+    return bool(rows[:, 4].mean() < least < others and rows[:, 4].min() < -1)

@@ -9,20 +9,100 @@ var_reci_chn = scale / std. mean_chn is whole; min_chn takes the fraction, which
 AIPP cannot resize nor letterbox: those stay with the host, or with DVPP's VPC on the device.
 
 Source: hicann/ge, docs of atc, AIPP (configuration template, CSC, crop).
+
+YUV to RGB as AIPP does it: whole factors of 1/256, for the standards of cameras and videos.
+
+::
+
+    R   | m00 m01 m02 |   | Y - b0 |        BT.601: of SD video and JPEG
+    G = | m10 m11 m12 | x | U - b1 | >> 8   BT.709: of HD video
+    B   | m20 m21 m22 |   | V - b2 |        narrow: Y 16..235, U and V 16..240; full: 0..255
+
+The factors follow from the standard's weights of red and blue in Y. (CANN's docs call full "wide";
+JPEG is BT.601 full.) Source: ITU-R BT.601 and BT.709; hicann/ge, docs of atc, CSC.
+
+AIPP in numpy: what the .om computes of a picture before its first layer, to be judged by.
+
+The arithmetic of the hardware as its documents give it: whole numbers up to the conversion, whose
+products are shifted right by 8 and clipped to 0..255, then float16.
+
+A build's preprocessing as AIPP files, and how near they come to the calibration's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deploy.errors import ExportError
+from deploy.feed.pixels import layout_of, pixels_of
 from deploy.feed.preprocess import Preprocess
-from deploy.targets.ascend.csc import matrix
+from deploy.files import atomic
+from deploy.targets.ascend.atc import Source, write_compression_options
 from deploy.targets.ascend.proto import message_class, parse_text, print_text
-from deploy.targets.ascend.source import Source
+
+if TYPE_CHECKING:
+    from deploy.targets.base import BuildRequest
+
+
+Matrix = tuple[tuple[int, int, int], ...]
+
+_WEIGHTS = {"bt601": (0.299, 0.114), "bt709": (0.2126, 0.0722)}  # of red and of blue in Y
+
+
+def matrix(standard: str, color: str) -> tuple[Matrix, tuple[int, int, int]]:
+    """Rows for the channels of `color` ("rgb", "bgr" or "grey"), and what is taken off Y, U, V.
+
+    `standard` is one of `deploy.targets.ascend.atc.STANDARDS`. Of "grey" the first row alone
+    counts.
+    """
+    red, blue = _WEIGHTS[standard.partition("-")[0]]
+    luma, chroma, bias = _spans(standard)
+    green = 1 - red - blue
+    rows = [
+        (1.0, 0.0, 2 * (1 - red)),
+        (1.0, -2 * (1 - blue) * blue / green, -2 * (1 - red) * red / green),
+        (1.0, 2 * (1 - blue), 0.0),
+    ]
+    if color == "grey":
+        rows = [(1.0, 0.0, 0.0), (0.0, 0.0, 0.0), (0.0, 0.0, 0.0)]
+    if color == "bgr":
+        rows.reverse()
+    whole = tuple(
+        (round(256 * y / luma), round(256 * u / chroma), round(256 * v / chroma))
+        for y, u, v in rows
+    )
+    return whole, (bias, 128, 128)
+
+
+def to_yuv(rgb: NDArray[np.uint8], standard: str) -> NDArray[np.uint8]:
+    """RGB [H, W, 3] of even sides -> NV12 [H * 3 / 2, W], each U and V the mean of four pixels."""
+    red, blue = _WEIGHTS[standard.partition("-")[0]]
+    luma, chroma, bias = _spans(standard)
+    r, g, b = (rgb[..., c].astype(np.float64) for c in range(3))
+    y = red * r + (1 - red - blue) * g + blue * b
+    u, v = (_quarter(c) for c in ((b - y) / (2 * (1 - blue)), (r - y) / (2 * (1 - red))))
+    height, width = y.shape
+    planes = np.stack([u, v], axis=-1).reshape(height // 2, width) * chroma + 128
+    out = np.concatenate([y * luma + bias, planes])
+    return np.asarray(np.clip(np.rint(out), 0, 255), np.uint8)
+
+
+def _spans(standard: str) -> tuple[float, float, int]:
+    """Share of 255 that Y takes, that U and V take, and where Y begins."""
+    narrow = standard.endswith("narrow")
+    return (219 / 255, 224 / 255, 16) if narrow else (1.0, 1.0, 0)
+
+
+def _quarter(plane: NDArray[np.float64]) -> NDArray[np.float64]:
+    height, width = plane.shape
+    return np.asarray(plane.reshape(height // 2, 2, width // 2, 2).mean(axis=(1, 3)))
+
 
 _CHANNELS = 3
 _SIDES = (2, 4096)
@@ -190,3 +270,149 @@ def _arithmetic(op: Any, how: Preprocess, channels: int) -> list[str]:
     return [
         f"AIPP holds its factors in float16: inputs differ by at most {worst:.2g} of full scale."
     ]
+
+
+Bytes = NDArray[np.uint8]
+
+
+def run_aipp(op: Any, picture: Bytes) -> NDArray[np.float32]:
+    """One picture as the .om gets it -> the model's input [C, H, W].
+
+    Args:
+        op: an AippOpParams.
+        picture: [H, W, 3] packed, [H, W] grey, or [H * 3 / 2, W] YUV420SP.
+    """
+    pixels = _unpacked(op, picture)
+    if op.rbuv_swap_switch:
+        pixels = _swapped(pixels, yuv=op.input_format == 1)
+    if op.crop:
+        top, left = op.load_start_pos_h, op.load_start_pos_w
+        pixels = pixels[top : top + op.crop_size_h, left : left + op.crop_size_w]
+    if op.csc_switch:
+        pixels = _converted(op, pixels)
+    channels = [
+        ((pixels[..., c] - mean).astype(np.float16) - np.float16(least)) * np.float16(factor)
+        for c, (mean, least, factor) in enumerate(_norms(op, pixels.shape[-1]))
+    ]
+    return np.stack(channels).astype(np.float32)
+
+
+def judged(
+    made: Aipp, how: Preprocess, source: Source, sample: Mapping[str, NDArray[Any]]
+) -> float | None:
+    """How far AIPP's input is from the calibration's, as a share of its full scale.
+
+    The picture is taken back from the calibration's input, exactly, and given as the .om gets it.
+
+    Args:
+        made: from `write_aipp`.
+        how: the preprocessing that fed the calibration.
+        source: the pictures that the .om gets.
+        sample: input name -> array; the first one is AIPP's.
+
+    Returns:
+        The largest mean absolute error of a picture of the batch; None where `sample` holds no
+        pictures.
+    """
+    batch = next(iter(sample.values()))
+    if layout_of(batch) != "nchw" or not np.issubdtype(batch.dtype, np.floating):
+        return None
+    return max(_error(made, how, source, picture) for picture in batch)
+
+
+def _error(made: Aipp, how: Preprocess, source: Source, wanted: NDArray[Any]) -> float:
+    pixels = pixels_of(wanted[None], how)
+    assert pixels is not None
+    got = run_aipp(made.op, _given(_framed(pixels, made.op), how, source))
+    full = 255 * how.scale / min(how.std)
+    return float(np.abs(got - wanted).mean() / full)
+
+
+def _framed(pixels: Bytes, op: Any) -> Bytes:
+    """The picture in the middle of one of the source's size, its edges continued."""
+    height, width = pixels.shape[:2]
+    top, left = (op.load_start_pos_h, op.load_start_pos_w) if op.crop else (0, 0)
+    below, right = op.src_image_size_h - height - top, op.src_image_size_w - width - left
+    return np.pad(pixels, ((top, below), (left, right), (0, 0)), mode="edge")
+
+
+def _given(rgb: Bytes, how: Preprocess, source: Source) -> Bytes:
+    """Red, green, blue [H, W, 3] -> the picture as the .om gets it."""
+    if how.color == "grey" and not source.yuv:
+        return rgb[..., 0]
+    if not source.yuv:
+        return rgb if source.color == "rgb" else rgb[..., ::-1]
+    picture = to_yuv(rgb, source.standard)
+    height = rgb.shape[0]
+    if source.color == "nv21":
+        pairs = picture[height:].reshape(height // 2, -1, 2)
+        picture = np.concatenate([picture[:height], pairs[..., ::-1].reshape(height // 2, -1)])
+    return picture
+
+
+def _unpacked(op: Any, picture: Bytes) -> NDArray[np.int32]:
+    """[H, W, C] in whole numbers; each U and V stands for four pixels."""
+    if op.input_format == 1:
+        height = picture.shape[0] * 2 // 3
+        pairs = picture[height:].reshape(height // 2, -1, 2)
+        planes = pairs.repeat(2, axis=0).repeat(2, axis=1)
+        return np.concatenate([picture[:height, :, None], planes], axis=-1).astype(np.int32)
+    return (picture[..., None] if picture.ndim == 2 else picture).astype(np.int32)
+
+
+def _swapped(pixels: NDArray[np.int32], *, yuv: bool) -> NDArray[np.int32]:
+    return pixels[..., [0, 2, 1]] if yuv else pixels[..., ::-1]
+
+
+def _converted(op: Any, pixels: NDArray[np.int32]) -> NDArray[np.int32]:
+    rows = np.array([[getattr(op, f"matrix_r{r}c{c}")[0] for c in range(3)] for r in range(3)])
+    bias = np.array([getattr(op, f"input_bias_{c}")[0] for c in range(3)])
+    out = np.asarray(np.clip((pixels - bias) @ rows.T >> 8, 0, 255), np.int32)
+    return out[..., :1] if not rows[1:].any() else out
+
+
+def _norms(op: Any, channels: int) -> list[tuple[int, float, float]]:
+    return [
+        (
+            getattr(op, f"mean_chn_{c}"),
+            getattr(op, f"min_chn_{c}"),
+            getattr(op, f"var_reci_chn_{c}")[0],
+        )
+        for c in range(channels)
+    ]
+
+
+_TRIED = 2  # samples that go through AIPP's arithmetic
+
+
+def write_aipp_files(
+    request: BuildRequest, files: dict[str, Path], source: Source, *, first_layer_int8: bool
+) -> list[str]:
+    """Write the AIPP file and, where asked, the compression options; gives notes."""
+    given = request.manifest.get("preprocess")
+    if not given:
+        return ["No AIPP file: the calibration was fed arrays, not pictures."]
+    how: Preprocess = Preprocess.from_json(given)
+    try:
+        made = write_aipp(how, source)
+    except ExportError as error:
+        return [f"No AIPP file: {error}."]
+    path = request.folder / f"{request.name}_aipp.cfg"
+    files["AIPP configuration"] = atomic.write_text(path, made.text)
+    if first_layer_int8:
+        path = request.folder / f"{request.name}_compression.cfg"
+        text = write_compression_options(first_layer=True)
+        files["compression options"] = atomic.write_text(path, text)
+    return [*made.host, *_judged(made, how, source, request)]
+
+
+def _judged(made: Aipp, how: Preprocess, source: Source, request: BuildRequest) -> Iterator[str]:
+    """A sentence on how AIPP's input compares with the calibration's."""
+    samples = request.feed.first(_TRIED)
+    errors = [judged(made, how, source, sample) for sample in samples]
+    known = [error for error in errors if error is not None]
+    if known:
+        yield (
+            f"AIPP's arithmetic on {len(known)} samples: the .om's input is {max(known):.2g} of"
+            " full scale from the calibration's, on average over a picture."
+        )

@@ -7,6 +7,18 @@ ConvTranspose stay as they are, but for AdaRound's), and each algorithm sees `ba
                                               (AdaRound, a layer after the other, first batches)
 
 A `RecordPlan` says what must be observed for that, and makes the record of what was.
+
+The model whose activations AMCT looks at: weights fake-quantized, inputs balanced.
+
+Layers whose IFMR clips nothing: the one choice beside AMCT's default that calib8 tries.
+
+IFMR tries ratios of the observed maximum (its percentile of 0.999999) and takes the one of least
+squared error, which clips what is rare in the images that calibrate::
+
+    ratio   0.7 ------ 1.0 ------ 1.3      AMCT's default search_range
+                       1.0 ------ 1.3      nothing is clipped
+
+A range that begins at 1 is an ordinary setting of AMCT's configuration, where it is written too.
 """
 
 from __future__ import annotations
@@ -23,43 +35,93 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrators.amct.ada_statistics import Rounded
-from calibrators.amct.arq import arq
-from calibrators.amct.dmq import balance_factors, channel_max, weight_channel_max
-from calibrators.amct.grid import ascend_half
+from calibrators.amct.arq import (
+    arq,
+    arq_fake_quantize,
+    ascend_half,
+    balance_factors,
+    channel_max,
+    weight_channel_max,
+)
 from calibrators.amct.ifmr import AscendScale
-from calibrators.amct.recorders import ChannelMax, ChannelMaxOf, Exact, ExactOf, HfmgOf, IfmrOf
+from calibrators.amct.recorders import (
+    ChannelMax,
+    ChannelMaxOf,
+    Exact,
+    ExactOf,
+    HfmgOf,
+    IfmrOf,
+    Rounded,
+)
 from calibrators.errors import CalibrationError
 from calibrators.scales import Scale
 from calibrators.statistics import Statistic
 from deploy.calibration.observation import Observation, Observed, Variant
-from deploy.calibration.observe import observe
+from deploy.calibration.one_pass import observe
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.parallel import Sample
 from deploy.graph.edit import cut
 from deploy.graph.index import Graph
-from deploy.targets.ascend.activations import dead, faint, params_of, range_of, searched
-from deploy.targets.ascend.adaround_search import left, settle
-from deploy.targets.ascend.config_types import LayerConfig, QuantConfig
+from deploy.targets.ascend.config_keys import LayerConfig, QuantConfig
 from deploy.targets.ascend.layers import Layer, LayerGraph
-from deploy.targets.ascend.prepared import prepared_model
-from deploy.targets.ascend.record import LayerRecord
+from deploy.targets.ascend.record import LayerRecord, dead, faint, params_of, range_of, searched
 from deploy.targets.ascend.weight_rounding import (
     MOST_SAMPLES,
     AdaStep,
     adaptive,
     algorithms,
+    left,
     refuse_open,
+    settle,
     steps_of,
 )
 
 if TYPE_CHECKING:
     import onnx
 
-Factors = Mapping[str, NDArray[np.float32]]
-Weights = dict[str, tuple[NDArray[np.float32], NDArray[np.int32]]]
+    from deploy.method import Choices, Method
+
 
 _NONE = np.zeros(0, np.float32)
+
+
+def prepared_model(
+    model: onnx.ModelProto,
+    layers: Mapping[str, Layer],
+    config: QuantConfig,
+    weights: Mapping[str, tuple[NDArray[np.float32], NDArray[np.int32]]],
+    factors: Mapping[str, NDArray[np.float32]],
+    rounded: Mapping[str, NDArray[np.int8]] | None = None,
+) -> onnx.ModelProto:
+    """The float model to observe: weights fake-quantized, inputs divided by DMQ factors.
+
+    Of AdaRound's layers those that are `rounded` are so, the others stay as they are.
+    """
+    from onnx import numpy_helper
+
+    from deploy.targets.ascend.deploy_model import rewrite_inputs
+    from deploy.targets.ascend.quant_layer import array_of, balanced_weight, from_rows, rows_of
+
+    index, integers = Graph(model), rounded or {}
+    arrays = {}
+    for name, layer in layers.items():
+        if not layer.weight:
+            continue
+        weight = balanced_weight(array_of(index, layer.weight), layer, factors.get(name, _NONE))
+        rows = rows_of(weight, layer)
+        if name in integers:
+            shape = (-1,) + (1,) * (rows.ndim - 1)
+            rows = integers[name].reshape(rows.shape) * weights[name][0].reshape(shape)
+        elif layer.kind != "ConvTranspose" and not adaptive(config, name):  # AMCT leaves it
+            bits = config.layers[name].weight.num_bits
+            rows = np.asarray(arq_fake_quantize(rows, *weights[name], bits=bits), np.float32)
+        arrays[layer.weight] = numpy_helper.from_array(from_rows(rows, layer), layer.weight)
+    inverse = {n: np.float32(1) / f for n, f in factors.items() if n in layers}
+    return rewrite_inputs(model, layers, arrays, inverse)
+
+
+Factors = Mapping[str, NDArray[np.float32]]
+Weights = dict[str, tuple[NDArray[np.float32], NDArray[np.int32]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -419,7 +481,7 @@ def calibrate(
         exact: IFMR on all values, kept in memory.
 
     Raises:
-        As `RecordPlan`, `RecordPlan.record` and `deploy.calibration.observe.observe`.
+        As `RecordPlan`, `RecordPlan.record` and `deploy.calibration.one_pass.observe`.
     """
     listed = list(batches)
     plan = RecordPlan(
@@ -451,3 +513,65 @@ def _weight_max(weight: NDArray[np.float32], layer: Layer) -> NDArray[np.float32
     if layer.kind == "MatMul":
         return channel_max(weight, -2)
     return channel_max(weight, 1 if layer.trans_b else 0)
+
+
+KEEPING = "minmax"
+_WHOLE = (1.0, 1.3)
+
+
+def kept_layers(plan: RecordPlan, choices: Choices) -> frozenset[str]:
+    """The layers for which the choices want no clipping.
+
+    Raises:
+        ConfigError: a method that is neither that nor AMCT's own.
+    """
+    for method in filter(None, (choices.method, *choices.methods.values())):
+        _check(method)
+    entries = plan.config.entries()
+    return frozenset(
+        name
+        for name, layer in plan.layers.items()
+        if (choices.methods.get(layer.input) or choices.method) is not None
+        and entries[name].activation.act_algo == "ifmr"
+    )
+
+
+def _check(method: Method) -> None:
+    if method.name != KEEPING:
+        raise ConfigError(
+            f"a plan for ascend takes the method {KEEPING} or none, got {method.label!r}; delete"
+            " the line, or the file to have it made anew"
+        )
+
+
+def keeping(config: QuantConfig, layers: Collection[str]) -> QuantConfig:
+    """The config in which IFMR clips nothing in these layers."""
+    changed = {
+        name: replace(one, activation=replace(one.activation, search_range=_WHOLE))
+        if name in layers
+        else one
+        for name, one in config.layers.items()
+    }
+    tensors = (
+        replace(one, activation=replace(one.activation, search_range=_WHOLE))
+        if one.key in layers
+        else one
+        for one in config.tensors
+    )
+    return replace(config, layers=changed, tensors=tuple(tensors))
+
+
+def keeping_plan(plan: RecordPlan) -> RecordPlan:
+    """The plan with no clipping in any layer; what it wants observed is the same."""
+    return replace(plan, config=keeping(plan.config, plan.layers))
+
+
+def mixed(plan: RecordPlan, own: Recorded, kept: Recorded, layers: Collection[str]) -> Recorded:
+    """Records as the plan gives them, and in these layers those without clipping."""
+    read = (*plan.activations.items(), *plan.seconds.items())
+    tensors = {observation.tensor for name, observation in read if name in layers}
+    return replace(
+        own,
+        records={n: (kept if n in layers else own).records[n] for n in own.records},
+        ranges={t: (kept if t in tensors else own).ranges[t] for t in own.ranges},
+    )

@@ -1,20 +1,126 @@
-"""Type and range of every key of AMCT's configurations, and which keys go together.
+"""AMCT's quant config as values: one `LayerConfig` a layer.
+
+Type and range of every key of AMCT's configurations, and which keys go together.
 
 Source: hicann/amct, common/config/field.py and the quant config reference pages.
+
+How wide the integers of a layer may be, and what becomes of other wishes.
+
+==============  ===================================================  ======================
+width           layers                                               elsewhere
+==============  ===================================================  ======================
+weights 4       an even number of input channels, one group          8, told
+weights 6, 7    Conv with a 2-D kernel                               8, told
+activations 16  Conv and ConvTranspose with a 1-D or 2-D kernel,     8, told, where
+                Gemm                                                 common_config asks for
+                                                                     it; else refused
+==============  ===================================================  ======================
+
+8 bits, and activations of 4, are for all of them. Source: hicann/amct, its capacity table and the
+checks of its configurations (INT16_QUANTIZABLE_ONNX_TYPES, check_int4_cin_pack_supported).
+
+tensor_quantize: inputs of Add and MaxPool that a configuration wants in int8, checked.
+
+AMCT's open source has how it is written (a list in the quant config JSON, before the layers), its
+documentation that it takes MaxPool and Add. The sentences are ours.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from calibrators.amct.hfmg import NBINS
 from deploy.errors import ConfigError
-from deploy.targets.ascend.config_types import Activation, Weight
+from deploy.targets.ascend.layers import POINTS, LayerGraph
 from deploy.targets.ascend.proto import ELSEWHERE, near
+
+if TYPE_CHECKING:
+    from deploy.targets.ascend.layers import Layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    """activation_quant_params of one layer; `asymmetric` None follows activation_offset."""
+
+    num_bits: int = 8
+    act_algo: str = "ifmr"
+    asymmetric: bool | None = None
+    max_percentile: float = 0.999999
+    min_percentile: float = 0.999999
+    search_range: tuple[float, float] = (0.7, 1.3)
+    search_step: float = 0.01
+    num_of_bins: int = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """weight_quant_params of one layer; the last four belong to ada_quantize."""
+
+    num_bits: int = 8
+    wts_algo: str = "arq_quantize"
+    channel_wise: bool | None = None
+    num_iteration: int = 10000
+    reg_param: float = 0.01
+    beta_range: tuple[float, float] = (20.0, 2.0)
+    warm_start: float = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerConfig:
+    """How one layer is quantized."""
+
+    quant_enable: bool = True
+    dmq_balancer_param: float | None = None
+    activation: Activation = field(default_factory=Activation)
+    weight: Weight = field(default_factory=Weight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorConfig:
+    """One tensor_quantize: an input of an Add or MaxPool, and how its scale is found."""
+
+    layer_name: str
+    input_index: int
+    activation: Activation = field(default_factory=Activation)
+
+    @property
+    def key(self) -> str:
+        """Its name in a record."""
+        return f"{self.layer_name}:{self.input_index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantConfig:
+    """A whole quant config.
+
+    Attributes:
+        layers: layer name -> how it is quantized.
+        told: sentences on what was asked for and is not so; never written.
+    """
+
+    version: int = 1
+    batch_num: int = 1
+    activation_offset: bool = True
+    do_fusion: bool = True
+    skip_fusion_layers: tuple[str, ...] = ()
+    fakequant_precision_mode: str | None = None
+    tensors: tuple[TensorConfig, ...] = ()
+    layers: Mapping[str, LayerConfig] = field(default_factory=dict)
+    told: tuple[str, ...] = ()
+
+    def enabled(self) -> dict[str, LayerConfig]:
+        """The layers to quantize."""
+        return {name: layer for name, layer in self.layers.items() if layer.quant_enable}
+
+    def entries(self) -> dict[str, LayerConfig]:
+        """The layers to quantize, and the inputs of tensor_quantize by their names in a record."""
+        inputs = {one.key: LayerConfig(activation=one.activation) for one in self.tensors}
+        return {**self.enabled(), **inputs}
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,3 +313,108 @@ def refuse_repeats(names: Any, where: str) -> None:
     repeated = sorted({name for name in names if list(names).count(name) > 1})
     if repeated:
         raise ConfigError(f"{where} must name each layer once, got {repeated[:3]} repeated")
+
+
+INT16_LAYERS = "Conv and ConvTranspose with a 1-D or 2-D kernel, and Gemm"
+INT4_WEIGHTS = "layers with an even number of input channels and one group"
+_SHOWN = 3  # names in a sentence
+
+
+def takes_activations(layer: Layer, bits: int) -> bool:
+    """Whether a layer may read integers of this width."""
+    return bits != 16 or (layer.kind in ("Conv", "ConvTranspose", "Gemm") and layer.rank < 3)
+
+
+def takes_weights(layer: Layer, bits: int) -> bool:
+    """Whether a layer may hold weights of this width; one without weights takes any."""
+    if not layer.weight or bits == 8:
+        return True
+    if bits == 4:
+        return layer.group == 1 and layer.channels_in % 2 == 0
+    return layer.kind == "Conv" and layer.rank == 2
+
+
+def told_of_weights(asked: Mapping[str, LayerConfig], kept: Mapping[str, LayerConfig]) -> list[str]:
+    """Sentences on enabled layers whose weights are of 8 bits where other widths were asked for."""
+    found: dict[int, list[str]] = {}
+    for name, entry in asked.items():
+        bits = entry.weight.num_bits
+        if entry.quant_enable and bits != kept[name].weight.num_bits:
+            found.setdefault(bits, []).append(name)
+    return [
+        f"The weights of {quoted_layers(names)} are of 8 bits, not {bits}:"
+        f" that is for {INT4_WEIGHTS if bits == 4 else 'Conv with a 2-D kernel'}."
+        for bits, names in sorted(found.items())
+    ]
+
+
+def told_of_activations(names: Collection[str]) -> list[str]:
+    """A sentence on layers that get 8-bit activations where the common_config has 16."""
+    if not names:
+        return []
+    return [
+        f"The activations of {quoted_layers(names)} are of 8 bits, not 16: that is for"
+        f" {INT16_LAYERS}."
+    ]
+
+
+def quoted_layers(names: Collection[str]) -> str:
+    """How many layers, and the first of their names."""
+    shown = ", ".join(list(names)[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    return f"{len(names)} layer{'s' * (len(names) != 1)} ({shown})"
+
+
+def settled_tensors(config: QuantConfig, graph: LayerGraph) -> tuple[TensorConfig, ...]:
+    """The inputs with `asymmetric` chosen, by activation_offset where nothing else says it.
+
+    Raises:
+        ConfigError: an input that the model lacks or that cannot be quantized by itself.
+    """
+    twice = [key for key, times in Counter(one.key for one in config.tensors).items() if times > 1]
+    if twice:
+        raise ConfigError(f"tensor_quantize must name each input once, got {twice[0]!r} again")
+    return tuple(_settled(one, config, graph) for one in config.tensors)
+
+
+def _settled(one: TensorConfig, config: QuantConfig, graph: LayerGraph) -> TensorConfig:
+    refuse_unknown(one.layer_name, one.input_index, graph)
+    act = one.activation
+    if act.num_bits != 8:
+        raise ConfigError(
+            f"tensor_quantize is 8-bit, got {act.num_bits} bits for {one.layer_name!r}; leave the"
+            " type out"
+        )
+    if act.asymmetric is None:
+        act = replace(act, asymmetric=config.activation_offset)
+    return replace(one, activation=act)
+
+
+def refuse_unknown(name: str, index: int, graph: LayerGraph) -> None:
+    """Refuse an input that cannot be quantized by itself.
+
+    Raises:
+        ConfigError: no such node or input, or one of another type or of no use.
+    """
+    op, key = graph.ops.get(name), f"{name}:{index}"
+    if op is None:
+        known = [node for node, kind in graph.ops.items() if kind in POINTS]
+        raise ConfigError(
+            f"node {name!r} of tensor_quantize does not exist in the model; {near(name, known)}"
+        )
+    if op not in POINTS:
+        raise ConfigError(
+            f"tensor_quantize takes inputs of {' and '.join(POINTS)}, got {name!r} of type {op}"
+        )
+    if key in graph.unfit:
+        raise ConfigError(
+            f"input {index} of {name!r} cannot be quantized: {graph.unfit[key]}; take it out of"
+            " tensor_quantize"
+        )
+    if key not in graph.offered:
+        raise ConfigError(
+            f"input_index of {name!r}, of type {op}, must be below {POINTS[op]}, got {index}"
+        )
+    if key in graph.ops:
+        raise ConfigError(
+            f"a record cannot tell input {index} of {name!r} from the node {key!r}; rename one"
+        )

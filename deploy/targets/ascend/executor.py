@@ -18,28 +18,289 @@ Against the fake-quant model three things may differ: a code at an exact half wh
 (AscendQuant adds offset before rounding, the fake-quant model after), a code beside a half where
 x * scale + offset rounds in float32, and sums beyond 2^24, which floats round and integers do not.
 Weights go in as uint8 too: int8 ones saturate in ONNX Runtime on x86 CPUs without VNNI.
+
+Layers of a deploy model in ONNX's integer operators, and the constants that these read.
+
+::
+
+    q            uint8 part 0 [, part 1]      q - offset = sum of (part - zero) * factor
+    layer        an operator a part           int32, or int64 where there are two
+    bias         added to their sum
+
+Whether the deploy model computes what the fake-quant model promises, checked on a CPU.
+
+The deploy model runs in integers (`deploy.targets.ascend.executor`), beside two fake-quant models:
+one that rounds as AscendQuant does, which must agree but for sums beyond 2^24, and AMCT's own,
+which differs by one code wherever a value lies at a half and the offset is odd.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from calibrators.amct.grid import ascend_range
+from calibrators.amct.arq import ascend_range
 from deploy.errors import ModelError
 from deploy.graph.edit import copied, rebuild
 from deploy.graph.index import Graph, attributes
+from deploy.metrics.output_errors import cosine
+from deploy.targets.ascend.deploy_model import PACKED, packed_axis, unpack_fours
 from deploy.targets.ascend.layers import TYPES
-from deploy.targets.ascend.sums import SHIFT, Constants, Layers, Part, chain, make_node
 
 if TYPE_CHECKING:
     import onnx
 
+    from deploy.targets.ascend.quant_layer import QuantLayer
+    from deploy.targets.base import BuildRequest
     from deploy.tensors import Session
+
+
+SHIFT = 128  # from int8 to uint8
+_EXACT = 2**24  # integers that float32 adds without rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One uint8 tensor of a quantized one, the sum of (tensor - zero) * factor over its parts."""
+
+    tensor: str
+    factor: int
+    zero: int
+
+
+class Constants:
+    """Constants of a deploy model, and new ones beside them.
+
+    Attributes:
+        new: name -> value.
+    """
+
+    def __init__(self, index: Graph) -> None:
+        self._held = index.constants
+        self.new: dict[str, NDArray[Any]] = {}
+
+    def put(self, name: str, value: Any) -> str:
+        """Add one; gives its name."""
+        self.new[name] = np.asarray(value)
+        return name
+
+    def value(self, name: str) -> NDArray[Any]:
+        """The value of one that the deploy model holds.
+
+        Raises:
+            ModelError: it does not.
+        """
+        from onnx import numpy_helper
+
+        if name not in self._held:
+            raise ModelError(f"the deploy model must hold {name!r} as a constant, got none")
+        return numpy_helper.to_array(self._held[name])
+
+
+class Layers:
+    """Writes the nodes that stand for a layer on quantized tensors.
+
+    Attributes:
+        codes: quantized tensor -> what it is held as; whoever writes that puts it here.
+    """
+
+    def __init__(self, model: onnx.ModelProto, index: Graph, constants: Constants) -> None:
+        self.index, self.constants = index, constants
+        self.codes: dict[str, tuple[Part, ...]] = {}
+        self.packed = {name for node in model.graph.node for name in self.packed_by(node)}
+
+    def write(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
+        """The nodes that stand for one of `TYPES` whose input is quantized."""
+        heavy = {
+            "Conv": self.conv,
+            "ConvTranspose": self.convtranspose,
+            "Gemm": self.gemm,
+            "MatMul": self.gemm,
+            "AveragePool": self.averagepool,
+        }[node.op_type]
+        return heavy(node, self.codes[node.input[0]])
+
+    def conv(self, node: onnx.NodeProto, codes: tuple[Part, ...]) -> list[onnx.NodeProto]:
+        """ConvInteger."""
+        return self.summed(node, "ConvInteger", codes, self.weight(node))
+
+    def gemm(self, node: onnx.NodeProto, codes: tuple[Part, ...]) -> list[onnx.NodeProto]:
+        """MatMulInteger; of two activations with both their zero points."""
+        if node.input[1] in self.codes:
+            (first,), (second,) = codes, self.codes[node.input[1]]
+            ends = [
+                self.constants.put(f"{node.name}.exec.zero{k}", np.uint8(part.zero))
+                for k, part in enumerate((first, second))
+            ]
+            reads = [first.tensor, second.tensor, *ends]
+            return [make_node("MatMulInteger", reads, node.output[0], node.name)]
+        weight = self.weight(node)
+        if attributes(node).get("transB", 0):
+            weight = weight.T
+        del node.attribute[:]
+        return self.summed(node, "MatMulInteger", codes, weight)
+
+    def averagepool(self, node: onnx.NodeProto, codes: tuple[Part, ...]) -> list[onnx.NodeProto]:
+        """A pool of floats that are whole."""
+        (part,) = codes
+        centred = f"{node.name}.exec.centred"
+        before = self.centre(node, part, centred)
+        node.input[0] = centred
+        return [*before, node]
+
+    def convtranspose(self, node: onnx.NodeProto, codes: tuple[Part, ...]) -> list[onnx.NodeProto]:
+        """Float convolutions of halves of the weight, small enough to be exact.
+
+        Raises:
+            ModelError: they are not.
+        """
+        weight = self.weight(node).astype(np.int32)
+        if 255 * 15 * int(np.prod(weight.shape[2:])) * weight.shape[0] >= _EXACT:
+            raise ModelError(
+                f"{node.name!r} sums too many products to be exact here, weight {weight.shape};"
+                " compare the fake-quant model instead"
+            )
+        low = weight & 15
+        name, wide = node.name, len(codes) > 1
+        nodes: list[onnx.NodeProto] = []
+        sums: list[str] = []
+        for place, part in enumerate(codes):
+            centred = f"{name}.exec.centred{place}"
+            nodes += self.centre(node, part, centred)
+            for word, values, factor in (("low", low, 1), ("high", (weight - low) // 16, 16)):
+                word = f"{word}{place}"
+                kernel = self.constants.put(f"{name}.exec.{word}", values.astype(np.float32))
+                half = copied(node)
+                half.name, half.output[0] = f"{name}.{word}", f"{name}.exec.{word}.f"
+                del half.input[:]
+                half.input.extend([centred, kernel])
+                nodes.append(half)
+                nodes += self.scaled(half, factor * part.factor, sums, wide=wide)
+        return [*nodes, *self.added(node, sums, weight.ndim - 2, wide=wide)]
+
+    def summed(
+        self, node: onnx.NodeProto, op: str, codes: tuple[Part, ...], weight: NDArray[Any]
+    ) -> list[onnx.NodeProto]:
+        """An integer operator for each part of the input, and their sum with the bias."""
+        name, wide = node.name, len(codes) > 1
+        moved = (weight.astype(np.int16) + SHIFT).astype(np.uint8)
+        kernel = self.constants.put(f"{name}.exec.weight", np.ascontiguousarray(moved))
+        level = self.constants.put(f"{name}.exec.wzero", np.uint8(SHIFT))
+        nodes: list[onnx.NodeProto] = []
+        sums: list[str] = []
+        for place, part in enumerate(codes):
+            zero = self.constants.put(f"{name}.exec.zero{place}", np.uint8(part.zero))
+            end = f"{name}.exec.part{place}"
+            heavy = make_node(op, [part.tensor, kernel, zero, level], end, f"{name}.{place}")
+            heavy.attribute.extend(node.attribute)
+            nodes.append(heavy)
+            nodes += self.scaled(heavy, part.factor, sums, wide=wide)
+        return [*nodes, *self.added(node, sums, weight.ndim - 2, wide=wide)]
+
+    def scaled(
+        self, node: onnx.NodeProto, factor: int, sums: list[str], *, wide: bool
+    ) -> list[onnx.NodeProto]:
+        """A node's output as integers, times a factor; named at the end of `sums`."""
+        nodes, end = [], node.output[0]
+        if wide or node.op_type == "ConvTranspose":  # the others give int32
+            nodes, end = (
+                chain(node.name, end, f"{end}.i", [], cast=7 if wide else 6),
+                f"{end}.i",
+            )
+        if factor != 1:
+            by = self.constants.put(f"{end}.factor", (np.int64 if wide else np.int32)(factor))
+            nodes.append(make_node("Mul", [end, by], f"{end}.scaled", f"{node.name}.scaled"))
+            end = f"{end}.scaled"
+        sums.append(end)
+        return nodes
+
+    def added(
+        self, node: onnx.NodeProto, sums: list[str], rank: int, *, wide: bool
+    ) -> list[onnx.NodeProto]:
+        """The sum of `sums` and, if there is one, the bias."""
+        bias = node.input[2] if len(node.input) > 2 else ""
+        terms = [*sums, *([self.bias(node, bias, rank, wide=wide)] if bias else [])]
+        if len(terms) == 1:
+            return [make_node("Identity", terms, node.output[0], f"{node.name}.sum")]
+        nodes, total = [], terms[0]
+        for place, term in enumerate(terms[1:], start=1):
+            end = node.output[0] if place == len(terms) - 1 else f"{node.name}.exec.sum{place}"
+            nodes.append(make_node("Add", [total, term], end, f"{node.name}.sum{place}"))
+            total = end
+        return nodes
+
+    def bias(self, node: onnx.NodeProto, name: str, rank: int, *, wide: bool) -> str:
+        """The bias in the shape and type of the sums.
+
+        Raises:
+            ModelError: it is not int32.
+        """
+        maker = self.index.producer.get(name)
+        cast = maker if self.is_bias(maker) else None
+        values = self.constants.value(name if cast is None else cast.input[0])
+        if values.dtype != np.int32:
+            raise ModelError(f"the bias of {node.name!r} must be int32, got {values.dtype}")
+        shaped = values.reshape(-1, *[1] * rank)
+        return self.constants.put(
+            f"{node.name}.exec.bias", shaped.astype(np.int64) if wide else shaped
+        )
+
+    def is_bias(self, node: onnx.NodeProto | None) -> bool:
+        """Whether a node is the Cast of an int32 bias, as there is one beside 4-bit activations."""
+        if node is None or node.op_type != "Cast" or not node.name.endswith(".bias_quant"):
+            return False
+        found = self.index.constants.get(node.input[0])
+        return found is not None and found.data_type == 6
+
+    def weight(self, node: onnx.NodeProto) -> NDArray[Any]:
+        """A layer's integers; out of their bytes where two are in one."""
+        values = self.constants.value(node.input[1])
+        if node.name not in self.packed:
+            return values
+        return unpack_fours(values.astype(np.int8), packed_axis(node.op_type))
+
+    def packed_by(self, node: onnx.NodeProto) -> list[str]:
+        """The layer before an AscendDequant that says that its weights are two to a byte."""
+        if node.op_type != "AscendDequant" or attributes(node).get(PACKED) != b"INT4":
+            return []
+        maker = self.index.producer.get(node.input[0])
+        if maker is not None and maker.op_type == "Add":
+            makers = [self.index.producer.get(name) for name in maker.input]
+            maker = next((m for m in makers if m is not None and m.op_type in TYPES), None)
+        return [] if maker is None else [maker.name]
+
+    def centre(self, node: onnx.NodeProto, part: Part, end: str) -> list[onnx.NodeProto]:
+        """Float integers q - offset from a uint8 tensor."""
+        cast = chain(f"{end}.in", part.tensor, f"{end}.u8", [], cast=1)
+        shift = self.constants.put(f"{end}.shift", np.float32(part.zero))
+        return [*cast, make_node("Sub", [f"{end}.u8", shift], end, f"{end}.centre")]
+
+
+def chain(
+    name: str, start: str, end: str, steps: list[tuple[str, list[str]]], *, cast: int
+) -> list[onnx.NodeProto]:
+    """A row of nodes from `start`, closed by a Cast to `cast` that gives `end`."""
+    nodes, tensor = [], start
+    for place, (op, others) in enumerate(steps):
+        output = f"{name}.exec.{place}.out"
+        nodes.append(make_node(op, [tensor, *others], output, f"{name}.{place}"))
+        tensor = output
+    closing = make_node("Cast", [tensor], end, f"{name}.cast")
+    closing.attribute.add(name="to", type=2, i=cast)
+    return [*nodes, closing]
+
+
+def make_node(op: str, inputs: list[str], output: str, name: str) -> onnx.NodeProto:
+    """A node of one output."""
+    from onnx import helper
+
+    return helper.make_node(op, inputs, [output], name=name)
+
 
 _TYPES = {b"INT4": 4, b"INT8": 8, b"INT16": 16}
 
@@ -202,3 +463,117 @@ class _Rewriter:
             numpy_helper.from_array(v, k) for k, v in self.constants.new.items()
         )
         rebuild(self.graph, nodes)
+
+
+_TOLERANCE = 1e-2
+_TRIED = 2  # samples on which a build runs the deploy model
+_END = 2**31  # of int32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """How far the deploy model's outputs are from the fake-quant models'.
+
+    Attributes:
+        samples: samples compared.
+        same_rounding: largest difference to the model that rounds as AscendQuant, over the
+            largest value of that output.
+        amct_cosine: lowest cosine of an output with AMCT's fake-quant model's.
+        sums: layer with 16-bit activations -> its largest sum, over the end of int32.
+    """
+
+    samples: int
+    same_rounding: float
+    amct_cosine: float
+    sums: Mapping[str, float] = field(default_factory=dict)
+
+    def sentence(self) -> str:
+        """For the report."""
+        return (
+            f"The deploy model was run in integers on {self.samples} samples: within"
+            f" {self.same_rounding:.1g} of the fake-quant model with AscendQuant's rounding,"
+            f" cosine {self.amct_cosine:.5f} with AMCT's rounding"
+            + ("." if self.same_rounding <= _TOLERANCE else "; look into this before deploying.")
+            + self._of_sums()
+        )
+
+    def _of_sums(self) -> str:
+        """A sentence on sums of 16-bit activations, of which AMCT says nothing."""
+        if not self.sums:
+            return ""
+        worst = max(self.sums, key=lambda name: self.sums[name])
+        return (
+            f" Sums of 16-bit activations reached {self.sums[worst]:.3g} of int32's end, in {worst}"
+            + (
+                "."
+                if self.sums[worst] < 1
+                else ", and are wrong wherever they are kept in int32; give it 8 bits."
+            )
+        )
+
+
+def verify(
+    model: onnx.ModelProto,
+    layers: Mapping[str, QuantLayer],
+    samples: Iterable[Mapping[str, NDArray[Any]]],
+    *,
+    threads: int | None = None,
+) -> Verified:
+    """Run deploy and fake-quant models side by side.
+
+    Args:
+        model: float model, nodes named.
+        layers: integers by node name.
+        samples: input name -> array.
+        threads: threads inside one inference.
+
+    Raises:
+        BackendError: ONNX Runtime refuses a model or a sample.
+        ModelError: a layer that the executor cannot add up exactly.
+    """
+    from deploy.runtimes.ort import OrtSession
+    from deploy.targets.ascend.deploy_model import deploy_model
+    from deploy.targets.ascend.fake_quant import fake_quant_model
+
+    wide = {f"{n}_output0": n for n, q in layers.items() if q.record.act_bits == 16}
+    deployed = open_deploy(deploy_model(model, layers), threads=threads, shown=tuple(wide))
+    # Optimized, ONNX Runtime folds the dequantization into the weights: no integers any more.
+    twins = [
+        OrtSession.open(made, threads=threads, optimize=False)
+        for npu in (True, False)
+        for made in [fake_quant_model(model, layers, npu_rounding=npu)]
+    ]
+    same, lowest, count = 0.0, 1.0, 0
+    sums = dict.fromkeys(wide.values(), 0.0)
+    for sample in samples:
+        got = deployed.run(sample)
+        like_npu, like_amct = (twin.run(sample) for twin in twins)
+        count += 1
+        for tensor, name in wide.items():
+            sums[name] = max(sums[name], float(np.abs(got.pop(tensor)).max()) / _END)
+        for name in _comparable(got, like_amct):
+            same = max(same, _distance(got[name], like_npu[name]))
+            lowest = min(lowest, cosine(got[name], like_amct[name]))
+    return Verified(samples=count, same_rounding=same, amct_cosine=lowest, sums=sums)
+
+
+def _comparable(got: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any]]) -> list[str]:
+    """Float outputs of one shape."""
+    return [
+        name
+        for name, value in got.items()
+        if value.dtype.kind == "f" and value.size and other[name].shape == value.shape
+    ]
+
+
+def _distance(got: NDArray[Any], other: NDArray[Any]) -> float:
+    return float(np.abs(got - other).max()) / (float(np.abs(got).max()) or 1.0)
+
+
+def tried(model: onnx.ModelProto, layers: Mapping[str, QuantLayer], request: BuildRequest) -> str:
+    """A sentence on how a build's deploy model compares with its fake-quant model."""
+    try:
+        found = verify(model, layers, request.feed.first(_TRIED), threads=request.threads)
+    except ModelError as error:
+        return f"The deploy model was not run in integers: {error}."
+    return found.sentence()

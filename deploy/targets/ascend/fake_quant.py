@@ -9,6 +9,17 @@ or MaxPool that is quantized by itself has Mul scale_d behind Sub.
 
 Weights and biases hold integers as floats. Offset is added after rounding here and before it in
 AscendQuant, so at exact halves the two differ by one code where the offset is odd.
+
+Q/DQ ONNX as AMCT's `convert` takes it, for users who go on in AMCT with these scales.
+
+QuantizeLinear and DequantizeLinear with int8 zero point offset_d in front of every layer, int8
+weights (per tensor for Gemm and MatMul) behind a DequantizeLinear, and float biases already
+rounded to whole steps of scale_w * scale_d, so that what `convert` rounds is exact.
+
+A grouped ConvTranspose with a scale per channel stays in float: no axis of its weight runs along
+its output channels, so DequantizeLinear cannot say it. So do MatMuls of two activations and inputs
+of MaxPool, of which `convert` knows nothing, and layers with activations of 4 or 16 bits, which it
+does not take; inputs of an Add have their pair, as it takes them.
 """
 
 from __future__ import annotations
@@ -20,9 +31,17 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from calibrators.amct.grid import ascend_range
+from calibrators.amct.arq import ascend_range
+from deploy.graph.edit import copied, free_inputs, rebuild, replace
+from deploy.targets.ascend.deploy_model import (
+    Form,
+    Nodes,
+    balance,
+    inputs_of,
+    make_constant,
+    rewrite,
+)
 from deploy.targets.ascend.quant_layer import QuantLayer
-from deploy.targets.ascend.rewrite import Form, Nodes, make_constant, rewrite
 
 
 def fake_quant_model(
@@ -96,3 +115,106 @@ def _weight(name: str, q: QuantLayer) -> onnx.TensorProto:
 def _bias(name: str, q: QuantLayer) -> onnx.TensorProto:
     assert q.bias is not None
     return numpy_helper.from_array(q.bias.astype(np.float32), name)
+
+
+def amct_qdq_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
+    """Float model + integers -> Q/DQ model (opset 13 or later where weights are per channel)."""
+    out = copied(model)
+    work = _Writer({name: q for name, q in layers.items() if _expressible(q)})
+    nodes = [new for node in out.graph.node for new in work.rewrite(node)]
+    own = [tensor for tensor in out.graph.initializer if tensor.name not in work.tensors]
+    replace(out.graph.initializer, [*own, *work.tensors.values()])
+    rebuild(out.graph, nodes)
+    free_inputs(out.graph)
+    return out
+
+
+def _expressible(q: QuantLayer) -> bool:
+    grouped = q.layer.kind == "ConvTranspose" and q.layer.group > 1
+    unknown = q.layer.two_activations or q.layer.kind == "MaxPool" or q.record.act_bits != 8
+    return not unknown and not (grouped and q.record.scale_w.size > 1)
+
+
+class _Writer:
+    def __init__(self, layers: Mapping[str, QuantLayer]) -> None:
+        self.layers, self.inputs = layers, inputs_of(layers)
+        self.adds = {q.layer.bias_add: q for q in layers.values() if q.layer.bias_add}
+        self.tensors: dict[str, onnx.TensorProto] = {}
+        self.shared: dict[tuple[str, float, int], str] = {}
+
+    def rewrite(self, node: onnx.NodeProto) -> Nodes:
+        """A layer with what stands before it; any other node as it is."""
+        if node.name in self.adds:
+            q = self.adds[node.name]
+            node.input[list(node.input).index(q.layer.bias)] = self.bias(q)
+        if node.name in self.inputs:
+            made = [self.activation(q, node, q.layer.at or 0) for q in self.inputs[node.name]]
+            return [*(one for pair in made for one in pair), node]
+        if node.name not in self.layers:
+            return [node]
+        q, start = self.layers[node.name], node.input[0]
+        nodes: Nodes = []
+        if q.inverse_factors is not None:
+            nodes += balance(q, start)
+            node.input[0] = f"{node.name}.mul.output0"
+        nodes += self.activation(q, node, 0)
+        if q.weight is not None:
+            nodes.append(self.weight(q, node))
+        if q.bias is not None and not q.layer.bias_add:
+            node.input[2] = self.bias(q)
+        return [*nodes, node]
+
+    def activation(self, q: QuantLayer, node: onnx.NodeProto, place: int) -> Nodes:
+        """The pair on an input; layers that agree on tensor and scale share it."""
+        assert q.record.scale_d is not None
+        start = node.input[place]
+        key = (start, float(q.record.scale_d), q.record.offset_d)
+        if key in self.shared:
+            node.input[place] = self.shared[key]
+            return []
+        name = q.layer.stem
+        scale = self.put(f"{name}.scale_d", np.asarray(q.record.scale_d))
+        zero = self.put(f"{name}.offset_d", np.asarray(q.record.offset_d, np.int8))
+        node.input[place] = self.shared[key] = f"{name}.input.dequantized"
+        return _pair(name, start, f"{name}.input.quantized", node.input[place], [scale, zero])
+
+    def weight(self, q: QuantLayer, node: onnx.NodeProto) -> onnx.NodeProto:
+        """DequantizeLinear of the int8 weight, which a Gemm then reads untransposed."""
+        name, scales = q.layer.name, q.record.scale_w
+        assert q.weight is not None
+        per_channel = scales.size > 1
+        inputs = [
+            self.put(f"{name}.weight.int8", q.weight),
+            self.put(f"{name}.scale_w", scales if per_channel else scales.reshape(())),
+            self.put(f"{name}.offset_w", np.zeros(scales.size if per_channel else (), np.int8)),
+        ]
+        node.input[1] = f"{name}.weight.dequantized"
+        for attribute in node.attribute:
+            if attribute.name == "transB":
+                attribute.i = 0
+        made = helper.make_node(
+            "DequantizeLinear", inputs, [node.input[1]], name=f"{name}.weight.dequantize"
+        )
+        if per_channel:
+            axis = 1 if q.layer.kind == "ConvTranspose" else 0
+            made.attribute.append(helper.make_attribute("axis", axis))
+        return made
+
+    def bias(self, q: QuantLayer) -> str:
+        assert q.bias is not None
+        rounded = (q.bias * q.dequant.astype(np.float64)).astype(np.float32)
+        return self.put(f"{q.layer.name}.bias.rounded", rounded)
+
+    def put(self, name: str, value: np.ndarray) -> str:
+        self.tensors[name] = numpy_helper.from_array(
+            np.ascontiguousarray(value).reshape(np.shape(value)), name
+        )
+        return name
+
+
+def _pair(name: str, start: str, middle: str, end: str, parameters: list[str]) -> Nodes:
+    make = helper.make_node
+    return [
+        make("QuantizeLinear", [start, *parameters], [middle], name=f"{name}.input.quantize"),
+        make("DequantizeLinear", [middle, *parameters], [end], name=f"{name}.input.dequantize"),
+    ]

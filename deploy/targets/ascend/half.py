@@ -6,7 +6,7 @@
     deploy       x f16 -> AscendQuant ---> Conv -> AscendDequant -> y f16     dtype 1
     fake-quant   x f16 -> Cast, fakequant -> Conv -> Mul, Cast ---> y f16
 
-Scales are measured, and the models made, on the float32 form (`deploy.frontends.half`), whose
+Scales are measured, and the models made, on the float32 form (`deploy.frontends.lift`), whose
 tensors keep their names; by those the types come back. AMCT's PyTorch package looks the dtype of
 AscendDequant up by a name it does not know, and so writes 0 (float32) there; 1 is meant.
 """
@@ -26,7 +26,7 @@ from deploy.graph.index import Graph, attributes, reads, subgraphs
 from deploy.graph.lowering import is_standard, schema
 
 if TYPE_CHECKING:
-    from deploy.calibration.subject import Subject
+    from deploy.calibration.observation import Subject
 
 _FLOAT, _HALF = 1, 10  # onnx.TensorProto
 _MOST = 65504.0  # of float16

@@ -10,8 +10,13 @@ import onnx
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from calibrators.amct.arq import arq_integers, channels_back, channels_first
-from calibrators.amct.grid import ascend_range, ascend_s19
+from calibrators.amct.arq import (
+    arq_integers,
+    ascend_range,
+    ascend_s19,
+    channels_back,
+    channels_first,
+)
 from deploy.errors import ExportError
 from deploy.graph.index import Graph
 from deploy.targets.ascend.layers import Layer, LayerGraph
@@ -214,7 +219,8 @@ def _check_sums(
 ) -> None:
     """Refuse a layer whose sums may leave int32: all codes at their extreme, with the bias.
 
-    Not for 16 bits, where nearly every layer could; `deploy.targets.ascend.verify` measures those.
+    Not for 16 bits, where nearly every layer could; `deploy.targets.ascend.executor` measures
+    those.
     """
     low, high = ascend_range(bits)
     rows = np.abs(weight.astype(np.float64))

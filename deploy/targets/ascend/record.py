@@ -1,4 +1,7 @@
-"""AMCT's record file (scale_offset_record, protobuf text): the scales of every quantized layer."""
+"""AMCT's record file (scale_offset_record, protobuf text): the scales of every quantized layer.
+
+The scale of a layer's input, and what range it stands for: IFMR or HFMG, as its entry says.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrators.amct.grid import FLT_EPSILON, ascend_range
+from calibrators.amct.arq import FLT_EPSILON, ascend_clip_range, ascend_range
+from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, hfmg
+from calibrators.amct.ifmr import AscendScale, IfmrHistogram, IfmrParams, ifmr_streaming
+from calibrators.amct.recorders import Exact
+from calibrators.scales import Scale
+from calibrators.statistics import Recorder
 from deploy.errors import ConfigError
 from deploy.files.reading import from_json
-from deploy.targets.ascend.bits import INT4_WEIGHTS, INT16_LAYERS, takes_activations, takes_weights
+from deploy.targets.ascend.config_keys import (
+    INT4_WEIGHTS,
+    INT16_LAYERS,
+    LayerConfig,
+    refuse_unknown,
+    takes_activations,
+    takes_weights,
+)
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.proto import message_class, near, parse_text, print_text
-from deploy.targets.ascend.tensor_config import refuse_unknown
 
 _SMALLEST = 2.0**-52  # AMCT: scales within [DBL_EPSILON, 1 / DBL_EPSILON]
 _ROUNDED = "# weights rounded by AdaRound, in the modified model: "
@@ -298,3 +312,58 @@ def _width(key: str, kind: str, known: tuple[int, ...]) -> int:
     if kind not in widths:
         raise ConfigError(f"{key} must be one of {', '.join(widths)}, got {kind!r}")
     return widths[kind]
+
+
+def params_of(entry: LayerConfig) -> IfmrParams | HfmgParams:
+    """Parameters of a layer's activation search."""
+    act = entry.activation
+    affine = bool(act.asymmetric)
+    if act.act_algo == "hfmg":
+        return HfmgParams(nbins=act.num_of_bins, bits=act.num_bits, with_offset=affine)
+    return IfmrParams(
+        bits=act.num_bits,
+        max_percentile=act.max_percentile,
+        min_percentile=act.min_percentile,
+        search_range=act.search_range,
+        search_step=act.search_step,
+        with_offset=affine,
+    )
+
+
+def searched(recorder: Recorder, params: IfmrParams | HfmgParams) -> AscendScale:
+    """What a layer's search finds in what was observed for it."""
+    if isinstance(recorder, HfmgHistogram) and isinstance(params, HfmgParams):
+        return hfmg(recorder, params)
+    if isinstance(recorder, Exact) and isinstance(params, IfmrParams):
+        return recorder.search(params)
+    assert isinstance(recorder, IfmrHistogram) and isinstance(params, IfmrParams)
+    return ifmr_streaming(recorder, params)
+
+
+def dead(recorder: Recorder) -> bool:
+    """Whether every value that was seen is zero."""
+    assert isinstance(recorder, HfmgHistogram | IfmrHistogram | Exact)
+    return recorder.dead
+
+
+def faint(record: LayerRecord, recorder: Recorder) -> bool:
+    """Whether every value that was seen is rounded to zero."""
+    assert isinstance(recorder, HfmgHistogram | IfmrHistogram | Exact)
+    assert record.scale_d is not None
+    return max(map(abs, recorder.extremes)) < 0.5 * float(record.scale_d)
+
+
+def range_of(record: LayerRecord, recorder: Recorder, entry: LayerConfig) -> Scale:
+    """The clip range that a record's activation scale stands for."""
+    assert isinstance(recorder, HfmgHistogram | IfmrHistogram | Exact)
+    assert record.scale_d is not None
+    lo, hi = ascend_clip_range(record.scale_d, record.offset_d, record.act_bits)
+    least, most = recorder.extremes
+    return Scale(
+        lo=lo,
+        hi=hi,
+        amax=max(-lo, hi),
+        observed_min=least,
+        observed_max=most,
+        method=entry.activation.act_algo,
+    )

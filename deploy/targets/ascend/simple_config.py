@@ -11,15 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 from deploy.errors import ConfigError
-from deploy.targets.ascend.bits import takes_activations, told_of_activations
 from deploy.targets.ascend.config import settled, why_not
-from deploy.targets.ascend.config_keys import activation_from, checked_keys, weight_from
-from deploy.targets.ascend.config_types import (
+from deploy.targets.ascend.config_keys import (
     Activation,
     LayerConfig,
     QuantConfig,
     TensorConfig,
     Weight,
+    activation_from,
+    checked_keys,
+    takes_activations,
+    told_of_activations,
+    weight_from,
 )
 from deploy.targets.ascend.layers import ALIASES, TYPES, Layer, LayerGraph
 from deploy.targets.ascend.proto import message_class, near, parse_text, print_text

@@ -20,27 +20,42 @@ from shutil import which
 from typing import TYPE_CHECKING, ClassVar
 
 from deploy.errors import ConfigError, SdkMissingError
-from deploy.targets.ascend.cann import DEFAULT, PARSERS
-from deploy.targets.ascend.om import NO_ATC, write_om, write_readme
-from deploy.targets.ascend.recipe import Recipe
-from deploy.targets.ascend.scales_told import calibration_notes, chips, searches
-from deploy.targets.ascend.settled import decided, planned, prepared, unfused, without
-from deploy.targets.ascend.source import COLORS, STANDARDS, Source, read_size
+from deploy.targets.ascend.atc import (
+    COLORS,
+    DEFAULT,
+    NO_ATC,
+    PARSERS,
+    STANDARDS,
+    Source,
+    read_size,
+    write_om,
+    write_readme,
+)
+from deploy.targets.ascend.settled import (
+    calibration_notes,
+    chips,
+    decided,
+    planned,
+    prepared,
+    searches,
+    unfused,
+    without,
+)
 from deploy.targets.base import BuildRequest, Built
 from deploy.targets.options import check, option
 
 if TYPE_CHECKING:
     import onnx
 
-    from deploy.calibration.observation import Observation
-    from deploy.calibration.subject import Subject
-    from deploy.frontends.trained import Trained
+    from deploy.calibration.observation import Observation, Subject
+    from deploy.frontends.base import Trained
     from deploy.graph.plan import FloatNodes, Plan
     from deploy.targets.ascend.amct_calibration import Recorded, RecordPlan
     from deploy.targets.ascend.atc import AtcOptions
-    from deploy.targets.ascend.config_types import QuantConfig
+    from deploy.targets.ascend.config_keys import QuantConfig
     from deploy.targets.ascend.layers import LayerGraph
     from deploy.targets.ascend.quant_layer import QuantLayer
+    from deploy.targets.ascend.recipe import Recipe
     from deploy.tensors import Session
 
 
@@ -55,11 +70,11 @@ class Ascend:
         aipp: put the preprocessing into the .om where AIPP can express it.
         source_color: of the pictures that the .om gets: "rgb", "bgr", "nv12" or "nv21".
         source_size: "HxW" of these pictures, where AIPP is to crop the centre.
-        csc: standard of nv12 and nv21, one of `deploy.targets.ascend.source.STANDARDS`.
+        csc: standard of nv12 and nv21, one of `deploy.targets.ascend.atc.STANDARDS`.
         dynamic_aipp: the program on the device sets AIPP's parameters.
         first_layer_int8: let AIPP and the first convolution run fused in int8.
         atc_flags: further flags of atc, '--name=value'.
-        cann: version of CANN, a key of `deploy.targets.ascend.cann.PARSERS`.
+        cann: version of CANN, a key of `deploy.targets.ascend.atc.PARSERS`.
         exact: keep every activation in memory and search IFMR on them, as AMCT does.
         amct_batch: images of one of AMCT's batches, by which HFMG, DMQ and batch_num are defined;
             None takes what the model is fed at once.
@@ -139,7 +154,7 @@ class Ascend:
     @property
     def alternatives(self) -> tuple[str, ...]:
         """IFMR without clipping, where no configuration says how to search."""
-        from deploy.targets.ascend.keeping import KEEPING
+        from deploy.targets.ascend.amct_calibration import KEEPING
 
         return (KEEPING,) if self.config is None else ()
 
@@ -186,7 +201,7 @@ class Ascend:
 
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
         """Inputs of the layers; what is observed of them says `demand`."""
-        from deploy.targets.ascend.files import read_any_config
+        from deploy.targets.ascend.recorded import read_any_config
 
         _, graph = prepared(model)
         asked: Collection[str] = graph.layers
@@ -222,7 +237,7 @@ class Ascend:
 
     def _recorded(self, request: BuildRequest) -> tuple[RecordPlan, Recorded, QuantConfig]:
         """The plan, what was recorded as it was chosen, and the config that says so."""
-        from deploy.targets.ascend.keeping import keeping, keeping_plan, kept_layers, mixed
+        from deploy.targets.ascend.amct_calibration import keeping, keeping_plan, kept_layers, mixed
 
         def made() -> tuple[onnx.ModelProto, RecordPlan, Recorded]:
             plan = self.record_plan(request.subject)  # kept with its model, which its id stands for
@@ -273,6 +288,8 @@ class Ascend:
         if request.trained is not None:
             return self._of_trained(request.trained, request)
         plan, found, layers, config = self._quantized(request)
+        from deploy.targets.ascend.recipe import Recipe
+
         recipe = Recipe(
             model=plan.model,
             graph=plan.graph,
@@ -299,7 +316,7 @@ class Ascend:
 
     def _of_trained(self, trained: Trained, request: BuildRequest) -> Built:
         """The files of a Q/DQ model, by its own pairs."""
-        from deploy.targets.ascend.from_qdq import from_qdq
+        from deploy.targets.ascend.recipe import from_qdq
 
         made = from_qdq(trained.model, Path(trained.name))
         own = request.subject.loaded
@@ -314,13 +331,13 @@ class Ascend:
             recipe: the layers and their scales.
             request: where to write, and samples to try what is written on.
         """
-        from deploy.targets.ascend import told as told_module
-        from deploy.targets.ascend.aipp_files import write_aipp_files
+        from deploy.targets.ascend import recipe as told
+        from deploy.targets.ascend.aipp import write_aipp_files
+        from deploy.targets.ascend.executor import tried
         from deploy.targets.ascend.half import halves_of
         from deploy.targets.ascend.models import write_models
         from deploy.targets.ascend.quant_layer import stored_of
-        from deploy.targets.ascend.shared import own_of
-        from deploy.targets.ascend.verify import tried
+        from deploy.targets.ascend.settled import own_of
 
         halves = halves_of(request.subject)
         shared = own_of((one.layer for one in recipe.layers.values()), recipe.graph)
@@ -335,13 +352,10 @@ class Ascend:
             halves=halves,
             shared=shared,
         )
-        of_widths = (
-            *told_module.widths(recipe.records),
-            *told_module.halves(recipe.layers, halves),
-        )
-        narrow = told_module.narrow(recipe, self.atc_flags)
+        of_widths = (*told.widths(recipe.records), *told.halves(recipe.layers, halves))
+        narrow = told.narrow(recipe, self.atc_flags)
         notes = [*recipe.notes, *chips(recipe.layers), *of_widths, *narrow]
-        notes += told_module.shared(shared, request.name)
+        notes += told.shared(shared, request.name)
         notes.append(tried(recipe.model, recipe.layers, request))
         host: list[str] = []
         if self.aipp or self.first_layer_int8:
@@ -385,7 +399,7 @@ class Ascend:
 
     def record_plan(self, subject: Subject) -> RecordPlan:
         """The layers, settled by the configuration and by what the user keeps in float."""
-        from deploy.calibration.subject import FOLDED
+        from deploy.calibration.observation import FOLDED
         from deploy.targets.ascend.amct_calibration import RecordPlan
 
         model, graph = prepared(subject.model)
@@ -421,7 +435,7 @@ class Ascend:
 
     def _config(self, graph: LayerGraph, subject: Subject) -> QuantConfig:
         from deploy.targets.ascend.config import default_config
-        from deploy.targets.ascend.files import read_any_config
+        from deploy.targets.ascend.recorded import read_any_config
 
         if self.config is None:
             batches = -(-subject.samples // self._together(subject))

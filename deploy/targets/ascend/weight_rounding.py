@@ -12,31 +12,51 @@ keeps it. The search itself is `calibrators.amct.adaround`.
 
 Left out: AMCT looks through GELU too where it stands behind a layer; here the layer's own output
 counts there, as it does before everything that AMCT knows no activation for.
+
+One layer's AdaRound, from what was observed of it to integers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from math import prod
+from threading import Event
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrators.amct.activation import LEAKY, RELU, RELU6, SIGMOID, TANH, Activation
-from calibrators.amct.ada_statistics import RoundedOf, TargetsOf
-from calibrators.amct.adaround import AdaParams
+from calibrators.amct.adaround import (
+    LEAKY,
+    RELU,
+    RELU6,
+    SIGMOID,
+    TANH,
+    Activation,
+    AdaParams,
+    AdaProblem,
+    joined,
+    nearest,
+    output_error,
+    searched,
+)
+from calibrators.amct.arq import kl_scale
+from calibrators.amct.recorders import Rounded, RoundedOf, Targets, TargetsOf
 from deploy.calibration.observation import Observation, Observed, Variant
 from deploy.errors import ConfigError
+from deploy.graph.bounds import window_of
 from deploy.graph.index import Graph, attributes
-from deploy.graph.windows import window_of
-from deploy.targets.ascend.config_types import QuantConfig, Weight
+from deploy.machine import default_threads
+from deploy.targets.ascend.config_keys import QuantConfig, Weight
 from deploy.targets.ascend.layers import Layer
 from deploy.targets.ascend.quant_layer import array_of, rows_of
+from deploy.terminal import Step, phase
 
 if TYPE_CHECKING:
     import onnx
+
 
 MOST_SAMPLES = 64
 MOST_PLACES = 4096  # of a layer
@@ -233,3 +253,79 @@ def _activation(index: Graph, tensor: str, shape: tuple[int, int, int]) -> Activ
     if node.op_type == "Clip" and [index.number(end) for end in node.input[1:]] == [0.0, 6.0]:
         return Activation(RELU6)
     return Activation()
+
+
+def settle(step: AdaStep, weight: Float32Array, observed: Observed, *, place: str) -> Rounded:
+    """What a layer is rounded to, searched now unless it is known.
+
+    Args:
+        step: the layer.
+        weight: its weight, balanced, output channels first.
+        observed: holds what the step wants.
+        place: of the step among the others, in words.
+
+    Raises:
+        CalibrationError: weights or outputs that are too large.
+    """
+    found = observed.of(step.inputs)
+    assert isinstance(found, Rounded)
+    if found.integers is None:
+        targets = observed.of(step.targets)
+        assert isinstance(targets, Targets)
+        statistic = step.inputs.statistic
+        assert isinstance(statistic, RoundedOf)
+        scale = kl_scale(weight, channel_wise=statistic.scales > 1)
+        problem = _problem(step, weight.reshape(statistic.shape), scale, found, targets)
+        with phase(f"AdaRound {place}", _steps(problem, step.params), "steps") as made:
+            integers = joined(problem, _beside(problem, step.params, made))
+        errors = output_error(problem, nearest(problem)), output_error(problem, integers)
+        found.keep(integers, scale, errors)
+    return found
+
+
+def _problem(
+    step: AdaStep, weight: Float32Array, scale: Float32Array, found: Rounded, targets: Targets
+) -> AdaProblem:
+    groups, rows, _ = weight.shape
+    wide = np.broadcast_to(scale, groups * rows) if scale.size == 1 else scale
+    outputs = targets.taken()
+    return AdaProblem(
+        weight=weight,
+        scale=np.asarray(wide, np.float32).reshape(groups, rows, 1),
+        inputs=found.taken(),
+        targets=outputs.reshape(len(outputs), groups, rows),
+        bias=step.bias,
+        activation=step.activation,
+        share=targets.share,
+    )
+
+
+def _steps(problem: AdaProblem, params: AdaParams) -> int:
+    return len(problem.blocks()) * params.num_iteration
+
+
+def _beside(problem: AdaProblem, params: AdaParams, made: Step) -> list[NDArray[np.int8]]:
+    """The blocks of a problem, searched in threads that end where the run does."""
+    over = Event()
+
+    def step() -> None:
+        if over.is_set():
+            raise InterruptedError("the run has ended")
+        made()
+
+    with ThreadPoolExecutor(default_threads()) as pool:
+        try:
+            jobs = [pool.submit(searched, part, params, step=step) for part in problem.blocks()]
+            ended, _ = wait(jobs, return_when=FIRST_EXCEPTION)
+            for error in filter(None, (job.exception() for job in ended)):
+                raise error
+            return [job.result() for job in jobs]
+        except BaseException:
+            over.set()
+            raise
+
+
+def left(roundings: Iterable[Rounded]) -> tuple[float, float] | None:
+    """(least, greatest) share of the nearest codes' error that AdaRound leaves to a layer."""
+    shares = [after / before for before, after in (r.errors for r in roundings) if before > 0]
+    return (min(shares), max(shares)) if shares else None

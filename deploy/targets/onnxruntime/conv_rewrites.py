@@ -1,4 +1,17 @@
-"""Depthwise int8 Convs with as many channels as ONNX Runtime's kernels take at a time.
+"""First Convs of pictures with a fourth channel, as ONNX Runtime's integer kernel wants them.
+
+It gathers what each window sees a pixel at a time, and a pixel of three bytes takes longer than one
+of four (AVX512-VNNI, 3x3 over 224x224 to 32 channels: 365 us, and 182 with the fourth). So the
+integers of the picture get channels of real zeros, for which the weights are 0; all values keep
+their bits::
+
+    Q -> DQ -> Conv [32, 3, 3, 3]      Q -> Pad -> DQ -> Conv [32, 4, 3, 3]
+
+A window of one pixel gathers nothing, and few channels of output are not worth the Pad.
+
+Source: ONNX operators Conv-11, Pad-13, QuantizeLinear-13.
+
+Depthwise int8 Convs with as many channels as ONNX Runtime's kernels take at a time.
 
 They take 16; with any other number the whole layer takes twice as long, and four times where it is
 no multiple of 8 either (AVX512-VNNI, 5x5 over 28x28: 240 channels 155 us, 232 of them 301). So
@@ -12,6 +25,20 @@ Whatever treats each channel by itself may stand between: a squeeze-and-excite, 
 where the depthwise layers win half as much again as all of it loses, counted in products.
 
 Source: ONNX operators Conv-11, QuantizeLinear-13, DequantizeLinear-13.
+
+ConvTransposes of int8 tensors that make tiles, as a Conv of one pixel and copies.
+
+ONNX Runtime has no integer kernel of a ConvTranspose. Where each pixel becomes a tile
+(`deploy.graph.refusal`) a Conv makes the tile's pixels as channels, and what is moved are its
+integers, a row of a tile at a time, all channels together as the int8 Convs around want them::
+
+    w [c, m, k, l] -> [k l m, c, 1, 1]        a scale of a channel stands k l times
+    Conv -> Relu -> Q -> Transpose, Reshape [n, h, w, k, l m] -> Transpose [n, h, k, w, l m]
+                      -> Reshape [n, h k, w l, m], Transpose -> [n, m, h k, w l]
+
+Every stored value is that of the pair of a ConvTranspose in float, but for its rounding.
+
+Source: ONNX operators Conv-11, ConvTranspose-11, QuantizeLinear-13.
 """
 
 from __future__ import annotations
@@ -24,11 +51,11 @@ from typing import Any, Literal
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 
-from deploy.graph.edit import drop_unread, rename_reads
-from deploy.graph.index import Graph, attributes
-from deploy.graph.width import WIDE, wide_for
+from deploy.graph.edit import copied, drop_dead, drop_unread, rename_reads, replace_nodes
+from deploy.graph.index import WIDE, Graph, attributes, wide_for
+from deploy.graph.refusal import Tile, tile_of
 
 _AT_ONCE = 16
 _SLOW = {0: 1.0, 8: 1.0}  # what a product costs more than in a kernel of 16 channels, by the rest
@@ -259,3 +286,243 @@ def wider(
     for number, name in enumerate(maker.input):
         if number and 0 in axes and math.prod(graph.initializers[name].dims) > 1:
             maker.input[number] = added(name, [0], "edge")
+
+
+_STEM_CHANNELS = 4
+_LEAST = 16  # channels of output
+
+
+def write_stems(model: onnx.ModelProto, like: Graph) -> None:
+    """Give the int8 Convs of fewer than four channels four, in place.
+
+    Args:
+        model: with pairs, opset 13 or later; every node has a name of its own.
+        like: the model without pairs.
+    """
+    if not any(_is_stem(node, like.initializers.get(node.input[1])) for node in _convs(like)):
+        return
+    graph = Graph(model)
+    before: dict[str, list[onnx.NodeProto]] = {}
+    for node in _convs(graph):
+        pair = _pair(graph, node)
+        if pair is not None:
+            weight = graph.initializers[graph.producer[node.input[1]].input[0]]
+            more = -weight.dims[1] % _STEM_CHANNELS
+            wider(model, graph, node, 1, [1], more)
+            before[node.name] = _padded(model, node, pair, len(weight.dims), more)
+    if before:
+        nodes = [n for old in graph.nodes for n in (*before.get(old.name, []), old)]
+        replace_nodes(model.graph, nodes)
+        drop_dead(model.graph)  # the pair that nobody else reads
+
+
+def _convs(graph: Graph) -> list[onnx.NodeProto]:
+    return [node for node in graph.nodes if node.op_type == "Conv"]
+
+
+def _is_stem(node: onnx.NodeProto, weight: onnx.TensorProto | None) -> bool:
+    """Whether a Conv of this weight is worth more channels."""
+    if weight is None or attributes(node).get("group", 1) != 1:
+        return False
+    outer, inner, *window = weight.dims
+    return bool(inner < _STEM_CHANNELS and outer >= _LEAST and math.prod(window) > 1)
+
+
+def _pair(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
+    """The DequantizeLinear that a Conv reads, where more channels are worth it."""
+    weight, pair = integers_of(graph, node), graph.producer.get(node.input[0])
+    if pair is None or pair.op_type != "DequantizeLinear" or not _is_stem(node, weight):
+        return None
+    return pair if all(graph.number(name) is not None for name in pair.input[1:]) else None
+
+
+def _padded(
+    model: onnx.ModelProto, node: onnx.NodeProto, pair: onnx.NodeProto, rank: int, more: int
+) -> list[onnx.NodeProto]:
+    """What stands before a Conv, which is told to read it."""
+    source = pair.input[0]
+    name = wide_for(source, node.name)  # a node may be called as a tensor that gets wider
+    ends = np.zeros(2 * rank, np.int64)
+    ends[rank + 1] = more
+    model.graph.initializer.append(numpy_helper.from_array(ends, f"{name}/pads"))
+    pad = helper.make_node("Pad", [source, f"{name}/pads", pair.input[2]], [name], name=name)
+    node.input[0] = f"{name}/dequantized"
+    read = helper.make_node(
+        "DequantizeLinear", [name, *pair.input[1:]], [node.input[0]], name=f"{name}/DQ"
+    )
+    return [pad, read]
+
+
+_CONSTANTS = ("", "weight", "bias")  # inputs of a Conv
+TILES = "/tiles"  # behind the name of a tensor: the same, a tile's pixels as channels, rows first
+
+
+def with_tiles(model: onnx.ModelProto, like: Graph) -> onnx.ModelProto:
+    """A copy with a Conv and copies in place of every ConvTranspose between pairs that makes tiles.
+
+    Args:
+        model: with pairs; given back as it is where it has none of these.
+        like: the model without pairs, which knows sizes.
+    """
+    if not any(node.op_type == "ConvTranspose" for node in model.graph.node):
+        return model
+    model = copied(model)
+    graph = Graph(model)
+    instead: dict[str, list[onnx.NodeProto]] = {}
+    known: list[onnx.ValueInfoProto] = []
+    for node in graph.nodes:
+        quantize = _quantized_by(graph, node)
+        weight = _stored(graph, node, 1)
+        tile = tile_of(node, weight.dims) if weight is not None else None
+        if quantize is None or weight is None or tile is None:
+            continue
+        own = _Tiled(graph, node, tile, int(weight.dims[1]))
+        instead[node.name] = own.layer(quantize)
+        sizes = like.shapes.get(node.output[0].removesuffix("/float"))
+        instead[quantize.name] = [quantize, *own.moves(quantize, sizes or (None,) * 4)]
+        model.graph.initializer.extend(own.constants)
+        known.append(own.said)
+    if instead:
+        replace_nodes(model.graph, [n for old in graph.nodes for n in instead.get(old.name, [old])])
+        drop_dead(model.graph)
+        model.graph.value_info.extend(known)
+    return model
+
+
+def tiled(array: NDArray[Any], tile: Tile) -> NDArray[Any]:
+    """What a ConvTranspose has for its channels, for those of the Conv in its place.
+
+    Args:
+        array: a weight [c, m, k, l], values [m], or one value for all.
+        tile: rows and columns.
+    """
+    if array.ndim == 4:
+        return array.transpose(2, 3, 1, 0).reshape(-1, len(array), 1, 1)
+    return np.tile(array, tile[0] * tile[1]) if array.ndim else array
+
+
+def _quantized_by(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
+    """The QuantizeLinear behind a ConvTranspose and its tail, where all of it is between pairs."""
+    if node.op_type != "ConvTranspose":
+        return None
+    source, after = graph.producer.get(node.input[0]), graph.only_reader(graph.tail(node))
+    if source is None or source.op_type != "DequantizeLinear":
+        return None
+    if any(_stored(graph, node, place) is None for place in _constants(node)):
+        return None
+    return after if after is not None and after.op_type == "QuantizeLinear" else None
+
+
+def _constants(node: onnx.NodeProto) -> list[int]:
+    """Places of the weight and, where there is one, the bias among a node's inputs."""
+    return [place for place, name in enumerate(node.input) if place and name]
+
+
+def _stored(graph: Graph, node: onnx.NodeProto, place: int) -> onnx.TensorProto | None:
+    """The integers behind a DequantizeLinear that a node reads."""
+    maker = graph.producer.get(node.input[place]) if len(node.input) > place else None
+    if maker is None or maker.op_type != "DequantizeLinear":
+        return None
+    return graph.initializers.get(maker.input[0])
+
+
+class _Tiled:
+    """The nodes in place of one ConvTranspose, and the constants that they read."""
+
+    def __init__(self, graph: Graph, node: onnx.NodeProto, tile: Tile, channels: int) -> None:
+        self.graph, self.node, self.tile, self.channels = graph, node, tile, channels
+        self.name = node.name
+        self.constants: list[onnx.TensorProto] = []
+        # without its rank the Convs behind would not be turned
+        self.said = helper.make_tensor_value_info(
+            f"{self.name}/rows", onnx.TensorProto.UINT8, [None, None, None, channels]
+        )
+
+    def layer(self, quantize: onnx.NodeProto) -> list[onnx.NodeProto]:
+        """The Conv and what it reads; its tail and the QuantizeLinear are told to read tiles."""
+        held = [self._constant_of(place) for place in _constants(self.node)]
+        inputs = [self.node.input[0], *(node.output[0] for node in held)]
+        made = [self.node.output[0]]
+        if quantize.input[0] != made[0]:
+            made.append(quantize.input[0])
+        for tensor in made:
+            (reader,) = self.graph.readers[tensor]
+            reader.input[0] = f"{tensor}{TILES}"
+        for tensor in made[1:]:
+            self.graph.producer[tensor].output[0] = f"{tensor}{TILES}"
+        return [*held, helper.make_node("Conv", inputs, [f"{made[0]}{TILES}"], name=self.name)]
+
+    def _constant_of(self, place: int) -> onnx.NodeProto:
+        """The DequantizeLinear of the weight, or the bias, of the Conv."""
+        old = self.graph.producer[self.node.input[place]]
+        arrays = [numpy_helper.to_array(self.graph.initializers[name]) for name in old.input]
+        what = f"{self.name}/{_CONSTANTS[place]}"
+        names = [
+            self._constant(f"{_CONSTANTS[place]}{end}", tiled(array, self.tile))
+            for end, array in zip(("/quantized", "/scale", "/zero_point"), arrays, strict=True)
+        ]
+        node = helper.make_node("DequantizeLinear", names, [what], name=f"{what}/DQ")
+        if arrays[1].ndim:
+            node.attribute.append(helper.make_attribute("axis", 0))
+        return node
+
+    def moves(
+        self, quantize: onnx.NodeProto, sizes: Sequence[int | str | None]
+    ) -> list[onnx.NodeProto]:
+        """What is behind the QuantizeLinear, which is told to make tiles."""
+        whole = str(quantize.output[0])
+        made = quantize.output[0] = f"{whole}{TILES}"
+        down, across = self.tile
+        apart = self._numbers("apart", [0, 0, 0, down, across * self.channels])
+        shape, reshaped = self._shape(made, sizes)
+        return [
+            self._node("Transpose", [made], "turned", perm=[0, 2, 3, 1]),
+            self._node("Reshape", [f"{self.name}/turned", apart], "cut"),
+            self._node("Transpose", [f"{self.name}/cut"], "moved", perm=[0, 1, 3, 2, 4]),
+            *shape,
+            self._node("Reshape", [f"{self.name}/moved", reshaped], "rows"),
+            helper.make_node(
+                "Transpose",
+                [f"{self.name}/rows"],
+                [whole],
+                name=f"{self.name}/whole",
+                perm=[0, 3, 1, 2],
+            ),
+        ]
+
+    def _shape(
+        self, made: str, sizes: Sequence[int | str | None]
+    ) -> tuple[list[onnx.NodeProto], str]:
+        """What makes the shape of the rows, and its name: a constant where sizes are known."""
+        height, width = sizes[2:]
+        if isinstance(height, int) and isinstance(width, int):
+            return [], self._numbers("shape", [-1, height, width, self.channels])
+        order = self._numbers("order", [0, 2, 3])
+        times = self._numbers("times", [1, *self.tile])
+        channels = self._numbers("channels", [self.channels])
+        concat = self._node("Concat", [f"{self.name}/larger", channels], "shape")
+        concat.attribute.append(helper.make_attribute("axis", 0))
+        nodes = [
+            self._node("Shape", [made], "sizes"),
+            self._node("Gather", [f"{self.name}/sizes", order], "ordered"),
+            self._node("Mul", [f"{self.name}/ordered", times], "larger"),
+            concat,
+        ]
+        return nodes, f"{self.name}/shape"
+
+    def _node(
+        self, op_type: str, inputs: Sequence[str], what: str, perm: Sequence[int] = ()
+    ) -> onnx.NodeProto:
+        name = f"{self.name}/{what}"
+        node = helper.make_node(op_type, inputs, [name], name=name)
+        if perm:
+            node.attribute.append(helper.make_attribute("perm", perm))
+        return node
+
+    def _numbers(self, what: str, values: Sequence[int]) -> str:
+        return self._constant(what, np.array(values, np.int64))
+
+    def _constant(self, what: str, array: NDArray[Any]) -> str:
+        name = f"{self.name}/{what}"
+        self.constants.append(numpy_helper.from_array(array.copy(), name))
+        return name

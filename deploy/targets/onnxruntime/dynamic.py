@@ -23,8 +23,7 @@ from onnx import helper, numpy_helper
 from calibrators.grids import Grid, quantize_weight
 from deploy.graph.edit import copied, rebuild
 from deploy.graph.index import Graph
-from deploy.targets.stored import StoredWeight, stored_weight
-from deploy.targets.weights import largest_pairs, scales_of
+from deploy.targets.stored import StoredWeight, largest_pairs, scales_of, stored_weight
 
 _FLOAT = onnx.TensorProto.FLOAT
 

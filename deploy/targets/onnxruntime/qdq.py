@@ -8,7 +8,7 @@ itself and what the node makes is renamed::
     Conv -> t            becomes      Conv -> t/float -> Q -> t/quantized -> DQ -> t
     input t -> Conv      becomes      t -> Q -> t/quantized -> DQ -> t/dequantized -> Conv
 
-A gate's nodes are replaced by those of its int8 form (see `deploy.graph.gates`).
+A gate's nodes are replaced by those of its int8 form (see `deploy.graph.placement`).
 
 On a grid of fp8 the stored values are FLOAT8E4M3FN, which the operators know from opset 19 on.
 
@@ -34,12 +34,11 @@ from deploy.errors import ExportError
 from deploy.frontends.checks import opset_of
 from deploy.frontends.lift import TARGET_OPSET
 from deploy.graph.edit import copied_without, drop_dead, rebuild
-from deploy.graph.gates import Gate
 from deploy.graph.index import users
+from deploy.graph.placement import Gate
 from deploy.graph.plan import Pair, Plan, WeightTarget
-from deploy.targets.onnxruntime.uint8_forms import Forms
-from deploy.targets.reread import Shifted, with_offset, with_shift
-from deploy.targets.weights import scales_of
+from deploy.targets.onnxruntime.uint8_forms import Forms, Shifted, with_offset, with_shift
+from deploy.targets.stored import scales_of
 
 _INT32 = 2**31 - 1
 # numpy's little-endian types -> ONNX's, of which a tensor's bytes are the array's

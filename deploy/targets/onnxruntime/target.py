@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     import onnx
 
     from calibrators.scales import Scale
-    from deploy.calibration.observation import Observation
-    from deploy.calibration.subject import Subject
-    from deploy.frontends.trained import Trained
+    from deploy.calibration.observation import Observation, Subject
+    from deploy.frontends.base import Trained
     from deploy.graph.placement import Placement
     from deploy.graph.plan import Decision, FloatNodes, Plan, Read
     from deploy.targets.stored import StoredWeight
@@ -306,7 +305,7 @@ def _smaller(request: BuildRequest, size: int) -> bytes | None:
 
     None where ONNX Runtime does less for it, computes it in another type, or not at all.
     """
-    from deploy.frontends.again import file_of
+    from deploy.frontends.base import file_of
 
     loaded = request.subject.loaded
     other = loaded.widened or loaded.restored or loaded.renamed or loaded.listed
@@ -340,16 +339,16 @@ class _Paired:
         """The same model, what ONNX Runtime has no fast kernel for as what it has one for."""
         from deploy.frontends.checks import opset_of
         from deploy.frontends.lift import TARGET_OPSET
-        from deploy.targets.apart import keep_apart
-        from deploy.targets.averages import write_averages
-        from deploy.targets.broadcasts import write_broadcasts
-        from deploy.targets.fused_gates import fuse_gates
-        from deploy.targets.means import write_means
-        from deploy.targets.onnxruntime.conv_rewrites import write_wide
-        from deploy.targets.onnxruntime.map_rewrites import write_upsampling
-        from deploy.targets.softmax import write_softmax
-        from deploy.targets.stems import write_stems
-        from deploy.targets.tiles import with_tiles
+        from deploy.targets.onnxruntime.conv_rewrites import with_tiles, write_stems, write_wide
+        from deploy.targets.onnxruntime.map_rewrites import (
+            fuse_gates,
+            keep_apart,
+            write_averages,
+            write_broadcasts,
+            write_means,
+            write_softmax,
+            write_upsampling,
+        )
 
         read, plan = self.read, self.plan
         if plan is not None:

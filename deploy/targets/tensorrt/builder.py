@@ -18,18 +18,24 @@ from typing import TYPE_CHECKING, Any, cast
 
 from calibrators.errors import CalibrationError
 from calibrators.tensorrt import Callbacks
-from deploy import stamped
 from deploy.errors import BackendError, ConfigError
-from deploy.files import atomic
+from deploy.files import atomic, manifest
 from deploy.files.reading import read_bytes
-from deploy.progress import phase
 from deploy.targets.spans import Shape, Span
 from deploy.targets.tensorrt.cuda import Cuda
-from deploy.targets.tensorrt.libraries import stand_ins
-from deploy.targets.tensorrt.log import KeepingLogger, listening, process_logger
-from deploy.targets.tensorrt.plugins import digests, load_plugins
-from deploy.targets.tensorrt.sdk import Sdk, load
-from deploy.targets.tensorrt.tensor_types import dims, dtype_of
+from deploy.targets.tensorrt.sdk import (
+    KeepingLogger,
+    Sdk,
+    digests,
+    dims,
+    dtype_of,
+    listening,
+    load,
+    load_plugins,
+    process_logger,
+    stand_ins,
+)
+from deploy.terminal import phase
 
 if TYPE_CHECKING:
     import tensorrt as trt
@@ -171,12 +177,12 @@ def engine_key(
 
 def cached_engine(path: Path, key: Mapping[str, Any]) -> bytes | None:
     """The engine at `path` where it was built under `key` and is whole."""
-    return stamped.fitting(path, key, digest="engine_sha256")
+    return manifest.fitting(path, key, digest="engine_sha256")
 
 
 def keep_engine(path: Path, plan: bytes, key: Mapping[str, Any]) -> Path:
     """Write the engine and, after it, the note that says what it was built under."""
-    return stamped.keep(path, plan, key, digest="engine_sha256")
+    return manifest.keep(path, plan, key, digest="engine_sha256")
 
 
 def profiles_for(

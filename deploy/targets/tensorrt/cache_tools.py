@@ -1,4 +1,12 @@
-"""What `calib8 cache` does with calibration caches: compare, merge, check, convert."""
+"""What `calib8 cache` does with calibration caches: compare, merge, check, convert.
+
+An old calibrator's search as a method of calib8's, and its own cache beside ours.
+
+What stands beside the cache of a build: which model it is for, and what it was made from.
+
+So model, cache and this note are enough on a device, where C++'s `calib8-build` takes the cache
+without the images.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +17,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deploy.calibration import trt_cache
+from calibrators.percentile import QUANTILE
+from calibrators.tensorrt import CLASSES
+from deploy.calibration import store, trt_cache
+from deploy.calibration.reuse import fingerprint_of
 from deploy.calibration.trt_cache import CalibrationCache, Entry
 from deploy.errors import CacheError, ModelError
+from deploy.files import atomic
+from deploy.files.manifest import sha256
 from deploy.files.reading import MOST_TEXT, read_bytes
-from deploy.targets.tensorrt.words import FP32, INT8
+from deploy.frontends.base import model_digest
+from deploy.method import Method
+from deploy.targets.tensorrt.trt_options import FP32, INT8
 
 if TYPE_CHECKING:
     import onnx
 
+    from deploy.feed.calibrator import CalibratorScript
+    from deploy.targets.base import BuildRequest
     from deploy.targets.tensorrt.cache_qdq import Plain
-    from deploy.targets.tensorrt.dla_scales import Inferred
+    from deploy.targets.tensorrt.dla import Inferred
     from deploy.targets.tensorrt.match import EntryUse, Match
 
 
@@ -223,7 +240,7 @@ def cache_to_qdq(
         cache: its calibration cache.
         keep_batchnorm: leave BatchNormalization nodes as they are, so that the float outputs of
             `qdq_to_cache` are bit for bit those of `model`.
-        own_concat_scales: see `deploy.targets.tensorrt.to_qdq`.
+        own_concat_scales: see `deploy.targets.tensorrt.cache_qdq`.
         parser: see `deploy.targets.tensorrt.naming.cache_tensors`.
         rest: type of what is not quantized, "fp16", "bf16" or "fp32"
             (`deploy.targets.tensorrt.float_types`).
@@ -236,8 +253,8 @@ def cache_to_qdq(
     """
     from deploy.frontends import load
     from deploy.graph.placement import TENSORRT_ON
+    from deploy.targets.tensorrt.cache_qdq import to_qdq, to_typed
     from deploy.targets.tensorrt.match import match
-    from deploy.targets.tensorrt.to_qdq import to_qdq, to_typed
 
     loaded = load(model, fold_batchnorm=not keep_batchnorm)
     matched = match(
@@ -300,7 +317,7 @@ def dla_cache(
     Raises:
         ModelError: shapes in the model contradict each other.
     """
-    from deploy.targets.tensorrt.dla_scales import inferred
+    from deploy.targets.tensorrt.dla import inferred
 
     found = inferred(plain.model, plain.scales, guesses=guesses)
     return trt_cache.from_scales(found.scales, version=version), found
@@ -319,3 +336,83 @@ def original_of(model: Path | str | onnx.ModelProto | None) -> onnx.ModelProto |
         return onnx.load_model_from_string(data)
     except Exception:  # DecodeError and its like: the frontend says what is wrong with the file
         return None
+
+
+_METHODS = {"entropy2": "entropy", "entropy": "entropy", "minmax": "minmax", "legacy": "legacy"}
+
+
+def method_of(script: CalibratorScript) -> tuple[Method, str] | None:
+    """The method that stands for the calibrator's base class, and why; None where it has none.
+
+    ==========================  ==================================================================
+    IInt8EntropyCalibrator2     entropy
+    IInt8EntropyCalibrator      entropy: how the first one searched is not known
+    IInt8MinMaxCalibrator       minmax
+    IInt8LegacyCalibrator       legacy, or percentile where `get_quantile` is not TensorRT's own;
+                                what it does with `get_regression_cutoff` is not known
+    ==========================  ==================================================================
+    """
+    if script.algorithm is None:
+        return None
+    method = Method.of(_METHODS[script.algorithm])
+    if script.quantile is not None and script.quantile != QUANTILE:
+        method = Method.of("percentile", {"percent": 100 * script.quantile})
+    why = {
+        "entropy": ", whose own search is not known, so that of the second one stands for it",
+        "legacy": ", without its regression, which is not known",
+    }.get(script.algorithm, "")
+    base = CLASSES[script.algorithm]
+    return method, f"ranges are found by {method.label}, since {script} is an {base}{why}"
+
+
+def agreement(known: bytes, made: trt_cache.CalibrationCache) -> str:
+    """How far the cache that a script reads agrees with the one that was made, as a sentence."""
+    try:
+        old = trt_cache.parse(known, origin="the cache that the script reads")
+        found = diff(old, made)
+    except CacheError as error:
+        return f"the script's own cache was not compared: {error}"
+    changed = [d for d in found if d.first is not None and d.second is not None]
+    alone = sum(d.second is None for d in found)
+    count = len(old.scales())
+    words = [f"{count - len(changed) - alone} of its {count} scales are equal to the bit"]
+    if changed:
+        words.append(f"{len(changed)} differ{_most([d.ratio for d in changed], changed[0].name)}")
+    if alone:
+        words.append(f"{alone} are of tensors that are not in the new one")
+    return (
+        f"the cache that the script reads ({old.header.text}) was compared and not used:"
+        f" {', '.join(words)}"
+    )
+
+
+def _most(ratios: list[float | None], first: str) -> str:
+    """By how much two caches differ; the largest change is the first."""
+    known = [abs(float(np.log2(ratio))) for ratio in ratios if ratio]
+    if not known or not ratios[0]:
+        return ""
+    median = 2 ** float(np.median(known)) - 1
+    return f", by {100 * median:.2g} % in the median, most {first} ({ratios[0]:.4g} times)"
+
+
+def note(request: BuildRequest, cache: Path, text: bytes, model: onnx.ModelProto) -> Path | None:
+    """Write the note of a cache; None where nobody knows what it was made from.
+
+    Args:
+        request: of the build.
+        cache: where its text was written.
+        text: those bytes.
+        model: as it was written, which the cache is for.
+
+    Raises:
+        ExportError: the folder is not writable.
+    """
+    if request.ranges.trusted is not None:
+        return None
+    file = sha256(model.SerializeToString(deterministic=True))
+    made = replace(
+        fingerprint_of(request.subject, request.manifest),
+        model={"graph": model_digest(model), "file": file},
+        method=request.chosen.chosen_by,
+    )
+    return atomic.write_bytes(store.sidecars(cache)[0], store.without_statistics(text, made))

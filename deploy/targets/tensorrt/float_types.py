@@ -15,28 +15,44 @@ quantized with them (`storable`).
 
 Source: ONNX operators, QuantizeLinear-19 and DequantizeLinear-19 (type of the scale); TensorRT
 developer guide, "Strongly typed networks".
+
+Nodes that must compute in float32 where TensorRT chooses types itself.
+
+With `--fp16` TensorRT runs a layer in float16 wherever that is faster, whatever its values are.
+What `deploy.targets.tensorrt.float_types` keeps out of the typed model for what they are, and other
+operators for the same reason, are bound to float32 with all that they give.
+
+Models written beside each other, named after the model that they are of.
+
+A Q/DQ model whose pairs are TensorRT's own: int8, zero point 0, kept as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import ExportError, first_line
-from deploy.frontends.checks import opset_of
+from deploy.files import atomic
+from deploy.frontends.checks import opset_of, to_array
 from deploy.frontends.lift import why_not_converted
+from deploy.frontends.pairs import DQ, Q
+from deploy.graph.bounds import too_wide, wide_nodes
 from deploy.graph.edit import copied, rebuild
-from deploy.graph.flow import MOVES
-from deploy.graph.half import too_wide
-from deploy.graph.index import Graph
-from deploy.targets.tensorrt.words import BF16, FP16, FP32
+from deploy.graph.index import Graph, attributes
+from deploy.graph.placement import MOVES
+from deploy.targets.tensorrt.trt_options import BF16, FP16, FP32
 
 if TYPE_CHECKING:
     import onnx
+
+    from deploy.frontends.base import Trained
+
 
 OPSETS = {FP16: 19, BF16: 22}  # the first in which scales, and convolutions, may be of that type
 FP8_OPSET = 19  # the first whose pairs may be of fp8
@@ -305,3 +321,95 @@ def _array(tensor: onnx.TensorProto) -> NDArray[np.generic]:
     from onnx import numpy_helper
 
     return numpy_helper.to_array(tensor)
+
+
+def wide_layers(
+    model: onnx.ModelProto, largest: Mapping[str, float], *, rest: str, but: Collection[str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """(node -> the tensor that it gives, node -> why it must compute in float32).
+
+    Args:
+        model: cleaned float model.
+        largest: tensor -> largest |x| that was seen.
+        rest: type of what is not int8; only float16 holds too little.
+        but: nodes that run in int8.
+    """
+    if rest != FP16:
+        return {}, {}
+    graph = Graph(model)
+    why = wide_nodes(graph, largest, but=but)
+    nodes = (node for node in graph.nodes if node.name in why and len(node.output) == 1)
+    bound = {n.name: str(n.output[0]) for n in nodes if graph.is_float(n.output[0])}
+    return bound, {name: why[name] for name in bound}
+
+
+def written(stem: Path, suffix: str, model: onnx.ModelProto | bytes) -> Path:
+    """Write a model, or a text, as `stem` + `suffix`; a model always as the same bytes."""
+    whole = model if isinstance(model, bytes) else model.SerializeToString(deterministic=True)
+    return atomic.write_bytes(stem.with_name(stem.name + suffix), whole)
+
+
+ANEW = (
+    "TensorRT's are int8 with zero point 0: each range is as wide on either side of 0 as its"
+    " farther end, and pairs stand where TensorRT wants them"
+)
+NARROW = "In the typed model scales are rounded up to what its narrow type holds."
+
+
+def fits(trained: Trained) -> bool:
+    """Whether TensorRT reads all pairs as they are, biases in int32 apart."""
+    kinds = {grid.dtype for grid in trained.stored}
+    plain = not any(grid.zero.any() for grid in trained.stored)
+    return trained.only("int8", symmetric=True) and kinds <= {"int8", "int32"} and plain
+
+
+def own_model(trained: Trained) -> onnx.ModelProto:
+    """The Q/DQ model with its biases in float, of which TensorRT reads no integers."""
+    model = copied(trained.model)
+    index = Graph(model)
+    biases = {
+        node.output[0]: _product(node, index)
+        for node in index.nodes
+        if node.op_type == DQ and _int32(node, index)
+    }
+    from onnx import numpy_helper
+
+    model.graph.initializer.extend(
+        numpy_helper.from_array(array, name) for name, array in biases.items()
+    )
+    rebuild(model.graph, [node for node in index.nodes if node.output[0] not in biases])
+    return model
+
+
+def own_typed(
+    model: onnx.ModelProto, rest: str, largest: Mapping[str, float]
+) -> tuple[onnx.ModelProto, dict[str, str]]:
+    """The same model with everything that is not quantized in a narrow type, as `typed` does.
+
+    Raises:
+        ExportError: as there.
+    """
+    from onnx import numpy_helper
+
+    rounded = copied(model)
+    index = Graph(rounded)
+    pairs = [node for node in index.nodes if node.op_type in (Q, DQ)]
+    held = {n.input[1]: index.constants[n.input[1]] for n in pairs}
+    for tensor in (one for one in held.values() if one.data_type == _FLOAT):
+        scales = storable(np.asarray(to_array(tensor), np.float32), rest)
+        tensor.CopyFrom(numpy_helper.from_array(scales.reshape(tuple(tensor.dims)), tensor.name))
+    return typed(rounded, rest, largest)
+
+
+def _int32(node: onnx.NodeProto, index: Graph) -> bool:
+    stored = index.constants.get(node.input[0])
+    return stored is not None and to_array(stored).dtype == np.int32
+
+
+def _product(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32]:
+    """What a DequantizeLinear gives of constant integers with zero point 0."""
+    integers = to_array(index.constants[node.input[0]])
+    scale = to_array(index.constants[node.input[1]]).astype(np.float32)
+    axis = int(attributes(node).get("axis", 1)) % max(integers.ndim, 1)
+    shape = [-1 if place == axis and scale.size > 1 else 1 for place in range(integers.ndim)]
+    return np.asarray(integers.astype(np.float32) * scale.reshape(shape), np.float32)

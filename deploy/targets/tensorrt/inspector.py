@@ -12,19 +12,31 @@ from what it reads first, as NVIDIA's Engine Explorer takes it.
 
 Sources: IEngineInspector in NvInferRuntime.h of 8.5 to 11.1; trex/layer.py and trex/activations.py
 of NVIDIA/TensorRT's trt-engine-explorer, for the words of formats and types.
+
+How long each layer of an engine takes, by TensorRT's own profiler.
+
+Source: IProfiler and IExecutionContext.setProfiler in NvInferRuntime.h of 8.5 to 11.1: while one is
+set, a context that is enqueued waits for itself and reports every layer, in milliseconds.
+
+Throughput of several sessions at once, each on its own stream, as trtexec's --infStreams.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from deploy.metrics.ran import RanLayer
+from deploy.errors import ConfigError
+from deploy.metrics.kernels import RanLayer
+from deploy.tensors import Array, Session
 
 if TYPE_CHECKING:
     import tensorrt as trt
+
 
 _NODE = re.compile(r"\[ONNX Layer: (.+?)\](?=\[|[\x1e\x1f]|\s*$)")
 _FUSED = re.compile(r" \+ | \|\| |, |\bPWN\(|[()]")
@@ -91,3 +103,74 @@ def _nodes(name: str, metadata: str) -> tuple[str, ...]:
     """Nodes by what the parser noted of them, or else by what the layer's name is joined from."""
     found = _NODE.findall(metadata) or filter(None, map(str.strip, _FUSED.split(name)))
     return tuple(dict.fromkeys(found))
+
+
+def listener() -> tuple[trt.IProfiler, list[tuple[str, float]]]:
+    """A profiler for a context, and (layer, ms) of all that it is told, which grows with each run.
+
+    It is to be kept as long as the context.
+    """
+    import tensorrt as trt
+
+    found: list[tuple[str, float]] = []
+
+    class Listener(trt.IProfiler):
+        """Keeps what is reported."""
+
+        def __init__(self) -> None:
+            trt.IProfiler.__init__(self)
+
+        def report_layer_time(self, layer_name: str, ms: float) -> None:
+            found.append((layer_name, float(ms)))
+
+    return Listener(), found
+
+
+def throughput(
+    sessions: Sequence[Session],
+    feeds: Sequence[Mapping[str, Array]],
+    *,
+    warmup_ms: float = 200,
+    duration_s: float = 3,
+) -> float:
+    """Inferences a second of all sessions together.
+
+    Latencies are not given: those of streams that share a device say nothing of one inference.
+    Each run is waited for before the next is queued, so trtexec, which queues one ahead, may show
+    more.
+
+    Raises:
+        ConfigError: no session or no feed.
+        BackendError: a session refused a feed.
+    """
+    if not sessions or not feeds:
+        raise ConfigError(f"got {len(sessions)} sessions and {len(feeds)} inputs, both must be > 0")
+    _together(sessions, feeds, seconds=warmup_ms / 1e3)
+    counted, seconds = _together(sessions, feeds, seconds=duration_s)
+    return counted / seconds
+
+
+def _together(
+    sessions: Sequence[Session], feeds: Sequence[Mapping[str, Array]], *, seconds: float
+) -> tuple[int, float]:
+    """(inferences, seconds) of one thread a session, each running at least once."""
+    counts = [0] * len(sessions)
+    errors: list[BaseException] = []
+    start = time.perf_counter()
+
+    def work(index: int) -> None:
+        try:
+            while counts[index] == 0 or time.perf_counter() - start < seconds:
+                sessions[index].run(feeds[counts[index] % len(feeds)])
+                counts[index] += 1
+        except BaseException as error:  # raised again in the caller's thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(sessions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return sum(counts), time.perf_counter() - start

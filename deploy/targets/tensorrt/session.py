@@ -9,39 +9,174 @@ Inputs that shapes depend on lie in host memory, where TensorRT reads them when 
 Outputs whose shape depends on values get their memory while it runs.
 
 Source: NVIDIA/TensorRT samples/common/sampleInference.cpp and sampleReporting.cpp.
+
+Memory for outputs whose shape depends on values: TensorRT asks for it while it runs.
+
+Source: NVIDIA/TensorRT include/NvInferRuntime.h (IOutputAllocator): the shape is told before
+`execute_async_v3` returns. From 10 on the call with a stream is asked first.
+
+One captured inference, by the driver API: it takes the streams of either binding.
+
+What an engine runs on, for a report's head: the GPU, NVIDIA's driver, CUDA and TensorRT.
 """
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from calibrators.device_types import BITS, host_type, loaded, stored
-from deploy.errors import BackendError
+from calibrators.tensorrt import BITS, host_type, loaded, stored
+from deploy.errors import BackendError, SdkMissingError
 from deploy.files.reading import read_bytes
-from deploy.targets.tensorrt.allocator import Growing, growing
+from deploy.machine import Device
 from deploy.targets.tensorrt.cuda import Buffer, Cuda
-from deploy.targets.tensorrt.cuda_graph import CudaGraph
-from deploy.targets.tensorrt.driver import device_of
-from deploy.targets.tensorrt.gpus import gpu
-from deploy.targets.tensorrt.inspector import layers_of
-from deploy.targets.tensorrt.layer_times import listener
-from deploy.targets.tensorrt.log import KeepingLogger, listening, process_logger
-from deploy.targets.tensorrt.plugins import load_plugins
-from deploy.targets.tensorrt.sdk import find
-from deploy.targets.tensorrt.tensor_types import dims, dtype_of
+from deploy.targets.tensorrt.inspector import layers_of, listener
+from deploy.targets.tensorrt.sdk import (
+    KeepingLogger,
+    Sdk,
+    dims,
+    dtype_of,
+    find,
+    gpu,
+    listening,
+    load_plugins,
+    process_logger,
+)
 from deploy.tensors import Array, TensorSpec
 
 if TYPE_CHECKING:
     import tensorrt as trt
 
-    from deploy.machine import Device
+    from deploy.metrics.kernels import RanLayer
     from deploy.metrics.latency import DeviceTimes
-    from deploy.metrics.ran import RanLayer
+
+
+class Growing:
+    """What an allocator of one output does when TensorRT calls.
+
+    Attributes:
+        buffer: the memory in force; None before the first run.
+        shape: of the last run.
+        error: what went wrong in a call, which TensorRT swallows.
+    """
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self.buffer: Buffer | None = None
+        self.shape: tuple[int, ...] = ()
+        self.error: BaseException | None = None
+
+    def reallocate_output(
+        self, tensor_name: str, memory: int | None, size: int, alignment: int
+    ) -> int:
+        """Address of at least `size` bytes; 0 where there are none."""
+        try:
+            if self.buffer is None or self.buffer.size < size:
+                self.buffer = Buffer(self._cuda, size)
+            return self.buffer.address
+        except BaseException as error:
+            self.error = error
+            return 0
+
+    def reallocate_output_async(
+        self, tensor_name: str, memory: int | None, size: int, alignment: int, stream: int
+    ) -> int:
+        """The same: CUDA's own allocation waits for what uses the old memory."""
+        return self.reallocate_output(tensor_name, memory, size, alignment)
+
+    def notify_shape(self, tensor_name: str, shape: trt.Dims) -> None:
+        """Keep the shape of this run."""
+        self.shape = dims(shape)
+
+
+def growing(cuda: Cuda) -> Growing:
+    """An allocator for `IExecutionContext.set_output_allocator`; to be kept as long as that."""
+    import tensorrt as trt
+
+    class Allocator(Growing, trt.IOutputAllocator):
+        def __init__(self, cuda: Cuda) -> None:
+            trt.IOutputAllocator.__init__(self)
+            Growing.__init__(self, cuda)
+
+    return Allocator(cuda)
+
+
+class CudaGraph:
+    """What was recorded on a stream, to be launched again."""
+
+    def __init__(self, stream: int) -> None:
+        try:
+            self._driver = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise SdkMissingError(f"a CUDA graph needs the driver: {error}") from error
+        self._stream = ctypes.c_void_p(stream)
+        self._exec: ctypes.c_void_p | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether a graph was captured for the shapes in force."""
+        return self._exec is not None
+
+    def forget(self) -> None:
+        """Drop the captured graph."""
+        if self._exec is not None:
+            self._driver.cuGraphExecDestroy(self._exec)
+        self._exec = None
+
+    def capture(self, enqueue: Callable[[], bool]) -> None:
+        """Record what `enqueue` puts on the stream."""
+        graph, made = ctypes.c_void_p(), ctypes.c_void_p()
+        relaxed = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, as trtexec captures
+        self._must(self._driver.cuStreamBeginCapture_v2(self._stream, relaxed))
+        fine = enqueue()
+        self._must(self._driver.cuStreamEndCapture(self._stream, ctypes.byref(graph)))
+        if not fine:
+            raise BackendError("TensorRT could not run the engine in a CUDA graph; try without")
+        instantiate = self._driver.cuGraphInstantiateWithFlags
+        self._must(instantiate(ctypes.byref(made), graph, ctypes.c_ulonglong(0)))
+        self._driver.cuGraphDestroy(graph)
+        self._exec = made
+
+    def launch(self) -> None:
+        """Put the recorded inference on the stream."""
+        self._must(self._driver.cuGraphLaunch(self._exec, self._stream))
+
+    def _must(self, code: int) -> None:
+        if code != 0:
+            raise BackendError(f"a CUDA graph call failed with driver error {code}; try without")
+
+
+_DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+_PATIENCE_S = 20
+
+
+def device_of(here: Sdk, cuda: Cuda) -> Device:
+    """The GPU, and what drives it."""
+    return Device(
+        name=here.gpu,
+        runtime=f"TensorRT {here.version}",
+        driver=driver_version(),
+        cuda=cuda.newest,
+    )
+
+
+@cache
+def driver_version() -> str:
+    """Version of NVIDIA's driver, by its own tool; "" where that is missing, as on a Jetson."""
+    try:
+        said = subprocess.run(
+            _DRIVER, capture_output=True, text=True, check=True, timeout=_PATIENCE_S
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return next(iter(said.stdout.split()), "")
 
 
 @dataclass(frozen=True, slots=True)

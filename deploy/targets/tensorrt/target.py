@@ -22,10 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from deploy.errors import ConfigError, ExportError, ModelError, SdkMissingError
-from deploy.targets.base import BuildRequest, Built, CacheText
-from deploy.targets.script import write_script
-from deploy.targets.tensorrt.trt_options import Asked
-from deploy.targets.tensorrt.words import (
+from deploy.targets.base import BuildRequest, Built, CacheText, write_script
+from deploy.targets.tensorrt.trt_options import (
     CACHE,
     FLOAT,
     FP8,
@@ -36,17 +34,16 @@ from deploy.targets.tensorrt.words import (
     PART,
     QDQ,
     TYPED,
+    Asked,
 )
 
 if TYPE_CHECKING:
     import onnx
 
     from deploy.calibration import trt_cache
-    from deploy.calibration.found import Found
-    from deploy.calibration.observation import Observation
-    from deploy.calibration.ranges import Ranges
-    from deploy.calibration.subject import Subject
-    from deploy.frontends.trained import Trained
+    from deploy.calibration.observation import Observation, Subject
+    from deploy.calibration.ranges import Found, Ranges
+    from deploy.frontends.base import Trained
     from deploy.graph.plan import FloatNodes, Plan
     from deploy.method import Method
     from deploy.targets.tensorrt.match import Match
@@ -92,33 +89,33 @@ class TensorRT(Asked):
     def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
         """What the Q/DQ model would quantize; with a cache TensorRT itself decides."""
         from deploy.graph.plan import analyse
-        from deploy.targets.tensorrt.to_qdq import with_groups
+        from deploy.targets.tensorrt.cache_qdq import with_groups
 
         return with_groups(model, analyse(model, self.placement, float_nodes=float_nodes))
 
     def demand(self, subject: Subject) -> tuple[Observation, ...]:
         """The method's statistic of every float tensor; TensorRT's own methods see the file."""
-        from deploy.targets.tensorrt import as_parsed
+        from deploy.targets.tensorrt import naming
 
         self._refuse_absent()
         if subject.loaded.trained is not None:
             self._refuse_quantizing(subject.loaded.trained)
-        as_parsed.refuse_names(subject.model)
+        naming.refuse_names(subject.model)
         self._check_methods(subject.method)
         self._check_nodes(subject)
         return self._observed(subject)
 
     def _observed(self, subject: Subject) -> tuple[Observation, ...]:
-        from deploy.targets.tensorrt import as_parsed
+        from deploy.targets.tensorrt import naming
 
-        own = as_parsed.observations(subject, self.parser)
+        own = naming.observations(subject, self.parser)
         return subject.histograms(self.wanted(subject.model, ())) if own is None else own
 
     def _refuse_absent(self) -> None:
         """Refuse a library or a GPU that is not there, before anything is run."""
-        from deploy.targets.tensorrt import plugins, sdk
+        from deploy.targets.tensorrt import sdk
 
-        plugins.digests(self.plugins)
+        sdk.digests(self.plugins)
         if self.device:
             with suppress(SdkMissingError):  # then the engine is built elsewhere
                 sdk.find(self.device)
@@ -143,17 +140,17 @@ class TensorRT(Asked):
 
     def cache_text(self, subject: Subject, ranges: Ranges) -> CacheText:
         """The cache that TensorRT itself would write for the file, as far as it was observed."""
-        from deploy.targets.tensorrt import as_parsed
+        from deploy.targets.tensorrt import naming
 
         found = ranges.of(self.demand(subject))
         return CacheText(
-            as_parsed.text(subject, found, self.parser),
-            as_parsed.notes(subject, found, self.parser),
+            naming.text(subject, found, self.parser),
+            naming.notes(subject, found, self.parser),
         )
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
         """The Q/DQ model."""
-        from deploy.targets.tensorrt.to_qdq import to_qdq
+        from deploy.targets.tensorrt.cache_qdq import to_qdq
 
         _, matched, _, _ = self._matched(request)
         return to_qdq(request.model, matched.plan, matched.scales)
@@ -162,11 +159,11 @@ class TensorRT(Asked):
         self, request: BuildRequest
     ) -> tuple[trt_cache.CalibrationCache, Match, Found, str]:
         """(cache, what of it fits the model, the ranges, version of TensorRT)."""
-        from deploy.targets.tensorrt import as_parsed
-        from deploy.targets.tensorrt.as_cache import cache_of
+        from deploy.targets.tensorrt import naming
         from deploy.targets.tensorrt.match import match
+        from deploy.targets.tensorrt.naming import cache_of
 
-        version = self.version or as_parsed.version_of(request.subject)
+        version = self.version or naming.version_of(request.subject)
         choices, placement = request.choices, self.placement
         self._check_methods(*choices.methods.values(), *filter(None, [choices.method]))
         found = request.ranges_of(self, symmetric=placement.grid if self.precision == FP8 else None)
@@ -197,14 +194,11 @@ class TensorRT(Asked):
         """Write the files, and the engine where TensorRT and a GPU are at hand."""
         from deploy.calibration import trt_cache
         from deploy.targets.stored import stored_in
-        from deploy.targets.tensorrt.as_cache import held
-        from deploy.targets.tensorrt.baselines import Baselines
-        from deploy.targets.tensorrt.engines import beside_it, engine_of
-        from deploy.targets.tensorrt.noted import note
-        from deploy.targets.tensorrt.readable import all_readable
-        from deploy.targets.tensorrt.trtexec import on_machine, script, ways
-        from deploy.targets.tensorrt.versions import Needs
-        from deploy.targets.tensorrt.written import written
+        from deploy.targets.tensorrt.cache_tools import note
+        from deploy.targets.tensorrt.engines import Baselines, all_readable, beside_it, engine_of
+        from deploy.targets.tensorrt.float_types import written
+        from deploy.targets.tensorrt.naming import held
+        from deploy.targets.tensorrt.trtexec import Needs, on_machine, script, ways
 
         cache, matched, found, version = self._matched(request)
         models = {FLOAT: request.model} if self.precision == INT8 else {}
@@ -289,7 +283,7 @@ class TensorRT(Asked):
 
     def _judged(self, models: Mapping[str, onnx.ModelProto], version: str) -> str:
         """Role of the model whose accuracy is told: what the version runs, where a CPU can too."""
-        from deploy.targets.tensorrt.versions import row
+        from deploy.targets.tensorrt.trtexec import row
 
         strong = self.precision == FP8 or row(version).typed
         runs = self.rest == FP16 and TYPED in models and strong
@@ -299,42 +293,42 @@ class TensorRT(Asked):
         self, request: BuildRequest, matched: Match
     ) -> tuple[onnx.ModelProto, tuple[str, ...]]:
         """(the Q/DQ model, notes): written by the plan, or the user's own where it has one."""
-        from deploy.targets.tensorrt import trained as own
-        from deploy.targets.tensorrt.to_qdq import to_qdq
+        from deploy.targets.tensorrt import float_types
+        from deploy.targets.tensorrt.cache_qdq import to_qdq
         from deploy.targets.trained import anew_notes, kept_note
 
         trained = request.trained
         if trained is None:
             model = to_qdq(request.model, matched.plan, matched.scales)
             return model, _match_notes(matched)
-        if own.fits(trained):
-            return own.own_model(trained), (kept_note(trained),)
+        if float_types.fits(trained):
+            return float_types.own_model(trained), (kept_note(trained),)
         model = to_qdq(request.model, matched.plan, matched.scales, known=trained.weights)
-        said = anew_notes(trained, model, matched.plan.decisions, self.name, own.ANEW)
+        said = anew_notes(trained, model, matched.plan.decisions, self.name, float_types.ANEW)
         return model, tuple(said)
 
     def _typed(
         self, request: BuildRequest, matched: Match, found: Found, quantized: onnx.ModelProto
     ) -> tuple[onnx.ModelProto | None, tuple[str, ...]]:
         """(the Q/DQ model with its rest in the narrow type, notes); none where it cannot be."""
-        from deploy.targets.tensorrt import trained as own
-        from deploy.targets.tensorrt.as_cache import sizes
-        from deploy.targets.tensorrt.to_qdq import to_typed
+        from deploy.targets.tensorrt import float_types
+        from deploy.targets.tensorrt.cache_qdq import to_typed
+        from deploy.targets.tensorrt.naming import sizes
 
         if self.rest == FP32:
             return None, ()
         trained, largest = request.trained, sizes(found)
         written = request.model, matched.plan, matched.scales
         try:
-            if trained is not None and own.fits(trained):
-                model, kept = own.own_typed(quantized, self.rest, largest)
+            if trained is not None and float_types.fits(trained):
+                model, kept = float_types.own_typed(quantized, self.rest, largest)
             else:
                 known = {} if trained is None else trained.weights
                 model, kept = to_typed(*written, rest=self.rest, largest=largest, known=known)
             request.whole(model)  # must be of its opset
         except ExportError as error:
             return None, (f"no typed model was written: {error}",)
-        said = [] if trained is None else [own.NARROW]
+        said = [] if trained is None else [float_types.NARROW]
         said += [f"{name} stays in float32: {why}" for name, why in kept.items()]
         return model, tuple(said)
 
@@ -342,8 +336,8 @@ class TensorRT(Asked):
         self, request: BuildRequest, matched: Match, found: Found
     ) -> tuple[dict[str, str], list[str]]:
         """(node that TensorRT must run in float32 -> the tensor that it gives, notes)."""
-        from deploy.targets.tensorrt.as_cache import sizes
-        from deploy.targets.tensorrt.wide import wide_layers
+        from deploy.targets.tensorrt.float_types import wide_layers
+        from deploy.targets.tensorrt.naming import sizes
 
         int8 = {one.node for one in matched.plan.decisions if one.quantized}
         bound, why = wide_layers(request.model, sizes(found), rest=self.rest, but=int8)

@@ -1,4 +1,7 @@
-"""The options of the TensorRT target, and which of them contradict each other."""
+"""The options of the TensorRT target, and which of them contradict each other.
+
+Words that the files of this target share: grids, types of the rest, and roles of files.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,20 @@ from typing import TYPE_CHECKING
 
 from deploy.errors import ConfigError
 from deploy.targets.options import check, option
-from deploy.targets.tensorrt.words import ALL_BASELINES, BF16, FP8, FP16, FP32, INT8, NO_BASELINES
 
 if TYPE_CHECKING:
     from deploy.graph.placement import Placement
+
+
+INT8, FP8 = "int8", "fp8"
+FP16, BF16, FP32 = "fp16", "bf16", "fp32"
+FLOAT, CACHE = "float model for TensorRT", "TensorRT cache"
+NOTE = "origin of the TensorRT cache"
+QDQ, TYPED = "TensorRT Q/DQ model", "TensorRT typed model"
+PLAIN = "TensorRT float model without repairs, to compare with"
+FLOAT_TYPED = "TensorRT float16 model, to compare with"
+PART = "Q/DQ model up to its plugins"
+NO_BASELINES, ALL_BASELINES = "none", f"{FP32},{FP16}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,12 +17,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deploy.errors import ConfigError, did_you_mean
-from deploy.repairs.absorb import absorb
-from deploy.repairs.ranges import choose_ranges
-from deploy.repairs.smooth import smooth
 from deploy.tuning.repairs.base import After, Before, ByLayers, Tried
-from deploy.tuning.repairs.bias import correct_biases
-from deploy.tuning.repairs.equalize import equalize
+from deploy.tuning.repairs.bias import choose_ranges, correct_biases
+from deploy.tuning.repairs.equalize import absorb, equalize, smooth
 from deploy.tuning.repairs.output_rounding import round_weights
 
 ALL, NONE = "all", "none"

@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from deploy.calibration.observation import each_once
-from deploy.calibration.observe import observe
+from deploy.calibration.one_pass import observe
 from deploy.calibration.ranges import Ranges
 from deploy.errors import Calib8Error, ConfigError
 from deploy.feed.parallel import Sample
 from deploy.metrics.accuracy import Accuracy
-from deploy.progress import phase
 from deploy.targets.base import BuildRequest
 from deploy.targets.onnxruntime.target import OnnxRuntime
+from deploy.terminal import phase
 from deploy.tuning.repairs import REPAIRS, ROUNDING
 from deploy.tuning.repairs.base import ByLayers, Making, Tried, settled
 from deploy.tuning.repairs.output_rounding import trials_rounded
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     import onnx
 
+    from deploy.calibration.observation import Subject
     from deploy.calibration.reference import Judges
-    from deploy.calibration.subject import Subject
     from deploy.feed.samples import Feed
     from deploy.targets.base import Target
     from deploy.tensors import Array

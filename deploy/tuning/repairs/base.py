@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from deploy.feed.parallel import Sample
-from deploy.frontends.digest import model_digest
+from deploy.frontends.base import model_digest
 from deploy.graph.plan import FLOATS
 
 if TYPE_CHECKING:

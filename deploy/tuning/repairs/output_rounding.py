@@ -30,13 +30,18 @@ from onnx import numpy_helper
 from calibrators.grids import INT8, Grid, rounded
 from calibrators.rounding import gram, products_of, rounded_by_output
 from calibrators.weights import in_tight_pairs, is_depthwise
-from deploy.calibration.choices import NO_CHOICES
 from deploy.graph.edit import update
-from deploy.graph.width import wide_for, with_zeros
-from deploy.repairs.patches import inputs_of
-from deploy.repairs.written import all_written
+from deploy.graph.index import wide_for, with_zeros
+from deploy.method import NO_CHOICES
 from deploy.tuning.repairs.base import Making, with_model
-from deploy.tuning.repairs.repair_layers import FloatArray, Layer, layers_of, with_constants
+from deploy.tuning.repairs.repair_layers import (
+    FloatArray,
+    Layer,
+    all_written,
+    layers_of,
+    with_constants,
+)
+from deploy.tuning.repairs.sample_runs import inputs_of
 
 if TYPE_CHECKING:
     import onnx
