@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from deploy.errors import BackendError, ConfigError
-from deploy.feed.feed import FeedSource, as_read, open_feed
+from deploy.feed.feed import Dataset, FeedSource, as_read, dataset_of
 from deploy.feed.model_preprocess import Carried
 from deploy.feed.preprocess import Asked
 from deploy.feed.samples import KEPT, Feed
@@ -72,7 +72,7 @@ def bench(
     batches: Sequence[int] = (),
     profile: bool = False,
     runtime: str = "onnxruntime",
-    images: FeedSource | None = None,
+    images: FeedSource | Dataset | None = None,
     preprocess: Asked = None,
     limit: Limit = None,
     skip_bad: bool = False,
@@ -134,14 +134,9 @@ def bench(
         notes = tuple(map(_recalled, taken, taken.values()))
         feeds = _random(specs, {**taken, **(shapes or {})}, seed)
     else:
-        feed = open_feed(
-            images,
-            specs,
-            preprocess=preprocess,
-            carried=next(filter(None, map(_carried, paths.values())), None),
-            skip_bad=skip_bad,
-            limit=limit,
-        )
+        dataset = dataset_of(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+        carried = next(filter(None, map(_carried, paths.values())), None)
+        feed = dataset.open(specs, carried=carried)
         feeds = _real(feed)
         judged = _judged(sessions, feed)
         notes = as_read(feed)

@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deploy.errors import BackendError, ConfigError
-from deploy.feed.feed import FeedSource, as_read, open_feed
-from deploy.feed.preprocess import Asked
-from deploy.feed.sampling import Limit
+from deploy.feed.feed import Dataset, FeedSource, as_read, dataset_of
 from deploy.frontends.checks import type_name
 from deploy.frontends.metadata import carried_of
 from deploy.frontends.reader import read_model
@@ -351,12 +349,9 @@ MIN_SQNR_DB = 20.0
 def compare(
     first: Path,
     second: Path | None,
-    images: FeedSource,
+    images: FeedSource | Dataset,
     *,
     runtime: str = "onnxruntime",
-    preprocess: Asked = None,
-    limit: Limit = None,
-    skip_bad: bool = False,
     min_sqnr_db: float = MIN_SQNR_DB,
     every: bool = False,
     threads: int | None = None,
@@ -369,10 +364,6 @@ def compare(
         second: the other model; None is the first one again.
         images: as `deploy.pipeline.build` takes them.
         runtime: of the second model, a name of `RUNTIMES`.
-        preprocess: how images become inputs, or some options of it; the rest is what the first
-            model's metadata says, else what its input tells.
-        limit: use at most so many images, or a `Choice` of them.
-        skip_bad: go on without unreadable images.
         min_sqnr_db: SQNR below which two tensors have parted.
         every: in another runtime, look at every tensor; else, where the outputs part, at as many
             as it takes to find two neighbours of which the first agrees and the second does not.
@@ -396,14 +387,7 @@ def compare(
     theirs = ours if second is None else read_model(second)
     whole = OrtSession.open(ours, threads=threads)
     _refuse_other_inputs(ours, theirs)
-    feed = open_feed(
-        images,
-        whole.inputs,
-        preprocess=preprocess,
-        carried=carried_of(ours, Path(first)),
-        skip_bad=skip_bad,
-        limit=limit,
-    )
+    feed = dataset_of(images).open(whole.inputs, carried=carried_of(ours, Path(first)))
     outputs = [value.name for value in ours.graph.output]
     pairs = _pairs(ours, theirs, outputs)
     if not pairs:

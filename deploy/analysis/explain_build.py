@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 from deploy.analysis.explanation import ChannelLoss, Explanation, Held, ImageLoss, TargetWhy
 from deploy.analysis.written import beside, is_file, of_build, read_build, worse
 from deploy.errors import CacheError, ConfigError, did_you_mean
-from deploy.feed.feed import FeedSource, open_feed
+from deploy.feed.feed import Dataset, FeedSource, dataset_of
 from deploy.feed.parallel import Sample, in_order
 from deploy.feed.paths import RawFiles
 from deploy.feed.preprocess import Asked, Preprocess, asked_of
-from deploy.feed.sampling import Limit
 from deploy.files import manifest
 from deploy.frontends import LoadedModel, load_either
 from deploy.frontends.reader import read_model
@@ -222,11 +221,8 @@ def explain(
     folder: Path | str,
     *,
     target: str | None = None,
-    images: FeedSource | None = None,
+    images: FeedSource | Dataset | None = None,
     model: Path | str | None = None,
-    preprocess: Asked = None,
-    limit: Limit = None,
-    skip_bad: bool = False,
     threads: int | None = None,
     progress: bool = False,
 ) -> Explanation:
@@ -238,9 +234,6 @@ def explain(
         images: run the float model and the int8 models on these, and tell the images and the
             channels that lose most.
         model: the float model; None takes the one that the report names.
-        preprocess: how images become inputs, or some options of it; the rest is the report's.
-        limit: use at most so many images, or a `Choice` of them.
-        skip_bad: go on without unreadable images.
         threads: samples that are run at a time; the result does not depend on it.
         progress: tell on stderr what is going on, where it takes over two seconds.
 
@@ -253,14 +246,9 @@ def explain(
     if images is None:
         return replace(found, targets=chosen)
     loaded = _model(found, model)
-    feed = open_feed(
-        images,
-        loaded.inputs,
-        preprocess=_asked(preprocess, _preprocess(found, images)),
-        carried=loaded.carried,
-        skip_bad=skip_bad,
-        limit=limit,
-    )
+    dataset = dataset_of(images)
+    preprocess = _asked(dataset.preprocess, _preprocess(found, dataset.source))
+    feed = replace(dataset, preprocess=preprocess).open(loaded.inputs, carried=loaded.carried)
     told = []
     for one in chosen:
         if one.runnable is None:

@@ -30,8 +30,7 @@ from deploy.commands.calibration_options import (
     require_cache_option,
 )
 from deploy.commands.image_options import (
-    ImageOptions,
-    Inputs,
+    ImageArguments,
     image_options,
     input_options,
     shape,
@@ -46,7 +45,8 @@ from deploy.terminal import say, say_lines, textless
 if TYPE_CHECKING:
     import onnx
 
-    from deploy.pipeline.deployment import Tried
+    from deploy.feed.feed import Dataset
+    from deploy.pipeline.deployment import TrialInputs
     from deploy.targets.ascend.layers import LayerGraph
 
 
@@ -60,7 +60,7 @@ class Where:
 
     out: Path
     target: Ascend
-    tried: Tried
+    inputs: TrialInputs
     threads: int | None
     force: bool
 
@@ -72,25 +72,20 @@ def where_options(command: Callable[..., None]) -> Callable[..., None]:
     """
 
     @wraps(command)
-    def gathered(given: Given, inputs: Inputs, shapes: tuple[str, ...], **words: Any) -> None:
-        from deploy.pipeline.deployment import Tried
+    def gathered(
+        given: Given, dataset: Dataset | None, shapes: tuple[str, ...], **words: Any
+    ) -> None:
+        from deploy.pipeline.deployment import TrialInputs
 
-        if inputs.source is not None and (idle := base.typed("shapes")):
+        if dataset is not None and (idle := base.typed("shapes")):
             raise ConfigError(
                 f"{idle[0]} shapes made-up samples, and --images gives others; leave one of them"
                 " away"
             )
-        tried = Tried(
-            images=inputs.source,
-            preprocess=inputs.preprocess,
-            limit=inputs.limit,
-            skip_bad=inputs.skip_bad,
-            shapes=dict(map(shape, shapes)),
-        )
         where = Where(
             out=words.pop("out"),
             target=Ascend(**given.get("ascend", {})),
-            tried=tried,
+            inputs=TrialInputs(dataset=dataset, shapes=dict(map(shape, shapes))),
             threads=words.pop("threads"),
             force=words.pop("force"),
         )
@@ -261,7 +256,7 @@ def auto(
     eval_images: str | None,
     max_loss: float,
     strategy: str,
-    images: ImageOptions,
+    images: ImageArguments,
     keep_float: tuple[str, ...],
     require_cache: bool,
     refresh: bool,
@@ -269,8 +264,8 @@ def auto(
 ) -> None:
     """Leave layers of MODEL in float, as few as hold the budget; write them, and how it went."""
     from deploy.calibration.reuse import CachePolicy
-    from deploy.feed.feed import open_feed
-    from deploy.pipeline import calibrate
+    from deploy.pipeline import calibrate_with
+    from deploy.pipeline.request import CalibrationOptions
     from deploy.targets.ascend.auto_layers import Choosing, plans
     from deploy.targets.ascend.auto_losses import Budget
     from deploy.targets.ascend.autocalibrate import auto_calibrate
@@ -282,28 +277,13 @@ def auto(
     path = out / f"{model.stem}.cache"
     policy = CachePolicy(path=path, require=require_cache, refresh=refresh)
     refuse_both_ways(policy)
-    found = calibrate(
-        model,
-        images.source,
-        targets=[target],
-        preprocess=images.preprocess,
-        cache=policy,
-        skip_bad=images.skip_bad,
-        limit=images.limit,
-        threads=images.threads,
-        float_nodes=keep_float,
-    )
+    options = CalibrationOptions(cache=policy, threads=images.threads, float_nodes=keep_float)
+    found = calibrate_with(model, images.dataset, options, targets=[target])
     if verbose:
         say(found.cost)
     evaluation = found.feed
-    if held := images.alike(eval_images):
-        evaluation = open_feed(
-            held,
-            found.loaded.inputs,
-            preprocess=images.preprocess,
-            carried=found.loaded.carried,
-            skip_bad=images.skip_bad,
-        )
+    if held := images.evaluation(eval_images):
+        evaluation = held.open(found.loaded.inputs, carried=found.loaded.carried)
     result, written = auto_calibrate(
         plans(target, found.subject),
         found.ranges.observed,
@@ -380,7 +360,7 @@ def deploy_scales(
         config=ascend_config,
         out=where.out,
         target=where.target,
-        tried=where.tried,
+        inputs=where.inputs,
         threads=where.threads,
         force=where.force,
     )
@@ -421,7 +401,7 @@ def convert_pairs(model: Path, keep_rounding: bool, where: Where, json_path: Pat
         keep_rounding=keep_rounding,
         out=where.out,
         target=where.target,
-        tried=where.tried,
+        inputs=where.inputs,
         threads=where.threads,
         force=where.force,
     )

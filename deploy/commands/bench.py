@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from deploy.commands import base
 from deploy.commands.base import THREADS, Real, html_option, json_option, put_json, quietable
 from deploy.commands.base import batches as batches_of
-from deploy.commands.image_options import Inputs, input_options, shape, shape_option
+from deploy.commands.image_options import input_options, shape, shape_option
 from deploy.commands.model_options import Given, made, own_options
 from deploy.errors import ConfigError
 from deploy.terminal import say_lines
+
+if TYPE_CHECKING:
+    from deploy.feed.feed import Dataset
 
 
 @click.command(cls=base.SectionedCommand, short_help="Latency of one or two models, side by side.")
@@ -112,7 +116,7 @@ def bench(
     streams: int,
     batches: tuple[int, ...],
     profile: bool,
-    inputs: Inputs,
+    dataset: Dataset | None,
     json_path: Path | None,
     html_path: Path | None,
 ) -> None:
@@ -133,7 +137,7 @@ def bench(
     from deploy.files.atomic import write_text
     from deploy.report import to_html, to_json, to_screen
 
-    if inputs.source is not None and (idle := base.typed("shapes", "seed")):
+    if dataset is not None and (idle := base.typed("shapes", "seed")):
         raise ConfigError(
             f"{' and '.join(idle)} shapes random inputs, and --images gives others; leave one of"
             " them away"
@@ -151,10 +155,7 @@ def bench(
         batches=batches,
         profile=profile,
         runtime=runtime,
-        images=inputs.source,
-        preprocess=inputs.preprocess,
-        limit=inputs.limit,
-        skip_bad=inputs.skip_bad,
+        images=dataset,
     )
     if html_path is not None:
         write_text(html_path, to_html(report))

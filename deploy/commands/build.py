@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,13 +10,13 @@ import click
 from deploy.commands import base
 from deploy.commands.base import Real, among_those_of, json_option, put_json, quietable
 from deploy.commands.calibration_options import (
-    CalibrationOptions,
+    CalibrationArguments,
     calibration_options,
     cluster_options,
-    fed,
+    feed_of,
     resume_option,
 )
-from deploy.commands.image_options import ImageOptions, build_options, refuse_unfed
+from deploy.commands.image_options import ImageArguments, build_options, refuse_unfed
 from deploy.commands.model_options import model_from, model_options, target_options
 from deploy.commands.settings import (
     ConfiguredCommand,
@@ -119,8 +118,8 @@ def build(
     targets: list[Target],
     shapes: tuple[str, ...],
     weights: Path | None,
-    images: ImageOptions,
-    calibration: CalibrationOptions,
+    images: ImageArguments,
+    calibration: CalibrationArguments,
     scheduler: Cluster | None,
     resume: bool,
     json_path: Path | None,
@@ -144,37 +143,30 @@ def build(
       calib8 build model.onnx --images photos/ --quiet --json - | jq .engines
     """  # noqa: D301 (click reads the backspace)
     from deploy.commands.calibration_options import read_labels
-    from deploy.pipeline import build as run
+    from deploy.pipeline import build_with
+    from deploy.pipeline.request import BuildOptions
     from deploy.report import to_json, to_screen
     from deploy.report.screen import grave
 
     calibration.refuse_ignored(targets)
     _refuse_unfed_float(model, images)
-    source, method = fed(images, calibration, targets)
-    report = run(
-        model_from(model, shapes, weights),
-        source or None,
-        float_model=float_model,
-        out=out,
+    dataset, method = feed_of(images, calibration, targets)
+    options = BuildOptions(
+        calibration=calibration.options(cache, method, images, scheduler=scheduler, resume=resume),
         targets=targets,
-        method=method,
-        preprocess=images.preprocess,
-        cache=replace(calibration.cache, path=cache),
-        eval_images=images.alike(eval_images),
+        out=out,
+        float_model=float_model,
+        evaluation=images.evaluation(eval_images),
         labels=read_labels(labels) if labels else None,
         metric=metric,
-        skip_bad=images.skip_bad,
-        limit=images.limit,
-        until_stable=images.until_stable,
-        threads=images.threads,
-        float_nodes=calibration.keep_float,
         duration_s=duration,
         tuning=tuning.wish,
         gates=tuning.gates,
         repairs=repairs or None,
-        scheduler=scheduler,
         settings=settings(),
-        resume=resume,
+    )
+    report = build_with(
+        model_from(model, shapes, weights), dataset if dataset.source else None, options
     )
     say_lines(to_screen(report, verbose=calibration.verbose))
     for sentence in grave(report) if textless() else ():
@@ -186,9 +178,9 @@ def build(
         click.get_current_context().exit(3)
 
 
-def _refuse_unfed_float(model: Path, images: ImageOptions) -> None:
+def _refuse_unfed_float(model: Path, images: ImageArguments) -> None:
     """Refuse a float model without images; a Q/DQ model needs none."""
     from deploy.frontends import is_quantized
 
-    if not images.source and not images.script and not is_quantized(model):
+    if not images.dataset.source and not images.script and not is_quantized(model):
         refuse_unfed()

@@ -14,16 +14,16 @@ import click
 from deploy.commands import base
 from deploy.commands.base import json_option, put_json, quietable
 from deploy.commands.calibration_options import (
-    CalibrationOptions,
+    CalibrationArguments,
     calibration_options,
     cluster_options,
     compared,
     end,
-    fed,
+    feed_of,
     resume_option,
     tell,
 )
-from deploy.commands.image_options import ImageOptions, feed_options
+from deploy.commands.image_options import ImageArguments, feed_options
 from deploy.commands.model_options import model_from, model_options, target_options
 from deploy.errors import ConfigError
 from deploy.terminal import say
@@ -73,8 +73,8 @@ def calibrate(
     targets: list[Target],
     shapes: tuple[str, ...],
     weights: Path | None,
-    images: ImageOptions,
-    calibration: CalibrationOptions,
+    images: ImageArguments,
+    calibration: CalibrationArguments,
     scheduler: Cluster | None,
     resume: bool,
     json_path: Path | None,
@@ -98,38 +98,25 @@ def calibrate(
     from deploy.calibration.checkpoint import beside
     from deploy.calibration.shards import keep_shard, refuse_foreign
     from deploy.feed.sampling import choice_of
-    from deploy.pipeline import calibrate as run
+    from deploy.pipeline import calibrate_with
 
     calibration.refuse_ignored(targets)
-    source, method = fed(images, calibration, targets)
-    path, limit = out or Path(f"{model.stem}.cache"), images.limit
-    policy = replace(calibration.cache, path=path)
+    dataset, method = feed_of(images, calibration, targets)
+    path = out or Path(f"{model.stem}.cache")
+    cache: Path | None = path
     if shard is not None:
         number, of = _shard(shard, calibration.cache)
-        limit = replace(choice_of(limit), shard=(number, of))
-        path = out or Path(f"{model.stem}.{number}-of-{of}.shard")
-        policy = replace(policy, path=None)
+        dataset = replace(dataset, limit=replace(choice_of(dataset.limit), shard=(number, of)))
+        path, cache = out or Path(f"{model.stem}.{number}-of-{of}.shard"), None
         refuse_foreign(path, force=calibration.cache.force)
-    found = run(
-        model_from(model, shapes, weights),
-        source,
-        targets=targets,
-        method=method,
-        preprocess=images.preprocess,
-        cache=policy,
-        skip_bad=images.skip_bad,
-        limit=limit,
-        until_stable=images.until_stable,
-        threads=images.threads,
-        float_nodes=calibration.keep_float,
-        scheduler=scheduler,
-        resume=resume,
-        checkpoint=beside(path),
+    options = calibration.options(
+        cache, method, images, scheduler=scheduler, resume=resume, checkpoint=beside(path)
     )
+    found = calibrate_with(model_from(model, shapes, weights), dataset, options, targets=targets)
     if shard is not None:
         keep_shard(found, path)
     tell(found, path, verbose=calibration.verbose)
-    for note in compared(source, path):
+    for note in compared(dataset, path):
         say(note)
     put_json(json_path, found.to_json)
     end(found)
@@ -179,7 +166,7 @@ def merge(
     targets: list[Target],
     shapes: tuple[str, ...],
     weights: Path | None,
-    calibration: CalibrationOptions,
+    calibration: CalibrationArguments,
     json_path: Path | None,
 ) -> None:
     """Merge all SHARDS of a calibration of MODEL into one cache.
@@ -194,7 +181,7 @@ def merge(
     of the shards. Neither the images nor another run of the model are needed. Targets and nodes in
     float are those of the shards.
     """  # noqa: D301 (click reads the backspace)
-    from deploy.pipeline import merge as run
+    from deploy.pipeline import calibrate_with
 
     calibration.refuse_ignored(targets)
     if calibration.cache.trust:
@@ -202,14 +189,8 @@ def merge(
             "--trust-cache takes a cache as it is, and shards make one; leave one of them away"
         )
     path = out or Path(f"{model.stem}.cache")
-    found = run(
-        model_from(model, shapes, weights),
-        shards,
-        targets=targets,
-        method=calibration.method if calibration.asked else None,
-        cache=replace(calibration.cache, path=path),
-        float_nodes=calibration.keep_float,
-    )
+    options = calibration.options(path, calibration.method if calibration.asked else None)
+    found = calibrate_with(model_from(model, shapes, weights), shards, options, targets=targets)
     tell(found, path, verbose=calibration.verbose)
     put_json(json_path, found.to_json)
     end(found)

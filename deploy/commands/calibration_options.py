@@ -14,7 +14,7 @@ The file of `--labels`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, fields, replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -25,7 +25,7 @@ from calibrators.searches import DEFAULT_METHOD, SEARCHES
 from deploy.calibration import DEFAULT_TRT_VERSION
 from deploy.commands import base
 from deploy.commands.base import verbose_option
-from deploy.commands.image_options import ImageOptions
+from deploy.commands.image_options import ImageArguments
 from deploy.errors import ConfigError, FeedError
 from deploy.method import Method
 from deploy.terminal import say, textless
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from deploy.calibration.calibrated import Calibrated
     from deploy.calibration.cluster_jobs import Cluster
     from deploy.calibration.reuse import CachePolicy
-    from deploy.feed.calibrator import CalibratorScript
-    from deploy.feed.paths import RawFiles
+    from deploy.feed.feed import Dataset
     from deploy.metrics.precision import Annotations
+    from deploy.pipeline.request import CalibrationOptions
     from deploy.targets import Target
 
 
@@ -122,14 +122,14 @@ def _option(parameter: Parameter) -> Callable[[Command], Command]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrationOptions:
-    """What `calibration_options` gathers from the command line.
+class CalibrationArguments:
+    """How ranges are searched and stored, as a command line says it.
 
     Attributes:
         method: the search.
-        asked: flags of the search that were typed; empty where it is the default's.
+        asked: flags of the search that were typed; empty for the default search.
         keep_float: nodes, patterns, `op:` types and `@` files to keep in float.
-        cache: when a cache is used again; without its path, which each command names its own way.
+        cache: when a cache is used again; each command adds the path.
         verbose: whether to print what was counted.
     """
 
@@ -138,6 +138,32 @@ class CalibrationOptions:
     keep_float: tuple[str, ...]
     cache: CachePolicy
     verbose: bool
+
+    def options(
+        self,
+        path: Path | None,
+        method: Method | None,
+        images: ImageArguments | None = None,
+        **more: Any,
+    ) -> CalibrationOptions:
+        """The options of a calibration.
+
+        Args:
+            path: the cache; None for the default one, or for none.
+            method: the search; None for the default one.
+            images: the images, with worker threads.
+            **more: fields of `CalibrationOptions` that are options of one command.
+        """
+        from deploy.pipeline.request import CalibrationOptions
+
+        return CalibrationOptions(
+            method=method,
+            cache=replace(self.cache, path=path),
+            float_nodes=self.keep_float,
+            until_stable=None if images is None else images.until_stable,
+            threads=1 if images is None else images.threads,
+            **more,
+        )
 
     def refuse_ignored(self, targets: Sequence[Target]) -> None:
         """Refuse what was asked and would change nothing.
@@ -213,7 +239,7 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
     def gathered(method: Method, asked: tuple[str, ...], **words: Any) -> None:
         from deploy.calibration.reuse import CachePolicy
 
-        calibration = CalibrationOptions(
+        calibration = CalibrationArguments(
             method=method,
             asked=asked,
             keep_float=words.pop("keep_float"),
@@ -327,35 +353,39 @@ def _cluster(address: str, asked: dict[str, Any]) -> Cluster:
     return Cluster(address=address, threads=threads or 1, **known)
 
 
-def fed(
-    images: ImageOptions, calibration: CalibrationOptions, targets: Sequence[Target]
-) -> tuple[str | RawFiles | CalibratorScript, Method | None]:
-    """(source of the feed, the method to search by; None where nothing names one).
+def feed_of(
+    images: ImageArguments, calibration: CalibrationArguments, targets: Sequence[Target]
+) -> tuple[Dataset, Method | None]:
+    """(calibration samples, the search; None where none is asked for).
+
+    A calibrator's script feeds its own batches, and its kind of calibrator chooses the search.
 
     Raises:
         ConfigError, FeedError: as `CalibratorScript`.
     """
     asked = calibration.method if calibration.asked else None
     if not images.script:
-        return images.source, asked
+        return images.dataset, asked
     from deploy.feed.calibrator import CalibratorScript
     from deploy.targets.tensorrt.cache_tools import method_of
 
     script = CalibratorScript(images.script)
+    dataset = replace(images.dataset, source=script)
     named = method_of(script)
     idle = all(target.own_method for target in targets) or calibration.cache.trust
     if asked is not None or idle or named is None:
-        return script, asked
+        return dataset, asked
     method, why = named
     script.notes = (why,)
-    return script, method
+    return dataset, method
 
 
-def compared(source: str | RawFiles | CalibratorScript, path: Path) -> list[str]:
-    """What is told of the cache that a script has of its own, beside the one that was written."""
+def compared(dataset: Dataset, path: Path) -> list[str]:
+    """A note on how the script's own cache and the one that was written agree."""
     from deploy.feed.calibrator import CalibratorScript
 
-    known = source.known if isinstance(source, CalibratorScript) else None
+    script = dataset.source
+    known = script.known if isinstance(script, CalibratorScript) else None
     if known is None:
         return []
     from deploy.targets.tensorrt.cache_tools import agreement, read_cache

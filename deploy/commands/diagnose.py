@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,13 +22,14 @@ import click
 from deploy.commands import base
 from deploy.commands.base import THREADS, Real, html_option, json_option, put_json, quietable, told
 from deploy.commands.calibration_options import keep_float_option
-from deploy.commands.image_options import ImageOptions, Inputs, image_options, input_options
+from deploy.commands.image_options import ImageArguments, image_options, input_options
 from deploy.commands.model_options import model_from, model_options, target_options
 from deploy.errors import ConfigError
 from deploy.files.reading import opened
 from deploy.terminal import say, say_lines
 
 if TYPE_CHECKING:
+    from deploy.feed.feed import Dataset
     from deploy.targets import Target
 
 
@@ -142,7 +144,7 @@ _IMAGES = 8  # where --limit says nothing: which tensor parts is plain after a f
 def compare(
     first: Path,
     second: Path | None,
-    images: ImageOptions,
+    images: ImageArguments,
     runtime: str,
     min_sqnr: float,
     every: bool,
@@ -167,11 +169,8 @@ def compare(
     found = run(
         first,
         second,
-        images.source,
+        replace(images.dataset, limit=images.dataset.limit or _IMAGES),
         runtime=runtime,
-        preprocess=images.preprocess,
-        limit=images.limit or _IMAGES,
-        skip_bad=images.skip_bad,
         min_sqnr_db=min_sqnr,
         every=every,
         threads=images.threads,
@@ -218,7 +217,7 @@ def explain(
     target: str | None,
     everything: bool,
     model: Path | None,
-    inputs: Inputs,
+    dataset: Dataset | None,
     threads: int | None,
     json_path: Path | None,
 ) -> None:
@@ -241,11 +240,8 @@ def explain(
     found = run(
         folder,
         target=target,
-        images=inputs.source,
+        images=dataset,
         model=model,
-        preprocess=inputs.preprocess,
-        limit=inputs.limit,
-        skip_bad=inputs.skip_bad,
         threads=threads,
     )
     put_json(json_path, lambda: to_json(found))

@@ -10,7 +10,7 @@ Images as the inputs of a command that does without them too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +21,7 @@ from deploy.commands.base import THREADS, Real, among_those_of
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
+    from deploy.feed.feed import Dataset
     from deploy.feed.paths import RawFiles
     from deploy.feed.preprocess import Asked, Sides
     from deploy.feed.sampling import Limit
@@ -273,32 +274,30 @@ SOURCES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageOptions:
-    """What `image_options` and `feed_options` gather from the command line.
+class ImageArguments:
+    """The images of a command line.
 
     Attributes:
-        source: of the images, with the form of raw files where it is said; "" where a script feeds.
-        script: `file.py:function` of a TensorRT calibrator; "" where images do.
-        limit: which samples are used.
-        skip_bad: whether to go on without unreadable images.
+        dataset: the images, and how they are read; its source is "" where none are given.
+        script: `file.py:function` of a TensorRT calibrator in place of images; else "".
         until_stable: share of a range by which halves may differ; None looks at all images.
-        preprocess: how images become inputs; None without an option of it.
         threads: worker threads.
     """
 
-    source: str | RawFiles
-    script: str
-    limit: Limit
-    skip_bad: bool
-    until_stable: float | None
-    preprocess: Asked
+    dataset: Dataset
+    script: str = ""
+    until_stable: float | None = None
     threads: int
 
-    def alike(self, path: str | None) -> str | RawFiles | None:
-        """Images of another option, as `deploy.feed.paths.alike`."""
-        from deploy.feed.paths import alike
+    def evaluation(self, path: str | None) -> Dataset | None:
+        """Evaluation images, read as the calibration images; None without a path."""
+        from deploy.feed.paths import RawFiles, alike
 
-        return path if path is None or isinstance(self.source, str) else alike(self.source, path)
+        if path is None:
+            return None
+        known = self.dataset.source
+        source = alike(known, path) if isinstance(known, RawFiles) else path
+        return replace(self.dataset, source=source, limit=None)
 
 
 skip_bad_option = base.option(
@@ -341,16 +340,17 @@ def _image_options(
         from deploy.machine import default_threads
 
         source, script = words.pop("images"), words.pop("calibrator_script", None)
-        _refuse_feeds(source, script)
+        if source and script:
+            raise ConfigError(
+                f"samples come from --images or from --calibrator-script, got {source} and"
+                f" {script}; leave one of them away"
+            )
         if needed and not source and not script:
             refuse_unfed()
-        images = ImageOptions(
-            source=raw_from(words, source or ""),
+        images = ImageArguments(
+            dataset=_dataset(words, source or ""),
             script=script or "",
-            limit=limit_from(words),
-            skip_bad=words.pop("skip_bad"),
             until_stable=stable_from(words),
-            preprocess=preprocess_from({name: words.pop(name) for _, name, _ in PREPROCESS}),
             threads=words.pop("threads") or default_threads(),
         )
         command(images=images, **words)
@@ -379,13 +379,16 @@ def _image_options(
     return base.added(gathered, options)
 
 
-def _refuse_feeds(source: str | None, script: str | None) -> None:
-    """Refuse two feeds."""
-    if source and script:
-        raise ConfigError(
-            f"samples come from --images or from --calibrator-script, got {source} and {script};"
-            " leave one of them away"
-        )
+def _dataset(words: dict[str, Any], source: str) -> Dataset:
+    """Take the options on how images are read out of a command's, as a `Dataset`."""
+    from deploy.feed.feed import Dataset
+
+    return Dataset(
+        source=raw_from(words, source),
+        preprocess=preprocess_from({name: words.pop(name) for _, name, _ in PREPROCESS}),
+        skip_bad=words.pop("skip_bad"),
+        limit=limit_from(words),
+    )
 
 
 def refuse_unfed() -> None:
@@ -394,16 +397,6 @@ def refuse_unfed() -> None:
 
 
 CommandFunction = Callable[..., None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """What `input_options` gathers from the command line; `source` is None without --images."""
-
-    source: str | RawFiles | None
-    limit: Limit
-    skip_bad: bool
-    preprocess: Asked
 
 
 def shape_option(ending: str = "") -> Callable[[CommandFunction], CommandFunction]:
@@ -435,7 +428,7 @@ def shape(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def input_options(purpose: str) -> Callable[[CommandFunction], CommandFunction]:
-    """Add how images are chosen and read, none of it required; the command gets `inputs`.
+    """Add optional images, and how they are read; the command gets `dataset`, None without them.
 
     Args:
         purpose: what the images are for, as the help of --images begins.
@@ -447,14 +440,8 @@ def input_options(purpose: str) -> Callable[[CommandFunction], CommandFunction]:
             source = words.pop("images")
             if source is None:
                 base.refuse_without("--images", base.typed_in(base.IMAGES))
-            raw = raw_from(words, source or "")
-            inputs = Inputs(
-                source=raw or None,
-                limit=limit_from(words),
-                skip_bad=words.pop("skip_bad"),
-                preprocess=preprocess_from({name: words.pop(name) for _, name, _ in PREPROCESS}),
-            )
-            command(inputs=inputs, **words)
+            dataset = _dataset(words, source or "")
+            command(dataset=dataset if source else None, **words)
 
         wrapped: CommandFunction = gathered
         return base.added(wrapped, _options(purpose))

@@ -283,6 +283,55 @@ def open_feed(
     return _fed(asked.of(source, files), asked)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """Images or arrays, and how they are chosen, read and prepared.
+
+    Attributes:
+        source: as the module says.
+        preprocess: how images become inputs, or some options of it by name; the model's metadata,
+            else its input, decides the rest.
+        skip_bad: skip unreadable images and arrays with NaN instead of raising.
+        limit: use at most this number of samples, or a `Choice` of them; None uses all.
+    """
+
+    source: FeedSource
+    preprocess: Asked = None
+    skip_bad: bool = False
+    limit: Limit = None
+
+    def open(
+        self,
+        specs: Sequence[TensorSpec],
+        *,
+        carried: Carried | None = None,
+        labels_by_folder: bool = False,
+    ) -> Feed:
+        """Open the samples for a model with these inputs, as `open_feed`."""
+        return open_feed(
+            self.source,
+            specs,
+            preprocess=self.preprocess,
+            carried=carried,
+            skip_bad=self.skip_bad,
+            limit=self.limit,
+            labels_by_folder=labels_by_folder,
+        )
+
+
+def dataset_of(
+    images: FeedSource | Dataset,
+    *,
+    preprocess: Asked = None,
+    skip_bad: bool = False,
+    limit: Limit = None,
+) -> Dataset:
+    """Return a source with these options, or a `Dataset` as it is."""
+    if isinstance(images, Dataset):
+        return images
+    return Dataset(source=images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+
+
 def holds_arrays(source: FeedSource, specs: Sequence[TensorSpec]) -> bool:
     """Whether a source is of arrays in files or of a calibrator, which no preprocessing is for.
 

@@ -1,4 +1,4 @@
-"""The whole line; read this first.
+"""Calibrate, build and measure a model: the complete line; read this first.
 
 ::
 
@@ -7,9 +7,10 @@
           -> calibrators (search) -> Scales -> tuning (what stays float)
           -> targets (files, build, session) -> metrics -> report
 
-`calibrate` goes as far as what was observed and keeps it in a cache; `build` goes all the way. A
-Q/DQ model brings its ranges along (`deploy.calibration.calibrated`): `build` observes and searches
-nothing then.
+`calibrate` observes, searches the ranges and stores them in a cache; `build` goes all the way.
+`calibrate_with` and `build_with` take the same options as one value each; the command line uses
+these. A Q/DQ model brings its ranges along (`deploy.calibration.calibrated`): `build` observes and
+searches nothing then.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from deploy.calibration.calibrated import Calibrated, choices_of
 from deploy.calibration.cluster_jobs import Cluster
 from deploy.calibration.reuse import CachePolicy, policy_of
 from deploy.calibration.shards import Shards
-from deploy.feed.feed import FeedSource
+from deploy.feed.feed import Dataset, FeedSource, dataset_of
 from deploy.feed.preprocess import Asked
 from deploy.feed.sampling import Limit
 from deploy.files import atomic, manifest
@@ -33,8 +34,14 @@ from deploy.frontends import LoadedModel, load
 from deploy.method import Method
 from deploy.metrics.precision import Annotations
 from deploy.pipeline.building import built, searched
-from deploy.pipeline.calibrating import already_calibrated, calibrated
-from deploy.pipeline.request import Order, Terms, given_as, ordered
+from deploy.pipeline.calibrating import already_calibrated, calibrate_loaded
+from deploy.pipeline.request import (
+    BuildOptions,
+    CalibrationOptions,
+    PreparedBuild,
+    given_as,
+    prepare_build,
+)
 from deploy.report.verdict import Gates
 from deploy.targets import Target, targets_of
 from deploy.targets.base import Built
@@ -52,7 +59,6 @@ if TYPE_CHECKING:
     from deploy.report import Report
 
 
-@guarded()
 @on_request
 def calibrate(
     model: str | Path | onnx.ModelProto | LoadedModel,
@@ -101,12 +107,9 @@ def calibrate(
         ModelError, FeedError, ConfigError, CacheError, CalibrationError, BackendError: each says
             in one sentence what was wrong and what to do.
     """
-    loaded = model if isinstance(model, LoadedModel) else load(model)
-    terms = Terms(
+    options = CalibrationOptions(
         method=method,
-        preprocess=preprocess,
-        skip_bad=skip_bad,
-        limit=limit,
+        cache=policy_of(cache),
         until_stable=until_stable,
         threads=threads,
         float_nodes=tuple(float_nodes),
@@ -114,18 +117,30 @@ def calibrate(
         resume=resume,
         checkpoint=None if checkpoint is None else Path(checkpoint),
     )
-    return calibrated(
+    dataset = dataset_of(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+    return calibrate_with(model, dataset, options, targets=targets_of(targets))
+
+
+@guarded()
+def calibrate_with(
+    model: str | Path | onnx.ModelProto | LoadedModel,
+    images: Dataset | Sequence[Path],
+    options: CalibrationOptions,
+    *,
+    targets: Sequence[Target],
+) -> Calibrated:
+    """`calibrate` with its options as one value; paths in place of images are shards to merge."""
+    loaded = model if isinstance(model, LoadedModel) else load(model)
+    return calibrate_loaded(
         loaded,
         given_as(model),
-        images,
-        terms,
-        targets=targets_of(targets),
-        policy=policy_of(cache),
+        images if isinstance(images, Dataset) else Shards(images, loaded),
+        options,
+        targets=targets,
         judging=0,
     )
 
 
-@guarded()
 @on_request
 def merge(
     model: str | Path | onnx.ModelProto | LoadedModel,
@@ -147,19 +162,12 @@ def merge(
         CacheError: a shard is broken, missing, there twice, of another model or other images.
         ModelError, ConfigError, CalibrationError: as `calibrate`.
     """
-    loaded = model if isinstance(model, LoadedModel) else load(model)
-    return calibrated(
-        loaded,
-        given_as(model),
-        Shards([Path(path) for path in shards], loaded),
-        Terms(method=method, threads=1, float_nodes=tuple(float_nodes)),
-        targets=targets_of(targets),
-        policy=policy_of(cache),
-        judging=0,
+    options = CalibrationOptions(
+        method=method, cache=policy_of(cache), threads=1, float_nodes=tuple(float_nodes)
     )
+    return calibrate_with(model, [Path(s) for s in shards], options, targets=targets_of(targets))
 
 
-@guarded()
 @on_request
 def build(
     model: str | Path | onnx.ModelProto | LoadedModel,
@@ -200,209 +208,218 @@ def build(
         float_model: what a Q/DQ model is judged beside; None takes its pairs out for that.
         out: folder of everything that is written; the cache too, where `cache` names none.
         eval_images: images for the accuracy figures; None takes the calibration images.
-        labels: class of every evaluation image, where its list does not give it; or the objects
-            that the images show, of `deploy.metrics.precision.read_coco`; or "folders", whose
-            numbers
-            are the labels of the images in them.
+        labels: class of every evaluation image, where its list does not give it; annotated objects
+            of `deploy.metrics.precision.read_coco`; or "folders", which numbers the folders of the
+            images.
         metric: "file.py:function" or a function (FP32 outputs, int8 outputs, label or None) ->
             number, more is better; called once a sample, its mean stands for the task's figure.
         duration_s: seconds of measuring a model; 0 leaves latency out, and time out of the search.
         tuning: how much is searched for what stays float and for ranges, or the plan to obey.
         gates: what is demanded of the engines; their verdicts say whether it is met.
         repairs: names of `deploy.tuning.repairs.REPAIRS`, `all` or `none`, to be tried and kept
-        where
-            they help; None tries those of `deploy.tuning.repairs.DEFAULT` where there is a search.
+            where they help; None tries `deploy.tuning.repairs.DEFAULT` where there is a search.
         settings: text of `calib8.toml`, which is written beside the rest; None writes none.
 
     Raises:
         Calib8Error: as `calibrate`; and what the targets raised where none could be built.
     """
-    from deploy.pipeline.results import write_report
-
-    order = ordered(
-        model,
-        images,
-        float_model=float_model,
-        targets=targets_of(targets),
-        terms=Terms(
+    dataset, evaluation = None, None
+    if images is not None:
+        dataset = dataset_of(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+    if eval_images is not None:
+        evaluation = dataset_of(eval_images, preprocess=preprocess, skip_bad=skip_bad)
+    options = BuildOptions(
+        calibration=CalibrationOptions(
             method=method,
-            preprocess=preprocess,
-            skip_bad=skip_bad,
-            limit=limit,
+            cache=policy_of(cache),
             until_stable=until_stable,
             threads=threads,
             float_nodes=tuple(float_nodes),
             scheduler=scheduler,
             resume=resume,
         ),
-        policy=policy_of(cache),
-        eval_images=eval_images,
+        targets=targets_of(targets),
+        out=Path(out),
+        float_model=float_model,
+        evaluation=evaluation,
         labels=labels,
         metric=metric,
-        wish=tuning or Tuning(),
-        repairs=repairs,
         duration_s=duration_s,
-        folder=Path(out),
-        settings=settings is not None,
+        tuning=tuning or Tuning(),
+        gates=gates or Gates(),
+        repairs=repairs,
+        settings=settings,
     )
-    with numbered(*order.parts), staged(order.folder) as stage:
-        calibration = _observed(order, stage)
-        _refuse_broken(order, calibration)
-        plans, plan = _tuned(order, calibration, stage)
-        results = _built(order, calibration, plans, stage)
-        figures = _measured(order, calibration, results)
+    return build_with(model, dataset, options)
+
+
+@guarded()
+def build_with(
+    model: str | Path | onnx.ModelProto | LoadedModel,
+    dataset: Dataset | None,
+    options: BuildOptions,
+) -> Report:
+    """`build` with its options as one value."""
+    from deploy.pipeline.results import write_report
+
+    build = prepare_build(model, dataset, options)
+    with numbered(*build.steps), staged(build.options.out) as stage:
+        calibration = _calibrated(build, stage)
+        _refuse_broken_metric(build, calibration)
+        plans, plan = _tuned(build, calibration, stage)
+        results = _built(build, calibration, plans, stage)
+        figures = _measured(build, calibration, results)
         report = write_report(
-            calibration, results, figures, stage, plans=plans, plan=plan, gates=gates or Gates()
+            calibration,
+            results,
+            figures,
+            stage,
+            plans=plans,
+            plan=plan,
+            gates=build.options.gates,
         )
-        _published(order, calibration, settings, stage)
+        _published(build, calibration, stage)
     return report
 
 
-def _observed(order: Order, stage: Stage) -> Calibrated:
-    """What the targets declare, as it was observed or kept; of a Q/DQ model what its pairs say."""
+def _calibrated(build: PreparedBuild, stage: Stage) -> Calibrated:
+    """The calibration, observed or from the cache; of a Q/DQ model what its pairs say."""
     from deploy.pipeline.judge import CALIBRATION_SAMPLES
 
-    if order.loaded.trained is not None:
+    options = build.options
+    if build.loaded.trained is not None:
         return already_calibrated(
-            order.loaded,
-            order.loaded.trained,
-            order.images,
-            order.terms,
-            targets=order.targets,
-            trt_version=order.policy.trt_version,
+            build.loaded,
+            build.loaded.trained,
+            build.dataset,
+            targets=options.targets,
+            trt_version=options.calibration.cache.trt_version,
         )
-    assert order.images is not None
-    return calibrated(
-        order.loaded,
-        order.given,
-        order.images,
-        order.terms,
-        targets=order.targets,
-        policy=order.policy,
-        judging=CALIBRATION_SAMPLES if order.evaluation is None else CANDIDATES,
-        repairs=order.repairs,
+    assert build.dataset is not None
+    return calibrate_loaded(
+        build.loaded,
+        build.given,
+        build.dataset,
+        options.calibration,
+        targets=options.targets,
+        judging=CALIBRATION_SAMPLES if build.evaluation is None else CANDIDATES,
+        repairs=build.repairs,
         stage=stage,
     )
 
 
-def _refuse_broken(order: Order, calibration: Calibrated) -> None:
-    """Refuse a figure of the user's that fails on the float model itself, before all is built."""
+def _refuse_broken_metric(build: PreparedBuild, calibration: Calibrated) -> None:
+    """Refuse a user's metric that fails on the float model itself, before all is built."""
     from deploy.metrics.accuracy import Comparison, Said
     from deploy.metrics.rows import batch_length
 
-    if order.metric is None or order.loaded.trained is not None:
+    if build.metric is None or build.loaded.trained is not None:
         return
-    sample, said = next(iter(calibration.judges.heard(1)))
-    labels = None if order.evaluation is None else order.evaluation.labels
-    some = None if labels is None else labels[:1] * batch_length(sample)
-    itself = Said(said)
-    comparison = Comparison(itself, itself, metric=order.metric, labels=some)
-    comparison.add(sample, said, said)
+    sample, outputs = next(iter(calibration.judges.heard(1)))
+    labels = None if build.evaluation is None else build.evaluation.labels
+    first_labels = None if labels is None else labels[:1] * batch_length(sample)
+    itself = Said(outputs)
+    comparison = Comparison(itself, itself, metric=build.metric, labels=first_labels)
+    comparison.add(sample, outputs, outputs)
     comparison.result()
 
 
 def _tuned(
-    order: Order, calibration: Calibrated, stage: Stage
+    build: PreparedBuild, calibration: Calibrated, stage: Stage
 ) -> tuple[dict[str, Tuned], Path | None]:
-    """What stays float on each target, and the file that keeps it; of a Q/DQ model as in it."""
-    trained = order.loaded.trained
+    """(target -> what stays float, the plan file); of a Q/DQ model what is float in it."""
+    trained, options = build.loaded.trained, build.options
     if trained is not None:
-        plan = TargetPlan(choices=choices_of(trained, order.loaded))
-        return {one.name: Tuned(plan=plan, searched=False) for one in order.targets}, None
+        plan = TargetPlan(choices=choices_of(trained, build.loaded))
+        return {one.name: Tuned(plan=plan, searched=False) for one in options.targets}, None
     return searched(
-        order.targets,
+        options.targets,
         calibration,
         stage,
         replace(
-            order.wish,
-            timed=order.duration_s > 0,
-            fresh=order.policy.refresh,
-            metric=None if order.labelled else order.metric,
+            options.tuning,
+            timed=build.duration_s > 0,
+            fresh=options.calibration.cache.refresh,
+            metric=None if build.is_labelled else build.metric,
         ),
-        method_asked=order.terms.method is not None,
-        repairs=order.repairs,
-        threads=order.threads,
+        method_asked=options.calibration.method is not None,
+        repairs=build.repairs,
+        threads=options.calibration.workers,
     )
 
 
 def _built(
-    order: Order, calibration: Calibrated, plans: dict[str, Tuned], stage: Stage
+    build: PreparedBuild, calibration: Calibrated, plans: dict[str, Tuned], stage: Stage
 ) -> list[Built]:
     """The files and the engine of each target."""
     return built(
-        order.targets,
+        build.options.targets,
         calibration,
         stage,
-        order.threads,
+        build.options.calibration.workers,
         plans,
-        repairs=order.repairs,
-        against=order.loaded.model if order.duration_s > 0 else None,
+        repairs=build.repairs,
+        against=build.loaded.model if build.duration_s > 0 else None,
     )
 
 
-def _measured(order: Order, calibration: Calibrated, results: list[Built]) -> Figures:
-    """How fast the engines are and how near the float model; nothing of it without images."""
+def _measured(build: PreparedBuild, calibration: Calibrated, results: list[Built]) -> Figures:
+    """Speed and accuracy of the engines; without images nothing is measured."""
     from deploy.pipeline.measure import measured, unmeasured
 
-    if order.images is None:
-        figures = unmeasured(order.reference, results)
+    if build.dataset is None:
+        figures = unmeasured(build.reference, results)
     else:
-        ours = order.loaded.trained is None
+        ours = build.loaded.trained is None
         unchanged = not calibration.subject.repairs
         figures = measured(
-            calibration.loaded if ours else order.reference,
-            order.targets,
+            calibration.loaded if ours else build.reference,
+            build.options.targets,
             results,
             calibration=calibration.judges.part,
-            evaluation=order.evaluation,
-            labels=order.objects,
-            metric=order.metric,
+            evaluation=build.evaluation,
+            labels=build.objects,
+            metric=build.metric,
             outputs=calibration.judges.outputs if ours and unchanged else None,
-            duration_s=order.duration_s,
-            threads=order.threads,
+            duration_s=build.duration_s,
+            threads=build.options.calibration.workers,
         )
-    fed = (*_chosen_otherwise(order), *_read_otherwise(order, calibration))
-    notes = (*order.judged_by, *figures.notes, *fed, *_seen_before(order, calibration))
-    return replace(figures, notes=notes)
+    return replace(
+        figures,
+        notes=(*build.notes, *figures.notes, *_notes(build, calibration)),
+    )
 
 
-def _chosen_otherwise(order: Order) -> list[str]:
-    """That a search had to do without the user's figure, which judges what it chose."""
-    if order.metric is None or not order.labelled or not order.wish.effort or order.wish.plan:
-        return []
-    return [
-        f"the search went by the outputs' form, not by {order.metric.name}: its images are some"
-        " that calibrate, of which no labels are used"
-    ]
-
-
-def _read_otherwise(order: Order, calibration: Calibrated) -> list[str]:
-    """How the evaluation images were read, where the calibration's own notes do not say it."""
-    if order.evaluation is None:
-        return []
+def _notes(build: PreparedBuild, calibration: Calibrated) -> list[str]:
+    """Notes on the evaluation images and on what the search was judged by."""
+    notes, tuning, evaluation = [], build.options.tuning, build.evaluation
+    if build.metric is not None and build.is_labelled and tuning.effort and not tuning.plan:
+        notes.append(
+            f"the search went by the outputs' form, not by {build.metric.name}: its images are some"
+            " that calibrate, of which no labels are used"
+        )
+    if evaluation is None:
+        return notes
     known = calibration.feed.notes
-    return [
-        f"of the evaluation images: {one}" for one in order.evaluation.notes if one not in known
-    ]
+    notes += [f"of the evaluation images: {one}" for one in evaluation.notes if one not in known]
+    if build.loaded.trained is None and (shared := evaluation.shared(calibration.feed)):
+        notes.append(
+            f"{shared} of the {evaluation.count} evaluation images calibrated too; what clips looks"
+            " better on these than on others"
+        )
+    return notes
 
 
-def _seen_before(order: Order, calibration: Calibrated) -> list[str]:
-    """That images which calibrated judge too."""
-    if order.evaluation is None or order.loaded.trained is not None:
-        return []
-    shared = order.evaluation.shared(calibration.feed)
-    few = f"{shared} of the {order.evaluation.count} evaluation images calibrated too"
-    return [f"{few}; what clips looks better on these than on others"] if shared else []
-
-
-def _published(order: Order, calibration: Calibrated, settings: str | None, stage: Stage) -> None:
-    """Let all of it appear in the folder at once."""
+def _published(build: PreparedBuild, calibration: Calibrated, stage: Stage) -> None:
+    """Move all files into the folder at once."""
     from deploy.pipeline.results import made_from, publish
 
-    if settings is not None:
-        atomic.write_text(stage.inside / manifest.SETTINGS, settings)
-    replacing = None if order.policy.force else order.own_files
-    publish(made_from(calibration, order.targets, order.cache), stage, replacing=replacing)
+    options = build.options
+    if options.settings is not None:
+        atomic.write_text(stage.inside / manifest.SETTINGS, options.settings)
+    replacing = None if options.calibration.cache.force else build.own_files
+    origin = made_from(calibration, options.targets, build.outside_cache)
+    publish(origin, stage, replacing=replacing)
 
 
 __all__ = ["CachePolicy", "Calibrated", "Tuning", "build", "calibrate", "merge"]

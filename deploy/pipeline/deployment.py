@@ -21,10 +21,8 @@ from deploy.calibration.observation import Observed, Subject
 from deploy.calibration.ranges import Ranges
 from deploy.errors import ConfigError, ModelError
 from deploy.feed.evaluation import Part
-from deploy.feed.feed import FeedSource, open_feed
-from deploy.feed.preprocess import Asked
+from deploy.feed.feed import Dataset, open_feed
 from deploy.feed.samples import Feed
-from deploy.feed.sampling import Limit
 from deploy.files import manifest
 from deploy.files.manifest import sha256
 from deploy.files.reading import guarded, read_bytes
@@ -54,21 +52,15 @@ _TRIED = 2  # made-up samples where there are no images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
-    """What the deployed model is tried on.
+class TrialInputs:
+    """What the deployed model is run on.
 
     Attributes:
-        images: as `deploy.pipeline.build` takes them; None makes samples up.
-        preprocess: how images become inputs; what is not said comes from the model.
-        limit: use at most so many images, or a `Choice` of them.
-        skip_bad: go on without unreadable images.
-        shapes: input name -> dimensions, of made-up samples where the model leaves them open.
+        dataset: images; None makes random samples.
+        shapes: input name -> dimensions, of random samples where the model leaves them open.
     """
 
-    images: FeedSource | None = None
-    preprocess: Asked = None
-    limit: Limit = None
-    skip_bad: bool = False
+    dataset: Dataset | None = None
     shapes: Shapes | None = None
 
     def feed(self, loaded: LoadedModel) -> Feed:
@@ -78,17 +70,10 @@ class Tried:
             FeedError: images that do not fit.
             ConfigError: a shape that does not fit, or that is missing.
         """
-        if self.images is None:
+        if self.dataset is None:
             made = random_feeds(loaded.inputs, shapes=self.shapes, count=_TRIED)
             return open_feed(made, loaded.inputs)
-        return open_feed(
-            self.images,
-            loaded.inputs,
-            preprocess=self.preprocess,
-            carried=loaded.carried,
-            skip_bad=self.skip_bad,
-            limit=self.limit,
-        )
+        return self.dataset.open(loaded.inputs, carried=loaded.carried)
 
 
 @guarded()
@@ -100,7 +85,7 @@ def deploy(
     cache: Path | None = None,
     config: Path | None = None,
     target: Ascend | None = None,
-    tried: Tried | None = None,
+    inputs: TrialInputs | None = None,
     threads: int | None = None,
     force: bool = False,
 ) -> Report:
@@ -113,7 +98,7 @@ def deploy(
         cache: TensorRT's calibration cache, in place of a record.
         config: configuration that the record was made with, where it kept BatchNormalization apart.
         target: with the options that do not calibrate.
-        tried: what to try it on; with images it is judged beside `model`.
+        inputs: what to run it on; with images it is compared with `model`.
         threads: worker threads, None for up to 4 cores.
         force: write over files that calib8 did not write.
 
@@ -128,7 +113,7 @@ def deploy(
     from deploy.targets.ascend.recorded import from_cache, from_record
 
     scales = _one_of(record, cache, config)
-    ascend, samples = target or Ascend(), tried or Tried()
+    ascend, samples = target or Ascend(), inputs or TrialInputs()
     _refuse_early(ascend, samples, Path(out), Path(model).stem, force=force)
     loaded = load(model)
     subject = Subject(loaded=loaded, samples=0, given=model)
@@ -160,7 +145,7 @@ def convert(
     out: Path | str,
     target: Ascend | None = None,
     keep_rounding: bool = True,
-    tried: Tried | None = None,
+    inputs: TrialInputs | None = None,
     threads: int | None = None,
     force: bool = False,
 ) -> Report:
@@ -180,7 +165,7 @@ def convert(
     from deploy.frontends.reader import read_model
     from deploy.targets.ascend.recipe import from_qdq
 
-    path, ascend, samples = Path(model), target or Ascend(), tried or Tried()
+    path, ascend, samples = Path(model), target or Ascend(), inputs or TrialInputs()
     _refuse_early(ascend, samples, Path(out), path.stem, force=force)
     quantized = read_model(path)
     converted = from_qdq(quantized, path, keep_rounding=keep_rounding)
@@ -200,7 +185,7 @@ class _Making:
     """A recipe on its way to files."""
 
     target: Ascend
-    tried: Tried
+    inputs: TrialInputs
     subject: Subject
     recipe: Recipe
     threads: int
@@ -208,7 +193,7 @@ class _Making:
 
     def written(self, out: Path, source: Mapping[str, str], scales: Path, *, force: bool) -> Report:
         """Write the files, judge them, let them appear together."""
-        feed = self.tried.feed(self.subject.loaded)
+        feed = self.inputs.feed(self.subject.loaded)
         with staged(out) as stage:
             built = self.target.files(self.recipe, self.request(feed, stage))
             report = self.report(built, feed, stage, scales)
@@ -237,7 +222,7 @@ class _Making:
 
     def report(self, built: Built, feed: Feed, stage: Stage, scales: Path) -> Report:
         """Everything that is known of the files."""
-        images = self.tried.images
+        images = None if self.inputs.dataset is None else self.inputs.dataset.source
         notes = feed.notes if images is not None else (_MADE_UP,)
         return Report(
             title=f"calib8: {self.subject.loaded.name} in int8 for {built.target}, by {scales}",
@@ -289,9 +274,11 @@ def _one_of(record: Path | None, cache: Path | None, config: Path | None) -> Pat
     return scales
 
 
-def _refuse_early(target: Ascend, tried: Tried, out: Path, name: str, *, force: bool) -> None:
+def _refuse_early(
+    target: Ascend, inputs: TrialInputs, out: Path, name: str, *, force: bool
+) -> None:
     """Refuse what can be told before anything is read."""
-    if (target.aipp or target.first_layer_int8) and tried.images is None:
+    if (target.aipp or target.first_layer_int8) and inputs.dataset is None:
         raise ConfigError(
             "AIPP is written from how pictures become inputs, got no pictures; give --images and"
             " their preprocessing"
@@ -338,4 +325,4 @@ def _beside(
     )
 
 
-__all__ = ["Tried", "convert", "deploy"]
+__all__ = ["TrialInputs", "convert", "deploy"]

@@ -1,14 +1,14 @@
-"""What a build is asked for, made ready: the model loaded, the evaluation opened.
+"""The options of a calibration and of a build, and a build that is ready to run.
 
-Whatever can be refused is refused here, before anything is run or written.
-
-How a model is calibrated, as the user says it, in one value for the rooms along the line.
+`CalibrationOptions` and `BuildOptions` hold what the user asked for; the command line and the
+Python API both make them. `prepare_build` loads the model and opens the evaluation images, and
+refuses what can be refused before anything is run or written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,16 +19,15 @@ from deploy.calibration.reuse import CachePolicy
 from deploy.errors import ConfigError
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.evaluation import BY_FOLDER, objects_of
-from deploy.feed.feed import FeedSource, holds_arrays, open_feed
-from deploy.feed.preprocess import Asked
+from deploy.feed.feed import Dataset, holds_arrays
 from deploy.feed.samples import Feed
-from deploy.feed.sampling import Limit
 from deploy.files import manifest
 from deploy.frontends import LoadedModel, load_either
 from deploy.machine import default_threads
 from deploy.method import Method
 from deploy.metrics.precision import Annotations, GroundTruth
 from deploy.metrics.tasks import Metric, metric_of
+from deploy.report.verdict import Gates
 from deploy.targets import Target
 from deploy.tuning.search_options import DEFAULT_EFFORT, Tuning
 
@@ -39,13 +38,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """The options of `deploy.pipeline.calibrate` by their names, nothing of them read yet."""
+class CalibrationOptions:
+    """How a model is calibrated; `deploy.pipeline.calibrate` describes the fields."""
 
     method: str | Method | None = None
-    preprocess: Asked = None
-    skip_bad: bool = False
-    limit: Limit = None
+    cache: CachePolicy = field(default_factory=CachePolicy)
     until_stable: float | None = None
     threads: int | None = None
     float_nodes: tuple[str, ...] = ()
@@ -53,147 +50,142 @@ class Terms:
     resume: bool = False
     checkpoint: Path | None = None
 
+    @property
+    def workers(self) -> int:
+        """Worker threads."""
+        return self.threads or default_threads()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """A build of a model that is loaded.
+class BuildOptions:
+    """How a model is built and measured; `deploy.pipeline.build` describes the fields."""
+
+    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
+    targets: Sequence[Target]
+    out: Path
+    float_model: str | Path | onnx.ModelProto | None = None
+    evaluation: Dataset | None = None
+    labels: Sequence[int] | Annotations | str | None = None
+    metric: str | Function | None = None
+    duration_s: float = 3.0
+    tuning: Tuning = field(default_factory=Tuning)
+    gates: Gates = field(default_factory=Gates)
+    repairs: Sequence[str] | None = None
+    settings: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedBuild:
+    """A build whose model is loaded and whose evaluation images are opened.
 
     Attributes:
+        options: what the user asked for, completed: the cache has a path, a Q/DQ model no search.
         loaded: the model.
-        given: as it can be read again with nothing folded.
-        reference: the float model that engines are judged beside.
-        judged_by: what is to be said of that.
-        images: what it is calibrated on, a Q/DQ model measured on; None where nothing is.
-        evaluation: what judges it; None where some of the calibration images do.
-        objects: that the evaluation images show; numbers of classes are the feed's own.
+        given: the model as it can be read again with nothing folded.
+        reference: the float model that engines are compared with.
+        notes: which float model that is and why; and notes on the labels.
+        dataset: the calibration images, or those a Q/DQ model is measured on; None without images.
+        evaluation: the evaluation images; None where some of the calibration images serve.
+        objects: annotated objects of the evaluation images; class numbers are the feed's own.
         metric: the user's figure.
-        targets: what is built for.
-        terms: how it is calibrated.
-        policy: of the cache, whose file is named.
-        wish: how much is searched.
-        repairs: names of those that are tried.
-        threads: worker threads.
-        duration_s: seconds of measuring a model; 0 leaves latency out.
-        folder: of everything that is written.
+        repairs: names of the repairs to try.
+        duration_s: seconds of latency runs a model; 0 leaves them out.
     """
 
+    options: BuildOptions
     loaded: LoadedModel
     given: str | Path | onnx.ModelProto | None
     reference: LoadedModel
-    judged_by: tuple[str, ...]
-    images: FeedSource | None
+    notes: tuple[str, ...]
+    dataset: Dataset | None
     evaluation: Feed | None
     objects: GroundTruth | None
     metric: Metric | None
-    targets: Sequence[Target]
-    terms: Terms
-    policy: CachePolicy
-    wish: Tuning
     repairs: Sequence[str]
-    threads: int
     duration_s: float
-    folder: Path
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        """What the build does, as its progress counts it."""
+    def steps(self) -> tuple[str, ...]:
+        """The phases of the build, as its progress counts them."""
+        tuning = self.options.tuning
         before = () if self.loaded.trained else ("calibration",)
-        search = ("search",) if self.wish.effort and self.wish.plan is None else ()
-        accuracy = ("layers", "accuracy") if self.images is not None else ()
+        search = ("search",) if tuning.effort and tuning.plan is None else ()
+        accuracy = ("layers", "accuracy") if self.dataset is not None else ()
         latency = ("latency",) if self.duration_s > 0 else ()
         return (*before, *search, "targets", *accuracy, *latency, "report")
 
     @property
-    def labelled(self) -> bool:
-        """Whether the images that judge in the end have labels; those of a search have none."""
+    def is_labelled(self) -> bool:
+        """Whether the evaluation images have labels; the samples of a search have none."""
         own = self.evaluation.labels if self.evaluation is not None else None
         return self.objects is not None or own is not None
 
     @property
-    def cache(self) -> Path | None:
-        """The calibration cache, where it is used and stands outside the folder."""
-        path = self.policy.path
-        inside = path is None or path.parent.resolve() == self.folder.resolve()
+    def outside_cache(self) -> Path | None:
+        """The calibration cache, where it is used and lies outside the build's folder."""
+        path = self.options.calibration.cache.path
+        inside = path is None or path.parent.resolve() == self.options.out.resolve()
         return None if inside or self.loaded.trained is not None else path
 
     @property
     def own_files(self) -> tuple[str, ...]:
         """Names of the cache's files and of the plan, which say themselves that calib8 wrote."""
-        assert self.policy.path is not None
-        return (*(path.name for path in store.files(self.policy.path)), _plan_of(self.loaded))
+        path = self.options.calibration.cache.path
+        assert path is not None
+        return (*(one.name for one in store.files(path)), _plan_name(self.loaded))
 
 
-def ordered(
+def prepare_build(
     model: str | Path | onnx.ModelProto | LoadedModel,
-    images: FeedSource | None,
-    *,
-    float_model: str | Path | onnx.ModelProto | None,
-    targets: Sequence[Target],
-    terms: Terms,
-    policy: CachePolicy,
-    eval_images: FeedSource | None,
-    labels: Sequence[int] | Annotations | str | None,
-    metric: str | Function | None,
-    wish: Tuning,
-    repairs: Sequence[str] | None,
-    duration_s: float,
-    folder: Path,
-    settings: bool,
-) -> Order:
-    """What `deploy.pipeline.build` is asked for, made ready.
-
-    Args beyond those of `build`:
-        settings: whether `calib8.toml` is written too.
+    dataset: Dataset | None,
+    options: BuildOptions,
+) -> PreparedBuild:
+    """Load the model, open the evaluation images and check the options of `deploy.pipeline.build`.
 
     Raises:
-        Calib8Error: as `build`, whatever shows before something is run.
+        Calib8Error: as `build`, for everything that shows before something is run.
     """
     from deploy.tuning.repairs import DEFAULT, chosen
 
-    score = None if metric is None else metric_of(metric)  # as the evaluation, opened first
+    metric = None if options.metric is None else metric_of(options.metric)
     loaded = model if isinstance(model, LoadedModel) else load_either(model)
-    reference, judged_by = reference_of(loaded, float_model, images)
-    if images is None:
-        _refuse_unmeasured({"--eval-images": eval_images, "--labels": labels, "--metric": metric})
-    judged_on = eval_images
+    images = None if dataset is None else dataset.source
+    reference, notes = reference_of(loaded, options.float_model, images)
+    if dataset is None:
+        _refuse_unmeasured(options)
+    evaluation = options.evaluation
     if loaded.trained is not None:
-        refuse_calibrating(loaded.trained, _idle(images, terms, policy, wish, repairs))
-        wish = replace(wish, effort=0)
-        judged_on = images if eval_images is None else eval_images
-    tried = chosen((DEFAULT if wish.effort else ()) if repairs is None else repairs)
-    named = replace(policy, path=policy.path or folder / f"{loaded.name}.cache")
-    _refuse_foreign(folder, targets, loaded, policy=named, settings=settings)
-    terms, of_pictures = _divided(images, eval_images, loaded, terms)
-    evaluation = None
-    if judged_on is not None:  # opened first: a wrong path is told before anything is run
-        evaluation = open_feed(
-            judged_on,
+        refuse_calibrating(loaded.trained, _idle_flags(images, options))
+        options = replace(options, tuning=replace(options.tuning, effort=0))
+        evaluation = evaluation or dataset
+    repairs = options.repairs
+    if repairs is None:
+        repairs = DEFAULT if options.tuning.effort else ()
+    repairs = chosen(repairs)
+    options = _with_cache_path(options, loaded)
+    _refuse_foreign(options, loaded)
+    dataset, evaluation = _without_idle_preprocess(dataset, evaluation, loaded)
+    feed = None
+    if evaluation is not None:  # opened first: a wrong path is reported before anything is run
+        feed = evaluation.open(
             loaded.inputs,
-            preprocess=of_pictures,
             carried=loaded.carried,
-            skip_bad=terms.skip_bad,
-            limit=terms.limit if eval_images is None else None,
-            labels_by_folder=labels == BY_FOLDER,
+            labels_by_folder=options.labels == BY_FOLDER,
         )
-    known = objects_of(labels, evaluation)
-    one_pass.refuse_full_disk(folder, loaded.model, len(targets))
-    return Order(
+    objects = objects_of(options.labels, feed)
+    one_pass.refuse_full_disk(options.out, loaded.model, len(options.targets))
+    return PreparedBuild(
+        options=options,
         loaded=loaded,
         given=given_as(model),
         reference=reference,
-        judged_by=(*judged_by, *(known.notes if known is not None else ())),
-        images=images,
-        evaluation=evaluation,
-        objects=known,
-        metric=score,
-        targets=targets,
-        terms=terms,
-        policy=named,
-        wish=wish,
-        repairs=tried,
-        threads=terms.threads or default_threads(),
-        duration_s=duration_s if images is not None else 0.0,
-        folder=folder,
+        notes=(*notes, *(objects.notes if objects is not None else ())),
+        dataset=dataset,
+        evaluation=feed,
+        objects=objects,
+        metric=metric,
+        repairs=repairs,
+        duration_s=options.duration_s if dataset is not None else 0.0,
     )
 
 
@@ -208,56 +200,64 @@ def given_as(
 
 
 def written_by(targets: Iterable[Target], name: str) -> list[str]:
-    """Names of the files that a build of a model may write, but for its cache and plan."""
+    """Names of the files that a build of a model may write, without its cache and plan."""
     endings = [ending for target in targets for ending in target.writes]
     return [manifest.NAME, *manifest.PAGES, *(f"{name}{ending}" for ending in endings)]
 
 
-def _divided(
-    images: FeedSource | None,
-    eval_images: FeedSource | None,
-    loaded: LoadedModel,
-    terms: Terms,
-) -> tuple[Terms, Asked]:
-    """Terms of the calibration, and how what judges becomes inputs.
-
-    Of two feeds, what is said of pictures is not said of the arrays of the other.
-    """
-    asked = terms.preprocess
-    if images is None or eval_images is None or asked is None:
-        return terms, asked
-    calibrates, judges = (holds_arrays(one, loaded.inputs) for one in (images, eval_images))
-    if calibrates and not judges:
-        return replace(terms, preprocess=None), asked
-    return terms, None if judges and not calibrates else asked
+def _with_cache_path(options: BuildOptions, loaded: LoadedModel) -> BuildOptions:
+    """The options, with the default path of the cache where none is given."""
+    cache = options.calibration.cache
+    cache = replace(cache, path=cache.path or options.out / f"{loaded.name}.cache")
+    return replace(options, calibration=replace(options.calibration, cache=cache))
 
 
-def _plan_of(loaded: LoadedModel) -> str:
+def _without_idle_preprocess(
+    dataset: Dataset | None, evaluation: Dataset | None, loaded: LoadedModel
+) -> tuple[Dataset | None, Dataset | None]:
+    """Both datasets; where one is pictures and one arrays, preprocessing is for the pictures."""
+    if dataset is None or evaluation is None or dataset is evaluation:
+        return dataset, evaluation
+    if dataset.preprocess is None or evaluation.preprocess is None:
+        return dataset, evaluation
+    arrays, judged_arrays = (
+        holds_arrays(one.source, loaded.inputs) for one in (dataset, evaluation)
+    )
+    if arrays and not judged_arrays:
+        return replace(dataset, preprocess=None), evaluation
+    if judged_arrays and not arrays:
+        return dataset, replace(evaluation, preprocess=None)
+    return dataset, evaluation
+
+
+def _plan_name(loaded: LoadedModel) -> str:
     return f"{loaded.name}.plan.toml"
 
 
-def _refuse_foreign(
-    folder: Path,
-    targets: Sequence[Target],
-    loaded: LoadedModel,
-    *,
-    policy: CachePolicy,
-    settings: bool,
-) -> None:
-    """Refuse to write over what no build wrote.
+def _refuse_foreign(options: BuildOptions, loaded: LoadedModel) -> None:
+    """Refuse to overwrite files that no build wrote.
 
     Raises:
         ExportError: such a file is in the folder.
     """
-    if policy.force:
+    cache = options.calibration.cache
+    if cache.force:
         return
-    plan = [_plan_of(loaded)] if policy.refresh else []  # else it is read, and must be a plan
-    said = [manifest.SETTINGS] if settings else []
-    manifest.refuse_foreign(folder, [*written_by(targets, loaded.name), *plan, *said])
+    names = written_by(options.targets, loaded.name)
+    if cache.refresh:  # else the plan is read, and must be one
+        names.append(_plan_name(loaded))
+    if options.settings is not None:
+        names.append(manifest.SETTINGS)
+    manifest.refuse_foreign(options.out, names)
 
 
-def _refuse_unmeasured(asked: Mapping[str, object]) -> None:
-    """Refuse what says how a Q/DQ model is measured, where nothing is."""
+def _refuse_unmeasured(options: BuildOptions) -> None:
+    """Refuse options on how a Q/DQ model is measured, where there are no images."""
+    asked = {
+        "--eval-images": options.evaluation,
+        "--labels": options.labels,
+        "--metric": options.metric,
+    }
     for flag, value in asked.items():
         if value is not None:
             raise ConfigError(
@@ -266,27 +266,23 @@ def _refuse_unmeasured(asked: Mapping[str, object]) -> None:
             )
 
 
-def _idle(
-    images: FeedSource | None,
-    terms: Terms,
-    policy: CachePolicy,
-    wish: Tuning,
-    repairs: Sequence[str] | None,
-) -> list[str]:
-    """What was asked that says how a float model is calibrated, as the command line calls it."""
+def _idle_flags(images: object, options: BuildOptions) -> list[str]:
+    """Options that say how a float model is calibrated, as the command line calls them."""
+    calibration, tuning = options.calibration, options.tuning
+    repairs = tuple(options.repairs or ())
     given = {
         "--calibrator-script": isinstance(images, CalibratorScript),
-        "--method": terms.method is not None,
-        "--cache": policy.path is not None,
-        "--require-cache": policy.require,
-        "--trust-cache": policy.trust,
-        "--refresh": policy.refresh,
-        "--keep-float": bool(terms.float_nodes),
-        "--effort": wish.effort not in (0, DEFAULT_EFFORT),
-        "--plan": wish.plan is not None,
-        "--until-stable": terms.until_stable is not None,
-        "--repair": bool(repairs) and tuple(repairs or ()) != ("none",),
-        "--scheduler": terms.scheduler is not None,
-        "--resume": terms.resume,
+        "--method": calibration.method is not None,
+        "--cache": calibration.cache.path is not None,
+        "--require-cache": calibration.cache.require,
+        "--trust-cache": calibration.cache.trust,
+        "--refresh": calibration.cache.refresh,
+        "--keep-float": bool(calibration.float_nodes),
+        "--effort": tuning.effort not in (0, DEFAULT_EFFORT),
+        "--plan": tuning.plan is not None,
+        "--until-stable": calibration.until_stable is not None,
+        "--repair": bool(repairs) and repairs != ("none",),
+        "--scheduler": calibration.scheduler is not None,
+        "--resume": calibration.resume,
     }
-    return [flag for flag, asked in given.items() if asked]
+    return [flag for flag, is_given in given.items() if is_given]
