@@ -2,7 +2,7 @@
 
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -93,13 +93,14 @@ def told(monkeypatch):
 
     seen = {}
 
-    def record(model, images, **words):
-        seen.update(words, model=model, images=images)
+    def record(model, dataset, options):
+        for value in (dataset, options, options.calibration):
+            seen.update({field.name: getattr(value, field.name) for field in fields(value)})
         return SimpleNamespace(
             failed=seen.get("fails", False), unusable=seen.get("unusable", False)
         )
 
-    monkeypatch.setattr(deploy.pipeline, "build", record)
+    monkeypatch.setattr(deploy.pipeline, "build_with", record)
 
     def screen(report, *, verbose):
         seen["verbose"] = verbose
@@ -177,7 +178,7 @@ def test_the_options_of_build_reach_the_pipeline(told, tmp_path, capsys):
     assert told["float_nodes"] == ("a", "/b*") and told["verbose"] is True
     policy = told["cache"]
     assert policy.path == Path("c") and policy.require and policy.trt_version == "10.3.0"
-    assert (told["eval_images"], told["labels"], told["duration_s"]) == ("e", (3, 1), 0)
+    assert (told["evaluation"].source, told["labels"], told["duration_s"]) == ("e", (3, 1), 0)
     assert told["limit"] == Choice(most=9) and told["skip_bad"]
     assert (told["threads"], told["out"]) == (1, Path("o"))
     assert told["preprocess"] == {  # without a preset, the rest is what the model carries

@@ -398,9 +398,7 @@ def test_quiet_builds_in_silence(small_cnn, pictures, tmp_path, capfd, at_once):
 
 
 def test_warnings_are_said_all_the_same(small_cnn, pictures, tmp_path, run, monkeypatch):
-    monkeypatch.setattr(
-        "deploy.pipeline.calibrating._warnings", lambda *_: ("a picture stands out",)
-    )
+    monkeypatch.setattr("deploy.pipeline.observing._warnings", lambda *_: ("a picture stands out",))
     words = ("--size", "16x16", "--limit", 4, "-o", tmp_path / "c", "-q")
     assert run("calibrate", small_cnn, "--images", pictures, *words) == (
         0, "", "a picture stands out\n",

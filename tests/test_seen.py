@@ -9,10 +9,10 @@ import numpy as np
 import onnx
 import pytest
 
+import deploy.feed.feed
 import deploy.pipeline
 import deploy.pipeline.calibrating
 import deploy.pipeline.observing
-import deploy.pipeline.request
 from deploy.calibration import fingerprint
 from deploy.calibration.observation import Subject
 from deploy.calibration.reuse import CachePolicy
@@ -150,9 +150,9 @@ def test_a_cache_made_of_one_image_never_serves_another(small_cnn, photos, tmp_p
 
 def test_evaluation_images_are_held_to_it_too(small_cnn, photos, pictures, tmp_path, monkeypatch):
     feeds = []
-    own = deploy.pipeline.request.open_feed
+    own = deploy.feed.feed.open_feed
     monkeypatch.setattr(
-        deploy.pipeline.request,
+        deploy.feed.feed,
         "open_feed",
         lambda *a, **k: feeds.append(own(*a, **k)) or feeds[-1],
     )
