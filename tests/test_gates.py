@@ -15,6 +15,7 @@ from deploy.graph.edit import copied, with_outputs
 from deploy.graph.index import Graph
 from deploy.graph.placement import ONNXRUNTIME, TENSORRT, gates
 from deploy.graph.plan import analyse
+from deploy.targets.onnxruntime.conv_rewrites import RewriteContext
 from deploy.targets.onnxruntime.map_rewrites import fuse_gates
 
 NUMBERS = {"two_and_half": 2.5, "three": 3.0, "zero": 0.0, "six": 6.0, "sixth": 1 / 6, "half": 0.5,
@@ -199,7 +200,7 @@ def test_the_shift_of_a_squeeze_excite_is_in_the_bias_before_it(form, tmp_path, 
     told = {row["name"] for row in target["tensors"]}
     assert {"t", "p", "y"} <= told and "g" not in told  # what g has is no range that was found
     (one,) = gates(Graph(network(nodes)))
-    names = ["t/quantized", f"{one.name}/gate/quantized", f"{one.name}/row", "y/quantized"]
+    names = ["t/quantized", f"{one.name}/gate/quantized", f"{one.name}/gate", "y/quantized"]
     factor, stored, gate, got = ran(engine, names, tmp_path)
     g, t = ran(network(nodes), ["g", "t"], tmp_path)
     assert np.abs(gate - one.gain * np.clip(g + one.shift, 0, one.top)).max() < 0.01
@@ -384,7 +385,7 @@ def test_a_gate_kept_float_is_the_operator_that_is_fused(form, tmp_path):
 def test_a_float_gate_is_computed_inside_the_layer_before(form, tmp_path, kernels):
     model = load(network(FORMS[form][0])).model
     fused = copied(model)
-    fuse_gates(fused, gates(Graph(model)), Graph(model))
+    fuse_gates(fused, RewriteContext(like=Graph(model), float_gates=tuple(gates(Graph(model)))))
     x = np.random.default_rng(6).normal(size=(1, 8, 12, 12)).astype(np.float32)
     before, after = (
         ort.InferenceSession(m.SerializeToString()).run(None, {"x": x})[0] for m in (model, fused)
@@ -398,7 +399,7 @@ def test_a_gate_without_known_channels_is_scaled_and_shifted_by_numbers():
     graph = Graph(model)
     graph.shapes.clear()
     fused = copied(model)
-    fuse_gates(fused, gates(Graph(model)), graph)
+    fuse_gates(fused, RewriteContext(like=graph, float_gates=tuple(gates(Graph(model)))))
     kinds = [node.op_type for node in fused.graph.node]
     assert kinds.count("HardSwish") == 1 and "BatchNormalization" not in kinds
     onnx.checker.check_model(fused, full_check=True)
@@ -407,7 +408,7 @@ def test_a_gate_without_known_channels_is_scaled_and_shifted_by_numbers():
 def test_a_model_of_an_older_opset_is_lifted_to_that_of_the_operator():
     model = load(network(FORMS["div last"][0])).model
     model.opset_import[0].version = 13
-    fuse_gates(model, gates(Graph(model)), Graph(model))
+    fuse_gates(model, RewriteContext(like=Graph(model), float_gates=tuple(gates(Graph(model)))))
     assert model.opset_import[0].version == 14
     onnx.checker.check_model(model, full_check=True)
 
@@ -415,5 +416,5 @@ def test_a_model_of_an_older_opset_is_lifted_to_that_of_the_operator():
 def test_what_is_an_operator_already_stays_as_it_is():
     model = load(network(FORMS["hard swish"][0])).model
     before = model.SerializeToString(deterministic=True)
-    fuse_gates(model, gates(Graph(model)), Graph(model))
+    fuse_gates(model, RewriteContext(like=Graph(model), float_gates=tuple(gates(Graph(model)))))
     assert model.SerializeToString(deterministic=True) == before

@@ -9,7 +9,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.cli import cli
 from deploy.graph.index import Graph
-from deploy.targets.onnxruntime.map_rewrites import write_softmax
+from deploy.targets.onnxruntime.conv_rewrites import RewriteContext
+from deploy.targets.onnxruntime.rewrites import write_softmax
 
 IN_A_ROW = [((2, 3, 4, 5), 1), ((2, 3, 4, 5), -3), ((2, 3, 4, 5), 0), ((1, 2, 3, 4, 5), 2)]
 AS_IT_IS = [((2, 3, 4, 5), 2), ((2, 3, 4, 5), -1), ((2, 3, 4), 1), ((2, 3), 0)]
@@ -34,7 +35,7 @@ def ran(model: onnx.ModelProto, x: np.ndarray) -> bytes:
 def test_one_with_several_axes_behind_its_own_goes_over_one_row(shape, axis, opened, kind):
     plain = net(shape, axis, kind, [f"d{n}" for n in range(len(shape))] if opened else None)
     written = onnx.ModelProto.FromString(plain.SerializeToString())
-    write_softmax(written, Graph(plain))
+    write_softmax(written, RewriteContext(like=Graph(plain)))
     onnx.checker.check_model(written, full_check=True)
     assert [n.op_type for n in written.graph.node] == ["Shape", "Reshape", kind, "Reshape"]
     x = np.random.default_rng(0).normal(0, 5, shape).astype(np.float32)
@@ -45,7 +46,7 @@ def test_one_with_several_axes_behind_its_own_goes_over_one_row(shape, axis, ope
 def test_others_stay_as_they_are(shape, axis):
     plain = net(shape, axis)
     written = onnx.ModelProto.FromString(plain.SerializeToString())
-    write_softmax(written, Graph(plain))
+    write_softmax(written, RewriteContext(like=Graph(plain)))
     assert written == plain
 
 

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.cli import cli
 from deploy.graph.edit import with_outputs
-from deploy.targets.onnxruntime import conv_rewrites
+from deploy.targets.onnxruntime import conv_rewrites, rewrites
 from deploy.tuning.timing import attributed
 
 SIDE_BY_SIDE = {
@@ -115,7 +115,7 @@ def test_windows_side_by_side_are_an_int8_conv(
     ran = optimized(engine)
     assert counted(ran, "QLinearConv") == 3
     assert counted(ran, "QuantizeLinear") == counted(ran, "DequantizeLinear") == 1
-    monkeypatch.setattr(conv_rewrites, "with_tiles", lambda model, like: model)
+    monkeypatch.setattr(rewrites, "REWRITES", rewrites.REWRITES[:-1])
     plain = built(*SIDE_BY_SIDE[kind], sizes=sizes)
     assert counted(plain.graph.node, "ConvTranspose") == 1
     names = ["t/quantized", "y/quantized", "y", "out"]
@@ -228,7 +228,7 @@ def test_biases_behind_which_there_is_no_layer_are_corrected_alike(built, tmp_pa
     notes = json.loads((tmp_path / "out/report.json").read_text())["targets"][0]["notes"]
     assert any("bias correction" in note and note.endswith(", kept") for note in notes)
     found = bias("up/bias", engine).reshape(4, 3)
-    monkeypatch.setattr(conv_rewrites, "with_tiles", lambda model, like: model)
+    monkeypatch.setattr(rewrites, "REWRITES", rewrites.REWRITES[:-1])
     plain = built((16, 3, 2, 2), {"strides": [2, 2]}, *words, **how)
     own = numpy_helper.to_array(network((16, 3, 2, 2), {}, **how).graph.initializer[2])
     assert np.array_equal(found, found[[0] * 4]) and np.abs(found[0] - own).min() > 1e-3
@@ -237,7 +237,7 @@ def test_biases_behind_which_there_is_no_layer_are_corrected_alike(built, tmp_pa
 
 def test_a_model_with_pairs_is_kept_but_for_such_layers(built, tmp_path, monkeypatch, optimized):
     with monkeypatch.context() as patch:
-        patch.setattr(conv_rewrites, "with_tiles", lambda model, like: model)
+        patch.setattr(rewrites, "REWRITES", rewrites.REWRITES[:-1])
         plain = built(*SIDE_BY_SIDE["square"])
     (tmp_path / "paired.onnx").write_bytes(plain.SerializeToString())
     words = ("--duration", 0, "--accept", "--images", tmp_path / "x.npy", "--out", tmp_path / "o")

@@ -10,6 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 from deploy.cli import cli
 from deploy.graph.edit import with_outputs
 from deploy.graph.index import Graph
+from deploy.targets.onnxruntime.conv_rewrites import RewriteContext
 from deploy.targets.onnxruntime.map_rewrites import write_upsampling
 
 FLOOR = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
@@ -136,5 +137,5 @@ def test_pairs_are_of_one_grid_by_their_numbers_however_stored(scale, left):
         value_info=[helper.make_tensor_value_info("t", TensorProto.FLOAT, sizes)],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-    write_upsampling(model, Graph(model))
+    write_upsampling(model, RewriteContext(like=Graph(model)))
     assert resizes(model) == left

@@ -1,44 +1,37 @@
-"""First Convs of pictures with a fourth channel, as ONNX Runtime's integer kernel wants them.
+"""Rewrites of int8 Convs for ONNX Runtime's kernels: stems, depthwise Convs, ConvTransposes.
 
-It gathers what each window sees a pixel at a time, and a pixel of three bytes takes longer than one
-of four (AVX512-VNNI, 3x3 over 224x224 to 32 channels: 365 us, and 182 with the fourth). So the
-integers of the picture get channels of real zeros, for which the weights are 0; all values keep
-their bits::
+**Stems** get a fourth channel. The kernel gathers each window a pixel at a time, and a pixel of
+three bytes takes longer than one of four (3x3 over 224x224 to 32 channels: 365 us, 182 with the
+fourth). The picture gets channels of real zeros, for which the weights are 0::
 
     Q -> DQ -> Conv [32, 3, 3, 3]      Q -> Pad -> DQ -> Conv [32, 4, 3, 3]
 
-A window of one pixel gathers nothing, and few channels of output are not worth the Pad.
+A window of one pixel gathers nothing, few output channels are not worth the Pad, and a Conv over
+one axis (sound) is slower with it.
 
-Source: ONNX operators Conv-11, Pad-13, QuantizeLinear-13.
-
-Depthwise int8 Convs with as many channels as ONNX Runtime's kernels take at a time.
-
-They take 16; with any other number the whole layer takes twice as long, and four times where it is
-no multiple of 8 either (AVX512-VNNI, 5x5 over 28x28: 240 channels 155 us, 232 of them 301). So
-channels that are all zero are put behind the others, from the layers that make them to those that
-read them, whose weights for them are 0: every other value keeps its bits::
+**Depthwise Convs** get a multiple of 16 channels, which the kernel takes at a time. With any other
+number the layer takes twice as long, and four times if it is no multiple of 8 either (5x5 over
+28x28: 240 channels 155 us, 232 of them 301). Channels of zeros are appended from the layers that
+make them to those that read them, whose weights for them are 0::
 
     Conv [88, 24, 1, 1] -> Relu -> depthwise Conv [88, 1, 3, 3] -> Relu -> Conv [24, 88, 1, 1]
     Conv [96, 24, 1, 1] -> Relu -> depthwise Conv [96, 1, 3, 3] -> Relu -> Conv [24, 96, 1, 1]
 
-Whatever treats each channel by itself may stand between: a squeeze-and-excite, too. It is done
-where the depthwise layers win half as much again as all of it loses, counted in products.
+Operators that treat each channel alone may stand between, and a squeeze-and-excite too. It is done
+where the depthwise layers gain half as much again as all layers lose, counted in products.
 
-Source: ONNX operators Conv-11, QuantizeLinear-13, DequantizeLinear-13.
-
-ConvTransposes of int8 tensors that make tiles, as a Conv of one pixel and copies.
-
-ONNX Runtime has no integer kernel of a ConvTranspose. Where each pixel becomes a tile
-(`deploy.graph.refusal`) a Conv makes the tile's pixels as channels, and what is moved are its
-integers, a row of a tile at a time, all channels together as the int8 Convs around want them::
+**ConvTransposes** without overlap, for which there is no integer kernel, become a Conv of one
+pixel. Each pixel becomes a tile (`deploy.graph.refusal`): the Conv makes the tile's pixels as
+channels, and the integers are moved a row of a tile at a time::
 
     w [c, m, k, l] -> [k l m, c, 1, 1]        a scale of a channel stands k l times
     Conv -> Relu -> Q -> Transpose, Reshape [n, h, w, k, l m] -> Transpose [n, h, k, w, l m]
                       -> Reshape [n, h k, w l, m], Transpose -> [n, m, h k, w l]
 
-Every stored value is that of the pair of a ConvTranspose in float, but for its rounding.
+Stems and depthwise Convs keep every bit of the other values; a ConvTranspose keeps its values but
+for their rounding.
 
-Source: ONNX operators Conv-11, ConvTranspose-11, QuantizeLinear-13.
+Source: ONNX operators Conv-11, ConvTranspose-11, Pad-13, QuantizeLinear-13, DequantizeLinear-13.
 """
 
 from __future__ import annotations
@@ -55,14 +48,17 @@ from onnx import helper, numpy_helper
 
 from deploy.graph.edit import copied, drop_dead, drop_unread, rename_reads, replace_nodes
 from deploy.graph.index import WIDE, Graph, attributes, wide_for
+from deploy.graph.placement import Gate
 from deploy.graph.refusal import Tile, tile_of
 
 _AT_ONCE = 16
-_SLOW = {0: 1.0, 8: 1.0}  # what a product costs more than in a kernel of 16 channels, by the rest
+# extra cost of a product over a kernel of 16 channels, by the channels beyond a multiple of 16
+_SLOW = {0: 1.0, 8: 1.0}
 _SLOWEST = 3.0
-_DENSE = {True: 1 / 6, False: 1 / 2}  # and one of a dense layer, in int8 and in float
-_WINS = 1.5  # times what it costs
-# each channel by itself, finite where it is 0
+# cost of a product in a dense layer, int8 and float, relative to a depthwise one
+_DENSE = {True: 1 / 6, False: 1 / 2}
+_WINS = 1.5  # the gain must be this many times the cost
+# operators on each channel alone, finite at 0
 _ALONE = frozenset(
     {
         *("Relu", "Clip", "LeakyRelu", "Elu", "Selu", "HardSwish", "HardSigmoid", "Sigmoid"),
@@ -72,7 +68,24 @@ _ALONE = frozenset(
     }
 )
 _PAIRS = frozenset({"Add", "Sub", "Mul", "Sum", "Min", "Max"})
-_OUT, _IN, _BOTH = "out", "in", "both"  # ends of a Conv that get wider
+_OUT, _IN, _BOTH = "out", "in", "both"  # ends of a Conv that get more channels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewriteContext:
+    """What the rewrites of one model know.
+
+    Attributes:
+        like: the model without pairs, with shapes.
+        float_nodes: names of the nodes that stay float.
+        float_gates: gates of `like` that stay float.
+        is_kept: whether the model is a Q/DQ model that the user gave, kept as it is.
+    """
+
+    like: Graph
+    float_nodes: frozenset[str] = frozenset()
+    float_gates: tuple[Gate, ...] = ()
+    is_kept: bool = False
 
 
 class _Stuck(Exception):
@@ -81,7 +94,7 @@ class _Stuck(Exception):
 
 @dataclass(slots=True)
 class _Region:
-    """What gets wider together.
+    """Tensors and Convs that get more channels together.
 
     Attributes:
         tensors: names.
@@ -92,13 +105,8 @@ class _Region:
     convs: dict[str, tuple[onnx.NodeProto, set[str]]] = field(default_factory=dict)
 
 
-def write_wide(model: onnx.ModelProto, like: Graph) -> None:
-    """Give depthwise int8 Convs a multiple of 16 channels where that pays, in place.
-
-    Args:
-        model: with pairs; every node has a name of its own.
-        like: the model without pairs, which knows sizes.
-    """
+def widen_depthwise(model: onnx.ModelProto, context: RewriteContext) -> None:
+    """Give depthwise int8 Convs a multiple of 16 channels where that pays."""
     slow = [node for node in model.graph.node if node.op_type == "Conv" and _rest(node)]
     if not slow:
         return
@@ -113,7 +121,7 @@ def write_wide(model: onnx.ModelProto, like: Graph) -> None:
         except _Stuck:
             continue
         done |= set(region.convs)
-        if _pays(graph, like, region, _groups(node)):
+        if _pays(graph, context.like, region, _groups(node)):
             _widen(model, graph, region, _groups(node))
     drop_unread(model.graph)
 
@@ -123,13 +131,13 @@ def _groups(node: onnx.NodeProto) -> int:
 
 
 def _rest(node: onnx.NodeProto) -> int:
-    """Channels beyond the last 16 of what may be a depthwise Conv."""
+    """Channels beyond the last multiple of 16 of what may be a depthwise Conv."""
     groups = _groups(node)
     return groups % _AT_ONCE if groups > 1 else 0
 
 
 def integers_of(graph: Graph, node: onnx.NodeProto, place: int = 1) -> onnx.TensorProto | None:
-    """What a Conv's weight or bias is dequantized from, for it alone."""
+    """The integers of a Conv's weight or bias, if no other node reads them."""
     maker = graph.producer.get(node.input[place])
     if maker is None or maker.op_type != "DequantizeLinear":
         return None
@@ -202,7 +210,7 @@ def _over_places(graph: Graph, node: onnx.NodeProto) -> bool:
 
 
 def _ends(graph: Graph, node: onnx.NodeProto, tensor: str, channels: int) -> set[str]:
-    """Which ends of a Conv a tensor is."""
+    """Which ends of a Conv a tensor is, as a set of _IN, _OUT and _BOTH."""
     held = [
         _constant(graph, node, place) for place, name in enumerate(node.input) if place and name
     ]
@@ -220,7 +228,7 @@ def _ends(graph: Graph, node: onnx.NodeProto, tensor: str, channels: int) -> set
 
 
 def _pays(graph: Graph, like: Graph, region: _Region, channels: int) -> bool:
-    """Whether the depthwise Convs win enough."""
+    """Whether the depthwise Convs gain enough."""
     more = -channels % _AT_ONCE
     won = lost = 0.0
     places = {node.name: _places(like.shapes.get(node.output[0])) for node in like.nodes}
@@ -238,13 +246,13 @@ def _pays(graph: Graph, like: Graph, region: _Region, channels: int) -> bool:
 
 
 def _places(shape: tuple[int | str | None, ...] | None) -> int:
-    """Places of a map of known size; 1 else."""
+    """Pixels of a map of known size, else 1."""
     sizes = [size for size in (shape or ())[2:] if isinstance(size, int)]
     return int(np.prod(sizes)) if shape and len(sizes) == len(shape) - 2 else 1
 
 
 def _widen(model: onnx.ModelProto, graph: Graph, region: _Region, channels: int) -> None:
-    """More channels for everything in a region."""
+    """Append the channels to everything in a region."""
     more = -channels % _AT_ONCE
     for node, ends in region.convs.values():
         axes = [axis for axis, end in enumerate((_OUT, _IN)) if ends & {end, _BOTH}]
@@ -268,7 +276,7 @@ def _widen(model: onnx.ModelProto, graph: Graph, region: _Region, channels: int)
 def wider(
     model: onnx.ModelProto, graph: Graph, node: onnx.NodeProto, place: int, axes: list[int], by: int
 ) -> None:
-    """More of a Conv's weight or bias: zeros, whose scales are those of the last channel."""
+    """Append zeros to a Conv's weight or bias; their scales are those of the last channel."""
 
     def added(name: str, along: Sequence[int], mode: Literal["constant", "edge"]) -> str:
         values: NDArray[Any] = numpy_helper.to_array(graph.initializers[name])
@@ -289,16 +297,12 @@ def wider(
 
 
 _STEM_CHANNELS = 4
-_LEAST = 16  # channels of output
+_LEAST = 16  # output channels
 
 
-def write_stems(model: onnx.ModelProto, like: Graph) -> None:
-    """Give the int8 Convs of fewer than four channels four, in place.
-
-    Args:
-        model: with pairs, opset 13 or later; every node has a name of its own.
-        like: the model without pairs.
-    """
+def pad_stems(model: onnx.ModelProto, context: RewriteContext) -> None:
+    """Give the int8 Convs of fewer than four channels four."""
+    like = context.like
     if not any(_is_stem(node, like.initializers.get(node.input[1])) for node in _convs(like)):
         return
     graph = Graph(model)
@@ -313,7 +317,7 @@ def write_stems(model: onnx.ModelProto, like: Graph) -> None:
     if before:
         nodes = [n for old in graph.nodes for n in (*before.get(old.name, []), old)]
         replace_nodes(model.graph, nodes)
-        drop_dead(model.graph)  # the pair that nobody else reads
+        drop_dead(model.graph)  # the pairs that nobody reads any more
 
 
 def _convs(graph: Graph) -> list[onnx.NodeProto]:
@@ -321,15 +325,16 @@ def _convs(graph: Graph) -> list[onnx.NodeProto]:
 
 
 def _is_stem(node: onnx.NodeProto, weight: onnx.TensorProto | None) -> bool:
-    """Whether a Conv of this weight is worth more channels."""
+    """Whether a Conv over pictures with this weight gains by a fourth channel."""
     if weight is None or attributes(node).get("group", 1) != 1:
         return False
     outer, inner, *window = weight.dims
-    return bool(inner < _STEM_CHANNELS and outer >= _LEAST and math.prod(window) > 1)
+    is_picture = len(window) > 1
+    return is_picture and inner < _STEM_CHANNELS and outer >= _LEAST and math.prod(window) > 1
 
 
 def _pair(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
-    """The DequantizeLinear that a Conv reads, where more channels are worth it."""
+    """The DequantizeLinear that a Conv reads, if the Conv gains by a fourth channel."""
     weight, pair = integers_of(graph, node), graph.producer.get(node.input[0])
     if pair is None or pair.op_type != "DequantizeLinear" or not _is_stem(node, weight):
         return None
@@ -339,7 +344,7 @@ def _pair(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
 def _padded(
     model: onnx.ModelProto, node: onnx.NodeProto, pair: onnx.NodeProto, rank: int, more: int
 ) -> list[onnx.NodeProto]:
-    """What stands before a Conv, which is told to read it."""
+    """Pad and DequantizeLinear before a Conv, which reads them from now on."""
     source = pair.input[0]
     name = wide_for(source, node.name)  # a node may be called as a tensor that gets wider
     ends = np.zeros(2 * rank, np.int64)
@@ -354,16 +359,15 @@ def _padded(
 
 
 _CONSTANTS = ("", "weight", "bias")  # inputs of a Conv
-TILES = "/tiles"  # behind the name of a tensor: the same, a tile's pixels as channels, rows first
+TILES = "/tiles"  # suffix of a tensor whose tiles' pixels lie as channels, rows first
 
 
-def with_tiles(model: onnx.ModelProto, like: Graph) -> onnx.ModelProto:
-    """A copy with a Conv and copies in place of every ConvTranspose between pairs that makes tiles.
+def with_tiles(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelProto:
+    """A copy with a Conv and copies in place of each ConvTranspose between pairs without overlap.
 
-    Args:
-        model: with pairs; given back as it is where it has none of these.
-        like: the model without pairs, which knows sizes.
+    A model without such layers is returned as it is.
     """
+    like = context.like
     if not any(node.op_type == "ConvTranspose" for node in model.graph.node):
         return model
     model = copied(model)
@@ -390,7 +394,7 @@ def with_tiles(model: onnx.ModelProto, like: Graph) -> onnx.ModelProto:
 
 
 def tiled(array: NDArray[Any], tile: Tile) -> NDArray[Any]:
-    """What a ConvTranspose has for its channels, for those of the Conv in its place.
+    """Repeat what a ConvTranspose has for each channel for the channels of its Conv.
 
     Args:
         array: a weight [c, m, k, l], values [m], or one value for all.
@@ -402,7 +406,7 @@ def tiled(array: NDArray[Any], tile: Tile) -> NDArray[Any]:
 
 
 def _quantized_by(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
-    """The QuantizeLinear behind a ConvTranspose and its tail, where all of it is between pairs."""
+    """The QuantizeLinear after a ConvTranspose and its tail, if all of it is between pairs."""
     if node.op_type != "ConvTranspose":
         return None
     source, after = graph.producer.get(node.input[0]), graph.only_reader(graph.tail(node))
@@ -414,7 +418,7 @@ def _quantized_by(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
 
 
 def _constants(node: onnx.NodeProto) -> list[int]:
-    """Places of the weight and, where there is one, the bias among a node's inputs."""
+    """Input positions of the weight and, if there is one, the bias."""
     return [place for place, name in enumerate(node.input) if place and name]
 
 
@@ -427,19 +431,19 @@ def _stored(graph: Graph, node: onnx.NodeProto, place: int) -> onnx.TensorProto 
 
 
 class _Tiled:
-    """The nodes in place of one ConvTranspose, and the constants that they read."""
+    """The nodes in place of one ConvTranspose, and their constants."""
 
     def __init__(self, graph: Graph, node: onnx.NodeProto, tile: Tile, channels: int) -> None:
         self.graph, self.node, self.tile, self.channels = graph, node, tile, channels
         self.name = node.name
         self.constants: list[onnx.TensorProto] = []
-        # without its rank the Convs behind would not be turned
+        # ONNX Runtime changes the layout of the next Convs only if it knows this rank
         self.said = helper.make_tensor_value_info(
             f"{self.name}/rows", onnx.TensorProto.UINT8, [None, None, None, channels]
         )
 
     def layer(self, quantize: onnx.NodeProto) -> list[onnx.NodeProto]:
-        """The Conv and what it reads; its tail and the QuantizeLinear are told to read tiles."""
+        """The Conv and its constants; its tail and the QuantizeLinear now read the tiles."""
         held = [self._constant_of(place) for place in _constants(self.node)]
         inputs = [self.node.input[0], *(node.output[0] for node in held)]
         made = [self.node.output[0]]
@@ -469,7 +473,7 @@ class _Tiled:
     def moves(
         self, quantize: onnx.NodeProto, sizes: Sequence[int | str | None]
     ) -> list[onnx.NodeProto]:
-        """What is behind the QuantizeLinear, which is told to make tiles."""
+        """The nodes after the QuantizeLinear, which makes tiles from now on."""
         whole = str(quantize.output[0])
         made = quantize.output[0] = f"{whole}{TILES}"
         down, across = self.tile
@@ -493,7 +497,7 @@ class _Tiled:
     def _shape(
         self, made: str, sizes: Sequence[int | str | None]
     ) -> tuple[list[onnx.NodeProto], str]:
-        """What makes the shape of the rows, and its name: a constant where sizes are known."""
+        """(nodes that compute the shape of the rows, its name); no nodes if sizes are known."""
         height, width = sizes[2:]
         if isinstance(height, int) and isinstance(width, int):
             return [], self._numbers("shape", [-1, height, width, self.channels])

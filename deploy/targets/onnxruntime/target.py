@@ -336,31 +336,15 @@ class _Paired:
     plan: Plan | None = None
 
     def engine(self) -> onnx.ModelProto:
-        """The same model, what ONNX Runtime has no fast kernel for as what it has one for."""
-        from deploy.frontends.checks import opset_of
-        from deploy.frontends.lift import TARGET_OPSET
-        from deploy.targets.onnxruntime.conv_rewrites import with_tiles, write_stems, write_wide
-        from deploy.targets.onnxruntime.map_rewrites import (
-            fuse_gates,
-            keep_apart,
-            write_averages,
-            write_broadcasts,
-            write_means,
-            write_softmax,
-            write_upsampling,
-        )
+        """The model, rewritten for ONNX Runtime's kernels."""
+        from deploy.targets.onnxruntime.conv_rewrites import RewriteContext
+        from deploy.targets.onnxruntime.rewrites import apply_rewrites
 
-        read, plan = self.read, self.plan
-        if plan is not None:
-            write_means(self.model, read.graph)
-            keep_apart(self.model, {d.node for d in self.decisions if not d.quantized})
-        if plan is not None and opset_of(self.like) >= TARGET_OPSET:
-            left = [gate for gate in read.gates if gate not in plan.gates]
-            fuse_gates(self.model, left, read.graph)
-            write_averages(self.model)
-            write_softmax(self.model, read.graph)
-            write_upsampling(self.model, read.graph)
-            write_wide(self.model, read.graph)
-            write_stems(self.model, read.graph)
-            write_broadcasts(self.model, read.graph, plan.gates)
-        return with_tiles(self.model, read.graph)
+        gates = () if self.plan is None else self.plan.gates
+        context = RewriteContext(
+            like=self.read.graph,
+            float_nodes=frozenset(d.node for d in self.decisions if not d.quantized),
+            float_gates=tuple(gate for gate in self.read.gates if gate not in gates),
+            is_kept=self.plan is None,
+        )
+        return apply_rewrites(self.model, context)
