@@ -7,7 +7,7 @@ from deploy.feed.feed import open_feed
 from deploy.frontends import load
 from deploy.graph.plan import Decision
 from deploy.metrics.layerwise import shared_tensors
-from deploy.pipeline.judge import LAYER_SAMPLES, Inside
+from deploy.pipeline.judge import LAYER_SAMPLES, InnerTensors
 from deploy.targets.base import Built
 
 STEP = 0.25
@@ -40,7 +40,7 @@ def test_a_tensor_is_compared_with_what_the_next_layer_reads(tmp_path):
     built = Built(target="int8", runnable=tmp_path / "q.onnx", decisions=(IN_INT8,))
     onnx.save(int8_model, built.runnable)
     loaded = load(float_model)
-    inside = Inside(loaded, [built], {"int8": None}, len(x))
+    inside = InnerTensors(loaded, [built], {"int8": None}, len(x))
     for row, sample in zip(x, open_feed([x], loaded.inputs).first(4), strict=True):
         said = inside.look(sample)
         assert said is not None and np.array_equal(said["y"][0], -np.maximum(row, 0))
@@ -60,6 +60,6 @@ def test_a_few_samples_all_over_the_feed_are_looked_into(tmp_path):
     built = Built(target="int8", runnable=tmp_path / "q.onnx", decisions=(IN_INT8,))
     onnx.save(model(quantized=True), built.runnable)
     loaded = load(model(quantized=False))
-    places = {n: sorted(Inside(loaded, [built], {}, n).places) for n in (1, 3, 100)}
+    places = {n: sorted(InnerTensors(loaded, [built], {}, n).places) for n in (1, 3, 100)}
     assert places[1] == [1] and places[3] == [1, 2, 3]
     assert places[100] == [1, 26, 51, 76] and LAYER_SAMPLES == 4

@@ -156,7 +156,9 @@ def test_evaluation_images_are_held_to_it_too(small_cnn, photos, pictures, tmp_p
         "open_feed",
         lambda *a, **k: feeds.append(own(*a, **k)) or feeds[-1],
     )
-    between(monkeypatch, deploy.pipeline, "searched", lambda: (feeds[0].manifest(), swap(photos)))
+    between(
+        monkeypatch, deploy.pipeline, "search_targets", lambda: (feeds[0].manifest(), swap(photos))
+    )
     with pytest.raises(FeedError, match=CHANGED):
         build(
             small_cnn, pictures, preprocess=UNIT, out=tmp_path / "o", eval_images=photos,
@@ -321,7 +323,7 @@ def replaced(path: Path) -> None:
 
 
 def test_a_model_replaced_while_it_is_built_is_told(model, pictures, tmp_path, monkeypatch):
-    between(monkeypatch, deploy.pipeline, "built", lambda: replaced(model))
+    between(monkeypatch, deploy.pipeline, "build_targets", lambda: replaced(model))
     with pytest.raises(ModelError, match=r"m\.onnx changed while calib8 ran.*run again"):
         build(
             model, pictures, preprocess=UNIT, out=tmp_path / "o", duration_s=0,

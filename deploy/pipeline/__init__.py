@@ -33,7 +33,7 @@ from deploy.files.staging import Stage, staged
 from deploy.frontends import LoadedModel, load
 from deploy.method import Method
 from deploy.metrics.precision import Annotations
-from deploy.pipeline.building import built, searched
+from deploy.pipeline.building import build_targets, search_targets
 from deploy.pipeline.calibrating import already_calibrated, calibrate_loaded
 from deploy.pipeline.request import (
     BuildOptions,
@@ -332,7 +332,7 @@ def _tuned(
     if trained is not None:
         plan = TargetPlan(choices=choices_of(trained, build.loaded))
         return {one.name: Tuned(plan=plan, searched=False) for one in options.targets}, None
-    return searched(
+    return search_targets(
         options.targets,
         calibration,
         stage,
@@ -352,7 +352,7 @@ def _built(
     build: PreparedBuild, calibration: Calibrated, plans: dict[str, Tuned], stage: Stage
 ) -> list[Built]:
     """The files and the engine of each target."""
-    return built(
+    return build_targets(
         build.options.targets,
         calibration,
         stage,
@@ -365,14 +365,14 @@ def _built(
 
 def _measured(build: PreparedBuild, calibration: Calibrated, results: list[Built]) -> Figures:
     """Speed and accuracy of the engines; without images nothing is measured."""
-    from deploy.pipeline.measure import measured, unmeasured
+    from deploy.pipeline.measure import measure_engines, unmeasured_figures
 
     if build.dataset is None:
-        figures = unmeasured(build.reference, results)
+        figures = unmeasured_figures(build.reference, results)
     else:
         ours = build.loaded.trained is None
         unchanged = not calibration.subject.repairs
-        figures = measured(
+        figures = measure_engines(
             calibration.loaded if ours else build.reference,
             build.options.targets,
             results,

@@ -1,6 +1,6 @@
-"""`Calibrated` -> files of every target: what stays float is searched for, and each is built.
+"""Search what stays float on each target, and build every target.
 
-A target that cannot be built is a row with its sentence; the others are built all the same.
+A target that fails becomes a row with its error; the others are built all the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @phase("search")
-def searched(
+def search_targets(
     targets: Sequence[Target],
     calibrated: Calibrated,
     stage: Stage,
@@ -38,7 +38,7 @@ def searched(
     repairs: Sequence[str],
     threads: int,
 ) -> tuple[dict[str, Tuned], Path | None]:
-    """What stays float and how ranges are found, of each target that can be built; and its file.
+    """Return (target -> what stays float and how ranges are searched, the plan file).
 
     Raises:
         ConfigError: a plan that does not fit the model.
@@ -72,7 +72,7 @@ def searched(
 
 
 @phase("targets")
-def built(
+def build_targets(
     targets: Sequence[Target],
     calibrated: Calibrated,
     stage: Stage,
@@ -82,13 +82,13 @@ def built(
     repairs: Sequence[str],
     against: onnx.ModelProto | None,
 ) -> list[Built]:
-    """One result a target; a failed one is its sentence.
+    """Build every target; a failed one becomes its error.
 
     Args beyond those of `deploy.pipeline.build`:
-        against: the model without repairs, where speed is measured.
+        against: the model without repairs, if speed is measured.
 
     Raises:
-        Calib8Error: the one target that was asked for failed, or all did.
+        Calib8Error: every target failed.
     """
     request = replace(_request(calibrated, stage, threads), against=against)
     results: list[Built] = []
@@ -100,9 +100,9 @@ def built(
         try:
             chosen = request.choosing(plans[target.name].plan.choices)
             with phase(target.name):
-                own, said = _repaired(target, chosen, repairs)
+                own, notes = _repaired(target, chosen, repairs)
                 made = target.build(own)
-            results.append(replace(made, options=given(target), notes=(*said, *made.notes)))
+            results.append(replace(made, options=given(target), notes=(*notes, *made.notes)))
         except Changed:
             raise
         except Calib8Error as error:
@@ -116,7 +116,7 @@ def built(
 def _repaired(
     target: Target, request: BuildRequest, names: Sequence[str]
 ) -> tuple[BuildRequest, list[str]]:
-    """What one target is built from after the repairs that helped it, and what was tried."""
+    """(the request of one target with the repairs that help it, notes on all repairs tried)."""
     from deploy.tuning.repairs.apply import few, repaired, told
 
     own, tried = repaired(target, request, names, few(request.judges) if names else [])

@@ -1,4 +1,4 @@
-"""Ascend's files from scales that were found before: nothing is calibrated.
+"""Write Ascend's files from existing scales, without calibrating.
 
 ::
 
@@ -6,8 +6,8 @@
     Q/DQ model --------------------+--> Recipe --> Ascend.files --> folder, report, manifest
                                      (`deploy.targets.ascend.recipe`)
 
-With images, what is deployed is judged: a record beside the float model, through the fake-quant
-model; a converted Q/DQ model beside that model itself, in the integers that the NPU computes with.
+With images the result is measured: a record through the fake-quant model, compared with the float
+model; a converted Q/DQ model in the NPU's integers, compared with the Q/DQ model itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ from deploy.files.staging import Stage, staged
 from deploy.machine import default_threads, this_machine
 from deploy.metrics.bench_inputs import Shapes, random_feeds
 from deploy.pipeline.request import written_by
-from deploy.pipeline.results import feed_part, file_rows, judged, model_part, publish, write_pages
+from deploy.pipeline.results import (
+    engine_rows,
+    feed_part,
+    file_rows,
+    model_part,
+    publish,
+    write_pages,
+)
 from deploy.report import EngineRow, Report, TargetPart, node_rows
 from deploy.report.report_rows import weight_rows
 from deploy.report.verdict import Gates
@@ -48,7 +55,7 @@ if TYPE_CHECKING:
     from deploy.frontends import LoadedModel
     from deploy.targets.ascend.recipe import Recipe
 
-_TRIED = 2  # made-up samples where there are no images
+_TRIED = 2  # random samples without images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +96,7 @@ def deploy(
     threads: int | None = None,
     force: bool = False,
 ) -> Report:
-    """Files of a float model by the scales of a record, or of a TensorRT cache.
+    """Write the files of a float model by the scales of a record or a TensorRT cache.
 
     Args:
         model: path of the float ONNX model.
@@ -109,7 +116,7 @@ def deploy(
         ModelError, FeedError, ExportError, BackendError: as `deploy.pipeline.build`.
     """
     from deploy.frontends import load
-    from deploy.pipeline.measure import measured
+    from deploy.pipeline.measure import measure_engines
     from deploy.targets.ascend.recorded import from_cache, from_record
 
     scales = _one_of(record, cache, config)
@@ -121,7 +128,7 @@ def deploy(
     workers = threads or default_threads()
 
     def rows(built: Built, feed: Feed, stage: Stage) -> tuple[EngineRow, ...]:
-        figures = measured(
+        figures = measure_engines(
             loaded,
             [ascend],
             [built],
@@ -131,10 +138,10 @@ def deploy(
             duration_s=0,
             threads=workers,
         )
-        return judged(figures, [built], Gates(), stage)
+        return engine_rows(figures, [built], Gates(), stage)
 
     source = {"name": loaded.name, "sha256": loaded.digest}
-    made = _Making(ascend, samples, subject, recipe, workers, rows)
+    made = _Deployment(ascend, samples, subject, recipe, workers, rows)
     return made.written(Path(out), source, scales, force=force)
 
 
@@ -149,7 +156,7 @@ def convert(
     threads: int | None = None,
     force: bool = False,
 ) -> Report:
-    """Files of a Q/DQ model by its own scales; the rest as `deploy`.
+    """Write the files of a Q/DQ model by its own scales.
 
     With images, the deploy model is run in integers beside `model` in ONNX Runtime.
 
@@ -176,13 +183,13 @@ def convert(
         return _beside(quantized, path, built, feed, threads=workers)
 
     source = {"name": path.stem, "sha256": model_digest(quantized)}
-    made = _Making(ascend, samples, subject, converted.recipe, workers, rows)
+    made = _Deployment(ascend, samples, subject, converted.recipe, workers, rows)
     return made.written(Path(out), source, path, force=force)
 
 
 @dataclass(frozen=True, slots=True)
-class _Making:
-    """A recipe on its way to files."""
+class _Deployment:
+    """A recipe that is being written."""
 
     target: Ascend
     inputs: TrialInputs
@@ -192,7 +199,7 @@ class _Making:
     rows: Callable[[Built, Feed, Stage], tuple[EngineRow, ...]]
 
     def written(self, out: Path, source: Mapping[str, str], scales: Path, *, force: bool) -> Report:
-        """Write the files, judge them, let them appear together."""
+        """Write the files, measure them, and move them into the folder together."""
         feed = self.inputs.feed(self.subject.loaded)
         with staged(out) as stage:
             built = self.target.files(self.recipe, self.request(feed, stage))
@@ -209,7 +216,7 @@ class _Making:
         return report
 
     def request(self, feed: Feed, stage: Stage) -> BuildRequest:
-        """What the target's files are written from, beside the recipe."""
+        """What the target's files are written from, in addition to the recipe."""
         return BuildRequest(
             subject=self.subject,
             folder=stage.inside,
@@ -221,7 +228,7 @@ class _Making:
         )
 
     def report(self, built: Built, feed: Feed, stage: Stage, scales: Path) -> Report:
-        """Everything that is known of the files."""
+        """The report on the files."""
         images = None if self.inputs.dataset is None else self.inputs.dataset.source
         notes = feed.notes if images is not None else (_MADE_UP,)
         return Report(
@@ -277,7 +284,7 @@ def _one_of(record: Path | None, cache: Path | None, config: Path | None) -> Pat
 def _refuse_early(
     target: Ascend, inputs: TrialInputs, out: Path, name: str, *, force: bool
 ) -> None:
-    """Refuse what can be told before anything is read."""
+    """Refuse what shows before anything is read."""
     if (target.aipp or target.first_layer_int8) and inputs.dataset is None:
         raise ConfigError(
             "AIPP is written from how pictures become inputs, got no pictures; give --images and"
@@ -295,12 +302,12 @@ def _beside(
     *,
     threads: int,
 ) -> tuple[EngineRow, ...]:
-    """The Q/DQ model in ONNX Runtime, and how far from it the deploy model in integers is."""
+    """Rows of the Q/DQ model in ONNX Runtime and of the deploy model, compared with it."""
     from deploy.frontends.reader import read_model
     from deploy.metrics.accuracy import Comparison
     from deploy.targets.ascend.executor import open_deploy
 
-    # as it is written: integer kernels of an older x86 CPU may saturate
+    # computed in float as written: integer kernels of an older x86 CPU may saturate
     reference = OrtSession.open(quantized, threads=threads, int8_kernels=False)
     how = "Compared in integers, as the NPU computes."
     whom = f"What is called FP32's here is that of {path.name} in ONNX Runtime."

@@ -1,10 +1,10 @@
-"""Accuracy of what was built: every engine beside the float model, in one pass.
+"""Evaluate the built engines: compare each with the float model, in one pass.
 
-Each engine runs every sample that judges once, in sessions of one thread that run beside each
-other; so does the float model, where its outputs were not kept while the calibration was made::
+Each engine runs every evaluation sample once, in sessions of one thread that run in parallel; the
+float model runs only the samples whose outputs the calibration did not store::
 
     sample            1    2    3    4    5 ...      spread over the feed
-    float outputs     kept, or run
+    float outputs     stored, or run
     engines           run  run  run  run  run
     inner tensors     of both, for a few of them     the float model's outputs come with these
 """
@@ -43,21 +43,21 @@ if TYPE_CHECKING:
 
     from deploy.frontends import LoadedModel
 
-LAYER_SAMPLES = 4  # for the figures of inner tensors, of which both models give all
-CALIBRATION_SAMPLES = 100  # of the calibration images, where no evaluation images are given
+LAYER_SAMPLES = 4  # samples on which all inner tensors of both models are compared
+CALIBRATION_SAMPLES = 100  # calibration images to evaluate on, without evaluation images
 
 
-def sleeping(model: Path | bytes | onnx.ModelProto, *, stand_in: bool = False) -> Session:
-    """A session of one thread that wakes nobody: samples run beside each other instead."""
+def open_single_thread(model: Path | bytes | onnx.ModelProto, *, stand_in: bool = False) -> Session:
+    """Open a session of one thread without spinning; samples run in parallel instead."""
     return OrtSession.open(model, threads=1, spin=False, keep=True, int8_kernels=not stand_in)
 
 
-class Inside:
-    """Inner tensors of both models over a few samples; all of one's are in memory, and no more.
+class InnerTensors:
+    """Compares inner tensors of both models on a few samples, one sample in memory at a time.
 
     Attributes:
-        places: numbers, from 1, of the samples that are looked into.
-        samples: how many were.
+        places: numbers, from 1, of the samples that are compared.
+        samples: number of samples compared so far.
     """
 
     def __init__(
@@ -69,15 +69,15 @@ class Inside:
         *,
         speaks: bool = True,
     ) -> None:
-        """What is to be compared.
+        """Open both models with all shared tensors as outputs.
 
         Args:
             loaded: the float model.
-            built: what each target made.
-            engines: target whose engine can be opened here -> its session where a device runs it,
-                None where ONNX Runtime does.
-            samples: how many there will be.
-            speaks: whether engines are held against `loaded` as it is, with no repair in it.
+            built: the result of each target.
+            engines: target whose engine can be opened here -> its session if a device runs it,
+                None if ONNX Runtime does.
+            samples: number of evaluation samples.
+            speaks: whether engines are compared with `loaded` itself, without repairs.
         """
         self.samples = 0
         self._speaks = speaks
@@ -91,7 +91,7 @@ class Inside:
         if self._taps:
             tensors = dict.fromkeys(t for one in self._figures.values() for t in one.pairs)
             self._names = [spec.name for spec in loaded.outputs]
-            self._reference = sleeping(with_outputs(loaded.model, tensors))
+            self._reference = open_single_thread(with_outputs(loaded.model, tensors))
             few = min(LAYER_SAMPLES, samples)
             self.places = frozenset(1 + at * samples // few for at in range(few))
 
@@ -103,54 +103,56 @@ class Inside:
         shared = shared_tensors(loaded.model, model)
         if shared:  # a fake-quant model has no DequantizeLinear
             tapped = with_outputs(model, shared.values())
-            self._taps[result.target] = sleeping(tapped, stand_in=stand_in)
+            self._taps[result.target] = open_single_thread(tapped, stand_in=stand_in)
             self._figures[result.target] = TensorComparison(shared)
 
     def look(self, sample: Sample) -> Mapping[str, Array] | None:
-        """Compare one sample's; gives the float model's outputs where engines are held against it.
+        """Compare the tensors of one sample.
 
-        So it is not run again.
+        Returns the float model's outputs, so that it need not run again; None if engines are
+        compared with another model.
         """
         with self._looking:
             left = self._reference.run(sample)
             for name, tap in list(self._taps.items()):
                 try:
                     self._figures[name].add(sample, left, tap.run(sample))
-                except BackendError:  # what is wrong with it is told of the engine itself
+                except BackendError:  # the engine itself reports the error
                     del self._taps[name], self._figures[name]
             self.samples += 1
         return {name: left[name] for name in self._names} if self._speaks else None
 
     @property
     def layers(self) -> dict[str, tuple[OutputAccuracy, ...]]:
-        """Target -> its figures."""
+        """Target -> figures of its inner tensors."""
         return {name: one.result() for name, one in self._figures.items() if self.samples}
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What is judged: the engine, or the model that stands in for it.
+    """What is evaluated for a target: its engine, or a model that stands in for it.
 
     Attributes:
-        alone: whether the session takes one sample at a time, as one of a device does.
+        session: the opened engine or model.
+        alone: whether the session takes one sample at a time, as a device does.
     """
 
     session: Session
     alone: bool
 
 
-def candidates_of(
+def find_candidates(
     built: Sequence[Built],
     engines: Mapping[str, Session | None],
     opened: Mapping[str, Session],
     failed: dict[str, str],
 ) -> dict[str, Candidate]:
-    """Target -> what can be run of it here; why not is added to `failed`.
+    """Return target -> what can be run of it here; add to `failed` why others cannot.
 
     Args:
-        built: what each target made.
-        engines: as `Inside` has them.
-        opened: target -> its runnable file, where it is open already, in one thread.
+        built: the result of each target.
+        engines: as `InnerTensors` takes them.
+        opened: target -> session of its runnable file, if it is open already, in one thread.
         failed: target -> why its engine cannot be run.
     """
     found = {}
@@ -164,7 +166,7 @@ def candidates_of(
         if path is None:
             continue
         try:
-            session = opened.get(result.target) or sleeping(path, stand_in=stand_in)
+            session = opened.get(result.target) or open_single_thread(path, stand_in=stand_in)
             found[result.target] = Candidate(session, alone=False)
         except BackendError as error:
             failed[result.target] = str(error)
@@ -172,13 +174,16 @@ def candidates_of(
 
 
 @dataclass(slots=True)
-class Judged:
-    """What the evaluation pass gives.
+class EvaluationResult:
+    """Result of the evaluation pass.
 
     Attributes:
+        accuracy: candidate -> its figures.
+        failed: candidate -> why it could not be run.
         reference_runs: inferences of the float model.
-        examples: candidate -> a few samples where it and the float model differ most.
-        looks: number of each of them -> its name and picture, uint8 [h, w, 3].
+        engine_runs: candidate -> inferences.
+        examples: candidate -> a few samples on which it and the float model differ most.
+        looks: sample number -> name and picture of each example, uint8 [h, w, 3].
     """
 
     accuracy: dict[str, Accuracy] = field(default_factory=dict)
@@ -198,16 +203,16 @@ class _Ran:
     outputs: dict[str, Mapping[str, Array]] = field(default_factory=dict)
 
 
-def judge(
+def evaluate(
     reference: FloatOutputs,
     candidates: Mapping[str, Candidate],
     over: Evaluation,
-    inside: Inside,
+    inside: InnerTensors,
     *,
     threads: int,
-) -> Judged:
-    """One pass over the samples that judge: every candidate's outputs beside the float model's."""
-    found = Judged()
+) -> EvaluationResult:
+    """Run all candidates over the evaluation samples, and compare with the float model."""
+    found = EvaluationResult()
     if not candidates:
         return found
     before = reference.runs
@@ -258,12 +263,14 @@ def judge(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What the engines are judged on.
+    """What the engines are evaluated on.
 
     Attributes:
-        samples: at most how many of the feed.
-        most: at most how many images in them.
-        key: number of a sample, from 1, in a pass over them -> its key.
+        feed: the samples.
+        samples: number of samples to use, at most.
+        most: number of images in them, at most.
+        labels: class of each sample, or the objects on it.
+        key: number of a sample in a pass, from 1 -> its key among stored outputs.
         metric: the user's figure.
     """
 
@@ -276,12 +283,12 @@ class Evaluation:
 
     @property
     def count(self) -> int:
-        """Images so far known to be good; a fixed batch may be filled up with others."""
+        """Number of good images so far; a fixed batch may be filled up with copies."""
         return min(self.most, self.feed.count)
 
 
 class _Labels(Sequence[int]):
-    """The labels of a feed's good images; which are bad shows only as they are read."""
+    """Labels of a feed's good images; bad images show only while they are read."""
 
     def __init__(self, feed: Samples) -> None:
         self._feed = feed
@@ -305,7 +312,7 @@ def evaluation_of(
     labels: Sequence[int] | GroundTruth | None,
     metric: Metric | None = None,
 ) -> Evaluation:
-    """The evaluation feed, or else a part of the calibration images, without labels."""
+    """The evaluation samples; without them part of the calibration samples, without labels."""
     if evaluation is None:
         return Evaluation(
             feed=part,
@@ -328,15 +335,15 @@ def evaluation_of(
 
 
 def float_model(loaded: LoadedModel) -> bytes:
-    """The user's own file as it was loaded, so that its speed is what is compared with.
+    """The user's file as it was loaded, so that int8 is compared with what the user runs today.
 
-    With names of their own for nodes that share one, which ONNX Runtime does not load; and with
-    its weights off the list of inputs: what may be fed ONNX Runtime does not optimize, and int8,
-    whose weights are constants, would look far better than it is.
+    Nodes that share a name are renamed, which ONNX Runtime requires, and weights are removed from
+    the list of inputs: ONNX Runtime does not optimize weights that may be fed, and int8 would look
+    better than it is.
 
-    Not a float16 file: the CPU casts around its nodes, and int8 would look better than it is. Nor
-    one with nodes that ONNX Runtime does not know: the part before them stands for it. Of a Q/DQ
-    model, or of one whose weights are stored as integers, it is the float model that was taken out.
+    Other models are replaced by the float32 model that was loaded: a float16 file (the CPU casts
+    around each node), a file with unknown operators (the part before them), a Q/DQ model, and a
+    model whose weights are stored as integers.
 
     Raises:
         ModelError: the file changed since.

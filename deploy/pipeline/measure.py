@@ -1,4 +1,4 @@
-"""Speed and accuracy of what was built, side by side with the float model."""
+"""Measure speed and accuracy of the built engines, beside the float model."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from deploy.metrics.tasks.task import Example
 from deploy.pipeline.judge import (
     Candidate,
     Evaluation,
-    Inside,
-    candidates_of,
+    InnerTensors,
+    evaluate,
     evaluation_of,
+    find_candidates,
     float_model,
-    judge,
-    sleeping,
+    open_single_thread,
 )
 from deploy.report import EngineRow
 from deploy.report.figures import ran_part
@@ -42,25 +42,25 @@ if TYPE_CHECKING:
     from calibrators.scales import Scale
     from deploy.frontends import LoadedModel
 
-_FEEDS = 8  # different inputs that the latency runs use in turn
-_SAME_DB = 100.0  # of a state: what ONNX Runtime computes in another order is no loss
+_FEEDS = 8  # samples that the latency runs use in turn
+_SAME_DB = 100.0  # SQNR of a state above which it lost nothing: summation order differs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What was measured.
+    """Speed and accuracy of all engines.
 
     Attributes:
-        engines: the float model first, then each target's: its baselines before its own.
-        layers: target -> its inner tensors against the float model's.
+        engines: the float model first, then each target's baselines and its own engine.
+        layers: target -> its inner tensors compared with the float model's.
         failed: target or baseline -> why its engine could not be run, as a sentence.
-        notes: sentences on how the figures came about.
+        notes: sentences on what the figures stand on.
         devices: accelerators that engines ran on.
-        decodes: images read for the evaluation alone.
+        decodes: number of images decoded for the evaluation only.
         reference_runs: inferences of the float model for the accuracy figures.
-        engine_runs: target -> inferences for the same.
-        examples: target -> a few samples where it and the float model differ most.
-        looks: number of each of them -> its name and picture, uint8 [h, w, 3].
+        engine_runs: target -> inferences for the accuracy figures.
+        examples: target -> a few samples on which it and the float model differ most.
+        looks: sample number -> name and picture of each example, uint8 [h, w, 3].
     """
 
     engines: tuple[EngineRow, ...]
@@ -75,7 +75,7 @@ class Figures:
     looks: Mapping[int, tuple[str, Array]] = field(default_factory=dict)
 
 
-def measured(
+def measure_engines(
     loaded: LoadedModel,
     targets: Sequence[Target],
     built: Sequence[Built],
@@ -90,19 +90,19 @@ def measured(
 ) -> Figures:
     """Compare every engine with the float model, in outputs and in latency.
 
-    Each engine runs every sample that judges once, the float model those whose outputs were not
-    kept; the figures of inner tensors come from a few of these samples.
+    Each engine runs every evaluation sample once, the float model only those whose outputs were
+    not stored; inner tensors are compared on a few of these samples.
 
     Args:
         loaded: the float model.
         targets: the targets.
-        built: what each of them made, in the same order.
-        calibration: some of the calibration samples; they stand in for missing evaluation ones.
-        evaluation: samples for the accuracy figures.
-        labels: class of each evaluation sample.
+        built: the result of each target, in the same order.
+        calibration: calibration samples, used if there are no evaluation samples.
+        evaluation: evaluation samples.
+        labels: class of each evaluation sample, or the objects on it.
         metric: the user's figure.
-        outputs: what the float model said of the calibration samples, as far as it was kept; None
-            where what was observed is not the model that was loaded.
+        outputs: stored outputs of the float model on the calibration samples; None if another
+            model was observed than the one loaded.
         duration_s: seconds of latency runs a model; 0 leaves them out.
         threads: threads inside one inference.
 
@@ -112,27 +112,27 @@ def measured(
     """
     over = evaluation_of(calibration, evaluation, labels, metric)
     original = float_model(loaded)
-    alone = duration_s <= 0  # nothing but judging is done with what is opened
+    alone = duration_s <= 0  # the sessions are used for accuracy only
     usual = partial(OrtSession.open, original, threads=threads)
-    own = _timed(partial(sleeping, original) if alone else usual)
-    itself = _itself(loaded, (own.session if alone else None) or original, over)
+    own = _timed(partial(open_single_thread, original) if alone else usual)
+    itself = _reference_of(loaded, (own.session if alone else None) or original, over)
     timed = {"FP32": replace(own, session=None) if alone else own}
     failed = _open_engines(timed, targets, built, threads=threads, alone=alone)
     sound = [result for result in built if result.target not in failed]
     engines = {
         name: one.session if one.on_device else None
         for name, one in timed.items()
-        if name != "FP32" and loaded.behind is None  # else its outputs are others
+        if name != "FP32" and loaded.behind is None  # else the engine has other outputs
     }
     same, known = _same_model(itself, over, outputs)
     asked = itself.runs
     reference = outputs if outputs is not None and known else itself
-    del own, itself  # a session that is needed no more lets go of its weights
+    del own, itself  # frees the weights of sessions that are no longer needed
     with phase("layers"):
-        inside = Inside(loaded, sound, engines, over.samples, speaks=same)
+        inside = InnerTensors(loaded, sound, engines, over.samples, speaks=same)
     opened = {name: one.session for name, one in timed.items() if one.session and one.judges}
-    candidates = candidates_of(sound, engines, opened, failed) | _alone(engines, sound)
-    judged = judge(reference, candidates, over, inside, threads=threads)
+    candidates = find_candidates(sound, engines, opened, failed) | _alone(engines, sound)
+    judged = evaluate(reference, candidates, over, inside, threads=threads)
     failed |= judged.failed
     sessions = {
         name: one.session
@@ -140,13 +140,13 @@ def measured(
         if one.session is not None and name not in failed and not one.judges
     }
     latency = _latencies(sessions, calibration, duration_s)
-    seen = _Seen(timed, sessions, latency, judged.accuracy, failed, threads)
+    seen = _Results(timed, sessions, latency, judged.accuracy, failed, threads)
     devices = devices_of(sessions)
     first = _first_row(loaded, seen, size=len(original), devices=bool(devices))
     rows = [row for result in built for row in _rows(result, seen, alone=len(built) == 1)]
     return Figures(
         engines=(first, *rows),
-        layers=_telling(inside, loaded, [one for one in sound if one.target not in failed]),
+        layers=_lossy_layers(inside, loaded, [one for one in sound if one.target not in failed]),
         failed=failed,
         notes=(
             *_notes(judged.accuracy, evaluation, calibration, inside.samples),
@@ -161,23 +161,24 @@ def measured(
     )
 
 
-def unmeasured(loaded: LoadedModel, built: Sequence[Built]) -> Figures:
-    """The engines of a build without images: their files, and no figure of how they run."""
+def unmeasured_figures(loaded: LoadedModel, built: Sequence[Built]) -> Figures:
+    """The engines of a build without images: their files, without figures."""
     size = len(float_model(loaded))
     first = EngineRow(label="FP32", reference=True, path=None, size_bytes=size)
-    nothing = _Seen({}, {}, {}, {}, {}, None)
+    nothing = _Results({}, {}, {}, {}, {}, None)
     rows = [row for one in built for row in _rows(one, nothing, alone=len(built) == 1)]
     return Figures(engines=(first, *rows))
 
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """A session as a user would open it, and what opening took.
+    """A session as a user would open it, and its loading time.
 
     Attributes:
         session: None once it was closed.
+        load_ms: loading time in milliseconds.
         on_device: whether another runtime than ONNX Runtime runs it.
-        judges: whether it is opened to judge alone: in one thread, and not to be timed.
+        judges: whether it is opened for accuracy only: in one thread, and not timed.
     """
 
     session: Session | None
@@ -187,8 +188,8 @@ class _Timed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """What was found of the engines, by their names."""
+class _Results:
+    """Results of the engines, by their names."""
 
     timed: Mapping[str, _Timed]
     sessions: Mapping[str, Session]
@@ -198,8 +199,8 @@ class _Seen:
     threads: int | None
 
 
-def _first_row(loaded: LoadedModel, seen: _Seen, *, size: int, devices: bool) -> EngineRow:
-    """The float model's, which runs on the CPU whatever device runs others."""
+def _first_row(loaded: LoadedModel, seen: _Results, *, size: int, devices: bool) -> EngineRow:
+    """The row of the float model, which runs on the CPU even if a device runs the others."""
     return EngineRow(
         label="FP32 on the CPU" if devices else "FP32",
         reference=True,
@@ -211,8 +212,8 @@ def _first_row(loaded: LoadedModel, seen: _Seen, *, size: int, devices: bool) ->
     )
 
 
-def _rows(built: Built, seen: _Seen, *, alone: bool) -> Iterator[EngineRow]:
-    """The row of a target's engine, after those of its baselines."""
+def _rows(built: Built, seen: _Results, *, alone: bool) -> Iterator[EngineRow]:
+    """The rows of a target's baselines and of its engine."""
     paths: dict[str, Path | None] = {**built.baselines, built.target: built.engine}
     for name, path in paths.items():
         own = name == built.target
@@ -240,14 +241,14 @@ def _open_engines(
     threads: int,
     alone: bool,
 ) -> dict[str, str]:
-    """Open all that was built, beside what is in `timed`; gives why some cannot be, by name."""
+    """Open all engines and add them to `timed`; return name -> why it cannot be opened."""
     failed = {}
     for target, result in zip(targets, built, strict=True):
         for label, path in _engines_of(result).items():
             judges = alone and target.runs_here and path == result.runnable
             usual = partial(target.open, path, threads=threads)
             try:
-                one = _timed(partial(sleeping, path) if judges else usual)
+                one = _timed(partial(open_single_thread, path) if judges else usual)
             except SdkMissingError:
                 continue  # built for another machine
             except BackendError as error:
@@ -266,10 +267,10 @@ def _timed(make: Callable[[], Session]) -> _Timed:
     return _Timed(session, taken, not isinstance(session, OrtSession))
 
 
-def _telling(
-    inside: Inside, loaded: LoadedModel, built: Sequence[Built]
+def _lossy_layers(
+    inside: InnerTensors, loaded: LoadedModel, built: Sequence[Built]
 ) -> dict[str, tuple[OutputAccuracy, ...]]:
-    """Target -> the inner tensors whose figures tell of a loss."""
+    """Target -> inner tensors whose figures show a loss."""
     limits, found = bounds(loaded.model), inside.layers
     clamped = {one.target: _clamped(limits, one.ranges) for one in built}
     return {
@@ -280,7 +281,7 @@ def _telling(
 
 
 def _clamped(limits: Mapping[str, Bounds], ranges: Mapping[str, Scale]) -> set[str]:
-    """Tensors that are far off by design, where their readers do not look."""
+    """Tensors clipped by design, where their readers cannot tell values apart."""
     own = {name: ranges.get(name) for name in limits}
     return {
         name
@@ -292,13 +293,13 @@ def _clamped(limits: Mapping[str, Bounds], ranges: Mapping[str, Scale]) -> set[s
 
 
 def _engines_of(built: Built) -> dict[str, Path]:
-    """Name -> engine: the baselines by their labels, the target's own by the target's name."""
+    """Name -> engine: baselines by their labels, the target's engine by the target's name."""
     own = {} if built.engine is None else {built.target: built.engine}
     return {**built.baselines, **own}
 
 
 def _alone(engines: Mapping[str, Session | None], built: Sequence[Built]) -> dict[str, Candidate]:
-    """The baselines, which are judged as the engines of a device."""
+    """The baselines, evaluated like the engines of a device."""
     labels = {label for result in built for label in result.baselines}
     found = {label: engines.get(label) for label in labels}
     return {n: Candidate(session, alone=True) for n, session in found.items() if session}
@@ -307,7 +308,7 @@ def _alone(engines: Mapping[str, Session | None], built: Sequence[Built]) -> dic
 def _latencies(
     sessions: Mapping[str, Session], calibration: Samples, duration_s: float
 ) -> dict[str, Latency]:
-    """Times of all sessions; a device's in rounds of their own, as it would cool down meanwhile."""
+    """Latency of all sessions; devices are timed separately, so that they do not cool down."""
     if duration_s <= 0:
         return {}
     feeds = calibration.first(_FEEDS)
@@ -318,11 +319,11 @@ def _latencies(
     return {name: latency for each in found for name, latency in each.items()}
 
 
-def _itself(loaded: LoadedModel, original: Session | bytes, over: Evaluation) -> FloatOutputs:
-    """The user's own file, run when it is asked."""
+def _reference_of(loaded: LoadedModel, original: Session | bytes, over: Evaluation) -> FloatOutputs:
+    """Outputs of the user's own file, run on demand."""
 
     def opened() -> Session:
-        return sleeping(original) if isinstance(original, bytes) else original
+        return open_single_thread(original) if isinstance(original, bytes) else original
 
     first = over.feed.keys[:1] if isinstance(over.feed, Part) else ()
     return FloatOutputs(opened, [spec.name for spec in loaded.outputs], first)
@@ -331,9 +332,10 @@ def _itself(loaded: LoadedModel, original: Session | bytes, over: Evaluation) ->
 def _same_model(
     itself: FloatOutputs, over: Evaluation, outputs: FloatOutputs | None
 ) -> tuple[bool, bool]:
-    """Whether what was observed says the same as the user's own file; whether its word was kept.
+    """Return (equal, stored) for the cleaned model that was observed.
 
-    It is the cleaned model. Where its outputs were kept, the file is asked of the first sample too.
+    equal: it reproduces the user's own file on the first sample. stored: its outputs of that
+    sample were stored, so they can serve as the reference.
     """
     keys = over.feed.keys[:1] if isinstance(over.feed, Part) else ()
     if outputs is None or not keys or keys[0] not in outputs:
@@ -346,7 +348,7 @@ def _same_model(
 def _notes(
     accuracy: Mapping[str, Accuracy], evaluation: Samples | None, calibration: Part, inside: int
 ) -> tuple[str, ...]:
-    """What the figures stand on."""
+    """Notes on which samples the figures stand on."""
     if not accuracy:
         return ()
     states = tuple(_states(accuracy.values()))
@@ -363,7 +365,7 @@ def _notes(
 
 
 def _states(found: Iterable[Accuracy]) -> Iterator[str]:
-    """That what a state loses from call to call is not seen where each call is fed by itself."""
+    """A note that errors which add up in states from call to call are not measured."""
     lost = {
         (output.name, one.carried[output.name])
         for one in found
@@ -380,7 +382,7 @@ def _states(found: Iterable[Accuracy]) -> Iterator[str]:
 
 
 def _as_constants(loaded: LoadedModel, latency: Mapping[str, Latency]) -> Iterator[str]:
-    """That the float model was timed without what its file does to its speed."""
+    """A note that the float model was timed with constants its file lists as inputs."""
     if loaded.listed and "FP32" in latency:
         some = "1 weight" if loaded.listed == 1 else f"{loaded.listed} weights"
         yield (

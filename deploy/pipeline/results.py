@@ -1,4 +1,4 @@
-"""From what the pipeline found to a `Report`, and the report to its files."""
+"""Gather everything a build found into a `Report`, and write its files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from deploy.tuning.plan_file import TargetPlan
     from deploy.tuning.tune import Tuned
 
-_NAMED = 3  # tensors of one reason
+_NAMED = 3  # tensors named for each reason
 _FAILED = "the search was made without some of its trials: {}"
 _UNUSABLE = (
     "the split of least cost would be unusable, {}; so the fastest usable one was looked for among"
@@ -99,8 +99,8 @@ def made_from(
 
     Args:
         calibrated: the calibration.
-        targets: that were built for.
-        cache: of the calibration, where it stands outside the build's folder.
+        targets: the targets that were built.
+        cache: the calibration cache, if it lies outside the build's folder.
     """
     fed = calibrated.feed.manifest()
     there = cache is not None and cache.is_file()
@@ -119,12 +119,12 @@ def made_from(
 def publish(
     made_from: Mapping[str, Any], stage: Stage, *, replacing: Collection[str] | None
 ) -> None:
-    """Let a build appear in its folder, with the manifest that makes it one.
+    """Move a build into its folder, with its manifest.
 
     Args:
-        made_from: what it was built from, and for.
-        stage: where all of it was written.
-        replacing: names that may be replaced though no manifest tells of them; None for all.
+        made_from: what it was built from and for.
+        stage: where its files were written.
+        replacing: names that may be replaced although no manifest lists them; None for all.
 
     Raises:
         ExportError: another file would be replaced, or the disk refuses.
@@ -150,15 +150,15 @@ def gather(
     plan: Path | None = None,
     gates: Gates | None = None,
 ) -> Report:
-    """Everything that was found, as one value.
+    """Gather the report of a build.
 
     Args:
         calibrated: the calibration.
-        built: what each target made, or why it failed.
-        figures: what was measured.
-        stage: where everything was written, and where it will be.
-        plans: what was settled for each target before it was built.
-        plan: the file that keeps it; None where there is none.
+        built: the result of each target, or why it failed.
+        figures: speed and accuracy.
+        stage: where the files were written, and where they will be.
+        plans: target -> its plan.
+        plan: the plan file; None without one.
         gates: what the user demands of the engines.
     """
     settled = plans or {}
@@ -175,7 +175,9 @@ def gather(
             _target(calibrated, figures, result, settled.get(result.target), stage)
             for result in built
         ),
-        engines=judged(figures, built, gates or Gates(), stage, fed_wrong=bool(calibrated.doubts)),
+        engines=engine_rows(
+            figures, built, gates or Gates(), stage, fed_wrong=bool(calibrated.doubts)
+        ),
         machine=replace(this_machine(), devices=figures.devices),
         files=(*file_rows(common, stage), report_page),
         work=_work(calibrated, figures),
@@ -205,7 +207,7 @@ def model_part(loaded: LoadedModel) -> ModelPart:
 
 
 def feed_part(feed: Feed, source: str) -> FeedPart:
-    """The images' part of a report; `source` is what the user calls them."""
+    """The images' part of a report; `source` is the path that the user gave."""
     fed = feed.manifest()
     return FeedPart(
         source=source,
@@ -223,7 +225,7 @@ def _title(name: str, built: Sequence[Built]) -> str:
     return f"calib8: {name} in {' and '.join(words)} for {', '.join(r.target for r in built)}"
 
 
-def judged(
+def engine_rows(
     figures: Figures,
     built: Sequence[Built],
     gates: Gates,
@@ -231,14 +233,14 @@ def judged(
     *,
     fed_wrong: bool = False,
 ) -> tuple[EngineRow, ...]:
-    """The engines' rows, each with its verdict; float engines and what failed have none.
+    """The engines' rows, each with its verdict; float and failed engines have none.
 
     Args:
-        figures: what was measured.
-        built: what each target made.
+        figures: speed and accuracy.
+        built: the result of each target.
         gates: what the user demands.
-        stage: where everything was written, and where it will be.
-        fed_wrong: whether the images seem not to be what the model learned from.
+        stage: where the files were written, and where they will be.
+        fed_wrong: whether the images seem unlike what the model was trained on.
     """
     reference, *others = figures.engines
     rows = [_with_examples(replace(row, path=_final(row.path, stage)), figures) for row in others]
@@ -259,7 +261,7 @@ def judged(
 
 
 def _with_examples(row: EngineRow, figures: Figures) -> EngineRow:
-    """The row of an int8 engine with samples to look at."""
+    """The row of an int8 engine with example samples."""
     own = () if row.baseline else figures.examples.get(row.target, ())
     looks = figures.looks
     return replace(row, boxes=box_rows(own, looks), changed=class_rows(own, looks))
@@ -268,7 +270,7 @@ def _with_examples(row: EngineRow, figures: Figures) -> EngineRow:
 def _verdict(
     row: EngineRow, engines: Sequence[EngineRow], *, int8: bool, gates: Gates, fed_wrong: bool
 ) -> Verdict:
-    """Of one engine, its speed held against that of the first of its rivals."""
+    """The verdict on one engine; its speed is compared with the first of its rivals."""
     rival = next(iter(model.rivals(engines, row)), None)
     if rival is None:
         return verdict(
@@ -292,12 +294,12 @@ def _verdict(
 
 
 def _rival_of(row: EngineRow) -> str:
-    """In words, what an engine without rivals would be held against."""
+    """What an engine without rivals would be compared with."""
     return "a float engine on its device" if row.on_device else "FP32"
 
 
 def _work(calibrated: Calibrated, figures: Figures) -> WorkPart:
-    """What the run cost."""
+    """Counts of decoded images and inferences."""
     return WorkPart(
         decodes=calibrated.feed.decodes + figures.decodes,
         calibration_runs=dict(calibrated.runs),
@@ -307,7 +309,7 @@ def _work(calibrated: Calibrated, figures: Figures) -> WorkPart:
 
 
 def _groups(calibrated: Calibrated) -> tuple[GroupRow, ...]:
-    """Observations by variant and statistic, and which of them the cache held."""
+    """Observations by variant and statistic, and whether the cache held them."""
     now = set(calibrated.observed_now)
     observations = calibrated.observations
     counted = Counter((o.variant.key, o.statistic.key, o not in now) for o in observations)
@@ -361,7 +363,7 @@ def _target(
 
 
 def _left_over(name: str, target: str, stage: Stage) -> Iterator[str]:
-    """Files of an earlier build of the same model that this one did not write again."""
+    """A note on files of an earlier build of the same model that this one did not write."""
     endings = TARGETS[target].writes if target in TARGETS else ()
     names = [f"{name}{ending}" for ending in endings]
     left = [n for n in names if (stage.folder / n).exists() and not (stage.inside / n).exists()]
@@ -370,7 +372,7 @@ def _left_over(name: str, target: str, stage: Stage) -> Iterator[str]:
 
 
 def _of_search(plan: Tuned | None) -> Iterator[str]:
-    """What the user should know of how the plan came about."""
+    """Notes on how the plan came about."""
     if plan is not None and plan.note:
         yield plan.note
     if plan is not None and plan.plan.unusable:
@@ -384,7 +386,7 @@ def _of_search(plan: Tuned | None) -> Iterator[str]:
 
 
 def _search(plan: Tuned | None) -> SearchPart | None:
-    """What was tried before the target was built; None where nothing was."""
+    """What the search tried; None without a search."""
     if plan is None or not plan.plan.tried:
         return None
     return SearchPart(
@@ -396,7 +398,7 @@ def _search(plan: Tuned | None) -> SearchPart | None:
 
 
 def trial_rows(plan: TargetPlan) -> Iterator[TrialRow]:
-    """What was tried whole, without rows that a hand has broken."""
+    """Rows of the complete trials; rows that a user's edit broke are left out."""
     for place, one in enumerate(plan.tried):
         db, time = one.get("sqnr_db"), one.get("time")
         if isinstance(db, float) and isinstance(time, float):
@@ -405,7 +407,7 @@ def trial_rows(plan: TargetPlan) -> Iterator[TrialRow]:
 
 
 def file_rows(files: Mapping[str, Path], stage: Stage) -> tuple[FileRow, ...]:
-    """Rows of files that were written, by what they are for."""
+    """Rows of written files, by their role."""
     return tuple(
         FileRow(
             role=role,
@@ -418,7 +420,7 @@ def file_rows(files: Mapping[str, Path], stage: Stage) -> tuple[FileRow, ...]:
 
 
 def _final(path: Path | str | None, stage: Stage) -> str | None:
-    """Where a file will be that was written, in words."""
+    """The final path of a written file, as text."""
     return None if path is None else str(stage.final(Path(path)))
 
 
