@@ -20,8 +20,8 @@ from deploy.commands.base import (
     json_option,
     put_json,
     quietable,
-    told,
     verbose_option,
+    with_progress,
 )
 from deploy.commands.calibration_options import (
     keep_float_option,
@@ -138,7 +138,7 @@ def ascend() -> None:
 
 
 @ascend.command(short_help="The default configuration of a model, to be edited.")
-@told
+@with_progress
 @click.argument("model", type=FILE)
 @click.option(
     "-o", "--out", type=FILE, required=True, help="File to write: quant.json, or a simplified .cfg."
@@ -180,7 +180,7 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
 
 
 @ascend.command(short_help="Whether a file is what ATC and AMCT take.")
-@told
+@with_progress
 @click.argument("path", type=FILE, metavar="FILE")
 @click.option("--model", type=FILE, help="The float model that it is for.")
 def check(path: Path, model: Path | None) -> None:

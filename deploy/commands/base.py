@@ -1,14 +1,8 @@
-"""`--help` in sections: an option says which one it stands in, a command prints them in order.
+"""What all commands share: options in sections of `--help`, completion, `--quiet`, `--json`.
 
-Numbers of a command line: NaN is none, and no machine has a thousand cores to spare.
-
-What a shell completes: values of options that take a name out of a list.
-
-The lists are looked up when a shell asks, so that no command imports anything for them.
-
-Which options the user gave, typed or in a file, so that one without effect is refused.
-
-What a command shows: progress, and its text or JSON in its place; `--quiet`, `--verbose`.
+A `SectionOption` names the section of the help it is listed in; `SectionedCommand` prints the
+sections in the order of a user's work. Completion looks its names up only when a shell asks, so
+that no command imports anything for it.
 """
 
 from __future__ import annotations
@@ -30,30 +24,30 @@ from deploy.terminal import say_data, telling, without_text
 
 MODEL, IMAGES, CALIBRATION, CACHE = "Model", "Images", "Calibration", "Cache"
 SEARCH, TARGETS, MEASURING, GENERAL = "Search", "Targets", "Measuring", "General"
-# The order of a user's work; a section that is not named here, such as a target's, comes between.
+# The order of a user's work; other sections, such as a target's, come between.
 _FIRST = (MODEL, IMAGES, CALIBRATION, CACHE, SEARCH, TARGETS)
 _LAST = (MEASURING, GENERAL)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_NUMBERS = {"integer": "N", "float": "X"}  # click's name of a type -> how a value is shown
+_NUMBERS = {"integer": "N", "float": "X"}  # click's name of a type -> metavar
 
 
 class SectionOption(click.Option):
-    """A click option that stands in a section of the help."""
+    """A click option with the section of the help that lists it."""
 
     def __init__(self, *words: Any, section: str, **rest: Any) -> None:
         super().__init__(*words, **rest)
         self.section = section
         if self.metavar is None and not self.is_flag and self.type.name.split()[0] in _NUMBERS:
-            self.metavar = _NUMBERS[self.type.name.split()[0]]  # click's INTEGER RANGE says less
+            self.metavar = _NUMBERS[self.type.name.split()[0]]  # shorter than click's INTEGER RANGE
 
 
 option = partial(click.option, cls=SectionOption)
 
 
 def added(command: Command, options: Sequence[Callable[..., Any]]) -> Command:
-    """A command with these options, in their order."""
+    """Add options to a command, in their order."""
     for one in reversed(options):
         command = one(command)
     return command
@@ -91,14 +85,14 @@ class SectionedCommand(click.Command):
 
 
 def section_of(param: click.Parameter) -> str:
-    """The section of an option; what has none, such as `--help`, is general."""
+    """The section of an option; options without one, such as `--help`, are general."""
     return param.section if isinstance(param, SectionOption) else GENERAL
 
 
 def retired(
     flag: str, way_out: str, *, is_flag: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A flag of earlier versions, kept to say what took its place."""
+    """A flag of earlier versions, which is refused with its replacement."""
 
     def refuse(ctx: click.Context, param: click.Parameter, value: object) -> None:
         if value:
@@ -110,7 +104,7 @@ def retired(
 
 
 def place(title: str) -> int:
-    """Where a section stands in the help, for sorting."""
+    """Position of a section in the help, as a sort key."""
     if title in _LAST:
         return len(_FIRST) + 1 + _LAST.index(title)
     return _FIRST.index(title) if title in _FIRST else len(_FIRST)
@@ -126,7 +120,7 @@ class Real(click.FloatRange):
     name = "float"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number; NaN would be below no bound and above none."""
+        """Convert and refuse infinity and NaN, which no bound would refuse."""
         found = super().convert(value, param, ctx)
         if isinstance(found, float) and not math.isfinite(found):
             self.fail(f"{value!r} is no finite number.", param, ctx)
@@ -134,7 +128,7 @@ class Real(click.FloatRange):
 
 
 def batches(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:
-    """The whole numbers of an option, with commas between them; none where it is not given."""
+    """Parse batch sizes separated by commas; () if the option is not given."""
     words = [] if text is None else text.split(",")
     if not all(word.strip().isdecimal() and 0 < int(word) <= MOST_BATCH for word in words):
         raise click.BadParameter(
@@ -147,12 +141,12 @@ Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]
 
 
 def among(names: Callable[[], Iterable[str]]) -> Completer:
-    """Complete one of these names; behind a comma the next of several."""
+    """Complete one of these names; after a comma the next of several."""
     return partial(_completed, names)
 
 
 def among_those_of(module: str, attribute: str, *more: str) -> Completer:
-    """Complete one of the names that a module holds, or of `more`."""
+    """Complete one of the names in an attribute of a module, or in `more`."""
     return among(lambda: (*getattr(import_module(module), attribute), *more))
 
 
@@ -166,17 +160,17 @@ def _completed(
 
 
 def typed(*names: str) -> list[str]:
-    """Flags of these options of the running command that the user gave a value; of all of none."""
+    """Flags of these options that the user gave; without names, of all options."""
     return [_flag(option) for option in _given() if option.name in names or not names]
 
 
 def typed_in(section: str) -> list[str]:
-    """Flags of this section that the user gave a value."""
+    """Flags of a section that the user gave."""
     return [_flag(option) for option in _given() if section_of(option) == section]
 
 
 def refuse_without(flag: str, flags: list[str]) -> None:
-    """Refuse `flags`, if there are any, since they say nothing without another.
+    """Refuse `flags`, if there are any, since they have no effect without `flag`.
 
     Raises:
         ConfigError: there are some.
@@ -213,7 +207,7 @@ verbose_option = option(
     "--verbose",
     section=GENERAL,
     is_flag=True,
-    help="Print what was counted: images decoded, inferences run.",
+    help="Print counts: images decoded, inferences run.",
 )
 json_option = option(
     "--json",
@@ -221,7 +215,7 @@ json_option = option(
     section=GENERAL,
     type=click.Path(path_type=Path, allow_dash=True),
     metavar="FILE",
-    help="Write what was found as JSON; - prints it in place of the text.",
+    help="Write the results as JSON; - prints it in place of the text.",
 )
 html_option = option(
     "--html",
@@ -229,35 +223,33 @@ html_option = option(
     section=GENERAL,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write what was found as a page.",
+    help="Write the results as an HTML page.",
 )
 _quiet_option = option(
     "-q",
     "--quiet",
     section=GENERAL,
     is_flag=True,
-    help="No progress and no text: errors and warnings alone, beside what is written.",
+    help="Print errors and warnings only; files are written all the same.",
 )
 
 
-def told(command: CommandFunction) -> CommandFunction:
-    """A command that tells on stderr what is going on, for what has no `--quiet`."""
+def with_progress(command: CommandFunction) -> CommandFunction:
+    """Show progress on stderr, for a command without `--quiet`."""
 
     @wraps(command)
-    def telling_it(**words: Any) -> None:
+    def run(**words: Any) -> None:
         with telling():
             command(**words)
 
-    return telling_it
+    return run
 
 
 def quietable(*files: str) -> Callable[[CommandFunction], CommandFunction]:
-    """Add `--quiet` to a command, which tells what is going on without it.
-
-    Stdout gets no text either where JSON goes there.
+    """Add `--quiet` to a command that shows progress; JSON on stdout replaces the text too.
 
     Args:
-        files: flags of which one must be given too, where a command writes nothing else.
+        files: flags of which one must be given with --quiet, if the command writes nothing else.
     """
 
     def added(command: CommandFunction) -> CommandFunction:
@@ -278,7 +270,7 @@ def quietable(*files: str) -> Callable[[CommandFunction], CommandFunction]:
 
 
 def put_json(path: Path | None, make: Callable[[], object]) -> None:
-    """Write what `--json` asks for; nothing where it was not given.
+    """Write the JSON that `--json` asks for; do nothing without the option.
 
     Raises:
         ExportError: the file cannot be written, or is an input.

@@ -20,7 +20,7 @@ from deploy.commands.image_options import ImageArguments, build_options, refuse_
 from deploy.commands.model_options import model_from, model_options, target_options
 from deploy.commands.settings import (
     ConfiguredCommand,
-    TuningOptions,
+    SearchArguments,
     config_option,
     settings,
     tuning_options,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     default=Path("build"),
     show_default=True,
-    help="Folder of everything that is written.",
+    help="Output folder.",
 )
 @base.option(
     "--cache",
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     "--eval-images",
     section=base.MEASURING,
     metavar="PATH",
-    help="Images for the accuracy figures, as --images; a list file may hold labels.",
+    help="Evaluation images, as --images; a list file may hold labels.",
 )
 @base.option(
     "--float",
@@ -61,21 +61,21 @@ if TYPE_CHECKING:
     section=base.MEASURING,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Of a Q/DQ model: the float model to judge it beside.  [default: it without its pairs]",
+    help="Float model to compare a Q/DQ model with.  [default: the model without its pairs]",
 )
 @base.option(
     "--labels",
     section=base.MEASURING,
     type=click.Path(path_type=Path),
-    help="One class number a line, for the evaluation images in order; their objects as a COCO"
-    " json, by file name; or the word folders, where each class has one.",
+    help="Labels of the evaluation images: a file with one class number a line, in order; a COCO"
+    " json of objects, by file name; or the word folders, if each class has a folder.",
 )
 @base.option(
     "--metric",
     section=base.MEASURING,
     metavar="FILE.py:FUNCTION",
-    help="Your own figure: (FP32 outputs, int8 outputs, label or None) of a sample -> number,"
-    " more is better; the mean is told.",
+    help="Your own metric: (FP32 outputs, int8 outputs, label or None) of a sample -> number,"
+    " more is better; the report shows the mean.",
 )
 @base.option(
     "--duration",
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     type=Real(min=0),
     default=3.0,
     show_default=True,
-    help="Seconds of latency runs a model; 0 leaves them out.",
+    help="Seconds of latency runs for each model; 0 skips them.",
 )
 @tuning_options
 @base.option(
@@ -113,7 +113,7 @@ def build(
     labels: Path | None,
     metric: str | None,
     duration: float,
-    tuning: TuningOptions,
+    tuning: SearchArguments,
     repairs: tuple[str, ...],
     targets: list[Target],
     shapes: tuple[str, ...],
@@ -126,11 +126,10 @@ def build(
 ) -> None:
     """Calibrate MODEL (or reuse its calibration), build int8 engines, measure, report.
 
-    A MODEL that is quantized already, in the Q/DQ form, is built by its own scales: --images are
-    what it is measured on then, and may be left away.
+    A Q/DQ MODEL is built by its own scales; --images are then what it is measured on, and optional.
 
     A target that fails is a row of the report; the others are built, and the exit code is 1. An
-    engine whose verdict is "unusable" gives exit code 3, unless --accept.
+    engine whose verdict is "unusable" gives exit code 3, unless --accept is given.
 
     \b
     Examples:
@@ -160,7 +159,7 @@ def build(
         labels=read_labels(labels) if labels else None,
         metric=metric,
         duration_s=duration,
-        tuning=tuning.wish,
+        tuning=tuning.search,
         gates=tuning.gates,
         repairs=repairs or None,
         settings=settings(),

@@ -1,4 +1,4 @@
-"""`calib8 cache`: look into TensorRT calibration caches, mend them, and to Q/DQ and back."""
+"""`calib8 cache`: show, compare, merge, check and convert TensorRT calibration caches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 from deploy.calibration import DEFAULT_TRT_VERSION
 from deploy.commands import base
-from deploy.commands.base import told
+from deploy.commands.base import with_progress
 from deploy.terminal import say, say_lines
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _ALGORITHM = click.option(
 _PARSER = click.option(
     "--parser",
     type=click.Choice(["onnx", "caffe"]),
-    help="Parser of TensorRT that named the tensors; by default judged from the model.",
+    help="TensorRT parser that named the tensors; by default guessed from the model.",
 )
 
 
@@ -47,7 +47,7 @@ def cache() -> None:
 @click.argument("path", type=FILE, metavar="CACHE")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def show(path: Path, as_json: bool) -> None:
-    """Print the header and every entry of CACHE: scale, largest value, oddity, tensor."""
+    """Print the header and every entry of CACHE: scale, amax, flaw, tensor."""
     import json
 
     from deploy.targets.tensorrt.cache_tools import read_cache
@@ -62,13 +62,13 @@ def show(path: Path, as_json: bool) -> None:
         say(f"{float(entry.scale):14.8g} {amax:12.6g}  {entry.flaw or '':8} {entry.name}")
 
 
-@cache.command(short_help="What differs between two caches.")
+@cache.command(short_help="Differences of two caches.")
 @click.argument("first", type=FILE)
 @click.argument("second", type=FILE)
 @click.option("--limit", type=int, default=50, show_default=True, help="Lines to print; 0: all.")
 @click.pass_context
 def diff(context: click.Context, first: Path, second: Path, limit: int) -> None:
-    """Compare two caches, largest change first; exit code 1 where they differ."""
+    """Compare two caches, largest change first; exit code 1 if they differ."""
     from deploy.targets.tensorrt import cache_tools
 
     a, b = cache_tools.read_cache(first), cache_tools.read_cache(second)
@@ -98,7 +98,7 @@ def diff(context: click.Context, first: Path, second: Path, limit: int) -> None:
     type=click.Choice(["error", "first", "last", "max"]),
     default="error",
     show_default=True,
-    help="Which of two different scales of one tensor to take.",
+    help="Which scale to use where two caches differ.",
 )
 def merge(paths: tuple[Path, ...], out: Path, on_conflict: str) -> None:
     """Merge caches of one version and algorithm into one."""
@@ -113,9 +113,11 @@ def merge(paths: tuple[Path, ...], out: Path, on_conflict: str) -> None:
     say(f"{out}: {len(merged.entries)} entries from {len(paths)} caches")
 
 
-@cache.command(short_help="The same cache for another TensorRT.")
+@cache.command(short_help="Rewrite a cache for another TensorRT version.")
 @click.argument("path", type=FILE, metavar="CACHE")
-@click.option("--trt-version", required=True, metavar="X.Y.Z", help="TensorRT that is to read it.")
+@click.option(
+    "--trt-version", required=True, metavar="X.Y.Z", help="TensorRT version that will read it."
+)
 @_ALGORITHM
 @_OUT
 def relabel(path: Path, trt_version: str, algorithm: str | None, out: Path) -> None:
@@ -137,14 +139,16 @@ def relabel(path: Path, trt_version: str, algorithm: str | None, out: Path) -> N
         say("the legacy form has no version to change; it was written as it is")
 
 
-@cache.command(short_help="Whether a cache is sound, and fits a model and a TensorRT.")
-@told
+@cache.command(short_help="Check a cache against a model and a TensorRT version.")
+@with_progress
 @click.argument("path", type=FILE, metavar="CACHE")
-@click.option("--model", type=FILE, metavar="ONNX", help="Model that it should be for.")
-@click.option("--trt-version", metavar="X.Y.Z", help="TensorRT that is to read it.")
+@click.option("--model", type=FILE, metavar="ONNX", help="Model the cache should fit.")
+@click.option("--trt-version", metavar="X.Y.Z", help="TensorRT version that will read it.")
 @_ALGORITHM
 @_PARSER
-@click.option("--verbose", is_flag=True, help="Every entry and every tensor, with its reason.")
+@click.option(
+    "--verbose", is_flag=True, help="Print every entry and every tensor, with the reason."
+)
 @click.pass_context
 def check(
     context: click.Context,
@@ -155,7 +159,7 @@ def check(
     parser: str | None,
     verbose: bool,
 ) -> None:
-    """Check CACHE; exit code 1 where TensorRT would not do with it what one expects."""
+    """Check CACHE; exit code 1 if TensorRT would not use it as expected."""
     from deploy.targets.tensorrt import cache_tools
 
     if model is None:
@@ -173,20 +177,20 @@ def check(
     context.exit(1 if harmful else 0)
 
 
-@cache.command("to-qdq", short_help="A cache becomes a Q/DQ model for TensorRT 10, 11 and CPUs.")
-@told
+@cache.command("to-qdq", short_help="Convert a cache to a Q/DQ model for TensorRT 10, 11 and CPUs.")
+@with_progress
 @click.argument("model", type=FILE, metavar="MODEL.ONNX")
 @click.argument("path", type=FILE, metavar="CACHE")
 @_OUT
 @click.option(
     "--keep-batchnorm",
     is_flag=True,
-    help="Leave BatchNormalization unfolded: the way back is then exact to the bit.",
+    help="Do not fold BatchNormalization; converting back is then exact.",
 )
 @click.option(
     "--own-concat-scales",
     is_flag=True,
-    help="Do not give the tensors of a Concat one scale; TensorRT then requantizes them.",
+    help="Keep a scale of each tensor of a Concat; TensorRT then requantizes them.",
 )
 @_PARSER
 @click.option(
@@ -194,16 +198,18 @@ def check(
     type=click.Choice(("fp16", "bf16", "fp32")),
     default="fp32",
     show_default=True,
-    help="Type of what is not quantized; TensorRT 11 takes it from the model.",
+    help="Type of layers that are not quantized; TensorRT 11 reads it from the model.",
 )
 @click.option(
     "--precision",
     type=click.Choice(("int8", "fp8")),
     default="int8",
     show_default=True,
-    help="Grid of the pairs; fp8 is for TensorRT 10.2 and newer, on GPUs from Ada and Hopper on.",
+    help="Type of the pairs; fp8 needs TensorRT 10.2 and an Ada or Hopper GPU or newer.",
 )
-@click.option("--verbose", is_flag=True, help="Every entry and every tensor, with its reason.")
+@click.option(
+    "--verbose", is_flag=True, help="Print every entry and every tensor, with the reason."
+)
 def to_qdq(
     model: Path,
     path: Path,
@@ -233,8 +239,8 @@ def to_qdq(
     say(f"{out}: {matched.covered} tensors quantized")
 
 
-@cache.command("from-qdq", short_help="A Q/DQ model becomes a plain model and its cache.")
-@told
+@cache.command("from-qdq", short_help="Convert a Q/DQ model to a float model and a cache.")
+@with_progress
 @click.argument("model", type=FILE, metavar="MODEL.QDQ.ONNX")
 @click.option(
     "-o",
@@ -247,26 +253,26 @@ def to_qdq(
 @click.option(
     "--trt-version",
     metavar="X.Y.Z",
-    help="TensorRT that is to read the cache.  [default: the TensorRT that builds here, else"
+    help="TensorRT version that will read the cache.  [default: the installed one, else"
     f" {DEFAULT_TRT_VERSION}]",
 )
 @click.option(
     "--dla",
     is_flag=True,
-    help="Also infer the scales of tensors without a pair, which DLA asks for.",
+    help="Also infer the scales of tensors without a pair, which DLA needs.",
 )
 @click.option(
     "--no-guesses",
     is_flag=True,
-    help="With --dla, infer no scale that may cut values off; its layers run in float16.",
+    help="With --dla, infer no scale that may clip values; those layers run in float16.",
 )
 def from_qdq(
     model: Path, out: tuple[Path, Path], trt_version: str | None, dla: bool, no_guesses: bool
 ) -> None:
-    """Take the pairs out of MODEL.QDQ.ONNX: the float model, and a cache for DLA and TensorRT 8.
+    """Remove the pairs of MODEL.QDQ.ONNX: write the float model and a cache for DLA and TensorRT 8.
 
-    DLA runs a layer in int8 only where all that it reads and makes has a scale; --dla infers those
-    that have no pair from those that have.
+    DLA runs a layer in int8 only if all its inputs and outputs have a scale; --dla infers the
+    scales of tensors without a pair from the others.
     """
     from deploy.calibration.trt_cache import dump
     from deploy.files.atomic import write_bytes
@@ -302,7 +308,7 @@ def from_qdq(
 
 
 def _print_inferred(found: Inferred) -> None:
-    """What the scales without a pair are, and which there are not."""
+    """Print how the scales without a pair were inferred, and which are missing."""
     kinds = {
         "equal": "are those of another tensor by what the operators do",
         "bound": "are bounds that cannot be exceeded",
@@ -352,7 +358,7 @@ def _document(read: CalibrationCache) -> dict[str, object]:
 
 
 def _plain(value: float) -> float | str:
-    """JSON has no infinity."""
+    """A number, or text for infinity and NaN, which JSON lacks."""
     return value if value - value == 0 else str(value)
 
 

@@ -1,7 +1,4 @@
-"""`calib8 calibrate`.
-
-`calib8 merge`.
-"""
+"""`calib8 calibrate` and `calib8 merge`."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ if TYPE_CHECKING:
     "--shard",
     section=base.IMAGES,
     metavar="I/N",
-    help="Observe the I-th of N parts of the images, for calib8 merge; -o is then the shard's file."
+    help="Observe the I-th of N parts of the images, for calib8 merge; -o names the shard's file."
     "  [default of -o: MODEL.I-of-N.shard]",
 )
 @base.retired(
@@ -123,10 +120,10 @@ def calibrate(
 
 
 def _shard(text: str, policy: CachePolicy) -> tuple[int, int]:
-    """The shard that was asked for.
+    """Parse I/N.
 
     Raises:
-        ConfigError: it does not read as one, or what is of a cache alone was asked for too.
+        ConfigError: another text, or an option that is about a cache.
     """
     number, slash, of = text.partition("/")
     if not (slash and number.isdecimal() and of.isdecimal() and len(text) < 16):

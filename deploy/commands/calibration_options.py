@@ -1,14 +1,6 @@
-"""Options of how ranges are found, kept and used again.
+"""Options of a calibration: its method, its cache, its cluster, and what is printed about it.
 
-`--method` and the searches' parameters, made from the rows of the table of searches.
-
-`--scheduler` and what goes with it: observing on the workers of a dask cluster.
-
-What feeds a calibration: images, or the calibrator of a user's script.
-
-What is told of a calibration that was made, reused or merged.
-
-The file of `--labels`.
+`--method` and the parameters of the searches are generated from the table of searches.
 """
 
 from __future__ import annotations
@@ -45,7 +37,7 @@ Command = Callable[..., None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter of one or more searches, and what the help says of it."""
+    """A parameter of one or more searches, and its help."""
 
     name: str
     kind: type
@@ -55,7 +47,7 @@ class Parameter:
 
     @property
     def flag(self) -> str:
-        """As a user types it."""
+        """The flag on the command line."""
         return f"--{self.name.replace('_', '-')}"
 
 
@@ -80,7 +72,7 @@ def parameters() -> tuple[Parameter, ...]:
 
 
 def method_options(command: Command) -> Command:
-    """Add `--method` and the parameters; the command gets `method`, and `asked`: flags typed."""
+    """Add `--method` and its parameters; the command gets `method`, and `asked`: flags given."""
     known = parameters()
 
     @wraps(command)
@@ -166,11 +158,11 @@ class CalibrationArguments:
         )
 
     def refuse_ignored(self, targets: Sequence[Target]) -> None:
-        """Refuse what was asked and would change nothing.
+        """Refuse options without effect.
 
         Raises:
-            ConfigError: a search that no target follows, or that a trusted cache leaves no room
-                for; a cache that is to be made anew and to be used.
+            ConfigError: a search that no target follows or that a trusted cache overrides; a cache
+                that is both to be used and to be made anew.
         """
         asked = " and ".join(self.asked)
         if asked and all(target.own_method for target in targets):
@@ -188,10 +180,10 @@ class CalibrationArguments:
 
 
 def refuse_both_ways(policy: CachePolicy) -> None:
-    """Refuse a cache that is to be made anew and to be used.
+    """Refuse --refresh with an option that uses the cache.
 
     Raises:
-        ConfigError: it is both.
+        ConfigError: both are given.
     """
     if policy.refresh and (policy.require or policy.trust):
         other = "--require-cache" if policy.require else "--trust-cache"
@@ -214,13 +206,13 @@ require_cache_option = base.option(
     "--require-cache",
     section=base.CACHE,
     is_flag=True,
-    help="Fail where the cache does not fit.",
+    help="Fail if the cache does not fit.",
 )
 refresh_option = base.option(
     "--refresh",
     section=base.CACHE,
     is_flag=True,
-    help="Calibrate even where the cache fits.",
+    help="Calibrate even if the cache fits.",
 )
 
 
@@ -228,12 +220,12 @@ resume_option = base.option(
     "--resume",
     section=base.CACHE,
     is_flag=True,
-    help="Go on with a calibration that was ended, from the checkpoint beside its file.",
+    help="Continue an interrupted calibration from the checkpoint beside its cache.",
 )
 
 
 def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add how ranges are found and kept; the command gets them as `calibration`."""
+    """Add the options of a calibration; the command gets them as `calibration`."""
 
     @wraps(command)
     def gathered(method: Method, asked: tuple[str, ...], **words: Any) -> None:
@@ -262,14 +254,14 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
             "--trust-cache",
             section=base.CACHE,
             is_flag=True,
-            help="Use a cache that has no fingerprint, as it is.",
+            help="Use a cache without a fingerprint as it is.",
         ),
         refresh_option,
         base.option(
             "--force",
             section=base.CACHE,
             is_flag=True,
-            help="Write over a file that calib8 did not write.",
+            help="Overwrite a file that calib8 did not write.",
         ),
         base.option(
             "--trt-version",
@@ -289,7 +281,7 @@ SENDS = (
     "model",
     "images",
     "all",
-)  # of `deploy.calibration.cluster_jobs`, which --help spares
+)  # of `deploy.calibration.cluster_jobs`, repeated so that --help does not import it
 
 _OPTIONS = (
     base.option(
@@ -303,26 +295,26 @@ _OPTIONS = (
         "--send",
         section=SECTION,
         type=click.Choice(SENDS),
-        help="What the workers are sent in place of reading it from the same path as here."
+        help="What is sent to the workers, which else read it from the same path as here."
         "  [default: nothing]",
     ),
     base.option(
         "--pieces",
         section=SECTION,
         type=click.IntRange(min=1),
-        help="Split the images into so many.  [default: 8 a thread of the workers, or more]",
+        help="Split the images into N pieces.  [default: 8 for each worker thread, or more]",
     ),
     base.option(
         "--retries",
         section=SECTION,
         type=click.IntRange(min=0),
-        help="Try a piece again so often where the system failed it.  [default: 2]",
+        help="Retries of a piece whose worker failed.  [default: 2]",
     ),
 )
 
 
 def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add which scheduler observes; the command gets it as `scheduler`, None for this machine."""
+    """Add the dask cluster; the command gets it as `scheduler`, None for this machine."""
 
     @wraps(command)
     def gathered(scheduler: str | None, **words: Any) -> None:
@@ -335,10 +327,10 @@ def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _cluster(address: str, asked: dict[str, Any]) -> Cluster:
-    """The scheduler, its options, and `--threads`, which is then of each piece.
+    """The cluster with its options; `--threads` is the number for each piece.
 
     Raises:
-        ConfigError: another option says that nothing is to be observed, or here.
+        ConfigError: another option observes nothing, or observes here.
     """
     from deploy.calibration.cluster_jobs import Cluster
 
@@ -394,7 +386,7 @@ def compared(dataset: Dataset, path: Path) -> list[str]:
 
 
 def tell(found: Calibrated, path: Path, *, verbose: bool) -> None:
-    """Say what was observed, how it was searched, and what is to be known of it."""
+    """Print what was observed, how ranges were searched, and all notes."""
     from deploy.feed.feed import as_read
 
     how = "reused" if found.reused else f"written in {found.seconds:.1f} s"
@@ -418,20 +410,20 @@ def tell(found: Calibrated, path: Path, *, verbose: bool) -> None:
 
 
 def end(found: Calibrated) -> None:
-    """Say which targets failed, and exit with 1 where one did."""
+    """Print which targets failed, and exit with code 1 if one did."""
     for name, why in found.failed.items():
         say(f"calib8: {name} failed: {why}", err=True)
     if found.failed:
         click.get_current_context().exit(1)
 
 
-_DIGITS = 9  # of a class number, at most
+_DIGITS = 9  # at most, of a class number
 
 
 def read_labels(path: Path) -> tuple[int, ...] | Annotations | str:
-    """Annotations of a COCO json, or one class number a line, the last word of the line.
+    """Read the annotations of a COCO json, or a class number at the end of each line.
 
-    Empty lines are left out. The word "folders" is no file: it labels images by their folders.
+    Empty lines are skipped. "folders" is no file: images are labelled by their folders.
 
     Raises:
         FeedError: the file cannot be read, or a line does not end in a whole number >= 0.

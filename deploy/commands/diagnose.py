@@ -1,15 +1,4 @@
-"""`calib8 inspect`.
-
-`calib8 compare`.
-
-`calib8 explain`.
-
-`calib8 report`.
-
-`calib8 verify`.
-
-`calib8 doctor`.
-"""
+"""Commands that look at models and builds: inspect, compare, explain, report, verify and doctor."""
 
 from __future__ import annotations
 
@@ -20,7 +9,15 @@ from typing import TYPE_CHECKING
 import click
 
 from deploy.commands import base
-from deploy.commands.base import THREADS, Real, html_option, json_option, put_json, quietable, told
+from deploy.commands.base import (
+    THREADS,
+    Real,
+    html_option,
+    json_option,
+    put_json,
+    quietable,
+    with_progress,
+)
 from deploy.commands.calibration_options import keep_float_option
 from deploy.commands.image_options import ImageArguments, image_options, input_options
 from deploy.commands.model_options import model_from, model_options, target_options
@@ -281,7 +278,7 @@ def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | 
 
 
 @click.command()
-@told
+@with_progress
 @click.argument("folder", type=click.Path(path_type=Path))
 def verify(folder: Path) -> None:
     """Tell whether the files in FOLDER are those of one build, as it wrote them.
@@ -320,7 +317,7 @@ def verify(folder: Path) -> None:
 
 
 @click.command()
-@told
+@with_progress
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(as_json: bool) -> None:
     """Tell what is here: versions, int8 on this CPU, and what every target can do.

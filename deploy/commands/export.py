@@ -1,4 +1,4 @@
-"""`calib8 export`: a PyTorch model as ONNX, in float or with Q/DQ.
+"""`calib8 export`: export a PyTorch model to ONNX, in float or with Q/DQ.
 
 `calib8 qat`: train a PyTorch model for int8 and export it with Q/DQ.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from deploy.method import Method
 
 
-QDQ = "Quantization"  # with --qdq alone
+QDQ = "Quantization"  # section of options that need --qdq
 
 
 @click.command(cls=base.SectionedCommand)
@@ -224,15 +224,15 @@ def export(
 @click.option(
     "--checkpoint",
     type=click.Path(path_type=Path),
-    help="File that is written after each epoch, and gone on from.",
+    help="Checkpoint, written after each epoch and resumed from.",
 )
 @click.option(
     "--device",
     default="cpu",
     show_default=True,
-    help="Where to train: cpu, cuda or cuda:1; batches are brought there.",
+    help="Device to train on: cpu, cuda or cuda:1; batches are moved there.",
 )
-@click.option("--amp", is_flag=True, help="Train in bfloat16 where torch.autocast does.")
+@click.option("--amp", is_flag=True, help="Train with torch.autocast in bfloat16.")
 @click.option("--scales", is_flag=True, help="Print every activation's scale and zero point.")
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), required=True, help="ONNX file to write."
@@ -262,7 +262,7 @@ def qat(
     def setup():
         return Task(model=..., inputs=[...], batches=..., loss=..., evaluate=...)
 
-    --method and what belongs to it, --ranges and --epochs stand in place of the task's own.
+    --method with its parameters, --ranges and --epochs override those of the task.
     """  # noqa: D301 (click reads the backspace)
     from dataclasses import replace
 
@@ -300,8 +300,8 @@ def qat(
     if distil:
         task = replace(task, distil=[_pair(text) for text in distil])
     task = in_order(task)
-    if told := as_dict(task.model):
-        say(told)
+    if note := as_dict(task.model):
+        say(note)
     with users_errors(script):
         trained = train(
             task,

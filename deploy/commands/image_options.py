@@ -1,11 +1,4 @@
-"""Options of the images that are fed: which, how they are read, and in how many threads.
-
-Options of how images become inputs, and how their words become a preprocessing.
-
-Options of which images are used, and of files that do not say what they hold.
-
-Images as the inputs of a command that does without them too.
-"""
+"""Options of images: which are used, how they are read and prepared, and worker threads."""
 
 from __future__ import annotations
 
@@ -29,7 +22,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-PRESET_NAMES = (  # of `deploy.feed.preprocess`, said here so that --help imports nothing for it
+PRESET_NAMES = (  # of `deploy.feed.preprocess`, repeated here so that --help imports nothing
     "raw, unit, grey-half, imagenet, minus-one-to-one, imagenet-tf, efficientnet-lite, yolo,"
     " picodet, ppocr-det, ppocr-rec or ppocr-cls"
 )
@@ -38,17 +31,21 @@ PREPROCESS = (
     (
         "--size",
         "size",
-        "Input size as HxW; 48x* and native leave sides to each image. The default is the model's.",
+        "Input size as HxW; 48x* or native keep sides of each image. Default: the model's size.",
     ),
-    ("--multiple", "multiple", "Round what --size leaves to the image to multiples of so many."),
-    ("--resize", "resize", "Way to the size: stretch, letterbox, short-side or fit-height."),
+    (
+        "--multiple",
+        "multiple",
+        "Round the sides that --size leaves to the image to multiples of N.",
+    ),
+    ("--resize", "resize", "How to resize: stretch, letterbox, short-side or fit-height."),
     ("--short-side", "short_side", "Short side in pixels before the centre crop."),
     ("--interpolation", "interpolation", "OpenCV's: nearest, linear, cubic, area or lanczos."),
     ("--color", "color", "Order of the channels: rgb, bgr or grey."),
-    ("--scale", "scale", "Factor of a pixel of 0..255, such as 1/255."),
-    ("--mean", "mean", "Mean after scaling: one value, or one a channel: 0.5,0.5,0.5."),
+    ("--scale", "scale", "Factor for pixels of 0..255, such as 1/255."),
+    ("--mean", "mean", "Mean after scaling: one value, or one for each channel: 0.5,0.5,0.5."),
     ("--std", "std", "Standard deviation after scaling, like --mean."),
-    ("--pad", "pad", "Border of letterbox in pixel units."),
+    ("--pad", "pad", "Letterbox border as a pixel value of 0..255."),
     ("--layout", "layout", "Order of the axes: nchw or nhwc."),
 )
 
@@ -76,12 +73,12 @@ def preprocess_options(command: Command) -> Command:
 
 
 def preprocess_from(words: dict[str, str | None]) -> Asked:
-    """The preprocessing of a preset and the options that override it; None if none was given.
+    """The preprocessing of a preset and of options that override it; None if none is given.
 
-    Options without a preset are given alone: the rest is the model's own.
+    Options without a preset are returned as a dict: the model decides the rest.
 
     Raises:
-        ConfigError: an unknown preset, or a word that is not a value of its option.
+        ConfigError: an unknown preset, or a wrong value.
     """
     if not any(words.values()):
         return None
@@ -102,7 +99,7 @@ def preprocess_from(words: dict[str, str | None]) -> Asked:
             given[key] = tuple(_number(f"--{key}", part) for part in text.split(","))
     if words["preset"]:
         return asked_of(preset(words["preset"]), given)
-    with_options(Preprocess(), given)  # what breaks a rule is told before a model is read
+    with_options(Preprocess(), given)  # check the values before a model is read
     return given
 
 
@@ -119,10 +116,10 @@ def size(text: str) -> Sides:
 
 
 def whole(flag: str, text: str) -> int:
-    """The number that a flag was given.
+    """Parse the integer of a flag.
 
     Raises:
-        ConfigError: it is none, or has a fraction.
+        ConfigError: it is no integer.
     """
     try:
         return int(text)
@@ -144,30 +141,30 @@ _RAW = (
         "--raw-shape",
         section=base.IMAGES,
         metavar="DIMS",
-        help="Shape of a sample in .bin and .raw files, such as 1x3x224x224; of pictures 480x640x3."
-        "  [default: the input's]",
+        help="Shape of a sample in .bin and .raw files, such as 1x3x224x224, or 480x640x3 for"
+        " pictures.  [default: the input's]",
     ),
     base.option(
         "--raw-dtype",
         section=base.IMAGES,
         metavar="NAME",
         shell_complete=among_those_of("deploy.feed.paths", "DTYPES"),
-        help="Their dtype, little-endian, such as float16; uint8 are pictures, unless the input is"
-        " of uint8 and no preprocessing is asked for.  [default: the input's]",
+        help="Their dtype, little-endian, such as float16; uint8 files are pictures, unless the"
+        " input is uint8 and no preprocessing is given.  [default: the input's]",
     ),
 )
 
 
 def raw_options(command: Command) -> Command:
-    """Add the form of files without a header; `raw_from` gathers it."""
+    """Add shape and dtype of files without a header; `raw_from` takes them out."""
     return base.added(command, _RAW)
 
 
 def raw_from(words: dict[str, Any], source: str) -> str | RawFiles:
-    """Take the words of `raw_options` out of a command's; the source in the form that they say.
+    """Take the values of `raw_options` out of `words`; return the source as they describe it.
 
     Raises:
-        ConfigError: as `RawFiles`, or a shape that does not read as one.
+        ConfigError: as `RawFiles`, or no shape.
     """
     shape, dtype = words.pop("raw_shape"), words.pop("raw_dtype")
     if shape is None and dtype is None:
@@ -188,39 +185,39 @@ _CHOICE = (
         "--limit",
         section=base.IMAGES,
         type=click.IntRange(min=1),
-        help="Use at most so many images, spread evenly over all.",
+        help="Use at most N images, spread evenly over all.",
     ),
     base.option(
         "--sample",
         section=base.IMAGES,
         type=click.IntRange(min=1),
-        help="Use at most so many images, drawn by lot.",
+        help="Use at most N images, drawn at random.",
     ),
     base.option(
         "--sample-seed",
         section=base.IMAGES,
         type=click.IntRange(min=0),
-        help="Of the lot of --sample.  [default: 0]",
+        help="Random seed for --sample.  [default: 0]",
     ),
     base.option(
         "--stride",
         section=base.IMAGES,
         type=click.IntRange(min=1),
-        help="Use every so-manieth image or frame only.  [default: 1; of a video, one a second]",
+        help="Use every N-th image or video frame only.  [default: 1; one a second of a video]",
     ),
 )
 
 
 def limit_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add which of the images are used; `limit_from` gathers them."""
+    """Add the options on which images are used; `limit_from` takes them out."""
     return base.added(command, _CHOICE)
 
 
 def limit_from(words: dict[str, Any]) -> Limit:
-    """Take the words of `limit_options` out of a command's.
+    """Take the values of `limit_options` out of `words`.
 
     Raises:
-        ConfigError: a seed without a lot; or as `Choice`.
+        ConfigError: a seed without --sample; or as `Choice`.
     """
     from deploy.feed.sampling import Choice
 
@@ -238,24 +235,24 @@ STABLE = (
         "--until-stable",
         section=base.IMAGES,
         is_flag=True,
-        help="Look at 16, 32, 64 ... images, spread evenly over all, until both halves of them give"
-        " the same ranges.",
+        help="Use 16, 32, 64 ... images, spread evenly over all, until both halves of them give the"
+        " same ranges.",
     ),
     base.option(
         "--stable-within",
         section=base.IMAGES,
         type=Real(),
-        help="Of --until-stable: the share of its range by which halves may differ."
+        help="For --until-stable: by which share of its range the halves may differ."
         "  [default: 0.2]",
     ),
 )
 
 
 def stable_from(words: dict[str, Any]) -> float | None:
-    """Take the words of `STABLE` out of a command's.
+    """Take the values of `STABLE` out of `words`.
 
     Raises:
-        ConfigError: a share without what it is of.
+        ConfigError: --stable-within without --until-stable.
     """
     from deploy.calibration.sample_checks import WITHIN
 
@@ -304,7 +301,7 @@ skip_bad_option = base.option(
     "--skip-bad",
     section=base.IMAGES,
     is_flag=True,
-    help="Go on without unreadable images.",
+    help="Skip unreadable images.",
 )
 
 
@@ -312,23 +309,23 @@ calibrator_script_option = base.option(
     "--calibrator-script",
     section=base.IMAGES,
     metavar="FILE.py:FUNCTION",
-    help="In place of --images: a function that gives your TensorRT calibrator (IInt8...), whose"
-    " batches are taken without TensorRT and a GPU.",
+    help="In place of --images: a function that returns your TensorRT calibrator (IInt8...); its"
+    " batches are read without TensorRT and a GPU.",
 )
 
 
 def image_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add how images are chosen and read; the command gets them as `images`."""
+    """Add required images and how they are read; the command gets them as `images`."""
     return _image_options(command, scripts=False)
 
 
 def feed_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The same, with a calibrator's script in place of images."""
+    """As `image_options`, with --calibrator-script as the alternative."""
     return _image_options(command, scripts=True)
 
 
 def build_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The same, where a model may need neither; `refuse_unfed` is asked of others."""
+    """As `feed_options`, for models that may need neither; see `refuse_unfed`."""
     return _image_options(command, scripts=True, needed=False)
 
 
@@ -373,7 +370,7 @@ def _image_options(
             "--threads",
             section=base.GENERAL,
             type=THREADS,
-            help="Worker threads; results do not depend on it.  [default: up to 4 cores]",
+            help="Worker threads; results do not depend on them.  [default: up to 4 cores]",
         ),
     )
     return base.added(gathered, options)
@@ -392,7 +389,7 @@ def _dataset(words: dict[str, Any], source: str) -> Dataset:
 
 
 def refuse_unfed() -> None:
-    """Refuse a command that has nothing to feed."""
+    """Refuse a command without images and without a calibrator script."""
     raise click.UsageError("Missing option '--images' or '--calibrator-script'")
 
 
@@ -400,7 +397,7 @@ CommandFunction = Callable[..., None]
 
 
 def shape_option(ending: str = "") -> Callable[[CommandFunction], CommandFunction]:
-    """Add --shape, which may be repeated, as `shapes`; `ending` is said last in its help."""
+    """Add --shape, which may be repeated, as `shapes`; `ending` ends its help."""
     return base.option(
         "--shape",
         "shapes",

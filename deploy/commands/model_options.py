@@ -1,6 +1,7 @@
-"""How commands take a model: an ONNX file, or one of PyTorch with the shapes of its inputs.
+"""Options of models and targets.
 
-`--target` and every target's own options, made from what the rows of `TARGETS` declare.
+A model is an ONNX file, or a PyTorch model with the shapes of its inputs. `--target` selects rows
+of `TARGETS`; each target's own options are generated from the fields that its class declares.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def model_options(command: Command) -> Command:
-    """Add what a model in PyTorch needs besides its name: `shapes` and `weights`."""
+    """Add the options of a PyTorch model: `shapes` and `weights`."""
     weights = base.option(
         "--weights",
         section=base.MODEL,
@@ -44,13 +45,13 @@ def model_options(command: Command) -> Command:
         multiple=True,
         metavar="[NAME=]SHAPE[:DTYPE]",
         help="Input of a model given as file.py:factory or timm:NAME, such as 1x3x224x224 or"
-        " ids=1x128:int64, by an argument of its forward or a key of the dict that it takes.",
+        " ids=1x128:int64; the name is an argument of its forward or a key of its dict.",
     )
     return shapes(weights(command))
 
 
 def model_from(model: Path, shapes: tuple[str, ...], weights: Path | None) -> Path | LoadedModel:
-    """An ONNX file as it is; a PyTorch model exported, checked and loaded.
+    """Return an ONNX file as it is, and a PyTorch model exported and loaded.
 
     Raises:
         ConfigError: shapes or weights for an ONNX file.
@@ -77,20 +78,20 @@ def model_from(model: Path, shapes: tuple[str, ...], weights: Path | None) -> Pa
 
 
 def leaf_option(command: Command) -> Command:
-    """Add `leaves`: modules of a PyTorch model that stay whole."""
+    """Add `leaves`: modules of a PyTorch model that are not traced into."""
     added = base.option(
         "--leaf",
         "leaves",
         section=base.MODEL,
         multiple=True,
         metavar="NAME|CLASS",
-        help="Module to keep whole, by its name or class.",
+        help="Module not to trace into, by its name or class.",
     )
     return added(command)
 
 
 def torch_options(command: Command) -> Command:
-    """Add what a command for models in PyTorch alone takes: inputs, weights, a device."""
+    """Add the options of commands for PyTorch models only: inputs, weights, device."""
     added = (
         base.option(
             "--input",
@@ -106,8 +107,8 @@ def torch_options(command: Command) -> Command:
             section=base.MODEL,
             type=click.Path(path_type=Path),
             metavar="FILE",
-            help="Inputs of one run in place of made-up ones: .npy, or .npz with an array for each"
-            " name.",
+            help="Inputs of one run in place of random ones: .npy, or .npz with one array for each"
+            " input.",
         ),
         base.option(
             "--weights",
@@ -120,14 +121,14 @@ def torch_options(command: Command) -> Command:
             section=base.MODEL,
             default="cpu",
             show_default=True,
-            help="Where the model computes: cpu, cuda, cuda:1; meta computes nothing.",
+            help="Device to run on: cpu, cuda, cuda:1; meta computes nothing.",
         ),
     )
     return base.added(command, added)
 
 
 def torch_model(model: str, weights: Path | None, device: str) -> nn.Module:
-    """A model in PyTorch on its device; says what the user should know of it.
+    """Load a PyTorch model on its device, and print notes on it.
 
     Raises:
         SdkMissingError, ConfigError, ModelError: as `deploy.fx.source.load_module`.
@@ -145,9 +146,9 @@ def torch_model(model: str, weights: Path | None, device: str) -> nn.Module:
 def torch_inputs(
     module: nn.Module, shapes: tuple[str, ...], sample: Path | None
 ) -> tuple[torch.Tensor, ...]:
-    """The inputs of `--input` or `--sample`, where the model is; none where neither is given.
+    """The inputs of `--input` or `--sample` on the model's device; () without either.
 
-    The model takes them in order from then on, whatever its forward takes.
+    From then on the model takes them by position, whatever its forward takes.
 
     Raises:
         ConfigError, FeedError: both, no shape, or no sample or names for this model.
@@ -178,16 +179,17 @@ def torch_inputs(
 
 
 CommandFunction = Callable[..., None]
-_NOT_OF_TORCH = ("dynamic_matmul", "precision")  # PyTorch models get fixed scales and integers
-Given = Mapping[str, Mapping[str, Any]]  # target -> field -> the value that was typed
+# options without effect on PyTorch models, which get fixed scales and integers
+_NOT_OF_TORCH = ("dynamic_matmul", "precision")
+Given = Mapping[str, Mapping[str, Any]]  # target -> field -> value on the command line
 
 
 def target_options(
     wanted: Callable[[Option], bool],
 ) -> Callable[[CommandFunction], CommandFunction]:
-    """Add `--target` and those of the targets' options that are `wanted`.
+    """Add `--target` and the targets' options that are `wanted`.
 
-    The command gets the targets, made with what was given, as `targets`.
+    The command gets the configured targets as `targets`.
     """
 
     def add(command: CommandFunction) -> CommandFunction:
@@ -205,16 +207,16 @@ def target_options(
             show_default=True,
             callback=_names,
             shell_complete=among(lambda: TARGETS),
-            help=f"Any of {', '.join(TARGETS)}, by commas or repeated: one calibration serves all.",
+            help=f"Any of {', '.join(TARGETS)}, by commas or repeated; one calibration serves all.",
         )(own_options(wanted)(gathered))
 
     return add
 
 
 def one_target(section: str) -> Callable[[CommandFunction], CommandFunction]:
-    """Add `--target` for one target and its options that place pairs in a model of PyTorch.
+    """Add `--target` for one target and its options that place pairs in a PyTorch model.
 
-    The command gets the target, made with what was given, as `target`.
+    The command gets the configured target as `target`.
     """
 
     def add(command: CommandFunction) -> CommandFunction:
@@ -232,14 +234,14 @@ def one_target(section: str) -> Callable[[CommandFunction], CommandFunction]:
             show_default=True,
             callback=lambda context, param, name: named(name) and name,
             shell_complete=among(lambda: TARGETS),
-            help=f"Target whose plan and grid are taken: {', '.join(TARGETS)}.",
+            help=f"Target that decides where pairs go and on which grid: {', '.join(TARGETS)}.",
         )(own_options(lambda o: o.places and o.name not in _NOT_OF_TORCH)(gathered))
 
     return add
 
 
 def own_options(wanted: Callable[[Option], bool]) -> Callable[[CommandFunction], CommandFunction]:
-    """Add those of the targets' options that are `wanted`; the command gets them as `given`."""
+    """Add the targets' options that are `wanted`; the command gets them as `given`."""
 
     def add(command: CommandFunction) -> CommandFunction:
         declared = {
@@ -288,7 +290,7 @@ def _made(names: tuple[str, ...], given: Given) -> list[Target]:
 
 
 def _names(context: click.Context, param: click.Parameter, words: tuple[str, ...]) -> Any:
-    """Names by commas or one a flag, each once."""
+    """Names separated by commas or in repeated flags, each once."""
     names = [name.strip() for word in words for name in word.split(",")]
     for name in names:
         named(name)
@@ -296,7 +298,7 @@ def _names(context: click.Context, param: click.Parameter, words: tuple[str, ...
 
 
 def _option(word: str, target: str, option: Option) -> Callable[[CommandFunction], CommandFunction]:
-    """The click option of a declared one; what was not typed comes as None, or as ()."""
+    """The click option of a target's field; None or () if it is not given."""
     flag = option.kind is bool
     return base.option(
         option.flag,
@@ -328,7 +330,7 @@ def _whole(limit: float | None) -> int | None:
 
 
 def _ending(option: Option) -> str:
-    """What the help says after the sentence: repetition, the default."""
+    """The end of a help text: repetition and default."""
     if option.repeat:
         return " May be repeated."
     if option.kind is bool:

@@ -1,4 +1,4 @@
-"""`calib8 quantize`: values in; scale, zero point, integers and error out."""
+"""`calib8 quantize`: quantize given values; print scale, zero point, integers and error."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class _Quantize(base.SectionedCommand):
     """A command whose values may begin with a minus."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Say of `-1,2` that it is no array; it is taken for an option."""
-        given_words = list(args)  # parsing takes them out
+        """Explain that `-1,2` is no array, instead of taking it for an option."""
+        given_words = list(args)  # parsing empties the list
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -66,7 +66,7 @@ class _Quantize(base.SectionedCommand):
     section=GRID,
     metavar="X[,X...]",
     callback=_numbers(float, "numbers"),
-    help="Real value of one step, in place of a search; of each channel with --axis.",
+    help="Scale, in place of a search; one for each channel with --axis.",
 )
 @base.option(
     "--zero-point",
@@ -74,9 +74,9 @@ class _Quantize(base.SectionedCommand):
     section=GRID,
     metavar="N[,N...]",
     callback=_numbers(int, "whole numbers"),
-    help="Integer of a real 0, with --scale.  [default: 0]",
+    help="Zero point, with --scale.  [default: 0]",
 )
-@base.option("--axis", section=GRID, type=int, help="Dimension of channels, each by itself.")
+@base.option("--axis", section=GRID, type=int, help="Channel axis, for per-channel scales.")
 @method_options
 @json_option
 def quantize(
@@ -91,8 +91,8 @@ def quantize(
 ) -> None:
     """Quantize VALUES: a JSON array such as '[-1, 0, 1, 2]', or an .npy file.
 
-    Prints scale and zero point, each value's integer and what it stands for, and the error. The
-    range is searched in the values, or given by --scale and --zero-point.
+    Prints scale and zero point, the integer and the dequantized value of each value, and the error.
+    The range is searched in the values, or given by --scale and --zero-point.
     """
     from deploy.analysis.experiment import read_values, searched, with_scales
     from deploy.errors import ConfigError

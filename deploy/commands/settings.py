@@ -1,13 +1,11 @@
-"""`--config`: the options of a build out of a TOML file, and the file that each build leaves.
+"""Options of a build's search, and `--config`: options from a TOML file, which each build writes.
 
 ::
 
-    calib8.toml   [build]             what stands on the command line stands before what is in the
-                  model = "net.onnx"  file, option by option; a flag's name without its dashes, a
-                  images = "photos/"  list for one that may be repeated. Paths are as they would be
-                  target = ["ascend"] typed: from the folder in which the command runs.
-
-Options of the search and of what is demanded of its result.
+    calib8.toml   [build]             an option on the command line overrides the file. A key is a
+                  model = "net.onnx"  flag without its dashes; a repeatable option is a list. Paths
+                  images = "photos/"  are relative to the folder in which the command runs, as on
+                  target = ["ascend"] the command line.
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ if TYPE_CHECKING:
 
 
 _HEAD = "# The options of a build: calib8 {} --config {}"
-_APART = frozenset(("config", "force", "resume", "help"))  # of one run alone
+_APART = frozenset(("config", "force", "resume", "help"))  # of one run only, never in a file
 _UNSAID = frozenset(
     ("out", "threads", "verbose", "quiet", "json", "scheduler", "send", "pieces", "retries")
-)  # of no weight for the build
+)  # without effect on what is built, so not written
 _META = "calib8.asked"
 
 config_option = option(
@@ -42,20 +40,20 @@ config_option = option(
     section=GENERAL,
     type=click.Path(path_type=Path),
     expose_value=False,
-    help=f"Options out of a TOML file, such as the {SETTINGS} of a build; what is typed stands"
-    " before.",
+    help=f"Read options from a TOML file, such as the {SETTINGS} of a build; options on the"
+    " command line override it.",
 )
 
 
 class ConfiguredCommand(SectionedCommand):
-    """A command with `--config`, which knows what was asked of it, typed or in the file."""
+    """A command with `--config`, which records the options given on the line or in the file."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse, with the file's values where the command line has none.
+        """Parse, with the file's values for options that the command line lacks.
 
         Raises:
-            ConfigError: the file cannot be read, or names what is no option, or a value of
-                another kind than the option takes.
+            ConfigError: the file cannot be read, has an unknown option, or a value of the wrong
+                type.
         """
         typed = _given(self.make_parser(ctx).parse_args(list(args))[0])
         file = typed.get("config")
@@ -72,12 +70,12 @@ def settings() -> str:
 
 
 def _beside(file: Path) -> dict[str, Any]:
-    """The folder of a build's own file is where it is built again."""
+    """The default of --out: the folder of a build's own file, which is built again there."""
     return {"out": str(file.parent)} if (file.parent / NAME).exists() else {}
 
 
 def _given(words: Mapping[str, Any]) -> dict[str, Any]:
-    """What was typed, by the parameter's name; click has placeholders for the rest."""
+    """Values on the command line by parameter name, without click's placeholders."""
     kinds = str, bool, list, tuple
     return {name: value for name, value in words.items() if isinstance(value, kinds)}
 
@@ -107,13 +105,13 @@ def _said(param: click.Parameter, value: Any) -> str:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a file of UTF-8 can hold it, as it cannot hold every name of a file."""
+    """Whether UTF-8 can encode a value; file names may hold other bytes."""
     words = value if isinstance(value, list | tuple) else [value]
     return not any(0xD800 <= ord(c) <= 0xDFFF for word in words for c in str(word))
 
 
 def _number(param: click.Parameter, value: Any) -> str | float:
-    """A number as one, where the option takes nothing else."""
+    """A number if the option takes a number, else the text."""
     kind = param.type
     if isinstance(value, str) and isinstance(kind, click.types.IntParamType):
         return int(value)
@@ -121,16 +119,16 @@ def _number(param: click.Parameter, value: Any) -> str | float:
 
 
 def _options_by_name(command: click.Command) -> dict[str, click.Parameter]:
-    """Name in the file -> parameter; hidden ones say what took their place."""
+    """Key in the file -> parameter, without hidden ones."""
     shown = (one for one in command.params if not getattr(one, "hidden", False))
     return {max(one.opts, key=len).lstrip("-"): one for one in shown}
 
 
 def options_in(command: click.Command, path: Path) -> dict[str, Any]:
-    """Parameter -> value, of the options of a command in a file.
+    """Read parameter -> value from a file with the options of a command.
 
     Raises:
-        ConfigError: the file cannot be read, or has what is no option or no value of one.
+        ConfigError: the file cannot be read, has an unknown option, or a value of the wrong type.
     """
     from deploy.files import toml
 
@@ -154,7 +152,7 @@ def options_in(command: click.Command, path: Path) -> dict[str, Any]:
 
 
 def _checked(name: str, param: click.Parameter, value: Any, path: Path) -> Any:
-    """A value of the kind that the option takes; one for a list is a list of one."""
+    """A value of the option's type; a single value of a repeatable option becomes a list."""
     several, flag = getattr(param, "multiple", False), getattr(param, "is_flag", False)
     values = value if several and isinstance(value, list) else [value]
     plain = bool if flag else (str, int, float)
@@ -169,15 +167,15 @@ Command = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuningOptions:
-    """What `tuning_options` gathers from the command line."""
+class SearchArguments:
+    """Search options and acceptance limits of a command line."""
 
-    wish: Tuning
+    search: Tuning
     gates: Gates
 
 
 def tuning_options(command: Command) -> Command:
-    """Add how much is searched and what is demanded; the command gets them as `tuning`."""
+    """Add the options of the search and of acceptance; the command gets them as `tuning`."""
 
     @wraps(command)
     def gathered(
@@ -196,14 +194,14 @@ def tuning_options(command: Command) -> Command:
                 f"--plan is obeyed and nothing is searched, got --effort {effort} too; leave one"
                 " of them away"
             )
-        wish = Tuning(
+        search = Tuning(
             effort=DEFAULT_EFFORT if effort is None else effort,
             plan=plan,
             min_speedup=1.0 if min_speedup is None else min_speedup,
             max_loss=max_loss,
         )
         gates = Gates(max_loss=max_loss, min_speedup=min_speedup, accept=accept)
-        command(tuning=TuningOptions(wish=wish, gates=gates), **words)
+        command(tuning=SearchArguments(search=search, gates=gates), **words)
 
     wrapped: Command = gathered
     return base.added(wrapped, _options())
@@ -215,34 +213,34 @@ def _options() -> list[Callable[[Command], Command]]:
             "--effort",
             section=base.SEARCH,
             type=click.IntRange(0, 3),
-            help="How much is tried to find what stays float and which method finds each range: 0"
-            " nothing, 3 as long as it finds something.  [default: 1]",
+            help="Search effort for what stays float and which method finds each range: 0 searches"
+            " nothing, 3 goes on as long as it finds something.  [default: 1]",
         ),
         base.option(
             "--plan",
             section=base.SEARCH,
             metavar="FILE",
             type=click.Path(path_type=Path),
-            help="A plan of an earlier build to obey.  [default: the one in --out, where it fits]",
+            help="Plan of an earlier build to follow.  [default: the one in --out, if it fits]",
         ),
         base.option(
             "--max-loss",
             section=base.SEARCH,
             type=Real(0, 1),
-            help="Most that may be lost of accuracy, or of what FP32 says (0.01 is one in a"
-            " hundred); more is unusable.",
+            help="Largest loss of accuracy, or of agreement with FP32 (0.01 is one in a hundred);"
+            " an engine that loses more is unusable.",
         ),
         base.option(
             "--min-speedup",
             section=base.SEARCH,
             type=Real(min=0),
-            help="Least speed over FP32, on a GPU over its runtime's own FP16; a slower engine is"
+            help="Least speed-up over FP32, on a GPU over its runtime's FP16; a slower engine is"
             " unusable.",
         ),
         base.option(
             "--accept",
             section=base.SEARCH,
             is_flag=True,
-            help="Exit code 0 even where an engine is unusable.",
+            help="Exit with code 0 even if an engine is unusable.",
         ),
     ]

@@ -1,8 +1,7 @@
-"""`calib8 trace`: the graph of a PyTorch model as code or as a table.
+"""Commands on the graph of a PyTorch model.
 
-`calib8 fuse`: fold BatchNorm and join ReLU in a PyTorch model, and say what it changed.
-
-`calib8 profile`: time, FLOPs, MACs and parameters of a PyTorch model, node by node.
+`calib8 trace` prints it as code or as a table, `calib8 fuse` folds BatchNorm and joins ReLU, and
+`calib8 profile` prints time, FLOPs, MACs and parameters of each node.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from pathlib import Path
 import click
 
 from deploy.commands import base
-from deploy.commands.base import html_option, json_option, put_json, quietable, told
+from deploy.commands.base import html_option, json_option, put_json, quietable, with_progress
 from deploy.commands.model_options import leaf_option, torch_inputs, torch_model, torch_options
 from deploy.terminal import say, say_lines
 
 
 @click.command(cls=base.SectionedCommand)
-@told
+@with_progress
 @click.argument("model")
 @torch_options
 @leaf_option
@@ -27,9 +26,9 @@ from deploy.terminal import say, say_lines
     "wraps",
     multiple=True,
     metavar="FUNCTION",
-    help="Function whose calls are kept as they are, such as len.",
+    help="Function not to trace into, such as len.",
 )
-@click.option("--only", metavar="SUBMODULE", help="Trace this part of the model alone.")
+@click.option("--only", metavar="SUBMODULE", help="Trace this submodule only.")
 @click.option(
     "--replace",
     "replaced",
@@ -54,7 +53,7 @@ def trace(
 ) -> None:
     """Trace MODEL (file.py:factory or timm:NAME) and print its graph, the IR table by default.
 
-    With --input or --sample, the shapes of all nodes too.
+    With --input or --sample, print the shapes of all nodes too.
     """
     from deploy.errors import ConfigError
     from deploy.fx.norms import propagate_shapes, replace_op
@@ -83,7 +82,7 @@ def trace(
 
 
 @click.command(cls=base.SectionedCommand)
-@told
+@with_progress
 @click.argument("model")
 @torch_options
 @leaf_option
@@ -113,7 +112,7 @@ def fuse(
 ) -> None:
     """Fuse Conv or Linear with BN and ReLU, and branches, in MODEL (file.py:factory, timm:NAME).
 
-    With --input or --sample the model is followed with it, not symbolically.
+    With --input or --sample the model is traced by running it, else symbolically.
     """
     from deploy.errors import ConfigError
     from deploy.fx.device import find_device, refuse_meta
@@ -169,7 +168,7 @@ def fuse(
     default=5,
     show_default=True,
     type=click.IntRange(0),
-    help="Runs before the clock starts.",
+    help="Untimed runs before the timed ones.",
 )
 @base.option(
     "--runs",
@@ -177,7 +176,7 @@ def fuse(
     default=20,
     show_default=True,
     type=click.IntRange(1),
-    help="Runs that are timed.",
+    help="Timed runs.",
 )
 @json_option
 @html_option
@@ -215,12 +214,12 @@ def profile(
         say("nothing was computed on the meta device: the times are those of Python alone")
     put_json(json_path, result.to_json)
     if html_path is not None:
-        ran = f"{runs} runs on {device}, of inputs {', '.join(map(_told, inputs))}"
+        ran = f"{runs} runs on {device}, of inputs {', '.join(map(_spec, inputs))}"
         write_text(html_path, profile_page(result, name=model, notes=[ran, COUNTED]))
         say(f"{html_path}: written")
 
 
-def _told(tensor: object) -> str:
-    """Shape and dtype of a tensor, as `--input` takes them."""
+def _spec(tensor: object) -> str:
+    """Shape and dtype of a tensor, in the syntax of `--input`."""
     shape = "x".join(map(str, getattr(tensor, "shape", ())))
     return f"{shape}:{str(getattr(tensor, 'dtype', '')).removeprefix('torch.')}"
