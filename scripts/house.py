@@ -6,7 +6,7 @@ only, or by a name in a table that is imported later ("deploy.commands.build:bui
 `tests/test_layout.py` holds the law with these functions; run as a program, this prints the
 figures, or a drawing of them:
 
-    python scripts/house.py [CHECKOUT] [--dot]      rooms, floors, arrows; --dot for Graphviz
+    python scripts/house.py [CHECKOUT] [--dot]      figures with their limits; --dot for Graphviz
 """
 
 from __future__ import annotations
@@ -46,6 +46,22 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 
 # Arrows between rooms that climb all the same, each with its reason; three at most.
 CLIMBS: Mapping[tuple[str, str], str] = {}
+
+
+SHORT = 60  # lines
+
+# The largest value of each figure that `counts` gives.
+LIMITS: Mapping[str, int] = {
+    "files": 280,
+    "rooms": 30,
+    "arrows": 210,
+    "climbs": 0,
+    "circles": 0,
+    "modules directly in deploy": 10,
+    "files in the largest folder": 26,
+    "class names defined twice": 0,
+    f"files under {SHORT} lines": 30,
+}
 
 
 class Arrow(NamedTuple):
@@ -168,22 +184,71 @@ def _reached(name: str, ends: Mapping[str, set[str]]) -> set[str]:
     return found
 
 
+def class_names(known: Mapping[str, Path]) -> dict[str, list[str]]:
+    """Every class at the top of a module, by its name: the modules that define it."""
+    found: dict[str, list[str]] = {}
+    for module, path in known.items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(module)
+    return found
+
+
+def short_files(known: Mapping[str, Path]) -> list[str]:
+    """Modules of fewer than 60 lines, without the faces of packages."""
+    sizes = {
+        module: path.read_text(encoding="utf-8").count("\n")
+        for module, path in known.items()
+        if path.name not in ("__init__.py", "__main__.py")
+    }
+    return [module for module, lines in sizes.items() if lines < SHORT]
+
+
+def counts(known: Mapping[str, Path], drawn: Sequence[Arrow]) -> dict[str, int]:
+    """The figures that `LIMITS` bounds."""
+    between = {a.rooms for a in drawn if a.rooms[0] != a.rooms[1]}
+    folders = [path.parent for path in known.values()]
+    twice = [name for name, homes in class_names(known).items() if len(homes) > 1]
+    return {
+        "files": len(known),
+        "rooms": len({room(module) for module in known}),
+        "arrows": len(between),
+        "climbs": len({a.rooms for a in climbing(drawn)}),
+        "circles": len(circles(between)) + len(circles((a.start, a.end) for a in drawn)),
+        "modules directly in deploy": sum(
+            path.parent.name == "deploy" and path.parent.parent.name != "deploy"
+            for path in known.values()
+        ),
+        "files in the largest folder": max(folders.count(one) for one in set(folders)),
+        "class names defined twice": len(twice),
+        f"files under {SHORT} lines": len(short_files(known)),
+    }
+
+
 def figures(known: Mapping[str, Path], drawn: Sequence[Arrow]) -> str:
-    """Rooms, floors, arrows, those that climb, and circles; then each of the bad ones."""
+    """The counts with their limits, then each offender."""
     rooms = {room(module) for module in known}
     between = {a.rooms for a in drawn if a.rooms[0] != a.rooms[1]}
     homeless = sorted(name for name in rooms if floor(name) is None)
     up = climbing(a for a in drawn if floor(a.start) is not None and floor(a.end) is not None)
-    round_rooms, round_modules = circles(between), circles((a.start, a.end) for a in drawn)
     lines = [
-        f"rooms {len(rooms)}, floors {len({floor(name) for name in rooms} - {None})},"
-        f" arrows {len(between)}, arrows up {len({a.rooms for a in up})},"
-        f" circles of rooms {len(round_rooms)}, of modules {len(round_modules)}",
+        *(
+            f"{what}: {count} (limit {LIMITS[what]})"
+            for what, count in counts(known, drawn).items()
+        ),
         *(f"without a floor: {name}" for name in homeless),
         *(f"climbs: {arrow}" for arrow in up),
         *(f"both ways: {a} and {b}" for a, b in both_ways(drawn)),
-        *(f"circle of rooms: {', '.join(group)}" for group in round_rooms),
-        *(f"circle of modules: {', '.join(group)}" for group in round_modules),
+        *(f"circle of rooms: {', '.join(group)}" for group in circles(between)),
+        *(
+            f"circle of modules: {', '.join(group)}"
+            for group in circles((a.start, a.end) for a in drawn)
+        ),
+        *(
+            f"defined twice: {name} in {', '.join(homes)}"
+            for name, homes in class_names(known).items()
+            if len(homes) > 1
+        ),
     ]
     return "\n".join(lines)
 
