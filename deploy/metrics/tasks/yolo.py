@@ -162,7 +162,8 @@ class Dense:
         points = (self.rows - 4 - self.scores) // self.point if self.point else 0
         extra = f", {points} key points" if points else ", a mask" if self.maps else ""
         extra = ", an angle" if self.turned else extra
-        return f"{self.output}: {words[self.coding]}{objectness} and {self.classes} classes{extra} an anchor"
+        scores = f"{objectness} and {self.classes} classes"
+        return f"{self.output}: {words[self.coding]}{scores}{extra} an anchor"
 
     @property
     def parts(self) -> Mapping[str, tuple[Part, ...]]:
@@ -302,10 +303,7 @@ def _lie_at_anchors(places: Floats, sizes: Sequence[tuple[int, int]], grid: Grid
     """Whether x and y [2, A] of all samples correlate with their anchors'."""
     cells = [grid.cells(size) for size in sizes]
     centres = np.concatenate([(c + 0.5) * s[:, None] for c, s in cells]).T
-    along = (
-        _correlation(places_1d, centres_1d)
-        for places_1d, centres_1d in zip(places, centres, strict=True)
-    )
+    along = (_correlation(one, other) for one, other in zip(places, centres, strict=True))
     return min(along) > _AT_ANCHORS
 
 
