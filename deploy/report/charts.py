@@ -312,7 +312,7 @@ def _pieces(row: TensorRow, left: float, right: float) -> Iterator[tuple[str, fl
     if left >= right:  # all its values are equal
         yield "kept" if row.lo <= right <= row.hi else "cut", right, right
         return
-    held = min(row.lo, 0.0), max(row.hi, 0.0)  # every quantization grid contains 0
+    ends = min(row.lo, 0.0), max(row.hi, 0.0)  # every quantization grid contains 0
     lo, hi = (min(max(end, left), right) for end in ends)
     pieces = (("cut", left, lo), ("kept", lo, hi), ("cut", hi, right))
     yield from (piece for piece in pieces if piece[1] < piece[2])
