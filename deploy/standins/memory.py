@@ -357,8 +357,8 @@ class _AbsentName(type):
     def __call__(cls, *given: Any, **named: Any) -> Any:
         if vars(cls).get("_is_absent"):
             raise NotImplementedError(
-                f"{cls.__qualname__} needs a GPU; code that runs here may only make the calibrator"
-                " and its inputs"
+                f"{cls.__qualname__} is not available without a GPU; code that runs here may"
+                " only make the calibrator and its inputs"
             )
         return super().__call__(*given, **named)
 
