@@ -200,6 +200,6 @@ def _blind(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
     yield (
         UNUSABLE,
         f"the float model itself finds next to none of the {precision.objects} objects:"
-        f" mAP .50 {100 * precision.reference_50:.2f} %; check --preprocess, --mean, --std, --color,"
-        " and the boxes and categories of the labels",
+        f" mAP .50 {100 * precision.reference_50:.2f} %; check --preprocess, --mean, --std,"
+        " --color, and the boxes and categories of the labels",
     )
