@@ -1,7 +1,8 @@
-"""How far an engine's outputs are from the reference's, in one pass and flat memory.
+"""Accuracy of an engine against the float model, in one pass and constant memory.
 
-Each output as a whole (`deploy.metrics.output_errors` has the formulas), its parts, and what it is
-for: `deploy.metrics.truth`. NaN and Inf are never averaged away: `problems` says so.
+`Comparison` measures each output (formulas: `deploy.metrics.output_errors`), its slices and the
+task that the outputs serve (`deploy.metrics.truth`). NaN and Inf are never averaged away: they are
+reported in `Accuracy.problems`.
 """
 
 from __future__ import annotations
@@ -31,27 +32,27 @@ from deploy.tensors import Array, Session, Speaking, TensorSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """What `compare` found.
+    """Result of `compare`.
 
     Attributes:
-        samples: samples compared (rows of the batches, not batches).
+        samples: samples compared (rows, not batches).
         outputs: one entry per output, in the reference's order.
-        top1_reference, top1_candidate: share of samples whose largest output is the label's.
-        top1_agreement: share of samples where both have the same largest output; without labels
-            None of a regression's values, of such as TopK has ranked, and where the task is another
-            than classes.
-        problems: NaN, Inf and differing shapes, in sentences; empty where all is well.
-        doubts: outputs that are an input but for a change that is lost, in sentences.
-        classes: classes of the output that tells them, where it holds a score for each; of numbers
-            of classes beside labels, as many as were seen.
+        top1_reference, top1_candidate: share of samples whose top-1 class is the label.
+        top1_agreement: share of samples where both models have the same top-1 class. Without
+            labels it is None for regression values, for outputs ranked by TopK and for tasks other
+            than classification.
+        problems: sentences on NaN, Inf and differing shapes; empty if there are none.
+        doubts: sentences on outputs that repeat an input and have lost the change made to it.
+        classes: number of classes of the classification output. An output of class numbers without
+            scores counts the distinct ones seen, labels included.
         favourite: share of the samples that the reference gives to its most frequent class.
-        reading: how the outputs were read, or that their form does not tell.
-        carried: outputs that the next call is fed -> the inputs that take them.
-        parts: one entry per part of an output, the worst (least SQNR) first.
-        precision: mean average precision of both, where annotated objects were given.
-        task: how much of what the reference says the candidate says; None where the outputs'
-            form does not tell what they are for, or the reference said next to nothing.
-        silent: whether the form tells what they are for, and the reference said next to nothing.
+        reading: how the outputs were interpreted, or that they were not recognised.
+        carried: state outputs -> the inputs of the next call that take them.
+        parts: one entry per output slice, the worst (lowest SQNR) first.
+        precision: mean average precision of both models, if annotated objects were given.
+        task: agreement of both models on the task; None if the task was not recognised or the
+            reference predicts next to nothing.
+        silent: whether the task was recognised, but the reference predicts next to nothing.
     """
 
     samples: int
@@ -72,7 +73,7 @@ class Accuracy:
 
     @property
     def worst(self) -> PartAccuracy | None:
-        """The part that lost most; the output itself where it is one part."""
+        """The slice with the lowest SQNR; the output itself if it is not sliced."""
         return self.parts[0] if self.parts else None
 
     def to_json(self) -> dict[str, object]:
@@ -107,10 +108,10 @@ def compare(
     Args:
         reference: the float model.
         candidate: the engine; its outputs must have the reference's names.
-        samples: feeds of one batch each, read once; a batch is as long as its first input.
-        labels: the class of each sample in order, 0 the first class.
-        count: how many samples there are, where the last batch was filled up with others.
-        progress: called after every feed.
+        samples: one batch per item, read once; the first input gives the batch length.
+        labels: class of each sample in order, from 0.
+        count: number of samples, if the last batch was padded with others.
+        progress: called after every batch.
 
     Raises:
         ConfigError: outputs whose names differ.
@@ -125,7 +126,7 @@ def compare(
 
 
 class Comparison:
-    """Figures of one candidate against the reference, batch by batch, in flat memory."""
+    """Accumulates one candidate's figures against the reference, batch by batch."""
 
     def __init__(
         self,
@@ -136,12 +137,14 @@ class Comparison:
         form: Form | None = None,
         metric: Metric | None = None,
     ) -> None:
-        """Args as `compare`.
+        """Start with no samples.
 
-        Args beyond those:
-            form: parts and task of the outputs; None finds them from the first samples.
-            labels: or the objects that detectors are to find.
-            metric: the user's figure, in the task's place; the labels of classes are for it then.
+        Args:
+            reference: the float model, or its stored outputs.
+            candidate: the engine, or its stored outputs.
+            labels: classes of the samples, or annotated objects for a detector.
+            form: slices and task of the outputs; None derives them from the first samples.
+            metric: the user's metric, which replaces the task's; class labels are passed to it.
 
         Raises:
             ConfigError: outputs whose names differ.
@@ -150,10 +153,10 @@ class Comparison:
         self._errors = {name: RunningError(name) for name in self._names}
         objects = labels if isinstance(labels, GroundTruth) else None
         classes = None if isinstance(labels, GroundTruth) else labels
-        given = classes if metric is None else None
-        self._top1 = Top1(given)
-        several = len(self._names) > 1 and given is not None
-        self._heads = {name: Top1(given, name) for name in self._names if several}
+        top1_labels = classes if metric is None else None
+        self._top1 = Top1(top1_labels)
+        several = len(self._names) > 1 and top1_labels is not None
+        self._heads = {name: Top1(top1_labels, name) for name in self._names if several}
         self._changes = Changes()
         self._truth = Truth(form, metric=metric, labels=classes, objects=objects)
 
@@ -175,9 +178,9 @@ class Comparison:
         left = {name: reference[name] for name in self._names}
         right = {name: candidate[name] for name in self._names}
         if count is not None and self._top1.samples + batch > count:
-            kept = count - self._top1.samples
-            inputs, left, right = (_first(arrays, kept, batch) for arrays in (feed, left, right))
-            batch = kept
+            rows = count - self._top1.samples
+            inputs, left, right = (_first(arrays, rows, batch) for arrays in (feed, left, right))
+            batch = rows
         for name, error in self._errors.items():
             error.add(left[name], right[name], batch)
         self._top1.add(left, right, batch, at_once=not self._heads)
@@ -188,15 +191,15 @@ class Comparison:
 
     @property
     def watched(self) -> frozenset[int]:
-        """Numbers, from 0, of samples whose pictures may be asked for in the end."""
+        """Indices of the samples whose pictures `shown` may need."""
         return self._truth.watched
 
     def shown(self) -> tuple[Example, ...]:
-        """A few samples where both models differ most, the most first."""
+        """Return a few samples where both models differ most, the worst first."""
         return self._truth.shown()
 
     def result(self) -> Accuracy:
-        """The figures.
+        """Return the figures so far.
 
         Raises:
             FeedError: no sample, or labels that do not fit.
@@ -206,15 +209,15 @@ class Comparison:
         outputs = tuple(error.result() for error in self._errors.values())
         task = self._truth.task()
         kind = "beside others" if task is not None and task.beside else self._truth.kind
-        found = self._heads.get(self._truth.classes, self._top1).result(kind)
+        top1 = self._heads.get(self._truth.classes, self._top1).result(kind)
         return Accuracy(
             samples=self._top1.samples,
             outputs=outputs,
-            top1_reference=found.reference,
-            top1_candidate=found.candidate,
-            top1_agreement=found.agreement,
-            classes=found.classes,
-            favourite=found.favourite,
+            top1_reference=top1.reference,
+            top1_candidate=top1.candidate,
+            top1_agreement=top1.agreement,
+            classes=top1.classes,
+            favourite=top1.favourite,
             parts=self._truth.parts(outputs),
             task=task,
             precision=self._truth.precision(),
@@ -228,13 +231,13 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Outputs that were kept, in the place of the session that gave them."""
+    """Stored outputs in place of the session that computed them."""
 
     values: Mapping[str, Array]
 
     @property
     def outputs(self) -> Sequence[TensorSpec]:
-        """Specs of the outputs, as of these values."""
+        """Specs derived from the values."""
         kinds = {
             name: "str" if v.dtype.kind in "OSU" else v.dtype.name
             for name, v in self.values.items()
@@ -243,14 +246,14 @@ class Said:
 
 
 class TensorComparison:
-    """Figures of pairs of tensors, batch by batch.
+    """Accumulates figures of pairs of tensors, batch by batch.
 
     Attributes:
-        pairs: reference's name -> candidate's.
+        pairs: the reference's tensor name -> the candidate's.
     """
 
     def __init__(self, pairs: Mapping[str, str]) -> None:
-        """Raises ConfigError where there is no pair."""
+        """Raise ConfigError if there is no pair."""
         if not pairs:
             raise ConfigError("a comparison of tensors needs at least one pair of names, got none")
         self.pairs = dict(pairs)
@@ -272,7 +275,7 @@ class TensorComparison:
         self._seen += batch
 
     def result(self) -> tuple[OutputAccuracy, ...]:
-        """The figures.
+        """Return one entry per pair.
 
         Raises:
             FeedError: no sample.
@@ -285,7 +288,7 @@ class TensorComparison:
 def _problems(
     outputs: Iterable[OutputAccuracy], samples: int, lists: frozenset[str]
 ) -> Iterator[str]:
-    """Sentences; the length of `lists` may differ."""
+    """Yield sentences on NaN, Inf and differing shapes; outputs in `lists` may differ in length."""
     for output in outputs:
         for count, whose in zip(output.not_finite, ("reference", "int8 engine"), strict=True):
             if count:
@@ -312,7 +315,7 @@ def _common_outputs(reference: Speaking, candidate: Speaking) -> list[str]:
 
 
 def _first(outputs: Mapping[str, Array], rows: int, batch: int) -> dict[str, Array]:
-    """The first rows of every output that is made row by row."""
+    """Return the first `rows` rows of every output whose first dimension is the batch."""
     return {
         name: value[:rows] if np.ndim(value) and value.shape[0] == batch else value
         for name, value in outputs.items()

@@ -1,4 +1,4 @@
-"""What engines are measured on: random inputs by their specs, or images, of any batch."""
+"""Inputs for latency measurements: random tensors that fit the session's specs, or real images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deploy.tensors import Array, TensorSpec
 
 Shapes = Mapping[str, Sequence[int]]
 
-FEEDS = 4  # different inputs, used in turn
+FEEDS = 4  # number of different inputs, used in turn
 
 
 def random_feeds(
@@ -28,20 +28,20 @@ def random_feeds(
     count: int = FEEDS,
     seed: int = 0,
 ) -> list[dict[str, Array]]:
-    """Seeded inputs for a session: normal floats, 0 or 1 for integers and bools.
+    """Return `count` seeded inputs: normal floats, 0 or 1 for integers and bools.
 
-    An open first dimension is taken as a batch of 1; other open dimensions need `shapes`.
+    An open first dimension becomes a batch of 1; other open dimensions need `shapes`.
 
     Args:
-        inputs: what the session takes.
-        shapes: input name -> dimensions, for inputs whose shape is open.
+        inputs: input specs of the session.
+        shapes: input name -> dimensions, for inputs with open dimensions.
         batch: first dimension of every input; None leaves it as it is.
-        count: how many inputs are made.
-        seed: of the random numbers.
+        count: number of inputs to make.
+        seed: seed of the random generator.
 
     Raises:
-        ConfigError: an open dimension with no shape, a shape that does not fit, a name that is
-            no input, an input type that cannot be made up; a batch of a model that fixes its own.
+        ConfigError: an open dimension without a shape, a shape that does not fit, a name that is
+            no input, a dtype that is no number, or `batch` for a model with a fixed batch.
     """
     shapes = shapes or {}
     unknown = sorted(set(shapes) - {spec.name for spec in inputs})
@@ -61,29 +61,29 @@ def random_feeds(
 
 
 def stacked(samples: Sequence[Mapping[str, Array]], batch: int) -> list[dict[str, Array]]:
-    """Samples of batch 1, used in turn, as `FEEDS` inputs of a batch.
+    """Return `FEEDS` inputs of `batch` rows each, from samples of batch 1 used in turn.
 
     Raises:
-        ConfigError: samples of several sizes.
+        ConfigError: samples of different sizes.
     """
     feeds = []
     for start in range(0, FEEDS * batch, batch):
-        taken = [samples[index % len(samples)] for index in range(start, start + batch)]
-        for name in taken[0]:
-            if len({one[name].shape for one in taken}) > 1:
+        rows = [samples[index % len(samples)] for index in range(start, start + batch)]
+        for name in rows[0]:
+            if len({one[name].shape for one in rows}) > 1:
                 raise ConfigError(
                     f"images of a batch must have one size, got several for {name!r}; give --size,"
                     " or leave --batch away"
                 )
-        feeds.append({name: np.concatenate([one[name] for one in taken]) for name in taken[0]})
+        feeds.append({name: np.concatenate([one[name] for one in rows]) for name in rows[0]})
     return feeds
 
 
 def refuse_fixed_batch(inputs: Iterable[TensorSpec]) -> None:
-    """Refuse inputs that do not all leave their first dimension open.
+    """Check that all inputs leave their first dimension open.
 
     Raises:
-        ConfigError: one that does not.
+        ConfigError: an input with a fixed first dimension.
     """
     for spec in inputs:
         if not spec.shape or isinstance(spec.shape[0], int):
@@ -95,20 +95,20 @@ def refuse_fixed_batch(inputs: Iterable[TensorSpec]) -> None:
 
 
 def remembered(paths: Iterable[Path], inputs: Iterable[TensorSpec]) -> dict[str, tuple[int, ...]]:
-    """Shapes of open inputs, as the build that wrote one of these files calibrated with them."""
+    """Return calibration shapes of open inputs, read from the manifest next to one of `paths`."""
     for path in paths:
         try:
-            there = manifest.read_manifest(path.parent)
+            stored = manifest.read_manifest(path.parent)
         except CacheError:
             continue
-        if path.name in there.files:
-            known = there.shapes
+        if path.name in stored.files:
+            known = stored.shapes
             return {s.name: known[s.name] for s in inputs if _open(s) and _fits(s, known)}
     return {}
 
 
 def _open(spec: TensorSpec) -> bool:
-    """Whether more is open than the batch."""
+    """Whether a dimension other than the batch is open."""
     return not all(isinstance(dim, int) for dim in spec.shape[1:])
 
 
@@ -129,7 +129,7 @@ def _of_batch(name: str, dims: tuple[int, ...], batch: int) -> tuple[int, ...]:
 
 
 def _refuse_too_much(needed: int) -> None:
-    """Refuse inputs of so many bytes that no memory holds them."""
+    """Refuse `needed` bytes of inputs if they exceed the machine's memory."""
     memory = memory_bytes()
     if memory is not None and needed > memory:
         raise ConfigError(

@@ -1,12 +1,12 @@
-"""What each kernel or layer of an engine takes, as its own runtime tells.
+"""Kernels and layers of an engine, and their times, as reported by its runtime.
 
-ONNX Runtime writes a profile of its kernels; another runtime's session may time its layers itself.
-Both disturb what they measure, so such a run is never the one whose latency is told.
+ONNX Runtime writes a profile of its kernels; sessions of other runtimes may time their layers
+themselves (`TimesLayers`). Profiling slows the engine down, so the reported latency is always
+measured in another run.
 
-What an engine is made of once its runtime has built it, as that runtime tells.
-
-A runtime that builds for a device fuses nodes into layers and chooses the type that each computes
-in; what a Q/DQ model or a calibration cache asks for is only a wish.
+A runtime that builds for a device fuses nodes into layers and chooses the type that each layer
+computes in; a Q/DQ model or a calibration cache only requests types. `OnDevice.layers` returns the
+actual ones.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from deploy.runtimes.ort import OrtSession, kernel_events, profiled
 from deploy.tensors import Session
 from deploy.terminal import phase
 
-_WARMUP = 2  # runs that do not count
-_BODIES = frozenset(
-    {"If", "Loop", "Scan"}
-)  # whose kernels are told beside them, and would be twice
+_WARMUP = 2  # runs that are not counted
+# Control-flow ops: their time includes that of the kernels inside, which are events too.
+_CONTROL_FLOW = frozenset({"If", "Loop", "Scan"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +37,9 @@ class Kernel:
     """A kernel or layer of an engine.
 
     Attributes:
-        name: as the runtime calls it; of fused nodes often one of theirs.
-        kind: what it does, in the runtime's word; "" where that is not told.
-        ms: p50 of its runs, in one inference.
+        name: the runtime's name; of fused nodes often the name of one of them.
+        kind: operation type, in the runtime's terms; "" if unknown.
+        ms: p50 of its time per inference.
     """
 
     name: str
@@ -53,9 +52,9 @@ class TimesLayers(Protocol):
     """A `Session` that times its layers one by one."""
 
     def layer_times(self, feeds: Feeds, runs: int) -> Iterable[tuple[str, str, float]]:
-        """(layer, its kind, ms) of every time that a layer ran, over so many inferences.
+        """Yield (layer, kind, ms) for each execution of a layer over `runs` inferences.
 
-        The session is not to be timed afterwards.
+        Timing hooks stay active, so do not measure the session's latency afterwards.
         """
         ...
 
@@ -70,19 +69,19 @@ def kernels_of(
     duration_ms: float,
     p50_ms: float,
 ) -> tuple[Kernel, ...]:
-    """The kernels of an engine, that which takes longest first.
+    """Return the kernels of an engine, the slowest first.
 
     Args:
-        path: of the engine.
-        session: of the same; it tells the runtime and the threads.
+        path: the engine's file.
+        session: a session of that engine; its runtime and number of threads are used.
         feeds: inputs, used in turn.
-        again: opens another, to be disturbed.
-        duration_ms: for about so long, but for 10 runs at the least and 100 at the most.
-        p50_ms: of one inference.
+        again: opens another session of the engine, which the profiling slows down.
+        duration_ms: approximate time to measure; at least 10 and at most 100 runs.
+        p50_ms: p50 latency of one inference.
 
     Raises:
-        ConfigError: the runtime does not tell.
-        BackendError: it refused the engine or an input.
+        ConfigError: the runtime reports no times of layers.
+        BackendError: the runtime refused the engine or an input.
     """
     runs = round(min(max(duration_ms / max(p50_ms, 1e-3), 10), 100))
     if isinstance(session, OrtSession):
@@ -94,10 +93,10 @@ def kernels_of(
 
 
 def refuse_untimed(path: Path, session: Session) -> None:
-    """Refuse a session of a runtime that does not time its layers.
+    """Check that the session's runtime can time kernels or layers.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: it cannot.
     """
     if not isinstance(session, OrtSession | TimesLayers):
         raise ConfigError(
@@ -109,25 +108,25 @@ def refuse_untimed(path: Path, session: Session) -> None:
 def _traced(path: Path, feeds: Feeds, runs: int, threads: int) -> list[tuple[str, str, float]]:
     with tempfile.TemporaryDirectory(prefix="calib8-") as folder:
         trace = profiled(path, feeds, runs=runs + _WARMUP, folder=Path(folder), threads=threads)
-        return [(name, kind, taken / 1e3) for name, kind, taken in kernel_events(trace)]
+        return [(name, kind, us / 1e3) for name, kind, us in kernel_events(trace)]
 
 
 def _ranked(events: Iterable[tuple[str, str, float]], runs: int) -> tuple[Kernel, ...]:
-    """Times of each kernel to its p50, the longest first; of several runs in one, their sum."""
-    found: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for name, kind, taken in events:
-        if kind not in _BODIES:
-            found[name, kind].append(taken)
+    """Return one `Kernel` per (name, kind) in `events`, the slowest first."""
+    times: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for name, kind, ms in events:
+        if kind not in _CONTROL_FLOW:
+            times[name, kind].append(ms)
     kernels = (
-        Kernel(name=name, kind=kind, ms=_p50(taken, runs)) for (name, kind), taken in found.items()
+        Kernel(name=name, kind=kind, ms=_p50(ms, runs)) for (name, kind), ms in times.items()
     )
     return tuple(sorted(kernels, key=lambda kernel: -kernel.ms))
 
 
-def _p50(taken: Sequence[float], runs: int) -> float:
-    """P50 of the runs that count, times how often the kernel runs in one inference."""
-    each = max(len(taken) // (runs + _WARMUP), 1)
-    counted = np.sort(np.asarray(taken[_WARMUP * each :] or taken, np.float64))
+def _p50(times: Sequence[float], runs: int) -> float:
+    """P50 of the counted runs, multiplied by the kernel's executions per inference."""
+    each = max(len(times) // (runs + _WARMUP), 1)
+    counted = np.sort(np.asarray(times[_WARMUP * each :] or times, np.float64))
     return each * percentile(counted, 50)
 
 
@@ -136,12 +135,12 @@ class RanLayer:
     """One layer of an engine.
 
     Attributes:
-        name: as the runtime calls it.
-        kind: what it does, in the runtime's word.
-        precision: type of what it reads first, which is what it computes in: "int8", "float16";
-            "" where that is not told.
-        nodes: the model's nodes that it runs, as far as they are told.
-        reformat: whether it only changes type or layout of a tensor, for the next one to read.
+        name: the runtime's name.
+        kind: operation type, in the runtime's terms.
+        precision: dtype of its first input, which it computes in, such as "int8" or "float16";
+            "" if unknown.
+        nodes: names of the model's nodes it runs, as far as known.
+        reformat: whether it only changes the type or layout of a tensor for the next layer.
     """
 
     name: str
@@ -157,20 +156,20 @@ class OnDevice(Protocol):
 
     @property
     def device(self) -> Device:
-        """What it runs on."""
+        """The device it runs on."""
         ...
 
     def layers(self) -> tuple[RanLayer, ...]:
-        """The engine's layers in their order; none where the engine does not tell."""
+        """Return the engine's layers in execution order; empty if the engine has no such data."""
         ...
 
 
 def devices_of(sessions: Mapping[str, Session]) -> tuple[Device, ...]:
-    """The accelerators that sessions run on, each once."""
+    """Return the distinct accelerators that the sessions run on."""
     found = (one.device for one in sessions.values() if isinstance(one, OnDevice))
     return tuple(dict.fromkeys(found))
 
 
 def layers_of(session: Session | None) -> tuple[RanLayer, ...]:
-    """What an engine tells of its layers; nothing where ONNX Runtime runs it, or none does."""
+    """Return the layers of a device engine; empty for ONNX Runtime or no session."""
     return session.layers() if isinstance(session, OnDevice) else ()

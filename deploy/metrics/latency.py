@@ -1,14 +1,13 @@
-"""How long one inference takes: warm-up, interleaved runs, trtexec's metrics.
+"""Latency of one inference: warm-up, interleaved runs, trtexec's metrics.
 
-Two engines measured one after the other meet different machines: a turbo clock that cools down,
-a neighbour that wakes up. So every round runs each session once, in turning order, and noise
-falls on all of them alike::
+Two engines measured one after the other see different machines: turbo clocks drop, other processes
+start. So every round runs each session once, in alternating order, and the noise hits all alike::
 
     round     0      1      2      3
             A  B   B  A   A  B   B  A   ...
 
-Each of these is two runs, of which the second is timed: behind another engine's run the first finds
-the caches full of the other's weights, as no engine does that is deployed alone.
+Each letter is two runs, of which the second is timed: the first finds the caches full of the other
+engine's weights, which does not happen to an engine that is deployed alone.
 
 Defaults, metric names and the percentile rule are those of `trtexec` (TensorRT 10, "Performance
 summary"): 200 ms of warm-up, 3 s of measuring, at least 10 iterations; percentiles 90, 95, 99.
@@ -29,9 +28,9 @@ from deploy.errors import ConfigError
 from deploy.tensors import Array, Session
 from deploy.terminal import lasting
 
-OVERHEAD_MS = 0.02  # of a runtime itself: a smaller difference is not the engine's doing
+OVERHEAD_MS = 0.02  # jitter of the runtime itself: smaller differences do not count
 UNSTABLE_PERCENT = 2.5  # trtexec's limit for the coefficient of variance
-FEW = 20  # iterations under which even the 95th percentile is the slowest of them
+FEW = 20  # with fewer iterations even p95 is the slowest one
 
 Feeds = Sequence[Mapping[str, Array]]
 
@@ -53,10 +52,10 @@ class DeviceTimes:
 
 @runtime_checkable
 class DeviceSession(Protocol):
-    """A `Session` that times the stages of its last run by the device's own clock."""
+    """A `Session` that times the stages of its last run with the device's own clock."""
 
     def device_times(self) -> DeviceTimes:
-        """Times of the last `run`."""
+        """Return the times of the last `run`."""
         ...
 
 
@@ -76,7 +75,7 @@ class Timing:
 
     @classmethod
     def of(cls, samples_ms: Sequence[float]) -> Timing:
-        """Summarize samples, one an iteration; there must be at least one."""
+        """Summarize at least one sample, one per iteration."""
         values = np.sort(np.asarray(samples_ms, np.float64))
         mean = float(values.mean())
         return cls(
@@ -94,18 +93,18 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """What `measure` found for one session.
+    """Latency figures of one session.
 
     Attributes:
-        queries: measured iterations (warm-up not counted).
-        warmup_queries: iterations thrown away before.
+        queries: measured iterations, without warm-up.
+        warmup_queries: warm-up iterations.
         total_host_walltime_s: sum of this session's own iterations by the host's clock.
         throughput_qps: queries / total host walltime.
-        latency: h2d + compute + d2h where the session times its device, else the host's time.
+        latency: h2d + compute + d2h if the session times its device, else the host's time.
         host: time of `run` by the host's clock.
-        enqueue, h2d, gpu_compute, d2h: only where the session times its device.
+        enqueue, h2d, gpu_compute, d2h: None unless the session times its device.
         samples_ms: latency of every measured iteration, in order.
-        warnings: what makes these figures less sure, in sentences.
+        warnings: sentences on what makes these figures less reliable.
     """
 
     queries: int
@@ -122,7 +121,7 @@ class Latency:
     warnings: tuple[str, ...] = ()
 
     def to_json(self, *, samples: bool = False) -> dict[str, object]:
-        """Plain JSON types; `samples` adds every iteration, for drawing it elsewhere."""
+        """Return plain JSON types; `samples` adds the latency of every iteration."""
         data = {key: value for key, value in asdict(self).items() if value is not None}
         data["warnings"] = list(self.warnings)
         data["samples_ms"] = list(self.samples_ms)
@@ -132,7 +131,7 @@ class Latency:
 
 
 def percentile(ordered_ms: NDArray[np.float64], percent: int) -> float:
-    """Percentile as trtexec's, of ascending samples: floor((1 - p) * n) slowest are left out.
+    """Return trtexec's percentile of ascending samples: drop the floor((1 - p) * n) slowest.
 
     Counted in integers, so that 10 % of 10 samples is 1 and not 0.999.
     """
@@ -148,24 +147,24 @@ def measure(
     duration_s: float = 3,
     min_iterations: int = 10,
 ) -> dict[str, Latency]:
-    """Time sessions side by side, run by run, on the same inputs.
+    """Time sessions in interleaved runs on the same inputs.
 
     Args:
         sessions: label -> session; all must accept the feeds.
         feeds: inputs, used in turn.
-        warmup_ms: time thrown away first, per session; one run at the least.
-        duration_s: time measured, per session on average.
-        min_iterations: runs measured of each session, however long they take.
+        warmup_ms: warm-up time per session; at least one run.
+        duration_s: measuring time, per session on average.
+        min_iterations: minimum of measured runs of each session.
 
     Returns:
         label -> `Latency`, in the order of `sessions`.
 
     Raises:
-        ConfigError: no session, no feed, or a negative time.
+        ConfigError: no session, no feed, a negative time or no iteration.
         BackendError: a session refused a feed.
     """
     _check(sessions, feeds, warmup_ms, duration_s, min_iterations)
-    warmup, clock = _Clockwork(sessions, feeds), _Clockwork(sessions, feeds)
+    warmup, clock = _InterleavedTimer(sessions, feeds), _InterleavedTimer(sessions, feeds)
     warm_s, counted_s = len(sessions) * warmup_ms / 1000, len(sessions) * duration_s
     with lasting("latency", warm_s + counted_s):
         warmup.turn(seconds=warm_s, rounds=1)
@@ -177,8 +176,8 @@ def measure(
     }
 
 
-class _Clockwork:
-    """Runs all sessions in rounds and keeps every time."""
+class _InterleavedTimer:
+    """Runs all sessions in rounds and stores every time."""
 
     def __init__(self, sessions: Mapping[str, Session], feeds: Feeds) -> None:
         self.sessions = sessions
@@ -196,14 +195,14 @@ class _Clockwork:
 
     @property
     def round_s(self) -> float:
-        """What a round takes by those that were run, each session's untimed run too."""
+        """Median duration of the rounds so far, each session's untimed run included."""
         runs = 2 if len(self.sessions) > 1 else 1
         return runs * sum(map(statistics.median, self.host_ms.values())) / 1e3
 
     def _time(self, label: str, feed: Mapping[str, Array]) -> None:
         session = self.sessions[label]
         if len(self.sessions) > 1:
-            session.run(feed)  # untimed: caches and threads are its own again
+            session.run(feed)  # untimed: refills caches, wakes this session's threads
         start = time.perf_counter()
         session.run(feed)
         self.host_ms[label].append((time.perf_counter() - start) * 1e3)
@@ -212,7 +211,7 @@ class _Clockwork:
 
 
 def _rounds(seconds: float, rounds: int) -> Iterator[int]:
-    """0, 1, 2, ... until `seconds` have passed and `rounds` were given."""
+    """Yield 0, 1, 2, ... until `seconds` have passed and `rounds` values were yielded."""
     start = time.perf_counter()
     index = 0
     while index < rounds or time.perf_counter() - start < seconds:
@@ -245,16 +244,16 @@ def _stage(samples_ms: list[float]) -> Timing | None:
 
 
 def _few(iterations: int) -> Iterator[str]:
-    """What to say of a measurement that was too short to tell its slow iterations."""
+    """Warn if the measurement was too short for its percentiles."""
     if iterations < FEW:
         yield (
-            f"measured over {iterations} iteration{'s' if iterations > 1 else ''} alone, whose"
-            " slowest is p95 and p99; a longer duration tells more"
+            f"measured over only {iterations} iteration{'s' if iterations > 1 else ''}, so p95 and"
+            " p99 are the slowest one; measure for longer"
         )
 
 
 def _warnings(timing: Timing, device: list[DeviceTimes]) -> Iterator[str]:
-    """The warnings of trtexec, on the same conditions."""
+    """Yield trtexec's warnings, under trtexec's conditions."""
     if timing.cv_percent > UNSTABLE_PERCENT:
         yield f"unstable latency, its coefficient of variance is over {UNSTABLE_PERCENT} %"
     if not device:

@@ -1,15 +1,15 @@
-"""How far each inner tensor of an int8 model is from the float model's.
+"""Pairs of inner tensors of a float and an int8 model, to compare layer by layer.
 
-A classifier's top-1 hardly moves while a layer is badly quantized; its tensors show it. A tensor
-of the float model is compared with what the int8 model's next layers read in its place: the
-output of the DequantizeLinear behind it::
+Top-1 hardly moves if one layer is badly quantized, but its tensors differ. A tensor of the float
+model is compared with the one that the int8 model's next layers read in its place, the output of
+the DequantizeLinear downstream::
 
     float   ... Conv --X--> Relu ...
     int8    ... Conv --X--> QuantizeLinear --> DequantizeLinear --X'--> Relu ...
                                                         compared: X and X'
 
-Where it has more channels there than X, all zero (`deploy.targets.onnxruntime.conv_rewrites`), its
-first ones count.
+If X' has additional all-zero channels (`deploy.targets.onnxruntime.conv_rewrites`), only the first
+ones are compared.
 """
 
 from __future__ import annotations
@@ -38,20 +38,22 @@ def shared_tensors(reference: ModelProto, candidate: ModelProto) -> dict[str, st
 
 
 def shared_by_name(first: ModelProto, second: ModelProto) -> dict[str, str]:
-    """Tensor of one model -> tensor of another of the same name, in the first one's order.
+    """Return tensor of `first` -> tensor of `second` of the same name, in the first one's order.
 
-    Of a Q/DQ model the value counts that its next layers read, behind the DequantizeLinear; either
-    model, both or none may be one. A tensor goes by the name that its node gives it, and by the
-    one under which it is read: writers of Q/DQ models put a new name before the pair or behind it.
+    Either model may be a Q/DQ model; then the output of the DequantizeLinear is used. A tensor
+    matches by the name of its producer's output or by the name its readers use: writers of Q/DQ
+    models put a new name upstream or downstream of the Q/DQ pair.
     """
-    theirs = {
-        name.removesuffix(WIDE): read for made, read in _readings(second) for name in (made, read)
+    second_reads = {
+        name.removesuffix(WIDE): read
+        for produced, read in _readings(second)
+        for name in (produced, read)
     }
     return {
-        read: theirs[own]
-        for made, read in _readings(first)
-        for name in (made, read)
-        if (own := name.removesuffix(WIDE)) in theirs
+        read: second_reads[own]
+        for produced, read in _readings(first)
+        for name in (produced, read)
+        if (own := name.removesuffix(WIDE)) in second_reads
     }
 
 
@@ -68,7 +70,7 @@ def _readings(model: ModelProto) -> Iterator[tuple[str, str]]:
 
 
 def _dequantized(model: ModelProto) -> dict[str, str]:
-    """Input of a QuantizeLinear -> output of the DequantizeLinear that reads its result."""
+    """Return input of a QuantizeLinear -> output of the DequantizeLinear that reads its result."""
     back = {node.input[0]: node.output[0] for node in model.graph.node if _is(node, "Dequantize")}
     read_as = {
         node.input[0]: back[node.output[0]]
@@ -81,9 +83,9 @@ def _dequantized(model: ModelProto) -> dict[str, str]:
 
 
 def _moved(model: ModelProto) -> set[str]:
-    """Outputs of DequantizeLinears whose integers another node makes than a QuantizeLinear.
+    """Return outputs of DequantizeLinears whose int8 input is not made by a QuantizeLinear.
 
-    So the copies in place of a nearest Resize or a ConvTranspose do
+    Copies of a nearest Resize or a ConvTranspose in int8 have such
     (`deploy.targets.onnxruntime.target`).
     """
     made = {

@@ -1,7 +1,7 @@
-"""How much an engine may lose: good, doubtful or unusable, by its figures against the float model.
+"""Levels of an engine's accuracy: good, doubtful or unusable compared with the float model.
 
-What is judged is the task, where the outputs' form tells it, or the labels; else the worst part of
-the outputs. A limit that the user gives decides before those that stand here.
+The task's figures or the labels decide where there are any; else the worst output slice does. The
+user's `max_loss` overrides the limits below.
 """
 
 from __future__ import annotations
@@ -17,27 +17,30 @@ from deploy.metrics.truth import PartAccuracy
 GOOD, DOUBTFUL, UNUSABLE, FLOAT = "good", "doubtful", "unusable", "stay in float"
 LEVELS = (GOOD, FLOAT, DOUBTFUL, UNUSABLE)  # the best first
 
-_LABELLED = 0.01, 0.05  # points of accuracy lost: more is doubtful, more is unusable
-_TASK = 0.05, 0.25  # share of what the float model says that int8 does not
-_PART_DB = 15.0, 5.0  # SQNR of the worst part, where the task is not known
-_LOST_DB = 0.0  # a part that is more noise than signal is never good
-_ROUNDING = 1e-9  # 1 - 0.99 is more than 0.01, to a computer
-_ENOUGH = 20  # samples to tell accuracy from chance
-_ALIKE = 0.95  # of the samples in one class, by the float model's own word
-_SELDOM = 0.25  # of labelled images: a float model that is right in fewer is weak, or fed wrongly
-_FINDS = 0.01  # mean average precision of boxes: with less, next to nothing is found
+# (good up to, doubtful up to)
+_LABELLED = 0.01, 0.05  # lost top-1 or mAP, 1 = 100 points
+_TASK = 0.05, 0.25  # share of the float model's predictions that int8 loses
+_PART_DB = 15.0, 5.0  # SQNR of the worst slice, if the task is unknown (at least)
+_LOST_DB = 0.0  # a slice with more noise than signal is never good
+_ROUNDING = 1e-9  # in floating point 1 - 0.99 is more than 0.01
+_ENOUGH = 20  # samples needed to tell accuracy from chance
+_ALIKE = (
+    0.95  # share of samples in one class, by the float model, from which the inputs are suspect
+)
+_SELDOM = 0.25  # top-1 of the float model below which the model is weak or its inputs are wrong
+_FINDS = 0.01  # mAP .50 of the float model below which it finds next to nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """What an engine loses of the task, by labels or by the outputs' form.
+    """Loss of an engine on the task, by labels or by agreement with the float model.
 
     Attributes:
-        share: 0 is nothing, 1 is everything; or of what `max_loss` is held against.
+        share: lost share from 0 to 1, which `max_loss` limits.
         level: GOOD, DOUBTFUL or UNUSABLE.
-        words: the counts, as a person would say them.
-        sure: whether more samples would hardly change the level: one that is good would be with
-            twice the loss, and one that is unusable with half of it.
+        words: the loss as text.
+        sure: whether more samples would hardly change the level: twice the loss would still be
+            good, or half of it still unusable.
     """
 
     share: float
@@ -47,18 +50,18 @@ class Lost:
 
 
 def lost_of(accuracy: Accuracy, max_loss: float | None) -> Lost | None:
-    """What is lost of the task; None where nothing tells, and no limit is given.
+    """Return the loss on the task; None if nothing measures it and no limit is given.
 
     Args:
-        accuracy: against the float model.
+        accuracy: figures against the float model.
         max_loss: as in `of_accuracy`.
     """
     if accuracy.top1_reference is not None and accuracy.top1_candidate is not None:
         share = accuracy.top1_reference - accuracy.top1_candidate
         words = f"{100 * share:.2f} points of top-1 lost"
         return _lost(share, max_loss, _LABELLED, words)
-    own = accuracy.task is not None and accuracy.task.task == "metric"
-    if accuracy.precision is not None and finds(accuracy) and not own:
+    is_user_metric = accuracy.task is not None and accuracy.task.task == "metric"
+    if accuracy.precision is not None and finds(accuracy) and not is_user_metric:
         share = accuracy.precision.reference - accuracy.precision.candidate
         words = f"{100 * share:.2f} points of mAP .50:.95 lost"
         return _lost(share, max_loss, _LABELLED, words)
@@ -79,17 +82,17 @@ def _lost(share: float, max_loss: float | None, limits: tuple[float, float], wor
 
 
 def finds(accuracy: Accuracy) -> bool:
-    """Whether the float model finds objects that are annotated; False where none are."""
+    """Whether the float model finds any annotated objects; False without annotations."""
     return accuracy.precision is not None and accuracy.precision.reference_50 >= _FINDS
 
 
 def of_accuracy(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple[str, str]]:
-    """(level, why) of all that an engine's figures say.
+    """Yield (level, reason) for everything the figures show.
 
     Args:
-        accuracy: against the float model.
-        max_loss: of accuracy, or of the share of the task, that the user allows; None leaves it to
-            the limits here.
+        accuracy: figures against the float model.
+        max_loss: lost accuracy or share of the task that the user allows; None uses the limits
+            above.
     """
     yield from ((UNUSABLE, problem) for problem in accuracy.problems)
     if accuracy.outputs and all(output.zeros for output in accuracy.outputs):
@@ -103,19 +106,19 @@ def of_accuracy(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple[st
     else:
         yield from ((DOUBTFUL, doubt) for doubt in accuracy.doubts)
         yield from _silent(accuracy)
-    worst, beside = accuracy.worst, _beside(accuracy)
-    if beside is not None:
-        yield _of_part(beside, judged=False)
-    if worst is not None and worst is not beside:
+    worst, uncovered = accuracy.worst, _worst_uncovered(accuracy)
+    if uncovered is not None:
+        yield _of_part(uncovered, judged=False)
+    if worst is not None and worst is not uncovered:
         judged = accuracy.task is not None or accuracy.top1_reference is not None
         yield _of_part(worst, judged=judged or (worst.less != "" and max_loss is not None))
         if worst.less:
-            (whole,) = (one for one in accuracy.outputs if one.name == worst.output)
-            yield _of_db(whole.sqnr_db, f"{whole.sqnr_db:.1f} dB in {whole.name}", judged=judged)
+            (output,) = (one for one in accuracy.outputs if one.name == worst.output)
+            yield _of_db(output.sqnr_db, f"{output.sqnr_db:.1f} dB in {output.name}", judged=judged)
 
 
-def _beside(accuracy: Accuracy) -> PartAccuracy | None:
-    """The worst part of the outputs that the task tells nothing of."""
+def _worst_uncovered(accuracy: Accuracy) -> PartAccuracy | None:
+    """Return the worst slice of the outputs that the task does not cover."""
     names = () if accuracy.task is None else accuracy.task.beside
     return next((part for part in accuracy.parts if part.output in names), None)
 
@@ -143,10 +146,10 @@ def _level(lost: float, most: float | None, limits: tuple[float, float]) -> str:
 
 
 def _by_chance(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
-    """A float model that is no better than guessing was fed something else than it learned.
+    """Check that the float model beats chance; if not, its inputs are probably wrong.
 
-    Better is what guessing reaches once in a thousand times: three deviations of the binomial
-    distribution over chance. Where a fair model would not either, the samples are too few to tell.
+    It must exceed chance by three standard deviations of the binomial distribution, which guessing
+    does once in a thousand times. With too few samples for that nothing is reported.
     """
     right, classes = accuracy.top1_reference, accuracy.classes
     if not classes or accuracy.samples < _ENOUGH:
@@ -178,25 +181,25 @@ def _by_chance(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
 
 
 def _silent(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
-    """A detector that finds nothing, or a tagger that gives one class to all, shows no loss."""
+    """Doubt a float model that detects nothing, or the same everywhere: no loss would show."""
     exact = all(output.sqnr_db == math.inf for output in accuracy.outputs)
     if accuracy.silent and not exact:
         yield (
             DOUBTFUL,
             f"the float model finds nothing, or the same everywhere, in all {accuracy.samples}"
-            " samples, so that what int8 loses of it is not seen; check what is fed, or judge on"
+            " samples, so that a loss by int8 would not show; check the inputs, or judge on"
             " samples that hold what it finds",
         )
 
 
 def _blind(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
-    """A detector that finds nothing of what is annotated, or annotations of other pictures."""
-    found = accuracy.precision
-    if found is None or finds(accuracy) or accuracy.samples < _ENOUGH:
+    """Reject a detector that finds none of the annotated objects."""
+    precision = accuracy.precision
+    if precision is None or finds(accuracy) or accuracy.samples < _ENOUGH:
         return
     yield (
         UNUSABLE,
-        f"the float model itself finds next to none of the {found.objects} objects: mAP .50"
-        f" {100 * found.reference_50:.2f} %; check --preprocess, --mean, --std, --color, and the"
-        " boxes and categories of the labels",
+        f"the float model itself finds next to none of the {precision.objects} objects:"
+        f" mAP .50 {100 * precision.reference_50:.2f} %; check --preprocess, --mean, --std,"
+        " --color, and the boxes and categories of the labels",
     )

@@ -1,36 +1,29 @@
-"""The error of one output (or of a part of it): running sums of pairs of arrays.
+"""Errors of one output: running sums over pairs of arrays.
 
 Over all samples of an output, with r the reference and c the candidate, in float64::
 
     SQNR dB = 10 log10(sum r^2 / sum (r - c)^2)       cosine = <r, c> / (|r| |c|), per sample
 
-A single value has no direction but its sign: of an output of one value a sample the cosine is that
-of all samples' values together.
-NaN and Inf are never averaged away: an output that holds one, or whose shape differs, has no
-SQNR, cosine or error (NaN).
+A single value has only a sign for a direction, so an output with one value per sample gets one
+cosine over all samples' values. NaN and Inf are never averaged away: an output that holds one, or
+whose shape differs, has NaN for SQNR, cosine and error.
 
-An input at the size of a larger output, as any program makes it, whatever the model is.
+Two kinds of outputs have a good SQNR even if the candidate computes nothing.
 
-What a model changes of its input, where what it gives is that input but for a little.
+An image filter's output (denoising, watermark, super resolution) is its input, perhaps resized,
+plus a small change. Returning the input x would have a good SQNR, so the change is measured too::
 
-A watermark, a denoised or a sharpened picture is the picture itself plus what was changed, and one
-of super resolution is what any program makes of it at that size, plus what was added. To give
-the input back as it is would be good by the output's SQNR, though nothing of the model is left::
-
-    input given back, dB     10 log10(sum r^2 / sum (r - x)^2)          where it is good, then
+    input given back, dB     10 log10(sum r^2 / sum (r - x)^2)          if good, then
     left of the change, dB   10 log10(sum (r - x)^2 / sum (r - c)^2)
 
-What a model always says, where what it says of a sample is little beside that.
+A regression's output (age, temperature, quality score) is its mean plus a small deviation.
+Returning the mean would have a good SQNR, so the deviation is measured too::
 
-An age, a temperature or a score of quality is some usual number plus what the sample moves it by.
-To say the usual number whatever is fed would be good by the output's SQNR, though nothing of the
-model is left::
-
-    said always, dB          10 log10(sum r^2 / sum (r - mean)^2)        where it is good, then
+    mean only, dB            10 log10(sum r^2 / sum (r - mean)^2)       if good, then
     left of what varies, dB  10 log10(sum (r - mean)^2 / sum (r - c)^2)
 
-So it is of a few numbers, each of which is read. Many stand for something together; scores of
-classes, or features, that hardly vary are those of a network that is not trained.
+The mean is only used for outputs of a few numbers, each meaningful by itself. Scores or features
+that hardly vary come from a network that is not trained.
 """
 
 from __future__ import annotations
@@ -45,21 +38,21 @@ import numpy as np
 from deploy.metrics.rows import Outputs
 from deploy.tensors import Array
 
-_BLOCK = 1 << 13  # values of a row that are summed at a time; for more, BLAS wakes its threads
+_BLOCK = 1 << 13  # values of a row summed at a time; for more, BLAS wakes its threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputAccuracy:
-    """One output (or inner tensor) of the candidate against the reference's.
+    """Errors of one output (or inner tensor) of the candidate against the reference's.
 
     Attributes:
-        sqnr_db: signal to quantization noise; inf where both are equal, NaN where not finite.
-        cosine_mean, cosine_min: cosine of each sample's values, over the samples; both that of all
-            samples' values where each has one.
+        sqnr_db: signal to quantization noise ratio; inf if both are equal, NaN if not finite.
+        cosine_mean, cosine_min: mean and minimum of the samples' cosines; the cosine over all
+            samples if each has one value.
         max_abs_error: largest absolute difference of any element, in the tensor's own unit.
-        not_finite: samples with NaN or Inf in the reference, in the candidate.
-        other_shape: samples whose shapes differ (e.g. another number of detections).
-        zeros: whether all values of both are 0, so that being equal says nothing.
+        not_finite: number of samples with NaN or Inf (in the reference, in the candidate).
+        other_shape: number of samples whose shapes differ (such as the number of detections).
+        zeros: whether all values of both are 0, so that equality means nothing.
     """
 
     name: str
@@ -74,7 +67,7 @@ class OutputAccuracy:
 
 @dataclass(slots=True)
 class RunningError:
-    """Running sums of one output: O(1) memory, whatever the number of samples."""
+    """Running sums of one output, in O(1) memory."""
 
     name: str
     signal: float = 0.0
@@ -118,14 +111,14 @@ class RunningError:
         self.samples += 1
 
     def result(self) -> OutputAccuracy:
-        """The figures so far."""
+        """Return the figures so far."""
         broken = any(self.not_finite) or self.other_shape > 0 or self.samples == 0
-        mean, least = (math.nan, math.nan) if broken else self._cosines()
+        mean, minimum = (math.nan, math.nan) if broken else self._cosines()
         return OutputAccuracy(
             name=self.name,
             sqnr_db=math.nan if broken else sqnr_db(self.signal, self.noise),
             cosine_mean=mean,
-            cosine_min=least,
+            cosine_min=minimum,
             max_abs_error=math.nan if broken else self.max_abs,
             not_finite=(self.not_finite[0], self.not_finite[1]),
             other_shape=self.other_shape,
@@ -133,11 +126,11 @@ class RunningError:
         )
 
     def _cosines(self) -> tuple[float, float]:
-        """Their mean and the least; a single value's would be 1, however wrong it is."""
+        """Return their mean and minimum; of single values only the sign would count."""
         if self.longest > 1:
             return self.cosine_sum / self.samples, self.cosine_min
-        together = _cosine(self.signal, self.other, self.product)
-        return together, together
+        overall = _cosine(self.signal, self.other, self.product)
+        return overall, overall
 
 
 def sqnr_db(signal: float, noise: float) -> float:
@@ -164,17 +157,17 @@ class _Sums:
 
     @classmethod
     def of(cls, left: Array, right: Array) -> _Sums:
-        """A block of both at a time, while it is in a core's cache."""
+        """Sum block by block, each of which fits a core's cache."""
         sums, largest = np.zeros(4), 0.0
         with np.errstate(invalid="ignore", over="ignore"):
             for start in range(0, left.size, _BLOCK):
                 one = left[start : start + _BLOCK].astype(np.float64)
                 other = right[start : start + _BLOCK].astype(np.float64)
-                apart = one - other
-                sums += (one @ one, other @ other, one @ other, apart @ apart)
-                largest = max(largest, float(np.abs(apart, out=apart).max()))
-        left_sum, right_sum, product, difference = (float(total) for total in sums)
-        return cls(left_sum, right_sum, product, difference, largest)
+                difference = one - other
+                sums += (one @ one, other @ other, one @ other, difference @ difference)
+                largest = max(largest, float(np.abs(difference, out=difference).max()))
+        left_sum, right_sum, product, noise = (float(total) for total in sums)
+        return cls(left_sum, right_sum, product, noise, largest)
 
     @property
     def finite(self) -> bool:
@@ -183,12 +176,12 @@ class _Sums:
 
     @property
     def cosine(self) -> float:
-        """Of these rows."""
+        """Cosine of the two rows."""
         return _cosine(self.left, self.right, self.product)
 
 
 def _cosine(left: float, right: float, product: float) -> float:
-    """From the sums of squares and products; 1 if both are zero, 0 if only one is."""
+    """Cosine from the sums of squares and products; 1 if both are zero, 0 if only one is."""
     norms = math.sqrt(left) * math.sqrt(right)
     if norms == 0:
         return float(left == right)
@@ -196,13 +189,13 @@ def _cosine(left: float, right: float, product: float) -> float:
 
 
 def _rows(value: Array, batch: int) -> Array:
-    """[N, ...] -> [N, values]; one row where the first dimension is not the batch."""
+    """Reshape [N, ...] to [N, values]; to one row if the first dimension is not the batch."""
     rows = batch if value.ndim > 0 and value.shape[0] == batch else 1
     return value.reshape(rows, -1)
 
 
 def output_json(output: OutputAccuracy) -> dict[str, object]:
-    """Plain JSON types."""
+    """Return plain JSON types."""
     return {
         "name": output.name,
         "sqnr_db": number(output.sqnr_db),
@@ -215,23 +208,23 @@ def output_json(output: OutputAccuracy) -> dict[str, object]:
 
 
 def number(value: float) -> float | str:
-    """A number, or the word for one that JSON has none for."""
+    """Return a JSON number, or "inf", "-inf" or "nan"."""
     return value if math.isfinite(value) else str(value)
 
 
-_PICTURE = 4  # dimensions
-_FACTORS = [(k, 0) for k in range(2, 17)]  # times the size that super resolution makes a picture
+_PICTURE = 4  # dimensions of a picture
+_FACTORS = [(k, 0) for k in range(2, 17)]  # (scale, remainder) of super resolution
 
 
 def resized(value: Array, fed: Array) -> Array | None:
-    """The input at the output's size; None where that is not 2 to 16 times its own."""
+    """Return the input resized to the output; None if the scale is not an integer of 2 to 16."""
     floating = all(np.issubdtype(one.dtype, np.floating) for one in (value, fed))
     axes = _larger(value.shape, fed.shape) if floating else None
-    return None if axes is None else _bicubic(fed, value.shape, last=axes == (1, 2))
+    return None if axes is None else _bicubic(fed, value.shape, channels_last=axes == (1, 2))
 
 
 def _larger(value: tuple[int, ...], fed: tuple[int, ...]) -> tuple[int, int] | None:
-    """Which two dimensions of four are so many times as large, height and width alike."""
+    """Return the axes of height and width, if both are scaled by the same integer."""
     if len(value) != len(fed) or len(value) != _PICTURE or 0 in fed:
         return None
     for axes in ((2, 3), (1, 2)):
@@ -242,28 +235,28 @@ def _larger(value: tuple[int, ...], fed: tuple[int, ...]) -> tuple[int, int] | N
     return None
 
 
-def _bicubic(fed: Array, shape: tuple[int, ...], *, last: bool) -> Array:
-    """Every channel by bicubic interpolation, as a program does that knows nothing of the model."""
-    first = np.moveaxis(fed, 3, 1) if last else fed
-    height, width = shape[1:3] if last else shape[2:]
-    planes = first.reshape(-1, *first.shape[2:]).astype(np.float64)
-    larger = [cv2.resize(one, (width, height), interpolation=cv2.INTER_CUBIC) for one in planes]
-    found = np.stack(larger).reshape(*first.shape[:2], height, width)
-    return np.moveaxis(found, 1, 3) if last else found
+def _bicubic(fed: Array, shape: tuple[int, ...], *, channels_last: bool) -> Array:
+    """Resize every channel by bicubic interpolation."""
+    channels_first = np.moveaxis(fed, 3, 1) if channels_last else fed
+    height, width = shape[1:3] if channels_last else shape[2:]
+    planes = channels_first.reshape(-1, *channels_first.shape[2:]).astype(np.float64)
+    scaled = [cv2.resize(one, (width, height), interpolation=cv2.INTER_CUBIC) for one in planes]
+    planes = np.stack(scaled).reshape(*channels_first.shape[:2], height, width)
+    return np.moveaxis(planes, 1, 3) if channels_last else planes
 
 
-GIVEN_BACK_DB = 15.0  # what the verdict calls good
-ROUNDING_DB = 60.0  # a change that is less is none
-LEFT_DB = 5.0  # less of the change is mostly noise
+GIVEN_BACK_DB = 15.0  # SQNR of the bare input or mean from which it would be judged good
+ROUNDING_DB = 60.0  # from here on the change is only rounding
+LEFT_DB = 5.0  # SQNR of the change below which it is mostly noise
 
 
 @dataclass(slots=True)
 class Changes:
-    """Running sums of every output that has the shape of an input, or several times its size.
+    """Running sums of outputs with the shape of an input, or a multiple of its size.
 
     Attributes:
-        sums: (output, input) -> squares of the output, of the change and of the noise.
-        apart: pairs of which a sample had other shapes.
+        sums: (output, input) -> sums of squares of the output, of its change and of the noise.
+        apart: pairs whose shapes did not match in some sample.
         larger: pairs whose output is larger than the input.
     """
 
@@ -284,13 +277,13 @@ class Changes:
                     self.apart.add((name, source))
 
     def _count(self, pair: tuple[str, str], fed: Array, left: Array, right: Array) -> None:
-        own = left.astype(np.float64)
-        found = (own, own - fed, own - right)
+        signal = left.astype(np.float64)
+        terms = (signal, signal - fed, signal - right)
         before = self.sums.get(pair, [0.0, 0.0, 0.0])
-        self.sums[pair] = [a + float(np.vdot(b, b)) for a, b in zip(before, found, strict=True)]
+        self.sums[pair] = [a + float(np.vdot(b, b)) for a, b in zip(before, terms, strict=True)]
 
     def lost(self) -> Iterator[str]:
-        """A sentence on each output of which next to nothing of the change is left."""
+        """Yield a sentence on each output that has lost nearly all of its change."""
         for (name, source), (signal, change, noise) in self.sums.items():
             if (name, source) in self.apart or not np.isfinite(signal + change + noise):
                 continue
@@ -304,7 +297,7 @@ class Changes:
 
 
 def given_back(samples: Sequence[Array], fed: Sequence[Outputs]) -> str:
-    """The input that an output gives back but for a small change in all samples; "" for none."""
+    """Return the input that an output repeats with a small change in all samples; else ""."""
     for name in fed[0] if fed else ():
         pairs = [(one, inputs[name]) for one, inputs in zip(samples, fed, strict=False)]
         if all(_alike(*pair) for pair in pairs):
@@ -318,7 +311,7 @@ def given_back(samples: Sequence[Array], fed: Sequence[Outputs]) -> str:
 
 
 def less(value: Array, fed: Array) -> Array:
-    """What was changed of an input; a value of another shape as it is."""
+    """Subtract the input from an output; an output of another shape is returned unchanged."""
     return np.subtract(value, fed, dtype=np.float32) if value.shape == fed.shape else value
 
 
@@ -328,18 +321,18 @@ def _alike(value: Array, fed: Array) -> bool:
 
 
 USUAL = "its mean"
-_FEW = 32  # numbers that are read one by one
+_FEW = 32  # values per sample, at most, that are meaningful one by one
 
 
 def usual_of(samples: Sequence[Array]) -> Array | None:
-    """The mean of a few numbers a sample that vary little beside it; None of other outputs."""
+    """Return the mean over samples of a few numbers that deviate little from it; else None."""
     first = samples[0]
     if len(samples) < 2 or not 0 < first.size <= _FEW or first.size != max(first.shape, default=0):
         return None
     if any(one.shape != first.shape or not _is_numbers(one) for one in samples):
         return None
     values = np.stack(samples).astype(np.float64)
-    if values.min() >= 0 and values.max() <= 1:  # probabilities: near 1 nothing tells them apart
+    if values.min() >= 0 and values.max() <= 1:  # probabilities near 1 deviate little anyway
         return None
     mean = values.mean(axis=0)
     signal, varies = float(np.square(values).sum()), float(np.square(values - mean).sum())
@@ -349,7 +342,7 @@ def usual_of(samples: Sequence[Array]) -> Array | None:
 
 
 def less_usual(value: Array, usual: Array) -> Array:
-    """What a sample moves it by; a value of another shape as it is."""
+    """Subtract the mean from an output; an output of another shape is returned unchanged."""
     if value.shape[1:] != usual.shape[1:]:
         return value
     return np.asarray(np.subtract(value, usual, dtype=np.float32))

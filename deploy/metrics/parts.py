@@ -1,13 +1,13 @@
-"""Parts of an output: rows or channels with a unit of their own, found from the data.
+"""Slices of an output: rows or channels with a unit of their own, derived from the data.
 
-A detector may put boxes of 0..640 and scores of 0..1 into one tensor; one figure over both is the
-boxes' alone. `parts_of` splits such a tensor where its unit changes::
+A detector may put boxes of 0..640 and scores of 0..1 into one tensor; an SQNR over both is that of
+the boxes. `parts_of` splits such a tensor where its unit changes::
 
     [1, 22, 2100]   rows 0..3    0..640     boxes    ->  output0[0:4]
                     rows 4..21   0..1       scores   ->  output0[4:22]
 
-Rows of one unit differ in size too: the probability of a class that is never there is 1e-6 beside
-one of 0.5. So a gap in magnitude alone is no border; `_gap` says what is.
+Rows of one unit differ in magnitude too: the probability of an absent class is 1e-6, that of a
+present one 0.5. So a gap in magnitude alone is no border; see `_gap`.
 """
 
 from __future__ import annotations
@@ -20,27 +20,26 @@ from numpy.typing import NDArray
 
 from deploy.tensors import Array
 
-SAMPLES = 4  # samples that the form of the outputs is found from, whatever the batch
-_FACTOR = 8.0  # between every row of the larger unit and any of the smaller
-_SILENT = 0.01  # rows that never reach it have no unit to be told by
-_VALUES = 16  # a row of fewer values (as of [N, classes]) shows no range of its own
+SAMPLES = 4  # samples from which the form of the outputs is derived, whatever the batch
+_FACTOR = 8.0  # least ratio between every row of the larger unit and any of the smaller
+_SILENT = 0.01  # rows whose peak stays below it show no unit
+_VALUES = 16  # fewer values per row (as in [N, classes]) do not show its range
 _MOST_ROWS = 1024
-_TOLERANCE = 1e-3  # what rounding adds to a probability
+_TOLERANCE = 1e-3  # rounding of a probability
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Some rows of an output, or all of it, or all that it changes of an input.
+    """A slice of an output, the complete output, or its difference from an input or its mean.
 
     Attributes:
-        output: its name.
-        axis: 1 or -1, the dimension of the rows; None for the whole output.
+        output: name of the output.
+        axis: 1 or -1, the dimension of the rows; None for the complete output.
         start, stop: the rows, half open.
-        less: input that the output gives back but for a small change, which is the part then; or
-            that it is the mean which it hardly leaves.
-        at: output of scores on the same cells, that says where objects are: each cell counts by its
-            best score, since nobody reads what else stands for an object that is not there.
-        raw: whether a Sigmoid of these scores is still to come.
+        less: name of the input, or `USUAL` for the mean, that is subtracted from the output first.
+        at: output of scores on the same grid. Each cell is weighted by its best score, since
+            values of cells without an object are not used.
+        raw: whether these scores are logits, before the Sigmoid.
     """
 
     output: str
@@ -53,7 +52,7 @@ class Part:
 
     @property
     def label(self) -> str:
-        """As in output0[4:22], or output0[..., 4:22] where the rows are the last dimension."""
+        """Such as output0[4:22], or output0[..., 4:22] if the rows are the last dimension."""
         if self.less:
             return f"{self.output} - {self.less}"
         if self.at:
@@ -64,7 +63,7 @@ class Part:
         return f"{self.output}[{dots}{self.start}:{self.stop}]"
 
     def of(self, value: Array) -> Array:
-        """Its values in an array of the output, with every dimension kept."""
+        """Return the slice of an array of the output, with all its dimensions."""
         if self.axis is None or value.ndim < 2:
             return value
         rows = slice(self.start, self.stop)
@@ -72,12 +71,12 @@ class Part:
 
 
 def at_objects(value: Array, scores: Array, *, raw: bool) -> Array:
-    """Values of cells, [N, C, H, W], each times the best of its cell's scores, [N, K, H, W].
+    """Return values of cells [N, C, H, W] times the best of their scores [N, K, H, W].
 
     Args:
-        value: as it is where its cells are others.
+        value: returned unchanged if its grid is another.
         scores: of the float model, whichever model the values are of.
-        raw: whether a Sigmoid of the scores is still to come.
+        raw: whether the scores are logits, before the Sigmoid.
     """
     best = scores.max(axis=1, keepdims=True)
     if value.shape[:1] + value.shape[2:] != best.shape[:1] + best.shape[2:]:
@@ -87,43 +86,43 @@ def at_objects(value: Array, scores: Array, *, raw: bool) -> Array:
 
 
 def parts_of(output: str, samples: Sequence[Array]) -> tuple[Part, ...]:
-    """The parts of one output, from the reference's values alone; the whole where it has one unit.
+    """Return the slices of one output, from the reference's values; the output itself if uniform.
 
     Args:
-        output: its name.
+        output: name of the output.
         samples: its arrays for the first few samples, each [1, ...] or without a batch.
     """
-    found: list[tuple[float, tuple[Part, ...]]] = []
+    candidates: list[tuple[float, tuple[Part, ...]]] = []
     for axis in (1, -1):
         rows = _rows(samples, axis)
-        if rows is None or (axis == -1 and samples[0].ndim == 2 and found):
+        if rows is None or (axis == -1 and samples[0].ndim == 2 and candidates):
             continue
         spans = list(_spans(rows, 0, len(rows.peak)))
         if len(spans) > 1:
-            cut = tuple(Part(output=output, axis=axis, start=a, stop=b) for a, b in spans)
-            found.append((_gap(rows, spans[0][0], spans[0][1], spans[1][1]), cut))
-    if not found:
+            slices = tuple(Part(output=output, axis=axis, start=a, stop=b) for a, b in spans)
+            candidates.append((_gap(rows, spans[0][0], spans[0][1], spans[1][1]), slices))
+    if not candidates:
         return (Part(output=output),)
-    return max(found, key=lambda one: one[0])[1]
+    return max(candidates, key=lambda one: one[0])[1]
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Largest magnitude of each row; whether it is a share (within [0, 1]) or whole numbers."""
+    """Peak magnitude of each row; whether all its values are in [0, 1], or integers beyond that."""
 
     peak: NDArray[np.float64]
     share: NDArray[np.bool_]
     number: NDArray[np.bool_]
 
     def top(self, rows: slice) -> float:
-        """Largest magnitude of these rows; class numbers count only where no other row is loud."""
+        """Peak of these rows, without class numbers unless the other rows are silent."""
         peaks = self.peak[rows]
         others = float(peaks[~self.number[rows]].max(initial=0.0))
         return others if others >= _SILENT else float(peaks.max())
 
 
 def _rows(samples: Sequence[Array], axis: int) -> _Rows | None:
-    """Peaks and units along an axis; None where it has no rows that could be told apart."""
+    """Return peaks and units along an axis; None if its rows cannot be told apart."""
     peaks: list[NDArray[np.float64]] = []
     shares: list[NDArray[np.bool_]] = []
     numbers: list[NDArray[np.bool_]] = []
@@ -148,31 +147,31 @@ def _rows(samples: Sequence[Array], axis: int) -> _Rows | None:
 
 
 def _spans(rows: _Rows, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """[start, stop) cut at its widest gap, and both sides again; as it is where there is none."""
-    gaps = [_gap(rows, start, at, stop) for at in range(start + 1, stop)]
+    """Yield [start, stop) split recursively at its widest gap; unsplit if there is none."""
+    gaps = [_gap(rows, start, cut, stop) for cut in range(start + 1, stop)]
     widest = max(gaps, default=0.0)
     if widest < _FACTOR:
         yield start, stop
         return
-    at = start + 1 + gaps.index(widest)
-    yield from _spans(rows, start, at)
-    yield from _spans(rows, at, stop)
+    cut = start + 1 + gaps.index(widest)
+    yield from _spans(rows, start, cut)
+    yield from _spans(rows, cut, stop)
 
 
-def _gap(rows: _Rows, start: int, at: int, stop: int) -> float:
-    """Least of the larger unit's rows over the largest of the smaller's; 0 where units are alike.
+def _gap(rows: _Rows, start: int, cut: int, stop: int) -> float:
+    """Return the least peak of the larger rows over the largest of the smaller; 0 if units match.
 
-    Every row of the larger side must leave [0, 1]. The smaller side must be shares that are seen
-    to be more than silence; or, of another unit than shares, both sides must have two rows or
-    more, since a single channel of a feature map may well stand out. Class numbers on the smaller
-    side do not count in its magnitude: boxes of 0..320 may stand beside a score and 0..79.
+    Every row of the larger side must leave [0, 1]. The smaller side must be probabilities that are
+    not silent; if it is of another unit, both sides must have two rows or more, since a single
+    channel of a feature map may well stand out. Class numbers on the smaller side do not count in
+    its magnitude: boxes of 0..320 may share a tensor with a score and classes 0..79.
     """
-    left, right = slice(start, at), slice(at, stop)
+    left, right = slice(start, cut), slice(cut, stop)
     large, small = (left, right) if rows.peak[left].min() > rows.top(right) else (right, left)
     top = rows.top(small)
     if top < _SILENT or bool(rows.share[large].any()):
         return 0.0
-    alone = min(at - start, stop - at) < 2
-    if alone and not bool(rows.share[small].all()):
+    single_row = min(cut - start, stop - cut) < 2
+    if single_row and not bool(rows.share[small].all()):
         return 0.0
     return float(rows.peak[large].min()) / top

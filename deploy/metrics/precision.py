@@ -1,12 +1,12 @@
-"""Mean average precision of boxes against annotated objects, in flat memory.
+"""Mean average precision of boxes against COCO annotations, in constant memory.
 
-As COCO's evaluation has it (Lin et al. 2014; pycocotools' COCOeval, all areas, 100 boxes an
-image): at each IoU of .50, .55, ... .95 the best scores choose first, each the free object of its
-class that it overlaps most; precision is made to fall with recall and read at 101 recalls. What
-COCO sorts by score is counted in bins of the score here, so that nothing grows with the images.
-Boxes of a score of 0.05 or less are not looked at.
+As in COCO's evaluation (Lin et al. 2014; pycocotools' COCOeval, all areas, 100 boxes per image): at
+each IoU of .50, .55, ... .95 boxes are matched in descending order of score, each with the
+unmatched object of its class that it overlaps most; precision is made monotonic over recall and
+sampled at 101 recalls. COCO sorts all boxes by score; here they are counted in bins of the score,
+so that memory does not grow with the images. Boxes with a score of 0.05 or less are ignored.
 
-Objects of pictures from a COCO annotation file (cocodataset.org, format-data, detection).
+Annotation files: cocodataset.org, format-data, detection.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from deploy.metrics.tasks.detections import (
     suppressed,
 )
 
-_MOST_BYTES = 2 << 30  # bytes; those of all training pictures of COCO are 450 MB
+_MOST_BYTES = 2 << 30  # the annotations of COCO's training images take 450 MB
 
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """What one picture shows.
+    """Annotated objects of one picture.
 
     Attributes:
-        size: (height, width) of the picture that the boxes are in, in pixels.
+        size: (height, width) of the picture in pixels.
         boxes: [n, 4] corners x1 y1 x2 y2 in pixels.
-        categories: [n] as numbered in the file.
-        crowds: [n] whether a box holds many that are not told apart.
+        categories: [n] category ids of the file.
+        crowds: [n] whether a box is a crowd (iscrowd).
     """
 
     size: tuple[int, int]
@@ -54,12 +54,12 @@ class Objects:
 
 @dataclass(frozen=True, slots=True)
 class Annotations:
-    """A file's pictures by name, and its categories' numbers in order.
+    """Contents of an annotation file.
 
     Attributes:
-        pictures: name of the file, without folders -> what it shows.
-        categories: numbers.
-        twice: names that pictures of several folders have.
+        pictures: file name without folders -> its objects.
+        categories: category ids, ascending.
+        twice: file names that occur in several folders.
     """
 
     pictures: Mapping[str, Objects]
@@ -67,31 +67,31 @@ class Annotations:
     twice: frozenset[str] = frozenset()
 
     def of(self, name: str) -> Objects:
-        """Objects of a picture by its file's name.
+        """Return the objects of a picture, by its file name.
 
         Raises:
-            FeedError: the file tells nothing of it.
+            FeedError: the picture is missing, or its name is ambiguous.
         """
-        own = PurePosixPath(name.replace("\\", "/")).name
-        found = self.pictures.get(own)
-        if own in self.twice:
+        file_name = PurePosixPath(name.replace("\\", "/")).name
+        objects = self.pictures.get(file_name)
+        if file_name in self.twice:
             raise FeedError(
-                f"images are matched with annotations by file name, {own[:200]!r} is several images"
-                " there; give them names of their own"
+                f"images are matched with annotations by file name, {file_name[:200]!r} is several"
+                " images there; give them names of their own"
             )
-        if found is None:
+        if objects is None:
             raise FeedError(
                 f"every evaluation image must be in the annotations, {name[:200]!r} is not;"
                 " images are matched by file name"
             )
-        return found
+        return objects
 
 
 def read_coco(path: Path) -> Annotations:
-    """The annotations of a file.
+    """Return the annotations of a COCO file.
 
     Raises:
-        FeedError: it cannot be read, or is no such file.
+        FeedError: it cannot be read, or is no COCO annotation file.
     """
     data = read_json(path, what="a COCO json", error=FeedError, most=_MOST_BYTES)
     try:
@@ -104,18 +104,18 @@ def read_coco(path: Path) -> Annotations:
 
 
 def _annotations(data: dict[str, list[dict[str, object]]]) -> Annotations:
-    own: dict[object, list[dict[str, object]]] = {image["id"]: [] for image in data["images"]}
-    categories = sorted(_whole(one["id"]) for one in data["categories"])
+    by_image: dict[object, list[dict[str, object]]] = {image["id"]: [] for image in data["images"]}
+    categories = sorted(_integer(one["id"]) for one in data["categories"])
     for annotation in data["annotations"]:
-        if annotation["image_id"] not in own:
+        if annotation["image_id"] not in by_image:
             raise ValueError(f"an image_id that no image has, {annotation['image_id']!r}")
-        if _whole(annotation["category_id"]) not in categories:
+        if _integer(annotation["category_id"]) not in categories:
             raise ValueError(f"a category_id that no category has, {annotation['category_id']!r}")
-        own[annotation["image_id"]].append(annotation)
+        by_image[annotation["image_id"]].append(annotation)
     names = {image["id"]: _name(image) for image in data["images"]}
     counts = Counter(names.values())
     return Annotations(
-        {_name(image): _objects(image, own[image["id"]]) for image in data["images"]},
+        {_name(image): _objects(image, by_image[image["id"]]) for image in data["images"]},
         tuple(categories),
         frozenset(name for name, count in counts.items() if count > 1),
     )
@@ -130,31 +130,31 @@ def _objects(image: dict[str, object], annotations: list[dict[str, object]]) -> 
     if not np.isfinite(boxes).all() or (boxes[:, 2:] < 0).any():
         raise ValueError(f"a bbox of {_name(image)!r} that is no x, y, width and height")
     boxes[:, 2:] += boxes[:, :2]  # COCO's are x y w h
-    size = _whole(image["height"]), _whole(image["width"])
+    size = _integer(image["height"]), _integer(image["width"])
     if min(size) < 1:
         raise ValueError(f"a width or height of {_name(image)!r} below 1")
     return Objects(
         size,
         boxes,
-        np.array([_whole(one["category_id"]) for one in annotations], np.int64),
+        np.array([_integer(one["category_id"]) for one in annotations], np.int64),
         np.array([bool(one.get("iscrowd", 0)) for one in annotations], np.bool_),
     )
 
 
-def _whole(value: object) -> int:
+def _integer(value: object) -> int:
     return int(str(value))
 
 
 IOUS = np.linspace(0.5, 0.95, 10)
 _RECALLS = np.linspace(0, 1, 101)
-_BINS = 2000  # of the score
-_MOST = 100  # boxes of an image
-_SUPPRESS = 0.65
+_BINS = 2000  # bins of the score
+_MOST = 100  # boxes per image
+_SUPPRESS = 0.65  # IoU of non-maximum suppression
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeanPrecision:
-    """The float model's and the candidate's, 0 to 1, over IoU .50:.95 and at .50."""
+    """mAP of both models, 0 to 1, over IoU .50:.95 and at .50; `objects` is their number."""
 
     reference: float
     candidate: float
@@ -165,12 +165,12 @@ class MeanPrecision:
 
 @dataclass(frozen=True, slots=True)
 class GroundTruth:
-    """What there is to be found.
+    """Annotated objects of all samples.
 
     Attributes:
-        objects: of every sample in order, in pixels of the input.
-        categories: numbers of the categories in order.
-        notes: sentences on where the objects come to lie.
+        objects: per sample in order, in pixels of the input.
+        categories: category ids, ascending.
+        notes: sentences on how the objects were mapped to the input.
     """
 
     objects: Sequence[Objects]
@@ -179,7 +179,7 @@ class GroundTruth:
 
 
 class AveragePrecision:
-    """Running counts of one model."""
+    """Running counts of one model's hits and misses."""
 
     def __init__(self) -> None:
         self._hits: dict[int, NDArray[np.int32]] = {}  # class -> [IoUs, hit or miss, bins]
@@ -192,37 +192,38 @@ class AveragePrecision:
         classes: NDArray[np.int64],
         crowds: NDArray[np.bool_],
     ) -> None:
-        """Add one image: what was found, and its objects' boxes [n, 4], classes and crowds."""
+        """Add one image: its detections, and its objects' boxes [n, 4], classes and crowds."""
         found = found.at(np.arange(min(len(found.scores), _MOST)))
         for kind in np.union1d(found.classes, classes).tolist():
             own = found.at(found.classes == kind)
-            there = classes == kind
-            self._objects[kind] = self._objects.get(kind, 0) + int((there & ~crowds).sum())
+            of_class = classes == kind
+            self._objects[kind] = self._objects.get(kind, 0) + int((of_class & ~crowds).sum())
             counts = self._hits.setdefault(kind, np.zeros((len(IOUS), 2, _BINS), np.int32))
             bins = np.clip((own.scores * _BINS).astype(np.int64), 0, _BINS - 1)
             for level, iou in enumerate(IOUS):
-                hit = _hits(own.boxes, boxes[there], crowds[there], float(iou))
+                hit = _hits(own.boxes, boxes[of_class], crowds[of_class], float(iou))
                 np.add.at(counts[level, 0], bins[hit == 1], 1)
                 np.add.at(counts[level, 1], bins[hit == 0], 1)
 
     @property
     def objects(self) -> int:
-        """Objects that were to be found."""
+        """Number of annotated objects, without crowds."""
         return sum(self._objects.values())
 
     def result(self) -> tuple[float, float]:
-        """Mean over the classes that are there: (over all IoUs, at the first)."""
-        known = [kind for kind, count in self._objects.items() if count]
-        if not known:
+        """Return the mean over the annotated classes: (mAP over all IoUs, mAP at .50)."""
+        present = [kind for kind, count in self._objects.items() if count]
+        if not present:
             return 0.0, 0.0
-        each = [
-            [_precision(level, self._objects[kind]) for level in self._hits[kind]] for kind in known
+        by_class = [
+            [_precision(level, self._objects[kind]) for level in self._hits[kind]]
+            for kind in present
         ]
-        return float(np.mean(each)), float(np.mean([one[0] for one in each]))
+        return float(np.mean(by_class)), float(np.mean([one[0] for one in by_class]))
 
 
 def _hits(found: Floats, boxes: Floats, crowds: NDArray[np.bool_], iou: float) -> NDArray[np.int64]:
-    """Of each box found, the best first: 1 an object, 0 none, -1 a crowd, which counts nowhere."""
+    """Return for each box, the best first: 1 for a hit, 0 for a miss, -1 for a crowd (ignored)."""
     over = overlaps(found, boxes)
     over[:, crowds] = _inside(found, boxes[crowds])
     free = np.ones(len(boxes), np.bool_)
@@ -238,7 +239,7 @@ def _hits(found: Floats, boxes: Floats, crowds: NDArray[np.bool_], iou: float) -
 
 
 def _inside(found: Floats, crowds: Floats) -> Floats:
-    """Share of each box that lies in each crowd."""
+    """Share of each box's area that lies in each crowd."""
     low = np.maximum(found[:, None, :2], crowds[None, :, :2])
     high = np.minimum(found[:, None, 2:], crowds[None, :, 2:])
     shared = np.clip(high - low, 0, None).prod(axis=2)
@@ -247,7 +248,7 @@ def _inside(found: Floats, crowds: Floats) -> Floats:
 
 
 def _precision(counts: NDArray[np.int32], objects: int) -> float:
-    """101-point average precision of hits and misses [2, bins] by score, the best bin last."""
+    """101-point average precision from hits and misses [2, bins], ascending in score."""
     hits, misses = np.cumsum(counts[:, ::-1], axis=1, dtype=np.int64)
     precision = hits / np.maximum(hits + misses, 1)
     falling = np.maximum.accumulate(precision[::-1])[::-1]
@@ -257,11 +258,11 @@ def _precision(counts: NDArray[np.int32], objects: int) -> float:
 
 @dataclass(slots=True)
 class PrecisionTally:
-    """Both models against the objects of each sample.
+    """Counts boxes of both models against the annotated objects.
 
     Attributes:
-        decoder: how boxes are read.
-        truth: what there is.
+        decoder: reads boxes from the outputs.
+        truth: annotated objects of all samples.
     """
 
     decoder: Decoder
@@ -274,24 +275,24 @@ class PrecisionTally:
         """Add one sample.
 
         Raises:
-            FeedError: classes of the model that fit no category.
+            FeedError: the model's classes do not match the categories.
         """
-        own = self.truth.objects[self.samples]
+        objects = self.truth.objects[self.samples]
         self.samples += 1
-        classes = self._classes(own.categories)
+        classes = self._classes(objects.categories)
         size = image_size(inputs) or (1, 1)
         for counts, outputs in ((self.reference, reference), (self.candidate, candidate)):
             found = self.decoder.boxes(inputs, outputs)
             found = suppressed(in_pixels(NOTHING if found is None else found, size), iou=_SUPPRESS)
-            counts.add(found, own.boxes, classes, own.crowds)
+            counts.add(found, objects.boxes, classes, objects.crowds)
 
     def _classes(self, categories: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The model's class of each category: in their order, or by their own number."""
-        count, most = self.decoder.classes, max(self.truth.categories, default=0)
+        """Return the model's class of each category: by order, or by the category's id."""
+        count, highest = self.decoder.classes, max(self.truth.categories, default=0)
         if count is None or count == len(self.truth.categories):
             return np.searchsorted(np.array(self.truth.categories, np.int64), categories)
-        if count >= most:  # the first number is 1 where a background was before it
-            return categories - int(count == most)
+        if count >= highest:  # ids start at 1 if class 0 was the background in training
+            return categories - int(count == highest)
         raise FeedError(
             f"the annotations must have the model's classes, got {len(self.truth.categories)}"
             f" categories and {count} classes ({self.decoder.form}); list all that it learned as"
@@ -299,15 +300,15 @@ class PrecisionTally:
         )
 
     def result(self) -> MeanPrecision | None:
-        """Both models' figures; None where there is no object."""
+        """Return both models' figures; None if there are no objects."""
         if not self.reference.objects:
             return None
-        own, own_50 = self.reference.result()
-        other, other_50 = self.candidate.result()
+        reference, reference_50 = self.reference.result()
+        candidate, candidate_50 = self.candidate.result()
         return MeanPrecision(
-            reference=own,
-            candidate=other,
-            reference_50=own_50,
-            candidate_50=other_50,
+            reference=reference,
+            candidate=candidate,
+            reference_50=reference_50,
+            candidate_50=candidate_50,
             objects=self.reference.objects,
         )

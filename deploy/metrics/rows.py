@@ -1,16 +1,12 @@
-"""One sample at a time out of a batch's arrays.
+"""Rows of batches: splitting a batch into samples, tests on rows of values, and top-1.
 
-Shares of a whole: probabilities of which one alone is true.
+Tests on values derive their meaning: probabilities that sum to 1, a regression's values, TopK's
+falling values and their indices.
 
-Rows of values that are no scores of classes: a regression's, or the best few of some.
-
-Whether rows of numbers lie higher in one sample and lower in another, as no scores do.
-
-Which class each sample gets, of both models, and whether a label says the same.
-
-Told by the first output: one score a class [N, C], or the class itself [N] as ArgMax gives it. Of
-TopK's pair, values that fall and the places they come from, the places tell, the best one first.
-With labels, an output behind the first may tell too, where it alone can.
+`Top1` counts whose class matches the label, and where both models agree. The class is read from the
+first output: a score per class [N, C], or the class itself [N] as from ArgMax. Of TopK's pair of
+falling values and indices, the indices are read, the best one first. With labels, a later output
+may be read, if it is the only one that holds classes.
 """
 
 from __future__ import annotations
@@ -30,29 +26,29 @@ Outputs = Mapping[str, Array]
 
 
 def batch_length(feed: Outputs) -> int:
-    """Samples in a feed: as many as its first input is long."""
+    """Return the number of samples in a feed: the first dimension of its first input."""
     first = next(iter(feed.values()), None)
     return int(first.shape[0]) if first is not None and np.ndim(first) else 1
 
 
 def split(arrays: Outputs, batch: int) -> list[dict[str, Array]]:
-    """Arrays of a batch as arrays of one sample each, with a batch of 1.
+    """Split arrays of a batch into arrays of one sample each, with a batch of 1.
 
-    The batch is the first dimension, or the second of sequences [T, N, C]; what has it nowhere is
-    left out, but of a batch of 1, which is one sample as it stands.
+    The batch is the first dimension, or the second of sequences [T, N, C]. Arrays without a batch
+    dimension are left out, unless the batch is 1.
     """
     if batch == 1:
         return [{name: np.asarray(value) for name, value in arrays.items()}]
-    found: list[dict[str, Array]] = [{} for _ in range(batch)]
+    samples: list[dict[str, Array]] = [{} for _ in range(batch)]
     for name, value in arrays.items():
         axis = next((a for a in (0, 1) if value.ndim > 2 * a and value.shape[a] == batch), None)
-        for row, own in enumerate(found if axis is not None else ()):
-            own[name] = value[row : row + 1] if axis == 0 else value[:, row : row + 1]
-    return found
+        for row, sample in enumerate(samples if axis is not None else ()):
+            sample[name] = value[row : row + 1] if axis == 0 else value[:, row : row + 1]
+    return samples
 
 
 def image_size(feed: Outputs) -> tuple[int, int] | None:
-    """(height, width) in pixels of the first input that is a picture; None without one."""
+    """Return (height, width) in pixels of the first 4-D input; None without one."""
     for value in feed.values():
         if value.ndim == 4:
             last = value.shape[3] in (1, 3, 4) and value.shape[1] not in (1, 3, 4)
@@ -61,37 +57,37 @@ def image_size(feed: Outputs) -> tuple[int, int] | None:
     return None
 
 
-_ROUNDING = 1e-2  # what float16 and thousands of classes take from a sum
-_LEAST = -1e-4  # what rounding and resizing take from a share of 0
+_ROUNDING = 1e-2  # error of a sum in float16 over thousands of classes
+_LEAST = -1e-4  # error of a probability of 0 by rounding and resizing
 
 
 def add_up(values: Array, axis: int = -1) -> NDArray[np.bool_]:
-    """Where the sum along an axis is 1, but for rounding."""
+    """Return where the sum along an axis is 1, within rounding."""
     return np.asarray(np.abs(values.sum(axis=axis, dtype=np.float64) - 1) < _ROUNDING)
 
 
 def are_shares(values: Array, axis: int = -1) -> bool:
-    """Whether values along an axis are shares of a whole, wherever it is looked."""
+    """Whether values along an axis are probabilities that sum to 1, everywhere."""
     return bool(values.min() >= _LEAST and add_up(values, axis).all())
 
 
 def are_shares_or_logarithms(values: Array) -> bool:
-    """Whether the last axis holds shares of a whole, or their logarithms."""
+    """Whether the last axis holds probabilities that sum to 1, or their logarithms."""
     logarithms = values.min() < _LEAST
     exact = values.astype(np.float64, copy=False)
     return are_shares(np.exp(np.minimum(exact, 1)) if logarithms else exact)
 
 
-_SHARE = 1.01  # a share is not above 1, but for rounding
-_PLACE = 4  # bytes, at least, of a place
-_BETWEEN = 0.5  # share of values between 0.1 and 0.9, at least, of places in a picture
+_SHARE = 1.01  # upper limit of a probability, with rounding
+_PLACE = 4  # minimum bytes of an index
+_BETWEEN = 0.5  # least share of values in 0.1..0.9 among relative coordinates
 
 
 def are_values(scores: Array, batch: int) -> bool:
-    """Whether [N, C] may be a regression's: all above 0, and in each row one above 1.
+    """Whether [N, C] may hold regression values: all above 0, and in each row one above 1.
 
-    Or all from 0 to 1, as places in shares of a picture: of no sum of 1, and most not near 0 or 1.
-    Scores of classes have both signs, logarithms of shares are below 0, and shares are not above 1.
+    Relative coordinates count too: all in [0, 1], no row that sums to 1, most not near 0 or 1.
+    Class scores have both signs, log-probabilities are below 0, probabilities not above 1.
     """
     rows = scores.reshape(batch, -1)
     if rows.shape[1] < 2 or not np.isfinite(rows).all():
@@ -99,23 +95,23 @@ def are_values(scores: Array, batch: int) -> bool:
     if rows.min() > 0 and rows.max(axis=1).min() > _SHARE:
         return True
     between = np.mean((rows > 0.1) & (rows < 0.9), axis=1).min() >= _BETWEEN
-    whole = add_up(rows).any()
-    return bool(rows.min() >= 0 and rows.max() <= _SHARE and between and not whole)
+    sums_to_1 = add_up(rows).any()
+    return bool(rows.min() >= 0 and rows.max() <= _SHARE and between and not sums_to_1)
 
 
 def is_floating(value: Array) -> bool:
-    """Whether it holds finite numbers of a float type."""
+    """Whether an array is floating-point and finite."""
     return bool(np.issubdtype(value.dtype, np.floating) and np.isfinite(value).all())
 
 
 def are_ranked(scores: Array, batch: int) -> bool:
-    """Whether each row of [N, C], three or more, falls from its first to its last, as TopK's do."""
+    """Whether each row of [N, C >= 3] descends, as TopK's values do."""
     rows = scores.reshape(batch, -1)
     return bool(rows.shape[1] > 2 and (np.diff(rows, axis=1) <= 0).all())
 
 
 def are_places(numbers: Array, batch: int) -> bool:
-    """Whether each row of [N, k] whole numbers may be TopK's places: none below 0, none twice."""
+    """Whether each row of integers [N, k] may be TopK's indices: not negative, all different."""
     if numbers.dtype.kind not in "iu" or numbers.dtype.itemsize < _PLACE or numbers.ndim < 2:
         return False
     if numbers.shape[0] != batch or not 0 < numbers.size == batch * numbers.shape[1]:
@@ -125,20 +121,20 @@ def are_places(numbers: Array, batch: int) -> bool:
 
 
 def places_of(outputs: Outputs, name: str, batch: int) -> str | None:
-    """The one of an output and another that holds the places of the other's values, as TopK's."""
+    """Return the output that holds indices, of `name` and the output it forms a TopK pair with."""
     for other, value in outputs.items():
         for values, places in ((name, other), (other, name)):
-            if value.shape == outputs[name].shape and _pair(
+            if value.shape == outputs[name].shape and _is_topk_pair(
                 outputs[values], outputs[places], batch
             ):
                 return places
     return None
 
 
-def _pair(values: Array, places: Array, batch: int) -> bool:
+def _is_topk_pair(values: Array, places: Array, batch: int) -> bool:
     if values.dtype.kind != "f" or places.dtype.kind not in "iu" or 0 in (values.ndim, values.size):
         return False
-    if values.size == batch == places.shape[0]:  # a maximum and its place
+    if values.size == batch == places.shape[0]:  # a maximum and its index
         return places.dtype.itemsize >= _PLACE
     falls = bool((np.diff(values.reshape(batch, -1), axis=1) <= 0).all())
     return falls and are_places(places, batch)
@@ -148,8 +144,8 @@ def _pair(values: Array, places: Array, batch: int) -> bool:
 class Means:
     """Running sums of the means and the deviations of rows [N, C].
 
-    Training moves some scores of classes up and others down, so that a row's mean hardly changes.
-    What a series goes on with, or a place, lies higher in one sample and lower in another.
+    Training moves some class scores up and others down, so a row's mean hardly changes. The mean of
+    forecasts or coordinates changes from sample to sample.
     """
 
     rows: int = 0
@@ -158,7 +154,7 @@ class Means:
     within: float = 0.0
 
     def add(self, scores: Array, batch: int) -> None:
-        """Add the rows of a batch; numbers of classes, and what is not finite, tell nothing."""
+        """Add the rows of a batch; class numbers and non-finite rows are ignored."""
         rows = scores.reshape(batch, -1).astype(np.float64)
         if rows.shape[1] < 2 or not np.isfinite(rows).all():
             return
@@ -171,17 +167,17 @@ class Means:
 
     @property
     def wander(self) -> bool:
-        """Whether rows differ in their mean more than values do within a row."""
+        """Whether the rows' means vary more than the values within a row."""
         return self.rows > 0 and math.sqrt(self.squares / self.rows) > self.within / self.rows
 
 
-_ENOUGH = 8  # samples to tell a regression's values, or ranked ones, from scores
-_OF_CLASSES = ("", "classes")  # tasks whose largest output may be a class
+_ENOUGH = 8  # samples needed to tell regression or ranked values from scores
+_OF_CLASSES = ("", "classes")  # names of tasks whose argmax may be a class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """What was counted, as `deploy.metrics.accuracy.Accuracy` has it."""
+    """Top-1 figures; see `deploy.metrics.accuracy.Accuracy`."""
 
     reference: float | None
     candidate: float | None
@@ -191,30 +187,30 @@ class Shares:
 
 
 class Top1:
-    """Counts whose class is right, and where both agree."""
+    """Counts top-1 hits of both models and where both agree."""
 
     def __init__(self, labels: Sequence[int] | None, name: str | None = None) -> None:
-        """What is counted.
+        """Start at 0 samples.
 
         Args:
-            labels: the class of each sample.
-            name: of the output that tells the class; None finds it from the first batch.
+            labels: class of each sample.
+            name: output to read the class from; None derives it from the first batch.
         """
         self.labels = labels
-        self.trouble: FeedError | None = None  # kept where another output may have the labels
+        self.trouble: FeedError | None = None  # not raised: labels may be for another output
         self.samples = self.right_reference = self.right_candidate = self.agreed = 0
         self.name = name
-        self.places = labels is not None  # whether rows of whole numbers may be TopK's places
-        self.classes = True  # until an output turns out to hold no classes
+        self.places = labels is not None  # whether rows of integers may be TopK's indices
+        self.classes = True  # until the output turns out to hold no classes
         self.count: int | None = None
         self.given: Counter[int] = Counter()  # class -> samples the reference gives to it
-        self.values = True  # until a sample is no regression's
-        self.ranked = True  # until a sample's best is not its first
-        self.several = False  # outputs, of which another may be what the model is for
+        self.values = True  # until a sample cannot be regression values
+        self.ranked = True  # until a sample is not in descending order
+        self.several = False  # whether there are other outputs, which may be the main one
         self.means = Means()
 
     def add(self, reference: Outputs, candidate: Outputs, batch: int, *, at_once: bool) -> None:
-        """Add one batch; without `at_once` it is the result that tells of labels that do not fit.
+        """Add one batch; unless `at_once`, errors of labels are raised by `result`.
 
         Raises:
             FeedError: labels that do not fit the samples or the classes.
@@ -250,16 +246,20 @@ class Top1:
             self.right_candidate += int((right == wanted).sum())
 
     def _choose(self, outputs: Outputs, batch: int) -> None:
-        """The output that tells the class; the first one, where none does."""
+        """Choose the output to read the class from; the first one if none fits."""
         first = next(iter(outputs))
         self.several = len(outputs) > 1
-        found = places_of(outputs, first, batch)
-        self.places |= found is not None
-        self.name = found or first
-        if found or self.labels is None or _classes(outputs[first], batch, places=True) is not None:
+        indices = places_of(outputs, first, batch)
+        self.places |= indices is not None
+        self.name = indices or first
+        if (
+            indices
+            or self.labels is None
+            or _classes(outputs[first], batch, places=True) is not None
+        ):
             return
-        behind = [n for n, v in outputs.items() if _classes(v, batch, places=True) is not None]
-        self.name = behind[0] if len(behind) == 1 else first
+        fitting = [n for n, v in outputs.items() if _classes(v, batch, places=True) is not None]
+        self.name = fitting[0] if len(fitting) == 1 else first
 
     def _wanted(self, start: int, batch: int) -> NDArray[np.int64]:
         assert self.labels is not None
@@ -275,7 +275,7 @@ class Top1:
         return wanted
 
     def _beyond(self, label: int) -> str:
-        """That a label is of no class."""
+        """Return the message for a label out of range."""
         if label >= 0 and self.ranked:
             return (
                 f"labels need to know which class a value is of, got {self.name!r} of"
@@ -290,10 +290,10 @@ class Top1:
         )
 
     def result(self, kind: str) -> Shares:
-        """The shares.
+        """Return the shares.
 
         Args:
-            kind: what the outputs are for, in a word.
+            kind: name of the task; "" if unknown.
 
         Raises:
             FeedError: labels that do not fit.
@@ -306,20 +306,20 @@ class Top1:
         values = self.values or self.ranked or self.means.wander
         others = not kind and values and self.samples >= _ENOUGH
         others = others or (not kind and self.several)
-        told = labelled or (kind in _OF_CLASSES and not others)
-        share = self.samples if self.classes and told else 0
-        # an embedding that points one way in all samples is as doubtful as one class in all
-        alike = share or (self.samples if self.classes and kind == "embeddings" else 0)
+        has_classes = labelled or (kind in _OF_CLASSES and not others)
+        counted = self.samples if self.classes and has_classes else 0
+        # embeddings that all point one way are as doubtful as one class for all samples
+        total = counted or (self.samples if self.classes and kind == "embeddings" else 0)
         return Shares(
-            reference=self.right_reference / share if labelled else None,
-            candidate=self.right_candidate / share if labelled else None,
-            agreement=self.agreed / share if share else None,
-            classes=self._count_of_classes() if alike else None,
-            favourite=self.given.most_common(1)[0][1] / alike if alike else None,
+            reference=self.right_reference / counted if labelled else None,
+            candidate=self.right_candidate / counted if labelled else None,
+            agreement=self.agreed / counted if counted else None,
+            classes=self._count_of_classes() if total else None,
+            favourite=self.given.most_common(1)[0][1] / total if total else None,
         )
 
     def _count_of_classes(self) -> int | None:
-        """As many as there are scores; of numbers of classes, as many as were seen or wanted."""
+        """Number of scores; for outputs of class numbers the highest number seen or labelled."""
         if self.count is not None or self.labels is None:
             return self.count
         return 1 + max(*self.given, *self.labels, 1)
@@ -339,14 +339,14 @@ class Top1:
 
 
 def _class_count(output: Array, batch: int) -> int | None:
-    """Classes of a score output; None for an output that holds the class itself."""
+    """Number of classes of a score output; None for an output that holds the class itself."""
     return None if output.size == batch or are_places(output, batch) else output.size // batch
 
 
 def _classes(output: Array, batch: int, *, places: bool) -> NDArray[np.int64] | None:
-    """[N, C] scores (trailing 1s allowed) or [N] integer classes -> [N]; None for other shapes.
+    """Return classes [N] of scores [N, C] (trailing 1s allowed) or integers [N], else None.
 
-    With `places` [N, k] integers may be classes too, the best one first.
+    With `places` integers [N, k] may be ranked classes too, the best one first.
     """
     if output.ndim == 0 or output.shape[0] != batch:
         return None
@@ -357,7 +357,7 @@ def _classes(output: Array, batch: int, *, places: bool) -> NDArray[np.int64] | 
     if output.ndim < 2 or output.shape[1] < 2 or output.size != batch * output.shape[1]:
         return None
     if output.dtype.kind not in "fiu" or (output.dtype.kind != "f" and output.dtype.itemsize > 1):
-        return None  # flags or counts; scores in integers have one byte
+        return None  # flags or counts; quantized scores have one byte
     scores = output.reshape(batch, -1)
     best = np.asarray(scores.argmax(axis=1), np.int64)
     best[np.isnan(scores.astype(np.float64)).any(axis=1)] = -1

@@ -1,13 +1,11 @@
-"""What a user loses: the parts of the outputs, and what the outputs are for.
+"""Form of a model's outputs (slices and task), and the running figures of both.
 
-One SQNR an output lets boxes of 0..640 hide scores of 0..1; and no SQNR tells how many boxes are
-left. Both are found from the outputs' form (`deploy.metrics.truth`), which is known once the first
-four samples have been seen; until then they wait.
+One SQNR per output lets boxes of 0..640 hide scores of 0..1, and no SQNR says how many boxes are
+lost. So each output is split into slices, and its task is recognised.
 
-The form of a model's outputs: their parts and their task, from the float model's values.
-
-It is decided from the first four samples, whatever the batch, and holds for every candidate: what
-is compared must not depend on what the candidate says.
+The form is derived from the float model's first four samples, whatever the batch, and holds for
+every candidate: the figures must not depend on the candidate's values.
+Until then samples are buffered.
 """
 
 from __future__ import annotations
@@ -41,13 +39,13 @@ from deploy.tensors import Array
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What is known of the outputs.
+    """Slices and task of a model's outputs.
 
     Attributes:
-        parts: parts of all outputs, in the outputs' order.
-        task: what they are for; None where their form does not tell.
-        carried: outputs that the next call is fed -> the inputs that take them.
-        usual: outputs that hardly vary beside what they usually are -> that.
+        parts: slices of all outputs, in the outputs' order.
+        task: the task; None if not recognised.
+        carried: state outputs -> the inputs of the next call that take them.
+        usual: outputs that deviate little from their mean -> that mean.
     """
 
     parts: tuple[Part, ...] = ()
@@ -55,67 +53,67 @@ class Form:
     carried: Mapping[str, str] = field(default_factory=dict)
     usual: Mapping[str, Array] = field(default_factory=dict)
 
-    def told(self, outputs: Outputs, inputs: Outputs, said: Outputs) -> Outputs:
-        """Outputs as their parts are measured: what moves an input or a mean, where objects are.
+    def told(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
+        """Return outputs ready to be sliced: minus an input or mean, or weighted by scores.
 
         Args:
             outputs: of either model.
-            inputs: that were fed.
-            said: what the float model gives for them.
+            inputs: the sample's inputs.
+            reference: the float model's outputs for the same inputs.
         """
-        own = {
-            part.output: self._of_part(part, outputs[part.output], inputs, said)
+        measured = {
+            part.output: self._of_part(part, outputs[part.output], inputs, reference)
             for part in self.parts
             if part.less or part.at
         }
-        return {**outputs, **own} if own else outputs
+        return {**outputs, **measured} if measured else outputs
 
-    def _of_part(self, part: Part, value: Array, inputs: Outputs, said: Outputs) -> Array:
+    def _of_part(self, part: Part, value: Array, inputs: Outputs, reference: Outputs) -> Array:
         if part.at:
-            return at_objects(value, said[part.at], raw=part.raw)
+            return at_objects(value, reference[part.at], raw=part.raw)
         if part.output in self.usual:
             return less_usual(value, self.usual[part.output])
         return less(value, inputs[part.less])
 
 
 def form_of(reference_outputs: Sequence[Outputs], *, inputs: Sequence[Outputs] = ()) -> Form:
-    """The form, from the first samples.
+    """Return the form, derived from the first samples.
 
     Args:
-        reference_outputs: the float model's outputs, one mapping a sample or batch.
-        inputs: what was fed for each of them; without it, each mapping is one sample, and forms
-            that need the picture's size are not recognised.
+        reference_outputs: the float model's outputs, one mapping per sample or batch.
+        inputs: their inputs; without them each mapping is one sample, and tasks that need the
+            picture's size are not recognised.
     """
-    every = _seen(reference_outputs, inputs)
-    seen = Seen(every.inputs[:SAMPLES], every.outputs[:SAMPLES])
-    if not seen.outputs:
+    samples = _seen(reference_outputs, inputs)
+    first = Seen(samples.inputs[:SAMPLES], samples.outputs[:SAMPLES])
+    if not first.outputs:
         return Form()
-    task = recognised(seen)
-    known: Mapping[str, tuple[Part, ...]] = {} if task is None else task.parts
+    task = recognised(first)
+    task_parts: Mapping[str, tuple[Part, ...]] = {} if task is None else task.parts
     names = list(reference_outputs[0])
-    usual = dict(_usual(every, task))
-    found = {
+    usual = dict(_usual(samples, task))
+    by_name = {
         name: (Part(output=name, less=USUAL),)
         if name in usual
-        else known[name]
-        if name in known
-        else _parts(name, seen)
+        else task_parts[name]
+        if name in task_parts
+        else _parts(name, first)
         for name in names
     }
-    parts = tuple(part for name in names for part in found[name])
+    parts = tuple(part for name in names for part in by_name[name])
     if not parts and task is None:
         parts = tuple(Part(output=name) for name in names)
-    return Form(parts, task, carried(seen), usual)
+    return Form(parts, task, carried(first), usual)
 
 
 def _usual(seen: Seen, task: Task | None) -> Iterator[tuple[str, Array]]:
-    """Outputs that no task tells of, and that hardly vary in any sample -> what they usually are.
+    """Yield (output, its mean) for outputs outside the task that deviate little from their mean.
 
-    In all samples that are there: a search looks at those that say most, which are alike in that.
+    All samples count, not only the first: a search puts similar ones first.
     """
     for name in seen.names:
-        told = task is not None and name not in getattr(task, "beside", ())
-        mean = None if told else usual_of(seen.arrays(name))
+        in_task = task is not None and name not in getattr(task, "beside", ())
+        mean = None if in_task else usual_of(seen.arrays(name))
         if mean is not None:
             yield name, mean
 
@@ -127,29 +125,29 @@ def _parts(name: str, seen: Seen) -> tuple[Part, ...]:
     fed = given_back(samples, seen.inputs)
     if fed:
         return (Part(output=name, less=fed),)
-    if not np.issubdtype(samples[0].dtype, np.floating):  # numbers of classes, counts: no signal
+    if not np.issubdtype(samples[0].dtype, np.floating):  # class numbers or counts: no signal
         return ()
     return parts_of(name, samples)
 
 
 def _seen(outputs: Sequence[Outputs], inputs: Sequence[Outputs]) -> Seen:
-    """The samples, one by one."""
+    """Split batches into single samples."""
     fed = list(inputs) or [{} for _ in outputs]
     batches = [batch_length(one) for one in fed[: len(outputs)]]
-    rows = [row for one, n in zip(outputs, batches, strict=False) for row in split(one, n)]
-    own = [row for one, n in zip(fed, batches, strict=False) for row in split(one, n)]
-    return Seen(own, rows)
+    output_rows = [row for one, n in zip(outputs, batches, strict=False) for row in split(one, n)]
+    input_rows = [row for one, n in zip(fed, batches, strict=False) for row in split(one, n)]
+    return Seen(input_rows, output_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartAccuracy:
-    """One part of an output, of the candidate against the reference's.
+    """Errors of one slice of an output.
 
     Attributes:
         label: such as "scores" or "output0[4:22]".
-        output: name of the output it is of.
-        sqnr_db, cosine_mean, cosine_min, max_abs_error: as of an output.
-        less: input whose change it is, or that it is that of its mean; "" where it is no change.
+        output: name of the output.
+        sqnr_db, cosine_mean, cosine_min, max_abs_error: as in `OutputAccuracy`.
+        less: what was subtracted first: an input, or `USUAL` for the mean; "" for nothing.
     """
 
     label: str
@@ -162,7 +160,7 @@ class PartAccuracy:
 
 
 class Truth:
-    """Running figures of all parts and of the task, in flat memory."""
+    """Running figures of all slices and of the task, in constant memory."""
 
     def __init__(
         self,
@@ -172,11 +170,13 @@ class Truth:
         labels: Sequence[int] | None = None,
         objects: GroundTruth | None = None,
     ) -> None:
-        """Args as `deploy.metrics.accuracy.Comparison`.
+        """Start with no samples.
 
-        Args but those:
-            labels: for the metric alone.
-            objects: what detectors are to find.
+        Args:
+            form: slices and task; None derives them from the first samples.
+            metric: the user's metric, which replaces the task's.
+            labels: class of each sample, for the metric only.
+            objects: annotated objects, for detectors.
         """
         self._objects = objects
         self._precision: PrecisionTally | None = None
@@ -185,7 +185,7 @@ class Truth:
         self._form = form
         self._errors: dict[Part, RunningError] = {}
         self._tally: Tally | None = None
-        self._own: Tally | None = None  # the task's, which shows samples, whoever counts
+        self._own: Tally | None = None  # the task's, which selects examples; counts if no metric
         if form is not None:
             self._begin(form)
 
@@ -199,22 +199,22 @@ class Truth:
             self._settle()
 
     def parts(self, outputs: Sequence[OutputAccuracy]) -> tuple[PartAccuracy, ...]:
-        """The parts' figures, the worst first; where it cannot be told (NaN) is worst of all.
+        """Return the slices' figures, the worst first; NaN is the worst of all.
 
         Args:
-            outputs: figures of the whole outputs, which are not counted twice.
+            outputs: figures of the complete outputs, which are not computed twice.
         """
         form = self._settle()
-        known = {Part(output=output.name): output for output in outputs}
-        known |= {part: error.result() for part, error in self._errors.items()}
+        figures_of = {Part(output=output.name): output for output in outputs}
+        figures_of |= {part: error.result() for part, error in self._errors.items()}
         figures = [
             PartAccuracy(
                 label=part.label,
                 output=part.output,
-                sqnr_db=known[part].sqnr_db,
-                cosine_mean=known[part].cosine_mean,
-                cosine_min=known[part].cosine_min,
-                max_abs_error=known[part].max_abs_error,
+                sqnr_db=figures_of[part].sqnr_db,
+                cosine_mean=figures_of[part].cosine_mean,
+                cosine_min=figures_of[part].cosine_min,
+                max_abs_error=figures_of[part].max_abs_error,
                 less=part.less,
             )
             for part in form.parts
@@ -223,33 +223,33 @@ class Truth:
 
     @property
     def lists(self) -> frozenset[str]:
-        """Outputs whose rows are not to be compared, so that their length may differ."""
+        """Outputs whose values are not compared, so that their length may differ."""
         task = self._settle().task
         return (
             frozenset()
             if task is None
-            else frozenset(n for n, own in task.parts.items() if not own)
+            else frozenset(n for n, parts in task.parts.items() if not parts)
         )
 
     @property
     def carried(self) -> Mapping[str, str]:
-        """Outputs that the next call is fed -> the inputs that take them."""
+        """State outputs -> the inputs of the next call that take them."""
         return self._settle().carried
 
     @property
     def kind(self) -> str:
-        """What the outputs are for, in a word; "" where their form does not tell."""
+        """Name of the task; "" if not recognised."""
         task = self._settle().task
         return "" if task is None else task.name
 
     @property
     def classes(self) -> str:
-        """The output that tells a class, the first of several; "" where none is known to."""
+        """The (first) classification output; "" if none is known."""
         task = self._settle().task
         return task.outputs[0] if isinstance(task, Classes) else ""
 
     def reading(self) -> str:
-        """How the outputs were read, in words."""
+        """Return how the outputs were interpreted, as text."""
         task = self._settle().task
         if task is None:
             return "the form of the outputs does not tell what they are for"
@@ -258,39 +258,39 @@ class Truth:
 
     @property
     def silent(self) -> bool:
-        """Whether the form tells what the outputs are for, and FP32 said next to nothing."""
+        """Whether the task was recognised, but the float model predicts next to nothing."""
         known = self._settle().task is not None
         return known and self._metric is None and self.task() is None
 
     def task(self) -> TaskFigure | None:
-        """The task's figure."""
+        """Return the task's or the user metric's figure; None if there is none."""
         self._settle()
         return None if self._tally is None else self._tally.result()
 
     @property
     def watched(self) -> frozenset[int]:
-        """Numbers, from 0, of samples whose pictures may be asked for in the end."""
+        """Indices of the samples whose pictures `shown` may need."""
         if self._form is None:
             return frozenset(range(sum(one[3] for one in self._waiting)))
         return self._own.watched if isinstance(self._own, Showing) else frozenset()
 
     def shown(self) -> tuple[Example, ...]:
-        """A few samples where both models differ most, where the task knows how to tell."""
+        """Return a few samples where both models differ most, if the task selects any."""
         self._settle()
         return self._own.shown() if isinstance(self._own, Showing) else ()
 
     def precision(self) -> MeanPrecision | None:
-        """Mean average precision of both models, where objects are known."""
+        """Return mean average precision of both models, if annotated objects were given."""
         self._settle()
         return None if self._precision is None else self._precision.result()
 
     def _settle(self) -> Form:
-        """Find the form, and count what has waited for it."""
+        """Derive the form if it is unknown, and count the buffered samples."""
         if self._form is None:
-            waiting, self._waiting = self._waiting, []
-            self._form = form_of([one[1] for one in waiting], inputs=[one[0] for one in waiting])
+            buffered, self._waiting = self._waiting, []
+            self._form = form_of([one[1] for one in buffered], inputs=[one[0] for one in buffered])
             self._begin(self._form)
-            for inputs, reference, candidate, batch in waiting:
+            for inputs, reference, candidate, batch in buffered:
                 self._count(inputs, reference, candidate, batch)
         return self._form
 
@@ -326,12 +326,12 @@ def _badness(part: PartAccuracy) -> float:
 
 
 def part_json(part: PartAccuracy) -> dict[str, object]:
-    """Plain JSON types."""
+    """Return plain JSON types."""
     return _plain(asdict(part).items())
 
 
 def task_json(task: TaskFigure) -> dict[str, object]:
-    """Plain JSON types."""
+    """Return plain JSON types."""
     return _plain(asdict(task).items())
 
 

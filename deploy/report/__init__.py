@@ -1,7 +1,7 @@
-"""What a run found, as JSON, Markdown, an HTML page and one screen of text.
+"""A run's results as JSON, Markdown, an HTML page and one screen of text.
 
-`Findings` (in `model`, made of `parts`) holds plain values; each form is a file of pure functions;
-`Report` is the findings that show themselves.
+`Findings` (in `model`, made of `parts`) holds plain values; each output format is a module of pure
+functions; `Report` adds `repr` and the notebook's display.
 """
 
 from deploy.report.html import to_html

@@ -1,13 +1,12 @@
-r"""A tensor's range as inline SVG that takes its colours from the page.
+r"""Charts as inline SVG that takes its colours from the page.
 
-::
+Range of a tensor::
 
     observed   |------------------0-----------------------------|
     kept             [############0##########]
 
-The distribution of latency, one curve an engine on a shared axis, as HTML with inline SVG.
-
-Places are shares of the width, so that letters keep their size however narrow the page is::
+Distribution of latency, one curve per engine on a shared axis. Positions are percentages of the
+width, so that letters keep their size however narrow the page is::
 
     A onnxruntime p50 0.0746 ms   B FP32 p50 0.0791 ms      a legend in HTML, which wraps
 
@@ -16,16 +15,14 @@ Places are shares of the width, so that letters keep their size however narrow t
       /  \:/\:____                 curves: an inner SVG that is stretched
     --0.07--0.08--0.09--
 
-What was seen of the worst tensors and where their ranges end, as HTML with inline SVG.
+Histograms of the worst tensors and their clip ranges::
 
-::
-
-             : |  '  '          : : clip range    ' what other searches would choose
-       .:|:. : |.               bars: how often, by the logarithm
+             : |  '  '          : : clip range    ' ranges by other searches
+       .:|:. : |.               bars: counts on a logarithmic scale
     ___|||||||:||:|:|__.__
       0       lo        hi
 
-Engines at several batches: latency and what a second takes, as a table and as a drawing.
+Batch sweep: p50 and throughput of engines by batch, as a table and a chart.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ _BAR_WIDTH, _BAR_HEIGHT = 190, 16
 
 
 def range_bar(row: TensorRow) -> str:
-    """What a tensor's values span, and which part of it the calibration keeps."""
+    """Draw a tensor's observed values and the range that the calibration keeps."""
     lo, hi = min(row.observed_min, row.lo, 0.0), max(row.observed_max, row.hi, 0.0)
     if not (math.isfinite(lo) and math.isfinite(hi)) or hi <= lo:
         return ""
@@ -73,11 +70,11 @@ def range_bar(row: TensorRow) -> str:
 
 
 def drawing(width: int, height: int, label: str, body: str, kind: str, *, desc: str = "") -> str:
-    """An SVG of its own size, with what a screen reader says of it."""
-    said = f"<desc>{escape(desc)}</desc>" if desc else ""
+    """Return an SVG of fixed size, with texts for screen readers."""
+    description = f"<desc>{escape(desc)}</desc>" if desc else ""
     return (
         f'<svg class="{kind}" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-        f' role="img"><title>{escape(label)}</title>{said}{body}</svg>'
+        f' role="img"><title>{escape(label)}</title>{description}{body}</svg>'
     )
 
 
@@ -93,17 +90,15 @@ _ACROSS = 1000  # units of the inner drawing's width
 _BINS = 90
 _WIDEST = 2.5  # times the p50, so that a long tail does not squeeze the rest
 _COLOURS = 4  # classes c0..c3 of the page's style
-_ROOM = 5  # labels of ticks that a narrow screen has room for
-_LEVELS = 2  # heights of the letters, for lines that lie near each other
+_ROOM = 5  # number of tick labels that fit on a narrow screen
+_LEVELS = 2  # heights of the letters, for lines near each other
 
 
 def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> str:
-    """Distribution of every measured iteration, of engines on the CPU or of those on a device.
+    """Draw the distribution of all measured iterations of the engines on the CPU or on a device.
 
-    Each p50 is marked; empty without samples.
-
-    The axis ends a little over the slowest engine's 99th percentile, or at `_WIDEST` times its
-    p50 if that is less, and says how many iterations lie beyond.
+    Each p50 is marked; "" without samples. The axis ends a little over the slowest engine's 99th
+    percentile, or at `_WIDEST` times its p50 if that is less; iterations beyond are counted.
     """
     drawn = [
         (f"c{index % _COLOURS}", engine, np.asarray(engine.latency.samples_ms, np.float64))
@@ -119,8 +114,8 @@ def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> 
     for place, (colour, engine, _) in enumerate(drawn):
         letter = _letter(place)
         marks.append(_mark(letter, _p50(engine), lo, hi, colour, place))
-        said = f"{escape(engine.label)} <b>p50 {figures.milliseconds(_p50(engine))}</b>"
-        legend.append(f'<li><i class="{colour}">{letter}</i> {said}</li>')
+        label = f"{escape(engine.label)} <b>p50 {figures.milliseconds(_p50(engine))}</b>"
+        legend.append(f'<li><i class="{colour}">{letter}</i> {label}</li>')
     return (
         f'<ul class="legend">{"".join(legend)}</ul>'
         f'<svg class="wide" width="100%" height="{_HEIGHT}" role="img">'
@@ -137,7 +132,7 @@ def _p50(engine: EngineRow) -> float:
 
 
 def _letter(place: int) -> str:
-    """A to Z, then AA."""
+    """Return A to Z, then AA to ZZ, and so on."""
     over, at = divmod(place, len(ascii_uppercase))
     return ascii_uppercase[at] * (over + 1)
 
@@ -150,12 +145,12 @@ def _axis_ends(samples: Sequence[tuple[float, Float64Array]]) -> tuple[float, fl
 
 
 def _share(value: float, lo: float, hi: float) -> float:
-    """Where a value stands, as a share of the width."""
+    """Return a value's position as a share of the width."""
     return (min(value, hi) - lo) / (hi - lo)
 
 
 def _axis(lo: float, hi: float) -> str:
-    """The floor and its ticks; of many every second label is left out where there is no room."""
+    """Draw the floor and its ticks; a narrow screen hides every second of many labels."""
     parts = [f'<line class="axis" x1="0" x2="100%" y1="{_FLOOR}" y2="{_FLOOR}"/>']
     ticks = list(_ticks(lo, hi))
     for place, (value, text) in enumerate(ticks):
@@ -174,18 +169,18 @@ def _unit(beyond: int) -> str:
 
 
 def _ticks(lo: float, hi: float) -> Iterator[tuple[float, str]]:
-    """Round values inside the axis, 3 to 8 of them, with the decimals their step needs."""
+    """Yield 3 to 8 round values inside the axis, with the decimals their step needs."""
     raw = (hi - lo) / 8
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw)
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-    edge = 0.03 * (hi - lo)  # a label nearer than this to an end would be cut
+    edge = 0.03 * (hi - lo)  # a label nearer to an end would be cut off
     for index in range(math.ceil((lo + edge) / step), math.floor((hi - edge) / step) + 1):
         yield index * step, f"{index * step:.{decimals}f}"
 
 
 def _curve(values: Float64Array, lo: float, hi: float, colour: str) -> str:
-    """A step outline, its height the share of iterations, scaled to its own peak."""
+    """Draw a step outline of the shares of iterations, scaled to its own peak."""
     counts, edges = np.histogram(values, bins=_BINS, range=(lo, hi))
     floor = _FLOOR - _TOP
     heights = floor * counts / max(int(counts.max()), 1)
@@ -199,7 +194,7 @@ def _curve(values: Float64Array, lo: float, hi: float, colour: str) -> str:
 
 
 def _mark(letter: str, p50: float, lo: float, hi: float, colour: str, place: int) -> str:
-    """A line at the p50, and its letter on top."""
+    """Draw a line at the p50, and its letter on top."""
     x = f"{100 * _share(p50, lo, hi):.2f}%"
     y = 12 + 14 * (place % _LEVELS)
     return (
@@ -209,8 +204,8 @@ def _mark(letter: str, p50: float, lo: float, hi: float, colour: str, place: int
 
 
 _HIST_WIDTH, _HIST_HEIGHT, _HIST_TOP, _HIST_FLOOR = 320, 104, 14, 86
-_SIDE = 6  # room beside the axis
-_HIST_ROOM = 0.3  # of what was seen: a clip line further out than this is told, not drawn
+_SIDE = 6  # margin beside the axis
+_HIST_ROOM = 0.3  # a clip line further outside the observed range, relative to it, is not drawn
 _WORDS = (
     "Bars: how often values were seen, by the logarithm. Dashed: the ends of the range that is"
     " kept; bars of another colour lie beyond, and count as clipped where a reader looks. Marks on"
@@ -219,20 +214,20 @@ _WORDS = (
 
 
 def histograms(report: Findings) -> Iterator[Section]:
-    """The worst tensors of each target that a histogram is known of, the worst first."""
+    """Yield the histograms of each target's worst tensors, the worst first."""
     for target in report.targets:
         rows = [row for row in worst_first(target.tensors) if row.histogram is not None]
         if rows:
-            own = whose(report, target.name)
+            of_target = whose(report, target.name)
             drawn = "\n".join(_figure(row, row.histogram) for row in rows if row.histogram)
             html = f'<p class="sub">{_WORDS}</p>\n<div class="drawn">{drawn}</div>'
-            yield Section(title=f"Histograms{own}", html=html, rows=len(rows))
+            yield Section(title=f"Histograms{of_target}", html=html, rows=len(rows))
 
 
 def _figure(row: TensorRow, part: HistogramPart) -> str:
-    said = page.breakable("; ".join(_words(row, part)))
+    caption = page.breakable("; ".join(_words(row, part)))
     name = f"<b>{page.breakable(row.name)}</b>"
-    return f"<figure>{name}{histogram(row, part)}<figcaption>{said}</figcaption></figure>"
+    return f"<figure>{name}{histogram(row, part)}<figcaption>{caption}</figcaption></figure>"
 
 
 def _words(row: TensorRow, part: HistogramPart) -> Iterator[str]:
@@ -252,7 +247,7 @@ def _span(lo: float, hi: float) -> str:
 
 
 def histogram(row: TensorRow, part: HistogramPart) -> str:
-    """One tensor's bars with the ends of its range; "" where they cannot be drawn."""
+    """Draw one tensor's bars with the ends of its range; "" if they are not finite."""
     axis = _bars_axis(row)
     if not all(map(math.isfinite, axis)):
         return ""
@@ -282,22 +277,22 @@ def histogram(row: TensorRow, part: HistogramPart) -> str:
 
 
 def _bars_axis(row: TensorRow) -> tuple[float, float]:
-    """What was seen, zero, and the ends of the range where they are not far."""
+    """Return the axis: observed values, zero, and the ends of the range unless they are far."""
     left, right = min(row.observed_min, 0.0), max(row.observed_max, 0.0)
     far = _HIST_ROOM * (right - left)
     lo, hi = max(row.lo, left - far), min(row.hi, right + far)
     lo = min(left, lo) if lo == row.lo else left
     hi = max(right, hi) if hi == row.hi else right
-    return (lo, hi) if hi > lo else (lo - 1.0, hi + 1.0)  # of zeros alone
+    return (lo, hi) if hi > lo else (lo - 1.0, hi + 1.0)  # all values are zero
 
 
 def _inside(ends: tuple[float, float], axis: tuple[float, float]) -> Iterator[float]:
-    """Each end once, where the axis has it."""
+    """Return the distinct ends that lie on the axis."""
     return (end for end in dict.fromkeys(ends) if axis[0] <= end <= axis[1])
 
 
 def _bars(row: TensorRow, part: HistogramPart, x: Callable[[float], float]) -> Iterator[str]:
-    """What is kept and what is cut off; a bar that a line crosses is parted there."""
+    """Draw kept and clipped values; a bar that crosses a range's end is split there."""
     tallest = math.log1p(max(part.counts))
     paths: dict[str, list[str]] = {"kept": [], "cut": []}
     for place, count in enumerate(part.counts):
@@ -306,19 +301,19 @@ def _bars(row: TensorRow, part: HistogramPart, x: Callable[[float], float]) -> I
         top = f"{_HIST_FLOOR - (_HIST_FLOOR - _HIST_TOP) * math.log1p(count) / tallest:.1f}"
         left = part.start + place * part.width
         for kind, start, end in _pieces(row, left, left + part.width):
-            wide = max(x(end) - x(start), 1.0)
-            paths[kind].append(f"M{x(start):.1f},{_HIST_FLOOR}V{top}h{wide:.1f}V{_HIST_FLOOR}z")
+            width = max(x(end) - x(start), 1.0)
+            paths[kind].append(f"M{x(start):.1f},{_HIST_FLOOR}V{top}h{width:.1f}V{_HIST_FLOOR}z")
     return (f'<path class="{kind}" d="{"".join(path)}"/>' for kind, path in paths.items() if path)
 
 
 def _pieces(row: TensorRow, left: float, right: float) -> Iterator[tuple[str, float, float]]:
-    """A bar in what is kept and what is cut off, without where no values were."""
+    """Split a bar into kept and clipped pieces, limited to observed values."""
     left, right = max(left, row.observed_min), min(right, row.observed_max)
     if left >= right:  # all its values are equal
         yield "kept" if row.lo <= right <= row.hi else "cut", right, right
         return
-    held = min(row.lo, 0.0), max(row.hi, 0.0)  # every grid holds 0
-    lo, hi = (min(max(end, left), right) for end in held)
+    ends = min(row.lo, 0.0), max(row.hi, 0.0)  # every quantization grid contains 0
+    lo, hi = (min(max(end, left), right) for end in ends)
     pieces = (("cut", left, lo), ("kept", lo, hi), ("cut", hi, right))
     yield from (piece for piece in pieces if piece[1] < piece[2])
 
@@ -328,7 +323,7 @@ def _bars_line(kind: str, x: float, top: int, floor: int) -> str:
 
 
 def _description(row: TensorRow, part: HistogramPart) -> str:
-    """The drawing in a sentence."""
+    """Describe the histogram in a sentence."""
     peak = part.start + (part.counts.index(max(part.counts)) + 0.5) * part.width
     return (
         f"{sum(part.counts):,} values from {figures.real(row.observed_min)} to"
@@ -339,11 +334,11 @@ def _description(row: TensorRow, part: HistogramPart) -> str:
 
 _SW_WIDTH, _SW_HEIGHT = 480, 240
 _SW_LEFT, _SW_RIGHT, _SW_TOP, _SW_BOTTOM = 16, 170, 24, 34
-_ROW, _LETTERS = 15, 22  # between names, and of one
+_ROW, _LETTERS = 15, 22  # px between names; letters of a name
 
 
 def sweep_section(report: Findings) -> Iterator[Section]:
-    """The page's table and drawing."""
+    """Yield the page's chart and table of the batch sweep."""
     heads, rows = sweep_table(report.engines)
     if not rows:
         return
@@ -354,10 +349,7 @@ def sweep_section(report: Findings) -> Iterator[Section]:
 
 
 def sweep_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows: one row a batch, p50 and throughput of every engine; the best is marked.
-
-    Throughput is in items a second.
-    """
+    """Return heads and rows: p50 and items per second of every engine by batch, best marked."""
     swept = [engine for engine in engines if engine.sweep]
     rows = [
         [str(row.batch), *(_cell(engine, engine.sweep[place]) for engine in swept)]
@@ -367,7 +359,7 @@ def sweep_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]
 
 
 def sweep_figure(engines: Sequence[EngineRow]) -> str:
-    """Throughput over batch, one line an engine, as inline SVG; "" of fewer than two batches."""
+    """Draw throughput over batch, one line per engine; "" for fewer than two batches."""
     swept = [(index, engine) for index, engine in enumerate(engines) if len(engine.sweep) > 1]
     if not swept:
         return ""
@@ -399,7 +391,7 @@ def _best(engine: EngineRow) -> BatchRow:
 
 
 def _x(batch: int, batches: Sequence[int]) -> float:
-    """A batch on an axis of doublings."""
+    """Return the x of a batch on a logarithmic axis."""
     low, high = math.log2(batches[0]), math.log2(batches[-1])
     return _SW_LEFT + (_SW_WIDTH - _SW_LEFT - _SW_RIGHT) * (math.log2(batch) - low) / (high - low)
 
@@ -421,16 +413,16 @@ def _sweep_axis(batches: Sequence[int]) -> Iterator[str]:
 
 
 def _sweep_line(engine: EngineRow, colour: str, most: float) -> Iterator[str]:
-    """The engine's points joined, the best one larger."""
+    """Draw the engine's points joined by a line, the best one larger."""
     batches = [row.batch for row in engine.sweep]
     points = [(_x(row.batch, batches), _y(row, most)) for row in engine.sweep]
     path = "L".join(f"{x:.1f},{y:.1f}" for x, y in points)
     yield f'<path class="{colour}" d="M{path}" fill="none" stroke-width="2"/>'
     best = _best(engine)
     for row, (x, y) in zip(engine.sweep, points, strict=True):
-        said = f"{engine.label}, batch {row.batch}: {figures.rate(row.items_qps)}"
+        title = f"{engine.label}, batch {row.batch}: {figures.rate(row.items_qps)}"
         radius = 6 if row is best else 3
         yield (
             f'<circle class="area {colour}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}">'
-            f"<title>{escape(said)}</title></circle>"
+            f"<title>{escape(title)}</title></circle>"
         )

@@ -1,8 +1,8 @@
-"""Numbers as people read them; "-" where there is none, "failed" where a target failed.
+"""Formatting of numbers, and the comparison of an engine's layers with its plan.
 
-What an engine really runs, beside what was planned of it.
+Missing numbers are "-", those of a failed target "failed".
 
-::
+`RanPart` compares what an engine really runs with the plan::
 
     plan      /a/Conv int8     /a/Relu int8    /b/Add int8     /c/MaxPool float32
     engine    [ /a/Conv + /a/Relu: int8 ]      [ float16 ]     [ int8 ]
@@ -28,7 +28,7 @@ FAILED = "failed"
 
 
 def milliseconds(value: float | None) -> str:
-    """Three significant digits at least: 0.123 ms, 12.3 ms, 1234 ms."""
+    """Format with at least three significant digits: 0.123 ms, 12.3 ms, 1234 ms."""
     if value is None:
         return NONE
     if value == 0 or not math.isfinite(value):
@@ -38,7 +38,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def size(value: int | None) -> str:
-    """Bytes in binary units: 223 KiB."""
+    """Format bytes in binary units: 223 KiB."""
     if value is None:
         return NONE
     amount = float(value)
@@ -50,7 +50,7 @@ def size(value: int | None) -> str:
 
 
 def decibels(value: float | None) -> str:
-    """One decimal; "exact" for no noise at all, "NaN" where it could not be told."""
+    """Format with one decimal; "exact" for no noise, "NaN" if undefined."""
     if value is None:
         return NONE
     if value == math.inf:
@@ -59,67 +59,67 @@ def decibels(value: float | None) -> str:
 
 
 def cosine(value: float | None) -> str:
-    """Five decimals, since good engines differ in the fourth."""
+    """Format with five decimals, since good engines differ in the fourth."""
     if value is None:
         return NONE
     return "NaN" if math.isnan(value) else f"{value:.5f}"
 
 
 def percent(value: float | None) -> str:
-    """A share of 0 to 1 as percent, two decimals."""
+    """Format a share of 0 to 1 as percent with two decimals."""
     return NONE if value is None else f"{100 * value:.2f} %"
 
 
 def points(value: float) -> str:
-    """A difference of shares in percentage points, with its sign."""
+    """Format a difference of shares in percentage points, with its sign."""
     return f"{100 * value:+.2f} points"
 
 
 def rate(value: float | None) -> str:
-    """Inferences a second."""
+    """Format inferences per second."""
     return NONE if value is None else f"{value:,.0f} /s" if value >= 100 else f"{value:.3g} /s"
 
 
 def real(value: float) -> str:
-    """A value of a tensor, four significant digits."""
+    """Format a tensor's value with four significant digits."""
     return f"{value:.4g}"
 
 
 def ratio(value: float) -> str:
-    """A factor: 2.13x."""
+    """Format a factor: 2.13x."""
     return f"{value:.2f}x"
 
 
 def sized(smaller: float) -> tuple[str, str]:
-    """2.00x, "smaller"; or where a file grew, by how much it is larger; nothing for the same."""
+    """Return ("2.00x", "smaller"), or "larger" if the file grew; empty texts for equal sizes."""
     if ratio(smaller) == ratio(1):
         return "", ""
     return (ratio(smaller), "smaller") if smaller > 1 else (ratio(1 / smaller), "larger")
 
 
 def count(number: int, noun: str) -> str:
-    """1 node, 2 nodes."""
+    """Format a count with its noun: 1 node, 2 nodes."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def encodable(text: str) -> str:
-    """Text that UTF-8 can hold: a file name of other bytes reaches Python as lone surrogates."""
+    """Replace lone surrogates, by which Python represents file names that are not UTF-8."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def least(values: Iterable[float]) -> float:
-    """The least of several, NaN where any is NaN (which `min` would lose by its order)."""
-    found = tuple(values)
-    return math.nan if any(map(math.isnan, found)) else min(found, default=math.nan)
+    """Return the minimum, NaN if any is NaN (for `min` it would depend on the order)."""
+    numbers = tuple(values)
+    return math.nan if any(map(math.isnan, numbers)) else min(numbers, default=math.nan)
 
 
 RAN_HEADS = ("node", "operator", "planned in", "runs in")
-_GRIDS = ("int8", "uint8", "fp8")  # types of a layer that count as quantized
+_GRIDS = ("int8", "uint8", "fp8")  # layer types that count as quantized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRan:
-    """A node that runs otherwise than planned: its operator and both types."""
+    """A node that does not run as planned: its operator and both types."""
 
     node: str
     op: str
@@ -129,17 +129,17 @@ class NodeRan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanPart:
-    """What an engine runs, as its runtime tells.
+    """Layers of an engine, as reported by its runtime.
 
     Attributes:
-        layers: how many compute something, of several nodes each.
-        precisions: type -> how many of them compute in it.
-        reformats: how many more only change type or layout.
-        planned: nodes that were planned on a grid; None where there is no plan.
-        grid: what they were to run in.
-        unnamed: those of them that no layer names, being fused into another or gone.
-        lost: those of them that run in float.
-        gained: nodes that were to stay float and do not.
+        layers: number of computing layers, each of several nodes.
+        precisions: type -> number of computing layers.
+        reformats: number of layers that only change type or layout.
+        planned: number of nodes planned as quantized; None without a plan.
+        grid: type they were planned in.
+        unnamed: those that no layer names, because they were fused or removed.
+        lost: those that run in float.
+        gained: nodes planned in float that run quantized.
     """
 
     layers: int
@@ -153,67 +153,67 @@ class RanPart:
 
     @property
     def otherwise(self) -> list[list[str]]:
-        """Every node that runs otherwise than planned, under `RAN_HEADS`."""
+        """Rows under `RAN_HEADS` of the nodes that do not run as planned."""
         return [[r.node, r.op, r.planned, r.ran] for r in (*self.lost, *self.gained)]
 
     @property
     def as_planned(self) -> int:
-        """Planned nodes that run on a grid."""
+        """Number of planned nodes that run quantized."""
         return (self.planned or 0) - len(self.unnamed) - len(self.lost)
 
 
 def ran_part(layers: Sequence[RanLayer], plan: Iterable[Decision] = ()) -> RanPart | None:
-    """An engine's layers beside the plan of the model it was built from; None of no layers."""
+    """Compare an engine's layers with the plan of its model; None without layers."""
     if not layers:
         return None
     work = [layer for layer in layers if not layer.reformat]
-    found = _by_node(work)
-    decided = list(plan)
-    meant = [d for d in decided if d.quantized]
-    rows = [NodeRan(node=d.node, op=d.op_type, planned=d.precision, ran=found[d.node])
-            for d in decided if d.node in found]  # fmt: skip
-    on_grid = {d.node for d in meant}
+    types = _by_node(work)
+    decisions = list(plan)
+    quantized = [d for d in decisions if d.quantized]
+    rows = [NodeRan(node=d.node, op=d.op_type, planned=d.precision, ran=types[d.node])
+            for d in decisions if d.node in types]  # fmt: skip
+    on_grid = {d.node for d in quantized}
     return RanPart(
         layers=len(work),
         precisions=dict(Counter(layer.precision for layer in work if layer.precision)),
         reformats=len(layers) - len(work),
-        planned=len(meant) if decided else None,
-        grid=" or ".join(sorted({d.precision for d in meant})) or None,
-        unnamed=tuple(d.node for d in meant if d.node not in found),
+        planned=len(quantized) if decisions else None,
+        grid=" or ".join(sorted({d.precision for d in quantized})) or None,
+        unnamed=tuple(d.node for d in quantized if d.node not in types),
         lost=tuple(r for r in rows if r.node in on_grid and r.ran not in _GRIDS),
         gained=tuple(r for r in rows if r.node not in on_grid and r.ran in _GRIDS),
     )
 
 
 def _by_node(layers: Iterable[RanLayer]) -> dict[str, str]:
-    """Node -> the type it runs in; one that several layers share is quantized where one is."""
-    found: dict[str, str] = {}
+    """Return node -> its type; a node of several layers is quantized if one of them is."""
+    types: dict[str, str] = {}
     for layer in layers:
         for node in layer.nodes if layer.precision else ():
-            if found.get(node) not in _GRIDS:
-                found[node] = layer.precision
-    return found
+            if types.get(node) not in _GRIDS:
+                types[node] = layer.precision
+    return types
 
 
 def quantized_layers(part: RanPart) -> str:
-    """How many layers run on a grid: "12 of 31"."""
+    """Return the number of quantized layers: "12 of 31"."""
     return f"{sum(part.precisions.get(grid, 0) for grid in _GRIDS)} of {part.layers}"
 
 
 def ran_words(part: RanPart) -> str:
-    """The plan beside the engine, in one line; "" where there is no plan."""
+    """Return the comparison with the plan in one line; "" without a plan."""
     if not part.planned:
         return ""
-    said = [f"{part.as_planned} of {count(part.planned, 'planned node')} in {part.grid}"]
+    texts = [f"{part.as_planned} of {count(part.planned, 'planned node')} in {part.grid}"]
     if part.unnamed:
-        said.append(f"{len(part.unnamed)} that no layer names")
+        texts.append(f"{len(part.unnamed)} that no layer names")
     if part.gained:
-        said.append(f"{len(part.gained)} more that the plan left in float")
-    return f"{', '.join(said)}; {count(part.reformats, 'reformat')}"
+        texts.append(f"{len(part.gained)} more that the plan left in float")
+    return f"{', '.join(texts)}; {count(part.reformats, 'reformat')}"
 
 
 def lost_groups(part: RanPart) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """(type, operator, nodes) of what was planned on a grid and runs in float."""
+    """Yield (type, operator, nodes) of nodes planned as quantized that run in float."""
     groups: dict[tuple[str, str], list[str]] = {}
     for row in part.lost:
         groups.setdefault((row.ran, row.op), []).append(row.node)

@@ -1,8 +1,8 @@
-"""The report as one HTML page: nothing fetched, whole without its script, in light and dark.
+"""The report as one HTML page: no external resources, complete without its script, light and dark.
 
-What a user came for stands open and first: the verdict, speed, size, accuracy, the worst layers.
-The rest is folded under headings; a new part of the page is a function of the findings that yields
-`Section`s, and its row in `to_html`.
+The main results are open and first: verdict, speed, size, accuracy, worst layers. The rest is
+folded under headings. To add a part, write a function that yields `Section`s of the findings and
+list it in `to_html`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from deploy.report.tables import (
 
 
 def to_html(report: Findings) -> str:
-    """A whole page; every name and sentence is escaped."""
+    """Return a complete page; every name and sentence is escaped."""
     blocks = (
         _engines,
         sweep_section,
@@ -91,7 +91,7 @@ def _tiles(report: Findings) -> Iterator[str]:
 
 
 def _tile_values(report: Findings) -> Iterator[tuple[str, str]]:
-    """The first engine in three figures, then what each target covers."""
+    """Yield the first engine's main figures, then each target's coverage."""
     int8 = (engine for engine in report.engines if not (engine.reference or engine.baseline))
     engine = next(int8, None)
     if engine is not None:
@@ -131,7 +131,7 @@ def _engines(report: Findings) -> Iterator[Section]:
     if not lines:
         return
     curves = []
-    for on_device in (False, True):  # on an axis of their own
+    for on_device in (False, True):  # on separate axes
         figure = latency_figure(report.engines, on_device=on_device)
         if figure:
             curves.append(
@@ -144,10 +144,10 @@ def _engines(report: Findings) -> Iterator[Section]:
 
 
 def _outputs(report: Findings) -> Iterator[Section]:
-    judged = [(e.label, e.accuracy) for e in report.engines if e.accuracy]
-    if not judged:
+    compared = [(e.label, e.accuracy) for e in report.engines if e.accuracy]
+    if not compared:
         return
-    over = figures.count(judged[0][1].samples, "sample")
+    over = figures.count(compared[0][1].samples, "sample")
     rows = (
         [
             label,
@@ -157,20 +157,20 @@ def _outputs(report: Findings) -> Iterator[Section]:
             figures.cosine(output.cosine_min),
             figures.real(output.max_abs_error),
         ]
-        for label, accuracy in judged
+        for label, accuracy in compared
         for output in accuracy.outputs
     )
     heads = ["engine", "output", "SQNR", "cosine", "worst cosine", "max abs error"]
-    said = [f"{label}: {text}" for label, one in judged for text in tables.sentences(one)]
-    parts = [
+    notes = [f"{label}: {text}" for label, one in compared for text in tables.sentences(one)]
+    slices = [
         [label, *tables.part_row(part)]
-        for label, accuracy in judged
+        for label, accuracy in compared
         if tables.parted(accuracy)
         for part in accuracy.parts
     ]
     html = [f'<p class="sub">Over {over}, against the float model.</p>']
-    html += [markup.bullets(said, "notes")] if said else []
-    html += [markup.table(["engine", *tables.PART_HEADS], parts)] if parts else []
+    html += [markup.bullets(notes, "notes")] if notes else []
+    html += [markup.table(["engine", *tables.PART_HEADS], slices)] if slices else []
     html += [markup.table(heads, rows)]
     yield Section(title="Accuracy", html="\n".join(html), folded=False)
 
@@ -190,11 +190,11 @@ def _setup(report: Findings) -> Iterator[Section]:
         facts += [("Skipped", text) for text in report.feed.skipped]
     facts += [(step, f"{seconds:.1f} s") for step, seconds in report.seconds.items()]
     if facts:
-        yield Section(title="Calibration", html=markup.facts(facts) + _apart(report))
+        yield Section(title="Calibration", html=markup.facts(facts) + _disagreeing_ranges(report))
 
 
-def _apart(report: Findings) -> str:
-    """The ranges in which the halves of the samples do not agree."""
+def _disagreeing_ranges(report: Findings) -> str:
+    """Return a table of ranges on which the halves of the samples disagree."""
     agreement = report.calibration.agreement if report.calibration else None
     if agreement is None or not agreement.apart:
         return ""

@@ -1,4 +1,4 @@
-"""The report as Markdown (GitHub's tables)."""
+"""The report as Markdown, with GitHub's tables."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from deploy.report.tables import (
     work_words,
 )
 
-_WEIGHTS = 8  # weights of a target that are told
+_WEIGHTS = 8  # weights listed per target
 
 
 def to_markdown(report: Findings) -> str:
-    """Markdown text; every name is escaped."""
+    """Return Markdown text; every name is escaped."""
     parts = (
         _head(report),
         _engines(report),
@@ -110,9 +110,9 @@ def _outputs(report: Findings) -> Iterator[str]:
         if engine.accuracy:
             samples = figures.count(engine.accuracy.samples, "sample")
             yield f"## Accuracy of {_escape(engine.label)} over {samples}"
-            said = tables.sentences(engine.accuracy)
-            if said:
-                yield _bullets([_escape(text) for text in said])
+            notes = tables.sentences(engine.accuracy)
+            if notes:
+                yield _bullets([_escape(text) for text in notes])
             if tables.parted(engine.accuracy):
                 yield _table(tables.PART_HEADS, map(tables.part_row, engine.accuracy.parts))
             yield _table(
@@ -131,7 +131,7 @@ def _outputs(report: Findings) -> Iterator[str]:
 
 
 def _search(report: Findings) -> Iterator[str]:
-    """What was tried before each target was built, and which file keeps what was taken."""
+    """Yield the trials of each target's search, and the name of the plan file."""
     for target in report.targets:
         if target.search is not None:
             own = whose(report, _escape(target.name), " for ")
@@ -161,7 +161,7 @@ def _coverage(report: Findings) -> Iterator[str]:
 
 
 def _ran(report: Findings) -> Iterator[str]:
-    """The plan beside what each engine runs."""
+    """Yield the comparison of each engine's layers with its plan."""
     for engine in report.engines:
         words = ran_words(engine.ran) if engine.ran else ""
         if engine.ran and words:
@@ -203,7 +203,7 @@ def _ranges(target: TargetPart) -> str:
 
 
 def _weights(report: Findings) -> Iterator[str]:
-    """The worst weights of each target."""
+    """Yield the worst weights of each target."""
     for target in report.targets:
         if target.weights:
             own = whose(report, _escape(target.name))
@@ -262,7 +262,7 @@ def _bullets(items: Sequence[str]) -> str:
 
 
 def _code(text: str) -> str:
-    """Inline code; a fence longer than any run of backticks inside."""
+    """Return inline code; its fence is longer than any run of backticks inside."""
     flat = " ".join(text.split())
     fence = "`"
     while fence in flat:
@@ -272,12 +272,12 @@ def _code(text: str) -> str:
 
 
 def _url(name: str) -> str:
-    """A file beside the report, as a link's target."""
+    """Return a link target for a file next to the report."""
     return quote(encodable(name))
 
 
 def _escape(text: str) -> str:
-    """Tensor names may hold anything: neutralize what Markdown or HTML would read."""
+    """Escape what Markdown or HTML would interpret: tensor names may hold anything."""
     flat = " ".join(text.split())
     for mark in "\\`*_[]|<>#":
         flat = flat.replace(mark, f"\\{mark}" if mark not in "<>" else f"&{_ENTITY[mark]};")

@@ -1,11 +1,10 @@
-"""`Findings`: everything a run found, as plain frozen values. Every part is optional.
+"""`Findings`: all results of a run as plain frozen values, every one of them optional.
 
-What holds for the whole run stands once; what a target alone decides (coverage, ranges, method,
-files) stands in its `TargetPart`. `deploy.report.Report` is this value with a face.
+Values of the whole run are fields of `Findings`; values of one target (coverage, ranges, method,
+files) are fields of its `TargetPart`. `deploy.report.Report` adds `repr` and a notebook's display.
 
-What an engine's speed is held against: a float engine of the same runtime and device.
-
-A float model on the CPU tells nothing of int8 on a GPU, and its time is in no ratio with it.
+An engine's speed is compared with its `rivals`, float engines of the same runtime and device: the
+time of a float model on the CPU says nothing about int8 on a GPU.
 """
 
 from __future__ import annotations
@@ -30,60 +29,62 @@ from deploy.report.parts import (
 )
 from deploy.report.previews import DRAWN
 
-_APART = 1.5  # times, from which two ways to tell the speed do not tell the same
+_APART = 1.5  # ratio of two speed-ups from which they disagree
 
 
 def rivals(engines: Iterable[EngineRow], engine: EngineRow) -> tuple[EngineRow, ...]:
-    """The measured float engines that an engine may be held against, the one that counts first.
+    """Return the measured float engines to compare an engine's speed with, the main one first.
 
-    Those that were built beside it, the narrowest type first, since it is what one would use but
-    for int8; else the float model, where it ran on the same kind of device.
+    These are the float engines built for the same target, narrowest type first, since one would
+    use it instead of int8; else the float model, if it ran on the same kind of device.
     """
     if engine.reference or engine.baseline or engine.latency is None:
         return ()
-    known = [each for each in engines if each.latency is not None]
-    own = [each for each in known if each.baseline and each.target == engine.target]
-    alike = [each for each in known if each.reference and each.on_device == engine.on_device]
-    return tuple(reversed(own)) or tuple(alike)
+    measured = [each for each in engines if each.latency is not None]
+    of_target = [each for each in measured if each.baseline and each.target == engine.target]
+    references = [
+        each for each in measured if each.reference and each.on_device == engine.on_device
+    ]
+    return tuple(reversed(of_target)) or tuple(references)
 
 
 def speed_up(rival: EngineRow, engine: EngineRow) -> float:
-    """The rival's p50 over the engine's, as both stand in the report; both were measured."""
+    """Return the rival's p50 over the engine's; both must be measured."""
     return _p50(rival) / _p50(engine)
 
 
 def slower_ms(rival: EngineRow, engine: EngineRow) -> float:
-    """How much longer the engine takes than its rival, by p50, in ms."""
+    """Return by how many ms the engine's p50 exceeds its rival's."""
     return _p50(engine) - _p50(rival)
 
 
 def by_fastest(rival: EngineRow, engine: EngineRow) -> float | None:
-    """`speed_up` by the fastest runs, where p50 tells another; None where it does not.
+    """Return `speed_up` of the fastest runs if it disagrees with that of p50; else None.
 
-    A run that waits for other programs takes a time slice of theirs, however short it is by itself;
-    where most of one engine's runs wait and few of the other's, p50 compares the waiting.
+    A run that waits for other programs loses a whole time slice, however short it is. If most runs
+    of only one engine wait, p50 compares the waiting.
     """
-    usual = max(speed_up(rival, engine), 1e-6)
-    best = _fastest(rival) / _fastest(engine)
-    return best if max(usual / best, best / usual) > _APART else None
+    by_p50 = max(speed_up(rival, engine), 1e-6)
+    fastest = _fastest(rival) / _fastest(engine)
+    return fastest if max(by_p50 / fastest, fastest / by_p50) > _APART else None
 
 
 def in_doubt(engines: Iterable[EngineRow], engine: EngineRow) -> str:
-    """What to say where the fastest runs tell another speed than p50; "" where they agree."""
+    """Return a note if the fastest runs disagree with p50; else ""."""
     for rival in rivals(engines, engine)[:1]:
-        best = by_fastest(rival, engine)
-        if best is not None:
+        fastest = by_fastest(rival, engine)
+        if fastest is not None:
             return (
-                f"by its fastest run {best:.2f}x, by p50 {speed_up(rival, engine):.2f}x as fast as"
-                f" {rival.label}: other programs ran, or the inputs differ in size; measure again"
-                " on a quiet machine"
+                f"by its fastest run {fastest:.2f}x, by p50 {speed_up(rival, engine):.2f}x as fast"
+                f" as {rival.label}: other programs ran, or the inputs differ in size; measure"
+                " again on a quiet machine"
             )
     return ""
 
 
 def _fastest(engine: EngineRow) -> float:
     assert engine.latency is not None
-    return max(engine.latency.latency.min, 1e-6)  # a clock that stands still
+    return max(engine.latency.latency.min, 1e-6)  # a coarse clock may measure 0
 
 
 def _p50(engine: EngineRow) -> float:
@@ -91,20 +92,20 @@ def _p50(engine: EngineRow) -> float:
     return engine.latency.latency.p50
 
 
-SCHEMA = "calib8-report/2"  # 2: nodes, tensors and layers stand in their target
+SCHEMA = "calib8-report/2"  # 2: nodes, tensors and layers moved into their target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """Everything a run found.
+    """All results of a run.
 
     Attributes:
-        title: one line: what was done.
-        targets: what each target got, in the order they were asked for.
-        files: what was written for no target alone.
-        seconds: step -> time it took.
-        work: what the run cost, counted.
-        notes: anything a reader must know, in sentences.
+        title: what was done, in one line.
+        targets: results per target, in the order requested.
+        files: files written for no single target.
+        seconds: step -> its duration.
+        work: cost of the run, counted.
+        notes: sentences that the reader must know.
     """
 
     title: str = "calib8"
@@ -121,18 +122,18 @@ class Findings:
 
     @property
     def reference(self) -> EngineRow | None:
-        """The float model's row, where it was measured."""
+        """The float model's row, if it was measured."""
         return next((engine for engine in self.engines if engine.reference), None)
 
     def engine(self, name: str) -> EngineRow:
-        """The engine of a target, or the one with this label, such as "FP32".
+        """Return the engine of a target, or the one with this label, such as "FP32".
 
         Raises:
             ConfigError: there is none.
         """
         labels = {engine.label: engine for engine in self.engines}
-        own = {e.target: e for e in self.engines if not (e.reference or e.baseline)}
-        if name not in (known := {**own, **labels}):
+        by_target = {e.target: e for e in self.engines if not (e.reference or e.baseline)}
+        if name not in (known := {**by_target, **labels}):
             raise ConfigError(
                 f"an engine must be one of {', '.join(known) or 'none'}, got {name!r}"
             )
@@ -145,39 +146,41 @@ class Findings:
 
     @property
     def unusable(self) -> bool:
-        """Whether an engine's verdict says so."""
+        """Whether an engine's verdict is UNUSABLE."""
         return any(e.verdict is not None and e.verdict.level == UNUSABLE for e in self.engines)
 
     @property
     def written(self) -> tuple[FileRow, ...]:
-        """Every file: each target's, then those of the run."""
+        """All files: each target's, then those of the run."""
         return (*(file for target in self.targets for file in target.files), *self.files)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Sentences of the run, the targets, their engines and latency, each once."""
-        whose: dict[str, list[str]] = {}
+        """Distinct sentences on the run, the targets, their engines and latency."""
+        labels_of: dict[str, list[str]] = {}
         for engine in self.engines:
-            for text in _said_of(engine, self.target_of(engine), self.engines):
-                whose.setdefault(text, []).append(engine.label)
+            for text in _notes_on(engine, self.target_of(engine), self.engines):
+                labels_of.setdefault(text, []).append(engine.label)
         measured = {engine.target for engine in self.engines if not engine.reference}
         for target in self.targets:
             for text in target.notes if target.name not in measured else ():
-                whose.setdefault(text, []).append(target.name)
-        said = [f"{', '.join(dict.fromkeys(labels))}: {text}" for text, labels in whose.items()]
-        return tuple(dict.fromkeys((*self.notes, *said)))
+                labels_of.setdefault(text, []).append(target.name)
+        prefixed = [
+            f"{', '.join(dict.fromkeys(labels))}: {text}" for text, labels in labels_of.items()
+        ]
+        return tuple(dict.fromkeys((*self.notes, *prefixed)))
 
     def target_of(self, engine: EngineRow) -> TargetPart | None:
-        """What is known of the target that an engine was built for; of a float one nothing."""
+        """Return the target an engine was built for; None for a float engine."""
         if engine.reference or engine.baseline:
             return None
         return next((target for target in self.targets if target.name == engine.target), None)
 
 
-def _said_of(
+def _notes_on(
     engine: EngineRow, target: TargetPart | None, engines: tuple[EngineRow, ...]
 ) -> tuple[str, ...]:
-    """All sentences on one engine, the gravest first."""
+    """Return all notes on one engine, the most serious first."""
     return (
         *(engine.accuracy.problems if engine.accuracy else ()),
         *_stand_in(engine, target),
@@ -189,7 +192,7 @@ def _said_of(
 
 
 def _stand_in(engine: EngineRow, target: TargetPart | None) -> tuple[str, ...]:
-    """What to say of an engine that was judged without having been built."""
+    """Return a note on an engine that was judged without being built."""
     if engine.reference or engine.path is not None or engine.accuracy is None:
         return ()
     model = f"its {_grid(target)} model"
@@ -197,14 +200,14 @@ def _stand_in(engine: EngineRow, target: TargetPart | None) -> tuple[str, ...]:
 
 
 def _grid(target: TargetPart | None) -> str:
-    """int8 or fp8; float where the nodes are known and none of them left it."""
+    """Return int8 or fp8; float if the nodes are known and none of them is quantized."""
     nodes = target.nodes if target is not None else ()
     if any(node.precision == "fp8" for node in nodes):
         return "fp8"
     return "int8" if not nodes or any(node.quantized for node in nodes) else "float"
 
 
-_WORDS = frozenset({str, int, bool, type(None)})  # as JSON holds them
+_WORDS = frozenset({str, int, bool, type(None)})  # types that JSON holds unchanged
 
 
 @runtime_checkable
@@ -213,25 +216,25 @@ class _Jsonable(Protocol):
 
 
 def to_json(report: Findings) -> dict[str, object]:
-    """Plain JSON types under `schema`; parts that are missing are left out.
+    """Return plain JSON types under `schema`; missing parts are left out.
 
-    Numbers that JSON has no word for become "inf", "-inf" or "nan".
+    Non-finite numbers become "inf", "-inf" or "nan".
     """
-    made = plain(report)
-    assert isinstance(made, dict)
-    return {"schema": SCHEMA, **made}
+    data = plain(report)
+    assert isinstance(data, dict)
+    return {"schema": SCHEMA, **data}
 
 
 def plain(value: object) -> object:
-    """A value as JSON holds it; a part's fields that are empty are left out."""
-    if type(value) in _WORDS:  # most are; asking what they can do takes longer than the rest
+    """Return a value as JSON types; empty fields of dataclasses are left out."""
+    if type(value) in _WORDS:  # the usual case; the checks below are slower
         return value
     if isinstance(value, _Jsonable):
         return plain(value.to_json())
     if is_dataclass(value) and not isinstance(value, type):
-        kept = [f for f in fields(value) if f.metadata != DRAWN]
-        held = {f.name: getattr(value, f.name) for f in kept}
-        return {key: plain(item) for key, item in held.items() if item not in (None, (), {})}
+        stored = [f for f in fields(value) if f.metadata != DRAWN]
+        items = {f.name: getattr(value, f.name) for f in stored}
+        return {key: plain(item) for key, item in items.items() if item not in (None, (), {})}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -242,7 +245,7 @@ def plain(value: object) -> object:
 
 
 def _word(value: object) -> object:
-    """Anything else as a word: a path, a numpy scalar."""
+    """Convert anything else, such as a path or a numpy scalar."""
     item = getattr(value, "item", None)
     if callable(item):
         return plain(item())

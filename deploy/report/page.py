@@ -1,28 +1,16 @@
-"""The page's style: one sheet, colours as variables, light or dark as the reader's system asks.
+"""Frame of every HTML page: style, script, content policy, and helpers that build its markup.
 
-Rows of a table are cards on a narrow screen; on paper a long table is cut, and what is folded stays
-so.
+`STYLE` is one sheet: colours are variables, light or dark as the reader's system asks. On a narrow
+screen table rows become cards; on paper long tables are cut and folded parts stay folded.
 
-The part of the page's sheet that pictures and drawings take.
+`SCRIPT` sorts tables by their heads and filters them. The page is complete without it: the script
+itself creates the buttons and boxes. The Content-Security-Policy allows only this sheet and this
+script, by hash, and no requests: a `style` attribute or `onclick` would not work.
 
-The page's script: tables are sorted by their heads and filtered by a box. It fetches nothing.
+Helpers that take text escape it. A page is a list of `Section`s under a table of contents::
 
-Without it the page is whole: buttons and boxes are made by the script itself. The page's policy
-lets this text run and no other, by its hash.
-
-Pieces of the HTML page: tables, lists, folds. What takes text escapes it.
-
-The page's Content-Security-Policy allows its own sheet and script alone: no `style` attribute and
-no `onclick` would work.
-
-The page's sections: a heading each, open or folded, under a list of contents.
-
-::
-
-    Speed          open: what a user came for        Contents, made of the headings
-    Tensors (23)   folded: everything else, found by the browser's own search all the same
-
-The frame of every page: its policy, its style, its script.
+    Speed          open: the main results            contents: links to all headings
+    Tensors (23)   folded: everything else; the browser's own search finds it all the same
 """
 
 from __future__ import annotations
@@ -38,8 +26,8 @@ from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
 from deploy.report.figures import encodable
 from deploy.report.verdict import Verdict
 
-BOX = 120  # pixels of the square that a picture is shown in
-LONG = 250  # pixels of a drawing's longer side
+BOX = 120  # side of a sample picture's square, in px
+LONG = 250  # longer side of a drawing, in px
 
 LOOKS = f"""
 .views {{ display: flex; flex-wrap: wrap; gap: .8rem 1rem; }}
@@ -63,7 +51,7 @@ svg.boxes .new {{ stroke: #ffb020; stroke-dasharray: 2 3; }}
 @media print {{ .views img {{ width: 24mm; height: 24mm; }} .beside {{ width: 88mm; }} }}
 """
 
-PRINTED = 25  # rows of a table on paper
+PRINTED = 25  # rows of a table on paper, at most
 
 _SCREEN = """
 :root { color-scheme: light dark;
@@ -229,7 +217,7 @@ _PRINT = f"""
 
 STYLE = _SCREEN + LOOKS + _NARROW + _PRINT
 
-_FILTERED = 12  # rows above which a table gets a box
+_FILTERED = 12  # rows above which a table gets a filter box
 
 SCRIPT = f"""
 "use strict";
@@ -331,7 +319,7 @@ reveal();
 
 
 def _hash(text: str) -> str:
-    """A text as a policy names it."""
+    """Return the hash of a text as a policy source."""
     digest = hashlib.sha256(text.encode("utf-8")).digest()
     return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
 
@@ -342,19 +330,19 @@ POLICY = (
 )
 
 _MARKS = {GOOD: "good", FLOAT: "float", DOUBTFUL: "doubtful", UNUSABLE: "unusable"}
-_FEW = 8  # names that a cell shows unfolded
-_RUN = 20  # letters that stand in one piece before a name may be broken anywhere
+_FEW = 8  # names shown unfolded in a cell
+_RUN = 20  # letters without a break before a name may be broken anywhere
 _PIECE = re.compile(rf".{{1,{_RUN}}}?(?:[/._:,;\-]+|$)|.{{1,{_RUN}}}", re.DOTALL)
 
 
 def bullets(sentences: Iterable[str], kind: str) -> str:
-    """A list of sentences."""
+    """Return a list of sentences."""
     items = "".join(f"<li>{escape(text)}</li>" for text in sentences)
     return f'<ul class="{kind}">{items}</ul>'
 
 
 def verdicts(judged: Iterable[tuple[str, Verdict]]) -> str:
-    """One line an engine: the level as a mark, its label, the reasons."""
+    """Return one line per engine: the level as a mark, its label, the reasons."""
     rows = "".join(
         f'<p class="verdict {_MARKS[one.level]}"><b>{escape(one.level)}</b>'
         f" {escape(label)}: {escape('; '.join(one.reasons))}</p>"
@@ -364,7 +352,7 @@ def verdicts(judged: Iterable[tuple[str, Verdict]]) -> str:
 
 
 def breakable(text: str) -> str:
-    """A word that a line may break after its slashes and dots, and in runs that have none."""
+    """Return escaped text that may be broken after slashes and dots, and inside long runs."""
     return " ".join(
         "<wbr>".join(map(escape, _PIECE.findall(word))) if len(word) > _RUN else escape(word)
         for word in text.split(" ")
@@ -372,7 +360,7 @@ def breakable(text: str) -> str:
 
 
 def nodes(names: Sequence[str]) -> str:
-    """Names of nodes in a cell, folded where they are many."""
+    """Return a cell of node names, folded if there are many."""
     text = breakable(", ".join(names))
     if len(names) <= _FEW:
         return text
@@ -380,21 +368,21 @@ def nodes(names: Sequence[str]) -> str:
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
-    """Words and what they are."""
+    """Return a list of terms and their values."""
     rows = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in pairs)
     return f"<dl>{rows}</dl>"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "figures") -> str:
-    """A table of text."""
+    """Return a table of text."""
     return raw_table(heads, ([breakable(cell) for cell in row] for row in rows), kind)
 
 
 def raw_table(heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str) -> str:
-    """A table of cells that are HTML already; the heads are escaped here.
+    """Return a table of cells that are already HTML; the heads are escaped here.
 
-    Every cell says its column, since a narrow screen shows a row as a card without heads. On paper
-    a long one is cut.
+    Every cell contains the name of its column, since a narrow screen shows rows as cards without
+    heads.
     """
     head = "".join(f'<th scope="col">{breakable(text)}</th>' for text in heads)
     lines = [f"<tr>{''.join(_cells(heads, row))}</tr>" for row in rows]
@@ -407,12 +395,12 @@ def raw_table(heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str) ->
 
 def _cells(heads: Sequence[str], row: Sequence[str]) -> Iterator[str]:
     for head, cell in zip(heads, row, strict=True):
-        says = f' data-head="{escape(head)}"' if head and cell else ""
-        yield f"<td{says}>{cell}</td>"
+        head_attribute = f' data-head="{escape(head)}"' if head and cell else ""
+        yield f"<td{head_attribute}>{cell}</td>"
 
 
 def _unprinted(rows: int) -> str:
-    """What stands under a long table on paper."""
+    """Return the note below a long table on paper."""
     if rows <= PRINTED:
         return ""
     return f'<p class="unprinted">and <span>{rows - PRINTED}</span> more rows, not printed</p>'
@@ -420,12 +408,12 @@ def _unprinted(rows: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A part of the page.
+    """A section of the page.
 
     Attributes:
-        title: its heading, plain text.
-        html: what stands under it.
-        rows: how many rows or sentences it has, said beside the title; 0 says nothing.
+        title: heading, plain text.
+        html: contents.
+        rows: number of rows or sentences, shown in the heading; 0 shows nothing.
         folded: whether it is closed until the reader opens it.
     """
 
@@ -436,12 +424,12 @@ class Section:
 
     @property
     def heading(self) -> str:
-        """The title and how much there is."""
+        """The title with the number of rows."""
         return f"{self.title} ({self.rows})" if self.rows else self.title
 
 
 def contents(sections: Sequence[Section]) -> str:
-    """Links to every section; "" where there are too few to be lost among."""
+    """Return links to every section; "" for fewer than three."""
     if len(sections) < 3:
         return ""
     links = "".join(
@@ -452,7 +440,7 @@ def contents(sections: Sequence[Section]) -> str:
 
 
 def written(sections: Sequence[Section]) -> Iterator[str]:
-    """Every section as HTML."""
+    """Yield every section as HTML."""
     for anchor, section in _anchored(sections):
         head = f'<h2 id="{anchor}">{escape(section.heading)}</h2>'
         if section.folded:
@@ -462,7 +450,7 @@ def written(sections: Sequence[Section]) -> Iterator[str]:
 
 
 def _anchored(sections: Sequence[Section]) -> Iterator[tuple[str, Section]]:
-    """Each with an id of its own, made of its title."""
+    """Yield each section with a unique id made of its title."""
     used: set[str] = set()
     for section in sections:
         plain = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-") or "section"
@@ -473,7 +461,7 @@ def _anchored(sections: Sequence[Section]) -> Iterator[tuple[str, Section]]:
 
 
 def page(title: str, body: str) -> str:
-    """A whole page.
+    """Return a complete HTML page.
 
     Args:
         title: plain text.

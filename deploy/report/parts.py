@@ -1,4 +1,4 @@
-"""The parts of a report: plain frozen values; forms read them, and nothing is computed here."""
+"""The parts of a report: plain frozen values, read by the output formats, without any logic."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPart:
-    """The model that was given. `inputs` and `outputs` are words: "image float32 [N,1,28,28]"."""
+    """The input model. `inputs` and `outputs` are texts: "image float32 [N,1,28,28]"."""
 
     path: str
     size_bytes: int | None = None
@@ -37,7 +37,7 @@ class ModelPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedPart:
-    """What was fed: where from, how many, prepared how (in words too), what was left out."""
+    """The calibration data: source, number of samples, preprocessing (also as text), skipped."""
 
     source: str
     samples: int
@@ -53,10 +53,10 @@ class GroupRow:
     """Observations of one kind: a statistic of some tensors of one variant of the model.
 
     Attributes:
-        variant: what ran, such as "folded" or "unfolded".
-        statistic: what was kept of each tensor, such as "histogram".
-        tensors: how many there are.
-        reused: True where they came from a cache, False where they were observed anew.
+        variant: model that ran, such as "folded" or "unfolded".
+        statistic: statistic of each tensor, such as "histogram".
+        tensors: number of tensors.
+        reused: True if read from a cache, False if observed in this run.
     """
 
     variant: str
@@ -67,18 +67,18 @@ class GroupRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationPart:
-    """How the scales came about.
+    """How the scales were determined.
 
     Attributes:
-        method: name of the search that was asked for; "" where no target used it. What each
-            target's ranges were really chosen by is told by its `TargetPart`.
-        reused: True where a cache was taken over and nothing was run.
+        method: requested calibration method; "" if no target used it. The methods actually used
+            are in the `TargetPart`s.
+        reused: True if the cache was used and nothing was run.
         reason: why it was reused, or why not, in one sentence.
-        seconds: time of observing and searching; None where reused.
+        seconds: duration of observing and searching; None if reused.
         cache: path of the cache.
         groups: what was observed, and which of it was reused.
-        by_model: whether the pairs of a quantized model say the ranges, and nothing was observed.
-        agreement: how far halves of the samples agree; None where nothing told it.
+        by_model: whether the ranges are those of a quantized model, and nothing was observed.
+        agreement: agreement of halves of the samples; None if unknown.
     """
 
     method: str = ""
@@ -93,13 +93,13 @@ class CalibrationPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkPart:
-    """What a run cost, counted in inferences and decoded images, so that it can be compared.
+    """Cost of a run in inferences and decoded images, which can be compared between machines.
 
     Attributes:
-        decodes: images that were read and decoded.
+        decodes: number of decoded images.
         calibration_runs: variant of the model -> inferences for its statistics.
-        reference_runs: further inferences of the float model, to judge engines by.
-        engine_runs: target -> inferences of its engine, or of the model that stands in for it.
+        reference_runs: further inferences of the float model, to judge engines.
+        engine_runs: target -> inferences of its engine, or of the model that replaces it.
     """
 
     decodes: int = 0
@@ -110,7 +110,7 @@ class WorkPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRow:
-    """One node of the model: the precision it runs in on a target, and why where it is float."""
+    """One node of the model: its precision on a target, and the reason if it is float."""
 
     name: str
     op: str
@@ -119,13 +119,13 @@ class NodeRow:
 
     @property
     def quantized(self) -> bool:
-        """Whether it runs on a grid, and not in a float of 16 bits or more."""
+        """Whether its precision is no float of 16 bits or more."""
         return self.precision not in _FLOATS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeRow:
-    """The clip range that another search finds for a tensor, in real units."""
+    """Clip range that another calibration method finds for a tensor, in real units."""
 
     method: str
     lo: float
@@ -134,13 +134,13 @@ class RangeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistogramPart:
-    """What was seen of a tensor, in bars side by side.
+    """Histogram of a tensor in adjacent bars.
 
     Attributes:
-        start: where the first bar begins, in real units.
-        width: of every bar; 0 where all values are `start`.
-        counts: values in each of them.
-        others: what other searches of the same histogram find.
+        start: lower edge of the first bar, in real units.
+        width: width of every bar; 0 if all values equal `start`.
+        counts: number of values per bar.
+        others: ranges that other methods find on the same histogram.
     """
 
     start: float
@@ -153,7 +153,7 @@ class HistogramPart:
 class TensorRow:
     """One calibrated tensor, in real units; `clipped` is the share of values outside [lo, hi].
 
-    The worst of a target's have the histogram that the range was found on.
+    Only a target's worst tensors have a histogram.
     """
 
     name: str
@@ -170,21 +170,21 @@ class TensorRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightRow:
-    """One weight that left float, by its output channels.
+    """One quantized weight, by its output channels.
 
     Attributes:
-        node: the node that reads it.
+        node: node that reads it.
         op: its operator.
-        channels: how many there are.
-        scales: how many scales it has: one a channel, or one.
+        channels: number of channels.
+        scales: number of scales: one per channel, or one.
         least, median, largest: of the channels' largest |w|, in real units.
         ratio: the largest over the least.
-        used: the least share of the grid that a channel uses, 0 to 1.
-        dead: channels whose largest |w| is less than a millionth of the weight's, or stored as 0;
-            they are left out of the other figures.
-        worst: places of the channels that use least of it, the worst first.
-        strip: of the worst weights, largest |w| along the channels; of runs of channels, where
-            they are many, the least of each.
+        used: least share of the quantization grid that a channel uses, 0 to 1.
+        dead: number of channels whose largest |w| is below a millionth of the weight's, or stored
+            as 0; they are left out of the other figures.
+        worst: indices of the channels that use least of the grid, the worst first.
+        strip: for the worst weights, largest |w| along the channels, or the least of each run of
+            channels.
     """
 
     node: str
@@ -203,12 +203,12 @@ class WeightRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
-    """An engine at one batch.
+    """An engine's measurement at one batch.
 
     Attributes:
         batch: first dimension of its inputs.
-        items_qps: items a second: the batch over the host's p50.
-        latency: what was measured.
+        items_qps: items per second: the batch over the host's p50.
+        latency: the measurement.
     """
 
     batch: int
@@ -221,18 +221,17 @@ class EngineRow:
     """One model or engine that was measured.
 
     Attributes:
-        label: head of its column: "FP32", "int8", or the target's name where there are several.
+        label: column head: "FP32", "int8", or the target's name if there are several.
         reference: True for the float model that the others are compared with.
-        baseline: True for a float engine that was built beside its target's own, to hold its speed
-            against.
-        size_bytes: file and external data together.
+        baseline: True for a float engine built for the target, to compare speeds.
+        size_bytes: size of the file and its external data.
         load_ms: time from the file to a session ready to run.
-        sweep: what was measured at each batch, the smallest first, which `latency` is of.
-        kernels: what each takes, the slowest first.
-        verdict: what is thought of it; None for the float model and for baselines.
-        ran: what it is made of; None where its runtime does not tell.
-        boxes: samples where its boxes and the float model's differ most, and one where they agree.
-        changed: samples that it gives to another class, those first of which FP32 was surest.
+        sweep: measurements by ascending batch; `latency` is that of the first.
+        kernels: time of each kernel, the slowest first.
+        verdict: None for the float model and for baselines.
+        ran: its layers compared with the plan; None if its runtime does not report them.
+        boxes: samples whose boxes differ most from the float model's, and one that agrees.
+        changed: samples of another class than FP32's, FP32's largest margin first.
     """
 
     label: str
@@ -255,13 +254,13 @@ class EngineRow:
 
     @property
     def on_device(self) -> bool:
-        """Whether an accelerator's clock timed it."""
+        """Whether it was timed by an accelerator's clock."""
         return self.latency is not None and self.latency.gpu_compute is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRow:
-    """A file that was written, and what it is for; the sha256 in hexadecimal digits."""
+    """A file that was written, and its purpose; `sha256` is hexadecimal."""
 
     role: str
     path: str
@@ -271,13 +270,13 @@ class FileRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRow:
-    """One choice that was tried whole.
+    """One candidate that the search ran as a complete model.
 
     Attributes:
-        what: in words.
-        sqnr_db: of the worst part of the outputs, over the few samples of the search.
-        time: as a share of the float model's, predicted or timed.
-        taken: whether it is what was built.
+        what: description of the candidate.
+        sqnr_db: of the worst output slice, over the few samples of the search.
+        time: relative to the float model's, predicted or measured.
+        taken: whether it was built.
     """
 
     what: str
@@ -288,13 +287,13 @@ class TrialRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchPart:
-    """What was tried before a target was built.
+    """The search before a target was built.
 
     Attributes:
-        reused: whether it stood in the plan, and nothing was tried now.
-        probes: trial models that were run now.
-        settled: what was built, in words; "" where the plan does not say.
-        tried: those that were tried whole, in order.
+        reused: whether the result came from the plan and nothing was tried.
+        probes: number of trial models run.
+        settled: description of what was built; "" if the plan has none.
+        tried: candidates run as complete models, in order.
     """
 
     reused: bool
@@ -305,22 +304,22 @@ class SearchPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetPart:
-    """What one target got.
+    """Results of one target.
 
     Attributes:
         name: of the target.
-        method: what chose its ranges, such as "mse" or "ARQ and IFMR"; "" where it is not known.
-        options: its flags that were given -> their values in words.
-        reused: True where everything it needed was in the cache.
-        nodes: every node, as this target runs it.
-        tensors: the ranges that this target's files hold.
-        weights: the weights that they hold on a grid.
+        method: calibration method of its ranges, such as "mse" or "ARQ and IFMR"; "" if unknown.
+        options: flag -> its value as text.
+        reused: True if everything it needed was in the cache.
+        nodes: every node with its precision on this target.
+        tensors: ranges in this target's files.
+        weights: quantized weights in them.
         layers: inner tensors of its engine against the float model's, in the model's order.
-        files: what was written for it.
-        runnable: the file that ONNX Runtime runs with its numerics; None where there is none.
-        search: what was tried before it was built; None where nothing was.
-        notes: what was not done, and the command that does it, in sentences.
-        error: why it failed, in one sentence; "" where it did not.
+        files: files written for it.
+        runnable: file with its numerics that ONNX Runtime can run; None without.
+        search: the search before it was built; None without.
+        notes: sentences on what was left out, with the command that does it.
+        error: why it failed, in one sentence; "" on success.
     """
 
     name: str
@@ -339,12 +338,12 @@ class TargetPart:
 
     @property
     def typed(self) -> str:
-        """Its options as a user types them."""
+        """Its options as typed on the command line."""
         return " ".join(f"{flag} {value}".strip() for flag, value in self.options.items())
 
 
 def node_rows(decisions: Iterable[Decision]) -> tuple[NodeRow, ...]:
-    """The rows of what a target decided for each node."""
+    """Return a row for each of a target's decisions."""
     return tuple(
         NodeRow(
             name=decision.node,
@@ -362,7 +361,7 @@ def tensor_rows(
     clipped: Mapping[str, float] | None = None,
     layers: Sequence[OutputAccuracy] = (),
 ) -> tuple[TensorRow, ...]:
-    """The rows of a target's ranges, with what is known of each tensor."""
+    """Return a row for each of a target's ranges."""
     sqnr = {layer.name: layer.sqnr_db for layer in layers}
     return tuple(
         TensorRow(

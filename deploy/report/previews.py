@@ -1,8 +1,6 @@
-"""What of a run can be looked at: pictures of the feed, and samples where two models differ.
+"""Pictures of a report: samples of the calibration data, and samples where two models differ.
 
-Only the page shows pictures; JSON has names and counts, and how the pictures came about.
-
-A small picture inside the report: PNG or JPEG, whichever takes fewer bytes.
+Only the HTML page shows pictures; JSON contains names, counts and how the pictures were prepared.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from deploy.metrics.tasks.detections import Detections
 from deploy.metrics.tasks.task import BoxExample, ClassExample, Example
 from deploy.tensors import Array
 
-_QUALITY = 85  # of JPEG
+_QUALITY = 85  # JPEG quality
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +28,7 @@ class Raster:
 
     Attributes:
         kind: "png" or "jpeg".
-        data: the file's bytes.
+        data: bytes of the file.
         width, height: in pixels.
     """
 
@@ -41,33 +39,33 @@ class Raster:
 
     @property
     def uri(self) -> str:
-        """As an address that holds the picture itself."""
+        """The picture as a data URI."""
         return f"data:image/{self.kind};base64,{base64.b64encode(self.data).decode('ascii')}"
 
 
 def raster(picture: Array) -> Raster:
-    """Encode uint8 [h, w, 3], red, green, blue; the same bytes for the same picture and OpenCV."""
+    """Encode RGB uint8 [h, w, 3] as PNG or JPEG, whichever is smaller; deterministic."""
     cv2 = opencv()
-    turned = np.ascontiguousarray(picture[:, :, ::-1])
-    made = {
-        "png": cv2.imencode(".png", turned)[1].tobytes(),
-        "jpeg": cv2.imencode(".jpg", turned, [cv2.IMWRITE_JPEG_QUALITY, _QUALITY])[1].tobytes(),
+    bgr = np.ascontiguousarray(picture[:, :, ::-1])
+    encoded = {
+        "png": cv2.imencode(".png", bgr)[1].tobytes(),
+        "jpeg": cv2.imencode(".jpg", bgr, [cv2.IMWRITE_JPEG_QUALITY, _QUALITY])[1].tobytes(),
     }
-    kind = min(made, key=lambda one: len(made[one]))
-    return Raster(kind, made[kind], width=picture.shape[1], height=picture.shape[0])
+    kind = min(encoded, key=lambda one: len(encoded[one]))
+    return Raster(kind, encoded[kind], width=picture.shape[1], height=picture.shape[0])
 
 
-DRAWN = {"drawn": True}  # mark of a field that the page alone shows: JSON leaves it out
+DRAWN = {"drawn": True}  # metadata of fields for the page only: JSON leaves them out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewRow:
-    """One sample of the feed: as it was given, where that was a picture, and as it is fed.
+    """One sample: its original picture, if it had one, and the model's input.
 
     Attributes:
         name: of the sample.
-        fed, given: the pictures.
-        fed_size, given_size: (height, width) in pixels, before they were made small.
+        fed, given: the model's input and the original, as pictures.
+        fed_size, given_size: (height, width) in pixels, before downscaling.
     """
 
     name: str
@@ -79,7 +77,7 @@ class ViewRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PicturesPart:
-    """A few samples of the feed: how their pictures came about, their names, and themselves."""
+    """Pictures of a few samples: how they were prepared, their names, and the pictures."""
 
     how: str
     samples: tuple[str, ...]
@@ -88,7 +86,7 @@ class PicturesPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A box in shares of the picture (x1 y1 x2 y2), its class and score."""
+    """A box relative to the picture (x1 y1 x2 y2), its class and score."""
 
     corners: tuple[float, float, float, float]
     kind: int
@@ -97,15 +95,15 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boxes:
-    """One sample's boxes of the float model and of an engine, and what they are drawn over.
+    """Boxes of the float model and an engine in one sample, and the picture below them.
 
     Attributes:
-        number: of the sample, from 0.
-        picture: as the model sees it.
+        number: index of the sample, from 0.
+        picture: the model's input.
         size: (height, width) of the model's input.
         kept: boxes of the float model that the engine finds too.
-        found: the engine's own boxes for them.
-        lost, new: boxes of the float model alone, and of the engine alone.
+        found: the engine's boxes that match them.
+        lost, new: boxes of the float model only, and of the engine only.
     """
 
     number: int
@@ -119,7 +117,7 @@ class Boxes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxRow:
-    """One sample: how many boxes above a threshold of the score are kept, lost and new."""
+    """One sample: number of boxes above a score threshold that are kept, lost and new."""
 
     sample: str
     threshold: float
@@ -131,7 +129,7 @@ class BoxRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassRow:
-    """One sample that an engine gives to another class: class and value of both models."""
+    """One sample of another class in an engine: class and score of both models."""
 
     sample: str
     output: str
@@ -143,7 +141,7 @@ class ClassRow:
 
 
 def pictures_part(views: Iterable[View], how: Preprocess | None) -> PicturesPart | None:
-    """A part of the feed's pictures; None without any."""
+    """Return the pictures of samples; None without any."""
     rows = tuple(
         ViewRow(
             name=shown(view.name),
@@ -162,20 +160,20 @@ def pictures_part(views: Iterable[View], how: Preprocess | None) -> PicturesPart
 def box_rows(
     examples: Sequence[Example], looks: Mapping[int, tuple[str, Array]]
 ) -> tuple[BoxRow, ...]:
-    """Rows of those examples of boxes whose picture is known.
+    """Return rows of the box examples whose picture is available.
 
     Args:
         examples: of one engine.
-        looks: number of a sample -> its name and picture, uint8 [h, w, 3].
+        looks: index of a sample -> its name and picture, uint8 [h, w, 3].
     """
-    known = (one for one in examples if isinstance(one, BoxExample) and one.number in looks)
-    return tuple(_box_row(one, *looks[one.number]) for one in known)
+    pictured = (one for one in examples if isinstance(one, BoxExample) and one.number in looks)
+    return tuple(_box_row(one, *looks[one.number]) for one in pictured)
 
 
 def class_rows(
     examples: Sequence[Example], looks: Mapping[int, tuple[str, Array]]
 ) -> tuple[ClassRow, ...]:
-    """The same of samples that change their class."""
+    """Return rows of the examples whose class changes and whose picture is available."""
     return tuple(
         ClassRow(
             sample=shown(looks[one.number][0]),
@@ -211,7 +209,7 @@ def _box_row(example: BoxExample, name: str, picture: Array) -> BoxRow:
     )
 
 
-def _boxes(found: Detections, size: tuple[int, int]) -> tuple[Box, ...]:
+def _boxes(detections: Detections, size: tuple[int, int]) -> tuple[Box, ...]:
     height, width = size
     return tuple(
         Box(
@@ -220,6 +218,6 @@ def _boxes(found: Detections, size: tuple[int, int]) -> tuple[Box, ...]:
             score=float(score),
         )
         for (x1, y1, x2, y2), kind, score in zip(
-            found.boxes.tolist(), found.classes, found.scores, strict=True
+            detections.boxes.tolist(), detections.classes, detections.scores, strict=True
         )
     )

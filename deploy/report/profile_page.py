@@ -1,12 +1,10 @@
-"""A profile of a PyTorch model as a page: figures, a tree map of time by module, every node.
+"""Profile of a PyTorch model as a page: figures, a tree map of time by module, every node.
 
-A tree map: parts within parts, each an area as large as its share of the whole.
-
-::
+In a tree map each area is proportional to its share of the total::
 
     +----------------+-----------+
-    | layer1         | layer2    |      a module's area is that of its parts together;
-    |+-------++-----+|+---------+|      areas are as near to squares as they come
+    | layer1         | layer2    |      a module's area is the sum of its parts';
+    |+-------++-----+|+---------+|      areas are as square as possible
     ||0      ||1    |||0        ||
     |+-------++-----+|+---------+|
     +----------------+-----------+
@@ -32,20 +30,20 @@ if TYPE_CHECKING:
 _WIDTH, _HEIGHT = 720, 440
 _HEAD = 15  # height of a module's name above its parts
 _GAP = 2
-_LETTER = 6.6  # width of one, of the font's 12 px
-_SMALL = 0.6  # a side below which nothing is drawn
+_LETTER = 6.6  # width of a letter at the font's 12 px
+_SMALL = 0.6  # smaller sides are not drawn
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A part of a whole.
+    """A node of the tree map.
 
     Attributes:
-        name: as it is written into the area.
-        value: its size, in any unit; of a tile with parts the sum of theirs.
-        said: about it, shown by the browser when it is pointed at.
-        kind: 0 to 3: its colour.
-        parts: what it consists of.
+        name: text in the area.
+        value: its size in any unit; with parts, the sum of theirs.
+        said: tooltip.
+        kind: 0 to 3, the colour.
+        parts: its children.
     """
 
     name: str
@@ -65,7 +63,7 @@ class Area(NamedTuple):
 
 
 def tree_map(tiles: Sequence[Tile], title: str) -> str:
-    """The drawing as inline SVG, which takes its colours from the page; "" of nothing."""
+    """Return the drawing as inline SVG with the page's colours; "" if empty."""
     body = "".join(_drawn(tiles, Area(0, 0, _WIDTH, _HEIGHT)))
     if not body:
         return ""
@@ -76,48 +74,48 @@ def tree_map(tiles: Sequence[Tile], title: str) -> str:
 
 
 def squarified(values: Sequence[float], area: Area) -> list[Area]:
-    """A rectangle for each value, all together the area.
+    """Return a rectangle for each value, which together fill the area.
 
     Args:
-        values: positive, the largest first.
-        area: to be divided.
+        values: positive, descending.
+        area: rectangle to divide.
     """
-    left, scale = area, area.width * area.height / sum(values) if values else 0.0
-    sizes, made, row = [value * scale for value in values], list[Area](), list[float]()
+    remaining, scale = area, area.width * area.height / sum(values) if values else 0.0
+    sizes, areas, row = [value * scale for value in values], list[Area](), list[float]()
     for size in sizes:
-        side = min(left.width, left.height)
+        side = min(remaining.width, remaining.height)
         if row and _worst([*row, size], side) > _worst(row, side):
-            laid, left = _lay(row, left)
-            made += laid
+            placed, remaining = _lay(row, remaining)
+            areas += placed
             row = []
         row.append(size)
-    return [*made, *_lay(row, left)[0]] if row else made
+    return [*areas, *_lay(row, remaining)[0]] if row else areas
 
 
 def _worst(row: Sequence[float], side: float) -> float:
-    """The longest of the row's rectangles: its long side over its short one."""
-    whole = sum(row)
-    if not whole or not side:
+    """Return the highest aspect ratio of the row's rectangles."""
+    total = sum(row)
+    if not total or not side:
         return float("inf")
-    return max(max(side**2 * size / whole**2, whole**2 / (side**2 * size)) for size in row)
+    return max(max(side**2 * size / total**2, total**2 / (side**2 * size)) for size in row)
 
 
 def _lay(row: Sequence[float], area: Area) -> tuple[list[Area], Area]:
-    """The row's rectangles along the shorter side, and what is left of the area."""
-    whole, made, at = sum(row), list[Area](), 0.0
+    """Place the row's rectangles along the shorter side; return them and the remaining area."""
+    total, areas, offset = sum(row), list[Area](), 0.0
     upright = area.width >= area.height
     side = area.height if upright else area.width
-    deep = whole / side if side else 0.0
+    depth = total / side if side else 0.0
     for size in row:
-        long = size / deep if deep else 0.0
+        length = size / depth if depth else 0.0
         if upright:
-            made.append(Area(area.x, area.y + at, deep, long))
+            areas.append(Area(area.x, area.y + offset, depth, length))
         else:
-            made.append(Area(area.x + at, area.y, long, deep))
-        at += long
+            areas.append(Area(area.x + offset, area.y, length, depth))
+        offset += length
     if upright:
-        return made, Area(area.x + deep, area.y, area.width - deep, area.height)
-    return made, Area(area.x, area.y + deep, area.width, area.height - deep)
+        return areas, Area(area.x + depth, area.y, area.width - depth, area.height)
+    return areas, Area(area.x, area.y + depth, area.width, area.height - depth)
 
 
 def _drawn(tiles: Sequence[Tile], area: Area) -> Iterator[str]:
@@ -132,7 +130,7 @@ def _drawn(tiles: Sequence[Tile], area: Area) -> Iterator[str]:
 
 
 def _inside(area: Area) -> Area:
-    """Where the parts of a tile stand, under its name."""
+    """Return the area for the parts of a tile, below its name."""
     head = _HEAD if _has_head(area) else _GAP
     return Area(
         area.x + _GAP, area.y + head, area.width - 2 * _GAP, max(area.height - head - _GAP, 0)
@@ -140,12 +138,12 @@ def _inside(area: Area) -> Area:
 
 
 def _has_head(area: Area) -> bool:
-    """Whether there is room for a name above parts."""
+    """Whether there is room for a name above the parts."""
     return area.height > 2 * _HEAD
 
 
 def _rectangle(tile: Tile, area: Area) -> str:
-    """The tile's area, and as much of its name as has room."""
+    """Draw the tile's area, and as much of its name as fits."""
     letters = int((area.width - 6) / _LETTER)
     name = tile.name if len(tile.name) <= letters else f"{tile.name[: max(letters - 1, 0)]}…"
     text, room = "", _has_head(area) if tile.parts else area.height >= _HEAD
@@ -163,10 +161,10 @@ _PRODUCTS, _REST = 1, 0  # colours of the page's style
 
 
 def profile_page(found: Profile, *, name: str, notes: Sequence[str] = ()) -> str:
-    """The whole page.
+    """Return the complete page.
 
     Args:
-        found: of `deploy.fx.profile.profile`.
+        found: result of `deploy.fx.profile.profile`.
         name: of the model.
         notes: sentences on how it was measured.
     """
@@ -209,32 +207,32 @@ _LEGEND = (
 
 
 def _tiles(nodes: Iterable[NodeCost], path: tuple[str, ...]) -> tuple[Tile, ...]:
-    """What a module consists of: its own modules, and nodes that belong to none of them."""
+    """Return a module's submodules and its own nodes."""
     inner: dict[str, list[NodeCost]] = {}
-    made = []
+    tiles = []
     for node in nodes:
         names = tuple(node.module.split(".")) if node.module else ()
         if len(names) > len(path):
             inner.setdefault(names[len(path)], []).append(node)
         else:
-            made.append(_leaf(node, node.name))
-    for name, own in inner.items():
-        parts = _tiles(own, (*path, name))
+            tiles.append(_leaf(node, node.name))
+    for name, members in inner.items():
+        parts = _tiles(members, (*path, name))
         if len(parts) == 1 and not parts[0].parts:  # a layer that is one node
-            made.append(_leaf(own[0], name))
+            tiles.append(_leaf(members[0], name))
         else:
-            seconds = sum(node.seconds for node in own)
-            said = f"{'.'.join((*path, name))}: {figures.milliseconds(seconds * 1e3)}"
-            made.append(Tile(name, seconds, said, parts=parts))
-    return tuple(made)
+            seconds = sum(node.seconds for node in members)
+            tooltip = f"{'.'.join((*path, name))}: {figures.milliseconds(seconds * 1e3)}"
+            tiles.append(Tile(name, seconds, tooltip, parts=parts))
+    return tuple(tiles)
 
 
 def _leaf(node: NodeCost, name: str) -> Tile:
-    said = (
+    tooltip = (
         f"{node.target} ({node.name}): {figures.milliseconds(node.seconds * 1e3)},"
         f" {node.percent:.1f} %, {node.flops / 1e6:,.1f} MFLOPs"
     )
-    return Tile(name, node.seconds, said, _PRODUCTS if node.flops else _REST)
+    return Tile(name, node.seconds, tooltip, _PRODUCTS if node.flops else _REST)
 
 
 def _row(node: NodeCost) -> list[str]:

@@ -1,21 +1,17 @@
-"""Fine histograms of any statistic as a few bars of one width; every count is kept.
+"""Rows of a report: histograms and clip ranges of tensors, float nodes, weights; worst first.
 
-A histogram with mirrored bins (`calibrators.histogram`) is gathered outwards from a bar around 0,
-so that no bin is cut and none is wider than another::
+Histograms are summed into a few bars of equal width without losing counts. One with mirrored bins
+(`calibrators.histogram`) is summed outwards from a bar around 0, so that no bin is split::
 
     bins     |..|..|..|..|..|..|..|..|.0.|..|..|..|..|..|..|..|..|
     bars     '-------' '-------' '---------' '-------' '-------'
 
-Rows by what they lose: the worst first, and last those that nothing is known of.
+Float nodes are grouped by operator and reason: first those that would cost most in int8, last shape
+arithmetic.
 
-The rows of a target's ranges: what each clips of what was seen, and how the worst ones look.
-
-Nodes that stay float, by operator and reason: what costs most first, sums of shapes last.
-
-Stored weights as rows of a report: how far apart their channels lie, and what that costs.
-
-With one scale a channel nothing is lost by channels that lie apart; with one scale for all, a
-channel whose largest |w| is a hundredth of the weight's has one step of the grid to live on.
+Weights are rated by how much their channels differ. With a scale per channel that costs nothing;
+with one for all, a channel whose largest |w| is 1 % of the weight's uses about one step of the
+grid.
 """
 
 from __future__ import annotations
@@ -58,7 +54,7 @@ MOST = 64  # bars of a histogram
 
 
 def histogram_part(recorder: Recorder) -> HistogramPart | None:
-    """What was recorded, in at most `MOST` bars; None where it was no histogram, or nothing."""
+    """Return a recorder's histogram in at most `MOST` bars; None if it has none or is empty."""
     if isinstance(recorder, Histogram):
         return _mirrored(recorder.counts, recorder.full_range)
     if isinstance(recorder, HfmgHistogram) and recorder.counts is not None:
@@ -70,17 +66,17 @@ def histogram_part(recorder: Recorder) -> HistogramPart | None:
 
 
 def _mirrored(counts: NDArray[np.int64], full_range: float) -> HistogramPart | None:
-    """[2 * B + 1] counts, B bins of full_range / B a side and that around 0 between them."""
+    """Sum [2 B + 1] counts: B bins of full_range / B on each side, and one around 0."""
     half = counts.size // 2
     occupied = np.flatnonzero(counts)
     if not occupied.size:
         return None
     if not full_range:
-        return _alone(0.0, int(counts.sum()))
+        return _single(0.0, int(counts.sum()))
     bins = np.arange(-half, half + 1)
-    bins[[0, -1]] = 1 - half, half - 1  # |x| == R alone, which lies at the last bin's edge
+    bins[[0, -1]] = 1 - half, half - 1  # only |x| == R, which lies at the last bin's edge
     span = int(occupied[-1] - occupied[0]) + 1
-    each = -(-span // (2 * (MOST - 2)))  # bins of half a bar
+    each = -(-span // (2 * (MOST - 2)))  # bins per half bar
     bars = np.sign(bins) * ((np.abs(bins) + each) // (2 * each))
     first, last = int(bars[occupied[0]]), int(bars[occupied[-1]])
     summed = np.bincount(bars - bars[0], counts, bars[-1] - bars[0] + 1).astype(np.int64)
@@ -90,11 +86,11 @@ def _mirrored(counts: NDArray[np.int64], full_range: float) -> HistogramPart | N
 
 
 def _even(counts: NDArray[np.int32], lo: float, hi: float) -> HistogramPart | None:
-    """Counts of bins that divide [lo, hi] evenly."""
+    """Sum counts of bins that divide [lo, hi] evenly."""
     if not counts.any():
         return None
     if lo == hi:
-        return _alone(lo, int(counts.sum()))
+        return _single(lo, int(counts.sum()))
     each = -(-counts.size // MOST)
     padded = np.pad(counts.astype(np.int64), (0, -counts.size % each))
     width = (hi - lo) / counts.size * each
@@ -102,17 +98,17 @@ def _even(counts: NDArray[np.int32], lo: float, hi: float) -> HistogramPart | No
 
 
 def _values(kept: NDArray[np.float32]) -> HistogramPart | None:
-    """The data themselves."""
+    """Make a histogram of stored values."""
     if not kept.size:
         return None
     lo, hi = float(kept.min()), float(kept.max())
     if lo == hi:
-        return _alone(lo, kept.size)
+        return _single(lo, kept.size)
     counts, _ = np.histogram(kept.astype(np.float64), bins=MOST, range=(lo, hi))
     return HistogramPart(start=lo, width=(hi - lo) / MOST, counts=_plain(counts))
 
 
-def _alone(value: float, count: int) -> HistogramPart:
+def _single(value: float, count: int) -> HistogramPart:
     return HistogramPart(start=value, width=0.0, counts=(count,))
 
 
@@ -121,11 +117,11 @@ def _plain(counts: NDArray[np.integer]) -> tuple[int, ...]:
 
 
 class Judged(Protocol):
-    """Anything of which a signal's distance to its noise may be known."""
+    """A row with an SQNR."""
 
     @property
     def sqnr_db(self) -> float | None:
-        """In dB; NaN where it could not be told, None where it was not measured."""
+        """In dB; NaN if undefined, None if not measured."""
         ...
 
 
@@ -133,12 +129,12 @@ Row = TypeVar("Row", bound=Judged)
 
 
 def worst_first(rows: Iterable[Row]) -> list[Row]:
-    """By SQNR, NaN before all; those alike stay in the model's order."""
+    """Sort by ascending SQNR, NaN first, None last; equal ones keep their order."""
     return sorted(rows, key=lambda row: _rank(row.sqnr_db))
 
 
 def first(rows: Sequence[Row], most: int) -> list[Row]:
-    """The worst of them, without those that lose nothing."""
+    """Return the `most` worst rows without those that are exact or not measured."""
     return [row for row in worst_first(rows)[:most] if row.sqnr_db not in (None, math.inf)]
 
 
@@ -148,41 +144,44 @@ def _rank(decibels: float | None) -> tuple[bool, float]:
     return False, -math.inf if math.isnan(decibels) else decibels
 
 
-WORST = 24  # tensors of a target that are drawn
-_QUICK = ("minmax", "percentile", "entropy")  # 10 ms a tensor or less; mse and lp take 50
+WORST = 24  # tensors of a target whose histogram is drawn
+_QUICK = ("minmax", "percentile", "entropy")  # at most 10 ms a tensor; mse and lp take 50
 
 
 def clip_rows(
     calibrated: Calibrated, built: Built, layers: Sequence[OutputAccuracy]
 ) -> tuple[TensorRow, ...]:
-    """The rows of a target's ranges, the `WORST` of them with their histogram.
+    """Return rows of a target's ranges, the `WORST` of them with their histogram.
 
-    A range that is another tensor's, as of a pool's output, or was found on nothing that is kept
-    has neither a share nor a histogram.
+    A range inherited from another tensor, such as a pool's output, or found on a statistic that is
+    not stored, has neither a clipped share nor a histogram.
     """
-    seen = dict(_seen(calibrated, built))
+    recorders = dict(_recorders(calibrated, built))
     reaches = calibrated.subject.reaches
     clipped = {
         name: clipped_share(recorder, built.ranges[name], reaches.get(name, EVERYWHERE))
-        for name, (_, recorder) in seen.items()
+        for name, (_, recorder) in recorders.items()
         if isinstance(recorder, Histogram)
     }
     rows = tensor_rows(built.ranges, clipped=clipped, layers=layers)
-    losing = sorted((row for row in rows if row.name in seen), key=lambda row: -(row.clipped or 0))
+    losing = sorted(
+        (row for row in rows if row.name in recorders), key=lambda row: -(row.clipped or 0)
+    )
     drawn = {row.name for row in worst_first(losing)[:WORST]}
     return tuple(
-        _drawn(row, *seen[row.name], calibrated, built) if row.name in drawn else row
+        _drawn(row, *recorders[row.name], calibrated, built) if row.name in drawn else row
         for row in rows
     )
 
 
 def clipped_share(histogram: Histogram, scale: Scale, seen: Reach = EVERYWHERE) -> float:
-    """Share of the values in bins that lie wholly outside [lo, hi]; 0 to 1.
+    """Return the share (0 to 1) of values in bins completely outside [lo, hi].
 
     Args:
         histogram: of the tensor.
         scale: its range.
-        seen: where its readers look; values outside, as below 0 before a Relu, are not lost.
+        seen: values that its readers distinguish; clipping others, as below 0 before a Relu, is
+            no loss.
     """
     edges, counts = histogram.edges(), histogram.signed()
     outside = (edges[1:] <= scale.lo) | (edges[:-1] >= scale.hi)
@@ -191,10 +190,10 @@ def clipped_share(histogram: Histogram, scale: Scale, seen: Reach = EVERYWHERE) 
     return float(np.sum(counts[outside])) / max(histogram.total, 1)
 
 
-def _seen(
+def _recorders(
     calibrated: Calibrated, built: Built
 ) -> Iterator[tuple[str, tuple[Observation, Recorder]]]:
-    """Tensor -> what its range was found on."""
+    """Yield (tensor, (observation, recorder)) of the ranges found on a stored statistic."""
     observed = calibrated.ranges.observed
     for observation in calibrated.wanted.get(built.target, ()):
         recorder = observed.get(observation.key)
@@ -228,9 +227,9 @@ def _drawn(
 def _others(
     row: TensorRow, observation: Observation, calibrated: Calibrated, grids: Mapping[str, Grid]
 ) -> Iterator[RangeRow]:
-    """What the searches of the same histogram find, but for the one that stands.
+    """Yield the ranges that other methods find on the same histogram.
 
-    Those that take long are told where they were asked for, as when the best one was looked for.
+    Slow methods are included only if they were computed anyway.
     """
     symmetric = any(grid.symmetric for grid in grids.values())
     for method in (*comparable(Method.of()), Method.of("entropy")):
@@ -246,26 +245,27 @@ def _others(
 
 
 def _grids(built: Built) -> dict[str, Grid]:
-    """What its nodes run on where they left float."""
+    """Return the grids of the target's quantized nodes."""
     names = {d.precision for d in built.decisions if d.quantized} & set(GRIDS)
     return {name: GRIDS[name] for name in sorted(names)}
 
 
+# Operators of shape arithmetic.
 _ON_SHAPES = frozenset(("Shape", "Size", "Gather", "Unsqueeze", "Squeeze", "Cast", "Range",
                         "Expand", "Constant", "ConstantOfShape"))  # fmt: skip
-_NO_FLOAT = " is not float32"  # of a tensor that the reason names
+_NO_FLOAT = " is not float32"  # ending of a reason that names a tensor
 _ANY_NO_FLOAT = f"a tensor of it{_NO_FLOAT}"
 
 
 @dataclass(frozen=True, slots=True)
 class FloatGroup:
-    """Float nodes that share an operator and a reason, on one target or on several.
+    """Float nodes that share an operator and a reason, on one or several targets.
 
     Attributes:
         op: the operator.
-        precision: which float.
+        precision: float type of the nodes.
         reason: why they are not quantized.
-        nodes: target -> the names of its nodes.
+        nodes: target -> names of its nodes.
     """
 
     op: str
@@ -275,23 +275,23 @@ class FloatGroup:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The nodes of all targets, each once."""
+        """Distinct nodes of all targets."""
         return tuple(dict.fromkeys(name for names in self.nodes.values() for name in names))
 
     @property
     def places(self) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
-        """(nodes, targets): targets that keep the same nodes float stand together."""
-        found: dict[tuple[str, ...], list[str]] = {}
+        """(nodes, targets): targets with the same float nodes share an entry."""
+        targets_of: dict[tuple[str, ...], list[str]] = {}
         for target, names in self.nodes.items():
-            found.setdefault(names, []).append(target)
-        return tuple((names, tuple(targets)) for names, targets in found.items())
+            targets_of.setdefault(names, []).append(target)
+        return tuple((names, tuple(targets)) for names, targets in targets_of.items())
 
 
 def float_groups(targets: Sequence[TargetPart]) -> tuple[FloatGroup, ...]:
-    """Float nodes of all targets by operator and reason.
+    """Group float nodes of all targets by operator and reason.
 
-    First those that would lose most in int8, then those that are slower in it, then the largest
-    groups; what reckons with shapes comes last.
+    Order: those that would lose most in int8, those that would be slower in it, the largest groups;
+    shape arithmetic comes last.
     """
     groups: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for target in targets:
@@ -300,28 +300,28 @@ def float_groups(targets: Sequence[TargetPart]) -> tuple[FloatGroup, ...]:
                 reason = _ANY_NO_FLOAT if node.reason.endswith(_NO_FLOAT) else node.reason
                 places = groups.setdefault((node.op, node.precision, reason), {})
                 places.setdefault(target.name, []).append(node.name)
-    found = [
+    float_nodes = [
         FloatGroup(*key, {target: tuple(names) for target, names in places.items()})
         for key, places in groups.items()
     ]
-    return tuple(sorted(found, key=_float_rank))
+    return tuple(sorted(float_nodes, key=_float_rank))
 
 
 def _float_rank(group: FloatGroup) -> tuple[int, float, bool, int]:
-    why = kind(group.reason)
+    reason_kind = kind(group.reason)
     trivial = group.op in _ON_SHAPES or group.reason == _ANY_NO_FLOAT
-    order = 0 if why == NOISE else 1 if why == TIME else 2
+    order = 0 if reason_kind == NOISE else 1 if reason_kind == TIME else 2
     return order, remaining(group.reason), trivial, -len(group.names)
 
 
 STRIPS = 6  # weights of a target whose channels are drawn
 _MOST = 96  # bars of a strip
-_DEAD = 1e-6  # of the weight's largest |w|
-_NAMED = 3  # channels of a weight that are named
+_DEAD = 1e-6  # largest |w| of a dead channel, relative to the weight's
+_NAMED = 3  # worst channels listed per weight
 
 
 def weight_rows(weights: Sequence[StoredWeight]) -> tuple[WeightRow, ...]:
-    """One row a weight, in the model's order; the `STRIPS` worst with what is drawn of them."""
+    """Return one row per weight in the model's order; the `STRIPS` worst with their strip."""
     rows = [_row(one) for one in weights]
     worst = sorted(range(len(rows)), key=lambda place: _worst(rows[place]))[:STRIPS]
     for place in worst:
@@ -330,7 +330,7 @@ def weight_rows(weights: Sequence[StoredWeight]) -> tuple[WeightRow, ...]:
 
 
 def worst_weights(rows: Iterable[WeightRow]) -> list[WeightRow]:
-    """First those whose channel uses least of its grid, then whose channels lie furthest apart."""
+    """Sort by the grid share of the weight's worst channel, then by the channels' ratio."""
     return sorted(rows, key=_worst)
 
 
@@ -360,7 +360,7 @@ def _row(weight: StoredWeight) -> WeightRow:
 
 
 def _strip(amax: NDArray[np.float64]) -> tuple[float, ...]:
-    """At most `_MOST` heights, of four digits: the least of each run of channels."""
-    each = -(-amax.size // _MOST)
-    runs = (amax[start : start + each].min() for start in range(0, amax.size, each))
+    """Return at most `_MOST` heights of four digits: the least of each run of channels."""
+    run = -(-amax.size // _MOST)
+    runs = (amax[start : start + run].min() for start in range(0, amax.size, run))
     return tuple(float(f"{value:.4g}") for value in runs)

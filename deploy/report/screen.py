@@ -1,7 +1,4 @@
-"""The report as one screen of text.
-
-Lines of a screen: a label in the margin, its text or a table beside it.
-"""
+"""The report as one screen of text: labels in the margin, texts and tables next to them."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ MARGIN = 14
 
 
 def entry(label: str, text: str) -> Iterator[str]:
-    """A label in the margin and its text, wrapped under itself."""
+    """Yield a label in the margin and its text, wrapped in its own column."""
     wrapped = textwrap.wrap(
         text, WIDTH - MARGIN, break_long_words=False, break_on_hyphens=False
     ) or [""]
@@ -50,9 +47,9 @@ def entry(label: str, text: str) -> Iterator[str]:
 
 
 def columns(label: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A label and a table beside it, the last column to the left and as wide as it is.
+    """Yield a label and a table next to it, whose last column is left-aligned.
 
-    Columns that are empty in every row are left out; nothing comes of no rows.
+    Columns that are empty in every row are left out; without rows nothing is yielded.
     """
     if not rows:
         return
@@ -65,17 +62,17 @@ def columns(label: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 _MOST_GROUPS = 5
-_MOST_OPERATORS = 3  # of a target that shares the screen with others
+_MOST_OPERATORS = 3  # listed per target if there are several
 _MOST_NOTES = 8
 _MOST_KERNELS = 10
 
 
 def to_screen(report: Findings, *, verbose: bool = False) -> str:
-    """Plain text, at most `margin.WIDTH` columns where names allow, without colours.
+    """Return plain text without colours, at most `WIDTH` columns if names allow.
 
     Args:
-        report: what was found.
-        verbose: say too what was observed, reused and tried, and what the run cost.
+        report: the findings.
+        verbose: include what was observed, reused and tried, and the cost of the run.
     """
     blocks = (
         (report.title,),
@@ -92,7 +89,7 @@ def to_screen(report: Findings, *, verbose: bool = False) -> str:
 
 
 def grave(report: Findings) -> Iterator[str]:
-    """What must be known of a report that is not shown: what failed, and what is not good."""
+    """Yield failures and verdicts that are not good, for runs that do not show the report."""
     for target in failures(report):
         yield f"{target.name} failed: {target.error}"
     for engine in report.engines:
@@ -101,7 +98,7 @@ def grave(report: Findings) -> Iterator[str]:
 
 
 def _verdicts(report: Findings) -> Iterator[str]:
-    """One line an engine; its name stands before it where there are several."""
+    """Yield one line per engine, with its name if there are several."""
     judged = [(engine.label, engine.verdict) for engine in report.engines if engine.verdict]
     for number, (label, one) in enumerate(judged):
         words = one.words if len(judged) == 1 else f"{label}: {one.words}"
@@ -139,7 +136,7 @@ def _cost(report: Findings) -> Iterator[str]:
 
 
 def _tried(target: TargetPart, *, alone: bool) -> Iterator[str]:
-    """Everything that was tried whole."""
+    """Yield all candidates that were run as complete models."""
     rows = [trial_row(trial) for trial in (target.search.tried if target.search else ())]
     if rows:
         last = TRIAL_HEADS[-1] if alone else f"{TRIAL_HEADS[-1]} for {target.name}"
@@ -147,9 +144,9 @@ def _tried(target: TargetPart, *, alone: bool) -> Iterator[str]:
 
 
 def _searched(report: Findings) -> Iterator[str]:
-    """What the search settled on, a line a target."""
-    found = [(t.name, t.search) for t in report.targets if t.search is not None]
-    for number, (name, search) in enumerate(found):
+    """Yield the result of the search, a line per target."""
+    searches = [(t.name, t.search) for t in report.targets if t.search is not None]
+    for number, (name, search) in enumerate(searches):
         words = search_words(search)
         words = words if len(report.targets) == 1 else f"{name}: {words}"
         yield from entry("" if number else "Search", words)
@@ -161,7 +158,7 @@ def _failures(report: Findings) -> Iterator[str]:
 
 
 def _coverage(report: Findings) -> Iterator[str]:
-    """All operators of a target that is alone; of several, one line each and its method."""
+    """Yield all operators of a single target; for several, a line each with its method."""
     targets = covered(report)
     alone = len(report.targets) == 1
     width = max((len(target.name) for target in targets), default=0)
@@ -169,8 +166,10 @@ def _coverage(report: Findings) -> Iterator[str]:
         operators = quantized_operators(target, None if alone else _MOST_OPERATORS)
         words = coverage(target) + (f" ({operators})" if operators else "")
         if not alone:
-            told = operators and target.method and not common_method(report)
-            words = f"{target.name:<{width}}  {words}" + (f", by {target.method}" if told else "")
+            show_method = operators and target.method and not common_method(report)
+            words = f"{target.name:<{width}}  {words}" + (
+                f", by {target.method}" if show_method else ""
+            )
         yield from entry("" if number else "Coverage", words)
 
 
@@ -188,7 +187,7 @@ def _float(report: Findings) -> Iterator[str]:
 
 
 def _ran(report: Findings) -> Iterator[str]:
-    """The plan beside what the engines run, and what of it they do not."""
+    """Yield the comparison of the engines with their plan, and the nodes lost to float."""
     for engine in report.engines:
         words = ran_words(engine.ran) if engine.ran else ""
         if engine.ran and words:
@@ -199,7 +198,7 @@ def _ran(report: Findings) -> Iterator[str]:
 
 
 def _places(group: FloatGroup, *, alone: bool) -> str:
-    """Which nodes, and on which targets where there are several."""
+    """Return the nodes, and their targets if there are several."""
     words = []
     for names, targets in group.places:
         nodes = names[0] if len(names) == 1 else f"{len(names)} nodes"
@@ -227,7 +226,7 @@ def _swept(report: Findings) -> Iterator[str]:
 
 
 def _kernels(report: Findings) -> Iterator[str]:
-    """The slowest kernels of an engine; of several engines their kinds, where those are told."""
+    """Yield an engine's slowest kernels; for several engines the kinds of kernels, if known."""
     timed = timed_engines(report.engines)
     heads, kinds = kind_table(timed)
     if len(timed) > 1 and kinds:

@@ -1,24 +1,16 @@
-"""The page's sections that each target fills: worst layers, search, nodes, ranges.
+"""Sections of the page: trials, worst layers, coverage, ranges, weights, pictures, examples.
 
-What a search tried whole, beside each other: noise and time of each, and which was built.
+Trials of a search, side by side::
 
-::
+    |##############------|   bar: SQNR of the worst output slice, relative to the best
+    |____________        |   line: time, relative to the longest
 
-    |##############------|   bar: SQNR of the worst part, of the best
-    |____________        |   line: time, of the longest
+Weights by channel::
 
-Weights by their channels: a table of each target, and the worst of them drawn, as HTML.
-
-::
-
-    |  | |      || |         largest |w| of each channel, by the logarithm, beside the
+    |  | |      || |         largest |w| of each channel, logarithmic, relative to the
     |||| |||..|||||||..|     largest of the weight
 
-The page's pictures of the feed: each sample as it was given, beside it as the model sees it.
-
-The page's samples where the float model and an engine differ: boxes drawn, classes told.
-
-::
+Samples where the float model and an engine differ, with boxes drawn over the picture::
 
     FP32                      int8
     +------------------+      +------------------+
@@ -26,7 +18,7 @@ The page's samples where the float model and an engine differ: boxes drawn, clas
     |  [- - ]  lost    |      |          [....]  |      lost: dashed, in FP32's picture
     +------------------+      +------------new---+      new:  dotted, in the engine's
 
-A picture stands once in the page, whichever engines are drawn over it.
+Each picture is in the page once, however many engines are drawn over it.
 """
 
 from __future__ import annotations
@@ -65,7 +57,7 @@ _TRIAL_TEXT = (
 
 
 def trials(tried: Sequence[TrialRow]) -> str:
-    """The table of them, what was built in another colour."""
+    """Return a table of the trials, with the one that was built in another colour."""
     best = max((t.sqnr_db for t in tried if math.isfinite(t.sqnr_db)), default=0.0)
     longest = max((t.time for t in tried if math.isfinite(t.time)), default=0.0)
     rows = []
@@ -77,7 +69,7 @@ def trials(tried: Sequence[TrialRow]) -> str:
 
 
 def _bar(trial: TrialRow, best: float, longest: float) -> str:
-    """Two lengths of one trial; exact is as long as it can be, less than 0 dB or NaN is none."""
+    """Draw SQNR and time of one trial; exact has full length, below 0 dB or NaN none."""
     label = f"{trial.what}: {figures.decibels(trial.sqnr_db)}, time {trial.time:.2f} of FP32"
     body = "".join(
         f'<rect class="{kind}" width="{_TRIAL_WIDTH * _trial_share(value, most):.1f}" y="{y}"'
@@ -96,16 +88,16 @@ def _trial_share(value: float, most: float) -> float:
     return max(value / most, 0.0) if most > 0 and not math.isnan(value) else 0.0
 
 
-_MOST = 10  # layers that stand open
-_MOST_OF_EACH = 5  # where there are several targets
+_MOST = 10  # worst layers shown
+_MOST_OF_EACH = 5  # of each target, if there are several
 
 
 def worst(report: Findings) -> Iterator[Section]:
-    """The inner tensors that lose most on each target."""
-    told = [target for target in report.targets if target.layers]
+    """Yield the inner tensors that lose most on each target."""
+    with_layers = [target for target in report.targets if target.layers]
     alone = len(report.targets) == 1
     rows = []
-    for target in told:
+    for target in with_layers:
         ranges = {row.name: row for row in target.tensors}
         for layer in first(target.layers, _MOST if alone else _MOST_OF_EACH):
             held = ranges.get(layer.name)
@@ -130,7 +122,7 @@ _RANGE_WORDS = (
 
 
 def search(report: Findings) -> Iterator[Section]:
-    """What was tried before each target was built, and which file keeps what was taken."""
+    """Yield the trials of each target's search, with a link to the plan file."""
     name = plan_name(report)
     link = f'<a href="{escape(quote(encodable(name)))}">{escape(name)}</a>'
     for target in report.targets:
@@ -144,7 +136,7 @@ def search(report: Findings) -> Iterator[Section]:
 
 
 def nodes(report: Findings) -> Iterator[Section]:
-    """What each target covers, and why the rest stays float."""
+    """Yield the coverage of each target, and why other nodes stay float."""
     targets = covered(report)
     if not targets:
         return
@@ -168,7 +160,7 @@ def _covered(targets: Sequence[TargetPart]) -> str:
 
 
 def _float(targets: Sequence[TargetPart], *, alone: bool) -> str:
-    """Why nodes stay float: each reason once, and where it holds."""
+    """Return a table of the reasons for float nodes, each reason once, with its nodes."""
     heads = ["float operator", "nodes", "why it stays float"]
     rows = []
     for group in float_groups(targets):
@@ -181,7 +173,7 @@ def _float(targets: Sequence[TargetPart], *, alone: bool) -> str:
 
 
 def ran(report: Findings) -> Iterator[Section]:
-    """The plan beside what each engine runs."""
+    """Yield the comparison of each engine's layers with its plan."""
     for engine in report.engines:
         words = ran_words(engine.ran) if engine.ran else ""
         if engine.ran and words:
@@ -193,7 +185,7 @@ def ran(report: Findings) -> Iterator[Section]:
 
 
 def tensors(report: Findings) -> Iterator[Section]:
-    """The ranges that each target's files hold, the worst first."""
+    """Yield the ranges in each target's files, the worst first."""
     shown = [target for target in report.targets if target.tensors]
     for number, target in enumerate(shown):
         own = whose(report, target.name)
@@ -214,7 +206,7 @@ def _ranges(target: TargetPart) -> str:
 
 
 def layers(report: Findings) -> Iterator[Section]:
-    """Inner tensors of a target, the worst first, unless the table of its ranges has them all."""
+    """Yield a target's inner tensors, the worst first, unless its table of ranges has them all."""
     for target in report.targets:
         shown = {row.name for row in target.tensors}
         if not shown.issuperset(row.name for row in target.layers):
@@ -228,7 +220,7 @@ def layers(report: Findings) -> Iterator[Section]:
 
 
 _WIDTH, _HEIGHT = 120, 26
-_DECADES = 4  # below the largest that a strip shows
+_DECADES = 4  # range of a strip's logarithmic scale, below the largest
 _WORDS = (
     "Largest |w| of each output channel: the least, the median and the largest of them, the ratio"
     " of the largest to the least, and the channel that lies lowest. Used: of the grid's steps, by"
@@ -238,7 +230,7 @@ _WORDS = (
 
 
 def weights(report: Findings) -> Iterator[Section]:
-    """The weights of each target, the worst first."""
+    """Yield the weights of each target, the worst first."""
     shown = [target for target in report.targets if target.weights]
     for number, target in enumerate(shown):
         own = whose(report, target.name)
@@ -253,7 +245,7 @@ def weights(report: Findings) -> Iterator[Section]:
 
 
 def strip(row: WeightRow) -> str:
-    """Its channels as bars, of `_DECADES` of ten; "" where none are told."""
+    """Draw a weight's channels as bars on a logarithmic scale; "" if not in the row."""
     if not row.strip or not row.largest > 0:
         return ""
     step = _WIDTH / len(row.strip)
@@ -269,12 +261,12 @@ def strip(row: WeightRow) -> str:
 
 
 def _share(value: float, largest: float) -> float:
-    """A value's height, 0 to 1, by the logarithm."""
+    """Return a value's height, 0 to 1, on the logarithmic scale."""
     return max(1 + math.log10(value / largest) / _DECADES, 0.02) if value > 0 else 0.0
 
 
 def views(report: Findings) -> Iterator[Section]:
-    """The section; none without pictures."""
+    """Yield pictures of the calibration data, original and model input; none without pictures."""
     part = report.feed.pictures if report.feed else None
     if part is None or not part.views:
         return
@@ -297,13 +289,13 @@ def _view(row: ViewRow) -> str:
 
 
 def image(picture: Raster, words: str) -> str:
-    """A picture; `words`, which stand for it, are HTML already."""
+    """Return a picture; `words`, its alternative text, must be HTML."""
     tiny = ' class="tiny"' if max(picture.width, picture.height) < BOX else ""
     return f'<img{tiny} src="{picture.uri}" alt="{words}">'
 
 
 def _size(size: tuple[int, int]) -> str:
-    """(height, width) as pictures' sizes are told."""
+    """Format (height, width) as "HxW"."""
     return f"{size[0]}x{size[1]}"
 
 
@@ -315,28 +307,28 @@ _MOST_DRAWN = 100  # boxes of a kind in one drawing, the best by score
 
 
 def examples(report: Findings) -> Iterator[Section]:
-    """The sections, one an engine that has such samples; boxes of the first stand open."""
-    standing: set[int] = set()  # samples whose picture the page has already
+    """Yield a section per engine with such samples; the first one's boxes are unfolded."""
+    in_page: set[int] = set()  # samples whose picture is in the page already
     for engine in report.engines:
         boxes = [row for row in engine.boxes if row.boxes is not None]
         changed = [row for row in engine.changed if row.picture is not None]
         if boxes:
-            folded = bool(standing)
+            folded = bool(in_page)
             title = f"Boxes of FP32 and {engine.label}"
-            yield Section(title=title, html=_pairs(boxes, engine.label, standing), folded=folded)
+            yield Section(title=title, html=_pairs(boxes, engine.label, in_page), folded=folded)
         if changed:
             shown = "".join(_changed(row, engine.label) for row in changed)
             title = f"Samples of another class in {engine.label}"
             yield Section(title=title, html=f'<div class="views">{shown}</div>')
 
 
-def _pairs(rows: Sequence[BoxRow], label: str, standing: set[int]) -> str:
-    """All drawings of one engine; `standing` gets the samples whose picture the page has then."""
+def _pairs(rows: Sequence[BoxRow], label: str, in_page: set[int]) -> str:
+    """Return all drawings of one engine; adds its samples to `in_page`."""
     pairs = []
     for row in rows:
         if row.boxes is not None:
-            pairs.append(_pair(row, row.boxes, label, drawn=row.boxes.number in standing))
-            standing.add(row.boxes.number)
+            pairs.append(_pair(row, row.boxes, label, drawn=row.boxes.number in in_page))
+            in_page.add(row.boxes.number)
     words = _BOX_WORDS.format(rows[0].threshold)
     return f'<p class="sub">{words}</p><div class="pairs">{"".join(pairs)}</div>'
 
@@ -349,14 +341,14 @@ _BOX_WORDS = (
 
 
 def _pair(row: BoxRow, boxes: Boxes, label: str, *, drawn: bool) -> str:
-    """FP32's boxes and the engine's, side by side."""
-    own = [(boxes.kept, "kept"), (boxes.lost, "lost")]
-    others = [(boxes.found, "kept"), (boxes.new, "new")]
+    """Return FP32's boxes and the engine's, side by side."""
+    fp32_boxes = [(boxes.kept, "kept"), (boxes.lost, "lost")]
+    engine_boxes = [(boxes.found, "kept"), (boxes.new, "new")]
     name = escape(encodable(row.sample))
     engine = escape(encodable(label))
     return (
-        f'<div class="beside">{_drawing(boxes, own, f"FP32, {name}", drawn=drawn)}'
-        f"{_drawing(boxes, others, f'{engine}, {name}', drawn=True)}"
+        f'<div class="beside">{_drawing(boxes, fp32_boxes, f"FP32, {name}", drawn=drawn)}'
+        f"{_drawing(boxes, engine_boxes, f'{engine}, {name}', drawn=True)}"
         f"<p>{breakable(encodable(row.sample))}: {escape(_counts(row))}</p></div>"
     )
 
@@ -371,7 +363,7 @@ def _counts(row: BoxRow) -> str:
 def _drawing(
     row: Boxes, groups: Sequence[tuple[Sequence[Box], str]], title: str, *, drawn: bool
 ) -> str:
-    """Boxes over the picture, which is named where it stands first and used from there on."""
+    """Draw boxes over the picture, which is defined at its first use and referenced later."""
     scale = LONG / max(row.size)
     width, height = row.size[1] * scale, row.size[0] * scale
     under = f'<use href="#look-{row.number}"/>'
@@ -390,7 +382,7 @@ def _drawing(
 
 
 def _box(box: Box, kind: str, width: float, height: float) -> str:
-    """A rectangle, and its class and score where they can be read inside the drawing."""
+    """Draw a rectangle, with its class and score kept inside the drawing."""
     x1, x2 = (min(max(x * width, 0.0), width) for x in box.corners[::2])
     y1, y2 = (min(max(y * height, 0.0), height) for y in box.corners[1::2])
     x = min(x1 + 2, width - 34)

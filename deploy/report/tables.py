@@ -1,10 +1,7 @@
-"""What every form of the report shares: engines side by side, what each target covers.
+"""Texts and table rows that all output formats of the report share.
 
-What a user loses, in cells and rows: the task's figure, and the parts of the outputs.
-
-Parts of a report in words, the same in every form.
-
-What each kernel of the engines takes, in words: worst first, and of several engines by kind.
+Engines side by side, coverage of targets, the task's figure and output slices, calibration and
+search as text, and kernels: the slowest first, and by kind for several engines.
 """
 
 from __future__ import annotations
@@ -37,12 +34,12 @@ PART_HEADS = ("part", "SQNR", "cosine", "worst cosine", "max abs error")
 
 
 def parted(accuracy: Accuracy) -> bool:
-    """Whether its parts say more than its outputs do."""
+    """Whether an output has several slices, or is measured as a difference."""
     return any(one.label != one.output for one in accuracy.parts)
 
 
 def sqnr(accuracy: Accuracy) -> float | None:
-    """Of the worst part; of the worst output where no parts are known; None for lists of boxes."""
+    """Return the SQNR of the worst slice, else of the worst output; None for lists of boxes."""
     if accuracy.task and not accuracy.parts:
         return None
     if accuracy.worst is not None:
@@ -51,7 +48,7 @@ def sqnr(accuracy: Accuracy) -> float | None:
 
 
 def cosine(accuracy: Accuracy) -> float | None:
-    """Mean cosine of the worst part, or of the worst output."""
+    """Return the mean cosine of the worst slice, else of the worst output."""
     if accuracy.task and not accuracy.parts:
         return None
     if accuracy.worst is not None:
@@ -60,7 +57,7 @@ def cosine(accuracy: Accuracy) -> float | None:
 
 
 def cosine_min(accuracy: Accuracy) -> float | None:
-    """The same of the worst sample."""
+    """Return the worst sample's cosine of the worst slice, else of the worst output."""
     if accuracy.task and not accuracy.parts:
         return None
     if accuracy.worst is not None:
@@ -69,13 +66,13 @@ def cosine_min(accuracy: Accuracy) -> float | None:
 
 
 def worst_label(accuracy: Accuracy) -> str:
-    """Which part the worst figures are of; "" where there is one output that is one part."""
+    """Return the label of the worst slice; "" for a single output that is not sliced."""
     worst = accuracy.worst
     return worst.label if worst and (len(accuracy.parts) > 1 or parted(accuracy)) else ""
 
 
 def task_label(accuracy: Accuracy) -> str:
-    """What the task's figure is, as a line's label; "" where top-1 says it, or there is none."""
+    """Return the task's figure as a line's label; "" without a task or if top-1 covers it."""
     task = accuracy.task
     if task is None or (task.task == "classes" and accuracy.top1_agreement is not None):
         return ""
@@ -83,13 +80,13 @@ def task_label(accuracy: Accuracy) -> str:
 
 
 def own_count(accuracy: Accuracy) -> str:
-    """The float model's own figure by a user's metric; "" for shares of what FP32 says."""
+    """Return the float model's own value of a user's metric; "" for agreement figures."""
     task = accuracy.task
     return f"{task.reference:.4g}" if task is not None and task.task == "metric" else ""
 
 
 def part_row(part: PartAccuracy) -> list[str]:
-    """One part under `PART_HEADS`."""
+    """Return one slice under `PART_HEADS`."""
     return [
         part.label,
         figures.decibels(part.sqnr_db),
@@ -100,13 +97,13 @@ def part_row(part: PartAccuracy) -> list[str]:
 
 
 def sentences(accuracy: Accuracy) -> tuple[str, ...]:
-    """The task's figure, and what the outputs were read as."""
+    """Return the task's figure as text, and how the outputs were interpreted."""
     return tuple(filter(None, (accuracy.task.words if accuracy.task else "", accuracy.reading)))
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the engines table: a label, one cell an engine, and the last one's change."""
+    """A line of the engines table: a label, a cell per engine, and the change as text."""
 
     label: str
     cells: tuple[str, ...]
@@ -114,13 +111,13 @@ class Line:
 
 
 def engine_lines(report: Findings) -> tuple[Line, ...]:
-    """Size, latency, layers and accuracy; lines that nothing fills are left out."""
+    """Return size, latency, layers and accuracy, without empty lines."""
     lines = (*_size(report), *_latency(report), *_ran(report), *_accuracy(report))
     return tuple(line for line in lines if set(line.cells) - {figures.NONE})
 
 
 def coverage(target: TargetPart) -> str:
-    """How many nodes are quantized, in words: "25 of 27 nodes int8"; empty where not known."""
+    """Return the number of quantized nodes: "25 of 27 nodes int8"; "" if unknown."""
     if not target.nodes:
         return ""
     counts = Counter(node.precision for node in target.nodes if node.quantized) or {"int8": 0}
@@ -130,24 +127,24 @@ def coverage(target: TargetPart) -> str:
 
 
 def quantized_operators(target: TargetPart, most: int | None = None) -> str:
-    """Operators that are quantized with their number: "Conv 12, Add 3"; at most `most` of them."""
+    """Return the quantized operators with their number: "Conv 12, Add 3"; at most `most`."""
     counts = Counter(node.op for node in target.nodes if node.quantized).most_common()
     words = [f"{op} {number}" for op, number in counts[:most]]
     return ", ".join([*words, "..."] if len(words) < len(counts) else words)
 
 
 def covered(report: Findings) -> tuple[TargetPart, ...]:
-    """The targets that were built and whose nodes are known."""
+    """Return the targets that were built and whose nodes are known."""
     return tuple(target for target in report.targets if target.nodes and not target.error)
 
 
 def failures(report: Findings) -> tuple[TargetPart, ...]:
-    """The targets that could not be built."""
+    """Return the targets that could not be built."""
     return tuple(target for target in report.targets if target.error)
 
 
 def common_method(report: Findings) -> str:
-    """What chose the ranges of every target; "" where they differ, and each has to say its own."""
+    """Return the calibration method that all targets share; "" if they differ."""
     used = {target.method for target in report.targets if target.method}
     if not used:
         return report.calibration.method if report.calibration else ""
@@ -155,7 +152,7 @@ def common_method(report: Findings) -> str:
 
 
 def shrink(report: Findings, engine: EngineRow) -> float | None:
-    """The float model's size over the engine's; None of a float engine."""
+    """Return the float model's size over the engine's; None for float engines."""
     reference = report.reference
     if engine.reference or engine.baseline or reference is None:
         return None
@@ -165,7 +162,7 @@ def shrink(report: Findings, engine: EngineRow) -> float | None:
 
 
 def top1(report: Findings, engine: EngineRow) -> float | None:
-    """Top-1 of an engine; the float model's own is known from any comparison with it."""
+    """Return an engine's top-1; the float model's own is that of any comparison with it."""
     if engine.accuracy:
         return engine.accuracy.top1_candidate
     if not engine.reference:
@@ -212,7 +209,7 @@ def _latency(report: Findings) -> Iterator[Line]:
 
 
 def _ran(report: Findings) -> Iterator[Line]:
-    """What the engines are made of, where their runtime tells."""
+    """Yield the numbers of layers, if the runtime reports them."""
 
     def line(label: str, get: Callable[[RanPart], str]) -> Line:
         return Line(label, tuple(get(e.ran) if e.ran else figures.NONE for e in report.engines))
@@ -230,7 +227,7 @@ def _accuracy(report: Findings) -> Iterator[Line]:
     change = words + figures.points(min(lost)) if lost else ""
     yield Line("Top-1", tuple(figures.percent(share) for share in shares), change)
 
-    judged = [engine.accuracy for engine in report.engines if engine.accuracy]
+    measured = [engine.accuracy for engine in report.engines if engine.accuracy]
     yield from _precision(report, "mAP .50:.95", "")
     yield from _precision(report, "mAP .50", "_50")
 
@@ -238,35 +235,35 @@ def _accuracy(report: Findings) -> Iterator[Line]:
         cells = (get(e.accuracy) if e.accuracy else figures.NONE for e in report.engines)
         return Line(label, tuple(cells), change)
 
-    for label in dict.fromkeys(filter(None, map(task_label, judged))):
+    for label in dict.fromkeys(filter(None, map(task_label, measured))):
         task = line(label, lambda x: x.task.count if x.task else figures.NONE)
-        own = dict.fromkeys(filter(None, map(own_count, judged)))
+        fp32 = dict.fromkeys(filter(None, map(own_count, measured)))
         cells = (
-            next(iter(own), cell) if engine.reference else cell
+            next(iter(fp32), cell) if engine.reference else cell
             for engine, cell in zip(report.engines, task.cells, strict=True)
         )
         yield Line(label, tuple(cells))
     yield line("Top-1 agreement", lambda x: figures.percent(x.top1_agreement))
-    parts = dict.fromkeys(filter(None, map(worst_label, judged)))
-    of = f"of {', '.join(parts)}" if parts else ""
-    yield line("SQNR, worst part" if parts else "SQNR", lambda x: figures.decibels(sqnr(x)), of)
+    parts = dict.fromkeys(filter(None, map(worst_label, measured)))
+    detail = f"of {', '.join(parts)}" if parts else ""
+    yield line("SQNR, worst part" if parts else "SQNR", lambda x: figures.decibels(sqnr(x)), detail)
     yield line("Cosine", lambda x: figures.cosine(cosine(x)))
     yield line("Cosine, worst", lambda x: figures.cosine(cosine_min(x)))
 
 
 def _precision(report: Findings, label: str, at: str) -> Iterator[Line]:
-    """Mean average precision of every engine; the float model's from any comparison with it."""
-    known = [e.accuracy.precision for e in report.engines if e.accuracy and e.accuracy.precision]
-    if known:
-        own: float = getattr(known[0], f"reference{at}")
-        shares = [own if e.reference else _precision_of(e, at) for e in report.engines]
-        lost = min(share - own for share in shares if share is not None)
+    """Yield mean average precision of every engine; FP32's is that of any comparison with it."""
+    measured = [e.accuracy.precision for e in report.engines if e.accuracy and e.accuracy.precision]
+    if measured:
+        fp32: float = getattr(measured[0], f"reference{at}")
+        shares = [fp32 if e.reference else _precision_of(e, at) for e in report.engines]
+        lost = min(share - fp32 for share in shares if share is not None)
         yield Line(label, tuple(map(figures.percent, shares)), figures.points(lost))
 
 
 def _precision_of(engine: EngineRow, at: str) -> float | None:
-    found = engine.accuracy.precision if engine.accuracy else None
-    return None if found is None else float(getattr(found, f"candidate{at}"))
+    precision = engine.accuracy.precision if engine.accuracy else None
+    return None if precision is None else float(getattr(precision, f"candidate{at}"))
 
 
 def _change(factors: list[float | None], words: Callable[[float], str]) -> str:
@@ -275,13 +272,13 @@ def _change(factors: list[float | None], words: Callable[[float], str]) -> str:
 
 
 def _faster(report: Findings) -> str:
-    """The one engine that may be held against float ones: how much faster it is than each."""
-    held = [(e, found) for e in report.engines if (found := model.rivals(report.engines, e))]
-    if len(held) != 1:
+    """Return how much faster the only comparable engine is than each of its rivals."""
+    compared = [(e, rivals) for e in report.engines if (rivals := model.rivals(report.engines, e))]
+    if len(compared) != 1:
         return ""
-    ((engine, found),) = held
+    ((engine, rivals),) = compared
     words = []
-    for rival in found:
+    for rival in rivals:
         factor = model.speed_up(rival, engine)
         how = "faster" if factor >= 1 else "slower"
         than = "" if rival.reference else f" than {rival.label}"
@@ -306,12 +303,12 @@ WEIGHT_HEADS = (
 
 
 def whose(report: Findings, name: str, joint: str = " of ") -> str:
-    """What is put behind a title that each target has: its name, where there are several."""
+    """Return a suffix of a title with the target's name, if there are several targets."""
     return f"{joint}{name}" if len(report.targets) > 1 else ""
 
 
 def calibration_words(report: Findings) -> str:
-    """Method where one serves every target, reuse and time, in one line."""
+    """Return common method, cache reuse and time in one line."""
     part = report.calibration or CalibrationPart()
     method = common_method(report)
     time = f" in {part.seconds:.1f} s" if part.seconds is not None else ""
@@ -329,14 +326,14 @@ def _reuse(part: CalibrationPart) -> str:
 
 
 def group_words(group: GroupRow) -> str:
-    """One kind of observation: "folded, histogram: 31 tensors, reused"."""
+    """Return one kind of observation: "folded, histogram: 31 tensors, reused"."""
     how = "reused" if group.reused else "observed anew"
     tensors = figures.count(group.tensors, "tensor")
     return f"{group.variant}, {group.statistic}: {tensors}, {how}"
 
 
 def work_words(part: WorkPart) -> Iterator[str]:
-    """What a run cost: decoded images, then inferences by what they were for."""
+    """Yield the cost of a run: decoded images, then inferences by purpose."""
     yield f"{figures.count(part.decodes, 'image')} decoded"
     yield _runs("calibration", part.calibration_runs)
     yield figures.count(part.reference_runs, "reference inference")
@@ -350,19 +347,19 @@ def _runs(what: str, runs: Mapping[str, int]) -> str:
 
 
 def search_words(search: SearchPart) -> str:
-    """What a search did, and what of it was built."""
+    """Return the result of a search and its number of trials."""
     tried = "from the plan, nothing tried" if search.reused else f"{search.probes} trials"
     return f"{search.settled} ({tried})" if search.settled else tried
 
 
 def trial_row(trial: TrialRow) -> list[str]:
-    """One thing that was tried, under `TRIAL_HEADS`."""
+    """Return one trial under `TRIAL_HEADS`."""
     built = "yes" if trial.taken else ""
     return [figures.decibels(trial.sqnr_db), f"{trial.time:.2f}", built, trial.what]
 
 
 def weight_row(row: WeightRow) -> list[str]:
-    """One weight under `WEIGHT_HEADS`."""
+    """Return one weight under `WEIGHT_HEADS`."""
     return [
         row.node,
         str(row.channels),
@@ -376,7 +373,7 @@ def weight_row(row: WeightRow) -> list[str]:
 
 
 def plan_name(report: Findings) -> str:
-    """Name of the plan's file, which stands beside the report; "" where there is none."""
+    """Return the file name of the plan, which is next to the report; "" without a plan."""
     paths = [file.path for file in report.files if file.role == PLAN]
     return PurePath(paths[0]).name if paths else ""
 
@@ -385,7 +382,7 @@ KERNEL_HEADS = ("time", "share", "kind", "kernel")
 
 
 def kernel_rows(engine: EngineRow, most: int | None = None) -> list[list[str]]:
-    """An engine's kernels under `KERNEL_HEADS`, the slowest first, at most so many."""
+    """Return at most `most` of an engine's kernels under `KERNEL_HEADS`, the slowest first."""
     total = sum(kernel.ms for kernel in engine.kernels)
     return [
         [figures.milliseconds(kernel.ms), _share(kernel.ms, total), kernel.kind, kernel.name]
@@ -394,39 +391,38 @@ def kernel_rows(engine: EngineRow, most: int | None = None) -> list[list[str]]:
 
 
 def more_kernels(engine: EngineRow, most: int) -> str:
-    """How many more there are, and what they take; "" of none."""
+    """Return the number and share of time of the kernels beyond `most`; "" if none."""
     rest = engine.kernels[most:]
     total = sum(kernel.ms for kernel in engine.kernels)
     if not rest:
         return ""
-    taken = sum(kernel.ms for kernel in rest)
-    return f"and {figures.count(len(rest), 'more kernel')} of {_share(taken, total)}"
+    ms = sum(kernel.ms for kernel in rest)
+    return f"and {figures.count(len(rest), 'more kernel')} of {_share(ms, total)}"
 
 
 def kind_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows: one row a kind of kernel, its time and number in every engine.
+    """Return heads and rows: time and number of each kind of kernel in every engine.
 
-    The slowest first, by the engine in which it takes longest; runtimes that tell no kinds give no
-    rows.
+    Sorted by the kind's longest time in any engine; without kinds there are no rows.
     """
     timed = timed_engines(engines)
-    found = [_by_kind(engine) for engine in timed]
-    kinds = {kind for one in found for kind in one if kind}
-    slowest = {kind: max(sum(one.get(kind, ())) for one in found) for kind in kinds}
+    by_kind = [_by_kind(engine) for engine in timed]
+    kinds = {kind for one in by_kind for kind in one if kind}
+    slowest = {kind: max(sum(one.get(kind, ())) for one in by_kind) for kind in kinds}
     rows = [
-        [*(_cell(one.get(kind, ())) for one in found), kind]
+        [*(_cell(one.get(kind, ())) for one in by_kind), kind]
         for kind in sorted(kinds, key=lambda kind: (-slowest[kind], kind))
     ]
     return [*(engine.label for engine in timed), "kind"], rows
 
 
 def timed_engines(engines: Sequence[EngineRow]) -> list[EngineRow]:
-    """Those whose kernels were timed."""
+    """Return the engines whose kernels were timed."""
     return [engine for engine in engines if engine.kernels]
 
 
 def kernel_section(report: Findings) -> Iterator[Section]:
-    """The page's tables: by kind, then every kernel of each engine."""
+    """Yield the page's tables: by kind, then every kernel of each engine."""
     timed = timed_engines(report.engines)
     if not timed:
         return
@@ -442,14 +438,14 @@ def kernel_section(report: Findings) -> Iterator[Section]:
 
 
 def _by_kind(engine: EngineRow) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = defaultdict(list)
+    times: dict[str, list[float]] = defaultdict(list)
     for kernel in engine.kernels:
-        found[kernel.kind].append(kernel.ms)
-    return found
+        times[kernel.kind].append(kernel.ms)
+    return times
 
 
-def _cell(taken: Sequence[float]) -> str:
-    return f"{figures.milliseconds(sum(taken))} in {len(taken)}" if taken else figures.NONE
+def _cell(times: Sequence[float]) -> str:
+    return f"{figures.milliseconds(sum(times))} in {len(times)}" if times else figures.NONE
 
 
 def _share(ms: float, total: float) -> str:

@@ -1,7 +1,7 @@
-"""The verdict on each engine: good, doubtful, unusable, or "stay in float", and why.
+"""The verdict on each engine: good, doubtful, unusable or "stay in float", with reasons.
 
-How much may be lost is told in `deploy.metrics.levels`, since the search asks for it too; how slow
-it may be, here. Limits that the user gives decide before either.
+Limits of the loss are in `deploy.metrics.levels`, which the search uses too; those of the speed are
+here. The user's limits (`Gates`) override both.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import OVERHEAD_MS
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, LEVELS, UNUSABLE, finds, of_accuracy
 
-_AS_FAST = 0.95  # of FP32's speed: less is slower, and not chance
+_AS_FAST = 0.95  # speed-up over FP32 below which an engine counts as slower, not as noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gates:
-    """What the user demands.
+    """The user's limits.
 
     Attributes:
-        max_loss: of accuracy, or of the share of the task, 0 to 1; None leaves it to the verdict.
-        min_speedup: over what `deploy.report.model.rivals` names; None demands nothing.
-        accept: an unusable engine does not fail the command.
+        max_loss: lost accuracy or share of the task, 0 to 1; None uses the default limits.
+        min_speedup: over the rival (`deploy.report.model.rivals`); None requires nothing.
+        accept: whether the command succeeds even if an engine is unusable.
     """
 
     max_loss: float | None = None
@@ -34,11 +34,11 @@ class Gates:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is thought of one engine.
+    """Level of one engine, and why.
 
     Attributes:
         level: GOOD, DOUBTFUL, UNUSABLE or FLOAT.
-        reasons: in sentences, the gravest first.
+        reasons: sentences, the most serious first.
     """
 
     level: str
@@ -46,7 +46,7 @@ class Verdict:
 
     @property
     def words(self) -> str:
-        """Level and reasons."""
+        """Level and reasons as text."""
         return f"{self.level}: {'; '.join(self.reasons)}" if self.reasons else self.level
 
 
@@ -64,37 +64,36 @@ def verdict(
     """Judge one engine.
 
     Args:
-        accuracy: against the float model; None where it was not measured.
-        speed_up: over its rival, by p50; None where one of them was not measured.
-        int8: whether any of its nodes left float.
-        gates: what the user demands.
-        slower_ms: than its rival, by p50; infinite where it was not measured, or without
-            what the runtime itself takes.
-        by_fastest: its speed by the fastest runs, where that is another; None where it is not.
-        rival: the float engine that its speed is held against, in words.
-        fed_wrong: whether the images seem not to be what the model learned from; labels that it
-            gets right prove that they are.
+        accuracy: against the float model; None if not measured.
+        speed_up: over its rival, by p50; None if one of them was not measured.
+        int8: whether any of its nodes is quantized.
+        gates: the user's limits.
+        slower_ms: difference to its rival's p50 in ms; infinite if not measured.
+        by_fastest: speed-up of the fastest runs if it disagrees with p50; else None.
+        rival: name of the float engine that its speed is compared with.
+        fed_wrong: whether the images seem not to match the model's training data; ignored if
+            there are labels.
     """
-    found = [] if accuracy is None else [*of_accuracy(accuracy, gates.max_loss)]
+    findings = [] if accuracy is None else [*of_accuracy(accuracy, gates.max_loss)]
     if fed_wrong and not _labelled(accuracy):
-        found.append(
+        findings.append(
             (DOUBTFUL, "the model seems to be fed what it did not learn from, see the notes")
         )
-    if int8 or gates.min_speedup is not None:  # float beside float differs by chance alone
-        found += _of_speed(speed_up, slower_ms, by_fastest, gates, rival)
+    if int8 or gates.min_speedup is not None:  # two float engines differ only by noise
+        findings += _of_speed(speed_up, slower_ms, by_fastest, gates, rival)
     if not int8:
         why = "int8 wins nothing here that is worth its loss, so the float model was written"
-        found.append((FLOAT, why))
-    if not found:
+        findings.append((FLOAT, why))
+    if not findings:
         return Verdict(DOUBTFUL, ("nothing was measured of it",))
-    level = max((level for level, _ in found), key=LEVELS.index)
-    ordered = sorted(found, key=lambda entry: -LEVELS.index(entry[0]))
-    said = [why for at, why in ordered if at == level or at != GOOD]
-    return Verdict(level, tuple(dict.fromkeys(said)))
+    level = max((level for level, _ in findings), key=LEVELS.index)
+    ordered = sorted(findings, key=lambda entry: -LEVELS.index(entry[0]))
+    reasons = [why for at, why in ordered if at == level or at != GOOD]
+    return Verdict(level, tuple(dict.fromkeys(reasons)))
 
 
 def _labelled(accuracy: Accuracy | None) -> bool:
-    """Whether labels tell what the float model gets right."""
+    """Whether labels show how often the float model is right."""
     if accuracy is None:
         return False
     return accuracy.top1_reference is not None or finds(accuracy)
@@ -116,8 +115,8 @@ def _of_speed(
     if gates.min_speedup is not None:
         yield (GOOD if ratio >= gates.min_speedup else UNUSABLE), words
     else:
-        both = min(ratio, ratio if best is None else best)
-        fast = both >= _AS_FAST or 0 < slower_ms < OVERHEAD_MS
+        slower = min(ratio, ratio if best is None else best)
+        fast = slower >= _AS_FAST or 0 < slower_ms < OVERHEAD_MS
         yield (GOOD if fast else DOUBTFUL), words
 
 

@@ -1,1 +1,1 @@
-"""TensorRT's and CUDA's Python modules on host memory, for calibrators written against them."""
+"""Stand-ins for TensorRT's and CUDA's Python modules on host memory, to run users' calibrators."""

@@ -1,18 +1,16 @@
-"""Stands in for cuda-python: `cuda.cudart`, `cuda.cuda`, `cuda.bindings.runtime` and `.driver`.
+"""Stand-ins for cuda-python, for libcudart loaded by ctypes, and for pycuda.
 
-Every function gives a tuple that begins with its error code, which is always success here: what a
-GPU would answer with a code is raised, since scripts seldom look at it.
-
+`cudart_modules`: `cuda.cudart`, `cuda.cuda`, `cuda.bindings.runtime` and `.driver`. Every function
+returns a tuple that begins with its error code. The code is always success: errors are raised
+instead, since scripts seldom check codes.
 Source: NVIDIA/cuda-python, cuda_bindings/docs (module runtime, module driver).
 
-What stands in for libcudart where a script calls it by ctypes: `CDLL("libcudart.so")`.
-
-Functions give their error code, which is always success, and results through pointers, as in C.
+`libraries`: `CDLL("libcudart.so")`. Functions return their error code, always success, and write
+results through pointers, as in C.
 Source: CUDA Runtime API reference, sections memory, stream and device management.
 
-What stands in for pycuda: `driver`, `autoinit`, `autoprimaryctx` and `gpuarray`.
-
-Source: inducer/pycuda 2024.1, doc/driver.rst and doc/array.rst; as much of it as moves arrays.
+`pycuda_modules`: `driver`, `autoinit`, `autoprimaryctx` and `gpuarray`, as far as they move arrays.
+Source: inducer/pycuda 2024.1, doc/driver.rst and doc/array.rst.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from deploy.standins.memory import Memory, absent, module
 
 
 class cudaError_t(enum.IntEnum):
-    """The error codes that there are."""
+    """The runtime's error codes, as far as used."""
 
     cudaSuccess = 0
     cudaErrorInvalidValue = 1
@@ -39,7 +37,7 @@ class cudaError_t(enum.IntEnum):
 
 
 class cudaMemcpyKind(enum.IntEnum):
-    """Ways of a copy."""
+    """Directions of a copy."""
 
     cudaMemcpyHostToHost = 0
     cudaMemcpyHostToDevice = 1
@@ -49,22 +47,22 @@ class cudaMemcpyKind(enum.IntEnum):
 
 
 class CUresult(enum.IntEnum):
-    """The driver's error codes that there are."""
+    """The driver's error codes, as far as used."""
 
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
 
 
 class Handle(int):
-    """A pointer, stream, device or context: a number."""
+    """A pointer, stream, device or context, as an integer."""
 
     def getPtr(self) -> int:
-        """The number."""
+        """Return the integer."""
         return int(self)
 
 
 def cudart_modules(memory: Memory) -> dict[str, ModuleType]:
-    """Dotted name -> module, all on this memory."""
+    """Return dotted name -> module, all on this memory."""
     runtime, driver = runtime_names(memory), driver_names(memory)
     parts = {
         "cudart": module("cuda.cudart", runtime),
@@ -74,38 +72,38 @@ def cudart_modules(memory: Memory) -> dict[str, ModuleType]:
     }
     both = {"runtime": parts["bindings.runtime"], "driver": parts["bindings.driver"]}
     parts["bindings"] = module("cuda.bindings", both)
-    tops = {name: part for name, part in parts.items() if "." not in name}
-    whole = module("cuda", {**tops, "__version__": "12.6.0"})
-    return {"cuda": whole, **{f"cuda.{name}": part for name, part in parts.items()}}
+    children = {name: part for name, part in parts.items() if "." not in name}
+    top = module("cuda", {**children, "__version__": "12.6.0"})
+    return {"cuda": top, **{f"cuda.{name}": part for name, part in parts.items()}}
 
 
 def runtime_names(memory: Memory) -> dict[str, Any]:
-    """The names of the runtime API."""
-    done = cudaError_t.cudaSuccess
+    """Return the names of the runtime API."""
+    success = cudaError_t.cudaSuccess
 
     def allocate(size: Any, *more: Any) -> tuple[Any, int]:
-        return done, memory.alloc(size)
+        return success, memory.alloc(size)
 
     def free(pointer: Any, *more: Any) -> tuple[Any]:
         memory.free(pointer)
-        return (done,)
+        return (success,)
 
     def copy(to: Any, source: Any, count: Any, *kind_and_stream: Any) -> tuple[Any]:
         memory.copy(to, source, int(count))
-        return (done,)
+        return (success,)
 
     def fill(to: Any, value: int, count: int, *stream: Any) -> tuple[Any]:
         memory.copy(to, bytes([value & 255]) * count)
-        return (done,)
+        return (success,)
 
     def nothing(*given: Any) -> tuple[Any]:
-        return (done,)
+        return (success,)
 
     def stream(*flags: Any) -> tuple[Any, Handle]:
-        return done, Handle(0)
+        return success, Handle(0)
 
     def word(error: Any) -> tuple[Any, bytes]:
-        return done, cudaError_t(error).name.encode()
+        return success, cudaError_t(error).name.encode()
 
     names: dict[str, Any] = {"cudaError_t": cudaError_t, "cudaMemcpyKind": cudaMemcpyKind}
     for function, called in (
@@ -118,35 +116,35 @@ def runtime_names(memory: Memory) -> dict[str, Any]:
         (word, "GetErrorName GetErrorString"),
     ):
         names |= {f"cuda{name}": function for name in called.split()}
-    names["cudaGetDevice"] = lambda: (done, 0)
-    names["cudaGetDeviceCount"] = lambda: (done, 1)
+    names["cudaGetDevice"] = lambda: (success, 0)
+    names["cudaGetDeviceCount"] = lambda: (success, 1)
     names["cudaStream_t"] = Handle
     return names
 
 
 def driver_names(memory: Memory) -> dict[str, Any]:
-    """The names of the driver API."""
-    done = CUresult.CUDA_SUCCESS
+    """Return the names of the driver API."""
+    success = CUresult.CUDA_SUCCESS
 
     def allocate(size: Any, *more: Any) -> tuple[Any, Handle]:
-        return done, Handle(memory.alloc(size))
+        return success, Handle(memory.alloc(size))
 
     def free(pointer: Any, *more: Any) -> tuple[Any]:
         memory.free(pointer)
-        return (done,)
+        return (success,)
 
     def copy(to: Any, source: Any, count: Any, *stream: Any) -> tuple[Any]:
         memory.copy(to, source, int(count))
-        return (done,)
+        return (success,)
 
     def nothing(*given: Any) -> tuple[Any]:
-        return (done,)
+        return (success,)
 
     def handle(*given: Any) -> tuple[Any, Handle]:
-        return done, Handle(0)
+        return success, Handle(0)
 
     def word(error: Any) -> tuple[Any, bytes]:
-        return done, CUresult(error).name.encode()
+        return success, CUresult(error).name.encode()
 
     names: dict[str, Any] = {"CUresult": CUresult}
     names |= dict.fromkeys(("CUdeviceptr", "CUstream", "CUdevice", "CUcontext"), Handle)
@@ -170,11 +168,11 @@ _FILE = re.compile(r"(.*[/\\])?(lib)?cudart(64_\d+)?(-[0-9a-f]+)?\.(so|dll|dylib
 
 
 def libraries(memory: Memory) -> type[ctypes.CDLL]:
-    """A `ctypes.CDLL` that gives this memory's functions for libcudart, and any other as it is."""
+    """Return a `ctypes.CDLL` that loads a stand-in for libcudart, and other libraries as usual."""
     library = Library(memory)
 
     class CDLL(ctypes.CDLL):
-        """The libraries of this machine, and libcudart."""
+        """The libraries of this machine, and the stand-in."""
 
         def __new__(cls, name: Any = None, *given: Any, **named: Any) -> Any:
             if isinstance(name, str) and _FILE.fullmatch(name):
@@ -185,7 +183,7 @@ def libraries(memory: Memory) -> type[ctypes.CDLL]:
 
 
 class Function:
-    """One function of the library; what ctypes would be told of its types is not needed."""
+    """One function of the library; argument types declared for ctypes are ignored."""
 
     argtypes: Any = None
     restype: Any = ctypes.c_int
@@ -194,17 +192,17 @@ class Function:
         self._run = run
 
     def __call__(self, *given: Any) -> int:
-        """Run it; gives success."""
+        """Run the function and return success."""
         self._run(*given)
         return 0
 
 
 class Library:
-    """The functions of libcudart; each name gives the same object every time."""
+    """The functions of libcudart; each name is the same object every time."""
 
     def __init__(self, memory: Memory) -> None:
         def allocate(result: Any, size: Any, *flags: Any) -> None:
-            _pointed(result).value = memory.alloc(size)
+            _pointee(result).value = memory.alloc(size)
 
         def copy(to: Any, source: Any, count: Any, *kind_and_stream: Any) -> None:
             memory.copy(to, source, int(getattr(count, "value", count)))
@@ -214,10 +212,10 @@ class Library:
             memory.copy(to, bytes([byte & 255]) * size)
 
         def zero(result: Any, *flags: Any) -> None:
-            _pointed(result).value = 0
+            _pointee(result).value = 0
 
         def one(result: Any) -> None:
-            _pointed(result).value = 1
+            _pointee(result).value = 1
 
         def nothing(*given: Any) -> None:
             pass
@@ -242,8 +240,8 @@ class Library:
         return getattr(self, name)
 
 
-def _pointed(result: Any) -> Any:
-    """What `byref` or `pointer` points to."""
+def _pointee(result: Any) -> Any:
+    """Return the object that `byref` or `pointer` points to."""
     return result._obj if hasattr(result, "_obj") else result.contents
 
 
@@ -251,7 +249,7 @@ Array = NDArray[Any]
 
 
 def pycuda_modules(memory: Memory) -> dict[str, ModuleType]:
-    """Dotted name -> module, all on this memory."""
+    """Return dotted name -> module, all on this memory."""
     driver = Driver(memory)
     arrays = Arrays(memory)
     parts = {
@@ -264,15 +262,15 @@ def pycuda_modules(memory: Memory) -> dict[str, ModuleType]:
         "compiler": module("pycuda.compiler", {}),
         "tools": module("pycuda.tools", {"make_default_context": Context}),
     }
-    whole = module("pycuda", {"VERSION": (2024, 1), "VERSION_TEXT": "2024.1", **parts})
-    return {"pycuda": whole, **{f"pycuda.{name}": part for name, part in parts.items()}}
+    top = module("pycuda", {"VERSION": (2024, 1), "VERSION_TEXT": "2024.1", **parts})
+    return {"pycuda": top, **{f"pycuda.{name}": part for name, part in parts.items()}}
 
 
 class DeviceAllocation:
     """An allocation that is freed with its object; `int()` gives its address."""
 
     def __init__(self, memory: Memory, size: object) -> None:
-        self._freed = True  # until there is something to be freed
+        self._freed = True  # until the allocation succeeded
         self._memory = memory
         self._address = memory.alloc(size)
         self._freed = False
@@ -286,7 +284,7 @@ class DeviceAllocation:
         return self._address + other
 
     def free(self) -> None:
-        """Give it back, once: its address may be another allocation's later."""
+        """Free it, once only: its address may belong to another allocation later."""
         if not self._freed:
             self._freed = True
             self._memory.free(self._address)
@@ -296,52 +294,52 @@ class DeviceAllocation:
 
 
 class Device:
-    """The one device there is."""
+    """The only device."""
 
     def __init__(self, ordinal: object = 0) -> None:
         self.ordinal = ordinal
 
     @staticmethod
     def count() -> int:
-        """One."""
+        """Return 1."""
         return 1
 
     def name(self) -> str:
-        """What it is."""
+        """Return the device's name."""
         return "host memory"
 
     def make_context(self, *flags: object) -> Context:
-        """A context, which there is no need of."""
+        """Return a context, which is not needed."""
         return Context()
 
     retain_primary_context = make_context
 
 
 class Context:
-    """A context: nothing to do."""
+    """A context without any state."""
 
     def push(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     @staticmethod
     def pop() -> None:
-        """Nothing."""
+        """Do nothing."""
 
     @staticmethod
     def synchronize() -> None:
-        """Nothing: every copy is done when it returns."""
+        """Do nothing: every copy is complete when it returns."""
 
     def detach(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     @staticmethod
     def get_device() -> Device:
-        """The one device."""
+        """Return the only device."""
         return Device()
 
 
 class Stream:
-    """A stream, which is done at any time."""
+    """A stream, which is always idle."""
 
     handle = 0
 
@@ -349,10 +347,10 @@ class Stream:
         self.flags = flags
 
     def synchronize(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def is_done(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
 
@@ -363,49 +361,49 @@ class Driver:
         self._memory = memory
 
     def names(self) -> dict[str, Any]:
-        """Every name of the module."""
-        own = {name: getattr(self, name) for name in vars(Driver) if name[0] != "_"}
-        kinds = (Device, Context, Stream, DeviceAllocation)
+        """Return every name of the module."""
+        names = {name: getattr(self, name) for name in vars(Driver) if name[0] != "_"}
         errors = {name: type(name, (Exception,), {}) for name in ("Error", "LogicError")}
-        own |= {kind.__name__: kind for kind in kinds} | errors
-        del own["names"]
-        return own
+        names |= {"Device": Device, "Context": Context, "Stream": Stream}
+        names |= {"DeviceAllocation": DeviceAllocation} | errors
+        del names["names"]
+        return names
 
     def init(self, flags: int = 0) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def mem_alloc(self, size: object) -> DeviceAllocation:
-        """So many bytes."""
+        """Allocate `size` bytes."""
         return DeviceAllocation(self._memory, size)
 
     def mem_alloc_like(self, array: Array) -> DeviceAllocation:
-        """As many bytes as an array has."""
+        """Allocate as many bytes as an array has."""
         return self.mem_alloc(array.nbytes)
 
     def to_device(self, array: Any) -> DeviceAllocation:
-        """A copy of an array."""
-        held = self.mem_alloc(memoryview(array).nbytes)
-        self._memory.copy(held, array)
-        return held
+        """Allocate a copy of an array."""
+        allocation = self.mem_alloc(memoryview(array).nbytes)
+        self._memory.copy(allocation, array)
+        return allocation
 
     def memcpy_htod(self, to: object, source: Any) -> None:
-        """Copy a whole array to an address."""
+        """Copy a complete array to an address."""
         self._memory.copy(to, source)
 
     def memcpy_htod_async(self, to: object, source: Any, stream: object = None) -> None:
-        """The same; done when it returns."""
+        """Copy a complete array to an address, synchronously."""
         self._memory.copy(to, source)
 
     def memcpy_dtoh(self, to: Any, source: object) -> None:
-        """Fill a whole array from an address."""
+        """Fill a complete array from an address."""
         self._memory.copy(to, source, to.nbytes)
 
     def memcpy_dtoh_async(self, to: Any, source: object, stream: object = None) -> None:
-        """The same; done when it returns."""
+        """Fill a complete array from an address, synchronously."""
         self.memcpy_dtoh(to, source)
 
     def memcpy_dtod(self, to: object, source: object, size: int) -> None:
-        """Copy bytes from address to address."""
+        """Copy bytes between addresses."""
         self._memory.copy(to, source, size)
 
     def memset_d8(self, to: object, value: int, count: int) -> None:
@@ -415,22 +413,22 @@ class Driver:
     def pagelocked_empty(
         self, shape: Any, dtype: DTypeLike, order: Any = "C", mem_flags: int = 0
     ) -> Array:
-        """A plain array."""
+        """Return an ordinary array."""
         return np.zeros(shape, dtype, order)
 
     pagelocked_zeros = pagelocked_empty
 
     def pagelocked_empty_like(self, array: Array, mem_flags: int = 0) -> Array:
-        """A plain array like another one."""
+        """Return an ordinary array like another one."""
         return np.zeros_like(array)
 
     def register_host_memory(self, array: Array, flags: int = 0) -> Array:
-        """The array as it is."""
+        """Return the array unchanged."""
         return array
 
 
 class GPUArray:
-    """An array on the device; the address is that of `gpudata`, and `ptr`."""
+    """An array on the device, at the address `gpudata` or `ptr`."""
 
     def __init__(self, memory: Memory, array: Array) -> None:
         self._memory = memory
@@ -441,18 +439,18 @@ class GPUArray:
 
     @property
     def ptr(self) -> int:
-        """The address."""
+        """Its address."""
         return int(self.gpudata)
 
     def set(self, array: Array) -> None:
-        """Copy an array to it."""
+        """Copy an array from the host."""
         self._memory.copy(self.gpudata, array)
 
     def get(self) -> Array:
-        """A copy of it on the host."""
-        found = np.zeros(self.shape, self.dtype)
-        self._memory.copy(found, self.ptr, self.nbytes)
-        return found
+        """Return a copy on the host."""
+        array = np.zeros(self.shape, self.dtype)
+        self._memory.copy(array, self.ptr, self.nbytes)
+        return array
 
 
 class Arrays:
@@ -462,20 +460,22 @@ class Arrays:
         self._memory = memory
 
     def names(self) -> dict[str, Any]:
-        """Every name of the module."""
-        made = {name: getattr(self, name) for name in ("to_gpu", "to_gpu_async", "zeros", "empty")}
-        return {**made, "GPUArray": GPUArray}
+        """Return every name of the module."""
+        functions = {
+            name: getattr(self, name) for name in ("to_gpu", "to_gpu_async", "zeros", "empty")
+        }
+        return {**functions, "GPUArray": GPUArray}
 
     def to_gpu(self, array: Array) -> GPUArray:
-        """A copy of an array."""
+        """Return a copy of an array."""
         return GPUArray(self._memory, array)
 
     def to_gpu_async(self, array: Array, stream: object = None) -> GPUArray:
-        """The same; done when it returns."""
+        """Return a copy of an array, synchronously."""
         return self.to_gpu(array)
 
     def zeros(self, shape: Any, dtype: DTypeLike) -> GPUArray:
-        """Zeros."""
+        """Return zeros."""
         return self.to_gpu(np.zeros(shape, dtype))
 
     empty = zeros

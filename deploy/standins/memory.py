@@ -1,21 +1,18 @@
-"""Device memory in host memory: what was allocated is known, and every copy stays inside of it.
+"""Simulated device memory on the host, for stand-in CUDA modules; checks the bounds of every copy.
 
 ::
 
     host array --copy--> [ block at address A, n bytes ] <--at(A + 64)-- get_batch's pointer
-                             what was copied, as what              room behind it, what is new there
+                             with dtype and shape            bytes left, bytes copied for this batch
 
-Addresses are real ones, so that a script may look at pinned memory by ctypes. What a script frees
-lives on until its batch was read: a real allocator leaves the bytes there too, and calibrators
-that hand out the address of a local tensor have always worked.
+Addresses are real, so that scripts may read pinned memory by ctypes. Freed blocks are kept until
+the batch was read: a real allocator leaves their bytes in place too, and calibrators that return
+the address of a local tensor have always worked.
 
-What a copy comes from: an array, or bytes behind an address.
-
-Names of a stood-in module that no calibrator needs.
-
-A script often builds its engine in the same file: `trt.Builder` stands in a function that is not
-called, `trt.ICudaEngine` in an annotation, `1 << int(trt.NetworkDefinitionCreationFlag.X)` at the
-top. So every such name is there, and only calling it is refused, by a sentence.
+`absent` and `module` make names of stand-in modules that no calibrator needs. Scripts often build
+their engine in the same file: `trt.Builder` in a function that is not called, `trt.ICudaEngine` in
+an annotation, `1 << int(trt.NetworkDefinitionCreationFlag.X)` at the top. So every name exists, and
+only calling it raises an error.
 """
 
 from __future__ import annotations
@@ -33,17 +30,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
-_OWN_MEMORY = "/proc/self/mem"  # to read where nothing is there is an error and no crash
+_OWN_MEMORY = "/proc/self/mem"  # reading an unmapped address raises instead of crashing
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Bytes to be copied.
+    """Bytes to copy.
 
     Attributes:
         data: the bytes.
-        dtype: name of the numpy dtype that they are of; None of bytes behind an address.
-        shape: sizes of the array that they are; None likewise.
+        dtype: name of their numpy dtype; None if read from an address.
+        shape: shape of their array; None if read from an address, or only a part.
     """
 
     data: Bytes
@@ -52,12 +49,12 @@ class Source:
 
 
 def address_of(value: object) -> int | None:
-    """The number that a pointer of numpy, ctypes, pycuda or cuda-python stands for; None of arrays.
+    """Return the address in a pointer of numpy, ctypes, pycuda or cuda-python; None for arrays.
 
-    Of a ctypes array, which is memory itself and no pointer to it, there is none either.
+    A ctypes array is memory, not a pointer, so it has none either.
     """
-    value = getattr(value, "_as_parameter_", value)  # of `array.ctypes`
-    if hasattr(value, "_obj"):  # of `byref`
+    value = getattr(value, "_as_parameter_", value)  # `array.ctypes`
+    if hasattr(value, "_obj"):  # `byref`
         return ctypes.addressof(value._obj)
     if isinstance(value, ctypes._Pointer):
         return ctypes.cast(value, ctypes.c_void_p).value or 0
@@ -69,10 +66,10 @@ def address_of(value: object) -> int | None:
 
 
 def of_array(value: object, size: int | None) -> Source:
-    """The bytes of an array, or its first ones.
+    """Return the bytes of an array, or the first `size` of them.
 
     Raises:
-        ValueError: it is no array, is not contiguous, or has fewer.
+        ValueError: it is no array, is not contiguous, or has fewer bytes.
     """
     try:
         array: NDArray[Any] = np.asarray(memoryview(value))  # type: ignore[arg-type]
@@ -88,52 +85,52 @@ def of_array(value: object, size: int | None) -> Source:
     data: Bytes = array.reshape(-1, order="A").view(np.uint8)
     if size is not None and not 0 <= size <= data.size:
         raise ValueError(f"a copy must not read beyond its array, got {size} bytes of {data.size}")
-    if isinstance(value, bytes | bytearray | memoryview):  # of whatever they were
+    if isinstance(value, bytes | bytearray | memoryview):  # of unknown dtype
         return Source(data[:size])
-    whole = array.flags.c_contiguous and size in (None, data.size)
-    return Source(data[:size], array.dtype.name, array.shape if whole else None)
+    complete = array.flags.c_contiguous and size in (None, data.size)
+    return Source(data[:size], array.dtype.name, array.shape if complete else None)
 
 
 def behind(address: int, size: int) -> Bytes:
-    """A copy of bytes of this process, wherever they are.
+    """Copy bytes from any address of this process.
 
     Raises:
-        ValueError: some of them are not there.
+        ValueError: some of them are not mapped.
     """
     try:
         return _peek(address, size)
     except (OSError, OverflowError) as error:
         raise ValueError(
-            f"a copy must read memory that is there, got {size} bytes at {address:#x}, which are"
-            " not all there"
+            f"a copy must read mapped memory, got {size} bytes at {address:#x}, which are not all"
+            " mapped"
         ) from error
 
 
 def _peek(address: int, size: int) -> Bytes:
-    found: Bytes = np.empty(size, np.uint8)
+    data: Bytes = np.empty(size, np.uint8)
     try:
         handle = os.open(_OWN_MEMORY, os.O_RDONLY)
-    except OSError:  # not Linux: then a wrong address is what it always was
-        ctypes.memmove(found.ctypes.data, address, size)
-        return found
+    except OSError:  # not Linux: a wrong address may crash
+        ctypes.memmove(data.ctypes.data, address, size)
+        return data
     try:
-        done = 0
-        while done < size:
-            count = os.preadv(handle, [found[done:].data], address + done)
+        read = 0
+        while read < size:
+            count = os.preadv(handle, [data[read:].data], address + read)
             if not count:
                 raise OSError("nothing is there")
-            done += count
+            read += count
     finally:
         os.close(handle)
-    return found
+    return data
 
 
-_MOST = 1 << 46  # bytes of an allocation: more than any machine has
+_MOST = 1 << 46  # limit of an allocation in bytes, more than any machine has
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """One copy to a block since the last batch was read: `size` bytes at `offset`."""
+    """One copy to a block in this batch: `size` bytes at `offset`."""
 
     offset: int
     size: int
@@ -143,14 +140,14 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What lies behind an address.
+    """Memory behind an address.
 
     Attributes:
         room: bytes up to the end of the allocation.
-        copied: how many of them, from the address on, were copied there for this batch; None where
-            none were, so that it is not known how many are meant.
-        dtype: numpy dtype of what was copied, None where it came from an address or of several.
-        shape: sizes of the one array that was copied, None where there was not one.
+        copied: bytes copied for this batch, contiguous from the address on; None without copies,
+            when the intended size is unknown.
+        dtype: numpy dtype of the copies; None if unknown or mixed.
+        shape: shape of the only array copied; None without one.
     """
 
     room: int
@@ -161,7 +158,7 @@ class Window:
 
 @dataclass(slots=True)
 class _Block:
-    """An allocation; without `data` where the memory is somebody else's."""
+    """An allocation; `data` is None for memory of another owner."""
 
     size: int
     data: Bytes | None = None
@@ -172,7 +169,7 @@ class Memory:
     """All allocations of one script.
 
     Attributes:
-        fault: the first error that a copy or allocation raised, since scripts catch what they call.
+        fault: first error of a copy or allocation, since scripts may catch errors.
     """
 
     def __init__(self) -> None:
@@ -183,10 +180,10 @@ class Memory:
         self._lent: dict[int, Any] = {}  # address -> a tensor that must outlive its batch
 
     def alloc(self, size: object) -> int:
-        """Address of so many bytes, which are zeros.
+        """Allocate `size` zeroed bytes and return their address.
 
         Raises:
-            ValueError: no size.
+            ValueError: `size` is no valid number of bytes.
         """
         count = address_of(size)
         if count is None or not 0 <= count < _MOST:
@@ -198,28 +195,28 @@ class Memory:
         return start
 
     def free(self, address: object) -> None:
-        """Let an allocation go, once its batch was read; freeing nothing is no error."""
+        """Free an allocation after the batch was read; unknown addresses are ignored."""
         start = address_of(address)
         if start in self._blocks:
             self._freed.append(start)
 
     def lend(self, address: int, size: int, owner: Any, holds: Copied | None = None) -> None:
-        """Know memory of `owner` for as long as it lives, and at least until the batch was read.
+        """Register memory of `owner` for its lifetime, and at least until the batch was read.
 
         Args:
-            address: where it begins.
-            size: its bytes.
-            owner: what goes with it.
-            holds: what of it is meant, where that is known.
+            address: start of the memory.
+            size: in bytes.
+            owner: object whose lifetime is that of the memory.
+            holds: the data in it, if known.
         """
         self._drop(address)
         block = _Block(size, copies=[] if holds is None else [holds])
         self._add(address, block)
-        weakref.finalize(owner, self._ended, address, block)
+        weakref.finalize(owner, self._owner_deleted, address, block)
         self._lent[address] = owner
 
     def settle(self) -> None:
-        """A new batch begins: forget what was copied before, let go what was freed or lent."""
+        """Start a new batch: forget its copies, release what was freed or lent."""
         for block in self._blocks.values():
             block.copies.clear()
         for start in self._freed:
@@ -228,24 +225,24 @@ class Memory:
         self._lent.clear()
 
     def copy(self, to: object, source: object, size: int | None = None) -> None:
-        """Copy an array, or `size` bytes behind an address, to an address or into an array.
+        """Copy an array, or `size` bytes from an address, to an address or into an array.
 
         Raises:
-            ValueError: one end has fewer bytes, is no memory that is known, or no contiguous array.
+            ValueError: one end is too small, is unknown memory, or is no contiguous array.
         """
         try:
-            held = self._source(source, size)
+            data = self._source(source, size)
             address = address_of(to)
             if address is None:
-                _into_array(to, held)
+                _into_array(to, data)
             else:
-                self._into_block(address, held)
+                self._into_block(address, data)
         except ValueError as error:
             self.fault = self.fault or error
             raise
 
     def at(self, address: int) -> Window | None:
-        """What is known of the memory behind an address; None where it is none of the script's."""
+        """Return the memory behind an address; None if the script did not allocate it."""
         place = self._place(address)
         if place is None:
             return None
@@ -253,10 +250,10 @@ class Memory:
         return _window(block.size - offset, offset, block.copies)
 
     def read(self, address: int, size: int) -> Bytes:
-        """A copy of bytes behind any address of this process.
+        """Copy bytes from any address of this process.
 
         Raises:
-            ValueError: they are not there, or reach beyond their allocation.
+            ValueError: they are not mapped, or exceed their allocation.
         """
         place = self._place(address)
         if place is None:
@@ -279,30 +276,30 @@ class Memory:
             raise ValueError("a copy from an address must say how many bytes, got no size")
         return Source(self.read(address, size))
 
-    def _into_block(self, address: int, held: Source) -> None:
+    def _into_block(self, address: int, source: Source) -> None:
         place = self._place(address)
         if place is None or place[0].data is None:
             raise ValueError(
-                f"a copy goes to memory that the script allocated, got address {address:#x}, which"
-                " is none of it"
+                f"a copy must go to memory that the script allocated, got address {address:#x},"
+                " which is not"
             )
         block, offset = place
-        count = held.data.size
+        count = source.data.size
         if count > block.size - offset:
             raise ValueError(
-                f"a copy must fit its allocation, got {count} bytes for {block.size - offset} that"
-                f" are left of one of {block.size}"
+                f"a copy must fit its allocation, got {count} bytes for the last"
+                f" {block.size - offset} of {block.size}"
             )
         assert block.data is not None
-        block.data[offset : offset + count] = held.data
-        block.copies.append(Copied(offset, count, held.dtype, held.shape))
+        block.data[offset : offset + count] = source.data
+        block.copies.append(Copied(offset, count, source.dtype, source.shape))
 
     def _add(self, start: int, block: _Block) -> None:
         self._blocks[start] = block
         bisect.insort(self._starts, start)
 
-    def _ended(self, start: int, block: _Block) -> None:
-        """The owner of lent memory is gone; another one may have lent the same since."""
+    def _owner_deleted(self, start: int, block: _Block) -> None:
+        """Drop the memory of a deleted owner, unless another owner has registered it since."""
         if self._blocks.get(start) is block:
             self._drop(start)
 
@@ -311,39 +308,41 @@ class Memory:
             self._starts.remove(start)
 
     def _place(self, address: int) -> tuple[_Block, int] | None:
-        """The allocation that an address lies in, and how far inside."""
-        at = bisect.bisect_right(self._starts, address) - 1
-        if at < 0:
+        """Return the allocation that contains an address, and the offset inside."""
+        index = bisect.bisect_right(self._starts, address) - 1
+        if index < 0:
             return None
-        block, offset = self._blocks[self._starts[at]], address - self._starts[at]
+        block, offset = self._blocks[self._starts[index]], address - self._starts[index]
         return (block, offset) if offset < max(block.size, 1) else None
 
 
 def _window(room: int, offset: int, copies: list[Copied]) -> Window:
-    """The copies that follow each other from an offset on, as one."""
-    end, own = offset, []
+    """Merge the copies that continue each other from an offset on."""
+    end, adjacent = offset, []
     for one in sorted(copies, key=lambda copy: copy.offset):
         if one.offset <= end < one.offset + one.size:
-            own.append(one)
+            adjacent.append(one)
             end = one.offset + one.size
-    if not own:
+    if not adjacent:
         return Window(room)
-    kinds = {one.dtype for one in own}
-    shape = own[0].shape if len(own) == 1 and own[0].offset == offset else None
+    kinds = {one.dtype for one in adjacent}
+    shape = adjacent[0].shape if len(adjacent) == 1 and adjacent[0].offset == offset else None
     return Window(room, end - offset, kinds.pop() if len(kinds) == 1 else None, shape)
 
 
-def _into_array(to: object, held: Source) -> None:
+def _into_array(to: object, source: Source) -> None:
     if not isinstance(to, np.ndarray) or not to.flags.c_contiguous or not to.flags.writeable:
         raise ValueError(f"a copy goes to an address or a plain array, got {type(to).__name__}")
-    into: Bytes = to.reshape(-1).view(np.uint8)
-    if held.data.size > into.size:
-        raise ValueError(f"a copy must fit its array, got {held.data.size} bytes for {into.size}")
-    into[: held.data.size] = held.data
+    target: Bytes = to.reshape(-1).view(np.uint8)
+    if source.data.size > target.size:
+        raise ValueError(
+            f"a copy must fit its array, got {source.data.size} bytes for {target.size}"
+        )
+    target[: source.data.size] = source.data
 
 
-class _Named(type):
-    """The type of names: each has every name below it, and is flag number 0."""
+class _AbsentName(type):
+    """Metaclass of absent names: has every attribute, and is 0 as an integer."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -358,27 +357,27 @@ class _Named(type):
     def __call__(cls, *given: Any, **named: Any) -> Any:
         if vars(cls).get("_is_absent"):
             raise NotImplementedError(
-                f"{cls.__qualname__} is not to be had without a GPU; what is called here may make"
-                " the calibrator and what feeds it, and no more"
+                f"{cls.__qualname__} is not available without a GPU; code that runs here may"
+                " only make the calibrator and its inputs"
             )
         return super().__call__(*given, **named)
 
 
 def absent(name: str) -> Any:
-    """A class of this dotted name that can be named and inherited from, but not called."""
-    return _Named(name.rpartition(".")[2], (), {"__qualname__": name, "_is_absent": True})
+    """Return a class of this dotted name that can be named and subclassed, but not called."""
+    return _AbsentName(name.rpartition(".")[2], (), {"__qualname__": name, "_is_absent": True})
 
 
 def module(name: str, names: Mapping[str, Any]) -> ModuleType:
-    """A module with these names, and every other one as an absent one."""
-    made = ModuleType(name, "Stands in for the module of this name, on host memory.")
-    made.__path__ = []  # so that `import a.b` looks for b and says what it did not find
-    vars(made).update(names)
+    """Return a module with these names; every other name is an absent one."""
+    stand_in = ModuleType(name, "Stands in for the module of this name, on host memory.")
+    stand_in.__path__ = []  # so that `import a.b` looks for b and reports it missing
+    vars(stand_in).update(names)
 
-    def other(wanted: str) -> Any:
-        if wanted.startswith("__"):
-            raise AttributeError(f"module {name!r} has no attribute {wanted!r}")
-        return absent(f"{name}.{wanted}")
+    def other(attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
+        return absent(f"{name}.{attribute}")
 
-    vars(made)["__getattr__"] = other
-    return made
+    vars(stand_in)["__getattr__"] = other
+    return stand_in

@@ -1,13 +1,11 @@
-"""The stand-ins in their places, for as long as a user's code runs.
+"""Stand-ins for `tensorrt` (calibrator base classes, logger, types), and the swap of all of them.
 
-They are put there whether the real modules are installed or not: the same script gives the same
-bytes on every machine, and a GPU that is at hand is left alone. Afterwards all is as it was, so
-that an engine is built by the real TensorRT.
+`StandIns.installed` replaces the modules while a user's code runs, whether the real ones are
+installed or not: the same script gives the same bytes on every machine, and no GPU is used.
+Afterwards the real modules are restored, and the engine is built by the real TensorRT.
 
-What stands in for `tensorrt`: the calibrators' base classes, the logger, types and sizes.
-
-A calibrator that inherits from one of these says by it which search it wants. Source:
-NVIDIA/TensorRT python/src/infer/pyInt8.cpp and python/packaging/bindings_wheel/__init__.py at 8.6.
+A calibrator's base class determines the calibration algorithm. Source: NVIDIA/TensorRT
+python/src/infer/pyInt8.cpp and python/packaging/bindings_wheel/__init__.py at 8.6.
 """
 
 from __future__ import annotations
@@ -27,11 +25,11 @@ from deploy.standins import cuda_modules
 from deploy.standins.cuda_modules import libraries
 from deploy.standins.memory import Memory, module
 
-VERSION = "10.3.0"  # one that has calibrators
+VERSION = "10.3.0"  # a version that has calibrators
 
 
 class CalibrationAlgoType(enum.IntEnum):
-    """The searches, as TensorRT numbers them."""
+    """Calibration algorithms, as TensorRT numbers them."""
 
     LEGACY_CALIBRATION = 0
     ENTROPY_CALIBRATION = 1
@@ -40,7 +38,7 @@ class CalibrationAlgoType(enum.IntEnum):
 
 
 class DataType(enum.Enum):
-    """Types of tensors, each of them numpy's."""
+    """Tensor types, with numpy's names."""
 
     FLOAT = "float32"
     HALF = "float16"
@@ -52,12 +50,12 @@ class DataType(enum.Enum):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a value."""
+        """Bytes per value."""
         return np.dtype(self.value).itemsize
 
 
 class Severity(enum.IntEnum):
-    """How much a logger says."""
+    """Severity of a log message."""
 
     INTERNAL_ERROR = 0
     ERROR = 1
@@ -67,7 +65,7 @@ class Severity(enum.IntEnum):
 
 
 class ILogger:
-    """What loggers inherit from."""
+    """Base class of loggers."""
 
     Severity = Severity
     INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = Severity
@@ -77,50 +75,50 @@ class ILogger:
 
 
 class Logger(ILogger):
-    """A logger that says nothing."""
+    """A logger that discards all messages."""
 
     def __init__(self, min_severity: Severity = Severity.WARNING) -> None:
         self.min_severity = min_severity
 
     def log(self, severity: Severity, msg: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class IInt8Calibrator:
-    """The base of all calibrators; what a script does not say reads as nothing known."""
+    """Base class of all calibrators, without a cache."""
 
     def __init__(self) -> None:
         pass
 
     def read_calibration_cache(self) -> Any:
-        """No cache."""
+        """Return None: there is no cache."""
         return None
 
     def write_calibration_cache(self, cache: Any) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
 
 class IInt8LegacyCalibrator(IInt8Calibrator):
     """Calibrates by a quantile."""
 
     def get_algorithm(self) -> CalibrationAlgoType:
-        """Its search."""
+        """Return LEGACY_CALIBRATION."""
         return CalibrationAlgoType.LEGACY_CALIBRATION
 
 
 class IInt8EntropyCalibrator(IInt8Calibrator):
-    """Calibrates by the first entropy search."""
+    """Calibrates by the first entropy algorithm."""
 
     def get_algorithm(self) -> CalibrationAlgoType:
-        """Its search."""
+        """Return ENTROPY_CALIBRATION."""
         return CalibrationAlgoType.ENTROPY_CALIBRATION
 
 
 class IInt8EntropyCalibrator2(IInt8Calibrator):
-    """Calibrates by the second entropy search."""
+    """Calibrates by the second entropy algorithm."""
 
     def get_algorithm(self) -> CalibrationAlgoType:
-        """Its search."""
+        """Return ENTROPY_CALIBRATION_2."""
         return CalibrationAlgoType.ENTROPY_CALIBRATION_2
 
 
@@ -128,35 +126,35 @@ class IInt8MinMaxCalibrator(IInt8Calibrator):
     """Calibrates by the largest |x|."""
 
     def get_algorithm(self) -> CalibrationAlgoType:
-        """Its search."""
+        """Return MINMAX_CALIBRATION."""
         return CalibrationAlgoType.MINMAX_CALIBRATION
 
 
 def volume(shape: Any) -> int:
-    """Values in a shape."""
+    """Return the number of values of a shape."""
     return prod(shape)
 
 
 def nptype(kind: DataType) -> type:
-    """The type of numpy."""
+    """Return the numpy type."""
     return np.dtype(kind.value).type
 
 
 def init_libnvinfer_plugins(logger: Any, namespace: str) -> bool:
-    """Nothing: no network is built."""
+    """Do nothing: no network is built."""
     return True
 
 
 def tensorrt_modules() -> dict[str, ModuleType]:
-    """The module `tensorrt`."""
+    """Return the module `tensorrt`."""
     kinds = (
         CalibrationAlgoType, DataType, ILogger, Logger, IInt8Calibrator, IInt8LegacyCalibrator,
         IInt8EntropyCalibrator, IInt8EntropyCalibrator2, IInt8MinMaxCalibrator, volume, nptype,
         init_libnvinfer_plugins,
     )  # fmt: skip
-    words = {"FLOAT": "float32", "HALF": "float16", "INT8": "int8", "INT32": "int32"}
+    dtypes = {"FLOAT": "float32", "HALF": "float16", "INT8": "int8", "INT32": "int32"}
     names: dict[str, Any] = {kind.__name__: kind for kind in kinds}
-    names |= {word: DataType[kind] for kind, word in words.items()} | {"bool": DataType.BOOL}
+    names |= {name: DataType[kind] for kind, name in dtypes.items()} | {"bool": DataType.BOOL}
     return {"tensorrt": module("tensorrt", {**names, "__version__": VERSION})}
 
 
@@ -164,7 +162,7 @@ _NAMES = ("tensorrt", "pycuda", "cuda")
 
 
 class StandIns:
-    """The modules of one script, all on one memory."""
+    """The stand-in modules of one script, all on one memory."""
 
     def __init__(self) -> None:
         self.memory = Memory()
@@ -177,7 +175,7 @@ class StandIns:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Put them in their places; not meant for several threads at once."""
+        """Replace the real modules while the context is active; not thread-safe."""
         with ExitStack() as stack:
             stack.enter_context(_replaced(self._modules))
             stack.enter_context(_libraries(self._library))
@@ -190,9 +188,11 @@ class StandIns:
 
 @contextmanager
 def _replaced(modules: dict[str, ModuleType]) -> Iterator[None]:
-    """These in `sys.modules`, in place of all that has their names or stands below them."""
-    own = {name: known for name, known in sys.modules.items() if name.split(".")[0] in _NAMES}
-    for name in own:
+    """Replace all modules and submodules of `_NAMES` in `sys.modules`."""
+    originals = {
+        name: loaded for name, loaded in sys.modules.items() if name.split(".")[0] in _NAMES
+    }
+    for name in originals:
         del sys.modules[name]
     sys.modules.update(modules)
     try:
@@ -200,15 +200,15 @@ def _replaced(modules: dict[str, ModuleType]) -> Iterator[None]:
     finally:
         for name in [name for name in sys.modules if name.split(".")[0] in _NAMES]:
             del sys.modules[name]
-        sys.modules.update(own)
+        sys.modules.update(originals)
 
 
 @contextmanager
 def _libraries(kind: type[ctypes.CDLL]) -> Iterator[None]:
-    """This in the places of `ctypes.CDLL` and the loader that uses it."""
-    own = ctypes.CDLL, ctypes.cdll
+    """Replace `ctypes.CDLL` and the loader that uses it."""
+    originals = ctypes.CDLL, ctypes.cdll
     ctypes.CDLL, ctypes.cdll = kind, ctypes.LibraryLoader(kind)  # type: ignore[misc]
     try:
         yield
     finally:
-        ctypes.CDLL, ctypes.cdll = own  # type: ignore[misc]
+        ctypes.CDLL, ctypes.cdll = originals  # type: ignore[misc]

@@ -1,9 +1,9 @@
-"""PyTorch on the CPU for a script that puts its batches on the GPU.
+"""PyTorch on the CPU for scripts that put their batches on the GPU.
 
-While the mode is on, a device of CUDA is the CPU, and the address that `data_ptr` gives is known to
-the memory. It hears every function of PyTorch that is called by Python in this thread.
+While the mode is active, CUDA devices become the CPU, and addresses from `data_ptr` are registered
+in the memory. It intercepts every function of PyTorch that Python calls in this thread.
 
-Source: torch.overrides.TorchFunctionMode; torch.utils._device has the same for another device.
+Source: torch.overrides.TorchFunctionMode; torch.utils._device does the same for another device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from deploy.standins.memory import Copied, Memory
 
 
 class OnHost(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
-    """CUDA's device is the CPU."""
+    """Runs functions for CUDA devices on the CPU."""
 
     def __init__(self, memory: Memory) -> None:
         super().__init__()
@@ -31,14 +31,14 @@ class OnHost(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run one function, with its devices turned to the CPU."""
+        """Run one function with its devices replaced by the CPU."""
         if func is torch.Tensor.cuda:
             return args[0].clone()
-        placed = [_placed(value) for value in args]
-        found = func(*placed, **{k: _placed(v) for k, v in (kwargs or {}).items()})
+        cpu_args = [_on_cpu(value) for value in args]
+        result = func(*cpu_args, **{k: _on_cpu(v) for k, v in (kwargs or {}).items()})
         if func is torch.Tensor.data_ptr:
-            self._lend(found, args[0])
-        return found
+            self._lend(result, args[0])
+        return result
 
     def _lend(self, address: int, tensor: torch.Tensor) -> None:
         size = tensor.element_size()
@@ -50,8 +50,8 @@ class OnHost(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         self._memory.lend(address, room, tensor, holds)
 
 
-def _placed(value: Any) -> Any:
-    """A device of CUDA as the CPU, anything else as it is."""
+def _on_cpu(value: Any) -> Any:
+    """Return the CPU for a CUDA device, anything else unchanged."""
     if isinstance(value, torch.device):
         return torch.device("cpu") if value.type == "cuda" else value
     if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):

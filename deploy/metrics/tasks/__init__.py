@@ -1,4 +1,4 @@
-"""Tasks that outputs are recognised for, one file each; the first that is sure wins."""
+"""Recognition of a model's task from its outputs; one module per family of tasks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deploy.metrics.tasks import task as states
 from deploy.metrics.tasks.metric import Metric, metric_of
 from deploy.metrics.tasks.task import Seen, Tally, Task, TaskFigure
 
-# Task -> its recogniser. Each must be sure of the form alone; none knows a model by its name.
+# Task -> its recogniser, tried in this order. Each must be certain from the values alone.
 TASKS: dict[str, Callable[[Seen], Task | None]] = {
     "boxes": boxes.find_boxes,
     "text": sequences.find_text,
@@ -36,29 +36,29 @@ TASKS: dict[str, Callable[[Seen], Task | None]] = {
 
 
 def recognised(seen: Seen) -> Task | None:
-    """What the outputs are for; None where no form fits for sure.
+    """Return the task of the outputs; None if no recogniser is certain.
 
-    An output that says again what another says is left out. Where no form fits all that is left,
-    one may fit those that are not just fed to the next call.
+    Outputs that repeat others are left out. If no task fits the rest, states for the next call are
+    left out too.
     """
     if not seen.outputs:
         return None
-    once = states.without(seen, states.unrolled(seen))
-    found = _said_twice(once)
-    if found is None and (fed := states.carried(seen)):
-        return _said_twice(states.without(once, fed))
-    return found
+    distinct = states.without(seen, states.unrolled(seen))
+    task = _by_best_class(distinct)
+    if task is None and (states_out := states.carried(seen)):
+        return _by_best_class(states.without(distinct, states_out))
+    return task
 
 
-def _said_twice(seen: Seen) -> Task | None:
-    """The task of scores without their best class, which tell more, or of it without them."""
+def _by_best_class(seen: Seen) -> Task | None:
+    """Try the scores without their ArgMax outputs, then all outputs, then the ArgMax alone."""
     best = states.best_of(seen)
-    ways = (best, (), set(best.values())) if best else ((),)
-    found = (_recognised(states.without(seen, left)) for left in ways)
-    return next((task for task in found if task is not None), None)
+    drops = (best, (), set(best.values())) if best else ((),)
+    tasks = (_by_any(states.without(seen, dropped)) for dropped in drops)
+    return next((task for task in tasks if task is not None), None)
 
 
-def _recognised(seen: Seen) -> Task | None:
+def _by_any(seen: Seen) -> Task | None:
     return next((task for find in TASKS.values() if (task := find(seen)) is not None), None)
 
 

@@ -1,33 +1,30 @@
-"""Boxes and scores in outputs of their own, one row an anchor: SSD, RetinaFace, DETR, PicoDet.
+"""Detectors whose scores and boxes have one row per anchor or query: SSD, DETR, PicoDet, ...
 
-All anchors (or queries) may be in one pair of outputs, or each level of them in a pair of its own.
-Either may be turned, [C, A]. A third output of one column, an objectness or centreness (YuNet,
-FCOS), multiplies the scores.
+`Anchors`: scores and boxes in separate outputs (also RetinaFace), one pair in all or one pair per
+level. Either may be transposed, [C, A]. A third output of one column, an objectness or centreness
+(YuNet, FCOS), multiplies the scores.
 
 ======================  ========================================================================
-scores [A, C]           probabilities; a background among them (first or last) where they sum to
-                        1; raw, by Softmax where one background wins nearly everywhere, by
-                        Sigmoid where nearly all are below 0
+scores [A, C]           probabilities; one is the background (first or last) if they sum to 1.
+                        Logits: of a Softmax if one background wins nearly everywhere, of a
+                        Sigmoid if nearly all are below 0
 boxes [A, 4]            corners; centre and size, at their anchors or of a few queries (DETR,
-                        Carion et al. 2020); offsets from anchors that the outputs do not tell
+                        Carion et al. 2020); offsets from anchors that the outputs do not contain
 boxes [A, 4 (m + 1)]    distributions of the four distances from an anchor's cell, in strides
                         (Li et al. 2020, Generalized Focal Loss): PicoDet, NanoDet, and the heads of
-                        YOLO v6 and v8 before they are joined, where both may be maps [C, H, W]
-boxes [A, 4 + 2 K]      offsets of boxes and of their key points from anchors that the outputs do
-                        not tell (Bazarevsky et al. 2019, BlazeFace), beside one raw score
+                        YOLO v6 and v8 before concatenation; both may be maps [C, H, W]
+boxes [A, 4 + 2 K]      offsets of boxes and their key points from anchors that the outputs do not
+                        contain (Bazarevsky et al. 2019, BlazeFace), with one logit as the score
 ======================  ========================================================================
 
-Where boxes cannot be told, an anchor counts as kept where the same one finds the same class.
+If boxes cannot be decoded, a detection is matched by its anchor and class.
 
-Outputs of a detector as tables, one row an anchor, whichever way they lie.
-
-Boxes and scores side by side in one tensor, one row an anchor or a query, [N, A, R].
+`Joined`: scores and boxes in one tensor [N, A, R].
 
 ========================  ======================================================================
-[N, Q, 4 + C]             centre and size of a few queries in shares of the picture, and a
-                          probability a class: RT-DETR (Zhao et al. 2023) as it is exported whole
-[N, A, C + 4 (m + 1)]     a probability a class, and distributions of the four distances from an
-                          anchor's cell: NanoDet (as `deploy.metrics.tasks.anchors` has them apart)
+[N, Q, 4 + C]             centre and size of a few queries, relative to the picture, and a
+                          probability per class: RT-DETR (Zhao et al. 2023), complete export
+[N, A, C + 4 (m + 1)]     a probability per class, and distributions as above: NanoDet
 ========================  ======================================================================
 """
 
@@ -46,18 +43,18 @@ from deploy.metrics.tasks.task import Seen
 from deploy.metrics.tasks.yolo import STRIDES, Grid, at_anchors, corners, grids
 from deploy.tensors import Array
 
-_LARGEST = 1 << 16  # cells of a level
+_LARGEST = 1 << 16  # cells of a level, at most
 
 
 def laid(outputs: Outputs, *, maps: bool, turned: frozenset[str]) -> dict[str, Array]:
-    """Anchors as rows in all outputs."""
+    """Bring all outputs into the layout of one row per anchor."""
     rows = _unrolled(outputs) if maps else dict(outputs)
-    own = {name: rows[name].swapaxes(1, 2) for name in turned if rows[name].ndim == 3}
-    return {**rows, **own}
+    transposed = {name: rows[name].swapaxes(1, 2) for name in turned if rows[name].ndim == 3}
+    return {**rows, **transposed}
 
 
 def turned_of(seen: Seen) -> frozenset[str]:
-    """Outputs [1, C, A] beside boxes [1, A, 4] or [1, 4, A]."""
+    """Return outputs [1, C, A] that accompany boxes [1, A, 4] or [1, 4, A]."""
     shapes = {name: seen.outputs[0][name].shape for name in seen.names}
     flat = {name: shape for name, shape in shapes.items() if len(shape) == 3 and shape[0] == 1}
     lengths = {max(shape) for shape in flat.values() if 4 in shape[1:]}
@@ -65,7 +62,7 @@ def turned_of(seen: Seen) -> frozenset[str]:
 
 
 def are_cells(seen: Seen) -> bool:
-    """Whether all maps are of the cells of strides, in every sample."""
+    """Whether all maps have the size of the picture over a stride, in every sample."""
     return all(
         size is not None
         and value.shape[2:] in [(-(-size[0] // s), -(-size[1] // s)) for s in STRIDES]
@@ -76,7 +73,7 @@ def are_cells(seen: Seen) -> bool:
 
 
 def _unrolled(outputs: Outputs) -> dict[str, Array]:
-    """Maps [1, C, H, W] of no great size become [1, H W, C]; the rest stays as it is."""
+    """Reshape maps [1, C, H, W] of limited size to [1, H W, C]; others stay unchanged."""
     return {
         name: value.reshape(*value.shape[:2], value.shape[2] * value.shape[3]).transpose(0, 2, 1)
         if value.ndim == 4 and len(value) == 1 and value.shape[2] * value.shape[3] <= _LARGEST
@@ -86,7 +83,7 @@ def _unrolled(outputs: Outputs) -> dict[str, Array]:
 
 
 def table(value: Array) -> Floats | None:
-    """[1, A, C] or [A, C] -> [A, C]; None for other shapes."""
+    """Return [1, A, C] or [A, C] as [A, C]; None for other shapes."""
     if value.ndim not in (2, 3) or not np.issubdtype(value.dtype, np.floating):
         return None
     if value.ndim == 3 and len(value) != 1:
@@ -95,19 +92,20 @@ def table(value: Array) -> Floats | None:
 
 
 _ANCHORS = 10  # of all levels, at least
-_MAPS = 4  # outputs of two levels: fewer are no heads of a detector
+_MAPS = 4  # outputs of two levels, at least
 _QUERIES = 1000  # of a DETR, at most
 _BINS = 4  # of a distribution, at least
-_WINS = 0.8  # share of anchors that see the background
-_IDLE = 0.1  # share that an anchor which sees nothing gives to any class
-_BELOW = 0.9  # share of anchors whose best raw score is below 0
+_WINS = 0.8  # share of anchors won by the background, at least
+_IDLE = 0.1  # best probability of an anchor without an object, at most
+_BELOW = 0.9  # share of anchors without an object (best logit below 0), at least
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Names of a level's scores and boxes, and its grid where boxes are distributions.
+    """Outputs of one level.
 
-    `gate` is the output that multiplies the scores; "" without.
+    `scores` and `boxes` are names; `grid` is set if boxes are distributions; `gate` is the output
+    that multiplies the scores, or "".
     """
 
     scores: str
@@ -118,18 +116,18 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Anchors:
-    """All levels.
+    """Decoder of separate scores and boxes.
 
     Attributes:
-        levels: one pair a level.
-        activation: of the scores: "", "sigmoid" or "softmax".
-        background: its class; None without.
-        coding: "corners", "centre", "distribution" or "" where boxes cannot be told.
-        classes: how many there are, without the background.
-        maps: whether the outputs are maps, one cell an anchor.
-        turned: outputs whose anchors are the last dimension.
-        gate_raw: whether a Sigmoid is still to come over the gates.
-        parts: as of a task.
+        levels: one pair per level.
+        activation: missing activation of the scores: "", "sigmoid" or "softmax".
+        background: class of the background; None without.
+        coding: "corners", "centre", "distribution", or "" if boxes cannot be decoded.
+        classes: number of classes without the background.
+        maps: whether the outputs are maps, one cell per anchor.
+        turned: outputs whose last dimension is the anchors.
+        gate_raw: whether the gates are logits.
+        parts: see `Task`.
     """
 
     levels: tuple[Pair, ...]
@@ -149,26 +147,26 @@ class Anchors:
 
     @property
     def form(self) -> str:
-        """How the outputs are read."""
+        """How the outputs are interpreted."""
         names = ", ".join(pair.scores for pair in self.levels)
         boxes = {"": "boxes matched by anchor", "centre": "boxes by centre"}
-        own = boxes.get(self.coding, f"boxes by {self.coding}")
-        return f"{names}: {self.activation or 'scores'} of anchors, {own}"
+        coding = boxes.get(self.coding, f"boxes by {self.coding}")
+        return f"{names}: {self.activation or 'scores'} of anchors, {coding}"
 
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
-        """The boxes of one sample, of all levels together."""
+        """Return the boxes of one sample, of all levels."""
         outputs = laid(outputs, maps=self.maps, turned=self.turned)
         scores = [table(outputs[pair.scores]) for pair in self.levels]
         boxes = [table(outputs[pair.boxes]) for pair in self.levels]
         columns = self.classes + (self.background is not None)
-        known = [
+        tables = [
             (a, b)
             for a, b in zip(scores, boxes, strict=True)
             if _paired(a, b, columns, bins=bool(self.coding))
         ]
-        if len(known) != len(self.levels):
+        if len(tables) != len(self.levels):
             return None
-        shares = _shares(np.concatenate([a for a, _ in known if a is not None]), self)
+        shares = _shares(np.concatenate([a for a, _ in tables if a is not None]), self)
         if self.levels[0].gate:
             gates = _gates(self.levels, outputs, raw=self.gate_raw)
             if gates is None or gates.shape != (len(shares), 1):
@@ -177,20 +175,20 @@ class Anchors:
         if not self.coding:
             return by_place(shares)
         size = image_size(inputs)
-        seen = shares.max(axis=1) > LOWEST  # few: the rest is not decoded
+        likely = shares.max(axis=1) > LOWEST  # few: the others are not decoded
         places, start = [], 0
-        for pair, (_, own) in zip(self.levels, known, strict=True):
-            assert own is not None
-            if pair.grid is not None and (size is None or pair.grid.count(size) != len(own)):
+        for pair, (_, rows) in zip(self.levels, tables, strict=True):
+            assert rows is not None
+            if pair.grid is not None and (size is None or pair.grid.count(size) != len(rows)):
                 return None
-            here = np.flatnonzero(seen[start : start + len(own)])
-            places.append(_corners(own, here, self.coding, pair.grid, size))
-            start += len(own)
-        return by_score(np.concatenate(places), shares[seen])
+            indices = np.flatnonzero(likely[start : start + len(rows)])
+            places.append(_corners(rows, indices, self.coding, pair.grid, size))
+            start += len(rows)
+        return by_score(np.concatenate(places), shares[likely])
 
 
 def find_anchors(seen: Seen) -> Anchors | None:
-    """The levels, where every one has scores and boxes."""
+    """Recognise outputs where every level has scores and boxes."""
     maps = sum(seen.outputs[0][name].ndim == 4 for name in seen.names) >= _MAPS
     cells = maps and are_cells(seen)
     turned = turned_of(seen)
@@ -221,13 +219,13 @@ def find_anchors(seen: Seen) -> Anchors | None:
 
 
 def _gates(levels: Sequence[Pair], outputs: Outputs, *, raw: bool) -> Floats | None:
-    """What multiplies the scores of all anchors, [A, 1]; None where a level has none that fits."""
+    """Return the factors of all anchors' scores, [A, 1]; None if a level has no fitting output."""
     columns = [table(outputs[pair.gate]) for pair in levels]
-    known = [one for one in columns if one is not None]
-    if len(known) != len(columns):
+    gates = [one for one in columns if one is not None]
+    if len(gates) != len(columns):
         return None
     with np.errstate(over="ignore"):
-        values = np.concatenate(known)
+        values = np.concatenate(gates)
         return np.asarray(1 / (1 + np.exp(-values))) if raw else values
 
 
@@ -244,20 +242,20 @@ def _paired(scores: Floats | None, boxes: Floats | None, columns: int, *, bins: 
 
 
 def _pair(names: Sequence[str], seen: Seen) -> Pair | None:
-    """The one output of boxes and the one of scores, of those with equally many anchors."""
+    """Choose one output of boxes and one of scores among outputs with equally many anchors."""
     shapes = {name: seen.outputs[0][name].shape for name in names}
     boxes = [
         name for name in names if shapes[name][-1] == 4 and not add_up(_stacked(name, seen)).all()
     ]
     grid = None
-    if len(boxes) > 1:  # one is the scores of four classes
-        boxes = [name for name in boxes if not _sees_little(_stacked(name, seen))]
+    if len(boxes) > 1:  # one may be the scores of four classes
+        boxes = [name for name in boxes if not _detects_little(_stacked(name, seen))]
     if not boxes:
         sizes = {image_size(inputs) for inputs in seen.inputs}
         size = next(iter(sizes)) if len(sizes) == 1 else None
         boxes = [n for n in names if shapes[n][-1] % 4 == 0 and shapes[n][-1] >= 4 * _BINS]
-        found = [] if size is None else list(grids(shapes[names[0]][-2], size, 1))
-        grid = next((one for one in found if one.anchors == 1), None)
+        fitting = [] if size is None else list(grids(shapes[names[0]][-2], size, 1))
+        grid = next((one for one in fitting if one.anchors == 1), None)
         boxes = [name for name in boxes if not _is_share(_stacked(name, seen))]
         if grid is None:
             boxes = _with_points(names, seen)
@@ -275,22 +273,22 @@ def _pair(names: Sequence[str], seen: Seen) -> Pair | None:
 
 
 def _with_points(names: Sequence[str], seen: Seen) -> list[str]:
-    """The output of boxes and key points in one, beside one raw score of every anchor."""
+    """Return the output of boxes with key points, if the only other one is one logit per anchor."""
     wide = [n for n in names if (size := seen.outputs[0][n].shape[-1]) > 4 and not size % 2]
     others = [name for name in names if name not in wide]
     pictures = all(image_size(fed) is not None for fed in seen.inputs)
     if not pictures or len(wide) != 1 or len(others) != 1 or len(names) != len(seen.names):
         return []
     scores = _stacked(others[0], seen)
-    return wide if scores.shape[1] == 1 and scores.min() < 0 and _sees_little(scores) else []
+    return wide if scores.shape[1] == 1 and scores.min() < 0 and _detects_little(scores) else []
 
 
 def _is_share(rows: Floats) -> bool:
     return bool(rows.size and rows.min() >= -1e-3 and rows.max() <= 1 + 1e-3)
 
 
-def _sees_little(rows: Floats) -> bool:
-    """Whether rows of shares, or of raw scores, are sure of nothing nearly everywhere."""
+def _detects_little(rows: Floats) -> bool:
+    """Whether nearly all rows, probabilities or logits, detect nothing."""
     best = rows.max(axis=1)
     return bool(
         np.mean(best < _IDLE) >= _BELOW and (_is_share(rows) or np.mean(best < 0) >= _BELOW)
@@ -298,7 +296,7 @@ def _sees_little(rows: Floats) -> bool:
 
 
 def _activation(levels: list[Floats]) -> tuple[str, int | None] | None:
-    """How scores become probabilities, and the background's class; None where nothing tells."""
+    """Return (missing activation, class of the background); None if the values fit neither."""
     if len({rows.shape[1] for rows in levels}) != 1:
         return None
     rows = np.concatenate(levels)
@@ -306,14 +304,14 @@ def _activation(levels: list[Floats]) -> tuple[str, int | None] | None:
         return None
     last = rows.shape[1] - 1
     wins = np.bincount(rows.argmax(axis=1), minlength=last + 1)
-    ground = int(wins.argmax()) if wins.max() >= _WINS * wins.sum() and last else None
-    ground = ground if ground in (0, last) else None
+    background = int(wins.argmax()) if wins.max() >= _WINS * wins.sum() and last else None
+    background = background if background in (0, last) else None
     if _is_share(rows):
-        whole = last > 0 and add_up(rows).all()
-        return ("", None) if not whole else None if ground is None else ("", ground)
+        sums_to_1 = last > 0 and add_up(rows).all()
+        return ("", None) if not sums_to_1 else None if background is None else ("", background)
     if np.mean(rows.max(axis=1) < 0) >= _BELOW:
         return "sigmoid", None
-    return None if ground is None else ("softmax", ground)
+    return None if background is None else ("softmax", background)
 
 
 def _coding(levels: list[Floats], pairs: Sequence[Pair], seen: Seen) -> str | None:
@@ -333,16 +331,16 @@ def _coding(levels: list[Floats], pairs: Sequence[Pair], seen: Seen) -> str | No
 
 
 def _at_anchors(rows: Floats, seen: Seen) -> bool:
-    """Whether boxes of all samples have their centres at the anchors of a grid."""
+    """Whether the boxes of all samples are centred at the anchors of a grid."""
     sizes = {image_size(inputs) for inputs in seen.inputs}
     size = next(iter(sizes)) if len(sizes) == 1 else None
-    found = [] if size is None else grids(len(rows) // len(seen.inputs), size)
-    own = [size] * len(seen.inputs) if size is not None else []
-    return any(at_anchors(rows.T, own, grid) == "centre" for grid in found)
+    fitting = [] if size is None else grids(len(rows) // len(seen.inputs), size)
+    repeated = [size] * len(seen.inputs) if size is not None else []
+    return any(at_anchors(rows.T, repeated, grid) == "centre" for grid in fitting)
 
 
 def _shares(rows: Floats, how: Anchors) -> Floats:
-    """Probabilities without the background's."""
+    """Return probabilities without the background's."""
     with np.errstate(over="ignore", invalid="ignore"):
         if how.activation == "sigmoid":
             rows = 1 / (1 + np.exp(-rows))
@@ -358,46 +356,51 @@ def _softmax(rows: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _corners(
     rows: Floats,
-    here: NDArray[np.int64],
+    indices: NDArray[np.int64],
     coding: str,
     grid: Grid | None,
     size: tuple[int, int] | None,
 ) -> Floats:
-    """Boxes of the rows `here` of a level."""
+    """Decode the boxes of some rows of a level."""
     if coding == "corners":
-        return rows[here]
+        return rows[indices]
     if grid is None or size is None:
-        return corners(rows[here])
-    return distances(rows, here, grid, size)
+        return corners(rows[indices])
+    return distances(rows, indices, grid, size)
 
 
-def distances(rows: Floats, here: NDArray[np.int64], grid: Grid, size: tuple[int, int]) -> Floats:
-    """Corners of the rows `here` of distributions [A, 4 (m + 1)], a row a cell of the grid."""
-    rows = rows[here]
-    cells, strides = (one[here] for one in grid.cells(size))
+def distances(
+    rows: Floats, indices: NDArray[np.int64], grid: Grid, size: tuple[int, int]
+) -> Floats:
+    """Decode corners of some rows of distributions [A, 4 (m + 1)], a row per cell of the grid."""
+    rows = rows[indices]
+    cells, strides = (one[indices] for one in grid.cells(size))
     bins = rows.reshape(len(rows), 4, rows.shape[1] // 4)
     with np.errstate(invalid="ignore"):
-        far = _softmax(bins) @ np.arange(bins.shape[2])  # left, top, right, bottom
-    middle = cells + 0.5
-    return np.concatenate([middle - far[:, :2], middle + far[:, 2:]], axis=1) * strides[:, None]
+        distance = _softmax(bins) @ np.arange(bins.shape[2])  # left, top, right, bottom
+    centre = cells + 0.5
+    return (
+        np.concatenate([centre - distance[:, :2], centre + distance[:, 2:]], axis=1)
+        * strides[:, None]
+    )
 
 
 _QUERY_COUNTS = (100, 1000)  # of a DETR, at least and at most
-_QUIET = 0.1  # median of what a row's best class is, at most
-_OUTSIDE = 0.1  # of the picture, that a box of a query may lie
+_QUIET = 0.1  # median over rows of the best probability, at most
+_OUTSIDE = 0.1  # distance that a query's box may leave the picture, relative to it
 _NEARLY_ALL = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """One tensor.
+    """Decoder of scores and boxes in one tensor.
 
     Attributes:
-        output: its name.
-        classes: how many there are.
-        rows: all columns.
-        grid: of anchors whose boxes are distributions; None of queries, whose boxes come first.
-        parts: as of a task.
+        output: name of the output.
+        classes: number of classes.
+        rows: number of columns of a row.
+        grid: of anchors whose boxes are distributions; None for queries, whose boxes come first.
+        parts: see `Task`.
     """
 
     output: str
@@ -408,17 +411,17 @@ class Joined:
 
     @property
     def placed(self) -> bool:
-        """Boxes are places."""
+        """Boxes are always decoded."""
         return True
 
     @property
     def form(self) -> str:
-        """How the output is read."""
+        """How the output is interpreted."""
         coding = "centre" if self.grid is None else "distribution"
         return f"{self.output}: {self.classes} classes and boxes by {coding} in a row"
 
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
-        """All boxes of one sample."""
+        """Return the boxes of one sample."""
         rows, size = table(outputs[self.output]), image_size(inputs)
         if rows is None or rows.shape[1] != self.rows:
             return None
@@ -426,23 +429,23 @@ class Joined:
             return by_score(corners(rows[:, :4]), rows[:, 4:])
         if size is None or self.grid.count(size) != len(rows):
             return None
-        here = np.flatnonzero(rows[:, : self.classes].max(axis=1) > LOWEST)
-        boxes = distances(rows[:, self.classes :], here, self.grid, size)
-        return by_score(boxes, rows[here, : self.classes])
+        indices = np.flatnonzero(rows[:, : self.classes].max(axis=1) > LOWEST)
+        boxes = distances(rows[:, self.classes :], indices, self.grid, size)
+        return by_score(boxes, rows[indices, : self.classes])
 
 
 def find_joined(seen: Seen) -> Joined | None:
-    """The one output that is such a tensor."""
+    """Recognise a single output that holds scores and boxes."""
     if len(seen.names) != 1:
         return None
     (name,) = seen.names
     tables = [table(value) for value in seen.arrays(name)]
     sizes = {image_size(inputs) for inputs in seen.inputs}
-    known = [one for one in tables if one is not None and np.isfinite(one).all()]
-    if len(known) != len(tables) or len({one.shape for one in known}) != 1:
+    finite = [one for one in tables if one is not None and np.isfinite(one).all()]
+    if len(finite) != len(tables) or len({one.shape for one in finite}) != 1:
         return None
     size = next(iter(sizes)) if len(sizes) == 1 else None
-    return None if size is None else _queries(name, known) or _cells(name, known, size)
+    return None if size is None else _queries(name, finite) or _cells(name, finite, size)
 
 
 def _queries(name: str, samples: list[Floats]) -> Joined | None:
@@ -450,9 +453,9 @@ def _queries(name: str, samples: list[Floats]) -> Joined | None:
     if not _QUERY_COUNTS[0] <= count <= _QUERY_COUNTS[1] or columns < 5:
         return None
     rows = np.concatenate(samples)
-    if rows.min() < -1e-3 or rows.max() > 1 + 1e-3 or not _see_little(rows[:, 4:]):
+    if rows.min() < -1e-3 or rows.max() > 1 + 1e-3 or not _rarely_detect(rows[:, 4:]):
         return None
-    if add_up(rows).all():  # classes of steps
+    if add_up(rows).all():  # a sequence's classes per step
         return None
     places = corners(rows[:, :4])
     inside = (places > -_OUTSIDE).all(axis=1) & (places < 1 + _OUTSIDE).all(axis=1)
@@ -470,13 +473,13 @@ def _cells(name: str, samples: list[Floats], size: tuple[int, int]) -> Joined | 
     bins, left = divmod(columns - classes, 4)
     if grid is None or not classes or left or bins < _BINS or shares[classes:].any():
         return None
-    if not _see_little(rows[:, :classes]) or rows[:, classes:].min() >= 0:
+    if not _rarely_detect(rows[:, :classes]) or rows[:, classes:].min() >= 0:
         return None
     return Joined(name, classes, columns, grid, _parts(name, classes, columns))
 
 
-def _see_little(scores: Floats) -> bool:
-    """Whether most rows are sure of nothing."""
+def _rarely_detect(scores: Floats) -> bool:
+    """Whether most rows detect nothing."""
     return bool(np.median(scores.max(axis=1)) < _QUIET)
 
 

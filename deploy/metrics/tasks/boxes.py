@@ -1,18 +1,16 @@
-"""Boxes: how many of the float model's detections the candidate finds too.
+"""Boxes: how many of the float model's detections the candidate reproduces.
 
-Boxes match by class and IoU > 0.5 after each class's own suppression in both models. The figure is
-Dice's, 2 kept / (boxes of FP32 + boxes of the candidate), so that boxes which the candidate alone
-sees count as well as those it lost. Counts are kept for three thresholds of the score at once, and
-the highest at which FP32 has enough boxes is told; so the figure is the float model's choice and
-the same for every candidate.
+Boxes match by class and IoU > 0.5, after non-maximum suppression per class in both models. The
+figure is the Dice coefficient, 2 kept / (boxes of FP32 + boxes of the candidate), so new boxes
+count as well as lost ones. Counts are made at three score thresholds, and the highest one with
+enough FP32 boxes is reported: it depends on the float model only and is the same for every
+candidate.
 
-Boxes after the model's own suppression: a list of corners, score and class.
-
-YOLO v10 and others end to end, TensorRT's NMS behind a detector, Paddle's, DetectionOutput of SSD,
-and the corners and score of MMDetection's exports beside classes.
-
-Lists are in order of score, so a row of one model is no row of the other: values are compared in
-the column of scores alone, and not at all where the length of the list varies.
+`Ended` decodes boxes that the model has suppressed itself, lists of corners, score and class: end-
+to-end models such as YOLO v10, TensorRT's NMS, Paddle's, SSD's DetectionOutput, and MMDetection's
+exports (corners with score, and classes). Such lists are sorted by score, so equal rows of two
+models are different boxes: only the column of scores is compared by value, and nothing if the
+length of the list varies.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from deploy.metrics.tasks.detections import (
 from deploy.metrics.tasks.task import BoxExample, Foremost, Seen, TaskFigure, kept_figure
 from deploy.tensors import Array
 
-_ROWS = 3  # of all samples, to be sure of the columns
+_ROWS = 3  # rows of all samples, at least, to be certain of the columns
 
 # columns of a row -> (first of the corners, score, class)
 _LAYOUTS: Mapping[int, tuple[tuple[int, int, int], ...]] = {
@@ -48,12 +46,12 @@ _LAYOUTS: Mapping[int, tuple[tuple[int, int, int], ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """One list of rows, three outputs: boxes, scores, classes; or two: boxes with scores, classes.
+    """Decoder of end-to-end lists, in one, two or three outputs.
 
     Attributes:
-        outputs: one name, two or three.
-        columns: as in `_LAYOUTS`, of one output.
-        parts: as of a task.
+        outputs: (rows), (boxes with scores, classes) or (boxes, scores, classes).
+        columns: columns of a single output, as in `_LAYOUTS`.
+        parts: see `Task`.
     """
 
     outputs: tuple[str, ...]
@@ -62,21 +60,21 @@ class Ended:
 
     @property
     def placed(self) -> bool:
-        """Boxes are places."""
+        """Boxes are always decoded."""
         return True
 
     @property
     def classes(self) -> None:
-        """A list of boxes does not tell how many there are."""
+        """Number of classes: a list does not contain it."""
         return None
 
     @property
     def form(self) -> str:
-        """How the outputs are read."""
+        """How the outputs are interpreted."""
         return f"{', '.join(self.outputs)}: a list of boxes, scores and classes"
 
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
-        """The boxes of one sample."""
+        """Return the boxes of one sample."""
         rows = _joined([outputs[name] for name in self.outputs])
         if rows is None:
             return None
@@ -87,16 +85,16 @@ class Ended:
 
 
 def find_end_to_end(seen: Seen) -> Ended | None:
-    """The list, in one output, in two or in three."""
+    """Recognise a list in one, two or three outputs."""
     for name in seen.every:
         columns = _columns([_joined([value]) for value in seen.arrays(name)])
         if columns is not None:
             return Ended((name,), columns, {name: _scores(name, columns[1], seen)})
-    return _two(seen) or _three(seen)
+    return _find_two(seen) or _find_three(seen)
 
 
-def _two(seen: Seen) -> Ended | None:
-    """Outputs of corners and score [.., K, 5] and classes [.., K]."""
+def _find_two(seen: Seen) -> Ended | None:
+    """Recognise outputs of corners with score [.., K, 5] and classes [.., K]."""
     first = seen.outputs[0]
     for rows in (name for name in seen.every if first[name].shape[-1:] == (5,)):
         for kind in (name for name in seen.every if name != rows):
@@ -106,8 +104,8 @@ def _two(seen: Seen) -> Ended | None:
     return None
 
 
-def _three(seen: Seen) -> Ended | None:
-    """Outputs of boxes [.., K, 4], scores [.., K] and classes [.., K]."""
+def _find_three(seen: Seen) -> Ended | None:
+    """Recognise outputs of boxes [.., K, 4], scores [.., K] and classes [.., K]."""
     first = seen.outputs[0]
     boxes = [name for name in seen.every if first[name].shape[-1:] == (4,)]
     flat = [name for name in seen.every if name not in boxes and max(first[name].shape, default=0)]
@@ -119,8 +117,8 @@ def _three(seen: Seen) -> Ended | None:
                 if score != kind and _fits(samples, (0, 4, 5)):
                     parts = dict.fromkeys((box, kind), ())
                     varies = len({one[score].shape for one in seen.outputs}) > 1
-                    whole = () if varies else (Part(output=score),)
-                    return Ended(names, (0, 4, 5), {**parts, score: whole})
+                    score_parts = () if varies else (Part(output=score),)
+                    return Ended(names, (0, 4, 5), {**parts, score: score_parts})
     return None
 
 
@@ -131,11 +129,11 @@ def _scores(name: str, column: int, seen: Seen) -> tuple[Part, ...]:
 
 
 def _joined(values: list[Array]) -> Floats | None:
-    """[1, K, n] or [K, n] -> [K, n]; of several outputs boxes [K, 4], scores and classes beside."""
+    """Return [1, K, n] or [K, n] as [K, n]; several outputs are concatenated to [K, 6]."""
     if len(values) == 1:
         value = values[0]
-        alone = value.ndim >= 2 and value.shape[-1] in _LAYOUTS
-        if not alone or value.size != int(np.prod(value.shape[-2:])):
+        fits = value.ndim >= 2 and value.shape[-1] in _LAYOUTS
+        if not fits or value.size != int(np.prod(value.shape[-2:])):
             return None
         return value.reshape(-1, value.shape[-1]).astype(np.float64)
     if len(values) == 2:
@@ -152,23 +150,23 @@ def _joined(values: list[Array]) -> Floats | None:
 
 
 def _columns(samples: list[Floats | None]) -> tuple[int, int, int] | None:
-    """The one layout that all rows fit."""
-    known = [one for one in samples if one is not None]
-    if len(known) != len(samples) or len({one.shape[1] for one in known}) != 1:
+    """Return the only layout that fits all rows; None if there is none or several."""
+    present = [one for one in samples if one is not None]
+    if len(present) != len(samples) or len({one.shape[1] for one in present}) != 1:
         return None
-    fitting = [one for one in _LAYOUTS[known[0].shape[1]] if _fits(samples, one)]
+    fitting = [one for one in _LAYOUTS[present[0].shape[1]] if _fits(samples, one)]
     return fitting[0] if len(fitting) == 1 else None
 
 
 def _fits(samples: list[Floats | None], columns: tuple[int, int, int]) -> bool:
-    known = [one for one in samples if one is not None]
-    if len(known) != len(samples):
+    present = [one for one in samples if one is not None]
+    if len(present) != len(samples):
         return False
     corner, score, kind = columns
-    rows = np.concatenate(known)
+    rows = np.concatenate(present)
     if not np.isfinite(rows).all():
         return False
-    rows = rows[rows[:, score] > 0]  # the rest of a list of fixed length is filled up
+    rows = rows[rows[:, score] > 0]  # lists of fixed length are padded
     if len(rows) < _ROWS:
         return False
     scores, kinds = rows[:, score], rows[:, kind]
@@ -178,39 +176,39 @@ def _fits(samples: list[Floats | None], columns: tuple[int, int, int]) -> bool:
     return shares and numbers and bool(np.mean(np.all(high >= low, axis=1)) > 0.99)
 
 
-_PICTURE = 4  # dimensions of pictures, and of maps of them
-_ENOUGH = ((0.25, 20), (0.15, 5), (0.05, 5))  # threshold, boxes of FP32 that it takes
+_PICTURE = 4  # dimensions of pictures and feature maps
+_ENOUGH = ((0.25, 20), (0.15, 5), (0.05, 5))  # threshold, FP32 boxes required to use it
 
 
 class Decoder(Protocol):
-    """Outputs of one sample to boxes."""
+    """Decodes one sample's outputs to boxes."""
 
     @property
     def form(self) -> str:
-        """How the outputs are read."""
+        """How the outputs are interpreted."""
         ...
 
     @property
     def parts(self) -> Mapping[str, tuple[Part, ...]]:
-        """As of a task."""
+        """Output -> its slices; see `Task`."""
         ...
 
     @property
     def placed(self) -> bool:
-        """Whether boxes are places in the picture, not numbers of anchors."""
+        """Whether boxes are decoded to places in the picture, not only matched by anchor."""
         ...
 
     @property
     def classes(self) -> int | None:
-        """How many classes there are; None where the form does not tell."""
+        """Number of classes; None if the outputs do not show it."""
         ...
 
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
-        """All boxes above the lowest threshold; None where the shapes are others."""
+        """Return all boxes above the lowest threshold; None for other shapes."""
         ...
 
 
-# Tried in this order; each must be sure.
+# Tried in this order; each must be certain.
 DECODERS: tuple[Callable[[Seen], Decoder | None], ...] = (
     yolo.find_yolo,
     find_end_to_end,
@@ -223,38 +221,38 @@ DECODERS: tuple[Callable[[Seen], Decoder | None], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
-    """The task of a detector."""
+    """Object detection."""
 
     decoder: Decoder
     name: str = "boxes"
 
     @property
     def form(self) -> str:
-        """How the outputs are read."""
+        """How the outputs are interpreted."""
         return self.decoder.form
 
     @property
     def parts(self) -> Mapping[str, tuple[Part, ...]]:
-        """Boxes and scores apart."""
+        """Output -> its slices: boxes and scores are separate."""
         return self.decoder.parts
 
     def tally(self) -> BoxTally:
-        """A new comparison."""
+        """Return a new, empty tally."""
         return BoxTally(self.decoder)
 
 
 def find_boxes(seen: Seen) -> Boxes | None:
-    """The task, where the outputs are boxes in a form that is known.
+    """Recognise outputs that hold boxes in a known form.
 
-    Of text or sound they are not: a token's or a frame's scores may well be four numbers, too.
+    Inputs of text or sound are excluded: the scores of a token or frame may be four numbers, too.
     """
     fed = [value for one in seen.inputs for value in one.values()]
     if fed and max(value.ndim for value in fed) < _PICTURE:
         return None
     for decoder in DECODERS:
-        found = decoder(seen)
-        if found is not None:
-            return Boxes(found)
+        recognised = decoder(seen)
+        if recognised is not None:
+            return Boxes(recognised)
     return None
 
 
@@ -291,22 +289,22 @@ class BoxTally:
 
     @property
     def threshold(self) -> float | None:
-        """The highest with boxes of FP32 enough; None without any such."""
-        enough = (threshold for threshold, most in _ENOUGH if self.counts[threshold][0] >= most)
+        """The highest threshold with enough FP32 boxes; None without any."""
+        enough = (threshold for threshold, least in _ENOUGH if self.counts[threshold][0] >= least)
         return next(enough, None)
 
     @property
     def watched(self) -> frozenset[int]:
-        """As of a tally."""
+        """Indices of the samples that `shown` may still return."""
         return frozenset().union(*(one.numbers for one in self.examples.values()))
 
     def shown(self) -> tuple[BoxExample, ...]:
-        """Samples at the threshold of the figure."""
-        at = self.threshold
-        return () if at is None else self.examples[at].result()
+        """Return the samples at the figure's threshold."""
+        threshold = self.threshold
+        return () if threshold is None else self.examples[threshold].result()
 
     def result(self) -> TaskFigure | None:
-        """The figure at the threshold."""
+        """Return the figure at that threshold."""
         if self.threshold is None:
             return None
         return kept_figure(
@@ -326,7 +324,7 @@ def _example(
     others: Detections,
     pairs: Sequence[tuple[int, int]],
 ) -> BoxExample:
-    """One sample's boxes, told apart."""
+    """Sort one sample's boxes into kept, lost and new ones."""
     rows, columns = (np.array([pair[side] for pair in pairs], np.int64) for side in (0, 1))
     lost = np.setdiff1d(np.arange(len(own.scores)), rows)
     new = np.setdiff1d(np.arange(len(others.scores)), columns)

@@ -1,18 +1,18 @@
-"""Classes: how often the candidate's best class is the float model's.
+"""Classification: how often the candidate's top-1 class is the float model's.
 
-[N, C] scores. Probabilities (each row sums to 1) are classes for sure, as are their logarithms; raw
-numbers are where the best stands out as no direction of an embedding does, or where they are few,
-beyond what a Tanh gives, and of a mean that hardly changes from sample to sample, as training moves
-one score up and others down. The fewest may be angles, which have each a usual value: there one
-must stand off from the rest, or what is usual counts for nothing. Of several outputs that are few
-raw scores each, as of the characters of a plate, all have to be surer of their class than numbers
-of another kind are. Other vectors (a place, an embedding, the features of a picture) are not, nor
-are probabilities of steps, of which several are near 1 at once, or [N, T, 1].
+`find_classes` recognises scores [N, C] per sample. Probabilities (rows that sum to 1) and their
+logarithms are certain. Logits are accepted if the best one stands out as no direction of an
+embedding does; or if there are few, they exceed a Tanh's range, and their mean hardly changes from
+sample to sample, as training moves one score up and others down. Very few (`_ANGLES`) may be angles
+of a pose, each with a usual value: there one must stand off from the rest, or move against it.
+Several outputs of few logits each, such as the characters of a licence plate, must all be confident
+of their class. Other vectors (coordinates, embeddings, features) are rejected, and so are
+probabilities of steps, several of which are near 1 at once, or [N, T, 1].
 
-Beside probabilities there may be such, as a face's box or its age: the figure is of the classes
-alone, and what it does not tell is judged as where there is no task.
+Probabilities may come with other numbers, such as a face's box or its age: the figure covers the
+classes only, and those outputs are judged as without a task.
 
-Which outputs hold a class for each step, from their values.
+The first half of the file recognises outputs that hold classes per step, for sequence tasks.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from deploy.metrics.tasks.embeddings import are_features, of_unit_length
 from deploy.metrics.tasks.task import ClassExample, Foremost, Seen, TaskFigure, classes_figure
 from deploy.tensors import Array
 
-_STEPS = 4  # a sample, at least
+_STEPS = 4  # steps per sample, at least
 _LONG = 8  # steps of probabilities, at least: fewer are labels
-_FEW = 32  # numbers that no embedding makes do with
-_SURE_STEPS = 0.8  # mean share of the best class, of few raw scores
+_FEW = 32  # embeddings have at least as many numbers
+_SURE_STEPS = 0.8  # mean probability of the best class of few logits, at least
 _RATHER = 0.6  # the same of several outputs whose mean hardly changes
-_STEADY_STEPS = 0.25  # what the mean of a step's raw scores varies by, of what its scores do
-_HEADS = 0.5  # the same of several outputs, which all have to be such scores
-_CLEAR = 0.9  # share of steps that are as scores are
-_USUAL = 0.75  # of steps in one class: a dimension of a feature that is always large, maybe
+_STEADY_STEPS = 0.25  # deviation of a step's mean logit, relative to that of its logits, at most
+_HEADS = 0.5  # the same of several outputs, which must all hold such scores
+_CLEAR = 0.9  # share of steps that look like scores, at least
+_USUAL = 0.75  # share of steps in one class, at most: more may be a large dimension of a feature
 _BETWEEN = 0.25  # share of probabilities between 0.1 and 0.9, at most
 _UNDECIDED = 0.05  # share of probabilities between 0.3 and 0.7, at most, in several outputs
 _ON = 0.25  # share of them above 0.5, at most
-_APART = 5.0  # distance of the two sides of raw scores, in their own deviations
-_RAW = 40.0  # beyond it raw scores are another unit
+_APART = 5.0  # distance of positive and negative logits, in their own deviations, at least
+_RAW = 40.0  # magnitude of a logit, at most: more is another unit
 
 Floats = NDArray[np.float64]
 
 
 def layout_of(samples: Sequence[Array], *, raw: bool) -> int | None:
-    """The one axis of classes, 1 or 2; None where neither or both may be.
+    """Return the axis of classes, 1 or 2; None if neither or both fit.
 
     Args:
         samples: of one output, with a batch of 1.
-        raw: raw scores may be classes too.
+        raw: accept logits, too.
     """
     for fits in (_all_shares, _all_raw) if raw else (_all_shares,):
         axes = [axis for axis in (1, 2) if _fits(samples, axis, fits)]
@@ -65,8 +65,8 @@ def layout_of(samples: Sequence[Array], *, raw: bool) -> int | None:
 def are_heads(outputs: Sequence[Sequence[Array]]) -> bool:
     """Whether several outputs are [1, T, C] scores of classes of the same steps.
 
-    As of marks that a letter may bear, one kind an output. Shares or raw: since each of them has to
-    be sure of its best class, the mean of raw scores may vary more than that of one output alone.
+    Such as diacritics of a letter, one kind per output, as probabilities or logits. Since each
+    output must be confident, the mean of logits may vary more than that of a single output.
     """
     if len(outputs) < 2 or any(one.ndim != 3 or len(one) != 1 for own in outputs for one in own):
         return False
@@ -76,14 +76,14 @@ def are_heads(outputs: Sequence[Sequence[Array]]) -> bool:
 
 
 def laid_out(value: Array, axis: int) -> Array | None:
-    """[1, T, C], [T, 1, C] or [1, C, T] -> [T, C]; None for other shapes."""
+    """Return [1, T, C], [T, 1, C] or [1, C, T] as [T, C]; None for other shapes."""
     if value.ndim != 3 or not value.size or 1 not in value.shape[: 2 if axis == 2 else 1]:
         return None
     return value[0].T if axis == 1 else value.reshape(-1, value.shape[2])
 
 
 def are_tracks(samples: Sequence[Array]) -> bool:
-    """Whether each value is a probability of its own: near 0 or 1, and not always of one side."""
+    """Whether each value is an independent probability: near 0 or 1, and not always near 1."""
     if any(one.size < _LONG or one.size != np.prod(one.shape[-2:]) for one in samples):
         return False
     values = np.concatenate([one.reshape(-1) for one in samples]).astype(np.float64)
@@ -93,7 +93,7 @@ def are_tracks(samples: Sequence[Array]) -> bool:
 
 
 def are_switches(samples: Sequence[Array]) -> bool:
-    """Whether the one value of a sample is a probability: near 0 or 1, and each in some sample."""
+    """Whether each sample's single value is a probability near 0 or 1, both of which occur."""
     if any(one.size != 1 or one.ndim < 2 for one in samples):
         return False
     values = np.concatenate([one.reshape(-1) for one in samples]).astype(np.float64)
@@ -103,9 +103,9 @@ def are_switches(samples: Sequence[Array]) -> bool:
 
 
 def are_decisions(outputs: Sequence[Sequence[Array]]) -> bool:
-    """Whether several outputs are [1, T, K] probabilities of as many steps, few of them above 0.5.
+    """Whether several outputs are [1, T, K] probabilities of the same steps, few above 0.5.
 
-    As of notes and their beginnings: where nothing sounds, these may be well above 0.
+    Such as notes and their onsets, whose probabilities in silence may be well above 0.
     """
     if len(outputs) < 2 or any(one.ndim != 3 or len(one) != 1 for own in outputs for one in own):
         return False
@@ -123,27 +123,29 @@ def _decide(samples: Sequence[Array]) -> bool:
 
 
 def are_raw_tracks(samples: Sequence[Array]) -> bool:
-    """Whether each value is the raw score of a step: some on each side of 0, and far from it."""
+    """Whether each value is a logit of a step: some on each side of 0, and far from it."""
     if any(one.size < _LONG or one.size != max(one.shape) for one in samples):
         return False
     values = np.concatenate([one.reshape(-1) for one in samples]).astype(np.float64)
-    on, off = values[values > 0], values[values <= 0]
-    if values.min() >= 0:  # a Sigmoid's, which is 0 to the runtime where it is next to it
+    positive, negative = values[values > 0], values[values <= 0]
+    if values.min() >= 0:  # a Sigmoid's output, some of which underflow to 0
         return False
-    if min(on.size, off.size) < 2 * len(samples) or np.abs(values).max() > _RAW:
+    if min(positive.size, negative.size) < 2 * len(samples) or np.abs(values).max() > _RAW:
         return False
-    inner = math.sqrt((on.size * on.var() + off.size * off.var()) / values.size)
-    return bool(on.mean() - off.mean() > _APART * inner)
+    deviation = math.sqrt(
+        (positive.size * positive.var() + negative.size * negative.var()) / values.size
+    )
+    return bool(positive.mean() - negative.mean() > _APART * deviation)
 
 
 def _fits(samples: Sequence[Array], axis: int, fits: Callable[[Sequence[Floats]], bool]) -> bool:
-    laid = [laid_out(one, axis) for one in samples]
-    known = [one.astype(np.float64) for one in laid if one is not None]
-    if len(known) != len(laid) or len({one.shape[1] for one in known}) != 1:
+    laid_out_samples = [laid_out(one, axis) for one in samples]
+    steps = [one.astype(np.float64) for one in laid_out_samples if one is not None]
+    if len(steps) != len(laid_out_samples) or len({one.shape[1] for one in steps}) != 1:
         return False
-    if any(len(one) < _STEPS or one.shape[1] < 2 for one in known):
+    if any(len(one) < _STEPS or one.shape[1] < 2 for one in steps):
         return False
-    return fits(known)
+    return fits(steps)
 
 
 def _all_shares(samples: Sequence[Floats]) -> bool:
@@ -151,7 +153,7 @@ def _all_shares(samples: Sequence[Floats]) -> bool:
 
 
 def _all_raw(samples: Sequence[Floats]) -> bool:
-    """Whether they are raw scores of classes, not the features or the values of a regression."""
+    """Whether steps are logits of classes, not features or regression values."""
     steps = np.concatenate(samples)
     counts = np.bincount(steps.argmax(axis=1))
     if np.count_nonzero(counts) < 2 or not _steps_about_zero(steps):
@@ -163,9 +165,9 @@ def _all_raw(samples: Sequence[Floats]) -> bool:
 
 
 def _all_sure(samples: Sequence[Floats]) -> bool:
-    """Whether they are raw scores as a Softmax takes them.
+    """Whether steps are logits of a Softmax.
 
-    Their mean hardly changes, or steps are sure of their class and it changes little.
+    Their mean hardly changes, or it changes little and steps are confident of their class.
     """
     steps = np.concatenate(samples)
     several = np.count_nonzero(np.bincount(steps.argmax(axis=1))) > 1
@@ -177,15 +179,15 @@ def _all_sure(samples: Sequence[Floats]) -> bool:
 
 
 def best_share(steps: Floats) -> float:
-    """Mean share of the best class of each row of raw scores, behind a Softmax."""
+    """Return the mean probability of each row's best class, after a Softmax of the logits."""
     power = np.exp(steps - steps.max(axis=1, keepdims=True))
     return float(np.mean(1 / power.sum(axis=1)))
 
 
 def _steps_about_zero(steps: Floats, steady: float = _STEADY_STEPS) -> bool:
-    """Whether steps differ in their scores, not in their mean: training moves one up, others down.
+    """Whether steps differ in their logits, not in their mean.
 
-    The values of a spectrum all rise with its loudness, and coordinates with the place.
+    Training moves one logit up and others down; a spectrum rises with its loudness as a whole.
     """
     signs = (steps.min(axis=1) < 0) & (steps.max(axis=1) > 0)
     spread = float(np.mean(steps.std(axis=1)))
@@ -193,31 +195,31 @@ def _steps_about_zero(steps: Floats, steady: float = _STEADY_STEPS) -> bool:
 
 
 def _stand_out(steps: Floats) -> NDArray[np.bool_]:
-    """Where the best is further off than the best of so many normal numbers, and the worst."""
+    """Where the best exceeds the expected maximum of normal numbers, and the worst's distance."""
     mean = steps.mean(axis=1)
     high, low = steps.max(axis=1) - mean, mean - steps.min(axis=1)
-    usual = math.sqrt(2 * math.log(steps.shape[1])) * steps.std(axis=1)
-    return np.asarray((high > 1.15 * usual) & (high > 1.2 * low))
+    expected = math.sqrt(2 * math.log(steps.shape[1])) * steps.std(axis=1)
+    return np.asarray((high > 1.15 * expected) & (high > 1.2 * low))
 
 
-_BOUND = 1.05  # of a Tanh, and what rounding adds
-_STEADY = 0.5  # what the mean of few raw scores varies by, of what they do
+_BOUND = 1.05  # range of a Tanh, with rounding
+_STEADY = 0.5  # deviation of the mean of few logits, relative to that of the logits, at most
 _ANGLES = 6  # numbers of a pose: angles, a rotation, a direction
-_TOGETHER = 0.5  # variance of the mean of so few, of what it would be if each varied by itself
-_OFF = 1.5  # times as far as the others are apart
-_SURE = 0.5  # mean share of the best class, of few raw scores in several outputs
-_LEAST = 1e-12  # another class is a difference, even of two equal values
+_TOGETHER = 0.5  # variance of their mean, relative to that of independent numbers, at most
+_OFF = 1.5  # lead of the best, relative to the range of the others, at least
+_SURE = 0.5  # mean probability of the best class, of few logits in several outputs, at least
+_LEAST = 1e-12  # another class is a difference, even if both scores are equal
 
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """One score a class, in one output or in several heads.
+    """Classification in one output or several heads.
 
     Attributes:
-        outputs: their names.
-        counts: of the classes of each.
-        beside: other outputs, of numbers.
-        parts: as of a task.
+        outputs: names of the outputs with scores.
+        counts: their numbers of classes.
+        beside: other outputs, of numbers, which the task does not cover.
+        parts: see `Task`.
     """
 
     outputs: tuple[str, ...]
@@ -228,35 +230,37 @@ class Classes:
 
     @property
     def form(self) -> str:
-        """How the outputs are read."""
+        """How the outputs are interpreted."""
         counts = [str(count) for count in dict.fromkeys(self.counts)]
         return f"{', '.join(self.outputs)}: {' and '.join(counts)} classes"
 
     def tally(self) -> ClassTally:
-        """A new comparison."""
+        """Return a new, empty tally."""
         return ClassTally(self)
 
 
 def find_classes(seen: Seen) -> Classes | None:
-    """The task, where every output is one vector of scores a sample, or some are of shares."""
+    """Recognise outputs of one score vector per sample; with probabilities others may exist."""
     vectors = {name: seen.arrays(name) for name in seen.names}
-    found = [name for name, values in vectors.items() if _scores(values, alone=len(vectors) == 1)]
-    shares = [name for name in found if all(map(are_shares_or_logarithms, _rows(vectors[name])))]
-    if shares or len(found) < len(vectors):  # beside shares raw scores are numbers as likely
-        found = shares
-    beside = tuple(name for name in vectors if name not in found)
-    if not found or not all(_are_numbers(vectors[name]) for name in beside):
+    scored = [name for name, values in vectors.items() if _scores(values, alone=len(vectors) == 1)]
+    probabilities = [
+        name for name in scored if all(map(are_shares_or_logarithms, _rows(vectors[name])))
+    ]
+    if probabilities or len(scored) < len(vectors):  # then other vectors may be mere numbers
+        scored = probabilities
+    others = tuple(name for name in vectors if name not in scored)
+    if not scored or not all(_are_numbers(vectors[name]) for name in others):
         return None
     pictures = any(image_size(fed) is not None for fed in seen.inputs)
-    if not pictures and (beside or any(map(_are_steps, vectors.values()))):
+    if not pictures and (others or any(map(_are_steps, vectors.values()))):
         return None
-    if pictures and any(are_features(vectors[name]) for name in found):
+    if pictures and any(are_features(vectors[name]) for name in scored):
         return None
-    return Classes(tuple(found), tuple(vectors[name][0].size for name in found), beside)
+    return Classes(tuple(scored), tuple(vectors[name][0].size for name in scored), others)
 
 
 def _are_steps(samples: Sequence[Array]) -> bool:
-    """Whether they are steps, as likely: raw scores, or probabilities that are not one class's."""
+    """Whether they may be steps: logits, or probabilities that do not sum to 1."""
     if all(map(are_shares_or_logarithms, _rows(samples))):
         return False
     several = any(one.ndim == 3 or np.count_nonzero(one > 0.5) > 1 for one in samples)
@@ -264,7 +268,7 @@ def _are_steps(samples: Sequence[Array]) -> bool:
 
 
 def _are_numbers(samples: Sequence[Array]) -> bool:
-    """Whether each sample has one vector of finite numbers, if only of one."""
+    """Whether each sample has one vector (or scalar) of finite numbers."""
     return all(
         np.issubdtype(one.dtype, np.floating)
         and one.size == max(one.shape, default=1)
@@ -285,13 +289,13 @@ def _scores(samples: Sequence[Array], *, alone: bool) -> bool:
         return False
     if all(map(are_shares_or_logarithms, rows)):
         return True
-    if len(rows[0]) < _FEW:  # a few numbers of one sign are a place or a size as well
+    if len(rows[0]) < _FEW:  # a few numbers of one sign may be a place or a size
         return _about_zero(np.stack(rows)) and (alone or best_share(np.stack(rows)) > _SURE)
-    return all(map(_stands_out, rows)) and not all(map(of_unit_length, rows))
+    return bool(_stand_out(np.stack(rows)).all()) and not all(map(of_unit_length, rows))
 
 
 def _about_zero(rows: NDArray[np.float64]) -> bool:
-    """Whether few raw scores differ in themselves, not in their mean, and leave [-1, 1]."""
+    """Whether few logits differ among themselves, not in their mean, and leave [-1, 1]."""
     spread = float(rows.std(axis=1).mean())
     wide = rows.min() < 0 < rows.max() and np.abs(rows).max() > _BOUND
     steady = rows.mean(axis=1).std() < _STEADY * spread
@@ -300,14 +304,14 @@ def _about_zero(rows: NDArray[np.float64]) -> bool:
 
 
 def _move_against(rows: NDArray[np.float64]) -> bool:
-    """Whether some of the numbers fall where others rise, over the samples."""
+    """Whether some of the numbers fall while others rise, over the samples."""
     moved = rows - rows.mean(axis=0)
-    alone = float(moved.var(axis=1).mean()) / (rows.shape[1] - 1)
-    return bool(moved.mean(axis=1).var() < _TOGETHER * alone)
+    independent = float(moved.var(axis=1).mean()) / (rows.shape[1] - 1)
+    return bool(moved.mean(axis=1).var() < _TOGETHER * independent)
 
 
 def _one_wins(rows: NDArray[np.float64]) -> bool:
-    """Whether one number stands off and the rest are alike, as of a sure class, in the mean."""
+    """Whether on average one number stands off from the rest, as that of a confident class."""
     if rows.shape[1] < 3:
         return False
     ranked = np.sort(rows, axis=1).mean(axis=0)
@@ -315,21 +319,14 @@ def _one_wins(rows: NDArray[np.float64]) -> bool:
 
 
 def _is_vector(value: Array) -> bool:
-    """[1, C] or [1, C, 1, 1] of floating-point numbers."""
+    """Whether it is [1, C] or [1, C, 1, 1] of floating-point numbers."""
     floating = np.issubdtype(value.dtype, np.floating)
     return floating and value.ndim >= 2 and value.shape[1] >= 2 and value.size == value.shape[1]
 
 
-def _stands_out(row: Array) -> bool:
-    """Whether the best is further off than the best of so many normal numbers, and the worst."""
-    spread = float(row.std())
-    high, low = float(row.max() - row.mean()), float(row.mean() - row.min())
-    return high > 1.15 * math.sqrt(2 * math.log(len(row))) * spread and high > 1.2 * low
-
-
 @dataclass(slots=True)
 class ClassTally:
-    """Counts of equal classes."""
+    """Counts samples with equal classes."""
 
     task: Classes
     samples: int = 0
@@ -354,7 +351,7 @@ class ClassTally:
             self._offer(name, left, right, int(ranked[0]))
 
     def _offer(self, name: str, left: Array, right: Array, other: int) -> None:
-        """A sample whose class changes; the surer FP32 was, the more it differs."""
+        """Offer a sample whose class changes; it differs by FP32's margin."""
         own = int(left.argmax())
         if other != own:
             example = ClassExample(
@@ -368,15 +365,15 @@ class ClassTally:
 
     @property
     def watched(self) -> frozenset[int]:
-        """As of a tally."""
+        """Indices of the samples that `shown` may still return."""
         return self.examples.numbers
 
     def shown(self) -> tuple[ClassExample, ...]:
-        """Samples that change their class."""
+        """Return samples whose class changes, FP32's largest margin first."""
         return self.examples.result()
 
     def result(self) -> TaskFigure | None:
-        """Top-1 agreement; top-5 in words where there are classes enough to tell."""
+        """Return top-1 agreement, with top-5 as text if there are more than 10 classes."""
         if not self.compared:
             return None
         among = f"{self.five} among the best five" if max(self.task.counts) > 10 else ""

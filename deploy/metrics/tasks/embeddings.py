@@ -1,10 +1,10 @@
-"""Embeddings: one vector a sample, whose neighbours matter.
+"""Embeddings: one vector per sample, compared by cosine and nearest neighbour.
 
-[N, D] of unit length in each sample, which the scores of no classifier have, or of numbers that lie
-about zero alike on both sides, none of which stands out as the best class does. Or a picture's
-features, the mean of each channel behind an activation: hardly below zero, and as many as channels
-are, which come in sixteens. The vectors of the first 64 samples are kept; each one's nearest
-neighbour among them should be the float model's.
+Recognised are [N, D] of unit length in each sample, which no classifier's scores have, or of
+numbers symmetric about zero, none of which stands out as a best class does; or a picture's
+features, means of channels after an activation: hardly below zero, and a multiple of 16 of them.
+The vectors of the first 64 samples are stored; each one's nearest neighbour among them should be
+the float model's.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from deploy.metrics.tasks.task import Seen, TaskFigure
 from deploy.tensors import Array
 
 _LONG = 32  # numbers of an embedding, at least
-_CHANNELS = 16  # that a network's width is a multiple of, and the 1000 of ImageNet are not
-_BELOW = -0.375  # the least that an activation gives: HardSwish's
-_SHARE = 1.01  # what no probability is above
-_ALIKE = 1e-2  # lengths that normalising made alike
-_SPREAD = 2  # absolute sum of a vector of length 1: of less it is a few classes' shares
-_POINTS = 3  # numbers that a point has, at most
-_IN_ORDER = 0.5  # correlation of a vector's numbers with those of the points before
-_KEPT = 64  # vectors in memory
-_ENOUGH = 8  # vectors that have neighbours worth the name
+_CHANNELS = 16  # network widths are multiples of it, ImageNet's 1000 classes are not
+_BELOW = -0.375  # minimum of HardSwish, the lowest of the activations
+_SHARE = 1.01  # upper limit of a probability, with rounding
+_ALIKE = 1e-2  # deviation of a normalised vector's length from 1, at most
+_SPREAD = 2  # L1 norm of a unit vector, at least: less may be probabilities of a few classes
+_POINTS = 3  # coordinates of a point, at most
+_IN_ORDER = 0.5  # correlation of a vector's numbers with those of the points before, at most
+_KEPT = 64  # vectors stored
+_ENOUGH = 8  # vectors needed for a nearest-neighbour figure
 
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """A vector a sample."""
+    """One embedding per sample."""
 
     output: str
     length: int
@@ -44,16 +44,16 @@ class Embeddings:
 
     @property
     def form(self) -> str:
-        """How the output is read."""
+        """How the output is interpreted."""
         return f"{self.output}: embeddings of {self.length} numbers"
 
     def tally(self) -> EmbeddingTally:
-        """A new comparison."""
+        """Return a new, empty tally."""
         return EmbeddingTally(self)
 
 
 def find_embeddings(seen: Seen) -> Embeddings | None:
-    """The task, where one output is such a vector, and the others at most its tokens' vectors."""
+    """Recognise one output of vectors; other outputs may be vectors of tokens."""
     first = seen.outputs[0]
     floating = [name for name in seen.names if np.issubdtype(first[name].dtype, np.floating)]
     names = [name for name in floating if first[name].ndim != 3]
@@ -76,9 +76,9 @@ def find_embeddings(seen: Seen) -> Embeddings | None:
 
 
 def are_features(samples: Sequence[Array]) -> bool:
-    """Whether they are means of channels behind an activation; a classifier's raw scores go below.
+    """Whether they are means of channels after an activation; a classifier's logits go lower.
 
-    Those behind a ReLU, as SqueezeNet's, do not, but there are as many as classes.
+    Logits after a ReLU, as SqueezeNet's, do not, but their number is that of the classes.
     """
     values = np.stack([one.reshape(-1) for one in samples]).astype(np.float64)
     wide = values.shape[1] >= _LONG and values.shape[1] % _CHANNELS == 0
@@ -86,19 +86,19 @@ def are_features(samples: Sequence[Array]) -> bool:
 
 
 def of_unit_length(vector: NDArray[np.float64]) -> bool:
-    """Whether it was normalised to a length of 1, by the sum of squares and not as shares are."""
+    """Whether a vector was normalised to L2 length 1, and is not a few probabilities."""
     alike = abs(float(np.linalg.norm(vector)) - 1) < _ALIKE
     return alike and float(np.abs(vector).sum()) > _SPREAD
 
 
 def _is_vector(value: Array) -> bool:
-    """[1, D], with more dimensions of 1 or none."""
+    """Whether it is one finite vector: [1, D], with more dimensions of 1 or none."""
     long = value.size >= _LONG and max(value.shape, default=0) == value.size
     return bool(long and np.issubdtype(value.dtype, np.floating) and np.isfinite(value).all())
 
 
 def _are_points(vectors: Sequence[NDArray[np.float64]]) -> bool:
-    """Whether each number is like the one, two or three before it: x, y, z of points in order."""
+    """Whether numbers correlate with those 1 to 3 before them, as points in order do."""
     if any(one.std() == 0 for one in vectors):
         return False
     along = [
@@ -129,7 +129,7 @@ class EmbeddingTally:
     kept: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = field(default_factory=list)
 
     def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        """Add one sample; a candidate of NaN or of another length is at cosine 0."""
+        """Add one sample; a candidate with NaN or of another length has cosine 0."""
         self.samples += 1
         left = _unit(reference[self.task.output])
         right = _unit(candidate[self.task.output])
@@ -140,18 +140,20 @@ class EmbeddingTally:
             self.kept.append((left, right))
 
     def result(self) -> TaskFigure | None:
-        """The share of neighbours alike where there are samples enough; else the mean cosine."""
+        """Return the share of equal nearest neighbours; the mean cosine if samples are few."""
         if not self.samples:
             return None
         cosine = self.cosines / self.samples
-        kept = len(self.kept)
+        stored = len(self.kept)
         words, figure, value = f"mean cosine {cosine:.4f}", "mean cosine", cosine
         count = f"{cosine:.4f}"
-        if kept >= _ENOUGH:
-            own, others = (_nearest(np.stack(rows)) for rows in zip(*self.kept, strict=True))
-            alike = int((own == others).sum())
-            figure, value = "neighbours alike", alike / kept
-            count = f"{alike} of {kept}"
+        if stored >= _ENOUGH:
+            reference, candidate = (
+                _nearest(np.stack(rows)) for rows in zip(*self.kept, strict=True)
+            )
+            alike = int((reference == candidate).sum())
+            figure, value = "neighbours alike", alike / stored
+            count = f"{alike} of {stored}"
             words = f"{count} nearest neighbours as FP32's, {words}"
         return TaskFigure(
             task="embeddings",
@@ -171,7 +173,7 @@ def _unit(value: Array) -> NDArray[np.float64]:
 
 
 def _nearest(rows: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Each row's nearest other row by cosine."""
+    """Return the index of each row's nearest other row by cosine."""
     near = rows @ rows.T
     np.fill_diagonal(near, -np.inf)
     return np.asarray(near.argmax(axis=1), np.int64)

@@ -1,12 +1,11 @@
-"""Labels: several may be true of a sample at once, as of taggers and attributes, [N, C].
+"""Labels of taggers (several may hold per sample), and classes that the model has ranked.
 
-Probabilities that are each their own, nearly all near 0 or 1, or raw scores of such: nearly all
-below 0, where those of a classifier's Softmax lie about 0. Several of a sample must be above 0.5:
-where one is, its class says as much (`deploy.metrics.tasks.classes`).
+`find_labels`: independent probabilities [N, C], nearly all near 0 or 1, or their logits, nearly all
+below 0, whereas those of a Softmax are centred at 0. Some samples must have several above 0.5: with
+one, classification covers it (`deploy.metrics.tasks.classes`).
 
-Classes that the model itself has ranked: TopK's values and places, or ArgMax's one place.
-
-How often the candidate's best class is the float model's, and how often it is among its best k.
+`find_ranked`: TopK's values and indices, or ArgMax's index. The figure is the top-1 agreement, and
+how often FP32's class is among the candidate's best k.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from deploy.metrics.tasks.classes import are_raw_tracks, are_tracks
 from deploy.metrics.tasks.task import Seen, TaskFigure, classes_figure, kept_figure
 from deploy.tensors import Array
 
-_FEWEST = 4  # labels that a model knows
+_FEWEST = 4  # number of labels, at least
 _BETWEEN = 0.25  # share of probabilities between 0.1 and 0.9, at most
 _OFF = 0.5  # share of them below 0.1, at least
-_BELOW = 0.75  # deviations that raw scores lie below 0 in the mean, at least
-_ENOUGH = ((0.5, 20), (0.3, 5), (0.1, 5))  # threshold, labels of FP32 that it takes
+_BELOW = 0.75  # distance of the mean logit below 0, in standard deviations, at least
+_ENOUGH = ((0.5, 20), (0.3, 5), (0.1, 5))  # threshold, FP32 labels required to use it
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """A probability a label.
+    """One probability per label.
 
     Attributes:
-        output: its name.
-        count: how many labels there are.
-        raw: whether a Sigmoid is still to come.
-        parts: as of a task.
+        output: name of the output.
+        count: number of labels.
+        raw: whether the output holds logits, before the Sigmoid.
+        parts: see `Task`.
     """
 
     output: str
@@ -51,17 +50,17 @@ class Labels:
 
     @property
     def form(self) -> str:
-        """How the output is read."""
+        """How the output is interpreted."""
         raw = "raw scores" if self.raw else "probabilities"
         return f"{self.output}: {raw} of {self.count} labels, each its own"
 
     def tally(self) -> LabelTally:
-        """A new comparison."""
+        """Return a new, empty tally."""
         return LabelTally(self)
 
 
 def find_labels(seen: Seen) -> Labels | None:
-    """The task, where the only output is such a vector."""
+    """Recognise labels if the only output is such a vector."""
     if len(seen.names) != 1:
         return None
     (name,) = seen.names
@@ -70,14 +69,14 @@ def find_labels(seen: Seen) -> Labels | None:
     if len(rows) != len(samples) or len({row.size for row in rows}) != 1:
         return None
     pictures = any(image_size(fed) is not None for fed in seen.inputs)
-    if not pictures and (are_tracks(samples) or are_raw_tracks(samples)):  # of steps, as likely
+    if not pictures and (are_tracks(samples) or are_raw_tracks(samples)):  # may be steps
         return None
     raw = min(float(row.min()) for row in rows) < 0
     return Labels(name, rows[0].size, raw) if _are_labels(rows, raw=raw) else None
 
 
 def _vector(value: Array) -> Floats | None:
-    """[1, C], with more dimensions of 1 or none -> [C]; None for other shapes."""
+    """Return [1, C], with more dimensions of 1 or none, as [C]; None for other shapes."""
     if value.ndim < 2 or value.shape[1] != value.size or value.size < _FEWEST:
         return None
     if not np.issubdtype(value.dtype, np.floating) or not np.isfinite(value).all():
@@ -96,7 +95,7 @@ def _are_labels(rows: Sequence[Floats], *, raw: bool) -> bool:
     values = np.stack(shares)
     on = np.count_nonzero(values > 0.5, axis=1)
     between = float(np.mean((values > 0.1) & (values < 0.9)))
-    # a classifier's raw scores may well have two above 0 in one sample
+    # a classifier's logits may well have two above 0 in one sample
     several = on.mean() >= 2 if raw else on.max() >= 2
     return bool(several and between < _BETWEEN and np.mean(values < 0.1) >= _OFF)
 
@@ -108,7 +107,7 @@ def _shares(scores: Floats, *, raw: bool) -> Floats:
 
 @dataclass(slots=True)
 class LabelTally:
-    """Labels above each threshold: FP32's, the candidate's, both's."""
+    """Counts labels above each threshold: FP32's, the candidate's, both's."""
 
     task: Labels
     samples: int = 0
@@ -117,7 +116,7 @@ class LabelTally:
     )
 
     def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        """Add one sample; a candidate of NaN or of another shape has no label."""
+        """Add one sample; a candidate with NaN or of another shape has no labels."""
         self.samples += 1
         rows = (_vector(one[self.task.output]) for one in (reference, candidate))
         none = np.full(self.task.count, -np.inf)
@@ -126,14 +125,14 @@ class LabelTally:
             for row in rows
         )
         for threshold, count in self.counts.items():
-            own, others = left > threshold, right > threshold
-            count[0] += int(own.sum())
-            count[1] += int(others.sum())
-            count[2] += int((own & others).sum())
+            reference_on, candidate_on = left > threshold, right > threshold
+            count[0] += int(reference_on.sum())
+            count[1] += int(candidate_on.sum())
+            count[2] += int((reference_on & candidate_on).sum())
 
     def result(self) -> TaskFigure | None:
-        """Dice's of the labels, at the highest threshold with labels of FP32 enough."""
-        enough = (low for low, most in _ENOUGH if self.counts[low][0] >= most)
+        """Return the Dice coefficient at the highest threshold with enough FP32 labels."""
+        enough = (low for low, least in _ENOUGH if self.counts[low][0] >= least)
         threshold = next(enough, None)
         if threshold is None:
             return None
@@ -148,12 +147,12 @@ class LabelTally:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """Numbers of classes, the best first.
+    """Class numbers, the best first.
 
     Attributes:
-        output: that holds them.
-        count: of a sample.
-        parts: as of a task.
+        output: name of the output.
+        count: class numbers per sample.
+        parts: see `Task`.
     """
 
     output: str
@@ -163,17 +162,17 @@ class Ranked:
 
     @property
     def form(self) -> str:
-        """How the outputs are read."""
+        """How the outputs are interpreted."""
         best = "the best class" if self.count == 1 else f"the best {self.count} classes"
         return f"{self.output}: {best}"
 
     def tally(self) -> RankedTally:
-        """A new comparison."""
+        """Return a new, empty tally."""
         return RankedTally(self)
 
 
 def find_ranked(seen: Seen) -> Ranked | None:
-    """The task, where the outputs are TopK's two, or of a picture one class or its score too."""
+    """Recognise TopK's two outputs; for pictures also one class, with or without its score."""
     names = seen.names
     places = _places(seen, names)
     if places is None:
@@ -189,24 +188,24 @@ def find_ranked(seen: Seen) -> Ranked | None:
 
 
 def _places(seen: Seen, names: Sequence[str]) -> str | None:
-    """The output of numbers: the only one, of one number; or in each sample TopK's places."""
+    """Return the output of indices: TopK's in each sample, or the only output if of one number."""
     if len(names) == 1 and all(value.size == 1 for value in seen.arrays(names[0])):
         return names[0]
     if len(names) != 2:
         return None
-    found = {places_of(one, names[0], 1) for one in seen.outputs}
-    return found.pop() if len(found) == 1 else None
+    outputs = {places_of(one, names[0], 1) for one in seen.outputs}
+    return outputs.pop() if len(outputs) == 1 else None
 
 
 def _is_one(value: Array) -> bool:
-    """[1] or [1, 1] of one whole number that may be a class's."""
+    """Whether it is one integer, [1] or [1, 1], that may be a class."""
     whole = value.dtype.kind in "iu" and value.ndim > 0
     return whole and value.size == 1 and int(value.reshape(-1)[0]) >= 0
 
 
 @dataclass(slots=True)
 class RankedTally:
-    """Counts of equal classes."""
+    """Counts samples with equal classes."""
 
     task: Ranked
     samples: int = 0
@@ -216,17 +215,19 @@ class RankedTally:
     def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         """Add one sample."""
         self.samples += 1
-        own, others = (_numbers(one[self.task.output]) for one in (reference, candidate))
-        if own.size and others.size:
-            self.first += int(own[0] == others[0])
-            self.among += int(own[0] in others)
+        reference_classes, candidate_classes = (
+            _numbers(one[self.task.output]) for one in (reference, candidate)
+        )
+        if reference_classes.size and candidate_classes.size:
+            self.first += int(reference_classes[0] == candidate_classes[0])
+            self.among += int(reference_classes[0] in candidate_classes)
 
     def result(self) -> TaskFigure | None:
-        """Top-1 agreement."""
+        """Return the top-1 agreement, with the best k as text."""
         if not self.samples:
             return None
-        few = self.task.count
-        among = f"{self.among} among the best {few}" if few > 1 else ""
+        k = self.task.count
+        among = f"{self.among} among the best {k}" if k > 1 else ""
         return classes_figure(
             self.first, self.samples, among, compared=self.samples, form=self.task.form
         )

@@ -1,13 +1,13 @@
-"""The user's own figure: `file.py:function`, which decides where it is given.
+"""The user's own metric, `file.py:function`, which replaces the recognised task.
 
 ::
 
     def score(fp32, int8, label):      # {output: array [1, ...]} twice, and an int or None
         return float(int8["logits"].argmax() == label)
 
-It is called once a sample, so that no output is kept, and the mean is taken; more is better. It is
-called with the float model's outputs in both places too, so that what int8 loses can be told. What
-it gets are copies: whatever it does to them, other engines are held against what FP32 said.
+It is called once per sample, so that no outputs are stored, and averaged; more is better. To get
+the float model's own score it is also called with the float outputs in both places. It receives
+copies, so it cannot change what other engines are compared with.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Function = Callable[[Outputs, Outputs, int | None], float]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A user's function.
+    """A user's metric.
 
     Attributes:
-        function: of the user.
-        name: how it was given.
-        digest: of the file that it stands in; "" of a function that was handed over.
+        function: the user's function.
+        name: `file.py:function` or the function's name.
+        digest: SHA-256 of the file; "" for a function object.
     """
 
     function: Function
@@ -43,12 +43,12 @@ class Metric:
     digest: str = ""
 
     def tally(self, labels: Sequence[int] | None) -> MetricTally:
-        """A new mean."""
+        """Return a new tally of the metric."""
         return MetricTally(self, labels)
 
 
 def metric_of(given: str | Function) -> Metric:
-    """The metric of `file.py:function`, or a function as it is.
+    """Return the metric of `file.py:function` or of a function.
 
     Raises:
         ConfigError: no such file or function, or importing the file failed.
@@ -65,7 +65,7 @@ def metric_of(given: str | Function) -> Metric:
 
 @dataclass(slots=True)
 class MetricTally:
-    """Means of the candidate's numbers and of the float model's own."""
+    """Means of the metric for the candidate and for the float model itself."""
 
     metric: Metric
     labels: Sequence[int] | None
@@ -77,7 +77,7 @@ class MetricTally:
         """Add one sample.
 
         Raises:
-            ConfigError: the function failed, or gave no number.
+            ConfigError: the function failed, or returned no finite number.
             FeedError: there are fewer labels than samples.
         """
         label = None
@@ -107,7 +107,7 @@ class MetricTally:
         return number
 
     def result(self) -> TaskFigure | None:
-        """The candidate's mean beside the float model's."""
+        """Return the candidate's mean and the float model's."""
         if not self.samples:
             return None
         value, own = self.others / self.samples, self.own / self.samples

@@ -1,22 +1,19 @@
-"""Segmentation: a class a pixel, [N, C, H, W] or [N, H, W, C] scores, or the class numbers.
+"""Segmentation: a class per pixel, or masks of single things.
 
-Probabilities of C classes (each pixel's sum to 1) are that for sure. Raw scores are where their
-best class is the same for nearly all neighbours, over a picture not much smaller than the input's;
-the channels of a feature map are not. Training moves one score of a pixel up and others down, so
-that their mean hardly changes from pixel to pixel, and the best one is above 0: the channels of an
-optical flow or of a picture change each for itself, and where nothing is seen, all scores of masks
-or peaks that are each their own are below 0. Where all pixels are of one class, other outputs, if
-any, tell more: a detector's map of kinds, say, is background wherever nothing is for sure.
+`find_segmentation`: [N, C, H, W] or [N, H, W, C] scores, or the class numbers. Probabilities that
+sum to 1 per pixel are certain. Logits are accepted if their best class is the same for nearly all
+neighbours, in a picture not much smaller than the input; the channels of a feature map are not.
+Training moves one score of a pixel up and others down, so that their mean hardly changes from pixel
+to pixel, and the best one is above 0: channels of an optical flow or a picture change
+independently, and without objects all logits of masks or peaks are below 0. If all pixels have one
+class, other outputs take precedence: a detector's map of kinds is background wherever it is unsure.
 
-Maps of one thing each, 0 to 1 a pixel: masks, text regions, saliency.
-
-[N, 1, H, W], [N, H, W, 1] or a few channels of either, most of whose values are near 0 or 1 (a
-picture or a depth map has them in between), and some are no share of nothing. What is like the
-picture that was fed is a picture, as of a page that was made sharper. Channels [N, C, H, W] that
-sum to 1 are classes, and another task's.
-
-Several outputs of one shape are masks together, as where each stage of a network has one that it
-was trained by (U2-Net, Qin et al. 2020). The figure is the IoU of what lies above a threshold.
+`find_masks`: values of 0 to 1 per pixel, such as masks, text regions or saliency. [N, 1, H, W],
+[N, H, W, 1] or a few channels of either; most values are near 0 or 1 (those of a picture or depth
+map are between), some are well above 0, and they do not correlate with the input picture, as a
+sharpened page would. Channels [N, C, H, W] that sum to 1 are classes. Several outputs of one shape
+are masks together, such as U2-Net's supervised stages (Qin et al. 2020). The figure is the IoU of
+the pixels above a threshold.
 """
 
 from __future__ import annotations
@@ -32,19 +29,19 @@ from deploy.metrics.rows import Outputs, add_up, are_shares, image_size
 from deploy.metrics.tasks.task import Seen, TaskFigure
 from deploy.tensors import Array
 
-_SIDE = 16  # pixels that a picture has at least
-_SMALLER = 4  # times that raw scores may be smaller than the input
-_SMOOTH = 0.9  # share of neighbours of one class
-_STEADY = 0.5  # what the mean of a pixel's raw scores varies by, of what its scores do
-_ABOVE = 0.75  # share of pixels whose best raw score is above 0
-_RARE = 1e-3  # of all pixels: classes seen less are not counted by mIoU, where two are seen more
-_FEW = 16  # pixels of a rare class, at least
-_MOST = 1024
+_SIDE = 16  # pixels of a side, at least
+_SMALLER = 4  # scale of the input to the logits, at most
+_SMOOTH = 0.9  # share of neighbours of one class, at least
+_STEADY = 0.5  # deviation of a pixel's mean logit, relative to that of its logits, at most
+_ABOVE = 0.75  # share of pixels whose best logit is above 0, at least
+_RARE = 1e-3  # share of pixels up to which a class is left out of mIoU, if two exceed it
+_FEW = 16  # pixels of a class, at least, if fewer than two exceed it
+_MOST = 1024  # classes
 
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """Classes of pixels."""
+    """A class per pixel, in one output."""
 
     output: str
     classes: int
@@ -54,16 +51,16 @@ class Pixels:
 
     @property
     def form(self) -> str:
-        """How the output is read."""
+        """How the output is interpreted."""
         return f"{self.output}: {self.classes} classes a pixel"
 
     def tally(self) -> PixelTally:
-        """A new comparison."""
+        """Return a new, empty tally."""
         return PixelTally(self)
 
 
 def find_segmentation(seen: Seen) -> Pixels | None:
-    """The first output that is such a picture."""
+    """Recognise the first output that holds a class per pixel."""
     for name in seen.names:
         samples = seen.arrays(name)
         if all(map(_is_numbers, samples)) and all(map(_fits, samples, seen.inputs)):
@@ -72,31 +69,31 @@ def find_segmentation(seen: Seen) -> Pixels | None:
                 return Pixels(name, count)
         if _are_classes(samples, seen.inputs) and (len(seen.names) == 1 or _several(samples)):
             return Pixels(name, samples[0].shape[1])
-        turned = [_channels_first(one) for one in samples if one.ndim == 4]
+        channels_first = [_channels_first(one) for one in samples if one.ndim == 4]
         if (
-            len(turned) == len(samples)
-            and all(map(_fits, turned, seen.inputs))
-            and _are_classes(turned, seen.inputs)
-            and (len(seen.names) == 1 or _several(turned))
+            len(channels_first) == len(samples)
+            and all(map(_fits, channels_first, seen.inputs))
+            and _are_classes(channels_first, seen.inputs)
+            and (len(seen.names) == 1 or _several(channels_first))
         ):
-            return Pixels(name, turned[0].shape[1], last=True)
+            return Pixels(name, channels_first[0].shape[1], last=True)
     return None
 
 
 def _channels_first(value: Array) -> Array:
-    """[1, H, W, C] -> [1, C, H, W]; what has other dimensions stays."""
+    """Return [1, H, W, C] as [1, C, H, W]; other shapes stay unchanged."""
     return np.moveaxis(value, 3, 1) if value.ndim == 4 else value
 
 
 def _are_classes(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
-    """Whether they are scores of classes, raw or not."""
+    """Whether they are probabilities or logits of classes."""
     if not all(map(_is_scores, samples)) or len({one.shape[1] for one in samples}) != 1:
         return False
-    return all(are_shares(one, 1) for one in samples) or _raw(samples, inputs)
+    return all(are_shares(one, 1) for one in samples) or _are_logits(samples, inputs)
 
 
 def _is_numbers(value: Array) -> bool:
-    """Class numbers [1, H, W] or [1, 1, H, W]."""
+    """Whether it is class numbers [1, H, W] or [1, 1, H, W]."""
     flat = value.ndim == 3 or (value.ndim == 4 and value.shape[1] == 1)
     whole = np.issubdtype(value.dtype, np.integer)
     return bool(flat and whole and min(value.shape[-2:]) >= _SIDE and value.min() >= 0)
@@ -114,38 +111,38 @@ def _is_scores(value: Array) -> bool:
 
 
 def _several(samples: Sequence[Array]) -> bool:
-    """Whether more than one class is the best of some pixel."""
+    """Whether different pixels have different best classes."""
     best = [one.argmax(axis=1) for one in samples]
     return len({int(one.min()) for one in best} | {int(one.max()) for one in best}) > 1
 
 
 def _fits(value: Array, fed: Outputs) -> bool:
-    """Whether the picture is as large as the input's, or not much smaller."""
+    """Whether the output is as large as the input picture, or not much smaller."""
     size = image_size(fed)
     if size is None or value.shape[0] != 1:
         return False
     return all(s <= own <= _SMALLER * s for s, own in zip(value.shape[-2:], size, strict=True))
 
 
-def _raw(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
-    """Whether raw scores are a picture of classes."""
-    seen: set[int] = set()
+def _are_logits(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
+    """Whether they are logits of classes per pixel."""
+    classes: set[int] = set()
     if not all(map(_fits, samples, inputs)):
         return False
     for value in samples:
-        if np.mean(value < 0) < 0.2 or np.abs(value).max() < 1.5:  # a picture, or a map of shares
+        if np.mean(value < 0) < 0.2 or np.abs(value).max() < 1.5:  # a picture or probabilities
             return False
         if not _about_zero(value[0]):
             return False
         best = value[0].argmax(axis=0)
         if min(np.mean(best[1:] == best[:-1]), np.mean(best[:, 1:] == best[:, :-1])) < _SMOOTH:
             return False
-        seen |= set(np.flatnonzero(np.bincount(best.ravel()) > 0.002 * best.size).tolist())
-    return len(seen) > 1
+        classes |= set(np.flatnonzero(np.bincount(best.ravel()) > 0.002 * best.size).tolist())
+    return len(classes) > 1
 
 
 def _about_zero(scores: Array) -> bool:
-    """Whether pixels differ in their scores, not in their mean, and each has one above 0."""
+    """Whether pixels differ in their logits, not in their mean, and each has one above 0."""
     mean, spread = scores.mean(axis=0, dtype=np.float64), scores.std(axis=0, dtype=np.float64)
     above = np.mean(scores.max(axis=0) > 0)
     return bool(mean.std() < _STEADY * spread.mean() and above >= _ABOVE)
@@ -153,7 +150,7 @@ def _about_zero(scores: Array) -> bool:
 
 @dataclass(slots=True)
 class PixelTally:
-    """Pixels by the class that either model gives them."""
+    """Confusion matrix of pixels: FP32's class by the candidate's."""
 
     task: Pixels
     samples: int = 0
@@ -163,14 +160,14 @@ class PixelTally:
         self.counts = np.zeros((self.task.classes, self.task.classes + 1), np.int64)
 
     def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        """Add one sample; pixels of NaN, of a new class or of another shape are none's."""
+        """Add one sample; NaN, unknown classes and other shapes count as no class."""
         self.samples += 1
         left = self._classes(reference[self.task.output])
         right = self._classes(candidate[self.task.output])
         if right.shape != left.shape:
             right = np.full_like(left, self.task.classes)
-        known = left < self.task.classes
-        place = left[known] * (self.task.classes + 1) + right[known]
+        valid = left < self.task.classes
+        place = left[valid] * (self.task.classes + 1) + right[valid]
         self.counts += np.bincount(place, minlength=self.counts.size).reshape(self.counts.shape)
 
     def _classes(self, value: Array) -> NDArray[np.int64]:
@@ -186,38 +183,38 @@ class PixelTally:
         return best.reshape(-1)
 
     def result(self) -> TaskFigure | None:
-        """Mean IoU of the classes that FP32 sees, and the share of pixels alike.
+        """Return the mean IoU of FP32's classes, with the share of equal pixels as text.
 
-        None where it sees one: to agree on nothing but background is no merit.
+        None if FP32 sees fewer than two: agreement on background alone means nothing.
         """
         total = int(self.counts.sum())
         both = np.diagonal(self.counts).astype(np.float64)
-        own, others = self.counts.sum(axis=1), self.counts.sum(axis=0)[:-1]
-        seen = own > _RARE * total
-        if seen.sum() < 2:
-            seen = own >= _FEW
-        if seen.sum() < 2:
+        reference, candidate = self.counts.sum(axis=1), self.counts.sum(axis=0)[:-1]
+        counted = reference > _RARE * total
+        if counted.sum() < 2:
+            counted = reference >= _FEW
+        if counted.sum() < 2:
             return None
-        ious = both[seen] / (own + others - both)[seen]
+        ious = both[counted] / (reference + candidate - both)[counted]
         return TaskFigure(
             task="segmentation",
             figure="mIoU with FP32",
             value=float(ious.mean()),
             count=f"{ious.mean():.3f}",
-            words=f"mIoU {ious.mean():.3f} of {int(seen.sum())} classes,"
+            words=f"mIoU {ious.mean():.3f} of {int(counted.sum())} classes,"
             f" {100 * both.sum() / total:.1f} % of pixels of FP32's class",
             samples=self.samples,
             form=self.task.form,
         )
 
 
-_CHANNELS = 4
-_MASK_SMALLER = 8
+_CHANNELS = 4  # at most
+_MASK_SMALLER = 8  # scale of the input to the masks, at most
 _BETWEEN = 0.25  # share of values between 0.1 and 0.9, at most
 _HIGH = 0.3  # the largest value, at least
-_ALIKE = 0.9  # correlation with the picture that was fed
-_BEYOND = 0.15  # what maps that end in no Sigmoid leave [0, 1] by
-_THRESHOLDS = ((0.5, 2e-3), (0.3, 1e-3), (0.1, 5e-4))  # and the share of pixels that it takes
+_ALIKE = 0.9  # correlation with the input picture, at most
+_BEYOND = 0.15  # distance to [0, 1] of values without a final Sigmoid, at most
+_THRESHOLDS = ((0.5, 2e-3), (0.3, 1e-3), (0.1, 5e-4))  # threshold, share of pixels required
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,19 +227,19 @@ class Masks:
 
     @property
     def form(self) -> str:
-        """How the outputs are read."""
+        """How the outputs are interpreted."""
         several = len(self.outputs) > 1
         return f"{', '.join(self.outputs)}: {'maps' if several else 'a map'} of 0 to 1"
 
     def tally(self) -> MaskTally:
-        """A new comparison."""
+        """Return a new, empty tally."""
         return MaskTally(self)
 
 
 def find_masks(seen: Seen) -> Masks | None:
-    """The outputs that are such maps, all of one shape."""
+    """Recognise outputs of masks, all of one shape."""
     sizes = [image_size(inputs) for inputs in seen.inputs]
-    found = []
+    names = []
     for name in seen.names:
         samples = seen.arrays(name)
         if all(_is_map(one, size) for one, size in zip(samples, sizes, strict=True)):
@@ -250,30 +247,30 @@ def find_masks(seen: Seen) -> Masks | None:
             high = max(float(one.max()) for one in samples) >= _HIGH
             pictures = all(map(_is_picture, samples, seen.inputs))
             if np.mean(between) < _BETWEEN and high and not pictures:
-                found.append(name)
-    shapes = {seen.outputs[0][name].shape for name in found}
-    return Masks(tuple(found)) if len(shapes) == 1 else None
+                names.append(name)
+    shapes = {seen.outputs[0][name].shape for name in names}
+    return Masks(tuple(names)) if len(shapes) == 1 else None
 
 
 def _is_map(value: Array, size: tuple[int, int] | None) -> bool:
     if size is None or value.ndim != 4 or not np.issubdtype(value.dtype, np.floating):
         return False
-    first = value.shape[1] <= _CHANNELS
-    if not first and value.shape[3] > _CHANNELS:
+    channels_first = value.shape[1] <= _CHANNELS
+    if not channels_first and value.shape[3] > _CHANNELS:
         return False
-    sides = value.shape[2:] if first else value.shape[1:3]
-    fits = (s <= whole <= _MASK_SMALLER * s for s, whole in zip(sides, size, strict=True))
-    if first and value.shape[1] > 1 and add_up(value, 1).all():
+    sides = value.shape[2:] if channels_first else value.shape[1:3]
+    fits = (s <= side <= _MASK_SMALLER * s for s, side in zip(sides, size, strict=True))
+    if channels_first and value.shape[1] > 1 and add_up(value, 1).all():
         return False
     low, high = float(value.min()), float(value.max())
     return min(sides) >= _SIDE and all(fits) and low >= -_BEYOND and high <= 1 + _BEYOND
 
 
 def _is_picture(value: Array, fed: Outputs) -> bool:
-    """Whether it is like what was fed, value by value."""
-    for own in fed.values():
-        if own.shape == value.shape and own.std() > 0 and value.std() > 0:
-            along = np.corrcoef(own.reshape(-1).astype(np.float64), value.reshape(-1))
+    """Whether an output correlates with the input picture."""
+    for picture in fed.values():
+        if picture.shape == value.shape and picture.std() > 0 and value.std() > 0:
+            along = np.corrcoef(picture.reshape(-1).astype(np.float64), value.reshape(-1))
             if float(along[0, 1]) > _ALIKE:
                 return True
     return False
@@ -281,7 +278,7 @@ def _is_picture(value: Array, fed: Outputs) -> bool:
 
 @dataclass(slots=True)
 class MaskTally:
-    """Pixels above each threshold: FP32's, the candidate's, both's."""
+    """Counts pixels above each threshold: FP32's, the candidate's, both's."""
 
     task: Masks
     samples: int = 0
@@ -291,7 +288,7 @@ class MaskTally:
     )
 
     def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        """Add one sample; a candidate of another shape has no pixel in common."""
+        """Add one sample; a candidate of another shape has no pixels in common."""
         self.samples += 1
         for name in self.task.outputs:
             self._count(reference[name], candidate[name])
@@ -305,11 +302,11 @@ class MaskTally:
             count[2] += int((one & other).sum()) if one.shape == other.shape else 0
 
     def result(self) -> TaskFigure | None:
-        """The IoU at the highest threshold that FP32 has pixels enough above."""
+        """Return the IoU at the highest threshold with enough FP32 pixels."""
         for threshold, share in _THRESHOLDS:
-            own, others, both = self.counts[threshold]
-            if own > share * self.pixels:
-                iou = both / (own + others - both)
+            reference, candidate, both = self.counts[threshold]
+            if reference > share * self.pixels:
+                iou = both / (reference + candidate - both)
                 return TaskFigure(
                     task="masks",
                     figure="IoU with FP32",

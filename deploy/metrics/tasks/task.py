@@ -1,16 +1,14 @@
-"""What a task is: outputs recognised by their form, and a figure of two models' outputs.
+"""Protocols and helpers shared by all tasks.
 
-The few samples to look at: those where two models differ most, and one where they agree.
+`Task` and `Tally` are what a module of this package provides: a form of outputs, and a running
+comparison of two models. `Foremost` selects the few samples to show: those where the models differ
+most, and one where they agree. Only numbers and boxes of a few samples are stored, so memory stays
+constant.
 
-Numbers and boxes are kept, no arrays of the model, and of a few samples only: memory stays flat.
-
-Outputs that the next call is fed: states of a recurrent network, caches of a stream.
-
-Outputs that say again what another one says: scores and their Softmax, a class and its scores.
-
-Classifiers often give both, as those of scikit-learn do (the class, and what each class has) and
-many of text and sound (raw scores, and their Softmax). Each form of a task knows one of them, and
-the other is no reason against it.
+`carried` finds states: outputs that are fed to the next call of a recurrent or streaming model.
+`unrolled` and `best_of` find outputs that repeat others, such as scores and their Softmax, or
+scores and their ArgMax. Classifiers of scikit-learn, text and sound often have both; each
+recogniser expects only one of them.
 """
 
 from __future__ import annotations
@@ -28,21 +26,21 @@ from deploy.metrics.rows import Outputs
 from deploy.metrics.tasks.detections import Detections
 from deploy.tensors import Array
 
-MOST = 4  # samples
+MOST = 4  # samples shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BoxExample:
-    """One sample's boxes of both models above a threshold, in pixels of the model's input.
+    """Boxes of both models in one sample above a threshold, in pixels of the model's input.
 
     Attributes:
-        number: of the sample, from 0.
+        number: index of the sample, from 0.
         size: (height, width) of the model's input.
         threshold: of the score.
-        kept: boxes of FP32 that the candidate finds too.
-        found: the candidate's own boxes for them, in the same order.
-        lost: boxes of FP32 alone.
-        new: boxes of the candidate alone.
+        kept: FP32 boxes that the candidate finds too.
+        found: the candidate's boxes that match them, in the same order.
+        lost: boxes of FP32 only.
+        new: boxes of the candidate only.
     """
 
     number: int
@@ -56,12 +54,12 @@ class BoxExample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassExample:
-    """One sample that the two models give to different classes.
+    """One sample to which the two models assign different classes.
 
     Attributes:
-        number: of the sample, from 0.
-        output: which tells the class.
-        reference, candidate: class and its value of FP32 and of the candidate.
+        number: index of the sample, from 0.
+        output: name of the classification output.
+        reference, candidate: (class, its score) by FP32 and by the candidate.
     """
 
     number: int
@@ -76,13 +74,13 @@ E = TypeVar("E", bound=Example)
 
 @dataclass(slots=True)
 class Foremost(Generic[E]):
-    """Of all samples that are offered, at most `MOST` that differ most and as many that agree."""
+    """Keeps the `MOST` samples that differ most, and as many that agree."""
 
     differing: list[tuple[float, int, E]] = field(default_factory=list)
     agreeing: list[tuple[float, int, E]] = field(default_factory=list)
 
     def offer(self, example: E, *, differs: float, says: float) -> None:
-        """Look at a sample: how much the models differ in it, and how much FP32 says at all."""
+        """Consider a sample: by how much the models differ, and how much FP32 predicts at all."""
         if differs > 0:
             _insert(self.differing, (-differs, example.number, example))
         elif says > 0:
@@ -90,11 +88,11 @@ class Foremost(Generic[E]):
 
     @property
     def numbers(self) -> frozenset[int]:
-        """Of the samples that are kept."""
+        """Indices of the samples kept so far."""
         return frozenset(number for _, number, _ in (*self.differing, *self.agreeing))
 
     def result(self) -> tuple[E, ...]:
-        """Those that differ, the most first, and at least one that agrees where there is one."""
+        """Return the differing samples, the worst first, and at least one that agrees, if any."""
         room = MOST - 1 if self.agreeing else MOST
         first = self.differing[:room]
         rest = self.agreeing[: MOST - len(first)]
@@ -108,18 +106,18 @@ def _insert(row: list[tuple[float, int, E]], entry: tuple[float, int, E]) -> Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFigure:
-    """How much of what the float model says the candidate says too.
+    """Figure of a task: how much of the float model's predictions the candidate reproduces.
 
     Attributes:
-        task: what the outputs are: "boxes", "classes", ...
-        figure: what is counted, such as "boxes kept".
-        value: more is better; a share that is 1 where both say the same, but of a user's metric.
-        reference: what the float model itself reaches.
-        count: the figure in a few characters, such as "84 of 88".
-        words: the counts, as a person would say them.
-        samples: samples it was counted over.
-        form: how the outputs were read, in words.
-        beside: outputs that it tells nothing of.
+        task: name of the task, such as "boxes" or "classes".
+        figure: name of the figure, such as "boxes kept".
+        value: more is better; 1 for full agreement, any scale for a user's metric.
+        reference: the float model's own value.
+        count: the figure in short, such as "84 of 88".
+        words: the figure as text.
+        samples: number of samples.
+        form: how the outputs were interpreted, as text.
+        beside: outputs that the task does not cover.
     """
 
     task: str
@@ -134,29 +132,29 @@ class TaskFigure:
 
     @property
     def lost(self) -> float:
-        """What the candidate lacks; of a figure above 1, such as percent, as a share of it."""
+        """The loss: reference - value, relative to the reference if that exceeds 1."""
         return (self.reference - self.value) / max(1.0, abs(self.reference))
 
 
 def kept_figure(
     task: str, counts: Sequence[int], *, above: str, samples: int, form: str
 ) -> TaskFigure:
-    """Dice's figure of things that are found: boxes, labels.
+    """Return the Dice coefficient of detected things, such as boxes or labels.
 
     Args:
-        task: what is found, in the plural.
-        counts: FP32's, the candidate's, both's.
-        above: what a thing counts from, in words.
-        samples: samples it was counted over.
-        form: how the outputs were read, in words.
+        task: what is detected, in the plural.
+        counts: number found by FP32, by the candidate, by both.
+        above: condition from which a thing counts, as text.
+        samples: number of samples.
+        form: how the outputs were interpreted, as text.
     """
-    own, others, kept = counts
+    fp32, candidate, both = counts
     return TaskFigure(
         task=task,
         figure=f"{task} kept",
-        value=2 * kept / (own + others),
-        count=f"{kept} of {own}",
-        words=f"{kept} of {own} {task} of FP32 kept, {others - kept} new ({above})",
+        value=2 * both / (fp32 + candidate),
+        count=f"{both} of {fp32}",
+        words=f"{both} of {fp32} {task} of FP32 kept, {candidate - both} new ({above})",
         samples=samples,
         form=form,
     )
@@ -165,15 +163,15 @@ def kept_figure(
 def classes_figure(
     same: int, samples: int, among: str, *, compared: int, form: str, beside: tuple[str, ...] = ()
 ) -> TaskFigure:
-    """The share of best classes that stayed.
+    """Return the top-1 agreement.
 
     Args:
-        same: how many did.
-        samples: samples they were counted over.
-        among: how many are among the best few, in words; "" where there are not more.
-        compared: how many classes of FP32 there were.
-        form: how the outputs were read, in words.
-        beside: as of `TaskFigure`.
+        same: number of equal top-1 classes.
+        samples: number of samples.
+        among: top-5 agreement as text; "" to leave it out.
+        compared: number of FP32's top-1 classes.
+        form: how the outputs were interpreted, as text.
+        beside: outputs that the task does not cover.
     """
     return TaskFigure(
         task="classes",
@@ -188,28 +186,28 @@ def classes_figure(
 
 
 class Tally(Protocol):
-    """A running comparison in flat memory."""
+    """A running comparison in constant memory."""
 
     def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         """Add one sample: arrays with a batch of 1 (or none)."""
         ...
 
     def result(self) -> TaskFigure | None:
-        """The figure; None where the float model said nothing to be compared with."""
+        """Return the figure; None if the float model predicted nothing to compare with."""
         ...
 
 
 @runtime_checkable
 class Showing(Protocol):
-    """A tally that keeps a few samples to be looked at."""
+    """A tally that selects a few samples to show."""
 
     @property
     def watched(self) -> frozenset[int]:
-        """Numbers, from 0, of the samples that may still be among those to be shown."""
+        """Indices of the samples that `shown` may still return."""
         ...
 
     def shown(self) -> tuple[Example, ...]:
-        """The samples, those where both models differ most first."""
+        """Return the samples, those where both models differ most first."""
         ...
 
 
@@ -218,80 +216,80 @@ class Task(Protocol):
 
     @property
     def name(self) -> str:
-        """What the outputs are, in one word."""
+        """Name of the task."""
         ...
 
     @property
     def form(self) -> str:
-        """How the outputs are read, in words."""
+        """How the outputs are interpreted, as text."""
         ...
 
     @property
     def parts(self) -> Mapping[str, tuple[Part, ...]]:
-        """Output -> its parts, where the task knows them better than the data.
+        """Output -> its slices, if the task knows them better than the data shows.
 
-        An output without any is not to be compared value by value, as a list of detections
-        whose order changes.
+        An output without slices is not compared value by value, such as a list of detections in
+        varying order.
         """
         ...
 
     def tally(self) -> Tally:
-        """A new comparison."""
+        """Return a new, empty tally."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The float model's first samples, which a task is recognised from.
+    """The float model's first samples, from which a task is recognised.
 
     Attributes:
-        inputs: one mapping a sample, with a batch of 1.
-        outputs: the same, floating-point and integer outputs alike.
+        inputs: one mapping per sample, with a batch of 1.
+        outputs: the same for floating-point and integer outputs.
     """
 
     inputs: Sequence[Outputs]
     outputs: Sequence[Outputs] = field(default_factory=tuple)
 
     def arrays(self, name: str) -> list[Array]:
-        """One output over the samples."""
+        """Return one output's array of every sample."""
         return [one[name] for one in self.outputs]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Outputs that hold values in every sample."""
+        """Outputs that have values in every sample."""
         return tuple(n for n in self.every if all(np.size(one[n]) for one in self.outputs))
 
     @property
     def every(self) -> tuple[str, ...]:
-        """Outputs that every sample has, if only as an empty list."""
+        """Outputs that every sample has, possibly empty."""
         first = self.outputs[0] if self.outputs else {}
         return tuple(name for name in first if all(name in one for one in self.outputs))
 
 
-_PICTURE = 4  # dimensions
+_PICTURE = 4  # dimensions of a picture
 _CHANNELS = (1, 3, 4)
 
 
 def carried(seen: Seen) -> dict[str, str]:
-    """Such outputs -> the inputs that take them; none where nothing else is fed or said."""
-    found: dict[str, str] = {}
+    """Return state outputs -> their inputs; none if there are no other outputs or inputs."""
+    states: dict[str, str] = {}
     for name in seen.names:
-        source = next(_sources(name, seen, set(found.values())), None)
+        source = next(_sources(name, seen, set(states.values())), None)
         if source is not None:
-            found[name] = source
+            states[name] = source
     inputs = {name for fed in seen.inputs for name in fed}
-    alone = len(found) == len(seen.every) or len(found) == len(inputs)
-    return {} if alone else found
+    only_states = len(states) == len(seen.every) or len(states) == len(inputs)
+    return {} if only_states else states
 
 
 def without(seen: Seen, states: Collection[str]) -> Seen:
-    """The same without these outputs."""
+    """Return the samples without these outputs."""
     rows = [{name: one[name] for name in one if name not in states} for one in seen.outputs]
     return Seen(seen.inputs, rows)
 
 
 def _sources(name: str, seen: Seen, taken: set[str]) -> Iterator[str]:
-    """Inputs of the same form in every sample: several values each, and no picture."""
+    """Yield inputs with the output's shape and type in every sample; no scalars, no pictures."""
     for source in seen.inputs[0] if seen.inputs else ():
         pairs = zip(seen.arrays(name), seen.inputs, strict=False)
         if source not in taken and all(_takes(fed.get(source), value) for value, fed in pairs):
@@ -305,28 +303,28 @@ def _takes(fed: Array | None, value: Array) -> bool:
     return bool(np.issubdtype(value.dtype, np.floating) and value.size > 1 and not picture)
 
 
-_CLOSE = 1e-4  # two ways to the same share, in float16 or float32
+_CLOSE = 1e-4  # tolerance between two computations of a probability in float16 or float32
 
 Floats = NDArray[np.float64]
 
 
 def unrolled(seen: Seen) -> frozenset[str]:
-    """Outputs of raw scores whose Softmax, its logarithm or Sigmoid another output is.
+    """Return outputs of raw scores whose Softmax, LogSoftmax or Sigmoid is another output.
 
-    What is left of each pair is what training made sure of: shares, or their logarithms.
+    The other one of each pair is used: its values are known to be probabilities.
     """
     names = [name for name in seen.names if all(map(_is_floating, seen.arrays(name)))]
-    found: set[str] = set()
+    logits: set[str] = set()
     for raw in names:
-        others = (name for name in names if name != raw and name not in found)
-        if any(_goes_over(seen.arrays(raw), seen.arrays(name)) for name in others):
-            found.add(raw)
-    return frozenset(found)
+        others = (name for name in names if name != raw and name not in logits)
+        if any(_is_activated(seen.arrays(raw), seen.arrays(name)) for name in others):
+            logits.add(raw)
+    return frozenset(logits)
 
 
 def best_of(seen: Seen) -> dict[str, str]:
-    """Outputs that are the place of the best of another's scores -> that other output."""
-    found: dict[str, str] = {}
+    """Return ArgMax output -> the output of its scores."""
+    argmax_of: dict[str, str] = {}
     for name in seen.names:
         places = seen.arrays(name)
         if all(np.issubdtype(one.dtype, np.integer) for one in places):
@@ -334,59 +332,59 @@ def best_of(seen: Seen) -> dict[str, str]:
                 other
                 for other in seen.names
                 if all(map(_is_floating, seen.arrays(other)))
-                and _are_places(places, seen.arrays(other))
+                and _are_argmax(places, seen.arrays(other))
             )
             source = next(scores, None)
             if source is not None:
-                found[name] = source
-    return found
+                argmax_of[name] = source
+    return argmax_of
 
 
 def _is_floating(value: Array) -> bool:
     return bool(np.issubdtype(value.dtype, np.floating) and value.size)
 
 
-def _goes_over(raw: Sequence[Array], others: Sequence[Array]) -> bool:
-    """Whether the others are the same function of raw scores, in every sample."""
+def _is_activated(raw: Sequence[Array], others: Sequence[Array]) -> bool:
+    """Whether `others` are the same Softmax, LogSoftmax or Sigmoid of `raw` in every sample."""
     pairs = list(zip(raw, others, strict=True))
     if any(one.shape != other.shape or one.size < 2 for one, other in pairs):
         return False
     if not all(np.isfinite(one).all() for pair in pairs for one in pair):
         return False
     axes = (axis for axis, size in enumerate(raw[0].shape) if size > 1)
-    ways: list[str | int] = ["sigmoid", *axes]
-    return any(all(_fits(one, other, way) for one, other in pairs) for way in ways)
+    functions: list[str | int] = ["sigmoid", *axes]
+    return any(all(_fits(one, other, function) for one, other in pairs) for function in functions)
 
 
-def _fits(raw: Array, other: Array, way: str | int) -> bool:
+def _fits(raw: Array, other: Array, function: str | int) -> bool:
     values, wanted = raw.astype(np.float64), other.astype(np.float64)
-    if np.ptp(wanted) == 0:  # what never changes is like anything else that does not
+    if np.ptp(wanted) == 0:  # a constant would match any other constant
         return False
-    if way == "sigmoid":
-        made = 1 / (1 + np.exp(-np.clip(values, -700, 700)))
-        return _near(made, wanted)
-    logarithms = _log_softmax(values, int(way))
+    if function == "sigmoid":
+        sigmoid = 1 / (1 + np.exp(-np.clip(values, -700, 700)))
+        return _near(sigmoid, wanted)
+    logarithms = _log_softmax(values, int(function))
     return _near(np.exp(logarithms), wanted) or _near(logarithms, wanted)
 
 
 def _log_softmax(values: Floats, axis: int) -> Floats:
-    moved = values - values.max(axis=axis, keepdims=True)
-    return np.asarray(moved - np.log(np.exp(moved).sum(axis=axis, keepdims=True)))
+    shifted = values - values.max(axis=axis, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=axis, keepdims=True)))
 
 
 def _near(made: Floats, wanted: Floats) -> bool:
-    """Alike but for rounding."""
+    """Whether both are equal within rounding."""
     return bool((np.abs(made - wanted) <= _CLOSE * np.maximum(1, np.abs(wanted))).all())
 
 
-def _are_places(places: Sequence[Array], scores: Sequence[Array]) -> bool:
-    """Whether each is the ArgMax along one axis, with or without that axis."""
+def _are_argmax(places: Sequence[Array], scores: Sequence[Array]) -> bool:
+    """Whether `places` are the ArgMax of `scores` along one axis, which may be kept as 1."""
     pairs = list(zip(places, scores, strict=True))
     axes = range(min(one.ndim for one in scores))
-    return any(all(_best_along(one, other, axis) for one, other in pairs) for axis in axes)
+    return any(all(_is_argmax(one, other, axis) for one, other in pairs) for axis in axes)
 
 
-def _best_along(places: Array, scores: Array, axis: int) -> bool:
+def _is_argmax(places: Array, scores: Array, axis: int) -> bool:
     if scores.shape[axis] < 2 or places.size * scores.shape[axis] != scores.size:
         return False
     best = scores.argmax(axis=axis)

@@ -1,25 +1,24 @@
-"""Boxes and scores in one tensor, one column (or row) an anchor: YOLO v5 to v10, v11, and YOLOX.
+"""YOLO's outputs: boxes and scores in one tensor, or one map per level.
+
+`Dense`: one tensor with a column (or row) per anchor, YOLO v5 to v11 and YOLOX.
 
 ====================  ==========================================================================
-[N, 4+C, A]           boxes cx cy w h (or corners) and a probability a class: v8, v9, v11
+[N, 4+C, A]           boxes cx cy w h (or corners) and a probability per class: v8, v9, v11
 [N, A, 5+C]           boxes, objectness, classes: v5, v6, v7
-[N, A, 5+C]           the same with boxes left in their cells, (x + column) stride, exp(w) stride:
-                      YOLOX (Ge et al. 2021, its demo's `demo_postprocess`)
+[N, A, 5+C]           the same with boxes relative to their cells, (x + column) stride,
+                      exp(w) stride: YOLOX (Ge et al. 2021, its demo's `demo_postprocess`)
 ====================  ==========================================================================
 
-A tensor counts as such only where its anchors are as many as the cells of the input's picture, and
-where the boxes lie at their anchors. Rows after the classes are key points where they lie there as
-well, x and y or x, y and how visible. They are the weights of masks where there is an output of as
-many maps, [N, m, H / s, W / s], of which each mask is a sum (YOLACT, Bolya et al. 2019). One row
-alone of numbers that an angle may have turns the box about its centre; others are let be.
+Such a tensor must have as many anchors as the input picture has cells, and boxes near their
+anchors. Rows after the classes are key points if they lie there as well, x and y or x, y and
+visibility. They are mask weights if another output has as many prototype maps
+[N, m, H / s, W / s], of which each mask is a weighted sum (YOLACT, Bolya et al. 2019). A single row
+in the range of an angle rotates the box about its centre; other rows are ignored.
 
-The cells that a detector's anchors stand in: where each anchor is, told from their number.
-
-Heads of YOLO v3 to v7 as they leave the last Conv: a map a level, several anchors a cell.
-
-[N, 3 (5 + C), H, W] or [N, k, H, W, 5 + C], of every anchor the box, objectness and classes, raw or
-behind a Sigmoid. The sizes of the anchors are not in the model, so boxes cannot be told: an anchor
-counts as kept where the same one finds the same class.
+`Maps`: heads of YOLO v3 to v7 before decoding, one map per level with several anchors per cell:
+[N, 3 (5 + C), H, W] or [N, k, H, W, 5 + C], boxes, objectness and classes, before or after a
+Sigmoid. The model does not contain the sizes of the anchors, so boxes cannot be decoded: a
+detection is matched by its anchor and class.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from deploy.metrics.tasks.task import Seen
 from deploy.tensors import Array
 
 STRIDES = (4, 8, 16, 32, 64, 128)
-_MOST_ANCHORS = 9  # at one cell
+_MOST_ANCHORS = 9  # per cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +54,8 @@ class Grid:
     """Levels of cells over an image, `anchors` at each cell, level by level.
 
     Attributes:
-        strides: pixels from cell to cell, level by level.
-        anchors: anchors a cell; each stands for all cells of its level before the next one does.
+        strides: pixels from cell to cell, per level.
+        anchors: anchors per cell; the order is anchor, then cell, within a level.
         up: whether a level's last, incomplete cells count.
     """
 
@@ -65,17 +64,17 @@ class Grid:
     up: bool
 
     def sides(self, size: tuple[int, int], stride: int) -> tuple[int, int]:
-        """Cells of a level: (rows, columns)."""
+        """Return (rows, columns) of a level."""
         height, width = (-(-s // stride) if self.up else s // stride for s in size)
         return height, width
 
     def count(self, size: tuple[int, int]) -> int:
-        """Anchors in an image of `size` pixels (height, width)."""
+        """Return the number of anchors in an image of `size` pixels (height, width)."""
         sides = (self.sides(size, stride) for stride in self.strides)
         return self.anchors * sum(height * width for height, width in sides)
 
     def cells(self, size: tuple[int, int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Each anchor's cell [A, 2] as (column, row), and its stride in pixels [A]."""
+        """Return each anchor's cell [A, 2] as (column, row), and its stride in pixels [A]."""
         places, strides = [], []
         for stride in self.strides:
             height, width = self.sides(size, stride)
@@ -87,12 +86,12 @@ class Grid:
 
 
 def grids(anchors: int, size: tuple[int, int], levels: int | None = None) -> Iterator[Grid]:
-    """Grids of neighbouring strides with exactly so many anchors, fewest a cell first.
+    """Yield grids of adjacent strides with exactly this many anchors, fewest per cell first.
 
     Args:
-        anchors: how many there are in all.
+        anchors: number of anchors of all levels.
         size: (height, width) of the image in pixels.
-        levels: how many strides; None for two or more.
+        levels: number of strides; None for two or more.
     """
     lengths = range(2, len(STRIDES) + 1) if levels is None else (levels,)
     runs = [
@@ -100,35 +99,37 @@ def grids(anchors: int, size: tuple[int, int], levels: int | None = None) -> Ite
         for length in lengths
         for start in range(len(STRIDES) - length + 1)
     ]
-    found: dict[tuple[tuple[int, ...], int], Grid] = {}
+    by_shape: dict[tuple[tuple[int, ...], int], Grid] = {}
     for up in (False, True):
         for strides in runs:
             cells = Grid(strides, 1, up).count(size)
             if cells and anchors % cells == 0 and anchors // cells <= _MOST_ANCHORS:
-                found.setdefault((strides, anchors // cells), Grid(strides, anchors // cells, up))
-    yield from sorted(found.values(), key=lambda grid: grid.anchors)
+                by_shape.setdefault(
+                    (strides, anchors // cells), Grid(strides, anchors // cells, up)
+                )
+    yield from sorted(by_shape.values(), key=lambda grid: grid.anchors)
 
 
 _NEARLY_ALL = 0.99
-_AT_ANCHORS = 0.8  # correlation of a box's place with its anchor's
-_IDLE = 0.1  # mean best class of all anchors: above it, something else tells boxes from nothing
-_QUIET = 0.02
+_AT_ANCHORS = 0.8  # correlation of a box's place with its anchor's, at least
+_IDLE = 0.1  # mean best class of all anchors, at most, unless an objectness suppresses boxes
+_QUIET = 0.02  # mean scores, at most, that do not show an objectness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
-    """One tensor of all anchors.
+    """Decoder of one tensor of all anchors.
 
     Attributes:
-        output: its name.
-        axis: where its rows are, 1 or -1.
+        output: name of the output.
+        axis: dimension of its rows, 1 or -1.
         coding: "centre" cx cy w h, "corners" x1 y1 x2 y2, or "cell" (YOLOX).
         objectness: whether row 4 multiplies all classes.
-        scores: rows of scores, objectness among them, from row 4 on.
-        rows: all rows.
-        grid: where the anchors are.
-        point: rows of a key point, 2 or 3, all of which come last; 0 without.
-        maps: the output whose maps make masks; "" without.
+        scores: number of rows of scores from row 4 on, objectness included.
+        rows: number of rows.
+        grid: places of the anchors.
+        point: rows per key point, 2 or 3, which come last; 0 without.
+        maps: output of the masks' prototypes; "" without.
         turned: whether the last row is an angle.
     """
 
@@ -145,29 +146,28 @@ class Dense:
 
     @property
     def placed(self) -> bool:
-        """Boxes are places."""
+        """Boxes are always decoded."""
         return True
 
     @property
     def classes(self) -> int:
-        """How many there are; an objectness alone is one."""
+        """Number of classes; a sole objectness is one."""
         return max(self.scores - self.objectness, 1)
 
     @property
     def form(self) -> str:
-        """How the output is read."""
+        """How the output is interpreted."""
         words = {"centre": "boxes by centre", "corners": "boxes by corners", "cell": "raw boxes"}
-        seen = ", objectness" if self.objectness else ""
+        objectness = ", objectness" if self.objectness else ""
         points = (self.rows - 4 - self.scores) // self.point if self.point else 0
-        own = f", {points} key points" if points else ", a mask" if self.maps else ""
-        own = ", an angle" if self.turned else own
-        return (
-            f"{self.output}: {words[self.coding]}{seen} and {self.classes} classes{own} an anchor"
-        )
+        extra = f", {points} key points" if points else ", a mask" if self.maps else ""
+        extra = ", an angle" if self.turned else extra
+        scores = f"{objectness} and {self.classes} classes"
+        return f"{self.output}: {words[self.coding]}{scores}{extra} an anchor"
 
     @property
     def parts(self) -> Mapping[str, tuple[Part, ...]]:
-        """Boxes, scores, and what comes after them."""
+        """Boxes, scores, and the rows after them."""
         borders = (0, 4, 4 + self.scores, self.rows)
         spans = [(a, b) for a, b in itertools.pairwise(borders) if b > a]
         return {
@@ -177,21 +177,24 @@ class Dense:
         }
 
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
-        """All boxes of one sample."""
+        """Return all boxes of one sample."""
         rows = _oriented(outputs.get(self.output), self.axis)
         if rows is None or len(rows) != self.rows:
             return None
         scores = rows[4 : 4 + self.scores]
         if self.objectness and self.scores > 1:
             scores = scores[1:] * scores[:1]
-        seen = np.flatnonzero(scores.max(axis=0) > LOWEST)  # few: the rest is not decoded
-        places, scores = rows[:4, seen].T.astype(np.float64), scores[:, seen].T.astype(np.float64)
+        likely = np.flatnonzero(scores.max(axis=0) > LOWEST)  # few: the others are not decoded
+        places, scores = (
+            rows[:4, likely].T.astype(np.float64),
+            scores[:, likely].T.astype(np.float64),
+        )
         if self.coding == "cell":
             size = image_size(inputs)
             if size is None or self.grid.count(size) != rows.shape[1]:
                 return None
-            places = _out_of_cells(places, *(one[seen] for one in self.grid.cells(size)))
-        rest = rows[4 + self.scores :, seen]
+            places = _out_of_cells(places, *(one[likely] for one in self.grid.cells(size)))
+        rest = rows[4 + self.scores :, likely]
         if self.turned:
             return by_score(corners(places), scores, turned(places, rest[0].astype(np.float64)))
         places = places if self.coding == "corners" else corners(places)
@@ -200,22 +203,22 @@ class Dense:
             return None if masks is None else by_score(places, scores, masks=masks)
         if not self.point:
             return by_score(places, scores)
-        points = rest.T.reshape(len(seen), len(rest) // self.point, self.point)
+        points = rest.T.reshape(len(likely), len(rest) // self.point, self.point)
         return by_score(places, scores, points.astype(np.float64))
 
 
 def find_yolo(seen: Seen) -> Dense | None:
-    """The one output that is such a tensor."""
-    found = [dense for name in seen.names if (dense := _dense(name, seen)) is not None]
-    if len(found) != 1:
+    """Recognise such a tensor if exactly one output is one."""
+    candidates = [dense for name in seen.names if (dense := _dense(name, seen)) is not None]
+    if len(candidates) != 1:
         return None
-    rest = 0 if found[0].point else found[0].rows - 4 - found[0].scores
+    rest = 0 if candidates[0].point else candidates[0].rows - 4 - candidates[0].scores
     maps = [name for name in seen.names if rest and _are_maps(name, rest, seen)]
-    return replace(found[0], maps=maps[0]) if len(maps) == 1 else found[0]
+    return replace(candidates[0], maps=maps[0]) if len(maps) == 1 else candidates[0]
 
 
 def _are_maps(name: str, count: int, seen: Seen) -> bool:
-    """Whether an output is so many maps of a picture's cells, in every sample."""
+    """Whether an output holds `count` prototype maps of masks, in every sample."""
     rows = np.zeros((1, count))
     return all(
         value.shape[1:2] == (count,) and masks_of(rows, value, image_size(fed)) is not None
@@ -224,7 +227,7 @@ def _are_maps(name: str, count: int, seen: Seen) -> bool:
 
 
 def corners(boxes: Floats) -> Floats:
-    """Centre and size (cx cy w h) to corners (x1 y1 x2 y2), [n, 4] both."""
+    """Convert boxes [n, 4] from centre and size (cx cy w h) to corners (x1 y1 x2 y2)."""
     half = boxes[:, 2:] / 2
     return np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], axis=1)
 
@@ -234,19 +237,19 @@ def _dense(name: str, seen: Seen) -> Dense | None:
         samples = [_oriented(value, axis) for value in seen.arrays(name)]
         sizes = [image_size(inputs) for inputs in seen.inputs]
         rows = [one.astype(np.float64) for one in samples if one is not None]
-        known = [size for size in sizes if size is not None]
-        if len(rows) != len(samples) or len(known) != len(samples) or not rows:
+        known_sizes = [size for size in sizes if size is not None]
+        if len(rows) != len(samples) or len(known_sizes) != len(samples) or not rows:
             continue
         if any(len(one) != len(rows[0]) for one in rows):
             continue
-        dense = _read(name, axis, rows, known)
+        dense = _read(name, axis, rows, known_sizes)
         if dense is not None:
             return dense
     return None
 
 
 def _oriented(value: Array | None, axis: int) -> Array | None:
-    """[1, R, A] or [1, A, R] -> [R, A]; None for other shapes, or rows that cannot be boxes."""
+    """Return [1, R, A] or [1, A, R] as [R, A]; None for other shapes or too few rows for boxes."""
     if value is None or value.ndim != 3 or len(value) != 1:
         return None
     if not np.issubdtype(value.dtype, np.floating):
@@ -259,7 +262,7 @@ def _read(name: str, axis: int, rows: list[Floats], sizes: list[tuple[int, int]]
     low = np.min([one.min(axis=1) for one in rows], axis=0)
     high = np.max([one.max(axis=1) for one in rows], axis=0)
     share = (low >= -1e-3) & (high <= 1 + 1e-3)
-    scores = int(np.cumprod(share[4:]).sum())  # rows of shares from row 4 on
+    scores = int(np.cumprod(share[4:]).sum())  # rows of probabilities from row 4 on
     if not scores:
         return None
     objectness = _has_objectness(rows, scores, axis)
@@ -284,48 +287,48 @@ def _read(name: str, axis: int, rows: list[Floats], sizes: list[tuple[int, int]]
 
 
 def _point(rest: Floats, sizes: list[tuple[int, int]], grid: Grid) -> int:
-    """How many rows a key point has, where all places lie at their anchors; 0 where none do."""
+    """Return the rows per key point if all points lie at their anchors; else 0."""
     for length in (3, 2):
         if not len(rest) or len(rest) % length:
             continue
         points = rest.reshape(-1, length, rest.shape[1])
-        seen = points[:, 2:]
-        shares = bool(((seen >= -1e-3) & (seen <= 1 + 1e-3)).all())
-        if shares and all(_lies_there(one[:2], sizes, grid) for one in points):
+        visible = points[:, 2:]
+        shares = bool(((visible >= -1e-3) & (visible <= 1 + 1e-3)).all())
+        if shares and all(_lie_at_anchors(one[:2], sizes, grid) for one in points):
             return length
     return 0
 
 
-def _lies_there(places: Floats, sizes: Sequence[tuple[int, int]], grid: Grid) -> bool:
-    """Whether x and y [2, A] of all samples rise with those of their anchors."""
+def _lie_at_anchors(places: Floats, sizes: Sequence[tuple[int, int]], grid: Grid) -> bool:
+    """Whether x and y [2, A] of all samples correlate with their anchors'."""
     cells = [grid.cells(size) for size in sizes]
     centres = np.concatenate([(c + 0.5) * s[:, None] for c, s in cells]).T
-    along = (_correlation(own, there) for own, there in zip(places, centres, strict=True))
+    along = (_correlation(one, other) for one, other in zip(places, centres, strict=True))
     return min(along) > _AT_ANCHORS
 
 
 def _has_objectness(rows: list[Floats], scores: int, axis: int) -> bool:
-    """Whether row 4 is objectness: then classes are free where there is no object.
+    """Whether row 4 is objectness: then class scores are arbitrary where there is no object.
 
-    Where the data do not tell, tensors with the anchors first have it, as v5 and v7 do.
+    If the data do not show it, tensors with the anchors first have it, as v5 and v7 do.
     """
     if scores < 2:
         return False
     classes = float(np.mean([one[5 : 4 + scores].max(axis=0).mean() for one in rows]))
-    own = float(np.mean([one[4].mean() for one in rows]))
-    if classes > _IDLE and own < classes:
+    row_4 = float(np.mean([one[4].mean() for one in rows]))
+    if classes > _IDLE and row_4 < classes:
         return True
-    return axis == -1 and max(classes, own) > _QUIET
+    return axis == -1 and max(classes, row_4) > _QUIET
 
 
 def at_anchors(boxes: Floats, sizes: Sequence[tuple[int, int]], grid: Grid) -> str | None:
-    """Whether [4, A] of all samples are "corners" or "centre"; "" where they lie elsewhere.
+    """Return "corners" or "centre" for boxes [4, A] of all samples; "" if not at their anchors.
 
-    None where they lie at their anchors and are neither.
+    None if they are at their anchors, but neither.
     """
-    if not _lies_there(boxes[:2], sizes, grid):
+    if not _lie_at_anchors(boxes[:2], sizes, grid):
         return ""
-    if _lies_there(boxes[2:], sizes, grid) and _mostly(np.all(boxes[2:] > boxes[:2], axis=0)):
+    if _lie_at_anchors(boxes[2:], sizes, grid) and _mostly(np.all(boxes[2:] > boxes[:2], axis=0)):
         return "corners"
     return "centre" if _mostly(np.all(boxes[2:] >= 0, axis=0)) else None
 
@@ -333,15 +336,15 @@ def at_anchors(boxes: Floats, sizes: Sequence[tuple[int, int]], grid: Grid) -> s
 def _coding(
     rows: list[Floats], sizes: list[tuple[int, int]], grid: Grid, objectness: bool
 ) -> str | None:
-    """What rows 0 to 3 are; None where they do not lie at their anchors."""
+    """Return the coding of rows 0 to 3; None if they do not lie at their anchors."""
     boxes = np.concatenate([one[:4] for one in rows], axis=1)
-    told = at_anchors(boxes, sizes, grid)
-    if told != "":
-        return told
+    coding = at_anchors(boxes, sizes, grid)
+    if coding != "":
+        return coding
     if not objectness or grid.anchors != 1 or np.mean([one[4].mean() for one in rows]) > _IDLE:
         return None
-    # logarithms of sizes have both signs, shares and sizes have one; letters may all be taller than
-    # their cells, so that one of the two tells
+    # logarithms of sizes have both signs, relative and pixel sizes one; letters may all be taller
+    # than their cells, so that one dimension suffices
     if boxes[2:].min() >= 0:
         return None
     small = np.abs(boxes[:2]).max(axis=0) < 16
@@ -359,25 +362,25 @@ def _correlation(one: Floats, other: Floats) -> float:
 
 
 def _out_of_cells(boxes: Floats, cells: Floats, stride: Floats) -> Floats:
-    """YOLOX's raw boxes as cx cy w h in pixels."""
-    wide = np.exp(np.minimum(boxes[:, 2:], 20))
-    return np.concatenate([boxes[:, :2] + cells, wide], axis=1) * stride[:, None]
+    """Convert YOLOX's raw boxes to cx cy w h in pixels."""
+    sizes = np.exp(np.minimum(boxes[:, 2:], 20))
+    return np.concatenate([boxes[:, :2] + cells, sizes], axis=1) * stride[:, None]
 
 
-_ANCHORS = 3  # a cell, where the shape does not tell
+_ANCHORS = 3  # per cell, if the shape does not show it
 _LEVELS = 2  # at least
 _NOTHING = 0.05  # mean objectness, at most
 
 
 @dataclass(frozen=True, slots=True)
 class Maps:
-    """All levels.
+    """Decoder of one map per level.
 
     Attributes:
-        levels: their names.
-        classes: how many there are.
-        raw: whether a Sigmoid is still to come.
-        parts: as of a task.
+        levels: names of the outputs.
+        classes: number of classes.
+        raw: whether they hold logits, before the Sigmoid.
+        parts: see `Task`.
     """
 
     levels: tuple[str, ...]
@@ -387,22 +390,22 @@ class Maps:
 
     @property
     def placed(self) -> bool:
-        """Boxes are numbers of anchors."""
+        """Boxes are not decoded, only matched by anchor."""
         return False
 
     @property
     def form(self) -> str:
-        """How the outputs are read."""
+        """How the outputs are interpreted."""
         names = ", ".join(self.levels)
         return f"{names}: objectness and {self.classes} classes of anchors, matched by anchor"
 
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
-        """The anchors of one sample that see something."""
+        """Return the anchors of one sample with a detection."""
         rows = [_anchors(outputs[name]) for name in self.levels]
-        known = [one for one in rows if one is not None and one.shape[1] == 5 + self.classes]
-        if len(known) != len(rows):
+        fitting = [one for one in rows if one is not None and one.shape[1] == 5 + self.classes]
+        if len(fitting) != len(rows):
             return None
-        scores = np.concatenate(known)[:, 4:]
+        scores = np.concatenate(fitting)[:, 4:]
         if self.raw:
             with np.errstate(over="ignore"):
                 scores = 1 / (1 + np.exp(-scores))
@@ -410,17 +413,17 @@ class Maps:
 
 
 def find_yolo_maps(seen: Seen) -> Maps | None:
-    """The levels, where every output is one."""
+    """Recognise levels if every output is one."""
     if len(seen.names) < _LEVELS or len(seen.names) != len(seen.every):
         return None
     fits = [_is_level(name, seen) for name in seen.names]
     rows = [_anchors(value) for name in seen.names for value in seen.arrays(name)]
-    known = [one for one in rows if one is not None]
-    if not all(fits) or len(known) != len(rows) or len({one.shape[1] for one in known}) != 1:
+    levels = [one for one in rows if one is not None]
+    if not all(fits) or len(levels) != len(rows) or len({one.shape[1] for one in levels}) != 1:
         return None
     for raw in (True, False):
-        if all(_sees_little(one, raw=raw) for one in known):
-            return Maps(tuple(seen.names), known[0].shape[1] - 5, raw)
+        if all(_detects_little(one, raw=raw) for one in levels):
+            return Maps(tuple(seen.names), levels[0].shape[1] - 5, raw)
     return None
 
 
@@ -442,7 +445,7 @@ def _cells(size: tuple[int, int]) -> Sequence[tuple[int, int]]:
 
 
 def _anchors(value: Array) -> Floats | None:
-    """A level -> [anchors, 5 + C]; None for other shapes."""
+    """Return a level as [anchors, 5 + C]; None for other shapes."""
     if value.ndim not in (4, 5) or len(value) != 1 or not np.issubdtype(value.dtype, np.floating):
         return None
     if value.ndim == 5:
@@ -450,17 +453,17 @@ def _anchors(value: Array) -> Floats | None:
     elif value.shape[1] % _ANCHORS:
         return None
     else:
-        each = value.reshape(_ANCHORS, value.shape[1] // _ANCHORS, -1)
-        rows = each.transpose(0, 2, 1).reshape(-1, each.shape[1])
+        by_anchor = value.reshape(_ANCHORS, value.shape[1] // _ANCHORS, -1)
+        rows = by_anchor.transpose(0, 2, 1).reshape(-1, by_anchor.shape[1])
     return rows.astype(np.float64) if rows.shape[1] >= 6 else None
 
 
-def _sees_little(rows: Floats, *, raw: bool) -> bool:
-    """Whether objectness is near 0 nearly everywhere, as nothing else than objectness is."""
+def _detects_little(rows: Floats, *, raw: bool) -> bool:
+    """Whether objectness is near 0 nearly everywhere, as no other row is."""
     if not np.isfinite(rows).all():
         return False
     if not raw:
         return bool(rows.min() >= 0 and rows.max() <= 1 and rows[:, 4].mean() < _NOTHING)
-    least = float(np.log(_NOTHING))
-    others = float(np.median(rows[:, :4]))  # of the box, which are about 0
-    return bool(rows[:, 4].mean() < least < others and rows[:, 4].min() < -1)
+    limit = float(np.log(_NOTHING))
+    box_median = float(np.median(rows[:, :4]))  # box logits are centred at 0
+    return bool(rows[:, 4].mean() < limit < box_median and rows[:, 4].min() < -1)
