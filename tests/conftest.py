@@ -16,7 +16,9 @@ import numpy as np
 import onnx
 import pytest
 from hypothesis.internal.conjecture import providers
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
+
+from tests.models import as_float32, make_model, make_node, save_net
 
 # Property tests have no limit of time and draw the same values in every run;
 # HYPOTHESIS_PROFILE=random draws others in each.
@@ -25,13 +27,9 @@ if _PROFILE == "fixed":  # constants of the modules loaded so far are drawn too:
     providers.is_local_module_file = lambda path: False
 for _name, _fixed in (("fixed", True), ("random", False)):
     hypothesis.settings.register_profile(
-        _name,
-        deadline=None,
-        suppress_health_check=[hypothesis.HealthCheck.too_slow],
-        derandomize=_fixed,
-        database=None,
-        print_blob=True,
-    )
+        _name, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow],
+        derandomize=_fixed, database=None, print_blob=True,
+    )  # fmt: skip
 hypothesis.settings.load_profile(_PROFILE)
 
 
@@ -69,34 +67,22 @@ def save_small_cnn(path: Path) -> Path:
         )
 
     def node(op: str, inputs: str, output: str, **attributes: object) -> onnx.NodeProto:
-        return helper.make_node(op, inputs.split(), [output], name=f"{op}_{output}", **attributes)
+        return make_node(op, inputs, [output], name=f"{op}_{output}", **attributes)
 
     nodes = [
-        node("Conv", "x w1 b1", "c1", pads=[1, 1, 1, 2]),
-        node("Relu", "c1", "r1"),
-        node("Conv", "r1 w2 b2", "c2", pads=[1, 1, 1, 1]),
-        node("Add", "c2 r1", "a"),
-        node("Relu", "a", "r2"),
-        node("Conv", "r2 w3 b3", "c3", pads=[1, 1, 1, 1], group=8),
-        node("Relu", "c3", "r3"),
-        node("MaxPool", "r3", "p", kernel_shape=[2, 2], strides=[2, 2]),
-        node("Flatten", "p", "f"),
-        node("Gemm", "f w4 b4", "logits", transB=1),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "small_cnn",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 3, 16, 16])],
-        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 10])],
-        [
-            weight("w1", 8, 3, 3, 4), weight("b1", 8), weight("w2", 8, 8, 3, 3), weight("b2", 8),
-            weight("w3", 8, 1, 3, 3), weight("b3", 8), weight("w4", 10, 512, spread=0.05),
-            weight("b4", 10),
-        ],
-    )  # fmt: skip
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-    onnx.save(model, path)
-    return path
+        node("Conv", "x w1 b1", "c1", pads=[1, 1, 1, 2]), node("Relu", "c1", "r1"),
+        node("Conv", "r1 w2 b2", "c2", pads=[1, 1, 1, 1]), node("Add", "c2 r1", "a"),
+        node("Relu", "a", "r2"), node("Conv", "r2 w3 b3", "c3", pads=[1, 1, 1, 1], group=8),
+        node("Relu", "c3", "r3"), node("MaxPool", "r3", "p", kernel_shape=[2, 2], strides=[2, 2]),
+        node("Flatten", "p", "f"), node("Gemm", "f w4 b4", "logits", transB=1),
+    ]  # fmt: skip
+    weights = [
+        weight("w1", 8, 3, 3, 4), weight("b1", 8), weight("w2", 8, 8, 3, 3), weight("b2", 8),
+        weight("w3", 8, 1, 3, 3), weight("b3", 8), weight("w4", 10, 512, spread=0.05),
+        weight("b4", 10),
+    ]  # fmt: skip
+    model = make_model(nodes, {"x": ["batch", 3, 16, 16]}, {"logits": ["batch", 10]}, weights)
+    return save_net(model, path)
 
 
 @pytest.fixture(scope="session")
@@ -137,36 +123,27 @@ def detector(tmp_path_factory) -> Path:
         "places": np.concatenate([centres, sides])[None],
     }
     nodes = [
-        helper.make_node("Conv", ["x", "w8", "bias"], ["c8"], name="eight", strides=[8, 8]),
-        helper.make_node("Conv", ["x", "w16", "bias"], ["c16"], name="sixteen", strides=[16, 16]),
-        helper.make_node("Reshape", ["c8", "flat"], ["r8"], name="r8"),
-        helper.make_node("Reshape", ["c16", "flat"], ["r16"], name="r16"),
-        helper.make_node("Concat", ["r8", "r16"], ["all"], name="all", axis=2),
-        helper.make_node("Split", ["all", "cut"], ["moves", "logits"], name="cut", axis=1),
-        helper.make_node("Add", ["moves", "places"], ["boxes"], name="boxes"),
-        helper.make_node("Sigmoid", ["logits"], ["scores"], name="scores"),
-        helper.make_node("Concat", ["boxes", "scores"], ["y"], name="y", axis=1),
+        make_node("Conv", "x w8 bias", "c8", name="eight", strides=[8, 8]),
+        make_node("Conv", "x w16 bias", "c16", name="sixteen", strides=[16, 16]),
+        make_node("Reshape", "c8 flat", "r8", name="r8"),
+        make_node("Reshape", "c16 flat", "r16", name="r16"),
+        make_node("Concat", "r8 r16", "all", name="all", axis=2),
+        make_node("Split", "all cut", "moves logits", name="cut", axis=1),
+        make_node("Add", "moves places", "boxes", name="boxes"),
+        make_node("Sigmoid", "logits", "scores", name="scores"),
+        make_node("Concat", "boxes scores", "y", name="y", axis=1),
     ]
-    tensors = [numpy_helper.from_array(v.astype(np.float32), k) for k, v in held.items()]
-    tensors += [
-        numpy_helper.from_array(np.array(v, np.int64), k)
-        for k, v in {"flat": [1, 6, -1], "cut": [4, 2]}.items()
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "tiny",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, side, side])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 6, 20])],
-        tensors,
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-    onnx.save(model, path)
-    return path
+    tensors = as_float32(held) | {"flat": [1, 6, -1], "cut": [4, 2]}
+    return save_net(make_model(nodes, {"x": [1, 3, side, side]}, {"y": [1, 6, 20]}, tensors), path)
 
 
 @pytest.fixture
 def run(capfd):
-    """(words of the command) -> exit code, stdout, stderr: never a fault, one sentence at most."""
+    """(words of the command) -> exit code, stdout, stderr: never a fault, one sentence at most.
+
+    `run.ok` gives the stdout of a command that must succeed, `run.fails` the stderr of one that
+    must be refused with exit code 1.
+    """
     from deploy.cli import main
 
     def call(*words):
@@ -179,6 +156,17 @@ def run(capfd):
         assert code != 70 and "Traceback" not in err and err.count("\n") <= 1, err
         return code, out, err
 
+    def ok(*words):
+        code, out, err = call(*words)
+        assert code == 0, err
+        return out
+
+    def fails(*words):
+        code, out, err = call(*words)
+        assert code == 1, (out, err)
+        return err
+
+    call.ok, call.fails = ok, fails
     return call
 
 

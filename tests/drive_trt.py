@@ -22,6 +22,7 @@ import tensorrt as trt
 
 from calibrators.errors import CalibrationError
 from calibrators.tensorrt import CLASSES, Callbacks, HostMemory, calibrator
+from tests.models import make_node, make_value
 
 SHAPE = (2, 3, 4, 4)
 
@@ -76,23 +77,16 @@ class Builder:
 def batches(count: int, shape: tuple[int, ...] = SHAPE) -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(7)
     return [
-        {
-            "data": rng.standard_normal(shape).astype(np.float32),
-            "ids": np.full(3, i, np.int32),
-        }
+        {"data": rng.standard_normal(shape).astype(np.float32), "ids": np.full(3, i, np.int32)}
         for i in range(count)
     ]
 
 
 def make(feed: Any, promised: int, algorithm: str = "entropy2", **options: Any) -> Callbacks:
     return calibrator(
-        algorithm,
-        feed,
-        batches=promised,
-        shapes={"data": SHAPE, "ids": (3,)},
-        memory=HostMemory(),
+        algorithm, feed, batches=promised, shapes={"data": SHAPE, "ids": (3,)}, memory=HostMemory(),
         **options,
-    )
+    )  # fmt: skip
 
 
 def outcome(calib: Callbacks) -> str:
@@ -202,13 +196,13 @@ def lacking() -> list[str]:
 
 def without_gpu() -> str:
     """What the builder says where there is no driver; "built" where there is one."""
-    from onnx import TensorProto, helper, save
+    from onnx import helper, save
 
     from deploy.errors import BackendError
     from deploy.targets.tensorrt.builder import Settings, build_engine
 
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 2]) for name in "xy"]
-    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", ends[:1], ends[1:])
+    ends = [make_value(name, [1, 2]) for name in "xy"]
+    graph = helper.make_graph([make_node("Relu", "x", "y")], "g", ends[:1], ends[1:])
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "m.onnx"
         save(helper.make_model(graph, ir_version=8), model)
@@ -231,12 +225,10 @@ def small_parts() -> dict[str, Any]:
         trt.init_libnvinfer_plugins(logger, "")
     types = [trt.float32, trt.float16, trt.int8, trt.int32, trt.bool]
     return {
-        "dims": dims(trt.Dims([1, -1, 3])),
-        "dtypes": [dtype_of(data_type) for data_type in types],
-        "log": [kept.errors, kept.lines],
-        "one_logger": process_logger() is logger,
+        "dims": dims(trt.Dims([1, -1, 3])), "dtypes": [dtype_of(data_type) for data_type in types],
+        "log": [kept.errors, kept.lines], "one_logger": process_logger() is logger,
         "stand_ins": stand_ins(),
-    }
+    }  # fmt: skip
 
 
 def silenced() -> list[Any]:
@@ -252,31 +244,23 @@ def main() -> None:
     reused = make(raising(), 2, known=known)
     json.dump(
         {
-            "version": trt.__version__,
-            "algorithms": algorithms(),
-            "bytes_seen": bytes_seen(),
-            "whole": run_all(make(batches(3), 3)),
-            "longer_feed": run_all(make(batches(5), 3)),
-            "short": run_all(make(batches(2), 3)),
-            "empty": run_all(make([], 3)),
+            "version": trt.__version__, "algorithms": algorithms(), "bytes_seen": bytes_seen(),
+            "whole": run_all(make(batches(3), 3)), "longer_feed": run_all(make(batches(5), 3)),
+            "short": run_all(make(batches(2), 3)), "empty": run_all(make([], 3)),
             "raises": run_all(make(raising(), 4)),
             "wrong_shape": run_all(make(with_flaw(data=np.zeros((1, 3, 4, 4), np.float32)), 3)),
             "wrong_dtype": run_all(make(with_flaw(data=np.zeros(SHAPE, np.float64)), 3)),
             "nan": run_all(make(with_flaw(data=nan), 3)),
             "missing_name": run_all(make(batches(3), 3), "data", "mask"),
-            "no_cache_written": outcome(_taken(make(batches(1), 1))),
-            "reused": run_all(reused),
+            "no_cache_written": outcome(_taken(make(batches(1), 1))), "reused": run_all(reused),
             "reused_taken": reused.taken,
             "refused": run_all(make([], 1, known=known), refuses=True),
             "refused_but_fed": run_all(make(batches(2), 2, known=known), refuses=True),
-            "unknown": unknown_algorithm(),
-            "lacking": lacking(),
-            "without_gpu": without_gpu(),
-            "small_parts": small_parts(),
-            "opencv": silenced(),
+            "unknown": unknown_algorithm(), "lacking": lacking(), "without_gpu": without_gpu(),
+            "small_parts": small_parts(), "opencv": silenced(),
         },
         sys.stdout,
-    )
+    )  # fmt: skip
 
 
 def _taken(calib: Callbacks) -> Callbacks:

@@ -113,8 +113,7 @@ def test_every_way_to_break_is_found_and_named(broken):
 @pytest.mark.slow
 def test_a_case_is_the_same_alone(broken):
     _, said, _ = broken("fuzz-dying --seed 5 --workers 1")
-    found = [line for line in said.splitlines() if line.startswith("FAILED")]
-    case = found[0].rpartition(" ")[2]
+    case = next(line for line in said.splitlines() if line.startswith("FAILED")).rpartition(" ")[2]
     code, _, table = broken(f"fuzz-dying --seed 5 --case {case}")
     assert table == {"fuzz-dying": (1, 0, 0, 1)} and code == 1
     code, _, table = broken("fuzz-sound")

@@ -1,31 +1,45 @@
-"""`calib8 bench` beyond two latencies: batches, kernels, shapes of the build, streams."""
+"""Latencies of models, and bench."""
 
+import itertools
 import json
 import re
+import sys
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
+from deploy.analysis.benchmark import bench, model_size
+from deploy.cli import cli
+from deploy.errors import BackendError, ConfigError
+from deploy.metrics.bench_inputs import random_feeds
 from deploy.metrics.kernels import Kernel, kernels_of
-from deploy.metrics.latency import FEW, measure
+from deploy.metrics.latency import FEW, DeviceTimes, Timing, measure, percentile
 from deploy.report import Report, to_html, to_markdown, to_screen
 from deploy.report.parts import BatchRow, EngineRow
+from deploy.runtimes.ort import OrtSession
+from deploy.tensors import TensorSpec
+from tests.models import make_model, make_node, make_value, save_net
 
+# --- `calib8 bench` beyond two latencies: batches, kernels, shapes of the build, streams.
 QUICK = ("--duration", 0, "--warmup", 0, "--threads", 1)
 
 
 def saved(path, nodes, shape=("n", 3)):
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in "xy"]
-    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:])
-    opset = [helper.make_opsetid("", 17)]
-    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=9), path)
-    return path
+    ends = [make_value(name, shape) for name in "xy"]
+    return save_net(make_model(nodes, ends[:1], ends[1:], opset=17, ir=9), path)
 
 
 def relu(path, shape=("n", 3)):
-    return saved(path, [helper.make_node("Relu", ["x"], ["y"], name="r")], shape)
+    return saved(path, [make_node("Relu", "x", "y", name="r")], shape)
 
 
 @pytest.fixture
@@ -34,8 +48,7 @@ def told(run, tmp_path):
 
     def call(*words):
         path = tmp_path / "r.json"
-        code, out, err = run("bench", *words, *QUICK, "--json", path)
-        assert code == 0, err
+        out = run.ok("bench", *words, *QUICK, "--json", path)
         return json.loads(path.read_text())["engines"], out
 
     return call
@@ -43,12 +56,7 @@ def told(run, tmp_path):
 
 @pytest.fixture
 def refused(run):
-    def call(*words):
-        code, _, err = run("bench", *words, *QUICK)
-        assert code == 1
-        return err
-
-    return call
+    return lambda *words: run.fails("bench", *words, *QUICK)
 
 
 @pytest.fixture
@@ -76,8 +84,7 @@ def test_each_batch_is_measured_and_the_smallest_is_the_headline(told, tmp_path,
     assert [feeds[0]["x"] for feeds in shapes_run] == [(1, 3), (2, 3), (4, 3)]
     assert first["latency"] == first["sweep"][0]["latency"]
     for row in first["sweep"]:
-        p50 = row["latency"]["host"]["p50"]
-        assert row["items_qps"] == pytest.approx(1e3 * row["batch"] / p50)
+        assert row["items_qps"] == pytest.approx(1e3 * row["batch"] / row["latency"]["host"]["p50"])
     assert re.search(r"^Batch +1 +1$", out, re.MULTILINE)
     assert re.search(
         r"^Batches +a.onnx +b.onnx +batch$|^Batches +a.onnx  b.onnx", out, re.MULTILINE
@@ -109,10 +116,7 @@ def test_a_model_that_fixes_its_batch_is_refused_a_sweep(refused, tmp_path):
 
 
 def test_a_batch_that_the_model_cannot_run_is_named(refused, tmp_path):
-    nodes = [
-        helper.make_node("Constant", [], ["s"], value_ints=[1, 3]),
-        helper.make_node("Reshape", ["x", "s"], ["y"]),
-    ]
+    nodes = [make_node("Constant", "", "s", value_ints=[1, 3]), make_node("Reshape", "x s", "y")]
     assert "with a batch of 2: " in refused(saved(tmp_path / "a.onnx", nodes), "--batch", "1,2")
 
 
@@ -173,22 +177,19 @@ def test_a_profile_tells_every_kernel_the_slowest_first(told, small_cnn):
 
 def test_a_profile_of_two_models_is_by_kind(told, tmp_path):
     a = relu(tmp_path / "a.onnx")
-    b = saved(tmp_path / "b.onnx", [helper.make_node("Neg", ["x"], ["y"])])
+    b = saved(tmp_path / "b.onnx", [make_node("Neg", "x", "y")])
     _, out = told(b, "--against", a, "--profile")
     assert re.search(r"^Kernels +a.onnx +b.onnx +kind$", out, re.MULTILINE)
     assert re.search(r"ms in 1 +-  Relu$", out, re.M) and re.search(r"- .*ms in 1  Neg$", out, re.M)
 
 
 def test_a_body_is_told_and_what_runs_it_is_not_told_twice(told, tmp_path):
-    inner = helper.make_tensor_value_info("o", TensorProto.FLOAT, ["n", 3])
-    body = [
-        helper.make_graph([helper.make_node(op, ["x"], ["o"])], op, [], [inner])
-        for op in ("Relu", "Neg")
-    ]
+    inner = make_value("o", ["n", 3])
+    body = [helper.make_graph([make_node(op, "x", "o")], op, [], [inner]) for op in ("Relu", "Neg")]
     nodes = [
-        helper.make_node("ReduceSum", ["x"], ["s"], keepdims=0),
-        helper.make_node("Cast", ["s"], ["c"], to=TensorProto.BOOL),
-        helper.make_node("If", ["c"], ["y"], then_branch=body[0], else_branch=body[1]),
+        make_node("ReduceSum", "x", "s", keepdims=0),
+        make_node("Cast", "s", "c", to=TensorProto.BOOL),
+        make_node("If", "c", "y", then_branch=body[0], else_branch=body[1]),
     ]
     kernels = told(saved(tmp_path / "a.onnx", nodes), "--profile")[0][0]["kernels"]
     kinds = {kernel["kind"] for kernel in kernels}
@@ -207,9 +208,7 @@ def test_a_kernel_takes_the_p50_of_its_runs_times_how_often_it_runs():
     assert found == (Kernel(name="once", kind="A", ms=6.0), Kernel(name="twice", kind="B", ms=6.0))
 
 
-def test_a_runtime_that_tells_no_kernels_is_refused_before_anything_is_timed(
-    refused, tmp_path, openvino
-):
+def test_a_runtime_without_kernel_times_is_refused_first(refused, tmp_path, openvino):
     said = refused(relu(tmp_path / "a.onnx"), "--runtime", "openvino", "--profile")
     assert "leave --profile away" in said
 
@@ -235,22 +234,13 @@ def built(run, tmp_path):
         numpy_helper.from_array(rng.normal(0, 0.3, (4, rows, 3, 3)).astype(np.float32), name)
         for name, rows in (("w", 3), ("v", 4))
     ]
-    ends = [
-        helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, "h", "w"]),
-        helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 4, "h2", "w2"]),
-    ]
-    nodes = [
-        helper.make_node("Conv", ["x", "w"], ["c"], name="c"),
-        helper.make_node("Conv", ["c", "v"], ["y"], name="d"),
-    ]
-    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], weights)
+    ends = [make_value("x", ["n", 3, "h", "w"]), make_value("y", ["n", 4, "h2", "w2"])]
+    nodes = [make_node("Conv", "x w", "c", name="c"), make_node("Conv", "c v", "y", name="d")]
     model = tmp_path / "det.onnx"
-    opset = [helper.make_opsetid("", 17)]
-    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=9), model)
+    onnx.save(make_model(nodes, ends[:1], ends[1:], weights, opset=17, ir=9), model)
     np.save(tmp_path / "x.npy", rng.normal(0, 1, (4, 3, 12, 20)).astype(np.float32))
     words = ("--images", tmp_path / "x.npy", "--out", tmp_path / "b")
-    code, _, err = run("build", model, *words, "--effort", 0, "--duration", 0)
-    assert code == 0, err
+    run.ok("build", model, *words, "--effort", 0, "--duration", 0)
     return tmp_path / "b" / "det.int8.onnx"
 
 
@@ -295,6 +285,312 @@ def test_streams_of_onnx_models_share_the_cores(run, tmp_path, monkeypatch):
 
 
 def test_a_measurement_that_was_too_short_says_so(told, tmp_path):
-    assert "10 iterations alone" in told(relu(tmp_path / "a.onnx"))[1]
+    assert "10 iterations, so p95" in told(relu(tmp_path / "a.onnx"))[1]
     found = measure({"x": Still()}, [{}], warmup_ms=0, duration_s=0, min_iterations=FEW)["x"]
-    assert not any("iterations alone" in text for text in found.warnings)
+    assert not any("iterations, so p95" in text for text in found.warnings)
+
+
+# --- benchmark
+def save(path, shape=("n", 3), op="Relu", name="x"):
+    x = make_value(name, shape)
+    y = make_value("y", shape)
+    return save_net(make_model([make_node(op, [name], "y")], [x], [y], opset=17, ir=9), path)
+
+
+def test_two_models_side_by_side(tmp_path):
+    a, b = save(tmp_path / "a.onnx"), save(tmp_path / "b.onnx", op="Neg")
+    first, second = bench(b, against=a, threads=1, warmup_ms=0, duration_s=0).engines
+    assert (first.label, second.label) == ("a.onnx", "b.onnx")
+    assert first.reference and not second.reference
+    assert first.latency.queries == second.latency.queries == 10
+    assert first.size_bytes == a.stat().st_size and first.threads == 1 and first.load_ms > 0
+
+
+def test_models_of_one_name_in_two_folders_keep_apart(tmp_path):
+    (tmp_path / "other").mkdir()
+    a, b = save(tmp_path / "a.onnx"), save(tmp_path / "other" / "a.onnx")
+    report = bench(b, against=a, threads=1, warmup_ms=0, duration_s=0)
+    assert [engine.label for engine in report.engines] == [str(a), str(b)]
+    with pytest.raises(ConfigError, match="another model"):
+        bench(a, against=a)
+
+
+def test_models_with_other_inputs_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="same inputs"):
+        bench(save(tmp_path / "a.onnx"), against=save(tmp_path / "b.onnx", name="z"), threads=1)
+
+
+def test_random_inputs_are_the_same_for_the_same_seed():
+    specs = [TensorSpec("x", "float16", ("n", 3)), TensorSpec("i", "int64", (2,))]
+    left, right, other = (random_feeds(specs, seed=seed) for seed in (1, 1, 2))
+    assert left[0]["x"].shape == (1, 3) and left[0]["x"].dtype == np.float16
+    assert set(left[0]["i"].tolist()) <= {0, 1} and left[0]["i"].dtype == np.int64
+    assert all(np.array_equal(p["x"], q["x"]) for p, q in zip(left, right, strict=True))
+    assert not np.array_equal(left[0]["x"], other[0]["x"])
+    assert not np.array_equal(left[0]["x"], left[1]["x"])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rule"),
+    [({}, "--shape x:1x3x224x224"), ({"z": (1,)}, "must name an input"),
+     ({"x": (1, 3, 8)}, "got --shape 1x3x8"), ({"x": (1, 4, 8, 8)}, "got --shape 1x4x8x8"),
+     ({"x": (1, 3, 0, 8)}, "got --shape 1x3x0x8")],
+)  # fmt: skip
+def test_open_dimensions_need_a_shape_that_fits(shapes, rule):
+    spec = TensorSpec("x", "float32", ("n", 3, None, "w"))
+    with pytest.raises(ConfigError, match=rule):
+        random_feeds([spec], shapes=shapes)
+    assert random_feeds([spec], shapes={"x": (2, 3, 8, 9)})[0]["x"].shape == (2, 3, 8, 9)
+
+
+def test_inputs_of_text_are_refused():
+    with pytest.raises(ConfigError, match="must be of numbers"):
+        random_feeds([TensorSpec("s", "str", (1,))])
+
+
+def test_the_size_of_a_model_counts_its_external_data(tmp_path):
+    path = save(tmp_path / "m.onnx")
+    model = onnx.load(path)
+    model.graph.initializer.append(numpy_helper.from_array(np.zeros(1000, np.float32), "w"))
+    onnx.save(model, path, save_as_external_data=True, location="m.data", size_threshold=0)
+    assert model_size(path) == path.stat().st_size + 4000
+
+
+def test_the_command_prints_and_writes_json_and_html(tmp_path):
+    a, b = save(tmp_path / "a.onnx", ("n", 3, "h")), save(tmp_path / "b.onnx", ("n", 3, "h"))
+    options = ["--warmup", "0", "--duration", "0", "--threads", "1", "--shape", "x:1x3x5"]
+    files = ["--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")]
+    result = CliRunner().invoke(cli, ["bench", str(b), "--against", str(a), *options, *files])
+    assert result.exit_code == 0, result.output
+    assert "Latency p50" in result.output and "Machine" in result.output
+    assert json.loads((tmp_path / "r.json").read_text())["engines"][1]["latency"]["queries"] == 10
+    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("shape", ["x", "x:", "x:1xtwo", ":1x2", "x:-1"])
+def test_a_shape_that_cannot_be_read_is_a_usage_error(shape, tmp_path):
+    result = CliRunner().invoke(cli, ["bench", str(save(tmp_path / "a.onnx")), "--shape", shape])
+    assert result.exit_code == 2 and "name:1x3x224x224" in result.output
+
+
+def two_outputs(path, op="Neg"):
+    x = make_value("x", ["n", 3])
+    ends = [make_value(name, ["n", 3]) for name in "yz"]
+    nodes = [make_node("Abs", "x", "y"), make_node(op, "y", "z")]
+    return save_net(make_model(nodes, [x], ends, opset=17, ir=9), path)
+
+
+@pytest.fixture
+def held(tmp_path):
+    path = tmp_path / "held.npz"
+    np.savez(path, x=np.random.default_rng(0).normal(0, 1, (6, 3)).astype(np.float32))
+    return path
+
+
+def bench_cli(*words):
+    words = ("bench", *words, "--duration", 0, "--warmup", 0, "--threads", 1)
+    return CliRunner().invoke(cli, [str(word) for word in words])
+
+
+def told_benchmark(result):
+    assert isinstance(result.exception, ConfigError | BackendError), result.output
+    return str(result.exception)
+
+
+def test_images_are_what_is_run_and_tell_how_far_two_models_are_apart(tmp_path, held):
+    a, b = two_outputs(tmp_path / "a.onnx"), two_outputs(tmp_path / "b.onnx", op="Relu")
+    words = (b, "--against", a, "--images", held, "--json", tmp_path / "r.json")
+    result = bench_cli(*words, "--limit", 4)
+    assert result.exit_code == 0, result.exception
+    first, second = json.loads((tmp_path / "r.json").read_text())["engines"]
+    assert "accuracy" not in first
+    assert second["accuracy"]["samples"] == 4
+    assert [o["sqnr_db"] for o in second["accuracy"]["outputs"]] == [
+        "inf",
+        pytest.approx(-6.02, 1e-3),
+    ]
+    assert "output 'z': -6.0 dB" in " ".join(result.stdout.split())
+
+
+def test_one_model_on_images_is_timed_alone(tmp_path, held):
+    result = bench_cli(two_outputs(tmp_path / "a.onnx"), "--images", held)
+    assert result.exit_code == 0 and "SQNR" not in result.stdout
+
+
+def test_options_that_images_leave_no_room_for_are_refused(tmp_path, held):
+    a = save(tmp_path / "a.onnx")
+    assert "--seed shapes random inputs" in told_benchmark(
+        bench_cli(a, "--images", held, "--seed", 1)
+    )
+    assert "--limit goes with --images" in told_benchmark(bench_cli(a, "--limit", 1))
+    assert "--size goes with --images" in told_benchmark(bench_cli(a, "--size", "4x4"))
+
+
+def test_openvino_is_measured_beside_onnx_runtime(tmp_path, held, openvino):
+    a = two_outputs(tmp_path / "a.onnx")
+    words = (a, "--runtime", "openvino", "--json", tmp_path / "r.json")
+    assert bench_cli(*words, "--images", held).exit_code == 0
+    first, second = json.loads((tmp_path / "r.json").read_text())["engines"]
+    assert (first["label"], second["label"]) == ("a.onnx in ONNX Runtime", "a.onnx in OpenVINO")
+    assert first["reference"] and first["latency"]["queries"] == second["latency"]["queries"]
+    assert [o["sqnr_db"] for o in second["accuracy"]["outputs"]] == ["inf", "inf"]
+    assert bench_cli(*words).exit_code == 0
+    assert json.loads((tmp_path / "r.json").read_text())["engines"][1].get("accuracy") is None
+
+
+def test_what_openvino_does_not_run_is_refused(tmp_path, openvino):
+    a, b = save(tmp_path / "a.onnx"), save(tmp_path / "b.onnx", op="Neg")
+    assert "take one engine" in told_benchmark(
+        bench_cli(a, "--against", b, "--runtime", "openvino")
+    )
+    said = told_benchmark(bench_cli(tmp_path / "a.plan", "--runtime", "openvino"))
+    assert "OpenVINO reads ONNX models" in said
+    bad = save(tmp_path / "c.onnx", op="Cosh")
+    assert "Operation Cosh is not supported" in told_benchmark(
+        bench_cli(bad, "--runtime", "openvino")
+    )
+
+
+def test_openvino_that_is_missing_is_said_in_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    said = told_benchmark(bench_cli(save(tmp_path / "a.onnx"), "--runtime", "openvino"))
+    assert "calib8[openvino]" in said
+
+
+def test_the_real_openvino_computes_the_same(tmp_path, held):
+    pytest.importorskip("openvino", reason="OpenVINO is not installed")
+    report = bench(
+        two_outputs(tmp_path / "a.onnx"), runtime="openvino", images=held, duration_s=0, threads=1
+    )
+    assert all(o.sqnr_db > 100 for o in report.engines[1].accuracy.outputs)
+
+
+# --- latency
+FEEDS = [{"x": np.zeros(1, np.float32)}, {"x": np.ones(1, np.float32)}]
+
+
+class Recorder:
+    """A session that only writes down who ran with what."""
+
+    inputs = outputs = (TensorSpec("x", "float32", (1,)),)
+
+    def __init__(self, name, log, seconds=0.0):
+        self.name, self.log, self.seconds = name, log, seconds
+
+    def run(self, feed):
+        self.log.append((self.name, float(feed["x"][0])))
+        time.sleep(self.seconds)
+        return dict(feed)
+
+
+class Device(Recorder):
+    def device_times(self):
+        return DeviceTimes(h2d_ms=1.0, compute_ms=4.0, d2h_ms=2.0, enqueue_ms=3.5)
+
+
+@pytest.mark.parametrize(
+    ("n", "percent", "index"),
+    [(10, 90, 8), (10, 99, 9), (100, 99, 98), (1, 99, 0), (1000, 95, 949), (11, 50, 5), (4, 50, 1)],
+)
+def test_a_percentile_leaves_out_the_floor_of_the_slowest(n, percent, index):
+    assert percentile(np.arange(n, dtype=np.float64), percent) == index
+
+
+@given(st.lists(st.floats(0.001, 1e4), min_size=1, max_size=60))
+def test_percentiles_rise_between_the_extremes(samples):
+    t = Timing.of(samples)
+    assert t.min <= t.p50 <= t.p90 <= t.p95 <= t.p99 <= t.max
+    assert t.min <= t.median <= t.max
+    assert t.mean == pytest.approx(np.mean(samples))
+
+
+def test_sessions_run_in_turning_order_on_the_same_inputs():
+    log = []
+    sessions = {name: Recorder(name, log) for name in "ab"}
+    found = measure(sessions, FEEDS, warmup_ms=0, duration_s=0, min_iterations=4)
+    runs = log[1::2]  # behind one that is not timed, of the same session and input
+    assert log[::2] == runs
+    assert "".join(name for name, _ in runs) == "ab" + "abbaabba"  # warm-up, then four rounds
+    assert [value for _, value in runs[2:]] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert list(found) == ["a", "b"]
+    assert found["a"].queries == 4 and found["a"].warmup_queries == 1
+    assert len(found["a"].samples_ms) == 4
+
+
+def test_one_session_alone_is_timed_in_every_run():
+    log = []
+    found = measure({"a": Recorder("a", log)}, FEEDS, warmup_ms=0, duration_s=0, min_iterations=4)
+    assert len(log) == 1 + 4 and found["a"].queries == 4
+
+
+@pytest.mark.parametrize(("names", "runs"), [("ab", 2), ("a", 1)])
+def test_what_is_told_to_be_left_is_what_the_least_number_of_runs_takes(names, runs, monkeypatch):
+    told = []
+    monkeypatch.setattr(
+        "deploy.metrics.latency.lasting",
+        lambda what, seconds: told.append((what, seconds)) or nullcontext(),
+    )
+    sessions = {name: Recorder(name, [], seconds=0.01) for name in names}
+    measure(sessions, FEEDS, warmup_ms=0, duration_s=0, min_iterations=5)
+    assert [what for what, _ in told] == ["latency", "latency"]
+    assert told[0][1] == 0 and told[1][1] >= 5 * runs * len(names) * 0.01
+
+
+def test_a_run_waits_for_no_other_sessions_threads(monkeypatch):
+    entries = []
+    add = onnxruntime.SessionOptions.add_session_config_entry
+    monkeypatch.setattr(
+        onnxruntime.SessionOptions,
+        "add_session_config_entry",
+        lambda self, *entry: (entries.append(entry), add(self, *entry)),
+    )
+    OrtSession.open(make_model([make_node("Relu", "x", "y")], {"x": [1]}, {"y": [1]}, opset=17))
+    assert ("session.force_spinning_stop", "1") in entries
+
+
+def test_throughput_is_queries_over_a_sessions_own_time():
+    log = []
+    sessions = {"slow": Recorder("slow", log, 0.004), "fast": Recorder("fast", log)}
+    slow = measure(sessions, FEEDS, warmup_ms=0, duration_s=0)["slow"]
+    assert slow.queries == 10
+    assert slow.throughput_qps == pytest.approx(10 / slow.total_host_walltime_s)
+    assert slow.total_host_walltime_s == pytest.approx(sum(slow.samples_ms) / 1e3)
+    assert slow.latency.min >= 4
+
+
+def test_a_device_session_is_timed_by_its_device(monkeypatch):
+    ticks = (n / 1000 for n in itertools.count())  # each look at the clock is a millisecond later
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks))
+    monkeypatch.setattr("deploy.metrics.latency.time", clock)
+    found = measure({"gpu": Device("gpu", [])}, FEEDS, warmup_ms=0, duration_s=0)["gpu"]
+    assert found.latency.mean == 7.0 and found.gpu_compute.median == 4.0
+    assert found.host.mean == pytest.approx(1)
+    assert any("CUDA graph" in text for text in found.warnings)
+    data = found.to_json(samples=True)
+    assert data["h2d"]["mean"] == 1.0 and data["samples_ms"] == [7.0] * 10
+    assert "samples_ms" not in found.to_json()
+
+
+def test_a_host_session_has_no_device_stages():
+    found = measure({"cpu": Recorder("cpu", [])}, FEEDS, warmup_ms=0, duration_s=0)["cpu"]
+    assert found.gpu_compute is None and "gpu_compute" not in found.to_json()
+
+
+def test_a_spread_over_trtexecs_limit_is_said():
+    class Uneven(Device):
+        def device_times(self):
+            ms = 10.0 if len(self.log) % 2 else 1.0
+            return DeviceTimes(h2d_ms=0, compute_ms=ms, d2h_ms=0, enqueue_ms=0)
+
+    found = measure({"u": Uneven("u", [])}, FEEDS, warmup_ms=0, duration_s=0)["u"]
+    assert any("unstable" in text for text in found.warnings)
+
+
+@pytest.mark.parametrize(
+    ("names", "feeds", "options"),
+    [("", FEEDS, {}), ("a", [], {}), ("a", FEEDS, {"duration_s": -1}),
+     ("a", FEEDS, {"warmup_ms": float("nan")}), ("a", FEEDS, {"min_iterations": 0})],
+)  # fmt: skip
+def test_nothing_to_measure_is_refused(names, feeds, options):
+    with pytest.raises(ConfigError, match="measuring needs"):
+        measure({name: Recorder(name, []) for name in names}, feeds, **options)

@@ -3,7 +3,7 @@
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 
 from calibrators.amct.recorders import ChannelMaxOf
 from calibrators.statistics import AmaxOf, HistogramOf
@@ -12,6 +12,7 @@ from deploy.calibration.observation import Observation, Variant
 from deploy.calibration.one_pass import observe
 from deploy.calibration.taps import Tap
 from deploy.errors import BackendError, CalibrationError
+from tests.models import make_model, make_node
 
 ODD = (3, 5, 8, 12, 17)
 
@@ -27,7 +28,7 @@ def network(channels, *, ends="Relu"):
             values = rng.normal(scale=0.5, size=weights).astype(np.float32)
             constants.append(numpy_helper.from_array(values, f"{name}.w"))
             inputs = [*inputs, f"{name}.w"]
-        nodes.append(helper.make_node(op, inputs, [name], name=name, **attributes))
+        nodes.append(make_node(op, inputs, [name], name=name, **attributes))
         seen.append(name)
         return name
 
@@ -42,14 +43,9 @@ def network(channels, *, ends="Relu"):
     grouped = add("Relu", [add("Conv", [grouped], weights=(32, 8, 1, 1), group=2)])
     grouped = add("Concat", [grouped, grouped], axis=1)
     add("Flatten", [grouped])  # reads what it reads in the ordinary layout
-    graph = helper.make_graph(
-        nodes,
-        "odd",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, 9, 7])],
-        [onnx.ValueInfoProto(name=last)],
-        constants,
+    model = make_model(
+        nodes, {"x": ["n", 3, 9, 7]}, [onnx.ValueInfoProto(name=last)], constants, opset=17
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     return model, seen
 
 
@@ -121,8 +117,7 @@ def test_what_another_node_reads_and_what_has_an_order_keeps_its_layout():
     model, tensors = network((16, 32))
     opened = taps.tapped(model, tensors, in_any_order=tensors)
     assert opened.blocked.keys().isdisjoint({t for t in tensors if t[:4] in ("conc", "flat")})
-    few = taps.tapped(model, tensors, in_any_order=["conv0"])
-    assert set(few.blocked) <= {"conv0"}
+    assert set(taps.tapped(model, tensors, in_any_order=["conv0"]).blocked) <= {"conv0"}
     assert taps.tapped(model, tensors).blocked == {}
 
 

@@ -130,11 +130,9 @@ def made(words="/model", *, engines=2, targets=1, tensors=40):
         title=f"calib8: {words} in int8",
         model=ModelPart(path=words, inputs=(f"{words} float32 [1,3,640,640]",)),
         feed=FeedPart(source=words, samples=60, preprocess={"mean": [0.5], words: words}),
-        targets=tuple(target(name, words, tensors) for name in names),
-        engines=tuple(rows),
-        files=(FileRow(role="plan", path="out/m.plan.toml"),),
-        notes=(words, "another"),
-    )
+        targets=tuple(target(name, words, tensors) for name in names), engines=tuple(rows),
+        files=(FileRow(role="plan", path="out/m.plan.toml"),), notes=(words, "another"),
+    )  # fmt: skip
 
 
 def failed():
@@ -144,14 +142,11 @@ def failed():
 
 
 MADE = {
-    "plain": lambda: made(),
-    "long": lambda: made(LONG),
-    "hostile": lambda: made(HOSTILE, engines=5),
-    "many engines": lambda: made(engines=9, targets=3),
-    "failed": failed,
-    "no engines": lambda: dataclasses.replace(made(), engines=()),
+    "plain": lambda: made(), "long": lambda: made(LONG),
+    "hostile": lambda: made(HOSTILE, engines=5), "many engines": lambda: made(engines=9, targets=3),
+    "failed": failed, "no engines": lambda: dataclasses.replace(made(), engines=()),
     "empty": lambda: Report(title="nothing"),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -233,15 +228,12 @@ def test_the_pages_of_a_build_and_of_bench_fit_too(page, run, tmp_path):
     fashion = ROOT / "datasets" / "fashion"
     words = "--images", fashion / "calib.txt", "--limit", 20, "--mean", "0.5", "--std", "0.5"
     targets = "--target", "onnxruntime,tensorrt,ascend", "--effort", 0, "--duration", 0
-    code, _, err = run("build", fashion / "fashion.onnx", *words, *targets, "--out", tmp_path / "o")
-    assert code == 0, err
+    run.ok("build", fashion / "fashion.onnx", *words, *targets, "--out", tmp_path / "o")
     engine, bench = tmp_path / "o" / "fashion.int8.onnx", tmp_path / "bench.html"
     against = "--against", fashion / "fashion.onnx", "--duration", 0, "--warmup", 0
-    code, _, err = run("bench", engine, *against, "--html", bench)
-    assert code == 0, err
+    run.ok("bench", engine, *against, "--html", bench)
     both = tmp_path / "both.html"
-    code, _, err = run("report", tmp_path / "o", tmp_path / "o" / "report.json", "--html", both)
-    assert code == 0, err
+    run.ok("report", tmp_path / "o", tmp_path / "o" / "report.json", "--html", both)
     for path in (tmp_path / "o" / "report.html", bench, both):
         for width in (400, 1280):
             page.show(path, width=width)

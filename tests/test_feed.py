@@ -1,19 +1,31 @@
+"""Images and arrays to batches."""
+
 import gc
+import json
 import os
 import threading
 import time
 
 import cv2
 import numpy as np
+import onnx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import numpy_helper
 
+from deploy.calibration.one_pass import in_turns
 from deploy.errors import ConfigError, FeedError
+from deploy.feed import reader
 from deploy.feed.feed import open_feed
-from deploy.feed.parallel import Stream
+from deploy.feed.listing import Changed
+from deploy.feed.parallel import Stream, ahead
 from deploy.feed.preprocess import Preprocess, preset
-from deploy.feed.sampling import names_digest, share_of
+from deploy.feed.sampling import names_digest, order, share_of, some, strewn
 from deploy.tensors import TensorSpec
+from tests.models import make_model, make_node
 
+# --- feed
 IMAGE = TensorSpec("image", "float32", ("n", 3, 16, 20))
 
 
@@ -106,13 +118,11 @@ def test_one_image_is_a_feed_of_one(photos):
 @pytest.mark.parametrize(
     ("shape", "dtype", "suffix"),
     [
-        ((30, 40), np.uint8, ".png"),
-        ((30, 40, 4), np.uint8, ".png"),
-        ((30, 40, 3), np.uint16, ".png"),
-        ((30, 40), np.uint16, ".tiff"),
+        ((30, 40), np.uint8, ".png"), ((30, 40, 4), np.uint8, ".png"),
+        ((30, 40, 3), np.uint16, ".png"), ((30, 40), np.uint16, ".tiff"),
         ((1, 1, 3), np.uint8, ".png"),
     ],
-)
+)  # fmt: skip
 def test_grey_alpha_16_bit_and_tiny_pictures_are_read_as_colour(tmp_path, shape, dtype, suffix):
     data = write_image(tmp_path / f"x{suffix}", 1, shape, dtype)
     if shape == (30, 40, 3):  # the upper byte of 16 bits
@@ -132,8 +142,7 @@ def test_exif_orientation_is_applied(tmp_path):
     )
     segment = b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif
     (tmp_path / "x.jpg").write_bytes(encoded[:2] + segment + encoded[2:])
-    spec = TensorSpec("image", "float32", (1, 3, 32, 16))
-    (sample,) = collect(open_feed(tmp_path, [spec]))
+    (sample,) = collect(open_feed(tmp_path, [TensorSpec("image", "float32", (1, 3, 32, 16))]))
     assert sample["image"][0, 0, :14].max() < 0.1
     assert sample["image"][0, 0, 18:].min() > 0.9
 
@@ -169,18 +178,14 @@ def broken_files(folder):
     flipped = bytearray(good)
     flipped[len(good) // 2] ^= 0xFF
     return {
-        "bad0.png": b"",
-        "bad1.png": good[: len(good) // 2],
-        "bad2.png": bytes(flipped),
-        "bad3.jpg": jpeg[: len(jpeg) // 2],
-        "bad4.jpg": b"hello, this is no picture",
+        "bad0.png": b"", "bad1.png": good[: len(good) // 2], "bad2.png": bytes(flipped),
+        "bad3.jpg": jpeg[: len(jpeg) // 2], "bad4.jpg": b"hello, this is no picture",
         "bad5.png": good[:8],
-    }
+    }  # fmt: skip
 
 
 def test_broken_images_are_told_by_name_or_skipped_and_stderr_stays_quiet(photos, capfd):
-    bad = broken_files(photos)
-    for name, data in bad.items():
+    for name, data in broken_files(photos).items():
         (photos / name).write_bytes(data)
         with pytest.raises(FeedError, match=rf"{name}.*--skip-bad"):
             collect(open_feed(photos, [IMAGE]))
@@ -269,8 +274,7 @@ def test_pipes_and_devices_are_told_and_never_waited_for(tmp_path):
         collect(open_feed(tmp_path, [IMAGE]))
     with pytest.raises(FeedError, match="no regular file"):
         open_feed(tmp_path, [IMAGE]).manifest()
-    feed = open_feed(tmp_path, [IMAGE], skip_bad=True)
-    assert len(collect(feed)) == 1
+    assert len(collect(open_feed(tmp_path, [IMAGE], skip_bad=True))) == 1
     os.mkfifo(tmp_path / "list.txt")
     for source in (tmp_path / "list.txt", "/dev/zero"):
         with pytest.raises(FeedError, match="got a device or pipe"):
@@ -301,16 +305,14 @@ def test_a_limit_is_spread_over_the_folder(photos):
 
 
 def test_a_fixed_batch_is_filled_with_the_first_samples(photos):
-    spec = TensorSpec("image", "float32", (4, 3, 16, 20))
-    feed = open_feed(photos, [spec])
+    feed = open_feed(photos, [TensorSpec("image", "float32", (4, 3, 16, 20))])
     batches = [s["image"] for s in collect(feed)]
     single = [s["image"] for s in collect(open_feed(photos, [IMAGE]))]
     assert len(feed) == len(batches) == 2
     assert np.array_equal(batches[0], np.concatenate(single[:4]))
     assert np.array_equal(batches[1], np.concatenate([single[4], *single[:3]]))
     assert "first 3 samples" in feed.notes[-1]
-    huge = TensorSpec("image", "float32", (12, 3, 16, 20))
-    (batch,) = collect(open_feed(photos, [huge]))
+    (batch,) = collect(open_feed(photos, [TensorSpec("image", "float32", (12, 3, 16, 20))]))
     assert np.array_equal(batch["image"][10:], np.concatenate(single[:2]))
 
 
@@ -326,8 +328,7 @@ def test_the_manifest_follows_the_bytes_the_order_and_the_options(photos):
     assert manifest(limit=4)["sha256"] != base["sha256"]
     data = (photos / "b.png").read_bytes()
     (photos / "b.png").write_bytes(data + b"\0")
-    touched = manifest()
-    assert touched["sha256"] != base["sha256"]
+    assert manifest()["sha256"] != base["sha256"]
     (photos / "b.png").write_bytes(data)
     assert manifest() == base
     (photos / "b.png").rename(photos / "b2.png")
@@ -394,8 +395,7 @@ def test_several_inputs_by_name_with_a_state_and_a_scalar(tmp_path):
     items = [{"x": x[i], "state": state, "rate": 16000} for i in range(3)]
     again = collect(open_feed(items, specs))
     assert all(np.array_equal(a[k], b[k]) for a, b in zip(samples, again, strict=True) for k in a)
-    stacked = np.stack([state] * 3)
-    np.savez(tmp_path / "y.npz", x=x, state=stacked, rate=np.full(3, 16000))
+    np.savez(tmp_path / "y.npz", x=x, state=np.stack([state] * 3), rate=np.full(3, 16000))
     assert len(collect(open_feed(tmp_path / "y.npz", specs))) == 3
 
 
@@ -417,8 +417,7 @@ def test_iterables_give_the_same_samples_however_they_are_cut(chunks):
 
 
 def test_a_fixed_batch_of_arrays(tmp_path):
-    spec = TensorSpec("image", "float32", (2, 3, 16, 20))
-    feed = open_feed(BATCH, [spec])
+    feed = open_feed(BATCH, [TensorSpec("image", "float32", (2, 3, 16, 20))])
     assert [s["image"].shape[0] for s in collect(feed)] == [2, 2, 2]
     assert np.array_equal(values(feed), np.concatenate([BATCH, BATCH[:1]]))
 
@@ -617,8 +616,171 @@ def test_arrays_mean_what_they_say_in_any_byte_order_and_layout(way, dtype, orde
         source = [made]
     else:
         source = (one for one in (made[:1], made[1:]))
-    feed = open_feed(source, (TensorSpec("x", "float32", ("batch", 2, 4)),))
-    with feed.samples() as samples:
+    with open_feed(source, (TensorSpec("x", "float32", ("batch", 2, 4)),)).samples() as samples:
         got = [sample["x"] for sample in samples]
     assert all(one.dtype.isnative and one.flags.c_contiguous for one in got)
     np.testing.assert_array_equal(np.concatenate(got), x)
+
+
+# --- Pictures are decoded by several threads; what comes of them is that of one.
+INPUT = (TensorSpec("x", "float32", (1, 3, 16, 16)),)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = np.random.default_rng(2)
+    for number in range(24):
+        pixels = made.integers(0, 256, (16 + number, 20, 3), dtype=np.uint8)
+        cv2.imwrite(str(tmp_path / f"{number:02}.png"), pixels)
+    return tmp_path
+
+
+def decoders(monkeypatch, count):
+    monkeypatch.setattr(reader, "default_threads", lambda: count)
+
+
+def samples(folder, **options):
+    feed = open_feed(folder, INPUT, **options)
+    with feed.samples() as stream:
+        return feed, [sample["x"] for sample in stream]
+
+
+def test_results_come_in_the_items_order_and_few_are_ahead():
+    begun, gate = [], threading.Event()
+
+    def work(item):
+        begun.append(item)
+        assert item or gate.wait(300)  # the first is the last to be done
+        return item * 10
+
+    def items():
+        for item in range(20):
+            if item == 3:
+                assert sorted(begun) <= [0, 1, 2]
+                gate.set()
+            yield item
+
+    assert list(ahead(items(), work, threads=4)) == [(n, n * 10) for n in range(20)]
+
+
+def test_leaving_early_ends_the_threads():
+    before = threading.enumerate()
+    made = ahead(range(1000), lambda item: item, threads=3)
+    assert next(made) == (0, 0)
+    made.close()
+    assert not {one.name for one in threading.enumerate() if one not in before}
+
+
+def test_threads_that_meet_are_needed(monkeypatch, folder):
+    decoders(monkeypatch, 3)
+    meeting, fetched = threading.Barrier(3), reader._fetched
+
+    def met(source, index):
+        meeting.wait(300)  # nobody goes on before three are there
+        return fetched(source, index)
+
+    monkeypatch.setattr(reader, "_fetched", met)
+    assert len(samples(folder)[1]) == 24
+
+
+def test_any_number_of_threads_gives_the_same(monkeypatch, folder):
+    (folder / "05.png").write_bytes(b"no picture")
+    found = []
+    for count in (1, 2, 4):
+        decoders(monkeypatch, count)
+        feed, arrays = samples(folder, skip_bad=True)
+        found.append((feed.manifest(), feed.notes, feed.decodes, [a.tobytes() for a in arrays]))
+    assert found[0] == found[1] == found[2] and found[0][2] == 23
+
+
+def test_a_bad_picture_is_told_in_its_turn(monkeypatch, folder):
+    decoders(monkeypatch, 4)
+    for name in ("07.png", "06.png"):
+        (folder / name).write_bytes(b"no picture")
+    with pytest.raises(FeedError, match=r"06\.png"):
+        samples(folder)
+
+
+def test_a_picture_that_changed_is_told_though_it_is_none_any_more(monkeypatch, folder):
+    decoders(monkeypatch, 4)
+    feed = open_feed(folder, INPUT, skip_bad=True)
+    feed.manifest()
+    (folder / "20.png").write_bytes(b"no picture")
+    with pytest.raises(Changed, match=r"20\.png"), feed.samples() as stream:
+        list(stream)
+
+
+# --- Which samples are taken where not all are: from all over, in step with nothing in the feed.
+QUICK = ("--effort", 0, "--duration", 0)
+
+
+@given(st.integers(0, 3000))
+def test_every_place_comes_once(count):
+    assert sorted(order(count)) == list(range(count)) == sorted(strewn(range(count)))
+
+
+def test_of_a_million_too():
+    assert np.array_equal(np.sort(order(10**6)), np.arange(10**6))
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000))
+def test_some_are_from_all_over_and_hold_the_fewer(count, most):
+    found = some(range(count), most)
+    assert len(found) == min(count, most) and found == sorted(found)
+    assert np.diff([0, *found, count]).max() <= 4 * count / len(found) + 1
+    assert set(some(range(count), most // 2)) <= set(found)
+
+
+@given(st.integers(2, 9), st.sampled_from([16, 48, 64, 100]), st.sampled_from([2, 3, 4, 8]))
+def test_what_comes_round_in_a_feed_is_met_in_all_its_kinds(period, many, times):
+    kinds = np.bincount(np.array(some(range(times * many), many)) % period, minlength=period)
+    assert many < 8 * period or kinds.min() >= many / period / 4
+
+
+@given(st.integers(0, 10**6))
+def test_neighbours_are_of_different_halves(number):
+    assert in_turns(number) in (number, number ^ 1)
+    assert in_turns(number) ^ in_turns(number ^ 1) == 1
+
+
+# --- through the command ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def taking_turns(tmp_path):
+    """200 samples, one quiet and one eight times as loud in turns; their model tells which."""
+    x = np.random.default_rng(1).uniform(0.5, 1, size=(200, 1, 8, 8)).astype(np.float32)
+    x[1::2] *= 8
+    np.save(tmp_path / "x.npy", x)
+    weight = np.ones((2, 1, 8, 8), np.float32) / 64
+    weight[0] *= -1
+    nodes = [
+        make_node("Conv", "x w b", "c", name="conv"),
+        make_node("Flatten", "c", "f", name="flat"),
+        make_node("Softmax", "f", "y", name="shares", axis=1),
+    ]
+    weights = {"w": weight, "b": np.array([2.5, -2.5], np.float32)}
+    model = make_model(nodes, {"x": ["n", 1, 8, 8]}, {"y": ["n", 2]}, weights, opset=17)
+    onnx.save(model, tmp_path / "net.onnx")
+    return tmp_path
+
+
+def report_of(run, folder, *words):
+    given = ("build", folder / "net.onnx", "--images", folder / "x.npy", "--out", folder / "out")
+    out = run.ok(*given, *QUICK, *words)
+    return json.loads((folder / "out/report.json").read_text()), out
+
+
+def test_both_classes_judge(run, taking_turns):
+    report, out = report_of(run, taking_turns)
+    assert "gives one class" not in out and "Verdict       good" in out
+    assert report["engines"][1]["accuracy"]["samples"] == 100
+
+
+@pytest.mark.parametrize("words", [("--limit", 50), ("--until-stable",)])
+def test_fewer_samples_have_both(words, run, taking_turns):
+    """By powers of two through 200, and by fours, every sample was a quiet one."""
+    report_of(run, taking_turns, *words, "--method", "minmax")
+    held = onnx.load(taking_turns / "out/net.int8.onnx").graph.initializer
+    (scale,) = [numpy_helper.to_array(one) for one in held if one.name == "x/scale"]
+    assert 255 * scale > 7

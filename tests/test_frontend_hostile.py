@@ -1,6 +1,7 @@
-"""Broken, foreign and unfit models: one sentence each, never a traceback, nothing on stderr."""
+"""Broken, foreign and unfit models, and models with plugins."""
 
 import gzip
+import json
 import os
 import pickle
 import random
@@ -12,14 +13,21 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.errors import ModelError
+from deploy.errors import ExportError, ModelError
 from deploy.frontends import load
+from deploy.frontends.checks import check_valid
+from deploy.runtimes.ort import OrtSession
+from deploy.targets.tensorrt import builder, engines, sdk
+from deploy.targets.tensorrt.session import TensorrtSession
+from deploy.tensors import TensorSpec
+from tests.models import make_model, make_node, make_value
 
+# --- Broken, foreign and unfit models: one sentence each, never a traceback, nothing on stderr.
 F32 = TensorProto.FLOAT
 
 
 def value(name, *shape, dtype=F32):
-    return helper.make_tensor_value_info(name, dtype, list(shape))
+    return make_value(name, list(shape), dtype)
 
 
 def constant(name, array):
@@ -28,27 +36,21 @@ def constant(name, array):
 
 def model_of(nodes, weights=(), *, inputs=None, outputs=None, opset=13, domains=(), ir=8):
     inputs = [value("x", "n", 3, 8, 8)] if inputs is None else inputs
-    outputs = [helper.make_tensor_value_info("y", F32, None)] if outputs is None else outputs
-    graph = helper.make_graph(list(nodes), "g", inputs, outputs, list(weights))
-    imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(d, 1) for d in domains)]
-    return helper.make_model(graph, opset_imports=imports, ir_version=ir)
+    outputs = [make_value("y", None)] if outputs is None else outputs
+    return make_model(nodes, inputs, outputs, weights, opset=opset, ir=ir, domains=domains)
 
 
 def small():
     """A model with a bit of everything that the cleaning touches."""
     rng = np.random.default_rng(0)
-    make = helper.make_node
     nodes = [
-        make("Constant", [], ["k"], value=constant("v", np.array([0, 1, 0, 1]))),
-        make("Concat", ["k", "k"], ["pads"], axis=0),
-        make("Pad", ["x", "pads"], ["padded"]),
-        make("Conv", ["padded", "w"], ["c"], kernel_shape=[3, 3]),
-        make("BatchNormalization", ["c", "gamma", "beta", "mean", "var"], ["b"]),
-        make("Identity", ["b"], ["i"]),
-        make("GlobalAveragePool", ["i"], ["pooled"]),
-        make("Flatten", ["pooled"], ["flat"]),
-        make("Gemm", ["flat", "fc", "fc_bias"], ["y"], transB=1),
-    ]
+        make_node("Constant", "", "k", value=constant("v", np.array([0, 1, 0, 1]))),
+        make_node("Concat", "k k", "pads", axis=0), make_node("Pad", "x pads", "padded"),
+        make_node("Conv", "padded w", "c", kernel_shape=[3, 3]),
+        make_node("BatchNormalization", "c gamma beta mean var", "b"),
+        make_node("Identity", "b", "i"), make_node("GlobalAveragePool", "i", "pooled"),
+        make_node("Flatten", "pooled", "flat"), make_node("Gemm", "flat fc fc_bias", "y", transB=1),
+    ]  # fmt: skip
     shapes = {"w": (4, 3, 3, 3), "fc": (5, 4), "fc_bias": (5,), "gamma": 4, "beta": 4, "mean": 4}
     weights = [constant(n, rng.normal(size=s).astype(np.float32)) for n, s in shapes.items()]
     return model_of(nodes, [*weights, constant("var", np.ones(4, np.float32))])
@@ -56,29 +58,27 @@ def small():
 
 def relu(*, inputs=None, outputs=None, weights=(), **options):
     return model_of(
-        [helper.make_node("Relu", ["x"], ["y"])], weights, inputs=inputs, outputs=outputs, **options
+        [make_node("Relu", "x", "y")], weights, inputs=inputs, outputs=outputs, **options
     )
 
 
 def conv(weight):
-    return model_of([helper.make_node("Conv", ["x", "w"], ["y"])], [constant("w", weight)])
+    return model_of([make_node("Conv", "x w", "y")], [constant("w", weight)])
 
 
 # ---------------------------------------------------------------- files that are no ONNX model
 
 WHOLE = small().SerializeToString()
 FILES = {
-    "empty": (b"", "empty file"),
-    "text": (b"hello, this is a text file\n" * 40, "text file"),
+    "empty": (b"", "empty file"), "text": (b"hello, this is a text file\n" * 40, "text file"),
     "pickle": (pickle.dumps({"a": list(range(99))}), "pickle"),
     "gzip": (gzip.compress(WHOLE), "gzip"),
     "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
     "ort": (b"\x00\x01\x00\x00ORTM" + bytes(64), "ORT format"),
     "tflite": (b"\x00\x01\x00\x00TFL3" + bytes(64), "TensorFlow Lite"),
-    "half": (WHOLE[: len(WHOLE) // 2], "truncated"),
-    "zeros": (bytes(512), "parse"),
+    "half": (WHOLE[: len(WHOLE) // 2], "truncated"), "zeros": (bytes(512), "parse"),
     "head only": (WHOLE[:2], "without graph"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", FILES)
@@ -113,18 +113,16 @@ def test_a_torch_checkpoint_is_called_one_whatever_its_suffix(tmp_path):
 
 
 def quantized(op_type, domain=""):
-    node = helper.make_node(op_type, ["x"], ["y"], name="q", domain=domain)
+    node = make_node(op_type, "x", "y", name="q", domain=domain)
     return model_of([node], domains=[domain] if domain else [])
 
 
 def with_function():
     body = helper.make_function(
-        "own", "Inner", ["a"], ["b"], [helper.make_node("Twist", ["a"], ["b"], domain="odd")],
+        "own", "Inner", ["a"], ["b"], [make_node("Twist", "a", "b", domain="odd")],
         [helper.make_opsetid("", 13), helper.make_opsetid("odd", 1)],
     )  # fmt: skip
-    model = model_of(
-        [helper.make_node("Inner", ["x"], ["y"], domain="own")], domains=["own", "odd"]
-    )
+    model = model_of([make_node("Inner", "x", "y", domain="own")], domains=["own", "odd"])
     model.functions.append(body)
     return model
 
@@ -147,24 +145,24 @@ UNFIT = {
     "NaN": (conv(NAN), "NaN in 'w' "),
     "Inf": (conv(np.full((4, 3, 1, 1), np.inf, np.float32)), "infinity"),
     "bfloat16 weight": (
-        model_of([helper.make_node("Conv", ["x", "w"], ["y"])], [BRAIN],
+        model_of([make_node("Conv", "x w", "y")], [BRAIN],
                  inputs=[value("x", 1, 3, 8, 8, dtype=TensorProto.BFLOAT16)],
                  outputs=[value("y", dtype=TensorProto.BFLOAT16)]), "bfloat16"),
     "bfloat16 input": (relu(inputs=[value("x", 1, dtype=TensorProto.BFLOAT16)],
                             outputs=[value("y", 1, dtype=TensorProto.BFLOAT16)]), "bfloat16"),
     "sequence": (
         model_of(
-            [helper.make_node("ConcatFromSequence", ["x"], ["y"], axis=0)],
+            [make_node("ConcatFromSequence", "x", "y", axis=0)],
             inputs=[helper.make_tensor_sequence_value_info("x", F32, None)],
         ),
         "must be a tensor",
     ),
     "output of nothing": (relu(outputs=[value("z", 1)]), "'?z'?"),
-    "read of nothing": (model_of([helper.make_node("Relu", ["q"], ["y"])]), "q"),
-    "made twice": (model_of([helper.make_node("Relu", ["x"], ["y"])] * 2), "y"),
+    "read of nothing": (model_of([make_node("Relu", "q", "y")]), "q"),
+    "made twice": (model_of([make_node("Relu", "x", "y")] * 2), "y"),
     "shapes": (
         model_of(
-            [helper.make_node("MatMul", ["x", "w"], ["y"])],
+            [make_node("MatMul", "x w", "y")],
             [constant("w", np.ones((5, 4), np.float32))],
         ),
         "Incompatible dimensions",
@@ -184,15 +182,15 @@ def test_an_unfit_model_is_refused_in_one_sentence(kind, capfd):
 def test_a_model_that_onnxruntime_has_no_kernel_for_is_refused_quietly(capfd):
     double = [value("x", 1, 3, 8, 8, dtype=TensorProto.DOUBLE)]
     weight = constant("w", np.ones((4, 3, 1, 1)))
-    outputs = [helper.make_tensor_value_info("y", TensorProto.DOUBLE, None)]
-    node = helper.make_node("Conv", ["x", "w"], ["y"])
+    outputs = [make_value("y", None, TensorProto.DOUBLE)]
+    node = make_node("Conv", "x w", "y")
     with pytest.raises(ModelError, match="onnxruntime must load the model"):
         load(model_of([node], [weight], inputs=double, outputs=outputs))
     assert capfd.readouterr() == ("", "")
 
 
 def test_an_infinite_mask_constant_is_fine():
-    node = helper.make_node("Max", ["x", "floor"], ["y"])
+    node = make_node("Max", "x floor", "y")
     assert load(model_of([node], [constant("floor", np.float32(-np.inf))])).notes == ()
 
 
@@ -207,8 +205,7 @@ def external(folder, location="w.bin", **entries):
     stored = onnx.load(folder / "m.onnx", load_external_data=False)
     for tensor in stored.graph.initializer:
         for pair in tensor.external_data:
-            changes = {"location": location, **entries}
-            pair.value = changes.get(pair.key, pair.value)
+            pair.value = {"location": location, **entries}.get(pair.key, pair.value)
     (folder / "m.onnx").write_bytes(stored.SerializeToString())
     return folder / "m.onnx"
 
@@ -219,8 +216,7 @@ def test_external_data_beside_the_model_is_read(tmp_path):
 
 def test_external_data_that_is_missing_or_truncated(tmp_path):
     path = external(tmp_path)
-    whole = (tmp_path / "w.bin").read_bytes()
-    (tmp_path / "w.bin").write_bytes(whole[:-4])
+    (tmp_path / "w.bin").write_bytes((tmp_path / "w.bin").read_bytes()[:-4])
     with pytest.raises(ModelError, match="must lie within its file"):
         load(path)
     (tmp_path / "w.bin").unlink()
@@ -328,3 +324,325 @@ def test_no_disturbed_graph_gives_a_traceback(capfd):
         loaded += survives(model)
     assert 20 < loaded < 480
     assert capfd.readouterr() == ("", "")
+
+
+# --- Models with nodes that ONNX Runtime does not know: calibrated up to them, kept as they are.
+F16, I32, I64 = TensorProto.FLOAT16, TensorProto.INT32, TensorProto.INT64
+
+
+def node(op, reads, made, **given):
+    return make_node(op, reads, made, name=f"/{op}_{made.split()[0]}", **given)
+
+
+def weights(dtype=np.float32, **shapes):
+    rng = np.random.default_rng(4)
+    held = {name: rng.normal(scale=0.3, size=shape).astype(dtype) for name, shape in shapes.items()}
+    return [numpy_helper.from_array(array, name) for name, array in held.items()]
+
+
+def detector(domain="TRT", *, opset=13, kind=F32, op="EfficientNMS_TRT") -> onnx.ModelProto:
+    """Convs, boxes and scores, and TensorRT's own suppression, with a Cast behind it."""
+    nodes = [
+        node("Conv", "x w1", "c", pads=[1, 1, 1, 1]),
+        node("Relu", "c", "r"),
+        node("Conv", "r w2", "d", pads=[1, 1, 1, 1]),
+        node("Shape", "r", "s"),
+        node("Split", "d", "boxes raw", axis=1),
+        node("Sigmoid", "raw", "scores"),
+        node("Constant", "", "kinds", value=numpy_helper.from_array(np.int64([80]), "k")),
+        node(op, "boxes scores s w1 kinds", "num out_boxes", domain=domain, iou_threshold=0.5,
+             plugin_version="1"),
+        node("Cast", "num", "count", to=I64),
+    ]  # fmt: skip
+    ends = [("count", I64), ("out_boxes", kind), ("scores", kind)]
+    graph = helper.make_graph(
+        nodes,
+        "detector",
+        [make_value("x", ["n", 3, 16, 16], kind),
+         make_value("w1", [8, 3, 3, 3], kind)],
+        [make_value(name, None, own) for name, own in ends],
+        weights(np.float16 if kind == F16 else np.float32, w1=(8, 3, 3, 3), w2=(8, 8, 3, 3)),
+    )  # fmt: skip
+    opsets = [helper.make_opsetid("", opset)]
+    opsets += [helper.make_opsetid(domain, 1)] if domain else []
+    return helper.make_model(graph, opset_imports=opsets, ir_version=7)
+
+
+@pytest.fixture
+def build(run, pictures, tmp_path):
+    """(model, words) -> exit code, the folder, the report, what was said on stderr."""
+
+    def call(model, *words, out="out"):
+        onnx.save(model, tmp_path / "net.onnx")
+        code, _, err = run(
+            "build", tmp_path / "net.onnx", "--images", pictures, "--size", "16x16",
+            "--duration", 0, "--effort", 0, "--out", tmp_path / out, *words,
+        )  # fmt: skip
+        report = tmp_path / out / "report.json"
+        return code, tmp_path / out, json.loads(report.read_text()) if report.exists() else {}, err
+
+    return call
+
+
+def kept(path, model) -> list:
+    """The nodes of a written model from the plugin on, which must be those of the file."""
+    written = onnx.load(path).graph
+    at = next(i for i, n in enumerate(written.node) if n.op_type == "EfficientNMS_TRT")
+    own = model.graph.node
+    assert written.node[at].attribute == own[7].attribute
+    assert written.node[at].domain == own[7].domain
+    assert [v.name for v in written.output] == [v.name for v in model.graph.output]
+    made = {t.name for t in written.initializer} | {n for m in written.node for n in m.output}
+    assert all(name in made for name in written.node[at].input)
+    return [n.op_type for n in written.node[at:]]
+
+
+@pytest.mark.parametrize("domain", ["TRT", ""])
+def test_tensorrt_keeps_a_plugin_and_is_judged_before_it(build, domain):
+    model = detector(domain)
+    code, out, report, err = build(model, "--target", "tensorrt")
+    assert code == 0, err
+    for name in ("net.tensorrt.onnx", "net.tensorrt.qdq.onnx", "net.tensorrt.typed.onnx"):
+        assert kept(out / name, model) == ["EfficientNMS_TRT", "Cast"]
+    written = onnx.load(out / "net.tensorrt.qdq.onnx").graph
+    assert sum(n.op_type == "QuantizeLinear" for n in written.node) == 4
+    (engine,) = [e for e in report["engines"] if not (e["reference"] or e["baseline"])]
+    judged = {o["name"]: o["sqnr_db"] for o in engine["accuracy"]["outputs"]}
+    assert set(judged) == {"boxes", "scores", "s"}
+    assert min(judged[name] for name in ("boxes", "scores")) > 20
+    (note,) = [n for n in report["notes"] if n.startswith("Cut before")]
+    assert "EfficientNMS_TRT" in note and "judged by scores, boxes, s;" in note
+    session = OrtSession.open(out / "net.tensorrt.part.onnx")
+    assert [s.name for s in session.outputs] == ["scores", "boxes", "s"]
+    (float_nodes,) = [t["nodes"] for t in report["targets"]]
+    reasons = {n["op"]: n["reason"] for n in float_nodes}
+    assert reasons["EfficientNMS_TRT"] == "onnxruntime does not know it"
+    assert "behind a node" in reasons["Cast"]
+    assert b"boxes: " in (out / "net.tensorrt.cache").read_bytes()
+    assert b"out_boxes: " not in (out / "net.tensorrt.cache").read_bytes()
+
+
+def test_onnxruntime_says_why_not_and_the_others_are_built(build):
+    code, out, _, err = build(detector())
+    assert code == 1 and not out.exists()
+    assert "got EfficientNMS_TRT of the domain 'TRT' ('/EfficientNMS_TRT_num')" in err
+    assert "--target tensorrt or ascend" in err
+    code, out, report, _ = build(
+        detector(), "--target", "onnxruntime,tensorrt,ascend", "--soc", "Ascend310P3"
+    )
+    assert code == 1 and (out / "net.tensorrt.cache").exists()
+    own, *others = report["targets"]
+    assert "must know every operator" in own["error"] and not any(t["error"] for t in others)
+
+
+def test_ascend_keeps_it_where_its_tools_read(build):
+    model = detector("mine")
+    code, out, report, err = build(model, "--target", "ascend", "--soc", "Ascend310P3")
+    assert code == 0, err
+    for name in ("net_deploy_model.onnx", "net_amct_qdq.onnx"):
+        assert kept(out / name, model) == ["EfficientNMS_TRT", "Cast"]
+    assert {s.name for s in OrtSession.open(out / "net_fake_quant_model.onnx").outputs} == {
+        "boxes", "scores", "s",
+    }  # fmt: skip
+    assert "EfficientNMS_TRT" in [n["op"] for n in report["targets"][0]["nodes"]]
+
+
+def test_a_float16_model_gives_its_plugin_float16(build):
+    model = detector(kind=F16, op="EfficientNMS_TRT")
+    code, out, _, err = build(model, "--target", "tensorrt")
+    assert code == 0, err
+    written = onnx.load(out / "net.tensorrt.qdq.onnx").graph
+    assert kept(out / "net.tensorrt.qdq.onnx", model) == ["EfficientNMS_TRT", "Cast"]
+    made = {name: n for n in written.node for name in n.output}
+    assert [(a.name, a.i) for a in made["boxes"].attribute] == [("to", F16)]
+    assert written.input[0].type.tensor_type.elem_type == F16
+    (plugin,) = [n for n in written.node if n.op_type == "EfficientNMS_TRT"]
+    held = {t.name: t for t in written.initializer}
+    assert held[plugin.input[3]].data_type == F16  # it reads a weight as it is in the file
+
+
+def test_a_weight_that_was_changed_meanwhile_is_kept_too(build):
+    model = detector()
+    model.graph.node[1].CopyFrom(node("BatchNormalization", "c g g g g", "r"))
+    model.graph.initializer.append(numpy_helper.from_array(np.full(8, 2, np.float32), "g"))
+    code, out, _, err = build(model, "--target", "tensorrt")
+    assert code == 0, err
+    written = onnx.load(out / "net.tensorrt.onnx").graph
+    held = {t.name: numpy_helper.to_array(t) for t in written.initializer}
+    (plugin,) = [n for n in written.node if n.op_type == "EfficientNMS_TRT"]
+    own = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    assert (held[plugin.input[3]] == own["w1"]).all()
+    (first, _) = [n for n in written.node if n.op_type == "Conv"]
+    assert not (held[first.input[1]] == own["w1"]).any()
+
+
+def test_what_stands_behind_is_lowered_or_not_lifted_and_that_is_said(build):
+    newer = detector(opset=20)
+    newer.graph.node.append(node("ReduceMax", "out_boxes axes", "top", keepdims=0))
+    newer.graph.initializer.append(numpy_helper.from_array(np.int64([1]), "axes"))
+    newer.graph.node[4].attribute.append(helper.make_attribute("num_outputs", 2))
+    newer.graph.output.append(make_value("top", None))
+    code, out, _, err = build(newer, "--target", "tensorrt", "--trt-version", "8.6.1")
+    assert code == 0, err
+    written = onnx.load(out / "net.tensorrt.onnx")
+    assert written.opset_import[0].version == 17
+    assert list(written.graph.node[-1].input) == ["out_boxes"]
+    older = detector(opset=13)
+    older.graph.node.append(node("ReduceMax", "out_boxes", "top", axes=[1]))
+    older.graph.output.append(make_value("top", None))
+    code, out, report, err = build(older, "--target", "tensorrt", out="older")
+    assert code == 0 and not (out / "net.tensorrt.typed.onnx").exists()
+    assert (out / "net.tensorrt.qdq.onnx").exists()
+    assert any("ReduceMax of opset 13" in n for n in report["targets"][0]["notes"])
+
+
+def test_an_old_opset_is_lifted_where_what_stands_behind_allows_it(build):
+    model = detector(opset=11)
+    code, out, _, err = build(model, "--target", "tensorrt")
+    assert code == 0, err
+    assert onnx.load(out / "net.tensorrt.qdq.onnx").opset_import[0].version == 13
+    assert kept(out / "net.tensorrt.qdq.onnx", model) == ["EfficientNMS_TRT", "Cast"]
+    model.graph.node.append(node("Squeeze", "out_boxes", "flat", axes=[0]))
+    model.graph.output.append(make_value("flat", None))
+    code, out, report, err = build(model, "--target", "tensorrt", out="old")
+    assert code == 0, err
+    assert onnx.load(out / "net.tensorrt.qdq.onnx").opset_import[0].version == 11
+    assert any("Left at opset 11" in n and "Squeeze" in n for n in report["model"]["notes"])
+
+
+def test_its_cache_is_made_checked_and_turned(run, pictures, tmp_path):
+    model, path = detector(""), tmp_path / "net.onnx"
+    onnx.save(model, path)
+    cache, turned = tmp_path / "net.cache", tmp_path / "turned.onnx"
+    code, said, err = run(
+        "calibrate", path, "--images", pictures, "--size", "16x16", "--target", "tensorrt",
+        "--method", "entropy-tensorrt", "-o", cache,
+    )  # fmt: skip
+    assert code == 0 and "Cut before EfficientNMS_TRT ('/Eff" in said, err
+    with cache.open("ab") as file:  # as TensorRT, which has it, would list it
+        file.write(b"out_boxes: 3c010a14\n")
+    assert "out_boxes: in the file" in run.ok("cache", "check", cache, "--model", path, "--verbose")
+    code, _, err = run("cache", "to-qdq", path, cache, "-o", turned)
+    assert code == 0 and kept(turned, model) == ["EfficientNMS_TRT", "Cast"], err
+    plain = tmp_path / "plain.onnx"
+    code, _, err = run("cache", "from-qdq", turned, "-o", plain, tmp_path / "again.cache")
+    assert code == 0 and kept(plain, model) == ["EfficientNMS_TRT", "Cast"], err
+
+
+def test_a_second_build_calibrates_nothing_and_explain_reads_it(build, run, monkeypatch):
+    code, out, _, err = build(detector(), "--target", "tensorrt")
+    assert code == 0, err
+    monkeypatch.setattr("deploy.pipeline.observing.observe", None)
+    code, out, _, err = build(detector(), "--target", "tensorrt")
+    assert code == 0, err
+    assert "EfficientNMS_TRT" in run.ok("explain", out)
+    code, text, err = run("inspect", out.parent / "net.onnx", "--target", "tensorrt")
+    assert code == 0 and "Cut before EfficientNMS_TRT" in text, err
+
+
+class Whole:
+    """An engine on a device: it has the outputs behind the plugin."""
+
+    threads = 1
+    inputs = (TensorSpec("x", "float32", ("n", 3, 16, 16)),)
+    outputs = (TensorSpec("count", "int64", (1, 1)),)
+
+    def run(self, feed):
+        return {"count": np.zeros((1, 1), np.int64)}
+
+
+@pytest.mark.slow
+def test_an_engine_is_timed_and_judged_by_the_part_before_its_plugins(build, monkeypatch):
+    here = sdk.Sdk("10.13.0.35", calibrators=True, gpu="Some GPU sm_90")
+    monkeypatch.setattr(sdk, "find", lambda device=0: here)
+    monkeypatch.setattr(engines, "gpu", lambda device: None)
+    monkeypatch.setattr(builder, "build_engine", lambda *a, **k: builder.Engine(b"plan", (), b""))
+    monkeypatch.setattr(engines, "from_cache", lambda asked, known: None)
+    monkeypatch.setattr(TensorrtSession, "open", lambda *a, **k: Whole())
+    code, _, report, err = build(detector(), "--target", "tensorrt", "--duration", 0.05)
+    assert code == 0, err
+    (engine,) = [e for e in report["engines"] if not (e["reference"] or e["baseline"])]
+    assert engine["latency"] is not None
+    assert {o["name"] for o in engine["accuracy"]["outputs"]} == {"boxes", "scores", "s"}
+
+
+def test_a_plugin_inside_an_if_is_one_node_with_it():
+    model = detector()
+    body = helper.make_graph(
+        [node("Own", "boxes", "inside", domain="mine")], "body", [],
+        [make_value("inside", None)],
+    )  # fmt: skip
+    del model.graph.node[7:]
+    branches = {"then_branch": body, "else_branch": body}
+    model.graph.node.append(make_node("If", "yes", "y", name="if", **branches))
+    model.graph.initializer.append(numpy_helper.from_array(np.bool_(True), "yes"))
+    del model.graph.output[:]
+    model.graph.output.append(make_value("y", None))
+    loaded = load(model)
+    assert [s.name for s in loaded.outputs] == ["boxes"] and loaded.behind.strange.name == "if"
+    (last,) = [n for n in loaded.whole(loaded.model).graph.node if n.op_type == "If"]
+    assert last.attribute[0].g == body
+    assert "yes" in {t.name for t in loaded.whole(loaded.model).graph.initializer}
+
+
+def test_a_file_whose_nodes_are_in_no_order_is_cut_at_the_same_place():
+    model, mixed = detector(), detector()
+    del mixed.graph.node[:]
+    mixed.graph.node.extend(reversed(model.graph.node))
+    own, other = load(model), load(mixed)
+    assert [n.op_type for n in other.behind.nodes] == ["EfficientNMS_TRT", "Cast"]
+    assert {s.name for s in own.outputs} == {s.name for s in other.outputs}
+    check_valid(other.whole(other.model))  # in the order in which they run
+
+
+def test_inputs_that_only_a_plugin_reads_are_not_fed(build):
+    model = detector()
+    model.graph.node[7].input.append("size")
+    model.graph.input.append(make_value("size", [2], I32))
+    code, out, _, err = build(model, "--target", "tensorrt")
+    assert code == 0, err
+    assert [v.name for v in onnx.load(out / "net.tensorrt.qdq.onnx").graph.input] == ["x", "size"]
+    assert [s.name for s in load(model).inputs] == ["x"]
+
+
+def test_a_plugin_that_comes_first_leaves_nothing_to_calibrate():
+    model = detector()
+    model.graph.node.insert(0, node("Decode", "x", "image", domain="mine"))
+    model.graph.node[1].input[0] = "image"
+    with pytest.raises(ModelError, match=r"got Decode of the domain 'mine' .* no node before it"):
+        load(model)
+
+
+def test_what_stands_behind_is_not_put_into_an_opset_where_it_is_something_else():
+    model = detector(opset=17)
+    model.graph.node.append(node("Split", "out_boxes", "a b"))
+    loaded = load(model)
+    newer = onnx.ModelProto()
+    newer.CopyFrom(loaded.model)
+    newer.opset_import[0].version = 19
+    with pytest.raises(ExportError, match="got Split of opset 17, which opset 19 has in another"):
+        loaded.whole(newer)
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
+def test_a_model_that_stays_below_opset_13_has_one_scale_a_weight(build, target):
+    """Without a plugin: a body that cannot be lifted keeps the model where it is."""
+    model = detector(opset=11)
+    body = helper.make_graph(
+        [node("Squeeze", "d", "q", axes=[0])], "body", [],
+        [make_value("q", None)],
+    )  # fmt: skip
+    del model.graph.node[4:]
+    branches = {"then_branch": body, "else_branch": body}
+    model.graph.node.append(make_node("If", "yes", "y", name="if", **branches))
+    model.graph.initializer.append(numpy_helper.from_array(np.bool_(True), "yes"))
+    del model.graph.output[:]
+    model.graph.output.append(make_value("y", None))
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
+    code, out, report, err = build(model, "--target", target)
+    assert code == 0, err
+    assert any("Left at opset 11" in n for n in report["model"]["notes"])
+    (path,) = [p for p in out.iterdir() if p.name.endswith((".int8.onnx", ".qdq.onnx"))]
+    onnx.checker.check_model(path)
+    held = {t.name: list(t.dims) for t in onnx.load(path).graph.initializer}
+    assert held["w2/scale"] == []

@@ -1,5 +1,6 @@
 """Loading ONNX: what is cleaned, that values and names stay, and what is refused."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,14 +9,20 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from click.testing import CliRunner
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.errors import ModelError
+from deploy.cli import cli
+from deploy.errors import ModelError, QuantizedError
 from deploy.frontends import FRONTENDS, load
 from deploy.frontends.affine import fold_affine
 from deploy.frontends.onnx_file import _without_values, with_shapes
+from deploy.frontends.reader import parse_model
 from deploy.graph.index import all_nodes
+from deploy.pipeline.judge import float_model
+from tests.models import make_model, make_node, make_value, run_command, save_net
 
+# --- Loading ONNX: what is cleaned, that values and names stay, and what is refused.
 F32 = TensorProto.FLOAT
 
 
@@ -29,11 +36,11 @@ def ints(name, *values):
 
 
 def float_output(name):
-    return helper.make_tensor_value_info(name, F32, None)
+    return make_value(name, None)
 
 
 def model_of(nodes, weights=(), *, inputs=None, outputs=None, opset=13, ir=8, extra=()):
-    inputs = inputs or [helper.make_tensor_value_info("x", F32, ["n", 3, 8, 8])]
+    inputs = inputs or [make_value("x", ["n", 3, 8, 8])]
     outputs = outputs or [float_output(nodes[-1].output[0])]
     graph = helper.make_graph(list(nodes), "g", inputs, outputs, list(weights))
     imports = [helper.make_opsetid("", opset), *extra]
@@ -46,7 +53,7 @@ def norm(name, source, target, channels, **attributes):
     weights = [floats(f"{name}_{p}", channels) for p in ("gamma", "beta", "mean")]
     weights.append(numpy_helper.from_array(variance, f"{name}_var"))
     names = [source, *(w.name for w in weights)]
-    return helper.make_node("BatchNormalization", names, [target], name=name, **attributes), weights
+    return make_node("BatchNormalization", names, [target], name=name, **attributes), weights
 
 
 def run(model, x, names=None):
@@ -76,16 +83,16 @@ def test_batchnorm_folds_into_the_layer_and_keeps_its_own_output_name(kind, bias
         x = sample(5, 4)
         weight = floats("w", 6, 4) if kind == "GemmT" else floats("w", 4, 6)
         attributes = {"transB": int(kind == "GemmT"), "alpha": 0.5, "beta": 2.0}
-        op, inputs = "Gemm", [helper.make_tensor_value_info("x", F32, ["n", 4])]
+        op, inputs = "Gemm", [make_value("x", ["n", 4])]
     else:
-        inputs = [helper.make_tensor_value_info("x", F32, ["n", 4, 6, 6])]
+        inputs = [make_value("x", ["n", 4, 6, 6])]
         attributes = {"group": 2} if kind != "Conv" else {}
         op = "Conv" if kind in ("Conv", "grouped") else "ConvTranspose"
         weight = floats(
             "w", *{"Conv": (6, 4, 3, 3), "grouped": (6, 2, 3, 3)}.get(kind, (4, 3, 3, 3))
         )
     weights = [weight, floats("b", 6)] if bias else [weight]
-    layer = helper.make_node(op, ["x", *(w.name for w in weights)], ["c"], **attributes)
+    layer = make_node(op, ["x", *(w.name for w in weights)], "c", **attributes)
     bn, parameters = norm("bn", "c", "y", 6, epsilon=1e-3)
     model = model_of([layer, bn], [*weights, *parameters], inputs=inputs)
     loaded = load(model)
@@ -97,11 +104,10 @@ def test_batchnorm_folds_into_the_layer_and_keeps_its_own_output_name(kind, bias
 
 
 def test_batchnorm_stays_where_its_input_is_needed_elsewhere():
-    conv = helper.make_node("Conv", ["x", "w"], ["c"])
+    conv = make_node("Conv", "x w", "c")
     bn, parameters = norm("bn", "c", "y", 4)
     weights = [floats("w", 4, 3, 1, 1), *parameters]
-    add = helper.make_node("Add", ["c", "y"], ["z"])
-    two_users = model_of([conv, bn, add], weights)
+    two_users = model_of([conv, bn, make_node("Add", "c y", "z")], weights)
     is_output = model_of([conv, bn], weights, outputs=[float_output(n) for n in ("c", "y")])
     for model in (two_users, is_output):
         loaded = load(model)
@@ -110,9 +116,9 @@ def test_batchnorm_stays_where_its_input_is_needed_elsewhere():
 
 
 def test_a_weight_shared_by_two_convs_is_not_scaled_for_both():
-    convs = [helper.make_node("Conv", ["x", "w"], [out]) for out in ("c", "d")]
+    convs = [make_node("Conv", "x w", [out]) for out in ("c", "d")]
     bn, parameters = norm("bn", "c", "y", 4)
-    add = helper.make_node("Add", ["d", "y"], ["z"])
+    add = make_node("Add", "d y", "z")
     model = model_of([*convs, bn, add], [floats("w", 4, 3, 1, 1), *parameters])
     x = sample(1, 3, 8, 8)
     loaded = load(model)
@@ -128,23 +134,16 @@ PER_COLUMN = np.random.default_rng(8).uniform(0.5, 2, 8).astype(np.float32)
 @pytest.mark.parametrize(
     ("op", "constant", "folds"),
     [
-        ("Mul", np.float32(0.7), True),
-        ("Mul", PER_CHANNEL, True),
-        ("Div", PER_CHANNEL, True),
-        ("Add", PER_CHANNEL[0], True),
-        ("Sub", np.float32([[0.3]]), True),
-        ("Add", PER_COLUMN, False),
-        ("Mul", PER_CHANNEL[None], False),
+        ("Mul", np.float32(0.7), True), ("Mul", PER_CHANNEL, True), ("Div", PER_CHANNEL, True),
+        ("Add", PER_CHANNEL[0], True), ("Sub", np.float32([[0.3]]), True),
+        ("Add", PER_COLUMN, False), ("Mul", PER_CHANNEL[None], False),
         ("Div", np.float32(0), False),
     ],
-)
+)  # fmt: skip
 def test_a_constant_per_channel_folds_and_any_other_stays(layer, op, constant, folds):
     x = sample(2, 4, 8, 8)
-    nodes = [
-        helper.make_node(layer, ["x", "w"], ["c"]),
-        helper.make_node(op, ["c", "k"], ["y"]),
-    ]
-    inputs = [helper.make_tensor_value_info("x", F32, ["n", 4, 8, 8])]
+    nodes = [make_node(layer, "x w", "c"), make_node(op, "c k", "y")]
+    inputs = [make_value("x", ["n", 4, 8, 8])]
     weights = [floats("w", 4, 4, 1, 1), numpy_helper.from_array(np.asarray(constant), "k")]
     model = model_of(nodes, weights, inputs=inputs)
     loaded = load(model)
@@ -156,14 +155,10 @@ def test_a_constant_per_channel_folds_and_any_other_stays(layer, op, constant, f
 def test_scales_and_shifts_in_a_row_fold_one_after_another():
     bn, parameters = norm("bn", "c", "b", 4)
     nodes = [
-        helper.make_node("Conv", ["x", "w"], ["c"]),
-        bn,
-        helper.make_node("Mul", ["two", "b"], ["m"]),
-        helper.make_node("Add", ["m", "two"], ["a"]),
-        helper.make_node("Sub", ["two", "a"], ["y"]),
-    ]
-    weights = [floats("w", 4, 3, 3, 3), floats("two", 1), *parameters]
-    model = model_of(nodes, weights)
+        make_node("Conv", "x w", "c"), bn, make_node("Mul", "two b", "m"),
+        make_node("Add", "m two", "a"), make_node("Sub", "two a", "y"),
+    ]  # fmt: skip
+    model = model_of(nodes, [floats("w", 4, 3, 3, 3), floats("two", 1), *parameters])
     loaded = load(model)
     assert types(loaded.model) == ["Conv", "Sub"]
     assert loaded.model.graph.node[0].output[0] == "a"
@@ -193,13 +188,13 @@ MOVES = {
 )
 @pytest.mark.parametrize("op", ["Add", "Mul"])
 def test_what_stands_behind_nodes_that_only_move_values_is_folded_too(moves, shape, folds, op):
-    nodes, weights = [helper.make_node("Conv", ["x", "w"], ["c"])], [floats("w", 4, 3, 1, 8)]
+    nodes, weights = [make_node("Conv", "x w", "c")], [floats("w", 4, 3, 1, 8)]
     for number, (kind, given, axes) in enumerate(MOVES[moves]):
         reads = [nodes[-1].output[0], *([f"axes{number}"] if axes else [])]
         weights += [ints(f"axes{number}", *axes)] if axes else []
-        nodes.append(helper.make_node(kind, reads, [f"m{number}"], **given))
-    nodes.append(helper.make_node(op, [nodes[-1].output[0], "k"], ["a"]))
-    nodes.append(helper.make_node("Relu", ["a"], ["y"]))
+        nodes.append(make_node(kind, reads, f"m{number}", **given))
+    nodes.append(make_node(op, [nodes[-1].output[0], "k"], "a"))
+    nodes.append(make_node("Relu", "a", "y"))
     model = model_of(nodes, [*weights, floats("k", *shape)])
     x = sample(1, 3, 8, 8)
     loaded = load(model)
@@ -211,11 +206,9 @@ def test_what_stands_behind_nodes_that_only_move_values_is_folded_too(moves, sha
 
 def test_what_another_node_reads_too_is_not_folded_through_a_move():
     nodes = [
-        helper.make_node("Conv", ["x", "w"], ["c"]),
-        helper.make_node("Transpose", ["c"], ["t"], perm=[0, 2, 3, 1]),
-        helper.make_node("Add", ["t", "k"], ["a"]),
-        helper.make_node("Mul", ["a", "t"], ["y"]),
-    ]
+        make_node("Conv", "x w", "c"), make_node("Transpose", "c", "t", perm=[0, 2, 3, 1]),
+        make_node("Add", "t k", "a"), make_node("Mul", "a t", "y"),
+    ]  # fmt: skip
     loaded = load(model_of(nodes, [floats("w", 4, 3, 1, 1), floats("k", 4)]))
     assert types(loaded.model) == ["Conv", "Transpose", "Add", "Mul"]
 
@@ -227,22 +220,21 @@ def joined(kinds, *, axis=1, behind="bn", turned=False):
         weights += [floats(f"w{number}", *((4, 3) if kind == "Conv" else (3, 4)), 1, 1)]
         reads = ["x"] if kind == "MaxPool" else ["x", f"w{number}"]
         given = {"kernel_shape": [1, 1]} if kind == "MaxPool" else {}
-        nodes.append(helper.make_node(kind, reads, [f"c{number}"], name=f"n{number}", **given))
+        nodes.append(make_node(kind, reads, f"c{number}", name=f"n{number}", **given))
         ends.append(f"c{number}")
         if turned:
             ends[-1] = f"t{number}"
-            order = [0, 2, 3, 1]
-            nodes.append(helper.make_node("Transpose", [f"c{number}"], [ends[-1]], perm=order))
-    nodes.append(helper.make_node("Concat", ends, ["joined"], name="concat", axis=axis))
+            nodes.append(make_node("Transpose", f"c{number}", [ends[-1]], perm=[0, 2, 3, 1]))
+    nodes.append(make_node("Concat", ends, "joined", name="concat", axis=axis))
     channels = sum(3 if kind == "MaxPool" else 4 for kind in kinds) if axis == 1 else 4
     if behind == "bn":
         bn, parameters = norm("bn", "joined", "a", channels)
         bn.name = "bn"
         nodes, weights = [*nodes, bn], [*weights, *parameters]
     else:
-        nodes.append(helper.make_node("Mul", ["joined", "k"], ["a"]))
+        nodes.append(make_node("Mul", "joined k", "a"))
         weights.append(floats("k", *((4 * len(kinds),) if turned else (channels, 1, 1))))
-    return model_of([*nodes, helper.make_node("Relu", ["a"], ["y"])], weights)
+    return model_of([*nodes, make_node("Relu", "a", "y")], weights)
 
 
 @pytest.mark.parametrize(
@@ -259,8 +251,7 @@ def joined(kinds, *, axis=1, behind="bn", turned=False):
 def test_what_stands_behind_layers_side_by_side_is_folded_into_each(kinds, given, folds):
     model = joined(kinds, **given)
     loaded = load(model)
-    left = set(types(loaded.model)) & {"BatchNormalization", "Mul"}
-    assert bool(left) is not folds
+    assert bool(set(types(loaded.model)) & {"BatchNormalization", "Mul"}) is not folds
     x = sample(2, 3, 8, 8)
     np.testing.assert_allclose(run(loaded.model, x)[0], run(model, x)[0], rtol=1e-5, atol=1e-5)
     made = {name for node in loaded.model.graph.node for name in node.output}
@@ -278,7 +269,7 @@ def test_layers_side_by_side_of_which_one_is_read_elsewhere_keep_what_stands_beh
 def test_two_nodes_behind_layers_side_by_side_are_both_folded():
     model = joined(["Conv", "Conv"])
     del model.graph.node[-1]
-    model.graph.node.append(helper.make_node("Add", ["a", "k"], ["y"]))
+    model.graph.node.append(make_node("Add", "a k", "y"))
     model.graph.initializer.append(floats("k", 8, 1, 1))
     loaded = load(model)
     assert types(loaded.model) == ["Conv", "Conv", "Concat"]
@@ -291,16 +282,16 @@ def test_a_node_kept_apart_is_not_folded_and_its_neighbours_are():
     for word, weight in (("one", "w"), ("two", "v")):
         bn, parameters = norm(f"bn_{word}", f"c_{word}", f"y_{word}", 4)
         bn.name = f"bn_{word}"
-        nodes += [helper.make_node("Conv", ["x", weight], [f"c_{word}"]), bn]
+        nodes += [make_node("Conv", ["x", weight], f"c_{word}"), bn]
         weights += parameters
-    model = model_of([*nodes, helper.make_node("Add", ["y_one", "y_two"], ["y"])], weights)
+    model = model_of([*nodes, make_node("Add", "y_one y_two", "y")], weights)
     assert fold_affine(model.graph, apart=["bn_one"]) == {"BatchNormalization": 1}
     assert types(model) == ["Conv", "BatchNormalization", "Conv", "Add"]
     assert {node.domain for node in model.graph.node} == {""}
 
 
 def test_batchnorm_with_a_negative_variance_is_left_alone():
-    conv = helper.make_node("Conv", ["x", "w"], ["c"])
+    conv = make_node("Conv", "x w", "c")
     bn, parameters = norm("bn", "c", "y", 4)
     parameters[3].CopyFrom(numpy_helper.from_array(np.full(4, -1, np.float32), "bn_var"))
     loaded = load(model_of([conv, bn], [floats("w", 4, 3, 1, 1), *parameters]))
@@ -309,25 +300,21 @@ def test_batchnorm_with_a_negative_variance_is_left_alone():
 
 def test_pads_computed_from_constants_become_one_constant():
     nodes = [
-        helper.make_node("Constant", [], ["four"], value_ints=[4]),
-        helper.make_node("ConstantOfShape", ["four"], ["zeros"], value=ints("v", 0)),
-        helper.make_node("Constant", [], ["given"], value=ints("g", 0, 1, 0, 1)),
-        helper.make_node("Concat", ["given", "zeros"], ["all"], axis=0),
-        helper.make_node("Reshape", ["all", "shape"], ["pairs"]),
-        helper.make_node("Slice", ["pairs", "start", "end", "axis", "step"], ["back"]),
-        helper.make_node("Transpose", ["back"], ["turned"], perm=[1, 0]),
-        helper.make_node("Reshape", ["turned", "minus"], ["flat"]),
-        helper.make_node("Cast", ["flat"], ["pads"], to=TensorProto.INT64),
-        helper.make_node("Pad", ["x", "pads"], ["y"], mode="constant"),
+        make_node("Constant", "", "four", value_ints=[4]),
+        make_node("ConstantOfShape", "four", "zeros", value=ints("v", 0)),
+        make_node("Constant", "", "given", value=ints("g", 0, 1, 0, 1)),
+        make_node("Concat", "given zeros", "all", axis=0),
+        make_node("Reshape", "all shape", "pairs"),
+        make_node("Slice", "pairs start end axis step", "back"),
+        make_node("Transpose", "back", "turned", perm=[1, 0]),
+        make_node("Reshape", "turned minus", "flat"),
+        make_node("Cast", "flat", "pads", to=TensorProto.INT64),
+        make_node("Pad", "x pads", "y", mode="constant"),
     ]
     weights = [
-        ints("shape", -1, 2),
-        ints("start", -1),
-        ints("end", -(2**62)),
-        ints("axis", 0),
-        ints("step", -1),
-        ints("minus", -1),
-    ]
+        ints("shape", -1, 2), ints("start", -1), ints("end", -(2**62)), ints("axis", 0),
+        ints("step", -1), ints("minus", -1),
+    ]  # fmt: skip
     model = model_of(nodes, weights)
     loaded = load(model)
     assert types(loaded.model) == ["Pad"]
@@ -337,35 +324,24 @@ def test_pads_computed_from_constants_become_one_constant():
 
 
 def test_shape_of_a_static_input_is_a_constant_and_of_a_dynamic_one_is_not():
-    nodes = [
-        helper.make_node("Shape", ["x"], ["s"]),
-        helper.make_node("Reshape", ["x", "s"], ["y"]),
-    ]
-    static = [helper.make_tensor_value_info("x", F32, [1, 3, 8, 8])]
-    assert types(load(model_of(nodes, inputs=static)).model) == ["Reshape"]
+    nodes = [make_node("Shape", "x", "s"), make_node("Reshape", "x s", "y")]
+    assert types(load(model_of(nodes, inputs=[make_value("x", [1, 3, 8, 8])])).model) == ["Reshape"]
     assert types(load(model_of(nodes)).model) == ["Shape", "Reshape"]
 
 
 def test_a_size_of_zero_is_one_that_the_exporter_did_not_know():
-    nodes = [
-        helper.make_node("Shape", ["x"], ["s"]),
-        helper.make_node("Reshape", ["x", "s"], ["y"]),
-    ]
-    inputs = [helper.make_tensor_value_info("x", F32, [0, 3, 8, 8])]
-    loaded = load(model_of(nodes, inputs=inputs))
+    nodes = [make_node("Shape", "x", "s"), make_node("Reshape", "x s", "y")]
+    loaded = load(model_of(nodes, inputs=[make_value("x", [0, 3, 8, 8])]))
     assert types(loaded.model) == ["Shape", "Reshape"]
     assert loaded.inputs[0].shape == (None, 3, 8, 8)
 
 
 def test_local_functions_are_replaced_by_their_nodes():
-    body = [helper.make_node("Mul", ["a", "a"], ["m"]), helper.make_node("Relu", ["m"], ["b"])]
+    body = [make_node("Mul", "a a", "m"), make_node("Relu", "m", "b")]
     function = helper.make_function(
         "own", "Squared", ["a"], ["b"], body, [helper.make_opsetid("", 13)]
     )
-    nodes = [
-        helper.make_node("Squared", ["x"], ["c"], domain="own"),
-        helper.make_node("Neg", ["c"], ["y"]),
-    ]
+    nodes = [make_node("Squared", "x", "c", domain="own"), make_node("Neg", "c", "y")]
     model = model_of(nodes, extra=[helper.make_opsetid("own", 1)])
     model.functions.append(function)
     loaded = load(model)
@@ -376,7 +352,7 @@ def test_local_functions_are_replaced_by_their_nodes():
 
 
 def test_a_contrib_operator_is_left_in_float():
-    node = helper.make_node("Gelu", ["x"], ["y"], domain="com.microsoft")
+    node = make_node("Gelu", "x", "y", domain="com.microsoft")
     loaded = load(model_of([node], extra=[helper.make_opsetid("com.microsoft", 1)]))
     assert loaded.notes == (
         "Left in float: 1 com.microsoft.Gelu (not of the standard operator set).",
@@ -385,11 +361,11 @@ def test_a_contrib_operator_is_left_in_float():
 
 def test_random_and_huge_constants_stay_nodes():
     nodes = [
-        helper.make_node("ConstantOfShape", ["shape"], ["big"]),
-        helper.make_node("ReduceMax", ["big"], ["m"], keepdims=0),
-        helper.make_node("RandomUniform", [], ["r"], shape=[1]),
-        helper.make_node("Add", ["m", "r"], ["s"]),
-        helper.make_node("Add", ["x", "s"], ["y"]),
+        make_node("ConstantOfShape", "shape", "big"),
+        make_node("ReduceMax", "big", "m", keepdims=0),
+        make_node("RandomUniform", "", "r", shape=[1]),
+        make_node("Add", "m r", "s"),
+        make_node("Add", "x s", "y"),
     ]
     loaded = load(model_of(nodes, [ints("shape", 2**40)]))
     assert types(loaded.model)[0] == "ConstantOfShape"
@@ -398,14 +374,14 @@ def test_random_and_huge_constants_stay_nodes():
 
 def test_a_cast_to_the_type_that_is_there_goes_and_what_is_behind_it_is_folded():
     nodes = [
-        helper.make_node("Cast", ["x"], ["x1"], to=TensorProto.FLOAT),
-        helper.make_node("Conv", ["x1", "w"], ["c"]),
-        helper.make_node("Cast", ["c"], ["c1"], to=TensorProto.FLOAT),
-        helper.make_node("Cast", ["c1"], ["c2"], to=TensorProto.FLOAT),
-        helper.make_node("Mul", ["c2", "two"], ["m"]),
-        helper.make_node("Cast", ["m"], ["i"], to=TensorProto.INT64),
-        helper.make_node("Cast", ["i"], ["f"], to=TensorProto.FLOAT),
-        helper.make_node("Cast", ["f"], ["y"], to=TensorProto.FLOAT),  # an output's name stays
+        make_node("Cast", "x", "x1", to=TensorProto.FLOAT),
+        make_node("Conv", "x1 w", "c"),
+        make_node("Cast", "c", "c1", to=TensorProto.FLOAT),
+        make_node("Cast", "c1", "c2", to=TensorProto.FLOAT),
+        make_node("Mul", "c2 two", "m"),
+        make_node("Cast", "m", "i", to=TensorProto.INT64),
+        make_node("Cast", "i", "f", to=TensorProto.FLOAT),
+        make_node("Cast", "f", "y", to=TensorProto.FLOAT),  # an output's name stays
     ]
     model = model_of(nodes, [floats("w", 4, 3, 1, 1), floats("two", 1)])
     loaded = load(model)
@@ -417,13 +393,10 @@ def test_a_cast_to_the_type_that_is_there_goes_and_what_is_behind_it_is_folded()
 
 def test_identity_and_dropout_go_and_graph_outputs_keep_their_names():
     nodes = [
-        helper.make_node("Identity", ["w"], ["w2"]),
-        helper.make_node("Conv", ["x", "w2"], ["c"]),
-        helper.make_node("Identity", ["c"], ["c2"]),
-        helper.make_node("Dropout", ["c2"], ["c3"]),
-        helper.make_node("Relu", ["c3"], ["r"]),
-        helper.make_node("Identity", ["r"], ["y"]),
-    ]
+        make_node("Identity", "w", "w2"), make_node("Conv", "x w2", "c"),
+        make_node("Identity", "c", "c2"), make_node("Dropout", "c2", "c3"),
+        make_node("Relu", "c3", "r"), make_node("Identity", "r", "y"),
+    ]  # fmt: skip
     model = model_of(nodes, [floats("w", 4, 3, 1, 1)])
     loaded = load(model)
     assert types(loaded.model) == ["Conv", "Relu", "Identity"]
@@ -434,21 +407,14 @@ def test_identity_and_dropout_go_and_graph_outputs_keep_their_names():
 
 def test_a_tensor_that_only_a_subgraph_reads_is_renamed_there_and_not_dead():
     def branch(name, op):
-        node = helper.make_node(op, ["c"], [name])
-        return helper.make_graph([node], name, [], [float_output(name)])
+        return helper.make_graph([make_node(op, "c", [name])], name, [], [float_output(name)])
 
-    choose = helper.make_node(
-        "If", ["flag"], ["y"], then_branch=branch("t", "Relu"), else_branch=branch("e", "Neg")
+    choose = make_node(
+        "If", "flag", "y", then_branch=branch("t", "Relu"), else_branch=branch("e", "Neg")
     )
-    nodes = [
-        helper.make_node("Abs", ["x"], ["a"]),
-        helper.make_node("Identity", ["a"], ["c"]),
-        choose,
-    ]
-    flag = helper.make_tensor_value_info("flag", TensorProto.BOOL, [])
-    x = helper.make_tensor_value_info("x", F32, ["n", 3])
-    model = model_of(nodes, inputs=[x, flag])
-    loaded = load(model)
+    nodes = [make_node("Abs", "x", "a"), make_node("Identity", "a", "c"), choose]
+    flag = make_value("flag", [], TensorProto.BOOL)
+    loaded = load(model_of(nodes, inputs=[make_value("x", ["n", 3]), flag]))
     assert types(loaded.model) == ["Abs", "If"]
     assert any(note == "Left in float: 1 If (with all nodes inside)." for note in loaded.notes)
     assert [i.dtype for i in loaded.inputs] == ["float32", "bool"]
@@ -456,7 +422,7 @@ def test_a_tensor_that_only_a_subgraph_reads_is_renamed_there_and_not_dead():
 
 
 def test_dead_nodes_and_unread_weights_go():
-    nodes = [helper.make_node("Neg", ["x"], ["dead"]), helper.make_node("Relu", ["x"], ["y"])]
+    nodes = [make_node("Neg", "x", "dead"), make_node("Relu", "x", "y")]
     outputs = [float_output("y")]
     loaded = load(model_of(nodes, [floats("unread", 5)], outputs=outputs))
     assert types(loaded.model) == ["Relu"]
@@ -464,19 +430,19 @@ def test_dead_nodes_and_unread_weights_go():
 
 
 def test_nodes_in_a_wrong_order_are_sorted_and_a_cycle_is_refused():
-    a, b = helper.make_node("Relu", ["x"], ["a"]), helper.make_node("Neg", ["a"], ["y"])
+    a, b = make_node("Relu", "x", "a"), make_node("Neg", "a", "y")
     outputs = [float_output("y")]
     assert types(load(model_of([b, a], outputs=outputs)).model) == ["Relu", "Neg"]
-    loop = helper.make_node("Add", ["x", "y"], ["a"])
+    loop = make_node("Add", "x y", "a")
     with pytest.raises(ModelError, match="cycle"):
         load(model_of([loop, b], outputs=outputs))
 
 
 def test_node_names_are_unique_and_made_from_the_output():
     nodes = [
-        helper.make_node("Relu", ["x"], ["a"]),
-        helper.make_node("Relu", ["a"], ["b"], name="same"),
-        helper.make_node("Relu", ["b"], ["c"], name="same"),
+        make_node("Relu", "x", "a"),
+        make_node("Relu", "a", "b", name="same"),
+        make_node("Relu", "b", "c", name="same"),
     ]
     names = [node.name for node in load(model_of(nodes)).model.graph.node]
     assert names == ["Relu_a", "same", "same_1"]
@@ -488,15 +454,12 @@ def test_node_names_are_unique_and_made_from_the_output():
 @pytest.mark.parametrize("opset", [7, 9, 11, 12])
 def test_old_opsets_are_lifted_and_weights_leave_the_inputs(opset):
     nodes = [
-        helper.make_node("Conv", ["x", "w"], ["c"]),
-        helper.make_node("Softmax", ["c"], ["s"]),
-        helper.make_node("Unsqueeze", ["s"], ["y"], axes=[0]),
+        make_node("Conv", "x w", "c"),
+        make_node("Softmax", "c", "s"),
+        make_node("Unsqueeze", "s", "y", axes=[0]),
     ]
     weight = floats("w", 4, 3, 1, 1)
-    inputs = [
-        helper.make_tensor_value_info("x", F32, [2, 3, 8, 8]),
-        helper.make_tensor_value_info("w", F32, [4, 3, 1, 1]),
-    ]
+    inputs = [make_value("x", [2, 3, 8, 8]), make_value("w", [4, 3, 1, 1])]
     model = model_of(nodes, [weight], inputs=inputs, opset=opset, ir=3)
     loaded = load(model)
     assert loaded.model.opset_import[0].version == 13
@@ -509,13 +472,10 @@ def test_old_opsets_are_lifted_and_weights_leave_the_inputs(opset):
 
 def if_model(inner, opset):
     value = float_output
-    bodies = [
-        helper.make_graph([helper.make_node(inner, ["x"], [n])], n, [], [value(n)]) for n in "te"
-    ]
-    choose = helper.make_node("If", ["flag"], ["y"], then_branch=bodies[0], else_branch=bodies[1])
-    flag = helper.make_tensor_value_info("flag", TensorProto.BOOL, [])
-    x = helper.make_tensor_value_info("x", F32, [2, 3, 4])
-    return model_of([choose], inputs=[x, flag], opset=opset)
+    bodies = [helper.make_graph([make_node(inner, "x", [n])], n, [], [value(n)]) for n in "te"]
+    choose = make_node("If", "flag", "y", then_branch=bodies[0], else_branch=bodies[1])
+    flag = make_value("flag", [], TensorProto.BOOL)
+    return model_of([choose], inputs=[make_value("x", [2, 3, 4]), flag], opset=opset)
 
 
 def test_subgraphs_are_lifted_only_where_every_operator_means_the_same():
@@ -532,7 +492,7 @@ def small():
     rng = np.random.default_rng(3)
     weight = numpy_helper.from_array(rng.normal(size=(4, 3, 3, 3)).astype(np.float32), "w")
     bias = numpy_helper.from_array(rng.normal(size=4).astype(np.float32), "b")
-    return model_of([helper.make_node("Conv", ["x", "w", "b"], ["y"])], [weight, bias])
+    return model_of([make_node("Conv", "x w b", "y")], [weight, bias])
 
 
 def test_the_digest_sees_weights_and_graph_but_not_the_layout_of_the_file(tmp_path):
@@ -612,3 +572,162 @@ def test_shapes_are_the_same_without_the_values_of_large_weights(least, small_cn
     assert found.SerializeToString(deterministic=True) == known.SerializeToString(
         deterministic=True
     )
+
+
+# --- Weights that a file lists as inputs, so that they may be fed: FP32 is timed as with
+# constants.
+@pytest.fixture
+def listing(small_cnn, tmp_path):
+    """small_cnn with its weights among the inputs, as PyTorch wrote them into IR 4."""
+    return listed_in(4, small_cnn, tmp_path / "listing.onnx")
+
+
+def listed_in(version, source, path):
+    model = onnx.load(source)
+    model.ir_version = version
+    model.graph.input.extend(
+        make_value(one.name, one.dims, one.data_type) for one in model.graph.initializer
+    )
+    return save_net(model, path)
+
+
+def opened(model):
+    return ort.InferenceSession(model, providers=["CPUExecutionProvider"])
+
+
+def test_what_fp32_is_timed_as_has_constants_for_weights(listing):
+    given = opened(listing.read_bytes())
+    assert len(given.get_overridable_initializers()) == load(listing).listed == 8
+    timed = opened(float_model(load(listing)))
+    assert [one.name for one in timed.get_inputs()] == ["x"]
+    assert not timed.get_overridable_initializers()
+    x = np.random.default_rng(1).normal(size=(2, 3, 16, 16)).astype(np.float32)
+    assert np.allclose(timed.run(None, {"x": x})[0], given.run(None, {"x": x})[0], atol=1e-5)
+
+
+def test_weights_that_ir_3_had_to_list_are_constants_already(small_cnn, tmp_path):
+    path = listed_in(3, small_cnn, tmp_path / "old.onnx")
+    assert not opened(path.read_bytes()).get_overridable_initializers()
+    assert load(path).listed == 0 and float_model(load(path)) == path.read_bytes()
+
+
+def test_names_that_nodes_share_and_weights_that_are_inputs(listing):
+    model = onnx.load(listing)
+    for node in model.graph.node:
+        node.name = "one"
+    onnx.save(model, listing)
+    names = [node.name for node in parse_model(float_model(load(listing)), "it").graph.node]
+    assert len(set(names)) == len(names)
+
+
+def notes(model, images, out):
+    words = ("--out", out, "--duration", 0.001, "--effort", 0)
+    run_command("build", model, "--images", images, *words)
+    return json.loads((out / "report.json").read_text())["notes"]
+
+
+@pytest.mark.slow
+def test_the_report_says_so(listing, small_cnn, pictures, tmp_path):
+    said = [note for note in notes(listing, pictures, tmp_path / "a") if "8 weights" in note]
+    assert len(said) == 1 and "FP32" in said[0] and "constants" in said[0]
+    assert not any("weights" in note for note in notes(small_cnn, pictures, tmp_path / "b"))
+
+
+# --- Models whose weights alone are stored as integers: float models, which are calibrated as
+# such.
+X = np.random.default_rng(1).normal(size=(24, 16, 8, 8)).astype(np.float32)
+
+
+def stored(how: str) -> onnx.ModelProto:
+    """Two Convs, whose weights [16, 16, 3, 3] have a scale, one a channel, or one a block."""
+    rng = np.random.default_rng(0)
+    nodes, held = [], {}
+    for place in "ab":
+        integers = rng.integers(-127, 128, (16, 16, 3, 3)).astype(np.int8)
+        shape = {"channel": (16,), "block": (16, 4, 3, 3)}.get(how, ())
+        scale = rng.uniform(0.5e-3, 2e-3, shape).astype(np.float32)
+        held |= {f"{place}_q": integers, f"{place}_s": scale}
+        held[f"{place}_z"] = np.full(shape, 3 if how == "tensor" else 0, np.int8)
+        blocks = {"axis": 1, "block_size": 4}  # one scale is no block to ONNX Runtime
+        given = {"channel": {"axis": 0}, "block": blocks, "scalar blocks": blocks}.get(how, {})
+        names = [f"{place}_q", f"{place}_s", f"{place}_z"]
+        nodes.append(make_node("DequantizeLinear", names, f"{place}_w", place, **given))
+    pads = {"pads": [1, 1, 1, 1]}
+    nodes += [
+        make_node("Conv", "x a_w", "c", name="first", **pads),
+        make_node("Relu", "c", "r", name="relu"),
+        make_node("Conv", "r b_w", "y", name="second", **pads),
+    ]
+    return make_model(
+        nodes, {"x": ["n", 16, 8, 8]}, {"y": None}, held, opset=21 if "block" in how else 13, ir=10
+    )
+
+
+def ran(model: onnx.ModelProto) -> np.ndarray:
+    options = ort.SessionOptions()  # optimized, integers of weights may be multiplied first
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    data = model.SerializeToString()
+    session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    return session.run(None, {"x": X})[0]
+
+
+@pytest.mark.parametrize("how", ["tensor", "channel", "block"])
+def test_integers_become_the_float_weights_that_they_stand_for(how):
+    loaded = load(stored(how))
+    assert {node.op_type for node in loaded.model.graph.node} == {"Conv", "Relu"}
+    assert "Took 2 weights that are stored as integers as float ones." in loaded.notes
+    assert ran(loaded.model).tobytes() == ran(stored(how)).tobytes()
+
+
+def test_float_weights_that_were_left_as_inputs_are_none():
+    model = stored("channel")
+    for place in "ab":
+        model.graph.input.append(make_value(f"{place}_float", [16, 16, 3, 3]))
+    assert [spec.name for spec in load(model).inputs] == ["x"]
+
+
+@pytest.mark.parametrize("how", ["channel", "scalar blocks"])
+def test_such_a_model_is_calibrated_and_built_in_int8(how, tmp_path):
+    onnx.save(stored(how), tmp_path / "net.onnx")
+    np.save(tmp_path / "x.npy", X)
+    words = ("--out", tmp_path / "out", "--duration", 0, "--effort", 0, "--accept")
+    said = run_command("build", tmp_path / "net.onnx", "--images", tmp_path / "x.npy", *words)
+    assert "calibrated anew" in said and "quantized already" not in said
+    assert "FP32 is the float model that net stands for" in " ".join(said.split())
+    built = onnx.load(tmp_path / "out" / "net.int8.onnx")
+    convs = [node for node in built.graph.node if node.op_type == "Conv"]
+    made = {name: node for node in built.graph.node for name in node.output}
+    assert [made[node.input[0]].op_type for node in convs] == ["DequantizeLinear"] * 2
+
+
+def test_images_are_asked_for_as_of_a_float_model(tmp_path):
+    onnx.save(stored("channel"), tmp_path / "net.onnx")
+    done = CliRunner().invoke(cli, ["build", str(tmp_path / "net.onnx")])
+    assert done.exit_code != 0 and "--images" in done.output
+
+
+def spoiled(kind: str) -> onnx.ModelProto:
+    model = stored("channel")
+    if kind == "quantizes":
+        scale = numpy_helper.from_array(np.float32(0.1), "s")
+        model.graph.initializer.extend([scale, numpy_helper.from_array(np.uint8(0), "z")])
+        pair = [
+            make_node("QuantizeLinear", "r s z", "r_q", name="q"),
+            make_node("DequantizeLinear", "r_q s z", "r_dq", name="dq"),
+        ]
+        last = model.graph.node.pop()
+        last.input[0] = "r_dq"
+        model.graph.node.extend([*pair, last])
+    elif kind == "fed":
+        model.graph.input.append(make_value("a_q", None, TensorProto.INT8))
+        del model.graph.initializer[0]
+    else:
+        del model.graph.initializer[1]
+        model.graph.initializer.append(numpy_helper.from_array(np.ones(5, np.float32), "a_s"))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["quantizes", "fed", "does not fit"])
+def test_others_are_quantized_models_as_before(kind):
+    with pytest.raises(QuantizedError, match="quantized already"):
+        load(spoiled(kind))

@@ -1,34 +1,57 @@
+"""The index and edits of an ONNX graph, and which nodes run in int8."""
+
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
+from calibrators.percentile import minmax
+from calibrators.scales import Scale, Scales
+from deploy.errors import ConfigError, ExportError
+from deploy.frontends import load
+from deploy.graph.edit import (
+    copied,
+    copied_without,
+    drop_unread,
+    free_inputs,
+    name_nodes,
+    name_nodes_by_place,
+    rebuild,
+    replace_nodes,
+    update,
+    with_outputs,
+)
+from deploy.graph.index import Graph, Still, attributes, matching, select
 from deploy.graph.placement import ONNXRUNTIME, TENSORRT
-from deploy.graph.plan import Plan, analyse, never_negative
+from deploy.graph.plan import Plan, Read, analyse, never_negative
+from deploy.targets import TARGETS
+from deploy.targets.onnxruntime import qdq
+from deploy.targets.onnxruntime.qdq import Stored, write_qdq
+from deploy.tuning.prices import units_of
+from tests.models import as_float32, make_model, make_node, make_value
 
 
+# --- graph
 def make(nodes, weights, *, inputs=("x",), outputs=("y",), shape=(1, 4, 8, 8), opset=13):
     """A model of float tensors from nodes given as (op, inputs, outputs, attributes)."""
     rng = np.random.default_rng(0)
     built = [
-        helper.make_node(op, list(i), list(o), name=f"{op}_{k}", **attributes)
+        make_node(op, list(i), list(o), name=f"{op}_{k}", **attributes)
         for k, (op, i, o, attributes) in enumerate(nodes)
     ]
-    graph = helper.make_graph(
-        built,
-        "g",
-        [helper.make_tensor_value_info(n, TensorProto.FLOAT, shape) for n in inputs],
-        [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in outputs],
-        [
-            numpy_helper.from_array(
-                w if isinstance(w, np.ndarray) else rng.normal(size=w).astype(np.float32), n
-            )
-            for n, w in weights.items()
-        ],
+    weights = {
+        n: w if isinstance(w, np.ndarray) else rng.normal(size=w).astype(np.float32)
+        for n, w in weights.items()
+    }
+    model = make_model(
+        built, {n: shape for n in inputs}, {n: None for n in outputs}, weights, opset=opset
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
     return onnx.shape_inference.infer_shapes(model)
 
 
@@ -66,11 +89,9 @@ def test_a_clip_that_does_not_end_at_zero_is_no_tail():
 
 def test_glue_runs_in_int8_only_between_int8():
     nodes = [
-        ("Conv", "xwb", ["c"], PADS),
-        ("Add", "xc", "a", {}),
-        ("Conv", "awb", ["d"], PADS),
+        ("Conv", "xwb", ["c"], PADS), ("Add", "xc", "a", {}), ("Conv", "awb", ["d"], PADS),
         ("Add", "dx", "y", {}),
-    ]
+    ]  # fmt: skip
     plan = analyse(make(nodes, CONV), ONNXRUNTIME)
     assert decided(plan) == {
         "Conv_0": "", "Add_1": "", "Conv_2": "", "Add_3": "nothing after it runs in int8",
@@ -79,8 +100,7 @@ def test_glue_runs_in_int8_only_between_int8():
 
 def test_a_thin_first_conv_is_faster_in_float_on_a_cpu():
     nodes = [("Conv", "xwb", ["c"], PADS), ("Relu", "c", "r", {}), ("Conv", ["r", "v"], "y", PADS)]
-    weights = {"w": (8, 3, 3, 3), "b": (8,), "v": (4, 8, 3, 3)}
-    model = make(nodes, weights, shape=(1, 3, 8, 8))
+    model = make(nodes, {"w": (8, 3, 3, 3), "b": (8,), "v": (4, 8, 3, 3)}, shape=(1, 3, 8, 8))
     plan = analyse(model, ONNXRUNTIME)
     assert "only 27 products" in decided(plan)["Conv_0"]
     assert [p.tensor for p in plan.pairs] == ["r", "y"]
@@ -110,13 +130,10 @@ def test_a_thin_first_conv_before_a_max_pool_is_not_left_float(activation):
 
 def test_silu_and_an_add_of_one_number_run_in_int8_and_one_of_many_does_not():
     nodes = [
-        ("Conv", "xwb", ["c"], PADS),
-        ("Sigmoid", "c", "s", {}),
-        ("Mul", "cs", "m", {}),
-        ("Conv", "mwb", ["d"], PADS),
-        ("Add", ["d", "three"], "e", {}),
+        ("Conv", "xwb", ["c"], PADS), ("Sigmoid", "c", "s", {}), ("Mul", "cs", "m", {}),
+        ("Conv", "mwb", ["d"], PADS), ("Add", ["d", "three"], "e", {}),
         ("Conv", "ewb", ["y"], PADS),
-    ]
+    ]  # fmt: skip
     plan = analyse(make(nodes, {**CONV, "three": (1, 4, 1, 1)}), ONNXRUNTIME)
     floats = {d.node: d.reason for d in plan.decisions if not d.int8}
     assert floats == {"Add_4": "one of its operands is constant"}
@@ -136,12 +153,10 @@ def test_tensorrt_quantizes_the_skip_branch_of_a_residual_add():
 
 def test_moving_nodes_share_the_scale_of_what_they_move():
     nodes = [
-        ("Conv", "xwb", ["c"], PADS),
-        ("Relu", "c", "r", {}),
+        ("Conv", "xwb", ["c"], PADS), ("Relu", "c", "r", {}),
         ("MaxPool", "r", "m", {"kernel_shape": [2, 2], "strides": [2, 2]}),
-        ("Flatten", "m", "f", {}),
-        ("Gemm", ["f", "g"], "y", {}),
-    ]
+        ("Flatten", "m", "f", {}), ("Gemm", ["f", "g"], "y", {}),
+    ]  # fmt: skip
     plan = analyse(make(nodes, {**CONV, "g": (64, 10)}), ONNXRUNTIME)
     assert dict(plan.owners) == {"m": "r", "f": "r"}
     assert plan.activations == ("x", "r")
@@ -174,11 +189,9 @@ def test_a_tensor_without_a_scale_makes_its_nodes_float():
 
 def test_never_negative_follows_pools_and_reshapes():
     nodes = [
-        ("Relu", "x", "r", {}),
-        ("GlobalAveragePool", "r", "p", {}),
-        ("Flatten", "p", "f", {}),
+        ("Relu", "x", "r", {}), ("GlobalAveragePool", "r", "p", {}), ("Flatten", "p", "f", {}),
         ("Neg", "f", "y", {}),
-    ]
+    ]  # fmt: skip
     assert never_negative(make(nodes, {})) == {"r", "p", "f"}
 
 
@@ -189,3 +202,452 @@ def test_a_decision_carries_the_grid_of_its_placement(placement):
     grid = placement.grid.name
     assert [d.precision for d in decisions] == [grid, grid, "float32"]
     assert all(d.int8 == d.quantized == (not d.reason) for d in decisions)
+
+
+# --- The contract of edits on a model: what is left alone, what keeps its name.
+def tensor(name: str) -> onnx.TensorProto:
+    return numpy_helper.from_array(np.ones(2, np.float32), name)
+
+
+def value(name: str) -> onnx.ValueInfoProto:
+    return make_value(name, [2])
+
+
+@pytest.fixture
+def model() -> onnx.ModelProto:
+    """Two Adds, an If whose branch captures `inner`, a Constant node, and a weight nobody reads."""
+    branch = helper.make_graph([make_node("Add", "b inner", "then")], "branch", [], [value("then")])
+    nodes = [
+        make_node("Constant", "", "five", value=tensor("")),
+        make_node("Add", "x w", "a"),
+        make_node("Add", "a a", "b", name="mine"),
+        make_node("If", "cond", "y", then_branch=branch, else_branch=branch),
+    ]
+    graph = helper.make_graph(
+        nodes, "g", [value("x"), make_value("cond", [], TensorProto.BOOL), value("w")],
+        [value("y")], [tensor("w"), tensor("inner"), tensor("idle")], value_info=[value("a")],
+    )  # fmt: skip
+    return helper.make_model(graph)
+
+
+def test_edits_that_give_a_model_leave_theirs_alone(model):
+    before = model.SerializeToString(deterministic=True)
+    copy = copied(model)
+    del copy.graph.node[:]
+    tapped = with_outputs(model, ["a", "y", "a"])
+    assert [output.name for output in tapped.graph.output] == ["y", "a"]
+    assert model.SerializeToString(deterministic=True) == before
+
+
+def test_a_field_can_be_replaced_by_parts_of_itself(model):
+    graph = model.graph
+    replace_nodes(graph, reversed(graph.node))
+    assert [node.op_type for node in graph.node] == ["If", "Add", "Add", "Constant"]
+    update(graph.initializer, {"w": tensor("w"), "new": tensor("new")})
+    assert [t.name for t in graph.initializer] == ["w", "inner", "idle", "new"]
+
+
+def test_a_constant_that_only_a_subgraph_reads_is_kept(model):
+    drop_unread(model.graph)
+    assert [t.name for t in model.graph.initializer] == ["w", "inner"]
+
+
+def test_a_rebuilt_graph_forgets_types_and_what_nobody_reads(model):
+    graph = model.graph
+    rebuild(graph, [node for node in graph.node if node.op_type == "If"])
+    assert [t.name for t in graph.initializer] == ["inner"]
+    assert not graph.value_info and [i.name for i in graph.input] == ["x", "cond", "w"]
+
+
+def test_weights_leave_the_list_of_inputs(model):
+    assert free_inputs(model.graph) == 1 and free_inputs(model.graph) == 0
+    assert [i.name for i in model.graph.input] == ["x", "cond"]
+
+
+def test_the_two_rules_for_names(model):
+    other = copied(model)
+    assert name_nodes(model.graph) == name_nodes_by_place(other.graph) == 3
+    names = [[node.name for node in m.graph.node] for m in (model, other)]
+    assert names == [
+        ["Constant_five", "Add_a", "mine", "If_y"],
+        ["Constant_0", "Add_1", "mine", "If_3"],
+    ]
+
+
+def test_the_index_knows_constants_readers_and_what_is_fed(model):
+    graph = Graph(model)
+    assert graph.inputs == ["x", "cond"] and graph.outputs == {"y"}
+    assert set(graph.initializers) == {"w", "inner", "idle"}
+    assert set(graph.constants) == {"w", "inner", "idle", "five"}
+    assert [node.name for node in graph.readers["a"]] == ["mine"]
+    assert graph.captured == {"b", "inner"}
+    assert attributes(make_node("Conv", "x w", "y", group=2, pads=[1, 1])) == {
+        "group": 2,
+        "pads": [1, 1],
+    }
+
+
+def test_nodes_that_stay_are_the_same_and_new_ones_come_between_them(model):
+    graph = model.graph
+    constant, first, second, branches = graph.node
+    new = make_node("Neg", "a", "n")
+    replace_nodes(graph, [first, new, branches, constant])
+    assert [node.op_type for node in graph.node] == ["Add", "Neg", "If", "Constant"]
+    assert graph.node[0] is first and graph.node[1] == new and graph.node[1] is not new
+    assert second.name == "mine" and second not in list(graph.node)
+
+
+def test_a_copy_can_leave_constants_out_and_is_the_same_but_for_them(model):
+    model.metadata_props.add(key="made by", value="a test")
+    model.doc_string = "with notes"
+    assert copied_without(model, ()) == model
+    copy, wanted = copied_without(model, {"w", "idle"}), copied(model)
+    del wanted.graph.initializer[2], wanted.graph.initializer[0]
+    assert copy.SerializeToString(deterministic=True) == wanted.SerializeToString(
+        deterministic=True
+    )
+
+
+def test_an_index_of_what_nobody_changes_says_what_any_index_says(model):
+    still, graph = Still(model), Graph(model)
+    for node in (*model.graph.node, *model.graph.node):
+        assert still.data_inputs(node) == graph.data_inputs(node)
+        assert still.tail(node) == graph.tail(node)
+    for number in range(50):  # nodes of no graph, each where the one before it lay
+        node = make_node("Add", f"in{number} w", f"out{number}")
+        assert still.data_inputs(node) == [f"in{number}"]
+        assert still.tail(node) == f"out{number}"
+
+
+# --- qdq
+@pytest.fixture(scope="module")
+def calibrated(histograms, small_cnn):
+    model = load(small_cnn).model
+    rng = np.random.default_rng(1)
+    samples = [{"x": rng.normal(size=(1, 3, 16, 16)).astype(np.float32)} for _ in range(8)]
+    tensors = {t for p in (ONNXRUNTIME, TENSORRT) for t in analyse(model, p).activations}
+    found = histograms(model, sorted(tensors), samples)
+    return model, Scales({name: minmax(histogram) for name, histogram in found.items()}), samples
+
+
+def run(model: onnx.ModelProto, sample: dict, *, plain: bool = False) -> np.ndarray:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    if plain:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return ort.InferenceSession(model.SerializeToString(), options).run(None, sample)[0]
+
+
+@pytest.mark.parametrize("placement", [ONNXRUNTIME, TENSORRT], ids=lambda p: p.name)
+def test_the_quantized_model_is_valid_and_close(calibrated, placement):
+    model, scales, samples = calibrated
+    before = model.SerializeToString(deterministic=True)
+    quantized = write_qdq(model, analyse(model, placement), scales)
+    assert model.SerializeToString(deterministic=True) == before
+    onnx.checker.check_model(quantized, full_check=True)
+    want = np.concatenate([run(model, s) for s in samples])
+    got = np.concatenate([run(quantized, s) for s in samples])
+    noise = ((want - got) ** 2).sum() / (want**2).sum()
+    assert 0 < noise < 10 ** (-25 / 10)
+
+
+@pytest.mark.parametrize("placement", [ONNXRUNTIME, TENSORRT], ids=lambda p: p.name)
+def test_weights_that_were_stored_before_are_not_rounded_again(calibrated, placement, monkeypatch):
+    model, scales, _ = calibrated
+    wider = {name: replace(scales[name], lo=2 * scales[name].lo, hi=2 * scales[name].hi)
+             for name in scales}  # fmt: skip
+    plan, stored = analyse(model, placement), Stored()
+    write_qdq(model, plan, scales, stored=stored)
+    plain = [write_qdq(model, plan, one).SerializeToString() for one in (scales, wider)]
+    monkeypatch.delattr(qdq, "quantize_weight")
+    for one, wanted in zip((scales, wider), plain, strict=True):
+        assert write_qdq(model, plan, one, stored=stored).SerializeToString() == wanted
+
+
+@pytest.mark.parametrize("float_nodes", [(), ("Conv_c2",)])
+def test_a_model_that_was_read_before_is_written_the_same(calibrated, float_nodes):
+    model, scales, _ = calibrated
+    read = Read(model)
+    for kept in ((), float_nodes, ()):
+        one, other = (analyse(model, ONNXRUNTIME, float_nodes=kept, read=r) for r in (read, None))
+        assert one == other
+        written = [write_qdq(model, plan, scales).SerializeToString() for plan in (one, other)]
+        assert written[0] == written[1]
+
+
+def test_a_weight_that_a_float_node_reads_too_stays_where_it_was(calibrated):
+    model, scales, _ = calibrated
+    shared = onnx.ModelProto.FromString(model.SerializeToString())
+    weight = next(n for n in shared.graph.node if n.op_type == "Conv").input[1]
+    place = [t.name for t in shared.graph.initializer].index(weight)
+    shared.graph.node.append(make_node("Neg", [weight], "beside", name="beside"))
+    shared.graph.output.append(onnx.ValueInfoProto(name="beside"))
+    written = write_qdq(shared, analyse(shared, ONNXRUNTIME), scales)
+    names = [t.name for t in written.graph.initializer]
+    assert names.index(weight) <= place and f"{weight}/quantized" in names
+    assert numpy_helper.to_array(written.graph.initializer[names.index(weight)]).dtype == np.float32
+
+
+def test_weights_are_int8_and_no_float_copy_is_left(calibrated):
+    model, scales, _ = calibrated
+    quantized = write_qdq(model, analyse(model, ONNXRUNTIME), scales)
+    floats = [
+        t.name
+        for t in quantized.graph.initializer
+        if t.data_type == onnx.TensorProto.FLOAT and np.prod(t.dims) > 64
+    ]
+    assert floats == []
+    kinds = {t.data_type for t in quantized.graph.initializer if t.name.endswith("/quantized")}
+    assert kinds == {onnx.TensorProto.INT8, onnx.TensorProto.INT32}
+    assert len(quantized.SerializeToString()) < len(model.SerializeToString()) / 2
+
+
+def test_onnxruntime_fuses_every_layer_into_its_int8_kernels(calibrated, kernels):
+    model, scales, _samples = calibrated
+    kinds = set(kernels(write_qdq(model, analyse(model, ONNXRUNTIME), scales)))
+    assert {"QLinearConv", "QLinearAdd", "QGemm"} <= kinds
+    assert not kinds & {"Conv", "FusedConv", "Gemm", "Add", "Relu"}
+
+
+def test_names_of_outputs_and_inner_tensors_stay(calibrated):
+    model, scales, _ = calibrated
+    plan = analyse(model, ONNXRUNTIME)
+    quantized = write_qdq(model, plan, scales)
+    assert [o.name for o in quantized.graph.output] == [o.name for o in model.graph.output]
+    made = {name for n in quantized.graph.node for name in n.output}
+    assert {p.tensor for p in plan.pairs} - {"x"} <= made
+
+
+def test_a_missing_scale_is_named(calibrated):
+    model, scales, _ = calibrated
+    fewer = Scales({n: s for n, s in scales.items() if n != "x"})
+    with pytest.raises(ExportError, match=r"1 have none \(x\)"):
+        write_qdq(model, analyse(model, ONNXRUNTIME), fewer)
+
+
+def test_a_bias_beyond_int32_widens_its_weight_scale(small_cnn):
+    model = load(small_cnn).model
+    for tensor in model.graph.initializer:
+        if tensor.name == "w1":
+            weight = numpy_helper.to_array(tensor).copy()
+            weight[0] = 1e-9
+            tensor.CopyFrom(numpy_helper.from_array(weight, "w1"))
+        if tensor.name == "b1":
+            tensor.CopyFrom(numpy_helper.from_array(np.full(8, 3.0, np.float32), "b1"))
+    plan = analyse(model, ONNXRUNTIME)
+    one = Scale(lo=-1, hi=1, amax=1, observed_min=-1, observed_max=1, method="minmax")
+    quantized = write_qdq(model, plan, dict.fromkeys(plan.activations, one))
+    ints = {t.name: numpy_helper.to_array(t) for t in quantized.graph.initializer}
+    (name,) = [n for n in ints if n.startswith("b1/") and n.endswith("/quantized")]
+    scale = ints[name.replace("/quantized", "/scale")]
+    assert np.allclose(ints[name].astype(np.float64) * scale, 3.0, rtol=2e-5)
+
+
+def test_seven_bit_weights_for_cpus_that_saturate(calibrated):
+    model, scales, _ = calibrated
+    quantized = write_qdq(model, analyse(model, ONNXRUNTIME), scales, weight_bits=7)
+    for tensor in quantized.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.INT8 and tensor.dims:
+            assert np.abs(numpy_helper.to_array(tensor).astype(int)).max() <= 63
+
+
+def test_tensorrt_pairs_are_symmetric_with_zero_point_0(calibrated):
+    model, scales, _ = calibrated
+    quantized = write_qdq(model, analyse(model, TENSORRT), scales)
+    constants = {t.name: numpy_helper.to_array(t) for t in quantized.graph.initializer}
+    pairs = [n for n in quantized.graph.node if n.op_type == "QuantizeLinear"]
+    assert pairs
+    for node in pairs:
+        tensor = node.name.removesuffix("/Q")
+        assert constants[node.input[2]] == 0 and constants[node.input[2]].dtype == np.int8
+        owner = analyse(model, TENSORRT).owners.get(tensor, tensor)
+        assert constants[node.input[1]] == scales[owner].symmetric
+    assert not [t for t in quantized.graph.initializer if t.data_type == onnx.TensorProto.INT32]
+
+
+# --- What changes sides alone: layers with their tails, gates with what makes them.
+CONSTANTS = {"three": 3.0, "zero": 0.0, "six": 6.0}
+WEIGHT = np.full((16, 16, 3, 3), 0.01)
+SAME = {"pads": [1, 1, 1, 1]}
+
+
+def units(*nodes, target="onnxruntime", keep=(), outputs=("y",)):
+    """Units of a model x -> outputs of (op, inputs, output, attributes)."""
+    weights = {i.split()[1]: WEIGHT for op, i, *_ in nodes if op == "Conv"}
+    nodes = [make_node(op, i, [o], name=f"/{o}", **a) for op, i, o, a in nodes]
+    inputs = {"x": [1, 16, 8, 8]}
+    outputs = {name: None for name in outputs}
+    model = make_model(nodes, inputs, outputs, as_float32(CONSTANTS | weights), opset=17)
+    cleaned = load(model).model
+    return units_of(cleaned, TARGETS[target]().plan(cleaned, keep).decisions)
+
+
+def conv(source, output):
+    return "Conv", f"{source} w_{output}", output, SAME
+
+
+def test_a_layer_and_its_tail_are_one_unit():
+    found = units(conv("x", "c1"), ("Relu", "c1", "r1", {}), conv("r1", "y"))
+    assert found.members == {"/c1": ("/c1", "/r1"), "/y": ("/y",)}
+    assert found.layers == ("/c1", "/y")
+
+
+def test_a_relu_that_others_look_behind_is_no_tail():
+    found = units(conv("x", "c1"), ("Relu", "c1", "r1", {}), conv("r1", "y"), outputs=("y", "c1"))
+    assert found.members["/c1"] == ("/c1",)
+
+
+def test_a_silu_is_one_unit_with_its_gate_and_apart_from_the_layer():
+    found = units(
+        conv("x", "c1"), ("Sigmoid", "c1", "s", {}), ("Mul", "c1 s", "m", {}), conv("m", "y")
+    )
+    assert found.members == {"/c1": ("/c1",), "/s": ("/s", "/m"), "/y": ("/y",)}
+    assert found.layers == ("/c1", "/y")
+    assert found.edges == (("/c1", "/s", "c1"), ("/s", "/y", "m"))
+
+
+def test_a_gate_of_another_tensor_is_none():
+    found = units(
+        conv("x", "c1"), conv("x", "c2"), ("Sigmoid", "c2", "s", {}), ("Mul", "c1 s", "m", {}),
+        conv("m", "y"),
+    )  # fmt: skip
+    assert found.members["/s"] == ("/s",) and found.members["/m"] == ("/m",)
+
+
+def test_a_hard_swish_written_out_is_one_unit_with_the_layer_before():
+    found = units(
+        conv("x", "c1"), ("Add", "c1 three", "a", {}), ("Clip", "a zero six", "b", {}),
+        ("Mul", "c1 b", "m", {}), ("Div", "m six", "d", {}), conv("d", "y"),
+    )  # fmt: skip
+    assert found.members == {"/c1": ("/c1", "/a", "/b", "/m", "/d"), "/y": ("/y",)}
+
+
+def test_a_hard_swish_as_an_operator_is_of_the_layer_before_that_makes_it_for_it_alone():
+    swish = ("HardSwish", "c1", "h", {})
+    assert list(units(conv("x", "c1"), swish, conv("h", "y")).members) == ["/c1", "/y"]
+    apart = units(conv("x", "c1"), swish, conv("h", "y"), outputs=("y", "c1"))
+    assert list(apart.members) == ["/c1", "/h", "/y"]
+    apart = units(conv("x", "c1"), swish, conv("h", "c2"), ("Add", "c1 c2", "y", {}))
+    assert list(apart.members) == ["/c1", "/h", "/c2"]
+
+
+def test_a_gate_of_another_tensor_is_of_the_layer_that_makes_the_gate():
+    found = units(
+        conv("x", "c1"), conv("c1", "c2"), ("HardSigmoid", "c2", "s", {}),
+        ("Mul", "c1 s", "m", {}), conv("m", "y"),
+    )  # fmt: skip
+    assert found.members["/c2"] == ("/c2", "/s", "/m")
+
+
+def test_borders_are_edges_inlets_and_outlets():
+    found = units(
+        conv("x", "c1"), ("Exp", "c1", "e", {}), conv("e", "c2"), conv("c1", "c3"),
+        ("Add", "c2 c3", "s", {}), conv("s", "y"),
+    )  # fmt: skip
+    edges = {("/c1", "/c3", "c1"), ("/c2", "/s", "c2"), ("/c3", "/s", "c3"), ("/s", "/y", "s")}
+    assert set(found.edges) == edges
+    assert set(found.inlets) == {("/c1", "x"), ("/c2", "e")}
+    assert set(found.outlets) == {("/c1", "c1"), ("/y", "y")}
+    assert set(found.tensors) == {"c1", "c2", "c3", "s", "x", "e", "y"}
+    assert set(found.around(["/c2"])) == {"c2", "e"}
+    assert found.layers == ("/c1", "/c2", "/c3", "/y")
+    assert found.nodes(["/c3", "/s"]) == ("/c3", "/s")
+
+
+def test_what_is_float_anyway_is_in_no_unit():
+    found = units(conv("x", "c1"), conv("c1", "c2"), conv("c2", "y"), keep=("/c2",))
+    assert list(found.members) == ["/c1", "/y"]
+    assert found.outlets == (("/c1", "c1"), ("/y", "y")) and ("/y", "c2") in found.inlets
+
+
+def test_a_tail_that_the_target_leaves_in_float_is_no_member():
+    found = units(conv("x", "c1"), ("Relu", "c1", "r1", {}), conv("r1", "y"), target="ascend")
+    assert found.members == {"/c1": ("/c1",), "/y": ("/y",)}
+
+
+# --- Which nodes `--keep-float` means: names, patterns, types, files.
+NAMES = st.lists(
+    st.text(st.sampled_from("abc/[]*?!.@:#op0"), min_size=1, max_size=8), min_size=1, unique=True
+)
+
+
+def model_selection(*nodes):
+    ends = [make_value(name, [1]) for name in "xy"]
+    made = [make_node(op, "x", "y", name=name) for name, op in nodes]
+    return helper.make_model(helper.make_graph(made, "g", ends[:1], ends[1:]))
+
+
+NET = model_selection(
+    ("/b/conv", "Conv"), ("/a/conv", "Conv"), ("/a/act", "Sigmoid"), ("conv0", "Conv"),
+    ("conv[0]", "Gemm"), ("", "Sigmoid"), ("op:Conv", "Relu"), ("@home", "Relu"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("patterns", "found"),
+    [
+        ((), ()),
+        (("/a/act", "/b/conv"), ("/b/conv", "/a/act")),  # the model's order
+        (("/a/*",), ("/a/conv", "/a/act")),
+        (("/a/*", "/*/conv"), ("/b/conv", "/a/conv", "/a/act")),
+        (("/?/act",), ("/a/act",)),
+        (("op:Sigmoid",), ("/a/act",)),
+        (("op:Sig*", "op:Gemm"), ("/a/act", "conv[0]")),
+        (("conv[0]",), ("conv[0]",)),  # a name before its reading as a pattern
+        (("conv[01]",), ("conv0",)),
+        (("conv[[]*",), ("conv[0]",)),
+        (("op:Conv",), ("op:Conv",)),
+        (("@home",), ("@home",)),
+    ],
+)
+def test_names_patterns_and_types(patterns, found):
+    assert matching(NET, patterns) == found
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("/a/cnov", "did you mean '/a/conv'?"), ("/model.22/*", "inspect --all"),
+        ("op:Sigmoit", "did you mean 'op:Sigmoid'?"), ("OP:Sigmoid", "got 'OP:Sigmoid'"),
+        ("op:conv", "did you mean 'op:Conv'?"), ("", "got ''"),
+        ("@nowhere.txt", "must be a text file"), ("@", "must be a text file"),
+        ("@\0", "must be a text file"),
+    ],
+)  # fmt: skip
+def test_what_means_nothing_is_an_error(pattern, said):
+    with pytest.raises(ConfigError) as caught:
+        matching(NET, ["/a/act", pattern])
+    assert said in str(caught.value)
+
+
+def test_a_file_holds_one_a_line(tmp_path):
+    listed = tmp_path / "float.txt"
+    listed.write_text("# the head\r\n\r\n  op:Sigmoid  \n/b/*\nconv[0]\n")
+    assert matching(NET, [f"@{listed}"]) == ("/b/conv", "/a/act", "conv[0]")
+    listed.write_text("# nothing\n")
+    with pytest.raises(ConfigError, match="at least one"):
+        matching(NET, [f"@{listed}"])
+    listed.write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ConfigError, match="text file"):
+        matching(NET, [f"@{listed}"])
+
+
+@given(NAMES, st.data())
+def test_every_name_means_itself_alone(names, data):
+    known = [(name, "Conv") for name in names]
+    chosen = data.draw(st.sets(st.sampled_from(names)))
+    assert select(known, sorted(chosen)) == tuple(name for name in names if name in chosen)
+
+
+@given(NAMES, st.text(st.sampled_from("abc/*?[]!0"), min_size=1, max_size=6))
+def test_a_pattern_means_what_a_shell_means_in_the_models_order(names, pattern):
+    known = [(name, "Conv") for name in names]
+    expected = tuple(n for n in names if fnmatchcase(n, pattern))
+    if pattern in names:
+        assert select(known, [pattern]) == (pattern,)
+    elif expected:
+        assert select(known, [pattern]) == expected
+        assert select(known, [*expected, pattern]) == expected
+    else:
+        with pytest.raises(ConfigError):
+            select(known, [pattern])

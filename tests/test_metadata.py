@@ -5,7 +5,6 @@ import json
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
 
 from deploy.errors import ConfigError
 from deploy.feed.feed import open_feed
@@ -14,6 +13,7 @@ from deploy.feed.preprocess import PRESETS, Preprocess
 from deploy.frontends.metadata import carried_of
 from deploy.frontends.metadata.exporters import operators
 from deploy.tensors import TensorSpec
+from tests.models import make_model, make_node, make_value, save_net
 
 OPEN = ("n", 3, "h", "w")
 IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
@@ -22,9 +22,8 @@ YOLO = {"author": "Ultralytics", "version": "8.1.0", "task": "detect", "imgsz": 
 
 def network(shape=OPEN, **properties):
     """x -> Relu -> y, with metadata."""
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in "xy"]
-    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "net", ends[:1], ends[1:])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    ends = [make_value(name, shape) for name in "xy"]
+    model = make_model([make_node("Relu", "x", "y")], ends[:1], ends[1:])
     for key, value in properties.items():
         one = model.metadata_props.add()
         one.key, one.value = key.replace("__", " "), value
@@ -319,8 +318,7 @@ def yolo(small_cnn, tmp_path):
     for key, value in (YOLO | {"imgsz": "[16, 16]"}).items():
         one = model.metadata_props.add()
         one.key, one.value = key, value
-    onnx.save(model, tmp_path / "yolo.onnx")
-    return tmp_path / "yolo.onnx"
+    return save_net(model, tmp_path / "yolo.onnx")
 
 
 QUICK = ("--effort", 0, "--duration", 0, "--accept")
@@ -328,20 +326,18 @@ QUICK = ("--effort", 0, "--duration", 0, "--accept")
 
 def test_the_first_screen_says_where_the_preset_came_from(yolo, pictures, tmp_path, run):
     words = "build", yolo, "--images", pictures, *QUICK
-    code, out, err = run(*words, "--out", tmp_path / "a")
-    assert code == 0, err
+    out = run.ok(*words, "--out", tmp_path / "a")
     said = " ".join(out.split())
     assert "pictures yolo: rgb 16x16, letterbox" in said
     assert "; from the model's metadata (Ultralytics 8.1.0, imgsz 16)" in said
-    code, out, err = run(*words, "--out", tmp_path / "b", "--preprocess", "yolo")
-    assert code == 0 and "metadata" not in out, err
+    assert "metadata" not in run.ok(*words, "--out", tmp_path / "b", "--preprocess", "yolo")
     caches = [(tmp_path / name / "yolo.cache").read_bytes() for name in "ab"]
     assert caches[0] == caches[1]
-    code, out, err = run(*words, "--out", tmp_path / "b", "--preprocess", "imagenet")
+    out = run.ok(*words, "--out", tmp_path / "b", "--preprocess", "imagenet")
     said = " ".join(out.split())
     assert "letterbox, anchor centre, pad 114" in said
     assert "the preprocessing changed" in said  # and the cache is not used again
-    code, out, err = run(*words, "--out", tmp_path / "c", "--pad", 3)
+    out = run.ok(*words, "--out", tmp_path / "c", "--pad", 3)
     assert "imgsz 16), but for pad" in " ".join(out.split())
     built = onnx.load(tmp_path / "a" / "yolo.int8.onnx")
     assert {one.key for one in built.metadata_props} >= set(YOLO)
@@ -354,8 +350,7 @@ def test_the_other_commands_follow_it_too(yolo, pictures, tmp_path, run):
     engine = out / "yolo.int8.onnx"
     cache = "calibrate", yolo, "--out", tmp_path / "c.cache"
     for words in (cache, ("bench", engine, "--duration", 0), ("compare", yolo, engine)):
-        code, said, err = run(*words, "--images", pictures)
-        assert code == 0, err
+        said = run.ok(*words, "--images", pictures)
         assert "from the model's metadata (Ultralytics" in " ".join(said.split())
     report = json.loads((out / "report.json").read_text())
     assert report["feed"]["preprocess"]["resize"] == "letterbox"

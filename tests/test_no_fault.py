@@ -1,9 +1,10 @@
-"""No file, folder or screen makes a fault of calib8 itself: one sentence and its own exit code."""
+"""No file, folder, path or value makes a fault of calib8 itself."""
 
 import io
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -13,10 +14,19 @@ import numpy as np
 import onnx
 import pytest
 
+from calibrators.errors import CalibrationError
+from calibrators.grids import affine_params
+from deploy.analysis.experiment import SHOWN, read_values, searched, with_scales
 from deploy.calibration import store
+from deploy.errors import BackendError, ConfigError, FeedError
 from deploy.files.manifest import sha256
+from deploy.method import Method
+from deploy.report.profile_page import Area, Tile, squarified, tree_map
+from deploy.runtimes.ort import OrtSession
 from scripts import house
 
+# --- No file, folder or screen makes a fault of calib8 itself: one sentence and its own exit
+# code.
 ROOT = Path(__file__).parent.parent
 
 
@@ -67,22 +77,16 @@ def test_damaged_statistics_of_fitting_digests_are_made_again(kept, run):
     fields = [("0.counts.npy", npy(np.zeros(4097, np.int64))), ("0.reals.npy", inf),
               ("0.wholes.npy", huge)]  # fmt: skip
     forged = [
-        b"",
-        b"PK\5\6" + bytes(18),
-        stored(),
-        stored(*fields),
-        stored(("0.npy", b"")),
-        stored(("0.counts.npy", npy(np.array(["a"])))),
-        stored(*fields[:2]),
-    ]
+        b"", b"PK\5\6" + bytes(18), stored(), stored(*fields), stored(("0.npy", b"")),
+        stored(("0.counts.npy", npy(np.array(["a"])))), stored(*fields[:2]),
+    ]  # fmt: skip
     forged += [
         stored(*((name, inf) for name, _ in fields)),
         stored(("0.reals.npy", bytes(1 << 20))),
     ]
-    for number, data in enumerate([*forged, *(mutated(whole[2], seed) for seed in range(40))]):
+    for data in [*forged, *(mutated(whole[2], seed) for seed in range(40))]:
         fitting(cache, data)
-        code, out, error = run(*words)
-        assert code == 0, (number, error)
+        out = run.ok(*words)
         assert [p.read_bytes() for p in (cache, *store.sidecars(cache))] == whole or "reused" in out
 
 
@@ -119,16 +123,13 @@ def test_a_pipe_in_place_of_a_cache_is_not_waited_for(name, kind, kept, run):
     path = cache.parent / name
     path.unlink()
     os.mkfifo(path) if kind == "pipe" else path.mkdir()
-    code, _, error = run(*words)
-    assert code == 1 and "must be a file to write to" in error
+    assert "must be a file to write to" in run.fails(*words)
     assert run("inspect", cache)[0] == (0 if name != "c" else 1)
     assert run(*words, "--require-cache")[0] == 1
 
 
 @pytest.mark.slow
-def test_a_folder_that_may_not_be_looked_into_is_a_sentence(
-    small_cnn, pictures, tmp_path, tmp_path_factory
-):
+def test_a_folder_that_is_closed_is_a_sentence(small_cnn, pictures, tmp_path, tmp_path_factory):
     base = tmp_path_factory.getbasetemp()
     closed = tmp_path / "closed"
     closed.mkdir()
@@ -204,3 +205,180 @@ def test_names_as_long_as_a_protobuf_allows_are_no_fault(small_cnn, pictures, ru
         node.name = node.name + "n" * 100_000
     onnx.save(model, tmp_path / "m.onnx")
     assert run("inspect", tmp_path / "m.onnx", "--all")[0] == 0
+
+
+# --- Paths that are no UTF-8, and models with one name for several nodes: through every command.
+QUICK = ("--duration", 0.02, "--effort", 0, "--accept")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder whose name is no UTF-8."""
+    path = tmp_path / os.fsdecode(b"n\xff")
+    try:
+        path.mkdir()
+    except OSError:
+        pytest.skip("file names are UTF-8 here")
+    return path
+
+
+@pytest.fixture
+def x(tmp_path):
+    values = np.random.default_rng(0).normal(size=(4, 3, 16, 16)).astype(np.float32)
+    np.save(tmp_path / "x.npy", values)
+    return tmp_path / "x.npy"
+
+
+def beside(model, path):
+    """The model with its weights in a file beside it."""
+    near = path.parent.parent / "near"
+    near.mkdir()
+    onnx.save(onnx.load(model), near / path.name, save_as_external_data=True, location="w.bin",
+              size_threshold=0)  # fmt: skip
+    for file in near.iterdir():
+        shutil.copy(file, path.parent / file.name)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["inside", "beside"])
+def test_a_path_that_is_no_utf_8_is_built_for_every_target(weights, small_cnn, x, folder, run):
+    model = folder / os.fsdecode(b"m\xe9.onnx" if weights == "inside" else b"m.onnx")
+    shutil.copy(small_cnn, model) if weights == "inside" else beside(small_cnn, model)
+    shutil.copy(x, folder / "x.npy")
+    feed, out = ("--images", folder / "x.npy"), folder / "out"
+    words = ("build", model, *feed, *QUICK, "--out", out, "--target", "onnxruntime,tensorrt,ascend")
+    run.ok(*words)
+    assert os.fsencode(f"={model.stem}_deploy") in next(out.glob("*_atc.sh")).read_bytes()
+    json.loads((out / "report.json").read_text("utf-8"))
+    engine = next(out.glob("*.int8.onnx"))
+    assert run(*words, "--require-cache")[0] == 0
+    assert run("explain", out, *feed)[0] == 0
+    assert run("inspect", model)[0] == run("inspect", out / f"{model.stem}.cache")[0] == 0
+    assert run("bench", engine, "--duration", 0, "--warmup", 0)[0] == 0
+    assert run("compare", model, engine, *feed)[0] == 0
+
+
+def test_weights_beside_such_a_path_are_no_others(small_cnn, folder, tmp_path, monkeypatch):
+    model = beside(small_cnn, folder / "m.onnx")
+    monkeypatch.chdir(tmp_path / "near")  # which has a file of the same name
+    with pytest.raises(BackendError, match="must have a path in UTF-8"):
+        OrtSession.open(model)
+
+
+@pytest.mark.slow
+def test_nodes_that_share_a_name_are_renamed_and_said(small_cnn, x, tmp_path, run):
+    model = onnx.load(small_cnn)
+    for node in model.graph.node[1:]:
+        node.name = "same"
+    onnx.save(model, tmp_path / "m.onnx")
+    with pytest.raises(BackendError, match="same node name"):
+        OrtSession.open(tmp_path / "m.onnx")
+    words = ("--images", x, "--out", tmp_path / "o", *QUICK)
+    targets = ("--target", "onnxruntime,tensorrt,ascend")
+    run.ok("build", tmp_path / "m.onnx", *words, *targets)
+    report = json.loads((tmp_path / "o" / "report.json").read_text())
+    names = [node["name"] for node in report["targets"][0]["nodes"]]
+    assert len(set(names)) == len(names)
+    note = "Renamed 8 nodes whose name another node has."
+    assert note in json.dumps(report)
+    assert note in run("inspect", tmp_path / "m.onnx")[1]
+
+
+# --- `calib8 quantize`: torch's own numbers by hand, and ranges that are searched.
+VALUES = "[-1, 0, 1, 2]"
+
+
+def said(run, *words):
+    """JSON of the command."""
+    return json.loads(run("quantize", *words, "--json", "-")[1])
+
+
+def test_a_scale_and_a_zero_point_that_are_given(run):
+    shown = run("quantize", VALUES, "--scale", "0.1", "--zero-point", "10")[1]
+    assert "scale 0.100000001, zero point 10, quint8 (given): stores -1 to 24.5" in shown
+    assert "SQNR exact, 0 of 4 values clipped" in shown
+    found = said(run, VALUES, "--scale", "0.1", "--zero-point", "10")
+    assert found["int_repr"] == [0, 10, 20, 30] and found["dequantized"] == [-1, 0, 1, 2]
+    found = said(run, "[-1000, 100]", "--scale", "0.1", "--zero-point", "10")
+    assert found["int_repr"] == [0, 255] and found["clipped"] == 2
+    assert found["error"] == pytest.approx([999, -75.5])
+    assert said(run, "[100]", "--scale", "0.1", "--dtype", "qint32")["int_repr"] == [1000]
+
+
+def test_channels_each_have_their_own(run):
+    words = ("--scale", "0.1,0.01", "--zero-point", "10,0", "--axis", "0")
+    found = said(run, "[[-1, 0], [1, 2]]", *words)
+    assert found["int_repr"] == [[0, 10], [100, 200]] and found["axis"] == 0
+    by = said(run, "[[-1, 0], [1, 2]]", "--axis", "-1", "--method", "minmax", "--dtype", "qint8")
+    assert by["scale"] == pytest.approx([1 / 127, 2 / 127]) and by["zero_point"] == [0, 0]
+    shown = run("quantize", str([[0.5]] * (SHOWN + 2)), "--axis", "0")[1]
+    assert "and 2 channels more" in shown and "and 2 values more" in shown
+
+
+def test_ranges_are_those_of_the_searches(run, tmp_path):
+    values = np.random.default_rng(0).normal(size=500).astype(np.float32)
+    np.save(tmp_path / "v.npy", values)
+    widest = said(run, str(tmp_path / "v.npy"), "--method", "minmax")
+    scale, zero = affine_params(float(values.min()), float(values.max()))
+    assert (widest["scale"], widest["zero_point"]) == ([scale], [zero])
+    kept = said(run, str(tmp_path / "v.npy"), "--method", "percentile", "--percent", "95")
+    assert kept["found"] == "percentile 95" and kept["clipped"] > 10
+    assert kept["sqnr_db"] < widest["sqnr_db"] < 60
+    assert said(run, str(tmp_path / "v.npy"), "--method", "entropy-tensorrt")["clipped"] >= 0
+    zeros = searched(np.zeros(3, np.float32), Method.of(), axis=None, dtype="qint8")
+    assert zeros.quantized.stored.tolist() == [0, 0, 0] and zeros.quantized.scale.tolist() == [1.0]
+
+
+def test_what_is_no_experiment_is_said(run, tmp_path):
+    np.save(tmp_path / "c.npy", np.array(["text"]))
+    for words, message in (
+        ((VALUES, "--zero-point", "3"), "--zero-point goes with --scale"),
+        (
+            (VALUES, "--scale", "1", "--method", "mse"),
+            "given or searched, got --scale and --method",
+        ),
+        ((VALUES, "--scale", "a"), "must be numbers with commas"),
+        ((VALUES, "--scale", "1", "--zero-point", "1.5"), "must be whole numbers"),
+        ((VALUES, "--scale", "0"), "a scale must be finite and positive"),
+        ((VALUES, "--dtype", "qint32"), "a search finds the scale of quint8 or qint8"),
+        ((VALUES, "--scale", "1,2"), "give --axis, or one of each"),
+        ((VALUES, "--axis", "4"), "one of 1 dimensions, got 4"),
+        (("[1, [2]]",), "values are a JSON array of numbers"),
+        (("[]",), "values are a JSON array of numbers"),
+        (('["a"]',), "values are a JSON array of numbers"),
+        (("3.5",), "write it as '[3.5]'"),
+        (("-1, 2",), "write it as '[-1, 2]'"),
+        (("-7", "--scale", "1"), "write it as '[-7]'"),
+        (("-1x",), "No such option"),
+        (("[1e39, 1]",), "1 of 2 values infinite in float32"),
+        (("[1, -Infinity]",), "1 of 2 values infinite in float32"),
+        (("absent.npy",), "absent.npy must be an .npy file"),
+        ((str(tmp_path / "c.npy"),), "must be a sound .npy file"),
+        ((VALUES, "-q"), "--quiet goes with --json"),
+    ):
+        code, _, err = run("quantize", *words)
+        assert code in (1, 2) and message in err, (words, err)
+    with pytest.raises(CalibrationError, match="NaN"):
+        with_scales(np.array([np.nan], np.float32), [1.0], [0], axis=None, dtype="quint8")
+    with pytest.raises(FeedError):
+        read_values(str(tmp_path))
+    with pytest.raises(ConfigError, match="brackets"):
+        read_values("[" * 70)
+
+
+def test_areas_of_a_tree_map_are_their_shares():
+    values = [6, 6, 4, 3, 2, 2, 1]  # the example of its source: 6 x 4
+    areas = squarified(values, Area(0, 0, 6, 4))
+    assert [area.width * area.height for area in areas] == pytest.approx(values)
+    assert areas[0] == Area(0, 0, 3, 2) and areas[1] == Area(0, 2, 3, 2)
+    assert areas[2].width == pytest.approx(12 / 7) and areas[2].height == pytest.approx(7 / 3)
+    assert squarified([], Area(0, 0, 1, 1)) == []
+
+
+def test_a_tree_map_draws_parts_inside_and_escapes_names():
+    inner = (Tile("a<b", 3, "said & done", 1), Tile("tiny", 1e-9, "unseen"))
+    text = tree_map([Tile("whole", 3, "all", parts=inner), Tile("none", 0, "nothing")], "Title")
+    assert text.count("<rect") == 2 and "a&lt;b" in text and "said &amp; done" in text
+    assert 'class="whole"' in text and 'class="c1"' in text and "none" not in text
+    assert tree_map([], "Title") == ""

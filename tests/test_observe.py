@@ -50,8 +50,7 @@ def test_what_is_observed_together_is_what_each_observes_alone(model, samples):
 
 
 def test_the_first_batch_sets_tensorrts_range(histograms, model, samples):
-    tensors = analyse(model, ONNXRUNTIME).activations
-    statistics = histograms(model, tensors, samples, first=5)
+    statistics = histograms(model, analyse(model, ONNXRUNTIME).activations, samples, first=5)
     first = max(float(np.abs(s["x"]).max()) for s in samples[:5])
     ratio = statistics["x"].full_range / first
     assert statistics["x"].base == first and ratio in (1.0, 2.0)
@@ -105,6 +104,5 @@ def test_what_a_need_needs_is_known_before_it(model, samples):
     assert order == ["first", "second", "third", "last"]
     assert set(found) == {one.key for one in (first, second, third, wanted)}
     order.clear()
-    known = Observed({third.key: found.of(third)})
-    observe([wanted], samples, known=known)
+    observe([wanted], samples, known=Observed({third.key: found.of(third)}))
     assert order == ["last"]

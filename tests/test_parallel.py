@@ -123,12 +123,9 @@ def test_an_interrupt_lets_what_was_drawn_be_taken_and_draws_nothing_more(thread
     try:
         with pytest.raises(Ended):
             in_order(
-                ({"x": np.zeros(1)} for _ in range(1000)),
-                work,
-                lambda n, _: taken.append(n),
-                threads=threads,
-                rest=rest,
-            )
+                ({"x": np.zeros(1)} for _ in range(1000)), work, lambda n, _: taken.append(n),
+                threads=threads, rest=rest,
+            )  # fmt: skip
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert 5 <= len(begun) < 5 + threads and taken == sorted(begun) and rested == [len(taken)]

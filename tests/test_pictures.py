@@ -1,22 +1,514 @@
-"""Pictures of the feed in the report: what the model sees, taken back to pixels."""
+"""Pixels: preprocessing, damaged pictures, and pictures in the report."""
 
 import base64
+import dataclasses
 import itertools
 import json
 import re
+import sys
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import cv2
 import numpy as np
 import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from deploy.cli import cli
+from deploy.errors import ConfigError, FeedError
+from deploy.feed import headers, images
 from deploy.feed.feed import open_feed
-from deploy.feed.pixels import apply, fit, picture_in, pixels_of, small
-from deploy.feed.preprocess import COLORS, PRESETS, Preprocess
+from deploy.feed.images import heard, overheard
+from deploy.feed.pixels import (
+    apply,
+    fit,
+    letterbox_size,
+    picture_in,
+    pixels_of,
+    short_side_size,
+    small,
+)
+from deploy.feed.preprocess import COLORS, PRESETS, Preprocess, preset, resolve, with_options
 from deploy.feed.sampling import some
 from deploy.report import FeedPart, Report, to_html, to_json, to_markdown
 from deploy.report.previews import pictures_part, raster
 from deploy.tensors import TensorSpec
 
+
+# --- preprocess
+def spec(*shape, dtype="float32"):
+    return TensorSpec("image", dtype, shape)
+
+
+def pixels(height=40, width=60, channels=3, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, channels), np.uint8)
+
+
+def ready(**options):
+    base = {"size": (24, 32), "color": "rgb", "layout": "nchw"}
+    return with_options(Preprocess(), {**base, **options})
+
+
+def test_the_arithmetic_is_three_separate_float32_roundings():
+    how = ready(size=(40, 60), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+    image = pixels()
+    got = apply(image, how)
+    assert got.shape == (1, 3, 40, 60)
+    assert got.dtype == np.float32
+    for channel, bgr in enumerate((2, 1, 0)):
+        for y, x in ((0, 0), (7, 13), (39, 59)):
+            value = np.float32(image[y, x, bgr]) * np.float32(1 / 255)
+            value = np.float32(value - np.float32(how.mean[channel]))
+            value = np.float32(value / np.float32(how.std[channel]))
+            assert got[0, channel, y, x].tobytes() == value.tobytes()
+
+
+def test_layouts_and_channel_orders_hold_the_same_numbers():
+    image = pixels()
+    rgb = apply(image, ready())
+    assert np.array_equal(apply(image, ready(layout="nhwc")), rgb.transpose(0, 2, 3, 1))
+    assert np.array_equal(apply(image, ready(color="bgr")), rgb[:, ::-1])
+    grey = apply(image[:, :, :1], ready(color="grey"))
+    assert grey.shape == (1, 1, 24, 32)
+    assert np.array_equal(grey[0, 0], apply(image, ready(color="bgr"))[0, 0])
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_letterbox_keeps_the_aspect_and_pads_through_the_same_arithmetic(layout):
+    how = ready(size=(32, 32), resize="letterbox", pad=(114.0,), mean=(0.5,), layout=layout)
+    image = np.full((40, 80, 3), 200, np.uint8)
+    out = apply(image, how)[0]
+    plane = out[0] if layout == "nchw" else out[:, :, 0]
+    pad = np.float32(np.float32(114) * np.float32(1 / 255)) - np.float32(0.5)
+    body = np.float32(np.float32(200) * np.float32(1 / 255)) - np.float32(0.5)
+    assert np.all(plane[:8] == pad)
+    assert np.all(plane[24:] == pad)
+    assert np.all(plane[8:24] == body)
+    top = apply(image, dataclasses.replace(how, anchor="top-left"))[0]
+    top_plane = top[0] if layout == "nchw" else top[:, :, 0]
+    assert np.all(top_plane[:16] == body)
+    assert np.all(top_plane[16:] == pad)
+
+
+def test_text_lines_are_fitted_to_the_height_and_padded_with_exact_zero():
+    how, _ = resolve(preset("ppocr-rec"), spec("n", 3, 48, "w"))
+    out = apply(np.full((24, 50, 3), 255, np.uint8), how)[0]
+    assert out.shape == (3, 48, 320)
+    assert np.all(out[:, :, :100] == 1)
+    assert np.all(out[:, :, 100:] == 0)
+    assert fit(np.zeros((10, 500, 3), np.uint8), how)[0].shape == (48, 320, 3)
+
+
+def test_imagenet_resizes_256_and_crops_the_centre_224():
+    how, notes = resolve(preset("imagenet"), spec(1, 3, 224, 224))
+    assert notes == ()
+    assert how.short == 256
+    image = pixels(300, 500)
+    placed, corner = fit(image, how)
+    whole = cv2.resize(image, (426, 256), interpolation=cv2.INTER_AREA)
+    assert corner == (0, 0)
+    assert np.array_equal(placed, whole[16:240, 101:325])
+
+
+def test_area_becomes_linear_where_a_side_grows():
+    image = pixels(10, 10)
+    area = apply(image, ready(interpolation="area"))
+    assert np.array_equal(area, apply(image, ready(interpolation="linear")))
+    small = apply(pixels(100, 100), ready(interpolation="area"))
+    assert not np.array_equal(small, apply(pixels(100, 100), ready(interpolation="linear")))
+
+
+side = st.integers(1, 5000)
+
+
+@given(side, side, side, side)
+def test_letterbox_touches_the_box_and_stays_inside(height, width, box_h, box_w):
+    inner = letterbox_size((height, width), (box_h, box_w))
+    assert 1 <= inner[0] <= box_h
+    assert 1 <= inner[1] <= box_w
+    assert inner[0] == box_h or inner[1] == box_w
+    ratio = min(box_h / height, box_w / width)
+    assert abs(inner[0] - max(1, height * ratio)) <= 0.5 + 1e-6
+    assert abs(inner[1] - max(1, width * ratio)) <= 0.5 + 1e-6
+
+
+@given(side, side, side)
+def test_short_side_has_its_length_and_the_other_is_not_shorter(height, width, short):
+    size = short_side_size((height, width), short)
+    assert min(size) == short
+    assert (size[0] <= size[1]) == (height <= width) or size[0] == size[1]
+
+
+sizes = st.tuples(st.integers(1, 64), st.integers(1, 64))
+
+
+@settings(max_examples=60)
+@given(
+    sizes, sizes, st.sampled_from(["stretch", "letterbox", "short-side", "fit-height"]),
+    st.sampled_from(["nearest", "linear", "cubic", "area", "lanczos"]),
+    st.sampled_from(["rgb", "bgr", "grey"]), st.sampled_from(["nchw", "nhwc"]),
+)  # fmt: skip
+def test_every_combination_fills_the_input(source, size, resize, interpolation, color, layout):
+    image = pixels(*source, 1 if color == "grey" else 3)
+    how = Preprocess(
+        size=size, resize=resize, interpolation=interpolation, color=color, layout=layout
+    )
+    out = apply(image, how)
+    shape = (how.channels, *size) if layout == "nchw" else (*size, how.channels)
+    assert out.shape == (1, *shape)
+    assert np.isfinite(out).all()
+    assert out.min() >= 0
+    assert out.max() <= 1
+    assert out.tobytes() == apply(image, how).tobytes()
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_presets_survive_json_and_resolve_against_a_model(name):
+    how = PRESETS[name]
+    assert Preprocess.from_json(json.loads(json.dumps(how.to_json()))) == how
+    channels = 1 if how.color == "grey" else 3
+    resolved, notes = resolve(how, spec("n", channels, 64, 96))
+    assert resolved.size == (64, 96)
+    assert notes == ()
+    assert resolve(resolved, spec("n", channels, 64, 96))[0] == resolved
+
+
+def test_without_any_option_the_model_decides_and_the_note_says_so():
+    how, notes = resolve(None, spec(1, 1, 28, 28))
+    assert (how.color, how.size, how.layout, how.scale) == ("grey", (28, 28), "nchw", 1 / 255)
+    assert "28x28" in notes[0]
+    assert "grey" in notes[0]
+    how, _ = resolve(None, spec(None, 224, 200, 3))
+    assert (how.color, how.size, how.layout) == ("rgb", (224, 200), "nhwc")
+
+
+def test_options_override_a_preset_and_none_leaves_it():
+    how = with_options(preset("imagenet"), {"size": (192, 192), "color": "bgr", "mean": None})
+    assert how.size == (192, 192)
+    assert how.color == "bgr"
+    assert how.mean == preset("imagenet").mean
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"resize": "leterbox"}, "resize must be one of .*did you mean 'letterbox'"),
+        ({"interpolation": "bicubic"}, "interpolation must be one of"),
+        ({"color": "gray"}, "color must be one of"), ({"layout": "chw"}, "layout must be one of"),
+        ({"anchor": "left"}, "anchor must be one of"),
+        ({"size": (0, 224)}, "size must be whole pixels"),
+        ({"size": (224,)}, r"size must be \(height, width\)"),
+        ({"size": (224, 2.5)}, "size must be whole pixels"),
+        ({"short_side": True}, "short_side must be whole pixels"),
+        ({"mean": (0.1, 0.2)}, "mean must have one value or one per channel"),
+        ({"color": "grey", "std": (1, 1, 1)}, "std must have one value .*got 3"),
+        ({"std": (1.0, 0.0, 1.0)}, "above 0"), ({"std": (1e-60,)}, "above 0"),
+        ({"scale": float("nan")}, "scale must be finite"),
+        ({"mean": ("0.5",)}, "mean must be finite numbers"),
+        ({"men": (0.5,)}, "'men' is no preprocessing option.*'mean'"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_told_by_name_and_rule(options, message):
+    with pytest.raises(ConfigError, match=message):
+        with_options(Preprocess(), options)
+
+
+def test_an_unknown_preset_names_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'imagenet'"):
+        preset("imagnet")
+
+
+@pytest.mark.parametrize(
+    ("how", "target", "message"),
+    [
+        (Preprocess(size=(32, 32)), spec(1, 3, 224, 224), "size must fit .*32x32"),
+        (Preprocess(color="grey"), spec(1, 3, 8, 8), "grey images have 1 channels.*with 3"),
+        (None, spec(1, 4, 8, 8), "rgb images have 3 channels.*with 4"),
+        (
+            None,
+            spec(1, 3, "h", "w"),
+            "leaves its size open; give a size, such as 224x224, or 224x\\* or native",
+        ),
+        (None, spec(1, 3, 64, "w"), "size open; give a size, such as 64x224, or 64x\\* for"),
+        (None, spec(1, "h", 48, 3), "size open; give a size, such as 224x48, or \\*x48 for"),
+        (None, spec(1, 16), "need an input of 4 dimensions"),
+        (Preprocess(mean=(1, 2, 3)), spec(1, 1, 8, 8), "mean must have one value"),
+    ],
+)
+def test_options_that_contradict_the_model_are_told(how, target, message):
+    with pytest.raises(FeedError, match=message):
+        resolve(how, target)
+
+
+def test_a_crop_larger_than_the_short_side_is_refused():
+    how = Preprocess(resize="short-side", short_side=200)
+    with pytest.raises(ConfigError, match="short_side must reach the crop of 224x224"):
+        resolve(how, spec(1, 3, 224, 224))
+
+
+@pytest.mark.parametrize(
+    ("scale", "mean", "way_out"),
+    [(1 / 255, (127.5,), "scale 1 .* such as 0.5$"), (1 / 127.5, (103.9, 116.8, 123.7), "0 to 2,")],
+)
+def test_a_mean_that_no_scaled_pixel_reaches_is_refused(scale, mean, way_out):
+    how = Preprocess(scale=scale, mean=mean)
+    with pytest.raises(ConfigError, match=f"mean is taken from scaled pixels.*{way_out}"):
+        resolve(how, spec(1, 3, 8, 8))
+    assert resolve(replace(how, scale=1.0), spec(1, 3, 8, 8))[0].mean == mean
+
+
+def test_means_at_the_ends_of_scaled_pixels_and_below_them_are_taken():
+    for mean in (1.0, 0.0, -1.0):
+        assert resolve(Preprocess(mean=(mean,)), spec(1, 3, 8, 8))[0].mean == (mean,)
+
+
+def test_the_command_says_in_which_unit_a_mean_is(small_cnn, pictures, tmp_path):
+    asked = ["build", str(small_cnn), "--images", str(pictures), "--out", str(tmp_path / "out")]
+    run = CliRunner().invoke(cli, [*asked, "--mean", "127.5", "--std", "127.5"])
+    assert run.exit_code == 1 and "give scale 1" in str(run.exception)
+    said = ["--effort", "0", "--duration", "0", "--mean", "127.5", "--std", "127.5", "--scale", "1"]
+    assert CliRunner().invoke(cli, [*asked, *said]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--short-side 16", "short_side is for resize short-side, got it with resize stretch"),
+        ("--resize letterbox --short-side 16", "got it with resize letterbox; give resize short-"),
+        ("--pad 114", "pad is for resize letterbox and fit-height, got it with resize stretch"),
+        ("--preprocess imagenet --pad 114", "got it with resize short-side; give resize letterbox"),
+        ("--preprocess imagenet --short-side 16", None),
+        ("--resize short-side --short-side 16", None),
+        ("--resize letterbox --pad 114", None),
+    ],
+)
+def test_an_option_of_another_resize_is_refused(words, message, small_cnn, pictures, tmp_path):
+    asked = ["calibrate", str(small_cnn), "--images", str(pictures)]
+    run = CliRunner().invoke(cli, [*asked, "--out", str(tmp_path / "c.cache"), *words.split()])
+    assert run.exit_code == (1 if message else 0), run.output
+    assert message is None or message in str(run.exception)
+
+
+# --- Pictures that are damaged or too large, and what their decoders say of it.
+IMAGE = TensorSpec("x", "float32", ("n", 3, 16, 16))
+NOISE = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+PHOTO = cv2.resize(NOISE, (600, 400), interpolation=cv2.INTER_CUBIC)
+
+
+def encoded(suffix: str, pixels=PHOTO, *options: int) -> bytes:
+    done, data = cv2.imencode(suffix, pixels, options)
+    assert done
+    return data.tobytes()
+
+
+JPEG, PNG = encoded(".jpg"), encoded(".png")
+PROGRESSIVE = encoded(".jpg", PHOTO, cv2.IMWRITE_JPEG_PROGRESSIVE, 1)
+RESTARTS = encoded(".jpg", PHOTO, cv2.IMWRITE_JPEG_RST_INTERVAL, 8)
+
+
+def zeroed(data: bytes, share: float, count: int = 400) -> bytes:
+    at = int(len(data) * share)
+    return data[:at] + bytes(count) + data[at + count :]
+
+
+def chunk(kind: bytes, body: bytes) -> bytes:
+    return len(body).to_bytes(4, "big") + kind + body + zlib.crc32(kind + body).to_bytes(4, "big")
+
+
+def fed(folder, data: bytes, suffix: str = ".jpg", **options):
+    (folder / "good.png").write_bytes(PNG)
+    (folder / f"it{suffix}").write_bytes(data)
+    feed = open_feed(folder, [IMAGE], **options)
+    with feed.samples() as samples:
+        return feed, list(samples)
+
+
+# ---- damage ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PROGRESSIVE", "RESTARTS"])
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+def test_a_jpeg_damaged_inside_is_told_in_its_decoders_words(tmp_path, capfd, kind, share):
+    damaged = zeroed(globals()[kind], share)
+    with pytest.raises(
+        FeedError, match=r"it\.jpg .*(its decoder says: \w+ \w+|damaged: a hole of zeros)"
+    ):
+        fed(tmp_path, damaged)
+    feed, samples = fed(tmp_path, damaged, skip_bad=True)
+    assert len(samples) == 1 and "1 skipped: image it.jpg" in feed.notes[-1]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_hole_that_libjpeg_decodes_without_a_word_is_told(tmp_path):
+    silent = 0
+    for share in np.linspace(0.2, 0.9, 40):
+        damaged = zeroed(JPEG, share)
+        with overheard() as said:
+            pixels = cv2.imdecode(np.frombuffer(damaged, np.uint8), 1)
+        silent += not said and pixels is not None
+        with pytest.raises(FeedError):
+            images.decode(damaged, "it.jpg", grey=False)
+    assert silent
+
+
+def test_flat_pictures_whose_code_is_zeros_are_whole():
+    flat = np.full((1000, 1500, 3), 128, np.uint8)
+    flat[300:500, 300:500] = NOISE[0, 0]
+    for data in (
+        encoded(".jpg", flat, cv2.IMWRITE_JPEG_OPTIMIZE, 1),
+        encoded(".jpg", flat, cv2.IMWRITE_JPEG_PROGRESSIVE, 1),
+        encoded(".jpg", flat) + b"behind its end" + bytes(1000) + b"\xff\xd9",
+    ):
+        assert bytes(64) in data
+        assert images.decode(data, "it.jpg", grey=False).shape == flat.shape
+
+
+def test_a_jpeg_cut_in_its_middle_with_an_end_marker_is_told(tmp_path, capfd):
+    with pytest.raises(FeedError, match=r"Corrupt JPEG data: premature end of data segment"):
+        fed(tmp_path, JPEG[: len(JPEG) // 2] + b"\xff\xd9")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_png_with_sound_checksums_and_broken_pixels_is_told(tmp_path, capfd):
+    at = PNG.index(b"IDAT")
+    length = int.from_bytes(PNG[at - 4 : at], "big")
+    pixels = zlib.decompress(PNG[at + 4 : at + 4 + length]) if PNG.count(b"IDAT") == 1 else b""
+    header = chunk(b"IHDR", (600).to_bytes(4, "big") + (400).to_bytes(4, "big") + b"\x08\2\0\0\0")
+    filters = b"\x09" + (pixels or bytes(1801 * 400))[1:]
+    made = PNG[:8] + header + chunk(b"IDAT", zlib.compress(filters)) + chunk(b"IEND", b"")
+    with pytest.raises(FeedError, match=r"it\.png cannot be decoded .*libpng error: bad adaptive"):
+        fed(tmp_path, made, ".png")
+    assert capfd.readouterr().err == ""
+
+
+def test_words_that_tell_of_no_pixels_refuse_nothing(tmp_path, capfd):
+    profile = PNG[:33] + chunk(b"iCCP", b"x\0\0" + zlib.compress(b"junk" * 40)) + PNG[33:]
+    with overheard() as said:
+        cv2.imdecode(np.frombuffer(profile, np.uint8), 1)
+    assert any("iCCP" in line for line in said)
+    feed, samples = fed(tmp_path, profile, ".png")
+    assert len(samples) == 2 and np.array_equal(samples[0]["x"], samples[1]["x"])
+    revision = JPEG.replace(b"JFIF\0\1", b"JFIF\0\7", 1)
+    with overheard() as said:
+        cv2.imdecode(np.frombuffer(revision, np.uint8), 1)
+    assert any("revision" in line for line in said)
+    (tmp_path / "it.png").unlink()
+    assert len(fed(tmp_path, revision)[1]) == 2
+    assert feed.notes == open_feed(tmp_path, [IMAGE]).notes
+    assert capfd.readouterr().err == ""
+
+
+def test_only_decoders_are_overheard(capfd):
+    with overheard() as said:
+        print("a progress bar", file=sys.stderr, flush=True)
+    assert said == [] and "a progress bar" in capfd.readouterr().err
+    cv2.imdecode(np.frombuffer(JPEG[:1000] + b"\xff\xd9", np.uint8), 1)
+    assert "Corrupt JPEG data" in capfd.readouterr().err  # afterwards the screen is as it was
+
+
+def test_words_are_those_of_the_picture_whoever_decodes_beside_it(capfd):
+    cut, sound = JPEG[: len(JPEG) // 2] + b"\xff\xd9", JPEG
+    kinds = [cut if number % 7 == 0 else sound for number in range(200)]
+
+    def words(data):
+        return heard(lambda: cv2.imdecode(np.frombuffer(data, np.uint8), 1))[1]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(words, kinds))
+    assert [bool(said) for said in found] == [data is cut for data in kinds]
+    assert all(len(said) == 1 for said in found if said)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_decoder_that_talks_by_itself_is_asked_once():
+    calls = []
+
+    def decode():
+        calls.append(1)
+        cv2.imdecode(np.frombuffer(JPEG[:1000] + b"\xff\xd9", np.uint8), 1)
+
+    assert heard(decode)[1] and len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "words, damage",
+    [
+        ("Corrupt JPEG data: bad Huffman code", True),
+        ("Corrupt JPEG data: found marker 0xd0 instead of RST3", True),
+        ("Premature end of JPEG file", True),
+        ("Inconsistent progression sequence for component 0 coefficient 1", True),
+        ("Corrupt JPEG data: bad ICC marker", False),
+        ("Unknown Adobe color transform code 7", False),
+        ("Warning: unknown JFIF revision number 7.01", False),
+        ("libpng warning: iCCP: known incorrect sRGB profile", False),
+    ],
+)
+def test_which_words_mean_damage(monkeypatch, words, damage):
+    monkeypatch.setattr(images, "heard", lambda decode: (decode(), [words]))
+    if not damage:
+        images.decode(JPEG, "it.jpg", grey=False)
+        return
+    with pytest.raises(FeedError, match=words):
+        images.decode(JPEG, "it.jpg", grey=False)
+
+
+# ---- size -----------------------------------------------------------------------------------
+
+KINDS = [".png", ".jpg", ".webp", ".bmp", ".tiff", ".ppm", ".pgm", ".jp2", ".avif"]
+
+
+@pytest.mark.parametrize("suffix", KINDS)
+@pytest.mark.parametrize("size", [(37, 21), (600, 400)])
+def test_sides_are_read_from_the_header(suffix, size):
+    pixels = cv2.resize(PHOTO, size)
+    if suffix == ".pgm":
+        pixels = pixels[:, :, 0].copy()
+    try:
+        done, data = cv2.imencode(suffix, pixels)
+    except cv2.error:
+        done = False
+    if not done:
+        pytest.skip(f"this OpenCV writes no {suffix} of this size")
+    data = data.tobytes()
+    assert headers.sides(data) == size
+    for length in range(0, 64):  # a header that is cut says nothing, or the truth
+        assert headers.sides(data[:length]) in (None, size)
+
+
+def test_sides_of_other_headers():
+    lossless = encoded(".webp", PHOTO, cv2.IMWRITE_WEBP_QUALITY, 101)
+    assert headers.sides(lossless) == headers.sides(PROGRESSIVE) == (600, 400)
+    assert headers.sides(b"P5 # a comment\n600 400\n255\n") == (600, 400)
+    assert headers.sides(b"GIF89a" + bytes([88, 2, 144, 1])) == (600, 400)
+    assert headers.sides(b"hello") is headers.sides(b"") is None
+
+
+def test_a_small_file_of_a_vast_picture_is_refused_before_it_is_decoded(tmp_path, monkeypatch):
+    sides = (30_000).to_bytes(4, "big") * 2
+    vast = PNG[:8] + chunk(b"IHDR", sides + b"\x08\0\0\0\0") + chunk(b"IEND", b"")
+    monkeypatch.setattr(cv2, "imdecode", None)
+    with pytest.raises(
+        FeedError, match=r"it\.png must have at most 268,435,456 pixels, got 30000x30000; give a"
+    ):
+        images.decode(vast, "it.png", grey=False)
+
+
+def test_a_vast_file_is_refused_before_it_is_read(tmp_path):
+    with (tmp_path / "it.png").open("wb") as file:
+        file.truncate(50 << 30)
+    (tmp_path / "good.png").write_bytes(PNG)
+    with pytest.raises(FeedError, match=r"image it\.png must be of at most 1 GB, got 50\.0 GB"):
+        open_feed(tmp_path, [IMAGE]).manifest()
+    feed = open_feed(tmp_path, [IMAGE], skip_bad=True)
+    with feed.samples() as samples:
+        assert len(list(samples)) == 1
+    assert "at most 1 GB" in feed.notes[-1]
+
+
+# --- Pictures of the feed in the report: what the model sees, taken back to pixels.
 SPEC = (TensorSpec("x", "float32", ("n", 3, 16, 16)),)
 SHOWN = [f"{place:02}.png" for place in some(range(20), 4)]
 HOSTILE = "\x1b[31m\udcff<script>alert('x')</script>|`*_[a](b)&\".png"
@@ -60,18 +552,15 @@ def test_any_preprocessing_is_undone_to_a_level_of_255(resize, color, seed):
     channels = 1 if color == "grey" else 3
     how = resolved(
         Preprocess(
-            resize=resize,
-            color=color,
-            scale=float(10 ** made.uniform(-3, 1)),
+            resize=resize, color=color, scale=float(10 ** made.uniform(-3, 1)),
             mean=tuple(made.uniform(-200, 200, channels)),
             std=tuple(10 ** made.uniform(-2, 2, channels)),
         )
-    )
+    )  # fmt: skip
     pixels = photo(*made.integers(20, 90, 2).tolist(), channels)
     back = pixels_of(apply(pixels, how), how)
     colour, rows, columns = wanted(pixels, how)
-    off = back[rows, columns].astype(int) - colour
-    assert np.abs(off).max() <= 1
+    assert np.abs(back[rows, columns].astype(int) - colour).max() <= 1
 
 
 def test_the_border_of_a_letterbox_is_its_pad():
@@ -118,8 +607,7 @@ def test_views_are_taken_as_samples_go_by_and_nothing_is_decoded_for_them(pictur
     assert feed.decodes == 20
     assert [view.name for view in views] == SHOWN
     assert all(view.given.shape == (18, 20, 3) and view.size == (16, 16) for view in views)
-    first = cv2.imread(str(pictures / SHOWN[0]))[:, :, ::-1]
-    np.testing.assert_array_equal(views[0].given, first)
+    np.testing.assert_array_equal(views[0].given, cv2.imread(str(pictures / SHOWN[0]))[:, :, ::-1])
     late = open_feed(str(pictures), SPEC, preprocess=how)
     late.remember(0, shown=4)
     assert [v.fed.tolist() for v in late.views()] == [v.fed.tolist() for v in views]
@@ -135,9 +623,7 @@ def test_bad_images_are_not_shown(pictures, tmp_path):
     assert [view.name for view in feed.views()] == ["b.png", "c.png"]
 
 
-def test_a_build_shows_the_feed_and_the_same_pictures_with_any_threads(
-    run, small_cnn, pictures, tmp_path
-):
+def test_a_build_shows_the_same_pictures_with_any_threads(run, small_cnn, pictures, tmp_path):
     pages = []
     for threads in (1, 3):
         out = tmp_path / str(threads)

@@ -1,3 +1,5 @@
+"""One line for every target: observed, stored, reused, built."""
+
 import json
 import shutil
 from dataclasses import replace
@@ -17,8 +19,11 @@ from deploy.errors import CacheError, ConfigError
 from deploy.feed.preprocess import Preprocess
 from deploy.method import Method
 from deploy.pipeline import build, calibrate
+from deploy.tuning import timing
 from deploy.tuning.search_options import Tuning
+from tests.models import make_model, make_node, make_value, save_net
 
+# --- pipeline
 UNIT = Preprocess(size=(16, 16))
 
 
@@ -68,7 +73,7 @@ def test_a_fitting_cache_is_reused_and_not_touched(small_cnn, pictures, calibrat
     assert second.found.scales.to_json() == first.found.scales.to_json()
 
 
-def test_another_method_is_searched_without_running_the_model(
+def test_another_method_does_not_run_the_model(
     small_cnn, pictures, calibrated, tmp_path, monkeypatch
 ):
     _, cache = calibrated
@@ -91,8 +96,7 @@ def changed_weight(small_cnn: Path, folder: Path) -> Path:
     model.graph.initializer[0].CopyFrom(
         numpy_helper.from_array(weight, model.graph.initializer[0].name)
     )
-    onnx.save(model, folder / "changed.onnx")
-    return folder / "changed.onnx"
+    return save_net(model, folder / "changed.onnx")
 
 
 def test_one_weight_one_image_or_the_mean_makes_it_stale(small_cnn, pictures, calibrated, tmp_path):
@@ -144,21 +148,15 @@ def test_the_cache_can_be_required_refreshed_and_trusted(small_cnn, pictures, ca
     assert not any(sidecar.exists() for sidecar in sidecars(cache))
 
 
-def test_a_trusted_cache_that_lacks_tensors_leaves_their_nodes_float(
-    small_cnn, pictures, calibrated, tmp_path
-):
+def test_tensors_that_a_trusted_cache_lacks_are_float(small_cnn, pictures, calibrated, tmp_path):
     _, cache = calibrated
     text = cache.read_bytes().splitlines(keepends=True)
     short = tmp_path / "short.cache"
     short.write_bytes(b"".join(line for line in text if not line.startswith(b"c2")))
     report = build(
-        small_cnn,
-        pictures,
-        preprocess=UNIT,
-        cache=CachePolicy(path=short, trust=True),
-        out=tmp_path,
-        duration_s=0,
-    )
+        small_cnn, pictures, preprocess=UNIT, cache=CachePolicy(path=short, trust=True),
+        out=tmp_path, duration_s=0,
+    )  # fmt: skip
     reasons = {n.name: n.reason for n in report.targets[0].nodes if not n.quantized}
     assert "c2" in reasons["Conv_c2"] and "short.cache" in reasons["Conv_c2"]
 
@@ -205,20 +203,15 @@ def test_a_dead_tensor_is_told_and_its_nodes_stay_float(small_cnn, pictures, tmp
     ],
 )
 def test_dead_tensors_are_told_together(run, tmp_path, count, said):
-    nodes = [helper.make_node("Conv", ["x", "w"], ["c"], "c")]
-    nodes += [helper.make_node("Relu", ["c"], [f"r{place}"], f"r{place}") for place in range(count)]
-    nodes.append(helper.make_node("Sum", ["x", *(f"r{place}" for place in range(count))], ["y"]))
+    nodes = [make_node("Conv", "x w", "c", "c")]
+    nodes += [make_node("Relu", "c", f"r{place}", f"r{place}") for place in range(count)]
+    nodes.append(make_node("Sum", ["x", *(f"r{place}" for place in range(count))], "y"))
     weight = numpy_helper.from_array(-np.ones((1, 1, 1, 1), np.float32), "w")
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 1, 4, 4]) for name in "xy"]
-    graph = helper.make_graph(nodes, "dead", ends[:1], ends[1:], [weight])
-    opset = [helper.make_opsetid("", 13)]
-    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=8), tmp_path / "m.onnx")
+    ends = [make_value(name, [1, 1, 4, 4]) for name in "xy"]
+    onnx.save(make_model(nodes, ends[:1], ends[1:], [weight]), tmp_path / "m.onnx")
     np.save(tmp_path / "x.npy", np.random.default_rng(0).uniform(1, 2, (4, 1, 4, 4)).astype("f4"))
     words = ("--target", "tensorrt", "--effort", 0, "--duration", 0, "--accept")
-    code, _, error = run(
-        "build", tmp_path / "m.onnx", "--images", tmp_path / "x.npy", *words, "--out", tmp_path
-    )
-    assert code == 0, error
+    run.ok("build", tmp_path / "m.onnx", "--images", tmp_path / "x.npy", *words, "--out", tmp_path)
     notes = json.loads((tmp_path / "report.json").read_text())["notes"]
     assert [note for note in notes if "no scale" in note] == [f"{said} stay float"]
 
@@ -234,8 +227,7 @@ def test_targets_built_in_turn_share_one_cache(small_cnn, pictures, tmp_path):
 
 
 def test_arrays_and_dicts_are_a_feed_too(small_cnn, tmp_path):
-    rng = np.random.default_rng(5)
-    arrays = rng.normal(size=(6, 3, 16, 16)).astype(np.float32)
+    arrays = np.random.default_rng(5).normal(size=(6, 3, 16, 16)).astype(np.float32)
     one = calibrate(small_cnn, arrays)
     two = calibrate(small_cnn, ({"x": a[None]} for a in arrays))
     assert one.found.scales.to_json() == two.found.scales.to_json()
@@ -318,3 +310,374 @@ def test_the_whole_line_finds_the_indices_that_tensorrt_found():
     )  # fmt: skip
     histograms = {o.tensor: found.ranges.histogram(o) for o in found.searched}
     assert {n: search(h.magnitudes(2048)) for n, h in histograms.items()} == INDICES
+
+
+# --- One line for every target, through the command: what is observed, kept, reused, told.
+ALL = "onnxruntime,tensorrt,ascend"
+METHODS = ["minmax", "mse", "percentile", "entropy", "entropy-tensorrt", "legacy"]
+
+
+@pytest.fixture
+def run_small(run, small_cnn, pictures):
+    """A command on the small network and its pictures: (exit code, output, errors)."""
+
+    def call(command, *words):
+        feed = ("--images", pictures, "--size", "16x16")
+        more = ("--duration", 0) if command == "build" else ()
+        return run(command, small_cnn, *feed, *words, *more)
+
+    return call
+
+
+def report(out: Path) -> dict:
+    return json.loads((out / "report.json").read_text())
+
+
+def work(out: Path) -> dict:
+    found = report(out)["work"]
+    return {
+        "decodes": found["decodes"],
+        "calibration": sum(found.get("calibration_runs", {}).values()),
+        "reference": found["reference_runs"],
+    }
+
+
+@pytest.mark.slow
+def test_images_are_decoded_once_and_a_second_build_observes_nothing(run_small, pictures, tmp_path):
+    held = tmp_path / "held"
+    shutil.copytree(pictures, held)
+    (held / "00.png").unlink()
+    words = ("--target", ALL, "--eval-images", held, "--out", tmp_path / "o")
+    code, _, error = run_small("build", *words)
+    assert code == 0, error
+    # two variants of the model, each over the 20 pictures; 19 others to judge by
+    assert work(tmp_path / "o") == {"decodes": 20 + 19, "calibration": 40, "reference": 19}
+    assert set(report(tmp_path / "o")["work"]["engine_runs"].values()) == {19}
+    code, out, _ = run_small("build", *words, "--verbose")
+    again = work(tmp_path / "o")
+    assert code == 0 and again["calibration"] == 0 and again["reference"] == 19
+    # a few calibration pictures, for shapes, integer checks and the rounding of weights
+    assert again["decodes"] <= 20 + 19
+    assert "no calibration inference" in " ".join(out.split()) or "0 calibration" in out
+
+
+@pytest.mark.slow
+def test_the_command_prints_what_was_counted(run_small, tmp_path):
+    code, out, _ = run_small("build", "--target", ALL, "--out", tmp_path, "--verbose")
+    said = " ".join(out.split())
+    assert code == 0 and "40 calibration inferences" in said and "5 reference inferences" in said
+    code, out, _ = run_small("calibrate", "-o", tmp_path / "c", "--verbose")
+    assert "decoded 20 images, ran 20 inferences" in " ".join(out.split())
+
+
+@pytest.mark.slow
+def test_pictures_that_calibrate_and_judge_are_decoded_once_too(run_small, tmp_path):
+    assert run_small("build", "--target", ALL, "--out", tmp_path)[0] == 0
+    # the float model spoke while it was observed: its file is asked once, its layers four times
+    assert work(tmp_path) == {"decodes": 20, "calibration": 40, "reference": 1 + 4}
+
+
+@pytest.mark.slow
+def test_an_added_target_observes_only_its_own(run_small, tmp_path):
+    out = tmp_path / "o"
+    seen = {}
+    for targets in ("onnxruntime", "onnxruntime,ascend", "tensorrt", ALL):
+        assert run_small("build", "--target", targets, "--out", out, "--effort", 0)[0] == 0
+        seen[targets] = report(out)["work"].get("calibration_runs", {})
+    assert seen["onnxruntime"] == {"folded": 20}
+    (variant,) = seen["onnxruntime,ascend"]
+    assert "ARQ" in variant and seen["onnxruntime,ascend"][variant] == 20
+    assert seen["tensorrt"] == {"folded": 20}  # its cache lists tensors that the others do not
+    assert seen[ALL] == {}
+
+
+@pytest.mark.slow
+def test_another_method_runs_the_model_only_for_another_statistic(run_small, tmp_path):
+    runs = {}
+    for method in ("mse", "minmax", "entropy-tensorrt", "legacy", "mse"):
+        words = ("--target", ALL, "--out", tmp_path, "--method", method, "--effort", 0)
+        assert run_small("build", *words)[0] == 0
+        runs[method] = sum(report(tmp_path)["work"].get("calibration_runs", {}).values())
+    # 20 of the cleaned model, 20 of the model as TensorRT reads it, one more each for the range
+    assert runs == {"mse": 0, "minmax": 0, "entropy-tensorrt": 42, "legacy": 20}
+
+
+@pytest.mark.parametrize(
+    ("target", "method"),
+    [("ascend", None), *((t, m) for t in ("onnxruntime", "tensorrt") for m in METHODS)],
+)
+def test_what_calibrate_keeps_is_what_build_requires(run_small, tmp_path, target, method):
+    cache = tmp_path / "c.cache"
+    words = ("--target", target, *(("--method", method) if method else ()))
+    code, _, error = run_small("calibrate", *words, "-o", cache)
+    assert code == 0, error
+    kept = [path.read_bytes() for path in (cache, *sidecars(cache))]
+    built = ("--cache", cache, "--require-cache", "--out", tmp_path / "o", "--effort", 0)
+    code, out, error = run_small("build", *words, *built)
+    assert code == 0, error
+    assert "cache reused" in " ".join(out.split())
+    assert work(tmp_path / "o")["calibration"] == 0
+    assert kept == [path.read_bytes() for path in (cache, *sidecars(cache))]
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
+@pytest.mark.parametrize(
+    "changed", [("percentile", "--percent", "99.99", "95"), ("lp", "--power", "3", "1.2")]
+)
+def test_another_parameter_changes_the_files_that_depend_on_it(
+    run_small, tmp_path, target, changed
+):
+    method, flag, *values = changed
+    found = []
+    for value in values:
+        words = ("--method", method, flag, value, "--target", target, "--effort", "0")
+        assert run_small("build", *words, "--out", tmp_path / value)[0] == 0
+        found.append({path.name: path.read_bytes() for path in (tmp_path / value).iterdir()})
+    same = {name for name, data in found[1].items() if found[0][name] == data}
+    # the float model and the statistics are the same; the ranges, and what holds them, are not
+    trt = {"small_cnn.tensorrt.onnx", "small_cnn_trtexec.sh"} if target == "tensorrt" else set()
+    assert same == {"small_cnn.cache.npz"} | trt
+
+
+@pytest.mark.slow
+def test_nodes_stay_float_on_every_target(run_small, tmp_path):
+    words = ("--target", ALL, "--keep-float", "op:Gemm", "--keep-float", "Conv_c3", "--effort", 0)
+    code, _, error = run_small("build", *words, "--out", tmp_path)
+    assert code == 0, error
+    for target in report(tmp_path)["targets"]:
+        precision = {node["name"]: node["precision"] for node in target["nodes"]}
+        assert precision["Gemm_logits"] == precision["Conv_c3"] == "float32"
+        assert precision["Conv_c2"] != "float32"
+    config = json.loads((tmp_path / "small_cnn_config.json").read_text())
+    assert not config["Conv_c3"]["quant_enable"] and config["Conv_c2"]["quant_enable"]
+    quantized = onnx.load(tmp_path / "small_cnn.tensorrt.qdq.onnx")
+    fed = {node.name: node.input[0] for node in quantized.graph.node}
+    assert fed["Conv_c3"] == "r2" and fed["Conv_c2"] != "r1"
+    notes = " ".join(
+        note for target in report(tmp_path)["targets"] for note in target.get("notes", ())
+    )
+    assert "--layerPrecisions=Conv_c3:fp16,Gemm_logits:fp16 --precisionConstraints=obey" in notes
+
+
+def test_a_pattern_that_means_nothing_is_told(run_small, tmp_path):
+    code, _, error = run_small("build", "--keep-float", "op:Gem", "--out", tmp_path / "o")
+    assert code == 1 and "did you mean 'op:Gemm'" in error
+    assert not (tmp_path / "o").exists() or not list((tmp_path / "o").iterdir())
+
+
+@pytest.mark.slow
+def test_a_target_that_fails_is_a_row_and_the_others_are_built(run_small, tmp_path):
+    (tmp_path / "bad.cfg").write_text('skip_layers: "nowhere"')
+    words = ("--target", ALL, "--ascend-config", tmp_path / "bad.cfg", "--out", tmp_path / "o")
+    code, out, _ = run_small("build", *words)
+    assert code == 1 and "nowhere" in out
+    found = {target["name"]: target for target in report(tmp_path / "o")["targets"]}
+    assert "nowhere" in found["ascend"]["error"] and "files" not in found["ascend"]
+    assert (tmp_path / "o" / "small_cnn.int8.onnx").exists()
+    assert (tmp_path / "o" / "small_cnn.tensorrt.cache").exists()
+    code, _, error = run_small(
+        "build", "--target", "ascend", "--ascend-config", tmp_path / "bad.cfg", "--out", tmp_path
+    )
+    assert code == 1 and "nowhere" in error  # alone, there is nothing left to report
+
+
+@pytest.mark.slow
+def test_the_report_says_of_each_target_what_was_used(run_small, tmp_path):
+    words = ("--target", ALL, "--out", tmp_path, "--method", "minmax", "--effort", 0)
+    assert run_small("build", *words)[0] == 0
+    found = {target["name"]: target for target in report(tmp_path)["targets"]}
+    assert {name: target["method"] for name, target in found.items()} == {
+        "onnxruntime": "minmax",
+        "tensorrt": "minmax",
+        "ascend": "AMCT's ARQ and IFMR",
+    }
+    assert {row["method"] for row in found["ascend"]["tensors"]} == {"ifmr"}
+    assert {row["method"] for row in found["onnxruntime"]["tensors"]} == {"minmax"}
+
+
+def test_a_cache_is_written_for_ascend_alone_too(run_small, tmp_path):
+    code, out, _ = run_small("calibrate", "--target", "ascend", "-o", tmp_path / "a.cache")
+    assert code == 0 and "searched by" not in out
+    assert (tmp_path / "a.cache").read_text().startswith("TRT-100300-MinMaxCalibration\n")
+    code, _, error = run_small("build", "--target", "ascend", "--trust-cache", "--cache",
+                         tmp_path / "a.cache", "--out", tmp_path)  # fmt: skip
+    assert code == 1 and "makes nothing" in error
+
+
+def test_a_version_that_is_asked_for_is_written_on_reuse_too(run_small, tmp_path):
+    cache = tmp_path / "c"
+    assert run_small("calibrate", "-o", cache)[0] == 0
+    assert cache.read_text().startswith("TRT-100300-")
+    code, out, _ = run_small("calibrate", "-o", cache, "--trt-version", "8.6.1")
+    assert code == 0 and "reused" in out and cache.read_text().startswith("TRT-8601-")
+    assert run_small("calibrate", "-o", cache)[0] == 0
+    assert cache.read_text().startswith("TRT-8601-")  # no wish changes nothing
+
+
+def test_the_report_says_which_options_a_target_was_given(run_small, tmp_path):
+    words = "--target onnxruntime,tensorrt --int8-stem --rest fp32 --max-batch 4 --effort 0"
+    assert run_small("build", *words.split(), "--out", tmp_path)[0] == 0
+    found = {target["name"]: target.get("options") for target in report(tmp_path)["targets"]}
+    assert found["onnxruntime"] == {"--int8-stem": ""}
+    assert found["tensorrt"] == {"--rest": "fp32", "--max-batch": "4"}
+    for name in ("report.md", "report.html"):
+        assert "--rest fp32 --max-batch 4" in (tmp_path / name).read_text()
+
+
+@pytest.mark.slow
+def test_a_cache_does_not_grow_with_every_configuration_that_is_tried(run_small, tmp_path):
+    out, names = tmp_path / "o", ["Conv_c1", "Conv_c2", "Conv_c3", "Gemm_logits"]
+    words = ("--target", "onnxruntime,ascend", "--out", out, "--effort", 0)
+    for kept in [(), *[(n,) for n in names], *[(names[0], n) for n in names[1:]]]:
+        assert run_small("build", *words, *(w for n in kept for w in ("--keep-float", n)))[0] == 0
+    keys = json.loads((out / "small_cnn.cache.json").read_text())["observations"]
+    variants = {variant for variant, _, _ in keys}
+    assert "folded" in variants and len(variants) <= 6
+
+
+def test_what_was_used_last_is_what_a_cache_carries(run_small, tmp_path):
+    def calibrate(target, *words):
+        code, out, error = run_small("calibrate", "--target", target, "-o", tmp_path / "c", *words)
+        assert code == 0, error
+        return out
+
+    kept = ["Conv_c1", "Conv_c2", "Conv_c3", "Gemm_logits"]
+    for name in kept:  # each is a form of the model with other weights
+        calibrate("ascend", "--keep-float", name)
+    calibrate("tensorrt", "--method", "legacy")
+    calibrate("ascend", "--keep-float", "Conv_c[12]")  # one form too many: the oldest goes
+    assert "reused" in calibrate("tensorrt", "--method", "legacy")
+    assert "written" in calibrate("ascend", "--keep-float", kept[0])
+
+
+@pytest.mark.slow
+def test_trtexec_is_told_the_type_of_the_rest(run_small, tmp_path):
+    words = ("--target", "tensorrt", "--keep-float", "Conv_c2", "--out", tmp_path, "--effort", 0)
+    code, out, _ = run_small("build", *words)
+    assert code == 0 and "--int8 --fp16" in out and "Conv_c2:fp16" in out
+    code, out, _ = run_small("build", *words, "--rest", "fp32")
+    assert code == 0 and "--int8" in out and "--fp16" not in out and "Conv_c2:fp32" in out
+
+
+def test_ranges_of_a_trusted_cache_are_said_to_be_its_own(run_small, tmp_path):
+    assert run_small("calibrate", "-o", tmp_path / "c")[0] == 0
+    for sidecar in sidecars(tmp_path / "c"):
+        sidecar.unlink()
+    words = ("--trust-cache", "--cache", tmp_path / "c", "--target", "onnxruntime,tensorrt")
+    code, out, _ = run_small("build", *words, "--out", tmp_path / "o")
+    assert code == 0 and "mse" not in out and "cache reused" in out
+    found = report(tmp_path / "o")
+    assert {target["method"] for target in found["targets"]} == {"the trusted cache"}
+    assert (tmp_path / "o" / "small_cnn.tensorrt.cache").exists()
+    assert not (tmp_path / "o" / "small_cnn.tensorrt.cache.json").exists()  # nobody knows of what
+
+
+@pytest.mark.slow
+def test_a_node_kept_float_has_one_reason_on_every_target(run_small, tmp_path):
+    words = ("--target", ALL, "--keep-float", "Conv_c2", "--out", tmp_path, "--effort", 0)
+    assert run_small("build", *words)[0] == 0
+    reasons = {
+        row["reason"]
+        for target in report(tmp_path)["targets"]
+        for row in target["nodes"]
+        if row["name"] == "Conv_c2"
+    }
+    assert reasons == {"kept float as asked"}
+
+
+# --- The file of a model that stays in float: cleaned, but never much larger than the one given.
+LONG = 256
+
+
+def spectrum(path, *behind):
+    """Sound -> a spectrum by a table of cosines, which the model makes of two vectors.
+
+    Args:
+        path: of the file.
+        behind: nodes that make y of same, in place of a Relu.
+    """
+    nodes = [
+        make_node("Mul", "times tones", "angles", name="angles"),
+        make_node("Cos", "angles", "table", name="table"),
+        make_node("MatMul", "x table", "s", name="product"),
+        make_node("Identity", "s", "same", name="same"),
+        *(behind or (make_node("Relu", "same", "y", name="relu"),)),
+    ]
+    weights = {
+        "three": np.float32(3), "zero": np.float32(0), "six": np.float32(6),
+        "times": np.arange(LONG, dtype=np.float32)[:, None],
+        "tones": np.linspace(0, 0.1, LONG, dtype=np.float32)[None],
+    }  # fmt: skip
+    return save_net(make_model(nodes, {"x": ["n", LONG]}, {"y": ["n", LONG]}, weights), path)
+
+
+@pytest.fixture
+def float_file(run, tmp_path, monkeypatch):
+    """(model) -> the float file that is written, and the screen; int8 is slower than float."""
+
+    def quickest(ran, feeds, *, threads):
+        return 30.0 if any(node.op_type == "QuantizeLinear" for node in ran.graph.node) else 10.0
+
+    monkeypatch.setattr(timing, "quickest_ms", quickest)
+
+    def call(model):
+        rows = np.random.default_rng(3).normal(size=(8, LONG)).astype(np.float32)
+        np.save(tmp_path / "x.npy", rows)
+        words = ("build", model, "--images", tmp_path / "x.npy", "--out", tmp_path / "o")
+        out = run.ok(*words, "--duration", 0.01)
+        (written,) = (tmp_path / "o").glob("*.float.onnx")
+        return written, " ".join(out.split())
+
+    return call
+
+
+def test_a_model_that_computes_its_tables_stays_as_small_as_it_is(float_file, tmp_path):
+    model = spectrum(tmp_path / "spectrum.onnx")
+    written, said = float_file(model)
+    assert written.read_bytes() == model.read_bytes()
+    assert "float engine is the file that was given" in said
+
+
+def test_one_whose_gates_are_made_one_kernel_is_written_with_them(float_file, tmp_path):
+    gate = (
+        make_node("Add", "same three", "moved", name="moved"),
+        make_node("Clip", "moved zero six", "cut", name="cut"),
+        make_node("Mul", "same cut", "gated", name="gated"),
+        make_node("Div", "gated six", "y", name="sixth"),
+    )
+    written, said = float_file(spectrum(tmp_path / "spectrum.onnx", *gate))
+    assert "Clip" not in {node.op_type for node in onnx.load(written).graph.node}
+    assert "file that was given" not in said
+
+
+def share_names(model):
+    for node in model.graph.node:
+        node.name = "same"
+
+
+def list_weights(model):
+    model.graph.input.add(name="tones").type.CopyFrom(
+        helper.make_tensor_type_proto(TensorProto.FLOAT, [1, LONG])
+    )
+
+
+@pytest.mark.parametrize("change", [share_names, list_weights])
+def test_one_that_onnxruntime_runs_otherwise_is_cleaned(float_file, tmp_path, change):
+    """It loads no nodes that share a name, and computes slower with weights that are inputs."""
+    model = onnx.load(spectrum(tmp_path / "spectrum.onnx"))
+    change(model)
+    onnx.save(model, tmp_path / "spectrum.onnx")
+    written, said = float_file(tmp_path / "spectrum.onnx")
+    assert "Cos" not in {node.op_type for node in onnx.load(written).graph.node}
+    assert "file that was given" not in said
+
+
+def test_one_that_cleaning_makes_no_larger_is_cleaned(float_file, tmp_path):
+    model = onnx.load(spectrum(tmp_path / "spectrum.onnx"))
+    table = np.cos(np.outer(np.arange(LONG), np.linspace(0, 0.1, LONG))).astype(np.float32)
+    del model.graph.node[:2], model.graph.initializer[:]
+    model.graph.initializer.append(numpy_helper.from_array(table, "table"))
+    onnx.save(model, tmp_path / "spectrum.onnx")
+    written, said = float_file(tmp_path / "spectrum.onnx")
+    assert "Identity" not in {node.op_type for node in onnx.load(written).graph.node}
+    assert "file that was given" not in said

@@ -1,11 +1,13 @@
-"""What a command tells while it runs, where, and when it keeps silent."""
+"""What commands print while they run, and where."""
 
+import ast
 import fcntl
 import io
 import json
 import os
 import pty
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -13,13 +15,30 @@ import termios
 import threading
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 
 from deploy import terminal
 from deploy.cli import main
+from deploy.errors import Calib8Error
 from deploy.pipeline import calibrate
-from deploy.terminal import Phase, Teller, in_words, lasting, numbered, phase, telling
+from deploy.terminal import (
+    Phase,
+    Teller,
+    in_words,
+    lasting,
+    numbered,
+    page,
+    phase,
+    say,
+    say_lines,
+    telling,
+    visible,
+)
+from tests.models import make_node, save_net
 
+# --- What a command tells while it runs, where, and when it keeps silent.
 ROOT = Path(__file__).parent.parent
 QUICK = ("--size", "16x16", "--limit", 4, "--duration", 0, "--effort", 0)
 LINE = re.compile(r"calib8: .+ (\d+ s|\d+ min \d+ s|\d+ h \d+ min)( left)?")
@@ -244,7 +263,7 @@ def test_python_is_silent_unless_asked(small_cnn, pictures, capfd, at_once):
 # -- through the command -------------------------------------------------------------------------
 
 
-def test_a_terminal_gets_one_line_that_is_drawn_over_and_goes_away(
+def test_a_terminal_gets_one_line_that_goes_away(
     small_cnn, pictures, tmp_path, screen, at_once, capfd
 ):
     shown = screen()
@@ -293,9 +312,7 @@ def test_a_pipe_gets_plain_lines(small_cnn, pictures, tmp_path, capfd, at_once):
     assert any(line.startswith("calib8: 3/5 layers: ") for line in lines)
 
 
-def test_an_interrupt_is_one_sentence_behind_the_line(
-    small_cnn, pictures, tmp_path, screen, at_once, monkeypatch
-):
+def test_an_interrupt_is_one_sentence(small_cnn, pictures, tmp_path, screen, at_once, monkeypatch):
     def interrupted(*words, **more):
         raise KeyboardInterrupt
 
@@ -308,7 +325,7 @@ def test_an_interrupt_is_one_sentence_behind_the_line(
     assert not tellers()
 
 
-def test_an_interrupt_behind_the_calibration_tells_that_it_is_kept(
+def test_an_interrupt_tells_that_the_calibration_is_kept(
     small_cnn, pictures, tmp_path, monkeypatch, capfd
 ):
     def interrupted(*words, **more):
@@ -317,7 +334,7 @@ def test_an_interrupt_behind_the_calibration_tells_that_it_is_kept(
     out = tmp_path / "out"
     words = ("build", small_cnn, "--images", pictures, *QUICK, "--out", out)
     with monkeypatch.context() as patched:
-        patched.setattr("deploy.pipeline.built", interrupted)
+        patched.setattr("deploy.pipeline.build_targets", interrupted)
         assert ended(*words) == 130
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.endswith(f"left behind; the calibration is kept for the next build into {out}")
@@ -430,8 +447,7 @@ def test_quiet_and_verbose_exclude_each_other(run):
     ],
 )
 def test_quiet_is_refused_where_nothing_is_left_to_tell(words, files, run):
-    code, _, err = run(*words, "--quiet")
-    assert code == 1 and f"--quiet goes with {files}, which was not given" in err
+    assert f"--quiet goes with {files}, which was not given" in run.fails(*words, "--quiet")
 
 
 # -- --json --------------------------------------------------------------------------------------
@@ -513,3 +529,185 @@ def test_letters_that_stderr_cannot_show_are_no_fault(monkeypatch):
         terminal._TELLER.get().look()
     held.flush()
     assert b"|####" in held.buffer.getvalue() and b"\\u" not in held.buffer.getvalue()
+
+
+# --- What a terminal is shown: nothing from a file steers it.
+HOSTILE = "a\x1b[31m\x07\x9b1m\u202e\u2066\rb\nVerdict  good\x00\u2028c"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("plain é 漢", "plain é 漢"), ("\x1b[2J", "\\x1b[2J"), ("a\nb\r", "a\\nb\\r"),
+     ("\u202egnp.x", "\\u202egnp.x"), ("\x9b", "\\x9b"), ("\U000e0041", "\\U000e0041"),
+     (os.fsdecode(b"a\xff"), "a\\xff"), ("\ud800", "\\ud800"), ("\t", "\\t")],
+)  # fmt: skip
+def test_what_steers_a_terminal_is_written_out(text, shown):
+    assert visible(text) == shown and shown.isprintable()
+
+
+def test_a_long_message_keeps_its_beginning_and_its_end():
+    """The beginning says what is wrong, the end what to do."""
+    longest = "a" * 3100 + "b" * 900
+    assert str(Calib8Error(longest)) == longest
+    assert (
+        str(Calib8Error(f"{longest[:3100]}?{longest[3100:]}")) == "a" * 3100 + " ... " + "b" * 900
+    )
+
+
+def test_a_line_is_one_line_and_lines_end_once(capsys):
+    say("a\nb")
+    say("c", err=True)
+    say_lines(page(["d\ne", "f"]))
+    say_lines("g\x1b\n\nh\n")
+    out, err = capsys.readouterr()
+    assert out == "a\\nb\nd\\ne\nf\ng\\x1b\n\nh\n" and err == "c\n"
+
+
+def test_what_an_encoding_cannot_hold_is_written_out(monkeypatch):
+    held = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(held, encoding="latin-1"))
+    say("é漢")
+    sys.stdout.flush()
+    assert held.getvalue() == b"\xe9\\u6f22\n"
+
+
+def printers(module):
+    prints = {"click.echo", "click.secho", "print", "sys.stdout.write", "sys.stderr.write"}
+    ends = {words.rpartition(".")[2] for words in prints}
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        name = getattr(node, "attr", None) or getattr(node, "id", None)
+        if name in ends and ast.unparse(node) in prints:
+            yield f"{name} in line {node.lineno}"
+
+
+@pytest.mark.slow
+def test_everything_is_printed_by_one_module():
+    found = {
+        str(path.relative_to(ROOT)): list(printers(path))
+        for path in (ROOT / "deploy").rglob("*.py")
+        if path.name not in {"terminal.py", "openvino.py"}  # which tells its parent process
+    }
+    assert not any(found.values()), {name: calls for name, calls in found.items() if calls}
+
+
+@pytest.fixture
+def said(run):
+    """Everything that a command prints, which must be lines of printable characters."""
+
+    def call(*words):
+        code, out, err = run(*words)
+        assert all(line.isprintable() for line in (out + err).split("\n")), (words, out, err)
+        assert not any(line.startswith("Verdict  good") for line in out.split("\n")), words
+        return code, out, err
+
+    return call
+
+
+def named(model, folder):
+    """The model with a tensor, a node and an input of a hostile name, in a file of one."""
+    tensor = HOSTILE.replace("\x00", "")
+    for node in model.graph.node:
+        node.input[:] = [tensor if name == "r2" else name for name in node.input]
+        node.output[:] = [tensor if name == "r2" else name for name in node.output]
+        node.name = f"{node.name}{tensor}"
+    return save_net(model, folder / f"m{tensor}.onnx")
+
+
+@pytest.fixture
+def hostile(small_cnn, tmp_path):
+    return named(onnx.load(small_cnn), tmp_path)
+
+
+def test_names_in_a_model_steer_no_command(hostile, pictures, said, tmp_path):
+    feed = ("--images", pictures, "--size", "16x16", "--limit", 4)
+    out = tmp_path / f"o{HOSTILE[:5]}"
+    targets = ("--target", "onnxruntime,ascend")
+    quick = ("--duration", 0, "--effort", 0, "--accept")
+    assert said("build", hostile, *feed, *targets, *quick, "--out", out, "--verbose")[0] == 0
+    engine = next(out.glob("*.int8.onnx"))
+    assert said("inspect", hostile, "--all")[0] == 0
+    assert said("explain", out, "--all")[0] == 0
+    assert said("compare", hostile, engine, *feed)[0] == 0
+    assert said("bench", hostile, "--against", engine, "--duration", 0, "--warmup", 0)[0] == 0
+    assert said("ascend", "config", hostile, "-o", out / "q.json")[0] == 0
+    for file in out.iterdir():
+        said("ascend", "check", file, "--model", hostile)
+
+
+def test_names_in_a_cache_steer_no_command(small_cnn, said, tmp_path):
+    name = HOSTILE.replace("\n", "").replace("\x00", "")
+    for number, bits in enumerate(("3c010a14", "3c010a15")):
+        text = f"TRT-8503-EntropyCalibration2\n{name}: {bits}\nNaN{name}: 7fc00000\n"
+        (tmp_path / f"{number}.cache").write_text(text, newline="")
+    a, b = tmp_path / "0.cache", tmp_path / "1.cache"
+    assert "\\x1b[31m" in said("cache", "show", a)[1]
+    assert "\\x1b[31m" in said("cache", "diff", a, b)[1]
+    assert "\\x1b[31m" in said("inspect", a)[1]
+    said("cache", "check", a, "--model", small_cnn, "--verbose")
+    assert "\\x1b[31m" in said("cache", "merge", a, b, "-o", tmp_path / "c")[2]
+
+
+def test_labels_and_lists_steer_nothing(small_cnn, pictures, said, tmp_path):
+    listing = tmp_path / "l.txt"
+    listing.write_bytes(HOSTILE.replace("\x00", "").encode())
+    assert said("build", small_cnn, "--images", listing, "--out", tmp_path / "o")[0] == 1
+    np.savez(tmp_path / "x.npz", **{f"x{HOSTILE[:5]}": np.zeros(3), "y\x1b": np.zeros(3)})
+    assert said("build", small_cnn, "--images", tmp_path / "x.npz", "--out", tmp_path / "o")[0]
+
+
+# --- What a new user types or feeds first, and is told a way on, through the command.
+@pytest.fixture
+def phone(pictures, tmp_path):
+    """A folder of pictures and of others that a phone saves as they are not read."""
+    shutil.copytree(pictures, folder := tmp_path / "phone")
+    for name in ("a.HEIC", "b.heic", "c.dng"):
+        (folder / name).write_bytes(b"\0\0\0\x18ftypheic")
+    return folder
+
+
+def test_pictures_of_kinds_that_are_not_read_are_told(small_cnn, phone, run, tmp_path):
+    words = ("build", small_cnn, "--effort", 0, "--duration", 0, "--accept", "--size", "16x16")
+    out = run.ok(*words, "--images", phone, "--out", tmp_path / "o")
+    said = "in phone are 3 pictures of kinds that are not read (.dng, .heic); save them as .jpg or"
+    assert said in " ".join(out.split()) and "20 samples" in out
+
+
+def test_a_folder_of_unread_kinds_of_pictures_is_refused(small_cnn, phone, run, tmp_path):
+    for file in phone.glob("*.png"):
+        file.unlink()
+    words = ("build", small_cnn, "--out", tmp_path / "o", "--images")
+    assert "got 3 pictures of kinds that are not read (.dng, .heic)" in run.fails(*words, phone)
+    assert "b.heic is a picture of a kind that is not read" in run.fails(*words, phone / "b.heic")
+
+
+@pytest.mark.parametrize(
+    ("words", "way"),
+    [
+        (("build", "m.onnx", "photos/"), "(photos/); images go behind --images (`"),
+        (("bench", "m.int8.onnx", "m.onnx"), "(m.onnx); a second model goes behind --against (`"),
+        (("build", "m.onnx", "--images", "p", "--target", "onnxruntime", "tensorrt"),
+         "(tensorrt); several targets are separated by commas (`"),
+        (("build", "m.onnx", "--images", "p", "more"), "(more) (`calib8 build --help` tells more)"),
+        (("verify", "a", "b"), "(b) (`calib8 verify --help` tells more)"),
+    ],
+)  # fmt: skip
+def test_an_argument_too_many_is_told_where_it_goes(words, way, run):
+    code, _, err = run(*words)
+    assert code == 2 and "Got unexpected extra argument" in err and way in err
+
+
+def test_a_pattern_that_the_shell_has_expanded_is_told_to_be_quoted(pictures, run):
+    code, _, err = run("build", "m.onnx", "--images", *sorted(pictures.glob("*.png"))[:3])
+    assert code == 2 and "'photos/*.jpg'" in err
+
+
+def test_a_model_for_atc_alone_is_told_what_runs_in_its_place(small_cnn, run, pictures, tmp_path):
+    model = onnx.load(small_cnn)
+    model.graph.node[0].input[0] = "q"
+    model.graph.node.insert(0, make_node("AscendQuant", "x", "q", name="q", scale=1.0, offset=0.0))
+    onnx.save(model, path := tmp_path / "net_deploy_model.onnx")
+    words = ("--images", pictures, "--size", "16x16")
+    for command in (("build", path, *words), ("inspect", path), ("bench", path)):
+        code, _, err = run(*command)
+        assert code == 1 and "its fake-quant model" in err, err
+        assert "atc alone reads" in err

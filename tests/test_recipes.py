@@ -84,8 +84,7 @@ def test_the_toy_target_is_built_with_the_toy_search(built):
     assert engine["label"] == "greeting" and len(engine["scales"]) > 10
     report = (built / "report.json").read_text()
     assert '"ksigma 4"' in report and "fashion.toy" in report
-    targets = [engine.get("target") for engine in json.loads(report)["engines"]]
-    assert "toy" in targets
+    assert "toy" in [engine.get("target") for engine in json.loads(report)["engines"]]
 
 
 def test_the_accuracy_of_the_toy_target_is_told(built):
@@ -106,8 +105,7 @@ def test_a_second_build_reuses_what_the_first_observed(tree, built):
 
 @pytest.mark.slow
 def test_the_toy_engine_is_benched_like_any_other(tree, built):
-    told = calib8(tree, "bench", built / "fashion.toy", "--duration", 0.1)
-    assert "fashion.toy" in told
+    assert "fashion.toy" in calib8(tree, "bench", built / "fashion.toy", "--duration", 0.1)
 
 
 @pytest.mark.slow

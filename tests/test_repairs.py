@@ -9,7 +9,7 @@ import onnx
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 
 from calibrators.amct.arq import arq, arq_integers
 from calibrators.errors import CalibrationError
@@ -18,7 +18,6 @@ from calibrators.rounding import gram, output_error, products_of, rounded_by_out
 from calibrators.weights import absorbable, equal_factors, smooth_factors, trusted_mean
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.reference import judges_of
-from deploy.cli import main
 from deploy.errors import ConfigError
 from deploy.frontends import load
 from deploy.method import Choices, Method
@@ -31,23 +30,17 @@ from deploy.tuning.repairs.apply import trials
 from deploy.tuning.repairs.output_rounding import rounded_weight
 from deploy.tuning.repairs.repair_layers import layers_of, links_of
 from deploy.tuning.repairs.sample_runs import patches
+from tests.models import as_float32, make_model, make_node, make_value, save_net
 
 ALL = "onnxruntime,tensorrt,ascend"
 
 
 def saved(folder, nodes, constants, *, shape=("batch", 3, 12, 12), name="net"):
     """A model x -> y of (op, inputs, output, attributes)."""
-    graph = helper.make_graph(
-        [helper.make_node(op, i.split(), [o], name=f"{op}_{o}", **a) for op, i, o, a in nodes],
-        name,
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, list(shape))],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(np.float32(value), key) for key, value in constants.items()],
-    )
     path = folder / f"{name}.onnx"
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    onnx.save(model, path)
-    return path
+    nodes = [make_node(op, i, [o], name=f"{op}_{o}", **a) for op, i, o, a in nodes]
+    model = make_model(nodes, {"x": list(shape)}, {"y": None}, as_float32(constants), opset=17)
+    return save_net(model, path)
 
 
 SAME = {"pads": [1, 1, 1, 1]}
@@ -143,8 +136,7 @@ def feed(tmp_path):
     """20 samples of noise, positive for a picture."""
 
     def made(shape):
-        rng = np.random.default_rng(6)
-        x = rng.normal(size=(20, *shape)).astype(np.float32)
+        x = np.random.default_rng(6).normal(size=(20, *shape)).astype(np.float32)
         if len(shape) == 3:
             x = np.abs(x)
         path = tmp_path / "feed.npy"
@@ -155,24 +147,20 @@ def feed(tmp_path):
 
 
 @pytest.fixture
-def built(tmp_path, capsys, feed):
+def built(tmp_path, run, feed):
     """`calib8 build` -> (exit code, report, errors)."""
 
-    def run(model, *words, out="o"):
+    def call(model, *words, out="o"):
         shape = onnx.load(model).graph.input[0].type.tensor_type.shape.dim[1:]
         images = feed(tuple(d.dim_value for d in shape))
-        code, folder = 0, tmp_path / out
+        folder = tmp_path / out
         plain = ("--duration", 0, "--effort", 0, "--accept")  # a repair alone, whatever is left
-        arguments = ["build", model, "--images", images, *plain, "--out", folder, *words]
-        try:
-            main([str(word) for word in arguments])
-        except SystemExit as stop:
-            code = stop.code or 0
+        code, _, err = run("build", model, "--images", images, *plain, "--out", folder, *words)
         report = folder / "report.json"
         found = json.loads(report.read_text()) if code == 0 else {}
-        return code, found, capsys.readouterr().err
+        return code, found, err
 
-    return run
+    return call
 
 
 def worst(report):
@@ -193,17 +181,12 @@ def said(report):
 @pytest.mark.parametrize(
     ("make", "name", "gain", "words"),
     [
-        (uneven, "equalize", 5, ()),
-        (high, "absorb", 5, ()),
-        (outliers, "smooth", 5, ()),
-        (lopsided, "bias", 4, ()),
-        (lopsided, "adaround", 3, ()),
+        (uneven, "equalize", 5, ()), (high, "absorb", 5, ()), (outliers, "smooth", 5, ()),
+        (lopsided, "bias", 4, ()), (lopsided, "adaround", 3, ()),
         (unread, "ranges", 5, ("--method", "minmax")),
     ],
-)
-def test_a_network_that_needs_a_repair_gains_by_it_on_every_target(
-    make, name, gain, words, tmp_path, built
-):
+)  # fmt: skip
+def test_a_network_gains_by_its_repair_on_every_target(make, name, gain, words, tmp_path, built):
     targets = "onnxruntime,tensorrt" if name == "ranges" else ALL
     words = ("--target", targets, *words)
     code, before, error = built(make(tmp_path), *words, out="plain")
@@ -255,13 +238,9 @@ def test_a_search_tries_rounded_weights_and_a_layer_in_float_keeps_its_own(targe
     loaded = calibrate(lopsided(tmp_path), feed((3, 12, 12)), targets=(target,))
     made_for = TARGETS[target]()
     request = BuildRequest(
-        subject=loaded.subject,
-        folder=tmp_path,
-        ranges=loaded.ranges,
-        feed=loaded.feed,
-        manifest={},
-        judges=judges_of(loaded.feed, loaded.subject.model, 16),
-    )
+        subject=loaded.subject, folder=tmp_path, ranges=loaded.ranges, feed=loaded.feed,
+        manifest={}, judges=judges_of(loaded.feed, loaded.subject.model, 16),
+    )  # fmt: skip
     trial = trials(made_for, request, ("adaround",))
     plain = trials(made_for, request, ())
     name = next(n.name for n in request.model.graph.node if n.output[0] == "c2")
@@ -333,17 +312,14 @@ def test_every_repair_gives_the_same_bytes_again_and_with_any_number_of_threads(
         (("--trust-cache",), "a trusted cache holds the ranges of the model as it is"),
     ],
 )
-def test_what_reads_the_model_as_the_file_has_it_refuses_repairs_before_observing(
-    words, sentence, tmp_path, built
-):
+def test_readers_of_the_file_refuse_repairs_before_observing(words, sentence, tmp_path, built):
     code, _, error = built(uneven(tmp_path), *words, "--repair", "equalize")
     assert code in (1, 2) and sentence in error and "Traceback" not in error
     assert error.count("\n") == 1
 
 
 def test_a_gemm_without_bias_gets_one_on_every_target(tmp_path, built):
-    rng = np.random.default_rng(8)
-    whole = rng.integers(-20, 21, (8, 3)) + 0.45
+    whole = np.random.default_rng(8).integers(-20, 21, (8, 3)) + 0.45
     whole[:, 0] = 127
     nodes = [
         ("GlobalAveragePool", "x", "p", {}), ("Flatten", "p", "f", {}),
@@ -475,10 +451,9 @@ def test_products_in_blocks_are_the_products(seed, g, m, k):
 
 def lone(weight, kind, **given_):
     """The one layer of a model that has no more."""
-    node = helper.make_node(kind, ["x", "w"], ["y"], name="n", **given_)
-    value = helper.make_tensor_value_info
+    node = make_node(kind, "x w", "y", name="n", **given_)
     graph = helper.make_graph(
-        [node], "g", [value("x", 1, None)], [value("y", 1, None)],
+        [node], "g", [make_value("x", None)], [make_value("y", None)],
         [numpy_helper.from_array(weight, "w")],
     )  # fmt: skip
     (layer,) = layers_of(helper.make_model(graph))
@@ -507,19 +482,13 @@ def test_a_channel_that_errs_more_on_other_samples_stays_nearest():
 
 
 CONVS = [
-    {"pads": [1, 0, 2, 1], "strides": [2, 1], "dilations": [1, 2]},
-    {"group": 2},
-    {"auto_pad": "SAME_UPPER", "strides": [2, 2]},
-    {"auto_pad": "SAME_LOWER", "strides": [2, 3]},
+    {"pads": [1, 0, 2, 1], "strides": [2, 1], "dilations": [1, 2]}, {"group": 2},
+    {"auto_pad": "SAME_UPPER", "strides": [2, 2]}, {"auto_pad": "SAME_LOWER", "strides": [2, 3]},
     {"auto_pad": "VALID"},
-]
+]  # fmt: skip
 
 
-TRANSPOSED = [
-    {},
-    {"strides": [2, 1], "pads": [1, 0, 0, 1], "output_padding": [1, 0]},
-    {"group": 2},
-]
+TRANSPOSED = [{}, {"strides": [2, 1], "pads": [1, 0, 0, 1], "output_padding": [1, 0]}, {"group": 2}]
 
 
 @pytest.mark.parametrize(
@@ -548,8 +517,7 @@ def test_a_transposed_layer_is_rounded_where_its_pads_are_given(given_, gains, t
     nodes += [("ConvTranspose", "r w", "y", {"strides": [2, 2], **given_})]
     v = rng.integers(-126, 127, (3, 3, 1, 1))
     v[:, 0] = 127  # whole steps: nothing of it can be rounded
-    constants = {"v": v / 127, "w": w / 127}
-    model = saved(tmp_path, nodes, constants, name="up")
+    model = saved(tmp_path, nodes, {"v": v / 127, "w": w / 127}, name="up")
     code, report, error = built(model, "--target", "onnxruntime,tensorrt", "--repair", "adaround")
     assert code == 0, error
     found = [note for note in said(report) if REPAIRS["adaround"].words in note]
@@ -561,8 +529,7 @@ def test_a_transposed_layer_is_rounded_where_its_pads_are_given(given_, gains, t
 @given(seeds, st.sampled_from(["Conv", "Gemm", "MatMul"]), st.booleans())
 def test_targets_write_the_integers_that_were_chosen(seed, kind, turned):
     rng = np.random.default_rng(seed)
-    shape = (5, 2, 3, 3) if kind == "Conv" else (5, 18)
-    weight = rng.normal(size=shape).astype(np.float32)
+    weight = rng.normal(size=(5, 2, 3, 3) if kind == "Conv" else (5, 18)).astype(np.float32)
     given_ = {"group": 1} if kind == "Conv" else {"transB": 1}
     if kind == "MatMul" or (kind == "Gemm" and turned):
         weight, given_ = np.ascontiguousarray(weight.T), {}
@@ -585,8 +552,7 @@ def test_targets_write_the_integers_that_were_chosen(seed, kind, turned):
     assert after < before or (got == nearest).all()
     if kind == "Conv":  # AMCT's own scales, of 128 steps where the least value is the extreme
         own, offset = arq(weight)
-        one = own.reshape(-1, 1, 1, 1).astype(np.float64)
-        ascend = rounded_weight(layer, one, inputs).weight
+        ascend = rounded_weight(layer, own.reshape(-1, 1, 1, 1).astype(np.float64), inputs).weight
         again, _ = arq(ascend)
         assert again.tobytes() == own.tobytes()
         codes = arq_integers(ascend, own, offset)
@@ -619,22 +585,15 @@ def test_a_trial_is_the_same_whatever_was_tried_before_it(tmp_path, feed):
         """A request that nothing was kept of."""
         ranges = Ranges(loaded.ranges.observed, loaded.ranges.method, loaded.ranges.reaches)
         return BuildRequest(
-            subject=loaded.subject,
-            folder=tmp_path,
-            ranges=ranges,
-            feed=loaded.feed,
-            manifest={},
+            subject=loaded.subject, folder=tmp_path, ranges=ranges, feed=loaded.feed, manifest={},
             judges=judges_of(loaded.feed, loaded.subject.model, 16),
-        )
+        )  # fmt: skip
 
     names = [n.name for n in loaded.subject.model.graph.node]
     tried = [
-        Choices(),
-        Choices(float_nodes={names[0]: "tried"}),
-        Choices(method=Method.of("minmax")),
-        Choices(float_nodes={names[0]: "as asked"}, rounded=False),
-        Choices(),
-    ]
+        Choices(), Choices(float_nodes={names[0]: "tried"}), Choices(method=Method.of("minmax")),
+        Choices(float_nodes={names[0]: "as asked"}, rounded=False), Choices(),
+    ]  # fmt: skip
     kept = fresh()
     again = trials(made_for, kept, ("adaround",))
     for one in tried:

@@ -80,8 +80,7 @@ ONE = [observation(HistogramOf())]
 def kept(path: Path, observations) -> None:
     batches = [np.arange(12, dtype=np.float32).reshape(1, 3, 4)]
     observed = Observed({o.key: recorded(o.statistic, batches) for o in observations})
-    calibration = store.Calibration(observed=observed, fingerprint=MARK)
-    store.save(calibration, path, text=TEXT)
+    store.save(store.Calibration(observed=observed, fingerprint=MARK), path, text=TEXT)
 
 
 @pytest.mark.parametrize("part", ["fingerprint", "observations", "sha256"])

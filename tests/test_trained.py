@@ -13,6 +13,7 @@ from deploy.frontends import load_either
 from deploy.graph.placement import ONNXRUNTIME
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.trained import decisions_of
+from tests.models import make_model, make_node
 
 BUILD = ("--duration", 0)
 ALL = ("--target", "onnxruntime,tensorrt,ascend")
@@ -213,8 +214,7 @@ def test_what_was_built_is_verified_explained_and_reported(built, made, run, dat
     out, _, _ = built(made["tensorrt"], "--target", "onnxruntime")
     assert run("verify", out)[0] == 0
     assert run("report", out)[0] == 0
-    code, said, err = run("explain", out, "--images", data, "--limit", 2)
-    assert code == 0 and "Images" in said, err
+    assert "Images" in run.ok("explain", out, "--images", data, "--limit", 2)
     again = run("build", "--config", out / "calib8.toml", "--out", out.with_name("again"))
     assert again[0] == 0, again[2]
     one, other = (f / "small_cnn.tensorrt.qdq.int8.onnx" for f in (out, out.with_name("again")))
@@ -237,20 +237,12 @@ def test_in_python_a_model_in_memory_is_built_alike(made, data, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        ("--method", "minmax"),
-        ("--cache", "c.cache"),
-        ("--require-cache",),
-        ("--trust-cache",),
-        ("--refresh",),
-        ("--resume",),
-        ("--keep-float", "op:Conv"),
-        ("--effort", "2"),
-        ("--plan", "p.toml"),
-        ("--repair", "bias"),
-        ("--until-stable",),
+        ("--method", "minmax"), ("--cache", "c.cache"), ("--require-cache",), ("--trust-cache",),
+        ("--refresh",), ("--resume",), ("--keep-float", "op:Conv"), ("--effort", "2"),
+        ("--plan", "p.toml"), ("--repair", "bias"), ("--until-stable",),
         ("--scheduler", "host:8786"),
     ],
-)
+)  # fmt: skip
 def test_options_of_a_calibration_are_refused(refused, made, words):
     said = refused(made["onnxruntime"], *words)
     assert words[0] in said and "is quantized already" in said
@@ -259,25 +251,19 @@ def test_options_of_a_calibration_are_refused(refused, made, words):
 def test_a_calibrators_script_is_refused(refused, made, tmp_path):
     (tmp_path / "old.py").write_text("def make():\n    return None\n")
     words = ("--calibrator-script", f"{tmp_path / 'old.py'}:make")
-    said = refused(made["onnxruntime"], *words, images=False)
-    assert "old.py" in said
+    assert "old.py" in refused(made["onnxruntime"], *words, images=False)
 
 
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("onnxruntime", ("--int8-stem",)),
-        ("onnxruntime", ("--weight-bits", "7")),
-        ("onnxruntime", ("--dynamic-matmul",)),
-        ("tensorrt", ("--precision", "fp8")),
-        ("tensorrt", ("--calibrator", "entropy2")),
-        ("tensorrt", ("--float-behind-concat",)),
-        ("tensorrt", ("--pair-behind-deconv",)),
-        ("ascend", ("--exact-ifmr",)),
-        ("ascend", ("--amct-batch", "2")),
-        ("ascend", ("--ascend-config", "x.cfg")),
+        ("onnxruntime", ("--int8-stem",)), ("onnxruntime", ("--weight-bits", "7")),
+        ("onnxruntime", ("--dynamic-matmul",)), ("tensorrt", ("--precision", "fp8")),
+        ("tensorrt", ("--calibrator", "entropy2")), ("tensorrt", ("--float-behind-concat",)),
+        ("tensorrt", ("--pair-behind-deconv",)), ("ascend", ("--exact-ifmr",)),
+        ("ascend", ("--amct-batch", "2")), ("ascend", ("--ascend-config", "x.cfg")),
     ],
-)
+)  # fmt: skip
 def test_options_of_a_target_that_quantize_are_refused(refused, made, target, words):
     said = refused(made["onnxruntime"], "--target", target, *words)
     assert words[0] in said and "decides how" in said and "quantized already" in said
@@ -324,13 +310,13 @@ class Writer:
     def hold(self, name, value):
         if self.constants:
             tensor = numpy_helper.from_array(np.asarray(value), f"{name}_value")
-            self.nodes.append(helper.make_node("Constant", [], [name], value=tensor))
+            self.nodes.append(make_node("Constant", "", [name], value=tensor))
         else:
             self.tensors.append(numpy_helper.from_array(np.asarray(value), name))
         return name
 
     def node(self, op, inputs, output, **given):
-        self.nodes.append(helper.make_node(op, inputs, [output], name=f"n_{output}", **given))
+        self.nodes.append(make_node(op, inputs, [output], name=f"n_{output}", **given))
         return output
 
     def pair(self, tensor, scale, zero, **given):
@@ -340,16 +326,9 @@ class Writer:
         return self.node("DequantizeLinear", [q, *own], f"{tensor}_dq", **given)
 
     def model(self, output, opset=17, shape=(1, 4, 16, 16)):
-        value = helper.make_tensor_value_info
-        graph = helper.make_graph(
-            self.nodes,
-            "net",
-            [value("x", TensorProto.FLOAT, [1, 3, 16, 16])],
-            [value(output, TensorProto.FLOAT, shape)],
-            self.tensors,
+        return make_model(
+            self.nodes, {"x": [1, 3, 16, 16]}, {output: shape}, self.tensors, opset=opset, ir=9
         )
-        ids = [helper.make_opsetid("", opset)]
-        return helper.make_model(graph, opset_imports=ids, ir_version=9)
 
 
 def per_channel(weight):
@@ -374,8 +353,7 @@ def onnxruntime():
     x, scale = w.pair("x", 0.03, np.uint8(120)), 0.03
     for place, (weight, bias) in enumerate(((W1, B1), (W2, B2)), start=1):
         own = per_channel(weight)
-        shape = (-1, 1, 1, 1)
-        stored = np.rint(weight / own.reshape(shape)).astype(np.int8)
+        stored = np.rint(weight / own.reshape((-1, 1, 1, 1))).astype(np.int8)
         held = [w.hold(f"w{place}", stored), w.hold(f"w{place}_s", own)]
         held.append(w.hold(f"w{place}_z", np.zeros(len(own), np.int8)))
         dq = w.node("DequantizeLinear", held, f"w{place}_dq", axis=0)
@@ -435,8 +413,7 @@ def test_the_float_model_is_the_quantized_one_without_its_rounding(spelled, data
     loaded = load_either(spelled())
     fed = {"x": np.load(data)[:1].clip(-2, 2)}
     plain = OrtSession.open(loaded.model, threads=1).run(fed)
-    quantized = OrtSession.open(spelled(), threads=1).run(fed)
-    for name, value in quantized.items():
+    for name, value in OrtSession.open(spelled(), threads=1).run(fed).items():
         assert not [n for n in loaded.model.graph.node if n.op_type.endswith("quantizeLinear")]
         error = np.square(plain[name] - value).mean() / np.square(value).mean()
         assert error < 0.01, name
@@ -468,10 +445,8 @@ def test_a_float16_model_is_kept_for_tensorrt_and_float32_elsewhere(built, run, 
     np.save(tmp_path / "x.npy", np.load(data).astype(np.float16))
     out = tmp_path / "out"
     words = ("--images", tmp_path / "x.npy", "--out", out, *BUILD, *ALL)
-    code, _, err = run("build", tmp_path / "half.onnx", *words)
-    assert code == 0, err
-    report = json.loads((out / "report.json").read_text())
-    own, trt, _ = report["targets"]
+    run.ok("build", tmp_path / "half.onnx", *words)
+    own, trt, _ = json.loads((out / "report.json").read_text())["targets"]
     for one in (own, trt):
         assert {n["name"]: n for n in one["nodes"]}["n_c1"]["precision"] in ("int8", "uint8")
     assert any("Kept to the bit" in note for note in trt["notes"])
@@ -572,8 +547,7 @@ def spoiled(kind):
     elif kind == "16 bits":
         x = w.pair("x", scale, np.uint16(128))
     elif kind == "computed":
-        top = w.node("ReduceMax", ["x"], "top", keepdims=0)
-        own = [top, w.hold("z", zero)]
+        own = [w.node("ReduceMax", ["x"], "top", keepdims=0), w.hold("z", zero)]
         q = w.node("QuantizeLinear", ["x", *own], "x_q")
         x = w.node("DequantizeLinear", [q, *own], "x_dq")
     else:
@@ -593,16 +567,13 @@ def spoiled(kind):
     [
         ("scale 0", "a scale is not above 0 and finite"),
         ("NaN", "a scale is not above 0 and finite"),
-        ("below 0", "a scale is not above 0 and finite"),
-        ("a channel", "it has a scale a channel"),
+        ("below 0", "a scale is not above 0 and finite"), ("a channel", "it has a scale a channel"),
         ("alone", "no DequantizeLinear reads it"),
         ("other", "the QuantizeLinear before it has another scale or zero point"),
-        ("16 bits", "it is quantized to uint16"),
-        ("computed", "its scale is computed"),
-        ("int4", "it is quantized to int4"),
-        ("fp8", "it is quantized to float8"),
+        ("16 bits", "it is quantized to uint16"), ("computed", "its scale is computed"),
+        ("int4", "it is quantized to int4"), ("fp8", "it is quantized to float8"),
     ],
-)
+)  # fmt: skip
 def test_a_pair_that_no_target_has_is_one_sentence(refused, kind, told, tmp_path):
     path = tmp_path / "net.onnx"
     model = spoiled(kind)

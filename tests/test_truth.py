@@ -6,7 +6,6 @@ import struct
 import numpy as np
 import pytest
 
-from deploy.cli import main
 from deploy.errors import FeedError
 from deploy.feed.pixels import apply, placed
 from deploy.feed.preprocess import Preprocess
@@ -18,20 +17,15 @@ SIDE = 32  # of what the fixture `detector` is fed
 
 
 @pytest.fixture
-def run(pictures, capsys, tmp_path):
+def run(run, pictures, tmp_path):
     """A build of a model on the pictures: (exit code, output, errors, its report)."""
 
     def call(model, *words):
         out = tmp_path / "o"
-        arguments = ["build", model, "--images", pictures, "--duration", "0", "--out", out, *words]
-        code = 0
-        try:
-            main([str(word) for word in arguments])
-        except SystemExit as stop:
-            code = stop.code or 0
+        done = run("build", model, "--images", pictures, "--duration", 0, "--out", out, *words)
         written = out / "report.json"
         told = json.loads(written.read_text()) if written.exists() else {}
-        return code, *capsys.readouterr(), told
+        return *done, told
 
     return call
 
@@ -289,7 +283,7 @@ def resaved(pictures, folder, change):
 
 
 @pytest.mark.slow
-def test_pictures_of_another_size_than_annotated_are_told_and_their_boxes_scaled(
+def test_pictures_of_another_size_than_annotated_have_their_boxes_scaled(
     run, detector, pictures, tmp_path
 ):
     """Three times as large they are the same for the model, which reads 32 x 32 of them."""

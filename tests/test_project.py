@@ -1,0 +1,321 @@
+"""The package: its names, notebooks, site, formats and bill of materials."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import click
+import pytest
+
+import calib8
+import deploy
+import deploy.errors
+from calibrators.searches import SEARCHES
+from deploy.cli import COMMANDS, cli
+from deploy.errors import SdkMissingError
+from deploy.feed.preprocess import PRESETS
+from deploy.targets import TARGETS
+from deploy.targets.options import options_of
+from deploy.tuning.search_options import DEFAULT_EFFORT, EFFORTS
+
+# --- What the packages hand on: every name in `__all__` is there, and importing costs little.
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = sorted(
+    ".".join(path.parent.relative_to(ROOT).parts)
+    for package in ("calibrators", "deploy")
+    for path in (ROOT / package).rglob("__init__.py")
+)
+
+
+def test_every_package_says_what_it_is_and_exports_names_that_are_there():
+    for name in PACKAGES:
+        try:
+            package = importlib.import_module(name)
+        except SdkMissingError:  # torch's half
+            continue
+        assert (package.__doc__ or "").strip(), name
+        exported = list(getattr(package, "__all__", []))
+        assert len(exported) == len(set(exported)), name
+        for item in exported:
+            assert getattr(package, item) is not None, f"{name}.{item}"
+
+
+def loaded_by(statement: str) -> set[str]:
+    code = f"import sys; {statement}; print(*(name.split('.')[0] for name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["import deploy", "import deploy.cli", "import calib8", "import calib8; dir(calib8)"],
+)
+def test_importing_deploy_loads_no_heavy_library(statement):
+    heavy = {"numpy", "onnx", "onnxruntime", "cv2", "torch", "tensorrt", "tqdm"}
+    assert not loaded_by(statement) & heavy
+
+
+def test_importing_calibrators_loads_no_model_library():
+    assert not loaded_by("import calibrators") & {"onnx", "onnxruntime", "torch", "deploy"}
+
+
+def test_the_version_is_a_plain_string():
+    assert deploy.__version__.count(".") == 2
+
+
+def checked(path: str) -> set[str]:
+    """Names that a file hands to type checkers alone."""
+    body = ast.parse((ROOT / path).read_text("utf-8")).body
+    (block,) = [n for n in body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    return {alias.name for node in block.body for alias in node.names}
+
+
+def test_the_face_is_whole():
+    face = set(deploy.__all__)
+    assert {"build", "calibrate", "bench", "inspect", "load", "Preprocess", "Method"} < face
+    assert {"CachePolicy", "Report", "TARGETS", "__version__"} < face
+    assert {kind.__name__ for kind in TARGETS.values()} < face
+    assert set(deploy.errors.__all__) == {name for name in face if name.endswith("Error")}
+    assert checked("deploy/__init__.py") == face - {"__version__"}
+    for module in (deploy, calib8):
+        assert face == {n for n in dir(module) if not n.startswith("__")} | {"__version__"}
+
+
+def test_every_error_is_of_the_tree():
+    for name in deploy.errors.__all__:
+        assert issubclass(getattr(deploy, name), deploy.Calib8Error)
+
+
+def test_the_projects_own_name_gives_the_same():
+    assert calib8.__all__ == deploy.__all__ and set(deploy.__all__) <= set(dir(calib8))
+    for name in deploy.__all__:
+        assert getattr(calib8, name) is getattr(deploy, name)
+    assert checked("calib8.py") == {"*"}
+
+
+@pytest.mark.parametrize("package", [deploy, calib8])
+def test_a_name_that_is_not_there_is_refused(package):
+    with pytest.raises(AttributeError, match=f"{package.__name__}.*no attribute 'biuld'"):
+        package.biuld  # noqa: B018
+
+
+def test_an_inspection_fits_a_screen_and_tells_every_node(small_cnn):
+    found = deploy.inspect(small_cnn, target="tensorrt")
+    assert {node.name for node in found.nodes if node.op == "Gemm"} == {"Gemm_logits"}
+    assert found.tensors and "tensors need a scale" in repr(found)
+    assert "Flatten is not run in int8 on tensorrt" in repr(found)
+    assert "Flatten_f" not in repr(found) and "Flatten_f" in found.text(everything=True)
+
+
+@pytest.mark.slow
+def test_the_documented_examples_run(small_cnn, pictures, tmp_path, monkeypatch, capsys):
+    """docs/python.md, its examples one after the other in one namespace."""
+    (tmp_path / "model.onnx").write_bytes(small_cnn.read_bytes())
+    (tmp_path / "photos").symlink_to(pictures)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("deploy.tuning.timing._SECONDS", 0)  # no figure of these is looked at
+    page = (ROOT / "docs" / "python.md").read_text("utf-8")
+    examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(examples) >= 5
+    held: dict[str, object] = {}
+    for example in examples:
+        exec(compile(example, "docs/python.md", "exec"), held)
+    said = capsys.readouterr().out
+    assert "a method is one of" in said and "Latency of model.onnx and model.int8.onnx" in said
+
+
+def test_the_documented_efforts_are_those_of_the_search():
+    page = (ROOT / "docs" / "accuracy.md").read_text("utf-8")
+    for number, effort in EFFORTS.items():
+        row = f"{effort.samples} | {effort.alone} | {effort.whole} |"
+        assert re.search(rf"^\| {number}( \(default\))? \| {re.escape(row)}", page, re.MULTILINE)
+    assert f"| {DEFAULT_EFFORT} (default) |" in page
+
+
+# --- The notebooks of examples/: their cells run in order, and none is kept with what it
+# printed.
+#
+# The value of a cell's last expression is asked for its page, as Jupyter does.
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+
+
+def cells(path: Path) -> list[str]:
+    """The code of a notebook."""
+    held = json.loads(path.read_text("utf-8"))["cells"]
+    return ["".join(cell["source"]) for cell in held if cell["cell_type"] == "code"]
+
+
+def shown(code: str, names: dict[str, object], where: str) -> str:
+    """Run a cell; the page of what it ends with, "" where that has none."""
+    body = ast.parse(code, where)
+    last = body.body.pop() if isinstance(body.body[-1], ast.Expr) else None
+    exec(compile(body, where, "exec"), names)
+    if last is None:
+        return ""
+    value = eval(compile(ast.Expression(last.value), where, "eval"), names)
+    page = getattr(value, "_repr_html_", None)
+    return page() if page else ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_shows_the_report(path, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(path.parent)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    names: dict[str, object] = {"__name__": "__main__"}
+    pages = [shown(code, names, path.name) for code in cells(path)]
+    assert sum("<iframe" in page for page in pages) == 1
+    assert capsys.readouterr().out
+
+
+def test_there_are_two_notebooks_without_outputs():
+    assert len(NOTEBOOKS) == 2
+    for path in NOTEBOOKS:
+        for cell in json.loads(path.read_text("utf-8"))["cells"]:
+            assert not cell.get("outputs") and cell.get("execution_count") is None
+
+
+# --- The pages of the site that are made from the code, and its menu.
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, str]:
+    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "scripts" / "site_pages.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.pages()
+
+
+def below(command: click.Command, path: str) -> list[tuple[str, click.Command]]:
+    """(words of the command line, command) of a command and all below it."""
+    found = [(path, command)]
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            found += below(command.get_command(context, name), f"{path} {name}")
+    return found
+
+
+def test_every_command_has_its_page_with_every_option(made):
+    for name in COMMANDS:
+        page = made[f"reference/cli/{name}.md"]
+        assert f"({name}.md)" in made["reference/cli/index.md"]
+        for path, command in below(cli.get_command(click.Context(cli), name), f"calib8 {name}"):
+            assert re.search(rf"^#+ {path}$", page, re.MULTILINE)
+            for param in command.params:
+                if isinstance(param, click.Option) and not param.hidden:
+                    row = rf"^`.*{re.escape(param.opts[-1])}\b.*`$"
+                    assert re.search(row, page, re.MULTILINE), (path, param.opts)
+
+
+def test_every_public_name_has_its_entry(made):
+    page = made["reference/api.md"]
+    for name in deploy.__all__:
+        value = getattr(deploy, name)
+        assert not callable(value) or f"::: {value.__module__}.{name}" in page, name
+
+
+def test_the_changelog_links_to_pages(made):
+    page = made["changelog.md"]
+    assert page.startswith("# Changelog") and "[feeds.md](feeds.md)" in page
+    assert "`docs/" not in page
+
+
+def test_the_menu_has_every_page_once(made):
+    """`mkdocs build --strict` says so too, where mkdocs is."""
+    menu = re.findall(r"^ +- .*?([\w/-]+\.md)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    docs = ROOT / "docs"
+    pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")} | set(made)
+    commands = {f"reference/cli/{name}.md" for name in COMMANDS}  # put there by the hook
+    assert sorted(menu) == sorted(pages - commands)
+
+
+def test_every_preset_method_and_target_option_is_in_its_table():
+    pages = {page.stem: page.read_text("utf-8") for page in (ROOT / "docs").rglob("*.md")}
+    tables = {"preprocessing": PRESETS, "methods": SEARCHES, "onnxruntime": flags("onnxruntime")}
+    for page, names in tables.items():
+        rows = [line for line in pages[page].splitlines() if line.startswith("| `")]
+        missing = [name for name in names if not any(f"`{name}" in row for row in rows)]
+        assert not missing, f"docs/**/{page}.md has no row of {missing}"
+
+
+def flags(target: str) -> list[str]:
+    return [option.flag for option in options_of(TARGETS[target])]
+
+
+def test_links_between_pages_lead_somewhere(made):
+    docs = ROOT / "docs"
+    for page in [*docs.rglob("*.md"), ROOT / "README.md"]:
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", page.read_text("utf-8")):
+            end = (page.parent / link).resolve()
+            assert end.exists() or str(end.relative_to(docs)) in made, f"{page}: {link}"
+
+
+# --- The bill of materials: its form, and that equal wheels give equal bytes.
+SCRIPT = Path(__file__).parents[1] / "scripts" / "sbom.py"
+METADATA = """Metadata-Version: 2.4
+Name: Calib8.Test
+Version: 1.2.3
+License-Expression: Apache-2.0
+License-File: LICENSE
+Requires-Dist: numpy>=1.24
+Requires-Dist: tomli>=2.0; python_version < "3.5"
+Requires-Dist: torch; extra == "torch"
+"""
+
+
+def wheel(folder, text=METADATA):
+    path = folder / "calib8_test-1.2.3-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        member = zipfile.ZipInfo("calib8_test-1.2.3.dist-info/METADATA", (1980, 1, 1, 0, 0, 0))
+        archive.writestr(member, text)
+    return path
+
+
+def run(path, out):
+    words = [sys.executable, str(SCRIPT), str(path), "--out", str(out)]
+    return subprocess.run(words, capture_output=True, text=True, check=False)
+
+
+def test_the_bill_names_what_the_wheel_needs_and_its_licences(tmp_path):
+    done = run(wheel(tmp_path), tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    bill = json.loads((tmp_path / "out" / "sbom.cdx.json").read_text())
+    own = bill["metadata"]["component"]
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.5")
+    assert own["purl"] == "pkg:pypi/calib8-test@1.2.3"
+    assert (
+        own["licenses"] == [{"expression": "Apache-2.0"}] and len(own["hashes"][0]["content"]) == 64
+    )
+    (numpy,) = bill["components"]  # neither an extra nor a condition of elsewhere
+    assert numpy["name"] == "numpy" and numpy["licenses"]
+    edges = {edge["ref"]: edge["dependsOn"] for edge in bill["dependencies"]}
+    assert edges == {own["purl"]: [numpy["purl"]], numpy["purl"]: []}
+    table = (tmp_path / "out" / "licences.md").read_text()
+    assert "| calib8-test | 1.2.3 | Apache-2.0 | LICENSE |" in table and "| numpy | " in table
+
+
+def test_equal_wheels_give_equal_bytes(tmp_path):
+    def written(name, text=METADATA):
+        (tmp_path / name).mkdir()
+        assert run(wheel(tmp_path / name, text), tmp_path / name).returncode == 0
+        return [(tmp_path / name / f).read_bytes() for f in ("sbom.cdx.json", "licences.md")]
+
+    assert written("a") == written("b") != written("c", METADATA.replace("1.2.3", "1.2.4"))
+
+
+@pytest.mark.parametrize("text", ["Name: x\nVersion: 1\nRequires-Dist: not-here-at-all\n", None])
+def test_what_cannot_be_listed_is_refused(tmp_path, text):
+    path = tmp_path / "no.whl"
+    path.write_text("x")
+    done = run(path if text is None else wheel(tmp_path, text), tmp_path)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert ("must be installed" if text else "a wheel has one METADATA") in done.stderr

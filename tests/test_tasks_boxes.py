@@ -1,0 +1,511 @@
+"""Boxes among a model's outputs: how they are recognised, and how many a candidate keeps."""
+
+import numpy as np
+import pytest
+
+from deploy.metrics.tasks import detections
+from deploy.metrics.tasks.detections import Detections, matched, overlaps, suppressed
+from tests.outputs import (
+    GRID,
+    SIZE,
+    fed,
+    figure,
+    gated,
+    posed,
+    queries,
+    rng,
+    same_task,
+    scene,
+    softmax,
+    split_yolo,
+    turned,
+    v8,
+    yolo,
+)
+
+
+def v5(number):
+    boxes, scores = yolo(number)
+    best = scores.max(axis=1, keepdims=True)
+    classes = np.where(scores > 0.5, 1.0, np.random.default_rng(9).uniform(0, 0.7, scores.shape))
+    return {"output": np.concatenate([boxes, best, classes], axis=1)[None].astype(np.float32)}
+
+
+def yolox(number):
+    """As v5, the boxes left in their cells."""
+    value = v5(number)["output"].astype(np.float64)
+    cells, strides = GRID.cells(SIZE)
+    value[0, :, :2] = value[0, :, :2] / strides[:, None] - cells
+    value[0, :, 2:4] = np.log(value[0, :, 2:4] / strides[:, None])
+    return {"output": value.astype(np.float32)}
+
+
+def tall(number):
+    """As YOLOX, every box taller than its cell."""
+    value = yolox(number)["output"]
+    value[..., 3] = np.random.default_rng(number).uniform(0.01, 0.5, value.shape[:2])
+    return {"output": value}
+
+
+def without(outputs, number, lost, rows):
+    """The same with the first `lost` objects unseen; `rows` is where the scores are."""
+    value = next(iter(outputs.values())).copy()
+    anchors = scene(number)[0][:lost]
+    value[(0, slice(4, None), anchors) if rows == 1 else (0, anchors, slice(4, None))] = 0
+    return {next(iter(outputs)): value}
+
+
+@pytest.mark.parametrize(("form", "rows"), [(v8, 1), (v5, -1), (yolox, -1), (tall, -1)])
+def test_lost_boxes_are_counted_in_every_form(form, rows):
+    references = [form(n) for n in range(8)]
+    candidates = [without(one, n, 1, rows) for n, one in enumerate(references)]
+    _, same = figure(references, references)
+    assert same.value == 1 and same.task == "boxes" and same.figure == "boxes kept"
+    assert same.words == "48 of 48 boxes of FP32 kept, 0 new (score above 0.25)"
+    _, found = figure(references, candidates)
+    assert found.words.startswith("40 of 48 boxes of FP32 kept, 0 new")
+    assert found.value == pytest.approx(80 / 88) and found.samples == 8
+
+
+def test_scores_are_a_part_even_where_first_samples_show_no_object():
+    form, _ = figure([v8(n, score=0.0) for n in range(4)], [v8(n) for n in range(4)])
+    assert [part.label for part in form.parts] == ["output0[0:4]", "output0[4:9]"]
+
+
+def test_boxes_that_move_change_class_or_appear_are_told():
+    references = [v8(n) for n in range(8)]
+    moved = [{"output0": one["output0"].copy()} for one in references]
+    for one in moved:
+        one["output0"][:, :2] += 2  # of boxes 3 wide
+    assert "0 of 48 boxes of FP32 kept, 48 new" in figure(references, moved)[1].words
+    turned = [
+        {"output0": np.concatenate([v[:, :4], np.roll(v[:, 4:], 1, axis=1)], axis=1)}
+        for v in (one["output0"] for one in references)
+    ]
+    assert "0 of 48 boxes" in figure(references, turned)[1].words
+    fewer = [without(one, n, 3, 1) for n, one in enumerate(references)]
+    assert "24 of 24 boxes of FP32 kept, 24 new" in figure(fewer, references)[1].words
+
+
+@pytest.mark.parametrize(("score", "said"), [(0.9, "0.25"), (0.2, "0.15"), (0.1, "0.05")])
+def test_the_threshold_goes_down_until_there_are_boxes(score, said):
+    references = [v8(n, score=score) for n in range(4)]
+    assert figure(references, references)[1].words.endswith(f"(score above {said})")
+
+
+def test_where_fp32_finds_next_to_nothing_there_is_no_figure():
+    assert figure([v8(n, score=0.0) for n in range(4)], [v8(n) for n in range(4)])[1] is None
+
+
+def test_a_candidate_of_nan_keeps_no_box():
+    references = [v8(n) for n in range(4)]
+    broken = [{"output0": one["output0"] * np.nan} for one in references]
+    assert figure(references, broken)[1].value == 0
+
+
+def test_anchors_that_do_not_fit_the_picture_are_no_boxes():
+    outputs = [v8(n) for n in range(4)]
+    assert same_task(outputs) == "boxes"
+    assert same_task(outputs, [fed((96, 96))] * 4) is None
+    mixed = [{"output0": rng().permutation(one["output0"], axis=2)} for one in outputs]
+    assert same_task(mixed) is None
+
+
+def test_overlaps_by_hand():
+    one = np.array([[0.0, 0, 2, 2], [5, 5, 5, 9]])
+    other = np.array([[1.0, 0, 3, 2], [0, 0, 2, 2]])
+    np.testing.assert_allclose(overlaps(one, other), [[1 / 3, 1], [0, 0]])
+
+
+def test_suppression_is_by_class_and_matching_one_to_one():
+    boxes = np.array([[0.0, 0, 10, 10], [0, 0, 10, 9], [0, 0, 10, 10], [20, 20, 30, 30]])
+    found = Detections.of(boxes, np.array([0.9, 0.8, 0.7, 0.6]), np.array([0, 0, 1, 0]))
+    kept = suppressed(found)
+    np.testing.assert_allclose(kept.scores, [0.9, 0.7, 0.6])
+    assert list(map(len, matched(kept, kept, [0.05, 0.65]))) == [3, 2]
+    assert len(matched(found, kept)[0]) == 3  # one box of the candidate stands for one
+
+
+@pytest.mark.parametrize(("side", "same"), [(5.1, True), (5.0, False)])  # of 10: IoU 0.51, 0.5
+def test_boxes_are_one_above_an_iou_of_a_half(side, same):
+    both = np.array([[0.0, 0, 10, 10], [0, 0, 10, side]])
+    one, other = (Detections.of(box[None], np.ones(1), np.zeros(1, np.int64)) for box in both)
+    assert bool(matched(one, other)[0]) == same
+    found = Detections.of(both, np.array([0.9, 0.8]), np.zeros(2, np.int64))
+    assert len(suppressed(found).scores) == 2 - same
+
+
+def test_detections_are_the_thousand_best_above_the_lowest_score():
+    boxes = np.tile([0.0, 0, 1, 1], (1200, 1))
+    scores = np.linspace(0.9, 0.1, 1200)
+    assert Detections.of(boxes, scores, np.arange(1200)).classes.tolist() == list(range(1000))
+    boxes[0, 3], scores[1:] = np.nan, 0.05
+    scores[[7, 3]] = 0.051, 0.052
+    assert Detections.of(boxes, scores, np.arange(1200)).classes.tolist() == [3, 7]
+
+
+@pytest.mark.parametrize(
+    ("moved", "seen", "columns", "same"),
+    [
+        (1.9, 1, 20, True), (2.1, 1, 20, False), (2.1, 0.5, 20, True),  # points that are seen
+        (0, 1, 16, True), (0, 1, 15, False),  # masks of more than three quarters
+    ],
+)  # fmt: skip
+def test_boxes_are_one_where_points_and_masks_are_alike_too(moved, seen, columns, same):
+    def found(moved, columns):
+        points = np.array([[[5 + moved, 5, seen], [9, 9, 0.4]]])
+        cells = np.broadcast_to(np.where(np.arange(20) < columns, 1.0, -1.0), (1, 20, 20))
+        masks = detections.Masks(np.ones((1, 1)), cells, 1.0)
+        box = np.array([[0.0, 0, 20, 20]])
+        return Detections(box, np.ones(1), np.zeros(1, np.int64), points, masks)
+
+    assert bool(matched(found(0, 20), found(moved, columns))[0]) == same
+
+
+def ended(number, layout=(0, 4, 5), columns=6, pad=4):
+    """A list of rows in order of score, filled up with zeros."""
+    made = np.random.default_rng(number)
+    rows = np.zeros((10 + pad, columns), np.float32)
+    low = made.uniform(0, 100, (10, 2))
+    corner, score, kind = layout
+    rows[:10, corner : corner + 4] = np.concatenate([low, low + made.uniform(5, 50, (10, 2))], 1)
+    rows[:10, score] = np.sort(made.uniform(0.3, 1, 10))[::-1]
+    rows[:10, kind] = made.integers(0, 3, 10)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("layout", "columns"),
+    [((0, 4, 5), 6), ((0, 5, 4), 6), ((2, 1, 0), 6), ((1, 6, 5), 7), ((3, 2, 1), 7)],
+)
+def test_lists_after_suppression_are_boxes_and_only_their_scores_are_compared(layout, columns):
+    references = [{"out": ended(n, layout, columns)[None]} for n in range(4)]
+    candidates = [{"out": one["out"].copy()} for one in references]
+    for one in candidates:
+        one["out"][0, 0, layout[1]] = 0
+    form, found = figure(references, candidates)
+    own = int(found.words.split(" of ")[1].split()[0])
+    assert f"{own - 4} of {own} boxes of FP32 kept, 0 new" in found.words
+    score = layout[1]
+    assert [part.label for part in form.parts] == [f"out[..., {score}:{score + 1}]"]
+
+
+def test_lists_of_changing_length_have_no_parts():
+    references = [{"out": ended(n, pad=0)[: 5 + n]} for n in range(4)]
+    form, found = figure(references, references)
+    assert found.value == 1 and form.parts == ()
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "task"),
+    [
+        (5, 0, "boxes"), (5, -1, None), (5, 1.5, None), (5, 70, "boxes"),  # classes are numbers
+        (4, 1.0009, "boxes"), (4, 1.002, None), (4, np.nan, None),  # scores are shares,
+        (slice(4, None, 6), 1, None),  # not all of them whole
+        (slice(2, 4), -1, None), (slice(0, 2), 0, "boxes"),  # the second corner is the higher one
+        (slice(12, None), 0, None), (slice(18, None), 0, "boxes"),  # three rows show the columns
+    ],
+)  # fmt: skip
+def test_a_list_of_boxes_is_known_by_each_of_its_columns(column, value, task):
+    outputs = [{"out": ended(0)[None]}]
+    outputs[0]["out"].reshape(-1)[column] = value
+    assert same_task(outputs) == task
+
+
+def test_three_outputs_of_boxes_scores_and_classes():
+    def outputs(number):
+        rows = ended(number)[None]
+        return {
+            "num": np.array([[10]], np.int32), "boxes": rows[..., :4], "scores": rows[..., 4],
+            "labels": rows[..., 5].astype(np.int32),
+        }  # fmt: skip
+
+    form, found = figure([outputs(n) for n in range(4)], [outputs(n) for n in range(4)])
+    assert found.task == "boxes" and found.value == 1
+    assert [part.label for part in form.parts] == ["scores"]
+
+
+@pytest.mark.parametrize("batch", [True, False])
+def test_boxes_with_their_scores_beside_classes(batch):
+    """As MMDetection's exports give them."""
+
+    def outputs(number, lost=0):
+        rows = ended(number)
+        rows[:lost, 4] = 0
+        rows = rows[None] if batch else rows
+        return {"dets": rows[..., :5], "labels": rows[..., 5].astype(np.int64)}
+
+    references = [outputs(n) for n in range(4)]
+    form, found = figure(references, references)
+    assert "a list of boxes" in form.task.form and found.value == 1
+    assert [part.label for part in form.parts] == (["dets[..., 4:5]"] if batch else [])
+    assert figure(references, [outputs(n, lost=2) for n in range(4)])[1].value < 1
+    turned = [{**one, "labels": one["labels"] + 1} for one in references]
+    assert figure(references, turned)[1].value == 0
+    cut = [{**one, "dets": one["dets"][..., :4]} for one in references]
+    assert figure(references, cut)[1].value == 0
+
+
+def ssd(number, classes=4):
+    """Offsets from anchors that nobody told, and probabilities with a background."""
+    made = np.random.default_rng(number)
+    scores = made.uniform(0, 1, (1, 600, classes))
+    scores[..., 0] = 12
+    seen = made.choice(600, 8, replace=False)
+    scores[0, seen, 1 + made.integers(0, classes - 1, 8)] = 18
+    conf = softmax(scores.reshape(-1, classes)).reshape(scores.shape)
+    return {"loc": made.standard_normal((1, 600, 4)), "conf": conf}, seen
+
+
+def test_anchors_whose_boxes_cannot_be_told_match_by_place():
+    pairs = [ssd(n) for n in range(4)]
+    references = [one for one, _ in pairs]
+    candidates = [{**one, "conf": one["conf"].copy()} for one in references]
+    for one, (_, seen) in zip(candidates, pairs, strict=True):
+        one["conf"][0, seen[:2]] = [1, 0, 0, 0]
+    form, found = figure(references, candidates)
+    assert "by anchor" in form.task.form
+    assert found.words.startswith("24 of 32 boxes of FP32 kept, 0 new")
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("joined", [False, True])
+def test_heads_of_several_anchors_a_cell_match_by_anchor(raw, joined):
+    def outputs(number):
+        made = np.random.default_rng(number)
+        named = {}
+        for stride in (8, 16, 32):
+            value = made.standard_normal((1, 3, SIZE[0] // stride, SIZE[1] // stride, 5 + 4))
+            value[..., 4] -= 8
+            value[0, 1, 2, 1:4, 4] = 6
+            value[0, 1, 2, 1:4, 7] = 5
+            value = value if raw else 1 / (1 + np.exp(-value))
+            if joined:
+                value = value.transpose(0, 1, 4, 2, 3).reshape(1, 27, *value.shape[2:4])
+            named[f"p{stride}"] = value.astype(np.float32)
+        return named
+
+    references = [outputs(n) for n in range(4)]
+    candidates = [outputs(n) for n in range(4)]
+    for one in candidates:
+        one["p8"] *= 0 if not raw else 1
+        one["p8"] -= 20 if raw else 0
+    form, found = figure(references, candidates)
+    assert "objectness and 4 classes of anchors" in form.task.form
+    assert found.words.startswith("24 of 36 boxes of FP32 kept, 0 new")
+    features = [{k: rng().standard_normal(v.shape) for k, v in one.items()} for one in references]
+    assert same_task(features) is None
+
+
+@pytest.mark.parametrize("softmaxed", [False, True])
+def test_queries_are_boxes(softmaxed):
+    def detr(number):
+        made = np.random.default_rng(number)
+        boxes = made.uniform(0.1, 0.3, (1, 100, 4))
+        boxes[..., :2] = made.uniform(0.2, 0.8, (1, 100, 2))
+        logits = made.uniform(-9, -6, (1, 100, 11))
+        logits[..., 10] = 6 if softmaxed else -8
+        logits[0, :7, made.integers(0, 10, 7)] = 12 if softmaxed else 2
+        return {"logits": logits, "pred_boxes": boxes}
+
+    references = [detr(n) for n in range(4)]
+    form, found = figure(references, references)
+    assert ("softmax" if softmaxed else "sigmoid") in form.task.form
+    assert "boxes by centre" in form.task.form
+    assert found.value == 1 and " of FP32 kept, 0 new" in found.words
+
+
+@pytest.mark.parametrize("maps", [False, True])
+def test_distributions_of_distances_are_boxes_level_by_level(maps):
+    size, bins = (64, 96), 8
+
+    def level(number, stride):
+        cells = (size[0] // stride) * (size[1] // stride)
+        made = np.random.default_rng(number * 1000 + stride)
+        far = made.standard_normal((1, cells, 4 * bins))
+        far[0, 0] = -30
+        far[0, 0, [2, bins + 1, 2 * bins + 3, 3 * bins + 1]] = 30  # 2, 1, 3 and 1 strides
+        scores = made.uniform(0, 0.01, (1, cells, 5))
+        scores[0, 0, 2] = 0.9
+        return scores, far
+
+    def outputs(number):
+        levels = {s: level(number, s) for s in (8, 16, 32)}
+        named = {f"score{s}": one for s, (one, _) in levels.items()}
+        named |= {f"box{s}": far for s, (_, far) in levels.items()}
+        if not maps:
+            return named
+        sides = {one.shape[1]: (size[0] // s, size[1] // s) for s, (one, _) in levels.items()}
+        return {
+            name: value.transpose(0, 2, 1).reshape(1, -1, *sides[value.shape[1]])
+            for name, value in named.items()
+        }
+
+    references = [outputs(n) for n in range(8)]
+    form, found = figure(references, references, [fed(size)] * 8)
+    assert "distribution" in form.task.form and found.words.startswith("24 of 24")
+    boxes = form.task.decoder.boxes(fed(size), references[0]).boxes
+    middle, far = np.full(2, 4.0), 8 * np.array([2, 1, 3, 1])  # of the first cell of stride 8
+    wanted = np.concatenate([middle - far[:2], middle + far[2:]])
+    assert np.abs(boxes - wanted).max(axis=1).min() < 1e-6
+    moved = [{k: v for k, v in one.items()} for one in references]
+    for one in moved:
+        one["box8"] = np.roll(one["box8"], bins, axis=1 if maps else 2)
+    assert figure(references, moved, [fed(size)] * 8)[1].value < 0.9
+    silent = [{k: v * k.startswith("box") for k, v in one.items()} for one in references]
+    assert figure(references, silent, [fed(size)] * 8)[1].value == 0  # nothing left of any level
+
+
+@pytest.mark.parametrize("length", [2, 3])
+def test_key_points_of_a_box_are_kept_with_it(length):
+    references = [posed(n, length=length) for n in range(8)]
+    form, same = figure(references, references)
+    assert "1 classes, 5 key points an anchor" in form.task.form and same.value == 1
+    assert figure(references, [posed(n, length=length, moved=1.0) for n in range(8)])[1].value == 1
+    assert figure(references, [posed(n, length=length, moved=3.0) for n in range(8)])[1].value == 0
+    hidden = [{"output0": one["output0"].copy()} for one in references]
+    for one in hidden:
+        last = one["output0"].shape[1] - length  # the point that is not visible
+        one["output0"][:, last : last + 2] += 90
+    assert figure(references, hidden)[1].value == (1 if length == 3 else 0)
+    others = [{"output0": v8(n, classes=1)["output0"]} for n in range(8)]
+    assert "key points" not in figure(others, others)[0].task.form
+
+
+def masked(number, *, maps=3, split=0.0, stride=4, turned=False):
+    """YOLO with masks: what is left of a line through a box, of boxes 20 pixels wide."""
+    value = v8(number, classes=1)["output0"][0]
+    value[2:4] = 20
+    weights = np.stack([-np.ones_like(value[0]), (value[0] + split) / 8, -value[1] / 1e4])[:maps]
+    columns = np.arange(SIZE[1] // stride) * stride / 8
+    ones = np.ones(tuple(side // stride for side in SIZE))
+    held = np.stack([ones * columns, ones, ones])[:maps]
+    rows = np.concatenate([value, weights])
+    return {
+        "output0": (rows.T if turned else rows)[None].astype(np.float32),
+        "output1": held[None].astype(np.float32),
+    }
+
+
+@pytest.mark.parametrize("stride", [2, 4])
+@pytest.mark.parametrize("turned", [False, True])
+def test_masks_of_a_box_are_kept_with_it(turned, stride):
+    how = {"turned": turned, "stride": stride}
+    references = [masked(n, **how) for n in range(8)]
+    form, same = figure(references, references)
+    assert "1 classes, a mask an anchor" in form.task.form and same.value == 1
+    assert figure(references, [masked(n, split=0.1, **how) for n in range(8)])[1].value > 0.9
+    assert figure(references, [masked(n, split=7.0, **how) for n in range(8)])[1].value < 0.1
+    lost = [{**one, "output1": -one["output1"]} for one in references]
+    assert figure(references, lost)[1].value == 0
+    nothing = [{**one, "output1": one["output1"] * np.nan} for one in references]
+    assert figure(references, nothing)[1].value == 0
+    cut = [{**one, "output1": one["output1"][:, :2]} for one in references]
+    assert figure(references, cut)[1].value == 0
+
+
+def blaze(number, *, columns=16, lost=0, floor=-4.0):
+    """Offsets of boxes and key points from anchors, beside a raw score of each."""
+    made = np.random.default_rng(number)
+    scores = made.normal(floor, 0.5, (1, 896, 1))
+    seen = made.choice(896, 6, replace=False)
+    scores[0, seen[lost:]] = 3
+    offsets = made.normal(0, 20, (1, 896, columns))
+    return {"regressors": np.float32(offsets), "classificators": np.float32(scores)}
+
+
+def test_boxes_with_key_points_are_matched_by_anchor():
+    references = [blaze(n) for n in range(8)]
+    form, same = figure(references, references)
+    assert "sigmoid of anchors, boxes matched by anchor" in form.task.form and same.value == 1
+    _, found = figure(references, [blaze(n, lost=2) for n in range(8)])
+    assert found.words.startswith("32 of 48 boxes of FP32 kept, 0 new")
+    other = {"columns": 17}, {"floor": 0.0}  # no pairs of places; scores that are sure of much
+    for how in other:
+        assert same_task([blaze(n, **how) for n in range(8)]) != "boxes"
+
+
+def test_a_turned_box_is_kept_where_its_corners_are():
+    references = [turned(n) for n in range(8)]
+    form, same = figure(references, references)
+    assert "2 classes, an angle an anchor" in form.task.form and same.value == 1
+    for by, value in ((0.03, 1), (0.2, 0)):  # 10 % of its size is 3 pixels, 0.1 of a radian
+        assert figure(references, [turned(n, by) for n in range(8)])[1].value == value
+    long = [{"output0": one["output0"].copy()} for one in references]
+    for one in long:
+        one["output0"][:, -1] *= 40
+    assert "angle" not in figure(long, long)[0].task.form
+
+
+def test_maps_that_are_no_masks_leave_boxes_alone():
+    others = [{**masked(n), "output1": np.zeros((1, 3, 5, 5), np.float32)} for n in range(8)]
+    form, same = figure(others, others)
+    assert "a mask" not in form.task.form and same.value == 1
+
+
+@pytest.mark.parametrize("scores", ["rows", "turned"])
+@pytest.mark.parametrize("boxes", ["rows", "turned"])
+def test_boxes_and_scores_may_be_turned(boxes, scores):
+    references = [split_yolo(n, boxes, scores) for n in range(8)]
+    form, same = figure(references, references)
+    assert form.task.form == "scores: scores of anchors, boxes by centre"
+    assert same.words.startswith("48 of 48 boxes of FP32 kept, 0 new")
+    moved = [{**one, "boxes": one["boxes"] + 2} for one in references]  # of boxes 3 wide
+    assert figure(references, moved)[1].value == 0
+    fewer = [{**one, "scores": one["scores"][..., 1:, 1:]} for one in references]
+    assert figure(references, fewer)[1].value == 0  # of another form
+
+
+GATED = [{}, {"classes": 4}, {"raw": True}, {"raw": True, "maps": True, "classes": 4}]
+
+
+@pytest.mark.parametrize("how", GATED)
+def test_an_objectness_of_each_level_multiplies_its_scores(how):
+    references = [gated(n, **how) for n in range(4)]
+    form, same = figure(references, references)
+    assert form.task.form.startswith("cls_8, cls_16, cls_32") and same.value == 1
+    assert same.words.startswith("24 of 24 boxes")
+    silent = -20 if how.get("raw") else 0
+    lost = [{**one, "obj_8": one["obj_8"] * 0 + silent} for one in references]
+    assert figure(references, lost)[1].words.startswith("16 of 24 boxes of FP32 kept, 0 new")
+    assert (
+        figure(references, [{k: v * np.nan for k, v in one.items()} for one in lost])[1].value == 0
+    )
+    if how.get("maps"):  # of the cells of no stride
+        assert same_task(references, [fed((96, 96))] * 4) is None
+
+
+def distances(number, bins=8):
+    """Scores first, then distributions of 1, 2, 1 and 2 strides to each side."""
+    _, scores = yolo(number)
+    far = np.random.default_rng(number).normal(0, 1, (len(scores), 4, bins))
+    far[:, np.arange(4), [1, 2, 1, 2]] = 30
+    value = np.concatenate([scores, far.reshape(len(scores), -1)], axis=1)
+    return {"y": value[None].astype(np.float32)}
+
+
+@pytest.mark.parametrize("form", [queries, distances])
+def test_scores_and_boxes_side_by_side(form):
+    references = [form(n) for n in range(8)]
+    read, same = figure(references, references)
+    assert read.task.form.endswith("in a row") and same.value == 1
+    assert len(read.parts) == 2
+    columns = slice(0, 2) if form is queries else slice(5, 37)
+    moved = [{"y": one["y"].copy()} for one in references]
+    for one in moved:
+        one["y"][..., columns] = np.roll(one["y"][..., columns], 1, axis=-1)
+    assert figure(references, moved)[1].value < 0.5
+    assert figure(references, [{"y": one["y"] * np.nan} for one in references])[1].value == 0
+    assert same_task([{"y": np.clip(one["y"] + 0.2, None, 1)} for one in references]) is None
+    anywhere = [{"y": np.random.default_rng(n).uniform(0, 1, (1, 300, 15))} for n in range(4)]
+    assert same_task(anywhere) is None
+
+
+def test_a_distribution_stands_where_its_cell_is():
+    read, _ = figure([distances(n) for n in range(8)], [distances(n) for n in range(8)])
+    cells, strides = GRID.cells(SIZE)
+    seen = scene(0, classes=5)[0]
+    found = read.task.decoder.boxes(fed(), distances(0)).boxes
+    sides = np.array([-1, -2, 1, 2])
+    wanted = (np.tile(cells[seen] + 0.5, 2) + sides) * strides[seen, None]
+    assert all(np.abs(found - one).max(axis=1).min() < 1e-3 for one in wanted)

@@ -1,0 +1,815 @@
+"""Classes, labels, embeddings and other vectors among a model's outputs."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, numpy_helper
+
+from deploy.errors import FeedError
+from deploy.metrics.accuracy import Accuracy, compare
+from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE, of_accuracy
+from deploy.metrics.tasks.embeddings import are_features, of_unit_length
+from deploy.metrics.tasks.labels import Labels
+from deploy.metrics.tasks.task import TaskFigure
+from deploy.metrics.truth import PartAccuracy, form_of
+from deploy.tensors import TensorSpec
+from deploy.tuning.plan_file import read_plan
+from deploy.tuning.probe import ranked
+from tests.models import make_model, make_node, make_value, save_net
+from tests.outputs import (
+    GRID,
+    SIZE,
+    fed,
+    figure,
+    framed,
+    gated,
+    posed,
+    queries,
+    rng,
+    same_task,
+    softmax,
+    split_yolo,
+    spoken,
+    steps,
+)
+
+
+# --- Classes, embeddings and other vectors among a model's outputs.
+def test_equal_best_classes_are_counted():
+    made = rng()
+    references = [{"y": softmax(made.standard_normal((1, 20)) * 4)} for _ in range(10)]
+    candidates = [{"y": one["y"].copy()} for one in references]
+    for one in candidates[:3]:
+        one["y"][0, (one["y"].argmax() + 1) % 20] = 1
+    _, found = figure(references, candidates)
+    assert found.task == "classes" and found.value == 0.7
+    assert found.words == "7 of 10 best classes as FP32's, 10 among the best five"
+
+
+def test_logits_are_classes_and_other_vectors_are_not():
+    made = rng()
+
+    def outputs(make):
+        return [{"y": make().astype(np.float32)} for _ in range(4)]
+
+    assert same_task(outputs(lambda: made.standard_normal((1, 10)) * 4)) == "classes"
+
+    def peaked(worst):
+        scores = made.standard_normal((1, 1000))
+        scores[0, [17, 23]] = 12, worst
+        return scores
+
+    assert same_task(outputs(lambda: peaked(-9.7))) == "classes"
+    assert same_task(outputs(lambda: peaked(-10.3))) is None  # the worst is as far off
+    assert same_task(outputs(lambda: made.uniform(0.1, 0.9, (1, 8)))) is None  # places
+    assert same_task(outputs(lambda: made.uniform(0, 1, (1, 196)))) is None  # landmarks
+
+
+@pytest.mark.parametrize(("form", "on", "task"), [
+    ((1, 100, 1), 1, "steps"), ((1, 100, 1), 3, "steps"), ((1, 100), 3, "steps"),
+    ((1, 100), 1, "classes"),
+])  # fmt: skip
+def test_steps_of_a_film_that_are_near_1_are_no_classes(form, on, task):
+    """Of a vector a single one may be the class."""
+    made = rng()
+
+    def cuts():
+        shares = made.uniform(0, 0.01, 100)
+        shares[made.choice(100, on, replace=False)] = 0.97
+        return {"cuts": shares.reshape(form).astype(np.float32)}
+
+    film = [{"frames": np.zeros((1, 100, 27, 48, 3), np.uint8)}] * 4
+    assert same_task([cuts() for _ in range(4)], film) == task
+    one = [{"word": np.eye(100)[[n]].reshape(form).astype(np.float32)} for n in range(4)]
+    assert same_task(one, film) == "classes"  # behind a Softmax
+
+
+def test_few_raw_scores_in_several_outputs_are_classes_where_all_are_sure():
+    made = rng()
+
+    def plates(heads=5, sure=8.0, **others):
+        def head():
+            scores = made.standard_normal((1, 26)) + sure * np.eye(26)[[made.integers(26)]]
+            return (scores - scores.mean()).astype(np.float32)
+
+        return {**{f"c{n}": head() for n in range(heads)}, **others}
+
+    references = [plates() for _ in range(8)]
+    form, same = figure(references, references)
+    assert form.task.name == "classes" and same.value == 1 and same.count == "40 of 40"
+    other = {**references[0], "c3": np.roll(references[0]["c3"], 1)}
+    assert figure(references, [other, *references[1:]])[1].count == "39 of 40"
+    assert same_task([plates(sure=0) for _ in range(4)]) is None  # shapes of a body, maybe
+    places = [plates(place=made.uniform(0, 1, (1, 4))) for _ in range(4)]
+    assert same_task(places) is None  # of what has these classes
+
+
+def test_angles_places_and_steering_are_neither_classes_nor_embeddings():
+    made = rng()
+
+    def task(make):
+        return same_task([{"y": make().astype(np.float32)} for _ in range(4)])
+
+    assert task(lambda: made.normal(0, [[25, 12, 8]])) is None  # of a head, in degrees
+    assert task(lambda: made.uniform(-1, 1, (1, 6))) is None  # behind a Tanh
+    turn = np.linspace(0, 2 * np.pi, 49)[:-1]
+    line = np.stack([np.sin(turn), np.cos(turn)], axis=1)
+    for points in (line.reshape(1, -1), line.T.reshape(1, -1)):  # x, y, x, y; or all x before y
+        assert task(lambda points=points: points + made.normal(0, 0.05, points.shape)) is None
+    turned = np.full((4, 4), [[0.8], [0.5], [-1.0], [0.5]])  # a page's, by a trained model
+    turned += np.diag([4.4, 4.2, 4.6, 4.4]) + made.normal(0, 0.1, (4, 4))
+    assert same_task([{"y": row[None]} for row in turned]) == "classes"
+
+
+def test_seven_raw_scores_are_more_than_a_pose_has_numbers():
+    """A pose has up to six: its usual values differ as scores of sure classes do."""
+    usual = np.float32([20, -20, 10, -10, 5, -5, 0])
+    for count, task in ((6, None), (7, "classes")):
+        outputs = [{"y": usual[None, :count] + np.float32(turn)} for turn in (-2, 0, 1, 3)]
+        assert same_task(outputs) == task
+
+
+def test_angles_with_usual_values_are_seldom_taken_for_classes():
+    """Three raw scores may be classes as well: what each usually is tells nothing of either."""
+    made = rng()
+    poses = made.normal([[[3, -18, 1]]], [[[20, 10, 8]]], (100, 4, 3)).astype(np.float32)
+    taken = [same_task([{"y": one[None]} for one in own]) for own in poses]
+    assert taken.count(None) >= 65 and set(taken) <= {None, "classes"}
+    scores = made.normal(0, 6, (100, 4, 3))
+    scores -= scores.mean(axis=2, keepdims=True)
+    taken = [same_task([{"y": one[None].astype(np.float32)} for one in own]) for own in scores]
+    assert taken == ["classes"] * 100
+    sure = np.float32([[9, 1, 0.5], [5.5, 0.5, -0.2], [12, 1.2, 1], [7, 1, 0]])  # of one class
+    assert same_task([{"y": one[None]} for one in sure]) == "classes"
+
+
+def test_embeddings_keep_their_neighbours():
+    made = rng()
+    centres = made.standard_normal((4, 64))
+    vectors = [centres[n % 4] + 0.1 * made.standard_normal(64) for n in range(12)]
+    references = [{"e": v[None].astype(np.float32)} for v in vectors]
+    form, same = figure(references, references)
+    assert form.task.name == "embeddings" and same.value == 1
+    _, found = figure(references, [*references[:11], {"e": -references[11]["e"]}])
+    assert found.figure == "neighbours alike" and found.value < 1
+    assert found.words.startswith(f"{round(found.value * 12)} of 12 nearest neighbours")
+    _, few = figure(references[:4], references[:4])
+    assert few.figure == "mean cosine" and few.value == pytest.approx(1)
+
+
+def skewed(number, *, positive=False):
+    """A vector of length 1 whose largest number stands out as a best class does."""
+    vector = np.random.default_rng(number).gamma(0.6, size=512) - (0 if positive else 0.5)
+    return (vector / np.linalg.norm(vector))[None].astype(np.float32)
+
+
+@pytest.mark.parametrize("positive", [False, True])
+def test_vectors_of_length_one_are_embeddings_whatever_stands_out_in_them(positive):
+    outputs = [{"e": skewed(n, positive=positive)} for n in range(4)]
+    sound = [{"x": np.zeros((1, 64), np.float32)}] * 4
+    longer = [{"e": 7 * one["e"]} for one in outputs]
+    assert same_task(longer, sound) == "classes"  # each else like scores
+    assert same_task(outputs) == same_task(outputs, sound) == "embeddings"
+
+
+@pytest.mark.parametrize("least", [0.0, -0.25])
+def test_features_of_a_picture_are_embeddings_and_scores_of_a_thousand_are_classes(least):
+    """The mean of each channel behind a ReLU or a SiLU: some stand out, none is far below zero."""
+    features = [{"f": 7 * skewed(n, positive=True) + np.float32(least)} for n in range(12)]
+    form, same = figure(features, features)
+    assert form.task.form == "f: embeddings of 512 numbers" and same.value == 1
+    assert same_task([{"f": one["f"] - 1} for one in features]) == "classes"
+    squeezed = [{"f": np.concatenate([one["f"], one["f"][:, :488]], axis=1)} for one in features]
+    assert squeezed[0]["f"].shape == (1, 1000) and same_task(squeezed) == "classes"
+    assert (
+        same_task([{"f": one["f"] / 100 - np.float32(least / 100)} for one in features])
+        != "embeddings"
+    )
+
+
+@pytest.mark.parametrize(
+    ("vector", "unit"),
+    [
+        (np.full(16, 0.25), True), (np.full(16, 0.25 * 1.009), True),
+        (np.full(16, 0.25 * 1.011), False), (np.full(16, 0.25 * 0.991), True),
+        (np.full(16, 0.25 * 0.989), False), (np.full(4, 0.5), False), (-np.full(5, 0.2**0.5), True),
+    ],
+)  # fmt: skip
+def test_a_vector_of_length_one_is_not_of_a_few_numbers(vector, unit):
+    assert of_unit_length(vector) == unit
+
+
+@pytest.mark.parametrize(
+    ("size", "least", "most", "features"),
+    [
+        (32, 0, 2, True), (16, 0, 2, False), (72, 0, 2, False), (80, 0, 2, True),
+        (64, -0.375, 2, True), (64, -0.376, 2, False), (64, 0, 1.02, True), (64, 0, 1.01, False),
+    ],
+)  # fmt: skip
+def test_features_are_many_none_far_below_zero_and_some_above_one(size, least, most, features):
+    rows = [np.linspace(least, high, size)[None] for high in (most, most + 1)]
+    assert are_features(rows) == features
+
+
+@pytest.mark.parametrize(
+    ("counts", "embedding"),
+    [
+        (((1, 16), (-1, 16)), True),
+        (((1, 15), (-1, 16)), False),  # 32 numbers
+        (((1.55, 1), (1, 31), (-1, 32)), True),
+        (((1.65, 1), (1, 31), (-1, 32)), False),
+        (((1, 39), (-1, 25)), True),
+        (((1, 40), (-1, 24)), False),
+        (((1, 1), (-1, 1), (0.2, 31), (-0.2, 31)), True),
+        (((1, 1), (-1, 1), (0.1, 31), (-0.1, 31)), False),
+    ],
+)
+def test_an_embedding_is_long_and_lies_about_zero(counts, embedding):
+    values = np.concatenate([np.full(count, value, np.float32) for value, count in counts])
+    shuffled = rng().permutation(values)[None]  # in order they were points
+    sound = [{"x": np.zeros((1, 64), np.float32)}] * 2
+    assert (same_task([{"e": shuffled}, {"e": -shuffled}], sound) == "embeddings") == embedding
+
+
+def test_sure_classes_are_no_vectors_of_length_one():
+    made = rng()
+    shares = [
+        {"y": softmax(made.standard_normal((1, 64)) + 40 * np.eye(64)[[n]])} for n in range(4)
+    ]
+    assert same_task(shares) == "classes"
+    linear = [{"y": np.eye(64)[[n]] + made.normal(0, 0.01, (1, 64))} for n in range(4)]
+    assert same_task(linear) == "classes"  # trained to be one at its own class, and zero elsewhere
+
+
+def anything(made):
+    """Outputs of five samples, of shapes and values that no model is known by."""
+    sides = [0, 1, 2, 4, 6, 7, 16, 20, 32, 85]
+    shapes = [made.choice(sides, made.integers(0, 5)).tolist() for _ in range(made.integers(1, 4))]
+    kinds = made.choice(["normal", "share", "whole", "flag", "nan", "zero", "large"], len(shapes))
+    makers = {
+        "normal": lambda shape: made.standard_normal(shape) * 3,
+        "share": lambda shape: made.uniform(0, 1, shape),
+        "whole": lambda shape: made.integers(0, 20, shape),
+        "flag": lambda shape: made.uniform(0, 1, shape) > 0.5,
+        "nan": lambda shape: np.full(shape, np.nan),
+        "zero": np.zeros,
+        "large": lambda shape: made.uniform(0, 640, shape),
+    }
+    varies = made.random() < 0.2
+
+    def one(shape, kind):
+        shape = [1, *shape[1:]] if shape and made.random() < 0.7 else list(shape)
+        if varies and len(shape) > 1:
+            shape[1] = int(made.integers(0, 6))
+        return np.asarray(makers[kind](tuple(shape)))
+
+    pairs = list(zip(shapes, kinds, strict=True))
+    return [{f"o{n}": one(*pair) for n, pair in enumerate(pairs)} for _ in range(5)]
+
+
+FORMS = {
+    "levels": gated, "maps": lambda n: gated(n, raw=True, maps=True, classes=4),
+    "split": split_yolo, "turned": lambda n: split_yolo(n, "turned", "turned"), "posed": posed,
+    "queries": queries, "text": lambda n: steps([3, 3, 4, 5 + n]),
+    "steps": lambda n: {"y": softmax(framed(spoken(n, 6)))[None]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_candidate_of_other_shapes_keeps_nothing(form):
+    references = [FORMS[form](n) for n in range(4)]
+    for cut in (np.s_[:, :0], np.s_[..., :0], np.s_[:0], np.s_[:, 1:, 1:]):
+        others = [{name: value[cut] for name, value in one.items()} for one in references]
+        assert figure(references, others)[1].value == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_outputs_make_it_fail(seed):
+    made = np.random.default_rng(seed)
+    for _ in range(100):
+        references = anything(made)
+        form = form_of(references, inputs=[fed((64, 64))] * 5)
+        if form.task is None:
+            continue
+        tally = form.task.tally()
+        for one in references:
+            other = {
+                name: value * np.nan
+                if made.random() < 0.2
+                else value[..., :1]
+                if value.ndim
+                else value
+                for name, value in one.items()
+            }
+            tally.add(fed((64, 64)), one, other)
+        found = tally.result()
+        assert found is None or 0 <= found.value <= 1 or found.task == "embeddings"
+
+
+def test_shares_are_classes_of_steps_and_no_raw_boxes():
+    value = softmax(rng().standard_normal((GRID.count(SIZE), 9)) * 4)
+    assert same_task([{"y": value[None]}] * 4) == "steps"
+
+
+# --- Models that rank their classes themselves, by TopK or ArgMax, judged by labels and without.
+SAMPLES = 24
+
+
+@pytest.fixture(scope="module")
+def ranking(small_cnn, tmp_path_factory):
+    """(outputs, k) -> the small CNN with its logits ranked, which gives these outputs."""
+    folder = tmp_path_factory.mktemp("ranking")
+
+    def made(outputs, k=3):
+        model = onnx.load(small_cnn)
+        graph = model.graph
+        graph.initializer.append(numpy_helper.from_array(np.array([k], np.int64), "k"))
+        graph.node.extend(
+            [
+                make_node("TopK", "logits k", "values places", name="rank"),
+                make_node("ArgMax", "logits", "best", name="best", axis=1, keepdims=0),
+                make_node("ReduceMax", "logits", "most", axes=[1], keepdims=0),
+                make_node("Flatten", "r1", "features"),
+            ]
+        )
+        kinds = {"values": (1, k), "places": (7, k), "best": (7,), "most": (1,), "logits": (1, 10)}
+        del graph.output[:]
+        for name in outputs.split():
+            kind, *sides = kinds[name]
+            graph.output.append(make_value(name, ["batch", *sides], kind))
+        onnx.save(model, path := folder / f"{outputs.replace(' ', '-')}-{k}.onnx")
+        return path
+
+    return made
+
+
+@pytest.fixture
+def judged(judged_build, tmp_path):
+    """(model, labels or None, words) -> code, stdout, int8's accuracy."""
+    samples = np.random.default_rng(3).normal(size=(SAMPLES, 3, 16, 16)).astype(np.float32)
+
+    def build(model, labels, *words):
+        np.save(tmp_path / "eval.npy", samples)
+        asked = ["--eval-images", tmp_path / "eval.npy"]
+        if labels is not None:
+            (tmp_path / "labels.txt").write_text("\n".join(map(str, labels)))
+            asked += ["--labels", tmp_path / "labels.txt"]
+        return judged_build(model, samples, *asked, *words)
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def said(small_cnn):
+    """What the float model says of these samples."""
+    from deploy.runtimes.ort import OrtSession
+
+    samples = np.random.default_rng(3).normal(size=(SAMPLES, 3, 16, 16)).astype(np.float32)
+    logits = OrtSession.open(small_cnn, threads=1).run({"x": samples})["logits"]
+    return logits.argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "k"),
+    [("values places", 3), ("places values", 3), ("places", 3), ("values places", 1),
+     ("values places", 2), ("best", 1), ("most best", 1), ("logits values places", 3)],
+)  # fmt: skip
+def test_labels_of_a_model_that_ranks_its_classes(ranking, judged, said, outputs, k):
+    wrong = [(label + 1) % 10 if n < 6 else label for n, label in enumerate(said)]
+    _, _, found = judged(ranking(outputs, k), wrong)
+    assert found["top1_reference"] == pytest.approx((SAMPLES - 6) / SAMPLES)
+    assert abs(found["top1_candidate"] - found["top1_reference"]) <= 3 / SAMPLES
+    assert found["classes"] == (10 if "logits" in outputs else 1 + max(*said, *wrong))
+
+
+@pytest.mark.parametrize(("outputs", "k"), [("values places", 3), ("best", 1), ("most best", 1)])
+def test_without_labels_the_places_tell_how_many_are_alike(ranking, judged, outputs, k):
+    _, out, found = judged(ranking(outputs, k), None)
+    name = "best" if "best" in outputs else "places"
+    best = "the best class" if k == 1 else f"the best {k} classes"
+    assert found["reading"] == f"{name}: {best}"
+    assert found["task"]["value"] == found["top1_agreement"] > 0.5
+    assert f"of {SAMPLES} best classes as FP32's" in out
+    assert all(part["output"] != "places" for part in found["parts"])
+
+
+def refused(run, tmp_path, model, labels):
+    samples = np.random.default_rng(3).normal(size=(SAMPLES, 3, 16, 16)).astype(np.float32)
+    np.save(tmp_path / "x.npy", samples)
+    (tmp_path / "labels.txt").write_text("\n".join(map(str, labels)))
+    asked = ("--images", tmp_path / "x.npy", "--eval-images", tmp_path / "x.npy")
+    asked += ("--labels", tmp_path / "labels.txt", "--effort", 0, "--duration", 0)
+    return run.fails("build", model, *asked, "--out", tmp_path / "o")
+
+
+def test_labels_that_no_output_can_tell_are_refused_with_a_way_out(ranking, run, tmp_path, said):
+    error = refused(run, tmp_path, ranking("values"), [9, *said[1:]])
+    assert "got 'values' of 3 values" in error
+    assert "TopK's second output" in error
+    error = refused(run, tmp_path, ranking("most"), said)
+    assert "[N, classes]" in error
+
+
+def test_labels_below_0_are_told_a_way_out(ranking, run, tmp_path, said):
+    samples = np.random.default_rng(3).normal(size=(SAMPLES, 3, 16, 16)).astype(np.float32)
+    np.savez(tmp_path / "x.npz", x=samples, labels=np.array([-1, *said[1:]]))
+    asked = ("--images", tmp_path / "x.npz", "--eval-images", tmp_path / "x.npz", "--effort", 0)
+    code, _, error = run("build", ranking("best"), *asked, "--out", tmp_path / "o")
+    assert code == 1 and "'labels' must be whole numbers from 0, got -1" in error
+    error = refused(run, tmp_path, ranking("best"), [-1, *said[1:]])
+    assert "ends in '-1'" in error
+
+
+def test_numbers_of_something_else_are_no_classes(ranking, judged_build, small_cnn):
+    model = onnx.load(small_cnn)
+    graph = model.graph
+    del graph.output[:]
+    graph.node.append(make_node("Cast", "logits", "whole", to=TensorProto.INT64))
+    graph.output.append(make_value("whole", ["batch", 10], TensorProto.INT64))
+    onnx.save(model, path := ranking("best").with_name("whole.onnx"))
+    samples = np.random.default_rng(3).normal(size=(SAMPLES, 3, 16, 16)).astype(np.float32)
+    _, _, found = judged_build(path, samples)
+    assert found["task"] is None and found["top1_agreement"] is None
+
+
+def spoiled(path, end):
+    """A classifier with a layer `bad` that int8 spoils, which ranks its classes itself."""
+    rng = np.random.default_rng(1)
+    size = np.where(np.arange(8) == 0, 1000.0, 1.0).reshape(1, 8, 1, 1)
+    weights = {
+        "w1": rng.normal(0, 0.3, (8, 3, 3, 3)), "size": size,
+        "w2": rng.normal(0, 0.3, (8, 8, 1, 1)) / size, "w3": rng.normal(0, 0.3, (16, 8, 3, 3)),
+        "w4": rng.normal(0, 1.0, (1024, 10)),
+    }  # fmt: skip
+    weights["w2"][:, 0] = 0
+    ends = {
+        "ArgMax": [("ArgMax", "logits", "raw", {"axis": 1, "keepdims": 0}),
+                   ("Cast", "raw", "class", {"to": TensorProto.INT32})],
+        "TopK": [("TopK", "logits k", "values places", {})],
+    }[end]  # fmt: skip
+    nodes = [
+        ("Conv", "x w1", "a", {"pads": [1] * 4}), ("Tanh", "a", "t", {}),
+        ("Mul", "t size", "m", {}), ("Conv", "m w2", "bad", {}), ("Relu", "bad", "r", {}),
+        ("Conv", "r w3", "c", {"strides": [2, 2], "pads": [1] * 4}), ("Relu", "c", "q", {}),
+        ("Flatten", "q", "f", {}), ("MatMul", "f w4", "logits", {}), *ends,
+    ]  # fmt: skip
+    outputs = {"ArgMax": ["class"], "TopK": ["values", "places"]}[end]
+    kinds = {"class": TensorProto.INT32, "values": TensorProto.FLOAT, "places": TensorProto.INT64}
+    model = make_model(
+        [make_node(op, i, o, name=o.split()[0], **a) for op, i, o, a in nodes],
+        {"x": ["batch", 3, 16, 16]},
+        [make_value(name, None, kinds[name]) for name in outputs],
+        [
+            *(numpy_helper.from_array(np.float32(v), k) for k, v in weights.items()),
+            numpy_helper.from_array(np.array([3], np.int64), "k"),
+        ],
+    )
+    return save_net(model, path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "end"), [("onnxruntime", "ArgMax"), ("tensorrt", "TopK"), ("ascend", "ArgMax")]
+)
+def test_the_search_hears_the_scores_before_they_are_ranked(target, end, run, tmp_path):
+    np.save(tmp_path / "x.npy", np.random.default_rng(3).normal(size=(48, 3, 16, 16)).astype("f4"))
+    model, alike = spoiled(tmp_path / "net.onnx", end), {}
+    words = ("--images", tmp_path / "x.npy", "--duration", 0, "--target", target, "--accept")
+    for effort in (0, 1):
+        out = tmp_path / str(effort)
+        run.ok("build", model, *words, "--effort", effort, "--out", out)
+        report = json.loads((out / "report.json").read_text())
+        alike[effort] = report["engines"][1]["accuracy"]["task"]["value"]
+    assert alike[0] < 0.9 < 0.93 < alike[1]
+    plan = read_plan(tmp_path / "1" / "net.plan.toml").targets[target]
+    assert plan.choices.float_nodes["bad"].endswith("dB of logits")
+
+
+def test_scores_are_heard_where_all_outputs_are_ranked_alone(tmp_path):
+    model = onnx.load(spoiled(tmp_path / "net.onnx", "ArgMax"))
+    assert ranked(model) == {"class": "logits"}
+    model.graph.output.append(make_value("q", None))
+    assert ranked(model) == {}
+    assert ranked(onnx.load(spoiled(tmp_path / "net.onnx", "TopK"))) == {
+        "values": "logits", "places": "logits",
+    }  # fmt: skip
+
+
+def test_a_figure_of_ones_own_gets_what_the_model_ranked(run, tmp_path):
+    np.save(tmp_path / "x.npy", np.random.default_rng(3).normal(size=(48, 3, 16, 16)).astype("f4"))
+    text = (
+        "def same(fp32, int8, label):\n    return float((fp32['class'] == int8['class']).all())\n"
+    )
+    (tmp_path / "own.py").write_text(text)
+    words = ("--images", tmp_path / "x.npy", "--duration", 0, "--out", tmp_path / "o")
+    words = (*words, "--metric", f"{tmp_path / 'own.py'}:same", "--max-loss", 0.03)
+    run.ok("build", spoiled(tmp_path / "net.onnx", "ArgMax"), *words)
+
+
+# --- Several labels at once: a tagger's are counted, where its best one alone was before.
+LABELS, SIDE = 12, 32
+
+
+def fed_labels():
+    return {"images": np.zeros((1, 3, 64, 64), np.float32)}
+
+
+def shares(raw):
+    return 1 / (1 + np.exp(-raw))
+
+
+def scores(number, count=40, on=3, rest=-5.0):
+    """Raw scores of which `on` are above 0."""
+    made = np.random.default_rng(number)
+    values = made.normal(rest, 0.8, (1, count))
+    values[0, made.choice(count, on, replace=False)] = made.uniform(1, 4, on)
+    return values
+
+
+def task_of(rows, inputs=None):
+    task = form_of([{"y": row} for row in rows], inputs=inputs or [fed_labels()] * len(rows)).task
+    return None if task is None else task.name
+
+
+def figure_labels(references, candidates):
+    form = form_of([{"y": one} for one in references], inputs=[fed_labels()] * len(references))
+    tally = form.task.tally()
+    for one, other in zip(references, candidates, strict=True):
+        tally.add(fed_labels(), {"y": one}, {"y": other})
+    return form.task, tally.result()
+
+
+@pytest.mark.parametrize("count", [14, 40, 527])
+@pytest.mark.parametrize("raw", [False, True])
+def test_labels_of_both_are_counted(count, raw):
+    def as_given(values):
+        return values if raw else shares(values)
+
+    rows = [scores(n, count) for n in range(10)]
+    fewer = [row.copy() for row in rows]
+    for row in fewer[:6]:
+        row[0, row.argmax()] = -6
+    task, same = figure_labels(list(map(as_given, rows)), list(map(as_given, rows)))
+    assert task.name == "labels" and same.value == 1
+    assert task.form.startswith("y: raw scores of" if raw else "y: probabilities of")
+    _, found = figure_labels(list(map(as_given, rows)), list(map(as_given, fewer)))
+    assert found.words == "24 of 30 labels of FP32 kept, 0 new (probability above 0.5)"
+    assert found.value == pytest.approx(48 / 54)
+    assert figure_labels(list(map(as_given, rows)), [row * np.nan for row in rows])[1].value == 0
+
+
+def test_the_threshold_goes_down_until_there_are_labels():
+    rows = [shares(scores(n, on=4)) for n in range(4)]
+    weak = [np.where(row > 0.5, row - 0.5, row) for row in rows]
+    form = form_of([{"y": one} for one in rows], inputs=[fed_labels()] * 4)
+    tally = form.task.tally()
+    for one in weak:
+        tally.add(fed_labels(), {"y": one}, {"y": one})
+    assert tally.result().words.endswith("(probability above 0.3)")
+    silent = form.task.tally()
+    silent.add(fed_labels(), {"y": rows[0] * 0}, {"y": rows[0]})
+    assert silent.result() is None
+
+
+@pytest.mark.parametrize(
+    ("score", "count", "threshold"),
+    [
+        (0.51, 20, 0.5), (0.51, 19, 0.3), (0.49, 20, 0.3), (0.31, 5, 0.3), (0.31, 4, None),
+        (0.29, 5, 0.1), (0.11, 5, 0.1), (0.11, 4, None), (0.09, 20, None),
+    ],
+)  # fmt: skip
+def test_the_threshold_is_the_highest_with_labels_enough(score, count, threshold):
+    row = {"y": np.concatenate([np.full(count, score), np.zeros(4)])[None]}
+    tally = Labels("y", count + 4, raw=False).tally()
+    tally.add(fed_labels(), row, row)
+    found = tally.result()
+    assert (found and found.words.rpartition("above ")[2]) == (threshold and f"{threshold})")
+
+
+@pytest.mark.parametrize(
+    ("counts", "labels"),
+    [
+        (((0.95, 2), (0.05, 2)), True), (((0.95, 2), (0.05, 1)), False),  # four labels
+        (((0.95, 1), (0.05, 3)), False), (((0.51, 2), (0.05, 8)), True),  # two of a sample
+        (((0.49, 2), (0.05, 8)), False), (((0.95, 2), (0.5, 2), (0.05, 5)), True),
+        (((0.95, 3), (0.5, 2), (0.05, 5)), True), (((0.95, 3), (0.5, 3), (0.05, 6)), False),
+        (((0.95, 5), (0.05, 5)), True), (((0.95, 6), (0.05, 5)), False),  # half of all are off
+        (((1.1, 2), (0.05, 8)), False), (((0.95, 1), (0.91, 1), (0.09, 8)), True),
+    ],
+)  # fmt: skip
+def test_labels_are_several_of_a_sample_and_seldom_in_between(counts, labels):
+    row = np.concatenate([np.full(count, share) for share, count in counts])[None]
+    assert (task_of([row, row[:, ::-1]]) == "labels") == labels
+
+
+@pytest.mark.parametrize(("on", "labels"), [((2, 2), True), ((2, 1), False), ((3, 1), True)])
+def test_raw_labels_are_several_in_the_mean(on, labels):
+    assert (task_of([scores(n, on=count) for n, count in enumerate(on)]) == "labels") == labels
+
+
+def test_one_class_a_sample_is_no_label():
+    made = np.random.default_rng(3)
+
+    def rows(make):
+        return [make().astype(np.float32) for _ in range(4)]
+
+    assert task_of([scores(n, 200, on=1) for n in range(4)]) == "classes"
+    assert task_of([shares(scores(n, 200, on=1)) for n in range(4)]) == "classes"
+    assert task_of(rows(lambda: made.normal(0, 6, (1, 10)))) == "classes"
+    assert task_of(rows(lambda: np.eye(100)[made.integers(0, 100, 1)] * 30)) == "classes"
+    assert task_of(rows(lambda: made.uniform(0, 1, (1, 136)))) is None  # places
+    assert task_of([scores(0, 3)] * 4) != "labels"
+    sound = [{"sound": np.zeros((1, 800), np.float32)}] * 4
+    assert task_of([np.where(np.arange(50) < 20, 0.97, 0.02)[None]] * 4, sound) == "steps"
+
+
+# ------------------------------------------------------------------ through the command
+
+
+def saved(path):
+    """Twelve tags of a picture: how bright each of twelve stripes is."""
+    made = np.random.default_rng(0)
+    weights = np.zeros((LABELS, 3, SIDE, SIDE), np.float32)
+    for label in range(LABELS):
+        weights[label, label % 2, :, 2 * label : 2 * label + 2] = 1
+    weights *= 10 / weights[0].sum()
+    weights[:, :2] += made.normal(0, 1e-4, (LABELS, 2, SIDE, SIDE))
+    nodes = [
+        make_node("Conv", "x w b", "c", name="tags"),
+        make_node("Flatten", "c", "f", name="flat"),
+        make_node("Sigmoid", "f", "y", name="each"),
+    ]
+    weights = {"w": weights, "b": np.full(LABELS, -6, np.float32)}
+    model = make_model(nodes, {"x": ["n", 3, SIDE, SIDE]}, {"y": ["n", LABELS]}, weights)
+    return save_net(model, path)
+
+
+@pytest.mark.parametrize("glare", [1.0, 1000.0])
+def test_a_build_counts_the_labels(judged_build, tmp_path, glare):
+    made = np.random.default_rng(1)
+    pictures = made.uniform(0, 0.1, (24, 3, SIDE, SIDE)).astype(np.float32)
+    for picture in pictures:
+        for label in made.choice(LABELS, 3, replace=False):
+            picture[label % 2, :, 2 * label : 2 * label + 2] = 1
+        picture[2, 0, 0] = glare  # what decides nothing takes the steps of int8
+    code, out, told = judged_build(saved(tmp_path / "m.onnx"), pictures)
+    task = told["task"]
+    assert task["task"] == "labels" and task["count"].endswith(" of 72")
+    assert (task["value"] == 1, code) == ((True, 0) if glare == 1 else (False, 3))
+    assert f"{task['count']} labels of FP32 kept" in out and "Labels kept" in out
+    assert "Top-1 agreement" not in out and told["top1_agreement"] is None
+
+
+# --- Several heads: classes beside numbers that they tell nothing of, and heads of raw scores.
+FED = {"x": np.zeros((1, 3, 24, 24), np.float32)}
+
+
+def shares_heads(number, classes=2, sure=3.0):
+    power = np.exp(np.random.default_rng(number).normal(0, sure, (1, classes)))
+    return np.float32(power / power.sum())
+
+
+def face(number):
+    """A box, key points and whether it is a face, as MTCNN's last net tells them."""
+    made = np.random.default_rng(70 + number)
+    box, points = made.normal(0, 0.1, (1, 4)), made.uniform(0.1, 0.9, (1, 10))
+    return {"box": np.float32(box), "points": np.float32(points), "face": shares_heads(number)}
+
+
+def task_of_heads(outputs, fed=FED):
+    return form_of(outputs, inputs=[fed] * len(outputs)).task
+
+
+def test_probabilities_beside_numbers_are_classes():
+    outputs = [face(n) for n in range(4)]
+    task = task_of_heads(outputs)
+    assert task.form == "face: 2 classes" and task.beside == ("box", "points")
+    tally = task.tally()
+    for one in outputs:
+        tally.add(FED, one, one)
+    assert tally.result().count == "4 of 4" and tally.result().beside == ("box", "points")
+
+
+def test_an_age_and_two_heads_of_classes():
+    made = np.random.default_rng(0)
+    ages = [{"age": np.float32([[made.uniform(5, 80)]])} for _ in range(4)]
+    outputs = [{**age, "a": shares_heads(n), "b": shares_heads(n, 7)} for n, age in enumerate(ages)]
+    task = task_of_heads(outputs)
+    assert task.form == "a, b: 2 and 7 classes" and task.beside == ("age",)
+
+
+@pytest.mark.parametrize("what", ["a map", "no picture", "raw"])
+def test_others_are_no_classes(what):
+    outputs = [face(n) for n in range(4)]
+    for one in outputs:
+        if what == "a map":
+            one["box"] = np.zeros((1, 4, 12, 12), np.float32)
+        if what == "raw":
+            one["face"] = one["face"] * 9
+    fed = {"x": np.zeros((1, 40), np.float32)} if what == "no picture" else FED
+    assert task_of_heads(outputs, fed) is None
+
+
+class Heads:
+    """A session of a box and of shares of two classes, by the mean of the picture."""
+
+    inputs = (TensorSpec("x", "float32", ("n", 3, 24, 24)),)
+    outputs = (TensorSpec("box", "float32", ("n", 4)), TensorSpec("face", "float32", ("n", 2)))
+
+    def run(self, feed):
+        mean = feed["x"].mean(axis=(1, 2, 3))
+        box = np.stack([mean, mean * 0, -mean, mean + 3], axis=1)
+        yes = 1 / (1 + np.exp(-9 * mean))
+        return {"box": np.float32(box), "face": np.float32(np.stack([1 - yes, yes], axis=1))}
+
+
+def test_labels_are_of_the_output_that_tells_classes():
+    means = np.random.default_rng(2).choice([-1.0, 1.0], 30)
+    x = np.broadcast_to(means[:, None, None, None], (30, 3, 24, 24)).astype(np.float32)
+    labels = (means > 0).astype(int).tolist()
+    found = compare(Heads(), Heads(), [{"x": one[None]} for one in x], labels=labels)
+    assert found.classes == 2 and found.top1_reference == found.top1_candidate == 1
+    wrong = [label + 2 for label in labels]
+    with pytest.raises(FeedError, match="0 to 1 for the model's 2 classes"):
+        compare(Heads(), Heads(), [{"x": one[None]} for one in x], labels=wrong)
+
+
+def part(output, db):
+    return PartAccuracy(
+        label=output, output=output, sqnr_db=db, cosine_mean=1, cosine_min=1, max_abs_error=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("db", "beside", "level"), [(30, 20, GOOD), (4, 20, GOOD), (30, 9, DOUBTFUL), (30, 3, UNUSABLE)]
+)
+def test_what_the_classes_do_not_tell_is_judged_by_its_noise(db, beside, level):
+    task = TaskFigure(
+        task="classes", figure="top-1 agreement", value=1.0, words="9 of 9 best classes as FP32's",
+        count="9 of 9", samples=9, beside=("box",),
+    )  # fmt: skip
+    parts = tuple(sorted([part("face", db), part("box", beside)], key=lambda one: one.sqnr_db))
+    found = dict(of_accuracy(Accuracy(samples=9, outputs=(), parts=parts, task=task), None))
+    assert set(found) == {level, GOOD}
+    assert level == GOOD or "in the worst part, box" in found[level]
+
+
+# --- Outputs that stand out as classes do and are none: a picture's features, a film's cuts.
+def saved_features(path, nodes, constants, x, y):
+    nodes = [make_node(kind, fed, [out], **how) for kind, fed, out, how in nodes]
+    return save_net(make_model(nodes, {"x": x}, {"y": y}, constants, opset=17), path)
+
+
+def features(path):
+    """64 channels behind a ReLU, of which few are far above 0."""
+    made = np.random.default_rng(1)
+    constants = {
+        "w": made.normal(0, 1, (64, 3, 3, 3)).astype(np.float32),
+        "b": made.normal(-9, 2, 64).astype(np.float32),
+    }
+    nodes = [
+        ("Conv", "x w b", "c", {}), ("Relu", "c", "r", {}), ("GlobalAveragePool", "r", "p", {}),
+        ("Flatten", "p", "y", {}),
+    ]  # fmt: skip
+    return saved_features(path, nodes, constants, [1, 3, 12, 12], [1, 64])
+
+
+def cuts(path):
+    """A probability for each of 40 frames, whether it is high; exactly 0 where not."""
+    constants = {
+        "w": np.full((4, 1), 10, np.float32), "b": np.float32([-20]), "first": np.int64([1, 40, 4]),
+    }  # fmt: skip
+    nodes = [
+        ("Reshape", "x first", "flat", {}), ("MatMul", "flat w", "m", {}),
+        ("Add", "m b", "a", {}), ("Sigmoid", "a", "y", {}),
+    ]  # fmt: skip
+    return saved_features(path, nodes, constants, [1, 40, 2, 2, 1], [1, 40, 1])
+
+
+def pictures():
+    made = np.random.default_rng(2)
+    tints = made.uniform(-3, 3, (24, 3, 1, 1))
+    return (tints + made.normal(0, 0.5, (24, 3, 12, 12))).astype(np.float32)
+
+
+def films():
+    made = np.random.default_rng(3)
+    frames = made.uniform(0, 0.02, (24, 40, 2, 2, 1))
+    for film in frames:
+        film[made.choice(40, 2, replace=False)] += 1
+    return frames.astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("make", "fed", "form", "words"),
+    [(features, pictures, "y: embeddings of 64 numbers", "nearest neighbours as FP32's"),
+     (cuts, films, "y: probabilities of steps or labels, each its own",
+      "960 of 960 probabilities on FP32's side of 0.5, 48 of 48")],
+)  # fmt: skip
+def test_what_stands_out_is_not_always_a_class(make, fed, form, words, judged_build, tmp_path):
+    code, out, found = judged_build(make(tmp_path / "m.onnx"), fed())
+    assert code == 0 and found["reading"] == form
+    assert words in found["task"]["words"] and words.split(",")[0] in " ".join(out.split())
+    assert found["top1_agreement"] is None and "best classes" not in out

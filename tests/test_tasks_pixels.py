@@ -1,0 +1,406 @@
+"""Segmentation, masks, heat maps and changed pictures among a model's outputs."""
+
+import json
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from deploy.metrics.rows import add_up, are_shares, are_shares_or_logarithms
+from deploy.metrics.tasks.heatmaps import HeatMaps
+from deploy.metrics.tasks.segmentation import Masks
+from tests.models import make_model, make_node, make_value, run_command, save_net
+from tests.outputs import fed, figure, peaked, rng, same_task, softmax
+
+
+# --- Segmentation, masks and heat maps among a model's outputs.
+def smooth(classes, number, side=32):
+    """Scores of each class: the one of the nearest of a few places wins."""
+    places = np.random.default_rng(number).uniform(0, side, (classes, 2))
+    rows, columns = np.mgrid[:side, :side]
+    far = (rows - places[:, :1, None]) ** 2 + (columns - places[:, 1:, None]) ** 2
+    scores = -far / 20
+    return (scores - scores.mean(axis=0))[None].astype(np.float32)
+
+
+@pytest.mark.parametrize("form", ["raw", "shares", "numbers", "raw last", "shares last"])
+def test_classes_of_pixels(form):
+    def output(number):
+        raw = smooth(5, number)
+        if form.endswith("last"):
+            return {"seg": np.moveaxis(raw if form == "raw last" else softmax(raw), 1, 3)}
+        if form == "raw":
+            return {"seg": raw}
+        return {"seg": softmax(raw) if form == "shares" else raw.argmax(axis=1)}
+
+    references = [output(n) for n in range(4)]
+    inputs = [fed((32, 32))] * 4
+    assert figure(references, references, inputs)[1].value == 1
+    axis = 2 if form.endswith("last") else -1
+    candidates = [{"seg": np.roll(one["seg"], 3, axis=axis)} for one in references]
+    task, found = figure(references, candidates, inputs)
+    assert task.task.name == "segmentation" and 0.4 < found.value < 0.95
+    assert "% of pixels of FP32's class" in found.words
+
+
+def specks(number, *, side, kinds=3):
+    """Shares of classes a pixel: all background but for so many pixels in the middle."""
+    raw = np.zeros((1, kinds, 128, 128), np.float32)
+    raw[0, -1] = 6
+    middle = slice(60 - number, 60 - number + side)
+    raw[0, 0, middle, middle] = 12
+    return softmax(raw)
+
+
+def test_a_class_of_few_pixels_counts_where_all_others_are_background():
+    references = [{"seg": specks(n, side=3)} for n in range(6)]  # 0.05 % of the pixels
+    form, same = figure(references, references, [fed((128, 128))] * 6)
+    assert form.task.name == "segmentation" and same.value == 1 and "of 2 classes" in same.words
+    silent = [{"seg": specks(n, side=0)} for n in range(6)]
+    _, found = figure(references, silent, [fed((128, 128))] * 6)
+    assert found.value == pytest.approx(0.5, abs=1e-3)  # all of the class is gone
+
+
+def test_to_agree_on_nothing_but_background_is_no_figure():
+    references = [{"seg": specks(n, side=0)} for n in range(4)]
+    form, found = figure(references, references, [fed((128, 128))] * 4)
+    assert form.task.name == "segmentation" and found is None
+
+
+@pytest.mark.parametrize(("side", "task"), [(0, "masks"), (9, "segmentation")])
+def test_a_map_of_kinds_that_is_all_background_leaves_the_task_to_other_outputs(side, task):
+    def output(number):
+        seen = np.zeros((1, 1, 128, 128), np.float32)
+        seen[..., 40 + number : 60, 40:60] = 0.9
+        return {"kinds": specks(number, side=side), "seen": seen}
+
+    assert same_task([output(n) for n in range(4)], [fed((128, 128))] * 4) == task
+
+
+def test_feature_maps_pictures_and_small_maps_are_not_segmented():
+    made = rng()
+    inputs = [fed((64, 64))] * 4
+    noise = [{"f": made.standard_normal((1, 8, 64, 64)) * 4} for _ in range(4)]
+    assert same_task(noise, inputs) is None
+    assert same_task([{"f": smooth(3, n, 64) / 200 + 0.5} for n in range(4)], inputs) is None
+    assert same_task([{"f": smooth(8, n, 64)} for n in range(4)], [fed((512, 512))] * 4) is None
+
+
+def waves(channels, number, side=64):
+    """Channels that change smoothly from place to place, each for itself."""
+    made = np.random.default_rng(number)
+    rows, columns = np.mgrid[:side, :side] / side
+    turn = made.uniform(2, 6, (channels, 3, 1, 1))
+    values = np.sin(turn[:, 0] * rows + turn[:, 1] * columns + 6 * turn[:, 2])
+    return values[None].astype(np.float32)
+
+
+def test_smooth_channels_that_change_each_for_itself_are_no_classes():
+    inputs = [fed((64, 64))] * 4
+    for channels in (2, 3):  # an optical flow; the colours of a picture of no brightness
+        assert same_task([{"y": 9 * waves(channels, n)} for n in range(4)], inputs) is None
+    grey = [waves(1, n) * 2 + waves(3, n + 9) / 2 for n in range(4)]
+    assert same_task([{"y": one} for one in grey], inputs) is None  # a picture about its mean
+    none = [{"y": smooth(3, n, 64) - 40} for n in range(4)]
+    assert same_task(none, inputs) is None  # nothing is above 0 anywhere: no class of a Softmax
+    assert same_task([{"y": smooth(3, n, 64)} for n in range(4)], inputs) == "segmentation"
+
+
+def test_pages_made_sharper_and_small_disparities_are_no_masks():
+    def page(number):
+        value = np.full((1, 3, 64, 64), 0.97, np.float32)
+        for row, column in np.random.default_rng(number).integers(0, 50, (30, 2)):
+            value[:, :, row : row + 3, column : column + 9] = 0.04
+        return value
+
+    pages = [page(n) for n in range(4)]
+    noise = np.random.default_rng(1).normal(0, 0.1, (4, 1, 3, 64, 64))
+    blurred = [{"x": one + own} for one, own in zip(pages, noise, strict=True)]
+    assert same_task([{"y": one} for one in pages], blurred) is None
+    assert same_task([{"y": one} for one in pages], [fed((64, 64))] * 4) == "masks"
+    far = [{"y": 0.05 + waves(1, n) / 20} for n in range(4)]
+    assert same_task(far, [fed((64, 64))] * 4) is None
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_masks_are_judged_by_iou(last):
+    def mask(left):
+        value = np.full((1, 1, 64, 64), 0.02, np.float32)
+        value[..., 10:30, left : left + 20] = 0.97
+        return {"m": np.moveaxis(value, 1, 3) if last else value}
+
+    inputs = [fed((64, 64))] * 4
+    form, found = figure([mask(10)] * 4, [mask(20)] * 4, inputs)
+    assert form.task.name == "masks" and found.value == pytest.approx(1 / 3)
+    assert found.words == "IoU 0.333 of the pixels above 0.5"
+    assert same_task([{"m": rng().uniform(0, 1, (1, 1, 64, 64))}] * 4, inputs) is None
+    stages = [{**mask(10), "s": mask(20)["m"]}] * 4  # each stage has one, which all are judged
+    form, found = figure(stages, [{**mask(10), "s": mask(30)["m"]}] * 4, inputs)
+    assert form.task.form == "m, s: maps of 0 to 1" and found.value == pytest.approx(6 / 10)
+    assert same_task([{**one, "s": one["s"][:, :, ::2, ::2]} for one in stages], inputs) is None
+
+
+def shaded(*shares, side=(64, 64), channels=1, last=False):
+    """A map [1, C, H, W] whose values are (value, share of the pixels), ... in order."""
+    height, width = side
+    ends = np.round(np.cumsum([0, *(share for _, share in shares)]) * height * width).astype(int)
+    flat = np.concatenate(
+        [np.full(b - a, v) for (v, _), a, b in zip(shares, ends, ends[1:], strict=False)]
+    )
+    value = np.broadcast_to(np.float32(flat).reshape(1, 1, *side), (1, channels, *side))
+    return {"m": np.moveaxis(value, 1, 3) if last else value}
+
+
+MASK = (0.95, 0.3), (0.05, 0.7)
+
+
+@pytest.mark.parametrize(
+    ("output", "masks"),
+    [
+        (shaded(*MASK), True), (shaded(*MASK, channels=4), True),
+        (shaded(*MASK, channels=5), False), (shaded(*MASK, channels=4, last=True), True),
+        (shaded(*MASK, side=(16, 16)), True), (shaded(*MASK, side=(15, 16)), False),
+        (shaded(*MASK, side=(16, 15)), False), (shaded(*MASK, side=(65, 64)), False),
+        (shaded((0.95, 0.3), (0.5, 0.24), (0.05, 0.46)), True),
+        (shaded((0.95, 0.3), (0.5, 0.26), (0.05, 0.44)), False),
+        (shaded((0.95, 0.3), (0.11, 0.3), (0.05, 0.4)), False),
+        (shaded((0.95, 0.3), (0.89, 0.3), (0.05, 0.4)), False),
+        (shaded((0.31, 0.1), (0.05, 0.9)), True), (shaded((0.29, 0.1), (0.05, 0.9)), False),
+        (shaded((1.14, 0.3), (-0.14, 0.7)), True), (shaded((1.16, 0.3), (0.05, 0.7)), False),
+        (shaded((0.95, 0.3), (-0.16, 0.7)), False),
+    ],
+)  # fmt: skip
+def test_a_mask_is_near_0_or_1_and_of_the_pictures_size(output, masks):
+    assert (same_task([output] * 2, [fed((64, 64))] * 2) == "masks") == masks
+
+
+@pytest.mark.parametrize(
+    ("output", "side", "masks"),
+    [
+        (shaded(*MASK, side=(16, 16)), (128, 128), True),  # an eighth of the picture
+        (shaded(*MASK, side=(16, 16)), (129, 128), False),
+    ],
+)
+def test_a_mask_is_not_much_smaller_than_the_picture(output, side, masks):
+    assert (same_task([output] * 2, [fed(side)] * 2) == "masks") == masks
+
+
+@pytest.mark.parametrize(
+    ("share", "value", "said"),
+    [
+        (0.003, 0.6, "0.5"), (0.0015, 0.6, "0.3"), (0.003, 0.4, "0.3"), (0.0008, 0.4, "0.1"),
+        (0.003, 0.2, "0.1"), (0.0004, 0.2, None), (0.003, 0.09, None),
+    ],
+)  # fmt: skip
+def test_masks_are_compared_above_the_highest_threshold_with_pixels_enough(share, value, said):
+    tally = Masks(("m",)).tally()
+    seen = shaded((value, share), (0.0, 1 - share), side=(100, 100))
+    tally.add({}, seen, seen)
+    found = tally.result()
+    assert (found and found.words) == (said and f"IoU 1.000 of the pixels above {said}")
+
+
+@pytest.mark.parametrize(
+    ("shape", "least", "most", "task"),
+    [
+        ((1, 16, 64), 0, 1, "segmentation"), ((1, 15, 64), 0, 1, None), ((1, 64, 65), 0, 1, None),
+        ((1, 1, 64, 64), 0, 1, "segmentation"), ((1, 64, 64), -1, 1, None),
+        ((1, 64, 64), 0, 0, None), ((1, 64, 64), 0, 1023, "segmentation"),
+        ((1, 64, 64), 0, 1024, None),
+    ],
+)  # fmt: skip
+def test_pictures_of_class_numbers_are_segmentation(shape, least, most, task):
+    numbers = np.full(shape, least, np.int64)
+    numbers[..., :8] = most
+    assert same_task([{"y": numbers}] * 2, [fed((64, 64))] * 2) == task
+
+
+def test_peaks_of_heat_maps_within_a_pixel():
+    rows, columns = np.mgrid[:48, :64]
+
+    def maps(places):
+        far = [(rows - r) ** 2 + (columns - c) ** 2 for r, c in places]
+        return {"heat": np.exp(-np.array(far) / 8)[None].astype(np.float32)}
+
+    places = np.random.default_rng(2).integers(5, 40, (17, 2))
+    moved = places.copy()
+    moved[:3, 1] += 1
+    moved[3:5, 1] += 4
+    form, found = figure([maps(places)] * 4, [maps(moved)] * 4)
+    assert form.task.name == "heat maps"
+    assert found.words == "60 of 68 peaks of FP32 within a pixel"
+
+
+@pytest.mark.parametrize(
+    ("how", "heat"),
+    [
+        ({}, True), ({"channels": 3}, False), ({"side": 15}, False), ({"pixels": 13}, False),
+        ({"peak": 0.21}, True), ({"peak": 0.2}, False), ({"peak": 1.5}, True),
+        ({"peak": 1.51}, False), ({"rest": -0.29}, True), ({"rest": -0.31}, False),
+        ({"rest": 0.44}, True), ({"rest": 0.46}, False), ({"peak": np.nan}, False),
+    ],
+)  # fmt: skip
+def test_a_heat_map_is_low_but_for_a_narrow_peak(how, heat):
+    assert (same_task([peaked(**how)] * 2) == "heat maps") == heat
+
+
+@pytest.mark.parametrize(("lower", "heat"), [(1, True), (2, False)])
+def test_most_heat_maps_have_their_peak(lower, heat):
+    maps = peaked(pixels=1)
+    maps["heat"][:, :lower] = 0.1
+    assert (same_task([maps] * 2) == "heat maps") == heat
+    tally = HeatMaps("heat", 4).tally()
+    tally.add({}, maps, {"heat": np.roll(maps["heat"], (1, 1), axis=(2, 3))})
+    tally.add({}, maps, {"heat": np.roll(maps["heat"], 2, axis=2)})
+    assert tally.result().count == f"{4 - lower} of {2 * (4 - lower)}"
+
+
+# --- Models that give their input back but for a small change: what is left of it, by the
+# command.
+def weight(name, values):
+    return numpy_helper.from_array(np.asarray(values, np.float32), name)
+
+
+def two_convs(change):
+    """Weights of two Convs that change a picture so much, and of one that leaves it as it is."""
+    rng = np.random.default_rng(2)
+    return [
+        weight("w1", 0.3 * rng.normal(size=(8, 3, 3, 3))),
+        weight("w2", change * rng.normal(size=(3, 8, 3, 3))),
+        weight("w3", np.eye(3)[:, :, None, None]),
+    ]
+
+
+def retouching(path, change):
+    """x plus so much of what two Convs make of it, through a Conv that leaves it as it is."""
+    weights = two_convs(change)
+    nodes = [
+        make_node("Conv", "x w1", "a", pads=[1] * 4), make_node("Relu", "a", "r"),
+        make_node("Conv", "r w2", "c", pads=[1] * 4), make_node("Add", "x c", "s"),
+        make_node("Conv", "s w3", "y"),
+    ]  # fmt: skip
+    x, y = (make_value(n, [1, 3, 32, 32]) for n in "xy")
+    return save_net(make_model(nodes, [x], [y], weights), path)
+
+
+def denoiser(path):
+    """x less a small noise, found by two layers of which one has channels that int8 spoils.
+
+    The whole output has 40 dB with all in int8, and what was taken out of x is lost.
+    """
+    rng = np.random.default_rng(1)
+    size = np.where(np.arange(8) == 0, 1000.0, 1.0).reshape(1, 8, 1, 1)
+    weights = {
+        "w1": rng.normal(0, 0.3, (8, 3, 3, 3)), "size": size,
+        "w2": rng.normal(0, 0.3, (8, 8, 1, 1)) / size, "w3": rng.normal(0, 0.1, (8, 8, 3, 3)),
+        "w4": rng.normal(0, 0.004, (3, 8, 3, 3)),
+    }  # fmt: skip
+    weights["w2"][:, 0] = 0
+    nodes = [
+        make_node(op, inputs, [out], name=f"/{out}/{op}", **attributes)
+        for op, inputs, out, attributes in [
+            ("Conv", "x w1", "a", {"pads": [1] * 4}), ("Tanh", "a", "t", {}),
+            ("Mul", "t size", "m", {}), ("Conv", "m w2", "bad", {}), ("Relu", "bad", "r", {}),
+            ("Conv", "r w3", "mid", {"pads": [1] * 4}), ("Relu", "mid", "q", {}),
+            ("Conv", "q w4", "noise", {"pads": [1] * 4}), ("Sub", "x noise", "y", {}),
+        ]
+    ]  # fmt: skip
+    x, y = (make_value(n, [1, 3, 16, 16]) for n in "xy")
+    held = [numpy_helper.from_array(np.float32(value), name) for name, value in weights.items()]
+    return save_net(make_model(nodes, [x], [y], held, opset=17), path)
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
+def test_the_search_hears_the_noise_beside_the_change(target, tmp_path):
+    samples = np.random.default_rng(1).uniform(-1, 1, (24, 3, 16, 16)).astype(np.float32)
+    np.save(tmp_path / "x.npy", samples)
+    asked = ["--images", tmp_path / "x.npy", "--duration", 0, "--target", target]
+    model, found = denoiser(tmp_path / "net.onnx"), {}
+    for effort in (0, 1):
+        out = tmp_path / str(effort)
+        run_command("build", model, *asked, "--effort", effort, "--out", out)
+        found[effort] = json.loads((out / "report.json").read_text())["engines"][1]["accuracy"]
+    plain, searched = (found[effort]["parts"][0] for effort in (0, 1))
+    assert plain["label"] == searched["label"] == "y - x"
+    assert found[0]["outputs"][0]["sqnr_db"] > 30 > plain["sqnr_db"] + 15
+    assert searched["sqnr_db"] > plain["sqnr_db"] + 10
+    assert "/bad/Conv" in (tmp_path / "1" / "net.plan.toml").read_text()
+
+
+def enlarging(path, change, last):
+    """x at twice the size by its nearest pixels, plus so much of what two Convs make of it."""
+    weights = [*two_convs(change), weight("twice", [1, 1, 2, 2])]
+    sizes = [[1, 3, 32, 32], [1, 3, 64, 64]]
+    first, end = ("t", "s3") if last else ("x", "y")
+    nodes = [
+        make_node("Resize", [first, "", "twice"], "l", mode="linear"),
+        make_node("Conv", "l w1", "a", pads=[1] * 4), make_node("Relu", "a", "r"),
+        make_node("Conv", "r w2", "c", pads=[1] * 4), make_node("Add", "l c", "s"),
+        make_node("Conv", "s w3", [end]),
+    ]  # fmt: skip
+    if last:
+        nodes.insert(0, make_node("Transpose", "x", "t", perm=[0, 3, 1, 2]))
+        nodes.append(make_node("Transpose", "s3", "y", perm=[0, 2, 3, 1]))
+        sizes = [[1, *size[2:], 3] for size in sizes]
+    x, y = map(helper.make_tensor_value_info, "xy", [TensorProto.FLOAT] * 2, sizes)
+    return save_net(make_model(nodes, [x], [y], weights), path)
+
+
+def verdict_on(model):
+    """What the command says of a model, fed what stands beside it."""
+    images, out = model.parent / "x.npy", model.parent / "out"
+    words = ("--images", images, "--out", out, "--effort", 0, "--duration", 0)
+    run_command("build", model, *words)
+    (_, engine) = json.loads((out / "report.json").read_text())["engines"]
+    return engine["verdict"]
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("change", "level"), [(0.0004, "doubtful"), (0.05, "good")])
+def test_what_super_resolution_adds_must_be_left(change, level, last, tmp_path):
+    turn = np.arange(32) / 8
+    rng = np.random.default_rng(1)
+    smooth = [np.outer(np.sin(turn + rng.uniform(0, 6)), np.cos(turn)) for _ in range(72)]
+    samples = np.stack(smooth).reshape(24, 3, 32, 32).astype(np.float32)
+    np.save(tmp_path / "x.npy", np.moveaxis(samples, 1, 3) if last else samples)
+    said = verdict_on(enlarging(tmp_path / "net.onnx", change, last))
+    assert said["level"] == level
+    assert ("x itself, resized" in str(said)) == (level == "doubtful")
+
+
+@pytest.mark.parametrize(("change", "level"), [(0.0004, "doubtful"), (0.01, "good")])
+def test_a_change_that_int8_is_too_coarse_for_is_doubtful(change, level, tmp_path):
+    samples = np.random.default_rng(1).uniform(-1, 1, (24, 3, 32, 32)).astype(np.float32)
+    np.save(tmp_path / "x.npy", samples)
+    said = verdict_on(retouching(tmp_path / "net.onnx", change))
+    assert said["level"] == level
+    assert ("what the model changes of x in y" in str(said)) == (level == "doubtful")
+
+
+# --- Shares of a whole are known as such: beside rounding, and from their logarithms.
+@pytest.fixture
+def shares():
+    power = np.exp(np.random.default_rng(0).normal(size=(7, 5)))
+    return power / power.sum(axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+def test_what_a_softmax_gives(shares, kind):
+    shares = shares.astype(kind)
+    assert add_up(shares).shape == (7,)
+    assert are_shares(shares) and are_shares(shares.T, 0) and not are_shares(shares, 0)
+    assert are_shares_or_logarithms(shares) and are_shares_or_logarithms(np.log(shares))
+
+
+def test_what_is_none(shares):
+    assert not are_shares(np.log(shares))
+    assert not are_shares_or_logarithms(shares * 1.02)
+    assert not are_shares_or_logarithms(np.log(shares) + 0.02)
+    sums_to_1 = np.array([[-0.5, 1.5]])
+    assert add_up(sums_to_1).all() and not are_shares(sums_to_1)
+    assert list(add_up(np.array([[0.4, 0.6], [0.4, 0.5]]))) == [True, False]
+
+
+def test_large_raw_scores_are_no_logarithms():
+    """Whose power would be infinite, which numpy warns of."""
+    assert not are_shares_or_logarithms(np.array([[-3.0, 5000.0]], np.float32))

@@ -1,0 +1,802 @@
+"""Text, classes of steps, states and outputs that repeat others."""
+
+import json
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, numpy_helper
+
+from deploy.metrics.tasks import classes as shares
+from deploy.metrics.tasks.sequences import edit_distance
+from deploy.metrics.truth import form_of
+from deploy.pipeline.measure import _states
+from tests.models import as_float32, make_model, make_node, make_value, run_command, save_net
+from tests.outputs import fed, figure, framed, rng, same_task, softmax, spoken, steps
+
+
+# --- Text and classes of steps among a model's outputs.
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("blank", [0, 29])
+def test_texts_are_decoded_and_edits_counted(raw, turned, blank):
+    how = {"raw": raw, "turned": turned, "blank": blank}
+    texts = [[3, 3, 4, 5], [7, 8, 9, 7], [4, 4], [5, 6, 7, 8]]
+    read = [[3, 3, 4, 5], [7, 8, 7, 7], [4, 5], [5, 6, 7, 8]]
+    references = [steps(text, **how) for text in texts]
+    form, found = figure(references, [steps(text, **how) for text in read])
+    assert form.task.name == "text" and form.task.blank == blank
+    assert found.value == 0.5 and found.words == "2 of 4 texts as FP32's, 2 edits in 14 symbols"
+
+
+@pytest.mark.parametrize(
+    ("best", "symbols", "fed_with", "text"),
+    [
+        ([0, 1, 0, 2], 11, 0, True), ([0, 1, 0, 2], 10, 0, False), ([0, 1, 0, 1], 11, 0, True),
+        ([0, 1, 0], 11, 0, False), ([0, 0, 0, 0], 11, 0, False),
+        ([0, 1, 0, 2], 11, 3, True), ([0, 1, 0, 2], 11, 4, False),  # as of tokens
+        ([1, 0, 0, 2], 11, 0, True), ([1, 5, 5, 2], 11, 0, False),  # the blank is first or last
+        ([0, 0, *range(1, 9), 0, 0, *range(9, 17)], 30, 0, True),  # a fifth is blank
+        ([0, 0, *range(1, 9), 0, 0, *range(9, 18)], 30, 0, False),
+        ([0, *range(1, 17), 0, 0, 0, 0], 30, 0, True),  # 16 steps between two blanks
+        ([0, *range(1, 18), 0, 0, 0, 0], 30, 0, False),
+    ],
+)  # fmt: skip
+def test_a_text_is_known_by_its_steps_symbols_and_blanks(best, symbols, fed_with, text):
+    outputs = {"y": softmax(framed(best, symbols))[None]}
+    fed_too = {"tokens": np.zeros((1, fed_with), np.int64)} if fed_with else fed()
+    assert (same_task([outputs], [fed_too]) == "text") == text
+
+
+def test_slots_of_a_number_plate_keep_their_repeats():
+    def plate(*best):
+        scores = rng().standard_normal((9, 37))
+        scores[np.arange(9), [*best, *[36] * (9 - len(best))]] = 12
+        return {"y": softmax(scores)[None].astype(np.float32)}
+
+    references = [plate(1, 1, 5, 5, 30), plate(4, 4, 4, 4, 8, 9), plate(7, 2, 3, 30), plate(3, 3)]
+    form, same = figure(references, references)
+    assert form.task.form == "y: text of 36 symbols, blank 36, one a slot" and same.value == 1
+    fewer = [plate(1, 5, 5, 30), *references[1:]]  # one 1 of two is lost
+    assert figure(references, fewer)[1].words == "3 of 4 texts as FP32's, 1 edits in 17 symbols"
+
+
+def test_edit_distance_by_hand():
+    assert edit_distance([1, 2, 3], []) == 3
+    assert edit_distance([1, 2, 3, 4], [2, 3, 5, 4]) == 2
+
+
+SPELLED = {
+    "shares": lambda scores: softmax(scores)[None],
+    "logarithms": lambda scores: np.log(softmax(scores))[None], "raw": lambda scores: scores[None],
+    "turned": lambda scores: softmax(scores).T[None], "raw turned": lambda scores: scores.T[None],
+    "steps first": lambda scores: softmax(scores)[:, None],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", SPELLED)
+@pytest.mark.parametrize("classes", [2, 6, 248])
+def test_classes_of_steps_are_counted_and_the_worst_sample_told(how, classes):
+    best = [spoken(n, classes) for n in range(4)]
+    lost = [one.copy() for one in best]
+    lost[1][10:22] = 0  # silence in the place of what was said
+    references, candidates = (
+        [{"y": SPELLED[how](framed(one, classes)).astype(np.float32)} for one in texts]
+        for texts in (best, lost)
+    )
+    form, found = figure(references, candidates, [{"sound": np.zeros((1, 60, 80))}] * 4)
+    assert form.task.form == f"y: {classes} classes a step"
+    assert found.task == "steps" and found.figure == "steps alike"
+    assert found.value == 228 / 240 and found.count == "228 of 240"
+    assert found.words == "228 of 240 steps of FP32's class, 80.0 % in the worst sample"
+    assert figure(references, [{"y": one["y"] * np.nan} for one in references])[1].value == 0
+    assert figure(references, [{"y": one["y"][..., :1]} for one in references])[1].value == 0
+
+
+def test_a_candidate_that_hears_silence_alone_does_not_pass_for_good():
+    best = [np.repeat([0, 2, 1, 0], [57, 2, 1, 0]) for _ in range(4)]
+    references = [{"y": softmax(framed(one))[None]} for one in best]
+    silent = [{"y": softmax(framed(one * 0))[None]} for one in best]
+    _, found = figure(references, silent)
+    assert found.value == 0 and found.figure == "steps alike but the usual"
+    assert found.words.startswith("228 of 240 steps of FP32's class, 0 of 12 of those that are not")
+    assert figure(references, references)[1].value == 1
+    assert figure(silent, references)[1] is None  # nothing to be compared with
+
+
+@pytest.mark.parametrize("classes", [12, 248])
+def test_long_stretches_without_the_first_class_are_no_text(classes):
+    short = [{"y": softmax(framed([0, 0, 3, 0, 0, 4, 4, 0] * 7, classes))[None]}] * 4
+    assert same_task(short) == "text"
+    long = [{"y": softmax(framed(spoken(n, classes), classes))[None]} for n in range(4)]
+    assert same_task(long) == "steps"
+
+
+def test_a_class_for_each_token_that_was_fed_is_no_text():
+    tags = [{"y": softmax(framed([0, 0, 3, 0, 0, 4, 4, 0], 17))[None]}] * 4
+    assert same_task(tags) == "text"
+    words = [{"ids": np.arange(8)[None], "mask": np.ones((1, 8), np.int64)}] * 4
+    assert same_task(tags, words) == "steps"
+    assert same_task(tags, [{"letters": np.ones((1, 8, 5), np.int32)}] * 4) == "steps"
+    pieces = [{"ids": np.arange(11)[None]}] * 4  # some words are two tokens
+    assert same_task(tags, pieces) == "steps"
+    assert same_task(tags, [{"vectors": np.ones((1, 8, 50), np.float32)}] * 4) == "steps"
+    spoken_of = [{"sound": np.zeros((1, 80, 8)), "length": np.array([80])}] * 4
+    assert same_task(tags, spoken_of) == "text"
+
+
+def test_what_is_carried_to_the_next_call_is_no_reason_against_steps():
+    def output(number, **others):
+        return {"y": softmax(framed(spoken(number, 6)))[None], **others}
+
+    state = rng().standard_normal((1, 128, 19, 1))
+    assert same_task([output(n, state=state) for n in range(4)]) == "steps"
+    places = rng().standard_normal((1, 60, 4))  # of what is found at each of them
+    assert same_task([output(n, places=places) for n in range(4)]) is None
+
+
+@pytest.mark.parametrize("shape", [(1, 50), (1, 50, 1), (1, 1, 50), (50,), (1, 25, 2)])
+def test_probabilities_are_compared_by_their_side_of_a_half(shape):
+    made = rng()
+
+    def output(lost=0):
+        value = np.where(np.arange(50) % 50 < 20, 0.97, 0.02) + made.uniform(-0.01, 0.01, 50)
+        value[:lost] = 0.4
+        return {"y": value.reshape(shape).astype(np.float32)}
+
+    sound = [{"sound": np.zeros((1, 800), np.float32)}] * 4
+    references = [output() for _ in range(4)]
+    form, found = figure(references, [output(5), *references[1:]], sound)
+    assert "probabilities" in form.task.form
+    assert found.words == (
+        "195 of 200 probabilities on FP32's side of 0.5, 90.0 % in the worst sample"
+    )
+
+
+def test_one_probability_a_sample_is_on_a_side_of_a_half():
+    sound = [{"sound": np.zeros((1, 800), np.float32)}] * 16
+    said = [{"y": np.array([[0.97 if n % 4 == 1 else 0.02]])} for n in range(16)]
+    for inputs in (None, sound):  # a wake word's, or whether a picture is upside down
+        form, same = figure(said, said, inputs)
+        assert form.task.name == "steps" and same.value == 1
+        quiet = [{"y": one["y"] * (0.5 if n == 1 else 1)} for n, one in enumerate(said)]
+        _, found = figure(said, quiet, inputs)
+        assert found.words == "15 of 16 probabilities on FP32's side of 0.5"
+        assert figure(said, [{"y": one["y"] * np.nan} for one in said], inputs)[1].value == 0
+    state = rng().normal(size=(2, 1, 16))  # is fed to the next call
+    calls = [{"sound": np.zeros((1, 512)), "state": state}] * 4
+    heard = [{**one, "state_n": state} for one in said[:4]]
+    assert same_task(heard, calls) == "steps"
+    assert same_task(heard) is None  # a probability and what it is about, maybe
+    assert same_task([{"y": np.array([[0.02]])}] * 4) is None  # always near 0: a small number
+    assert same_task([{"y": np.array([[0.2 * n]])} for n in range(4)]) is None
+
+
+def sounding(number, keys, on=0.02, steps=60):
+    """Probabilities of notes, which rest at 0.05 to 0.25."""
+    made = np.random.default_rng(number)
+    rest = made.uniform(0.05, 0.25, (1, steps, keys))
+    return np.where(made.uniform(size=rest.shape) < on, 0.8, rest).astype(np.float32)
+
+
+def test_notes_and_their_beginnings_are_decisions_of_steps():
+    sound = [{"sound": np.zeros((1, 800, 1), np.float32)}] * 4
+
+    def output(number):
+        return {"notes": sounding(number, 40), "onsets": sounding(number + 9, 40, 0.01)}
+
+    references = [output(n) for n in range(4)]
+    form, same = figure(references, references, sound)
+    assert form.task.form.startswith("notes, onsets: probabilities") and same.value == 1
+    on = sum(int((value > 0.5).sum()) for one in references for value in one.values())
+    lost = [{**one, "onsets": one["onsets"] * 0.6} for one in references]
+    _, found = figure(references, lost, sound)
+    kept = sum(int((one["notes"] > 0.5).sum()) for one in references)
+    assert found.figure == "steps alike but the usual" and found.count == f"{kept} of {on}"
+    shorter = [{**one, "onsets": one["onsets"][:, :50]} for one in references]
+    assert figure(references, shorter, sound)[1].value < 0.8
+    assert same_task(shorter, sound) is None
+    assert same_task(references) is None  # of pictures: maps
+    assert same_task([{k: v + 0.2 for k, v in one.items()} for one in references], sound) is None
+
+
+def test_several_outputs_may_each_have_a_class_for_a_letter():
+    """The vowel, the dot and the accent of each letter, by a model that adds them to a text."""
+    kinds = {"vowel": 16, "dot": 3, "accent": 4}
+
+    def output(number, lost=0):
+        made = np.random.default_rng(number)
+        best = {name: made.integers(0, count, 30) for name, count in kinds.items()}
+        best["dot"] = np.where(made.uniform(size=30) < 0.9, 1, 2)
+        other = {name: np.where(np.arange(30) < lost, 0, own) for name, own in best.items()}
+        return {
+            name: framed(own, kinds[name], made)[None].astype(np.float32)
+            for name, own in other.items()
+        }
+
+    letters = [{"letters": np.ones((1, 30), np.float32)}] * 4
+    references = [output(n) for n in range(4)]
+    form, same = figure(references, references, letters)
+    assert form.task.form == "vowel, dot, accent: 16, 3, 4 classes a step" and same.value == 1
+    lost = [{**references[0], "dot": output(0, lost=6)["dot"]}, *references[1:]]
+    _, found = figure(references, lost, letters)
+    assert found.count == "354 of 360"
+    assert found.words == "354 of 360 steps of FP32's class, 93.3 % in the worst sample"
+    rare = [{**one, "vowel": one["dot"], "accent": one["dot"]} for one in references]
+    _, few = figure(rare, rare, letters)
+    assert few.figure == "steps alike but the usual" and few.value == 1
+    broken = [{**one, "dot": one["dot"] * np.nan} for one in references]
+    assert figure(references, broken, letters)[1].count == "240 of 360"
+    assert same_task([{**one, "size": one["dot"][..., :1]} for one in references], letters) is None
+    shorter = [{**one, "dot": one["dot"][:, :20]} for one in references]
+    assert same_task(shorter, letters) is None  # not of the same letters
+    vectors = [{**one, "size": rng().standard_normal((1, 30, 8))} for one in references]
+    assert same_task(vectors, letters) is None  # features, or a regression of each
+
+
+@pytest.mark.parametrize(
+    ("fed_shape", "task"), [((1, 40), "steps"), ((1, 40, 80), "steps"), ((1, 3, 64, 64), "boxes")]
+)
+def test_scores_of_four_marks_and_of_two_cases_are_boxes_of_pictures_alone(fed_shape, task):
+    def output(number):
+        made = np.random.default_rng(number)
+        marks = framed(made.choice(4, 40, p=[0.7, 0.1, 0.1, 0.1]), 4, made, sure=3)
+        case = framed(np.where(np.arange(40) == number, 1, 0), 2, made)
+        return {"marks": marks[None].astype(np.float32), "case": case[None].astype(np.float32)}
+
+    outputs = [output(n) for n in range(4)]
+    assert same_task(outputs, [{"x": np.ones(fed_shape, np.float32)}] * 4) == task
+
+
+@pytest.mark.parametrize("shape", [(1, 50), (1, 50, 1), (50,), (1, 12)])
+def test_raw_scores_of_steps_are_compared_by_their_sign(shape):
+    sound = [{"sound": np.zeros((1, 800), np.float32)}] * 4
+    count, made = int(np.prod(shape)), rng()
+
+    def output(lost=0):
+        value = np.where(np.arange(count) < 5, 4.0, -6.0) + made.normal(0, 0.5, count)
+        value[:lost] = -3
+        return {"y": value.reshape(shape).astype(np.float32)}
+
+    references = [output() for _ in range(4)]
+    form, found = figure(references, [output(5), *references[1:]], sound)
+    assert form.task.form == "y: raw scores of steps or labels, each its own"
+    assert f"{4 * count - 5} of {4 * count} scores on FP32's side of 0" in found.words
+    weather = [{"y": 15 * np.sin(np.arange(96) / 8 + n)[None]} for n in range(4)]
+    assert same_task(weather, sound) is None  # as many degrees above 0 as below
+
+
+def test_features_pictures_and_regressions_are_no_steps():
+    made = rng()
+
+    def task(make, inputs=None):
+        return same_task([{"y": make().astype(np.float32)} for _ in range(4)], inputs)
+
+    outlier = np.zeros(384)
+    outlier[7] = 40
+    sound = [{"sound": np.zeros((1, 800), np.float32)}] * 4
+    for inputs in (None, sound):
+        assert task(lambda: made.standard_normal((1, 40, 384)), inputs) is None
+        assert task(lambda: made.standard_normal((1, 40, 384)) + outlier, inputs) is None
+        assert task(lambda: made.standard_normal((1, 40, 12)) * 2, inputs) is None
+        assert task(lambda: made.standard_normal((1, 17, 2)) * 50, inputs) is None  # places
+        assert task(lambda: made.standard_normal((1, 24, 3)) * 50, inputs) is None
+        assert task(lambda: np.cumsum(made.standard_normal((1, 400, 2)), 1), inputs) is None
+        assert task(lambda: made.uniform(-80, 10, (1, 100, 80)), inputs) is None  # decibels
+        loud = made.uniform(0.1, 9, (1, 1, 100))
+        assert task(lambda loud=loud: loud * made.exponential(1, (1, 257, 100)) ** 4) is None
+        assert task(lambda loud=loud: loud * made.normal(size=(1, 257, 100)) ** 3) is None
+        assert task(lambda: made.uniform(0, 1, (1, 50)), inputs) is None
+    picture = np.zeros((1, 64, 64))
+    picture[:, 10:30] = 1
+    assert task(lambda: picture, [fed((64, 64))] * 4) is None
+
+
+# --- Sequence models through the command: a class for each step decides, where dB alone did
+# before.
+STEPS, FEATURES, CLASSES = 50, 8, 6
+
+
+def saved(path, nodes, shape, **weights):
+    """A model of x [1, 8, 50] -> y."""
+    model = make_model(nodes, {"x": [1, FEATURES, STEPS]}, {"y": shape}, as_float32(weights))
+    return save_net(model, path)
+
+
+def node(op, inputs, output, **attributes):
+    return make_node(op, inputs, [output], name=f"{op}_{output}", **attributes)
+
+
+def frames(path):
+    """Softmax over six classes of frames, [1, 50, 6]; the first feature decides nothing."""
+    made = np.random.default_rng(4)
+    first, second = made.normal(size=(16, FEATURES, 5)), made.normal(size=(CLASSES, 16, 1))
+    first[:, 0] = 0
+    nodes = [
+        node("Conv", "x w1", "c1", pads=[2, 2]), node("Relu", "c1", "r1"),
+        node("Conv", "r1 w2 b2", "c2"), node("Transpose", "c2", "t", perm=[0, 2, 1]),
+        node("Softmax", "t", "y", axis=2),
+    ]  # fmt: skip
+    bias = -second.sum(axis=(1, 2)) * 2.3  # so that no class is the best one everywhere
+    return saved(path, nodes, [1, STEPS, CLASSES], w1=first, w2=second, b2=bias)
+
+
+def silence(path):
+    """The same, far from sure of any class but the first: nothing but that one is fed."""
+    model = onnx.load(frames(path))
+    (bias,) = (one for one in model.graph.initializer if one.name == "b2")
+    values = numpy_helper.to_array(bias).copy()
+    values[0] += 100
+    bias.CopyFrom(numpy_helper.from_array(values, "b2"))
+    return save_net(model, path)
+
+
+def notes(path):
+    """How loud each of seven features is, and how much louder than that again."""
+    weight = np.zeros((FEATURES - 1, FEATURES, 5))
+    weight[np.arange(FEATURES - 1), 1 + np.arange(FEATURES - 1), 2] = 1
+    own = np.eye(FEATURES - 1)[..., None]
+    nodes = [
+        node("Conv", "x w", "c", pads=[2, 2]), node("Relu", "c", "r"), node("Conv", "r w1 b", "c1"),
+        node("Conv", "r w2 b", "c2"), node("Transpose", "c1", "t1", perm=[0, 2, 1]),
+        node("Transpose", "c2", "t2", perm=[0, 2, 1]), node("Sigmoid", "t1", "y"),
+        node("Sigmoid", "t2", "onsets"),
+    ]  # fmt: skip
+    weights = {"w": weight, "w1": own * 15, "w2": own * 12, "b": np.full(FEATURES - 1, -21.0)}
+    saved(path, nodes, [1, STEPS, FEATURES - 1], **weights)
+    model = onnx.load(path)
+    other = onnx.ValueInfoProto()
+    other.CopyFrom(model.graph.output[0])
+    other.name = "onsets"
+    model.graph.output.append(other)
+    return save_net(model, path)
+
+
+def summed():
+    """f: one number a filter of w1, over all steps."""
+    return (
+        node("Conv", "x w1", "c1", pads=[2, 2]), node("Relu", "c1", "r1"),
+        node("GlobalAveragePool", "r1", "g"), node("Flatten", "g", "f"),
+    )  # fmt: skip
+
+
+def scores(path, *, alike=False):
+    """Three figures of 2 to 6, of which the second is the largest; or about 3, and any is."""
+    made = np.random.default_rng(4)
+    nodes = [*summed(), node("Gemm", "f w2 b2", "y", transB=1)]
+    first, second = made.normal(size=(16, FEATURES, 5)), made.uniform(0, 0.02, (3, 16))
+    least = 3 - second @ means_of(first) if alike else [2, 4, 3]
+    return saved(path, nodes, [1, 3], w1=first, w2=second, b2=least)
+
+
+def level(path, *, numbers=1):
+    """Numbers of about 100, which hardly vary beside that; of one number: an age, a temperature."""
+    first = np.random.default_rng(4).normal(size=(16, FEATURES, 5))
+    first[:, 0] = 0
+    nodes = [*summed(), node("Gemm", "f w2 b2", "y", transB=1)]
+    b2 = np.repeat(100 - means_of(first).sum(keepdims=True), numbers)
+    return saved(path, nodes, [1, numbers], w1=first, w2=np.full((numbers, 16), 1.0), b2=b2)
+
+
+def switch(path):
+    """Whether the features are louder than usual: one probability, hardly ever in between."""
+    first = np.random.default_rng(4).normal(size=(16, FEATURES, 5))
+    nodes = [*summed(), node("Gemm", "f w2 b2", "s", transB=1), node("Sigmoid", "s", "y")]
+    usual = -60 * means_of(first).sum(keepdims=True)
+    return saved(path, nodes, [1, 1], w1=first, w2=np.full((1, 16), 60), b2=usual)
+
+
+def means_of(weights):
+    """What Relu leaves of normal numbers, in the mean, after the convolution."""
+    return np.sqrt((weights**2).sum(axis=(1, 2)) / (2 * np.pi))
+
+
+@pytest.fixture
+def build(run, tmp_path):
+    """A build on sequences whose first feature is as large as asked: (code, screen, report)."""
+
+    def call(model, large=1.0):
+        rows = np.random.default_rng(6).normal(size=(24, FEATURES, STEPS)).astype(np.float32)
+        rows[:, 0] *= large
+        np.save(tmp_path / "x.npy", rows)
+        words = ("build", model(tmp_path / "m.onnx"), "--images", tmp_path / "x.npy")
+        asked = ("--duration", 0, "--effort", 0, "--out", tmp_path / "o")
+        code, out, error = run(*words, *asked)
+        report = tmp_path / "o" / "report.json"
+        assert report.exists(), error
+        return code, out, json.loads(report.read_text())["engines"][1]["accuracy"]
+
+    return call
+
+
+def test_steps_alike_are_on_the_screen_and_in_the_report(build, tmp_path):
+    code, out, told = build(frames)
+    task = told["task"]
+    assert code == 0 and task["task"] == "steps" and task["form"] == "y: 6 classes a step"
+    assert task["value"] > 0.95 and task["count"].endswith(" of 1200")
+    lines = {line[:16].strip(): line for line in out.splitlines()}
+    assert task["count"] in lines["Steps alike"]
+    assert f"good: {task['count']} steps of FP32's class" in out
+    assert "Top-1 agreement" not in out and told["top1_agreement"] is None
+    assert "in the worst sample" in (tmp_path / "o" / "report.md").read_text()
+
+
+def test_steps_that_change_their_class_decide_the_verdict(build):
+    code, out, told = build(frames, large=100.0)
+    assert told["task"]["value"] < 0.75 and code == 3
+    assert f"unusable: {told['task']['count']} steps of FP32's class" in out
+
+
+def test_samples_in_which_nothing_is_found_prove_nothing(build):
+    code, out, told = build(silence)
+    assert told["task"] is None and told["reading"].endswith("next to nothing on these samples")
+    said = "doubtful: the float model finds nothing, or the same everywhere, in all 24 samples"
+    assert code == 0 and said in " ".join(out.split())
+
+
+@pytest.mark.parametrize("large", [1.0, 100.0])
+def test_decisions_of_several_outputs_decide_the_verdict(build, large):
+    code, out, told = build(notes, large=large)
+    task = told["task"]
+    assert task["form"].startswith("y, onsets: probabilities")
+    assert task["figure"] == "steps alike but the usual" and "Steps alike but the usual" in out
+    assert (task["value"] > 0.9, code) == ((True, 0) if large == 1 else (False, 3))
+    assert "probabilities on FP32's side of 0.5" in out
+
+
+def test_of_numbers_that_hardly_vary_what_varies_is_judged(build):
+    code, out, told = build(level)
+    (part,) = told["parts"]
+    assert code == 0 and part["label"] == "y - its mean" and part["less"] == "its mean"
+    assert 5 < part["sqnr_db"] < told["outputs"][0]["sqnr_db"] - 15
+    assert "good:" in out and "in the worst part, y - its mean" in " ".join(out.split())
+    code, out, told = build(level, large=100.0)
+    assert told["outputs"][0]["sqnr_db"] > 15 > 5 > told["parts"][0]["sqnr_db"]
+    assert code == 0 and "doubtful:" in out
+
+
+def test_of_many_numbers_that_hardly_vary_the_whole_is_judged(build):
+    """As those of a network with random weights are."""
+    for numbers, label in ((32, "y - its mean"), (33, "y")):
+        _, _, told = build(partial(level, numbers=numbers))
+        assert [part["label"] for part in told["parts"]] == [label]
+
+
+def test_one_probability_is_counted_sample_by_sample(build):
+    _, out, told = build(switch)
+    task = told["task"]
+    assert task["task"] == "steps" and task["count"].endswith(" of 24") and task["value"] > 0.75
+    assert f"{task['count']} probabilities on FP32's side of 0.5" in out
+    assert "in the worst sample" not in out
+
+
+def places(path):
+    """Forty numbers from 0.2 to 0.8, the same one always the largest: points in a picture."""
+    made = np.random.default_rng(4)
+    nodes = [*summed(), node("Gemm", "f w2 b2", "y", transB=1)]
+    first, second = made.normal(size=(16, FEATURES, 5)), made.normal(0, 0.001, (40, 16))
+    return saved(path, nodes, [1, 40], w1=first, w2=second, b2=np.linspace(0.2, 0.8, 40))
+
+
+def any_scores(path):
+    return scores(path, alike=True)
+
+
+def forecast(path):
+    """What a series goes on with: 40 numbers that lie about where it is, above 0 or below."""
+    made = np.random.default_rng(4)
+    nodes = [*summed(), node("Gemm", "f w2 b2", "y", transB=1)]
+    first, shape = made.normal(size=(8, FEATURES, 5)), 0.02 * made.normal(size=(40, 16))
+    twice = np.concatenate([first, np.roll(first, 1, axis=1)])
+    level = np.repeat([1.0, -1.0], 8)
+    return saved(path, nodes, [1, 40], w1=twice, w2=level + shape, b2=np.zeros(40))
+
+
+@pytest.mark.parametrize("model", [scores, any_scores, places, forecast])
+def test_a_regression_has_no_best_class(build, model):
+    _, out, told = build(model)
+    assert told["task"] is None and told["top1_agreement"] is None
+    assert "Top-1 agreement" not in out and "gives one class" not in out
+
+
+def best_few(path):
+    """The best three of six raw scores, and their numbers."""
+    made = np.random.default_rng(4)
+    nodes = [
+        node("Conv", "x w1", "c1"), node("GlobalAveragePool", "c1", "g1"),
+        node("Flatten", "g1", "f1"), make_node("TopK", "f1 k", "y places", name="best", axis=1),
+    ]  # fmt: skip
+    saved(path, nodes, [1, 3], w1=made.normal(size=(CLASSES, FEATURES, 5)))
+    model = onnx.load(path)
+    model.graph.initializer.append(numpy_helper.from_array(np.int64([3]), "k"))
+    model.graph.output.append(make_value("places", [1, 3], TensorProto.INT64))
+    return save_net(model, path)
+
+
+def flags(path):
+    """Whether each of six scores is above 0, each a matter of its own."""
+    best_few(path)
+    model = onnx.load(path)
+    del model.graph.node[-1], model.graph.output[:]
+    model.graph.initializer.append(numpy_helper.from_array(np.float32(0), "zero"))
+    model.graph.node.append(node("Greater", "f1 zero", "y"))
+    model.graph.output.append(make_value("y", [1, CLASSES], TensorProto.BOOL))
+    return save_net(model, path)
+
+
+def test_flags_are_no_scores_of_a_class(build):
+    _, out, told = build(flags)
+    assert told["task"] is None and told["top1_agreement"] is None
+    assert "Top-1 agreement" not in out and "gives one class" not in out
+
+
+def test_what_is_ranked_is_told_by_its_places(build):
+    """The first of the best is always the best: that is no model that gives one class."""
+    _, out, told = build(best_few)
+    assert told["task"]["task"] == "classes" and "among the best 3" in told["task"]["words"]
+    assert told["top1_agreement"] == told["task"]["value"] and "gives one class" not in out
+
+
+def of(*counts):
+    """(value, how often), ... -> [n]."""
+    return np.concatenate([np.full(count, value) for value, count in counts])
+
+
+@pytest.mark.parametrize(
+    ("values", "are"),
+    [
+        ([1, 0], True), ([0.91, 0.09], True), ([0.9, 0.05], False), ([0.95, 0.1], False),
+        ([0.95, 0.95], False), ([0.05, 0.05], False), ([1.1, 0], False), ([1, -0.1], False),
+    ],
+)  # fmt: skip
+def test_one_value_a_sample_is_a_probability_where_both_sides_are_seen(values, are):
+    assert shares.are_switches([np.array([[value]]) for value in values]) == are
+    assert not shares.are_switches([np.array([[value, value]]) for value in values])
+
+
+@pytest.mark.parametrize(
+    ("values", "are"),
+    [
+        (of((0.95, 2), (0.05, 6)), True), (of((0.95, 2), (0.05, 5)), False),  # eight steps
+        (of((0.9, 30), (0.89, 24), (0.05, 46)), True),
+        (of((0.9, 30), (0.5, 25), (0.05, 45)), False),
+        (of((0.95, 10), (0.5, 9), (0.1, 81)), True), (of((0.95, 10), (0.11, 10), (0, 80)), False),
+        (of((0.95, 8)), False), (of((0.95, 7), (0.45, 1)), True),
+        (of((1.1, 2), (0.05, 6)), False), (of((0.95, 2), (-0.1, 6)), False),
+    ],
+)  # fmt: skip
+def test_values_of_steps_are_probabilities_where_few_are_between(values, are):
+    assert shares.are_tracks([values.reshape(1, -1)]) == are
+
+
+@pytest.mark.parametrize(
+    ("values", "are"),
+    [
+        (of((9, 2), (-9, 6)), True), (of((9, 2), (-9, 5)), False), (of((9, 1), (-9, 7)), False),
+        (of((9, 7), (-9, 1)), False), (of((40, 2), (-9, 6)), True), (of((41, 2), (-9, 6)), False),
+        (of((9, 2), (0, 6)), False), (of((9, 2), (0, 5), (-1, 1)), True),
+        (of((3.1, 2), (6.9, 2), (-3.1, 2), (-6.9, 2)), True),  # 10 apart, each side by 1.9
+        (of((3, 2), (7, 2), (-3, 2), (-7, 2)), False),
+    ],
+)  # fmt: skip
+def test_values_of_steps_are_raw_scores_where_the_two_sides_of_0_are_apart(values, are):
+    assert shares.are_raw_tracks([values.reshape(1, -1)]) == are
+
+
+@pytest.mark.parametrize(
+    ("values", "are"),
+    [
+        (of((0.9, 19), (0.1, 61)), True), (of((0.9, 20), (0.1, 60)), False),
+        (of((0.1, 80)), False), (of((0.9, 1), (0.1, 79)), True),
+        (of((0.9, 9), (0.4, 3), (0.1, 68)), True), (of((0.9, 9), (0.4, 4), (0.1, 67)), False),
+        (of((0.9, 9), (0.3, 36), (0.1, 35)), True), (of((0.9, 9), (0.1, 61)), False),
+        (of((1.1, 9), (0.1, 71)), False), (of((0.9, 9), (-0.1, 71)), False),
+    ],
+)  # fmt: skip
+def test_decisions_are_a_few_probabilities_above_a_half_in_several_outputs(values, are):
+    output = [values.reshape(1, -1, 10)]  # 8 steps, or 7
+    assert shares.are_decisions([output, output]) == are
+    assert not shares.are_decisions([output])
+    assert not shares.are_decisions([output, [np.concatenate(output * 2, axis=1)]])
+
+
+def scored(apart, mean=0.0, steps=8):
+    """Raw scores [1, T, 2], `apart` from their mean, which is `mean` and -`mean` in turn."""
+    sides, means = np.tile([1, -1], steps // 2), np.tile([1, 1, -1, -1], steps // 4)
+    return np.stack([sides * apart + mean * means, mean * means - sides * apart], axis=1)[None]
+
+
+@pytest.mark.parametrize(
+    ("scores", "alone", "beside"),
+    [
+        (scored(0.7), 2, True),
+        (scored(0.69), None, True),  # 0.80 of a Softmax
+        (scored(0.21), None, True),
+        (scored(0.2), None, False),  # 0.60
+        (scored(4, 0.9), 2, True),
+        (scored(4, 1.1), None, True),  # a quarter
+        (scored(4, 1.9), None, True),
+        (scored(4, 2.1), None, False),  # a half
+        (scored(4, steps=4), 2, True),
+        (scored(4)[:, :3], None, False),
+        (scored(4)[:, ::2], None, False),  # one class alone
+    ],
+)
+def test_raw_scores_of_steps_are_classes_where_they_are_sure_and_about_0(scores, alone, beside):
+    assert shares.layout_of([scores], raw=True) == alone
+    assert shares.are_heads([[scores], [scores]]) == beside
+    assert shares.layout_of([scores], raw=False) is None and not shares.are_heads([[scores]])
+
+
+def test_the_share_of_the_best_class_is_a_softmaxs():
+    assert shares.best_share(np.log([[3, 1], [1, 1]])) == pytest.approx((0.75 + 0.5) / 2)
+
+
+# --- Recurrent models, whose states the next call is fed: their task, and what is told of it.
+IN, STATE, OUT = 8, 16, 5
+
+
+def recurrent(path):
+    """x [1, 8] and h [1, 16] -> shares of 5 classes, and h_next."""
+    made = np.random.default_rng(3)
+    weights = {"w": made.normal(0, 0.5, (IN + STATE, STATE)), "v": made.normal(0, 2, (STATE, OUT))}
+    nodes = [
+        make_node("Concat", "x h", "both", axis=1),
+        make_node("MatMul", "both w", "m", name="first"), make_node("Tanh", "m", "h_next"),
+        make_node("MatMul", "h_next v", "scores"), make_node("Softmax", "scores", "y", axis=1),
+    ]  # fmt: skip
+    sizes = {"x": IN, "h": STATE, "y": OUT, "h_next": STATE}
+    infos = {name: make_value(name, [1, size]) for name, size in sizes.items()}
+    outputs = [infos["y"], infos["h_next"]]
+    return save_net(make_model(nodes, [infos["x"], infos["h"]], outputs, as_float32(weights)), path)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_state_is_no_reason_against_classes_and_is_told(held, tmp_path):
+    made = np.random.default_rng(1)
+    for n in range(24):
+        rows = {"x": made.normal(size=(1, IN)), "h": made.uniform(-1, 1, (1, STATE))}
+        (tmp_path / "calls").mkdir(exist_ok=True)
+        np.savez(tmp_path / "calls" / f"{n:02}.npz", **{k: np.float32(v) for k, v in rows.items()})
+    fed, out = tmp_path / "calls", tmp_path / "out"
+    words = ["--out", out, "--duration", 0, "--effort", 0, *(["--eval-images", fed] * held)]
+    said = run_command("build", recurrent(tmp_path / "net.onnx"), "--images", fed, *words)
+    assert " of 24 best classes as FP32's" in " ".join(said.split())
+    report = json.loads((out / "report.json").read_text())
+    (said,) = (note for note in report["notes"] if "the next call" in note)
+    assert "(h_next like h)" in said and "compare whole sequences too" in said
+
+
+@pytest.mark.parametrize(("decibel", "told"), [(50.0, 1), (math.nan, 1), (140.0, 0), (math.inf, 0)])
+def test_of_a_state_that_int8_does_not_touch_nothing_adds_up(decibel, told):
+    outputs = [
+        SimpleNamespace(name="h_next", sqnr_db=decibel),
+        SimpleNamespace(name="y", sqnr_db=9),
+    ]
+    found = SimpleNamespace(outputs=outputs, carried={"h_next": "h"})
+    assert len([*_states([found, found])]) == told
+
+
+def sampled(count=4, **shapes):
+    made = np.random.default_rng(2)
+    return [{name: made.normal(size=size) for name, size in shapes.items()} for _ in range(count)]
+
+
+def test_pictures_and_what_is_fed_alone_are_no_states():
+    pictures = sampled(image=(1, 3, 16, 16), mask=(1, 1, 16, 16))
+    assert not form_of(sampled(out=(1, 3, 16, 16), more=(1, 9)), inputs=pictures).carried
+    series = sampled(x=(1, 1, 40))
+    assert not form_of(sampled(rebuilt=(1, 1, 40), code=(1, 8)), inputs=series).carried
+    tokens = [{"ids": np.ones((1, 40), np.int64), "mask": np.ones((1, 40), np.int64)}] * 4
+    assert not form_of(sampled(scores=(1, 40), code=(1, 8)), inputs=tokens).carried
+    states = sampled(x=(1, 9), h=(2, 1, 8), c=(2, 1, 8))
+    found = form_of(sampled(y=(1, 4), hn=(2, 1, 8), cn=(2, 1, 8)), inputs=states).carried
+    assert found == {"hn": "h", "cn": "c"}
+
+
+# --- Outputs that say again what another says: a class beside scores, scores beside their
+# Softmax.
+INPUTS, KINDS, LONG = 12, 4, 30
+
+
+def saved_echoes(path, nodes, fed, given, **weights):
+    infos = [make_value(name, shape, kind) for name, kind, shape in given]
+    return save_net(make_model(nodes, {"x": fed}, infos, as_float32(weights)), path)
+
+
+def table(path):
+    """Rows of a table -> their class and the share of each, as scikit-learn's classifiers give."""
+    made = np.random.default_rng(4)
+    nodes = [
+        node("Gemm", "x w1", "g1"), node("Relu", "g1", "r1"), node("Gemm", "r1 w2", "g2"),
+        node("ArgMax", "g2", "label", axis=1, keepdims=0),
+        node("Softmax", "g2", "probabilities", axis=1),
+    ]  # fmt: skip
+    given = [
+        ("label", TensorProto.INT64, ["n"]),
+        ("probabilities", TensorProto.FLOAT, ["n", KINDS]),
+    ]
+    weights = {"w1": made.normal(size=(INPUTS, 32)), "w2": made.normal(size=(32, KINDS))}
+    return saved_echoes(path, nodes, ["n", INPUTS], given, **weights), made.normal(
+        size=(60, INPUTS)
+    )
+
+
+def frames_echoes(path):
+    """Raw scores of the classes of steps [T, 1, C], and their Softmax, as a recurrent model's."""
+    made = np.random.default_rng(4)
+    nodes = [
+        node("Conv", "x w1", "c1", pads=[2, 2]), node("Relu", "c1", "r1"),
+        node("Conv", "r1 w2 b2", "c2"), node("Transpose", "c2", "logits", perm=[2, 0, 1]),
+        node("Softmax", "logits", "probs", axis=2),
+    ]  # fmt: skip
+    first, second = (made.normal(size=(16, INPUTS, 5)), made.normal(size=(KINDS, 16, 1)))
+    bias = -second.sum(axis=(1, 2)) * 3
+    given = [(name, TensorProto.FLOAT, [LONG, 1, KINDS]) for name in ("logits", "probs")]
+    weights = {"w1": first, "w2": second, "b2": bias}
+    fed = [1, INPUTS, LONG]
+    return saved_echoes(path, nodes, fed, given, **weights), made.normal(size=(24, INPUTS, LONG))
+
+
+@pytest.mark.parametrize(
+    ("model", "form", "said"),
+    [
+        (table, "probabilities: 4 classes", "best classes as FP32's"),
+        (frames_echoes, "probs: 4 classes a step", "steps of FP32's class"),
+    ],
+)
+def test_classes_decide_where_they_are_said_twice(model, form, said, run, tmp_path):
+    path, rows = model(tmp_path / "m.onnx")
+    np.save(tmp_path / "x.npy", np.float32(rows))
+    words = ("build", path, "--images", tmp_path / "x.npy", "--out", tmp_path / "o")
+    out = run.ok(*words, "--duration", 0, "--effort", 0)
+    told = json.loads((tmp_path / "o" / "report.json").read_text())["engines"][1]["accuracy"]
+    assert told["task"]["form"] == form and told["task"]["value"] > 0.9
+    assert said in " ".join(out.split())
+
+
+def drawn(count, *shape, wide=5.0):
+    made = np.random.default_rng(3)
+    return [made.normal(size=shape) * wide for _ in range(count)]
+
+
+def task_of(outputs, picture=False):
+    shape = (1, 3, 64, 64) if picture else (1, 20)
+    return form_of(outputs, inputs=[{"x": np.zeros(shape, np.float32)}] * len(outputs)).task
+
+
+@pytest.mark.parametrize("picture", [False, True])
+@pytest.mark.parametrize(
+    "said",
+    [
+        lambda raw: {"label": raw.argmax(1), "p": softmax(raw, -1)},
+        lambda raw: {"p": softmax(raw, -1), "label": raw.argmax(1)[:, None]},
+        lambda raw: {"raw": raw, "p": softmax(raw, -1)},
+        lambda raw: {"p": np.log(softmax(raw, -1)), "raw": raw},
+        lambda raw: {"p": softmax(raw, -1), "raw": raw, "label": raw.argmax(1)},
+    ],
+)
+def test_one_of_them_is_the_task_and_the_rest_is_not_beside_it(said, picture):
+    task = task_of([said(raw) for raw in drawn(4, 1, 12)], picture)
+    assert task is not None and task.name == "classes"
+    assert len(task.outputs) == 1 and not task.beside
+
+
+def test_a_picture_of_classes_is_found_in_scores_that_are_no_task_themselves():
+    raw = drawn(4, 1, 5, 64, 64)  # of neighbours that differ: no form of scores
+    raw = [np.kron(one[:, :, :8, :8], np.ones((8, 8))) for one in raw]
+    outputs = [{"raw": one, "classes": one.argmax(1)} for one in raw]
+    assert task_of(outputs, picture=True).name == "segmentation"
+
+
+def test_what_only_looks_alike_stays():
+    scores = [softmax(raw, -1) for raw in drawn(4, 1, 12)]
+    shifted = [{"p": one, "number": (one.argmax(1) + 1) % 12} for one in scores]
+    assert task_of(shifted).name != "classes"
+    counts = [{"p": one, "ages": np.float32([[20 + n]])} for n, one in enumerate(scores)]
+    assert task_of(counts) is None
+    places = drawn(4, 1, 4, wide=0.3)  # no shares of one whole, and no Sigmoid of the other
+    assert task_of([{"a": one, "b": one * 1.01} for one in places]) is None

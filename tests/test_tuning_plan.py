@@ -1,0 +1,434 @@
+"""Units, prices, noisy layers, the cheapest split and the plan file."""
+
+import re
+from itertools import chain, combinations
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deploy.errors import ConfigError
+from deploy.frontends import load
+from deploy.method import Choices, Method
+from deploy.targets import TARGETS
+from deploy.tuning import prices as prices_module
+from deploy.tuning.plan_file import SCHEMA, PlanFile, TargetPlan, read_plan, write_plan
+from deploy.tuning.prices import (
+    Prices,
+    Units,
+    cheapest,
+    cheapest_split,
+    counted,
+    measured,
+    units_of,
+)
+from deploy.tuning.probe import Noise
+from deploy.tuning.search import Sensitivity, sensitivity
+from deploy.tuning.timing import KernelTimes
+from tests.models import make_model, make_node
+
+# --- The plan file: what is written is read again, and what is no plan is refused in a sentence.
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+STRANGE = st.sampled_from(
+    ['"', "\\", "'", "\n", "\r\n", "\t", "\x00", "\x7f", "\x85", "\u2028", "a.b", "a b", "", "ü/层",
+     "#", "[x]", "= 1", '"""', "\U0001f600", "\ufeff"]
+)  # fmt: skip
+NAME = TEXT | STRANGE
+METHOD = st.sampled_from(["mse", "minmax", "percentile", "entropy"]).map(Method.of)
+NUMBER = st.floats(allow_nan=False) | st.integers(-5, 5).map(float)
+TARGET = st.builds(
+    TargetPlan,
+    choices=st.builds(
+        Choices, float_nodes=st.dictionaries(NAME, NAME, max_size=3), method=st.none() | METHOD,
+        methods=st.dictionaries(NAME, METHOD, max_size=3),
+    ),
+    made_from=NAME,
+    settled=NAME,
+    tried=st.lists(st.dictionaries(NAME, NAME | NUMBER, max_size=3), max_size=2).map(tuple),
+)  # fmt: skip
+OWN = ("schema", "model", "float")  # keys of the file, which no target is named after
+PLAN = st.builds(
+    PlanFile, model=NAME, float_nodes=st.lists(NAME, max_size=3).map(tuple),
+    targets=st.dictionaries(NAME.filter(lambda name: name not in OWN), TARGET, max_size=2),
+)  # fmt: skip
+
+GOOD = f"""schema = "{SCHEMA}"
+model = "abc"
+float = ["/head/*"]
+
+[onnxruntime]
+made_from = "def"
+method = "minmax"
+float = {{ "/c1" = "alone in int8 it leaves 4.4 dB of y" }}
+methods = {{ "t" = "mse" }}
+[[onnxruntime.tried]]
+what = "all in int8"
+sqnr_db = 4.4
+"""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tmp_path_factory.mktemp("plan") / "net.plan.toml"
+
+
+@settings(max_examples=150)
+@given(plan=PLAN)
+def test_what_is_written_is_read_again(path, plan):
+    write_plan(path, plan)
+    assert read_plan(path) == plan
+
+
+def test_a_plan_written_by_hand_is_read_and_written_again(path):
+    path.write_text(GOOD, encoding="utf-8-sig")  # as an editor on Windows leaves it
+    plan = read_plan(path)
+    own = plan.targets["onnxruntime"]
+    assert (plan.model, plan.float_nodes, own.made_from) == ("abc", ("/head/*",), "def")
+    assert own.choices.float_nodes == {"/c1": "alone in int8 it leaves 4.4 dB of y"}
+    assert own.choices.method == Method.of("minmax")
+    assert own.choices.methods == {"t": Method.of("mse")}
+    assert own.tried == ({"what": "all in int8", "sqnr_db": 4.4},)
+    write_plan(path, plan)
+    assert read_plan(path) == plan
+
+
+def test_whole_numbers_in_a_row_of_what_was_tried_are_numbers(path):
+    path.write_text(GOOD.replace("sqnr_db = 4.4", "sqnr_db = 4"))
+    assert read_plan(path).targets["onnxruntime"].tried[0]["sqnr_db"] == 4.0
+
+
+def refusal(path, text):
+    """The sentence that a plan of this text is refused with; None where it is taken."""
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    try:
+        plan = read_plan(path)
+    except ConfigError as error:
+        return str(error)
+    write_plan(path, plan)
+    assert read_plan(path) == plan
+    return None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "must begin with schema"), ("float = [", "must be a TOML file"),
+        (GOOD.replace("plan/1", "plan/9"), "calib8-plan/9"),
+        (GOOD.replace('"calib8-plan/1"', "1"), "must begin with schema"),
+        (GOOD.replace('model = "abc"', "model = 3"), "model of a plan must be a string, got 3"),
+        (GOOD.replace('["/head/*"]', '"/head/*"'), "float of a plan must be a list of strings"),
+        (GOOD.replace('["/head/*"]', "[1]"), "float of a plan must be a list of strings"),
+        (GOOD.replace('"def"', "[]"), "made_from of a plan must be a string"),
+        (GOOD.replace('method = "minmax"', 'method = "minmix"'), "did you mean 'minmax'"),
+        (GOOD.replace('method = "minmax"', "method = 5"), "method of a plan must be a string"),
+        (GOOD.replace('"t" = "mse"', '"t" = "best"'), "a method is one of"),
+        (GOOD.replace('"t" = "mse"', '"t" = []'), "a method is one of"),
+        (re.sub("float = {.*}", 'float = ["/c1"]', GOOD), "[onnxruntime.float] of a plan must be"),
+        (re.sub("methods = {.*}", "methods = 1", GOOD), "[onnxruntime.methods] of a plan must be"),
+        (GOOD.split("[[")[0] + "tried = 5\n", "tried of a plan must be a list"),
+        (GOOD.split("\n[")[0] + "\nascend = 1\n", "[ascend] of a plan must be a table"),
+        (b"\xff\xfe" + GOOD.encode("utf-16-le"), "must be a TOML file"),
+        (b"\x00" * 40, "must be a TOML file"), ("x = " + "[" * 100_000, "must be a TOML file"),
+        (".".join("a" * 50_000) + " = 1", "keys of over 64 dots"),
+        ('"a.b" . ' + " . ".join("a" * 50_000) + ' = "c"', "keys of over 64 dots"),
+        (GOOD + GOOD, "must be a TOML file"),
+    ],
+)  # fmt: skip
+def test_what_is_no_plan_is_refused_in_one_sentence(path, text, words):
+    said = refusal(path, text)
+    assert said is not None and words in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    "value", ["[1]", "true", "{ a = 1 }", "1979-05-27", "inf", "nan", "1" + "0" * 400]
+)
+def test_values_of_other_kinds_among_what_was_tried_hurt_nobody(path, value):
+    path.write_text(GOOD.replace("sqnr_db = 4.4", f"sqnr_db = {value}"))
+    write_plan(path, read_plan(path))
+    assert read_plan(path).targets["onnxruntime"].tried[0]["what"] == "all in int8"
+
+
+def test_a_plan_that_is_not_there_and_a_folder_are_refused(tmp_path):
+    for place in (tmp_path / "no.toml", tmp_path):
+        with pytest.raises(ConfigError, match="must be a TOML file"):
+            read_plan(place)
+
+
+# --- The cheapest split, against every split there is.
+PRICE = st.integers(0, 6)
+
+
+@st.composite
+def problems(draw):
+    """(prices, what turning costs, who follows whom) of up to six units."""
+    units = [f"u{number}" for number in range(draw(st.integers(1, 6)))]
+    unit = st.sampled_from(units)
+    prices = {name: (draw(PRICE), draw(PRICE)) for name in units}
+    between = draw(st.lists(st.tuples(unit, unit, PRICE), max_size=8))
+    return prices, between, draw(st.lists(st.tuples(unit, unit), max_size=4))
+
+
+def cost(prices, between, in_float):
+    own = sum(pair[unit in in_float] for unit, pair in prices.items())
+    return own + sum(price for a, b, price in between if (a in in_float) != (b in in_float))
+
+
+def splits(prices, follows):
+    """Every set of units in float that is allowed."""
+    sizes = range(len(prices) + 1)
+    for chosen in chain.from_iterable(combinations(prices, size) for size in sizes):
+        if all(unit in chosen or other not in chosen for unit, other in follows):
+            yield frozenset(chosen)
+
+
+@pytest.mark.slow
+@settings(max_examples=150)
+@given(problems())
+def test_no_split_is_cheaper_and_of_equals_it_is_the_one_with_least_in_float(problem):
+    prices, between, follows = problem
+    costs = {split: cost(prices, between, split) for split in splits(prices, follows)}
+    least = min(costs.values())
+    best = [split for split, paid in costs.items() if paid == least]
+    assert cheapest_split(prices, between, follows) == frozenset.intersection(*best)
+
+
+def test_equal_prices_stay_in_int8_and_nothing_is_split_into_nothing():
+    assert cheapest_split({"a": (3.0, 3.0), "b": (0.0, 0.0)}, [("a", "b", 1.0)]) == frozenset()
+    assert cheapest_split({}, []) == frozenset()
+
+
+def test_a_unit_that_follows_goes_float_with_its_maker_and_its_maker_without_it():
+    prices = {"conv": (9.0, 1.0), "add": (1.0, 2.0)}
+    assert cheapest_split(prices, []) == {"conv"}
+    assert cheapest_split(prices, [], [("add", "conv")]) == {"conv", "add"}
+    assert cheapest_split({"conv": (1.0, 2.0), "add": (9.0, 1.0)}, [], [("add", "conv")]) == {"add"}
+
+
+def test_turning_keeps_a_unit_on_the_side_of_its_neighbours():
+    prices = {"a": (0.0, 9.0), "b": (3.0, 1.0), "c": (0.0, 9.0)}
+    assert cheapest_split(prices, []) == {"b"}
+    assert cheapest_split(prices, [("a", "b", 1.5), ("b", "c", 1.5)]) == frozenset()
+
+
+def test_a_chain_of_thousands_of_units_is_split_exactly():
+    prices = {place: (0.0, 1.0) if place % 100 else (150.0, 0.0) for place in range(3000)}
+    between = [(place, place + 1, 0.25) for place in range(2999)]
+    wanted = frozenset(range(0, 3000, 100))
+    assert cheapest_split(prices, between) == wanted
+
+
+# --- Noisy layers are found by halving groups.
+def noise(**powers):
+    """The same power in both samples."""
+    return Noise({part: np.full(2, power) for part, power in powers.items()})
+
+
+LAYERS = [f"/c{number}" for number in range(64)]
+
+
+def found(noisy, *, layers=LAYERS, most=28, groups=8):
+    """Sensitivity of layers whose noises are known, and the groups that were tried."""
+    tried = []
+
+    def alone(wanted):
+        tried.extend(wanted)
+        return [noise(y=sum(noisy.get(one, 0.0) for one in group)) for group in wanted]
+
+    return sensitivity(layers, alone, groups=groups, most=most), tried
+
+
+@pytest.mark.parametrize("place", [0, 21, 63])
+def test_a_noisy_layer_is_found_alone_by_halving_its_group(place):
+    result, tried = found(dict.fromkeys(LAYERS, 1e-4) | {LAYERS[place]: 0.5})
+    assert result.groups[LAYERS[place],].parts["y"][0] == 0.5
+    assert len(tried) == 8 + 2 * 3  # 8 layers a group are halved three times
+    assert max(result.shares, key=result.shares.__getitem__) == LAYERS[place]
+
+
+def test_groups_that_matter_little_are_not_halved():
+    _, tried = found({LAYERS[0]: 1.0, LAYERS[1]: 1.0, LAYERS[63]: 0.0009})
+    halved = {layer for group in tried[8:] for layer in group}
+    assert LAYERS[0] in halved and LAYERS[63] not in halved
+    _, tried = found(dict.fromkeys(LAYERS, 1e-4))
+    assert len(tried) == 8
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(0, 40), st.integers(1, 12), st.integers(0, 30),
+    st.dictionaries(st.sampled_from(LAYERS), st.floats(0, 10), max_size=6),
+)  # fmt: skip
+def test_no_more_is_tried_than_allowed_and_each_layer_stands_once(count, groups, most, noisy):
+    result, tried = found(noisy, layers=LAYERS[:count], groups=groups, most=most)
+    assert len(tried) <= max(most, groups)
+    assert [layer for group in result.groups for layer in group] == LAYERS[:count]
+    assert set(result.groups) <= set(tried)
+
+
+def test_what_is_left_in_int8_adds_up_part_by_part():
+    result = Sensitivity({("a", "b"): noise(y=0.4, z=0.01), ("c",): noise(y=0.3)})
+
+    def left(*units):
+        return {part: power[0] for part, power in result.without(frozenset(units)).parts.items()}
+
+    assert left() == pytest.approx({"y": 0.7, "z": 0.01})
+    assert left("a") == pytest.approx({"y": 0.5, "z": 0.005})
+    assert left("a", "c") == pytest.approx({"y": 0.2, "z": 0.005})
+    assert result.without(frozenset("abc")).worst == 0.0
+    shares = result.shares
+    assert shares["a"] == shares["b"] and shares["c"] == pytest.approx(1.5 * shares["a"])
+
+
+def test_the_sum_is_scaled_to_what_was_seen_to_be_lost():
+    groups = {("a",): noise(y=0.01), ("b",): noise(y=0.03)}
+    found = Sensitivity(groups)
+    seen = found.scaled(frozenset(), noise(y=0.01))  # together a quarter of the sum
+    assert seen.without(frozenset()).worst == pytest.approx(noise(y=0.01).worst)
+    assert seen.without(frozenset("b")).worst == pytest.approx(noise(y=0.0025).worst)
+    assert seen.groups == groups and seen.shares["b"] == pytest.approx(3 * seen.shares["a"])
+    part = found.scaled(frozenset("b"), noise(y=0.04))
+    assert part.without(frozenset("b")).worst == pytest.approx(noise(y=0.04).worst)
+    for odd in (noise(y=0.0), noise(y=0.5)):  # nothing, or so much that noises do not add up
+        assert found.scaled(frozenset(), odd) is found
+    assert found.scaled(frozenset("ab"), noise(y=0.01)) == found
+
+
+# --- What units cost on either side, measured or counted.
+SAMPLE = {"x": np.ones((1, 16, 8, 8), np.float32)}
+NAMES = ("a", "b", "y")
+
+
+@pytest.fixture(scope="module")
+def priced():
+    """Three Convs in a row, as loaded, and its units on ONNX Runtime."""
+    weights = [np.full((16, 16, 3, 3), 0.01), np.full((16, 1, 3, 3), 0.1), np.ones((8, 16, 1, 1))]
+    groups, pads = (1, 16, 1), ([1, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0])
+    nodes = [
+        make_node("Conv", [i, f"w{o}"], [o], name=f"/{o}", group=group, pads=pad)
+        for i, o, group, pad in zip(("x", "a", "b"), NAMES, groups, pads, strict=True)
+    ]
+    weights = {f"w{o}": np.float32(w) for o, w in zip(NAMES, weights, strict=True)}
+    model = load(make_model(nodes, {"x": [1, 16, 8, 8]}, {"y": None}, weights, opset=17)).model
+    return model, units_of(model, TARGETS["onnxruntime"]().plan(model).decisions)
+
+
+def timed(monkeypatch, chain, *, int8, floats, rest=0.0, pairs=None):
+    """`measured`, with kernels that take so long."""
+    model, units = chain
+    turned = pairs or {}
+    ours = onnx.ModelProto()
+    for name in turned:
+        ours.graph.node.append(make_node("QuantizeLinear", "x", "q", name=name))
+
+    def times(ran, feeds, *, made_from, runs, seconds):
+        if ran is ours:
+            return KernelTimes({**dict(zip(("/a", "/b", "/y"), int8, strict=True)), **turned}, rest)
+        return KernelTimes(dict(zip(("/a", "/b", "/y"), floats, strict=True)), 0.0)
+
+    monkeypatch.setattr(prices_module, "kernel_times", times)
+    return measured(model, model, ours, units, [SAMPLE])
+
+
+def test_int8_slower_by_less_than_a_fifth_counts_as_fast_as_float(monkeypatch, priced):
+    found = timed(monkeypatch, priced, int8=(119, 121, 50), floats=(100, 100, 100))
+    assert found.units == {"/a": (100, 100), "/b": (121, 100), "/y": (50, 100)}
+    assert found.measured
+
+
+def test_a_unit_that_takes_next_to_no_time_does_not_change_sides_for_it(monkeypatch, priced):
+    found = timed(monkeypatch, priced, int8=(1.9, 2.2, 500), floats=(1, 1, 998))
+    assert found.units["/a"] == (1, 1)  # less than a thousandth of 1000 us
+    assert found.units["/b"] == (2.2, 1)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "rest", "rate"),
+    [
+        ({"x/Q": 0.3}, 0.2, 0.5 / 1024),  # 16 x 8 x 8 values of x
+        ({"x/Q": 0.3, "a/Q": 0.7}, 0.0, 1 / 2048),
+        ({"x/Q": 0.3, "a/Q": 0.0}, 0.0, 0.3 / 1024),  # folded away: turns nothing
+        ({"x/Q": 90.0}, 0.0, 1.0e-3),
+        ({"x/Q": 0.001}, 0.0, 0.1e-3),
+        ({}, 5.0, 0.1e-3),
+    ],
+)
+def test_turning_costs_by_the_value_within_limits(monkeypatch, priced, pairs, rest, rate):
+    found = timed(monkeypatch, priced, int8=(1, 1, 1), floats=(9, 9, 9), rest=rest, pairs=pairs)
+    assert found.turning["x"] - found.turning["y"] == pytest.approx(512 * rate)  # of 1024 and 512
+    assert len({found.turning[name] for name in "xab"}) == 1
+
+
+def test_turning_costs_two_of_the_least_kernels_however_few_the_values(monkeypatch, priced):
+    found = timed(monkeypatch, priced, int8=(3, 5, 4), floats=(9, 9, 9))
+    assert found.turning["y"] == pytest.approx(2 * 3 + 512 * 0.1e-3)
+
+
+def test_kernels_are_timed_as_each_side_is_written(monkeypatch, priced):
+    ran = []
+
+    def times(model, feeds, *, made_from, runs, seconds):
+        ran.append((model, made_from))
+        return KernelTimes(dict.fromkeys(("/a", "/b", "/y"), 1.0), 0.0)
+
+    monkeypatch.setattr(prices_module, "kernel_times", times)
+    float32, int8 = onnx.ModelProto(ir_version=1), onnx.ModelProto(ir_version=2)
+    measured(priced[0], float32, int8, priced[1], [SAMPLE])
+    assert ran == 2 * [(float32, priced[0]), (int8, priced[0])]
+
+
+def test_counted_prices_are_products_seven_tenths_of_them_in_int8_and_turning_is_free(priced):
+    model, units = priced
+    found = counted(model, units, SAMPLE)
+    assert found.units == {
+        "/a": (0.7 * (1024 * 144), 1024 * 144),  # 16 channels of 3x3 behind each of 1024 values
+        "/b": (0.7 * (1024 * 9), 1024 * 9),  # one channel each: depthwise
+        "/y": (0.7 * (512 * 16), 512 * 16),
+    }
+    assert set(found.turning.values()) == {0.0} and not found.measured
+
+
+ROW = Units(
+    members={name: (name,) for name in "abc"}, edges=(("a", "b", "t"), ("b", "c", "u")),
+    inlets=(("a", "x"),), outlets=(("c", "y"),), layers=("a", "b", "c"),
+)  # fmt: skip
+
+
+def row(turning=1.0, **units):
+    sides = {name: (1.0, 10.0) for name in "abc"} | units
+    return Prices(units=sides, turning=dict.fromkeys("xtuy", turning), outside=5.0, measured=True)
+
+
+def test_the_price_of_a_split_counts_every_border_once():
+    found = row()
+    assert found.total(ROW, frozenset()) == 5 + 3 + 2  # in and out
+    assert found.total(ROW, frozenset("b")) == 5 + 12 + 4
+    assert found.total(ROW, frozenset("abc")) == 5 + 30
+    both = Units(
+        members=ROW.members, edges=(("a", "b", "t"), ("a", "c", "t")), inlets=(), outlets=(),
+        layers=ROW.layers,
+    )  # fmt: skip
+    assert found.total(both, frozenset("bc")) == 5 + 21 + 1  # two readers, one pair
+
+
+def test_the_cheapest_split_weighs_time_turning_and_noise():
+    assert cheapest(row(), ROW, {}, weight=0) == frozenset()
+    slow = row(b=(13.0, 10.0))
+    assert cheapest(slow, ROW, {}, weight=0) == {"b"}  # wins 3, turns 2
+    assert cheapest(row(turning=2.0, b=(13.0, 10.0)), ROW, {}, weight=0) == frozenset()
+    assert cheapest(row(), ROW, {"b": 1.0}, weight=10) == frozenset()
+    assert cheapest(row(), ROW, {"b": 1.0}, weight=12) == {"b"}
+    assert cheapest(row(), ROW, {}, weight=0, pinned=frozenset("c")) == {"c"}
+    dear = row(a=(5.0, 5.5), b=(5.0, 5.5), c=(5.0, 5.5))
+    assert cheapest(dear, ROW, {}, weight=0) == frozenset("abc")  # in and out count too
+
+
+def test_what_only_passes_int8_on_is_float_behind_a_float_layer():
+    glue = Units(
+        members=ROW.members, edges=ROW.edges, inlets=ROW.inlets, outlets=ROW.outlets,
+        layers=("a", "c"),
+    )  # fmt: skip
+    noisy = {"a": 100.0}
+    assert cheapest(row(turning=0.0), ROW, noisy, weight=1) == {"a"}
+    assert cheapest(row(turning=0.0), glue, noisy, weight=1) == {"a", "b"}

@@ -1,0 +1,802 @@
+"""Trials of a search: which samples, what they cost, what is kept in float."""
+
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import numpy_helper
+
+from deploy import pipeline
+from deploy.calibration import one_pass
+from deploy.calibration.reference import judges_of
+from deploy.cli import main
+from deploy.errors import BackendError, ExportError
+from deploy.feed.feed import open_feed
+from deploy.frontends import load
+from deploy.method import NO_CHOICES, Choices, Method
+from deploy.metrics.levels import DOUBTFUL, UNUSABLE
+from deploy.metrics.truth import form_of
+from deploy.pipeline import calibrate
+from deploy.runtimes.ort import Bound, OrtSession
+from deploy.targets import TARGETS
+from deploy.targets.base import BuildRequest
+from deploy.targets.onnxruntime.target import OnnxRuntime
+from deploy.tuning import downstream, probe, search_samples, tune
+from deploy.tuning.downstream import Kept, behind, border
+from deploy.tuning.plan_file import NOT_FASTER, read_plan, reasons
+from deploy.tuning.probe import Noise, Prober, loudest, noise_powers, said_of, usual_powers
+from deploy.tuning.search import Sensitivity
+from deploy.tuning.search_options import EFFORTS, Allowance, Trial
+from deploy.tuning.search_samples import CANDIDATES, MANY, alike, as_many, telling, unseen
+from tests.models import as_float32, make_model, make_node, make_value, save_net
+from tests.test_tuning import SAME, ran, saved, spoiled
+
+# --- What a search makes of inputs that it has not seen: ranges without its own samples,
+# caution.
+PADDED = {"pads": [1, 1, 1, 1]}
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Conv, Relu, Conv."""
+    rng = np.random.default_rng(0)
+    weights = {"w1": rng.normal(0, 0.3, (8, 3, 3, 3)), "w2": rng.normal(0, 0.2, (4, 8, 3, 3))}
+    path = tmp_path / "net.onnx"
+    nodes = [
+        make_node("Conv", "x w1", "c", name="/c", **PADDED),
+        make_node("Relu", "c", "r", name="/r"),
+        make_node("Conv", "r w2", "y", name="/y", **PADDED),
+    ]
+    inputs = {"x": ["batch", 3, 12, 12]}
+    return save_net(make_model(nodes, inputs, {"y": None}, as_float32(weights), opset=17), path)
+
+
+def images(count, *, loud=()):
+    """Noise, ten times as strong at some places."""
+    x = np.random.default_rng(1).normal(size=(count, 3, 12, 12)).astype(np.float32)
+    x[list(loud)] *= 10
+    return x
+
+
+@pytest.fixture
+def request_for(model, tmp_path):
+    def made(target, x):
+        np.save(tmp_path / "x.npy", x)
+        found = calibrate(model, tmp_path / "x.npy", targets=(target,))
+        request = BuildRequest(
+            subject=found.subject, folder=tmp_path, ranges=found.ranges, feed=found.feed,
+            manifest={},
+        )  # fmt: skip
+        return TARGETS[target](), request
+
+    return made
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
+def test_what_the_judges_alone_show_is_in_no_range_of_the_search(target, request_for):
+    made_for, request = request_for(target, images(20, loud=(3, 7)))
+    judges = [sample for at, sample in enumerate(request.feed.first(20)) if at in (3, 7)]
+    search = unseen(made_for, request, judges)
+    wanted = OrtSession.open(request.model).run(judges[0])["y"]
+
+    def lost(one):
+        got = OrtSession.open(made_for.trial(one)).run(judges[0])["y"]
+        return np.square(got - wanted).sum() / np.square(wanted).sum()
+
+    assert lost(request) < 0.01 < 0.3 < lost(search)  # what they show is clipped
+
+
+@pytest.mark.parametrize(("target", "runs"), [("onnxruntime", 3), ("tensorrt", 3), ("ascend", 17)])
+def test_where_it_can_be_the_judges_alone_are_run_again(target, runs, request_for, monkeypatch):
+    made_for, request = request_for(target, images(20))
+    ran: list[int] = []
+    for way in (OrtSession, Bound):
+        run = way.run
+        counted = lambda self, feed, run=run: ran.append(1) or run(self, feed)  # noqa: E731
+        monkeypatch.setattr(way, "run", counted)
+    search = unseen(made_for, request, request.feed.first(3))
+    assert len(ran) == runs and search is not request
+
+
+@pytest.mark.parametrize("count", [MANY + 10, 3])
+def test_of_many_samples_a_few_make_no_difference_and_none_may_be_left(count, request_for):
+    made_for, request = request_for("onnxruntime", images(count))
+    assert unseen(made_for, request, request.feed.first(3)) is request
+
+
+def test_a_configuration_that_wants_every_sample_keeps_its_ranges(request_for, tmp_path):
+    config = tmp_path / "all.cfg"
+    config.write_text("batch_num: 20\n")
+    _, request = request_for("ascend", images(20))
+    assert unseen(TARGETS["ascend"](config=config), request, request.feed.first(2)) is request
+
+
+def trial(method, *powers):
+    choices = Choices(method=Method.of(method)) if method else NO_CHOICES
+    noise = Noise({"y": np.array(powers)})
+    return Trial(what="", in_float=frozenset(), choices=choices, noise=noise, time=0.5)
+
+
+def test_what_clips_must_win_more_than_what_does_not():
+    little, less = 0.002, 0.001  # 27 and 30 dB
+    assert trial("lp", little).cost(2.0) < trial("mse", less).cost(2.0)
+    assert trial(None, less).cost(2.0) == trial("mse", less).cost(2.0)
+    assert trial("minmax", little).cost(2.0) == trial("lp", little).cost(2.0)
+    assert trial("mse", 0.01).cost(2.0) < trial("lp", 0.02).cost(2.0)  # 20 and 17 dB
+    as_float = replace(trial("mse", less), is_float=True)  # where no range clips
+    assert as_float.cost(2.0) == trial("minmax", less).cost(2.0)
+
+
+def build(model, x, out, *words):
+    np.save(out.parent / "x.npy", x)
+    given = ["build", model, "--images", out.parent / "x.npy", "--out", out, "--duration", 0]
+    try:
+        main([str(word) for word in (*given, *words)])
+    except SystemExit as stop:
+        return stop.code or 0
+    return 0
+
+
+def test_ascend_obeys_a_plan_that_wants_nothing_clipped_and_its_config_says_so(model, tmp_path):
+    x = images(20) ** 3  # of long tails, which AMCT's search clips
+    out, words = tmp_path / "o", ("--target", "ascend", "--repair", "none", "--accept")
+    plan = tmp_path / "net.plan.toml"
+    found = {}
+    for method in ("", 'method = "minmax"\n', 'methods = { "x" = "minmax" }\n'):
+        plan.write_text(f'schema = "calib8-plan/1"\n[ascend]\n{method}')
+        assert build(model, x, out, *words, "--plan", plan, "--refresh") == 0
+        config = json.loads((out / "net_config.json").read_text())
+        ranges = {
+            name: layer["activation_quant_params"].get("search_range", [0.7, 1.3])
+            for name, layer in config.items()
+            if isinstance(layer, dict) and "activation_quant_params" in layer
+        }
+        found[method] = (ranges, (out / "net_record.txt").read_text())
+    (own, plain), (whole, every), (one, first) = found.values()
+    assert own == {"/c": [0.7, 1.3], "/y": [0.7, 1.3]}
+    assert whole == {"/c": [1.0, 1.3], "/y": [1.0, 1.3]}
+    assert one == {"/c": [1.0, 1.3], "/y": [0.7, 1.3]}
+    assert plain != every and plain != first
+
+
+def test_ascend_refuses_a_method_that_amct_does_not_have(model, tmp_path, capsys):
+    plan = tmp_path / "net.plan.toml"
+    plan.write_text('schema = "calib8-plan/1"\n[ascend]\nmethod = "entropy"\n')
+    words = ("--target", "ascend", "--plan", plan)
+    assert build(model, images(8), tmp_path / "o", *words) == 1
+    said = capsys.readouterr().err
+    assert "takes the method minmax or none, got 'entropy'" in said and said.count("\n") == 1
+
+
+def test_a_search_for_ascend_tries_no_clipping_unless_a_configuration_says_how(model, tmp_path):
+    config = tmp_path / "own.cfg"
+    config.write_text("batch_num: 20\n")
+    x = images(20)
+    for words, tried in (((), True), (("--ascend-config", config), False)):
+        out = tmp_path / f"o{tried}"
+        assert build(model, x, out, "--target", "ascend", "--accept", *words) == 0
+        assert ("all in int8, minmax" in (out / "net.plan.toml").read_text()) == tried
+
+
+def test_a_search_asks_once_what_a_target_demands(small_cnn, pictures, tmp_path, monkeypatch):
+    asked: list[int] = []
+    demand = OnnxRuntime.demand
+    monkeypatch.setattr(
+        OnnxRuntime, "demand", lambda self, subject: asked.append(1) or demand(self, subject)
+    )
+    report = pipeline.build(small_cnn, pictures, out=tmp_path, duration_s=0)
+    # 13 where each trial asks; what judges the one that was chosen asks once more
+    assert len(asked) <= report.targets[0].search.probes + 1
+
+
+# --- The few samples that a search looks at, and what a trial on them is worth.
+def doubling():
+    """x [batch, 4] -> y = 2 x."""
+    nodes = [make_node("MatMul", "x w", "y", name="/y")]
+    weights = {"w": np.float32(2 * np.eye(4))}
+    return load(make_model(nodes, {"x": ["batch", 4]}, {"y": ["batch", 4]}, weights, opset=17))
+
+
+def chosen(count, most, *, loud=()):
+    """Places of the samples that tell most; those that are loud have a hundred times the signal."""
+    loaded = doubling()
+    rows = [np.full((1, 4), 100.0 if at in loud else 1.0, np.float32) for at in range(count)]
+    for at, row in enumerate(rows):
+        row[0, 0] = at  # by which it is known again
+    judges = judges_of(open_feed(rows, loaded.inputs), loaded.model, 500)
+    return [int(sample["x"][0, 0]) for sample, _ in telling(judges, most)]
+
+
+def test_samples_in_which_the_model_says_most_are_looked_at_and_others_from_all_over():
+    loud = set(range(11, 19))
+    places = chosen(40, 8, loud=loud)
+    assert len(loud & set(places)) >= 4 and len(places) == 8 and places == sorted(places)
+    quiet = set(places) - loud
+    assert min(quiet) < 10 and max(quiet) >= 30
+
+
+@pytest.mark.parametrize("values, enough", [(1, 5_000_000), (1_228_800, 4), (6_000_000, 0)])
+def test_of_large_samples_fewer_are_enough(values, enough):
+    sample = {"x": np.zeros(values - 1, np.int8), "size": np.zeros(1)}
+    assert as_many(SimpleNamespace(heard=lambda most: iter([(sample, {})]))) == enough
+
+
+def test_the_loudest_samples_are_those_of_every_part_together():
+    outputs = [{"y": np.full((1, 4), size, np.float32)} for size in (1, 5, np.inf, 2, 4)]
+    form = form_of([outputs[0]], inputs=[{"x": np.ones((1, 4), np.float32)}])
+    assert loudest(form, outputs, 2) == [1, 4]
+    assert loudest(form, outputs, 9) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (1, 4, 1, 1)])
+def test_of_shares_the_samples_tell_most_that_are_least_sure(shape):
+    sure = np.array([1.0, 0, 0, 0])
+    shares = [(1 - k) * sure + k / 4 for k in (0.0, 0.9, 0.3, 0.01, 0.6)]
+    outputs = [{"y": one.reshape(shape).astype(np.float32)} for one in shares]
+    form = form_of(outputs, inputs=[{"x": np.ones((1, 4), np.float32)}] * 5)
+    assert loudest(form, outputs, 2) == [1, 4]
+    assert loudest(form, [{"y": 3 * one["y"]} for one in outputs], 2) == [0, 3]  # no shares
+    steps = [{"y": np.stack([one, sure])[None].astype(np.float32)} for one in shares]
+    assert loudest(form_of(steps), steps, 2) == [0, 3]  # of several steps a sample
+    assert 4 not in loudest(form, [*outputs[:4], {"y": outputs[4]["y"] * np.nan}], 2)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1,), (1, 1, 1, 1)])
+def test_of_one_probability_the_samples_tell_most_that_are_least_sure(shape):
+    outputs = [{"y": np.full(shape, p, np.float32)} for p in (1.0, 0.55, 0.0, 0.99, 0.3)]
+    form = form_of(outputs, inputs=[{"x": np.ones((1, 4), np.float32)}] * 5)
+    assert loudest(form, outputs, 2) == [1, 4]
+    assert loudest(form, [{"y": 3 * one["y"]} for one in outputs], 2) == [0, 3]  # an age, maybe
+    beside = [{**one, "z": np.float32([[2, -3, 1]])} for one in outputs]  # of a face that is there
+    assert loudest(form_of(beside), beside, 2) == [0, 3]
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 120), st.integers(1, 9))
+def test_no_more_are_taken_than_asked_and_each_once(count, most):
+    places = chosen(count, most)
+    assert len(places) == len(set(places)) == min(count, most) and places == sorted(places)
+
+
+def test_of_a_long_feed_only_some_are_run_and_they_reach_to_its_end():
+    loaded = doubling()
+    feed = open_feed([np.full((1, 4), at, np.float32) for at in range(500)], loaded.inputs)
+    spread = [int(sample["x"][0, 0]) for sample in feed.spread(CANDIDATES)]
+    assert len(spread) == CANDIDATES and spread == sorted(spread)
+    assert np.diff([0, *spread, 500]).max() <= 2 * 500 / CANDIDATES
+
+
+def noise(**powers):
+    return Noise({part: np.array(found, np.float64) for part, found in powers.items()})
+
+
+def test_every_sample_counts_alike_in_what_a_part_loses():
+    assert noise(a=[0.0, 1e6]).worst == pytest.approx(0.5)
+    assert noise(a=[0.0, 0.0]).worst == 0.0 and Noise({}).worst == 0.0
+    assert noise(a=[0.1, 0.1]).worst == pytest.approx(1 - math.exp(-math.sqrt(0.1)))
+    assert noise(a=[0.1, 0.1]).db == pytest.approx(10.0)
+
+
+def test_what_is_lost_is_held_against_what_is_said_and_not_against_the_number_of_samples():
+    powers = np.array([0.01, 0.0, 0.01, 0.0])
+    alike, half = Noise({"a": powers}), Noise({"a": powers}, {"a": 0.5})
+    assert half.worst == pytest.approx(2 * alike.worst)
+    assert half.worst == pytest.approx(1 - math.exp(-0.1)) and half.db == pytest.approx(20.0)
+    assert half.times(0.25).plus(half.times(0.75)).worst == pytest.approx(half.worst)
+    assert half.weighed(half) == pytest.approx(2 * alike.weighed(alike))
+    assert Noise({"a": np.full(4, 1e6)}, {"a": 0.5}).worst == 1.0
+
+
+def test_a_sample_that_says_half_as_much_as_the_usual_one_counts_whole():
+    outputs = [{"y": np.full((1, 4), value, np.float32)} for value in (9.0, 9.0, 0.0, 0.0)]
+    form = form_of(outputs)
+    usual = usual_powers(form, outputs)  # that of 4.5
+    assert said_of(form, outputs, usual) == pytest.approx([0.5])
+    assert said_of(form, outputs[:2], usual) == pytest.approx([1.0])
+    assert said_of(form, outputs[2:], usual) == said_of(form, outputs[:1], [0.0]) == [1.0]
+    for said, share in ((2.3, 1.0), (2.25 / 2, 0.25), (2.25 / 10, 0.01)):
+        one = [{"y": np.full((1, 4), said, np.float32)}]
+        assert said_of(form, one, usual) == pytest.approx([share])
+
+
+def test_a_sample_that_says_little_is_measured_by_the_usual_one():
+    loud, silent = (np.full((1, 4), value, np.float32) for value in (8.0, 0.02))
+    form = form_of([{"y": loud}, {"y": silent}])
+    (usual,) = usual_powers(form, [{"y": loud}, {"y": silent}])
+    assert usual == pytest.approx(4 * 4.01**2)  # of the mean amplitude
+    (quiet,) = noise_powers(form, {"y": silent}, {"y": 2 * silent}, [usual])
+    assert quiet < 1e-4  # 0.04 for 0.02 is nothing where 8 is said elsewhere
+    (heard,) = noise_powers(form, {"y": loud}, {"y": 1.5 * loud}, [usual])
+    assert heard == pytest.approx(0.25)
+    (alone,) = noise_powers(form, {"y": silent}, {"y": 2 * silent}, [0.0])
+    assert alone == pytest.approx(1.0)
+
+
+def test_noises_add_up_by_part_and_the_worst_part_is_named():
+    total = noise(a=[0.1, 0.3], b=[0.2, 0.2]).plus(noise(a=[0.3, 0.1]))
+    assert total.part == "a" and total.db == pytest.approx(-10 * math.log10(0.4))
+    assert total.parts["a"] == pytest.approx([0.4, 0.4])
+    assert total.parts["b"] == pytest.approx([0.2, 0.2])
+    assert total.mean < total.worst
+
+
+@pytest.mark.parametrize("power, by_noise", [(1e-12, False), (1e-3, True)])
+def test_a_layer_that_loses_next_to_nothing_is_not_float_for_its_noise(power, by_noise):
+    """As of a policy whose moves, in the samples that were looked at, are at a Tanh's ends."""
+    found = Sensitivity({("one",): noise(a=[power]), ("other",): noise(a=[power])})
+    units = SimpleNamespace(members={"one": ["/one"], "other": ["/other"]})
+    prices = SimpleNamespace(units={"one": (3.0, 2.0), "other": (3.0, 2.0)}, measured=False)
+    best = SimpleNamespace(in_float={"one", "other"})
+    said = reasons(best, units, prices, found, "int8", otherwise=NOT_FASTER)
+    expected = "alone in int8 it leaves 30.0 dB of a" if by_noise else NOT_FASTER
+    assert said == {"/one": expected, "/other": expected}
+
+
+class FakeRequest:
+    """Of the doubling model; keeps what was chosen."""
+
+    def __init__(self, model, choices=NO_CHOICES):
+        self.model, self.choices = model, choices
+
+    def adding(self, choices):
+        return FakeRequest(self.model, choices)
+
+
+class FakeTarget:
+    """Trial models that double, but fail with /y in float, halve with minmax, are NaN with mse."""
+
+    built = 0
+
+    def trial(self, request):
+        self.built += 1
+        if "/y" in request.choices.float_nodes:
+            raise ExportError("a layer must be what it is, got another; build something else")
+        if request.choices.method is None:
+            return request.model
+        weight = np.eye(4) if request.choices.method.name == "minmax" else np.full((4, 4), np.nan)
+        made = onnx.ModelProto()
+        made.CopyFrom(request.model)
+        made.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.float32(weight), "w"))
+        return made
+
+
+def test_each_choice_is_tried_once_and_one_that_cannot_be_built_is_no_choice():
+    heard = [({"x": np.ones((1, 4), np.float32)}, {"y": np.full((1, 4), 2, np.float32)})]
+    target, request = FakeTarget(), FakeRequest(doubling().model)
+    prober = Prober(target.trial, request, heard, runs_here=True, threads=2)
+    broken, off = Choices(float_nodes={"/y": "why"}), Choices(method=Method.of("minmax"))
+    equal, half, none, again = prober.noises([NO_CHOICES, off, broken, off])
+    assert equal.worst == 0 and half.parts["y"] == pytest.approx([0.25]) == again.parts["y"]
+    assert none is None
+    assert prober.noises([Choices(float_nodes={"/y": "another reason"})]) == [None]
+    assert (prober.tried, target.built) == (3, 3)
+    assert [str(error)[:32] for error in prober.errors] == ["a layer must be what it is, got "]
+    (nan,) = prober.noises([Choices(method=Method.of("mse"))])
+    assert nan.worst > 0.99 and nan.part == "y"
+
+
+def test_what_is_tried_alone_is_run_on_the_loudest_samples_and_kept_apart():
+    sizes = (1, 3, 2)
+    heard = [
+        ({"x": np.full((1, 4), n, np.float32)}, {"y": np.full((1, 4), 2 * n, np.float32)})
+        for n in sizes
+    ]
+    target, request = FakeTarget(), FakeRequest(doubling().model)
+    prober = Prober(target.trial, request, heard, runs_here=True, threads=1, few=2)
+    off = Choices(method=Method.of("minmax"))
+    (whole,), (alone,) = prober.noises([off]), prober.alone([off], [["/y"]])
+    assert whole.parts["y"].shape == (3,) and alone.parts["y"] == pytest.approx([0.25, 0.25])
+    broken = Choices(float_nodes={"/y": "why"})
+    assert prober.alone([broken, off], [["/y"], ["/y"]]) == [None, alone]
+    assert (prober.tried, target.built) == (3, 3)
+
+
+def test_what_is_timed_is_of_one_shape_that_of_the_middle_size():
+    lengths = (3, 90, 40, 41, 40)
+    samples = [{"x": np.zeros((1, length)), "n": np.zeros(1)} for length in lengths]
+    assert [one["x"].shape for one in alike(samples)] == [(1, 40), (1, 40)]
+    same = [{"x": np.zeros((1, 8)) + step} for step in range(4)]
+    assert alike(same) == same
+
+
+def test_a_search_is_not_deceived_by_samples_that_a_sigmoid_is_sure_of(run, tmp_path):
+    """Five in six lie where it is flat: there, nothing of what int8 changes before it is heard."""
+    made = np.random.default_rng(8)
+    first, second = made.normal(0, 0.3, (32, 64)), np.abs(made.normal(0, 0.2, (64, 1)))
+    nodes = [
+        make_node("Gemm", "x first", "a"), make_node("Relu", "a", "r"),
+        make_node("Gemm", "r second less", "s"), make_node("Sigmoid", "s", "y"),
+    ]  # fmt: skip
+    weights = {
+        name: np.asarray(value, np.float32)
+        for name, value in (("first", first), ("second", second), ("less", [-8.0]))
+    }
+    model = make_model(nodes, {"x": [1, 32]}, {"y": [1, 1]}, weights, opset=17)
+    onnx.save(model, tmp_path / "net.onnx")
+    loud = np.where(np.arange(48) % 6 == 1, 1.0, 20.0)[:, None]
+    np.save(tmp_path / "x.npy", (loud * made.normal(0, 1, (48, 32))).astype(np.float32))
+    words = ("--images", tmp_path / "x.npy", "--duration", 0, "--out", tmp_path / "o")
+    run.ok("build", tmp_path / "net.onnx", *words)
+    plan = read_plan(tmp_path / "o" / "net.plan.toml").targets["onnxruntime"]
+    report = json.loads((tmp_path / "o" / "report.json").read_text())
+    (part,) = report["engines"][1]["accuracy"]["parts"]
+    tried = [one["sqnr_db"] for one in plan.tried if one["what"].startswith("all in int8")]
+    assert tried and max(tried) < part["sqnr_db"] + 6 < 60
+
+
+# --- A trial of the search that cannot be run is no choice, and is told once.
+#
+# The failures are made where a trial's session is opened: by what the trial has in int8, so that
+# they are the same with any number of threads.
+WHY = "the model must be what this test lets through, got another"
+
+
+def layers_in_int8(model):
+    """Convs of a trial whose weights are read from a pair."""
+    made = {output: node.op_type for node in model.graph.node for output in node.output}
+    convs = [node for node in model.graph.node if node.op_type == "Conv"]
+    return {conv.name for conv in convs if made.get(conv.input[1]) == "DequantizeLinear"}
+
+
+def refusing(refused):
+    """ONNX Runtime, which does not load what is refused."""
+
+    class Refusing(OrtSession):
+        @classmethod
+        def open(cls, model, **options):
+            if refused(model):
+                raise BackendError(WHY)
+            return super().open(model, **options)
+
+    return Refusing
+
+
+def one_alone(model):
+    """A trial of one layer: those that are tried whole have more in int8."""
+    return len(layers_in_int8(model)) == 1
+
+
+def always(_):
+    return True
+
+
+@pytest.fixture
+def build_failing(tmp_path, feed):
+    def run(*words, out="o"):
+        return ran(spoiled(tmp_path), "--images", feed, "--duration", 0, *words, out=tmp_path / out)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def feed(tmp_path_factory):
+    path = tmp_path_factory.mktemp("feed") / "feed.npy"
+    np.save(path, np.random.default_rng(0).normal(size=(8, 3, 12, 12)).astype(np.float32))
+    return path
+
+
+def notes(built):
+    (row,) = built.report["targets"]
+    return [note for note in row["notes"] if "could not be run" in note]
+
+
+def nameless(built):
+    """Reasons of a build that name no part of the outputs."""
+    said = built.plan.targets["onnxruntime"].choices.float_nodes.values()
+    rows = [node["reason"] for row in built.report["targets"] for node in row["nodes"]]
+    return [reason for reason in (*said, *rows) if reason.endswith("dB of ")]
+
+
+def test_without_a_failure_nothing_is_said_of_one(build_failing):
+    built = build_failing()
+    assert built.code == 0 and notes(built) == []
+    assert "failed =" not in (built.out / "spoiled.plan.toml").read_text()
+
+
+def test_a_layer_that_cannot_be_tried_alone_is_not_blamed(build_failing, monkeypatch):
+    def middle_alone(model):
+        return layers_in_int8(model) == {"/mid/Conv"}
+
+    monkeypatch.setattr(probe, "OrtSession", refusing(middle_alone))
+    built = build_failing()
+    assert built.code == 0 and nameless(built) == []
+    layers = {name for name in built.float_of("onnxruntime") if name.endswith("/Conv")}
+    assert layers == {"/bad/Conv"}
+    (note,) = notes(built)
+    (row,) = built.report["targets"]
+    probes = row["search"]["probes"]
+    assert f": 1 of {probes} trials could not be run; the first: {WHY}" in note
+    assert " ".join(note.split()) in " ".join(built.said.split())
+
+
+@pytest.mark.parametrize("where", [probe, downstream])
+def test_if_no_layer_can_be_tried_alone_the_search_goes_on(where, build_failing, monkeypatch):
+    """Either the trials themselves are refused, or the float model that tells what goes in."""
+    monkeypatch.setattr(where, "OrtSession", refusing(one_alone if where is probe else always))
+    built = build_failing("--accept")
+    assert built.code == 0 and nameless(built) == []
+    (note,) = notes(built)
+    assert WHY in note and ": 3 of " in note
+    tried = built.plan.targets["onnxruntime"].tried
+    assert tried and all(one["sqnr_db"] > -28 for one in tried)
+
+
+def test_a_method_whose_whole_trial_cannot_be_run_is_not_chosen(build_failing, monkeypatch):
+    wanted = build_failing("--threads", 1)
+    seen = []
+
+    def second(model):
+        seen.append(model)
+        return len(seen) == 2
+
+    monkeypatch.setattr(probe, "OrtSession", refusing(second))
+    built = build_failing("--threads", 1, out="other")
+    assert built.code == 0 and "1 of " in notes(built)[0]
+    names = [[one["what"] for one in b.plan.targets["onnxruntime"].tried] for b in (wanted, built)]
+    assert names[0][1] not in names[1] and names[0][0] in names[1]
+
+
+def test_if_nothing_runs_in_int8_the_report_says_why_nothing_was_searched(
+    build_failing, monkeypatch
+):
+    monkeypatch.setattr(probe, "OrtSession", refusing(layers_in_int8))
+    built = build_failing("--accept")
+    (note,) = [n for n in built.report["targets"][0]["notes"] if "nothing was searched" in n]
+    assert "with all in int8" in note and WHY in note and "--keep-float" in note
+    assert json.dumps(note).count(WHY) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("duration", [0, 0.01])
+def test_a_layer_that_cannot_be_run_in_int8_stays_float(duration, build_failing, monkeypatch):
+    def with_the_middle(model):
+        return "/mid/Conv" in layers_in_int8(model)
+
+    def profiled(*_):
+        raise BackendError(WHY)
+
+    monkeypatch.setattr(probe, "OrtSession", refusing(with_the_middle))
+    monkeypatch.setattr(tune, "measured", profiled)
+    built = build_failing("--accept", "--duration", duration)
+    assert built.code == 0 and "nothing was searched" not in built.said
+    reasons = built.plan.targets["onnxruntime"].choices.float_nodes
+    assert reasons["/mid/Conv"] == "it cannot be run in int8"
+    assert "leaves" in reasons["/bad/Conv"]
+    (note,) = notes(built)
+    assert WHY in note
+
+
+# --- What the default search costs, counted in samples that it runs: five calibrations at most.
+#
+# A calibration runs every image once. Of the search all is counted that runs a sample: trials,
+# layers alone, ranges without the judges' samples, and the judging of what would be built.
+IMAGES = 100
+MOST = 5 * IMAGES
+
+
+@pytest.fixture(scope="module")
+def many_samples(tmp_path_factory):
+    path = tmp_path_factory.mktemp("feed") / "feed.npy"
+    np.save(path, np.random.default_rng(0).normal(size=(IMAGES, 3, 12, 12)).astype(np.float32))
+    return path
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """30 layers that int8 hurts differently: alone in float each wins a little, for its price."""
+    rng = np.random.default_rng(1)
+    constants, nodes, before = {}, [], "x"
+    for number in range(31):
+        first, last = number == 0, number == 30
+        sizes = np.where(np.arange(8) == 0, 1.0 + number % 7, 1.0).reshape(1, 8, 1, 1)
+        weights = rng.normal(0, 0.09, (8, 3 if first else 8, 3, 3))
+        constants |= {f"w{number}": weights, f"s{number}": sizes}
+        end = "y" if last else f"c{number}"
+        nodes.append(("Conv", f"{before} w{number}", end, SAME))
+        nodes.append(("Tanh", end, f"t{number}", {}))
+        nodes.append(("Mul", f"t{number} s{number}", f"m{number}", {}))
+        before = f"m{number}"
+    return saved(tmp_path_factory.mktemp("deep"), "deep", nodes[:-2], constants)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Samples that were run, by what ran them."""
+    found = Counter()
+
+    def counting(name):
+        class Counting(OrtSession):
+            def run(self, feed):
+                found[name] += 1
+                return super().run(feed)
+
+        return Counting
+
+    def observing(wanted, samples, **words):
+        def drawn():
+            for sample in samples:
+                found["unseen"] += 1
+                yield sample
+
+        return observe(wanted, drawn(), **words)
+
+    observe = one_pass.observe
+    monkeypatch.setattr(search_samples, "observe", observing)
+    for module in (probe, downstream, search_samples):
+        monkeypatch.setattr(module, "OrtSession", counting(module.__name__.rpartition(".")[2]))
+    return found
+
+
+@pytest.fixture
+def never_usable(monkeypatch):
+    """Whatever is judged is doubtful on a few samples, and unusable on all: the dearest case."""
+
+    def levels(found, _):
+        yield (UNUSABLE if found.outputs and asked[-1] else DOUBTFUL), "as the test has it"
+
+    asked = []
+    on = search_samples.Judged.on
+
+    def noted(self, most, **words):
+        asked.append(most == IMAGES)
+        return on(self, most, **words)
+
+    monkeypatch.setattr(search_samples.Judged, "on", noted)
+    monkeypatch.setattr(search_samples, "of_accuracy", levels)
+
+
+def spent(monkeypatch):
+    """What the search itself counted."""
+    made = []
+    of = Allowance.of
+
+    def noted(*args):
+        made.append(of(*args))
+        return made[-1]
+
+    monkeypatch.setattr(Allowance, "of", noted)
+    return made
+
+
+TARGET_NAMES = ["onnxruntime", "tensorrt", "ascend"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGET_NAMES)
+def test_the_default_search_costs_five_calibrations_at_most(
+    target, deep, many_samples, runs, never_usable, tmp_path, monkeypatch
+):
+    counted = spent(monkeypatch)
+    words = (
+        "--images", many_samples, "--duration", 0, "--target", target, "--threads", 1,
+        "--accept",
+    )  # fmt: skip
+    (row,) = ran(deep, *words, out=tmp_path / "o").report["targets"]
+    assert row["search"]["probes"] > 24  # as many alone as it may try, and others whole
+    assert runs["search_samples"] > IMAGES  # more than one split was judged on all samples
+    total = sum(runs.values())
+    assert total <= MOST
+    assert [one.ran for one in counted] == [total]  # what is not counted is not bounded
+
+
+@pytest.mark.slow
+def test_no_further_split_is_judged_where_the_search_has_cost_what_it_may(
+    deep, many_samples, runs, never_usable, tmp_path, monkeypatch
+):
+    """Of three calibrations the trials take half, and the judging of the first choice one."""
+    monkeypatch.setitem(EFFORTS, 1, replace(EFFORTS[1], calibrations=3))
+    words = ("--images", many_samples, "--duration", 0, "--threads", 1, "--accept")
+    built = ran(deep, *words, out=tmp_path / "o")
+    assert built.code == 0 and runs["search_samples"] == IMAGES
+    assert sum(runs.values()) <= 3 * IMAGES
+    (row,) = built.report["targets"]
+    assert "would be unusable" in " ".join(row["notes"])
+
+
+@pytest.mark.slow
+def test_no_sample_is_judged_twice_for_a_model(deep, many_samples, runs, never_usable, tmp_path):
+    ran(deep, "--images", many_samples, "--duration", 0, "--accept", out=tmp_path / "o")
+    assert runs["search_samples"] == 3 * IMAGES  # each model on 48, then on the other 52
+
+
+# --- The cut of a trial model: only what is behind an int8 layer is run, and it gives the same.
+SAMPLES = [
+    {"x": np.random.default_rng(seed).normal(size=(1, 4)).astype(np.float32)} for seed in (0, 1)
+]
+
+
+def chain():
+    """x -> a -> b -> c -> y, and a is added once more before y."""
+    weights = np.random.default_rng(2).normal(size=(3, 4, 4)).astype(np.float32)
+    nodes = [
+        make_node("MatMul", "x w0", "a", name="A"), make_node("MatMul", "a w1", "b", name="B"),
+        make_node("MatMul", "b w2", "c", name="C"), make_node("Add", "c a", "y", name="D"),
+    ]  # fmt: skip
+    ends = [make_value(n, [1, 4]) for n in "xy"]
+    constants = [numpy_helper.from_array(w, f"w{i}") for i, w in enumerate(weights)]
+    return make_model(nodes, ends[:1], ends[1:], constants, opset=17)
+
+
+def rounded(model, *nodes):
+    """The model with a Round before these nodes."""
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    del made.graph.node[:]
+    for node in model.graph.node:
+        if node.name in nodes:
+            inner = f"{node.input[0]}/rounded"
+            made.graph.node.append(make_node("Round", [node.input[0]], [inner]))
+            node = make_node(node.op_type, [inner, *node.input[1:]], node.output)
+        made.graph.node.append(node)
+    return made
+
+
+def run_on(model, feed):
+    return OrtSession.open(model, threads=1).run(feed)["y"]
+
+
+@pytest.fixture
+def kept():
+    said = [OrtSession.open(chain(), threads=1).run(sample) for sample in SAMPLES]
+    return Kept.of(chain(), [["B"], ["C"]], list(zip(SAMPLES, said, strict=True)))
+
+
+def test_what_is_read_behind_a_change_and_made_before_it_is_its_border():
+    assert border(chain(), ["C"]) == ["b", "a"]
+    assert border(chain(), ["B"]) == ["a"]
+    assert border(chain(), ["A"]) == []  # the model's own input is no border
+
+
+@pytest.mark.parametrize("changed, left", [("B", 4), ("C", 3), ("A", 5)])
+def test_the_part_behind_a_change_gives_what_the_whole_gives(kept, changed, left):
+    trial = rounded(chain(), changed)
+    short = behind(trial, kept.same(trial), kept.values)
+    assert len(short.graph.node) == left
+    names = [value.name for value in short.graph.input]
+    for (sample, _), values in zip(kept.heard, kept.values, strict=True):
+        own = {name: {**sample, **values}[name] for name in names}
+        np.testing.assert_allclose(run_on(short, own), run_on(trial, sample), rtol=1e-5, atol=1e-6)
+
+
+def test_a_node_is_the_same_only_with_the_same_constants_and_words(kept):
+    trial = rounded(chain(), "C")
+    assert {"a", "b"} <= kept.same(trial) and "c" not in kept.same(trial)
+    trial.graph.initializer[1].CopyFrom(numpy_helper.from_array(np.zeros((4, 4), np.float32), "w1"))
+    assert "a" in kept.same(trial) and "b" not in kept.same(trial)
+
+
+def test_a_model_in_which_nothing_changed_is_run_from_what_is_known(kept):
+    short = behind(chain(), kept.same(chain()), kept.values)
+    assert [node.name for node in short.graph.node] == ["C", "D"]
+
+
+def test_only_so_much_is_kept(monkeypatch):
+    monkeypatch.setattr(downstream, "_MOST_BYTES", 4 * 4 * len(SAMPLES))
+    kept = Kept.of(chain(), [["B"], ["C"]], [(sample, {}) for sample in SAMPLES])
+    assert [list(values) for values in kept.values] == [["a"], ["a"]]
+
+
+def lines():
+    """chain() over as many steps as a sample has: [1, T, 4]."""
+    model = chain()
+    for end in (model.graph.input, model.graph.output):
+        end[0].CopyFrom(make_value(end[0].name, [1, "T", 4]))
+    return model
+
+
+def test_samples_of_several_sizes_are_all_run_from_what_is_known():
+    samples = [{"x": np.full((1, steps, 4), steps, np.float32)} for steps in (3, 5, 3)]
+    kept = Kept.of(lines(), [["B"]], [(sample, {}) for sample in samples])
+    trial = rounded(lines(), "B")
+    short = behind(trial, kept.same(trial), kept.values)
+    (value,) = short.graph.input
+    assert [d.dim_value for d in value.type.tensor_type.shape.dim] == [1, 0, 4]
+    for (sample, _), values in zip(kept.heard, kept.values, strict=True):
+        np.testing.assert_allclose(run_on(short, values), run_on(trial, sample), rtol=1e-5)
