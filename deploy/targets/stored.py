@@ -26,6 +26,8 @@ from deploy.graph.placement import WEIGHTED
 if TYPE_CHECKING:
     import onnx
 
+Float64Array = NDArray[np.float64]
+
 
 def scales_of(
     tensor: onnx.TensorProto, axis: int | None, grid: Grid, *, fits: onnx.NodeProto | None
@@ -49,7 +51,7 @@ def scales_of(
     return pair_scales(channel_rows(weight, fits), scales)
 
 
-def largest_pairs(stored: NDArray[Any], node: onnx.NodeProto) -> NDArray[np.float64] | None:
+def largest_pairs(stored: NDArray[Any], node: onnx.NodeProto) -> Float64Array | None:
     """Return each channel's largest sum of a weight pair in steps, [C]; None if never paired.
 
     x86 CPUs without VNNI add two products in 16 bits (see `calibrators.weights`).
@@ -76,8 +78,6 @@ def _depthwise(weight: NDArray[Any], node: onnx.NodeProto) -> bool:
     groups = int(attributes(node).get("group", 1))
     return weight.ndim > 2 and is_depthwise(groups, *weight.shape[:2])
 
-
-Float64Array = NDArray[np.float64]
 
 _COMPLETE = 0.99  # share of the grid that counts as all: on [-128, 127], 127 steps are all too
 
