@@ -82,7 +82,7 @@ def settled(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
         config,
         layers=layers,
         tensors=settled_tensors(config, graph),
-        notes=(*config.notes, *told_of_weights(config.layers, layers)),
+        told=(*config.told, *told_of_weights(config.layers, layers)),
     )
 
 

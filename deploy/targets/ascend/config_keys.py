@@ -97,7 +97,7 @@ class QuantConfig:
 
     Attributes:
         layers: layer name -> its entry.
-        notes: sentences on settings that a layer does not support; never written to the file.
+        told: sentences on settings that a layer does not support; never written to the file.
     """
 
     version: int = 1
@@ -108,7 +108,7 @@ class QuantConfig:
     fakequant_precision_mode: str | None = None
     tensors: tuple[TensorConfig, ...] = ()
     layers: Mapping[str, LayerConfig] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
 
     def enabled(self) -> dict[str, LayerConfig]:
         """Return the enabled layers."""

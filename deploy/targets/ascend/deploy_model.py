@@ -1,6 +1,6 @@
-"""The deploy model that ATC compiles, the rewriting it shares with the fake-quant model, and more.
+"""Rewriting of layers to integers; the deploy model for ATC, and AdaRound's modified float model.
 
-A layer is rewritten in both models alike::
+The deploy model and the fake-quant model rewrite a layer alike::
 
     x -> Conv -> y    becomes    x -> [Mul 1/factor] -> before -> Conv' -> after -> y
 

@@ -96,7 +96,7 @@ def check_file(path: Path, graph: LayerGraph | None = None) -> str:
 def _wanted(config: QuantConfig) -> str:
     """Describe how much a config quantizes, and which of its settings have no effect."""
     count = _count(len(config.enabled()), len(config.tensors))
-    return ". ".join([count, *config.notes]).rstrip(".")
+    return ". ".join([count, *config.told]).rstrip(".")
 
 
 def _count(layers: int, inputs: int, grid: str = "int8") -> str:

@@ -220,7 +220,7 @@ def calibration_notes(calibrated: Recorded, plan: RecordPlan) -> Iterator[str]:
     """Yield notes on the searches, the samples, and layers whose scale is meaningless."""
     yield f"Scales: {searches(plan.config)} over {_batches(plan)}."
     yield from _rounding_notes(calibrated, plan)
-    yield from plan.config.notes
+    yield from plan.config.told
     if calibrated.kept_bytes:
         yield f"Exact IFMR kept {calibrated.kept_bytes / 2**20:.1f} MiB of activations in memory."
     dead, faint = calibrated.dead, calibrated.faint

@@ -75,7 +75,7 @@ def read_simple_config(text: str, graph: LayerGraph, what: str = "the config") -
         ),
         tensors=tuple(_tensor(one, common) for one in message.tensor_quantize),
         layers=layers,
-        notes=tuple(told_of_activations(lowered)),
+        told=tuple(told_of_activations(lowered)),
     )
     return settled(config, graph)
 
