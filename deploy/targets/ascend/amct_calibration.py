@@ -27,6 +27,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -93,33 +94,26 @@ def prepared_model(
     config: QuantConfig,
     weights: Mapping[str, tuple[NDArray[np.float32], NDArray[np.int32]]],
     factors: Factors,
-    rounded: Mapping[str, NDArray[np.int8]] | None = None,
+    rounded: Mapping[str, NDArray[np.int8]] = MappingProxyType({}),
 ) -> onnx.ModelProto:
     """Return the float model to observe: weights fake-quantized, inputs divided by DMQ factors.
 
-    Args:
-        model: float model, nodes named.
-        layers: layers by name.
-        config: their resolved configuration.
-        weights: layer -> (scale, offset) of its weight.
-        factors: layer -> DMQ factors.
-        rounded: layer -> AdaRound's integers; AdaRound layers that are missing stay float.
+    AdaRound layers get the integers in `rounded`; those that are missing there stay float.
     """
     from onnx import numpy_helper
 
     from deploy.targets.ascend.deploy_model import rewrite_inputs
     from deploy.targets.ascend.quant_layer import array_of, balanced_weight, from_rows, rows_of
 
-    index, integers = Graph(model), rounded or {}
-    arrays = {}
+    index, arrays = Graph(model), {}
     for name, layer in layers.items():
         if not layer.weight:
             continue
         weight = balanced_weight(array_of(index, layer.weight), layer, factors.get(name, _NONE))
         rows = rows_of(weight, layer)
-        if name in integers:
+        if name in rounded:
             shape = (-1,) + (1,) * (rows.ndim - 1)
-            rows = integers[name].reshape(rows.shape) * weights[name][0].reshape(shape)
+            rows = rounded[name].reshape(rows.shape) * weights[name][0].reshape(shape)
         elif layer.kind != "ConvTranspose" and not adaptive(config, name):  # AMCT leaves it
             bits = config.layers[name].weight.num_bits
             rows = np.asarray(arq_fake_quantize(rows, *weights[name], bits=bits), np.float32)
@@ -433,13 +427,7 @@ class RecordPlan:
     def _prepared(
         self, observed: Observed, names: Collection[str] | None = None, end: str = ""
     ) -> onnx.ModelProto:
-        """Return the model to observe.
-
-        Args:
-            observed: statistics that the weights depend on.
-            names: AdaRound layers to round; None for all.
-            end: cut the model after this tensor; "" keeps all of it.
-        """
+        """Return the model to observe, cut after `end`; `names` limits the rounded layers."""
         factors = self.factors(observed)
         rounded = self.rounded(observed, names)
         weights = {**self._by_arq(factors), **{n: _weights_of(one) for n, one in rounded.items()}}

@@ -176,11 +176,7 @@ def why_not(name: str, graph: LayerGraph) -> str:
 
 
 def read_config(text: str, what: str = "the quant config") -> QuantConfig:
-    """Parse quant config JSON; check types and ranges, but not the layers' names.
-
-    Args:
-        text: the JSON.
-        what: name of the file in messages.
+    """Parse the quant config JSON of file `what`; check types and ranges, but not layer names.
 
     Raises:
         ConfigError: not JSON, an unknown key (the message suggests the nearest one), a wrong type,

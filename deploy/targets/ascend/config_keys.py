@@ -309,7 +309,7 @@ def refuse_repeats(names: Any, where: str) -> None:
     """
     repeated = sorted({name for name in names if list(names).count(name) > 1})
     if repeated:
-        raise ConfigError(f"{where} must name each layer once, got {repeated[:3]} repeated")
+        raise ConfigError(f"{where} must name each once, got {repeated[:3]} repeated")
 
 
 INT16_LAYERS = "Conv and ConvTranspose with a 1-D or 2-D kernel, and Gemm"

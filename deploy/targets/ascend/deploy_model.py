@@ -196,10 +196,13 @@ class _Surgery:
 
 
 def balance(q: QuantLayer, start: str) -> Nodes:
-    """Return the nodes that multiply a tensor by the inverse DMQ factors."""
+    """Return the nodes that multiply a layer's input by the inverse DMQ factors."""
     assert q.inverse_factors is not None
-    name = q.layer.name
-    constant = make_constant(f"{name}.tensor_balance_factor", q.inverse_factors)
+    return _multiply(q.layer.name, start, q.inverse_factors)
+
+
+def _multiply(name: str, start: str, factors: Float32Array) -> Nodes:
+    constant = make_constant(f"{name}.tensor_balance_factor", factors)
     inputs = [start, constant.output[0]]
     return [constant, helper.make_node("Mul", inputs, [f"{name}.mul.output0"], name=f"{name}.mul")]
 
@@ -221,15 +224,10 @@ def rewrite_inputs(
     nodes: Nodes = []
     for node in out.graph.node:
         if node.name in inverse_factors:
-            layer, name = layers[node.name], node.name
-            shape = (1, -1, *[1] * layer.rank)
-            constant = make_constant(
-                f"{name}.tensor_balance_factor", inverse_factors[name].reshape(shape)
-            )
-            inputs = [node.input[0], constant.output[0]]
-            mul = helper.make_node("Mul", inputs, [f"{name}.mul.output0"], name=f"{name}.mul")
-            nodes += [constant, mul]
-            node.input[0] = mul.output[0]
+            shape = (1, -1, *[1] * layers[node.name].rank)
+            factors = inverse_factors[node.name].reshape(shape)
+            nodes += _multiply(node.name, node.input[0], factors)
+            node.input[0] = nodes[-1].output[0]
         if not (node.op_type == "Constant" and node.output[0] in weights):
             nodes.append(node)
     update(out.graph.initializer, weights)
@@ -393,14 +391,7 @@ def unrounded(
     records: Mapping[str, LayerRecord],
     names: list[str],
 ) -> list[str]:
-    """Return the AdaRound layers whose weights in this model are not integers times their scale.
-
-    Args:
-        model: float model, nodes named.
-        graph: its layers.
-        records: scales of the layers.
-        names: layers that AdaRound rounded.
-    """
+    """Return those AdaRound layers `names` whose weights are not integers times their scale."""
     index, off_grid = Graph(model), []
     for name in names:
         if name not in records or name not in graph.layers:

@@ -42,7 +42,7 @@ from deploy.errors import ModelError
 from deploy.graph.edit import copied, rebuild
 from deploy.graph.index import Graph, attributes
 from deploy.metrics.output_errors import cosine
-from deploy.targets.ascend.deploy_model import PACKED, packed_axis, unpack_fours
+from deploy.targets.ascend.deploy_model import PACKED, packed_axis, unpack, unpack_fours
 from deploy.targets.ascend.layers import TYPES
 
 if TYPE_CHECKING:
@@ -281,15 +281,7 @@ class Layers:
 def chain(
     name: str, start: str, end: str, steps: list[tuple[str, list[str]]], *, cast: int
 ) -> list[onnx.NodeProto]:
-    """Return a chain of nodes from `start`, whose last one is a Cast to `cast` that writes `end`.
-
-    Args:
-        name: prefix of the nodes' names.
-        start: input tensor.
-        end: output tensor.
-        steps: (op type, further inputs) of each node.
-        cast: ONNX data type.
-    """
+    """Return nodes of these (op, further inputs) from `start`, and a Cast to `cast`: `end`."""
     nodes, tensor = [], start
     for place, (op, others) in enumerate(steps):
         output = f"{name}.exec.{place}.out"
@@ -424,11 +416,9 @@ class _Rewriter:
         ]
 
     def dequant(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        packed = self.constants.value(node.input[1])
-        low = (packed & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.float32)
-        producer = self.index.producer.get(node.input[0])
-        rank = self.rank(producer)
-        scale = self.constants.put(f"{node.name}.exec.scale", low.reshape(1, -1, *[1] * rank))
+        scales = unpack(self.constants.value(node.input[1]))
+        rank = self.rank(self.index.producer.get(node.input[0]))
+        scale = self.constants.put(f"{node.name}.exec.scale", scales.reshape(1, -1, *[1] * rank))
         return [
             *chain(f"{node.name}.float", node.input[0], f"{node.name}.exec.f", [], cast=1),
             *self.scaled_float(node, f"{node.name}.exec.f", scale),

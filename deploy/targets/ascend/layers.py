@@ -1,7 +1,6 @@
 """The layers of a model that AMCT quantizes, and the reasons why other nodes stay float.
 
-The rules are those of hicann/amct's capacity table and checks, restricted to what ATC reads from
-ONNX:
+Rules of hicann/amct's capacity table and checks, restricted to what ATC reads from ONNX:
 
 =============  ============  =============================================  ==================
 ONNX op        weight scale  conditions                                     bias

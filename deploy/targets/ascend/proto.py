@@ -273,12 +273,7 @@ def _describe(message: Any, fields: tuple[Field, ...]) -> None:
 
 
 def parse_text(name: str, text: str, what: str) -> Message:
-    """Parse protobuf text as message `name`; the last value of a repeated singular field counts.
-
-    Args:
-        name: key of `MESSAGES`.
-        text: the text.
-        what: name of the file in messages.
+    """Parse the text of file `what` as message `name`; of a field set twice the last value counts.
 
     Raises:
         ConfigError: the text does not parse; for an unknown field the message suggests the nearest.

@@ -155,7 +155,7 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
     assert record.scale_d is not None
     scale = _inverse(record.scale_d, "scale_d", record.act_bits)
     channels = record.factors.size
-    shape = (1, channels, *[1] * layer.rank) if layer.rank else (1, channels)
+    shape = (1, channels, *[1] * layer.rank)
     inverse = (np.float32(1) / record.factors).reshape(shape) if channels else None
     dequant = step_of(record)
     weight = None

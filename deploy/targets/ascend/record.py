@@ -117,11 +117,7 @@ def adaptive_layers(text: str) -> list[str]:
 
 
 def read_record(text: str, what: str = "the record") -> dict[str, LayerRecord]:
-    """Parse a record; return layer name -> record, after AMCT's checks.
-
-    Args:
-        text: protobuf text.
-        what: name of the file in messages.
+    """Parse the record of file `what`; return layer name -> record, after AMCT's checks.
 
     Raises:
         ConfigError: text that does not parse, an unknown or missing field, an invalid value.
@@ -147,11 +143,7 @@ def read_record(text: str, what: str = "the record") -> dict[str, LayerRecord]:
 
 
 def others(text: str, what: str = "the record") -> tuple[str, ...]:
-    """Describe the entries of a record that calib8 does not deploy, after AMCT's checks.
-
-    Args:
-        text: protobuf text.
-        what: name of the file in messages.
+    """Describe the record's entries that calib8 does not deploy, after AMCT's checks.
 
     Raises:
         ConfigError: as `read_record`.

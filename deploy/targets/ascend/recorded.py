@@ -113,10 +113,7 @@ def _first_key(text: str) -> str:
 
 
 def check_deploy(path: Path) -> str:
-    """Check the AscendQuant and AscendDequant nodes of a deploy model by ATC's rules.
-
-    Returns:
-        One sentence on the model.
+    """Check a deploy model's AscendQuant and AscendDequant nodes by ATC's rules; describe it.
 
     Raises:
         ModelError: not an ONNX file, no quantized layer, or an invalid one.
@@ -157,11 +154,13 @@ def _check_parameter(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorPr
     """Check the packed parameter of an AscendDequant (see `deploy_model`)."""
     from onnx import numpy_helper
 
+    from deploy.targets.ascend.deploy_model import unpack
+
     parameter = constants.get(node.input[-1])
     if len(node.input) != 2 or parameter is None or parameter.data_type != 13:
         raise ModelError(f"{node.name!r} must have a uint64 parameter as its second input")
     values = numpy_helper.to_array(parameter)
-    scales = (values & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.float32)
+    scales = unpack(values)
     if not (np.isfinite(scales) & (scales > 0)).all():
         raise ModelError(f"{node.name!r} must have finite scales above 0, got {scales.min()}")
     if (values >> np.uint64(40)).any():
@@ -295,11 +294,7 @@ def from_cache(subject: Subject, path: Path) -> Recipe:
 def _formed(
     subject: Subject, records: Mapping[str, LayerRecord], path: Path | None
 ) -> tuple[onnx.ModelProto, LayerGraph, QuantConfig | None, tuple[str, ...]]:
-    """Bring the model to the form that the record was made with.
-
-    Returns:
-        (model, layers, configuration of `path`, layers of `_bare`).
-    """
+    """Return the model in the form of the record, its layers, the configuration, and `_bare`."""
     from deploy.targets.ascend.settled import prepared, unfused
 
     model, graph = prepared(subject.model)

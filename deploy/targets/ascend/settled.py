@@ -70,12 +70,7 @@ def with_own_weights(model: onnx.ModelProto, nodes: Collection[str]) -> dict[str
 
 
 def _affordable(copies: Mapping[str, int], constants: Mapping[str, onnx.TensorProto]) -> set[str]:
-    """Return the weights whose copies fit into `_MOST` bytes, smallest first.
-
-    Args:
-        copies: weight -> number of copies.
-        constants: weight -> tensor.
-    """
+    """Return the weights of `copies`, weight -> number, that fit into `_MOST`, smallest first."""
     bytes_of = {name: 4 * math.prod(constants[name].dims) * copies[name] for name in copies}
     affordable, total = set(), 0
     for name in sorted(bytes_of, key=bytes_of.__getitem__):

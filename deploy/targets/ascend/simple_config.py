@@ -20,6 +20,7 @@ from deploy.targets.ascend.config_keys import (
     Weight,
     activation_from,
     checked_keys,
+    refuse_repeats,
     takes_activations,
     told_of_activations,
     weight_from,
@@ -31,12 +32,7 @@ _BITS = {1: 8, 2: 16}  # DataType.INT8, INT16
 
 
 def read_simple_config(text: str, graph: LayerGraph, what: str = "the config") -> QuantConfig:
-    """Parse a simplified configuration and resolve it for the model's layers.
-
-    Args:
-        text: protobuf text.
-        graph: layers of the model.
-        what: name of the file in messages.
+    """Parse the simplified configuration of file `what` and resolve it for the model's layers.
 
     Raises:
         ConfigError: text that does not parse, unknown or repeated names and types, values out of
@@ -112,9 +108,7 @@ def _default(message: Any, name: str, value: bool) -> bool:
 
 
 def _once(names: Any, where: str) -> list[str]:
-    repeated = sorted({name for name in names if list(names).count(name) > 1})
-    if repeated:
-        raise ConfigError(f"{where} must name each once, got {repeated[:3]} repeated")
+    refuse_repeats(names, where)
     return list(names)
 
 

@@ -183,13 +183,7 @@ class _QdqWriter:
         return with_shift(scale, zero, self.clipped.get(owner, 0.0))
 
     def constant(self, name: str, array: NDArray[np.generic], grid: Grid | None = None) -> str:
-        """Add an initializer unless it exists, and return its name.
-
-        Args:
-            name: name of the initializer.
-            array: its value.
-            grid: grid of quantized values, which decides between integers and fp8.
-        """
+        """Add an initializer unless it exists; return its name. `grid` tells fp8 from integers."""
         if name not in self.initializers:
             tensor = _float8(name, array) if grid == FP8 else _plain(name, array)
             self.initializers[name] = tensor
@@ -233,11 +227,7 @@ class _QdqWriter:
         self.instead[add.name] = []
 
     def shifted(self, target: WeightTarget) -> WeightTarget:
-        """Add a gate's shift to the bias of the layer that makes its source.
-
-        Returns:
-            The target with that bias; any other target unchanged.
-        """
+        """Add a gate's shift to the bias of the layer that makes its source; return its target."""
         gate = self.plan.shifts.get(target.node)
         if gate is None:
             return target

@@ -48,12 +48,7 @@ class Shifted:
 
 
 def with_offset(scale: np.float32, zero: int, offset: float) -> Shifted:
-    """Choose parameters of y + offset such that y has the same scale and another zero point.
-
-    Args:
-        scale: scale of the range of y + offset.
-        zero: zero point of that range.
-        offset: the number that is added.
+    """Adjust parameters of y + offset such that y has the same scale and another zero point.
 
     Returns:
         The parameters of y + offset, and the steps from its zero point to that of y.
