@@ -320,7 +320,7 @@ def run_atc(command: list[str], engine: Path) -> Path:
     if done.returncode != 0:
         raise BackendError(f"atc failed with exit code {done.returncode}; its output: {output}")
     if not engine.exists():
-        raise BackendError(f"atc must write {engine}, got no file; its output: {output}")
+        raise BackendError(f"atc must write {engine}, got nothing; its output: {output}")
     return engine
 
 

@@ -205,7 +205,7 @@ def from_record(subject: Subject, path: Path, *, config: Path | None = None) -> 
     if bare:
         notes.append(
             "By its scales, the record was made before anything was folded into these layers, so"
-            f" the nodes that follow them stay apart: {', '.join(bare)}."
+            f" what follows them stays apart: {', '.join(bare)}."
         )
     nearest = unrounded(model, graph, records, adaptive_layers(text))
     if nearest:
