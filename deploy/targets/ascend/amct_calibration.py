@@ -201,7 +201,7 @@ class RecordPlan:
 
     @cached_property
     def layers(self) -> dict[str, Layer]:
-        """What to quantize, in the model's order: enabled layers and tensor_quantize inputs."""
+        """Enabled layers and tensor_quantize inputs, in the model's order."""
         return self.graph.asked(self._entries)
 
     @cached_property

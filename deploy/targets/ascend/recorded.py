@@ -38,7 +38,7 @@ _WHAT = "a text file of an Ascend deployment"
 
 
 def read_any_config(path: Path, graph: LayerGraph) -> QuantConfig:
-    """Read a quant config JSON or simplified configuration, told apart by suffix or first "{".
+    """Read a quant config JSON or a simplified configuration; suffix or first "{" decides which.
 
     Raises:
         ConfigError: the file cannot be read or breaks a rule.

@@ -73,13 +73,13 @@ class OnnxRuntime:
     )
     full_weights: bool = option(
         False,
-        help="Let weights take all of int8: a little nearer on CPUs with VNNI and on Arm, wrong on"
-        " x86 CPUs without, which saturate.",
+        help="Let weights take all of int8: slightly more accurate on CPUs with VNNI and on Arm,"
+        " wrong on x86 CPUs without VNNI, which saturate.",
     )
     dynamic_matmul: bool = option(
         False,
-        help="Quantize what MatMuls with constant weights multiply anew for each input; may suit"
-        " attention models.",
+        help="Quantize the activations of MatMuls with constant weights at run time, for each"
+        " input; may suit attention models.",
         places=True,
     )
     name: str = "onnxruntime"
