@@ -1,7 +1,7 @@
-"""One folder or file a target; `TARGETS` is the table of them.
+"""The deployment targets, one package each, and `TARGETS`, the table of them.
 
-New hardware is one file here with a class that implements `deploy.targets.base.Target`, and one
-row. The classes import what is heavy inside their functions, since `--help` lists their options.
+To add hardware, write a class that implements `deploy.targets.base.Target` and add a row here.
+Target classes import heavy packages inside their functions, since `--help` lists their options.
 """
 
 from collections import Counter
@@ -21,10 +21,10 @@ TARGETS: dict[str, type[Target]] = {
 
 
 def named(name: str) -> type[Target]:
-    """The target of a name.
+    """Return the target class of this name.
 
     Raises:
-        ConfigError: a name that is not in the table.
+        ConfigError: the name is not in `TARGETS`.
     """
     if name in TARGETS:
         return TARGETS[name]
@@ -33,22 +33,22 @@ def named(name: str) -> type[Target]:
 
 
 def targets_of(targets: Sequence[str | Target]) -> list[Target]:
-    """Targets by name or with options of their own.
+    """Return target objects; a name stands for the target with default options.
 
     Raises:
-        ConfigError: a name that is not in the table, or two targets of one name.
+        ConfigError: no target, a name that is not in `TARGETS`, or two targets of one name.
     """
-    found = [named(target)() if isinstance(target, str) else target for target in targets]
-    if not found:
+    made = [named(target)() if isinstance(target, str) else target for target in targets]
+    if not made:
         raise ConfigError(f"at least one target is needed, of {', '.join(TARGETS)}")
-    names = Counter(target.name for target in found)
-    twice = [name for name, times in names.items() if times > 1]
-    if twice:
+    names = Counter(target.name for target in made)
+    repeated = [name for name, times in names.items() if times > 1]
+    if repeated:
         raise ConfigError(
-            f"targets must have names of their own, got {twice[0]!r} twice, whose files would be"
-            " the same; build the other one into another folder"
+            f"each target may be given once, got {repeated[0]!r} twice, and both would write the"
+            " same files; build the second one into another folder"
         )
-    return found
+    return made
 
 
 __all__ = ["TARGETS", "Ascend", "OnnxRuntime", "Target", "TensorRT", "named", "targets_of"]

@@ -1,7 +1,4 @@
-"""What every target offers: what it wants observed, its files and engine, a session.
-
-Shell scripts beside the files that they are about.
-"""
+"""The interface of a target: its observations, plan, build and engine session."""
 
 from __future__ import annotations
 
@@ -29,21 +26,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildRequest:
-    """All that a target may build from.
+    """The input of `Target.build`.
 
     Attributes:
-        subject: the model, its forms, the method, what stays float.
-        folder: where to write.
-        earlier: where files of an earlier build may be; None where `folder` is the place.
-        ranges: what was observed, and the clip ranges that the method finds in it.
+        subject: the model, its forms, the calibration method, the nodes to keep in float.
+        folder: output folder.
+        earlier: folder of an earlier build's files; None means `folder`.
+        ranges: the recorded statistics, and the clip ranges that the method computes from them.
         feed: the calibration samples, for an engine that calibrates by itself.
-        threads: for what is run while building; the files do not depend on it.
-        manifest: what the feed is made of, preprocessing included.
-        choices: what was settled for the target beyond what the user asked for.
-        judges: the calibration samples that judge what is tried, with the float model's outputs;
-            None where nothing is tried.
-        against: the cleaned float model without repairs, for float engines that the speed of what
-            is built is held against; None where no speed is measured.
+        threads: threads of the inferences made while building; the files do not depend on it.
+        manifest: description of the calibration data, preprocessing included.
+        choices: decisions for this target beyond what the user asked for.
+        judges: evaluation samples of the search, with the float model's outputs; None without a
+            search.
+        against: cleaned float model without repairs, for the float engines of the speed
+            comparison; None where speed is not measured.
     """
 
     subject: Subject
@@ -58,36 +55,37 @@ class BuildRequest:
     against: onnx.ModelProto | None = None
 
     def choosing(self, choices: Choices) -> BuildRequest:
-        """The same, with other choices."""
+        """Return the request with other choices."""
         return replace(self, choices=choices)
 
     def adding(self, choices: Choices) -> BuildRequest:
-        """The same, with other choices, and in float what is float already."""
-        kept = {**self.choices.float_nodes, **choices.float_nodes}
-        return self.choosing(replace(choices, float_nodes=kept))
+        """Return the request with other choices; nodes already in float stay in float."""
+        float_nodes = {**self.choices.float_nodes, **choices.float_nodes}
+        return self.choosing(replace(choices, float_nodes=float_nodes))
 
     @property
     def chosen(self) -> Ranges:
-        """The clip ranges, each by the search that was chosen for it."""
+        """The clip ranges, each by the method chosen for its tensor."""
         return self.ranges.choosing(self.choices)
 
     def ranges_of(self, target: Target, *, symmetric: Grid | None = None) -> Found:
-        """What a target demands, as chosen; it is asked once, however many builds are tried.
+        """Return the ranges of the tensors that a target demands, by the chosen methods.
+
+        The demand is computed once, however many builds are tried.
 
         Args:
-            target: whose tensors.
-            symmetric: grid that the thresholds are for; None for int8.
+            target: the target.
+            symmetric: grid of symmetric thresholds; None for int8.
         """
         subject = self.subject
         key = "demand", target.name, id(subject.model), subject.float_nodes, subject.method.label
-        made = self.ranges.once(key, lambda: (subject, target.demand(subject)))
-        return self.chosen.of(
-            made[1], symmetric=symmetric
-        )  # with its subject, whose model keeps its id
+        # the entry holds the subject too: while its model lives, no other model gets that id
+        _, demand = self.ranges.once(key, lambda: (subject, target.demand(subject)))
+        return self.chosen.of(demand, symmetric=symmetric)
 
     @property
     def name(self) -> str:
-        """Stem of the files to write."""
+        """Stem of the written files."""
         return self.subject.loaded.name
 
     @property
@@ -97,12 +95,12 @@ class BuildRequest:
 
     @property
     def trained(self) -> Trained | None:
-        """What the model's own pairs say, where it is quantized already; None of a float one."""
+        """The Q/DQ pairs of a model that is quantized already; None of a float model."""
         return self.subject.loaded.trained
 
     @property
     def source(self) -> Path | None:
-        """The file the model came from; None for a model given in memory."""
+        """The model's file; None of a model in memory."""
         return self.subject.source
 
     @property
@@ -111,26 +109,26 @@ class BuildRequest:
         return self.subject.loaded.digest
 
     def whole(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """What was made of the model, with the nodes put back that ONNX Runtime does not know.
+        """Return `model` with the nodes put back that ONNX Runtime does not know.
 
         Raises:
-            ExportError: they mean something else in the opset of `model`.
+            ExportError: these nodes mean something else in the opset of `model`.
         """
         return self.subject.loaded.whole(model)
 
     @property
     def kept(self) -> tuple[Decision, ...]:
-        """These nodes, and those behind them."""
+        """Decisions for the nodes that ONNX Runtime does not know, and those downstream of them."""
         behind = self.subject.loaded.behind
         return () if behind is None else behind.decisions
 
     def built_before(self, name: str) -> Path:
-        """Where an earlier build would have put this file."""
+        """Return the path that an earlier build would have written this file to."""
         return (self.earlier or self.folder) / name
 
     @property
     def float_nodes(self) -> Mapping[str, str]:
-        """Nodes to keep in float -> why: the user asked for it, or it was chosen."""
+        """Node to keep in float -> the reason: the user's request, or the search's."""
         from deploy.graph.plan import reasons
 
         return {**self.choices.float_nodes, **reasons(self.subject.float_nodes)}
@@ -138,7 +136,7 @@ class BuildRequest:
 
 @dataclass(frozen=True, slots=True)
 class CacheText:
-    """A calibration cache in TensorRT's format, and what its reader should know."""
+    """A calibration cache in TensorRT's format, and notes for the user."""
 
     text: bytes
     notes: tuple[str, ...] = ()
@@ -146,23 +144,23 @@ class CacheText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """What a target made.
+    """The result of `Target.build`.
 
     Attributes:
         target: the target's name.
         engine: the file that runs on the target; None where the SDK or device is missing.
-        runnable: a model of the same numerics that ONNX Runtime runs, for accuracy and, where it
-            is the engine itself, for latency; None where there is none.
-        baselines: label -> float engine of the same runtime and device, that the engine's speed is
-            held against; the one that counts last.
+        runnable: a model of the same numerics that ONNX Runtime runs, for accuracy and, if it is
+            the engine itself, for latency; None if there is none.
+        baselines: label -> float engine of the same runtime and device for the speed comparison;
+            the last one is the reference.
         files: role -> path of every file written, the engines included.
-        decisions: every node, its precision or why it is float.
-        options: flags of this target that were given -> their values in words.
-        method: what chose the ranges in these files.
+        decisions: precision of every node, and why it is float.
+        options: flag of this target that was given -> its value as text.
+        method: text: the method that chose the ranges in these files.
         ranges: tensor -> its range in these files.
-        weights: the weights that left float, as these files hold them.
-        notes: sentences for the user: what was not done, and the command that does it.
-        error: why the target failed, as a sentence; "" where it did not.
+        weights: the quantized weights as these files hold them.
+        notes: sentences for the user: steps that were left out, and the command that does each.
+        error: one sentence on why the target failed; "" if it did not.
     """
 
     target: str
@@ -180,7 +178,7 @@ class Built:
 
     @property
     def word(self) -> str:
-        """What its quantized nodes run in: "int8", whatever their zero point, or "fp8"."""
+        """Type of the quantized nodes: "int8", whatever the zero points, or "fp8"."""
         from deploy.graph.plan import word_of
 
         return word_of(self.decisions)
@@ -191,13 +189,13 @@ class Target(Protocol):
 
     Attributes:
         engines: suffixes of the engine files that `open` loads.
-        writes: what the names of the files that `build` writes have after the model's name.
-        runs_here: whether ONNX Runtime on this machine's CPU is what runs the engine, so that its
-            time can be measured and decide.
-        own_method: in words, what finds this target's ranges whatever method is asked for; empty
-            where the method does.
-        float_way: in words, how to build the float model where a build for this target must leave
-            a layer in int8; empty where it need not.
+        writes: endings of the files that `build` writes, after the model's name.
+        runs_here: whether ONNX Runtime runs the engine on this machine's CPU, so that the search
+            can use its latency.
+        own_method: text: the algorithms that find this target's ranges whatever --method says; ""
+            if --method decides.
+        float_way: text: how to build the float model, for a target that must have an int8 layer;
+            "" for other targets.
     """
 
     engines: ClassVar[tuple[str, ...]]
@@ -208,7 +206,7 @@ class Target(Protocol):
 
     @property
     def alternatives(self) -> tuple[str, ...]:
-        """Names of `SEARCHES` that may stand in for the own method; none where there is none."""
+        """Names of `SEARCHES` that may replace `own_method`."""
         ...
 
     @property
@@ -217,28 +215,28 @@ class Target(Protocol):
         ...
 
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
-        """Tensors that need a scale for this target, as far as the model alone tells."""
+        """Return the tensors that need a scale for this target, judged by the model alone."""
         ...
 
     def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
-        """Every node, int8 or float with its reason, and where Q/DQ pairs stand for that.
+        """Decide each node's precision, with a reason for float, and place the Q/DQ pairs.
 
         Args:
-            model: cleaned.
-            float_nodes: names of nodes to keep in float, with why where it is not the user's word.
+            model: cleaned model.
+            float_nodes: nodes to keep in float, with a reason if the user did not ask for it.
         """
         ...
 
     def demand(self, subject: Subject) -> tuple[Observation, ...]:
-        """What must be observed before `build`; options that cannot be met are told here.
+        """Return the observations that `build` needs.
 
         Raises:
-            ConfigError: an option or configuration that contradicts the model or the method.
+            ConfigError: an option or configuration contradicts the model or the method.
         """
         ...
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
-        """The int8 model that ONNX Runtime runs with this target's numerics; nothing is written.
+        """Return the int8 model with this target's numerics for ONNX Runtime; write nothing.
 
         Raises:
             ExportError, CalibrationError: as `build`.
@@ -246,19 +244,19 @@ class Target(Protocol):
         ...
 
     def build(self, request: BuildRequest) -> Built:
-        """Write every file that can be made here, and the engine where the SDK allows it.
+        """Write all files that this machine can make, and the engine if the SDK is installed.
 
         Raises:
-            BackendError: the SDK is there and refused.
+            BackendError: the SDK is installed and failed.
             ExportError: a format cannot express the model.
         """
         ...
 
     def at_hand(self) -> str:
-        """What builds and runs engines on this machine, in words.
+        """Describe the SDK that builds and runs engines on this machine.
 
         Raises:
-            SdkMissingError: it is missing; says what, and how to get it.
+            SdkMissingError: it is missing; the message says what, and how to get it.
         """
         ...
 
@@ -274,23 +272,25 @@ class Target(Protocol):
 
 @runtime_checkable
 class WritesCache(Protocol):
-    """A target with a form of its own for the calibration cache."""
+    """A target that writes a TensorRT calibration cache."""
 
     def cache_version(self) -> str | None:
-        """The TensorRT of this machine that is to read it, "X.Y.Z"; None where there is none."""
+        """Return "X.Y.Z" of the TensorRT installed here, which reads the cache; None without."""
         ...
 
     def cache_text(self, subject: Subject, ranges: Ranges) -> CacheText:
-        """The cache in TensorRT's format."""
+        """Return the cache in TensorRT's format."""
         ...
 
 
 def write_script(path: Path, body: str) -> Path:
-    """Write a script that runs from any folder, in its own; names in it keep their own bytes.
+    """Write a shell script that changes to its own folder first; return its path.
+
+    File names that are no valid UTF-8 keep their bytes.
 
     Args:
-        path: of the script.
-        body: lines of a shell, quoted.
+        path: path of the script.
+        body: shell commands, already quoted.
 
     Raises:
         ExportError: the folder is not writable.

@@ -1,6 +1,6 @@
-"""The options of a target: typed fields with help, from which its part of the command line is made.
+"""Target options: dataclass fields with type and help, which also define command-line flags.
 
-A target is a dataclass, and its options are the fields that `option` declares::
+A target is a dataclass; the fields declared by `option` are its options::
 
     @dataclass(frozen=True, kw_only=True)
     class Toy:
@@ -8,7 +8,7 @@ A target is a dataclass, and its options are the fields that `option` declares::
         tags: tuple[str, ...] = option((), help="A tag.", flag="--tag")       # --tag T --tag U
         fast: bool = option(True, help="Run fast.")                           # --fast/--no-fast
 
-The annotation says what a value is (bool, int, float, str, Path), whether it may be missing
+The annotation gives the type of a value (bool, int, float, str, Path), whether it may be None
 (`| None`) and whether the flag may be repeated (`tuple[..., ...]`).
 """
 
@@ -22,7 +22,7 @@ from deploy.errors import ConfigError
 
 Value = TypeVar("Value")
 
-_KEY = "calib8 option"  # of a field's metadata
+_KEY = "calib8 option"  # key in a field's metadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,18 +30,18 @@ class Option:
     """One option of a target.
 
     Attributes:
-        name: the field.
-        flag: on the command line, "--soc", or "--fp16/--no-fp16" where it can be switched off.
+        name: field name.
+        flag: command-line flag, "--soc", or "--fp16/--no-fp16" for one that is on by default.
         help: one sentence.
-        kind: bool, int, float, str or Path: a value, or each of a repeated one.
-        default: the field's.
-        choices: the values that there are; empty where any is taken.
-        metavar: what stands for the value in the help; None leaves it to the kind.
-        least, most: limits of a number, both included.
+        kind: type of a value, or of each value of a repeated flag: bool, int, float, str or Path.
+        default: default of the field.
+        choices: the allowed values; empty if any value is allowed.
+        metavar: placeholder of the value in the help; None for the default of `kind`.
+        least, most: limits of a number, both inclusive.
         repeat: whether the flag may be repeated; the field is then a tuple.
-        observes: it decides which tensors are observed, or how: an option of `calibrate` too.
-        places: it decides which nodes run in int8: an option of `inspect` too.
-        runs: it decides how a built engine runs: an option of `bench` too.
+        observes: changes which tensors are observed, or how; `calibrate` has the option too.
+        places: changes which nodes run in int8; `inspect` has the option too.
+        runs: changes how a built engine runs; `bench` has the option too.
     """
 
     name: str = ""
@@ -59,7 +59,7 @@ class Option:
     runs: bool = False
 
     def flaw(self, value: object) -> str:
-        """The rule that one value breaks, or nothing."""
+        """Return the rule that a single value breaks, or ""."""
         if self.choices and value not in self.choices:
             return f"is one of {', '.join(self.choices)}"
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -83,9 +83,9 @@ def option(
     places: bool = False,
     runs: bool = False,
 ) -> Value:
-    """A dataclass field that is an option; the words are those of `Option`.
+    """Declare a dataclass field that is an option; for the arguments see `Option`.
 
-    Without `flag` it is that of the field's name, and a bool that is True can be switched off.
+    The default `flag` is made of the field's name; a bool whose default is True also gets --no-.
     """
     declared = Option(
         flag=flag or "",
@@ -102,35 +102,35 @@ def option(
 
 
 def options_of(target: type) -> tuple[Option, ...]:
-    """The options that a target's class declares, in the order of its fields."""
+    """Return the options that a target class declares, in field order."""
     if not dataclasses.is_dataclass(target):
         return ()
     hints = get_type_hints(target)
     return tuple(
-        _of(field, hints[field.name], field.metadata[_KEY])
+        _completed(field, hints[field.name], field.metadata[_KEY])
         for field in dataclasses.fields(target)
         if _KEY in field.metadata
     )
 
 
 def given(target: object) -> dict[str, str]:
-    """Flag -> value in words, of the options of a target that are not the default's."""
-    found = {}
+    """Return flag -> value as text, for the options of a target that differ from their default."""
+    changed = {}
     for declared in options_of(type(target)):
         value = getattr(target, declared.name)
         if value != declared.default:
-            flag, _, switched_off = declared.flag.partition("/")
-            off = value is False and bool(switched_off)
-            words = " ".join(map(str, value)) if declared.repeat else str(value)
-            found[switched_off if off else flag] = "" if isinstance(value, bool) else words
-    return found
+            flag, _, no_flag = declared.flag.partition("/")
+            off = value is False and bool(no_flag)
+            text = " ".join(map(str, value)) if declared.repeat else str(value)
+            changed[no_flag if off else flag] = "" if isinstance(value, bool) else text
+    return changed
 
 
 def check(target: object) -> None:
-    """Hold a target's values to what its options declare; for its `__post_init__`.
+    """Check a target's values against its options; call it in `__post_init__`.
 
     Raises:
-        ConfigError: a value that is no choice or outside the limits.
+        ConfigError: a value is not among the choices, or outside the limits.
     """
     for declared in options_of(type(target)):
         value = getattr(target, declared.name)
@@ -140,16 +140,17 @@ def check(target: object) -> None:
                 raise ConfigError(f"{declared.name} of {kind} {flaw}, got {one!r}")
 
 
-def _of(field: dataclasses.Field[Any], hint: Any, declared: Option) -> Option:
-    held = [kind for kind in get_args(hint) if kind is not type(None)] or [hint]
+def _completed(field: dataclasses.Field[Any], hint: Any, declared: Option) -> Option:
+    """Return the option with name, flag, type and default of its field."""
+    kinds = [kind for kind in get_args(hint) if kind is not type(None)] or [hint]
     repeat = get_origin(hint) is tuple
     dashed = f"--{field.name.replace('_', '-')}"
-    usual = f"{dashed}/--no-{dashed[2:]}" if field.default is True else dashed
+    default_flag = f"{dashed}/--no-{dashed[2:]}" if field.default is True else dashed
     return replace(
         declared,
         name=field.name,
-        flag=declared.flag or usual,
-        kind=held[0],
+        flag=declared.flag or default_flag,
+        kind=kinds[0],
         default=field.default,
         repeat=repeat,
     )

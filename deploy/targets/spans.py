@@ -1,6 +1,6 @@
-"""Shapes of what is fed, over all samples.
+"""Input shape ranges over the calibration samples.
 
-A network of text or sound takes any length; its engine takes those that it was built for.
+A text or audio model accepts any length; its engine accepts only the shapes it was built for.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from deploy.terminal import phase
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
-Fed = tuple[tuple[str, Shape], ...]  # the shapes of one sample, by input
+Fed = tuple[tuple[str, Shape], ...]  # (input, shape) pairs of one sample
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Shapes of the inputs.
+    """Input shapes over all samples, by input name.
 
     Attributes:
         least: the smallest size of every dimension.
-        usual: those of the sample that half of all are no larger than.
+        usual: shapes of the median sample, ordered by number of values.
         most: the largest size of every dimension.
-        largest: those of the largest sample.
+        largest: shapes of the sample with the most values.
     """
 
     least: Shapes
@@ -39,18 +39,18 @@ class Span:
 
     @property
     def varies(self) -> bool:
-        """Whether samples are of several shapes."""
+        """Whether the samples differ in shape."""
         return self.least != self.most
 
 
 def span_of(request: BuildRequest) -> Span:
-    """Of the samples that calibrate, which are read once more where they may differ in size."""
-    key = "span", id(request.feed)  # kept with the feed of this id
+    """Return the shapes of the calibration samples; read them again if sizes may differ."""
+    key = "span", id(request.feed)  # the entry holds the feed, so no other feed gets that id
     return request.ranges.once(key, lambda: (request.feed, _span(Counter(_shapes(request)))))[1]
 
 
 def _shapes(request: BuildRequest) -> Iterator[Fed]:
-    """Of each sample; of the first alone where all are known to be alike."""
+    """Yield the shapes of each sample, or of the first one only if all are known to be equal."""
     inputs = (dims(value) or () for value in fed_inputs(request.model.graph))
     fixed = all(isinstance(size, int) and size > 0 for shape in inputs for size in shape[1:])
     feed = request.feed
@@ -61,23 +61,23 @@ def _shapes(request: BuildRequest) -> Iterator[Fed]:
             step()
 
 
-def _span(seen: Mapping[Fed, int]) -> Span:
-    """Of shapes and how many samples have them: there are few, however many samples there are."""
-    ranked = sorted(seen, key=_numbers)
-    no_larger = [*accumulate(seen[fed] for fed in ranked)]
-    half = (no_larger[-1] + 1) // 2
-    every: dict[str, list[Shape]] = {}
-    for name, shape in (one for fed in ranked for one in fed):
-        every.setdefault(name, []).append(shape)
-    sides = {name: [*zip(*shapes, strict=True)] for name, shapes in every.items()}
+def _span(counts: Mapping[Fed, int]) -> Span:
+    """Return the span of these shapes; `counts` is the number of samples of each."""
+    ranked = sorted(counts, key=_numbers)
+    cumulative = [*accumulate(counts[fed] for fed in ranked)]
+    half = (cumulative[-1] + 1) // 2
+    by_input: dict[str, list[Shape]] = {}
+    for name, shape in (pair for fed in ranked for pair in fed):
+        by_input.setdefault(name, []).append(shape)
+    sides = {name: [*zip(*shapes, strict=True)] for name, shapes in by_input.items()}
     return Span(
         least={name: tuple(map(min, sizes)) for name, sizes in sides.items()},
-        usual=dict(ranked[bisect_left(no_larger, half)]),
+        usual=dict(ranked[bisect_left(cumulative, half)]),
         most={name: tuple(map(max, sizes)) for name, sizes in sides.items()},
         largest=dict(ranked[-1]),
     )
 
 
 def _numbers(fed: Fed) -> tuple[int, Fed]:
-    """By all values together; the shapes tell those of one size apart, in whatever order."""
+    """Sort key: number of values of a sample, then its shapes, so that the order is fixed."""
     return sum(math.prod(shape) for _, shape in fed), fed

@@ -1,6 +1,6 @@
-"""What a target makes of a Q/DQ model: kept as it is where the grid is its own, else written anew.
+"""Building a target from a model that is quantized already (Q/DQ): decisions and notes.
 
-::
+The model is kept if its activations are on the target's own grid, and rewritten otherwise::
 
     uint8 activations --.--> ONNX Runtime: the model itself         TensorRT: int8, zero point 0,
                          '-> Ascend: the same codes less 128                  the same real range
@@ -26,39 +26,39 @@ if TYPE_CHECKING:
 
     from deploy.frontends.base import Trained
 
-_TOLD = 3  # names in a sentence
+_SHOWN = 3  # names in a sentence
 
 
 def refuse_options(trained: Trained, target: str, given: dict[str, bool]) -> None:
-    """Refuse options of a target that say how a float model is quantized.
+    """Refuse target options that decide how a float model is quantized.
 
     Args:
-        trained: the model.
-        target: its name.
+        trained: the Q/DQ model.
+        target: name of the target.
         given: flag -> whether it was given.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: such a flag was given.
     """
-    asked = next((flag for flag, was in given.items() if was), None)
-    if asked is not None:
+    refused = next((flag for flag, is_given in given.items() if is_given), None)
+    if refused is not None:
         raise ConfigError(
-            f"{asked} decides how {target} quantizes a float model, got it with"
-            f" {trained.name}, which is quantized already; leave it away, or give the float model"
+            f"{refused} decides how {target} quantizes a float model, got it with"
+            f" {trained.name}, which is quantized already; leave it out, or give the float model"
         )
 
 
 def decisions_of(
     trained: Trained, model: onnx.ModelProto, placement: Placement
 ) -> tuple[Decision, ...]:
-    """What each node of the float model is where the Q/DQ model is run as it stands.
+    """Return each node's precision if the Q/DQ model runs unchanged.
 
     Args:
         trained: the Q/DQ model.
-        model: the float model that was taken out of it.
-        placement: of the target, whose kernels write integers.
+        model: the float model that was extracted from it.
+        placement: placement of a target whose kernels write integers.
     """
-    found = []
+    decisions = []
     graph = Graph(model)
     for node in model.graph.node:
         why = trained.floats.get(node.name, "")
@@ -71,12 +71,12 @@ def decisions_of(
         if not why and writes and node.name not in trained.written:
             why = f"no pair stands on what it makes in {Path(trained.name).name}"
         precision = FLOAT32 if why else placement.grid.name
-        found.append(Decision(node.name, node.op_type, precision, why))
-    return tuple(found)
+        decisions.append(Decision(node.name, node.op_type, precision, why))
+    return tuple(decisions)
 
 
 def kept_note(trained: Trained) -> str:
-    """A sentence on a model that stays as it is."""
+    """Return the note for a Q/DQ model that is kept unchanged."""
     return (
         f"Kept to the bit: the pairs of {Path(trained.name).name} and the integers of its weights."
     )
@@ -85,14 +85,14 @@ def kept_note(trained: Trained) -> str:
 def anew_notes(
     trained: Trained, written: onnx.ModelProto, decisions: Iterable[Decision], target: str, how: str
 ) -> Iterator[str]:
-    """Sentences on a model that is written on another grid.
+    """Yield the notes for a Q/DQ model that is rewritten on another grid.
 
     Args:
         trained: the Q/DQ model.
-        written: what was written of it.
-        decisions: what its nodes are now.
-        target: whose grid that is.
-        how: the end of the sentence on the grid.
+        written: the model written from it.
+        decisions: precisions of its nodes in `written`.
+        target: name of the target.
+        how: end of the sentence about the grid.
     """
     yield f"{Path(trained.name).name} has activations in {trained.kinds}; {how}."
     lost = [
@@ -102,23 +102,23 @@ def anew_notes(
     ]
     if lost:
         yield (
-            f"Layers in int8 there and in float here, where a tensor has no scale or the target no"
-            f" kernel: {len(lost)} ({', '.join(lost[:_TOLD])}); quantize for {target} to have them"
-            " in int8 (calib8 qat --target)."
+            "Layers that are int8 in the given model and float here, since a tensor has no scale or"
+            f" the target has no kernel: {len(lost)} ({', '.join(lost[:_SHOWN])}); quantize for"
+            f" {target} to have them in int8 (calib8 qat --target)."
         )
     changed = [name for name, same in _weights(trained, written) if not same]
     if changed:
         yield (
-            "Weights with channels that were rounded again, whose scales do not fit (a zero point,"
-            f" or no room beside the bias in int32): {len(changed)} ({', '.join(changed[:_TOLD])});"
+            "Weights with channels that were rounded again, because their scales do not fit (a zero"
+            f" point, or a bias that fills int32): {len(changed)} ({', '.join(changed[:_SHOWN])});"
             " all others keep their integers."
         )
 
 
 def _weights(trained: Trained, written: onnx.ModelProto) -> Iterator[tuple[str, bool]]:
-    """Each quantized weight of what was written, and whether it has the scales it was trained on.
+    """Yield (node, whether its written weight has the scales it was trained with).
 
-    With these it has the integers too: the float weight is their product.
+    Equal scales mean equal integers, since the float weight is scale times integer.
     """
     index = Graph(written)
     for node in index.nodes:
@@ -126,7 +126,7 @@ def _weights(trained: Trained, written: onnx.ModelProto) -> Iterator[tuple[str, 
             continue
         try:
             scales = weight_grid(node, index)[1]
-        except UnfitError:  # a float layer, or of two activations
+        except UnfitError:  # a float layer, or a MatMul of two activations
             continue
-        own = trained.weights.get(node.name)
-        yield node.name, own is not None and bool(np.all(scales == own))
+        before = trained.weights.get(node.name)
+        yield node.name, before is not None and bool(np.all(scales == before))

@@ -1,1 +1,1 @@
-"""What only Ascend needs: AMCT's configuration, layers, what they want observed, executor."""
+"""The Ascend target: AMCT's configuration, calibration, record and models; AIPP and atc."""

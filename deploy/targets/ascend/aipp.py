@@ -1,32 +1,27 @@
-"""AIPP configuration: preprocessing inside the .om, from the same options that fed calibration.
+"""AIPP (preprocessing inside the .om): its configuration file, and its arithmetic in numpy.
 
-AIPP takes a uint8 picture as a camera or DVPP gives it, and computes, in this order::
+AIPP takes a uint8 image from a camera or DVPP, and computes, in this order::
 
     swap of R and B (U and V) -> crop -> (YUV -> RGB) -> (pixel - mean_chn - min_chn) * var_reci_chn
 
 Calibration computed ``(pixel * scale - mean) / std``, so mean_chn + min_chn = mean / scale and
-var_reci_chn = scale / std. mean_chn is whole; min_chn takes the fraction, which float16 holds well.
-AIPP cannot resize nor letterbox: those stay with the host, or with DVPP's VPC on the device.
+var_reci_chn = scale / std. mean_chn is an integer; min_chn holds the fraction in float16. AIPP
+cannot resize or letterbox: that is left to the host, or to DVPP's VPC on the device.
 
-Source: hicann/ge, docs of atc, AIPP (configuration template, CSC, crop).
+YUV to RGB uses integer factors of 1/256::
 
-YUV to RGB as AIPP does it: whole factors of 1/256, for the standards of cameras and videos.
-
-::
-
-    R   | m00 m01 m02 |   | Y - b0 |        BT.601: of SD video and JPEG
-    G = | m10 m11 m12 | x | U - b1 | >> 8   BT.709: of HD video
+    R   | m00 m01 m02 |   | Y - b0 |        BT.601: SD video and JPEG
+    G = | m10 m11 m12 | x | U - b1 | >> 8   BT.709: HD video
     B   | m20 m21 m22 |   | V - b2 |        narrow: Y 16..235, U and V 16..240; full: 0..255
 
 The factors follow from the standard's weights of red and blue in Y. (CANN's docs call full "wide";
-JPEG is BT.601 full.) Source: ITU-R BT.601 and BT.709; hicann/ge, docs of atc, CSC.
+JPEG is BT.601 full.)
 
-AIPP in numpy: what the .om computes of a picture before its first layer, to be judged by.
+`run_aipp` follows the documented arithmetic of the hardware: integers up to the conversion, whose
+products are shifted right by 8 and clipped to 0..255, then float16. With it a build measures how
+far the .om's input is from the calibration's.
 
-The arithmetic of the hardware as its documents give it: whole numbers up to the conversion, whose
-products are shifted right by 8 and clipped to 0..255, then float16.
-
-A build's preprocessing as AIPP files, and how near they come to the calibration's.
+Source: hicann/ge, docs of atc, AIPP (configuration template, CSC, crop); ITU-R BT.601 and BT.709.
 """
 
 from __future__ import annotations
@@ -50,19 +45,25 @@ if TYPE_CHECKING:
     from deploy.targets.base import BuildRequest
 
 
+Bytes = NDArray[np.uint8]
 Matrix = tuple[tuple[int, int, int], ...]
 
-_WEIGHTS = {"bt601": (0.299, 0.114), "bt709": (0.2126, 0.0722)}  # of red and of blue in Y
+_WEIGHTS = {"bt601": (0.299, 0.114), "bt709": (0.2126, 0.0722)}  # weights of red and blue in Y
+_CHANNELS = 3
+_SIDES = (2, 4096)  # limits of an image's sides in pixels
+_BYTES = {"rgb": 3.0, "bgr": 3.0, "nv12": 1.5, "nv21": 1.5}  # bytes per pixel
+_CHECKED = 2  # samples on which a build measures AIPP's error
 
 
 def matrix(standard: str, color: str) -> tuple[Matrix, tuple[int, int, int]]:
-    """Rows for the channels of `color` ("rgb", "bgr" or "grey"), and what is taken off Y, U, V.
+    """Return the YUV conversion matrix in 1/256, and the biases subtracted from Y, U, V.
 
-    `standard` is one of `deploy.targets.ascend.atc.STANDARDS`. Of "grey" the first row alone
-    counts.
+    Args:
+        standard: one of `deploy.targets.ascend.atc.STANDARDS`.
+        color: "rgb", "bgr" or "grey"; it orders the rows. For "grey" only the first row counts.
     """
     red, blue = _WEIGHTS[standard.partition("-")[0]]
-    luma, chroma, bias = _spans(standard)
+    luma, chroma, bias = _ranges(standard)
     green = 1 - red - blue
     rows = [
         (1.0, 0.0, 2 * (1 - red)),
@@ -73,50 +74,45 @@ def matrix(standard: str, color: str) -> tuple[Matrix, tuple[int, int, int]]:
         rows = [(1.0, 0.0, 0.0), (0.0, 0.0, 0.0), (0.0, 0.0, 0.0)]
     if color == "bgr":
         rows.reverse()
-    whole = tuple(
+    integers = tuple(
         (round(256 * y / luma), round(256 * u / chroma), round(256 * v / chroma))
         for y, u, v in rows
     )
-    return whole, (bias, 128, 128)
+    return integers, (bias, 128, 128)
 
 
-def to_yuv(rgb: NDArray[np.uint8], standard: str) -> NDArray[np.uint8]:
-    """RGB [H, W, 3] of even sides -> NV12 [H * 3 / 2, W], each U and V the mean of four pixels."""
+def to_yuv(rgb: Bytes, standard: str) -> Bytes:
+    """Convert RGB [H, W, 3] of even sides to NV12 [H * 3 / 2, W]; U and V average four pixels."""
     red, blue = _WEIGHTS[standard.partition("-")[0]]
-    luma, chroma, bias = _spans(standard)
+    luma, chroma, bias = _ranges(standard)
     r, g, b = (rgb[..., c].astype(np.float64) for c in range(3))
     y = red * r + (1 - red - blue) * g + blue * b
-    u, v = (_quarter(c) for c in ((b - y) / (2 * (1 - blue)), (r - y) / (2 * (1 - red))))
+    u, v = (_downsampled(c) for c in ((b - y) / (2 * (1 - blue)), (r - y) / (2 * (1 - red))))
     height, width = y.shape
     planes = np.stack([u, v], axis=-1).reshape(height // 2, width) * chroma + 128
     out = np.concatenate([y * luma + bias, planes])
     return np.asarray(np.clip(np.rint(out), 0, 255), np.uint8)
 
 
-def _spans(standard: str) -> tuple[float, float, int]:
-    """Share of 255 that Y takes, that U and V take, and where Y begins."""
+def _ranges(standard: str) -> tuple[float, float, int]:
+    """Return the shares of 255 that Y, and that U and V, span, and the lowest Y."""
     narrow = standard.endswith("narrow")
     return (219 / 255, 224 / 255, 16) if narrow else (1.0, 1.0, 0)
 
 
-def _quarter(plane: NDArray[np.float64]) -> NDArray[np.float64]:
+def _downsampled(plane: NDArray[np.float64]) -> NDArray[np.float64]:
     height, width = plane.shape
     return np.asarray(plane.reshape(height // 2, 2, width // 2, 2).mean(axis=(1, 3)))
 
 
-_CHANNELS = 3
-_SIDES = (2, 4096)
-_BYTES = {"rgb": 3.0, "bgr": 3.0, "nv12": 1.5, "nv21": 1.5}  # a pixel
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aipp:
-    """What goes into the .om, and what the host still has to do.
+    """An AIPP configuration, and the preprocessing left to the host.
 
     Attributes:
         text: the configuration file.
-        op: what AIPP computes, an AippOpParams; where it is dynamic, what the host has to set.
-        host: sentences: the steps that stay on the host, and how exact the arithmetic is.
+        op: the parameters, an AippOpParams; for dynamic AIPP, those that the host has to set.
+        host: sentences: the steps left to the host, and the error of AIPP's arithmetic.
     """
 
     text: str
@@ -125,11 +121,11 @@ class Aipp:
 
 
 def write_aipp(how: Preprocess, source: Source | None = None) -> Aipp:
-    """AIPP of a resolved `Preprocess` (size, color and layout set).
+    """Return the AIPP configuration of a resolved `Preprocess` (size, color and layout set).
 
     Args:
-        how: the preprocessing that fed the calibration.
-        source: the pictures that the .om gets; None is RGB of the model's size.
+        how: the preprocessing of the calibration samples.
+        source: format of the .om's input images; None for RGB of the model's size.
 
     Raises:
         ExportError: AIPP cannot express the arithmetic, the layout or the crop.
@@ -149,15 +145,15 @@ def write_aipp(how: Preprocess, source: Source | None = None) -> Aipp:
     if source.dynamic:
         written = _dynamic(op, source)
         host.append(f"Dynamic AIPP: the host sets, by aclmdlSetAIPP..., {_one_line(op)}.")
-    whole = message_class("InsertNewOps")()
-    whole.aipp_op.append(written)
-    text = print_text(whole)
+    message = message_class("InsertNewOps")()
+    message.aipp_op.append(written)
+    text = print_text(message)
     parse_text("InsertNewOps", text, "the AIPP configuration")
     return Aipp(text=text, op=op, host=tuple(host))
 
 
 def _color(op: Any, how: Preprocess, source: Source) -> None:
-    """Format of the picture, swap and conversion."""
+    """Set input format, channel swap and color conversion."""
     assert how.color is not None
     grey = how.color == "grey"
     if grey and source.color == "bgr":
@@ -182,14 +178,14 @@ def _conversion(op: Any, standard: str, color: str) -> None:
 
 
 def _dynamic(op: Any, source: Source) -> Any:
-    """The file of dynamic AIPP: how much a picture may hold."""
-    made = message_class("AippOpParams")()
-    made.aipp_mode = 2
-    made.related_input_rank = 0
+    """Return the parameters of dynamic AIPP: only the largest image size in bytes."""
+    dynamic = message_class("AippOpParams")()
+    dynamic.aipp_mode = 2
+    dynamic.related_input_rank = 0
     grey = op.input_format == 4
     pixels = op.src_image_size_w * op.src_image_size_h
-    made.max_src_image_size = int(pixels * (1 if grey else _BYTES[source.color]))
-    return made
+    dynamic.max_src_image_size = int(pixels * (1 if grey else _BYTES[source.color]))
+    return dynamic
 
 
 def _one_line(op: Any) -> str:
@@ -198,7 +194,7 @@ def _one_line(op: Any) -> str:
 
 
 def _place(op: Any, how: Preprocess, source: Source) -> list[str]:
-    """Sizes and crop; gives what is left to the host."""
+    """Set sizes and crop; return the resize step that is left to the host."""
     height, width = source.size or how.box
     for word, side in (("width", width), ("height", height)):
         if not _SIDES[0] <= side <= _SIDES[1]:
@@ -213,7 +209,7 @@ def _place(op: Any, how: Preprocess, source: Source) -> list[str]:
                 f"AIPP crops but does not enlarge, got a source of {height}x{width} for an input"
                 f" of {how.box[0]}x{how.box[1]}"
             )
-        if source.yuv:  # whose U and V stand for two rows and columns
+        if source.yuv:  # U and V are shared by two rows and columns
             top, left = top // 2 * 2, left // 2 * 2
         fields |= {"crop": True, "load_start_pos_w": left, "load_start_pos_h": top}
         fields |= {"crop_size_w": how.box[1], "crop_size_h": how.box[0]}
@@ -245,6 +241,7 @@ def _input_words(how: Preprocess, source: Source) -> str:
 
 
 def _arithmetic(op: Any, how: Preprocess, channels: int) -> list[str]:
+    """Set means and factors of the channels; return a sentence on their float16 error."""
     worst = 0.0
     for channel in range(channels):
         mean, std = (float(v[channel if len(v) > 1 else 0]) for v in (how.mean, how.std))
@@ -254,29 +251,26 @@ def _arithmetic(op: Any, how: Preprocess, channels: int) -> list[str]:
                 f"AIPP takes means of 0 to 255 pixel units, got {centre:g} for channel {channel};"
                 " preprocess on the host"
             )
-        whole = min(int(centre), 255)
-        rest, held = float(np.float16(centre - whole)), float(np.float16(factor))
-        if not 2.0**-14 <= held <= 65504:
+        integer = min(int(centre), 255)
+        fraction, factor16 = float(np.float16(centre - integer)), float(np.float16(factor))
+        if not 2.0**-14 <= factor16 <= 65504:
             raise ExportError(
                 f"AIPP holds 1 / std in float16, got {factor:g} for channel {channel};"
                 " preprocess on the host"
             )
-        setattr(op, f"mean_chn_{channel}", whole)
-        setattr(op, f"min_chn_{channel}", rest)
-        getattr(op, f"var_reci_chn_{channel}").append(held)
+        setattr(op, f"mean_chn_{channel}", integer)
+        setattr(op, f"min_chn_{channel}", fraction)
+        getattr(op, f"var_reci_chn_{channel}").append(factor16)
         ends = np.array([0.0, 255.0])
-        error = np.abs((ends - whole - rest) * held - (ends - centre) * factor).max()
+        error = np.abs((ends - integer - fraction) * factor16 - (ends - centre) * factor).max()
         worst = max(worst, float(error / max(np.abs((ends - centre) * factor).max(), 1e-9)))
     return [
         f"AIPP holds its factors in float16: inputs differ by at most {worst:.2g} of full scale."
     ]
 
 
-Bytes = NDArray[np.uint8]
-
-
 def run_aipp(op: Any, picture: Bytes) -> NDArray[np.float32]:
-    """One picture as the .om gets it -> the model's input [C, H, W].
+    """Compute the model's input [C, H, W] from one input image of the .om.
 
     Args:
         op: an AippOpParams.
@@ -298,46 +292,45 @@ def run_aipp(op: Any, picture: Bytes) -> NDArray[np.float32]:
 
 
 def judged(
-    made: Aipp, how: Preprocess, source: Source, sample: Mapping[str, NDArray[Any]]
+    aipp: Aipp, how: Preprocess, source: Source, sample: Mapping[str, NDArray[Any]]
 ) -> float | None:
-    """How far AIPP's input is from the calibration's, as a share of its full scale.
+    """Measure how far AIPP's input is from the calibration's, relative to full scale.
 
-    The picture is taken back from the calibration's input, exactly, and given as the .om gets it.
+    The image is recovered exactly from the calibration sample and converted to the .om's format.
 
     Args:
-        made: from `write_aipp`.
-        how: the preprocessing that fed the calibration.
-        source: the pictures that the .om gets.
-        sample: input name -> array; the first one is AIPP's.
+        aipp: result of `write_aipp`.
+        how: the preprocessing of the calibration samples.
+        source: format of the .om's input images.
+        sample: input name -> array; AIPP makes the first input.
 
     Returns:
-        The largest mean absolute error of a picture of the batch; None where `sample` holds no
-        pictures.
+        The largest mean absolute error of an image in the batch; None if `sample` has no images.
     """
     batch = next(iter(sample.values()))
     if layout_of(batch) != "nchw" or not np.issubdtype(batch.dtype, np.floating):
         return None
-    return max(_error(made, how, source, picture) for picture in batch)
+    return max(_error(aipp, how, source, picture) for picture in batch)
 
 
-def _error(made: Aipp, how: Preprocess, source: Source, wanted: NDArray[Any]) -> float:
-    pixels = pixels_of(wanted[None], how)
+def _error(aipp: Aipp, how: Preprocess, source: Source, expected: NDArray[Any]) -> float:
+    pixels = pixels_of(expected[None], how)
     assert pixels is not None
-    got = run_aipp(made.op, _given(_framed(pixels, made.op), how, source))
+    computed = run_aipp(aipp.op, _as_source(_framed(pixels, aipp.op), how, source))
     full = 255 * how.scale / min(how.std)
-    return float(np.abs(got - wanted).mean() / full)
+    return float(np.abs(computed - expected).mean() / full)
 
 
 def _framed(pixels: Bytes, op: Any) -> Bytes:
-    """The picture in the middle of one of the source's size, its edges continued."""
+    """Pad an image to the source size, at the place of the crop, by repeating its edges."""
     height, width = pixels.shape[:2]
     top, left = (op.load_start_pos_h, op.load_start_pos_w) if op.crop else (0, 0)
     below, right = op.src_image_size_h - height - top, op.src_image_size_w - width - left
     return np.pad(pixels, ((top, below), (left, right), (0, 0)), mode="edge")
 
 
-def _given(rgb: Bytes, how: Preprocess, source: Source) -> Bytes:
-    """Red, green, blue [H, W, 3] -> the picture as the .om gets it."""
+def _as_source(rgb: Bytes, how: Preprocess, source: Source) -> Bytes:
+    """Convert RGB [H, W, 3] to the format of the .om's input images."""
     if how.color == "grey" and not source.yuv:
         return rgb[..., 0]
     if not source.yuv:
@@ -351,7 +344,7 @@ def _given(rgb: Bytes, how: Preprocess, source: Source) -> Bytes:
 
 
 def _unpacked(op: Any, picture: Bytes) -> NDArray[np.int32]:
-    """[H, W, C] in whole numbers; each U and V stands for four pixels."""
+    """Return the pixels as int32 [H, W, C]; each U and V is repeated for its four pixels."""
     if op.input_format == 1:
         height = picture.shape[0] * 2 // 3
         pairs = picture[height:].reshape(height // 2, -1, 2)
@@ -382,34 +375,33 @@ def _norms(op: Any, channels: int) -> list[tuple[int, float, float]]:
     ]
 
 
-_TRIED = 2  # samples that go through AIPP's arithmetic
-
-
 def write_aipp_files(
     request: BuildRequest, files: dict[str, Path], source: Source, *, first_layer_int8: bool
 ) -> list[str]:
-    """Write the AIPP file and, where asked, the compression options; gives notes."""
-    given = request.manifest.get("preprocess")
-    if not given:
+    """Write the AIPP file and, for an int8 first layer, the compression options; return notes."""
+    preprocess = request.manifest.get("preprocess")
+    if not preprocess:
         return ["No AIPP file: the calibration was fed arrays, not pictures."]
-    how: Preprocess = Preprocess.from_json(given)
+    how: Preprocess = Preprocess.from_json(preprocess)
     try:
-        made = write_aipp(how, source)
+        aipp = write_aipp(how, source)
     except ExportError as error:
         return [f"No AIPP file: {error}."]
     path = request.folder / f"{request.name}_aipp.cfg"
-    files["AIPP configuration"] = atomic.write_text(path, made.text)
+    files["AIPP configuration"] = atomic.write_text(path, aipp.text)
     if first_layer_int8:
         path = request.folder / f"{request.name}_compression.cfg"
         text = write_compression_options(first_layer=True)
         files["compression options"] = atomic.write_text(path, text)
-    return [*made.host, *_judged(made, how, source, request)]
+    return [*aipp.host, *_error_note(aipp, how, source, request)]
 
 
-def _judged(made: Aipp, how: Preprocess, source: Source, request: BuildRequest) -> Iterator[str]:
-    """A sentence on how AIPP's input compares with the calibration's."""
-    samples = request.feed.first(_TRIED)
-    errors = [judged(made, how, source, sample) for sample in samples]
+def _error_note(
+    aipp: Aipp, how: Preprocess, source: Source, request: BuildRequest
+) -> Iterator[str]:
+    """Yield a sentence on the error of AIPP's input against the calibration's."""
+    samples = request.feed.first(_CHECKED)
+    errors = [judged(aipp, how, source, sample) for sample in samples]
     known = [error for error in errors if error is not None]
     if known:
         yield (

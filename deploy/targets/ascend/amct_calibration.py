@@ -1,24 +1,21 @@
-"""The calibration that AMCT defines: weights by ARQ or AdaRound, channels by DMQ, then activations.
+"""AMCT's calibration: weights by ARQ or AdaRound, input channels by DMQ, then activations.
 
-As in AMCT the activations are those of the float model with fake-quantized weights (those of
-ConvTranspose stay as they are, but for AdaRound's), and each algorithm sees `batch_num` batches::
+As in AMCT, activations are observed on the float model with fake-quantized weights (ConvTranspose
+weights stay float unless AdaRound rounds them), and each algorithm gets `batch_num` batches::
 
     float model -> DMQ factors (first batch) -> weights: ARQ -> batches -> IFMR, HFMG -> record
-                                              (AdaRound, a layer after the other, first batches)
+                                           (AdaRound, one layer after the other, first batches)
 
-A `RecordPlan` says what must be observed for that, and makes the record of what was.
+A `RecordPlan` defines the observations for that, and computes the record from their statistics.
 
-The model whose activations AMCT looks at: weights fake-quantized, inputs balanced.
-
-Layers whose IFMR clips nothing: the one choice beside AMCT's default that calib8 tries.
-
-IFMR tries ratios of the observed maximum (its percentile of 0.999999) and takes the one of least
-squared error, which clips what is rare in the images that calibrate::
+Besides AMCT's default search, calib8 tries IFMR without clipping. IFMR tries ratios of the observed
+maximum (its 0.999999 percentile) and takes the one of least squared error, which clips rare values
+of the calibration images::
 
     ratio   0.7 ------ 1.0 ------ 1.3      AMCT's default search_range
                        1.0 ------ 1.3      nothing is clipped
 
-A range that begins at 1 is an ordinary setting of AMCT's configuration, where it is written too.
+A search_range that starts at 1 is a valid setting of AMCT's configuration; it is written there.
 """
 
 from __future__ import annotations
@@ -30,6 +27,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -82,6 +80,11 @@ if TYPE_CHECKING:
     from deploy.method import Choices, Method
 
 
+Factors = Mapping[str, NDArray[np.float32]]
+Weights = dict[str, tuple[NDArray[np.float32], NDArray[np.int32]]]
+
+KEEPING = "minmax"  # name of the method without clipping
+_UNCLIPPED = (1.0, 1.3)  # search_range
 _NONE = np.zeros(0, np.float32)
 
 
@@ -90,28 +93,27 @@ def prepared_model(
     layers: Mapping[str, Layer],
     config: QuantConfig,
     weights: Mapping[str, tuple[NDArray[np.float32], NDArray[np.int32]]],
-    factors: Mapping[str, NDArray[np.float32]],
-    rounded: Mapping[str, NDArray[np.int8]] | None = None,
+    factors: Factors,
+    rounded: Mapping[str, NDArray[np.int8]] = MappingProxyType({}),
 ) -> onnx.ModelProto:
-    """The float model to observe: weights fake-quantized, inputs divided by DMQ factors.
+    """Return the float model to observe: weights fake-quantized, inputs divided by DMQ factors.
 
-    Of AdaRound's layers those that are `rounded` are so, the others stay as they are.
+    AdaRound layers get the integers in `rounded`; those that are missing there stay float.
     """
     from onnx import numpy_helper
 
     from deploy.targets.ascend.deploy_model import rewrite_inputs
     from deploy.targets.ascend.quant_layer import array_of, balanced_weight, from_rows, rows_of
 
-    index, integers = Graph(model), rounded or {}
-    arrays = {}
+    index, arrays = Graph(model), {}
     for name, layer in layers.items():
         if not layer.weight:
             continue
         weight = balanced_weight(array_of(index, layer.weight), layer, factors.get(name, _NONE))
         rows = rows_of(weight, layer)
-        if name in integers:
+        if name in rounded:
             shape = (-1,) + (1,) * (rows.ndim - 1)
-            rows = integers[name].reshape(rows.shape) * weights[name][0].reshape(shape)
+            rows = rounded[name].reshape(rows.shape) * weights[name][0].reshape(shape)
         elif layer.kind != "ConvTranspose" and not adaptive(config, name):  # AMCT leaves it
             bits = config.layers[name].weight.num_bits
             rows = np.asarray(arq_fake_quantize(rows, *weights[name], bits=bits), np.float32)
@@ -120,21 +122,17 @@ def prepared_model(
     return rewrite_inputs(model, layers, arrays, inverse)
 
 
-Factors = Mapping[str, NDArray[np.float32]]
-Weights = dict[str, tuple[NDArray[np.float32], NDArray[np.int32]]]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """What the calibration gives.
+    """Result of the calibration.
 
     Attributes:
         records: layer name -> scales, in the model's order.
-        ranges: tensor -> the clip range of the layers that read it.
-        kept_bytes: activations that exact IFMR held.
-        adaround: (least, greatest) share of the error of the nearest codes that AdaRound leaves to
-            a layer's output, on the places it looked at; None where no layer has it.
-        dead: layers whose input was zero throughout; their scale is 1 and means nothing.
+        ranges: tensor -> clip range of the layers that read it.
+        kept_bytes: size of the activations that exact IFMR kept in memory.
+        adaround: (least, greatest) ratio of a layer's output error with AdaRound to that with
+            rounding to nearest, at the sampled positions; None without AdaRound layers.
+        dead: layers whose input was always zero; their scale is 1 and means nothing.
         faint: layers whose input is so small that AMCT's scale, 1, rounds all of it to zero.
     """
 
@@ -148,22 +146,22 @@ class Recorded:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordPlan:
-    """What a settled config wants observed.
+    """The observations of a resolved config, and the record computed from them.
 
     Attributes:
         model: float model, nodes named.
         graph: its layers.
-        config: from `deploy.targets.ascend.config.settled`.
-        base: key of `model` among the variants that are run.
-        samples: how many the feed gives, of which `config.batch_num` batches are used.
-        images: in each of them, which a model with a fixed batch has several of.
-        together: samples that make one of AMCT's batches; the last one may be smaller.
-        exact: IFMR on all values, kept in memory, instead of on histograms.
-        balanced_over: samples on which DMQ's channels are measured; None for AMCT's first batch.
-        lenient: a layer that DMQ cannot balance gets factors of 1, where it is only tried.
+        config: result of `deploy.targets.ascend.config.settled`.
+        base: key of `model` among the model variants that are run.
+        samples: number of calibration samples; `config.batch_num` batches of them are used.
+        images: images per sample, for models with a fixed batch.
+        together: samples per AMCT batch; the last batch may be smaller.
+        exact: run IFMR on all values, kept in memory, instead of on histograms.
+        balanced_over: number of samples for DMQ's channel maxima; None for AMCT's first batch.
+        lenient: give factors of 1 to a layer that DMQ cannot balance, instead of raising.
 
     Raises:
-        ConfigError: an algorithm that calib8 does not compute, or nothing to quantize.
+        ConfigError: an algorithm that calib8 does not implement, or nothing to quantize.
         FeedError: fewer batches than batch_num.
     """
 
@@ -193,17 +191,17 @@ class RecordPlan:
 
     @property
     def batches(self) -> int:
-        """How many batches the samples make."""
+        """Number of AMCT batches in the samples."""
         return -(-self.samples // self.together)
 
     @property
     def used(self) -> int:
-        """How many samples stand in the batches that are used."""
+        """Number of samples in the batches that are used."""
         return min(self.samples, self.config.batch_num * self.together)
 
     @cached_property
     def layers(self) -> dict[str, Layer]:
-        """What to quantize: layers, in the model's order, and what is offered and asked for."""
+        """Enabled layers and tensor_quantize inputs, in the model's order."""
         return self.graph.asked(self._entries)
 
     @cached_property
@@ -216,7 +214,7 @@ class RecordPlan:
 
     @cached_property
     def maxima(self) -> dict[str, Observation]:
-        """Layer that DMQ balances -> the channels' maxima of its input."""
+        """Layer that DMQ balances -> observation of its input's channel maxima."""
         variant = Variant(self.base, lambda _: self.model)
         return {
             name: Observation(
@@ -231,12 +229,12 @@ class RecordPlan:
 
     @property
     def _first(self) -> int:
-        """Samples on which DMQ's channels are measured."""
+        """Number of samples for DMQ's channel maxima."""
         return self.balanced_over or self.together
 
     @cached_property
     def adaround(self) -> dict[str, AdaStep]:
-        """Layer that AdaRound rounds -> what it wants observed."""
+        """Layer that AdaRound rounds -> its step, with its observations."""
         return steps_of(
             self.model,
             self.layers,
@@ -249,7 +247,7 @@ class RecordPlan:
 
     @cached_property
     def activations(self) -> dict[str, Observation]:
-        """Layer -> the statistic that its search wants; layers that agree on both share it."""
+        """Layer -> observation for its search; equal tensor and statistic are observed once."""
         return {
             name: self._observation(
                 name, f"{name}.mul.output0" if name in self.maxima else layer.input
@@ -259,7 +257,7 @@ class RecordPlan:
 
     @cached_property
     def seconds(self) -> dict[str, Observation]:
-        """MatMul of two activations -> the same of its second factor."""
+        """MatMul of two activations -> observation of its second factor."""
         return {
             name: self._observation(name, layer.others[0])
             for name, layer in self.layers.items()
@@ -276,13 +274,13 @@ class RecordPlan:
 
     @property
     def observations(self) -> tuple[Observation, ...]:
-        """All of them."""
+        """All observations of the plan."""
         rounded = (one.inputs for one in self.adaround.values())
         activations = (*self.activations.values(), *self.seconds.values())
         return (*self.maxima.values(), *rounded, *activations)
 
     def record(self, observed: Observed) -> Recorded:
-        """Search every layer.
+        """Run all searches on the observed statistics.
 
         Raises:
             CalibrationError: activations or weights with NaN or Inf, or scales that are not finite.
@@ -301,35 +299,35 @@ class RecordPlan:
         for (name, observation), second in others:
             inputs.append((name, replace(records[name], scale_d=second.scale), observation))
             records[name] = replace(records[name], scale_w=np.array([second.scale]), weighted=True)
-        seen = [(name, one, observed.of(observation)) for name, one, observation in inputs]
-        lost = tuple(dict.fromkeys(name for name, _, recorder in seen if dead(recorder)))
-        zeros = dict.fromkeys(name for name, one, recorder in seen if faint(one, recorder))
-        different = {observation.key: observed.of(observation) for _, _, observation in inputs}
+        recorders = [(name, one, observed.of(observation)) for name, one, observation in inputs]
+        zeros = tuple(dict.fromkeys(name for name, _, recorder in recorders if dead(recorder)))
+        tiny = dict.fromkeys(name for name, one, recorder in recorders if faint(one, recorder))
+        distinct = {observation.key: observed.of(observation) for _, _, observation in inputs}
         return Recorded(
             records=records,
             ranges={
                 observation.tensor: range_of(one, observed.of(observation), self._entries[name])
                 for name, one, observation in inputs
             },
-            kept_bytes=sum(r.nbytes for r in different.values() if isinstance(r, Exact)),
+            kept_bytes=sum(r.nbytes for r in distinct.values() if isinstance(r, Exact)),
             adaround=left(rounded.values()),
-            dead=lost,
-            faint=tuple(name for name in zeros if name not in lost),
+            dead=zeros,
+            faint=tuple(name for name in tiny if name not in zeros),
         )
 
     def _scales(
         self, wanted: Iterable[tuple[str, Observation]], observed: Observed
     ) -> list[AscendScale]:
-        """Of layers' inputs; searched once for those that agree on tensor and parameters."""
-        found: dict[object, AscendScale] = {}
+        """Return the scale of each layer's input; equal observation and search run once."""
+        results: dict[object, AscendScale] = {}
         scales = []
         for name, observation in wanted:
             params = params_of(self._entries[name])
             key = (observation, params)
-            if key not in found:
+            if key not in results:
                 with _in_layer(name):
-                    found[key] = searched(observed.of(observation), params)
-            scales.append(found[key])
+                    results[key] = searched(observed.of(observation), params)
+            scales.append(results[key])
         if self.config.fakequant_precision_mode is None:
             return scales
         return [replace(one, scale=ascend_half(one.scale)) for one in scales]
@@ -342,7 +340,7 @@ class RecordPlan:
         factors: Factors,
         rounded: Mapping[str, Rounded],
     ) -> LayerRecord:
-        """Of a layer's first input, and of its weight where it has one."""
+        """Return the record of a layer's first input and its weight."""
         layer, entry = self.layers[name], self._entries[name]
         return LayerRecord(
             scale_d=first.scale,
@@ -358,33 +356,33 @@ class RecordPlan:
         )
 
     def factors(self, observed: Observed) -> Factors:
-        """DMQ factors of the layers that are balanced, from the first batch."""
-        found = {}
+        """Return layer -> DMQ factors, from the channel maxima of the first batch."""
+        factors = {}
         for name, observation in self.maxima.items():
             recorder = observed.of(observation)
             assert isinstance(recorder, ChannelMax)
             with _in_layer(name):
-                found[name] = self._factor(name, recorder)
-        return found
+                factors[name] = self._factor(name, recorder)
+        return factors
 
     def weights(self, observed: Observed) -> Weights:
-        """Weight (scale, offset) by layer; a pool has scale 1, as AMCT records it."""
+        """Return layer -> (scale, offset) of its weight; a pool has scale 1, as in AMCT."""
         rounded = self.rounded(observed)
-        found = self._by_arq(self.factors(observed))
-        return {n: _weights_of(rounded[n]) if n in rounded else found[n] for n in self.layers}
+        by_arq = self._by_arq(self.factors(observed))
+        return {n: _weights_of(rounded[n]) if n in rounded else by_arq[n] for n in self.layers}
 
     def rounded(
         self, observed: Observed, names: Collection[str] | None = None
     ) -> dict[str, Rounded]:
-        """What AdaRound made of its layers, or of some: searched where it is not known yet."""
-        factors, found = self.factors(observed), {}
+        """Return AdaRound's result for its layers or for `names`; search if not known yet."""
+        factors, results = self.factors(observed), {}
         for place, (name, step) in enumerate(self.adaround.items(), 1):
             if names is None or name in names:
                 with _in_layer(name):
                     rows = self._rows(step.layer, factors)
                     where = f"{place} of {len(self.adaround)}: {name}"
-                    found[name] = settle(step, rows, observed, place=where)
-        return found
+                    results[name] = settle(step, rows, observed, place=where)
+        return results
 
     def _by_arq(self, factors: Factors) -> Weights:
         if not self._arq:  # the factors follow from the model and the first batch
@@ -415,12 +413,12 @@ class RecordPlan:
             return _NONE, np.zeros(0, np.int32)
         if not layer.weight:
             return np.ones(1, np.float32), np.zeros(1, np.int32)
-        wanted = self._entries[layer.name].weight
+        params = self._entries[layer.name].weight
         rows = self._rows(layer, factors)
-        return arq(rows, bits=wanted.num_bits, channel_wise=bool(wanted.channel_wise))
+        return arq(rows, bits=params.num_bits, channel_wise=bool(params.channel_wise))
 
     def _rows(self, layer: Layer, factors: Factors) -> NDArray[np.float32]:
-        """A layer's weight, balanced, output channels first."""
+        """Return a layer's weight times its DMQ factors, output channels first."""
         from deploy.targets.ascend.quant_layer import array_of, balanced_weight, rows_of
 
         weight = array_of(self._index, layer.weight)
@@ -429,20 +427,20 @@ class RecordPlan:
     def _prepared(
         self, observed: Observed, names: Collection[str] | None = None, end: str = ""
     ) -> onnx.ModelProto:
-        """The model to observe, of AdaRound's layers these rounded, or all; up to a tensor."""
+        """Return the model to observe, cut after `end`; `names` limits the rounded layers."""
         factors = self.factors(observed)
         rounded = self.rounded(observed, names)
         weights = {**self._by_arq(factors), **{n: _weights_of(one) for n, one in rounded.items()}}
         integers = {name: one.integers for name, one in rounded.items() if one.integers is not None}
         model = cut(self.model, end) if end else self.model
-        there = {node.name for node in model.graph.node}
-        layers = {name: layer for name, layer in self.layers.items() if layer.node in there}
+        remaining = {node.name for node in model.graph.node}
+        layers = {name: layer for name, layer in self.layers.items() if layer.node in remaining}
         return prepared_model(model, layers, self.config, weights, factors, integers)
 
     def _key(self) -> str:
-        """The variant with all that its weights and inputs depend on."""
+        """Return the variant's key: all that its weights and inputs depend on."""
         first = min(self.used, MOST_SAMPLES)
-        how = {
+        settings = {
             name: (
                 entry.weight.num_bits,
                 entry.weight.channel_wise,
@@ -451,8 +449,8 @@ class RecordPlan:
             )
             for name, entry in self.config.enabled().items()
         }
-        parts = [self.base, how, *([self._first] if self.maxima and self._first > 1 else [])]
-        digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        hashed = [self.base, settings, *([self._first] if self.maxima and self._first > 1 else [])]
+        digest = hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
         return f"weights fake-quantized by AMCT's {algorithms(self.config)}, {digest[:12]}"
 
     def _statistic(self, entry: LayerConfig) -> Statistic:
@@ -471,14 +469,14 @@ def calibrate(
     *,
     exact: bool = False,
 ) -> Recorded:
-    """Observe and record in one go, for whoever has a model and batches at hand.
+    """Observe a model on these batches and compute the record.
 
     Args:
         model: float model, nodes named.
         graph: its layers.
-        batches: input name -> array, one dict a batch; `config.batch_num` of them are used.
-        config: from `deploy.targets.ascend.config.settled`.
-        exact: IFMR on all values, kept in memory.
+        batches: one dict of input name -> array per batch; `config.batch_num` of them are used.
+        config: result of `deploy.targets.ascend.config.settled`.
+        exact: run IFMR on all values, kept in memory.
 
     Raises:
         As `RecordPlan`, `RecordPlan.record` and `deploy.calibration.one_pass.observe`.
@@ -491,13 +489,13 @@ def calibrate(
 
 
 def _weights_of(rounded: Rounded) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-    """(scale, offset) of a layer that AdaRound rounded."""
+    """Return (scale, offset) of a layer that AdaRound rounded."""
     return rounded.scale, np.zeros(rounded.scale.size, np.int32)
 
 
 @contextmanager
 def _in_layer(name: str) -> Iterator[None]:
-    """Errors name the layer and the way out."""
+    """Add the layer's name and a remedy to errors."""
     try:
         yield
     except CalibrationError as error:
@@ -515,15 +513,11 @@ def _weight_max(weight: NDArray[np.float32], layer: Layer) -> NDArray[np.float32
     return channel_max(weight, 1 if layer.trans_b else 0)
 
 
-KEEPING = "minmax"
-_WHOLE = (1.0, 1.3)
-
-
 def kept_layers(plan: RecordPlan, choices: Choices) -> frozenset[str]:
-    """The layers for which the choices want no clipping.
+    """Return the layers for which the choices want no clipping.
 
     Raises:
-        ConfigError: a method that is neither that nor AMCT's own.
+        ConfigError: a method that is neither `KEEPING` nor AMCT's own.
     """
     for method in filter(None, (choices.method, *choices.methods.values())):
         _check(method)
@@ -540,20 +534,20 @@ def _check(method: Method) -> None:
     if method.name != KEEPING:
         raise ConfigError(
             f"a plan for ascend takes the method {KEEPING} or none, got {method.label!r}; delete"
-            " the line, or the file to have it made anew"
+            " the line, or delete the file to have it rebuilt"
         )
 
 
 def keeping(config: QuantConfig, layers: Collection[str]) -> QuantConfig:
-    """The config in which IFMR clips nothing in these layers."""
+    """Return the config with a search_range without clipping for these layers."""
     changed = {
-        name: replace(one, activation=replace(one.activation, search_range=_WHOLE))
+        name: replace(one, activation=replace(one.activation, search_range=_UNCLIPPED))
         if name in layers
         else one
         for name, one in config.layers.items()
     }
     tensors = (
-        replace(one, activation=replace(one.activation, search_range=_WHOLE))
+        replace(one, activation=replace(one.activation, search_range=_UNCLIPPED))
         if one.key in layers
         else one
         for one in config.tensors
@@ -562,16 +556,18 @@ def keeping(config: QuantConfig, layers: Collection[str]) -> QuantConfig:
 
 
 def keeping_plan(plan: RecordPlan) -> RecordPlan:
-    """The plan with no clipping in any layer; what it wants observed is the same."""
+    """Return the plan without clipping in any layer; its observations are the same."""
     return replace(plan, config=keeping(plan.config, plan.layers))
 
 
-def mixed(plan: RecordPlan, own: Recorded, kept: Recorded, layers: Collection[str]) -> Recorded:
-    """Records as the plan gives them, and in these layers those without clipping."""
-    read = (*plan.activations.items(), *plan.seconds.items())
-    tensors = {observation.tensor for name, observation in read if name in layers}
+def mixed(
+    plan: RecordPlan, default: Recorded, unclipped: Recorded, layers: Collection[str]
+) -> Recorded:
+    """Return `default` with the records and ranges of `unclipped` for these layers."""
+    observations = (*plan.activations.items(), *plan.seconds.items())
+    tensors = {observation.tensor for name, observation in observations if name in layers}
     return replace(
-        own,
-        records={n: (kept if n in layers else own).records[n] for n in own.records},
-        ranges={t: (kept if t in tensors else own).ranges[t] for t in own.ranges},
+        default,
+        records={n: (unclipped if n in layers else default).records[n] for n in default.records},
+        ranges={t: (unclipped if t in tensors else default).ranges[t] for t in default.ranges},
     )

@@ -1,12 +1,7 @@
-"""The `atc` command that makes the .om, with what a quantized model forbids refused first.
+"""From the deploy model to the .om: the `atc` command, its script, <model>_README.txt, and the run.
 
-<model>_README.txt: what the machine with the NPU does with the folder.
-
-From the deploy model to the .om: its command in a script, and `atc` where it is at hand.
-
-The pictures that an .om with AIPP gets.
-
-What the ONNX parser of each CANN reads, and models brought to it before they travel.
+Flags that a quantized model forbids are refused. Also here: the format of the input images of an
+.om with AIPP, and the opset that the ONNX parser of each CANN version reads.
 """
 
 from __future__ import annotations
@@ -34,9 +29,9 @@ if TYPE_CHECKING:
     from deploy.targets.base import BuildRequest
 
 
-CHIP = "<chip>"  # stands in the command where the chip is not known
+CHIP = "<chip>"  # placeholder in the command if the chip is not known
 
-# Names that --soc_version takes, for their spelling alone: newer ones pass as they are typed.
+# Values of --soc_version, used only to correct their spelling: other names pass unchanged.
 # Source: hicann/ge, docs of atc and its tests.
 CHIPS = (
     *("Ascend310", "Ascend310B1", "Ascend310B2", "Ascend310B3", "Ascend310B4"),
@@ -50,7 +45,7 @@ _REFUSED = {
     "precision_mode_v2": ("origin",),
     "op_select_implmode": ("high_precision", "high_precision_for_all"),
 }
-_OURS = (
+_SET_BY_BUILD = (
     "framework",
     "model",
     "output",
@@ -66,10 +61,10 @@ _OURS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtcOptions:
-    """What the user chooses about `atc`.
+    """The user's options of `atc`.
 
     Attributes:
-        soc: chip, as `npu-smi info` names it behind 'Ascend'; None leaves a gap in the command.
+        soc: chip, 'Ascend' + the name that `npu-smi info` shows; None puts `CHIP` there.
         extra: further flags of atc, '--name=value'.
     """
 
@@ -86,10 +81,10 @@ class AtcOptions:
 
 
 def chip(typed: str) -> str:
-    """A chip as atc spells it, from the same with or without 'Ascend', capitals or not.
+    """Return a chip's name as atc spells it; 'Ascend' and capitals are optional in `typed`.
 
     Raises:
-        ConfigError: no name of a chip: three figures, then what tells its variant.
+        ConfigError: not a chip's name, which is three digits and a variant.
     """
     match = re.fullmatch(r"(?:ascend)?(\d{3}[\w-]{0,20})", typed, re.IGNORECASE | re.ASCII)
     if not match:
@@ -97,15 +92,15 @@ def chip(typed: str) -> str:
             f"a chip is named like Ascend310P3 (Ascend + the name npu-smi shows), got {typed!r}"
         )
     name = f"Ascend{match[1]}"
-    spelt = {known.lower(): known for known in CHIPS}
-    return spelt.get(name.lower(), name)
+    spellings = {known.lower(): known for known in CHIPS}
+    return spellings.get(name.lower(), name)
 
 
 def check_flag(flag: str) -> str:
-    """The name of a flag of atc, which a quantized model must stand.
+    """Return the name of an atc flag; refuse flags that a quantized model forbids.
 
     Raises:
-        ConfigError: dynamic shapes, a precision mode that undoes int8, or a flag set already.
+        ConfigError: dynamic shapes, a precision mode without int8, or a flag that the build sets.
     """
     match = re.fullmatch(r"--([a-z0-9_]+)=(\S.*)", flag)
     if not match:
@@ -120,7 +115,7 @@ def check_flag(flag: str) -> str:
         raise ConfigError(
             f"--{name} must leave int8 layers alone, got {value}, which a quantized model forbids"
         )
-    if name in _OURS:
+    if name in _SET_BY_BUILD:
         raise ConfigError(f"--{name} follows from the build, got {flag}; leave it out")
     return name
 
@@ -134,15 +129,18 @@ def atc_command(
     aipp: Path | None = None,
     compression: Path | None = None,
 ) -> list[str]:
-    """Arguments of `atc`, the program first.
+    """Return the command line of `atc` as a list.
 
     Args:
-        model: deploy ONNX.
-        output: the .om without its suffix, which atc adds.
+        model: deploy model.
+        output: path of the .om without its suffix, which atc adds.
         shapes: input name -> fixed shape.
         options: chip and further flags.
         aipp: AIPP configuration.
-        compression: options file for int8 in the first layer; brings --enable_small_channel.
+        compression: options file for int8 in the first layer; adds --enable_small_channel.
+
+    Raises:
+        ConfigError: a shape is not fixed.
     """
     for name, shape in shapes.items():
         if any(side < 1 for side in shape):
@@ -150,7 +148,7 @@ def atc_command(
                 f"a quantized model takes fixed shapes, got {list(shape)} for {name!r}"
             )
     layout = "ND" if any(len(shape) != 4 for shape in shapes.values()) else "NCHW"
-    # every CANN lets scalars be left out; a name without sizes is documented from 8.0 on
+    # all CANN versions accept commands without the scalars; "name:" is documented from 8.0 on
     words = ";".join(f"{n}:{','.join(map(str, shape))}" for n, shape in shapes.items() if shape)
     command = [
         "atc",
@@ -169,7 +167,7 @@ def atc_command(
 
 
 def outside(flags: Sequence[str]) -> list[str]:
-    """What to say of files that the flags name, which do not travel with the folder."""
+    """Return notes on files that the flags name, since they are not in the output folder."""
     return [
         f"the flag {flag} names a file outside this folder; take it along, and set its path in the"
         " atc script"
@@ -179,24 +177,24 @@ def outside(flags: Sequence[str]) -> list[str]:
 
 
 def whole_path(flag: str) -> str:
-    """The flag, a file in it by its whole path, since atc runs in the folder of the build."""
+    """Return the flag with an absolute path, since atc runs in the output folder."""
     file = _file_of(flag)
     return flag if file is None else f"{flag.partition('=')[0]}={file.resolve()}"
 
 
 def _file_of(flag: str) -> Path | None:
-    """The file that a flag names, where its value is one."""
+    """Return the file that a flag's value names, or None."""
     path = Path(flag.partition("=")[2])
     return path if path.is_file() else None
 
 
 def shell(command: Sequence[str]) -> str:
-    """The command as one line for a shell."""
+    """Return the command as one shell line."""
     return shlex.join(command)
 
 
 def write_compression_options(*, first_layer: bool) -> str:
-    """Text of atc's --compression_optimize_conf.
+    """Return the text of atc's --compression_optimize_conf file.
 
     Args:
         first_layer: run AIPP and the first convolution fused in int8.
@@ -209,14 +207,14 @@ def write_compression_options(*, first_layer: bool) -> str:
 def readme(
     name: str, files: Mapping[str, Path], options: AtcOptions, *, cann: str, notes: Sequence[str]
 ) -> str:
-    """The text.
+    """Return the text of <model>_README.txt: what to do with the folder on the NPU's machine.
 
     Args:
         name: stem of the files.
-        files: role -> path of everything else that was written.
-        options: those of atc.
-        cann: version whose parser the models are written for.
-        notes: what the host has to do before the .om.
+        files: role -> path of every other file.
+        options: options of atc.
+        cann: CANN version whose parser reads the models.
+        notes: steps that the host has to do before the .om.
     """
     script, om = shlex.quote(f"{name}_atc.sh"), shlex.quote(f"{name}.om")
     chip = options.soc or f"{CHIP}: name it with --soc, or edit {name}_atc.sh"
@@ -249,13 +247,18 @@ _ATC_SECONDS = 3600
 def write_om(
     request: BuildRequest, files: dict[str, Path], options: AtcOptions
 ) -> tuple[Path | None, list[str]]:
-    """The .om, or None and a note with the command that makes it; both are added to `files`.
+    """Write the atc script and, if atc is installed and the chip known, the .om.
+
+    Both are added to `files`.
+
+    Returns:
+        (path of the .om or None, notes); without an .om, one note has the command.
 
     Raises:
-        BackendError: atc is here and failed.
+        BackendError: atc is installed and failed.
     """
     span = span_of(request)
-    names = {role: Path(path.name) for role, path in files.items()}  # the folder may move
+    names = {role: Path(path.name) for role, path in files.items()}  # relative: folders move
     command = atc_command(
         names["deploy model"],
         Path(request.name),
@@ -287,17 +290,17 @@ def write_readme(
     cann: str,
     host: Sequence[str],
 ) -> None:
-    """Say what to do with the files, beside them; `host` is what the program has to do itself."""
+    """Write <model>_README.txt; `host` lists the steps that the user's program has to do."""
     notes = [*host, *outside(options.extra)]
     text = readme(request.name, files, options, cann=cann, notes=notes)
     path = request.folder / f"{request.name}_README.txt"
-    data = text.encode("utf-8", "surrogateescape")  # names in it keep their own bytes
+    data = text.encode("utf-8", "surrogateescape")  # file names that are no valid UTF-8
     files["what to do with them"] = atomic.write_bytes(path, data)
 
 
 @phase("atc")
 def run_atc(command: list[str], engine: Path) -> Path:
-    """Run atc in the folder of `engine`, which it writes.
+    """Run atc in the folder of `engine`, the .om that it writes; return that path.
 
     Raises:
         BackendError: atc failed, took over an hour, or wrote nothing.
@@ -313,27 +316,27 @@ def run_atc(command: list[str], engine: Path) -> Path:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BackendError(f"atc must run, got: {error}") from error
-    said = " ".join((done.stdout + done.stderr).split())[-600:]
+    output = " ".join((done.stdout + done.stderr).split())[-600:]
     if done.returncode != 0:
-        raise BackendError(f"atc failed with {done.returncode}, it said: {said}")
+        raise BackendError(f"atc failed with exit code {done.returncode}; its output: {output}")
     if not engine.exists():
-        raise BackendError(f"atc must write {engine}, got nothing; it said: {said}")
+        raise BackendError(f"atc must write {engine}, got nothing; its output: {output}")
     return engine
 
 
 def _one_size(span: Span) -> list[str]:
-    """That the .om takes one size, where samples had several."""
+    """Return a note that the .om takes one shape, if the samples' shapes differ."""
     if not span.varies:
         return []
-    said = ", ".join(
+    ranges = ", ".join(
         f"{name} of {_by(span.least[name])} to {_by(span.most[name])}"
         for name in span.least
         if span.least[name] != span.most[name]
     )
     return [
-        f"samples had {said}, and an int8 .om takes one shape: that of the largest sample is in"
-        " the command; pad smaller ones as the model was trained with, or make one .om a shape"
-        " with another --input_shape"
+        f"samples had {ranges}, and an int8 .om takes one shape: the command has the largest"
+        " sample's; pad smaller samples as in training, or build one .om per shape with another"
+        " --input_shape"
     ]
 
 
@@ -341,20 +344,20 @@ def _by(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
 
 
-_YUV = ("nv12", "nv21")  # 4:2:0, a plane of Y and one of U and V in turn; in nv21 V comes first
+_YUV = ("nv12", "nv21")  # 4:2:0, a Y plane and an interleaved UV plane; in nv21 V comes first
 COLORS = ("rgb", "bgr", *_YUV)
 STANDARDS = ("bt601-narrow", "bt601-full", "bt709-narrow", "bt709-full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The pictures that the .om gets.
+    """Format of the input images of an .om with AIPP.
 
     Attributes:
         color: one of `COLORS`.
-        size: (height, width) where AIPP is to crop the centre; None is the model's own.
-        standard: of nv12 and nv21, one of `STANDARDS`.
-        dynamic: the program that runs the .om sets all of it at every inference.
+        size: (height, width) if AIPP crops the center; None for the model's input size.
+        standard: color standard of nv12 and nv21, one of `STANDARDS`.
+        dynamic: the program that runs the .om sets all AIPP parameters at every inference.
     """
 
     color: str = "rgb"
@@ -372,15 +375,15 @@ class Source:
 
     @property
     def yuv(self) -> bool:
-        """Whether it is YUV 4:2:0, of a camera, a video or DVPP."""
+        """Whether the images are YUV 4:2:0, from a camera, a video or DVPP."""
         return self.color in _YUV
 
 
 def read_size(text: str) -> tuple[int, int]:
-    """Text such as 720x1280 -> (height, width).
+    """Return (height, width) of a text such as 720x1280.
 
     Raises:
-        ConfigError: it reads otherwise.
+        ConfigError: the text is not HxW.
     """
     match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text, re.ASCII)
     if not match:
@@ -388,16 +391,16 @@ def read_size(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-_TOLD = ("doc_string", "metadata_props")  # where exporters leave paths, sources and stack traces
+_PRIVATE = ("doc_string", "metadata_props")  # exporters leave paths and stack traces there
 
 
 @dataclass(frozen=True, slots=True)
 class Parser:
-    """One CANN's.
+    """The ONNX versions that one CANN's parser reads.
 
     Attributes:
-        opset: newest operator set, of ai.onnx.
-        ir: newest version of the file format, that of the ONNX release it is made for.
+        opset: newest opset of ai.onnx.
+        ir: newest IR version, the one of the ONNX release that the parser was made for.
     """
 
     opset: int
@@ -418,17 +421,17 @@ DEFAULT = "8.0"
 
 
 def readable(model: onnx.ModelProto, cann: str) -> onnx.ModelProto:
-    """The float model in an opset and format that this CANN's parser reads.
+    """Return the float model in an opset and IR version that this CANN's parser reads.
 
-    Before it is quantized: of Ascend's own operators ONNX knows no types, by which nodes behind
-    them could be written otherwise.
+    Convert before quantizing: ONNX infers no types through Ascend's operators, and the conversion
+    of nodes downstream needs them.
 
     Args:
-        model: of opset 13 to 25.
+        model: float model of opset 13 to 25.
         cann: key of `PARSERS`.
 
     Raises:
-        ExportError: a node has no form in that opset.
+        ExportError: a node cannot be expressed in that opset.
     """
     from deploy.graph.edit import copied
     from deploy.graph.lowering import lowered
@@ -440,19 +443,19 @@ def readable(model: onnx.ModelProto, cann: str) -> onnx.ModelProto:
 
 
 def stripped(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy without documentation and metadata: it computes the same."""
+    """Return a copy without doc strings and metadata."""
     from deploy.graph.edit import copied
 
     made = copied(model)
     for message in (made, *_inside(made)):
-        for name in _TOLD:
+        for name in _PRIVATE:
             if name in message.DESCRIPTOR.fields_by_name:
                 message.ClearField(name)
     return made
 
 
 def _inside(message: Message) -> Iterator[Message]:
-    """Every message in it, however deep."""
+    """Yield all nested messages."""
     for field, value in message.ListFields():
         if field.message_type is None:
             continue

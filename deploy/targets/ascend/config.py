@@ -1,8 +1,7 @@
-"""A quant config for a model: the default one, and any other with its open choices settled.
+"""AMCT's quant config JSON: read, written, and resolved for a model; and the default config.
 
-Ranges and defaults are AMCT's; what AMCT would refuse is refused here, before anything is written.
-
-AMCT's quant config JSON, read and written; the writer's bytes are AMCT's own.
+Value ranges and defaults are AMCT's. What AMCT refuses is refused here, before any file is written.
+The writer's output equals AMCT's byte for byte.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from deploy.targets.ascend.proto import near
 def default_config(
     graph: LayerGraph, *, batch_num: int = 1, activation_offset: bool = True
 ) -> QuantConfig:
-    """What AMCT's create_quant_config gives for a model without a simplified configuration.
+    """Return AMCT's create_quant_config result for a model, without a simplified configuration.
 
     Raises:
         ConfigError: the model has no layer that can be quantized.
@@ -57,10 +56,10 @@ def default_config(
 
 
 def settled(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
-    """The config with every open choice made as AMCT makes it, and checked against the model.
+    """Return the config with AMCT's defaults filled in, checked against the model.
 
     Raises:
-        ConfigError: a layer that the model lacks or that does not take what is asked of it.
+        ConfigError: a layer that the model lacks, or a setting that a layer does not support.
     """
     if config.enabled() and not graph.known:
         raise ConfigError(_no_layers(graph))
@@ -146,7 +145,7 @@ def _refuse_combination(entry: LayerConfig, layer: Layer) -> None:
 
 
 def _what(layer: Layer) -> str:
-    """The layer's type, in words."""
+    """Describe the layer's type."""
     if layer.two_activations:
         return "a MatMul of two activations"
     if layer.stacked:
@@ -166,7 +165,7 @@ def _unknown_layer(name: str, graph: LayerGraph) -> str:
 
 
 def why_not(name: str, graph: LayerGraph) -> str:
-    """Why a name stands for no layer; to be read after it."""
+    """Say why this name is no layer; the text continues the sentence "layer <name> ..."."""
     if name in graph.refused:
         return f"cannot be quantized: {graph.refused[name]}; take it out"
     if name in graph.ops:
@@ -177,11 +176,11 @@ def why_not(name: str, graph: LayerGraph) -> str:
 
 
 def read_config(text: str, what: str = "the quant config") -> QuantConfig:
-    """Quant config JSON -> `QuantConfig`, ranges and types checked, the model not needed.
+    """Parse the quant config JSON of file `what`; check types and ranges, but not layer names.
 
     Raises:
-        ConfigError: not JSON, an unknown key (the nearest known one is named), a wrong type or a
-            value out of range, keys of IFMR and HFMG in one layer, a repeated key.
+        ConfigError: not JSON, an unknown key (the message suggests the nearest one), a wrong type,
+            a value out of range, keys of IFMR and HFMG in one layer, or a repeated key.
     """
     data = _json(text, what)
     layers = {}
@@ -213,7 +212,7 @@ def read_config(text: str, what: str = "the quant config") -> QuantConfig:
 
 
 def write_config(config: QuantConfig) -> str:
-    """`QuantConfig` -> JSON text in AMCT's own layout and order."""
+    """Return the config as JSON text in AMCT's layout and order."""
     data: dict[str, Any] = {
         "version": config.version,
         "batch_num": config.batch_num,

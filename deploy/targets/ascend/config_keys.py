@@ -1,28 +1,25 @@
-"""AMCT's quant config as values: one `LayerConfig` a layer.
+"""AMCT's quant config as dataclasses, with the type and range of each key and the bit widths.
 
-Type and range of every key of AMCT's configurations, and which keys go together.
+Source of the keys: hicann/amct, common/config/field.py and the quant config reference pages.
 
-Source: hicann/amct, common/config/field.py and the quant config reference pages.
-
-How wide the integers of a layer may be, and what becomes of other wishes.
+Layers support these bit widths besides 8; activations of 4 bits are supported by all:
 
 ==============  ===================================================  ======================
-width           layers                                               elsewhere
+width           layers                                               other layers
 ==============  ===================================================  ======================
-weights 4       an even number of input channels, one group          8, told
-weights 6, 7    Conv with a 2-D kernel                               8, told
-activations 16  Conv and ConvTranspose with a 1-D or 2-D kernel,     8, told, where
-                Gemm                                                 common_config asks for
-                                                                     it; else refused
+weights 4       an even number of input channels, one group          8, with a note
+weights 6, 7    Conv with a 2-D kernel                               8, with a note
+activations 16  Conv and ConvTranspose with a 1-D or 2-D kernel,     8, with a note, if set by
+                Gemm                                                 common_config; else
+                                                                     refused
 ==============  ===================================================  ======================
 
-8 bits, and activations of 4, are for all of them. Source: hicann/amct, its capacity table and the
-checks of its configurations (INT16_QUANTIZABLE_ONNX_TYPES, check_int4_cin_pack_supported).
+Source: hicann/amct, its capacity table and the checks of its configurations
+(INT16_QUANTIZABLE_ONNX_TYPES, check_int4_cin_pack_supported).
 
-tensor_quantize: inputs of Add and MaxPool that a configuration wants in int8, checked.
-
-AMCT's open source has how it is written (a list in the quant config JSON, before the layers), its
-documentation that it takes MaxPool and Add. The sentences are ours.
+tensor_quantize quantizes inputs of Add and MaxPool. AMCT's open source shows its form (a list in
+the quant config JSON, before the layers), AMCT's documentation the two node types. The messages
+are calib8's.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:
-    """activation_quant_params of one layer; `asymmetric` None follows activation_offset."""
+    """activation_quant_params of one layer; `asymmetric` None means activation_offset decides."""
 
     num_bits: int = 8
     act_algo: str = "ifmr"
@@ -59,7 +56,7 @@ class Activation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """weight_quant_params of one layer; the last four belong to ada_quantize."""
+    """weight_quant_params of one layer; the last four keys belong to ada_quantize."""
 
     num_bits: int = 8
     wts_algo: str = "arq_quantize"
@@ -72,7 +69,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """How one layer is quantized."""
+    """The entry of one layer."""
 
     quant_enable: bool = True
     dmq_balancer_param: float | None = None
@@ -82,7 +79,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorConfig:
-    """One tensor_quantize: an input of an Add or MaxPool, and how its scale is found."""
+    """One entry of tensor_quantize: an input of an Add or MaxPool, and its scale search."""
 
     layer_name: str
     input_index: int
@@ -90,17 +87,17 @@ class TensorConfig:
 
     @property
     def key(self) -> str:
-        """Its name in a record."""
+        """Name of the input in a record."""
         return f"{self.layer_name}:{self.input_index}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantConfig:
-    """A whole quant config.
+    """A complete quant config.
 
     Attributes:
-        layers: layer name -> how it is quantized.
-        told: sentences on what was asked for and is not so; never written.
+        layers: layer name -> its entry.
+        told: sentences on settings that a layer does not support; never written to the file.
     """
 
     version: int = 1
@@ -114,11 +111,11 @@ class QuantConfig:
     told: tuple[str, ...] = ()
 
     def enabled(self) -> dict[str, LayerConfig]:
-        """The layers to quantize."""
+        """Return the enabled layers."""
         return {name: layer for name, layer in self.layers.items() if layer.quant_enable}
 
     def entries(self) -> dict[str, LayerConfig]:
-        """The layers to quantize, and the inputs of tensor_quantize by their names in a record."""
+        """Return the enabled layers and the tensor_quantize inputs, by their name in a record."""
         inputs = {one.key: LayerConfig(activation=one.activation) for one in self.tensors}
         return {**self.enabled(), **inputs}
 
@@ -139,7 +136,7 @@ def _pair(value: Any) -> bool:
 def _number(value: object) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return -sys.float_info.max <= value <= sys.float_info.max  # a whole number may have more digits
+    return -sys.float_info.max <= value <= sys.float_info.max  # an int may be larger than a float
 
 
 _PERCENTILE = _Rule("float", lambda v: 0.5 < v <= 1, "(0.5, 1]")
@@ -207,15 +204,15 @@ WEIGHT = {
 }
 
 
-_MOST_STEPS = 10_000  # of one search; AMCT's default is 60
+_MOST_STEPS = 10_000  # scales tried in one search; AMCT's default is 60
 
 
 def activation_from(given: Mapping[str, Any]) -> Activation:
-    """Checked keys of activation_quant_params -> `Activation`.
+    """Return the `Activation` of checked activation_quant_params keys.
 
     Raises:
-        ConfigError: keys of IFMR and HFMG together, a step longer than the range, or so short that
-            a search would not end.
+        ConfigError: keys of both IFMR and HFMG, a step longer than the range, or more than
+            `_MOST_STEPS` steps.
     """
     ifmr, hfmg = sorted(set(given) & set(_IFMR)), sorted(set(given) & set(_HFMG))
     algo = given.get("act_algo", "hfmg" if hfmg else "ifmr")
@@ -224,24 +221,24 @@ def activation_from(given: Mapping[str, Any]) -> Activation:
             f"act_algo {algo!r} does not take keys of the other algorithm, got {ifmr + hfmg};"
             f" IFMR has {sorted(_IFMR)}, HFMG has {sorted(_HFMG)}"
         )
-    made = replace(Activation(), **(_tuples(given) | {"act_algo": algo}))
-    start, end = made.search_range
-    if algo == "ifmr" and made.search_step > end - start:
+    params = replace(Activation(), **(_tuples(given) | {"act_algo": algo}))
+    start, end = params.search_range
+    step = params.search_step
+    if algo == "ifmr" and step > end - start:
         raise ConfigError(
-            f"search_step must be at most end - start of search_range, got {made.search_step}"
+            f"search_step must be at most end - start of search_range, got {step}"
             f" for [{start}, {end}]"
         )
-    if algo == "ifmr" and (end - start) / made.search_step > _MOST_STEPS:
+    if algo == "ifmr" and (end - start) / step > _MOST_STEPS:
         raise ConfigError(
-            f"search_step must leave at most {_MOST_STEPS} scales to try a layer, got"
-            f" {(end - start) / made.search_step:.3g} with {made.search_step} for [{start}, {end}];"
-            " 0.01 is AMCT's"
+            f"search_step must leave at most {_MOST_STEPS} scales to try per layer, got"
+            f" {(end - start) / step:.3g} with {step} for [{start}, {end}]; AMCT's default is 0.01"
         )
-    return made
+    return params
 
 
 def weight_from(given: Mapping[str, Any]) -> Weight:
-    """Checked keys of weight_quant_params -> `Weight`.
+    """Return the `Weight` of checked weight_quant_params keys.
 
     Raises:
         ConfigError: keys of AdaRound without ada_quantize.
@@ -257,7 +254,7 @@ def _tuples(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_keys(given: Mapping[str, Any], *, weight: bool) -> dict[str, Any]:
-    """Type and range of keys from elsewhere (the simplified configuration), by the same rules.
+    """Check keys of the simplified configuration by the rules of the JSON; return them.
 
     Raises:
         ConfigError: a value out of range.
@@ -267,10 +264,10 @@ def checked_keys(given: Mapping[str, Any], *, weight: bool) -> dict[str, Any]:
 
 
 def checked_values(value: Any, table: dict[str, _Rule], where: str) -> dict[str, Any]:
-    """An object of the JSON, every key known and every value in its range.
+    """Return an object of the JSON after checking all its keys, types and ranges.
 
     Raises:
-        ConfigError: an unknown key, with the nearest known one; a wrong type or value.
+        ConfigError: an unknown key (the message suggests the nearest one), a wrong type or value.
     """
     out = {}
     for key, entry in value.items():
@@ -292,10 +289,10 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 
 
 def checked_value(key: str, value: Any, rule: _Rule) -> Any:
-    """The value, if it has the type and range of its rule.
+    """Return the value if it has the type and range of its rule.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: it does not.
     """
     if not _TYPES[rule.type_](value):
         raise ConfigError(f"{key} must be of type {rule.type_}, got {json.dumps(value)[:80]}")
@@ -305,14 +302,14 @@ def checked_value(key: str, value: Any, rule: _Rule) -> Any:
 
 
 def refuse_repeats(names: Any, where: str) -> None:
-    """Refuse a name that is given twice.
+    """Refuse repeated names.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: a name is repeated.
     """
     repeated = sorted({name for name in names if list(names).count(name) > 1})
     if repeated:
-        raise ConfigError(f"{where} must name each layer once, got {repeated[:3]} repeated")
+        raise ConfigError(f"{where} must name each once, got {repeated[:3]} repeated")
 
 
 INT16_LAYERS = "Conv and ConvTranspose with a 1-D or 2-D kernel, and Gemm"
@@ -321,12 +318,12 @@ _SHOWN = 3  # names in a sentence
 
 
 def takes_activations(layer: Layer, bits: int) -> bool:
-    """Whether a layer may read integers of this width."""
+    """Whether a layer supports activations of this bit width."""
     return bits != 16 or (layer.kind in ("Conv", "ConvTranspose", "Gemm") and layer.rank < 3)
 
 
 def takes_weights(layer: Layer, bits: int) -> bool:
-    """Whether a layer may hold weights of this width; one without weights takes any."""
+    """Whether a layer supports weights of this bit width; a layer without weights always does."""
     if not layer.weight or bits == 8:
         return True
     if bits == 4:
@@ -334,45 +331,48 @@ def takes_weights(layer: Layer, bits: int) -> bool:
     return layer.kind == "Conv" and layer.rank == 2
 
 
-def told_of_weights(asked: Mapping[str, LayerConfig], kept: Mapping[str, LayerConfig]) -> list[str]:
-    """Sentences on enabled layers whose weights are of 8 bits where other widths were asked for."""
-    found: dict[int, list[str]] = {}
-    for name, entry in asked.items():
+def told_of_weights(
+    requested: Mapping[str, LayerConfig], actual: Mapping[str, LayerConfig]
+) -> list[str]:
+    """Return notes on enabled layers that get 8-bit weights instead of the requested width."""
+    lowered: dict[int, list[str]] = {}
+    for name, entry in requested.items():
         bits = entry.weight.num_bits
-        if entry.quant_enable and bits != kept[name].weight.num_bits:
-            found.setdefault(bits, []).append(name)
+        if entry.quant_enable and bits != actual[name].weight.num_bits:
+            lowered.setdefault(bits, []).append(name)
     return [
-        f"The weights of {quoted_layers(names)} are of 8 bits, not {bits}:"
-        f" that is for {INT4_WEIGHTS if bits == 4 else 'Conv with a 2-D kernel'}."
-        for bits, names in sorted(found.items())
+        f"The weights of {quoted_layers(names)} have 8 bits, not {bits}: only"
+        f" {INT4_WEIGHTS if bits == 4 else 'Conv with a 2-D kernel'} can have {bits}."
+        for bits, names in sorted(lowered.items())
     ]
 
 
 def told_of_activations(names: Collection[str]) -> list[str]:
-    """A sentence on layers that get 8-bit activations where the common_config has 16."""
+    """Return a note on layers that get 8-bit activations though common_config has 16."""
     if not names:
         return []
     return [
-        f"The activations of {quoted_layers(names)} are of 8 bits, not 16: that is for"
-        f" {INT16_LAYERS}."
+        f"The activations of {quoted_layers(names)} have 8 bits, not 16: only"
+        f" {INT16_LAYERS} can have 16."
     ]
 
 
 def quoted_layers(names: Collection[str]) -> str:
-    """How many layers, and the first of their names."""
+    """Return the number of layers and the first few names."""
     shown = ", ".join(list(names)[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
     return f"{len(names)} layer{'s' * (len(names) != 1)} ({shown})"
 
 
 def settled_tensors(config: QuantConfig, graph: LayerGraph) -> tuple[TensorConfig, ...]:
-    """The inputs with `asymmetric` chosen, by activation_offset where nothing else says it.
+    """Return the tensor_quantize entries with `asymmetric` set, by default to activation_offset.
 
     Raises:
         ConfigError: an input that the model lacks or that cannot be quantized by itself.
     """
-    twice = [key for key, times in Counter(one.key for one in config.tensors).items() if times > 1]
-    if twice:
-        raise ConfigError(f"tensor_quantize must name each input once, got {twice[0]!r} again")
+    counts = Counter(one.key for one in config.tensors)
+    repeated = [key for key, times in counts.items() if times > 1]
+    if repeated:
+        raise ConfigError(f"tensor_quantize must name each input once, got {repeated[0]!r} again")
     return tuple(_settled(one, config, graph) for one in config.tensors)
 
 
@@ -393,7 +393,7 @@ def refuse_unknown(name: str, index: int, graph: LayerGraph) -> None:
     """Refuse an input that cannot be quantized by itself.
 
     Raises:
-        ConfigError: no such node or input, or one of another type or of no use.
+        ConfigError: the node or input does not exist, has another type, or cannot be quantized.
     """
     op, key = graph.ops.get(name), f"{name}:{index}"
     if op is None:

@@ -1,31 +1,27 @@
-"""The surgery that Ascend's deploy and fake-quant models share.
+"""Rewriting of layers to integers; the deploy model for ATC, and AdaRound's modified float model.
 
-::
+The deploy model and the fake-quant model rewrite a layer alike::
 
-    x -> Conv -> y    becomes    x -> [Mul 1/factor] -> pre -> Conv' -> post -> y
+    x -> Conv -> y    becomes    x -> [Mul 1/factor] -> before -> Conv' -> after -> y
 
-`pre` and `post` differ between the deploy model (AscendQuant, AscendDequant) and the fake-quant
-model (plain ops); the layer's weight and bias are replaced by integers in both. A MatMul of two
-activations has `pre` on both; an input of an Add or MaxPool gets `pre` and `back`, and the node
-stays as it is.
+`before` and `after` are AscendQuant and AscendDequant in <prefix>_deploy_model.onnx, and standard
+operators in the fake-quant model; both have integer weights and biases. A MatMul of two activations
+has `before` on both inputs. A tensor_quantize input of an Add or MaxPool gets `before` and `back`;
+the node itself does not change.
 
-<prefix>_deploy_model.onnx: what ATC compiles. AscendQuant, int8 layer, AscendDequant.
-
-The packed parameter of AscendDequant is one uint64 a channel::
+The packed parameter of AscendDequant is one uint64 per channel::
 
     bits 31..0   float32 bits of scale_w * scale_d
     bits 39..32  shift N, 0
     bits 47..40  offset_w, 0
 
-Weights of 4 bits are int8 tensors of half as many input channels, two integers a byte.
+4-bit weights are int8 tensors with half as many input channels, two integers per byte.
+
+<prefix>_modified_model.onnx is the float model with AdaRound's weights, which AMCT's quantize_model
+writes too: a record has only scales, and they give the same integers only with these weights. It is
+also written for layers with shared weights, which AMCT refuses; in it each layer has a copy.
 
 Source: hicann/ge quant_host_cpu_op_common.h; measured on AMCT's own outputs.
-
-<prefix>_modified_model.onnx: the float model with the weights that AdaRound rounded.
-
-As in AMCT, whose quantize_model leaves such a model beside the record: a record holds scales alone,
-and only with these weights do they give the codes again. It is left too where layers shared their
-weights, which AMCT refuses: here each has its own.
 """
 
 from __future__ import annotations
@@ -62,20 +58,20 @@ After = Callable[[QuantLayer, str, str], Nodes]
 Store = Callable[[str, QuantLayer], onnx.TensorProto]
 
 
-def _as_it_is(q: QuantLayer, bias: str) -> tuple[Nodes, str]:
+def _unchanged(q: QuantLayer, bias: str) -> tuple[Nodes, str]:
     return [], bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What one of the models has in place of a float layer.
+    """The functions that make one model's replacement of a float layer.
 
     Attributes:
-        before: nodes from the layer's input to its integers, and the tensor they end in.
-        after: nodes from the layer's integers to its output.
-        back: nodes from an input's integers to floats again, and the tensor they end in.
-        weight, bias: how its integers are kept, under a name.
-        behind_bias: nodes between the kept bias and the layer, and the tensor they end in.
+        before: (layer, input tensor) -> nodes that quantize it, and the quantized tensor.
+        after: (layer, integer output, float output) -> nodes that dequantize the output.
+        back: (layer, quantized input) -> nodes that dequantize an input, and the float tensor.
+        weight, bias: (name, layer) -> the stored integers.
+        behind_bias: (layer, stored bias) -> nodes between it and the layer, and their output.
     """
 
     before: Before
@@ -83,20 +79,20 @@ class Form:
     back: Before
     weight: Store
     bias: Store
-    behind_bias: Before = _as_it_is
+    behind_bias: Before = _unchanged
 
 
 def rewrite(
     model: onnx.ModelProto, layers: Mapping[str, QuantLayer], form: Form
 ) -> onnx.ModelProto:
-    """A copy of `model` whose `layers` run on integers.
+    """Return a copy of `model` whose `layers` run on integers.
 
-    Every float tensor keeps its name; a layer's integer output is '<layer>_output0'.
+    All float tensors keep their names; a layer's integer output is '<layer>_output0'.
 
     Args:
         model: float model, nodes named.
-        layers: by node name; inputs of tensor_quantize by their own.
-        form: what they become.
+        layers: node, or '<node>:<index>' of a tensor_quantize input -> its integers.
+        form: the replacement of a layer.
     """
     out = copied(model)
     surgery = _Surgery(out, form)
@@ -116,12 +112,12 @@ def rewrite(
 
 
 def inputs_of(layers: Mapping[str, QuantLayer]) -> dict[str, list[QuantLayer]]:
-    """Node -> what of `layers` is an input of it, and not the node itself."""
-    found: dict[str, list[QuantLayer]] = {}
+    """Return node -> its tensor_quantize inputs in `layers`."""
+    inputs: dict[str, list[QuantLayer]] = {}
     for q in layers.values():
         if q.layer.at is not None:
-            found.setdefault(q.layer.node, []).append(q)
-    return found
+            inputs.setdefault(q.layer.node, []).append(q)
+    return inputs
 
 
 class _Surgery:
@@ -129,10 +125,10 @@ class _Surgery:
         self.graph, self.index, self.form = model.graph, Graph(model), form
         self.tensors: dict[str, onnx.TensorProto] = {}
         self.shared: dict[tuple[str, float, int, int], str] = {}
-        self.biases: dict[str, str] = {}  # Add of a MatMul's bias -> what it reads in its place
+        self.biases: dict[str, str] = {}  # Add of a MatMul's bias -> the integer bias it reads
 
     def enter(self, node: onnx.NodeProto, q: QuantLayer) -> Nodes:
-        """Nodes before the layer; the layer itself gets its integer weight and bias."""
+        """Return the nodes before the layer; give the layer its integer weight and bias."""
         nodes, start = [], node.input[0]
         if q.inverse_factors is not None:
             nodes += balance(q, start)
@@ -143,8 +139,8 @@ class _Surgery:
         if q.weight is not None:
             self.tensors[node.input[1]] = self.form.weight(node.input[1], q)
         if q.bias is not None:
-            more, bias = self.form.behind_bias(q, self.keep_bias(q))
-            nodes += more
+            bias_nodes, bias = self.form.behind_bias(q, self.keep_bias(q))
+            nodes += bias_nodes
             if q.layer.bias_add:
                 self.biases[q.layer.bias_add] = bias
             else:
@@ -155,7 +151,7 @@ class _Surgery:
         return nodes
 
     def quantize(self, node: onnx.NodeProto, place: int, q: QuantLayer, start: str) -> Nodes:
-        """Have an input read integers; nodes that agree on tensor and scale share them."""
+        """Quantize a node's input; inputs with equal tensor, scale and width share the nodes."""
         nodes: Nodes = []
         key = (start, float(q.scale), q.record.offset_d, q.record.act_bits)
         if key not in self.shared:
@@ -164,15 +160,15 @@ class _Surgery:
         return nodes
 
     def pass_through(self, node: onnx.NodeProto, q: QuantLayer) -> Nodes:
-        """Have an input read floats that were integers on their way."""
+        """Quantize and dequantize a tensor_quantize input."""
         place = q.layer.at
         assert place is not None
-        nodes = self.quantize(node, place, q, node.input[place])
-        more, node.input[place] = self.form.back(q, node.input[place])
-        return [*nodes, *more]
+        quantize = self.quantize(node, place, q, node.input[place])
+        dequantize, node.input[place] = self.form.back(q, node.input[place])
+        return [*quantize, *dequantize]
 
     def leave(self, node: onnx.NodeProto, q: QuantLayer) -> Nodes:
-        """Nodes after the layer, or after the Add that holds a MatMul's bias."""
+        """Return the nodes after the layer, or after the Add of a MatMul's bias."""
         if node.name in self.biases:
             place = list(node.input).index(q.layer.bias)
             node.input[place] = self.biases[node.name]
@@ -181,16 +177,17 @@ class _Surgery:
         return self.form.after(q, node.output[0], output)
 
     def keep_bias(self, q: QuantLayer) -> str:
-        """The bias's name; one of its own where other nodes read the float bias too."""
+        """Store the integer bias and return its name, a new one if other nodes read the float."""
         name = q.layer.bias
-        own = f"{q.layer.name}.quant_bias" if len(self.index.readers[name]) > 1 else name
-        self.tensors[own] = self.form.bias(own, q)
-        return own
+        if len(self.index.readers[name]) > 1:
+            name = f"{q.layer.name}.quant_bias"
+        self.tensors[name] = self.form.bias(name, q)
+        return name
 
     def finish(self, nodes: Nodes) -> None:
-        """Put nodes and tensors in place: replaced weights first as they were, then the new."""
-        gone = set(self.tensors)
-        constants = [n for n in nodes if n.op_type == "Constant" and n.output[0] not in gone]
+        """Write tensors and nodes into the graph: replaced initializers keep their place."""
+        replaced = set(self.tensors)
+        constants = [n for n in nodes if n.op_type == "Constant" and n.output[0] not in replaced]
         others = [n for n in nodes if n.op_type != "Constant"]
         update(self.graph.initializer, self.tensors)
         replace_nodes(self.graph, constants + others)
@@ -199,16 +196,19 @@ class _Surgery:
 
 
 def balance(q: QuantLayer, start: str) -> Nodes:
-    """Divide the input by its DMQ factors, as a multiplication with their inverses."""
+    """Return the nodes that multiply a layer's input by the inverse DMQ factors."""
     assert q.inverse_factors is not None
-    name = q.layer.name
-    constant = make_constant(f"{name}.tensor_balance_factor", q.inverse_factors)
+    return _multiply(q.layer.name, start, q.inverse_factors)
+
+
+def _multiply(name: str, start: str, factors: Float32Array) -> Nodes:
+    constant = make_constant(f"{name}.tensor_balance_factor", factors)
     inputs = [start, constant.output[0]]
     return [constant, helper.make_node("Mul", inputs, [f"{name}.mul.output0"], name=f"{name}.mul")]
 
 
 def make_constant(name: str, value: NDArray[Any] | np.generic) -> onnx.NodeProto:
-    """A Constant node; its output is '<name>.output0'."""
+    """Return a Constant node; its output is '<name>.output0'."""
     tensor = numpy_helper.from_array(np.asarray(value))
     return helper.make_node("Constant", [], [f"{name}.output0"], name=name, value=tensor)
 
@@ -219,20 +219,15 @@ def rewrite_inputs(
     weights: Mapping[str, onnx.TensorProto],
     inverse_factors: Mapping[str, Float32Array],
 ) -> onnx.ModelProto:
-    """A float copy with other weights, and inputs multiplied by `inverse_factors` [C_in]."""
+    """Return a float copy with these weights, and inputs multiplied by `inverse_factors` [C_in]."""
     out = copied(model)
     nodes: Nodes = []
     for node in out.graph.node:
         if node.name in inverse_factors:
-            layer, name = layers[node.name], node.name
-            shape = (1, -1, *[1] * layer.rank)
-            constant = make_constant(
-                f"{name}.tensor_balance_factor", inverse_factors[name].reshape(shape)
-            )
-            inputs = [node.input[0], constant.output[0]]
-            mul = helper.make_node("Mul", inputs, [f"{name}.mul.output0"], name=f"{name}.mul")
-            nodes += [constant, mul]
-            node.input[0] = mul.output[0]
+            shape = (1, -1, *[1] * layers[node.name].rank)
+            factors = inverse_factors[node.name].reshape(shape)
+            nodes += _multiply(node.name, node.input[0], factors)
+            node.input[0] = nodes[-1].output[0]
         if not (node.op_type == "Constant" and node.output[0] in weights):
             nodes.append(node)
     update(out.graph.initializer, weights)
@@ -241,14 +236,15 @@ def rewrite_inputs(
     return out
 
 
-# AMCT leaves no sign of weights that are two to a byte; ATC passes over attributes it does not know
+# attribute of AscendDequant for packed 4-bit weights: AMCT marks them nowhere, and ATC ignores
+# unknown attributes
 PACKED = "wts_type"
 
 
 def deploy_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
-    """Float model + integers -> deploy model.
+    """Return the deploy model of a float model and its integers.
 
-    The activation offset is not folded into the bias: GE does that itself when it compiles.
+    The activation offset is not folded into the bias: GE does that when it compiles.
     """
     form = Form(
         before=_quant,
@@ -258,28 +254,34 @@ def deploy_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> on
         bias=_bias,
         behind_bias=_behind_bias,
     )
-    made = rewrite(model, layers, form)
+    deploy = rewrite(model, layers, form)
     parameters = [_parameter(q) for q in layers.values() if q.layer.at is None]
-    made.graph.initializer.extend(parameters)
-    return made
+    deploy.graph.initializer.extend(parameters)
+    return deploy
 
 
 def pack(dequant: Float32Array) -> NDArray[np.uint64]:
-    """float32 [C] -> uint64 [C] with the scale's bits in the low half."""
+    """Return AscendDequant's uint64 parameters [C] of float32 scales [C]."""
     return np.ascontiguousarray(dequant).view(np.uint32).astype(np.uint64)
 
 
+def unpack(parameter: NDArray[np.uint64]) -> Float32Array:
+    """Invert `pack`; ignore shift and offset."""
+    low = (parameter & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+    return np.asarray(low.view(np.float32))
+
+
 def packed_axis(kind: str) -> int:
-    """Axis of the input channels of a weight in the deploy model."""
+    """Return the input channel axis of a weight in the deploy model."""
     return {"Conv": 1, "ConvTranspose": 0}.get(kind, -2)
 
 
 def pack_fours(weight: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
-    """Integers in [-8, 7] -> int8, two neighbours along `axis` in one: the first in the low half.
+    """Pack integers in [-8, 7], two neighbors along `axis` per byte, the first in the low half.
 
     Args:
-        weight: an even number of them along `axis`.
-        axis: that of the input channels.
+        weight: int8, an even number of values along `axis`.
+        axis: axis of the input channels.
     """
     nibbles = np.moveaxis(weight, axis, -1).view(np.uint8) & 15
     pairs = (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).view(np.int8)
@@ -287,17 +289,11 @@ def pack_fours(weight: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
 
 
 def unpack_fours(packed: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
-    """Inverse of `pack_fours`."""
+    """Invert `pack_fours`."""
     bytes_ = np.moveaxis(packed, axis, -1)
-    halves = np.stack((bytes_ << 4 >> 4, bytes_ >> 4), axis=-1)  # shifts keep the sign
-    whole = halves.reshape(*bytes_.shape[:-1], 2 * bytes_.shape[-1])
-    return np.ascontiguousarray(np.moveaxis(whole, -1, axis), np.int8)
-
-
-def unpack(parameter: NDArray[np.uint64]) -> Float32Array:
-    """Inverse of `pack`; shift and offset are not looked at."""
-    low = (parameter & np.uint64(0xFFFFFFFF)).astype(np.uint32)
-    return np.asarray(low.view(np.float32))
+    nibbles = np.stack((bytes_ << 4 >> 4, bytes_ >> 4), axis=-1)  # shifts keep the sign
+    unpacked = nibbles.reshape(*bytes_.shape[:-1], 2 * bytes_.shape[-1])
+    return np.ascontiguousarray(np.moveaxis(unpacked, -1, axis), np.int8)
 
 
 def _quant(q: QuantLayer, start: str) -> tuple[Nodes, str]:
@@ -324,7 +320,10 @@ def _dequant(q: QuantLayer, start: str, end: str) -> Nodes:
 
 
 def _anti_quant(q: QuantLayer, start: str) -> tuple[Nodes, str]:
-    """(q - offset) * scale, in float32; the operator adds, and ATC's parser turns the sign."""
+    """Return AscendAntiQuant: (q - offset) * scale, in float32.
+
+    The operator adds its offset; ATC's parser inverts the sign.
+    """
     assert q.record.scale_d is not None
     name = f"{q.layer.stem}.anti_quant"
     node = helper.make_node(
@@ -360,7 +359,7 @@ def _bias(name: str, q: QuantLayer) -> onnx.TensorProto:
 
 
 def _behind_bias(q: QuantLayer, bias: str) -> tuple[Nodes, str]:
-    """Beside activations of 4 bits AMCT casts the int32 bias to float."""
+    """Cast the int32 bias to float for 4-bit activations, as AMCT does."""
     if q.record.act_bits != 4:
         return [], bias
     name = f"{q.layer.name}.bias_quant"
@@ -368,11 +367,11 @@ def _behind_bias(q: QuantLayer, bias: str) -> tuple[Nodes, str]:
     return [cast], cast.output[0]
 
 
-_NEAR = 0.01  # of a step: what factors and float32 leave of a weight on its code
+_NEAR = 0.01  # steps: float32 error of a weight that is an integer times its scale
 
 
 def modified_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
-    """A copy of the float model with what AdaRound's codes stand for as weights."""
+    """Return a copy of the float model with AdaRound's integers times scale as weights."""
     index, arrays = Graph(model), {}
     for q in layers.values():
         if q.record.rounded is None:
@@ -392,8 +391,8 @@ def unrounded(
     records: Mapping[str, LayerRecord],
     names: list[str],
 ) -> list[str]:
-    """Those of the layers that AdaRound rounded whose weights are not on codes in this model."""
-    index, found = Graph(model), []
+    """Return those AdaRound layers `names` whose weights are not integers times their scale."""
+    index, off_grid = Graph(model), []
     for name in names:
         if name not in records or name not in graph.layers:
             continue
@@ -401,5 +400,5 @@ def unrounded(
         rows = rows_of(balanced_weight(array_of(index, layer.weight), layer, record.factors), layer)
         steps = rows / record.scale_w.reshape((-1,) + (1,) * (rows.ndim - 1))
         if np.abs(steps - np.rint(steps)).max() > _NEAR:
-            found.append(name)
-    return found
+            off_grid.append(name)
+    return off_grid

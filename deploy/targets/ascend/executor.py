@@ -1,37 +1,30 @@
-"""What a deploy model computes, on a CPU: integer operands and sums, one float multiplication.
+"""Executor of deploy models on a CPU in integers, and their comparison with the fake-quant model.
 
-AscendQuant and AscendDequant run nowhere but on the NPU, so the deploy model is rewritten into
-ONNX's integer operators, which ONNX Runtime has, and which are exact::
+AscendQuant and AscendDequant run only on the NPU, so the deploy model is rewritten to ONNX's
+integer operators, which ONNX Runtime computes exactly::
 
-    AscendQuant      q = clip(rne(x * scale + offset)), kept as uint8 q + 128
+    AscendQuant      q = clip(rne(x * scale + offset)), stored as uint8 q + 128
     Conv             ConvInteger, zero points offset + 128 and 128, plus the int32 bias
-    Gemm, MatMul     MatMulInteger, likewise; of two activations with both their zero points
-    ConvTranspose    weight = 16 h + l, |h| <= 8, 0 <= l < 16: two float convolutions whose sums
+    Gemm, MatMul     MatMulInteger, likewise; for two activations with both zero points
+    ConvTranspose    weight = 16 h + l, |h| <= 8, 0 <= l < 16: two float convolutions, whose sums
                      stay below 2^24 and so are exact, added as int32
     AveragePool      float pool of q - offset
     AscendAntiQuant  (q - offset) * scale in float
-    16-bit q         q + 32768 = 256 high + low, each as uint8 by itself; sums added as int64
-    4-bit weights    out of their bytes
+    16-bit q         q + 32768 = 256 high + low, two uint8 tensors; sums added as int64
+    4-bit weights    unpacked from their bytes
     AscendDequant    float(y) * float32(low half of the parameter)
 
-Against the fake-quant model three things may differ: a code at an exact half where offset is odd
-(AscendQuant adds offset before rounding, the fake-quant model after), a code beside a half where
-x * scale + offset rounds in float32, and sums beyond 2^24, which floats round and integers do not.
-Weights go in as uint8 too: int8 ones saturate in ONNX Runtime on x86 CPUs without VNNI.
-
-Layers of a deploy model in ONNX's integer operators, and the constants that these read.
-
-::
+Weights are uint8 too: ONNX Runtime saturates int8 ones on x86 CPUs without VNNI. A quantized tensor
+is one or two uint8 parts::
 
     q            uint8 part 0 [, part 1]      q - offset = sum of (part - zero) * factor
-    layer        an operator a part           int32, or int64 where there are two
+    layer        one operator per part        int32, or int64 if there are two
     bias         added to their sum
 
-Whether the deploy model computes what the fake-quant model promises, checked on a CPU.
-
-The deploy model runs in integers (`deploy.targets.ascend.executor`), beside two fake-quant models:
-one that rounds as AscendQuant does, which must agree but for sums beyond 2^24, and AMCT's own,
-which differs by one code wherever a value lies at a half and the offset is odd.
+`verify` compares with two fake-quant models. The one that rounds as AscendQuant does must agree
+except for sums beyond 2^24, which floats round. AMCT's own adds the offset after rounding, so it
+differs by one code for values exactly between two codes if the offset is odd. A code may also
+differ where x * scale + offset rounds in float32.
 """
 
 from __future__ import annotations
@@ -49,7 +42,7 @@ from deploy.errors import ModelError
 from deploy.graph.edit import copied, rebuild
 from deploy.graph.index import Graph, attributes
 from deploy.metrics.output_errors import cosine
-from deploy.targets.ascend.deploy_model import PACKED, packed_axis, unpack_fours
+from deploy.targets.ascend.deploy_model import PACKED, packed_axis, unpack, unpack_fours
 from deploy.targets.ascend.layers import TYPES
 
 if TYPE_CHECKING:
@@ -61,12 +54,16 @@ if TYPE_CHECKING:
 
 
 SHIFT = 128  # from int8 to uint8
-_EXACT = 2**24  # integers that float32 adds without rounding
+_EXACT = 2**24  # float32 adds integers below this without rounding
+_TYPES = {b"INT4": 4, b"INT8": 8, b"INT16": 16}
+_TOLERANCE = 1e-2
+_CHECKED = 2  # samples on which a build runs the deploy model
+_END = 2**31  # limit of int32
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One uint8 tensor of a quantized one, the sum of (tensor - zero) * factor over its parts."""
+    """One uint8 part of a quantized tensor, which is the sum of (tensor - zero) * factor."""
 
     tensor: str
     factor: int
@@ -74,39 +71,39 @@ class Part:
 
 
 class Constants:
-    """Constants of a deploy model, and new ones beside them.
+    """Constants of a deploy model, and new ones to add.
 
     Attributes:
         new: name -> value.
     """
 
     def __init__(self, index: Graph) -> None:
-        self._held = index.constants
+        self._existing = index.constants
         self.new: dict[str, NDArray[Any]] = {}
 
     def put(self, name: str, value: Any) -> str:
-        """Add one; gives its name."""
+        """Add a constant; return its name."""
         self.new[name] = np.asarray(value)
         return name
 
     def value(self, name: str) -> NDArray[Any]:
-        """The value of one that the deploy model holds.
+        """Return the value of a constant of the deploy model.
 
         Raises:
-            ModelError: it does not.
+            ModelError: the model has no such constant.
         """
         from onnx import numpy_helper
 
-        if name not in self._held:
-            raise ModelError(f"the deploy model must hold {name!r} as a constant, got none")
-        return numpy_helper.to_array(self._held[name])
+        if name not in self._existing:
+            raise ModelError(f"the deploy model must have {name!r} as a constant, got none")
+        return numpy_helper.to_array(self._existing[name])
 
 
 class Layers:
-    """Writes the nodes that stand for a layer on quantized tensors.
+    """Writer of the nodes that compute a layer on uint8 parts.
 
     Attributes:
-        codes: quantized tensor -> what it is held as; whoever writes that puts it here.
+        codes: quantized tensor -> its parts; the writer of its AscendQuant fills it in.
     """
 
     def __init__(self, model: onnx.ModelProto, index: Graph, constants: Constants) -> None:
@@ -115,7 +112,7 @@ class Layers:
         self.packed = {name for node in model.graph.node for name in self.packed_by(node)}
 
     def write(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        """The nodes that stand for one of `TYPES` whose input is quantized."""
+        """Return the nodes of a layer, one of `TYPES`, whose input is quantized."""
         heavy = {
             "Conv": self.conv,
             "ConvTranspose": self.convtranspose,
@@ -126,11 +123,11 @@ class Layers:
         return heavy(node, self.codes[node.input[0]])
 
     def conv(self, node: onnx.NodeProto, codes: tuple[Part, ...]) -> list[onnx.NodeProto]:
-        """ConvInteger."""
+        """Return the nodes of a Conv: ConvInteger."""
         return self.summed(node, "ConvInteger", codes, self.weight(node))
 
     def gemm(self, node: onnx.NodeProto, codes: tuple[Part, ...]) -> list[onnx.NodeProto]:
-        """MatMulInteger; of two activations with both their zero points."""
+        """Return the nodes of a Gemm or MatMul: MatMulInteger."""
         if node.input[1] in self.codes:
             (first,), (second,) = codes, self.codes[node.input[1]]
             ends = [
@@ -146,7 +143,7 @@ class Layers:
         return self.summed(node, "MatMulInteger", codes, weight)
 
     def averagepool(self, node: onnx.NodeProto, codes: tuple[Part, ...]) -> list[onnx.NodeProto]:
-        """A pool of floats that are whole."""
+        """Return a float pool on integer values."""
         (part,) = codes
         centred = f"{node.name}.exec.centred"
         before = self.centre(node, part, centred)
@@ -154,10 +151,10 @@ class Layers:
         return [*before, node]
 
     def convtranspose(self, node: onnx.NodeProto, codes: tuple[Part, ...]) -> list[onnx.NodeProto]:
-        """Float convolutions of halves of the weight, small enough to be exact.
+        """Return float convolutions of the weight's two halves, whose sums are exact.
 
         Raises:
-            ModelError: they are not.
+            ModelError: the sums may exceed 2^24.
         """
         weight = self.weight(node).astype(np.int32)
         if 255 * 15 * int(np.prod(weight.shape[2:])) * weight.shape[0] >= _EXACT:
@@ -166,7 +163,7 @@ class Layers:
                 " compare the fake-quant model instead"
             )
         low = weight & 15
-        name, wide = node.name, len(codes) > 1
+        name, int64 = node.name, len(codes) > 1
         nodes: list[onnx.NodeProto] = []
         sums: list[str] = []
         for place, part in enumerate(codes):
@@ -180,14 +177,14 @@ class Layers:
                 del half.input[:]
                 half.input.extend([centred, kernel])
                 nodes.append(half)
-                nodes += self.scaled(half, factor * part.factor, sums, wide=wide)
-        return [*nodes, *self.added(node, sums, weight.ndim - 2, wide=wide)]
+                nodes += self.scaled(half, factor * part.factor, sums, int64=int64)
+        return [*nodes, *self.added(node, sums, weight.ndim - 2, int64=int64)]
 
     def summed(
         self, node: onnx.NodeProto, op: str, codes: tuple[Part, ...], weight: NDArray[Any]
     ) -> list[onnx.NodeProto]:
-        """An integer operator for each part of the input, and their sum with the bias."""
-        name, wide = node.name, len(codes) > 1
+        """Return one integer operator per part of the input, and their sum with the bias."""
+        name, int64 = node.name, len(codes) > 1
         moved = (weight.astype(np.int16) + SHIFT).astype(np.uint8)
         kernel = self.constants.put(f"{name}.exec.weight", np.ascontiguousarray(moved))
         level = self.constants.put(f"{name}.exec.wzero", np.uint8(SHIFT))
@@ -199,32 +196,32 @@ class Layers:
             heavy = make_node(op, [part.tensor, kernel, zero, level], end, f"{name}.{place}")
             heavy.attribute.extend(node.attribute)
             nodes.append(heavy)
-            nodes += self.scaled(heavy, part.factor, sums, wide=wide)
-        return [*nodes, *self.added(node, sums, weight.ndim - 2, wide=wide)]
+            nodes += self.scaled(heavy, part.factor, sums, int64=int64)
+        return [*nodes, *self.added(node, sums, weight.ndim - 2, int64=int64)]
 
     def scaled(
-        self, node: onnx.NodeProto, factor: int, sums: list[str], *, wide: bool
+        self, node: onnx.NodeProto, factor: int, sums: list[str], *, int64: bool
     ) -> list[onnx.NodeProto]:
-        """A node's output as integers, times a factor; named at the end of `sums`."""
+        """Return nodes that multiply a node's output by a factor; append the result to `sums`."""
         nodes, end = [], node.output[0]
-        if wide or node.op_type == "ConvTranspose":  # the others give int32
+        if int64 or node.op_type == "ConvTranspose":  # the other operators write int32
             nodes, end = (
-                chain(node.name, end, f"{end}.i", [], cast=7 if wide else 6),
+                chain(node.name, end, f"{end}.i", [], cast=7 if int64 else 6),
                 f"{end}.i",
             )
         if factor != 1:
-            by = self.constants.put(f"{end}.factor", (np.int64 if wide else np.int32)(factor))
+            by = self.constants.put(f"{end}.factor", (np.int64 if int64 else np.int32)(factor))
             nodes.append(make_node("Mul", [end, by], f"{end}.scaled", f"{node.name}.scaled"))
             end = f"{end}.scaled"
         sums.append(end)
         return nodes
 
     def added(
-        self, node: onnx.NodeProto, sums: list[str], rank: int, *, wide: bool
+        self, node: onnx.NodeProto, sums: list[str], rank: int, *, int64: bool
     ) -> list[onnx.NodeProto]:
-        """The sum of `sums` and, if there is one, the bias."""
+        """Return nodes that add `sums` and the bias, if there is one."""
         bias = node.input[2] if len(node.input) > 2 else ""
-        terms = [*sums, *([self.bias(node, bias, rank, wide=wide)] if bias else [])]
+        terms = [*sums, *([self.bias(node, bias, rank, int64=int64)] if bias else [])]
         if len(terms) == 1:
             return [make_node("Identity", terms, node.output[0], f"{node.name}.sum")]
         nodes, total = [], terms[0]
@@ -234,11 +231,11 @@ class Layers:
             total = end
         return nodes
 
-    def bias(self, node: onnx.NodeProto, name: str, rank: int, *, wide: bool) -> str:
-        """The bias in the shape and type of the sums.
+    def bias(self, node: onnx.NodeProto, name: str, rank: int, *, int64: bool) -> str:
+        """Add the bias in the shape and type of the sums; return its name.
 
         Raises:
-            ModelError: it is not int32.
+            ModelError: the bias is not int32.
         """
         maker = self.index.producer.get(name)
         cast = maker if self.is_bias(maker) else None
@@ -247,25 +244,25 @@ class Layers:
             raise ModelError(f"the bias of {node.name!r} must be int32, got {values.dtype}")
         shaped = values.reshape(-1, *[1] * rank)
         return self.constants.put(
-            f"{node.name}.exec.bias", shaped.astype(np.int64) if wide else shaped
+            f"{node.name}.exec.bias", shaped.astype(np.int64) if int64 else shaped
         )
 
     def is_bias(self, node: onnx.NodeProto | None) -> bool:
-        """Whether a node is the Cast of an int32 bias, as there is one beside 4-bit activations."""
+        """Whether a node is the Cast of an int32 bias in a layer with 4-bit activations."""
         if node is None or node.op_type != "Cast" or not node.name.endswith(".bias_quant"):
             return False
-        found = self.index.constants.get(node.input[0])
-        return found is not None and found.data_type == 6
+        bias = self.index.constants.get(node.input[0])
+        return bias is not None and bias.data_type == 6
 
     def weight(self, node: onnx.NodeProto) -> NDArray[Any]:
-        """A layer's integers; out of their bytes where two are in one."""
+        """Return a layer's integer weight, unpacked if it has 4 bits."""
         values = self.constants.value(node.input[1])
         if node.name not in self.packed:
             return values
         return unpack_fours(values.astype(np.int8), packed_axis(node.op_type))
 
     def packed_by(self, node: onnx.NodeProto) -> list[str]:
-        """The layer before an AscendDequant that says that its weights are two to a byte."""
+        """Return the layer of an AscendDequant that marks its weights as packed, as a list."""
         if node.op_type != "AscendDequant" or attributes(node).get(PACKED) != b"INT4":
             return []
         maker = self.index.producer.get(node.input[0])
@@ -275,7 +272,7 @@ class Layers:
         return [] if maker is None else [maker.name]
 
     def centre(self, node: onnx.NodeProto, part: Part, end: str) -> list[onnx.NodeProto]:
-        """Float integers q - offset from a uint8 tensor."""
+        """Return nodes that compute q - offset in float from a uint8 part."""
         cast = chain(f"{end}.in", part.tensor, f"{end}.u8", [], cast=1)
         shift = self.constants.put(f"{end}.shift", np.float32(part.zero))
         return [*cast, make_node("Sub", [f"{end}.u8", shift], end, f"{end}.centre")]
@@ -284,7 +281,7 @@ class Layers:
 def chain(
     name: str, start: str, end: str, steps: list[tuple[str, list[str]]], *, cast: int
 ) -> list[onnx.NodeProto]:
-    """A row of nodes from `start`, closed by a Cast to `cast` that gives `end`."""
+    """Return nodes of these (op, further inputs) from `start`, and a Cast to `cast`: `end`."""
     nodes, tensor = [], start
     for place, (op, others) in enumerate(steps):
         output = f"{name}.exec.{place}.out"
@@ -296,54 +293,52 @@ def chain(
 
 
 def make_node(op: str, inputs: list[str], output: str, name: str) -> onnx.NodeProto:
-    """A node of one output."""
+    """Return a node with one output."""
     from onnx import helper
 
     return helper.make_node(op, inputs, [output], name=name)
 
 
-_TYPES = {b"INT4": 4, b"INT8": 8, b"INT16": 16}
-
-
 def executable(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Deploy model -> model that ONNX Runtime runs with the NPU's arithmetic.
+    """Return a model that computes a deploy model in ONNX Runtime with the NPU's arithmetic.
 
     Raises:
-        ModelError: a node that is not as `deploy.targets.ascend.deploy_model` writes it.
+        ModelError: a node differs from what `deploy.targets.ascend.deploy_model` writes.
     """
     out = copied(model)
     with malformed():
-        work = _Rewriter(out)
-        nodes = [new for node in out.graph.node for new in work.rewrite(node)]
-        work.finish(nodes)
+        rewriter = _Rewriter(out)
+        nodes = [new for node in out.graph.node for new in rewriter.rewrite(node)]
+        rewriter.finish(nodes)
     return out
 
 
 @contextmanager
 def malformed() -> Iterator[None]:
-    """Turn what reading a node with missing or mistyped parts raises into one sentence.
+    """Raise ModelError for the errors that malformed nodes cause.
 
     Raises:
-        ModelError: in place of those errors.
+        ModelError: instead of IndexError, KeyError and similar errors.
     """
     try:
         yield
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        said = " ".join(str(error).split())[:200]
+        detail = " ".join(str(error).split())[:200]
         raise ModelError(
-            f"a deploy model must be as its writer left it, got {type(error).__name__}: {said}"
+            "a deploy model must have the structure that calib8 writes, got"
+            f" {type(error).__name__}: {detail}"
         ) from error
 
 
 def open_deploy(
     model: onnx.ModelProto, *, threads: int | None = None, shown: Collection[str] = ()
 ) -> Session:
-    """A deploy model ready to run on the CPU, its inputs and outputs as they are on the NPU.
+    """Open a deploy model on the CPU, with the inputs and outputs that it has on the NPU.
 
     Args:
         model: the deploy model.
-        threads: threads inside one operator.
-        shown: sums of layers with 16-bit activations, int64, to give beside its outputs.
+        threads: threads per operator.
+        shown: int64 sums of layers with 16-bit activations, added to the outputs.
 
     Raises:
         ModelError: the model cannot be rewritten.
@@ -367,7 +362,7 @@ class _Rewriter:
         self.half = any(attributes(n).get("dtype", 0) == 1 for n in ends)
 
     def rewrite(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        """The nodes that stand for one node."""
+        """Return the nodes that compute one node of the deploy model."""
         if node.op_type == "AscendQuant":
             return self.quant(node)
         if node.op_type == "AscendDequant":
@@ -406,11 +401,11 @@ class _Rewriter:
             return [*before, *chain(name, start, end, steps, cast=2)]
         high, low = divmod(zero + lift, 256)
         self.layers.codes[end] = (Part(f"{end}.high", 256, high), Part(f"{end}.low", 1, low))
-        whole = chain(name, start, f"{end}.lifted", steps, cast=6)
-        return [*before, *whole, *self.bytes_of(end)]
+        lifted = chain(name, start, f"{end}.lifted", steps, cast=6)
+        return [*before, *lifted, *self.bytes_of(end)]
 
     def bytes_of(self, name: str) -> list[onnx.NodeProto]:
-        """From '<name>.lifted', int32 below 65536, to its bytes '.high' and '.low', uint8."""
+        """Return nodes that split '<name>.lifted', int32 below 65536, into uint8 high and low."""
         by = self.constants.put(f"{name}.exec.256", np.int32(256))
         lifted, over, part = f"{name}.lifted", f"{name}.over", f"{name}.part"
         return [
@@ -421,18 +416,16 @@ class _Rewriter:
         ]
 
     def dequant(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        packed = self.constants.value(node.input[1])
-        low = (packed & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.float32)
-        producer = self.index.producer.get(node.input[0])
-        rank = self.rank(producer)
-        scale = self.constants.put(f"{node.name}.exec.scale", low.reshape(1, -1, *[1] * rank))
+        scales = unpack(self.constants.value(node.input[1]))
+        rank = self.rank(self.index.producer.get(node.input[0]))
+        scale = self.constants.put(f"{node.name}.exec.scale", scales.reshape(1, -1, *[1] * rank))
         return [
             *chain(f"{node.name}.float", node.input[0], f"{node.name}.exec.f", [], cast=1),
             *self.scaled_float(node, f"{node.name}.exec.f", scale),
         ]
 
     def scaled_float(self, node: onnx.NodeProto, start: str, scale: str) -> list[onnx.NodeProto]:
-        """Times a scale: float32, or float16 where the node's dtype is 1."""
+        """Return a multiplication by a scale in float32, or float16 if the node's dtype is 1."""
         if attributes(node).get("dtype", 0) != 1:
             return [make_node("Mul", [start, scale], node.output[0], node.name)]
         return chain(node.name, start, node.output[0], [("Mul", [scale])], cast=10)
@@ -450,13 +443,13 @@ class _Rewriter:
         return [*self.layers.centre(node, part, centred), *self.scaled_float(node, centred, scale)]
 
     def rank(self, producer: onnx.NodeProto | None) -> int:
-        """Spatial rank of what an AscendDequant reads; its scale is per channel on axis 1."""
+        """Return the spatial rank of AscendDequant's input; its scale is per channel on axis 1."""
         if producer is None or producer.op_type not in ("Conv", "ConvTranspose"):
             return 0
         return self.constants.value(producer.input[1]).ndim - 2
 
     def finish(self, nodes: list[onnx.NodeProto]) -> None:
-        """Put the nodes in place, and drop the constants that nothing reads any more."""
+        """Write nodes and new constants into the graph, and drop unused constants."""
         from onnx import numpy_helper
 
         self.graph.initializer.extend(
@@ -465,21 +458,16 @@ class _Rewriter:
         rebuild(self.graph, nodes)
 
 
-_TOLERANCE = 1e-2
-_TRIED = 2  # samples on which a build runs the deploy model
-_END = 2**31  # of int32
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """How far the deploy model's outputs are from the fake-quant models'.
+    """Differences between the outputs of the deploy model and of the fake-quant models.
 
     Attributes:
-        samples: samples compared.
-        same_rounding: largest difference to the model that rounds as AscendQuant, over the
+        samples: number of samples compared.
+        same_rounding: largest difference from the model that rounds as AscendQuant, relative to the
             largest value of that output.
-        amct_cosine: lowest cosine of an output with AMCT's fake-quant model's.
-        sums: layer with 16-bit activations -> its largest sum, over the end of int32.
+        amct_cosine: lowest cosine of an output with that of AMCT's fake-quant model.
+        sums: layer with 16-bit activations -> its largest sum, relative to 2^31.
     """
 
     samples: int
@@ -488,17 +476,17 @@ class Verified:
     sums: Mapping[str, float] = field(default_factory=dict)
 
     def sentence(self) -> str:
-        """For the report."""
+        """Return the note for the report."""
         return (
             f"The deploy model was run in integers on {self.samples} samples: within"
             f" {self.same_rounding:.1g} of the fake-quant model with AscendQuant's rounding,"
             f" cosine {self.amct_cosine:.5f} with AMCT's rounding"
             + ("." if self.same_rounding <= _TOLERANCE else "; look into this before deploying.")
-            + self._of_sums()
+            + self._sums_sentence()
         )
 
-    def _of_sums(self) -> str:
-        """A sentence on sums of 16-bit activations, of which AMCT says nothing."""
+    def _sums_sentence(self) -> str:
+        """Return a sentence on the sums of 16-bit activations, which AMCT does not check."""
         if not self.sums:
             return ""
         worst = max(self.sums, key=lambda name: self.sums[name])
@@ -507,7 +495,7 @@ class Verified:
             + (
                 "."
                 if self.sums[worst] < 1
-                else ", and are wrong wherever they are kept in int32; give it 8 bits."
+                else ", and are wrong wherever they are stored in int32; give it 8 bits."
             )
         )
 
@@ -519,17 +507,17 @@ def verify(
     *,
     threads: int | None = None,
 ) -> Verified:
-    """Run deploy and fake-quant models side by side.
+    """Run the deploy model and the fake-quant models on the same samples.
 
     Args:
         model: float model, nodes named.
-        layers: integers by node name.
+        layers: node name -> its integers.
         samples: input name -> array.
-        threads: threads inside one inference.
+        threads: threads per inference.
 
     Raises:
         BackendError: ONNX Runtime refuses a model or a sample.
-        ModelError: a layer that the executor cannot add up exactly.
+        ModelError: the sums of a layer are too large to be exact.
     """
     from deploy.runtimes.ort import OrtSession
     from deploy.targets.ascend.deploy_model import deploy_model
@@ -537,17 +525,18 @@ def verify(
 
     wide = {f"{n}_output0": n for n, q in layers.items() if q.record.act_bits == 16}
     deployed = open_deploy(deploy_model(model, layers), threads=threads, shown=tuple(wide))
-    # Optimized, ONNX Runtime folds the dequantization into the weights: no integers any more.
-    twins = [
-        OrtSession.open(made, threads=threads, optimize=False)
+    # ONNX Runtime's optimizer would fold the dequantization into the weights.
+    references = [
+        OrtSession.open(
+            fake_quant_model(model, layers, npu_rounding=npu), threads=threads, optimize=False
+        )
         for npu in (True, False)
-        for made in [fake_quant_model(model, layers, npu_rounding=npu)]
     ]
     same, lowest, count = 0.0, 1.0, 0
     sums = dict.fromkeys(wide.values(), 0.0)
     for sample in samples:
         got = deployed.run(sample)
-        like_npu, like_amct = (twin.run(sample) for twin in twins)
+        like_npu, like_amct = (reference.run(sample) for reference in references)
         count += 1
         for tensor, name in wide.items():
             sums[name] = max(sums[name], float(np.abs(got.pop(tensor)).max()) / _END)
@@ -558,7 +547,7 @@ def verify(
 
 
 def _comparable(got: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any]]) -> list[str]:
-    """Float outputs of one shape."""
+    """Return the float outputs that have the same shape in both."""
     return [
         name
         for name, value in got.items()
@@ -571,9 +560,9 @@ def _distance(got: NDArray[Any], other: NDArray[Any]) -> float:
 
 
 def tried(model: onnx.ModelProto, layers: Mapping[str, QuantLayer], request: BuildRequest) -> str:
-    """A sentence on how a build's deploy model compares with its fake-quant model."""
+    """Return a note on how a build's deploy model compares with its fake-quant model."""
     try:
-        found = verify(model, layers, request.feed.first(_TRIED), threads=request.threads)
+        verified = verify(model, layers, request.feed.first(_CHECKED), threads=request.threads)
     except ModelError as error:
         return f"The deploy model was not run in integers: {error}."
-    return found.sentence()
+    return verified.sentence()

@@ -1,25 +1,23 @@
-"""<prefix>_fake_quant_model.onnx: the same integers in plain float ops, for any ONNX runtime.
+"""The fake-quant model, which any ONNX runtime runs, and the Q/DQ model for AMCT's `convert`.
 
-::
+<prefix>_fake_quant_model.onnx computes the same integers in standard float operators::
 
     x -> Mul 1/scale_d -> Round -> Add offset -> Clip -128 127 -> Sub offset -> layer -> Mul dqscale
 
-(Clip to -8 and 7 or to -32768 and 32767 where activations are of 4 or 16 bits.) An input of an Add
-or MaxPool that is quantized by itself has Mul scale_d behind Sub.
+The Clip is to -8 and 7, or -32768 and 32767, for activations of 4 or 16 bits. A tensor_quantize
+input of an Add or MaxPool gets a Mul by scale_d after Sub. Weights and biases are integers stored
+as floats. The offset is added after rounding here and before it in AscendQuant, so values exactly
+between two integers differ by one if the offset is odd.
 
-Weights and biases hold integers as floats. Offset is added after rounding here and before it in
-AscendQuant, so at exact halves the two differ by one code where the offset is odd.
+The Q/DQ model has a pair with int8 zero point offset_d on the input of each layer, int8 weights
+with a DequantizeLinear (per tensor for Gemm and MatMul), and float biases rounded to multiples of
+scale_w * scale_d, so that `convert` rounds them exactly. These stay in float in it:
 
-Q/DQ ONNX as AMCT's `convert` takes it, for users who go on in AMCT with these scales.
-
-QuantizeLinear and DequantizeLinear with int8 zero point offset_d in front of every layer, int8
-weights (per tensor for Gemm and MatMul) behind a DequantizeLinear, and float biases already
-rounded to whole steps of scale_w * scale_d, so that what `convert` rounds is exact.
-
-A grouped ConvTranspose with a scale per channel stays in float: no axis of its weight runs along
-its output channels, so DequantizeLinear cannot say it. So do MatMuls of two activations and inputs
-of MaxPool, of which `convert` knows nothing, and layers with activations of 4 or 16 bits, which it
-does not take; inputs of an Add have their pair, as it takes them.
+- a grouped ConvTranspose with a scale per channel: its weight has no axis of output channels, so
+  DequantizeLinear cannot express it;
+- MatMuls of two activations, and inputs of MaxPool, which `convert` does not know (inputs of an
+  Add get their pair);
+- layers with activations of 4 or 16 bits, which `convert` does not take.
 """
 
 from __future__ import annotations
@@ -47,13 +45,13 @@ from deploy.targets.ascend.quant_layer import QuantLayer
 def fake_quant_model(
     model: onnx.ModelProto, layers: Mapping[str, QuantLayer], *, npu_rounding: bool = False
 ) -> onnx.ModelProto:
-    """Float model + integers -> model of the same numerics in standard operators.
+    """Return a model of the same numerics in standard operators.
 
     Args:
         model: float model, nodes named.
-        layers: integers by node name.
-        npu_rounding: add offset before rounding, as AscendQuant does, not after, as AMCT's own
-            fake-quant models do.
+        layers: node name -> its integers.
+        npu_rounding: add the offset before rounding, as AscendQuant does; by default after it, as
+            AMCT's own fake-quant models do.
     """
     before = partial(_quant, npu_rounding=npu_rounding)
     form = Form(before=before, after=_dequant, back=_anti_quant, weight=_weight, bias=_bias)
@@ -118,12 +116,17 @@ def _bias(name: str, q: QuantLayer) -> onnx.TensorProto:
 
 
 def amct_qdq_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
-    """Float model + integers -> Q/DQ model (opset 13 or later where weights are per channel)."""
+    """Return the Q/DQ model of a float model and its integers.
+
+    Args:
+        model: float model, nodes named; opset 13 or later if weights are per channel.
+        layers: node name -> its integers.
+    """
     out = copied(model)
-    work = _Writer({name: q for name, q in layers.items() if _expressible(q)})
-    nodes = [new for node in out.graph.node for new in work.rewrite(node)]
-    own = [tensor for tensor in out.graph.initializer if tensor.name not in work.tensors]
-    replace(out.graph.initializer, [*own, *work.tensors.values()])
+    writer = _AmctQdqWriter({name: q for name, q in layers.items() if _expressible(q)})
+    nodes = [new for node in out.graph.node for new in writer.rewrite(node)]
+    old = [tensor for tensor in out.graph.initializer if tensor.name not in writer.tensors]
+    replace(out.graph.initializer, [*old, *writer.tensors.values()])
     rebuild(out.graph, nodes)
     free_inputs(out.graph)
     return out
@@ -135,7 +138,7 @@ def _expressible(q: QuantLayer) -> bool:
     return not unknown and not (grouped and q.record.scale_w.size > 1)
 
 
-class _Writer:
+class _AmctQdqWriter:
     def __init__(self, layers: Mapping[str, QuantLayer]) -> None:
         self.layers, self.inputs = layers, inputs_of(layers)
         self.adds = {q.layer.bias_add: q for q in layers.values() if q.layer.bias_add}
@@ -143,13 +146,13 @@ class _Writer:
         self.shared: dict[tuple[str, float, int], str] = {}
 
     def rewrite(self, node: onnx.NodeProto) -> Nodes:
-        """A layer with what stands before it; any other node as it is."""
+        """Return a layer with the nodes before it; any other node unchanged."""
         if node.name in self.adds:
             q = self.adds[node.name]
             node.input[list(node.input).index(q.layer.bias)] = self.bias(q)
         if node.name in self.inputs:
-            made = [self.activation(q, node, q.layer.at or 0) for q in self.inputs[node.name]]
-            return [*(one for pair in made for one in pair), node]
+            pairs = [self.activation(q, node, q.layer.at or 0) for q in self.inputs[node.name]]
+            return [*(one for pair in pairs for one in pair), node]
         if node.name not in self.layers:
             return [node]
         q, start = self.layers[node.name], node.input[0]
@@ -165,7 +168,7 @@ class _Writer:
         return [*nodes, node]
 
     def activation(self, q: QuantLayer, node: onnx.NodeProto, place: int) -> Nodes:
-        """The pair on an input; layers that agree on tensor and scale share it."""
+        """Add the pair of an input; inputs with equal tensor and scale share it."""
         assert q.record.scale_d is not None
         start = node.input[place]
         key = (start, float(q.record.scale_d), q.record.offset_d)
@@ -179,7 +182,7 @@ class _Writer:
         return _pair(name, start, f"{name}.input.quantized", node.input[place], [scale, zero])
 
     def weight(self, q: QuantLayer, node: onnx.NodeProto) -> onnx.NodeProto:
-        """DequantizeLinear of the int8 weight, which a Gemm then reads untransposed."""
+        """Return the DequantizeLinear of the int8 weight, which a Gemm reads untransposed."""
         name, scales = q.layer.name, q.record.scale_w
         assert q.weight is not None
         per_channel = scales.size > 1
@@ -192,13 +195,13 @@ class _Writer:
         for attribute in node.attribute:
             if attribute.name == "transB":
                 attribute.i = 0
-        made = helper.make_node(
+        dequantize = helper.make_node(
             "DequantizeLinear", inputs, [node.input[1]], name=f"{name}.weight.dequantize"
         )
         if per_channel:
             axis = 1 if q.layer.kind == "ConvTranspose" else 0
-            made.attribute.append(helper.make_attribute("axis", axis))
-        return made
+            dequantize.attribute.append(helper.make_attribute("axis", axis))
+        return dequantize
 
     def bias(self, q: QuantLayer) -> str:
         assert q.bias is not None

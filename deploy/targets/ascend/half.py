@@ -1,4 +1,4 @@
-"""float16 layers, as AMCT leaves them: what the file computes in float16 stays in float16.
+"""float16 models: tensors that are float16 in the user's file stay float16, as in AMCT.
 
 ::
 
@@ -6,9 +6,9 @@
     deploy       x f16 -> AscendQuant ---> Conv -> AscendDequant -> y f16     dtype 1
     fake-quant   x f16 -> Cast, fakequant -> Conv -> Mul, Cast ---> y f16
 
-Scales are measured, and the models made, on the float32 form (`deploy.frontends.lift`), whose
-tensors keep their names; by those the types come back. AMCT's PyTorch package looks the dtype of
-AscendDequant up by a name it does not know, and so writes 0 (float32) there; 1 is meant.
+Calibration and the writing of models use the float32 form (`deploy.frontends.lift`), whose tensors
+keep their names; the types are restored by name. AMCT's PyTorch package writes AscendDequant with
+dtype 0 (float32), because it looks the dtype up under a wrong name; 1 is meant.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from deploy.calibration.observation import Subject
 
 _FLOAT, _HALF = 1, 10  # onnx.TensorProto
-_MOST = 65504.0  # of float16
+_MOST = 65504.0  # largest float16 number
 
 
 def halves_of(subject: Subject) -> frozenset[str]:
-    """Names of the tensors that the model's file holds in float16, as `subject.model` has them.
+    """Return the tensors of `subject.model` that are float16 in the model's file, by name.
 
-    None where no file is at hand, or where nodes with bodies, or of other runtimes, read tensors.
+    Empty if there is no file, or if the model has subgraphs or nodes of other runtimes.
     """
     if not subject.loaded.widened or subject.loaded.behind is not None:
         return frozenset()
@@ -44,27 +44,27 @@ def halves_of(subject: Subject) -> frozenset[str]:
         return frozenset()
     try:
         typed = onnx.shape_inference.infer_shapes(original)
-    except Exception:  # C++ behind a binding; then the files stay in float32
+    except Exception:  # C++ errors of any type; then the written models stay float32
         return frozenset()
     declared = (*typed.graph.input, *typed.graph.output, *typed.graph.value_info)
-    found = {v.name for v in declared if v.type.tensor_type.elem_type == _HALF}
-    found |= {t.name for t in typed.graph.initializer if t.data_type == _HALF}
-    casts = (node for node in subject.model.graph.node if _is_cast(node, _HALF))  # at the ends
-    return frozenset(found | {node.input[0] for node in casts if node.output[0] in found})
+    half = {v.name for v in declared if v.type.tensor_type.elem_type == _HALF}
+    half |= {t.name for t in typed.graph.initializer if t.data_type == _HALF}
+    casts = (node for node in subject.model.graph.node if _is_cast(node, _HALF))  # at outputs
+    return frozenset(half | {node.input[0] for node in casts if node.output[0] in half})
 
 
 def narrowed(
     model: onnx.ModelProto, halves: Collection[str], *, exact: Collection[str] = ()
 ) -> onnx.ModelProto:
-    """A copy that computes in float16 what `halves` names, but for integers and their scales.
+    """Return a copy whose tensors in `halves` are float16, except for integers and their scales.
 
     Args:
         model: deploy or fake-quant model in float32.
-        halves: from `halves_of`.
-        exact: nodes that compute in float32 whatever their output is.
+        halves: result of `halves_of`.
+        exact: nodes that compute in float32 whatever the type of their output.
 
     Raises:
-        ExportError: a constant that float16 does not hold.
+        ExportError: a constant exceeds float16.
     """
     out = copied(model)
     _Narrowing(out, halves, exact).run()
@@ -81,14 +81,14 @@ class _Narrowing:
         self.wanted = halves
         self.half = {
             v.name for v in model.graph.input if v.type.tensor_type.elem_type == _HALF
-        }  # made so far
-        self.twins: dict[tuple[str, int], str] = {}  # (tensor, type) -> the same in that type
+        }  # float16 tensors so far
+        self.twins: dict[tuple[str, int], str] = {}  # (tensor, type) -> its cast to that type
         self.constants: dict[str, onnx.TensorProto] = {}
         self.names = {*self.index.producer, *self.index.constants, *self.index.inputs}
         self.nodes = {node.name for node in model.graph.node}
 
     def run(self) -> None:
-        """Type every node's tensors, then drop casts and constants that nothing reads."""
+        """Set the types of all nodes' tensors, then drop unused casts and constants."""
         nodes = [new for node in self.graph.node for new in self.node(node)]
         nodes = self.without_idle(nodes)
         self.rename_constants(nodes)
@@ -96,7 +96,7 @@ class _Narrowing:
         rebuild(self.graph, nodes)
 
     def node(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-        """A node with the casts that it needs."""
+        """Yield a node with the casts that it needs."""
         if node.op_type == "AscendDequant" and node.output[0] in self.wanted:
             _set_dtype(node)
             self.half.update(node.output)
@@ -112,7 +112,7 @@ class _Narrowing:
         yield node
 
     def back(self, node: onnx.NodeProto) -> None:
-        """An input of an Add or MaxPool has the type again that it had before."""
+        """Restore the type of a tensor_quantize input."""
         if self.index.producer[node.input[0]].input[0] in self.half:
             _set_dtype(node)
             self.half.update(node.output)
@@ -151,74 +151,78 @@ class _Narrowing:
         yield from after
 
     def is_half(self, name: str) -> bool:
-        """Whether a tensor is in float16 by now; a constant, whether the file has it so."""
+        """Whether a tensor is float16 now, or a constant is float16 in the file."""
         return name in self.half or (name in self.index.constants and name in self.wanted)
 
     def give(
         self, node: onnx.NodeProto, place: int, name: str, dtype: int
     ) -> Iterator[onnx.NodeProto]:
-        """Let an input read a tensor in a type."""
+        """Let a node's input read a tensor in this type; yield the Cast if it is new."""
         if not name or (dtype == _HALF and name in self.half):
             return
         constant = self.index.constants.get(name)
         if constant is not None and (dtype == _FLOAT or constant.data_type != _FLOAT):
-            return  # constants of the float32 form are in float32 until they are asked for
+            return  # all float constants are float32 until float16 is needed
         key = (name, dtype)
         if key not in self.twins:
-            made = self.own(f"{name}.float{16 if dtype == _HALF else 32}")
-            self.twins[key] = made
+            twin = self.own(f"{name}.float{16 if dtype == _HALF else 32}")
+            self.twins[key] = twin
             if constant is None:
-                yield self.to(name, made, dtype)
+                yield self.to(name, twin, dtype)
             else:
-                self.constants[made] = _narrow(constant, made)
+                self.constants[twin] = _narrow(constant, twin)
         node.input[place] = self.twins[key]
 
     def without_idle(self, nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
-        """Let what a Cast of float16 to float16 reads have the name of what it gives."""
+        """Remove Casts of float16 to float16, whose inputs get the outputs' names, and unused ones.
+
+        Returns:
+            The remaining nodes.
+        """
         idle = [n for n in nodes if _is_cast(n, _HALF) and n.input[0] in self.half]
-        named = {n.input[0]: n.output[0] for n in idle if n.input[0] in self.index.producer}
-        kept = [n for n in nodes if not (_is_cast(n, _HALF) and n.input[0] in named)]
-        rename_reads(kept, named)
-        for node in kept:
+        renamed = {n.input[0]: n.output[0] for n in idle if n.input[0] in self.index.producer}
+        rest = [n for n in nodes if not (_is_cast(n, _HALF) and n.input[0] in renamed)]
+        rename_reads(rest, renamed)
+        for node in rest:
             for place, name in enumerate(node.output):
-                node.output[place] = named.get(name, name)
-        read = {name for node in kept for name in reads(node)} | self.index.outputs
-        return [n for n in kept if not (n.op_type == "Cast" and n.output[0] not in read)]
+                node.output[place] = renamed.get(name, name)
+        read = {name for node in rest for name in reads(node)} | self.index.outputs
+        return [n for n in rest if not (n.op_type == "Cast" and n.output[0] not in read)]
 
     def rename_constants(self, nodes: list[onnx.NodeProto]) -> None:
-        """Let constants that are read in float16 alone have their own names again."""
+        """Restore the names of constants that are read only in float16."""
         read = {name for node in nodes for name in reads(node)}
-        back = {
-            made: name
-            for (name, _), made in self.twins.items()
-            if made in self.constants and name in self.index.initializers and name not in read
+        originals = {
+            twin: name
+            for (name, _), twin in self.twins.items()
+            if twin in self.constants and name in self.index.initializers and name not in read
         }
-        rename_reads(nodes, back)
-        for made, name in back.items():
-            self.constants[name] = self.constants.pop(made)
+        rename_reads(nodes, originals)
+        for twin, name in originals.items():
+            self.constants[name] = self.constants.pop(twin)
             self.constants[name].name = name
 
     def to(self, start: str, end: str, dtype: int) -> onnx.NodeProto:
-        """A Cast, named after what it gives; a converter's may be named after what it reads."""
+        """Return a Cast, named after its output; a Cast of the file may already have that name."""
         name = unused(end, self.nodes)
         self.nodes.add(name)
         return helper.make_node("Cast", [start], [end], name=name, to=dtype)
 
     def own(self, wanted: str) -> str:
-        """A name that no tensor has."""
+        """Reserve and return a tensor name that is not in use."""
         name = unused(wanted, self.names)
         self.names.add(name)
         return name
 
 
 def _formal(slots: Sequence[onnx.defs.OpSchema.FormalParameter], count: int) -> list[str]:
-    """Type variable or type of each of `count` tensors; the last slot may stand for several."""
+    """Return the schema's type (variable) of each of `count` tensors; the last slot may repeat."""
     kinds = [slot.type_str for slot in slots]
     return [kinds[min(place, len(kinds) - 1)] for place in range(count)]
 
 
 def _set_dtype(node: onnx.NodeProto) -> None:
-    """Have an operator of Ascend's give float16."""
+    """Set the output type of an Ascend operator to float16."""
     for attribute in node.attribute:
         if attribute.name == "dtype":
             attribute.i = 1

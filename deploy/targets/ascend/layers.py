@@ -1,6 +1,6 @@
-"""Which nodes of a model AMCT would quantize, and why it leaves the others alone.
+"""The layers of a model that AMCT quantizes, and the reasons why other nodes stay float.
 
-Rules of hicann/amct's capacity table and checks, narrowed to what ATC takes from ONNX:
+Rules of hicann/amct's capacity table and checks, restricted to what ATC reads from ONNX:
 
 =============  ============  =============================================  ==================
 ONNX op        weight scale  conditions                                     bias
@@ -12,8 +12,8 @@ MatMul         per tensor    second input a constant of 2 or 3 dimensions   a fo
 AveragePool    none          2-D kernel                                     none
 =============  ============  =============================================  ==================
 
-Others are offered: they are in int8 where a configuration or a record names them. A MatMul of two
-activations, by its name; an input of an Add or MaxPool (tensor_quantize), by '<node>:<index>'::
+Two more are quantized only if a configuration or record names them: a MatMul of two activations, by
+its name, and an input of an Add or MaxPool (tensor_quantize), by '<node>:<index>'::
 
     x -> AscendQuant -> int8 -> AscendAntiQuant -> Add, MaxPool      less to move; the node is float
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import onnx
 
 TYPES = tuple(sorted(ASCEND.heavy))
-# AMCT's torch package names layer types after torch.nn classes; both vocabularies are taken.
+# AMCT's torch package names layer types after torch.nn classes; both vocabularies are accepted.
 ALIASES = {
     "Conv1d": ("Conv",),
     "Conv2d": ("Conv",),
@@ -44,31 +44,31 @@ ALIASES = {
     "Linear": ("Gemm", "MatMul"),
     "AvgPool2d": ("AveragePool",),
 }
-POINTS = {"Add": 2, "MaxPool": 1}  # whose inputs tensor_quantize takes, and how many there are
+POINTS = {"Add": 2, "MaxPool": 1}  # op type of tensor_quantize -> number of its inputs
 SHARED = "its weight is shared with another node"
-_TWO = "neither factor is a constant: int8 only where a configuration names it"
+_TWO_ACTIVATIONS = "neither factor is a constant: int8 only where a configuration names it"
 AMCT_OPS = ("AscendQuant", "AscendDequant", "AscendAntiQuant", "AscendWeightQuant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One node that can run in int8 on Ascend, or an input of one that can be moved in int8.
+    """One node that can run in int8 on Ascend, or a node input that can be moved in int8.
 
     Attributes:
-        name: node name, the key in configurations and records; of an input '<node>:<index>'.
-        kind: one of `TYPES`; of an input, of `POINTS`.
+        name: node name, or '<node>:<index>' of an input; the key in configurations and records.
+        kind: op type, one of `TYPES`; for an input one of `POINTS`.
         input: tensor that AscendQuant reads.
-        output: tensor that AscendDequant reads: the node's, or the following Add's for a MatMul.
+        output: tensor that AscendDequant writes: the node's output, or the bias Add's.
         weight: initializer name, '' for AveragePool.
-        bias: initializer name, '' where there is none.
-        bias_add: name of the Add that holds a MatMul's bias, '' where there is none.
+        bias: initializer name, '' without bias.
+        bias_add: name of the Add that holds a MatMul's bias, '' if there is none.
         group: groups of a convolution.
         rank: spatial rank of a convolution's or pool's kernel, 0 elsewhere.
         trans_b: the Gemm's weight is stored [C_out, C_in].
-        channels_in: input channels, over all groups; 0 where there is no weight.
-        others: further activations that the node reads: the second factor of a MatMul that has no
+        channels_in: input channels, over all groups; 0 without weight.
+        others: further activations that the node reads: the second factor of a MatMul without
             weight, the other input of an Add.
-        at: the index of an input; None for a whole node.
+        at: index of an input; None for a node.
         stacked: a MatMul's weight has three dimensions.
     """
 
@@ -94,7 +94,7 @@ class Layer:
 
     @property
     def stem(self) -> str:
-        """What the nodes that quantize its input are called after."""
+        """Prefix of the names of the nodes that quantize its input."""
         return self.name if self.at is None else f"{self.node}.{self.at}"
 
     @property
@@ -109,7 +109,7 @@ class Layer:
 
     @property
     def target(self) -> WeightTarget:
-        """Its weight as a plan has it; a grouped ConvTranspose has no one axis of channels."""
+        """Its weight as a plan's target; a grouped ConvTranspose has no channel axis."""
         axes = {"Conv": 0, "ConvTranspose": 1}
         single = not self.channel_wise or (self.kind == "ConvTranspose" and self.group > 1)
         axis = None if single else axes[self.kind]
@@ -117,37 +117,37 @@ class Layer:
 
     @property
     def channel_axis(self) -> int:
-        """The axis of its output that holds the channels."""
+        """Channel axis of its output."""
         return -1 if self.kind == "MatMul" else 1
 
     @property
     def holds_bias(self) -> bool:
-        """Whether it has a place for a bias: a MatMul only in the Add behind it."""
+        """Whether it can have a bias: a MatMul only in an Add that follows."""
         return bool(self.weight) and (self.kind != "MatMul" or bool(self.bias_add))
 
     @property
     def adaptive(self) -> bool:
-        """Whether AMCT's AdaRound takes it: 2-D convolutions and matrices."""
+        """Whether AMCT's AdaRound supports it: 2-D convolutions and matrices."""
         matrix = self.kind in ("Gemm", "MatMul") and not self.stacked
         return bool(self.weight) and (matrix or self.rank == 2)
 
     @property
     def symmetric_only(self) -> bool:
-        """3-D convolutions and MatMuls of two activations take no activation offset."""
+        """Whether it takes no activation offset: 3-D Conv, and MatMul of two activations."""
         return (self.kind == "Conv" and self.rank == 3) or self.two_activations
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGraph:
-    """The layers of a model in the order they run, and why other nodes of these types are not.
+    """The layers of a model in execution order, and why other nodes of these types are float.
 
     Attributes:
-        layers: name -> layer.
-        refused: name -> reason.
+        layers: name -> layer that is quantized by default.
+        refused: name -> reason why the node is float.
         ops: node name -> op type, of all nodes.
-        offered: layers and inputs that must be asked for by name.
-        unfit: inputs of Add and MaxPool that cannot be asked for -> reason.
-        shared: weight that a layer was given of its own -> the one that it shared.
+        offered: name -> layer or input that is quantized only if named.
+        unfit: input of Add or MaxPool -> reason why it cannot be quantized.
+        shared: copied weight of a layer -> the shared weight that it copies.
     """
 
     layers: dict[str, Layer]
@@ -159,28 +159,28 @@ class LayerGraph:
 
     @property
     def known(self) -> dict[str, Layer]:
-        """All that can be quantized: the layers, then what is offered."""
+        """All that can be quantized: `layers`, then `offered`."""
         return {**self.layers, **self.offered}
 
     @property
     def names(self) -> list[str]:
-        """The layers that a configuration may name."""
+        """Names of the layers that a configuration may contain."""
         return [name for name, layer in self.known.items() if layer.at is None]
 
     def asked(self, names: Collection[str]) -> dict[str, Layer]:
-        """What can be quantized, of these names."""
+        """Return the layers and inputs of these names, in `known` order."""
         return {name: layer for name, layer in self.known.items() if name in names}
 
 
 def name_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy in which every node has a name of its own: '<op>_<index>' where it had none."""
+    """Return a copy with unique node names; a nameless node becomes '<op>_<index>'."""
     named = copied(model)
     name_nodes_by_place(named.graph)
     return named
 
 
 def find_layers(model: onnx.ModelProto) -> LayerGraph:
-    """Layers of a float model whose nodes have names of their own.
+    """Find the layers of a float model whose nodes have unique names.
 
     Raises:
         ModelError: the model already holds quantization nodes.
@@ -191,7 +191,7 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
     )
     if present:
         raise ModelError(
-            f"a model to be quantized must hold no quantization nodes, got {present};"
+            f"a model to be quantized must have no quantization nodes, got {present};"
             " start from the float model"
         )
     index = Graph(model)
@@ -201,13 +201,13 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
             _offer_inputs(node, index, graph)
         if node.op_type not in TYPES:
             continue
-        found = _layer(node, index)
-        if isinstance(found, Layer):
-            graph.layers[found.name] = found
+        layer = _layer_or_reason(node, index)
+        if isinstance(layer, Layer):
+            graph.layers[layer.name] = layer
         else:
-            graph.refused[node.name] = found
-        if found == _TWO:
-            graph.offered[node.name] = _of_two(node)
+            graph.refused[node.name] = layer
+        if layer == _TWO_ACTIVATIONS:
+            graph.offered[node.name] = _two_activations(node)
     return graph
 
 
@@ -218,8 +218,8 @@ def _multiplies(node: onnx.NodeProto, index: Graph) -> bool:
     return node.op_type == "MatMul" and matrices and all(map(index.is_float, node.input))
 
 
-def _of_two(node: onnx.NodeProto) -> Layer:
-    """A MatMul of two activations."""
+def _two_activations(node: onnx.NodeProto) -> Layer:
+    """Return the layer of a MatMul of two activations."""
     first, second = node.input
     return Layer(
         name=node.name, kind=node.op_type, input=first, output=node.output[0], others=(second,)
@@ -227,7 +227,7 @@ def _of_two(node: onnx.NodeProto) -> Layer:
 
 
 def _offer_inputs(node: onnx.NodeProto, index: Graph, graph: LayerGraph) -> None:
-    """Offer the inputs of an Add or MaxPool that tensor_quantize can take."""
+    """Add the inputs of an Add or MaxPool to `offered`, or to `unfit` with a reason."""
     biases = {layer.bias_add: layer.name for layer in graph.layers.values() if layer.bias_add}
     for place, tensor in enumerate(node.input):
         name = f"{node.name}:{place}"
@@ -249,14 +249,14 @@ def _offer_inputs(node: onnx.NodeProto, index: Graph, graph: LayerGraph) -> None
 
 
 def _computed(node: onnx.NodeProto, index: Graph, *, but: int) -> Iterator[str]:
-    """The inputs of a node that are no constants, but one."""
+    """Yield the inputs of a node that are not constant, except input `but`."""
     for place, tensor in enumerate(node.input):
         if place != but and tensor not in index.constants:
             yield tensor
 
 
-def _layer(node: onnx.NodeProto, index: Graph) -> Layer | str:
-    """The layer, or the reason why this node stays in float."""
+def _layer_or_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
+    """Return the layer of a node, or the reason why the node stays in float."""
     given = attributes(node)
     rank = len(given.get("kernel_shape", ()))
     base = {"name": node.name, "kind": node.op_type, "input": node.input[0]}
@@ -268,7 +268,7 @@ def _layer(node: onnx.NodeProto, index: Graph) -> Layer | str:
         return Layer(**base, output=node.output[0], rank=rank)
     weight = index.constants.get(node.input[1]) if len(node.input) > 1 else None
     if weight is None:
-        return _TWO if _multiplies(node, index) else "its weight must be a constant"
+        return _TWO_ACTIVATIONS if _multiplies(node, index) else "its weight must be a constant"
     reason = _refuse_weight(node, weight, given, index)
     if reason:
         return reason
@@ -278,12 +278,15 @@ def _layer(node: onnx.NodeProto, index: Graph) -> Layer | str:
         return reason
     if node.op_type == "MatMul":
         add, bias, output = _bias_add(node, weight, index)
-        wide = {
-            "bias_add": add,
-            "channels_in": weight.dims[-2],
-            "stacked": len(weight.dims) == 3,
-        }
-        return Layer(**base, output=output, weight=node.input[1], bias=bias, **wide)
+        return Layer(
+            **base,
+            output=output,
+            weight=node.input[1],
+            bias=bias,
+            bias_add=add,
+            channels_in=weight.dims[-2],
+            stacked=len(weight.dims) == 3,
+        )
     group, trans_b = int(given.get("group", 1)), bool(given.get("transB", 0))
     channels_in = weight.dims[1] * group if node.op_type == "Conv" else weight.dims[int(trans_b)]
     return Layer(
@@ -301,7 +304,7 @@ def _layer(node: onnx.NodeProto, index: Graph) -> Layer | str:
 def _refuse_weight(
     node: onnx.NodeProto, weight: onnx.TensorProto, given: dict[str, Any], index: Graph
 ) -> str:
-    """Why a node with this constant weight stays in float; '' where it need not."""
+    """Return why a node with this constant weight stays in float, or ''."""
     rank = len(weight.dims)
     if weight.data_type != 1:
         return "its weight must be float32"
@@ -329,7 +332,7 @@ def _refuse_bias(
     node: onnx.NodeProto,
     index: Graph,
 ) -> str:
-    """Why a bias keeps its node in float: it must be constant, one value a channel."""
+    """Return why a bias keeps its node in float, or ''; it must be constant, one per channel."""
     if not bias:
         return ""
     if bias not in index.constants:
@@ -344,11 +347,11 @@ def _refuse_bias(
 
 
 def _bias_add(node: onnx.NodeProto, weight: onnx.TensorProto, index: Graph) -> tuple[str, str, str]:
-    """(Add's name, bias initializer, tensor to dequantize) behind a MatMul."""
+    """Return (Add's name, bias initializer, tensor to dequantize) of a MatMul."""
     output = node.output[0]
     users = index.readers.get(output, [])
-    alone = output not in index.outputs and len(users) == 1
-    if alone and users[0].op_type == "Add":
+    only_reader = output not in index.outputs and len(users) == 1
+    if only_reader and users[0].op_type == "Add":
         others = [name for name in users[0].input if name != output]
         bias = index.constants.get(others[0]) if len(others) == 1 else None
         if bias is not None and list(bias.dims) == [weight.dims[-1]] and bias.data_type == 1:

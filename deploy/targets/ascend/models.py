@@ -1,17 +1,15 @@
-"""The files of an Ascend deployment: config, record, mapping, and the models.
+"""Writer of an Ascend deployment's files: config, record, models and fusion mapping.
 
-<model>_quant.json: which nodes of the original model each node of the deploy model stands for.
-
-::
+The fusion mapping, <model>_quant.json, lists the original nodes of each deploy node::
 
     original    x -> conv1 -> bn1 -> y
     deploy      x -> conv1.quant -> conv1 -> conv1.dequant -> y
-                     of nothing     of conv1, bn1; y is bn1's output 0
+                     none           conv1, bn1; y is bn1's output 0
 
-CANN's accuracy comparison (msaccucmp and msit, `-q`) pairs the dumps of both by it. It is laid out
-as their parser reads it: the JSON form of a GE graph, with the attributes `_datadump_*`. Tensors
-that calib8 leaves in float keep their names, so the original's nodes are found backwards from
-them. Source: MindStudio's msaccucmp, FusionRuleParser and QuantFilter.
+CANN's accuracy comparison (msaccucmp and msit, `-q`) uses it to pair the tensor dumps of both
+models. Its format is the JSON form of a GE graph with the attributes `_datadump_*`. Tensors that
+stay in float keep their names, so the original's nodes are found by tracing back from them.
+Source: MindStudio's msaccucmp, FusionRuleParser and QuantFilter.
 """
 
 from __future__ import annotations
@@ -38,18 +36,18 @@ if TYPE_CHECKING:
 
 
 def fusion_mapping(deploy: onnx.ModelProto, original: onnx.ModelProto, *, name: str) -> str:
-    """JSON text: every node of the deploy model, with the original's nodes that are in it.
+    """Return JSON text: each node of the deploy model with its original nodes.
 
     Args:
-        deploy: from `deploy_model`.
-        original: the model as the user has it.
-        name: of the graph.
+        deploy: result of `deploy_model`.
+        original: the user's model.
+        name: name of the graph.
     """
     ends = {n.input[0]: n.output[0] for n in deploy.graph.node if n.op_type == "AscendDequant"}
-    made = {t: (n.name, k) for n in deploy.graph.node for k, t in enumerate(n.output)}
+    makers = {t: (n.name, k) for n in deploy.graph.node for k, t in enumerate(n.output)}
     starts = [value.name for value in fed_inputs(deploy.graph)]
-    made |= {start: (start, 0) for start in starts}
-    whence = _Whence(original, made)
+    makers |= {start: (start, 0) for start in starts}
+    originals = _OriginalNodes(original, makers)
     ops = [_op(start, "Data", (), [start], [(start, 0)]) for start in starts]
     for node in deploy.graph.node:
         if node.op_type == "Constant":
@@ -60,55 +58,56 @@ def fusion_mapping(deploy: onnx.ModelProto, original: onnx.ModelProto, *, name: 
             _op(
                 node.name,
                 node.op_type,
-                (f"{made[t][0]}:{made[t][1]}" for t in node.input if t in made),
-                whence.nodes(outputs),
-                [whence.output(tensor) for tensor in shown],
+                (f"{makers[t][0]}:{makers[t][1]}" for t in node.input if t in makers),
+                originals.nodes(outputs),
+                [originals.output(tensor) for tensor in shown],
             )
         )
     return json.dumps({"name": name, "graph": [{"name": name, "op": ops}]}, indent=1)
 
 
 def is_mapping(text: str) -> bool:
-    """Whether JSON text is a mapping, of calib8 or AMCT: a list of graphs, which no config has."""
+    """Whether JSON text is a fusion mapping: it has a list of graphs, which no config has."""
     try:
-        found = json.loads(text)
+        data = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and isinstance(found.get("graph"), list)
+    return isinstance(data, dict) and isinstance(data.get("graph"), list)
 
 
-class _Whence:
-    """The original's nodes behind the tensors of the deploy model."""
+class _OriginalNodes:
+    """Finds the original nodes that make the tensors of the deploy model."""
 
-    def __init__(self, original: onnx.ModelProto, made: Mapping[str, object]) -> None:
+    def __init__(self, original: onnx.ModelProto, deployed: Collection[str]) -> None:
         named = name_nodes(original)
         self.makers = {t: n for n in named.graph.node for t in n.output if t}
-        self.between = _moving(named.graph) & set(self.makers) - set(made)
+        # tensors that only the original has, so that tracing goes on through them
+        self.inner = _input_dependent(named.graph) & set(self.makers) - set(deployed)
 
     def nodes(self, tensors: Iterable[str]) -> list[str]:
-        """Names of the nodes that make them from tensors that the deploy model has too."""
-        found: dict[str, None] = {}
+        """Return the names of the nodes between these tensors and other deployed tensors."""
+        names: dict[str, None] = {}
         todo = [tensor for tensor in tensors if tensor in self.makers]
         while todo:
             node = self.makers[todo.pop()]
-            if node.name not in found:
-                found[node.name] = None
-                todo += [t for t in node.input if t in self.between]
-        return [*found][::-1]
+            if node.name not in names:
+                names[node.name] = None
+                todo += [t for t in node.input if t in self.inner]
+        return [*names][::-1]
 
     def output(self, tensor: str) -> tuple[str, int] | None:
-        """The original's node that makes a tensor of the same name, and as which output."""
+        """Return (node, output index) of the original that makes a tensor of the same name."""
         node = self.makers.get(tensor)
         return None if node is None else (node.name, list(node.output).index(tensor))
 
 
-def _moving(graph: onnx.GraphProto) -> set[str]:
-    """Tensors that depend on what is fed."""
-    found = {value.name for value in fed_inputs(graph)}
+def _input_dependent(graph: onnx.GraphProto) -> set[str]:
+    """Return the tensors that depend on the inputs."""
+    tensors = {value.name for value in fed_inputs(graph)}
     for node in graph.node:
-        if found.intersection(reads(node)):
-            found.update(node.output)
-    return found
+        if tensors.intersection(reads(node)):
+            tensors.update(node.output)
+    return tensors
 
 
 def _op(
@@ -118,13 +117,13 @@ def _op(
     originals: list[str],
     outputs: Iterable[tuple[str, int] | None],
 ) -> dict[str, Any]:
-    whose = {"s": originals} if originals else {}
+    names = {"s": originals} if originals else {}
     return {
         "name": name,
         "type": kind,
         "input": list(inputs),
-        "attr": [{"key": "_datadump_original_op_names", "value": {"list": whose}}],
-        "output_desc": [_output(*found) for found in outputs if found is not None],
+        "attr": [{"key": "_datadump_original_op_names", "value": {"list": names}}],
+        "output_desc": [_output(*output) for output in outputs if output is not None],
     }
 
 
@@ -149,30 +148,30 @@ def write_models(
     halves: Collection[str] = (),
     shared: Collection[str] = (),
 ) -> dict[str, Path]:
-    """Config, record, mapping and the models; all is made before anything is written.
+    """Write config, record, models and mapping; nothing is written if making one of them fails.
 
     Args:
         model: the float model.
-        layers: those in int8.
-        config: what says so; None writes none.
-        records: their scales.
-        folder: where to write.
-        subject: what `model` was made of; names the files, and keeps the nodes that ONNX Runtime
-            does not know for the models that it does not run.
-        cann: whose parser reads the models that ONNX Runtime does not run.
+        layers: the integers of the int8 layers.
+        config: quant config of these layers; None writes none.
+        records: scales of these layers.
+        folder: output folder.
+        subject: the model that `model` was made from; it has the files' stem, and the nodes that
+            ONNX Runtime does not know, which are put back into the models for atc and AMCT.
+        cann: CANN version whose parser reads the models for atc and AMCT.
         halves: tensors that stay in float16, from `deploy.targets.ascend.half.halves_of`.
-        shared: layers that share their weights in the model as it was given.
+        shared: layers that share their weight in the original model.
 
     Returns:
         Role -> path.
 
     Raises:
-        ExportError: a file cannot be written, or a node not for this CANN.
+        ExportError: a file cannot be written, or a node cannot be expressed for this CANN.
     """
-    made = list(_contents(model, layers, config, records, subject, cann, halves, shared))
+    contents = list(_contents(model, layers, config, records, subject, cann, halves, shared))
     return {
         role: atomic.write_bytes(folder / f"{subject.loaded.name}_{ending}", data)
-        for role, ending, data in made
+        for role, ending, data in contents
     }
 
 
@@ -186,6 +185,7 @@ def _contents(
     halves: Collection[str],
     shared: Collection[str],
 ) -> Iterator[tuple[str, str, bytes]]:
+    """Yield (role, ending of the name, content) of each file."""
     from deploy.targets.ascend.deploy_model import deploy_model, modified_model
     from deploy.targets.ascend.fake_quant import amct_qdq_model, fake_quant_model
     from deploy.targets.ascend.half import narrowed

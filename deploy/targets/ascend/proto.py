@@ -1,8 +1,8 @@
-"""The protobuf messages of Ascend's text files, as tables that become descriptors on first use.
+"""Protobuf messages of Ascend's text files, as tables that become descriptors on first use.
 
-Three files: AMCT's simplified configuration (.cfg), its record (scale_offset_record) and ATC's
-AIPP and compression options; whole, so that what calib8 does not write is read too. Field names and
-numbers are AMCT's and GE's, so that their own tools parse what is written here. Sources:
+The files are AMCT's simplified configuration (.cfg), its record (scale_offset_record), and ATC's
+AIPP and compression options. The tables are complete, so that fields which calib8 never writes can
+be read. Field names and numbers are AMCT's and GE's, whose own tools parse the files. Sources:
 hicann/amct calibration_config and scale_offset_record; hicann/ge insert_op.proto; ATC's
 --compression_optimize_conf page.
 """
@@ -72,7 +72,7 @@ ENUMS: dict[str, dict[str, int]] = {
         "RGB24_IR": 20,
     },
     "MultiShapeMode": {"batch": 0, "resolution": 1},
-    # AMCT's UNDEFINED, 0, which it never writes, would clash with InputFormat's
+    # without AMCT's UNDEFINED = 0, which it never writes: the name clashes with InputFormat's
     "AttrType": {"FLOAT": 1, "INT": 2, "STRING": 3, "FLOATS": 4, "INTS": 5, "STRINGS": 6},
 }
 
@@ -96,7 +96,7 @@ MESSAGES: dict[str, tuple[Field, ...]] = {
         *_one("CalibrationConfig", common_config=50),
         *_many("OverrideLayerType", override_layer_types=51),
         *_many("OverrideLayer", override_layer_configs=100),
-        *_many("TensorQuantize", tensor_quantize=300),  # of amct_onnx, whose number is not public
+        *_many("TensorQuantize", tensor_quantize=300),  # amct_onnx's; its number is not public
     ),
     "TensorQuantize": (
         *_one("string", layer_name=1),
@@ -219,6 +219,7 @@ MESSAGES: dict[str, tuple[Field, ...]] = {
     ),
 }
 
+# keys that are not in the simplified configuration -> the place they belong to
 ELSEWHERE = {
     "joint_quant": "a key of AMCT's binary packages",
     "nuq_config": "a key of AMCT's binary packages",
@@ -229,7 +230,7 @@ ELSEWHERE = {
 
 
 def message_class(name: str) -> Any:
-    """The protobuf class of a message in `MESSAGES` (proto2: a field knows whether it was set)."""
+    """Return the protobuf class of a message in `MESSAGES` (proto2, so unset fields are known)."""
     from google.protobuf import message_factory
 
     return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"{_PACKAGE}.{name}"))
@@ -272,10 +273,10 @@ def _describe(message: Any, fields: tuple[Field, ...]) -> None:
 
 
 def parse_text(name: str, text: str, what: str) -> Message:
-    """Protobuf text -> message `name`; of a field that is given twice, the last value counts.
+    """Parse the text of file `what` as message `name`; of a field set twice the last value counts.
 
     Raises:
-        ConfigError: the text does not parse; an unknown field is told with the nearest name.
+        ConfigError: the text does not parse; for an unknown field the message suggests the nearest.
     """
     from google.protobuf import text_format
 
@@ -287,18 +288,19 @@ def parse_text(name: str, text: str, what: str) -> Message:
 
 
 def print_text(message: Message) -> str:
-    """Message -> protobuf text, fields in the order of their numbers."""
+    """Return a message as protobuf text, fields ordered by number."""
     from google.protobuf import text_format
 
     return str(text_format.MessageToString(message))
 
 
 def near(word: str, known: list[str] | tuple[str, ...]) -> str:
-    """The nearest known name as a question, else the list of what is known."""
+    """Return "did you mean ...?" with the nearest known name, or the list of known names."""
     return did_you_mean(word, known, f"known: {', '.join(sorted(known)[:24])}")
 
 
 def _hint(error: Exception) -> str:
+    """Return the parser's error, with the nearest known name if a field is unknown."""
     text = " ".join(str(error).split())[:300]
     if 'has no field named "' not in text:
         return text

@@ -1,4 +1,4 @@
-"""From a float layer and its record to integers, with the hardware's limits."""
+"""Quantization of a layer by its record: integers within the limits of the hardware."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.record import LayerRecord, check_record
 from deploy.targets.stored import StoredWeight, stored_weight
 
-# GE keeps the quantize scale in float16, or its root where it is larger (sqrt_mode), as of 16
-# bits it is; quant_host_cpu_op_common, MIN/MAX_SCALE_VALUE and DealQauntNotRequant
+# GE stores the quantize scale in float16, or its square root if it is larger (sqrt_mode), which
+# happens with 16 bits; quant_host_cpu_op_common, MIN/MAX_SCALE_VALUE and DealQauntNotRequant
 _LEAST, _MOST = 2.0**-14, 65504.0
 
 Float32Array = NDArray[np.float32]
@@ -32,17 +32,17 @@ Float32Array = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantLayer:
-    """One layer's integers.
+    """The integers of one layer.
 
     Attributes:
-        layer, record: where they come from.
-        scale: what AscendQuant multiplies with, float32: 1 / scale_d.
+        layer, record: the layer and its scales.
+        scale: factor of AscendQuant, float32: 1 / scale_d.
         weight: integers of record.weight_bits, int8 in the deploy model's layout (a Gemm's is
-            [C_in, C_out]), each in a byte of its own; None for a pool.
+            [C_in, C_out]), one per byte; None for a pool.
         bias: int32 [C_out]; None without bias.
-        dequant: scale_w * scale_d, float32 [C_out] or [1], cut where the record says so.
+        dequant: scale_w * scale_d, float32 [C_out] or [1], truncated if the record says so.
         inverse_factors: 1 / DMQ factors, shaped to broadcast over the input; None without DMQ.
-        second: the other factor of a MatMul of two activations, as an input of its own.
+        second: the second factor of a MatMul of two activations, as an input layer.
     """
 
     layer: Layer
@@ -58,44 +58,45 @@ class QuantLayer:
 def quantize_layers(
     model: onnx.ModelProto, graph: LayerGraph, records: Mapping[str, LayerRecord]
 ) -> dict[str, QuantLayer]:
-    """Integers of every layer that has a record.
+    """Return the integers of all layers with a record.
 
     Raises:
         ConfigError: the record does not fit the model.
-        ExportError: a scale or a bias outside what the hardware takes; all such layers are named.
+        ExportError: a scale or bias exceeds the limits of the hardware; the message names all such
+            layers.
     """
-    made, troubles = quantize_fitting(model, graph, records)
-    if troubles:
-        said = [f"{name}: {why}" for name, why in troubles.items()]
+    quantized, unfit = quantize_fitting(model, graph, records)
+    if unfit:
+        reasons = [f"{name}: {why}" for name, why in unfit.items()]
         raise ExportError(
-            f"{len(troubles)} layer(s) do not fit Ascend's int8 path, got "
-            + "; ".join(said[:5])
+            f"{len(unfit)} layer(s) do not fit Ascend's int8 path, got "
+            + "; ".join(reasons[:5])
             + "; put them under skip_layers of the configuration, or take them out of the record"
         )
-    return made
+    return quantized
 
 
 def quantize_fitting(
     model: onnx.ModelProto, graph: LayerGraph, records: Mapping[str, LayerRecord]
 ) -> tuple[dict[str, QuantLayer], dict[str, str]]:
-    """Integers of the layers that the hardware takes as they are recorded, and why not of others.
+    """Return layer -> integers, and layer -> reason for layers beyond the hardware's limits.
 
     Raises:
         ConfigError: the record does not fit the model.
     """
     check_record(records, graph)
     index = Graph(model)
-    made, troubles = {}, {}
+    quantized, unfit = {}, {}
     for name, layer in graph.asked(records).items():
         try:
-            made[name] = _quantize(layer, records[name], index)
+            quantized[name] = _quantize(layer, records[name], index)
         except ExportError as error:
-            troubles[name] = str(error)
-    return made, troubles
+            unfit[name] = str(error)
+    return quantized, unfit
 
 
 def stored_of(layers: Mapping[str, QuantLayer]) -> tuple[StoredWeight, ...]:
-    """The weights of the layers that have some, as the deploy model holds them."""
+    """Return the layers' weights as the deploy model stores them."""
     return tuple(
         stored_weight(name, one.layer.kind, _stored_rows(one.weight, one.layer), one.record.scale_w)
         for name, one in layers.items()
@@ -104,14 +105,14 @@ def stored_of(layers: Mapping[str, QuantLayer]) -> tuple[StoredWeight, ...]:
 
 
 def _stored_rows(weight: NDArray[np.int8], layer: Layer) -> NDArray[np.int8]:
-    """Integers in the deploy model's layout -> output channels first."""
+    """Return integers in the deploy model's layout with output channels first."""
     if layer.kind == "ConvTranspose":
         return np.asarray(channels_first(weight, layer.group), np.int8)
     return np.moveaxis(weight, -1, 0) if layer.kind in ("Gemm", "MatMul") else weight
 
 
 def balanced_weight(weight: Float32Array, layer: Layer, factors: Float32Array) -> Float32Array:
-    """Weight in ONNX layout times its DMQ factors, one per input channel [C_in]."""
+    """Return a weight in ONNX layout times its DMQ factors [C_in]; empty factors do nothing."""
     if not factors.size:
         return weight
     if layer.kind == "Conv":
@@ -128,7 +129,7 @@ def balanced_weight(weight: Float32Array, layer: Layer, factors: Float32Array) -
 
 
 def rows_of(weight: Float32Array, layer: Layer) -> Float32Array:
-    """Weight in ONNX layout -> output channels on axis 0, as `calibrators.amct.arq` wants it."""
+    """Return a weight in ONNX layout with output channels first, for `calibrators.amct.arq`."""
     if layer.kind == "ConvTranspose":
         return np.ascontiguousarray(channels_first(weight, layer.group), np.float32)
     if layer.kind == "MatMul" or (layer.kind == "Gemm" and not layer.trans_b):
@@ -137,7 +138,7 @@ def rows_of(weight: Float32Array, layer: Layer) -> Float32Array:
 
 
 def from_rows(rows: NDArray[np.floating], layer: Layer) -> Float32Array:
-    """Inverse of `rows_of`."""
+    """Invert `rows_of`."""
     if layer.kind == "ConvTranspose":
         return np.ascontiguousarray(channels_back(rows, layer.group), np.float32)
     if layer.kind == "MatMul" or (layer.kind == "Gemm" and not layer.trans_b):
@@ -146,7 +147,7 @@ def from_rows(rows: NDArray[np.floating], layer: Layer) -> Float32Array:
 
 
 def array_of(index: Graph, name: str) -> Float32Array:
-    """The value of a constant."""
+    """Return the value of a constant, float32."""
     return np.asarray(numpy_helper.to_array(index.constants[name]), np.float32)
 
 
@@ -154,7 +155,7 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
     assert record.scale_d is not None
     scale = _inverse(record.scale_d, "scale_d", record.act_bits)
     channels = record.factors.size
-    shape = (1, channels, *[1] * layer.rank) if layer.rank else (1, channels)
+    shape = (1, channels, *[1] * layer.rank)
     inverse = (np.float32(1) / record.factors).reshape(shape) if channels else None
     dequant = step_of(record)
     weight = None
@@ -176,7 +177,7 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
 
 
 def _inverse(scale: np.float32, what: str, bits: int = 8) -> np.float32:
-    """What AscendQuant multiplies with."""
+    """Return AscendQuant's factor, 1 / scale."""
     inverse, most = np.float32(np.float32(1) / scale), _MOST if bits < 16 else _MOST**2
     if not _LEAST <= inverse <= most:
         raise ExportError(f"1 / {what} must be in [2^-14, {most:.5g}], got {inverse}")
@@ -184,7 +185,7 @@ def _inverse(scale: np.float32, what: str, bits: int = 8) -> np.float32:
 
 
 def _second(layer: Layer, record: LayerRecord) -> QuantLayer:
-    """The second factor of a MatMul, whose scale stands where a weight's would."""
+    """Return the second factor of a MatMul; the record has its scale as scale_w."""
     (scale_d,) = record.scale_w
     return QuantLayer(
         layer=replace(layer, name=f"{layer.name}:1", input=layer.others[0], at=1),
@@ -217,15 +218,15 @@ def _integers(weight: Float32Array, layer: Layer, record: LayerRecord) -> NDArra
 def _check_sums(
     weight: NDArray[np.int8], bias: NDArray[np.int32] | None, layer: Layer, bits: int
 ) -> None:
-    """Refuse a layer whose sums may leave int32: all codes at their extreme, with the bias.
+    """Refuse a layer whose sums may overflow int32, with all codes at their extreme.
 
-    Not for 16 bits, where nearly every layer could; `deploy.targets.ascend.executor` measures
-    those.
+    With 16-bit activations nearly every layer could; `deploy.targets.ascend.executor` measures
+    these.
     """
     low, high = ascend_range(bits)
     rows = np.abs(weight.astype(np.float64))
     if layer.kind in ("Gemm", "MatMul"):
-        sums = rows.sum(axis=-2)  # [C_out], of each matrix of a 3-D weight
+        sums = rows.sum(axis=-2)  # [C_out], for each matrix of a 3-D weight
     else:
         first = channels_first(rows, layer.group) if layer.kind == "ConvTranspose" else rows
         sums = first.reshape(first.shape[0], -1).sum(axis=1)
@@ -237,17 +238,17 @@ def _check_sums(
 
 
 def step_of(record: LayerRecord) -> Float32Array:
-    """What 1 in a layer's sums is worth: scale_w * scale_d, float32 [C_out] or [1]."""
+    """Return the real value of 1 in a layer's sums: scale_w * scale_d, float32 [C_out] or [1]."""
     assert record.scale_d is not None
     scale_w = record.scale_w if record.scale_w.size else np.ones(1, np.float32)
     return np.asarray(scale_w * record.scale_d, np.float32)
 
 
 def bias_steps(bias: Float32Array, dequant: Float32Array) -> NDArray[np.int32]:
-    """A bias [C_out] in steps of scale_w * scale_d.
+    """Return a bias in steps of scale_w * scale_d, int32 [C_out].
 
     Raises:
-        ExportError: it does not fit int32.
+        ExportError: the bias does not fit int32.
     """
     with np.errstate(over="ignore"):  # in float32, as AMCT divides
         steps = np.rint(bias.reshape(-1) / dequant).astype(np.float64)

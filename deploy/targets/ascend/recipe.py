@@ -1,28 +1,22 @@
-"""What the files of an Ascend deployment are written from, wherever the scales came from.
+"""`Recipe`, the input of an Ascend deployment's files, and its conversion from a Q/DQ model.
 
 ::
 
     calibration (`deploy.targets.ascend.target`) ---.
     record or cache (`...recorded`) ----------------+--> Recipe --> Ascend.files --> Built
-    Q/DQ model (`...from_qdq`) ---------------------'
+    Q/DQ model (`from_qdq`) ------------------------'
 
-What the Q/DQ pairs of a model say of its layers, as Ascend can take it over.
+`from_qdq` does what AMCT's `convert_qat_model` does, for models trained or calibrated by any tool::
 
-Ascend adds its offset where ONNX adds the zero point: an int8 zero point is the offset, of a uint8
-one 128 is taken away. Weights keep the integers that they have, so that their zero point must be 0
-(or 128 in uint8). What does not fit is told by its reason, and the layer stays float.
+    Q/DQ model --> scales and offsets of each layer's pairs ---.
+         '-------> float model without pairs --> layers -------+--> records --> Recipe
 
-A Q/DQ model, trained or calibrated by any tool, as a recipe: AMCT's `convert_qat_model`.
+Ascend's offset equals an int8 zero point, or a uint8 zero point - 128. The integers of weights do
+not change: the float weight is integer * scale, and the record has the scale. Hence their zero
+point must be 0 (128 in uint8), and a BatchNormalization downstream of a layer is not folded. Layers
+whose pairs do not fit stay float, with a reason.
 
-::
-
-    Q/DQ model --> what its pairs say of each layer (`pairs`) --------.
-         '-------> float model without them (`unpaired`) --> layers --+--> records --> Recipe
-
-Integers of weights stay what they are: the float weight is integer times scale, and its scale is in
-the record. BatchNormalization behind a layer stays, since folding it would change these.
-
-What is told of layers that are not int8 throughout, and which chips take them.
+The last functions write notes on layers that are not entirely int8, and the chips that accept them.
 """
 
 from __future__ import annotations
@@ -61,12 +55,12 @@ class Recipe:
     Attributes:
         model: float model, nodes named.
         graph: its layers.
-        records: scales of those in int8, by layer.
-        layers: their integers.
-        config: quant config that says so; None where the scales are not from AMCT's searches.
-        method: what gave the scales, in words.
-        ranges: tensor -> the clip range behind them, where it is known.
-        why: layer -> why it is float, where that is not as asked.
+        records: int8 layer -> its scales.
+        layers: int8 layer -> its integers.
+        config: the quant config of the calibration; None if AMCT's searches did not run.
+        method: text: the origin of the scales.
+        ranges: tensor -> clip range of its scale, if known.
+        why: layer -> why it is float, if the user did not ask for it.
         notes: sentences for the user.
     """
 
@@ -83,11 +77,11 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """What the pairs say of a layer.
+    """Quantization parameters of a layer, read from its Q/DQ pairs.
 
     Attributes:
-        scale_d, offset_d: of its input.
-        scale_w: of its weight, float32 [C_out] or [1]; [1] of 1 for a pool.
+        scale_d, offset_d: scale and offset of its input.
+        scale_w: scales of its weight, float32 [C_out] or [1]; [1.0] for a pool.
     """
 
     scale_d: np.float32
@@ -96,10 +90,10 @@ class Taken:
 
 
 def taken_over(index: Graph) -> tuple[dict[str, Taken], dict[str, str]]:
-    """Layers by name whose pairs Ascend can take over, and why it cannot those of others.
+    """Return layer -> parameters, and layer -> why Ascend cannot use its pairs.
 
     Args:
-        index: of a Q/DQ model, each node with a name of its own.
+        index: index of a Q/DQ model whose nodes have unique names.
     """
     taken, why = {}, {}
     for node in index.nodes:
@@ -122,7 +116,7 @@ def _taken(node: onnx.NodeProto, index: Graph) -> Taken:
 
 
 def _weight(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32]:
-    """Scales of a layer's weight, by output channel where there are several."""
+    """Return the scales of a layer's weight, [C_out] or [1]."""
     grid, scales = weight_grid(node, index)
     if _in_int8(grid).offset.any():
         raise UnfitError("its weight has a zero point, and Ascend's have none")
@@ -130,30 +124,30 @@ def _weight(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32]:
 
 
 def _in_int8(grid: Grid) -> Grid:
-    """The grid, if it is one of 8 bits."""
+    """Return the grid if it has 8 bits, else raise UnfitError."""
     if not grid.bits8:
         raise UnfitError(f"it is quantized to {grid.dtype}, and Ascend's layers to int8")
     return grid
 
 
 _HALF_INT32 = 2**30
-_TOLD = 3  # names in a sentence
+_SHOWN = 3  # names in a sentence
 _MATRIX = (
-    "Ascend has one scale for a whole matrix; layers whose weight had one a channel and was rounded"
+    "Ascend has one scale per matrix; layers whose weight had one scale per channel and was rounded"
     " again:"
 )
 _ROOM = (
-    "Beside a bias at the end of int32 there is no room for sums; layers with such a channel, whose"
-    " weights were rounded again:"
+    "A bias at the limit of int32 leaves no room for the sums of products; layers with such a"
+    " channel, whose weights were rounded again:"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """What `from_qdq` gives.
+    """Result of `from_qdq`.
 
     Attributes:
-        loaded: the float model, cleaned; it came from no file.
+        loaded: the cleaned float model; it has no file.
         recipe: its layers and their scales.
     """
 
@@ -162,17 +156,17 @@ class Converted:
 
 
 def from_qdq(quantized: onnx.ModelProto, path: Path, *, keep_rounding: bool = True) -> Converted:
-    """Take the pairs out, and what they say into records; `quantized` is left as it is.
+    """Convert a Q/DQ model to a float model and the records of its pairs.
 
     Args:
-        quantized: a model with QuantizeLinear and DequantizeLinear nodes.
-        path: where it came from.
-        keep_rounding: round what float operators read as the pairs do.
+        quantized: a model with QuantizeLinear and DequantizeLinear nodes; not modified.
+        path: its file.
+        keep_rounding: keep the rounding of tensors that float operators read through a pair.
 
     Raises:
-        ModelError: it is no valid model, or in integer operators, or in pairs that cannot be taken
-            out of it.
-        ExportError: Ascend can take over none of its layers.
+        ModelError: the model is invalid, uses integer operators, or has pairs that cannot be
+            removed.
+        ExportError: Ascend cannot use the pairs of any layer.
     """
     from deploy.frontends import load
     from deploy.frontends.metadata import carried_of
@@ -184,20 +178,21 @@ def from_qdq(quantized: onnx.ModelProto, path: Path, *, keep_rounding: bool = Tr
     while True:
         plain = without_pairs(model, taken, keep_rounding=keep_rounding)
         loaded = load(plain.model, fold_batchnorm=False)
-        own, graph = prepared(loaded.model)
-        loaded = replace(loaded, model=own, name=path.stem, carried=carried)
-        layers, changed, unfit = _quantized(own, graph, taken)
+        float_model, graph = prepared(loaded.model)
+        loaded = replace(loaded, model=float_model, name=path.stem, carried=carried)
+        layers, changed, unfit = _quantized(float_model, graph, taken)
         if len(layers) == len(taken):
             break
         why |= {n: unfit[n] for n in taken if n in unfit}
-        taken = {name: taken[name] for name in layers}  # the others read as float what they read
+        taken = {name: taken[name] for name in layers}  # the other layers become float operators
         if not taken:
             break
     if not layers:
-        said = "; ".join(f"{name}: {reason}" for name, reason in list(why.items())[:_TOLD])
+        examples = "; ".join(f"{name}: {reason}" for name, reason in list(why.items())[:_SHOWN])
         raise ExportError(
-            f"a Q/DQ model must have a layer whose pairs Ascend can take over, got none in {path}"
-            f" ({said or 'no layer of a type that it has'}); give the float model to calib8 build"
+            f"a Q/DQ model must have a layer whose pairs Ascend can use, got none in {path}"
+            f" ({examples or 'no layer of a type that Ascend has'}); give the float model to"
+            " calib8 build"
         )
     recipe = Recipe(
         model=loaded.model,
@@ -208,7 +203,7 @@ def from_qdq(quantized: onnx.ModelProto, path: Path, *, keep_rounding: bool = Tr
         why={name: why.get(name, "its pairs are gone") for name in graph.layers},
         notes=(
             *_notes(path, graph, layers, changed),
-            *_of_loose(plain.loose, keep_rounding=keep_rounding),
+            *_float_pair_notes(plain.loose, keep_rounding=keep_rounding),
         ),
     )
     return Converted(loaded=loaded, recipe=recipe)
@@ -217,30 +212,35 @@ def from_qdq(quantized: onnx.ModelProto, path: Path, *, keep_rounding: bool = Tr
 def _quantized(
     model: onnx.ModelProto, graph: LayerGraph, taken: Mapping[str, Taken]
 ) -> tuple[dict[str, QuantLayer], dict[str, str], dict[str, str]]:
-    """Integers of those taken that fit, what became of these, why others do not fit."""
+    """Quantize the layers of `taken`.
+
+    Returns:
+        layer -> integers; layer -> `_MATRIX`, `_ROOM` or "", why its weight was rounded again;
+        layer -> why it does not fit the hardware.
+    """
     from deploy.targets.ascend.quant_layer import quantize_fitting
 
     index = Graph(model)
     records, changed, unfit = {}, {}, {}
     for name, layer in graph.layers.items():
-        one = taken.get(name)
-        if one is None:
+        params = taken.get(name)
+        if params is None:
             continue
-        if layer.symmetric_only and one.offset_d:
-            unfit[name] = f"a 3-D convolution takes no activation offset, got {one.offset_d}"
+        if layer.symmetric_only and params.offset_d:
+            unfit[name] = f"a 3-D convolution takes no activation offset, got {params.offset_d}"
             continue
-        records[name], changed[name] = _record(one, layer.name, graph, index)
+        records[name], changed[name] = _record(params, layer.name, graph, index)
     layers, outside = quantize_fitting(model, graph, records)
     return layers, {name: changed[name] for name in layers}, unfit | outside
 
 
-def _record(one: Taken, name: str, graph: LayerGraph, index: Graph) -> tuple[LayerRecord, str]:
-    """The record of a layer, and why its weight is rounded anew, `_MATRIX` or `_ROOM`, or not."""
+def _record(params: Taken, name: str, graph: LayerGraph, index: Graph) -> tuple[LayerRecord, str]:
+    """Return a layer's record, and why its weight is rounded again: `_MATRIX`, `_ROOM` or ""."""
     from calibrators.amct.arq import arq
     from deploy.targets.ascend.quant_layer import array_of, rows_of
     from deploy.targets.ascend.record import LayerRecord
 
-    layer, scales = graph.layers[name], one.scale_w
+    layer, scales = graph.layers[name], params.scale_w
     if not layer.channel_wise and np.all(scales == scales[0]):
         scales = scales[:1]
     changed = ""
@@ -248,20 +248,23 @@ def _record(one: Taken, name: str, graph: LayerGraph, index: Graph) -> tuple[Lay
         scales, _ = arq(rows_of(array_of(index, layer.weight), layer), channel_wise=False)
         changed = _MATRIX
     elif layer.bias and scales.size > 1:
-        larger = _with_room(scales, array_of(index, layer.bias).reshape(-1), one.scale_d)
+        larger = _with_room(scales, array_of(index, layer.bias).reshape(-1), params.scale_d)
         changed = _ROOM if (larger != scales).any() else ""
         scales = larger
     record = LayerRecord(
-        scale_d=one.scale_d, offset_d=one.offset_d, scale_w=scales, weighted=bool(layer.weight)
+        scale_d=params.scale_d,
+        offset_d=params.offset_d,
+        scale_w=scales,
+        weighted=bool(layer.weight),
     )
     return record, changed
 
 
 def _with_room(scales: Float32Array, bias: Float32Array, scale_d: np.float32) -> Float32Array:
-    """Scales of weights, float32 [C_out], larger where the bias would fill int32.
+    """Enlarge weight scales, float32 [C_out], until the bias takes at most half of int32.
 
-    Quantizers let the bias of a channel whose weights are next to nothing go up to the end of
-    int32; Ascend adds the products to it, which then would leave int32. Half of it is left to them.
+    For a channel of nearly zero weights, quantizers let the integer bias reach the limit of int32.
+    Ascend adds the products to it, which would then overflow.
     """
     least = np.abs(bias.astype(np.float64)) / (float(scale_d) * _HALF_INT32)
     return np.maximum(scales, least.astype(np.float32)) if least.size == scales.size else scales
@@ -278,52 +281,52 @@ def _notes(
     for reason in (_MATRIX, _ROOM):
         names = [name for name, why in changed.items() if why == reason]
         if names:
-            notes.append(f"{reason} {len(names)}: {', '.join(names[:_TOLD])}.")
+            notes.append(f"{reason} {len(names)}: {', '.join(names[:_SHOWN])}.")
     if any(changed.values()):
         notes.append("All other weights keep their integers.")
     return notes
 
 
-def _of_loose(loose: int, *, keep_rounding: bool) -> list[str]:
-    """What became of the pairs that float operators read."""
-    if not loose:
+def _float_pair_notes(count: int, *, keep_rounding: bool) -> list[str]:
+    """Return a note on the pairs that float operators read."""
+    if not count:
         return []
-    what = f"Tensors that float operators read through a pair: {loose}."
+    note = f"Tensors that float operators read through a pair: {count}."
     if keep_rounding:
         return [
-            f"{what} They are rounded there as in the model, by four operators each;"
-            " calib8 ascend convert --no-keep-rounding leaves these away."
+            f"{note} They are rounded as in the model, by four operators each;"
+            " calib8 ascend convert --no-keep-rounding omits these operators."
         ]
-    return [f"{what} They are rounded no more, as was asked for."]
+    return [f"{note} Their rounding was removed, as requested."]
 
 
-# hicann/ge: SetM1OfQuant packs DT_INT16 for Ascend035 alone; its page on quantizable layers speaks
-# of INT16 for IPV350 alone. hicann/ops-nn: AscendQuant makes int8 and int4, of fixed shapes.
+# hicann/ge: SetM1OfQuant packs DT_INT16 for Ascend035 only; its page on quantizable layers lists
+# INT16 for IPV350 only. hicann/ops-nn: AscendQuant writes int8 and int4, of fixed shapes.
 _NANO = "which atc takes for Nano chips (Ascend035) alone"
-_FOUR = "for which chips without AscendQuant to int4 have no .om (Ascend910B has it)"
-# hicann/amct, PackInt4WeightPass; hicann/ge has nothing that unpacks it
+_FOUR = "for which atc makes no .om on chips without AscendQuant to int4 (Ascend910B has it)"
+# hicann/amct, PackInt4WeightPass; no code in hicann/ge unpacks it
 _PACKED = (
-    "two to a byte along the input channels: AMCT's own layout, which the open parts of atc do not"
-    " read"
+    "two per byte along the input channels: AMCT's own layout, which the open-source parts of atc"
+    " do not read"
 )
-_TYPING = (
+_TYPE_FLAGS = (
     *("--precision_mode", "--precision_mode_v2", "--keep_dtype", "--modify_mixlist"),
     "--customize_dtypes",
 )
 _FORCED = (
-    "scale_d is held in float16, and scale_w * scale_d is cut to the 10 bits of mantissa that Nano"
-    " chips (Ascend035) read"
+    "scale_d is stored in float16, and scale_w * scale_d is truncated to the 10 mantissa bits that"
+    " Nano chips (Ascend035) read"
 )
 
 
 def widths(records: Mapping[str, LayerRecord]) -> Iterator[str]:
-    """Sentences on layers that are not int8 throughout, and who takes that."""
-    for bits, whose in ((16, _NANO), (4, _FOUR)):
+    """Yield notes on layers that are not entirely int8, and the chips that accept them."""
+    for bits, chips in ((16, _NANO), (4, _FOUR)):
         names = [name for name, one in records.items() if one.act_bits == bits]
         if names:
-            yield f"Activations of {quoted_layers(names)} are of {bits} bits, {whose}."
+            yield f"Activations of {quoted_layers(names)} are of {bits} bits, {chips}."
     if any(one.act_bits != 8 for one in records.values()):
-        yield "The Q/DQ model has those layers in float: AMCT's convert takes int8 alone."
+        yield "The Q/DQ model has those layers in float: AMCT's convert takes only int8."
     names = [name for name, one in records.items() if one.weighted and one.weight_bits == 4]
     if names:
         yield f"Weights of {quoted_layers(names)} are of 4 bits, {_PACKED}."
@@ -332,44 +335,44 @@ def widths(records: Mapping[str, LayerRecord]) -> Iterator[str]:
 
 
 def narrow(recipe: Recipe, flags: Collection[str]) -> Iterator[str]:
-    """A sentence on nodes that the .om computes in float16, which is too narrow for them.
+    """Yield a note on float nodes whose values exceed float16, in which atc computes them.
 
     Args:
-        recipe: what is built.
-        flags: of atc; one that says in what it computes settles it.
+        recipe: the recipe being built.
+        flags: flags of atc; with one that sets the precision there is no note.
     """
-    if any(flag.partition("=")[0] in _TYPING for flag in flags):
+    if any(flag.partition("=")[0] in _TYPE_FLAGS for flag in flags):
         return
     known = {n: max(-one.observed_min, one.observed_max) for n, one in recipe.ranges.items()}
     why = wide_nodes(Graph(recipe.model), known, but=recipe.layers.keys())
     if why:
         yield (
             "atc computes in float16 what is not int8, which is too narrow for"
-            f" {', '.join(why)}: {next(iter(why.values()))}; write these names to a file, a line"
-            " each, and give --atc-flag=--keep_dtype=FILE"
+            f" {', '.join(why)}: {next(iter(why.values()))}; write these names to a file, one per"
+            " line, and give --atc-flag=--keep_dtype=FILE"
         )
 
 
 def shared(names: Collection[str], model: str) -> Iterator[str]:
-    """A sentence on layers that share weights, and what AMCT is to be given.
+    """Yield a note on layers with shared weights, and the model that AMCT needs for them.
 
     Args:
-        names: of the layers.
-        model: name of the files.
+        names: names of these layers.
+        model: stem of the written files.
     """
     if names:
         yield (
-            f"{quoted_layers(names)} share weights with other nodes, and have their own in the"
-            " files. AMCT itself refuses such layers: with this config or record give it"
-            f" {model}_modified_model.onnx."
+            f"{quoted_layers(names)} share weights with other nodes, and have copies of them in the"
+            " written models. AMCT itself refuses shared weights: with this config or record give"
+            f" it {model}_modified_model.onnx."
         )
 
 
 def halves(layers: Mapping[str, QuantLayer], names: Collection[str]) -> Iterator[str]:
-    """A sentence on layers between float16 tensors, whose names are given."""
-    found = [name for name, one in layers.items() if one.layer.output in names]
-    if found:
+    """Yield a note on layers whose tensors are float16; `names` are the float16 tensors."""
+    half_layers = [name for name, one in layers.items() if one.layer.output in names]
+    if half_layers:
         yield (
-            f"{quoted_layers(found)} read and give float16, as in the file; measured and judged in"
-            " float32."
+            f"{quoted_layers(half_layers)} read and give float16, as in the file; calibration and"
+            " evaluation ran in float32."
         )

@@ -1,6 +1,6 @@
-"""AMCT's record file (scale_offset_record, protobuf text): the scales of every quantized layer.
+"""AMCT's record file (scale_offset_record, protobuf text): the scales of each quantized layer.
 
-The scale of a layer's input, and what range it stands for: IFMR or HFMG, as its entry says.
+Also here: the IFMR or HFMG search of a layer's activation scale, and the clip range of that scale.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from deploy.targets.ascend.proto import message_class, near, parse_text, print_t
 _SMALLEST = 2.0**-52  # AMCT: scales within [DBL_EPSILON, 1 / DBL_EPSILON]
 _ROUNDED = "# weights rounded by AdaRound, in the modified model: "
 _RULE = "a record's comment on AdaRound must end in a layer's name as JSON"
-# fields that tell widths -> the widths that AMCT reads there; "UNSET" and no field are 8
+# field of a bit width -> the widths that AMCT reads there; a missing or "UNSET" field is 8
 _WIDTHS = {"dst_type": (4, 8), "act_type": (4, 8, 16), "wts_type": (4, 6, 7, 8)}
 _FORCED = "FORCE_FP16_QUANT"
 _HALF = {"": None, "FLOAT32": False, "FLOAT16": True}  # op_data_type
@@ -48,22 +48,21 @@ Float32Array = NDArray[np.float32]
 class LayerRecord:
     """Scales of one layer; q = clip(rne(x / scale + offset)).
 
+    For a MatMul of two activations, scale_d is the first factor's and scale_w the second's.
+
     Attributes:
         scale_d: activation scale; None before calibration is complete.
         offset_d: activation offset.
-        scale_w: weight scales, float32 [C_out] or [1]; [0] where the layer has no record of them.
-        factors: DMQ factors by input channel, float32 [C_in]; [0] without DMQ.
+        scale_w: weight scales, float32 [C_out] or [1]; empty if the record has none.
+        factors: DMQ factors by input channel, float32 [C_in]; empty without DMQ.
         weighted: the layer has a weight (AveragePool has none, but records scale_w 1).
-        skip_fusion: the scales are those of a Conv without the BatchNormalization behind it.
-        tensor: it is of one input of an Add or MaxPool (tensor_quantize), and has no scale_w.
-        rounded: integers that AdaRound found for the weight, int8, output channels first; None
-            where each is the nearest. AMCT keeps them in the float model that it leaves behind,
-            not in the record.
-        act_bits, weight_bits: of the integers.
-        force_fp16: scale_d is a float16 number, and dequantization scales are cut for Nano chips.
-        half: the layer reads and gives float16; None where nothing says so.
-
-    Of a MatMul of two activations scale_d is the first factor's, scale_w the second's.
+        skip_fusion: the scales are for a Conv whose BatchNormalization is not folded.
+        tensor: the record is for an input of an Add or MaxPool (tensor_quantize); no scale_w.
+        rounded: AdaRound's integers of the weight, int8, output channels first; None for rounding
+            to nearest. AMCT stores them in its modified float model, not in the record.
+        act_bits, weight_bits: bit widths.
+        force_fp16: scale_d is a float16 number; dequantization scales are truncated for Nano chips.
+        half: the layer's input and output are float16; None if unknown.
     """
 
     scale_d: np.float32 | None
@@ -81,7 +80,7 @@ class LayerRecord:
 
 
 def write_record(records: Mapping[str, LayerRecord]) -> str:
-    """Layer name -> record, in the model's order, as AMCT writes it."""
+    """Return the text of layer name -> record, in the model's order, as AMCT writes it."""
     message = message_class("ScaleOffsetRecord")()
     for name, record in records.items():
         value = message.record.add(key=name).value
@@ -101,27 +100,27 @@ def write_record(records: Mapping[str, LayerRecord]) -> str:
             value.op_data_type = "FLOAT16"
         if record.force_fp16:
             value.fakequant_precision_mode = _FORCED
-    return _told(records) + print_text(message)
+    return _rounded_comments(records) + print_text(message)
 
 
-def _told(records: Mapping[str, LayerRecord]) -> str:
-    """Comments that name the layers of which the record does not hold all."""
+def _rounded_comments(records: Mapping[str, LayerRecord]) -> str:
+    """Return comments that name the layers rounded by AdaRound."""
     names = [name for name, record in records.items() if record.rounded is not None]
     return "".join(f"{_ROUNDED}{json.dumps(name)}\n" for name in names)
 
 
 def adaptive_layers(text: str) -> list[str]:
-    """The layers that a record's comments say AdaRound rounded."""
+    """Return the layers that AdaRound rounded, from a record's comments."""
     lines = (line[len(_ROUNDED) :] for line in text.splitlines() if line.startswith(_ROUNDED))
-    found = [from_json(line, rule=_RULE, error=ConfigError) for line in lines]
-    return [name for name in found if isinstance(name, str)]
+    names = [from_json(line, rule=_RULE, error=ConfigError) for line in lines]
+    return [name for name in names if isinstance(name, str)]
 
 
 def read_record(text: str, what: str = "the record") -> dict[str, LayerRecord]:
-    """Record text -> layer name -> record, checked as AMCT checks it.
+    """Parse the record of file `what`; return layer name -> record, after AMCT's checks.
 
     Raises:
-        ConfigError: text that does not parse, an unknown or missing field, an illegal value.
+        ConfigError: text that does not parse, an unknown or missing field, an invalid value.
     """
     message: Any = parse_text("ScaleOffsetRecord", text, what)
     if not message.record and not message.prune_record:
@@ -144,7 +143,7 @@ def read_record(text: str, what: str = "the record") -> dict[str, LayerRecord]:
 
 
 def others(text: str, what: str = "the record") -> tuple[str, ...]:
-    """What a record holds beside layers that calib8 deploys, in words, checked as far as AMCT does.
+    """Describe the record's entries that calib8 does not deploy, after AMCT's checks.
 
     Raises:
         ConfigError: as `read_record`.
@@ -171,11 +170,11 @@ def others(text: str, what: str = "the record") -> tuple[str, ...]:
 
 
 def check_record(records: Mapping[str, LayerRecord], graph: LayerGraph) -> None:
-    """Check a complete record against the model that it is for.
+    """Check a complete record against its model.
 
     Raises:
-        ConfigError: a layer the model lacks or cannot quantize, scales that are missing or of the
-            wrong number.
+        ConfigError: a layer that the model lacks or cannot quantize; missing scales, or a wrong
+            number of them.
     """
     known = graph.known
     for name, record in records.items():
@@ -208,11 +207,11 @@ def _check_widths(name: str, record: LayerRecord, layer: Layer) -> None:
             f"wts_type INT{record.weight_bits} is for {rule}, got {layer.kind} with"
             f" {layer.channels_in} input channels and {layer.group} groups in layer {name!r}"
         )
-    alone = layer.at is not None or layer.two_activations
-    if alone and (record.act_bits, record.weight_bits) != (8, 8):
+    int8_only = layer.at is not None or layer.two_activations
+    if int8_only and (record.act_bits, record.weight_bits) != (8, 8):
         raise ConfigError(
-            "inputs of their own and MatMuls of two activations are INT8, got another type in"
-            f" {name!r}"
+            "inputs of tensor_quantize and MatMuls of two activations are INT8, got another type"
+            f" in {name!r}"
         )
 
 
@@ -289,10 +288,10 @@ def _check_scales(scales: Iterable[float]) -> None:
 
 
 def _widths(value: Any) -> tuple[int, int]:
-    """Bits of activations and of weights; dst_type, where it is given, is both."""
+    """Return the bits of activations and of weights; dst_type, if given, sets both."""
     if value.shift_bit:
         raise ConfigError("shift_bit is not supported, got one; delete it")
-    found = {key: _width(key, getattr(value, key), known) for key, known in _WIDTHS.items()}
+    bits = {key: _width(key, getattr(value, key), known) for key, known in _WIDTHS.items()}
     if value.fakequant_precision_mode not in ("", "DEFAULT", "UNSET", _FORCED):
         raise ConfigError(
             f"fakequant_precision_mode must be {_FORCED} or DEFAULT, got"
@@ -300,12 +299,12 @@ def _widths(value: Any) -> tuple[int, int]:
         )
     if value.op_data_type not in _HALF:
         raise ConfigError(f"op_data_type must be FLOAT32 or FLOAT16, got {value.op_data_type!r}")
-    both = found["dst_type"]
-    return both or found["act_type"] or 8, both or found["wts_type"] or 8
+    both = bits["dst_type"]
+    return both or bits["act_type"] or 8, both or bits["wts_type"] or 8
 
 
 def _width(key: str, kind: str, known: tuple[int, ...]) -> int:
-    """Bits of a type such as INT8; 0 where none is told."""
+    """Return the bits of a type such as INT8; 0 if the type is unset."""
     if kind in ("", "UNSET"):
         return 0
     widths = {f"INT{bits}": bits for bits in known}
@@ -315,7 +314,7 @@ def _width(key: str, kind: str, known: tuple[int, ...]) -> int:
 
 
 def params_of(entry: LayerConfig) -> IfmrParams | HfmgParams:
-    """Parameters of a layer's activation search."""
+    """Return the parameters of a layer's activation search."""
     act = entry.activation
     affine = bool(act.asymmetric)
     if act.act_algo == "hfmg":
@@ -331,7 +330,7 @@ def params_of(entry: LayerConfig) -> IfmrParams | HfmgParams:
 
 
 def searched(recorder: Recorder, params: IfmrParams | HfmgParams) -> AscendScale:
-    """What a layer's search finds in what was observed for it."""
+    """Run the search on the recorded statistics; return scale and offset."""
     if isinstance(recorder, HfmgHistogram) and isinstance(params, HfmgParams):
         return hfmg(recorder, params)
     if isinstance(recorder, Exact) and isinstance(params, IfmrParams):
@@ -341,20 +340,20 @@ def searched(recorder: Recorder, params: IfmrParams | HfmgParams) -> AscendScale
 
 
 def dead(recorder: Recorder) -> bool:
-    """Whether every value that was seen is zero."""
+    """Whether all observed values are zero."""
     assert isinstance(recorder, HfmgHistogram | IfmrHistogram | Exact)
     return recorder.dead
 
 
 def faint(record: LayerRecord, recorder: Recorder) -> bool:
-    """Whether every value that was seen is rounded to zero."""
+    """Whether all observed values round to zero."""
     assert isinstance(recorder, HfmgHistogram | IfmrHistogram | Exact)
     assert record.scale_d is not None
     return max(map(abs, recorder.extremes)) < 0.5 * float(record.scale_d)
 
 
 def range_of(record: LayerRecord, recorder: Recorder, entry: LayerConfig) -> Scale:
-    """The clip range that a record's activation scale stands for."""
+    """Return the clip range of a record's activation scale."""
     assert isinstance(recorder, HfmgHistogram | IfmrHistogram | Exact)
     assert record.scale_d is not None
     lo, hi = ascend_clip_range(record.scale_d, record.offset_d, record.act_bits)

@@ -1,10 +1,8 @@
-"""Scales that were found before: AMCT's record, or a TensorRT calibration cache, as a recipe.
+"""Existing files of an Ascend deployment: recipes from a record or TensorRT cache, and file checks.
 
-Scales of weights are those of a form of the model: with each BatchNormalization folded into the
-layer before it, but where the record (skip_fusion), the configuration (do_fusion,
-skip_fusion_layers) or the scales themselves say otherwise. The model is read in that form.
-
-Files of an Ascend deployment, read from disk and told apart by what they hold.
+Weight scales depend on whether a BatchNormalization was folded into its layer when they were made.
+The model is brought to the same form: folded, unless the record (skip_fusion), the configuration
+(do_fusion, skip_fusion_layers) or the scales themselves show otherwise.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ _WHAT = "a text file of an Ascend deployment"
 
 
 def read_any_config(path: Path, graph: LayerGraph) -> QuantConfig:
-    """Quant config JSON or simplified configuration, by its suffix or first character.
+    """Read a quant config JSON or a simplified configuration; suffix or first "{" decides which.
 
     Raises:
         ConfigError: the file cannot be read or breaks a rule.
@@ -56,13 +54,13 @@ def check_file(path: Path, graph: LayerGraph | None = None) -> str:
 
     Args:
         path: record, quant config JSON, simplified .cfg, AIPP configuration or deploy model.
-        graph: layers of the float model that it is for.
+        graph: layers of the file's float model; None checks less.
 
     Returns:
-        One sentence on what it holds.
+        One sentence on the file's content.
 
     Raises:
-        ConfigError, ModelError: what is wrong with it.
+        ConfigError, ModelError: the file is invalid.
     """
     from deploy.targets.ascend.models import is_mapping
     from deploy.targets.ascend.record import check_record, others, read_record
@@ -78,13 +76,13 @@ def check_file(path: Path, graph: LayerGraph | None = None) -> str:
         return f"a sound quant config, {_wanted(config)}"
     key = _first_key(text)
     if key in ("record", "prune_record"):
-        records, more = read_record(text, str(path)), others(text, str(path))
+        records, ignored = read_record(text, str(path)), others(text, str(path))
         if graph is not None:
             check_record(records, graph)
-        beside = f"; beside them, which calib8 does not deploy: {', '.join(more)}" if more else ""
+        rest = f"; calib8 does not deploy the rest: {', '.join(ignored)}" if ignored else ""
         inputs = sum(one.tensor for one in records.values())
-        said = f" and {inputs} inputs of tensor_quantize" if inputs else ""
-        return f"a sound record of {len(records) - inputs} layers{said}{beside}"
+        and_inputs = f" and {inputs} inputs of tensor_quantize" if inputs else ""
+        return f"a sound record of {len(records) - inputs} layers{and_inputs}{rest}"
     if key in ("aipp_op", "multi_shape_op"):
         parse_text("InsertNewOps", text, str(path))
         return "a sound AIPP configuration"
@@ -96,40 +94,40 @@ def check_file(path: Path, graph: LayerGraph | None = None) -> str:
 
 
 def _wanted(config: QuantConfig) -> str:
-    """How much it quantizes, and what it asks for in vain."""
+    """Describe how much a config quantizes, and which of its settings have no effect."""
     count = _count(len(config.enabled()), len(config.tensors))
     return ". ".join([count, *config.told]).rstrip(".")
 
 
 def _count(layers: int, inputs: int, grid: str = "int8") -> str:
-    """How much is quantized, in words."""
+    """Describe the number of quantized layers and inputs."""
     return f"{layers} layers in {grid}" + (f", {inputs} inputs moved in int8" if inputs else "")
 
 
 def _first_key(text: str) -> str:
-    """The first key of protobuf text, behind comments; "" where there is none."""
-    said = (line.partition("#")[0].strip() for line in text.splitlines())
-    first = next((line for line in said if line), "")
-    found = re.match(r"\w+", first)
-    return found[0] if found else ""
+    """Return the first key of protobuf text after comments, or ""."""
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    first = next((line for line in lines if line), "")
+    key = re.match(r"\w+", first)
+    return key[0] if key else ""
 
 
 def check_deploy(path: Path) -> str:
-    """Check a deploy model: every AscendQuant and AscendDequant as ATC reads them.
+    """Check a deploy model's AscendQuant and AscendDequant nodes by ATC's rules; describe it.
 
     Raises:
-        ModelError: not an ONNX file, no quantized layer, or one that is not as it must be.
+        ModelError: not an ONNX file, no quantized layer, or an invalid one.
     """
     from deploy.frontends.reader import read_model
     from deploy.targets.ascend.executor import executable, malformed
 
     model = read_model(path)
     ops = Counter(node.op_type for node in model.graph.node)
-    back = ops["AscendDequant"] + ops["AscendAntiQuant"]
-    if not ops["AscendQuant"] or not back:
+    dequants = ops["AscendDequant"] + ops["AscendAntiQuant"]
+    if not ops["AscendQuant"] or not dequants:
         raise ModelError(
-            f"{path} must hold AscendQuant and AscendDequant nodes, got {ops['AscendQuant']} and"
-            f" {back}; give the deploy model"
+            f"{path} must have AscendQuant and AscendDequant nodes, got {ops['AscendQuant']} and"
+            f" {dequants}; give the deploy model"
         )
     constants = Graph(model).initializers
     with malformed():
@@ -142,24 +140,27 @@ def check_deploy(path: Path) -> str:
 
 
 def _grids(model: onnx.ModelProto) -> str:
-    """Types that AscendQuant makes, such as int8 or int8 and int16."""
-    made = {_made_by(node) for node in model.graph.node if node.op_type == "AscendQuant"}
-    return " and ".join(sorted(made, key=lambda name: int(name[3:])))
+    """Return the output types of the AscendQuants, such as "int8" or "int8 and int16"."""
+    types = {_output_type(node) for node in model.graph.node if node.op_type == "AscendQuant"}
+    return " and ".join(sorted(types, key=lambda name: int(name[3:])))
 
 
-def _made_by(node: onnx.NodeProto) -> str:
+def _output_type(node: onnx.NodeProto) -> str:
     kind: bytes = attributes(node).get("dst_type", b"INT8")
     return kind.decode().lower()
 
 
 def _check_parameter(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> None:
+    """Check the packed parameter of an AscendDequant (see `deploy_model`)."""
     from onnx import numpy_helper
 
-    found = constants.get(node.input[-1])
-    if len(node.input) != 2 or found is None or found.data_type != 13:
+    from deploy.targets.ascend.deploy_model import unpack
+
+    parameter = constants.get(node.input[-1])
+    if len(node.input) != 2 or parameter is None or parameter.data_type != 13:
         raise ModelError(f"{node.name!r} must have a uint64 parameter as its second input")
-    values = numpy_helper.to_array(found)
-    scales = (values & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.float32)
+    values = numpy_helper.to_array(parameter)
+    scales = unpack(values)
     if not (np.isfinite(scales) & (scales > 0)).all():
         raise ModelError(f"{node.name!r} must have finite scales above 0, got {scales.min()}")
     if (values >> np.uint64(40)).any():
@@ -167,17 +168,17 @@ def _check_parameter(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorPr
 
 
 def from_record(subject: Subject, path: Path, *, config: Path | None = None) -> Recipe:
-    """What a record says of a model.
+    """Return the recipe of a model with the scales of a record.
 
     Args:
         subject: the model.
-        path: of the record.
-        config: quant config or simplified configuration that the record was made with, for the
-            form of the model; it is written again, with what the record lacks disabled.
+        path: path of the record.
+        config: quant config or simplified configuration that the record was made with; it decides
+            the form of the model, and is written again without the layers that the record lacks.
 
     Raises:
-        ConfigError: a file that cannot be read or breaks a rule, or is another model's.
-        ExportError: a scale or a bias outside what the hardware takes.
+        ConfigError: a file that cannot be read, breaks a rule, or belongs to another model.
+        ExportError: a scale or bias exceeds the limits of the hardware.
     """
     from deploy.targets.ascend.deploy_model import unrounded
     from deploy.targets.ascend.quant_layer import quantize_layers
@@ -186,10 +187,10 @@ def from_record(subject: Subject, path: Path, *, config: Path | None = None) -> 
 
     text = read_text(path, what="AMCT's record of scales", error=ConfigError)
     records = read_record(text, str(path))
-    beside = others(text, str(path))
+    ignored = others(text, str(path))
     if not records:
         raise ConfigError(
-            f"a record to deploy must hold a layer with its scales, got {', '.join(beside)} alone"
+            f"a record to deploy must have a layer with its scales, got only {', '.join(ignored)}"
             f" in {path}; give the record of a calibration"
         )
     model, graph, settled, bare = _formed(subject, records, config)
@@ -200,21 +201,21 @@ def from_record(subject: Subject, path: Path, *, config: Path | None = None) -> 
         _refuse_disabled(records, settled)
         unused = (name for name in settled.entries() if name not in records)
         settled = without(settled, (*lacking, *unused))
-    notes = [f"Scales: {path}, as it stands; nothing was calibrated."]
+    notes = [f"Scales: {path}, unchanged; nothing was calibrated."]
     if bare:
         notes.append(
-            "By its scales the record is of weights that nothing was folded into, so that what"
-            f" follows stays apart: {', '.join(bare)}."
+            "By its scales, the record was made before anything was folded into these layers, so"
+            f" what follows them stays apart: {', '.join(bare)}."
         )
     nearest = unrounded(model, graph, records, adaptive_layers(text))
     if nearest:
         notes.append(
             f"AdaRound rounded the weights of {len(nearest)} layers ({', '.join(nearest[:3])}). A"
-            " record does not hold that, so here they are rounded to nearest; give the"
-            " _modified_model.onnx that was written beside the record in place of the model."
+            " record does not hold that rounding, so here they are rounded to nearest; instead of"
+            " the model, give the _modified_model.onnx that was written with the record."
         )
-    if beside:
-        notes.append(f"Beside them the record holds, and was not deployed: {', '.join(beside)}.")
+    if ignored:
+        notes.append(f"Entries of the record that were not deployed: {', '.join(ignored)}.")
     return Recipe(
         model=model,
         graph=graph,
@@ -228,10 +229,12 @@ def from_record(subject: Subject, path: Path, *, config: Path | None = None) -> 
 
 
 def from_cache(subject: Subject, path: Path) -> Recipe:
-    """Activation scales of a TensorRT cache, symmetric and without offset; weights by ARQ.
+    """Return the recipe of a model with a TensorRT cache's activation scales; weights by ARQ.
+
+    The scales are symmetric and without offset.
 
     Raises:
-        CacheError: a file that cannot be read, or no usable scale for any layer of the model.
+        CacheError: the file cannot be read, or has no usable scale for any layer of the model.
         ConfigError: the model has no layer that Ascend quantizes.
     """
     from deploy.calibration.observation import Observed
@@ -264,9 +267,9 @@ def from_cache(subject: Subject, path: Path) -> Recipe:
     if not layers:
         wanted = list(dict.fromkeys(layer.input for layer in graph.layers.values()))
         raise CacheError(
-            f"a cache must know the inputs of the model's layers, got a usable scale in {path} for"
-            f" none of {len(wanted)} (such as {', '.join(wanted[:2])}); give the model's own cache"
-            " (`calib8 cache check --model` tells more)"
+            f"a cache must have scales for the inputs of the model's layers, got a usable scale in"
+            f" {path} for none of {len(wanted)} (such as {', '.join(wanted[:2])}); give the model's"
+            " own cache (`calib8 cache check --model` tells more)"
         )
     reasons = {cover.tensor: cover.reason for cover in matched.tensors if not cover.covered}
     lacking = {
@@ -291,46 +294,46 @@ def from_cache(subject: Subject, path: Path) -> Recipe:
 def _formed(
     subject: Subject, records: Mapping[str, LayerRecord], path: Path | None
 ) -> tuple[onnx.ModelProto, LayerGraph, QuantConfig | None, tuple[str, ...]]:
-    """The model as it was when the record was made, its layers, the configuration, and `_bare`."""
+    """Return the model in the form of the record, its layers, the configuration, and `_bare`."""
     from deploy.targets.ascend.settled import prepared, unfused
 
     model, graph = prepared(subject.model)
     config = None if path is None else read_any_config(path, graph)
-    fused = config or QuantConfig()
-    apart = (*fused.skip_fusion_layers, *(n for n, one in records.items() if one.skip_fusion))
-    bare = _bare(subject, records) if fused.do_fusion else ()
-    if not fused.do_fusion or apart or bare:
-        fused = replace(fused, skip_fusion_layers=apart)
-        model, graph = unfused(subject, fused, bare=bare)
+    fusion = config or QuantConfig()
+    skipped = (*fusion.skip_fusion_layers, *(n for n, one in records.items() if one.skip_fusion))
+    bare = _bare(subject, records) if fusion.do_fusion else ()
+    if not fusion.do_fusion or skipped or bare:
+        fusion = replace(fusion, skip_fusion_layers=skipped)
+        model, graph = unfused(subject, fusion, bare=bare)
         config = None if path is None else read_any_config(path, graph)
     return model, graph, config, bare
 
 
 def _bare(subject: Subject, records: Mapping[str, LayerRecord]) -> tuple[str, ...]:
-    """Layers whose scales are nearer to those of the weights before anything was folded into them.
+    """Return the layers whose scales fit the weights before folding better than those after it.
 
-    AMCT folds a BatchNormalization into a Conv alone, calib8 into ConvTranspose and Gemm too, and
-    constant Muls and Adds into all three; the scales tell who made the record.
+    AMCT folds a BatchNormalization only into a Conv; calib8 also into ConvTranspose and Gemm, and
+    constant Muls and Adds into all three. The scales show which tool made the record.
     """
     from deploy.targets.ascend.settled import prepared
 
-    ways = [_Weights(*prepared(model)) for model in (subject.model, subject.unfolded.model)]
-    found = []
+    forms = [_ModelWeights(*prepared(model)) for model in (subject.model, subject.unfolded.model)]
+    bare = []
     for name, record in records.items():
-        folded, plain = (way.apart_from(name, record) for way in ways)
-        if folded is not None and plain is not None and plain < folded:
-            found.append(name)
-    return tuple(found)
+        folded, unfolded = (form.distance(name, record) for form in forms)
+        if folded is not None and unfolded is not None and unfolded < folded:
+            bare.append(name)
+    return tuple(bare)
 
 
-class _Weights:
+class _ModelWeights:
     """The weights of one form of a model."""
 
     def __init__(self, model: onnx.ModelProto, graph: LayerGraph) -> None:
         self.index, self.layers = Graph(model), graph.layers
 
-    def apart_from(self, name: str, record: LayerRecord) -> float | None:
-        """How far, in octaves, a record's scales are from ARQ's; None where they cannot be."""
+    def distance(self, name: str, record: LayerRecord) -> float | None:
+        """Return the mean distance of a record's scales from ARQ's in octaves; None if unfit."""
         from deploy.targets.ascend.quant_layer import array_of, balanced_weight, rows_of
 
         layer = self.layers.get(name)
@@ -339,7 +342,7 @@ class _Weights:
         weight = array_of(self.index, layer.weight)
         try:
             rows = rows_of(balanced_weight(weight, layer, record.factors), layer)
-        except ValueError:  # factors of another number of channels
+        except ValueError:  # DMQ factors for another number of channels
             return None
         scales, _ = arq(rows, bits=record.weight_bits, channel_wise=record.scale_w.size > 1)
         if scales.size != record.scale_w.size:
@@ -348,13 +351,13 @@ class _Weights:
 
 
 def _check_types(records: Mapping[str, LayerRecord], graph: LayerGraph, subject: Subject) -> None:
-    """Refuse a record that tells other types of floats than the model's."""
+    """Refuse a record whose op_data_type differs from the model's."""
     from deploy.targets.ascend.half import halves_of
 
-    told = {name: one.half for name, one in records.items() if one.half is not None}
-    halves = halves_of(subject) if told else frozenset[str]()
-    for name, half in told.items():
-        if name in graph.layers and half != (graph.layers[name].output in halves):
+    recorded = {name: one.half for name, one in records.items() if one.half is not None}
+    float16 = halves_of(subject) if recorded else frozenset[str]()
+    for name, half in recorded.items():
+        if name in graph.layers and half != (graph.layers[name].output in float16):
             kinds = ("float16", "float32") if half else ("float32", "float16")
             raise ConfigError(
                 f"op_data_type must be the layer's own, got that of {kinds[0]} for {name!r}, which"

@@ -1,17 +1,15 @@
-"""The model that a configuration quantizes: its nodes named, what it wants apart, its layers.
+"""Preparation of a model for Ascend: named nodes, unshared weights, layers; its plan and notes.
 
-Weights that several nodes read: each layer of them gets one of its own.
-
-::
+A weight that several layers read is copied, so that each layer has its own::
 
     left -> Conv(w) ->                left -> Conv(w) ->
     right -> Conv(w) ->               right -> Conv(right/conv.weight) ->
 
-AMCT writes integers over a weight, by the scales of the one layer that reads it, and refuses the
-others. Heads of detectors that go over maps of several sizes, two pictures through one network and
-cells that are written out step by step would stay in float, whole models of them.
+AMCT replaces a weight by integers with the scales of the one layer that reads it, and refuses the
+other readers. That would keep whole models in float: detection heads shared by several feature
+maps, siamese networks, unrolled recurrent cells.
 
-What a build says of how AMCT's searches found the scales, and on what.
+A configuration may also want a BatchNormalization left unfolded (`unfused`).
 """
 
 from __future__ import annotations
@@ -36,71 +34,69 @@ if TYPE_CHECKING:
     from deploy.targets.ascend.quant_layer import QuantLayer
 
 
-_MOST = 1 << 29  # bytes of copies in float32: a file holds 2 GiB
+_MOST = 1 << 29  # bytes of copied float32 weights; an ONNX file holds 2 GiB
+_MOVED = "it computes in float; by tensor_quantize its input is moved in int8"
 
 
 def with_own_weights(model: onnx.ModelProto, nodes: Collection[str]) -> dict[str, str]:
-    """Give each of these nodes a weight that it alone reads, in place.
+    """Copy shared weights in place, so that each of these nodes has its own.
 
-    All that share a weight get one, or none where the copies would be too large: a cell that is
-    written out for hundreds of steps.
+    All nodes that share a weight get a copy, or none does if the copies would be too large, as for
+    a cell unrolled over hundreds of steps.
 
     Args:
-        model: every node has a name of its own.
-        nodes: names of those whose second input is a weight that others read too.
+        model: each node has a unique name.
+        nodes: names of the nodes whose second input is a shared weight.
 
     Returns:
-        Name of a new weight -> the one that it is a copy of.
+        Name of a new weight -> the weight that it copies.
     """
     index, readers = Graph(model), users(model.graph)
     sharing = [node for node in model.graph.node if node.name in nodes]
-    few = _affordable(Counter(node.input[1] for node in sharing), index.constants)
-    taken = {*readers, *index.constants, *index.producer}
-    made: dict[str, str] = {}
+    affordable = _affordable(Counter(node.input[1] for node in sharing), index.constants)
+    used_names = {*readers, *index.constants, *index.producer}
+    copies: dict[str, str] = {}
     for node in sharing:
         shared = node.input[1]
-        if shared not in few or readers[shared] < 2:
+        if shared not in affordable or readers[shared] < 2:
             continue
         tensor = copied(index.constants[shared])
-        tensor.name = unused(f"{node.name}.weight", taken)
+        tensor.name = unused(f"{node.name}.weight", used_names)
         model.graph.initializer.append(tensor)
-        taken.add(tensor.name)
+        used_names.add(tensor.name)
         readers[shared] -= 1
-        node.input[1], made[tensor.name] = tensor.name, shared
-    return made
+        node.input[1], copies[tensor.name] = tensor.name, shared
+    return copies
 
 
-def _affordable(wanted: Mapping[str, int], constants: Mapping[str, onnx.TensorProto]) -> set[str]:
-    """Weights of which there may be so many, those first that add least."""
-    bytes_of = {name: 4 * math.prod(constants[name].dims) * wanted[name] for name in wanted}
-    found, total = set(), 0
+def _affordable(copies: Mapping[str, int], constants: Mapping[str, onnx.TensorProto]) -> set[str]:
+    """Return the weights of `copies`, weight -> number, that fit into `_MOST`, smallest first."""
+    bytes_of = {name: 4 * math.prod(constants[name].dims) * copies[name] for name in copies}
+    affordable, total = set(), 0
     for name in sorted(bytes_of, key=bytes_of.__getitem__):
         total += bytes_of[name]
         if total <= _MOST:
-            found.add(name)
-    return found
+            affordable.add(name)
+    return affordable
 
 
 def own_of(layers: Iterable[Layer], graph: LayerGraph) -> list[str]:
-    """Names of those of the layers that share their weight in the model as it was given."""
+    """Return the names of the layers that share their weight in the original model."""
     shared = {*graph.shared, *graph.shared.values()}
     return [layer.name for layer in layers if layer.weight in shared]
 
 
 def as_given(graph: LayerGraph) -> dict[str, Layer]:
-    """The layers, each with the weight that it reads in the model as it was given."""
-    own = graph.shared
+    """Return the layers, each with the weight that it reads in the original model."""
+    originals = graph.shared
     return {
-        name: replace(layer, weight=own.get(layer.weight, layer.weight))
+        name: replace(layer, weight=originals.get(layer.weight, layer.weight))
         for name, layer in graph.layers.items()
     }
 
 
-_MOVED = "it computes in float; by tensor_quantize its input is moved in int8"
-
-
 def prepared(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
-    """The model, each node with a name and each layer with a weight of its own, and its layers."""
+    """Return a copy with unique node names and unshared weights, and its layers."""
     from deploy.targets.ascend.layers import SHARED, find_layers, name_nodes
 
     named = name_nodes(model)
@@ -108,19 +104,22 @@ def prepared(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
     shared = {name for name, reason in graph.refused.items() if reason == SHARED}
     if not shared:
         return named, graph
-    own = with_own_weights(named, shared)
-    return named, replace(find_layers(named), shared=own)
+    copies = with_own_weights(named, shared)
+    return named, replace(find_layers(named), shared=copies)
 
 
 def unfused(
     subject: Subject, config: QuantConfig, *, bare: Collection[str] = ()
 ) -> tuple[onnx.ModelProto, LayerGraph]:
-    """The model with the BatchNormalizations that the config wants apart from their Conv.
+    """Return the model without the BatchNormalization folding that the config forbids.
 
     Args:
         subject: the model.
-        config: its do_fusion and skip_fusion_layers.
-        bare: layers of which nothing behind becomes a part.
+        config: its do_fusion and skip_fusion_layers are used.
+        bare: layers into which nothing downstream is folded.
+
+    Returns:
+        As `prepared`.
     """
     from deploy.frontends.affine import MOVES, NORM, fold_affine
 
@@ -129,10 +128,10 @@ def unfused(
         return model, graph
     names = {*config.skip_fusion_layers, *bare}
     ends = {n.output[0]: n.name in bare for n in model.graph.node if n.name in names}
-    for n in model.graph.node:  # a node is folded through what only moves values, too
-        found = [ends[tensor] for tensor in n.input if tensor in ends]
-        if found and (n.op_type in MOVES or n.op_type == "Concat"):
-            ends[n.output[0]] = any(found)
+    for n in model.graph.node:  # folding also passes through nodes that only move values
+        passed = [ends[tensor] for tensor in n.input if tensor in ends]
+        if passed and (n.op_type in MOVES or n.op_type == "Concat"):
+            ends[n.output[0]] = any(passed)
     apart = {
         n.name
         for n in model.graph.node
@@ -144,7 +143,7 @@ def unfused(
 
 
 def without(config: QuantConfig, float_nodes: tuple[str, ...]) -> QuantConfig:
-    """The config with these layers disabled, and no inputs of these nodes or of these names."""
+    """Return the config without these layers, and without tensor_quantize of these nodes."""
     layers = {
         name: replace(layer, quant_enable=False) if name in float_nodes else layer
         for name, layer in config.layers.items()
@@ -154,19 +153,19 @@ def without(config: QuantConfig, float_nodes: tuple[str, ...]) -> QuantConfig:
 
 
 def planned(model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
-    """What AMCT quantizes by default, as a plan; its pairs stand on the inputs of layers."""
+    """Return AMCT's default quantization as a plan, with pairs on the inputs of layers."""
     from deploy.graph.placement import ASCEND
     from deploy.graph.plan import Pair, Plan, reasons
 
-    kept = reasons(float_nodes)
+    why = reasons(float_nodes)
     named, graph = prepared(model)
-    chosen = {name: layer for name, layer in as_given(graph).items() if name not in kept}
+    chosen = {name: layer for name, layer in as_given(graph).items() if name not in why}
     readers: dict[str, tuple[str, ...]] = {}
     for layer in chosen.values():
         readers[layer.input] = (*readers.get(layer.input, ()), layer.node)
     return Plan(
         placement=ASCEND,
-        decisions=decided(named, graph, chosen, kept),
+        decisions=decided(named, graph, chosen, why),
         pairs=tuple(Pair(tensor, nodes) for tensor, nodes in readers.items()),
         weights=tuple(layer.target for layer in chosen.values() if layer.weight),
     )
@@ -178,13 +177,13 @@ def decided(
     chosen: Collection[str],
     why: Mapping[str, str] | None = None,
 ) -> tuple[Decision, ...]:
-    """Every node of the model: int8 where it is chosen, or why it is float.
+    """Return the precision of every node, with a reason for float.
 
     Args:
-        model: prepared.
+        model: model from `prepared`.
         graph: its layers.
-        chosen: names of those in int8.
-        why: layer -> why it is float, where that was not the user's word.
+        chosen: names of the int8 layers.
+        why: layer -> why it is float, if the user did not ask for it.
     """
     from deploy.graph.placement import ASCEND
     from deploy.graph.plan import AS_ASKED, FLOAT32, Decision
@@ -195,9 +194,8 @@ def decided(
         int8 = node.name in chosen
         reason = graph.refused.get(node.name, "")
         if not int8 and not reason:
-            off = node.name in graph.layers
-            asked = (why or {}).get(node.name, AS_ASKED)
-            reason = asked if off else "no int8 on Ascend for this type"
+            given = (why or {}).get(node.name, AS_ASKED)
+            reason = given if node.name in graph.layers else "no int8 on Ascend for this type"
             reason = _MOVED if node.name in moved else reason
         precision = ASCEND.grid.name if int8 else FLOAT32
         decisions.append(Decision(node.name, node.op_type, precision, "" if int8 else reason))
@@ -205,7 +203,7 @@ def decided(
 
 
 def searches(config: QuantConfig) -> str:
-    """The searches that gave the scales, in words."""
+    """Describe the algorithms that chose the scales."""
     from deploy.targets.ascend.weight_rounding import algorithms
 
     enabled = config.entries().values()
@@ -213,34 +211,35 @@ def searches(config: QuantConfig) -> str:
     return f"AMCT's {algorithms(config)} and {' and '.join(searches)}"
 
 
-def calibration_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
-    """Sentences on what was searched, on how much, and on layers whose scale says nothing."""
+def calibration_notes(calibrated: Recorded, plan: RecordPlan) -> Iterator[str]:
+    """Yield notes on the searches, the samples, and layers whose scale is meaningless."""
     yield f"Scales: {searches(plan.config)} over {_batches(plan)}."
-    yield from _rounding_notes(found, plan)
+    yield from _rounding_notes(calibrated, plan)
     yield from plan.config.told
-    if found.kept_bytes:
-        yield f"Exact IFMR kept {found.kept_bytes / 2**20:.1f} MiB of activations in memory."
-    if found.dead:
+    if calibrated.kept_bytes:
+        yield f"Exact IFMR kept {calibrated.kept_bytes / 2**20:.1f} MiB of activations in memory."
+    dead, faint = calibrated.dead, calibrated.faint
+    if dead:
         yield (
-            f"The input of {len(found.dead)} layers was zero on every sample, so their scale says"
-            f" nothing: {', '.join(found.dead[:3])}."
+            f"The input of {len(dead)} layers was zero on every sample, so their scale is"
+            f" meaningless: {', '.join(dead[:3])}."
         )
-    if found.faint:
+    if faint:
         yield (
-            f"The input of {len(found.faint)} layers is so small (under 1.2e-7 a code) that AMCT's"
+            f"The input of {len(faint)} layers is so small (under 1.2e-7 per code) that AMCT's"
             " searches give it scale 1, which rounds all of it to zero:"
-            f" {', '.join(found.faint[:3])}; --keep-float keeps them in float."
+            f" {', '.join(faint[:3])}; --keep-float keeps them in float."
         )
     if plan.used < plan.samples:
-        of = plan.samples * plan.images
+        total = plan.samples * plan.images
         yield (
             f"batch_num {plan.config.batch_num} of the configuration:"
-            f" {plan.used * plan.images} of {of} samples were used."
+            f" {plan.used * plan.images} of {total} samples were used."
         )
 
 
 def _batches(plan: RecordPlan) -> str:
-    """What was used, in images, and how they were put together."""
+    """Describe the number of images, and their batches."""
     images = plan.used * plan.images
     size = plan.images * plan.together
     if size == 1:
@@ -250,22 +249,22 @@ def _batches(plan: RecordPlan) -> str:
     return f"{images} samples in {plan.config.batch_num} batches of {size}{partial}"
 
 
-def _rounding_notes(found: Recorded, plan: RecordPlan) -> Iterator[str]:
+def _rounding_notes(calibrated: Recorded, plan: RecordPlan) -> Iterator[str]:
     from deploy.targets.ascend.weight_rounding import MOST_PLACES, MOST_SAMPLES
 
-    if found.adaround is None:
+    if calibrated.adaround is None:
         return
-    least, most = (f"{100 * share:.0f} %" for share in found.adaround)
+    least, most = (f"{100 * share:.0f} %" for share in calibrated.adaround)
     yield (
-        f"AdaRound rounded the weights of {len(plan.adaround)} layers by at most {MOST_PLACES}"
-        f" places of the first {min(plan.used, MOST_SAMPLES)} samples; their outputs"
-        f" err there by {least} to {most} of what the nearest codes would. The rounding is in the"
-        " models, not in the record: `calib8 ascend deploy` takes it from the modified model."
+        f"AdaRound rounded the weights of {len(plan.adaround)} layers, on at most {MOST_PLACES}"
+        f" output positions of the first {min(plan.used, MOST_SAMPLES)} samples; their output"
+        f" error there is {least} to {most} of the error with nearest rounding. The rounding is in"
+        " the models, not in the record: `calib8 ascend deploy` takes it from the modified model."
     )
 
 
 def chips(layers: Mapping[str, QuantLayer]) -> Iterator[str]:
-    """A sentence where it depends on the chip whether int8 is of use."""
+    """Yield a note on int8 layers that are faster only on some chips."""
     count = sum(one.layer.two_activations for one in layers.values())
     if count:
         yield (

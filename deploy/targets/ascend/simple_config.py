@@ -1,8 +1,8 @@
 """AMCT's simplified configuration (.cfg, protobuf text) to and from a quant config.
 
-Precedence: override_layer_configs, then override_layer_types, then common_config, then the
-defaults, whole algorithms at a time: a layer whose override names hfmg_quantize takes nothing of a
-common ifmr_quantize, except `asymmetric` where both use one algorithm, as in AMCT.
+Precedence: override_layer_configs, override_layer_types, common_config, defaults. As in AMCT, an
+algorithm is taken with all its parameters: a layer whose override names hfmg_quantize takes nothing
+from a common ifmr_quantize. Only `asymmetric` is inherited, between equal algorithms.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from deploy.targets.ascend.config_keys import (
     Weight,
     activation_from,
     checked_keys,
+    refuse_repeats,
     takes_activations,
     told_of_activations,
     weight_from,
@@ -31,11 +32,11 @@ _BITS = {1: 8, 2: 16}  # DataType.INT8, INT16
 
 
 def read_simple_config(text: str, graph: LayerGraph, what: str = "the config") -> QuantConfig:
-    """Simplified configuration + the model's layers -> a settled quant config.
+    """Parse the simplified configuration of file `what` and resolve it for the model's layers.
 
     Raises:
         ConfigError: text that does not parse, unknown or repeated names and types, values out of
-            range, algorithms that a layer does not take.
+            range, algorithms that a layer does not support.
     """
     message = parse_text("AMCTConfig", text, what)
     skipped = _skipped(message, graph)
@@ -76,10 +77,10 @@ def read_simple_config(text: str, graph: LayerGraph, what: str = "the config") -
 
 
 def write_simple_config(config: QuantConfig) -> str:
-    """`QuantConfig` -> simplified configuration that resolves to it: one override a layer.
+    """Return a simplified configuration that resolves to this config: one override per layer.
 
     Raises:
-        ConfigError: 4-bit activations, which this form cannot say.
+        ConfigError: 4-bit activations, which this format cannot express.
     """
     message = message_class("AMCTConfig")()
     message.batch_num = config.batch_num
@@ -107,14 +108,12 @@ def _default(message: Any, name: str, value: bool) -> bool:
 
 
 def _once(names: Any, where: str) -> list[str]:
-    repeated = sorted({name for name in names if list(names).count(name) > 1})
-    if repeated:
-        raise ConfigError(f"{where} must name each once, got {repeated[:3]} repeated")
+    refuse_repeats(names, where)
     return list(names)
 
 
 def _kinds(word: str) -> tuple[str, ...]:
-    """ONNX op types behind a layer type in either vocabulary."""
+    """Return the ONNX op types of a layer type in ONNX's or torch's vocabulary."""
     if word in TYPES:
         return (word,)
     if word in ALIASES:
@@ -179,12 +178,12 @@ def _complete(override: Any, key: str, where: str, other: str = "calibration_con
 
 
 def _common_decides(parts: list[Any], common: Any) -> bool:
-    """Whether common_config says how activations are searched."""
+    """Whether common_config decides the activation search."""
     return next((part for part in parts if part.WhichOneof("activations")), None) is common
 
 
 def _merged(parts: list[Any], layer: Layer, common: Any) -> LayerConfig:
-    """The first part, strongest first, that names an algorithm of each group decides it."""
+    """Merge messages, strongest first: the first with an algorithm of a group decides the group."""
     weights = next((part for part in parts if part.WhichOneof("weights")), None)
     acts = next((part for part in parts if part.WhichOneof("activations")), None)
     balancer = next((part for part in parts if part.WhichOneof("balancer")), None)
@@ -205,7 +204,7 @@ def _merged(parts: list[Any], layer: Layer, common: Any) -> LayerConfig:
 
 
 def _tensor(part: Any, common: Any) -> TensorConfig:
-    """One tensor_quantize; IFMR where it names no algorithm, as in AMCT."""
+    """Return one tensor_quantize entry; its default algorithm is IFMR, as in AMCT."""
     _complete(part, "layer_name", "tensor_quantize", "input_index")
     try:
         chosen = _activation(part) if part.WhichOneof("activations") else Activation()
@@ -219,7 +218,7 @@ def _tensor(part: Any, common: Any) -> TensorConfig:
 
 
 def _like_common(act: Activation, common: Any) -> Activation:
-    """`asymmetric` of common_config, where both use one algorithm and `act` leaves it open."""
+    """Inherit `asymmetric` from common_config if unset and both have the same algorithm."""
     if act.asymmetric is not None or common is None or not common.WhichOneof("activations"):
         return act
     shared = _activation(common)
@@ -228,7 +227,7 @@ def _like_common(act: Activation, common: Any) -> Activation:
 
 
 def _decimal(value: float) -> float:
-    """A float32 from protobuf as the decimal that was written: 0.999999, not 0.99999898."""
+    """Return a protobuf float32 as the decimal in the file: 0.999999, not 0.99999898."""
     return float(f"{value:.7g}")
 
 

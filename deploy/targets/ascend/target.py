@@ -1,14 +1,14 @@
-"""Huawei Ascend: AMCT's files from any machine, and the .om where CANN's `atc` is on the PATH.
+"""The Huawei Ascend target: AMCT's files on any machine, and the .om if CANN's `atc` is installed.
 
 ::
 
-    model -> config -> what to observe -> record -> deploy.onnx -> atc -> .om
-                                             |-> fake_quant.onnx: the same numerics on a CPU
-                                             '-> qdq.onnx: for AMCT's own `convert`
+    model -> config -> observations -> record -> deploy.onnx -> atc -> .om
+                                          |-> fake_quant.onnx: the same numerics on a CPU
+                                          '-> qdq.onnx: for AMCT's own `convert`
 
-AMCT's searches are defined on its own statistics, of the model with fake-quantized weights: they
-are observations like those of every other target. The .om itself runs through CANN's pyACL, which
-is not covered here: `open` says so.
+AMCT defines its searches on statistics of the model with fake-quantized weights; calib8 records
+these as observations, like those of all other targets. The .om runs through CANN's pyACL, which
+calib8 does not drive.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ class Ascend:
 
     Attributes:
         soc: chip for `atc`, such as Ascend310P3; None writes everything but the .om.
-        config: AMCT's simplified configuration (.cfg) or quant config JSON; None is AMCT's
-            default over all samples of the feed.
-        aipp: put the preprocessing into the .om where AIPP can express it.
-        source_color: of the pictures that the .om gets: "rgb", "bgr", "nv12" or "nv21".
-        source_size: "HxW" of these pictures, where AIPP is to crop the centre.
-        csc: standard of nv12 and nv21, one of `deploy.targets.ascend.atc.STANDARDS`.
+        config: AMCT's simplified configuration (.cfg) or quant config JSON; None for AMCT's
+            default over all calibration samples.
+        aipp: put the preprocessing into the .om if AIPP can express it.
+        source_color: format of the .om's input images: "rgb", "bgr", "nv12" or "nv21".
+        source_size: "HxW" of these images, if AIPP crops the center.
+        csc: color standard of nv12 and nv21, one of `deploy.targets.ascend.atc.STANDARDS`.
         dynamic_aipp: the program on the device sets AIPP's parameters.
-        first_layer_int8: let AIPP and the first convolution run fused in int8.
+        first_layer_int8: run AIPP and the first convolution fused in int8.
         atc_flags: further flags of atc, '--name=value'.
-        cann: version of CANN, a key of `deploy.targets.ascend.atc.PARSERS`.
-        exact: keep every activation in memory and search IFMR on them, as AMCT does.
-        amct_batch: images of one of AMCT's batches, by which HFMG, DMQ and batch_num are defined;
-            None takes what the model is fed at once.
+        cann: CANN version, a key of `deploy.targets.ascend.atc.PARSERS`.
+        exact: keep all activations in memory and search IFMR on them, as AMCT does.
+        amct_batch: images in one AMCT batch, the unit of HFMG, DMQ and batch_num; None for the
+            model's batch size.
     """
 
     soc: str | None = option(
@@ -93,35 +93,35 @@ class Ascend:
     exact: bool = option(
         False,
         flag="--exact-ifmr",
-        help="Keep every activation in memory and search IFMR on them, as AMCT does; by default"
-        " on histograms.",
+        help="Keep all activations in memory and search IFMR on them, as AMCT does; the default"
+        " searches on histograms.",
         observes=True,
     )
     amct_batch: int | None = option(
         None,
         metavar="N",
         least=1,
-        help="Images of one of AMCT's batches, by which HFMG, DMQ and batch_num go; without it what"
-        " the model is fed at once.",
+        help="Images in one AMCT batch, the unit of HFMG, DMQ and batch_num; default: the model's"
+        " batch size.",
         observes=True,
     )
     aipp: bool = option(False, flag="--aipp/--no-aipp", help="Preprocessing inside the .om (AIPP).")
     source_color: str = option(
         "rgb",
         choices=COLORS,
-        help="Pictures that the .om with AIPP gets: packed, or YUV420SP of a camera or DVPP.",
+        help="Input images of the .om with AIPP: packed, or YUV420SP from a camera or DVPP.",
     )
     source_size: str | None = option(
-        None, metavar="HxW", help="Their size, where AIPP is to crop the centre."
+        None, metavar="HxW", help="Size of these images, if AIPP crops their center."
     )
     csc: str | None = option(
-        None, choices=STANDARDS, help="Standard of nv12 and nv21; without it bt601-narrow."
+        None, choices=STANDARDS, help="Color standard of nv12 and nv21; default: bt601-narrow."
     )
     dynamic_aipp: bool = option(
         False, help="AIPP whose parameters the program on the device sets at every inference."
     )
     first_layer_int8: bool = option(
-        False, help="AIPP and the first convolution fused in int8; brings --aipp."
+        False, help="Run AIPP and the first convolution fused in int8; implies --aipp."
     )
     atc_flags: tuple[str, ...] = option(
         (), flag="--atc-flag", metavar="--NAME=VALUE", help="A further flag of atc."
@@ -129,7 +129,7 @@ class Ascend:
     cann: str = option(
         DEFAULT,
         choices=tuple(PARSERS),
-        help="CANN whose atc is to read the models: they are written in an opset that it knows.",
+        help="CANN version whose atc reads the models; it decides their opset.",
     )
     name: str = "ascend"
     engines: ClassVar[tuple[str, ...]] = (".om",)
@@ -153,7 +153,7 @@ class Ascend:
 
     @property
     def alternatives(self) -> tuple[str, ...]:
-        """IFMR without clipping, where no configuration says how to search."""
+        """IFMR without clipping, if no configuration file sets the search."""
         from deploy.targets.ascend.amct_calibration import KEEPING
 
         return (KEEPING,) if self.config is None else ()
@@ -161,7 +161,7 @@ class Ascend:
     def __post_init__(self) -> None:
         check(self)
         self._source()
-        self._atc()  # a wrong chip or flag is told before anything is calibrated
+        self._atc()  # a wrong chip or flag is refused before the calibration
 
     def _atc(self) -> AtcOptions:
         from deploy.targets.ascend.atc import AtcOptions
@@ -169,59 +169,59 @@ class Ascend:
         return AtcOptions(soc=self.soc, extra=self.atc_flags)
 
     def _source(self) -> Source:
-        """The pictures that the .om gets.
+        """Return the format of the .om's input images.
 
         Raises:
-            ConfigError: told without AIPP, or a standard of pictures that are not YUV.
+            ConfigError: a format is given without AIPP, or a YUV standard for another format.
         """
-        told = {
+        options = {
             "source_color": self.source_color != "rgb" and self.source_color,
             "source_size": self.source_size,
             "csc": self.csc,
             "dynamic_aipp": self.dynamic_aipp,
         }
-        alone = [name for name, value in told.items() if value]
-        if alone and not (self.aipp or self.first_layer_int8):
+        given = [name for name, value in options.items() if value]
+        if given and not (self.aipp or self.first_layer_int8):
             raise ConfigError(
-                f"a {alone[0]} is that of an .om with AIPP, got {told[alone[0]]!r} without aipp;"
+                f"{given[0]} is for an .om with AIPP, got {options[given[0]]!r} without aipp;"
                 " give --aipp too"
             )
-        made = Source(
+        source = Source(
             color=self.source_color,
             size=None if self.source_size is None else read_size(self.source_size),
             standard=self.csc or "bt601-narrow",
             dynamic=self.dynamic_aipp,
         )
-        if self.csc is not None and not made.yuv:
+        if self.csc is not None and not source.yuv:
             raise ConfigError(
-                f"a csc is that of YUV pictures, got {self.csc} with source color"
+                f"csc is for YUV images, got {self.csc} with source color"
                 f" {self.source_color}; give --source-color nv12 or nv21, or leave --csc out"
             )
-        return made
+        return source
 
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
-        """Inputs of the layers; what is observed of them says `demand`."""
+        """Return the inputs of the layers; `demand` decides what is observed of them."""
         from deploy.targets.ascend.recorded import read_any_config
 
         _, graph = prepared(model)
-        asked: Collection[str] = graph.layers
+        names: Collection[str] = graph.layers
         if self.config is not None:
-            config = read_any_config(self.config, graph)  # a broken one is told before calibration
-            asked = {*graph.layers, *without(config, float_nodes).entries()}
-        layers = (one for one in graph.asked(asked).values() if one.node not in float_nodes)
+            config = read_any_config(self.config, graph)  # refuse a bad one before calibration
+            names = {*graph.layers, *without(config, float_nodes).entries()}
+        layers = (one for one in graph.asked(names).values() if one.node not in float_nodes)
         read = ((one.input, *(one.others if one.two_activations else ())) for one in layers)
         return tuple(dict.fromkeys(tensor for tensors in read for tensor in tensors))
 
     def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
-        """The layers that AMCT quantizes by default, and why the others stay float."""
+        """Return the layers that AMCT quantizes by default, and why the others stay float."""
         return planned(model, float_nodes)
 
     def demand(self, subject: Subject) -> tuple[Observation, ...]:
-        """What AMCT's searches want, on the model with fake-quantized weights.
+        """Return the statistics of AMCT's searches, on the model with fake-quantized weights.
 
         Raises:
-            ConfigError: the configuration breaks a rule, or the method is none of AMCT's.
-            FeedError: fewer samples than batch_num.
+            ConfigError: the configuration breaks a rule, or the method is not one of AMCT's.
+            FeedError: fewer batches than batch_num.
         """
         if subject.loaded.trained is not None:
             self._refuse_quantizing(subject.loaded.trained)
@@ -229,82 +229,82 @@ class Ascend:
         return self.record_plan(subject).observations
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
-        """The fake-quant model."""
+        """Return the fake-quant model."""
         from deploy.targets.ascend.fake_quant import fake_quant_model
 
         plan, _, layers, _ = self._quantized(request)
         return fake_quant_model(plan.model, layers)
 
     def _recorded(self, request: BuildRequest) -> tuple[RecordPlan, Recorded, QuantConfig]:
-        """The plan, what was recorded as it was chosen, and the config that says so."""
+        """Return the plan, the records by the chosen searches, and the config of these searches."""
         from deploy.targets.ascend.amct_calibration import keeping, keeping_plan, kept_layers, mixed
 
-        def made() -> tuple[onnx.ModelProto, RecordPlan, Recorded]:
-            plan = self.record_plan(request.subject)  # kept with its model, which its id stands for
+        def make() -> tuple[onnx.ModelProto, RecordPlan, Recorded]:
+            plan = self.record_plan(request.subject)  # the entry holds the model of this id
             return request.model, plan, plan.record(request.ranges.observed)
 
         key = self, id(request.model)
-        _, plan, found = request.ranges.once(key, made)
+        _, plan, records = request.ranges.once(key, make)
         layers = kept_layers(plan, request.choices)
         if layers:
-            kept: Recorded = request.ranges.once(
+            unclipped: Recorded = request.ranges.once(
                 (*key, "nothing clipped"),
                 lambda: keeping_plan(plan).record(request.ranges.observed),
             )
-            found = mixed(plan, found, kept, layers)
-        return plan, found, keeping(plan.config, layers)
+            records = mixed(plan, records, unclipped, layers)
+        return plan, records, keeping(plan.config, layers)
 
     def _quantized(
         self, request: BuildRequest
     ) -> tuple[RecordPlan, Recorded, dict[str, QuantLayer], QuantConfig]:
-        """The plan, the records of the layers in int8, these layers, the config that says so.
+        """Return the plan, the records of the int8 layers, these layers, and their config.
 
-        As AMCT's automatic calibration does, a layer that goes back to float leaves the scales of
-        the others as they were found.
+        A layer that goes back to float does not change the scales of the others, as in AMCT's
+        automatic calibration.
         """
         from deploy.targets.ascend.quant_layer import quantize_layers
 
-        plan, found, config = self._recorded(request)
-        back = frozenset(request.choices.float_nodes)
-        records = {name: one for name, one in found.records.items() if name not in back}
+        plan, calibrated, config = self._recorded(request)
+        in_float = frozenset(request.choices.float_nodes)
+        records = {name: one for name, one in calibrated.records.items() if name not in in_float}
         if not records:
             raise ConfigError(
                 "an Ascend build must leave a layer in int8, got all of them kept in float;"
                 f" {self.float_way}"
             )
         layers = quantize_layers(plan.model, plan.graph, records)
-        config = without(config, tuple(back))
-        return plan, replace(found, records=records), layers, config
+        config = without(config, tuple(in_float))
+        return plan, replace(calibrated, records=records), layers, config
 
     def build(self, request: BuildRequest) -> Built:
-        """Write config, record, deploy, fake-quant and Q/DQ models, AIPP; run `atc` if it is here.
+        """Write config, record, deploy, fake-quant and Q/DQ models, AIPP; run an installed `atc`.
 
         Raises:
             ConfigError: the configuration, the chip or a flag of atc breaks a rule.
-            CalibrationError: a layer has no sound scales.
-            ExportError: a layer is outside what the hardware takes.
-            BackendError: `atc` is here and failed.
+            CalibrationError: a layer has no valid scales.
+            ExportError: a layer exceeds the limits of the hardware.
+            BackendError: `atc` is installed and failed.
         """
         if request.trained is not None:
             return self._of_trained(request.trained, request)
-        plan, found, layers, config = self._quantized(request)
+        plan, calibrated, layers, config = self._quantized(request)
         from deploy.targets.ascend.recipe import Recipe
 
         recipe = Recipe(
             model=plan.model,
             graph=plan.graph,
-            records=found.records,
+            records=calibrated.records,
             layers=layers,
             config=config,
             method=searches(plan.config),
-            ranges=found.ranges,
+            ranges=calibrated.ranges,
             why=request.float_nodes,
-            notes=tuple(calibration_notes(found, plan)),
+            notes=tuple(calibration_notes(calibrated, plan)),
         )
         return self.files(recipe, request)
 
     def _refuse_quantizing(self, trained: Trained) -> None:
-        """Refuse options that say how a float model is quantized."""
+        """Refuse options that decide how a float model is quantized."""
         from deploy.targets.trained import refuse_options
 
         given = {
@@ -315,32 +315,32 @@ class Ascend:
         refuse_options(trained, self.name, given)
 
     def _of_trained(self, trained: Trained, request: BuildRequest) -> Built:
-        """The files of a Q/DQ model, by its own pairs."""
+        """Write the files of a Q/DQ model with the scales of its own pairs."""
         from deploy.targets.ascend.recipe import from_qdq
 
-        made = from_qdq(trained.model, Path(trained.name))
-        own = request.subject.loaded
-        loaded = replace(made.loaded, name=own.name, carried=own.carried)
+        converted = from_qdq(trained.model, Path(trained.name))
+        original = request.subject.loaded
+        loaded = replace(converted.loaded, name=original.name, carried=original.carried)
         subject = replace(request.subject, loaded=loaded, given=trained.model)
-        return self.files(made.recipe, replace(request, subject=subject))
+        return self.files(converted.recipe, replace(request, subject=subject))
 
     def files(self, recipe: Recipe, request: BuildRequest) -> Built:
-        """Write the files of a recipe; the rest as `build`, which makes one of what was observed.
+        """Write the files of a recipe; errors as in `build`.
 
         Args:
             recipe: the layers and their scales.
-            request: where to write, and samples to try what is written on.
+            request: output folder, and samples on which the deploy model is checked.
         """
-        from deploy.targets.ascend import recipe as told
         from deploy.targets.ascend.aipp import write_aipp_files
         from deploy.targets.ascend.executor import tried
         from deploy.targets.ascend.half import halves_of
         from deploy.targets.ascend.models import write_models
         from deploy.targets.ascend.quant_layer import stored_of
+        from deploy.targets.ascend.recipe import halves, narrow, shared, widths
         from deploy.targets.ascend.settled import own_of
 
-        halves = halves_of(request.subject)
-        shared = own_of((one.layer for one in recipe.layers.values()), recipe.graph)
+        float16 = halves_of(request.subject)
+        sharing = own_of((one.layer for one in recipe.layers.values()), recipe.graph)
         files = write_models(
             recipe.model,
             recipe.layers,
@@ -349,20 +349,24 @@ class Ascend:
             request.folder,
             request.subject,
             cann=self.cann,
-            halves=halves,
-            shared=shared,
+            halves=float16,
+            shared=sharing,
         )
-        of_widths = (*told.widths(recipe.records), *told.halves(recipe.layers, halves))
-        narrow = told.narrow(recipe, self.atc_flags)
-        notes = [*recipe.notes, *chips(recipe.layers), *of_widths, *narrow]
-        notes += told.shared(shared, request.name)
-        notes.append(tried(recipe.model, recipe.layers, request))
+        notes = [
+            *recipe.notes,
+            *chips(recipe.layers),
+            *widths(recipe.records),
+            *halves(recipe.layers, float16),
+            *narrow(recipe, self.atc_flags),
+            *shared(sharing, request.name),
+            tried(recipe.model, recipe.layers, request),
+        ]
         host: list[str] = []
         if self.aipp or self.first_layer_int8:
             host = write_aipp_files(
                 request, files, self._source(), first_layer_int8=self.first_layer_int8
             )
-        engine, more = write_om(request, files, self._atc())
+        engine, atc_notes = write_om(request, files, self._atc())
         write_readme(request, files, self._atc(), cann=self.cann, host=host)
         return Built(
             target=self.name,
@@ -376,21 +380,25 @@ class Ascend:
             method=recipe.method,
             ranges=recipe.ranges,
             weights=stored_of(recipe.layers),
-            notes=(*notes, *host, *more),
+            notes=(*notes, *host, *atc_notes),
         )
 
     def at_hand(self) -> str:
-        """CANN's atc, which builds; an NPU runs what it builds, elsewhere."""
-        found = which("atc")
-        if found is None:
-            raise SdkMissingError(f"{NO_ATC}; install CANN's toolkit, source its set_env.sh")
-        return f"{found} builds the .om, which CANN runs on the NPU"
-
-    def open(self, engine: Path, *, threads: int | None = None) -> Session:
-        """Refuse: an .om runs on the NPU only.
+        """Describe CANN's atc, which builds the .om; running it takes an NPU.
 
         Raises:
-            SdkMissingError: always; the fake-quant model tells the accuracy on a CPU.
+            SdkMissingError: atc is not on the PATH.
+        """
+        atc = which("atc")
+        if atc is None:
+            raise SdkMissingError(f"{NO_ATC}; install CANN's toolkit, source its set_env.sh")
+        return f"{atc} builds the .om, which CANN runs on the NPU"
+
+    def open(self, engine: Path, *, threads: int | None = None) -> Session:
+        """Refuse: an .om runs only on the NPU.
+
+        Raises:
+            SdkMissingError: always; the fake-quant model gives the accuracy on a CPU.
         """
         raise SdkMissingError(
             f"{engine.name} runs on an Ascend NPU through CANN (pyACL or ais_bench), which calib8"
@@ -398,7 +406,7 @@ class Ascend:
         )
 
     def record_plan(self, subject: Subject) -> RecordPlan:
-        """The layers, settled by the configuration and by what the user keeps in float."""
+        """Return the plan of the layers that the configuration and --keep-float quantize."""
         from deploy.calibration.observation import FOLDED
         from deploy.targets.ascend.amct_calibration import RecordPlan
 
@@ -420,18 +428,18 @@ class Ascend:
         )
 
     def _together(self, subject: Subject) -> int:
-        """Samples that make one of AMCT's batches.
+        """Return the number of samples in one AMCT batch.
 
         Raises:
-            ConfigError: they do not make it whole.
+            ConfigError: --amct-batch is not a multiple of the model's batch size.
         """
-        wanted = self.amct_batch or subject.batch
-        if wanted % subject.batch:
+        images = self.amct_batch or subject.batch
+        if images % subject.batch:
             raise ConfigError(
-                f"a batch of AMCT's is made of whole batches of the model, whose batch is"
-                f" {subject.batch}, got --amct-batch {wanted}; give a multiple of it"
+                "--amct-batch must be a multiple of the model's batch size,"
+                f" {subject.batch}, got {images}"
             )
-        return wanted // subject.batch
+        return images // subject.batch
 
     def _config(self, graph: LayerGraph, subject: Subject) -> QuantConfig:
         from deploy.targets.ascend.config import default_config

@@ -1,4 +1,4 @@
-"""AdaRound of the layers that ask for it, one after the other in the model's order, as in AMCT.
+"""AdaRound of the configured layers, one after the other in the model's order, as in AMCT.
 
 ::
 
@@ -6,14 +6,12 @@
     the same, layers 1 .. k-1 rounded -> inputs of layer k ----+--> weights of layer k rounded
                                                                     --> k + 1 ...
 
-Each layer is two passes over the first samples, up to 64 of them, of which places are kept: at most
-4096 and 32 MiB, of one layer at a time. What is found is an observation like any other, so a store
-keeps it. The search itself is `calibrators.amct.adaround`.
+Each layer takes two passes over at most 64 samples, which record inputs and outputs at sampled
+positions: at most 4096 and 32 MiB, for one layer at a time. The result is an observation like any
+other, so a store keeps it. The search itself is `calibrators.amct.adaround`.
 
-Left out: AMCT looks through GELU too where it stands behind a layer; here the layer's own output
-counts there, as it does before everything that AMCT knows no activation for.
-
-One layer's AdaRound, from what was observed of it to integers.
+Unlike AMCT, calib8 does not include a GELU that follows a layer in the error: the layer's own
+output is compared there, as with all activations that AMCT does not know.
 """
 
 from __future__ import annotations
@@ -59,11 +57,11 @@ if TYPE_CHECKING:
 
 
 MOST_SAMPLES = 64
-MOST_PLACES = 4096  # of a layer
-_LEAST, _BYTES = 256, 32 * 2**20  # what their inputs may take, but for so many
+MOST_PLACES = 4096  # sampled positions of a layer
+_LEAST, _BYTES = 256, 32 * 2**20  # positions always kept; bytes of the inputs of further ones
 
 Float32Array = NDArray[np.float32]
-# (what was observed, layers that are rounded, last tensor) -> model, AdaRound's others in float
+# (observed, rounded layers, last tensor) -> model whose other AdaRound layers are float
 Prepared = Callable[[Observed, Collection[str], str], "onnx.ModelProto"]
 
 
@@ -72,12 +70,12 @@ class AdaStep:
     """One layer that AdaRound rounds.
 
     Attributes:
-        layer: it.
-        params: of the search.
-        bias: float32 [G, M], zeros without.
-        activation: behind it.
-        targets: what is observed of the float model.
-        inputs: what is observed behind the rounded layers; a `Rounded`.
+        layer: the layer.
+        params: parameters of the search.
+        bias: float32 [G, M], zeros without bias.
+        activation: the activation that follows the layer.
+        targets: observation of the layer's outputs in the float model.
+        inputs: observation of its inputs with the earlier layers rounded; a `Rounded`.
     """
 
     layer: Layer
@@ -94,13 +92,13 @@ def adaptive(config: QuantConfig, name: str) -> bool:
 
 
 def algorithms(config: QuantConfig) -> str:
-    """The algorithms that give the weights' codes, in words."""
-    there = {adaptive(config, name) for name in config.enabled()} or {False}
-    return " and ".join({False: "ARQ", True: "AdaRound"}[one] for one in sorted(there))
+    """Return the names of the weight algorithms in use, such as "ARQ and AdaRound"."""
+    used = {adaptive(config, name) for name in config.enabled()} or {False}
+    return " and ".join({False: "ARQ", True: "AdaRound"}[one] for one in sorted(used))
 
 
 def open_layers(model: onnx.ModelProto) -> Iterator[str]:
-    """ConvTransposes whose pads are not told, which torch, and so AMCT, does not have."""
+    """Yield the ConvTransposes without explicit pads, which torch, and so AMCT, cannot express."""
     for node in model.graph.node:
         if node.op_type == "ConvTranspose":
             given = attributes(node)
@@ -109,10 +107,10 @@ def open_layers(model: onnx.ModelProto) -> Iterator[str]:
 
 
 def refuse_open(model: onnx.ModelProto, layers: Mapping[str, Layer], config: QuantConfig) -> None:
-    """Refuse a layer of `open_layers`.
+    """Refuse AdaRound for the layers of `open_layers`.
 
     Raises:
-        ConfigError: there is one that AdaRound is to round.
+        ConfigError: AdaRound is configured for such a layer.
     """
     for name in open_layers(model):
         if name in layers and adaptive(config, name):
@@ -132,30 +130,30 @@ def steps_of(
     needs: tuple[Observation, ...],
     prepared: Prepared,
 ) -> dict[str, AdaStep]:
-    """Layer that AdaRound rounds -> what is observed for it, in the model's order.
+    """Return layer -> its AdaRound step, in the model's order.
 
     Args:
         model: float model, nodes named.
-        layers: those to quantize, in the model's order.
-        config: settled.
-        key: names all that the models depend on.
-        samples: that the configuration uses.
-        needs: what the inputs are balanced by.
-        prepared: makes a model.
+        layers: the layers to quantize, in the model's order.
+        config: their resolved configuration.
+        key: text that contains all that the observed models depend on.
+        samples: number of samples that the configuration uses.
+        needs: observations of DMQ's channel maxima.
+        prepared: makes a model to observe.
     """
     index = Graph(model)
     nodes = {node.name: node for node in model.graph.node}
-    found: dict[str, AdaStep] = {}
+    steps: dict[str, AdaStep] = {}
     for name, layer in layers.items():
         if adaptive(config, name):
             balanced = any(need.whose == name for need in needs)
-            earlier = tuple(found.values())
-            found[name] = _step(
+            earlier = tuple(steps.values())
+            steps[name] = _step(
                 layer, nodes[name], index, config,
                 key=key, samples=samples, needs=needs, balanced=balanced,
                 earlier=earlier, prepared=prepared,
             )  # fmt: skip
-    return found
+    return steps
 
 
 def _step(
@@ -182,8 +180,8 @@ def _step(
     end = str(node.output[0])
 
     def variant(words: str, rounded: Collection[str], needs: tuple[Observation, ...]) -> Variant:
-        def make(seen: Observed) -> onnx.ModelProto:
-            return prepared(seen, rounded, end)
+        def make(observed: Observed) -> onnx.ModelProto:
+            return prepared(observed, rounded, end)
 
         return Variant(f"{key}, {words} up to {layer.name}", make, needs)
 
@@ -196,8 +194,8 @@ def _step(
     )
     window = None
     if not last:
-        turned = layer.kind == "ConvTranspose"
-        window = window_of(attributes(node), rows.shape[2:], transposed=turned)
+        transposed = layer.kind == "ConvTranspose"
+        window = window_of(attributes(node), rows.shape[2:], transposed=transposed)
     inputs = Observation(
         variant("rounded", names, (*before, targets)),
         f"{layer.name}.mul.output0" if balanced else layer.input,
@@ -234,7 +232,7 @@ def _params(weight: Weight) -> AdaParams:
 
 
 def _activation(index: Graph, tensor: str, shape: tuple[int, int, int]) -> Activation:
-    """The activation that alone reads a tensor, of those that AMCT looks through."""
+    """Return the activation that is the only reader of a tensor, if AMCT's AdaRound knows it."""
     node = index.only_reader(tensor)
     if node is None or node.input[0] != tensor:
         return Activation()
@@ -256,43 +254,43 @@ def _activation(index: Graph, tensor: str, shape: tuple[int, int, int]) -> Activ
 
 
 def settle(step: AdaStep, weight: Float32Array, observed: Observed, *, place: str) -> Rounded:
-    """What a layer is rounded to, searched now unless it is known.
+    """Return a layer's rounding; search it unless it is known.
 
     Args:
-        step: the layer.
-        weight: its weight, balanced, output channels first.
-        observed: holds what the step wants.
-        place: of the step among the others, in words.
+        step: the layer's step.
+        weight: its weight times DMQ factors, output channels first.
+        observed: statistics with those of the step.
+        place: text for the progress display, "<number> of <total>: <layer>".
 
     Raises:
-        CalibrationError: weights or outputs that are too large.
+        CalibrationError: weights or outputs are too large.
     """
-    found = observed.of(step.inputs)
-    assert isinstance(found, Rounded)
-    if found.integers is None:
+    rounded = observed.of(step.inputs)
+    assert isinstance(rounded, Rounded)
+    if rounded.integers is None:
         targets = observed.of(step.targets)
         assert isinstance(targets, Targets)
         statistic = step.inputs.statistic
         assert isinstance(statistic, RoundedOf)
         scale = kl_scale(weight, channel_wise=statistic.scales > 1)
-        problem = _problem(step, weight.reshape(statistic.shape), scale, found, targets)
-        with phase(f"AdaRound {place}", _steps(problem, step.params), "steps") as made:
-            integers = joined(problem, _beside(problem, step.params, made))
+        problem = _problem(step, weight.reshape(statistic.shape), scale, rounded, targets)
+        with phase(f"AdaRound {place}", _steps(problem, step.params), "steps") as progress:
+            integers = joined(problem, _beside(problem, step.params, progress))
         errors = output_error(problem, nearest(problem)), output_error(problem, integers)
-        found.keep(integers, scale, errors)
-    return found
+        rounded.keep(integers, scale, errors)
+    return rounded
 
 
 def _problem(
-    step: AdaStep, weight: Float32Array, scale: Float32Array, found: Rounded, targets: Targets
+    step: AdaStep, weight: Float32Array, scale: Float32Array, rounded: Rounded, targets: Targets
 ) -> AdaProblem:
     groups, rows, _ = weight.shape
-    wide = np.broadcast_to(scale, groups * rows) if scale.size == 1 else scale
+    scales = np.broadcast_to(scale, groups * rows) if scale.size == 1 else scale
     outputs = targets.taken()
     return AdaProblem(
         weight=weight,
-        scale=np.asarray(wide, np.float32).reshape(groups, rows, 1),
-        inputs=found.taken(),
+        scale=np.asarray(scales, np.float32).reshape(groups, rows, 1),
+        inputs=rounded.taken(),
         targets=outputs.reshape(len(outputs), groups, rows),
         bias=step.bias,
         activation=step.activation,
@@ -304,28 +302,28 @@ def _steps(problem: AdaProblem, params: AdaParams) -> int:
     return len(problem.blocks()) * params.num_iteration
 
 
-def _beside(problem: AdaProblem, params: AdaParams, made: Step) -> list[NDArray[np.int8]]:
-    """The blocks of a problem, searched in threads that end where the run does."""
-    over = Event()
+def _beside(problem: AdaProblem, params: AdaParams, progress: Step) -> list[NDArray[np.int8]]:
+    """Search the blocks of a problem in threads, which stop if the run is interrupted."""
+    stopped = Event()
 
     def step() -> None:
-        if over.is_set():
+        if stopped.is_set():
             raise InterruptedError("the run has ended")
-        made()
+        progress()
 
     with ThreadPoolExecutor(default_threads()) as pool:
         try:
-            jobs = [pool.submit(searched, part, params, step=step) for part in problem.blocks()]
-            ended, _ = wait(jobs, return_when=FIRST_EXCEPTION)
-            for error in filter(None, (job.exception() for job in ended)):
+            jobs = [pool.submit(searched, block, params, step=step) for block in problem.blocks()]
+            done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
+            for error in filter(None, (job.exception() for job in done)):
                 raise error
             return [job.result() for job in jobs]
         except BaseException:
-            over.set()
+            stopped.set()
             raise
 
 
 def left(roundings: Iterable[Rounded]) -> tuple[float, float] | None:
-    """(least, greatest) share of the nearest codes' error that AdaRound leaves to a layer."""
+    """Return (least, greatest) ratio of a layer's output error to that of nearest rounding."""
     shares = [after / before for before, after in (r.errors for r in roundings) if before > 0]
     return (min(shares), max(shares)) if shares else None

@@ -1,1 +1,1 @@
-"""ONNX Runtime on the CPU: its Q/DQ model, rewrites for its kernels, and its sessions."""
+"""The ONNX Runtime CPU target: its Q/DQ model, and rewrites for its kernels."""

@@ -1,13 +1,13 @@
-"""MatMuls whose activations get their scale from each input as it comes, not from calibration.
+"""Dynamic quantization of MatMuls: the activation scale is computed at run time for each input.
 
-The activations of an attention model differ from token to token and from input to input, and one
-range for all of them costs more accuracy than finding it anew costs time::
+The activations of an attention model differ from token to token and from input to input; a fixed
+range for all of them can cost more accuracy than computing it at run time costs time::
 
     x --> DynamicQuantizeLinear --> MatMulInteger (int8 weights per column) --> Cast --> Mul --> y
                     '------------ scale of x * scale of each column ---------------------'
 
-ONNX Runtime makes one kernel of these (DynamicQuantizeMatMul, or MatMulIntegerToFloat where more
-than one MatMul reads x).
+ONNX Runtime fuses these into one kernel (DynamicQuantizeMatMul, or MatMulIntegerToFloat if several
+MatMuls read x).
 
 Source: ONNX operators DynamicQuantizeLinear-11 and MatMulInteger-10.
 """
@@ -29,12 +29,12 @@ _FLOAT = onnx.TensorProto.FLOAT
 
 
 def dynamic_matmuls(model: onnx.ModelProto, float_nodes: Iterable[str]) -> tuple[str, ...]:
-    """Names of the MatMuls of a float32 tensor and constant float32 weights [K, N]."""
-    graph, kept = Graph(model), frozenset(float_nodes)
+    """Return the MatMuls of a float32 tensor and a constant float32 weight [K, N], by name."""
+    graph, excluded = Graph(model), frozenset(float_nodes)
     return tuple(
         node.name
         for node in graph.nodes
-        if node.op_type == "MatMul" and node.name not in kept and _fits(graph, node)
+        if node.op_type == "MatMul" and node.name not in excluded and _fits(graph, node)
     )
 
 
@@ -48,22 +48,22 @@ def _fits(graph: Graph, node: onnx.NodeProto) -> bool:
 def write_dynamic(
     model: onnx.ModelProto, names: Iterable[str], grid: Grid, *, fits_pairs: bool = True
 ) -> onnx.ModelProto:
-    """Put integer MatMuls in place of those named; `model` is left as it is.
+    """Return a copy whose MatMuls of these names are dynamically quantized.
 
     Args:
-        model: with pairs or without, opset 11 or later.
-        names: of `dynamic_matmuls` for the model without pairs.
-        grid: integers of the weights.
-        fits_pairs: whether no CPU is to saturate their products.
+        model: with or without Q/DQ pairs, opset 11 or later.
+        names: result of `dynamic_matmuls` for the model without pairs.
+        grid: integer grid of the weights.
+        fits_pairs: choose weight scales at which no x86 CPU saturates sums of two products.
 
     Raises:
         CalibrationError: a weight holds NaN or Inf.
     """
     out = copied(model)
-    held = {tensor.name: tensor for tensor in out.graph.initializer}
+    initializers = {tensor.name: tensor for tensor in out.graph.initializer}
     chosen = frozenset(names)
     nodes: list[onnx.NodeProto] = []
-    done: set[str] = set()  # tensors quantized, weights stored
+    done: set[str] = set()  # quantized activations and stored weights
     for node in out.graph.node:
         if node.name not in chosen:
             nodes.append(node)
@@ -71,7 +71,7 @@ def write_dynamic(
         source, weight = str(node.input[0]), str(node.input[1])
         if weight not in done:
             fits = node if fits_pairs else None
-            out.graph.initializer.extend(_stored(held[weight], grid, fits))
+            out.graph.initializer.extend(_stored(initializers[weight], grid, fits))
         if source not in done:
             nodes.append(_quantized(source))
         done |= {source, weight}
@@ -81,21 +81,22 @@ def write_dynamic(
 
 
 def dynamic_weights(model: onnx.ModelProto) -> Iterator[StoredWeight]:
-    """The weights of the integer MatMuls that `write_dynamic` put into a model."""
-    held = Graph(model).initializers
+    """Yield the weights of the integer MatMuls that `write_dynamic` wrote."""
+    constants = Graph(model).initializers
     for node in model.graph.node:
         scale = node.input[1].removesuffix("quantized") + "scale" if len(node.input) > 1 else ""
-        if node.op_type == "MatMulInteger" and node.input[1] in held and scale in held:
-            array, scales = (numpy_helper.to_array(held[name]) for name in (node.input[1], scale))
-            name = node.name.removesuffix("/dynamic/Product")
-            pairs = largest_pairs(array, node)
-            yield stored_weight(name, "MatMul", array.T, scales, pairs=pairs)
+        if node.op_type != "MatMulInteger" or not {node.input[1], scale} <= constants.keys():
+            continue
+        array, scales = (numpy_helper.to_array(constants[name]) for name in (node.input[1], scale))
+        name = node.name.removesuffix("/dynamic/Product")
+        pairs = largest_pairs(array, node)
+        yield stored_weight(name, "MatMul", array.T, scales, pairs=pairs)
 
 
 def _stored(
     weight: onnx.TensorProto, grid: Grid, fits: onnx.NodeProto | None
 ) -> list[onnx.TensorProto]:
-    """[K, N] float32 -> integers of that shape, and float32 scales [N]."""
+    """Return the integers [K, N] and the float32 scales [N] of a float32 weight [K, N]."""
     scales = scales_of(weight, 1, grid, fits=fits)
     integers = quantize_weight(numpy_helper.to_array(weight), scales, 1, grid=grid)
     return [
@@ -110,13 +111,13 @@ def _quantized(source: str) -> onnx.NodeProto:
 
 
 def _multiplied(node: onnx.NodeProto, source: str, weight: str) -> list[onnx.NodeProto]:
-    """The integer product of a MatMul, in real units again."""
+    """Return the integer product of a MatMul and its dequantization."""
     a, b, name = f"{source}/dynamic", f"{weight}/dynamic", f"{node.name}/dynamic"
     integers = [f"{a}/quantized", f"{b}/quantized", f"{a}/zero_point"]
-    both, total, real = (f"{name}/{end}" for end in ("scale", "sum", "real"))
+    scale, total, real = (f"{name}/{end}" for end in ("scale", "sum", "real"))
     return [
-        helper.make_node("Mul", [f"{a}/scale", f"{b}/scale"], [both], name=f"{name}/Scale"),
+        helper.make_node("Mul", [f"{a}/scale", f"{b}/scale"], [scale], name=f"{name}/Scale"),
         helper.make_node("MatMulInteger", integers, [total], name=f"{name}/Product"),
         helper.make_node("Cast", [total], [real], name=f"{name}/Cast", to=_FLOAT),
-        helper.make_node("Mul", [real, both], [node.output[0]], name=node.name),
+        helper.make_node("Mul", [real, scale], [node.output[0]], name=node.name),
     ]

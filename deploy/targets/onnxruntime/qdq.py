@@ -1,16 +1,15 @@
-"""A float model, a `Plan` and `Scales` -> the same model with QuantizeLinear/DequantizeLinear.
+"""The Q/DQ writer: float model, `Plan` and `Scales` -> model with QuantizeLinear/DequantizeLinear.
 
-Activations get a pair; weights become int8 initializers behind a DequantizeLinear, per channel;
-biases, where the target wants them so, int32 initializers with scale_x * scale_w. Tensor names
-stay those of the model: of a pair on `t` for all readers, the DequantizeLinear's output is `t`
-itself and what the node makes is renamed::
+Activations get a pair. Weights become int8 initializers with a DequantizeLinear, per channel.
+Biases become int32 initializers with scale_x * scale_w, if the target wants that. Tensors keep
+their names: if all readers of `t` read a pair, its DequantizeLinear writes `t`, and the output of
+the node that made `t` is renamed::
 
     Conv -> t            becomes      Conv -> t/float -> Q -> t/quantized -> DQ -> t
     input t -> Conv      becomes      t -> Q -> t/quantized -> DQ -> t/dequantized -> Conv
 
-A gate's nodes are replaced by those of its int8 form (see `deploy.graph.placement`).
-
-On a grid of fp8 the stored values are FLOAT8E4M3FN, which the operators know from opset 19 on.
+The nodes of a gate are replaced by int8 ones (`deploy.targets.onnxruntime.uint8_forms`). On an fp8
+grid the stored values are FLOAT8E4M3FN, which the operators take from opset 19 on.
 
 Source: ONNX operators QuantizeLinear and DequantizeLinear, 13 and 19.
 """
@@ -41,7 +40,7 @@ from deploy.targets.onnxruntime.uint8_forms import Forms, Shifted, with_offset, 
 from deploy.targets.stored import scales_of
 
 _INT32 = 2**31 - 1
-# numpy's little-endian types -> ONNX's, of which a tensor's bytes are the array's
+# little-endian numpy types whose bytes are those of the ONNX tensor
 _KINDS = {
     "<f4": onnx.TensorProto.FLOAT,
     "|u1": onnx.TensorProto.UINT8,
@@ -53,13 +52,13 @@ Made = TypeVar("Made")
 
 
 class Stored:
-    """Scales and integers of the weights of one model, made once however often it is written."""
+    """Cache of the scales and integers of one model's weights, for repeated writes."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Any] = {}
 
     def of(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """What was made under this key, or is now; from any thread."""
+        """Return the value of this key; make it first if it is missing. Thread-safe."""
         if key not in self._made:
             self._made[key] = make()
         made: Made = self._made[key]
@@ -76,22 +75,22 @@ def write_qdq(
     known: Mapping[str, Scales32] = MappingProxyType({}),
     stored: Stored | None = None,
 ) -> onnx.ModelProto:
-    """Insert the plan's pairs; `model` is left as it is.
+    """Return a copy of the model with the plan's pairs.
 
     Args:
-        model: cleaned float model, opset 19 or later on a grid of fp8; before opset 13 weights get
-            one scale each.
-        plan: of `deploy.graph.plan.analyse` for the same model.
+        model: cleaned float model, opset 19 or later on an fp8 grid; before opset 13 each weight
+            gets one scale.
+        plan: result of `deploy.graph.plan.analyse` for the same model.
         scales: a `Scale` for each of `plan.activations`.
-        weight_bits: 8 as the placement has them, or 7 for CPUs whose int8 kernels saturate 16-bit
+        weight_bits: 8 for the placement's grid, or 7 for CPUs whose int8 kernels saturate 16-bit
             sums (x86 without VNNI).
-        storable: rounds scales to those that can be stored, before anything is quantized.
-        known: node -> scales of its weight that it was trained with, [C_out] or [1], where the
-            weight is a multiple of them already.
-        stored: integers of the model's weights that were made before, kept for the next call.
+        storable: rounds scales to the ones a format can store, before quantization.
+        known: node -> scales that its weight was trained with, [C_out] or [1]; the weight is a
+            multiple of them already.
+        stored: cache of the weights' integers from earlier calls for the same model.
 
     Raises:
-        ExportError: a tensor of the plan has no scale, or a scale that is not positive.
+        ExportError: a tensor of the plan has no scale, or a scale is not positive.
         CalibrationError: a weight holds NaN or Inf.
     """
     missing = [name for name in plan.activations if name not in scales]
@@ -100,15 +99,15 @@ def write_qdq(
             f"every quantized tensor needs a scale, {len(missing)} have none"
             f" ({', '.join(missing[:3])}); calibrate again for this target"
         )
-    kept = Stored() if stored is None else stored
-    read = kept.of("read", lambda: users(model.graph))
-    out = copied_without(model, _replaced(model, plan, read))
-    writer = _Writer(out, model, plan, scales, weight_bits, storable, known, kept)
+    cache = Stored() if stored is None else stored
+    read_counts = cache.of("read", lambda: users(model.graph))
+    out = copied_without(model, _replaced(plan, read_counts))
+    writer = _QdqWriter(out, model, plan, scales, weight_bits, storable, known, cache)
     per_channel = opset_of(model) >= TARGET_OPSET
     for weight in plan.weights:
         writer.gemm(weight)
-        own = writer.shifted(weight)
-        writer.weight(own if per_channel else replace(own, axis=None))
+        shifted = writer.shifted(weight)
+        writer.weight(shifted if per_channel else replace(shifted, axis=None))
     for pair in plan.pairs:
         writer.pair(pair)
     for gate in plan.gates:
@@ -121,22 +120,21 @@ def write_qdq(
     return out
 
 
-def _replaced(model: onnx.ModelProto, plan: Plan, read: Mapping[str, int]) -> set[str]:
-    """Constants that nobody reads once the plan's weights are integers, and its biases.
+def _replaced(plan: Plan, read_counts: Mapping[str, int]) -> set[str]:
+    """Return the float weights and biases that have no reader once they are integers.
 
     Args:
-        model: the float model.
-        plan: of it.
-        read: how often each of its tensors is read.
+        plan: plan of the float model.
+        read_counts: tensor -> number of its readers in that model.
     """
     names = [weight.name for weight in plan.weights]
     if plan.placement.bias:
         names += [weight.bias for weight in plan.weights if weight.bias is not None]
-    return {name for name, times in Counter(names).items() if times == read[name]}
+    return {name for name, times in Counter(names).items() if times == read_counts[name]}
 
 
-class _Writer:
-    """The model being rewritten, with the nodes and initializers that are to be added."""
+class _QdqWriter:
+    """The model being rewritten, and the nodes and initializers to add."""
 
     def __init__(
         self,
@@ -155,26 +153,26 @@ class _Writer:
         self.plan = plan
         self.scales = scales
         self.storable = storable
-        held = plan.placement.weights
-        self.weight_grid = held if weight_bits == held.bits else signed(weight_bits)
+        default = plan.placement.weights
+        self.weight_grid = default if weight_bits == default.bits else signed(weight_bits)
         self.nodes = {node.name: node for node in self.graph.node}
         self.initializers = {tensor.name: tensor for tensor in plain.graph.initializer}
         self.makers = {name: node for node in self.graph.node for name in node.output if name}
-        self.before: list[onnx.NodeProto] = []  # reads constants only
-        self.after: dict[str, list[onnx.NodeProto]] = {}  # by the tensor that feeds it
-        self.instead: dict[str, list[onnx.NodeProto]] = {}  # by the node whose place they take
+        self.before: list[onnx.NodeProto] = []  # nodes that read only constants
+        self.after: dict[str, list[onnx.NodeProto]] = {}  # tensor -> nodes that follow it
+        self.instead: dict[str, list[onnx.NodeProto]] = {}  # replaced node -> new nodes
         self.forms = Forms(self.constant, self.before)
         self.offsets = {gate.output: gate.offset for gate in plan.gates if gate.offset}
         self.clipped = _clipped(plan) if opset_of(model) >= TARGET_OPSET else {}
         self.weights: dict[tuple[str, int | None, str | None], tuple[str, NDArray[np.float32]]] = {}
 
     def params(self, tensor: str) -> tuple[np.float32, int]:
-        """(scale, zero_point) of a tensor, that of its owner where it shares one."""
-        own = self.shifted_params(tensor)
-        return own.scale, own.zero
+        """Return (scale, zero_point) of a tensor, or of the owner whose scale it shares."""
+        shifted = self.shifted_params(tensor)
+        return shifted.scale, shifted.zero
 
     def shifted_params(self, tensor: str) -> Shifted:
-        """The same, and the steps to where a gate writes or reads it shifted."""
+        """Return the same parameters, and the steps by which a gate writes or reads it shifted."""
         owner = self.plan.owners.get(tensor, tensor)
         scale, zero = self.scales[owner].on(self.plan.placement.grid)
         scale = self.storable(np.asarray(scale, np.float32).reshape(1))[0]
@@ -185,7 +183,7 @@ class _Writer:
         return with_shift(scale, zero, self.clipped.get(owner, 0.0))
 
     def constant(self, name: str, array: NDArray[np.generic], grid: Grid | None = None) -> str:
-        """Add an initializer once, and give its name; stored values come with their grid."""
+        """Add an initializer unless it exists; return its name. `grid` tells fp8 from integers."""
         if name not in self.initializers:
             tensor = _float8(name, array) if grid == FP8 else _plain(name, array)
             self.initializers[name] = tensor
@@ -193,7 +191,7 @@ class _Writer:
         return name
 
     def pair(self, pair: Pair) -> None:
-        """Insert one Q/DQ pair, for all readers or for the named ones."""
+        """Insert one Q/DQ pair, for all readers or for those that it names."""
         name = pair.tensor
         source, target = name, f"{name}/dequantized"
         maker = self.makers.get(name)
@@ -218,7 +216,7 @@ class _Writer:
         ]
 
     def gemm(self, target: WeightTarget) -> None:
-        """Let a MatMul add its bias itself, where the plan says so."""
+        """Turn a MatMul and the Add of its bias into a Gemm, if the plan says so."""
         if target.node not in self.plan.gemms:
             return
         node, add = self.nodes[target.node], self.nodes[self.plan.gemms[target.node]]
@@ -229,7 +227,7 @@ class _Writer:
         self.instead[add.name] = []
 
     def shifted(self, target: WeightTarget) -> WeightTarget:
-        """The layer of a gate's source, with the gate's shift in its bias; others as they are."""
+        """Add a gate's shift to the bias of the layer that makes its source; return its target."""
         gate = self.plan.shifts.get(target.node)
         if gate is None:
             return target
@@ -242,12 +240,12 @@ class _Writer:
         return replace(target, bias=name)
 
     def weight(self, target: WeightTarget) -> None:
-        """Store one weight, and its bias, as integers behind a DequantizeLinear."""
+        """Store one weight and its bias as integers, each read through a DequantizeLinear."""
         node = self.nodes[target.node]
-        share = (target.name, target.axis, target.bias if self.plan.placement.bias else None)
-        if share not in self.weights:
-            self.weights[share] = self._weight(node, target)
-        name, scales = self.weights[share]
+        key = (target.name, target.axis, target.bias if self.plan.placement.bias else None)
+        if key not in self.weights:
+            self.weights[key] = self._weight(node, target)
+        name, scales = self.weights[key]
         node.input[1] = name
         if self.plan.placement.bias and target.bias in self.initializers:
             node.input[2] = self._bias(node, str(target.bias), scales)
@@ -256,18 +254,18 @@ class _Writer:
         self, node: onnx.NodeProto, target: WeightTarget
     ) -> tuple[str, NDArray[np.float32]]:
         tensor, grid = self.initializers[target.name], self.weight_grid
-        own = known_scales(self.known.get(target.node), tuple(tensor.dims), target.axis)
-        if own is None:
+        exact = known_scales(self.known.get(target.node), tuple(tensor.dims), target.axis)
+        if exact is None:
             fits = self.plan.placement.fits_pairs
-            own = self.stored.of(
+            exact = self.stored.of(
                 (target.name, target.axis, grid, fits),
                 lambda: scales_of(tensor, target.axis, grid, fits=node if fits else None),
             )
-        scales = self.storable(own)
+        scales = self.storable(exact)
         if self.plan.placement.bias and target.bias in self.initializers:
             bias = numpy_helper.to_array(self.initializers[str(target.bias)])
             scales = _room_for_bias(scales, bias, self._input_scale(node))
-        if target.node in self.known:  # whose lowest integer may be in use
+        if target.node in self.known:  # a trained weight may use the lowest integer, -128
             array = numpy_helper.to_array(tensor)
             integers = quantize(array, along(scales, array.ndim, target.axis), 0, grid)
         else:
@@ -302,7 +300,7 @@ class _Writer:
         axis: int | None,
         grid: Grid | None = None,
     ) -> str:
-        """Constant integers and a DequantizeLinear on them; gives the float tensor's name."""
+        """Add constant integers and their DequantizeLinear; return the float tensor's name."""
         zeros = np.zeros(scales.shape, integers.dtype)
         scale, zero = (scales, zeros) if axis is not None else (scales[0], zeros[0])
         inputs = [
@@ -318,35 +316,36 @@ class _Writer:
         return out
 
     def gate(self, gate: Gate) -> None:
-        """Put int8 arithmetic in place of the nodes of a gate."""
+        """Replace the nodes of a gate by int8 ones."""
         nodes = [self.nodes[name] for name in gate.nodes]
-        pair = self.after[nodes[-1].output[0]]
-        found = self.scales[gate.output]
+        quantize = self.after[nodes[-1].output[0]][0]
+        output_range = self.scales[gate.output]
         self.instead |= {name: [] for name in gate.nodes}
-        made = self._made_shifted(gate) if gate in self.plan.shifts.values() else ""
-        own = None if made else self._clipped_source(gate)
-        new = self.forms.gate(gate, nodes, pair[0], found, shifted=made, own=own)
-        self.instead[gate.name] = new
+        shifted = self._made_shifted(gate) if gate in self.plan.shifts.values() else ""
+        source = None if shifted else self._clipped_source(gate)
+        self.instead[gate.name] = self.forms.gate(
+            gate, nodes, quantize, output_range, shifted=shifted, source=source
+        )
 
     def _clipped_source(self, gate: Gate) -> Shifted | None:
-        """Parameters of a gate's source, where its integers are to be clipped themselves."""
+        """Return the parameters of a gate's source if its integers are clipped directly."""
         owner = self.plan.owners.get(gate.source, gate.source)
         if owner in self.offsets or self.clipped.get(owner) != gate.shift:
             return None
-        own = self.shifted_params(gate.source)
-        return own if own.steps else None
+        shifted = self.shifted_params(gate.source)
+        return shifted if shifted.steps else None
 
     def _made_shifted(self, gate: Gate) -> str:
-        """The name of a gate's source with its shift, without the pair of the source alone."""
+        """Rename a gate's source, which now includes the shift, and drop its pair."""
         maker, name = self.makers[gate.source], f"{gate.source}/shifted"
         del self.after[maker.output[0]]
         maker.output[0] = name
         return name
 
     def pad(self, name: str) -> None:
-        """Let a Pad run on the integers, of which the zero point is its 0.
+        """Let a Pad run on the integers and pad with the zero point.
 
-        ONNX Runtime makes no integer kernel of a Pad between pairs.
+        ONNX Runtime does not fuse a Pad between pairs into an integer kernel.
         """
         node = self.nodes[name]
         quantize, dequantize = self.after.pop(node.output[0])
@@ -358,7 +357,7 @@ class _Writer:
         self.after[node.output[0]] = [dequantize]
 
     def number_in(self, name: str) -> None:
-        """Let an Add or Mul of a tensor and a number read that from int8."""
+        """Let an Add or Mul of a tensor and a number read the number from int8."""
         node = self.nodes[name]
         for position, source in enumerate(node.input):
             if source in self.initializers:
@@ -366,7 +365,7 @@ class _Writer:
                 node.input[position] = self.forms.number(float(value))
 
     def finish(self) -> None:
-        """Put the nodes in an order in which every tensor is made before it is read."""
+        """Insert all nodes in an order in which each tensor is made before it is read."""
         ordered = list(self.before)
         for value in self.graph.input:
             ordered += self.after.pop(value.name, [])
@@ -375,31 +374,31 @@ class _Writer:
             for name in node.output:
                 ordered += self.after.pop(name, [])
         rebuild(self.graph, ordered)
-        if self.plan.pads:  # what only a Pad read is not read in float any more
+        if self.plan.pads:  # the DequantizeLinear that only a Pad read has no reader now
             drop_dead(self.graph)
 
 
 def _clipped(plan: Plan) -> dict[str, float]:
-    """Owner of a source whose integers a gate may clip themselves -> the gate's shift."""
-    alone = tuple(plan.shifts.values())
-    gates = [gate for gate in plan.gates if gate not in alone and gate.centred]
+    """Return source's owner -> shift, for the gates that may clip the source's integers."""
+    in_bias = tuple(plan.shifts.values())
+    gates = [gate for gate in plan.gates if gate not in in_bias and gate.centred]
     return {plan.owners.get(gate.source, gate.source): gate.shift for gate in gates}
 
 
 def _room_for_bias(
     scales: NDArray[np.float32], bias: NDArray[np.floating], input_scale: np.float32
 ) -> NDArray[np.float32]:
-    """Widen weight scales where the bias would not fit int32 (a channel of next to no weight)."""
-    need = np.abs(bias.astype(np.float64).reshape(-1)) / (float(input_scale) * (_INT32 - 128))
+    """Widen weight scales until the bias fits int32 (for channels of nearly zero weights)."""
+    least = np.abs(bias.astype(np.float64).reshape(-1)) / (float(input_scale) * (_INT32 - 128))
     if scales.size == 1:
-        need = need.max(keepdims=True)
-    return np.maximum(scales, need.astype(np.float32)).astype(np.float32)
+        least = least.max(keepdims=True)
+    return np.maximum(scales, least.astype(np.float32)).astype(np.float32)
 
 
 def known_scales(
     known: Scales32 | None, shape: tuple[int, ...], axis: int | None
 ) -> Scales32 | None:
-    """Scales that a weight was trained with, [C] along `axis`; None where they do not fit it."""
+    """Return the scales a weight was trained with, [C] along `axis`; None if they do not fit."""
     if known is None or (axis is None and known.size != 1):
         return None
     if axis is None or known.size == shape[axis]:
@@ -408,13 +407,13 @@ def known_scales(
 
 
 def along(scales: Scales32, rank: int, axis: int | None) -> Scales32:
-    """Scales [C] as they multiply a weight of this rank."""
+    """Return scales [C] reshaped to broadcast over a weight of this rank."""
     return scales.reshape([-1 if place == axis else 1 for place in range(rank)])
 
 
 def _plain(name: str, array: NDArray[np.generic]) -> onnx.TensorProto:
     kind = _KINDS.get(array.dtype.str)
-    if kind is not None:  # as `from_array` has it, in a tenth of the time
+    if kind is not None:  # the result of `from_array` in a tenth of the time
         return onnx.TensorProto(
             dims=array.shape, data_type=kind, name=name, raw_data=array.tobytes()
         )
@@ -422,9 +421,9 @@ def _plain(name: str, array: NDArray[np.generic]) -> onnx.TensorProto:
 
 
 def _float8(name: str, array: NDArray[Any]) -> onnx.TensorProto:
-    """A tensor of fp8; of its bytes, since numpy has no such type."""
-    kind, held = onnx.TensorProto.FLOAT8E4M3FN, codes(array, FP8)
-    return helper.make_tensor(name, kind, array.shape, held.tobytes(), raw=True)
+    """Return an fp8 tensor, made of raw bytes since numpy has no such type."""
+    kind, raw = onnx.TensorProto.FLOAT8E4M3FN, codes(array, FP8)
+    return helper.make_tensor(name, kind, array.shape, raw.tobytes(), raw=True)
 
 
 def _redirect(node: onnx.NodeProto, name: str, target: str) -> None:

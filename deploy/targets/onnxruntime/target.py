@@ -1,8 +1,8 @@
-"""ONNX Runtime on the CPU: the embedded default, and the reference for every other target.
+"""The ONNX Runtime CPU target: the default, and the reference for all other targets.
 
-The engine is a Q/DQ model: uint8 activations (with int8 ones the CPU's kernels do not fuse a Relu
-and gain nothing), int8 weights per channel, int32 biases, a pair after every int8 node. ONNX
-Runtime turns it into QLinearConv, QGemm and their like when it loads the file.
+The engine is a Q/DQ model: uint8 activations (with int8 ones the CPU kernels cannot fuse a Relu and
+gain nothing), int8 weights per channel, int32 biases, a pair after every int8 node. ONNX Runtime
+fuses it into QLinearConv, QGemm and similar kernels when it loads the file.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _ANEW = (
     "ONNX Runtime's are uint8: the same codes 128 higher, and where a tensor of zero point 0 is"
     " never negative, all 255 steps over the same real range"
 )
-_LARGER = 1.25  # times the given file that what cleaning stores, as tables, may make of it
+_LARGER = 1.25  # cleaned float model / given file: above this size ratio the given file is used
 _GIVEN = (
-    "the float engine is the file that was given: cleaned, with what it computes from constants"
-    " stored, it would be {times:.1f} times as large"
+    "the float engine is the given file, unchanged: with its constant subgraphs folded it would be"
+    " {times:.1f} times as large"
 )
 
 _SATURATES = (
@@ -53,9 +53,10 @@ class OnnxRuntime:
     Attributes:
         int8_stem: run the first Conv in int8 even where float is faster.
         weight_bits: 8, or 7.
-        full_weights: weights of all of int8, whose products saturate on x86 CPUs without VNNI.
-        dynamic_matmul: find the scale of what a MatMul with constant weights multiplies anew for
-            each input.
+        full_weights: let weights use the complete int8 range, so that sums of two products may
+            saturate on x86 CPUs without VNNI.
+        dynamic_matmul: compute the activation scale of MatMuls with constant weights at run time,
+            for each input.
     """
 
     int8_stem: bool = option(
@@ -72,13 +73,13 @@ class OnnxRuntime:
     )
     full_weights: bool = option(
         False,
-        help="Let weights take all of int8: a little nearer on CPUs with VNNI and on Arm, wrong on"
-        " x86 CPUs without, which saturate.",
+        help="Let weights take all of int8: slightly more accurate on CPUs with VNNI and on Arm,"
+        " wrong on x86 CPUs without VNNI, which saturate.",
     )
     dynamic_matmul: bool = option(
         False,
-        help="Quantize what MatMuls with constant weights multiply anew for each input; may suit"
-        " attention models.",
+        help="Quantize the activations of MatMuls with constant weights at run time, for each"
+        " input; may suit attention models.",
         places=True,
     )
     name: str = "onnxruntime"
@@ -99,35 +100,37 @@ class OnnxRuntime:
 
     @property
     def placement(self) -> Placement:
-        """Where this target wants its pairs."""
+        """The rules for this target's pairs."""
         from deploy.graph.placement import ONNXRUNTIME
 
-        own = replace(ONNXRUNTIME, fits_pairs=not self.full_weights)
-        return replace(own, thin=0) if self.int8_stem else own
+        placement = replace(ONNXRUNTIME, fits_pairs=not self.full_weights)
+        return replace(placement, thin=0) if self.int8_stem else placement
 
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
-        """Tensors that need a scale: what int8 nodes read and make."""
+        """Return the tensors that need a scale: inputs and outputs of int8 nodes."""
         from deploy.graph.plan import analyse
 
         return analyse(model, self.placement, float_nodes=float_nodes).activations
 
     def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
-        """What the graph analysis decides before anything is calibrated."""
+        """Return the decisions of the graph analysis, which needs no calibration."""
         from deploy.graph.plan import analyse, reasons
 
-        kept = reasons(float_nodes)
-        plan = analyse(model, self._static, float_nodes=kept)
-        dynamic = self._dynamic(model, tuple(kept))
+        why = reasons(float_nodes)
+        plan = analyse(model, self._static, float_nodes=why)
+        dynamic = self._dynamic(model, tuple(why))
         return replace(plan, decisions=self._with_dynamic(plan.decisions, dynamic))
 
     @property
     def _static(self) -> Placement:
-        """The placement of what is quantized by calibrated ranges."""
-        own = self.placement
-        return replace(own, heavy=own.heavy - {"MatMul"}) if self.dynamic_matmul else own
+        """The placement of the nodes that calibrated ranges quantize."""
+        placement = self.placement
+        if not self.dynamic_matmul:
+            return placement
+        return replace(placement, heavy=placement.heavy - {"MatMul"})
 
     def _dynamic(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
-        """The MatMuls that are quantized anew for each input."""
+        """Return the MatMuls that are quantized dynamically."""
         from deploy.targets.onnxruntime.dynamic import dynamic_matmuls
 
         return dynamic_matmuls(model, float_nodes) if self.dynamic_matmul else ()
@@ -142,10 +145,10 @@ class OnnxRuntime:
         )
 
     def demand(self, subject: Subject) -> tuple[Observation, ...]:
-        """The method's statistic of every tensor that needs a scale.
+        """Return the method's statistic for every tensor that needs a scale.
 
         Raises:
-            ExportError: ONNX Runtime does not know a node of the model.
+            ExportError: the model has a node that ONNX Runtime does not know.
         """
         if subject.loaded.behind is not None:
             raise ExportError(
@@ -158,7 +161,7 @@ class OnnxRuntime:
         return subject.histograms(self.wanted(subject.model, subject.float_nodes))
 
     def _every_tensor(self, subject: Subject, trained: Trained) -> tuple[Observation, ...]:
-        """What a Q/DQ model may or may not have a scale for; its own layers are in int8."""
+        """Return observations of all tensors, since any may lack a scale in a Q/DQ model."""
         from deploy.targets.trained import refuse_options
 
         given = {
@@ -169,37 +172,37 @@ class OnnxRuntime:
         }
         refuse_options(trained, self.name, given)
         graph = subject.model.graph
-        made = (name for node in graph.node for name in node.output if name)
-        return subject.histograms([*(value.name for value in graph.input), *made])
+        outputs = (name for node in graph.node for name in node.output if name)
+        return subject.histograms([*(value.name for value in graph.input), *outputs])
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
-        """The engine itself."""
+        """Return the engine itself."""
         return self._paired(request).engine()
 
     def _paired(self, request: BuildRequest) -> _Paired:
-        """The model with its pairs, before it is written as the engine."""
+        """Return the model with its pairs, before the rewrites for fast kernels."""
         from calibrators.grids import signed
         from deploy.graph.plan import Read, analyse
         from deploy.targets.onnxruntime.dynamic import write_dynamic
         from deploy.targets.onnxruntime.qdq import Stored, write_qdq
         from deploy.targets.trained import decisions_of
 
-        found, trained = request.ranges_of(self), request.trained
+        ranges, trained = request.ranges_of(self), request.trained
         if trained is not None and self._keeps(request):
             decisions = decisions_of(trained, request.model, self.placement)
             return _Paired(
-                trained.model, decisions, dict(found.scales), request.model, Read(request.model)
+                trained.model, decisions, dict(ranges.scales), request.model, Read(request.model)
             )
-        key = "read", id(request.model)  # kept with the model of this id, as the next
+        key = "read", id(request.model)  # the entries hold the model, so no other gets that id
         read = request.ranges.once(key, lambda: (request.model, Read(request.model)))[1]
-        apart = tuple(request.float_nodes.items()), tuple(found.reasons.items())
+        in_float = tuple(request.float_nodes.items()), tuple(ranges.reasons.items())
         plan = request.ranges.once(
-            ("plan", self, id(request.model), *apart),
+            ("plan", self, id(request.model), *in_float),
             lambda: analyse(
                 request.model,
                 self._static if trained is None else replace(self._static, thin=0),
                 float_nodes=request.float_nodes,
-                float_tensors=found.reasons,
+                float_tensors=ranges.reasons,
                 read=read,
             ),
         )
@@ -207,7 +210,7 @@ class OnnxRuntime:
         model = write_qdq(
             request.model,
             plan,
-            found.scales,
+            ranges.scales,
             weight_bits=self.weight_bits,
             known={} if trained is None else trained.weights,
             stored=request.ranges.once(key, lambda: (request.model, Stored()))[1],
@@ -217,12 +220,12 @@ class OnnxRuntime:
             fits = self.placement.fits_pairs
             model = write_dynamic(model, dynamic, signed(self.weight_bits), fits_pairs=fits)
         clipped = {gate.source for gate in plan.shifts.values()}
-        ranges = {name: found.scales[name] for name in plan.activations if name not in clipped}
+        scales = {name: ranges.scales[name] for name in plan.activations if name not in clipped}
         decisions = self._with_dynamic(plan.decisions, dynamic)
-        return _Paired(model, decisions, ranges, request.model, read, plan)
+        return _Paired(model, decisions, scales, request.model, read, plan)
 
     def build(self, request: BuildRequest) -> Built:
-        """Write `<name>.int8.onnx`; or `<name>.float.onnx` where everything stays float."""
+        """Write `<name>.int8.onnx`, or `<name>.float.onnx` if all nodes stay float."""
         from deploy.targets.onnxruntime.dynamic import dynamic_weights
         from deploy.targets.stored import stored_in
 
@@ -237,7 +240,7 @@ class OnnxRuntime:
             *self._of_trained(request, paired.model, decisions),
         )
         data = model.SerializeToString(deterministic=True)
-        # what was written for faster kernels is worth its size
+        # a model with rewrites for faster kernels is worth its size
         given = _smaller(request, len(data)) if data == plain else None
         if given is not None:
             data, notes = given, (*notes, _GIVEN.format(times=len(data) / len(given)))
@@ -256,14 +259,14 @@ class OnnxRuntime:
         )
 
     def _keeps(self, request: BuildRequest) -> bool:
-        """Whether a Q/DQ model is what ONNX Runtime's kernels want as it is."""
+        """Whether a Q/DQ model suits ONNX Runtime's kernels unchanged."""
         trained = request.trained
         return trained is not None and trained.only("uint8") and not request.subject.loaded.widened
 
     def _of_trained(
         self, request: BuildRequest, written: onnx.ModelProto, decisions: tuple[Decision, ...]
     ) -> tuple[str, ...]:
-        """What became of the pairs of a Q/DQ model."""
+        """Return the notes on the pairs of a Q/DQ model."""
         from deploy.targets.trained import anew_notes, kept_note
 
         if request.trained is None:
@@ -278,7 +281,7 @@ class OnnxRuntime:
         from deploy.machine import this_machine
 
         int8 = any(d.quantized for d in decisions)
-        notes = [] if int8 else ["all of it stays in float; the nodes say why"]
+        notes = [] if int8 else ["the entire model stays in float; the nodes say why"]
         count = sum(one.saturates for one in weights)
         if count:
             machine = this_machine()
@@ -288,7 +291,7 @@ class OnnxRuntime:
         return tuple(notes)
 
     def at_hand(self) -> str:
-        """ONNX Runtime, which is always here."""
+        """Describe ONNX Runtime, which is always installed."""
         from deploy.runtimes.ort import runtime
 
         return runtime()
@@ -301,15 +304,15 @@ class OnnxRuntime:
 
 
 def _smaller(request: BuildRequest, size: int) -> bytes | None:
-    """The file as it was given, where it is much smaller than its cleaned form and as fast.
+    """Return the given file's bytes if they are much fewer than `size`, the cleaned model's.
 
-    None where ONNX Runtime does less for it, computes it in another type, or not at all.
+    None if ONNX Runtime would run that file slower, in another type, or not at all.
     """
     from deploy.frontends.base import file_of
 
     loaded = request.subject.loaded
-    other = loaded.widened or loaded.restored or loaded.renamed or loaded.listed
-    if other or loaded.source is None or loaded.stamp is None or request.trained is not None:
+    changed = loaded.widened or loaded.restored or loaded.renamed or loaded.listed
+    if changed or loaded.source is None or loaded.stamp is None or request.trained is not None:
         return None
     given = file_of(loaded)
     return given if len(given) * _LARGER < size else None
@@ -317,15 +320,15 @@ def _smaller(request: BuildRequest, size: int) -> bytes | None:
 
 @dataclass(frozen=True, slots=True)
 class _Paired:
-    """A model with pairs, and what it is of.
+    """A model with pairs, and the float model and plan it was made from.
 
     Attributes:
-        model: with pairs.
-        decisions: what each node of it is.
-        ranges: those that it holds.
-        like: the model without pairs.
-        read: what was found in that.
-        plan: where the pairs stand; None of a Q/DQ model that is kept as it is.
+        model: model with pairs.
+        decisions: precision of each node.
+        ranges: tensor -> range of its pair.
+        like: the float model.
+        read: analysis of the float model.
+        plan: the plan of the pairs; None for a Q/DQ model that is kept unchanged.
     """
 
     model: onnx.ModelProto

@@ -1,16 +1,15 @@
-"""uint8 parameters by which the integers of one tensor are those of the same tensor, shifted.
+"""int8 gates (Hard-Swish, squeeze-excite) on uint8 tensors, and shifted uint8 parameters for them.
 
-A whole number of steps between two zero points adds a number without a node that computes it. A
-step that is widened until that number is whole loses less than a second rounding would.
-
-Int8 arithmetic on uint8 tensors: one number as an operand, and the nodes of a gate.
-
-ONNX Runtime makes one integer kernel of an Add or Mul between pairs. Three pairs here are not read
-as they were written, which computes what would be a node::
+A gate computes factor * gain * clip(source + shift, 0, top) + offset (`deploy.graph.placement`).
+ONNX Runtime fuses an Add or Mul between Q/DQ pairs into one integer kernel. Three pairs here have
+different parameters in Q and DQ, which computes a Mul or Add without a node::
 
     Q(scale, zero) -> DQ(scale * gain, zero)               times gain
     Q(scale, zero + steps) -> DQ(scale, zero)              plus steps * scale
     Q(scale, zero) -> DQ(scale, zero - steps)              the same, for one of its readers
+
+A shift must be an integer number of steps. Widening the step until it is one loses less than a
+second rounding would.
 
 Source: ONNX operators QuantizeLinear-13 and DequantizeLinear-13.
 """
@@ -29,18 +28,18 @@ from calibrators.grids import UINT8, affine_params
 from calibrators.scales import Scale
 from deploy.graph.placement import Gate
 
-_LEAST_STEPS = 3  # of which the step is a third wider at the most
+_LEAST_STEPS = 3  # with 3 steps or more, the step grows by at most a third
 _WIDEST = 1 + 1 / _LEAST_STEPS
 
 
 @dataclass(frozen=True, slots=True)
 class Shifted:
-    """Parameters of a tensor, and how far from them it is read or written shifted.
+    """uint8 parameters of a tensor, and the distance to the zero point of its shifted form.
 
     Attributes:
-        scale: of a step.
-        zero: its zero point.
-        steps: between that and the other zero point; 0 where no number of them does.
+        scale: scale.
+        zero: zero point.
+        steps: steps between the two zero points; 0 if the shift cannot be expressed in steps.
     """
 
     scale: np.float32
@@ -49,54 +48,54 @@ class Shifted:
 
 
 def with_offset(scale: np.float32, zero: int, offset: float) -> Shifted:
-    """Parameters of y + offset by which y and y + offset differ in the zero point alone.
+    """Adjust parameters of y + offset such that y has the same scale and another zero point.
 
     Returns:
-        those of y + offset, and the steps from its zero point to that of y.
+        The parameters of y + offset, and the steps from its zero point to that of y.
     """
     steps = int(abs(offset) / float(scale))
     if steps >= _LEAST_STEPS:
-        wide = np.float32(abs(offset) / steps)
-        moved = int(np.rint(zero * float(scale) / float(wide)))
+        widened = np.float32(abs(offset) / steps)
+        moved = int(np.rint(zero * float(scale) / float(widened)))
         signed_steps = steps if offset > 0 else -steps
         if 0 <= moved + signed_steps <= 255:
-            return Shifted(wide, moved, signed_steps)
+            return Shifted(widened, moved, signed_steps)
     return Shifted(scale, zero)
 
 
 def with_shift(scale: np.float32, zero: int, shift: float) -> Shifted:
-    """Parameters of x by which the integers of x are those of x + shift from a lower zero point.
+    """Choose parameters of x such that x + shift has the same integers and a lower zero point.
 
-    The range of x grows downwards as far as -shift, where x + shift is 0::
+    The range of x is extended down to -shift, where x + shift is 0::
 
         x            |0 ........... zero ........... 255|
         x + shift    |0 .. zero - steps ............ 255|     the same integers
 
-    What ends at 0 keeps its zero point of 0, which is the Relu that it ends by.
+    A range that starts at 0 keeps its zero point 0, since that clip stands for a fused Relu.
 
     Args:
-        scale: of the range of x.
-        zero: likewise.
-        shift: positive; of any other there are no steps.
+        scale: scale of the range of x.
+        zero: zero point of that range.
+        shift: the number that is added; only a positive one gives steps.
 
     Returns:
-        those of x, and the steps from the zero point of x + shift to that of x.
+        The parameters of x, and the steps from the zero point of x + shift to that of x.
     """
     low, high = zero * float(scale), (255 - zero) * float(scale)
     least = (high + max(low, shift)) / 255
     steps = int(shift / least)
     if not zero or steps < _LEAST_STEPS or shift / steps > float(scale) * _WIDEST:
         return Shifted(scale, zero)
-    wide = np.float32(shift / steps)
-    return Shifted(wide, max(steps, int(np.rint(low / float(wide)))), steps)
+    widened = np.float32(shift / steps)
+    return Shifted(widened, max(steps, int(np.rint(low / float(widened)))), steps)
 
 
 class Forms:
-    """The arithmetic that is added to one model.
+    """Writer of the int8 gates and scalar operands of one model.
 
     Attributes:
-        constant: adds an initializer of that name once, and gives the name.
-        before: nodes that read constants only.
+        constant: adds an initializer once, and returns its name.
+        before: nodes that read only constants; scalars are appended here.
     """
 
     def __init__(
@@ -104,10 +103,10 @@ class Forms:
     ) -> None:
         self.constant = constant
         self.before = before
-        self._numbers: dict[float, str] = {}  # number -> the float tensor that holds it
+        self._numbers: dict[float, str] = {}  # number -> float tensor that holds it
 
     def number(self, value: float) -> str:
-        """A float tensor of one value, held exactly: 128 steps of a 128th, on either side of 0."""
+        """Return a dequantized tensor of one value, exact: 128 steps of |value| / 128."""
         if value not in self._numbers:
             name = self._numbers[value] = f"calib8/number/{value!r}"
             quantized = np.array(128 if value > 0 else 0, np.uint8)
@@ -123,35 +122,34 @@ class Forms:
         gate: Gate,
         nodes: Sequence[onnx.NodeProto],
         quantize: onnx.NodeProto,
-        found: Scale,
+        output_range: Scale,
         *,
         shifted: str = "",
-        own: Shifted | None = None,
+        source: Shifted | None = None,
     ) -> list[onnx.NodeProto]:
-        """The int8 form of a gate: what is clipped, a Mul, and where it must be an Add behind it.
+        """Return the int8 nodes of a gate: the clip, a Mul and, if needed, an Add of the offset.
 
         Args:
             gate: the gate.
-            nodes: its nodes, which read what the pairs before it left.
-            quantize: the QuantizeLinear behind it; it may get another zero point.
-            found: range of the gate's output.
-            shifted: the float tensor that its source and its shift are already, as the layer
-                before it makes it; "" where there is none.
-            own: of its source, where the source's integers are to be clipped themselves.
+            nodes: its float nodes, whose inputs are the outputs of the pairs upstream.
+            quantize: the QuantizeLinear of its output; its zero point may be replaced.
+            output_range: range of the gate's output.
+            shifted: float tensor source + shift if the layer upstream computes it, else "".
+            source: parameters of the source if its integers are clipped directly, else None.
         """
         read = {n.removesuffix("/dequantized"): n for node in nodes for n in node.input}
-        if own is not None:
-            clipped = self._clipped_integers(gate, own)
+        if source is not None:
+            clipped = self._clipped_integers(gate, source)
         else:
             clipped = self._clipped(gate, read[gate.source], shifted)
-        product, last = self._offset(gate, nodes[-1].output[0], quantize, found)
+        product, add = self._offset(gate, nodes[-1].output[0], quantize, output_range)
         operands = [read[gate.factor], clipped[-1].output[0]]
-        return [*clipped, _node("Mul", operands, product, gate.name), *last]
+        return [*clipped, _node("Mul", operands, product, gate.name), *add]
 
     def _clipped(self, gate: Gate, source: str, shifted: str) -> list[onnx.NodeProto]:
-        """An Add and a pair, written where the Clip saturates and read times the gain.
+        """Return the Add of the shift, unless `shifted` has it, and a pair.
 
-        Without the Add where the layer before it has added the shift already.
+        Q saturates where the Clip does, and DQ multiplies by the gain.
         """
         name, step = f"{gate.name}/gate", gate.top / 255
         written = self._parameters(f"{name}/written", step, 0)
@@ -166,36 +164,39 @@ class Forms:
             _node("DequantizeLinear", [f"{name}/quantized", *scaled], name, f"{name}/DQ"),
         ]
 
-    def _clipped_integers(self, gate: Gate, own: Shifted) -> list[onnx.NodeProto]:
-        """A Clip of the source's integers, read from another zero point and times the gain.
+    def _clipped_integers(self, gate: Gate, source: Shifted) -> list[onnx.NodeProto]:
+        """Return a Clip of the source's integers, unless it has no effect on 0..255, and a DQ.
 
-        Without the Clip where it would change none of 0..255.
+        DQ adds the shift by its zero point and multiplies by the gain.
         """
-        name, low = f"{gate.name}/gate", own.zero - own.steps
-        high, clip = low + round(gate.top / float(own.scale)), list[onnx.NodeProto]()
+        name, low = f"{gate.name}/gate", source.zero - source.steps
+        high, clip = low + round(gate.top / float(source.scale)), list[onnx.NodeProto]()
         integers = f"{gate.source}/quantized"
         if low > 0 or high < 255:
             ends = {"low": low, "high": min(high, 255)}
             inputs = [self.constant(f"{name}/{k}", np.array(v, np.uint8)) for k, v in ends.items()]
             clip = [_node("Clip", [integers, *inputs], f"{name}/quantized", f"{name}/Clip")]
             integers = f"{name}/quantized"
-        scaled = self._parameters(f"{name}/read", float(own.scale) * gate.gain, low)
+        scaled = self._parameters(f"{name}/read", float(source.scale) * gate.gain, low)
         return [*clip, _node("DequantizeLinear", [integers, *scaled], name, f"{name}/DQ")]
 
     def _offset(
-        self, gate: Gate, output: str, quantize: onnx.NodeProto, found: Scale
+        self, gate: Gate, output: str, quantize: onnx.NodeProto, output_range: Scale
     ) -> tuple[str, list[onnx.NodeProto]]:
-        """What a gate's Mul makes, and what adds the offset to it: nothing, or an int8 Add."""
+        """Return the output tensor of a gate's Mul, and the nodes that add the offset to it.
+
+        There are none if the zero point of `quantize` adds it, else a pair and an int8 Add.
+        """
         if not gate.offset:
             return output, []
-        of = with_offset(*found.on(UINT8), gate.offset)
+        shifted = with_offset(*output_range.on(UINT8), gate.offset)
         name = f"{gate.name}/product"
-        if of.steps:
-            zero = np.array(of.zero + of.steps, np.uint8)
+        if shifted.steps:
+            zero = np.array(shifted.zero + shifted.steps, np.uint8)
             quantize.input[2] = self.constant(f"{name}/zero_point", zero)
             return output, []
-        own = affine_params(found.lo - gate.offset, found.hi - gate.offset)
-        pair = self._parameters(name, float(own[0]), own[1])
+        product = affine_params(output_range.lo - gate.offset, output_range.hi - gate.offset)
+        pair = self._parameters(name, float(product[0]), product[1])
         return f"{name}/float", [
             _node("QuantizeLinear", [f"{name}/float", *pair], f"{name}/quantized", f"{name}/Q"),
             _node("DequantizeLinear", [f"{name}/quantized", *pair], name, f"{name}/DQ"),
