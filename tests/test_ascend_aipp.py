@@ -158,7 +158,7 @@ def test_the_command_writes_dynamic_aipp(run, small_cnn, pictures, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--csc", "bt709-full"), "a csc is that of YUV pictures"),
+        (("--csc", "bt709-full"), "csc is for YUV images"),
         (("--source-size", "20"), "reads HxW"),
         (("--source-color", "hsv"), "nv12"),
     ],

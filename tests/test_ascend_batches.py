@@ -95,7 +95,7 @@ def test_a_last_batch_may_be_smaller(made, small_cnn):
 
 def test_a_model_with_a_batch_takes_whole_ones(made, fixed):
     _, _, err = made(fixed, 8, "--amct-batch", 6)
-    assert "whose batch is 4, got --amct-batch 6" in err
+    assert "the model's batch size, 4, got 6" in err
     _, config, said = made(fixed, 8, "--amct-batch", 8)
     assert config.batch_num == 1 and "8 samples in 1 batches of 8" in said
     _, config, said = made(fixed, 8)

@@ -166,7 +166,7 @@ def test_a_records_widths_come_back_byte_for_byte(built, run, tmp_path):
 
 def test_four_bit_weights_need_pairs_of_input_channels(built):
     _, said, out = built(W4)
-    assert "The weights of 2 layers (conv1, dw) are of 8 bits, not 4: that is for layers" in said
+    assert "The weights of 2 layers (conv1, dw) have 8 bits, not 4: only layers" in said
     assert "Weights of 4 layers (conv2, up, fc1, ...) are of 4 bits" in said
     used = json.loads((out / "float_config.json").read_text())
     bits = {name: used[name]["weight_quant_params"]["num_bits"] for name in ("conv1", "dw", "up")}
@@ -175,13 +175,13 @@ def test_four_bit_weights_need_pairs_of_input_channels(built):
 
 def test_six_bit_weights_are_for_convolutions(built):
     _, said, _ = built(W6)
-    assert "The weights of 3 layers (fc1, fc2, up) are of 8 bits, not 6" in said
+    assert "The weights of 3 layers (fc1, fc2, up) have 8 bits, not 6" in said
 
 
 @pytest.mark.parametrize("text", [A16, A16H])
 def test_sixteen_bits_in_common_are_for_whom_they_fit(text, built):
     _, said, out = built(text)
-    assert "The activations of 2 layers (fc2, pool) are of 8 bits, not 16" in said
+    assert "The activations of 2 layers (fc2, pool) have 8 bits, not 16" in said
     assert "of 16 bits, which atc takes for Nano chips (Ascend035) alone" in said
     assert re.search(r"Sums of 16-bit activations reached 0\.0\d+ of int32's end, in fc1\.", said)
     assert "The Q/DQ model has those layers in float" in said
@@ -193,7 +193,7 @@ def test_sixteen_bits_in_common_are_for_whom_they_fit(text, built):
 def test_other_commands_tell_it_too(run, tmp_path):
     config = tmp_path / "my.cfg"
     config.write_text(W4)
-    sentence = "The weights of 2 layers (conv1, dw) are of 8 bits, not 4"
+    sentence = "The weights of 2 layers (conv1, dw) have 8 bits, not 4"
     made = tmp_path / "made.json"
     auto = ("--images", WIDTHS / "x.npy", "--max-loss", 1, "--ascend-config", config)
     for words in (
@@ -214,7 +214,7 @@ def test_other_commands_tell_it_too(run, tmp_path):
 def test_a_layer_that_was_skipped_is_not_told_of(built):
     text = 'skip_layers: "dw" common_config { arq_quantize { quant_bits: 4 } }'
     _, said, _ = built(text)
-    assert "The weights of 1 layer (conv1) are of 8 bits, not 4" in said
+    assert "The weights of 1 layer (conv1) have 8 bits, not 4" in said
 
 
 def override(key, value, inner):
@@ -279,7 +279,7 @@ def test_a_3d_convolution_takes_four_bit_weights_and_no_sixteen_bit_activations(
     code, said, out = built(
         f"common_config {{ {INT16} arq_quantize {{ quant_bits: 4 }} }}", ".cfg", model
     )
-    assert code == 0 and "activations of 1 layer (deep) are of 8 bits, not 16" in said
+    assert code == 0 and "activations of 1 layer (deep) have 8 bits, not 16" in said
     record = read_record((out / "volume_record.txt").read_text())["deep"]
     assert (record.act_bits, record.weight_bits, record.offset_d) == (8, 4, 0)
     shutil.rmtree(out)
@@ -410,7 +410,9 @@ def test_layers_of_other_widths_are_named_and_no_others():
     of_wide, _ = widths(eight | wide)
     assert of_wide.startswith("Activations of 1 layer (wide) are of 16 bits, which atc takes")
     of_four, _, weights = widths(eight | four)
-    assert of_four.startswith("Activations of 1 layer (four) are of 4 bits, for which chips")
+    assert of_four.startswith(
+        "Activations of 1 layer (four) are of 4 bits, for which atc makes no .om on chips"
+    )
     assert weights.startswith("Weights of 1 layer (four) are of 4 bits")
 
 

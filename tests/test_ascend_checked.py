@@ -55,11 +55,11 @@ def checked(run, tmp_path, text):
         ("# a record\n\n" + RECORD, "a sound record of 8 layers"),
         (
             RECORD + 'prune_record { producer { name: "conv1" attr { name: "axis" i: 1 } } }',
-            "a sound record of 8 layers; beside them, which calib8 does not deploy: 1 x pruning",
+            "a sound record of 8 layers; calib8 does not deploy the rest: 1 x pruning",
         ),
         (
             RECORD + 'record { key: "kv" kv_cache_value { scale: 0.5 offset: 0 } }\n',
-            "8 layers; beside them, which calib8 does not deploy: 1 x KV cache",
+            "8 layers; calib8 does not deploy the rest: 1 x KV cache",
         ),
         (
             'record { key: "lstm" value { scale_d: 0.1 offset_d: 0 scale_w: 0.1 offset_w: 0'

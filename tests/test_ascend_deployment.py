@@ -274,8 +274,8 @@ def test_an_edited_record_changes_its_layer_alone(small_cnn, built, done, data, 
             ' fakequant_precision_mode: "FORCE_FP32" } }',
             "FORCE_FP16_QUANT or DEFAULT",
         ),
-        ('record { key: "k" kv_cache_value { scale: 1 offset: 0 } }', "1 x KV cache alone"),
-        ('prune_record { producer { name: "Conv_c1" } }', "1 x pruning alone"),
+        ('record { key: "k" kv_cache_value { scale: 1 offset: 0 } }', "got only 1 x KV cache"),
+        ('prune_record { producer { name: "Conv_c1" } }', "got only 1 x pruning"),
     ],
 )
 def test_a_broken_record_is_one_sentence(text, match, small_cnn, ended, tmp_path):
@@ -515,7 +515,7 @@ def test_without_rounding_the_relus_that_were_taken_out_come_back(ort_fashion, d
     said = done("convert", ort_fashion, "--no-keep-rounding", *words)
     made = onnx.load(tmp_path / "o" / "ort_deploy_model.onnx")
     ops = [node.op_type for node in made.graph.node]
-    assert ops.count("Clip") == 3 and "Round" not in ops and "rounded no more" in said
+    assert ops.count("Clip") == 3 and "Round" not in ops and "Their rounding was removed" in said
     report = json.loads((tmp_path / "o" / "report.json").read_text())
     assert report["engines"][1]["accuracy"]["outputs"][0]["sqnr_db"] > 30
 
@@ -712,7 +712,7 @@ def test_a_bias_at_the_end_of_int32_leaves_room_for_the_sums(done, tmp_path):
     int8_weight(nodes, weights, codes, "b", scale=scales * np.float32(0.01), axis=0)
     nodes.append(helper.make_node("Conv", [x, "w", "b"], ["y"], name="conv"))
     path = saved(model(nodes, weights, {"x": [1, 3, 6, 6]}), tmp_path / "m.onnx")
-    assert "no room for sums" in done("convert", path, "-o", tmp_path / "o")
+    assert "no room for the sums of products" in done("convert", path, "-o", tmp_path / "o")
     made = onnx.load(tmp_path / "o" / "m_deploy_model.onnx")
     conv, values = named(made)["conv"], constants(made)
     same_array(values[conv.input[1]][[0, 2, 3]], INTEGERS[[0, 2, 3]])

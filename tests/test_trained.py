@@ -485,7 +485,7 @@ def test_weights_with_a_zero_point_are_rounded_again_and_said_so(built, tmp_path
     path = tmp_path / "net.onnx"
     onnx.save(w.model(w.node("Conv", [x, w1], "y", pads=[1] * 4), shape=(1, 8, 16, 16)), path)
     _, _, notes = built(path, "--target", "tensorrt,onnxruntime")
-    assert "no room beside the bias in int32): 1 (n_y)" in notes["tensorrt"]
+    assert "a bias that fills int32): 1 (n_y)" in notes["tensorrt"]
     assert "Kept to the bit" in notes["onnxruntime"]
 
 
