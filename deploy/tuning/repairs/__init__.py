@@ -4,8 +4,8 @@ Each is an option, works on every target since all are built from the same float
 only where it measurably helps: by the outputs on a few samples, or layer by layer where each layer
 can tell. `REPAIRS` is the table of them, in the order they are tried::
 
-    model -> equalize, absorb, smooth -> observe -> ranges, adaround, bias -> files
-             (the ranges change)                    (the ranges stay)
+    model -> equalize -> observe -> ranges, adaround, bias -> files
+             (the ranges change)    (the ranges stay)
 
 Where nothing is said, `adaround` is tried wherever a search is: it costs a few calibrations and no
 time of the engine.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from deploy.errors import ConfigError, did_you_mean
 from deploy.tuning.repairs.base import After, Before, ByLayers, Tried
 from deploy.tuning.repairs.bias import choose_ranges, correct_biases
-from deploy.tuning.repairs.equalize import absorb, equalize, smooth
+from deploy.tuning.repairs.equalize import equalize
 from deploy.tuning.repairs.output_rounding import round_weights
 
 ALL, NONE = "all", "none"
@@ -36,20 +36,16 @@ class Repair:
         before: changes a model before anything is observed.
         after: changes what a target is built from, the ranges known; the outputs judge it.
         by_layers: the same, judged by itself, layer by layer; one of the three is there.
-        same_db: SQNR that the repaired float model must have against the plain one.
     """
 
     words: str
     before: Before | None = None
     after: After | None = None
     by_layers: ByLayers | None = None
-    same_db: float = 60.0
 
 
 REPAIRS: dict[str, Repair] = {
     "equalize": Repair(words="cross-layer equalization", before=equalize),
-    "absorb": Repair(words="absorption of high biases", before=absorb, same_db=40.0),
-    "smooth": Repair(words="SmoothQuant", before=smooth),
     "ranges": Repair(words="ranges by output error", after=choose_ranges),
     ROUNDING: Repair(words="weight rounding by output error", by_layers=round_weights),
     "bias": Repair(words="bias correction", after=correct_biases),

@@ -38,6 +38,7 @@ _SAMPLES = 16  # images of which half make the after-repairs and half judge them
 _ENOUGH = 4  # samples from which on they are shared out
 _VALUES = 5_000_000  # of the samples that make a repair together; a large one gives many patches
 Heard = tuple[Sample, Mapping[str, "Array"]]
+_SAME_DB = 60.0  # SQNR that a repaired float model must have against the plain one
 _CLEARLY_DB = 0.5  # what a before-repair must gain: it is judged with the ranges of few samples
 STAND_IN = OnnxRuntime()  # where no target can be tried on a few samples
 
@@ -237,7 +238,7 @@ def prepared(
         forms = [
             (_with_model(subject, name, model), field.figures(_with_model(subject, name, model)))
             for model in repair.before(subject.model, field.samples, threads)
-            if field.float_db(model) >= repair.same_db
+            if field.float_db(model) >= _SAME_DB
         ]
         if not forms:
             tried.append(_idle(name))

@@ -77,11 +77,6 @@ class Layer:
         return -1 if self.kind == "MatMul" else 1
 
     @property
-    def in_axis(self) -> int:
-        """Axis of the input channels in what the layer reads."""
-        return -1 if self.kind == "MatMul" else 1
-
-    @property
     def outputs(self) -> int:
         """Output channels."""
         if self.transposed:
@@ -260,11 +255,10 @@ _CONVS = ("Conv", "ConvTranspose")
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What `first` makes is read by `second` alone, through the operators `between`."""
+    """Two layers in a row: only `second` reads what `first` makes."""
 
     first: Layer
     second: Layer
-    between: tuple[str, ...]
 
 
 def links_of(model: onnx.ModelProto) -> tuple[Link, ...]:
@@ -282,12 +276,11 @@ def _link(graph: Graph, layers: dict[str, Layer], first: Layer) -> Link | None:
     second = layers.get(end.name) if end is not None else None
     if end is None or second is None or second.input not in end.input[:1]:
         return None
-    between = tuple(node.op_type for node in path[:-1])
     convs = first.kind in _CONVS, second.kind in _CONVS
     fits = convs in ((True, True), (False, False)) and first.outputs == second.inputs
-    pools = any(op in ("MaxPool", "AveragePool") for op in between)
+    pools = any(node.op_type in ("MaxPool", "AveragePool") for node in path[:-1])
     owned = first.alone and second.alone and not (pools and not all(convs))
-    return Link(first, second, between) if fits and owned else None
+    return Link(first, second) if fits and owned else None
 
 
 def _path(graph: Graph, tensor: str) -> Iterator[onnx.NodeProto]:

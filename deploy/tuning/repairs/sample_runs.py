@@ -77,23 +77,6 @@ def channel_maxima(
     return {name: np.max([run[name] for run in runs], axis=0) for name in axes}
 
 
-def channel_moments(
-    model: onnx.ModelProto, axes: Mapping[str, int], samples: Sequence[Sample], *, threads: int
-) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Tensor with its channel axis -> mean and deviation of each channel on the samples, [C]."""
-
-    def take(_: int, name: str, value: Array) -> NDArray[np.float64]:
-        rows = _rows(value, axes[name]).astype(np.float64)
-        return np.stack([rows.mean(axis=0), (rows * rows).mean(axis=0)])
-
-    runs = tapped(model, axes, samples, take, threads=threads)
-    found = {}
-    for name in axes:
-        mean, square = np.mean([run[name] for run in runs], axis=0)
-        found[name] = mean, np.sqrt(np.maximum(square - mean * mean, 0))
-    return found
-
-
 def _rows(value: Array, axis: int) -> Array:
     """[..., C, ...] -> [values of a channel, C]."""
     return np.moveaxis(value, axis, -1).reshape(-1, value.shape[axis])
