@@ -1,12 +1,12 @@
-"""Cross-layer equalization: channels of one tensor brought to one size, the next weights in turn.
+"""Cross-layer equalization: bring the channels of a tensor to one range by scaling two layers.
 
-One int8 scale holds all channels of a tensor, so a channel of small values gets few steps. Between
-two layers with nothing, Relu, PRelu, LeakyRelu or pooling between them each channel may be scaled
-freely (see `calibrators.weights`). A depthwise convolution between two others takes part in
-two pairs, and the pairs are gone through until nothing moves.
+One int8 scale holds all channels of a tensor, so a channel of small values gets few steps. Where
+two layers have nothing, Relu, PRelu, LeakyRelu or pooling between them, each channel may be scaled
+freely (see `calibrators.weights`). A depthwise convolution between two others belongs to two pairs;
+the pairs are visited until no factor changes.
 
-The sizes of the channels are those of the first layer's weights, as in the source, or those that
-its activations have on a few samples: both forms are given.
+Two candidates are made: the range of a channel is that of the first layer's weights, as in the
+paper, or that of its activations on a few samples.
 
 Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction"
 (ICCV 2019), section 4.1.
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 _SWEEPS = 20
-_STILL = 1e-3  # natural logarithm of a factor below which nothing moves
+_CONVERGED = 1e-3  # log of a factor: smaller changes end the sweeps
 
 Factors = dict[str, NDArray[np.float64]]  # first layer of a link -> [C]
 
@@ -45,7 +45,7 @@ Factors = dict[str, NDArray[np.float64]]  # first layer of a link -> [C]
 def equalize(
     model: onnx.ModelProto, samples: Sequence[Sample], threads: int
 ) -> Iterator[onnx.ModelProto]:
-    """The model equalized by weights, and by activations; none without two layers in a row."""
+    """Yield the model equalized by weights, then by activations; nothing without a link."""
     links = links_of(model)
     if not links:
         return
@@ -56,35 +56,38 @@ def equalize(
 
 
 def _factors(links: Sequence[Link], maxima: Mapping[str, NDArray[np.float64]]) -> Factors:
-    """Factors [C] of each link: of its activations' maxima where given, else of its weights."""
+    """Return each link's factors [C], by the maxima of its activations or else its weights."""
     factors = {link.first.name: np.ones(link.first.outputs) for link in links}
     sizes = {
         layer.name: np.abs(layer.by_channel.astype(np.float64)).max(axis=3)
         for link in links
         for layer in (link.first, link.second)
     }  # [groups, C_out, C_in] of a group
-    before = {link.second.name: link.first.name for link in links}
+    previous = {link.second.name: link.first.name for link in links}
     for _ in range(_SWEEPS):
-        moved = 0.0
+        largest = 0.0
         for link in links:
             first, second = link.first.name, link.second.name
             if link.first.output in maxima:
-                made = maxima[link.first.output] / factors[first]
+                first_range = maxima[link.first.output] / factors[first]
             else:
-                made = _scaled(sizes, factors, before, first).max(axis=2).reshape(-1)
-            read = _scaled(sizes, factors, before, second).max(axis=1).reshape(-1)
-            step = equal_factors(made, read)
+                first_range = _scaled(sizes, factors, previous, first).max(axis=2).reshape(-1)
+            second_range = _scaled(sizes, factors, previous, second).max(axis=1).reshape(-1)
+            step = equal_factors(first_range, second_range)
             factors[first] = factors[first] * step
-            moved = max(moved, float(np.abs(np.log(step)).max()))
-        if moved < _STILL:
+            largest = max(largest, float(np.abs(np.log(step)).max()))
+        if largest < _CONVERGED:
             break
     return factors
 
 
 def _scaled(
-    sizes: Mapping[str, NDArray[np.float64]], factors: Factors, before: Mapping[str, str], name: str
+    sizes: Mapping[str, NDArray[np.float64]],
+    factors: Factors,
+    before: Mapping[str, str],
+    name: str,
 ) -> NDArray[np.float64]:
-    """Sizes [groups, C_out, C_in] of a layer's weights with the factors found so far."""
+    """Return |weights| [groups, C_out, C_in] of a layer with the current factors applied."""
     size = sizes[name]
     groups, out, into = size.shape
     if name in factors:
@@ -95,12 +98,15 @@ def _scaled(
 
 
 def _equalized(model: onnx.ModelProto, links: Sequence[Link], factors: Factors) -> onnx.ModelProto:
-    """The model with its constants scaled by the links' factors, in float64."""
-    before = {link.second.name: link.first.name for link in links}
+    """Return the model with its constants scaled by the links' factors, computed in float64."""
+    previous = {link.second.name: link.first.name for link in links}
     graph, one = Graph(model), np.ones(1)
     arrays, biases = {}, []
     for layer in layers_of(model):
-        out, into = factors.get(layer.name, one), factors.get(before.get(layer.name, ""), one)
+        out, into = (
+            factors.get(layer.name, one),
+            factors.get(previous.get(layer.name, ""), one),
+        )
         if out is one and into is one:
             continue
         arrays[layer.weight] = layer.scaled(outputs=1 / out, inputs=into)
