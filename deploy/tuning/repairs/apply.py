@@ -124,7 +124,7 @@ def repaired(
 def _try_all(
     request: BuildRequest, making: Making, names: Sequence[str], heard: Sequence[Heard]
 ) -> tuple[BuildRequest, list[Tried]]:
-    target, trials_, tried = making.target, _AfterTrials(request, making, heard), []
+    target, builds, tried = making.target, _AfterTrials(request, making, heard), []
     for name in names:
         try:
             if name == ROUNDING and request.choices.rounded is False:
@@ -132,7 +132,7 @@ def _try_all(
             elif (repair := REPAIRS[name].by_layers) is not None:
                 request, one = _by_layers(request, making, name, repair)
             else:
-                request, one = trials_.run(request, name)
+                request, one = builds.run(request, name)
         except Calib8Error as error:
             one = _no_change(name, target.name, f"not kept, {error}")
         tried.append(one)
@@ -143,11 +143,11 @@ def _by_layers(
     request: BuildRequest, making: Making, name: str, repair: ByLayers
 ) -> tuple[BuildRequest, Tried]:
     """Apply a repair that decides layer by layer by itself."""
-    target, repaired_request = making.target.name, repair(request, making)
-    if repaired_request is None:
+    target, result = making.target.name, repair(request, making)
+    if result is None:
         return request, _no_change(name, target)
-    sentence = f"{REPAIRS[name].words}: {made[1]}, kept"
-    return repaired_request[0], Tried(name=name, target=target, kept=True, sentence=sentence)
+    sentence = f"{REPAIRS[name].words}: {result[1]}, kept"
+    return result[0], Tried(name=name, target=target, kept=True, sentence=sentence)
 
 
 class _AfterTrials:
@@ -164,14 +164,12 @@ class _AfterTrials:
         repair, target = REPAIRS[name].after, self._making.target
         assert repair is not None
         now = self._accuracy(request)
-        candidates = [
-            (candidate, self._accuracy(candidate)) for candidate in repair(request, self._making)
-        ]
-        if not candidates:
+        forms = [(form, self._accuracy(form)) for form in repair(request, self._making)]
+        if not forms:
             return request, _no_change(name, target.name)
-        candidate, after = max(candidates, key=lambda one: worst(one[1]))
+        form, after = max(forms, key=lambda one: worst(one[1]))
         kept = helps(now, after)
-        self._last = (candidate, after) if kept else (request, now)
+        self._last = (form, after) if kept else (request, now)
         return self._last[0], _result(name, target.name, now, after, kept=kept)
 
     def _accuracy(self, request: BuildRequest) -> Accuracy:
@@ -245,12 +243,10 @@ def prepared(
     for name, repair in before.items():
         assert repair.before is not None
         candidates = [
-            (
-                _with_model(subject, name, model),
-                builds.accuracies(_with_model(subject, name, model)),
-            )
+            (form, builds.accuracies(form))
             for model in repair.before(subject.model, builds.samples, threads)
             if builds.float_db(model) >= _SAME_DB
+            for form in [_with_model(subject, name, model)]
         ]
         if not candidates:
             tried.append(_no_change(name))
@@ -310,7 +306,7 @@ class _TrialBuilds:
         return worst(self._judge.of(model, kernels=True))
 
     def accuracies(self, subject: Subject) -> dict[str, Accuracy]:
-        """Return the accuracy of each target's int8 model, without targets that fail on so few samples.
+        """Return {target: accuracy of its int8 model}, without targets that fail on few samples.
 
         Where all fail, ONNX Runtime replaces them.
 

@@ -56,7 +56,7 @@ Means = dict[str, NDArray[np.float64]]  # layer -> [samples, C_out]
 
 
 def correct_biases(request: BuildRequest, making: Making) -> Iterator[BuildRequest]:
-    """Yield the request after step 1, then after step 2; nothing without int8 layers with a bias."""
+    """Yield the request after step 1, then after step 2; nothing without int8 layers with bias."""
     alone = _correct_each(request, making)
     if alone is not None:
         yield alone
@@ -86,7 +86,7 @@ def _rows(layer: Layer, weight: NDArray[np.float64]) -> NDArray[Any]:
 
 
 def _mean_out(rows: NDArray[Any], patches: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
-    """Return the mean outputs of rows [G, C, K] on each sample's patches [G, K, P]: [samples, G C]."""
+    """Return mean outputs of rows [G, C, K] on each sample's patches [G, K, P]: [samples, G C]."""
     used = [one for one in patches if one.shape[2]]
     means = np.stack([one.mean(axis=2, dtype=np.float64) for one in used])
     made = (np.asarray(rows, np.float64) * means[:, :, None, :]).sum(axis=3)
@@ -230,7 +230,7 @@ def _errors(
 
 
 def _root(graph: Graph, tensor: str) -> str:
-    """Return the tensor that gives a layer's input its range: the source of nodes that move values."""
+    """Return the tensor that gives a layer's input its range, upstream of Reshape and the like."""
     while (maker := graph.producer.get(tensor)) is not None and (
         maker.op_type in _MOVES and keeps_range(graph, maker)
     ):
