@@ -1,11 +1,9 @@
-"""What stays float and how ranges are found, for every target: from its plan, or searched.
+"""The plan of each target: which nodes stay float and how ranges are found, read or searched.
 
-One search for one target, step by step: from what is asked of it to the plan that it leaves.
+One search for one target::
 
-::
-
-    target, request, wish -> units -> heard (a few samples, and what the float model says of them)
-          -> prober (tries) + prices (times or products) + methods -> search
+    target, request, options -> units -> heard (a few samples with the float model's outputs)
+          -> prober (runs trials) + prices (times or products) + methods -> search
           -> settled (timed, judged) -> plan, with a reason for every node in float
 """
 
@@ -51,21 +49,27 @@ if TYPE_CHECKING:
     from deploy.tensors import Array
 
 
-_LEAST_SAMPLES, _SHARE = 2, 5  # of few samples a fifth: the search is to cost few calibrations
-_OWN = "its own method"  # of a target whatever method is asked for
+_LEAST_SAMPLES, _SHARE = 2, 5  # at most a fifth of the samples, so that the search stays cheap
+_OWN = "its own method"  # of a target that ignores the method asked for
+_REPLANNED = (
+    "the plan of {} in the folder was made with other images or options, so it was searched anew;"
+    " --plan obeys a plan as it is"
+)
+_NO_TARGET = "the plan {} has no [{}], so nothing was chosen for it, and nothing was searched"
+_VERSION = 16  # raised when a search of the same input would give another plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What one search is asked.
+    """Input of one search.
 
     Attributes:
-        target: what is built for.
-        request: what it would be built from.
-        wish: what the user wants, an effort included.
-        method_fixed: whether the method stands, as the user chose it or trusts its ranges.
-        trial: what makes a trial model of a request.
-        rounded: whether the weights of the trials are rounded; None where nobody asks for it.
+        target: the target.
+        request: its build request.
+        wish: options of the search, with an effort of at least 1.
+        method_fixed: whether the range method must stay: the user chose it or trusts a cache.
+        trial: builds the trial model of a request.
+        rounded: whether trials have rounded weights; None without that repair.
     """
 
     target: Target
@@ -77,38 +81,38 @@ class Asked:
 
     @property
     def effort(self) -> Effort:
-        """How much is tried."""
+        """How much the search tries."""
         return EFFORTS[self.wish.effort]
 
     @property
     def judges(self) -> Judges:
-        """Samples that judge; whoever searches has some."""
+        """The evaluation samples, which every search has."""
         assert self.request.judges is not None
         return self.request.judges
 
     @property
     def clock(self) -> bool:
-        """Whether time of this machine decides."""
+        """Whether time measured on this machine decides."""
         return self.target.runs_here and self.wish.timed
 
 
 def searched(asked: Asked, step: Step) -> tuple[TargetPlan, int]:
-    """What a search finds, and how many trial models it ran.
+    """Run a search; return its plan and the number of trial models that ran.
 
     Args:
-        asked: of it.
+        asked: input of the search.
         step: called after every trial.
 
     Raises:
         Calib8Error: what the target raises for the unrepaired model.
-        BackendError: no trial with all in int8 could be run.
+        BackendError: no trial with all units in int8 could run.
         ConfigError: the user's metric fails on the best trial.
     """
     decisions = asked.target.plan(asked.request.model, tuple(asked.request.float_nodes)).decisions
     units = units_of(asked.request.model, decisions)
     if not units.layers:
         return TargetPlan(choices=NO_CHOICES), 0
-    heard = _heard(asked)
+    heard = _search_samples(asked)
     allowance = Allowance.of(asked.effort.calibrations, len(asked.request.feed))
     prober = _prober(asked, heard, step, allowance)
     timed = alike([sample for sample, _ in heard])
@@ -127,16 +131,16 @@ def searched(asked: Asked, step: Step) -> tuple[TargetPlan, int]:
     )
     best = search.run()
     if prober.unjudged is not None and best.noise.accuracy is None:
-        raise prober.unjudged  # what fails on noise alone is one that loses all
+        raise prober.unjudged  # a metric that fails on noisy trials only counts as a loss of all
     if asked.wish.max_loss is not None:
         search.hold(asked.wish.max_loss)
-    chosen = _chosen(asked, search, timed, allowance)
-    float_wins = chosen.trial.cost(asked.wish.weight) > 0  # which is what the float model costs
+    chosen = _choose(asked, search, timed, allowance)
+    float_wins = chosen.trial.cost(asked.wish.weight) > 0  # the float model costs 0
     return _plan(search, chosen, asked.target.float_way if float_wins else ""), prober.tried
 
 
-def _heard(asked: Asked) -> Sequence[Heard]:
-    """The samples that every trial runs; targets share them."""
+def _search_samples(asked: Asked) -> Sequence[Heard]:
+    """Return the samples of every trial with the float model's outputs; the targets share them."""
     request, judges = asked.request, asked.judges
     few = min(asked.effort.samples, len(request.feed) // _SHARE, as_many(judges))
     few = max(_LEAST_SAMPLES, few)
@@ -144,7 +148,7 @@ def _heard(asked: Asked) -> Sequence[Heard]:
 
 
 def _prober(asked: Asked, heard: Sequence[Heard], step: Step, allowance: Allowance) -> Prober:
-    """What tries choices on samples that its ranges have not seen."""
+    """Return the prober; the ranges of its trials come from other samples than its own."""
     few, effort, model = len(heard), asked.effort, asked.request.model
     trial, ends = asked.trial, ranked(model)
     if ends:
@@ -171,33 +175,33 @@ def _prober(asked: Asked, heard: Sequence[Heard], step: Step, allowance: Allowan
 
 @phase("timing kernels")
 def _prices(asked: Asked, units: Units, samples: Sequence[Mapping[str, Array]]) -> Prices:
-    """Of every unit, in time where this machine's decides, else in products."""
+    """Return the price of every unit: time where this machine decides, else products."""
     target, request = asked.target, asked.request
     if asked.clock:
-        every = Choices(float_nodes=dict.fromkeys(units.nodes(units.members), "timed in float"))
-        float32, int8 = (target.trial(request.adding(one)) for one in (every, NO_CHOICES))
-        with suppress(BackendError):  # the search finds what cannot be run
-            found = measured(request.model, float32, int8, units, samples)
-            if found.total(units, frozenset(units.members)) >= TELLING_US:
-                return found
+        all_float = Choices(float_nodes=dict.fromkeys(units.nodes(units.members), "timed in float"))
+        float32, int8 = (target.trial(request.adding(one)) for one in (all_float, NO_CHOICES))
+        with suppress(BackendError):  # the search itself finds layers that cannot run
+            prices = measured(request.model, float32, int8, units, samples)
+            if prices.total(units, frozenset(units.members)) >= TELLING_US:
+                return prices
     return counted(request.model, units, samples[0])
 
 
 def _methods(asked: Asked) -> list[Method | None]:
-    """Searches of ranges to choose among."""
+    """Return the range methods to choose among."""
     if asked.target.own_method:
         return [None, *map(Method.of, asked.target.alternatives)]
     own = asked.request.ranges.method
     return [own] if asked.method_fixed else [*comparable(own)]
 
 
-def _chosen(
+def _choose(
     asked: Asked,
     search: Search,
     samples: Sequence[Mapping[str, Array]],
     allowance: Allowance,
 ) -> Settled:
-    """What is built of what was tried."""
+    """Choose what to build among the trials."""
     target, request = asked.target, asked.request
 
     def choose(likely: Sequence[Trial]) -> tuple[Trial, Told]:
@@ -221,7 +225,7 @@ def _chosen(
         metric=asked.wish.metric,
         ran=allowance.spend,
     )
-    another = asked.effort.samples + len(asked.judges.part)  # a trial, judged on all of them
+    another = asked.effort.samples + len(asked.judges.part)  # samples of one more judged trial
 
     def judge(chosen: Trial) -> Judgement:
         if search.is_float(chosen.in_float):
@@ -233,7 +237,7 @@ def _chosen(
 
 
 def _plan(search: Search, found: Settled, worthless: str) -> TargetPlan:
-    """The plan of what is built."""
+    """Return the plan of what is built."""
     units, word, best = search.units, search.word, found.trial
     why = reasons(
         best,
@@ -243,7 +247,7 @@ def _plan(search: Search, found: Settled, worthless: str) -> TargetPlan:
         word,
         search.refused,
         sums=search.kept_sums,
-        otherwise=_otherwise(found),
+        otherwise=_default_reason(found),
     )
     return TargetPlan(
         choices=replace(best.choices, float_nodes=why),
@@ -257,15 +261,15 @@ def _plan(search: Search, found: Settled, worthless: str) -> TargetPlan:
     )
 
 
-def _otherwise(found: Settled) -> str:
-    """Why a layer is float for which nothing of its own speaks."""
+def _default_reason(found: Settled) -> str:
+    """Return the reason of float units that have neither noise nor time against int8."""
     if found.trial.noise.parts:
         return BETWEEN
     return NOT_USABLE if found.unusable else NOT_FASTER
 
 
 def _failed(prober: Prober) -> str:
-    """How many trials could not be run, and why the first could not; "" where all could."""
+    """Return how many trials could not run and why the first could not; "" where all ran."""
     failed = len(prober.errors)
     if not failed:
         return ""
@@ -289,24 +293,16 @@ def _tried(trials: Sequence[Trial]) -> list[dict[str, str | float]]:
     ]
 
 
-_ANEW = (
-    "the plan of {} in the folder was made with other images or options, so it was searched anew;"
-    " --plan obeys a plan as it is"
-)
-_SILENT = "the plan {} has no [{}], so nothing was chosen for it, and nothing was searched"
-_VERSION = 16  # raised when the same input would be searched otherwise
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """What was settled for one target.
+    """Plan of one target and where it came from.
 
     Attributes:
-        plan: choices and what was tried.
-        reused: whether nothing had to be searched.
-        searched: whether the plan is the outcome of a search, this one or an earlier one.
-        probes: trial models that were run.
-        note: what the user should know of the plan that was there; "" for nothing.
+        plan: choices and trials.
+        reused: whether an existing plan was used without a search.
+        searched: whether the plan comes from a search, this one or an earlier one.
+        probes: number of trial models that ran.
+        note: note on an existing plan that was not used; "" for none.
     """
 
     plan: TargetPlan
@@ -325,33 +321,32 @@ def tuned(
     method_asked: bool,
     repairs: Sequence[str] = (),
 ) -> Tuned:
-    """The plan of a target: obeyed where it fits, else searched.
+    """Return the plan of a target: an existing one that fits, else the result of a search.
 
     Args:
-        target: what is built for.
-        request: what it would be built from.
-        wish: what the user wants.
-        known: the plan that is there.
-        method_asked: whether the user chose the method, which then stands.
-        repairs: what will be tried on what was settled.
+        target: the target.
+        request: its build request.
+        wish: options of the search.
+        known: existing plan file.
+        method_asked: whether the user chose the range method, which then stays.
+        repairs: repairs that will be tried after the search.
 
     Raises:
-        ConfigError: a plan that names nodes which the model does not have, or was made for another
-            grid.
+        ConfigError: a plan with nodes that the model does not have, or made for another grid.
     """
     common = dict.fromkeys(matching(request.model, known.float_nodes), "the plan keeps it in float")
     digest = _made_from(target, request, wish, method_asked, repairs)
-    there = known.targets.get(target.name)
-    if there is not None and (wish.plan is not None or there.made_from == digest):
-        _check_names(request, there)
-        _check_precision(target, request, there)
-        return Tuned(plan=_with(there, common), reused=True)
+    existing = known.targets.get(target.name)
+    if existing is not None and (wish.plan is not None or existing.made_from == digest):
+        _check_names(request, existing)
+        _check_precision(target, request, existing)
+        return Tuned(plan=_with(existing, common), reused=True)
     if wish.effort == 0 or wish.plan is not None:
-        note = "" if wish.plan is None else _SILENT.format(wish.plan, target.name)
+        note = "" if wish.plan is None else _NO_TARGET.format(wish.plan, target.name)
         plan = TargetPlan(choices=Choices(float_nodes=common))
         return Tuned(plan=plan, searched=False, note=note)
     request = request.choosing(Choices(float_nodes=common))
-    asked = Asked(
+    search_input = Asked(
         target=target,
         request=request,
         wish=wish,
@@ -359,38 +354,38 @@ def tuned(
         trial=trials(target, request, repairs),
         rounded=True if ROUNDING in repairs else None,
     )
-    with phase("trials", asked.effort.most * asked.effort.rounds, about=True) as step:
-        found, probes = searched(asked, step)
-    old = there is not None and there.made_from != ""
+    with phase("trials", search_input.effort.most * search_input.effort.rounds, about=True) as step:
+        found, probes = searched(search_input, step)
+    old = existing is not None and existing.made_from != ""
     return Tuned(
         plan=_with(replace(found, made_from=digest), common),
         probes=probes,
-        note=_ANEW.format(target.name) if old and not wish.fresh else "",
+        note=_REPLANNED.format(target.name) if old and not wish.fresh else "",
     )
 
 
 def plan_at(path: Path, wish: Tuning, digest: str) -> PlanFile:
-    """The plan to be obeyed: the one that was named, or the one beside the output.
+    """Read the plan to obey: `wish.plan` if set, else the one in the output folder.
 
     Raises:
-        ConfigError: the named one cannot be read, or is another model's.
+        ConfigError: the plan that was named cannot be read, or belongs to another model.
     """
     if wish.plan is not None:
-        found = read_plan(wish.plan)
-        if found.model not in ("", digest):
+        plan = read_plan(wish.plan)
+        if plan.model not in ("", digest):
             raise ConfigError(
                 f"a plan must be the model's, got {wish.plan} of another one; build without --plan"
                 " to have one made"
             )
-        return found
+        return plan
     if wish.fresh or not path.exists():
         return PlanFile(model=digest)
-    found = read_plan(path)
-    return found if found.model == digest else PlanFile(model=digest)
+    plan = read_plan(path)
+    return plan if plan.model == digest else PlanFile(model=digest)
 
 
 def keep_plan(path: Path, known: PlanFile, found: Mapping[str, Tuned]) -> Path:
-    """Write what was settled, and keep what the file says of other targets."""
+    """Write the new plans; plans of other targets in the file stay."""
     new = {name: one.plan for name, one in found.items() if one.searched}
     targets = {**known.targets, **new}
     return write_plan(path, replace(known, targets=targets))
@@ -413,7 +408,7 @@ def _refuse_unknown(what: str, named: Iterable[str], known: Container[str]) -> N
 
 
 def _check_precision(target: Target, request: BuildRequest, plan: TargetPlan) -> None:
-    """What a layer loses on one grid says nothing of another."""
+    """Refuse a plan for another grid, since losses on one grid say nothing of another."""
     word = word_of(target.plan(request.model, request.float_nodes).decisions)
     if plan.precision not in ("", word):
         raise ConfigError(
@@ -435,7 +430,7 @@ def _made_from(
     method_asked: bool,
     repairs: Sequence[str],
 ) -> str:
-    """Digest of all that a search depends on, time apart."""
+    """Return a digest of all that a search depends on, except measured times."""
     parts: dict[str, Any] = {
         "version": _VERSION,
         "model": request.digest,
