@@ -60,7 +60,7 @@ def chosen(names: Iterable[str]) -> tuple[str, ...]:
     """
     given = [word.strip() for name in names for word in name.split(",")]
     if NONE in given and len(given) > 1:
-        raise ConfigError(f"{NONE} stands alone, got repairs {', '.join(given)}; leave it away")
+        raise ConfigError(f"{NONE} must be the only repair, got {', '.join(given)}; leave it away")
     for word in given:
         if word not in (ALL, NONE) and word not in REPAIRS:
             near = did_you_mean(word, (*REPAIRS, ALL, NONE), f"{ALL} tries each of them")

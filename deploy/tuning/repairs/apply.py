@@ -281,7 +281,7 @@ def told(tried: Iterable[Tried]) -> list[str]:
     several = len({one.target for one in results if one.target}) > 1
     notes = [f"{t.target}: {t.sentence}" if several and t.target else t.sentence for t in results]
     if any(t.kept and REPAIRS[t.name].before is not None for t in results):
-        notes.append("a calibration cache goes with the float model as it was repaired")
+        notes.append("the calibration cache belongs to the repaired float model")
     return notes
 
 

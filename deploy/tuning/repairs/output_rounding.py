@@ -105,13 +105,13 @@ def trials_rounded(
             return target.trial(chosen)
         subject = replace(chosen.subject, loaded=with_rounded.subject.loaded)
         model = target.trial(replace(chosen, subject=subject))
-        _restore_float(model, layers, originals)
+        _give_back(model, layers, originals)
         return model
 
     return trial
 
 
-def _restore_float(
+def _give_back(
     model: onnx.ModelProto, layers: Sequence[Layer], originals: Mapping[str, onnx.TensorProto]
 ) -> None:
     """Give layers that stay float their original weights back, in place."""
