@@ -386,36 +386,36 @@ def _notes(builds: Sequence[Build]) -> Iterator[str]:
         yield "they were calibrated with different images"
 
 
-def to_screen(found: Builds) -> str:
+def to_screen(builds: Builds) -> str:
     """Return the comparison as plain text, without colours."""
     blocks = [
-        [f"{figures.count(len(found.names), 'build')} compared"],
-        list(_engines(found)),
-        list(_reasons(found)),
-        list(_difference_lines(found)),
-        [line for n, note in enumerate(found.notes) for line in entry("" if n else "Notes", note)],
+        [f"{figures.count(len(builds.names), 'build')} compared"],
+        list(_engines(builds)),
+        list(_reasons(builds)),
+        list(_difference_lines(builds)),
+        [line for n, note in enumerate(builds.notes) for line in entry("" if n else "Notes", note)],
     ]
     return "\n\n".join(lines_of(block) for block in blocks if block) + "\n"
 
 
-def to_html(found: Builds) -> str:
+def to_html(builds: Builds) -> str:
     """Return the comparison as a page in the style of a build's report."""
-    title = f"calib8: {figures.count(len(found.names), 'build')} compared"
-    judged = [(_engine_name(one), one.verdict) for one in found.engines if one.verdict]
-    troubles = [f"{_engine_name(one)} failed: {one.error}" for one in found.engines if one.error]
+    title = f"calib8: {figures.count(len(builds.names), 'build')} compared"
+    judged = [(_engine_name(one), one.verdict) for one in builds.engines if one.verdict]
+    troubles = [f"{_engine_name(one)} failed: {one.error}" for one in builds.engines if one.error]
     body = (
         f"<h1>{escape(title)}</h1>",
         markup.verdicts(judged) if judged else "",
         markup.bullets(troubles, "troubles") if troubles else "",
-        markup.bullets(found.notes, "notes") if found.notes else "",
-        *written(list(_sections(found))),
+        markup.bullets(builds.notes, "notes") if builds.notes else "",
+        *written(list(_sections(builds))),
     )
     return page(title, "\n".join(body))
 
 
-def to_json(found: Builds) -> dict[str, object]:
+def to_json(builds: Builds) -> dict[str, object]:
     """Return plain JSON types; infinite and NaN numbers become "inf", "-inf" or "nan"."""
-    held = {"schema": BUILDS_SCHEMA, **asdict(found)}
+    held = {"schema": BUILDS_SCHEMA, **asdict(builds)}
     made = plain(held)
     assert isinstance(made, dict)
     return made
@@ -440,9 +440,9 @@ def _engine_name(one: EngineLine) -> str:
     return f"{one.build}, {one.target}"
 
 
-def _engines(found: Builds) -> Iterator[str]:
+def _engines(builds: Builds) -> Iterator[str]:
     """Yield the table of engines, without empty columns."""
-    rows = [["build", *_HEADS], *([one.build, *_cells(one)] for one in found.engines)]
+    rows = [["build", *_HEADS], *([one.build, *_cells(one)] for one in builds.engines)]
     filled = [c for c in range(len(rows[0])) if any(row[c] for row in rows[1:])]
     widths = {c: max(len(row[c]) for row in rows) for c in filled}
     for row in rows:
@@ -451,28 +451,28 @@ def _engines(found: Builds) -> Iterator[str]:
         yield "  ".join([name, *cells]).rstrip()
 
 
-def _reasons(found: Builds) -> Iterator[str]:
+def _reasons(builds: Builds) -> Iterator[str]:
     """Yield the reasons of every verdict and of every failure."""
-    for number, one in enumerate(found.engines):
+    for number, one in enumerate(builds.engines):
         said = one.error or (one.verdict.words if one.verdict else "nothing was measured")
         yield from entry("" if number else "Why", f"{_engine_name(one)}: {said}")
 
 
-def _difference_lines(found: Builds) -> Iterator[str]:
+def _difference_lines(builds: Builds) -> Iterator[str]:
     """Yield one sentence per difference; builds with equal values are listed together."""
-    for number, line in enumerate(found.differences):
+    for number, line in enumerate(builds.differences):
         by_value: dict[str, list[str]] = {}
-        for name, value in zip(found.names, line.values, strict=True):
+        for name, value in zip(builds.names, line.values, strict=True):
             by_value.setdefault(value or figures.NONE, []).append(name)
         said = "; ".join(f"{value} ({', '.join(names)})" for value, names in by_value.items())
         yield from entry("" if number else "They differ", f"{line.name}: {said}")
 
 
-def _sections(found: Builds) -> Iterator[Section]:
-    rows = [[one.build, *_cells(one)] for one in found.engines]
+def _sections(builds: Builds) -> Iterator[Section]:
+    rows = [[one.build, *_cells(one)] for one in builds.engines]
     table = markup.table(["build", *_HEADS], rows, "builds")
     yield Section(title="Engines", html=table, rows=len(rows), folded=False)
-    lines = [[d.name, *(value or figures.NONE for value in d.values)] for d in found.differences]
+    lines = [[d.name, *(value or figures.NONE for value in d.values)] for d in builds.differences]
     if lines:
-        table = markup.table(["", *found.names], lines, "words")
+        table = markup.table(["", *builds.names], lines, "words")
         yield Section(title="They differ in", html=table, rows=len(lines), folded=False)

@@ -108,17 +108,17 @@ class Parting:
     @property
     def says(self) -> str:
         """Where the models part, in one sentence."""
-        found = self.parts_at
-        if found is None:
+        parting = self.parts_at
+        if parting is None:
             return f"They do not part: no tensor is below {self.min_sqnr_db:g} dB."
         return (
-            f"They part at {found.tensor!r}, made by {found.operator} {found.node!r}:"
-            f" {found.figures.sqnr_db:.1f} dB, the first below {self.min_sqnr_db:g} dB."
+            f"They part at {parting.tensor!r}, made by {parting.operator} {parting.node!r}:"
+            f" {parting.figures.sqnr_db:.1f} dB, the first below {self.min_sqnr_db:g} dB."
         )
 
     def to_json(self) -> dict[str, object]:
         """Return plain JSON types; infinite and NaN numbers become "inf" or "nan"."""
-        found = self.parts_at
+        parting = self.parts_at
         return {
             "first": self.first,
             "second": self.second,
@@ -126,7 +126,7 @@ class Parting:
             "min_sqnr_db": self.min_sqnr_db,
             "cut": self.cut,
             "looked": list(self.looked),
-            "parts_at": None if found is None else found.tensor,
+            "parts_at": None if parting is None else parting.tensor,
             "layers": [_json(one) for one in self.layers],
             "outputs": [_json(one) for one in self.outputs],
             "notes": list(self.notes),
@@ -223,36 +223,36 @@ class _Cuts:
         Raises:
             BackendError: OpenVINO cannot run the second model.
         """
-        self.figures |= (found := self._compare(*self._models, outputs))
-        return self._agrees(found)
+        self.figures |= (figures := self._compare(*self._models, outputs))
+        return self._agrees(figures)
 
     def agrees(self, name: str, other: str) -> bool:
         """Whether a tensor agrees; also true if it cannot be compared or holds no floats."""
         first, second = self._models
         try:
-            found = self._compare(cut(first, name), cut(second, other), {name: other})
+            figures = self._compare(cut(first, name), cut(second, other), {name: other})
         except BackendError as error:
             self.notes.append(f"{name!r} could not be compared: {error}.")
             return True
-        self.figures |= found
-        return self._agrees(found)
+        self.figures |= figures
+        return self._agrees(figures)
 
     def close(self, outputs: Mapping[str, str]) -> None:
         """Add a note on the effect of fixing the model's open dimensions, if it has any."""
         if not _is_open(self._models[1]):
             return
         try:
-            found = self._compare(*self._models, outputs, closed=True)
+            figures = self._compare(*self._models, outputs, closed=True)
         except BackendError:  # the model runs with open dimensions only
             return
-        worst = min((one.sqnr_db for one in found.values()), default=math.nan)
-        words = "agree" if self._agrees(found) else "part as well"
+        worst = min((one.sqnr_db for one in figures.values()), default=math.nan)
+        words = "agree" if self._agrees(figures) else "part as well"
         self.notes.append(
             f"With the input's open dimensions closed the outputs {words} ({worst:.1f} dB)."
         )
 
-    def _agrees(self, found: Figures) -> bool:
-        return all(one.sqnr_db >= self._limit for one in found.values())
+    def _agrees(self, figures: Figures) -> bool:
+        return all(one.sqnr_db >= self._limit for one in figures.values())
 
     def _compare(
         self,
@@ -401,7 +401,7 @@ def compare(
     else:
         figures = _compare_taps(ours, theirs, pairs, feed, threads)
     makers = {name: node for node in ours.graph.node for name in node.output}
-    rows = {name: _layer(name, makers, found) for name, found in figures.items()}
+    rows = {name: _layer(name, makers, one) for name, one in figures.items()}
     return Parting(
         first=f"{first} in onnxruntime",
         second=f"{second or first} in {runtime}",

@@ -238,13 +238,13 @@ def explain(
         ConfigError: no build, a broken report or plan, a target that the build does not have.
         ModelError, FeedError, BackendError: from running images.
     """
-    found = read_build(Path(folder))
-    chosen = _select_targets(found, target)
+    explanation = read_build(Path(folder))
+    chosen = _select_targets(explanation, target)
     if images is None:
-        return replace(found, targets=chosen)
-    loaded = _model(found, model)
+        return replace(explanation, targets=chosen)
+    loaded = _load_float_model(explanation, model)
     dataset = dataset_of(images)
-    preprocess = _merged(dataset.preprocess, _preprocess(found, dataset.source))
+    preprocess = _merged(dataset.preprocess, _preprocess(explanation, dataset.source))
     feed = replace(dataset, preprocess=preprocess).open(loaded.inputs, carried=loaded.carried)
     explained = []
     for one in chosen:
@@ -255,30 +255,32 @@ def explain(
         with phase(one.name):
             held = held_of(
                 loaded,
-                of_build(one.runnable, Path(found.report)),
+                of_build(one.runnable, Path(explanation.report)),
                 [] if _is_rescaled(one) else [layer.name for layer in one.layers],
                 feed,
                 native=one.native,
                 threads=threads or default_threads(),
             )
-        explained.append(one.on(replace(held, notes=(*held.notes, *_model_note(found, loaded)))))
-    return replace(found, targets=tuple(explained))
+        explained.append(
+            one.on(replace(held, notes=(*held.notes, *_model_note(explanation, loaded))))
+        )
+    return replace(explanation, targets=tuple(explained))
 
 
-def _select_targets(found: Explanation, target: str | None) -> tuple[TargetWhy, ...]:
+def _select_targets(explanation: Explanation, target: str | None) -> tuple[TargetWhy, ...]:
     if target is None:
-        return found.targets
-    names = [one.name for one in found.targets]
+        return explanation.targets
+    names = [one.name for one in explanation.targets]
     if target not in names:
         way = did_you_mean(target, names, f"it has {', '.join(names) or 'none'}")
         raise ConfigError(
-            f"a target to explain must be one of the build, got {target!r} for {found.report};"
-            f" {way}"
+            f"a target to explain must be one of the build, got {target!r} for"
+            f" {explanation.report}; {way}"
         )
-    return tuple(one for one in found.targets if one.name == target)
+    return tuple(one for one in explanation.targets if one.name == target)
 
 
-def _model(found: Explanation, named: Path | str | None) -> LoadedModel:
+def _load_float_model(explanation: Explanation, named: Path | str | None) -> LoadedModel:
     """Load the float model.
 
     Raises:
@@ -286,19 +288,19 @@ def _model(found: Explanation, named: Path | str | None) -> LoadedModel:
     """
     if named is not None:
         return load_either(Path(named))
-    path = beside(found.model, Path(found.report))
+    path = beside(explanation.model, Path(explanation.report))
     if not is_file(path) or path.suffix.lower() != ".onnx":
         raise ConfigError(
-            f"images are run through the ONNX model of the build, got {found.model!r} in"
-            f" {found.report}, which is none here; name it with --model"
+            f"images are run through the ONNX model of the build, got {explanation.model!r} in"
+            f" {explanation.report}, which is none here; name it with --model"
         )
     return load_either(path)
 
 
-def _model_note(found: Explanation, loaded: LoadedModel) -> Iterator[str]:
+def _model_note(explanation: Explanation, loaded: LoadedModel) -> Iterator[str]:
     """Yield a note if the float model is not the one the build was made from."""
     try:
-        made_from = manifest.read_manifest(Path(found.report).parent).made_from.get("model")
+        made_from = manifest.read_manifest(Path(explanation.report).parent).made_from.get("model")
     except CacheError:  # reported by `verify`
         return
     if isinstance(made_from, dict) and made_from.get("sha256") != loaded.digest:
@@ -315,7 +317,7 @@ def _merged(preprocess: Asked, known: Preprocess | None) -> Asked:
     return asked_of(known, preprocess or {})
 
 
-def _preprocess(found: Explanation, images: FeedSource) -> Preprocess | None:
+def _preprocess(explanation: Explanation, images: FeedSource) -> Preprocess | None:
     """Return the preprocessing of the build's images; None for arrays, or if the report has none.
 
     Raises:
@@ -325,14 +327,14 @@ def _preprocess(found: Explanation, images: FeedSource) -> Preprocess | None:
         arrays = images.dtype != "uint8"
     else:
         arrays = not isinstance(images, str | Path) or Path(images).suffix.lower() in _ARRAYS
-    if arrays or not found.preprocess:
+    if arrays or not explanation.preprocess:
         return None
     try:
-        return Preprocess.from_json(found.preprocess)
+        return Preprocess.from_json(explanation.preprocess)
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"the preprocessing of a report must be one that calib8 wrote, got {error} in"
-            f" {found.report}; set it with options such as --mean"
+            f" {explanation.report}; set it with options such as --mean"
         ) from error
 
 

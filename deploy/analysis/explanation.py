@@ -179,24 +179,28 @@ class Explanation:
     targets: tuple[TargetWhy, ...] = ()
 
 
-def to_screen(found: Explanation, *, everything: bool = False) -> str:
+def to_screen(explanation: Explanation, *, everything: bool = False) -> str:
     """Return the explanation as plain text, without colours.
 
     Args:
-        found: the explanation.
+        explanation: the explanation.
         everything: whether to show every row of every table.
     """
     most = None if everything else FEW
     blocks = [
-        [found.title, *entry("Report", found.report), *entry("Plan", found.plan or "none")],
-        *(list(_target(one, most)) for one in found.targets),
+        [
+            explanation.title,
+            *entry("Report", explanation.report),
+            *entry("Plan", explanation.plan or "none"),
+        ],
+        *(list(_target(one, most)) for one in explanation.targets),
     ]
     return "\n\n".join(map(page, blocks)) + "\n"
 
 
-def to_json(found: Explanation) -> dict[str, object]:
+def to_json(explanation: Explanation) -> dict[str, object]:
     """Return plain JSON types; infinite and NaN numbers become "inf", "-inf" or "nan"."""
-    made = plain({"schema": SCHEMA, **asdict(found)})
+    made = plain({"schema": SCHEMA, **asdict(explanation)})
     assert isinstance(made, dict)
     return made
 

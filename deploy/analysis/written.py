@@ -206,7 +206,7 @@ def _target(
     accuracy = engine.part("accuracy") if engine else None
     task = accuracy.part("task") if accuracy else None
     own = plan.targets.get(name, TargetPlan(choices=NO_CHOICES))
-    settled, tried = _search(row.part("search"), own)
+    settled, tried = _chosen_and_tried(row.part("search"), own)
     nodes = [_node(one) for one in row.rows("nodes")]
     runnable = row.text("runnable") or None
     return TargetWhy(
@@ -217,13 +217,13 @@ def _target(
         parts=_losses(accuracy, "parts", "label") or _losses(accuracy, "outputs", "name"),
         task=task.text("words") if task else "",
         nodes=len(nodes),
-        kept=tuple(_kept(nodes)),
+        kept=tuple(_float_groups(nodes)),
         layers=_losses(row, "layers", "name"),
-        repairs=tuple(_repairs((*notes, *row.texts("notes")))),
+        repairs=tuple(_repair_notes((*notes, *row.texts("notes")))),
         settled=settled,
         tried=tried,
         methods={tensor: method.label for tensor, method in own.choices.methods.items()},
-        clipped=tuple(_clipped(row)),
+        clipped=tuple(_clipped_ranges(row)),
         runnable=runnable,
         native=engine is not None and runnable is not None and engine.text("path") == runnable,
     )
@@ -238,15 +238,15 @@ def _node(row: Fields) -> NodeRow:
     )
 
 
-def _search(search: Fields | None, own: TargetPlan) -> tuple[str, tuple[TrialRow, ...]]:
+def _chosen_and_tried(search: Fields | None, own: TargetPlan) -> tuple[str, tuple[TrialRow, ...]]:
     """Return the chosen trial and all trials, from the report or else from the plan."""
     if search is None:
         return own.settled, tuple(trial_rows(own))
     rows = tuple(
         TrialRow(
             what=one.text("what"),
-            sqnr_db=_known(one.number("sqnr_db")),
-            time=_known(one.number("time")),
+            sqnr_db=_nan_if_none(one.number("sqnr_db")),
+            time=_nan_if_none(one.number("time")),
             taken=one.flag("taken"),
         )
         for one in search.rows("tried")
@@ -259,9 +259,9 @@ def _losses(held: Fields | None, key: str, name: str) -> tuple[Loss, ...]:
     rows = [
         Loss(
             name=row.text(name),
-            sqnr_db=_known(row.number("sqnr_db")),
-            cosine_mean=_known(row.number("cosine_mean")),
-            cosine_min=_known(row.number("cosine_min")),
+            sqnr_db=_nan_if_none(row.number("sqnr_db")),
+            cosine_mean=_nan_if_none(row.number("cosine_mean")),
+            cosine_min=_nan_if_none(row.number("cosine_min")),
         )
         for row in (held.rows(key) if held else ())
     ]
@@ -273,11 +273,11 @@ def worse(decibels: float) -> float:
     return -math.inf if math.isnan(decibels) else decibels
 
 
-def _known(value: float | None) -> float:
+def _nan_if_none(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _kept(nodes: Iterable[NodeRow]) -> Iterator[Kept]:
+def _float_groups(nodes: Iterable[NodeRow]) -> Iterator[Kept]:
     """Yield float nodes grouped by reason, those kept by a rule also by operator.
 
     Noise comes first, the lowest SQNR before the others; then time, then the rest.
@@ -297,19 +297,20 @@ def _kept(nodes: Iterable[NodeRow]) -> Iterator[Kept]:
         )
 
 
-def _repairs(notes: Iterable[str]) -> Iterator[str]:
+def _repair_notes(notes: Iterable[str]) -> Iterator[str]:
     """Return the notes on repairs, which begin with the repair's words."""
     words = [repair.words for repair in REPAIRS.values()]
     return (note for note in notes if any(f"{one}: " in note for one in words))
 
 
-def _clipped(row: Fields) -> Iterator[Clipped]:
+def _clipped_ranges(row: Fields) -> Iterator[Clipped]:
     found = []
     for tensor in row.rows("tensors"):
         share = tensor.number("clipped")
         if share is not None and share > 0:
             ends = [
-                _known(tensor.number(key)) for key in ("observed_min", "observed_max", "lo", "hi")
+                _nan_if_none(tensor.number(key))
+                for key in ("observed_min", "observed_max", "lo", "hi")
             ]
             found.append(
                 Clipped(

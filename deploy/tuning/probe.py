@@ -54,10 +54,10 @@ if TYPE_CHECKING:
 Powers = NDArray[np.float64]  # [samples]
 Heard = tuple[Mapping[str, "Array"], Mapping[str, "Array"]]  # sample, outputs of the float model
 LISTED = "what is found"
-_HALF = 0.25  # share of the mean power, half the amplitude: a sample with more counts fully
-_SILENT = 1e-12  # 120 dB: smaller losses count as none
-_MOST = 0.99  # loss of the task: a larger one would not rank the layers
-_LOUD = 1e6  # -60 dB, a loss of all: NaN, another shape
+_FULL_SIGNAL = 0.25  # share of the mean power, half the amplitude: a sample with more counts fully
+_NO_LOSS = 1e-12  # 120 dB: smaller losses count as none
+_MOST_LOST = 0.99  # loss of the task: a larger one would not rank the layers
+_ALL_NOISE = 1e6  # -60 dB, a loss of all: NaN, another shape
 _RANKING = ("ArgMax", "TopK")
 _MOVING = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 
@@ -88,8 +88,8 @@ class Noise:
     @property
     def part(self) -> str:
         """The slice of greatest loss."""
-        found = self.lost
-        return max(found, key=lambda name: found[name], default="")
+        losses = self.lost
+        return max(losses, key=lambda name: losses[name], default="")
 
     @property
     def worst(self) -> float:
@@ -99,13 +99,13 @@ class Noise:
     @property
     def mean(self) -> float:
         """Mean loss of the slices, which still ranks trials whose worst slice is all lost."""
-        found = self.lost.values()
-        return sum(found) / len(found) if found else 0.0
+        losses = self.lost.values()
+        return sum(losses) / len(losses) if losses else 0.0
 
     @property
     def db(self) -> float:
         """`worst` as the SQNR in dB that has this loss in every sample."""
-        return -20 * math.log10(max(-math.log1p(-min(self.worst, 1 - _SILENT)), 1e-6))
+        return -20 * math.log10(max(-math.log1p(-min(self.worst, 1 - _NO_LOSS)), 1e-6))
 
     def plus(self, other: Noise) -> Noise:
         """Return the sum of two independent sources of noise."""
@@ -143,6 +143,18 @@ class Prober:
 
     The noise of a trial that cannot be built or run is None, and its error is stored.
 
+    Args:
+        trial: builds the trial model of a request.
+        request: build request; its choices are replaced in each trial.
+        heard: samples with the float model's outputs.
+        runs_here: whether ONNX Runtime's int8 kernels run the trials.
+        threads: trials that run in parallel.
+        few: number of samples for trials of a few layers; None for all.
+        by_task: whether to measure the task or the metric too, which a limit of loss needs.
+        metric: the user's metric, which replaces the task's own.
+        progress: called after each trial.
+        ran: called with the number of samples that are run.
+
     Attributes:
         tried: number of trial models that were made.
         errors: errors of trials that could not run, in the order of the trials.
@@ -170,14 +182,14 @@ class Prober:
         self._heard = list(heard)
         self._kernels = runs_here
         self._threads = threads
-        self._few = len(self._heard) if few is None else few
+        self._few_samples = len(self._heard) if few is None else few
         self._by_task = by_task
         self._metric = metric
-        self._one_by_one = Lock()  # a user's metric need not be thread-safe
+        self._metric_lock = Lock()  # a user's metric need not be thread-safe
         self._known: dict[object, Noise | None] = {}
-        wanted = [said for _, said in heard]
-        self._form = form_of(wanted, inputs=[sample for sample, _ in heard])
-        self._usual = usual_powers(self._form, self._slices(self._heard))
+        outputs = [wanted for _, wanted in heard]
+        self._form = form_of(outputs, inputs=[sample for sample, _ in heard])
+        self._mean_powers = usual_powers(self._form, self._slices(self._heard))
         self._stored: Kept | Calib8Error | None = None
         self._stopped = False
         self.tried = 0
@@ -200,12 +212,12 @@ class Prober:
         if self._stored is None:
             self._stored = self._store_values(int8)
         work = partial(self._noise_alone, self._stored)
-        return self._run([(one, ("alone", _key(one))) for one in trials], work, self._few)
+        return self._run([(one, ("alone", _key(one))) for one in trials], work, self._few_samples)
 
     def _store_values(self, int8: Sequence[Sequence[str]]) -> Kept | Calib8Error:
         """Return the stored values that trials of few layers start from, or why there are none."""
-        chosen = loudest(self._form, self._slices(self._heard), self._few)
-        self._ran(self._few)
+        chosen = loudest(self._form, self._slices(self._heard), self._few_samples)
+        self._ran(self._few_samples)
         try:
             return Kept.of(self._request.model, int8, [self._heard[place] for place in chosen])
         except Calib8Error as error:
@@ -262,26 +274,26 @@ class Prober:
         session = OrtSession.open(
             model, threads=1, spin=False, keep=True, int8_kernels=self._kernels
         )
-        read = [spec.name for spec in session.inputs]
+        inputs = [spec.name for spec in session.inputs]
         listed = not self._form.parts and self._form.task is not None
         figures = self._new_comparison(session, heard[0][1]) if judged or listed else None
-        powers, slices = [], self._form.told
+        powers, to_slices = [], self._form.told
         for sample, wanted in heard:
             if self._stopped:
                 break
-            found = session.run({name: sample[name] for name in read})
+            found = session.run({name: sample[name] for name in inputs})
             if figures is not None:
                 figures = self._add_to(figures, sample, wanted, found)
-            both = slices(wanted, sample, wanted), slices(found, sample, wanted)
-            powers.append(noise_powers(self._form, *both, self._usual))
+            pair = to_slices(wanted, sample, wanted), to_slices(found, sample, wanted)
+            powers.append(noise_powers(self._form, *pair, self._mean_powers))
         accuracy = figures.result() if figures is not None else None
         if listed:
-            return Noise({LISTED: _as_power(accuracy)}, accuracy=accuracy)
+            return Noise({LISTED: _task_power(accuracy)}, accuracy=accuracy)
         labels = [part.label for part in self._form.parts]
-        said = said_of(self._form, self._slices(heard), self._usual)
+        signal_shares = said_of(self._form, self._slices(heard), self._mean_powers)
         return Noise(
             dict(zip(labels, np.array(powers).T, strict=True)),
-            dict(zip(labels, said, strict=True)),
+            dict(zip(labels, signal_shares, strict=True)),
             accuracy=accuracy,
         )
 
@@ -303,7 +315,7 @@ class Prober:
         if self._metric is None:
             figures.add(sample, wanted, found)
             return figures
-        with self._one_by_one:
+        with self._metric_lock:
             try:
                 figures.add(sample, wanted, found)
             except ConfigError as error:
@@ -312,12 +324,12 @@ class Prober:
         return figures
 
 
-def _as_power(accuracy: Accuracy | None) -> Powers:
+def _task_power(accuracy: Accuracy | None) -> Powers:
     """Return the power with the loss of the task; that of `_MOST` where the metric failed."""
     lost = 1.0 if accuracy is None else 0.0
     if accuracy is not None and accuracy.task is not None:
         lost = max(accuracy.task.lost, 0.0)
-    return np.array([math.log1p(-min(lost, _MOST)) ** 2])
+    return np.array([math.log1p(-min(lost, _MOST_LOST)) ** 2])
 
 
 def loudest(form: Form, outputs: Sequence[Mapping[str, Array]], most: int) -> list[int]:
@@ -341,14 +353,14 @@ def usual_powers(form: Form, outputs: Sequence[Mapping[str, Array]]) -> list[flo
 def said_of(
     form: Form, outputs: Sequence[Mapping[str, Array]], usual: Sequence[float]
 ) -> list[float]:
-    """Return every slice's share of samples with a signal: at least half the mean amplitude.
+    """Return every slice's share of the samples with at least half the mean amplitude.
 
     A sample with less counts by its power. A slice without signal in any sample gets 1.
     """
     result = []
     for part, power in zip(form.parts, usual, strict=True):
         powers = [energy(part.of(one[part.output])) for one in outputs]
-        shares = [min(own / (_HALF * power), 1.0) if power else 1.0 for own in powers]
+        shares = [min(own / (_FULL_SIGNAL * power), 1.0) if power else 1.0 for own in powers]
         result.append(sum(shares) / max(len(shares), 1) or 1.0)
     return result
 
@@ -365,14 +377,14 @@ def noise_powers(
 
 def _power(wanted: Array, found: Array, usual: float) -> float:
     if wanted.shape != found.shape:
-        return _LOUD
+        return _ALL_NOISE
     signal = np.asarray(wanted, np.float64)
     power, noise = square(signal), square(signal - np.asarray(found, np.float64))
     if not (math.isfinite(power) and math.isfinite(noise)):
-        return _LOUD
+        return _ALL_NOISE
     if power == usual == 0:
-        return 0.0 if noise == 0 else _LOUD
-    return min(noise / max(power, usual), _LOUD)
+        return 0.0 if noise == 0 else _ALL_NOISE
+    return min(noise / max(power, usual), _ALL_NOISE)
 
 
 def _key(choices: Choices) -> object:

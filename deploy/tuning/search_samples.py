@@ -68,8 +68,8 @@ if TYPE_CHECKING:
 
 CANDIDATES = 48  # evaluation samples to select from
 MANY = 128  # samples from which on a few make no difference
-_EVERY = 2  # every second one of the strongest samples, so that the very first do not dominate
-_VALUES = 5_000_000  # input values of all samples: one large sample shows as much as many small
+_STRONGEST_STEP = 2  # every second one of the strongest: the very first would dominate
+_MOST_VALUES = 5_000_000  # input values of all samples: a large one shows as much as many small
 
 
 def energies(form: Form, outputs: Iterable[Mapping[str, Array]]) -> NDArray[np.float64]:
@@ -118,7 +118,7 @@ def _are_probabilities(values: Array) -> bool:
 def as_many(judges: Judges) -> int:
     """Return how many samples are enough for their size."""
     first, _ = next(iter(judges.heard(CANDIDATES)))
-    return _VALUES // max(_size(first), 1)
+    return _MOST_VALUES // max(_size(first), 1)
 
 
 def telling(judges: Judges, most: int) -> list[tuple[Sample, Outputs]]:
@@ -126,7 +126,7 @@ def telling(judges: Judges, most: int) -> list[tuple[Sample, Outputs]]:
 
     The candidates are read twice, so that only the selected ones are in memory.
     """
-    chosen = _selection(_energies(judges.heard(CANDIDATES)), most)
+    chosen = _selection(_slice_signals(judges.heard(CANDIDATES)), most)
     return [heard for place, heard in enumerate(judges.heard(CANDIDATES)) if place in chosen]
 
 
@@ -144,26 +144,28 @@ def _size(sample: Sample) -> int:
     return sum(value.size for value in sample.values())
 
 
-def _energies(heard: Iterable[tuple[Sample, Outputs]]) -> NDArray[np.float64]:
+def _slice_signals(heard: Iterable[tuple[Sample, Outputs]]) -> NDArray[np.float64]:
     """Return the signal of every slice in every sample, [samples, slices]."""
     samples = iter(heard)
     first = list(islice(samples, SAMPLES))
-    form = form_of([said for _, said in first], inputs=[sample for sample, _ in first])
-    return energies(form, (form.told(said, sample, said) for sample, said in chain(first, samples)))
+    form = form_of([outputs for _, outputs in first], inputs=[sample for sample, _ in first])
+    return energies(
+        form, (form.told(outputs, sample, outputs) for sample, outputs in chain(first, samples))
+    )
 
 
-def _selection(energies: NDArray[np.float64], most: int) -> frozenset[int]:
+def _selection(signals: NDArray[np.float64], most: int) -> frozenset[int]:
     """Return the indices of half the samples by greatest normalized signal, half spread."""
-    count = len(energies)
+    count = len(signals)
     if count <= most:
         return frozenset(range(count))
-    largest = energies.max(axis=0)
-    signal = (energies / np.where(largest > 0, largest, 1.0)).sum(axis=1)
-    strongest = np.argsort(-signal, kind="stable")
-    chosen = {int(place) for place in strongest[: _EVERY * (most // 2) : _EVERY]}
-    for place in map(int, order(count)):
+    largest = signals.max(axis=0)
+    strength = (signals / np.where(largest > 0, largest, 1.0)).sum(axis=1)
+    strongest = np.argsort(-strength, kind="stable")
+    chosen = {int(index) for index in strongest[: _STRONGEST_STEP * (most // 2) : _STRONGEST_STEP]}
+    for index in map(int, order(count)):
         if len(chosen) < most:
-            chosen.add(place)
+            chosen.add(index)
     return frozenset(chosen)
 
 

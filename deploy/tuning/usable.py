@@ -42,16 +42,16 @@ if TYPE_CHECKING:
 Told = list[dict[str, str | float]]  # rows of what was timed, for the plan
 
 _TIMED = 3  # splits that are timed
-_KEPT = 1 / 3  # share of log(speed-up) that a quieter split must keep, where the first is doubtful
+_KEPT_GAIN = 1 / 3  # share of log(speed-up) that a quieter split must keep if the first is doubtful
 TELLING_US = 250.0  # float model: a smaller one takes mostly the runtime's own overhead
-_DEARER = 1.5  # factor on the weight of loss where time was measured, since its gain is certain
+_TIMED_WEIGHT = 1.5  # factor on the weight of loss where time was measured: its gain is certain
 _BELIEVED = 0.8  # share of the kernels' time: a measured time below it was disturbed in float
 _SLOWER = 1.02  # times float's time: int8 that is slower gains nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """Callbacks that decide what is built.
+    """Hooks that time and judge trials.
 
     Attributes:
         choose: picks one of some trials, the likeliest first; returns it and what was timed.
@@ -81,46 +81,46 @@ class Settled:
     doubtful: str = ""
 
 
-def settled(search: Search, way: Way, *, or_float: bool) -> Settled:
+def settled(search: Search, hooks: Way, *, or_float: bool) -> Settled:
     """Choose what to build.
 
     Args:
         search: a finished search.
-        way: how trials are timed and judged.
+        hooks: how trials are timed and judged.
         or_float: whether to build the float model where no split is usable.
     """
     likely = search.likely(_TIMED)
     if search.best_without_float not in likely:
         likely.append(search.best_without_float)
-    first, timed = way.choose(likely)
-    judgement = way.judge(first)
+    first, timed = hooks.choose(likely)
+    judgement = hooks.judge(first)
     choice = Settled(trial=first, told=timed)
     if judgement.unusable:
-        return _choose_usable(search, way, choice, judgement, or_float=or_float)
-    return _choose_surer(search, way, choice, judgement) if judgement.doubtful else choice
+        return _choose_usable(search, hooks, choice, judgement, or_float=or_float)
+    return _choose_surer(search, hooks, choice, judgement) if judgement.doubtful else choice
 
 
 def _choose_usable(
-    search: Search, way: Way, first: Settled, judgement: Judgement, *, or_float: bool
+    search: Search, hooks: Way, first: Settled, judgement: Judgement, *, or_float: bool
 ) -> Settled:
     """Choose the fastest usable quieter split; else the float model, or the first trial."""
     reason = judgement.unusable
-    quiet = search.quieter(first.trial, lambda one: not way.judge(one).unusable, way.can_go_on)
+    quiet = search.quieter(first.trial, lambda one: not hooks.judge(one).unusable, hooks.can_go_on)
     if quiet is None:
         return replace(
             first, trial=search.all_in_float if or_float else first.trial, unusable=reason
         )
-    best, timed = way.choose([quiet])
+    best, timed = hooks.choose([quiet])
     return Settled(trial=best, told=[*first.told, *timed], unusable=reason)
 
 
-def _choose_surer(search: Search, way: Way, first: Settled, judgement: Judgement) -> Settled:
+def _choose_surer(search: Search, hooks: Way, first: Settled, judgement: Judgement) -> Settled:
     """Choose a quieter split that costs less by time and loss of the task, if there is one."""
-    promising = _promising(search, way, first.trial, judgement)
+    promising = _promising(search, hooks, first.trial, judgement)
     if promising is None:
         return first
     trial, judged = promising
-    best, timed = way.choose([trial])
+    best, timed = hooks.choose([trial])
     timed = [*first.told, *timed]
     wins = _cost(search, best.time, judged) < _cost(search, first.trial.time, judgement)
     if not wins or best.time > _slowest(first.trial.time) or best.in_float != trial.in_float:
@@ -129,18 +129,18 @@ def _choose_surer(search: Search, way: Way, first: Settled, judgement: Judgement
 
 
 def _promising(
-    search: Search, way: Way, first: Trial, judgement: Judgement
+    search: Search, hooks: Way, first: Trial, judgement: Judgement
 ) -> tuple[Trial, Judgement] | None:
     """Return the quieter split of least predicted cost, judged; None if the first costs less."""
     judged: list[tuple[float, Trial, Judgement]] = []
 
     def good(trial: Trial) -> bool:
-        one = way.judge(trial)
+        one = hooks.judge(trial)
         judged.append((_cost(search, trial.time, one), trial, one))
         return not (one.unusable or one.doubtful)
 
     time = search.time_of(first.in_float)
-    search.quieter(first, good, way.can_go_on, within=_slowest(time))
+    search.quieter(first, good, hooks.can_go_on, within=_slowest(time))
     promised = _cost(search, time, judgement)
     least, trial, one = min(judged, key=itemgetter(0), default=(promised, first, judgement))
     return (trial, one) if least < promised else None
@@ -148,7 +148,7 @@ def _promising(
 
 def _slowest(time: float) -> float:
     """Return the slowest acceptable time; where int8 is no faster than float it is float's."""
-    return float(min(time, 1.0) ** _KEPT)
+    return float(min(time, 1.0) ** _KEPT_GAIN)
 
 
 def _cost(search: Search, time: float, judgement: Judgement) -> float:
@@ -164,7 +164,7 @@ def by_the_clock(
     *,
     written: Callable[[Trial], onnx.ModelProto],
     given: onnx.ModelProto,
-    wish: Tuning,
+    options: Tuning,
     threads: int,
 ) -> tuple[Trial, Told]:
     """Time splits and the float model; return the trial to build and rows of what was timed.
@@ -175,20 +175,22 @@ def by_the_clock(
         samples: inputs, used in turn.
         written: builds the model of a split as it would be deployed.
         given: the float model as the user gave it.
-        wish: options with the minimum speed-up and the largest loss.
+        options: options with the minimum speed-up and the largest loss.
         threads: threads inside one operator.
     """
     models = [written(trial) for trial in (*likely, search.all_in_float)]
-    extra = [given] if wish.min_speedup > 1 else []
+    extra = [given] if options.min_speedup > 1 else []
     times_ms = quickest_of([*models, *extra], samples, threads=threads)
     times, float_ms = times_ms[: len(likely)], times_ms[len(likely)]
     timed = _corrected(search, likely, [own / float_ms for own in times])
-    allowed = [trial for trial in timed if wish.max_loss is None or trial.loss <= wish.max_loss]
-    chosen = min(allowed or timed[:1], key=lambda trial: trial.cost(_DEARER * search.weight))
-    most = max(_SLOWER, 1 + OVERHEAD_MS / max(float_ms, TELLING_US / 1e3))
+    allowed = [
+        trial for trial in timed if options.max_loss is None or trial.loss <= options.max_loss
+    ]
+    chosen = min(allowed or timed[:1], key=lambda trial: trial.cost(_TIMED_WEIGHT * search.weight))
+    slowest = max(_SLOWER, 1 + OVERHEAD_MS / max(float_ms, TELLING_US / 1e3))
     if extra:
-        most = min(most, times_ms[-1] / float_ms / wish.min_speedup)
-    return (search.all_in_float if chosen.time > most else chosen), _rows(timed)
+        slowest = min(slowest, times_ms[-1] / float_ms / options.min_speedup)
+    return (search.all_in_float if chosen.time > slowest else chosen), _timed_rows(timed)
 
 
 def _corrected(search: Search, likely: Sequence[Trial], shares: Sequence[float]) -> list[Trial]:
@@ -200,8 +202,8 @@ def _corrected(search: Search, likely: Sequence[Trial], shares: Sequence[float])
     ]
 
 
-def _rows(real: Sequence[Trial]) -> Told:
+def _timed_rows(timed: Sequence[Trial]) -> Told:
     return [
         {"what": f"{TIMED}{trial.what}", "sqnr_db": trial.noise.db, "time": trial.time}
-        for trial in real
+        for trial in timed
     ]
