@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 SCHEMA = "calib8-plan/1"
-_SETTLED = re.compile(r"(.*): (-?(?:[0-9]+[.][0-9]+|inf)) dB(?: in .*)?")  # as `tuned` writes it
+_SETTLED = re.compile(r"(.*): (-?(?:[0-9]+[.][0-9]+|inf)) dB(?: in .*)?")  # `settled`
 TIMED = "timed: "  # prefix of the trials that were timed next to the float model
 _KEYS = (
     *("made_from", "precision", "settled", "unusable", "doubtful", "worthless", "failed"),

@@ -439,7 +439,7 @@ def telling_scores(model: onnx.ModelProto, ends: Mapping[str, str]) -> onnx.Mode
 
     Args:
         model: model of a trial.
-        ends: result of `ranked` for the float model.
+        ends: outputs and scores of the float model, as found by `ranked`.
     """
     from onnx import helper
 

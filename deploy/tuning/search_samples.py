@@ -263,7 +263,7 @@ class Judged:
         *,
         kernels: bool,
     ) -> None:
-        """Load the model; `metric` as in `Judging`.
+        """Load the model; `metric` replaces the task's own.
 
         Raises:
             BackendError: ONNX Runtime refused the model.
