@@ -1,1 +1,1 @@
-"""What was built, looked at: benchmarks, comparisons of runtimes and of builds, explanations."""
+"""Analysis of models and builds: benchmarks, comparisons of models and of builds, explanations."""

@@ -1,4 +1,4 @@
-"""Latency of one or two model files, side by side: by batch, in streams and by kernel too.
+"""Latency of one or two model files, also by batch size, in parallel streams and by kernel.
 
 ::
 
@@ -47,14 +47,14 @@ from deploy.terminal import lasting, on_request, phase
 
 
 class Opens(Protocol):
-    """A target, or a runtime that is none."""
+    """A target, or a runtime without a target."""
 
     def open(self, engine: Path, *, threads: int | None = None) -> Session:
-        """A session of an engine's file."""
+        """Open a session of an engine file."""
         ...
 
 
-_LOAD_BUDGET_MS = 200
+_LOAD_BUDGET_MS = 200  # an engine is not loaded again after this much time
 
 
 @on_request
@@ -78,46 +78,46 @@ def bench(
     skip_bad: bool = False,
     progress: bool = False,
 ) -> Report:
-    """Measure an engine, and another beside it, each on the target whose suffix it has.
+    """Measure an engine, and optionally a second one, each on the target of its file suffix.
 
     Args:
         engine: an ONNX file, which runs on the CPU, or an engine of a target, such as TensorRT's.
         against: file to compare with; it must have the engine's inputs.
-        threads: threads inside one operator on the CPU; None takes every core.
-        warmup_ms: time thrown away first, per model.
+        threads: threads inside one operator on the CPU; None uses every core.
+        warmup_ms: warm-up time per model, not measured.
         duration_s: time measured, per model on average.
-        shapes: input name -> dimensions, for inputs whose shape the model leaves open; those that
-            are not named are taken from the build beside the engine, where there is one.
-        seed: of the random inputs.
-        targets: targets with options of their own; the others have their defaults.
-        streams: measure the throughput of so many sessions at once too.
-        batches: measure at each of these first dimensions; what else is told is of the smallest.
-        profile: tell too what each kernel takes, in runs of their own.
-        runtime: "openvino" runs the engine there too, beside ONNX Runtime.
-        images: run on these, as `deploy.pipeline.build` takes them, and compare the outputs of
-            the second session with those of the first; None makes up random inputs.
-        preprocess: how images become inputs, or some options of it; the rest is what the models'
-            metadata says, else what their input tells.
-        limit: use at most so many images, or a `Choice` of them.
-        skip_bad: go on without unreadable images.
-        progress: tell on stderr what is going on, where it takes over two seconds.
+        shapes: input name -> dimensions, for inputs with open dimensions; the shapes of other
+            inputs come from the build in the engine's folder, if there is one.
+        seed: seed of random inputs.
+        targets: targets with options; other targets use their defaults.
+        streams: also measure the throughput of this many parallel sessions.
+        batches: measure each of these batch sizes; other figures are those of the smallest.
+        profile: also time each kernel, in separate runs.
+        runtime: "openvino" runs the engine in OpenVINO too, next to ONNX Runtime.
+        images: inputs, as for `deploy.pipeline.build`; the outputs of the second session are
+            compared with those of the first. None uses random inputs.
+        preprocess: preprocessing of images, or some of its options; the others come from the
+            model's metadata, else from its input.
+        limit: largest number of images, or a `Choice` of them.
+        skip_bad: skip unreadable images.
+        progress: report progress on stderr, where it takes over two seconds.
 
     Raises:
         BackendError: a file that its runtime cannot load or run.
         ConfigError: inputs that differ, a shape that does not fit, or a target or a number of
-            threads that no engine makes use of; a second engine beside a second runtime; batches
-            of a model that fixes its own, or a profile where the runtime tells none.
+            threads that no engine uses; a second engine together with a second runtime; batches of
+            a model with a fixed batch size, or a profile where the runtime has none.
         SdkMissingError: the runtime is not installed.
         FeedError: images that do not fit.
     """
     paths = _paths(Path(engine), Path(against) if against is not None else None)
     runtimes: dict[str, Opens] = {label: _runtime(path, targets) for label, path in paths.items()}
     if runtime == "openvino":
-        paths, runtimes = _both(paths, runtimes)
+        paths, runtimes = _both_runtimes(paths, runtimes)
     for target in targets:
         if target not in runtimes.values():
             raise ConfigError(
-                f"an option of {target.name} must have an engine of it to run"
+                f"options of {target.name} need an engine of it"
                 f" ({', '.join(target.engines)}), got {' and '.join(paths)}"
             )
     opened = {
@@ -126,34 +126,34 @@ def bench(
     sessions = {label: session for label, (session, _) in opened.items()}
     _check(paths, sessions, threads=threads, batches=batches, profile=profile)
     specs = _shared_inputs(sessions)
-    judged: dict[str, Accuracy] = {}
+    accuracies: dict[str, Accuracy] = {}
     notes: tuple[str, ...] = ()
     if images is None:
-        known = remembered(paths.values(), specs)
-        taken = {name: dims for name, dims in known.items() if name not in (shapes or {})}
-        notes = tuple(map(_recalled, taken, taken.values()))
-        feeds = _random(specs, {**taken, **(shapes or {})}, seed)
+        recalled = remembered(paths.values(), specs)
+        taken = {name: dims for name, dims in recalled.items() if name not in (shapes or {})}
+        notes = tuple(map(_shape_note, taken, taken.values()))
+        feeds = _random_feeds(specs, {**taken, **(shapes or {})}, seed)
     else:
         dataset = dataset_of(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
         carried = next(filter(None, map(_carried, paths.values())), None)
         feed = dataset.open(specs, carried=carried)
-        feeds = _real(feed)
-        judged = _judged(sessions, feed)
+        feeds = _image_feeds(feed)
+        accuracies = _accuracy(sessions, feed)
         notes = as_read(feed)
-    asked: list[int | None] = [*sorted(set(batches))] or [None]
-    found = {
-        batch: _measured(sessions, feeds(batch), batch, warmup_ms, duration_s) for batch in asked
+    sizes: list[int | None] = [*sorted(set(batches))] or [None]
+    latencies = {
+        batch: _measured(sessions, feeds(batch), batch, warmup_ms, duration_s) for batch in sizes
     }
-    first = next(iter(found))
-    used = feeds(first)
+    smallest = next(iter(latencies))
+    smallest_feeds = feeds(smallest)
     kernels = {
         label: kernels_of(
             path,
             sessions[label],
-            used,
+            smallest_feeds,
             again=partial(runtimes[label].open, path, threads=threads),
             duration_ms=1e3 * duration_s,
-            p50_ms=found[first][label].host.p50,
+            p50_ms=latencies[smallest][label].host.p50,
         )
         for label, path in (paths.items() if profile else ())
     }
@@ -165,14 +165,16 @@ def bench(
             size_bytes=model_size(path),
             load_ms=opened[label][1],
             threads=sessions[label].threads,
-            latency=found[first][label],
-            sweep=tuple(_at(b, each[label]) for b, each in found.items() if b is not None),
+            latency=latencies[smallest][label],
+            sweep=tuple(_at(b, each[label]) for b, each in latencies.items() if b is not None),
             kernels=kernels.get(label, ()),
-            accuracy=judged.get(label),
+            accuracy=accuracies.get(label),
             ran=ran_part(layers_of(sessions[label])),
             notes=(
-                *_streams(path, runtimes[label], streams, used, threads, warmup_ms, duration_s),
-                *_by_output(judged.get(label)),
+                *_streams(
+                    path, runtimes[label], streams, smallest_feeds, threads, warmup_ms, duration_s
+                ),
+                *_output_notes(accuracies.get(label)),
             ),
         )
         for label, path in paths.items()
@@ -184,14 +186,14 @@ def bench(
 
 @phase("loading")
 def open_timed(path: Path, target: Opens, *, threads: int | None = None) -> tuple[Session, float]:
-    """Load an engine; gives the session and the best of up to three load times in ms.
+    """Load an engine; return the session and the least of up to three load times in ms.
 
-    An engine that loads slowly is loaded once, as a second and third time would cost too much.
+    An engine that loads slowly is loaded only once.
 
     Raises:
         BackendError: the target's runtime cannot load it.
     """
-    import onnxruntime  # noqa: F401 (its own start-up is no part of a model's load time)
+    import onnxruntime  # noqa: F401 (the import is not part of a model's load time)
 
     taken: list[float] = []
     while len(taken) < 3 and sum(taken) < _LOAD_BUDGET_MS:
@@ -202,14 +204,14 @@ def open_timed(path: Path, target: Opens, *, threads: int | None = None) -> tupl
 
 
 def _carried(path: Path) -> Carried | None:
-    """What an ONNX model carries of how pictures become its input; None of another engine."""
+    """Return the preprocessing in an ONNX model's metadata; None for other engines."""
     if path.suffix.lower() != ".onnx":
         return None
     return carried_of(parse_model(model_bytes(path), str(path)), path)
 
 
 def _runtime(path: Path, targets: Sequence[Target]) -> Target:
-    """The target whose engines have this suffix; of any other file ONNX Runtime tells its fault."""
+    """Return the target of this suffix; ONNX Runtime for any other, which reports what is wrong."""
     own = {target.name: target for target in targets}
     for name, kind in TARGETS.items():
         if path.suffix in kind.engines:
@@ -225,11 +227,10 @@ def _check(
     batches: Sequence[int],
     profile: bool,
 ) -> None:
-    """Refuse what the sessions make nothing of."""
+    """Refuse options that the sessions do not support."""
     if threads is not None and all(s.threads != threads for s in sessions.values()):
         raise ConfigError(
-            f"threads are those of engines that run on the CPU, got {' and '.join(paths)}; leave"
-            " --threads away"
+            f"--threads is for engines on the CPU, got {' and '.join(paths)}; leave it away"
         )
     for label, session in sessions.items():
         if batches:
@@ -238,21 +239,21 @@ def _check(
             refuse_untimed(paths[label], session)
 
 
-def _random(
+def _random_feeds(
     specs: Sequence[TensorSpec], shapes: Shapes, seed: int
 ) -> Callable[[int | None], Feeds]:
     return lambda batch: random_feeds(specs, shapes=shapes, batch=batch, seed=seed)
 
 
-def _real(feed: Feed) -> Callable[[int | None], Feeds]:
-    """The first images, alone or stacked."""
+def _image_feeds(feed: Feed) -> Callable[[int | None], Feeds]:
+    """Return the first images, single or stacked to a batch."""
     return lambda batch: feed.first(FEEDS) if batch is None else stacked(feed.first(KEPT), batch)
 
 
-def _recalled(name: str, dims: Sequence[int]) -> str:
+def _shape_note(name: str, dims: Sequence[int]) -> str:
     return (
-        f"input {name!r} is open: {'x'.join(map(str, dims))}, as the build beside it was calibrated"
-        " with; --shape gives another"
+        f"input {name!r} is open: {'x'.join(map(str, dims))}, as in the calibration of the build"
+        " next to it; --shape sets another"
     )
 
 
@@ -286,24 +287,24 @@ def _streams(
     warmup_ms: float,
     duration_s: float,
 ) -> tuple[str, ...]:
-    """The throughput of `count` sessions at once, as a note; on a CPU they share its cores."""
+    """Return a note on the throughput of parallel sessions, which share the cores of a CPU."""
     if count <= 1:
         return ()
     each = threads or max(usable_cores() // count, 1)
     sessions = [target.open(path, threads=each) for _ in range(count)]
     with lasting("streams", warmup_ms / 1000 + duration_s):
         rate = throughput(sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s)
-    whose = "" if isinstance(sessions[0], OnDevice) else f", {figures.count(each, 'thread')} each"
-    return (f"{count} streams at once{whose}: {rate:,.0f} inferences a second",)
+    own = "" if isinstance(sessions[0], OnDevice) else f", {figures.count(each, 'thread')} each"
+    return (f"{count} streams at once{own}: {rate:,.0f} inferences a second",)
 
 
 def model_size(path: Path) -> int:
-    """Bytes of an ONNX file and of the external data that it names.
+    """Return the bytes of an ONNX file and of the external data that it names.
 
     A file in ONNX Runtime's own format names none.
 
     Raises:
-        ConfigError: the file is not there.
+        ConfigError: the file does not exist.
     """
     import onnx
     from onnx.external_data_helper import uses_external_data
@@ -314,19 +315,19 @@ def model_size(path: Path) -> int:
         model = onnx.load_model_from_string(data)
     except Exception:  # protobuf's DecodeError: the session was opened, so this is no ONNX protobuf
         return total
-    beside = {
+    external = {
         entry.value
         for tensor in model.graph.initializer
         if uses_external_data(tensor)
         for entry in tensor.external_data
         if entry.key == "location"
     }
-    files = (path.parent / name for name in beside)
+    files = (path.parent / name for name in external)
     return total + sum(int(file.stat().st_size) for file in files if file.is_file())
 
 
 def _paths(engine: Path, against: Path | None) -> dict[str, Path]:
-    """Label -> path, the one compared with first; labels are file names, or paths where alike."""
+    """Return label -> path, the reference first; a label is the file name if that is unique."""
     if against is None:
         return {engine.name: engine}
     if engine.name != against.name:
@@ -337,7 +338,7 @@ def _paths(engine: Path, against: Path | None) -> dict[str, Path]:
 
 
 def _shared_inputs(sessions: Mapping[str, Session]) -> Sequence[TensorSpec]:
-    """The inputs that all sessions have, as the first one describes them."""
+    """Return the inputs of the sessions, which must be the same."""
     labels = list(sessions)
     first, last = labels[0], labels[-1]
     ours, theirs = (
@@ -352,8 +353,8 @@ def _shared_inputs(sessions: Mapping[str, Session]) -> Sequence[TensorSpec]:
     return sessions[first].inputs
 
 
-def _judged(sessions: Mapping[str, Session], feed: Feed) -> dict[str, Accuracy]:
-    """How far the second session's outputs are from the first one's."""
+def _accuracy(sessions: Mapping[str, Session], feed: Feed) -> dict[str, Accuracy]:
+    """Return the accuracy of the second session against the first."""
     if len(sessions) < 2:
         return {}
     left, right = sessions.values()
@@ -365,8 +366,8 @@ def _judged(sessions: Mapping[str, Session], feed: Feed) -> dict[str, Accuracy]:
     return {list(sessions)[-1]: comparison.result()}
 
 
-def _by_output(accuracy: Accuracy | None) -> tuple[str, ...]:
-    """Each output's figures as a note; of one alone the table tells."""
+def _output_notes(accuracy: Accuracy | None) -> tuple[str, ...]:
+    """Return the accuracy of each output as a note; none for one output, see the table."""
     if accuracy is None or len(accuracy.outputs) < 2:
         return ()
     return tuple(
@@ -375,13 +376,13 @@ def _by_output(accuracy: Accuracy | None) -> tuple[str, ...]:
     )
 
 
-def _both(
+def _both_runtimes(
     paths: Mapping[str, Path], runtimes: Mapping[str, Opens]
 ) -> tuple[dict[str, Path], dict[str, Opens]]:
-    """One engine in ONNX Runtime and in OpenVINO.
+    """Return one engine in ONNX Runtime and in OpenVINO.
 
     Raises:
-        ConfigError: there is a second engine, or it is no ONNX model.
+        ConfigError: there is a second engine, or it is not an ONNX model.
     """
     (label, path), *others = paths.items()
     if others:
@@ -398,7 +399,7 @@ def _both(
 
 
 class _Openvino:
-    """What opens a model there."""
+    """Opens models in OpenVINO."""
 
     def open(self, engine: Path, *, threads: int | None = None) -> Session:
         return OpenvinoSession.open(engine, threads=threads)

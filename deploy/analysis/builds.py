@@ -1,17 +1,11 @@
-"""A build that was written before, read back: its report, and the options it was built with.
+"""Reads builds back and compares their engines and options, as text, page and JSON.
 
-Values of the report's dataclasses out of JSON that anybody may have written, by their types.
-
-::
+The JSON may have been edited, so every value of the report's dataclasses is checked by its type::
 
     {"label": "FP32", "reference": true}      ->  EngineRow(label="FP32", reference=True)
     {"label": 3}                              ->  engines[0].label of a report must be a string, ...
 
-What a dataclass does not know is left out; what it must have and the JSON lacks is an error.
-
-Builds side by side: each engine in a line, and what the builds differ in.
-
-Builds side by side as a screen of text, a page and JSON.
+Keys that a dataclass does not have are ignored; a missing required one is an error.
 """
 
 from __future__ import annotations
@@ -39,33 +33,41 @@ from deploy.report.screen import entry
 from deploy.report.verdict import Verdict
 from deploy.terminal import page as lines_of
 
-_LARGEST_INTEGER = 1 << 63  # of a whole number
+BUILDS_SCHEMA = "calib8-builds/1"
+_LARGEST_INTEGER = 1 << 63
+_MOST_BYTES = 1 << 30  # of a report, which has a row for every tensor
+_WIDE = 60  # characters of an option's value
+_DEFAULT = "default"
+_COLUMNS = frozenset(("effort", "method"))  # options shown as columns of the engines
+_HEADS = ("target", "verdict", "speed-up", "p50", "size", "task", "worst SQNR", "int8 nodes",
+          "method", "effort")  # fmt: skip
+_LEFT = (0, 1, 2)  # left-aligned columns
 
 Value = TypeVar("Value")
 
 
 def decoded(kind: type[Value], value: object, path: Path) -> Value:
-    """A dataclass out of an object of JSON.
+    """Decode a JSON value into a dataclass.
 
     Args:
         kind: the dataclass.
-        value: of JSON.
-        path: the file, for sentences.
+        value: the JSON value.
+        path: the file, for messages.
 
     Raises:
-        ConfigError: something is missing, or of another type.
+        ConfigError: something is missing, or has another type.
     """
-    found: Value = _of(kind, value, "", path)
-    return found
+    result: Value = _decode(kind, value, "", path)
+    return result
 
 
-def _of(kind: Any, value: object, place: str, path: Path) -> Any:
+def _decode(kind: Any, value: object, place: str, path: Path) -> Any:
     if isinstance(kind, type) and is_dataclass(kind):
         return _dataclass(kind, value, place, path)
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
         (one,) = (each for each in get_args(kind) if each is not type(None))
-        return None if value is None else _of(one, value, place, path)
+        return None if value is None else _decode(one, value, place, path)
     if origin is tuple:
         return _tuple(get_args(kind), value, place, path)
     if origin in (dict, Mapping):
@@ -80,9 +82,9 @@ def _dataclass(kind: Any, value: object, place: str, path: Path) -> Any:
     for field, hint in _fields(kind):
         at = f"{place}.{field.name}" if place else field.name
         if field.name in value:
-            held[field.name] = _of(hint, value[field.name], at, path)
+            held[field.name] = _decode(hint, value[field.name], at, path)
         elif field.default is MISSING and field.default_factory is MISSING:
-            if type(None) not in get_args(hint):  # a report leaves out what is None
+            if type(None) not in get_args(hint):  # a report omits fields that are None
                 _refuse("given", None, at, path)
             held[field.name] = None
     return kind(**held)
@@ -102,7 +104,7 @@ def _tuple(kinds: tuple[Any, ...], value: object, place: str, path: Path) -> tup
         _refuse(f"a list of {len(kinds)}", value, place, path)
     each = [kinds[0]] * len(value) if several else kinds
     return tuple(
-        _of(kind, one, f"{place}[{at}]", path)
+        _decode(kind, one, f"{place}[{at}]", path)
         for at, (kind, one) in enumerate(zip(each, value, strict=True))
     )
 
@@ -110,7 +112,7 @@ def _tuple(kinds: tuple[Any, ...], value: object, place: str, path: Path) -> tup
 def _mapping(kind: Any, value: object, place: str, path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         _refuse("an object", value, place, path)
-    return {key: _of(kind, one, f"{place}.{key}", path) for key, one in value.items()}
+    return {key: _decode(kind, one, f"{place}.{key}", path) for key, one in value.items()}
 
 
 def _plain(kind: Any, value: object, place: str, path: Path) -> Any:
@@ -131,7 +133,7 @@ def _plain(kind: Any, value: object, place: str, path: Path) -> Any:
 
 
 def _number(value: object, place: str, path: Path) -> float:
-    """A number, or one of the words for those that JSON has none for."""
+    """Return a float, also for the strings that stand for inf and NaN in JSON."""
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             return float(value)
@@ -149,18 +151,14 @@ def _refuse(rule: str, value: object, place: str, path: Path) -> NoReturn:
     )
 
 
-_MOST_BYTES = 1 << 30  # bytes; a report has a row for every tensor
-_WIDE = 60  # letters of an option's value
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
-    """A build.
+    """A build that was read back.
 
     Attributes:
-        name: its folder, as it was named.
-        report: what was found; without the samples of latency, which no file keeps.
-        options: flag without dashes -> value in words, of `calib8.toml`; None where there is none.
+        name: its folder, as the user gave it.
+        report: its report, without the latency samples, which no file stores.
+        options: flag without dashes -> value as text, from `calib8.toml`; None without that file.
     """
 
     name: str
@@ -172,7 +170,7 @@ def read_build(folder: Path | str) -> Build:
     """Read a build.
 
     Args:
-        folder: that was built into, or its report.json.
+        folder: output folder of the build, or its report.json.
 
     Raises:
         ConfigError: no such folder, no report in it, or one that is broken or of another version.
@@ -213,26 +211,24 @@ def _wrong(path: Path, rule: str, got: object) -> ConfigError:
 
 
 def _options(path: Path) -> dict[str, str] | None:
-    """The options of the file beside a report.
+    """Read the options file next to a report; None if there is none.
 
     Raises:
-        ConfigError: there is one, and it cannot be read.
+        ConfigError: it cannot be read.
     """
     if not os.path.isfile(path):
         return None
     what = "the options of a build, as calib8 wrote them"
     tables = toml.read(path, what=what, way_out="build again")
     table = tables.get("build", {})
-    return {name: _words(value) for name, value in table.items()} if isinstance(table, dict) else {}
+    return (
+        {name: _as_text(value) for name, value in table.items()} if isinstance(table, dict) else {}
+    )
 
 
-def _words(value: Any) -> str:
+def _as_text(value: Any) -> str:
     said = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return said if len(said) <= _WIDE else f"{said[:_WIDE]}..."
-
-
-_DEFAULT = "default"
-_COLUMNS = frozenset(("effort", "method"))  # options that have columns of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,17 +237,17 @@ class EngineLine:
 
     Attributes:
         build: name of the build.
-        target: it was built for.
-        verdict: what was thought of it; None where nothing was.
+        target: its target.
+        verdict: its verdict; None without one.
         error: why it could not be built; "" where it was.
-        speed_up: over the float engine that it was held against, in its own build.
+        speed_up: over the float engine that it is compared with in its own build.
         p50_ms: median latency.
-        size_bytes: of its file.
-        task: what is left of what the float model says, in words; "" where it is not known.
-        sqnr_db: of the worst part of the outputs.
-        quantized, nodes: how many nodes run on a grid, of how many.
-        method: what chose its ranges.
-        effort: of the search, as it was asked for; "" where no file tells.
+        size_bytes: size of its file.
+        task: figure of the task as text; "" if unknown.
+        sqnr_db: SQNR of the worst output slice.
+        quantized, nodes: number of quantized nodes, and of all nodes.
+        method: method of its ranges.
+        effort: effort of the search; "" if unknown.
     """
 
     build: str
@@ -271,7 +267,7 @@ class EngineLine:
 
 @dataclass(frozen=True, slots=True)
 class SettingLine:
-    """Something that the builds differ in: its name, and each build's value, "" for none."""
+    """A setting in which the builds differ, with its name and each build's value or ""."""
 
     name: str
     values: tuple[str, ...]
@@ -279,13 +275,13 @@ class SettingLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Builds:
-    """Builds side by side.
+    """Comparison of several builds.
 
     Attributes:
-        names: of the builds, as they were given.
-        engines: a line each.
-        differences: what the builds differ in.
-        notes: what a reader must know, in sentences.
+        names: names of the builds, as the user gave them.
+        engines: one line per engine.
+        differences: options and circumstances in which they differ.
+        notes: notes to the reader.
     """
 
     names: tuple[str, ...]
@@ -295,7 +291,7 @@ class Builds:
 
 
 def compare(builds: Sequence[Build]) -> Builds:
-    """Hold builds side by side.
+    """Compare builds.
 
     Raises:
         ConfigError: fewer than two.
@@ -356,16 +352,16 @@ def _task(engine: EngineRow) -> str:
 
 
 def _differences(builds: Sequence[Build]) -> Iterator[SettingLine]:
-    """Options and circumstances that are not the same everywhere."""
-    told = [{**dict(_circumstances(build)), **(build.options or {})} for build in builds]
-    for name in dict.fromkeys(name for one in told for name in one):
-        values = tuple(one.get(name, "") for one in told)
+    """Yield the options and circumstances that differ."""
+    settings = [{**dict(_circumstances(build)), **(build.options or {})} for build in builds]
+    for name in dict.fromkeys(name for one in settings for name in one):
+        values = tuple(one.get(name, "") for one in settings)
         if len(set(values)) > 1 and name not in _COLUMNS:
             yield SettingLine(name, values)
 
 
 def _circumstances(build: Build) -> Iterator[tuple[str, str]]:
-    """What a report tells of how it came about, under the names of options where there are any."""
+    """Yield facts on how a report was made, named like the options where there are such."""
     report = build.report
     if report.model:
         yield "model", report.model.path
@@ -390,51 +386,45 @@ def _notes(builds: Sequence[Build]) -> Iterator[str]:
         yield "they were calibrated with different images"
 
 
-BUILDS_SCHEMA = "calib8-builds/1"
-_HEADS = ("target", "verdict", "speed-up", "p50", "size", "task", "worst SQNR", "int8 nodes",
-          "method", "effort")  # fmt: skip
-_LEFT = (0, 1, 2)  # columns of words
-
-
-def to_screen(found: Builds) -> str:
-    """Plain text, without colours."""
+def to_screen(builds: Builds) -> str:
+    """Return the comparison as plain text, without colours."""
     blocks = [
-        [f"{figures.count(len(found.names), 'build')} compared"],
-        list(_engines(found)),
-        list(_why(found)),
-        list(_difference_lines(found)),
-        [line for n, note in enumerate(found.notes) for line in entry("" if n else "Notes", note)],
+        [f"{figures.count(len(builds.names), 'build')} compared"],
+        list(_engines(builds)),
+        list(_reasons(builds)),
+        list(_difference_lines(builds)),
+        [line for n, note in enumerate(builds.notes) for line in entry("" if n else "Notes", note)],
     ]
     return "\n\n".join(lines_of(block) for block in blocks if block) + "\n"
 
 
-def to_html(found: Builds) -> str:
-    """A page of the same kind as a build's report."""
-    title = f"calib8: {figures.count(len(found.names), 'build')} compared"
-    judged = [(_called(one), one.verdict) for one in found.engines if one.verdict]
-    troubles = [f"{_called(one)} failed: {one.error}" for one in found.engines if one.error]
+def to_html(builds: Builds) -> str:
+    """Return the comparison as a page in the style of a build's report."""
+    title = f"calib8: {figures.count(len(builds.names), 'build')} compared"
+    judged = [(_engine_name(one), one.verdict) for one in builds.engines if one.verdict]
+    troubles = [f"{_engine_name(one)} failed: {one.error}" for one in builds.engines if one.error]
     body = (
         f"<h1>{escape(title)}</h1>",
         markup.verdicts(judged) if judged else "",
         markup.bullets(troubles, "troubles") if troubles else "",
-        markup.bullets(found.notes, "notes") if found.notes else "",
-        *written(list(_sections(found))),
+        markup.bullets(builds.notes, "notes") if builds.notes else "",
+        *written(list(_sections(builds))),
     )
     return page(title, "\n".join(body))
 
 
-def to_json(found: Builds) -> dict[str, object]:
-    """Plain JSON types; numbers that JSON has no word for become "inf", "-inf" or "nan"."""
-    held = {"schema": BUILDS_SCHEMA, **asdict(found)}
+def to_json(builds: Builds) -> dict[str, object]:
+    """Return plain JSON types; infinite and NaN numbers become "inf", "-inf" or "nan"."""
+    held = {"schema": BUILDS_SCHEMA, **asdict(builds)}
     made = plain(held)
     assert isinstance(made, dict)
     return made
 
 
 def _cells(one: EngineLine) -> list[str]:
-    """An engine under `_HEADS`; "" where nothing is known."""
+    """Return an engine's cells under `_HEADS`; "" where unknown."""
     level = figures.FAILED if one.error else one.verdict.level if one.verdict else ""
-    known = [
+    values = [
         "" if one.speed_up is None else figures.ratio(one.speed_up),
         figures.milliseconds(one.p50_ms),
         figures.size(one.size_bytes),
@@ -442,17 +432,17 @@ def _cells(one: EngineLine) -> list[str]:
         figures.decibels(one.sqnr_db),
         f"{one.quantized} of {one.nodes}" if one.nodes else "",
     ]
-    cells = ["" if cell == figures.NONE else cell for cell in known]
+    cells = ["" if cell == figures.NONE else cell for cell in values]
     return [one.target, level, *cells, one.method, one.effort]
 
 
-def _called(one: EngineLine) -> str:
+def _engine_name(one: EngineLine) -> str:
     return f"{one.build}, {one.target}"
 
 
-def _engines(found: Builds) -> Iterator[str]:
-    """A line each, the build's name first; columns that nothing fills are left out."""
-    rows = [["build", *_HEADS], *([one.build, *_cells(one)] for one in found.engines)]
+def _engines(builds: Builds) -> Iterator[str]:
+    """Yield the table of engines, without empty columns."""
+    rows = [["build", *_HEADS], *([one.build, *_cells(one)] for one in builds.engines)]
     filled = [c for c in range(len(rows[0])) if any(row[c] for row in rows[1:])]
     widths = {c: max(len(row[c]) for row in rows) for c in filled}
     for row in rows:
@@ -461,28 +451,28 @@ def _engines(found: Builds) -> Iterator[str]:
         yield "  ".join([name, *cells]).rstrip()
 
 
-def _why(found: Builds) -> Iterator[str]:
-    """The reasons of every verdict, and of every failure."""
-    for number, one in enumerate(found.engines):
+def _reasons(builds: Builds) -> Iterator[str]:
+    """Yield the reasons of every verdict and of every failure."""
+    for number, one in enumerate(builds.engines):
         said = one.error or (one.verdict.words if one.verdict else "nothing was measured")
-        yield from entry("" if number else "Why", f"{_called(one)}: {said}")
+        yield from entry("" if number else "Why", f"{_engine_name(one)}: {said}")
 
 
-def _difference_lines(found: Builds) -> Iterator[str]:
-    """A sentence each; builds that are alike stand together."""
-    for number, line in enumerate(found.differences):
-        alike: dict[str, list[str]] = {}
-        for name, value in zip(found.names, line.values, strict=True):
-            alike.setdefault(value or figures.NONE, []).append(name)
-        said = "; ".join(f"{value} ({', '.join(names)})" for value, names in alike.items())
+def _difference_lines(builds: Builds) -> Iterator[str]:
+    """Yield one sentence per difference; builds with equal values are listed together."""
+    for number, line in enumerate(builds.differences):
+        by_value: dict[str, list[str]] = {}
+        for name, value in zip(builds.names, line.values, strict=True):
+            by_value.setdefault(value or figures.NONE, []).append(name)
+        said = "; ".join(f"{value} ({', '.join(names)})" for value, names in by_value.items())
         yield from entry("" if number else "They differ", f"{line.name}: {said}")
 
 
-def _sections(found: Builds) -> Iterator[Section]:
-    rows = [[one.build, *_cells(one)] for one in found.engines]
+def _sections(builds: Builds) -> Iterator[Section]:
+    rows = [[one.build, *_cells(one)] for one in builds.engines]
     table = markup.table(["build", *_HEADS], rows, "builds")
     yield Section(title="Engines", html=table, rows=len(rows), folded=False)
-    lines = [[d.name, *(value or figures.NONE for value in d.values)] for d in found.differences]
+    lines = [[d.name, *(value or figures.NONE for value in d.values)] for d in builds.differences]
     if lines:
-        table = markup.table(["", *found.names], lines, "words")
+        table = markup.table(["", *builds.names], lines, "words")
         yield Section(title="They differ in", html=table, rows=len(lines), folded=False)

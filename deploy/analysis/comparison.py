@@ -1,10 +1,8 @@
-"""`compare`: two models, or one in two runtimes, over a feed.
+"""Compares two models, or one model in two runtimes, tensor by tensor over a feed (`compare`).
 
-Where two models part, as a value, and its text and JSON.
-
-Figures of pairs of tensors, sample by sample, in flat memory.
-
-Tensors in two runtimes, each computed by models that are cut off behind it.
+Two models in ONNX Runtime run once per sample, with all shared tensors as outputs. For OpenVINO
+each tensor is the output of a model that is cut off after it, since an added output would change
+what the runtime fuses.
 """
 
 from __future__ import annotations
@@ -35,14 +33,20 @@ from deploy.terminal import on_request, page, phase
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
+RUNTIMES = ("onnxruntime", "openvino")
+MIN_SQNR_DB = 20.0
+Figures = dict[str, OutputAccuracy]  # tensor -> accuracy
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One tensor in both models.
+    """Comparison of one tensor of both models.
 
     Attributes:
-        node: name of the node of the first model that makes it; its operator beside it.
-        figures: how far the second model's tensor is from the first one's.
+        tensor: its name.
+        node: name of the first model's node that makes it.
+        operator: type of that node.
+        figures: accuracy of the second model's tensor against the first's.
     """
 
     tensor: str
@@ -53,17 +57,17 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Parting:
-    """What `compare` found; `repr` is the text for a screen.
+    """Result of `compare`; `repr` is its text for a screen.
 
     Attributes:
         first, second: "file in runtime" of the two sides.
-        samples: how many were run.
-        min_sqnr_db: tensors below it have parted.
-        layers: inner tensors that both have, in the first model's order.
-        outputs: its outputs, likewise.
-        cut: whether each tensor was computed by a model cut off behind it.
-        looked: tensors that were compared, of how many that both have.
-        notes: how the images were read, and what could not be compared, in sentences.
+        samples: number of samples.
+        min_sqnr_db: limit below which a tensor differs.
+        layers: shared inner tensors, in the first model's order.
+        outputs: shared outputs, in the first model's order.
+        cut: whether each tensor comes from a model cut off after it.
+        looked: number of tensors compared, and of all shared tensors.
+        notes: how the images were read, and what could not be compared.
     """
 
     first: str
@@ -78,7 +82,7 @@ class Parting:
 
     @property
     def parts_at(self) -> Layer | None:
-        """The first tensor below the limit; NaN, Inf and another shape are below any."""
+        """The first tensor below the limit (NaN, Inf and another shape are); None without one."""
         every = (*self.layers, *self.outputs)
         return next((one for one in every if not one.figures.sqnr_db >= self.min_sqnr_db), None)
 
@@ -88,33 +92,33 @@ class Parting:
     def _lines(self) -> Iterator[str]:
         yield f"{self.first} against {self.second}, {self.samples} samples"
         if self.cut:
-            looked, of = self.looked
-            yield f"each tensor by a model cut off behind it; {looked} of {of} were looked at"
+            looked, shared = self.looked
+            yield f"each tensor by a model cut off after it; {looked} of {shared} were compared"
         yield ""
         yield f"{'SQNR dB':>8}  {'cosine':>8}  tensor"
         for one in self.layers:
-            yield _line(one)
+            yield _screen_line(one)
         yield "outputs"
         for one in self.outputs:
-            yield _line(one)
+            yield _screen_line(one)
         yield ""
         yield self.says
         yield from self.notes
 
     @property
     def says(self) -> str:
-        """Where they part, in one sentence."""
-        found = self.parts_at
-        if found is None:
+        """Where the models part, in one sentence."""
+        parting = self.parts_at
+        if parting is None:
             return f"They do not part: no tensor is below {self.min_sqnr_db:g} dB."
         return (
-            f"They part at {found.tensor!r}, made by {found.operator} {found.node!r}:"
-            f" {found.figures.sqnr_db:.1f} dB, the first below {self.min_sqnr_db:g} dB."
+            f"They part at {parting.tensor!r}, made by {parting.operator} {parting.node!r}:"
+            f" {parting.figures.sqnr_db:.1f} dB, the first below {self.min_sqnr_db:g} dB."
         )
 
     def to_json(self) -> dict[str, object]:
-        """Plain JSON types; numbers JSON has no word for become "inf" or "nan"."""
-        found = self.parts_at
+        """Return plain JSON types; infinite and NaN numbers become "inf" or "nan"."""
+        parting = self.parts_at
         return {
             "first": self.first,
             "second": self.second,
@@ -122,14 +126,14 @@ class Parting:
             "min_sqnr_db": self.min_sqnr_db,
             "cut": self.cut,
             "looked": list(self.looked),
-            "parts_at": None if found is None else found.tensor,
+            "parts_at": None if parting is None else parting.tensor,
             "layers": [_json(one) for one in self.layers],
             "outputs": [_json(one) for one in self.outputs],
             "notes": list(self.notes),
         }
 
 
-def _line(one: Layer) -> str:
+def _screen_line(one: Layer) -> str:
     figures = one.figures
     return (
         f"{figures.sqnr_db:8.1f}  {figures.cosine_mean:8.5f}  {one.tensor}"
@@ -156,11 +160,8 @@ def _number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-Figures = dict[str, OutputAccuracy]
-
-
 class Sums:
-    """Figures of the pairs that hold floats, sample by sample."""
+    """Accuracy of pairs of float tensors, accumulated sample by sample."""
 
     def __init__(self, pairs: Mapping[str, str]) -> None:
         self._pairs = dict(pairs)
@@ -169,13 +170,13 @@ class Sums:
     def add(
         self, sample: Mapping[str, Array], left: Mapping[str, Array], right: Mapping[str, Array]
     ) -> None:
-        """Add one sample: tensors of the first model and of the second by their own names."""
+        """Add one sample: the tensors of the first and the second model, under its own names."""
         if self._sums is None:
             floats = {
                 name: other
                 for name, other in self._pairs.items()
                 if name in left
-                and other in right  # a sequence or a map is in neither
+                and other in right  # sequences and maps are in neither
                 and np.issubdtype(left[name].dtype, np.floating)
             }
             self._pairs = floats
@@ -185,7 +186,7 @@ class Sums:
             self._sums.add(sample, left, right)
 
     def result(self) -> Figures:
-        """The figures of every pair that holds floats."""
+        """Return the accuracy of every pair of float tensors."""
         if self._sums is None:
             return {}
         figures = zip(self._pairs, self._sums.result(), strict=True)
@@ -193,12 +194,12 @@ class Sums:
 
 
 def _empty(one: OutputAccuracy) -> bool:
-    """Whether a tensor held no value in any sample, so that it cannot differ."""
+    """Whether a tensor had no value in any sample, so that it cannot differ."""
     return math.isnan(one.sqnr_db) and not any(one.not_finite) and not one.other_shape
 
 
 class _Cuts:
-    """Tensors one by one, each by models cut off behind it; the second's run in OpenVINO."""
+    """Compares tensors one by one, with models cut off after each; the second runs in OpenVINO."""
 
     def __init__(
         self,
@@ -217,43 +218,43 @@ class _Cuts:
         self.notes: list[str] = []
 
     def whole(self, outputs: Mapping[str, str]) -> bool:
-        """Whether the outputs of the models as they are agree.
+        """Whether the outputs of the complete models agree.
 
         Raises:
             BackendError: OpenVINO cannot run the second model.
         """
-        self.figures |= (found := self._look(*self._models, outputs))
-        return self._above(found)
+        self.figures |= (figures := self._compare(*self._models, outputs))
+        return self._agrees(figures)
 
     def agrees(self, name: str, other: str) -> bool:
-        """Whether a tensor agrees; one that cannot be compared, or holds no floats, does."""
+        """Whether a tensor agrees; also true if it cannot be compared or holds no floats."""
         first, second = self._models
         try:
-            found = self._look(cut(first, name), cut(second, other), {name: other})
+            figures = self._compare(cut(first, name), cut(second, other), {name: other})
         except BackendError as error:
             self.notes.append(f"{name!r} could not be compared: {error}.")
             return True
-        self.figures |= found
-        return self._above(found)
+        self.figures |= figures
+        return self._agrees(figures)
 
     def close(self, outputs: Mapping[str, str]) -> None:
-        """Tell, where the model leaves dimensions open, what closing them changes."""
+        """Add a note on the effect of fixing the model's open dimensions, if it has any."""
         if not _is_open(self._models[1]):
             return
         try:
-            found = self._look(*self._models, outputs, closed=True)
-        except BackendError:  # as it is the model runs, so closing it is no way out
+            figures = self._compare(*self._models, outputs, closed=True)
+        except BackendError:  # the model runs with open dimensions only
             return
-        worst = min((one.sqnr_db for one in found.values()), default=math.nan)
-        words = "agree" if self._above(found) else "part as well"
+        worst = min((one.sqnr_db for one in figures.values()), default=math.nan)
+        words = "agree" if self._agrees(figures) else "part as well"
         self.notes.append(
             f"With the input's open dimensions closed the outputs {words} ({worst:.1f} dB)."
         )
 
-    def _above(self, found: Figures) -> bool:
-        return all(one.sqnr_db >= self._limit for one in found.values())
+    def _agrees(self, figures: Figures) -> bool:
+        return all(one.sqnr_db >= self._limit for one in figures.values())
 
-    def _look(
+    def _compare(
         self,
         first: ModelProto,
         second: ModelProto,
@@ -275,7 +276,7 @@ class _Cuts:
 
 
 def _is_open(model: ModelProto) -> bool:
-    """Whether an input has a dimension without a number."""
+    """Whether an input has an open dimension."""
     dims = (d for value in model.graph.input for d in value.type.tensor_type.shape.dim)
     return any(not dim.HasField("dim_value") for dim in dims)
 
@@ -295,7 +296,7 @@ def by_cuts(
     min_sqnr_db: float,
     every: bool,
 ) -> tuple[Figures, list[str]]:
-    """Figures by cut models, and what could not be compared."""
+    """Return the accuracy by cut models, and notes on tensors that could not be compared."""
     ends = {value.name for value in first.graph.output}
     inner = [name for name in pairs if name not in ends]
     with tempfile.TemporaryDirectory() as work:
@@ -321,17 +322,17 @@ def by_cuts(
                 for name in inner:
                     look(name)
             elif not agree:
-                _halved(inner, look)
+                _bisect(inner, look)
     return {name: cuts.figures[name] for name in pairs if name in cuts.figures}, cuts.notes
 
 
-def _halved(names: Sequence[str], agrees: Callable[[str], bool]) -> None:
-    """Look for neighbours of which the first agrees and the second does not, by halves.
+def _bisect(names: Sequence[str], agrees: Callable[[str], bool]) -> None:
+    """Find two neighbours of which the first agrees and the second does not, by halving.
 
     ::
 
-        agrees  ?  ?  ?  ?  ?  ?  ?  parted         what is before the first agrees,
-                         agrees                     what is behind the last has parted
+        agrees  ?  ?  ?  ?  ?  ?  ?  parted         tensors before the first agree,
+                         agrees                     tensors after the last have parted
                                parted
                             agrees ^
     """
@@ -339,10 +340,6 @@ def _halved(names: Sequence[str], agrees: Callable[[str], bool]) -> None:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if agrees(names[middle]) else (low, middle)
-
-
-RUNTIMES = ("onnxruntime", "openvino")
-MIN_SQNR_DB = 20.0
 
 
 @on_request
@@ -357,26 +354,26 @@ def compare(
     threads: int | None = None,
     progress: bool = False,
 ) -> Parting:
-    """Compare two ONNX models, or one with itself in another runtime.
+    """Compare two ONNX models, or one model in ONNX Runtime and in another runtime.
 
     Args:
-        first: the reference, which ONNX Runtime runs.
+        first: the reference, run in ONNX Runtime.
         second: the other model; None is the first one again.
-        images: as `deploy.pipeline.build` takes them.
-        runtime: of the second model, a name of `RUNTIMES`.
-        min_sqnr_db: SQNR below which two tensors have parted.
-        every: in another runtime, look at every tensor; else, where the outputs part, at as many
-            as it takes to find two neighbours of which the first agrees and the second does not.
-        threads: of an inference; None takes every core.
-        progress: tell on stderr what is going on, where it takes over two seconds.
+        images: as for `deploy.pipeline.build`.
+        runtime: runtime of the second model, one of `RUNTIMES`.
+        min_sqnr_db: SQNR below which two tensors differ.
+        every: in another runtime, compare every tensor; otherwise, if the outputs differ, only as
+            many as it takes to find two neighbours of which the first agrees and the second does
+            not.
+        threads: threads of one inference; None uses every core.
+        progress: report progress on stderr, where it takes over two seconds.
 
     Raises:
-        ConfigError: nothing to compare: one model in one runtime, inputs that differ, or no tensor
-            that both have.
-        ModelError: a file that is no ONNX model.
+        ConfigError: one model in one runtime, inputs that differ, or no shared tensor.
+        ModelError: a file that is not an ONNX model.
         FeedError: images that do not fit.
         SdkMissingError: the runtime is not installed.
-        BackendError: a runtime refused a whole model.
+        BackendError: a runtime refused a complete model.
     """
     if second is None and runtime == "onnxruntime":
         raise ConfigError(
@@ -385,9 +382,9 @@ def compare(
         )
     ours = read_model(first)
     theirs = ours if second is None else read_model(second)
-    whole = OrtSession.open(ours, threads=threads)
+    session = OrtSession.open(ours, threads=threads)
     _refuse_other_inputs(ours, theirs)
-    feed = dataset_of(images).open(whole.inputs, carried=carried_of(ours, Path(first)))
+    feed = dataset_of(images).open(session.inputs, carried=carried_of(ours, Path(first)))
     outputs = [value.name for value in ours.graph.output]
     pairs = _pairs(ours, theirs, outputs)
     if not pairs:
@@ -395,16 +392,16 @@ def compare(
             f"models that are compared must have tensors of the same names, got none in {first}"
             f" and {second}; compare a model with what was built from it"
         )
-    apart = runtime != "onnxruntime"
+    by_cut_models = runtime != "onnxruntime"
     notes: list[str] = []
-    if apart:
+    if by_cut_models:
         figures, notes = by_cuts(
             ours, theirs, pairs, feed, threads, min_sqnr_db=min_sqnr_db, every=every
         )
     else:
-        figures = _taps(ours, theirs, pairs, feed, threads)
+        figures = _compare_taps(ours, theirs, pairs, feed, threads)
     makers = {name: node for node in ours.graph.node for name in node.output}
-    rows = {name: _layer(name, makers, found) for name, found in figures.items()}
+    rows = {name: _layer(name, makers, one) for name, one in figures.items()}
     return Parting(
         first=f"{first} in onnxruntime",
         second=f"{second or first} in {runtime}",
@@ -412,22 +409,22 @@ def compare(
         min_sqnr_db=min_sqnr_db,
         layers=tuple(row for name, row in rows.items() if name not in outputs),
         outputs=tuple(rows[name] for name in outputs if name in rows),
-        cut=apart,
+        cut=by_cut_models,
         looked=(len(figures), len(pairs)),
-        notes=(*as_read(feed), *_alone(ours, theirs), *notes),
+        notes=(*as_read(feed), *_unshared_notes(ours, theirs), *notes),
     )
 
 
 def _pairs(first: ModelProto, second: ModelProto, outputs: Sequence[str]) -> dict[str, str]:
-    """Tensors to compare, the outputs that both have last."""
+    """Return the tensors to compare, the shared outputs last."""
     theirs = {value.name for value in second.graph.output}
     shared = shared_by_name(first, second)
     inner = {name: other for name, other in shared.items() if name not in outputs}
     return inner | {name: name for name in outputs if name in theirs}
 
 
-def _alone(first: ModelProto, second: ModelProto) -> Iterator[str]:
-    """What is not compared of the outputs."""
+def _unshared_notes(first: ModelProto, second: ModelProto) -> Iterator[str]:
+    """Yield notes on the outputs that only one model has."""
     ours, theirs = ([value.name for value in model.graph.output] for model in (first, second))
     for which, own, others in (("first", ours, theirs), ("second", theirs, ours)):
         names = [repr(name) for name in own if name not in others]
@@ -435,14 +432,14 @@ def _alone(first: ModelProto, second: ModelProto) -> Iterator[str]:
             yield f"not compared: {', '.join(names)}, which only the {which} model gives"
 
 
-def _taps(
+def _compare_taps(
     first: ModelProto,
     second: ModelProto,
     pairs: Mapping[str, str],
     feed: Samples,
     threads: int | None,
 ) -> Figures:
-    """All tensors in one walk over the samples; those of one sample are in memory at a time."""
+    """Compare all tensors in one pass, with those of one sample in memory at a time."""
     left = OrtSession.open(with_outputs(first, pairs), threads=threads)
     right = OrtSession.open(with_outputs(second, pairs.values()), threads=threads)
     figures = Sums(pairs)
@@ -454,7 +451,7 @@ def _taps(
 
 
 def _layer(name: str, makers: Mapping[str, NodeProto], figures: OutputAccuracy) -> Layer:
-    """The row of a tensor, with the node behind its quantization that computes it."""
+    """Return the row of a tensor, with the node that computes it upstream of its Q/DQ nodes."""
     node = makers.get(name)
     if node is None:  # an output that is an input or a weight
         return Layer(tensor=name, node=name, operator="input", figures=figures)
@@ -473,7 +470,7 @@ def _refuse_other_inputs(first: ModelProto, second: ModelProto) -> None:
 
 
 def _inputs(model: ModelProto) -> set[str]:
-    """Name and type of what must be fed: old models list their weights among the inputs."""
+    """Return name and type of the inputs without those that are weights, as in old models."""
     weights = {tensor.name for tensor in model.graph.initializer}
     return {
         f"{value.name} ({type_name(value.type.tensor_type.elem_type)})"

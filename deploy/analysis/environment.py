@@ -1,4 +1,4 @@
-"""What is here: versions, what the CPU has for int8, what each target can do on this machine."""
+"""What is installed: versions, int8 instructions of the CPU, and what each target can do here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deploy.machine import INT8_FLAGS, this_machine
 from deploy.targets import TARGETS
 from deploy.version import __version__
 
-# package -> what it is for, and what brings it
+# package -> its purpose, and how to install it
 _OPTIONAL = {
     "torch": ("trace, fuse and export PyTorch models", "pip install '.[torch]'"),
     "distributed": ("calibrate on the workers of a dask scheduler", "pip install '.[dask]'"),
@@ -23,12 +23,12 @@ _OPTIONAL = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked for.
+    """Result of one check.
 
     Attributes:
-        what: its name.
-        there: whether it is here and works.
-        words: version or, where it is missing, what it is for and how to get it.
+        what: name of the component.
+        there: whether it is present and works.
+        words: its version, or its purpose and how to get it.
     """
 
     what: str
@@ -37,16 +37,16 @@ class Finding:
 
 
 def examine() -> tuple[Finding, ...]:
-    """Look at everything; nothing is run on a device."""
-    return (*_itself(), *_targets(), *_optional())
+    """Check everything; nothing runs on a device."""
+    return (*_own_checks(), *_target_checks(), *_package_checks())
 
 
-def _itself() -> Iterator[Finding]:
+def _own_checks() -> Iterator[Finding]:
     machine = this_machine()
     system = f"Python {platform.python_version()}, {machine.os}"
     yield Finding("calib8", True, f"{__version__}, {system}")
     others = {n: v for n, v in machine.versions.items() if n not in ("calib8", "python")}
-    quicker = "" if kernel() else "; quicker where it is installed with a C compiler at hand"
+    quicker = "" if kernel() else "; faster if it is installed with a C compiler"
     yield Finding("counting", kernel() is not None, told() + quicker)
     yield Finding("packages", True, ", ".join(f"{n} {v}" for n, v in others.items()))
     int8 = ", ".join(machine.int8)
@@ -58,7 +58,7 @@ def _itself() -> Iterator[Finding]:
     yield Finding("CPU", bool(int8), f"{words}; int8 by {int8}" if int8 else lacking)
 
 
-def _targets() -> Iterator[Finding]:
+def _target_checks() -> Iterator[Finding]:
     for name, target in TARGETS.items():
         try:
             yield Finding(name, True, f"builds and runs engines: {target().at_hand()}")
@@ -66,7 +66,7 @@ def _targets() -> Iterator[Finding]:
             yield Finding(name, False, f"writes its files, no engine: {error}")
 
 
-def _optional() -> Iterator[Finding]:
+def _package_checks() -> Iterator[Finding]:
     for name, (purpose, way) in _OPTIONAL.items():
         try:
             yield Finding(name, True, version(name))

@@ -1,10 +1,10 @@
-"""Values quantized by hand: scale and zero point, the integers, and what rounding costs.
+"""Quantizes values from the command line: scale and zero point, the integers, the rounding error.
 
 ::
 
     values --search--> range --grid--> scale, zero point --affine--> integers, error
 
-The search is any of the table's; with a scale and a zero point that are given there is none.
+With a given scale and zero point there is no search.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from deploy.terminal import page
 
 SCHEMA = "calib8-quantize/1"
 GRIDS: dict[str, Grid] = {"quint8": UINT8, "qint8": INT8}
-SHOWN = 32  # values in the table
+SHOWN = 32  # rows of the table
 _MOST_BYTES = 1 << 30
 _RULE = "values are a JSON array of numbers, such as [[-1, 0], [1, 2]], or an .npy file"
 _BARE = re.compile(r"[-+]?[.\d][-+.,\deE\s]*")
@@ -47,13 +47,13 @@ Real = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experiment:
-    """Values, what became of them, and how the scale was found.
+    """Values and their quantized form.
 
     Attributes:
         values: float32, of any shape.
-        quantized: their integers.
-        dtype: torch's name of the integers' type.
-        found: "given", or the method that searched.
+        quantized: their integers, scales and zero points.
+        dtype: torch's name of the integer type.
+        found: "given", or the method that found the scale.
     """
 
     values: Real
@@ -63,13 +63,13 @@ class Experiment:
 
     @property
     def error(self) -> NDArray[np.float64]:
-        """What is stored less what was meant, float64 of the values' shape."""
+        """Dequantized minus original values, float64 of their shape."""
         stored = self.quantized.dequantize().astype(np.float64)
         return np.asarray(stored - self.values.astype(np.float64))
 
     @property
     def clipped(self) -> int:
-        """How many values lie beyond what can be stored."""
+        """Number of values outside the representable range."""
         low, high = self.quantized.representable()
         shape = [-1 if i == self.quantized.axis else 1 for i in range(self.values.ndim)]
         one = [1] * self.values.ndim if self.quantized.axis is None else shape
@@ -77,7 +77,7 @@ class Experiment:
         return int(outside.sum())
 
     def to_json(self) -> dict[str, object]:
-        """Plain JSON types; numbers that JSON has no word for become "inf", "-inf" or "nan"."""
+        """Return plain JSON types; infinite and NaN numbers become "inf", "-inf" or "nan"."""
         made = plain(
             {
                 "schema": SCHEMA,
@@ -98,14 +98,14 @@ class Experiment:
         return made
 
     def to_text(self) -> str:
-        """Scales, the first values of all with their errors, and the figures of them all."""
+        """Return the scales, a table of the first values, and the error over all of them."""
         figures = self._figures()
-        told = (
+        summary = (
             f"largest error {figures['largest_error']:.6g}, root mean square {figures['rms']:.6g},"
             f" SQNR {decibels(figures['sqnr_db'])}, {self.clipped} of"
             f" {count(self.values.size, 'value')} clipped"
         )
-        return page([*self._scales(), "", *self._table(), "", told]) + "\n"
+        return page([*self._scales(), "", *self._table(), "", summary]) + "\n"
 
     def _figures(self) -> dict[str, float]:
         error, values = self.error, self.values.astype(np.float64)
@@ -145,11 +145,11 @@ class Experiment:
 def with_scales(
     values: Real, scales: Sequence[float], zeros: Sequence[int], *, axis: int | None, dtype: str
 ) -> Experiment:
-    """Quantize by a scale and a zero point, or by one of each for every channel along an axis.
+    """Quantize with a given scale and zero point, or one of each per channel along an axis.
 
     Raises:
-        CalibrationError: as `calibrators.grids`.
-        ConfigError: several without an axis.
+        CalibrationError: as in `calibrators.grids`.
+        ConfigError: several scales without an axis.
     """
     if axis is not None:
         made = quantize_per_channel(values, scales, zeros, axis, dtype)
@@ -157,18 +157,18 @@ def with_scales(
         made = quantize_per_tensor(values, scales[0], zeros[0], dtype)
     else:
         raise ConfigError(
-            "several scales are those of channels, whose --axis was not given, got"
+            "several scales need the --axis of their channels, got"
             f" {len(scales)} scales and {len(zeros)} zero points; give --axis, or one of each"
         )
     return Experiment(values, made, dtype, "given")
 
 
 def searched(values: Real, method: Method, *, axis: int | None, dtype: str) -> Experiment:
-    """Quantize by the range that a search finds in the values themselves, by channel with an axis.
+    """Quantize with the range that a search finds in the values, per channel with an axis.
 
     Raises:
-        CalibrationError: values that have no range, or an axis that they do not have.
-        ConfigError: a dtype whose range is no search's.
+        CalibrationError: values without a range.
+        ConfigError: a dtype that searches do not support, or an axis that the values do not have.
     """
     if dtype not in GRIDS:
         raise ConfigError(
@@ -178,18 +178,18 @@ def searched(values: Real, method: Method, *, axis: int | None, dtype: str) -> E
     if axis is not None and not -values.ndim <= axis < values.ndim:
         raise ConfigError(f"the axis must be one of {values.ndim} dimensions, got {axis}")
     channels = [values] if axis is None else list(np.moveaxis(values, axis, 0))
-    found = [_range(channel, method, GRIDS[dtype]) for channel in channels]
-    scales, zeros = [scale for scale, _ in found], [zero for _, zero in found]
+    affine = [_range(channel, method, GRIDS[dtype]) for channel in channels]
+    scales, zeros = [scale for scale, _ in affine], [zero for _, zero in affine]
     made = with_scales(values, scales, zeros, axis=axis, dtype=dtype)
     return Experiment(values, made.quantized, dtype, method.label)
 
 
 def read_values(text: str) -> Real:
-    """`[[-1, 0], [1, 2]]` or an .npy file -> float32 values.
+    """Read float32 values from a JSON array such as `[[-1, 0], [1, 2]]`, or from an .npy file.
 
     Raises:
-        ConfigError: no JSON array of finite numbers.
-        FeedError: the file is missing or damaged, or holds no finite real numbers.
+        ConfigError: not a JSON array of finite numbers.
+        FeedError: the file is missing or damaged, or holds other than finite real numbers.
     """
     if not text.lstrip().startswith("["):
         refuse_bare(text)
@@ -202,14 +202,14 @@ def read_values(text: str) -> Real:
 
 
 def refuse_bare(text: str) -> None:
-    """Raise `ConfigError` for numbers without brackets, which would be taken for a file's name."""
+    """Raise `ConfigError` for numbers without brackets, which would be read as a file name."""
     if _BARE.fullmatch(text.strip()) and not Path(text).exists():
         raise ConfigError(f"{_RULE}, got {text!r}; write it as '[{text}]'")
 
 
 def _range(values: Real, method: Method, grid: Grid) -> tuple[float, int]:
     lead = None
-    if method.statistic.lead is not None:  # all of the values are the first batch
+    if method.statistic.lead is not None:  # the values are the only batch
         lead = method.statistic.lead.recorder(None)
         lead.observe(values)
     recorder = method.statistic.recorder(lead)
@@ -231,7 +231,7 @@ def _from_file(path: Path) -> Real:
 def _real(read: NDArray[Any]) -> Real:
     if read.dtype.kind not in "fiub" or not read.size:
         raise ValueError(f"{read.size} values of {read.dtype}")
-    with np.errstate(over="ignore"):  # what overflows is told below
+    with np.errstate(over="ignore"):  # an overflow is reported below
         made = read.astype(np.float32)
     if beyond := int(np.isinf(made).sum()):
         raise ValueError(f"{beyond} of {count(read.size, 'value')} infinite in float32")

@@ -1,10 +1,9 @@
-"""`explain`: what was written of a build, and what images say of it.
+"""Explains a build (`explain`): from its files, and by running images through its models.
 
-The images that lose most, and of the inner tensors that lose most the channels that do.
-
-The float model and what runs with the target's numerics run each image once. Figures of images are
-of the worst part of the outputs; those of channels are summed over all images, so memory does not
-grow with their number.
+With images, the float model and a model with the target's numerics each run every image once. The
+result is the images with the lowest SQNR of their worst output slice and, in the worst inner
+tensors, the worst channels. Channel figures are sums over all images, so memory does not grow with
+their number.
 """
 
 from __future__ import annotations
@@ -46,8 +45,9 @@ if TYPE_CHECKING:
     from deploy.feed.samples import Feed
 
 
-IMAGES, TENSORS, CHANNELS = 5, 5, 3  # told: images, tensors, channels a tensor
-_SILENT = 1e-6  # of a tensor's signal: a channel with less says nothing that could be lost
+IMAGES, TENSORS, CHANNELS = 5, 5, 3  # shown: images, tensors, channels per tensor
+_SILENT = 1e-6  # share of a tensor's signal: a channel with less has nothing to lose
+_ARRAYS = {".npy", ".npz"}
 
 
 def held_of(
@@ -59,21 +59,21 @@ def held_of(
     native: bool,
     threads: int,
 ) -> Held:
-    """What images tell of one target.
+    """Run images on one target; return the worst images and channels.
 
     Args:
         loaded: the float model.
-        runnable: the file that ONNX Runtime runs with the target's numerics.
-        layers: inner tensors, the worst first; of the first few, channels are told.
+        runnable: model that ONNX Runtime runs with the target's numerics.
+        layers: inner tensors, the worst first; channels are measured in the first few.
         feed: the images.
-        native: whether ONNX Runtime is the target, so that its int8 kernels count.
-        threads: samples that are run at a time; the result does not depend on it.
+        native: whether ONNX Runtime is the target, so that its int8 kernels are used.
+        threads: samples that run in parallel; the result does not depend on it.
 
     Raises:
-        ConfigError: the file is another model's.
-        ModelError: it is no ONNX model.
-        FeedError: an image that cannot be fed.
-        BackendError: ONNX Runtime refused one of the two.
+        ConfigError: the file belongs to another model.
+        ModelError: it is not an ONNX model.
+        FeedError: an image that cannot be read.
+        BackendError: ONNX Runtime refused one of the models.
     """
     candidate = read_model(runnable)
     shared = shared_tensors(loaded.model, candidate)
@@ -94,7 +94,7 @@ def held_of(
         batch = batch_length(ran[0])
         fed, own, others = (split(arrays, batch) for arrays in ran)
         for sample, one, other in zip(fed, own, others, strict=True):
-            if images.seen < feed.count:  # behind them a fixed batch is filled with the first
+            if images.seen < feed.count:  # the last fixed batch is filled up with the first image
                 images.add(sample, _only(one, names), _only(other, names))
                 for name, sums in channels.items():
                     if name in one and pairs[name] in other:
@@ -124,7 +124,7 @@ def _check_outputs(names: Sequence[str], candidate: ModelProto, path: Path) -> N
 def _notes(layers: Sequence[str], pairs: Mapping[str, str]) -> Iterator[str]:
     if not pairs:
         why = "the two models share no inner tensor" if layers else "the report has no inner tensor"
-        yield f"channels are not told: {why}"
+        yield f"channels are not shown: {why}"
 
 
 def _session(model: ModelProto, *, native: bool) -> OrtSession:
@@ -137,7 +137,7 @@ def _only(arrays: Outputs, names: Sequence[str]) -> Outputs:
 
 @dataclass(slots=True)
 class _Images:
-    """Those that lose most of the images so far, by their place in the feed."""
+    """The images of lowest SQNR so far, by their index in the feed."""
 
     form: Form
     seen: int = 0
@@ -151,7 +151,7 @@ class _Images:
         self.seen += 1
 
     def worst(self, names: Sequence[str]) -> Iterator[ImageLoss]:
-        """The worst first, called by their names."""
+        """Yield the images with their names, the worst first."""
         for _, place, loss in self._worst:
             yield ImageLoss(name=names[place], part=loss.part, sqnr_db=loss.sqnr_db, task=loss.task)
 
@@ -178,13 +178,13 @@ class _Images:
 
 @dataclass(slots=True)
 class ChannelSums:
-    """Signal and noise of each channel, index of axis 1, of one tensor: float64 [C]."""
+    """Signal and noise of each channel (axis 1) of one tensor, float64 [C]."""
 
     signal: NDArray[np.float64] | None = None
     noise: NDArray[np.float64] | None = None
 
     def add(self, reference: np.ndarray, candidate: np.ndarray) -> None:
-        """Add one sample, [1, C, ...] twice; what has another shape or no channels is left out."""
+        """Add one sample of shape [1, C, ...]; other shapes are ignored."""
         if reference.shape != candidate.shape or reference.ndim < 2 or reference.shape[0] != 1:
             return
         one = reference[0].reshape(reference.shape[1], -1).astype(np.float64)
@@ -197,7 +197,7 @@ class ChannelSums:
             self.signal, self.noise = self.signal + signal, self.noise + noise
 
     def worst(self, tensor: str) -> Iterator[ChannelLoss]:
-        """The channels of least SQNR, without those that are silent."""
+        """Yield the channels of lowest SQNR, without silent ones."""
         if self.signal is None or self.noise is None:
             return
         total, lost = float(self.signal.sum()), float(self.noise.sum())
@@ -213,9 +213,6 @@ class ChannelSums:
             yield ChannelLoss(tensor=tensor, channel=channel, sqnr_db=ratios[channel], noise=share)
 
 
-_ARRAYS = {".npy", ".npz"}
-
-
 @on_request
 def explain(
     folder: Path | str,
@@ -229,118 +226,120 @@ def explain(
     """Explain a build.
 
     Args:
-        folder: that was built into.
-        target: this one alone; None tells of all.
-        images: run the float model and the int8 models on these, and tell the images and the
-            channels that lose most.
-        model: the float model; None takes the one that the report names.
-        threads: samples that are run at a time; the result does not depend on it.
-        progress: tell on stderr what is going on, where it takes over two seconds.
+        folder: output folder of the build, or its report.json.
+        target: name of one target; None explains all.
+        images: run the float model and the int8 models on these, and report the worst images and
+            channels.
+        model: the float model; None uses the one in the report.
+        threads: samples that run in parallel; the result does not depend on it.
+        progress: report progress on stderr, where it takes over two seconds.
 
     Raises:
-        ConfigError: no build, a report or plan that is broken, a target that it does not have.
-        ModelError, FeedError, BackendError: of what is run on images.
+        ConfigError: no build, a broken report or plan, a target that the build does not have.
+        ModelError, FeedError, BackendError: from running images.
     """
-    found = read_build(Path(folder))
-    chosen = _chosen(found, target)
+    explanation = read_build(Path(folder))
+    chosen = _select_targets(explanation, target)
     if images is None:
-        return replace(found, targets=chosen)
-    loaded = _model(found, model)
+        return replace(explanation, targets=chosen)
+    loaded = _load_float_model(explanation, model)
     dataset = dataset_of(images)
-    preprocess = _asked(dataset.preprocess, _preprocess(found, dataset.source))
+    preprocess = _merged(dataset.preprocess, _preprocess(explanation, dataset.source))
     feed = replace(dataset, preprocess=preprocess).open(loaded.inputs, carried=loaded.carried)
-    told = []
+    explained = []
     for one in chosen:
         if one.runnable is None:
             note = "no file of it can be run in ONNX Runtime"
-            told.append(one.on(Held(samples=0, notes=(note,))))
+            explained.append(one.on(Held(samples=0, notes=(note,))))
             continue
         with phase(one.name):
             held = held_of(
                 loaded,
-                of_build(one.runnable, Path(found.report)),
-                [] if _remade(one) else [layer.name for layer in one.layers],
+                of_build(one.runnable, Path(explanation.report)),
+                [] if _is_rescaled(one) else [layer.name for layer in one.layers],
                 feed,
                 native=one.native,
                 threads=threads or default_threads(),
             )
-        told.append(one.on(replace(held, notes=(*held.notes, *_other(found, loaded)))))
-    return replace(found, targets=tuple(told))
+        explained.append(
+            one.on(replace(held, notes=(*held.notes, *_model_note(explanation, loaded))))
+        )
+    return replace(explanation, targets=tuple(explained))
 
 
-def _chosen(found: Explanation, target: str | None) -> tuple[TargetWhy, ...]:
+def _select_targets(explanation: Explanation, target: str | None) -> tuple[TargetWhy, ...]:
     if target is None:
-        return found.targets
-    names = [one.name for one in found.targets]
+        return explanation.targets
+    names = [one.name for one in explanation.targets]
     if target not in names:
         way = did_you_mean(target, names, f"it has {', '.join(names) or 'none'}")
         raise ConfigError(
-            f"a target to explain must be one of the build, got {target!r} for {found.report};"
-            f" {way}"
+            f"a target to explain must be one of the build, got {target!r} for"
+            f" {explanation.report}; {way}"
         )
-    return tuple(one for one in found.targets if one.name == target)
+    return tuple(one for one in explanation.targets if one.name == target)
 
 
-def _model(found: Explanation, named: Path | str | None) -> LoadedModel:
-    """The float model.
+def _load_float_model(explanation: Explanation, named: Path | str | None) -> LoadedModel:
+    """Load the float model.
 
     Raises:
-        ConfigError: the report names one that is not there, or no ONNX file.
+        ConfigError: the report's model does not exist, or is not an ONNX file.
     """
     if named is not None:
         return load_either(Path(named))
-    path = beside(found.model, Path(found.report))
+    path = beside(explanation.model, Path(explanation.report))
     if not is_file(path) or path.suffix.lower() != ".onnx":
         raise ConfigError(
-            f"images are run through the ONNX model of the build, got {found.model!r} in"
-            f" {found.report}, which is none here; name it with --model"
+            f"images are run through the ONNX model of the build, got {explanation.model!r} in"
+            f" {explanation.report}, which is none here; name it with --model"
         )
     return load_either(path)
 
 
-def _other(found: Explanation, loaded: LoadedModel) -> Iterator[str]:
-    """That the float model is not the one that was built from, as far as the build tells."""
+def _model_note(explanation: Explanation, loaded: LoadedModel) -> Iterator[str]:
+    """Yield a note if the float model is not the one the build was made from."""
     try:
-        made_from = manifest.read_manifest(Path(found.report).parent).made_from.get("model")
-    except CacheError:  # `verify` tells of it
+        made_from = manifest.read_manifest(Path(explanation.report).parent).made_from.get("model")
+    except CacheError:  # reported by `verify`
         return
     if isinstance(made_from, dict) and made_from.get("sha256") != loaded.digest:
         yield (
             f"{loaded.source or loaded.name} is not the model that was built from, or was changed"
-            " since: what is told of images and channels is of both changes"
+            " since: the figures of images and channels include that difference"
         )
 
 
-def _asked(preprocess: Asked, known: Preprocess | None) -> Asked:
-    """What is asked, on what is known of the build."""
+def _merged(preprocess: Asked, known: Preprocess | None) -> Asked:
+    """Return the preprocessing options of the user on top of those of the build."""
     if known is None or not isinstance(preprocess, Mapping | None):
         return preprocess
     return asked_of(known, preprocess or {})
 
 
-def _preprocess(found: Explanation, images: FeedSource) -> Preprocess | None:
-    """As the images of the build became inputs; None for arrays, and where the report has none.
+def _preprocess(explanation: Explanation, images: FeedSource) -> Preprocess | None:
+    """Return the preprocessing of the build's images; None for arrays, or if the report has none.
 
     Raises:
-        ConfigError: what the report has is no preprocessing.
+        ConfigError: the report's preprocessing is invalid.
     """
     if isinstance(images, RawFiles):
         arrays = images.dtype != "uint8"
     else:
         arrays = not isinstance(images, str | Path) or Path(images).suffix.lower() in _ARRAYS
-    if arrays or not found.preprocess:
+    if arrays or not explanation.preprocess:
         return None
     try:
-        return Preprocess.from_json(found.preprocess)
+        return Preprocess.from_json(explanation.preprocess)
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"the preprocessing of a report must be one that calib8 wrote, got {error} in"
-            f" {found.report}; say it with options such as --mean"
+            f" {explanation.report}; set it with options such as --mean"
         ) from error
 
 
-def _remade(target: TargetWhy) -> bool:
-    """Whether a repair moved factors between layers, so that inner tensors have other sizes."""
+def _is_rescaled(target: TargetWhy) -> bool:
+    """Whether a repair scaled channels, so that inner tensors differ from the float model's."""
     words = [repair.words for repair in REPAIRS.values() if repair.before is not None]
     return any(
         word in said and said.endswith(", kept") for said in target.repairs for word in words

@@ -1,7 +1,4 @@
-"""What is told of a build, as plain values.
-
-An explanation as text, and as JSON.
-"""
+"""The explanation of a build (`explain`) as plain values, with its text and JSON."""
 
 from __future__ import annotations
 
@@ -15,10 +12,22 @@ from deploy.report.tables import TRIAL_HEADS, trial_row
 from deploy.terminal import page
 from deploy.tuning.plan_file import CONSEQUENCE, NOISE, RULE, TIME, WHOLE
 
+SCHEMA = "calib8-explanation/1"
+FEW = 10  # rows of a table unless all are asked for
+_NAMES = 3  # nodes listed for one reason
+_KINDS = {
+    NOISE: "  by noise",
+    TIME: "  by time",
+    CONSEQUENCE: "  in between",
+    WHOLE: "  as a whole",
+    RULE: "  by rule",
+}
+_ALL = "--all shows them"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """How far something is from the float model's: a part of the outputs, or an inner tensor."""
+    """Accuracy of an output slice or an inner tensor against the float model."""
 
     name: str
     sqnr_db: float
@@ -31,10 +40,10 @@ class Kept:
     """Nodes that stay float for one reason.
 
     Attributes:
-        kind: of `deploy.tuning.plan_file`.
-        reason: in words.
-        operators: their types.
-        nodes: their names.
+        kind: kind of the reason, see `deploy.tuning.plan_file`.
+        reason: the reason as text.
+        operators: operator types of the nodes.
+        nodes: node names.
     """
 
     kind: str
@@ -45,7 +54,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clipped:
-    """A range that leaves values out: a share of them, 0 to 1, of those seen."""
+    """A range that clips observed values: their share, 0 to 1, and both ranges."""
 
     tensor: str
     share: float
@@ -55,13 +64,13 @@ class Clipped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLoss:
-    """One image.
+    """Loss on one image.
 
     Attributes:
-        name: of its file, or its place among arrays.
-        part: of the outputs that loses most on it; "" where no part can be compared.
-        sqnr_db: of that part.
-        task: what int8 says of what FP32 says, as "3 of 4"; "" where the task is not known.
+        name: file name, or index in an array.
+        part: output slice of lowest SQNR; "" where no slice can be compared.
+        sqnr_db: SQNR of that slice.
+        task: agreement of int8 with FP32 on the task, such as "3 of 4"; "" without a task.
     """
 
     name: str
@@ -72,11 +81,11 @@ class ImageLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelLoss:
-    """One channel, index of axis 1, of an inner tensor.
+    """Loss of one channel (axis 1) of an inner tensor.
 
     Attributes:
-        tensor, channel: which.
-        sqnr_db: of the channel alone.
+        tensor, channel: the tensor, and the index of the channel.
+        sqnr_db: SQNR of the channel alone.
         noise: its share of the tensor's noise, 0 to 1.
     """
 
@@ -88,13 +97,13 @@ class ChannelLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What images that were run now tell, of one target.
+    """Results of running images on one target.
 
     Attributes:
-        samples: how many were run.
-        images: those that lose most, the worst first.
-        channels: those that lose most, by tensor.
-        notes: what could not be told, in sentences.
+        samples: number of samples that were run.
+        images: the images of lowest SQNR, the worst first.
+        channels: the channels of lowest SQNR, by tensor.
+        notes: notes on results that are missing.
     """
 
     samples: int
@@ -105,25 +114,25 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetWhy:
-    """One target.
+    """Explanation of one target.
 
     Attributes:
-        name: of it.
+        name: name of the target.
         error: why it could not be built; "" where it was.
-        level, reasons: of the verdict; "" where there is none.
-        parts: of the outputs, the worst first.
-        task: the task's figure in words; "" where it is not known.
-        nodes: of the model as this target runs it.
-        kept: what stays float: noise first, then time, consequence, rules.
+        level, reasons: level and reasons of the verdict; "" without one.
+        parts: output slices, the worst first.
+        task: figure of the task as text; "" without one.
+        nodes: number of nodes of the model as this target runs it.
+        kept: groups of float nodes: by noise, then time, consequence, rules.
         layers: inner tensors, the worst first.
-        repairs: what was tried on the constants, in sentences.
-        settled: what the search settled on, in words.
-        tried: what it tried whole.
-        methods: tensors whose range is found by another method than the rest.
-        clipped: ranges that leave values out, the most first.
-        runnable: the file that ONNX Runtime runs with its numerics.
+        repairs: notes on the repairs.
+        settled: description of the trial that was built.
+        tried: trials of the search.
+        methods: tensor -> range method, where it differs from the others.
+        clipped: ranges that clip values, the largest share first.
+        runnable: file that ONNX Runtime can run with the target's numerics.
         native: whether ONNX Runtime is the target.
-        held: what the images told.
+        held: results on images.
     """
 
     name: str
@@ -145,21 +154,21 @@ class TargetWhy:
     held: Held | None = None
 
     def on(self, held: Held) -> TargetWhy:
-        """The same with what the images told."""
+        """Return a copy with the results on images."""
         return replace(self, held=held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Why a build is as it is.
+    """Explanation of a build.
 
     Attributes:
-        title: of the report.
-        report: its path.
-        plan: path of the plan; None where there is none.
-        model: path of the float model, as the report has it.
-        preprocess: how images became inputs, as the report has it.
-        targets: one entry a target.
+        title: title of the report.
+        report: path of the report.
+        plan: path of the plan; None without one.
+        model: path of the float model, from the report.
+        preprocess: preprocessing of the images, from the report.
+        targets: one entry per target.
     """
 
     title: str
@@ -170,37 +179,28 @@ class Explanation:
     targets: tuple[TargetWhy, ...] = ()
 
 
-SCHEMA = "calib8-explanation/1"
-FEW = 10  # rows of a table unless all are asked for
-_NAMES = 3  # nodes of one reason
-_KINDS = {
-    NOISE: "  by noise",
-    TIME: "  by time",
-    CONSEQUENCE: "  in between",
-    WHOLE: "  as a whole",
-    RULE: "  by rule",
-}
-_ALL = "--all tells them"
-
-
-def to_screen(found: Explanation, *, everything: bool = False) -> str:
-    """Plain text, without colours.
+def to_screen(explanation: Explanation, *, everything: bool = False) -> str:
+    """Return the explanation as plain text, without colours.
 
     Args:
-        found: the explanation.
-        everything: every row of every table.
+        explanation: the explanation.
+        everything: whether to show every row of every table.
     """
     most = None if everything else FEW
     blocks = [
-        [found.title, *entry("Report", found.report), *entry("Plan", found.plan or "none")],
-        *(list(_target(one, most)) for one in found.targets),
+        [
+            explanation.title,
+            *entry("Report", explanation.report),
+            *entry("Plan", explanation.plan or "none"),
+        ],
+        *(list(_target(one, most)) for one in explanation.targets),
     ]
     return "\n\n".join(map(page, blocks)) + "\n"
 
 
-def to_json(found: Explanation) -> dict[str, object]:
-    """Plain JSON types; numbers that JSON has no word for become "inf", "-inf" or "nan"."""
-    made = plain({"schema": SCHEMA, **asdict(found)})
+def to_json(explanation: Explanation) -> dict[str, object]:
+    """Return plain JSON types; infinite and NaN numbers become "inf", "-inf" or "nan"."""
+    made = plain({"schema": SCHEMA, **asdict(explanation)})
     assert isinstance(made, dict)
     return made
 
@@ -296,7 +296,7 @@ def _held(held: Held) -> Iterator[str]:
 def _table(
     label: str, heads: Sequence[str], rows: Sequence[Sequence[str]], most: int | None
 ) -> Iterator[str]:
-    """A table beside its label, and how many rows are left out."""
+    """Yield a table next to its label, and the number of rows left out."""
     yield from columns(label, heads, rows[:most])
     yield from _more(rows, most)
 

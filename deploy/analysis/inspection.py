@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from deploy.targets import Target
     from deploy.tensors import TensorSpec
 
-_MOST = 24  # kinds of nodes on one screen
+_MOST = 24  # rows of nodes on one screen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Inspection:
-    """What one target would make of a model; `repr` is one screen of text.
+    """What a target would quantize in a model; `repr` is one screen of text.
 
     Attributes:
-        model: its file, or its name where it was given in memory.
-        target: whose rules it was judged by.
-        nodes: every node: the precision it would run in, and why where it is float.
+        model: its file, or its name if it was given in memory.
+        target: name of the target.
+        nodes: every node, its precision, and the reason if it is float.
         tensors: names of the tensors that need a scale.
-        inputs: what must be fed.
-        outputs: what the model gives.
-        notes: what was done to the model to prepare it, in sentences.
+        inputs: inputs of the model.
+        outputs: outputs of the model.
+        notes: what was changed in the model to prepare it.
     """
 
     model: str
@@ -49,12 +49,12 @@ class Inspection:
         return self.text()
 
     def text(self, *, everything: bool = False) -> str:
-        """Lines for a screen: nodes by operator and reason, or every node by its name."""
-        body = self._each() if everything else self._kinds()
+        """Return lines for a screen: nodes by operator and reason, or every node by its name."""
+        body = self._all_nodes() if everything else self._node_groups()
         return page([*self._head(), *body])
 
     def to_json(self) -> dict[str, object]:
-        """Plain JSON types; an open dimension is null or its name."""
+        """Return plain JSON types; an open dimension is null or its name."""
         return asdict(self)
 
     def _head(self) -> Iterator[str]:
@@ -66,15 +66,15 @@ class Inspection:
         yield from (f"  {note}" for note in self.notes)
         yield f"{len(self.tensors)} tensors need a scale"
 
-    def _kinds(self) -> Iterator[str]:
+    def _node_groups(self) -> Iterator[str]:
         counts = Counter((node.quantized, _word(node), node.op, node.reason) for node in self.nodes)
-        kinds = sorted(counts.items(), key=lambda item: (not item[0][0], -item[1]))
-        for (_, word, op, reason), number in kinds[:_MOST]:
+        groups = sorted(counts.items(), key=lambda item: (not item[0][0], -item[1]))
+        for (_, word, op, reason), number in groups[:_MOST]:
             yield f"  {word:6} {number:4} {op}{f': {reason}' if reason else ''}"
-        if len(kinds) > _MOST:
-            yield f"  and {sum(number for _, number in kinds[_MOST:])} nodes of other kinds"
+        if len(groups) > _MOST:
+            yield f"  and {sum(number for _, number in groups[_MOST:])} nodes of other kinds"
 
-    def _each(self) -> Iterator[str]:
+    def _all_nodes(self) -> Iterator[str]:
         for node in self.nodes:
             yield f"  {_word(node):5} {node.op:20} {node.name}  {node.reason}".rstrip()
 
@@ -85,16 +85,16 @@ def inspect(
     target: str | Target = "onnxruntime",
     float_nodes: Iterable[str] = (),
 ) -> Inspection:
-    """Judge a model by a target's rules, before anything is calibrated.
+    """Apply a target's rules to a model, without a calibration.
 
     Args:
         model: path of an ONNX file, or a model in memory, loaded or not.
-        target: name of `TARGETS`, or a target with options of its own.
-        float_nodes: what to keep in float: names, patterns, `op:` types, `@` files.
+        target: name of a target in `TARGETS`, or a target with options.
+        float_nodes: nodes to keep in float: names, patterns, `op:` types, `@` files.
 
     Raises:
         ModelError: the model cannot be read.
-        ConfigError: no such target, or nothing of the model that is to be kept in float.
+        ConfigError: no such target, or no node matches `float_nodes`.
     """
     (backend,) = targets_of([target])
     loaded = model if isinstance(model, LoadedModel) else load(model)

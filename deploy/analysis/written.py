@@ -1,7 +1,4 @@
-"""What a build's report and plan say, read back.
-
-Values of a JSON file that anybody may have written: each is checked when it is read.
-"""
+"""Reads a build's report and plan into an `Explanation`; every JSON value is checked when read."""
 
 from __future__ import annotations
 
@@ -33,7 +30,8 @@ from deploy.tuning.plan_file import (
 )
 from deploy.tuning.repairs import REPAIRS
 
-_MOST = 1 << 30  # bytes; a report has a row for every tensor
+_MOST = 1 << 30  # bytes of a report, which has a row for every tensor
+_ORDER = (NOISE, TIME, CONSEQUENCE, WHOLE, RULE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +39,8 @@ class Fields:
     """One object of a JSON file.
 
     Attributes:
-        held: what stands in it.
-        place: where, as in targets[0].nodes[3].
+        held: its keys and values.
+        place: its path in the file, such as targets[0].nodes[3].
         path: the file.
     """
 
@@ -51,73 +49,73 @@ class Fields:
     path: Path
 
     def text(self, key: str, default: str = "") -> str:
-        """A string; the default where it is missing.
+        """Return a string, or the default if it is missing.
 
         Raises:
-            ConfigError: it is something else, as everywhere here.
+            ConfigError: it has another type, as in the other methods.
         """
         value = self.held.get(key)
         if value is None:
             return default
         if not isinstance(value, str):
-            raise self._wrong(key, "a string", value)
+            raise self._error(key, "a string", value)
         return value
 
     def number(self, key: str) -> float | None:
-        """A number, or one of the words for those that JSON has none for."""
+        """Return a float, also for the strings of inf and NaN in JSON; None if it is missing."""
         value = self.held.get(key)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float | str):
-            raise self._wrong(key, "a number", value)
+            raise self._error(key, "a number", value)
         try:
             return float(value)
         except (ValueError, OverflowError) as error:
-            raise self._wrong(key, "a number", value) from error
+            raise self._error(key, "a number", value) from error
 
     def flag(self, key: str) -> bool:
-        """True or false; false where it is missing."""
+        """Return a boolean, False if it is missing."""
         value = self.held.get(key, False)
         if not isinstance(value, bool):
-            raise self._wrong(key, "true or false", value)
+            raise self._error(key, "true or false", value)
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """A list of strings."""
+        """Return a list of strings."""
         value = self.held.get(key, [])
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            raise self._wrong(key, "a list of strings", value)
+            raise self._error(key, "a list of strings", value)
         return tuple(value)
 
     def part(self, key: str) -> Fields | None:
-        """An object; None where it is missing."""
+        """Return an object; None if it is missing."""
         value = self.held.get(key)
-        return None if value is None else self._object(value, self._at(key))
+        return None if value is None else self._fields(value, self._place_of(key))
 
     def rows(self, key: str) -> list[Fields]:
-        """A list of objects."""
+        """Return a list of objects."""
         value = self.held.get(key, [])
         if not isinstance(value, list):
-            raise self._wrong(key, "a list", value)
-        return [self._object(one, f"{self._at(key)}[{i}]") for i, one in enumerate(value)]
+            raise self._error(key, "a list", value)
+        return [self._fields(one, f"{self._place_of(key)}[{i}]") for i, one in enumerate(value)]
 
-    def _object(self, value: object, place: str) -> Fields:
+    def _fields(self, value: object, place: str) -> Fields:
         if not isinstance(value, dict):
-            raise ConfigError(_sentence(place, "an object", value, self.path))
+            raise ConfigError(_message(place, "an object", value, self.path))
         return Fields(value, place, self.path)
 
-    def _at(self, key: str) -> str:
+    def _place_of(self, key: str) -> str:
         return f"{self.place}.{key}" if self.place else key
 
-    def _wrong(self, key: str, rule: str, value: object) -> ConfigError:
-        return ConfigError(_sentence(self._at(key), rule, value, self.path))
+    def _error(self, key: str, rule: str, value: object) -> ConfigError:
+        return ConfigError(_message(self._place_of(key), rule, value, self.path))
 
 
 def read_fields(path: Path, schema: str) -> Fields:
-    """A JSON file of a schema.
+    """Read a JSON file of this schema.
 
     Raises:
-        ConfigError: it cannot be read, is no JSON object, or of another schema.
+        ConfigError: it cannot be read, or has another schema.
     """
     what = "the report of a build to explain, as calib8 wrote it"
     held = read_json(path, what=what, error=ConfigError, most=_MOST)
@@ -130,7 +128,7 @@ def read_fields(path: Path, schema: str) -> Fields:
     return Fields(held, "", path)
 
 
-def _sentence(place: str, rule: str, value: object, path: Path) -> str:
+def _message(place: str, rule: str, value: object, path: Path) -> str:
     return f"{place} of a report must be {rule}, got {_short(value)} in {path}; build again"
 
 
@@ -139,17 +137,14 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-_ORDER = (NOISE, TIME, CONSEQUENCE, WHOLE, RULE)
-
-
 def read_build(folder: Path) -> Explanation:
-    """Everything that was written of a build.
+    """Read the report and the plan of a build.
 
     Args:
-        folder: that was built into, or its report.json.
+        folder: output folder of the build, or its report.json.
 
     Raises:
-        ConfigError: no such folder, no report in it, or a report or plan that is broken.
+        ConfigError: no such folder, no report in it, or a broken report or plan.
     """
     path = folder if folder.suffix == ".json" else folder / "report.json"
     if not is_file(path):
@@ -161,7 +156,7 @@ def read_build(folder: Path) -> Explanation:
     plan_path = _plan_path(report)
     plan = PlanFile() if plan_path is None else read_plan(plan_path)
     model, feed = report.part("model"), report.part("feed")
-    how = feed.part("preprocess") if feed else None
+    preprocess = feed.part("preprocess") if feed else None
     notes = report.texts("notes")
     int8 = [e for e in report.rows("engines") if not (e.flag("reference") or e.flag("baseline"))]
     engines = {e.text("target"): e for e in int8}
@@ -170,7 +165,7 @@ def read_build(folder: Path) -> Explanation:
         report=str(path),
         plan=str(plan_path) if plan_path else None,
         model=model.text("path") if model else "",
-        preprocess=how.held if how else {},
+        preprocess=preprocess.held if preprocess else {},
         targets=tuple(
             _target(row, engines.get(row.text("name")), plan, notes)
             for row in report.rows("targets")
@@ -179,21 +174,21 @@ def read_build(folder: Path) -> Explanation:
 
 
 def of_build(written: str, report: Path) -> Path:
-    """A file of the build: in the report's folder, whatever that was called when it was built.
+    """Return the path of a file of the build, in the report's folder even if that was moved.
 
-    Another build may stand by now where the report says.
+    Another build may be at the path in the report by now.
     """
     return report.parent / Path(written).name
 
 
 def beside(written: str, report: Path) -> Path:
-    """A file that is not the build's: where the report says, or in the report's folder."""
+    """Return the path of a file outside the build: as in the report, or in the report's folder."""
     path = Path(written)
     return path if os.path.exists(path) else report.parent / path.name
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is such a file; False for names that no file can have, where pathlib raises."""
+    """Whether the file exists; False for names that no file can have, where pathlib raises."""
     return os.path.isfile(path)
 
 
@@ -211,7 +206,7 @@ def _target(
     accuracy = engine.part("accuracy") if engine else None
     task = accuracy.part("task") if accuracy else None
     own = plan.targets.get(name, TargetPlan(choices=NO_CHOICES))
-    settled, tried = _search(row.part("search"), own)
+    settled, tried = _chosen_and_tried(row.part("search"), own)
     nodes = [_node(one) for one in row.rows("nodes")]
     runnable = row.text("runnable") or None
     return TargetWhy(
@@ -222,13 +217,13 @@ def _target(
         parts=_losses(accuracy, "parts", "label") or _losses(accuracy, "outputs", "name"),
         task=task.text("words") if task else "",
         nodes=len(nodes),
-        kept=tuple(_kept(nodes)),
+        kept=tuple(_float_groups(nodes)),
         layers=_losses(row, "layers", "name"),
-        repairs=tuple(_repairs((*notes, *row.texts("notes")))),
+        repairs=tuple(_repair_notes((*notes, *row.texts("notes")))),
         settled=settled,
         tried=tried,
         methods={tensor: method.label for tensor, method in own.choices.methods.items()},
-        clipped=tuple(_clipped(row)),
+        clipped=tuple(_clipped_ranges(row)),
         runnable=runnable,
         native=engine is not None and runnable is not None and engine.text("path") == runnable,
     )
@@ -243,15 +238,15 @@ def _node(row: Fields) -> NodeRow:
     )
 
 
-def _search(search: Fields | None, own: TargetPlan) -> tuple[str, tuple[TrialRow, ...]]:
-    """What the report tells; of a report without it, what stands in the plan."""
+def _chosen_and_tried(search: Fields | None, own: TargetPlan) -> tuple[str, tuple[TrialRow, ...]]:
+    """Return the chosen trial and all trials, from the report or else from the plan."""
     if search is None:
         return own.settled, tuple(trial_rows(own))
     rows = tuple(
         TrialRow(
             what=one.text("what"),
-            sqnr_db=_known(one.number("sqnr_db")),
-            time=_known(one.number("time")),
+            sqnr_db=_nan_if_none(one.number("sqnr_db")),
+            time=_nan_if_none(one.number("time")),
             taken=one.flag("taken"),
         )
         for one in search.rows("tried")
@@ -260,13 +255,13 @@ def _search(search: Fields | None, own: TargetPlan) -> tuple[str, tuple[TrialRow
 
 
 def _losses(held: Fields | None, key: str, name: str) -> tuple[Loss, ...]:
-    """The worst first; what cannot be told (NaN) is worst of all."""
+    """Return the rows sorted by SQNR, lowest first; NaN comes before all."""
     rows = [
         Loss(
             name=row.text(name),
-            sqnr_db=_known(row.number("sqnr_db")),
-            cosine_mean=_known(row.number("cosine_mean")),
-            cosine_min=_known(row.number("cosine_min")),
+            sqnr_db=_nan_if_none(row.number("sqnr_db")),
+            cosine_mean=_nan_if_none(row.number("cosine_mean")),
+            cosine_min=_nan_if_none(row.number("cosine_min")),
         )
         for row in (held.rows(key) if held else ())
     ]
@@ -274,23 +269,23 @@ def _losses(held: Fields | None, key: str, name: str) -> tuple[Loss, ...]:
 
 
 def worse(decibels: float) -> float:
-    """To sort by: the worst first, NaN before all."""
+    """Return a sort key: lowest SQNR first, NaN before all."""
     return -math.inf if math.isnan(decibels) else decibels
 
 
-def _known(value: float | None) -> float:
+def _nan_if_none(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _kept(nodes: Iterable[NodeRow]) -> Iterator[Kept]:
-    """Float nodes by reason, of rules by type too.
+def _float_groups(nodes: Iterable[NodeRow]) -> Iterator[Kept]:
+    """Yield float nodes grouped by reason, those kept by a rule also by operator.
 
-    Noise comes first, and there what would lose most; then time, then the rest.
+    Noise comes first, the lowest SQNR before the others; then time, then the rest.
     """
     groups: dict[tuple[str, str], list[NodeRow]] = {}
     for node in nodes:
         if not node.quantized:
-            alone = kind(node.reason) in (NOISE, TIME)  # such a reason is of one unit of nodes
+            alone = kind(node.reason) in (NOISE, TIME)  # such a reason belongs to one unit
             groups.setdefault((node.reason, "" if alone else node.op), []).append(node)
     order = sorted(groups, key=lambda key: (_ORDER.index(kind(key[0])), remaining(key[0])))
     for key in order:
@@ -302,19 +297,20 @@ def _kept(nodes: Iterable[NodeRow]) -> Iterator[Kept]:
         )
 
 
-def _repairs(notes: Iterable[str]) -> Iterator[str]:
-    """Those of the notes that tell of a repair; they begin with its words."""
+def _repair_notes(notes: Iterable[str]) -> Iterator[str]:
+    """Return the notes on repairs, which begin with the repair's words."""
     words = [repair.words for repair in REPAIRS.values()]
     return (note for note in notes if any(f"{one}: " in note for one in words))
 
 
-def _clipped(row: Fields) -> Iterator[Clipped]:
+def _clipped_ranges(row: Fields) -> Iterator[Clipped]:
     found = []
     for tensor in row.rows("tensors"):
         share = tensor.number("clipped")
         if share is not None and share > 0:
             ends = [
-                _known(tensor.number(key)) for key in ("observed_min", "observed_max", "lo", "hi")
+                _nan_if_none(tensor.number(key))
+                for key in ("observed_min", "observed_max", "lo", "hi")
             ]
             found.append(
                 Clipped(

@@ -93,8 +93,8 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="NAMES",
     shell_complete=among_those_of("deploy.tuning.repairs", "REPAIRS", "all", "none"),
-    help="Repairs to try, kept where they help: equalize, absorb, smooth, ranges, adaround, bias,"
-    " all or none; a comma list, may be repeated. Default: adaround, none with --effort 0.",
+    help="Repairs to try, kept where they help: equalize, ranges, adaround, bias, all or none; a"
+    " comma list, may be repeated. Default: adaround, none with --effort 0.",
 )
 @config_option
 @target_options(lambda option: True)

@@ -1,12 +1,12 @@
-"""The part of a trial model behind what differs from the float model; what is before it is known.
+"""Runs only the part of a trial model downstream of its first difference from the float model.
 
 ::
 
-    float model    x -> a -> b -> c -> d -> y      values of b kept, from one run of it
+    float model    x -> a -> b -> c -> d -> y      values of b stored, from one run of it
     c alone int8   x -> a -> b -> Q -> DQ -> c' -> Q -> DQ -> d -> y
     run of it                b -> Q -> DQ -> c' -> Q -> DQ -> d -> y
 
-A node is the same where it says the same and all that it reads is the same, its constants too.
+A node is the same if its attributes and everything that it reads are the same, constants too.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
     from deploy.tensors import Array
 
-_MOST_BYTES = 1 << 28  # of values that are kept, over all samples; the rest is computed again
+_MOST_BYTES = 1 << 28  # of stored values, over all samples; the others are recomputed
 
 Values = Mapping[str, "Array"]
 
 
 class Kept:
-    """Inner tensors of the float model in a few samples, from which trials can begin.
+    """Stored inner tensors of the float model on a few samples, from which trials start.
 
     Attributes:
         heard: the samples, each with the float model's outputs.
-        values: of each sample, tensor -> array.
+        values: tensor -> array, for each sample.
     """
 
     def __init__(
@@ -54,11 +54,12 @@ class Kept:
         changed: Iterable[Collection[str]],
         heard: Sequence[tuple[Values, Values]],
     ) -> Kept:
-        """Run the float model once a sample, and keep what goes into what will change.
+        """Run the float model once per sample and store the tensors that enter changed parts.
 
         Args:
             reference: the float model.
-            changed: sets of its nodes; with each it is what they and all behind them read.
+            changed: sets of its nodes; for each, the tensors that enter these nodes and all
+                downstream are stored.
             heard: a few samples.
 
         Raises:
@@ -75,61 +76,61 @@ class Kept:
         return cls(reference, heard, values)
 
     def same(self, model: onnx.ModelProto) -> frozenset[str]:
-        """Tensors that hold in a model what they hold in the float one, its inputs included."""
-        graph, known = model.graph, self._constants
+        """Return the tensors with the same values as in the float model, inputs included."""
+        graph, reference = model.graph, self._constants
         constants = {tensor.name: tensor for tensor in graph.initializer}
-        found = {value.name for value in graph.input}
-        differ = constants.keys() - known.keys()
+        same = {value.name for value in graph.input}
+        differ = constants.keys() - reference.keys()
         for node in graph.node:
             read = set(reads(node))
             own = read & constants.keys()
-            if not read <= found | own or any(self._nodes.get(o) != node for o in node.output):
+            if not read <= same | own or any(self._nodes.get(o) != node for o in node.output):
                 continue
-            differ |= {name for name in own - found - differ if constants[name] != known[name]}
+            differ |= {name for name in own - same - differ if constants[name] != reference[name]}
             if not differ & own:
-                found |= {*own, *node.output}
-        return frozenset(found)
+                same |= {*own, *node.output}
+        return frozenset(same)
 
 
 def border(model: onnx.ModelProto, nodes: Collection[str]) -> list[str]:
-    """Tensors made by nodes of a model that are read by some nodes, or behind them, and not behind.
+    """Return the tensors that pass from upstream nodes into `nodes` or their downstream.
 
     Constants and the model's own inputs are left out.
     """
     changed: set[str] = set()
-    made: set[str] = set()
-    found: dict[str, None] = {}
+    upstream: set[str] = set()
+    tensors: dict[str, None] = {}
     for node in model.graph.node:
         read = list(reads(node))
         if node.name in nodes or changed.intersection(read):
             changed.update(node.output)
-            found |= dict.fromkeys(name for name in read if name in made)
+            tensors |= dict.fromkeys(name for name in read if name in upstream)
         else:
-            made.update(node.output)
-    return list(found)
+            upstream.update(node.output)
+    return list(tensors)
 
 
 def _that_fit(values: Mapping[str, Array], samples: int) -> dict[str, None]:
-    """The tensors that are kept, in their order, until there is no room."""
-    found: dict[str, None] = {}
-    held = 0
+    """Return the first tensors that fit into the memory limit, in order."""
+    fitting: dict[str, None] = {}
+    total = 0
     for name, value in values.items():
-        held += value.nbytes * samples
-        if held <= _MOST_BYTES:
-            found[name] = None
-    return found
+        total += value.nbytes * samples
+        if total <= _MOST_BYTES:
+            fitting[name] = None
+    return fitting
 
 
 def behind(
     model: onnx.ModelProto, same: Collection[str], known: Sequence[Values]
 ) -> onnx.ModelProto:
-    """The model fed with tensors whose values are known, without the nodes before them.
+    """Return the model that starts from tensors of known values, without the nodes upstream.
 
     Args:
-        model: a trial model; what is not needed any more is taken out of a copy.
-        same: tensors that hold the same in the float model.
-        known: of each sample, tensor -> its value. The input gets its type, and the sizes that it
-            has in all of them: lines of text are as long as each of them is.
+        model: a trial model; it is not changed.
+        same: tensors with the same values in the float model.
+        known: tensor -> value, for each sample. A dimension that varies over the samples, such as
+            the length of a text line, is left open.
     """
     graph = model.graph
     ends = {value.name for value in graph.output}
@@ -142,14 +143,14 @@ def behind(
         elif wanted:
             needed.update(reads(node))
             nodes.append(node)
-    own = [value for value in graph.input if value.name in needed]
-    instead = [_as_input(name, [values[name] for values in known]) for name in fed]
-    inputs = [*own, *instead]
+    inputs_left = [value for value in graph.input if value.name in needed]
+    new_inputs = [_as_input(name, [values[name] for values in known]) for name in fed]
+    inputs = [*inputs_left, *new_inputs]
     return part(model, reversed(nodes), needed, inputs=inputs, outputs=graph.output)
 
 
 def _as_input(name: str, values: Sequence[Array]) -> onnx.ValueInfoProto:
-    """An input that takes every one of these values."""
+    """Return an input that takes each of these values."""
     from onnx import helper
 
     sizes = zip(*(value.shape for value in values), strict=True)

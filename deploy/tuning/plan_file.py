@@ -1,4 +1,4 @@
-"""`<name>.plan.toml`: what was chosen for each target and why, to be read, edited, and obeyed.
+"""The plan file `<name>.plan.toml`: the choices for each target and the reasons, to edit and obey.
 
 ::
 
@@ -14,10 +14,9 @@
     float = { "/model.1/conv/Conv" = "alone in int8 it leaves 4.4 dB of output0[4:22]" }
     methods = { "tensor" = "mse" }
 
-A choice by time would come out differently on a busier day; with the file, the same bytes are built
-again.
+A choice by time would differ on a busier day; with the file, the same bytes are built again.
 
-Why each node stays float, in a sentence for the report and the plan.
+Also here: the reason why each node stays float, in a sentence for the report and the plan.
 """
 
 from __future__ import annotations
@@ -41,13 +40,24 @@ if TYPE_CHECKING:
 
 
 SCHEMA = "calib8-plan/1"
-_SETTLED = re.compile(r"(.*): (-?(?:[0-9]+[.][0-9]+|inf)) dB(?: in .*)?")  # as `tuned` writes it
-TIMED = "timed: "  # before the words of what was timed beside the float model
+_SETTLED = re.compile(r"(.*): (-?(?:[0-9]+[.][0-9]+|inf)) dB(?: in .*)?")  # `settled`
+TIMED = "timed: "  # prefix of the trials that were timed next to the float model
 _KEYS = (
     *("made_from", "precision", "settled", "unusable", "doubtful", "worthless", "failed"),
     *("method", "rounded", "float", "methods", "tried"),
 )
-_ROUNDED = 0.06  # dB between a figure of one decimal and the same of two
+_ROUNDED = 0.06  # dB, largest difference of a figure with one decimal and the same with two
+
+# why a node is float
+NOISE, TIME, CONSEQUENCE, WHOLE, RULE = "noise", "time", "consequence", "whole", "rule"
+BETWEEN = "to and fro would cost more than it wins"
+NOT_FASTER = "int8 as a whole is not faster, or not by enough"
+NOT_USABLE = "no split of the model in int8 is usable"
+NO_SUMS: Mapping[str, str] = MappingProxyType({})
+_NOISY, _SLOWER = "alone in ", "slower in int8"
+_DECIBEL = re.compile(r"leaves (-?(?:[0-9.]+|inf)) dB of")
+_SHARE = 0.02  # of all noise: a layer with less is not float for its noise
+_NOTHING_DB = 60.0  # nor is one that leaves more, whatever its share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +65,16 @@ class TargetPlan:
     """What was chosen for one target.
 
     Attributes:
-        choices: nodes in float, methods.
-        made_from: digest of all that the choice depends on; "" for one that was written by hand.
-        precision: "int8" or "fp8", what it was chosen for; "" where that is not said.
-        settled: what came of it, in words.
-        unusable: why what costs least was not built, in words; "" where it was.
-        doubtful: why what costs least was not built though usable, in words; "" where it was.
-        worthless: how to build the float model, in words, where that would have been built if it
-            could be; "" where not.
-        failed: how many trials could not be run and why the first, in words; "" where all could.
-        tried: what was tried, in words and figures.
+        choices: nodes in float, range methods.
+        made_from: digest of all that the choice depends on; "" for a plan written by hand.
+        precision: "int8" or "fp8", the grid it was chosen for; "" if unknown.
+        settled: description of the trial that was built.
+        unusable: why the trial of least cost was not built; "" where it was.
+        doubtful: why the trial of least cost, though usable, was not built; "" where it was.
+        worthless: how to build the float model, where that should have been built but could not be;
+            "" otherwise.
+        failed: number of trials that could not run and why the first could not; "" where all ran.
+        tried: the trials, as text and figures.
     """
 
     choices: Choices
@@ -79,25 +89,25 @@ class TargetPlan:
 
     @property
     def taken(self) -> int | None:
-        """Place in `tried` of what was built; None where it is the float model, or not told.
+        """Index in `tried` of the trial that was built; None for the float model, or if unknown.
 
-        Of equal words the last is meant: what was timed stands behind what was predicted.
+        Of equal descriptions the last is taken: timed trials come after predicted ones.
         """
         said = _SETTLED.fullmatch(self.settled)
         if said is None:
             return None
-        places = [place for place, one in enumerate(self.tried) if _is(one, said[1], said[2])]
+        places = [place for place, one in enumerate(self.tried) if _matches(one, said[1], said[2])]
         return places[-1] if places else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFile:
-    """A whole file.
+    """Content of a plan file.
 
     Attributes:
-        model: digest of the model; "" where the file names none.
+        model: digest of the model; "" if the file has none.
         float_nodes: patterns of nodes to keep in float on every target.
-        targets: target -> what was chosen for it.
+        targets: target -> its plan.
     """
 
     model: str = ""
@@ -106,7 +116,7 @@ class PlanFile:
 
 
 def write_plan(path: Path, plan: PlanFile) -> Path:
-    """Write the file."""
+    """Write a plan file."""
     return atomic.write_text(path, "\n".join(_lines(plan)) + "\n")
 
 
@@ -152,7 +162,7 @@ def read_plan(path: Path) -> PlanFile:
     """Read a plan.
 
     Raises:
-        ConfigError: it cannot be read, or is no plan.
+        ConfigError: it cannot be read, or is not a plan.
     """
     what = "a TOML file that calib8 wrote as a plan"
     data = toml.read(path, what=what, way_out="build again without it")
@@ -198,7 +208,7 @@ def _target(path: Path, name: str, table: object) -> TargetPlan:
 
 
 def _rows(path: Path, table: Mapping[str, Any]) -> Iterator[dict[str, str | float]]:
-    """What was tried; values of other kinds than calib8 writes are left out."""
+    """Yield the rows of `tried`, without values of types that calib8 does not write."""
     rows = table.get("tried", [])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"tried of a plan must be a list of tables, got {rows!r} in {path}")
@@ -207,7 +217,7 @@ def _rows(path: Path, table: Mapping[str, Any]) -> Iterator[dict[str, str | floa
 
 
 def _figure(value: object) -> str | float | None:
-    """Words or a number; None of anything else."""
+    """Return a text or a number as it is; None for anything else."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -218,8 +228,8 @@ def _figure(value: object) -> str | float | None:
         return None
 
 
-def _is(tried: Mapping[str, str | float], what: str, db: str) -> bool:
-    """Whether a row is the one that these words tell of."""
+def _matches(tried: Mapping[str, str | float], what: str, db: str) -> bool:
+    """Whether a row of `tried` has this description and SQNR."""
     words, figure = tried.get("what"), tried.get("sqnr_db")
     if not isinstance(words, str) or not isinstance(figure, float):
         return False
@@ -254,19 +264,6 @@ def _texts(path: Path, table: Mapping[str, Any], key: str) -> list[str]:
     return value
 
 
-_SHARE = 0.02  # of all noise: less is not why a layer is float
-_NOTHING_DB = 60.0  # nor is what leaves more, whatever its share
-
-# why a node is float
-NOISE, TIME, CONSEQUENCE, WHOLE, RULE = "noise", "time", "consequence", "whole", "rule"
-_NOISY, _SLOWER = "alone in ", "slower in int8"
-NO_SUMS: Mapping[str, str] = MappingProxyType({})
-BETWEEN = "to and fro would cost more than it wins"
-NOT_FASTER = "int8 as a whole is not faster, or not by enough"
-NOT_USABLE = "no split of the model in int8 is usable"
-_DECIBEL = re.compile(r"leaves (-?(?:[0-9.]+|inf)) dB of")
-
-
 def reasons(
     best: Trial,
     units: Units,
@@ -278,30 +275,30 @@ def reasons(
     sums: Mapping[str, str] = NO_SUMS,
     otherwise: str = BETWEEN,
 ) -> dict[str, str]:
-    """Node in float -> why, in the model's order.
+    """Return node in float -> reason, in the model's order.
 
     Args:
-        best: what was chosen.
-        units: of the model.
-        prices: of them.
-        found: what groups lose alone.
-        word: what a node would run in else.
-        refused: units that cannot.
-        sums: Adds that stay float for what they lose in all -> that in words.
-        otherwise: what is said of units that are in float for the sake of others.
+        best: the trial that is built.
+        units: units of the model.
+        prices: their prices.
+        found: noise of the groups, each alone in int8.
+        word: precision of the nodes that are not float.
+        refused: units that cannot run in it.
+        sums: units of Adds that stay float for their common loss -> the reason.
+        otherwise: reason of units with none of their own.
     """
-    said = {
+    why = {
         unit: f"it cannot be run in {word}"
         if unit in refused
         else sums.get(unit) or _noise(unit, found, word) or _time(unit, prices) or otherwise
         for unit in units.members
         if unit in best.in_float
     }
-    return {node: said[unit] for unit in said for node in units.members[unit]}
+    return {node: why[unit] for unit in why for node in units.members[unit]}
 
 
 def kind(reason: str) -> str:
-    """NOISE, TIME, CONSEQUENCE or WHOLE where the search said it; RULE for all other reasons."""
+    """Return the kind of a reason: NOISE, TIME, CONSEQUENCE or WHOLE by the search, else RULE."""
     if reason.startswith(_NOISY):
         return NOISE
     if reason.startswith(_SLOWER):
@@ -312,16 +309,16 @@ def kind(reason: str) -> str:
 
 
 def remaining(reason: str) -> float:
-    """SQNR in dB that a reason by noise tells of; inf where it tells none."""
-    said = _DECIBEL.search(reason)
+    """Return the SQNR in dB in a reason of kind NOISE; inf where there is none."""
+    match = _DECIBEL.search(reason)
     try:
-        return float(said[1]) if said else math.inf
-    except ValueError:  # a hand has edited the plan
+        return float(match[1]) if match else math.inf
+    except ValueError:  # edited by hand
         return math.inf
 
 
 def _noise(unit: str, found: Sensitivity | None, word: str) -> str:
-    """What the unit, or its group, loses alone."""
+    """Return the reason by the noise of the unit, or of its group; "" where it is small."""
     if found is None:
         return ""
     total = sum(noise.worst for noise in found.groups.values())

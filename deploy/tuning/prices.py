@@ -1,30 +1,26 @@
-"""What every unit costs in int8 and in float, and what it costs to go from one to the other.
+"""Units of a model, their prices in int8 and float, and the split of least price by a minimum cut.
 
-Measured, where the target runs on this machine: the kernels of the float and of the int8 model, two
-profiles each, in turns. Elsewhere counted: products of a layer, seven tenths of them in int8. Half
-is what vendors state for int8 beside fp16, and is the bound of layers that do nothing but multiply;
-others wait for memory in either form. What turning costs there is not known and counts nothing, so
-that a layer is float only for what it loses.
-
-The cheapest way to split a graph in two: a minimum cut.
-
-Every unit runs in int8 or in float, at a price for each; a tensor between two sides costs what
-turning it costs. The cheapest choice of all is a minimum cut between two ends, found exactly::
-
-    int8 end ==float's price==> unit ==int8's price==> float end     the cut pays what it cuts
-                                 |^
-                          price of turning
-
-Source: Picard, Ratliff, "Minimum cuts and related problems", Networks 5, 1975 (the model); Dinic,
-"Algorithm for solution of a problem of maximum flow", 1970 (the flow).
-
-What can change sides alone: an int8 node with what is computed inside it or beside it.
-
-::
+A unit is a group of nodes that change sides together: an int8 node with what is fused into it::
 
     Conv -> Relu                          one unit: the Relu is the Conv's tail
     x -> Sigmoid -> Mul(x, .)             one unit: a gate is fused in float, and not half in int8
     Conv -> Add -> Clip -> Mul(x, .)      one unit: in float a Hard-Sigmoid is the Conv's tail
+
+Prices are measured where the target runs on this machine: the kernels of the float and of the int8
+model, two profiles each, in turns. Elsewhere they are products of a layer, times 0.7 in int8:
+vendors state 0.5 of fp16, the bound of layers that only multiply; others wait for memory. The
+price of a conversion between int8 and float is unknown there and counts 0, so that a layer is float
+only for its loss.
+
+Every unit runs in int8 or in float at a price for each, and a tensor between the two sides adds the
+price of its conversion. The split of least total price is a minimum cut, found exactly::
+
+    int8 end ==float's price==> unit ==int8's price==> float end     the cut pays what it cuts
+                                 |^
+                          price of conversion
+
+Source: Picard, Ratliff, "Minimum cuts and related problems", Networks 5, 1975 (the model); Dinic,
+"Algorithm for solution of a problem of maximum flow", 1970 (the flow).
 """
 
 from __future__ import annotations
@@ -51,8 +47,8 @@ if TYPE_CHECKING:
 
 Unit = TypeVar("Unit", bound=Hashable)
 
-_SIDE_INT8, _SIDE_FLOAT = 0, 1  # the two ends
-_NOTHING = 1e-9  # a residual below this share of all prices is none
+_SIDE_INT8, _SIDE_FLOAT = 0, 1  # source and sink
+_NOTHING = 1e-9  # smaller residual capacities, as a share of all prices, count as 0
 
 
 def cheapest_split(
@@ -60,17 +56,17 @@ def cheapest_split(
     between: Iterable[tuple[Unit, Unit, float]],
     follows: Iterable[tuple[Unit, Unit]] = (),
 ) -> frozenset[Unit]:
-    """Units that run in float where the sum of all prices is least; int8 where both are equal.
+    """Return the units to run in float for the least total price; on a tie a unit runs in int8.
 
     Args:
         prices: unit -> (price in int8, price in float), each 0 or more.
-        between: (unit, unit, price paid where one is int8 and the other float).
-        follows: (unit, other): the unit cannot be int8 where the other is float.
+        between: (unit, unit, price if one is int8 and the other float).
+        follows: (unit, other): the unit must be float where the other is float.
     """
     places = {unit: place for place, unit in enumerate(prices, start=2)}
-    flow = _Flow(len(places) + 2)
+    flow = _FlowNetwork(len(places) + 2)
     for unit, (int8, float32) in prices.items():
-        shared = min(int8, float32)  # paid either way
+        shared = min(int8, float32)  # paid on either side
         flow.pipe(_SIDE_INT8, places[unit], float32 - shared)
         flow.pipe(places[unit], _SIDE_FLOAT, int8 - shared)
     for one, other, price in between:
@@ -82,8 +78,8 @@ def cheapest_split(
     return frozenset(unit for unit, place in places.items() if place in flow.far_side())
 
 
-class _Flow:
-    """Pipes between numbered places, and what still fits through them."""
+class _FlowNetwork:
+    """Network of numbered places and pipes, with the residual capacity of each pipe."""
 
     def __init__(self, places: int) -> None:
         self._ends: list[int] = []
@@ -92,7 +88,7 @@ class _Flow:
         self._far: frozenset[int] | None = None
 
     def pipe(self, start: int, end: int, size: float) -> None:
-        """A pipe, and its way back, which is empty."""
+        """Add a pipe and its reverse, of capacity 0."""
         if size <= 0 or start == end:
             return
         for place, to, left in ((start, end, size), (end, start, 0.0)):
@@ -101,7 +97,7 @@ class _Flow:
             self._left.append(left)
 
     def far_side(self) -> frozenset[int]:
-        """Places that the float end still drains once the flow is greatest."""
+        """Return the places that can still reach the float end at maximum flow."""
         if self._far is None:
             least = _NOTHING * (1 + sum(self._left))
             while (levels := self._levels(least))[_SIDE_FLOAT] >= 0:
@@ -125,7 +121,7 @@ class _Flow:
         return levels
 
     def _push(self, levels: list[int], used: list[int], least: float) -> float:
-        """One path from end to end, as much as fits; 0 where none is left on these levels."""
+        """Send as much as fits along one path; return 0 where none is left on these levels."""
         path: list[int] = []
         place = _SIDE_INT8
         while place != _SIDE_FLOAT:
@@ -145,7 +141,7 @@ class _Flow:
         return size
 
     def _next(self, place: int, levels: list[int], used: list[int], least: float) -> int | None:
-        """The first pipe of a place that leads on; those tried before are passed over."""
+        """Return the next usable pipe of a place, skipping those already exhausted."""
         pipes = self._out[place]
         while used[place] < len(pipes):
             pipe = pipes[used[place]]
@@ -155,11 +151,11 @@ class _Flow:
         return None
 
     def _draining(self, least: float) -> frozenset[int]:
-        """Places from which the float end can still be reached."""
+        """Return the places from which the float end can be reached."""
         found, waiting = {_SIDE_FLOAT}, deque([_SIDE_FLOAT])
         while waiting:
             place = waiting.popleft()
-            for pipe in self._out[place]:  # the way back of a pipe that ends here
+            for pipe in self._out[place]:  # reverse of a pipe that ends here
                 start = self._ends[pipe]
                 if start not in found and self._left[pipe ^ 1] > least:
                     found.add(start)
@@ -167,7 +163,7 @@ class _Flow:
         return frozenset(found)
 
 
-_GATE_STEPS = 4  # x -> Add -> Clip -> Div -> Mul is the longest that exporters write
+_GATE_STEPS = 4  # x -> Add -> Clip -> Div -> Mul is the longest gate that exporters write
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +173,9 @@ class Units:
     Attributes:
         members: unit, named after its first node -> its nodes, in the model's order.
         edges: (unit that makes a tensor, unit that reads it, the tensor), each once.
-        inlets: (unit, tensor that float makes for it).
-        outlets: (unit, tensor of it that float reads).
-        layers: units that hold weights, in the model's order.
+        inlets: (unit, tensor that a float node makes for it).
+        outlets: (unit, its tensor that a float node reads).
+        layers: units with weights, in the model's order.
     """
 
     members: Mapping[str, tuple[str, ...]]
@@ -189,11 +185,11 @@ class Units:
     layers: tuple[str, ...]
 
     def nodes(self, units: Iterable[str]) -> tuple[str, ...]:
-        """All nodes of some units."""
+        """Return all nodes of some units."""
         return tuple(node for unit in units for node in self.members[unit])
 
     def around(self, units: Iterable[str]) -> tuple[str, ...]:
-        """Tensors that some units make for others, and what they get from float."""
+        """Return the tensors that some units make for others or exchange with float nodes."""
         own = set(units)
         made = [tensor for maker, _, tensor in self.edges if maker in own]
         ends = [tensor for unit, tensor in (*self.inlets, *self.outlets) if unit in own]
@@ -201,23 +197,23 @@ class Units:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Every tensor between units, or between them and float."""
+        """Every tensor between units, or between units and float."""
         names = [tensor for *_, tensor in (*self.edges, *self.inlets, *self.outlets)]
         return tuple(dict.fromkeys(names))
 
 
 def units_of(model: onnx.ModelProto, decisions: Iterable[Decision]) -> Units:
-    """Group the nodes that run in int8 by default."""
+    """Group the nodes that run in int8 by default into units."""
     graph = Graph(model)
     int8 = {decision.node for decision in decisions if decision.quantized}
     heads = _Sets(node.name for node in graph.nodes if node.name in int8)
     for node in graph.nodes:
         if node.name in int8:
-            heads.join(node.name, _tail_of(graph, node, int8))
-            heads.join(node.name, _gate_of(graph, node, int8))
+            heads.join(node.name, _tail(graph, node, int8))
+            heads.join(node.name, _gate_steps(graph, node, int8))
     for gate in gates(graph):
         if int8.issuperset(gate.nodes):
-            heads.join(gate.name, (*gate.nodes, *_made_for(graph, gate, int8)))
+            heads.join(gate.name, (*gate.nodes, *_gated_layer(graph, gate, int8)))
     members: dict[str, list[str]] = {}
     for node in graph.nodes:
         if node.name in int8:
@@ -234,14 +230,14 @@ def units_of(model: onnx.ModelProto, decisions: Iterable[Decision]) -> Units:
 
 
 def sums_of(model: onnx.ModelProto, units: Units) -> frozenset[str]:
-    """Units of Adds that hold no weights."""
+    """Return the units with an Add and without weights."""
     adds = {node.name for node in model.graph.node if node.op_type == "Add"}
     glue = units.members.keys() - set(units.layers)
     return frozenset(unit for unit in glue if adds & set(units.members[unit]))
 
 
 class _Sets:
-    """Disjoint sets of names, each called by its first name."""
+    """Disjoint sets of names (union-find), each named after its first member."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._order = {name: place for place, name in enumerate(names)}
@@ -258,8 +254,8 @@ class _Sets:
             self._head[second] = first
 
 
-def _tail_of(graph: Graph, node: onnx.NodeProto, int8: set[str]) -> list[str]:
-    """Nodes between a node's own output and the end of its tail."""
+def _tail(graph: Graph, node: onnx.NodeProto, int8: set[str]) -> list[str]:
+    """Return the int8 nodes of a node's tail, such as its Relu."""
     found, end, tensor = [], graph.tail(node), str(node.output[0])
     while tensor != end:
         (after,) = graph.readers[tensor]
@@ -270,8 +266,8 @@ def _tail_of(graph: Graph, node: onnx.NodeProto, int8: set[str]) -> list[str]:
     return found
 
 
-def _made_for(graph: Graph, gate: Gate, int8: set[str]) -> list[str]:
-    """The layer that makes a gate's source for it alone."""
+def _gated_layer(graph: Graph, gate: Gate, int8: set[str]) -> list[str]:
+    """Return the layer whose output only the gate reads."""
     maker = graph.producer.get(gate.source)
     if maker is None or maker.name not in int8 or maker.op_type not in WEIGHTED:
         return []
@@ -280,8 +276,8 @@ def _made_for(graph: Graph, gate: Gate, int8: set[str]) -> list[str]:
     return [maker.name] if alone and readers <= set(gate.nodes) else []
 
 
-def _gate_of(graph: Graph, node: onnx.NodeProto, int8: set[str]) -> list[str]:
-    """Nodes that make the gate of a Mul of a tensor with a gate made of that same tensor."""
+def _gate_steps(graph: Graph, node: onnx.NodeProto, int8: set[str]) -> list[str]:
+    """Return the nodes between x and the gate of Mul(x, gate(x))."""
     if node.op_type != "Mul" or len(node.input) != 2:
         return []
     for gated, gate in (node.input, reversed(node.input)):
@@ -324,26 +320,26 @@ def _borders(
     return tuple(edges), tuple(inlets), tuple(outlets)
 
 
-MARGIN = 1.2  # slower by a fifth or more: less is noise
-_LEAST_SHARE = 0.001  # of the model's time: what a unit must win to change sides by time
-_LEAST_US, _MOST_US = 0.1e-3, 1.0e-3  # of turning a value, by all threads together
-_TURNING = 2  # kernels at a border however little they turn: a Q or DQ, and a change of layout
-_RUNS, _SECONDS = 4, 0.1  # a round, at least; kernels of a small model take little of either
+MARGIN = 1.2  # int8 counts as slower from a fifth on; less is measurement noise
+_LEAST_SHARE = 0.001  # of the model's time, that a unit must gain to be float by time
+_LEAST_US, _MOST_US = 0.1e-3, 1.0e-3  # of converting one value, by all threads together
+_CONVERSION_KERNELS = 2  # per border, however small: a Q or DQ, and a change of layout
+_RUNS, _SECONDS = 4, 0.1  # least of a profiling round
 _ROUNDS = 2
-_INT8 = 0.7  # of a product in float, where nobody can measure it
+_INT8 = 0.7  # price of an int8 product, in float products, where it is not measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """Prices of one model on one target; microseconds where measured, else products.
+    """Prices of one model on one target: microseconds if measured, else products.
 
     Attributes:
-        units: unit -> (int8, float).
-        turning: tensor -> price of a pair on it.
-        outside: what is float anyway.
-        measured: whether it is time of this machine.
-        plain: all kernels of the model with all in int8; the prices of its units and borders,
-            each for itself, add up to more where many small ones lie side by side.
+        units: unit -> (price in int8, price in float).
+        turning: tensor -> price of converting it between int8 and float.
+        outside: price of the nodes that are always float.
+        measured: whether prices are times on this machine.
+        plain: time of all kernels with all units in int8; less than the sum of the prices where
+            many small units and borders lie side by side.
     """
 
     units: Mapping[str, tuple[float, float]]
@@ -353,14 +349,14 @@ class Prices:
     plain: float = math.inf
 
     def total(self, units: Units, in_float: frozenset[str]) -> float:
-        """The whole model with these units in float."""
+        """Return the price of the model with these units in float."""
         own = sum(pair[unit in in_float] for unit, pair in self.units.items())
         crossing = {t for a, b, t in units.edges if (a in in_float) != (b in in_float)}
         crossing |= {t for unit, t in (*units.inlets, *units.outlets) if unit not in in_float}
         return self.outside + own + sum(self.turning[tensor] for tensor in crossing)
 
     def too_dear(self, units: Units) -> float:
-        """What all in int8 took as a whole, of what its prices add up to: 1 or less."""
+        """Return measured time over summed prices with all units in int8, at most 1."""
         priced = self.total(units, frozenset())
         return min(1.0, self.plain / priced) if priced else 1.0
 
@@ -373,40 +369,40 @@ def cheapest(
     weight: float,
     pinned: frozenset[str] = frozenset(),
 ) -> frozenset[str]:
-    """Units to run in float so that price plus weighted noise is least.
+    """Return the units to run in float for the least price plus weighted noise.
 
     Args:
-        prices: of every unit.
-        units: how they hang together.
-        noise: unit -> noise that it brings in int8; 0 where it is not named.
+        prices: price of every unit.
+        units: the units and the tensors between them.
+        noise: unit -> its noise in int8, 0 if missing.
         weight: price of one unit of noise.
-        pinned: units that are float whatever they cost.
+        pinned: units that must be float.
     """
-    paid = {
+    by_unit = {
         unit: (int8 + weight * noise.get(unit, 0.0), float32)
         for unit, (int8, float32) in prices.units.items()
     }
     for unit, tensor in (*units.inlets, *units.outlets):
-        int8, float32 = paid[unit]
-        paid[unit] = (int8 + prices.turning[tensor], float32)
-    paid |= {unit: (math.inf, 0.0) for unit in pinned}
-    most = 1 + sum(price for pair in paid.values() for price in pair if math.isfinite(price))
-    paid = {unit: (min(int8, most), float32) for unit, (int8, float32) in paid.items()}
+        int8, float32 = by_unit[unit]
+        by_unit[unit] = (int8 + prices.turning[tensor], float32)
+    by_unit |= {unit: (math.inf, 0.0) for unit in pinned}
+    most = 1 + sum(price for pair in by_unit.values() for price in pair if math.isfinite(price))
+    by_unit = {unit: (min(int8, most), float32) for unit, (int8, float32) in by_unit.items()}
     between = [(a, b, prices.turning[tensor]) for a, b, tensor in units.edges]
     glue = [(b, a) for a, b, _ in units.edges if b not in units.layers]
-    return cheapest_split(paid, between, glue)
+    return cheapest_split(by_unit, between, glue)
 
 
 def counted(model: onnx.ModelProto, units: Units, sample: Mapping[str, Array]) -> Prices:
-    """Prices in products; one inference tells how many values each tensor holds."""
+    """Return prices in products; one inference gives the size of each tensor."""
     graph = Graph(model)
     nodes = {node.name: node for node in graph.nodes}
-    made = {
+    outputs = {
         name: str(nodes[name].output[0]) for nodes_ in units.members.values() for name in nodes_
     }
-    sizes = _sizes(model, made.values(), sample)
+    sizes = _sizes(model, outputs.values(), sample)
     products = {
-        unit: sum(sizes[made[name]] * _products(graph, nodes[name]) for name in members)
+        unit: sum(sizes[outputs[name]] * _products(graph, nodes[name]) for name in members)
         for unit, members in units.members.items()
     }
     return Prices(
@@ -424,16 +420,16 @@ def measured(
     units: Units,
     feeds: Sequence[Mapping[str, Array]],
 ) -> Prices:
-    """Prices in microseconds, from profiles of the model as it is written on either side."""
-    floats, ours = _in_turns((float32, int8), feeds, model)
+    """Return prices in microseconds, from profiles of the float and of the int8 model."""
+    floats, quantized = _profile_in_turns((float32, int8), feeds, model)
     sizes = _sizes(model, units.tensors, feeds[0])
-    rate = _turning(ours, int8, sizes)
-    border = _TURNING * min((t for t in ours.nodes.values() if t > 0), default=0.0)
+    rate = _conversion_us(quantized, int8, sizes)
+    border = _CONVERSION_KERNELS * min((t for t in quantized.nodes.values() if t > 0), default=0.0)
     inside = _sum(floats.nodes, [n for members in units.members.values() for n in members])
-    layout = 1 + floats.rest / inside if inside else 1.0  # float kernels have a layout of their own
+    layout = 1 + floats.rest / inside if inside else 1.0  # share of float's layout changes
     prices = {
         unit: _with_margin(
-            _sum(ours.nodes, members),
+            _sum(quantized.nodes, members),
             layout * _sum(floats.nodes, members),
             _LEAST_SHARE * floats.total,
         )
@@ -444,16 +440,16 @@ def measured(
         turning={tensor: border + rate * size for tensor, size in sizes.items()},
         outside=max(floats.total - floats.rest - inside, 0.0),
         measured=True,
-        plain=ours.total,
+        plain=quantized.total,
     )
 
 
-def _in_turns(
+def _profile_in_turns(
     written: Sequence[onnx.ModelProto],
     feeds: Sequence[Mapping[str, Array]],
     made_from: onnx.ModelProto,
 ) -> list[KernelTimes]:
-    """Kernel times of some models: what disturbs the machine for a while disturbs one round."""
+    """Return kernel times of models profiled in turns: a disturbance hits one round of each."""
     rounds = [
         [kernel_times(m, feeds, made_from=made_from, runs=_RUNS, seconds=_SECONDS) for m in written]
         for _ in range(_ROUNDS)
@@ -462,17 +458,19 @@ def _in_turns(
 
 
 def _with_margin(int8: float, float32: float, least: float) -> tuple[float, float]:
-    """Int8 that is slower by less than a fifth, or by next to nothing, is as fast as float."""
+    """Treat int8 as no slower than float where the difference is within the margin."""
     slower = int8 > max(MARGIN * float32, float32 + least)
     return (int8 if slower else min(int8, float32)), float32
 
 
-def _turning(ours: KernelTimes, int8: onnx.ModelProto, sizes: Mapping[str, int]) -> float:
-    """Microseconds to turn one value, layout changes on the way included."""
-    time, values = ours.rest, 0
+def _conversion_us(
+    quantized: KernelTimes, int8: onnx.ModelProto, sizes: Mapping[str, int]
+) -> float:
+    """Return the microseconds to convert one value, changes of layout included."""
+    time, values = quantized.rest, 0
     for node in int8.graph.node:
-        if node.op_type in PAIRS and ours.nodes[node.name] > 0:
-            time += ours.nodes[node.name]
+        if node.op_type in PAIRS and quantized.nodes[node.name] > 0:
+            time += quantized.nodes[node.name]
             values += sizes.get(node.name.rpartition("/")[0], 0)
     return min(max(time / values, _LEAST_US), _MOST_US) if values else _LEAST_US
 
@@ -484,7 +482,7 @@ def _sum(times: Mapping[str, float], names: Iterable[str]) -> float:
 def _sizes(
     model: onnx.ModelProto, tensors: Iterable[str], sample: Mapping[str, Array]
 ) -> dict[str, int]:
-    """Values that each tensor holds for one sample."""
+    """Return the number of values of each tensor for one sample."""
     wanted = list(dict.fromkeys(tensors))
     fed = {value.name for value in model.graph.input}
     session = OrtSession.open(
@@ -495,7 +493,7 @@ def _sizes(
 
 
 def _products(graph: Graph, node: onnx.NodeProto) -> float:
-    """Products behind one value of a node's output; 1 for what has no weights."""
+    """Return the products per output value of a node; 1 without weights."""
     weight = graph.initializers.get(node.input[1]) if node.op_type in WEIGHTED else None
     if weight is None:
         return 1.0

@@ -1,24 +1,23 @@
-"""Trial models of one target, run on a few samples beside the float model.
+"""Runs trial models of one target on a few samples and measures their noise.
 
-The noise of a part of the outputs in one sample is its relative power, sum of squared errors over
-sum of squares: 10 dB of SQNR are 0.1 and, as long as it is small, that of two layers adds up. What
-a sample loses is its amplitude, 1 at most, so that the one in which the model says most does not
-speak for all. A sample in which it says less than on average is measured by the average: where a
-detector sees nothing, a score of 0.02 for 0.01 is no loss, but where it sees something, one of 0.2
-for 0.3 is. What a part loses is the sum over the samples by what they say::
+The noise of an output slice in one sample is its relative power: sum of squared errors over sum of
+squares of the float model's output. 10 dB of SQNR are 0.1, and while it is small, the noise of two
+layers adds up. The loss of a sample is 1 - exp(-amplitude of the noise), at most 1, so that the
+sample with the largest signal does not dominate. A sample with less signal than average is measured
+relative to the average: where a detector sees nothing, a score of 0.02 instead of 0.01 is no loss,
+but where it sees something, 0.2 instead of 0.3 is. The loss of a slice is the sum over the samples,
+divided by their signal::
 
-    says    1.0  0.1  0.9  0.1    2.2 samples' worth: two photos hold something
-    loses   0.1  0    0.1  0      0.09, not 0.05: there is nothing to keep in the others
+    signal  1.0  0.1  0.9  0.1    worth 2.2 samples: two photos hold something
+    loss    0.1  0    0.1  0      0.09, not 0.05: there is nothing to lose in the others
 
-Lists of detections whose length varies have no part that could be compared value by value. Of these
-the figure of the task tells what is lost, as one sample: the amplitude that loses as much.
+Lists of detections whose length varies have no slices to compare value by value. Their loss is that
+of the task's figure, expressed as the noise power of one sample with that loss.
 
-What a model says before it ranks: the scores that ArgMax or TopK reads at its end.
+Models that end in ArgMax or TopK are compared by the scores that these read. Class numbers hardly
+change with noise, until they do, so on a few samples they do not rank the layers::
 
-Numbers of classes hardly change with noise, until they do: of a few samples they tell no layers
-apart. So a search hears the scores, of the float model and of every trial, in their place::
-
-    ... -> Gemm -> logits -> ArgMax -> Cast -> class        heard: logits
+    ... -> Gemm -> logits -> ArgMax -> Cast -> class        compared: logits
 """
 
 from __future__ import annotations
@@ -52,24 +51,26 @@ if TYPE_CHECKING:
     from deploy.tensors import Array
 
 
-Powers = NDArray[np.float64]
-Heard = tuple[Mapping[str, "Array"], Mapping[str, "Array"]]  # a sample, what the float model says
-_HALF = 0.25  # of the usual power: half its amplitude, from which on a sample counts whole
-_SILENT = 1e-12  # 120 dB: what is nearer than that is equal
+Powers = NDArray[np.float64]  # [samples]
+Heard = tuple[Mapping[str, "Array"], Mapping[str, "Array"]]  # sample, outputs of the float model
 LISTED = "what is found"
-_MOST = 0.99  # lost of it: what is lost for sure would tell no layers apart
-_LOUD = 1e6  # -60 dB, all lost: NaN, another shape
+_FULL_SIGNAL = 0.25  # share of the mean power, half the amplitude: a sample with more counts fully
+_NO_LOSS = 1e-12  # 120 dB: smaller losses count as none
+_MOST_LOST = 0.99  # loss of the task: a larger one would not rank the layers
+_ALL_NOISE = 1e6  # -60 dB, a loss of all: NaN, another shape
+_RANKING = ("ArgMax", "TopK")
+_MOVING = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Relative noise power of every part of the outputs in every sample.
+    """Relative noise power of every output slice in every sample.
 
     Attributes:
-        parts: part -> [samples] noise power over signal power.
-        said: part -> how many of the samples the float model says something in, as a share; 1 where
-            that is not told.
-        accuracy: figures of the same samples; None for a sum, or where nobody asks for them.
+        parts: slice -> [samples] noise power over signal power.
+        said: slice -> share of the samples in which the float model's output has a signal; 1 if
+            missing.
+        accuracy: accuracy on the same samples; None for a sum, or where it was not asked for.
     """
 
     parts: Mapping[str, Powers]
@@ -78,78 +79,86 @@ class Noise:
 
     @property
     def lost(self) -> Mapping[str, float]:
-        """What each part loses: 0 for nothing, 1 for all."""
+        """Loss of each slice: 0 for none, 1 for all."""
         return {
-            name: min(_lost(p) / self.said.get(name, 1.0), 1.0) for name, p in self.parts.items()
+            name: min(_loss(powers) / self.said.get(name, 1.0), 1.0)
+            for name, powers in self.parts.items()
         }
 
     @property
     def part(self) -> str:
-        """The part that suffers most."""
-        found = self.lost
-        return max(found, key=lambda name: found[name], default="")
+        """The slice of greatest loss."""
+        losses = self.lost
+        return max(losses, key=lambda name: losses[name], default="")
 
     @property
     def worst(self) -> float:
-        """What the part that suffers most loses: 0 for nothing, 1 for all."""
+        """Loss of the worst slice, 0 to 1."""
         return max(self.lost.values(), default=0.0)
 
     @property
     def mean(self) -> float:
-        """What the parts lose in the mean: tells apart what is all lost in the worst of them."""
-        found = self.lost.values()
-        return sum(found) / len(found) if found else 0.0
+        """Mean loss of the slices, which still ranks trials whose worst slice is all lost."""
+        losses = self.lost.values()
+        return sum(losses) / len(losses) if losses else 0.0
 
     @property
     def db(self) -> float:
-        """The same as the SQNR that loses as much in every sample."""
-        return -20 * math.log10(max(-math.log1p(-min(self.worst, 1 - _SILENT)), 1e-6))
+        """`worst` as the SQNR in dB that has this loss in every sample."""
+        return -20 * math.log10(max(-math.log1p(-min(self.worst, 1 - _NO_LOSS)), 1e-6))
 
     def plus(self, other: Noise) -> Noise:
-        """Two sources that know nothing of each other."""
+        """Return the sum of two independent sources of noise."""
         names = {**self.parts, **other.parts}
         nothing = np.zeros(1)
         parts = {n: self.parts.get(n, nothing) + other.parts.get(n, nothing) for n in names}
         return Noise(parts, {**self.said, **other.said})
 
     def times(self, share: float) -> Noise:
-        """A share of the power."""
+        """Return a share of the power."""
         return Noise({name: share * powers for name, powers in self.parts.items()}, self.said)
 
     def weighed(self, at: Noise) -> float:
-        """What this little power would lose of the worst part, on top of `at`."""
-        found = (
+        """Return the loss that this small power adds to the worst slice, on top of `at`."""
+        losses = (
             float((_slope(at.parts[name]) * powers).mean()) / self.said.get(name, 1.0)
             for name, powers in self.parts.items()
         )
-        return max(found, default=0.0)
+        return max(losses, default=0.0)
 
 
-def _lost(powers: Powers) -> float:
-    """Mean over the samples of 1 - exp(-amplitude)."""
+def _loss(powers: Powers) -> float:
+    """Return the mean over the samples of 1 - exp(-amplitude)."""
     return float((1 - np.exp(-np.sqrt(powers))).mean())
 
 
 def _slope(powers: Powers) -> Powers:
-    """How fast a sample's loss grows with its power."""
+    """Return the derivative of a sample's loss by its power."""
     amplitude = np.sqrt(np.maximum(powers, 1e-6))
     return np.asarray(np.exp(-amplitude) / (2 * amplitude))
 
 
 class Prober:
-    """Tries choices, each once, by what makes the trial model of a request.
+    """Runs trials, each choice once.
 
-    A trial that cannot be built or run is no choice: of it nothing is known, None, and why is kept.
+    The noise of a trial that cannot be built or run is None, and its error is stored.
+
+    Args:
+        trial: builds the trial model of a request.
+        request: build request; its choices are replaced in each trial.
+        heard: samples with the float model's outputs.
+        runs_here: whether ONNX Runtime's int8 kernels run the trials.
+        threads: trials that run in parallel.
+        few: number of samples for trials of a few layers; None for all.
+        by_task: whether to measure the task or the metric too, which a limit of loss needs.
+        metric: the user's metric, which replaces the task's own.
+        progress: called after each trial.
+        ran: called with the number of samples that are run.
 
     Attributes:
-        tried: how many trial models were made.
-        errors: of those that could not be run, in the order in which they were asked for.
-        unjudged: how the metric failed, where it did.
-
-    `heard` are the samples, each with what the float model says of it; `few` of them are enough
-    for what is tried alone; `by_task` also compares the trials by the figures of the task, which a
-    limit of loss needs, or by the user's `metric`; `ran` is called with the number of samples that
-    are run.
+        tried: number of trial models that were made.
+        errors: errors of trials that could not run, in the order of the trials.
+        unjudged: error of the user's metric, if it failed.
     """
 
     def __init__(
@@ -173,83 +182,83 @@ class Prober:
         self._heard = list(heard)
         self._kernels = runs_here
         self._threads = threads
-        self._few = len(self._heard) if few is None else few
+        self._few_samples = len(self._heard) if few is None else few
         self._by_task = by_task
         self._metric = metric
-        self._one_by_one = Lock()  # a user's function need not bear several threads
+        self._metric_lock = Lock()  # a user's metric need not be thread-safe
         self._known: dict[object, Noise | None] = {}
-        wanted = [said for _, said in heard]
-        self._form = form_of(wanted, inputs=[sample for sample, _ in heard])
-        self._usual = usual_powers(self._form, self._told(self._heard))
-        self._kept: Kept | Calib8Error | None = None
+        outputs = [wanted for _, wanted in heard]
+        self._form = form_of(outputs, inputs=[sample for sample, _ in heard])
+        self._mean_powers = usual_powers(self._form, self._slices(self._heard))
+        self._stored: Kept | Calib8Error | None = None
         self._stopped = False
         self.tried = 0
         self.errors: list[Calib8Error] = []
         self.unjudged: ConfigError | None = None
 
     def noises(self, trials: Iterable[Choices]) -> list[Noise | None]:
-        """What several trials lose, run beside each other; None of one that could not be run."""
-        return self._found([(one, _key(one)) for one in trials], self._tried, len(self._heard))
+        """Return the noise of several trials, run in parallel; None for one that could not run."""
+        return self._run([(one, _key(one)) for one in trials], self._noise_of, len(self._heard))
 
     def alone(self, trials: Sequence[Choices], int8: Sequence[Sequence[str]]) -> list[Noise | None]:
-        """What few layers alone lose, on the few samples that say most.
+        """Return the noise of a few layers alone, on the few samples of greatest signal.
 
-        Only what is behind the int8 nodes is run; what comes in is kept from the float model.
+        Only the nodes downstream of the int8 nodes run, from stored values of the float model.
 
         Args:
-            trials: choices that keep all else in float.
-            int8: nodes that each of them has in int8.
+            trials: choices that keep everything else in float.
+            int8: the int8 nodes of each trial.
         """
-        if self._kept is None:
-            self._kept = self._kept_for(int8)
-        work = partial(self._tried_alone, self._kept)
-        return self._found([(one, ("alone", _key(one))) for one in trials], work, self._few)
+        if self._stored is None:
+            self._stored = self._store_values(int8)
+        work = partial(self._noise_alone, self._stored)
+        return self._run([(one, ("alone", _key(one))) for one in trials], work, self._few_samples)
 
-    def _kept_for(self, int8: Sequence[Sequence[str]]) -> Kept | Calib8Error:
-        """Values from which trials of few layers begin, or why there are none."""
-        chosen = loudest(self._form, self._told(self._heard), self._few)
-        self._ran(self._few)
+    def _store_values(self, int8: Sequence[Sequence[str]]) -> Kept | Calib8Error:
+        """Return the stored values that trials of few layers start from, or why there are none."""
+        chosen = loudest(self._form, self._slices(self._heard), self._few_samples)
+        self._ran(self._few_samples)
         try:
             return Kept.of(self._request.model, int8, [self._heard[place] for place in chosen])
         except Calib8Error as error:
             return error
 
-    def _found(
+    def _run(
         self,
         trials: Sequence[tuple[Choices, object]],
         work: Callable[[Choices], Noise],
         samples: int,
     ) -> list[Noise | None]:
-        new = {key: one for one, key in trials if key not in self._known}
+        new = {key: choices for choices, key in trials if key not in self._known}
         self.tried += len(new)
         self._ran(len(new) * samples)
         with ThreadPoolExecutor(self._threads) as pool:
             try:
-                made = [*pool.map(partial(self._of_one, work), new.values())]
-            except BaseException:  # an interrupt of the user reaches this thread alone
+                results = [*pool.map(partial(self._attempt, work), new.values())]
+            except BaseException:  # Ctrl-C reaches only this thread
                 self._stopped = True
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        self.errors += [one for one in made if isinstance(one, Calib8Error)]
-        noises = [one if isinstance(one, Noise) else None for one in made]
+        self.errors += [result for result in results if isinstance(result, Calib8Error)]
+        noises = [result if isinstance(result, Noise) else None for result in results]
         self._known |= dict(zip(new, noises, strict=True))
         return [self._known[key] for _, key in trials]
 
-    def _tried(self, choices: Choices) -> Noise:
-        return self._of(self._made(choices), self._heard, judged=self._by_task)
+    def _noise_of(self, choices: Choices) -> Noise:
+        return self._measure(self._trial_model(choices), self._heard, judged=self._by_task)
 
-    def _tried_alone(self, kept: Kept | Calib8Error, choices: Choices) -> Noise:
-        if isinstance(kept, Calib8Error):
-            raise kept
-        model = self._made(choices)
-        same = kept.same(model)
+    def _noise_alone(self, stored: Kept | Calib8Error, choices: Choices) -> Noise:
+        if isinstance(stored, Calib8Error):
+            raise stored
+        model = self._trial_model(choices)
+        same = stored.same(model)
         heard = [
             ({**sample, **values}, wanted)
-            for (sample, wanted), values in zip(kept.heard, kept.values, strict=True)
+            for (sample, wanted), values in zip(stored.heard, stored.values, strict=True)
         ]
-        return self._of(behind(model, same, kept.values), heard, judged=False)
+        return self._measure(behind(model, same, stored.values), heard, judged=False)
 
-    def _of_one(self, work: Callable[[Choices], Noise], choices: Choices) -> Noise | Calib8Error:
+    def _attempt(self, work: Callable[[Choices], Noise], choices: Choices) -> Noise | Calib8Error:
         try:
             return work(choices)
         except Calib8Error as error:
@@ -257,56 +266,56 @@ class Prober:
         finally:
             self._progress()
 
-    def _made(self, choices: Choices) -> onnx.ModelProto:
+    def _trial_model(self, choices: Choices) -> onnx.ModelProto:
         return self._trial(self._request.adding(choices))
 
-    def _of(self, model: onnx.ModelProto, heard: Sequence[Heard], *, judged: bool) -> Noise:
-        """What a model loses on samples that may hold more than it reads."""
+    def _measure(self, model: onnx.ModelProto, heard: Sequence[Heard], *, judged: bool) -> Noise:
+        """Return the noise of a model on samples, which may hold more tensors than it reads."""
         session = OrtSession.open(
             model, threads=1, spin=False, keep=True, int8_kernels=self._kernels
         )
-        read = [spec.name for spec in session.inputs]
+        inputs = [spec.name for spec in session.inputs]
         listed = not self._form.parts and self._form.task is not None
-        figures = self._figures(session, heard[0][1]) if judged or listed else None
-        powers, told = [], self._form.told
+        figures = self._new_comparison(session, heard[0][1]) if judged or listed else None
+        powers, to_slices = [], self._form.told
         for sample, wanted in heard:
             if self._stopped:
                 break
-            found = session.run({name: sample[name] for name in read})
+            found = session.run({name: sample[name] for name in inputs})
             if figures is not None:
-                figures = self._counted(figures, sample, wanted, found)
-            both = told(wanted, sample, wanted), told(found, sample, wanted)
-            powers.append(noise_powers(self._form, *both, self._usual))
+                figures = self._add_to(figures, sample, wanted, found)
+            pair = to_slices(wanted, sample, wanted), to_slices(found, sample, wanted)
+            powers.append(noise_powers(self._form, *pair, self._mean_powers))
         accuracy = figures.result() if figures is not None else None
         if listed:
-            return Noise({LISTED: _as_power(accuracy)}, accuracy=accuracy)
+            return Noise({LISTED: _task_power(accuracy)}, accuracy=accuracy)
         labels = [part.label for part in self._form.parts]
-        said = said_of(self._form, self._told(heard), self._usual)
+        signal_shares = said_of(self._form, self._slices(heard), self._mean_powers)
         return Noise(
             dict(zip(labels, np.array(powers).T, strict=True)),
-            dict(zip(labels, said, strict=True)),
+            dict(zip(labels, signal_shares, strict=True)),
             accuracy=accuracy,
         )
 
-    def _told(self, heard: Sequence[Heard]) -> list[Mapping[str, Array]]:
-        """What the float model says in the samples, as parts are measured."""
+    def _slices(self, heard: Sequence[Heard]) -> list[Mapping[str, Array]]:
+        """Return the float model's outputs in the form in which slices are measured."""
         return [self._form.told(wanted, sample, wanted) for sample, wanted in heard]
 
-    def _figures(self, session: OrtSession, wanted: Mapping[str, Array]) -> Comparison:
+    def _new_comparison(self, session: OrtSession, wanted: Mapping[str, Array]) -> Comparison:
         return Comparison(Said(wanted), session, form=self._form, metric=self._metric)
 
-    def _counted(
+    def _add_to(
         self,
         figures: Comparison,
         sample: Mapping[str, Array],
         wanted: Mapping[str, Array],
         found: Mapping[str, Array],
     ) -> Comparison | None:
-        """The figures with one more sample; None, all lost, where the metric fails on it."""
+        """Add one sample to the comparison; return None, a loss of all, if the metric fails."""
         if self._metric is None:
             figures.add(sample, wanted, found)
             return figures
-        with self._one_by_one:
+        with self._metric_lock:
             try:
                 figures.add(sample, wanted, found)
             except ConfigError as error:
@@ -315,52 +324,51 @@ class Prober:
         return figures
 
 
-def _as_power(accuracy: Accuracy | None) -> Powers:
-    """The power that loses as much as is lost of the task; most of it where the metric failed."""
+def _task_power(accuracy: Accuracy | None) -> Powers:
+    """Return the power with the loss of the task; that of `_MOST` where the metric failed."""
     lost = 1.0 if accuracy is None else 0.0
     if accuracy is not None and accuracy.task is not None:
         lost = max(accuracy.task.lost, 0.0)
-    return np.array([math.log1p(-min(lost, _MOST)) ** 2])
+    return np.array([math.log1p(-min(lost, _MOST_LOST)) ** 2])
 
 
 def loudest(form: Form, outputs: Sequence[Mapping[str, Array]], most: int) -> list[int]:
-    """Places of the samples with the greatest signal, each part by its own measure, in order."""
-    found = energies(form, outputs)
-    largest = found.max(axis=0)
-    signal = (found / np.where(largest > 0, largest, 1.0)).sum(axis=1)
+    """Return the indices of the samples of greatest signal, each slice normalized, in order."""
+    signals = energies(form, outputs)
+    largest = signals.max(axis=0)
+    signal = (signals / np.where(largest > 0, largest, 1.0)).sum(axis=1)
     return sorted(map(int, np.argsort(-signal, kind="stable")[:most]))
 
 
 def usual_powers(form: Form, outputs: Sequence[Mapping[str, Array]]) -> list[float]:
-    """Every part's power in a usual sample: of the mean amplitude; 0 where that is not finite."""
-    found = []
+    """Return every slice's power at the mean amplitude of the samples; 0 where it is not finite."""
+    powers = []
     for part in form.parts:
         sizes = [math.sqrt(square(part.of(one[part.output]))) for one in outputs]
         mean = sum(sizes) / max(len(sizes), 1)
-        found.append(mean * mean if math.isfinite(mean) else 0.0)
-    return found
+        powers.append(mean * mean if math.isfinite(mean) else 0.0)
+    return powers
 
 
 def said_of(
     form: Form, outputs: Sequence[Mapping[str, Array]], usual: Sequence[float]
 ) -> list[float]:
-    """How much every part says in the samples, 1 where in each half as much as in a usual one.
+    """Return every slice's share of the samples with at least half the mean amplitude.
 
-    By power, so that samples that only vary all count, and those that hold next to nothing do not.
-    A part that says nothing in any of them is measured by their number, 1.
+    A sample with less counts by its power. A slice without signal in any sample gets 1.
     """
-    found = []
+    result = []
     for part, power in zip(form.parts, usual, strict=True):
-        sizes = [energy(part.of(one[part.output])) for one in outputs]
-        shares = [min(size / (_HALF * power), 1.0) if power else 1.0 for size in sizes]
-        found.append(sum(shares) / max(len(shares), 1) or 1.0)
-    return found
+        powers = [energy(part.of(one[part.output])) for one in outputs]
+        shares = [min(own / (_FULL_SIGNAL * power), 1.0) if power else 1.0 for own in powers]
+        result.append(sum(shares) / max(len(shares), 1) or 1.0)
+    return result
 
 
 def noise_powers(
     form: Form, wanted: Mapping[str, Array], found: Mapping[str, Array], usual: Sequence[float]
 ) -> list[float]:
-    """Relative noise power of every part in one sample."""
+    """Return the relative noise power of every slice in one sample."""
     return [
         _power(part.of(wanted[part.output]), part.of(found[part.output]), least)
         for part, least in zip(form.parts, usual, strict=True)
@@ -369,14 +377,14 @@ def noise_powers(
 
 def _power(wanted: Array, found: Array, usual: float) -> float:
     if wanted.shape != found.shape:
-        return _LOUD
+        return _ALL_NOISE
     signal = np.asarray(wanted, np.float64)
     power, noise = square(signal), square(signal - np.asarray(found, np.float64))
     if not (math.isfinite(power) and math.isfinite(noise)):
-        return _LOUD
+        return _ALL_NOISE
     if power == usual == 0:
-        return 0.0 if noise == 0 else _LOUD
-    return min(noise / max(power, usual), _LOUD)
+        return 0.0 if noise == 0 else _ALL_NOISE
+    return min(noise / max(power, usual), _ALL_NOISE)
 
 
 def _key(choices: Choices) -> object:
@@ -385,36 +393,32 @@ def _key(choices: Choices) -> object:
     return frozenset(choices.float_nodes), method, methods, choices.rounded
 
 
-_RANKING = ("ArgMax", "TopK")
-_BEHIND = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
-
-
 def ranked(model: onnx.ModelProto) -> dict[str, str]:
-    """Output of numbers of classes or of the best scores -> the scores that it comes from.
+    """Return {output of ArgMax or TopK: the scores that it reads}.
 
-    None where other outputs stand beside them: boxes are in the order of their scores.
+    Empty if the model has other outputs too, since boxes are in the order of their scores.
     """
     makers = {name: node for node in model.graph.node for name in node.output}
-    found = {}
+    scores = {}
     for output in model.graph.output:
         node = makers.get(output.name)
-        while node is not None and node.op_type in _BEHIND:
+        while node is not None and node.op_type in _MOVING:
             node = makers.get(node.input[0])
         if node is not None and node.op_type in _RANKING:
-            found[output.name] = node.input[0]
-    return found if len(found) == len(model.graph.output) else {}
+            scores[output.name] = node.input[0]
+    return scores if len(scores) == len(model.graph.output) else {}
 
 
 def with_scores(
     model: onnx.ModelProto, heard: Sequence[Heard], *, every: bool, threads: int
 ) -> list[Heard]:
-    """Samples with the scores that the float model ranks, in the place of what it makes of them.
+    """Replace the float model's ranked outputs by the scores that they are made of.
 
     Args:
         model: the float model.
         heard: samples, each with the outputs of the model.
-        every: whether these outputs are kept beside the scores.
-        threads: of one inference.
+        every: whether the ranked outputs stay too.
+        threads: threads of one inference.
 
     Raises:
         BackendError: ONNX Runtime refused the model or a sample.
@@ -422,29 +426,29 @@ def with_scores(
     ends = ranked(model)
     scores = list(dict.fromkeys(ends.values()))
     session = OrtSession.open(with_outputs(model, scores), threads=threads, spin=False)
-    found: list[Heard] = []
-    for sample, said in heard:
-        left = {name: value for name, value in said.items() if every or name not in ends}
+    result: list[Heard] = []
+    for sample, outputs in heard:
+        kept = {name: value for name, value in outputs.items() if every or name not in ends}
         made = session.run(sample)
-        found.append((sample, {**left, **{name: made[name] for name in scores}}))
-    return found
+        result.append((sample, {**kept, **{name: made[name] for name in scores}}))
+    return result
 
 
 def telling_scores(model: onnx.ModelProto, ends: Mapping[str, str]) -> onnx.ModelProto:
-    """A trial model that gives the scores too, under the float model's names.
+    """Return a trial model with the scores as outputs too, under the float model's names.
 
     Args:
-        model: of a trial.
-        ends: as `ranked` found them in the float model.
+        model: model of a trial.
+        ends: outputs and scores of the float model, as found by `ranked`.
     """
     from onnx import helper
 
-    told = with_outputs(model, ends.values())
-    graph = told.graph
-    made = {name for node in graph.node for name in node.output}
+    extended = with_outputs(model, ends.values())
+    graph = extended.graph
+    names = {name for node in graph.node for name in node.output}
     for output, own in ranked(model).items():
         name = ends.get(output, own)
-        if name not in made:  # the trial has it under another name
+        if name not in names:  # the trial has it under another name
             graph.node.append(helper.make_node("Identity", [own], [name], name=f"{name}/told"))
-            made.add(name)
-    return told
+            names.add(name)
+    return extended

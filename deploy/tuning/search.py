@@ -1,30 +1,35 @@
-"""The search: which units stay float and which method finds each range, for one target.
+"""The search for one target: which units stay float, and which method finds each range.
 
-::
+A unit is a group of nodes that run in float or in int8 together (`Units`), a split is a choice of
+units in float, a trial is a split with range methods, built and run on a few samples.
+
+Terms:
+    noise: power of the errors of an output slice over the power of its signal.
+    loss: share of the worst output slice, or of the task, that noise destroys, 0 to 1.
+    price: time of a unit, or its products where time is not measured.
+    cost: log(time) + weight * loss of a trial, which the search minimizes
+        (`deploy.tuning.search_options`).
+
+Steps::
 
     every method, all in int8            -> the best one
     Adds in float, the layers in int8    -> whether they stay so, where time is not measured
     groups alone in int8, halved         -> noise of each layer
     kernels of both models, or products  -> price of each unit
     least price + weight * noise         -> one split a weight, from "fastest" to "all in float"
-    the likely ones, tried whole         -> the split with the least cost
-    other methods, whole and in the noisiest groups -> ranges
+    the likely splits, tried             -> the split with the least cost
+    other methods, for all tensors and for the noisiest groups -> ranges
     float, plain int8 and likely splits, timed -> what is built
 
-What a split costs, by time and noise together: `deploy.tuning.search_options`.
-
-Which layers bring the noise: each group alone in int8, the noisy ones halved again and again.
-
-::
+The noisy layers are found by halving: each group runs alone in int8, the noisy ones are split::
 
     1..64   8 groups:  0.1  0.02  0.3  0.01 ...        the worst group is halved first
     17..24             |--- 0.28 | 0.02 ---|
-    17..20             | 0.001 | 0.28 |                 until it is one layer, or next to quiet
+    17..20             | 0.001 | 0.28 |                 until it is one layer, or quiet
 
-What a group loses alone adds up with the others', so the sum tells what a choice would lose. They
-lose it on the samples that say most, and not each for itself; so the sum is scaled to what one
-choice was seen to lose whole. A group that cannot be run alone tells nothing and is left out; whole
-splits show what it loses.
+Noise of groups adds up, so the sum predicts the loss of a split. Groups are measured on few samples
+and interact, so the sum is scaled to the loss of one split that was measured. A group that cannot
+run alone is left out; its loss shows in the trials of splits.
 """
 
 from __future__ import annotations
@@ -45,22 +50,29 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-_QUIET = 0.03  # of the worst part, about 30 dB: a group that loses less is not halved
+_QUIET = 0.03  # loss, about 30 dB: a group that loses less is not halved
+_MUCH = 0.3  # loss, about 10 dB: from here on noise no longer adds up
+_FARTHEST = 16.0  # limit of the factor between measured and summed power
 
-_MUCH = 0.3  # of the worst part, about 10 dB
-_FARTHEST = 16.0  # times the power that is seen may be another than the sum
+_NEAR = 0.03  # loss, about 30 dB: below it no layer needs to be float
+_WEIGHTS = [2.0 ** (step / 2) for step in range(-12, 15)]  # of the float model's price
+_DEAREST = 100.0  # weight of noise at which time no longer matters
+_BETTER = 0.8  # share of a group's loss: another method must lose less than this
+_WON = 0.1  # loss that Adds in float must save, worth a quarter of the time
+
+_TRIED = "tried in float"
 
 Group = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """Groups of layers and what each loses alone in int8.
+    """Noise of groups of layers, each alone in int8.
 
     Attributes:
-        groups: group of units -> its noise, in the model's order; together all layers but those
-            that could not be run alone.
-        scale: of the power that they sum up to.
+        groups: group of units -> its noise, in the model's order; all layers but those that could
+            not run alone.
+        scale: factor from the summed power to the measured one.
     """
 
     groups: dict[Group, Noise]
@@ -68,32 +80,31 @@ class Sensitivity:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Unit -> what it loses of the worst part, on top of all others."""
-        whole = self.without(frozenset())
+        """Unit -> loss of the worst output slice that it adds to that of all others."""
+        total = self.without(frozenset())
         return {
-            unit: noise.times(self.scale).weighed(whole) / len(group)
+            unit: noise.times(self.scale).weighed(total) / len(group)
             for group, noise in self.groups.items()
             for unit in group
         }
 
     def without(self, units: frozenset[str]) -> Noise:
-        """What is to be expected with these units in float."""
+        """Return the expected noise with these units in float."""
         total = Noise({})
         for group, noise in self.groups.items():
             left = sum(unit not in units for unit in group) / len(group)
             total = total.plus(noise.times(left * self.scale))
         return total
 
-    def scaled(self, units: frozenset[str], seen: Noise) -> Sensitivity:
-        """The same, so that with these units in float it expects what was seen to be lost.
+    def scaled(self, units: frozenset[str], measured: Noise) -> Sensitivity:
+        """Return a copy whose expected noise with these units in float has the measured loss.
 
-        Where much is lost, noises do not add up, and what is seen tells nothing of splits that lose
-        little: the sum stands.
+        Where the loss is large, noise does not add up, so the scale stays as it is.
         """
-        expected, lost = self.without(units).worst, seen.worst
-        if not (0 < expected < _MUCH and 0 < lost < _MUCH):
+        expected, actual = self.without(units).worst, measured.worst
+        if not (0 < expected < _MUCH and 0 < actual < _MUCH):
             return self
-        power = (math.log1p(-lost) / math.log1p(-expected)) ** 2
+        power = (math.log1p(-actual) / math.log1p(-expected)) ** 2
         return replace(self, scale=self.scale * min(max(power, 1 / _FARTHEST), _FARTHEST))
 
 
@@ -104,60 +115,51 @@ def sensitivity(
     groups: int,
     most: int,
 ) -> Sensitivity:
-    """Find the noisy layers.
+    """Find the noisy layers by halving groups.
 
     Args:
-        layers: units that hold weights, in the model's order.
-        alone: groups -> what each loses with nothing else in int8; None where it cannot be run.
-        groups: how many to begin with.
-        most: groups to try in all, at most.
+        layers: units with weights, in the model's order.
+        alone: groups -> noise of each with all else in float; None where it cannot run.
+        groups: number of groups to begin with.
+        most: number of groups to try at most.
     """
     first = groups_of(layers, groups)
-    known = _that_ran(first, alone(first))
-    tried, kept = len(first), set[Group]()
-    while tried + 2 <= most and (group := _to_halve(known, kept)) is not None:
+    noises = _runnable(first, alone(first))
+    tried, unsplit = len(first), set[Group]()
+    while tried + 2 <= most and (group := _next_to_halve(noises, unsplit)) is not None:
         both = halves(group)
-        found = _that_ran(both, alone(both))
+        measured = _runnable(both, alone(both))
         tried += 2
-        if len(found) < len(both):
-            kept.add(group)  # more is known of it as a whole
+        if len(measured) < len(both):
+            unsplit.add(group)  # a half cannot run: the noise of the group is all there is
         else:
-            del known[group]
-            known |= found
+            del noises[group]
+            noises |= measured
     place = {layer: number for number, layer in enumerate(layers)}
-    return Sensitivity(dict(sorted(known.items(), key=lambda entry: place[entry[0][0]])))
+    return Sensitivity(dict(sorted(noises.items(), key=lambda entry: place[entry[0][0]])))
 
 
 def groups_of(layers: Sequence[str], most: int) -> list[Group]:
-    """Layers in at most so many groups of neighbours, as large as each other."""
+    """Split layers into at most `most` groups of neighbours of equal size."""
     size = max(1, -(-len(layers) // most))
     return [tuple(layers[at : at + size]) for at in range(0, len(layers), size)]
 
 
 def halves(group: Group) -> list[Group]:
-    """The two halves of a group; none of a single layer."""
+    """Return the two halves of a group; nothing for a single layer."""
     middle = (len(group) + 1) // 2
     return [group[:middle], group[middle:]] if len(group) > 1 else []
 
 
-def _that_ran(groups: Sequence[Group], noises: Sequence[Noise | None]) -> dict[Group, Noise]:
+def _runnable(groups: Sequence[Group], noises: Sequence[Noise | None]) -> dict[Group, Noise]:
     return {g: noise for g, noise in zip(groups, noises, strict=True) if noise is not None}
 
 
-def _to_halve(known: dict[Group, Noise], kept: Collection[Group]) -> Group | None:
-    """The noisiest group of several layers, unless it matters little; none of those kept whole."""
-    several = [group for group in known if len(group) > 1 and group not in kept]
-    worst = max(several, key=lambda group: known[group].worst, default=None)
-    return worst if worst is not None and known[worst].worst > _QUIET else None
-
-
-_NEAR = 0.03  # lost of the worst part, about 30 dB: layers in float have no more to win
-_WEIGHTS = [2.0 ** (step / 2) for step in range(-12, 15)]  # of the float model's price
-_DEAREST = 100.0  # weight of noise beside which time means nothing
-_BETTER = 0.8  # of a group's noise: another method must leave less than this
-_WON = 0.1  # of the worst part, by Adds in float: what is worth a quarter of the time
-
-_TRIED = "tried in float"
+def _next_to_halve(noises: dict[Group, Noise], unsplit: Collection[Group]) -> Group | None:
+    """Return the noisiest group of several layers not in `unsplit`; None if all are quiet."""
+    several = [group for group in noises if len(group) > 1 and group not in unsplit]
+    worst = max(several, key=lambda group: noises[group].worst, default=None)
+    return worst if worst is not None and noises[worst].worst > _QUIET else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -165,22 +167,22 @@ class Search:
     """State of one search.
 
     Attributes:
-        units: of the model, for the target.
-        prices: of them.
-        prober: tries choices.
-        methods: searches of ranges to choose among, the calibration's own first; None stands for
-            a target's own.
-        own: what that is called.
-        word: what the target's nodes run in where they left float.
-        effort: how much is tried.
-        weight: what noise costs beside time; 2.5 by default.
-        rounded: whether the weights of its trials are rounded; None where nobody asks for it.
-        or_float: whether a split may be the float model.
-        sums: units of Adds that hold no weights: the stream of a residual network.
-        trials: what was tried whole and could be run, in order.
-        sensitivity: noise of the groups, once it was looked for.
-        refused: layers that stay float since they cannot be run otherwise.
-        kept_sums: `sums`, where they stay float for what they lose in all, and why.
+        units: units of the model on the target.
+        prices: their prices.
+        prober: runs the trials.
+        methods: range methods to choose among, the calibration's first; None is a target's own
+            method.
+        own: name of a target's own method.
+        word: precision of the quantized nodes, such as int8.
+        effort: how many trials of each kind.
+        weight: weight of loss against time, see `COMMON_WEIGHT`.
+        rounded: whether trials have rounded weights; None without that repair.
+        or_float: whether the float model may be chosen.
+        sums: units of Adds without weights: the residual stream.
+        trials: the trials that ran, in order.
+        sensitivity: noise of the groups, once measured.
+        refused: layers that stay float since they cannot run otherwise.
+        kept_sums: those of `sums` that stay float for their common loss, and the reason.
     """
 
     units: Units
@@ -200,25 +202,25 @@ class Search:
     kept_sums: Mapping[str, str] = field(default_factory=dict)
 
     def run(self) -> Trial:
-        """The best trial.
+        """Return the best trial.
 
         Raises:
-            BackendError: the model cannot be run in int8, whatever finds its ranges, and no layer
-                alone is to blame.
+            BackendError: the model cannot run in int8 with any method, and no single layer is the
+                cause.
         """
-        self._whole_in_int8()
+        self._try_int8()
         base = min(self.trials, key=lambda trial: trial.mean)
         if base.noise.worst < _NEAR:
             self._try_splits(base, {})
             return self.best
-        base = self._without_sums(base)
+        base = self._keep_sums_float(base)
         for _ in range(self.effort.rounds):
             before = self.best
-            self._look_inside(base)
+            self._measure_groups(base)
             self._try_splits(base, self._shares)
             self._try_methods(self.best)
             self._swap_methods(self.best)
-            if _methods(self.best) != _methods(base):
+            if _method_labels(self.best) != _method_labels(base):
                 self._try_splits(self.best, self._shares, start=self.best.in_float)
             base = self.best
             if base is before:
@@ -234,9 +236,9 @@ class Search:
         return in_float >= frozenset(self.units.members)
 
     def hold(self, loss: float) -> Trial:
-        """Make noise cost more until the best trial loses no more than this of the task."""
+        """Raise the weight of loss until the best trial loses at most this much of the task."""
         if self.sensitivity is None and self.best.loss > loss:
-            self._look_inside(self.best)
+            self._measure_groups(self.best)
         while self.best.loss > loss and self.weight < _DEAREST:
             self.weight *= 3
             if self._shares:
@@ -251,15 +253,13 @@ class Search:
         *,
         within: float = 1.0,
     ) -> Trial | None:
-        """The fastest split of less noise that is usable and promises to be faster than float.
+        """Return the fastest usable split with less noise than `than`; None if there is none.
 
-        Or faster than `within`, a share of the float model's time.
-
-        Found by halving, for as long as that can go on: of two splits the quieter one is taken to
-        be the more usable.
+        Candidates are predicted to take less than `within` of the float model's time. They are
+        searched by halving while `can_go_on`, assuming that a quieter split is more usable.
         """
         if self.sensitivity is None:
-            self._look_inside(than)
+            self._measure_groups(than)
         splits = self._below(than.in_float, within)
         first, last, found = 0, len(splits), None
         while first < last and can_go_on():
@@ -272,36 +272,36 @@ class Search:
         return found
 
     def _below(self, in_float: frozenset[str], within: float) -> list[frozenset[str]]:
-        """Splits that promise less noise than one and less time than that, the fastest first."""
+        """Return the splits of less predicted noise and less predicted time, the fastest first."""
         assert self.sensitivity is not None
-        promised = self.sensitivity.without
-        most = promised(in_float).worst
-        splits = [s for s in self._splits(self._shares) if promised(s).worst < most]
+        expected = self.sensitivity.without
+        limit = expected(in_float).worst
+        splits = [s for s in self._splits(self._shares) if expected(s).worst < limit]
         return sorted((s for s in splits if self.time_of(s) < within), key=self.time_of)
 
     @property
     def best(self) -> Trial:
-        """The trial of least cost; of equals the first."""
+        """The trial of least cost, the first of equals."""
         return min(self.trials, key=lambda trial: trial.cost(self.weight))
 
     def likely(self, most: int) -> list[Trial]:
-        """The best trials of different splits, the best one first."""
-        found: dict[frozenset[str], Trial] = {}
+        """Return the best trials of different splits, the best first."""
+        by_split: dict[frozenset[str], Trial] = {}
         for trial in sorted(self.trials, key=lambda trial: trial.cost(self.weight)):
-            found.setdefault(trial.in_float, trial)
-        return list(found.values())[:most]
+            by_split.setdefault(trial.in_float, trial)
+        return list(by_split.values())[:most]
 
     @property
     def best_without_float(self) -> Trial:
-        """The best of those that keep nothing in float."""
+        """The best trial with no unit in float but those that cannot run otherwise."""
         plain = [trial for trial in self.trials if trial.in_float == self.refused]
         return min(plain, key=lambda trial: trial.cost(self.weight))
 
     @property
     def all_in_float(self) -> Trial:
-        """The float model itself."""
+        """The float model as a trial."""
         every = frozenset(self.units.members)
-        choices = self._floating(NO_CHOICES, every)
+        choices = self._with_float(NO_CHOICES, every)
         return Trial(
             what="float",
             in_float=every,
@@ -311,44 +311,45 @@ class Search:
             is_float=True,
         )
 
-    def _whole_in_int8(self) -> None:
-        if self._try_whole(f"all in {self.word}"):
+    def _try_int8(self) -> None:
+        if self._try_all(f"all in {self.word}"):
             return
-        self.refused = self._refused()
-        if not (self.refused and self._try_whole(f"all that can be run in {self.word}")):
+        self.refused = self._find_refused()
+        if not (self.refused and self._try_all(f"all that can be run in {self.word}")):
             raise BackendError(
                 f"a search must be able to run the model with all in {self.word}, got:"
                 f" {self.prober.errors[0]}; keep in float what cannot be run (--keep-float), or"
                 " build without a search (--effort 0)"
             )
 
-    def _try_whole(self, what: str) -> bool:
-        """Whether any method has a model that can be run."""
-        plain = self._floating(replace(NO_CHOICES, rounded=self.rounded), self.refused)
+    def _try_all(self, what: str) -> bool:
+        """Try every method with all units in int8; return whether one ran."""
+        plain = self._with_float(replace(NO_CHOICES, rounded=self.rounded), self.refused)
         choices = [plain, *(replace(plain, method=method) for method in self.methods[1:])]
-        names = [f"{what}{self._by(one)}" for one in choices]
+        names = [f"{what}{self._method_text(one)}" for one in choices]
         return any(self._try(names, [self.refused] * len(names), choices))
 
-    def _refused(self) -> frozenset[str]:
-        """Layers that cannot be run alone in int8; none where that is so of all of them."""
+    def _find_refused(self) -> frozenset[str]:
+        """Return layers that cannot run alone in int8; nothing if no group can."""
         groups = groups_of(self.units.layers, self.effort.groups)
-        tried, found = 0, set[str]()
+        tried, refused = 0, set[str]()
         while groups:
-            noises = self._alone(NO_CHOICES, groups)
+            noises = self._noise_alone(NO_CHOICES, groups)
             failed = [group for group, noise in zip(groups, noises, strict=True) if noise is None]
             if not tried and len(failed) == len(groups):
                 break
             tried += len(groups)
             last = tried >= self.effort.alone
-            found |= {layer for group in failed if last or len(group) == 1 for layer in group}
+            refused |= {layer for group in failed if last or len(group) == 1 for layer in group}
             groups = [] if last else [half for group in failed for half in halves(group)]
-        return frozenset(found)
+        return frozenset(refused)
 
-    def _without_sums(self, base: Trial) -> Trial:
-        """The trial with Adds in float, where that alone wins much; then they stay so.
+    def _keep_sums_float(self, base: Trial) -> Trial:
+        """Return a trial with the Adds in float if that alone saves much; they then stay float.
 
-        What loses is the tensor that they add up, which every layer beside it would be blamed for:
-        a few tokens or channels of it are many times larger than all others.
+        The noise is in the residual stream that they add up, where a few tokens or channels are
+        many times larger than all others; measured layer by layer, every layer next to it would be
+        blamed.
         """
         if self.prices.measured or not self.sums:
             return base
@@ -360,19 +361,19 @@ class Search:
         self.kept_sums = dict.fromkeys(sorted(self.sums), why)
         return trial
 
-    def _alone(self, choices: Choices, groups: Sequence[Group]) -> list[Noise | None]:
-        """Noise of each of some groups with nothing else in int8."""
+    def _noise_alone(self, choices: Choices, groups: Sequence[Group]) -> list[Noise | None]:
+        """Return the noise of each group with all else in float."""
         every = {*self.units.layers, *self.kept_sums}
         return self.prober.alone(
-            [self._floating(choices, every - set(group)) for group in groups],
+            [self._with_float(choices, every - set(group)) for group in groups],
             [self.units.nodes(group) for group in groups],
         )
 
-    def _look_inside(self, base: Trial) -> None:
-        """Noise of the groups under a trial's methods."""
+    def _measure_groups(self, base: Trial) -> None:
+        """Measure the noise of the groups with a trial's methods."""
         found = sensitivity(
             [layer for layer in self.units.layers if layer not in self.refused],
-            partial(self._alone, base.choices),
+            partial(self._noise_alone, base.choices),
             groups=self.effort.groups,
             most=self.effort.alone,
         )
@@ -381,9 +382,9 @@ class Search:
     def _try_splits(
         self, base: Trial, noise: Mapping[str, float], *, start: frozenset[str] | None = None
     ) -> None:
-        """Splits along the weights, from the one that promises most to its neighbours.
+        """Try splits along the weights, from the most promising one to its neighbours.
 
-        Or from the trial's own, where it is to begin there.
+        Or from `start`, the split of the trial itself.
         """
         splits = self._splits(noise)
         if not splits:
@@ -397,120 +398,120 @@ class Search:
             trial = known[place]
             return trial.cost(self.weight) if trial is not None else math.inf
 
-        promise = [self._promised(split) for split in splits]
+        promise = [self._expected_cost(split) for split in splits]
         place, step = promise.index(min(promise)), max(1, len(splits) // 6)
         if start in splits:
             place, step, most = splits.index(start), 1, 1 + self.effort.again
             known[place] = base
         tried(place)
         while step and len(known) < most:
-            near = [p for p in (place - step, place + step) if 0 <= p < len(splits)]
-            new = [p for p in near if p not in known][: most - len(known)]
-            best = min([place, *(p for p in near if p in known or p in new)], key=tried)
+            neighbours = [p for p in (place - step, place + step) if 0 <= p < len(splits)]
+            new = [p for p in neighbours if p not in known][: most - len(known)]
+            best = min([place, *(p for p in neighbours if p in known or p in new)], key=tried)
             step = step if best != place else step // 2
             place = best
 
     def _splits(self, noise: Mapping[str, float]) -> list[frozenset[str]]:
-        """Units in float, one split a weight, without those that differ in nothing."""
-        whole = self.prices.total(self.units, frozenset(self.units.members))
-        dear = whole * self.weight / COMMON_WEIGHT
-        weights = [0.0, *(weight * dear for weight in _WEIGHTS)] if noise else [0.0]
+        """Return one split per weight of noise, without duplicates."""
+        price = self.prices.total(self.units, frozenset(self.units.members))
+        unit_weight = price * self.weight / COMMON_WEIGHT
+        weights = [0.0, *(weight * unit_weight for weight in _WEIGHTS)] if noise else [0.0]
         pinned = self.refused | self.kept_sums.keys()
         cut = partial(cheapest, self.prices, self.units, noise, pinned=pinned)
         found = dict.fromkeys(cut(weight=weight) for weight in weights)
         return [split for split in found if self.or_float or not self.is_float(split)]
 
-    def _promised(self, in_float: frozenset[str]) -> float:
+    def _expected_cost(self, in_float: frozenset[str]) -> float:
         noise = self.sensitivity.without(in_float) if self.sensitivity else Noise({})
-        promised = Trial(
+        expected = Trial(
             what="", in_float=in_float, choices=NO_CHOICES, noise=noise, time=self.time_of(in_float)
         )
-        return promised.cost(self.weight)
+        return expected.cost(self.weight)
 
     def _try_split(self, base: Trial, in_float: frozenset[str]) -> Trial | None:
-        """A split with a trial's methods; None where it could not be run."""
+        """Try a split with a trial's methods; return None if it could not run."""
         layers = sum(unit in in_float for unit in self.units.layers)
-        what = f"{layers} of {len(self.units.layers)} layers in float{self._by(base.choices)}"
+        what = (
+            f"{layers} of {len(self.units.layers)} layers in float{self._method_text(base.choices)}"
+        )
         what = "all in float" if self.is_float(in_float) else what
-        (trial,) = self._try([what], [in_float], [self._floating(base.choices, in_float)])
+        (trial,) = self._try([what], [in_float], [self._with_float(base.choices, in_float)])
         return trial
 
     def _try_methods(self, base: Trial) -> None:
-        """The same split with every other method."""
+        """Try the same split with every other method."""
         others = self._others(base)
-        asked = [None if method is self.methods[0] else method for method in others]
-        choices = [replace(base.choices, method=method, methods={}) for method in asked]
-        names = [base.what.partition(",")[0] + self._by(one) for one in choices]
+        methods = [None if method is self.methods[0] else method for method in others]
+        choices = [replace(base.choices, method=method, methods={}) for method in methods]
+        names = [base.what.partition(",")[0] + self._method_text(one) for one in choices]
         self._try(names, [base.in_float] * len(others), choices)
 
     def _swap_methods(self, base: Trial) -> None:
-        """Another method for the tensors of the noisiest groups that stay in int8."""
+        """Try another method for the tensors of the noisiest groups that stay in int8."""
         assert self.sensitivity is not None
         others = [method for method in self._others(base) if method is not None]
-        kept = {g: n for g, n in self.sensitivity.groups.items() if not base.in_float & set(g)}
-        worst = sorted(kept, key=lambda group: -kept[group].worst)[: self.effort.swaps]
+        in_int8 = {g: n for g, n in self.sensitivity.groups.items() if not base.in_float & set(g)}
+        worst = sorted(in_int8, key=lambda group: -in_int8[group].worst)[: self.effort.swaps]
         swapped: dict[str, Method] = dict(base.choices.methods)
         for group in worst if others else ():
-            other = {*self.units.layers, *self.kept_sums} - set(group)
-            alone = self._floating(replace(base.choices, methods={}), other)
+            floats = {*self.units.layers, *self.kept_sums} - set(group)
+            alone = self._with_float(replace(base.choices, methods={}), floats)
             tensors = self.units.around(group)
             trials = [alone] + [
                 replace(alone, methods=dict.fromkeys(tensors, method)) for method in others
             ]
             noises = self.prober.alone(trials, [self.units.nodes(group)] * len(trials))
-            lost = [math.inf if noise is None else noise.worst for noise in noises]
-            best = lost.index(min(lost))
-            if best and math.isfinite(lost[0]) and lost[best] < _BETTER * lost[0]:
+            losses = [math.inf if noise is None else noise.worst for noise in noises]
+            best = losses.index(min(losses))
+            if best and math.isfinite(losses[0]) and losses[best] < _BETTER * losses[0]:
                 swapped |= dict.fromkeys(tensors, others[best - 1])
         if swapped != base.choices.methods:
             choices = replace(base.choices, methods=swapped)
-            what = base.what.partition(",")[0] + self._by(choices)
+            what = base.what.partition(",")[0] + self._method_text(choices)
             self._try([what], [base.in_float], [choices])
 
     def _others(self, base: Trial) -> list[Method | None]:
-        """The methods but the trial's own that lose least with all in int8; of float none."""
+        """Return the other methods of least loss with all in int8; nothing for the float model."""
         if self.is_float(base.in_float):
             return []
-        own = self._called(base.choices.method or self.methods[0])
-        lost: dict[str, float] = {}
+        own = self._label(base.choices.method or self.methods[0])
+        losses: dict[str, float] = {}
         for trial in self.trials:
             if trial.in_float == self.refused and not trial.choices.methods:
-                method = self._called(trial.choices.method or self.methods[0])
-                lost[method] = min(trial.mean, lost.get(method, math.inf))
-        ran = [method for method in self.methods if self._called(method) in lost]
-        others = [method for method in ran if self._called(method) != own]
-        best = sorted(others, key=lambda method: lost[self._called(method)])
+                method = self._label(trial.choices.method or self.methods[0])
+                losses[method] = min(trial.mean, losses.get(method, math.inf))
+        runnable = [method for method in self.methods if self._label(method) in losses]
+        others = [method for method in runnable if self._label(method) != own]
+        best = sorted(others, key=lambda method: losses[self._label(method)])
         return best[: self.effort.others]
 
-    def _called(self, method: Method | None) -> str:
+    def _label(self, method: Method | None) -> str:
         return method.label if method else self.own
 
-    def _by(self, choices: Choices) -> str:
-        """What finds the ranges, where there is a choice."""
+    def _method_text(self, choices: Choices) -> str:
+        """Return the words on the range methods; "" where there is only one method."""
         if len(self.methods) == 1:
             return ""
         others = len(choices.methods)
         own = f", another for {others} tensor{'s' * (others > 1)}" if others else ""
-        return f", {self._called(choices.method or self.methods[0])}{own}"
+        return f", {self._label(choices.method or self.methods[0])}{own}"
 
-    def _floating(self, choices: Choices, units: Iterable[str]) -> Choices:
-        """The choices with these units in float, for the reason that the search has."""
+    def _with_float(self, choices: Choices, units: Iterable[str]) -> Choices:
+        """Return the choices with these units in float."""
         return replace(choices, float_nodes=dict.fromkeys(self.units.nodes(units), _TRIED))
 
     def _try(
         self, what: Sequence[str], in_float: Sequence[frozenset[str]], choices: Sequence[Choices]
     ) -> list[Trial | None]:
-        """Try these whole, and remember those that could be run; None of the others."""
+        """Run trials and store those that could run; return None for the others."""
         noises = self.prober.noises(choices)
         return [
-            None if n is None else self._remembered(w, f, c, n)
+            None if n is None else self._stored(w, f, c, n)
             for w, f, c, n in zip(what, in_float, choices, noises, strict=True)
         ]
 
-    def _remembered(
-        self, what: str, in_float: frozenset[str], choices: Choices, noise: Noise
-    ) -> Trial:
-        """The trial; the one before where the same was tried, whatever it was called."""
+    def _stored(self, what: str, in_float: frozenset[str], choices: Choices, noise: Noise) -> Trial:
+        """Store and return a trial; an equal one that is stored already is returned instead."""
         for trial in self.trials:
             if trial.in_float == in_float and trial.choices == choices:
                 return trial
@@ -526,12 +527,11 @@ class Search:
         return trial
 
     def time_of(self, in_float: frozenset[str]) -> float:
-        """What a split promises to take, as a share of the float model's time."""
-        whole = self.prices.total(self.units, frozenset(self.units.members))
-        return self.prices.total(self.units, in_float) / whole if whole else 1.0
+        """Return the predicted time of a split, as a share of the float model's."""
+        price = self.prices.total(self.units, frozenset(self.units.members))
+        return self.prices.total(self.units, in_float) / price if price else 1.0
 
 
-def _methods(trial: Trial) -> tuple[str, dict[str, str]]:
-    """What finds the ranges of a trial."""
+def _method_labels(trial: Trial) -> tuple[str, dict[str, str]]:
     own = {tensor: method.label for tensor, method in trial.choices.methods.items()}
     return trial.choices.method.label if trial.choices.method else "", own

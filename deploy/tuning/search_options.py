@@ -1,14 +1,8 @@
-"""What the user wants of the search.
+"""Options of the search: its effort, its budget of samples, and the cost that it minimizes.
 
-How much a search tries, for each `--effort`.
-
-What a search may cost, in samples that it runs: so many calibrations, whatever it finds.
-
-One thing that a search tried, and what it costs.
-
-Cost weighs both: the logarithm of the time, and 2.5 times what the worst part of the outputs loses
-to noise. A tenth lost is worth a quarter of the time; a part that is all noise costs nearly 2.5,
-more than any int8 wins.
+The cost of a trial is log(time) + 2.5 * loss, with the time as a share of the float model's and the
+loss of the worst output slice, 0 to 1. A loss of 0.1 is worth a quarter of the time; a slice that
+is all noise costs 2.5, more than int8 ever wins.
 """
 
 from __future__ import annotations
@@ -29,19 +23,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much is tried.
+    """How much the search tries, for one value of `--effort`.
 
     Attributes:
-        samples: that every trial runs.
-        few: of them, those that say most, which a group alone runs.
-        groups: of layers, to begin with.
-        alone: groups to try alone in int8, at most.
-        whole: splits to try whole, at most.
-        again: splits to try whole once more, where other methods were found, at most.
-        others: methods that are tried again on the best split, those that lose least whole.
-        swaps: noisy groups for which these methods are tried.
-        rounds: how often the search begins again from what it found, while that finds something.
-        calibrations: that all of it may cost, in samples run.
+        samples: samples of each trial.
+        few: the most active of them, on which a group runs alone.
+        groups: groups of layers to begin with.
+        alone: most groups to run alone in int8.
+        whole: most splits to try.
+        again: most splits to try again after another range method was found.
+        others: range methods to try again on the best split, those of least loss.
+        swaps: noisy groups to try these methods on.
+        rounds: most rounds; a round starts from the best trial of the one before.
+        calibrations: budget in samples run, as a number of calibrations.
     """
 
     samples: int
@@ -77,16 +71,16 @@ EFFORTS: dict[int, Effort] = {
     ),
 }  # fmt: skip
 
-_USUAL = 100  # images: of fewer, the search may cost more calibrations
+_USUAL = 100  # images: with fewer, the budget is that of so many
 
 
 @dataclass(slots=True)
 class Allowance:
-    """Samples that a search may run, and those that it has run.
+    """Budget of a search, in samples run.
 
     Attributes:
-        most: samples; what the trials themselves need is far less.
-        ran: samples, each as often as some model ran it.
+        most: samples that may be run; the trials alone need far less.
+        ran: samples run so far, each counted once per model that ran it.
     """
 
     most: float
@@ -94,33 +88,33 @@ class Allowance:
 
     @classmethod
     def of(cls, calibrations: float, samples: int) -> Allowance:
-        """So many calibrations of a feed."""
+        """Return the budget of a number of calibrations on a feed of `samples`."""
         return cls(calibrations * max(samples, _USUAL))
 
     def spend(self, samples: int) -> None:
-        """They are run."""
+        """Count samples as run."""
         self.ran += samples
 
     def holds(self, samples: int) -> bool:
-        """Whether so many more may be run."""
+        """Whether so many more samples may be run."""
         return self.ran + samples <= self.most
 
 
-COMMON_WEIGHT = 2.5  # weight of noise that is usual
-_KEEPING = ("lp 3", "minmax")  # searches that clip little
-_UNSEEN = 0.02  # more is lost by others: what they clip is more in inputs that did not calibrate
+COMMON_WEIGHT = 2.5  # default weight of loss against log(time)
+_LITTLE_CLIPPING = ("lp 3", "minmax")
+_UNSEEN = 0.02  # loss added for other methods: new inputs are clipped more than calibration images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One thing that was tried whole.
+    """One split with its range methods, run on the samples of the search.
 
     Attributes:
-        what: in words.
+        what: its description.
         in_float: units in float.
         choices: what it was built with.
-        noise: what it lost.
-        time: predicted, as a share of the float model's.
+        noise: its noise.
+        time: predicted time, as a share of the float model's.
         is_float: whether it is the float model, which clips nothing.
     """
 
@@ -133,7 +127,7 @@ class Trial:
 
     @property
     def loss(self) -> float:
-        """Of the task, where the outputs' form tells it; else of the worst part's cosine."""
+        """Loss of the task if the task is known, else 1 - cosine of the worst output slice."""
         accuracy = self.noise.accuracy
         if accuracy is None or accuracy.worst is None:
             return 1.0
@@ -143,17 +137,17 @@ class Trial:
 
     @property
     def _caution(self) -> float:
-        """What is lost beside what the samples show."""
+        """Loss expected on inputs that did not calibrate."""
         method = self.choices.method.label if self.choices.method else DEFAULT_METHOD
-        return 0.0 if self.is_float or method in _KEEPING else _UNSEEN
+        return 0.0 if self.is_float or method in _LITTLE_CLIPPING else _UNSEEN
 
     @property
     def mean(self) -> float:
-        """What the parts lose in the mean, with caution."""
+        """Loss averaged over the output slices, plus the caution."""
         return self.noise.mean + self._caution
 
     def cost(self, weight: float) -> float:
-        """What the search makes least."""
+        """Return log(time) + weight * (loss of the worst slice + caution)."""
         return math.log(max(self.time, 1e-6)) + weight * (self.noise.worst + self._caution)
 
 
@@ -162,22 +156,20 @@ DEFAULT_EFFORT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """What the user wants of the search.
+    """Options of the search.
 
     Attributes:
-        effort: 0 looks for nothing, 3 as long as it finds something.
-        plan: a plan to obey instead of searching; None looks beside the output.
-        min_speedup: less than this, and the target gets its float model.
-        max_loss: of the task, over the samples of the search: noise is made to cost more until it
-            holds; None leaves it at the common cost.
-        weight: what noise costs beside time, see `deploy.tuning.search_options`.
-        timed: whether time of this machine may decide.
-        fresh: search again though there is a plan.
-        metric: the user's figure, which judges choices in the task's place; None leaves them to
-            the outputs' form.
+        effort: 0 does not search, 3 searches as long as it finds something better.
+        plan: a plan to obey instead of searching; None looks in the output folder.
+        min_speedup: below it, the target gets its float model.
+        max_loss: largest loss of the task on the samples of the search; None sets no limit.
+        weight: weight of loss against time, see `COMMON_WEIGHT`.
+        timed: whether time measured on this machine may decide.
+        fresh: search again even if there is a plan.
+        metric: the user's metric, which replaces the task's own; None uses the task of the outputs.
 
     Raises:
-        ConfigError: an effort that is not in the table, a speed-up that is no positive number.
+        ConfigError: an unknown effort, or a negative or infinite speed-up.
     """
 
     effort: int = DEFAULT_EFFORT

@@ -1,38 +1,32 @@
-"""Which few samples a search looks at: those in which the float model says most, and some others.
+"""The samples of a search: which few it runs, ranges made without them, and the expected verdict.
 
-Of a detector's photos most hold nothing, and noise on nothing is what a search over them would
-mend. So half of the samples are those with the greatest signal in the parts of the outputs; the
-other half are spread over the feed. What a Softmax gives says most where it is least sure
-(`deploy.tuning.search_samples`).
+Selection. Most photos of a detector hold nothing, and a search over those would reduce noise on
+nothing. So half of the samples are those with the greatest signal in the output slices, and the
+other half is spread over the feed.
 
-How much the float model says in each sample, part by part of its outputs.
+Signal. The signal of a slice in one sample is its sum of squares. For one class per sample, after a
+Softmax, that is greatest where the class is certain, and there int8 loses nothing whatever it does
+before the Softmax: a search over such samples took four of eight layers for 109 dB, and they left
+22. For these, and for a single probability after a Sigmoid, the signal is what is uncertain::
 
-The sum of squares; but of one class a sample, behind a Softmax, most is held by what is sure, and
-there int8 may change what it likes before the Softmax and loses nothing: a search over such samples
-took four layers of eight for 109 dB that left 22. Of these, and of one probability a sample where
-nothing else is said, behind a Sigmoid, what is left open counts::
+    sum p (1 - p)            0 where the class is certain
 
-    sum p (1 - p)            0 where the class is sure
+Of many steps or pixels in a sample some are always uncertain, and the sum of squares serves.
 
-Of many steps or pixels in a sample some are unsure in any, and the sum of squares tells as much.
+Expected verdict. A trial model is compared as its engine will be. Most are good on the first few
+evaluation samples, and no others run then. All run only if doubling the loss (verdict "good") or
+halving it (verdict "unusable") would change the verdict.
 
-Judges trial models by the verdict's own limits, as their engines will be.
+Ranges. What a range clips is rare in the images that calibrate, and a search that measures on these
+images finds that clipping costs nothing. So where the images are few, the ranges of the trials are
+made without the samples of the search::
 
-Most are good on the first few of the samples that judge, and no others are run then. All are where
-twice the loss would not be good, or half of what is unusable would be usable.
+    calibration images  o o x o o o x o ...      x: measure the noise of every trial
+                        o o   o o o   o          source of the trial's ranges
 
-Ranges that have not seen the samples which judge them.
-
-What a range clips is rare in the images that calibrate, and a search that judges it by these very
-images finds that clipping costs nothing. So where the images are few, the search tries ranges that
-were found without its own samples::
-
-    calibration images  o o x o o o x o ...      x: tell the noise of every trial
-                        o o   o o o   o          what the trial's ranges were found in
-
-What is built has the ranges of all of them. Among many images a few make no difference. A histogram
-that no order decides is what was counted of all, less what the judges add to it, so that these few
-alone are run again; any other statistic is made anew of the others.
+The build itself uses all of them. Among many images a few make no difference. A histogram that does
+not depend on the order of samples is subtracted: only the few samples run again. Any other
+statistic is observed again on the other samples.
 """
 
 from __future__ import annotations
@@ -53,12 +47,12 @@ from deploy.calibration.one_pass import observe
 from deploy.calibration.ranges import Ranges
 from deploy.errors import BackendError, Calib8Error
 from deploy.feed.listing import Changed
-from deploy.feed.parallel import in_order
+from deploy.feed.parallel import Sample, in_order
 from deploy.feed.sampling import order
 from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE, Lost, lost_of, of_accuracy
 from deploy.metrics.parts import SAMPLES
-from deploy.metrics.rows import are_shares
+from deploy.metrics.rows import Outputs, are_shares
 from deploy.metrics.truth import Form, form_of
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array
@@ -72,40 +66,46 @@ if TYPE_CHECKING:
     from deploy.targets.base import BuildRequest, Target
 
 
+CANDIDATES = 48  # evaluation samples to select from
+MANY = 128  # samples from which on a few make no difference
+_STRONGEST_STEP = 2  # every second one of the strongest: the very first would dominate
+_MOST_VALUES = 5_000_000  # input values of all samples: a large one shows as much as many small
+
+
 def energies(form: Form, outputs: Iterable[Mapping[str, Array]]) -> NDArray[np.float64]:
-    """[samples, parts]; 0 where a part is not finite."""
-    least = 1 if len(form.parts) == 1 else 2  # one beside others says whether these mean anything
-    found = np.array(
-        [[_both(part.of(one[part.output]), least) for part in form.parts] for one in outputs]
+    """Return the signal of every slice in every sample, [samples, slices]; 0 where not finite."""
+    least = 1 if len(form.parts) == 1 else 2  # one value next to others says whether they matter
+    both = np.array(
+        [[_signals(part.of(one[part.output]), least) for part in form.parts] for one in outputs]
     )
-    if not found.size:
-        return np.zeros(found.shape[:2])
-    shares = np.isfinite(found[..., 1]).all(axis=0)
-    return np.asarray(np.where(shares, found[..., 1], found[..., 0]))
+    if not both.size:
+        return np.zeros(both.shape[:2])
+    probabilities = np.isfinite(both[..., 1]).all(axis=0)
+    return np.asarray(np.where(probabilities, both[..., 1], both[..., 0]))
 
 
 def energy(values: Array) -> float:
-    """Sum of squares; 0 where it is not finite."""
+    """Return the sum of squares; 0 where it is not finite."""
     total = square(values)
     return total if np.isfinite(total) else 0.0
 
 
 def square(values: Array) -> float:
-    """Sum of squares, whatever they are."""
+    """Return the sum of squares, finite or not."""
     flat = np.asarray(values, np.float64).reshape(-1)
     return float(np.einsum("i,i->", flat, flat))
 
 
-def _both(values: Array, least: int) -> tuple[float, float]:
-    """The sum of squares, and what so many shares or more leave open; NaN of what are none."""
-    own = energy(values)
-    if values.size < least or not _is_row_of_shares(values):
-        return own, np.nan
-    return own, max(float(np.sum(values, dtype=np.float64)) - own, 0.0)
+def _signals(values: Array, least: int) -> tuple[float, float]:
+    """Return (squares, sum - squares for `least` or more probabilities, else NaN)."""
+    squares = energy(values)
+    if values.size < least or not _are_probabilities(values):
+        return squares, np.nan
+    return squares, max(float(np.sum(values, dtype=np.float64)) - squares, 0.0)
 
 
-def _is_row_of_shares(values: Array) -> bool:
-    """Whether a sample is one row of shares, [1, C], that sum to 1, or one share alone."""
+def _are_probabilities(values: Array) -> bool:
+    """Whether a sample is one row of probabilities, [1, C], that sum to 1, or a single one."""
     if not np.issubdtype(values.dtype, np.floating) or not np.isfinite(values).all():
         return False
     if values.size == 1:  # a wake word, the quality of a signal
@@ -115,38 +115,28 @@ def _is_row_of_shares(values: Array) -> bool:
     return are_shares(values.reshape(-1))
 
 
-_EVERY = 2  # of the strongest samples every second one: the very first would speak for all
-CANDIDATES = 48  # samples of those that judge, to choose from
-
-_VALUES = 5_000_000  # of the samples together: a large one holds as much to err in as some small
-
-Sample = Mapping[str, "Array"]
-Outputs = Mapping[str, "Array"]
-
-
 def as_many(judges: Judges) -> int:
-    """Samples that are enough for their size."""
+    """Return how many samples are enough for their size."""
     first, _ = next(iter(judges.heard(CANDIDATES)))
-    return _VALUES // max(_size(first), 1)
+    return _MOST_VALUES // max(_size(first), 1)
 
 
 def telling(judges: Judges, most: int) -> list[tuple[Sample, Outputs]]:
-    """At most so many samples with what the float model says of them, in the feed's order.
+    """Select at most `most` samples; return them with the float model's outputs, in feed order.
 
-    The candidates are read twice, so that only the chosen ones are in memory.
+    The candidates are read twice, so that only the selected ones are in memory.
     """
-    chosen = _places(_energies(judges.heard(CANDIDATES)), most)
+    chosen = _selection(_slice_signals(judges.heard(CANDIDATES)), most)
     return [heard for place, heard in enumerate(judges.heard(CANDIDATES)) if place in chosen]
 
 
 def alike(samples: Sequence[Sample]) -> list[Sample]:
-    """Those that are timed: all of one shape, that of the middle one by size.
+    """Return the samples to time: all of the shape of the median sample by size.
 
-    The least time over samples of several sizes would be that of the smallest, in which int8 wins
-    least.
+    The least time over several shapes would be that of the smallest, where int8 gains least.
     """
-    middle = sorted(samples, key=_size)[len(samples) // 2]
-    shapes = {name: value.shape for name, value in middle.items()}
+    median = sorted(samples, key=_size)[len(samples) // 2]
+    shapes = {name: value.shape for name, value in median.items()}
     return [one for one in samples if {name: value.shape for name, value in one.items()} == shapes]
 
 
@@ -154,36 +144,38 @@ def _size(sample: Sample) -> int:
     return sum(value.size for value in sample.values())
 
 
-def _energies(heard: Iterable[tuple[Sample, Outputs]]) -> NDArray[np.float64]:
-    """[samples, parts]: what every part says, by its own measure."""
-    left = iter(heard)
-    first = list(islice(left, SAMPLES))
-    form = form_of([said for _, said in first], inputs=[sample for sample, _ in first])
-    return energies(form, (form.told(said, sample, said) for sample, said in chain(first, left)))
+def _slice_signals(heard: Iterable[tuple[Sample, Outputs]]) -> NDArray[np.float64]:
+    """Return the signal of every slice in every sample, [samples, slices]."""
+    samples = iter(heard)
+    first = list(islice(samples, SAMPLES))
+    form = form_of([outputs for _, outputs in first], inputs=[sample for sample, _ in first])
+    return energies(
+        form, (form.told(outputs, sample, outputs) for sample, outputs in chain(first, samples))
+    )
 
 
-def _places(energies: NDArray[np.float64], most: int) -> frozenset[int]:
-    """Half of them where the parts, each by its own measure, hold most; the rest from all over."""
-    count = len(energies)
+def _selection(signals: NDArray[np.float64], most: int) -> frozenset[int]:
+    """Return the indices of half the samples by greatest normalized signal, half spread."""
+    count = len(signals)
     if count <= most:
         return frozenset(range(count))
-    largest = energies.max(axis=0)
-    signal = (energies / np.where(largest > 0, largest, 1.0)).sum(axis=1)
-    strongest = np.argsort(-signal, kind="stable")
-    chosen = {int(place) for place in strongest[: _EVERY * (most // 2) : _EVERY]}
-    for place in map(int, order(count)):
+    largest = signals.max(axis=0)
+    strength = (signals / np.where(largest > 0, largest, 1.0)).sum(axis=1)
+    strongest = np.argsort(-strength, kind="stable")
+    chosen = {int(index) for index in strongest[: _STRONGEST_STEP * (most // 2) : _STRONGEST_STEP]}
+    for index in map(int, order(count)):
         if len(chosen) < most:
-            chosen.add(place)
+            chosen.add(index)
     return frozenset(chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What the verdict would say of an engine.
+    """The expected verdict on an engine.
 
     Attributes:
-        unusable: why it is; "" where it is not.
-        lost: of the task; None where nothing tells.
+        unusable: why it would be unusable; "" where it would not.
+        lost: loss of the task; None where it is not measured.
     """
 
     unusable: str = ""
@@ -191,12 +183,12 @@ class Judgement:
 
     @property
     def doubtful(self) -> str:
-        """Why too much of the task is lost for a good engine; "" where that is not so."""
+        """Why the engine loses too much of the task to be good; "" where it does not."""
         return self.lost.words if self.lost is not None and self.lost.level == DOUBTFUL else ""
 
 
 class Judging:
-    """Judges models by the verdict's limits, and counts what that costs."""
+    """Predicts the verdict on models, and reports the samples that this takes."""
 
     def __init__(
         self,
@@ -208,59 +200,59 @@ class Judging:
         metric: Metric | None,
         ran: Callable[[int], None],
     ) -> None:
-        """How models are judged.
+        """Store how models are judged.
 
         Args:
-            judges: on whom.
+            judges: the evaluation samples.
             kernels: whether ONNX Runtime's int8 kernels run the models.
-            threads: samples that run beside each other.
-            max_loss: what the user allows to be lost.
-            metric: the user's figure, in the task's place.
+            threads: samples that run in parallel.
+            max_loss: largest loss that the user allows.
+            metric: the user's metric, which replaces the task's own.
             ran: called with the number of samples that were run.
         """
         self._judges, self._kernels, self._threads = judges, kernels, threads
         self._max_loss, self._metric, self._ran = max_loss, metric, ran
 
     def of(self, model: onnx.ModelProto) -> Judgement:
-        """What the verdict would say of the engine of a model, as it would be built."""
+        """Return the expected verdict on the engine of a model."""
         levels: dict[str, str] = {}
         lost = None
         try:
-            for found in self._judged(model):
-                if any(output.not_finite[0] for output in found.outputs):
-                    return Judgement()  # FP32's own: no split helps
-                levels = dict(reversed([*of_accuracy(found, self._max_loss)]))
-                lost = lost_of(found, self._max_loss)
-                if _settled(levels, found, lost):
+            for accuracy in self._judged(model):
+                if any(output.not_finite[0] for output in accuracy.outputs):
+                    return Judgement()  # FP32 itself is not finite: no split helps
+                levels = dict(reversed([*of_accuracy(accuracy, self._max_loss)]))
+                lost = lost_of(accuracy, self._max_loss)
+                if _is_certain(levels, accuracy, lost):
                     break
-        except BackendError:  # it is told when it is built
+        except BackendError:  # reported when the engine is built
             return Judgement()
         return Judgement(unusable=levels.get(UNUSABLE, ""), lost=lost)
 
     def _judged(self, model: onnx.ModelProto) -> Iterator[Accuracy]:
-        """Figures on a few of the samples, then on all; each is run once."""
-        found = Judged(model, self._judges, self._metric, kernels=self._kernels)
+        """Yield the accuracy on a few samples, then on all; each sample runs once."""
+        comparison = Judged(model, self._judges, self._metric, kernels=self._kernels)
         count = len(self._judges.part)
         for most in dict.fromkeys((min(CANDIDATES, count), count)):
-            before = len(found.keys)
+            before = len(comparison.keys)
             try:
-                yield found.on(most, threads=self._threads)
+                yield comparison.on(most, threads=self._threads)
             finally:
-                self._ran(len(found.keys) - before)
+                self._ran(len(comparison.keys) - before)
 
 
-def _settled(levels: Mapping[str, str], found: Accuracy, lost: Lost | None) -> bool:
-    """Whether more samples would hardly say anything else."""
-    if found.problems:
+def _is_certain(levels: Mapping[str, str], accuracy: Accuracy, lost: Lost | None) -> bool:
+    """Whether more samples would hardly change the verdict."""
+    if accuracy.problems:
         return True
     return (UNUSABLE in levels or set(levels) <= {GOOD}) and (lost is None or lost.sure)
 
 
 class Judged:
-    """A model beside the float one, on ever more of the samples that judge.
+    """Comparison of a model with the float one on a growing number of evaluation samples.
 
     Attributes:
-        keys: of the samples that were run.
+        keys: keys of the samples that were run.
     """
 
     def __init__(
@@ -271,7 +263,7 @@ class Judged:
         *,
         kernels: bool,
     ) -> None:
-        """Load it; the metric as in `Judging`.
+        """Load the model; `metric` replaces the task's own.
 
         Raises:
             BackendError: ONNX Runtime refused the model.
@@ -285,7 +277,7 @@ class Judged:
 
     @phase("judging")
     def on(self, most: int, *, threads: int) -> Accuracy:
-        """Figures on at most so many samples; those that were run before are not run again.
+        """Return the accuracy on at most `most` samples; samples that ran before do not run again.
 
         Raises:
             BackendError: ONNX Runtime refused a sample.
@@ -309,20 +301,17 @@ class Judged:
         self._comparison.add(*ran, count=self._judges.part.count)
 
 
-MANY = 128  # samples from which on a few make no difference
-
-
 def unseen(
     target: Target,
     request: BuildRequest,
     judges: Sequence[Sample],
     ran: Callable[[int], None] = lambda _: None,
 ) -> BuildRequest:
-    """The request with ranges of all samples but these; as it is where that cannot be.
+    """Return the request with ranges of all samples but `judges`; unchanged if it cannot be.
 
     Args:
-        target: whose observations are made anew.
-        request: what it would be built from.
+        target: target whose observations are made again.
+        request: its build request.
         judges: samples of the request's feed.
         ran: called with the number of samples that are run for it.
     """
@@ -334,15 +323,15 @@ def unseen(
     seen = ranges.once("without the judges", lambda: [Observed({})])  # shared by the targets
     try:
         wanted = seen[0].missing(each_once({target.name: target.demand(subject)}))
-        counted = [o for o in wanted if _counted(ranges.observed, o)]
-        ran(len(judges) if counted else 0)
-        seen[0] = seen[0].and_also(_less(request, counted, judges))
-        ran(left if len(counted) < len(wanted) else 0)
+        subtractable = [o for o in wanted if _can_subtract(ranges.observed, o)]
+        ran(len(judges) if subtractable else 0)
+        seen[0] = seen[0].and_also(_subtracted(request, subtractable, judges))
+        ran(left if len(subtractable) < len(wanted) else 0)
         with phase("observing without the judges", left, "samples") as step:
             seen[0] = seen[0].and_also(
                 observe(
                     wanted,
-                    _others(request, judges),
+                    _other_samples(request, judges),
                     known=seen[0],
                     threads=request.threads,
                     progress=step,
@@ -350,22 +339,21 @@ def unseen(
             )
     except Changed:
         raise
-    except Calib8Error:  # a configuration that wants all samples, a tensor of these alone
+    except Calib8Error:  # a target that needs all samples, a tensor that only these have
         return request
-    found = Ranges(seen[0], ranges.method, ranges.reaches)
-    return replace(request, subject=subject, ranges=found)
+    return replace(request, subject=subject, ranges=Ranges(seen[0], ranges.method, ranges.reaches))
 
 
-def _counted(observed: Observed, observation: Observation) -> bool:
-    """Whether what was observed is a histogram that judges can be taken from."""
+def _can_subtract(observed: Observed, observation: Observation) -> bool:
+    """Whether an observation is a histogram that samples can be subtracted from."""
     known = observation.key in observed and not observation.variant.needs
     return known and observation.statistic == HistogramOf()
 
 
-def _less(
+def _subtracted(
     request: BuildRequest, counted: Sequence[Observation], judges: Sequence[Sample]
 ) -> dict[Key, Recorder]:
-    """What was counted of all samples, less what these add to it."""
+    """Return the histograms of all samples minus those of `judges`."""
     if not counted:
         return {}
     own = observe(counted, judges, threads=request.threads)
@@ -379,7 +367,7 @@ def _histogram(observed: Observed, observation: Observation) -> Histogram:
     return found
 
 
-def _others(request: BuildRequest, judges: Sequence[Sample]) -> Iterator[Sample]:
+def _other_samples(request: BuildRequest, judges: Sequence[Sample]) -> Iterator[Sample]:
     known = {_digest(sample) for sample in judges}
     with request.feed.samples() as samples:
         yield from (sample for sample in samples if _digest(sample) not in known)

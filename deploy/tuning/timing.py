@@ -1,22 +1,19 @@
-"""Time of every kernel of a model on this machine, by the node that it came from.
+"""Time of models on this machine: of each kernel by the node it came from, and of whole inferences.
 
-ONNX Runtime's own profile of a few runs: the least time of each kernel, since whatever disturbs a
-run makes it longer. An optimizer that fuses nodes keeps the name of one of them, or of its output,
-with something before or behind it::
+Kernel times are the least of a few runs of ONNX Runtime's own profile, since a disturbance only
+makes a run longer. An optimizer that fuses nodes names the kernel after one of them, or after its
+output, with something before or after it::
 
     Conv "/c1", Relu "/r1"   -->  kernel "/r1_output_0_nchwc"   (the tensor's name)
     the same in int8         -->  kernel "/c1_token_19"         (the node's name)
-    what it put in between   -->  kernel "ReorderOutput_token_3"
+    inserted by it           -->  kernel "ReorderOutput_token_3"
 
-so a kernel belongs to the node whose name, or whose output's, is the longest at its beginning.
-Of a Conv and what is computed inside it that is the last node. Its time is the Conv's, whatever
-becomes of the node behind it: a LeakyRelu inside a float Conv stays float where nothing after it
-is int8.
+so a kernel belongs to the node with the longest name, or output name, that its name starts with.
+For a Conv with nodes fused into it that is the last node. The time is counted to the Conv: a
+LeakyRelu fused into a float Conv stays float where nothing after it is int8.
 
-How long a whole model takes, timed alone: the quickest of a few runs.
-
-Sessions that are open beside each other disturb one another, since the idle threads of one wait for
-work without sleeping; and of several runs the quickest is the one that nothing else disturbed.
+Models are timed one at a time, since the idle threads of another open session spin and disturb it,
+and the quickest of several runs is taken, the one that nothing else disturbed.
 """
 
 from __future__ import annotations
@@ -42,13 +39,22 @@ if TYPE_CHECKING:
 
 PAIRS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
+_WARM = 1  # runs that do not count
+_RUNS = 4  # at least
+_SECONDS = 0.15  # at least
+_ROUNDS, _MOST_ROUNDS = 4, 12  # over all models, so that a disturbance hits only one round of each
+_CALM = 3  # rounds without a quicker time, after which the machine was at its best
+_PATIENCE = 60.0  # seconds; runs this long average out short disturbances
+_FEWEST = 2  # rounds of models slower than that
+_QUICKER = 0.98  # of the time before; a smaller gain is clock noise
+
 
 @dataclass(frozen=True, slots=True)
 class KernelTimes:
     """Least time of each kernel of a model, in microseconds.
 
     Attributes:
-        nodes: node of the model -> time of what it became; 0 for what was folded away.
+        nodes: node of the model -> time of its kernel; 0 for a node that was folded away.
         rest: time of kernels that belong to no node.
     """
 
@@ -57,12 +63,12 @@ class KernelTimes:
 
     @property
     def total(self) -> float:
-        """One inference, without what lies between its kernels."""
+        """Time of all kernels of one inference."""
         return sum(self.nodes.values()) + self.rest
 
 
 def quicker(one: KernelTimes, other: KernelTimes) -> KernelTimes:
-    """The lesser of two times of each kernel of one model."""
+    """Return the lesser of two times of each kernel of one model."""
     nodes = {name: min(time, other.nodes[name]) for name, time in one.nodes.items()}
     return KernelTimes(nodes, min(one.rest, other.rest))
 
@@ -75,15 +81,17 @@ def kernel_times(
     runs: int,
     seconds: float = 0.0,
 ) -> KernelTimes:
-    """Run a model a few times under ONNX Runtime's profiler.
+    """Run a model a few times under ONNX Runtime's profiler, with one thread.
+
+    With several threads the times would depend on other processes.
 
     Args:
         model: as it would be deployed.
-        made_from: the float model, whose nodes the time is counted to; pairs count themselves.
+        made_from: the float model, to whose nodes the time is counted; Q/DQ nodes count for
+            themselves.
         feeds: inputs, used in turn.
-        runs: how often it is run at least, after two runs that do not count; with one thread,
-            since what several take depends on who else wants the cores.
-        seconds: a small model is run again until so many are over.
+        runs: least number of runs, after two that do not count.
+        seconds: least time; a small model runs more often.
 
     Raises:
         BackendError: ONNX Runtime refused the model or a sample.
@@ -97,11 +105,11 @@ def kernel_times(
 
 
 def _least(events: Iterable[tuple[str, str, float]], *, skip: int) -> dict[str, float]:
-    """Kernel -> least microseconds, its first runs left out."""
-    found: dict[str, list[float]] = defaultdict(list)
+    """Return the least microseconds of each kernel, without its first `skip` runs."""
+    times_of: dict[str, list[float]] = defaultdict(list)
     for name, _, taken in events:
-        found[name].append(taken)
-    return {name: min(times[skip:] or times) for name, times in found.items()}
+        times_of[name].append(taken)
+    return {name: min(times[skip:] or times) for name, times in times_of.items()}
 
 
 def attributed(
@@ -111,26 +119,26 @@ def attributed(
     *,
     layers: Collection[str] = (),
 ) -> KernelTimes:
-    """Kernels -> nodes of a model, or other names, by the longest one at a kernel's beginning.
+    """Count kernel times to nodes of a model, or to other names, by the longest name prefix.
 
     Args:
-        kernels: name -> time.
-        model: whose nodes they came from.
-        others: names that count themselves.
+        kernels: kernel -> time.
+        model: model whose nodes they came from.
+        others: further names that count for themselves.
         layers: kernels that multiply with weights, whatever else they compute.
     """
-    known = {name: node.name for node in model.graph.node for name in (*node.output, node.name)}
-    known |= {name: name for name in others}
-    known.pop("", None)
-    nodes = dict.fromkeys(known.values(), 0.0)
+    names = {name: node.name for node in model.graph.node for name in (*node.output, node.name)}
+    names |= {name: name for name in others}
+    names.pop("", None)
+    nodes = dict.fromkeys(names.values(), 0.0)
     rest = 0.0
-    of = {kernel: known.get(_known(kernel, known) or "") for kernel in kernels}
+    owners = {kernel: names.get(_longest_name(kernel, names) or "") for kernel in kernels}
     maker = {name: node for node in model.graph.node for name in node.output}
     ends = {node.name: node for node in model.graph.node if node.op_type not in WEIGHTED}
     for kernel, seconds in kernels.items():
-        name = of[kernel]
+        name = owners[kernel]
         if name in ends and kernel in layers:
-            name = _layer_inside(ends[name], maker, {*of.values()}) or name
+            name = _layer_inside(ends[name], maker, {*owners.values()}) or name
         if name is None:
             rest += seconds
         else:
@@ -139,52 +147,42 @@ def attributed(
 
 
 def _layer_inside(
-    end: onnx.NodeProto, maker: Mapping[str, onnx.NodeProto], ran: Collection[str | None]
+    end: onnx.NodeProto, maker: Mapping[str, onnx.NodeProto], with_kernel: Collection[str | None]
 ) -> str | None:
-    """The one layer that the kernel of a node holds: back from it, past nodes without a kernel."""
-    found: set[str] = set()
+    """Return the one layer inside a node's kernel, upstream past nodes without a kernel."""
+    layers: set[str] = set()
     passed, waiting = {end.name}, [end]
     for node in waiting:
         for before in (maker[name] for name in node.input if name in maker):
-            if before.name in ran:
+            if before.name in with_kernel:
                 continue
             if before.op_type in WEIGHTED:
-                found.add(before.name)
+                layers.add(before.name)
             elif before.name not in passed:
                 passed.add(before.name)
                 waiting.append(before)
-    return found.pop() if len(found) == 1 else None
+    return layers.pop() if len(layers) == 1 else None
 
 
-def _known(kernel: str, known: Mapping[str, str]) -> str | None:
-    """The longest known name that the kernel's begins with, whole words only."""
+def _longest_name(kernel: str, names: Mapping[str, str]) -> str | None:
+    """Return the longest known name that a kernel's name starts with, whole words only."""
     name = kernel.removeprefix("fused ")
     while name:
-        if name in known:
+        if name in names:
             return name
         cut = max(name.rfind(mark) for mark in "_/")
         name = name[:cut] if cut > 0 else ""
     return None
 
 
-_WARM = 1
-_RUNS = 4  # at least
-_SECONDS = 0.15  # at least
-_ROUNDS, _MOST_ROUNDS = 4, 12  # over all models: what disturbs the machine for a second
-_CALM = 3  # rounds in which no model was quicker than before: the machine was at its best
-_PATIENCE = 60.0  # seconds; runs that are so long outlast what disturbs the machine for a moment
-_FEWEST = 2  # rounds of models that are slower than that
-_QUICKER = 0.98  # of the time before; less is the clock's own noise
-
-
 def quickest_of(
     models: Sequence[onnx.ModelProto], feeds: Sequence[Mapping[str, Array]], *, threads: int
 ) -> list[float]:
-    """`quickest_ms` of each model, in turn, for as long as another round is quicker.
+    """Return `quickest_ms` of each model, over rounds that repeat while one gets quicker.
 
-    On a machine that others use too, a few rounds may all be disturbed, one model's more than
-    another's; then a split would be chosen by its neighbours. Where a minute has passed, two rounds
-    are enough: a machine that is never calm would take ten minutes for a model of a second.
+    On a shared machine a few rounds may all be disturbed, one model's more than another's, and the
+    choice of a split would depend on that. After a minute two rounds are enough: on a machine that
+    is never calm a model of one second would take ten minutes.
     """
     best, calm, began = [math.inf] * len(models), 0, time.perf_counter()
     with phase("timing splits", _ROUNDS * len(models), "runs", about=True) as step:
@@ -205,10 +203,10 @@ def quickest_of(
 def quickest_ms(
     model: onnx.ModelProto, feeds: Sequence[Mapping[str, Array]], *, threads: int
 ) -> float:
-    """Milliseconds of one inference, as it would be deployed.
+    """Return the milliseconds of the quickest inference.
 
     Args:
-        model: float or int8.
+        model: float or int8 model.
         feeds: inputs, used in turn.
         threads: threads inside one operator.
 

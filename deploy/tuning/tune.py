@@ -1,11 +1,9 @@
-"""What stays float and how ranges are found, for every target: from its plan, or searched.
+"""The plan of each target: which nodes stay float and how ranges are found, read or searched.
 
-One search for one target, step by step: from what is asked of it to the plan that it leaves.
+One search for one target::
 
-::
-
-    target, request, wish -> units -> heard (a few samples, and what the float model says of them)
-          -> prober (tries) + prices (times or products) + methods -> search
+    target, request, options -> units -> heard (a few samples with the float model's outputs)
+          -> prober (runs trials) + prices (times or products) + methods -> search
           -> settled (timed, judged) -> plan, with a reason for every node in float
 """
 
@@ -51,157 +49,163 @@ if TYPE_CHECKING:
     from deploy.tensors import Array
 
 
-_LEAST_SAMPLES, _SHARE = 2, 5  # of few samples a fifth: the search is to cost few calibrations
-_OWN = "its own method"  # of a target whatever method is asked for
+_LEAST_SAMPLES, _SHARE = 2, 5  # at most a fifth of the samples, so that the search stays cheap
+_OWN = "its own method"  # of a target that ignores the method asked for
+_REPLANNED = (
+    "the plan of {} in the folder was made with other images or options, so it was searched anew;"
+    " --plan obeys a plan as it is"
+)
+_NO_TARGET = "the plan {} has no [{}], so nothing was chosen for it, and nothing was searched"
+_VERSION = 16  # raised when a search of the same input would give another plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What one search is asked.
+    """Input of one search.
 
     Attributes:
-        target: what is built for.
-        request: what it would be built from.
-        wish: what the user wants, an effort included.
-        method_fixed: whether the method stands, as the user chose it or trusts its ranges.
-        trial: what makes a trial model of a request.
-        rounded: whether the weights of the trials are rounded; None where nobody asks for it.
+        target: the target.
+        request: its build request.
+        options: options of the search, with an effort of at least 1.
+        method_fixed: whether the range method must stay: the user chose it or trusts a cache.
+        trial: builds the trial model of a request.
+        rounded: whether trials have rounded weights; None without that repair.
     """
 
     target: Target
     request: BuildRequest
-    wish: Tuning
+    options: Tuning
     method_fixed: bool
     trial: Callable[[BuildRequest], onnx.ModelProto]
     rounded: bool | None
 
     @property
     def effort(self) -> Effort:
-        """How much is tried."""
-        return EFFORTS[self.wish.effort]
+        """How much the search tries."""
+        return EFFORTS[self.options.effort]
 
     @property
     def judges(self) -> Judges:
-        """Samples that judge; whoever searches has some."""
+        """The evaluation samples, which every search has."""
         assert self.request.judges is not None
         return self.request.judges
 
     @property
     def clock(self) -> bool:
-        """Whether time of this machine decides."""
-        return self.target.runs_here and self.wish.timed
+        """Whether time measured on this machine decides."""
+        return self.target.runs_here and self.options.timed
 
 
-def searched(asked: Asked, step: Step) -> tuple[TargetPlan, int]:
-    """What a search finds, and how many trial models it ran.
+def searched(setup: Asked, step: Step) -> tuple[TargetPlan, int]:
+    """Run a search; return its plan and the number of trial models that ran.
 
     Args:
-        asked: of it.
+        setup: input of the search.
         step: called after every trial.
 
     Raises:
         Calib8Error: what the target raises for the unrepaired model.
-        BackendError: no trial with all in int8 could be run.
+        BackendError: no trial with all units in int8 could run.
         ConfigError: the user's metric fails on the best trial.
     """
-    decisions = asked.target.plan(asked.request.model, tuple(asked.request.float_nodes)).decisions
-    units = units_of(asked.request.model, decisions)
+    decisions = setup.target.plan(setup.request.model, tuple(setup.request.float_nodes)).decisions
+    units = units_of(setup.request.model, decisions)
     if not units.layers:
         return TargetPlan(choices=NO_CHOICES), 0
-    heard = _heard(asked)
-    allowance = Allowance.of(asked.effort.calibrations, len(asked.request.feed))
-    prober = _prober(asked, heard, step, allowance)
-    timed = alike([sample for sample, _ in heard])
+    samples = _search_samples(setup)
+    allowance = Allowance.of(setup.effort.calibrations, len(setup.request.feed))
+    prober = _make_prober(setup, samples, step, allowance)
+    timed = alike([sample for sample, _ in samples])
     search = Search(
         units=units,
-        prices=_prices(asked, units, timed),
+        prices=_unit_prices(setup, units, timed),
         prober=prober,
-        methods=_methods(asked),
+        methods=_methods(setup),
         own=_OWN,
         word=word_of(decisions),
-        effort=asked.effort,
-        weight=asked.wish.weight,
-        rounded=asked.rounded,
-        or_float=not asked.target.float_way,
-        sums=sums_of(asked.request.model, units),
+        effort=setup.effort,
+        weight=setup.options.weight,
+        rounded=setup.rounded,
+        or_float=not setup.target.float_way,
+        sums=sums_of(setup.request.model, units),
     )
     best = search.run()
     if prober.unjudged is not None and best.noise.accuracy is None:
-        raise prober.unjudged  # what fails on noise alone is one that loses all
-    if asked.wish.max_loss is not None:
-        search.hold(asked.wish.max_loss)
-    chosen = _chosen(asked, search, timed, allowance)
-    float_wins = chosen.trial.cost(asked.wish.weight) > 0  # which is what the float model costs
-    return _plan(search, chosen, asked.target.float_way if float_wins else ""), prober.tried
+        raise prober.unjudged  # a metric that fails on noisy trials only counts as a loss of all
+    if setup.options.max_loss is not None:
+        search.hold(setup.options.max_loss)
+    choice = _choose(setup, search, timed, allowance)
+    float_wins = choice.trial.cost(setup.options.weight) > 0  # the float model costs 0
+    return _target_plan(search, choice, setup.target.float_way if float_wins else ""), prober.tried
 
 
-def _heard(asked: Asked) -> Sequence[Heard]:
-    """The samples that every trial runs; targets share them."""
-    request, judges = asked.request, asked.judges
-    few = min(asked.effort.samples, len(request.feed) // _SHARE, as_many(judges))
+def _search_samples(setup: Asked) -> Sequence[Heard]:
+    """Return the samples of every trial with the float model's outputs; the targets share them."""
+    request, judges = setup.request, setup.judges
+    few = min(setup.effort.samples, len(request.feed) // _SHARE, as_many(judges))
     few = max(_LEAST_SAMPLES, few)
     return request.ranges.once((telling, few), lambda: telling(judges, few))
 
 
-def _prober(asked: Asked, heard: Sequence[Heard], step: Step, allowance: Allowance) -> Prober:
-    """What tries choices on samples that its ranges have not seen."""
-    few, effort, model = len(heard), asked.effort, asked.request.model
-    trial, ends = asked.trial, ranked(model)
+def _make_prober(setup: Asked, heard: Sequence[Heard], step: Step, allowance: Allowance) -> Prober:
+    """Return the prober; the ranges of its trials come from other samples than its own."""
+    few, effort, model = len(heard), setup.effort, setup.request.model
+    trial, ends = setup.trial, ranked(model)
     if ends:
         allowance.spend(few)
-        every, threads = asked.wish.metric is not None, asked.request.threads
-        heard = with_scores(model, heard, every=every, threads=threads)
+        keep_outputs, threads = setup.options.metric is not None, setup.request.threads
+        heard = with_scores(model, heard, every=keep_outputs, threads=threads)
 
         def trial(request: BuildRequest) -> onnx.ModelProto:
-            return telling_scores(asked.trial(request), ends)
+            return telling_scores(setup.trial(request), ends)
 
     return Prober(
         trial,
-        unseen(asked.target, asked.request, [sample for sample, _ in heard], allowance.spend),
+        unseen(setup.target, setup.request, [sample for sample, _ in heard], allowance.spend),
         heard,
-        runs_here=asked.target.runs_here,
-        threads=asked.request.threads,
+        runs_here=setup.target.runs_here,
+        threads=setup.request.threads,
         few=max(min(_LEAST_SAMPLES, few), few * effort.few // effort.samples),
-        by_task=asked.wish.max_loss is not None,
-        metric=asked.wish.metric,
+        by_task=setup.options.max_loss is not None,
+        metric=setup.options.metric,
         progress=step,
         ran=allowance.spend,
     )
 
 
 @phase("timing kernels")
-def _prices(asked: Asked, units: Units, samples: Sequence[Mapping[str, Array]]) -> Prices:
-    """Of every unit, in time where this machine's decides, else in products."""
-    target, request = asked.target, asked.request
-    if asked.clock:
-        every = Choices(float_nodes=dict.fromkeys(units.nodes(units.members), "timed in float"))
-        float32, int8 = (target.trial(request.adding(one)) for one in (every, NO_CHOICES))
-        with suppress(BackendError):  # the search finds what cannot be run
-            found = measured(request.model, float32, int8, units, samples)
-            if found.total(units, frozenset(units.members)) >= TELLING_US:
-                return found
+def _unit_prices(setup: Asked, units: Units, samples: Sequence[Mapping[str, Array]]) -> Prices:
+    """Return the price of every unit: time where this machine decides, else products."""
+    target, request = setup.target, setup.request
+    if setup.clock:
+        all_float = Choices(float_nodes=dict.fromkeys(units.nodes(units.members), "timed in float"))
+        float32, int8 = (target.trial(request.adding(one)) for one in (all_float, NO_CHOICES))
+        with suppress(BackendError):  # the search itself finds layers that cannot run
+            prices = measured(request.model, float32, int8, units, samples)
+            if prices.total(units, frozenset(units.members)) >= TELLING_US:
+                return prices
     return counted(request.model, units, samples[0])
 
 
-def _methods(asked: Asked) -> list[Method | None]:
-    """Searches of ranges to choose among."""
-    if asked.target.own_method:
-        return [None, *map(Method.of, asked.target.alternatives)]
-    own = asked.request.ranges.method
-    return [own] if asked.method_fixed else [*comparable(own)]
+def _methods(setup: Asked) -> list[Method | None]:
+    """Return the range methods to choose among."""
+    if setup.target.own_method:
+        return [None, *map(Method.of, setup.target.alternatives)]
+    own = setup.request.ranges.method
+    return [own] if setup.method_fixed else [*comparable(own)]
 
 
-def _chosen(
-    asked: Asked,
+def _choose(
+    setup: Asked,
     search: Search,
     samples: Sequence[Mapping[str, Array]],
     allowance: Allowance,
 ) -> Settled:
-    """What is built of what was tried."""
-    target, request = asked.target, asked.request
+    """Choose what to build among the trials."""
+    target, request = setup.target, setup.request
 
     def choose(likely: Sequence[Trial]) -> tuple[Trial, Told]:
-        if not asked.clock:
+        if not setup.clock:
             return likely[0], []
         return by_the_clock(
             search,
@@ -209,70 +213,70 @@ def _chosen(
             samples,
             written=lambda trial: target.trial(request.adding(trial.choices)),
             given=request.model,
-            wish=asked.wish,
+            options=setup.options,
             threads=request.threads,
         )
 
     judging = Judging(
-        asked.judges,
-        kernels=asked.target.runs_here,
-        threads=asked.request.threads,
-        max_loss=asked.wish.max_loss,
-        metric=asked.wish.metric,
+        setup.judges,
+        kernels=setup.target.runs_here,
+        threads=setup.request.threads,
+        max_loss=setup.options.max_loss,
+        metric=setup.options.metric,
         ran=allowance.spend,
     )
-    another = asked.effort.samples + len(asked.judges.part)  # a trial, judged on all of them
+    another = setup.effort.samples + len(setup.judges.part)  # samples of one more judged trial
 
     def judge(chosen: Trial) -> Judgement:
         if search.is_float(chosen.in_float):
             return Judgement()
-        return judging.of(asked.trial(asked.request.adding(chosen.choices)))
+        return judging.of(setup.trial(setup.request.adding(chosen.choices)))
 
-    way = Way(choose=choose, judge=judge, can_go_on=lambda: allowance.holds(another))
-    return settled(search, way, or_float=asked.clock)
+    hooks = Way(choose=choose, judge=judge, can_go_on=lambda: allowance.holds(another))
+    return settled(search, hooks, or_float=setup.clock)
 
 
-def _plan(search: Search, found: Settled, worthless: str) -> TargetPlan:
-    """The plan of what is built."""
-    units, word, best = search.units, search.word, found.trial
-    why = reasons(
-        best,
+def _target_plan(search: Search, choice: Settled, worthless: str) -> TargetPlan:
+    """Return the plan of what is built."""
+    units, word, trial = search.units, search.word, choice.trial
+    float_nodes = reasons(
+        trial,
         units,
         search.prices,
         search.sensitivity,
         word,
         search.refused,
         sums=search.kept_sums,
-        otherwise=_otherwise(found),
+        otherwise=_default_reason(choice),
     )
     return TargetPlan(
-        choices=replace(best.choices, float_nodes=why),
+        choices=replace(trial.choices, float_nodes=float_nodes),
         precision=search.word,
-        settled=_words(best),
-        tried=(*_tried(search.trials), *found.told),
-        unusable=found.unusable,
-        doubtful=found.doubtful,
+        settled=_describe(trial),
+        tried=(*_trial_rows(search.trials), *choice.told),
+        unusable=choice.unusable,
+        doubtful=choice.doubtful,
         worthless=worthless,
         failed=_failed(search.prober),
     )
 
 
-def _otherwise(found: Settled) -> str:
-    """Why a layer is float for which nothing of its own speaks."""
-    if found.trial.noise.parts:
+def _default_reason(choice: Settled) -> str:
+    """Return the reason of float units that have neither noise nor time against int8."""
+    if choice.trial.noise.parts:
         return BETWEEN
-    return NOT_USABLE if found.unusable else NOT_FASTER
+    return NOT_USABLE if choice.unusable else NOT_FASTER
 
 
 def _failed(prober: Prober) -> str:
-    """How many trials could not be run, and why the first could not; "" where all could."""
+    """Return how many trials could not run and why the first could not; "" where all ran."""
     failed = len(prober.errors)
     if not failed:
         return ""
     return f"{failed} of {prober.tried} trials could not be run; the first: {prober.errors[0]}"
 
 
-def _words(best: Trial) -> str:
+def _describe(best: Trial) -> str:
     if not best.noise.parts:
         return best.what
     accuracy = best.noise.accuracy
@@ -282,31 +286,23 @@ def _words(best: Trial) -> str:
     return f"{best.what}: {best.noise.db:.1f} dB{where}"
 
 
-def _tried(trials: Sequence[Trial]) -> list[dict[str, str | float]]:
+def _trial_rows(trials: Sequence[Trial]) -> list[dict[str, str | float]]:
     return [
         {"what": trial.what, "sqnr_db": round(trial.noise.db, 2), "time": round(trial.time, 4)}
         for trial in trials
     ]
 
 
-_ANEW = (
-    "the plan of {} in the folder was made with other images or options, so it was searched anew;"
-    " --plan obeys a plan as it is"
-)
-_SILENT = "the plan {} has no [{}], so nothing was chosen for it, and nothing was searched"
-_VERSION = 16  # raised when the same input would be searched otherwise
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """What was settled for one target.
+    """Plan of one target and where it came from.
 
     Attributes:
-        plan: choices and what was tried.
-        reused: whether nothing had to be searched.
-        searched: whether the plan is the outcome of a search, this one or an earlier one.
-        probes: trial models that were run.
-        note: what the user should know of the plan that was there; "" for nothing.
+        plan: choices and trials.
+        reused: whether an existing plan was used without a search.
+        searched: whether the plan comes from a search, this one or an earlier one.
+        probes: number of trial models that ran.
+        note: note on an existing plan that was not used; "" for none.
     """
 
     plan: TargetPlan
@@ -319,78 +315,77 @@ class Tuned:
 def tuned(
     target: Target,
     request: BuildRequest,
-    wish: Tuning,
+    options: Tuning,
     known: PlanFile,
     *,
     method_asked: bool,
     repairs: Sequence[str] = (),
 ) -> Tuned:
-    """The plan of a target: obeyed where it fits, else searched.
+    """Return the plan of a target: an existing one that fits, else the result of a search.
 
     Args:
-        target: what is built for.
-        request: what it would be built from.
-        wish: what the user wants.
-        known: the plan that is there.
-        method_asked: whether the user chose the method, which then stands.
-        repairs: what will be tried on what was settled.
+        target: the target.
+        request: its build request.
+        options: options of the search.
+        known: existing plan file.
+        method_asked: whether the user chose the range method, which then stays.
+        repairs: repairs that will be tried after the search.
 
     Raises:
-        ConfigError: a plan that names nodes which the model does not have, or was made for another
-            grid.
+        ConfigError: a plan with nodes that the model does not have, or made for another grid.
     """
-    common = dict.fromkeys(matching(request.model, known.float_nodes), "the plan keeps it in float")
-    digest = _made_from(target, request, wish, method_asked, repairs)
-    there = known.targets.get(target.name)
-    if there is not None and (wish.plan is not None or there.made_from == digest):
-        _check_names(request, there)
-        _check_precision(target, request, there)
-        return Tuned(plan=_with(there, common), reused=True)
-    if wish.effort == 0 or wish.plan is not None:
-        note = "" if wish.plan is None else _SILENT.format(wish.plan, target.name)
-        plan = TargetPlan(choices=Choices(float_nodes=common))
+    pinned = dict.fromkeys(matching(request.model, known.float_nodes), "the plan keeps it in float")
+    digest = _made_from(target, request, options, method_asked, repairs)
+    existing = known.targets.get(target.name)
+    if existing is not None and (options.plan is not None or existing.made_from == digest):
+        _check_names(request, existing)
+        _check_precision(target, request, existing)
+        return Tuned(plan=_with_common(existing, pinned), reused=True)
+    if options.effort == 0 or options.plan is not None:
+        note = "" if options.plan is None else _NO_TARGET.format(options.plan, target.name)
+        plan = TargetPlan(choices=Choices(float_nodes=pinned))
         return Tuned(plan=plan, searched=False, note=note)
-    request = request.choosing(Choices(float_nodes=common))
-    asked = Asked(
+    request = request.choosing(Choices(float_nodes=pinned))
+    setup = Asked(
         target=target,
         request=request,
-        wish=wish,
+        options=options,
         method_fixed=method_asked or request.ranges.trusted is not None,
         trial=trials(target, request, repairs),
         rounded=True if ROUNDING in repairs else None,
     )
-    with phase("trials", asked.effort.most * asked.effort.rounds, about=True) as step:
-        found, probes = searched(asked, step)
-    old = there is not None and there.made_from != ""
+    with phase("trials", setup.effort.most * setup.effort.rounds, about=True) as step:
+        searched_plan, probes = searched(setup, step)
+    old = existing is not None and existing.made_from != ""
     return Tuned(
-        plan=_with(replace(found, made_from=digest), common),
+        plan=_with_common(replace(searched_plan, made_from=digest), pinned),
         probes=probes,
-        note=_ANEW.format(target.name) if old and not wish.fresh else "",
+        note=_REPLANNED.format(target.name) if old and not options.fresh else "",
     )
 
 
-def plan_at(path: Path, wish: Tuning, digest: str) -> PlanFile:
-    """The plan to be obeyed: the one that was named, or the one beside the output.
+def plan_at(path: Path, options: Tuning, digest: str) -> PlanFile:
+    """Read the plan to obey: `options.plan` if set, else the one in the output folder.
 
     Raises:
-        ConfigError: the named one cannot be read, or is another model's.
+        ConfigError: the plan that was named cannot be read, or belongs to another model.
     """
-    if wish.plan is not None:
-        found = read_plan(wish.plan)
-        if found.model not in ("", digest):
+    if options.plan is not None:
+        plan = read_plan(options.plan)
+        if plan.model not in ("", digest):
             raise ConfigError(
-                f"a plan must be the model's, got {wish.plan} of another one; build without --plan"
-                " to have one made"
+                f"a plan must be the model's, got {options.plan} of another one; build without"
+                " --plan to have one made"
             )
-        return found
-    if wish.fresh or not path.exists():
+        return plan
+    if options.fresh or not path.exists():
         return PlanFile(model=digest)
-    found = read_plan(path)
-    return found if found.model == digest else PlanFile(model=digest)
+    plan = read_plan(path)
+    return plan if plan.model == digest else PlanFile(model=digest)
 
 
 def keep_plan(path: Path, known: PlanFile, found: Mapping[str, Tuned]) -> Path:
-    """Write what was settled, and keep what the file says of other targets."""
+    """Write the new plans; plans of other targets in the file stay."""
     new = {name: one.plan for name, one in found.items() if one.searched}
     targets = {**known.targets, **new}
     return write_plan(path, replace(known, targets=targets))
@@ -413,7 +408,7 @@ def _refuse_unknown(what: str, named: Iterable[str], known: Container[str]) -> N
 
 
 def _check_precision(target: Target, request: BuildRequest, plan: TargetPlan) -> None:
-    """What a layer loses on one grid says nothing of another."""
+    """Refuse a plan for another grid, since losses on one grid say nothing of another."""
     word = word_of(target.plan(request.model, request.float_nodes).decisions)
     if plan.precision not in ("", word):
         raise ConfigError(
@@ -423,19 +418,19 @@ def _check_precision(target: Target, request: BuildRequest, plan: TargetPlan) ->
         )
 
 
-def _with(plan: TargetPlan, common: Mapping[str, str]) -> TargetPlan:
-    own = {name: why for name, why in plan.choices.float_nodes.items() if name not in common}
-    return replace(plan, choices=replace(plan.choices, float_nodes={**own, **common}))
+def _with_common(plan: TargetPlan, pinned: Mapping[str, str]) -> TargetPlan:
+    own = {name: why for name, why in plan.choices.float_nodes.items() if name not in pinned}
+    return replace(plan, choices=replace(plan.choices, float_nodes={**own, **pinned}))
 
 
 def _made_from(
     target: Target,
     request: BuildRequest,
-    wish: Tuning,
+    options: Tuning,
     method_asked: bool,
     repairs: Sequence[str],
 ) -> str:
-    """Digest of all that a search depends on, time apart."""
+    """Return a digest of all that a search depends on, except measured times."""
     parts: dict[str, Any] = {
         "version": _VERSION,
         "model": request.digest,
@@ -445,14 +440,14 @@ def _made_from(
         "float": sorted(request.subject.float_nodes),
         "rounded": ROUNDING in repairs,
         "wish": [
-            wish.effort,
-            wish.min_speedup,
-            wish.max_loss,
-            wish.weight,
-            wish.timed and target.runs_here,
+            options.effort,
+            options.min_speedup,
+            options.max_loss,
+            options.weight,
+            options.timed and target.runs_here,
         ],
     }
-    if wish.metric is not None:
-        parts["metric"] = [wish.metric.name, wish.metric.digest]
+    if options.metric is not None:
+        parts["metric"] = [options.metric.name, options.metric.digest]
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()

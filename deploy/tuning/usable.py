@@ -1,22 +1,21 @@
-"""Whether what is chosen would be good, by the verdict's own limits; if not, a quieter split.
+"""Chooses the split to build: by time, then by the verdict's own limits.
 
-The search weighs noise in dB, the verdict counts boxes, classes and neighbours. So what was chosen
-is judged as its engine will be, on the samples that judge::
+The likely splits are timed next to the float model, and the one of least cost is taken. The search
+measures noise in dB, the verdict counts boxes, classes and neighbours, so that split is then judged
+on the evaluation samples as its engine will be::
 
     least cost -> good?     -> built
                -> unusable? -> the fastest of the quieter splits that is usable, timed -> built
                                none is, or it is slower than float              -> float
-               -> doubtful? -> of the quieter splits that keep some of what int8 wins, the one whose
-                               time and loss of the task cost least; if less than before -> built
+               -> doubtful? -> of the quieter splits that keep some of int8's gain, the one of
+                               least cost by time and loss of the task; if less than before -> built
 
-Most choices are clearly good on the first few of these samples, and no others are asked then. Where
-the search has cost as many calibrations as it may, the best split so far is taken.
+Most splits are clearly good on the first few of these samples, and the others are not run. When the
+budget of the search is spent, the best split so far is taken.
 
-The likely splits, timed beside the float model; of them the one of least cost.
-
-Float is the model as it would be written, which may be faster than it was given; a speed-up that is
-asked for is meant beside the latter. On a machine that others use, float may never have had it
-alone, and then int8 seems to win more than all its kernels do: so much is not believed.
+The float model is timed as it would be written, which may be faster than the given file; a minimum
+speed-up refers to the given file. On a busy machine float may never have run undisturbed, and int8
+then seems to win more than its kernels do: times below that are corrected.
 """
 
 from __future__ import annotations
@@ -40,19 +39,24 @@ if TYPE_CHECKING:
     from deploy.tuning.search_samples import Judgement
 
 
+Told = list[dict[str, str | float]]  # rows of what was timed, for the plan
+
 _TIMED = 3  # splits that are timed
-_KEPT = 1 / 3  # of what int8 wins, as a logarithm, at least, where it is usable but doubtful
-Told = list[dict[str, str | float]]
+_KEPT_GAIN = 1 / 3  # share of log(speed-up) that a quieter split must keep if the first is doubtful
+TELLING_US = 250.0  # float model: a smaller one takes mostly the runtime's own overhead
+_TIMED_WEIGHT = 1.5  # factor on the weight of loss where time was measured: its gain is certain
+_BELIEVED = 0.8  # share of the kernels' time: a measured time below it was disturbed in float
+_SLOWER = 1.02  # times float's time: int8 that is slower gains nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How what is to be built is found.
+    """Hooks that time and judge trials.
 
     Attributes:
-        choose: one of some trials, the likeliest first, and what was timed for that.
-        judge: what the verdict would say of a trial.
-        can_go_on: whether another may be judged.
+        choose: picks one of some trials, the likeliest first; returns it and what was timed.
+        judge: returns the expected verdict of a trial.
+        can_go_on: whether the budget allows judging another trial.
     """
 
     choose: Callable[[Sequence[Trial]], tuple[Trial, Told]]
@@ -62,13 +66,13 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
-    """What is to be built.
+    """The trial to build, and why.
 
     Attributes:
-        trial: of the search.
-        told: what was timed.
-        unusable: why what costs least is not built, in words; "" where it is.
-        doubtful: likewise, where it would have been usable.
+        trial: the trial.
+        told: rows of what was timed.
+        unusable: why the trial of least cost would be unusable; "" where it is built.
+        doubtful: why it would be doubtful; "" where it is built or unusable.
     """
 
     trial: Trial
@@ -77,84 +81,80 @@ class Settled:
     doubtful: str = ""
 
 
-def settled(search: Search, way: Way, *, or_float: bool) -> Settled:
-    """What is to be built, and why not what costs least.
+def settled(search: Search, hooks: Way, *, or_float: bool) -> Settled:
+    """Choose what to build.
 
     Args:
-        search: that ended.
-        way: how trials are timed and judged.
-        or_float: whether the float model is built where no split is usable.
+        search: a finished search.
+        hooks: how trials are timed and judged.
+        or_float: whether to build the float model where no split is usable.
     """
     likely = search.likely(_TIMED)
     if search.best_without_float not in likely:
         likely.append(search.best_without_float)
-    first, told = way.choose(likely)
-    found = way.judge(first)
-    likeliest = Settled(trial=first, told=told)
-    if found.unusable:
-        return _usable(search, way, likeliest, found, or_float=or_float)
-    return _surer(search, way, likeliest, found) if found.doubtful else likeliest
+    first, timed = hooks.choose(likely)
+    judgement = hooks.judge(first)
+    choice = Settled(trial=first, told=timed)
+    if judgement.unusable:
+        return _choose_usable(search, hooks, choice, judgement, or_float=or_float)
+    return _choose_surer(search, hooks, choice, judgement) if judgement.doubtful else choice
 
 
-def _usable(
-    search: Search, way: Way, first: Settled, found: Judgement, *, or_float: bool
+def _choose_usable(
+    search: Search, hooks: Way, first: Settled, judgement: Judgement, *, or_float: bool
 ) -> Settled:
-    """The fastest of the quieter splits that is usable; else the float model, or what there is."""
-    why = found.unusable
-    quiet = search.quieter(first.trial, lambda one: not way.judge(one).unusable, way.can_go_on)
+    """Choose the fastest usable quieter split; else the float model, or the first trial."""
+    reason = judgement.unusable
+    quiet = search.quieter(first.trial, lambda one: not hooks.judge(one).unusable, hooks.can_go_on)
     if quiet is None:
-        return replace(first, trial=search.all_in_float if or_float else first.trial, unusable=why)
-    best, told = way.choose([quiet])
-    return Settled(trial=best, told=[*first.told, *told], unusable=why)
+        return replace(
+            first, trial=search.all_in_float if or_float else first.trial, unusable=reason
+        )
+    best, timed = hooks.choose([quiet])
+    return Settled(trial=best, told=[*first.told, *timed], unusable=reason)
 
 
-def _surer(search: Search, way: Way, first: Settled, found: Judgement) -> Settled:
-    """A quieter split that costs less by time and by what is lost of the task, if one does."""
-    promising = _promising(search, way, first.trial, found)
+def _choose_surer(search: Search, hooks: Way, first: Settled, judgement: Judgement) -> Settled:
+    """Choose a quieter split that costs less by time and loss of the task, if there is one."""
+    promising = _promising(search, hooks, first.trial, judgement)
     if promising is None:
         return first
     trial, judged = promising
-    best, told = way.choose([trial])
-    told = [*first.told, *told]
-    wins = _cost(search, best.time, judged) < _cost(search, first.trial.time, found)
+    best, timed = hooks.choose([trial])
+    timed = [*first.told, *timed]
+    wins = _cost(search, best.time, judged) < _cost(search, first.trial.time, judgement)
     if not wins or best.time > _slowest(first.trial.time) or best.in_float != trial.in_float:
-        return replace(first, told=told)
-    return Settled(trial=best, told=told, doubtful=found.doubtful)
+        return replace(first, told=timed)
+    return Settled(trial=best, told=timed, doubtful=judgement.doubtful)
 
 
 def _promising(
-    search: Search, way: Way, first: Trial, found: Judgement
+    search: Search, hooks: Way, first: Trial, judgement: Judgement
 ) -> tuple[Trial, Judgement] | None:
-    """The quieter split that promises to cost least, as judged; None where the first one does."""
+    """Return the quieter split of least predicted cost, judged; None if the first costs less."""
     judged: list[tuple[float, Trial, Judgement]] = []
 
     def good(trial: Trial) -> bool:
-        one = way.judge(trial)
+        one = hooks.judge(trial)
         judged.append((_cost(search, trial.time, one), trial, one))
         return not (one.unusable or one.doubtful)
 
     time = search.time_of(first.in_float)
-    search.quieter(first, good, way.can_go_on, within=_slowest(time))
-    promised = _cost(search, time, found)
-    least, trial, one = min(judged, key=itemgetter(0), default=(promised, first, found))
+    search.quieter(first, good, hooks.can_go_on, within=_slowest(time))
+    promised = _cost(search, time, judgement)
+    least, trial, one = min(judged, key=itemgetter(0), default=(promised, first, judgement))
     return (trial, one) if least < promised else None
 
 
 def _slowest(time: float) -> float:
-    """The time that keeps enough of what this one wins; an engine as slow as float wins nothing."""
-    return float(min(time, 1.0) ** _KEPT)
+    """Return the slowest acceptable time; where int8 is no faster than float it is float's."""
+    return float(min(time, 1.0) ** _KEPT_GAIN)
 
 
-def _cost(search: Search, time: float, found: Judgement) -> float:
-    """As the search weighs it, with the task in the place of noise."""
-    lost = found.lost.share if found.lost is not None else 1.0
+def _cost(search: Search, time: float, judgement: Judgement) -> float:
+    """Return the cost with the loss of the task in place of the noise."""
+    lost = judgement.lost.share if judgement.lost is not None else 1.0
     return math.log(max(time, 1e-6)) + search.weight * lost
-
-
-TELLING_US = 250.0  # of the float model: kernels of a smaller one are the runtime's own overhead
-_DEARER = 1.5  # noise beside time that was measured whole: what it buys is sure
-_BELIEVED = 0.8  # of the time that the kernels tell: a clock that says less was disturbed in float
-_SLOWER = 1.02  # times float's time: int8 that is slower than this gains nothing
 
 
 def by_the_clock(
@@ -164,44 +164,46 @@ def by_the_clock(
     *,
     written: Callable[[Trial], onnx.ModelProto],
     given: onnx.ModelProto,
-    wish: Tuning,
+    options: Tuning,
     threads: int,
 ) -> tuple[Trial, Told]:
-    """The split to be built, or the float model, and what was timed.
+    """Time splits and the float model; return the trial to build and rows of what was timed.
 
     Args:
-        search: that ended.
+        search: a finished search.
         likely: splits, the likeliest first.
-        samples: that are run in turn.
-        written: the model of a split as it would be deployed.
+        samples: inputs, used in turn.
+        written: builds the model of a split as it would be deployed.
         given: the float model as the user gave it.
-        wish: how fast it is to be, and how near.
+        options: options with the minimum speed-up and the largest loss.
         threads: threads inside one operator.
     """
-    every = [written(trial) for trial in (*likely, search.all_in_float)]
-    asked = [given] if wish.min_speedup > 1 else []
-    found = quickest_of([*every, *asked], samples, threads=threads)
-    times, whole = found[: len(likely)], found[len(likely)]
-    real = _believed(search, likely, [own / whole for own in times])
-    held = [trial for trial in real if wish.max_loss is None or trial.loss <= wish.max_loss]
-    chosen = min(held or real[:1], key=lambda trial: trial.cost(_DEARER * search.weight))
-    most = max(_SLOWER, 1 + OVERHEAD_MS / max(whole, TELLING_US / 1e3))
-    if asked:
-        most = min(most, found[-1] / whole / wish.min_speedup)
-    return (search.all_in_float if chosen.time > most else chosen), _told(real)
+    models = [written(trial) for trial in (*likely, search.all_in_float)]
+    extra = [given] if options.min_speedup > 1 else []
+    times_ms = quickest_of([*models, *extra], samples, threads=threads)
+    times, float_ms = times_ms[: len(likely)], times_ms[len(likely)]
+    timed = _corrected(search, likely, [own / float_ms for own in times])
+    allowed = [
+        trial for trial in timed if options.max_loss is None or trial.loss <= options.max_loss
+    ]
+    chosen = min(allowed or timed[:1], key=lambda trial: trial.cost(_TIMED_WEIGHT * search.weight))
+    slowest = max(_SLOWER, 1 + OVERHEAD_MS / max(float_ms, TELLING_US / 1e3))
+    if extra:
+        slowest = min(slowest, times_ms[-1] / float_ms / options.min_speedup)
+    return (search.all_in_float if chosen.time > slowest else chosen), _timed_rows(timed)
 
 
-def _believed(search: Search, likely: Sequence[Trial], shares: Sequence[float]) -> list[Trial]:
-    """The splits with the time that they took, as shares of float's, as far as it is believed."""
-    least = _BELIEVED * search.prices.too_dear(search.units)
+def _corrected(search: Search, likely: Sequence[Trial], shares: Sequence[float]) -> list[Trial]:
+    """Return the splits with measured times, as shares of float's, corrected for disturbance."""
+    lower = _BELIEVED * search.prices.too_dear(search.units)
     return [
-        replace(trial, time=max(share, least * trial.time))
+        replace(trial, time=max(share, lower * trial.time))
         for trial, share in zip(likely, shares, strict=True)
     ]
 
 
-def _told(real: Sequence[Trial]) -> Told:
+def _timed_rows(timed: Sequence[Trial]) -> Told:
     return [
         {"what": f"{TIMED}{trial.what}", "sqnr_db": trial.noise.db, "time": trial.time}
-        for trial in real
+        for trial in timed
     ]

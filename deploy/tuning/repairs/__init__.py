@@ -1,14 +1,14 @@
-"""Repairs: changes of the float model's constants after which its int8 form is nearer to it.
+"""Repairs: changes of the float model's weights and biases that lower the error of its int8 form.
 
-Each is an option, works on every target since all are built from the same float model, and is kept
-only where it measurably helps: by the outputs on a few samples, or layer by layer where each layer
-can tell. `REPAIRS` is the table of them, in the order they are tried::
+Each repair is an option. It works on every target, since all are built from the same float model,
+and is kept only where it measurably helps: by the model's outputs on a few samples, or layer by
+layer where each layer can be measured. `REPAIRS` lists them in the order in which they are tried::
 
-    model -> equalize, absorb, smooth -> observe -> ranges, adaround, bias -> files
-             (the ranges change)                    (the ranges stay)
+    model -> equalize -> observe -> ranges, adaround, bias -> files
+             (the ranges change)    (the ranges stay)
 
-Where nothing is said, `adaround` is tried wherever a search is: it costs a few calibrations and no
-time of the engine.
+By default `adaround` is tried wherever there is a search: it costs a few calibrations and no
+inference time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from deploy.errors import ConfigError, did_you_mean
 from deploy.tuning.repairs.base import After, Before, ByLayers, Tried
 from deploy.tuning.repairs.bias import choose_ranges, correct_biases
-from deploy.tuning.repairs.equalize import absorb, equalize, smooth
+from deploy.tuning.repairs.equalize import equalize
 from deploy.tuning.repairs.output_rounding import round_weights
 
 ALL, NONE = "all", "none"
@@ -29,27 +29,23 @@ DEFAULT = (ROUNDING,)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """One repair.
+    """One repair; exactly one of `before`, `after` and `by_layers` is set.
 
     Attributes:
-        words: what it is called in a report.
-        before: changes a model before anything is observed.
-        after: changes what a target is built from, the ranges known; the outputs judge it.
-        by_layers: the same, judged by itself, layer by layer; one of the three is there.
-        same_db: SQNR that the repaired float model must have against the plain one.
+        words: its name in a report.
+        before: changes the model before calibration.
+        after: changes the build request after calibration; kept or not by the error of the outputs.
+        by_layers: likewise, but decides layer by layer by itself.
     """
 
     words: str
     before: Before | None = None
     after: After | None = None
     by_layers: ByLayers | None = None
-    same_db: float = 60.0
 
 
 REPAIRS: dict[str, Repair] = {
     "equalize": Repair(words="cross-layer equalization", before=equalize),
-    "absorb": Repair(words="absorption of high biases", before=absorb, same_db=40.0),
-    "smooth": Repair(words="SmoothQuant", before=smooth),
     "ranges": Repair(words="ranges by output error", after=choose_ranges),
     ROUNDING: Repair(words="weight rounding by output error", by_layers=round_weights),
     "bias": Repair(words="bias correction", after=correct_biases),
@@ -57,19 +53,19 @@ REPAIRS: dict[str, Repair] = {
 
 
 def chosen(names: Iterable[str]) -> tuple[str, ...]:
-    """The repairs of these names, which may be comma lists, `all` or `none`, in their order.
+    """Parse repair names: comma lists, `all` or `none`; return them in the order of `REPAIRS`.
 
     Raises:
-        ConfigError: a name that is not in the table, or `none` beside one that is.
+        ConfigError: an unknown name, or `none` together with others.
     """
-    asked = [word.strip() for name in names for word in name.split(",")]
-    if NONE in asked and len(asked) > 1:
-        raise ConfigError(f"{NONE} stands alone, got repairs {', '.join(asked)}; leave it away")
-    for word in asked:
+    given = [word.strip() for name in names for word in name.split(",")]
+    if NONE in given and len(given) > 1:
+        raise ConfigError(f"{NONE} must be the only repair, got {', '.join(given)}; leave it away")
+    for word in given:
         if word not in (ALL, NONE) and word not in REPAIRS:
             near = did_you_mean(word, (*REPAIRS, ALL, NONE), f"{ALL} tries each of them")
             raise ConfigError(f"a repair is one of {', '.join(REPAIRS)}, got {word!r}; {near}")
-    return tuple(name for name in REPAIRS if name in asked or ALL in asked)
+    return tuple(name for name in REPAIRS if name in given or ALL in given)
 
 
 __all__ = ["ALL", "DEFAULT", "NONE", "REPAIRS", "ROUNDING", "Repair", "Tried", "chosen"]

@@ -1,4 +1,4 @@
-"""Trying repairs one after the other, each on what the ones before it left, keeping what helps."""
+"""Tries the repairs one after another, each on the result of those before, and keeps what helps."""
 
 from __future__ import annotations
 
@@ -34,31 +34,33 @@ if TYPE_CHECKING:
     from deploy.targets.base import Target
     from deploy.tensors import Array
 
-_SAMPLES = 16  # images of which half make the after-repairs and half judge them
-_ENOUGH = 4  # samples from which on they are shared out
-_VALUES = 5_000_000  # of the samples that make a repair together; a large one gives many patches
-Heard = tuple[Sample, Mapping[str, "Array"]]
-_CLEARLY_DB = 0.5  # what a before-repair must gain: it is judged with the ranges of few samples
-STAND_IN = OnnxRuntime()  # where no target can be tried on a few samples
+Heard = tuple[Sample, Mapping[str, "Array"]]  # a sample and the float model's outputs on it
+
+_SAMPLES = 16  # half of them compute the after-repairs, half evaluate them
+_ENOUGH = 4  # samples; fewer are not split into halves
+_VALUES = 5_000_000  # input values to compute a repair from; a large sample gives many patches
+_SAME_DB = 60.0  # SQNR that a repaired float model must have against the original
+_CLEARLY_DB = 0.5  # gain that a before-repair needs, since its ranges are those of few samples
+STAND_IN = OnnxRuntime()  # target of the trials where no target can run one
 
 
 def few(judges: Judges | None) -> list[Heard]:
-    """A few of the samples that judge, from all over them, with what the float model says."""
+    """Return a few evaluation samples, spread over all, with the float model's outputs."""
     if judges is None:
         return []
-    part = judges.part
-    return list(judges.heard(max(2, _SAMPLES * len(part) // max(part.count, 1))))
+    evaluation = judges.part
+    return list(judges.heard(max(2, _SAMPLES * len(evaluation) // max(evaluation.count, 1))))
 
 
 def trials(
     target: Target, request: BuildRequest, names: Sequence[str]
 ) -> Callable[[BuildRequest], onnx.ModelProto]:
-    """What makes a target's trial models: with rounded weights, where that repair is tried.
+    """Return a builder of a target's trial models, with rounded weights if that repair is chosen.
 
     Args:
         target: the target.
-        request: what it would be built from, other choices apart.
-        names: of `REPAIRS`.
+        request: build request; its choices are replaced in each trial.
+        names: repairs, keys of `REPAIRS`.
 
     Raises:
         Calib8Error: what the target raises for the unrepaired model.
@@ -72,22 +74,22 @@ def trials(
 
 @contextmanager
 def _making(target: Target, request: BuildRequest, samples: Sequence[Sample]) -> Iterator[Making]:
-    """What repairs are made from: of enough samples every other one, and few of those between."""
+    """Split the samples: every other one computes the repairs, some of the rest evaluate them."""
     layers, enough = len(layers_of(request.model)), len(samples) >= _ENOUGH
-    made = samples[0::2][: _as_many(samples)] if enough else samples
+    used = samples[0::2][: _most_samples(samples)] if enough else samples
     with phase("weights", layers, "layers", about=True) as step:
         yield Making(
             target=target,
             reference=request.model,
-            samples=made,
-            apart=samples[1::2][: -(-len(made) // 2)] if enough else (),
+            samples=used,
+            apart=samples[1::2][: -(-len(used) // 2)] if enough else (),
             threads=request.threads,
             progress=step,
         )
 
 
-def _as_many(samples: Sequence[Sample]) -> int:
-    """Samples that give patches enough for their size."""
+def _most_samples(samples: Sequence[Sample]) -> int:
+    """Return how many samples give enough patches for their size."""
     return max(2, _VALUES // max(sum(value.size for value in samples[0].values()), 1))
 
 
@@ -97,13 +99,17 @@ def repaired(
     names: Sequence[str],
     heard: Sequence[Heard],
 ) -> tuple[BuildRequest, list[Tried]]:
-    """Try the after-repairs of these names for one target.
+    """Try the named after-repairs for one target.
 
     Args:
         target: the target.
-        request: what it would be built from.
-        names: of `REPAIRS`; those that come before observing are passed over.
-        heard: a few samples with their float outputs; half make the repairs, half judge them.
+        request: build request.
+        names: keys of `REPAIRS`; before-repairs are skipped.
+        heard: a few samples with the float model's outputs; half compute the repairs, half evaluate
+            them.
+
+    Returns:
+        The repaired request and the result of each repair.
 
     Raises:
         Calib8Error: what the target raises for the unrepaired model.
@@ -112,70 +118,69 @@ def repaired(
     if not after:
         return request, []
     with _making(target, request, [sample for sample, _ in heard]) as making:
-        return _tried_out(request, making, after, heard)
+        return _try_all(request, making, after, heard)
 
 
-def _tried_out(
+def _try_all(
     request: BuildRequest, making: Making, names: Sequence[str], heard: Sequence[Heard]
 ) -> tuple[BuildRequest, list[Tried]]:
-    """What is left of a request after its repairs."""
-    target, bench, tried = making.target, _Bench(request, making, heard), []
+    target, builds, tried = making.target, _AfterTrials(request, making, heard), []
     for name in names:
         try:
             if name == ROUNDING and request.choices.rounded is False:
-                one = _idle(name, target.name, "not kept, the plan has none")
+                one = _no_change(name, target.name, "not kept, the plan has none")
             elif (repair := REPAIRS[name].by_layers) is not None:
                 request, one = _by_layers(request, making, name, repair)
             else:
-                request, one = bench.tried(request, name)
+                request, one = builds.run(request, name)
         except Calib8Error as error:
-            one = _idle(name, target.name, f"not kept, {error}")
+            one = _no_change(name, target.name, f"not kept, {error}")
         tried.append(one)
-    return _settled(request, making.reference), tried
+    return _with_digest(request, making.reference), tried
 
 
 def _by_layers(
     request: BuildRequest, making: Making, name: str, repair: ByLayers
 ) -> tuple[BuildRequest, Tried]:
-    """What a repair makes of a request that judges itself, layer by layer."""
-    target, made = making.target.name, repair(request, making)
-    if made is None:
-        return request, _idle(name, target)
-    sentence = f"{REPAIRS[name].words}: {made[1]}, kept"
-    return made[0], Tried(name=name, target=target, kept=True, sentence=sentence)
+    """Apply a repair that decides layer by layer by itself."""
+    target, result = making.target.name, repair(request, making)
+    if result is None:
+        return request, _no_change(name, target)
+    sentence = f"{REPAIRS[name].words}: {result[1]}, kept"
+    return result[0], Tried(name=name, target=target, kept=True, sentence=sentence)
 
 
-class _Bench:
-    """Tries repairs for one target, each judged by the outputs on the samples of no repair."""
+class _AfterTrials:
+    """Tries after-repairs for one target by the outputs on samples that computed no repair."""
 
     def __init__(self, request: BuildRequest, making: Making, heard: Sequence[Heard]) -> None:
-        judging, said = zip(*(heard[1::2] if len(heard) >= _ENOUGH else heard), strict=True)
-        self._judge = Judge(request.model, judging, threads=request.threads, said=said)
+        samples, outputs = zip(*(heard[1::2] if len(heard) >= _ENOUGH else heard), strict=True)
+        self._judge = Judge(request.model, samples, threads=request.threads, said=outputs)
         self._making = making
-        self._known: tuple[BuildRequest, Accuracy] | None = None
+        self._last: tuple[BuildRequest, Accuracy] | None = None
 
-    def tried(self, request: BuildRequest, name: str) -> tuple[BuildRequest, Tried]:
-        """The best form of a request if it helps, else the request itself."""
+    def run(self, request: BuildRequest, name: str) -> tuple[BuildRequest, Tried]:
+        """Return the best candidate if it helps, else the request itself."""
         repair, target = REPAIRS[name].after, self._making.target
         assert repair is not None
-        now = self._figures(request)
-        forms = [(form, self._figures(form)) for form in repair(request, self._making)]
+        now = self._accuracy(request)
+        forms = [(form, self._accuracy(form)) for form in repair(request, self._making)]
         if not forms:
-            return request, _idle(name, target.name)
+            return request, _no_change(name, target.name)
         form, after = max(forms, key=lambda one: worst(one[1]))
         kept = helps(now, after)
-        self._known = (form, after) if kept else (request, now)
-        return self._known[0], _told(name, target.name, now, after, kept=kept)
+        self._last = (form, after) if kept else (request, now)
+        return self._last[0], _result(name, target.name, now, after, kept=kept)
 
-    def _figures(self, request: BuildRequest) -> Accuracy:
-        if self._known is not None and self._known[0] is request:
-            return self._known[1]
+    def _accuracy(self, request: BuildRequest) -> Accuracy:
+        if self._last is not None and self._last[0] is request:
+            return self._last[1]
         target = self._making.target
         return self._judge.of(target.trial(request), kernels=".onnx" in target.engines)
 
 
-def _settled(request: BuildRequest, reference: onnx.ModelProto) -> BuildRequest:
-    """The request with its model's digest, where its constants were changed."""
+def _with_digest(request: BuildRequest, reference: onnx.ModelProto) -> BuildRequest:
+    """Update the digest of the request's model if its constants were changed."""
     if request.model is reference:
         return request
     subject = replace(request.subject, loaded=settled(request.subject.loaded))
@@ -183,16 +188,16 @@ def _settled(request: BuildRequest, reference: onnx.ModelProto) -> BuildRequest:
 
 
 def refuse_trusted(names: Sequence[str]) -> None:
-    """Refuse to change a model whose ranges are a foreign cache's.
+    """Refuse before-repairs for a model whose ranges come from a trusted cache.
 
     Raises:
-        ConfigError: one of the repairs would change them.
+        ConfigError: a repair would change these ranges.
     """
-    asked = [name for name in names if REPAIRS[name].before is not None]
-    if asked:
+    changing = [name for name in names if REPAIRS[name].before is not None]
+    if changing:
         raise ConfigError(
             f"a trusted cache holds the ranges of the model as it is, got repair"
-            f" {', '.join(asked)}, which changes them; leave one of them away"
+            f" {', '.join(changing)}, which changes them; leave one of them away"
         )
 
 
@@ -206,54 +211,58 @@ def prepared(
     folder: Path,
     threads: int,
 ) -> tuple[Subject, list[Tried]]:
-    """Try the repairs of these names that change a model before it is observed.
+    """Try the named before-repairs, which change the model before calibration.
 
-    Each form is calibrated for each target on a few samples and its int8 model compared with the
-    float outputs; of a repair's forms the best is kept, if some target gains and none loses.
+    Each candidate is calibrated for each target on a few samples and its int8 model compared with
+    the float outputs. The best candidate of a repair is kept if some target gains and none loses.
 
     Args:
-        targets: the targets; one that cannot be built for has no say.
-        subject: the plain model.
-        names: of `REPAIRS`; those that come after observing are passed over.
+        targets: the targets; those that cannot be built for are ignored.
+        subject: the original model.
+        names: keys of `REPAIRS`; after-repairs are skipped.
         feed: the calibration samples.
-        folder: where the targets would write.
-        threads: samples that run beside each other.
+        folder: output folder of the targets.
+        threads: samples that run in parallel.
+
+    Returns:
+        The repaired subject and the result of each repair.
 
     Raises:
         ConfigError: a target observes the model as its file has it.
-        FeedError: as the feed's samples.
+        FeedError: as the samples of the feed.
     """
     before = {name: one for name in names if (one := REPAIRS[name]).before is not None}
     if not before:
         return subject, []
-    asked = replace(subject, repairs=tuple(before))
-    able = [target for target in targets if _demanded(target, subject)]
+    marked = replace(subject, repairs=tuple(before))
+    able = [target for target in targets if _can_build(target, subject)]
     for target in able:
-        target.demand(asked)  # refuses here what it could not do with the repaired model
-    field = _Field(able or [STAND_IN], subject, feed, folder, threads)
-    now, tried = field.figures(subject), []
+        target.demand(marked)  # raises if the target cannot use a repaired model
+    builds = _TrialBuilds(able or [STAND_IN], subject, feed, folder, threads)
+    now, tried = builds.accuracies(subject), []
     for name, repair in before.items():
         assert repair.before is not None
-        forms = [
-            (_with_model(subject, name, model), field.figures(_with_model(subject, name, model)))
-            for model in repair.before(subject.model, field.samples, threads)
-            if field.float_db(model) >= repair.same_db
+        candidates = [
+            (form, builds.accuracies(form))
+            for model in repair.before(subject.model, builds.samples, threads)
+            if builds.float_db(model) >= _SAME_DB
+            for form in [_with_model(subject, name, model)]
         ]
-        if not forms:
-            tried.append(_idle(name))
+        if not candidates:
+            tried.append(_no_change(name))
             continue
-        form, after = max(forms, key=lambda one: _gain(now, one[1]))
-        kept = set(now) <= set(after) and _all_help(now, after)
-        tried += [_told(name, t, now[t], after[t], kept=kept) for t in now if t in after]
+        candidate, after = max(candidates, key=lambda one: _gain(now, one[1]))
+        kept = set(now) <= set(after) and _helps_all(now, after)
+        tried += [_result(name, t, now[t], after[t], kept=kept) for t in now if t in after]
         if kept:
-            subject, now = form, after
+            subject, now = candidate, after
     if subject.repairs:
         subject = replace(subject, loaded=settled(subject.loaded))
     return subject, tried
 
 
-def _demanded(target: Target, subject: Subject) -> bool:
-    """Whether a target can be built for at all; why not is told when it is its turn."""
+def _can_build(target: Target, subject: Subject) -> bool:
+    """Whether a target can be built for; the reason why not is reported when it is built."""
     try:
         target.demand(subject)
     except Calib8Error:
@@ -267,17 +276,17 @@ def _with_model(subject: Subject, name: str, model: onnx.ModelProto) -> Subject:
 
 
 def told(tried: Iterable[Tried]) -> list[str]:
-    """What was tried, in sentences; the target is named where it is one of several."""
-    listed = list(tried)
-    several = len({one.target for one in listed if one.target}) > 1
-    said = [f"{t.target}: {t.sentence}" if several and t.target else t.sentence for t in listed]
-    if any(t.kept and REPAIRS[t.name].before is not None for t in listed):
-        said.append("a calibration cache goes with the float model as it was repaired")
-    return said
+    """Return notes on the repairs; they name the target where there are several."""
+    results = list(tried)
+    several = len({one.target for one in results if one.target}) > 1
+    notes = [f"{t.target}: {t.sentence}" if several and t.target else t.sentence for t in results]
+    if any(t.kept and REPAIRS[t.name].before is not None for t in results):
+        notes.append("the calibration cache belongs to the repaired float model")
+    return notes
 
 
-class _Field:
-    """Trial builds of forms of one model on a few samples, for several targets."""
+class _TrialBuilds:
+    """Trial builds of candidate models on a few samples, for several targets."""
 
     def __init__(
         self,
@@ -293,31 +302,31 @@ class _Field:
         self._judge = Judge(subject.model, self.samples, threads=threads)
 
     def float_db(self, model: onnx.ModelProto) -> float:
-        """SQNR of a float model's worst output against the plain one's."""
+        """Return the SQNR of a float model's worst output slice against the original model."""
         return worst(self._judge.of(model, kernels=True))
 
-    def figures(self, subject: Subject) -> dict[str, Accuracy]:
-        """Target -> figures of its int8 model; a target that fails on so few samples is left out.
+    def accuracies(self, subject: Subject) -> dict[str, Accuracy]:
+        """Return {target: accuracy of its int8 model}, without targets that fail on few samples.
 
-        Where all do, ONNX Runtime stands in for them.
+        Where all fail, ONNX Runtime replaces them.
 
         Raises:
-            Calib8Error: so does ONNX Runtime.
+            Calib8Error: ONNX Runtime fails too.
         """
-        found, errors = {}, []
-        short = replace(subject, samples=len(self.samples))
+        accuracies, errors = {}, []
+        few_samples = replace(subject, samples=len(self.samples))
         for target in self._targets:
             try:
-                model = target.trial(self._request(target, short))
-                found[target.name] = self._judge.of(model, kernels=".onnx" in target.engines)
+                model = target.trial(self._request(target, few_samples))
+                accuracies[target.name] = self._judge.of(model, kernels=".onnx" in target.engines)
             except Calib8Error as error:
                 errors.append(error)
-        if found:
-            return found
+        if accuracies:
+            return accuracies
         if self._targets == [STAND_IN]:
             raise errors[0]
         self._targets = [STAND_IN]
-        return self.figures(subject)
+        return self.accuracies(subject)
 
     def _request(self, target: Target, subject: Subject) -> BuildRequest:
         observed = observe(
@@ -334,19 +343,19 @@ class _Field:
 
 
 def _gain(now: Mapping[str, Accuracy], after: Mapping[str, Accuracy]) -> float:
-    """Mean over the targets of what the worst output gains, in dB."""
+    """Return the gain of the worst output slice in dB, averaged over the targets."""
     gains = [worst(after[t]) - worst(now[t]) for t in now if t in after]
     return -math.inf if any(math.isnan(gain) for gain in gains) else sum(gains) / len(gains)
 
 
-def _all_help(now: Mapping[str, Accuracy], after: Mapping[str, Accuracy]) -> bool:
-    """Whether some target is helped, and none harmed."""
+def _helps_all(now: Mapping[str, Accuracy], after: Mapping[str, Accuracy]) -> bool:
+    """Whether some target gains and none loses."""
     return any(helps(now[t], after[t], least=_CLEARLY_DB) for t in now) and not any(
         harms(now[t], after[t]) for t in now
     )
 
 
-def _told(name: str, target: str, now: Accuracy, after: Accuracy, *, kept: bool) -> Tried:
+def _result(name: str, target: str, now: Accuracy, after: Accuracy, *, kept: bool) -> Tried:
     old, new = worst(now), worst(after)
     word = "kept" if kept else "not kept"
     return Tried(
@@ -359,7 +368,7 @@ def _told(name: str, target: str, now: Accuracy, after: Accuracy, *, kept: bool)
     )
 
 
-def _idle(name: str, target: str = "", why: str = "nothing to repair") -> Tried:
+def _no_change(name: str, target: str = "", why: str = "nothing to repair") -> Tried:
     return Tried(
         name=name,
         target=target,

@@ -1,4 +1,4 @@
-"""What a repair gets and what is told of it."""
+"""Types of the repairs: their inputs, their signatures and their results."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Making:
-    """What an after-repair is made from.
+    """Input of an after-repair.
 
     Attributes:
-        target: whose int8 model is to be repaired.
-        reference: the float model before any repair, which the int8 one should equal.
-        samples: a few, which do not judge the result where there are enough.
-        apart: others, which judge what a repair does to a layer; none where there are not enough.
-        threads: samples that run beside each other.
-        progress: called after each layer, where a repair goes layer by layer.
+        target: target whose int8 model is repaired.
+        reference: float model before any repair; its outputs are the reference.
+        samples: a few samples to compute the repair from.
+        apart: held-out samples that accept or reject each change of a layer; empty where there are
+            too few samples.
+        threads: samples that run in parallel.
+        progress: called after each layer.
     """
 
     target: Target
@@ -38,30 +39,30 @@ class Making:
     progress: Callable[[], None] = lambda: None
 
     def int8_nodes(self, request: BuildRequest) -> frozenset[str]:
-        """Nodes that the target runs in integers, as far as the model alone tells."""
+        """Return the nodes that the target runs in integers, by its plan of the model."""
         decisions = self.target.plan(request.model, request.float_nodes).decisions
         return frozenset(d.node for d in decisions if d.precision not in FLOATS)
 
 
-# (model, a few samples, threads) -> the model in other forms; none where there is nothing to do
+# (model, a few samples, threads) -> candidate models; none where there is nothing to repair
 Before = Callable[["onnx.ModelProto", Sequence[Sample], int], Iterable["onnx.ModelProto"]]
-# (what the target would be built from, ...) -> the same, repaired in ways of which one is kept
+# (build request, ...) -> candidate requests, of which at most one is kept
 After = Callable[["BuildRequest", Making], Iterable["BuildRequest"]]
-# (the same) -> it repaired, and what that gave in words; None where there was nothing to do
+# (the same) -> (repaired request, text for the report); None where there is nothing to repair
 ByLayers = Callable[["BuildRequest", Making], "tuple[BuildRequest, str] | None"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """One repair that was tried for one target.
+    """Result of one repair on one target.
 
     Attributes:
         name: the repair.
         target: the target.
-        kept: whether the build has it.
-        sentence: all that in words.
-        before_db, after_db: SQNR of the worst output without and with it; None where there was
-            nothing to do, or its outputs do not judge.
+        kept: whether the build uses it.
+        sentence: the result as text.
+        before_db, after_db: SQNR of the worst output slice without and with it; None where there
+            was nothing to repair, or where it decides layer by layer.
     """
 
     name: str
@@ -73,9 +74,9 @@ class Tried:
 
 
 def with_model(request: BuildRequest, model: onnx.ModelProto) -> BuildRequest:
-    """The request for a model of other constants, not known by its digest yet (see `settled`).
+    """Return the request with a model of other constants; the digest is still the old one.
 
-    What a target makes of the observations is made anew, since weights enter it.
+    Ranges that a target computed from the observations are dropped, since weights enter them.
     """
     loaded = replace(request.subject.loaded, model=model)
     return replace(
@@ -86,5 +87,5 @@ def with_model(request: BuildRequest, model: onnx.ModelProto) -> BuildRequest:
 
 
 def settled(loaded: LoadedModel) -> LoadedModel:
-    """A loaded model whose constants were changed, known by its own digest."""
+    """Return a loaded model whose constants were changed, with a new digest."""
     return replace(loaded, digest=model_digest(loaded.model))

@@ -1,19 +1,19 @@
 """Weight rounding by output error, layer by layer (see `calibrators.rounding`).
 
-The inputs are those of the float model on a few samples. A weight that goes the other way than to
-its nearest becomes the float value of that integer, so that every target's own rounding gives it;
-the others stay as they are, the extremes that give the scale among them, so the scales do too.
+The inputs are those of the float model on a few samples. A weight that is not rounded to nearest is
+replaced by the float value of its integer, so that every target rounds it to that. The other
+weights stay as they are, among them the extremes that set the scale, so the scales stay too.
 
-Other samples judge it, each channel of each layer by what it gives wrong there::
+Held-out samples accept or reject the rounding of each channel by its output error::
 
     samples      o   o   o   o      round the weights
     apart          x       x        |(q - w) x|^2 < |(nearest - w) x|^2 ?  keep q, else nearest
 
-The whole model's outputs on as few samples would judge by chance: a quarter less noise of all
-weights is less than what they differ by from one handful of samples to the next.
+The model's own outputs on so few samples could not tell: all the weights together give a quarter
+less noise, and the noise varies more than that from one handful of samples to the next.
 
-No layer's rounding depends on what else is in int8. So the search for what stays float knows all
-of them beforehand: it tries models of rounded weights, in which a layer in float has its own.
+The rounding of a layer does not depend on which other layers are in int8. So the search for float
+layers rounds all of them once, and in its trial models a float layer gets its own weight back.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ if TYPE_CHECKING:
 
     from deploy.targets.base import BuildRequest
 
-_PATCHES = 1024  # of a layer's input, over all samples
-_SWEEPS = 2  # further ones move a weight in a hundred
-_WIDEST = 1200  # values of a patch whose products are taken together; more in portions
+_PATCHES = 1024  # input patches of a layer, over all samples
+_SWEEPS = 2  # a third one changes one weight in a hundred
+_WIDEST = 1200  # values of a patch in one Gram matrix; wider ones are split
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rounded:
-    """A layer's weight, rounded.
+    """A layer's weight after rounding.
 
     Attributes:
-        weight: float32 in ONNX layout, what moved lying on its integers.
-        left: squared error of the layer's output, of that with the weight rounded to nearest, on
-            samples that did not round it; 1 where nothing moved, NaN where there are none.
+        weight: float32 in ONNX layout; changed values lie on their integers.
+        left: squared output error on held-out samples, relative to rounding to nearest; 1 where
+            nothing changed, NaN without held-out samples.
     """
 
     weight: FloatArray
@@ -68,22 +68,21 @@ class Rounded:
 
 
 def round_weights(request: BuildRequest, making: Making) -> tuple[BuildRequest, str] | None:
-    """The request with weights that round to what the outputs want, and what that gives, in words.
+    """Return the request with weights rounded by output error, and a text for the report.
 
-    None where nothing moves in a layer that is in int8.
+    None where no weight of an int8 layer changes.
     """
-    every = rounded_weights(request, making)
-    written = all_written(making.target.trial(request), _owned(request.model))
-    names = [one.weight for one, _ in written.values() if one.weight in every]
-    kept = {name: every[name] for name in names if every[name].left != 1}
-    if not kept:
+    all_rounded = rounded_weights(request, making)
+    quantized = all_written(making.target.trial(request), _exclusive(request.model))
+    names = [one.weight for one, _ in quantized.values() if one.weight in all_rounded]
+    changed = {name: all_rounded[name] for name in names if all_rounded[name].left != 1}
+    if not changed:
         return None
-    model = with_constants(request.model, {name: one.weight for name, one in kept.items()})
-    return with_model(request, model), _told([one.left for one in kept.values()])
+    model = with_constants(request.model, {name: one.weight for name, one in changed.items()})
+    return with_model(request, model), _report_text([one.left for one in changed.values()])
 
 
-def _told(left: Sequence[float]) -> str:
-    """What is left of the layers' squared errors, in words."""
+def _report_text(left: Sequence[float]) -> str:
     layers = "1 layer gives" if len(left) == 1 else f"{len(left)} layers give"
     if not np.isfinite(left).all():
         return f"{layers} less error on the samples that round them"
@@ -94,77 +93,77 @@ def _told(left: Sequence[float]) -> str:
 def trials_rounded(
     request: BuildRequest, making: Making
 ) -> Callable[[BuildRequest], onnx.ModelProto]:
-    """What makes the trial models of choices, with rounded weights unless they say no."""
+    """Return a builder of trial models with rounded weights, unless `choices.rounded` is False."""
     target = making.target
     arrays = {name: one.weight for name, one in rounded_weights(request, making).items()}
-    layers = tuple(one for one in _owned(request.model) if one.weight in arrays)
-    rounded = with_model(request, with_constants(request.model, arrays))
-    own = {t.name: t for t in request.model.graph.initializer if t.name in arrays}
+    layers = tuple(one for one in _exclusive(request.model) if one.weight in arrays)
+    with_rounded = with_model(request, with_constants(request.model, arrays))
+    originals = {t.name: t for t in request.model.graph.initializer if t.name in arrays}
 
     def trial(chosen: BuildRequest) -> onnx.ModelProto:
         if chosen.choices.rounded is False:
             return target.trial(chosen)
-        subject = replace(chosen.subject, loaded=rounded.subject.loaded)
-        made = target.trial(replace(chosen, subject=subject))
-        _give_back(made, layers, own)
-        return made
+        subject = replace(chosen.subject, loaded=with_rounded.subject.loaded)
+        model = target.trial(replace(chosen, subject=subject))
+        _give_back(model, layers, originals)
+        return model
 
     return trial
 
 
 def _give_back(
-    made: onnx.ModelProto, layers: Sequence[Layer], own: Mapping[str, onnx.TensorProto]
+    model: onnx.ModelProto, layers: Sequence[Layer], originals: Mapping[str, onnx.TensorProto]
 ) -> None:
-    """Their own weights to layers that are in float, in place."""
-    there = {tensor.name: tensor.dims for tensor in made.graph.initializer}
-    kept = [(one, name) for one in layers if (name := _held_as(one, there)) is not None]
-    written = all_written(made, tuple(one for one, _ in kept)) if kept else {}
-    back = {name: own[one.weight] for one, name in kept if one.name not in written}
-    for name, tensor in back.items():
+    """Give layers that stay float their original weights back, in place."""
+    dims = {tensor.name: tensor.dims for tensor in model.graph.initializer}
+    present = [(one, name) for one in layers if (name := _weight_name(one, dims)) is not None]
+    quantized = all_written(model, tuple(one for one, _ in present)) if present else {}
+    restored = {name: originals[one.weight] for one, name in present if one.name not in quantized}
+    for name, tensor in restored.items():
         if name != tensor.name:
-            wide = with_zeros(numpy_helper.to_array(tensor), there[name])
-            back[name] = numpy_helper.from_array(wide, name)
-    update(made.graph.initializer, back)
+            padded = with_zeros(numpy_helper.to_array(tensor), dims[name])
+            restored[name] = numpy_helper.from_array(padded, name)
+    update(model.graph.initializer, restored)
 
 
-def _held_as(layer: Layer, there: Collection[str]) -> str | None:
-    """What a layer's float weight is called in a model that has some constants."""
+def _weight_name(layer: Layer, constants: Collection[str]) -> str | None:
+    """Return the name of a layer's float weight among a model's constants."""
     names = (layer.weight, wide_for(layer.weight, layer.name))
-    return next((name for name in names if name in there), None)
+    return next((name for name in names if name in constants), None)
 
 
 def rounded_weights(request: BuildRequest, making: Making) -> Mapping[str, Rounded]:
-    """Weights of every layer that could be in int8, by initializer; found once for all choices."""
+    """Return the rounded weight of every layer that can be int8, by initializer; computed once."""
 
     def made() -> tuple[onnx.ModelProto, Mapping[str, Rounded]]:
         return request.model, _rounded(request.choosing(NO_CHOICES), making)
 
-    key = "rounded", making.target.name, id(request.model)  # kept with the model of this id
+    key = "rounded", making.target.name, id(request.model)  # the entry keeps the model alive
     return request.ranges.once(key, made)[1]
 
 
 def _rounded(request: BuildRequest, making: Making) -> dict[str, Rounded]:
-    written = all_written(making.target.trial(request), _owned(request.model))
+    quantized = all_written(making.target.trial(request), _exclusive(request.model))
     count, fits = len(making.samples), making.target.plan(request.model).placement.fits_pairs
-    found = {}
-    for layer, parts in inputs_of(
+    results = {}
+    for layer, patches in inputs_of(
         making.reference,
-        [layer for layer, how in written.values() if how.nearest],
+        [layer for layer, how in quantized.values() if how.nearest],
         [*making.samples, *making.apart],
         most=_PATCHES * (count + len(making.apart)) // count,
         threads=making.threads,
     ):
-        how, own = written[layer.name][1], np.concatenate(parts[:count], axis=2)
-        apart = np.concatenate(parts[count:], axis=2) if parts[count:] else None
-        found[layer.weight] = rounded_weight(
-            layer, how.weight, own, how.grid, apart=apart, fits_pairs=fits
+        how, inputs = quantized[layer.name][1], np.concatenate(patches[:count], axis=2)
+        apart = np.concatenate(patches[count:], axis=2) if patches[count:] else None
+        results[layer.weight] = rounded_weight(
+            layer, how.weight, inputs, how.grid, apart=apart, fits_pairs=fits
         )
         making.progress()
-    return found
+    return results
 
 
-def _owned(model: onnx.ModelProto) -> tuple[Layer, ...]:
-    """The layers whose weight no other node reads."""
+def _exclusive(model: onnx.ModelProto) -> tuple[Layer, ...]:
+    """Return the layers whose weight no other node reads."""
     return tuple(layer for layer in layers_of(model) if layer.alone)
 
 
@@ -177,15 +176,15 @@ def rounded_weight(
     apart: FloatArray | None = None,
     fits_pairs: bool = False,
 ) -> Rounded:
-    """The layer's weight with some values moved onto the stored value on their other side.
+    """Round a layer's weight by its output error.
 
     Args:
         layer: in the float model.
-        scales: of its weight, that broadcast over it.
-        inputs: patches [groups, K, P].
-        grid: that stores the weight.
-        apart: other patches, by which a channel that errs no less on them stays as it was.
-        fits_pairs: whether pairs of the stored weight fit 16 bits, and are to go on fitting.
+        scales: weight scales, which broadcast over the weight.
+        inputs: input patches [groups, K, P].
+        grid: grid of the stored weight.
+        apart: held-out patches; a channel with no less error on them keeps its weights.
+        fits_pairs: whether pairs of stored weights fit 16 bits and must stay so.
     """
     weight = layer.array.astype(np.float64)
     own = _rows(layer, np.broadcast_to(scales, weight.shape))
@@ -200,7 +199,7 @@ def rounded_weight(
     for start in range(0, steps.shape[2], _WIDEST):
         part = slice(start, start + _WIDEST)
         products = gram(inputs[:, part])
-        if not np.isfinite(products).all():  # float32 cannot square such inputs: to nearest
+        if not np.isfinite(products).all():  # the squares overflow float32: round to nearest
             continue
         integers[:, :, part] = rounded_by_output(
             steps[:, :, part],
@@ -211,49 +210,49 @@ def rounded_weight(
         )
     left = math.nan if (integers != nearest).any() else 1.0
     if apart is not None:
-        left = _judged(steps, nearest, integers, own, apart)
+        left = _undo_worse(steps, nearest, integers, own, apart)
     plain = _rows(layer, weight)
-    moved = np.where(integers != nearest, np.clip(integers * own, *_ends(plain)), plain)
+    moved = np.where(integers != nearest, np.clip(integers * own, *_limits(plain)), plain)
     return Rounded(layer.from_channels(moved.reshape(layer.by_channel.shape)), left)
 
 
 def _tight(layer: Layer, steps: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Weights that keep their nearest, so that pairs fit and the scale stays: as `steps`."""
+    """Return a mask like `steps` of the weights to round to nearest, so that pairs fit 16 bits."""
     groups, out, into, places = layer.by_channel.shape
     if is_depthwise(groups, groups * out, into):
         return np.zeros(steps.shape, np.bool_)
     return in_tight_pairs(steps.reshape(groups * out, into, places)).reshape(steps.shape)
 
 
-def _judged(
+def _undo_worse(
     steps: NDArray[np.floating],
     nearest: NDArray[np.floating],
     integers: NDArray[np.floating],
     scales: NDArray[np.floating],
     apart: FloatArray,
 ) -> float:
-    """Take back, in place, the rows that err no less than to nearest; the error that is left."""
+    """Round rows to nearest again, in place, where that has no more error; return what is left."""
     before, after = (
         np.square(products_of((q - steps) * scales, apart)).sum(axis=2) for q in (nearest, integers)
     )
     worse = after >= before
     integers[worse] = nearest[worse]
-    whole = float(before.sum())
-    return float(np.where(worse, before, after).sum()) / whole if whole > 0 else 1.0
+    total = float(before.sum())
+    return float(np.where(worse, before, after).sum()) / total if total > 0 else 1.0
 
 
-def _ends(plain: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The least and the greatest that a value of each channel may become, [..., 1].
+def _limits(weight: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the smallest and the largest value that weights of each channel may become, [..., 1].
 
-    None may pass the one that gives the scale, nor reach it on the other side, since the sign of
-    the extreme decides AMCT's scale too.
+    No weight may pass the extreme that sets the scale, nor reach it with the other sign, since the
+    sign of the extreme decides AMCT's scale too.
     """
-    end = np.abs(plain).max(axis=2, keepdims=True)
+    end = np.abs(weight).max(axis=2, keepdims=True)
     below = np.nextafter(end.astype(np.float32), np.float32(0)).astype(np.float64)
-    low = np.where(plain.min(axis=2, keepdims=True) == -end, end, below)
-    return -low, np.where(plain.max(axis=2, keepdims=True) == end, end, below)
+    low = np.where(weight.min(axis=2, keepdims=True) == -end, end, below)
+    return -low, np.where(weight.max(axis=2, keepdims=True) == end, end, below)
 
 
 def _rows(layer: Layer, weight: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A weight in ONNX layout -> [groups, C_out of a group, K], as the patches have it."""
+    """Reshape a weight from ONNX layout to [groups, C_out per group, K], the layout of patches."""
     return np.asarray(replace(layer, array=np.asarray(weight)).rows, np.float64)

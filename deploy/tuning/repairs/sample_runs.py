@@ -1,9 +1,7 @@
-"""Running a model on a few samples: inner tensors, and how near its outputs are to the float ones.
+"""Runs a model on a few samples: inner tensors, error of the outputs, patches of layer inputs.
 
-Samples run beside each other, each in one thread, and what is found is kept in their order: no
-result depends on the number of threads.
-
-What a layer's weights are multiplied with, on a few samples: patches of its input.
+Samples run in parallel, one thread each, and results are stored in sample order: no result depends
+on the number of threads.
 """
 
 from __future__ import annotations
@@ -39,36 +37,36 @@ def tapped(
     *,
     threads: int,
 ) -> list[dict[str, Taken]]:
-    """What `take` makes of (number of the sample, tensor, value), for each sample.
+    """Run the model and return {tensor: take(sample number, tensor, value)} for each sample.
 
-    A Q/DQ model is computed as it is written, in float between its pairs.
+    A Q/DQ model is computed as written, in float between its Q/DQ pairs.
 
     Raises:
         BackendError: ONNX Runtime refused the model or a sample.
     """
     inputs = {value.name for value in model.graph.input}
-    wanted = list(dict.fromkeys(tensors))
-    fed, made = [n for n in wanted if n in inputs], [n for n in wanted if n not in inputs]
+    names = list(dict.fromkeys(tensors))
+    fed, outputs = [n for n in names if n in inputs], [n for n in names if n not in inputs]
     session = OrtSession.open(
-        with_outputs(model, made), threads=1, spin=False, keep=True, int8_kernels=False
+        with_outputs(model, outputs), threads=1, spin=False, keep=True, int8_kernels=False
     )
-    found: list[dict[str, Taken]] = []
+    results: list[dict[str, Taken]] = []
 
     def work(_: int, number: int, sample: Sample) -> dict[str, Taken]:
         values = session.run(sample)
         return {
             **{name: take(number, name, sample[name]) for name in fed},
-            **{name: take(number, name, values[name]) for name in made},
+            **{name: take(number, name, values[name]) for name in outputs},
         }
 
-    in_order(samples, work, lambda _, one: found.append(one), threads=threads)
-    return found
+    in_order(samples, work, lambda _, one: results.append(one), threads=threads)
+    return results
 
 
 def channel_maxima(
     model: onnx.ModelProto, axes: Mapping[str, int], samples: Sequence[Sample], *, threads: int
 ) -> dict[str, NDArray[np.float64]]:
-    """Tensor with its channel axis -> the greatest |x| of each channel on the samples, [C]."""
+    """Return max |x| of each channel, [C], over the samples; `axes`: tensor -> channel axis."""
 
     def take(_: int, name: str, value: Array) -> NDArray[np.float64]:
         return np.asarray(np.abs(_rows(value, axes[name])).max(axis=0), np.float64)
@@ -77,36 +75,19 @@ def channel_maxima(
     return {name: np.max([run[name] for run in runs], axis=0) for name in axes}
 
 
-def channel_moments(
-    model: onnx.ModelProto, axes: Mapping[str, int], samples: Sequence[Sample], *, threads: int
-) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Tensor with its channel axis -> mean and deviation of each channel on the samples, [C]."""
-
-    def take(_: int, name: str, value: Array) -> NDArray[np.float64]:
-        rows = _rows(value, axes[name]).astype(np.float64)
-        return np.stack([rows.mean(axis=0), (rows * rows).mean(axis=0)])
-
-    runs = tapped(model, axes, samples, take, threads=threads)
-    found = {}
-    for name in axes:
-        mean, square = np.mean([run[name] for run in runs], axis=0)
-        found[name] = mean, np.sqrt(np.maximum(square - mean * mean, 0))
-    return found
-
-
 def _rows(value: Array, axis: int) -> Array:
     """[..., C, ...] -> [values of a channel, C]."""
     return np.moveaxis(value, axis, -1).reshape(-1, value.shape[axis])
 
 
 class Judge:
-    """Compares models with the float one on the same few samples, which it runs once.
+    """Compares models with the float model on the same few samples; the float model runs once.
 
     Args:
         reference: the float model.
-        samples: a few.
-        threads: samples that run beside each other.
-        said: the float model's outputs for them, where they are known.
+        samples: a few samples.
+        threads: samples that run in parallel.
+        said: the float model's outputs on them, if they are available.
     """
 
     def __init__(
@@ -124,7 +105,7 @@ class Judge:
         self._outputs = said
 
     def of(self, model: onnx.ModelProto, *, kernels: bool) -> Accuracy:
-        """Figures of a model; `kernels` runs ONNX Runtime's int8 kernels, where it has them.
+        """Return the accuracy of a model; `kernels` allows ONNX Runtime's int8 kernels.
 
         Raises:
             BackendError: ONNX Runtime refused the model or a sample.
@@ -149,14 +130,14 @@ def _ran(session: OrtSession, samples: Sequence[Sample], threads: int) -> list[M
 
 
 def figures(accuracy: Accuracy) -> dict[str, float]:
-    """Part of an output -> its SQNR in dB; -inf where it cannot be told."""
-    found = {part.label: part.sqnr_db for part in accuracy.parts}
-    found |= {one.name: one.sqnr_db for one in accuracy.outputs if math.isnan(one.sqnr_db)}
-    return {name: -math.inf if math.isnan(db) else db for name, db in found.items()}
+    """Return the SQNR in dB of each output slice; -inf where it is NaN."""
+    sqnr = {part.label: part.sqnr_db for part in accuracy.parts}
+    sqnr |= {one.name: one.sqnr_db for one in accuracy.outputs if math.isnan(one.sqnr_db)}
+    return {name: -math.inf if math.isnan(db) else db for name, db in sqnr.items()}
 
 
 def worst(accuracy: Accuracy) -> float:
-    """SQNR in dB of the worst part of the outputs."""
+    """Return the SQNR in dB of the worst output slice."""
     return min(figures(accuracy).values(), default=-math.inf)
 
 
@@ -164,18 +145,18 @@ GAIN_DB, _LOSS_DB = 0.1, 0.5
 
 
 def helps(before: Accuracy, after: Accuracy, *, least: float = GAIN_DB) -> bool:
-    """Whether the worst output gains `least` dB or more and no output loses over half a dB."""
+    """Whether the worst output slice gains `least` dB or more and no slice loses over 0.5 dB."""
     return worst(after) >= worst(before) + least and not harms(before, after)
 
 
 def harms(before: Accuracy, after: Accuracy) -> bool:
-    """Whether an output loses over half a dB."""
+    """Whether an output slice loses more than 0.5 dB."""
     old, new = figures(before), figures(after)
     return any(new.get(name, -math.inf) < old[name] - _LOSS_DB for name in old)
 
 
-_PADS_GIVEN = b"NOTSET"
-_HELD = 1 << 25  # values in memory at a time; more layers are another run of the model
+_NOTSET = b"NOTSET"
+_MOST_VALUES = 1 << 25  # in memory at a time; further layers need another run of the model
 
 
 def inputs_of(
@@ -186,49 +167,51 @@ def inputs_of(
     most: int,
     threads: int,
 ) -> Iterator[tuple[Layer, list[FloatArray]]]:
-    """Each layer with patches of its input: of each sample [groups, K, P], `most` or so together.
+    """Yield each layer with its input patches, [groups, K, P] per sample, about `most` in all.
 
-    A ConvTranspose whose pads are not given, but found from its output's size, is left out.
+    A ConvTranspose whose pads follow from its output's size is left out.
     """
-    able = [one for one in layers if not (one.transposed and _fitted(one))]
-    each = -(-most // len(samples))
-    for some in _portions(able, most):
-        wanted = {layer.name: layer for layer in some}
+    supported = [one for one in layers if not (one.transposed and _fitted(one))]
+    per_sample = -(-most // len(samples))
+    for batch in _portions(supported, most):
+        by_name = {layer.name: layer for layer in batch}
 
-        def take(number: int, name: str, value: Array, some: Sequence[Layer] = some) -> list[Array]:
-            return [patches(one, value, number, each) for one in some if one.input == name]
+        def take(
+            number: int, name: str, value: Array, batch: Sequence[Layer] = batch
+        ) -> list[Array]:
+            return [patches(one, value, number, per_sample) for one in batch if one.input == name]
 
-        runs = tapped(model, [one.input for one in some], samples, take, threads=threads)
+        runs = tapped(model, [one.input for one in batch], samples, take, threads=threads)
         by_input: dict[str, list[Layer]] = {}
-        for layer in wanted.values():
+        for layer in by_name.values():
             by_input.setdefault(layer.input, []).append(layer)
-        for tensor, own in by_input.items():
-            for place, layer in enumerate(own):
+        for tensor, same_input in by_input.items():
+            for place, layer in enumerate(same_input):
                 yield layer, [run[tensor][place] for run in runs]
 
 
 def _fitted(layer: Layer) -> bool:
     """Whether the pads of a ConvTranspose follow from the size of its output."""
-    return "output_shape" in layer.given or layer.given.get("auto_pad", _PADS_GIVEN) != _PADS_GIVEN
+    return "output_shape" in layer.given or layer.given.get("auto_pad", _NOTSET) != _NOTSET
 
 
 def _portions(layers: Sequence[Layer], most: int) -> Iterator[list[Layer]]:
-    """The layers in portions whose patches fit into memory, in their order."""
-    some: list[Layer] = []
-    held = 0
+    """Split the layers, in order, so that the patches of each portion fit into memory."""
+    portion: list[Layer] = []
+    values = 0
     for layer in layers:
         size = most * math.prod(layer.by_channel.shape) // max(layer.by_channel.shape[1], 1)
-        if some and held + size > _HELD:
-            yield some
-            some, held = [], 0
-        some.append(layer)
-        held += size
-    if some:
-        yield some
+        if portion and values + size > _MOST_VALUES:
+            yield portion
+            portion, values = [], 0
+        portion.append(layer)
+        values += size
+    if portion:
+        yield portion
 
 
 def patches(layer: Layer, value: Array, number: int, most: int) -> FloatArray:
-    """At most `most` patches of one input of a layer (`calibrators.rounding`)."""
+    """Return at most `most` patches of one input of a layer (`calibrators.rounding`)."""
     window = None
     if layer.kind in ("Conv", "ConvTranspose"):
         window = window_of(layer.given, layer.array.shape[2:], transposed=layer.transposed)
