@@ -338,7 +338,7 @@ def test_a_target_whose_model_is_not_there_says_so(copied, held):
 
 
 def test_of_a_model_that_was_equalized_no_channels_are_told(copied, held):
-    note = "SmoothQuant: worst part 20.0 -> 30.0 dB, {}"
+    note = "cross-layer equalization: worst part 20.0 -> 30.0 dB, {}"
     for word, found in (("kept", False), ("not kept", True)):
         out = copied(lambda report, word=word: report.update(notes=[note.format(word)]))
         targets = json.loads(said(out, "--images", held, "--json", "-"))["targets"]
