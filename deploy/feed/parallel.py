@@ -33,7 +33,7 @@ from deploy.tensors import Array
 Sample = Mapping[str, Array]
 Work = TypeVar("Work")
 
-_LOOK_S = 0.1  # seconds between checks for a signal
+_SIGNAL_POLL_S = 0.1  # seconds between checks for a signal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
