@@ -258,7 +258,7 @@ def _put(item: T | _End, out: queue.Queue[T | _End], stop: threading.Event) -> b
 
 
 Item = TypeVar("Item")
-Result = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 def ahead(
