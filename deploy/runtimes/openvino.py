@@ -153,7 +153,7 @@ def run_apart(
 
 
 def _process_main(args: Sequence[str]) -> int:
-    """Run the process of `run_apart`; args: model, threads, shapes, then sample and output files."""
+    """Run a process of `run_apart`; args: model, threads, shapes, then sample and output files."""
     path, threads, shapes, *files = args
     try:
         shapes_given = _shapes(files[0]) if shapes == "closed" else None
