@@ -128,7 +128,7 @@ def _signal_behind(error: BaseException) -> KeyboardInterrupt | Terminated | Non
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, KeyboardInterrupt | Terminated):
-            return type(seen)(*seen.args)  # the arguments tell the user how to continue
+            return type(cause)(*cause.args)  # the arguments tell the user how to continue
         cause = cause.__cause__ or cause.__context__
     return None
 
