@@ -77,7 +77,7 @@ def heard(decode: Callable[[], T]) -> tuple[T, list[str]]:
         return decode(), []
     with capture.among() as words:
         result = decode()
-    if words.own or not words.lines:
+    if words.was_alone or not words.lines:
         return result, words.lines
     with capture.alone() as lines:
         result = decode()
@@ -329,14 +329,14 @@ def _decoded(data: bytes, grey: bool) -> tuple[Array | None, list[str]]:
     cv2 = opencv()
     flag = cv2.IMREAD_GRAYSCALE if grey else cv2.IMREAD_COLOR
 
-    def pixels() -> Array | None:
+    def imdecode() -> Array | None:
         try:
             pixels: Array | None = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
         except (cv2.error, MemoryError):
             return None
         return pixels
 
-    return heard(pixels)
+    return heard(imdecode)
 
 
 def opencv() -> Any:

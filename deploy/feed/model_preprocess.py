@@ -125,7 +125,8 @@ def _difference_note(
     if not words:
         return ()
     return (
-        f"{carried.source} says {enumerated(words)}; the options given here differ and are used",
+        f"{carried.source} says {enumerated(words)} although other options were given,"
+        " which are used",
     )
 
 

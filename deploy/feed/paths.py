@@ -257,8 +257,8 @@ def refuse_others(files: Files) -> None:
     others = [one.name for one in files.files if not is_raw(one.path)]
     if others:
         raise ConfigError(
-            "a raw shape and dtype apply to .bin and .raw files only, got"
-            f" {summary(others, 2)} in {files.name}; leave them out"
+            "a raw shape and dtype apply to .bin and .raw files, got"
+            f" {summary(others, 2)} in {files.name}, which have their own; leave them out"
         )
 
 

@@ -53,8 +53,11 @@ class Feed:
         self._reader = Reader(source, skip_bad=skip_bad, kept=KEPT * batch, preprocess=preprocess)
         self._names = ""  # digest of the names
         self._kind = kind
-        self._good: tuple[int, tuple[int, ...]] = (-1, ())  # (bad samples known, labels of others)
-        self._given: Mapping[int, int] | None = None  # labels that are not from the source
+        self._good_labels: tuple[int, tuple[int, ...]] = (
+            -1,
+            (),
+        )  # (bad samples known, labels of others)
+        self._own_labels: Mapping[int, int] | None = None  # labels that are not from the source
         self.batch = batch
         self.preprocess = preprocess
         self.origin = origin

@@ -65,7 +65,7 @@ def read_stamped(path: Path, *, digest: str = "sha256") -> tuple[bytes, dict[str
     note = read_json(note_of(path), what=what, error=CacheError, own=True)
     if not isinstance(note, dict) or note.pop(digest, None) != sha256(data):
         raise CacheError(
-            f"{path} must be unchanged, but its bytes differ from the sha256 in"
+            f"{path} must be as it was written, but its bytes differ from the sha256 in"
             f" {note_of(path).name}; create it again"
         )
     return data, note

@@ -64,7 +64,7 @@ class Trained:
     stored: tuple[Grid, ...]
 
     @property
-    def texts(self) -> str:
+    def kinds(self) -> str:
         """The grids of the activations as text: "int8 with zero point 0"."""
         texts = {_describe_grid(grid) for grids in self.grids.values() for grid in grids}
         return " and ".join(sorted(texts))

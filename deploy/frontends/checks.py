@@ -60,7 +60,7 @@ def check_float(model: onnx.ModelProto) -> None:
     for node in all_nodes(model.graph):
         if node.op_type in _ASCENDS:
             raise ModelError(
-                "the model must be a float32 one, got one that only Ascend's atc can read"
+                "the model must be a float32 one, got one that only Ascend's atc reads"
                 f" ({node.op_type} '{node.name}'); give the model it was made from, or its"
                 " fake-quant model"
             )

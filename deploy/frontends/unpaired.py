@@ -45,7 +45,7 @@ class Unpaired:
     """
 
     model: onnx.ModelProto
-    loose_count: int
+    loose: int
     grids: Mapping[str, tuple[Grid, ...]]
 
 
@@ -110,7 +110,7 @@ def without_pairs(
     grids = {
         stripper.renamed.get(name, name): tuple(found) for name, found in stripper.grids.items()
     }
-    return Unpaired(out, stripper.loose_count, grids)
+    return Unpaired(out, stripper.loose, grids)
 
 
 class _Stripper:
@@ -121,7 +121,7 @@ class _Stripper:
     ) -> None:
         self.graph, self.index, self.keep_rounding = model.graph, Graph(model), keep_rounding
         self.int8_names = _int8_nodes(self.index, taken)
-        self.loose_count = 0
+        self.loose = 0
         self.grids: dict[str, list[Grid]] = {}  # float tensor -> grids of its pairs
         self.fixed = set(self.index.constants)  # tensors that do not depend on the inputs
         self.positive: set[str] = set()  # tensors that cannot be negative
@@ -165,7 +165,7 @@ class _Stripper:
         int8 = [n for n in readers if n.name in self.int8_names and n.input[0] == made]
         in_float = kept or made in self.index.captured or len(int8) < len(readers)
         steps = self._float_steps(node, source) if in_float else {}
-        self.loose_count += in_float
+        self.loose += in_float
         if steps:
             for reader in int8:
                 reader.input[0] = source
