@@ -274,12 +274,12 @@ def _hint(command: click.Command, word: str, argv: Sequence[str]) -> str:
     """Return a hint on where an extra argument belongs; "" if unknown."""
     from deploy.targets import TARGETS
 
-    known = {flag for option in command.params for flag in option.opts}
-    if word in TARGETS and "--target" in known:
+    flags = {flag for option in command.params for flag in option.opts}
+    if word in TARGETS and "--target" in flags:
         return "; several targets are separated by commas"
-    if "--against" in known:
+    if "--against" in flags:
         return "; a second model goes after --against"
-    if "--images" not in known:
+    if "--images" not in flags:
         return ""
     if "--images" not in argv:
         return "; images go after --images"

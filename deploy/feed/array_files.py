@@ -65,12 +65,12 @@ def from_file(path: Path, specs: Specs) -> ArraySource:
     Raises:
         FeedError: the file is damaged, holds objects, or does not fit the inputs.
     """
-    held = read_arrays(path, specs)
-    count = rows(held.item, specs, shown(path.name))
+    contents = read_arrays(path, specs)
+    count = rows(contents.item, specs, shown(path.name))
     if not count:
         raise FeedError(f"{shown(path.name)} must hold samples, got none")
     return ArraySource(
-        specs, [held.item], (count,), shown(path.name), held.labels, tuple(held.notes)
+        specs, [contents.item], (count,), shown(path.name), contents.labels, tuple(contents.notes)
     )
 
 
@@ -184,15 +184,15 @@ def _open_items(
     counts, notes, labels = [], set[str](), list[int]()
     for part in parts:
         try:
-            held = _read_item(part, specs)
-            count = rows(held.item, specs, " and ".join(shown(p.name) for p in part.values()))
+            contents = _read_item(part, specs)
+            count = rows(contents.item, specs, " and ".join(shown(p.name) for p in part.values()))
         except FeedError:
             if not skip_bad:
                 raise
-            held, count = Held({}), 1  # reading the item will report the error
+            contents, count = Held({}), 1  # reading the item will report the error
         counts.append(count)
-        labels += held.labels or ()
-        notes |= {"compressed .npz files are unpacked into temporary files" for _ in held.notes}
+        labels += contents.labels or ()
+        notes |= {"compressed .npz files are unpacked into temporary files" for _ in contents.notes}
     if not sum(counts):
         raise FeedError(f"{name} must hold samples, got none")
     return ArraySource(

@@ -190,15 +190,15 @@ class Scratch:
 
     def get(self, place: Place) -> Array:
         """Return the array at `place` as a new, writable array."""
-        found = np.empty(place.shape, place.dtype)
-        left = memoryview(found.reshape(-1).view(np.uint8).data)
+        array = np.empty(place.shape, place.dtype)
+        left = memoryview(array.reshape(-1).view(np.uint8).data)
         with self._using:
             self._file.seek(place.start)
             while left and (read := self._file.readinto(left)):
                 left = left[read:]
         if left:
             raise OSError("a temporary file must hold what was written to it, got less")
-        return found
+        return array
 
 
 def _close(file: FileIO) -> None:

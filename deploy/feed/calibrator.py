@@ -125,9 +125,9 @@ class Handed:
         """Return the shape of one sample; the copied array fills in open dimensions."""
         sizes = spec.shape[1:] if batched else spec.shape
         copied = window.shape if window.shape and len(window.shape) == len(spec.shape) else None
-        known = copied[1:] if copied and batched else copied
+        copied_sizes = copied[1:] if copied and batched else copied
         shape = tuple(
-            size if isinstance(size, int) else (known[at] if known else 0)
+            size if isinstance(size, int) else (copied_sizes[at] if copied_sizes else 0)
             for at, size in enumerate(sizes)
         )
         if not all(shape):

@@ -140,19 +140,19 @@ class Opening:
                 " .npy files, which say theirs"
             )
         (spec,) = self.specs
-        held = self._arrays(raw.path, files, (raw.held(spec),))
+        arrays = self._arrays(raw.path, files, (raw.held(spec),))
         if raw.pictures(spec, asked=self.preprocess is not None):
-            return self._raw_pictures(held)
+            return self._raw_pictures(arrays)
         if self.preprocess is not None:
             raise ConfigError(_AS_THEY_ARE)
-        return Opened(source=as_arrays(held, spec), kind="arrays", notes=held.notes)
+        return Opened(source=as_arrays(arrays, spec), kind="arrays", notes=arrays.notes)
 
-    def _raw_pictures(self, held: ArraySource) -> Opened:
+    def _raw_pictures(self, arrays: ArraySource) -> Opened:
         resolved = self._how()
         return Opened(
-            source=as_pictures(held, self.specs[0], resolved.how),
+            source=as_pictures(arrays, self.specs[0], resolved.how),
             kind="raw pictures",
-            notes=held.notes,
+            notes=arrays.notes,
             settled=resolved,
         )
 
@@ -262,21 +262,21 @@ def open_feed(
     """
     if not specs:
         raise FeedError("a model must have an input to be fed, got none; check the model")
-    asked = Opening(
+    opener = Opening(
         specs=tuple(specs),
         preprocess=preprocess,
         carried=carried,
         skip_bad=skip_bad,
         choice=choice_of(limit),
     )
-    if isinstance(source, str | os.PathLike) and (given := called(str(source))) is not None:
-        source = cast("FeedSource", given)
+    if isinstance(source, str | os.PathLike) and (loaded := called(str(source))) is not None:
+        source = cast("FeedSource", loaded)
     files = _files(source)
     if labels_by_folder:
         if files is None:
             raise ConfigError("labels by folder are of files in folders, got no path; give one")
         files = labelled(files)
-    return _fed(asked.of(source, files), asked)
+    return _fed(opener.of(source, files), opener)
 
 
 def holds_arrays(source: FeedSource, specs: Sequence[TensorSpec]) -> bool:
@@ -303,25 +303,25 @@ def _files(source: FeedSource) -> Files | None:
     return listed(source) if isinstance(source, list | tuple) else None
 
 
-def _fed(opened: Opened, asked: Opening) -> Feed:
+def _fed(opened: Opened, opener: Opening) -> Feed:
     """Build the feed from the chosen samples, or from this shard's share of them."""
     source, settled, share = opened.source, opened.settled, None
-    chosen, said = asked.choice.of(len(source), usual=opened.usual)
-    batch = fixed_batch(asked.specs)
-    if asked.choice.shard is not None:
+    chosen, choice_notes = opener.choice.of(len(source), usual=opened.usual)
+    batch = fixed_batch(opener.specs)
+    if opener.choice.shard is not None:
         refuse_batches(batch)
         names = names_digest(map(source.sample_name, chosen))
-        share = share_of(asked.choice.shard, len(chosen), names)
+        share = share_of(opener.choice.shard, len(chosen), names)
         chosen = [chosen[place] for place in share.places]
-        said = [*said, f"shard {share}: {len(chosen)} of {share.count} samples"]
+        choice_notes = [*choice_notes, f"shard {share}: {len(chosen)} of {share.count} samples"]
     return Feed(
         source,
         chosen,
         kind=opened.kind,
         batch=batch,
         preprocess=settled.how if settled else None,
-        skip_bad=asked.skip_bad,
-        notes=(*opened.notes, *(settled.notes if settled else ()), *said),
+        skip_bad=opener.skip_bad,
+        notes=(*opened.notes, *(settled.notes if settled else ()), *choice_notes),
         origin=settled.origin if settled else "",
         share=share,
     )

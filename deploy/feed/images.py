@@ -231,13 +231,13 @@ def walked(folder: Path, wanted: Callable[[str], bool]) -> list[str]:
     Raises:
         FeedError: a folder cannot be read.
     """
-    found: list[str] = []
+    paths: list[str] = []
     for root, folders, files in os.walk(folder, onerror=_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
         inside = os.path.relpath(root, folder)
         names = (name for name in files if not name.startswith(".") and wanted(name))
-        found += [name if inside == "." else f"{inside}/{name}" for name in names]
-    return sorted(found, key=os.fsencode)
+        paths += [name if inside == "." else f"{inside}/{name}" for name in names]
+    return sorted(paths, key=os.fsencode)
 
 
 def read_list(path: Path) -> Listing:

@@ -153,8 +153,8 @@ class Seen:
 
     def copies(self, indices: Iterable[int]) -> int:
         """Count the samples read so far that are byte-for-byte copies of another one."""
-        known = [self.of(index) for index in indices if index in self]
-        return len(known) - len(set(known))
+        digests = [self.of(index) for index in indices if index in self]
+        return len(digests) - len(set(digests))
 
     def hex(self, indices: Iterable[int]) -> Iterator[str]:
         """Yield the digests of several samples in hexadecimal."""

@@ -79,7 +79,7 @@ def in_order(
     Raises:
         The first exception of `samples`, `work` or `take`; the other workers stop.
     """
-    shared: _SharedIterator[Work] = _SharedIterator(samples, after, rest)
+    shared: _Line[Work] = _Line(samples, after, rest)
     try:
         # a single worker needs its own thread too: OpenCV's settings are per thread, and those for
         # decoding would slow down counting
@@ -102,7 +102,7 @@ def in_order(
     return shared.drawn - after
 
 
-class _SharedIterator(Generic[Work]):
+class _Line(Generic[Work]):
     """One iterator for several threads, and the number of the next result to take."""
 
     def __init__(self, samples: Iterable[Sample], after: int, rest: Rest) -> None:
@@ -163,7 +163,7 @@ class _SharedIterator(Generic[Work]):
 
 def _run_worker(
     worker: int,
-    shared: _SharedIterator[Work],
+    shared: _Line[Work],
     work: Callable[[int, int, Sample], Work],
     take: Callable[[int, Work], None],
 ) -> None:

@@ -56,13 +56,13 @@ class Files:
         Raises:
             FeedError: some hold arrays and some are images.
         """
-        held = [one.name for one in self.files if is_arrays(one.path)]
-        if held and len(held) < len(self.files):
+        with_arrays = [one.name for one in self.files if is_arrays(one.path)]
+        if with_arrays and len(with_arrays) < len(self.files):
             raise FeedError(
-                f"{self.name} must be of images or of arrays, got {len(held)} of"
-                f" {len(self.files)} with arrays: {summary(held)}; leave one kind out"
+                f"{self.name} must be of images or of arrays, got {len(with_arrays)} of"
+                f" {len(self.files)} with arrays: {summary(with_arrays)}; leave one kind out"
             )
-        return bool(held)
+        return bool(with_arrays)
 
 
 def files_of(path: Path) -> Files:
@@ -107,9 +107,9 @@ def labelled(files: Files) -> Files:
         )
     numbers = {name: number for number, name in enumerate(classes)}
     names = (one.name for one in files.files)
-    own = Listing(files.folder, names, map(numbers.__getitem__, tops))
+    listing = Listing(files.folder, names, map(numbers.__getitem__, tops))
     note = f"labels by folder: {len(classes)} classes, 0 is {shown(classes[0])}"
-    return replace(files, files=own, notes=(*files.notes, note))
+    return replace(files, files=listing, notes=(*files.notes, note))
 
 
 def listed(paths: Sequence[object]) -> Files | None:
@@ -151,12 +151,12 @@ def _unsupported(names: Sequence[str]) -> str:
 
 
 def _matching(pattern: Path) -> Files:
-    found = sorted(glob.iglob(str(pattern), recursive=True), key=os.fsencode)
-    usable = [name for name in found if is_image(name) or is_arrays(name)]
+    names = sorted(glob.iglob(str(pattern), recursive=True), key=os.fsencode)
+    usable = [name for name in names if is_image(name) or is_arrays(name)]
     if not usable:
         raise FeedError(
             f"the pattern {shown(str(pattern))} must match images or arrays, got none of"
-            f" {len(found)} files; ** stands for any folders"
+            f" {len(names)} files; ** stands for any folders"
         )
     return Files(Listing("", usable), shown(str(pattern)))
 
@@ -332,5 +332,5 @@ def as_pictures(source: ArraySource, spec: TensorSpec, how: Preprocess) -> Forme
     return Formed(source, spec.name, make)
 
 
-def _sample_shape(held: TensorSpec) -> tuple[int, ...]:
-    return tuple(side for side in held.shape[1:] if isinstance(side, int))
+def _sample_shape(spec: TensorSpec) -> tuple[int, ...]:
+    return tuple(side for side in spec.shape[1:] if isinstance(side, int))

@@ -154,15 +154,15 @@ def with_options(base: Preprocess, options: Mapping[str, object]) -> Preprocess:
     Raises:
         ConfigError: an unknown name or an invalid value.
     """
-    known = [f.name for f in dataclasses.fields(Preprocess)]
+    names = [f.name for f in dataclasses.fields(Preprocess)]
     for name in options:
-        if name not in known:
+        if name not in names:
             raise ConfigError(
                 f"{name!r} is no preprocessing option;"
-                f" {did_you_mean(name, known, 'there are ' + ', '.join(known))}"
+                f" {did_you_mean(name, names, 'there are ' + ', '.join(names))}"
             )
-    given: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
-    return dataclasses.replace(base, **given)
+    set_options: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
+    return dataclasses.replace(base, **set_options)
 
 
 def asked_of(base: Preprocess, options: Mapping[str, object]) -> Preprocess:
@@ -218,8 +218,8 @@ def resolve(asked: Preprocess | None, spec: TensorSpec) -> tuple[Preprocess, tup
     _check_mean(resolved)
     if asked is not None:
         return resolved, ()
-    whole = spec.dtype in WHOLE
-    values = f"pixels as they are, for {spec.dtype} (preset 'raw')" if whole else _UNIT
+    is_integer = spec.dtype in WHOLE
+    values = f"pixels as they are, for {spec.dtype} (preset 'raw')" if is_integer else _UNIT
     return resolved, (
         f"no preprocessing was given: {color} images stretched to {by(size)}, {values}",
     )
@@ -298,11 +298,11 @@ def _check_mean(how: Preprocess) -> None:
     """Refuse a mean of raw pixels if scaled pixels are fed: all inputs would be nearly equal."""
     top = 255 * how.scale
     if max(how.mean) > top * (1 + 1e-6):
-        own = ",".join(f"{value * how.scale:.4g}" for value in how.mean)
+        scaled_mean = ",".join(f"{value * how.scale:.4g}" for value in how.mean)
         raise ConfigError(
             f"mean is taken from scaled pixels, which go from 0 to {top:.4g},"
             f" got {','.join(f'{value:.6g}' for value in how.mean)}; give scale 1 if it is a mean"
-            f" of raw pixels, or the mean of scaled ones, such as {own}"
+            f" of raw pixels, or the mean of scaled ones, such as {scaled_mean}"
         )
 
 
@@ -315,20 +315,20 @@ def _nchw(shape: tuple[int | str | None, ...], layout: str) -> tuple[int | str |
 
 
 def _resolve_size(
-    how: Preprocess, own: tuple[int | str | None, int | str | None], spec: TensorSpec
+    how: Preprocess, model_sides: tuple[int | str | None, int | str | None], spec: TensorSpec
 ) -> Sides:
     size = how.size
     if size is None:
         fallback = how.default_size or (None, None)
-        sides = [o if isinstance(o, int) else f for o, f in zip(own, fallback, strict=True)]
+        sides = [o if isinstance(o, int) else f for o, f in zip(model_sides, fallback, strict=True)]
         if None in sides:
             raise FeedError(
                 f"the input {describe(spec)} leaves its size open; give a size, such as"
-                f" {_examples(own)} for sizes that depend on the image"
+                f" {_examples(model_sides)} for sizes that depend on the image"
             )
         size = _size("size", sides)
         assert size is not None
-    for got, wanted in zip(size, own, strict=True):
+    for got, wanted in zip(size, model_sides, strict=True):
         if isinstance(wanted, int) and got != wanted:
             raise FeedError(
                 f"the size must fit the input {describe(spec)}, which accepts no other, got"
@@ -338,13 +338,13 @@ def _resolve_size(
     return size
 
 
-def _examples(own: tuple[int | str | None, int | str | None]) -> str:
+def _examples(model_sides: tuple[int | str | None, int | str | None]) -> str:
     """Return example sizes for an input with an open side."""
-    known = [side if isinstance(side, int) else None for side in own]
-    whole = by((known[0] or 224, known[1] or 224))
-    if known == [None, None]:
-        return f"{whole}, or 224x* or native"
-    return f"{whole}, or {by((known[0], known[1]))}"
+    fixed_sides = [side if isinstance(side, int) else None for side in model_sides]
+    example = by((fixed_sides[0] or 224, fixed_sides[1] or 224))
+    if fixed_sides == [None, None]:
+        return f"{example}, or 224x* or native"
+    return f"{example}, or {by((fixed_sides[0], fixed_sides[1]))}"
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -441,12 +441,13 @@ def in_words(how: Preprocess) -> str:
     Args:
         how: resolved.
     """
-    known = [name for name, one in PRESETS.items() if _equals_preset(one, how)]
+    presets = [name for name, one in PRESETS.items() if _equals_preset(one, how)]
     size = by(how.size) if how.size else ""
     size += f" in multiples of {how.multiple}" if how.multiple > 1 else ""
+    title = f"{presets[0]}: " if presets else ""
     factor = f"/ {1 / how.scale:g}" if how.scale != 1 else "as they are"
     return (
-        f"{f'{known[0]}: ' if known else ''}{how.color} {size}, {how.resize} ({how.interpolation}),"
+        f"{title}{how.color} {size}, {how.resize} ({how.interpolation}),"
         f" pixels {factor}, mean {_join_numbers(how.mean)}, std {_join_numbers(how.std)},"
         f" {how.layout}"
     )

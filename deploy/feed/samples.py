@@ -159,8 +159,8 @@ class Feed:
             [feed._reader.seen.of(i) for i in feed._chosen.indices if i in feed._reader.seen]
             for feed in (self, other)
         )
-        known = set(theirs)
-        return sum(digest in known for digest in ours)
+        other_digests = set(theirs)
+        return sum(digest in other_digests for digest in ours)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -271,10 +271,10 @@ class Feed:
         """
         seen = self._reader.seen
         with phase("hashing", len(digests), "samples") as step:
-            for index, known in zip(self._chosen.indices, digests, strict=False):
+            for index, expected in zip(self._chosen.indices, digests, strict=False):
                 if index not in seen:
                     self._reader.hash(index)
-                if seen.of(index).hex() != known:
+                if seen.of(index).hex() != expected:
                     raise FeedError(
                         "--resume needs the samples that the interrupted run read, but"
                         f" {self._source.told(index)} differs; restore the file, or leave --resume"

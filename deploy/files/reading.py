@@ -274,10 +274,10 @@ def from_json(
     try:
         return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
     except json.JSONDecodeError as wrong:
-        said = f"{wrong.msg} at line {wrong.lineno}"
+        reason = f"{wrong.msg} at line {wrong.lineno}"
     except ValueError as wrong:  # an integer with thousands of digits
-        said = str(wrong)
-    raise error(f"{rule}, got invalid JSON: {said}; write it again")
+        reason = str(wrong)
+    raise error(f"{rule}, got invalid JSON: {reason}; write it again")
 
 
 def nested(text: str, most: int = MOST_NESTING) -> bool:
@@ -339,8 +339,10 @@ def _kind(state: os.stat_result) -> str:
 def _refused(path: Place, what: str, refused: OSError | ValueError) -> str:
     if isinstance(refused, FileNotFoundError):
         return f"{os.fspath(path)} must be {what}, got nothing there; check the path"
-    said = getattr(refused, "strerror", None) or str(refused)
-    return f"{os.fspath(path)} must be {what} that can be read, got: {said}; check its permissions"
+    reason = getattr(refused, "strerror", None) or str(refused)
+    return (
+        f"{os.fspath(path)} must be {what} that can be read, got: {reason}; check its permissions"
+    )
 
 
 def _too_large(path: Place, what: str, got: int, most: int) -> str:
@@ -401,11 +403,11 @@ def check_archive(
         raise error(f"{rule}, got {size(listing)} of names alone; write several smaller ones")
     with zipfile.ZipFile(file) as archive:
         listed = archive.infolist()
-        whole = sum(entry.file_size for entry in listed)
+        total = sum(entry.file_size for entry in listed)
     file.seek(0)
-    if len(listed) > entries or whole > most:
+    if len(listed) > entries or total > most:
         raise error(
-            f"{rule} unpacked, got {len(listed):,} and {size(whole)}; write several smaller ones"
+            f"{rule} unpacked, got {len(listed):,} and {size(total)}; write several smaller ones"
         )
 
 

@@ -116,13 +116,13 @@ def layers_behind(
     layers: Sequence[str],
 ) -> Joined | None:
     """Return the layers, of these types, that produce a tensor: one, or all inputs of a Concat."""
-    made = makers.get(tensor)
-    concat = made if made is not None and made.op_type == "Concat" else None
+    producer = makers.get(tensor)
+    concat = producer if producer is not None and producer.op_type == "Concat" else None
     if concat is not None and readers[tensor] != 1:
         return None
     ends = (tensor,) if concat is None else concat.input
-    found = [_layer_behind(end, makers, readers, layers) for end in ends]
-    parts = tuple(part for part in found if part is not None)
+    candidates = [_layer_behind(end, makers, readers, layers) for end in ends]
+    parts = tuple(part for part in candidates if part is not None)
     return Joined(parts, concat) if len(parts) == len(ends) > 0 else None
 
 
@@ -167,8 +167,8 @@ def _axes_after(
 def _axes_of(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> list[int] | None:
     """Return the axes of a Squeeze or Unsqueeze, an attribute before opset 13."""
     if len(node.input) < 2:
-        given = attributes(node).get("axes")
-        return None if given is None else list(given)
+        axes = attributes(node).get("axes")
+        return None if axes is None else list(axes)
     array = to_array(constants[node.input[1]]) if node.input[1] in constants else None
     return None if array is None else [int(place) for place in array.reshape(-1)]
 
@@ -194,20 +194,20 @@ def fold_affine(graph: onnx.GraphProto, *, apart: Collection[str] = ()) -> Count
     weights = {tensor.name: tensor for tensor in graph.initializer}
     counts = users(graph)
     makers = {name: node for node in graph.node for name in node.output if name}
-    kept: list[onnx.NodeProto] = []
+    remaining: list[onnx.NodeProto] = []
     folded: Counter[str] = Counter()
     taken, fresh = {*weights, *counts, *makers}, set[str]()
     for node in graph.node:
         source = "" if node.name in apart else _varying_input(node, weights)
         joined = layers_behind(source, makers, counts, _INTO)
         if joined is None or not _fold(graph, weights, counts, joined, node):
-            kept.append(node)
+            remaining.append(node)
             continue
         folded[node.op_type] += 1
         _rename(joined, node.output[0], counts, taken, fresh)
         makers |= {name: one for one in joined.nodes for name in one.output}
     if folded:
-        replace_nodes(graph, kept)
+        replace_nodes(graph, remaining)
     return folded
 
 
@@ -313,8 +313,12 @@ def _affine(
     if node.op_type == NORM:
         return _norm_affine(node, weights, channels) if axis == 1 else None
     name = next(n for n in reversed(node.input) if n in weights)
-    given = _constant(weights, name)
-    values = None if given is None else _per_channel(given.astype(np.float64), channels, axis, rank)
+    constant = _constant(weights, name)
+    values = (
+        None
+        if constant is None
+        else _per_channel(constant.astype(np.float64), channels, axis, rank)
+    )
     if values is None:
         return None
     one, zero = np.ones(channels), np.zeros(channels)
@@ -342,27 +346,27 @@ def _norm_affine(
     norm: onnx.NodeProto, weights: dict[str, onnx.TensorProto], channels: int
 ) -> Affine | None:
     """Return scale and shift of an inference BatchNormalization with constant parameters."""
-    given = attributes(norm)
+    attrs = attributes(norm)
     one_output = len([o for o in norm.output if o]) <= 1
-    if given.get("training_mode", 0) or not one_output or len(norm.input) != 5:
+    if attrs.get("training_mode", 0) or not one_output or len(norm.input) != 5:
         return None
     arrays = [a for name in norm.input[1:] if (a := _constant(weights, name)) is not None]
     if len(arrays) < 4 or any(a.shape != (channels,) for a in arrays):
         return None
     gamma, beta, mean, variance = (a.astype(np.float64) for a in arrays)
-    scale = gamma / np.sqrt(variance + given.get("epsilon", 1e-5))
+    scale = gamma / np.sqrt(variance + attrs.get("epsilon", 1e-5))
     return scale, beta - mean * scale
 
 
 def _channels(layer: onnx.NodeProto, weight: NDArray[Any]) -> int:
     """Return a layer's number of output channels; 0 for a weight of an impossible shape."""
-    given = attributes(layer)
+    attrs = attributes(layer)
     if weight.ndim < 2:
         return 0
     if layer.op_type == "ConvTranspose":  # [I, O/group, ...]
-        group = int(given.get("group", 1))
+        group = int(attrs.get("group", 1))
         return int(weight.shape[1]) * group if 0 < group <= weight.shape[0] else 0
-    transposed = layer.op_type == "Gemm" and not given.get("transB", 0)  # [K, N]
+    transposed = layer.op_type == "Gemm" and not attrs.get("transB", 0)  # [K, N]
     return int(weight.shape[1 if transposed else 0])
 
 
@@ -380,15 +384,15 @@ def _scaled_weight(
     layer: onnx.NodeProto, weight: NDArray[Any], scale: NDArray[np.float64]
 ) -> NDArray[np.float64] | None:
     """Return the weight scaled per output channel; None if the shapes do not fit."""
-    given = attributes(layer)
+    attrs = attributes(layer)
     if layer.op_type == "Conv":  # [O, I/group, ...]
         fits = weight.ndim >= 2 and weight.shape[:1] == scale.shape
         return weight * scale.reshape(-1, *[1] * (weight.ndim - 1)) if fits else None
     if layer.op_type == "Gemm":  # [N, K] with transB, else [K, N]
-        axis = 0 if given.get("transB", 0) else 1
+        axis = 0 if attrs.get("transB", 0) else 1
         fits = weight.ndim == 2 and weight.shape[axis : axis + 1] == scale.shape
         return weight * (scale[:, None] if axis == 0 else scale) if fits else None
-    group = given.get("group", 1)  # ConvTranspose: [I, O/group, ...], channel = group first
+    group = attrs.get("group", 1)  # ConvTranspose: [I, O/group, ...], channel = group first
     if weight.ndim < 2 or group < 1 or weight.shape[0] % group:
         return None
     if scale.shape != (weight.shape[1] * group,):

@@ -39,19 +39,19 @@ def fold_constants(model: onnx.ModelProto) -> int:
     shapes = static_shapes(graph)
     constants = {tensor.name: tensor for tensor in graph.initializer}
     outputs = {value.name for value in graph.output}
-    kept = []
+    remaining = []
     for node in graph.node:
         values = None
         if node.domain in _DEFAULT and not outputs.intersection(node.output):
             values = _values(model, node, constants, shapes)
         if values is None:
-            kept.append(node)
+            remaining.append(node)
         else:
             constants.update({tensor.name: tensor for tensor in values})
             graph.initializer.extend(values)
-    folded = len(graph.node) - len(kept)
+    folded = len(graph.node) - len(remaining)
     if folded:
-        replace_nodes(graph, kept)
+        replace_nodes(graph, remaining)
     return folded
 
 
@@ -155,16 +155,16 @@ def remove_identity(graph: onnx.GraphProto) -> int:
     outputs = {value.name for value in graph.output}
     counts = users(graph)
     new_name: dict[str, str] = {}
-    kept = []
+    remaining = []
     for node in graph.node:
         if _is_identity(node, counts) and node.output[0] not in outputs:
             new_name[node.output[0]] = new_name.get(node.input[0], node.input[0])
         else:
-            kept.append(node)
-    removed = len(graph.node) - len(kept)
+            remaining.append(node)
+    removed = len(graph.node) - len(remaining)
     if removed:
-        rename_reads(kept, new_name)
-        replace_nodes(graph, kept)
+        rename_reads(remaining, new_name)
+        replace_nodes(graph, remaining)
     return removed
 
 

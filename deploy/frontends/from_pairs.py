@@ -61,12 +61,12 @@ def read_trained(source: str | Path | onnx.ModelProto) -> LoadedModel:
     path, stamp = None, None
     if isinstance(source, str | Path):
         path = Path(source)
-        given, stamp = read_stamped(path)
+        original, stamp = read_stamped(path)
     else:
-        given = source
-        refuse_external(given)
-    name = path.stem if path else given.graph.name or "model"
-    model = named(_with_onnx_pairs(given))
+        original = source
+        refuse_external(original)
+    name = path.stem if path else original.graph.name or "model"
+    model = named(_with_onnx_pairs(original))
     index = Graph(model)
     stored = tuple(_check_pairs(model, index))
     plain = without_pairs(model, (), keep_rounding=False)
@@ -82,15 +82,15 @@ def read_trained(source: str | Path | onnx.ModelProto) -> LoadedModel:
         loaded,
         source=path,
         name=name,
-        digest=model_digest(given),
+        digest=model_digest(original),
         stamp=stamp,
-        carried=carried_of(given, path),
+        carried=carried_of(original, path),
         notes=(*_notes(trained, several), *loaded.notes),
         trained=trained,
     )
 
 
-def _with_onnx_pairs(given: onnx.ModelProto) -> onnx.ModelProto:
+def _with_onnx_pairs(original: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy whose pairs of ONNX Runtime's domain are ONNX's, which mean the same.
 
     Raises:
@@ -99,7 +99,7 @@ def _with_onnx_pairs(given: onnx.ModelProto) -> onnx.ModelProto:
     from deploy.graph.edit import copied
     from deploy.graph.index import all_nodes
 
-    model = copied(given)
+    model = copied(original)
     for node in all_nodes(model.graph):
         if node.op_type.startswith(_INTEGER_OPS):
             raise ModelError(
@@ -177,8 +177,11 @@ def _read_pairs(
 ) -> Trained:
     graph, positive = Graph(plain), never_negative(plain)
     known = {t for node in plain.graph.node for t in node.output} | set(graph.inputs)
-    own = {tensor: found for tensor, found in grids.items() if tensor in known}
-    scales = {tensor: _widest_range(found, tensor in positive) for tensor, found in own.items()}
+    known_grids = {tensor: pair_grids for tensor, pair_grids in grids.items() if tensor in known}
+    scales = {
+        tensor: _widest_range(pair_grids, tensor in positive)
+        for tensor, pair_grids in known_grids.items()
+    }
     weights, why, written = _read_layers(index, graph)
     return Trained(
         model=model,
@@ -187,7 +190,7 @@ def _read_pairs(
         weights=weights,
         floats=why,
         written=written,
-        grids=own,
+        grids=known_grids,
         stored=stored,
     )
 
@@ -195,14 +198,14 @@ def _read_pairs(
 def _different_grids(grids: Mapping[str, tuple[Grid, ...]]) -> dict[str, set[bytes]]:
     """Return tensor -> its different grids, as bytes."""
     return {
-        tensor: {g.scale.tobytes() + g.zero.tobytes() + g.dtype.encode() for g in found}
-        for tensor, found in grids.items()
+        tensor: {g.scale.tobytes() + g.zero.tobytes() + g.dtype.encode() for g in pair_grids}
+        for tensor, pair_grids in grids.items()
     }
 
 
-def _widest_range(found: tuple[Grid, ...], positive: bool) -> Scale:
+def _widest_range(pair_grids: tuple[Grid, ...], positive: bool) -> Scale:
     """Return the range of a tensor's pair, the widest if it has several."""
-    return max((_range(grid, positive) for grid in found), key=lambda one: one.hi - one.lo)
+    return max((_range(grid, positive) for grid in pair_grids), key=lambda one: one.hi - one.lo)
 
 
 def _range(grid: Grid, positive: bool) -> Scale:

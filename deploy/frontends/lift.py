@@ -178,9 +178,9 @@ def widen(model: onnx.ModelProto) -> str | None:
         ModelError: the weights would not fit into one protobuf message any more.
     """
     graph = model.graph
-    ends = [v.name for v in (*graph.input, *graph.output) if _is_half(v)]
+    half_ends = [v.name for v in (*graph.input, *graph.output) if _is_half(v)]
     count = _count(graph)
-    if not count and not ends:
+    if not count and not half_ends:
         return None
     if model.ByteSize() + sum(_bytes_of_half(t) for t in _tensors(graph)) > _LIMIT:
         raise ModelError(
@@ -198,8 +198,13 @@ def widen(model: onnx.ModelProto) -> str | None:
         declared = [*body.value_info, *(() if body is graph else (*body.input, *body.output))]
         for value in filter(_is_half, declared):
             value.type.tensor_type.elem_type = _FLOAT
-    kept = f"; {', '.join(ends)} {'is' if len(ends) == 1 else 'are'} float16 as before" * bool(ends)
-    return f"Computes in float32 what the file computes in float16, and is judged by that{kept}."
+    ends_note = (
+        f"; {', '.join(half_ends)} {'is' if len(half_ends) == 1 else 'are'} float16 as before"
+        * bool(half_ends)
+    )
+    return (
+        f"Computes in float32 what the file computes in float16, and is judged by that{ends_note}."
+    )
 
 
 def drop_casts(graph: onnx.GraphProto, types: dict[str, int]) -> int:
@@ -214,16 +219,16 @@ def drop_casts(graph: onnx.GraphProto, types: dict[str, int]) -> int:
     """
     outputs = {value.name for value in graph.output}
     new_name: dict[str, str] = {}
-    kept = []
+    remaining = []
     for node in graph.node:
         present = types.get(node.input[0]) if node.op_type == "Cast" else None
         if present and attributes(node).get("to") == present and node.output[0] not in outputs:
             new_name[node.output[0]] = new_name.get(node.input[0], node.input[0])
         else:
-            kept.append(node)
+            remaining.append(node)
     if new_name:
-        rename_reads(kept, new_name)
-        replace_nodes(graph, kept)
+        rename_reads(remaining, new_name)
+        replace_nodes(graph, remaining)
     return len(new_name)
 
 
@@ -311,10 +316,10 @@ def restore(model: onnx.ModelProto) -> str | None:
         return None
     free_inputs(model.graph)
     graph = Graph(model)
-    own = {id(node) for node in graph.nodes}
+    main_nodes = {id(node) for node in graph.nodes}
     weights = []
     for node in quantized:
-        values = _dequantize(node, graph) if id(node) in own else None
+        values = _dequantize(node, graph) if id(node) in main_nodes else None
         if values is None or node.output[0] in graph.outputs:
             return None
         weights.append(numpy_helper.from_array(values, node.output[0]))
@@ -344,8 +349,8 @@ def _dequantize(node: onnx.NodeProto, graph: Graph) -> NDArray[Any] | None:
     if len(grid) < len(arrays) - 1:
         return None
     zero = grid[1].astype(np.int64) if len(grid) > 1 else 0
-    own = (codes.astype(np.int64) - zero).astype(np.float32)
-    return np.asarray(own * grid[0].astype(np.float32), scale.dtype)
+    offsets = (codes.astype(np.int64) - zero).astype(np.float32)
+    return np.asarray(offsets * grid[0].astype(np.float32), scale.dtype)
 
 
 def _broadcast(

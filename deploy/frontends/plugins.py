@@ -88,10 +88,10 @@ class Behind:
         graph = whole.graph
         nodes = [copied(node) for node in self.nodes]
         self._put_constants(graph, nodes)
-        own = {value.name: copied(value) for value in (*graph.input, *graph.output)}
+        declared = {value.name: copied(value) for value in (*graph.input, *graph.output)}
         replace_nodes(graph, [*graph.node, *nodes])
-        replace(graph.input, [own.get(value.name, value) for value in self.inputs])
-        replace(graph.output, [own.get(value.name, value) for value in self.outputs])
+        replace(graph.input, [declared.get(value.name, value) for value in self.inputs])
+        replace(graph.output, [declared.get(value.name, value) for value in self.outputs])
         domains = {entry.domain for entry in whole.opset_import}
         whole.opset_import.extend(o for o in self.opsets if o.domain not in domains)
         return whole
@@ -110,12 +110,12 @@ class Behind:
             graph.initializer.append(new)
 
     def _refuse_opset(self, opset: int) -> None:
-        own = max((o.version for o in self.opsets if o.domain in _KNOWN[:2]), default=0)
-        other = other_form(self.nodes, own, opset) if own < opset else []
+        own_opset = max((o.version for o in self.opsets if o.domain in _KNOWN[:2]), default=0)
+        other = other_form(self.nodes, own_opset, opset) if own_opset < opset else []
         if other:
             raise ExportError(
                 f"nodes after {self.strange.op_type}, which ONNX Runtime does not know, are kept"
-                f" unchanged, got {', '.join(other)} of opset {own}, which opset {opset} has in"
+                f" unchanged, got {', '.join(other)} of opset {own_opset}, which opset {opset} has in"
                 f" another form; export the model with opset {opset}"
             )
 
@@ -138,8 +138,8 @@ def cut(
     _declare(model, strange)
     sort_nodes(model.graph)
     index = Graph(infer(model))
-    kept = _add_constant_nodes(index, _downstream(model.graph.node))
-    nodes = [node for at, node in enumerate(model.graph.node) if at in kept]
+    cut_places = _add_constant_nodes(index, _downstream(model.graph.node))
+    nodes = [node for at, node in enumerate(model.graph.node) if at in cut_places]
     read = dict.fromkeys(name for node in nodes for name in reads(node))
     behind = Behind(
         nodes=tuple(copied(node) for node in nodes),
@@ -151,7 +151,7 @@ def cut(
         outputs=tuple(copied(value) for value in model.graph.output),
         opsets=tuple(copied(entry) for entry in model.opset_import),
     )
-    before = [node for at, node in enumerate(model.graph.node) if at not in kept]
+    before = [node for at, node in enumerate(model.graph.node) if at not in cut_places]
     _reduce_to(model, before, [name for name in read if name not in index.constants], index)
     if not model.graph.output:
         raise ModelError(
@@ -182,14 +182,14 @@ def _downstream(nodes: Iterable[onnx.NodeProto]) -> set[int]:
     return places
 
 
-def _add_constant_nodes(index: Graph, kept: set[int]) -> set[int]:
+def _add_constant_nodes(index: Graph, cut_places: set[int]) -> set[int]:
     """Add nodes that compute constants from constants for the cut-off nodes only."""
     constant = set(index.constants)
     for node in index.nodes:
         if all(name in constant for name in reads(node)):
             constant.update(node.output)
-    places = set(kept)
-    wanted = {name for at in kept for name in reads(index.nodes[at])} - set(index.constants)
+    places = set(cut_places)
+    wanted = {name for at in cut_places for name in reads(index.nodes[at])} - set(index.constants)
     elsewhere = set(index.outputs)
     for at in reversed(range(len(index.nodes))):
         node = index.nodes[at]
@@ -203,9 +203,9 @@ def _add_constant_nodes(index: Graph, kept: set[int]) -> set[int]:
 
 
 def _copy_named(tensor: onnx.TensorProto, name: str) -> onnx.TensorProto:
-    own = copied(tensor)
-    own.name = name
-    return own
+    copy = copied(tensor)
+    copy.name = name
+    return copy
 
 
 def _reduce_to(
@@ -218,11 +218,11 @@ def _reduce_to(
     from onnx import helper
 
     graph = model.graph
-    made = {name for node in nodes for name in node.output if name}
-    outputs = [value for value in graph.output if value.name in made]
-    named_outputs = {value.name for value in outputs}
+    produced = {name for node in nodes for name in node.output if name}
+    outputs = [value for value in graph.output if value.name in produced]
+    output_names = {value.name for value in outputs}
     for name in wanted:
-        if name in made and name not in named_outputs:
+        if name in produced and name not in output_names:
             outputs.append(
                 helper.make_tensor_value_info(
                     name, index.dtypes.get(name, 0), index.shapes.get(name)
@@ -233,7 +233,7 @@ def _reduce_to(
     drop_dead(graph)
     read = {name for node in graph.node for name in reads(node)}
     replace(graph.input, [value for value in graph.input if value.name in read])
-    replace(graph.value_info, [value for value in graph.value_info if value.name in made])
+    replace(graph.value_info, [value for value in graph.value_info if value.name in produced])
     domains = {node.domain for node in all_nodes(graph)} | {"", "ai.onnx"}
     replace(model.opset_import, [entry for entry in model.opset_import if entry.domain in domains])
 

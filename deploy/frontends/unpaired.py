@@ -158,30 +158,30 @@ class _Stripper:
         """Return a pair's replacement: nothing, its rounding, or an Identity that keeps a name."""
         from onnx import helper
 
-        read, made = self.index.producer[node.input[0]].input[0], node.output[0]
-        source = self.float_of.get(read, read)
-        kept = made in self.index.outputs
-        readers = self.index.readers.get(made, [])
-        int8 = [n for n in readers if n.name in self.int8_names and n.input[0] == made]
-        in_float = kept or made in self.index.captured or len(int8) < len(readers)
+        quantized_tensor, output = self.index.producer[node.input[0]].input[0], node.output[0]
+        source = self.float_of.get(quantized_tensor, quantized_tensor)
+        is_output = output in self.index.outputs
+        readers = self.index.readers.get(output, [])
+        int8 = [n for n in readers if n.name in self.int8_names and n.input[0] == output]
+        in_float = is_output or output in self.index.captured or len(int8) < len(readers)
         steps = self._float_steps(node, source) if in_float else {}
         self.loose += in_float
         if steps:
             for reader in int8:
                 reader.input[0] = source
-            end = made if kept else self._new_name(f"{source}/{'-'.join(steps).lower()}")
-            self.float_of[made] = end
+            end = output if is_output else self._new_name(f"{source}/{'-'.join(steps).lower()}")
+            self.float_of[output] = end
             self._add_grid(end, node)
             return self._chain(source, end, steps, node.name)
         self._add_grid(source, node)
-        if kept and not self._can_be_renamed(source):
-            return [helper.make_node("Identity", [source], [made], name=f"{node.name}/float")]
-        if kept:
-            self.renamed[source] = made
+        if is_output and not self._can_be_renamed(source):
+            return [helper.make_node("Identity", [source], [output], name=f"{node.name}/float")]
+        if is_output:
+            self.renamed[source] = output
         else:
-            self.float_of[made] = source
-            if source == f"{made}/float" and self._can_be_renamed(source):
-                self.renamed[source] = made
+            self.float_of[output] = source
+            if source == f"{output}/float" and self._can_be_renamed(source):
+                self.renamed[source] = output
         return []
 
     def _add_grid(self, tensor: str, node: onnx.NodeProto) -> None:
@@ -216,8 +216,8 @@ class _Stripper:
         for place, (op, values) in enumerate(steps.items(), start=1):
             constants = [self._add_constant(f"{end}/{op}", value) for value in values]
             output = end if place == len(steps) else self._new_name(f"{end}/{op}")
-            made = helper.make_node(op, [start, *constants], [output], name=f"{name}/{op}")
-            nodes.append(made)
+            node = helper.make_node(op, [start, *constants], [output], name=f"{name}/{op}")
+            nodes.append(node)
             start = output
         return nodes
 
@@ -227,8 +227,8 @@ class _Stripper:
             if node.op_type not in WEIGHTED:
                 continue
             for name, word in zip(node.input[1:], ("weight", "bias"), strict=False):
-                made = name in self.fixed and name not in self.index.constants
-                if made and self.index.only_reader(name) is not None:
+                is_computed = name in self.fixed and name not in self.index.constants
+                if is_computed and self.index.only_reader(name) is not None:
                     self.renamed[name] = self._new_name(f"{node.name}.{word}")
 
     def _can_be_renamed(self, source: str) -> bool:
@@ -260,19 +260,19 @@ class _Stripper:
             return self.index.holds_zero(node)
         if node.op_type in MOVES | POOLS:
             return node.input[0] in self.positive
-        known = self.positive
-        return node.op_type in _ADDING and all(n in known for n in self.index.data_inputs(node))
+        positive = self.positive
+        return node.op_type in _ADDING and all(n in positive for n in self.index.data_inputs(node))
 
     def _refuse_integers(self, node: onnx.NodeProto) -> None:
         """Refuse quantized tensors that anything but a DequantizeLinear reads."""
-        made = node.output[0]
-        others = [n.op_type for n in self.index.readers.get(made, []) if n.op_type != DQ]
-        if made in self.index.outputs:
+        output = node.output[0]
+        others = [n.op_type for n in self.index.readers.get(output, []) if n.op_type != DQ]
+        if output in self.index.outputs:
             others.append("the user, as an output")
         if others:
             raise ModelError(
                 "a Q/DQ model computes in float between QuantizeLinear and DequantizeLinear, but"
-                f" {made!r} is read by {others[0]}; export the model in the Q/DQ form"
+                f" {output!r} is read by {others[0]}; export the model in the Q/DQ form"
             )
 
 
@@ -282,9 +282,13 @@ def _int8_nodes(index: Graph, taken: Collection[str]) -> set[str]:
     for node in reversed(index.nodes):
         if node.op_type not in KEEPING:
             continue
-        made = node.output[0]
-        seen = made in index.outputs or made in index.captured
-        readers = index.readers.get(made, [])
-        if readers and not seen and all(n.name in names and n.input[0] == made for n in readers):
+        output = node.output[0]
+        is_needed = output in index.outputs or output in index.captured
+        readers = index.readers.get(output, [])
+        if (
+            readers
+            and not is_needed
+            and all(n.name in names and n.input[0] == output for n in readers)
+        ):
             names.add(node.name)
     return names

@@ -356,7 +356,7 @@ def _spec(node: onnxruntime.NodeArg) -> TensorSpec:
 def _sentence(error: Exception) -> str:
     """Return the message on one line, without its "[ONNXRuntimeError] : 7 : ..." prefix."""
     text = " ".join(str(error).split()) or type(error).__name__
-    said = text.split(" : ", 3)[-1] if text.startswith("[ONNXRuntimeError]") else text
-    if "No Op registered for Ascend" in said:
-        return f"{said}; only Ascend's atc reads it, so give its fake-quant model"
-    return said
+    message = text.split(" : ", 3)[-1] if text.startswith("[ONNXRuntimeError]") else text
+    if "No Op registered for Ascend" in message:
+        return f"{message}; only Ascend's atc reads it, so give its fake-quant model"
+    return message
