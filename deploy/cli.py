@@ -59,10 +59,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "deploy.commands.diagnose:inspect",
         "Which layers of a model would be quantized, and why not others; contents of a cache.",
     ),
-    "doctor": (
-        "deploy.commands.diagnose:doctor",
-        "What is installed here, and what to install for more.",
-    ),
+    "doctor": ("deploy.commands.diagnose:doctor", "What is installed here, and what is missing."),
     "trace": (
         "deploy.commands.torch_graph:trace",
         "Print the graph of a PyTorch model, as table or code.",
@@ -83,10 +80,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "deploy.commands.export:qat",
         "Train a PyTorch model for int8, and export it with Q/DQ.",
     ),
-    "export": (
-        "deploy.commands.export:export",
-        "Export a PyTorch model to ONNX, float or with Q/DQ.",
-    ),
+    "export": ("deploy.commands.export:export", "Export a PyTorch model to ONNX, float or Q/DQ."),
     "quantize": (
         "deploy.commands.quantize:quantize",
         "Quantize values to integers: scale, zero point, int_repr and error.",

@@ -72,10 +72,8 @@ def _inputs_of_tuple(value: Sequence[Any], specs: Specs, where: str) -> tuple[It
         )
     arrays = [as_array(one, where) for one in value[: len(specs)]]
     rest = value[len(specs) :]
-    same_shape = [
-        one for one in rest if np.shape(arrays[0])[-2:] and _shape(one) == arrays[0].shape
-    ]
-    if same_shape and arrays[0].ndim > 1:
+    twins = [one for one in rest if np.shape(arrays[0])[-2:] and _shape(one) == arrays[0].shape]
+    if twins and arrays[0].ndim > 1:
         raise FeedError(
             f"{where} must distinguish its inputs from its other values, got a"
             f" {type(value).__name__} of {len(value)} with several of the shape"

@@ -118,15 +118,13 @@ def _difference_note(
         return ()
     form, model_form = _normal_form(how), _normal_form(model_how)
     words = [
-        f"{name} {_format(model_form[name])}"
-        for name in model_form
-        if form.get(name) != model_form[name]
+        f"{name} {_format(value)}" for name, value in model_form.items() if form.get(name) != value
     ]
     if not words:
         return ()
     return (
-        f"{carried.source} says {enumerated(words)} although other options were given,"
-        " which are used",
+        f"{carried.source} says {enumerated(words)} although other options were given, which are"
+        " used",
     )
 
 

@@ -53,10 +53,8 @@ class Feed:
         self._reader = Reader(source, skip_bad=skip_bad, kept=KEPT * batch, preprocess=preprocess)
         self._names = ""  # digest of the names
         self._kind = kind
-        self._good_labels: tuple[int, tuple[int, ...]] = (
-            -1,
-            (),
-        )  # (bad samples known, labels of others)
+        # (number of bad samples known then, labels of the others)
+        self._good_labels: tuple[int, tuple[int, ...]] = (-1, ())
         self._own_labels: Mapping[int, int] | None = None  # labels that are not from the source
         self.batch = batch
         self.preprocess = preprocess
@@ -165,12 +163,8 @@ class Feed:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user on how the samples were read; complete after one pass."""
-        extra = (
-            _skip_note(list(self.skipped)),
-            self._duplicate_note(),
-            filled(self.count, self.batch),
-        )
-        return (*self._notes, *filter(None, extra))
+        skips, copies = _skip_note(list(self.skipped)), self._duplicate_note()
+        return (*self._notes, *filter(None, (skips, copies, filled(self.count, self.batch))))
 
     def _duplicate_note(self) -> str:
         """Return a note on duplicate images; rows and frames are often equal, so none for them."""
@@ -276,9 +270,9 @@ class Feed:
                     self._reader.hash(index)
                 if seen.of(index).hex() != expected:
                     raise FeedError(
-                        "--resume needs the samples that the interrupted run read, but"
-                        f" {self._source.told(index)} differs; restore the file, or leave --resume"
-                        " out to start again"
+                        "--resume needs the samples that the interrupted run read, got another"
+                        f" {self._source.told(index)}; restore that file, or leave --resume away to"
+                        " begin anew"
                     )
                 step()
         self._chosen.skip_places(skipped)

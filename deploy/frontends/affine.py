@@ -249,13 +249,9 @@ def _fold(
         affine = place and _affine(node, weights, sum(channels), *place)
         if not affine:
             return False
-        affines = zip(
-            *(np.split(values, np.cumsum(channels)[:-1]) for values in affine), strict=True
-        )
-        folded_arrays = [
-            _fold_into_layer(*one) for one in zip(layers, arrays, biases, affines, strict=True)
-        ]
-    fresh = [pair for pair in folded_arrays if pair is not None]
+        own = zip(*(np.split(values, np.cumsum(channels)[:-1]) for values in affine), strict=True)
+        folded = [_fold_layer(*one) for one in zip(layers, arrays, biases, own, strict=True)]
+    fresh = [pair for pair in folded if pair is not None]
     if len(fresh) < len(layers):
         return False
     for layer, (weight, bias) in zip(layers, fresh, strict=True):
@@ -269,7 +265,7 @@ def _fold(
     return True
 
 
-def _fold_into_layer(
+def _fold_layer(
     layer: onnx.NodeProto, weight: NDArray[Any], bias: NDArray[Any] | None, affine: Affine
 ) -> tuple[NDArray[Any], NDArray[Any]] | None:
     """Return the layer's new weight and bias; None if they do not fit or are not finite."""
@@ -313,12 +309,8 @@ def _affine(
     if node.op_type == NORM:
         return _norm_affine(node, weights, channels) if axis == 1 else None
     name = next(n for n in reversed(node.input) if n in weights)
-    constant = _constant(weights, name)
-    values = (
-        None
-        if constant is None
-        else _per_channel(constant.astype(np.float64), channels, axis, rank)
-    )
+    array = _constant(weights, name)
+    values = None if array is None else _per_channel(array.astype(np.float64), channels, axis, rank)
     if values is None:
         return None
     one, zero = np.ones(channels), np.zeros(channels)

@@ -177,11 +177,8 @@ def _read_pairs(
 ) -> Trained:
     graph, positive = Graph(plain), never_negative(plain)
     known = {t for node in plain.graph.node for t in node.output} | set(graph.inputs)
-    known_grids = {tensor: pair_grids for tensor, pair_grids in grids.items() if tensor in known}
-    scales = {
-        tensor: _widest_range(pair_grids, tensor in positive)
-        for tensor, pair_grids in known_grids.items()
-    }
+    grids = {tensor: found for tensor, found in grids.items() if tensor in known}
+    scales = {tensor: _widest_range(found, tensor in positive) for tensor, found in grids.items()}
     weights, why, written = _read_layers(index, graph)
     return Trained(
         model=model,
@@ -190,7 +187,7 @@ def _read_pairs(
         weights=weights,
         floats=why,
         written=written,
-        grids=known_grids,
+        grids=grids,
         stored=stored,
     )
 

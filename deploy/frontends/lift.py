@@ -178,9 +178,9 @@ def widen(model: onnx.ModelProto) -> str | None:
         ModelError: the weights would not fit into one protobuf message any more.
     """
     graph = model.graph
-    half_ends = [v.name for v in (*graph.input, *graph.output) if _is_half(v)]
+    ends = [v.name for v in (*graph.input, *graph.output) if _is_half(v)]
     count = _count(graph)
-    if not count and not half_ends:
+    if not count and not ends:
         return None
     if model.ByteSize() + sum(_bytes_of_half(t) for t in _tensors(graph)) > _LIMIT:
         raise ModelError(
@@ -198,12 +198,10 @@ def widen(model: onnx.ModelProto) -> str | None:
         declared = [*body.value_info, *(() if body is graph else (*body.input, *body.output))]
         for value in filter(_is_half, declared):
             value.type.tensor_type.elem_type = _FLOAT
-    ends_note = (
-        f"; {', '.join(half_ends)} {'is' if len(half_ends) == 1 else 'are'} float16 as before"
-        * bool(half_ends)
-    )
+    kept = f"; {', '.join(ends)} {'is' if len(ends) == 1 else 'are'} float16 as before" * bool(ends)
     return (
-        f"Computes in float32 what the file computes in float16, and is judged by that{ends_note}."
+        "Computes in float32 what the file computes in float16; the float32 model is the"
+        f" reference{kept}."
     )
 
 
@@ -328,9 +326,7 @@ def restore(model: onnx.ModelProto) -> str | None:
     read = all_read(model.graph)  # a weight may still be listed as an input without any reader
     replace(model.graph.input, [value for value in model.graph.input if value.name in read])
     count = f"{len(weights)} weight{'s' * (len(weights) > 1)}"
-    return (
-        f"Took {count} that {'are' if len(weights) > 1 else 'is'} stored as integers as float ones."
-    )
+    return f"Converted {count} from stored integers to float."
 
 
 def _dequantize(node: onnx.NodeProto, graph: Graph) -> NDArray[Any] | None:

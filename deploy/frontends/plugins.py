@@ -73,7 +73,7 @@ class Behind:
         """Return the note for the user; `outputs` are those of the part before the cut."""
         return (
             f"Cut before {self.stranger}, which onnxruntime does not know: calibrated and"
-            f" judged by {', '.join(outputs)}; {_count(self.nodes)} from there on kept as in the"
+            f" evaluated on {', '.join(outputs)}; {_count(self.nodes)} from there on kept as in the"
             " file, for TensorRT and Ascend."
         )
 
@@ -115,8 +115,8 @@ class Behind:
         if other:
             raise ExportError(
                 f"nodes after {self.strange.op_type}, which ONNX Runtime does not know, are kept"
-                f" unchanged, got {', '.join(other)} of opset {own_opset}, which opset {opset} has in"
-                f" another form; export the model with opset {opset}"
+                f" unchanged, got {', '.join(other)} of opset {own_opset}, which opset {opset} has"
+                f" in another form; export the model with opset {opset}"
             )
 
 

@@ -97,8 +97,8 @@ def without_pairs(
     from deploy.frontends.fold import fold_constants
 
     out = copied(model)
-    stripper = _Stripper(out, taken, keep_rounding=keep_rounding)
-    stripper.run()
+    work = _Stripper(out, taken, keep_rounding=keep_rounding)
+    work.run()
     fold_constants(out)
     remaining = next((node for node in all_nodes(out.graph) if node.op_type in (Q, DQ)), None)
     if remaining is not None:
@@ -107,10 +107,8 @@ def without_pairs(
             f" tensors of the main graph, got {remaining.op_type} {remaining.name!r}; export the"
             " model in that form, with float inputs and outputs"
         )
-    grids = {
-        stripper.renamed.get(name, name): tuple(found) for name, found in stripper.grids.items()
-    }
-    return Unpaired(out, stripper.loose, grids)
+    grids = {work.renamed.get(name, name): tuple(found) for name, found in work.grids.items()}
+    return Unpaired(out, work.loose, grids)
 
 
 class _Stripper:
@@ -285,10 +283,7 @@ def _int8_nodes(index: Graph, taken: Collection[str]) -> set[str]:
         output = node.output[0]
         is_needed = output in index.outputs or output in index.captured
         readers = index.readers.get(output, [])
-        if (
-            readers
-            and not is_needed
-            and all(n.name in names and n.input[0] == output for n in readers)
-        ):
+        only = all(n.name in names and n.input[0] == output for n in readers)
+        if readers and not is_needed and only:
             names.add(node.name)
     return names

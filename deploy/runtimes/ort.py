@@ -23,13 +23,11 @@ if TYPE_CHECKING:
 # ONNX Runtime's element types with another name in numpy.
 _NUMPY_NAMES = {"float": "float32", "double": "float64", "string": "str"}
 
-_EXTERNAL_LOCATION = (
-    b"\x0a\x08location"  # start of the protobuf entry with the path of external weights
-)
+_EXTERNAL = b"\x0a\x08location"  # start of the protobuf entry with the path of external weights
 
 # These drop a Relu or Clip before a QuantizeLinear with the same lower bound. For fp8 the first
 # takes that bound for 0, and the second fails.
-_CLIP_DROPPING_OPTIMIZERS = ("ReluQuantRewrite", "ClipQuantRewrite")
+_CLIP_DROPPERS = ("ReluQuantRewrite", "ClipQuantRewrite")
 
 # This fuses two Convs and the Add of their outputs even if one of these is a model output: the
 # model then does not load (ONNX Runtime 1.32; grouped Convs with several channels per group).
@@ -128,9 +126,7 @@ class OrtSession:
             threads, optimize, spin, spin if keep is None else keep, int8_kernels, trace, saved
         )
         try:
-            session = _create_session(
-                source, options, () if int8_kernels else _CLIP_DROPPING_OPTIMIZERS
-            )
+            session = _create_session(source, options, () if int8_kernels else _CLIP_DROPPERS)
         except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
             raise BackendError(
                 f"{what} must be a model that ONNX Runtime {onnxruntime.__version__} can load,"
@@ -296,7 +292,7 @@ def _is_fp8(model: Path | str | bytes | ModelProto) -> bool:
 def _read_bytes(path: Path | str) -> bytes:
     """Read a model whose path is not UTF-8; external weights cannot be located then."""
     data = read_bytes(path, what="a model", error=BackendError)
-    if _EXTERNAL_LOCATION in data:
+    if _EXTERNAL in data:
         raise BackendError(
             f"a model with weights in a separate file must have a path in UTF-8, got {path};"
             " move both files to such a path"
