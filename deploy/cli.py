@@ -1,7 +1,7 @@
-"""The `calib8` command: a table of subcommands, each imported only when it is called.
+"""The `calib8` command: a table of subcommands; a command's module is imported when it runs.
 
-Commands hold arguments and printing, no logic. `--help` must answer in under half a second, so
-nothing heavy (onnx, onnxruntime, cv2, torch) is imported at the top of a command module.
+Command modules hold arguments and printing, no logic. `--help` must answer in under half a second,
+so no command module imports anything heavy (onnx, onnxruntime, cv2, torch) at its top.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from deploy.files.reading import guarded
 from deploy.terminal import say
 from deploy.version import __version__
 
-_OURS = ("calib8", "calibrators", "deploy")  # whose modules are never a package that is missing
+_OURS = ("calib8", "calibrators", "deploy")  # never reported as missing packages
 _ONE_MORE = re.compile(r"Got unexpected extra arguments? \((\S+?)[\s)]")
 
 # name: (module:attribute, one line for `calib8 --help`)
@@ -37,53 +37,53 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "deploy.commands.calibrate:calibrate",
         "Calibrate only, and write the calibration cache.",
     ),
-    "merge": ("deploy.commands.calibrate:merge", "Put the shards of a calibration together."),
+    "merge": ("deploy.commands.calibrate:merge", "Merge the shards of a calibration."),
     "bench": ("deploy.commands.bench:bench", "Latency of one or two models, side by side."),
     "compare": (
         "deploy.commands.diagnose:compare",
-        "Where two models part, or one model in two runtimes, tensor by tensor.",
+        "Find the tensors where two models, or two runtimes, differ.",
     ),
     "explain": (
         "deploy.commands.diagnose:explain",
-        "What a build loses where, why it does, and what was tried.",
+        "Which layers of a build lose accuracy, why, and what was tried.",
     ),
     "report": (
         "deploy.commands.diagnose:report",
-        "Builds side by side; or the screen of one again.",
+        "Compare builds, or print the report of one again.",
     ),
     "verify": (
         "deploy.commands.diagnose:verify",
-        "Whether a build is whole and as it was written.",
+        "Check that a build is complete and unchanged.",
     ),
     "inspect": (
         "deploy.commands.diagnose:inspect",
-        "What would be quantized in a model and why not; what a cache holds.",
+        "Which layers of a model would be quantized, and why not others; contents of a cache.",
     ),
-    "doctor": ("deploy.commands.diagnose:doctor", "What is here, and what to install for more."),
+    "doctor": ("deploy.commands.diagnose:doctor", "What is installed here, and what is missing."),
     "trace": (
         "deploy.commands.torch_graph:trace",
-        "The graph of a PyTorch model, as table or code.",
+        "Print the graph of a PyTorch model, as table or code.",
     ),
     "profile": (
         "deploy.commands.torch_graph:profile",
-        "Time, FLOPs and parameters of a PyTorch model, node by node.",
+        "Measure time, FLOPs and parameters of a PyTorch model, node by node.",
     ),
     "fuse": (
         "deploy.commands.torch_graph:fuse",
-        "Fold BatchNorm and join ReLU in a PyTorch model.",
+        "Fold BatchNorm and fuse ReLU in a PyTorch model.",
     ),
     "ascend": (
         "deploy.commands.ascend:ascend",
-        "Ascend's configurations and records: made, checked, searched.",
+        "Create, check and search Ascend's configurations and records.",
     ),
     "qat": (
         "deploy.commands.export:qat",
         "Train a PyTorch model for int8, and export it with Q/DQ.",
     ),
-    "export": ("deploy.commands.export:export", "A PyTorch model as ONNX, float or with Q/DQ."),
+    "export": ("deploy.commands.export:export", "Export a PyTorch model to ONNX, float or Q/DQ."),
     "quantize": (
         "deploy.commands.quantize:quantize",
-        "Values to integers: scale, zero point, int_repr and error.",
+        "Quantize values to integers: scale, zero point, int_repr and error.",
     ),
     "cache": (
         "deploy.commands.cache:cache",
@@ -93,12 +93,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 class Terminated(BaseException):
-    """SIGTERM came; ends a run as the user's interrupt does."""
+    """Raised on SIGTERM; ends a run like the user's interrupt."""
 
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Let SIGTERM end what runs here in order; only a main thread can hear it."""
+    """Raise `Terminated` on SIGTERM; only a main thread receives signals."""
 
     def end(number: int, frame: object) -> None:
         raise Terminated
@@ -110,20 +110,20 @@ def _terminable() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if (cancelled := _cancelled(error)) is not None:
-            raise cancelled from error
+        if (stop_signal := _signal_behind(error)) is not None:
+            raise stop_signal from error
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _cancelled(error: BaseException) -> KeyboardInterrupt | Terminated | None:
-    """The signal behind an error: a library that is being imported makes an ImportError of it."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, KeyboardInterrupt | Terminated):
-            return type(seen)(*seen.args)  # which say how to go on
-        seen = seen.__cause__ or seen.__context__
+def _signal_behind(error: BaseException) -> KeyboardInterrupt | Terminated | None:
+    """Return the signal that caused an error: during an import it becomes an ImportError."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, KeyboardInterrupt | Terminated):
+            return type(cause)(*cause.args)  # the arguments tell the user how to continue
+        cause = cause.__cause__ or cause.__context__
     return None
 
 
@@ -131,11 +131,11 @@ class LazyGroup(click.Group):
     """A click group that imports a command's module only when that command runs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names in the table's order, which is the order of a user's work."""
+        """Return the names in the table's order, the order of a user's work."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """Import and return one command, or None where the table has no such name."""
+        """Import and return one command; None if the table has no such name."""
         if name not in COMMANDS:
             return None
         module, attribute = COMMANDS[name][0].split(":")
@@ -144,13 +144,13 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands from the table, importing none of them."""
+        """List the commands of the table without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
 
-def _tell_version(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
-    """The version, and what counts values here, since that is built where there is a compiler."""
+def _print_version(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
+    """Print the version, and the implementation that counts values: C needs a compiler here."""
     from calibrators.kernel import told
 
     if wanted and not ctx.resilient_parsing:
@@ -165,7 +165,7 @@ def _tell_version(ctx: click.Context, param: click.Parameter, wanted: bool) -> N
     is_flag=True,
     expose_value=False,
     is_eager=True,
-    callback=_tell_version,
+    callback=_print_version,
     help="Show the version and exit.",
 )
 def cli() -> None:
@@ -173,11 +173,11 @@ def cli() -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line; a failure is one sentence on stderr, and exit code 1 (usage: 2)."""
+    """Run the command line; print a failure as one sentence on stderr, exit 1 (usage: 2)."""
     try:
         with guarded(), _terminable():
             code = cli.main(args=argv, prog_name="calib8", standalone_mode=False)
-        if isinstance(code, int) and code:  # click gives the code of `Context.exit` back
+        if isinstance(code, int) and code:  # click returns the code of `Context.exit`
             sys.exit(code)
     except click.exceptions.Exit as stop:
         sys.exit(stop.exit_code)
@@ -188,10 +188,10 @@ def main(argv: list[str] | None = None) -> None:
         say(f"calib8: error: {_sentence(error, sys.argv if argv is None else argv)}", err=True)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt) as stop:
-        _say_ended("interrupted", stop)
+        _print_ended("interrupted", stop)
         sys.exit(130)
     except Terminated as stop:
-        _say_ended("terminated", stop)
+        _print_ended("terminated", stop)
         sys.exit(143)
     except Calib8Error as error:
         say(f"calib8: error: {error}", err=True)
@@ -199,14 +199,14 @@ def main(argv: list[str] | None = None) -> None:
     except MemoryError as error:
         said = f" ({error})" if str(error) else ""
         _end(f"memory did not suffice{said}; use fewer --threads, smaller inputs, or more memory")
-    except BrokenPipeError:  # `| head` has read enough
+    except BrokenPipeError:  # such as `| head`
         _forget_output()
         sys.exit(1)
-    except OSError as error:  # a folder that may not be read, a screen or a disk that is full
+    except OSError as error:  # an unreadable folder, a full disk, a closed screen
         where = f" {error.filename}" if error.filename else ""
-        _end(f"the system refused{where}: {error.strerror or error}; see to it and run again")
+        _end(f"the system refused{where}: {error.strerror or error}; fix that and run again")
     except Exception as error:
-        if (package := _lacking(error)) is not None:
+        if (package := _missing_package(error)) is not None:
             _end(
                 f"calib8 needs the package {package}, which is not installed here; install calib8"
                 " with pip, or activate the environment that has it"
@@ -221,22 +221,22 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(70)
 
 
-def _lacking(error: Exception) -> str | None:
-    """The package of others that is not installed; None where that is not what was wrong."""
+def _missing_package(error: Exception) -> str | None:
+    """Return the third-party package that is missing; None for another error."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     package = (name or "").partition(".")[0]
     return package if package and package not in _OURS else None
 
 
-def _say_ended(how: str, stop: BaseException) -> None:
-    """What is left after a signal, and how to go on where that is possible."""
-    signalled = _cancelled(stop)
+def _print_ended(how: str, stop: BaseException) -> None:
+    """Print what a signal left behind, and how to continue if that is possible."""
+    signalled = _signal_behind(stop)
     left = [] if signalled is None else [str(one) for one in signalled.args]
     say("; ".join((f"calib8: {how}; nothing half-written was left behind", *left)), err=True)
 
 
 def _end(sentence: str) -> NoReturn:
-    """End with a sentence and exit code 1, where stderr takes it."""
+    """Print a sentence to stderr if possible, and exit with code 1."""
     if os.environ.get("CALIB8_TRACEBACK"):
         raise
     with suppress(OSError):
@@ -246,39 +246,39 @@ def _end(sentence: str) -> NoReturn:
 
 
 def _forget_output() -> None:
-    """Let Python not try again at its end to write what stdout did not take."""
+    """Keep Python from flushing stdout again at exit after that failed."""
     try:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _sentence(error: click.ClickException, asked: Sequence[str]) -> str:
-    """What click says of a wrong command line, on one line, and where help is."""
-    said = shortened(" ".join(error.format_message().split()).rstrip("."))
+def _sentence(error: click.ClickException, argv: Sequence[str]) -> str:
+    """Return click's message on one line, with a hint and where to find help."""
+    message = shortened(" ".join(error.format_message().split()).rstrip("."))
     context = error.ctx if isinstance(error, click.UsageError) else None
     if context is None:
-        return said
-    if one_more := _ONE_MORE.match(said):
-        said += _instead(context.command, one_more[1], asked)
-    return f"{said} (`{context.command_path} --help` tells more)"
+        return message
+    if one_more := _ONE_MORE.match(message):
+        message += _hint(context.command, one_more[1], argv)
+    return f"{message} (`{context.command_path} --help` tells more)"
 
 
-def _instead(command: click.Command, word: str, asked: Sequence[str]) -> str:
-    """Where the argument goes that a command has no place for; "" where nobody can tell."""
+def _hint(command: click.Command, word: str, argv: Sequence[str]) -> str:
+    """Return a hint on where an extra argument belongs; "" if unknown."""
     from deploy.targets import TARGETS
 
-    known = {flag for option in command.params for flag in option.opts}
-    if word in TARGETS and "--target" in known:
+    flags = {flag for option in command.params for flag in option.opts}
+    if word in TARGETS and "--target" in flags:
         return "; several targets are separated by commas"
-    if "--against" in known:
-        return "; a second model goes behind --against"
-    if "--images" not in known:
+    if "--against" in flags:
+        return "; a second model goes after --against"
+    if "--images" not in flags:
         return ""
-    if "--images" not in asked:
-        return "; images go behind --images"
+    if "--images" not in argv:
+        return "; images go after --images"
     pattern = os.path.splitext(word)[1] and os.path.exists(word)
-    return "; a pattern of images is quoted: 'photos/*.jpg'" if pattern else ""
+    return "; a pattern of images must be quoted: 'photos/*.jpg'" if pattern else ""
 
 
 if __name__ == "__main__":

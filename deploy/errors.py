@@ -1,19 +1,19 @@
-"""The one error tree.
+"""The tree of errors.
 
 ::
 
-    Calib8Error                 (calibrators.errors, so that calibrators/ stands alone)
-    |-- CalibrationError        statistics or a search gave no sound scale
+    Calib8Error                 (calibrators.errors, so that calibrators/ is self-contained)
+    |-- CalibrationError        statistics or a search gave no valid scale
     |-- ModelError              a model that cannot be read, analysed or lifted
-    |   `-- QuantizedError      one that is quantized already
+    |   `-- QuantizedError      a model that is quantized already
     |-- FeedError               images or arrays that cannot be fed to the model
     |-- CacheError              a cache that is broken, foreign or stale
-    |-- ConfigError             options or configuration files that contradict the rules
-    |-- ExportError             a file format that cannot express what was asked
+    |-- ConfigError             options or configuration files that are invalid or contradictory
+    |-- ExportError             a file format that cannot express the request
     `-- BackendError            a runtime refused to build or to run
         `-- SdkMissingError     the SDK or the device is not on this machine
 
-Every message is: the rule, what was got, the way out.
+Every message states the rule, the value that breaks it, and the remedy.
 """
 
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ class ModelError(Calib8Error):
 
 
 class QuantizedError(ModelError):
-    """A model that is quantized already, where a float one is wanted."""
+    """A model that is quantized already, although a float model is needed."""
 
 
 class FeedError(Calib8Error):
@@ -52,11 +52,11 @@ class CacheError(Calib8Error):
 
 
 class ConfigError(Calib8Error):
-    """Options or configuration files that contradict the rules."""
+    """Options or configuration files that are invalid or contradict each other."""
 
 
 class ExportError(Calib8Error):
-    """A file format that cannot express what was asked."""
+    """A file format that cannot express the request."""
 
 
 class BackendError(Calib8Error):
@@ -68,12 +68,12 @@ class SdkMissingError(BackendError):
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """The way out of an unknown word: "did you mean 'x'?", or `otherwise` where none is near."""
+    """Return the remedy for an unknown word: "did you mean 'x'?", or `otherwise`."""
     near = get_close_matches(word, list(known), n=1)
     return f"did you mean {near[0]!r}?" if near else otherwise
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message that says something, at most 300 characters."""
+    """Return the first line with text of an error's message, at most 300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300].rstrip(" .;:")

@@ -1,4 +1,4 @@
-"""The machine that measured: a latency means nothing without it."""
+"""Describe the machine of a measurement: a latency means nothing without it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deploy.version import __version__
 # x86: AVX512-VNNI, AVX-VNNI, AMX. Arm: SDOT/UDOT ("asimddp"), I8MM.
 INT8_FLAGS = ("avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm")
 
-# Where a container's limit stands, in either version of Linux's control groups.
+# Files with a container's memory limit, in cgroup versions 2 and 1.
 _MEMORY_LIMITS = (
     "/sys/fs/cgroup/memory.max",
     "/sys/fs/cgroup/memory/memory.limit_in_bytes",
@@ -27,21 +27,21 @@ _PACKAGES = ("numpy", "onnx", "onnxruntime", "opencv-python-headless")
 
 
 def trim_memory() -> None:
-    """Give back what the C library's allocator keeps for later, where it can be told to."""
-    with suppress(OSError, AttributeError):  # another C library has no such function
+    """Return the memory that the C library's allocator holds to the system (glibc only)."""
+    with suppress(OSError, AttributeError):  # other C libraries lack the function
         if platform.system() == "Linux":
             ctypes.CDLL(None).malloc_trim(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """An accelerator that something was measured on; "" where the system does not tell.
+    """An accelerator used for a measurement; "" for what the system does not report.
 
     Attributes:
-        name: as its driver gives it.
-        runtime: what ran on it, with its version: "TensorRT 10.13.0.35".
+        name: as the driver reports it.
+        runtime: the runtime with its version: "TensorRT 10.13.0.35".
         driver: version of the driver.
-        cuda: the newest CUDA that the driver has.
+        cuda: the newest CUDA version that the driver supports.
     """
 
     name: str
@@ -51,9 +51,9 @@ class Device:
 
     @property
     def words(self) -> str:
-        """All that is known, in one line."""
-        known = (("driver", self.driver), ("CUDA", self.cuda))
-        versions = (f"{what} {version}" for what, version in known if version)
+        """Name and versions in one line."""
+        labels = (("driver", self.driver), ("CUDA", self.cuda))
+        versions = (f"{what} {version}" for what, version in labels if version)
         return ", ".join(filter(None, (self.name, *versions, self.runtime)))
 
 
@@ -61,13 +61,12 @@ class Device:
 class Machine:
     """CPU, cores, system and versions.
 
-    Attributes:
-        cpu: the name the system gives it.
-        cores: logical cores this process may use, which may be fewer than the machine has.
-        int8: the int8 dot-product instruction sets found, of `INT8_FLAGS`.
-        os: system, release and architecture.
-        versions: package name -> version of what was measured with.
-        devices: accelerators that a session ran on.
+    cpu: the name that the system reports.
+    cores: logical cores available to this process, perhaps fewer than the machine has.
+    int8: the int8 dot-product instruction sets available, of `INT8_FLAGS`.
+    os: system, release and architecture.
+    versions: package name -> version used for the measurement.
+    devices: accelerators that sessions ran on.
     """
 
     cpu: str
@@ -96,19 +95,19 @@ def this_machine() -> Machine:
 
 
 def usable_cores() -> int:
-    """Logical cores this process may use: its affinity where the system has one."""
+    """Return the number of logical cores available to this process, by affinity if possible."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def default_threads() -> int:
-    """Worker threads where the user names none: every core, but no more than 4."""
+    """Return the default number of worker threads: one per core, at most 4."""
     return min(4, usable_cores())
 
 
 def memory_bytes() -> int | None:
-    """Bytes of memory that this process may use at most; None where the system does not say."""
+    """Return the limit of this process's memory in bytes; None if the system does not report it."""
     limits = [_limit(Path(file)) for file in _MEMORY_LIMITS]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -122,7 +121,7 @@ def memory_bytes() -> int | None:
 
 
 def _limit(file: Path) -> int:
-    """A number of bytes in a file of the system; 0 where there is none."""
+    """Read a number of bytes from a system file; 0 if it does not exist."""
     try:
         text = file.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
@@ -154,10 +153,10 @@ def _cpu_flags(cpu_info: str) -> frozenset[str]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"calib8": __version__, "python": platform.python_version()}
+    versions = {"calib8": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # e.g. opencv-python in place of the headless one
+            versions[package] = version(package)
+        except PackageNotFoundError:  # e.g. opencv-python instead of opencv-python-headless
             continue
-    return found
+    return versions

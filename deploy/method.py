@@ -1,6 +1,6 @@
-"""`Method`: a row of `calibrators.searches` with its parameters, chosen by their words.
+"""`Method`: a search for scales (a row of `calibrators.searches`) with its parameters.
 
-`Choices`: what was settled for one target beyond what the user asked for.
+`Choices`: decisions for one target besides the user's options.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A search with its parameters; `Method.of("percentile", {"percent": 99.9})` makes one.
+    """A search with its parameters; create it with `Method.of("percentile", {"percent": 99.9})`.
 
     Attributes:
         name: a row of SEARCHES.
         params: of the type that the row names.
 
     Raises:
-        ConfigError: there is no such row, or the parameters are another row's.
+        ConfigError: there is no such row, or the parameters belong to another row.
     """
 
     name: str
     params: Params
 
     def __post_init__(self) -> None:
-        kind = _known(self.name).params
+        kind = _search_of(self.name).params
         if type(self.params) is not kind:
             raise ConfigError(
                 f"the method {self.name} takes {kind.__name__}, got {type(self.params).__name__}"
@@ -51,21 +51,20 @@ class Method:
 
     @classmethod
     def of(cls, name: str = DEFAULT_METHOD, given: Mapping[str, object] | None = None) -> Method:
-        """The method of this name with the parameters that were given, the others by default.
+        """Return the method of this name with these parameters; others have their defaults.
 
         Args:
             name: a row of SEARCHES.
             given: parameter -> value; None counts as not given.
 
         Raises:
-            ConfigError: no such search, a parameter that it does not have, or a value that breaks
-                the parameter's rule.
+            ConfigError: no such search, a parameter that it does not have, or an invalid value.
         """
-        search = _known(name)
+        search = _search_of(name)
         values: dict[str, Any] = {}
         for parameter, value in (given or {}).items():
             if value is not None:
-                _check_taken(parameter, name)
+                _check_parameter(parameter, name)
                 values[parameter] = value
         try:
             return cls(name, search.params(**values))
@@ -74,43 +73,43 @@ class Method:
 
     @property
     def label(self) -> str:
-        """Name and parameters, as the fingerprint and the report show them."""
+        """Name and parameters, as in the fingerprint and the report."""
         return f"{self.name} {self.params.label()}".rstrip()
 
     @classmethod
     def labelled(cls, label: str) -> Method:
-        """The method of a label; parameters that it leaves out are the defaults.
+        """Return the method of a label; parameters missing in it have their defaults.
 
         Raises:
-            ConfigError: as `of`, or a parameter that is no number.
+            ConfigError: see `of`; or a parameter is no number.
         """
         name, *values = label.split() or [""]
-        parameters = _known(name).params.names()
+        parameters = _search_of(name).params.names()
         if len(values) > len(parameters):
             raise ConfigError(
-                f"the method {name} takes {len(parameters)} parameters, got {label!r}; leave away"
-                " what follows them"
+                f"the method {name} takes {len(parameters)} parameters, got {label!r}; leave out"
+                " the others"
             )
         return cls.of(name, dict(zip(parameters, map(_number, values), strict=False)))
 
     @property
     def statistic(self) -> HistogramOf:
-        """What is to be observed of every tensor."""
+        """The statistic to observe for every tensor."""
         return SEARCHES[self.name].statistic(self.params)
 
     @property
     def integer(self) -> bool:
-        """Whether it is defined for int8 alone."""
+        """Whether the method is defined for int8 only."""
         return SEARCHES[self.name].integer
 
     def search(
         self, symmetric: Grid | None = None, affine: Grid | None = None
     ) -> Callable[[Histogram], Scale]:
-        """What makes of a tensor's statistics its scale.
+        """Return the function that computes a tensor's scale from its histogram.
 
         Args:
-            symmetric: grid that its `amax` is for, None for int8.
-            affine: grid that its `lo` and `hi` are for, None for uint8.
+            symmetric: the grid for `amax`, None for int8.
+            affine: the grid for `lo` and `hi`, None for uint8.
         """
         row, params = SEARCHES[self.name], self.params
         by_grid = row.by_grid
@@ -120,9 +119,9 @@ class Method:
 
 
 def comparable(method: Method) -> list[Method]:
-    """A method, and the others that are tried beside it; alone where it is none of them."""
-    known = [Method.of(name, given) for name, given in COMPARABLE]
-    return [method, *(one for one in known if one != method)] if method in known else [method]
+    """Return the methods to compare a method with, itself first; alone if it is not comparable."""
+    methods = [Method.of(name, given) for name, given in COMPARABLE]
+    return [method, *(one for one in methods if one != method)] if method in methods else [method]
 
 
 def _number(word: str) -> int | float:
@@ -130,41 +129,41 @@ def _number(word: str) -> int | float:
         return int(word) if word.isdecimal() else float(word)
     except ValueError:
         raise ConfigError(
-            f"a parameter behind a method's name must be a number, got {word!r}"
+            f"a parameter after a method's name must be a number, got {word!r}"
         ) from None
 
 
-def _known(name: str) -> Search[Any]:
+def _search_of(name: str) -> Search[Any]:
     if name not in SEARCHES:
         near = did_you_mean(name, SEARCHES, "the default is " + DEFAULT_METHOD)
         raise ConfigError(f"a method is one of {', '.join(SEARCHES)}, got {name!r}; {near}")
     return SEARCHES[name]
 
 
-def _check_taken(parameter: str, name: str) -> None:
-    able = takers(parameter)
-    if name in able:
+def _check_parameter(parameter: str, name: str) -> None:
+    methods = takers(parameter)
+    if name in methods:
         return
     flag = f"--{parameter.replace('_', '-')}"
-    if not able:
+    if not methods:
         near = did_you_mean(parameter, parameters(), f"there are {', '.join(parameters())}")
         raise ConfigError(f"a parameter belongs to a method, got {parameter!r}; {near}")
     raise ConfigError(
-        f"{flag} belongs to --method {' or '.join(able)}, got --method {name}; leave it away"
+        f"{flag} belongs to --method {' or '.join(methods)}, got --method {name}; leave it out"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """Which nodes stay float and which search finds which range, for one target.
+    """Which nodes stay float and which search sets which range, for one target.
 
-    They change no observation: any choice is built from the same calibration.
+    They do not affect observation: any choice is built from the same calibration.
 
     Attributes:
         float_nodes: node of the cleaned model -> why it stays float.
-        method: the search of every tensor; None is the calibration's own.
-        methods: tensor -> a search of its own.
-        rounded: whether weights are rounded by output error; None where no plan says it.
+        method: the search for every tensor; None is the calibration's own.
+        methods: tensor -> its own search.
+        rounded: whether weights are rounded by output error; None if no plan decides it.
     """
 
     float_nodes: Mapping[str, str] = field(default_factory=dict)

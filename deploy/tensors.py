@@ -1,4 +1,4 @@
-"""The ground: an array, what an input looks like, a session that runs, samples to run on."""
+"""Basic types: arrays, tensor specs, and the protocols of sessions and samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TensorSpec:
 
 
 class Speaking(Protocol):
-    """What has outputs of known names."""
+    """Anything with specs of its outputs."""
 
     @property
     def outputs(self) -> Sequence[TensorSpec]:
@@ -33,11 +33,11 @@ class Speaking(Protocol):
 
 
 class Session(Protocol):
-    """An engine that is loaded and ready to run."""
+    """A loaded engine, ready to run."""
 
     @property
     def threads(self) -> int:
-        """Host threads that an inference takes."""
+        """Host threads of one inference."""
         ...
 
     @property
@@ -51,56 +51,56 @@ class Session(Protocol):
         ...
 
     def run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
-        """One inference: input name -> array in, output name -> array out.
+        """Run one inference: input name -> array in, output name -> array out.
 
         Raises:
-            BackendError: the runtime refused the feed.
+            BackendError: the runtime refused the inputs.
         """
         ...
 
 
 class Samples(Protocol):
-    """A feed as backends see it: iterate as often as needed, one sample {input: array} a time."""
+    """Calibration data as targets see it; each sample is {input name: array}."""
 
     def __len__(self) -> int: ...
 
     @property
     def count(self) -> int:
-        """Images, or rows of arrays; the last sample of a fixed batch may be filled with others."""
+        """Number of images or array rows; the last sample of a fixed batch may repeat some."""
         ...
 
     @property
     def labels(self) -> Sequence[int] | None:
-        """One class number per good image, as far as it is known which are bad; None without."""
+        """One class number per image, without known bad ones; None without labels."""
         ...
 
     @property
     def names(self) -> Sequence[str]:
-        """One name per image or row, as far as it is known which are bad."""
+        """One name per image or row, without known bad ones."""
         ...
 
     @property
     def decodes(self) -> int:
-        """How many images or rows were read to be run, so far."""
+        """Number of images or rows read for a run so far."""
         ...
 
     @property
     def one_size(self) -> bool:
-        """Whether all samples have one shape, as is known before they are read."""
+        """Whether all samples are known to have one shape before they are read."""
         ...
 
     def samples(self) -> Any:
-        """An iterator over samples."""
+        """Return an iterator over the samples; may be called any number of times."""
         ...
 
     def first(self, most: int) -> Sequence[Mapping[str, Array]]:
-        """The first few samples, at most so many; they are kept, so that asking costs nothing."""
+        """Return the first samples, at most `most`; they are cached."""
         ...
 
     def picture(self, sample: Mapping[str, Array]) -> Array | None:
-        """What the model sees of one sample, uint8 [H, W, 3]; None where it is no picture."""
+        """Return the model's view of one sample, uint8 [H, W, 3]; None if it is no image."""
         ...
 
     def spread(self, most: int) -> Any:
-        """An iterator over samples from all over the feed, at most so many."""
+        """Return an iterator over at most `most` samples, spread evenly."""
         ...

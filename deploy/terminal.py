@@ -1,29 +1,27 @@
-"""What a terminal is shown: every text of the command line goes out through here.
+"""Print to the terminal: all text of the command line, and progress.
 
 ::
 
-    say(line)        one line; what would steer the terminal, line breaks too, is written out
-    say_lines(text)  several lines, as a report has them
-    say_data(text)   what was asked for in place of the text, such as JSON
-    draw(line)       one line of progress, in place of the one before, on a terminal's stderr
+    say(line)        one line; control characters and line breaks are escaped
+    say_lines(text)  several lines, such as a report
+    say_data(text)   data requested instead of text, such as JSON
+    draw(line)       a progress line on a terminal's stderr, replacing the previous one
 
-Names of tensors, words of records and paths come from files that anybody may have written: an
-escape sequence in them would colour, move or retype what the terminal shows.
+Names of tensors, paths and texts come from files that anybody may have written: an escape sequence
+in them could color, move or rewrite what the terminal shows.
 
-What is going on, told on stderr for as long as it lasts.
+Progress goes to stderr::
 
-::
-
-    with telling():                                   one run; without it nothing is told
-        with numbered("calibration", "accuracy"):     the parts of the run, in their order
+    with telling():                                   one run; no progress without it
+        with numbered("calibration", "accuracy"):     the run's phases, in order
             with phase("accuracy", 400, "samples") as step:
                 step()                                2/2 accuracy: 120 of 400 samples, 31 s left
 
-A terminal gets one line that is drawn over and taken away at the end; a file or a pipe gets plain
-lines, one of each phase that lasts and one now and then. A thread tells, so that a single long call
-is told of too, unless it holds Python itself, as ONNX's checker does (for seconds, of a model of
-hundreds of MiB); it ends with the run, however that ends. Phases are begun and ended by the thread
-that the run is in; steps are made by any.
+A terminal gets one line, which is redrawn and removed at the end. A file or pipe gets plain lines:
+one per long phase, and one now and then. A thread prints them, so that a single long call shows
+progress too, unless it holds the GIL, as ONNX's checker does (for seconds, with a model of hundreds
+of MiB). The thread ends with the run, however that ends. Phases start and end in the run's thread;
+any thread may call `step`.
 """
 
 from __future__ import annotations
@@ -40,30 +38,30 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 _TEXT: ContextVar[bool] = ContextVar("_TEXT", default=True)  # whether stdout gets text
-_PEN = threading.Lock()  # a line of progress is drawn by a thread of its own
-_COLUMNS = 80  # where the terminal does not tell
-_drawing: list[str] = []  # the line that is drawn now, if there is one
+_PEN = threading.Lock()  # a separate thread draws the progress line
+_COLUMNS = 80  # if the terminal does not report its width
+_drawing: list[str] = []  # the current progress line, if any
 
 
 def visible(line: str) -> str:
-    r"""One line in which nothing steers a terminal.
+    r"""Return one line without anything that controls a terminal.
 
-    Control characters, line breaks, marks that turn the direction of writing and bytes that are
-    no text stand in it as \x1b, \n, \u202e and \xff.
+    Control characters, line breaks, marks of writing direction and bytes that are not valid text
+    become \x1b, \n, \u202e and \xff.
     """
     if line.isprintable():
         return line
-    return "".join(c if c.isprintable() else _written(c) for c in line)
+    return "".join(c if c.isprintable() else _escaped(c) for c in line)
 
 
 def page(lines: Iterable[str]) -> str:
-    """Lines, each made visible, under each other; without a line end after the last."""
+    """Join lines, each made visible; there is no line break at the end."""
     return "\n".join(map(visible, lines))
 
 
 @contextmanager
 def without_text(asked: bool = True) -> Iterator[None]:
-    """Keep what `say` and `say_lines` have for stdout to itself, where that is asked for."""
+    """Suppress the output of `say` and `say_lines` to stdout if `asked`."""
     token = _TEXT.set(_TEXT.get() and not asked)
     try:
         yield
@@ -72,63 +70,63 @@ def without_text(asked: bool = True) -> Iterator[None]:
 
 
 def textless() -> bool:
-    """Whether text does not show, so that what is grave must be said on stderr."""
+    """Return whether text is suppressed, so that serious messages must go to stderr."""
     return not _TEXT.get()
 
 
 def say(line: str = "", *, err: bool = False) -> None:
-    """Print one line, on stderr where it is an error."""
+    """Print one line, on stderr if `err`."""
     if err or _TEXT.get():
         _put(visible(line) + "\n", err=err)
 
 
 def say_lines(text: str) -> None:
-    """Print lines that `page` made of names made visible before, and end the last of them."""
+    """Print lines from `page`, whose names are visible already, and a final line break."""
     if _TEXT.get():
         say_data(text)
 
 
 def say_data(text: str) -> None:
-    """Print lines on stdout whether text is wanted there or not."""
+    """Print lines on stdout even if text is suppressed."""
     _put(page(text.removesuffix("\n").split("\n")) + "\n", err=False)
 
 
 def drawn_on() -> bool:
-    """Whether stderr is a terminal on which a line can be drawn over."""
+    """Return whether stderr is a terminal on which a line can be redrawn."""
     return bool(sys.stderr and sys.stderr.isatty()) and os.environ.get("TERM") != "dumb"
 
 
 def terminal_columns() -> int:
-    """How long a line may be that is drawn: one short of the terminal's width, or it wraps."""
+    """Return the maximum length of a progress line: a full-width one would wrap."""
     try:
-        wide = os.get_terminal_size(sys.stderr.fileno()).columns
+        width = os.get_terminal_size(sys.stderr.fileno()).columns
     except (OSError, ValueError):
-        wide = 0
-    return (wide or _COLUMNS) - 1
+        width = 0
+    return (width or _COLUMNS) - 1
 
 
 def holds(text: str) -> bool:
-    """Whether the encoding of stderr has these letters."""
-    return _held(text, err=True) == text
+    """Return whether the encoding of stderr has these characters."""
+    return _encodable(text, err=True) == text
 
 
 def draw(line: str) -> None:
-    """Show a line of progress in place of the one before; an empty one takes that away."""
+    """Draw a progress line over the previous one; an empty line removes it."""
     with _PEN:
         if line or _drawing:
             _write(f"\r\x1b[K{visible(line)}", err=True)
         _drawing[:] = [line] if line else []
 
 
-def _written(character: str) -> str:
+def _escaped(character: str) -> str:
     code = ord(character)
-    if 0xDC80 <= code <= 0xDCFF:  # a byte of a path that is no text
+    if 0xDC80 <= code <= 0xDCFF:  # a byte of a path that is not valid text
         return f"\\x{code - 0xDC00:02x}"
     return ascii(character)[1:-1]
 
 
 def _put(text: str, *, err: bool) -> None:
-    """Write in place of what is drawn, which the next drawing brings back."""
+    """Write over the progress line; the next `draw` restores it."""
     with _PEN:
         if _drawing:
             _drawing.clear()
@@ -137,21 +135,21 @@ def _put(text: str, *, err: bool) -> None:
 
 
 def _write(text: str, *, err: bool) -> None:
-    import click  # here, so that what tells progress is imported without it
+    import click  # imported here, so that progress needs no click
 
-    click.echo(_held(text, err=err), nl=False, err=err)
+    click.echo(_encodable(text, err=err), nl=False, err=err)
 
 
-def _held(text: str, *, err: bool) -> str:
-    """What the stream's encoding can hold, and the rest as its escapes."""
+def _encodable(text: str, *, err: bool) -> str:
+    """Escape characters that the stream's encoding lacks."""
     encoding = getattr(sys.stderr if err else sys.stdout, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
-FIRST_S = 1.0  # of a run: what is quicker is not told on a terminal
-LASTING_S = 2.0  # of a phase: what is quicker gets no plain line
-EVERY_S = 10.0  # between plain lines of one phase
-TICK_S = 0.5  # between looks of the thread
+FIRST_S = 1.0  # seconds of a run before a terminal shows progress
+LASTING_S = 2.0  # seconds of a phase before it gets a plain line
+EVERY_S = 10.0  # seconds between plain lines of one phase
+TICK_S = 0.5  # seconds between checks of the thread
 
 Step = Callable[[], None]
 P = ParamSpec("P")
@@ -160,19 +158,19 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Phase:
-    """A part of a run.
+    """A phase of a run.
 
     Attributes:
-        what: in a word or two.
-        total: steps, or seconds where `timed`; None where nobody knows.
+        what: its name, a word or two.
+        total: number of steps, or seconds if `timed`; None if unknown.
         unit: of the steps, in the plural.
-        about: whether its total is a guess.
-        timed: whether it lasts for its total by the clock.
-        number: its place among the parts of the run, as "3/7 "; "" for none.
-        began: by the run's clock, in seconds.
-        done: steps.
-        aside: seconds that inner phases took, which tell nothing of its steps.
-        told: whether a plain line told of it.
+        about: whether `total` is an estimate.
+        timed: whether the phase lasts for `total` seconds.
+        number: its position in the run, such as "3/7 "; "" for none.
+        began: time of the run's clock, in seconds.
+        done: steps done.
+        aside: seconds in inner phases, which do not count for the time per step.
+        told: whether a plain line was printed for it.
     """
 
     what: str
@@ -187,13 +185,13 @@ class Phase:
     told: bool = False
 
     def share(self, now: float) -> float | None:
-        """How much of it is done, 0 to 1; None where nobody knows."""
+        """Return the fraction done, 0 to 1; None if unknown."""
         if not self.total:
             return None
         return min((now - self.began if self.timed else self.done) / self.total, 1.0)
 
     def words(self, now: float) -> str:
-        """Steps and time left where they are known, else the time that it took so far."""
+        """Return steps and time left if known, else the time so far."""
         taken, share = now - self.began, self.share(now)
         about, time, of = "about " if self.about else "", in_words(taken), ""
         if share and share < 1:
@@ -208,11 +206,13 @@ class Phase:
 
 @dataclass(slots=True, eq=False)
 class Teller:
-    """The phases of a run, the inner ones last, and what was told of them.
+    """The phases of a run, innermost last, and the thread that prints progress.
 
     Attributes:
-        clock: gives seconds.
-        drawn: whether stderr is a terminal, on which a line can be drawn over.
+        clock: returns seconds.
+        drawn: whether stderr is a terminal on which a line can be redrawn.
+        parts: names of the run's phases, in order, for their numbers.
+        phases: the phases now open.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -230,12 +230,12 @@ class Teller:
         self.phases = [Phase(what="working", began=self._began)]
 
     def begin(self) -> None:
-        """Let a thread tell from now on."""
-        self._thread = threading.Thread(target=self._tell, name="calib8 progress", daemon=True)
+        """Start the thread that prints progress."""
+        self._thread = threading.Thread(target=self._run, name="calib8 progress", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Have nothing told from now on, and the line taken away."""
+        """Stop the thread and remove the progress line."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -243,25 +243,25 @@ class Teller:
             draw("")
 
     def enter(self, phase: Phase) -> None:
-        """A phase begins, in the one before it."""
+        """Start a phase inside the current one."""
         if phase.what in self.parts:
             phase.number = f"{self.parts.index(phase.what) + 1}/{len(self.parts)} "
         with self._lock:
             self.phases.append(phase)
 
     def leave(self, phase: Phase) -> None:
-        """A phase ends."""
+        """End a phase."""
         with self._lock:
             self.phases.remove(phase)
             self.phases[-1].aside += self.clock() - phase.began
 
     def step(self, phase: Phase) -> None:
-        """One step more is done."""
+        """Count one more step."""
         with self._lock:
             phase.done += 1
 
     def look(self) -> None:
-        """Tell what is to be told now."""
+        """Print what is due now."""
         with self._lock:
             phases, now = list(self.phases), self.clock()
         if self.drawn and now - self._began >= FIRST_S:
@@ -271,16 +271,16 @@ class Teller:
             say(f"calib8: {_where(phases)}: {phases[-1].words(now)}", err=True)
 
     def _due(self, phase: Phase, now: float) -> bool:
-        """Whether there is a plain line to say."""
+        """Return whether a plain line is due."""
         silent = now - self._last
         lasts = now - phase.began >= LASTING_S and not phase.told
         return (lasts and silent >= LASTING_S) or silent >= EVERY_S
 
-    def _tell(self) -> None:
+    def _run(self) -> None:
         while not self._over.wait(TICK_S):
             try:
                 self.look()
-            except (OSError, ValueError):  # stderr is closed, or nobody reads it any more
+            except (OSError, ValueError):  # stderr is closed, or its reader is gone
                 return
 
 
@@ -289,7 +289,7 @@ _TELLER: ContextVar[Teller | None] = ContextVar("_TELLER", default=None)
 
 @contextmanager
 def telling(asked: bool = True) -> Iterator[None]:
-    """Tell of the phases in here, where that is asked for; a run in another is told by that one."""
+    """Print progress of the phases in the body if `asked`; a nested call uses the outer one."""
     if not asked or _TELLER.get() is not None:
         yield
         return
@@ -304,19 +304,19 @@ def telling(asked: bool = True) -> Iterator[None]:
 
 
 def on_request(function: Callable[P, T]) -> Callable[P, T]:
-    """A function whose argument `progress` says whether what it does is told."""
+    """Decorate a function whose keyword argument `progress` turns progress output on."""
 
     @wraps(function)
-    def asked(*args: P.args, **kwargs: P.kwargs) -> T:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         with telling(bool(kwargs.get("progress"))):
             return function(*args, **kwargs)
 
-    return asked
+    return wrapper
 
 
 @contextmanager
 def numbered(*parts: str) -> Iterator[None]:
-    """Phases of these names are told with their place among them."""
+    """Number the phases of these names in the body."""
     teller = _TELLER.get()
     if teller is None:
         yield
@@ -332,42 +332,42 @@ def numbered(*parts: str) -> Iterator[None]:
 def phase(
     what: str, total: int | None = None, unit: str = "", *, about: bool = False
 ) -> Iterator[Step]:
-    """Tell of what is done in here; gives the function that makes one step, from any thread.
+    """Show a phase's progress while the body runs; yield the function that counts a step.
 
     Args:
-        what: it is, in a word or two.
-        total: steps; None where nobody knows.
+        what: name of the phase, a word or two.
+        total: number of steps; None if unknown.
         unit: of the steps, in the plural.
-        about: whether that is a guess.
+        about: whether `total` is an estimate.
     """
     teller = _TELLER.get()
     if teller is None:
         yield lambda: None
         return
-    own = Phase(what=what, total=total, unit=unit, about=about, began=teller.clock())
-    with _entered(teller, own):
-        yield lambda: teller.step(own)
+    new_phase = Phase(what=what, total=total, unit=unit, about=about, began=teller.clock())
+    with _open_phase(teller, new_phase):
+        yield lambda: teller.step(new_phase)
 
 
 @contextmanager
 def lasting(what: str, seconds: float) -> Iterator[None]:
-    """Tell of what is done in here for so long; no step disturbs it."""
+    """Show the progress of a body that lasts for `seconds`; it counts no steps."""
     teller = _TELLER.get()
     if teller is None:
         yield
         return
-    with _entered(teller, Phase(what=what, total=seconds, timed=True, began=teller.clock())):
+    with _open_phase(teller, Phase(what=what, total=seconds, timed=True, began=teller.clock())):
         yield
 
 
 def tell(line: str) -> None:
-    """Say at once what a run that is told must not keep to itself until its end."""
+    """Print a line at once if progress is shown, before the end of the run."""
     if _TELLER.get() is not None:
         say(f"calib8: {line}", err=True)
 
 
 @contextmanager
-def _entered(teller: Teller, own: Phase) -> Iterator[None]:
+def _open_phase(teller: Teller, own: Phase) -> Iterator[None]:
     teller.enter(own)
     try:
         yield
@@ -376,12 +376,12 @@ def _entered(teller: Teller, own: Phase) -> Iterator[None]:
 
 
 def _where(phases: Sequence[Phase]) -> str:
-    """The phases' names; of the run itself only where there is no other."""
+    """Return the names of the open phases; "working" only if there is no other."""
     return ": ".join(f"{one.number}{one.what}" for one in phases[1:] or phases)
 
 
 def _bar(phases: Sequence[Phase], now: float) -> str:
-    """One line as wide as the terminal at most: a bar where it is known how much is done."""
+    """Return a progress line that fits the terminal, with a bar if the fraction done is known."""
     from tqdm import tqdm
 
     where, words, columns = _where(phases), phases[-1].words(now), terminal_columns()
@@ -395,11 +395,11 @@ def _bar(phases: Sequence[Phase], now: float) -> str:
 
 
 def in_words(seconds: float) -> str:
-    """A time as a person says it: "31 s", "2 min 5 s", "1 h 3 min"."""
-    whole = max(round(seconds), 0)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
+    """Format seconds: "31 s", "2 min 5 s", "1 h 3 min"."""
+    total = max(round(seconds), 0)
+    if total < 60:
+        return f"{total} s"
+    minutes, rest = divmod(total, 60)
     if minutes < 60:
         return f"{minutes} min {rest} s"
     return f"{minutes // 60} h {minutes % 60} min"

@@ -1,1 +1,1 @@
-"""What a model is fed: images and arrays, prepared, one sample at a time."""
+"""Calibration data: images and arrays, preprocessed and read one sample at a time."""

@@ -1,13 +1,13 @@
 """Files of arrays: .npy, .npz, and .bin or .raw without a header; folders and lists of them.
 
-A file holds one or more samples of every input; where a model has several inputs, a folder may also
-have one folder an input, whose files go together by name::
+A file holds one or more samples of every input. For a model with several inputs, a folder may also
+hold one subfolder per input; files of the same name belong together::
 
     arrays/0001.npz        arrays/image/0001.npy     samples.txt:
     arrays/0002.npz        arrays/image/0002.npy       0001.npy 3
     ...                    arrays/state/0001.npy       0002.npy 5
 
-A file is read when its sample is asked for; to open a folder costs its headers.
+Opening a folder reads the headers only; a file is read when its sample is needed.
 """
 
 from __future__ import annotations
@@ -44,44 +44,44 @@ from deploy.tensors import Array, TensorSpec
 
 SUFFIXES = frozenset((".bin", ".npy", ".npz", ".raw"))
 LABEL_KEYS = ("labels", "label", "y")
-_MOST_ENTRIES = 1 << 12  # arrays of an .npz file: one an input
+_MOST_ENTRIES = 1 << 12  # arrays in an .npz file: one per input
 
 Specs = tuple[TensorSpec, ...]
 
 
 def is_arrays(path: Path | str) -> bool:
-    """Whether the suffix, in any case, is one that is read as arrays."""
+    """Return whether the suffix, in any case, is that of a file of arrays."""
     return os.path.splitext(path)[1].lower() in SUFFIXES
 
 
 def is_raw(path: Path | str) -> bool:
-    """Whether the suffix, in any case, is one of values without a header."""
+    """Return whether the suffix, in any case, is that of values without a header."""
     return os.path.splitext(path)[1].lower() in (".bin", ".raw")
 
 
 def from_file(path: Path, specs: Specs) -> ArraySource:
-    """One file of arrays; memory-mapped where not compressed.
+    """Open one file of arrays; memory-map it unless it is compressed.
 
     Raises:
         FeedError: the file is damaged, holds objects, or does not fit the inputs.
     """
-    held = read_arrays(path, specs)
-    count = rows(held.item, specs, shown(path.name))
+    contents = read_arrays(path, specs)
+    count = rows(contents.item, specs, shown(path.name))
     if not count:
         raise FeedError(f"{shown(path.name)} must hold samples, got none")
     return ArraySource(
-        specs, [held.item], (count,), shown(path.name), held.labels, tuple(held.notes)
+        specs, [contents.item], (count,), shown(path.name), contents.labels, tuple(contents.notes)
     )
 
 
 @dataclass(slots=True)
 class Held:
-    """What a file holds.
+    """Contents of a file of arrays.
 
     Attributes:
-        item: the inputs by name.
-        labels: of its samples, where it has some.
-        notes: what its reader should know.
+        item: the arrays by input name.
+        labels: of the samples; None without labels.
+        notes: for the user.
     """
 
     item: Item
@@ -90,7 +90,7 @@ class Held:
 
 
 def read_arrays(path: Path, specs: Specs) -> Held:
-    """The arrays of one file, by input.
+    """Read the arrays of one file, by input name.
 
     Raises:
         FeedError: the file is damaged, holds objects, or does not fit the inputs.
@@ -99,14 +99,14 @@ def read_arrays(path: Path, specs: Specs) -> Held:
     kind = path.suffix.lower()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # numpy's about headers written by Python 2
+            warnings.simplefilter("ignore")  # numpy warns about headers written by Python 2
             if kind == ".npz":
                 arrays = _load_npz(path, notes)
             else:
                 arrays = {"": _load_npy(path) if kind == ".npy" else _load_raw(path, specs)}
     except FeedError:
         raise
-    except Exception as e:  # on hostile bytes numpy and zipfile raise a dozen kinds of error
+    except Exception as e:  # numpy and zipfile raise a dozen kinds of error on malformed bytes
         raise FeedError(
             f"{shown(str(path))} cannot be read as plain numpy arrays: {first_line(e)};"
             " write it with numpy.save or numpy.savez"
@@ -121,13 +121,13 @@ def read_arrays(path: Path, specs: Specs) -> Held:
 
 
 def from_files(files: Sequence[Picture], specs: Specs, name: str, *, skip_bad: bool) -> ArraySource:
-    """Files of all inputs, in their order; a label of the list is that of all samples of its file.
+    """Open files that each hold all inputs; a file's label applies to all its samples.
 
     Raises:
-        FeedError: a file that does not fit the inputs; with `skip_bad` when it is its turn.
+        FeedError: a file does not fit the inputs; with `skip_bad` only when the file is read.
     """
     parts = [{"": one.path} for one in files]
-    source = _sourced(parts, [one.name for one in files], specs, name, skip_bad=skip_bad)
+    source = _open_items(parts, [one.name for one in files], specs, name, skip_bad=skip_bad)
     given = [one.label for one in files]
     if None in given:
         return source
@@ -140,40 +140,40 @@ def from_files(files: Sequence[Picture], specs: Specs, name: str, *, skip_bad: b
 def from_folder(
     folder: Path, files: Sequence[Picture], specs: Specs, *, skip_bad: bool
 ) -> ArraySource:
-    """The files of arrays below a folder; of several inputs in one folder each, by their names.
+    """Open the files of arrays in a folder, or in one subfolder per input.
 
     Raises:
-        FeedError: a file that does not fit the inputs; a folder an input of other names.
+        FeedError: a file does not fit the inputs, or the subfolders hold different file names.
     """
     title = shown(folder.name or str(folder))
     tops = {one.name.partition("/")[0] for one in files if "/" in one.name}
     if len(specs) > 1 and tops == {spec.name for spec in specs}:
-        return _side_by_side(files, specs, title, skip_bad=skip_bad)
+        return _from_subfolders(files, specs, title, skip_bad=skip_bad)
     return from_files(files, specs, title, skip_bad=skip_bad)
 
 
-def _side_by_side(
+def _from_subfolders(
     files: Sequence[Picture], specs: Specs, title: str, *, skip_bad: bool
 ) -> ArraySource:
-    """One folder an input; files of one name are one item."""
-    inside: dict[str, dict[str, Path]] = {spec.name: {} for spec in specs}
+    """Open one folder per input; files of the same name form one item."""
+    by_input: dict[str, dict[str, Path]] = {spec.name: {} for spec in specs}
     for one in files:
         top, _, rest = one.name.partition("/")
-        if top in inside and rest:
-            inside[top][os.path.splitext(rest)[0]] = one.path
-    stems = sorted(set.union(*(set(own) for own in inside.values())), key=os.fsencode)
-    for top, own in inside.items():
-        missing = [stem for stem in stems if stem not in own]
+        if top in by_input and rest:
+            by_input[top][os.path.splitext(rest)[0]] = one.path
+    stems = sorted(set.union(*(set(by_stem) for by_stem in by_input.values())), key=os.fsencode)
+    for top, by_stem in by_input.items():
+        missing = [stem for stem in stems if stem not in by_stem]
         if missing:
             raise FeedError(
                 f"every input's folder in {title} must have files of the same names, got"
                 f" {len(missing)} missing in {shown(top)}, the first {shown(missing[0])}; add them"
             )
-    parts = [{top: own[stem] for top, own in inside.items()} for stem in stems]
-    return _sourced(parts, stems, specs, title, skip_bad=skip_bad)
+    parts = [{top: by_stem[stem] for top, by_stem in by_input.items()} for stem in stems]
+    return _open_items(parts, stems, specs, title, skip_bad=skip_bad)
 
 
-def _sourced(
+def _open_items(
     parts: Sequence[Mapping[str, Path]],
     called: Sequence[str],
     specs: Specs,
@@ -184,15 +184,15 @@ def _sourced(
     counts, notes, labels = [], set[str](), list[int]()
     for part in parts:
         try:
-            held = _held(part, specs)
-            count = rows(held.item, specs, " and ".join(shown(p.name) for p in part.values()))
+            contents = _read_item(part, specs)
+            count = rows(contents.item, specs, " and ".join(shown(p.name) for p in part.values()))
         except FeedError:
             if not skip_bad:
                 raise
-            held, count = Held({}), 1  # it says so again when it is its turn
+            contents, count = Held({}), 1  # reading the item will report the error
         counts.append(count)
-        labels += held.labels or ()
-        notes |= {"compressed .npz files are unpacked into temporary files" for _ in held.notes}
+        labels += contents.labels or ()
+        notes |= {"compressed .npz files are unpacked into temporary files" for _ in contents.notes}
     if not sum(counts):
         raise FeedError(f"{name} must hold samples, got none")
     return ArraySource(
@@ -208,10 +208,10 @@ def _sourced(
 
 @dataclass(frozen=True)
 class FileItems:
-    """Items that are files, each read when it is asked for.
+    """Items in files, each read when needed.
 
     Attributes:
-        parts: of each item: input -> its file, or "" -> the file of all inputs.
+        parts: per item, input name -> its file, or "" -> the file of all inputs.
         specs: the inputs.
     """
 
@@ -222,10 +222,10 @@ class FileItems:
         return len(self.parts)
 
     def __getitem__(self, index: int, /) -> Item:
-        return _held(self.parts[index], self.specs).item
+        return _read_item(self.parts[index], self.specs).item
 
 
-def _held(part: Mapping[str, Path], specs: Specs) -> Held:
+def _read_item(part: Mapping[str, Path], specs: Specs) -> Held:
     for path in part.values():
         is_read(path)
     if "" in part:
@@ -236,29 +236,29 @@ def _held(part: Mapping[str, Path], specs: Specs) -> Held:
 
 
 def _load_raw(path: Path, specs: Specs) -> Array:
-    """Values without a header: of the input's dtype and shape, one sample after the other."""
+    """Map values without a header: samples of the input's dtype and shape, one after the other."""
     if len(specs) != 1:
         raise FeedError(
             f"{shown(path.name)} holds the values of one input, the model has {len(specs)}; put"
-            " one folder an input, named as the input, into the folder"
+            " one subfolder per input, named as the input, into the folder"
         )
     (spec,) = specs
     inner = tuple(d for d in spec.shape[1:] if isinstance(d, int))
     if len(inner) != len(spec.shape) - 1:
         raise FeedError(
             f"{shown(path.name)} has no header, so the input must state its shape, got"
-            f" {describe(spec)}; say it (--raw-shape), or write .npy files, which say theirs"
+            f" {describe(spec)}; give it (--raw-shape), or write .npy files, which store theirs"
         )
     refuse_irregular(path, what="a file of values", error=FeedError)
     dtype = np.dtype(spec.dtype).newbyteorder("<")
-    one, got = prod(inner) * dtype.itemsize, path.stat().st_size
-    if not got or got % one:
+    sample_bytes, got = prod(inner) * dtype.itemsize, path.stat().st_size
+    if not got or got % sample_bytes:
         raise FeedError(
-            f"{shown(path.name)} must hold whole samples of the input {describe(spec)}, {one:,}"
-            f" bytes each, got {got:,} bytes; it is of another shape or dtype (--raw-shape,"
-            " --raw-dtype)"
+            f"{shown(path.name)} must hold complete samples of the input {describe(spec)},"
+            f" {sample_bytes:,} bytes each, got {got:,} bytes; check its shape and dtype"
+            " (--raw-shape, --raw-dtype)"
         )
-    return np.memmap(path, dtype, "r", 0, (got // one, *inner))
+    return np.memmap(path, dtype, "r", 0, (got // sample_bytes, *inner))
 
 
 def _load_npy(path: Path) -> Array:
@@ -293,18 +293,18 @@ def _load_npz(path: Path, notes: list[str]) -> dict[str, Array]:
 
 
 def _refuse_without_room(entries: Sequence[zipfile.ZipInfo], path: Path) -> None:
-    """Refuse what no disk here has room for, before anything is unpacked."""
+    """Raise if the temporary folder has no room for the unpacked entries."""
     needed = sum(info.file_size for info in entries)
     folder = tempfile.gettempdir()
     if needed > (free := shutil.disk_usage(folder).free):
         raise FeedError(
             f"{shown(str(path))} needs {size(needed)} of room in {folder} to be unpacked, got"
-            f" {size(free)}; write it with numpy.savez, which needs none"
+            f" {size(free)}; write it with numpy.savez, which needs no unpacking"
         )
 
 
 def _unpacked(stream: IO[bytes], room: int) -> Array:
-    """An entry that is compressed, as an array in a file without a name, not in memory."""
+    """Unpack a compressed entry into a temporary file without a name, and map it."""
     shape, fortran, dtype = array_header(stream, room)
     if 0 in shape or not shape:
         return np.frombuffer(stream.read(dtype.itemsize * prod(shape)), dtype).reshape(shape)
@@ -315,7 +315,7 @@ def _unpacked(stream: IO[bytes], room: int) -> Array:
 
 
 def _map_entry(path: Path, raw: IO[bytes], info: zipfile.ZipInfo) -> Array:
-    """Memory-map an uncompressed entry; its data begins after the local header."""
+    """Memory-map an uncompressed entry; its data starts after the local header."""
     raw.seek(info.header_offset)
     header = raw.read(30)
     if len(header) < 30 or header[:4] != b"PK\x03\x04":
@@ -331,14 +331,14 @@ def _map_entry(path: Path, raw: IO[bytes], info: zipfile.ZipInfo) -> Array:
 def _take_labels(arrays: dict[str, Array], specs: Specs) -> tuple[int, ...] | None:
     inputs = {s.name for s in specs}
     for key in LABEL_KEYS:
-        found = arrays.get(key)
-        if found is not None and key not in inputs and found.ndim == 1:
+        labels = arrays.get(key)
+        if labels is not None and key not in inputs and labels.ndim == 1:
             del arrays[key]
-            if found.dtype.kind not in "iu" or (found.size and found.min() < 0):
-                got = found.min() if found.dtype.kind == "i" else found.dtype
+            if labels.dtype.kind not in "iu" or (labels.size and labels.min() < 0):
+                got = labels.min() if labels.dtype.kind == "i" else labels.dtype
                 raise FeedError(
-                    f"{key!r} must be whole numbers from 0, got {got}; number the classes as the"
-                    " model's outputs are, and leave out samples of none"
+                    f"{key!r} must be whole numbers from 0, got {got}; number the classes in the"
+                    " order of the model's outputs, and leave out samples without a class"
                 )
-            return tuple(int(v) for v in found)
+            return tuple(int(v) for v in labels)
     return None

@@ -1,22 +1,19 @@
-"""Arrays as a feed, whether of files or of Python iterables, cut into samples.
+"""Arrays from files or Python iterables, split into samples.
 
-Every array is read against the model's input of its name. Where the input has rank r, the array
-may be
+An item of an iterable holds one array per input: an array, a tensor, a tuple with labels, or a
+mapping. Items are recognized by duck typing, so no framework is imported: whatever numpy converts
+to an array is one, also a torch tensor that requires a gradient.
 
-* rank r, a batch: sample i is ``a[i:i+1]`` (also where the input's own batch is fixed);
+Each array is matched to the model's input of its name. For an input of rank r, the array may have
+
+* rank r, a batch: sample i is ``a[i:i+1]`` (also if the input's own batch is fixed);
 * rank r + 1, samples stacked with their batch dimension: sample i is ``a[i]``;
 * rank r - 1, one sample without a batch dimension (iterables only);
-* rank r with a first dimension that is no batch (a state [2, N, 64]): taken whole.
+* rank r with a first dimension that is no batch (a state [2, N, 64]): one sample.
 
-What a loader gives -> the model's inputs: arrays, tensors, tuples with labels, mappings.
-
-By duck typing, so that no framework is needed: whatever numpy makes an array of is one, a torch
-tensor that has a gradient too.
-
-Arrays in a file without a name, which is gone with the process.
-
-What is there is known by who wrote it, so that there is no header to read: numpy parses those as
-Python, and Python 3.11 fails at that by chance where several threads do (python/cpython#106905).
+`Scratch` stores arrays in a temporary file without a name. It keeps their dtypes and shapes in
+memory, so the file has no headers: numpy parses headers as Python code, and Python 3.11 sometimes
+fails at that in several threads (python/cpython#106905).
 """
 
 from __future__ import annotations
@@ -45,29 +42,29 @@ _MOST_NAMED = 5
 
 
 def inputs_of(value: object, specs: Specs, where: str) -> tuple[Item, list[str]]:
-    """The inputs in an item of a loader, and what else it holds, in words.
+    """Return the inputs in an item of an iterable, and the names of everything else it holds.
 
     ::
 
         array                       the only input
-        (array, ...), [array, ...]  the inputs in their order, then what is left out
-        ({name: array}, ...)        the mapping, then what is left out
-        {name: array, ...}          the inputs by name; other names are left out
+        (array, ...), [array, ...]  the inputs in order; further elements are ignored
+        ({name: array}, ...)        a mapping, as below; further elements are ignored
+        {name: array, ...}          the inputs by name; other names are ignored
 
     Raises:
-        FeedError: it is none of these, or a tuple of which nobody can tell what is an input.
+        FeedError: the item is none of these, or a tuple in which the inputs are ambiguous.
     """
     if isinstance(value, tuple | list) and not _is_numbers(value):
-        return _of_tuple(value, specs, where)
+        return _inputs_of_tuple(value, specs, where)
     if isinstance(value, Mapping):
-        return _of_mapping(value, specs, where)
+        return _inputs_of_mapping(value, specs, where)
     return by_name({"": as_array(value, where)}, specs, where), []
 
 
-def _of_tuple(value: Sequence[Any], specs: Specs, where: str) -> tuple[Item, list[str]]:
+def _inputs_of_tuple(value: Sequence[Any], specs: Specs, where: str) -> tuple[Item, list[str]]:
     if value and isinstance(value[0], Mapping):
-        item, left = _of_mapping(value[0], specs, where)
-        return item, left + _numbered(value[1:], 1)
+        item, extra = _inputs_of_mapping(value[0], specs, where)
+        return item, extra + _numbered(value[1:], 1)
     if len(value) < len(specs):
         raise FeedError(
             f"{where} must hold the inputs {[s.name for s in specs]}, got a"
@@ -78,9 +75,10 @@ def _of_tuple(value: Sequence[Any], specs: Specs, where: str) -> tuple[Item, lis
     twins = [one for one in rest if np.shape(arrays[0])[-2:] and _shape(one) == arrays[0].shape]
     if twins and arrays[0].ndim > 1:
         raise FeedError(
-            f"{where} must tell its inputs from what is beside them, got a {type(value).__name__}"
-            f" of {len(value)} with several of the shape {list(arrays[0].shape)}; give one array a"
-            " sample, or a dict of arrays by input name"
+            f"{where} must distinguish its inputs from its other values, got a"
+            f" {type(value).__name__} of {len(value)} with several of the shape"
+            f" {list(arrays[0].shape)}; give one array per sample, or a dict of arrays by input"
+            " name"
         )
     return {s.name: a for s, a in zip(specs, arrays, strict=True)}, _numbered(rest, len(specs))
 
@@ -89,7 +87,9 @@ def _numbered(rest: Sequence[object], first: int) -> list[str]:
     return [f"number {place}" for place, _ in enumerate(rest[:_MOST_NAMED], first + 1)]
 
 
-def _of_mapping(value: Mapping[Any, Any], specs: Specs, where: str) -> tuple[Item, list[str]]:
+def _inputs_of_mapping(
+    value: Mapping[Any, Any], specs: Specs, where: str
+) -> tuple[Item, list[str]]:
     wanted = [s.name for s in specs]
     missing = [name for name in wanted if name not in value]
     if missing:
@@ -97,19 +97,19 @@ def _of_mapping(value: Mapping[Any, Any], specs: Specs, where: str) -> tuple[Ite
             f"{where} must name the inputs {wanted}, got {sorted(map(str, value))};"
             " name its arrays as the model does"
         )
-    left = [repr(str(name)) for name in value if name not in wanted]
-    return {name: as_array(value[name], where) for name in wanted}, left[:_MOST_NAMED]
+    extra = [repr(str(name)) for name in value if name not in wanted]
+    return {name: as_array(value[name], where) for name in wanted}, extra[:_MOST_NAMED]
 
 
 def as_array(value: object, where: str) -> Array:
-    """Whatever numpy makes an array of numbers of.
+    """Convert a value to an array of numbers.
 
     Raises:
-        FeedError: it makes none.
+        FeedError: numpy makes no array of numbers of it.
     """
     try:
-        plain = value.detach().cpu() if hasattr(value, "detach") else value
-        array: Array = np.asarray(plain)
+        tensor = value.detach().cpu() if hasattr(value, "detach") else value
+        array: Array = np.asarray(tensor)
     except (TypeError, ValueError, RuntimeError) as error:
         raise FeedError(f"{where} must be an array, got {type(value).__name__}: {error}") from error
     if array.dtype.kind not in "fiub":
@@ -121,7 +121,7 @@ def as_array(value: object, where: str) -> Array:
 
 
 def _is_numbers(value: Sequence[Any]) -> bool:
-    """Whether lists are nested down to plain numbers, as JSON and datasets give them."""
+    """Return whether a list is nested down to plain numbers, as from JSON or datasets."""
     while isinstance(value, tuple | list) and value:
         value = value[0]
     return isinstance(value, int | float)
@@ -133,7 +133,7 @@ def _shape(value: object) -> tuple[int, ...] | None:
 
 
 def by_name(arrays: dict[str, Array], specs: Specs, where: str) -> Item:
-    """Arrays by input name; a single array is the single input's, whatever its name."""
+    """Return arrays by input name; a single array belongs to the only input, whatever its name."""
     wanted = [s.name for s in specs]
     if len(wanted) == 1 and len(arrays) == 1:
         return {wanted[0]: next(iter(arrays.values()))}
@@ -148,7 +148,7 @@ def by_name(arrays: dict[str, Array], specs: Specs, where: str) -> Item:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an array is, and what it is."""
+    """Location, dtype and shape of an array in a `Scratch`."""
 
     start: int
     dtype: np.dtype[Any]
@@ -156,25 +156,25 @@ class Place:
 
 
 class Scratch:
-    """Arrays by their places; several threads may write and read."""
+    """Temporary store of arrays in a file; several threads may write and read."""
 
     def __init__(self, prefix: str) -> None:
-        """Make the file; its name begins with this while it has one.
+        """Create the file, with a name that starts with `prefix` until it is unlinked.
 
         Raises:
-            OSError: there is no room for it.
+            OSError: the disk is full.
         """
-        # without a buffer, in which what a full disk did not take would stand before every read
+        # unbuffered: a buffer would retry data that a full disk refused before every read
         self._file: FileIO = tempfile.TemporaryFile(prefix=prefix, buffering=0)  # noqa: SIM115
         self._using = threading.Lock()
         weakref.finalize(self, _close, self._file)
 
     def add(self, array: Array) -> Place:
-        """Write one behind all others.
+        """Append an array.
 
         Raises:
             OSError: the disk is full.
-            ValueError: it holds Python objects.
+            ValueError: the array holds Python objects.
         """
         values = np.ascontiguousarray(array)
         if values.dtype.hasobject:
@@ -187,26 +187,21 @@ class Scratch:
         return place
 
     def get(self, place: Place) -> Array:
-        """What was written there; it may be written to."""
-        found = np.empty(place.shape, place.dtype)
-        left = memoryview(found.reshape(-1).view(np.uint8).data)
+        """Return the array at `place` as a new, writable array."""
+        array = np.empty(place.shape, place.dtype)
+        left = memoryview(array.reshape(-1).view(np.uint8).data)
         with self._using:
             self._file.seek(place.start)
             while left and (read := self._file.readinto(left)):
                 left = left[read:]
         if left:
             raise OSError("a temporary file must hold what was written to it, got less")
-        return found
+        return array
 
 
 def _close(file: FileIO) -> None:
-    """Let it go."""
     with suppress(OSError):
         file.close()
-
-
-_MOST_ENTRIES = 1 << 12  # arrays of an .npz file: one an input
-LABEL_KEYS = ("labels", "label", "y")
 
 
 class Items(Protocol):
@@ -219,16 +214,16 @@ class Items(Protocol):
 
 @dataclass(frozen=True)
 class ArraySource:
-    """Samples over items: sample -> (item, row).
+    """Samples in items: sample index -> (item, row).
 
     Attributes:
         specs: the model's inputs.
         items: arrays by input.
-        ends: of each item, the samples up to its last.
-        name: of all of it, in messages.
+        ends: per item, the number of samples up to its end.
+        name: of the source, in messages.
         labels: of the samples.
-        notes: what the user should know.
-        called: of each item, where items have names.
+        notes: for the user.
+        called: names of the items; empty if they have none.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -243,7 +238,7 @@ class ArraySource:
         return self.ends[-1] if self.ends else 0
 
     def sample_name(self, index: int) -> str:
-        """What the sample is called in messages."""
+        """Return the sample's name for messages."""
         if not self.called:
             return f"sample {index} of {self.name}"
         where, row = self._place(index)
@@ -251,26 +246,26 @@ class ArraySource:
         return self.called[where] if alone else f"sample {row} of {self.called[where]}"
 
     def told(self, index: int) -> str:
-        """The same; in the middle of a sentence."""
+        """Return the sample's name for messages, in the middle of a sentence."""
         return self.sample_name(index)
 
     def load(self, index: int) -> Raw:
-        """Arrays with a batch dimension of 1 by input name, copied and hashed.
+        """Return arrays with a batch dimension of 1 by input name, copied and hashed.
 
         Raises:
-            FeedError: (when decoding) they hold NaN or Inf.
+            FeedError: (when decoding) the arrays hold NaN or Inf.
         """
         where, row = self._place(index)
         item = self.items[where]
         if self.called and rows(item, self.specs, self.called[where]) <= row:
             raise Changed(
-                f"{self.called[where]} changed while calib8 ran; leave it alone meanwhile"
+                f"{self.called[where]} changed while calib8 ran; do not change it during a run"
             )
         sample = {s.name: _row(item[s.name], s, row, self.specs) for s in self.specs}
         return Raw(sample_digest(sample), lambda: _finite(sample, self.sample_name(index)))
 
     def _place(self, index: int) -> tuple[int, int]:
-        """The item that a sample is in, and its row there."""
+        """Return the item of a sample and its row there."""
         where = bisect.bisect_right(self.ends, index)
         return where, index - (self.ends[where - 1] if where else 0)
 
@@ -278,51 +273,57 @@ class ArraySource:
 def from_iterable(
     source: Iterable[object], specs: tuple[TensorSpec, ...], *, name: str = "the iterable"
 ) -> ArraySource:
-    """Items of one or more samples each: arrays, tuples that begin with them, mappings by name.
+    """Open an iterable of items with one or more samples each.
 
-    A list or a tuple is used as it is. Anything else is read once, one item at a time, into a
-    temporary file (it is needed twice: for its digest and for the run). What an item holds beside
-    the inputs, such as labels, is left out, and said. `name` is that of all of it in messages.
+    An item is an array, a tuple that begins with arrays, or a mapping by input name. A list or a
+    tuple is used directly. Anything else is read once, one item at a time, into a temporary file,
+    since samples are needed twice: for their digest and for the run. Values that belong to no
+    input, such as labels, are ignored; a note lists them.
+
+    Args:
+        source: of items.
+        specs: the model's inputs.
+        name: of the source, in messages.
 
     Raises:
-        FeedError: an item that does not fit the inputs, or none at all.
+        FeedError: an item does not fit the inputs, or there are no samples.
     """
     counts: list[int] = []
-    spooled = not isinstance(source, list | tuple)
-    spool = _Spool() if spooled else None
-    kept: list[Item] = []
-    beside: dict[str, None] = {}
+    is_stored = not isinstance(source, list | tuple)
+    store = _ItemStore() if is_stored else None
+    items_read: list[Item] = []
+    ignored: dict[str, None] = {}
     for index, value in enumerate(source):
         where = f"item {index} of {name}"
-        arrays, left = inputs_of(value, specs, where)
-        beside |= dict.fromkeys(left)
+        arrays, extra = inputs_of(value, specs, where)
+        ignored |= dict.fromkeys(extra)
         item = {s.name: _with_batch(arrays[s.name], s) for s in specs}
         counts.append(rows(item, specs, where))
-        if spool is not None:
-            spool.append(item)
+        if store is not None:
+            store.append(item)
         else:
-            kept.append(item)
+            items_read.append(item)
     if not sum(counts):
         raise FeedError(f"{name} must give samples, got none")
-    notes = [f"left out of the items, as no input has it: {', '.join(beside)}"] if beside else []
-    if spooled:
+    notes = [f"left out of the items, as no input has it: {', '.join(ignored)}"] if ignored else []
+    if is_stored:
         notes.append(f"{name} was read once into a temporary file ({sum(counts)} samples)")
-    items: Items = spool if spool is not None else kept
+    items: Items = store if store is not None else items_read
     return ArraySource(specs, items, tuple(accumulate(counts)), name, None, tuple(notes))
 
 
 def fixed_batch(specs: Sequence[TensorSpec]) -> int:
-    """The batch B that every input fixes in its first dimension, else 1."""
+    """Return the batch size that all inputs fix in their first dimension, else 1."""
     firsts = {s.shape[0] for s in specs if s.shape}
     only = firsts.pop() if len(firsts) == 1 else None
     return only if isinstance(only, int) and only > 0 else 1
 
 
 def rows(item: Item, specs: tuple[TensorSpec, ...], where: str) -> int:
-    """How many samples an item holds.
+    """Return the number of samples in an item.
 
     Raises:
-        FeedError: a dtype, rank or dimension that is not the input's, or counts that differ.
+        FeedError: a dtype, rank or dimension does not fit the input, or the counts differ.
     """
     counts: dict[str, int] = {}
     for spec in specs:
@@ -332,12 +333,12 @@ def rows(item: Item, specs: tuple[TensorSpec, ...], where: str) -> int:
             counts[spec.name] = array.shape[0]
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name}: {n}" for name, n in counts.items())
-        raise FeedError(f"all inputs of {where} must have as many samples, got {listed}")
+        raise FeedError(f"all inputs of {where} must have equally many samples, got {listed}")
     return next(iter(counts.values()), 1)
 
 
 def is_batch(spec: TensorSpec, specs: Sequence[TensorSpec]) -> bool:
-    """Whether the first dimension of the input is a batch."""
+    """Return whether the first dimension of the input is a batch."""
     if not spec.shape:
         return False
     first = spec.shape[0]
@@ -346,16 +347,16 @@ def is_batch(spec: TensorSpec, specs: Sequence[TensorSpec]) -> bool:
 
 def _row(array: Array, spec: TensorSpec, row: int, specs: tuple[TensorSpec, ...]) -> Array:
     if array.ndim > len(spec.shape):
-        return _plain(array[row]).reshape(array.shape[1:])
+        return _native_copy(array[row]).reshape(array.shape[1:])
     if is_batch(spec, specs):
-        return _plain(array[row : row + 1])
-    return _plain(array).reshape(array.shape)
+        return _native_copy(array[row : row + 1])
+    return _native_copy(array).reshape(array.shape)
 
 
-def _plain(array: Array) -> Array:
-    """The same values in this machine's byte order, one after the other.
+def _native_copy(array: Array) -> Array:
+    """Copy to native byte order and C order.
 
-    A copy: what a file or the caller's own array holds may be another thing a moment later.
+    The copy protects the sample from later changes to the file or to the caller's array.
     """
     return np.array(array, array.dtype.newbyteorder("="), order="C")
 
@@ -402,7 +403,7 @@ def _finite(sample: dict[str, Array], where: str) -> dict[str, Array]:
 def _check_finite(array: Array, name: str, where: str) -> None:
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         bad = int((~np.isfinite(array)).sum())
-        # whoever reads it in a row tells the way out
+        # the caller that reads all samples adds the remedy
         raise FeedError(f"{where} holds {bad} NaN or Inf values for the input {name!r}")
 
 
@@ -410,8 +411,8 @@ def _with_batch(array: Array, spec: TensorSpec) -> Array:
     return array[None] if spec.shape and array.ndim == len(spec.shape) - 1 else array
 
 
-class _Spool:
-    """Items in a temporary file that goes with the object; several threads may read."""
+class _ItemStore:
+    """Items in a temporary file that is removed with the object; several threads may read."""
 
     def __init__(self) -> None:
         self._scratch = Scratch("calib8-feed-")
@@ -423,7 +424,7 @@ class _Spool:
         except OSError as error:
             raise FeedError(
                 f"the iterable must fit into a temporary file, got: {error.strerror or error}; free"
-                " some of the disk, or set TMPDIR to another"
+                " some disk space, or set TMPDIR to another disk"
             ) from error
         self._places.append(places)
 

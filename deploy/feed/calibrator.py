@@ -1,17 +1,15 @@
-"""A user's TensorRT calibrator as a feed: what it hands to TensorRT, without TensorRT and a GPU.
+"""Read a user's TensorRT calibrator as calibration data, without TensorRT and without a GPU.
 
 ::
 
     old.py:make --> calibrator --get_batch(names)--> [address, ...] --read--> {input: array}
-                        ^ on the modules of deploy.standins                    some samples each
+                        ^ imports deploy.standins' modules                 one or more samples each
 
-TensorRT reads as many bytes behind each address as its input has, whatever lies there. Here they
-must be the script's own, and of a last batch that holds fewer samples than `get_batch_size` only
-those are read that were copied, where TensorRT reads old ones behind them once more.
+TensorRT reads the size of an input at each address, whatever lies there. Here the memory must have
+been allocated by the script. If the last batch holds fewer samples than `get_batch_size`, only the
+copied ones are read, whereas TensorRT reads the previous batch's samples after them again.
 
-All of it runs once, as the feed is opened; the arrays wait in a temporary file.
-
-What a calibrator's `get_batch` hands over: addresses -> the arrays that lie there.
+The script runs once, when the source is opened; its arrays go to a temporary file.
 """
 
 from __future__ import annotations
@@ -37,59 +35,60 @@ _NUMBERS = frozenset(np.dtype(code).name for code in "?bhiqBHIQefd")
 
 
 class Handed:
-    """The batches of a script so far.
+    """Converts the batches of a script from addresses to arrays.
 
     Attributes:
-        samples: how many were read, with those of this batch.
-        where: name of this batch in messages.
+        samples: number of samples read so far.
+        where: name of the current batch in messages.
     """
 
     def __init__(
         self, script: str, memory: Memory, specs: tuple[TensorSpec, ...], batch: int
     ) -> None:
-        """Args: script: its name in messages; batch: of `get_batch_size`."""
+        """Args: script: its name in messages; batch: from `get_batch_size`."""
         self._script, self._memory, self._specs = script, memory, specs
         self._batch = batch
         self._rows = fixed_batch(specs) if batch == 1 else batch
         self._number = 0
-        self._doubtful = False
-        self._short: list[int] = []
-        self._more = 0
+        self._last_was_short = False
+        self._short_batches: list[int] = []
+        self._largest_batch = 0
         self.samples = 0
 
     @property
     def where(self) -> str:
-        """Name of this batch in messages."""
+        """Name of the current batch in messages."""
         return f"batch {self._number}"
 
     @property
     def notes(self) -> list[str]:
-        """What was otherwise than `get_batch_size` says, in sentences."""
-        found = []
-        if self._short:
-            found.append(
-                f"{self._script} copied fewer than {self._rows} samples for {len(self._short)} of"
-                f" its {self._number} batches ({self._short[0]} for the first of them): only those"
-                " are used, where TensorRT reads old ones behind them once more"
+        """Notes on batches whose size differs from `get_batch_size`."""
+        notes = []
+        if self._short_batches:
+            notes.append(
+                f"{self._script} copied fewer than {self._rows} samples for"
+                f" {len(self._short_batches)} of its {self._number} batches"
+                f" ({self._short_batches[0]} for the first of them): only those are used, whereas"
+                " TensorRT would read old samples after them again"
             )
-        if self._more:
-            found.append(
-                f"get_batch_size of {self._script} says 1, and up to {self._more} samples were"
-                " copied for a batch: all of them are used"
+        if self._largest_batch:
+            notes.append(
+                f"get_batch_size of {self._script} says 1, and up to {self._largest_batch} samples"
+                " were copied for a batch: all of them are used"
             )
-        return found
+        return notes
 
     def item(self, pointers: Sequence[object]) -> Item:
-        """The arrays behind a batch's addresses.
+        """Return the arrays at the addresses of a batch.
 
         Raises:
-            FeedError: an address is not the script's, or too little or too much lies behind it.
+            FeedError: an address is not the script's, or holds too few or too many bytes.
         """
-        if self._doubtful:
+        if self._last_was_short:
             raise FeedError(
                 f"only the last batch of {self._script} may hold fewer samples than"
-                f" get_batch_size gives, {self._rows}, got {self.where} behind such a one;"
-                f" copy whole batches, of the dtype of {describe(self._specs[0])}"
+                f" get_batch_size gives, {self._rows}, got {self.where} after such a batch; copy"
+                f" complete batches, of the dtype of {describe(self._specs[0])}"
             )
         pairs = zip(self._specs, pointers, strict=True)
         item = {spec.name: self._array(spec, pointer) for spec, pointer in pairs}
@@ -99,9 +98,9 @@ class Handed:
         return item
 
     def without(self, item: Item, last: int) -> Item:
-        """A batch without so many of its last samples."""
-        able = {s.name for s in self._specs if is_batch(s, self._specs)}
-        return {n: a[: len(a) - last] if n in able else a for n, a in item.items()}
+        """Return a batch without its last `last` samples."""
+        batched_names = {s.name for s in self._specs if is_batch(s, self._specs)}
+        return {n: a[: len(a) - last] if n in batched_names else a for n, a in item.items()}
 
     def _array(self, spec: TensorSpec, pointer: object) -> Array:
         address = _address(pointer)
@@ -114,55 +113,55 @@ class Handed:
                 f" {spec.name!r} in {self.where}"
             )
         batched = is_batch(spec, self._specs)
-        inner = self._inner(spec, window, batched=batched)
+        inner = self._sample_shape(spec, window, batched=batched)
         rows = self._rows if batched else 1
-        kind = np.dtype(self._kind(spec, window, rows * prod(inner)))
+        kind = np.dtype(self._dtype(spec, window, rows * prod(inner)))
         unit = kind.itemsize * prod(inner)
-        count = self._counted(spec, window, rows, unit, batched=batched)
+        count = self._sample_count(spec, window, rows, unit, batched=batched)
         data = self._memory.read(address, count * unit).view(kind)
         return data.reshape((count, *inner) if batched else inner).astype(spec.dtype, copy=False)
 
-    def _inner(self, spec: TensorSpec, window: Window, *, batched: bool) -> tuple[int, ...]:
-        """Sizes of one sample; open ones as the array has them that was copied."""
+    def _sample_shape(self, spec: TensorSpec, window: Window, *, batched: bool) -> tuple[int, ...]:
+        """Return the shape of one sample; the copied array fills in open dimensions."""
         sizes = spec.shape[1:] if batched else spec.shape
         copied = window.shape if window.shape and len(window.shape) == len(spec.shape) else None
-        known = copied[1:] if copied and batched else copied
-        found = tuple(
-            size if isinstance(size, int) else (known[at] if known else 0)
+        copied_sizes = copied[1:] if copied and batched else copied
+        shape = tuple(
+            size if isinstance(size, int) else (copied_sizes[at] if copied_sizes else 0)
             for at, size in enumerate(sizes)
         )
-        if not all(found):
+        if not all(shape):
             raise FeedError(
-                f"a calibrator says the batch and no other size, so the input must leave open"
-                f" nothing else, got {describe(spec)}; give a model of fixed sizes"
+                f"a calibrator tells the batch and no other size, so all other dimensions of the"
+                f" input must be fixed, got {describe(spec)}; give a model with fixed sizes"
             )
-        return found
+        return shape
 
-    def _kind(self, spec: TensorSpec, window: Window, values: int) -> str:
-        """The dtype that the bytes are of: the input's; for int64 also TensorRT's int32."""
-        able = (spec.dtype, "int32") if spec.dtype == "int64" else (spec.dtype,)
+    def _dtype(self, spec: TensorSpec, window: Window, values: int) -> str:
+        """Return the dtype of the bytes: the input's, or int32 for int64, as TensorRT copies it."""
+        allowed = (spec.dtype, "int32") if spec.dtype == "int64" else (spec.dtype,)
         if spec.dtype not in _NUMBERS:
             raise FeedError(
                 f"a calibrator hands over plain numbers, got the input {describe(spec)}; feed"
                 " arrays by --images"
             )
-        if window.dtype is not None and window.dtype not in able:
+        if window.dtype is not None and window.dtype not in allowed:
             raise FeedError(
                 f"get_batch of {self._script} must copy the dtype of the input {describe(spec)},"
                 f" got {window.dtype} in {self.where}; convert it with .astype('{spec.dtype}')"
             )
-        if window.dtype is not None or len(able) == 1:
+        if window.dtype is not None or len(allowed) == 1:
             return window.dtype or spec.dtype
         size = window.room if window.copied is None else window.copied
         return "int32" if size == 4 * values else spec.dtype
 
-    def _counted(
+    def _sample_count(
         self, spec: TensorSpec, window: Window, rows: int, unit: int, *, batched: bool
     ) -> int:
-        """How many samples of `unit` bytes lie there.
+        """Return the number of samples, of `unit` bytes each, at the address.
 
         Raises:
-            FeedError: no whole number of them, too many, or too few.
+            FeedError: the bytes are no multiple of a sample, too many, or too few.
         """
         got = window.room if window.copied is None else window.copied
         wanted = rows * unit
@@ -170,23 +169,23 @@ class Handed:
             return rows
         typed = window.copied is not None and window.dtype is not None and batched
         if typed and got > wanted and self._batch == 1 and got % unit == 0:
-            self._more = max(self._more, got // unit)
+            self._largest_batch = max(self._largest_batch, got // unit)
             return got // unit
-        first = self._number == 0 and not typed  # a short one may as well be of another dtype
+        first = self._number == 0 and not typed  # a short first batch may be of another dtype
         if window.copied is None or got > wanted or got % unit or not batched or first:
             kind = "an allocation of" if window.copied is None else "copied"
             raise FeedError(
                 f"{self.where} of {self._script} must hold {rows} samples (get_batch_size) of the"
-                f" input {describe(spec)}, {wanted} bytes, got {kind} {got} bytes; let"
-                " get_batch_size, the allocation, the dtype and what is copied agree"
+                f" input {describe(spec)}, {wanted} bytes, got {kind} {got} bytes; make"
+                " get_batch_size, the allocation, the dtype and the copied bytes agree"
             )
-        self._doubtful = not typed
-        self._short.append(got // unit)
+        self._last_was_short = not typed
+        self._short_batches.append(got // unit)
         return got // unit
 
 
 def _address(pointer: object) -> int | None:
-    """The address that a pointer stands for; None of what stands for none."""
+    """Return the address of a pointer object; None for any other object."""
     try:
         return address_of(pointer)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # a tensor of several values
@@ -194,7 +193,7 @@ def _address(pointer: object) -> int | None:
 
 
 T = TypeVar("T")
-MOST_SAMPLES = 1 << 16  # of a script that was given no limit
+MOST_SAMPLES = 1 << 16  # without a limit from the user
 _WORDS = {
     CalibrationAlgoType.ENTROPY_CALIBRATION_2: "entropy2",
     CalibrationAlgoType.ENTROPY_CALIBRATION: "entropy",
@@ -204,27 +203,27 @@ _WORDS = {
 
 
 class CalibratorScript:
-    """The calibrator that `file.py:function` makes.
+    """The calibrator that `file.py:function` returns.
 
     Attributes:
-        spec: how it was given.
-        algorithm: "entropy2", "entropy", "minmax" or "legacy", as its base class says; else None.
-        quantile: what a legacy calibrator's `get_quantile` says; else None.
-        known: the bytes that its `read_calibration_cache` gives; None without.
-        batch: samples a batch, as its `get_batch_size` says.
-        notes: what the user should know beside what is found while it is asked.
+        spec: as the user gave it.
+        algorithm: of its base class: "entropy2", "entropy", "minmax" or "legacy"; else None.
+        quantile: a legacy calibrator's `get_quantile`; else None.
+        known: the bytes that its `read_calibration_cache` returns; None without.
+        batch: samples per batch, its `get_batch_size`.
+        notes: for the user, besides those from reading the batches.
     """
 
     def __init__(self, spec: str, *, notes: tuple[str, ...] = ()) -> None:
-        """Import the file and make the calibrator; its batches are not asked for yet.
+        """Import the file and create the calibrator; no batch is read yet.
 
         Args:
-            spec: `file.py:function`; the function takes nothing and gives the calibrator.
-            notes: as the attribute.
+            spec: `file.py:function`; the function takes no arguments and returns the calibrator.
+            notes: see the attribute.
 
         Raises:
-            ConfigError: no such file or function, or one that takes arguments.
-            FeedError: the user's code failed, or gave no calibrator.
+            ConfigError: no such file or function, or the function takes arguments.
+            FeedError: the user's code failed, or returned no calibrator.
         """
         self.spec = spec
         self.notes = notes
@@ -234,13 +233,13 @@ class CalibratorScript:
                 spec, what="a calibrator", form="file.py:function", error=FeedError
             )
         _refuse_arguments(self._make, spec)
-        self._made = self._ask(self._make)
-        self._asked = False
+        self._calibrator = self._call(self._make)
+        self._was_read = False
         for method in ("get_batch_size", "get_batch"):
-            if not callable(self._own(method)):
+            if not callable(self._attribute(method)):
                 raise FeedError(
                     f"{self} must have get_batch_size and get_batch, got a"
-                    f" {type(self._made).__name__} without {method}; return the calibrator"
+                    f" {type(self._calibrator).__name__} without {method}; return the calibrator"
                 )
         self.batch = self._batch_size()
         self.algorithm = self._algorithm()
@@ -251,34 +250,34 @@ class CalibratorScript:
         return f"the calibrator {self.spec}"
 
     def source(self, specs: tuple[TensorSpec, ...], limit: int | None) -> ArraySource:
-        """All samples that it gives, or the first so many; a second time it is made anew.
+        """Read all samples, or the first `limit`; a second call creates the calibrator again.
 
         Raises:
-            FeedError: the user's code failed, or gave what does not fit the inputs; or it does not
-                end, where there is no limit.
+            FeedError: the user's code failed, or its arrays do not fit the inputs; or it does not
+                end, and there is no limit.
         """
-        if self._asked:
-            self._made = self._ask(self._make)
-        self._asked = True
+        if self._was_read:
+            self._calibrator = self._call(self._make)
+        self._was_read = True
         notes = list(self.notes)
-        found = from_iterable(self._batches(specs, limit, notes), specs, name=str(self))
-        return replace(found, notes=(*notes, *found.notes))
+        source = from_iterable(self._batches(specs, limit, notes), specs, name=str(self))
+        return replace(source, notes=(*notes, *source.notes))
 
-    def _ask(self, function: Callable[..., T], *given: object) -> T:
-        """Run some of the user's code; a wrong copy in it is told even where it was caught."""
+    def _call(self, function: Callable[..., T], *args: object) -> T:
+        """Call the user's code; raise an invalid copy's error even if that code caught it."""
         what = usercode.users_errors(str(self), error=FeedError)
         with what, self._stand_ins.installed():
-            found = function(*given)
+            result = function(*args)
             if self._stand_ins.memory.fault is not None:
                 raise self._stand_ins.memory.fault
-        return found
+        return result
 
-    def _own(self, name: str) -> Any:
-        """What it has of this name, or None."""
-        return self._ask(getattr, self._made, name, None)
+    def _attribute(self, name: str) -> Any:
+        """Return the calibrator's attribute, or None."""
+        return self._call(getattr, self._calibrator, name, None)
 
     def _batch_size(self) -> int:
-        size = self._ask(self._made.get_batch_size)
+        size = self._call(self._calibrator.get_batch_size)
         try:
             count = operator.index(size)
         except TypeError:
@@ -288,64 +287,64 @@ class CalibratorScript:
         return count
 
     def _algorithm(self) -> str | None:
-        if (method := self._own("get_algorithm")) is None:
+        if (method := self._attribute("get_algorithm")) is None:
             return None
-        said = self._ask(method)
-        return _WORDS.get(said) if isinstance(said, CalibrationAlgoType) else None
+        value = self._call(method)
+        return _WORDS.get(value) if isinstance(value, CalibrationAlgoType) else None
 
     def _quantile(self) -> float | None:
-        if (method := self._own("get_quantile")) is None:
+        if (method := self._attribute("get_quantile")) is None:
             return None
-        said = self._ask(method)
-        if not isinstance(said, float | int) or not 0.5 < said <= 1:
+        value = self._call(method)
+        if not isinstance(value, float | int) or not 0.5 < value <= 1:
             raise FeedError(
-                f"get_quantile of {self} must give a share over 0.5 and up to 1, got {said!r:.60}"
+                f"get_quantile of {self} must be over 0.5 and at most 1, got {value!r:.60}"
             )
-        return float(said)
+        return float(value)
 
     def _known(self) -> bytes | None:
-        if (method := self._own("read_calibration_cache")) is None:
+        if (method := self._attribute("read_calibration_cache")) is None:
             return None
-        said = self._ask(method)
-        return bytes(said) if isinstance(said, bytes | bytearray | memoryview) else None
+        value = self._call(method)
+        return bytes(value) if isinstance(value, bytes | bytearray | memoryview) else None
 
     def _batches(
         self, specs: tuple[TensorSpec, ...], limit: int | None, notes: list[str]
     ) -> Iterator[Item]:
-        """Batch by batch; `notes` are added to."""
-        handed = Handed(str(self), self._stand_ins.memory, specs, self.batch)
-        while (item := self._next(handed, specs)) is not None:
-            beyond = handed.samples - (MOST_SAMPLES if limit is None else limit)
+        """Yield the batches; append to `notes`."""
+        batches = Handed(str(self), self._stand_ins.memory, specs, self.batch)
+        while (item := self._next(batches, specs)) is not None:
+            beyond = batches.samples - (MOST_SAMPLES if limit is None else limit)
             if beyond >= 0 and limit is None:
                 raise FeedError(
-                    f"{self} must end with None or an empty list, got {handed.samples:,} samples"
-                    " and no end; use the first so many of them (--limit)"
+                    f"{self} must end with None or an empty list, got {batches.samples:,} samples"
+                    " and no end; set a maximum number of samples (--limit)"
                 )
-            yield handed.without(item, max(beyond, 0))
+            yield batches.without(item, max(beyond, 0))
             if beyond >= 0:
                 notes.append(f"the first {limit} samples of {self} are used (--limit)")
                 break
-        notes += handed.notes
+        notes += batches.notes
 
-    def _next(self, handed: Handed, specs: tuple[TensorSpec, ...]) -> Item | None:
-        """One batch; None at the end."""
+    def _next(self, batches: Handed, specs: tuple[TensorSpec, ...]) -> Item | None:
+        """Return the next batch; None at the end."""
         self._stand_ins.memory.settle()
-        given = self._ask(self._pointers, [spec.name for spec in specs])
-        several = isinstance(given, list | tuple | np.ndarray)
-        if given is None or (several and not len(given)):
+        pointers = self._call(self._pointers, [spec.name for spec in specs])
+        is_sequence = isinstance(pointers, list | tuple | np.ndarray)
+        if pointers is None or (is_sequence and not len(pointers)):
             return None
-        if not several or len(given) != len(specs):
-            got = len(given) if several else type(given).__name__
+        if not is_sequence or len(pointers) != len(specs):
+            got = len(pointers) if is_sequence else type(pointers).__name__
             raise FeedError(
                 f"get_batch of {self} must give one address for each of"
-                f" {[spec.name for spec in specs]}, got {got} in {handed.where}"
+                f" {[spec.name for spec in specs]}, got {got} in {batches.where}"
             )
-        return handed.item(list(given))
+        return batches.item(list(pointers))
 
     def _pointers(self, names: list[str]) -> Any:
         try:
-            return self._made.get_batch(names)
-        except StopIteration:  # TensorRT takes any exception for the end; this one means it
+            return self._calibrator.get_batch(names)
+        except StopIteration:  # the end; TensorRT takes any exception for it
             return None
 
 
@@ -355,8 +354,8 @@ def _refuse_arguments(make: Any, spec: str) -> None:
         inspect.signature(make).bind()
     except TypeError as error:
         raise ConfigError(
-            f"what makes a calibrator is called without arguments, got {spec}, where {error}; write"
-            " a function that gives the calibrator its arguments"
+            f"the function that makes a calibrator is called without arguments, got {spec}:"
+            f" {error}; write a function that gives the calibrator its arguments"
         ) from None
-    except ValueError:  # a signature that cannot be read
+    except ValueError:  # the signature cannot be read
         return

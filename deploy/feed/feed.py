@@ -1,22 +1,16 @@
-"""What a model is fed: images or arrays, one sample at a time, decoded beside the inference.
-
-Pictures are decoded in as many threads as there are cores, 4 at most: where the model takes longer,
-they wait for it, and where decoding does, no core is idle.
+"""Open calibration data for a model: images or arrays, read one sample at a time.
 
 Sources: a folder, a list file ("path" or "path label"), a pattern or a COCO json of images or of
-files of arrays (already preprocessed), a `loader.py:function`, a TensorRT calibrator, or what
-Python has: arrays, paths, loaders and datasets that give them.
-
-A source of whatever kind, opened: what gives its samples, and what is known of them.
-
-::
+files of preprocessed arrays, a `loader.py:function`, a TensorRT calibrator, or Python objects:
+arrays, paths, and loaders or datasets that yield them. Kinds of sources, as in manifests::
 
     files of arrays, Python's items, a calibrator's batches   ->  arrays
     images, a video's frames                                  ->  images
-    files without a header, of pixels                         ->  raw pictures
-    what Python has of pixels, where preprocessing is asked   ->  pictures in memory
+    files without a header that hold pixels                   ->  raw pictures
+    Python's items that hold pixels, to be preprocessed       ->  pictures in memory
 
-How the pictures of a feed became inputs, in words.
+Images are decoded in the background by one thread per core, 4 at most: a slow model does not wait
+for them, and slow decoding leaves no core idle.
 """
 
 from __future__ import annotations
@@ -71,14 +65,14 @@ _AS_THEY_ARE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A source that can be read.
+    """An opened source.
 
     Attributes:
-        source: of all its samples.
-        kind: of what they are, as manifests call it.
-        notes: what the user should know about how they are read.
-        settled: how pictures become the input; None for arrays.
-        usual: every so-manieth is looked at, where the user says nothing.
+        source: gives access to all samples.
+        kind: of the samples, as manifests store it.
+        notes: for the user, on how the samples are read.
+        settled: the preprocessing of images; None for arrays.
+        usual: default step N of "every N-th sample".
     """
 
     source: Source
@@ -90,14 +84,14 @@ class Opened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """What is asked of a source, for a model with these inputs.
+    """Options for opening a source for a model.
 
     Attributes:
         specs: the model's inputs.
-        preprocess: how images become inputs, as the user says it.
-        carried: what the model carries of that.
-        skip_bad: go on without bad samples.
-        choice: of samples.
+        preprocess: image preprocessing given by the user.
+        carried: image preprocessing stored in the model.
+        skip_bad: skip bad samples.
+        choice: which samples to use.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -107,11 +101,11 @@ class Opening:
     choice: Choice
 
     def of(self, source: FeedSource, files: Files | None) -> Opened:
-        """Open a source; `files`: what a path or a list of paths stands for.
+        """Open `source`; `files` are the files that a path or a list of paths resolves to.
 
         Raises:
-            FeedError: nothing to feed, or it does not fit the inputs.
-            ConfigError: options that contradict the source.
+            FeedError: no samples, or samples that do not fit the inputs.
+            ConfigError: options that do not apply to the source.
         """
         if isinstance(source, RawFiles) and files is not None:
             return self._raw(source, files)
@@ -138,7 +132,7 @@ class Opening:
         return from_files(files.files, specs, files.name, skip_bad=self.skip_bad)
 
     def _raw(self, raw: RawFiles, files: Files) -> Opened:
-        """Files without a header, whose shape and dtype are said."""
+        """Open files without a header; the user gives their shape and dtype."""
         refuse_others(files)
         if len(self.specs) != 1:
             raise ConfigError(
@@ -146,24 +140,24 @@ class Opening:
                 " .npy files, which say theirs"
             )
         (spec,) = self.specs
-        held = self._arrays(raw.path, files, (raw.held(spec),))
+        arrays = self._arrays(raw.path, files, (raw.held(spec),))
         if raw.pictures(spec, asked=self.preprocess is not None):
-            return self._raw_pictures(held)
+            return self._raw_pictures(arrays)
         if self.preprocess is not None:
             raise ConfigError(_AS_THEY_ARE)
-        return Opened(source=as_arrays(held, spec), kind="arrays", notes=held.notes)
+        return Opened(source=as_arrays(arrays, spec), kind="arrays", notes=arrays.notes)
 
-    def _raw_pictures(self, held: ArraySource) -> Opened:
-        found = self._how()
+    def _raw_pictures(self, arrays: ArraySource) -> Opened:
+        resolved = self._how()
         return Opened(
-            source=as_pictures(held, self.specs[0], found.how),
+            source=as_pictures(arrays, self.specs[0], resolved.how),
             kind="raw pictures",
-            notes=held.notes,
-            settled=found,
+            notes=arrays.notes,
+            settled=resolved,
         )
 
     def _handed_over(self, script: CalibratorScript) -> ArraySource:
-        """What a calibrator gives; the first samples alone where only a limit is asked for."""
+        """Read a calibrator's batches; stop after the first samples if only a limit is set."""
         if self.preprocess is not None:
             raise ConfigError(
                 f"a calibrator's batches are fed as they are, got preprocessing for {script}; leave"
@@ -172,37 +166,39 @@ class Opening:
         return script.source(self.specs, None if self.choice.every else self.choice.most)
 
     def _pictured(self, source: FeedSource) -> Opened:
-        """Pictures in memory, preprocessed as they are read once into a temporary file."""
-        found, dtype = self._how(), self.specs[0].dtype
-        ready = (a.astype(dtype, copy=False) for a in pictured(items_of(source), found.how))
+        """Preprocess images in memory while they are read once into a temporary file."""
+        resolved, dtype = self._how(), self.specs[0].dtype
+        ready = (a.astype(dtype, copy=False) for a in pictured(items_of(source), resolved.how))
         arrays = from_iterable(ready, self.specs)
-        return Opened(source=arrays, kind="pictures in memory", notes=arrays.notes, settled=found)
+        return Opened(
+            source=arrays, kind="pictures in memory", notes=arrays.notes, settled=resolved
+        )
 
     def _images(self, files: Files) -> Opened:
         are_read(len(files.files), files.files.path)
-        found = self._how()
-        video = _video(files, self.specs[0], found.how)
+        resolved = self._how()
+        video = _video(files, self.specs[0], resolved.how)
         if video is None and not self.skip_bad:
             self._check_own_present(files)
         return Opened(
-            source=video or ImageSource(files.files, self.specs[0], found.how),
+            source=video or ImageSource(files.files, self.specs[0], resolved.how),
             kind="images",
             notes=files.notes,
-            settled=found,
+            settled=resolved,
             usual=video.a_second if video else 1,
         )
 
     def _check_own_present(self, files: Files) -> None:
-        """Refuse a list of which chosen files are missing; of a shard its own."""
+        """Raise if chosen files (of this shard only) are missing."""
         number, of = self.choice.shard or (1, 1)
         own = self.choice.of(len(files.files))[0][number - 1 :: of]
         check_present((files.files[i] for i in own), len(own), files.name)
 
     def _how(self) -> Settled:
-        """What makes the only input of pictures, and what the user should know.
+        """Return the preprocessing for the model's only input.
 
         Raises:
-            FeedError: several inputs, or one that pictures do not become.
+            FeedError: the model has several inputs, or its input does not take images.
         """
         if len(self.specs) != 1:
             raise FeedError(
@@ -210,9 +206,9 @@ class Opening:
                 f" {summary([describe(spec) for spec in self.specs])}; give a folder of .npz files"
                 " with one array an input, or one folder of .npy files an input"
             )
-        found = settled(self.preprocess, self.carried, self.specs[0])
-        check_dtype(self.specs[0], found.how)
-        return found
+        resolved = settled(self.preprocess, self.carried, self.specs[0])
+        check_dtype(self.specs[0], resolved.how)
+        return resolved
 
 
 def _as_arrays(arrays: ArraySource) -> Opened:
@@ -220,10 +216,10 @@ def _as_arrays(arrays: ArraySource) -> Opened:
 
 
 def _video(files: Files, spec: TensorSpec, how: Preprocess) -> VideoSource | None:
-    """The only file, where it is a video.
+    """Return the source if the only file is a video, None if no file is a video.
 
     Raises:
-        FeedError: one of several is, or it has a label.
+        FeedError: the video is one of several files or has a label.
     """
     films = [one for one in files.files if is_video(one.path)]
     if not films:
@@ -247,40 +243,40 @@ def open_feed(
     limit: Limit = None,
     labels_by_folder: bool = False,
 ) -> Feed:
-    """Open images or arrays as the feed of a model with these inputs.
+    """Open images or arrays as calibration data for a model.
 
     Args:
-        source: as the module says.
+        source: see the module's docstring.
         specs: the model's inputs.
-        preprocess: how images, of files or in memory, become inputs, or some options of it; the
-            rest is what the model carries, else what its input tells, and said.
-        carried: what the model carries of that, `LoadedModel.carried`.
-        skip_bad: go on without unreadable images and arrays with NaN, telling them in `notes`.
-        limit: use at most so many, spread evenly over all, of a calibrator the first ones; or a
-            `Choice` of them.
-        labels_by_folder: number the folders in the given folder, and label what is in them so.
+        preprocess: image preprocessing, complete or some of its options. The other options come
+            from the model's metadata, else from its input; a note says which.
+        carried: preprocessing from the model's metadata, `LoadedModel.carried`.
+        skip_bad: skip unreadable images and arrays with NaN; `notes` lists them.
+        limit: maximum number of samples, spread evenly over the source (the first ones of a
+            calibrator); or a `Choice`.
+        labels_by_folder: number the subfolders and use the numbers as class labels.
 
     Raises:
-        FeedError: nothing to feed, or it does not fit the inputs.
-        ConfigError: options that contradict the source.
+        FeedError: no samples, or samples that do not fit the inputs.
+        ConfigError: options that do not apply to the source.
     """
     if not specs:
         raise FeedError("a model must have an input to be fed, got none; check the model")
-    asked = Opening(
+    opener = Opening(
         specs=tuple(specs),
         preprocess=preprocess,
         carried=carried,
         skip_bad=skip_bad,
         choice=choice_of(limit),
     )
-    if isinstance(source, str | os.PathLike) and (given := called(str(source))) is not None:
-        source = cast("FeedSource", given)
+    if isinstance(source, str | os.PathLike) and (loaded := called(str(source))) is not None:
+        source = cast("FeedSource", loaded)
     files = _files(source)
     if labels_by_folder:
         if files is None:
             raise ConfigError("labels by folder are of files in folders, got no path; give one")
         files = labelled(files)
-    return _fed(asked.of(source, files), asked)
+    return _fed(opener.of(source, files), opener)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,13 +329,13 @@ def dataset_of(
 
 
 def holds_arrays(source: FeedSource, specs: Sequence[TensorSpec]) -> bool:
-    """Whether a source is of arrays in files or of a calibrator, which no preprocessing is for.
+    """Return whether a source is array files or a calibrator, which take no preprocessing.
 
     Raises:
-        FeedError: nothing is there, or it is of both kinds.
+        FeedError: there are no files, or both images and arrays.
     """
     if isinstance(source, str | os.PathLike) and names_loader(str(source)):
-        return False  # what it gives may be pictures
+        return False  # the loader may return images
     files = _files(source)
     if isinstance(source, RawFiles):
         return not any(source.pictures(spec, asked=True) for spec in specs)
@@ -347,7 +343,7 @@ def holds_arrays(source: FeedSource, specs: Sequence[TensorSpec]) -> bool:
 
 
 def _files(source: FeedSource) -> Files | None:
-    """The files that a path or a list of paths stands for; None where it is no such thing."""
+    """Return the files that a path or a list of paths resolves to; None for other sources."""
     if isinstance(source, RawFiles):
         source = source.path
     if isinstance(source, str | os.PathLike):
@@ -356,38 +352,38 @@ def _files(source: FeedSource) -> Files | None:
     return listed(source) if isinstance(source, list | tuple) else None
 
 
-def _fed(opened: Opened, asked: Opening) -> Feed:
-    """What was chosen of a source; of a shard its share."""
+def _fed(opened: Opened, opener: Opening) -> Feed:
+    """Build the feed from the chosen samples, or from this shard's share of them."""
     source, settled, share = opened.source, opened.settled, None
-    chosen, said = asked.choice.of(len(source), usual=opened.usual)
-    batch = fixed_batch(asked.specs)
-    if asked.choice.shard is not None:
+    chosen, choice_notes = opener.choice.of(len(source), usual=opened.usual)
+    batch = fixed_batch(opener.specs)
+    if opener.choice.shard is not None:
         refuse_batches(batch)
         names = names_digest(map(source.sample_name, chosen))
-        share = share_of(asked.choice.shard, len(chosen), names)
+        share = share_of(opener.choice.shard, len(chosen), names)
         chosen = [chosen[place] for place in share.places]
-        said = [*said, f"shard {share}: {len(chosen)} of {share.count} samples"]
+        choice_notes = [*choice_notes, f"shard {share}: {len(chosen)} of {share.count} samples"]
     return Feed(
         source,
         chosen,
         kind=opened.kind,
         batch=batch,
         preprocess=settled.how if settled else None,
-        skip_bad=asked.skip_bad,
-        notes=(*opened.notes, *(settled.notes if settled else ()), *said),
+        skip_bad=opener.skip_bad,
+        notes=(*opened.notes, *(settled.notes if settled else ()), *choice_notes),
         origin=settled.origin if settled else "",
         share=share,
     )
 
 
 def prepared(feed: Feed) -> str:
-    """What was done to pictures, and what said so where it was the model; empty for arrays."""
+    """Describe the preprocessing of images and where it comes from; empty for arrays."""
     if feed.preprocess is None:
         return ""
     return f"{in_words(feed.preprocess)}{f'; from {feed.origin}' if feed.origin else ''}"
 
 
 def as_read(feed: Feed) -> tuple[str, ...]:
-    """`prepared` and the notes, where no report has a place of its own for them."""
+    """Return `prepared` and the notes, for reports without a separate field for them."""
     how = prepared(feed)
     return (*((f"pictures: {how}",) if how else ()), *feed.notes)

@@ -1,16 +1,15 @@
-"""How large a picture says it is, read from its first bytes: known before anything is decoded.
+"""Read the size of an image and the damage of a JPEG from the file's bytes, before decoding.
 
-A picture of one colour takes next to nothing on disk and everything in memory. PNG, JPEG, WebP,
-BMP, TIFF, GIF, PNM, JPEG 2000 and AVIF are read here, whatever the file is called; for another kind
-OpenCV's own limit holds, of 2**30 pixels.
+The size matters because an image of one color is tiny on disk and huge in memory. `sides` reads
+PNG, JPEG, WebP, BMP, TIFF, GIF, PNM, JPEG 2000 and AVIF, whatever the file's suffix; for other
+formats OpenCV's own limit of 2**30 pixels applies.
 
-The structure of a JPEG: its segments, and what libjpeg decodes without a word of complaint.
-
-A hole of zeros in the coded data, as a failing disk or a broken download leaves it, mostly throws
-the decoder off and libjpeg says so. But where the file has the standard Huffman tables, zeros are
-the code of a small coefficient (``00`` of luma is "no zeros before it, one bit"), so that they
-decode to as many odd blocks as were there, and all that follows is in its place again. No picture
-holds that many: 64 bytes would be two blocks and more in which every coefficient is -1.
+`fault` finds JPEG damage that libjpeg decodes without a warning. A hole of zeros in the coded
+data, left by a failing disk or a broken download, mostly makes the decoder fail with a warning.
+But with the standard Huffman tables, zeros are the code of a small coefficient (``00`` of luma is
+"no zeros before it, one bit"): they decode to as many wrong blocks as were there, and all data
+after them is in place again. No real image holds 64 zero bytes: that would be more than two blocks
+in which every coefficient is -1.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import struct
 from collections.abc import Iterator
 
 _HOLE = bytes(64)
-_FIRST_SCAN = 20  # bytes that any file has before its first scan
+_FIRST_SCAN = 20  # bytes before the first scan of any file
 _START_OF_SCAN, _END, _TABLES = 0xDA, 0xD9, 0xC4
 _SEQUENTIAL = (0xC0, 0xC1)  # Huffman-coded frames that are not progressive
 _BARE = frozenset((0x01, *range(0xD0, 0xD9)))  # markers without a length
@@ -28,14 +27,14 @@ _END_OF_BLOCK = 0x00
 
 
 def segments(data: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """(marker, where it stands, body) of every segment up to the first scan's, given last.
+    """Yield (marker, offset, body) of every segment up to and including the first scan's.
 
-    A body that is cut short is shorter than it says.
+    The body of a truncated segment is shorter than the segment's length field.
     """
     at = 2
     while at + 4 <= len(data):
         marker = data[at + 1]
-        if data[at] != 0xFF or marker in (0xFF, 0x00):  # padding, or bytes that are no marker
+        if data[at] != 0xFF or marker in (0xFF, 0x00):  # padding, or no marker
             at += 1
             continue
         if marker in _BARE:
@@ -49,23 +48,23 @@ def segments(data: bytes) -> Iterator[tuple[int, int, bytes]]:
 
 
 def fault(data: bytes) -> str | None:
-    """Why a JPEG is no whole one although it may decode; None where nothing is seen.
+    """Return why a JPEG is damaged although it may decode; None if no damage is visible.
 
-    Some OpenCVs fill what is missing behind the last byte with grey, unsaid.
+    Some OpenCV builds fill missing data at the end with grey and do not say so.
     """
     scan = data.rfind(b"\xff\xda")
     if data.rfind(b"\xff\xd9") <= scan or scan < 0:
         return "cut short"
-    if data.find(_HOLE, _FIRST_SCAN) >= 0 and _holed(data):
+    if data.find(_HOLE, _FIRST_SCAN) >= 0 and _has_zero_hole(data):
         return "damaged: a hole of zeros in its coded data"
     return None
 
 
-def _holed(data: bytes) -> bool:
-    """Whether zeros lie where they decode to coefficients in some block of every group of blocks.
+def _has_zero_hole(data: bytes) -> bool:
+    """Return whether a hole of zeros decodes to coefficients in every group of blocks.
 
-    The code of all zeros is the first in a Huffman table. Only of a file with one scan, of all
-    components: a flat component in a scan of its own may well be zeros.
+    The code of all zeros is the first one of a Huffman table. Only files with a single scan of all
+    components count: a flat component in a separate scan may consist of zeros.
     """
     first: dict[int, int] = {}
     sequential = False
@@ -82,7 +81,7 @@ def _holed(data: bytes) -> bool:
 
 
 def _first_symbols(body: bytes) -> Iterator[tuple[int, int]]:
-    """(number, symbol of the code of zeros) of every table of AC coefficients in a segment."""
+    """Yield (number, symbol of the all-zeros code) of every AC table in a segment."""
     at = 0
     while at + 17 < len(body):
         if body[at] >> 4 == 1:
@@ -92,18 +91,18 @@ def _first_symbols(body: bytes) -> Iterator[tuple[int, int]]:
 
 Sides = tuple[int, int]
 
-_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF of every coding
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # start-of-frame markers
 _PNM = re.compile(rb"P[1-6](?:\s|#[^\n]*\n)+(\d{1,9})(?:\s|#[^\n]*\n)+(\d{1,9})\s")
 
 
 def sides(data: bytes) -> Sides | None:
-    """(width, height) of a picture in pixels; None where its header does not tell."""
+    """Return (width, height) of an image in pixels; None if its header does not tell."""
     try:
-        for sign, read in _KINDS:
-            if data.startswith(sign):
+        for magic, read in _KINDS:
+            if data.startswith(magic):
                 return read(data)
-        return _boxed(data) if data[4:8] == b"ftyp" else None
-    except (struct.error, IndexError):  # cut short: the decoder says so
+        return _jp2_or_avif(data) if data[4:8] == b"ftyp" else None
+    except (struct.error, IndexError):  # cut short: the decoder will report it
         return None
 
 
@@ -148,21 +147,20 @@ def _gif(data: bytes) -> Sides | None:
 
 
 def _tiff(data: bytes) -> Sides | None:
-    """The first directory's tags 256 and 257; of a BigTIFF too."""
+    """Read tags 256 and 257 of the first directory, also of a BigTIFF."""
     order = "<" if data.startswith(b"II") else ">"
     big = struct.unpack_from(f"{order}H", data, 2)[0] == 43
     (at,) = struct.unpack_from(f"{order}{'Q' if big else 'I'}", data, 8 if big else 4)
     (count,) = struct.unpack_from(f"{order}{'Q' if big else 'H'}", data, at)
     first, length, value = (at + 8, 20, 12) if big else (at + 2, 12, 8)
-    found: dict[int, int] = {}
+    tags: dict[int, int] = {}
     for place in range(min(count, 4096)):
         tag, kind = struct.unpack_from(f"{order}HH", data, first + place * length)
         if tag in (256, 257):
             form = {3: "H", 4: "I", 16: "Q"}.get(kind, "I")
-            found[tag] = struct.unpack_from(f"{order}{form}", data, first + place * length + value)[
-                0
-            ]
-    return (found[256], found[257]) if len(found) == 2 else None
+            at_value = first + place * length + value
+            tags[tag] = struct.unpack_from(f"{order}{form}", data, at_value)[0]
+    return (tags[256], tags[257]) if len(tags) == 2 else None
 
 
 def _pnm(data: bytes) -> Sides | None:
@@ -170,8 +168,8 @@ def _pnm(data: bytes) -> Sides | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def _boxed(data: bytes) -> Sides | None:
-    """JPEG 2000 and AVIF: the box that tells is one of the first."""
+def _jp2_or_avif(data: bytes) -> Sides | None:
+    """Search the first 64 KB of a JPEG 2000 or AVIF for the box with the size."""
     for name, skip, order in ((b"ihdr", 4, -1), (b"ispe", 8, 1)):
         at = data.find(name, 0, 1 << 16)
         if at >= 0:
@@ -180,7 +178,7 @@ def _boxed(data: bytes) -> Sides | None:
     return None
 
 
-def _codestream(data: bytes) -> Sides | None:
+def _jp2_codestream(data: bytes) -> Sides | None:
     right, lower, left, upper = struct.unpack_from(">IIII", data, 8)
     return right - left, lower - upper
 
@@ -195,7 +193,7 @@ _KINDS = (
     (b"MM\0*", _tiff),
     (b"II+\0", _tiff),
     (b"MM\0+", _tiff),
-    (b"\0\0\0\x0cjP  ", _boxed),
-    (b"\xff\x4f\xff\x51", _codestream),
+    (b"\0\0\0\x0cjP  ", _jp2_or_avif),
+    (b"\xff\x4f\xff\x51", _jp2_codestream),
     *((b"P%d" % kind, _pnm) for kind in range(1, 7)),
 )

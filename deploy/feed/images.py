@@ -1,28 +1,25 @@
-"""Pictures on disk: finding them, reading a list of them, decoding one.
+"""Find image files, read lists of them, decode them, and capture the decoder's warnings.
 
-Decoding is OpenCV's `imdecode` of the whole file: 8 bits per channel (16-bit pictures keep their
-upper byte), alpha dropped, grey repeated to three channels where colour is asked for, EXIF
-orientation applied, the first picture of an animation.
+Decoding is OpenCV's `imdecode` of the complete file: 8 bits per channel (16-bit images keep their
+upper byte), alpha dropped, grey repeated to three channels if color is needed, EXIF orientation
+applied, the first frame of an animation.
 
-A damaged picture is no picture, even where a decoder makes one of it. PNG has checksums; of a JPEG
-libjpeg tells what is amiss. WebP has neither: libwebp refuses data that end too early, and of other
-damage inside nobody can tell.
+A damaged image is refused even if a decoder returns pixels. PNG has checksums, and libjpeg warns
+about a damaged JPEG. WebP has neither: libwebp refuses truncated data, other damage is invisible.
 
-What a decoder says beside its pixels: the lines that libjpeg and libpng print on stderr.
+libjpeg decodes damaged images as well as it can and reports the damage on stderr only; OpenCV does
+not pass it on. libjpeg and libpng write to the C library's variable `stderr`, whereas all else
+(Python, the runtimes, subprocesses) writes to file descriptor 2. So while an image is decoded, the
+variable points to a temporary file without a name::
 
-libjpeg decodes damaged pictures as well as it can and tells of it in a line on stderr alone; OpenCV
-passes nothing on. These libraries write to the C library's `stderr`, a variable, while all else
-(Python, the runtimes, programs that are started) writes to file descriptor 2. So for the moment of
-decoding the variable is pointed at a file without a name::
+    libjpeg, libpng --fprintf--> stderr ---> temporary file --> warnings
+    everybody else  --write----> descriptor 2 --> the screen, as before
 
-    libjpeg, libpng --fprintf--> stderr ---> nameless file --> the decoder's words
-    everybody else  --write----> descriptor 2 --> the screen, as ever
+The descriptor is never touched, so other output is neither lost nor late, whenever the process
+ends. Without such a variable (not glibc, not macOS) images are decoded without the warnings.
 
-The descriptor is never touched: nothing of others is lost or late, whenever the process ends. Where
-the C library has no such variable (not glibc, not macOS) decoding goes on without the words.
-
-Several threads decode at once. Words that fall meanwhile are nobody's in particular: whoever was
-decoding does it again by itself, and has them, or not.
+Several threads decode at once, and a warning cannot be attributed to one of them. If one appears,
+every thread that was decoding then decodes its image again alone.
 """
 
 from __future__ import annotations
@@ -52,133 +49,134 @@ from deploy.files.reading import read_bytes
 from deploy.tensors import Array
 
 T = TypeVar("T")
-_MOST = 1 << 16  # bytes that are read of what a decoder says
+_MOST = 1 << 16  # bytes read of a decoder's output
 
 
 @contextmanager
 def overheard() -> Iterator[list[str]]:
-    """The lines that decoders print meanwhile, in a list that is filled at the end.
+    """Capture the lines that decoders print in the body; the list is filled at the end.
 
-    One decoder is heard at a time; another thread's waits.
+    Other threads that decode wait until the body ends.
     """
-    ear = _ear()
-    if ear is None:
+    capture = _stderr_capture()
+    if capture is None:
         yield []
         return
-    with ear.alone() as lines:
+    with capture.alone() as lines:
         yield lines
 
 
 def heard(decode: Callable[[], T]) -> tuple[T, list[str]]:
-    """What a function gives, and the lines that it printed; others may decode meanwhile.
+    """Call `decode` and return its result and the lines that it printed.
 
-    It is called a second time, alone, where words fell that may be its own.
+    Other threads may decode meanwhile. If lines appeared that may be theirs, `decode` is called
+    again, alone.
     """
-    ear = _ear()
-    if ear is None:
+    capture = _stderr_capture()
+    if capture is None:
         return decode(), []
-    with ear.among() as words:
-        found = decode()
-    if words.own or not words.lines:
-        return found, words.lines
-    with ear.alone() as lines:
-        found = decode()
-    return found, lines
+    with capture.among() as words:
+        result = decode()
+    if words.was_alone or not words.lines:
+        return result, words.lines
+    with capture.alone() as lines:
+        result = decode()
+    return result, lines
 
 
 @dataclass(slots=True)
-class _Words:
-    """What was said while somebody listened, and whether nobody else was there."""
+class _CapturedLines:
+    """Captured lines, and whether no other thread was decoding."""
 
     lines: list[str] = field(default_factory=list)
-    own: bool = False
+    was_alone: bool = False
 
 
-class _Ear:
-    """A nameless file that takes the place of the C library's stderr, again and again."""
+class _StderrCapture:
+    """Redirects the C library's stderr to a temporary file while threads decode."""
 
     def __init__(self, stderr: ctypes.c_void_p, stream: int, handle: int) -> None:
         self._stderr, self._stream, self._handle = stderr, stream, handle
-        self._own: int | None = None
-        self._turn = threading.Condition()
-        self._inside = 0  # who decode now
-        self._entered = 0  # who ever did
-        self._alone = 0  # who wait to be alone, or are
+        self._original: int | None = None
+        self._changed = threading.Condition()
+        self._inside = 0  # threads decoding now
+        self._entered = 0  # threads that ever entered
+        self._alone = 0  # threads that decode alone or wait to do so
 
     @contextmanager
-    def among(self) -> Iterator[_Words]:
-        """Listen, others too."""
-        with self._turn:
-            self._turn.wait_for(lambda: not self._alone)
+    def among(self) -> Iterator[_CapturedLines]:
+        """Capture while other threads may decode."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._alone)
             begun = self._enter()
             number, first = self._entered, self._inside == 1
-        words = _Words()
+        words = _CapturedLines()
         try:
             yield words
         finally:
-            with self._turn:
-                words.own = first and self._entered == number
+            with self._changed:
+                words.was_alone = first and self._entered == number
                 words.lines = self._leave(begun)
 
     @contextmanager
     def alone(self) -> Iterator[list[str]]:
-        """Listen, while nobody else decodes; the lines are there at the end."""
-        with self._turn:
+        """Capture while no other thread decodes; the lines are there at the end."""
+        with self._changed:
             self._alone += 1
-            self._turn.wait_for(lambda: not self._inside)
+            self._changed.wait_for(lambda: not self._inside)
             begun = self._enter()
         lines: list[str] = []
         try:
             yield lines
         finally:
-            with self._turn:
+            with self._changed:
                 self._alone -= 1
                 lines += self._leave(begun)
 
     def _enter(self) -> int:
-        """Listen from here on; gives what was written before."""
+        """Start capturing; return the size of the file so far."""
         self._inside += 1
         self._entered += 1
         if self._inside == 1:
-            self._own, self._stderr.value = self._stderr.value, self._stream
+            self._original, self._stderr.value = self._stderr.value, self._stream
         return os.fstat(self._handle).st_size
 
     def _leave(self, begun: int) -> list[str]:
-        """What was said since; the last one puts the C library's stderr back."""
+        """Return the lines since `begun`; the last thread restores the C library's stderr."""
         self._inside -= 1
         if not self._inside:
-            self._stderr.value = self._own
+            self._stderr.value = self._original
         size = os.fstat(self._handle).st_size
-        said = os.pread(self._handle, min(size - begun, _MOST), begun) if size > begun else b""
+        output = os.pread(self._handle, min(size - begun, _MOST), begun) if size > begun else b""
         if not self._inside and size:
             os.ftruncate(self._handle, 0)
-        self._turn.notify_all()
-        text = said.decode("ascii", "backslashreplace")
+        self._changed.notify_all()
+        text = output.decode("ascii", "backslashreplace")
         shown = ("".join(c for c in line if c.isprintable()).strip() for line in text.splitlines())
         return [line for line in shown if line]
 
 
 @lru_cache(maxsize=1)
-def _ear() -> _Ear | None:
-    """Made once; the stream is never closed, since a thread may be about to write to it."""
+def _stderr_capture() -> _StderrCapture | None:
+    """Create the capture once; its stream is never closed, since a thread may still write to it."""
     name = {"linux": "stderr", "darwin": "__stderrp"}.get(sys.platform)
     try:
         library = ctypes.CDLL(None)
         if name is None or (name == "stderr" and not hasattr(library, "gnu_get_libc_version")):
-            return None  # musl's is a constant
+            return None  # constant in musl
         stderr = ctypes.c_void_p.in_dll(library, name)
-        handle = _nameless()
+        handle = _open_unnamed_file()
         library.fdopen.restype = ctypes.c_void_p
         stream = library.fdopen(os.dup(handle), b"a")
         unbuffered = 2
         library.setvbuf(ctypes.c_void_p(stream), None, unbuffered, ctypes.c_size_t(0))
     except (OSError, ValueError, AttributeError):
         return None
-    return _Ear(stderr, stream, handle) if stream else None
+    return _StderrCapture(stderr, stream, handle) if stream else None
 
 
-def _nameless() -> int:
-    """A file in memory where the system has such, so that a full disk swallows no word."""
+def _open_unnamed_file() -> int:
+    """Create a file, in memory if possible, so that a full disk loses no warning."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("calib8-words")
     with tempfile.TemporaryFile(prefix="calib8-") as file:
@@ -188,16 +186,16 @@ def _nameless() -> int:
 SUFFIXES = frozenset(
     (".bmp", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp")
 )
-# Pictures that not every OpenCV reads.
+# Image formats that not every build of OpenCV reads.
 _OTHERS = frozenset((
     ".arw", ".avif", ".cr2", ".cr3", ".dng", ".gif", ".heic", ".heif", ".hif", ".j2k", ".jp2",
     ".jxl", ".nef", ".orf", ".psd", ".raf", ".rw2", ".tga",
 ))  # fmt: skip
 LARGEST_FILE = 1 << 30  # bytes
-LARGEST_PICTURE = 1 << 28  # pixels, which take 768 MB when decoded
+LARGEST_PICTURE = 1 << 28  # pixels: 768 MB when decoded
 _LARGEST_LIST = 256 << 20
 _KINDS = "a folder of images, a UTF-8 list of them, an image, an .npy or an .npz file"
-# What libjpeg says of pixels; of a profile, a revision or a colour transform it says other things.
+# libjpeg's warnings on pixels, not those on a profile, a revision or a color transform.
 _DAMAGE = re.compile(
     r"Corrupt JPEG data(?!: bad ICC)|Premature end of JPEG|Inconsistent progression"
 )
@@ -205,48 +203,49 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def shown(name: str) -> str:
-    """A file name fit for a message: one line, printable whatever its bytes."""
+    """Return a file name for a message: one line, printable whatever its bytes."""
     text = os.fsencode(name).decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def is_image(path: Path | str) -> bool:
-    """Whether the suffix, in any case, is one that is read as a picture."""
+    """Return whether the suffix, in any case, is that of a supported image format."""
     return os.path.splitext(path)[1].lower() in SUFFIXES
 
 
 def is_other(path: Path | str) -> bool:
-    """Whether the suffix, in any case, is of a picture that is not read."""
+    """Return whether the suffix, in any case, is that of an unsupported image format."""
     return os.path.splitext(path)[1].lower() in _OTHERS
 
 
 def kinds(names: Iterable[str]) -> str:
-    """The suffixes of some files, in words."""
+    """Return the suffixes of some files, sorted and comma-separated."""
     return ", ".join(sorted({os.path.splitext(name)[1].lower() for name in names}))
 
 
 def walked(folder: Path, wanted: Callable[[str], bool]) -> list[str]:
-    """Relative paths of the wanted files below a folder, sorted by their bytes.
+    """Return the relative paths of the wanted files in a folder tree, sorted by their bytes.
 
-    Hidden files and folders (a leading dot) are passed over; links to folders are not followed.
+    Hidden files and folders (with a leading dot) are skipped; links to folders are not followed.
 
     Raises:
-        FeedError: a folder that cannot be read.
+        FeedError: a folder cannot be read.
     """
-    found: list[str] = []
+    paths: list[str] = []
     for root, folders, files in os.walk(folder, onerror=_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
         inside = os.path.relpath(root, folder)
-        kept = (name for name in files if not name.startswith(".") and wanted(name))
-        found += [name if inside == "." else f"{inside}/{name}" for name in kept]
-    return sorted(found, key=os.fsencode)
+        names = (name for name in files if not name.startswith(".") and wanted(name))
+        paths += [name if inside == "." else f"{inside}/{name}" for name in names]
+    return sorted(paths, key=os.fsencode)
 
 
 def read_list(path: Path) -> Listing:
-    """A list file: one "path" or "path label" a line, paths relative to the list's folder.
+    """Read a list file: one "path" or "path label" per line, paths relative to the list's folder.
 
     UTF-8 with or without a byte order mark, LF or CRLF; empty lines and lines starting with
-    ``#`` are passed over; paths may hold spaces. A line that is a file as a whole has no label.
+    ``#`` are skipped; paths may contain spaces. A line that is itself the path of a file has no
+    label.
 
     Raises:
         FeedError: not a text file, no line, or labels that are missing or not whole numbers.
@@ -259,7 +258,9 @@ def read_list(path: Path) -> Listing:
         if label is None:
             unlabelled, first = unlabelled + 1, first or number
     if not pictures:
-        raise FeedError(f"{shown(str(path))} must list images, got no line; write one path a line")
+        raise FeedError(
+            f"{shown(str(path))} must list images, got no line; write one path per line"
+        )
     if 0 < unlabelled < len(pictures):
         raise FeedError(
             f"every line of {shown(str(path))} or none must have a label, got"
@@ -270,14 +271,14 @@ def read_list(path: Path) -> Listing:
 
 
 def read(picture: Picture) -> bytes:
-    """The whole file.
+    """Return the bytes of an image file.
 
     Raises:
-        FeedError: it is missing, unreadable, empty or too large.
+        FeedError: the file is missing, unreadable, empty or too large.
     """
     try:
         state = picture.path.stat()
-        if not stat.S_ISREG(state.st_mode):  # a pipe would be waited for, forever
+        if not stat.S_ISREG(state.st_mode):  # reading a pipe would block forever
             raise FeedError(f"image {shown(picture.name)} cannot be read: it is no regular file")
         if state.st_size > LARGEST_FILE:
             raise FeedError(
@@ -294,58 +295,58 @@ def read(picture: Picture) -> bytes:
 
 
 def decode(data: bytes, name: str, *, grey: bool) -> Array:
-    """File bytes -> uint8 [H, W, 3] BGR, or [H, W, 1] grey.
+    """Decode a file's bytes to uint8 [H, W, 3] BGR, or [H, W, 1] grey.
 
     Raises:
-        FeedError: the bytes are no whole picture that OpenCV can read, or one too large.
+        FeedError: the image is damaged, in a format that OpenCV does not read, or too large.
     """
     _check_size(data, name)
     fault = _fault(data)
     if fault is None:
-        pixels, said = _decoded(data, grey)
-        if (damage := next(filter(_DAMAGE.search, said), None)) is not None:
+        pixels, warnings = _decoded(data, grey)
+        if (damage := next(filter(_DAMAGE.search, warnings), None)) is not None:
             raise FeedError(
                 f"image {shown(name)} is damaged ({len(data)} bytes), its decoder says: {damage}"
             )
         if pixels is not None and pixels.size:
             out: Array = pixels.reshape(pixels.shape[0], pixels.shape[1], -1)
             return out
-        fault = ": ".join(("damaged or of an unknown kind", *said[-1:]))
+        fault = ": ".join(("damaged or of an unknown format", *warnings[-1:]))
     raise FeedError(f"image {shown(name)} cannot be decoded ({len(data)} bytes, {fault})")
 
 
 def _check_size(data: bytes, name: str) -> None:
-    found = sides(data)
-    if found is not None and found[0] * found[1] > LARGEST_PICTURE:
+    size = sides(data)
+    if size is not None and size[0] * size[1] > LARGEST_PICTURE:
         raise FeedError(
             f"image {shown(name)} must have at most {LARGEST_PICTURE:,} pixels, got"
-            f" {found[0]}x{found[1]}; give a smaller copy of it"
+            f" {size[0]}x{size[1]}; give a smaller copy of it"
         )
 
 
 def _decoded(data: bytes, grey: bool) -> tuple[Array | None, list[str]]:
-    """What OpenCV makes of the bytes, and what the decoder behind it said."""
+    """Return OpenCV's pixels and the decoder's warnings."""
     cv2 = opencv()
     flag = cv2.IMREAD_GRAYSCALE if grey else cv2.IMREAD_COLOR
 
-    def pixels() -> Array | None:
+    def imdecode() -> Array | None:
         try:
-            found: Array | None = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
+            pixels: Array | None = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
         except (cv2.error, MemoryError):
             return None
-        return found
+        return pixels
 
-    return heard(pixels)
+    return heard(imdecode)
 
 
 def opencv() -> Any:
-    """The cv2 module with one thread of its own and no messages on stderr.
+    """Return the cv2 module, set to one thread and no messages on stderr.
 
-    Without Intel's IPP, whose cubic resize rounds otherwise on every 30th pixel: the pixels are
-    then those of every OpenCV from 4.6 to 5.0, with IPP built in or not.
+    It runs without Intel's IPP, whose cubic resize rounds every 30th pixel differently: so the
+    pixels are equal for every OpenCV from 4.6 to 5.0, built with IPP or without.
     """
     cv2 = _quiet_opencv()
-    cv2.ipp.setUseIPP(False)  # a setting of the calling thread only
+    cv2.ipp.setUseIPP(False)  # applies to the calling thread only
     return cv2
 
 
@@ -355,14 +356,14 @@ def _quiet_opencv() -> Any:
 
     cv2.setNumThreads(1)
     if hasattr(cv2, "setLogLevel"):  # OpenCV 4
-        cv2.setLogLevel(0)  # silent, for which it has no name there
+        cv2.setLogLevel(0)  # silent; OpenCV 4 has no constant for it
     else:
         cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
     return cv2
 
 
 def summary(names: Sequence[str], most: int = 5) -> str:
-    """The first few names and how many more."""
+    """Return the first names and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(shown, names[:most])) + more
 
@@ -382,7 +383,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     if "\0" in text:
         raise _not_a_list(path)
     number, at = 0, 0
-    while at <= len(text):  # one after the other: all of them at once take more than the text
+    while at <= len(text):  # one at a time: all lines at once take more memory than the text
         end = text.find("\n", at)
         end = len(text) if end < 0 else end
         number, line, at = number + 1, text[at:end].strip(), end + 1
@@ -407,7 +408,7 @@ def _parse_line(listing: Path, number: int, line: str) -> tuple[str, int | None]
     if _is_file(folder / name):
         raise FeedError(
             f"a label must be a whole number from 0, got {token!r} on line {number} of"
-            f" {shown(str(listing))}; number the classes as the model's outputs are"
+            f" {shown(str(listing))}; number the classes in the order of the model's outputs"
         )
     return line, None
 
@@ -426,7 +427,7 @@ def _fault(data: bytes) -> str | None:
 
 
 def _png_fault(data: bytes) -> str | None:
-    """What is wrong with the chunks of a PNG; checked here since libpng prints to stderr."""
+    """Check the chunks of a PNG here, since libpng reports damage on stderr only."""
     at, view = len(_PNG), memoryview(data)
     while at + 12 <= len(data):
         length = int.from_bytes(view[at : at + 4], "big")

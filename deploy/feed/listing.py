@@ -1,20 +1,19 @@
-"""Names of the files of a feed, in as few bytes as they have.
+"""Compact storage for the files of a dataset: names, labels and sha256 digests.
 
-A path and a name as Python's objects take half a kilobyte an image, and a feed may have 100,000::
+A path and a name as Python objects take half a kilobyte per image, and a dataset may have
+100,000. `Listing` stores them in three arrays::
 
-    names    a.jpgb.jpgsub/c.jpg      one piece of memory
+    names    a.jpgb.jpgsub/c.jpg      all names in one buffer
     ends     5 10 19                  where each name ends
     labels   -1 -1 -1                 class numbers; -1 for none
 
-Digests of samples: what was hashed is what is decoded, now and whenever it is read again.
+`Seen` stores one digest per sample, so that every read returns the bytes of the first read::
 
-::
+    file --read once--> bytes --sha256--> Seen: equal to the first digest? -- no --> Changed
+                          '--decode--> sample                              '-- yes --> used
 
-    file --read once--> bytes --sha256--> Seen: as it was first seen? -- no --> Changed
-                          '--decode--> sample                        '-- yes --> taken
-
-So a pass over a feed gathers the digests of all that it decodes, and nothing is read for its digest
-alone unless somebody asks before the pass.
+A pass collects the digests of all it decodes. A file is read for its digest alone only if the
+digest is needed before the pass.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from deploy.errors import FeedError
 from deploy.tensors import Array
 
 _NONE = -1  # no label
-_ERRORS = "surrogatepass"  # names may hold bytes that are no text
+_ERRORS = "surrogatepass"  # file names may hold bytes that are not valid text
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A file, the name it goes by in messages and digests, and its label if the list has one."""
+    """A file, its name in messages and digests, and its label if the list has one."""
 
     path: Path
     name: str
@@ -45,7 +44,7 @@ class Picture:
 
 
 class Listing(Sequence[Picture]):
-    """Files in a folder, or anywhere where their names are whole paths."""
+    """The files of one folder; of any folder if the names are complete paths."""
 
     def __init__(
         self, folder: Path | str, names: Iterable[str] = (), labels: Iterable[int] | None = None
@@ -62,7 +61,7 @@ class Listing(Sequence[Picture]):
                 self.add(name, label)
 
     def add(self, name: str, label: int | None = None) -> None:
-        """One more, behind the others."""
+        """Append a file."""
         self._names += name.encode(errors=_ERRORS)
         self._ends.append(len(self._names))
         self._labels.append(_NONE if label is None else label)
@@ -81,39 +80,38 @@ class Listing(Sequence[Picture]):
         return Picture(self._folder / name, name, None if label == _NONE else label)
 
     def path(self, index: int) -> Path:
-        """The path alone."""
+        """Return the path only."""
         return self._folder / self.name(index)
 
     def name(self, index: int) -> str:
-        """The name alone, which is a third of the work."""
+        """Return the name only: a third of the work of `[index]`."""
         place = range(len(self))[index]
         begin = self._ends[place - 1] if place else 0
         return self._names[begin : self._ends[place]].decode(errors=_ERRORS)
 
     @property
     def labels(self) -> tuple[int, ...] | None:
-        """One of each file; None where one has none."""
+        """One label per file; None if a file has none."""
         return None if _NONE in self._labels else tuple(self._labels)
 
 
-_BYTES = 32  # of a sha256
+_BYTES = 32  # length of a sha256
 
-UNREADABLE = hashlib.sha256().digest()  # of what cannot be read: no bytes
+UNREADABLE = hashlib.sha256().digest()  # stands for a file that cannot be read: no bytes
 
 
 class Changed(FeedError):
-    """A sample is no longer what it was when it was first read; never passed over as bad."""
+    """A sample differs from its first read; never skipped as a bad sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """A sample as it was read.
+    """An undecoded sample.
 
     Attributes:
-        digest: sha256 of the file's bytes, or of the arrays'; 32 bytes.
-        decode: makes the sample, {input: array}, of these very bytes.
-        picture: gives the picture in them before it is preprocessed, uint8 [H, W, 3], blue, green,
-            red; None where there is none.
+        digest: sha256 of the file's or the arrays' bytes; 32 bytes.
+        decode: returns the sample, {input: array}, decoded from these bytes.
+        picture: returns the image before preprocessing, uint8 [H, W, 3] BGR; None for arrays.
     """
 
     digest: bytes
@@ -122,10 +120,10 @@ class Raw:
 
 
 class Seen:
-    """The digest of every sample, as it was first read: 33 bytes of each, all in one piece."""
+    """The digest of every sample at its first read: 33 bytes per sample in one buffer."""
 
     def __init__(self, count: int) -> None:
-        """Of so many samples; what is not seen takes no memory, since nobody writes to it."""
+        """Args: count: samples; a buffer page that is never written takes no memory."""
         self._known = bytearray(count)
         self._digests = bytearray(count * _BYTES)
 
@@ -133,10 +131,10 @@ class Seen:
         return bool(self._known[index])
 
     def note(self, index: int, digest: bytes, name: str) -> None:
-        """Remember a digest.
+        """Store a digest, or compare it with the stored one.
 
         Raises:
-            Changed: the sample was another one before.
+            Changed: the sample has another digest than before.
         """
         place = slice(index * _BYTES, (index + 1) * _BYTES)
         if not self._known[index]:
@@ -144,30 +142,30 @@ class Seen:
             self._known[index] = 1
         elif self._digests[place] != digest:
             raise Changed(
-                f"{name} changed while calib8 ran, so that not all of the run saw the same; leave"
-                " the data alone meanwhile and run again"
+                f"{name} changed while calib8 ran, so not all of the run used the same data; do not"
+                " change the data during a run, and run again"
             )
 
     def of(self, index: int) -> bytes:
-        """Digest of a sample that was read."""
+        """Return the digest of a sample that was read."""
         assert self._known[index]
         return bytes(self._digests[index * _BYTES : (index + 1) * _BYTES])
 
     def copies(self, indices: Iterable[int]) -> int:
-        """How many of the samples that were read are others once more, byte for byte."""
-        known = [self.of(index) for index in indices if index in self]
-        return len(known) - len(set(known))
+        """Count the samples read so far that are byte-for-byte copies of another one."""
+        digests = [self.of(index) for index in indices if index in self]
+        return len(digests) - len(set(digests))
 
     def hex(self, indices: Iterable[int]) -> Iterator[str]:
-        """The same of several, in letters, one at a time."""
+        """Yield the digests of several samples in hexadecimal."""
         return (self.of(index).hex() for index in indices)
 
     def combined(self, indices: Sequence[int], *, by_size: bool = False) -> str:
-        """sha256 (hex) over the digests of samples that were read.
+        """Return the sha256 (hex) over the digests of samples that were read.
 
         Args:
             indices: of the samples.
-            by_size: in the order of the digests themselves, not of the indices.
+            by_size: hash the digests in sorted order, not in the order of `indices`.
         """
         assert all(map(self.__contains__, indices))
         rows = np.frombuffer(self._digests, f"S{_BYTES}")[np.fromiter(indices, np.intp)]
@@ -175,12 +173,12 @@ class Seen:
 
 
 def bytes_digest(data: bytes) -> bytes:
-    """sha256 of a file's bytes."""
+    """Return the sha256 of a file's bytes."""
     return hashlib.sha256(data).digest()
 
 
 def sample_digest(sample: Mapping[str, Array]) -> bytes:
-    """sha256 over (input name, dtype, shape, C-order bytes) of every array."""
+    """Return the sha256 over (input name, dtype, shape, C-order bytes) of every array."""
     digest = hashlib.sha256()
     for name, values in sample.items():
         digest.update(f"{name}\0{values.dtype.str}\0{list(values.shape)}\0".encode())

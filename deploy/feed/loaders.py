@@ -1,8 +1,8 @@
-"""What Python hands over as a feed -> an iterable of items.
+"""Turn Python objects into an iterable of items: arrays, loaders, datasets, readers, functions.
 
-Everything is known by what it can do, so that no framework is imported: torch's and polygraphy's
-loaders, TensorFlow's and Hugging Face's datasets iterate; ONNX Runtime's calibration readers have
-`get_next`; a function is called and gives one of these.
+Objects are recognized by duck typing, so no framework is imported: loaders of torch and polygraphy
+and datasets of TensorFlow and Hugging Face are iterable, ONNX Runtime's calibration readers have
+`get_next`, and a function is called and returns one of these.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _FORM = "loader.py:function"
 
 
 def items_of(source: object) -> Iterable[Any]:
-    """The items of whatever a user calls a feed.
+    """Return the items of a Python object that serves as calibration data.
 
     Raises:
-        FeedError: it is nothing that gives items.
+        FeedError: the object yields no items.
     """
-    if isinstance(source, type):  # of loaders: one is made
+    if isinstance(source, type):  # a loader's class: create one
         with users_errors(f"making a {source.__name__}", error=FeedError):
             return items_of(source())
     if isinstance(source, Mapping):  # {input: all samples of it}
@@ -41,7 +41,7 @@ def items_of(source: object) -> Iterable[Any]:
     if callable(getattr(source, "get_batch", None)):
         raise FeedError(
             f"a feed must give arrays, got the TensorRT calibrator {type(source).__name__}, which"
-            " gives addresses; give what it reads, or its script (--calibrator-script)"
+            " gives addresses; give the arrays it reads, or its script (--calibrator-script)"
         )
     if isinstance(source, bytes) or not hasattr(source, "__iter__"):
         if callable(source):
@@ -51,15 +51,15 @@ def items_of(source: object) -> Iterable[Any]:
             f"a feed must be a path, an array, a mapping of arrays or something to iterate over,"
             f" got {type(source).__name__}"
         )
-    return _iterated(source) if not isinstance(source, list | tuple) else source
+    return _iterate(source) if not isinstance(source, list | tuple) else source
 
 
 def called(path: str) -> object | None:
-    """What the function of `loader.py:function` gives; None where the path is none of these.
+    """Return what the function of `loader.py:function` returns; None for any other path.
 
     Raises:
         ConfigError: there is no such file or function.
-        FeedError: it failed.
+        FeedError: the function failed.
     """
     if not names_loader(path):
         return None
@@ -69,15 +69,15 @@ def called(path: str) -> object | None:
 
 
 def names_loader(path: str) -> bool:
-    """Whether a path is of the form `loader.py:function`."""
+    """Return whether a path is of the form `loader.py:function`."""
     file, _, name = path.rpartition(":")
     return file.endswith(".py") and name.isidentifier() and not Path(path).exists()
 
 
-def _not_none(given: object, path: str) -> object:
-    if given is None:
+def _not_none(result: object, path: str) -> object:
+    if result is None:
         raise FeedError(f"the loader {path} must return a feed, got None; return or yield arrays")
-    return given
+    return result
 
 
 def _until_none(get_next: Callable[[], object], what: str) -> Iterator[object]:
@@ -89,7 +89,7 @@ def _until_none(get_next: Callable[[], object], what: str) -> Iterator[object]:
         yield item
 
 
-def _iterated(source: Iterable[Any]) -> Iterator[Any]:
+def _iterate(source: Iterable[Any]) -> Iterator[Any]:
     with users_errors("the feed", error=FeedError):
         items = iter(source)
     while True:
@@ -102,56 +102,56 @@ def _iterated(source: Iterable[Any]) -> Iterator[Any]:
 
 
 def pictured(items: Iterable[Any], how: Preprocess) -> Iterator[Array]:
-    """Pictures in memory, as `how` makes inputs of them; (picture, label) leaves out the label.
+    """Preprocess images in memory; the label of an (image, label) pair is ignored.
 
     Args:
-        items: uint8 [H, W, 3] in the order red, green, blue, or [H, W] or [H, W, 1] grey; or
-            something numpy makes such an array of, as Pillow's images; several as [N, H, W, C].
+        items: uint8 [H, W, 3] RGB, or [H, W] or [H, W, 1] grey; anything numpy converts to such an
+            array, such as a Pillow image; or several as [N, H, W, C].
         how: resolved.
 
     Raises:
-        FeedError: an item that is no picture.
+        FeedError: an item is no image.
     """
     for number, item in enumerate(items):
         where = f"item {number} of the feed"
-        array = as_array(_picture_in(item), where)
+        array = as_array(_image_of(item), where)
         if array.dtype != np.uint8 or array.ndim not in (2, 3, 4) or not array.size:
             raise FeedError(
-                f"{where} must be a picture to be preprocessed, uint8 [H, W, 3] or [H, W], got"
-                f" {array.dtype} {list(array.shape)}; leave the preprocessing away where arrays are"
-                " ready to be fed"
+                f"{where} must be an image to be preprocessed, uint8 [H, W, 3] or [H, W], got"
+                f" {array.dtype} {list(array.shape)}; leave the preprocessing out if the arrays"
+                " are ready to be fed"
             )
         for one in array if array.ndim == 4 else [array]:
             yield apply(channels(one, how, where), how)
 
 
-def _picture_in(item: Any) -> object:
+def _image_of(item: Any) -> object:
     if isinstance(item, Mapping):
-        held = [one for one in item.values() if np.ndim(one) >= 2]
-        return held[0] if len(held) == 1 else item
+        images = [one for one in item.values() if np.ndim(one) >= 2]
+        return images[0] if len(images) == 1 else item
     return item[0] if isinstance(item, tuple) and item else item
 
 
 def channels(picture: Array, how: Preprocess, where: str) -> Array:
-    """[H, W, 3] RGB or grey -> what OpenCV would have decoded, BGR or grey.
+    """Convert [H, W, 3] RGB or grey to what OpenCV decodes, BGR or grey.
 
     Raises:
-        FeedError: a picture of other channels.
+        FeedError: the image has another number of channels.
     """
     import cv2
 
-    flat = picture if picture.ndim == 3 else picture[:, :, None]
-    depth = flat.shape[2]
-    if depth not in (1, 3):
+    image = picture if picture.ndim == 3 else picture[:, :, None]
+    channel_count = image.shape[2]
+    if channel_count not in (1, 3):
         raise FeedError(
             f"{where} must have 1 or 3 channels, last, got {list(picture.shape)};"
-            " turn it with .transpose(1, 2, 0) where they are first"
+            " move them with .transpose(1, 2, 0) if they are first"
         )
     if how.channels == 1:
-        grey = flat if depth == 1 else cv2.cvtColor(flat, cv2.COLOR_RGB2GRAY)[:, :, None]
+        grey = image if channel_count == 1 else cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)[:, :, None]
         return np.ascontiguousarray(grey)
-    wide = np.repeat(flat, 3, axis=2) if depth == 1 else flat[:, :, ::-1]
-    return np.ascontiguousarray(wide)
+    bgr = np.repeat(image, 3, axis=2) if channel_count == 1 else image[:, :, ::-1]
+    return np.ascontiguousarray(bgr)
 
 
 __all__ = ["called", "channels", "items_of", "pictured"]

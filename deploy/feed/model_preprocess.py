@@ -1,7 +1,6 @@
-"""What a model carries of how pictures become its input, and what is made of it.
+"""Combine the user's preprocessing, that of the model's metadata, and the defaults, in that order.
 
-What the user says stands before what the model carries, and that before the defaults; where two of
-them differ, it is said.
+Notes tell the user where they differ.
 """
 
 from __future__ import annotations
@@ -17,12 +16,13 @@ from deploy.tensors import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What a model's file, or one beside it, says of pictures.
+    """Preprocessing from the metadata in a model's file, or in a file next to it.
 
     Attributes:
-        source: what says it, as a sentence goes on: "the model's metadata (Ultralytics 8.2.46)".
-        how: the preprocessing; None where it was not understood.
-        reason: why not, as a sentence's end.
+        source: for messages, in the middle of a sentence: "the model's metadata (Ultralytics
+            8.2.46)".
+        how: the preprocessing; None if it was not understood.
+        reason: why it was not, as the end of a sentence.
     """
 
     source: str
@@ -32,12 +32,12 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """How pictures become an input.
+    """Preprocessing that is complete.
 
     Attributes:
         how: resolved.
-        origin: what said so, where it was the model.
-        notes: what the user should know.
+        origin: source of the preprocessing if it is the model.
+        notes: for the user.
     """
 
     how: Preprocess
@@ -46,31 +46,31 @@ class Settled:
 
 
 def settled(asked: Asked, carried: Carried | None, spec: TensorSpec) -> Settled:
-    """What was asked, on what the model carries, completed from its input.
+    """Apply the user's options to the model's preprocessing, and complete it from the input.
 
     Raises:
-        ConfigError, FeedError: as `asked_of` and `resolve`.
+        ConfigError, FeedError: see `asked_of` and `resolve`.
     """
-    theirs, notes = _understood(carried, spec)
+    model_how, notes = _resolve_carried(carried, spec)
     if isinstance(asked, str):
         asked = preset(asked)
     if isinstance(asked, Preprocess):
-        how, said = resolve(asked, spec)
-        return Settled(how, notes=(*_differing(how, theirs, carried), *said))
-    options = {name: value for name, value in _named(asked) if value is not None}
-    if theirs is None or carried is None:
-        how, said = resolve(asked_of(usual(spec), options) if options else None, spec)
-        return Settled(how, notes=(*notes, *said))
-    how, _ = resolve(asked_of(_without(theirs, options), options), spec)
+        how, notes_added = resolve(asked, spec)
+        return Settled(how, notes=(*_difference_note(how, model_how, carried), *notes_added))
+    options = {name: value for name, value in _options(asked) if value is not None}
+    if model_how is None or carried is None:
+        how, notes_added = resolve(asked_of(usual(spec), options) if options else None, spec)
+        return Settled(how, notes=(*notes, *notes_added))
+    how, _ = resolve(asked_of(_without(model_how, options), options), spec)
     but = f", but for {enumerated(list(options))}" if options else ""
     return Settled(how, origin=f"{carried.source}{but}", notes=notes)
 
 
-def _named(asked: object) -> Iterable[tuple[str, object]]:
-    """Options by name.
+def _options(asked: object) -> Iterable[tuple[str, object]]:
+    """Return the user's options by name.
 
     Raises:
-        ConfigError: it is no mapping of them.
+        ConfigError: they are no mapping.
     """
     if asked is None:
         return ()
@@ -82,52 +82,55 @@ def _named(asked: object) -> Iterable[tuple[str, object]]:
     return asked.items()
 
 
-def _understood(
+def _resolve_carried(
     carried: Carried | None, spec: TensorSpec
 ) -> tuple[Preprocess | None, tuple[str, ...]]:
-    """What the model carries, resolved; None and why not, where it does not hold."""
+    """Return the model's preprocessing, resolved, or None if it is unusable; and notes."""
     if carried is None:
         return None, ()
     if carried.how is None:
         return None, (f"{carried.source} is not followed: {carried.reason}",)
-    said = carried.how.default_size
+    stated_size = carried.how.default_size
     try:
         how, _ = resolve(carried.how, spec)
     except (ConfigError, FeedError) as error:
         return None, (f"{carried.source} is not followed: {error}",)
-    if said is None or how.size is None or said == how.size:
+    if stated_size is None or how.size is None or stated_size == how.size:
         return how, ()
-    sizes = f"it says {by(said)} pixels, the input is of {by(how.size)}"
-    if how.resize == "short-side":  # whose crop is a share of its own size
+    sizes = f"it says {by(stated_size)} pixels, the input is of {by(how.size)}"
+    if how.resize == "short-side":  # its crop is a fraction of its own size
         return None, (f"{carried.source} is not followed: {sizes}",)
     return how, (f"{carried.source} is followed but for its size: {sizes}",)
 
 
-def _without(theirs: Preprocess, options: Mapping[str, object]) -> Preprocess:
-    """What the model carries, without the short side of a size that is not taken."""
+def _without(model_how: Preprocess, options: Mapping[str, object]) -> Preprocess:
+    """Drop the model's short side if the user sets another size."""
     if "size" in options:
-        return dataclasses.replace(theirs, short_side=None)
-    return theirs
+        return dataclasses.replace(model_how, short_side=None)
+    return model_how
 
 
-def _differing(
-    how: Preprocess, theirs: Preprocess | None, carried: Carried | None
+def _difference_note(
+    how: Preprocess, model_how: Preprocess | None, carried: Carried | None
 ) -> tuple[str, ...]:
-    """A sentence where what was asked makes other values of a picture than the model carries."""
-    if theirs is None or carried is None:
+    """Return a note if the user's preprocessing gives other values than the model's."""
+    if model_how is None or carried is None:
         return ()
-    ours, other = _meaning(how), _meaning(theirs)
-    words = [f"{name} {_short(other[name])}" for name in other if ours.get(name) != other[name]]
+    form, model_form = _normal_form(how), _normal_form(model_how)
+    words = [
+        f"{name} {_format(value)}" for name, value in model_form.items() if form.get(name) != value
+    ]
     if not words:
         return ()
     return (
-        f"{carried.source} says {enumerated(words)} where another was asked for, which is used",
+        f"{carried.source} says {enumerated(words)} although other options were given, which are"
+        " used",
     )
 
 
-def _meaning(how: Preprocess) -> dict[str, object]:
-    """What tells on the values, however it is written; sizes and interpolation are the user's."""
-    ends = [
+def _normal_form(how: Preprocess) -> dict[str, object]:
+    """Return what affects the values, in a normal form; without sizes and interpolation."""
+    endpoints = [
         round((pixel * how.scale - mean) / std, 3)
         for pixel in (0, 255)
         for mean, std in zip(_three(how.mean), _three(how.std), strict=True)
@@ -139,8 +142,8 @@ def _meaning(how: Preprocess) -> dict[str, object]:
         **anchored,
         "color": how.color,
         **padded,
-        "a black pixel as": tuple(ends[:3]),
-        "a white one as": tuple(ends[3:]),
+        "a black pixel as": tuple(endpoints[:3]),
+        "a white one as": tuple(endpoints[3:]),
     }
 
 
@@ -148,12 +151,12 @@ def _three(values: tuple[float, ...]) -> tuple[float, ...]:
     return values * 3 if len(values) == 1 else values
 
 
-def _short(value: object) -> str:
+def _format(value: object) -> str:
     if isinstance(value, tuple):
-        return " ".join(map(_short, value[:1] if len(set(value)) == 1 else value))
+        return " ".join(map(_format, value[:1] if len(set(value)) == 1 else value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def enumerated(words: Sequence[str]) -> str:
-    """Words as a sentence lists them: "a, b and c"."""
+    """Join words as in "a, b and c"."""
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))

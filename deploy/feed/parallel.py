@@ -1,25 +1,21 @@
-"""Samples worked on by several threads, their results taken in the feed's order.
+"""Threads for samples: ordered parallel work (`in_order`), prefetching (`ahead`), and `Stream`.
 
-::
+`in_order` runs `work` in several threads, and `take` on the results in the order of the samples::
 
     feed --> 1 2 3 4 ... --> worker 0:  work(1)        work(3) ...     in any order
                              worker 1:      work(2)  work(4) ...
                              take(1) take(2) take(3) ...               one at a time, in order
 
-So what is summed up is summed up in one order, whatever the number of threads. Where the work
-rests, between two samples, all that were drawn are taken and nobody works: what was summed up by
-then is that of the first so many samples.
+So sums are accumulated in one order, whatever the number of threads. At a pause between two
+samples, all samples drawn so far are taken and no worker runs: the sums are exactly those of the
+first n samples.
 
-A bounded background stream: one thread produces, any number of threads consume.
-
-::
+`Stream` is a bounded background stream, one producer thread and any number of consumers::
 
     producer thread --put--> [ bounded queue ] --get--> worker, worker, ...
 
-Memory stays flat (the queue holds a few items), the order is the producer's, an exception of the
-producer is raised in the consumer that meets it, and closing joins the thread.
-
-Work that is done some items ahead, by several threads; results in the items' order.
+The queue holds a few items, so memory stays constant. The order is the producer's; the producer's
+exception is raised in the consumer that reaches it; closing joins the thread.
 """
 
 from __future__ import annotations
@@ -37,16 +33,16 @@ from deploy.tensors import Array
 Sample = Mapping[str, Array]
 Work = TypeVar("Work")
 
-_LOOK_S = 0.1  # between looks for a signal
+_SIGNAL_POLL_S = 0.1  # seconds between checks for a signal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rest:
-    """When the work rests, and what is done then.
+    """When `in_order` pauses, and what it does then.
 
     Attributes:
-        due: number of the last sample that was drawn -> whether it is time.
-        use: told that number while nobody works; also where the user ends the run.
+        due: number of the last sample drawn -> whether to pause.
+        use: called with that number while no worker runs, also if the user interrupts the run.
     """
 
     due: Callable[[int], bool]
@@ -65,46 +61,49 @@ def in_order(
     after: int = 0,
     rest: Rest = NEVER,
 ) -> int:
-    """Work on every sample and take the results in order.
+    """Work on every sample in several threads, and take the results in order.
 
-    An interrupt of the user lets the samples that were drawn be taken, and no other be drawn.
+    If the user interrupts the run, samples already drawn are still taken, and no other is drawn.
 
     Args:
         samples: drawn once, under a lock.
-        work: (worker 0.., number of the sample 1.., sample) -> result; runs beside others.
-        take: (number, result); no two at a time, in the order of the numbers.
+        work: (worker 0.., number of the sample 1.., sample) -> result; called concurrently.
+        take: (number, result); called one at a time, in the order of the numbers.
         threads: workers, 1 or more.
-        after: samples that went before; the first one here has the next number.
-        rest: between two samples.
+        after: number of samples before these; the first one here has the next number.
+        rest: pauses between samples.
 
     Returns:
-        How many samples there were.
+        The number of samples.
 
     Raises:
-        What `samples`, `work` or `take` raised first; the other workers end.
+        The first exception of `samples`, `work` or `take`; the other workers stop.
     """
-    line: _Line[Work] = _Line(samples, after, rest)
+    shared: _Line[Work] = _Line(samples, after, rest)
     try:
-        # a thread of its own for a single worker too: OpenCV keeps settings a thread, and those for
-        # decoding make counting slow
+        # a single worker needs its own thread too: OpenCV's settings are per thread, and those for
+        # decoding would slow down counting
         with ThreadPoolExecutor(threads) as pool:
             try:
-                ends = [pool.submit(_drain, worker, line, work, take) for worker in range(threads)]
-                while wait(ends, timeout=_LOOK_S).not_done:
-                    pass  # a signal may reach any thread, and this one alone acts on it
-                for end in ends:
-                    end.result()
+                futures = [
+                    pool.submit(_run_worker, worker, shared, work, take)
+                    for worker in range(threads)
+                ]
+                while wait(futures, timeout=_SIGNAL_POLL_S).not_done:
+                    pass  # any thread may receive a signal, but only this one acts on it
+                for future in futures:
+                    future.result()
             finally:
-                line.finish()
+                shared.finish()
     except BaseException as ended:
-        if not isinstance(ended, Exception):  # an interrupt of the user reaches this thread alone
-            line.end()
+        if not isinstance(ended, Exception):  # only this thread sees the user's interrupt
+            shared.end()
         raise
-    return line.drawn - after
+    return shared.drawn - after
 
 
 class _Line(Generic[Work]):
-    """One iterator for several threads, and whose turn it is."""
+    """One iterator for several threads, and the number of the next result to take."""
 
     def __init__(self, samples: Iterable[Sample], after: int, rest: Rest) -> None:
         self._samples = iter(samples)
@@ -117,10 +116,10 @@ class _Line(Generic[Work]):
         self.drawn = after
 
     def draw(self) -> tuple[int, Sample] | None:
-        """The next sample with its number; None after the last, or where one failed."""
+        """Return the next sample with its number; None after the last or after a failure."""
         with self._drawing:
             if self._rest.due(self.drawn):
-                self._settle()
+                self._pause()
             over = self._stopped or self._finished
             sample = None if over else next(self._samples, None)
             if sample is None:
@@ -129,7 +128,7 @@ class _Line(Generic[Work]):
             return self.drawn, sample
 
     def take(self, number: int, result: Work, taken: Callable[[int, Work], None]) -> None:
-        """Wait for the turn of `number`; a failure elsewhere lets everybody out."""
+        """Wait for the turn of `number`, then take its result; return at once after a failure."""
         with self._moved:
             self._moved.wait_for(lambda: self._stopped or self._next == number)
         if self._stopped:
@@ -140,40 +139,40 @@ class _Line(Generic[Work]):
             self._moved.notify_all()
 
     def finish(self) -> None:
-        """Draw nothing more; what was drawn is taken."""
+        """Draw nothing more; samples already drawn are still taken."""
         self._finished = True
 
     def end(self) -> None:
-        """Wait for those that are at work, and rest for the last time."""
+        """Wait for the workers, and pause for the last time."""
         with self._drawing:
-            self._settle()
+            self._pause()
 
-    def _settle(self) -> None:
-        """Rest once all that were drawn are taken, while nobody draws; not where one failed."""
+    def _pause(self) -> None:
+        """Pause once all samples drawn are taken; do nothing after a failure."""
         with self._moved:
             self._moved.wait_for(lambda: self._stopped or self._next == self.drawn + 1)
         if not self._stopped:
             self._rest.use(self.drawn)
 
     def stop(self) -> None:
-        """End: nothing more is drawn or taken."""
+        """Stop after a failure: nothing more is drawn or taken."""
         with self._moved:
             self._stopped = True
             self._moved.notify_all()
 
 
-def _drain(
+def _run_worker(
     worker: int,
-    line: _Line[Work],
+    shared: _Line[Work],
     work: Callable[[int, int, Sample], Work],
     take: Callable[[int, Work], None],
 ) -> None:
     try:
-        while (drawn := line.draw()) is not None:
-            number, sample = drawn
-            line.take(number, work(worker, number, sample), take)
+        while (next_sample := shared.draw()) is not None:
+            number, sample = next_sample
+            shared.take(number, work(worker, number, sample), take)
     except BaseException:
-        line.stop()
+        shared.stop()
         raise
 
 
@@ -182,19 +181,19 @@ _POLL_SECONDS = 0.05
 
 
 class _End:
-    """The last thing in the queue; holds the producer's exception, if any."""
+    """The queue's last item; holds the producer's exception, if any."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.error = error
 
 
 class Stream(Iterator[T], Generic[T]):
-    """Iterate once, from any number of threads; use as a context manager or `close()` it."""
+    """An iterator for one pass, by any number of threads; a context manager, or `close()` it."""
 
     def __init__(self, produce: Callable[[], Iterator[T]], *, depth: int = 4) -> None:
         self._queue: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
-        # the thread holds no reference to the stream, so that dropping the stream ends it
+        # the thread holds no reference to the stream, so dropping the stream ends the thread
         self._thread = threading.Thread(
             target=_run, args=(produce, self._queue, self._stop), name="calib8-feed", daemon=True
         )
@@ -218,7 +217,7 @@ class Stream(Iterator[T], Generic[T]):
         raise StopIteration
 
     def close(self) -> None:
-        """Stop the producer, wait for its thread; safe to call twice."""
+        """Stop the producer and wait for its thread; safe to call twice."""
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -243,7 +242,7 @@ def _run(
         for item in produce():
             if not _put(item, out, stop):
                 return
-    except BaseException as caught:  # crosses over to the consumer
+    except BaseException as caught:  # raised again in the consumer
         error = caught
     _put(_End(error), out, stop)
 
@@ -259,34 +258,34 @@ def _put(item: T | _End, out: queue.Queue[T | _End], stop: threading.Event) -> b
 
 
 Item = TypeVar("Item")
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 def ahead(
-    items: Iterable[Item], work: Callable[[Item], Made], *, threads: int
-) -> Iterator[tuple[Item, Made]]:
-    """Each item with what is made of it; at most `threads` items are worked on or wait.
+    items: Iterable[Item], work: Callable[[Item], Result], *, threads: int
+) -> Iterator[tuple[Item, Result]]:
+    """Yield (item, work(item)) in order, with work on up to `threads` items in the background.
 
     Args:
         items: drawn by the calling thread.
         work: item -> result.
-        threads: 1 does all in the calling thread.
+        threads: 1 works in the calling thread.
 
     Raises:
-        What `work` raised, at its item; the others end.
+        The exception of `work` for an item when it is its turn; the other threads stop.
     """
     if threads == 1:
         yield from ((item, work(item)) for item in items)
         return
-    waiting: deque[tuple[Item, Future[Made]]] = deque()
+    waiting: deque[tuple[Item, Future[Result]]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="calib8-decode") as pool:
         try:
             for item in items:
                 waiting.append((item, pool.submit(work, item)))
                 if len(waiting) == threads:
-                    first, made = waiting.popleft()
-                    yield first, made.result()
-            for item, made in waiting:
-                yield item, made.result()
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+            for item, future in waiting:
+                yield item, future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -1,12 +1,10 @@
-"""The files that a path stands for: a folder's, a list's, a pattern's, a COCO json's, or one.
+"""Resolve a path to files (a folder, list, pattern, COCO json or single file), and open raw files.
 
-Files without a header whose shape and dtype the user says: arrays, or pictures of uint8.
+Raw files have no header: the user gives their shape and dtype. They hold arrays or uint8 images::
 
-::
-
-    float32 1x3x224x224 -> an input of that shape        as an .npy file of it
-    float16 3x224x224   -> one of float32                widened, as that loses nothing
-    uint8 480x640x3     -> one of float32                a picture, preprocessed as an image file
+    float32 1x3x224x224 -> an input of that shape    like an .npy file
+    float16 3x224x224   -> a float32 input           widened, which loses nothing
+    uint8 480x640x3     -> a float32 input           an image, preprocessed like an image file
 """
 
 from __future__ import annotations
@@ -37,13 +35,13 @@ _SOURCES = "a folder of images or arrays, a list file, a pattern such as 'photos
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Pictures, or files of arrays.
+    """Image files, or files of arrays.
 
     Attributes:
         files: in the order in which they are fed.
         name: of all of them, in messages.
-        folder: that they were found in, where one was given.
-        notes: what the user should know.
+        folder: that holds them; None if the source was no folder.
+        notes: for the user.
     """
 
     files: Listing
@@ -53,25 +51,25 @@ class Files:
 
     @property
     def arrays(self) -> bool:
-        """Whether they hold arrays.
+        """Whether the files hold arrays.
 
         Raises:
-            FeedError: some do, some are pictures.
+            FeedError: some hold arrays and some are images.
         """
-        held = [one.name for one in self.files if is_arrays(one.path)]
-        if held and len(held) < len(self.files):
+        with_arrays = [one.name for one in self.files if is_arrays(one.path)]
+        if with_arrays and len(with_arrays) < len(self.files):
             raise FeedError(
-                f"{self.name} must be of images or of arrays, got {len(held)} of"
-                f" {len(self.files)} with arrays: {summary(held)}; leave one kind away"
+                f"{self.name} must be of images or of arrays, got {len(with_arrays)} of"
+                f" {len(self.files)} with arrays: {summary(with_arrays)}; leave one kind out"
             )
-        return bool(held)
+        return bool(with_arrays)
 
 
 def files_of(path: Path) -> Files:
-    """What the path stands for.
+    """Return the files that `path` resolves to.
 
     Raises:
-        FeedError: nothing, or a list that is amiss.
+        FeedError: the path does not exist, or the list is invalid.
     """
     if path.is_dir():
         return _in_folder(path)
@@ -83,7 +81,7 @@ def files_of(path: Path) -> Files:
         return Files(Listing(path.parent, [path.name]), shown(path.name))
     if is_other(path):
         raise FeedError(
-            f"{shown(path.name)} is a picture of a kind that is not read; save it as .jpg or .png"
+            f"{shown(path.name)} is an image in an unsupported format; save it as .jpg or .png"
         )
     if path.suffix.lower() == ".json":
         return _in_coco(path)
@@ -91,31 +89,31 @@ def files_of(path: Path) -> Files:
 
 
 def labelled(files: Files) -> Files:
-    """The same, the number of its folder, by name, as the label of each file.
+    """Label each file with the number of its folder: sorted by name, from 0.
 
-    As torchvision's ImageFolder numbers them: folders sorted by name, from 0.
+    torchvision's ImageFolder numbers folders in the same way.
 
     Raises:
-        FeedError: no folder was given, a file stands in none of its folders, or there is but one.
+        FeedError: the source is no folder, a file is in no subfolder, or there is only one.
     """
     tops = [one.name.partition("/")[0] if "/" in one.name else "" for one in files.files]
     classes = sorted(set(tops))
     if files.folder is None or "" in classes or len(classes) < 2:
         loose = sum(not top for top in tops)
         raise FeedError(
-            f"labels by folder need a folder of one folder a class, got {files.name} with"
+            f"labels by folder need one folder per class, got {files.name} with"
             f" {len(set(tops) - {''})} folders and {loose} files in none; give a list file with"
             " labels, or --labels FILE"
         )
     numbers = {name: number for number, name in enumerate(classes)}
     names = (one.name for one in files.files)
-    own = Listing(files.folder, names, map(numbers.__getitem__, tops))
+    listing = Listing(files.folder, names, map(numbers.__getitem__, tops))
     note = f"labels by folder: {len(classes)} classes, 0 is {shown(classes[0])}"
-    return replace(files, files=own, notes=(*files.notes, note))
+    return replace(files, files=listing, notes=(*files.notes, note))
 
 
 def listed(paths: Sequence[object]) -> Files | None:
-    """A list that is of paths and nothing else; None where it is another."""
+    """Return the files of a list of paths; None for a list of anything else."""
     if not paths or not all(isinstance(one, str | os.PathLike) for one in paths):
         return None
     named = (str(Path(one)) for one in paths if isinstance(one, str | os.PathLike))
@@ -130,14 +128,14 @@ def _in_folder(folder: Path) -> Files:
         way = "give another folder or a list file"
         raise FeedError(
             f"{shown(str(folder))} must hold images (such as .jpg, .png) or arrays (.npy, .npz,"
-            f" .bin, .raw), got {_unread(others) if others else f'none; {way}'}"
+            f" .bin, .raw), got {_unsupported(others) if others else f'none; {way}'}"
         )
     pictures = [name for name in names if is_image(name)]
     left = len(names) - len(pictures)
     notes = [f"{left} files of arrays among the images of {shown(folder.name)} are not fed"]
     notes = notes if pictures and left else []
     if others:
-        notes.append(f"in {shown(folder.name)} are {_unread(others)}")
+        notes.append(f"in {shown(folder.name)} are {_unsupported(others)}")
     return Files(
         Listing(folder, pictures or names),
         shown(folder.name or str(folder)),
@@ -146,30 +144,30 @@ def _in_folder(folder: Path) -> Files:
     )
 
 
-def _unread(names: Sequence[str]) -> str:
-    """Pictures that are left out, and how to feed them."""
+def _unsupported(names: Sequence[str]) -> str:
+    """Describe images in unsupported formats, and how to feed them."""
     count = "1 picture" if len(names) == 1 else f"{len(names)} pictures"
-    return f"{count} of kinds that are not read ({kinds(names)}); save them as .jpg or .png"
+    return f"{count} in unsupported formats ({kinds(names)}); save them as .jpg or .png"
 
 
 def _matching(pattern: Path) -> Files:
-    found = sorted(glob.iglob(str(pattern), recursive=True), key=os.fsencode)
-    kept = [name for name in found if is_image(name) or is_arrays(name)]
-    if not kept:
+    names = sorted(glob.iglob(str(pattern), recursive=True), key=os.fsencode)
+    usable = [name for name in names if is_image(name) or is_arrays(name)]
+    if not usable:
         raise FeedError(
             f"the pattern {shown(str(pattern))} must match images or arrays, got none of"
-            f" {len(found)} files; ** stands for any folders"
+            f" {len(names)} files; ** stands for any folders"
         )
-    return Files(Listing("", kept), shown(str(pattern)))
+    return Files(Listing("", usable), shown(str(pattern)))
 
 
 def _in_coco(path: Path) -> Files:
-    """The pictures that a COCO json names, beside it or in a folder `images` there."""
+    """Return the images of a COCO json, in its folder or in a folder `images` there."""
     data = read_json(path, what="COCO annotations", error=FeedError)
     images = data.get("images") if isinstance(data, dict) else None
-    given = [one.get("file_name") for one in images or () if isinstance(one, dict)]
-    names = [name for name in given if isinstance(name, str) and name and "\0" not in name]
-    if not names or len(names) < len(given):
+    file_names = [one.get("file_name") for one in images or () if isinstance(one, dict)]
+    names = [name for name in file_names if isinstance(name, str) and name and "\0" not in name]
+    if not names or len(names) < len(file_names):
         raise FeedError(
             f"{shown(str(path))} must be COCO annotations with `images` that have a `file_name`,"
             " got others; give a folder or a list file"
@@ -188,18 +186,17 @@ _MOST_DIMS = 8
 
 @dataclass(frozen=True, slots=True)
 class RawFiles:
-    """A folder, pattern, list or file of `.bin` or `.raw`, and what its bytes are.
+    """A folder, pattern, list or file of `.bin` or `.raw`, with the shape and dtype of its values.
 
     Attributes:
-        path: of it.
-        shape: of what a file holds, or of each sample of several in one file, with or without the
-            batch; None for the input's own. Of pictures [H, W, 3] (red, green, blue), [H, W, 1] or
-            [H, W].
-        dtype: numpy's name of it, little-endian; None for the input's own. uint8 for an input of
-            another one are pictures.
+        path: of the files.
+        shape: of one sample, with or without the batch (a file may hold several); None for the
+            input's shape. Images are [H, W, 3] RGB, [H, W, 1] or [H, W].
+        dtype: a numpy name, little-endian; None for the input's dtype. uint8 values for an input
+            of another dtype are images.
 
     Raises:
-        ConfigError: a shape or a dtype that is none.
+        ConfigError: an invalid shape or dtype.
     """
 
     path: str | os.PathLike[str]
@@ -213,8 +210,8 @@ class RawFiles:
             and all(isinstance(side, int) and 0 < side < 1 << 31 for side in shape)
         ):
             raise ConfigError(
-                f"a raw shape must be of 1 to {_MOST_DIMS} sides from 1, got {list(shape)}; give"
-                " that of a sample, such as 1x3x224x224"
+                f"a raw shape must have 1 to {_MOST_DIMS} sides of 1 or more, got {list(shape)};"
+                " give the shape of a sample, such as 1x3x224x224"
             )
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError(f"a raw dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
@@ -223,56 +220,56 @@ class RawFiles:
         return os.fspath(self.path)
 
     def pictures(self, spec: TensorSpec, *, asked: bool) -> bool:
-        """Whether they are pictures for this input; `asked`: preprocessing is asked for."""
+        """Return whether the files are images for this input; `asked`: preprocessing is given."""
         return self.dtype == "uint8" and (asked or spec.dtype != "uint8")
 
     def held(self, spec: TensorSpec) -> TensorSpec:
-        """What a file holds for this input: its dtype, and a sample's whole shape behind a batch.
+        """Return dtype and shape of a file's values: an open batch, then the shape of a sample.
 
         Raises:
-            FeedError: the input leaves its shape open, and none is said.
+            FeedError: the input's shape is open, and the user gives no shape.
         """
         shape = spec.shape if self.shape is None else self.shape
         shape = shape[1:] if len(shape) == len(spec.shape) else shape
         if not all(isinstance(side, int) for side in shape):
             raise FeedError(
-                f"values without a header need a shape where the input {describe(spec)} leaves it"
-                " open; say it (--raw-shape), or write .npy files, which say theirs"
+                f"files without a header need a shape, since the input {describe(spec)} leaves it"
+                " open; give it (--raw-shape), or write .npy files, which store theirs"
             )
         return TensorSpec(spec.name, self.dtype or spec.dtype, (None, *shape))
 
 
 def alike(raw: RawFiles, path: str) -> RawFiles | str:
-    """Another path in the same form, where it is of raw files too; else as it is."""
+    """Return another path with the same shape and dtype if it has raw files; else the path."""
     try:
         files = files_of(Path(path)).files
-    except FeedError:  # whoever opens it says so
+    except FeedError:  # opening the path will report the error
         return path
     return replace(raw, path=path) if all(is_raw(one.path) for one in files) else path
 
 
 def refuse_others(files: Files) -> None:
-    """Refuse a shape and a dtype for files that say theirs.
+    """Refuse a raw shape and dtype for files with a header.
 
     Raises:
-        ConfigError: one of the files is no raw one.
+        ConfigError: a file is neither .bin nor .raw.
     """
     others = [one.name for one in files.files if not is_raw(one.path)]
     if others:
         raise ConfigError(
-            "a raw shape and dtype are of .bin and .raw files, got"
-            f" {summary(others, 2)} in {files.name}, which say theirs; leave them away"
+            "a raw shape and dtype apply to .bin and .raw files, got"
+            f" {summary(others, 2)} in {files.name}, which have their own; leave them out"
         )
 
 
 @dataclass(frozen=True)
 class Formed:
-    """Samples of raw files, each made an input.
+    """Samples of raw files, converted to the input.
 
     Attributes:
-        source: of the values as they stand in the files, [1, ...] each.
+        source: of the values in the files, [1, ...] each.
         name: of the input.
-        make: the values of a sample -> the input's array.
+        make: converts the values of a sample to the input's array.
     """
 
     source: ArraySource
@@ -281,51 +278,51 @@ class Formed:
 
     @property
     def labels(self) -> tuple[int, ...] | None:
-        """As of the files."""
+        """See `source`."""
         return self.source.labels
 
     def __len__(self) -> int:
         return len(self.source)
 
     def sample_name(self, index: int) -> str:
-        """As of the files."""
+        """See `source`."""
         return self.source.sample_name(index)
 
     def told(self, index: int) -> str:
-        """As of the files."""
+        """See `source`."""
         return self.source.told(index)
 
     def load(self, index: int) -> Raw:
-        """The values, hashed, and what makes an input of them."""
+        """Return the values, hashed, and the function that converts them to the input."""
         raw = self.source.load(index)
         return Raw(raw.digest, lambda: {self.name: self.make(raw.decode()[self.name])})
 
 
 def as_arrays(source: ArraySource, spec: TensorSpec) -> Formed:
-    """Samples that are arrays of the input; floats or integers of fewer bits are widened.
+    """Convert samples to the input's dtype; only lossless widening is allowed.
 
     Raises:
-        FeedError: their shape or dtype is not the input's.
+        FeedError: the shape or dtype does not fit the input.
     """
-    (held,) = source.specs
-    ours, wanted = np.dtype(held.dtype), np.dtype(spec.dtype)
-    widened = wanted if ours.kind == wanted.kind and np.can_cast(ours, wanted) else ours
-    example = np.broadcast_to(np.zeros((), widened), (1, *_inner(held)))
+    (file_spec,) = source.specs
+    dtype, wanted = np.dtype(file_spec.dtype), np.dtype(spec.dtype)
+    widened = wanted if dtype.kind == wanted.kind and np.can_cast(dtype, wanted) else dtype
+    example = np.broadcast_to(np.zeros((), widened), (1, *_sample_shape(file_spec)))
     rows({spec.name: example}, (spec,), f"each sample of {source.name}")
     return Formed(source, spec.name, lambda values: values.astype(wanted, copy=False))
 
 
 def as_pictures(source: ArraySource, spec: TensorSpec, how: Preprocess) -> Formed:
-    """Samples that are pictures, preprocessed; `how` must be resolved.
+    """Preprocess samples that are images; `how` must be resolved.
 
     Raises:
-        FeedError: their shape is that of no picture.
+        FeedError: the shape is not that of an image.
     """
-    shape = _inner(source.specs[0])
+    shape = _sample_shape(source.specs[0])
     if len(shape) not in (2, 3) or (len(shape) == 3 and shape[2] not in (1, 3)):
         raise FeedError(
             "raw pictures must be of the shape HxWx3, HxWx1 or HxW, got"
-            f" {'x'.join(map(str, shape))} in {source.name}; say that of one (--raw-shape)"
+            f" {'x'.join(map(str, shape))} in {source.name}; give the shape of one (--raw-shape)"
         )
 
     def make(values: Array) -> Array:
@@ -335,5 +332,5 @@ def as_pictures(source: ArraySource, spec: TensorSpec, how: Preprocess) -> Forme
     return Formed(source, spec.name, make)
 
 
-def _inner(held: TensorSpec) -> tuple[int, ...]:
-    return tuple(side for side in held.shape[1:] if isinstance(side, int))
+def _sample_shape(spec: TensorSpec) -> tuple[int, ...]:
+    return tuple(side for side in spec.shape[1:] if isinstance(side, int))

@@ -1,12 +1,12 @@
-"""From a decoded picture to a model's input: geometry in uint8, then float32 arithmetic.
+"""Convert decoded images to a model's input and back, and check the decoder.
 
-The order is fixed, so that another program can repeat it bit for bit:
+The steps of `apply` have a fixed order, so that another program can repeat them bit for bit:
 
-1. decode to uint8 [H, W, C] (`deploy.feed.images`), resize and crop while still uint8;
+1. decode to uint8 [H, W, C] (`deploy.feed.images`); resize and crop in uint8;
 2. ``y = ((float32(pixel) * scale) - mean) / std``: three separate float32 roundings, no fused
    multiply-add; scale, mean and std are rounded to float32 first;
-3. the border of a letterbox is the pad value, in pixel units, taken through the same arithmetic;
-4. channels in the order asked for, then NCHW or NHWC.
+3. fill a letterbox's border with the pad value, in pixel units, after the same arithmetic;
+4. reorder the channels, then NCHW or NHWC.
 
 ::
 
@@ -17,20 +17,15 @@ The order is fixed, so that another program can repeat it bit for bit:
     |xxxxxxxx|     |  pad   |           |  pad   |             |  |xxxxxx|  |      |xxxxxx|  |
     +--------+     +--------+           +--------+             +--+------+--+      +------+--+
 
-A model's input back to a picture that can be looked at: `deploy.feed.pixels` backwards.
+`pixels_of` converts an input back to an image for display::
 
-::
+    pixel = (value * std + mean) / scale,  rounded, clipped to 0..255,  as RGB
 
-    pixel = (value * std + mean) / scale,  rounded, cut to 0..255,  channels as red, green, blue
+Without known preprocessing the smallest value becomes black and the largest white.
 
-Of arrays whose preprocessing is not known, the smallest value becomes black and the largest white.
-
-Where a point of a picture lands in the input that it becomes.
-
-What the decoder makes of pictures: a few small ones, decoded and resized, and a digest of each.
-
-Another version of OpenCV, or C++ with libraries of its own (cpp/src/probe.cpp has the same
-pictures), is the same decoder where it gives the same pixels.
+`digests` identifies the decoder: digests of a few small images, decoded and resized. Another
+version of OpenCV, or C++ with its own libraries (cpp/src/probe.cpp has the same images), is the
+same decoder if it gives the same pixels.
 """
 
 from __future__ import annotations
@@ -49,13 +44,13 @@ from deploy.tensors import Array
 
 
 def apply(pixels: Array, how: Preprocess) -> Array:
-    """uint8 [H, W, C] in OpenCV's channel order (BGR or grey) -> float32 [1, C, h, w] or NHWC.
+    """Convert uint8 [H, W, C] in BGR or grey to float32 [1, C, h, w] or [1, h, w, C].
 
-    `how` must be resolved; where it leaves a side to the picture, h and w are what `sized` gives.
-    The result does not depend on threads.
+    `how` must be resolved; if it leaves a side to the image, `sized` gives h and w. The result
+    does not depend on threads.
 
     Raises:
-        FeedError: as `sized`.
+        FeedError: see `sized`.
     """
     assert how.color is not None
     how = sized(how, (pixels.shape[0], pixels.shape[1]))
@@ -78,7 +73,7 @@ def apply(pixels: Array, how: Preprocess) -> Array:
 
 
 def fit(pixels: Array, how: Preprocess) -> tuple[Array, tuple[int, int]]:
-    """uint8 [H, W, C] -> uint8 picture at its place's size, and its (top, left) in the input.
+    """Resize and crop uint8 [H, W, C]; return it and its (top, left) in the input.
 
     `how` must be `sized`.
     """
@@ -100,7 +95,7 @@ def fit(pixels: Array, how: Preprocess) -> tuple[Array, tuple[int, int]]:
 
 
 def short_side_size(size: Size, short: int) -> Size:
-    """(h, w) with the short side made `short` and the long one scaled alike, rounded down."""
+    """Return (h, w) with short side `short`; the long side keeps the aspect, rounded down."""
     height, width = size
     if height <= width:
         return short, width * short // height
@@ -108,7 +103,7 @@ def short_side_size(size: Size, short: int) -> Size:
 
 
 def letterbox_size(size: Size, box: Size) -> Size:
-    """(h, w) of the largest picture of the same aspect inside `box`, rounded to the nearest."""
+    """Return (h, w) of the largest image of the same aspect in `box`, rounded to the nearest."""
     (height, width), (box_h, box_w) = size, box
     if box_w * height <= box_h * width:
         return max(1, min(box_h, (2 * height * box_w + width) // (2 * width))), box_w
@@ -152,18 +147,18 @@ def _per_channel(values: tuple[float, ...], chw: bool) -> Array:
     return array.reshape(-1, 1, 1) if chw else array
 
 
-SIDE = 160  # pixels of the longer side of a small picture
+SIDE = 160  # pixels: longer side of a preview
 
 
 def pixels_of(values: Array, how: Preprocess | None) -> Array | None:
-    """One sample's array as the picture that it is.
+    """Convert one sample's array back to an image.
 
     Args:
-        values: [1, C, H, W] or [1, H, W, C] of 1 or 3 channels.
-        how: the resolved preprocessing that made it; None where it is not known.
+        values: [1, C, H, W] or [1, H, W, C] with 1 or 3 channels.
+        how: the resolved preprocessing that made it; None if unknown.
 
     Returns:
-        uint8 [H, W, 3], red, green, blue; None for an array that is no picture.
+        uint8 [H, W, 3] RGB; None if the array is no image.
     """
     layout = layout_of(values) if how is None else how.layout
     if layout is None or values.ndim != 4 or len(values) != 1 or not values.size:
@@ -171,39 +166,39 @@ def pixels_of(values: Array, how: Preprocess | None) -> Array | None:
     placed = values[0].transpose(1, 2, 0) if layout == "nchw" else values[0]
     if placed.shape[2] not in (1, 3):
         return None
-    plain = placed.astype(np.float64)
-    found = _stretched(plain) if how is None else _pixels(plain, how)
-    pixels = np.clip(np.rint(np.nan_to_num(found)), 0, 255).astype(np.uint8)
+    floats = placed.astype(np.float64)
+    pixels_float = _stretch_contrast(floats) if how is None else _undo_normalisation(floats, how)
+    pixels = np.clip(np.rint(np.nan_to_num(pixels_float)), 0, 255).astype(np.uint8)
     if pixels.shape[2] == 1:
         return np.repeat(pixels, 3, axis=2)
-    turned: Array = pixels[:, :, ::-1] if how is not None and how.color == "bgr" else pixels
-    return turned
+    rgb: Array = pixels[:, :, ::-1] if how is not None and how.color == "bgr" else pixels
+    return rgb
 
 
 def picture_in(sample: Mapping[str, Array], how: Preprocess | None) -> Array | None:
-    """The first input of a sample that is a picture, as `pixels_of`; None without one."""
-    found = (pixels_of(values, how) for values in sample.values())
-    return next((one for one in found if one is not None), None)
+    """Return the sample's first input that is an image, as `pixels_of`; None without one."""
+    pictures = (pixels_of(values, how) for values in sample.values())
+    return next((one for one in pictures if one is not None), None)
 
 
 def small(picture: Array, side: int = SIDE) -> Array:
-    """uint8 [H, W, 3] -> the same, made smaller until no side is longer than `side`."""
+    """Shrink uint8 [H, W, 3] until no side is longer than `side`."""
     height, width = picture.shape[:2]
     longer = max(height, width)
     if longer <= side:
         return np.ascontiguousarray(picture)
     size = (max(1, round(width * side / longer)), max(1, round(height * side / longer)))
     cv2 = opencv()
-    made: Array = cv2.resize(np.ascontiguousarray(picture), size, interpolation=cv2.INTER_AREA)
-    return made
+    resized: Array = cv2.resize(np.ascontiguousarray(picture), size, interpolation=cv2.INTER_AREA)
+    return resized
 
 
 def how_shown(how: Preprocess | None) -> str:
-    """How pictures of inputs come about, in a sentence without its end."""
+    """Describe how displayed images were made, as a sentence without a period."""
     if how is None:
         return (
-            "arrays as they are fed, their smallest value black and their largest white, as no"
-            " preprocessing of them is known"
+            "arrays as they are fed, their smallest value black and their largest white, since"
+            " their preprocessing is not known"
         )
     return (
         "what the model is fed, taken back to pixels by the preprocessing's own scale, mean, std"
@@ -212,7 +207,7 @@ def how_shown(how: Preprocess | None) -> str:
 
 
 def layout_of(values: Array) -> str | None:
-    """Where the channels of an array stand; None where none of its dimensions holds 1 or 3."""
+    """Return the layout of an array; None if no dimension can hold 1 or 3 channels."""
     if values.ndim != 4:
         return None
     if values.shape[1] in (1, 3):
@@ -220,12 +215,12 @@ def layout_of(values: Array) -> str | None:
     return "nhwc" if values.shape[3] in (1, 3) else None
 
 
-def _pixels(values: Array, how: Preprocess) -> Array:
+def _undo_normalisation(values: Array, how: Preprocess) -> Array:
     back = values * np.asarray(how.std) + np.asarray(how.mean)
     return np.asarray(back / how.scale)
 
 
-def _stretched(values: Array) -> Array:
+def _stretch_contrast(values: Array) -> Array:
     good = values[np.isfinite(values)]
     low, high = (float(good.min()), float(good.max())) if good.size else (0.0, 0.0)
     if high <= low:
@@ -234,22 +229,22 @@ def _stretched(values: Array) -> Array:
 
 
 def placed(boxes: NDArray[np.float64], size: Size, how: Preprocess) -> NDArray[np.float64]:
-    """Corners [n, 4] in pixels of a picture of `size` (h, w) -> in pixels of the model's input.
+    """Convert box corners [n, 4] from pixels of an image of `size` (h, w) to those of the input.
 
     `how` must be resolved.
     """
-    (rows, columns), (top, left) = _scaled(size, sized(how, size))
+    (rows, columns), (top, left) = _resized_geometry(size, sized(how, size))
     across, down = columns / size[1], rows / size[0]
     shift = np.array([left, top, left, top], np.float64)
     return np.asarray(boxes * np.array([across, down, across, down]) + shift)
 
 
-def _scaled(size: Size, how: Preprocess) -> tuple[Size, tuple[int, int]]:
-    """The picture's size after resizing, and where its corner comes to lie."""
+def _resized_geometry(size: Size, how: Preprocess) -> tuple[Size, tuple[int, int]]:
+    """Return the image's size after resizing, and the (top, left) of its corner in the input."""
     height, width = how.box
     if how.resize == "short-side":
-        whole = short_side_size(size, how.short)
-        return whole, (-((whole[0] - height) // 2), -((whole[1] - width) // 2))
+        resized = short_side_size(size, how.short)
+        return resized, (-((resized[0] - height) // 2), -((resized[1] - width) // 2))
     if how.resize == "letterbox":
         inner = letterbox_size(size, how.box)
         free = (height - inner[0], width - inner[1])
@@ -259,9 +254,9 @@ def _scaled(size: Size, how: Preprocess) -> tuple[Size, tuple[int, int]]:
     return how.box, (0, 0)
 
 
-_SHORT = 16  # digits of a digest
+_SHORT = 16  # hex digits of a digest
 _RESIZES = (("linear", (11, 9)), ("linear", (40, 31)), ("area", (11, 9)), ("cubic", (11, 9)))
-# JPEG of 21x18 with halved colours, turned by EXIF; PNG with 16 bits and alpha; WebP with losses
+# JPEG of 21x18, chroma subsampled, rotated by EXIF; PNG with 16 bits and alpha; lossy WebP
 _PICTURES = {
     "jpeg": (
         "ffd8ffe100224578696600004d4d002a00000008000101120003000000010006000000000000ffe00010"
@@ -296,21 +291,21 @@ _PICTURES = {
 
 @lru_cache(maxsize=1)
 def digests() -> dict[str, str]:
-    """Form -> digest of its picture's pixels; "resize" -> of resized ones.
+    """Return format -> digest of its test image's pixels, and "resize" -> of resized ones.
 
-    A form that this build of OpenCV does not read is left out.
+    Formats that this build of OpenCV does not read are left out.
     """
-    found = {}
+    by_format = {}
     for form, digits in _PICTURES.items():
         try:
-            found[form] = _digest(decode(bytes.fromhex(digits), form, grey=False))
+            by_format[form] = _digest(decode(bytes.fromhex(digits), form, grey=False))
         except FeedError:
             continue
-    return {**found, "resize": _digest(*map(_resized, _RESIZES))}
+    return {**by_format, "resize": _digest(*map(_resized_pattern, _RESIZES))}
 
 
-def _resized(case: tuple[str, tuple[int, int]]) -> Array:
-    """A pattern of 23x29, resized."""
+def _resized_pattern(case: tuple[str, tuple[int, int]]) -> Array:
+    """Resize a test pattern of 23x29."""
     interpolation, size = case
     y, x, c = np.indices((23, 29, 3))
     pattern = ((y * 37 + x * 91 + c * 53 + y * x * 7) % 256).astype(np.uint8)
@@ -319,5 +314,7 @@ def _resized(case: tuple[str, tuple[int, int]]) -> Array:
 
 
 def _digest(*arrays: Array) -> str:
-    shown = (f"{array.shape[-3]}x{array.shape[-2]} ".encode() + array.tobytes() for array in arrays)
-    return sha256(b"".join(shown))[:_SHORT]
+    tagged = (
+        f"{array.shape[-3]}x{array.shape[-2]} ".encode() + array.tobytes() for array in arrays
+    )
+    return sha256(b"".join(tagged))[:_SHORT]

@@ -1,8 +1,6 @@
-"""How a picture becomes a model's input: options, presets, and what the model itself decides.
+"""Preprocessing of images: options, presets by model family, and defaults from the model's input.
 
-The arithmetic itself is in `deploy.feed.pixels`.
-
-The preprocessing that well-known families of models were trained with, by name.
+The arithmetic is in `deploy.feed.pixels`.
 """
 
 from __future__ import annotations
@@ -19,13 +17,16 @@ from deploy.errors import ConfigError, FeedError, did_you_mean
 from deploy.tensors import TensorSpec
 
 RESIZES = ("stretch", "letterbox", "short-side", "fit-height")
-_OF_WAYS = {"short_side": ("short-side",), "pad": ("letterbox", "fit-height")}  # option -> resizes
+_RESIZES_OF = {  # option -> the resizes that use it
+    "short_side": ("short-side",),
+    "pad": ("letterbox", "fit-height"),
+}
 INTERPOLATIONS = ("nearest", "linear", "cubic", "area", "lanczos")
 COLORS = {"rgb": 3, "bgr": 3, "grey": 1}
 LAYOUTS = ("nchw", "nhwc")
 ANCHORS = ("centre", "top-left")
 LARGEST_SIDE = 16384
-WHOLE = ("uint8", "int32")  # inputs of integers that pictures may become
+WHOLE = ("uint8", "int32")  # integer inputs that accept images
 _UNIT = "pixels / 255 (preset 'unit')"
 
 Size = tuple[int, int]
@@ -34,24 +35,24 @@ Sides = tuple[int | None, int | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preprocess:
-    """How a picture becomes one input. `None` means: the model's own.
+    """Preprocessing of an image to one input. `None` means: take it from the model's input.
 
     Attributes:
-        size: (height, width) in pixels of the model's input; a side that is None is each picture's
-            own, by its aspect where the other one is set, so that pictures become inputs of
-            different sizes.
-        multiple: what sides that are a picture's own are rounded to whole multiples of.
-        default_size: the size where the model leaves its own open; a preset's usual size.
+        size: (height, width) in pixels of the model's input. A side that is None depends on each
+            image: it follows from the aspect if the other side is set, else it is the image's own.
+            Inputs then differ in size.
+        multiple: sides that depend on the image are rounded to multiples of it.
+        default_size: size if the model leaves its own open; a preset's usual size.
         resize: "stretch"; "letterbox" keeps the aspect and pads; "short-side" resizes the short
-            side to `short_side` and crops the centre; "fit-height" keeps the aspect up to the
-            full width and pads on the right, as text recognisers do.
+            side to `short_side` and crops the center; "fit-height" keeps the aspect up to the
+            full width and pads on the right, as text recognizers do.
         short_side: pixels; None is the longer side of `size` times 8/7 (256 for 224).
-        interpolation: OpenCV's. "area" holds where both sides shrink, else it is "linear".
+        interpolation: OpenCV's. "area" is used if both sides shrink, else "linear".
         color: "rgb", "bgr" or "grey"; None is grey for one channel and rgb for three.
         scale: multiplier of a pixel of 0..255.
         mean, std: in scaled units, one value, or one per channel in the order of `color`.
         pad: the border, in pixel units (may be a fraction), one value or one per channel.
-        anchor: where letterbox puts the picture, "centre" or "top-left".
+        anchor: where letterbox puts the image, "centre" or "top-left".
         layout: "nchw" or "nhwc".
     """
 
@@ -103,27 +104,27 @@ class Preprocess:
 
     @property
     def channels(self) -> int:
-        """1 or 3; 3 while the color is still the model's own."""
+        """1 or 3; 3 while `color` is None."""
         return COLORS[self.color or "rgb"]
 
     @property
     def box(self) -> Size:
-        """`size` where both sides are known; `sized` makes it so."""
+        """`size`, if both sides are set; call `sized` first."""
         height, width = self.size or (None, None)
         assert height is not None and width is not None
         return height, width
 
     @property
     def short(self) -> int:
-        """Length of the short side in pixels that "short-side" resizes to; `size` must be set."""
+        """Short side in pixels for the resize "short-side"; `size` must be set."""
         if self.short_side is None and self.size is None:
             raise ConfigError("short_side follows from size, got neither; give one of them")
         return self.short_side or (max(self.box) * 8 + 3) // 7
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types; floats survive exactly (repr round trip).
+        """Return plain JSON types; floats survive exactly (repr round trip).
 
-        Every field but a `multiple` of 1, which came later: older caches say as much without it.
+        A `multiple` of 1 is left out, so that older caches, written before it, stay equal.
         """
         data = dataclasses.asdict(self)
         if self.multiple == 1:
@@ -132,10 +133,10 @@ class Preprocess:
 
     @classmethod
     def from_json(cls, data: object) -> Preprocess:
-        """Inverse of `to_json`; a field left out has its default.
+        """Inverse of `to_json`; a missing field has its default.
 
         Raises:
-            ConfigError: an unknown field, or a value that breaks a rule.
+            ConfigError: an unknown field or an invalid value.
         """
         if not isinstance(data, dict):
             raise ConfigError(f"preprocess must be a JSON object, got {type(data).__name__}")
@@ -143,54 +144,54 @@ class Preprocess:
 
 
 Asked = Preprocess | str | Mapping[str, object] | None
-"""What functions that open a feed take: all of it; a preset's name; options by name, of which the
-rest is the model's own; or nothing."""
+"""What functions that open a feed accept: complete preprocessing; a preset's name; some options by
+name (the model gives the others); or nothing."""
 
 
 def with_options(base: Preprocess, options: Mapping[str, object]) -> Preprocess:
-    """`base` with every option that is not None put in its place.
+    """Return `base` with every option that is not None replaced.
 
     Raises:
-        ConfigError: a name that is no field, or a value that breaks a rule.
+        ConfigError: an unknown name or an invalid value.
     """
-    known = [f.name for f in dataclasses.fields(Preprocess)]
+    names = [f.name for f in dataclasses.fields(Preprocess)]
     for name in options:
-        if name not in known:
+        if name not in names:
             raise ConfigError(
                 f"{name!r} is no preprocessing option;"
-                f" {did_you_mean(name, known, 'there are ' + ', '.join(known))}"
+                f" {did_you_mean(name, names, 'there are ' + ', '.join(names))}"
             )
-    given: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
-    return dataclasses.replace(base, **given)
+    set_options: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
+    return dataclasses.replace(base, **set_options)
 
 
 def asked_of(base: Preprocess, options: Mapping[str, object]) -> Preprocess:
-    """As `with_options`, with what a user asks for, none of which may be left unheard.
+    """Return `with_options` of the user's options, none of which may be without effect.
 
     Raises:
-        ConfigError: as `with_options`; or an option of another way to the size than is gone.
+        ConfigError: see `with_options`; or an option that the chosen resize does not use.
     """
     how = with_options(base, options)
-    for name, ways in _OF_WAYS.items():
+    for name, ways in _RESIZES_OF.items():
         if options.get(name) is not None and how.resize not in ways:
             raise ConfigError(
                 f"{name} is for resize {' and '.join(ways)}, got it with resize {how.resize}; give"
-                f" resize {' or '.join(ways)}, or leave {name} away"
+                f" resize {' or '.join(ways)}, or leave {name} out"
             )
     return how
 
 
 def usual(spec: TensorSpec) -> Preprocess:
-    """What is done where nothing is asked: an input of integers gets the pixels as they are."""
+    """Return the default preprocessing: an integer input gets the pixels unchanged."""
     return Preprocess(scale=1.0) if spec.dtype in WHOLE else Preprocess()
 
 
 def resolve(asked: Preprocess | None, spec: TensorSpec) -> tuple[Preprocess, tuple[str, ...]]:
-    """What was asked, completed from the model's input: size, color and layout all set.
+    """Complete preprocessing from the model's input: size, color and layout are set. Add notes.
 
     Raises:
-        FeedError: the input is no picture, or contradicts what was asked.
-        ConfigError: a size of each picture's own, resized in a way that has none.
+        FeedError: the input is no image, or contradicts `asked`.
+        ConfigError: a side depends on the image, but the resize does not allow that.
     """
     chosen = asked if asked is not None else usual(spec)
     if len(spec.shape) != 4:
@@ -212,37 +213,37 @@ def resolve(asked: Preprocess | None, spec: TensorSpec) -> tuple[Preprocess, tup
         resolved = dataclasses.replace(chosen, size=size, color=color, layout=layout)
     except ConfigError as error:
         raise FeedError(f"{error} (the input is {describe(spec)})") from error
-    _check_own(resolved)
+    _check_open_sides(resolved)
     _check_crop(resolved)
     _check_mean(resolved)
     if asked is not None:
         return resolved, ()
-    whole = spec.dtype in WHOLE
-    values = f"pixels as they are, for {spec.dtype} (preset 'raw')" if whole else _UNIT
+    is_integer = spec.dtype in WHOLE
+    values = f"pixels as they are, for {spec.dtype} (preset 'raw')" if is_integer else _UNIT
     return resolved, (
         f"no preprocessing was given: {color} images stretched to {by(size)}, {values}",
     )
 
 
 def sized(how: Preprocess, picture: Size, where: str = "a picture") -> Preprocess:
-    """`how` with the size that a picture of (height, width) gets; `how` must be resolved.
+    """Return `how` with the input size for an image of (height, width); `how` must be resolved.
 
-    A side of its own is rounded to the nearest multiple, and of "fit-height" up to it, as what is
-    over is padded.
+    A side that depends on the image is rounded to the nearest multiple; for "fit-height" it is
+    rounded up, as the rest is padded.
 
     Raises:
-        FeedError: a side would be longer than `LARGEST_SIDE`; `where` is what it calls the picture.
+        FeedError: a side would be longer than `LARGEST_SIDE`; the message calls the image `where`.
     """
     height, width = how.size or (None, None)
     if height is not None and width is not None:
         return how
     rows, columns = picture
     if height is not None:
-        width = _rounded(height * columns, rows, how)
+        width = _round_to_multiple(height * columns, rows, how)
     elif width is not None:
-        height = _rounded(width * rows, columns, how)
+        height = _round_to_multiple(width * rows, columns, how)
     else:
-        height, width = _rounded(rows, 1, how), _rounded(columns, 1, how)
+        height, width = _round_to_multiple(rows, 1, how), _round_to_multiple(columns, 1, how)
     if max(height, width) > LARGEST_SIDE:
         raise FeedError(
             f"a side of an input must have at most {LARGEST_SIDE} pixels, got {height}x{width} for"
@@ -252,36 +253,36 @@ def sized(how: Preprocess, picture: Size, where: str = "a picture") -> Preproces
 
 
 def by(size: Sides) -> str:
-    """`HxW` in words, * for a side of each picture's own."""
+    """Return `HxW`, with * for a side that depends on the image."""
     return "x".join("*" if side is None else str(side) for side in size)
 
 
-def _rounded(above: int, below: int, how: Preprocess) -> int:
-    """`above / below` as a whole multiple, one at least."""
+def _round_to_multiple(above: int, below: int, how: Preprocess) -> int:
+    """Round `above / below` to a multiple, at least one."""
     unit = how.multiple * below
     times = -(-above // unit) if how.resize == "fit-height" else (2 * above + unit) // (2 * unit)
     return max(times, 1) * how.multiple
 
 
 def describe(spec: TensorSpec) -> str:
-    """'name' dtype [dims] of an input, for messages."""
+    """Return 'name' dtype [dims] of an input, for messages."""
     dims = ", ".join("?" if d is None else str(d) for d in spec.shape)
     return f"{spec.name!r} {spec.dtype} [{dims}]"
 
 
-def _check_own(how: Preprocess) -> None:
-    """Refuse a size of each picture's own where nothing is resized to one, and `multiple` alone."""
+def _check_open_sides(how: Preprocess) -> None:
+    """Refuse image-dependent sides with a resize that needs a size, and `multiple` without them."""
     height, width = how.size or (None, None)
     if height is not None and width is not None:
         if how.multiple != 1:
             raise ConfigError(
-                f"a multiple is for sides of each picture's own, got {how.multiple} for"
-                f" {height}x{width}; give a size such as {height}x*, or leave the multiple away"
+                f"a multiple is for sides that depend on the image, got {how.multiple} for"
+                f" {height}x{width}; give a size such as {height}x*, or leave the multiple out"
             )
     elif not (how.resize == "stretch" or (how.resize == "fit-height" and height is not None)):
         raise ConfigError(
-            "sizes of each picture's own go with resize stretch, or with fit-height and a height,"
-            f" got {how.resize} to {by((height, width))}; give another resize or a whole size"
+            "sizes that depend on the image go with resize stretch, or with fit-height and a"
+            f" height, got {how.resize} to {by((height, width))}; give another resize or both sides"
         )
 
 
@@ -294,14 +295,14 @@ def _check_crop(how: Preprocess) -> None:
 
 
 def _check_mean(how: Preprocess) -> None:
-    """Refuse a mean of pixels as they are where scaled ones are fed: all would be alike."""
+    """Refuse a mean of raw pixels if scaled pixels are fed: all inputs would be nearly equal."""
     top = 255 * how.scale
     if max(how.mean) > top * (1 + 1e-6):
-        own = ",".join(f"{value * how.scale:.4g}" for value in how.mean)
+        scaled_mean = ",".join(f"{value * how.scale:.4g}" for value in how.mean)
         raise ConfigError(
             f"mean is taken from scaled pixels, which go from 0 to {top:.4g},"
-            f" got {','.join(f'{value:.6g}' for value in how.mean)}; give scale 1 where it is one"
-            f" of pixels as they are, or the mean of scaled ones, such as {own}"
+            f" got {','.join(f'{value:.6g}' for value in how.mean)}; give scale 1 if it is a mean"
+            f" of raw pixels, or the mean of scaled ones, such as {scaled_mean}"
         )
 
 
@@ -314,36 +315,36 @@ def _nchw(shape: tuple[int | str | None, ...], layout: str) -> tuple[int | str |
 
 
 def _resolve_size(
-    how: Preprocess, own: tuple[int | str | None, int | str | None], spec: TensorSpec
+    how: Preprocess, model_sides: tuple[int | str | None, int | str | None], spec: TensorSpec
 ) -> Sides:
     size = how.size
     if size is None:
         fallback = how.default_size or (None, None)
-        sides = [o if isinstance(o, int) else f for o, f in zip(own, fallback, strict=True)]
+        sides = [o if isinstance(o, int) else f for o, f in zip(model_sides, fallback, strict=True)]
         if None in sides:
             raise FeedError(
                 f"the input {describe(spec)} leaves its size open; give a size, such as"
-                f" {_examples(own)} for sizes of each picture's own"
+                f" {_examples(model_sides)} for sizes that depend on the image"
             )
         size = _size("size", sides)
         assert size is not None
-    for got, wanted in zip(size, own, strict=True):
+    for got, wanted in zip(size, model_sides, strict=True):
         if isinstance(wanted, int) and got != wanted:
             raise FeedError(
-                f"the size must fit the input {describe(spec)}, which runs no other, got"
-                f" {by(size)}; leave the size away to take the model's own, or declare the sides of"
-                " its inputs and outputs open (dim_param) where all of it is convolutional"
+                f"the size must fit the input {describe(spec)}, which accepts no other, got"
+                f" {by(size)}; leave the size out to use the model's own, or, if the model is fully"
+                " convolutional, declare the sides of its inputs and outputs open (dim_param)"
             )
     return size
 
 
-def _examples(own: tuple[int | str | None, int | str | None]) -> str:
-    """Sizes that an input with an open side may get, in words."""
-    known = [side if isinstance(side, int) else None for side in own]
-    whole = by((known[0] or 224, known[1] or 224))
-    if known == [None, None]:
-        return f"{whole}, or 224x* or native"
-    return f"{whole}, or {by((known[0], known[1]))}"
+def _examples(model_sides: tuple[int | str | None, int | str | None]) -> str:
+    """Return example sizes for an input with an open side."""
+    fixed_sides = [side if isinstance(side, int) else None for side in model_sides]
+    example = by((fixed_sides[0] or 224, fixed_sides[1] or 224))
+    if fixed_sides == [None, None]:
+        return f"{example}, or 224x* or native"
+    return f"{example}, or {by((fixed_sides[0], fixed_sides[1]))}"
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -396,8 +397,7 @@ _IMAGENET = Preprocess(color="rgb", mean=(0.485, 0.456, 0.406), std=(0.229, 0.22
 _CROP = Preprocess(
     default_size=(224, 224), resize="short-side", interpolation="area", color="rgb", scale=1.0
 )
-# PaddleOCR reads with OpenCV and keeps BGR; it pads text lines with 0 after the arithmetic,
-# which is pixel 127.5
+# PaddleOCR reads BGR with OpenCV; it pads text lines with 0 after the arithmetic: pixel 127.5
 _TEXT_LINE = Preprocess(resize="fit-height", color="bgr", mean=(0.5,), std=(0.5,), pad=(127.5,))
 _with = dataclasses.replace
 
@@ -422,7 +422,7 @@ PRESETS: dict[str, Preprocess] = {
 
 
 def preset(name: str) -> Preprocess:
-    """The preset of this name.
+    """Return the preset of this name.
 
     Raises:
         ConfigError: there is none.
@@ -436,33 +436,35 @@ def preset(name: str) -> Preprocess:
 
 
 def in_words(how: Preprocess) -> str:
-    """What is done to a picture, its preset first where it is one's, as on a report's first screen.
+    """Describe preprocessing in one line, for the top of a report; a preset's name comes first.
 
     Args:
         how: resolved.
     """
-    known = [name for name, one in PRESETS.items() if _same(one, how)]
+    presets = [name for name, one in PRESETS.items() if _equals_preset(one, how)]
     size = by(how.size) if how.size else ""
     size += f" in multiples of {how.multiple}" if how.multiple > 1 else ""
+    title = f"{presets[0]}: " if presets else ""
     factor = f"/ {1 / how.scale:g}" if how.scale != 1 else "as they are"
     return (
-        f"{f'{known[0]}: ' if known else ''}{how.color} {size}, {how.resize} ({how.interpolation}),"
-        f" pixels {factor}, mean {_listed(how.mean)}, std {_listed(how.std)}, {how.layout}"
+        f"{title}{how.color} {size}, {how.resize} ({how.interpolation}),"
+        f" pixels {factor}, mean {_join_numbers(how.mean)}, std {_join_numbers(how.std)},"
+        f" {how.layout}"
     )
 
 
-def _same(one: Preprocess, how: Preprocess) -> bool:
-    """Whether a preset, completed from the model's input, is this."""
+def _equals_preset(preset_how: Preprocess, how: Preprocess) -> bool:
+    """Return whether a preset, completed from the model's input, equals `how`."""
     completed = dataclasses.replace(
-        one,
+        preset_how,
         size=how.size,
         multiple=how.multiple,
         default_size=how.default_size,
         layout=how.layout,
-        color=one.color or how.color,
+        color=preset_how.color or how.color,
     )
     return completed == how
 
 
-def _listed(values: tuple[float, ...]) -> str:
+def _join_numbers(values: tuple[float, ...]) -> str:
     return " ".join(f"{value:g}" for value in values)

@@ -1,12 +1,10 @@
-"""A few samples of a feed as pictures: what was given, and what the model is fed of it.
+"""Previews: small images of samples, made during a pass so that nothing is decoded twice.
 
-They are made as the samples go by, so that nothing is decoded for them again; two small pictures a
-sample are kept, and no more.
+`Views` keeps two small images, before and after preprocessing, of samples chosen in advance.
 
-Pictures of the samples that somebody watches, kept as they go by and dropped with the interest.
-
-What is worth a look is known when a pass is over, and its samples are gone by then. So whoever
-counts tells after each sample which of them may still be asked for: a few, whatever the feed.
+`Looks` keeps an image of each sample that is a candidate for a report. Which samples are worth
+showing is known only after the pass, when they are gone; so after each sample the caller passes
+the current candidates, and images of all others are dropped.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ SHOWN = 4  # samples of a feed that a report shows
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class View:
-    """One sample.
+    """Preview of one sample.
 
     Attributes:
-        name: of the file, or of the sample.
-        fed: what the model is fed, uint8 [h, w, 3], red, green, blue, no side over `SIDE`.
-        given: the picture before it was preprocessed, likewise; None where there was none.
-        size: (height, width) in pixels of `fed` before it was made smaller.
+        name: of the file or sample.
+        fed: the model's input, uint8 [h, w, 3] RGB, no side longer than `SIDE`.
+        given: the image before preprocessing, likewise; None without one.
+        size: (height, width) of `fed` in pixels before it was shrunk.
         given_size: of `given`.
     """
 
@@ -44,28 +42,28 @@ class View:
 
 
 class Views:
-    """The pictures of samples that are asked for."""
+    """Previews of chosen samples."""
 
     def __init__(self, how: Preprocess | None, wanted: Collection[int] = ()) -> None:
         """Args: how: the feed's preprocessing; wanted: indices of the samples."""
         self.wanted = frozenset(wanted)
         self._how = how
-        self._found: dict[int, View | None] = {}
+        self._stored: dict[int, View | None] = {}
 
     @property
     def missing(self) -> frozenset[int]:
-        """Samples that have not gone by."""
-        return self.wanted - self._found.keys()
+        """Chosen samples that were not added yet."""
+        return self.wanted - self._stored.keys()
 
     def add(self, index: int, name: str, raw: Raw, sample: Mapping[str, Array]) -> None:
-        """A sample that goes by."""
-        if index not in self.wanted or index in self._found:
+        """Store a preview of the sample if it was chosen."""
+        if index not in self.wanted or index in self._stored:
             return
-        self._found[index] = None
+        self._stored[index] = None
         fed = picture_in(sample, self._how)
         if fed is not None:
-            given = _given(raw)
-            self._found[index] = View(
+            given = _image_before(raw)
+            self._stored[index] = View(
                 name=name,
                 fed=small(fed),
                 given=None if given is None else small(given),
@@ -74,12 +72,12 @@ class Views:
             )
 
     def found(self) -> list[View]:
-        """Those that are pictures, in the feed's order."""
-        return [view for _, view in sorted(self._found.items()) if view is not None]
+        """Return the previews of samples that are images, in feed order."""
+        return [view for _, view in sorted(self._stored.items()) if view is not None]
 
 
-def _given(raw: Raw) -> Array | None:
-    """The picture itself, red, green, blue; what can be fed but not be shown has none."""
+def _image_before(raw: Raw) -> Array | None:
+    """Return the image before preprocessing as RGB; None without one."""
     try:
         pixels = None if raw.picture is None else raw.picture()
     except FeedError:
@@ -87,36 +85,36 @@ def _given(raw: Raw) -> Array | None:
     return None if pixels is None else pixels[:, :, ::-1]
 
 
-_SIDE = 256  # pixels of the longer side: boxes are drawn over it
+_SIDE = 256  # pixels of the longer side; boxes are drawn on the image
 
 
 class Looks:
-    """The pictures that are watched."""
+    """Images of the current candidate samples."""
 
     def __init__(self, feed: Samples) -> None:
-        """Args: feed: where the samples come from."""
+        """Args: feed: source of the samples."""
         self._feed = feed
-        self._seen = 0
-        self._found: dict[int, Array] = {}
+        self._sample_count = 0
+        self._stored: dict[int, Array] = {}
 
     def __len__(self) -> int:
-        """How many pictures are kept."""
-        return len(self._found)
+        """Number of images stored."""
+        return len(self._stored)
 
     def add(self, sample: Mapping[str, Array], watched: Collection[int]) -> None:
-        """The next sample of the pass, and the numbers that are watched now."""
+        """Add the pass's next sample; drop images of samples that `watched` no longer has."""
         batch = batch_length(sample)
-        start, self._seen = self._seen, self._seen + batch
-        self._found = {n: picture for n, picture in self._found.items() if n in watched}
+        start, self._sample_count = self._sample_count, self._sample_count + batch
+        self._stored = {n: picture for n, picture in self._stored.items() if n in watched}
         wanted = [number for number in range(start, start + batch) if number in watched]
         rows = split(sample, batch) if wanted else []
         for number in wanted:
             picture = self._feed.picture(rows[number - start])
             if picture is not None:
-                self._found[number] = small(picture, _SIDE)
+                self._stored[number] = small(picture, _SIDE)
 
     def of(self, numbers: Iterable[int]) -> dict[int, tuple[str, Array]]:
-        """Number -> name of the sample and its picture, uint8 [h, w, 3], red, green, blue."""
+        """Return sample number -> (name, image uint8 [h, w, 3] RGB)."""
         names = self._feed.names
-        wanted = sorted(set(numbers) & self._found.keys())
-        return {number: (names[number], self._found[number]) for number in wanted}
+        wanted = sorted(set(numbers) & self._stored.keys())
+        return {number: (names[number], self._stored[number]) for number in wanted}

@@ -1,17 +1,13 @@
-"""Samples of a source as they are read: in any thread, once each, and as they were first seen.
+"""Read samples in threads, check their digests, cache some of them, and group them in batches.
 
 ::
 
-    source --fetched, ahead--> bytes, sample --noted--> sample --> kept, on disk, or shown
-                                                  '-- another one than before: Changed
+    source --fetched, ahead--> bytes, sample --digest--> sample --> cached, on disk, or previewed
+                                                    '-- differs from the first read: Changed
 
-Some samples of a feed, kept in a file without a name, so that nobody decodes them again.
+If the model fixes its batch, the last batch is filled up with the first samples (batch of 3)::
 
-Samples of batch 1 -> arrays of the batch that a model fixes; the last one is filled up.
-
-::
-
-    a b c | d e f | g + a b      of a batch of 3
+    a b c | d e f | g + a b
 """
 
 from __future__ import annotations
@@ -36,14 +32,13 @@ from deploy.terminal import phase
 
 
 class Spool:
-    """Samples by their index; written once, read as often as needed, gone with the process.
+    """Samples by index in a temporary file without a name: written once, read any number of times.
 
-    A disk that is full ends the keeping, not the run: what was kept stays, the rest is made
-    again by whoever asks.
+    A full disk stops the caching, not the run: cached samples stay, the others are decoded again.
     """
 
     def __init__(self, wanted: Collection[int], *, most_bytes: int | None = None) -> None:
-        """Args: wanted: which samples to keep; most_bytes: of all of them, None for no limit."""
+        """Args: wanted: samples to cache; most_bytes: size limit, None for no limit."""
         self._wanted = wanted
         self._most_bytes = most_bytes
         self._places: dict[int, dict[str, Place]] = {}
@@ -52,11 +47,11 @@ class Spool:
         self._using = threading.Lock()
 
     def __contains__(self, index: object) -> bool:
-        """Whether a sample is kept."""
+        """Return whether a sample is cached."""
         return index in self._places
 
     def add(self, index: int, sample: Mapping[str, Array]) -> None:
-        """Keep a sample, if it is wanted and there is room."""
+        """Cache a sample if it is wanted and there is room."""
         with self._using:
             if index not in self._wanted or index in self._places:
                 return
@@ -67,14 +62,14 @@ class Spool:
                 if self._scratch is None:
                     self._scratch = Scratch("calib8-")
                 places = {name: self._scratch.add(array) for name, array in sample.items()}
-            except (OSError, ValueError):  # full, or values that are no plain array
+            except (OSError, ValueError):  # disk full, or not a plain array
                 self._wanted = ()
                 return
             self._bytes += size
             self._places[index] = places
 
     def get(self, index: int) -> dict[str, Array] | None:
-        """A sample that was kept; None for any other."""
+        """Return a cached sample; None for any other."""
         with self._using:
             places, scratch = self._places.get(index), self._scratch
         if places is None or scratch is None:
@@ -83,8 +78,8 @@ class Spool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fetched:
-    """A sample as a thread read it, or what kept it from that."""
+class _ReadResult:
+    """A sample that a thread read, or the error it met."""
 
     raw: Raw | None = None
     sample: Sample | None = None
@@ -92,13 +87,13 @@ class _Fetched:
 
 
 class Reader:
-    """Reads samples, and keeps the first few, so that nobody reads them again.
+    """Reads samples and keeps the first few in memory.
 
     Attributes:
-        skip_bad: go on without bad samples.
-        seen: digests of what was read.
-        views: pictures of what went by, as far as they are asked for.
-        decodes: how many images or rows were read to be run, so far.
+        skip_bad: skip bad samples.
+        seen: digests of the samples read.
+        views: previews of the samples read, as far as they are wanted.
+        decodes: number of images or rows read for a run so far.
     """
 
     def __init__(
@@ -114,12 +109,12 @@ class Reader:
         self._spool = Spool(frozenset())
 
     def remember(self, on_disk: Iterable[int], views: Views) -> None:
-        """Keep some samples on disk, and pictures of some, as they are read from now on."""
+        """Cache some samples on disk, and previews of some, as they are read from now on."""
         self._spool = Spool(frozenset(on_disk))
         self.views = views
 
     def hash(self, index: int) -> None:
-        """Read a sample for its digest.
+        """Read a sample only to store its digest.
 
         Raises:
             FeedError: it cannot be read, unless `skip_bad`.
@@ -131,7 +126,7 @@ class Reader:
                 raise
 
     def hash_unread(self, indices: Sequence[int]) -> None:
-        """The same of those that were not read yet."""
+        """Call `hash` for the samples that were not read yet."""
         unread = sum(index not in self.seen for index in indices)
         with phase("hashing", unread, "samples") as step:
             for index in indices:
@@ -140,11 +135,11 @@ class Reader:
                     step()
 
     def _load(self, index: int) -> Raw:
-        """A sample's bytes, which are those that were first seen.
+        """Read a sample's bytes and check its digest.
 
         Raises:
-            Changed: they are not.
-            FeedError: they cannot be read.
+            Changed: the digest differs from the first read.
+            FeedError: the sample cannot be read.
         """
         name = self._source.told(index)
         try:
@@ -158,14 +153,14 @@ class Reader:
     def walk(
         self, chosen: Chosen, *, only: Collection[int] | None = None
     ) -> Iterator[tuple[int, Sample]]:
-        """(index, sample of batch 1) of every good one, or of those that are named.
+        """Yield (index, sample of batch 1) for every good sample, or for those in `only`.
 
         Raises:
-            FeedError: (while iterating) a bad sample, unless `skip_bad`; or nothing but bad ones.
+            FeedError: (while iterating) a bad sample, unless `skip_bad`; or no good sample.
         """
         wanted = (index for index in chosen.good() if only is None or index in only)
-        several = default_threads() if isinstance(self._source, ImageSource) else 1
-        for index, fetched in ahead(wanted, self._fetch, threads=several):
+        threads = default_threads() if isinstance(self._source, ImageSource) else 1
+        for index, fetched in ahead(wanted, self._fetch, threads=threads):
             try:
                 yield index, self.read(index, fetched)
             except Changed:
@@ -183,19 +178,19 @@ class Reader:
                 f" {next(iter(chosen.skipped.values()))}"
             )
 
-    def _fetch(self, index: int) -> _Fetched | None:
-        """Read and decode a sample, in any thread; None of one that is kept."""
+    def _fetch(self, index: int) -> _ReadResult | None:
+        """Read and decode a sample, in any thread; None if it is cached."""
         if index in self._kept or index in self._spool:
             return None
         return _fetched(self._source, index)
 
-    def read(self, index: int, fetched: _Fetched | None = None) -> Sample:
-        """One sample, from memory or disk where it is kept there."""
+    def read(self, index: int, fetched: _ReadResult | None = None) -> Sample:
+        """Return one sample, from the cache in memory or on disk if it is there."""
         if index in self._kept:
             return dict(self._kept[index])
-        if (known := self._spool.get(index)) is not None:
-            return known
-        raw, sample = self._noted(index, fetched or _fetched(self._source, index))
+        if (cached := self._spool.get(index)) is not None:
+            return cached
+        raw, sample = self._checked(index, fetched or _fetched(self._source, index))
         self.decodes += 1
         self._spool.add(index, sample)
         self.views.add(index, self._source.sample_name(index), raw, sample)
@@ -203,12 +198,12 @@ class Reader:
             self._kept[index] = sample
         return dict(sample)
 
-    def _noted(self, index: int, fetched: _Fetched) -> tuple[Raw, Sample]:
-        """A sample that was read just now, whose bytes are those that were first seen.
+    def _checked(self, index: int, fetched: _ReadResult) -> tuple[Raw, Sample]:
+        """Check the digest of a sample that was just read, and return it.
 
         Raises:
-            Changed: they are not.
-            FeedError: what reading or decoding raised.
+            Changed: the digest differs from the first read.
+            FeedError: reading or decoding failed.
         """
         digest = UNREADABLE if fetched.raw is None else fetched.raw.digest
         self.seen.note(index, digest, self._source.told(index))
@@ -218,20 +213,20 @@ class Reader:
         return fetched.raw, fetched.sample
 
 
-def _fetched(source: Source, index: int) -> _Fetched:
+def _fetched(source: Source, index: int) -> _ReadResult:
     raw = None
     try:
         raw = source.load(index)
-        return _Fetched(raw, raw.decode())
+        return _ReadResult(raw, raw.decode())
     except FeedError as error:
-        return _Fetched(raw, error=error)
+        return _ReadResult(raw, error=error)
 
 
 def batches(
     reader: Reader, chosen: Chosen, batch: int, without: range = range(0)
 ) -> Iterator[Sample]:
-    """Samples whose first dimension is `batch`; `without`: places of those that are left out."""
-    only = _but(chosen, batch, without) if without else None
+    """Yield samples whose first dimension is `batch`, except those at the places `without`."""
+    only = _all_but(chosen, batch, without) if without else None
     if batch == 1:
         yield from (sample for _, sample in reader.walk(chosen, only=only))
         return
@@ -239,15 +234,15 @@ def batches(
     for _, sample in reader.walk(chosen, only=only):
         group.append(sample)
         if len(group) == batch:
-            yield _joined(group)
+            yield _concatenate(group)
             group = []
     if group:
         good, missing = list(chosen.good()), batch - len(group)
-        yield _joined(group + [reader.read(good[i % len(good)]) for i in range(missing)])
+        yield _concatenate(group + [reader.read(good[i % len(good)]) for i in range(missing)])
 
 
 def filled(count: int, batch: int) -> str:
-    """What the user should know of the last batch; empty where so many samples fill it."""
+    """Return a note on how the last batch was filled; empty if it was full."""
     if not (filler := -count % batch):
         return ""
     some = f"first {filler} samples" if filler > 1 else "first sample"
@@ -260,10 +255,10 @@ def filled(count: int, batch: int) -> str:
 
 
 def refuse_batches(batch: int) -> None:
-    """Refuse shards of a model that fixes a batch.
+    """Refuse shards if the model fixes its batch.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: the batch is larger than 1.
     """
     if batch > 1:
         raise ConfigError(
@@ -272,14 +267,14 @@ def refuse_batches(batch: int) -> None:
         )
 
 
-def _but(chosen: Chosen, batch: int, without: range) -> frozenset[int]:
-    """All but the images or rows of some samples."""
+def _all_but(chosen: Chosen, batch: int, without: range) -> frozenset[int]:
+    """Return the indices of all images or rows except those of the batches `without`."""
     left_out = list(chosen.good())[without.start * batch : without.stop * batch]
     return frozenset(chosen.indices).difference(left_out)
 
 
-def _joined(group: list[Sample]) -> Sample:
-    joined: Sample = {}
+def _concatenate(group: list[Sample]) -> Sample:
+    batch_arrays: Sample = {}
     for name, first in group[0].items():
         shapes = {s[name].shape for s in group}
         if len(shapes) > 1:
@@ -287,5 +282,5 @@ def _joined(group: list[Sample]) -> Sample:
                 f"samples of one batch must have one shape, got {sorted(shapes)} for {name!r};"
                 " export the model with an open batch, or give all one size"
             )
-        joined[name] = first if not first.shape else np.concatenate([s[name] for s in group])
-    return joined
+        batch_arrays[name] = first if not first.shape else np.concatenate([s[name] for s in group])
+    return batch_arrays

@@ -1,8 +1,8 @@
-"""The samples of one model: an ordered choice of a source's, read as often as needed.
+"""The samples of one model: an ordered choice among a source's samples, read as often as needed.
 
 ::
 
-    source --Chosen: which, in what order--> Reader: read, digested, kept --> batches --> samples()
+    source --Chosen: which, in what order--> Reader: decode, hash, cache --> batches --> samples()
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from deploy.feed.sources import ImageSource, Posted, Sample, Source, VideoSource
 from deploy.tensors import Array
 from deploy.terminal import phase
 
-KEPT = 8  # samples that stay in memory: for shapes, latency runs, figures of inner tensors
+KEPT = 8  # samples cached in memory: for shapes, latency runs, statistics of inner tensors
 
 
 class Feed:
-    """The samples of one model; iterate `samples()` as often as needed.
+    """The samples of one model; iterate over `samples()` as often as needed.
 
     Attributes:
         preprocess: the complete preprocessing, None for arrays.
-        origin: what said so, where it was the model; else empty.
-        batch: size of the first dimension of every sample: 1, or what the model fixes.
+        origin: where the preprocessing comes from if from the model; else empty.
+        batch: size of the first dimension of every sample: 1, or the batch that the model fixes.
     """
 
     def __init__(
@@ -51,72 +51,73 @@ class Feed:
         self._source = source
         self._chosen = Chosen(chosen, share, skipped or {})
         self._reader = Reader(source, skip_bad=skip_bad, kept=KEPT * batch, preprocess=preprocess)
-        self._names = ""  # digest of them
+        self._names = ""  # digest of the names
         self._kind = kind
-        self._good: tuple[int, tuple[int, ...]] = (-1, ())  # bad ones known, labels without them
-        self._given: Mapping[int, int] | None = None  # labels from elsewhere than the source
+        # (number of bad samples known then, labels of the others)
+        self._good_labels: tuple[int, tuple[int, ...]] = (-1, ())
+        self._own_labels: Mapping[int, int] | None = None  # labels that are not from the source
         self.batch = batch
         self.preprocess = preprocess
         self.origin = origin
         self._notes = tuple(notes)
 
     def __len__(self) -> int:
-        """How many samples `samples()` gives; known bad ones are not counted."""
+        """Number of samples that `samples()` yields; known bad ones do not count."""
         return -(-self.count // self.batch)
 
     @property
     def count(self) -> int:
-        """How many images or rows are fed; known bad ones are not counted."""
+        """Number of images or rows that are fed; known bad ones do not count."""
         return self._chosen.count
 
     @property
     def opened(self) -> int:
-        """How many images or rows there are, skipped ones too."""
+        """Number of images or rows, skipped ones included."""
         return len(self._chosen)
 
     @property
     def filled(self) -> int:
-        """How many samples, at the end, hold images again to fill the model's batch."""
+        """Number of samples at the end that repeat images to fill the model's batch."""
         return 1 if self.count % self.batch else 0
 
     @property
     def decodes(self) -> int:
-        """How many images or rows were read to be run, so far."""
+        """Number of images or rows read for a run so far."""
         return self._reader.decodes
 
     @property
     def one_size(self) -> bool:
-        """Whether all samples have one shape, as is known before they are read: pictures'."""
+        """Whether all samples are known to have one shape before they are read, as images are."""
         sides = None if self.preprocess is None else self.preprocess.size
         return sides is not None and None not in sides
 
     @property
     def share(self) -> Share | None:
-        """What part of a whole it is; None for all of it."""
+        """The shard that the feed is; None if there are no shards."""
         return self._chosen.share
 
     @property
     def labels(self) -> tuple[int, ...] | None:
-        """One class number per image or row, without the skipped ones; None where not given."""
-        labels, bad = self._given or self._source.labels, len(self._chosen.skipped)
+        """One class number per image or row, without the skipped ones; None without labels."""
+        labels, bad = self._own_labels or self._source.labels, len(self._chosen.skipped)
         if labels is None:
             return None
-        if self._good[0] != bad:
-            self._good = bad, tuple(labels[i] for i in self._chosen.good())
-        return self._good[1]
+        if self._good_labels[0] != bad:
+            self._good_labels = bad, tuple(labels[i] for i in self._chosen.good())
+        return self._good_labels[1]
 
     def label(self, labels: Sequence[int]) -> None:
-        """Give each image or row its class number; those that turn out bad have one too.
+        """Set the class number of each image or row, bad ones included.
 
         Raises:
-            FeedError: there are more or fewer of them.
+            FeedError: there are more or fewer labels than images.
         """
         if len(labels) != self.opened:
             raise FeedError(
-                f"there must be one label an image, those that are left out too, got {len(labels)}"
+                f"there must be one label per image, skipped ones included, got {len(labels)}"
                 f" labels for {self.opened}"
             )
-        self._given = dict(zip(self._chosen.indices, labels, strict=True))
+        self._own_labels = dict(zip(self._chosen.indices, labels, strict=True))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -124,25 +125,25 @@ class Feed:
         return tuple(map(self._source.sample_name, self._chosen.good()))
 
     def sizes(self) -> Iterator[tuple[str, Size | None]]:
-        """Name and (height, width) of each picture in a file; None of one that cannot be read."""
+        """Yield name and (height, width) of each image file; None for an unreadable image."""
         if isinstance(self._source, ImageSource):
             for index in self._chosen.good():
                 yield self._source.sample_name(index), self._source.size(index)
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """Why each bad image or row was left out; complete after one pass over `samples()`."""
+        """Why each bad image or row was skipped; complete after one pass over `samples()`."""
         skipped = self._chosen.skipped
         return tuple(skipped[i] for i in sorted(skipped))
 
     @property
     def places(self) -> Sequence[int]:
-        """Of the good samples, in the whole of which the feed is a share; complete after a pass."""
+        """Places of the good samples in the whole list (see `Share`); complete after a pass."""
         return self._chosen.places
 
     @property
     def skipped_places(self) -> dict[int, str]:
-        """Place in the whole -> why the sample there was left out; complete after a pass."""
+        """Place in the whole list -> why the sample there was skipped; complete after a pass."""
         return self._chosen.skipped_places
 
     @property
@@ -151,22 +152,22 @@ class Feed:
         return tuple(self._reader.seen.hex(self._chosen.indices))
 
     def shared(self, other: Feed) -> int:
-        """How many images or rows were read here and of another feed too, by their bytes."""
+        """Count the images or rows read here whose bytes were also read by another feed."""
         ours, theirs = (
             [feed._reader.seen.of(i) for i in feed._chosen.indices if i in feed._reader.seen]
             for feed in (self, other)
         )
-        known = set(theirs)
-        return sum(one in known for one in ours)
+        other_digests = set(theirs)
+        return sum(digest in other_digests for digest in ours)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """How the feed was read, in sentences; complete after one pass."""
-        extra = (_left_out(list(self.skipped)), self._repeated(), filled(self.count, self.batch))
-        return (*self._notes, *filter(None, extra))
+        """Notes for the user on how the samples were read; complete after one pass."""
+        skips, copies = _skip_note(list(self.skipped)), self._duplicate_note()
+        return (*self._notes, *filter(None, (skips, copies, filled(self.count, self.batch))))
 
-    def _repeated(self) -> str:
-        """That pictures are there more than once; of rows and frames some often are."""
+    def _duplicate_note(self) -> str:
+        """Return a note on duplicate images; rows and frames are often equal, so none for them."""
         pictures = isinstance(self._source, ImageSource)
         copies = self._reader.seen.copies(self._chosen.good()) if pictures else 0
         are = "is a copy of another and counts" if copies == 1 else "are copies of others and count"
@@ -174,11 +175,11 @@ class Feed:
 
     @property
     def by_turns(self) -> bool:
-        """Whether a sample can only be read after those before it, as a video's frames."""
+        """Whether reading a sample needs all samples before it, as a video's frames do."""
         return isinstance(self._source, VideoSource)
 
     def share_of(self, shard: tuple[int, int]) -> Share:
-        """What a shard (its number from 1, of how many) has of this feed.
+        """Return a shard's (its number from 1, number of shards) share of this feed.
 
         Raises:
             ConfigError: the model fixes a batch.
@@ -188,13 +189,13 @@ class Feed:
         return share_of(shard, self.opened, self._names_digest())
 
     def _names_digest(self) -> str:
-        """Of all names: made once, since a piece of a calibration asks for it."""
+        """Digest of all names, cached: every piece of a calibration needs it."""
         names = map(self._source.sample_name, self._chosen.indices)
         self._names = self._names or names_digest(names)
         return self._names
 
     def part(self, share: Share) -> Feed:
-        """A share of this feed, as a feed of its own."""
+        """Return a share of this feed as a feed."""
         return Feed(
             self._source,
             self._chosen.of(share),
@@ -207,11 +208,11 @@ class Feed:
         )
 
     def posted(self, share: Share) -> list[Posted]:
-        """The samples of a share, read to be sent to another machine."""
+        """Read the samples of a share, to be sent to another machine."""
         return posted(self._source, self._chosen.of(share))
 
     def glance(self, place: int) -> None:
-        """Read one sample for its digest.
+        """Read one sample only to store its digest.
 
         Raises:
             FeedError: it cannot be read, unless `skip_bad`.
@@ -221,15 +222,15 @@ class Feed:
     def seen_elsewhere(
         self, share: Share, digests: Iterable[str], skipped: Mapping[int, str]
     ) -> None:
-        """Take what a pass over a share found on another machine.
+        """Merge the results of a pass over a share on another machine.
 
         Args:
             share: of this feed.
-            digests: sha256 (hex) of its samples in their order.
-            skipped: place in the whole -> why the sample there was left out.
+            digests: sha256 (hex) of the share's samples in order.
+            skipped: place in the whole list -> why the sample there was skipped.
 
         Raises:
-            Changed: a sample was another one here.
+            Changed: a sample has another digest on this machine.
         """
         for index, digest in zip(self._chosen.of(share), digests, strict=True):
             self._reader.seen.note(index, bytes.fromhex(digest), self._source.told(index))
@@ -239,17 +240,17 @@ class Feed:
 
     @property
     def whole(self) -> Share:
-        """Of which samples it is which part; of all the only one."""
+        """The feed's share; 1/1 if there are no shards."""
         if self.share is not None:
             return self.share
         return share_of((1, 1), self.opened, self._names_digest())
 
     def so_far(self, samples: int) -> tuple[tuple[str, ...], dict[int, str]]:
-        """What the first so many samples came of, while others may be read already.
+        """Return the state after the first `samples` samples, even if more were read already.
 
         Returns:
-            sha256 (hex) of each image or row, skipped ones too; and place in the whole -> why the
-            one there was left out.
+            sha256 (hex) of each image or row, skipped ones included; and place in the whole list
+            -> why the sample there was skipped.
         """
         most = samples * self.batch
         read = self._chosen.reached(most) if most < self.count else self.opened
@@ -257,37 +258,36 @@ class Feed:
         return digests, self._chosen.skipped_before(read)
 
     def take_up(self, digests: Sequence[str], skipped: Mapping[int, str]) -> None:
-        """Be where an earlier run's `so_far` was: hash what it read, and skip what it skipped.
+        """Resume from an earlier run's `so_far`: hash the samples it read, skip what it skipped.
 
         Raises:
-            FeedError: one of them is another now, or cannot be read, unless `skip_bad`.
+            FeedError: a sample differs, or cannot be read (unless `skip_bad`).
         """
         seen = self._reader.seen
         with phase("hashing", len(digests), "samples") as step:
-            for index, known in zip(self._chosen.indices, digests, strict=False):
+            for index, expected in zip(self._chosen.indices, digests, strict=False):
                 if index not in seen:
                     self._reader.hash(index)
-                if seen.of(index).hex() != known:
+                if seen.of(index).hex() != expected:
                     raise FeedError(
-                        "a run goes on with the samples that it has counted, got another"
-                        f" {self._source.told(index)}; put back the one that was there, or leave"
-                        " --resume away to begin anew"
+                        "--resume needs the samples that the interrupted run read, got another"
+                        f" {self._source.told(index)}; restore that file, or leave --resume away to"
+                        " begin anew"
                     )
                 step()
         self._chosen.skip_places(skipped)
 
     def samples(self, without: range = range(0)) -> Stream[Sample]:
-        """A stream of input name -> array, first dimension `batch`, in the feed's order.
+        """Return a stream of {input name: array} with first dimension `batch`, in feed order.
 
-        A background thread reads a few samples ahead, and has pictures decoded by up to 4 others.
-        The stream may be pulled by several threads at once; leaving it early: `close()` it or use
-        it in a `with`.
+        A background thread reads a few samples ahead; up to 4 other threads decode images. Several
+        threads may pull from the stream. To leave it early, `close()` it or use it in a `with`.
 
         Args:
-            without: places, from 0, of samples that an earlier run read; they are not read.
+            without: places, from 0, of samples not to read: an earlier run read them.
 
         Raises:
-            FeedError: (while iterating) a bad sample, unless `skip_bad`; or nothing but bad ones.
+            FeedError: (while iterating) a bad sample, unless `skip_bad`; or no good sample.
         """
         return Stream(lambda: self._batches(without))
 
@@ -295,14 +295,14 @@ class Feed:
         return batches(self._reader, self._chosen, self.batch, without)
 
     def remember(self, first: int, spread: int = 0, shown: int = 0) -> None:
-        """Keep samples on disk as they are read: the first ones, and those that `spread` gives.
+        """Cache samples on disk as they are read: the first ones, and those of `spread`.
 
         Args:
-            first: how many at the beginning.
-            spread: how many all over the feed.
-            shown: how many more all over the feed, with small pictures of them for `views`.
+            first: number of samples at the beginning.
+            spread: number of samples spread evenly over the feed.
+            shown: number of further samples spread evenly, with previews for `views`.
         """
-        if self.batch > 1:  # `spread` gives the first of them
+        if self.batch > 1:  # `spread` returns the first samples then
             first, spread = max(first, spread), 0
         indices = self._chosen.indices
         early, seen = indices[: first * self.batch], some(indices, shown)
@@ -310,28 +310,28 @@ class Feed:
         self._reader.remember(on_disk, Views(self.preprocess, seen))
 
     def scatter(self) -> None:
-        """Give the samples so that the first so many are from all over the feed."""
+        """Change to low-discrepancy order: the first n samples are spread over the feed."""
         self._chosen.scatter()
         self._names = ""
 
     def reached(self, number: int) -> int:
-        """How many images or rows lie up to the sample of this number, skipped ones too."""
+        """Return the number of images or rows up to and including the n-th good one."""
         return self._chosen.reached(number)
 
     def keep(self, count: int) -> None:
-        """Be the feed of the first so many images or rows alone, in the order of their source."""
+        """Drop all but the first `count` images or rows, and restore the order of the source."""
         if count < self.opened:
-            said = f"{count} of {self.opened} samples are used, spread evenly over all"
-            self._notes = (*self._notes, said)
+            note = f"{count} of {self.opened} samples are used, spread evenly over all"
+            self._notes = (*self._notes, note)
         self._chosen.keep(count)
         self._names = ""
-        self._good = (-1, ())
+        self._good_labels = (-1, ())
 
     def views(self) -> list[View]:
-        """Pictures of the samples to be shown; those that nobody has read are read now.
+        """Return previews of the samples to show; samples not read so far are read now.
 
         Raises:
-            FeedError: as `samples`.
+            FeedError: see `samples`.
         """
         views = self._reader.views
         for _ in self._reader.walk(self._chosen, only=views.missing):
@@ -339,7 +339,7 @@ class Feed:
         return views.found()
 
     def picture(self, sample: Mapping[str, Array]) -> Array | None:
-        """What the model sees of one sample, uint8 [H, W, 3]; None where it is no picture.
+        """Return the model's view of one sample, uint8 [H, W, 3]; None if it is no image.
 
         Args:
             sample: arrays with a batch of 1.
@@ -347,27 +347,27 @@ class Feed:
         return picture_in(sample, self.preprocess)
 
     def first(self, most: int) -> list[Sample]:
-        """The first samples, at most `most` and `KEPT`; read once, whoever else reads them.
+        """Return the first samples, at most `most` and `KEPT`; cached after the first read.
 
         Raises:
-            FeedError: as `samples`.
+            FeedError: see `samples`.
         """
         return list(islice(self._batches(), min(most, KEPT)))
 
     def spread(self, most: int) -> Iterator[Sample]:
-        """Samples from all over the feed, at most `most`, one at a time.
+        """Yield at most `most` samples spread evenly over the feed, one at a time.
 
-        A feed that is sorted, by class or by time, shows little of itself at its beginning. Of a
-        model with a fixed batch these are the first ones all the same.
+        The first samples of a feed sorted by class or time do not represent it. If the model
+        fixes its batch, these are the first samples nevertheless.
 
         Raises:
-            FeedError: as `samples`.
+            FeedError: see `samples`.
         """
         yield from (sample for _, sample in self.keyed(self.spread_keys(most)))
 
     @property
     def form(self) -> dict[str, Any]:
-        """What is known before a sample is read, as plain JSON."""
+        """What is known before any sample is read, as plain JSON."""
         return {
             "kind": self._kind,
             "batch": self.batch,
@@ -376,18 +376,18 @@ class Feed:
         }
 
     def spread_keys(self, most: int) -> tuple[int, ...]:
-        """Keys of the samples that `spread` gives, as far as it is known which are bad."""
+        """Return the keys of the samples that `spread` yields, without known bad ones."""
         if self.batch > 1:
             return tuple(range(min(most, len(self))))
         return tuple(some(list(self._chosen.good()), most))
 
     def keyed(self, keys: Collection[int]) -> Iterator[tuple[int, Sample]]:
-        """(key, sample) of those that are named, in the feed's order, without bad ones.
+        """Yield (key, sample) for the given keys, in feed order, without bad ones.
 
-        A key names a sample of this feed whichever others turn out to be bad.
+        A key identifies a sample of this feed, whichever others turn out to be bad.
 
         Raises:
-            FeedError: as `samples`.
+            FeedError: see `samples`.
         """
         if self.batch == 1:
             yield from self._reader.walk(self._chosen, only=frozenset(keys))
@@ -396,20 +396,20 @@ class Feed:
             yield from ((key, sample) for key, sample in numbered if key in keys)
 
     def key(self, number: int) -> int:
-        """Key of sample `number`, from 1, of a pass over `samples`, once it was given."""
+        """Return the key of the n-th sample, from 1, of a pass over `samples` that reached it."""
         return number - 1 if self.batch > 1 else self._chosen.numbered(number)
 
     def manifest(self, first: int | None = None) -> dict[str, Any]:
-        """What was fed, as plain JSON.
+        """Return what was fed, as plain JSON.
 
         Args:
-            first: of so many images or rows alone, as if `keep` had left no others; None for all.
+            first: describe only the first so many images or rows, as if `keep` had been called;
+                None for all.
 
-        Made of the files' bytes (or the arrays'), not of decoded pixels; what no pass has read yet
-        is read now. `sha256` is the same for the same samples under other names, in a folder or in
-        a list, and in any order (but of a model with a fixed batch, where the order tells which
-        stand together); `ordered_sha256` is the same for the same order alone. A sample that is
-        skipped counts by its bytes.
+        The digests are over the bytes of files or arrays, not over decoded pixels; samples that no
+        pass has read are read now, and skipped samples count by their bytes. `sha256` does not
+        depend on file names, folder or list, nor on the order (unless the model fixes its batch:
+        then the order decides which samples share a batch). `ordered_sha256` depends on the order.
 
         Raises:
             FeedError: a file cannot be read, unless `skip_bad`.
@@ -427,18 +427,18 @@ class Feed:
         }
 
     def digests(self, number: int) -> tuple[str, ...]:
-        """sha256 (hex) of each image or row of a sample, counted from 1 as a pass gave it."""
-        own = self._chosen.as_given((number - 1) * self.batch, number * self.batch)
-        return tuple(self._reader.seen.hex(own))
+        """Return the sha256 (hex) of each image or row of the n-th sample, from 1, of a pass."""
+        indices = self._chosen.as_given((number - 1) * self.batch, number * self.batch)
+        return tuple(self._reader.seen.hex(indices))
 
     def called(self) -> dict[str, str]:
-        """sha256 (hex) -> name of every image or row, known after a pass or a manifest."""
+        """Return sha256 (hex) -> name of every image or row; call after a pass or `manifest`."""
         names = map(self._source.told, self._chosen.indices)
         return dict(zip(self.seen, names, strict=True))
 
 
-def _left_out(bad: Sequence[str]) -> str:
-    """Why samples were skipped, of the first three in words; empty where none was."""
+def _skip_note(bad: Sequence[str]) -> str:
+    """Return a note on skipped samples with the first three reasons; empty without any."""
     more = f" (and {len(bad) - 3} more)" if len(bad) > 3 else ""
     return f"{len(bad)} skipped: {'; '.join(bad[:3])}{more}" if bad else ""
 

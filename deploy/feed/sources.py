@@ -1,18 +1,13 @@
-"""What samples are read from: pictures, arrays, a video's frames, or what another machine sent.
+"""Sources of samples: image files, the frames of a video, or samples sent by another machine.
 
-A video as the source of a feed: frames in their order, decoded when asked for.
+A video is read frame after frame; reading a frame before the current one restarts the file. So a
+pass decodes the file once and holds one frame in memory.
 
-Frames are read one after the other; one that lies before the last begins from the start. So a pass
-decodes the file once, and no more than one frame is in memory.
+The displayed size of an image mostly comes from its first bytes. The sides in the header are those
+of the stored pixels; if the EXIF orientation rotates the image, decoding swaps them. The image is
+decoded if its first bytes leave that open.
 
-How large a picture is as it is shown, mostly by its first bytes alone.
-
-A header's sides are those of the pixels; a camera that was held upright says in the EXIF that they
-are to be turned, and decoding does so. Where the first bytes do not tell for sure it is decoded.
-
-A folder, a list or a single picture as the source of a feed.
-
-Samples on their way to another machine: pictures as their files' bytes, others as arrays.
+Samples go to another machine as file bytes (images) or as arrays (all others).
 """
 
 from __future__ import annotations
@@ -41,25 +36,25 @@ Sample = dict[str, Array]
 
 
 class Source(Protocol):
-    """Random access to samples of batch 1, and how they are called."""
+    """Random access to samples of batch 1 and to their names."""
 
     @property
     def labels(self) -> tuple[int, ...] | None:
-        """One class number per sample; None where none are given."""
+        """One class number per sample; None without labels."""
         ...
 
     def __len__(self) -> int: ...
 
     def sample_name(self, index: int) -> str:
-        """Its name."""
+        """Return the sample's name."""
         ...
 
     def told(self, index: int) -> str:
-        """What it is called in a message."""
+        """Return the sample's name for messages."""
         ...
 
     def load(self, index: int) -> Raw:
-        """What was read."""
+        """Read the sample without decoding it."""
         ...
 
 
@@ -67,7 +62,7 @@ SUFFIXES = frozenset((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm"))
 
 
 def is_video(path: Path | str) -> bool:
-    """Whether the suffix, in any case, is one that is read as a video."""
+    """Return whether the suffix, in any case, is that of a video."""
     return os.path.splitext(path)[1].lower() in SUFFIXES
 
 
@@ -76,7 +71,7 @@ class VideoSource:
 
     Attributes:
         labels: none.
-        a_second: frames in one second; 1 where the file does not say.
+        a_second: frames per second; 1 if the file does not say.
 
     Raises:
         FeedError: OpenCV cannot read the file, or it has no frame.
@@ -88,7 +83,7 @@ class VideoSource:
         refuse_irregular(path, what="a video", error=FeedError)
         self._path, self._spec, self._how = path, spec, how
         self._lock = threading.Lock()
-        self._capture = _opened(path)
+        self._capture = _open_capture(path)
         self._next = 0
         cv2 = images.opencv()
         self._count = int(self._capture.get(cv2.CAP_PROP_FRAME_COUNT))
@@ -96,101 +91,101 @@ class VideoSource:
         if self._count < 1:
             raise FeedError(
                 f"video {images.shown(str(path))} must say how many frames it has, got none;"
-                " write it anew, or give its frames as images"
+                " encode it again, or give its frames as images"
             )
 
     def __len__(self) -> int:
         return self._count
 
     def sample_name(self, index: int) -> str:
-        """The file's name and the frame's number, from 0."""
+        """Return the file's name and the frame's number, from 0."""
         return f"{self._path.name}#{index}"
 
     def told(self, index: int) -> str:
-        """What the frame is called in a message."""
+        """Return the frame's name for messages."""
         return f"frame {index} of video {images.shown(self._path.name)}"
 
     def load(self, index: int) -> Raw:
-        """A frame's pixels, hashed, and what preprocesses them.
+        """Return a frame's pixels, hashed, and the function that preprocesses them.
 
         Raises:
             FeedError: the frame cannot be decoded.
         """
         pixels = self._frame(index)
         digest = sample_digest({"": pixels})
-        return Raw(digest, lambda: {self._spec.name: self._made(pixels)}, lambda: pixels)
+        return Raw(digest, lambda: {self._spec.name: self._preprocessed(pixels)}, lambda: pixels)
 
-    def _made(self, pixels: Array) -> Array:
+    def _preprocessed(self, pixels: Array) -> Array:
         cv2 = images.opencv()
         grey = self._how.color == "grey"
         shown = cv2.cvtColor(pixels, cv2.COLOR_BGR2GRAY)[:, :, None] if grey else pixels
         return apply(shown, self._how).astype(self._spec.dtype, copy=False)
 
     def _frame(self, index: int) -> Array:
-        with self._lock, overheard() as said:
+        with self._lock, overheard() as lines:
             if index < self._next:
-                self._capture = _opened(self._path)
+                self._capture = _open_capture(self._path)
                 self._next = 0
             while self._next < index and self._capture.grab():
                 self._next += 1
             there, pixels = self._capture.read() if self._next == index else (False, None)
             self._next += 1 if there else 0
         if not there or pixels is None or pixels.dtype != np.uint8:
-            why = f", its decoder says: {said[-1]}" if said else ""
+            why = f", its decoder says: {lines[-1]}" if lines else ""
             raise FeedError(
-                f"{self.told(index)} cannot be decoded, though the file tells of {self._count}"
+                f"{self.told(index)} cannot be decoded, though the file claims {self._count}"
                 f" frames{why}"
             )
-        found: Array = pixels
-        return found
+        frame: Array = pixels
+        return frame
 
 
-def _opened(path: Path) -> Any:
+def _open_capture(path: Path) -> Any:
     cv2 = images.opencv()
     with overheard():
         capture = cv2.VideoCapture(str(path))
     if not capture.isOpened():
         raise FeedError(
-            f"video {images.shown(str(path))} cannot be read by this OpenCV; write it anew, or"
+            f"video {images.shown(str(path))} cannot be read by this OpenCV; encode it again, or"
             " give its frames as images"
         )
     return capture
 
 
-_FIRST = 1 << 18  # bytes: of an EXIF with a thumbnail, and what stands behind it
-_APP1, _ORIENTATION, _UPRIGHT = 0xE1, 274, 4  # up to 4: mirrored or upside down at most
+_FIRST = 1 << 18  # bytes: enough for an EXIF with a thumbnail and the header after it
+_APP1, _ORIENTATION, _UPRIGHT = 0xE1, 274, 4  # orientations above 4 swap width and height
 _MOST_TAGS = 4096
 
 
 def shown_size(picture: Picture) -> Size | None:
-    """(height, width) of a picture on disk, as it is decoded; None of one that cannot be."""
+    """Return (height, width) of an image file as decoded; None if it cannot be decoded."""
     try:
         with picture.path.open("rb") as file:
             first = file.read(_FIRST)
-        found, turned = sides(first), _turned(first)
-        if found is None or turned is None:
+        size, is_rotated = sides(first), _is_rotated(first)
+        if size is None or is_rotated is None:
             pixels = images.decode(images.read(picture), picture.name, grey=True)
             return pixels.shape[0], pixels.shape[1]
     except (OSError, ValueError, FeedError):
-        return None  # whoever feeds it tells why
-    return found if turned else (found[1], found[0])
+        return None  # reading the sample will report the error
+    return size if is_rotated else (size[1], size[0])
 
 
-def _turned(first: bytes) -> bool | None:
-    """Whether a picture is turned on its side; None where its first bytes do not tell."""
+def _is_rotated(first: bytes) -> bool | None:
+    """Return whether decoding swaps width and height; None if the first bytes leave it open."""
     if not first.startswith(b"\xff\xd8"):
         tiff = first.startswith((b"II", b"MM"))
         return None if tiff or b"Exif" in first or b"eXIf" in first or b"EXIF" in first else False
     exif = (body for marker, _, body in segments(first) if marker == _APP1)
-    found = next((body[6:] for body in exif if body.startswith(b"Exif\0\0")), b"")
+    exif_body = next((body[6:] for body in exif if body.startswith(b"Exif\0\0")), b"")
     try:
-        return bool(found) and _orientation(found) > _UPRIGHT
+        return bool(exif_body) and _orientation(exif_body) > _UPRIGHT
     except struct.error:
         return None
 
 
 def _orientation(tiff: bytes) -> int:
-    """Tag 274 of the first directory; 1, upright, where it is not there."""
+    """Return the first directory's tag 274; 1 (upright) without it."""
     order = "<" if tiff.startswith(b"II") else ">"
     (at,) = struct.unpack_from(f"{order}I", tiff, 4)
     (count,) = struct.unpack_from(f"{order}H", tiff, at)
@@ -203,7 +198,7 @@ def _orientation(tiff: bytes) -> int:
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Pictures of one input."""
+    """Image files for one input."""
 
     pictures: Listing
     spec: TensorSpec
@@ -211,42 +206,42 @@ class ImageSource:
 
     @property
     def labels(self) -> tuple[int, ...] | None:
-        """One per picture, or None."""
+        """One label per image, or None."""
         return self.pictures.labels
 
     def __len__(self) -> int:
         return len(self.pictures)
 
     def sample_name(self, index: int) -> str:
-        """The file's name."""
+        """Return the file's name."""
         return self.pictures.name(index)
 
     def size(self, index: int) -> Size | None:
-        """(height, width) of the picture as it is decoded; None of one that cannot be."""
+        """Return (height, width) of the image as decoded; None if it cannot be decoded."""
         return shown_size(self.pictures[index])
 
     def told(self, index: int) -> str:
-        """What the picture is called in a message."""
+        """Return the image's name for messages."""
         return f"image {images.shown(self.pictures.name(index))}"
 
     def load(self, index: int) -> Raw:
-        """The file's bytes, hashed, and what decodes, preprocesses and casts them.
+        """Return the file's bytes, hashed, and the function that decodes and preprocesses them.
 
         Raises:
-            FeedError: the file cannot be read; (when decoding) it is no whole picture.
+            FeedError: the file cannot be read; (when decoding) it is not a complete image.
         """
         return self.raw(index, self.read(index))
 
     def read(self, index: int) -> bytes:
-        """The file's bytes.
+        """Return the file's bytes.
 
         Raises:
-            FeedError: it cannot be read.
+            FeedError: the file cannot be read.
         """
         return images.read(self.pictures[index])
 
     def raw(self, index: int, data: bytes) -> Raw:
-        """The same of bytes that were read before."""
+        """Return the same as `load` for bytes that were read before."""
         return Raw(
             bytes_digest(data),
             lambda: self._decoded(index, data),
@@ -261,10 +256,10 @@ class ImageSource:
 
 
 def check_present(pictures: Iterable[Picture], count: int, where: str) -> None:
-    """Refuse a list of which files are missing.
+    """Raise if image files are missing.
 
     Raises:
-        FeedError: some are; the first few are named.
+        FeedError: names the first few missing files.
     """
     missing = [one.name for one in pictures if not _exists(one.path)]
     if missing:
@@ -276,10 +271,11 @@ def check_present(pictures: Iterable[Picture], count: int, where: str) -> None:
 
 
 def check_dtype(spec: TensorSpec, how: Preprocess) -> None:
-    """Refuse an input of numbers that pictures do not become.
+    """Refuse a dtype that images cannot be converted to.
 
     Raises:
-        FeedError: it is neither float32 nor float16, nor of integers with pixels as they are.
+        FeedError: the dtype is neither float32 nor float16, nor an integer type fed with raw
+            pixels (scale 1, mean 0, std 1).
     """
     whole = how.scale == 1 and set(how.mean) == {0.0} and set(how.std) == {1.0}
     pads_whole = all(0 <= p <= 255 and float(p).is_integer() for p in how.pad)
@@ -306,13 +302,13 @@ def _cast(array: Array, dtype: str) -> Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Posted:
-    """One sample.
+    """One sample to be sent to another machine.
 
     Attributes:
-        name: of it.
-        told: what it is called in a message.
-        digest: as it was read; 32 bytes.
-        held: bytes of a picture's file; or arrays by input; or why there are none.
+        name: of the sample.
+        told: its name in messages.
+        digest: of the sample as read; 32 bytes.
+        held: the bytes of an image file; or arrays by input; or the reason why there are none.
     """
 
     name: str
@@ -322,14 +318,14 @@ class Posted:
 
     @property
     def weight(self) -> int:
-        """Bytes that are sent, about."""
+        """Approximate number of bytes to send."""
         if isinstance(self.held, dict):
             return sum(array.nbytes for array in self.held.values())
         return len(self.held)
 
 
 def posted(source: Source, indices: Iterable[int]) -> list[Posted]:
-    """Samples of a source, read now; a bad one is sent as what is wrong with it."""
+    """Read samples of a source now; a bad one is replaced by the reason why it is bad."""
     return [_posted(source, index) for index in indices]
 
 
@@ -348,7 +344,7 @@ def _posted(source: Source, index: int) -> Posted:
 
 
 class PostedSource:
-    """The samples that came, as the source of a feed.
+    """Samples received from another machine.
 
     Attributes:
         labels: none.
@@ -359,12 +355,12 @@ class PostedSource:
     def __init__(
         self, samples: Sequence[Posted], specs: Sequence[TensorSpec], how: Preprocess | None
     ) -> None:
-        """Take them.
+        """Store the samples.
 
         Args:
-            samples: in the feed's order.
+            samples: in feed order.
             specs: the model's inputs.
-            how: the complete preprocessing; None where none are pictures.
+            how: the complete preprocessing; None if no sample is an image.
         """
         self._samples = samples
         named = Listing("", (one.name for one in samples))
@@ -374,18 +370,18 @@ class PostedSource:
         return len(self._samples)
 
     def sample_name(self, index: int) -> str:
-        """As where it came from."""
+        """Return the name on the sending machine."""
         return self._samples[index].name
 
     def told(self, index: int) -> str:
-        """As where it came from."""
+        """Return the name for messages on the sending machine."""
         return self._samples[index].told
 
     def load(self, index: int) -> Raw:
-        """What was sent.
+        """Return the sample as sent.
 
         Raises:
-            FeedError: it could not be read there; (when decoding) it is no whole sample.
+            FeedError: the sending machine could not read it; (when decoding) it is not complete.
         """
         one = self._samples[index]
         held = one.held

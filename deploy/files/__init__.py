@@ -1,1 +1,1 @@
-"""Files: read with limits, written whole or not at all, and noted in a manifest."""
+"""Files: read with limits, written atomically, and listed in a manifest."""

@@ -1,8 +1,8 @@
-"""Writing a file so that a reader, or a crash at any moment, sees the old bytes or the new ones.
+"""Write files atomically: a reader, or a crash at any moment, sees the old bytes or the new ones.
 
-Locks of the operating system: each ends with the process that holds it, whatever ends that.
-
-On a file system without locks everything counts as locked for an hour after it was last written.
+Temporary files and folders are claimed by locks of the operating system, which end with the
+process however it ends. A file system without locks counts everything as locked for an hour after
+its last write.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from deploy.errors import ExportError
 from deploy.files.reading import refuse
 
 _HOUR = 3600.0
-_PATIENCE = 60.0  # seconds; what is locked is renamed files, which takes milliseconds
+_PATIENCE = 60.0  # seconds; a lock is held while files are renamed, which takes milliseconds
 
 
 def claimed_file(folder: Path, *, prefix: str) -> tuple[int, Path]:
-    """A new file that `claimed` tells of until the descriptor is closed.
+    """Create a file that is `claimed` until the returned descriptor is closed.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -35,19 +35,19 @@ def claimed_file(folder: Path, *, prefix: str) -> tuple[int, Path]:
 
 
 def claimed_folder(folder: Path, *, prefix: str) -> tuple[int, Path]:
-    """As `claimed_file`, a folder."""
+    """Create a folder, like `claimed_file`."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
         try:
             handle = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:  # somebody cleaned up in between
+        except FileNotFoundError:  # another process removed it as a leftover
             continue
         if _claim(handle):
             return handle, path
 
 
 def claimed(path: Path) -> bool:
-    """Whether a living process holds it; what is gone is held by nobody."""
+    """Return whether a running process holds a file or folder; False if it does not exist."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
@@ -65,7 +65,7 @@ def claimed(path: Path) -> bool:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Be the only process that changes the folder; others wait here.
+    """Lock a folder, so that only this process changes it; others wait here.
 
     Raises:
         ExportError: another process held it for a minute.
@@ -86,18 +86,18 @@ def _wait(handle: int, folder: Path) -> None:
         except BlockingIOError:
             if time.monotonic() > end:
                 raise ExportError(
-                    f"one run at a time may change {folder}, got another that has held it for a"
-                    " minute; wait for it, or end it"
+                    f"one run at a time may change {folder}, but another has held it for a minute;"
+                    " wait for it, or end it"
                 ) from None
             time.sleep(0.01)
-        except OSError:  # no locks here
+        except OSError:  # the file system has no locks
             return
         else:
             return
 
 
 def _claim(handle: int) -> bool:
-    """Lock what was just made, unless somebody took it for a leftover and removed it."""
+    """Lock a new file; return False if another process removed it as a leftover."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
     except OSError:
@@ -108,30 +108,30 @@ def _claim(handle: int) -> bool:
     return False
 
 
-PREFIX = ".calib8-"  # of what is not finished
+PREFIX = ".calib8-"  # of unfinished files
 
 
 def write_bytes(path: Path, data: bytes) -> Path:
-    """Write `data` to `path` by a temporary file in the same folder and one rename.
+    """Write `data` to `path` through a temporary file in the same folder and one rename.
 
     Raises:
-        ExportError: the folder cannot be made or written to.
+        ExportError: the folder cannot be created or written to.
     """
     return write_with(path, lambda temporary: _write_all(temporary, data))
 
 
 def write_text(path: Path, text: str) -> Path:
-    """`write_bytes` of UTF-8 text, newlines as they are."""
+    """Write UTF-8 text with `write_bytes`; newlines stay unchanged."""
     return write_bytes(path, text.encode("utf-8"))
 
 
 def write_with(path: Path, fill: Callable[[Path], object]) -> Path:
-    """Let `fill` write a temporary file beside `path`, flush it to disk, rename it to `path`.
+    """Call `fill` on a temporary file, flush it to disk, and rename it to `path`.
 
-    The permissions of a file that was there stay.
+    An existing file's permissions are kept.
 
     Raises:
-        ExportError: it cannot be written, or is an input, a folder or a device.
+        ExportError: the file cannot be written, or is an input, a folder or a device.
     """
     path = Path(path)
     refuse(path)
@@ -156,14 +156,14 @@ def write_with(path: Path, fill: Callable[[Path], object]) -> Path:
 
 
 def remove_leftovers(folder: Path) -> int:
-    """Remove temporary files that a killed process left in `folder`; gives how many."""
+    """Remove temporary files that killed processes left in `folder`; return their number."""
     removed = 0
     for leftover in Path(folder).glob(f"{PREFIX}*"):
         try:
             if leftover.is_file() and not claimed(leftover):
                 leftover.unlink()
                 removed += 1
-        except OSError:  # another process was faster
+        except OSError:  # another process removed it first
             continue
     return removed
 
@@ -173,7 +173,7 @@ def _write_all(path: Path, data: bytes) -> None:
 
 
 def flush_names(folder: Path) -> None:
-    """Have the names in a folder reach the disk, where the file system can be asked to."""
+    """Flush the names in a folder to disk if the file system can do that."""
     with suppress(OSError):
         _flush(folder)
 
@@ -187,7 +187,7 @@ def _flush(path: Path) -> None:
 
 
 def mode_at(path: Path) -> int:
-    """Permissions of the file that is there, or of a new one."""
+    """Return the permissions of an existing file, or those of a new one."""
     try:
         return path.stat().st_mode & 0o777
     except OSError:

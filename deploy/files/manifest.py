@@ -1,17 +1,15 @@
-"""`manifest.json`: which files are one build, what they were made from, and whether they still are.
+"""`manifest.json` lists the files of a build with their sha256, and what they were made from.
 
-It appears with the files that it names (`deploy.files.staging`). Files of earlier builds in the
-same folder, of another model or target, stay named apart.
+It is published with these files (`deploy.files.staging`). Files of earlier builds in the same
+folder, for another model or target, are listed separately.
 
-A file and, beside it, a note of what it was made from and of its sha256.
-
-::
+Single files outside of a build have a note next to them (`keep`, `read_stamped`)::
 
     model.engine         the file, written first
-    model.engine.json    the note, written last: without it, or where it tells of other bytes, the
-                         file counts as not there
+    model.engine.json    the note, written last: what the file was made from, and its sha256
 
-So a crash between the two, a copy of only one, or an edit by hand never passes for the real thing.
+Without a note, or with a note on other bytes, the file counts as missing. So a crash between the
+two, a copy of only one, or a manual edit is never taken for a valid file.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ from deploy.files.reading import read_bytes, read_json
 
 
 def sha256(data: bytes) -> str:
-    """Sha256 in hexadecimal digits."""
+    """Return the sha256 in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 
 def note_of(path: Path) -> Path:
-    """Where the note of a file stands."""
+    """Return the path of a file's note."""
     return path.with_name(f"{path.name}.json")
 
 
@@ -44,8 +42,8 @@ def keep(path: Path, data: bytes, made_from: Mapping[str, Any], *, digest: str =
     Args:
         path: of the file.
         data: its bytes.
-        made_from: all that it depends on, as plain JSON.
-        digest: the note's key for the sha256 of the file, which `made_from` lacks.
+        made_from: everything it depends on, as plain JSON.
+        digest: the note's key for the file's sha256; not a key of `made_from`.
 
     Raises:
         ExportError: the folder is not writable.
@@ -57,24 +55,24 @@ def keep(path: Path, data: bytes, made_from: Mapping[str, Any], *, digest: str =
 
 
 def read_stamped(path: Path, *, digest: str = "sha256") -> tuple[bytes, dict[str, Any]]:
-    """(bytes of the file, what it was made from).
+    """Return (bytes of the file, what it was made from).
 
     Raises:
-        CacheError: one of the two cannot be read, or the note tells of another file.
+        CacheError: the file or its note cannot be read, or the note is on other bytes.
     """
     data = read_bytes(path, what="a file with a note beside it", error=CacheError, own=True)
     what = f"the note of {path.name}"
     note = read_json(note_of(path), what=what, error=CacheError, own=True)
     if not isinstance(note, dict) or note.pop(digest, None) != sha256(data):
         raise CacheError(
-            f"{path} must be as it was written, got other bytes than {note_of(path).name} tells of;"
-            " make it again"
+            f"{path} must be as it was written, but its bytes differ from the sha256 in"
+            f" {note_of(path).name}; create it again"
         )
     return data, note
 
 
 def fitting(path: Path, made_from: Mapping[str, Any], *, digest: str = "sha256") -> bytes | None:
-    """The file's bytes where it was made from exactly this, and nothing was changed since."""
+    """Return the file's bytes if it is unchanged and was made from `made_from`; else None."""
     try:
         data, note = read_stamped(path, digest=digest)
     except CacheError:
@@ -84,20 +82,20 @@ def fitting(path: Path, made_from: Mapping[str, Any], *, digest: str = "sha256")
 
 NAME = "manifest.json"
 SETTINGS = "calib8.toml"  # the options of a build
-PAGES = ("report.json", "report.md", "report.html")  # of a build
+PAGES = ("report.json", "report.md", "report.html")  # reports of a build
 SCHEMA = "calib8-manifest/1"
 _MISSING, _CHANGED = "is missing", "was changed after it was written"
-_OURS = "calib8-"  # begins the schema of a report and of a manifest
+_OURS = "calib8-"  # prefix of the schema of reports and manifests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a build is.
+    """The manifest of a build.
 
     Attributes:
         made_from: model, images, shapes, targets, versions, as plain JSON.
         files: name -> sha256 of every file of the build.
-        earlier: the same of builds before, whose files are still there.
+        earlier: the same for earlier builds whose files still exist.
     """
 
     made_from: Mapping[str, Any]
@@ -106,9 +104,9 @@ class Manifest:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Input -> dimensions that it was calibrated with; {} of a build that did not note them."""
-        noted = self.made_from.get("shapes")
-        listed = noted.items() if isinstance(noted, dict) else ()
+        """Input -> dimensions used for calibration; {} if the build did not store them."""
+        stored = self.made_from.get("shapes")
+        listed = stored.items() if isinstance(stored, dict) else ()
         return {
             str(name): tuple(dims)
             for name, dims in listed
@@ -117,26 +115,28 @@ class Manifest:
 
     @property
     def cache(self) -> tuple[Path, str] | None:
-        """The calibration cache outside the folder, and its sha256; None where there is none."""
-        noted = self.made_from.get("cache")
-        told = (noted.get("path"), noted.get("sha256")) if isinstance(noted, dict) else (None, None)
-        path, digest = told
+        """(path, sha256) of a calibration cache outside the folder; None without one."""
+        stored = self.made_from.get("cache")
+        entry = (
+            (stored.get("path"), stored.get("sha256")) if isinstance(stored, dict) else (None, None)
+        )
+        path, digest = entry
         return (Path(path), digest) if isinstance(path, str) and isinstance(digest, str) else None
 
 
 def outside(cache: Path) -> dict[str, str]:
-    """A calibration cache that a build does not hold, as `made_from` tells of it."""
+    """Return the entry of `made_from` for a calibration cache outside the build's folder."""
     return {"path": str(cache.resolve()), "sha256": _digest(cache)}
 
 
 def write(inside: Path, folder: Path, names: list[str], made_from: Mapping[str, Any]) -> Path:
-    """Write the manifest of the files in `inside` that are to be published in `folder`.
+    """Write the manifest of the files in `inside`, which will be published in `folder`.
 
     Raises:
         ExportError: the folder is not writable.
     """
     files = {name: _digest(inside / name) for name in names}
-    before = _known(folder)
+    before = _files_in_manifest(folder)
     gone = {NAME, *files}  # replaced by this build
     earlier = {n: d for n, d in before.items() if n not in gone and (folder / n).is_file()}
     document = {"schema": SCHEMA, "made_from": made_from, "files": files, "earlier": earlier}
@@ -145,15 +145,15 @@ def write(inside: Path, folder: Path, names: list[str], made_from: Mapping[str, 
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder.
+    """Return the manifest of a folder.
 
     Raises:
-        CacheError: there is none, or it is not one that this version reads.
+        CacheError: there is none, or this version cannot read it.
     """
     path = folder / NAME
     document = _json(path)
     tables = ("made_from", "files", "earlier")
-    if document.get("schema") != SCHEMA or not all(_table(document.get(key)) for key in tables):
+    if document.get("schema") != SCHEMA or not all(_is_table(document.get(key)) for key in tables):
         got = "another file of that name" if path.exists() else "none"
         raise CacheError(
             f"{folder} must hold the {NAME} of a build, got {got}; build into it with"
@@ -163,33 +163,33 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def changed(folder: Path, manifest: Manifest) -> dict[str, str]:
-    """Name -> what is wrong with it, of the files of a build that are not as they were written."""
-    found = {}
+    """Return name -> "is missing" or "was changed ..." for each such file of a build."""
+    problems = {}
     for name, digest in manifest.files.items():
         path = folder / name
         if Path(name).name != name or not path.is_file():
-            found[name] = _MISSING
+            problems[name] = _MISSING
         elif _digest(path) != digest:
-            found[name] = _CHANGED
-    return found
+            problems[name] = _CHANGED
+    return problems
 
 
 def cache_changed(path: Path, digest: str) -> bool:
-    """Whether a cache outside the folder is another now; a folder that was moved has none."""
+    """Return whether a cache outside the folder was changed; False if it is missing."""
     return path.is_file() and _digest(path) != digest
 
 
 def refuse_foreign(folder: Path, names: list[str]) -> None:
-    """Refuse to publish over files that no build of calib8 wrote there.
+    """Refuse to overwrite files that calib8 did not write.
 
     Raises:
-        ExportError: one of these.
+        ExportError: names the first such file.
     """
-    there = [name for name in names if (folder / name).exists()]
-    if not there:
+    existing = [name for name in names if (folder / name).exists()]
+    if not existing:
         return
-    known = {*_known(folder), *_reported(folder)}
-    foreign = next((name for name in there if name not in known), None)
+    known = {*_files_in_manifest(folder), *_reported(folder)}
+    foreign = next((name for name in existing if name not in known), None)
     if foreign is not None:
         raise ExportError(
             f"a build must not replace what calib8 did not write, got {folder / foreign}; give"
@@ -197,17 +197,17 @@ def refuse_foreign(folder: Path, names: list[str]) -> None:
         )
 
 
-def _known(folder: Path) -> dict[str, str]:
-    """Name -> sha256 of the files that the manifest of a folder tells of, of any build."""
+def _files_in_manifest(folder: Path) -> dict[str, str]:
+    """Return name -> sha256 of all files in a folder's manifest, earlier builds included."""
     try:
-        there = read_manifest(folder)
+        manifest = read_manifest(folder)
     except CacheError:
         return {}
-    return {**there.earlier, **there.files, NAME: ""}
+    return {**manifest.earlier, **manifest.files, NAME: ""}
 
 
 def _reported(folder: Path) -> set[str]:
-    """Names in the report of a build that was made before there were manifests."""
+    """Return the file names in the report of a build from before manifests existed."""
     document = _json(folder / PAGES[0])
     if not str(document.get("schema")).startswith(_OURS):
         return set()
@@ -223,12 +223,12 @@ def _rows(value: object) -> list[dict[str, Any]]:
     return [row for row in listed if isinstance(row, dict)]
 
 
-def _table(value: object) -> bool:
+def _is_table(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """The object in a file; {} where there is none."""
+    """Return the object in a JSON file; {} without one."""
     try:
         document = read_json(path, what="what a build is", error=CacheError, own=True)
     except CacheError:

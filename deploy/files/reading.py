@@ -1,34 +1,27 @@
-"""Reading what anybody may have written: the one door through which bytes of files come in.
+"""Read files that anybody may have written: the only place where bytes of files come in.
 
-A file is read only where it is a regular one (a pipe would be waited for, a device is endless) and
-within a budget of bytes::
+A file is read only if it is a regular file (reading a pipe blocks, a device is endless) and within
+a budget of bytes::
 
-    read_bytes, read_text      a whole file
+    read_bytes, read_text      an entire file
     opened                     a file to be read in pieces
-    read_json, from_json       values of JSON, nested no deeper than brackets should be
+    read_json, from_json       values of JSON, up to `MOST_NESTING` brackets deep
     refuse_irregular           for a library that opens a file by its path
+    check_archive, array_header, read_array     zip archives and .npy arrays
 
-Every refusal is one sentence of the error class that the caller names, and every file is
-remembered as an input of the run, over which nothing is written (`deploy.files.reading`). Archives
-are in `deploy.files.reading`.
+A refusal is one sentence, raised as the caller's error class. A few kilobytes of a zip archive may
+claim terabytes, and an array's header more values than there are bytes: archives and arrays are
+judged by their headers before anything is unpacked.
 
-Files that a run reads, which it must never write.
-
-A run (a command, or a call of `calibrate` or `build`) guards its inputs: what reads a model,
-images, labels, weights or a configuration says so, and `deploy.files.atomic` writes over none of
-them::
+A run (a command, or a call of `calibrate` or `build`) remembers the files that it reads, its
+inputs, and `deploy.files.atomic` refuses to overwrite them::
 
     with guarded():
-        is_read(model)        # remembered by device and inode, so that no other name hides it,
-                              # as long as it is there: a new file may get the inode of a lost one
+        is_read(model)        # remembered by device and inode, so another name does not hide it,
+                              # while it exists: a new file may get the inode of a deleted one
         refuse(output)        # ExportError: it is an input, a folder, or a device
 
-Outside of a run nothing is remembered: what one run reads another may write.
-
-Arrays in numpy's format and archives of them, judged by their headers before they are unpacked.
-
-A few kilobytes of a zip archive may tell of terabytes, and an array's header of more values than
-there are bytes: neither is believed.
+Outside of a run nothing is remembered: one run may write what another one reads.
 """
 
 from __future__ import annotations
@@ -60,105 +53,105 @@ if TYPE_CHECKING:
 _Inode = tuple[int, int]
 
 
-class _Many:
-    """The files of a feed, of which there may be very many: two numbers of each."""
+class _FileInodes:
+    """The files of a dataset, possibly very many: two numbers per file."""
 
     def __init__(self, count: int, path: Callable[[int], Path]) -> None:
         self._devices, self._inodes = array("Q"), array("Q")
         self._path = path
         for index in range(count):
-            found = _state(path(index))
-            self._devices.append(0 if found is None else found.st_dev)
-            self._inodes.append(0 if found is None else found.st_ino)
+            state = _state(path(index))
+            self._devices.append(0 if state is None else state.st_dev)
+            self._inodes.append(0 if state is None else state.st_ino)
 
     def paths(self, inode: _Inode) -> Iterator[Path]:
-        """Where a file of this inode was."""
+        """Yield the paths of files with this inode."""
         for index, number in enumerate(self._inodes):
             if number == inode[1] and self._devices[index] == inode[0]:
                 yield self._path(index)
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
-    """What was read so far."""
+class _Inputs:
+    """The inputs of a run."""
 
-    alone: dict[_Inode, str] = field(default_factory=dict)  # -> path
-    many: list[_Many] = field(default_factory=list)
+    files: dict[_Inode, str] = field(default_factory=dict)  # -> path
+    file_lists: list[_FileInodes] = field(default_factory=list)
 
-    def copy(self) -> _Read:
-        return _Read(dict(self.alone), list(self.many))
+    def copy(self) -> _Inputs:
+        return _Inputs(dict(self.files), list(self.file_lists))
 
     def paths(self, inode: _Inode) -> Iterator[Path | str]:
-        """Where an input of this inode was."""
-        if inode in self.alone:
-            yield self.alone[inode]
-        for one in self.many:
+        """Yield the paths of inputs with this inode."""
+        if inode in self.files:
+            yield self.files[inode]
+        for one in self.file_lists:
             yield from one.paths(inode)
 
 
-_READ: ContextVar[_Read | None] = ContextVar("_READ", default=None)
+_INPUTS: ContextVar[_Inputs | None] = ContextVar("_READ", default=None)
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Remember inputs until the end; those of a run around this one too, and for it."""
-    around = _READ.get()
-    own = _Read() if around is None else around.copy()
-    token = _READ.set(own)
+    """Remember inputs until the end of the body; an enclosing run shares its inputs and these."""
+    around = _INPUTS.get()
+    inputs = _Inputs() if around is None else around.copy()
+    token = _INPUTS.set(inputs)
     try:
         yield
     finally:
-        _READ.reset(token)
+        _INPUTS.reset(token)
         if around is not None:
-            around.alone.update(own.alone)
-            around.many[:] = own.many
+            around.files.update(inputs.files)
+            around.file_lists[:] = inputs.file_lists
 
 
 def is_read(path: Path | str) -> None:
-    """Remember a file as an input of this run; what does not exist is none."""
-    read = _READ.get()
-    if read is not None and (found := _state(path)) is not None:
-        read.alone[found.st_dev, found.st_ino] = os.fspath(path)
+    """Remember a file as an input of this run; ignore a path that does not exist."""
+    inputs = _INPUTS.get()
+    if inputs is not None and (state := _state(path)) is not None:
+        inputs.files[state.st_dev, state.st_ino] = os.fspath(path)
 
 
 def are_read(count: int, path: Callable[[int], Path]) -> None:
-    """Remember so many files as inputs of this run.
+    """Remember many files as inputs of this run.
 
     Args:
-        count: how many there are.
-        path: number of a file, from 0 -> its path; asked for again when something is written.
+        count: number of files.
+        path: number of a file, from 0 -> its path; called again when something is written.
     """
-    read = _READ.get()
-    if read is not None:
-        read.many.append(_Many(count, path))
+    inputs = _INPUTS.get()
+    if inputs is not None:
+        inputs.file_lists.append(_FileInodes(count, path))
 
 
 def refuse(path: Path | str) -> None:
-    """Refuse to write where an input, a folder or a device is.
+    """Refuse to write over an input, a folder or a device.
 
     Raises:
-        ExportError: one of these.
+        ExportError: `path` is one of these.
     """
-    found = _state(path)
-    if found is None:
+    state = _state(path)
+    if state is None:
         return
-    if not stat.S_ISREG(found.st_mode) or _stands_in_dev(path):
-        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a device"
+    if not stat.S_ISREG(state.st_mode) or _is_in_dev(path):
+        kind = "a folder" if stat.S_ISDIR(state.st_mode) else "a device"
         raise ExportError(f"{path} must be a file to write to, got {kind}; give another path")
-    if _still_read((found.st_dev, found.st_ino)):
+    if _is_input((state.st_dev, state.st_ino)):
         raise ExportError(
             f"an output must not be an input, got {path}, which this run reads; give another path"
         )
 
 
-def _still_read(inode: _Inode) -> bool:
-    """Whether it is an input, and not a file that another run made since in place of a lost one."""
-    states = map(_state, (_READ.get() or _Read()).paths(inode))
-    return any(found and (found.st_dev, found.st_ino) == inode for found in states)
+def _is_input(inode: _Inode) -> bool:
+    """Return whether an input still has this inode; a new file may reuse a deleted input's."""
+    states = map(_state, (_INPUTS.get() or _Inputs()).paths(inode))
+    return any(state and (state.st_dev, state.st_ino) == inode for state in states)
 
 
-def _stands_in_dev(path: Path | str) -> bool:
-    """Whether it is of /dev itself, as /dev/stdout, which may lead to a plain file."""
+def _is_in_dev(path: Path | str) -> bool:
+    """Return whether a path is directly in /dev; /dev/stdout may lead to a plain file."""
     return os.path.realpath(os.path.dirname(os.path.abspath(path))) == "/dev"
 
 
@@ -171,33 +164,33 @@ def _state(path: Path | str) -> os.stat_result | None:
 
 Place = str | os.PathLike[str]
 
-MOST_BYTES = 16 << 30  # of any file that is read as a whole
-MOST_TEXT = 64 << 20  # of one that is text
-MOST_NESTING = 64  # brackets of JSON within each other
-_PIECE = 1 << 20  # asked for at a time: Python reserves what is asked for
+MOST_BYTES = 16 << 30  # of a file that is read at once
+MOST_TEXT = 64 << 20  # of a text file
+MOST_NESTING = 64  # depth of brackets in JSON
+_PIECE = 1 << 20  # bytes per read: Python allocates the size requested
 
-_ONE_KIND = bytes.maketrans(b"{}", b"[]")
-_NEITHER = bytes(code for code in range(256) if code not in b'"[]{}')
+_ONE_BRACKET_KIND = bytes.maketrans(b"{}", b"[]")
+_OTHER_BYTES = bytes(code for code in range(256) if code not in b'"[]{}')
 
 
 def read_bytes(
     path: Place, *, what: str, error: type[Calib8Error], most: int = MOST_BYTES, own: bool = False
 ) -> bytes:
-    """The bytes of a regular file.
+    """Return the bytes of a regular file.
 
     Args:
         path: of the file.
-        what: it must be, such as "a plan".
-        error: class of what is raised.
-        most: bytes that it may have.
-        own: it is a file that the run may write again, such as its cache.
+        what: the file must be, such as "a plan".
+        error: class of the error to raise.
+        most: maximum size in bytes.
+        own: the run may write the file again, such as its cache: it is not an input.
 
     Raises:
-        error: nothing there, no regular file, larger than that, or unreadable.
+        error: no such file, not a regular file, too large, or unreadable.
     """
     with opened(path, what=what, error=error, most=most, own=own) as file:
         data = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)
-        while len(data) <= most and (more := file.read(_PIECE)):  # it grew, or tells no size
+        while len(data) <= most and (more := file.read(_PIECE)):  # it grew, or reports no size
             data += more
     if len(data) > most:
         raise error(_too_large(path, what, len(data), most))
@@ -207,10 +200,10 @@ def read_bytes(
 def read_text(
     path: Place, *, what: str, error: type[Calib8Error], most: int = MOST_TEXT, own: bool = False
 ) -> str:
-    """The text of a regular file in UTF-8, with or without a byte order mark.
+    """Return the text of a regular file in UTF-8, with or without a byte order mark.
 
     Raises:
-        error: as `read_bytes`, or other bytes than UTF-8.
+        error: see `read_bytes`; or the bytes are not UTF-8.
     """
     data = read_bytes(path, what=what, error=error, most=most, own=own)
     return _decoded(data, f"{os.fspath(path)} must be {what}", error)
@@ -225,10 +218,10 @@ def opened(
     most: int | None = None,
     own: bool = False,
 ) -> Iterator[IO[bytes]]:
-    """A regular file, open for reading; what the system refuses meanwhile becomes `error` too.
+    """Open a regular file for reading; an OSError in the body becomes `error`.
 
     Raises:
-        error: as `read_bytes`.
+        error: see `read_bytes`.
     """
     with open(_descriptor(path, what, error), "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -245,10 +238,10 @@ def opened(
 def read_json(
     path: Place, *, what: str, error: type[Calib8Error], most: int = MOST_TEXT, own: bool = False
 ) -> Any:
-    """The value of a JSON file.
+    """Return the value of a JSON file.
 
     Raises:
-        error: as `read_text`; no JSON, or nested deeper than `MOST_NESTING`.
+        error: see `read_text`; or no JSON, or nested deeper than `MOST_NESTING`.
     """
     text = read_text(path, what=what, error=error, most=most, own=own)
     return from_json(text, rule=f"{os.fspath(path)} must be {what}", error=error)
@@ -262,14 +255,14 @@ def from_json(
     pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
     constant: Callable[[str], Any] | None = None,
 ) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Args:
-        text: the JSON, bytes in UTF-8.
-        rule: that it must obey, as the sentence begins.
-        error: class of what is raised.
-        pairs: makes an object of its keys and values; None a dict.
-        constant: makes a value of NaN, Infinity or -Infinity; None a float.
+        text: JSON; bytes are UTF-8.
+        rule: beginning of the error message: what the text must be.
+        error: class of the error to raise.
+        pairs: makes an object of its keys and values; None makes a dict.
+        constant: makes a value of NaN, Infinity or -Infinity; None makes a float.
 
     Raises:
         error: no JSON, or nested deeper than `MOST_NESTING`.
@@ -277,23 +270,21 @@ def from_json(
     if isinstance(text, bytes):
         text = _decoded(text, rule, error)
     if nested(text):
-        raise error(
-            f"{rule}, got JSON of over {MOST_NESTING} brackets in each other; write it flat"
-        )
+        raise error(f"{rule}, got JSON with over {MOST_NESTING} nested brackets; write it flat")
     try:
         return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
     except json.JSONDecodeError as wrong:
-        said = f"{wrong.msg} at line {wrong.lineno}"
-    except ValueError as wrong:  # a whole number of thousands of digits
-        said = str(wrong)
-    raise error(f"{rule}, got no sound JSON: {said}; write it again")
+        reason = f"{wrong.msg} at line {wrong.lineno}"
+    except ValueError as wrong:  # an integer with thousands of digits
+        reason = str(wrong)
+    raise error(f"{rule}, got invalid JSON: {reason}; write it again")
 
 
 def nested(text: str, most: int = MOST_NESTING) -> bool:
-    """Whether brackets of a JSON text lie deeper than that, found without any recursion."""
+    """Return whether a JSON text is nested deeper than `most`, without recursion."""
     data = text.encode("utf-8", "surrogatepass").replace(b"\\\\", b"").replace(b'\\"', b"")
-    left = re.sub(rb'"[^"]*"', b"", data.translate(_ONE_KIND, _NEITHER))
-    for _ in range(most):  # each round takes the innermost pairs away
+    left = re.sub(rb'"[^"]*"', b"", data.translate(_ONE_BRACKET_KIND, _OTHER_BYTES))
+    for _ in range(most):  # each round removes the innermost pairs
         left = left.replace(b"[]", b"")
     return b"[]" in left or left.count(b"[") > most
 
@@ -306,17 +297,17 @@ def _decoded(data: bytes, rule: str, error: type[Calib8Error]) -> str:
 
 
 def refuse_irregular(path: Place, *, what: str, error: type[Calib8Error]) -> None:
-    """Refuse what is no regular file, and remember an input.
+    """Raise unless `path` is a regular file; remember it as an input.
 
     Raises:
-        error: nothing there, or no regular file.
+        error: no such file, or not a regular file.
     """
     os.close(_descriptor(path, what, error))
     is_read(os.fspath(path))
 
 
 def is_text(path: Place) -> bool:
-    """Whether a path's bytes are its text in UTF-8, as libraries in C++ take it."""
+    """Return whether a path's bytes are UTF-8, as libraries in C++ expect it."""
     try:
         return os.fsencode(path) == str(path).encode("utf-8")
     except UnicodeError:
@@ -324,7 +315,7 @@ def is_text(path: Place) -> bool:
 
 
 def _descriptor(path: Place, what: str, error: type[Calib8Error]) -> int:
-    """The open file; looked at before and after, since to open a pipe is to wait for it."""
+    """Open a file; check its kind before and after, since opening a pipe blocks."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         kind = _kind(os.stat(path))
@@ -339,7 +330,7 @@ def _descriptor(path: Place, what: str, error: type[Calib8Error]) -> int:
 
 
 def _kind(state: os.stat_result) -> str:
-    """What there is in place of a regular file; empty for one."""
+    """Return what a path is instead of a regular file; empty for a regular file."""
     if stat.S_ISREG(state.st_mode):
         return ""
     return "a folder" if stat.S_ISDIR(state.st_mode) else "a device or pipe"
@@ -348,8 +339,10 @@ def _kind(state: os.stat_result) -> str:
 def _refused(path: Place, what: str, refused: OSError | ValueError) -> str:
     if isinstance(refused, FileNotFoundError):
         return f"{os.fspath(path)} must be {what}, got nothing there; check the path"
-    said = getattr(refused, "strerror", None) or str(refused)
-    return f"{os.fspath(path)} must be {what} that can be read, got: {said}; check its permissions"
+    reason = getattr(refused, "strerror", None) or str(refused)
+    return (
+        f"{os.fspath(path)} must be {what} that can be read, got: {reason}; check its permissions"
+    )
 
 
 def _too_large(path: Place, what: str, got: int, most: int) -> str:
@@ -360,7 +353,7 @@ def _too_large(path: Place, what: str, got: int, most: int) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes as people read them, for a sentence."""
+    """Return a number of bytes with a unit, for messages."""
     amount = float(count)
     for unit in ("B", "KiB", "MiB"):
         if amount < 1024:
@@ -370,17 +363,14 @@ def size(count: int) -> str:
 
 
 if TYPE_CHECKING:
-    pass
-    pass
-
     Header = tuple[tuple[int, ...], bool, np.dtype[Any]]
 
-# numpy parses headers as Python, and Python 3.11 fails at that by chance where several threads do:
-# one switches to the other inside (python/cpython#106905)
+# numpy parses headers as Python code, and Python 3.11 sometimes fails at that in several threads
+# (python/cpython#106905)
 HEADERS = threading.Lock()
 MOST_ENTRIES = 1 << 20
 MOST_UNPACKED = 16 << 30  # bytes of all entries
-_MOST_LISTING = 128 << 20  # bytes of the table of contents
+_MOST_LISTING = 128 << 20  # bytes of an archive's table of contents
 
 
 def check_archive(
@@ -394,18 +384,18 @@ def check_archive(
 ) -> None:
     """Refuse an archive that would unpack to more than a budget, before anything is unpacked.
 
-    What an entry's header tells is what `zipfile` unpacks of it at most.
+    `zipfile` unpacks at most the size in an entry's header.
 
     Args:
-        file: the archive, which is left at its beginning.
-        path: that it is called by.
-        what: it must be, such as "an .npz file".
-        error: class of what is raised.
-        entries: how many it may have.
-        most: bytes of all of them unpacked.
+        file: the archive; it is left at its beginning.
+        path: its name in messages.
+        what: the file must be, such as "an .npz file".
+        error: class of the error to raise.
+        entries: maximum number of entries.
+        most: maximum size of all entries unpacked, in bytes.
 
     Raises:
-        error: more entries or bytes.
+        error: too many entries or bytes.
         BadZipFile: no zip archive.
     """
     rule = f"{os.fspath(path)} must be {what} of at most {entries:,} entries and {size(most)}"
@@ -413,20 +403,20 @@ def check_archive(
         raise error(f"{rule}, got {size(listing)} of names alone; write several smaller ones")
     with zipfile.ZipFile(file) as archive:
         listed = archive.infolist()
-        whole = sum(entry.file_size for entry in listed)
+        total = sum(entry.file_size for entry in listed)
     file.seek(0)
-    if len(listed) > entries or whole > most:
+    if len(listed) > entries or total > most:
         raise error(
-            f"{rule} unpacked, got {len(listed):,} and {size(whole)}; write several smaller ones"
+            f"{rule} unpacked, got {len(listed):,} and {size(total)}; write several smaller ones"
         )
 
 
 def array_header(stream: IO[bytes], room: int) -> Header:
-    """(shape, Fortran order, dtype) of an .npy file; its values are next in the stream.
+    """Read (shape, Fortran order, dtype) of an .npy file; the values follow in the stream.
 
     Args:
         stream: at the beginning of the .npy file.
-        room: bytes that the file has, at most.
+        room: upper bound of the file's size in bytes.
 
     Raises:
         ValueError: not numpy's format, Python objects, or more values than bytes.
@@ -442,19 +432,19 @@ def array_header(stream: IO[bytes], room: int) -> Header:
         raise ValueError(f"numpy format {version} is not known")
     try:
         with HEADERS, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of headers that are read in numpy's older way
+            warnings.simplefilter("ignore")  # numpy warns about headers written by Python 2
             shape, fortran, dtype = read_header(stream)
     except (tokenize.TokenError, OverflowError, RecursionError) as error:
         raise ValueError(f"its header is damaged: {error}") from error
     if dtype.hasobject:
         raise ValueError("it holds Python objects")
     if any(side < 0 for side in shape) or prod(shape) * dtype.itemsize > room:
-        raise ValueError(f"its header tells of {dtype} {list(shape)}, which is more than is there")
+        raise ValueError(f"its header claims {dtype} {list(shape)}, which is more than is there")
     return shape, fortran, dtype
 
 
 def read_array(stream: IO[bytes], room: int) -> NDArray[Any]:
-    """An array of an .npy file; see `array_header`."""
+    """Read an array of an .npy file; see `array_header`."""
     import numpy as np
 
     shape, fortran, dtype = array_header(stream, room)
@@ -464,15 +454,15 @@ def read_array(stream: IO[bytes], room: int) -> NDArray[Any]:
 
 
 def _listing_bytes(file: IO[bytes]) -> int:
-    """Bytes of a zip archive's table of contents, as its end tells; 0 where it has none."""
-    whole = file.seek(0, os.SEEK_END)
-    file.seek(max(0, whole - (1 << 17)))  # an end, its comment and zip64's own end
+    """Return the size of a zip archive's table of contents in bytes; 0 without one."""
+    file_size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, file_size - (1 << 17)))  # the end record, its comment and zip64's end record
     tail = file.read()
     file.seek(0)
-    found = 0
-    for sign, at, width in ((b"PK\x05\x06", 12, 4), (b"PK\x06\x06", 40, 8)):
-        place = tail.rfind(sign)
-        told = int.from_bytes(tail[place + at : place + at + width], "little")
-        if place >= 0 and told != 0xFFFFFFFF:
-            found = max(found, told)
-    return min(found, whole)
+    listing = 0
+    for magic, at, width in ((b"PK\x05\x06", 12, 4), (b"PK\x06\x06", 40, 8)):
+        start = tail.rfind(magic)
+        field_value = int.from_bytes(tail[start + at : start + at + width], "little")
+        if start >= 0 and field_value != 0xFFFFFFFF:
+            listing = max(listing, field_value)
+    return min(listing, file_size)

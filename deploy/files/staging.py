@@ -1,15 +1,15 @@
-"""Files that appear together or not at all: a build, or a cache with what stands beside it.
+"""Publish the files of a build together or not at all, also a cache with its sidecar files.
 
 ::
 
-    out/.calib8-k3v9/            all of it is written here, held by a lock of the living process
-         |  publishing.json      the list of them: the commit point
-         v  one rename a file, while `out` is locked
+    out/.calib8-k3v9/            all files are written here, locked by the running process
+         |  publishing.json      list of the files: the commit point
+         v  one rename per file, while `out` is locked
     out/model.int8.onnx ...
 
-Killed before the commit point a run leaves what was there before it, after it the next run renames
-the rest. A calibration that was whole before a run failed is kept in ``out/.calib8-kept`` until
-the next one takes it up.
+A run killed before the commit point leaves the old files; after it, the next run renames the rest.
+If a run fails after its calibration was complete, the calibration is moved to ``out/.calib8-kept``
+for the next run.
 """
 
 from __future__ import annotations
@@ -27,52 +27,51 @@ from deploy.files.reading import read_json, refuse
 
 _JOURNAL = "publishing.json"
 _KEPT = f"{atomic.PREFIX}kept"
-_CACHE = (".npz", "", ".json")  # endings of the three files of a cache, the last one written last
-_GPU = ".gpu.cache"  # ends the name of TensorRT's own, which has no statistics
+_CACHE = (".npz", "", ".json")  # suffixes of a cache's three files; the last is written last
+_GPU = ".gpu.cache"  # suffix of TensorRT's own cache, which has no statistics
 
 
 class Stage:
-    """Where the files of one folder are written until they are published.
+    """The temporary folder in which the files of one folder are written until published.
 
     Attributes:
-        folder: where they will be.
+        folder: where the files will be published.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._inside: Path | None = None
-        self._made: list[Path] = []
+        self._created_folders: list[Path] = []
         self._handle = -1
 
     @property
     def inside(self) -> Path:
-        """The folder to write to, made when it is first asked for.
+        """The temporary folder, created on first use.
 
         Raises:
-            ExportError: it cannot be made.
+            ExportError: it cannot be created.
         """
         if self._inside is None:
-            self._inside = self._begun()
+            self._inside = self._create()
         return self._inside
 
     @property
     def begun(self) -> bool:
-        """Whether anything may have been written."""
+        """Whether any file may have been written."""
         return self._inside is not None
 
     def final(self, path: Path) -> Path:
-        """Where a file will be that was written; any other path as it is."""
+        """Return the published path of a staged file; any other path unchanged."""
         return self.folder / path.name if path.parent == self._inside else path
 
     def publish(self, complete: Callable[[], object] = lambda: None) -> None:
-        """Let the files appear, in place of those that were there under the same names.
+        """Publish the files, replacing those of the same names.
 
         Args:
-            complete: called when nobody else can change the folder any more; what it writes
-                appears too.
+            complete: called while the folder is locked; the files it writes are published too.
 
         Raises:
-            ExportError: one would replace an input, a folder or a device, or the disk refuses.
+            ExportError: a file would replace an input, a folder or a device, or the disk refuses.
         """
         try:
             with atomic.alone(self.folder):
@@ -86,32 +85,34 @@ class Stage:
         except OSError as error:
             raise ExportError(
                 f"{self.folder} must take the files of the run, got: {error.strerror or error};"
-                " the next run into it goes on where this one stopped"
+                " the next run into it finishes the publication"
             ) from error
 
     def names(self) -> list[str]:
-        """Names of the files that were written."""
+        """Return the names of the files written."""
         paths = self.inside.iterdir()
         return sorted(p.name for p in paths if p.is_file() and not p.name.startswith(atomic.PREFIX))
 
     def holds_calibration(self) -> bool:
-        """Whether there is a whole one, which outlives a run that does not end."""
+        """Return whether the stage holds a complete calibration, which outlives a failed run."""
         return self._inside is not None and any(_calibrations(self._inside))
 
     def end(self) -> None:
-        """Leave nothing behind but what was published, and a calibration that is whole."""
+        """Remove the temporary folder; keep a complete calibration for the next run."""
         if self._inside is None:
             return
         with suppress(OSError, ExportError), atomic.alone(self.folder):
-            _settled(self._inside, self.folder)
+            _finish(self._inside, self.folder)
         os.close(self._handle)
-        for folder in self._made:  # nothing was written: neither is the folder
+        for folder in self._created_folders:  # folders of a run that wrote nothing
             with suppress(OSError):
                 folder.rmdir()
 
-    def _begun(self) -> Path:
+    def _create(self) -> Path:
         try:
-            self._made = [p for p in (self.folder, *self.folder.parents) if not p.exists()]
+            self._created_folders = [
+                p for p in (self.folder, *self.folder.parents) if not p.exists()
+            ]
             self.folder.mkdir(parents=True, exist_ok=True)
             recover(self.folder)
             self._handle, inside = atomic.claimed_folder(self.folder, prefix=atomic.PREFIX)
@@ -125,13 +126,13 @@ class Stage:
 
 @contextmanager
 def staged(folder: Path) -> Iterator[Stage]:
-    """A stage for the files of a folder; what is not published when it ends is gone."""
+    """Yield a stage for the files of a folder; files not published at the end are removed."""
     stage = Stage(folder)
     try:
         yield stage
     except Exception:
         raise
-    except BaseException as ended:  # of the user, who is told what need not be done again
+    except BaseException as ended:  # an interrupt: tell the user what is saved
         if stage.holds_calibration():
             ended.args = (*ended.args, f"the calibration is kept for the next build into {folder}")
         raise
@@ -140,37 +141,37 @@ def staged(folder: Path) -> Iterator[Stage]:
 
 
 def recover(folder: Path) -> None:
-    """Finish, or clean up after, runs that were killed while they wrote to the folder.
+    """Complete the publication, or clean up, of runs that were killed.
 
     Raises:
-        ExportError: another process holds it.
+        ExportError: another process holds the folder.
     """
     if not any(path.name != _KEPT for path in folder.glob(f"{atomic.PREFIX}*")):
         return
-    with suppress(OSError), atomic.alone(folder):  # where it cannot be written to, it stays
+    with suppress(OSError), atomic.alone(folder):  # a read-only folder stays as it is
         atomic.remove_leftovers(folder)
         for stage in sorted(folder.glob(f"{atomic.PREFIX}*")):
             if stage.is_dir() and stage.name != _KEPT and not atomic.claimed(stage):
-                _settled(stage, folder)
+                _finish(stage, folder)
 
 
 def kept(cache: Path) -> Path:
-    """Where the calibration of a run that did not end stands, if there is one for this cache."""
+    """Return where a failed run's calibration for this cache is kept; it may not exist."""
     return cache.parent / _KEPT / cache.name
 
 
-def _settled(stage: Path, folder: Path) -> None:
-    """Publish the rest of what was committed, keep a whole calibration, remove the others."""
+def _finish(stage: Path, folder: Path) -> None:
+    """Publish what was committed, keep a complete calibration, remove everything else."""
     if (stage / _JOURNAL).exists():
         _move_all(stage, folder)
     else:
-        _keep(stage, folder)
+        _keep_calibration(stage, folder)
     shutil.rmtree(stage, ignore_errors=True)
 
 
 def _move_all(stage: Path, folder: Path) -> None:
-    """Rename what the journal lists; once more where the system refused once."""
-    names = _listed(stage / _JOURNAL)
+    """Rename the files in the journal; retry once if the system refuses."""
+    names = _read_journal(stage / _JOURNAL)
     try:
         _move(names, stage, folder)
     except OSError:
@@ -178,8 +179,8 @@ def _move_all(stage: Path, folder: Path) -> None:
     (stage / _JOURNAL).unlink()
 
 
-def _listed(journal: Path) -> list[str]:
-    """Names in a journal; anybody may have put it there, so that none leads out of the folder."""
+def _read_journal(journal: Path) -> list[str]:
+    """Return the names in a journal; drop paths, since anybody may have written the file."""
     listed = read_json(
         journal, what="the list of what a run publishes", error=ExportError, own=True
     )
@@ -189,26 +190,26 @@ def _listed(journal: Path) -> list[str]:
 
 def _move(names: Iterable[str], stage: Path, folder: Path) -> None:
     for name in names:
-        source, goal = stage / name, folder / name
-        if not source.exists():  # moved before
+        source, target = stage / name, folder / name
+        if not source.exists():  # moved by an earlier run
             continue
-        if _same(source, goal):
+        if _same_bytes(source, target):
             source.unlink()
             continue
-        source.chmod(atomic.mode_at(goal))
-        source.replace(goal)
+        source.chmod(atomic.mode_at(target))
+        source.replace(target)
     atomic.flush_names(folder)
 
 
-def _same(source: Path, goal: Path) -> bool:
-    """Whether the file is there already, byte for byte; it then stays as old as it is."""
-    if not goal.is_file() or goal.stat().st_size != source.stat().st_size:
+def _same_bytes(source: Path, target: Path) -> bool:
+    """Return whether the file is already there byte for byte; its date then stays."""
+    if not target.is_file() or target.stat().st_size != source.stat().st_size:
         return False
-    return goal.read_bytes() == source.read_bytes()
+    return target.read_bytes() == source.read_bytes()
 
 
-def _keep(stage: Path, folder: Path) -> None:
-    """Move a calibration whose last file was written out of a stage that was not published."""
+def _keep_calibration(stage: Path, folder: Path) -> None:
+    """Move a complete calibration out of a stage that was not published."""
     for names in _calibrations(stage):
         (folder / _KEPT).mkdir(exist_ok=True)
         for name in names:
@@ -216,7 +217,7 @@ def _keep(stage: Path, folder: Path) -> None:
 
 
 def _calibrations(stage: Path) -> Iterator[list[str]]:
-    """Names of the files of each whole calibration in a stage."""
+    """Yield the file names of each complete calibration in a stage."""
     for last in list(stage.glob(f"*{_CACHE[-1]}")):
         stem = last.name.removesuffix(_CACHE[-1])
         names = [f"{stem}{ending}" for ending in (_CACHE[1:] if stem.endswith(_GPU) else _CACHE)]
@@ -227,5 +228,5 @@ def _calibrations(stage: Path) -> Iterator[list[str]]:
 def _forget_kept(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         (folder / _KEPT / name).unlink(missing_ok=True)
-    with suppress(OSError):  # not there, or of another model
+    with suppress(OSError):  # missing, or it holds another model's calibration
         (folder / _KEPT).rmdir()

@@ -1,4 +1,4 @@
-"""TOML that calib8 writes and reads: plans, and the settings of a build."""
+"""Read and write TOML: plans, and the settings of a build."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ _MOST_DOTS = 64
 
 
 def word(value: str | float) -> str:
-    """A string of TOML, which is one of JSON, or a number."""
+    """Return a TOML string (the same as in JSON) or number."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value) if isinstance(value, int) else repr(float(value))
 
 
 def key(name: str) -> str:
-    """A name as it stands before an equals sign."""
+    """Return a key, quoted if needed."""
     return name if _BARE.fullmatch(name) else word(name)
 
 
 def read(path: Path, *, what: str, way_out: str) -> dict[str, Any]:
-    """The tables of a file.
+    """Return the tables of a TOML file.
 
     Args:
-        path: of the file, which a run may write anew.
-        what: it must be, such as "a TOML file of settings".
-        way_out: what to do where it is not.
+        path: of the file; a run may overwrite it.
+        what: the file must be, such as "a TOML file of settings".
+        way_out: remedy for the error message.
 
     Raises:
-        ConfigError: it cannot be read, or is no TOML.
+        ConfigError: the file cannot be read, or is no TOML.
     """
     text = read_text(path, what=what, error=ConfigError, own=True)
-    if _tangled(text):
+    if _has_deep_key(text):
         raise ConfigError(f"{path} must be {what}, got keys of over {_MOST_DOTS} dots; {way_out}")
     try:
         return tomllib.loads(text)
@@ -53,10 +53,10 @@ def read(path: Path, *, what: str, way_out: str) -> dict[str, Any]:
         raise ConfigError(f"{path} must be {what}, got: {error}; {way_out}") from error
 
 
-def _tangled(text: str) -> bool:
-    """Whether a line has a dotted key of a depth that takes Python's reader of TOML minutes.
+def _has_deep_key(text: str) -> bool:
+    """Return whether a dotted key is so deep that Python's TOML parser would take minutes.
 
-    Strings that go over several lines, which calib8 does not write, could hide one.
+    Multi-line strings count too, since they could hide such a key; calib8 does not write any.
     """
     plain = _QUOTED.sub("k", text)
     return '"""' in text or any(line.count(".") > _MOST_DOTS for line in plain.split("\n"))

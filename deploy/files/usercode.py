@@ -1,7 +1,7 @@
-"""A user's own code, given as `file.py:function`; an error in it becomes one sentence.
+"""Load a user's code, given as `file.py:function`; its errors become one sentence.
 
-The file is imported under a name of its own, with its folder on `sys.path` meanwhile, so it can
-import its neighbours.
+The file is imported under a unique name, with its folder on `sys.path` during the import, so that
+it can import modules next to it.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from typing import Any
 from deploy.errors import Calib8Error, ConfigError
 from deploy.files.reading import refuse_irregular
 
-# Packages whose models are given as `package:name`, by their import names -> what installs them.
+# Libraries whose models are given as `package:name`: import name -> name for pip.
 MODEL_LIBRARIES = {"timm": "timm", "torchvision": "torchvision", "ultralytics": "ultralytics"}
 
 
 def is_named(spec: object) -> bool:
-    """Whether a spec reads as `package:name` of `MODEL_LIBRARIES`."""
+    """Return whether a spec is `package:name` of one of `MODEL_LIBRARIES`."""
     package, colon, name = str(spec).partition(":")
     return package in MODEL_LIBRARIES and bool(colon and name)
 
 
 def load_function(spec: str, *, what: str, form: str, error: type[Calib8Error]) -> Any:
-    """`path/to/file.py:name` -> the function `name` of that file.
+    """Return the function of `path/to/file.py:name`.
 
     Args:
-        spec: what the user gave.
-        what: what it is for, such as "a metric".
-        form: how it is given, such as "file.py:function".
-        error: what an error in the file becomes.
+        spec: the user's text.
+        what: its purpose, such as "a metric".
+        form: its form, such as "file.py:function".
+        error: class of the error raised for an error in the file.
 
     Raises:
-        ConfigError: the spec is not of that form, or there is no such file or name.
-        error: importing the file failed; the message gives the user's file and line.
+        ConfigError: the spec has another form, or there is no such file or function.
+        error: importing the file failed; the message names the user's file and line.
     """
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
@@ -60,26 +60,26 @@ def load_function(spec: str, *, what: str, form: str, error: type[Calib8Error]) 
 def users_errors(
     what: str, *, error: type[Calib8Error], where: Callable[[BaseException], str] | None = None
 ) -> Iterator[None]:
-    """Turn any exception of the user's code into one `error` with its file and line."""
+    """Raise any exception of the user's code as one `error` with its file and line."""
     try:
         yield
     except Calib8Error:
         raise
     except (Exception, SystemExit) as raised:
         line = (where or users_line)(raised)
-        said = (str(raised).strip().splitlines() or [""])[0][:300]
+        message = (str(raised).strip().splitlines() or [""])[0][:300]
         raise error(
-            f"{what} must run without error, got {type(raised).__name__}: {said}"
+            f"{what} must run without error, got {type(raised).__name__}: {message}"
             + (f" at {line}" if line else "")
         ) from raised
 
 
 def users_line(error: BaseException, *, besides: tuple[str, ...] = ()) -> str:
-    """`file:line: the code there` of the deepest frame that is the user's, or ''.
+    """Return `file:line: code` of the deepest frame in the user's code, or ''.
 
     Args:
-        error: what was raised.
-        besides: folders whose frames are not the user's, beside this package and libraries.
+        error: the exception.
+        besides: folders whose frames are not the user's, like this package and libraries.
     """
     own = (Path(__file__).parent, sysconfig.get_path("stdlib"))
     folders = [f"{folder}{os.sep}" for folder in (*own, *besides)]

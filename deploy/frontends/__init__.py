@@ -1,4 +1,4 @@
-"""One file per source of models; each gives an ONNX model that the graph analysis accepts."""
+"""Load models: one module per source; each returns an ONNX model ready for graph analysis."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ FRONTENDS: dict[str, Loader] = {
 
 @phase("model")
 def load(source: str | Path | onnx.ModelProto, *, fold_batchnorm: bool = True) -> LoadedModel:
-    """Read a trained model from any known source and clean it for calibration.
+    """Load a trained model from any known source and clean it for calibration.
 
     Args:
-        source: an ONNX file of opset 7 or newer (external data beside it is read), an
-            `onnx.ModelProto` in memory, or another kind of the table FRONTENDS.
+        source: an ONNX file of opset 7 or newer (with its external data next to it), an
+            `onnx.ModelProto` in memory, or another kind of source in FRONTENDS.
         fold_batchnorm: fold BatchNormalization, and Mul and Add with constants per channel, into
             the Conv, ConvTranspose or Gemm before them.
 
     Raises:
         ModelError: it cannot be read, is quantized already, or onnxruntime cannot load it.
     """
-    # A file of an unknown suffix goes to the ONNX reader, which says what the file really is.
+    # For an unknown suffix the ONNX reader reports what the file really is.
     return FRONTENDS.get(_kind(source), load_onnx)(source, fold_batchnorm)
 
 
 def load_either(source: str | Path | onnx.ModelProto) -> LoadedModel:
-    """A float model as `load` gives it, or a Q/DQ model with what its pairs say in `trained`.
+    """Load a float model with `load`, or a Q/DQ model with the data of its pairs in `trained`.
 
     Raises:
-        ModelError: as `load`; a Q/DQ model whose pairs cannot be taken for a calibration.
+        ModelError: see `load`; or a Q/DQ model whose pairs cannot serve as a calibration.
     """
     try:
         return load(source)
@@ -56,7 +56,7 @@ def load_either(source: str | Path | onnx.ModelProto) -> LoadedModel:
 
 
 def is_quantized(path: Path) -> bool:
-    """Whether a file is an ONNX model that is quantized already, as far as it can be read."""
+    """Return whether a file is a quantized ONNX model; False if it cannot be read."""
     from deploy.frontends.checks import check_float
     from deploy.frontends.lift import restore
     from deploy.frontends.reader import model_bytes, parse_model

@@ -1,22 +1,20 @@
-"""Nodes that scale and shift each channel, folded into the Conv before them, in float64.
+"""Fold nodes that scale and shift each channel into the layer before them, in float64.
 
-BatchNormalization, and Mul, Div, Add and Sub with a constant per channel or for all, as Paddle
-exports leave after Conv, ConvTranspose and Gemm:
+These are BatchNormalization, and Mul, Div, Add and Sub with one constant per channel or a single
+one, as Paddle exports have after Conv, ConvTranspose and Gemm:
 
     (conv(x, W) + b) * s + t  =  conv(x, W s) + (b s + t)     for each output channel
     BatchNormalization: s = gamma / sqrt(var + epsilon), t = beta - mean s
 
-The layer then gives the tensor that the folded node gave, under its name. Where nodes that only
-move values stand between the two, the last of them gives it, and what is before it, which is other
-than it was, gets names of its own. Behind layers side by side each takes in its own channels.
-
-Where a layer's channels are behind nodes that only move values, or lay them side by side.
-
-::
+The layer then produces the folded node's output, under its name. Between the two there may be nodes
+that only move values, or a Concat of several layers, each of which takes its own channels::
 
     Conv [N, C, 1, T] -- Squeeze(2) [N, C, T] -- Add [C, 1]             Conv1D of Keras
-    Conv [N, C, H, W] -- Transpose(0, 2, 3, 1) [N, H, W, C] -- Add [C]  a model of NHWC
+    Conv [N, C, H, W] -- Transpose(0, 2, 3, 1) [N, H, W, C] -- Add [C]  an NHWC model
     Conv, Conv -- Concat [N, C + D, H, W] -- BatchNormalization         YOLOv5's CSP, MixNet
+
+The last of these nodes then produces the folded output; tensors before it, whose values changed,
+get new names.
 """
 
 from __future__ import annotations
@@ -45,36 +43,36 @@ class Moved:
     """A layer, and the moves between it and a tensor.
 
     Attributes:
-        layer: it makes the first of these tensors.
-        moves: in their order.
+        layer: produces the input of the first move.
+        moves: in order.
     """
 
     layer: onnx.NodeProto
     moves: tuple[onnx.NodeProto, ...] = ()
 
     def axis(self, rank: int, constants: Mapping[str, onnx.TensorProto]) -> tuple[int, int] | None:
-        """(axis of the channels, rank) behind the moves; None where that is not known.
+        """Return (axis of the channels, rank) after the moves; None if unknown.
 
         Args:
-            rank: of what the layer makes, whose channels are on axis 1.
-            constants: that give Squeeze and Unsqueeze their axes.
+            rank: of the layer's output, whose channels are on axis 1.
+            constants: hold the axes of Squeeze and Unsqueeze.
         """
         axes: list[int | None] = list(range(rank))
         for node in self.moves:
-            found = _after(node, axes, constants)
-            if found is None:
+            new_axes = _axes_after(node, axes, constants)
+            if new_axes is None:
                 return None
-            axes = found
+            axes = new_axes
         return (axes.index(1), len(axes)) if 1 in axes else None
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A layer, or those whose channels a Concat lays side by side, and what moves them.
+    """One layer, or several whose channels a Concat joins, with their moves.
 
     Attributes:
         parts: in the order of their channels.
-        concat: None behind one layer.
+        concat: None for one layer.
     """
 
     parts: tuple[Moved, ...]
@@ -82,12 +80,12 @@ class Joined:
 
     @property
     def nodes(self) -> tuple[onnx.NodeProto, ...]:
-        """All of them; the last one makes the tensor behind."""
-        own = (node for part in self.parts for node in (part.layer, *part.moves))
-        return (*own, *(() if self.concat is None else (self.concat,)))
+        """All nodes; the last one produces the tensor."""
+        nodes = (node for part in self.parts for node in (part.layer, *part.moves))
+        return (*nodes, *(() if self.concat is None else (self.concat,)))
 
     def links(self) -> Iterator[tuple[onnx.NodeProto, onnx.NodeProto, int]]:
-        """Each of them but the last, the one that reads it, and at which input."""
+        """Yield (node, the node that reads it, at which input) for all nodes but the last."""
         for number, part in enumerate(self.parts):
             chain = (part.layer, *part.moves)
             yield from ((node, after, 0) for node, after in zip(chain, part.moves, strict=False))
@@ -97,11 +95,11 @@ class Joined:
     def axis(
         self, ranks: Sequence[int], constants: Mapping[str, onnx.TensorProto]
     ) -> tuple[int, int] | None:
-        """As `Moved.axis`; None too where the Concat is along another axis.
+        """Return `Moved.axis`; None also if the Concat is along another axis.
 
         Args:
-            ranks: of what each layer makes.
-            constants: that give Squeeze and Unsqueeze their axes.
+            ranks: of the layers' outputs.
+            constants: hold the axes of Squeeze and Unsqueeze.
         """
         places = {part.axis(rank, constants) for part, rank in zip(self.parts, ranks, strict=True)}
         place = places.pop()
@@ -117,14 +115,14 @@ def layers_behind(
     readers: Mapping[str, int],
     layers: Sequence[str],
 ) -> Joined | None:
-    """The layers of these types that make a tensor: one, or all that a Concat reads."""
-    made = makers.get(tensor)
-    concat = made if made is not None and made.op_type == "Concat" else None
+    """Return the layers, of these types, that produce a tensor: one, or all inputs of a Concat."""
+    producer = makers.get(tensor)
+    concat = producer if producer is not None and producer.op_type == "Concat" else None
     if concat is not None and readers[tensor] != 1:
         return None
     ends = (tensor,) if concat is None else concat.input
-    found = [_layer_behind(end, makers, readers, layers) for end in ends]
-    parts = tuple(part for part in found if part is not None)
+    candidates = [_layer_behind(end, makers, readers, layers) for end in ends]
+    parts = tuple(part for part in candidates if part is not None)
     return Joined(parts, concat) if len(parts) == len(ends) > 0 else None
 
 
@@ -134,7 +132,7 @@ def _layer_behind(
     readers: Mapping[str, int],
     layers: Sequence[str],
 ) -> Moved | None:
-    """The layer of one of these types that makes a tensor, alone or by moves read once each."""
+    """Return the layer that produces a tensor, directly or through moves with one reader each."""
     moves: list[onnx.NodeProto] = []
     node = makers.get(tensor)
     while node is not None and readers[node.output[0]] == 1 and node.op_type in MOVES:
@@ -145,40 +143,37 @@ def _layer_behind(
     return Moved(node, tuple(moves))
 
 
-def _after(
+def _axes_after(
     node: onnx.NodeProto, axes: list[int | None], constants: Mapping[str, onnx.TensorProto]
 ) -> list[int | None] | None:
-    """Which axis of the layer's each one is behind a move; None for one that it put in."""
+    """Return which of the layer's axes each axis is after a move; None for an inserted axis."""
     if node.op_type == "Transpose":
         order = attributes(node).get("perm", range(len(axes))[::-1])
         fits = sorted(order) == list(range(len(axes)))
         return [axes[place] for place in order] if fits else None
-    given = _given(node, constants)
-    if given is None:
+    wanted_axes = _axes_of(node, constants)
+    if wanted_axes is None:
         return None
-    rank = len(axes) + (len(given) if node.op_type == "Unsqueeze" else 0)
-    if not all(-rank <= place < rank for place in given):
+    rank = len(axes) + (len(wanted_axes) if node.op_type == "Unsqueeze" else 0)
+    if not all(-rank <= place < rank for place in wanted_axes):
         return None
-    places = {place % rank for place in given}
+    places = {place % rank for place in wanted_axes}
     if node.op_type == "Squeeze":
         return [axis for place, axis in enumerate(axes) if place not in places]
     left = iter(axes)
     return [None if place in places else next(left, None) for place in range(rank)]
 
 
-def _given(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> list[int] | None:
-    """The axes of a Squeeze or Unsqueeze, an attribute before opset 13."""
+def _axes_of(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> list[int] | None:
+    """Return the axes of a Squeeze or Unsqueeze, an attribute before opset 13."""
     if len(node.input) < 2:
-        given = attributes(node).get("axes")
-        return None if given is None else list(given)
+        axes = attributes(node).get("axes")
+        return None if axes is None else list(axes)
     array = to_array(constants[node.input[1]]) if node.input[1] in constants else None
     return None if array is None else [int(place) for place in array.reshape(-1)]
 
 
 if TYPE_CHECKING:
-    pass
-    pass
-
     Affine = tuple[NDArray[np.float64], NDArray[np.float64]]  # [C] scale, [C] shift
 
 _INTO = ("Conv", "ConvTranspose", "Gemm")
@@ -187,37 +182,37 @@ NORM = "BatchNormalization"
 
 
 def fold_affine(graph: onnx.GraphProto, *, apart: Collection[str] = ()) -> Counter[str]:
-    """Fold what can be folded exactly, in place; counts the folded nodes by their type.
+    """Fold all nodes that can be folded exactly, in place; return their numbers by type.
 
-    A node stays where its input is not that of a layer with constant weights, or of such layers
-    side by side, or where something else needs that input too.
+    A node stays if its input is not the output of a layer (or several joined layers) with constant
+    weights, or if that input has other readers.
 
     Args:
-        graph: whose nodes have names of their own, where some are to stay.
-        apart: names of nodes that stay as they are.
+        graph: with unique node names if `apart` is given.
+        apart: names of nodes that are not folded.
     """
     weights = {tensor.name: tensor for tensor in graph.initializer}
     counts = users(graph)
     makers = {name: node for node in graph.node for name in node.output if name}
-    kept: list[onnx.NodeProto] = []
+    remaining: list[onnx.NodeProto] = []
     folded: Counter[str] = Counter()
     taken, fresh = {*weights, *counts, *makers}, set[str]()
     for node in graph.node:
         source = "" if node.name in apart else _varying_input(node, weights)
         joined = layers_behind(source, makers, counts, _INTO)
         if joined is None or not _fold(graph, weights, counts, joined, node):
-            kept.append(node)
+            remaining.append(node)
             continue
         folded[node.op_type] += 1
         _rename(joined, node.output[0], counts, taken, fresh)
         makers |= {name: one for one in joined.nodes for name in one.output}
     if folded:
-        replace_nodes(graph, kept)
+        replace_nodes(graph, remaining)
     return folded
 
 
 def _varying_input(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto]) -> str:
-    """The tensor that an affine node scales and shifts; "" for any other node."""
+    """Return the tensor that an affine node scales and shifts; "" for any other node."""
     if node.domain not in ("", "ai.onnx"):
         return ""
     if node.op_type == NORM:
@@ -237,44 +232,44 @@ def _fold(
     joined: Joined,
     node: onnx.NodeProto,
 ) -> bool:
-    """Fold a node into one layer, or into several, where that is exact; says whether it did."""
+    """Fold a node into one or several layers if that is exact; return whether it was folded."""
     layers = [part.layer for part in joined.parts]
-    held = [_constant(weights, layer.input[1]) for layer in layers]
-    arrays = [array for array in held if array is not None]
+    constants = [_constant(weights, layer.input[1]) for layer in layers]
+    arrays = [array for array in constants if array is not None]
     biases = [_constant(weights, one.input[2]) if _has_bias(one) else None for one in layers]
     known = [
         bias is not None or not _has_bias(one) for one, bias in zip(layers, biases, strict=True)
     ]
     if len(arrays) < len(layers) or not all(known):
         return False
-    # A negative variance or a huge gamma gives NaN or Inf: then the layers are left as they were.
+    # A negative variance or a huge gamma gives NaN or Inf: the layers then stay unchanged.
     with np.errstate(all="ignore"):
         place = joined.axis([array.ndim for array in arrays], weights)
-        wide = [_channels(*one) for one in zip(layers, arrays, strict=True)]
-        affine = place and _affine(node, weights, sum(wide), *place)
+        channels = [_channels(*one) for one in zip(layers, arrays, strict=True)]
+        affine = place and _affine(node, weights, sum(channels), *place)
         if not affine:
             return False
-        own = zip(*(np.split(values, np.cumsum(wide)[:-1]) for values in affine), strict=True)
-        made = [_taken_in(*one) for one in zip(layers, arrays, biases, own, strict=True)]
-    fresh = [pair for pair in made if pair is not None]
+        own = zip(*(np.split(values, np.cumsum(channels)[:-1]) for values in affine), strict=True)
+        folded = [_fold_layer(*one) for one in zip(layers, arrays, biases, own, strict=True)]
+    fresh = [pair for pair in folded if pair is not None]
     if len(fresh) < len(layers):
         return False
     for layer, (weight, bias) in zip(layers, fresh, strict=True):
         _set(graph, weights, counts, layer, 1, weight, layer.input[1])
-        of_its_own = unused(f"{node.output[0]}_bias", weights)
-        bias_name = layer.input[2] if _has_bias(layer) else of_its_own
+        new_name = unused(f"{node.output[0]}_bias", weights)
+        bias_name = layer.input[2] if _has_bias(layer) else new_name
         _set(graph, weights, counts, layer, 2, bias, bias_name)
         for attribute in layer.attribute:
-            if attribute.name == "beta":  # of a Gemm: it is in the new bias
+            if attribute.name == "beta":  # of a Gemm: the new bias includes it
                 attribute.f = 1.0
     return True
 
 
-def _taken_in(
+def _fold_layer(
     layer: onnx.NodeProto, weight: NDArray[Any], bias: NDArray[Any] | None, affine: Affine
 ) -> tuple[NDArray[Any], NDArray[Any]] | None:
-    """The layer's weight and bias behind what its channels were multiplied by and moved by."""
-    scaled, moved = _scaled_weight(layer, weight, affine[0]), _moved_bias(layer, bias, *affine)
+    """Return the layer's new weight and bias; None if they do not fit or are not finite."""
+    scaled, moved = _scaled_weight(layer, weight, affine[0]), _folded_bias(layer, bias, *affine)
     if scaled is None or moved is None:
         return None
     fresh = scaled.astype(weight.dtype), moved.astype(weight.dtype)
@@ -284,14 +279,14 @@ def _taken_in(
 def _rename(
     joined: Joined, last: str, counts: dict[str, int], taken: set[str], fresh: set[str]
 ) -> None:
-    """Let the last node give a tensor of that name, and those before it what nothing else gives.
+    """Give the last node's output the folded node's name, and tensors before it new names.
 
     Args:
         joined: layers into which a node was folded.
-        last: what that node gave.
-        counts: tensor -> its readers, to which new names are added.
-        taken: names of all tensors, to which new ones are added.
-        fresh: names that were given here, which stay.
+        last: output of that node.
+        counts: tensor -> number of readers; new names are added.
+        taken: names of all tensors; new names are added.
+        fresh: new names from earlier calls, which stay.
     """
     for node, after, place in joined.links():
         if node.output[0] not in fresh:
@@ -310,12 +305,12 @@ def _affine(
     axis: int,
     rank: int,
 ) -> Affine | None:
-    """What the node does to a tensor of that rank and so many channels on that axis."""
+    """Return scale and shift per channel of a tensor of `rank` with channels on `axis`."""
     if node.op_type == NORM:
-        return _of_norm(node, weights, channels) if axis == 1 else None
+        return _norm_affine(node, weights, channels) if axis == 1 else None
     name = next(n for n in reversed(node.input) if n in weights)
-    given = _constant(weights, name)
-    values = None if given is None else _per_channel(given.astype(np.float64), channels, axis, rank)
+    array = _constant(weights, name)
+    values = None if array is None else _per_channel(array.astype(np.float64), channels, axis, rank)
     if values is None:
         return None
     one, zero = np.ones(channels), np.zeros(channels)
@@ -330,7 +325,7 @@ def _affine(
 def _per_channel(
     values: NDArray[np.float64], channels: int, axis: int, rank: int
 ) -> NDArray[np.float64] | None:
-    """[C] of a constant that broadcasts along that axis alone; None for any other shape."""
+    """Return [C] of a constant that broadcasts along `axis` only; None for any other shape."""
     if values.ndim > rank:
         return None
     shape = (1,) * (rank - values.ndim) + values.shape
@@ -339,36 +334,36 @@ def _per_channel(
     return np.broadcast_to(values.reshape(-1), (channels,))
 
 
-def _of_norm(
+def _norm_affine(
     norm: onnx.NodeProto, weights: dict[str, onnx.TensorProto], channels: int
 ) -> Affine | None:
-    """The inference form of a BatchNormalization with constant parameters."""
-    given = attributes(norm)
+    """Return scale and shift of an inference BatchNormalization with constant parameters."""
+    attrs = attributes(norm)
     one_output = len([o for o in norm.output if o]) <= 1
-    if given.get("training_mode", 0) or not one_output or len(norm.input) != 5:
+    if attrs.get("training_mode", 0) or not one_output or len(norm.input) != 5:
         return None
     arrays = [a for name in norm.input[1:] if (a := _constant(weights, name)) is not None]
     if len(arrays) < 4 or any(a.shape != (channels,) for a in arrays):
         return None
     gamma, beta, mean, variance = (a.astype(np.float64) for a in arrays)
-    scale = gamma / np.sqrt(variance + given.get("epsilon", 1e-5))
+    scale = gamma / np.sqrt(variance + attrs.get("epsilon", 1e-5))
     return scale, beta - mean * scale
 
 
 def _channels(layer: onnx.NodeProto, weight: NDArray[Any]) -> int:
-    """Output channels of a layer; 0 for a weight of an impossible shape."""
-    given = attributes(layer)
+    """Return a layer's number of output channels; 0 for a weight of an impossible shape."""
+    attrs = attributes(layer)
     if weight.ndim < 2:
         return 0
     if layer.op_type == "ConvTranspose":  # [I, O/group, ...]
-        group = int(given.get("group", 1))
+        group = int(attrs.get("group", 1))
         return int(weight.shape[1]) * group if 0 < group <= weight.shape[0] else 0
-    transposed = layer.op_type == "Gemm" and not given.get("transB", 0)  # [K, N]
+    transposed = layer.op_type == "Gemm" and not attrs.get("transB", 0)  # [K, N]
     return int(weight.shape[1 if transposed else 0])
 
 
 def _constant(weights: dict[str, onnx.TensorProto], name: str) -> NDArray[Any] | None:
-    """The array of that name; None where it is no constant of floats."""
+    """Return the array of a float constant; None for anything else."""
     array = to_array(weights[name]) if name in weights else None
     return array if array is not None and array.dtype in (np.float32, np.float64) else None
 
@@ -380,16 +375,16 @@ def _has_bias(layer: onnx.NodeProto) -> bool:
 def _scaled_weight(
     layer: onnx.NodeProto, weight: NDArray[Any], scale: NDArray[np.float64]
 ) -> NDArray[np.float64] | None:
-    """The weight with each output channel times its scale; None where the shapes do not fit."""
-    given = attributes(layer)
+    """Return the weight scaled per output channel; None if the shapes do not fit."""
+    attrs = attributes(layer)
     if layer.op_type == "Conv":  # [O, I/group, ...]
         fits = weight.ndim >= 2 and weight.shape[:1] == scale.shape
         return weight * scale.reshape(-1, *[1] * (weight.ndim - 1)) if fits else None
     if layer.op_type == "Gemm":  # [N, K] with transB, else [K, N]
-        axis = 0 if given.get("transB", 0) else 1
+        axis = 0 if attrs.get("transB", 0) else 1
         fits = weight.ndim == 2 and weight.shape[axis : axis + 1] == scale.shape
         return weight * (scale[:, None] if axis == 0 else scale) if fits else None
-    group = given.get("group", 1)  # ConvTranspose: [I, O/group, ...], channel = group first
+    group = attrs.get("group", 1)  # ConvTranspose: [I, O/group, ...], channel = group first
     if weight.ndim < 2 or group < 1 or weight.shape[0] % group:
         return None
     if scale.shape != (weight.shape[1] * group,):
@@ -399,13 +394,13 @@ def _scaled_weight(
     return np.asarray(grouped * by_group, np.float64).reshape(weight.shape)
 
 
-def _moved_bias(
+def _folded_bias(
     layer: onnx.NodeProto,
     bias: NDArray[Any] | None,
     scale: NDArray[np.float64],
     shift: NDArray[np.float64],
 ) -> NDArray[np.float64] | None:
-    """[C] bias of the folded layer; None where the old one is not one value per channel."""
+    """Return the folded layer's [C] bias; None unless the old one has one value per channel."""
     if bias is None:
         return shift
     if layer.op_type == "Gemm":
@@ -424,7 +419,7 @@ def _set(
     array: NDArray[Any],
     name: str,
 ) -> None:
-    """Let an input of the layer be `array`; a tensor with other readers keeps its values."""
+    """Set an input of the layer to `array`; a tensor with other readers keeps its values."""
     from onnx import numpy_helper
 
     if counts[name] != 1 or name not in weights:

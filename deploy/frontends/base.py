@@ -1,19 +1,17 @@
-"""What every frontend gives: a float32 ONNX model that is clean, checked and known by a digest.
+"""`LoadedModel`: the result of every frontend, a clean, checked float32 ONNX model with a digest.
 
-`Trained`: what a Q/DQ model says beside the float model that was taken out of it.
+`Trained` holds what a Q/DQ model says in addition to its float model::
 
-::
+    Q/DQ model --.--> float model, without pairs            --.
+                 |--> range of each pair                      +--> LoadedModel, as from a float file
+                 '--> scales of weights; nodes left in float --'
 
-    Q/DQ model --.--> float model, without pairs        --.
-                 |--> range of each pair                  +--> LoadedModel, as of a float file
-                 '--> scales of weights; what is float  --'
+The ranges restore every 8-bit grid exactly (`calibrators.grids`). A target with other grids uses
+the range that both have in common.
 
-The ranges restore every grid of 8 bits to the bit (`calibrators.grids`); where a target has
-another grid they are what both have in common.
+A model's file may be read again (`file_of`, `graph_of`); a run ends if it changed meanwhile.
 
-A model's file read again: what is run is what was loaded, or the run ends.
-
-The identity of a model: one sha256 over what it computes, whatever way the file stores it.
+`model_digest` identifies a model: one sha256 over what it computes, however the file stores it.
 """
 
 from __future__ import annotations
@@ -43,17 +41,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trained:
-    """What the pairs of a model say, whoever trained or calibrated it.
+    """The data of a Q/DQ model's pairs, whichever tool trained or calibrated it.
 
     Attributes:
         model: the Q/DQ model, functions inlined, weights inside, nodes named.
-        name: what the user calls it.
-        scales: tensor of the float model -> its range; of tensors too that only hand values on.
+        name: for messages.
+        scales: tensor of the float model -> its range, also for tensors that only pass values on.
         weights: node -> float32 scales of its symmetric weight, [C_out] or [1].
         floats: node of the float model -> why it computes in float; all others run in int8.
-        written: nodes whose output, a Relu behind it included, goes through a pair.
+        written: nodes whose output (after a following Relu) goes through a pair.
         grids: of the pairs on activations, by tensor of the float model.
-        stored: of the constants behind pairs.
+        stored: of the pairs on constants.
     """
 
     model: onnx.ModelProto
@@ -67,17 +65,17 @@ class Trained:
 
     @property
     def kinds(self) -> str:
-        """The grids of its activations in words: "int8 with zero point 0"."""
-        kinds = {_kind(grid) for found in self.grids.values() for grid in found}
-        return " and ".join(sorted(kinds))
+        """The grids of the activations as text: "int8 with zero point 0"."""
+        texts = {_describe_grid(grid) for grids in self.grids.values() for grid in grids}
+        return " and ".join(sorted(texts))
 
     def only(self, dtype: str, *, symmetric: bool = False) -> bool:
-        """Whether all pairs on activations are of this type, with zero point 0 where asked."""
-        listed = (grid for found in self.grids.values() for grid in found)
+        """Return whether all activation pairs have this dtype (and zero point 0 if `symmetric`)."""
+        listed = (grid for grids in self.grids.values() for grid in grids)
         return all(g.dtype == dtype and not (symmetric and g.zero.any()) for g in listed)
 
 
-def _kind(grid: Grid) -> str:
+def _describe_grid(grid: Grid) -> str:
     if grid.dtype == "int8" and not grid.zero.any():
         return "int8 with zero point 0"
     return grid.dtype
@@ -85,30 +83,30 @@ def _kind(grid: Grid) -> str:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that is ready for graph analysis; made by `deploy.frontends.load`.
+    """A model ready for graph analysis; created by `deploy.frontends.load`.
 
     Attributes:
         model: the cleaned model, with all weights inside and shapes inferred. Its activation
-            tensors carry the names they have in the original; its node names are unique.
-        source: the file it was read from, None for a model given in memory.
+            tensors have the names of the original; its node names are unique.
+        source: the file it was read from, None for a model in memory.
         name: the file's stem, or the graph's name.
-        digest: sha256 (hex) of the original graph and its weights. How a file stores them
-            (external data, raw or typed fields, order of initializers, names of nodes,
-            documentation, metadata) does not count.
-        notes: one plain sentence for each thing that was done or left alone.
-        inputs: what must be fed, in the model's order.
-        outputs: what the model gives, in the model's order.
+        digest: sha256 (hex) of the original graph and its weights. It does not depend on how a
+            file stores them (external data, raw or typed fields, order of initializers, names of
+            nodes, documentation, metadata).
+        notes: one sentence per change, or per part left as it was.
+        inputs: in the model's order.
+        outputs: in the model's order.
         widened: whether the original computes in float16 what `model` computes in float32.
         renamed: whether nodes of the original share names, which ONNX Runtime does not load.
-        listed: weights of the original that may be fed, since they are inputs as well: ONNX Runtime
-            leaves out what it does to layers whose weights are constants.
-        stamp: of the file's bytes, None for a model given in memory.
-        behind: nodes that ONNX Runtime does not know and all that reads of them, which are no part
-            of `model`; None where there are none.
-        carried: what the file, or one beside it, says of how pictures become its input.
-        trained: what the pairs of a Q/DQ model say, which were taken out of `model`; None for a
-            float model.
-        restored: whether the original stores weights as integers that `model` has as float ones.
+        listed: number of weights of the original that are inputs too: ONNX Runtime skips
+            optimizations of layers whose weights may be fed.
+        stamp: of the file's bytes, None for a model in memory.
+        behind: nodes that ONNX Runtime does not know and all nodes downstream of them, which are
+            not part of `model`; None without any.
+        carried: preprocessing from the metadata in the file, or in a file next to it.
+        trained: data of a Q/DQ model's pairs, which were removed from `model`; None for a float
+            model.
+        restored: whether the original stores weights as integers that are float in `model`.
     """
 
     model: onnx.ModelProto
@@ -129,7 +127,7 @@ class LoadedModel:
 
     @property
     def identities(self) -> dict[str, str]:
-        """What the original is known by: its "graph", and the bytes of its "file" and "weights"."""
+        """Digests of the original: of its "graph", and of its "file" and external "weights"."""
         files = {} if self.stamp is None else {"file": self.stamp.file}
         if self.stamp is not None and self.stamp.weights:
             files["weights"] = self.stamp.weights
@@ -137,13 +135,13 @@ class LoadedModel:
 
     @property
     def cut(self) -> tuple[str, ...]:
-        """A sentence on what is no part of `model`; none where all of it is."""
+        """A note on the nodes that are not part of `model`; empty if all are."""
         if self.behind is None:
             return ()
         return (self.behind.sentence(spec.name for spec in self.outputs),)
 
     def whole(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """What was made of `self.model`, with the nodes that ONNX Runtime does not know put back.
+        """Return a model derived from `self.model` with the cut-off nodes put back.
 
         Raises:
             ExportError: they mean something else in the opset of `model`.
@@ -156,10 +154,10 @@ Loader = Callable[["str | Path | onnx.ModelProto", bool], LoadedModel]
 
 
 def file_of(loaded: LoadedModel) -> bytes:
-    """The file as it was loaded, with its external data inside; of a model in memory itself.
+    """Return the file as loaded, with external data inside; a model in memory is serialized.
 
     Raises:
-        ModelError: the file or its external data changed since.
+        ModelError: the file or its external data changed since it was loaded.
     """
     if loaded.source is None or loaded.stamp is None:
         return bytes(loaded.model.SerializeToString())
@@ -173,7 +171,7 @@ def file_of(loaded: LoadedModel) -> bytes:
 
 
 def graph_of(path: Path, loaded: LoadedModel) -> onnx.ModelProto:
-    """The graph as the file has it, external data left where it is.
+    """Return the graph of the file; external data is not read.
 
     Raises:
         ModelError: the file changed since it was loaded.
@@ -184,26 +182,26 @@ def graph_of(path: Path, loaded: LoadedModel) -> onnx.ModelProto:
 
 
 def refuse_other(loaded: LoadedModel, same: bool) -> None:
-    """End a run whose model is not the one that was loaded.
+    """End the run unless the model is `same` as the one that was loaded.
 
     Raises:
         ModelError: it is not the same.
     """
     if not same:
         raise ModelError(
-            f"{loaded.source} changed while calib8 ran, so that not all of the run saw the same"
-            " model; leave it alone meanwhile and run again"
+            f"{loaded.source} changed while calib8 ran, so not all of the run used the same model;"
+            " do not change the file during a run, and run again"
         )
 
 
 def model_digest(model: onnx.ModelProto) -> str:
-    """Sha256 (hex) of operator sets, graph, functions and weights.
+    """Return the sha256 (hex) of operator sets, graph, functions and weights.
 
     External data must have been read. Names of nodes, documentation, metadata, producer,
     inferred shapes, the order of initializers and raw or typed tensor fields do not count.
 
     Raises:
-        ModelError: a tensor whose bytes do not fit its shape and type.
+        ModelError: a tensor's bytes do not fit its shape and type.
     """
     parts = [f"{o.domain}={o.version}".encode() for o in model.opset_import]
     tree: list[object] = [sorted(parts), _graph(model.graph)]
@@ -211,16 +209,16 @@ def model_digest(model: onnx.ModelProto) -> str:
         tree.append([function.domain, function.name, list(function.input), list(function.output)])
         tree.append([_node(node) for node in function.node])
     state = hashlib.sha256()
-    _feed(state, tree)
+    _hash_tree(state, tree)
     return state.hexdigest()
 
 
-def _feed(state: hashlib._Hash, item: object) -> None:
+def _hash_tree(state: hashlib._Hash, item: object) -> None:
     """Hash a tree of lists, strings and bytes so that no two trees give the same stream."""
     if isinstance(item, list):
         state.update(b"[%d]" % len(item))
         for part in item:
-            _feed(state, part)
+            _hash_tree(state, part)
         return
     data = item if isinstance(item, bytes) else str(item).encode()
     state.update(b"<%d>" % len(data))

@@ -1,4 +1,4 @@
-"""What calib8 refuses to calibrate, each with one sentence."""
+"""Refuse models that calib8 cannot calibrate; each message is one sentence."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _QUANTIZED_ENDS = ("Integer", "IntegerToFloat", "FloatBias")
 
 
 def opset_of(model: onnx.ModelProto) -> int:
-    """Version of the default operator set; 0 where the model does not import it."""
+    """Return the version of the default operator set; 0 if the model does not import it."""
     versions = [o.version for o in model.opset_import if o.domain in ("", "ai.onnx")]
     return max(versions, default=0)
 
 
 def check_names(message: Message) -> None:
-    """Refuse names that are not UTF-8: protobuf gives bytes for them where text is meant."""
+    """Refuse names that are not UTF-8: protobuf returns bytes for them instead of text."""
     for field, value in message.ListFields():
         parts = value if isinstance(value, MutableSequence) else [value]
         if field.message_type:
@@ -56,11 +56,11 @@ def check_opset(model: onnx.ModelProto) -> None:
 
 
 def check_float(model: onnx.ModelProto) -> None:
-    """Refuse models that hold int8 nodes already, by the first such node."""
+    """Refuse models that are quantized already; the message names the first such node."""
     for node in all_nodes(model.graph):
         if node.op_type in _ASCENDS:
             raise ModelError(
-                "the model must be a float32 one, got one that Ascend's atc alone reads"
+                "the model must be a float32 one, got one that only Ascend's atc reads"
                 f" ({node.op_type} '{node.name}'); give the model it was made from, or its"
                 " fake-quant model"
             )
@@ -73,7 +73,7 @@ def check_float(model: onnx.ModelProto) -> None:
 
 
 def is_quantized_node(node: onnx.NodeProto) -> bool:
-    """Whether it computes in integers, or goes to or from them."""
+    """Return whether a node computes in integers, quantizes or dequantizes."""
     op_type = node.op_type
     return (
         node.domain in _QUANTIZED_DOMAINS
@@ -84,10 +84,10 @@ def is_quantized_node(node: onnx.NodeProto) -> bool:
 
 
 def check_ends(model: onnx.ModelProto) -> None:
-    """Refuse graphs without inputs, outputs or nodes, and inputs that are no tensors."""
+    """Refuse graphs without inputs, outputs or nodes, and inputs that are not tensors."""
     graph = model.graph
-    for what, found in (("input", graph.input), ("output", graph.output), ("node", graph.node)):
-        if not found:
+    for what, values in (("input", graph.input), ("output", graph.output), ("node", graph.node)):
+        if not values:
             raise ModelError(f"the model must have at least one {what}, got none; export it again")
     for value in graph.input:
         if not value.type.HasField("tensor_type"):
@@ -118,7 +118,7 @@ def _refuse_brain(what: str, dtype: str) -> None:
 
 
 def type_name(elem_type: int) -> str:
-    """Numpy dtype name of an ONNX element type; 'unknown' where there is none."""
+    """Return the numpy dtype name of an ONNX element type; 'unknown' if numpy has none."""
     from onnx import TensorProto, helper
 
     if elem_type == TensorProto.STRING:
@@ -145,12 +145,12 @@ def check_weights(model: onnx.ModelProto) -> None:
 def _refuse_weight(name: str, what: str, count: int, array: NDArray[Any]) -> None:
     raise ModelError(
         f"weights must be finite, got {what} in '{name}' ({count} of {array.size} elements); "
-        "the training diverged or the file is damaged: export a sound checkpoint"
+        "the training diverged or the file is damaged: export a valid checkpoint"
     )
 
 
 def to_array(tensor: onnx.TensorProto) -> NDArray[Any]:
-    """Values of a tensor as numpy has them.
+    """Return the values of a tensor as a numpy array.
 
     Raises:
         ModelError: the stored bytes do not fit the tensor's shape and type.
@@ -167,15 +167,15 @@ def to_array(tensor: onnx.TensorProto) -> NDArray[Any]:
 
 
 def check_valid(model: onnx.ModelProto) -> None:
-    """Let ONNX's own checker judge the model; unknown ranks, which it objects to, are fine."""
+    """Run ONNX's checker on the model; unknown ranks, which it refuses, are accepted."""
     import onnx
 
-    judged = copied(model)
-    for value in (*judged.graph.input, *judged.graph.output):
+    checked = copied(model)
+    for value in (*checked.graph.input, *checked.graph.output):
         if value.type.HasField("tensor_type"):
             value.type.tensor_type.shape.SetInParent()
     try:
-        onnx.checker.check_model(judged)
+        onnx.checker.check_model(checked)
     # The checker is C++ behind a binding: its error type depends on what is broken.
     except Exception as error:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Constant folding: nodes whose values are known before any image is seen become constants.
+"""Constant folding: nodes whose values do not depend on the inputs become initializers.
 
 ::
 
@@ -6,7 +6,7 @@
     Shape(x) -- Slice -- Concat -- Cast -- Pad      ==>     and of Cast  ---- Pad
     x --------------------------------------'               x ---------------'
 
-Values come from ONNX Runtime itself, so they are to the bit those that the model would compute.
+ONNX Runtime computes the values, so they equal those of the model bit for bit.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ if TYPE_CHECKING:
 _DEFAULT = ("", "ai.onnx")
 _RANDOM = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike")
 _NEVER = (*_RANDOM, "Bernoulli", "Multinomial", "Constant", "Shape")
-# A constant may not make the file much larger: what Expand or Tile blow up stays a node.
+# Folding must not make the file much larger: large results, such as of Expand or Tile, stay nodes.
 _LARGEST = 1 << 20  # elements
 
 
 def fold_constants(model: onnx.ModelProto) -> int:
-    """Turn constant nodes of the main graph into initializers, in place; counts the nodes.
+    """Turn constant nodes of the main graph into initializers, in place; return their number.
 
-    Nodes that are random, have subgraphs, are of a custom domain, give a graph output or more
-    than 2**20 elements (and more than they read) are left.
+    Nodes stay if they are random, have subgraphs, are of a custom domain, produce a graph output,
+    or produce more than 2**20 elements (and more than they read).
     """
     graph = model.graph
     shapes = static_shapes(graph)
     constants = {tensor.name: tensor for tensor in graph.initializer}
     outputs = {value.name for value in graph.output}
-    kept = []
+    remaining = []
     for node in graph.node:
         values = None
         if node.domain in _DEFAULT and not outputs.intersection(node.output):
             values = _values(model, node, constants, shapes)
         if values is None:
-            kept.append(node)
+            remaining.append(node)
         else:
             constants.update({tensor.name: tensor for tensor in values})
             graph.initializer.extend(values)
-    folded = len(graph.node) - len(kept)
+    folded = len(graph.node) - len(remaining)
     if folded:
-        replace_nodes(graph, kept)
+        replace_nodes(graph, remaining)
     return folded
 
 
@@ -61,24 +61,24 @@ def _values(
     constants: dict[str, onnx.TensorProto],
     shapes: dict[str, tuple[int, ...]],
 ) -> list[onnx.TensorProto] | None:
-    """What a node gives whatever the images are; None where that is not known."""
+    """Return a node's outputs if they do not depend on the model's inputs; else None."""
     from onnx import numpy_helper
 
     if node.op_type == "Constant":
         return _constant(node)
-    # Some exporters write 0 for a size that they do not know.
+    # Some exporters write 0 for an unknown size.
     if node.op_type == "Shape" and all(shapes.get(node.input[0], (0,))):
-        array = np.array(_slice_of_shape(node, shapes[node.input[0]]), np.int64)
+        array = np.array(_sliced_shape(node, shapes[node.input[0]]), np.int64)
         return [numpy_helper.from_array(array, node.output[0])]
     if node.op_type in _NEVER or not node.input or any(True for _ in subgraphs(node)):
         return None
     if any(name not in constants for name in reads(node)):
         return None
-    return _evaluated(model, node, [constants[name] for name in dict.fromkeys(reads(node))])
+    return _evaluate(model, node, [constants[name] for name in dict.fromkeys(reads(node))])
 
 
 def _constant(node: onnx.NodeProto) -> list[onnx.TensorProto] | None:
-    """The tensor of a Constant node; None for sparse tensors."""
+    """Return the tensor of a Constant node; None for a sparse tensor."""
     from onnx import helper, numpy_helper
 
     if len(node.attribute) != 1 or len(node.output) != 1:
@@ -95,15 +95,15 @@ def _constant(node: onnx.NodeProto) -> list[onnx.TensorProto] | None:
     return [numpy_helper.from_array(np.asarray(value, dtype), node.output[0])]
 
 
-def _slice_of_shape(node: onnx.NodeProto, shape: tuple[int, ...]) -> tuple[int, ...]:
-    given = attributes(node)
-    return shape[given.get("start", 0) : given.get("end", len(shape))]
+def _sliced_shape(node: onnx.NodeProto, shape: tuple[int, ...]) -> tuple[int, ...]:
+    attrs = attributes(node)
+    return shape[attrs.get("start", 0) : attrs.get("end", len(shape))]
 
 
-def _evaluated(
+def _evaluate(
     model: onnx.ModelProto, node: onnx.NodeProto, inputs: list[onnx.TensorProto]
 ) -> list[onnx.TensorProto] | None:
-    """Outputs of one node on constant inputs, by ONNX Runtime; None where it cannot."""
+    """Run one node on constant inputs in ONNX Runtime; None if that fails."""
     from onnx import helper, numpy_helper, shape_inference
 
     names = [name for name in node.output if name]
@@ -120,7 +120,7 @@ def _evaluated(
         tiny.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
         session = OrtSession.open(tiny, threads=1, optimize=False)
         arrays = session.run({})
-    # Both libraries raise many kinds of errors; whatever it is, the node stays where it was.
+    # Both libraries raise many kinds of errors; the node stays whatever the error is.
     except Exception:
         return None
     return [numpy_helper.from_array(arrays[name], name) for name in names]
@@ -128,51 +128,52 @@ def _evaluated(
 
 def _elements(shape: tuple[int, ...]) -> int:
     count = 1
-    for size in shape:  # Python integers: a hostile shape must not wrap around
+    for size in shape:  # Python integers: a malicious shape must not overflow
         count *= size
     return count
 
 
 def static_shapes(graph: onnx.GraphProto) -> dict[str, tuple[int, ...]]:
-    """Tensors of the main graph whose shape is known to the last dimension."""
-    found: dict[str, tuple[int, ...]] = {t.name: tuple(t.dims) for t in graph.initializer}
+    """Return the tensors of the main graph whose shape is completely known."""
+    shapes: dict[str, tuple[int, ...]] = {t.name: tuple(t.dims) for t in graph.initializer}
     for value in (*graph.input, *graph.value_info, *graph.output):
         tensor = value.type.tensor_type
         dims = tensor.shape.dim
         if tensor.HasField("shape") and all(d.HasField("dim_value") for d in dims):
             shape = tuple(d.dim_value for d in dims)
             if all(size >= 0 for size in shape):
-                found[value.name] = shape
-    return found
+                shapes[value.name] = shape
+    return shapes
 
 
 def remove_identity(graph: onnx.GraphProto) -> int:
-    """Remove Identity, and Dropout as it is in inference, in place; counts the nodes.
+    """Remove Identity and inference-mode Dropout nodes, in place; return their number.
 
-    Its readers read what it read. One that gives a graph output stays, since that name must.
+    Their readers read their input instead. A node that produces a graph output stays, as the
+    output's name must stay.
     """
     outputs = {value.name for value in graph.output}
     counts = users(graph)
     new_name: dict[str, str] = {}
-    kept = []
+    remaining = []
     for node in graph.node:
-        if _passes_on(node, counts) and node.output[0] not in outputs:
+        if _is_identity(node, counts) and node.output[0] not in outputs:
             new_name[node.output[0]] = new_name.get(node.input[0], node.input[0])
         else:
-            kept.append(node)
-    removed = len(graph.node) - len(kept)
+            remaining.append(node)
+    removed = len(graph.node) - len(remaining)
     if removed:
-        rename_reads(kept, new_name)
-        replace_nodes(graph, kept)
+        rename_reads(remaining, new_name)
+        replace_nodes(graph, remaining)
     return removed
 
 
-def _passes_on(node: onnx.NodeProto, counts: dict[str, int]) -> bool:
+def _is_identity(node: onnx.NodeProto, counts: dict[str, int]) -> bool:
     if node.domain not in _DEFAULT or not node.input or not node.output[0]:
         return False
     if node.op_type == "Identity":
         return True
-    # Inputs of Dropout: data, ratio, training_mode; with the third one it may be training.
+    # Inputs of Dropout: data, ratio, training_mode; with the third it may be in training mode.
     training = len(node.input) > 2 and node.input[2]
     return (
         node.op_type == "Dropout" and not training and not any(counts[o] for o in node.output[1:])

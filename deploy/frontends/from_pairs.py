@@ -1,9 +1,9 @@
-"""A Q/DQ model, trained or calibrated by any tool, read as a model that needs no calibration.
+"""Load a Q/DQ model, trained or calibrated by any tool, as a model that needs no calibration.
 
-Its pairs are taken out (`deploy.frontends.unpaired`), and what they say is kept (`Trained`). The
-spellings of ModelOpt, torchao, NNCF, ONNX Runtime and calib8 are read alike: weights in float
-with a pair or as integers behind a DequantizeLinear, biases in int32, constants as nodes, zero
-points left out, pairs of ONNX Runtime's own domain.
+Its pairs are removed (`deploy.frontends.unpaired`), and their data is stored (`Trained`). The forms
+of ModelOpt, torchao, NNCF, ONNX Runtime and calib8 are all accepted: float weights with a pair or
+integer weights before a DequantizeLinear, int32 biases, constants as nodes, omitted zero points,
+pairs of ONNX Runtime's own domain.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _TAILS = frozenset({"Relu", "Clip"})
 
 
 def read_trained(source: str | Path | onnx.ModelProto) -> LoadedModel:
-    """Load a Q/DQ model as the float model behind it, with what its pairs say.
+    """Load a Q/DQ model as its float model, with the data of its pairs.
 
     Args:
-        source: an ONNX file, or a model in memory, which is left as it is.
+        source: an ONNX file, or a model in memory, which is not changed.
 
     Raises:
-        ModelError: it cannot be read, or its pairs cannot be taken for a calibration; says which.
+        ModelError: it cannot be read, or its pairs cannot serve as a calibration.
     """
     from deploy.frontends.base import model_digest
     from deploy.frontends.metadata import carried_of
@@ -61,45 +61,45 @@ def read_trained(source: str | Path | onnx.ModelProto) -> LoadedModel:
     path, stamp = None, None
     if isinstance(source, str | Path):
         path = Path(source)
-        given, stamp = read_stamped(path)
+        original, stamp = read_stamped(path)
     else:
-        given = source
-        refuse_external(given)
-    name = path.stem if path else given.graph.name or "model"
-    model = named(_of_one_domain(given))
+        original = source
+        refuse_external(original)
+    name = path.stem if path else original.graph.name or "model"
+    model = named(_with_onnx_pairs(original))
     index = Graph(model)
-    stored = tuple(_checked(model, index))
+    stored = tuple(_check_pairs(model, index))
     plain = without_pairs(model, (), keep_rounding=False)
-    loaded = load_onnx(plain.model, False)  # norms stay: folding them would change weights
+    loaded = load_onnx(plain.model, False)  # folding norms would change weights
     if loaded.behind is not None:
         raise ModelError(
             f"ONNX Runtime must know every operator of a Q/DQ model, got {loaded.behind.stranger};"
             " build the float model, whose other operators the files for TensorRT and Ascend keep"
         )
-    trained = _trained(model, str(path or name), index, loaded.model, plain.grids, stored)
-    several = sum(len(found) > 1 for found in _apart(plain.grids).values())
+    trained = _read_pairs(model, str(path or name), index, loaded.model, plain.grids, stored)
+    several = sum(len(found) > 1 for found in _different_grids(plain.grids).values())
     return replace(
         loaded,
         source=path,
         name=name,
-        digest=model_digest(given),
+        digest=model_digest(original),
         stamp=stamp,
-        carried=carried_of(given, path),
+        carried=carried_of(original, path),
         notes=(*_notes(trained, several), *loaded.notes),
         trained=trained,
     )
 
 
-def _of_one_domain(given: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with ONNX Runtime's own pairs, which say the same, as ONNX's.
+def _with_onnx_pairs(original: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy whose pairs of ONNX Runtime's domain are ONNX's, which mean the same.
 
     Raises:
-        ModelError: it computes in integer operators.
+        ModelError: the model has integer operators.
     """
     from deploy.graph.edit import copied
     from deploy.graph.index import all_nodes
 
-    model = copied(given)
+    model = copied(original)
     for node in all_nodes(model.graph):
         if node.op_type.startswith(_INTEGER_OPS):
             raise ModelError(
@@ -112,11 +112,11 @@ def _of_one_domain(given: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
-def _checked(model: onnx.ModelProto, index: Graph) -> Iterator[Grid]:
-    """The grids of the constants behind pairs, after a look at every pair.
+def _check_pairs(model: onnx.ModelProto, index: Graph) -> Iterator[Grid]:
+    """Check every pair, and yield the grids of those on constants.
 
     Raises:
-        ModelError: a pair that is no pair, or on a grid that no target has.
+        ModelError: an incomplete pair, or a grid that no target supports.
     """
     fixed = set(index.constants)
     for node in model.graph.node:
@@ -146,7 +146,7 @@ def _grid(node: onnx.NodeProto, index: Graph) -> Grid:
 
 
 def _check_partner(node: onnx.NodeProto, grid: Grid, index: Graph) -> None:
-    """Refuse a DequantizeLinear without its QuantizeLinear, and one that reads another grid."""
+    """Refuse half a pair, and a pair whose halves have different grids."""
     maker = index.producer.get(node.input[0])
     if node.op_type == Q:
         readers = index.readers.get(node.output[0], [])
@@ -160,13 +160,14 @@ def _check_partner(node: onnx.NodeProto, grid: Grid, index: Graph) -> None:
 
 def _refused(node: onnx.NodeProto, got: str) -> ModelError:
     return ModelError(
-        "activations of a Q/DQ model must stand in pairs of one constant scale in int8 or uint8,"
-        " and its weights in int8 or uint8 with constant scales, got"
-        f" {node.op_type} '{node.name}': {got}; quantize it again so, or give the float model"
+        "activations of a Q/DQ model must form pairs of one constant scale in int8 or uint8, and"
+        " its weights must be int8 or uint8 with constant scales, got"
+        f" {node.op_type} '{node.name}': {got}; quantize it again in that form, or give the float"
+        " model"
     )
 
 
-def _trained(
+def _read_pairs(
     model: onnx.ModelProto,
     name: str,
     index: Graph,
@@ -176,9 +177,9 @@ def _trained(
 ) -> Trained:
     graph, positive = Graph(plain), never_negative(plain)
     known = {t for node in plain.graph.node for t in node.output} | set(graph.inputs)
-    own = {tensor: found for tensor, found in grids.items() if tensor in known}
-    scales = {tensor: _widest(found, tensor in positive) for tensor, found in own.items()}
-    weights, why, written = _layers(index, graph)
+    grids = {tensor: found for tensor, found in grids.items() if tensor in known}
+    scales = {tensor: _widest_range(found, tensor in positive) for tensor, found in grids.items()}
+    weights, why, written = _read_layers(index, graph)
     return Trained(
         model=model,
         name=name,
@@ -186,80 +187,80 @@ def _trained(
         weights=weights,
         floats=why,
         written=written,
-        grids=own,
+        grids=grids,
         stored=stored,
     )
 
 
-def _apart(grids: Mapping[str, tuple[Grid, ...]]) -> dict[str, set[bytes]]:
-    """Tensor -> its different grids, as bytes."""
+def _different_grids(grids: Mapping[str, tuple[Grid, ...]]) -> dict[str, set[bytes]]:
+    """Return tensor -> its different grids, as bytes."""
     return {
-        tensor: {g.scale.tobytes() + g.zero.tobytes() + g.dtype.encode() for g in found}
-        for tensor, found in grids.items()
+        tensor: {g.scale.tobytes() + g.zero.tobytes() + g.dtype.encode() for g in pair_grids}
+        for tensor, pair_grids in grids.items()
     }
 
 
-def _widest(found: tuple[Grid, ...], positive: bool) -> Scale:
-    """The range of a tensor's pair; of several the widest."""
-    return max((_range(grid, positive) for grid in found), key=lambda one: one.hi - one.lo)
+def _widest_range(pair_grids: tuple[Grid, ...], positive: bool) -> Scale:
+    """Return the range of a tensor's pair, the widest if it has several."""
+    return max((_range(grid, positive) for grid in pair_grids), key=lambda one: one.hi - one.lo)
 
 
 def _range(grid: Grid, positive: bool) -> Scale:
-    """What a grid covers, so that an affine or a symmetric one of 8 bits gives it back."""
+    """Return a grid's range, from which an affine or a symmetric 8-bit grid is restored exactly."""
     step, zero = float(grid.scale.reshape(-1)[0]), int(grid.zero.reshape(-1)[0])
     lo, hi = (grid.least - zero) * step, (grid.most - zero) * step
     symmetric = not grid.offset.any()
     amax = hi if symmetric else max(-lo, hi)
-    if symmetric and positive:  # half of its codes are never used
+    if symmetric and positive:  # half of the codes are unused
         lo = 0.0
     return Scale(lo=lo, hi=hi, amax=amax, observed_min=lo, observed_max=hi, method=_METHOD)
 
 
-def _layers(
+def _read_layers(
     index: Graph, graph: Graph
 ) -> tuple[dict[str, NDArray[np.float32]], dict[str, str], frozenset[str]]:
-    """(scales of weights, why nodes are float, nodes whose output goes through a pair)."""
+    """Return (scales of weights, why nodes are float, nodes whose output goes through a pair)."""
     weights: dict[str, NDArray[np.float32]] = {}
     why: dict[str, str] = {}
-    written = frozenset(n.name for n in index.nodes if _goes_through(n, index))
-    given = {node.name: node for node in index.nodes}
+    written = frozenset(n.name for n in index.nodes if _has_output_pair(n, index))
+    by_name = {node.name: node for node in index.nodes}
     for node in graph.nodes:
-        own = given.get(node.name)
-        if _behind_head(node, graph, why):
+        pair_node = by_name.get(node.name)
+        if _is_int8_tail(node, graph, why):
             continue
         try:
-            if own is None:  # a Clip in place of a pair
+            if pair_node is None:  # a Clip inserted for a pair
                 raise UnfitError("it stands for the limits of a pair")
             if node.op_type not in WEIGHTED:
-                _check_between(own, index, written)
-            elif (scales := _weight(own, index)) is not None:
+                _check_pairs_around(pair_node, index, written)
+            elif (scales := _weight_scales(pair_node, index)) is not None:
                 weights[node.name] = scales
         except UnfitError as error:
             why[node.name] = str(error)
     return weights, why, written
 
 
-def _weight(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32] | None:
-    """Scales of a layer's symmetric weight; None where it has none, or a zero point."""
+def _weight_scales(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32] | None:
+    """Return the scales of a layer's symmetric weight; None without one, or with a zero point."""
     input_grid(node, index)
     try:
         grid, scales = weight_grid(node, index)
     except UnfitError:
         if node.op_type != "MatMul":
             raise
-        input_grid(node, index, 1)  # of two activations
+        input_grid(node, index, 1)  # a MatMul of two activations
         return None
     return scales if grid.bits8 and not grid.offset.any() else None
 
 
-def _behind_head(node: onnx.NodeProto, graph: Graph, why: Mapping[str, str]) -> bool:
-    """Whether a node is the Relu or Clip of one that runs in int8."""
+def _is_int8_tail(node: onnx.NodeProto, graph: Graph, why: Mapping[str, str]) -> bool:
+    """Return whether a node is the Relu or Clip after a node that runs in int8."""
     head = graph.producer.get(node.input[0]) if node.op_type in _TAILS else None
     return head is not None and head.name not in why and graph.tail(head) == node.output[0]
 
 
-def _check_between(node: onnx.NodeProto, index: Graph, written: frozenset[str]) -> None:
-    """Refuse a node that is not between pairs."""
+def _check_pairs_around(node: onnx.NodeProto, index: Graph, written: frozenset[str]) -> None:
+    """Refuse a node without pairs on its inputs and its output."""
     read = index.data_inputs(node)
     if not read:
         raise UnfitError("all its inputs are constant")
@@ -269,8 +270,8 @@ def _check_between(node: onnx.NodeProto, index: Graph, written: frozenset[str]) 
         raise UnfitError("no pair stands on what it makes")
 
 
-def _goes_through(node: onnx.NodeProto, index: Graph) -> bool:
-    """Whether a pair stands behind a node, or behind the Relu or Clip that reads it."""
+def _has_output_pair(node: onnx.NodeProto, index: Graph) -> bool:
+    """Return whether a pair follows a node, or the Relu or Clip that reads it."""
     if not node.output or node.op_type in (Q, DQ):
         return False
     ends = (node.output[0], index.tail(node))
@@ -279,12 +280,12 @@ def _goes_through(node: onnx.NodeProto, index: Graph) -> bool:
 
 def _notes(trained: Trained, several: int) -> Iterator[str]:
     yield (
-        f"Quantized already: took {len(trained.grids)} ranges of activations from its pairs"
-        f" ({trained.kinds or 'none'}) and scales of {len(trained.weights)} weights, and the pairs"
-        " out of the float model."
+        f"Quantized already: took the ranges of {len(trained.grids)} activations"
+        f" ({trained.kinds or 'none'}) and the scales of {len(trained.weights)} weights from its"
+        " pairs, and removed the pairs from the float model."
     )
     if several:
         yield (
-            f"{several} tensors have pairs of several scales; where a target has one scale a tensor"
-            " it is the widest."
+            f"{several} tensors have pairs with several scales; for a target with one scale per"
+            " tensor the widest is used."
         )

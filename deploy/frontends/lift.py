@@ -1,24 +1,23 @@
-"""Opset 7 to 12 lifted to 13, the first in which DequantizeLinear has a scale per channel.
+"""Lift a model to opset 13, to float32, and to float weights.
 
-float16 models in float32: on that int8 scales are measured, and from that engines are made.
+`lift`: opset 7 to 12 becomes 13, the first in which DequantizeLinear has a scale per channel.
 
-Every float16 number is a float32 one, so weights and constants keep their values; a Cast to float16
-becomes one to float32, and goes where it casts float32. Inner results are no longer rounded to
-float16. Inputs and outputs keep the type that the user feeds and reads::
+`widen`: a float16 model becomes float32, in which int8 scales are measured and from which engines
+are built. Every float16 number is a float32 number, so weights and constants keep their values. A
+Cast to float16 becomes one to float32, and is removed if its input is float32. Inner results are
+no longer rounded to float16. Inputs and outputs keep the type that the user feeds and reads::
 
     float16 x --> Conv --> y float16
     float16 x --> Cast --> x_float32 --> Conv --> y_float32 --> Cast --> y float16
 
 Source: IEEE 754-2019, table 3.5 (binary16 within binary32); ONNX operator Cast-13.
 
-Weights that are stored as integers, in a model that computes in float: they become float ones.
-
-::
+`restore`: weights stored as integers in a model that computes in float become float weights::
 
     int8 w --> DequantizeLinear --> Conv     becomes     float32 w --> Conv
 
-There is one scale, one a channel, or one a block of values along an axis. A model that quantizes
-what it computes as well says its ranges itself (`deploy.frontends.from_pairs`).
+They have one scale, one per channel, or one per block of values along an axis. A model that also
+quantizes activations carries its own ranges (`deploy.frontends.from_pairs`).
 
 Source: ONNX operator DequantizeLinear-21.
 """
@@ -43,8 +42,8 @@ if TYPE_CHECKING:
 
 TARGET_OPSET = 13
 
-# Operators that mean the same thing, with the same inputs and attributes, in all of opset 7 to
-# 13 although their schema got a new number: only types were added.
+# Operators with the same meaning, inputs and attributes in all of opset 7 to 13, although their
+# schema got a new number: only types were added.
 _SAME_MEANING = """
     Abs Add And ArgMax ArgMin AveragePool Cast Ceil Compress Concat Constant ConstantOfShape
     Conv ConvTranspose Cos DepthToSpace Div Elu Equal Erf Exp Expand Flatten Floor GRU Gather
@@ -54,7 +53,7 @@ _SAME_MEANING = """
     ReduceMean ReduceMin ReduceProd Relu Reshape Shape Sigmoid Sign Sin Size SpaceToDepth Sqrt
     Sub Sum Tan Tanh Tile Transpose Where Xor
 """
-# The same for operators that changed their meaning, and then no more up to opset 13.
+# Operators whose meaning last changed in this opset, up to opset 13.
 _SAME_SINCE = {
     "BatchNormalization": 9,
     "Clip": 11,
@@ -65,7 +64,7 @@ _SAME_SINCE = {
 }
 
 
-# From 13 on: operators that got another form, or meaning, in the opset that is told.
+# Operators that got another form or meaning in this opset after 13.
 _OTHER_FORM = {
     "DFT": 20, "GridSample": 20, "GroupNormalization": 21, "RoiAlign": 16, "Split": 18,
     **dict.fromkeys(
@@ -78,15 +77,15 @@ _OTHER_FORM = {
 def lift(
     model: onnx.ModelProto, behind: Sequence[onnx.NodeProto] = ()
 ) -> tuple[onnx.ModelProto, str | None]:
-    """The model at opset 13 or newer where that can be done, and a note on what happened.
+    """Return the model at opset 13 or newer if possible, and a note.
 
-    Onnx's converter does it where it can. It does not go into subgraphs and knows no custom
-    domain: then, and where it fails, the number alone is raised if every operator in the model
-    means the same in opset 13; else the opset stays, and weights get one scale per tensor.
+    onnx's converter does it if it can; it handles neither subgraphs nor custom domains. Then, or if
+    it fails, only the opset number is raised, provided that every operator in the model means the
+    same in opset 13; else the opset stays, and weights get one scale per tensor.
 
     Args:
         model: the model.
-        behind: nodes that were cut off it and will be put back as they are.
+        behind: nodes that were cut off and will be put back unchanged.
     """
     opset = opset_of(model)
     if opset >= TARGET_OPSET:
@@ -96,8 +95,8 @@ def lift(
     reason = "" if fixed else why_not_converted(model)
     if not (reason or fixed):
         try:
-            return _converted(model), done
-        except Exception as error:  # C++ behind a binding: no error class of its own
+            return _convert(model), done
+        except Exception as error:  # C++ behind a binding, without an error class
             reason = f"onnx's version converter says: {first_line(error)}"
     changed = fixed or other_form(model.graph.node, opset, TARGET_OPSET)
     if changed:
@@ -111,7 +110,7 @@ def lift(
 
 
 def why_not_converted(model: onnx.ModelProto) -> str:
-    """What onnx's version converter does not know of a model; "" where it knows all."""
+    """Return what onnx's version converter cannot handle in a model; "" if nothing."""
     nodes = list(all_nodes(model.graph))
     custom = sorted({node.domain for node in nodes} - {"", "ai.onnx"})
     if custom:
@@ -121,7 +120,7 @@ def why_not_converted(model: onnx.ModelProto) -> str:
     return ""
 
 
-def _converted(model: onnx.ModelProto) -> onnx.ModelProto:
+def _convert(model: onnx.ModelProto) -> onnx.ModelProto:
     from onnx import version_converter
 
     lifted = version_converter.convert_version(model, TARGET_OPSET)
@@ -134,7 +133,7 @@ def _converted(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def other_form(nodes: Iterable[onnx.NodeProto], own: int, opset: int) -> list[str]:
-    """Operators of the default domain in these nodes that may be another thing in a newer opset."""
+    """Return the default domain's operators in `nodes` that may differ in a newer opset."""
     from onnx import defs
 
     same_meaning = set(_SAME_MEANING.split())
@@ -148,20 +147,20 @@ def other_form(nodes: Iterable[onnx.NodeProto], own: int, opset: int) -> list[st
             old = defs.get_schema(op_type, own, "").since_version
             return old == defs.get_schema(op_type, TARGET_OPSET, "").since_version
         except defs.SchemaError:
-            return not defs.has(op_type)  # not ONNX's at all
+            return not defs.has(op_type)  # not an ONNX operator
 
-    whole = (inner for node in nodes for inner in (node, *_inside(node)))
-    used = {node.op_type for node in whole if node.domain in ("", "ai.onnx")}
+    all_inner = (inner for node in nodes for inner in (node, *_nodes_in_subgraphs(node)))
+    used = {node.op_type for node in all_inner if node.domain in ("", "ai.onnx")}
     return sorted(op_type for op_type in used if not same(op_type))
 
 
-def _inside(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+def _nodes_in_subgraphs(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
     for body in subgraphs(node):
         yield from all_nodes(body)
 
 
 def set_opset(model: onnx.ModelProto, version: int) -> None:
-    """Let the model import this version of the default operator set."""
+    """Set the imported version of the default operator set."""
     for entry in model.opset_import:
         if entry.domain in ("", "ai.onnx"):
             entry.version = version
@@ -173,66 +172,69 @@ _LIMIT = 2**31 - 1  # bytes of one protobuf message
 
 
 def widen(model: onnx.ModelProto) -> str | None:
-    """Let a model compute in float32 what it computes in float16, in place; says what was done.
+    """Convert a model's float16 computation to float32, in place; return a note.
 
     Raises:
-        ModelError: its weights would not fit one protobuf message any more.
+        ModelError: the weights would not fit into one protobuf message any more.
     """
     graph = model.graph
     ends = [v.name for v in (*graph.input, *graph.output) if _is_half(v)]
     count = _count(graph)
     if not count and not ends:
         return None
-    if model.ByteSize() + sum(_bytes(t) for t in _tensors(graph)) > _LIMIT:
+    if model.ByteSize() + sum(_bytes_of_half(t) for t in _tensors(graph)) > _LIMIT:
         raise ModelError(
             "weights must be below 2 GB in float32, the limit of one protobuf message, got"
             f" {model.ByteSize() / 2**30:.1f} GB of them in float16; use a smaller model"
         )
-    _close(graph)
+    _insert_casts(graph)
     for tensor in _tensors(graph):
         _widen_tensor(tensor)
     for node in all_nodes(graph):
         for attribute in node.attribute:
-            if attribute.name in _TYPED and attribute.i == _HALF and not _is_end(node):
+            if attribute.name in _TYPED and attribute.i == _HALF and not _is_end_cast(node):
                 attribute.i = _FLOAT
     for body in _bodies(graph):
         declared = [*body.value_info, *(() if body is graph else (*body.input, *body.output))]
         for value in filter(_is_half, declared):
             value.type.tensor_type.elem_type = _FLOAT
     kept = f"; {', '.join(ends)} {'is' if len(ends) == 1 else 'are'} float16 as before" * bool(ends)
-    return f"Computes in float32 what the file computes in float16, and is judged by that{kept}."
+    return (
+        "Computes in float32 what the file computes in float16; the float32 model is the"
+        f" reference{kept}."
+    )
 
 
 def drop_casts(graph: onnx.GraphProto, types: dict[str, int]) -> int:
-    """Remove casts to the type that is there, in place, but for those that give an output.
+    """Remove casts to the type that a tensor already has, in place; return their number.
 
-    Exporters leave them behind mixed precision. ONNX Runtime drops them too, but what stands on
-    either side of one is no Conv with its bias here. Counts them.
+    Exporters of mixed precision leave them behind. ONNX Runtime drops them too, but here they
+    would separate a Conv from its bias. A cast that produces a graph output stays.
 
     Args:
-        graph: whose nodes run in their order.
+        graph: with sorted nodes.
         types: tensor -> its element type.
     """
     outputs = {value.name for value in graph.output}
     new_name: dict[str, str] = {}
-    kept = []
+    remaining = []
     for node in graph.node:
-        there = types.get(node.input[0]) if node.op_type == "Cast" else None
-        if there and attributes(node).get("to") == there and node.output[0] not in outputs:
+        present = types.get(node.input[0]) if node.op_type == "Cast" else None
+        if present and attributes(node).get("to") == present and node.output[0] not in outputs:
             new_name[node.output[0]] = new_name.get(node.input[0], node.input[0])
         else:
-            kept.append(node)
+            remaining.append(node)
     if new_name:
-        rename_reads(kept, new_name)
-        replace_nodes(graph, kept)
+        rename_reads(remaining, new_name)
+        replace_nodes(graph, remaining)
     return len(new_name)
 
 
-_END = "float16 end"  # in the notes of the casts at the ends, while they are put in
+_END = "float16 end"  # doc_string of the casts at the ends, while they are inserted
 
 
-def _close(graph: onnx.GraphProto) -> None:
-    """Put casts behind the float16 inputs and before the float16 outputs."""
+def _insert_casts(graph: onnx.GraphProto) -> None:
+    """Insert casts after float16 inputs and before float16 outputs."""
     from onnx import helper
 
     taken = {name for node in graph.node for name in (*node.input, *node.output)}
@@ -255,7 +257,7 @@ def _close(graph: onnx.GraphProto) -> None:
     replace_nodes(graph, [*first, *nodes, *last])
 
 
-def _is_end(node: onnx.NodeProto) -> bool:
+def _is_end_cast(node: onnx.NodeProto) -> bool:
     return node.op_type == "Cast" and node.doc_string == _END
 
 
@@ -270,22 +272,22 @@ def _bodies(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 
 def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    """Every float16 constant, in subgraphs and attributes too."""
+    """Yield every float16 constant, also in subgraphs and attributes."""
     for body in _bodies(graph):
         yield from (t for t in body.initializer if t.data_type == _HALF)
     for node in all_nodes(graph):
         for attribute in node.attribute:
-            held = [*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors]
-            yield from (t for t in held if t.data_type == _HALF)
+            tensors = [*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors]
+            yield from (t for t in tensors if t.data_type == _HALF)
 
 
 def _count(graph: onnx.GraphProto) -> int:
-    """How many float16 constants there are, and nodes that make float16."""
+    """Count the float16 constants and the nodes that produce float16."""
     typed = (a for node in all_nodes(graph) for a in node.attribute if a.name in _TYPED)
     return sum(1 for _ in _tensors(graph)) + sum(1 for a in typed if a.i == _HALF)
 
 
-def _bytes(tensor: onnx.TensorProto) -> int:
+def _bytes_of_half(tensor: onnx.TensorProto) -> int:
     return 2 * int(math.prod(tensor.dims))
 
 
@@ -300,10 +302,10 @@ _DEQUANTIZE = "DequantizeLinear"
 
 
 def restore(model: onnx.ModelProto) -> str | None:
-    """Let weights be float where all that is quantized are these, in place; says what was done.
+    """Make weights float if nothing else in the model is quantized, in place; return a note.
 
     Raises:
-        ModelError: the stored bytes do not fit the shape and type of a constant.
+        ModelError: a constant's bytes do not fit its shape and type.
     """
     from onnx import numpy_helper
 
@@ -312,45 +314,45 @@ def restore(model: onnx.ModelProto) -> str | None:
         return None
     free_inputs(model.graph)
     graph = Graph(model)
-    own = {id(node) for node in graph.nodes}
-    made = []
+    main_nodes = {id(node) for node in graph.nodes}
+    weights = []
     for node in quantized:
-        values = _values(node, graph) if id(node) in own else None
+        values = _dequantize(node, graph) if id(node) in main_nodes else None
         if values is None or node.output[0] in graph.outputs:
             return None
-        made.append(numpy_helper.from_array(values, node.output[0]))
-    model.graph.initializer.extend(made)
+        weights.append(numpy_helper.from_array(values, node.output[0]))
+    model.graph.initializer.extend(weights)
     rebuild(model.graph, [node for node in graph.nodes if node.op_type != _DEQUANTIZE])
-    read = all_read(model.graph)  # a weight may still be an input, of which nothing was left
+    read = all_read(model.graph)  # a weight may still be listed as an input without any reader
     replace(model.graph.input, [value for value in model.graph.input if value.name in read])
-    count = f"{len(made)} weight{'s' * (len(made) > 1)}"
-    return f"Took {count} that {'are' if len(made) > 1 else 'is'} stored as integers as float ones."
+    count = f"{len(weights)} weight{'s' * (len(weights) > 1)}"
+    return f"Converted {count} from stored integers to float."
 
 
-def _values(node: onnx.NodeProto, graph: Graph) -> NDArray[Any] | None:
-    """What a DequantizeLinear of constants gives; None of others, and of no integers."""
+def _dequantize(node: onnx.NodeProto, graph: Graph) -> NDArray[Any] | None:
+    """Return the values of a DequantizeLinear on constant integers; None for any other."""
     names = [name for name in node.input if name]
     if not 2 <= len(names) <= 3 or any(name not in graph.constants for name in names):
         return None
-    held = [to_array(graph.constants[name]) for name in names]
-    codes, scale = held[0], held[1]
+    arrays = [to_array(graph.constants[name]) for name in names]
+    codes, scale = arrays[0], arrays[1]
     if "int" not in codes.dtype.name or not np.issubdtype(scale.dtype, np.floating):
         return None
-    given = attributes(node)
-    axis, block = int(given.get("axis", 1)), int(given.get("block_size", 0))
-    spread = (_spread(one, codes.shape, axis, block) for one in held[1:])
-    grid = [one for one in spread if one is not None]
-    if len(grid) < len(held) - 1:
+    attrs = attributes(node)
+    axis, block = int(attrs.get("axis", 1)), int(attrs.get("block_size", 0))
+    broadcasts = (_broadcast(one, codes.shape, axis, block) for one in arrays[1:])
+    grid = [one for one in broadcasts if one is not None]
+    if len(grid) < len(arrays) - 1:
         return None
     zero = grid[1].astype(np.int64) if len(grid) > 1 else 0
-    own = (codes.astype(np.int64) - zero).astype(np.float32)
-    return np.asarray(own * grid[0].astype(np.float32), scale.dtype)
+    offsets = (codes.astype(np.int64) - zero).astype(np.float32)
+    return np.asarray(offsets * grid[0].astype(np.float32), scale.dtype)
 
 
-def _spread(
+def _broadcast(
     values: NDArray[Any], shape: tuple[int, ...], axis: int, block: int
 ) -> NDArray[Any] | None:
-    """Scales or zero points as they lie over weights of a shape; None where they do not fit."""
+    """Broadcast scales or zero points to the shape of the weights; None if they do not fit."""
     if values.size == 1:
         return values.reshape(())
     if not -len(shape) <= axis < len(shape):

@@ -1,4 +1,4 @@
-"""ONNX files: read, checked, lifted to opset 13 and cleaned without changing what they compute."""
+"""Load ONNX files: read, check, lift to opset 13, and clean without changing the outputs."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from deploy.tensors import TensorSpec
 if TYPE_CHECKING:
     import onnx
 
-_ROUNDS = 8  # folding a Shape makes new constants; real models are done after two rounds
-_OLDEST_IR = 7  # the one that came with opset 13; IR 3 still wants weights among the inputs
-_FEEDS_WEIGHTS = 4  # the IR from which on a weight that is an input as well is only its default
+_ROUNDS = 8  # folding a Shape creates new constants; real models need two rounds
+_OLDEST_IR = 7  # the IR of opset 13; IR 3 still lists weights as inputs
+_FEEDS_WEIGHTS = 4  # since this IR a weight that is also an input is only its default value
 _FLOAT = 1  # onnx.TensorProto.FLOAT
-_LARGE = 1 << 12  # values of a weight
+_LARGE = 1 << 12  # elements of a weight
 _RECURRENT = ("LSTM", "GRU", "RNN")
 
 
 def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> LoadedModel:
-    """Load an ONNX file, or a model in memory, which is copied; see `deploy.frontends.load`.
+    """Load an ONNX file, or a copy of a model in memory; see `deploy.frontends.load`.
 
     Raises:
-        ModelError: one sentence on what is wrong with the model and what to do.
+        ModelError: says what is wrong with the model and what to do.
     """
     try:
         path, model, stamp = _read(source)
@@ -51,10 +51,10 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         digest, carried = model_digest(model), carried_of(model, path)
         stored = restore(model)
         _check(model)
-        shared, listed = _shared_names(model.graph), _listed(model)
+        shared, listed = _count_shared_names(model.graph), _count_fed_weights(model)
         model, notes, widened, behind = _clean(model, fold_batchnorm)
         _check_cleaned(model)
-    except ModelError as error:  # a name in a broken model may hold line breaks and worse
+    except ModelError as error:  # names in a broken model may hold line breaks and worse
         raise type(error)(_printable(str(error))) from error.__cause__
     if stored:
         notes.insert(0, stored)
@@ -81,22 +81,22 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
 
 
 def cleaned(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A float model in memory as `load_onnx` cleans it, not run; tensors keep their names.
+    """Clean a float model in memory like `load_onnx`, without running it; tensors keep names.
 
     Raises:
-        ModelError: it is not valid.
+        ModelError: the model is not valid.
     """
     return _clean(copied(model), True)[0]
 
 
-def _shared_names(graph: onnx.GraphProto) -> int:
-    """How many nodes have a name that one before them has."""
+def _count_shared_names(graph: onnx.GraphProto) -> int:
+    """Count the nodes whose name an earlier node has."""
     names = [node.name for node in graph.node if node.name]
     return len(names) - len(set(names))
 
 
-def _listed(model: onnx.ModelProto) -> int:
-    """How many weights are inputs as well, and may be fed: in IR 3 none may, though all are."""
+def _count_fed_weights(model: onnx.ModelProto) -> int:
+    """Count the weights that are also inputs and may be fed; none in IR 3, although all are."""
     if model.ir_version < _FEEDS_WEIGHTS:
         return 0
     weights = {tensor.name for tensor in model.graph.initializer}
@@ -114,7 +114,7 @@ def _read(
 
 
 def _check(model: onnx.ModelProto) -> None:
-    """Everything that can be judged before the graph is touched."""
+    """Check everything that can be checked before the graph is changed."""
     checks.check_opset(model)
     checks.check_float(model)
     for tensor in model.graph.initializer:
@@ -131,7 +131,7 @@ def _check_cleaned(model: onnx.ModelProto) -> None:
 def _clean(
     model: onnx.ModelProto, fold_batchnorm: bool
 ) -> tuple[onnx.ModelProto, list[str], bool, Behind | None]:
-    """The cleaned model, what was done to it in its order, if it was float16, what was cut off."""
+    """Return the cleaned model, notes, whether it was float16, and the part cut off."""
     model.ir_version = max(model.ir_version, _OLDEST_IR)
     notes: list[str | None] = [_free_inputs(model.graph)]
     _open_sizes(model.graph)
@@ -160,22 +160,22 @@ def _clean(
         notes += _fold_norms(model.graph)
     name_nodes(model.graph)
     model = with_shapes(model)
-    notes += _left_float(model)
+    notes += _float_notes(model)
     return model, [note for note in notes if note], widened is not None, behind
 
 
 def _free_inputs(graph: onnx.GraphProto) -> str | None:
-    """Take initializers off the list of inputs, where IR 3 had to put them."""
-    taken = free_inputs(graph)
-    if not taken:
+    """Remove initializers from the list of inputs, where IR 3 required them."""
+    removed = free_inputs(graph)
+    if not removed:
         return None
-    return f"Took {_count(taken, 'weight')} off the list of inputs; they are constants now."
+    return f"Removed {_count(removed, 'weight')} from the list of inputs; they are constants now."
 
 
 def _open_sizes(graph: onnx.GraphProto) -> None:
-    """Take a size below 0 for one that is not known, as ONNX Runtime does.
+    """Remove sizes below 0, so that they are unknown, as in ONNX Runtime.
 
-    Old Paddle exports write -1; shape inference would multiply it. A size of 0 is one.
+    Old Paddle exports write -1, which shape inference would multiply. A size of 0 is valid.
     """
     bodies = [graph, *(body for node in all_nodes(graph) for body in subgraphs(node))]
     for body in bodies:
@@ -186,17 +186,17 @@ def _open_sizes(graph: onnx.GraphProto) -> None:
 
 
 def inlined(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
-    """The model with its functions written out, and a note on it.
+    """Return the model with its functions inlined, and a note.
 
     Raises:
-        ModelError: they are not valid.
+        ModelError: the functions are not valid.
     """
     from onnx import inliner
 
     count = len(model.functions)
     try:
         inlined = inliner.inline_local_functions(model)
-    except Exception as error:  # C++ behind a binding: no error class of its own
+    except Exception as error:  # C++ behind a binding, without an error class
         raise ModelError(
             f"the model's functions must be valid ONNX, got: {first_line(error)}; export it again"
         ) from error
@@ -219,7 +219,7 @@ def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
         for count, sentence in (
             (constants, f"Folded {_count(constants, 'constant node')}."),
             (identities, f"Removed {_count(identities, 'Identity or Dropout node')}."),
-            (casts, f"Removed {_count(casts, 'cast')} to the type that was there."),
+            (casts, f"Removed {_count(casts, 'cast')} to the type that the tensor has."),
             (dead, f"Removed {_count(dead, 'node')} that no output needs."),
         )
         if count
@@ -242,8 +242,8 @@ def _fold_norms(graph: onnx.GraphProto) -> list[str]:
     return notes
 
 
-def _left_float(model: onnx.ModelProto) -> list[str]:
-    """What the graph analysis will not go into."""
+def _float_notes(model: onnx.ModelProto) -> list[str]:
+    """Return notes on nodes that the graph analysis skips."""
     control = [n.op_type for n in model.graph.node if any(True for _ in subgraphs(n))]
     recurrent = [n.op_type for n in model.graph.node if n.op_type in _RECURRENT]
     custom = [
@@ -261,10 +261,10 @@ def _left_float(model: onnx.ModelProto) -> list[str]:
 
 
 def with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Shapes and types inferred afresh; of the file's own only those that inference lacks.
+    """Infer shapes and types anew; keep those of the file where inference gives none.
 
     Raises:
-        ModelError: they contradict each other.
+        ModelError: the shapes contradict each other.
     """
     from onnx import shape_inference
 
@@ -273,26 +273,26 @@ def with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     light = _without_values(model)
     try:
         inferred = shape_inference.infer_shapes(light or model, data_prop=True)
-    except Exception as error:  # C++ behind a binding: no error class of its own
+    except Exception as error:  # C++ behind a binding, without an error class
         raise ModelError(
             f"shapes of the model must fit together, got: {first_line(error)}; export it again"
         ) from error
     if light is not None:
-        found, inferred = inferred, model
-        replace(model.graph.output, found.graph.output)
-        model.graph.value_info.extend(found.graph.value_info)
+        light_inferred, inferred = inferred, model
+        replace(model.graph.output, light_inferred.graph.output)
+        model.graph.value_info.extend(light_inferred.graph.value_info)
     known = {value.name for value in inferred.graph.value_info}
-    made = {name for node in inferred.graph.node for name in node.output}
-    made -= {value.name for value in inferred.graph.output}
-    inferred.graph.value_info.extend(v for v in own if v.name in made and v.name not in known)
+    produced = {name for node in inferred.graph.node for name in node.output}
+    produced -= {value.name for value in inferred.graph.output}
+    inferred.graph.value_info.extend(v for v in own if v.name in produced and v.name not in known)
     return inferred
 
 
 def _without_values(model: onnx.ModelProto) -> onnx.ModelProto | None:
-    """The model whose large weights have a shape alone; None where that is of no use.
+    """Return a copy whose large weights have only a shape; None if it would not help.
 
-    Shapes come from no value of a float weight, which inference would copy three times. Where
-    there are subgraphs, what is inferred stands in them too.
+    No shape depends on the values of a float weight, and inference would copy them three times.
+    Inference also fills in subgraphs, so a model with subgraphs is used as it is.
     """
     graph = model.graph
     large = {t.name for t in graph.initializer if t.data_type == _FLOAT and _size(t) > _LARGE}
@@ -322,7 +322,7 @@ def _check_runs(model: onnx.ModelProto) -> None:
 
 
 def _runtime_reason(error: BackendError) -> str:
-    """Onnxruntime's message without its code and its own file names."""
+    """Return onnxruntime's message without its error code and file names."""
     text = first_line(error.__cause__ or error).removeprefix("[ONNXRuntimeError] : ")
     return text.split(" : ", 2)[-1]
 
@@ -342,7 +342,7 @@ def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
 
 
 def _dimension(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
-    if dim.HasField("dim_param"):  # Paddle writes "?" for any dimension that it does not know
+    if dim.HasField("dim_param"):  # Paddle writes "?" for any unknown dimension
         return dim.dim_param if dim.dim_param not in ("", "?") else None
     return dim.dim_value if dim.dim_value > 0 else None
 

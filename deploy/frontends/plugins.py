@@ -1,12 +1,11 @@
-"""Models with nodes that ONNX Runtime does not know: TensorRT's plugins, operators of one's own.
+"""Models with nodes unknown to ONNX Runtime: TensorRT plugins and other custom operators.
 
-The model is cut before them. What stands before is calibrated, quantized and judged; they and all
-that reads of them is kept as it is, and put back into the files for those who know them::
+The model is cut before them. The part before the cut is calibrated, quantized and evaluated. The
+unknown nodes and everything downstream of them stay as they are, with the constants they read, and
+are put back into the files for the runtimes that know them::
 
     x --> Conv --> Relu --> boxes, scores --> EfficientNMS_TRT --> Cast --> kept
           '------ cut model ------'           '------- behind -------'
-
-Constants that they read go with them.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ _KNOWN = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft")
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """What was cut off a model: the nodes that ONNX Runtime does not know, and what reads of them.
+    """The part cut off a model: unknown nodes, and everything downstream of them.
 
     Attributes:
-        nodes: as they are in the file, in their order.
-        strange: the first of them that ONNX Runtime does not know.
-        constants: what they read.
-        inputs: of the whole model.
-        outputs: of the whole model.
-        opsets: of the whole model.
+        nodes: as in the file, in their order.
+        strange: the first node that ONNX Runtime does not know.
+        constants: that the nodes read.
+        inputs: of the entire model.
+        outputs: of the entire model.
+        opsets: of the entire model.
     """
 
     nodes: tuple[onnx.NodeProto, ...]
@@ -59,7 +58,7 @@ class Behind:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """The nodes, none of them in int8."""
+        """One decision per node; all of them stay float."""
         return tuple(
             Decision(node.name or node.output[0], node.op_type, FLOAT32, _reason(node))
             for node in self.nodes
@@ -67,38 +66,38 @@ class Behind:
 
     @property
     def stranger(self) -> str:
-        """The first node that ONNX Runtime does not know, in words."""
+        """Text for the first node that ONNX Runtime does not know."""
         return named(self.strange)
 
     def sentence(self, outputs: Iterable[str]) -> str:
-        """What the user should know; `outputs` are those of the part before the cut."""
+        """Return the note for the user; `outputs` are those of the part before the cut."""
         return (
             f"Cut before {self.stranger}, which onnxruntime does not know: calibrated and"
-            f" judged by {', '.join(outputs)}; {_count(self.nodes)} from there on kept as in the"
+            f" evaluated on {', '.join(outputs)}; {_count(self.nodes)} from there on kept as in the"
             " file, for TensorRT and Ascend."
         )
 
     def back(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """The whole model: what `model` made of the part before the cut, and the rest as it was.
+        """Return the entire model: `model` (the part before the cut), and the cut-off nodes.
 
         Raises:
-            ExportError: a node behind the cut means something else in the opset of `model`.
+            ExportError: a cut-off node means something else in the opset of `model`.
         """
         self._refuse_opset(opset_of(model))
-        made = copied(model)
-        graph = made.graph
+        whole = copied(model)
+        graph = whole.graph
         nodes = [copied(node) for node in self.nodes]
         self._put_constants(graph, nodes)
-        own = {value.name: copied(value) for value in (*graph.input, *graph.output)}
+        declared = {value.name: copied(value) for value in (*graph.input, *graph.output)}
         replace_nodes(graph, [*graph.node, *nodes])
-        replace(graph.input, [own.get(value.name, value) for value in self.inputs])
-        replace(graph.output, [own.get(value.name, value) for value in self.outputs])
-        domains = {entry.domain for entry in made.opset_import}
-        made.opset_import.extend(o for o in self.opsets if o.domain not in domains)
-        return made
+        replace(graph.input, [declared.get(value.name, value) for value in self.inputs])
+        replace(graph.output, [declared.get(value.name, value) for value in self.outputs])
+        domains = {entry.domain for entry in whole.opset_import}
+        whole.opset_import.extend(o for o in self.opsets if o.domain not in domains)
+        return whole
 
     def _put_constants(self, graph: onnx.GraphProto, nodes: list[onnx.NodeProto]) -> None:
-        """Add what the nodes read, under another name where a constant was changed meanwhile."""
+        """Add the nodes' constants, under another name if one was changed in `graph`."""
         taken = {tensor.name: tensor for tensor in graph.initializer}
         names = {name for node in graph.node for name in (*node.input, *node.output)} | set(taken)
         for tensor in self.constants:
@@ -111,27 +110,27 @@ class Behind:
             graph.initializer.append(new)
 
     def _refuse_opset(self, opset: int) -> None:
-        own = max((o.version for o in self.opsets if o.domain in _KNOWN[:2]), default=0)
-        other = other_form(self.nodes, own, opset) if own < opset else []
+        own_opset = max((o.version for o in self.opsets if o.domain in _KNOWN[:2]), default=0)
+        other = other_form(self.nodes, own_opset, opset) if own_opset < opset else []
         if other:
             raise ExportError(
-                f"nodes behind {self.strange.op_type}, which ONNX Runtime does not know, are kept"
-                f" as they are, got {', '.join(other)} of opset {own}, which opset {opset} has in"
-                f" another form; export the model with opset {opset}"
+                f"nodes after {self.strange.op_type}, which ONNX Runtime does not know, are kept"
+                f" unchanged, got {', '.join(other)} of opset {own_opset}, which opset {opset} has"
+                f" in another form; export the model with opset {opset}"
             )
 
 
 def cut(
     model: onnx.ModelProto, infer: Callable[[onnx.ModelProto], onnx.ModelProto]
 ) -> Behind | None:
-    """Cut a model before its strange nodes, in place; None where it has none.
+    """Cut a model before its unknown nodes, in place; return None if it has none.
 
     Args:
         model: without functions.
-        infer: gives a model with the types and shapes that can be inferred.
+        infer: returns a model with inferred types and shapes.
 
     Raises:
-        ModelError: nothing stands before them.
+        ModelError: no node is left before them.
     """
     strange = [node for node in model.graph.node if is_strange(node)]
     if not strange:
@@ -139,32 +138,32 @@ def cut(
     _declare(model, strange)
     sort_nodes(model.graph)
     index = Graph(infer(model))
-    kept = _with_makers(index, _downstream(model.graph.node))
-    nodes = [node for at, node in enumerate(model.graph.node) if at in kept]
+    cut_places = _add_constant_nodes(index, _downstream(model.graph.node))
+    nodes = [node for at, node in enumerate(model.graph.node) if at in cut_places]
     read = dict.fromkeys(name for node in nodes for name in reads(node))
     behind = Behind(
         nodes=tuple(copied(node) for node in nodes),
         strange=copied(next(node for node in nodes if is_strange(node))),
         constants=tuple(
-            _named(index.constants[name], name) for name in read if name in index.constants
+            _copy_named(index.constants[name], name) for name in read if name in index.constants
         ),
         inputs=tuple(copied(value) for value in model.graph.input),
         outputs=tuple(copied(value) for value in model.graph.output),
         opsets=tuple(copied(entry) for entry in model.opset_import),
     )
-    before = [node for at, node in enumerate(model.graph.node) if at not in kept]
-    _keep(model, before, [name for name in read if name not in index.constants], index)
+    before = [node for at, node in enumerate(model.graph.node) if at not in cut_places]
+    _reduce_to(model, before, [name for name in read if name not in index.constants], index)
     if not model.graph.output:
         raise ModelError(
-            "what stands before a node that onnxruntime does not know is calibrated, got"
-            f" {behind.stranger} with no node before it; export the model with standard ONNX"
+            "calib8 calibrates the part of a model before nodes that onnxruntime does not know,"
+            f" got {behind.stranger} with no node before it; export the model with standard ONNX"
             " operators"
         )
     return behind
 
 
 def _declare(model: onnx.ModelProto, strange: Iterable[onnx.NodeProto]) -> None:
-    """Import the domains that the file forgot to import, which inference insists on."""
+    """Import domains that the file forgot to import; shape inference needs them."""
     from onnx import helper
 
     domains = {entry.domain for entry in model.opset_import} | set(_KNOWN)
@@ -173,57 +172,57 @@ def _declare(model: onnx.ModelProto, strange: Iterable[onnx.NodeProto]) -> None:
 
 
 def _downstream(nodes: Iterable[onnx.NodeProto]) -> set[int]:
-    """Places of the strange nodes and of all that reads of them, of nodes in their order."""
-    found: set[int] = set()
-    made: set[str] = set()
+    """Return the places of the unknown nodes and of all nodes downstream, given sorted nodes."""
+    places: set[int] = set()
+    tainted: set[str] = set()
     for at, node in enumerate(nodes):
-        if is_strange(node) or not made.isdisjoint(reads(node)):
-            found.add(at)
-            made.update(node.output)
-    return found
+        if is_strange(node) or not tainted.isdisjoint(reads(node)):
+            places.add(at)
+            tainted.update(node.output)
+    return places
 
 
-def _with_makers(index: Graph, kept: set[int]) -> set[int]:
-    """With the nodes before them that make constants of constants for them alone."""
+def _add_constant_nodes(index: Graph, cut_places: set[int]) -> set[int]:
+    """Add nodes that compute constants from constants for the cut-off nodes only."""
     constant = set(index.constants)
     for node in index.nodes:
         if all(name in constant for name in reads(node)):
             constant.update(node.output)
-    whole = set(kept)
-    wanted = {name for at in kept for name in reads(index.nodes[at])} - set(index.constants)
+    places = set(cut_places)
+    wanted = {name for at in cut_places for name in reads(index.nodes[at])} - set(index.constants)
     elsewhere = set(index.outputs)
     for at in reversed(range(len(index.nodes))):
         node = index.nodes[at]
         alone = elsewhere.isdisjoint(node.output) and not wanted.isdisjoint(node.output)
-        if at in whole or (alone and constant.issuperset(node.output)):
-            whole.add(at)
+        if at in places or (alone and constant.issuperset(node.output)):
+            places.add(at)
             wanted.update(set(reads(node)) - set(index.constants))
         else:
             elsewhere.update(reads(node))
-    return whole
+    return places
 
 
-def _named(tensor: onnx.TensorProto, name: str) -> onnx.TensorProto:
-    own = copied(tensor)
-    own.name = name
-    return own
+def _copy_named(tensor: onnx.TensorProto, name: str) -> onnx.TensorProto:
+    copy = copied(tensor)
+    copy.name = name
+    return copy
 
 
-def _keep(
+def _reduce_to(
     model: onnx.ModelProto,
     nodes: Sequence[onnx.NodeProto],
     wanted: Iterable[str],
     index: Graph,
 ) -> None:
-    """Leave a model these nodes, with what they make of `wanted` as outputs."""
+    """Reduce a model to `nodes`; add those of `wanted` that they produce to the outputs."""
     from onnx import helper
 
     graph = model.graph
-    made = {name for node in nodes for name in node.output if name}
-    outputs = [value for value in graph.output if value.name in made]
-    named_outputs = {value.name for value in outputs}
+    produced = {name for node in nodes for name in node.output if name}
+    outputs = [value for value in graph.output if value.name in produced]
+    output_names = {value.name for value in outputs}
     for name in wanted:
-        if name in made and name not in named_outputs:
+        if name in produced and name not in output_names:
             outputs.append(
                 helper.make_tensor_value_info(
                     name, index.dtypes.get(name, 0), index.shapes.get(name)
@@ -234,13 +233,13 @@ def _keep(
     drop_dead(graph)
     read = {name for node in graph.node for name in reads(node)}
     replace(graph.input, [value for value in graph.input if value.name in read])
-    replace(graph.value_info, [value for value in graph.value_info if value.name in made])
+    replace(graph.value_info, [value for value in graph.value_info if value.name in produced])
     domains = {node.domain for node in all_nodes(graph)} | {"", "ai.onnx"}
     replace(model.opset_import, [entry for entry in model.opset_import if entry.domain in domains])
 
 
 def is_strange(node: onnx.NodeProto) -> bool:
-    """Whether ONNX Runtime does not know a node, or one inside it."""
+    """Return whether ONNX Runtime does not know a node, or a node in its subgraphs."""
     known = node.domain in _KNOWN or node.domain.startswith("com.microsoft")
     if not known or (node.domain in _KNOWN[:2] and not is_standard(node)):
         return True
@@ -248,26 +247,26 @@ def is_strange(node: onnx.NodeProto) -> bool:
 
 
 def check_part_valid(model: onnx.ModelProto) -> None:
-    """`check_valid` of a model with strange nodes, of which its checker judges the names alone.
+    """Run `check_valid` on a model with unknown nodes; only their names are checked.
 
     Raises:
-        ModelError: it is not valid.
+        ModelError: the model is not valid.
     """
     from onnx import helper
 
-    judged = copied(model)
-    strange = [node for node in judged.graph.node if is_strange(node)]
+    checked = copied(model)
+    strange = [node for node in checked.graph.node if is_strange(node)]
     for node in strange:
         node.domain = "strange"
     if strange:
-        judged.opset_import.append(helper.make_opsetid("strange", 1))
-    check_valid(judged)
+        checked.opset_import.append(helper.make_opsetid("strange", 1))
+    check_valid(checked)
 
 
 def named(node: onnx.NodeProto) -> str:
-    """A node for a sentence: its operator, whose it is, its name."""
-    of = f" of the domain '{node.domain}'" if node.domain else ""
-    return f"{node.op_type}{of} ('{node.name or next(iter(node.output), '')}')"
+    """Describe a node for messages: operator, domain, name."""
+    domain = f" of the domain '{node.domain}'" if node.domain else ""
+    return f"{node.op_type}{domain} ('{node.name or next(iter(node.output), '')}')"
 
 
 def _reason(node: onnx.NodeProto) -> str:

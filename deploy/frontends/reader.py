@@ -1,4 +1,4 @@
-"""Bytes to an `onnx.ModelProto` with all weights in it, or one sentence on what the file is."""
+"""Read an `onnx.ModelProto` with all its weights, or report what the file is instead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _LIMIT = 2**31 - 1  # bytes of one protobuf message
 
-# (where, these bytes, what such a file is, the way out)
+# (offset, magic bytes, kind of file, remedy)
 _SIGNS: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"version https://git-lfs", "a Git LFS pointer", "run 'git lfs pull'"),
     (0, b"PK\x03\x04", "a zip archive, as torch.save writes", "export the model to ONNX"),
@@ -36,13 +36,13 @@ _SIGNS: tuple[tuple[int, bytes, str, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """The bytes that a model was read from.
+    """Digests of the bytes that a model was read from.
 
     Attributes:
         file: sha256 (hex) of the ONNX file.
-        weights: sha256 (hex) of its external data; "" where there is none. Of each piece, in the
+        weights: sha256 (hex) of its external data; "" without any. It covers, per piece in the
             order of (location, offset, length): the location's UTF-8 and a zero byte, offset and
-            length in 8 bytes, low ones first, and the sha256 of its bytes; C++ has the same.
+            length in 8 bytes each, little-endian, and the sha256 of the bytes; as in C++.
     """
 
     file: str
@@ -50,28 +50,28 @@ class Stamp:
 
 
 def stamp_of(data: bytes) -> Stamp:
-    """The stamp of a file without external data."""
+    """Return the stamp of a file without external data."""
     return Stamp(sha256(data))
 
 
 def read_model(path: Path) -> onnx.ModelProto:
-    """Read an ONNX file and the external data beside it.
+    """Read an ONNX file and its external data.
 
     Raises:
-        ModelError: no such file, not ONNX, truncated, too large, or external data amiss.
+        ModelError: no such file, not ONNX, truncated, too large, or bad external data.
     """
     return read_stamped(path)[0]
 
 
 def read_stamped(path: Path) -> tuple[onnx.ModelProto, Stamp]:
-    """`read_model`, and the stamp of the very bytes that were parsed."""
+    """Return `read_model`'s result and the stamp of the bytes that were parsed."""
     data = model_bytes(path)
     model = parse_model(data, str(path))
     return model, Stamp(stamp_of(data).file, _read_external(model, path))
 
 
 def parse_model(data: bytes, shown: str) -> onnx.ModelProto:
-    """Parse the bytes of an ONNX model; `shown` is what the error calls it."""
+    """Parse the bytes of an ONNX model; `shown` is its name in messages."""
     import onnx
     from google.protobuf.message import DecodeError
 
@@ -92,7 +92,7 @@ def parse_model(data: bytes, shown: str) -> onnx.ModelProto:
 
 
 def refuse_external(model: onnx.ModelProto) -> None:
-    """A model in memory must have its weights in memory too."""
+    """Refuse a model in memory whose weights are not in memory."""
     tensor = next(_external_tensors(model), None)
     if tensor is not None:
         raise ModelError(
@@ -102,10 +102,10 @@ def refuse_external(model: onnx.ModelProto) -> None:
 
 
 def model_bytes(path: Path) -> bytes:
-    """The bytes of a model's file.
+    """Return the bytes of a model's file.
 
     Raises:
-        ModelError: it is no readable file, or over 2 GB.
+        ModelError: the file is not readable, or over 2 GB.
     """
     return read_bytes(path, what="an ONNX file", error=ModelError, most=_LIMIT)
 
@@ -113,13 +113,13 @@ def model_bytes(path: Path) -> bytes:
 def _refuse_others(data: bytes, shown: str) -> None:
     if not data:
         raise ModelError(f"{shown} must be an ONNX model, got an empty file; copy it again")
-    for start, sign, kind, remedy in _SIGNS:
-        if data[start : start + len(sign)] == sign:
+    for start, magic, kind, remedy in _SIGNS:
+        if data[start : start + len(magic)] == magic:
             raise ModelError(f"{shown} must be an ONNX model, got a file that is {kind}; {remedy}")
 
 
 def _describe(data: bytes) -> str:
-    """What bytes that are no protobuf look like."""
+    """Describe bytes that are not protobuf."""
     head = data[:512]
     if all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in head):
         return "a text file"
@@ -131,27 +131,27 @@ def _external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 
     nodes = [*all_nodes(model.graph)]
     for function in model.functions:
-        nodes += [inner for node in function.node for inner in (node, *_below(node))]
+        nodes += [inner for node in function.node for inner in (node, *_nodes_in_subgraphs(node))]
     graphs = [model.graph, *(body for node in nodes for body in subgraphs(node))]
     attributes = [attribute for node in nodes for attribute in node.attribute]
-    held = (
+    tensors = (
         *(tensor for graph in graphs for tensor in graph.initializer),
         *(attribute.t for attribute in attributes if attribute.HasField("t")),
         *(tensor for attribute in attributes for tensor in attribute.tensors),
     )
-    yield from (t for t in held if t.data_location == onnx.TensorProto.EXTERNAL)
+    yield from (t for t in tensors if t.data_location == onnx.TensorProto.EXTERNAL)
 
 
-def _below(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+def _nodes_in_subgraphs(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
     for body in subgraphs(node):
         yield from all_nodes(body)
 
 
 def _read_external(model: onnx.ModelProto, path: Path) -> str:
-    """Move external data into the tensors; nothing outside the model's folder is opened.
+    """Move external data into the tensors; no file outside the model's folder is opened.
 
     Returns:
-        sha256 (hex) of the data; "" where there is none.
+        sha256 (hex) of the data; "" without any.
     """
     import onnx
 
@@ -161,8 +161,8 @@ def _read_external(model: onnx.ModelProto, path: Path) -> str:
         entry = {pair.key: pair.value for pair in tensor.external_data}
         offset, data = _slice_of(path, tensor.name, entry, _LIMIT - total)
         total += len(data)
-        place = (entry["location"].encode(), offset, len(data))
-        pieces[place] = hashlib.sha256(data).digest()
+        key = (entry["location"].encode(), offset, len(data))
+        pieces[key] = hashlib.sha256(data).digest()
         tensor.raw_data = data
         del tensor.external_data[:]
         tensor.data_location = onnx.TensorProto.DEFAULT
@@ -170,7 +170,7 @@ def _read_external(model: onnx.ModelProto, path: Path) -> str:
 
 
 def _digest_of(pieces: Mapping[tuple[bytes, int, int], bytes]) -> str:
-    """Sha256 (hex) of external data, as `Stamp.weights` says."""
+    """Return the sha256 (hex) of external data, see `Stamp.weights`."""
     state = hashlib.sha256()
     for (location, offset, length), digest in sorted(pieces.items()):
         state.update(location + b"\0")
@@ -179,7 +179,7 @@ def _digest_of(pieces: Mapping[tuple[bytes, int, int], bytes]) -> str:
 
 
 def _slice_of(path: Path, name: str, entry: dict[str, str], room: int) -> tuple[int, bytes]:
-    """(offset, bytes) of one tensor's external data."""
+    """Return (offset, bytes) of one tensor's external data."""
     location = entry.get("location", "")
     try:
         offset, length = int(entry.get("offset", 0)), int(entry.get("length", -1))
@@ -206,7 +206,7 @@ def _slice_of(path: Path, name: str, entry: dict[str, str], room: int) -> tuple[
 
 def _external_file(path: Path, name: str, location: str) -> Path:
     folder = Path(os.path.realpath(path.parent))
-    # Read through links first: a link that leads out of the folder escapes it as ".." does.
+    # Links are resolved first: a link out of the folder would escape it like "..".
     file = Path(os.path.realpath(folder / location)) if "\0" not in location else folder
     if not location or Path(location).is_absolute() or folder not in file.parents:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""PyTorch models as they are named on a command line; `deploy.fx.opening` loads them."""
+"""Parse the names of PyTorch models and their inputs; `deploy.fx.opening` loads the models."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ DTYPES = (*_FLOATS, "int64", "int32", "int16", "int8", "uint8", "bool")
 
 
 def is_torch_spec(source: object) -> bool:
-    """Whether `source` reads as `file.py:factory`, or as a named model such as timm:resnet18."""
+    """Return whether `source` is `file.py:factory`, or a named model such as timm:resnet18."""
     path, _, name = str(source).rpartition(":")
     return (path.endswith(".py") and name.isidentifier()) or is_named(source)
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """`1x3x224x224` -> (1, 3, 224, 224).
+    """Parse `1x3x224x224` to (1, 3, 224, 224).
 
     Raises:
         ConfigError: not positive integers joined by x.
@@ -36,7 +36,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 class Wanted(NamedTuple):
-    """An input that was asked for: dtype None for the model's own, name None for the next one."""
+    """An input given by the user: dtype None for the model's own, name None for the next input."""
 
     shape: tuple[int, ...]
     dtype: str | None = None
@@ -44,7 +44,7 @@ class Wanted(NamedTuple):
 
 
 def parse_input(text: str) -> Wanted:
-    """`1x3x8x8`, `1x128:int64` or `ids=1x128:int64` -> the shape, its dtype and its name.
+    """Parse `1x3x8x8`, `1x128:int64` or `ids=1x128:int64` to shape, dtype and name.
 
     Raises:
         ConfigError: no shape, or no dtype of `DTYPES`.
@@ -54,29 +54,29 @@ def parse_input(text: str) -> Wanted:
     if (equals and not name) or (colon and dtype not in DTYPES):
         raise ConfigError(
             "an input is like 1x3x224x224, 1x128:int64 or mask=1x128, of a dtype of"
-            f" {', '.join(DTYPES)}, got {text!r}{_meant(dtype)}"
+            f" {', '.join(DTYPES)}, got {text!r}{_suggestion(dtype)}"
         )
     return Wanted(parse_shape(shape), dtype or None, name or None)
 
 
-def _meant(dtype: str) -> str:
+def _suggestion(dtype: str) -> str:
     way_out = did_you_mean(dtype, DTYPES)
     return f"; {way_out}" if way_out else ""
 
 
 def load_torch(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> LoadedModel:
-    """The table's row: says that a PyTorch model needs the shapes of its inputs.
+    """Raise: a PyTorch model needs the shapes of its inputs, which FRONTENDS cannot pass.
 
     Raises:
         ConfigError: always; `deploy.fx.opening.open_torch` takes the shapes.
     """
     if not is_torch_spec(source):
-        raise ConfigError(f"a model in PyTorch is given as file.py:factory, got {str(source)!r}")
+        raise ConfigError(f"a PyTorch model is given as file.py:factory, got {str(source)!r}")
     raise shapeless(source)
 
 
 def shapeless(spec: object) -> ConfigError:
-    """What to say of a model in PyTorch whose inputs have no shape."""
+    """Return the error for a PyTorch model without input shapes."""
     return ConfigError(
         f"{spec} needs the shape of its input: --input 1x3x224x224, once for each input"
     )

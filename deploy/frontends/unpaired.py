@@ -1,14 +1,14 @@
-"""A Q/DQ model without its pairs on activations: the float model that it stands for.
+"""Remove the activation pairs of a Q/DQ model, which leaves its float model.
 
 ::
 
     Conv --> x --> Q --> DQ --> Conv     becomes     Conv --> x ------------> Conv, in the record
                          '---> Add                           '--> Round ... --> Add
 
-An int8 layer rounds and saturates its input by itself. What other readers of a pair get, which are
-float on Ascend, goes through Div, Round, Clip and Mul, or is rounded no more where that is asked
-for. A Clip stays then where a pair stands for a Relu or Clip that the quantizer took out: its codes
-begin at 0, and what it reads may be negative. A tensor that gave its name to its pair gets it back.
+An int8 layer rounds and saturates its input itself. Other readers of a pair are float on Ascend:
+they get Div, Round, Clip and Mul instead, or no rounding if that is requested. Without rounding, a
+Clip stays if the pair replaced a Relu or Clip that the quantizer removed: then the codes begin at 0
+although the pair's input may be negative. A tensor whose name went to its pair gets it back.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     import onnx
 
 Nodes = list["onnx.NodeProto"]
-_OLDEST = 11  # Clip has its limits as inputs from here on
+_OLDEST = 11  # since this opset the limits of Clip are inputs
 _POSITIVE = frozenset({"Relu", "Sigmoid", "Softmax", "HardSigmoid"})
-_ADDING = frozenset({"Add", "Mul", "Max", "Concat", "Resize"})  # of such without a sign
+_ADDING = frozenset({"Add", "Mul", "Max", "Concat", "Resize"})  # not negative for such inputs
 
 
 @dataclass(frozen=True, slots=True)
 class Unpaired:
-    """What `without_pairs` gives.
+    """The result of `without_pairs`.
 
     Attributes:
         model: the float model.
-        loose: how many pairs float operators read.
-        grids: tensor of the float model -> the grids of the pairs that stood on it.
+        loose: number of pairs read by float operators.
+        grids: tensor of the float model -> the grids of its pairs.
     """
 
     model: onnx.ModelProto
@@ -50,10 +50,10 @@ class Unpaired:
 
 
 def named(quantized: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of a Q/DQ model with its functions inlined and a name for each node.
+    """Return a copy of a Q/DQ model with inlined functions and a name for each node.
 
     Raises:
-        ModelError: it is no valid model, of an opset before 11, or has no pairs.
+        ModelError: not a valid model, an opset before 11, or no pairs.
     """
     from deploy.frontends import checks
     from deploy.frontends.fold import remove_identity
@@ -84,15 +84,15 @@ def named(quantized: onnx.ModelProto) -> onnx.ModelProto:
 def without_pairs(
     model: onnx.ModelProto, taken: Collection[str], *, keep_rounding: bool
 ) -> Unpaired:
-    """A float copy, and what stood in it.
+    """Return a float copy, and the grids of the removed pairs.
 
     Args:
-        model: of which each node has a name of its own.
-        taken: the layers that round and saturate their input by themselves.
-        keep_rounding: round what the others read.
+        model: with unique node names.
+        taken: names of the layers that round and saturate their input themselves.
+        keep_rounding: round the inputs of all other readers.
 
     Raises:
-        ModelError: in integer operators, or in pairs that cannot be taken out.
+        ModelError: integer operators, or pairs that cannot be removed.
     """
     from deploy.frontends.fold import fold_constants
 
@@ -100,31 +100,31 @@ def without_pairs(
     work = _Stripper(out, taken, keep_rounding=keep_rounding)
     work.run()
     fold_constants(out)
-    left = next((node for node in all_nodes(out.graph) if node.op_type in (Q, DQ)), None)
-    if left is not None:
+    remaining = next((node for node in all_nodes(out.graph) if node.op_type in (Q, DQ)), None)
+    if remaining is not None:
         raise ModelError(
-            "QuantizeLinear and DequantizeLinear of ONNX's own domain must stand in pairs on float"
-            f" tensors of the main graph, got {left.op_type} {left.name!r}; export the model so,"
-            " with float inputs and outputs"
+            "QuantizeLinear and DequantizeLinear of ONNX's own domain must form pairs on float"
+            f" tensors of the main graph, got {remaining.op_type} {remaining.name!r}; export the"
+            " model in that form, with float inputs and outputs"
         )
     grids = {work.renamed.get(name, name): tuple(found) for name, found in work.grids.items()}
     return Unpaired(out, work.loose, grids)
 
 
 class _Stripper:
-    """One model whose pairs on activations are taken out."""
+    """Removes the activation pairs of one model."""
 
     def __init__(
         self, model: onnx.ModelProto, taken: Collection[str], *, keep_rounding: bool
     ) -> None:
         self.graph, self.index, self.keep_rounding = model.graph, Graph(model), keep_rounding
-        self.inside = _inside(self.index, taken)
+        self.int8_names = _int8_nodes(self.index, taken)
         self.loose = 0
-        self.grids: dict[str, list[Grid]] = {}  # float tensor -> those of its pairs
-        self.fixed = set(self.index.constants)  # what is known before anything is fed
+        self.grids: dict[str, list[Grid]] = {}  # float tensor -> grids of its pairs
+        self.fixed = set(self.index.constants)  # tensors that do not depend on the inputs
         self.positive: set[str] = set()  # tensors that cannot be negative
-        self.float_of: dict[str, str] = {}  # output of a pair -> what its readers read
-        self.renamed: dict[str, str] = {}  # what a node makes -> the name that it now gets
+        self.float_of: dict[str, str] = {}  # output of a pair -> tensor that its readers now read
+        self.renamed: dict[str, str] = {}  # tensor -> its new name
         self.names = {*self.index.producer, *self.index.constants, *self.index.inputs}
 
     def run(self) -> None:
@@ -139,7 +139,7 @@ class _Stripper:
                 self._refuse_integers(node)
                 continue
             elif node.op_type == DQ and node.input[0] in gone:
-                nodes += self._pair(node)
+                nodes += self._replace_pair(node)
                 continue
             elif self._cannot_be_negative(node):
                 self.positive.update(node.output)
@@ -152,48 +152,48 @@ class _Stripper:
                 node.output[place] = self.renamed.get(name, name)
         rebuild(self.graph, nodes)
 
-    def _pair(self, node: onnx.NodeProto) -> Nodes:
-        """What stands for a pair: nothing, what it does, or what keeps the name of an output."""
+    def _replace_pair(self, node: onnx.NodeProto) -> Nodes:
+        """Return a pair's replacement: nothing, its rounding, or an Identity that keeps a name."""
         from onnx import helper
 
-        read, made = self.index.producer[node.input[0]].input[0], node.output[0]
-        source = self.float_of.get(read, read)
-        kept = made in self.index.outputs
-        readers = self.index.readers.get(made, [])
-        int8 = [n for n in readers if n.name in self.inside and n.input[0] == made]
-        in_float = kept or made in self.index.captured or len(int8) < len(readers)
-        steps = self._steps(node, source) if in_float else {}
+        quantized_tensor, output = self.index.producer[node.input[0]].input[0], node.output[0]
+        source = self.float_of.get(quantized_tensor, quantized_tensor)
+        is_output = output in self.index.outputs
+        readers = self.index.readers.get(output, [])
+        int8 = [n for n in readers if n.name in self.int8_names and n.input[0] == output]
+        in_float = is_output or output in self.index.captured or len(int8) < len(readers)
+        steps = self._float_steps(node, source) if in_float else {}
         self.loose += in_float
         if steps:
             for reader in int8:
                 reader.input[0] = source
-            end = made if kept else self._own(f"{source}/{'-'.join(steps).lower()}")
-            self.float_of[made] = end
-            self._note(end, node)
+            end = output if is_output else self._new_name(f"{source}/{'-'.join(steps).lower()}")
+            self.float_of[output] = end
+            self._add_grid(end, node)
             return self._chain(source, end, steps, node.name)
-        self._note(source, node)
-        if kept and not self._may_be_called(source):
-            return [helper.make_node("Identity", [source], [made], name=f"{node.name}/float")]
-        if kept:
-            self.renamed[source] = made
+        self._add_grid(source, node)
+        if is_output and not self._can_be_renamed(source):
+            return [helper.make_node("Identity", [source], [output], name=f"{node.name}/float")]
+        if is_output:
+            self.renamed[source] = output
         else:
-            self.float_of[made] = source
-            if source == f"{made}/float" and self._may_be_called(source):
-                self.renamed[source] = made
+            self.float_of[output] = source
+            if source == f"{output}/float" and self._can_be_renamed(source):
+                self.renamed[source] = output
         return []
 
-    def _note(self, tensor: str, node: onnx.NodeProto) -> None:
+    def _add_grid(self, tensor: str, node: onnx.NodeProto) -> None:
         grid = grid_of(node, self.index)
         if grid is not None:
             self.grids.setdefault(tensor, []).append(grid)
 
-    def _steps(self, node: onnx.NodeProto, source: str) -> dict[str, tuple[float, ...]]:
-        """Operators, with their constants, that do to a float tensor what its readers rely on."""
+    def _float_steps(self, node: onnx.NodeProto, source: str) -> dict[str, tuple[float, ...]]:
+        """Return operators with their constants that a pair's float readers need instead of it."""
         grid = grid_of(node, self.index)
         if grid is None or not grid.single:
             raise ModelError(
-                "a pair on what float operators read must have one constant scale of integers, got"
-                f" another on {source!r}; export the model with such"
+                "a pair read by float operators must have one constant scale and integer codes,"
+                f" got another on {source!r}; export the model in that form"
             )
         scale, zero = float(grid.scale.reshape(-1)[0]), int(grid.zero.reshape(-1)[0])
         low, high = grid.least - zero, grid.most - zero
@@ -212,25 +212,25 @@ class _Stripper:
 
         nodes: Nodes = []
         for place, (op, values) in enumerate(steps.items(), start=1):
-            constants = [self._number(f"{end}/{op}", value) for value in values]
-            output = end if place == len(steps) else self._own(f"{end}/{op}")
-            made = helper.make_node(op, [start, *constants], [output], name=f"{name}/{op}")
-            nodes.append(made)
+            constants = [self._add_constant(f"{end}/{op}", value) for value in values]
+            output = end if place == len(steps) else self._new_name(f"{end}/{op}")
+            node = helper.make_node(op, [start, *constants], [output], name=f"{name}/{op}")
+            nodes.append(node)
             start = output
         return nodes
 
     def _name_weights(self) -> None:
-        """Call a weight and bias that were quantized after their layer, not after their pair."""
+        """Name quantized weights and biases after their layer, not after their pair."""
         for node in self.index.nodes:
             if node.op_type not in WEIGHTED:
                 continue
             for name, word in zip(node.input[1:], ("weight", "bias"), strict=False):
-                made = name in self.fixed and name not in self.index.constants
-                if made and self.index.only_reader(name) is not None:
-                    self.renamed[name] = self._own(f"{node.name}.{word}")
+                is_computed = name in self.fixed and name not in self.index.constants
+                if is_computed and self.index.only_reader(name) is not None:
+                    self.renamed[name] = self._new_name(f"{node.name}.{word}")
 
-    def _may_be_called(self, source: str) -> bool:
-        """Whether a tensor may get the name of an output."""
+    def _can_be_renamed(self, source: str) -> bool:
+        """Return whether a tensor may take the name of an output."""
         return (
             source in self.index.producer
             and source not in self.index.outputs
@@ -238,16 +238,16 @@ class _Stripper:
             and source not in self.index.captured
         )
 
-    def _own(self, wanted: str) -> str:
-        """A name that no tensor has."""
+    def _new_name(self, wanted: str) -> str:
+        """Return an unused tensor name."""
         name = unused(wanted, self.names)
         self.names.add(name)
         return name
 
-    def _number(self, wanted: str, value: float) -> str:
+    def _add_constant(self, wanted: str, value: float) -> str:
         from onnx import numpy_helper
 
-        name = self._own(wanted)
+        name = self._new_name(wanted)
         self.graph.initializer.append(numpy_helper.from_array(np.asarray(value, np.float32), name))
         return name
 
@@ -258,31 +258,32 @@ class _Stripper:
             return self.index.holds_zero(node)
         if node.op_type in MOVES | POOLS:
             return node.input[0] in self.positive
-        known = self.positive
-        return node.op_type in _ADDING and all(n in known for n in self.index.data_inputs(node))
+        positive = self.positive
+        return node.op_type in _ADDING and all(n in positive for n in self.index.data_inputs(node))
 
     def _refuse_integers(self, node: onnx.NodeProto) -> None:
-        """Refuse codes that something else than a DequantizeLinear reads."""
-        made = node.output[0]
-        others = [n.op_type for n in self.index.readers.get(made, []) if n.op_type != DQ]
-        if made in self.index.outputs:
+        """Refuse quantized tensors that anything but a DequantizeLinear reads."""
+        output = node.output[0]
+        others = [n.op_type for n in self.index.readers.get(output, []) if n.op_type != DQ]
+        if output in self.index.outputs:
             others.append("the user, as an output")
         if others:
             raise ModelError(
-                "a Q/DQ model computes in float between QuantizeLinear and DequantizeLinear, got"
-                f" {made!r} read by {others[0]}; export it in the Q/DQ form"
+                "a Q/DQ model computes in float between QuantizeLinear and DequantizeLinear, but"
+                f" {output!r} is read by {others[0]}; export the model in the Q/DQ form"
             )
 
 
-def _inside(index: Graph, taken: Collection[str]) -> set[str]:
-    """Names of int8 layers, and of what hands values on to these alone."""
-    found = {node.name for node in index.nodes if node.name in taken}
+def _int8_nodes(index: Graph, taken: Collection[str]) -> set[str]:
+    """Return the names of int8 layers, and of nodes that pass values on to them only."""
+    names = {node.name for node in index.nodes if node.name in taken}
     for node in reversed(index.nodes):
         if node.op_type not in KEEPING:
             continue
-        made = node.output[0]
-        seen = made in index.outputs or made in index.captured
-        readers = index.readers.get(made, [])
-        if readers and not seen and all(n.name in found and n.input[0] == made for n in readers):
-            found.add(node.name)
-    return found
+        output = node.output[0]
+        is_needed = output in index.outputs or output in index.captured
+        readers = index.readers.get(output, [])
+        only = all(n.name in names and n.input[0] == output for n in readers)
+        if readers and not is_needed and only:
+            names.add(node.name)
+    return names

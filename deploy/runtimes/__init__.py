@@ -1,1 +1,1 @@
-"""Sessions: a model loaded in ONNX Runtime or OpenVINO on the CPU."""
+"""Inference sessions on the CPU: ONNX Runtime or OpenVINO."""

@@ -1,7 +1,7 @@
-"""A model loaded in OpenVINO on the CPU, behind the `Session` protocol.
+"""Sessions of OpenVINO on the CPU, with the `Session` protocol.
 
-An optional runtime: nothing is built for it, but it reads the Q/DQ files that ONNX Runtime does,
-and does not always compute the same.
+OpenVINO is optional. No target builds for it, but it reads the same Q/DQ files as ONNX Runtime and
+does not always compute the same results.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from deploy.tensors import Array, TensorSpec
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-_REFUSED = 3  # exit status of the process of `run_apart` that has printed a sentence
+_REFUSED = 3  # exit status of a `run_apart` process that printed an error message
 
 
 class OpenvinoSession:
-    """An ONNX model ready to run in OpenVINO; made by `open`."""
+    """An ONNX model loaded in OpenVINO; created by `open`."""
 
     def __init__(self, compiled: Any, *, threads: int) -> None:
         self._compiled = compiled
@@ -45,17 +45,17 @@ class OpenvinoSession:
     ) -> OpenvinoSession:
         """Load a model from a file or from memory.
 
-        Float layers are computed in float32, even where the CPU has bfloat16, so that what differs
-        from ONNX Runtime is the int8 arithmetic.
+        Float layers are computed in float32, even if the CPU has bfloat16, so that only the int8
+        arithmetic differs from ONNX Runtime.
 
         Args:
-            model: path of an ONNX file (with its external data beside it), its bytes, or itself.
-            threads: threads of one inference; None takes every core this process may use.
-            shapes: input name -> dimensions, to close those that the model leaves open.
+            model: path of an ONNX file (with its external data next to it), its bytes, or a proto.
+            threads: threads of one inference; None uses every core available to this process.
+            shapes: input name -> dimensions, to fix those that the model leaves open.
 
         Raises:
             SdkMissingError: OpenVINO is not installed.
-            BackendError: OpenVINO cannot load the model; its own words are in the message.
+            BackendError: OpenVINO cannot load the model; the message quotes OpenVINO.
         """
         openvino = _openvino()
         threads = usable_cores() if threads is None else threads
@@ -72,10 +72,10 @@ class OpenvinoSession:
             if shapes:
                 read.reshape({name: list(shape) for name, shape in shapes.items()})
             compiled = core.compile_model(read, "CPU", settings)
-        except Exception as error:  # its exceptions share no base but RuntimeError
+        except Exception as error:  # OpenVINO's exceptions share no base but RuntimeError
             raise BackendError(
                 f"{what} must be a model that OpenVINO {openvino.__version__} can load, got:"
-                f" {_sentence(error)}; run it in ONNX Runtime alone"
+                f" {_sentence(error)}; run it in ONNX Runtime only"
             ) from error
         return cls(compiled, threads=threads)
 
@@ -90,16 +90,16 @@ class OpenvinoSession:
         return self._outputs
 
     def run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
-        """One inference: input name -> array in, output name -> array out.
+        """Run one inference: input name -> array in, output name -> array out.
 
         Raises:
-            BackendError: a missing or unknown input, a wrong dtype or shape, a failing operator.
+            BackendError: a missing or unknown input, a wrong dtype or shape, or a failing operator.
         """
         try:
             values = self._compiled(dict(feed))
-        except Exception as error:  # its exceptions share no base but RuntimeError
+        except Exception as error:  # OpenVINO's exceptions share no base but RuntimeError
             raise BackendError(f"OpenVINO could not run the model: {_sentence(error)}") from error
-        # copied: the arrays are the request's own memory, which the next run writes to
+        # copied: the arrays are the request's memory, which the next run overwrites
         return {spec.name: np.array(values[number]) for number, spec in enumerate(self._outputs)}
 
 
@@ -111,17 +111,17 @@ def run_apart(
     threads: int | None = None,
     closed: bool = False,
 ) -> list[Path]:
-    """Run samples in a process of its own, which a crash of the library ends alone.
+    """Run samples in a separate process, so that a crash of OpenVINO does not end this one.
 
     Args:
-        model: what to run.
-        samples: one .npz a sample, of its inputs.
-        folder: what is written goes here; files of an earlier run are written over.
-        threads: as `OpenvinoSession.open`.
-        closed: close what the inputs leave open by the shapes of the first sample.
+        model: the model to run.
+        samples: one .npz of inputs per sample.
+        folder: for the output files; those of an earlier run are overwritten.
+        threads: see `OpenvinoSession.open`.
+        closed: fix open dimensions of the inputs to the first sample's shapes.
 
     Returns:
-        One .npz a sample, of the outputs.
+        One .npz of outputs per sample.
 
     Raises:
         SdkMissingError: OpenVINO is not installed.
@@ -131,11 +131,11 @@ def run_apart(
     path = folder / "model.onnx"
     path.write_bytes(model.SerializeToString())
     results = [folder / f"outputs-{number}.npz" for number in range(len(samples))]
-    words = [str(path), str(threads or usable_cores()), "closed" if closed else "open"]
-    words += [str(file) for pair in zip(samples, results, strict=True) for file in pair]
+    args = [str(path), str(threads or usable_cores()), "closed" if closed else "open"]
+    args += [str(file) for pair in zip(samples, results, strict=True) for file in pair]
     paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, "-m", "deploy.runtimes.openvino", *words],
+        [sys.executable, "-m", "deploy.runtimes.openvino", *args],
         capture_output=True,
         text=True,
         errors="replace",
@@ -146,22 +146,22 @@ def run_apart(
         raise BackendError(done.stdout.strip())
     if done.returncode:
         raise BackendError(
-            "OpenVINO must stay alive while it loads and runs a model, got a process that ended"
+            "OpenVINO must not crash while it loads and runs a model, got a process that ended"
             f" with status {done.returncode}"
         )
     return results
 
 
-def _work(words: Sequence[str]) -> int:
-    """The process of `run_apart`: model, threads, shapes, then files of samples and outputs."""
-    path, threads, shapes, *files = words
+def _process_main(args: Sequence[str]) -> int:
+    """Run a process of `run_apart`; args: model, threads, shapes, then sample and output files."""
+    path, threads, shapes, *files = args
     try:
-        own = _shapes(files[0]) if shapes == "closed" else None
-        session = OpenvinoSession.open(Path(path), threads=int(threads), shapes=own)
+        shapes_given = _shapes(files[0]) if shapes == "closed" else None
+        session = OpenvinoSession.open(Path(path), threads=int(threads), shapes=shapes_given)
         for sample, result in zip(files[::2], files[1::2], strict=True):
             with np.load(sample, allow_pickle=False) as arrays:
                 outputs = session.run({name: arrays[name] for name in arrays.files})
-            # by number: a name may hold what a file in an archive must not
+            # by number: a name may hold characters that a zip entry must not
             np.savez(result, *[outputs[spec.name] for spec in session.outputs])
     except BackendError as error:
         print(error)
@@ -180,13 +180,13 @@ def _openvino() -> Any:
     except ImportError as error:
         raise SdkMissingError(
             "the runtime openvino must be installed on this machine, got none;"
-            " `pip install 'calib8[openvino]'`, or run the model in ONNX Runtime alone"
+            " `pip install 'calib8[openvino]'`, or run the model in ONNX Runtime only"
         ) from error
     return openvino
 
 
 def _spec(port: Any) -> TensorSpec:
-    """OpenVINO's port -> its name, numpy dtype and dimensions, open ones as None."""
+    """Convert OpenVINO's port to a spec with a numpy dtype; open dimensions become None."""
     dims = tuple(
         int(dim.get_length()) if dim.is_static else None for dim in port.get_partial_shape()
     )
@@ -196,10 +196,10 @@ def _spec(port: Any) -> TensorSpec:
 
 
 def _sentence(error: Exception) -> str:
-    """The last line of its message that says something: those before it are places in its code."""
+    """Return the message's last line with text; the lines before are locations in OpenVINO."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return first_line(RuntimeError(lines[-1] if lines else type(error).__name__))
 
 
 if __name__ == "__main__":
-    sys.exit(_work(sys.argv[1:]))
+    sys.exit(_process_main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""A model loaded in ONNX Runtime on the CPU, behind the `Session` protocol."""
+"""Sessions of ONNX Runtime on the CPU, with the `Session` protocol."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ if TYPE_CHECKING:
     import onnxruntime
     from onnx import ModelProto
 
-# ONNX Runtime's element types whose numpy name is not the same word.
+# ONNX Runtime's element types with another name in numpy.
 _NUMPY_NAMES = {"float": "float32", "double": "float64", "string": "str"}
 
-_BESIDE = b"\x0a\x08location"  # begins the entry of a tensor that tells where its values are
+_EXTERNAL = b"\x0a\x08location"  # start of the protobuf entry with the path of external weights
 
-# They drop a Relu or Clip before a Quantize whose least value is the same: of fp8 the first takes 0
-# for that, and the second fails.
-_DROP_A_CLIP = ("ReluQuantRewrite", "ClipQuantRewrite")
+# These drop a Relu or Clip before a QuantizeLinear with the same lower bound. For fp8 the first
+# takes that bound for 0, and the second fails.
+_CLIP_DROPPERS = ("ReluQuantRewrite", "ClipQuantRewrite")
 
-# It joins two Convs by the Add of what they make, though one of these is an output as well: such a
-# model does not load (ONNX Runtime 1.32; Convs of which each group makes several channels).
-_LOSES_OUTPUTS = "ConvAddActivationFusion"
+# This fuses two Convs and the Add of their outputs even if one of these is a model output: the
+# model then does not load (ONNX Runtime 1.32; grouped Convs with several channels per group).
+_OUTPUT_LOSING_OPTIMIZER = "ConvAddActivationFusion"
 _OUTPUT_LOST = "Failed to find node output"
 
-_KERNEL = "_kernel_time"  # ends the name of a kernel's event in a profile
-_MOST_TRACED = 64  # runs of a profile that goes on for a time
+_KERNEL = "_kernel_time"  # suffix of a kernel's event in a profile
+_MOST_TRACED = 64  # maximum number of runs of a timed profile
 
-_LARGE = 1 << 12  # bytes of weights that stand in a file beside a model that is saved
+_LARGE = 1 << 12  # bytes; larger weights go to a separate file when a model is saved
 
-_LINE = 64  # bytes of a line of a cache, and of the widest vector
+_LINE = 64  # bytes of a cache line, and of the widest vector
 
-_LOG_FATAL = 4  # what matters arrives as an exception; the rest is noise on a user's screen
+_LOG_FATAL = 4  # errors arrive as exceptions; everything else would clutter the user's screen
 
 
 def runtime() -> str:
-    """The ONNX Runtime of this environment, in words."""
+    """Return "ONNX Runtime" and its version."""
     import onnxruntime
 
     return f"ONNX Runtime {onnxruntime.__version__}"
 
 
-def _loaded(
+def _create_session(
     source: str | bytes, options: onnxruntime.SessionOptions, without: Sequence[str]
 ) -> onnxruntime.InferenceSession:
-    """A session without these optimizers, nor the one that loses outputs where it did."""
+    """Create a session without some optimizers, and without the faulty fusion if it fails."""
     import onnxruntime
 
     def session(disabled: Sequence[str]) -> onnxruntime.InferenceSession:
@@ -63,7 +63,7 @@ def _loaded(
             options,
             providers=["CPUExecutionProvider"],
             disabled_optimizers=[*disabled],
-            enable_fallback=0,  # there is nothing to fall back to, and it prints that it does
+            enable_fallback=0,  # there is no other provider, and ONNX Runtime would print a note
         )
 
     try:
@@ -71,11 +71,11 @@ def _loaded(
     except RuntimeError as error:
         if _OUTPUT_LOST not in str(error):
             raise
-        return session([*without, _LOSES_OUTPUTS])
+        return session([*without, _OUTPUT_LOSING_OPTIMIZER])
 
 
 class OrtSession:
-    """An ONNX model ready to run; made by `open`."""
+    """An ONNX model loaded in ONNX Runtime; created by `open`."""
 
     def __init__(self, session: onnxruntime.InferenceSession, *, threads: int) -> None:
         self._session = session
@@ -99,35 +99,35 @@ class OrtSession:
         """Load a model from a file or from memory.
 
         Args:
-            model: path of an ONNX file (with its external data beside it), its bytes, or itself.
-            threads: threads inside one operator; None takes every core this process may use.
-            optimize: False switches graph optimization off, so that every tensor exists as written.
-            spin: let idle threads wait for work within a run without sleeping, which saves
-                microseconds of it and costs a core; only what is timed is worth it.
-            keep: the memory of one run for the next; None where threads spin. A session of a few
-                runs asks for no new pages then, and gives them all back in the end.
-            int8_kernels: False computes a Q/DQ model as it is written, in float between its pairs,
-                with its weights quantized once: for a model that has another runtime's form. A
-                `ModelProto` with pairs of fp8, which has no kernels, always is.
-            trace: beginning of the path that the profile is written to.
-            saved: where the model is written as it is run on this CPU, with its larger weights in
-                a file beside it.
+            model: path of an ONNX file (with its external data next to it), its bytes, or a proto.
+            threads: threads inside one operator; None uses every core available to this process.
+            optimize: False disables graph optimization, so that every tensor of the file exists.
+            spin: idle threads spin within a run instead of sleeping, which saves microseconds and
+                occupies the cores; worth it only for timing.
+            keep: reuse memory between runs; None: only if threads spin. A session of a few runs
+                then allocates no new pages, and frees all of them at its end.
+            int8_kernels: False computes a Q/DQ model as written, in float between its pairs, with
+                its weights quantized once: for a model in another runtime's form. A `ModelProto`
+                with fp8 pairs always runs so, since there are no fp8 kernels.
+            trace: prefix of the profile's path.
+            saved: path to write the optimized model to, with its larger weights in a file next to
+                it.
 
         Raises:
-            BackendError: ONNX Runtime cannot load the model; its own words are in the message.
+            BackendError: ONNX Runtime cannot load the model; the message quotes ONNX Runtime.
         """
         import onnxruntime
 
         threads = usable_cores() if threads is None else threads
         what = str(model) if isinstance(model, Path | str) else "the model"
         source = source_of(model)
-        int8_kernels = int8_kernels and not _of_fp8(model)
+        int8_kernels = int8_kernels and not _is_fp8(model)
         options = _options(
             threads, optimize, spin, spin if keep is None else keep, int8_kernels, trace, saved
         )
         try:
-            session = _loaded(source, options, () if int8_kernels else _DROP_A_CLIP)
-        except Exception as error:  # its exception classes share no base but Exception
+            session = _create_session(source, options, () if int8_kernels else _CLIP_DROPPERS)
+        except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
             raise BackendError(
                 f"{what} must be a model that ONNX Runtime {onnxruntime.__version__} can load,"
                 f" got: {_sentence(error)}"
@@ -141,45 +141,45 @@ class OrtSession:
 
     @property
     def outputs(self) -> Sequence[TensorSpec]:
-        """Specs of the outputs that are tensors (not sequences or maps), in the model's order."""
+        """Specs of the outputs that are tensors, not sequences or maps, in the model's order."""
         return self._outputs
 
     def end_trace(self) -> str:
-        """Stop profiling; the path of the trace."""
+        """Stop profiling and return the path of the trace."""
         return str(self._session.end_profiling())
 
     def run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
-        """One inference: input name -> array in, output name -> array out.
+        """Run one inference: input name -> array in, output name -> array out.
 
         Raises:
-            BackendError: a missing or unknown input, a wrong dtype or shape, a failing operator.
+            BackendError: a missing or unknown input, a wrong dtype or shape, or a failing operator.
         """
         names = [spec.name for spec in self._outputs]
         try:
             values = self._session.run(names, dict(feed))
-        except Exception as error:  # its exception classes share no base but Exception
+        except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
             raise BackendError(f"ONNX Runtime could not run the model: {_sentence(error)}") from (
                 error
             )
         return dict(zip(names, values, strict=True))
 
     def bound(self, like: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> Bound:
-        """Runs of samples of one shape, whose outputs lie in the same memory each time.
+        """Prepare runs on samples of one shape that write the outputs to the same memory.
 
         Args:
-            like: output -> its shape and type.
+            like: output -> its shape and dtype.
 
         Raises:
-            BackendError: a type that cannot be had so.
+            BackendError: a dtype that cannot be bound.
         """
         return Bound(self._session, like)
 
 
 class Bound:
-    """Runs whose outputs lie where those of the run before lay; for one thread at once.
+    """Runs that write their outputs to the same memory each time; for one thread at a time.
 
     Attributes:
-        outputs: name -> array, as the last run left it.
+        outputs: name -> array of the last run.
     """
 
     def __init__(
@@ -189,18 +189,18 @@ class Bound:
     ) -> None:
         self._session = session
         self._binding = session.io_binding()
-        self.outputs = _side_by_side(like)
+        self.outputs = _allocate_outputs(like)
         try:
             for name, x in self.outputs.items():
                 self._binding.bind_output(name, "cpu", 0, x.dtype.type, x.shape, x.ctypes.data)
-        except Exception as error:  # its exception classes share no base but Exception
+        except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
             raise BackendError(f"outputs cannot be bound: {_sentence(error)}") from error
 
     def run(self, feed: Mapping[str, Array]) -> None:
-        """One inference.
+        """Run one inference.
 
         Raises:
-            BackendError: as `OrtSession.run`; or an output has another shape.
+            BackendError: see `OrtSession.run`; or an output has another shape.
         """
         try:
             for name, array in feed.items():
@@ -211,21 +211,21 @@ class Bound:
                 error
             )
         finally:
-            self._binding.clear_binding_inputs()  # none of them is taken for one that lacks
+            self._binding.clear_binding_inputs()  # or they would replace inputs missing next time
 
 
-def _side_by_side(
+def _allocate_outputs(
     like: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]],
 ) -> dict[str, Array]:
-    """Arrays in one piece of memory, each from a line of the cache on."""
+    """Allocate arrays in one block of memory, each aligned to a cache line."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in like.items()}
-    whole = np.empty(sum(size + _LINE for size in sizes.values()) + _LINE, np.uint8)
-    at = -whole.ctypes.data % _LINE
-    found = {}
+    block = np.empty(sum(size + _LINE for size in sizes.values()) + _LINE, np.uint8)
+    at = -block.ctypes.data % _LINE
+    arrays = {}
     for name, (shape, dtype) in like.items():
-        found[name] = whole[at : at + sizes[name]].view(dtype).reshape(shape)
+        arrays[name] = block[at : at + sizes[name]].view(dtype).reshape(shape)
         at += sizes[name] + -sizes[name] % _LINE
-    return found
+    return arrays
 
 
 def profiled(
@@ -237,15 +237,15 @@ def profiled(
     threads: int = 1,
     seconds: float = 0.0,
 ) -> Path:
-    """Run a model under ONNX Runtime's profiler; gives the trace, a JSON file in `folder`.
+    """Run a model under ONNX Runtime's profiler; return the trace, a JSON file in `folder`.
 
     Args:
         model: as it would be deployed.
         feeds: inputs, used in turn.
-        runs: how often it is run, at least.
-        folder: where the trace is written.
+        runs: minimum number of runs.
+        folder: for the trace.
         threads: threads inside one operator.
-        seconds: it is run again until so many are over, 64 times at most.
+        seconds: minimum duration, but at most 64 runs.
 
     Raises:
         BackendError: ONNX Runtime refused the model or a sample.
@@ -259,7 +259,7 @@ def profiled(
 
 
 def kernel_events(trace: Path) -> Iterator[tuple[str, str, float]]:
-    """(kernel, its operator, microseconds) of every time that a kernel ran, of a `profiled` run."""
+    """Yield (kernel, its operator, microseconds) of every kernel run in a `profiled` trace."""
     for event in json.loads(trace.read_text(encoding="utf-8")):
         name = str(event.get("name", ""))
         if event.get("cat") == "Node" and name.endswith(_KERNEL):
@@ -268,19 +268,19 @@ def kernel_events(trace: Path) -> Iterator[tuple[str, str, float]]:
 
 
 def source_of(model: Path | str | bytes | ModelProto) -> str | bytes:
-    """What a runtime in C++ takes: a path in UTF-8, or bytes.
+    """Return a model in a form for runtimes in C++: a path in UTF-8, or bytes.
 
     Raises:
-        BackendError: no regular file, or weights beside a path that is no UTF-8.
+        BackendError: no regular file, or external weights with a path that is not UTF-8.
     """
     if isinstance(model, Path | str):
         refuse_irregular(model, what="a model", error=BackendError)
-        return str(model) if is_text(model) else _whole(model)
+        return str(model) if is_text(model) else _read_bytes(model)
     return model if isinstance(model, bytes) else bytes(model.SerializeToString())
 
 
-def _of_fp8(model: Path | str | bytes | ModelProto) -> bool:
-    """Whether a model that is at hand, not in a file, holds values of fp8."""
+def _is_fp8(model: Path | str | bytes | ModelProto) -> bool:
+    """Return whether a model in memory holds fp8 values; False for files and bytes."""
     if isinstance(model, Path | str | bytes):
         return False
     from onnx import TensorProto
@@ -289,13 +289,13 @@ def _of_fp8(model: Path | str | bytes | ModelProto) -> bool:
     return any(tensor.data_type == fp8 for tensor in model.graph.initializer)
 
 
-def _whole(path: Path | str) -> bytes:
-    """A file whose path cannot be said; its weights would be looked for in the working folder."""
+def _read_bytes(path: Path | str) -> bytes:
+    """Read a model whose path is not UTF-8; external weights cannot be located then."""
     data = read_bytes(path, what="a model", error=BackendError)
-    if _BESIDE in data:
+    if _EXTERNAL in data:
         raise BackendError(
-            f"a model with weights in a file beside it must have a path in UTF-8, got {path};"
-            " move both to one"
+            f"a model with weights in a separate file must have a path in UTF-8, got {path};"
+            " move both files to such a path"
         )
     return data
 
@@ -317,7 +317,7 @@ def _options(
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = _LOG_FATAL
-    if spin:  # but not beside another session's run
+    if spin:  # but stop when the run ends, for other sessions' sake
         options.add_session_config_entry("session.force_spinning_stop", "1")
     else:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -342,7 +342,7 @@ def _is_tensor(node: onnxruntime.NodeArg) -> bool:
 
 
 def _spec(node: onnxruntime.NodeArg) -> TensorSpec:
-    """The runtime's "tensor(float)" -> "float32"; a type that is no tensor stays as it is."""
+    """Convert a node argument: "tensor(float)" becomes "float32"; other types stay unchanged."""
     element = str(node.type)
     if _is_tensor(node):
         element = element[len("tensor(") : -1]
@@ -350,9 +350,9 @@ def _spec(node: onnxruntime.NodeArg) -> TensorSpec:
 
 
 def _sentence(error: Exception) -> str:
-    """The runtime's message without its "[ONNXRuntimeError] : 7 : ..." prefix, on one line."""
+    """Return the message on one line, without its "[ONNXRuntimeError] : 7 : ..." prefix."""
     text = " ".join(str(error).split()) or type(error).__name__
-    said = text.split(" : ", 3)[-1] if text.startswith("[ONNXRuntimeError]") else text
-    if "No Op registered for Ascend" in said:
-        return f"{said}; Ascend's atc alone reads it, so give its fake-quant model"
-    return said
+    message = text.split(" : ", 3)[-1] if text.startswith("[ONNXRuntimeError]") else text
+    if "No Op registered for Ascend" in message:
+        return f"{message}; only Ascend's atc reads it, so give its fake-quant model"
+    return message

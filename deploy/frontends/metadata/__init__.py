@@ -1,7 +1,7 @@
-"""What a model's file says of pictures, or a file beside it: one file here per exporter.
+"""Read the preprocessing that a model's metadata, or a file next to it, contains.
 
-Metadata is anybody's. What is malformed, too large or only half understood is not followed, and
-that is said; it never ends a run.
+Metadata may come from anybody. Malformed, too large or partly unknown metadata is not used; a note
+says so, and the run continues.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _OWN = "the model's metadata"
 
-# (where it stands, who writes it, what reads it); the first that finds its own is followed.
+# (location, writer, reader); the first reader that finds its own data is used.
 READERS: tuple[tuple[str, str, Callable[[Found], Said | None]], ...] = (
     (_OWN, "Ultralytics", exporters.read_ultralytics),
     (_OWN, "OpenVINO's model_info", exporters.read_openvino),
@@ -33,24 +33,24 @@ READERS: tuple[tuple[str, str, Callable[[Found], Said | None]], ...] = (
 
 
 def carried_of(model: onnx.ModelProto, path: Path | None = None) -> Carried | None:
-    """What the model carries, or the files in the folder of `path`; None where nothing does."""
-    found = Found(
+    """Return the preprocessing stored in the model or in files in the folder of `path`; or None."""
+    sources = Found(
         properties={one.key: one.value[: LONGEST + 1] for one in model.metadata_props},
         folder=None if path is None else path.parent,
         shape=_shape(model),
     )
     for where, writer, read in READERS:
         try:
-            said = read(found)
+            result = read(sources)
         except ConfigError as error:
             return Carried(f"{where} ({writer})", reason=str(error))
-        if said is not None:
-            return Carried(f"{where} ({writer}{said.detail})", how=said.how)
+        if result is not None:
+            return Carried(f"{where} ({writer}{result.detail})", how=result.how)
     return None
 
 
 def _shape(model: onnx.ModelProto) -> tuple[int | None, ...]:
-    """Of the first input; None for what is open."""
+    """Return the shape of the first input; None for open dimensions."""
     first = next(iter(model.graph.input), None)
     dims = () if first is None else first.type.tensor_type.shape.dim
     return tuple(dim.dim_value if dim.dim_value > 0 else None for dim in dims)

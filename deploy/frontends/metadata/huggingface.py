@@ -1,15 +1,18 @@
-"""Hugging Face's `preprocessor_config.json`, beside the model or above a folder `onnx`.
+"""Read Hugging Face's `preprocessor_config.json`, and timm's data configuration.
 
-Source: the image processors of `transformers` (`models/*/image_processing_*.py`), which save their
-arguments under their own names: resize, crop the centre, times rescale_factor, minus image_mean,
-divided by image_std, in this order. `optimum` and transformers.js put the models into `onnx/`.
+`preprocessor_config.json` is next to the model, or in the folder above a folder `onnx`, where
+`optimum` and transformers.js put models.
 
-timm's data configuration: in the `config.json` of its models, or in metadata.
+Source: the image processors of `transformers` (`models/*/image_processing_*.py`) save their
+arguments under their own names: resize, crop the center, times rescale_factor, minus image_mean,
+divided by image_std, in this order.
+
+timm's data configuration is in the `config.json` of its models, or in metadata.
 
 Source: `timm/data/config.py` and `timm/data/transforms_factory.py` (`transforms_imagenet_eval`):
-the short side becomes floor(size / crop_pct), the centre is cropped, pixels / 255 are normalised.
+the short side becomes floor(size / crop_pct), the center is cropped, pixels / 255 are normalized.
 `timm/models/_hub.py` writes `pretrained_cfg` into `config.json`. No exporter of timm or
-torchvision writes metadata of its own; here it is read where a script put the same names there.
+torchvision writes metadata itself; metadata is read in case a script wrote the same names.
 """
 
 from __future__ import annotations
@@ -24,31 +27,31 @@ from deploy.feed.preprocess import Preprocess, Size
 from deploy.frontends.metadata.values import Found, Said, numbers, shown, single, table, whole, word
 
 TIMM_FILE = "config.json"
-# Pillow smooths when it shrinks, as OpenCV's area does and its linear and cubic do not
+# Pillow smooths when it shrinks, like OpenCV's area and unlike its linear and cubic
 INTERPOLATIONS = {"bilinear": "area", "bicubic": "area", "lanczos": "lanczos", "nearest": "nearest"}
 _CFG = "pretrained_cfg"
 _NAMES = ("mean", "std", "input_size", "crop_pct", "crop_mode", "interpolation")
 
 
-def read_timm(found: Found) -> Said | None:
-    """Out of `pretrained_cfg`, or `mean` and `std` and their like; None without these.
+def read_timm(metadata: Found) -> Said | None:
+    """Read `pretrained_cfg`, or `mean`, `std` and related metadata; None without these.
 
     Raises:
-        ConfigError: what calib8 does not do, or values that are none.
+        ConfigError: unsupported preprocessing, or invalid values.
     """
-    if (text := found.text(_CFG)) is not None:
+    if (text := metadata.text(_CFG)) is not None:
         return Said(how_of(table(text, _CFG)))
-    held = {name: found.text(name) for name in _NAMES}
-    return Said(how_of(held)) if held["mean"] and held["std"] else None
+    values = {name: metadata.text(name) for name in _NAMES}
+    return Said(how_of(values)) if values["mean"] and values["std"] else None
 
 
-def read_timm_config(found: Found) -> Said | None:
-    """Out of a `config.json` that has `pretrained_cfg`; None without one.
+def read_timm_config(metadata: Found) -> Said | None:
+    """Read a `config.json` with `pretrained_cfg`; None without one.
 
     Raises:
-        ConfigError: as `read`.
+        ConfigError: see `read_timm`.
     """
-    text = found.beside(TIMM_FILE)
+    text = metadata.beside(TIMM_FILE)
     data = {} if text is None or _CFG not in text else table(text, TIMM_FILE)
     if not isinstance(data.get(_CFG), dict):
         return None
@@ -57,15 +60,15 @@ def read_timm_config(found: Found) -> Said | None:
 
 
 def how_of(data: Mapping[str, Any]) -> Preprocess:
-    """A data configuration as a preprocessing; what it leaves out has timm's default.
+    """Convert timm's data configuration; missing values have timm's defaults.
 
     Raises:
-        ConfigError: as `read`.
+        ConfigError: see `read_timm`.
     """
     mean, std = numbers(data.get("mean"), "mean"), numbers(data.get("std"), "std")
     if max(map(abs, mean)) > 1 or max(std) > 1:
         raise ConfigError(f"its mean and std must be those of pixels / 255, got {shown(mean)}")
-    depth, side = _input(data.get("input_size"))
+    depth, side = _channels_and_side(data.get("input_size"))
     share = 0.875 if data.get("crop_pct") is None else single(data["crop_pct"], "crop_pct")
     mode, kind = data.get("crop_mode") or "center", word(data.get("interpolation") or "bicubic")
     squashed = mode == "squash" and share == 1
@@ -87,8 +90,8 @@ def how_of(data: Mapping[str, Any]) -> Preprocess:
     )
 
 
-def _input(value: object) -> tuple[int, int | None]:
-    """(channels, the side of the square input) of [3, 224, 224]."""
+def _channels_and_side(value: object) -> tuple[int, int | None]:
+    """Return (channels, side of the square input) of [3, 224, 224]."""
     if value is None:
         return 3, None
     size = whole(value, "input_size")
@@ -98,9 +101,9 @@ def _input(value: object) -> tuple[int, int | None]:
 
 
 FILE = "preprocessor_config.json"
-# Pillow's: nearest, lanczos, bilinear, bicubic, box, hamming
+# By Pillow's numbers: nearest, lanczos, bilinear, bicubic, box, hamming
 _RESAMPLE = ("nearest", "lanczos", "area", "area", "area", "area")
-# What is read here, and what changes no value of a picture that has the input's size.
+# Keys that are read here, or that change no value of an image of the input's size.
 _KNOWN = frozenset(
     (
         "_processor_class", "_valid_processor_keys", "auto_map", "crop_pct", "crop_size",
@@ -111,17 +114,17 @@ _KNOWN = frozenset(
         "processor_class", "resample", "rescale_factor", "return_tensors", "size",
     )
 )  # fmt: skip
-_OWN_WAYS = ("Deit", "DeiT", "Levit", "PoolFormer")  # that resize by rules of their own
+_OWN_WAYS = ("Deit", "DeiT", "Levit", "PoolFormer")  # these resize by their own rules
 
 
-def read_huggingface(found: Found) -> Said | None:
-    """What the file says; None where there is none, or it is of no pictures.
+def read_huggingface(metadata: Found) -> Said | None:
+    """Read `preprocessor_config.json`; None without one, or if it is not for images.
 
     Raises:
-        ConfigError: what calib8 does not do, or values that are none.
+        ConfigError: unsupported preprocessing, or invalid values.
     """
-    inside = found.folder is not None and found.folder.absolute().name == "onnx"
-    text = found.beside(FILE, *([f"../{FILE}"] if inside else []))
+    inside = metadata.folder is not None and metadata.folder.absolute().name == "onnx"
+    text = metadata.beside(FILE, *([f"../{FILE}"] if inside else []))
     if text is None:
         return None
     data = table(text, FILE)
@@ -130,14 +133,14 @@ def read_huggingface(found: Found) -> Said | None:
     if "size" not in data and "image_mean" not in data:
         return None
     kind = word(data.get("image_processor_type")) or word(data.get("feature_extractor_type"))
-    strange = [key for key, value in data.items() if value and key not in _KNOWN]
-    if kind.startswith(_OWN_WAYS) or strange:
-        raise ConfigError(f"calib8 does not know its {shown(strange[0]) if strange else kind}")
-    return Said(_normalised(_placed(data, kind), data), f", {kind}" if kind else "")
+    unknown = [key for key, value in data.items() if value and key not in _KNOWN]
+    if kind.startswith(_OWN_WAYS) or unknown:
+        raise ConfigError(f"calib8 does not know its {shown(unknown[0]) if unknown else kind}")
+    return Said(_add_arithmetic(_resize_of(data, kind), data), f", {kind}" if kind else "")
 
 
-def _normalised(how: Preprocess, data: Mapping[str, Any]) -> Preprocess:
-    """With the arithmetic and the order of the channels."""
+def _add_arithmetic(how: Preprocess, data: Mapping[str, Any]) -> Preprocess:
+    """Add the arithmetic and the order of channels."""
     scaled, normal = _flag(data, "do_rescale", True), _flag(data, "do_normalize", True)
     factor = data.get("rescale_factor")
     return replace(
@@ -153,8 +156,8 @@ def _normalised(how: Preprocess, data: Mapping[str, Any]) -> Preprocess:
     )
 
 
-def _placed(data: Mapping[str, Any], kind: str) -> Preprocess:
-    """How a picture gets to its size."""
+def _resize_of(data: Mapping[str, Any], kind: str) -> Preprocess:
+    """Return how an image is resized and cropped."""
     resample = single(data.get("resample", 2), "resample")
     size, crop = data.get("size"), _flag(data, "do_center_crop", False)
     if not _flag(data, "do_resize", True) or resample not in range(len(_RESAMPLE)):
@@ -162,22 +165,22 @@ def _placed(data: Mapping[str, Any], kind: str) -> Preprocess:
     how = Preprocess(interpolation=_RESAMPLE[int(resample)])
     sides = size if isinstance(size, dict) else {"height": size, "width": size}
     if set(sides) == {"height", "width"} and not crop:
-        return replace(how, default_size=_both(sides, "size"))
+        return replace(how, default_size=_height_width(sides, "size"))
     if set(sides) == {"shortest_edge"}:
         short = int(single(sides["shortest_edge"], "shortest_edge"))
         if crop:
-            cropped = _both(data.get("crop_size"), "crop_size")
+            cropped = _height_width(data.get("crop_size"), "crop_size")
             return replace(how, resize="short-side", short_side=short, default_size=cropped)
         if kind.startswith("ConvNext"):
-            return _of_convnext(how, short, data.get("crop_pct"))
+            return _convnext_resize(how, short, data.get("crop_pct"))
     raise ConfigError(
         f"its size must be a height and a width, or a shortest_edge of which the centre is"
         f" cropped, got {shown(size)}{' and a crop' if crop else ''}"
     )
 
 
-def _of_convnext(how: Preprocess, side: int, share: object) -> Preprocess:
-    """`ConvNextImageProcessor`: from 384 on stretched, below it cropped by a share."""
+def _convnext_resize(how: Preprocess, side: int, share: object) -> Preprocess:
+    """Apply `ConvNextImageProcessor`: stretch to 384 or more; below, crop by a share."""
     if side >= 384:
         return replace(how, default_size=(side, side))
     part = 224 / 256 if share is None else single(share, "crop_pct")
@@ -186,8 +189,8 @@ def _of_convnext(how: Preprocess, side: int, share: object) -> Preprocess:
     return replace(how, resize="short-side", short_side=int(side / part), default_size=(side, side))
 
 
-def _both(value: object, name: str) -> Size:
-    """(height, width) of a mapping, or of one number."""
+def _height_width(value: object, name: str) -> Size:
+    """Return (height, width) of a mapping or a single number."""
     sides = value if isinstance(value, dict) else {"height": value, "width": value}
     return int(single(sides.get("height"), name)), int(single(sides.get("width"), name))
 

@@ -1,4 +1,4 @@
-"""Values out of metadata: bounded, checked, and refused in a sentence's end."""
+"""Read values from metadata: bounded and checked; errors are worded as the end of a sentence."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from deploy.errors import ConfigError
 from deploy.feed.preprocess import Preprocess
 from deploy.files.reading import from_json, read_text
 
-LONGEST = 1 << 12  # characters of a value that is read
-_LARGEST = 1 << 18  # bytes of a file beside the model
-_MOST = 4  # numbers of a list: channels, or a size
+LONGEST = 1 << 12  # maximum number of characters of a value
+_LARGEST = 1 << 18  # maximum size in bytes of a file next to the model
+_MOST = 4  # maximum length of a list: channels, or a size
 _SHOWN = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What there is to read.
+    """The metadata of a model.
 
     Attributes:
-        properties: metadata of the model; a value longer than `LONGEST` is cut behind it.
-        folder: that the model stands in, None for a model in memory.
+        properties: metadata in the model; values longer than `LONGEST` are cut after one more
+            character.
+        folder: that contains the model, None for a model in memory.
         shape: of the model's first input.
     """
 
@@ -34,10 +35,10 @@ class Found:
     shape: tuple[int | None, ...] = ()
 
     def text(self, key: str) -> str | None:
-        """A value of the metadata; None where there is none.
+        """Return a value of the model's metadata; None without one.
 
         Raises:
-            ConfigError: it is too long to be what it should be.
+            ConfigError: the value is too long.
         """
         value = self.properties.get(key)
         if value is not None and len(value) > LONGEST:
@@ -45,10 +46,10 @@ class Found:
         return value
 
     def beside(self, *names: str) -> str | None:
-        """The text of the first of these files in the model's folder; None where there is none.
+        """Return the text of the first existing file of these names in the folder; else None.
 
         Raises:
-            ConfigError: it is too large, or no text.
+            ConfigError: the file is too large, or not text.
         """
         for path in (self.folder / name for name in names) if self.folder else ():
             if _is_file(path):
@@ -57,17 +58,17 @@ class Found:
 
 
 class Said(NamedTuple):
-    """What was understood: the preprocessing, and what tells of it in words, after the writer."""
+    """Preprocessing read from metadata, and details for messages, such as a version."""
 
     how: Preprocess
     detail: str = ""
 
 
 def table(text: str, name: str) -> dict[str, Any]:
-    """The keys and values of a JSON text.
+    """Return the object of a JSON text.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is no JSON object.
     """
     data = from_json(text, rule=f"its {name} must be JSON", error=ConfigError)
     if not isinstance(data, dict):
@@ -76,57 +77,57 @@ def table(text: str, name: str) -> dict[str, Any]:
 
 
 def numbers(value: object, name: str) -> tuple[float, ...]:
-    """One number, or one a channel; of a list, or of a text such as "[0.5, 0.5]" or "127.5 127.5".
+    """Return one number, or one per channel; `value` may be "[0.5, 0.5]" or "127.5 127.5".
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: not numbers, or too many.
     """
     if isinstance(value, str):
         value = re.split(r"[,\s]+", value.strip().strip("[]()").strip())
     listed = list(value) if isinstance(value, list | tuple) else [value]
-    found = tuple(map(_finite, listed[: _MOST + 1]))
-    if not 1 <= len(found) <= _MOST or None in found:
+    values = tuple(map(_finite, listed[: _MOST + 1]))
+    if not 1 <= len(values) <= _MOST or None in values:
         raise ConfigError(f"its {name} must be numbers, got {shown(value)}")
-    return tuple(one for one in found if one is not None)
+    return tuple(one for one in values if one is not None)
 
 
 def whole(value: object, name: str) -> tuple[int, ...]:
-    """The same of whole numbers.
+    """Return `numbers` as integers.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: they are no whole numbers.
     """
-    found = numbers(value, name)
-    if not all(one.is_integer() and abs(one) < 1 << 31 for one in found):
+    values = numbers(value, name)
+    if not all(one.is_integer() and abs(one) < 1 << 31 for one in values):
         raise ConfigError(f"its {name} must be whole numbers, got {shown(value)}")
-    return tuple(map(int, found))
+    return tuple(map(int, values))
 
 
 def single(value: object, name: str) -> float:
-    """One number.
+    """Return one number.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: not a single number.
     """
-    found = numbers(value, name)
-    if len(found) > 1:
+    values = numbers(value, name)
+    if len(values) > 1:
         raise ConfigError(f"its {name} must be one number, got {shown(value)}")
-    return found[0]
+    return values[0]
 
 
 def word(value: object) -> str:
-    """A version or a name where it is a plain one, else nothing."""
+    """Return a version or name if it is plain text, else ""."""
     return value if isinstance(value, str) and re.fullmatch(r"[\w.+-]{1,32}", value) else ""
 
 
 def shown(value: object) -> str:
-    """A value in a message: short, and printable."""
+    """Return a value for a message: short and printable."""
     text = ascii(value) if not isinstance(value, list) else ascii(value[: _MOST + 1])
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _finite(value: object) -> float | None:
-    """A number, or the text of one, that is finite; None for all else."""
+    """Return a finite number, also from text; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
