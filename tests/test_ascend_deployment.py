@@ -806,7 +806,7 @@ def broken(kind):
         nodes.append(helper.make_node("DequantizeLinear", ["x", "s"], ["y"], name="dq"))
         made = model(nodes, weights, {"x": [1]})
         made.graph.input[0].type.tensor_type.elem_type = TensorProto.UINT8
-        return made, "must stand in pairs"
+        return made, "must form pairs"
     return two_convs(opset=10), "opset 11 or newer"
 
 

@@ -488,7 +488,7 @@ def test_an_unknown_command_is_a_usage_error(capsys):
      (click.Abort(), 130, "calib8: interrupted"),
      (click.UsageError("no"), 2, "calib8: error: no\n"),
      (MemoryError(), 1, "calib8: error: memory did not suffice; use fewer --threads"),
-     (PermissionError(13, "Permission denied", "/x"), 1, "refused /x: Permission denied; see to"),
+     (PermissionError(13, "Permission denied", "/x"), 1, "refused /x: Permission denied; fix that"),
      (BrokenPipeError(), 1, ""),
      (ModuleNotFoundError("no", name="onnx.helper"), 1, "needs the package onnx, which is not"),
      (ModuleNotFoundError("no", name="deploy.gone"), 70, "a fault of calib8 itself")],

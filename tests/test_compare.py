@@ -840,7 +840,7 @@ def test_what_is_no_build_is_refused(run, built_builds, tmp_path):
     assert f"got {tmp_path} without a report.json" in run.fails("report", a, tmp_path)
     broken = tmp_path / "broken.json"
     broken.write_text("{")
-    assert "got no sound JSON" in run("report", a, broken)[2]
+    assert "got invalid JSON" in run("report", a, broken)[2]
     broken.write_text("[]")
     assert "got None" in run("report", a, broken)[2]
     shutil.copy(a / "report.json", broken)

@@ -430,7 +430,7 @@ def test_a_fixed_batch_of_arrays(tmp_path):
         (BATCH[:, :, :8], "must fit the input 'image'"),
         (BATCH.transpose(0, 2, 3, 1), r"turn it with \.transpose\(0, 3, 1, 2\)"),
         (BATCH[:0], "must give samples, got none"),
-        ([(BATCH, BATCH)], "must tell its inputs from what is beside them"),
+        ([(BATCH, BATCH)], "must distinguish its inputs from its other values"),
         ([{"picture": BATCH}], r"must name the inputs \['image'\], got \['picture'\]"),
         ([None, "a string"], "array of numbers"),
         ([], "got none"),
@@ -453,7 +453,7 @@ def test_nan_is_told_by_sample_and_input_or_skipped():
 
 
 def test_preprocessing_of_arrays_is_refused(tmp_path):
-    with pytest.raises(FeedError, match="must be a picture to be preprocessed, uint8"):
+    with pytest.raises(FeedError, match="must be an image to be preprocessed, uint8"):
         open_feed(BATCH, [IMAGE], preprocess=preset("imagenet"))
     np.save(tmp_path / "a.npy", BATCH)
     with pytest.raises(ConfigError, match="files of arrays are fed as they are"):
@@ -471,7 +471,7 @@ def test_arrays_that_hold_objects_or_do_not_agree_are_told(tmp_path):
         open_feed(tmp_path / "l.npz", [IMAGE])
     specs = [IMAGE, TensorSpec("z", "float32", (1, 2))]
     np.savez(tmp_path / "n.npz", image=BATCH, z=np.zeros((4, 2), np.float32))
-    with pytest.raises(FeedError, match="as many samples, got image: 5, z: 4"):
+    with pytest.raises(FeedError, match="equally many samples, got image: 5, z: 4"):
         open_feed(tmp_path / "n.npz", specs)
     np.savez(tmp_path / "m.npz", image=BATCH)
     with pytest.raises(FeedError, match=r"exactly the inputs \['image', 'z'\], got \['image'\]"):

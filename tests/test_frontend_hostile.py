@@ -411,7 +411,7 @@ def test_tensorrt_keeps_a_plugin_and_is_judged_before_it(build, domain):
     assert set(judged) == {"boxes", "scores", "s"}
     assert min(judged[name] for name in ("boxes", "scores")) > 20
     (note,) = [n for n in report["notes"] if n.startswith("Cut before")]
-    assert "EfficientNMS_TRT" in note and "judged by scores, boxes, s;" in note
+    assert "EfficientNMS_TRT" in note and "evaluated on scores, boxes, s;" in note
     session = OrtSession.open(out / "net.tensorrt.part.onnx")
     assert [s.name for s in session.outputs] == ["scores", "boxes", "s"]
     (float_nodes,) = [t["nodes"] for t in report["targets"]]

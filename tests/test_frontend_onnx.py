@@ -386,7 +386,7 @@ def test_a_cast_to_the_type_that_is_there_goes_and_what_is_behind_it_is_folded()
     model = model_of(nodes, [floats("w", 4, 3, 1, 1), floats("two", 1)])
     loaded = load(model)
     assert types(loaded.model) == ["Conv", "Cast", "Cast", "Cast"]
-    assert "Removed 3 casts to the type that was there." in loaded.notes
+    assert "Removed 3 casts to the type that the tensor has." in loaded.notes
     x = sample(1, 3, 8, 8)
     np.testing.assert_array_equal(run(loaded.model, x)[0], run(model, x)[0])
 
@@ -675,7 +675,7 @@ def ran(model: onnx.ModelProto) -> np.ndarray:
 def test_integers_become_the_float_weights_that_they_stand_for(how):
     loaded = load(stored(how))
     assert {node.op_type for node in loaded.model.graph.node} == {"Conv", "Relu"}
-    assert "Took 2 weights that are stored as integers as float ones." in loaded.notes
+    assert "Converted 2 weights from stored integers to float." in loaded.notes
     assert ran(loaded.model).tobytes() == ran(stored(how)).tobytes()
 
 

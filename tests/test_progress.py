@@ -668,7 +668,7 @@ def phone(pictures, tmp_path):
 def test_pictures_of_kinds_that_are_not_read_are_told(small_cnn, phone, run, tmp_path):
     words = ("build", small_cnn, "--effort", 0, "--duration", 0, "--accept", "--size", "16x16")
     out = run.ok(*words, "--images", phone, "--out", tmp_path / "o")
-    said = "in phone are 3 pictures of kinds that are not read (.dng, .heic); save them as .jpg or"
+    said = "in phone are 3 pictures in unsupported formats (.dng, .heic); save them as .jpg or"
     assert said in " ".join(out.split()) and "20 samples" in out
 
 
@@ -676,15 +676,15 @@ def test_a_folder_of_unread_kinds_of_pictures_is_refused(small_cnn, phone, run, 
     for file in phone.glob("*.png"):
         file.unlink()
     words = ("build", small_cnn, "--out", tmp_path / "o", "--images")
-    assert "got 3 pictures of kinds that are not read (.dng, .heic)" in run.fails(*words, phone)
-    assert "b.heic is a picture of a kind that is not read" in run.fails(*words, phone / "b.heic")
+    assert "got 3 pictures in unsupported formats (.dng, .heic)" in run.fails(*words, phone)
+    assert "b.heic is an image in an unsupported format" in run.fails(*words, phone / "b.heic")
 
 
 @pytest.mark.parametrize(
     ("words", "way"),
     [
-        (("build", "m.onnx", "photos/"), "(photos/); images go behind --images (`"),
-        (("bench", "m.int8.onnx", "m.onnx"), "(m.onnx); a second model goes behind --against (`"),
+        (("build", "m.onnx", "photos/"), "(photos/); images go after --images (`"),
+        (("bench", "m.int8.onnx", "m.onnx"), "(m.onnx); a second model goes after --against (`"),
         (("build", "m.onnx", "--images", "p", "--target", "onnxruntime", "tensorrt"),
          "(tensorrt); several targets are separated by commas (`"),
         (("build", "m.onnx", "--images", "p", "more"), "(more) (`calib8 build --help` tells more)"),
@@ -710,4 +710,4 @@ def test_a_model_for_atc_alone_is_told_what_runs_in_its_place(small_cnn, run, pi
     for command in (("build", path, *words), ("inspect", path), ("bench", path)):
         code, _, err = run(*command)
         assert code == 1 and "its fake-quant model" in err, err
-        assert "atc alone reads" in err
+        assert "only Ascend's atc reads" in err

@@ -61,7 +61,7 @@ def test_label_and_statistic_are_those_of_the_fingerprint(name, given, label, st
         (
             "mse",
             {"percent": 99},
-            "--percent belongs to --method percentile, got --method mse; leave it away",
+            "--percent belongs to --method percentile, got --method mse; leave it out",
         ),
         ("percentile", {"batch_size": 8}, "--batch-size belongs to --method entropy-tensorrt"),
         ("percentile", {"percnt": 99}, "belongs to a method, got 'percnt'; did you mean 'percent'"),

@@ -143,7 +143,7 @@ def test_a_file_that_changes_meanwhile_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("size", "spec", "message"),
     [
-        (100, X, r"whole samples of the input 'x' .*, 3,072 bytes each, got 100 bytes"),
+        (100, X, r"complete samples of the input 'x' .*, 3,072 bytes each, got 100 bytes"),
         (0, X, "got 0 bytes"),
         (3072, TensorSpec("x", "float32", ("n", 3, "h", 16)), "must state its shape"),
     ],
@@ -287,7 +287,7 @@ def test_labels_by_folder(pictures, tmp_path, run, small_cnn):
     err = run.fails(*words, *quick)
     assert "evaluation images, got none" in err
     err = run.fails(*words, *quick, "--eval-images", pictures)
-    assert "a folder of one folder a class" in err
+    assert "one folder per class" in err
 
 
 def test_a_video_is_fed_frame_by_frame(tmp_path, run, small_cnn):
@@ -306,7 +306,7 @@ def test_a_video_is_fed_frame_by_frame(tmp_path, run, small_cnn):
     words = "calibrate", small_cnn, "--images", path, "--out", out
     code, stdout, err = run(*words, "--stride", 2)
     assert code == 0, err
-    assert "every 2nd of 23 samples is looked at" in stdout + err
+    assert "every 2nd of 23 samples is used" in stdout + err
     for line in ("clip.avi\nclip.avi\n", "clip.avi 3\n"):
         (tmp_path / "list.txt").write_text(line)
         with pytest.raises(FeedError, match="a video is fed alone and without a label"):
@@ -337,7 +337,7 @@ def test_a_lot_is_drawn_by_its_seed(pictures, tmp_path, run, small_cnn):
 def test_every_so_manieth(pictures):
     feed = open_feed(pictures, [X], limit=Choice(every=3))
     assert feed.names == tuple(f"{n:02}.png" for n in range(0, 20, 3))
-    assert "every 3rd of 20 samples is looked at" in feed.notes
+    assert "every 3rd of 20 samples is used" in feed.notes
 
 
 # ---- loader.py:function -----------------------------------------------------------------------
@@ -526,7 +526,7 @@ class Trt:
         (b"bytes", "something to iterate over, got bytes"),
         (Trt(), "got the TensorRT calibrator Trt, which gives addresses"),
         (lambda: 5, "something to iterate over, got int"),
-        ([(BATCH, BATCH)], "must tell its inputs from what is beside them"),
+        ([(BATCH, BATCH)], "must distinguish its inputs from its other values"),
         ([{"y": BATCH}], r"must name the inputs \['x'\], got \['y'\]"),
         ([object()], "must be an array of numbers, .* got object"),
         ([()], "must be an array of numbers|must hold the inputs"),
@@ -647,7 +647,7 @@ def test_sizes_of_their_own_through_the_command(sizes, wide, tmp_path, run):
     [
         ("--size 24x* --resize letterbox", "go with resize stretch, or with fit-height"),
         ("--size native --resize fit-height", "got fit-height to *x*; give another resize"),
-        ("--size 24x24 --multiple 8", "a multiple is for sides of each picture's own, got 8"),
+        ("--size 24x24 --multiple 8", "a multiple is for sides that depend on the image, got 8"),
         ("--multiple 8", "leaves its size open; give a size, such as 224x224, or 224x* or native"),
         ("--size native --multiple 0", "multiple must be whole pixels, 1 to 16384, got 0"),
         ("--size 24", "a size reads HxW, such as 224x224, 48x* or native, got '24'"),
@@ -766,7 +766,7 @@ def test_raw_files_of_fewer_bits_are_widened_and_of_others_refused(tmp_path):
     raw_folder(tmp_path, BATCH.astype("<f8"))
     with pytest.raises(FeedError, match=r"must have the dtype of the input 'x' .*, got float64"):
         fed(RawFiles(folder, dtype="float64"))
-    with pytest.raises(FeedError, match=r"whole samples of the input 'x' float32 .*--raw-dtype"):
+    with pytest.raises(FeedError, match=r"complete samples of the input 'x' float32 .*--raw-dtype"):
         fed(RawFiles(folder, shape=(3, 16, 17)), WIDE)
     with pytest.raises(FeedError, match=r"must fit the input 'x' .*, got float32 \[1, 3, 16, 8\]"):
         fed(RawFiles(folder, shape=(3, 16, 8)))
@@ -804,11 +804,11 @@ def test_raw_pictures_are_preprocessed_as_files(tmp_path, small_cnn, run):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--raw-shape 1x3x16x16", "a raw shape and dtype are of .bin and .raw files, got 00.png"),
-        ("--raw-dtype uint8", "which say theirs; leave them away"),
+        ("--raw-shape 1x3x16x16", "a raw shape and dtype apply to .bin and .raw files, got 00.png"),
+        ("--raw-dtype uint8", "which have their own; leave them out"),
         ("--raw-dtype complex64", "a raw dtype must be one of float32, float16"),
         ("--raw-shape 1x3xq", "--raw-shape takes whole numbers, got 'q'"),
-        ("--raw-shape 0x3", "a raw shape must be of 1 to 8 sides from 1, got [0, 3]"),
+        ("--raw-shape 0x3", "a raw shape must have 1 to 8 sides of 1 or more, got [0, 3]"),
     ],
 )
 def test_a_form_of_raw_files_for_others(words, message, small_cnn, pictures, tmp_path, run):

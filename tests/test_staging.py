@@ -92,7 +92,7 @@ def test_a_rename_that_fails_is_tried_again_and_then_left_to_the_next_run(tmp_pa
     left[0] = 10
     with staged(tmp_path) as stage:
         write(stage, a="2", b="2", c="2")
-        with pytest.raises(ExportError, match="goes on where this one stopped"):
+        with pytest.raises(ExportError, match="finishes the publication"):
             stage.publish()
     left[0] = 0
     recover(tmp_path)

@@ -295,7 +295,7 @@ def test_pictures_of_another_size_than_annotated_have_their_boxes_scaled(
         code, out, error, told = run(detector, *words, "--eval-images", folder)
         assert code == 0, error
         found.append(told["engines"][1]["accuracy"]["precision"]["reference_50"])
-        said = "20 of 20 evaluation images are larger or smaller than the COCO json says"
+        said = "20 of 20 evaluation images differ in size, but not in shape, from the COCO json"
         assert (said in " ".join(out.split())) == (folder == larger)
     assert found[1] == pytest.approx(found[0], abs=0.1) and found[1] > 0.3
 
@@ -308,7 +308,7 @@ def test_pictures_of_another_shape_than_annotated_are_refused(run, detector, pic
     assert code == 1 and "of 9x18 and 20x18 in the COCO json; give the images that were" in error
     turned = resaved(pictures, tmp_path / "turned", lambda one: np.rot90(one))
     code, _, error, _ = run(detector, *words, turned)
-    assert code == 1 and "of 18x20 and 20x18 in the COCO json; save it as it is to be" in error
+    assert code == 1 and "of 18x20 and 20x18 in the COCO json; save it as it is displayed" in error
     data = json.loads(path.read_text())
     data["images"][0]["width"] = 0
     path.write_text(json.dumps(data))

@@ -81,7 +81,7 @@ def users_line(error: BaseException, *, besides: tuple[str, ...] = ()) -> str:
         error: the exception.
         besides: folders whose frames are not the user's, like this package and libraries.
     """
-    own = (Path(__file__).parent, sysconfig.get_path("stdlib"))
+    own = (Path(__file__).parents[1], sysconfig.get_path("stdlib"))
     folders = [f"{folder}{os.sep}" for folder in (*own, *besides)]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         ours = frame.filename.startswith(("<", *folders))

@@ -133,7 +133,7 @@ def run_apart(
     results = [folder / f"outputs-{number}.npz" for number in range(len(samples))]
     args = [str(path), str(threads or usable_cores()), "closed" if closed else "open"]
     args += [str(file) for pair in zip(samples, results, strict=True) for file in pair]
-    paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-m", "deploy.runtimes.openvino", *args],
         capture_output=True,
