@@ -170,6 +170,52 @@ def run(capfd):
     return call
 
 
+@pytest.fixture
+def command(run):
+    """(words of a command that must work) -> what it prints, on one line."""
+
+    def call(*words):
+        code, out, err = run(*words)
+        assert code == 0, err
+        return " ".join(out.split())
+
+    return call
+
+
+@pytest.fixture
+def refusal(run):
+    """(words of a command that must be refused) -> its sentence, on one line."""
+
+    def call(*words):
+        code, out, err = run(*words)
+        assert code == 1, (out, err)
+        return " ".join(err.split())
+
+    return call
+
+
+@pytest.fixture
+def ascend_build(run, tmp_path):
+    """(model, images, configuration, words) -> what a build said, on one line, and its folder."""
+
+    def call(model, images, text, *words, suffix=".cfg", code=0, out="o"):
+        config, folder = tmp_path / f"my{suffix}", tmp_path / out
+        config.write_text(text)
+        quick = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", folder)
+        given = ("--images", images, *quick, "--ascend-config", config)
+        found, said, err = run("build", model, *given, *words)
+        assert found == code, err
+        return " ".join((said + err).split()), folder
+
+    return call
+
+
+@pytest.fixture
+def no_pass(monkeypatch):
+    """A model that is run to be observed fails the test."""
+    monkeypatch.setattr("deploy.pipeline.observing.observe", lambda *a, **k: pytest.fail("a pass"))
+
+
 @pytest.fixture(scope="session")
 def histograms():
     """(model, tensors, samples) -> tensor -> its histogram, by one pass; `first`: TensorRT's."""

@@ -5,8 +5,6 @@ real GPU answers with silence or a fault is an error here: an address that is no
 of another device, or one that was freed; a call without a current context.
 """
 
-from __future__ import annotations
-
 import ctypes
 import enum
 import itertools
@@ -14,7 +12,6 @@ import threading
 import time
 import types
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -26,16 +23,16 @@ DRIVER = 13000
 
 _here = threading.local()  # contexts of this thread, the current one last
 _numbers = itertools.count(1)
-_handles: dict[int, Any] = {}
-_memory: dict[int, tuple[np.ndarray, int]] = {}  # address -> bytes, device
-_pinned: dict[int, np.ndarray] = {}
+_handles = {}
+_memory = {}  # address -> bytes, device
+_pinned = {}
 
 
 class Fault(Exception):
     """What a driver would report, or what would end the process."""
 
 
-def reset() -> None:
+def reset():
     """As a process starts: nothing allocated, no context, both GPUs there."""
     GPUS[:] = ["Fake H200", "Fake L4"]
     for kept in (_handles, _memory, _pinned):
@@ -43,19 +40,19 @@ def reset() -> None:
     _here.stack = []
 
 
-def contexts() -> list[int]:
+def contexts():
     """Devices of the thread's contexts, the current one last."""
     if not hasattr(_here, "stack"):
         _here.stack = []
     return _here.stack
 
 
-def current() -> int:
+def current():
     """The device in force; CUDA's runtime takes the first where none was chosen."""
     return contexts()[-1] if contexts() else 0
 
 
-def allocate(size: int) -> int:
+def allocate(size):
     """Address of `size` bytes on the current device, not zeroed."""
     if size < 1:
         raise Fault("invalid argument: an allocation of 0 bytes")
@@ -64,17 +61,17 @@ def allocate(size: int) -> int:
     return block.ctypes.data
 
 
-def free(address: int) -> None:
+def free(address):
     if _memory.pop(address, None) is None:
         raise Fault("invalid argument: no allocated memory")
 
 
-def allocated() -> int:
+def allocated():
     """Blocks of device memory in use."""
     return len(_memory)
 
 
-def at(address: int, size: int, device: int) -> np.ndarray:
+def at(address, size, device):
     """The bytes at a device address."""
     block, owner = _memory.get(address, (np.empty(0, np.uint8), -1))
     if owner != device or size > block.size:
@@ -82,7 +79,7 @@ def at(address: int, size: int, device: int) -> np.ndarray:
     return block[:size]
 
 
-def host(address: int, size: int) -> np.ndarray:
+def host(address, size):
     """The bytes at a host address."""
     if address in _memory:
         raise Fault("a device address where the host reads")
@@ -95,15 +92,15 @@ _NONE = np.empty(0, np.uint8)
 class Stream:
     """Work in order, done when somebody waits for it; kept apart while it is captured."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.device = current()
-        self.waiting: list[Work] = []
-        self.captured: list[Work] | None = None
+        self.waiting = []
+        self.captured = None
 
-    def put(self, work: Work) -> None:
+    def put(self, work):
         (self.waiting if self.captured is None else self.captured).append(work)
 
-    def wait(self) -> None:
+    def wait(self):
         if self.captured is not None:
             raise Fault("operation not permitted when stream is capturing")
         while self.waiting:
@@ -115,23 +112,23 @@ class Moment:
 
     at: float | None = None
 
-    def mark(self) -> None:
+    def mark(self):
         self.at = time.perf_counter()
 
 
-def handle(thing: Any) -> int:
+def handle(thing):
     number = next(_numbers) * 16
     _handles[number] = thing
     return number
 
 
-def thing(number: int) -> Any:
+def thing(number):
     if int(number) not in _handles:
         raise Fault("invalid resource handle")
     return _handles[int(number)]
 
 
-def elapsed(first: Moment, last: Moment) -> float:
+def elapsed(first, last):
     if first.at is None or last.at is None:
         raise Fault("device not ready")
     return (last.at - first.at) * 1e3
@@ -140,139 +137,133 @@ def elapsed(first: Moment, last: Moment) -> float:
 # pycuda
 
 
-def pycuda() -> dict[str, types.ModuleType]:
+def pycuda():
     """Modules of pycuda, by name."""
-    driver: Any = types.ModuleType("pycuda.driver")
+    driver = types.ModuleType("pycuda.driver")
     for name, value in _PYCUDA.items():
         setattr(driver, name, value)
-    package: Any = types.ModuleType("pycuda")
+    package = types.ModuleType("pycuda")
     package.driver = driver
     return {"pycuda": package, "pycuda.driver": driver}
 
 
-def _needs_context() -> None:
+def _needs_context():
     if not contexts():
         raise Fault("cuCtxGetCurrent failed: invalid device context")
 
 
 class _Context:
-    def __init__(self, device: int) -> None:
+    def __init__(self, device):
         self.device = device
 
-    def push(self) -> None:
+    def push(self):
         contexts().append(self.device)
 
     @staticmethod
-    def pop() -> None:
+    def pop():
         _needs_context()
         contexts().pop()
 
 
 class _Device:
-    def __init__(self, number: int) -> None:
+    def __init__(self, number):
         if not 0 <= number < len(GPUS):
             raise Fault("cuDeviceGet failed: invalid device ordinal")
         self.number = number
 
     @staticmethod
-    def count() -> int:
+    def count():
         return len(GPUS)
 
-    def name(self) -> str:
+    def name(self):
         return GPUS[self.number]
 
-    def compute_capability(self) -> tuple[int, int]:
+    def compute_capability(self):
         return CAPABILITY
 
-    def retain_primary_context(self) -> _Context:
+    def retain_primary_context(self):
         return _Context(self.number)
 
 
 class _Allocation:
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         _needs_context()
         self.address, self.device = allocate(size), current()
 
-    def __int__(self) -> int:
+    def __int__(self):
         return self.address
 
-    def free(self) -> None:
+    def free(self):
         free(self.address)
 
 
 class _PycudaStream:
-    def __init__(self) -> None:
+    def __init__(self):
         _needs_context()
         self.stream = Stream()
         self.handle = handle(self.stream)
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.stream.wait()
 
 
 class _PycudaEvent(Moment):
-    def __init__(self, flags: int = 0) -> None:
+    def __init__(self, flags=0):
         _needs_context()
 
-    def record(self, stream: _PycudaStream) -> None:
+    def record(self, stream):
         stream.stream.put(self.mark)
 
-    def time_till(self, last: Moment) -> float:
+    def time_till(self, last):
         return elapsed(self, last)
 
 
-def _bytes(array: np.ndarray) -> np.ndarray:
+def _bytes(array):
     if not array.flags.c_contiguous:
         raise Fault("only C-contiguous arrays are copied")
     return host(array.ctypes.data, array.nbytes)
 
 
-def _to_device(allocation: _Allocation, array: np.ndarray) -> None:
+def _to_device(allocation, array):
     _needs_context()
     at(int(allocation), array.nbytes, current())[:] = _bytes(array)
 
 
-def _to_device_later(allocation: _Allocation, array: np.ndarray, stream: _PycudaStream) -> None:
+def _to_device_later(allocation, array, stream):
     device = current()
 
-    def copy() -> None:
+    def copy():
         at(int(allocation), array.nbytes, device)[:] = _bytes(array)
 
     stream.stream.put(copy)
 
 
-def _to_host_later(array: np.ndarray, allocation: _Allocation, stream: _PycudaStream) -> None:
+def _to_host_later(array, allocation, stream):
     device = current()
 
-    def copy() -> None:
+    def copy():
         _bytes(array)[:] = at(int(allocation), array.nbytes, device)
 
     stream.stream.put(copy)
 
 
-def _pagelocked(shape: Any, dtype: Any, order: str = "C", mem_flags: int = 0) -> np.ndarray:
+def _pagelocked(shape, dtype, order="C", mem_flags=0):
     _needs_context()
     if shape == ():
         raise Fault("cuMemHostAlloc failed: a scalar has no shape")  # so does pycuda refuse
     return np.full(shape, 0, dtype)
 
 
-_PYCUDA: dict[str, Any] = {
-    "Error": Fault,
-    "init": lambda: None if GPUS else _no_gpu(),
-    "Device": _Device,
-    "Stream": _PycudaStream,
-    "Event": _PycudaEvent,
-    "mem_alloc": _Allocation,
-    "memcpy_htod": _to_device,
-    "memcpy_htod_async": _to_device_later,
-    "memcpy_dtoh_async": _to_host_later,
-    "pagelocked_empty": _pagelocked,
+_PYCUDA = {
+    "Error": Fault, "init": lambda: None if GPUS else _no_gpu(), "Device": _Device,
+    "Stream": _PycudaStream, "Event": _PycudaEvent, "mem_alloc": _Allocation,
+    "memcpy_htod": _to_device, "memcpy_htod_async": _to_device_later,
+    "memcpy_dtoh_async": _to_host_later, "pagelocked_empty": _pagelocked,
     "get_driver_version": lambda: DRIVER,
-}
+}  # fmt: skip
 
 
-def _no_gpu() -> None:
+def _no_gpu():
     raise Fault("cuInit failed: no CUDA-capable device is detected")
 
 
@@ -297,30 +288,30 @@ class Capture(enum.IntEnum):
     cudaStreamCaptureModeRelaxed = 2
 
 
-def cuda_python(*, old: bool = False) -> dict[str, types.ModuleType]:
+def cuda_python(*, old=False):
     """Modules of cuda-python, by name: `cuda.bindings.runtime`, or `cuda.cudart` before 12.6."""
-    runtime: Any = types.ModuleType("cuda.cudart" if old else "cuda.bindings.runtime")
+    runtime = types.ModuleType("cuda.cudart" if old else "cuda.bindings.runtime")
     for name, call in _RUNTIME.items():
         setattr(runtime, name, _answering(call))
     runtime.cudaError_t, runtime.cudaMemcpyKind = Code, Kind
     runtime.cudaStreamCaptureMode = Capture
-    package: Any = types.ModuleType("cuda")
+    package = types.ModuleType("cuda")
     package.__path__ = []
     if old:
         package.cudart = runtime
         return {"cuda": package, "cuda.cudart": runtime}
-    bindings: Any = types.ModuleType("cuda.bindings")
+    bindings = types.ModuleType("cuda.bindings")
     bindings.__path__, bindings.runtime, package.bindings = [], runtime, bindings
     return {"cuda": package, "cuda.bindings": bindings, "cuda.bindings.runtime": runtime}
 
 
-_said: list[str] = ["no error"]
+_said = ["no error"]
 
 
-def _answering(call: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+def _answering(call):
     """As cuda-python answers: (code,) or (code, result), never an exception of CUDA."""
 
-    def answer(*words: Any) -> tuple[Any, ...]:
+    def answer(*words):
         try:
             if not GPUS and call is not _text:
                 return (Code.cudaErrorNoDevice, None)
@@ -333,46 +324,46 @@ def _answering(call: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     return answer
 
 
-def _text(code: Code) -> bytes:
+def _text(code):
     known = {Code.cudaErrorNoDevice: "no CUDA-capable device is detected"}
     return known.get(code, _said[0]).encode()
 
 
-def _choose(device: int) -> None:
+def _choose(device):
     if not 0 <= device < len(GPUS):
         raise Fault("invalid device ordinal")
     contexts()[:] = [device]
 
 
-def _properties(device: int) -> types.SimpleNamespace:
+def _properties(device):
     major, minor = CAPABILITY
     return types.SimpleNamespace(name=GPUS[device].encode(), major=major, minor=minor)
 
 
-def _copy(target: int, source: int, size: int, kind: Kind, device: int) -> None:
+def _copy(target, source, size, kind, device):
     if kind == Kind.cudaMemcpyHostToDevice:
         at(target, size, device)[:] = host(source, size)
     else:
         host(target, size)[:] = at(source, size, device)
 
 
-def _copy_later(target: int, source: int, size: int, kind: Kind, stream: int) -> None:
+def _copy_later(target, source, size, kind, stream):
     device = current()
     thing(stream).put(lambda: _copy(target, source, size, kind, device))
 
 
-def _pin(size: int, flags: int) -> int:
+def _pin(size, flags):
     block = np.zeros(max(size, 1), np.uint8)
     _pinned[block.ctypes.data] = block
     return block.ctypes.data
 
 
-def _unpin(address: int) -> None:
+def _unpin(address):
     if _pinned.pop(address, None) is None:
         raise Fault("invalid argument: no pinned memory")
 
 
-def _forget(number: int) -> None:
+def _forget(number):
     thing(number)
     del _handles[int(number)]
 
@@ -380,25 +371,25 @@ def _forget(number: int) -> None:
 # Graphs: of the runtime and, under the names of the driver, of libcuda
 
 
-def begin_capture(stream: int, mode: int) -> None:
+def begin_capture(stream, mode):
     thing(stream).captured = []
 
 
-def end_capture(stream: int) -> int:
+def end_capture(stream):
     works, thing(stream).captured = thing(stream).captured, None
     return handle(works)
 
 
-def instantiate(graph: int, flags: int = 0) -> int:
+def instantiate(graph, flags=0):
     return handle(list(thing(graph)))
 
 
-def launch(graph: int, stream: int) -> None:
+def launch(graph, stream):
     for work in thing(graph):
         thing(stream).put(work)
 
 
-_RUNTIME: dict[str, Callable[..., Any]] = {
+_RUNTIME = {
     "cudaGetErrorString": _text,
     "cudaGetDeviceCount": lambda: len(GPUS),
     "cudaGetDeviceProperties": _properties,
@@ -427,35 +418,18 @@ _RUNTIME: dict[str, Callable[..., Any]] = {
 }
 
 
+def _into(made, number):
+    made._obj.value = number
+    return 0
+
+
 class Libcuda:
     """The few calls of libcuda.so.1 that capture a graph, as ctypes would make them."""
 
-    @staticmethod
-    def cuStreamBeginCapture_v2(stream: Any, mode: int) -> int:
-        begin_capture(stream.value, mode)
-        return 0
-
-    @staticmethod
-    def cuStreamEndCapture(stream: Any, graph: Any) -> int:
-        graph._obj.value = end_capture(stream.value)
-        return 0
-
-    @staticmethod
-    def cuGraphInstantiateWithFlags(made: Any, graph: Any, flags: Any) -> int:
-        made._obj.value = instantiate(graph.value)
-        return 0
-
-    @staticmethod
-    def cuGraphLaunch(graph: Any, stream: Any) -> int:
-        launch(graph.value, stream.value)
-        return 0
-
-    @staticmethod
-    def cuGraphDestroy(graph: Any) -> int:
-        _forget(graph.value)
-        return 0
-
-    @staticmethod
-    def cuGraphExecDestroy(graph: Any) -> int:
-        _forget(graph.value)
-        return 0
+    cuStreamBeginCapture_v2 = staticmethod(lambda s, mode: begin_capture(s.value, mode) or 0)
+    cuStreamEndCapture = staticmethod(lambda s, graph: _into(graph, end_capture(s.value)))
+    cuGraphInstantiateWithFlags = staticmethod(
+        lambda made, graph, flags: _into(made, instantiate(graph.value))
+    )
+    cuGraphLaunch = staticmethod(lambda graph, s: launch(graph.value, s.value) or 0)
+    cuGraphDestroy = cuGraphExecDestroy = staticmethod(lambda graph: _forget(graph.value) or 0)

@@ -9,8 +9,6 @@ Sources: NVIDIA/TensorRT python/src/infer at 8.5.3, 10.16 and 11.0, and the docs
 8.5.3.1 wheel and of tensorrt-stubs 10.13.
 """
 
-from __future__ import annotations
-
 import ctypes
 import enum
 import json
@@ -18,8 +16,6 @@ import math
 import os
 import struct
 import types
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import fake_cuda as cuda
@@ -34,7 +30,6 @@ CALIBRATORS = VERSION < (11,)
 OPSETS = ((10, 15), 24), ((10,), 20), ((9,), 19), ((8, 4), 17), ((0,), 13)
 
 
-@dataclass
 class Story:
     """What TensorRT is to do, and what was asked of it.
 
@@ -45,24 +40,15 @@ class Story:
         behind: the same, after the calibration.
         loses: tensors that TensorRT finds no scale for.
         sources: whether it lets tactic sources be set.
-        configs: of every build, in order.
-        networks: of every build, in order.
-        devices: of every build, in order.
+        configs, networks, devices: of every build, in order.
         loggers: every logger it was given.
         runs: device of every inference.
     """
 
-    parser: list[str] = field(default_factory=list)
-    build: list[str] = field(default_factory=list)
-    halfway: list[str] = field(default_factory=list)
-    behind: list[str] = field(default_factory=list)
-    loses: list[str] = field(default_factory=list)
-    sources: bool = True
-    configs: list[IBuilderConfig] = field(default_factory=list)
-    networks: list[INetworkDefinition] = field(default_factory=list)
-    devices: list[int] = field(default_factory=list)
-    loggers: list[Any] = field(default_factory=list)
-    runs: list[int] = field(default_factory=list)
+    def __init__(self):
+        self.parser, self.build, self.halfway, self.behind, self.loses = [], [], [], [], []
+        self.configs, self.networks, self.devices, self.loggers, self.runs = [], [], [], [], []
+        self.sources = True
 
 
 STORY = Story()
@@ -72,23 +58,23 @@ class ILogger:
     class Severity(enum.IntEnum):
         INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = range(5)
 
-    def __init__(self) -> None:
+    def __init__(self):
         pass
 
 
-_global: list[Any] = []  # TensorRT keeps the first logger it gets
+_global = []  # TensorRT keeps the first logger it gets
 
 
-def _say(severity: ILogger.Severity, *texts: str) -> None:
+def _say(severity, *texts):
     for text in texts:
         _global[0].log(severity, text)
 
 
-def _error(*texts: str) -> None:
+def _error(*texts):
     _say(ILogger.Severity.ERROR, *texts)
 
 
-def _takes(logger: Any) -> None:
+def _takes(logger):
     if not isinstance(logger, ILogger):
         raise TypeError("incompatible constructor arguments: a logger is wanted")
     STORY.loggers.append(logger)
@@ -96,18 +82,18 @@ def _takes(logger: Any) -> None:
         _global.append(logger)
 
 
-def _names(since: Sequence[tuple[tuple[int, ...], str]], gone: str = "") -> list[str]:
+def _names(since, gone=""):
     """Those of the version: each group of names from a version on, but for those gone in 11."""
     there = [name for first, names in since if first <= VERSION for name in names.split()]
     return [name for name in there if CALIBRATORS or name not in gone.split()]
 
 
 class _Word(enum.IntEnum):
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{type(self).__name__}.{self.name}"
 
 
-def _enum(name: str, names: Sequence[str]) -> Any:
+def _enum(name, names):
     return _Word(name, {one: number for number, one in enumerate(names)})
 
 
@@ -163,7 +149,7 @@ class IHostMemory(bytes):
     """Memory of TensorRT's."""
 
 
-def init_libnvinfer_plugins(logger: Any, namespace: str) -> Any:
+def init_libnvinfer_plugins(logger, namespace):
     _takes(logger)
     return True
 
@@ -184,14 +170,14 @@ _SHAPES = {"Reshape": (1,), "Expand": (1,), "Tile": (1,), "ConstantOfShape": (0,
 _ON_INT8 = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
 
 
-def _type(elem_type: int) -> Any:
+def _type(elem_type):
     """A type of ONNX in this version: before 9 there is no int64, and int32 stands for it."""
     name = _TYPES[elem_type]
     return DataType["INT32" if name == "INT64" and VERSION < (9,) else name]
 
 
 class ITensor:
-    def __init__(self, info: onnx.ValueInfoProto, *, is_shape_tensor: Any = False) -> None:
+    def __init__(self, info, *, is_shape_tensor=False):
         kind = info.type.tensor_type
         dims = [d.dim_value if d.HasField("dim_value") else -1 for d in kind.shape.dim]
         self.name, self.shape, self.dtype = info.name, Dims(dims), _type(kind.elem_type)
@@ -199,64 +185,55 @@ class ITensor:
 
 
 class ILayer:
-    def __init__(self, node: onnx.NodeProto) -> None:
+    def __init__(self, node):
         self.name, self.node = node.name, node
-        self.precision: Any = None
+        self.precision = None
         self.num_outputs = len(node.output)
 
-    def get_output(self, index: int) -> Any:
+    def get_output(self, index):
         return types.SimpleNamespace(name=self.node.output[index])
 
 
 class INetworkDefinition:
-    def __init__(self, flags: int) -> None:
+    def __init__(self, flags=0):
         self.flags = flags
         self.model: onnx.ModelProto
-        self.inputs: list[ITensor] = []
-        self.layers: list[ILayer] = []
+        self.inputs = []
+        self.layers = []
 
-    @property
-    def num_inputs(self) -> int:
-        return len(self.inputs)
+    num_inputs = property(lambda self: len(self.inputs))
+    num_layers = property(lambda self: len(self.layers))
 
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)
-
-    def get_input(self, index: int) -> ITensor:
+    def get_input(self, index):
         return self.inputs[index]
 
-    def get_layer(self, index: int) -> ILayer:
+    def get_layer(self, index):
         return self.layers[index]
 
-    def has(self, name: str) -> Any:
+    def has(self, name):
         """Whether it was created with a flag."""
         flag = getattr(NetworkDefinitionCreationFlag, name, None)
         return flag is not None and self.flags >> int(flag) & 1 == 1
 
-    @property
-    def typed(self) -> Any:
-        return not CALIBRATORS or self.has("STRONGLY_TYPED")
+    typed = property(lambda self: not CALIBRATORS or self.has("STRONGLY_TYPED"))
 
 
-def _plugin(op: str) -> Any:
+def _plugin(op):
     """Whether a loaded library has this plugin."""
     return hasattr(ctypes.CDLL(None), f"{op}PluginCreator")
 
 
 class OnnxParser:
-    def __init__(self, network: INetworkDefinition, logger: Any) -> None:
+    def __init__(self, network, logger):
         _takes(logger)
         self.network, self.errors = network, list[str]()
 
-    @property
-    def num_errors(self) -> int:
-        return len(self.errors)
+    num_errors = property(lambda self: len(self.errors))
 
-    def get_error(self, index: int) -> str:
+    def get_error(self, index):
         return self.errors[index]
 
-    def parse_from_file(self, path: str) -> Any:
+    def parse_from_file(self, path):
         model = onnx.load(path)
         self.errors = [*STORY.parser, *_unread(model)]
         if not CALIBRATORS or VERSION >= (10,) or self.network.has("EXPLICIT_BATCH"):
@@ -265,7 +242,7 @@ class OnnxParser:
             self.errors.append("This version of the parser only supports explicit batch")
         return not self.errors
 
-    def _fill(self, model: onnx.ModelProto) -> None:
+    def _fill(self, model):
         held = {tensor.name for tensor in model.graph.initializer}
         shapes = {
             n.input[i]
@@ -282,7 +259,7 @@ class OnnxParser:
         ]
 
 
-def _unread(model: onnx.ModelProto) -> list[str]:
+def _unread(model):
     """What this version's parser does not read."""
     newest = next(opset for since, opset in OPSETS if since <= VERSION)
     opset = next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
@@ -300,99 +277,81 @@ def _unread(model: onnx.ModelProto) -> list[str]:
 
 
 class IOptimizationProfile:
-    def __init__(self) -> None:
-        self.shapes: dict[str, tuple[tuple[int, ...], ...]] = {}
-        self.values: dict[str, tuple[tuple[int, ...], ...]] = {}
+    def __init__(self):
+        self.shapes = {}
+        self.values = {}
 
-    def set_shape(self, input: str, min: Any, opt: Any, max: Any) -> None:
+    def set_shape(self, input, min, opt, max):
         self.shapes[input] = (tuple(min), tuple(opt), tuple(max))
 
-    def set_shape_input(self, input: str, min: Any, opt: Any, max: Any) -> None:
+    def set_shape_input(self, input, min, opt, max):
         self.values[input] = (tuple(min), tuple(opt), tuple(max))
 
 
 class ITimingCache:
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data):
         self.data = data or b"timing"
 
-    def serialize(self) -> IHostMemory:
+    def serialize(self):
         return IHostMemory(self.data)
 
 
 class IBuilderConfig:
-    def __init__(self) -> None:
-        self.chosen = {BuilderFlag.TF32}
-        self.int8_calibrator: Any = None
+    def __init__(self):
+        self.chosen, self.sources, self.pools = {BuilderFlag.TF32}, 0b11111, {}
+        self.int8_calibrator = self.profile = self.calibration_profile = self.timing = None
         self.profiling_verbosity = ProfilingVerbosity.LAYER_NAMES_ONLY
-        self.profile: IOptimizationProfile | None = None
-        self.calibration_profile: IOptimizationProfile | None = None
-        self.sources = 0b11111
-        self.pools: dict[Any, int] = {}
-        self.timing: ITimingCache | None = None
+        self.get_flag, self.set_memory_pool_limit = self.chosen.__contains__, self.pools.__setitem__
 
-    def set_flag(self, flag: Any) -> None:
+    create_timing_cache = ITimingCache
+
+    def set_flag(self, flag):
         self.chosen.add(BuilderFlag(flag))
 
-    def clear_flag(self, flag: Any) -> None:
+    def clear_flag(self, flag):
         self.chosen.discard(BuilderFlag(flag))
 
-    def get_flag(self, flag: Any) -> Any:
-        return flag in self.chosen
-
-    def set_memory_pool_limit(self, pool: Any, size: int) -> None:
-        self.pools[pool] = size
-
-    def add_optimization_profile(self, profile: IOptimizationProfile) -> int:
+    def add_optimization_profile(self, profile):
         self.profile = profile
         return 0
 
-    def set_calibration_profile(self, profile: IOptimizationProfile) -> Any:
+    def set_calibration_profile(self, profile):
         self.calibration_profile = profile
         return True
 
-    def get_tactic_sources(self) -> int:
+    def get_tactic_sources(self):
         return self.sources
 
-    def set_tactic_sources(self, sources: int) -> Any:
+    def set_tactic_sources(self, sources):
         self.sources = sources if STORY.sources else self.sources
         return STORY.sources
 
-    def create_timing_cache(self, data: bytes) -> ITimingCache:
-        return ITimingCache(data)
-
-    def set_timing_cache(self, cache: ITimingCache, ignore_mismatch: Any) -> Any:
+    def set_timing_cache(self, cache, ignore_mismatch):
         self.timing = cache
         return True
 
-    def get_timing_cache(self) -> ITimingCache | None:
+    def get_timing_cache(self):
         return self.timing
 
 
 class Builder:
-    def __init__(self, logger: Any) -> None:
+    def __init__(self, logger):
         _takes(logger)
         if not cuda.GPUS:
             _error("CUDA initialization failure with error: 100")
             raise TypeError("pybind11::init(): factory function returned nullptr")
         self.device = cuda.current()
 
-    def create_network(self, flags: int = 0) -> INetworkDefinition:
-        return INetworkDefinition(flags)
+    create_network = INetworkDefinition
+    create_builder_config = IBuilderConfig
+    create_optimization_profile = IOptimizationProfile
 
-    def create_builder_config(self) -> IBuilderConfig:
-        return IBuilderConfig()
-
-    def create_optimization_profile(self) -> IOptimizationProfile:
-        return IOptimizationProfile()
-
-    def build_serialized_network(
-        self, network: INetworkDefinition, config: IBuilderConfig
-    ) -> IHostMemory | None:
+    def build_serialized_network(self, network, config):
         STORY.configs.append(config)
         STORY.networks.append(network)
         STORY.devices.append(cuda.current())
         wrong = [*STORY.build, *_unprofiled(network, config)]
-        scales: dict[str, float] = {}
+        scales = {}
         if not wrong and config.int8_calibrator is not None and not _explicit(network.model):
             scales, wrong = _calibrated(network, config)
             wrong = [*wrong, *STORY.behind]
@@ -402,7 +361,7 @@ class Builder:
         return IHostMemory(_plan(network, config, scales))
 
 
-def _unprofiled(network: INetworkDefinition, config: IBuilderConfig) -> list[str]:
+def _unprofiled(network, config):
     """Inputs that lack a profile, and flags that a strongly typed network forbids."""
     profile = config.profile or IOptimizationProfile()
     wrong = [
@@ -417,25 +376,23 @@ def _unprofiled(network: INetworkDefinition, config: IBuilderConfig) -> list[str
     return wrong
 
 
-def _explicit(model: onnx.ModelProto) -> Any:
+def _explicit(model):
     return any(node.op_type == "DequantizeLinear" for node in model.graph.node)
 
 
-def _label() -> int:
+def _label():
     major, minor, patch = VERSION[:3]
     return (major * 100 if major >= 10 else major * 10) * 100 + minor * 100 + patch
 
 
-def _calibrated(
-    network: INetworkDefinition, config: IBuilderConfig
-) -> tuple[dict[str, float], list[str]]:
+def _calibrated(network, config):
     """(scales by the calibrator's cache or by its batches, what went wrong)."""
     calibrator = config.int8_calibrator
     first = f"TRT-{_label()}-{calibrator.word}"
     known = _swallowing(calibrator.read_calibration_cache)
     if known is not None and bytes(known).decode().splitlines()[0] == first:
         return _read(bytes(known)), []
-    largest: dict[str, float] = {}
+    largest = {}
     calibrator.get_batch_size()
     names = [tensor.name for tensor in network.inputs]
     run = _everything(network.model)
@@ -462,7 +419,7 @@ def _calibrated(
     return scales, []
 
 
-def _swallowing(call: Any, *words: Any) -> Any:
+def _swallowing(call, *words):
     """As the bindings do: an exception of Python ends nothing."""
     try:
         return call(*words)
@@ -471,13 +428,13 @@ def _swallowing(call: Any, *words: Any) -> Any:
         return None
 
 
-def _read(cache: bytes) -> dict[str, float]:
+def _read(cache):
     lines = [line.rpartition(": ") for line in cache.decode().splitlines()[1:]]
     words = {name: bytes.fromhex(digits.rjust(8, "0")) for name, _, digits in lines}
     return {name: struct.unpack(">f", word)[0] for name, word in words.items()}
 
 
-def _rounded(value: float, config: IBuilderConfig) -> float:
+def _rounded(value, config):
     """A maximum as the precisions in force compute it."""
     fp16 = getattr(BuilderFlag, "FP16", None) in config.chosen
     if not fp16 and BuilderFlag.TF32 not in config.chosen:
@@ -486,14 +443,14 @@ def _rounded(value: float, config: IBuilderConfig) -> float:
     return float(bits.view(np.float32))
 
 
-def _calibrates_with(tensor: ITensor, config: IBuilderConfig) -> tuple[int, ...]:
+def _calibrates_with(tensor, config):
     profile = config.calibration_profile
     if profile is not None and tensor.name in profile.shapes:
         return profile.shapes[tensor.name][1]
     return tuple(tensor.shape)
 
 
-def _taken(tensor: ITensor, address: int, shape: tuple[int, ...]) -> np.ndarray:
+def _taken(tensor, address, shape):
     """A batch, as TensorRT reads it: in the network's own type, from the device's memory."""
     size = math.prod(shape) * _BYTES[tensor.dtype.name]
     data = cuda.at(address, size, cuda.current())
@@ -504,7 +461,7 @@ _NUMPY = {"FLOAT": np.float32, "HALF": np.float16, "INT8": np.int8, "INT32": np.
           "INT64": np.int64, "BOOL": np.bool_, "UINT8": np.uint8}  # fmt: skip
 
 
-def _everything(model: onnx.ModelProto) -> Any:
+def _everything(model):
     """Feed -> every float tensor, the inputs among them."""
     watched = onnx.ModelProto()
     watched.CopyFrom(onnx.shape_inference.infer_shapes(model))
@@ -519,7 +476,7 @@ def _everything(model: onnx.ModelProto) -> Any:
     session = _session(watched)
     wanted = [output.name for output in session.get_outputs() if output.type == "tensor(float)"]
 
-    def run(feed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def run(feed):
         fed = _cast(feed, session)
         floats = {name: x for name, x in fed.items() if x.dtype == np.float32}
         return floats | dict(zip(wanted, session.run(wanted, fed), strict=True))
@@ -527,7 +484,7 @@ def _everything(model: onnx.ModelProto) -> Any:
     return run
 
 
-def _session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
+def _session(model):
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # nodes as they stand, fp8 too
@@ -536,7 +493,7 @@ def _session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
 
 
-def _cast(feed: dict[str, np.ndarray], session: Any) -> dict[str, np.ndarray]:
+def _cast(feed, session):
     """int32 to int64 where this version knows no int64."""
     wide = {i.name for i in session.get_inputs() if i.type == "tensor(int64)"}
     return {name: x.astype(np.int64) if name in wide else x for name, x in feed.items()}
@@ -545,7 +502,7 @@ def _cast(feed: dict[str, np.ndarray], session: Any) -> dict[str, np.ndarray]:
 # Plans
 
 
-def _plan(network: INetworkDefinition, config: IBuilderConfig, scales: dict[str, float]) -> bytes:
+def _plan(network, config, scales):
     for name in STORY.loses:
         _say(
             ILogger.Severity.WARNING,
@@ -564,16 +521,14 @@ def _plan(network: INetworkDefinition, config: IBuilderConfig, scales: dict[str,
     return json.dumps(head).encode() + b"\n" + network.model.SerializeToString()
 
 
-def _layers(
-    network: INetworkDefinition, config: IBuilderConfig, scales: dict[str, float]
-) -> list[dict[str, Any]]:
+def _layers(network, config, scales):
     """What the engine inspector tells: one layer a node, a Relu inside the one before it."""
     graph = network.model.graph
     constants = {tensor.name for tensor in graph.initializer}
     dequantized = {o for n in graph.node if n.op_type == "DequantizeLinear" for o in n.output}
     chosen = {flag.name for flag in config.chosen}
     rest = "HALF" if "FP16" in chosen else "BF16" if "BF16" in chosen else "FLOAT"
-    layers: list[dict[str, Any]] = []
+    layers = []
     for layer in network.layers:
         node = layer.node
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
@@ -596,7 +551,7 @@ def _layers(
     return _with_reformats(layers, graph.input[0].name)
 
 
-def _held_in(network: INetworkDefinition, node: onnx.NodeProto, rest: str) -> str:
+def _held_in(network, node, rest):
     """Type of a layer that is not int8: the model's own where the network is strongly typed."""
     if not network.typed:
         return rest
@@ -605,7 +560,7 @@ def _held_in(network: INetworkDefinition, node: onnx.NodeProto, rest: str) -> st
     return _TYPES[info.type.tensor_type.elem_type] if info is not None else "FLOAT"
 
 
-def _with_reformats(layers: list[dict[str, Any]], given: str) -> list[dict[str, Any]]:
+def _with_reformats(layers, given):
     """A reformat wherever a layer reads another type than the one before it wrote."""
     types_of = {given: "FLOAT"}
     out = []
@@ -625,10 +580,10 @@ def _with_reformats(layers: list[dict[str, Any]], given: str) -> list[dict[str, 
 
 
 class Runtime:
-    def __init__(self, logger: Any) -> None:
+    def __init__(self, logger):
         _takes(logger)
 
-    def deserialize_cuda_engine(self, plan: bytes) -> ICudaEngine | None:
+    def deserialize_cuda_engine(self, plan):
         head, _, data = plan.partition(b"\n")
         try:
             found = json.loads(head)
@@ -645,12 +600,12 @@ class Runtime:
 
 
 class EngineInspector:
-    def __init__(self, engine: ICudaEngine) -> None:
+    def __init__(self, engine):
         self.engine = engine
 
-    def get_engine_information(self, format: Any) -> str:
+    def get_engine_information(self, format):
         head = self.engine.head
-        layers: list[Any] = [layer["name"] for layer in head["layers"]]
+        layers = [layer["name"] for layer in head["layers"]]
         if head["detailed"]:
             layers = [_told(layer) for layer in head["layers"]]
         bindings = [name for name, *_ in self.engine.tensors]
@@ -659,8 +614,8 @@ class EngineInspector:
         return "\n".join(map(str, layers))
 
 
-def _told(layer: dict[str, Any]) -> dict[str, Any]:
-    def tensor(name: str) -> dict[str, Any]:
+def _told(layer):
+    def tensor(name):
         form = f"Row major linear {_WORDS[layer['type']]} format"
         return {
             "Name": name, "Location": "Device", "Dimensions": [], "Format/Datatype": form,
@@ -679,7 +634,7 @@ def _told(layer: dict[str, Any]) -> dict[str, Any]:
 
 
 class ICudaEngine:
-    def __init__(self, head: dict[str, Any], model: onnx.ModelProto) -> None:
+    def __init__(self, head, model):
         self.head, self.model, self.device = head, model, cuda.current()
         self.hosted = {name for name, _, _, is_shape in head["inputs"] if is_shape}
         inputs = [
@@ -691,43 +646,38 @@ class ICudaEngine:
         self.tensors = [*inputs, *outputs]
         self.run = _evaluator(model)
 
-    @property
-    def num_io_tensors(self) -> int:
-        return len(self.tensors)
+    num_io_tensors = property(lambda self: len(self.tensors))
+    num_layers = property(lambda self: len(self.head["layers"]))
 
-    @property
-    def num_layers(self) -> int:
-        return len(self.head["layers"])
-
-    def get_tensor_name(self, index: int) -> str:
+    def get_tensor_name(self, index):
         return self.tensors[index][0]
 
-    def _of(self, name: str) -> Any:
+    def _of(self, name):
         return next(tensor for tensor in self.tensors if tensor[0] == name)
 
-    def get_tensor_shape(self, name: str) -> Dims:
+    def get_tensor_shape(self, name):
         return Dims(self._of(name)[1])
 
-    def get_tensor_dtype(self, name: str) -> Any:
+    def get_tensor_dtype(self, name):
         return self._of(name)[2]
 
-    def get_tensor_mode(self, name: str) -> Any:
+    def get_tensor_mode(self, name):
         return TensorIOMode.INPUT if self._of(name)[3] else TensorIOMode.OUTPUT
 
-    def get_tensor_location(self, name: str) -> Any:
+    def get_tensor_location(self, name):
         return TensorLocation.HOST if name in self.hosted else TensorLocation.DEVICE
 
-    def is_shape_inference_io(self, name: str) -> Any:
+    def is_shape_inference_io(self, name):
         return name in self.hosted
 
-    def create_execution_context(self) -> IExecutionContext:
+    def create_execution_context(self):
         return IExecutionContext(self)
 
-    def create_engine_inspector(self) -> EngineInspector:
+    def create_engine_inspector(self):
         return EngineInspector(self)
 
 
-def _evaluator(model: onnx.ModelProto) -> Any:
+def _evaluator(model):
     """Feed of raw arrays -> raw arrays of the outputs, bf16 and fp8 as their bits."""
     ends = [*model.graph.input, *model.graph.output]
     if not any(i.type.tensor_type.elem_type in _BITS for i in ends):
@@ -745,25 +695,25 @@ _NUMPY |= {"BF16": np.uint16, "FP8": np.uint8}
 
 
 class IOutputAllocator:
-    def __init__(self) -> None:
+    def __init__(self):
         pass
 
 
 class IProfiler:
-    def __init__(self) -> None:
+    def __init__(self):
         self.made = True  # which a class of its own has to see to
 
 
 class IExecutionContext:
     profiler: Any = None
 
-    def __init__(self, engine: ICudaEngine) -> None:
+    def __init__(self, engine):
         self.engine = engine
         self.shapes = {n: s for n, s, _, is_input in engine.tensors if is_input and -1 not in s}
-        self.addresses: dict[str, int] = {}
-        self.allocators: dict[str, Any] = {}
+        self.addresses = {}
+        self.allocators = {}
 
-    def set_input_shape(self, name: str, shape: Any) -> Any:
+    def set_input_shape(self, name, shape):
         given = tuple(shape)
         least, _, most = self.engine.head["shapes"].get(name, (self.engine._of(name)[1],) * 3)
         if len(given) != len(least) or any(
@@ -774,11 +724,11 @@ class IExecutionContext:
         self.shapes[name] = given
         return True
 
-    def get_tensor_shape(self, name: str) -> Dims:
+    def get_tensor_shape(self, name):
         """With -1 where it depends on values that are not known before the run."""
         return Dims(self.shapes[name] if name in self.shapes else self._inferred()[name])
 
-    def _inferred(self) -> dict[str, tuple[int, ...]]:
+    def _inferred(self):
         closed = onnx.ModelProto()
         closed.CopyFrom(self.engine.model)
         values = {name: self._hosted(name) for name in self.engine.hosted & self.addresses.keys()}
@@ -799,28 +749,28 @@ class IExecutionContext:
         inferred = onnx.shape_inference.infer_shapes(closed, data_prop=True)
         return {info.name: tuple(ITensor(info).shape) for info in inferred.graph.output}
 
-    def _hosted(self, name: str) -> np.ndarray:
+    def _hosted(self, name):
         kind = self.engine.get_tensor_dtype(name).name
         shape = self.shapes[name]
         data = cuda.host(self.addresses[name], math.prod(shape) * _BYTES[kind])
         return data.view(_NUMPY[kind]).reshape(shape).copy()
 
-    def set_tensor_address(self, name: str, memory: int) -> Any:
+    def set_tensor_address(self, name, memory):
         self.addresses[name] = memory
         return True
 
-    def set_output_allocator(self, name: str, output_allocator: Any) -> Any:
+    def set_output_allocator(self, name, output_allocator):
         assert output_allocator is None or isinstance(output_allocator, IOutputAllocator)
         self.allocators[name] = output_allocator
         return True
 
-    def infer_shapes(self) -> list[str]:
+    def infer_shapes(self):
         lacking = [
             n for n, _, _, is_input in self.engine.tensors if is_input if n not in self.shapes
         ]
         return lacking + [n for n in self.engine.hosted if n not in self.addresses]
 
-    def execute_async_v3(self, stream_handle: int) -> Any:
+    def execute_async_v3(self, stream_handle):
         stream = cuda.thing(stream_handle)
         lacking = [n for n, *_ in self.engine.tensors if not self._placed(n)]
         if lacking or self.infer_shapes():
@@ -848,16 +798,16 @@ class IExecutionContext:
             self._report()
         return True
 
-    def _report(self) -> None:
+    def _report(self):
         """A millisecond for the first layer, two for the second, and so on."""
         assert isinstance(self.profiler, IProfiler) and self.profiler.made
         for place, layer in enumerate(self.engine.head["layers"]):
             self.profiler.report_layer_time(layer["name"], place + 1.0)
 
-    def _placed(self, name: str) -> Any:
+    def _placed(self, name):
         return self.addresses.get(name) or self.allocators.get(name)
 
-    def _compute(self, hosted: dict[str, np.ndarray]) -> None:
+    def _compute(self, hosted):
         engine = self.engine
         feed = dict(hosted)
         for name, _, kind, is_input in engine.tensors:
@@ -870,7 +820,7 @@ class IExecutionContext:
         for name, value in zip(outputs, engine.run(feed), strict=True):
             self._write(name, np.ascontiguousarray(value))
 
-    def _write(self, name: str, value: np.ndarray) -> None:
+    def _write(self, name, value):
         kind = self.engine.get_tensor_dtype(name).name
         if kind == "INT32" and value.dtype == np.int64:
             value = value.astype(np.int32)
@@ -897,7 +847,7 @@ class IExecutionContext:
 if CALIBRATORS:
 
     class _Calibrator:
-        def __init__(self) -> None:
+        def __init__(self):
             pass
 
     class IInt8EntropyCalibrator2(_Calibrator):

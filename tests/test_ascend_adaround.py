@@ -9,7 +9,8 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
+from tests.vendor_models import build_net
 
 from calibrators.amct.adaround import (
     LEAKY,
@@ -37,6 +38,7 @@ from calibrators.errors import CalibrationError
 from calibrators.rounding import Window, patches
 from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.quant_layer import quantize_layers
+from deploy.targets.ascend.record import LayerRecord
 from deploy.targets.ascend.simple_config import read_simple_config
 from deploy.targets.ascend.weight_rounding import steps_of
 
@@ -172,13 +174,10 @@ def test_the_exponent_falls_by_a_cosine():
     assert [beta_of(params, at) for at in (20, 60, 100)] == pytest.approx([20, 11, 2])
 
 
-def test_without_iterations_the_nearest_codes_are_left():
+def test_the_error_falls_from_that_of_the_nearest_codes():
     problem = problem_of("conv", *CASES["conv"])
     found = adaround(problem, AdaParams(num_iteration=0))
     np.testing.assert_array_equal(found, nearest(problem))
-
-
-def test_the_error_falls_below_that_of_the_nearest():
     rng = np.random.default_rng(2)
     mixed = rng.normal(size=(300, 1, 5)) @ rng.normal(size=(5, 20))  # inputs that go together
     weight = rng.normal(size=(1, 4, 20)).astype(np.float32)
@@ -219,8 +218,7 @@ def test_weights_times_patches_are_a_transposed_convolution(given):
     x = rng.normal(size=(2, 4, 5, 6)).astype(np.float32)
     weight = rng.normal(size=(4, 3, 3, 2)).astype(np.float32)
     group = given.get("group", 1)
-    node = helper.make_node("ConvTranspose", ["x", "w"], ["y"], **given)
-    wanted = ran(model_of([node], {"w": weight}, [2, 4, 5, 6]), x)
+    wanted = ran(model_of([("ConvTranspose", "x w", "y", given)], {"w": weight}, [2, 4, 5, 6]), x)
     window = window_of(given, weight.shape[2:], transposed=True)
     rows = channels_first(weight, group).reshape(group, -1, 4 // group * 6)
     made = np.einsum("gmk,gkp->pgm", rows, patches(x, window, 1, 10_000))
@@ -255,16 +253,10 @@ def test_what_a_store_gives_back():
 # -- through the command -----------------------------------------------------------------------
 
 
-def model_of(nodes, weights, shape, opset=13):
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        nodes,
-        "made",
-        [value("x", TensorProto.FLOAT, shape)],
-        [onnx.ValueInfoProto(name="y")],
-        [numpy_helper.from_array(v.astype(np.float32), k) for k, v in weights.items()],
+def model_of(nodes, weights, shape):
+    return build_net(
+        nodes, {"x": shape}, {"y": None}, {k: np.float64(v) for k, v in weights.items()}
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
 
 
 @pytest.mark.parametrize(
@@ -290,11 +282,8 @@ def test_the_activation_behind_a_layer_alone_is_part_of_its_loss(behind, kind, s
         "half": np.full((), 0.5), "four": np.arange(1, 5.0).reshape(4, 1, 1),
         "grid": np.ones((4, 3, 3)),
     }  # fmt: skip
-    nodes = [helper.make_node("Conv", ["x", "w"], ["c"], name="conv", group=2)]
-    nodes += [
-        helper.make_node(op, given.split(), [made], name=op, **more)
-        for op, given, made, more in behind
-    ]
+    nodes = [("Conv", "x w", "c", "conv", {"group": 2})]
+    nodes += [(op, given, made, op, more) for op, given, made, more in behind]
     model = model_of(nodes, weights, [1, 4, 3, 3])
     graph = find_layers(model)
     text = "common_config { ada_quantize { } }"
@@ -315,21 +304,18 @@ def ran(model, x):
 def all_kinds(tmp_path_factory):
     """A Conv before a ReLU6, a depthwise one, a pool, a ConvTranspose, a Gemm and a MatMul."""
     rng = np.random.default_rng(5)
-    make = helper.make_node
     nodes = [
-        make("Conv", ["x", "w1", "b1"], ["c1"], name="first", pads=[1] * 4, strides=[2, 2]),
-        make("Clip", ["c1", "zero", "six"], ["r1"], name="relu6"),
-        make("Conv", ["r1", "w2", "b2"], ["c2"], name="apart", pads=[1] * 4, group=6),
-        make("PRelu", ["c2", "slope"], ["r2"], name="prelu"),
-        make("ConvTranspose", ["r2", "w3", "b3"], ["c3"], name="turned", strides=[2, 2], group=2),
-        make("Relu", ["c3"], ["r3"], name="relu"),
-        make("AveragePool", ["r3"], ["p"], name="pool", kernel_shape=[2, 2], strides=[2, 2]),
-        make("Flatten", ["p"], ["f"], name="flat"),
-        make("Gemm", ["f", "w4", "b4"], ["g"], name="fc", transB=1),
-        make("Tanh", ["g"], ["t"], name="tanh"),
-        make("MatMul", ["t", "w5"], ["m"], name="mm"),
-        make("Add", ["m", "b5"], ["y"], name="add"),
-    ]
+        ("Conv", "x w1 b1", "c1", "first", {"pads": [1] * 4, "strides": [2, 2]}),
+        ("Clip", "c1 zero six", "r1", "relu6"),
+        ("Conv", "r1 w2 b2", "c2", "apart", {"pads": [1] * 4, "group": 6}),
+        ("PRelu", "c2 slope", "r2", "prelu"),
+        ("ConvTranspose", "r2 w3 b3", "c3", "turned", {"strides": [2, 2], "group": 2}),
+        ("Relu", "c3", "r3", "relu"),
+        ("AveragePool", "r3", "p", "pool", {"kernel_shape": [2, 2], "strides": [2, 2]}),
+        ("Flatten", "p", "f", "flat"),
+        ("Gemm", "f w4 b4", "g", "fc", {"transB": 1}),
+        ("Tanh", "g", "t", "tanh"), ("MatMul", "t w5", "m", "mm"), ("Add", "m b5", "y", "add"),
+    ]  # fmt: skip
     shapes = {
         "w1": (6, 3, 3, 3), "b1": (6,), "w2": (6, 1, 3, 3), "b2": (6,), "w3": (6, 4, 2, 2),
         "b3": (8,), "w4": (20, 512), "b4": (20,), "w5": (20, 7), "b5": (7,),
@@ -345,20 +331,12 @@ def all_kinds(tmp_path_factory):
 
 
 @pytest.fixture
-def built(all_kinds, tmp_path, run):
+def built(all_kinds, ascend_build):
     """(folder, text, suffix, further words) -> what was said, and the folder."""
-
-    def build(folder, text, suffix=".cfg", *words):
-        config = tmp_path / f"my{suffix}"
-        config.write_text(text)
-        out = tmp_path / folder
-        fixed = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", out)
-        images = ("--images", all_kinds.with_suffix(".npy"), "--ascend-config", config)
-        code, said, err = run("build", all_kinds, *images, *fixed, *words)
-        assert code == 0, err
-        return " ".join(said.split()), out
-
-    return build
+    images = all_kinds.with_suffix(".npy")
+    return lambda folder, text, suffix=".cfg", *words: ascend_build(
+        all_kinds, images, text, *words, suffix=suffix, out=folder
+    )
 
 
 ARQ = "batch_num: 48"
@@ -416,26 +394,21 @@ def test_the_rounding_is_in_every_file(all_kinds, built):
     assert np.abs(codes["w3"].astype(int) - integers(plain)["w3"]).max() == 1
 
 
-def test_a_record_alone_does_not_hold_the_rounding_and_says_so(all_kinds, built, run, tmp_path):
+def test_a_record_alone_does_not_hold_the_rounding_and_says_so(
+    all_kinds, built, command, tmp_path, refusal
+):
     _, out = built("ada", ada(100, "dmq_balancer { }"))
     record, modified = out / "kinds_record.txt", out / "kinds_modified_model.onnx"
-    code, said, err = run("ascend", "deploy", all_kinds, record, "-o", tmp_path / "a")
-    assert code == 0, err
-    assert "AdaRound rounded the weights of 5 layers" in " ".join(said.split())
-    code, said, err = run("ascend", "deploy", modified, record, "-o", tmp_path / "b")
-    assert code == 0 and "AdaRound" not in said, err
+    said = command("ascend", "deploy", all_kinds, record, "-o", tmp_path / "a")
+    assert "AdaRound rounded the weights of 5 layers" in said
+    assert "AdaRound" not in command("ascend", "deploy", modified, record, "-o", tmp_path / "b")
     for kind in ("deploy", "fake_quant"):
         wanted = (out / f"kinds_{kind}_model.onnx").read_bytes()
         assert (tmp_path / "a" / f"kinds_{kind}_model.onnx").read_bytes() != wanted
         assert (tmp_path / "b" / f"kinds_modified_model_{kind}_model.onnx").read_bytes() == wanted
-
-
-def test_a_broken_comment_of_a_record_is_one_sentence(all_kinds, built, run, tmp_path):
-    _, out = built("ada", ada(1))
-    record = out / "kinds_record.txt"
     record.write_text(record.read_text().replace('"first"\n', "first\n", 1))
-    code, _, err = run("ascend", "deploy", all_kinds, record, "-o", tmp_path / "a")
-    assert code == 1 and "comment on AdaRound" in " ".join(err.split()) and "Traceback" not in err
+    err = refusal("ascend", "deploy", all_kinds, record, "-o", tmp_path / "a")
+    assert "comment on AdaRound" in err
 
 
 def document(**weight):
@@ -501,13 +474,12 @@ def test_the_layers_are_rounded_one_after_the_other(all_kinds, built, monkeypatc
     assert kinds == {"first": RELU6, "apart": LEAKY, "turned": RELU, "fc": TANH, "mm": NONE}
 
 
-def test_auto_takes_such_a_configuration(all_kinds, run, tmp_path):
+def test_auto_takes_such_a_configuration(all_kinds, command, tmp_path):
     config = tmp_path / "ada.cfg"
     config.write_text(ada(50))
     out = tmp_path / "auto"
     words = ("--images", all_kinds.with_suffix(".npy"), "--ascend-config", config, "-o", out)
-    code, said, err = run("ascend", "auto", all_kinds, *words, "--max-loss", 0.5)
-    assert code == 0, err
+    said = command("ascend", "auto", all_kinds, *words, "--max-loss", 0.5)
     assert (out / "kinds_modified_model.onnx").exists(), said
 
 
@@ -537,40 +509,28 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_it_cannot_round_is_told_before_any_pass(case, all_kinds, run, tmp_path, monkeypatch):
-    monkeypatch.setattr("deploy.pipeline.observing.observe", lambda *a, **k: pytest.fail("a pass"))
+def test_what_it_cannot_round_is_told_before_any_pass(case, all_kinds, ascend_build, no_pass):
     text, wanted = REFUSED[case]
-    config = tmp_path / "my.json"
-    config.write_text(text)
-    words = ("--target", "ascend", "--out", tmp_path / "o", "--ascend-config", config)
-    code, _, err = run("build", all_kinds, "--images", all_kinds.with_suffix(".npy"), *words)
-    assert code == 1 and wanted in " ".join(err.split()) and "Traceback" not in err
+    images = all_kinds.with_suffix(".npy")
+    assert wanted in ascend_build(all_kinds, images, text, suffix=".json", code=1)[0]
 
 
 @pytest.mark.parametrize(
-    ("node", "shape", "wanted"),
+    ("op", "more", "shape", "wanted"),
     [
-        (helper.make_node("Conv", ["x", "w"], ["y"], name="c"), [2, 3, 3], "a 1-D convolution"),
-        (
-            helper.make_node("ConvTranspose", ["x", "w"], ["y"], name="c", auto_pad="SAME_UPPER"),
-            [3, 2, 3, 3],
-            "auto_pad or output_shape",
-        ),
-        (helper.make_node("MatMul", ["x", "w"], ["y"], name="c"), [3, 8, 2], "a 3-D weight"),
+        ("Conv", {}, [2, 3, 3], "a 1-D convolution"),
+        ("ConvTranspose", {"auto_pad": "SAME_UPPER"}, [3, 2, 3, 3], "auto_pad or output_shape"),
+        ("MatMul", {}, [3, 8, 2], "a 3-D weight"),
     ],
 )
-def test_convolutions_that_amct_does_not_round(node, shape, wanted, run, tmp_path):
-    weight = np.random.default_rng(0).normal(size=shape)
-    path = tmp_path / "c.onnx"
-    onnx.save(model_of([node], {"w": weight}, [1, 3, *[8] * (len(shape) - 2)]), path)
-    images = tmp_path / "x.npy"
-    np.save(images, np.ones((2, 3, *[8] * (len(shape) - 2)), np.float32))
-    config = tmp_path / "my.json"
+def test_convolutions_that_amct_does_not_round(op, more, shape, wanted, ascend_build, tmp_path):
+    weight, sides = np.random.default_rng(0).normal(size=shape), [8] * (len(shape) - 2)
+    path, images = tmp_path / "c.onnx", tmp_path / "x.npy"
+    onnx.save(model_of([(op, "x w", "y", "c", more)], {"w": weight}, [1, 3, *sides]), path)
+    np.save(images, np.ones((2, 3, *sides), np.float32))
     layer = {"weight_quant_params": {"wts_algo": "ada_quantize", "num_iteration": 1}}
-    config.write_text(json.dumps({"version": 1, "c": layer}))
-    words = ("--target", "ascend", "--out", tmp_path / "o", "--ascend-config", config)
-    code, _, err = run("build", path, "--images", images, *words)
-    assert code == 1 and wanted in " ".join(err.split()) and "Traceback" not in err
+    text = json.dumps({"version": 1, "c": layer})
+    assert wanted in ascend_build(path, images, text, suffix=".json", code=1)[0]
 
 
 def test_an_error_in_a_block_ends_the_others():
@@ -589,11 +549,7 @@ def test_an_error_in_a_block_ends_the_others():
 
 
 def test_the_integers_of_a_record_are_taken_as_they_are():
-    from deploy.targets.ascend.layers import find_layers
-    from deploy.targets.ascend.record import LayerRecord
-
-    node = helper.make_node("Gemm", ["x", "w"], ["y"], name="g")
-    model = model_of([node], {"w": np.eye(3)}, [1, 3])
+    model = model_of([("Gemm", "x w", "y", "g")], {"w": np.eye(3)}, [1, 3])
     codes = np.arange(9, dtype=np.int8).reshape(1, 3, 3)
     record = LayerRecord(scale_d=np.float32(1), scale_w=np.ones(1, np.float32), rounded=codes)
     made = quantize_layers(model, find_layers(model), {"g": record})["g"]

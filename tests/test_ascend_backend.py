@@ -15,16 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper, numpy_helper
+from tests.vendor_models import build_net
 
-from deploy.cli import main
-from deploy.errors import (
-    BackendError,
-    Calib8Error,
-    ConfigError,
-    ExportError,
-    ModelError,
-    SdkMissingError,
-)
+from deploy.errors import BackendError, Calib8Error, ConfigError, ModelError, SdkMissingError
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends import load
 from deploy.pipeline import build
@@ -94,11 +87,6 @@ def test_executor_equals_fake_quant(small):
         (integers,) = deployed.run(feed).values()
         (floats,) = run(fake_quant_model(model, layers), feed).values()
         np.testing.assert_allclose(integers, floats, rtol=1e-4, atol=1e-4)
-
-
-def test_with_the_npus_rounding_both_are_one(small):
-    model, graph, records = small
-    layers = quantize_layers(model, graph, records)
     found = verify(model, layers, ({"x": sample[None]} for sample in DATA))
     assert found.samples == 6 and found.same_rounding <= 1e-6
     assert found.amct_cosine > 0.999 and "within" in found.sentence()
@@ -107,15 +95,7 @@ def test_with_the_npus_rounding_both_are_one(small):
 def test_rounding_differs_at_halves_only():
     """offset -3, x / scale = 0.5: AMCT's fake-quant model rounds to 0 - 3, the NPU -2.5 to -2."""
     weight = np.eye(2, dtype=np.float32)
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"], name="mm")],
-        "g",
-        [value("x", 1, [1, 2])],
-        [value("y", 1, [1, 2])],
-        [numpy_helper.from_array(weight, "w")],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    model = build_net([("MatMul", "x w", "y", "mm")], {"x": [1, 2]}, {"y": [1, 2]}, {"w": weight})
     record = LayerRecord(scale_d=np.float32(1), offset_d=-3, scale_w=np.array([2**-7], np.float32))
     layers = quantize_layers(model, find_layers(model), {"mm": record})
     feed = {"x": np.array([[0.5, 0.75]], np.float32)}
@@ -134,16 +114,8 @@ def test_executor_convolution_is_exact_integer_arithmetic():
     x = np.full((1, 64, 3, 3), 1.0, np.float32)
     weight = np.full((2, 64, 3, 3), -1.0, np.float32)
     weight[1] = 1.0
-    value = helper.make_tensor_value_info
     node = helper.make_node("Conv", ["x", "w"], ["y"], name="c", kernel_shape=[3, 3])
-    graph = helper.make_graph(
-        [node],
-        "g",
-        [value("x", 1, list(x.shape))],
-        [value("y", 1, [1, 2, 1, 1])],
-        [numpy_helper.from_array(weight, "w")],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    model = build_net([node], {"x": list(x.shape)}, {"y": [1, 2, 1, 1]}, {"w": weight})
     layers = find_layers(model)
     records = calibrate(model, layers, [{"x": x}], default_config(layers)).records
     quantized = quantize_layers(model, layers, records)["c"]
@@ -163,21 +135,11 @@ def test_executor_grouped_conv_transpose_and_matmul_bias(rng):
         "c": rng.normal(size=7).astype("f4"),
     }
     nodes = [
-        helper.make_node(
-            "ConvTranspose", ["x", "w", "b"], ["t"], name="up", group=2, strides=[2, 2]
-        ),
-        helper.make_node("MatMul", ["t", "m"], ["mm"], name="mm"),
-        helper.make_node("Add", ["mm", "c"], ["y"], name="add"),
+        ("ConvTranspose", "x w b", "t", "up", {"group": 2, "strides": [2, 2]}),
+        ("MatMul", "t m", "mm", "mm"),
+        ("Add", "mm c", "y", "add"),
     ]
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [value("x", 1, [1, 4, 2, 2])],
-        [value("y", 1, [1, 4, 5, 7])],
-        [numpy_helper.from_array(v, k) for k, v in weights.items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    model = build_net(nodes, {"x": [1, 4, 2, 2]}, {"y": [1, 4, 5, 7]}, weights)
     feed = {"x": rng.normal(size=(1, 4, 2, 2)).astype("f4")}
     layers = find_layers(model)
     records = calibrate(model, layers, [feed], default_config(layers)).records
@@ -231,15 +193,9 @@ def test_executor_on_random_layers(data):
         }
     if op not in ("AveragePool", "MatMul") and draw(st.booleans()):
         weights["b"] = rng.normal(size=out)
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        [helper.make_node(op, ["x", *weights], ["y"], name="n", **attributes)],
-        "g",
-        [value("x", 1, shape)],
-        [value("y", 1, None)],
-        [numpy_helper.from_array(v.astype("f4"), k) for k, v in weights.items()],
+    model = build_net(
+        [(op, ["x", *weights], "y", "n", {**attributes})], {"x": shape}, {"y": None}, weights
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
     feed = {"x": (rng.normal(size=shape) + rng.normal()).astype("f4")}
     layers = find_layers(model)
     config = default_config(layers, activation_offset=draw(st.booleans()))
@@ -322,24 +278,7 @@ def test_aipp_crops_the_centre_and_tells_the_host():
     assert any("cannot resize" in sentence for sentence in made.host)
 
 
-@pytest.mark.parametrize(
-    ("changes", "options", "match"),
-    [
-        ({"layout": "nhwc"}, {}, "NCHW"),
-        ({"mean": (-0.5,)}, {}, "0 to 255"),
-        ({"mean": (2.0,)}, {}, "0 to 255"),
-        ({"scale": 1e-9}, {}, "float16|0 to 255"),
-        ({"size": (1, 1)}, {}, "sides"),
-        ({}, {"size": (100, 300)}, "does not enlarge"),
-    ],
-)
-def test_what_aipp_cannot_say(changes, options, match):
-    how = Preprocess(**{"size": (224, 224), "color": "rgb", "layout": "nchw", **changes})
-    with pytest.raises(ExportError, match=match):
-        write_aipp(how, Source(**options))
-
-
-def test_atc_command():
+def test_atc_command_chips_and_shapes():
     command = atc_command(
         Path("m_deploy_model.onnx"),
         Path("m"),
@@ -354,6 +293,15 @@ def test_atc_command():
     command = atc_command(Path("m"), Path("m"), {"least": ()}, AtcOptions())
     assert f"--soc_version={CHIP}" in command
     assert not [word for word in command if word.startswith("--input_shape")]
+    for wrong in ("310P3; rm -rf", "AscendXYZ"):
+        with pytest.raises(ConfigError, match="Ascend310P3"):
+            AtcOptions(soc=wrong)
+    for known in ("Ascend310", "Ascend910ProB", "Ascend910_9391", "Ascend910B4-1"):
+        assert AtcOptions(soc=known).soc == known
+    with pytest.raises(ConfigError, match="--log twice"):
+        AtcOptions(extra=("--log=error", "--log=info"))
+    with pytest.raises(ConfigError, match="fixed shapes"):
+        atc_command(Path("m"), Path("m"), {"x": (-1, 3)}, AtcOptions())
 
 
 @pytest.mark.parametrize(
@@ -376,28 +324,13 @@ def test_flags_that_a_quantized_model_forbids(flag, match):
         check_flag(flag)
 
 
-def test_chip_names_and_open_shapes():
-    for wrong in ("310P3; rm -rf", "AscendXYZ"):
-        with pytest.raises(ConfigError, match="Ascend310P3"):
-            AtcOptions(soc=wrong)
-    for known in ("Ascend310", "Ascend910ProB", "Ascend910_9391", "Ascend910B4-1"):
-        assert AtcOptions(soc=known).soc == known
-    with pytest.raises(ConfigError, match="--log twice"):
-        AtcOptions(extra=("--log=error", "--log=info"))
-    with pytest.raises(ConfigError, match="fixed shapes"):
-        atc_command(Path("m"), Path("m"), {"x": (-1, 3)}, AtcOptions())
-
-
 # -- automatic calibration --------------------------------------------------------------------
 
 
-def test_similarity():
+def test_similarity_ranks_isolated_layers(small):
     a = np.float32([1, 2, 3])
     assert similarity(a, a) == pytest.approx(1) and similarity(a, -a) == pytest.approx(0)
     assert similarity(0 * a, a) == 1 and similarity(a, 0 * a) == 0
-
-
-def test_isolated_layers_see_float_inputs(small):
     model, graph, records = small
     layers = quantize_layers(model, graph, records)
     ranking = rank(model, layers, [{"x": DATA[:1]}])
@@ -451,15 +384,9 @@ def test_build_writes_every_file(small_cnn, data, tmp_path):
     names = {path.name for path in tmp_path.iterdir()}
     stem = small_cnn.stem
     for ending in (
-        "config.json",
-        "quant.json",
-        "record.txt",
-        "deploy_model.onnx",
-        "fake_quant_model.onnx",
-        "amct_qdq.onnx",
-        "atc.sh",
-        "README.txt",
-    ):
+        "config.json", "quant.json", "record.txt", "deploy_model.onnx", "fake_quant_model.onnx",
+        "amct_qdq.onnx", "atc.sh", "README.txt",
+    ):  # fmt: skip
         assert f"{stem}_{ending}" in names
     model = name_nodes(load(small_cnn).model)
     graph = find_layers(model)
@@ -538,99 +465,43 @@ def test_a_config_disables_layers_and_limits_batches(small_cnn, data, tmp_path):
     assert any("2 of 6 samples" in note for note in report.targets[0].notes)
 
 
-def test_a_refused_config_writes_nothing(small_cnn, data, tmp_path):
+def test_refused_configs_and_options_write_nothing(small_cnn, data, tmp_path):
     config = tmp_path / "my.json"
     config.write_text('{"version": 1, "batch_nun": 3}')
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match="did you mean 'batch_num'"):
         build(small_cnn, data, out=out, targets=[Ascend(config=config)], duration_s=0)
     assert not list(out.glob("*_record.txt")) and not list(out.glob("*.onnx"))
-
-
-def test_options_are_judged_before_anything_runs():
     with pytest.raises(ConfigError, match="Ascend310P3"):
         Ascend(soc="P3")
     with pytest.raises(ConfigError, match="fixed shapes"):
         Ascend(atc_flags=("--dynamic_dims=1",))
 
 
-def test_fusion_follows_the_config(rng, tmp_path):
-    """A Conv + BatchNormalization stays apart where the config says so."""
-    value = helper.make_tensor_value_info
-    weights = {
-        "w": rng.normal(size=(4, 3, 1, 1)),
-        "s": rng.uniform(0.5, 2, 4),
-        "b": rng.normal(size=4),
-        "m": rng.normal(size=4),
-        "v": rng.uniform(0.5, 2, 4),
-    }
-    nodes = [
-        helper.make_node("Conv", ["x", "w"], ["c"], name="conv", kernel_shape=[1, 1]),
-        helper.make_node("BatchNormalization", ["c", "s", "b", "m", "v"], ["y"], name="bn"),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [value("x", 1, [1, 3, 4, 4])],
-        [value("y", 1, [1, 4, 4, 4])],
-        [numpy_helper.from_array(v.astype("f4"), k) for k, v in weights.items()],
-    )
-    path = tmp_path / "bn.onnx"
-    onnx.save(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), path
-    )
-    samples = [{"x": rng.normal(size=(1, 3, 4, 4)).astype("f4")}]
-    for text, expected in (
-        ("", 0),
-        ("do_fusion: false", 1),
-        ('skip_fusion_layers: "conv"', 1),
-    ):
-        config = tmp_path / "c.cfg"
-        config.write_text(text)
-        build(path, samples, out=tmp_path / "o", targets=[Ascend(config=config)], duration_s=0)
-        made = onnx.load(tmp_path / "o" / "bn_deploy_model.onnx")
-        norms = [n for n in made.graph.node if n.op_type == "BatchNormalization"]
-        assert len(norms) == expected and all(n.domain == "" for n in norms)
-
-
 # -- commands ---------------------------------------------------------------------------------
 
 
-def call(capsys, *words):
-    """(exit code, output, errors) of one command line."""
-    try:
-        main([str(w) for w in words])
-        code = 0
-    except SystemExit as stop:
-        code = stop.code or 0
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def test_config_and_check_commands(small_cnn, tmp_path, capsys):
+def test_config_and_check_commands(small_cnn, tmp_path, command, refusal):
     for name in ("quant.json", "quant.cfg"):
         path = tmp_path / name
-        assert call(capsys, "ascend", "config", small_cnn, "-o", path)[0] == 0
-        code, out, _ = call(capsys, "ascend", "check", path, "--model", small_cnn)
-        assert code == 0 and "sound" in out
-    code, _, err = call(
-        capsys, "ascend", "check", CASES / "small_default" / "record.txt", "--model", small_cnn
-    )
-    assert code == 1 and "not in the model" in err and "Traceback" not in err
-    code, out, _ = call(capsys, "ascend", "check", CASES / "small_dmq" / "res_deploy_model.onnx")
-    assert code == 0 and "8 layers" in out
+        command("ascend", "config", small_cnn, "-o", path)
+        assert "sound" in command("ascend", "check", path, "--model", small_cnn)
+    record = CASES / "small_default" / "record.txt"
+    assert "not in the model" in refusal("ascend", "check", record, "--model", small_cnn)
+    deploy = CASES / "small_dmq" / "res_deploy_model.onnx"
+    assert "8 layers" in command("ascend", "check", deploy)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"{", b"record {", b"aipp_op { x: 1 }"])
-def test_check_of_broken_files(content, tmp_path, capsys):
+def test_check_of_broken_files(content, tmp_path, run):
     for name in ("a.txt", "a.onnx", "a.json"):
         path = tmp_path / name
         path.write_bytes(content)
-        code, _, err = call(capsys, "ascend", "check", path)
+        code, _, err = run("ascend", "check", path)
         if (name, content) == ("a.txt", b""):
             assert code == 0  # an empty simplified configuration is all defaults
-            continue
-        assert code == 1 and "Traceback" not in err and err.count("\n") == 1
+        else:
+            assert code == 1 and err.count("\n") == 1
 
 
 @settings(max_examples=60)
@@ -659,33 +530,16 @@ def test_no_broken_deploy_model_breaks_check(data):
             check_file(path)
 
 
-def test_auto_command(small_cnn, data, tmp_path, capsys):
-    code, out, _ = call(
-        capsys,
-        "ascend",
-        "auto",
-        small_cnn,
-        "--images",
-        data,
-        "-o",
-        tmp_path,
-        "--max-loss",
-        "0.05",
-        "--strategy",
-        "binary-search",
-    )
-    assert code == 0 and "layers in int8" in out
+def test_auto_command(small_cnn, data, tmp_path, run, command, refusal):
+    words = ("ascend", "auto", small_cnn, "--images", data, "-o", tmp_path)
+    assert "layers in int8" in command(*words, "--max-loss", 0.05, "--strategy", "binary-search")
     assert {RANKING, HISTORY, FINAL} <= {path.name for path in tmp_path.iterdir()}
     assert (tmp_path / f"{small_cnn.stem}_deploy_model.onnx").exists()
-    words = ("ascend", "auto", small_cnn, "--images", data, "-o", tmp_path)
-    code, out, _ = call(capsys, *words, "--keep-float", "op:Gemm", "--verbose")
-    assert (
-        code == 0 and "decoded" in out and "inferences of the model weights fake-quantized" in out
-    )
-    code, out, _ = call(capsys, *words, "--keep-float", "op:Gemm", "--require-cache", "--verbose")
-    assert code == 0 and "ran no inference" in out
-    code, out, _ = call(capsys, *words, "--refresh", "--verbose")
-    assert code == 0 and "inferences of the model weights fake-quantized" in out
-    code, _, err = call(capsys, *words, "--refresh", "--require-cache")
-    assert code == 1 and "leave one of them away" in err
-    assert call(capsys, *words, "--method", "mse")[0] == 2  # Ascend's own searches are AMCT's
+    ran = "inferences of the model weights fake-quantized"
+    out = command(*words, "--keep-float", "op:Gemm", "--verbose")
+    assert "decoded" in out and ran in out
+    cached = ("--keep-float", "op:Gemm", "--require-cache", "--verbose")
+    assert "ran no inference" in command(*words, *cached)
+    assert ran in command(*words, "--refresh", "--verbose")
+    assert "leave one of them away" in refusal(*words, "--refresh", "--require-cache")
+    assert run(*words, "--method", "mse")[0] == 2  # Ascend's own searches are AMCT's

@@ -1,8 +1,4 @@
-"""Integers of 4, 6 and 16 bits and FORCE_FP16_QUANT, by the command, beside files of the real AMCT.
-
-golden/amct/widths holds what AMCT wrote for one small net (conv1 3 -> 8, conv2, a depthwise dw,
-a ConvTranspose up, an AveragePool, a Gemm fc1 and a MatMul fc2) and seven configurations.
-"""
+"""Integers of 4, 6 and 16 bits, float16 and FORCE_FP16_QUANT, beside files of the real AMCT."""
 
 import json
 import re
@@ -12,17 +8,23 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
+from tests.vendor_models import build_net, save_net
 
 from calibrators.amct.arq import ascend_half, ascend_s19
+from deploy.calibration.observation import Subject
+from deploy.frontends import load
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.deploy_model import pack_fours, unpack_fours
 from deploy.targets.ascend.executor import open_deploy
+from deploy.targets.ascend.half import halves_of, narrowed
 from deploy.targets.ascend.recipe import widths
 from deploy.targets.ascend.record import read_record
 
 WIDTHS = Path(__file__).parent / "golden" / "amct" / "widths"
+
 FLOAT, X = WIDTHS / "float.onnx", np.load(WIDTHS / "x.npy")
+
 W4, W6, A16, A16H = (
     f"batch_num: 2 common_config {{ {inner} }}"
     for inner in (
@@ -32,6 +34,7 @@ W4, W6, A16, A16H = (
         "hfmg_quantize { dst_type: INT16 }",
     )
 )
+
 CASES = {
     "w4": W4,
     "w6": W6,
@@ -41,8 +44,7 @@ CASES = {
     "force": "batch_num: 2 fakequant_precision_mode: FORCE_FP16_QUANT",
 }
 
-
-BUILT: dict[tuple[str, ...], tuple[int, str, Path]] = {}
+BUILT = {}
 
 
 @pytest.fixture
@@ -67,13 +69,11 @@ def built(run, tmp_path_factory):
 
 
 @pytest.fixture
-def refused(built, monkeypatch):
+def refused(built, request):
     """(text, suffix, model) -> the sentence of a build that ends before any pass."""
 
     def end(*how):
-        monkeypatch.setattr(
-            "deploy.pipeline.observing.observe", lambda *a, **k: pytest.fail("a pass")
-        )
+        request.getfixturevalue("no_pass")
         code, said, out = built(*how)
         assert code == 1 and not (out / "float_record.txt").exists() and "Traceback" not in said
         return said
@@ -126,11 +126,10 @@ def test_a_build_is_amcts(case, built):
 
 
 @pytest.mark.parametrize("case", (*CASES, "s19"))
-def test_files_from_amcts_record_are_amcts(case, run, tmp_path):
+def test_files_from_amcts_record_are_amcts(case, run, command, tmp_path):
     """Every tensor of the deploy model equal, packed weights and cut scales too."""
     words = ("-o", tmp_path, "--images", WIDTHS / "x.npy")
-    code, out, err = run("ascend", "deploy", FLOAT, WIDTHS / case / "record.txt", *words)
-    assert code == 0, err
+    out = command("ascend", "deploy", FLOAT, WIDTHS / case / "record.txt", *words)
     mine = onnx.load(tmp_path / "float_deploy_model.onnx")
     amct = onnx.load(WIDTHS / case / "res_deploy_model.onnx")
     assert kinds(mine) == kinds(amct)
@@ -145,18 +144,17 @@ def test_files_from_amcts_record_are_amcts(case, run, tmp_path):
     reference = np.load(WIDTHS / case / "y.npy")
     for x, y in zip(X, reference, strict=True):
         np.testing.assert_allclose(fakes.run({"x": x[None]})["y"][0], y, rtol=1e-5, atol=1e-7)
-    said = " ".join(out.split())
+    said = out
     assert "within 0 of the fake-quant model with AscendQuant's rounding" in said
     code, out, err = run("ascend", "check", tmp_path / "float_deploy_model.onnx")
     grids = {"a16": "int8 and int16", "a16h": "int8 and int16", "a4w4": "int4"}
     assert code == 0 and out.endswith(f"7 layers in {grids.get(case, 'int8')}\n"), (out, err)
 
 
-def test_a_records_widths_come_back_byte_for_byte(built, run, tmp_path):
+def test_a_records_widths_come_back_byte_for_byte(built, command, tmp_path):
     _, _, out = built(W4)
     again = tmp_path / "again"
-    code, _, err = run("ascend", "deploy", FLOAT, out / "float_record.txt", "-o", again)
-    assert code == 0, err
+    command("ascend", "deploy", FLOAT, out / "float_record.txt", "-o", again)
     for name in ("record.txt", "deploy_model.onnx", "fake_quant_model.onnx", "amct_qdq.onnx"):
         assert (again / f"float_{name}").read_bytes() == (out / f"float_{name}").read_bytes()
 
@@ -164,18 +162,18 @@ def test_a_records_widths_come_back_byte_for_byte(built, run, tmp_path):
 # -- what goes back to 8 bits, and is told --------------------------------------------------------
 
 
-def test_four_bit_weights_need_pairs_of_input_channels(built):
+def test_weights_are_of_8_bits_in_layers_that_take_no_fewer(built):
     _, said, out = built(W4)
     assert "The weights of 2 layers (conv1, dw) have 8 bits, not 4: only layers" in said
     assert "Weights of 4 layers (conv2, up, fc1, ...) are of 4 bits" in said
     used = json.loads((out / "float_config.json").read_text())
     bits = {name: used[name]["weight_quant_params"]["num_bits"] for name in ("conv1", "dw", "up")}
     assert bits == {"conv1": 8, "dw": 8, "up": 4}
-
-
-def test_six_bit_weights_are_for_convolutions(built):
     _, said, _ = built(W6)
     assert "The weights of 3 layers (fc1, fc2, up) have 8 bits, not 6" in said
+    text = 'skip_layers: "dw" common_config { arq_quantize { quant_bits: 4 } }'
+    _, said, _ = built(text)
+    assert "The weights of 1 layer (conv1) have 8 bits, not 4" in said
 
 
 @pytest.mark.parametrize("text", [A16, A16H])
@@ -190,7 +188,7 @@ def test_sixteen_bits_in_common_are_for_whom_they_fit(text, built):
     assert made == {"pool.input.quantize", "fc2.input.quantize"}
 
 
-def test_other_commands_tell_it_too(run, tmp_path):
+def test_other_commands_tell_it_too(run, command, tmp_path):
     config = tmp_path / "my.cfg"
     config.write_text(W4)
     sentence = "The weights of 2 layers (conv1, dw) have 8 bits, not 4"
@@ -203,18 +201,13 @@ def test_other_commands_tell_it_too(run, tmp_path):
     ):
         code, out, err = run("ascend", *words)
         assert code == 0 and sentence in " ".join((out + err).split()), (words, out, err)
-    code, out, _ = run("ascend", "check", made, "--model", FLOAT)
-    assert code == 0 and out.endswith("7 layers in int8\n")  # 8 bits are what it asks for
+    assert command("ascend", "check", made, "--model", FLOAT).endswith(
+        "7 layers in int8"
+    )  # 8 bits are what it asks for
     record = read_record((tmp_path / "auto" / "float_record.txt").read_text())
     assert {name for name, one in record.items() if one.weight_bits == 4} == {
         "conv2", "up", "fc1", "fc2",
     }  # fmt: skip
-
-
-def test_a_layer_that_was_skipped_is_not_told_of(built):
-    text = 'skip_layers: "dw" common_config { arq_quantize { quant_bits: 4 } }'
-    _, said, _ = built(text)
-    assert "The weights of 1 layer (conv1) have 8 bits, not 4" in said
 
 
 def override(key, value, inner):
@@ -253,22 +246,12 @@ def test_sixteen_bits_of_a_matmul_in_json_are_refused(refused):
 
 def volume(tmp_path):
     """A Conv with a 3-D kernel and two input channels."""
-    value = helper.make_tensor_value_info
     weight = np.random.default_rng(0).normal(size=(4, 2, 1, 3, 3)).astype(np.float32)
-    nodes = [
-        helper.make_node("Reshape", ["x", "to"], ["v"], name="shape"),
-        helper.make_node("Conv", ["v", "w"], ["y"], name="deep"),
-    ]
+    nodes = [("Reshape", "x to", "v", "shape"), ("Conv", "v w", "y", "deep")]
     constants = {"w": weight, "to": np.array([1, 2, 3, 4, 8])}
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [value("x", 1, [1, 3, 8, 8])],
-        [value("y", 1, [1, 4, 3, 2, 6])],
-        [numpy_helper.from_array(v, k) for k, v in constants.items()],
+    save_net(
+        tmp_path / "volume.onnx", nodes, {"x": [1, 3, 8, 8]}, {"y": [1, 4, 3, 2, 6]}, constants
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-    onnx.save(model, tmp_path / "volume.onnx")
     return tmp_path / "volume.onnx"
 
 
@@ -290,20 +273,15 @@ def test_a_3d_convolution_takes_four_bit_weights_and_no_sixteen_bit_activations(
 
 def test_four_bits_of_a_matmul_with_matrices_for_a_batch(run, tmp_path):
     """Its weight [2, 6, 5] is packed along the 6 input channels, behind an Add with a Cast too."""
-    value, rng = helper.make_tensor_value_info, np.random.default_rng(3)
+    _value, rng = helper.make_tensor_value_info, np.random.default_rng(3)
     constants = {"w": rng.normal(size=(2, 6, 5)), "b": rng.normal(size=5)}
-    graph = helper.make_graph(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["m"], name="mm"),
-            helper.make_node("Add", ["m", "b"], ["y"], name="add"),
-        ],
-        "g",
-        [value("x", 1, [2, 3, 6])],
-        [value("y", 1, [2, 3, 5])],
-        [numpy_helper.from_array(v.astype(np.float32), k) for k, v in constants.items()],
+    save_net(
+        tmp_path / "mm.onnx",
+        [("MatMul", "x w", "m", "mm"), ("Add", "m b", "y", "add")],
+        {"x": [2, 3, 6]},
+        {"y": [2, 3, 5]},
+        constants,
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-    onnx.save(model, tmp_path / "mm.onnx")
     record = tmp_path / "r.txt"
     text = entry(act_type="INT4", wts_type="INT4", scale_d=0.25, scale_w=0.3)
     record.write_text(f'record {{ key: "mm" value {{ {text} }} }}')
@@ -329,14 +307,10 @@ def test_pairs_are_packed_low_half_first():
 
 # value: bits of AMCT's cast_fp16_precision and cast_to_s19, run on it
 PRECISIONS = {
-    1e-6: (897995656, 897982464),
-    3.7e-5: (941311588, 941301760),
-    6.1e-5: (947896324, 947896320),
-    0.0123456: (1011499008, 1011499008),
-    65504.0: (1199562752, 1199562752),
-    123456.0: (1206974536, 1206984704),
-    3e8: (1301228744, 1301217280),
-}
+    1e-6: (897995656, 897982464), 3.7e-5: (941311588, 941301760), 6.1e-5: (947896324, 947896320),
+    0.0123456: (1011499008, 1011499008), 65504.0: (1199562752, 1199562752),
+    123456.0: (1206974536, 1206984704), 3e8: (1301228744, 1301217280),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("value", PRECISIONS)
@@ -347,17 +321,14 @@ def test_scales_of_nano_are_amcts_to_the_bit(value):
 
 def test_sums_beyond_int32_are_told(run, tmp_path):
     """16-bit codes at their end against 600 weights at theirs: 32767 * 127 * 600 > 2^31."""
-    value = helper.make_tensor_value_info
     weight = np.ones((600, 2), np.float32)
-    graph = helper.make_graph(
-        [helper.make_node("Gemm", ["x", "w"], ["y"], name="fc")],
-        "g",
-        [value("x", 1, [1, 600])],
-        [value("y", 1, [1, 2])],
-        [numpy_helper.from_array(weight, "w")],
+    save_net(
+        tmp_path / "wide.onnx",
+        [("Gemm", "x w", "y", "fc")],
+        {"x": [1, 600]},
+        {"y": [1, 2]},
+        {"w": weight},
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-    onnx.save(model, tmp_path / "wide.onnx")
     x = np.ones((1, 600), np.float32)
     np.save(tmp_path / "x.npy", x)
     record = tmp_path / "r.txt"
@@ -390,17 +361,16 @@ def entry(**fields):
         ("fc1", {"scale_d": 1e-12, "act_type": "INT16"}, "1 / scale_d must be in [2^-14, 4.29"),
     ],
 )
-def test_a_record_that_no_layer_takes_is_one_sentence(layer, fields, said, run, tmp_path):
+def test_a_record_that_no_layer_takes_is_one_sentence(layer, fields, said, refusal, tmp_path):
     record = tmp_path / "r.txt"
     record.write_text(f'record {{ key: "{layer}" value {{ {entry(**fields)} }} }}')
-    code, _out, err = run("ascend", "deploy", FLOAT, record, "-o", tmp_path / "o")
-    assert code == 1 and said in " ".join(err.split()) and not (tmp_path / "o").exists()
+    err = refusal("ascend", "deploy", FLOAT, record, "-o", tmp_path / "o")
+    assert said in err and not (tmp_path / "o").exists()
     if "scale_d" not in fields:  # that is the hardware's, not the record's
-        code, _, err = run("ascend", "check", record, "--model", FLOAT)
-        assert code == 1 and said in " ".join(err.split())
+        assert said in refusal("ascend", "check", record, "--model", FLOAT)
 
 
-def test_layers_of_other_widths_are_named_and_no_others():
+def test_widths_of_a_record():
     types = {"eight": ("INT8", "INT8"), "wide": ("INT16", "INT8"), "four": ("INT4", "INT4")}
     eight, wide, four = (
         read_record(f'record {{ key: "{name}" value {{ {entry(act_type=a, wts_type=w)} }} }}')
@@ -414,9 +384,179 @@ def test_layers_of_other_widths_are_named_and_no_others():
         "Activations of 1 layer (four) are of 4 bits, for which atc makes no .om on chips"
     )
     assert weights.startswith("Weights of 1 layer (four) are of 4 bits")
-
-
-def test_dst_type_is_both_widths():
     text = f'record {{ key: "fc1" value {{ {entry(dst_type="INT4", act_type="INT8")} }} }}'
     (one,) = read_record(text).values()
     assert (one.act_bits, one.weight_bits) == (4, 4)
+
+
+HALF = WIDTHS / "float16.onnx"
+
+HALF_X = np.load(WIDTHS / "x.npy").astype(np.float16)
+
+F16, F32 = TensorProto.FLOAT16, TensorProto.FLOAT
+
+
+@pytest.fixture
+def files(command, tmp_path):
+    """(words of `calib8 ...`, the model first) -> what was said, deploy and fake-quant models."""
+
+    def make(before, model, *words, dtype=np.float16):
+        np.save(tmp_path / "x.npy", HALF_X.astype(dtype))
+        out = tmp_path / "o"
+        said = command(*before, model, *words, "--images", tmp_path / "x.npy", "--out", out)
+        ends = ("deploy_model.onnx", "fake_quant_model.onnx")
+        return said, *(out / f"{model.stem}_{end}" for end in ends)
+
+    return make
+
+
+BUILD = ("--target", "ascend", "--effort", 0, "--duration", 0)
+
+
+def types(model):
+    """Tensor -> its element type, constants too."""
+    made = onnx.shape_inference.infer_shapes(model, strict_mode=True)
+    values = (*made.graph.input, *made.graph.output, *made.graph.value_info)
+    found = {v.name: v.type.tensor_type.elem_type for v in values}
+    return found | {t.name: t.data_type for t in made.graph.initializer}
+
+
+def dtypes(path):
+    nodes = [n for n in onnx.load(path).graph.node if n.op_type == "AscendDequant"]
+    return {n.name: next(a.i for a in n.attribute if a.name == "dtype") for n in nodes}
+
+
+def test_a_record_of_amct_gives_its_files(files):
+    """Integers and scales equal; conv1's bias was folded by AMCT there, here by the exporter."""
+    said, deploy, fake = files(("ascend", "deploy"), HALF, WIDTHS / "half" / "record.txt")
+    assert "7 layers (conv1, conv2, dw, ...) read and give float16, as in the file" in said
+    assert set(dtypes(deploy).values()) == {1}
+    mine, amct = onnx.load(deploy), onnx.load(WIDTHS / "half" / "res_deploy_model.onnx")
+    assert [n.op_type for n in mine.graph.node] == [n.op_type for n in amct.graph.node]
+    held = [{t.name: numpy_helper.to_array(t) for t in m.graph.initializer} for m in (mine, amct)]
+    for a, b in zip(mine.graph.node, amct.graph.node, strict=True):
+        for i, j in zip(a.input, b.input, strict=True):
+            if i in held[0] and (a.name, i) != ("conv1", a.input[2:][0] if a.input[2:] else ""):
+                np.testing.assert_array_equal(held[0][i], held[1][j])
+    model = onnx.load(fake)
+    assert types(model)["conv1_output0"] == F32 and types(model)["/Relu_output_0"] == F16
+    session, wanted = OrtSession.open(fake), np.load(WIDTHS / "half" / "y.npy")
+    for x, y in zip(HALF_X, wanted, strict=True):
+        got = session.run({"x": x[None]})["y"]
+        assert got.dtype == np.float16 and np.abs(got[0] - y).max() <= 4e-3 * np.abs(wanted).max()
+
+
+def test_a_build_keeps_float16(files):
+    _, deploy, fake = files(("build",), HALF, *BUILD, "--keep-float", "conv2")
+    record = deploy.with_name("float16_record.txt").read_text()
+    assert record.count('op_data_type: "FLOAT16"') == record.count("act_type") == 6
+    held = {t.name: t.data_type for t in onnx.load(deploy).graph.initializer}
+    assert held["conv2.weight"] == held["conv2.bias"] == F16
+    assert held["dw.weight"] == TensorProto.INT8 and set(dtypes(deploy).values()) == {1}
+    assert "Cast" not in [n.op_type for n in onnx.load(deploy).graph.node]
+    a = open_deploy(onnx.load(deploy)).run({"x": HALF_X[:1]})["y"]
+    b = OrtSession.open(fake).run({"x": HALF_X[:1]})["y"]
+    assert a.dtype == b.dtype == np.float16
+    assert np.abs(a - b).max() <= 4e-3 * np.abs(b).max()
+
+
+@pytest.mark.parametrize(
+    ("model", "told", "words"),
+    [("float.onnx", "FLOAT16", "that of float16"), ("float16.onnx", "FLOAT32", "that of float32")],
+)
+def test_a_record_of_other_floats_is_refused(model, told, words, refusal, tmp_path):
+    text = (WIDTHS / "half" / "record.txt").read_text()
+    record = tmp_path / "r.txt"
+    record.write_text(text.replace("value {", f'value {{ op_data_type: "{told}"', 1))
+    err = refusal("ascend", "deploy", WIDTHS / model, record, "-o", tmp_path / "o")
+    assert f"got {words} for 'conv1'" in err
+    assert not (tmp_path / "o").exists()
+
+
+def node(op, reads, made, **given):
+    return helper.make_node(op, reads.split(), [made], name=f"{op}_{made}", **given)
+
+
+def network():
+    """float16 in between: operators whose other inputs are float32, bool or whole, and twins."""
+    nodes = [
+        node("Cast", "x", "h", to=F16),
+        node("Conv", "h w", "c", pads=[1] * 4),
+        node("Relu", "c", "r"),
+        ("Resize", ["r", "", "twice"], "u", "resize", {"mode": "nearest"}),
+        node("Greater", "u half", "g"),
+        node("Where", "g u half", "v"),
+        node("Shape", "v", "s"),
+        node("ConstantOfShape", "s", "k", value=numpy_helper.from_array(np.float16([0.5]))),
+        node("Add", "v k", "a"),
+        node("Cast", "a", "f", to=F32),
+        node("Softmax", "f", "p", axis=1),
+        node("Cast", "p", "q", to=F16),
+        node("Mul", "q a", "y"),
+    ]
+    rng = np.random.default_rng(0)
+    constants = {
+        "w": rng.normal(scale=0.3, size=(4, 3, 3, 3)).astype(np.float16),
+        "twice": np.float32([1, 1, 2, 2]),
+        "half": np.float16(0.5),
+    }
+    return build_net(nodes, {"x": [1, 3, 8, 8]}, {"y": (F16, [1, 4, 16, 16])}, constants)
+
+
+def test_float16_types_come_back_by_their_names():
+    model = network()
+    loaded = load(model)
+    halves = halves_of(Subject(loaded=loaded, samples=1, given=model))
+    made = narrowed(loaded.model, halves)
+    onnx.checker.check_model(made, full_check=True)
+    before, after = types(model), types(made)
+    assert {n: before[n] for n in before if n in after} == {
+        n: after[n] for n in after if n in before
+    }
+    assert {after[name] for name in "cruva"} == {F16} and after["twice"] == F32
+    x = {"x": np.random.default_rng(1).normal(size=(1, 3, 8, 8)).astype(np.float32)}
+    (got,), (wanted,) = (OrtSession.open(m).run(x).values() for m in (made, model))
+    np.testing.assert_allclose(got.astype(np.float32), wanted.astype(np.float32), atol=2e-3)
+    assert halves_of(Subject(loaded=load(model), samples=1)) == frozenset()
+
+
+def test_a_mixed_model_is_built(files, tmp_path):
+    onnx.save(network(), tmp_path / "mixed.onnx")
+    _, deploy, fake = files(("build",), tmp_path / "mixed.onnx", *BUILD, dtype=np.float32)
+    assert dtypes(deploy) == {"Conv_c.dequant": 1}
+    x = {"x": HALF_X[:1].astype(np.float32)}
+    a, b = open_deploy(onnx.load(deploy)).run(x)["y"], OrtSession.open(fake).run(x)["y"]
+    assert a.dtype == b.dtype == np.float16 and np.abs(a - b).max() <= 2e-3
+
+
+def test_a_cast_at_the_end_may_be_named_after_what_it_reads(files, tmp_path):
+    """As onnxconverter_common names it with keep_io_types: the fake-quant model did not load."""
+    model = onnx.load(HALF)
+    (end,) = model.graph.output
+    for node in model.graph.node:
+        node.output[:] = ["end" if name == end.name else name for name in node.output]
+        node.input[:] = ["end" if name == end.name else name for name in node.input]
+    model.graph.node.append(helper.make_node("Cast", ["end"], [end.name], name="end", to=F32))
+    end.type.tensor_type.elem_type = F32
+    onnx.save(model, tmp_path / "cast.onnx")
+    _, deploy, fake = files(("build",), tmp_path / "cast.onnx", *BUILD)
+    for path in (deploy, fake):
+        names = [node.name for node in onnx.load(path).graph.node]
+        assert len(names) == len(set(names)) and "end" in names
+    assert OrtSession.open(fake).run({"x": HALF_X[:1]})[end.name].dtype == np.float32
+
+
+def test_an_input_that_is_moved_in_int8_is_float16_again(files, tmp_path):
+    """AscendAntiQuant gives what AscendQuant read: dtype 1, and no Cast in front of the Add."""
+    config = tmp_path / "my.cfg"
+    config.write_text('batch_num: 2 tensor_quantize { layer_name: "Add_a" input_index: 0 }')
+    onnx.save(network(), tmp_path / "mixed.onnx")
+    words = (*BUILD, "--ascend-config", config)
+    _, deploy, fake = files(("build",), tmp_path / "mixed.onnx", *words, dtype=np.float32)
+    nodes = {n.name: n for n in onnx.load(deploy).graph.node}
+    back = nodes["Add_a.0.anti_quant"]
+    assert next(a.i for a in back.attribute if a.name == "dtype") == 1
+    assert nodes["Add_a"].input[0] == back.output[0]
+    x = {"x": HALF_X[:1].astype(np.float32)}
+    a, b = open_deploy(onnx.load(deploy)).run(x)["y"], OrtSession.open(fake).run(x)["y"]
+    assert a.dtype == b.dtype == np.float16 and np.abs(a - b).max() <= 4e-3

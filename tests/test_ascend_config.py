@@ -1,42 +1,28 @@
-"""Quant config JSON, simplified .cfg and record files: AMCT's own, round trips, and broken ones."""
+"""Quant configs, simplified .cfg and record files: AMCT's own, round trips, broken ones, chips."""
 
 import json
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import helper
+from tests.vendor_models import build_net
 
 from calibrators.amct.adaround import AdaParams
 from calibrators.amct.hfmg import HfmgParams
 from calibrators.amct.ifmr import IfmrParams
 from deploy.errors import ConfigError, ModelError
+from deploy.targets.ascend.atc import chip
 from deploy.targets.ascend.config import default_config, read_config, settled, write_config
 from deploy.targets.ascend.config_keys import LayerConfig, QuantConfig
 from deploy.targets.ascend.layers import find_layers, name_nodes
 from deploy.targets.ascend.record import LayerRecord, check_record, read_record, write_record
 from deploy.targets.ascend.simple_config import read_simple_config, write_simple_config
+from tests.test_ascend_models import CASES, NAMES, float_model
 
-CASES = Path(__file__).parent / "golden" / "amct" / "cases"
-NAMES = ["small_default", "small_dmq", "small_hfmg_sym", "small_ifmr_asym", "small_mixed"]
-
-
-def torch_named():
-    """The cases' float model, its nodes named after the torch modules as AMCT names them."""
-    model = onnx.load(CASES / "input_fp32.onnx")
-    for node in model.graph.node:
-        parts = node.name.split("/")
-        if len(parts) == 3:
-            node.name = parts[1]
-    return name_nodes(model)
-
-
-GRAPH = find_layers(torch_named())
+GRAPH = find_layers(float_model("small_default"))
 
 
 @pytest.mark.parametrize("case", NAMES)
@@ -57,10 +43,13 @@ def test_simple_config_round_trip(case):
     assert read_simple_config(write_simple_config(config), GRAPH) == config
 
 
-def test_four_bits_do_not_fit_the_simplified_form():
+def test_four_bits_and_incomplete_records_are_refused():
     config = settled(read_config(conf(conv1=layer(act={"num_bits": 4}))), GRAPH)
     with pytest.raises(ConfigError, match="write JSON"):
         write_simple_config(config)
+    text = (CASES / "small_ifmr_asym" / "record_before_last_batch.txt").read_text()
+    with pytest.raises(ConfigError, match="not complete"):
+        check_record(read_record(text), GRAPH)
 
 
 def test_what_a_configuration_leaves_out_is_amcts_default():
@@ -96,12 +85,6 @@ def test_record_is_amcts_byte_for_byte(case):
     records = read_record(text)
     assert write_record(records) == text
     check_record(records, GRAPH)
-
-
-def test_record_before_the_last_batch_is_told():
-    text = (CASES / "small_ifmr_asym" / "record_before_last_batch.txt").read_text()
-    with pytest.raises(ConfigError, match="not complete"):
-        check_record(read_record(text), GRAPH)
 
 
 def test_precedence_layer_over_type_over_common():
@@ -226,66 +209,53 @@ BROKEN_CFG = {
     "nan": ("common_config { ifmr_quantize { search_step: nan } }", "float"),
 }
 
-GOOD = 'scale_d: 0.1 offset_d: 3 scale_w: 0.2 offset_w: 0 act_type: "INT8" wts_type: "INT8"'
+
+def record(key, fields="", good=True):
+    given = 'scale_d: 0.1 offset_d: 3 scale_w: 0.2 offset_w: 0 act_type: "INT8" wts_type: "INT8"'
+    return f'record {{ key: "{key}" value {{ {given if good else ""} {fields} }} }} '
+
+
 BROKEN_RECORD = {
     "empty": ("", "at least one layer"),
     "not text": ("{{{", "protobuf text"),
-    "unknown key": ('record { key: "fc1" value { scale_x: 1 } }', "did you mean 'scale_"),
+    "unknown key": (record("fc1", "scale_x: 1", False), "did you mean 'scale_"),
     "no key": ("record { value { scale_d: 1 } }", "key"),
-    "twice": (f'record {{ key: "fc1" value {{ {GOOD} }} }} ' * 2, "once"),
-    "unknown layer": (f'record {{ key: "fc3" value {{ {GOOD} }} }}', "did you mean 'fc"),
-    "zero scale": (f'record {{ key: "fc1" value {{ {GOOD} scale_d: 0 }} }}', "scale must be in"),
-    "negative": (f'record {{ key: "fc1" value {{ {GOOD} scale_d: -1 }} }}', "scale must be in"),
-    "inf": (f'record {{ key: "fc1" value {{ {GOOD} scale_d: inf }} }}', "scale must be in"),
-    "nan": (f'record {{ key: "fc1" value {{ {GOOD} scale_d: nan }} }}', "scale must be in"),
-    "offset": (f'record {{ key: "fc1" value {{ {GOOD} offset_d: 128 }} }}', "offset_d must be"),
-    "offset_w": (f'record {{ key: "fc1" value {{ {GOOD} scale_w: 1 offset_w: 2 }} }}', "be 0"),
-    "lengths": (f'record {{ key: "fc1" value {{ {GOOD} scale_w: 1 }} }}', "as many"),
-    "two scales": (
-        f'record {{ key: "fc1" value {{ {GOOD} scale_w: 1 offset_w: 0 }} }}',
-        "takes one scale_w",
-    ),
-    "no offset": ('record { key: "fc1" value { scale_d: 1 } }', "together"),
-    "no weights": ('record { key: "fc1" value { scale_d: 1 offset_d: 0 } }', "scale_w"),
-    "shift": (f'record {{ key: "fc1" value {{ {GOOD} shift_bit: 1 }} }}', "shift_bit"),
-    "type": (f'record {{ key: "fc1" value {{ {GOOD} act_type: "INT9" }} }}', "INT9"),
+    "twice": (record("fc1") * 2, "once"),
+    "unknown layer": (record("fc3"), "did you mean 'fc"),
+    "zero scale": (record("fc1", "scale_d: 0"), "scale must be in"),
+    "negative": (record("fc1", "scale_d: -1"), "scale must be in"),
+    "inf": (record("fc1", "scale_d: inf"), "scale must be in"),
+    "nan": (record("fc1", "scale_d: nan"), "scale must be in"),
+    "offset": (record("fc1", "offset_d: 128"), "offset_d must be"),
+    "offset_w": (record("fc1", "scale_w: 1 offset_w: 2"), "be 0"),
+    "lengths": (record("fc1", "scale_w: 1"), "as many"),
+    "two scales": (record("fc1", "scale_w: 1 offset_w: 0"), "takes one scale_w"),
+    "no offset": (record("fc1", "scale_d: 1", False), "together"),
+    "no weights": (record("fc1", "scale_d: 1 offset_d: 0", False), "scale_w"),
+    "shift": (record("fc1", "shift_bit: 1"), "shift_bit"),
+    "type": (record("fc1", 'act_type: "INT9"'), "INT9"),
     "int16": (
-        'record { key: "pool" value { scale_d: 1 offset_d: 0 act_type: "INT16" } }',
-        "INT16 is for Conv",
+        record("pool", 'scale_d: 1 offset_d: 0 act_type: "INT16"', False), "INT16 is for Conv",
     ),
-    "factor": (f'record {{ key: "fc1" value {{ {GOOD} tensor_balance_factor: 0 }} }}', "balance"),
-    "pool weight": (f'record {{ key: "pool" value {{ {GOOD} }} }}', "AveragePool"),
+    "factor": (record("fc1", "tensor_balance_factor: 0"), "balance"),
+    "pool weight": (record("pool"), "AveragePool"),
+}  # fmt: skip
+BROKEN = {
+    "json": (lambda text: settled(read_config(text), GRAPH), BROKEN_JSON),
+    "cfg": (lambda text: read_simple_config(text, GRAPH), BROKEN_CFG),
+    "record": (lambda text: check_record(read_record(text), GRAPH), BROKEN_RECORD),
 }
 
 
-def one_sentence(error):
-    text = str(error.value)
-    assert "\n" not in text and len(text) < 700 and "Traceback" not in text
-    return text
-
-
-@pytest.mark.parametrize("name", BROKEN_JSON)
-def test_broken_json(name):
-    text, match = BROKEN_JSON[name]
-    with pytest.raises(ConfigError, match=match) as error:
-        settled(read_config(text), GRAPH)
-    one_sentence(error)
-
-
-@pytest.mark.parametrize("name", BROKEN_CFG)
-def test_broken_cfg(name):
-    text, match = BROKEN_CFG[name]
-    with pytest.raises(ConfigError, match=match) as error:
-        read_simple_config(text, GRAPH)
-    one_sentence(error)
-
-
-@pytest.mark.parametrize("name", BROKEN_RECORD)
-def test_broken_record(name):
-    text, match = BROKEN_RECORD[name]
-    with pytest.raises(ConfigError, match=match) as error:
-        check_record(read_record(text), GRAPH)
-    one_sentence(error)
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, (_, cases) in BROKEN.items() for name in cases]
+)
+def test_what_is_broken_is_told_in_one_sentence(kind, name):
+    read, cases = BROKEN[kind]
+    with pytest.raises(ConfigError, match=cases[name][1]) as error:
+        read(cases[name][0])
+    said = str(error.value)
+    assert "\n" not in said and len(said) < 700 and "Traceback" not in said
 
 
 ANY_JSON = st.recursive(
@@ -337,41 +307,37 @@ def test_record_floats_survive(scale_d, offset_d, scale_w):
 # -- layers -----------------------------------------------------------------------------------
 
 
-def test_layers_of_the_case_model():
+def test_layers_and_their_names():
     kinds = {name: layer.kind for name, layer in GRAPH.layers.items()}
     assert list(kinds) == ["conv1", "conv2", "dw", "pw", "up", "pool", "fc1", "fc2"]
     assert GRAPH.layers["dw"].group == 16 and GRAPH.layers["fc1"].trans_b
-
-
-def model_of(nodes, weights, outputs=("y",)):
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [value("x", 1, [1, 4])],
-        [value(o, 1, None) for o in outputs],
-        [onnx.numpy_helper.from_array(v, k) for k, v in weights.items()],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-
-
-def test_a_matmuls_bias_is_its_add():
     weight, bias = np.ones((4, 3), np.float32), np.ones(3, np.float32)
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["m"], name="mm"),
-        helper.make_node("Add", ["b", "m"], ["y"], name="add"),
-    ]
+    nodes = [("MatMul", "x w", "m", "mm"), ("Add", "b m", "y", "add")]
     layer = find_layers(model_of(nodes, {"w": weight, "b": bias})).layers["mm"]
     assert (layer.bias, layer.bias_add, layer.output) == ("b", "add", "y")
+    nodes = [("Relu", "x", "a"), ("Relu", "a", "b", "r"), ("Relu", "b", "y", "r")]
+    names = [n.name for n in name_nodes(model_of(nodes, {})).graph.node]
+    assert names == ["Relu_0", "r", "Relu_2"]
+    weights = {"w": np.ones((4, 4), np.float32)}
+    model = model_of([("Gemm", "x w", "y", "batch_num")], weights)
+    with pytest.raises(ConfigError, match="rename the node"):
+        default_config(find_layers(model))
+    nodes = [("AscendQuant", "x", "y", "q")]
+    with pytest.raises(ModelError, match="AscendQuant"):
+        find_layers(model_of(nodes, {}))
+
+
+def model_of(nodes, weights):
+    return build_net(nodes, {"x": [1, 4]}, {"y": None}, weights)
 
 
 def test_what_stays_float_says_why():
     weight = np.ones((4, 4), np.float32)
     nodes = [
-        helper.make_node("Gemm", ["x", "w"], ["a"], name="alpha", alpha=2.0),
-        helper.make_node("MatMul", ["a", "w2"], ["b"], name="one"),
-        helper.make_node("MatMul", ["b", "w2"], ["c"], name="two"),
-        helper.make_node("MatMul", ["c", "x"], ["y"], name="dynamic"),
+        ("Gemm", "x w", "a", "alpha", {"alpha": 2.0}),
+        ("MatMul", "a w2", "b", "one"),
+        ("MatMul", "b w2", "c", "two"),
+        ("MatMul", "c x", "y", "dynamic"),
     ]
     graph = find_layers(model_of(nodes, {"w": weight, "w2": weight}))
     assert not graph.layers
@@ -384,30 +350,122 @@ def test_what_stays_float_says_why():
 @pytest.mark.parametrize(("shape", "taken"), [([4], True), ([1, 4], True), ([1], False)])
 def test_a_gemms_bias_has_one_value_a_channel(shape, taken):
     weights = {"w": np.ones((4, 4), np.float32), "b": np.ones(shape, np.float32)}
-    model = model_of([helper.make_node("Gemm", ["x", "w", "b"], ["y"], name="g")], weights)
+    model = model_of([("Gemm", "x w b", "y", "g")], weights)
     graph = find_layers(model)
     assert ("g" in graph.layers) is taken
     assert taken or "one a channel" in graph.refused["g"]
 
 
-def test_a_layer_named_like_a_key_is_refused():
-    weights = {"w": np.ones((4, 4), np.float32)}
-    model = model_of([helper.make_node("Gemm", ["x", "w"], ["y"], name="batch_num")], weights)
-    with pytest.raises(ConfigError, match="rename the node"):
-        default_config(find_layers(model))
+RECORD = (CASES / "small_default" / "record.txt").read_text()
+
+DVPP = """# from a camera, through DVPP
+aipp_op {
+  aipp_mode: static
+  related_input_rank: 0
+  related_input_name: "images"
+  input_format: YUV420SP_U8
+  csc_switch: true
+  matrix_r0c0: 298
+  matrix_r0c1: 0
+  matrix_r0c2: 409
+  matrix_r1c0: 298
+  matrix_r1c1: -100
+  matrix_r1c2: -208
+  matrix_r2c0: 298
+  matrix_r2c1: 516
+  matrix_r2c2: 0
+  input_bias_0: 16
+  input_bias_1: 128
+  input_bias_2: 128
+  src_image_size_w: 1280
+  src_image_size_h: 720
+  crop: true
+  crop_size_w: 640
+  crop_size_h: 640
+  mean_chn_3: 0
+  var_reci_chn_3: 1.0
+}
+"""
 
 
-def test_a_quantized_model_is_refused():
-    nodes = [helper.make_node("AscendQuant", ["x"], ["y"], name="q")]
-    with pytest.raises(ModelError, match="AscendQuant"):
-        find_layers(model_of(nodes, {}))
+def checked(run, tmp_path, text):
+    path = tmp_path / "file.txt"
+    path.write_text(text)
+    return run("ascend", "check", path)
 
 
-def test_nameless_and_double_names():
-    nodes = [
-        helper.make_node("Relu", ["x"], ["a"]),
-        helper.make_node("Relu", ["a"], ["b"], name="r"),
-        helper.make_node("Relu", ["b"], ["y"], name="r"),
-    ]
-    names = [n.name for n in name_nodes(model_of(nodes, {})).graph.node]
-    assert names == ["Relu_0", "r", "Relu_2"]
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (DVPP, "a sound AIPP configuration"),
+        ("aipp_op { aipp_mode: dynamic max_src_image_size: 6220800 support_rotation: false }", "a"),
+        ("# a record\n\n" + RECORD, "a sound record of 8 layers"),
+        (
+            RECORD + 'prune_record { producer { name: "conv1" attr { name: "axis" i: 1 } } }',
+            "a sound record of 8 layers; calib8 does not deploy the rest: 1 x pruning",
+        ),
+        (
+            RECORD + 'record { key: "kv" kv_cache_value { scale: 0.5 offset: 0 } }\n',
+            "8 layers; calib8 does not deploy the rest: 1 x KV cache",
+        ),
+        (
+            'record { key: "lstm" value { scale_d: 0.1 offset_d: 0 scale_w: 0.1 offset_w: 0'
+            " scale_h: 0.1 offset_h: 0 scale_r: 0.1 offset_r: 0 } }",
+            "1 x recurrent layer",
+        ),
+        ("# all defaults\nbatch_num: 4\n", "a simplified configuration"),
+    ],
+)
+def test_what_others_write_is_known(text, said, tmp_path, run):
+    code, out, err = checked(run, tmp_path, text)
+    assert (code, err) == (0, "") and said in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (DVPP.replace("r0c0", "r0c9"), "matrix_r0c9"),
+        (
+            'record { key: "kv" kv_cache_value { scale: 0.5 } }',
+            "scale and offset of a KV cache must be as many, got 1 and 0",
+        ),
+        ('record { key: "kv" kv_cache_value { scale: 0 offset: 0 } }', "a scale must be in"),
+        ('record { key: "l" value { scale_h: inf } }', "a scale must be in"),
+        ("# record of nothing\nrecords { }", "no key 'records'"),
+    ],
+)
+def test_what_is_wrong_in_them_is_told(text, said, tmp_path, run):
+    code, _, err = checked(run, tmp_path, text)
+    assert code == 1 and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "spelt"),
+    [
+        ("ascend310p3", "Ascend310P3"), ("310P3", "Ascend310P3"),
+        ("ASCEND910B2C", "Ascend910B2C"), ("910proa", "Ascend910ProA"),
+        ("Ascend910_9391", "Ascend910_9391"), ("Ascend999X", "Ascend999X"),
+    ],
+)  # fmt: skip
+def test_chips_are_spelt_as_atc_does(typed, spelt):
+    assert chip(typed) == spelt
+
+
+@pytest.mark.parametrize("typed", ["AscendXYZ", "Ascend", "", "310P3; rm -rf", "31", "３１０"])
+def test_what_is_no_chip_is_refused(typed):
+    with pytest.raises(ConfigError, match="Ascend310P3"):
+        chip(typed)
+
+
+def built(run, small_cnn, tmp_path, factor, *words):
+    data = np.random.default_rng(0).normal(size=(4, 3, 16, 16)).astype(np.float32)
+    np.save(tmp_path / "x.npy", data * np.float32(factor))
+    settings = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", tmp_path / "b")
+    return run("build", small_cnn, "--images", tmp_path / "x.npy", *settings, *words)
+
+
+@pytest.mark.parametrize(("factor", "told"), [(1e-7, True), (1, False)])
+def test_inputs_that_the_scale_rounds_to_nothing_are_told(factor, told, run, small_cnn, tmp_path):
+    built(run, small_cnn, tmp_path, factor, "--accept")
+    report = next((tmp_path / "b").glob("report.md")).read_text()
+    assert ("rounds all of it to zero" in report) is told

@@ -1,16 +1,18 @@
 """`calib8 ascend deploy` and `calib8 ascend convert`: files from scales that were found before."""
 
-import importlib.util
 import json
 import os
 import re
 import shutil
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from tests.vendor_models import build_net, build_node
 
 from deploy.calibration.trt_cache import dump as cache_text
 from deploy.calibration.trt_cache import from_scales
@@ -18,11 +20,10 @@ from deploy.metrics.bench_inputs import random_feeds
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.executor import open_deploy
 from deploy.targets.ascend.record import read_record
+from tests.test_ascend_models import CASES, NAMES, float_model
 
 TESTS = Path(__file__).parent
-CASES = TESTS / "golden" / "amct" / "cases"
 FASHION = TESTS.parent / "datasets" / "fashion"
-NAMES = ["small_default", "small_dmq", "small_hfmg_sym", "small_ifmr_asym", "small_mixed"]
 DATA = np.random.default_rng(5).normal(size=(6, 3, 16, 16)).astype(np.float32)
 
 
@@ -46,41 +47,23 @@ def built(small_cnn, data, tmp_path_factory):
 
 
 @pytest.fixture
-def ended(run):
+def ended(refusal):
     """(words) -> the one sentence of a command that must end in an error."""
-
-    def call(*words):
-        code, out, error = run("ascend", *words)
-        assert code == 1 and not out, (code, out)
-        return error
-
-    return call
+    return partial(refusal, "ascend")
 
 
 @pytest.fixture
-def done(run):
+def done(command):
     """(words) -> what a command prints that must work, its lines joined."""
-
-    def call(*words):
-        code, out, error = run("ascend", *words)
-        assert code == 0, error
-        return " ".join(out.split())
-
-    return call
+    return partial(command, "ascend")
 
 
 def model(nodes, weights, inputs, outputs=None, opset=13):
     """A model of these nodes; outputs are those of the last node."""
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        nodes,
-        "made",
-        [value(name, TensorProto.FLOAT, shape) for name, shape in inputs.items()],
-        [value(n, TensorProto.FLOAT, None) for n in outputs or nodes[-1].output],
-        [numpy_helper.from_array(np.asarray(v), k) for k, v in weights.items()],
-    )
-    opsets = [helper.make_opsetid("", opset)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    last = nodes[-1].output if isinstance(nodes[-1], onnx.NodeProto) else nodes[-1][2].split()
+    arrays = {k: numpy_helper.from_array(np.asarray(v), k) for k, v in weights.items()}
+    ends = dict.fromkeys(outputs or last)
+    return build_net(nodes, inputs, ends, arrays.values(), opset=opset, ir=10)
 
 
 def saved(made, path):
@@ -103,23 +86,14 @@ def named(made):
 # -- deploy: AMCT's own records -----------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def golden_model():
-    """(case, path) -> the float model of one of AMCT's runs, in a file."""
-    spec = importlib.util.spec_from_file_location("amct_cases", TESTS / "test_ascend_models.py")
-    cases = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(cases)
-    return lambda case, path: saved(cases.float_model(case), path)
-
-
 @pytest.mark.parametrize("case", NAMES)
-def test_amcts_records_give_amcts_models(case, golden_model, done, tmp_path):
+def test_amcts_records_give_amcts_models(case, done, tmp_path):
     """The same nodes, attributes and values; only constants of the float model are folded.
 
     AMCT leaves BatchNormalization behind a ConvTranspose, and small_mixed one behind a Conv, which
     nothing but the scales of the record says.
     """
-    path = golden_model(case, tmp_path / "m.onnx")
+    path = saved(float_model(case), tmp_path / "m.onnx")
     out = tmp_path / "out"
     said = done("deploy", path, CASES / case / "record.txt", "-o", out)
     assert "up" in re.search(r"stays apart: ([^.]*)\.", said)[1].split(", ")
@@ -154,8 +128,8 @@ def same_array(a, b):
     assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
 
 
-def test_a_configuration_says_which_form_the_record_is_of(golden_model, done, ended, tmp_path):
-    path = golden_model("small_mixed", tmp_path / "m.onnx")
+def test_a_configuration_says_which_form_the_record_is_of(done, ended, tmp_path):
+    path = saved(float_model("small_mixed"), tmp_path / "m.onnx")
     case = CASES / "small_mixed"
     out = tmp_path / "out"
     words = ("deploy", path, case / "record.txt", "-o", out)
@@ -182,35 +156,32 @@ def test_a_builds_record_gives_its_files_again(small_cnn, built, done, tmp_path)
     assert {f"{stem}_deploy_model.onnx", "report.html"} <= set(manifest["files"])
 
 
-@pytest.mark.parametrize("text", ["do_fusion: false", 'skip_fusion_layers: "conv"'])
-def test_a_record_without_fusion_gives_its_files_again(text, run, rng, tmp_path):
+@pytest.mark.parametrize("text", ["", "do_fusion: false", 'skip_fusion_layers: "conv"'])
+def test_fusion_follows_the_configuration_and_the_record(text, ascend_build, done, rng, tmp_path):
+    """A BatchNormalization is left where either says so; the record gives the files again."""
     weights = {"w": rng.normal(size=(4, 3, 1, 1)), "s": rng.uniform(2, 3, 4)}
     weights |= {"b": rng.normal(size=4), "m": rng.normal(size=4), "v": rng.uniform(4, 9, 4)}
     nodes = [
-        helper.make_node("Conv", ["x", "w"], ["c"], name="conv", kernel_shape=[1, 1]),
-        helper.make_node("BatchNormalization", ["c", "s", "b", "m", "v"], ["y"], name="bn"),
+        ("Conv", "x w", "c", "conv", {"kernel_shape": [1, 1]}),
+        ("BatchNormalization", "c s b m v", "y", "bn"),
     ]
     floats = {k: v.astype(np.float32) for k, v in weights.items()}
     path = saved(model(nodes, floats, {"x": [1, 3, 4, 4]}), tmp_path / "bn.onnx")
-    (tmp_path / "c.cfg").write_text(text)
     np.save(tmp_path / "x.npy", rng.normal(size=(2, 3, 4, 4)).astype(np.float32))
-    words = ("--images", tmp_path / "x.npy", "--target", "ascend", "--effort", 0, "--duration", 0)
-    code, _, error = run(
-        "build", path, *words, "--ascend-config", tmp_path / "c.cfg", "--out", tmp_path / "b"
-    )
-    assert code == 0, error
-    record = tmp_path / "b" / "bn_record.txt"
-    assert run("ascend", "deploy", path, record, "-o", tmp_path / "d")[0] == 0
+    _, out = ascend_build(path, tmp_path / "x.npy", text)
+    record = out / "bn_record.txt"
+    done("deploy", path, record, "-o", tmp_path / "d")
     for ending in ("deploy_model.onnx", "fake_quant_model.onnx"):
         made = tmp_path / "d" / f"bn_{ending}"
-        assert made.read_bytes() == (tmp_path / "b" / f"bn_{ending}").read_bytes()
-    assert "BatchNormalization" in {n.op_type for n in onnx.load(made).graph.node}
-    # the record may say so by itself, as AMCT's does
-    said = record.read_text().replace("  value {", "  value {\n    skip_fusion: true")
-    (tmp_path / "said.txt").write_text(said)
-    assert run("ascend", "deploy", path, tmp_path / "said.txt", "-o", tmp_path / "s")[0] == 0
-    assert (tmp_path / "s" / made.name).read_bytes() == made.read_bytes()
-    assert "skip_fusion: true" in (tmp_path / "s" / "bn_record.txt").read_text()
+        assert made.read_bytes() == (out / f"bn_{ending}").read_bytes()
+        norms = [n for n in onnx.load(made).graph.node if n.op_type == "BatchNormalization"]
+        assert len(norms) == bool(text) and all(n.domain == "" for n in norms)
+    if text:  # the record may say so by itself, as AMCT's does
+        said = record.read_text().replace("  value {", "  value {\n    skip_fusion: true")
+        (tmp_path / "said.txt").write_text(said)
+        done("deploy", path, tmp_path / "said.txt", "-o", tmp_path / "s")
+        assert (tmp_path / "s" / made.name).read_bytes() == made.read_bytes()
+        assert "skip_fusion: true" in (tmp_path / "s" / "bn_record.txt").read_text()
 
 
 def test_an_edited_record_changes_its_layer_alone(small_cnn, built, done, data, tmp_path):
@@ -235,45 +206,32 @@ def test_an_edited_record_changes_its_layer_alone(small_cnn, built, done, data, 
                 same_array(values[0][tensor], values[1][tensor])
 
 
+def record_of(key, more="", *, offset=0, weight="scale_w: 1 offset_w: 0", scale="1"):
+    fields = f"scale_d: {scale} offset_d: {offset} {weight} {more}"
+    return f'record {{ key: "{key}" value {{ {fields} }} }}'
+
+
+FORCE = 'fakequant_precision_mode: "FORCE_FP32"'
+
+
 @pytest.mark.parametrize(
     ("text", "match"),
     [
         ("", "at least one layer"),
         ("record {", "must"),
         ("\x00\xff", "must"),
-        (
-            'record { key: "nowhere" value { scale_d: 1 offset_d: 0 scale_w: 1 offset_w: 0 } }',
-            "not",
-        ),
+        (record_of("nowhere"), "not"),
         ('record { key: "Conv_c1" value { scale_w: 1 offset_w: 0 } }', "scale_d"),
-        ('record { key: "Conv_c1" value { scale_d: 1 offset_d: 0 } }', "scale_w"),
+        (record_of("Conv_c1", weight=""), "scale_w"),
+        (record_of("Conv_c1", scale="nan"), "scale"),
+        (record_of("Conv_c1", scale="1e6"), "1 / scale_d"),
+        (record_of("Conv_c1", offset=200), "offset_d"),
+        (record_of("Conv_c1", "scale_w: 1 offset_w: 0"), "8 scale_w"),
         (
-            'record { key: "Conv_c1" value { scale_d: nan offset_d: 0 scale_w: 1 offset_w: 0 } }',
-            "scale",
-        ),
-        (
-            'record { key: "Conv_c1" value { scale_d: 1e6 offset_d: 0 scale_w: 1 offset_w: 0 } }',
-            "1 / scale_d",
-        ),
-        (
-            'record { key: "Conv_c1" value { scale_d: 1 offset_d: 200 scale_w: 1 offset_w: 0 } }',
-            "offset_d",
-        ),
-        (
-            'record { key: "Conv_c1" value { scale_d: 1 offset_d: 0 scale_w: 1 scale_w: 1'
-            " offset_w: 0 offset_w: 0 } }",
-            "8 scale_w",
-        ),
-        (
-            'record { key: "Conv_c1" value { scale_d: 1 offset_d: 0 scale_w: 1 offset_w: 0'
-            " tensor_balance_factor: 1 tensor_balance_factor: 2 } }",
+            record_of("Conv_c1", "tensor_balance_factor: 1 tensor_balance_factor: 2"),
             "3 DMQ factors",
         ),
-        (
-            'record { key: "Conv_c1" value { scale_d: 1 offset_d: 0 scale_w: 1 offset_w: 0'
-            ' fakequant_precision_mode: "FORCE_FP32" } }',
-            "FORCE_FP16_QUANT or DEFAULT",
-        ),
+        (record_of("Conv_c1", FORCE), "FORCE_FP16_QUANT or DEFAULT"),
         ('record { key: "k" kv_cache_value { scale: 1 offset: 0 } }', "got only 1 x KV cache"),
         ('prune_record { producer { name: "Conv_c1" } }', "got only 1 x pruning"),
     ],
@@ -313,22 +271,19 @@ def test_a_tensorrt_cache_gives_symmetric_scales(small_cnn, built, done, data, t
     assert found["Conv_c2"].scale_w.size == 8 and found["Gemm_logits"].scale_w.size == 1
 
 
-def test_a_foreign_cache_is_told(small_cnn, ended, tmp_path):
-    cache = tmp_path / "c.cache"
-    cache.write_bytes(cache_text(from_scales({"other": np.float32(1)}, version="8.6.1")))
-    error = ended("deploy", small_cnn, "--cache", cache, "-o", tmp_path / "o")
-    assert "none of 4" in error and "calib8 cache check" in error
-    cache.write_text("no cache")
-    assert "TRT-8503" in ended("deploy", small_cnn, "--cache", cache, "-o", tmp_path / "o")
-
-
-def test_scales_come_from_one_file(small_cnn, built, ended, tmp_path):
+def test_scales_come_from_one_file_that_fits(small_cnn, built, ended, tmp_path):
     record, cache = (built / f"{small_cnn.stem}{e}" for e in ("_record.txt", ".cache"))
     out = ("-o", tmp_path / "o")
     assert "got neither" in ended("deploy", small_cnn, *out)
     assert "leave one" in ended("deploy", small_cnn, record, "--cache", cache, *out)
     config = ("--ascend-config", record)
     assert "leave the conf" in ended("deploy", small_cnn, "--cache", cache, *config, *out)
+    cache = tmp_path / "c.cache"
+    cache.write_bytes(cache_text(from_scales({"other": np.float32(1)}, version="8.6.1")))
+    error = ended("deploy", small_cnn, "--cache", cache, "-o", tmp_path / "o")
+    assert "none of 4" in error and "calib8 cache check" in error
+    cache.write_text("no cache")
+    assert "TRT-8503" in ended("deploy", small_cnn, "--cache", cache, "-o", tmp_path / "o")
 
 
 # -- what both commands share -------------------------------------------------------------------
@@ -371,27 +326,20 @@ def test_open_shapes_are_given_by_name(ended, done, tmp_path):
 
 @pytest.mark.parametrize(
     ("flags", "least", "told"),
-    [
-        ((), 1e-9, True),
-        ((), 1e-3, False),
-        (("--atc-flag=--keep_dtype=wide.cfg",), 1e-9, False),
-    ],
+    [((), 1e-9, True), ((), 1e-3, False), (("--atc-flag=--keep_dtype=wide.cfg",), 1e-9, False)],
 )
-def test_what_float16_makes_0_in_an_om_is_told(flags, least, told, run, tmp_path):
+def test_what_float16_makes_0_in_an_om_is_told(flags, least, told, command, tmp_path):
     nodes = [
-        helper.make_node("Conv", ["x", "w"], ["c"], name="c", kernel_shape=[1, 1]),
-        helper.make_node("Relu", ["c"], ["r"], name="r"),
-        helper.make_node("Add", ["r", "least"], ["g"], name="guard"),
-        helper.make_node("Log", ["g"], ["y"], name="log"),
+        ("Conv", "x w", "c", "c", {"kernel_shape": [1, 1]}),
+        ("Relu", "c", "r", "r"),
+        ("Add", "r least", "g", "guard"),
+        ("Log", "g", "y", "log"),
     ]
     weights = {"w": np.ones((2, 3, 1, 1), np.float32), "least": np.float32(least)}
     path = saved(model(nodes, weights, {"x": [1, 3, 5, 7]}), tmp_path / "net.onnx")
     np.save(tmp_path / "x.npy", DATA[:4, :, :5, :7])
     words = ("--images", tmp_path / "x.npy", "--effort", 0, "--duration", 0, "--accept")
-    code, _, error = run(
-        "build", path, *words, "--target", "ascend", *flags, "--out", tmp_path / "o"
-    )
-    assert code == 0, error
+    command("build", path, *words, "--target", "ascend", *flags, "--out", tmp_path / "o")
     notes = (tmp_path / "o" / "report.md").read_text().replace("\\_", "_")
     said = "in float16 what is not int8, which is too narrow for guard, log: least, 1e-09, which"
     assert (said in notes) == told
@@ -399,10 +347,7 @@ def test_what_float16_makes_0_in_an_om_is_told(flags, least, told, run, tmp_path
 
 
 def test_atc_is_told_no_shape_of_a_scalar(done, tmp_path):
-    nodes = [
-        helper.make_node("Conv", ["x", "w"], ["c"], name="c", kernel_shape=[1, 1]),
-        helper.make_node("Max", ["c", "least"], ["y"], name="m"),
-    ]
+    nodes = [("Conv", "x w", "c", "c", {"kernel_shape": [1, 1]}), ("Max", "c least", "y", "m")]
     weights = {"w": np.ones((2, 3, 1, 1), np.float32)}
     path = saved(model(nodes, weights, {"least": [], "x": [1, 3, 5, 7]}), tmp_path / "net.onnx")
     record = tmp_path / "r.txt"
@@ -538,276 +483,237 @@ def test_calib8s_own_models(ending, small_cnn, built, data, done, tmp_path):
 # -- convert: what Ascend can take over, and what it cannot ---------------------------------------
 
 
-MIDDLE = np.uint8(128)
-
-
-def pair(nodes, weights, tensor, name, *, scale=0.05, zero=MIDDLE):
-    """Put a pair on a tensor; gives the name of its output."""
-    weights[f"{name}.s"], weights[f"{name}.z"] = np.float32(scale), zero
-    parameters = [f"{name}.s", f"{name}.z"]
-    for op, start, end in (("Quantize", tensor, f"{name}.q"), ("Dequantize", f"{name}.q", name)):
-        nodes.append(helper.make_node(f"{op}Linear", [start, *parameters], [end], name=end + op))
-    return name
-
-
-def int8_weight(nodes, weights, integers, name, *, scale=0.02, zero=None, axis=None):
-    """A weight behind a DequantizeLinear; gives the name of its output."""
-    weights[f"{name}.int"] = integers
-    weights[f"{name}.scale"] = np.asarray(scale, np.float32)
-    inputs = [f"{name}.int", f"{name}.scale"]
-    if zero is not None:
-        weights[f"{name}.zero"] = zero
-        inputs.append(f"{name}.zero")
-    given = {} if axis is None else {"axis": axis}
-    nodes.append(helper.make_node("DequantizeLinear", inputs, [name], name=f"{name}/DQ", **given))
-    return name
-
-
+MIDDLE, ZERO = np.uint8(128), np.int8(0)
 INTEGERS = np.random.default_rng(5).integers(-127, 128, (4, 3, 3, 3)).astype(np.int8)
 FLOATS = (INTEGERS * np.float32(0.02)).astype(np.float32)
 
 
-def two_convs(*, weight=None, zero=MIDDLE, opset=21, **scales):
+class Pairs:
+    """A model of pairs and of what else is put into it, in order."""
+
+    def __init__(self, **weights):
+        self.nodes, self.weights = [], weights
+
+    def add(self, *node):
+        self.nodes.append(build_node(*node))
+
+    def pair(self, tensor, name, *, scale=0.05, zero=MIDDLE):
+        """Put a pair on a tensor; `name` is that of its output."""
+        self.weights |= {f"{name}.s": np.float32(scale), f"{name}.z": zero}
+        parts = (("Quantize", tensor, f"{name}.q"), ("Dequantize", f"{name}.q", name))
+        for op, start, end in parts:
+            self.add(f"{op}Linear", f"{start} {name}.s {name}.z", end, end + op)
+
+    def int8(self, integers, name, *, scale=0.02, zero=None, axis=None):
+        """Put in a weight behind a DequantizeLinear."""
+        self.weights |= {f"{name}.int": integers, f"{name}.scale": np.asarray(scale, np.float32)}
+        if zero is not None:
+            self.weights[f"{name}.zero"] = zero
+        inputs = [f"{name}.int", f"{name}.scale", f"{name}.zero"][: 2 if zero is None else 3]
+        self.add(
+            "DequantizeLinear", inputs, name, f"{name}/DQ", {} if axis is None else {"axis": axis}
+        )
+
+    def model(self, *shape, outputs=None, opset=13):
+        return model(self.nodes, self.weights, {"x": shape}, outputs, opset)
+
+
+def two_convs(*, weight=lambda net: net.int8(INTEGERS, "v"), zero=MIDDLE, opset=21, **scales):
     """One layer that can be taken over, "sound", and "other", as the arguments have it."""
-    nodes, weights = [], {}
-    x = pair(nodes, weights, "x", "xd")
-    int8_weight(nodes, weights, INTEGERS, "w", zero=np.int8(0))
-    nodes.append(helper.make_node("Conv", [x, "w"], ["h"], name="sound", pads=[1] * 4))
-    other = pair(nodes, weights, "x", "other", zero=zero, **scales)
-    (weight or (lambda *to: int8_weight(*to, INTEGERS, "v")))(nodes, weights)
-    nodes.append(helper.make_node("Conv", [other, "v"], ["o"], name="other", pads=[1] * 4))
-    nodes.append(helper.make_node("Add", ["h", "o"], ["y"], name="add"))
-    return model(nodes, weights, {"x": [1, 3, 6, 6]}, opset=opset)
+    net = Pairs()
+    net.pair("x", "xd")
+    net.int8(INTEGERS, "w", zero=ZERO)
+    net.add("Conv", "xd w", "h", "sound", {"pads": [1] * 4})
+    net.pair("x", "other", zero=zero, **scales)
+    weight(net)
+    net.add("Conv", "other v", "o", "other", {"pads": [1] * 4})
+    net.add("Add", "h o", "y", "add")
+    return net.model(1, 3, 6, 6, opset=opset)
 
 
-def near(path, out):
-    """How far the deploy model in integers is from a Q/DQ model, over its largest output."""
-    given = onnx.load(path)
-    feeds = random_feeds(OrtSession.open(given, threads=1).inputs, count=3)
-    made = open_deploy(onnx.load(out / f"{path.stem}_deploy_model.onnx"), threads=1)
-    reference = OrtSession.open(given, threads=1, optimize=False)
-    worst = 0.0
-    for feed in feeds:
-        (a,), (b,) = reference.run(feed).values(), made.run(feed).values()
-        worst = max(worst, float(np.abs(a - b).max() / np.abs(a).max()))
-    return worst
+@pytest.fixture
+def converted(done, tmp_path):
+    """(model, words) -> what `convert` said, the deploy model it made, and its record.
+
+    `apart`: how far that model in integers is from the model of pairs, over its largest output.
+    """
+
+    def convert(given, *words):
+        path, out = saved(given, tmp_path / "m.onnx"), tmp_path / "o"
+        said = done("convert", path, *words, "-o", out)
+        deploy = onnx.load(out / "m_deploy_model.onnx")
+        record = read_record((out / "m_record.txt").read_text())
+        reference = OrtSession.open(given, threads=1, optimize=False)
+        made, apart = open_deploy(deploy, threads=1), 0.0
+        for feed in random_feeds(OrtSession.open(given, threads=1).inputs, count=3):
+            (a,), (b,) = reference.run(feed).values(), made.run(feed).values()
+            apart = max(apart, float(np.abs(a - b).max() / np.abs(a).max()))
+        return SimpleNamespace(said=said, deploy=deploy, record=record, apart=apart)
+
+    return convert
+
+
+def weight_of(made, name):
+    return constants(made.deploy)[named(made.deploy)[name].input[1]]
+
+
+def stored(integers=INTEGERS, **how):
+    """A weight "v" for `two_convs`."""
+    return lambda net: net.int8(integers, "v", **{"zero": ZERO, **how})
+
+
+def floats(net):
+    net.weights["f"] = FLOATS
+    net.pair("f", "v", scale=0.02, zero=ZERO)
+
+
+SHIFTED = (INTEGERS.astype(int) + 128).astype(np.uint8)
+BY_CHANNEL = {"scale": [0.01, 0.02, 0.03, 0.04], "zero": np.zeros(4, np.int8), "axis": 0}
 
 
 @pytest.mark.parametrize(
-    "weight",
-    [
-        pytest.param(lambda *to: int8_weight(*to, INTEGERS, "v", zero=np.int8(0)), id="int8"),
-        pytest.param(
-            lambda *to: int8_weight(
-                *to, (INTEGERS.astype(int) + 128).astype(np.uint8), "v", zero=np.uint8(128)
-            ),
-            id="uint8 around 128",
-        ),
-        pytest.param(
-            lambda *to: int8_weight(
-                *to,
-                INTEGERS,
-                "v",
-                scale=[0.01, 0.02, 0.03, 0.04],
-                zero=np.zeros(4, np.int8),
-                axis=0,
-            ),
-            id="a scale a channel",
-        ),
-        pytest.param(
-            lambda nodes, weights: (
-                weights.update(f=FLOATS),
-                pair(nodes, weights, "f", "v", scale=0.02, zero=np.int8(0)),
-            ),
-            id="float with a pair",
-        ),
-    ],
-)
-def test_weights_keep_their_integers(weight, done, tmp_path):
-    path = saved(two_convs(weight=weight), tmp_path / "m.onnx")
-    assert "2 of 2 layers" in done("convert", path, "-o", tmp_path / "o")
-    made = onnx.load(tmp_path / "o" / "m_deploy_model.onnx")
+    "weight", [stored(), stored(SHIFTED, zero=MIDDLE), stored(**BY_CHANNEL), floats],
+    ids=["int8", "uint8 around 128", "a scale a channel", "float with a pair"],
+)  # fmt: skip
+def test_weights_keep_their_integers(weight, converted):
+    made = converted(two_convs(weight=weight))
     for name in ("sound", "other"):
-        same_array(constants(made)[named(made)[name].input[1]], INTEGERS)
-    assert near(path, tmp_path / "o") < 1e-5
+        same_array(weight_of(made, name), INTEGERS)
+    assert "2 of 2 layers" in made.said and made.apart < 1e-5
 
 
 @pytest.mark.parametrize("zero", [np.uint8(0), np.uint8(131), np.int8(-7), np.int8(0)])
-def test_zero_points_become_offsets(zero, done, tmp_path):
-    path = saved(two_convs(zero=zero), tmp_path / "m.onnx")
-    done("convert", path, "-o", tmp_path / "o")
-    record = read_record((tmp_path / "o" / "m_record.txt").read_text())["other"]
+def test_zero_points_become_offsets(zero, converted):
+    record = converted(two_convs(zero=zero)).record["other"]
     assert record.offset_d == int(zero) - (128 if zero.dtype == np.uint8 else 0)
     assert record.scale_d == np.float32(0.05)
 
 
 UNSIGNED = INTEGERS.view(np.uint8)
+WRONG_AXIS = {"scale": [0.1] * 3, "zero": np.zeros(3, np.int8), "axis": 1}
 
 
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        ({"weight": lambda *to: int8_weight(*to, UNSIGNED, "v", zero=np.uint8(3))}, "zero point"),
-        ({"weight": lambda *to: int8_weight(*to, UNSIGNED, "v")}, "zero point"),
-        (
-            {
-                "weight": lambda *to: int8_weight(
-                    *to, INTEGERS, "v", scale=[0.1] * 3, zero=np.zeros(3, np.int8), axis=1
-                )
-            },
-            "no scale by output channel",
-        ),
-        (
-            {
-                "weight": lambda *to: int8_weight(
-                    *to, INTEGERS.astype(np.int16), "v", zero=np.int16(0)
-                )
-            },
-            "quantized to int16",
-        ),
-        ({"weight": lambda nodes, weights: weights.update(v=FLOATS)}, "weight is not quantized"),
+        ({"weight": stored(UNSIGNED, zero=np.uint8(3))}, "zero point"),
+        ({"weight": stored(UNSIGNED, zero=None)}, "zero point"),
+        ({"weight": stored(**WRONG_AXIS)}, "no scale by output channel"),
+        ({"weight": stored(INTEGERS.astype(np.int16), zero=np.int16(0))}, "quantized to int16"),
+        ({"weight": lambda net: net.weights.update(v=FLOATS)}, "weight is not quantized"),
         ({"zero": np.uint16(30000)}, "quantized to uint16"),
         ({"scale": 1e-6}, "1 / scale_d"),
     ],
 )
-def test_what_cannot_be_taken_over_stays_float_and_is_told(made, reason, done, tmp_path):
-    path = saved(two_convs(**made), tmp_path / "m.onnx")
-    said = done("convert", path, "-o", tmp_path / "o")
-    assert "1 of 2 layers" in said and reason in said and "(other)" in said
-    found = onnx.load(tmp_path / "o" / "m_deploy_model.onnx")
-    assert constants(found)[named(found)["other"].input[1]].dtype == np.float32
-    assert near(path, tmp_path / "o") < (0.01 if "scale" not in made else 2)
+def test_what_cannot_be_taken_over_stays_float_and_is_told(made, reason, converted):
+    found = converted(two_convs(**made))
+    assert "1 of 2 layers" in found.said and reason in found.said and "(other)" in found.said
+    assert weight_of(found, "other").dtype == np.float32
+    assert found.apart < (0.01 if "scale" not in made else 2)
 
 
-def test_matrices_get_one_scale(done, rng, tmp_path):
+def test_matrices_get_one_scale(converted, rng):
     """Equal scales stay; others are rounded again to one, and it is told; a Transpose is undone."""
-    nodes, weights = [], {}
-    x = pair(nodes, weights, "x", "xd")
-    square = rng.integers(-127, 128, (4, 4)).astype(np.int8)
-    zeros = np.zeros(4, np.int8)
-    int8_weight(nodes, weights, square, "a", scale=[0.01] * 4, zero=zeros, axis=0)
-    nodes.append(helper.make_node("Gemm", [x, "a"], ["g"], name="equal", transB=1))
-    gd = pair(nodes, weights, "g", "gd", scale=0.1)
-    int8_weight(nodes, weights, square, "b", scale=[0.01, 0.02, 0.03, 0.04], zero=zeros, axis=0)
-    nodes.append(helper.make_node("Transpose", ["b"], ["bt"], name="turn", perm=[1, 0]))
-    nodes.append(helper.make_node("MatMul", [gd, "bt"], ["y"], name="several"))
-    path = saved(model(nodes, weights, {"x": [2, 4]}), tmp_path / "m.onnx")
-    said = done("convert", path, "-o", tmp_path / "o")
-    assert "rounded again: 1: several." in said and "keep their integers" in said
-    made = onnx.load(tmp_path / "o" / "m_deploy_model.onnx")
-    same_array(constants(made)[named(made)["equal"].input[1]], np.ascontiguousarray(square.T))
-    assert all(r.scale_w.size == 1 for r in read_record(
-        (tmp_path / "o" / "m_record.txt").read_text()).values())  # fmt: skip
-    assert near(path, tmp_path / "o") < 0.02
+    net, square = Pairs(), rng.integers(-127, 128, (4, 4)).astype(np.int8)
+    net.pair("x", "xd")
+    net.int8(square, "a", **BY_CHANNEL | {"scale": [0.01] * 4})
+    net.add("Gemm", "xd a", "g", "equal", {"transB": 1})
+    net.pair("g", "gd", scale=0.1)
+    net.int8(square, "b", **BY_CHANNEL)
+    net.add("Transpose", "b", "bt", "turn", {"perm": [1, 0]})
+    net.add("MatMul", "gd bt", "y", "several")
+    made = converted(net.model(2, 4))
+    assert "rounded again: 1: several." in made.said and "keep their integers" in made.said
+    same_array(weight_of(made, "equal"), np.ascontiguousarray(square.T))
+    assert all(one.scale_w.size == 1 for one in made.record.values())
+    assert made.apart < 0.02
 
 
-def test_a_bias_at_the_end_of_int32_leaves_room_for_the_sums(done, tmp_path):
+def test_a_bias_at_the_end_of_int32_leaves_room_for_the_sums(converted):
     """As quantizers write a channel whose weights are next to nothing."""
-    nodes, weights = [], {}
-    x = pair(nodes, weights, "x", "xd", scale=0.01)
-    scales = np.float32([0.02, 1e-9, 0.02, 0.02])
-    zeros = np.zeros(4, np.int8)
-    int8_weight(nodes, weights, INTEGERS, "w", scale=scales, zero=zeros, axis=0)
-    codes = np.int32([5, 2**31 - 1, -7, 0])
-    int8_weight(nodes, weights, codes, "b", scale=scales * np.float32(0.01), axis=0)
-    nodes.append(helper.make_node("Conv", [x, "w", "b"], ["y"], name="conv"))
-    path = saved(model(nodes, weights, {"x": [1, 3, 6, 6]}), tmp_path / "m.onnx")
-    assert "no room for the sums of products" in done("convert", path, "-o", tmp_path / "o")
-    made = onnx.load(tmp_path / "o" / "m_deploy_model.onnx")
-    conv, values = named(made)["conv"], constants(made)
-    same_array(values[conv.input[1]][[0, 2, 3]], INTEGERS[[0, 2, 3]])
-    assert values[conv.input[2]].tolist() == [5, 2**30, -7, 0]
-    assert near(path, tmp_path / "o") < 1e-5
+    net, scales = Pairs(), np.float32([0.02, 1e-9, 0.02, 0.02])
+    net.pair("x", "xd", scale=0.01)
+    net.int8(INTEGERS, "w", **BY_CHANNEL | {"scale": scales})
+    net.int8(np.int32([5, 2**31 - 1, -7, 0]), "b", scale=scales * np.float32(0.01), axis=0)
+    net.add("Conv", "xd w b", "y", "conv")
+    made = converted(net.model(1, 3, 6, 6))
+    assert "no room for the sums of products" in made.said
+    same_array(weight_of(made, "conv")[[0, 2, 3]], INTEGERS[[0, 2, 3]])
+    bias = constants(made.deploy)[named(made.deploy)["conv"].input[2]]
+    assert bias.tolist() == [5, 2**30, -7, 0] and made.apart < 1e-5
 
 
-def test_a_grouped_transposed_convolution(done, rng, tmp_path):
-    nodes, weights = [], {}
-    x = pair(nodes, weights, "x", "xd")
-    integers = rng.integers(-127, 128, (4, 2, 3, 3)).astype(np.int8)
-    int8_weight(
-        nodes, weights, integers, "w", scale=[0.01, 0.05], zero=np.zeros(2, np.int8), axis=1
-    )
-    nodes.append(helper.make_node("ConvTranspose", [x, "w"], ["y"], name="up", group=2))
-    path = saved(model(nodes, weights, {"x": [1, 4, 3, 3]}), tmp_path / "m.onnx")
-    done("convert", path, "-o", tmp_path / "o")
-    record = read_record((tmp_path / "o" / "m_record.txt").read_text())["up"]
-    np.testing.assert_array_equal(record.scale_w, np.float32([0.01, 0.05, 0.01, 0.05]))
-    assert near(path, tmp_path / "o") < 1e-5
-
-
-@pytest.mark.parametrize("kind", [np.uint8, np.uint16])
-def test_a_relu_that_the_quantizer_took_out_holds_for_float_readers(kind, done, tmp_path):
-    """Conv, its pair from 0 on, then a float Sub that sees no negative value, with or without."""
-    nodes, weights = [], {"c": np.float32([1.0])}
-    x = pair(nodes, weights, "x", "xd")
-    int8_weight(nodes, weights, INTEGERS, "w", zero=np.int8(0))
-    nodes.append(helper.make_node("Conv", [x, "w"], ["h"], name="conv"))
-    h = pair(nodes, weights, "h", "hd", scale=0.031, zero=kind(0))
-    nodes.append(helper.make_node("Sub", [h, "c"], ["y"], name="sub"))
-    path = saved(model(nodes, weights, {"x": [1, 3, 8, 8]}, opset=21), tmp_path / "m.onnx")
-    for flag, ops, limit in (
-        ("--keep-rounding", ["Div", "Round", "Clip", "Mul"], 1e-5),
-        ("--no-keep-rounding", ["Clip"], 0.01),
-    ):
-        said = done("convert", path, flag, "-o", tmp_path / "o")
-        made = onnx.load(tmp_path / "o" / "m_deploy_model.onnx")
-        between = ran_types(made)
-        assert between == ["AscendQuant", "Conv", "AscendDequant", *ops, "Sub"]
-        assert near(path, tmp_path / "o") < limit and "read through a pair: 1." in said
+def test_a_grouped_transposed_convolution(converted, rng):
+    net, integers = Pairs(), rng.integers(-127, 128, (4, 2, 3, 3)).astype(np.int8)
+    net.pair("x", "xd")
+    net.int8(integers, "w", scale=[0.01, 0.05], zero=np.zeros(2, np.int8), axis=1)
+    net.add("ConvTranspose", "xd w", "y", "up", {"group": 2})
+    made = converted(net.model(1, 4, 3, 3))
+    scales = np.float32([0.01, 0.05, 0.01, 0.05])
+    np.testing.assert_array_equal(made.record["up"].scale_w, scales)
+    assert made.apart < 1e-5
 
 
 def ran_types(made):
     return [node.op_type for node in made.graph.node]
 
 
-def test_pairs_before_a_pool_and_on_the_output_leave_no_trace(done, rng, tmp_path):
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16])
+def test_a_relu_that_the_quantizer_took_out_holds_for_float_readers(kind, converted):
+    """Conv, its pair from 0 on, then a float Sub that sees no negative value, with or without."""
+    net = Pairs(c=np.float32([1.0]))
+    net.pair("x", "xd")
+    net.int8(INTEGERS, "w", zero=ZERO)
+    net.add("Conv", "xd w", "h", "conv")
+    net.pair("h", "hd", scale=0.031, zero=kind(0))
+    net.add("Sub", "hd c", "y", "sub")
+    for flag, ops, limit in (
+        ("--keep-rounding", ["Div", "Round", "Clip", "Mul"], 1e-5),
+        ("--no-keep-rounding", ["Clip"], 0.01),
+    ):
+        made = converted(net.model(1, 3, 8, 8, opset=21), flag)
+        assert ran_types(made.deploy) == ["AscendQuant", "Conv", "AscendDequant", *ops, "Sub"]
+        assert made.apart < limit and "read through a pair: 1." in made.said
+
+
+def test_pairs_before_a_pool_and_on_the_output_leave_no_trace(converted, rng):
     """MaxPool and Flatten hand codes on; the output keeps its name without an Identity."""
-    nodes, weights = [], {}
-    x = pair(nodes, weights, "x", "xd", zero=np.uint8(128))
-    nodes.append(helper.make_node("MaxPool", [x], ["p"], name="pool", kernel_shape=[2, 2]))
-    nodes.append(helper.make_node("Flatten", ["p"], ["f"], name="flat"))
-    matrix = rng.integers(-127, 128, (24, 4)).astype(np.int8)
-    int8_weight(nodes, weights, matrix, "w", zero=np.int8(0))
-    nodes.append(helper.make_node("MatMul", ["f", "w"], ["h"], name="mm"))
-    pair(nodes, weights, "h", "y", scale=0.5)
-    path = saved(model(nodes, weights, {"x": [1, 3, 3, 5]}, ["y"]), tmp_path / "m.onnx")
-    done("convert", path, "--no-keep-rounding", "-o", tmp_path / "o")
-    made = onnx.load(tmp_path / "o" / "m_deploy_model.onnx")
+    net = Pairs()
+    net.pair("x", "xd")
+    net.add("MaxPool", "xd", "p", "pool", {"kernel_shape": [2, 2]})
+    net.add("Flatten", "p", "f", "flat")
+    net.int8(rng.integers(-127, 128, (24, 4)).astype(np.int8), "w", zero=ZERO)
+    net.add("MatMul", "f w", "h", "mm")
+    net.pair("h", "y", scale=0.5)
+    made = converted(net.model(1, 3, 3, 5, outputs=["y"]), "--no-keep-rounding").deploy
     wanted = ["MaxPool", "Flatten", "AscendQuant", "MatMul", "AscendDequant"]
     assert ran_types(made) == wanted and made.graph.output[0].name == "y"
 
 
 def broken(kind):
     """A model that is in no form to be converted, and what is said of it."""
-    made = two_convs()
+    made, net = two_convs(), Pairs()
     if kind == "none":
-        return model([helper.make_node("Relu", ["x"], ["y"])], {}, {"x": [1]}), "got none"
-    if kind == "no layer":
-        nodes, weights = [], {}
-        x = pair(nodes, weights, "x", "xd")
-        nodes.append(helper.make_node("Relu", [x], ["y"]))
-        return model(nodes, weights, {"x": [1]}), "give the float model"
-    if kind == "integers":
-        nodes, weights = [], {}
-        pair(nodes, weights, "x", "xd")
-        nodes.append(helper.make_node("Cast", ["xd.q"], ["y"], to=1))
-        return model(nodes, weights, {"x": [1]}), "read by Cast"
+        return model([("Relu", "x", "y")], {}, {"x": [1]}), "got none"
     if kind == "a channel":
-        nodes, weights = [], {}
-        pair(nodes, weights, "x", "y", scale=[1.0] * 3, zero=np.zeros(3, np.uint8))
-        return model(nodes, weights, {"x": [1, 3]}), "one constant scale"
+        net.pair("x", "y", scale=[1.0] * 3, zero=np.zeros(3, np.uint8))
+        return net.model(1, 3), "one constant scale"
     if kind == "output":
-        made.graph.output.append(
-            helper.make_tensor_value_info("xd.q", TensorProto.UINT8, [1, 3, 6, 6])
-        )
+        code = helper.make_tensor_value_info("xd.q", TensorProto.UINT8, [1, 3, 6, 6])
+        made.graph.output.append(code)
         return made, "as an output"
     if kind == "alone":
-        nodes, weights = [], {"s": np.float32(1)}
-        nodes.append(helper.make_node("DequantizeLinear", ["x", "s"], ["y"], name="dq"))
-        made = model(nodes, weights, {"x": [1]})
+        made = model([("DequantizeLinear", "x s", "y", "dq")], {"s": np.float32(1)}, {"x": [1]})
         made.graph.input[0].type.tensor_type.elem_type = TensorProto.UINT8
         return made, "must form pairs"
-    return two_convs(opset=10), "opset 11 or newer"
+    if kind == "old":
+        return two_convs(opset=10), "opset 11 or newer"
+    net.pair("x", "xd")
+    if kind == "no layer":
+        net.add("Relu", "xd", "y")
+        return net.model(1), "give the float model"
+    net.add("Cast", "xd.q", "y", {"to": 1})
+    return net.model(1), "read by Cast"
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,39 @@
-"""Calibration, deploy and fake-quant models against complete outputs of the real AMCT."""
+"""Kernels, calibration, deploy and fake-quant models against outputs of the real AMCT."""
 
+import hashlib
+import importlib.util
+import json
+from collections import Counter
+from functools import cache
 from pathlib import Path
 
+import cv2
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
+from tests.vendor_models import build_net
 
+from calibrators.amct.arq import arq, arq_fake_quantize, arq_integers, ascend_scale_offset
+from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, cuts, hfmg
+from calibrators.amct.ifmr import IfmrParams, ifmr
 from calibrators.errors import CalibrationError
 from deploy.errors import BackendError, ExportError, FeedError
+from deploy.frontends import load
 from deploy.targets.ascend.amct_calibration import calibrate, prepared_model
 from deploy.targets.ascend.config import default_config, read_config, settled
 from deploy.targets.ascend.deploy_model import deploy_model, pack, unpack
+from deploy.targets.ascend.executor import verify
 from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layers import find_layers, name_nodes
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import LayerRecord, read_record
 
 CASES = Path(__file__).parent / "golden" / "amct" / "cases"
+
 WHOLE = ["small_default", "small_dmq", "small_hfmg_sym", "small_ifmr_asym"]
+
 NAMES = [*WHOLE, "small_mixed"]
 
 
@@ -65,6 +79,13 @@ def run(model, feed):
     return session.run(None, {session.get_inputs()[0].name: feed})[0]
 
 
+@pytest.fixture
+def default():
+    """(model, its layers) of small_default."""
+    model = float_model("small_default")
+    return model, find_layers(model)
+
+
 def config_of(case, graph):
     return settled(read_config((CASES / case / "config.json").read_text()), graph)
 
@@ -101,10 +122,9 @@ def test_records_are_amcts(case):
         assert ulps(found["conv1"].scale_d, wanted["conv1"].scale_d) == 0
 
 
-def test_the_model_to_observe_is_amcts():
+def test_the_model_to_observe_is_amcts(default):
     """Weights that BatchNormalization did not touch are those of AMCT's modified model."""
-    model = float_model("small_default")
-    graph = find_layers(model)
+    model, graph = default
     config = config_of("small_default", graph)
     records = read_record((CASES / "small_default" / "record.txt").read_text())
     weights = {n: (r.scale_w, np.zeros(r.scale_w.size, np.int32)) for n, r in records.items()}
@@ -116,15 +136,6 @@ def test_the_model_to_observe_is_amcts():
         a = numpy_helper.to_array(tensors[0][graph.layers[name].weight])
         b = numpy_helper.to_array(tensors[1][nodes[name].input[1]])
         np.testing.assert_array_equal(a, b)
-
-
-def test_a_dead_input_is_told():
-    model = float_model("small_default")
-    graph = find_layers(model)
-    batch = {"input.1": np.zeros((2, 3, 32, 32), np.float32)}
-    found = calibrate(model, graph, [batch], default_config(graph))
-    assert found.dead == ("conv1",)
-    assert (found.records["conv1"].scale_d, found.records["conv1"].offset_d) == (1, -128)
 
 
 @pytest.mark.parametrize("kind", ["deploy", "fake_quant"])
@@ -191,35 +202,27 @@ def test_fake_quant_end_to_end_is_near_amcts():
 # -- what cannot be done is said --------------------------------------------------------------
 
 
-def test_too_few_batches():
-    model = float_model("small_default")
-    graph = find_layers(model)
+def test_what_a_calibration_needs_of_its_batches(default):
+    model, graph = default
     config = default_config(graph, batch_num=3)
     with pytest.raises(FeedError, match="3, got 2"):
         calibrate(model, graph, inputs("small_default"), config)
     with pytest.raises(FeedError, match="3, got 0"):
         calibrate(model, graph, [], config)
-
-
-def test_nan_names_the_layer():
-    model = float_model("small_default")
-    graph = find_layers(model)
     batch = {"input.1": np.full((2, 3, 32, 32), np.nan, np.float32)}
     config = default_config(graph)
     with pytest.raises(CalibrationError, match=r"'conv1'.*NaN"):
         calibrate(model, graph, [batch], config)
-
-
-def test_a_wrong_feed_is_told():
-    model = float_model("small_default")
-    graph = find_layers(model)
     with pytest.raises(BackendError, match="could not run a sample"):
         calibrate(model, graph, [{"input.1": np.zeros((1, 2), np.float32)}], default_config(graph))
+    batch = {"input.1": np.zeros((2, 3, 32, 32), np.float32)}
+    found = calibrate(model, graph, [batch], default_config(graph))
+    assert found.dead == ("conv1",)
+    assert (found.records["conv1"].scale_d, found.records["conv1"].offset_d) == (1, -128)
 
 
-def test_all_values_are_kept_only_on_request():
-    model = float_model("small_default")
-    graph = find_layers(model)
+def test_all_values_are_kept_only_on_request(default):
+    model, graph = default
     config = config_of("small_default", graph)
     exact = calibrate(model, graph, inputs("small_default"), config, exact=True)
     streamed = calibrate(model, graph, inputs("small_default"), config)
@@ -249,44 +252,35 @@ def test_hardware_limits(record, match):
         quantize_layers(model, find_layers(model), {"fc1": layer})
 
 
-def test_sums_beyond_int32_are_told():
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"], name="wide")],
-        "g",
-        [value("x", 1, [1, 70_000])],
-        [value("y", 1, [1, 1])],
-        [numpy_helper.from_array(np.ones((70_000, 1), np.float32), "w")],
+def test_sums_beyond_int32_are_told_and_packing_round_trips():
+    model = build_net(
+        [("MatMul", "x w", "y", "wide")],
+        {"x": [1, 70_000]},
+        {"y": [1, 1]},
+        {"w": np.ones((70_000, 1), np.float32)},
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
     record = LayerRecord(scale_d=np.float32(1), scale_w=np.array([1 / 127], np.float32))
     with pytest.raises(ExportError, match="int32"):
         quantize_layers(model, find_layers(model), {"wide": record})
-
-
-def test_packing_round_trip():
     scales = np.float32([1e-6, 1.0, 3.5e4])
     assert (pack(scales) >> np.uint64(32) == 0).all()
     np.testing.assert_array_equal(unpack(pack(scales)), scales)
 
 
 def test_a_tensor_two_layers_read_is_quantized_once_and_outputs_keep_their_names():
-    value = helper.make_tensor_value_info
     weights = {k: np.random.default_rng(1).normal(size=(4, 4)).astype("f4") for k in "ab"}
     bias = np.ones(4, np.float32)
     nodes = [
-        helper.make_node("Gemm", ["x", "a", "c"], ["y"], name="one"),
-        helper.make_node("Gemm", ["x", "b", "c"], ["h"], name="two"),
-        helper.make_node("Add", ["y", "h"], ["z"], name="add"),
+        ("Gemm", "x a c", "y", "one"),
+        ("Gemm", "x b c", "h", "two"),
+        ("Add", "y h", "z", "add"),
     ]
-    graph = helper.make_graph(
+    model = build_net(
         nodes,
-        "g",
-        [value("x", 1, [1, 4])],
-        [value("y", 1, [1, 4]), value("z", 1, [1, 4])],
+        {"x": [1, 4]},
+        {"y": [1, 4], "z": [1, 4]},
         [numpy_helper.from_array(v, k) for k, v in [*weights.items(), ("c", bias)]],
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
     layers = find_layers(model)
     batch = {"x": np.linspace(-1, 1, 4, dtype=np.float32).reshape(1, 4)}
     records = calibrate(model, layers, [batch], default_config(layers)).records
@@ -296,3 +290,198 @@ def test_a_tensor_two_layers_read_is_quantized_once_and_outputs_keep_their_names
     assert [o.name for o in deploy.graph.output] == ["y", "z"]
     fake = fake_quant_model(model, quantized)
     np.testing.assert_allclose(run(fake, batch["x"]), run(model, batch["x"]), atol=0.05)
+
+
+GOLDEN = Path(__file__).parent / "golden" / "amct"
+
+WORDS = json.loads((GOLDEN / "vectors.json").read_text())
+
+ARRAYS = np.load(GOLDEN / "vectors.npz")
+
+KERNEL_CASES = {
+    kernel: [c for c in WORDS["cases"] if c["kernel"] == kernel]
+    for kernel in ("arq", "ifmr", "hfmg")
+}
+
+
+@cache
+def values(name):
+    spec = WORDS["inputs"][name]
+    if spec["stored"]:
+        return ARRAYS[f"x/{name}"]
+    rng = np.random.default_rng(spec["seed"])
+    if name == "big_normal":
+        return rng.standard_normal(spec["shape"]).astype("f4")
+    return np.maximum(rng.laplace(0, 1, spec["shape"]), 0).astype("f4")
+
+
+def bits(x):
+    return np.asarray(x, np.float32).reshape(-1).view(np.uint32).tolist()
+
+
+def run_kernel(kernel, case):
+    x, p = values(case["input"]), case["params"]
+    if kernel == "arq":
+        weight = x.reshape(-1)[: int(np.prod(p["shape"]))].reshape(p["shape"])
+        kind = {"bits": p["num_bits"]}
+        scale, offset = arq(
+            weight, channel_wise=p["channel_wise"], with_offset=p["with_offset"], **kind
+        )
+        return weight, scale, offset
+    if kernel == "ifmr":
+        params = IfmrParams(
+            max_percentile=p["max_percentile"],
+            min_percentile=p["min_percentile"],
+            search_range=(p["search_start"], p["search_end"]),
+            search_step=p["search_step"],
+            bits=p["num_bits"],
+            with_offset=p["with_offset"],
+        )
+        return ifmr(x, params)
+    histogram = HfmgHistogram(p["num_of_bins"])
+    for batch in np.array_split(x.reshape(-1), case["batch_num"]):
+        histogram.observe(batch)
+    params = HfmgParams(nbins=p["num_of_bins"], bits=p["num_bits"], with_offset=p["with_offset"])
+    return histogram, hfmg(histogram, params)
+
+
+def same_answer(result, out):
+    assert bits(result.scale) == out["scale"]["f32_bits"]
+    assert [result.offset] == out["offset"]
+    assert bits(result.clip_max) == out["clip_max"]["f32_bits"]
+    assert bits(result.clip_min) == out["clip_min"]["f32_bits"]
+    assert result.candidate == out["argmin"]
+    assert len(result.losses) == out["n_candidates"]
+
+
+@pytest.mark.parametrize("kernel", ["arq", "ifmr", "hfmg"])
+def test_amct_errors_are_errors_here(kernel):
+    refused = [c for c in KERNEL_CASES[kernel] if "error" in c["out"]]
+    assert len(refused) == {"arq": 36, "ifmr": 36, "hfmg": 44}[kernel]
+    for case in refused:
+        with pytest.raises(CalibrationError):
+            run_kernel(kernel, case)
+
+
+def test_scale_offset_table():
+    rows = WORDS["calculate_scale_offset"]["rows"]
+    assert len(rows) == 1032
+    for top, bottom, with_offset, kind, scale, offset in rows:
+        hi, lo = np.array([top], np.uint32).view("f4"), np.array([bottom], np.uint32).view("f4")
+        if isinstance(scale, str):
+            with pytest.raises(CalibrationError):
+                ascend_scale_offset(hi, lo, with_offset=with_offset, bits=int(kind[3:]))
+            continue
+        s, o = ascend_scale_offset(hi, lo, with_offset=with_offset, bits=int(kind[3:]))
+        assert (bits(s), o.tolist()) == ([scale], [offset])
+
+
+def test_arq_to_the_bit():
+    good = [c for c in KERNEL_CASES["arq"] if "error" not in c["out"]]
+    for case in good:
+        weight, scale, offset = run_kernel("arq", case)
+        out, b = case["out"], case["params"]["num_bits"]
+        assert (bits(scale), offset.tolist()) == (out["scale"]["f32_bits"], out["offset"])
+        fake = arq_fake_quantize(weight, scale, offset, bits=b)
+        assert hashlib.sha256(fake.tobytes()).hexdigest() == out["fake_sha256"]
+        if "int_sha256" in out:
+            integers = arq_integers(weight, scale, offset, bits=b)
+            assert hashlib.sha256(integers.tobytes()).hexdigest() == out["int_sha256"]
+    assert len(good) == 300
+
+
+@pytest.mark.slow
+def test_ifmr_to_the_bit():
+    good = [c for c in KERNEL_CASES["ifmr"] if "error" not in c["out"]]
+    compared = Counter()
+    for case in good:
+        result = run_kernel("ifmr", case)
+        same_answer(result, case["out"])
+        key = f"loss/{case['id']}"
+        if key in ARRAYS and np.isfinite(ARRAYS[key]).all():
+            np.testing.assert_allclose(result.losses, ARRAYS[key], rtol=1e-4)
+            compared["losses"] += 1
+    assert len(good) == 452 and compared["losses"] > 40
+
+
+@pytest.mark.slow
+def test_hfmg_to_the_bit():
+    good = [c for c in KERNEL_CASES["hfmg"] if "error" not in c["out"]]
+    compared = Counter()
+    for case in good:
+        histogram, result = run_kernel("hfmg", case)
+        out, name = case["out"], case["id"]
+        same_answer(result, out)
+        assert bits([histogram.lo, histogram.hi]) == out["hist_range"]["f32_bits"]
+        runs = cuts(histogram.counts)
+        assert runs[result.candidate].tolist() == out["best_left_right"]
+        assert (runs[0].tolist(), runs[-1].tolist()) == (out["range_first"], out["range_last"])
+        if f"hist/{name}" in ARRAYS:
+            np.testing.assert_array_equal(histogram.counts, ARRAYS[f"hist/{name}"])
+            compared["histograms"] += 1
+        if f"range/{name}" in ARRAYS:
+            np.testing.assert_array_equal(runs, ARRAYS[f"range/{name}"])
+        if f"loss/{name}" in ARRAYS:
+            finite = np.isfinite(ARRAYS[f"loss/{name}"])
+            wanted = ARRAYS[f"loss/{name}"][finite]
+            np.testing.assert_allclose(result.losses[finite], wanted, rtol=1e-4)
+            compared["losses"] += 1
+    assert len(good) == 381 and compared["histograms"] > 60 and compared["losses"] > 40
+
+
+ROOT = Path(__file__).parent.parent
+
+WHEEL = ("rapidocr-onnxruntime", "1.4.4")
+
+FOLDER = "rapidocr_onnxruntime/models"
+
+MODELS = {
+    "det": ("ch_PP-OCRv4_det_infer.onnx", (160, 192), 60),
+    "rec": ("ch_PP-OCRv4_rec_infer.onnx", (48, 160), 40),
+    "cls": ("ch_ppocr_mobile_v2.0_cls_infer.onnx", (48, 192), 50),
+}
+
+
+def text(size, seed):
+    """A picture of two words as an input in [-1, 1], [1, 3, H, W]."""
+    rng = np.random.default_rng(seed)
+    image = np.full((*size, 3), rng.integers(170, 250), np.uint8)
+    for line in range(1, 1 + size[0] // 40):
+        color = tuple(int(v) for v in rng.integers(0, 90, 3))
+        word = f"int8 {rng.integers(1000)}"
+        cv2.putText(image, word, (4, 36 * line), cv2.FONT_HERSHEY_SIMPLEX, 1, color, 2)
+    return (image.transpose(2, 0, 1)[None].astype(np.float32) - 127.5) / 127.5
+
+
+@pytest.fixture(scope="module")
+def folder():
+    spec = importlib.util.spec_from_file_location("fetch", ROOT / "benchmarks/fetch_models.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    try:
+        return module.fetch(*WHEEL) / FOLDER
+    except module.FetchError as error:
+        pytest.skip(f"not in the cache and out of reach: {error}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_ocr_models(folder, name):
+    file, size, least = MODELS[name]
+    loaded = load(folder / file)
+    model = name_nodes(loaded.model)
+    graph = find_layers(model)
+    assert len(graph.layers) > least
+    (spec,) = loaded.inputs
+    batches = [{spec.name: text(size, seed)} for seed in range(4)]
+    config = default_config(graph, batch_num=len(batches))
+    exact = calibrate(model, graph, batches, config, exact=True)
+    streamed = calibrate(model, graph, batches, config)
+    assert exact.kept_bytes and not streamed.kept_bytes
+    for layer, record in exact.records.items():
+        one_step = 0.01 / 0.7  # a candidate is 0.01 of the range, of which 0.7 is the least
+        assert streamed.records[layer].scale_d == pytest.approx(float(record.scale_d), rel=one_step)
+        assert abs(streamed.records[layer].offset_d - record.offset_d) <= 2
+    found = verify(model, quantize_layers(model, graph, exact.records), batches[:2])
+    assert found.same_rounding <= 1e-5
+    assert found.amct_cosine > 0.9

@@ -1,7 +1,8 @@
-"""tensor_quantize by the command: inputs of an Add or MaxPool in int8, the node itself in float."""
+"""Inputs by tensor_quantize and MatMuls of two activations, by the command."""
 
 import json
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import onnx
@@ -9,16 +10,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
+from tests.vendor_models import build_net, save_net
 
 from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, hfmg
 from calibrators.amct.ifmr import IfmrParams, ifmr
 from deploy.errors import ModelError
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.amct_calibration import calibrate
-from deploy.targets.ascend.config import settled
-from deploy.targets.ascend.config_keys import Activation, QuantConfig, TensorConfig
+from deploy.targets.ascend.auto_losses import FINAL, RANKING
+from deploy.targets.ascend.config import default_config, settled
+from deploy.targets.ascend.config_keys import Activation, LayerConfig, QuantConfig, TensorConfig
 from deploy.targets.ascend.deploy_model import deploy_model
-from deploy.targets.ascend.executor import open_deploy
+from deploy.targets.ascend.executor import open_deploy, verify
 from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.quant_layer import quantize_layers
@@ -28,22 +31,10 @@ DATA = np.random.default_rng(0).normal(size=(6, 3, 16, 16)).astype(np.float32)
 
 
 @pytest.fixture
-def built(small_cnn, tmp_path, run):
+def built(small_cnn, tmp_path, ascend_build):
     """Configuration text -> what was said, and the folder."""
     np.save(tmp_path / "images.npy", DATA)
-
-    def build(text, *more, suffix=".cfg", code=0, out="o"):
-        config = tmp_path / f"my{suffix}"
-        config.write_text(text)
-        found, said, err = run(
-            "build", small_cnn, "--images", tmp_path / "images.npy", "--target", "ascend",
-            "--effort", 0, "--duration", 0, "--out", tmp_path / out, "--ascend-config", config,
-            *more,
-        )  # fmt: skip
-        assert found == code, err
-        return " ".join((said + err).split()), tmp_path / out
-
-    return build
+    return partial(ascend_build, small_cnn, tmp_path / "images.npy")
 
 
 def tensor(name, index, inner=""):
@@ -53,18 +44,20 @@ def tensor(name, index, inner=""):
 BOTH = "batch_num: 6\n" + tensor("Add_a", 1) + tensor("MaxPool_p", 0, "hfmg_quantize { }")
 
 
-@pytest.fixture(scope="module")
-def kept():
-    """What `both` gave, for the tests after the first."""
-    return {}
+KEPT = {}  # what was built once, for all tests that only read it
+
+
+def once(name, build):
+    if name not in KEPT:
+        said, folder = build()
+        KEPT[name] = said, folder.rename(folder.with_name(name))
+    return KEPT[name]
 
 
 @pytest.fixture
-def both(built, kept):
-    """What is said of `BOTH`, and the folder; built once."""
-    if not kept:
-        kept["both"] = built(BOTH)
-    return kept["both"]
+def both(built):
+    """What is said of `BOTH`, and the folder."""
+    return once("inputs", lambda: built(BOTH))
 
 
 def nodes_of(path):
@@ -87,9 +80,6 @@ def test_the_inputs_named_are_quantized_and_their_nodes_are_float(both):
         taken = {a.name: helper.get_attribute_value(a) for a in back.attribute}
         assert taken["offset"] == given_["offset"] and taken["dtype"] == 0
         assert taken["scale"] == pytest.approx(1 / given_["scale"], rel=1e-6)
-
-
-def test_a_record_says_them_as_amcts_does(both):
     _, folder = both
     text = (folder / "small_cnn_record.txt").read_text()
     assert not (folder / "small_cnn_modified_model.onnx").exists()  # AMCT takes the model as it is
@@ -97,6 +87,11 @@ def test_a_record_says_them_as_amcts_does(both):
     records = read_record(text)
     assert [n for n, r in records.items() if r.tensor] == ["Add_a:1", "MaxPool_p:0"]
     assert records["Add_a:1"].scale_w.size == 0
+    # AMCT's `convert` takes these; of a MaxPool's it knows nothing.
+    nodes = nodes_of(both[1] / "small_cnn_amct_qdq.onnx")
+    assert list(nodes["Add_a"].input) == ["c2", nodes["Conv_c2"].input[0]]
+    assert nodes["Conv_c2"].input[0] == "Conv_c2.input.dequantized"
+    assert nodes["MaxPool_p"].input[0] == "r3"
 
 
 def test_readers_that_agree_on_the_scale_share_one_ascendquant(built):
@@ -164,7 +159,7 @@ def test_both_configurations_say_the_same(built, run, small_cnn, tmp_path):
     assert made[0] == made[1]
 
 
-def test_layers_may_all_be_skipped(built):
+def test_layers_may_be_skipped_and_nodes_kept_in_float(built):
     """Inputs alone are enough to quantize; the executor and the check take such a model too."""
     said, folder = built(BOTH + 'skip_layer_types: "Conv" skip_layer_types: "Gemm"')
     assert "0 of 10 nodes int8" in said and "within 0 of the fake-quant model" in said
@@ -172,9 +167,6 @@ def test_layers_may_all_be_skipped(built):
         "Add_a:1",
         "MaxPool_p:0",
     }
-
-
-def test_keep_float_of_the_node_takes_its_inputs_out(built):
     _, folder = built(BOTH, "--keep-float", "Add_a")
     assert list(json.loads((folder / "small_cnn_config.json").read_text()))[5] == "tensor_quantize"
     records = read_record((folder / "small_cnn_record.txt").read_text())
@@ -203,52 +195,43 @@ def test_a_deploy_model_without_the_scale_of_its_antiquant_is_not_run(both, attr
         open_deploy(model)
 
 
-def test_check_deploy_and_the_mapping_follow(both, run, small_cnn, tmp_path):
-    _, folder = both
+def sound(command, folder, stem, model, layers, inputs, again):
+    """Every file is sound, and the record gives the files again; entries of the mapping by name."""
     for ending, said in (
-        ("record.txt", "a sound record of 4 layers and 2 inputs of tensor_quantize"),
-        ("config.json", "a sound quant config, 4 layers in int8, 2 inputs moved in int8"),
-        ("deploy_model.onnx", "a sound deploy model, 4 layers in int8, 2 inputs moved in int8"),
+        ("record.txt", f"a sound record of {layers} layers{inputs[0]}"),
+        ("config.json", f"a sound quant config, {layers} layers in int8{inputs[1]}"),
+        ("deploy_model.onnx", f"a sound deploy model, {layers} layers in int8{inputs[1]}"),
     ):
-        more = () if ending.endswith("onnx") else ("--model", small_cnn)
-        code, out, err = run("ascend", "check", folder / f"small_cnn_{ending}", *more)
-        assert code == 0 and said in out, err
-    mapping = json.loads((folder / "small_cnn_quant.json").read_text())
-    ops = {op["name"]: op for op in mapping["graph"][0]["op"]}
+        more = () if ending.endswith("onnx") else ("--model", model)
+        assert said in command("ascend", "check", folder / f"{stem}_{ending}", *more)
+    config = ("--ascend-config", folder / f"{stem}_config.json")
+    command("ascend", "deploy", model, folder / f"{stem}_record.txt", "-o", again, *config)
+    for name in ("deploy_model.onnx", "fake_quant_model.onnx", "record.txt", "config.json"):
+        made = [(one / f"{stem}_{name}").read_bytes() for one in (folder, again)]
+        assert made[0] == made[1], name
+    mapping = json.loads((folder / f"{stem}_quant.json").read_text())
+    return {op["name"]: op for op in mapping["graph"][0]["op"]}
+
+
+def test_check_deploy_and_the_mapping_follow(both, command, small_cnn, tmp_path):
+    inputs = (" and 2 inputs of tensor_quantize", ", 2 inputs moved in int8")
+    ops = sound(command, both[1], "small_cnn", small_cnn, 4, inputs, tmp_path / "again")
     assert ops["Add_a"]["input"] == ["Conv_c2.dequant:0", "Add_a.1.anti_quant:0"]
     assert ops["Add_a"]["attr"][0]["value"]["list"]["s"] == ["Add_a"]
     assert ops["Add_a.1.anti_quant"]["attr"][0]["value"]["list"] == {}
-    again = tmp_path / "again"
-    code, out, err = run(
-        "ascend", "deploy", small_cnn, folder / "small_cnn_record.txt", "-o", again,
-        "--ascend-config", folder / "small_cnn_config.json",
-    )  # fmt: skip
-    assert code == 0, err
-    for name in ("deploy_model.onnx", "fake_quant_model.onnx", "record.txt", "config.json"):
-        made = [(one / f"small_cnn_{name}").read_bytes() for one in (folder, again)]
-        assert made[0] == made[1], name
 
 
-def test_the_qdq_model_has_pairs_on_adds_alone(both):
-    """AMCT's `convert` takes these; of a MaxPool's it knows nothing."""
-    nodes = nodes_of(both[1] / "small_cnn_amct_qdq.onnx")
-    assert list(nodes["Add_a"].input) == ["c2", nodes["Conv_c2"].input[0]]
-    assert nodes["Conv_c2"].input[0] == "Conv_c2.input.dequantized"
-    assert nodes["MaxPool_p"].input[0] == "r3"
-
-
-def test_an_input_taken_out_of_the_record_is_not_deployed(both, run, small_cnn, tmp_path):
+def test_an_input_taken_out_of_the_record_is_not_deployed(both, command, small_cnn, tmp_path):
     _, folder = both
     text = (folder / "small_cnn_record.txt").read_text()
     before, mark, _ = text.partition('record {\n  key: "MaxPool_p:0"')
     assert mark
     record, again = tmp_path / "less.txt", tmp_path / "again"
     record.write_text(before)
-    code, _, err = run(
+    command(
         "ascend", "deploy", small_cnn, record, "-o", again, "--ascend-config",
         folder / "small_cnn_config.json",
     )  # fmt: skip
-    assert code == 0, err
     config = json.loads((again / "small_cnn_config.json").read_text())
     assert [one["layer_name"] for one in config["tensor_quantize"]] == ["Add_a"]
     assert "MaxPool_p.0.anti_quant" not in nodes_of(again / "small_cnn_deploy_model.onnx")
@@ -264,15 +247,14 @@ EDITS = {
 
 
 @pytest.mark.parametrize("key", EDITS)
-def test_a_record_of_an_input_that_is_wrong_is_refused(key, both, run, small_cnn, tmp_path):
+def test_a_record_of_an_input_that_is_wrong_is_refused(key, both, refusal, small_cnn, tmp_path):
     old, new, said = EDITS[key]
     _, folder = both
     text = (folder / "small_cnn_record.txt").read_text()
     assert old in text
     record = tmp_path / "edited.txt"
     record.write_text(text.replace(old, new, 1))
-    code, _, err = run("ascend", "deploy", small_cnn, record, "-o", tmp_path / "again")
-    assert code == 1 and said in " ".join(err.split()) and "Traceback" not in err
+    assert said in refusal("ascend", "deploy", small_cnn, record, "-o", tmp_path / "again")
 
 
 WRONG = {
@@ -293,13 +275,15 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("key", WRONG)
-def test_what_does_not_fit_is_told_before_any_pass(key, built, monkeypatch):
-    monkeypatch.setattr("deploy.pipeline.observing.observe", lambda *a, **k: pytest.fail("a pass"))
-    text, said = WRONG[key]
-    err, folder = built(text, code=1)
+def refused(built, text, said, suffix=".cfg"):
+    err, folder = built(text, suffix=suffix, code=1)
     assert said in err and err.count("calib8: error") == 1 and "Traceback" not in err
-    assert not (folder / "small_cnn_config.json").exists()
+    assert not list(folder.glob("*_config.json"))
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_what_does_not_fit_is_told_before_any_pass(key, built, no_pass):
+    refused(built, *WRONG[key])
 
 
 WRONG_JSON = {
@@ -322,29 +306,32 @@ WRONG_JSON = {
 
 
 @pytest.mark.parametrize("key", WRONG_JSON)
-def test_a_quant_config_that_does_not_fit_is_told_before_any_pass(key, built, monkeypatch):
-    monkeypatch.setattr("deploy.pipeline.observing.observe", lambda *a, **k: pytest.fail("a pass"))
+def test_a_quant_config_that_does_not_fit_is_told_before_any_pass(key, built, no_pass):
     value, said = WRONG_JSON[key]
     text = json.dumps({"version": 1, "tensor_quantize": value, "Conv_c1": {}})
-    err, folder = built(text, suffix=".json", code=1)
-    assert said in err and err.count("calib8: error") == 1 and "Traceback" not in err
-    assert not (folder / "small_cnn_config.json").exists()
+    refused(built, text, said, ".json")
+
+
+@pytest.fixture
+def auto(command, tmp_path):
+    """(model, images, configuration, strategy) -> what was said, the configuration it left."""
+
+    def call(model, images, text, strategy):
+        config, out = tmp_path / "my.cfg", tmp_path / "o"
+        config.write_text(text)
+        words = ("--images", images, "--max-loss", 0.0001, "--ascend-config", config, "-o", out)
+        said = command("ascend", "auto", model, *words, "--strategy", strategy)
+        return said, json.loads((out / FINAL).read_text())
+
+    return call
 
 
 @pytest.mark.parametrize("strategy", ["gain", "binary-search"])
-def test_auto_may_leave_them_in_float(strategy, built, run, small_cnn, tmp_path):
+def test_auto_may_leave_them_in_float(strategy, auto, small_cnn, tmp_path):
     """What it leaves in float is neither in the record nor in the final configuration."""
     np.save(tmp_path / "images.npy", DATA)
-    config = tmp_path / "my.cfg"
-    config.write_text(BOTH)
-    code, _, err = run(
-        "ascend", "auto", small_cnn, "--images", tmp_path / "images.npy", "--max-loss", 0.0001,
-        "--ascend-config", config, "--strategy", strategy, "-o", tmp_path / "o",
-    )  # fmt: skip
-    assert code == 0, err
-    name = "accuracy_based_auto_calibration_{}.json"
-    found = json.loads((tmp_path / "o" / name.format("final_config")).read_text())
-    ranked = json.loads((tmp_path / "o" / name.format("ranking_information")).read_text())
+    _, found = auto(small_cnn, tmp_path / "images.npy", BOTH, strategy)
+    ranked = json.loads((tmp_path / "o" / RANKING).read_text())
     assert {"Add_a:1", "MaxPool_p:0"} <= {one for one, _ in ranked}
     records = read_record((tmp_path / "o" / "small_cnn_record.txt").read_text())
     asked = found.get("tensor_quantize", [])
@@ -353,32 +340,16 @@ def test_auto_may_leave_them_in_float(strategy, built, run, small_cnn, tmp_path)
     assert 0 < len(records) < 6
 
 
-def test_constants_integers_and_biases_are_told(tmp_path, run):
+def test_constants_integers_and_biases_are_told(tmp_path, refusal):
     """What an Add is not to have quantized, each with its reason."""
-
-    def value(name, *shape):
-        return numpy_helper.from_array(np.ones(shape, np.float32), name)
-
     nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["m"], name="mm"),
-        helper.make_node("Add", ["m", "b"], ["a"], name="bias"),
-        helper.make_node("Add", ["a", "c"], ["d"], name="shift"),
-        helper.make_node("Cast", ["x"], ["s"], name="whole", to=TensorProto.INT64),
-        helper.make_node("Add", ["s", "s"], ["t"], name="sizes"),
-        helper.make_node("Relu", ["d"], ["y"], name="relu"),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 4])],
-        [
-            helper.make_tensor_value_info("y", TensorProto.FLOAT, None),
-            helper.make_tensor_value_info("t", TensorProto.INT64, None),
-        ],
-        [value("w", 4, 4), value("b", 4), value("c", 2, 1)],
-    )
-    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-    onnx.save(made, tmp_path / "g.onnx")
+        ("MatMul", "x w", "m", "mm"), ("Add", "m b", "a", "bias"), ("Add", "a c", "d", "shift"),
+        ("Cast", "x", "s", "whole", {"to": TensorProto.INT64}), ("Add", "s s", "t", "sizes"),
+        ("Relu", "d", "y", "relu"),
+    ]  # fmt: skip
+    weights = {"w": np.ones((4, 4)), "b": np.ones(4), "c": np.ones((2, 1))}
+    ends = {"y": None, "t": (TensorProto.INT64, None)}
+    path = save_net(tmp_path / "g.onnx", nodes, {"x": [2, 4]}, ends, weights)
     config = tmp_path / "my.cfg"
     for name, index, why in (
         ("bias", 0, "this Add is the bias of 'mm'"),
@@ -386,10 +357,8 @@ def test_constants_integers_and_biases_are_told(tmp_path, run):
         ("sizes", 0, "it is not float32"),
     ):
         config.write_text(tensor(name, index))
-        words = ("--from", config, "-o", tmp_path / "out.json")
-        code, _, err = run("ascend", "config", tmp_path / "g.onnx", *words)
-        said = f"input {index} of {name!r} cannot be quantized: {why}"
-        assert code == 1 and said in " ".join(err.split()), err
+        err = refusal("ascend", "config", path, "--from", config, "-o", tmp_path / "out.json")
+        assert f"input {index} of {name!r} cannot be quantized: {why}" in err
 
 
 @settings(max_examples=20)
@@ -407,13 +376,9 @@ def test_integers_and_floats_agree(op, both, asymmetric, padded, seed):
     rng = np.random.default_rng(seed)
     names = ["x", "z"] if op == "Add" else ["x"]
     pool = {} if op == "Add" else {"kernel_shape": [2, 2], "pads": [int(padded)] * 4}
-    graph = helper.make_graph(
-        [helper.make_node(op, names, ["y"], name="one", **pool)],
-        "g",
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 2, 5, 4]) for name in names],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+    model = build_net(
+        [(op, names, "y", "one", {**pool})], {name: [1, 2, 5, 4] for name in names}, {"y": None}
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
     layers, act = find_layers(model), Activation(asymmetric=asymmetric, search_range=(1.0, 1.3))
     places = (0, 1) if both and op == "Add" else (0,)
     asked = [TensorConfig(layer_name="one", input_index=i, activation=act) for i in places]
@@ -430,3 +395,300 @@ def test_integers_and_floats_agree(op, both, asymmetric, padded, seed):
     most = [0 if asymmetric else float(feed[names[place]].max()) for place in places]
     bounds = [max(0.51 * s, above - 127 * s) for s, above in zip(scales, most, strict=True)]
     assert np.abs(got - real).max() <= sum(bounds) + 1e-6
+
+
+HEADS, TOKENS, WIDE = 2, 6, 8
+
+
+def attention():
+    """x [N, heads, tokens, wide]: softmax(q k') v, with a matrix a head for q and v."""
+    rng = np.random.default_rng(3)
+
+    def tensor(name, *shape):
+        return numpy_helper.from_array(rng.normal(0, 0.4, shape).astype(np.float32), name)
+
+    nodes = [
+        ("MatMul", "x wq", "q", "query"),
+        ("MatMul", "x wk", "k", "key"),
+        ("Transpose", "k", "kt", "turn", {"perm": [0, 1, 3, 2]}),
+        ("MatMul", "q kt", "s", "scores"),
+        ("Softmax", "s", "p", "soft", {"axis": -1}),
+        ("MatMul", "x wv", "m", "value"),
+        ("Add", "m bv", "v", "value_bias"),
+        ("MatMul", "p v", "y", "context"),
+    ]
+    shape = ["N", HEADS, TOKENS, WIDE]
+    return build_net(
+        nodes,
+        {"x": shape},
+        {"y": shape},
+        [
+            tensor("wq", HEADS, WIDE, WIDE),
+            tensor("wk", WIDE, WIDE),
+            tensor("wv", HEADS, WIDE, WIDE),
+            tensor("bv", WIDE),
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("attention")
+    path = folder / "net.onnx"
+    onnx.save(attention(), path)
+    data = np.random.default_rng(4).normal(size=(4, HEADS, TOKENS, WIDE)).astype(np.float32)
+    np.save(folder / "net.npy", data)
+    return path
+
+
+@pytest.fixture
+def built_matmul(files, ascend_build):
+    """The same of the attention."""
+    return partial(ascend_build, files, files.with_suffix(".npy"))
+
+
+def named(*names, inner=""):
+    return "batch_num: 4\n" + "\n".join(
+        f'override_layer_configs {{ layer_name: "{name}" calibration_config {{ {inner} }} }}'
+        for name in names
+    )
+
+
+@pytest.fixture
+def plain(built_matmul):
+    """What is said where no MatMul is named, and the folder."""
+    return once("plain", lambda: built_matmul("batch_num: 4"))
+
+
+@pytest.fixture
+def both_matmul(built_matmul):
+    """The same with both MatMuls of two activations."""
+    return once("matmuls", lambda: built_matmul(named("scores", "context")))
+
+
+def test_two_activations_are_float_unless_they_are_named(plain):
+    said, folder = plain
+    assert "3 of 8 nodes int8 (MatMul 3)" in said
+    assert "neither factor is a constant: int8 only where a configuration names it" in said
+    assert "scores" not in json.loads((folder / "net_config.json").read_text())
+    assert "scores.quant" not in nodes_of(folder / "net_deploy_model.onnx")
+    assert set(default_config(find_layers(attention())).layers) == {"query", "key", "value"}
+
+
+def test_two_activations_are_quantized_where_they_are_named(both_matmul):
+    """Both factors symmetric; the second's scale stands in the record where a weight's would."""
+    said, folder = both_matmul
+    assert "5 of 8 nodes int8 (MatMul 5)" in said and "within 0 of the fake-quant model" in said
+    assert "MatMuls of two activations in int8: 2. Huawei says that this gains on" in said
+    config = json.loads((folder / "net_config.json").read_text())
+    assert config["scores"]["quant_enable"] is True
+    assert config["scores"]["activation_quant_params"]["asymmetric"] is False
+    record = read_record((folder / "net_record.txt").read_text())["scores"]
+    assert record.offset_d == 0 and record.scale_w.shape == (1,) and not record.tensor
+    nodes = nodes_of(folder / "net_deploy_model.onnx")
+    assert list(nodes["scores"].input) == ["scores.quant.output0", "scores.1.quant.output0"]
+    assert nodes["scores.1.quant"].input[0] == "kt"
+    assert nodes["scores.dequant"].op_type == "AscendDequant"
+    scales = [helper.get_node_attr_value(nodes[f"scores{n}.quant"], "scale") for n in ("", ".1")]
+    np.testing.assert_allclose(scales, [1 / record.scale_d, 1 / record.scale_w[0]], rtol=1e-6)
+    offsets = [helper.get_node_attr_value(nodes[f"scores{n}.quant"], "offset") for n in ("", ".1")]
+    assert offsets == [0, 0]
+
+
+def test_the_scales_are_those_that_a_search_of_each_factor_gives(built_matmul, files):
+    """HFMG with its own bins, as the configuration says, on both factors."""
+    _, folder = built_matmul(named("scores", inner="hfmg_quantize { num_of_bins: 1024 }"))
+    record = read_record((folder / "net_record.txt").read_text())["scores"]
+    parts = json.loads((folder / "net_config.json").read_text())["scores"]
+    assert parts["activation_quant_params"]["num_of_bins"] == 1024
+    model = attention()
+    for name in ("q", "kt"):
+        model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+    session = OrtSession.open(model.SerializeToString(), threads=1)
+    values = session.run({"x": np.load(files.with_suffix(".npy"))})
+    largest = [np.abs(values[name]).max() for name in ("q", "kt")]
+    for scale, most in zip((record.scale_d, record.scale_w[0]), largest, strict=True):
+        assert (
+            0.3 * most < 127 * scale < 1.1 * most
+        )  # HFMG may clip, and sees fake-quantized weights
+
+
+def test_a_quant_config_names_them_too_and_keep_float_wins(built_matmul):
+    layers = {name: {"quant_enable": True} for name in ("query", "scores")}
+    text = json.dumps({"version": 1, "batch_num": 4, **layers})
+    said, _ = built_matmul(text, suffix=".json")
+    assert "2 of 8 nodes int8 (MatMul 2)" in said
+    said, folder = built_matmul(text, "--keep-float", "scores", suffix=".json")
+    assert "1 of 8 nodes int8 (MatMul 1)" in said
+    assert json.loads((folder / "net_config.json").read_text())["scores"]["quant_enable"] is False
+
+
+ASYMMETRIC = "ifmr_quantize { asymmetric: true }"
+
+WRONG_MATMULS = {
+    "asymmetric": (
+        named("scores", inner=ASYMMETRIC),
+        "a MatMul of two activations takes symmetric",
+    ),
+    "balanced": (named("scores", inner="dmq_balancer { }"), "dmq_balancer_param does not apply"),
+    "wide": (
+        named("scores", inner="ifmr_quantize { dst_type: INT16 }"),
+        "a MatMul of two activations takes 8-bit activations, got 16 bits",
+    ),
+    "by channel": (
+        named("scores", inner="arq_quantize { channel_wise: true }"),
+        "channel_wise must be false for layer type MatMul",
+    ),
+    "no such name": (named("score"), "does not exist in the model; did you mean 'scores'"),
+    "another type": (
+        named("soft"),
+        "of override_layer_configs of type Softmax cannot be quantized",
+    ),
+    "an Add": (named("value_bias"), "cannot be quantized, but for its inputs, by tensor_quantize"),
+    "an input": (named("value_bias:0"), "does not exist in the model"),
+}
+
+
+@pytest.mark.parametrize("key", WRONG_MATMULS)
+def test_a_matmul_that_does_not_fit_is_told_before_any_pass(key, built_matmul, no_pass):
+    refused(built_matmul, *WRONG_MATMULS[key])
+
+
+def test_common_settings_do_not_stand_in_the_way(built_matmul):
+    """What common_config says of offsets and balancing is for layers that take it."""
+    common = "common_config { ifmr_quantize { asymmetric: true } dmq_balancer { } }"
+    said, folder = built_matmul(named("scores") + common)
+    config = json.loads((folder / "net_config.json").read_text())
+    assert config["scores"]["activation_quant_params"]["asymmetric"] is False
+    assert "dmq_balancer_param" not in config["scores"]
+    assert config["query"]["dmq_balancer_param"] == 0.5 and "4 of 8 nodes int8" in said
+    said, folder = built_matmul(
+        named("scores", inner="ifmr_quantize { search_step: 0.1 }") + common
+    )
+    config = json.loads((folder / "net_config.json").read_text())
+    found = config["scores"]["activation_quant_params"]
+    assert found["asymmetric"] is False and found["search_step"] == 0.1
+
+
+def test_check_deploy_and_the_mapping_follow_matmuls(both_matmul, command, files, tmp_path):
+    ops = sound(command, both_matmul[1], "net", files, 5, ("", ""), tmp_path / "again")
+    assert ops["scores"]["attr"][0]["value"]["list"]["s"] == ["scores"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("offset_d: 0", "offset_d: 3", "takes offset_d 0, got 3"),
+        ('wts_type: "INT8"', 'wts_type: "INT8" scale_w: 1 offset_w: 0', "takes one scale_w, got 2"),
+        ("scale_w", "#", "must hold scale_w"),
+    ],
+)
+def test_a_record_of_two_activations_that_is_wrong_is_refused(
+    both_matmul, refusal, files, tmp_path, old, new, said
+):
+    _, folder = both_matmul
+    before, mark, after = (folder / "net_record.txt").read_text().partition('key: "scores"')
+    after = after.replace("offset_w: 0", "", 1) if new == "#" else after
+    record = tmp_path / "edited.txt"
+    record.write_text(before + mark + after.replace(old, new, 1))
+    assert said in refusal("ascend", "deploy", files, record, "-o", tmp_path / "again")
+
+
+def test_a_weight_of_3_dimensions_has_one_scale_and_keeps_its_layout(plain, files):
+    _, folder = plain
+    records = read_record((folder / "net_record.txt").read_text())
+    weights = {t.name: numpy_helper.to_array(t) for t in attention().graph.initializer}
+    deployed = onnx.load(folder / "net_deploy_model.onnx")
+    stored = {t.name: numpy_helper.to_array(t) for t in deployed.graph.initializer}
+    for layer, name in (("query", "wq"), ("value", "wv")):
+        weight, (scale,) = weights[name], records[layer].scale_w
+        low = np.abs(weight.min()) > weight.max()
+        assert scale == np.float32(np.abs(weight).max()) / np.float32(128 if low else 127)
+        np.testing.assert_array_equal(stored[name], np.rint(weight / scale))
+    assert stored["bv"].dtype == np.int32
+    qdq = OrtSession.open(folder / "net_amct_qdq.onnx", threads=1)
+    twin = OrtSession.open(folder / "net_fake_quant_model.onnx", threads=1)
+    x = {"x": np.load(files.with_suffix(".npy"))}
+    np.testing.assert_allclose(qdq.run(x)["y"], twin.run(x)["y"], atol=0.05)
+    assert nodes_of(folder / "net_deploy_model.onnx")["value.dequant"].input[0] == "value_output0"
+
+
+def test_dmq_balances_the_rows_of_every_matrix(built_matmul, files):
+    _, folder = built_matmul(
+        "batch_num: 4 override_layer_types { layer_type: 'MatMul'"
+        " calibration_config { dmq_balancer { } } }"
+    )
+    factors = read_record((folder / "net_record.txt").read_text())["query"].factors
+    first = np.abs(np.load(files.with_suffix(".npy"))[0]).reshape(-1, WIDE).max(axis=0)
+    (weight,) = (t for t in attention().graph.initializer if t.name == "wq")
+    rows = np.abs(numpy_helper.to_array(weight)).max(axis=(0, 2))
+    np.testing.assert_allclose(factors, np.sqrt(first / rows), rtol=1e-5)
+
+
+@settings(max_examples=15)
+@given(
+    st.integers(1, 3), st.integers(1, 5), st.integers(1, 9), st.integers(1, 5), st.booleans(),
+    st.integers(0, 2**31),
+)  # fmt: skip
+def test_integers_and_floats_agree_for_any_shape(heads, rows, inner, columns, computed, seed):
+    rng = np.random.default_rng(seed)
+    weight = rng.normal(size=(heads, inner, columns)).astype(np.float32)
+    node = helper.make_node("MatMul", ["x", "w"], ["y"], name="mm")
+    value = helper.make_tensor_value_info
+    inputs = [value("x", 1, [2, heads, rows, inner])]
+    inputs += [value("w", 1, [heads, inner, columns])] if computed else []
+    held = [] if computed else [numpy_helper.from_array(weight, "w")]
+    model = build_net([node], inputs, {"y": None}, held)
+    layers = find_layers(model)
+    config = QuantConfig(layers={"mm": LayerConfig()})
+    feed = {"x": rng.normal(size=(2, heads, rows, inner)).astype(np.float32)}
+    feed |= {"w": weight} if computed else {}
+    found = calibrate(model, layers, [feed], settled(config, layers))
+    quantized = quantize_layers(model, layers, found.records)
+    assert verify(model, quantized, [feed], threads=1).same_rounding <= 1e-6
+    (got,) = open_deploy(deploy_model(model, quantized), threads=1).run(feed).values()
+    error = inner * (np.abs(feed["x"]).max() + np.abs(weight).max() + 1) ** 2 / 30
+    assert np.abs(got - feed["x"] @ weight).max() <= error
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "kind", "offered"),
+    [
+        ("MatMul", [1, 4, 4], TensorProto.FLOAT, True),
+        ("MatMul", [4], TensorProto.FLOAT, False),
+        ("MatMul", [1, 4, 4], TensorProto.INT32, False),
+        ("Gemm", [4, 4], TensorProto.FLOAT, False),
+    ],
+)
+def test_two_activations_are_offered_where_a_matmul_multiplies_float_matrices(
+    op, shape, kind, offered
+):
+    inputs = dict.fromkeys("ab", (kind, shape))
+    found = find_layers(build_net([(op, "a b", "y", "m")], inputs, {"y": (kind, None)}, opset=17))
+    assert list(found.offered) == ["m"] * offered and "m" in found.refused
+
+
+def test_a_configuration_says_what_is_float(files, run, tmp_path):
+    config = tmp_path / "my.cfg"
+    config.write_text(named("scores"))
+    code, out, _ = run("ascend", "config", files, "--from", config, "-o", tmp_path / "c.json")
+    assert code == 0 and "4 of 4 layers in int8" in out
+    assert "float  context: neither factor" in out and "float  scores" not in out
+    model = attention()
+    for tensor in model.graph.initializer:
+        if tensor.name == "wq":
+            tensor.dims.insert(0, 1)
+    onnx.save(model, tmp_path / "four.onnx")
+    code, out, _ = run("ascend", "config", tmp_path / "four.onnx", "-o", tmp_path / "c.json")
+    assert code == 0 and "a MatMul weight must be 2-D or 3-D, got 4-D" in out
+
+
+@pytest.mark.parametrize("strategy", ["gain", "binary-search"])
+def test_auto_weighs_them_like_other_layers(strategy, auto, files, tmp_path):
+    text = named("scores", "context")
+    said, found = auto(files, files.with_suffix(".npy"), text, strategy)
+    assert "5 layers in int8" in said
+    names = ("query", "key", "scores", "value", "context")
+    left = {name for name in names if found[name]["quant_enable"]}
+    assert set(read_record((tmp_path / "o" / "net_record.txt").read_text())) == left
+    assert 0 < len(left) < 5

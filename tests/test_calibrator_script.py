@@ -1,7 +1,5 @@
 """Old TensorRT calibrators, driven without TensorRT: the same bytes as from the same arrays."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -10,7 +8,8 @@ from textwrap import dedent
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
+from tests.vendor_models import save_net
 
 from deploy.calibration.trt_cache import dump, from_scales
 from deploy.errors import FeedError
@@ -177,14 +176,14 @@ SCRIPTS = {
 }
 
 
-def written(text: str, folder: Path, name: str = "old.py") -> str:
+def written(text, folder, name="old.py"):
     path = folder / name
     path.write_text(dedent(text))
     return f"{path}:make_calibrator"
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> Path:
+def rows(tmp_path):
     """The samples, as an .npy and as bare bytes."""
     array = np.random.default_rng(3).standard_normal((ROWS, 3, 16, 16)).astype(np.float32)
     array.tofile(tmp_path / "x.raw")
@@ -266,7 +265,7 @@ def test_a_build_takes_a_script_too(small_cnn, rows, tmp_path, run):
 
 @pytest.mark.parametrize("way", ["script", "arrays", "judged by arrays"])
 def test_preprocessing_is_of_the_pictures_beside_arrays(
-    way, small_cnn, rows, pictures, tmp_path, run
+    way, small_cnn, rows, pictures, tmp_path, command
 ):
     """Of two feeds, as a script's batches and the photos that judge, it is said of one alone."""
     script = ("--calibrator-script", written(CUDART, tmp_path))
@@ -279,18 +278,22 @@ def test_preprocessing_is_of_the_pictures_beside_arrays(
     judged = []
     for mean in (0.2, 0.7):
         out = tmp_path / str(mean)
-        code, _, err = run(*words, *feeds, "--mean", mean, "--out", out)
-        assert code == 0, err
+        command(*words, *feeds, "--mean", mean, "--out", out)
         judged.append(json.loads((out / "report.json").read_text())["engines"][1]["accuracy"])
     assert judged[0]["outputs"] != judged[1]["outputs"]
 
 
-def test_a_method_that_is_named_stands(calibrate, rows, tmp_path):
+def test_a_method_that_is_named_stands_and_preprocessing_is_the_scripts_own(
+    calibrate, rows, tmp_path
+):
     assert calibrate("--images", rows, "--method", "minmax", out="arrays.cache")[0] == 0
     script = ("--calibrator-script", written(PYCUDA, tmp_path))
     code, out, _ = calibrate(*script, "--method", "minmax")
     assert code == 0 and "since the calibrator" not in out
     assert (tmp_path / "out.cache").read_bytes() == (tmp_path / "arrays.cache").read_bytes()
+    script = ("--calibrator-script", written(PYCUDA, tmp_path))
+    code, _, err = calibrate(*script, "--preprocess", "imagenet")
+    assert code == 1 and "batches are fed as they are" in err
 
 
 def test_a_script_that_never_ends_needs_a_limit(calibrate, rows, tmp_path, monkeypatch):
@@ -445,31 +448,25 @@ PUTS = {
 
 
 @pytest.fixture(scope="module")
-def two_inputs(tmp_path_factory) -> Path:
+def two_inputs(tmp_path_factory):
     """ids int64 [n, 6] and x [n, 4] -> y [n, 3]."""
     nodes = [
-        helper.make_node("Cast", ["ids"], ["f"], "/cast", to=TensorProto.FLOAT),
-        helper.make_node("Concat", ["f", "x"], ["both"], "/concat", axis=1),
-        helper.make_node("Gemm", ["both", "w"], ["y"], "/fc"),
+        ("Cast", "ids", "f", "/cast", {"to": TensorProto.FLOAT}),
+        ("Concat", "f x", "both", "/concat", {"axis": 1}),
+        ("Gemm", "both w", "y", "/fc"),
     ]
     weight = np.random.default_rng(0).standard_normal((10, 3)).astype(np.float32)
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [
-            helper.make_tensor_value_info("ids", TensorProto.INT64, ["n", 6]),
-            helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 4]),
-        ],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 3])],
-        [numpy_helper.from_array(weight, "w")],
-    )
     path = tmp_path_factory.mktemp("two") / "m.onnx"
-    opset = [helper.make_opsetid("", 13)]
-    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=8), path)
-    return path
+    return save_net(
+        path,
+        nodes,
+        {"ids": (TensorProto.INT64, ["n", 6]), "x": ["n", 4]},
+        {"y": ["n", 3]},
+        {"w": weight},
+    )
 
 
-def of_two(imports: str, put: str, folder: Path, name: str = "old.py") -> list[dict]:
+def of_two(imports, put, folder, name="old.py"):
     """The samples of a script of two inputs."""
     specs = [TensorSpec("ids", "int64", ("n", 6)), TensorSpec("x", "float32", ("n", 4))]
     script = CalibratorScript(written(TWO.format(imports=imports, put=put), folder, name))
@@ -477,7 +474,7 @@ def of_two(imports: str, put: str, folder: Path, name: str = "old.py") -> list[d
         return list(samples)
 
 
-def expected_of_two() -> list[dict]:
+def expected_of_two():
     """The same samples, as the script makes them: the last batch first."""
     rng = np.random.default_rng(8)
     batches = [
@@ -491,7 +488,7 @@ def expected_of_two() -> list[dict]:
     ]
 
 
-def same(samples: list[dict], others: list[dict]) -> bool:
+def same(samples, others):
     return len(samples) == len(others) and all(
         one.keys() == other.keys()
         and all(
@@ -523,19 +520,18 @@ def test_every_way_to_the_device_gives_the_same(put, tmp_path):
         ("gpuarray", "at = 0; gpuarray.sum(array)", "pycuda.gpuarray.sum is not available"),
     ],
 )  # fmt: skip
-def test_wrong_addresses_are_one_sentence(put, way, told, two_inputs, run, tmp_path):
+def test_wrong_addresses_are_one_sentence(put, way, told, two_inputs, refusal, tmp_path):
     if "mapped memory" in told and not Path("/proc/self/mem").exists():
         pytest.skip("a wrong address is a crash without /proc")
     script = written(TWO.format(imports=PUTS[put][0], put=f"{way}; return at"), tmp_path)
     words = ("calibrate", two_inputs, "-o", tmp_path / "c", "--calibrator-script", script)
-    code, _, err = run(*words)
-    assert code == 1 and told in err, err
+    assert told in refusal(*words)
 
 
 IMAGES = TensorSpec("x", "float32", ("n", 3, 16, 16))
 
 
-def samples_of(source, spec: TensorSpec = IMAGES) -> tuple[list[dict], tuple[str, ...]]:
+def samples_of(source, spec=IMAGES):
     feed = open_feed(source, [spec])
     with feed.samples() as samples:
         return list(samples), feed.notes
@@ -551,20 +547,13 @@ def test_a_fixed_batch_is_filled_as_from_arrays(fixed, batch, rows, tmp_path):
     assert same(found, expected) and len(found) == -(-ROWS // fixed)
 
 
-def test_a_script_is_asked_again_from_the_start(rows, tmp_path):
+def test_a_script_starts_again_and_gives_what_it_copied(rows, tmp_path):
     script = CalibratorScript(written(PYCUDA, tmp_path))
     (first, notes), (second, again) = (samples_of(script) for _ in range(2))
     assert same(first, second) and notes == again
-
-
-def test_what_was_copied_counts_where_the_batch_size_is_one(rows, tmp_path):
     text = PYCUDA.replace("return self.batch", "return 1")
     found, notes = samples_of(CalibratorScript(written(text, tmp_path)))
     assert same(found, samples_of(rows)[0]) and any("4 samples" in n for n in notes)
-
-
-def test_an_input_of_words_is_refused(rows, tmp_path):
-    script = CalibratorScript(written(PYCUDA, tmp_path))
     with pytest.raises(FeedError, match="plain numbers"):
         open_feed(script, [TensorSpec("x", "object", ("n", 3, 16, 16))])
 
@@ -587,7 +576,7 @@ def test_bytes_of_no_known_dtype_are_whole_batches_but_for_the_last(batches, tol
     assert told in str(error.value)
 
 
-def test_an_open_size_is_that_of_the_array_that_is_copied(small_cnn, tmp_path, run):
+def test_an_open_size_is_that_of_the_array_that_is_copied(small_cnn, tmp_path, command, refusal):
     model = onnx.load(small_cnn)
     del model.graph.node[-2:], model.graph.output[:]
     for at, name in enumerate(("h", "w"), start=2):
@@ -596,10 +585,10 @@ def test_an_open_size_is_that_of_the_array_that_is_copied(small_cnn, tmp_path, r
     onnx.save(model, tmp_path / "open.onnx")
     np.save(tmp_path / "x.npy", np.ones((4, 3, 12, 20), np.float32))
     words = ("calibrate", tmp_path / "open.onnx", "-o", tmp_path / "c", "--calibrator-script")
-    code, _, err = run(*words, written(PYCUDA, tmp_path))
-    assert code == 1 and "all other dimensions of the input must be fixed" in err
-    code, _, err = run(*words, written(PYCUDA.replace(".ravel()", ""), tmp_path))
-    assert code == 0, err
+    assert "all other dimensions of the input must be fixed" in refusal(
+        *words, written(PYCUDA, tmp_path)
+    )
+    command(*words, written(PYCUDA.replace(".ravel()", ""), tmp_path))
 
 
 def test_what_was_installed_is_in_its_place_again(rows, small_cnn, tmp_path, monkeypatch, run):
@@ -624,12 +613,6 @@ def test_what_was_installed_is_in_its_place_again(rows, small_cnn, tmp_path, mon
 def test_a_feed_is_one_of_two(words, told, small_cnn, run):
     code, _, err = run("calibrate", small_cnn, *words)
     assert code in (1, 2) and told in err
-
-
-def test_preprocessing_is_the_scripts_own(calibrate, tmp_path):
-    script = ("--calibrator-script", written(PYCUDA, tmp_path))
-    code, _, err = calibrate(*script, "--preprocess", "imagenet")
-    assert code == 1 and "batches are fed as they are" in err
 
 
 @pytest.mark.parametrize(

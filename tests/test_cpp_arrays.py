@@ -7,9 +7,9 @@ import zipfile
 import numpy as np
 import pytest
 
-from deploy.errors import Calib8Error
 from deploy.feed.feed import open_feed
 from deploy.tensors import TensorSpec
+from tests.test_cpp_parity import answer_of, outcome
 
 pytestmark = pytest.mark.slow
 
@@ -25,23 +25,17 @@ def batch(dtype="float32", shape=(4, 3, 4, 5), seed=1):
 
 def ours(source, specs, **options):
     """What this library says of a feed of arrays, and the bytes of its samples."""
-    try:
+    data = b""
+
+    def answer():
+        nonlocal data
         feed = open_feed(source, specs, **options)
         with feed.samples() as stream:
             tensors = [s[spec.name] for s in stream for spec in specs]
-    except Calib8Error as error:
-        return {"error": type(error).__name__, "message": str(error)}, b""
-    labels = list(feed.labels) if feed.labels is not None else None
-    answer = {
-        "shapes": [list(t.shape) for t in tensors],
-        "size": len(feed),
-        "labels": labels,
-        "names": list(feed.names),
-        "skipped": list(feed.skipped),
-        "notes": list(feed.notes),
-        "manifest": feed.manifest(),
-    }
-    return answer, b"".join(t.tobytes() for t in tensors)
+        data = b"".join(t.tobytes() for t in tensors)
+        return answer_of(feed, [list(t.shape) for t in tensors])
+
+    return outcome(answer), data
 
 
 def theirs(cpp, out, source, specs, *, skip_bad=False, limit=None):
@@ -73,14 +67,9 @@ def agree(cpp, tmp_path):
 def test_a_file_of_samples(agree, tmp_path):
     path = tmp_path / "a.npy"
     for array in (
-        batch(),
-        batch(shape=(5, 1, 3, 4, 5)),
-        batch(shape=(2, 2, 3, 4, 5)),
-        np.asfortranarray(batch()),
-        batch(">f4"),
-        np.asfortranarray(batch(">f4")),
-        batch()[:1],
-    ):
+        batch(), batch(shape=(5, 1, 3, 4, 5)), batch(shape=(2, 2, 3, 4, 5)),
+        np.asfortranarray(batch()), batch(">f4"), np.asfortranarray(batch(">f4")), batch()[:1],
+    ):  # fmt: skip
         np.save(path, array)
         assert agree(path, IMAGE)["manifest"]["kind"] == "arrays"
         agree(path, IMAGE, limit=3)
@@ -142,11 +131,7 @@ def test_folders_lists_and_labels(agree, tmp_path):
 
 def test_several_inputs(agree, tmp_path):
     specs = [IMAGE, STATE, SCALES]
-    arrays = {
-        "image": batch(),
-        "state": batch("int64", (4, 2)),
-        "scales": batch("float16", (3, 2)),
-    }
+    arrays = {"image": batch(), "state": batch("int64", (4, 2)), "scales": batch("float16", (3, 2))}
     for save in (np.savez, np.savez_compressed):
         save(tmp_path / "a.npz", **arrays)
         assert agree(tmp_path / "a.npz", *specs)["size"] == 4

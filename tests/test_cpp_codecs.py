@@ -67,12 +67,9 @@ def resizes():
 @pytest.mark.parametrize("kind", ["nearest", "linear", "cubic", "area", "lanczos"])
 def test_resized_pixels_are_those_of_opencv(cpp, tmp_path, kind):
     flags = {
-        "nearest": cv2.INTER_NEAREST,
-        "linear": cv2.INTER_LINEAR,
-        "cubic": cv2.INTER_CUBIC,
-        "area": cv2.INTER_AREA,
-        "lanczos": cv2.INTER_LANCZOS4,
-    }
+        "nearest": cv2.INTER_NEAREST, "linear": cv2.INTER_LINEAR, "cubic": cv2.INTER_CUBIC,
+        "area": cv2.INTER_AREA, "lanczos": cv2.INTER_LANCZOS4,
+    }  # fmt: skip
     for pixels, (height, width) in resizes():
         enlarges = height > pixels.shape[0] or width > pixels.shape[1]
         flag = flags["linear" if kind == "area" and enlarges else kind]
@@ -196,14 +193,11 @@ def test_an_exif_chunk_turns_a_png(differs):
 # ---- what the build without OpenCV leaves out -----------------------------------------------
 
 
-def test_the_decoder_tells_its_version(cpp):
+def test_the_decoder_tells_its_version_and_what_it_does_not_read(cpp, tmp_path):
     version = cpp("decoder")["library"]
     names = [part.split()[0] for part in version.split(", ")]
     assert names == (["OpenCV"] if cpp.reads_all else ["libjpeg-turbo", "libpng", "libwebp"])
     assert all(part.split()[1][0].isdigit() for part in version.split(", "))
-
-
-def test_animated_pngs_are_read_by_opencv_alone(cpp, tmp_path):
     (tmp_path / "it").write_bytes(interlaced(5, 9, 8, 2, (b"acTL", struct.pack(">II", 1, 0))))
     asked = {"path": str(tmp_path / "it"), "name": "it", "out": str(tmp_path / "out")}
     answer = cpp("decode", grey=False, **asked)

@@ -46,6 +46,16 @@ def outcome(make):
         return {"error": type(error).__name__, "message": str(error)}
 
 
+def answer_of(feed, shapes):
+    """What the C++ program answers of this feed."""
+    return {
+        "shapes": shapes, "size": len(feed),
+        "labels": list(feed.labels) if feed.labels is not None else None,
+        "names": list(feed.names), "skipped": list(feed.skipped), "notes": list(feed.notes),
+        "manifest": feed.manifest(),
+    }  # fmt: skip
+
+
 # ---- batches --------------------------------------------------------------------------------
 
 
@@ -176,16 +186,7 @@ def test_lists_and_bad_images_are_told_in_the_same_words(cpp, photos, tmp_path):
                 feed = open_feed(listing, [SPEC], skip_bad=skip_bad)
                 with feed.samples() as stream:
                     shapes = [list(s["image"].shape) for s in stream]
-                labels = list(feed.labels) if feed.labels is not None else None
-                return {
-                    "shapes": shapes,
-                    "size": len(feed),
-                    "labels": labels,
-                    "names": list(feed.names),
-                    "skipped": list(feed.skipped),
-                    "notes": list(feed.notes),
-                    "manifest": feed.manifest(),
-                }
+                return answer_of(feed, shapes)
 
             answer = ask_feed(cpp, tmp_path / "x", listing, SPEC, skip_bad=skip_bad)
             assert answer == outcome(ours), content
@@ -222,21 +223,11 @@ def test_presets_and_wrong_options_agree(cpp):
     ours = {name: how.to_json() for name, how in PRESETS.items()}
     assert cpp("presets") == ours
     options = [
-        {"size": [0, 224]},
-        {"size": [224]},
-        {"size": "224"},
-        {"short_side": 20000},
-        {"short_side": 2.5},
-        {"mean": [0.1, 0.2]},
-        {"color": "grey", "std": [1, 1, 1]},
-        {"std": [1.0, 0.0, 1.0]},
-        {"std": [1e-60]},
-        {"scale": "x"},
-        {"scale": [1.0]},
-        {"scale": 1e31},
-        {"mean": [True]},
-        {"mean": [0.25, 1e-7, 3]},
-    ]
+        {"size": [0, 224]}, {"size": [224]}, {"size": "224"}, {"short_side": 20000},
+        {"short_side": 2.5}, {"mean": [0.1, 0.2]}, {"color": "grey", "std": [1, 1, 1]},
+        {"std": [1.0, 0.0, 1.0]}, {"std": [1e-60]}, {"scale": "x"}, {"scale": [1.0]},
+        {"scale": 1e31}, {"mean": [True]}, {"mean": [0.25, 1e-7, 3]},
+    ]  # fmt: skip
     for given in options:
 
         def make(given=given):
@@ -288,14 +279,11 @@ def test_histograms_and_scales_are_identical(cpp, tmp_path, case, faithful):
             "total": histogram.total,
             "infinite": histogram.infinite,
             "scale": {
-                "lo": scale.lo,
-                "hi": scale.hi,
-                "amax": scale.amax,
-                "observed_min": scale.observed_min,
-                "observed_max": scale.observed_max,
+                "lo": scale.lo, "hi": scale.hi, "amax": scale.amax,
+                "observed_min": scale.observed_min, "observed_max": scale.observed_max,
                 "method": scale.method,
             },
-        }
+        }  # fmt: skip
 
     assert cpp("histogram", base=base, batches=paths) == outcome(ours)
 
@@ -396,7 +384,7 @@ def caches():
     ]
 
 
-def test_golden_caches_hold_what_is_expected(cpp):
+def test_golden_and_real_caches_are_read_alike(cpp):
     expected = json.loads((GOLDEN / "expected.json").read_text())
     assert set(expected) == {path.name for path in GOLDEN.glob("*.cache")}
     for name, wanted in expected.items():
@@ -408,9 +396,6 @@ def test_golden_caches_hold_what_is_expected(cpp):
             assert (answer["label"], answer["algorithm"]) == (wanted["label"], wanted["algorithm"])
             assert found == wanted["entries"]
             assert answer["round_trip"]
-
-
-def test_real_caches_are_read_alike(cpp):
     assert sum(agree_on(cpp, path) for path in caches()) > 0
 
 
@@ -501,12 +486,9 @@ def halves(**parts):
         "decoder": {"decoding": 1, "library": "OpenCV 5.0.0", "jpeg": "1", "png": "2"},
     }
     made_by = {
-        "program": "calib8",
-        "rule": "histogram",
-        "method": "entropy",
-        "numbers": {"frontend": 1},
+        "program": "calib8", "rule": "histogram", "method": "entropy", "numbers": {"frontend": 1},
         "versions": {"calib8": "0.1.0"},
-    }
+    }  # fmt: skip
     for part, value in parts.items():
         (made_from if part in made_from else made_by)[part] = value
     return {"made_from": made_from, "made_by": made_by}
@@ -709,19 +691,11 @@ def test_latency_has_the_same_form_and_figures(cpp, count):
             return {}
 
         def device_times(self):
-            return DeviceTimes(
-                **dict(
-                    zip(
-                        ("h2d_ms", "compute_ms", "d2h_ms", "enqueue_ms"),
-                        device[max(self.at - 1, 0)].tolist(),
-                        strict=True,
-                    )
-                )
-            )
+            h2d, compute, d2h, enqueue = device[max(self.at - 1, 0)].tolist()
+            return DeviceTimes(h2d_ms=h2d, compute_ms=compute, d2h_ms=d2h, enqueue_ms=enqueue)
 
-    found = measure({"x": Timed()}, [{}], warmup_ms=0, duration_s=0, min_iterations=count)[
-        "x"
-    ].to_json()
+    measured = measure({"x": Timed()}, [{}], warmup_ms=0, duration_s=0, min_iterations=count)
+    found = measured["x"].to_json()
     theirs = cpp("latency", host=[1.5] * count, device=device.tolist())
     assert list(theirs) == list(found)
     for part in ("latency", "enqueue", "h2d", "gpu_compute", "d2h"):

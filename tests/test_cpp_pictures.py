@@ -8,9 +8,9 @@ import cv2
 import numpy as np
 import pytest
 
-from deploy.errors import Calib8Error
 from deploy.feed import images
 from deploy.feed import listing as listing_module
+from tests.test_cpp_parity import outcome
 
 pytestmark = pytest.mark.slow
 
@@ -204,14 +204,6 @@ def kinds():
 KINDS = kinds()
 
 
-def outcome(make):
-    """What `make` gives, or the kind and words of its error, as the C++ program answers."""
-    try:
-        return make()
-    except Calib8Error as error:
-        return {"error": type(error).__name__, "message": str(error)}
-
-
 def ours(data, grey=False):
     return outcome(lambda: images.decode(data, "it", grey=grey))
 
@@ -297,11 +289,8 @@ def test_damage_inside_a_jpeg_is_told_in_the_same_words(theirs, kind):
         refused += isinstance(mine, dict)
     assert refused > 8
     for short in (
-        data[: len(data) // 2],
-        data[: len(data) // 2] + b"\xff\xd9",
-        data[:30],
-        data[:3],
-    ):
+        data[: len(data) // 2], data[: len(data) // 2] + b"\xff\xd9", data[:30], data[:3],
+    ):  # fmt: skip
         assert isinstance(ours(short), dict)
         assert not apart(ours(short), theirs(short))
 
@@ -385,15 +374,9 @@ def test_decoders_print_nothing(calib8_cache, tmp_path):
     (folder / "cut.pgm").write_bytes(KINDS["pgm 16 bits"][:200])
     (folder / "good.jpg").write_bytes(KINDS["jpeg of another revision"])
     command = [
-        *calib8_cache,
-        "feed",
-        folder,
-        "--input",
-        "x:1x3x8x8",
-        "--skip-bad",
-        "-o",
+        *calib8_cache, "feed", folder, "--input", "x:1x3x8x8", "--skip-bad", "-o",
         tmp_path / "out",
-    ]
+    ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert '"samples": 2,' in done.stdout

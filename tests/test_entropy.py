@@ -43,14 +43,11 @@ def test_the_search_by_prefix_sums_finds_the_last_minimum_of_the_definition(hist
     assert search(histogram) == expected
 
 
-def test_a_tie_goes_to_the_last_index():
+def test_a_tie_and_a_constant():
     h = np.zeros(BINS, np.int64)
     h[[512, 1024, 2047]] = 7  # three isolated values: nothing is lost at i = 2048
     assert divergence(h.astype(float), 2048) == 0.0
     assert search(h) == 2048
-
-
-def test_a_constant_gets_half_a_bin_more_than_itself():
     h = Histogram()
     h.observe(np.ones(10, np.float32))
     assert entropy(h).amax == 2048.5 / 2048 == threshold(2048, 1.0)

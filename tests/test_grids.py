@@ -1,3 +1,5 @@
+"""Grids of integers and floats, and how a GPU's memory holds them."""
+
 import json
 
 import numpy as np
@@ -17,7 +19,6 @@ from calibrators.grids import (
     INT16,
     UINT8,
     UINT16,
-    Grid,
     affine_params,
     dequantize,
     fake_quantize,
@@ -28,12 +29,13 @@ from calibrators.grids import (
     weight_scales,
 )
 from calibrators.scales import Scale, Scales
+from calibrators.tensorrt import BITS, host_type, loaded, stored
 
 reals = st.floats(-1e6, 1e6, allow_nan=False, width=32)
 
 
 @given(reals, reals)
-def test_an_affine_range_holds_zero_exactly_and_its_ends_within_half_a_step(a: float, b: float):
+def test_an_affine_range_holds_zero_exactly_and_its_ends_within_half_a_step(a, b):
     lo, hi = min(a, b), max(a, b)
     scale, zero_point = affine_params(lo, hi)
     assert 0 <= zero_point <= 255
@@ -65,21 +67,22 @@ def test_weight_scales_per_channel_and_per_tensor():
         [0, 0],
         [127, 3],
     ]
-
-
-def test_a_weight_with_nan_is_refused():
     with pytest.raises(CalibrationError, match="1 NaN or Inf"):
         weight_scales(np.array([[1.0, np.nan]], np.float32), 0)
+    with pytest.raises(CalibrationError, match="symmetric grid, got uint8"):
+        weight_scales(np.ones((1, 1), np.float32), 0, grid=UINT8)
 
 
 # -- other grids ------------------------------------------------------------------------------
 
 grids = st.sampled_from(list(GRIDS.values()))
+
 short = st.sampled_from([grid for grid in GRIDS.values() if grid.scaled])
+
 sizes = st.floats(2.0**-60, 2.0**60, width=32)
 
 
-def scale_of(amax: float, lo: float | None = None, hi: float | None = None) -> Scale:
+def scale_of(amax, lo=None, hi=None):
     low, high = -amax if lo is None else lo, amax if hi is None else hi
     return Scale(lo=low, hi=high, amax=amax, observed_min=low, observed_max=high, method="test")
 
@@ -120,7 +123,7 @@ def test_integers_are_stored_in_the_smallest_type_that_holds_them(bits, dtype):
     ],
     ids=lambda v: getattr(v, "name", None),
 )  # fmt: skip
-def test_a_symmetric_range_has_the_scale_of_its_grid(grid: Grid, step: float):
+def test_a_symmetric_range_has_the_scale_of_its_grid(grid, step):
     assert scale_of(3.0).on(grid) == (np.float32(step), 0)
 
 
@@ -141,7 +144,7 @@ def test_an_affine_range_has_the_scale_of_its_grid():
 
 
 @given(grids, sizes, sizes)
-def test_what_lies_in_the_range_is_not_clipped(grid: Grid, a: float, b: float):
+def test_what_lies_in_the_range_is_not_clipped(grid, a, b):
     lo, hi = (-a, b) if not grid.symmetric else (-max(a, b), max(a, b))
     scale, zero = scale_of(max(a, b), lo, hi).on(grid)
     ends = np.array([lo, hi], np.float32)
@@ -156,7 +159,7 @@ def test_what_lies_in_the_range_is_not_clipped(grid: Grid, a: float, b: float):
 
 
 @given(short, sizes, st.floats(1, 1000), st.lists(st.floats(0, 8, width=32), min_size=1))
-def test_a_wider_range_never_clips_more(grid: Grid, amax: float, wider: float, values):
+def test_a_wider_range_never_clips_more(grid, amax, wider, values):
     x = np.array([*values, np.inf], np.float32) * np.float32(amax)
     clipped = []
     for end in (amax, amax * wider):
@@ -167,7 +170,7 @@ def test_a_wider_range_never_clips_more(grid: Grid, amax: float, wider: float, v
 
 
 @given(grids, sizes, st.lists(st.floats(-4, 4, width=32), min_size=1))
-def test_what_a_grid_holds_comes_back_as_it_is(grid: Grid, amax: float, values):
+def test_what_a_grid_holds_comes_back_as_it_is(grid, amax, values):
     scale, zero = scale_of(amax).on(grid)
     once = quantize(np.array(values, np.float32) * np.float32(amax), scale, zero, grid)
     assert once.dtype == grid.dtype
@@ -175,7 +178,7 @@ def test_what_a_grid_holds_comes_back_as_it_is(grid: Grid, amax: float, values):
     assert np.array_equal(once, again)
 
 
-def e4m3(code: int) -> float:
+def e4m3(code):
     """The value of one of the 256 codes, as the paper's table 1 tells it."""
     sign, exponent, mantissa = -1 if code & 0x80 else 1, (code >> 3) & 15, code & 7
     if code & 0x7F == 0x7F:
@@ -186,15 +189,13 @@ def e4m3(code: int) -> float:
 
 
 E4M3 = np.array([e4m3(code) for code in range(256)], np.float32)
+
 ONE = np.float32(1)
 
 
-def test_every_code_of_fp8_stays_itself():
+def test_fp8_takes_the_nearest_code_and_saturates():
     assert np.array_equal(quantize(E4M3, ONE, 0, FP8), E4M3, equal_nan=True)
     assert np.nanmax(E4M3) == FP8.qmax and np.nanmin(E4M3[E4M3 > 0]) == 2.0**-9
-
-
-def test_between_two_codes_fp8_takes_the_nearer_and_of_halves_the_even_one():
     values = np.unique(E4M3[np.isfinite(E4M3)])  # -0 and 0 are one
     low, high = values[:-1], values[1:]
     middle = (low + high) / 2  # exact in float32
@@ -204,9 +205,6 @@ def test_between_two_codes_fp8_takes_the_nearer_and_of_halves_the_even_one():
     even = {value: code % 2 == 0 for code, value in enumerate(E4M3.tolist())}
     expected = np.where([even[v] for v in low.tolist()], low, high)
     assert np.array_equal(quantize(middle, ONE, 0, FP8), expected)
-
-
-def test_beyond_its_ends_fp8_saturates():
     far = np.array([464, 465, 1e30, np.inf, -500, -np.inf], np.float32)
     assert quantize(far, ONE, 0, FP8).tolist() == [448, 448, 448, 448, -448, -448]
 
@@ -215,7 +213,7 @@ def test_beyond_its_ends_fp8_saturates():
     ("grid", "theirs"), [(FP8, "float8_e4m3fn"), (FLOAT16, "float16"), (BFLOAT16, "bfloat16")]
 )
 @given(st.lists(st.floats(-1e39, 1e39), min_size=1), st.integers(-140, 0))
-def test_floats_round_as_ml_dtypes_does(grid: Grid, theirs: str, values, power: int):
+def test_floats_round_as_ml_dtypes_does(grid, theirs, values, power):
     types = pytest.importorskip("ml_dtypes")
     dtype = getattr(types, theirs, None) or np.dtype(theirs)
     with np.errstate(over="ignore", under="ignore"):
@@ -232,7 +230,7 @@ def test_float32_leaves_every_value_as_it_is(values):
 
 
 @pytest.mark.parametrize("grid", [signed(4), signed(7), INT8, INT16, FP8], ids=lambda g: g.name)
-def test_a_weights_extreme_is_the_last_value_of_its_grid(grid: Grid):
+def test_a_weights_extreme_is_the_last_value_of_its_grid(grid):
     weight = np.array([[0.3, -2.0], [0.0, 0.0], [5.0, 3.0]], np.float32)
     scales = weight_scales(weight, 0, grid=grid)
     assert scales.tolist() == [np.float32(2 / grid.qmax), 1.0, np.float32(5 / grid.qmax)]
@@ -243,6 +241,52 @@ def test_a_weights_extreme_is_the_last_value_of_its_grid(grid: Grid):
     assert np.abs(back - weight).max() <= 5 / grid.qmax * (16 if grid is FP8 else 0.51)
 
 
-def test_a_weight_needs_a_symmetric_grid():
-    with pytest.raises(CalibrationError, match="symmetric grid, got uint8"):
-        weight_scales(np.ones((1, 1), np.float32), 0, grid=UINT8)
+# -- in a GPU's memory ------------------------------------------------------------------------
+
+
+def narrow(dtype):
+    types = pytest.importorskip("ml_dtypes")  # comes with onnx 1.19 and later
+    return {"bfloat16": types.bfloat16, "float8": types.float8_e4m3fn}[dtype]
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_every_code_comes_back(dtype):
+    kind = np.dtype(BITS[dtype])
+    codes = np.arange(np.iinfo(kind).max + 1, dtype=kind)
+    values = loaded(codes, dtype)
+    assert values.dtype == np.float32
+    np.testing.assert_array_equal(values, codes.view(narrow(dtype)).astype(np.float32))
+    number = ~np.isnan(values)
+    np.testing.assert_array_equal(stored(values, dtype)[number], codes[number])
+    assert np.isnan(loaded(stored(values, dtype), dtype)[~number]).all()
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 3e38), ("float8", 448)])
+def test_a_float_is_rounded_to_the_nearest_even_code(dtype, most):
+    rng = np.random.default_rng(1)
+    values = (rng.standard_normal(4000) * np.exp(rng.uniform(-9, 5, 4000))).astype(np.float32)
+    values = np.append(values, np.float32([0, -0.0, 17, 19, 21, 1 + 2**-8, 0.001953125 / 2]))
+    values = values[np.abs(values) <= most]
+    expected = values.astype(narrow(dtype)).view(BITS[dtype])
+    np.testing.assert_array_equal(stored(values, dtype), expected)
+
+
+def test_numbers_are_narrowed_where_they_fit():
+    wide = np.int64([[1, -2], [2**31 - 1, 0]])
+    narrow = stored(wide.T, "int32")
+    assert narrow.dtype == np.int32 and narrow.flags.c_contiguous
+    np.testing.assert_array_equal(narrow, wide.T)
+    assert stored(narrow, "int64").dtype == np.int64
+    with pytest.raises(ValueError, match=r"int32 from -2147483648 to 2147483647, got 2147483648"):
+        stored(wide + 1, "int32")
+    with pytest.raises(ValueError, match="float16 up to 65504, got 70000"):
+        stored(np.float32([1, 7e4]), "float16")
+    with pytest.raises(ValueError, match="int32, got float32"):
+        stored(np.float32([1]), "int32")
+    assert stored(np.zeros(0, np.int64), "int32").size == 0
+    assert stored(np.float64(1.5), "float16").shape == ()
+    assert stored(np.float32(2), "bfloat16").shape == ()
+    assert loaded(np.uint16(0x4000), "bfloat16") == 2
+    assert host_type("float8") == "float32" and host_type("int8") == "int8"
+    np.testing.assert_array_equal(loaded(stored(np.float32([1e9, -np.inf]), "float8"), "float8"),
+                                  [448, -448])  # fmt: skip

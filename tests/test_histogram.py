@@ -20,7 +20,7 @@ values = hnp.arrays(
 ends = hnp.arrays(np.float32, st.integers(1, 6), elements=st.sampled_from([-4, -2, -1, 1, 2, 4, 3]))
 
 
-def plain_counts(x: np.ndarray, full_range: float) -> np.ndarray:
+def plain_counts(x, full_range):
     """The definition, value by value."""
     counts = np.zeros(2 * BINS + 1, np.int64)
     for value in x.astype(np.float32):
@@ -28,7 +28,7 @@ def plain_counts(x: np.ndarray, full_range: float) -> np.ndarray:
     return counts
 
 
-def state(h: Histogram) -> tuple:
+def state(h):
     return (h.counts.tolist(), h.full_range, h.minimum, h.maximum, h.total, h.infinite)
 
 
@@ -97,18 +97,12 @@ def test_magnitudes_fold_both_signs_and_nest_into_fewer_bins():
     assert fine.reshape(2048, 2).sum(axis=1).tolist() == coarse.tolist()
 
 
-def test_nan_is_refused():
+def test_nan_infinities_zeros_and_bases():
     with pytest.raises(CalibrationError, match="1 NaN"):
         Histogram().observe(np.array([1.0, np.nan], np.float32))
-
-
-def test_infinities_are_counted_apart():
     h = Histogram()
     h.observe(np.array([np.inf, -np.inf, 2.0], np.float32))
     assert (h.infinite, h.total, h.amax) == (2, 1, 2.0)
-
-
-def test_zeros_and_nothing():
     h = Histogram()
     h.observe(np.zeros(0, np.float32))
     assert (h.total, h.amax, h.full_range) == (0, 0.0, 0.0)
@@ -116,9 +110,6 @@ def test_zeros_and_nothing():
     assert (h.total, h.amax, h.counts[BINS]) == (4, 0.0, 4)
     h.observe(np.array([3.0], np.float32))
     assert h.full_range == 4.0 and h.counts[BINS] == 4
-
-
-def test_different_bases_do_not_merge():
     with pytest.raises(CalibrationError, match="equal bases"):
         Histogram(base=1.0).merge(Histogram())
 

@@ -9,7 +9,8 @@ import onnx
 import onnxruntime as ort
 import pytest
 from click.testing import CliRunner
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
+from tests.vendor_models import save_net
 
 from deploy.cli import cli
 
@@ -67,11 +68,7 @@ BETWEEN = {
         {},
         32,
     ),
-    "split": (
-        [("Split", "d", "f g", {"axis": 1}), ("Concat", "g f", "e", {"axis": 1})],
-        {},
-        16,
-    ),
+    "split": ([("Split", "d", "f g", {"axis": 1}), ("Concat", "g f", "e", {"axis": 1})], {}, 16),
     "transposed": (
         [("ConvTranspose", "d t", "e", {"strides": [2, 2]})],
         {"t": np.random.default_rng(5).normal(size=(16, 16, 2, 2))},
@@ -111,15 +108,7 @@ def built(nodes, constants, shape, folder, *options):
         helper.make_node(kind, read.split(), given.split(), name=f"n{number}", **attributes)
         for number, (kind, read, given, attributes) in enumerate(nodes)
     ]
-    graph = helper.make_graph(
-        made,
-        "net",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", *shape])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [numpy_helper.from_array(value, name) for name, value in held.items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    onnx.save(model, folder / "net.onnx")
+    save_net(folder / "net.onnx", made, {"x": ["n", *shape]}, {"y": None}, held, opset=17)
     x = np.random.default_rng(2).normal(size=(12, *shape)).astype(np.float32)
     np.save(folder / "x.npy", x)
     words = ["build", str(folder / "net.onnx"), "--images", str(folder / "x.npy"), "--accept"]
@@ -167,11 +156,8 @@ def between(name):
         "v": rng.normal(size=(8, channels, 1, 1)),
     }  # fmt: skip
     around = [
-        ("Conv", "x w b", "c", SAME),
-        ("Relu", "c", "d", {}),
-        *nodes,
-        ("Conv", "e v", "y", {}),
-    ]
+        ("Conv", "x w b", "c", SAME), ("Relu", "c", "d", {}), *nodes, ("Conv", "e v", "y", {}),
+    ]  # fmt: skip
     return around, {**weights, **constants}
 
 

@@ -14,12 +14,15 @@ from hypothesis import strategies as st
 
 from calibrators import histogram, kernel, rounding
 from calibrators.errors import CalibrationError
-from calibrators.histogram import Histogram
+from calibrators.histogram import BINS, Histogram, Located, Refused, Together
 from deploy.cli import cli
 
 ROOT = Path(__file__).parent.parent
+
 SOURCE = ROOT / "cpp" / "src" / "kernel" / "count.c"
+
 SOURCES = (SOURCE, SOURCE.with_name("round.c"))
+
 CHUNK, BLOCK = 1 << 17, 1 << 12
 
 
@@ -95,20 +98,8 @@ def hostile():
         yield f"nan at {place}", [normal[:100], spoilt, normal]
     yield "nan and more", [[1.0, np.nan, np.inf, -np.inf, np.nan, 0.0]]
     for size in (
-        1,
-        15,
-        16,
-        17,
-        31,
-        2047,
-        2048,
-        2049,
-        BLOCK - 1,
-        BLOCK,
-        BLOCK + 1,
-        CHUNK,
-        CHUNK + 1,
-    ):
+        1, 15, 16, 17, 31, 2047, 2048, 2049, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, CHUNK + 1,
+    ):  # fmt: skip
         yield f"{size} values", [normal[:size], normal[-size:] * 3]
     yield "one bin", [np.full(2 * CHUNK, 0.7), np.full(CHUNK, -0.7)]
     for size in (CHUNK - 129, CHUNK - 128, CHUNK - 127, CHUNK - 1, CHUNK):
@@ -208,9 +199,9 @@ def test_the_kernel_counts_where_it_is_here_unless_told(beside, ways, monkeypatc
     kernel.kernel.cache_clear()
     monkeypatch.setenv(kernel.VARIABLE, "fortran")
     assert "must be c, opencv or unset, got 'fortran'" in str(said())
-
-
-def test_without_a_kernel_numpy_counts_and_c_is_refused(beside, monkeypatch):
+    kernel.kernel.cache_clear()
+    kernel._here.cache_clear()
+    monkeypatch.delenv(kernel.VARIABLE)
     beside.unlink()
     assert said() == "counting: numpy and OpenCV (the C kernel is not built here)"
     kernel.kernel.cache_clear()
@@ -218,14 +209,12 @@ def test_without_a_kernel_numpy_counts_and_c_is_refused(beside, monkeypatch):
     assert "the C kernel" in str(said())
 
 
-def test_a_wrong_word_is_told_as_such(run, small_cnn, pictures, monkeypatch, tmp_path):
+def test_a_wrong_word_is_told_as_such(run, refusal, small_cnn, pictures, monkeypatch, tmp_path):
     monkeypatch.setenv(kernel.VARIABLE, "fortran")
     kernel.kernel.cache_clear()
     words = ["build", small_cnn, "--images", pictures, "--effort", 0, "--duration", 0]
-    code, _, err = run(*words, "--out", tmp_path / "out")
-    assert code == 1 and err == (
-        "calib8: error: CALIB8_COUNTING must be c, opencv or unset, got 'fortran'\n"
-    )
+    err = refusal(*words, "--out", tmp_path / "out")
+    assert err == ("calib8: error: CALIB8_COUNTING must be c, opencv or unset, got 'fortran'")
     assert run("--version")[0] == 1
 
 
@@ -266,3 +255,78 @@ def test_the_kernel_rounds_weights_as_numpy_does(ways, seed, groups, rows, colum
             patch.setattr(rounding, "kernel", lambda way=way: way)
             found.append(rounding.rounded_by_output(steps, products, fixed=fixed, sweeps=3))
     assert (found[0] == found[1]).all()
+
+
+WAYS = (None, *(kernel.load(kernel.LIBRARY) if kernel.LIBRARY.exists() else ()))
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: way.name if way else "numpy")
+def way(request, monkeypatch):
+    for module in (histogram, histogram):
+        monkeypatch.setattr(module, "kernel", lambda: request.param)
+    return request.param
+
+
+def state(one):
+    return {name: value.tobytes() for name, value in one.to_arrays().items()}, one.latest
+
+
+def arrays(seed):
+    """Of every size and form; some larger than what is seen of them at first."""
+    rng = np.random.default_rng(seed)
+    sizes = [0, 1, 7, 2048, 2049, 5000, 140_000]
+    made = [rng.standard_normal(n).astype(np.float32) * (1 + seed) for n in sizes]
+    turned = rng.standard_normal((3, 40, 50)).astype(np.float32).T
+    odd = np.frombuffer(b"x" + made[4].tobytes(), np.float32, offset=1)
+    infinite = np.where(made[5] > 2, np.inf, made[5]).astype(np.float32)
+    half = made[3].astype(np.float16)
+    return [*made, turned, odd, infinite, half, np.zeros(3000, np.float32), np.float32([[-0.0]])]
+
+
+def test_each_counts_what_it_counts_alone(way):
+    alone, beside = ([Histogram() for _ in arrays(0)] for _ in range(2))
+    one = Together(beside)
+    for seed in range(3):
+        for histogram_, x in zip(alone, arrays(seed), strict=True):
+            histogram_.observe(x)
+        one.observe(Located(arrays(seed)))
+        assert [state(h) for h in beside] == [state(h) for h in alone]
+
+
+def test_memory_that_is_used_again_is_looked_up_once(way):
+    rng = np.random.default_rng(3)
+    lasting, alone = np.empty(5000, np.float32), [Histogram(), Histogram()]
+    beside = [Histogram(), Histogram()]
+    one, located = Together(beside), Located([lasting, lasting[:9]])
+    for _ in range(3):
+        lasting[:] = rng.standard_normal(5000)
+        other = rng.standard_normal(2100).astype(np.float64)
+        located.put(1, other)
+        one.observe(located)
+        alone[0].observe(lasting)
+        alone[1].observe(other)
+    assert [state(h) for h in beside] == [state(h) for h in alone]
+    Together([]).observe(Located([]))
+
+
+def test_what_is_refused_has_its_place_and_what_came_before_is_counted(way):
+    beside = [Histogram() for _ in range(3)]
+    values = [np.ones(9, np.float32), np.float32([1, np.nan, np.nan]), np.ones(9, np.float32)]
+    with pytest.raises(Refused, match=r"values must be numbers, got 2 NaN$") as refused:
+        Together(beside).observe(Located(values))
+    assert refused.value.place == 1 and [h.total for h in beside] == [9, 0, 0]
+    beside[2].full_range = 1e-300
+    values[1] = values[0]
+    with pytest.raises(Refused, match="range is 0 or at least") as refused:
+        Together(beside).observe(Located(values))
+    assert refused.value.place == 2 and isinstance(refused.value, CalibrationError)
+    assert not beside[2].counts.any()
+
+
+def test_a_state_that_no_values_gave_leads_nowhere(way):
+    """Extremes beyond the range, as a spoilt cache may hold them, are no bins."""
+    for low, high in ((-1e30, 1e30), (np.nan, np.nan), (np.inf, -np.inf), (0.5, -0.5)):
+        seen = Histogram()
+        seen.full_range, seen.minimum, seen.maximum = 1.0, low, high
+        Together([seen]).observe(Located([np.full(3000, 0.25, np.float32)]))
+        assert seen.counts[BINS + BINS // 4] == seen.counts.sum() == 3000

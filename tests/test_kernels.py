@@ -7,6 +7,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from tests.vendor_models import build_net
 
 from deploy.frontends import load
 from deploy.runtimes import ort
@@ -16,13 +17,8 @@ from deploy.tuning.timing import KernelTimes, attributed, kernel_times, quicker
 
 def model_of(*nodes):
     """Relus by (name, output)."""
-    graph = helper.make_graph(
-        [helper.make_node("Relu", ["x"], [output], name=name) for name, output in nodes],
-        "net",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])],
-        [helper.make_tensor_value_info(nodes[-1][1], TensorProto.FLOAT, [1])],
-    )
-    return helper.make_model(graph)
+    relus = [("Relu", "x", output, name) for name, output in nodes]
+    return build_net(relus, {"x": [1]}, {nodes[-1][1]: [1]})
 
 
 @pytest.mark.parametrize(
@@ -52,29 +48,30 @@ def test_a_kernel_belongs_to_the_longest_name_at_its_beginning_in_whole_words(ke
     assert times.rest == (5.0 if node is None else 0.0) and times.total == 5.0
 
 
-def test_pairs_count_themselves_and_several_kernels_of_a_node_add_up():
+def test_pairs_and_nodes_without_a_name_take_no_kernel_of_others():
     model = model_of(("/c1", "t"))
     found = {"/c1_nchwc": 2.0, "t/Q_token_1": 3.0, "/c1_token_2": 4.0, "Reorder": 1.0}
     times = attributed(found, model, ["t/Q", "t/DQ"])
     assert times.nodes == {"/c1": 6.0, "t/Q": 3.0, "t/DQ": 0.0}
     assert (times.rest, times.total) == (1.0, 10.0)
+    times = attributed({"_token_1": 2.0}, model_of(("", "t")))
+    assert times.rest == 2.0
 
 
 def turned_model():
     """Conv, Transpose, Relu and back; an Add of what two Convs give."""
     nodes = [
-        helper.make_node("Conv", ["x", "w"], ["c"], "/c"),
-        helper.make_node("Transpose", ["c"], ["t"], "/t", perm=[0, 2, 3, 1]),
-        helper.make_node("Relu", ["t"], ["r"], "/r"),
-        helper.make_node("Transpose", ["r"], ["u"], "/u", perm=[0, 3, 1, 2]),
-        helper.make_node("Conv", ["u", "w"], ["d"], "/d"),
-        helper.make_node("Add", ["d", "u"], ["y"], "/a"),
+        ("Conv", "x w", "c", "/c"),
+        ("Transpose", "c", "t", "/t", {"perm": [0, 2, 3, 1]}),
+        ("Relu", "t", "r", "/r"),
+        ("Transpose", "r", "u", "/u", {"perm": [0, 3, 1, 2]}),
+        ("Conv", "u w", "d", "/d"),
+        ("Add", "d u", "y", "/a"),
     ]
     ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [1, 16, 64, 64]) for n in "xy"]
     weight = np.random.default_rng(0).normal(size=(16, 16, 1, 1)).astype(np.float32)
     constants = [onnx.numpy_helper.from_array(weight, "w")]
-    graph = helper.make_graph(nodes, "turned", ends[:1], ends[1:], constants)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return build_net(nodes, ends[:1], ends[1:], constants, opset=17)
 
 
 @pytest.mark.parametrize(
@@ -92,28 +89,14 @@ def test_a_layer_that_took_the_name_of_what_is_behind_it_has_its_own_time(kernel
     assert [name for name, time in times.nodes.items() if time] == [node]
 
 
-def test_a_real_profile_gives_a_turned_layer_its_time():
-    model = turned_model()
-    feeds = [{"x": np.ones((1, 16, 64, 64), np.float32)}]
-    times = kernel_times(model, feeds, made_from=model, runs=2)
-    assert times.nodes["/c"] > 0 and times.nodes["/d"] > 0
-
-
-def test_a_node_without_a_name_takes_no_kernel_of_others():
-    times = attributed({"_token_1": 2.0}, model_of(("", "t")))
-    assert times.rest == 2.0
-
-
 def chain(*kinds):
     """Nodes /0, /1 ... of these operators after one another; an Add reads another Conv too."""
-    nodes = [helper.make_node("Conv", ["x", "w"], ["b"], name="/beside")]
-    before = "x"
+    nodes, before = [("Conv", "x w", "b", "/beside")], "x"
     for place, kind in enumerate(kinds):
-        read = {"Conv": [before, "w"], "Add": [before, "b"]}.get(kind, [before])
-        nodes.append(helper.make_node(kind, read, [f"t{place}"], name=f"/{place}"))
+        more = {"Conv": " w", "Add": " b"}.get(kind, "")
+        nodes.append((kind, before + more, f"t{place}", f"/{place}"))
         before = f"t{place}"
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("x", before)]
-    return helper.make_model(helper.make_graph(nodes, "net", ends[:1], ends[1:]))
+    return build_net(nodes, {"x": None}, {before: None}, opset=17)
 
 
 @pytest.mark.parametrize(
@@ -137,14 +120,13 @@ def test_a_real_profile_counts_a_float_layer_to_itself_not_to_what_follows(tmp_p
     rng = np.random.default_rng(0)
     weight = helper.make_tensor("w", TensorProto.FLOAT, (16, 16, 3, 3), rng.normal(size=2304))
     nodes = [
-        helper.make_node("Conv", ["x", "w"], ["c"], name="/conv"),
-        helper.make_node("LeakyRelu", ["c"], ["l"], name="/act"),
-        helper.make_node("Tanh", ["l"], ["y"], name="/tanh"),
+        ("Conv", "x w", "c", "/conv"),
+        ("LeakyRelu", "c", "l", "/act"),
+        ("Tanh", "l", "y", "/tanh"),
     ]
     ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in "xy"]
     ends[0].CopyFrom(helper.make_tensor_value_info("x", TensorProto.FLOAT, (1, 16, 64, 64)))
-    graph = helper.make_graph(nodes, "net", ends[:1], ends[1:], [weight])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    model = build_net(nodes, ends[:1], ends[1:], [weight], opset=17)
     times = kernel_times(
         model, [{"x": np.ones((1, 16, 64, 64), np.float32)}], made_from=model, runs=2
     )
@@ -194,6 +176,10 @@ def test_a_real_profile_gives_every_layer_its_time(small_cnn):
     times = kernel_times(model, feeds, made_from=model, runs=2)
     assert set(times.nodes) == {node.name for node in model.graph.node}
     assert all(sum(times.nodes[name] for name in layer) > 0 for layer in LAYERS)
+    model = turned_model()
+    feeds = [{"x": np.ones((1, 16, 64, 64), np.float32)}]
+    times = kernel_times(model, feeds, made_from=model, runs=2)
+    assert times.nodes["/c"] > 0 and times.nodes["/d"] > 0
 
 
 def test_a_real_profile_of_an_int8_model_counts_pairs_and_layers_apart(small_cnn, tmp_path):

@@ -234,8 +234,8 @@ def test_what_is_asked_stands_before_what_is_carried():
     assert (other.origin, other.how.resize) == ("", "short-side")
     assert other.notes == (
         "the model's metadata (Ultralytics 8.1.0, imgsz 320) says resize letterbox, anchor centre,"
-        " pad 114, a black pixel as 0 and a white one as 1 although other options were given, which are"
-        " used",
+        " pad 114, a black pixel as 0 and a white one as 1 although other options were given,"
+        " which are used",
     )
     same = Preprocess(size=(320, 320), resize="letterbox", pad=(114,), scale=1, std=(255,))
     assert settled(same, said, spec).notes == ()  # however it is written

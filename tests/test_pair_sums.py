@@ -7,7 +7,8 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
+from tests.vendor_models import build_net
 
 from calibrators.grids import INT8, quantize_weight, weight_scales
 from calibrators.weights import FIT, in_tight_pairs, pair_scales, pair_sums
@@ -21,7 +22,7 @@ from deploy.tuning.repairs.repair_layers import layers_of, with_constants
 QUICK = ("--effort", 0, "--duration", 0, "--accept")
 
 
-def saturated(stored: np.ndarray, patches: np.ndarray) -> np.ndarray:
+def saturated(stored, patches):
     """What VPMADDUBSW and 32-bit sums give: int8 [C, K], uint8 [P, K] -> [C, P]."""
     even = [(0, 0), (0, stored.shape[1] % 2)]
     products = np.pad(stored, even)[:, None].astype(int) * np.pad(patches, even)[None].astype(int)
@@ -29,7 +30,7 @@ def saturated(stored: np.ndarray, patches: np.ndarray) -> np.ndarray:
     return np.clip(pairs, -(2**15), 2**15 - 1).sum(axis=2)
 
 
-def by_place(weight: np.ndarray) -> np.ndarray:
+def by_place(weight):
     """[C, I, ...] -> [C, K] in the order of the kernel."""
     return np.moveaxis(weight, 1, -1).reshape(len(weight), -1)
 
@@ -52,10 +53,18 @@ def test_who_meets_whom(shape, pairs):
     assert pair_sums(places[None]).tolist() == [[sum(flat[list(pair)]) for pair in pairs]]
 
 
-def test_weights_of_two_signs_do_not_add_up():
+def test_sums_and_scales_of_known_weights():
     assert pair_sums(np.array([[100.0, -90.0, -60.0, -70.0, 0.0, -5.0]])).tolist() == [
         [100, 130, 5]
     ]
+    weight = np.array([[1.0, 1.0], [0.5, -3.0], [2.0, 2.0]])
+    assert pair_scales(weight, weight_scales(weight, None)) == pytest.approx(4 / 126)
+    weight = np.full((1, 4), np.finfo(np.float32).max, np.float32)
+    scales = pair_scales(weight, weight_scales(weight, 0))
+    assert np.isfinite(scales).all() and (scales > 0).all()
+    # The arithmetic that all this is about: 127 + 127 times 255 ends at 32767.
+    stored, patches = np.array([[127, 127]], np.int8), np.array([[255, 255]], np.uint8)
+    assert saturated(stored, patches).item() == 32767 < 127 * 2 * 255
 
 
 weights = st.integers(0, 2**32 - 1).map(
@@ -92,27 +101,10 @@ def test_a_channel_loses_no_more_than_its_pairs_ask_for(weight):
     assert np.all((largest > 125.9) | (amax > 126.9))
 
 
-def test_one_scale_for_all_is_that_of_the_largest_pair():
-    weight = np.array([[1.0, 1.0], [0.5, -3.0], [2.0, 2.0]])
-    assert pair_scales(weight, weight_scales(weight, None)) == pytest.approx(4 / 126)
-
-
-def test_the_largest_weights_have_a_scale():
-    weight = np.full((1, 4), np.finfo(np.float32).max, np.float32)
-    scales = pair_scales(weight, weight_scales(weight, 0))
-    assert np.isfinite(scales).all() and (scales > 0).all()
-
-
-def test_what_sums_in_16_bits_would_lose():
-    """The arithmetic that all this is about: 127 + 127 times 255 ends at 32767."""
-    stored, patches = np.array([[127, 127]], np.int8), np.array([[255, 255]], np.uint8)
-    assert saturated(stored, patches).item() == 32767 < 127 * 2 * 255
-
-
 # --- rounding by output -----------------------------------------------------------------------
 
 
-def network(group=1, channels=8) -> onnx.ModelProto:
+def network(group=1, channels=8):
     """Conv, Relu, Conv, whose weights of one sign meet in pairs."""
     rng = np.random.default_rng(4)
     held = {
@@ -120,18 +112,11 @@ def network(group=1, channels=8) -> onnx.ModelProto:
         "w": rng.uniform(0.8, 1.0, size=(16, channels // group, 3, 3)),
     }
     nodes = [
-        helper.make_node("Conv", ["x", "v"], ["a"], name="first", pads=[1] * 4),
-        helper.make_node("Relu", ["a"], ["b"], name="relu"),
-        helper.make_node("Conv", ["b", "w"], ["y"], name="last", pads=[1] * 4, group=group),
+        ("Conv", "x v", "a", "first", {"pads": [1] * 4}),
+        ("Relu", "a", "b", "relu"),
+        ("Conv", "b w", "y", "last", {"pads": [1] * 4, "group": group}),
     ]
-    graph = helper.make_graph(
-        nodes,
-        "net",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, 12, 12])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 16, 12, 12])],
-        [numpy_helper.from_array(v.astype(np.float32), n) for n, v in held.items()],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return build_net(nodes, {"x": ["n", 3, 12, 12]}, {"y": ["n", 16, 12, 12]}, held, opset=17)
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -163,7 +148,7 @@ def test_what_stays_is_little():
 
 
 @pytest.fixture
-def built(run, tmp_path):
+def built(command, tmp_path):
     """(model, words) -> the int8 model, its notes."""
     x = np.random.default_rng(7).normal(size=(6, 3, 12, 12)).astype(np.float32)
     np.save(tmp_path / "x.npy", x)
@@ -171,8 +156,7 @@ def built(run, tmp_path):
     def call(model, *words):
         onnx.save(model, tmp_path / "net.onnx")
         fed = ("--images", tmp_path / "x.npy", "--out", tmp_path / "out")
-        code, _, err = run("build", tmp_path / "net.onnx", *fed, *QUICK, *words)
-        assert code == 0, err
+        command("build", tmp_path / "net.onnx", *fed, *QUICK, *words)
         report = json.loads((tmp_path / "out/report.json").read_text())
         return onnx.load(tmp_path / "out/net.int8.onnx"), report["targets"][0].get("notes", [])
 
@@ -206,12 +190,6 @@ def test_full_weights_are_asked_for_and_told(built):
     assert (steps.reshape(16, -1).max(axis=1) == 127).all()
 
 
-def test_all_of_int8_or_fewer_bits(run, tmp_path):
-    words = ("build", tmp_path / "net.onnx", "--images", tmp_path, "--out", tmp_path / "o")
-    code, _, err = run(*words, "--full-weights", "--weight-bits", "7")
-    assert code == 1 and "leave one of them away" in err and not (tmp_path / "o").exists()
-
-
 def test_a_depthwise_conv_takes_all_of_int8(built):
     """Its kernels sum in 32 bits: see `test_this_cpus_kernels_lose_nothing`."""
     int8, _ = built(network(group=16, channels=16))
@@ -219,7 +197,7 @@ def test_a_depthwise_conv_takes_all_of_int8(built):
     assert (np.abs(stored).reshape(16, -1).max(axis=1) == 127).all()
 
 
-def test_weights_that_a_model_brings_stay_and_are_told(built, run, tmp_path):
+def test_weights_that_a_model_brings_stay_and_are_told(built, refusal, tmp_path):
     int8, _ = built(network(), "--full-weights")
     again, notes = built(int8)
     assert wide_layers(again) == ["last"]
@@ -227,20 +205,18 @@ def test_weights_that_a_model_brings_stay_and_are_told(built, run, tmp_path):
         note.endswith("since weights are kept as the given model has them") for note in notes
     )
     words = ("build", tmp_path / "net.onnx", "--images", tmp_path / "x.npy", "--full-weights")
-    code, _, err = run(*words, "--out", tmp_path / "o", *QUICK)
-    assert code == 1 and "--full-weights decides how onnxruntime quantizes a float model" in err
+    err = refusal(*words, "--out", tmp_path / "o", *QUICK)
+    assert "--full-weights decides how onnxruntime quantizes a float model" in err
+    words = ("build", tmp_path / "net.onnx", "--images", tmp_path, "--out", tmp_path / "o")
+    err = refusal(*words, "--full-weights", "--weight-bits", "7")
+    assert "leave one of them away" in err and not (tmp_path / "o").exists()
 
 
 def test_matmuls_with_scales_of_their_own_inputs_fit_too():
     weight = np.random.default_rng(3).uniform(0.5, 1, size=(32, 16)).astype(np.float32)
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"], name="one")],
-        "net",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 32])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 16])],
-        [numpy_helper.from_array(weight, "w")],
+    model = build_net(
+        [("MatMul", "x w", "y", "one")], {"x": ["n", 32]}, {"y": ["n", 16]}, {"w": weight}, opset=17
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     written = (write_dynamic(model, ["one"], INT8, fits_pairs=fits) for fits in (True, False))
     found = [[one.saturates for one in dynamic_weights(made)] for made in written]
     assert found == [[False], [True]]

@@ -1,32 +1,36 @@
+"""Searches for a range, by the histogram: percentiles, errors, ramps, tails."""
+
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibrators import SEARCHES, Histogram, Scale
+from calibrators import SEARCHES
 from calibrators import mse as ranges_by_error
 from calibrators.errors import CalibrationError
-from calibrators.grids import INT8, UINT8, dequantize, quantize
-from calibrators.histogram import BINS
-from calibrators.mse import lp, mse
-from calibrators.percentile import percentile, quantile
+from calibrators.grids import INT4, INT8, UINT8, dequantize, quantize, unsigned
+from calibrators.histogram import BINS, Histogram
+from calibrators.mse import _RATIOS, Ramps, _Bins, errors, lp, mse
+from calibrators.percentile import minmax, percentile, quantile, tail, with_room
 from calibrators.searches import LpParams, PercentileParams
 
 seeds = st.integers(0, 10_000)
 
 
-def observed(x: np.ndarray) -> Histogram:
-    h = Histogram()
-    h.observe(x.astype(np.float32))
+def observed(x, base=None):
+    h = Histogram(base=base)
+    h.observe(np.asarray(x, np.float32))
     return h
 
 
-def searched(name: str, histogram: Histogram) -> Scale:
+def searched(name, histogram):
     row = SEARCHES[name]
     return row.function(histogram, row.params())
 
 
-def sample(seed: int) -> np.ndarray:
+def sample(seed):
     rng = np.random.default_rng(seed)
     x = rng.standard_t(rng.uniform(1.5, 8), size=4000) * rng.uniform(1e-3, 1e3)
     return np.maximum(x, 0) if seed % 3 == 0 else x + rng.normal()
@@ -56,17 +60,6 @@ def test_percentiles_are_those_of_the_values_within_a_bin(seed):
         assert abs(scale.lo - low) <= max(3 * bin_width, 0.1 * abs(low))
 
 
-def test_percentile_100_is_minmax_within_a_bin():
-    h = observed(np.random.default_rng(0).normal(size=1000))
-    scale = percentile(h, percent=100)
-    assert scale.amax == pytest.approx(h.amax, abs=h.full_range / BINS)
-
-
-def test_quantile_positions():
-    counts = np.array([0, 2, 0, 2])
-    assert [quantile(counts, s) for s in (0.0, 0.25, 0.5, 0.75, 1.0)] == [0.0, 1.5, 2.0, 3.5, 4.0]
-
-
 @pytest.mark.parametrize("percent", [50, 0, 100.1, float("nan")])
 def test_a_percentile_out_of_range_is_refused(percent):
     with pytest.raises(CalibrationError, match="percentile"):
@@ -88,9 +81,14 @@ def test_mse_is_no_worse_than_any_other_search(seed):
         assert losses["mse", grid_name] <= loss * 1.1  # a candidate step, and bins for values
 
 
-def test_minmax_is_exact():
+def test_minmax_and_quantiles_of_known_values():
     scale = searched("minmax", observed(np.array([-3.5, 1.25])))
     assert (scale.lo, scale.hi, scale.amax) == (-3.5, 1.25, 3.5)
+    counts = np.array([0, 2, 0, 2])
+    assert [quantile(counts, s) for s in (0.0, 0.25, 0.5, 0.75, 1.0)] == [0.0, 1.5, 2.0, 3.5, 4.0]
+    h = observed(np.random.default_rng(0).normal(size=1000))
+    scale = percentile(h, percent=100)
+    assert scale.amax == pytest.approx(h.amax, abs=h.full_range / BINS)
 
 
 @pytest.mark.parametrize("values", [[8.0], [8.0, 8.0001], [-8.0], [-8.0001, -8.0], [3.0, 8.0]])
@@ -138,3 +136,112 @@ def test_a_quick_look_tries_few_ranges_again(monkeypatch):
     )
     lp(observed(np.random.default_rng(0).normal(size=100_000)), power=2.4)
     assert tried and max(tried) < 20  # of 120
+
+
+UINT4 = unsigned(4)
+
+
+def values(seed):
+    """Heavy tails, few values, whole numbers that tie, one side of 0: in turns."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_t(rng.uniform(1.2, 8), size=rng.integers(1, 3000)) * 10 ** rng.uniform(-5, 5)
+    x = np.rint(x) if seed % 5 == 0 else x
+    return (x, np.abs(x), -np.abs(x), np.concatenate([x, -x]))[seed % 4]
+
+
+def by_bins(h, symmetric, affine):
+    """The definition: every bin of every range, the first of the least errors."""
+    middle = (np.arange(BINS) + 0.5) * h.full_range / BINS
+    highs = h.amax * _RATIOS
+    tried = errors(middle, h.magnitudes(BINS), -highs, highs, symmetric)
+    edges = h.edges()
+    centres, counts = (edges[:-1] + edges[1:]) / 2, h.signed()
+    counts = np.where(centres == 0, 0, counts)
+    ends = {"low": min(h.minimum, 0.0), "high": max(h.maximum, 0.0)}
+    first = dict(ends)
+    for side in ("high", "low") * 2 if ends["high"] >= -ends["low"] else ("low", "high") * 2:
+        lows, highs_ = (np.full(_RATIOS.size, ends[one]) for one in ("low", "high"))
+        own = first[side] * _RATIOS
+        lows, highs_ = (own, highs_) if side == "low" else (lows, own)
+        ends[side] = float(own[np.argmin(errors(centres, counts, lows, highs_, affine))])
+    return float(highs[np.argmin(tried)]), ends["low"], ends["high"]
+
+
+@pytest.mark.slow
+@given(seeds)
+@settings(max_examples=25)
+def test_the_quick_look_finds_what_every_bin_of_every_range_gives(seed):
+    x = values(seed)
+    if not x.any():
+        return
+    h = observed(x, base=float(np.abs(x[:7]).max()) if seed % 3 == 0 else None)
+    for symmetric, affine in ((INT8, UINT8), (INT4, UINT4)):
+        scale = mse(h, symmetric=symmetric, affine=affine)
+        assert (scale.amax, scale.lo, scale.hi) == by_bins(h, symmetric, affine)
+
+
+@given(seeds)
+@settings(max_examples=25)
+def test_ramps_are_the_errors_of_the_nearest_levels(seed):
+    rng = np.random.default_rng(seed)
+    above, below = rng.integers(0, 9, (2, 64)) * rng.integers(0, 2, (2, 1))
+    centres = np.arange(64) + 0.5
+    steps = rng.uniform(0.1, 9, 90)  # finer than a bin, and wider than all
+    lowest, highest = -rng.integers(0, 300, 90) * 1.0, rng.integers(0, 300, 90) * 1.0
+    found = Ramps.of(above, below).errors(steps, lowest, highest)
+    for step, low, high, error in zip(steps, lowest, highest, found, strict=True):
+        levels = np.arange(low, high + 1) * step
+        near = [np.square(side[:, None] - levels).min(axis=1) for side in (centres, -centres)]
+        assert error == pytest.approx(near[0] @ above + near[1] @ below, rel=1e-9, abs=1e-7)
+
+
+def test_bins_are_added_up_for_few_ranges_alone(monkeypatch):
+    from calibrators import mse as ranges_by_error
+
+    added = []
+
+    def counted(*args, **options):
+        added.append(args[2].size)
+        return errors(*args, **options)
+
+    monkeypatch.setattr(ranges_by_error, "errors", counted)
+    rng = np.random.default_rng(3)
+    mse(observed(rng.normal(size=5000)))
+    assert sum(added) < 10
+    monkeypatch.setattr(_Bins, "_near", lambda self, lows, highs: np.arange(lows.size))
+    mse(observed(rng.normal(size=5000)))
+    assert sum(added) >= 3 * _RATIOS.size
+
+
+def test_tails_of_known_distributions():
+    rng = np.random.default_rng(0)
+    found = [tail(observed(rng.exponential(0.7, 200_000) - 9)) for _ in range(8)]
+    assert np.mean(found) == pytest.approx(0.7 * math.log(100), rel=0.25)
+    x = np.random.default_rng(1).uniform(-3, 5, 100_000)
+    assert 0 <= tail(observed(x)) < 0.02
+    x = np.concatenate([np.full(990, -1.0), np.arange(10)])  # the tenth from above is 0
+    assert tail(observed(x)) == pytest.approx(9, abs=0.01)
+
+
+@pytest.mark.parametrize("count", [1, 50, 199])
+def test_few_values_have_no_tail(count):
+    assert tail(observed(np.linspace(-1, 1, count))) == 0
+
+
+def test_room_is_for_the_upper_end_of_the_affine_range_alone():
+    histogram = observed(np.random.default_rng(2).exponential(1, 10_000) - 6)
+    plain = minmax(histogram)
+    roomy = with_room(plain, histogram, 8.0)
+    assert roomy.hi > plain.hi
+    assert (roomy.lo, roomy.amax, roomy.method) == (plain.lo, plain.amax, plain.method)
+    assert (roomy.observed_min, roomy.observed_max) == (plain.observed_min, plain.observed_max)
+
+
+@given(st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=400), st.floats(-math.inf, 50))
+def test_room_lowers_no_end_and_goes_no_further_than_asked(values, most):
+    histogram = observed(values)
+    if histogram.amax == 0:
+        return
+    plain = minmax(histogram)
+    roomy = with_room(plain, histogram, most)
+    assert plain.hi <= roomy.hi <= max(plain.hi, most)

@@ -1,7 +1,5 @@
 """The table of searches, the words that choose from it, and a row that is added."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -32,9 +30,22 @@ def test_every_parameter_has_a_default_and_says_what_it_is(name):
         assert parameter.metadata["help"].endswith(".")
 
 
-def test_a_method_is_the_default_where_none_is_given():
+def test_a_method_has_its_default_search_and_takes_no_others_parameters():
     assert Method.of() == Method.of(DEFAULT_METHOD) == Method("mse", SEARCHES["mse"].params())
     assert Method.of("percentile", {"percent": None}) == Method.of("percentile")
+    h = Histogram()
+    h.observe(np.random.default_rng(0).normal(size=5000).astype(np.float32))
+    assert Method.of("percentile", {"percent": 90}).search()(h) == percentile(h, percent=90)
+    assert Method.of("percentile").search()(h) == percentile(h, percent=99.99)
+    legacy = Method.of("legacy").search()(h)
+    assert legacy.symmetric == percentile(h, percent=0.999999 * 100).symmetric
+    assert legacy.method == "legacy"
+    with pytest.raises(ConfigError, match="mse takes Params, got PercentileParams"):
+        Method("mse", PercentileParams())
+    with pytest.raises(CalibrationError, match="percentile"):
+        PercentileParams(percent=float("nan"))
+    with pytest.raises(CalibrationError, match="batch size"):
+        EntropyTensorrtParams(batch_size=-1)
 
 
 @pytest.mark.parametrize(
@@ -77,25 +88,6 @@ def test_words_that_do_not_go_together_are_refused(name, given, told):
         Method.of(name, given)
 
 
-def test_parameters_of_another_search_are_refused():
-    with pytest.raises(ConfigError, match="mse takes Params, got PercentileParams"):
-        Method("mse", PercentileParams())
-    with pytest.raises(CalibrationError, match="percentile"):
-        PercentileParams(percent=float("nan"))
-    with pytest.raises(CalibrationError, match="batch size"):
-        EntropyTensorrtParams(batch_size=-1)
-
-
-def test_a_methods_search_takes_its_parameters():
-    h = Histogram()
-    h.observe(np.random.default_rng(0).normal(size=5000).astype(np.float32))
-    assert Method.of("percentile", {"percent": 90}).search()(h) == percentile(h, percent=90)
-    assert Method.of("percentile").search()(h) == percentile(h, percent=99.99)
-    legacy = Method.of("legacy").search()(h)
-    assert legacy.symmetric == percentile(h, percent=0.999999 * 100).symmetric
-    assert legacy.method == "legacy"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareParams(Params):
     share: float = field(default=0.5, metadata={"help": "Share of the range to keep."})
@@ -108,7 +100,7 @@ def shared(histogram, params):
 
 @pytest.mark.slow
 def test_a_new_row_is_all_that_a_search_with_a_parameter_needs(
-    small_cnn, pictures, tmp_path, monkeypatch, run
+    small_cnn, pictures, tmp_path, monkeypatch, command
 ):
     row = Search(shared, ShareParams, "keeps a share of the range")
     monkeypatch.setitem(SEARCHES, "share", row)
@@ -116,9 +108,8 @@ def test_a_new_row_is_all_that_a_search_with_a_parameter_needs(
         monkeypatch.delitem(sys.modules, f"deploy.commands.{name}", raising=False)
 
     def said(*words):
-        code, out, error = run(*words)
-        assert code == 0, error
-        return " ".join(out.split())
+        out = command(*words)
+        return out
 
     assert "For --method share. [default: 0.5]" in said("build", "--help")
     out, images = tmp_path / "out", ("--images", pictures, "--preprocess", "unit")

@@ -1,15 +1,36 @@
-"""PyTorch's own loaders and tensors as a feed."""
+"""What PyTorch models are fed: loaders, tensors, files, inputs by name; models by name."""
+# ruff: noqa: E402 (torch may be missing)
+
+import sys
+from argparse import Namespace
+from pathlib import Path
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
+from click.testing import CliRunner
 
 torch = pytest.importorskip("torch", reason="the torch front end needs torch: calib8[torch]")
 
-from deploy.feed.feed import open_feed  # noqa: E402
-from deploy.feed.preprocess import Preprocess  # noqa: E402
-from deploy.tensors import TensorSpec  # noqa: E402
+from torch import nn
+
+from deploy.cli import cli
+from deploy.errors import ConfigError, FeedError, ModelError, SdkMissingError
+from deploy.feed.feed import open_feed
+from deploy.feed.preprocess import Preprocess
+from deploy.files.usercode import MODEL_LIBRARIES
+from deploy.frontends import load
+from deploy.frontends.torch_model import is_torch_spec, parse_input
+from deploy.fx.model_inputs import as_dict, example_inputs, floating_dtype, read_sample, take_named
+from deploy.fx.opening import open_torch
+from deploy.fx.source import _MAKERS, load_module, load_weights
+from deploy.tensors import TensorSpec
+
+torch.set_num_threads(1)
 
 X = TensorSpec("x", "float32", ("batch", 3, 8, 8))
+
 BATCH = np.random.default_rng(3).normal(size=(6, 3, 8, 8)).astype(np.float32)
 
 
@@ -29,13 +50,454 @@ def test_a_data_loader(labels):
     assert (left in feed.notes) == labels
 
 
-def test_tensors_with_a_gradient():
+def test_tensors_with_a_gradient_and_pictures_of_uint8():
     tensor = torch.from_numpy(BATCH).requires_grad_()
     assert np.array_equal(fed(tensor)[1], BATCH)
     assert np.array_equal(fed([one[None] for one in tensor])[1], BATCH)
-
-
-def test_pictures_of_uint8():
     pictures = np.random.default_rng(4).integers(0, 256, (3, 8, 8, 3), np.uint8)
     _, seen = fed([torch.from_numpy(one) for one in pictures], preprocess=Preprocess())
     assert np.allclose(seen, pictures.transpose(0, 3, 1, 2) / np.float32(255), atol=1e-6)
+
+
+NETS = """
+import torch
+from torch import nn
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(5, 8), nn.Linear(8, 3)
+    def forward(self, ids, mask):
+        return self.head(self.words(ids) * mask.unsqueeze(-1))
+
+def words():
+    return Words().eval()
+
+def conv(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval().to(dtype)
+
+def half(): return conv(torch.float16)
+def brain(): return conv(torch.bfloat16)
+def double(): return conv(torch.float64)
+"""
+
+
+@pytest.fixture
+def nets(tmp_path):
+    path = tmp_path / "nets.py"
+    path.write_text(NETS)
+    return path
+
+
+def run(*words):
+    done = CliRunner().invoke(cli, [str(word) for word in words])
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.output
+
+
+def test_an_input_has_a_shape_a_dtype_and_values_that_fit():
+    assert parse_input("1x3x8x8") == ((1, 3, 8, 8), None, None)
+    assert parse_input("ids=1x128:int64") == ((1, 128), "int64", "ids")
+    with pytest.raises(ConfigError, match="got '1x2:int46'; did you mean 'int64'"):
+        parse_input("1x2:int46")
+    with pytest.raises(ConfigError, match="an input is like 1x3x224x224"):
+        parse_input("1x2:")
+    with pytest.raises(ConfigError, match="got '=1x2'"):
+        parse_input("=1x2")
+    shapes, dtypes = [(2, 50)] * 5, [None, "int64", "uint8", "bool", "float16"]
+    real, ids, pixels, mask, half = example_inputs(shapes, dtypes, floating=torch.float64)
+    assert real.dtype == torch.float64 and half.dtype == torch.float16 and mask.dtype == torch.bool
+    assert set(ids.unique().tolist()) == {0, 1} and pixels.max() > 100
+    again = example_inputs(shapes, dtypes, floating=torch.float64)
+    assert all(map(torch.equal, again, (real, ids, pixels, mask, half)))
+    assert floating_dtype(nn.Linear(1, 1).half()) == torch.float16
+    assert floating_dtype(nn.ReLU()) == torch.float32
+
+
+@pytest.mark.slow
+def test_ids_and_several_inputs_go_through_every_command(nets, tmp_path):
+    spec = f"{nets}:words"
+    inputs = ("--input", "2x6:int64", "--input", "2x6")
+    assert "(2, 6, 3)" in run("trace", spec, *inputs)
+    assert "words" in run("profile", spec, *inputs, "--runs", 1, "--warm-up", 0)
+    out = tmp_path / "w.onnx"
+    assert "batches of 2 and 3" in run("export", spec, *inputs, "-o", out)
+    kinds = [value.type.tensor_type.elem_type for value in onnx.load(out).graph.input]
+    assert kinds == [onnx.TensorProto.INT64, onnx.TensorProto.FLOAT]
+    quantized = run("export", spec, *inputs, "--qdq", "--mode", "dynamic", "-o", out)
+    assert "1 of 2 layers" in quantized and "words (Embedding)" in quantized
+    assert "ids" in str(open_torch(spec, [(2, 6), (2, 6)], dtypes=["int64", None]).inputs)
+    with pytest.raises(ModelError, match="must be able to follow"):
+        open_torch(spec, [(2, 6), (2, 6)])
+
+
+def test_a_sample_is_read_by_names_by_numbers_or_alone(nets, tmp_path, refusal):
+    model = load_module(f"{nets}:words")
+    ids, mask = np.array([[4, 0], [1, 3], [2, 2]]), np.ones((3, 2), np.float32)
+    path = tmp_path / "s.npz"
+    for write in (
+        lambda: np.savez(path, mask=mask, ids=ids),
+        lambda: np.savez_compressed(path, ids, mask),
+    ):
+        write()
+        read = read_sample(path, model)
+        assert np.array_equal(read[0], ids) and np.array_equal(read[1], mask)
+    assert "(3, 2, 3)" in run("trace", f"{nets}:words", "--sample", path)
+    np.save(tmp_path / "x.npy", np.zeros((2, 3, 8, 8), np.float32))
+    for command, words in (
+        ("profile", ("--runs", 1, "--warm-up", 0)),
+        ("fuse", ("--bench",)),
+        ("export", ("-o", tmp_path / "o.onnx")),
+    ):
+        run(command, f"{nets}:conv", "--sample", tmp_path / "x.npy", *words)
+    np.savez(path, words=ids, other=mask)
+    with pytest.raises(FeedError, match=r"\(ids, mask\), .*got words, other; .*arr_0, arr_1"):
+        read_sample(path, model)
+    np.save(tmp_path / "o.npy", np.array([{}]), allow_pickle=True)
+    np.save(tmp_path / "c.npy", np.array(["text"]))
+    (tmp_path / "b.npz").write_bytes(b"PK")
+    for name in ("o.npy", "c.npy", "b.npz", "absent.npy"):
+        with pytest.raises(FeedError, match=name):
+            read_sample(tmp_path / name, model)
+    with pytest.raises(ConfigError, match=r"an \.npy or \.npz file"):
+        read_sample(tmp_path / "x.pt", model)
+    assert "got both" in refusal("trace", f"{nets}:conv", "--input", "1x3x8x8", "--sample", path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["half", "brain", "double"])
+def test_models_of_other_floats(nets, tmp_path, kind):
+    spec, words = f"{nets}:{kind}", ("--input", "2x3x8x8")
+    assert "(2, 4, 6, 6)" in run("trace", spec, *words)
+    run("profile", spec, *words, "--runs", 1, "--warm-up", 0)
+    assert "Conv+BN+ReLU: 1 fused" in run("fuse", spec, *words, "--bench")
+    out = tmp_path / "o.onnx"
+    shown = run("export", spec, *words, "-o", out)
+    assert "and is taken in float32" in shown
+    assert ("rounds its weights" in shown) == (kind == "double")
+    session = onnxruntime.InferenceSession(str(out), providers=["CPUExecutionProvider"])
+    assert session.get_inputs()[0].type == "tensor(float)"
+    assert any("is taken in float32" in note for note in open_torch(spec, [(2, 3, 8, 8)]).notes)
+
+
+def test_checkpoints_hold_their_weights_somewhere_and_under_prefixes(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    state = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+
+    def under(prefix):
+        return {f"{prefix}{name}": value for name, value in state.items()}
+
+    path = tmp_path / "w.pt"
+    for kept in (
+        {"state_dict": state, "epoch": 3},
+        {"model": under("module."), "optimizer": {"state": {}}},
+        {"checkpoint": 1, "model": {"state_dict": under("_orig_mod.module.")}},
+        under("net."),
+        {"checkpoint": {"weights": state}, "optimizer": {"state": {0: {"step": state["0.bias"]}}}},
+        {"ema": under("module."), "epoch": 3},
+        {"state_dict": {**under("model."), "criterion.weight": torch.ones(3)}},
+        {**under("module."), "n_averaged": torch.ones(1)},
+    ):
+        torch.save(kept, path)
+        nn.init.zeros_(model[0].weight)
+        load_weights(model, path)
+        assert float(model[0].weight.detach().sum()) == 4
+    for kept, said in (
+        ({"epoch": 3, "ema": {"decay": 0.9}}, "got 'epoch', 'ema'"),
+        ({"params": state, "params_ema": state}, "several under 'params' and 'params_ema'"),
+        (under("student.") | under("teacher."), "this model's weights"),
+        ({"state_dict": state, "args": Namespace()}, "an object of argparse.Namespace"),
+        (model, "an object of torch.nn.modules"),
+        ({}, "got nothing"),
+        (under("a.") | state, "this model's weights"),
+        ([1], "got list"),
+    ):
+        torch.save(kept, path)
+        with pytest.raises(ModelError, match=said):
+            load_weights(model, path)
+
+
+def test_files_that_torch_save_did_not_write_are_named(tmp_path, recwarn):
+    model = nn.Linear(2, 2)
+    torch.jit.script(model).save(tmp_path / "s.pt")
+    (tmp_path / "t.pt").write_text("hello")
+    recwarn.clear()  # torch's own, of scripting
+    for name, said in (
+        ("s.pt", "got TorchScript, which torch.jit.load reads; save"),
+        ("t.pt", "got what torch.save did not write; save"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            load_weights(model, tmp_path / name)
+    assert not recwarn.list
+
+
+def test_weights_of_safetensors(nets, tmp_path, monkeypatch):
+    save_file = pytest.importorskip("safetensors.torch", reason="calib8[torch] has it").save_file
+    spec, state = f"{nets}:conv", load_module(f"{nets}:conv").state_dict()
+    state["0.weight"] = torch.full_like(state["0.weight"], 0.25)
+    path = tmp_path / "w.safetensors"
+    save_file({f"module.{name}": value for name, value in state.items()}, path)
+    shown = run("export", spec, "--input", "1x3x8x8", "--weights", path, "-o", tmp_path / "n.onnx")
+    weights = [
+        onnx.numpy_helper.to_array(w) for w in onnx.load(tmp_path / "n.onnx").graph.initializer
+    ]
+    (kernel,) = [w for w in weights if w.ndim == 4]
+    assert np.allclose(kernel, 0.25, rtol=1e-4), shown
+    whole = path.read_bytes()
+    for broken, said in ((whole[:-5], "got: "), (b"\x02" + bytes(7) + b"{}", "a state dict")):
+        path.write_bytes(broken)
+        with pytest.raises(ModelError, match=said):
+            load_weights(load_module(spec), path)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(SdkMissingError, match="pip install safetensors"):
+        load_weights(load_module(spec), path)
+
+
+FAKE = {
+    "timm": "from torch import nn\ndef create_model(name, pretrained):\n"
+    "    assert not pretrained\n    return {'tiny': nn.Linear(3, 2)}[name]\n",
+    "torchvision": "",
+    "torchvision.models": "from torch import nn\n"
+    "def detector(*, weights=1, weights_backbone=1, trainable_layers=None):\n"
+    "    assert weights is weights_backbone is trainable_layers is None\n"
+    "    return nn.Linear(3, 4)\n"
+    "def get_model_builder(name):\n    return {'ssd': detector}[name]\n",
+    "ultralytics": "from torch import nn\nclass YOLO:\n    def __init__(self, name):\n"
+    "        assert name == 'yolov8n.yaml'\n        self.model = nn.Linear(3, 5)\n",
+}
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Small packages under the names of the real ones."""
+    for name, text in FAKE.items():
+        path = tmp_path / "packages" / Path(*name.split(".")) / "__init__.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    yield
+    for name in FAKE:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.slow
+def test_models_by_name(packages, tmp_path):
+    made = {
+        spec: load_module(spec).out_features
+        for spec in ("timm:tiny", "torchvision:ssd", "ultralytics:yolov8n.yaml")
+    }
+    assert list(made.values()) == [2, 4, 5]
+    assert torch.equal(load_module("timm:tiny").weight, load_module("timm:tiny").weight)
+    shown = run("trace", "timm:tiny")
+    assert "the weights of timm:tiny are random" in shown
+    torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "w.pt")
+    assert "random" not in run("trace", "timm:tiny", "--weights", tmp_path / "w.pt")
+    loaded = open_torch("ultralytics:yolov8n.yaml", [(1, 3)])
+    assert loaded.name == "ultralytics-yolov8n" and "random" in " ".join(loaded.notes)
+    assert "Gemm" in run("inspect", "timm:tiny", "--input", "1x3")
+    with pytest.raises(ConfigError, match="needs the shape of its input"):
+        load("timm:tiny")
+    with pytest.raises(ModelError, match="timm must be able to make 'huge', got KeyError"):
+        load_module("timm:huge")
+    with pytest.raises(ConfigError, match=r"such as ultralytics:yolov8n\.yaml"):
+        load_module("ultralytics:yolov8n.pt")
+
+
+def test_a_package_that_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("deploy.fx.source.find_spec", lambda name: None)
+    with pytest.raises(SdkMissingError, match="not installed: pip install timm"):
+        load_module("timm:resnet18")
+    (tmp_path / "ultralytics.py").write_text("raise RuntimeError('operator nms does not exist')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SdkMissingError, match="cannot be imported here: RuntimeError: operator"):
+        load_module("ultralytics:yolov8n.yaml")
+    assert set(_MAKERS) == set(MODEL_LIBRARIES)
+    assert not is_torch_spec("timm:") and not is_torch_spec("other:name")
+
+
+NAMED_NETS = """
+import torch
+from torch import nn
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.kinds = nn.Embedding(5, 8), nn.Embedding(2, 8)
+        self.head = nn.Linear(8, 3)
+    def forward(self, ids, kinds=None, mask=None, *, bias=None):
+        x = self.words(ids)
+        if kinds is not None:
+            x = x + self.kinds(kinds)
+        if mask is not None:
+            x = x * mask.unsqueeze(-1)
+        return {"scores": self.head(x), "pooled": {"mean": x.mean(1), "all": [x.sum(1)]}}
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    def forward(self, batch):
+        x = self.body(batch["image.rgb"]) * batch["scale"].reshape(-1, 1, 1, 1)
+        return {"image": x, "total": x.mean((1, 2, 3))}
+
+class Open(Pair):
+    def forward(self, **batch):
+        return super().forward({"image.rgb": batch["image"], "scale": batch["scale"]})
+
+class One(nn.Conv2d):
+    def forward(self, x: torch.Tensor):
+        return super().forward(x)
+
+def words(): return Words().eval()
+def pair(): return Pair().eval()
+def open_ended(): return Open().eval()
+def one(): return One(3, 4, 1).eval()
+"""
+
+WORDS = ("--input", "ids=2x6:int64", "--input", "mask=2x6")
+
+PAIR = ("--input", "image.rgb=1x3x8x8", "--input", "scale=1")
+
+OPEN = ("--input", "scale=1", "--input", "image=1x3x8x8")
+
+
+@pytest.fixture
+def named_nets(tmp_path):
+    path = tmp_path / "nets.py"
+    path.write_text(NAMED_NETS)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "inputs"), [("words", WORDS), ("pair", PAIR)])
+def test_every_command_takes_inputs_by_name(named_nets, command, tmp_path, name, inputs):
+    spec, out = f"{named_nets}:{name}", tmp_path / "n.onnx"
+    for word, *more in (
+        ("trace",),
+        ("trace", "--code"),
+        ("profile", "--runs", 1, "--warm-up", 0),
+        ("fuse", "-o", tmp_path / "n.pt2"),
+        ("export", "--qdq", "--mode", "weight-only", "--int8-stem", "-o", out),
+    ):
+        said = command(word, spec, *inputs, *more)
+        assert ("a dict of image_rgb, scale" in said) is (name == "pair")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "inputs", "named"),
+    [
+        ("words", ("--input", "2x6:int64", "--input", "mask=2x6"), ["ids", "mask"]),
+        ("words", ("--input", "kinds=2x6:int64", "--input", "ids=2x6:int64"), ["ids", "kinds"]),
+        ("pair", PAIR, ["image_rgb", "scale"]),
+        ("open_ended", OPEN, ["scale", "image"]),
+    ],
+)
+def test_an_exported_model_has_its_inputs_under_their_names(
+    named_nets, run, tmp_path, name, inputs, named
+):
+    out = tmp_path / "n.onnx"
+    assert run("export", f"{named_nets}:{name}", *inputs, "-o", out)[0] == 0
+    session = onnxruntime.InferenceSession(str(out), providers=["CPUExecutionProvider"])
+    assert [one.name for one in session.get_inputs()] == named
+
+
+@pytest.mark.slow
+def test_outputs_keep_the_names_they_have_in_a_dict(named_nets, run, tmp_path):
+    out = tmp_path / "w.onnx"
+    assert run("export", f"{named_nets}:words", *WORDS, "-o", out)[0] == 0
+    found = [value.name for value in onnx.load(out).graph.output]
+    assert found == ["scores", "pooled_mean", "pooled_all_0"]
+    # a name that is an input's too
+    assert run("export", f"{named_nets}:open_ended", *OPEN, "-o", out)[0] == 0
+    assert [value.name for value in onnx.load(out).graph.output] == ["image_out", "total"]
+    onnx.checker.check_model(onnx.load(out), full_check=True)
+
+
+def test_what_an_exported_model_is_fed_by_name(named_nets, run, tmp_path):
+    out, rng = tmp_path / "w.onnx", np.random.default_rng(0)
+    run("export", f"{named_nets}:pair", *PAIR, "-o", out)
+    image = rng.normal(size=(2, 3, 8, 8)).astype(np.float32)
+    scale = np.array([2, -1], np.float32)
+    session = onnxruntime.InferenceSession(str(out), providers=["CPUExecutionProvider"])
+    got = session.run(["total"], {"image_rgb": image, "scale": scale})[0]
+    batch = {"image.rgb": torch.from_numpy(image), "scale": torch.from_numpy(scale)}
+    with torch.no_grad():
+        wanted = load_module(f"{named_nets}:pair")(batch)["total"]
+    assert np.allclose(got, wanted, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_sample_gives_keywords_and_the_keys_of_a_dict(named_nets, run, tmp_path):
+    path = tmp_path / "s.npz"
+    ids, mask = np.array([[4, 0, 1], [1, 3, 2]]), np.ones((2, 3), np.float32)
+    np.savez(path, mask=mask, ids=ids)
+    assert "(2, 3, 8)" in run("trace", f"{named_nets}:words", "--sample", path)[1]
+    model = load_module(f"{named_nets}:words")
+    assert torch.equal(
+        model(*read_sample(path, model))["scores"],
+        load_module(f"{named_nets}:words")(torch.from_numpy(ids), mask=torch.from_numpy(mask))[
+            "scores"
+        ],
+    )
+    np.savez(path, **{"image.rgb": np.zeros((1, 3, 8, 8), "f4"), "scale": np.ones(1, "f4")})
+    assert (
+        "a dict of"
+        in run("export", f"{named_nets}:pair", "--sample", path, "-o", tmp_path / "o.onnx")[1]
+    )
+    np.savez(path, mask=mask)
+    with pytest.raises(FeedError, match=r"s.npz cannot .* forward\(ids, kinds=None, mask=None"):
+        read_sample(path, load_module(f"{named_nets}:words"))
+
+
+@pytest.mark.slow
+def test_named_inputs_are_calibrated_and_built(named_nets, run, command, tmp_path):
+    images, rng = tmp_path / "many.npz", np.random.default_rng(0)
+    ids, mask = rng.integers(0, 5, (6, 6)), np.ones((6, 6), np.float32)
+    np.savez(images, ids=ids, mask=mask)
+    code, said, err = run(
+        "export", f"{named_nets}:words", *WORDS, "--qdq", "--images", images, "-o",
+        tmp_path / "q.onnx",
+    )  # fmt: skip
+    assert code == 0 and "1 of 2 layers" in said, (said, err)
+    command(
+        "build", f"{named_nets}:words", *WORDS, "--images", images, "--out", tmp_path / "out",
+        "--effort", "0", "--duration", "0",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "names", "said"),
+    [
+        ("words", ["ids", "musk"], "got ids, musk; did you mean 'mask'"),
+        ("words", ["mask"], r"forward\(ids, kinds=None, mask=None"),
+        ("words", ["ids", "ids"], "got ids twice"),
+        ("words", ["ids", None], "before those with one, got ids, no name"),
+        ("words", [None, None, None, None, "x"], "are the first arguments"),
+        ("one", ["image"], r"forward\(x\)"),
+        ("pair", ["batch", "scale"], "the keys of a dict"),
+    ],
+)
+def test_names_that_fit_nothing_are_refused(named_nets, refusal, name, names, said):
+    with pytest.raises(ConfigError, match=said):
+        take_named(load_module(f"{named_nets}:{name}"), names)
+    words = [w for n in names for w in ("--input", f"{n}=1x2" if n else "1x2")]
+    err = refusal("profile", f"{named_nets}:{name}", *words)
+    assert "forward" in err or "twice" in err
+
+
+def test_only_a_model_that_leaves_something_out_is_changed(named_nets):
+    model = load_module(f"{named_nets}:words")
+    kind = type(model)
+    assert take_named(model, [None, None]) == [0, 1]
+    assert take_named(model, ["mask", "bias", "ids", "kinds"]) == [2, 3, 0, 1]
+    assert type(model) is kind and as_dict(model) is None
+    take_named(model, ["ids", "bias"])
+    assert type(model) is not kind and type(model).__name__ == "Words"
+    assert "words.weight" in dict(model.named_parameters())

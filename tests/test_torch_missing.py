@@ -30,7 +30,7 @@ def test_a_torch_command_names_the_extra():
     assert done.stderr == f"{error} pip install 'calib8[torch]'\n" * 5
 
 
-def test_help_needs_no_torch_and_imports_none():
+def test_help_needs_no_torch_and_torch_ao_is_never_imported():
     code = "from deploy.cli import main; main(['--help'])"
     assert run(code).returncode == 0
     loaded = "import sys; from deploy.cli import cli; cli.get_command(None, 'trace');"
@@ -42,9 +42,6 @@ def test_help_needs_no_torch_and_imports_none():
         check=True,
     )
     assert done.stdout == "False\n"
-
-
-def test_torch_ao_is_never_imported():
     for source in [*(ROOT / "deploy").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         text = source.read_text()
         assert "torch.ao" not in text and "torch.quantization" not in text, source

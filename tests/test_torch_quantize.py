@@ -1,4 +1,5 @@
 """prepare -> calibrate -> convert -> export, on every target's grid, checked in onnxruntime."""
+# ruff: noqa: E402 (torch may be missing)
 
 import sys
 from collections import Counter
@@ -8,29 +9,35 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from onnx import numpy_helper
 
 torch = pytest.importorskip("torch", reason="the torch front end needs torch: calib8[torch]")
 
-from torch import nn  # noqa: E402
+from torch import nn
 
-from calibrators.errors import CalibrationError  # noqa: E402
-from calibrators.grids import UINT8, quantize_per_tensor, quantize_weight, weight_scales  # noqa: E402
-from calibrators.weights import pair_scales  # noqa: E402
-from deploy.errors import ConfigError, ExportError, FeedError, ModelError  # noqa: E402
-from deploy.fx.convert import calibrate, convert, freeze_norms, observers_of, scale_table, set_phase  # noqa: E402
-from deploy.fx.export import compare, to_onnx  # noqa: E402
-from deploy.fx.fakequant import FakeQuant, FixedQuant, on_grid, search_for  # noqa: E402
-from deploy.fx.int8_layers import IntLayer, QatConvBn  # noqa: E402
-from deploy.fx.modes import compare_modes, quantized, report, stored_bytes  # noqa: E402
-from deploy.fx.prepare import at_bits, prepare, prepare_only  # noqa: E402
-from deploy.fx.source import load_module  # noqa: E402
-from deploy.graph.placement import ASCEND, ONNXRUNTIME, TENSORRT  # noqa: E402
-from deploy.targets import TARGETS, OnnxRuntime  # noqa: E402
+from calibrators.errors import CalibrationError
+from calibrators.grids import UINT8, quantize_per_tensor, quantize_weight, weight_scales
+from calibrators.weights import FIT, pair_scales, pair_sums
+from deploy.errors import ConfigError, ExportError, FeedError, ModelError
+from deploy.fx.convert import calibrate, convert, freeze_norms, observers_of, scale_table, set_phase
+from deploy.fx.export import compare, to_onnx
+from deploy.fx.fakequant import FakeQuant, FixedQuant, on_grid, search_for
+from deploy.fx.int8_layers import IntLayer, QatConvBn, quant_of
+from deploy.fx.modes import compare_modes, quantized, report, stored_bytes
+from deploy.fx.prepare import at_bits, prepare, prepare_only
+from deploy.fx.source import load_module
+from deploy.graph.placement import ASCEND, ONNXRUNTIME, TENSORRT
+from deploy.targets import TARGETS, OnnxRuntime
+from deploy.targets.stored import stored_in
 
 torch.set_num_threads(1)
+
 HERE = Path(__file__).parent
+
 GRIDS = {one.name: one.grid for one in (ONNXRUNTIME, TENSORRT, ASCEND)}
+
 STEM = OnnxRuntime(int8_stem=True)  # for networks whose first Conv is small
+
 BENCHMARKS = HERE.parent / "benchmarks"
 
 
@@ -86,20 +93,10 @@ def optimized_operators(model, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_prepared_model_still_computes_the_float_model(resnet, batches):
+def test_a_prepared_model_computes_the_float_model_with_the_targets_sites(resnet, batches):
     for target in TARGETS:
         prepared = prepare(resnet, batches[0], target=target)
         assert torch.allclose(prepared(*batches[0]), resnet(*batches[0]), atol=1e-5)
-
-
-def sites(prepared):
-    """Quantized tensor -> (who reads it so, its quantizer)."""
-    quants = [n for n in prepared.graph.nodes if str(n.target).startswith("quant_")]
-    return {n.args[0].name: ({user.name for user in n.users}, n.target) for n in quants}
-
-
-@pytest.mark.slow
-def test_sites_follow_the_targets_rules(resnet, batches):
     found = {t: sites(prepare(resnet, batches[0], target=t)) for t in TARGETS}
     assert "x" in found["onnxruntime"] and "fc" not in found["onnxruntime"]
     assert "layer1_0_relu" in found["onnxruntime"]  # after the ReLU, not between
@@ -112,6 +109,12 @@ def test_sites_follow_the_targets_rules(resnet, batches):
     # the skip branch of Add, which is the conv's input too: one site, both readers
     readers = found["tensorrt"]["maxpool"][0]
     assert len(readers) == 2 and "layer1_0_conv1" in readers and readers & {"iadd", "add"}
+
+
+def sites(prepared):
+    """Quantized tensor -> (who reads it so, its quantizer)."""
+    quants = [n for n in prepared.graph.nodes if str(n.target).startswith("quant_")]
+    return {n.args[0].name: ({user.name for user in n.users}, n.target) for n in quants}
 
 
 @pytest.mark.slow
@@ -190,7 +193,7 @@ def test_a_shared_range_is_that_of_all_its_tensors():
 
 
 @pytest.mark.slow
-def test_grids_of_the_targets(resnet, batches):
+def test_grids_of_the_targets_do_not_depend_on_the_run(resnet, batches):
     for name, zero in (("onnxruntime", None), ("tensorrt", 0), ("ascend", None)):
         table = scale_table(convert(calibrated(resnet, batches, target=name)))
         assert all(scale > 0 for _, scale, _ in table)
@@ -202,6 +205,11 @@ def test_grids_of_the_targets(resnet, batches):
         prepare(resnet, batches[0], target="tpu")
     with pytest.raises(ConfigError, match="bits are 2 to 8"):
         prepare(resnet, batches[0], bits=16)
+    tables = [scale_table(calibrated(resnet, batches)) for _ in range(2)]
+    assert tables[0] == tables[1]
+    first = observers_of(calibrated(resnet, batches, method="minmax"))["x"]
+    stacked = torch.cat([b[0] for b in batches])
+    assert grid_of(first) == on_grid(float(stacked.min()), float(stacked.max()), first.grid)
 
 
 @pytest.mark.slow
@@ -232,14 +240,13 @@ def test_the_exported_model_is_the_converted_one_within_one_code(made, batches, 
     assert "steps of the last scale" in str(used)
 
 
-def test_every_conv_and_add_runs_in_int8_in_onnxruntime(made, tmp_path):
+def test_an_export_is_int8_throughout_and_the_same_bytes_every_time(
+    made, tmp_path, resnet, batches
+):
     ran = optimized_operators(made()[1], tmp_path)
     assert ran["QLinearConv"] == 20 and ran["QLinearAdd"] == 8
     assert ran["QLinearGlobalAveragePool"] == 1
     assert not {"Conv", "FusedConv", "Add", "Relu", "Clip"} & set(ran)
-
-
-def test_weights_are_baked_in_int8(resnet, made):
     exported = made()[1]
     sizes = Counter()
     for tensor in exported.graph.initializer:
@@ -248,21 +255,9 @@ def test_weights_are_baked_in_int8(resnet, made):
     assert sizes[onnx.TensorProto.INT8] >= parameters
     assert sizes[onnx.TensorProto.FLOAT] < parameters / 20
     assert b"/work" not in exported.SerializeToString() and not exported.graph.node[0].doc_string
-
-
-def test_an_export_is_the_same_bytes_every_time(made, batches):
     converted, exported = made()
     again = to_onnx(converted, batches[0]).SerializeToString(deterministic=True)
     assert again == exported.SerializeToString(deterministic=True)
-
-
-@pytest.mark.slow
-def test_calibration_does_not_depend_on_its_own_run(resnet, batches):
-    tables = [scale_table(calibrated(resnet, batches)) for _ in range(2)]
-    assert tables[0] == tables[1]
-    first = observers_of(calibrated(resnet, batches, method="minmax"))["x"]
-    stacked = torch.cat([b[0] for b in batches])
-    assert grid_of(first) == on_grid(float(stacked.min()), float(stacked.max()), first.grid)
 
 
 def test_ema_follows_its_formula():
@@ -284,15 +279,12 @@ def test_fewer_bits_clip_before_the_8_bit_operator():
     x = torch.tensor([-1.0, 0.0, 0.26, 9.0])
     grid = at_bits(UINT8, 2)
     assert FixedQuant(grid, "t", torch.tensor(0.5), torch.tensor(1))(x).tolist() == [
-        -0.5,
-        0.0,
-        0.5,
-        1.0,
-    ]
+        -0.5, 0.0, 0.5, 1.0,
+    ]  # fmt: skip
 
 
 @pytest.mark.slow
-def test_nan_no_data_and_dead_tensors_are_said(resnet, batches):
+def test_nan_no_data_dead_tensors_and_wrong_names_are_said(resnet, batches):
     prepared = prepare(resnet, batches[0])
     with pytest.raises(FeedError, match="at least one batch"):
         calibrate(prepared, [])
@@ -304,10 +296,6 @@ def test_nan_no_data_and_dead_tensors_are_said(resnet, batches):
         to_onnx(prepared, batches[0])
     with pytest.raises(ModelError, match=r"must run for inputs \[\(1, 4, 64, 64\)\]"):
         prepare(resnet, [torch.zeros(1, 4, 64, 64)])
-
-
-@pytest.mark.slow
-def test_layers_are_left_in_float_by_name(resnet, batches):
     prepared = calibrated(resnet, batches, skip=["conv1"])
     assert isinstance(prepared.get_submodule("conv1"), nn.Conv2d)
     assert "x" not in observers_of(prepared)
@@ -328,14 +316,8 @@ def test_each_mode_has_its_size_and_error(resnet, batches):
     assert results["static"].sqnr_db < results["dynamic"].sqnr_db
     text = report(list(results.values()))
     assert text.splitlines()[0].split() == [
-        "Mode",
-        "Bytes",
-        "Smaller",
-        "Max",
-        "error",
-        "SQNR",
-        "dB",
-    ]
+        "Mode", "Bytes", "Smaller", "Max", "error", "SQNR", "dB",
+    ]  # fmt: skip
     with pytest.raises(ConfigError, match="a mode is one of"):
         prepare(resnet, batches[0], mode="magic")
 
@@ -626,3 +608,78 @@ def test_fixed_scales_mean_what_the_numpy_core_means(target):
     )
     assert np.abs(faked.numpy() - theirs).max() <= 1.001 * scale  # torch multiplies by 1 / scale
     assert (faked.numpy() == theirs).mean() > 0.99
+
+
+NET = """
+import torch
+from torch import nn
+
+def make():
+    torch.manual_seed(1)
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5),
+    )
+    for layer in (net[2], net[6]):
+        nn.init.uniform_(layer.weight, 0.8, 1.0)
+    return net
+"""
+
+
+@pytest.mark.parametrize(
+    ("layer", "depthwise"),
+    [
+        (nn.Conv2d(4, 6, 3), False), (nn.Conv2d(5, 6, (1, 2)), False),
+        (nn.Conv1d(8, 6, 3, groups=2), False), (nn.Conv2d(6, 6, 3, groups=6), True),
+        (nn.ConvTranspose2d(4, 6, 2), False), (nn.Linear(7, 6), False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_scales_are_those_of_a_build(layer, depthwise):
+    weight = layer.weight.detach()
+    turned = isinstance(layer, nn.ConvTranspose2d)
+    for axis in (None, 1 if turned else 0):
+        full = quant_of(layer, axis, 8, fits_pairs=False).scales(weight)
+        fitted = quant_of(layer, axis, 8, fits_pairs=True).scales(weight)
+        rows = weight.transpose(0, 1) if turned else weight
+        expected = full if depthwise else pair_scales(rows.numpy(), full.numpy())
+        assert np.allclose(fitted, expected, rtol=1e-7) and fitted.shape == full.shape
+    assert quant_of(layer, 0, 7, fits_pairs=True).least is None
+
+
+def test_a_learned_scale_does_not_fall_below():
+    layer = nn.Linear(8, 3)
+    nn.init.constant_(layer.weight, 1.0)
+    quant = quant_of(layer, 0, 8, fits_pairs=True)
+    scale = quant.learn(layer.weight)
+    with torch.no_grad():
+        scale.copy_(scale / 2)
+    assert quant.scales(layer.weight).tolist() == pytest.approx([2 / 126] * 3)
+    quant.enabled = True
+    quant(layer.weight).sum().backward()
+    steps = quant(layer.weight).detach() / (2 / 126)
+    assert steps.round().abs().max() == 63 and scale.grad.abs().max() == 0  # it is not used
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "fits"),
+    [
+        ((), True),
+        (("--mode", "dynamic"), True),
+        (("--mode", "weight-only"), False),
+        (("--target", "tensorrt"), False),
+    ],
+)
+def test_an_exported_model_fits(words, fits, command, tmp_path):
+    (tmp_path / "net.py").write_text(NET)
+    np.save(tmp_path / "x.npy", np.random.default_rng(2).normal(size=(6, 3, 8, 8)).astype("f4"))
+    out = tmp_path / "net.onnx"
+    given = ("export", f"{tmp_path / 'net.py'}:make", "--input", "1x3x8x8", "-o", out, "--qdq")
+    command(*given, "--images", tmp_path / "x.npy", *words)
+    held = onnx.load(out)
+    arrays = [numpy_helper.to_array(tensor) for tensor in held.graph.initializer]
+    sums = [pair_sums(one).max() for one in arrays if one.dtype == np.int8 and one.ndim > 1]
+    assert sums and (max(sums) <= FIT) == fits
+    if not words:
+        assert not any(one.saturates for one in stored_in(held, on_cpus=True))

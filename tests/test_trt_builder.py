@@ -1,28 +1,57 @@
-"""The builder's order of things, with a TensorRT of which only the calls are there."""
-
-from __future__ import annotations
+"""The builder's order of calls, and `--target tensorrt` without a GPU."""
 
 import ctypes
 import enum
 import hashlib
+import re
+import shlex
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from shutil import which
-from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
+from tests.vendor_models import build_net
 
 from calibrators.errors import CalibrationError
 from calibrators.tensorrt import Callbacks, HostMemory
-from deploy.errors import BackendError
+from deploy.calibration.fingerprint import Fingerprint
+from deploy.calibration.reuse import CachePolicy
+from deploy.calibration.trt_cache import ENTROPY2, parse
+from deploy.errors import BackendError, ConfigError, SdkMissingError
+from deploy.frontends import load
+from deploy.method import Method
+from deploy.pipeline import build
+from deploy.targets.spans import Span
 from deploy.targets.tensorrt import builder as builder_module
-from deploy.targets.tensorrt import sdk
-from deploy.targets.tensorrt.builder import Profile, Settings, build_engine
-from deploy.targets.tensorrt.sdk import listening, process_logger
+from deploy.targets.tensorrt import engines, sdk, session
+from deploy.targets.tensorrt.builder import (
+    Engine,
+    Profile,
+    Settings,
+    build_engine,
+    cached_engine,
+    engine_key,
+    keep_engine,
+    profiles_for,
+)
+from deploy.targets.tensorrt.cache_qdq import scale_nodes
+from deploy.targets.tensorrt.cache_tools import cache_to_qdq
+from deploy.targets.tensorrt.sdk import (
+    KeepingLogger,
+    Sdk,
+    listening,
+    missing_tensors,
+    process_logger,
+    sort_missing,
+)
+from deploy.targets.tensorrt.target import TensorRT
+from deploy.tuning.search_options import Tuning
 
 CACHE = b"TRT-8503-EntropyCalibration2\nx: 3c008912\n"
 
@@ -42,18 +71,18 @@ class TacticSource(enum.IntEnum):
 class Config:
     """As TensorRT makes it: TF32 allowed, every source of tactics in use."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.flags = {BuilderFlag.TF32}
         self.sources = 0b1111
         self.takes_sources = True
-        self.int8_calibrator: Any = None
+        self.int8_calibrator = None
         self.set_flag = self.flags.add
         self.clear_flag = self.flags.discard
 
-    def get_tactic_sources(self) -> int:
+    def get_tactic_sources(self):
         return self.sources
 
-    def set_tactic_sources(self, sources: int) -> bool:
+    def set_tactic_sources(self, sources):
         self.sources = sources if self.takes_sources else self.sources
         return self.takes_sources
 
@@ -61,15 +90,15 @@ class Config:
 class Fake:
     """A `tensorrt` whose build does what a test says; keeps the config of the last build."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.config = Config()
-        self.loggers: list[Any] = []
-        self.layers: list[Any] = []
-        self.does: Callable[[Config, Any], bytes | None] = lambda config, log: b"plan"
-        self.reads: Callable[[Any], bool] = lambda log: True
+        self.loggers = []
+        self.layers = []
+        self.does = lambda config, log: b"plan"
+        self.reads = lambda log: True
 
-    def module(self) -> types.ModuleType:
-        made: Any = types.ModuleType("tensorrt")
+    def module(self):
+        made = types.ModuleType("tensorrt")
         made.BuilderFlag, made.TacticSource = BuilderFlag, TacticSource
         made.ProfilingVerbosity = types.SimpleNamespace(DETAILED=2)
         made.ILogger = type("ILogger", (), {"Severity": Severity})
@@ -77,10 +106,10 @@ class Fake:
         made.init_libnvinfer_plugins = lambda logger, _: self.loggers.append(logger)
         made.Builder, made.OnnxParser = self.builder, self.parser
         made.float16, made.float32 = "half", "float"
-        module: types.ModuleType = made
+        module = made
         return module
 
-    def builder(self, logger: Any) -> Any:
+    def builder(self, logger):
         self.loggers.append(logger)
         self.config = Config()
         return types.SimpleNamespace(
@@ -91,13 +120,13 @@ class Fake:
             build_serialized_network=lambda network, config: self.does(config, logger),
         )
 
-    def parser(self, network: Any, logger: Any) -> Any:
+    def parser(self, network, logger):
         self.loggers.append(logger)
         return types.SimpleNamespace(parse_from_file=lambda path: self.reads(logger), num_errors=0)
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
+def fake(monkeypatch):
     process_logger.cache_clear()  # it is a class of the module that is replaced
     made = Fake()
     monkeypatch.setitem(sys.modules, "tensorrt", made.module())
@@ -108,18 +137,18 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
 MODEL = Path("net.onnx")
 
 
-def fed(count: int = 2, promised: int = 2, known: bytes | None = None) -> Callbacks:
+def fed(count=2, promised=2, known=None):
     feed = [{"x": np.zeros(3, np.float32)}] * count
     return Callbacks(feed, batches=promised, shapes={"x": (3,)}, memory=HostMemory(), known=known)
 
 
-def says(log: Any, *errors: str) -> None:
+def says(log, *errors):
     for text in errors:
         log.log(Severity.ERROR, text)
     log.log(Severity.INFO, "by the way")
 
 
-def calibrates(config: Config, log: Any) -> bytes | None:
+def calibrates(config, log):
     """TensorRT's part in a calibration that goes well."""
     while config.int8_calibrator.get_batch(["x"]):
         pass
@@ -127,32 +156,21 @@ def calibrates(config: Config, log: Any) -> bytes | None:
     return b"plan"
 
 
-def test_a_build_allows_what_was_asked_for(fake: Fake) -> None:
+def test_a_build_allows_what_was_asked_for_and_calibrates_in_float32(fake):
     engine = build_engine(MODEL, Settings())
     assert (engine.plan, engine.cache) == (b"plan", None)
     assert fake.config.flags == {BuilderFlag.INT8, BuilderFlag.FP16, BuilderFlag.TF32}
     build_engine(MODEL, Settings(int8=False, fp16=False, tf32=False))
     assert fake.config.flags == set()
-
-
-def test_calibrating_is_float32_alone(fake: Fake) -> None:
     fake.does = calibrates
     assert builder_module.calibrate(MODEL, Settings(), fed()) == CACHE
     assert fake.config.flags == {BuilderFlag.INT8}
 
 
-def test_no_addresses_end_the_batches() -> None:
-    """TensorRT asks until the list is empty; what went wrong is raised by `check`."""
-    callbacks = fed()
-    taken = [len(callbacks.get_batch(["x"])) for _ in range(3)]
-    assert taken == [1, 1, 0] and callbacks.get_batch(["x"]) == []
-    assert fed().get_batch(["another"]) == []
-
-
-def test_a_batch_has_the_shape_of_the_profile_where_one_is_known(fake: Fake) -> None:
+def test_no_addresses_end_the_batches_of_the_profiles_shape(fake):
     fake.does = calibrates
 
-    def made(**shapes: tuple[int, ...]) -> bytes:
+    def made(**shapes):
         feed = [{"x": np.zeros(3, np.float32)}] * 2
         callbacks = Callbacks(feed, batches=2, shapes=shapes, memory=HostMemory())
         return builder_module.calibrate(MODEL, Settings(), callbacks)
@@ -160,28 +178,26 @@ def test_a_batch_has_the_shape_of_the_profile_where_one_is_known(fake: Fake) -> 
     assert made(x=(3,)) == made() == CACHE
     with pytest.raises(CalibrationError, match=r"OPT shape \[1, 3\] only, got \[3\] in batch 0"):
         made(x=(1, 3))
+    # TensorRT asks until the list is empty; what went wrong is raised by `check`.
+    callbacks = fed()
+    taken = [len(callbacks.get_batch(["x"])) for _ in range(3)]
+    assert taken == [1, 1, 0] and callbacks.get_batch(["x"]) == []
+    assert fed().get_batch(["another"]) == []
 
 
-def test_real_libraries_leave_tensorrt_its_own_choice(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stand_ins_of_libraries_are_left_out(fake, monkeypatch):
     monkeypatch.setattr(builder_module, "stand_ins", lambda: ())  # whatever this environment has
     build_engine(MODEL, Settings())
     assert fake.config.sources == 0b1111
     monkeypatch.setattr(builder_module, "stand_ins", lambda: ("CUBLAS", "CUDNN"))
     build_engine(MODEL, Settings())
     assert fake.config.sources == 0b1010
-
-
-def test_stand_ins_that_cannot_be_left_out_are_refused(fake: Fake) -> None:
     fake.config.takes_sources = False
     with pytest.raises(BackendError, match="CUDNN, whose libraries are empty"):
         builder_module._leave_out(fake.config, ("CUDNN",))  # type: ignore[arg-type]
 
 
-def test_a_library_is_a_stand_in_by_its_mark_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_is_a_stand_in_by_its_mark_alone(tmp_path, monkeypatch):
     compiler = which("gcc")
     if compiler is None:
         pytest.skip("gcc is missing")
@@ -199,8 +215,8 @@ def test_a_library_is_a_stand_in_by_its_mark_alone(
     del loaded
 
 
-def test_a_build_that_fails_before_calibrating_gives_tensorrts_words(fake: Fake) -> None:
-    def gives_up(config: Config, log: Any) -> None:
+def test_a_build_that_fails_before_calibrating_gives_tensorrts_words(fake):
+    def gives_up(config, log):
         says(log, "Network has dynamic inputs", "no profile")
 
     fake.does = gives_up
@@ -211,9 +227,7 @@ def test_a_build_that_fails_before_calibrating_gives_tensorrts_words(fake: Fake)
             "TensorRT could not build net.onnx: Network has dynamic inputs | no profile"
         )
 
-
-def test_a_parser_that_lists_no_error_has_said_it_in_the_log(fake: Fake) -> None:
-    def cannot(log: Any) -> bool:
+    def cannot(log):
         says(log, "Failed to parse ONNX model from file")
         return False
 
@@ -222,8 +236,8 @@ def test_a_parser_that_lists_no_error_has_said_it_in_the_log(fake: Fake) -> None
         build_engine(MODEL, Settings())
 
 
-def test_a_build_that_fails_while_calibrating_says_how_far_it_came(fake: Fake) -> None:
-    def stops(config: Config, log: Any) -> None:
+def test_what_fails_while_calibrating_says_how_far_it_came(fake):
+    def stops(config, log):
         config.int8_calibrator.get_batch(["x"])
         says(log, "out of memory")
 
@@ -233,9 +247,7 @@ def test_a_build_that_fails_while_calibrating_says_how_far_it_came(fake: Fake) -
     with pytest.raises(BackendError, match=r"out of memory; .*refused it"):
         build_engine(MODEL, Settings(), calibrator=fed(0, known=CACHE))
 
-
-def test_what_a_callback_raised_comes_before_tensorrts_words(fake: Fake) -> None:
-    def stumbles(config: Config, log: Any) -> None:
+    def stumbles(config, log):
         config.int8_calibrator.get_batch(["another"])
         says(log, "Calibration failure occurred")
 
@@ -243,9 +255,7 @@ def test_what_a_callback_raised_comes_before_tensorrts_words(fake: Fake) -> None
     with pytest.raises(CalibrationError, match=r"without 'another'$"):
         build_engine(MODEL, Settings(), calibrator=fed())
 
-
-def test_an_engine_from_a_short_calibration_is_not_believed(fake: Fake) -> None:
-    def short(config: Config, log: Any) -> bytes:
+    def short(config, log):
         says(log, "skipped a tensor")
         return calibrates(config, log) or b""
 
@@ -255,8 +265,8 @@ def test_an_engine_from_a_short_calibration_is_not_believed(fake: Fake) -> None:
     assert build_engine(MODEL, Settings(), calibrator=fed()).cache == CACHE
 
 
-def test_every_build_has_the_same_logger_and_its_own_words(fake: Fake) -> None:
-    def speaks(config: Config, log: Any) -> bytes:
+def test_every_build_has_the_same_logger_and_its_own_words(fake):
+    def speaks(config, log):
         says(log)
         return b"plan"
 
@@ -270,8 +280,8 @@ def test_every_build_has_the_same_logger_and_its_own_words(fake: Fake) -> None:
     assert all_along.errors == []
 
 
-def test_a_batch_is_read_in_the_networks_own_types(fake: Fake) -> None:
-    def first(array: np.ndarray, dtype: str) -> np.ndarray:
+def test_a_batch_is_read_in_the_networks_own_types(fake):
+    def first(array, dtype):
         live = Callbacks([{"x": array}], batches=1, shapes={"x": array.shape}, memory=HostMemory())
         live.expect({"x": dtype})
         addresses = live.get_batch(["x"])
@@ -289,42 +299,9 @@ def test_a_batch_is_read_in_the_networks_own_types(fake: Fake) -> None:
     assert first(np.float32([1e5]), "float16").tolist() == [1e5]
 
 
-def test_another_tactic_source_or_precision_is_another_engine() -> None:
-    from deploy.targets.tensorrt.sdk import Sdk
-
-    keys = [
-        builder_module.engine_key(
-            Sdk("8.5.3.1", True, "GPU", stand_ins=left_out),
-            Settings(tf32=tf32, profiles={"x": Profile((1,), (1,), (1,))}),
-            model_sha256="m",
-            cache_sha256="c",
-        )
-        for left_out, tf32 in (((), True), (("CUDNN",), True), ((), False))
-    ]
-    assert all(a != b for i, a in enumerate(keys) for b in keys[:i])
-
-
-def test_an_engine_depends_on_the_bytes_of_its_plugins(tmp_path: Path) -> None:
-    from deploy.targets.tensorrt.sdk import Sdk
-
-    library = tmp_path / "plugin.so"
-    keys = []
-    for data in (b"one", b"other"):
-        library.write_bytes(data)
-        key = builder_module.engine_key(
-            Sdk("8.5.3.1", True, "GPU"),
-            Settings(plugins=(library,)),
-            model_sha256="m",
-            cache_sha256="c",
-        )
-        assert key["plugins"] == {"plugin.so": hashlib.sha256(data).hexdigest()}
-        keys.append(key)
-    assert keys[0] != keys[1]
-
-
-def layer(name: str, tensor: str) -> Any:
+def layer(name, tensor):
     output = types.SimpleNamespace(name=tensor)
-    made: dict[int, str] = {}
+    made = {}
     return types.SimpleNamespace(
         name=name, num_outputs=1, get_output=lambda _: output, precision=None,
         made=made, set_output_type=made.__setitem__,
@@ -332,9 +309,7 @@ def layer(name: str, tensor: str) -> Any:
 
 
 @pytest.mark.parametrize(("fp16", "precision"), [(True, "half"), (False, "float")])
-def test_float_layers_are_bound_by_name_or_by_what_they_give(
-    fake: Fake, fp16: bool, precision: str
-) -> None:
+def test_float_layers_are_bound_by_name_or_by_what_they_give(fake, fp16, precision):
     fake.layers = [layer("/a", "a"), layer("/b", "b"), layer("(Unnamed Layer* 2) [Add]", "c")]
     kept = Settings(float_layers={"/a": "a", "/c": "c"}, fp16=fp16)
     build_engine(MODEL, kept, calibrator=fed(known=CACHE))
@@ -342,23 +317,373 @@ def test_float_layers_are_bound_by_name_or_by_what_they_give(
     assert BuilderFlag.OBEY_PRECISION_CONSTRAINTS in fake.config.flags
 
 
-def test_wide_layers_are_bound_to_float32_with_what_they_give(fake: Fake) -> None:
+def test_wide_layers_are_bound_to_float32_and_without_any_tensorrt_chooses(fake):
     fake.layers = [layer("/a", "a"), layer("/b", "b"), layer("(Unnamed Layer* 2) [Add]", "c")]
     wide = {"/a": "a", "/c": "c", "/gone": "d"}
     build_engine(MODEL, Settings(float_layers={"/a": "a"}, wide_layers=wide))
     assert [one.precision for one in fake.layers] == ["float", None, "float"]
     assert [one.made for one in fake.layers] == [{0: "float"}, {}, {0: "float"}]
     assert BuilderFlag.OBEY_PRECISION_CONSTRAINTS in fake.config.flags
-
-
-def test_a_float_layer_that_the_network_lacks_is_told(fake: Fake) -> None:
     fake.layers = [layer("/a", "a")]
     with pytest.raises(BackendError, match="'/b' is none"):
         build_engine(MODEL, Settings(float_layers={"/b": "b"}), calibrator=fed(known=CACHE))
-
-
-def test_without_float_layers_tensorrt_chooses(fake: Fake) -> None:
     fake.layers = [layer("/a", "a")]
     build_engine(MODEL, Settings(), calibrator=fed(known=CACHE))
     assert fake.layers[0].precision is None
     assert BuilderFlag.OBEY_PRECISION_CONSTRAINTS not in fake.config.flags
+
+
+HERE = Sdk(version="8.5.3.1", calibrators=True, gpu="Some GPU sm_90")
+
+
+def residual():
+    rng = np.random.default_rng(4)
+    weights = {
+        "a.w": rng.standard_normal((4, 3, 3, 3)).astype(np.float32),
+        "b.w": rng.standard_normal((4, 4, 1, 1)).astype(np.float32),
+        "fc": rng.standard_normal((4, 5)).astype(np.float32),
+        "fb": rng.standard_normal(5).astype(np.float32),
+    }
+    nodes = [
+        ("Conv", "x a.w", "a", "/a"),
+        ("Relu", "a", "ar", "/ar"),
+        ("Conv", "ar b.w", "b", "/b"),
+        ("Add", "b ar", "sum", "/sum"),
+        ("Relu", "sum", "body", "/body"),
+        ("MaxPool", "body", "mp", "/mp", {"kernel_shape": [2, 2], "strides": [2, 2]}),
+        ("Conv", "mp b.w", "c", "/c"),
+        ("GlobalAveragePool", "c", "p", "/p"),
+        ("Flatten", "p", "f", "/f"),
+        ("Gemm", "f fc fb", "y", "/fc"),
+        ("ArgMax", "y", "best", "/best", {"axis": 1}),
+    ]
+    return build_net(
+        nodes,
+        {"x": ["n", 3, 8, 8]},
+        {"y": ["n", 5], "best": (TensorProto.INT64, ["n", 1])},
+        weights,
+        producer_name="test",
+    )
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "net.onnx"
+    onnx.save(residual(), path)
+    return path
+
+
+def images():
+    rng = np.random.default_rng(5)
+    return [rng.standard_normal((1, 3, 8, 8)).astype(np.float32) for _ in range(4)]
+
+
+def no_engine(*args, **options):
+    raise SdkMissingError("no GPU in this test")
+
+
+@pytest.fixture
+def built(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(sdk, "find", no_engine)  # the same on a machine that has TensorRT
+    out = tmp_path / "out"
+    policy = CachePolicy(trt_version="10.3.0")
+    report = build(
+        model,
+        images(),
+        out=out,
+        targets=("tensorrt",),
+        method=Method.of("percentile", {"percent": 90}),
+        cache=policy,
+        duration_s=0,
+        tuning=Tuning(effort=0),
+    )
+    assert any("no engine was built: no GPU" in note for t in report.targets for note in t.notes)
+    return out
+
+
+def test_everything_but_the_engine_is_there_and_the_lines_name_it(built):
+    names = {path.name for path in built.iterdir()}
+    assert {"net.tensorrt.onnx", "net.tensorrt.cache", "net.tensorrt.qdq.onnx"} <= names
+    assert "net.tensorrt.cache.json" in names  # says what the cache was made from
+    onnx.checker.check_model(built / "net.tensorrt.qdq.onnx")
+    cache = parse((built / "net.tensorrt.cache").read_bytes(), origin="made")
+    assert (cache.header.version, cache.header.algorithm) == ("10.3.0", ENTROPY2)
+    assert {"x", "a", "ar", "b", "sum", "body", "mp", "c", "p", "f", "y"} <= set(cache.scales())
+    assert cache.scales()["p"] == cache.scales()["c"]
+    report = (built / "report.json").read_text()
+    lines = [re.sub(r'".*', "", part) for part in report.split("trtexec ")[1:]]
+    assert len(lines) >= 3
+    for line in lines[:3]:
+        words = shlex.split(line)
+        named = dict(word[2:].split("=", 1) for word in words if "=" in word)
+        assert (built / named["onnx"]).is_file()
+        assert named["shapes"] == "x:1x3x8x8"
+        if "calib" in named:
+            assert (built / named["calib"]).is_file()
+    assert "--calib" in lines[0]
+    assert not any("--int8" in line for line in lines[2:3])
+
+
+def test_the_qdq_model_and_the_cache_hold_the_same_scales(built, model):
+    quantized = onnx.load(built / "net.tensorrt.qdq.onnx")
+    cache = parse((built / "net.tensorrt.cache").read_bytes(), origin="made")
+    made = dict(scale_nodes(quantized))
+    assert set(made) == {"x", "ar", "body", "mp", "c", "f"}
+    assert all(cache.scales()[name] == scale for name, scale in made.items())
+    whole = parse((built / "net.cache").read_bytes(), origin="the calibration's own")
+    assert whole.scales()["mp"] == made["mp"]  # a pool's output has the scale of its input
+    for source in (built / "net.tensorrt.onnx", model):
+        for given in (cache, whole):
+            again, _ = cache_to_qdq(source, given)
+            assert dict(scale_nodes(again)) == made
+
+
+def test_without_tensorrt_nodes_kept_in_float_and_versions_are_as_asked(
+    model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sdk, "find", no_engine)
+    out = tmp_path / "kept"
+    notes = built_on(model, out, float_nodes=("/fc",))
+    assert "f" not in dict(scale_nodes(onnx.load(out / "net.tensorrt.qdq.onnx")))
+    (implicit,) = (part for part in notes.split(" / ") if "--calib" in part)
+    assert "--layerPrecisions=/fc:fp16 --precisionConstraints=obey" in implicit
+    assert notes.count("net.tensorrt.qdq.onnx") == 1
+    assert notes.count("net.tensorrt.typed.onnx") == 2
+    kept = tmp_path / "kept.cache"
+    built_on(model, tmp_path / "a", cache=CachePolicy(path=kept, trt_version="10.3.0"))
+    for folder in ("a", "b"):  # the second names no version, and uses the calibration again
+        data = (tmp_path / folder / "net.tensorrt.cache").read_bytes()
+        assert parse(data, origin=folder).header.version == "10.3.0"
+        built_on(model, tmp_path / "b", cache=CachePolicy(path=kept))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with TensorRT 10.13 and a GPU, as far as the backend asks; lists what it builds."""
+    made = []
+    here = Sdk("10.13.0.35", calibrators=True, gpu="Some GPU sm_90", stand_ins=("CUDNN",))
+
+    def engine(path, settings, *, calibrator, cuda):
+        known = calibrator.read_calibration_cache() if calibrator is not None else None
+        made.append((path.name, settings, known))
+        return Engine(b"plan", (), known)
+
+    monkeypatch.setattr(session, "find", no_engine)  # built, never opened
+    monkeypatch.setattr(sdk, "find", lambda device=0: here)
+    monkeypatch.setattr(engines, "gpu", lambda device: None)
+    monkeypatch.setattr(builder_module, "build_engine", engine)
+    monkeypatch.setattr(engines, "from_cache", lambda asked, known: Known(known))
+    return made
+
+
+class Known:
+    def __init__(self, cache):
+        self.cache = cache
+
+    def read_calibration_cache(self):
+        return self.cache
+
+
+def built_on(model, out, backend=None, **options):
+    """Build on the machine at hand; gives the notes as one text."""
+    backend = backend or TensorRT()
+    same = np.random.default_rng(5).standard_normal((4, 1, 3, 8, 8)).astype(np.float32)
+    options = {"tuning": Tuning(effort=0), **options}
+    report = build(model, list(same), out=out, targets=(backend,), duration_s=0, **options)
+    return " / ".join(note for part in report.targets for note in part.notes)
+
+
+@pytest.mark.slow
+def test_the_cache_is_for_the_tensorrt_that_builds_here(gpu, model, tmp_path):
+    def written(folder):
+        data = (tmp_path / folder / "net.tensorrt.cache").read_bytes()
+        return parse(data, origin=folder).header.version
+
+    notes = built_on(model, tmp_path / "here")
+    assert written("here") == "10.13.0"
+    assert gpu[-1][2] == (tmp_path / "here" / "net.tensorrt.cache").read_bytes()
+    assert "TensorRT 10.13.0.35 on Some GPU sm_90" in notes
+    assert "no tactics from CUDNN" in notes
+    built_on(model, tmp_path / "asked", cache=CachePolicy(trt_version="8.6.1"))
+    assert written("asked") == "8.6.1"
+    built_on(model, tmp_path / "option", TensorRT(version="9.2.0"))
+    assert written("option") == "9.2.0"
+
+
+@pytest.mark.slow
+def test_nodes_kept_in_float_are_bound_in_the_engine_from_the_cache(gpu, model, tmp_path):
+    built_on(model, tmp_path, float_nodes=("/fc",))
+    assert gpu[-1][0] == "net.tensorrt.onnx" and gpu[-1][1].float_layers == {"/fc": "y"}
+    built_on(model, tmp_path)  # another engine, not the one that was built before
+    assert len(gpu) == 2 and not gpu[-1][1].float_layers
+    built_on(model, tmp_path / "qdq", TensorRT(form="qdq"), float_nodes=("/fc",))
+    assert gpu[-1][0] == "net.tensorrt.typed.onnx" and gpu[-1][1].typed
+    assert not gpu[-1][1].float_layers
+    built_on(model, tmp_path / "wide", TensorRT(form="qdq", rest="fp32"))
+    assert gpu[-1][0] == "net.tensorrt.qdq.onnx" and not gpu[-1][1].typed
+
+
+@pytest.mark.slow
+def test_what_float16_does_not_hold_is_bound_in_engines_whose_types_tensorrt_chooses(
+    gpu, model, tmp_path
+):
+    held = onnx.load(model)
+    output = held.graph.output[0].name
+    held.graph.initializer.append(numpy_helper.from_array(np.float32(1e5), "much"))
+    held.graph.node.append(helper.make_node("Mul", [output, "much"], ["large"], "/mul"))
+    held.graph.output[0].name = "large"
+    onnx.save(held, model)
+    built_on(model, tmp_path / "cache")
+    assert not gpu[-1][1].typed and gpu[-1][1].wide_layers == {"/mul": "large"}
+    built_on(model, tmp_path / "typed", TensorRT(form="qdq"))
+    assert gpu[-1][1].typed and not gpu[-1][1].wide_layers
+    built_on(model, tmp_path / "wide", TensorRT(rest="fp32"))
+    assert not gpu[-1][1].wide_layers
+
+
+def test_tensorrt_calibrates_once_and_the_engine_comes_from_its_cache(
+    gpu, model, tmp_path, monkeypatch
+):
+    cache = b"TRT-101300-EntropyCalibration2\nx: 3c008912\n"
+    asked = []
+
+    def calibrates(path, settings, live, *, cuda):
+        asked.append(settings)
+        return cache
+
+    monkeypatch.setattr(builder_module, "calibrate", calibrates)
+    monkeypatch.setattr(engines, "_live", lambda asked, request, settings, cuda, keep: keep(cache))
+    for rest in ("fp16", "fp32"):  # other settings of the engine, the same calibration
+        backend = TensorRT(calibrator="entropy2", max_batch=2, rest=rest)
+        built_on(model, tmp_path / "out", backend)
+    assert len(asked) == 1
+    assert [(settings.fp16, known) for _, settings, known in gpu] == [(True, cache), (False, cache)]
+    assert (tmp_path / "out" / "net.gpu.cache").read_bytes() == cache
+
+
+def test_a_folder_of_stubs_is_not_taken_for_tensorrt(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorrt", types.ModuleType("tensorrt"))
+    with pytest.raises(SdkMissingError, match="empty package"):
+        sdk.load()
+
+
+def test_profiles_open_the_batch_and_fix_the_rest():
+    shapes = {"x": ("n", 3, None, 8), "fixed": (1, 4), "m": (2, "len")}
+    fed = {"x": (2, 3, 6, 8), "fixed": (1, 4), "m": (2, 7)}
+    profiles = profiles_for(shapes, fed, most_batch=8)
+    assert profiles == {
+        "x": Profile((1, 3, 6, 8), (2, 3, 6, 8), (8, 3, 6, 8)),
+        "m": Profile((2, 7), (2, 7), (2, 7)),
+    }
+    span = Span(
+        least={"x": (2, 3, 4, 8), "m": (2, 7)},
+        usual=fed,
+        most={"x": (3, 3, 9, 8), "m": (2, 11)},
+        largest=fed,
+    )
+    assert profiles_for(shapes, fed, most_batch=2, span=span) == {
+        "x": Profile((1, 3, 4, 8), (2, 3, 6, 8), (3, 3, 9, 8)),
+        "m": Profile((2, 7), (2, 7), (2, 11)),
+    }
+    with pytest.raises(ConfigError, match="must fit"):
+        profiles_for({"x": (1, 3)}, {"x": (1, 4)}, most_batch=1)
+
+
+def key_of(here=HERE, model="m", cache="c", **settings):
+    return engine_key(here, Settings(**settings), model_sha256=model, cache_sha256=cache)
+
+
+def test_an_engine_is_used_again_only_under_the_same_key(tmp_path):
+    path, key = tmp_path / "m.engine", key_of()
+    assert not cached_engine(path, key)
+    keep_engine(path, b"plan", key)
+    assert cached_engine(path, key)
+    older = Sdk(version="8.6.1", calibrators=True, gpu=HERE.gpu)
+    for other in (key_of(fp16=False), key_of(model="other"), key_of(cache=None), key_of(older)):
+        assert not cached_engine(path, other)
+    key = key_of(profiles={"x": Profile((1, 3), (2, 3), (8, 3))})
+    keep_engine(path, b"plan", key)
+    assert cached_engine(path, key)
+    path.write_bytes(b"pla")
+    assert not cached_engine(path, key)
+    profiles = {"x": Profile((1,), (1,), (1,))}
+    keys = [
+        key_of(Sdk("8.5.3.1", True, "GPU", stand_ins=left_out), tf32=tf32, profiles=profiles)
+        for left_out, tf32 in (((), True), (("CUDNN",), True), ((), False))
+    ]
+    library = tmp_path / "plugin.so"
+    for data in (b"one", b"other"):
+        library.write_bytes(data)
+        keys.append(key_of(Sdk("8.5.3.1", True, "GPU"), plugins=(library,)))
+        assert keys[-1]["plugins"] == {"plugin.so": hashlib.sha256(data).hexdigest()}
+    assert all(a != b for i, a in enumerate(keys) for b in keys[:i])
+
+
+LOG = (
+    "[W] Missing scale and zero-point for tensor {}, expect fall back to non-int8 implementation"
+    " for any layer consuming or producing given tensor"
+)
+
+
+def test_warnings_and_missing_scales_become_notes():
+    names = ["fb", "fb_output", "(Unnamed Layer* 3) [Constant]_output", "best", "y", "a", "sum"]
+    names += ["x", "ar", "f", "p", "(Unnamed Layer* 7) [Shuffle]_output", "x"]
+    lines = [LOG.format(name) for name in names] + ["Calibrated batch 1 in 0.01 seconds."]
+    found = missing_tensors(lines)
+    assert found == list(dict.fromkeys(names))
+    judged = sort_missing(found, load(residual()).model)
+    assert {item.tensor for item in judged if item.harmful} == {"x", "ar", "f", "p"}
+    assert [item.harmful for item in judged] == sorted((i.harmful for i in judged), reverse=True)
+    why = {item.tensor: item.reason for item in judged}
+    assert "constant" in why["fb_output"]
+    assert "index" in why["best"]
+    assert "output of the model" in why["y"]
+    assert "fused" in why["a"]
+    from deploy.targets.tensorrt.engines import _log_notes
+
+    lines = [LOG.format(name) for name in ("x", "fb_output", "y")]
+    notes = _log_notes(lines, load(residual()).model)
+    assert len(notes) == 2
+    assert notes[0].startswith("TensorRT has no scale for x")
+    assert notes[1].startswith("TensorRT warned of 2 more")
+    assert _log_notes([], load(residual()).model) == ()
+    kept = KeepingLogger(least=3)
+    for severity, message in enumerate(["internal", "error", "warning", "info", "verbose"]):
+        kept.keep(severity, 1, message)
+    assert kept.errors == ["internal", "error"]
+    assert kept.warnings == ["warning"]
+    assert kept.lines == ["internal", "error", "warning", "info"]
+
+
+def test_a_gpu_cache_is_used_again_only_for_what_it_was_made_from(tmp_path):
+    from deploy.targets.tensorrt.engines import fitting, store_gpu_cache
+
+    path = tmp_path / "m.gpu.cache"
+    made_from = Fingerprint(
+        model={"graph": "a"},
+        images={"count": 3},
+        order="",
+        preprocess={},
+        decoder={},
+        program="TensorRT",
+        rule="whole batches of 8",
+        method="EntropyCalibration2",
+        numbers={},
+        versions={"tensorrt": "8.5.3"},
+    )
+    assert fitting(path, made_from) is None
+    store_gpu_cache(path, b"TRT-8503-EntropyCalibration2\nx: 3c008912\n", made_from)
+    assert fitting(path, made_from) == path.read_bytes()
+    changes = {
+        "model": {"graph": "b"},
+        "images": {"count": 4},
+        "rule": "whole batches of 4",
+        "versions": {"tensorrt": "8.6.1"},
+    }
+    for part, other in changes.items():
+        assert fitting(path, replace(made_from, **{part: other})) is None
+    path.write_bytes(path.read_bytes() + b"y: 3c008912\n")
+    assert fitting(path, made_from) is None
+    store_gpu_cache(path, b"TRT", made_from)
+    path.with_name("m.gpu.cache.json").write_text("{")
+    assert fitting(path, made_from) is None

@@ -1,13 +1,14 @@
-"""The TensorRT cache text: byte-exact round trips, real files, hostile files."""
+"""The TensorRT cache: its text, byte for byte, and `calib8 cache`."""
 
-from __future__ import annotations
-
+import json
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.vendor_models import save_net
 
 from deploy.calibration import trt_cache
 from deploy.calibration.trt_cache import (
@@ -21,23 +22,29 @@ from deploy.calibration.trt_cache import (
     relabel,
     version_label,
 )
+from deploy.cli import main
 from deploy.errors import CacheError
 
 SHARED = Path(__file__).parents[1].parent / "shared" / "golden" / "tensorrt"
+
 CACHES = sorted((SHARED / "caches").glob("*.cache"))
+
 REAL = [path for path in CACHES if not path.name.startswith("NOT_TRT")]
+
 SMALL = b"TRT-8503-EntropyCalibration2\ndata: 3c008912\nconv/Conv2D:0: 3c60dd38\nzero: 0\n"
+
 NEEDS_SHARED = pytest.mark.skipif(not REAL, reason=f"no real caches at {SHARED / 'caches'}")
 
 names = st.text(
     st.characters(blacklist_characters="\n\r", blacklist_categories=("Cs",)), min_size=1
 )
+
 scale_bits = st.integers(0, 0x7F800000)
 
 
 @NEEDS_SHARED
 @pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
-def test_real_cache_round_trips_byte_for_byte(path: Path) -> None:
+def test_real_cache_round_trips_byte_for_byte(path):
     data = path.read_bytes()
     cache = parse(data, origin=path.name)
     assert dump(cache) == data
@@ -48,7 +55,7 @@ def test_real_cache_round_trips_byte_for_byte(path: Path) -> None:
 
 
 @NEEDS_SHARED
-def test_every_real_cache_is_written_anew_from_its_scales() -> None:
+def test_real_caches_are_written_anew_and_onnxruntimes_is_told_apart():
     for path in REAL:
         cache = parse(path.read_bytes(), origin=path.name)
         again = from_scales(
@@ -57,18 +64,12 @@ def test_every_real_cache_is_written_anew_from_its_scales() -> None:
             algorithm=cache.header.algorithm,
         )
         assert dump(again) == path.read_bytes(), path.name
-
-
-@NEEDS_SHARED
-def test_onnxruntime_table_of_the_same_name_is_told_apart() -> None:
     path = SHARED / "caches" / "NOT_TRT_ort_resnet50.cache"
     with pytest.raises(CacheError, match="onnxruntime's own calibration table"):
         parse(path.read_bytes(), origin=path.name)
 
 
-def test_onnxruntime_writes_each_of_its_tables_and_all_are_told_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_onnxruntime_writes_each_of_its_tables_and_all_are_told_apart(tmp_path, monkeypatch):
     from onnxruntime.quantization import write_calibration_table
     from onnxruntime.quantization.calibrate import CalibrationMethod, TensorsData
 
@@ -93,7 +94,7 @@ def test_onnxruntime_writes_each_of_its_tables_and_all_are_told_apart(
     st.sampled_from(["5.1.0", "7.2.2", "8.5.3", "10.3.0", "10.14.1"]),
     st.sampled_from([ENTROPY2, MINMAX, LEGACY]),
 )
-def test_scales_survive_the_text(entries: dict[str, int], version: str, algorithm: str) -> None:
+def test_scales_survive_the_text(entries, version, algorithm):
     scales = {name: np.uint32(bits).view(np.float32) for name, bits in entries.items()}
     cache = from_scales(scales, version=version, algorithm=algorithm)
     again = parse(dump(cache), origin="memory")
@@ -109,9 +110,7 @@ def test_scales_survive_the_text(entries: dict[str, int], version: str, algorith
     st.booleans(),
     st.booleans(),
 )
-def test_odd_but_readable_text_round_trips(
-    entries: list[tuple[str, int]], end: str, final: bool, upper: bool
-) -> None:
+def test_odd_but_readable_text_round_trips(entries, end, final, upper):
     lines = [f"{name}: {bits:{'08X' if upper else '08x'}}" for name, bits in entries]
     text = end.join(["TRT-8503-EntropyCalibration2", *lines]) + (end if final else "")
     data = text.encode("utf-8")
@@ -122,7 +121,7 @@ def test_odd_but_readable_text_round_trips(
 
 @settings(max_examples=150)
 @given(st.binary(max_size=200) | st.binary(max_size=60).map(lambda tail: SMALL + tail))
-def test_any_bytes_are_read_exactly_or_refused(data: bytes) -> None:
+def test_any_bytes_are_read_exactly_or_refused(data):
     try:
         cache = parse(data, origin="bytes")
     except CacheError as error:
@@ -131,7 +130,7 @@ def test_any_bytes_are_read_exactly_or_refused(data: bytes) -> None:
         assert dump(cache) == data
 
 
-def test_every_truncation_is_refused_or_ends_at_a_whole_entry() -> None:
+def test_every_truncation_is_refused_or_ends_at_a_whole_entry():
     whole = [(e.name, e.bits) for e in parse(SMALL, origin="whole").entries]
     for cut in range(len(SMALL)):
         try:
@@ -168,37 +167,22 @@ def test_every_truncation_is_refused_or_ends_at_a_whole_entry() -> None:
         (b"hello\n", "no known calibration tool"),
     ],
 )
-def test_what_is_no_cache_is_refused_with_its_likely_origin(data: bytes, told: str) -> None:
+def test_what_is_no_cache_is_refused_with_its_likely_origin(data, told):
     with pytest.raises(CacheError, match=told) as caught:
         parse(data, origin="some.cache")
     assert "some.cache" in str(caught.value)
 
 
-def test_an_onnx_model_in_place_of_the_cache_is_named() -> None:
-    from onnx import TensorProto, helper
-
-    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
-    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [value], [value])
-    with pytest.raises(CacheError, match="ONNX model"):
-        parse(helper.make_model(graph).SerializeToString(), origin="m.onnx")
-
-
-def test_flaws_and_duplicates_are_kept_and_flagged() -> None:
+def test_flaws_duplicates_legacy_headers_and_other_files():
     text = b"TRT-8503-EntropyCalibration2\na: 0\nb: 7f800000\nc: ffc00000\nd: bf800000\na: 0\n"
     cache = parse(text, origin="memory")
     assert cache.flaws() == {"a": "zero", "b": "inf", "c": "NaN", "d": "negative"}
     assert cache.duplicates() == ["a"]
     assert dump(cache) == text
     assert cache.scales()["b"] == np.inf
-
-
-def test_two_different_scales_of_one_tensor_are_refused() -> None:
     cache = parse(b"TRT-8503-EntropyCalibration2\na: 1\na: 2\n", origin="memory")
     with pytest.raises(CacheError, match="one tensor has one scale"):
         cache.scales()
-
-
-def test_legacy_header_holds_cutoff_and_quantile() -> None:
     cache = parse(b"03ff00000000000003feffffde7210be9\ndata: 3c008102\n", origin="memory")
     assert (cache.header.cutoff, cache.header.quantile) == (1.0, 0.999999)
     assert cache.header.label is None
@@ -206,29 +190,31 @@ def test_legacy_header_holds_cutoff_and_quantile() -> None:
     assert relabel(cache, version="8.5.3") == cache
     moved = relabel(cache, version="8.5.3", algorithm=ENTROPY2)
     assert dump(moved).startswith(b"TRT-8503-EntropyCalibration2\n")
+    from onnx import TensorProto, helper
+
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [value], [value])
+    with pytest.raises(CacheError, match="ONNX model"):
+        parse(helper.make_model(graph).SerializeToString(), origin="m.onnx")
+    with pytest.raises(CacheError, match="algorithm"):
+        from_scales({"a": np.float32(1)}, version="8.5.3", algorithm="two words")
+    assert trt_cache.from_scales({"a": np.float32(-0.0)}, version="8.5.3").entries[0].digits == "0"
 
 
 @pytest.mark.parametrize(
     ("version", "label"),
     [
-        ("5.1.0", 5100),
-        ("7.2.2", 7202),
-        ("8.5.3", 8503),
-        ("8.5.3.1", 8503),
-        ("8.5.10", 8510),
-        ("9.2.0", 9200),
-        ("10.0.1", 100001),
-        ("10.3.0", 100300),
-        ("10.14.1", 101401),
+        ("5.1.0", 5100), ("7.2.2", 7202), ("8.5.3", 8503), ("8.5.3.1", 8503), ("8.5.10", 8510),
+        ("9.2.0", 9200), ("10.0.1", 100001), ("10.3.0", 100300), ("10.14.1", 101401),
     ],
-)
-def test_version_labels(version: str, label: int) -> None:
+)  # fmt: skip
+def test_version_labels(version, label):
     assert version_label(version) == label
     assert label_to_version(label) == ".".join(version.split(".")[:3])
 
 
 @pytest.mark.parametrize("version", ["", "8", "8.5", "eight", "8.5.x", "8.10.0", "-8.5.3"])
-def test_what_is_no_version_is_refused(version: str) -> None:
+def test_what_is_no_version_is_refused(version):
     with pytest.raises(CacheError):
         version_label(version)
 
@@ -243,14 +229,188 @@ def test_what_is_no_version_is_refused(version: str) -> None:
         ({"": np.float32(1)}, "not empty"),
     ],
 )
-def test_scales_that_no_cache_can_hold_are_refused(
-    scales: dict[str, np.float32], told: str
-) -> None:
+def test_scales_that_no_cache_can_hold_are_refused(scales, told):
     with pytest.raises(CacheError, match=told):
         from_scales(scales, version="8.5.3")
 
 
-def test_an_algorithm_is_one_word() -> None:
-    with pytest.raises(CacheError, match="algorithm"):
-        from_scales({"a": np.float32(1)}, version="8.5.3", algorithm="two words")
-    assert trt_cache.from_scales({"a": np.float32(-0.0)}, version="8.5.3").entries[0].digits == "0"
+def run(*words):
+    """Exit code of a command line."""
+    try:
+        main([str(word) for word in words])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+@pytest.fixture
+def model(tmp_path):
+    rng = np.random.default_rng(2)
+    weights = {
+        "w": rng.standard_normal((4, 3, 3, 3)).astype(np.float32),
+        "v": rng.standard_normal((4, 4, 1, 1)).astype(np.float32),
+    }
+    nodes = [("Conv", "x w", "c", "/c"), ("Relu", "c", "r", "/r"), ("Conv", "r v", "y", "/y")]
+    path = tmp_path / "m.onnx"
+    save_net(path, nodes, {"x": [1, 3, 6, 6]}, {"y": [1, 4, 4, 4]}, weights)
+    np.save(tmp_path / "x.npy", rng.standard_normal((12, 3, 6, 6)).astype(np.float32))
+    return path
+
+
+def calibrated(model, *words):
+    out = model.with_suffix(".cache")
+    feed = model.with_name("x.npy")
+    words = ("--images", feed, "--target", "tensorrt", "-o", out, *words)
+    assert run("calibrate", model, *words) == 0
+    return out
+
+
+@NEEDS_SHARED
+@pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
+def test_real_caches_pass_show_check_and_relabel(path, tmp_path, capsys):
+    assert run("cache", "show", path) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(path.read_bytes().splitlines())
+    assert run("cache", "show", "--json", path) == 0
+    json.loads(capsys.readouterr().out)
+    assert run("cache", "check", path) == 0
+    there, back = tmp_path / "there", tmp_path / "back"
+    header = parse(path.read_bytes(), origin=path.name).header
+    assert run("cache", "relabel", path, "--trt-version", "10.3.0", "-o", there) == 0
+    assert run("cache", "check", there, "--trt-version", "10.3.0") == 0
+    version = header.version or "6.0.1"
+    assert run("cache", "relabel", there, "--trt-version", version, "-o", back) == 0
+    assert back.read_bytes() == path.read_bytes()
+
+
+@NEEDS_SHARED
+@pytest.mark.parametrize("command", ["show", "check"])
+def test_onnxruntimes_table_is_refused(command, capsys):
+    assert run("cache", command, SHARED / "caches" / "NOT_TRT_ort_resnet50.cache") == 1
+    assert "onnxruntime" in capsys.readouterr().err
+
+
+@NEEDS_SHARED
+def test_lenet_from_the_command_line(tmp_path):
+    images = np.load(SHARED / "lenet" / "images.npz")["images"].astype(np.float32)[:, None]
+    np.save(tmp_path / "x.npy", images / np.float32(255))
+    out = tmp_path / "lenet.cache"
+    words = ["--target", "tensorrt", "--trt-version", "7.2.2", "-o", out]
+    words += ["--method", "entropy-tensorrt", "--batch-size", "50"]
+    model = SHARED / "lenet" / "lenet.onnx"
+    assert run("calibrate", model, "--images", tmp_path / "x.npy", *words) == 0
+    made = parse(out.read_bytes(), origin="made")
+    real = parse((SHARED / "lenet" / "table.cache").read_bytes(), origin="real")
+    assert made.header == real.header
+    assert [e.name for e in made.entries] == [e.name for e in real.entries]
+    assert max(abs(a.bits - b.bits) for a, b in zip(made.entries, real.entries, strict=True)) <= 8
+
+
+def test_a_fitting_cache_is_reused_and_a_stale_one_is_not(model, capsys):
+    rule = ("--method", "entropy-tensorrt")
+    first = calibrated(model, *rule).read_bytes()
+    assert "written" in capsys.readouterr().out
+    assert calibrated(model, *rule).read_bytes() == first
+    assert "reused" in capsys.readouterr().out
+    calibrated(model, *rule, "--batch-size", 4)
+    assert "histogram, first batch of 4" in capsys.readouterr().out
+    cache = model.with_suffix(".cache")
+    cache.write_bytes(cache.read_bytes().replace(b"y: ", b"z: "))
+    calibrated(model, *rule, "--batch-size", 4)
+    assert "was changed after" in capsys.readouterr().out
+
+
+def test_calibrators_have_their_own_headers_and_foreign_caches_are_refused(model, tmp_path, capsys):
+    for method, header in (
+        ("entropy-tensorrt", b"TRT-100300-EntropyCalibration2\n"),
+        ("entropy", b"TRT-100300-EntropyCalibration2\n"),
+        ("minmax", b"TRT-100300-MinMaxCalibration\n"),
+        ("legacy", b"03ff00000000000003feffffde7210be9\n"),
+    ):
+        assert calibrated(model, "--method", method).read_bytes().startswith(header)
+    cache, out = calibrated(model), tmp_path / "q.onnx"
+    own = len(parse(cache.read_bytes(), origin="").scales())
+    for strangers, code in ((own, 0), (own + 1, 1)):
+        lines = [f"elsewhere{number}: 3c008912\n".encode() for number in range(strangers)]
+        mixed = tmp_path / f"{strangers}.cache"
+        mixed.write_bytes(cache.read_bytes() + b"".join(lines))
+        capsys.readouterr()
+        assert run("cache", "to-qdq", model, mixed, "-o", out) == code
+    assert f"{own + 1} of {2 * own + 1} entries" in capsys.readouterr().err
+
+
+def test_to_qdq_and_from_qdq(model, tmp_path):
+    cache = calibrated(model)
+    qdq, plain, again = (tmp_path / name for name in ("q.onnx", "p.onnx", "p.cache"))
+    assert run("cache", "to-qdq", model, cache, "-o", qdq) == 0
+    as_they_are = ("--keep-batchnorm", "--own-concat-scales", "--parser", "onnx")
+    assert run("cache", "to-qdq", model, cache, "-o", again, *as_they_are) == 0
+    assert again.read_bytes() == qdq.read_bytes()  # it has no BatchNormalization and no Concat
+    assert run("cache", "from-qdq", qdq, "-o", plain, again) == 0
+    scales = parse(cache.read_bytes(), origin="").scales()
+    back = parse(again.read_bytes(), origin="").scales()
+    assert set(back) == {"x", "r"}
+    assert all(scales[name] == scale for name, scale in back.items())
+    assert run("cache", "diff", cache, again) == 1
+    assert run("cache", "diff", cache, cache) == 0
+
+
+@pytest.mark.parametrize(("rest", "kind"), [("fp16", 10), ("bf16", 16), ("fp32", 1)])
+def test_to_qdq_gives_the_rest_a_type(rest, kind, model, tmp_path):
+    out = tmp_path / "q.onnx"
+    assert run("cache", "to-qdq", model, calibrated(model), "-o", out, "--rest", rest) == 0
+    made = onnx.shape_inference.infer_shapes(onnx.load(out), check_type=True, strict_mode=True)
+    types = {v.name: v.type.tensor_type.elem_type for v in made.graph.value_info}
+    convs = [node for node in made.graph.node if node.op_type in ("Conv", "Gemm")]
+    assert convs and {types[name] for node in convs for name in node.input[:1]} == {kind}
+    assert {v.type.tensor_type.elem_type for v in made.graph.output} == {1}
+
+
+def test_check_tells_a_wrong_version_and_a_foreign_model(model, tmp_path, capsys):
+    cache = calibrated(model)
+    assert run("cache", "check", cache, "--model", model, "--trt-version", "10.3.0") == 0
+    assert run("cache", "check", cache, "--trt-version", "8.5.3") == 1
+    assert "relabel" in capsys.readouterr().out
+    assert run("cache", "check", cache, "--algorithm", "MinMaxCalibration") == 1
+    foreign = tmp_path / "foreign.cache"
+    foreign.write_bytes(b"TRT-8503-EntropyCalibration2\nelsewhere: 3c008912\n")
+    capsys.readouterr()
+    assert run("cache", "check", foreign, "--model", model, "--verbose") == 1
+    assert "another model" in capsys.readouterr().out
+
+
+def test_merge_wants_agreement_or_a_rule(tmp_path, capsys):
+    head = b"TRT-8503-EntropyCalibration2\n"
+    a, b, out = tmp_path / "a", tmp_path / "b", tmp_path / "out"
+    a.write_bytes(head + b"x: 3c008912\ny: 3c008912\n")
+    b.write_bytes(head + b"y: 3d008912\nz: 3c008912\n")
+    assert run("cache", "merge", a, b, "-o", out) == 1
+    assert "--on-conflict" in capsys.readouterr().err
+    assert not out.exists()
+    for rule, digits in (("first", b"3c"), ("last", b"3d"), ("max", b"3d")):
+        assert run("cache", "merge", a, b, "-o", out, "--on-conflict", rule) == 0
+        assert out.read_bytes() == head + b"x: 3c008912\ny: %b008912\nz: 3c008912\n" % digits
+    b.write_bytes(b"TRT-8503-MinMaxCalibration\nz: 3c008912\n")
+    assert run("cache", "merge", a, b, "-o", out) == 1
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00" * 64, b"TRT-8503-EntropyCalibration2\nx: 3c0"])
+def test_broken_caches_end_in_one_sentence(data, model, tmp_path, capsys):
+    broken, out = tmp_path / "broken.cache", tmp_path / "out"
+    broken.write_bytes(data)
+    for words in (
+        ("show", broken),
+        ("check", broken),
+        ("diff", broken, broken),
+        ("merge", broken, "-o", out),
+        ("relabel", broken, "--trt-version", "8.5.3", "-o", out),
+        ("to-qdq", model, broken, "-o", out),
+        ("show", tmp_path / "missing"),
+        ("show", tmp_path),
+        ("from-qdq", broken, "-o", out, out),
+        ("from-qdq", model, "-o", out, out),
+    ):
+        assert run("cache", *words) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("calib8: error: ")
+        assert error.count("\n") == 1
+        assert not out.exists()

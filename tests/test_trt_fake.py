@@ -1,71 +1,71 @@
 """`calib8` with a fake TensorRT: build, reuse, live calibration, bench, in 8.x, 10.x and 11.x."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import struct
 import subprocess
-from pathlib import Path
 from shutil import which
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from tests.vendor_models import build_net, save_net
 
 from deploy.calibration.store import text_of
+from deploy.calibration.trt_cache import parse
+from deploy.runtimes.ort import OrtSession
+from deploy.targets.tensorrt import sdk
 from deploy.targets.tensorrt.sdk import cache_reader
 
 EIGHT, TEN, ELEVEN = "8.5.3.1", "10.13.0.35", "11.1.0"
+
 LABELS = {EIGHT: "TRT-8503-", TEN: "TRT-101300-", ELEVEN: "TRT-100300-"}
+
 QUICK = ["--effort", 0, "--duration", 0, "--limit", 4, "--max-batch", 2]
 
 
 @pytest.fixture
-def build(run, small_cnn, pictures, tmp_path):
-    """(options) -> exit code, notes of a build for TensorRT, into tmp_path/out."""
+def words(small_cnn, pictures, tmp_path):
+    """(folder, options) -> the words of a quick build for TensorRT."""
+    given = ("build", small_cnn, "--images", pictures, "--preprocess", "unit", *QUICK)
+    return lambda out, *options: (
+        *given, "--target", "tensorrt", "--out", tmp_path / out, *options,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def build(command, words, tmp_path):
+    """(options) -> notes of a build for TensorRT, into tmp_path/out."""
 
     def call(*options):
-        words = ["build", small_cnn, "--images", pictures, "--preprocess", "unit"]
-        words += ["--target", "tensorrt", "--out", tmp_path / "out", *QUICK]
-        code, _, err = run(*words, *options)
-        assert code == 0, err
-        (report,) = (tmp_path / "out").glob("report.json")
-        return json.loads(report.read_text())["targets"][0]["notes"]
+        command(*words("out", *options))
+        return json.loads((tmp_path / "out/report.json").read_text())["targets"][0]["notes"]
 
     return call
 
 
 @pytest.fixture
-def failing(run, small_cnn, pictures, tmp_path):
+def failing(refusal, words):
     """(options) -> the sentence that ends a build."""
-
-    def call(*options):
-        words = ["build", small_cnn, "--images", pictures, "--preprocess", "unit"]
-        words += ["--target", "tensorrt", "--out", tmp_path / "failed", *QUICK]
-        code, _, err = run(*words, *options)
-        assert code == 1
-        return err
-
-    return call
+    return lambda *options: refusal(*words("failed", *options))
 
 
-def engine(folder: Path) -> Path:
-    (found,) = folder.glob("out/*.engine")
-    return found
+def bench(folder):
+    """The words that measure the engine."""
+    (engine,) = folder.glob("out/*.engine")
+    return "bench", engine, "--duration", 0, "--warmup", 0
 
 
 @pytest.mark.parametrize("version", [EIGHT, TEN, ELEVEN])
-def test_an_engine_is_built_used_again_and_measured(tensorrt, build, run, tmp_path, version):
+def test_an_engine_is_built_used_again_and_measured(tensorrt, build, command, tmp_path, version):
     trt = tensorrt(version)
     assert any(f"TensorRT {version} on Fake H200" in note for note in build())
     assert any("built before" in note for note in build())
     assert len(trt.STORY.configs) == 1
     (cache,) = tmp_path.glob("out/*.tensorrt.cache")  # for the version that builds, on reuse too
     assert cache.read_text().startswith(LABELS[version])
-    code, _, _ = run("bench", engine(tmp_path), "--duration", 0, "--warmup", 0)
-    assert code == 0
+    command(*bench(tmp_path))
     assert trt.STORY.runs
 
 
@@ -87,7 +87,7 @@ def library(tmp_path):
     return path
 
 
-def flags(config) -> set[str]:
+def flags(config):
     return {flag.name for flag in config.chosen}
 
 
@@ -114,42 +114,40 @@ def test_from_11_an_engine_is_of_the_typed_model(tensorrt, build):
     assert any(tensor.data_type == 10 for tensor in network.model.graph.initializer)  # float16
 
 
-def test_a_calibrator_is_refused_where_there_is_none(tensorrt, failing):
+def test_calibrators_and_gpus_that_are_not_there_are_refused(tensorrt, failing, monkeypatch):
     tensorrt(ELEVEN)
     err = failing("--calibrator", "entropy2")
     assert "needs a TensorRT with calibrators, got 11.1.0" in err
+    tensorrt(TEN)
+    monkeypatch.setattr("deploy.pipeline.observing.observe", None)
+    assert "one of the 2 GPUs of this machine, counted from 0, got 2" in failing("--device", 2)
 
 
-def test_what_the_parser_refuses_is_said_in_its_words(tensorrt, run, small_cnn, pictures, tmp_path):
+def test_what_the_parser_refuses_is_said_in_its_words(tensorrt, run, failing, words, tmp_path):
     trt = tensorrt(TEN)
     trt.STORY.parser.append("In node 91 (importReduceMean): UNSUPPORTED_NODE")
-    words = ["build", small_cnn, "--images", pictures, "--preprocess", "unit", "--out", tmp_path]
-    words += QUICK
-    code, out, _ = run(*words, "--target", "tensorrt,onnxruntime")
+    code, out, _ = run(*words("out", "--target", "tensorrt,onnxruntime"))
     assert code == 1 and "importReduceMean" in " ".join(out.split())
-    assert list(tmp_path.glob("*.int8.onnx"))  # the other target is built all the same
-    code, _, err = run(*words, "--target", "tensorrt")
-    assert code == 1 and "importReduceMean" in err
+    assert list(tmp_path.glob("out/*.int8.onnx"))  # the other target is built all the same
+    assert "importReduceMean" in failing()
 
 
 @pytest.mark.parametrize("options", [["--cuda-graph"], ["--streams", 2]])
-def test_an_engine_runs_in_a_graph_and_in_streams(tensorrt, build, run, tmp_path, options):
+def test_an_engine_runs_in_a_graph_and_in_streams(tensorrt, build, command, tmp_path, options):
     trt = tensorrt(TEN)
     build()
     plain = len(trt.STORY.runs)
-    code, _, err = run("bench", engine(tmp_path), "--duration", 0, "--warmup", 0, *options)
-    assert code == 0, err
+    command(*bench(tmp_path), *options)
     assert len(trt.STORY.runs) > plain
 
 
 @pytest.mark.parametrize("version", [EIGHT, TEN])
 @pytest.mark.parametrize("options", [[], ["--cuda-graph"]])
-def test_a_profile_is_of_the_engines_layers(tensorrt, build, run, tmp_path, version, options):
+def test_a_profile_is_of_the_engines_layers(tensorrt, build, command, tmp_path, version, options):
     tensorrt(version)
     build()
-    words = ["bench", engine(tmp_path), "--duration", 0, "--warmup", 0, "--profile", *options]
-    code, out, err = run(*words, "--json", tmp_path / "r.json")
-    assert code == 0, err
+    measure = (*bench(tmp_path), "--profile", *options)
+    out = command(*measure, "--json", tmp_path / "r.json")
     ((found,),) = [json.loads((tmp_path / "r.json").read_text())["engines"]]
     times = [kernel["ms"] for kernel in found["kernels"]]
     assert times == [float(n) for n in range(len(times), 0, -1)]  # as the fake tells them
@@ -157,37 +155,19 @@ def test_a_profile_is_of_the_engines_layers(tensorrt, build, run, tmp_path, vers
     assert "Kernels" in out
 
 
-def test_batches_of_an_engine_are_those_of_its_profile(tensorrt, build, run, tmp_path):
-    tensorrt(TEN)
-    build()
-    words = ["bench", engine(tmp_path), "--duration", 0, "--warmup", 0, "--batch"]
-    code, out, err = run(*words, "1,2")
-    assert code == 0 and "Batches" in out, err
-    code, _, err = run(*words, "1,4")
-    assert code == 1 and "with a batch of 4: an input must be within the engine's profile" in err
-
-
 @pytest.mark.slow
-def test_a_gpu_is_chosen_for_building_and_running(tensorrt, build, run, tmp_path):
+def test_a_gpu_is_chosen_for_building_and_running(tensorrt, build, command, refusal, tmp_path):
     trt = tensorrt(TEN, "cuda-python")
     assert any("on Fake L4" in note for note in build("--device", 1))
     assert trt.STORY.devices == [1]
     assert set(trt.STORY.runs) <= {1}
-    words = ["bench", engine(tmp_path), "--duration", 0, "--warmup", 0]
-    code, _, err = run(*words, "--device", 1, "--streams", 2)
-    assert code == 0, err
+    measure = bench(tmp_path)
+    command(*measure, "--device", 1, "--streams", 2)
     assert set(trt.STORY.runs) == {1}
-    code, _, err = run(*words)
-    assert code == 1 and "incompatible device: Fake L4" in err
+    assert "incompatible device: Fake L4" in refusal(*measure)
     assert any("on Fake H200" in note for note in build())
     assert trt.STORY.devices == [1, 0]
     assert any("built before" in note for note in build())
-
-
-def test_a_gpu_that_is_not_there_is_refused_before_anything_runs(tensorrt, failing, monkeypatch):
-    tensorrt(TEN)
-    monkeypatch.setattr("deploy.pipeline.observing.observe", None)
-    assert "one of the 2 GPUs of this machine, counted from 0, got 2" in failing("--device", 2)
 
 
 def test_without_a_gpu_the_lines_say_on_which_to_build(tensorrt, build, tmp_path, library):
@@ -200,7 +180,7 @@ def test_without_a_gpu_the_lines_say_on_which_to_build(tensorrt, build, tmp_path
 
 @pytest.mark.slow
 def test_libraries_of_plugins_are_loaded_and_part_of_the_engine(
-    tensorrt, build, run, failing, tmp_path, library
+    tensorrt, build, run, refusal, failing, tmp_path, library
 ):
     trt = tensorrt(TEN)
     build("--plugin", library)
@@ -211,12 +191,11 @@ def test_libraries_of_plugins_are_loaded_and_part_of_the_engine(
     library.write_bytes(longer)
     build("--plugin", library)
     assert len(trt.STORY.configs) == 2
-    words = ["bench", engine(tmp_path), "--duration", 0, "--warmup", 0, "--plugin"]
-    assert run(*words, library)[0] == 0
+    measure = (*bench(tmp_path), "--plugin")
+    assert run(*measure, library)[0] == 0
     broken = tmp_path / "broken.so"
     broken.write_text("no library")
-    code, _, err = run(*words, broken)
-    assert code == 1 and "must load beside TensorRT 10.13.0.35" in err
+    assert "must load beside TensorRT 10.13.0.35" in refusal(*measure, broken)
     assert "none.so" in failing("--plugin", tmp_path / "none.so")
 
 
@@ -229,26 +208,16 @@ def test_a_build_that_gives_nothing_is_told_in_tensorrts_words(tensorrt, failing
     assert "every batch" not in err
 
 
-def test_a_calibration_that_stops_halfway_says_how_far_it_came(tensorrt, failing):
-    trt = tensorrt(EIGHT)
-    trt.STORY.halfway.append("out of memory")
-    assert "out of memory; TensorRT must see every batch, got 1 of 2" in failing(
-        "--calibrator", "minmax"
-    )
-
-
 @pytest.mark.slow
 def test_a_build_that_fails_behind_its_calibration_has_lost_nothing(
-    tensorrt, failing, run, small_cnn, pictures, tmp_path
+    tensorrt, failing, command, words, tmp_path
 ):
     trt = tensorrt(EIGHT)
     trt.STORY.behind.append("Error Code 10: no implementation found")
     assert "no implementation found" in failing("--calibrator", "entropy2")
     assert len(trt.STORY.configs) == 1 and not list((tmp_path / "failed").glob("*.gpu.cache"))
     trt.STORY.behind.clear()
-    words = ["build", small_cnn, "--images", pictures, "--preprocess", "unit", "--target"]
-    words += ["tensorrt", "--out", tmp_path / "failed", *QUICK, "--calibrator", "entropy2"]
-    assert run(*words)[0] == 0
+    command(*words("failed", "--calibrator", "entropy2"))
     assert [flags(config) for config in trt.STORY.configs[1:]] == [{"INT8", "FP16", "TF32"}]
     (cache,) = (tmp_path / "failed").glob("*.gpu.cache")
     _, known = text_of(cache)
@@ -256,120 +225,237 @@ def test_a_build_that_fails_behind_its_calibration_has_lost_nothing(
     assert known.rule == "whole batches of 2" and set(known.model) == {"graph", "file"}
 
 
-def test_what_has_no_scale_is_told(tensorrt, build):
+def test_what_has_no_scale_and_where_a_calibration_stopped_is_told(tensorrt, build, failing):
     trt = tensorrt(EIGHT)
     trt.STORY.loses.extend(["r1", "w1"])
     said = build("--calibrator", "minmax")
     assert [note for note in said if "no scale for r1: an int8 layer reads it" in note]
     assert [note for note in said if "1 more tensors without a scale" in note]
+    trt.STORY.halfway.append("out of memory")
+    assert "out of memory; TensorRT must see every batch, got 1 of 2" in failing(
+        "--calibrator", "minmax"
+    )
 
 
-def test_every_object_of_tensorrts_has_the_one_logger(tensorrt, build, run, tmp_path):
+def test_batches_are_those_of_the_profile_and_one_logger_is_everywhere(
+    tensorrt, build, run, tmp_path, command, refusal
+):
     trt = tensorrt(TEN)
     build()
-    run("bench", engine(tmp_path), "--duration", 0, "--warmup", 0)
+    command(*bench(tmp_path))
     assert len(trt.STORY.loggers) > 4 and len({id(one) for one in trt.STORY.loggers}) == 1
+    measure = (*bench(tmp_path), "--batch")
+    assert "Batches" in command(*measure, "1,2")
+    err = refusal(*measure, "1,4")
+    assert "with a batch of 4: an input must be within the engine's profile" in err
 
 
-def test_tactics_of_empty_libraries_are_left_out(tensorrt, build, monkeypatch):
-    trt = tensorrt(EIGHT)
-    monkeypatch.setattr("deploy.targets.tensorrt.builder.stand_ins", lambda: ("CUBLAS", "CUDNN"))
-    build()
-    assert trt.STORY.configs[-1].sources == 0b11010
+@pytest.fixture
+def fed(command, tmp_path):
+    """(model, samples, options) -> the folder of a quick build of it for TensorRT."""
+
+    def build(model, samples, *options):
+        given = ("--images", samples, "--target", "tensorrt", "--out", tmp_path / "out")
+        command("build", model, *given, *QUICK, *options)
+        return tmp_path / "out"
+
+    return build
 
 
-def sentences(folder: Path) -> tuple[Path, Path]:
-    """A model of whole numbers, ids [n, 4] -> y [n, 4, 5], and eight rows for it."""
-    rng = np.random.default_rng(3)
-    weights = {
-        "table": rng.standard_normal((9, 16)).astype(np.float32),
-        "w": rng.standard_normal((16, 5)).astype(np.float32),
-    }
-    nodes = [
-        helper.make_node("Gather", ["table", "ids"], ["e"], name="gather"),
-        helper.make_node("MatMul", ["e", "w"], ["y"], name="product"),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "words",
-        [helper.make_tensor_value_info("ids", TensorProto.INT64, ["n", 4])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 4, 5])],
-        [numpy_helper.from_array(array, name) for name, array in weights.items()],
-    )
-    opset = [helper.make_opsetid("", 13)]
-    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=8), folder / "words.onnx")
-    np.save(folder / "ids.npy", rng.integers(0, 9, (8, 4)))
-    return folder / "words.onnx", folder / "ids.npy"
+def sentences(path, rng, length, width):
+    """A model of whole numbers, ids [n, length] -> y [n, length, 5]."""
+    weights = {"table": rng.standard_normal((9, width)), "w": rng.standard_normal((width, 5))}
+    nodes = [("Gather", "table ids", "e", "gather"), ("MatMul", "e w", "y", "product")]
+    ids = {"ids": (TensorProto.INT64, ["n", length])}
+    return save_net(path / "words.onnx", nodes, ids, {"y": ["n", length, 5]}, weights)
 
 
 @pytest.mark.parametrize(("version", "dtype"), [(EIGHT, "INT32"), (TEN, "INT64")])
 def test_a_calibration_reads_whole_numbers_in_the_networks_type(
-    tensorrt, run, tmp_path, version, dtype
+    tensorrt, fed, tmp_path, version, dtype
 ):
-    trt = tensorrt(version)
-    model, rows = sentences(tmp_path)
-    words = ["build", model, "--images", rows, "--target", "tensorrt", "--out", tmp_path / "out"]
-    code, _, err = run(*words, *QUICK, "--calibrator", "minmax")
-    assert code == 0, err
+    trt, rng = tensorrt(version), np.random.default_rng(3)
+    model = sentences(tmp_path, rng, 4, 16)
+    np.save(tmp_path / "ids.npy", rng.integers(0, 9, (8, 4)))
+    (cache,) = fed(model, tmp_path / "ids.npy", "--calibrator", "minmax").glob("*.gpu.cache")
     assert trt.STORY.networks[0].inputs[0].dtype.name == dtype
-    (cache,) = tmp_path.glob("out/*.gpu.cache")
     largest = np.abs(numpy_helper.to_array(onnx.load(model).graph.initializer[0])).max()
     scale = struct.unpack(">f", bytes.fromhex(cache.read_text().split("e: ")[1][:8]))[0]
     assert 0 < scale <= largest / 127 * 1.0001
 
 
-def test_an_input_that_shapes_depend_on_is_tuned_for_its_values(tensorrt, run, tmp_path):
-    trt = tensorrt(TEN)
-    rng = np.random.default_rng(4)
-    weight = numpy_helper.from_array(rng.standard_normal((6, 5)).astype(np.float32), "w")
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["h"], name="product"),
-        helper.make_node("Expand", ["h", "size"], ["y"], name="expand"),
-    ]
-    ends = [
-        helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 6]),
-        helper.make_tensor_value_info("size", TensorProto.INT64, [2]),
-        helper.make_tensor_value_info("y", TensorProto.FLOAT, [None, 5]),
-    ]
-    graph = helper.make_graph(nodes, "sized", ends[:2], ends[2:], [weight])
-    opset = [helper.make_opsetid("", 13)]
-    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=8), tmp_path / "sized.onnx")
+def test_an_input_that_shapes_depend_on_is_tuned_for_its_values(tensorrt, fed, tmp_path):
+    trt, rng = tensorrt(TEN), np.random.default_rng(4)
+    nodes = [("MatMul", "x w", "h", "product"), ("Expand", "h size", "y", "expand")]
+    ends = {"x": [1, 6], "size": (TensorProto.INT64, [2])}
+    weights = {"w": rng.standard_normal((6, 5))}
+    model = save_net(tmp_path / "sized.onnx", nodes, ends, {"y": [None, 5]}, weights)
     rows = {"x": rng.standard_normal((4, 1, 6)).astype(np.float32), "size": np.full((4, 2), [3, 5])}
     np.savez(tmp_path / "rows.npz", **rows)
-    words = ["build", tmp_path / "sized.onnx", "--images", tmp_path / "rows.npz"]
-    code, _, err = run(*words, "--target", "tensorrt", "--out", tmp_path / "out", *QUICK)
-    assert code == 0, err
+    fed(model, tmp_path / "rows.npz")
     assert trt.STORY.configs[0].profile.values == {"size": ((3, 5),) * 3}
     assert trt.STORY.networks[0].inputs[1].is_shape_tensor
 
 
-def test_an_engine_takes_every_length_that_samples_had(tensorrt, run, tmp_path):
-    trt = tensorrt(TEN)
-    rng = np.random.default_rng(4)
-    weights = {
-        "table": rng.standard_normal((9, 6)).astype(np.float32),
-        "w": rng.standard_normal((6, 5)).astype(np.float32),
-    }
-    nodes = [
-        helper.make_node("Gather", ["table", "ids"], ["e"], name="look"),
-        helper.make_node("MatMul", ["e", "w"], ["y"], name="product"),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "words",
-        [helper.make_tensor_value_info("ids", TensorProto.INT64, ["n", "length"])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", "length", 5])],
-        [numpy_helper.from_array(array, name) for name, array in weights.items()],
-    )
-    opset = [helper.make_opsetid("", 13)]
-    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=8), tmp_path / "m.onnx")
+def test_an_engine_takes_every_length_that_samples_had(tensorrt, fed, tmp_path):
+    trt, rng = tensorrt(TEN), np.random.default_rng(4)
+    model = sentences(tmp_path, rng, "length", 6)
     (tmp_path / "rows").mkdir()
     for number, length in enumerate((3, 11, 4, 5)):
         np.save(tmp_path / "rows" / f"{number}.npy", rng.integers(0, 9, (1, length)))
-    words = ["build", tmp_path / "m.onnx", "--images", tmp_path / "rows"]
-    code, _, err = run(*words, "--target", "tensorrt", "--out", tmp_path / "out", *QUICK)
-    assert code == 0, err
+    out = fed(model, tmp_path / "rows")
     profile = trt.STORY.configs[0].profile.shapes
     assert profile == {"ids": ((1, 3), (1, 4), (2, 11))}
-    lines = (tmp_path / "out" / "m_trtexec.sh").read_text()
+    lines = (out / "words_trtexec.sh").read_text()
     assert "--minShapes=ids:1x3 --optShapes=ids:1x4 --maxShapes=ids:1x11 " in lines
+
+
+F32 = TensorProto.FLOAT
+
+
+def node(op, reads, made, **given):
+    return helper.make_node(op, reads.split(","), made.split(), name=f"/{op}_{made[0]}", **given)
+
+
+def newest(*, smooth=False):
+    """Convs with what came with opset 17 to 20 between them; `smooth`: what only 18 has, too."""
+    rng = np.random.default_rng(2)
+    held = {
+        "w1": rng.normal(scale=0.3, size=(8, 3, 3, 3)).astype(np.float32),
+        "w2": rng.normal(scale=0.3, size=(4, 4, 3, 3)).astype(np.float32),
+        "s": np.linspace(0.5, 1.5, 16, dtype=np.float32),
+        "b": np.linspace(-1, 1, 16, dtype=np.float32),
+        "axes": np.array([2, 3], np.int64),
+        "scales": np.array([1, 1, 0.5, 0.5], np.float32),
+        "fc": rng.normal(size=(4, 5)).astype(np.float32),
+    }
+    nodes = [
+        node("Conv", "x,w1", "c", pads=[1, 1, 1, 1]),
+        node("Gelu", "c", "g"),
+        node("Split", "g", "h i", axis=1, num_outputs=2),
+        node("Add", "h,i", "a"),
+        node("LayerNormalization", "a,s,b", "n"),
+        node("Conv", "n,w2", "d", pads=[1, 1, 1, 1]),
+        node("Resize", "d,,scales", "r", mode="linear", antialias=1)
+        if smooth
+        else node("HardSwish", "d", "r"),
+        node("ReduceMean", "r,axes", "m", keepdims=0),
+        node("MatMul", "m,fc", "y"),
+    ]
+    return build_net(nodes, {"x": ["n", 3, 16, 16]}, {"y": ["n", 5]}, held, opset=20, ir=10)
+
+
+@pytest.fixture
+def build_newest(command, pictures, tmp_path, monkeypatch):
+    """(model, words) -> the folder built, its notes; TensorRT of `here` on the machine."""
+    monkeypatch.setattr(sdk, "cache_reader", lambda: None)
+
+    def call(model, *words, out="out"):
+        onnx.save(model, tmp_path / "net.onnx")
+        command(
+            "build", tmp_path / "net.onnx", "--images", pictures, "--size", "16x16", "--target",
+            "tensorrt", "--effort", 0, "--duration", 0, "--out", tmp_path / out, *words,
+        )  # fmt: skip
+        (told,) = json.loads((tmp_path / out / "report.json").read_text())["targets"]
+        return tmp_path / out, " / ".join(told["notes"])
+
+    return call
+
+
+def opset(path):
+    return onnx.load(path).opset_import[0].version
+
+
+def test_models_are_written_as_the_asked_version_reads_them(build_newest):
+    out, notes = build_newest(newest(), "--trt-version", "8.5.3")
+    x = {"x": np.random.default_rng(1).normal(size=(2, 3, 16, 16)).astype(np.float32)}
+    want = OrtSession.open(newest()).run(x)["y"]
+    for name, most in (("net.tensorrt.onnx", 1e-4), ("net.tensorrt.qdq.onnx", 0.2)):
+        model = onnx.load(out / name)
+        onnx.checker.check_model(model, full_check=True)
+        assert model.opset_import[0].version == 17 and model.ir_version == 8
+        ops = {n.op_type for n in model.graph.node}
+        assert not ops & {"Gelu", "LayerNormalization"} and {"Erf", "HardSwish"} <= ops
+        reduced = [n for n in model.graph.node if n.op_type == "ReduceMean"]
+        assert all(len(n.input) == 1 for n in reduced)
+        got = OrtSession.open(model).run(x)["y"]
+        assert np.abs(got - want).max() <= most * np.abs(want).max()
+    assert (
+        "for TensorRT 8.5.3 the model is written in opset 17, got 20: 1 Gelu, 1 LayerNorm" in notes
+    )
+    assert "with TensorRT 8.5.3: trtexec --onnx=net.tensorrt.onnx" in notes
+    assert "with any TensorRT from 8.5 to 10: trtexec --onnx=net.tensorrt.qdq.onnx" in notes
+    assert opset(out / "net.tensorrt.typed.onnx") == 20  # the first with typed networks reads it
+
+
+def test_the_cache_names_tensors_of_the_model_that_is_read(build_newest):
+    out, _ = build_newest(newest(), "--trt-version", "8.6.1")
+    cache = parse((out / "net.tensorrt.cache").read_bytes(), origin="made")
+    model = onnx.load(out / "net.tensorrt.onnx")
+    ops = {n.op_type for n in model.graph.node}
+    assert "LayerNormalization" in ops and "Gelu" not in ops  # 8.6 reads it, 8.5 does not
+    made = {name for n in model.graph.node for name in n.output} | {"x"}
+    assert {"x", "c", "g", "h", "i", "a", "n", "d", "r", "m", "y"} == set(cache.scales()) <= made
+    old, _ = build_newest(newest(), "--trt-version", "10.3.0", out="old")
+    assert opset(old / "net.tensorrt.onnx") == 20
+    known = parse((old / "net.tensorrt.cache").read_bytes(), origin="made")
+    assert known.scales() == cache.scales()
+
+
+def test_a_version_is_not_told_to_read_what_it_cannot(build_newest):
+    out, notes = build_newest(newest(smooth=True), "--trt-version", "8.5.3")
+    assert "Resize '/Resize_r', which has none here: it has the attribute antialias" in notes
+    assert (
+        "TensorRT 8.5.3 cannot read net.tensorrt.onnx: it reads opset 17 at most, got 20" in notes
+    )
+    assert (
+        "with TensorRT 10: trtexec --onnx=net.tensorrt.qdq.onnx" in notes and "calib=" not in notes
+    )
+    assert "cache)" not in (out / "net_trtexec.sh").read_text()
+    assert opset(out / "net.tensorrt.onnx") == 20
+
+
+def test_files_are_for_the_older_tensorrt_and_operators_it_lacks_are_told(
+    build_newest, monkeypatch
+):
+    model = newest()
+    model.graph.node.append(node("Unique", "m", "u"))
+    model.graph.output.append(helper.make_tensor_value_info("u", F32, ["k"]))
+    _, notes = build_newest(model, "--trt-version", "10.3.0")
+    assert "TensorRT 10.3.0 cannot read net.tensorrt.onnx: it does not read Unique" in notes
+    assert "with TensorRT 10 from 10.15 on: trtexec --onnx=net.tensorrt.qdq.onnx" in notes
+    monkeypatch.setattr(sdk, "cache_reader", lambda: "8.6.1")
+    out, notes = build_newest(newest(), "--trt-version", "10.3.0")
+    assert opset(out / "net.tensorrt.onnx") == 17 and "for TensorRT 8.6.1" in notes
+
+
+@pytest.mark.slow
+def test_the_header_follows_the_installed_tensorrt_on_reuse_too(build_newest, monkeypatch):
+    def headers(*words):
+        out, _ = build_newest(newest(), *words)
+        names = ("net.cache", "net.tensorrt.cache")
+        return {parse((out / n).read_bytes(), origin=n).header.version for n in names}
+
+    assert headers() == {"10.3.0"}
+    monkeypatch.setattr("deploy.pipeline.observing.observe", None)  # nothing is calibrated again
+    monkeypatch.setattr(sdk, "cache_reader", lambda: "8.6.1")
+    assert headers() == {"8.6.1"}
+    assert headers("--trt-version", "9.2.0") == {"9.2.0"}
+    assert headers() == {"8.6.1"}
+    monkeypatch.setattr(sdk, "cache_reader", lambda: None)
+    assert headers() == {"8.6.1"}  # as the cache that is used again
+
+
+def test_a_cache_taken_out_of_a_model_is_for_the_installed_tensorrt_too(
+    build_newest, command, tmp_path, monkeypatch
+):
+    out, _ = build_newest(newest(), "--trt-version", "10.3.0")
+
+    def header(*words):
+        made = tmp_path / "plain.onnx", tmp_path / "plain.cache"
+        command("cache", "from-qdq", out / "net.tensorrt.qdq.onnx", "-o", *made, *words)
+        return parse(made[1].read_bytes(), origin="made").header.version
+
+    assert header() == "10.3.0"
+    monkeypatch.setattr(sdk, "cache_reader", lambda: "8.6.1")
+    assert header() == "8.6.1" and header("--trt-version", "9.2.0") == "9.2.0"

@@ -1,7 +1,5 @@
 """The whole of `benchmarks/gpu_check.py`: with a fake TensorRT, and where a GPU is at hand."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -9,14 +7,13 @@ import sys
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks import gpu_check
 from calibrators.tensorrt import CLASSES
-from deploy.calibration.trt_cache import CalibrationCache, from_scales
+from deploy.calibration.trt_cache import from_scales
 from deploy.errors import BackendError, SdkMissingError
 from deploy.feed.feed import open_feed
 from deploy.frontends import load
@@ -24,12 +21,11 @@ from deploy.metrics.latency import Latency, Timing, measure
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt import sdk
 from deploy.targets.tensorrt.builder import Profile
-from deploy.tensors import Session
 
 ROOT = Path(__file__).parents[1]
 
 
-def reason() -> str:
+def reason():
     """Why there is nothing to check on; "" where there is."""
     try:
         sdk.find()
@@ -43,7 +39,7 @@ NO_GPU = reason()
 
 @pytest.mark.gpu
 @pytest.mark.skipif(bool(NO_GPU), reason=NO_GPU)
-def test_tensorrt_agrees_on_this_gpu(tmp_path: Path) -> None:
+def test_tensorrt_agrees_on_this_gpu(tmp_path):
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--out", str(tmp_path)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
@@ -51,18 +47,18 @@ def test_tensorrt_agrees_on_this_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not NO_GPU, reason="a GPU is at hand")
-def test_without_a_gpu_the_check_says_so(tmp_path: Path) -> None:
+def test_without_a_gpu_the_check_says_so(tmp_path):
     assert gpu_check.main(["--out", str(tmp_path)]) == 77
 
 
-def case() -> gpu_check.Case:
+def case():
     path = ROOT / "datasets" / "fashion" / "fashion.onnx"
     loaded = load(path, fold_batchnorm=False)
     images = str(ROOT / "datasets" / "fashion" / "calib")
     return gpu_check.Case(path, loaded, open_feed(images, loaded.inputs, limit=25), 10)
 
 
-def test_tensorrt_gets_whole_batches_of_what_our_own_search_sees() -> None:
+def test_tensorrt_gets_whole_batches_of_what_our_own_search_sees():
     batches = list(case().batches())
     assert [batch["image"].shape for batch in batches] == [(10, 1, 28, 28)] * 2
     fed = np.concatenate([sample["image"] for sample in islice(case().feed.samples(), 20)])
@@ -71,7 +67,7 @@ def test_tensorrt_gets_whole_batches_of_what_our_own_search_sees() -> None:
     assert profile == Profile((1, 1, 28, 28), (1, 1, 28, 28), (10, 1, 28, 28))
 
 
-def test_caches_are_held_against_each_other_entry_by_entry() -> None:
+def test_caches_are_held_against_each_other_entry_by_entry():
     mine = {f"t{i}": np.float32(i + 1) for i in range(10)} | {"dead": np.float32(0)}
     ours = from_scales(mine, version="8.5.3")
     theirs = from_scales(mine | {"constant_output": np.float32(1)}, version="8.5.3")
@@ -79,9 +75,17 @@ def test_caches_are_held_against_each_other_entry_by_entry() -> None:
     gpu_check._hold(finding, theirs, ours)
     assert (finding.equal, finding.entries, finding.wrong) == (11, 11, [])
     assert (finding.median, finding.only_theirs) == (0, ["constant_output"])
+    finding = gpu_check.Finding("minmax")
+    stranger = from_scales({"made up": np.float32(1), "t0": np.float32(1)}, version="8.5.3")
+    gpu_check._hold(finding, moved(0), stranger)
+    assert finding.only_ours == ["made up"]
+    assert "made up" in finding.wrong[0]
+    assert finding.entries == 1
+    gpu_check._hold(finding, moved(0), from_scales({"a": np.float32(1)}, version="8.5.3"))
+    assert finding.wrong[-1] == "no name is in both caches"
 
 
-def moved(share: float, *names: str) -> CalibrationCache:
+def moved(share, *names):
     """Eleven scales, those of `names` greater by `share`."""
     scales = {f"t{i}": np.float32(i + 1) for i in range(11)}
     return from_scales(
@@ -89,9 +93,7 @@ def moved(share: float, *names: str) -> CalibrationCache:
     )
 
 
-def test_the_median_is_judged_and_every_difference_printed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_median_is_judged_and_every_difference_printed(capsys):
     few, most = [f"t{i}" for i in range(5)], [f"t{i}" for i in range(6)]
     finding = gpu_check.Finding("entropy2")
     gpu_check._hold(finding, moved(0), moved(0.5, *few))
@@ -108,32 +110,19 @@ def test_the_median_is_judged_and_every_difference_printed(
     assert legacy.wrong == []
 
 
-def test_a_name_that_tensorrt_does_not_have_is_wrong() -> None:
-    finding = gpu_check.Finding("minmax")
-    stranger = from_scales({"made up": np.float32(1), "t0": np.float32(1)}, version="8.5.3")
-    gpu_check._hold(finding, moved(0), stranger)
-    assert finding.only_ours == ["made up"]
-    assert "made up" in finding.wrong[0]
-    assert finding.entries == 1
-    gpu_check._hold(finding, moved(0), from_scales({"a": np.float32(1)}, version="8.5.3"))
-    assert finding.wrong[-1] == "no name is in both caches"
-
-
-def test_what_fails_in_one_engine_leaves_the_others_their_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_in_one_engine_leaves_the_others_their_figures(tmp_path, monkeypatch):
     """The model itself, run by ONNX Runtime, stands for an engine."""
 
     class Standing:
         @staticmethod
-        def open(path: Path, *, cuda_graph: bool = False) -> Session:
+        def open(path, *, cuda_graph=False):
             return OrtSession.open(path.read_bytes(), threads=1)
 
-    def fails(finding: gpu_check.Finding) -> bytes:
+    def fails(finding):
         finding.median = 0.25
         raise BackendError("TensorRT could not build it")
 
-    def plan(finding: gpu_check.Finding) -> bytes:
+    def plan(finding):
         return case().path.read_bytes()
 
     monkeypatch.setattr(gpu_check, "TensorrtSession", Standing)
@@ -152,7 +141,7 @@ def test_what_fails_in_one_engine_leaves_the_others_their_figures(
     assert json.dumps([gpu_check._json(f) for f in (fp32, entropy2)])
 
 
-def test_the_table_has_a_line_for_each_engine_and_what_is_wrong() -> None:
+def test_the_table_has_a_line_for_each_engine_and_what_is_wrong():
     timing = Timing.of([1.0, 2.0, 3.0])
     latency = Latency(
         queries=3, warmup_queries=1, total_host_walltime_s=1.0, throughput_qps=3.0,
@@ -167,9 +156,7 @@ def test_the_table_has_a_line_for_each_engine_and_what_is_wrong() -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_check_runs_with_a_fake_tensorrt(
-    tensorrt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_the_whole_check_runs_with_a_fake_tensorrt(tensorrt, tmp_path, monkeypatch, capsys):
     """The fake searches no scales: it takes the largest value, whatever calibrator asks."""
     tensorrt("8.5.3.1", "cuda-python")
     monkeypatch.setattr(

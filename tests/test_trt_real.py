@@ -1,12 +1,9 @@
 """The calibrators against TensorRT 8.5.3.1 itself, in the environment of scripts/trt_env.sh."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, Any]:
+def seen():
     """What the driver saw, as JSON; one process for all tests."""
     done = subprocess.run(
         [str(PYTHON), str(ROOT / "tests" / "drive_trt.py")],
@@ -33,14 +30,14 @@ def seen() -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    seen: dict[str, Any] = json.loads(done.stdout)
+    seen = json.loads(done.stdout)
     return seen
 
 
 @pytest.mark.parametrize(
     ("name", "number"), [("legacy", 0), ("entropy", 1), ("entropy2", 2), ("minmax", 3)]
 )
-def test_each_calibrator_is_tensorrts_own(seen: dict[str, Any], name: str, number: int) -> None:
+def test_each_calibrator_is_tensorrts_own(seen, name, number):
     assert seen["version"] == "8.5.3.1"
     found = seen["algorithms"][name]
     assert found["is_trt"]
@@ -49,21 +46,15 @@ def test_each_calibrator_is_tensorrts_own(seen: dict[str, Any], name: str, numbe
     assert found["run"].startswith("ok TRT-8503-")
 
 
-def test_legacy_hands_over_quantile_and_cutoff(seen: dict[str, Any]) -> None:
-    assert seen["algorithms"]["legacy"]["legacy"] == [0.99, 0.5]
-    assert seen["algorithms"]["legacy"]["histogram"] is None
-
-
-def test_tensorrt_reads_the_bytes_of_the_feed(seen: dict[str, Any]) -> None:
+def test_tensorrt_reads_the_bytes_of_the_feed_or_a_known_cache(seen):
     assert seen["bytes_seen"] is True
     assert seen["whole"] == "ok TRT-8503-EntropyCalibration2\ndata: 3c008912\n"
     assert seen["longer_feed"] == seen["whole"]
-
-
-def test_a_known_cache_is_read_and_no_batch_is_taken(seen: dict[str, Any]) -> None:
     assert seen["reused"].startswith("ok ")
     assert seen["reused_taken"] == 0
     assert seen["refused_but_fed"] == seen["whole"]
+    assert seen["algorithms"]["legacy"]["legacy"] == [0.99, 0.5]
+    assert seen["algorithms"]["legacy"]["histogram"] is None
 
 
 @pytest.mark.parametrize(
@@ -81,30 +72,21 @@ def test_a_known_cache_is_read_and_no_batch_is_taken(seen: dict[str, Any]) -> No
         ("unknown", "got 'kl'"),
     ],
 )
-def test_what_tensorrt_would_swallow_is_raised(seen: dict[str, Any], case: str, told: str) -> None:
+def test_what_tensorrt_would_swallow_is_raised(seen, case, told):
     assert told in seen[case]
 
 
-def test_8_5_has_all_that_the_builder_and_the_session_call(seen: dict[str, Any]) -> None:
+def test_8_5_has_all_that_is_called_here(seen):
     assert seen["lacking"] == []
     parts = seen["small_parts"]
     assert parts["dims"] == [1, -1, 3]
     assert parts["dtypes"] == ["float32", "float16", "int8", "int32", "bool"]
     assert parts["log"] == [["wrong"], ["wrong", "said"]]
     assert parts["one_logger"]
-
-
-def test_the_stand_ins_of_this_environment_are_known_as_such(seen: dict[str, Any]) -> None:
     assert seen["small_parts"]["stand_ins"] == ["CUBLAS", "CUBLAS_LT", "CUDNN"]
-
-
-def test_without_a_driver_the_builder_says_so_in_one_sentence(seen: dict[str, Any]) -> None:
     told = seen["without_gpu"]
     assert told == "built" or "could not make a builder on this machine: " in told
     assert told == "built" or "CUDA initialization failure" in told
-
-
-def test_the_feed_runs_with_opencv_4_too(seen: dict[str, Any]) -> None:
     version, level = seen["opencv"]
     assert version.startswith("4.")
     assert level == 0

@@ -1,7 +1,5 @@
 """The report of engines on a GPU, by the fake TensorRT: what int8 is held against, and its head."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -146,8 +144,7 @@ def test_fp8_is_held_against_the_same_float_engines(tensorrt, build, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "labels"),
-    [("none", []), ("fp16", ["TensorRT FP16"]), ("fp32", ["TensorRT FP32"])],
+    ("asked", "labels"), [("none", []), ("fp16", ["TensorRT FP16"]), ("fp32", ["TensorRT FP32"])]
 )
 def test_float_engines_can_be_left_out(tensorrt, build, tmp_path, asked, labels):
     trt = tensorrt(TEN)
@@ -201,7 +198,7 @@ def test_a_float_engine_that_cannot_be_opened_is_a_note(tensorrt, build, monkeyp
 # -- like against like -----------------------------------------------------------------------------
 
 
-def test_speed_is_held_against_tensorrt_and_never_the_cpu(tensorrt, build):
+def test_speed_is_held_against_tensorrt_and_stages_stand_in_every_form(tensorrt, build):
     tensorrt(TEN)
     made = build()
     change = "1.67x faster than TensorRT FP16, 3.00x faster than TensorRT FP32"
@@ -209,6 +206,13 @@ def test_speed_is_held_against_tensorrt_and_never_the_cpu(tensorrt, build):
     assert "1.67x</b><span>speed of TensorRT FP16, int8" in made.html
     assert made.html.count('class="wide"') == 2  # an axis for the CPU, one for the GPU
     assert "as fast as FP32" not in made.md + made.html + made.said
+    stages = {"Enqueue": "0.125 ms", "H2D": "0.300 ms", "D2H": "0.200 ms"}
+    for label, value in stages.items():
+        assert line(made, label)[:4] == ["-", value, value, value]
+        assert f"<td>{label}</td>" in made.html and f"\n{label} " in made.said
+    assert line(made, "GPU compute")[:4] == ["-", "4.00 ms", "2.00 ms", "1.00 ms"]
+    latency = made.rows["int8"]["latency"]
+    assert (latency["h2d"]["median"], latency["enqueue"]["median"]) == (0.3, 0.125)
 
 
 @pytest.mark.parametrize(
@@ -239,16 +243,12 @@ def test_on_a_gpu_the_runtime_itself_takes_no_time(tensorrt, build, monkeypatch)
     assert reason == "0.75 times as fast as TensorRT FP16"
 
 
-def test_a_target_of_the_cpu_keeps_its_ratio_beside_one_of_the_gpu(tensorrt, build):
+def test_gpu_and_cpu_keep_their_ratios_and_do_not_wait_for_each_other(tensorrt, build, monkeypatch):
     tensorrt(TEN)
     made = build("--min-speedup", "1000", "--accept", target="onnxruntime,tensorrt")
     assert any("as fast as FP32" in r for r in made.rows["onnxruntime"]["verdict"]["reasons"])
     assert any("as TensorRT FP16" in r for r in made.rows["tensorrt"]["verdict"]["reasons"])
     assert line(made, "Latency p50")[-1] == ""  # several ratios: each verdict tells its own
-
-
-def test_gpu_and_cpu_do_not_wait_for_each_other(tensorrt, build, monkeypatch):
-    tensorrt(TEN)
     rounds, whole = [], timing.measure
     monkeypatch.setattr(
         measure, "measure", lambda s, *a, **k: rounds.append(list(s)) or whole(s, *a, **k)
@@ -258,18 +258,6 @@ def test_gpu_and_cpu_do_not_wait_for_each_other(tensorrt, build, monkeypatch):
 
 
 # -- stages, and the report's head ----------------------------------------------------------------
-
-
-def test_the_stages_stand_in_every_form(tensorrt, build):
-    tensorrt(TEN)
-    made = build()
-    stages = {"Enqueue": "0.125 ms", "H2D": "0.300 ms", "D2H": "0.200 ms"}
-    for label, value in stages.items():
-        assert line(made, label)[:4] == ["-", value, value, value]
-        assert f"<td>{label}</td>" in made.html and f"\n{label} " in made.said
-    assert line(made, "GPU compute")[:4] == ["-", "4.00 ms", "2.00 ms", "1.00 ms"]
-    latency = made.rows["int8"]["latency"]
-    assert (latency["h2d"]["median"], latency["enqueue"]["median"]) == (0.3, 0.125)
 
 
 @pytest.fixture

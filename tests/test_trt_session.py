@@ -1,25 +1,26 @@
 """Engines on a fake GPU: every kind of input and output, by each of CUDA's bindings."""
 
-from __future__ import annotations
-
 import gc
 import sys
-from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 from onnx import TensorProto, helper
+from tests.vendor_models import build_net, save_net
 
 from deploy.errors import BackendError, ConfigError, SdkMissingError
+from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt import sdk
 from deploy.targets.tensorrt.builder import Profile, Settings, build_engine
 from deploy.targets.tensorrt.cuda import Buffer, CudaMemory
+from deploy.targets.tensorrt.inspector import throughput
 from deploy.targets.tensorrt.sdk import gpu
 from deploy.targets.tensorrt.session import TensorrtSession
 
 BINDINGS = ("cuda-python", "cudart", "pycuda")
+
 EIGHT, TEN = "8.5.3.1", "10.13.0.35"
+
 FLOATS = Settings(int8=False, fp16=False)
 
 
@@ -29,32 +30,30 @@ def machine(request, tensorrt):
     return tensorrt(TEN, request.param)
 
 
-def info(name: str, kind: int, shape) -> onnx.ValueInfoProto:
+def info(name, kind, shape):
     return helper.make_tensor_value_info(name, kind, shape)
 
 
-def saved(path: Path, nodes, inputs, outputs, opset: int = 17) -> Path:
-    graph = helper.make_graph(nodes, "g", inputs, outputs)
-    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("plugins", 1)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9), path)
-    return path
+def saved(path, nodes, inputs, outputs, opset=17):
+    return save_net(path, nodes, inputs, outputs, opset={"": opset, "plugins": 1}, ir=9)
 
 
-def opened(model: Path, settings: Settings = FLOATS, **options) -> TensorrtSession:
+def opened(model, settings=FLOATS, **options):
     path = model.with_suffix(".engine")
     path.write_bytes(build_engine(model, settings).plan)
     return TensorrtSession.open(path, **options)
 
 
-def relu(path: Path, kind: int = TensorProto.FLOAT, opset: int = 17) -> Path:
-    node = helper.make_node("Relu", ["x"], ["y"])
-    return saved(path, [node], [info("x", kind, ["n", 3])], [info("y", kind, ["n", 3])], opset)
+def relu(path, kind=TensorProto.FLOAT, opset=17):
+    return saved(
+        path, [("Relu", "x", "y")], {"x": (kind, ["n", 3])}, {"y": (kind, ["n", 3])}, opset
+    )
 
 
 WIDE = Settings(int8=False, fp16=False, profiles={"x": Profile((1, 3), (2, 3), (4, 3))})
 
 
-def test_a_run_gives_what_the_network_gives(machine, tmp_path):
+def test_a_run_and_a_graph_give_what_the_network_gives(machine, tmp_path):
     session = opened(relu(tmp_path / "m.onnx"), WIDE)
     for rows in (2, 4, 1):
         x = np.random.default_rng(rows).standard_normal((rows, 3)).astype(np.float32)
@@ -66,6 +65,10 @@ def test_a_run_gives_what_the_network_gives(machine, tmp_path):
     with pytest.raises(BackendError, match="none for 'x'"):
         session.run({"z": x})
     np.testing.assert_array_equal(session.run({"x": x})["y"], np.maximum(x, 0))
+    session = opened(relu(tmp_path / "m.onnx"), WIDE, cuda_graph=True)
+    for rows in (2, 2, 2, 3, 3):
+        x = np.random.default_rng(rows).standard_normal((rows, 3)).astype(np.float32)
+        np.testing.assert_array_equal(session.run({"x": x})["y"], np.maximum(x, 0))
 
 
 @pytest.mark.slow
@@ -82,9 +85,9 @@ def test_memory_is_given_back(machine, tmp_path):
 
 
 def test_an_output_may_have_a_shape_that_depends_on_values(machine, tmp_path):
-    nodes = [helper.make_node("NonZero", ["x"], ["where"]), helper.make_node("Relu", ["x"], ["y"])]
-    ends = [info("where", TensorProto.INT64, [2, None]), info("y", TensorProto.FLOAT, ["n", 3])]
-    model = saved(tmp_path / "m.onnx", nodes, [info("x", TensorProto.FLOAT, ["n", 3])], ends)
+    nodes = [("NonZero", "x", "where"), ("Relu", "x", "y")]
+    ends = {"where": (TensorProto.INT64, [2, None]), "y": ["n", 3]}
+    model = saved(tmp_path / "m.onnx", nodes, {"x": ["n", 3]}, ends)
     session = opened(model, WIDE)
     assert session.outputs[0].shape == (2, None)
     for fill in (1, 0, 1):
@@ -99,12 +102,11 @@ def test_an_output_may_have_a_shape_that_depends_on_values(machine, tmp_path):
 
 
 def test_memory_that_an_allocator_cannot_get_is_told(machine, tmp_path, monkeypatch):
-    node = helper.make_node("NonZero", ["x"], ["where"])
     model = saved(
         tmp_path / "m.onnx",
-        [node],
-        [info("x", TensorProto.FLOAT, [4])],
-        [info("where", TensorProto.INT64, [1, None])],
+        [("NonZero", "x", "where")],
+        {"x": [4]},
+        {"where": (TensorProto.INT64, [1, None])},
     )
     session = opened(model)
 
@@ -118,12 +120,11 @@ def test_memory_that_an_allocator_cannot_get_is_told(machine, tmp_path, monkeypa
 
 
 def test_what_shapes_depend_on_is_read_in_host_memory(machine, tmp_path):
-    node = helper.make_node("Expand", ["x", "shape"], ["y"])
     model = saved(
         tmp_path / "m.onnx",
-        [node],
-        [info("x", TensorProto.FLOAT, [1, 3]), info("shape", TensorProto.INT64, [2])],
-        [info("y", TensorProto.FLOAT, [None, None])],
+        [("Expand", "x shape", "y")],
+        {"x": [1, 3], "shape": (TensorProto.INT64, [2])},
+        {"y": [None, None]},
     )
     with pytest.raises(ConfigError, match="none for 'shape'"):
         build_engine(model, FLOATS)
@@ -135,39 +136,29 @@ def test_what_shapes_depend_on_is_read_in_host_memory(machine, tmp_path):
 
 
 def test_scalars_go_in_and_out(machine, tmp_path):
-    nodes = [
-        helper.make_node("ReduceSum", ["x"], ["sum"], keepdims=0),
-        helper.make_node("Mul", ["sum", "by"], ["y"]),
-    ]
-    model = saved(
-        tmp_path / "m.onnx",
-        nodes,
-        [info("x", TensorProto.FLOAT, [3]), info("by", TensorProto.FLOAT, [])],
-        [info("y", TensorProto.FLOAT, [])],
-    )
+    nodes = [("ReduceSum", "x", "sum", {"keepdims": 0}), ("Mul", "sum by", "y")]
+    model = saved(tmp_path / "m.onnx", nodes, {"x": [3], "by": []}, {"y": []})
     made = opened(model).run({"x": np.float32([1, 2, 3]), "by": np.float32(2)})
     assert made["y"].shape == () and made["y"] == 12
 
 
 KINDS = {
-    "float16": TensorProto.FLOAT16,
-    "bfloat16": TensorProto.BFLOAT16,
-    "float8": TensorProto.FLOAT8E4M3FN,
-    "int8": TensorProto.INT8,
-    "uint8": TensorProto.UINT8,
-    "int32": TensorProto.INT32,
-    "int64": TensorProto.INT64,
-    "bool": TensorProto.BOOL,
-}
+    "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16,
+    "float8": TensorProto.FLOAT8E4M3FN, "int8": TensorProto.INT8, "uint8": TensorProto.UINT8,
+    "int32": TensorProto.INT32, "int64": TensorProto.INT64, "bool": TensorProto.BOOL,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", KINDS)
 def test_every_type_of_whole_bytes_goes_in_and_out(tensorrt, tmp_path, dtype):
     tensorrt(TEN)
-    node = helper.make_node("Identity", ["x"], ["y"])
     kind = KINDS[dtype]
     model = saved(
-        tmp_path / "m.onnx", [node], [info("x", kind, [4])], [info("y", kind, [4])], opset=19
+        tmp_path / "m.onnx",
+        [("Identity", "x", "y")],
+        {"x": (kind, [4])},
+        {"y": (kind, [4])},
+        opset=19,
     )
     session = opened(model)
     plain = "float32" if dtype in ("bfloat16", "float8") else dtype
@@ -189,9 +180,8 @@ def test_a_type_of_half_bytes_is_refused(tensorrt):
 @pytest.mark.parametrize("version", [EIGHT, TEN])
 def test_whole_numbers_are_fed_in_the_networks_own_type(tensorrt, tmp_path, version):
     tensorrt(version)
-    node = helper.make_node("Identity", ["x"], ["y"])
     ends = [info(name, TensorProto.INT64, [2]) for name in "xy"]
-    session = opened(saved(tmp_path / "m.onnx", [node], ends[:1], ends[1:]))
+    session = opened(saved(tmp_path / "m.onnx", [("Identity", "x", "y")], ends[:1], ends[1:]))
     assert session.inputs[0].dtype == ("int32" if version == EIGHT else "int64")
     for dtype in (np.int64, np.int32, np.uint8):
         np.testing.assert_array_equal(session.run({"x": np.array([3, 4], dtype)})["y"], [3, 4])
@@ -216,14 +206,7 @@ def test_an_engine_runs_on_the_gpu_that_is_asked_for(machine, tmp_path):
         TensorrtSession.open(path, device=2)
 
 
-def test_a_graph_is_captured_and_launched(machine, tmp_path):
-    session = opened(relu(tmp_path / "m.onnx"), WIDE, cuda_graph=True)
-    for rows in (2, 2, 2, 3, 3):
-        x = np.random.default_rng(rows).standard_normal((rows, 3)).astype(np.float32)
-        np.testing.assert_array_equal(session.run({"x": x})["y"], np.maximum(x, 0))
-
-
-def test_a_calibrators_memory_is_reused_and_grows(machine):
+def test_memory_of_a_calibrator_and_of_nothing(machine):
     cuda = sys.modules["fake_cuda"]
     memory = CudaMemory(gpu(1))
     first = memory.put("x", np.arange(4, dtype=np.float32))
@@ -234,20 +217,29 @@ def test_a_calibrators_memory_is_reused_and_grows(machine):
     assert cuda.allocated() == 1
     memory.free()
     assert cuda.allocated() == 0
-
-
-def test_what_cuda_refuses_is_said_in_its_words(machine):
+    device = gpu()
+    with device.current():
+        assert Buffer(device, 0).size == 1
+        assert device.pinned((0, 3), "float32").shape == (0, 3)
     device = gpu()
     with pytest.raises(BackendError, match=r"device not ready.*; `nvidia-smi` shows"):
         too_early(device)
 
 
-def too_early(device) -> None:
+def too_early(device):
     with device.current():
         device.between_ms(device.event(), device.event())
 
 
-def test_without_a_binding_or_a_gpu_both_ways_are_named(tensorrt, tmp_path):
+def test_bindings_that_are_missing_or_do_not_start(tensorrt, monkeypatch, tmp_path):
+    tensorrt(TEN, "pycuda")
+    cuda = sys.modules["fake_cuda"]
+    broken = cuda.cuda_python()
+    runtime = broken["cuda.bindings.runtime"]
+    runtime.cudaGetDeviceCount = lambda: (cuda.Code.cudaErrorInvalidValue, None)
+    for name, module in broken.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    assert type(gpu()).__name__ == "Pycuda"
     tensorrt(TEN, "")
     with pytest.raises(SdkMissingError, match=r"cuda-python: .*; pycuda: .*: pip install cuda-py"):
         gpu()
@@ -258,19 +250,18 @@ def test_without_a_binding_or_a_gpu_both_ways_are_named(tensorrt, tmp_path):
             gpu()
 
 
-def test_a_binding_that_does_not_start_leaves_it_to_the_other(tensorrt, monkeypatch):
-    tensorrt(TEN, "pycuda")
-    cuda = sys.modules["fake_cuda"]
-    broken = cuda.cuda_python()
-    runtime = broken["cuda.bindings.runtime"]
-    runtime.cudaGetDeviceCount = lambda: (cuda.Code.cudaErrorInvalidValue, None)
-    for name, module in broken.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    assert type(gpu()).__name__ == "Pycuda"
+def session():
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 8]) for name in "xy"]
+    model = build_net([("Relu", "x", "y")], ends[:1], ends[1:])
+    return OrtSession.open(model.SerializeToString(), threads=1)
 
 
-def test_a_buffer_has_a_byte_at_least(machine):
-    device = gpu()
-    with device.current():
-        assert Buffer(device, 0).size == 1
-        assert device.pinned((0, 3), "float32").shape == (0, 3)
+def test_sessions_run_at_once_and_errors_in_a_thread_reach_the_caller():
+    feeds = [{"x": np.ones((1, 8), np.float32)}]
+    sessions = [session(), session()]
+    assert throughput(sessions, feeds, warmup_ms=0, duration_s=0.05) > 0
+    assert throughput(sessions, feeds, warmup_ms=0, duration_s=0) > 0
+    with pytest.raises(BackendError):
+        throughput([session()], [{"z": np.ones(3, np.float32)}], duration_s=0)
+    with pytest.raises(ConfigError):
+        throughput([], [], duration_s=0)

@@ -1,5 +1,7 @@
 """Networks whose quantized tensors are where a plan wants them, one for each kind of them."""
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -160,33 +162,7 @@ def _made(kind):
     return model
 
 
-def residual():
-    return _made(Residual)
-
-
-def mobile():
-    return _made(Mobile)
-
-
-def detector():
-    return _made(Detector)
-
-
-def attention():
-    return _made(Attention)
-
-
-def pooled():
-    return _made(Pooled)
-
-
-def causal():
-    return _made(Causal)
-
-
-def parameters():
-    return _made(Parameters)
-
-
-def joined():
-    return _made(Joined)
+KINDS = (Residual, Mobile, Detector, Attention, Pooled, Causal, Parameters, Joined)
+residual, mobile, detector, attention, pooled, causal, parameters, joined = (
+    partial(_made, kind) for kind in KINDS
+)

@@ -1,5 +1,7 @@
 """Small networks of the shapes that zoos have, written without them."""
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -139,12 +141,12 @@ class FrozenBatchNorm2d(nn.Module):
             self.register_buffer(name, torch.rand(width) + 0.5)
 
     def forward(self, x):
-        scale = self.weight.reshape(1, -1, 1, 1) * (self.running_var + 1e-5).rsqrt().reshape(
-            1, -1, 1, 1
+        weight, bias, mean, variance = (
+            one.reshape(1, -1, 1, 1)
+            for one in (self.weight, self.bias, self.running_mean, self.running_var)
         )
-        return x * scale + (
-            self.bias.reshape(1, -1, 1, 1) - self.running_mean.reshape(1, -1, 1, 1) * scale
-        )
+        scale = weight * (variance + 1e-5).rsqrt()
+        return x * scale + (bias - mean * scale)
 
 
 class Attention(nn.Module):
@@ -202,17 +204,17 @@ class Ssd(nn.Module):
             x = block(x)
             maps.append(x)
         return {
-            "boxes": torch.cat(
-                [self.flat(h(m), 4) for h, m in zip(self.boxes, maps, strict=True)], 1
-            ),
-            "scores": torch.cat(
-                [self.flat(h(m), 3) for h, m in zip(self.scores, maps, strict=True)], 1
-            ),
+            "boxes": self.joined(self.boxes, maps, 4),
+            "scores": self.joined(self.scores, maps, 3),
         }
 
-    def flat(self, x, last):
-        n, _, h, w = x.shape
-        return x.view(n, -1, last, h, w).permute(0, 3, 4, 1, 2).reshape(n, -1, last)
+    def joined(self, heads, maps, last):
+        flat = []
+        for x in (head(found) for head, found in zip(heads, maps, strict=True)):
+            n, _, h, w = x.shape
+            x = x.view(n, -1, last, h, w).permute(0, 3, 4, 1, 2)
+            flat.append(x.reshape(n, -1, last))
+        return torch.cat(flat, 1)
 
 
 def norms():
@@ -227,12 +229,9 @@ def norms():
 
 
 SHAPES = {
-    "detector": Detector,
-    "norms": norms,
-    "attention": Attention,
-    "convnext": ConvNeXt,
+    "detector": Detector, "norms": norms, "attention": Attention, "convnext": ConvNeXt,
     "ssd": Ssd,
-}
+}  # fmt: skip
 
 
 def make(name, seed=0):
@@ -249,21 +248,4 @@ def make(name, seed=0):
     return model.eval()
 
 
-def detector():
-    return make("detector")
-
-
-def all_norms():
-    return make("norms")
-
-
-def attention():
-    return make("attention")
-
-
-def convnext():
-    return make("convnext")
-
-
-def ssd():
-    return make("ssd")
+detector, all_norms, attention, convnext, ssd = (partial(make, name) for name in SHAPES)

@@ -1,0 +1,248 @@
+"""AMCT's algorithms: DMQ, IFMR and HFMG."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from calibrators.amct import hfmg as hfmg_module
+from calibrators.amct import ifmr as ifmr_module
+from calibrators.amct.arq import (
+    balance_factors,
+    channel_max,
+    channels_back,
+    channels_first,
+    weight_channel_max,
+)
+from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, cuts, hfmg, respread
+from calibrators.amct.ifmr import KEPT, IfmrHistogram, IfmrParams, ifmr, ifmr_streaming, ratios
+from calibrators.errors import CalibrationError
+
+
+def drawn(kind, size, seed):
+    rng = np.random.default_rng(seed)
+    x = {
+        "laplace": rng.laplace(0, 1, size),
+        "relu": np.maximum(rng.normal(0, 1, size), 0),
+        "relu6": np.clip(rng.normal(1, 3, size), 0, 6),
+        "heavy": rng.standard_t(3, size),
+        "integers": rng.integers(-128, 128, size),
+    }[kind]
+    return x.astype(np.float32)
+
+
+KINDS = ["laplace", "relu", "relu6", "heavy", "integers"]
+
+
+def direct(x, params):
+    """Every candidate by AMCT's float32 formula, none skipped."""
+    data = np.sort(x, axis=None)
+    lo = ifmr_module.kth_value(data, params.min_percentile, smallest=True)
+    hi = ifmr_module.kth_value(data, params.max_percentile, smallest=False)
+    candidates = ifmr_module.candidates_of(np.float32(hi), np.float32(lo), params)
+    return np.array([ifmr_module.loss32(data, candidates, i) for i in range(candidates.hi.size)])
+
+
+@pytest.mark.parametrize("with_offset", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_sorted_losses_choose_as_the_direct_ones(kind, with_offset, bits):
+    params = IfmrParams(with_offset=with_offset, bits=bits)
+    x = drawn(kind, 20_000, seed=3)
+    result, losses = ifmr(x, params), direct(x, params)
+    assert result.candidate == int(np.argmin(losses))
+    np.testing.assert_allclose(result.losses, losses, rtol=1e-4)
+
+
+@pytest.mark.parametrize("stairs", [1, 7, 30])
+def test_losses_are_the_same_a_few_stairs_at_a_time(stairs, monkeypatch):
+    x, params = drawn("laplace", 20_000, seed=3), IfmrParams()
+    whole = ifmr(x, params).losses
+    monkeypatch.setattr(ifmr_module, "_STEPS", stairs * 255)
+    assert ifmr(x, params).losses.tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("with_offset", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_streaming_is_within_one_candidate(kind, with_offset):
+    params = IfmrParams(with_offset=with_offset)
+    x = drawn(kind, 160_000, seed=5)
+    histogram = IfmrHistogram()
+    for batch in np.array_split(x, 7):
+        histogram.observe(batch)
+    exact, streamed = ifmr(x, params), ifmr_streaming(histogram, params)
+    assert abs(exact.candidate - streamed.candidate) <= 1
+    assert abs(exact.offset - streamed.offset) <= 1
+
+
+def test_default_ratios_end_at_the_end():
+    r = ratios(IfmrParams())
+    assert r.size == 61 and r[0] == np.float32(0.7) and r[-1] == pytest.approx(1.3, abs=1e-6)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=200), st.booleans())
+def test_the_grid_always_holds_zero(numbers, with_offset):
+    result = ifmr(np.array(numbers, np.float32), IfmrParams(with_offset=with_offset))
+    assert result.scale > 0 and -128 <= result.offset <= 127
+    assert result.clip_min <= 0 <= result.clip_max
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_percentile": 0.0}, {"min_percentile": 1.1}, {"search_range": (1.3, 0.7)},
+        {"search_range": (0.0, 1.0)}, {"search_step": 0.0}, {"search_step": 0.7},
+    ],
+)  # fmt: skip
+def test_params_out_of_range(wrong):
+    with pytest.raises(CalibrationError, match="IFMR"):
+        IfmrParams(**wrong)
+
+
+def test_few_values_stream_exactly_and_none_are_refused():
+    with pytest.raises(CalibrationError, match="not be empty"):
+        ifmr_streaming(IfmrHistogram())
+    histogram = IfmrHistogram()
+    with pytest.raises(CalibrationError, match="1 NaN or Inf"):
+        histogram.observe(np.array([1.0, np.inf], np.float32))
+    assert histogram.total == 0
+    x = drawn("heavy", KEPT, seed=8)
+    histogram = IfmrHistogram()
+    for batch in np.array_split(x, 5):
+        histogram.observe(batch)
+    exact, streamed = ifmr(x), ifmr_streaming(histogram)
+    assert (exact.scale, exact.offset) == (streamed.scale, streamed.offset)
+    x = drawn("heavy", 160_000, seed=6)
+    histogram = IfmrHistogram()
+    histogram.observe(x)
+    params = IfmrParams(max_percentile=0.999, min_percentile=0.999)
+    exact, streamed = ifmr(x, params), ifmr_streaming(histogram, params)
+    assert streamed.scale == pytest.approx(float(exact.scale), rel=0.02)
+
+
+@settings(max_examples=15)
+@given(st.integers(1, 9), st.integers(0, 99))
+def test_batches_leave_no_trace(parts, seed):
+    x = np.random.default_rng(seed).normal(size=KEPT + 5000).astype(np.float32) * (seed + 1)
+    whole, split = IfmrHistogram(), IfmrHistogram()
+    whole.observe(x)
+    for batch in np.array_split(x[::-1], parts):
+        split.observe(batch)
+    np.testing.assert_array_equal(whole.counts, split.counts)
+    np.testing.assert_array_equal(whole.sums, split.sums)
+    assert (whole.full_range, whole.total) == (split.full_range, split.total)
+
+
+def seen(x, nbins=1024, batches=1):
+    histogram = HfmgHistogram(nbins)
+    for batch in np.array_split(np.asarray(x, np.float32), batches):
+        histogram.observe(batch)
+    return histogram
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("bits", [4, 8])
+def test_fast_losses_match_bin_by_bin(seed, bits):
+    rng = np.random.default_rng(seed)
+    histogram = seen(rng.laplace(0, 1, 30_000))
+    runs = cuts(histogram.counts)
+    width = np.float32((histogram.hi - histogram.lo) / np.float32(1024))
+    loss = hfmg_module._loss32
+    direct = [loss(histogram.counts, left, right, width, bits) for left, right in runs]
+    result = hfmg(histogram, HfmgParams(nbins=1024, bits=bits))
+    assert result.candidate == int(np.argmin(direct))
+    np.testing.assert_allclose(result.losses, direct, rtol=1e-3)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(0, 2000), min_size=64, max_size=64))
+def test_cuts_shrink_from_the_outside(counts):
+    runs = cuts(np.array(counts, np.int32))
+    widths = runs[:, 1] - runs[:, 0]
+    assert (np.diff(widths) < 0).all() and (np.diff(runs[:, 0]) >= 0).all()
+    assert (np.diff(runs[:, 1]) <= 0).all() and widths[-1] <= 16
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.integers(0, 10_000), min_size=32, max_size=32),
+    st.floats(0, 10, width=32),
+    st.floats(0, 10, width=32),
+)
+def test_respreading_loses_no_count(counts, below, above):
+    counts = np.array(counts, np.int32)
+    new = (np.float32(-1 - below), np.float32(1 + above))
+    out = respread(counts, (np.float32(-1), np.float32(1)), new)
+    assert out.sum() == counts.sum() and (out >= 0).all()
+
+
+@pytest.mark.parametrize("together", [2, 3, 5])
+def test_samples_that_make_a_batch_are_the_batch(together):
+    """Held until it is whole, and the last one as small as it is."""
+    x = (
+        np.random.default_rng(4).laplace(size=(5, 400)).astype(np.float32)
+        * np.arange(1, 6)[:, None]
+    )
+    joined = HfmgHistogram(1024, together=together)
+    for sample in x.astype(np.float32):
+        joined.observe(sample)
+    joined.end()
+    plain = HfmgHistogram(1024)
+    for start in range(0, 5, together):
+        plain.observe(x[start : start + together].astype(np.float32))
+    np.testing.assert_array_equal(joined.counts, plain.counts)
+    assert joined.extremes == plain.extremes
+    joined.end()  # nothing waits
+    np.testing.assert_array_equal(joined.counts, plain.counts)
+
+
+def test_wrong_batches_and_bins_are_refused():
+    histogram = seen([1.0, 2.0, 3.0])
+    before = histogram.counts.copy()
+    with pytest.raises(CalibrationError, match="NaN or Inf"):
+        histogram.observe(np.array([np.nan], np.float32))
+    np.testing.assert_array_equal(histogram.counts, before)
+    with pytest.raises(CalibrationError, match="at least one"):
+        hfmg(HfmgHistogram())
+    with pytest.raises(CalibrationError, match="1000"):
+        HfmgParams(nbins=1000)
+
+
+FLOAT = st.floats(2**-7, 100, width=32)
+
+
+def test_factors_of_known_channels():
+    factor = balance_factors(np.float32([4.0, 9.0]), np.float32([1.0, 0.25]), strength=0.5)
+    np.testing.assert_allclose(factor, [2.0, 6.0])
+    act, weight = np.float32([0, 0, 4, 4]), np.float32([0, 2, 0, 1])
+    factor = balance_factors(act, weight)
+    # the last channel is ordinary: factor 2, so its weight becomes 2 and its activation 2
+    np.testing.assert_allclose(factor, [1.0, 1.0, 1.0, 2.0])
+    weight = np.arange(1, 9, dtype=np.float32).reshape(4, 2, 1, 1)
+    np.testing.assert_array_equal(weight_channel_max(weight, group=2), [3, 4, 7, 8])
+    np.testing.assert_array_equal(channel_max(weight, 1), [7, 8])
+    with pytest.raises(CalibrationError, match="epsilon"):
+        balance_factors(np.float32([1e20]), np.float32([1e-6]), strength=0.5)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(FLOAT, FLOAT), min_size=1, max_size=16))
+def test_half_strength_levels_activation_and_weight(pairs):
+    act, weight = np.array(pairs, np.float32).T
+    factor = balance_factors(act, weight, strength=0.5)
+    np.testing.assert_allclose(act / factor, weight * factor, rtol=1e-5)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_transposed_channels_round_trip(group):
+    weight = np.arange(8 * 3 * 2 * 2, dtype=np.float32).reshape(8, 3, 2, 2)
+    first = channels_first(weight, group)
+    assert first.shape == (3 * group, 8 // group, 2, 2)
+    np.testing.assert_array_equal(channels_back(first, group), weight)
+
+
+@pytest.mark.parametrize("strength", [0.1, 0.9, float("nan")])
+def test_strength_out_of_range(strength):
+    with pytest.raises(CalibrationError, match=r"0\.2"):
+        balance_factors(np.float32([1]), np.float32([1]), strength=strength)

@@ -1,0 +1,331 @@
+"""AIPP, and the folder of an Ascend build on another machine."""
+
+import json
+import subprocess
+from collections import Counter
+from types import SimpleNamespace
+
+import cv2
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from tests.vendor_models import build_net
+
+from deploy.errors import ExportError
+from deploy.feed.preprocess import Preprocess
+from deploy.targets.ascend.aipp import (
+    judged,
+    matrix,
+    run_aipp,
+    to_yuv,
+    write_aipp,
+    write_aipp_files,
+)
+from deploy.targets.ascend.atc import COLORS, STANDARDS, Source, stripped
+from deploy.targets.ascend.proto import parse_text
+
+IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+
+# rows of the documents' tables for RGB: hicann/ge, atc, CSC_config
+DOCUMENTED = {
+    "bt601-narrow": ([(298, 0, 409), (298, -100, -208), (298, 516, 0)], 16),
+    "bt601-full": ([(256, 0, 359), (256, -88, -183), (256, 454, 0)], 0),
+    "bt709-narrow": ([(298, 0, 459), (298, -55, -136), (298, 541, 0)], 16),
+    "bt709-full": ([(256, 0, 403), (256, -48, -120), (256, 475, 0)], 0),
+}
+
+
+def picture(height=32, width=48):
+    """A picture without hard edges, whose chroma survives 4:2:0."""
+    y, x = np.mgrid[0:height, 0:width]
+    planes = [127 + 120 * np.sin(y / 9 + c) * np.cos(x / (7 + c)) for c in range(3)]
+    return np.stack(planes, axis=-1).astype(np.uint8)
+
+
+def prepared(pixels, how):
+    """What the calibration was fed for these pixels (RGB, of the model's size)."""
+    if how.color == "grey":
+        pixels = pixels[..., :1]
+    ordered = pixels[..., ::-1] if how.color == "bgr" else pixels
+    mean, std = (np.float32(v).reshape(-1, 1, 1) for v in (how.mean, how.std))
+    values = np.float32(ordered.transpose(2, 0, 1)) * np.float32(how.scale)
+    return np.float32((values - mean) / std)
+
+
+@pytest.mark.parametrize("standard", STANDARDS)
+def test_the_factors_are_those_of_the_documents(standard):
+    rows, bias = DOCUMENTED[standard]
+    assert matrix(standard, "rgb") == (tuple(rows), (bias, 128, 128))
+    assert matrix(standard, "bgr")[0] == tuple(rows[::-1])
+
+
+def test_yuv_is_that_of_opencv():
+    """OpenCV writes BT.601 narrow, its own rounding and its own choice of chroma aside."""
+    rgb = picture()
+    wanted = cv2.cvtColor(rgb, cv2.COLOR_RGB2YUV_I420)
+    got = to_yuv(rgb, "bt601-narrow")
+    height = rgb.shape[0]
+    luma = np.abs(got[:height].astype(int) - wanted[:height])
+    assert luma.max() <= 1 and got.shape == wanted.shape
+    planes = wanted[height:].reshape(2, height // 2, -1).transpose(1, 2, 0).reshape(height // 2, -1)
+    assert np.abs(got[height:].astype(int) - planes).mean() < 2
+
+
+@pytest.mark.parametrize("standard", STANDARDS)
+@pytest.mark.parametrize("color", ["rgb", "bgr", "grey"])
+@pytest.mark.parametrize("source", COLORS)
+def test_the_om_gets_what_the_calibration_got(source, color, standard):
+    if (source, color) == ("bgr", "grey"):
+        return  # refused: test_what_aipp_does_not_do
+    norms = {"mean": (0.4,), "std": (0.3,)} if color == "grey" else IMAGENET
+    how = Preprocess(size=(32, 48), color=color, layout="nchw", **norms)
+    given = Source(color=source, standard=standard)
+    made = write_aipp(how, given)
+    wanted = prepared(picture(), how)
+    error = judged(made, how, given, {"x": wanted[None]})
+    assert error is not None and error < (0.02 if given.yuv else 5e-4)
+    if given.yuv and color != "grey":  # and not with V for U, nor with another standard's factors
+        other = Source(color="nv21" if source == "nv12" else "nv12", standard=standard)
+        swapped = judged(write_aipp(how, other), how, given, {"x": wanted[None]})
+        assert swapped is not None and swapped > 3 * error
+
+
+def test_a_frame_is_cropped_at_even_places_and_a_wrong_standard_is_seen():
+    how = Preprocess(size=(32, 48), color="rgb", layout="nchw")
+    made = write_aipp(how, Source(color="nv12", size=(38, 54), standard="bt709-full"))
+    assert (made.op.load_start_pos_h, made.op.load_start_pos_w) == (2, 2)
+    frame = np.zeros((38, 54, 3), np.uint8)
+    frame[2:34, 2:50] = picture()
+    got = run_aipp(made.op, to_yuv(frame, "bt709-full"))
+    assert np.abs(got - prepared(picture(), how)).mean() < 0.02
+    wanted = {"x": prepared(picture(), how)[None]}
+    narrow, full = (Source(color="nv12", standard=f"bt601-{k}") for k in ("narrow", "full"))
+    right = judged(write_aipp(how, full), how, full, wanted)
+    wrong = judged(write_aipp(how, narrow), how, full, wanted)
+    assert right is not None and wrong is not None and wrong > 2 * right
+
+
+def test_dynamic_aipp_leaves_the_values_to_the_host_and_arrays_have_none():
+    how = Preprocess(size=(32, 48), color="rgb", layout="nchw", **IMAGENET)
+    made = write_aipp(how, Source(color="nv12", size=(64, 64), dynamic=True))
+    (op,) = parse_text("InsertNewOps", made.text, "it").aipp_op
+    assert op.aipp_mode == 2 and op.max_src_image_size == 64 * 64 * 3 // 2
+    assert not op.HasField("input_format") and not op.HasField("csc_switch")
+    (said,) = [words for words in made.host if "aclmdlSetAIPP" in words]
+    assert "matrix_r0c0: 298" in said and "mean_chn_0: 123" in said and "\n" not in said
+    files = {}
+    request = SimpleNamespace(manifest={"preprocess": None})
+    said = write_aipp_files(request, files, Source(), first_layer_int8=False)
+    assert said == ["No AIPP file: the calibration was fed arrays, not pictures."] and not files
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    for k in range(3):
+        cv2.imwrite(str(folder / f"{k}.png"), np.roll(picture(40, 40), k, axis=1))
+    return folder
+
+
+def aipp(run, small_cnn, pictures, out, *words):
+    settings = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", out)
+    return run("build", small_cnn, "--images", pictures, *settings, "--aipp", *words)
+
+
+def test_the_command_writes_aipp_and_says_how_near_it_is(
+    run, command, small_cnn, pictures, tmp_path
+):
+    words = ("--source-color", "nv21", "--csc", "bt709-full", "--source-size", "20x24")
+    code, _, err = aipp(run, small_cnn, pictures, tmp_path, *words, "--first-layer-int8")
+    assert code == 0, err
+    text = (tmp_path / "small_cnn_compression.cfg").read_text()
+    assert parse_text("CompressionOptions", text, "it").enable_first_layer_quantization
+    (op,) = parse_text("InsertNewOps", (tmp_path / "small_cnn_aipp.cfg").read_text(), "it").aipp_op
+    assert (op.input_format, op.rbuv_swap_switch, op.csc_switch) == (1, True, True)
+    assert (op.src_image_size_h, op.src_image_size_w, op.crop_size_w) == (20, 24, 16)
+    assert op.matrix_r0c2[0] == 403
+    readme = (tmp_path / "small_cnn_README.txt").read_text()
+    assert "AIPP's arithmetic on 2 samples" in readme and "NV21" in readme
+    assert "sound AIPP" in command("ascend", "check", tmp_path / "small_cnn_aipp.cfg")
+    code, _, err = aipp(run, small_cnn, pictures, tmp_path, "--dynamic-aipp")
+    assert code == 0, err
+    assert "max_src_image_size: 768" in (tmp_path / "small_cnn_aipp.cfg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--csc", "bt709-full"), "csc is for YUV images"),
+        (("--source-size", "20"), "reads HxW"),
+        (("--source-color", "hsv"), "nv12"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(words, said, run, small_cnn, pictures, tmp_path):
+    code, _, err = aipp(run, small_cnn, pictures, tmp_path / "b", *words)
+    assert code != 0 and said in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "said"),
+    [
+        ({"color": "grey"}, {"color": "bgr"}, "makes grey of grey pictures"),
+        ({}, {"color": "nv12", "size": (33, 48)}, "even sides"),
+        ({}, {"color": "nv12", "size": (30, 48)}, "does not enlarge"),
+        ({"size": (224, 224)}, {"size": (100, 300)}, "does not enlarge"),
+        ({"layout": "nhwc"}, {}, "NCHW"),
+        ({"mean": (-0.5,)}, {}, "0 to 255"),
+        ({"mean": (2.0,)}, {}, "0 to 255"),
+        ({"scale": 1e-9}, {}, "float16|0 to 255"),
+        ({"size": (1, 1)}, {}, "sides"),
+    ],
+)
+def test_what_aipp_does_not_do(changes, options, said):
+    how = Preprocess(**{"size": (32, 48), "color": "rgb", "layout": "nchw", **changes})
+    with pytest.raises(ExportError, match=said):
+        write_aipp(how, Source(**options))
+
+
+SECRET = "/home/someone/secret/train.py"
+
+
+def tensor(name, *shape):
+    values = np.random.default_rng(len(name)).normal(size=shape).astype(np.float32)
+    return numpy_helper.from_array(np.abs(values) if name.endswith("v") else values, name)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Conv+BN, LayerNormalization, Conv+BN, MatMul+Add at opset 20, telling of its exporter."""
+    nodes = [
+        ("Conv", "x w1", "c1", "conv1", {"pads": [1] * 4}),
+        ("BatchNormalization", ["c1", *(f"n1{k}" for k in "gbmv")], "b1"),
+        ("Relu", "b1", "r1", "relu1"),
+        ("LayerNormalization", "r1 lg", "l1", "norm", {"axis": -1}),
+        ("Conv", "l1 w2", "c2", "conv2", {"pads": [1] * 4}),
+        ("BatchNormalization", ["c2", *(f"n2{k}" for k in "gbmv")], "b2", "bn2"),
+        ("Flatten", "b2", "f", "flatten"),
+        ("MatMul", "f w3", "m", "fc"),
+        ("Add", "m bias", "y", "plus"),
+    ]
+    weights = [tensor("w1", 4, 3, 3, 3), tensor("w2", 4, 4, 3, 3), tensor("w3", 256, 10)]
+    weights += [tensor(f"n{n}{k}", 4) for n in "12" for k in "gbmv"]
+    weights += [tensor("lg", 8), tensor("bias", 10)]
+    made = build_net(nodes, {"x": ["N", 3, 8, 8]}, {"y": ["N", 10]}, weights, opset=20, ir=10)
+    made.metadata_props.add(key="author", value=SECRET)
+    for node in made.graph.node:
+        node.metadata_props.add(key="pkg.torch.onnx.stack_trace", value=SECRET)
+        node.doc_string = SECRET
+    made.graph.initializer[0].doc_string = SECRET
+    path = tmp_path_factory.mktemp("net") / "net.onnx"
+    onnx.save(made, path)
+    np.save(
+        path.with_suffix(".npy"), np.float32(np.random.default_rng(0).normal(size=(6, 3, 8, 8)))
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    """One build, for all that only reads it."""
+    from deploy.pipeline import build
+    from deploy.targets import Ascend
+    from deploy.tuning.search_options import Tuning
+
+    out = tmp_path_factory.mktemp("built")
+    build(
+        model,
+        model.with_suffix(".npy"),
+        out=out,
+        targets=[Ascend(soc="Ascend310P3")],
+        duration_s=0,
+        tuning=Tuning(effort=0),
+    )
+    return out
+
+
+@pytest.mark.parametrize(("cann", "opset", "ir"), [("5.0", 13, 7), ("7.0", 18, 8), ("8.2", 18, 8)])
+def test_models_are_written_for_the_cann_that_is_named(cann, opset, ir, model, tmp_path, command):
+    words = ("--images", model.with_suffix(".npy"), "--target", "ascend", "--out", tmp_path)
+    command("build", model, *words, "--cann", cann, "--effort", 0, "--duration", 0)
+    for ending in ("deploy_model", "amct_qdq"):
+        made = onnx.load(tmp_path / f"net_{ending}.onnx")
+        assert (made.opset_import[0].version, made.ir_version) == (opset, ir)
+        types = Counter(node.op_type for node in made.graph.node)
+        assert types["LayerNormalization"] == (0 if opset < 17 else 1)
+    assert f"CANN {cann} or newer" in (tmp_path / "net_README.txt").read_text()
+
+
+def test_an_older_opset_computes_the_same(model, folder, tmp_path, run):
+    from deploy.targets.ascend.executor import open_deploy
+
+    words = ("--images", model.with_suffix(".npy"), "--target", "ascend", "--out", tmp_path)
+    run("build", model, *words, "--cann", "5.0", "--effort", 0, "--duration", 0)
+    x = {"x": np.float32(np.random.default_rng(3).normal(size=(1, 3, 8, 8)))}
+    old, new = (
+        open_deploy(onnx.load(where / "net_deploy_model.onnx")).run(x)["y"]
+        for where in (tmp_path, folder)
+    )
+    np.testing.assert_allclose(old, new, rtol=1e-5, atol=1e-5)
+    record = "net_record.txt"
+    assert (tmp_path / record).read_text() == (folder / record).read_text()
+
+
+def test_nothing_of_the_exporter_leaves_with_the_files(model, folder):
+    assert SECRET.encode() in model.read_bytes()
+    for path in folder.glob("net_*"):
+        assert SECRET.encode() not in path.read_bytes(), path.name
+    made, plain = onnx.load(model), stripped(onnx.load(model))
+    assert [n.output for n in made.graph.node] == [n.output for n in plain.graph.node]
+    assert made.graph.initializer[1] == plain.graph.initializer[1]
+    assert stripped(plain) == plain and made.metadata_props and not plain.metadata_props
+
+
+def entries(path):
+    """Node of the deploy model -> its entry, as CANN's comparison reads them."""
+    (graph,) = json.loads(path.read_text())["graph"]
+    return {entry["name"]: entry for entry in graph["op"]}
+
+
+def value(entry, key):
+    (found,) = [a["value"] for a in entry["attr"] if a["key"] == f"_datadump_{key}"]
+    return found
+
+
+def test_the_mapping_tells_what_every_node_stands_for(folder):
+    known = entries(folder / "net_quant.json")
+    originals = {
+        name: value(e, "original_op_names")["list"].get("s", []) for name, e in known.items()
+    }
+    assert originals["conv1"] == originals["conv1.dequant"] == ["conv1", "BatchNormalization_1"]
+    assert originals["conv2.dequant"] == ["conv2", "bn2"]
+    assert originals["conv1.quant"] == [] and originals["relu1"] == ["relu1"]
+    assert originals["fc"] == ["fc"] and originals["fc.dequant"] == ["plus"]
+    outputs = {
+        name: [(value(d, "origin_name")["s"], value(d, "origin_output_index")["i"]) for d in shown]
+        for name, shown in ((name, entry["output_desc"]) for name, entry in known.items())
+    }
+    assert outputs["conv1.dequant"] == [("BatchNormalization_1", 0)] and outputs["conv1"] == []
+    assert outputs["fc.dequant"] == [("plus", 0)] and outputs["x"] == [("x", 0)]
+    deploy = onnx.load(folder / "net_deploy_model.onnx")
+    known = entries(folder / "net_quant.json")
+    moving = {node.name for node in deploy.graph.node if node.op_type != "Constant"}
+    assert set(known) == {"x", *moving}
+    assert known["conv1.quant"]["input"] == ["x:0"]
+    assert known["conv1.dequant"]["input"] == ["conv1:0"]
+    assert {edge.rpartition(":")[0] for e in known.values() for edge in e["input"]} <= set(known)
+
+
+def test_the_readme_names_every_file_and_command(folder, model, tmp_path, command):
+    text = (folder / "net_README.txt").read_text()
+    for words in ("sh net_atc.sh", "ais_bench --model net.om", "-om net.om -q net_quant.json"):
+        assert words in text
+    names = {path.name for path in folder.glob("net_*")} - {"net_README.txt"}
+    assert all(name in text for name in names) and "Ascend310P3" in text
+    done = subprocess.run(["sh", "-n", folder / "net_atc.sh"], capture_output=True)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "switch.cfg").write_text("{}")
+    words = ("--images", model.with_suffix(".npy"), "--target", "ascend", "--out", tmp_path / "b")
+    flag = f"--atc-flag=--fusion_switch_file={tmp_path / 'switch.cfg'}"
+    command("build", model, *words, flag, "--effort", 0, "--duration", 0)
+    assert "take it along" in (tmp_path / "b" / "net_README.txt").read_text()

@@ -1,0 +1,248 @@
+"""Ascend layers that share a weight, and batches of more than one image."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from tests.vendor_models import build_net
+
+from deploy.runtimes.ort import OrtSession
+from deploy.targets.ascend.config import read_config
+from deploy.targets.ascend.layers import SHARED, find_layers, name_nodes
+from deploy.targets.ascend.record import read_record
+from deploy.targets.ascend.settled import planned, prepared
+
+
+def two_pictures(*, tied=False):
+    """Both inputs through the same Conv and Gemm; `tied`: an Add reads the Gemm's weight too."""
+    rng = np.random.default_rng(5)
+    nodes, ends = [], []
+    for word in ("left", "right"):
+        nodes += [
+            helper.make_node("Conv", [word, "w", "b"], [f"{word}_c"], name=f"{word}/conv"),
+            helper.make_node("Relu", [f"{word}_c"], [f"{word}_r"], name=f"{word}/relu"),
+            helper.make_node("GlobalAveragePool", [f"{word}_r"], [f"{word}_p"], name=f"{word}/m"),
+            helper.make_node("Flatten", [f"{word}_p"], [f"{word}_f"], name=f"{word}/flat"),
+            helper.make_node("Gemm", [f"{word}_f", "v"], [f"{word}_g"], name=f"{word}/gemm"),
+        ]
+        ends.append(f"{word}_g")
+    nodes.append(helper.make_node("Sub", ends, ["y"], name="sub"))
+    if tied:
+        nodes += [
+            helper.make_node("ReduceMean", ["v"], ["t"], name="mean", axes=[0]),
+            helper.make_node("Add", ["y", "t"], ["z"], name="add"),
+        ]
+    shapes = {"w": (8, 3, 3, 3), "b": (8,), "v": (8, 6)}
+    held = {name: rng.normal(0, 0.4, shape) for name, shape in shapes.items()}
+    return build_net(
+        nodes, {n: ["N", 3, 8, 8] for n in ("left", "right")}, {nodes[-1].output[0]: ["N", 6]}, held
+    )
+
+
+def computed(model, fed):
+    return OrtSession.open(model, threads=1).run(fed)
+
+
+def samples(count=8):
+    rng = np.random.default_rng(1)
+    left = rng.normal(size=(count, 3, 8, 8)).astype(np.float32)
+    return {"left": left, "right": (left * 0.2).astype(np.float32)}
+
+
+@pytest.fixture
+def pictures_built(command, tmp_path):
+    """(model, target, effort) -> what a build of it said; the model and the files it wrote."""
+
+    def build(model, target="ascend", effort=0):
+        onnx.save(model, tmp_path / "net.onnx")
+        np.savez(tmp_path / "x.npz", **samples())
+        words = ("--target", target, "--effort", effort, "--duration", 0, "--out", tmp_path / "o")
+        said = command("build", tmp_path / "net.onnx", "--images", tmp_path / "x.npz", *words)
+        return said, lambda ending: tmp_path / "o" / f"net{ending}"
+
+    return build
+
+
+@pytest.mark.parametrize("effort", [0, 1])
+def test_every_layer_of_one_weight_is_in_int8(pictures_built, effort):
+    """AMCT refuses all of them; two pictures through one network were no model for Ascend."""
+    model, fed = two_pictures(), samples()
+    out, made = pictures_built(model, effort=effort)
+    deploy = onnx.load(made("_deploy_model.onnx"))
+    layers = [node for node in deploy.graph.node if node.op_type in ("Conv", "Gemm")]
+    tensors = {tensor.name: tensor for tensor in deploy.graph.initializer}
+    assert [tensors[n.input[1]].data_type for n in layers] == [TensorProto.INT8] * 4
+    assert len({n.input[1] for n in layers}) == 4  # atc gets what it gets from AMCT
+    wanted, found = (
+        computed(one, fed)["y"] for one in (model, onnx.load(made("_fake_quant_model.onnx")))
+    )
+    assert np.square(wanted - found).mean() / np.square(wanted).mean() < 1e-3
+    assert "share" in out and "net_modified_model.onnx" in out
+
+
+def test_amct_itself_gets_a_model_whose_layers_share_nothing(pictures_built):
+    """It refuses a configuration or a record that names a layer which shares its weight."""
+    model = two_pictures()
+    _, made = pictures_built(model)
+    modified = onnx.load(made("_modified_model.onnx"))
+    config = json.loads(made("_config.json").read_text())
+    named = {name for name, value in config.items() if isinstance(value, dict)}
+    assert named == {"left/conv", "right/conv", "left/gemm", "right/gemm"}
+    assert find_layers(modified).layers.keys() == named
+    np.testing.assert_array_equal(*(computed(one, samples(2))["y"] for one in (model, modified)))
+
+
+@pytest.mark.parametrize("which", ["net.onnx", "o/net_modified_model.onnx"])
+def test_a_record_makes_the_same_models_again_of_either(pictures_built, command, tmp_path, which):
+    _, made = pictures_built(two_pictures())
+    record = made("_record.txt")
+    command("ascend", "deploy", tmp_path / which, record, "--out", tmp_path / "again")
+    (again,) = (tmp_path / "again").glob("*_deploy_model.onnx")
+    arrays = [
+        {n.name: numpy_helper.to_array(t) for n in model.graph.node for t in model.graph.initializer
+         if len(n.input) > 1 and t.name == n.input[1]}
+        for model in map(onnx.load, (made("_deploy_model.onnx"), again))
+    ]  # fmt: skip
+    assert arrays[0].keys() == arrays[1].keys()
+    assert all(np.array_equal(arrays[0][name], arrays[1][name]) for name in arrays[0])
+
+
+def test_what_reads_the_weight_and_is_no_layer_reads_it_in_float(pictures_built):
+    model, fed = two_pictures(tied=True), samples()
+    _, made = pictures_built(model)
+    fake = onnx.load(made("_fake_quant_model.onnx"))
+    wanted, found = computed(model, fed)["z"], computed(fake, fed)["z"]
+    assert np.square(wanted - found).mean() < 1e-3 * np.square(wanted).mean()
+
+
+def test_a_plan_knows_shared_weights_and_copies_that_are_too_large_are_not_made(monkeypatch):
+    model = name_nodes(two_pictures())
+    own, graph = prepared(model)
+    held = {tensor.name for tensor in model.graph.initializer}
+    assert len({layer.weight for layer in graph.layers.values()}) == 4
+    assert {one.name for one in planned(model).weights} == {"w", "v"} < held
+    assert len(own.graph.initializer) == len(model.graph.initializer) + 2  # one keeps what there is
+    # All layers of one weight stay as they are then, and say why.
+    monkeypatch.setattr("deploy.targets.ascend.settled._MOST", 4 * 2 * 8 * 6)
+    _, graph = prepared(name_nodes(two_pictures()))
+    assert graph.layers.keys() == {"left/gemm", "right/gemm"}
+    assert {graph.refused[f"{word}/conv"] for word in ("left", "right")} == {SHARED}
+
+
+def test_a_trained_model_of_pairs_keeps_its_layers_of_one_weight_in_int8(
+    pictures_built, command, tmp_path
+):
+    _, made = pictures_built(two_pictures(), target="tensorrt")
+    command("ascend", "convert", made(".tensorrt.qdq.onnx"), "--out", tmp_path / "again")
+    (made,) = (tmp_path / "again").glob("*_deploy_model.onnx")
+    assert [n.op_type for n in onnx.load(made).graph.node].count("AscendDequant") == 4
+
+
+HFMG = "common_config { hfmg_quantize { num_of_bins: 1024 } }\n"
+
+DMQ = "common_config { ifmr_quantize { } dmq_balancer { migration_strength: 0.5 } }\n"
+
+
+@pytest.fixture(scope="module")
+def fixed(small_cnn, tmp_path_factory):
+    """The same model with a batch of 4."""
+    model = onnx.load(small_cnn)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = 4
+    path = tmp_path_factory.mktemp("fixed") / "small_cnn.onnx"
+    onnx.save(model, path)
+    return path
+
+
+@pytest.fixture
+def made(run, tmp_path):
+    """(model, rows, words, configuration) -> record, config, what was said; each in its folder."""
+    count = 0
+
+    def build(model, rows, *words, config="", again=False):
+        nonlocal count
+        count += not again
+        folder = tmp_path / str(count)
+        folder.mkdir(exist_ok=True)
+        # brighter from image to image, so that it shows which of them make up a batch
+        size = np.geomspace(1, 30, 12).reshape(12, 1, 1, 1)
+        x = np.random.default_rng(1).normal(size=(12, 3, 16, 16)) * size
+        np.save(folder / "x.npy", x[:rows].astype(np.float32))
+        (folder / "a.cfg").write_text(config)
+        given = ("--ascend-config", folder / "a.cfg") if config else ()
+        target = ("--target", "ascend", "--effort", 0, "--duration", 0, *given)
+        out = folder / "out"
+        code, said, err = run(
+            "build", model, "--images", folder / "x.npy", *target, "--out", out, *words
+        )
+        if code:
+            return None, None, err
+        record = read_record((out / "small_cnn_record.txt").read_text())
+        settled = read_config((out / "small_cnn_config.json").read_text())
+        return record, settled, " ".join((out / "report.md").read_text().split()) + said
+
+    return build
+
+
+def scales(record):
+    return [float(one.scale_d) for one in record.values()]
+
+
+@pytest.mark.parametrize("config", [HFMG, DMQ])
+def test_four_images_are_the_batch_of_a_model_that_fixes_four(config, made, small_cnn, fixed):
+    text = "batch_num: 2\n" + config
+    joined, _, said = made(small_cnn, 8, "--amct-batch", 4, config=text)
+    same, _, _ = made(fixed, 8, config=text)
+    single, _, _ = made(small_cnn, 8, config=text.replace("2", "8", 1))
+    assert scales(joined) == pytest.approx(scales(same), rel=1e-5)
+    for name, one in joined.items():
+        np.testing.assert_allclose(one.factors, same[name].factors, rtol=1e-5)
+        assert one.offset_d == same[name].offset_d
+    assert scales(joined) != pytest.approx(scales(single), rel=1e-3)
+    assert "over 8 samples in 2 batches of 4." in said
+
+
+@pytest.mark.parametrize("exact", [(), ("--exact-ifmr",)])
+def test_batch_num_counts_batches(exact, made, small_cnn):
+    text = "batch_num: 2\ncommon_config { ifmr_quantize { } }\n"
+    some, _, said = made(small_cnn, 8, "--amct-batch", 3, *exact, config=text)
+    first, _, _ = made(small_cnn, 6, *exact, config=text.replace("2", "6", 1))
+    assert scales(some) == scales(first)  # IFMR sees all values at once, however they came
+    assert "6 samples in 2 batches of 3" in said and "6 of 8 samples were used" in said
+    _, _, err = made(small_cnn, 8, "--amct-batch", 5, config=text.replace("2", "3", 1))
+    assert "needs batch_num batches, 3, got 2 of 5 images" in err
+
+
+def test_a_last_batch_may_be_smaller(made, small_cnn):
+    _, config, said = made(small_cnn, 10, "--amct-batch", 4)
+    assert config.batch_num == 3
+    assert "10 samples in 3 batches of 4, the last one of 2." in said
+    text = "batch_num: 3\n" + HFMG
+    partial, _, _ = made(small_cnn, 10, "--amct-batch", 4, config=text)
+    short, _, _ = made(small_cnn, 8, "--amct-batch", 4, config=text.replace("3", "2", 1))
+    assert scales(partial) != pytest.approx(scales(short), rel=1e-3)  # its images count
+    threads, _, _ = made(small_cnn, 10, "--amct-batch", 4, "--threads", 3, config=text)
+    assert scales(threads) == scales(partial)
+
+
+def test_a_model_with_a_batch_takes_whole_ones(made, fixed):
+    _, _, err = made(fixed, 8, "--amct-batch", 6)
+    assert "the model's batch size, 4, got 6" in err
+    _, config, said = made(fixed, 8, "--amct-batch", 8)
+    assert config.batch_num == 1 and "8 samples in 1 batches of 8" in said
+    _, config, said = made(fixed, 8)
+    assert config.batch_num == 2 and "8 samples in 2 batches of 4" in said
+
+
+@pytest.mark.parametrize("config", [HFMG, DMQ])
+def test_a_cache_knows_the_batches(config, made, small_cnn):
+    text = "batch_num: 2\n" + config
+    first, _, _ = made(small_cnn, 8, "--amct-batch", 4, config=text)
+    words = ("--amct-batch", 4, "--require-cache")
+    again, _, _ = made(small_cnn, 8, *words, config=text, again=True)
+    assert scales(again) == scales(first)
+    words = ("--amct-batch", 2, "--require-cache")
+    _, _, err = made(small_cnn, 8, *words, config=text.replace("2", "4", 1), again=True)
+    assert "cache must fit" in err

@@ -1,0 +1,402 @@
+"""The commands on a PyTorch model: build, fuse, profile, export, their options, and devices."""
+# ruff: noqa: E402 (torch may be missing)
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from click.testing import CliRunner
+
+torch = pytest.importorskip("torch", reason="the torch front end needs torch: calib8[torch]")
+
+from torch import nn
+
+from deploy.cli import cli
+from deploy.errors import ConfigError, ModelError, SdkMissingError
+from deploy.frontends import load
+from deploy.frontends.torch_model import parse_shape
+from deploy.fx.convert import calibrate, observers_of
+from deploy.fx.device import Reached, device_of, find_device, moved
+from deploy.fx.opening import export_torch, open_torch
+from deploy.fx.prepare import prepare
+from deploy.fx.profile import profile
+from deploy.fx.qat import Task, train
+from deploy.fx.trace import trace
+
+torch.set_num_threads(1)
+
+HERE = Path(__file__).parent
+
+SMALL = f"{HERE / 'resnet18.py'}:small"
+
+LITE0 = f"{HERE.parent / 'benchmarks' / 'efficientnet_lite0.py'}:make"
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli, [str(a) for a in arguments])
+
+
+def outputs(path, x):
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return session.run(None, {session.get_inputs()[0].name: x})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "size"), [(SMALL, 64), (LITE0, 224)], ids=["resnet", "lite0"])
+def test_one_command_builds_what_its_onnx_builds(spec, size, tmp_path):
+    x = np.random.default_rng(0).uniform(-1, 1, (3, 3, size, size)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    feed = ["--images", tmp_path / "x.npy", "--duration", 0]
+    shape = ["--input", f"1x3x{size}x{size}"]
+    done = run("build", spec, *shape, *feed, "--out", tmp_path / "torch")
+    if "FetchError" in str(done.exception):
+        pytest.skip(f"the model cannot be fetched: {done.exception}")
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert run("export", spec, *shape, "-o", tmp_path / "net.onnx").exit_code == 0
+    assert run("build", tmp_path / "net.onnx", *feed, "--out", tmp_path / "onnx").exit_code == 0
+    (ours,) = (tmp_path / "torch").glob("*.int8.onnx")
+    (theirs,) = (tmp_path / "onnx").glob("*.int8.onnx")
+    assert ours.name.endswith(("resnet18-small.int8.onnx", "efficientnet_lite0-make.int8.onnx"))
+    for left, right in zip(outputs(ours, x), outputs(theirs, x), strict=True):
+        assert np.array_equal(left, right)
+    float_outputs = outputs(tmp_path / "net.onnx", x)
+    assert np.corrcoef(outputs(ours, x)[0].ravel(), float_outputs[0].ravel())[0, 1] > 0.98
+
+
+@pytest.mark.slow
+def test_the_same_model_has_the_same_digest_and_inspect_and_calibrate_take_it(tmp_path, command):
+    loaded = open_torch(SMALL, [(1, 3, 64, 64)])
+    assert loaded.digest == open_torch(SMALL, [(4, 3, 64, 64)]).digest
+    assert loaded.name == "resnet18-small" and loaded.inputs[0].shape == ("batch", 3, 64, 64)
+    shape = ["--input", "1x3x64x64"]
+    shown = command("inspect", SMALL, *shape)
+    assert "20 Conv" in shown
+    np.save(tmp_path / "x.npy", np.zeros((1, 3, 64, 64), np.float32) + 0.5)
+    out = ("-o", tmp_path / "m.cache")
+    command("calibrate", SMALL, *shape, "--images", tmp_path / "x.npy", *out)
+    assert (tmp_path / "m.cache").is_file()
+
+
+@pytest.mark.slow
+def test_what_is_missing_or_wrong_is_said(tmp_path, refusal):
+    with pytest.raises(ConfigError, match="needs the shape of its input: --input"):
+        load(SMALL)
+    with pytest.raises(ConfigError, match=r"file\.py:factory"):
+        load(str(HERE / "resnet18.py"))
+    assert "are for a model given as file.py:factory" in refusal(
+        "inspect", "model.onnx", "--input", "1x3"
+    )
+    for text in ("", "3x", "0x3", "axb", "1X3", "1x-3", "1x3 "):
+        with pytest.raises(ConfigError, match="like 1x3x224x224"):
+            parse_shape(text)
+    with pytest.raises(ModelError, match="must be able to follow"):
+        export_torch(SMALL, [(1, 4, 64, 64)])
+    broken = tmp_path / "broken.py"
+    broken.write_text(
+        "from torch import nn\ndef make():\n    return nn.Linear(3, 2, device='meta')\n"
+    )
+    with pytest.raises(ModelError):
+        export_torch(f"{broken}:make", [(1, 3)])
+
+
+NET = """
+import torch
+from torch import nn
+from deploy.fx.qat import Task
+
+def net():
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).eval()
+
+def batches(epoch):
+    yield torch.randn(8, 1, 8, 8), torch.zeros(8, dtype=torch.int64)
+
+def setup():
+    return Task(model=net(), inputs=[torch.zeros(2, 1, 8, 8)], batches=batches,
+                loss=nn.functional.cross_entropy, epochs=9)
+"""
+
+SHAPE = ("--input", "2x1x8x8")
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "net.py"
+    path.write_text(NET)
+    torch.manual_seed(1)
+    layers = torch.nn.Conv2d(1, 4, 3), torch.nn.Linear(144, 2)
+    conv, linear = (layer.state_dict() for layer in layers)
+    state = {f"0.{k}": v for k, v in conv.items()} | {f"3.{k}": v for k, v in linear.items()}
+    torch.save(state, tmp_path / "w.pt")
+    return path
+
+
+def run_options(*words):
+    done = CliRunner().invoke(cli, [str(word) for word in words])
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.output
+
+
+def constants(path):
+    return {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}
+
+
+@pytest.mark.slow
+def test_weights_are_loaded_by_every_command(script, tmp_path):
+    given = (f"{script}:net", "--weights", tmp_path / "w.pt")
+    out = tmp_path / "net.onnx"
+    assert "opset 19" in run_options("export", *given, *SHAPE, "--opset", "19", "-o", out)
+    held = torch.load(tmp_path / "w.pt", weights_only=True)["0.weight"].numpy()
+    assert any(np.array_equal(value, held) for value in constants(out).values())
+    for command in ("trace", "fuse"):
+        run_options(command, *given)
+    run_options("profile", *given, *SHAPE, "--runs", "1", "--warm-up", "0")
+    assert "Conv" in run_options("inspect", *given, *SHAPE)
+
+
+def test_trace_replaces_an_operation(script):
+    script.write_text("from torch import nn\nclass N(nn.Module):\n"
+                      "    def forward(self, x): return x + x\nnet = N\n")  # fmt: skip
+    shown = run_options("trace", f"{script}:net", "--replace", "add=torch.mul", "--code")
+    assert "torch.mul" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kept", "layers"), [((), 2), (("op:Conv*",), 1), (("[13]",), 1), (("0", "op:Conv2d"), 1)]
+)
+def test_export_keeps_layers_in_float_by_name_pattern_and_type(script, tmp_path, kept, layers):
+    out = tmp_path / "q.onnx"
+    words = [word for one in kept for word in ("--keep-float", one)]
+    mode = ("--qdq", "--mode", "weight-only", "--int8-stem")
+    run_options("export", f"{script}:net", *SHAPE, *mode, *words, "-o", out)
+    quantized = [
+        value for value in constants(out).values() if value.dtype == np.int8 and value.ndim
+    ]
+    assert sum(value.ndim > 1 for value in quantized) == layers
+
+
+@pytest.mark.slow
+def test_export_calibrates_on_raw_files(script, tmp_path):
+    (tmp_path / "raw").mkdir()
+    batch = np.random.default_rng(2).normal(size=(4, 1, 8, 8)).astype("<f2")
+    for number, one in enumerate(batch):
+        one.tofile(tmp_path / "raw" / f"{number}.bin")
+    np.save(tmp_path / "x.npy", batch.astype(np.float32))
+    weights = "--weights", tmp_path / "w.pt"
+    words = "export", f"{script}:net", *SHAPE, *weights, "--qdq", "--images"
+    raw = tmp_path / "raw", "--raw-shape", "1x8x8", "--raw-dtype", "float16"
+    run_options(*words, *raw, "-o", tmp_path / "a.onnx")
+    run_options(*words, tmp_path / "x.npy", "-o", tmp_path / "b.onnx")
+    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+
+
+def test_export_refuses_what_it_would_ignore(script, refusal):
+    for words, said in (
+        (("--keep-float", "0", "--mode", "static"), "--mode and --keep-float go with --qdq"),
+        (("--size", "8x8"), "--size goes with --qdq"),
+        (("--int8-stem",), "--int8-stem goes with --qdq"),
+        (("--qdq", "--target", "ascend", "--int8-stem"), "--int8-stem belongs to --target"),
+        (("--qdq", "--mode", "dynamic", "--raw-dtype", "uint8"), "--raw-dtype goes with --images"),
+        (("--qdq", "--mode", "dynamic", "--limit", "3"), "--limit goes with --images"),
+        (("--qdq", "--mode", "dynamic", "--keep-float", "conv*"), "got 'conv*'"),
+    ):
+        assert said in refusal(
+            "export", f"{script}:net", *SHAPE, *words, "-o", script.with_suffix(".onnx")
+        )
+    shown = CliRunner().invoke(cli, ["fuse", f"{script}:net", "--device", "cpu"])
+    assert "--device goes with --input or --sample" in str(shown.exception)
+    teacher = ("--teacher-weights", "w.pt", "-o", "x.onnx")
+    assert "--teacher-weights goes with --teacher" in refusal("qat", f"{script}:setup", *teacher)
+
+
+@pytest.mark.slow
+def test_qat_takes_another_teacher_length_and_grid(script, tmp_path):
+    teacher = ("--teacher", f"{script}:net", "--teacher-weights", tmp_path / "w.pt")
+    words = ("--bits", "6", "--ranges", "follow", "--epochs", "1", "--distil", "0")
+    shown = run_options("qat", f"{script}:setup", *teacher, *words, "-o", tmp_path / "q.onnx")
+    assert "epoch 1/1" in shown and "ranges by mse, follow" in shown
+    method = ("--method", "percentile", "--percent", "99.5", "--epochs", "0")
+    shown = run_options("qat", f"{script}:setup", *method, "-o", tmp_path / "q.onnx")
+    assert "ranges by percentile 99.5, kept" in shown
+
+
+TOOLS_NET = """
+import torch
+from torch import nn
+from deploy.fx.qat import Task
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+    def forward(self, x):
+        return torch.relu(self.norm(self.conv(x))) + x
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts, self.head = nn.Sequential(Part(), Part()), nn.Linear(192, 2)
+    def forward(self, x):
+        return self.head(self.parts(x).flatten(1))
+
+def net():
+    torch.manual_seed(0)
+    return Net().eval()
+
+def batches(epoch):
+    generator = torch.Generator().manual_seed(epoch)
+    for _ in range(2):
+        yield torch.randn(4, 3, 8, 8, generator=generator), torch.zeros(4, dtype=torch.int64)
+
+def setup():
+    return Task(model=net(), inputs=[torch.zeros(2, 3, 8, 8)], batches=batches,
+                loss=nn.functional.cross_entropy, epochs=1)
+"""
+
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "net.py"
+    path.write_text(TOOLS_NET)
+    return path
+
+
+def invoke(*words):
+    return CliRunner().invoke(cli, [str(word) for word in words])
+
+
+def run_tools(*words):
+    done = invoke(*words)
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.output
+
+
+@pytest.mark.slow
+def test_a_fused_model_is_written_and_agrees(source, tmp_path, refusal):
+    words = ("fuse", f"{source}:net", "--input", "2x3x8x8", "--leaf", "parts.1")
+    shown = run_tools(*words, "-o", tmp_path / "f.onnx")
+    assert "Conv+BN+ReLU: 1 fused" in shown and "in batches of 2 and 3" in shown
+    operators = [node.op_type for node in onnx.load(tmp_path / "f.onnx").graph.node]
+    assert operators.count("Conv") == 2
+    shown = run_tools(*words[:-2], "-o", tmp_path / "f.pt2")
+    assert "Conv+BN+ReLU: 2 fused" in shown and "the program against the model" in shown
+    data = (tmp_path / "f.pt2").read_bytes()
+    program = torch.export.load(io.BytesIO(data)).module()
+    scope = {}
+    exec(compile(TOOLS_NET, "net", "exec"), scope)
+    for batch in (X, X[:1]):
+        assert torch.allclose(program(batch), scope["net"]()(batch), atol=1e-5)
+    assert str(tmp_path).encode() not in data
+    for wrong, said in (
+        (("-o", tmp_path / "f.pt"), "written as .onnx or .pt2"),
+        (("--device", "meta", "--bench"), "needs values, and the meta device holds none"),
+    ):
+        assert said in refusal(*words, *wrong)
+    assert "--out runs the model" in refusal("fuse", f"{source}:net", "-o", "f.onnx")
+    assert "--device goes with" in refusal("fuse", f"{source}:net", "--device", "meta")
+
+
+def test_a_profile_as_json_and_as_a_page(source, tmp_path, refusal):
+    page = tmp_path / "p.html"
+    words = ("profile", f"{source}:net", "--input", "2x3x8x8", "--runs", 2, "--warm-up", 0)
+    shown = run_tools(*words, "--json", "-", "--html", page)
+    found = json.loads(shown)
+    assert found["schema"] == "calib8-profile/1" and found["macs"] * 2 == found["flops"] > 0
+    by = {node["name"]: node for node in found["nodes"]}
+    assert by["parts_0_conv"]["module"] == "parts.0.conv" and by["parts_0_conv"]["parameters"] == 84
+    assert by["relu"]["module"] == "parts.0" and by["flatten"]["module"] == ""
+    assert sum(node["flops"] for node in found["nodes"]) == found["flops"]
+    text = page.read_text()
+    assert "Time by module" in text and ">conv</text>" in text and "Content-Security" in text
+    assert "style=" not in text and "onclick" not in text
+    assert "2 runs on cpu, of inputs 2x3x8x8:float32" in text
+    assert "total" in run_tools(*words) and run_tools(*words, "--quiet", "--html", page) == ""
+    assert "--quiet goes with --json or --html" in refusal(*words, "-q")
+
+
+def test_a_device_is_known_and_the_meta_device_computes_nothing(source, tmp_path, refusal):
+    assert find_device("cpu").type == "cpu" and find_device("meta").type == "meta"
+    with pytest.raises(ConfigError, match="a device is cpu, cuda, cuda:1 or meta, got 'gpu'"):
+        find_device("gpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(SdkMissingError, match="torch has no cuda here"):
+            find_device("cuda")
+    for command, given in (
+        ("export", (f"{source}:net", "--input", "2x3x8x8")),
+        ("qat", (f"{source}:setup",)),
+    ):
+        assert "the meta device holds none" in refusal(
+            command, *given, "--device", "meta", "-o", tmp_path / "o.onnx"
+        )
+    inputs = ("--input", "2x3x8x8", "--device", "meta")
+    shown = run_tools("profile", f"{source}:net", *inputs, "--runs", 1, "--warm-up", 0)
+    assert "nothing was computed on the meta device" in shown and "parts_0_conv" in shown
+    assert "(2, 2)" in run_tools("trace", f"{source}:net", *inputs)
+    assert "--device goes with" in refusal("trace", f"{source}:net", "--device", "meta")
+
+
+@pytest.mark.slow
+def test_observers_are_where_the_model_is():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval().to("meta")
+    prepared = prepare(model, [X.to("meta")], target="tensorrt")
+    assert {quant.lo.device.type for quant in observers_of(prepared).values()} == {"meta"}
+    assert prepared(X.to("meta")).device.type == "meta"
+    assert device_of(nn.ReLU()).type == "cpu" and device_of(model).type == "meta"
+    own = prepare(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), [X], target="tensorrt")
+    assert calibrate(own, [X, (X,)]) == 2
+
+
+def test_results_are_brought_back_and_a_graph_without_modules_is_profiled():
+    nested = moved({"a": [X, (X, 3)], "b": "text"}, torch.device("meta"))
+    assert nested["a"][0].device.type == nested["a"][1][0].device.type == "meta"
+    assert nested["a"][1][1] == 3 and nested["b"] == "text"
+
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2, device="meta")
+
+        def forward(self, x):
+            assert x.device.type == "meta"
+            return {"y": torch.zeros(2)}
+
+    assert Reached(Asks())(torch.zeros(1, 2))["y"].device.type == "cpu"
+
+    class Plain(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    found = profile(trace(Plain()), [X], warm_up=0, runs=1)
+    assert {node.module for node in found.nodes} == {""} and found.parameters == 0
+
+
+@pytest.mark.slow
+def test_training_in_bfloat16_and_on_a_named_device(source, tmp_path):
+    scope = {}
+    exec(compile(TOOLS_NET, "net", "exec"), scope)
+    kept = scope["setup"]()
+    seen = []
+
+    def loss(output, label):
+        seen.append(output.dtype)
+        return nn.functional.cross_entropy(output.float(), label)
+
+    kept.loss = loss
+    kept.amp = True
+    kept.evaluate = lambda model: float(model(X).sum())
+    result = train(kept, device=torch.device("cpu"))
+    assert torch.bfloat16 in seen and all(p.dtype == torch.float32 for p in
+                                          result.prepared.parameters())  # fmt: skip
+    assert isinstance(kept, Task) and result.end is not None
+    out = tmp_path / "q.onnx"
+    shown = run_tools(
+        "qat", f"{source}:setup", "--amp", "--device", "cpu", "--int8-stem", "-o", out
+    )
+    assert "int8: 3 of 3 layers with weights" in shown and "same arg-max" in shown
+    assert "against its own weights in float" in shown

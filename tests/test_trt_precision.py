@@ -1,0 +1,802 @@
+"""What is not int8: float16 and bfloat16 types, and `--precision fp8`."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+from tests.vendor_models import build_net
+
+from calibrators.grids import FP8, codes, fake_quantize, rounded, symmetric_scale
+from calibrators.histogram import Histogram
+from calibrators.mse import errors
+from calibrators.rounding import gram, output_error, rounded_by_output
+from deploy.cli import main
+from deploy.errors import ConfigError, ExportError
+from deploy.feed.preprocess import Preprocess
+from deploy.frontends import load
+from deploy.graph.index import Graph
+from deploy.graph.placement import TENSORRT_FP8
+from deploy.graph.plan import analyse
+from deploy.method import Method
+from deploy.pipeline import build
+from deploy.runtimes.ort import OrtSession
+from deploy.targets import TensorRT
+from deploy.targets.tensorrt import builder
+from deploy.targets.tensorrt.cache_qdq import from_qdq
+from deploy.targets.tensorrt.float_types import OPSETS, storable, typed
+from deploy.targets.tensorrt.trtexec import ROWS, Needs, row, unread
+from deploy.tuning.repairs.repair_layers import all_written, layers_of
+from deploy.tuning.search_options import Tuning
+
+HALF, FLOAT = TensorProto.FLOAT16, TensorProto.FLOAT
+
+UNIT = Preprocess(size=(16, 16))
+
+
+@given(st.lists(st.floats(2**-24, 60000, width=32), min_size=1, max_size=20))
+@settings(max_examples=200)
+def test_a_scale_is_rounded_up_to_what_the_type_holds(values):
+    scales = np.array(values, np.float32)
+    half = storable(scales, "fp16")
+    assert (half.astype(np.float16).astype(np.float32) == half).all() and (half >= scales).all()
+    below = np.nextafter(half.astype(np.float16), np.float16(0)).astype(np.float32)
+    assert (below < scales).all()
+    brain = storable(scales, "bf16")
+    assert not (brain.view(np.uint32) & 0xFFFF).any() and (brain >= scales).all()
+    assert (brain <= scales * np.float32(1 + 2**-7)).all()
+    assert storable(scales, "fp32") is scales
+
+
+def quantized(tmp_path, small_cnn, pictures, **options):
+    report = build(
+        small_cnn, pictures, preprocess=UNIT, out=tmp_path, targets=[TensorRT(**options)],
+        duration_s=0, tuning=Tuning(effort=0),
+    )  # fmt: skip
+    return report, tmp_path / "small_cnn.tensorrt.typed.onnx"
+
+
+def kinds(model):
+    found = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
+    known = {v.name: v.type.tensor_type.elem_type for v in found.graph.value_info}
+    known |= {v.name: v.type.tensor_type.elem_type for v in found.graph.output}
+    return {node.name: known[node.output[0]] for node in model.graph.node}
+
+
+def test_an_output_that_the_file_calls_another_shape_is_no_hindrance(tmp_path, small_cnn, pictures):
+    model = onnx.load(small_cnn)
+    said = model.graph.output[0].type.tensor_type
+    said.shape.dim.add().dim_param = "steps"
+    model.graph.ClearField("value_info")
+    onnx.save(model, tmp_path / "small_cnn.onnx")
+    _, path = quantized(tmp_path / "out", tmp_path / "small_cnn.onnx", pictures)
+    _, right = quantized(tmp_path / "right", small_cnn, pictures)
+    nodes = [[n.SerializeToString() for n in onnx.load(one).graph.node] for one in (path, right)]
+    assert nodes[0] == nodes[1]
+
+
+def test_layers_are_narrow_and_the_ends_as_they_were(tmp_path, small_cnn, pictures):
+    report, path = quantized(tmp_path, small_cnn, pictures)
+    model = onnx.load(path)
+    onnx.checker.check_model(model, full_check=True)
+    found = kinds(model)
+    assert {found[n.name] for n in model.graph.node if n.op_type in ("Conv", "Gemm")} == {HALF}
+    ends = [*model.graph.input, *model.graph.output]
+    assert {v.type.tensor_type.elem_type for v in ends} == {FLOAT}
+    casts = [n for n in model.graph.node if n.op_type == "Cast"]
+    assert [n.output[0] for n in casts] == ["logits"]  # the input is read by a Quantize
+    plain = OrtSession.open(tmp_path / "small_cnn.tensorrt.qdq.onnx", int8_kernels=False)
+    narrow = OrtSession.open(path, int8_kernels=False)
+    x = {"x": np.random.default_rng(3).uniform(0, 1, (1, 3, 16, 16)).astype(np.float32)}
+    a, b = plain.run(x)["logits"], narrow.run(x)["logits"]
+    assert b.dtype == np.float32 and np.abs(a - b).max() < 0.03 * np.abs(a).max()
+    assert "typed model" in {Path(r.path).name: r.role for r in report.written}[path.name]
+    _, path = quantized(tmp_path, small_cnn, pictures)
+    held = {t.name: numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}
+    weights = {t.name: numpy_helper.to_array(t) for t in onnx.load(small_cnn).graph.initializer}
+    for name in ("w1", "w2", "w3"):
+        scale = held[f"{name}/scale/fp16"].astype(np.float32).reshape(-1, 1, 1, 1)
+        assert np.array_equal(held[f"{name}/quantized"], np.rint(weights[name] / scale))
+
+
+def net(nodes, weights, outputs, opset=13):
+    return build_net(
+        nodes, {"x": [2, 4]}, {name: ["n", 4] for name in outputs}, weights, opset=opset
+    )
+
+
+def node(op, inputs, output, **attributes):
+    return helper.make_node(op, inputs.split(), [output], name=op.lower(), **attributes)
+
+
+@pytest.mark.parametrize("rest", ["fp16", "bf16"])
+def test_what_needs_float32_keeps_it_and_is_cast_once(rest):
+    nodes = [
+        node("MatMul", "x w", "a"), node("Softmax", "a", "s"), node("Exp", "a", "e"),
+        node("Mul", "s e", "m"), node("Relu", "m", "y"),
+    ]  # fmt: skip
+    model = net(nodes, {"w": np.eye(4)}, ["y"])
+    made, kept = typed(model, rest, {})
+    narrow = kinds(made)
+    assert not kept and narrow["softmax"] == narrow["exp"] == FLOAT
+    assert narrow["matmul"] == narrow["mul"] != FLOAT
+    casts = [n for n in made.graph.node if n.op_type == "Cast"]
+    assert len(casts) == len({n.input[0] for n in casts}) == 5  # x, a, s, e, y
+    assert not {n.output[0] for n in casts} & {n.input[0] for n in casts}
+    assert made.opset_import[0].version == OPSETS[rest]
+    onnx.checker.check_model(made, full_check=True)
+
+
+def test_what_float16_does_not_hold_stays_in_float32():
+    nodes = [node("MatMul", "x w", "a"), node("Add", "a mask", "b"), node("Relu", "b", "y")]
+    model = net(nodes, {"w": np.eye(4), "mask": [-1e9] * 4}, ["y"])
+    made, kept = typed(model, "fp16", {"x": 20000.0, "b": 1.0})
+    assert list(kept) == ["matmul", "add"] and kinds(made)["matmul"] == FLOAT
+    assert "|x| reaches 2e+04" in kept["matmul"] and "|mask| reaches 1e+09" in kept["add"]
+    assert kinds(made)["relu"] == FLOAT or "y" in {o.name for o in made.graph.output}
+    assert not typed(model, "bf16", {"x": 20000.0})[1]  # which holds all that float32 holds
+    nodes = [
+        node("MatMul", "x w", "a"),
+        node("Clip", "a least", "g"),
+        node("Expand", "g shape", "e"),
+        node("Div", "x e", "y"),
+    ]
+    model = net(nodes, {"w": np.zeros((4, 4)), "least": 1e-12}, ["y"])
+    model.graph.initializer.append(numpy_helper.from_array(np.array([2, 4]), "shape"))
+    made, kept = typed(model, "fp16", {})
+    assert list(kept) == ["clip", "expand", "div"] and kinds(made)["matmul"] != FLOAT
+    found = OrtSession.open(made).run({"x": np.zeros((2, 4), np.float32)})
+    assert (found["y"] == 0).all()
+
+
+@pytest.mark.parametrize(("least", "expected"), [(1e-9, ["max", "div"]), (1e-3, [])])
+def test_what_float16_would_round_to_0_keeps_a_logarithm_finite(least, expected):
+    nodes = [
+        node("MatMul", "x w", "a"), node("Relu", "a", "r"), node("Max", "r least", "g"),
+        node("Log", "g", "l"), node("Div", "x g", "d"), node("Mul", "l d", "y"),
+    ]  # fmt: skip
+    model = net(nodes, {"w": np.eye(4), "least": least}, ["y"])
+    made, kept = typed(model, "fp16", {})
+    assert list(kept) == expected and kinds(made)["relu"] != FLOAT
+    assert all(
+        "least, 1e-09, which may keep a value above 0, is 0" in said for said in kept.values()
+    )
+    found = OrtSession.open(made).run({"x": np.zeros((2, 4), np.float32)})
+    assert np.isfinite(found["y"]).all()
+    assert not typed(model, "bf16", {})[1]
+
+
+def test_whole_numbers_moves_and_subgraphs_are_left_as_they_are():
+    body = helper.make_graph(
+        [node("Identity", "r", "inner")], "then", [],
+        [helper.make_tensor_value_info("inner", FLOAT, None)],
+    )  # fmt: skip
+    other = helper.make_graph(
+        [node("Identity", "r", "inner2")], "else", [],
+        [helper.make_tensor_value_info("inner2", FLOAT, None)],
+    )  # fmt: skip
+    nodes = [
+        node("Relu", "x", "r"),
+        node("Shape", "r", "shape"),
+        node("Gather", "shape zero", "size"),
+        node("ReduceSum", "r", "sum", keepdims=0),
+        node("Greater", "sum limit", "more"),
+        helper.make_node("If", ["more"], ["y"], "if", then_branch=body, else_branch=other),
+        node("Cast", "size", "z", to=FLOAT),
+    ]
+    model = net(nodes, {"limit": 0.0}, ["y", "z"])
+    model.graph.initializer.append(numpy_helper.from_array(np.array(0), "zero"))
+    model.graph.output[1].type.tensor_type.ClearField("shape")
+    model.opset_import[0].version = 19  # onnx's converter does not go into subgraphs
+    made, kept = typed(model, "fp16", {})
+    assert kept == {"relu": "a subgraph reads it"}
+    assert not [n for n in made.graph.node if n.op_type == "Cast" and n.name != "cast"]
+    x = {"x": np.ones((2, 4), np.float32)}
+    assert OrtSession.open(made).run(x)["y"].tolist() == x["x"].tolist()
+
+
+def test_a_model_that_cannot_be_lifted_says_so_and_is_built_without(
+    tmp_path, small_cnn, pictures, monkeypatch
+):
+    odd = helper.make_node("Odd", ["x"], ["t"], "odd", domain="mine")
+    broken = net([odd, node("Relu", "t", "y")], {}, ["y"])
+    with pytest.raises(ExportError, match="operators of the domain mine"):
+        typed(broken, "fp16", {})
+    broken.opset_import[0].version = 19
+    with pytest.raises(ExportError, match="onnx says"):  # the domain has no version
+        typed(broken, "fp16", {})
+    broken.opset_import.append(helper.make_opsetid("mine", 1))
+    with pytest.raises(ExportError, match="types of its tensors, got none of 't'"):
+        typed(broken, "fp16", {})
+
+    def refused(*words):
+        raise ExportError("it must be liftable, got this; export it again")
+
+    monkeypatch.setattr("deploy.targets.tensorrt.cache_qdq.typed", refused)
+    report, path = quantized(tmp_path, small_cnn, pictures, version="10.3.0")
+    assert not path.exists() and any("no typed model" in n for n in report.targets[0].notes)
+    assert Path(report.targets[0].runnable).name == "small_cnn.tensorrt.qdq.onnx"
+
+
+@pytest.mark.slow
+def test_the_accuracy_told_is_that_of_the_model_the_version_runs(tmp_path, small_cnn, pictures):
+    for version, ending in (("8.6.1", "qdq"), ("10.3.0", "typed"), ("11.0.0", "typed")):
+        report, _ = quantized(tmp_path / version, small_cnn, pictures, version=version)
+        assert Path(report.targets[0].runnable).name == f"small_cnn.tensorrt.{ending}.onnx"
+        (engine,) = [e for e in report.engines if not e.reference]
+        assert engine.accuracy.outputs[0].sqnr_db > 20
+
+
+def lines(capsys, small_cnn, pictures, out, *words):
+    size = [] if pictures.suffix else ["--size", "16x16"]
+    main(["build", str(small_cnn), "--images", str(pictures), *size, "--duration", "0",
+          "--effort", "0", "--target", "tensorrt", "--out", str(out), *words])  # fmt: skip
+    capsys.readouterr()
+    text = (out / "report.md").read_text()
+    parts = text.split(": trtexec ")[1:]
+    return [shlex.split(part.split("\n")[0]) for part in parts], text
+
+
+def test_the_command_chooses_the_type(capsys, small_cnn, pictures, tmp_path):
+    found, _ = lines(capsys, small_cnn, pictures, tmp_path / "a")
+    assert "--fp16" in found[0] and "--stronglyTyped" in found[2] and "--int8" not in found[3]
+    assert found[3][0] == "--onnx=small_cnn.tensorrt.typed.onnx"
+    found, _ = lines(capsys, small_cnn, pictures, tmp_path / "b", "--rest", "fp32")
+    assert not (tmp_path / "b" / "small_cnn.tensorrt.typed.onnx").exists()
+    assert {words[0] for words in found[1:]} == {"--onnx=small_cnn.tensorrt.qdq.onnx"}
+    assert "--fp16" not in found[0]
+    found, text = lines(capsys, small_cnn, pictures, tmp_path / "c", "--rest", "bf16")
+    assert "--bf16" in found[0] and "TensorRT from 9.0 to 10" in text
+    assert "TensorRT 10 from 10.15 on" in text  # bfloat16 is of opset 22
+
+
+def test_no_line_asks_for_int8_of_a_model_without_pairs(capsys, small_cnn, pictures, tmp_path):
+    """For which trtexec would make ranges up."""
+    names = [node.name for node in onnx.load(small_cnn).graph.node]
+    kept = [word for name in names for word in ("--keep-float", name)]
+    found, _ = lines(capsys, small_cnn, pictures, tmp_path, *kept)
+    pairs = "small_cnn.tensorrt.qdq.onnx"
+    assert "QuantizeLinear" not in {n.op_type for n in onnx.load(tmp_path / pairs).graph.node}
+    (line,) = (words for words in found if words[0] == f"--onnx={pairs}")
+    assert "--fp16" in line and "--int8" not in line
+    assert all(any("--calib" in word for word in words) for words in found if "--int8" in words)
+
+
+@pytest.fixture
+def growing(tmp_path):
+    """A Conv, and behind it what float16 makes infinite or 0; arrays to calibrate."""
+    nodes = [
+        node("Conv", "x w", "c"), node("Relu", "c", "r"), node("Pow", "r two", "p"),
+        node("Mul", "p much", "m"), node("Sqrt", "m", "s"), node("Add", "r least", "g"),
+        node("Log", "g", "l"), node("Sub", "s l", "y"),
+    ]  # fmt: skip
+    held = {"w": np.ones((2, 3, 1, 1)), "two": 2.0, "much": 5000.0, "least": 1e-9}
+    model = net(nodes, held, ["y"])
+    for value in (*model.graph.input, *model.graph.output):
+        shape = [1, 3 if value.name == "x" else 2, 4, 4]
+        value.CopyFrom(helper.make_tensor_value_info(value.name, FLOAT, shape))
+    onnx.save(model, tmp_path / "small_cnn.onnx")
+    values = np.random.default_rng(0).normal(size=(8, 3, 4, 4))
+    np.save(tmp_path / "x.npy", values.astype(np.float32))
+    return tmp_path / "small_cnn.onnx", tmp_path / "x.npy"
+
+
+WIDE = ("mul", "sqrt", "add", "log")
+
+KEPT = ("--keep-float", "mul", "--keep-float", "relu")
+
+
+@pytest.mark.parametrize(("words", "kept"), [((), {}), (KEPT, {"relu": "fp16"})])
+def test_where_tensorrt_chooses_types_what_float16_does_not_hold_is_bound_to_float32(
+    capsys, growing, tmp_path, words, kept
+):
+    found, _ = lines(capsys, *growing, tmp_path / "o", *words)
+    cache, pairs, *strong = found
+    outputs = "--layerOutputTypes=" + ",".join(f"{name}:fp32" for name in WIDE)
+    for line, types in ((cache, kept), (pairs, {})):
+        given = next(word for word in line if word.startswith("--layerPrecisions="))
+        listed = dict(one.split(":") for one in given.partition("=")[2].split(","))
+        assert listed == {**types, **dict.fromkeys(WIDE, "fp32")}
+        assert outputs in line and "--precisionConstraints=obey" in line
+    assert not [word for line in strong for word in line if "layer" in word]
+    found, _ = lines(capsys, *growing, tmp_path / "wide", "--rest", "fp32")
+    assert not [word for line in found for word in line if "layer" in word]
+
+
+def test_the_script_runs_each_line_from_any_folder(capsys, small_cnn, pictures, tmp_path):
+    """A stand-in program named trtexec, which finds the files where it is called."""
+    tool = tmp_path / "bin" / "trtexec"
+    tool.parent.mkdir()
+    find = 'for a in "$@"; do case $a in --onnx=*|--calib=*) ls "${a#*=}" || exit 3;; esac; done'
+    tool.write_text(f"#!/bin/sh\n{find}\n")
+    tool.chmod(0o755)
+    lines(capsys, small_cnn, pictures, tmp_path / "out", "--keep-float", "Conv_c2")
+    moved = (tmp_path / "out").rename(tmp_path / "it's $(moved)")
+    environment = {**os.environ, "PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}
+    for folder in (moved, Path("/")):
+        path = os.path.relpath(moved / "small_cnn_trtexec.sh", folder)
+        for way, names in (
+            ("cache", ".onnx .cache"), ("qdq", ".qdq.onnx"), ("typed", ".typed.onnx"),
+            ("11", ".typed.onnx"),
+        ):  # fmt: skip
+            done = subprocess.run(
+                ["sh", path, way], cwd=folder, env=environment, capture_output=True, text=True
+            )
+            expected = [f"small_cnn.tensorrt{ending}" for ending in names.split()]
+            assert done.returncode == 0 and done.stdout.split() == expected, done.stderr
+        done = subprocess.run(["sh", path], cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 2 and "11: with TensorRT 11" in done.stderr
+
+
+def test_the_table_of_versions():
+    assert [Needs(opset).first_reading() for opset in (13, 17, 18, 20, 21, 25)] == [
+        "8.0.0", "8.4.0", "10.0.0", "10.0.0", "10.15.0", None,
+    ]  # fmt: skip
+    assert Needs(13).first_reading(typed=True) == "10.0.0"
+    assert Needs(17, frozenset({"LayerNormalization", "Conv"})).first_reading() == "8.6.0"
+    assert Needs(13, frozenset({"Mish"})).unmet("9.3.0") == "it does not read Mish"
+    assert "LayerNormalization" in unread("8.5.3") and not unread("10.15.0")
+    assert row("8.6.1").opset == 17 and not row("11.2.0").calibrators
+    assert row("7.2.2") is ROWS[0]
+
+
+FLOAT8 = TensorProto.FLOAT8E4M3FN
+
+BYTES = np.arange(256, dtype=np.uint8)
+
+VALUES = numpy_helper.to_array(
+    helper.make_tensor("codes", FLOAT8, [256], BYTES.tobytes(), raw=True)
+).astype(np.float32)  # onnx's own reading of every code
+
+# -- the type --------------------------------------------------------------------------------------
+
+
+def test_every_code_is_written_as_onnx_reads_it():
+    found = codes(VALUES, FP8)
+    assert (found[~np.isnan(VALUES)] == BYTES[~np.isnan(VALUES)]).all()
+    assert set(found[np.isnan(VALUES)].tolist()) <= {0x7F, 0xFF} and np.isnan(VALUES).sum() == 2
+    assert codes(np.float32([0, -0.0, np.nan]), FP8).tolist() == [0, 0x80, 0x7F]
+
+
+@given(st.lists(st.floats(-600, 600, width=32), min_size=1))
+def test_neighbours_on_the_grid_hold_the_value_and_the_nearest_is_one_of_them(values):
+    x = np.array(values, np.float32).clip(-448, 448)
+    below, above = rounded(x, FP8, np.floor), rounded(x, FP8, np.ceil)
+    near = rounded(x, FP8)
+    assert (below <= x).all() and (x <= above).all()
+    assert ((near == below) | (near == above)).all()
+    held = np.unique(VALUES[np.isfinite(VALUES)])
+    assert np.isin(below, held).all() and np.isin(above, held).all()
+    between = (held[None] > below[:, None]) & (held[None] < above[:, None])
+    assert not between.any()
+
+
+def pair(op, x, scale, dtype=np.float32):
+    """x -> Neg -> Relu or Clip -> Q -> DQ -> y, in fp8."""
+    kind = {np.float32: FLOAT, np.float16: TensorProto.FLOAT16}[dtype]
+    nodes = [
+        ("Neg", "x", "n", "neg"),
+        (op, ["n"] if op == "Relu" else ["n", "low", "high"], "r", "relu"),
+        ("QuantizeLinear", "r s z", "q", "q"),
+        ("DequantizeLinear", "q s z", "y", "dq"),
+    ]
+    return build_net(
+        nodes,
+        {"x": (kind, [x.size])},
+        {"y": (kind, [x.size])},
+        [
+            numpy_helper.from_array(np.array(scale, dtype), "s"),
+            numpy_helper.from_array(np.array(0, dtype), "low"),
+            numpy_helper.from_array(np.array(6e4, dtype), "high"),
+            helper.make_tensor("z", FLOAT8, [], b"\0", raw=True),
+        ],
+        opset=19,
+        ir=9,
+    )
+
+
+@pytest.mark.parametrize("op", ["Relu", "Clip"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("scale", [1.0, 0.0124])
+def test_onnx_runtime_rounds_as_the_grid_does_and_keeps_what_cuts_off(op, dtype, scale):
+    held = np.unique(VALUES[np.isfinite(VALUES)])
+    middle = (held[1:] + held[:-1]) / 2
+    x = np.concatenate([held, middle, np.nextafter(middle, np.float32(9)), [464, 465, 9e4]])
+    x = (x * scale).clip(-6e4, 6e4).astype(dtype)
+    got = OrtSession.open(pair(op, x, scale, dtype), threads=1).run({"x": -x})["y"]
+    step = np.float32(dtype(scale))
+    want = fake_quantize(np.maximum(x, 0).astype(np.float32), step, 0, FP8).astype(dtype)
+    assert np.array_equal(got, want)
+
+
+# -- ranges ----------------------------------------------------------------------------------------
+
+
+def histogram():
+    h = Histogram()
+    # values for which both grids have ranges of their own; one in five draws gives lp the same
+    h.observe((np.random.default_rng(8).standard_t(3, 20000) * 0.7).astype(np.float32))
+    return h
+
+
+@pytest.mark.parametrize("name", ["mse", "lp"])
+def test_a_search_by_error_searches_the_grid_that_is_asked(name):
+    h, method = histogram(), Method.of(name)
+    power = 2.0 if name == "mse" else 3.0
+    counts = h.magnitudes(2048)
+    centres = (np.arange(2048) + 0.5) * h.full_range / 2048
+    whole, eighth = (method.search(grid)(h).amax for grid in (None, FP8))
+    ends = np.array([eighth, whole])
+    wrong = errors(centres[1:], counts[1:], -ends, ends, FP8, power)
+    assert eighth != whole and wrong[0] < wrong[1]
+
+
+@pytest.mark.parametrize("name", ["minmax", "percentile"])
+def test_a_search_that_knows_no_grid_finds_the_same(name):
+    h, method = histogram(), Method.of(name)
+    assert not method.integer and method.search(FP8)(h) == method.search()(h)
+
+
+# -- placement -------------------------------------------------------------------------------------
+
+
+def weight(name, *shape, spread=0.2):
+    rng = np.random.default_rng(list(name.encode()))
+    return numpy_helper.from_array(rng.normal(scale=spread, size=shape).astype(np.float32), name)
+
+
+def named(op, inputs, output, **attributes):
+    return helper.make_node(op, inputs.split(), [output], name=f"/{output}", **attributes)
+
+
+def network(nodes, weights, output, opset=13, **domains):
+    opsets = {"": opset, **dict.fromkeys(domains, 1)}
+    return build_net(nodes, {"x": ["n", 3, 8, 8]}, {output: None}, weights, opset=opsets)
+
+
+def wide(**options):
+    """A stem, two Convs of 32 channels with a residual Add between, a classifier."""
+    nodes = [
+        named("Conv", "x w1", "c1", pads=[1, 1, 1, 1]),
+        named("Relu", "c1", "r1"),
+        named("Conv", "r1 w2 b2", "c2", pads=[1, 1, 1, 1]),
+        named("Relu", "c2", "r2"),
+        named("Conv", "r2 w3", "c3"),
+        named("Add", "c3 r1", "a"),
+        named("Relu", "a", "r3"),
+        named("Conv", "r3 w4", "c4"),
+        named("GlobalAveragePool", "c4", "p"),
+        named("Flatten", "p", "f"),
+        named("Gemm", "f fc fb", "y"),
+    ]
+    weights = [
+        weight("w1", 32, 3, 3, 3), weight("w2", 32, 32, 3, 3, spread=0.06), weight("b2", 32),
+        weight("w3", 32, 32, 1, 1), weight("w4", 32, 32, 1, 1), weight("fc", 32, 16),
+        weight("fb", 16),
+    ]  # fmt: skip
+    return network(nodes, weights, "y", **options)
+
+
+def test_what_has_no_fast_kernel_in_fp8_stays_float_and_says_why():
+    nodes = [
+        named("Conv", "x w1", "stem", pads=[1, 1, 1, 1]),
+        named("Conv", "stem w2", "groups", group=2),
+        named("Conv", "groups w3", "window", pads=[3, 3, 3, 3]),
+        named("Conv", "window w4", "narrow"),
+        named("ConvTranspose", "narrow w5", "up"),
+        named("Conv", "up w6", "good", pads=[1, 1, 1, 1]),
+        named("MaxPool", "good", "pool", kernel_shape=[2, 2]),
+        named("GlobalAveragePool", "pool", "p"),
+        named("Flatten", "p", "f"),
+        named("Gemm", "f w7", "y"),
+    ]
+    weights = [
+        weight("w1", 32, 3, 3, 3), weight("w2", 64, 16, 1, 1), weight("w3", 32, 64, 7, 7),
+        weight("w4", 16, 32, 1, 1), weight("w5", 16, 32, 2, 2), weight("w6", 64, 32, 3, 3),
+        weight("w7", 64, 10),
+    ]  # fmt: skip
+    plan = analyse(load(network(nodes, weights, "y")).model, TENSORRT_FP8)
+    said = {d.node: d.reason for d in plan.decisions}
+    assert plan.int8_nodes == ("/good",) and {d.precision for d in plan.decisions} > {"fp8"}
+    assert said["/stem"] == "too few channels (3) to be faster in fp8 than in float"
+    assert said["/groups"] == "a Conv with groups has no fast fp8 kernel"
+    assert said["/window"] == "a window of 49 places has no fp8 kernel, which takes 32 at most"
+    assert "(16)" in said["/narrow"] and "(10)" in said["/y"]
+    assert said["/up"] == "ConvTranspose is not run in fp8 on tensorrt"
+    assert not any("int8" in reason for reason in said.values())
+
+
+# -- the files -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wide_net(tmp_path_factory):
+    path = tmp_path_factory.mktemp("fp8") / "net.onnx"
+    onnx.save(wide(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    path = tmp_path_factory.mktemp("images") / "x.npy"
+    np.save(path, np.random.default_rng(9).normal(size=(12, 3, 8, 8)).astype(np.float32))
+    return path
+
+
+FAST = ("--effort", 0, "--duration", 0, "--method", "minmax")
+
+
+def command(net, images, out, *words):
+    target = ("--target", "tensorrt", "--precision", "fp8")
+    return "build", net, "--images", images, "--out", out, *target, *words
+
+
+@pytest.fixture(scope="module")
+def built(wide_net, images, tmp_path_factory):
+    out = tmp_path_factory.mktemp("built") / "out"
+    build(
+        wide_net, images, out=out, targets=[TensorRT(precision="fp8")], duration_s=0,
+        method="minmax", tuning=Tuning(effort=0),
+    )  # fmt: skip
+    return out
+
+
+def initializers(path):
+    return {t.name: t for t in onnx.load(path).graph.initializer}
+
+
+def array(tensor):
+    return numpy_helper.to_array(tensor)
+
+
+@pytest.mark.parametrize("name", ["net.tensorrt.qdq.onnx", "net.tensorrt.typed.onnx"])
+def test_pairs_and_weights_are_of_fp8_and_onnx_finds_the_model_sound(built, name):
+    model = onnx.load(built / name)
+    onnx.checker.check_model(model, full_check=True)
+    assert model.opset_import[0].version == 19 and model.ir_version >= 9
+    held = initializers(built / name)
+    pairs = [n for n in model.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    assert {held[n.input[2]].data_type for n in pairs} == {FLOAT8} and len(pairs) == 12
+    assert not any(codes_of(held[n.input[2]]).any() for n in pairs)
+    weights = {n.input[0]: n for n in pairs if n.input[0] in held}
+    assert set(weights) == {f"{w}/quantized" for w in ("w2", "w3", "w4", "fc")}
+    axes = {name: n.attribute[0].i for name, n in weights.items()}
+    assert axes == {"w2/quantized": 0, "w3/quantized": 0, "w4/quantized": 0, "fc/quantized": 1}
+
+
+def codes_of(tensor):
+    return np.frombuffer(tensor.raw_data, np.uint8).reshape(tuple(tensor.dims))
+
+
+def test_scales_are_amax_by_448_and_weights_their_nearest_codes(built, wide_net, images):
+    plain, held = initializers(wide_net), initializers(built / "net.tensorrt.qdq.onnx")
+    for name, axes in (("w2", (1, 2, 3)), ("w4", (1, 2, 3)), ("fc", (0,))):
+        w = array(plain[name])
+        scale = array(held[f"{name}/scale"])
+        assert np.array_equal(scale, (np.abs(w).max(axes).astype(np.float64) / 448).astype("f4"))
+        wide_scale = scale.reshape([1 if a in axes else -1 for a in range(w.ndim)])
+        types = pytest.importorskip("ml_dtypes")
+        want = (w / wide_scale).astype(types.float8_e4m3fn).view(np.uint8)
+        assert np.array_equal(codes_of(held[f"{name}/quantized"]), want)
+    held = initializers(built / "net.tensorrt.qdq.onnx")
+    model = onnx.load(wide_net)
+    model.graph.output.append(helper.make_tensor_value_info("r1", FLOAT, None))
+    session = OrtSession.open(model, threads=1)
+    seen = max(float(session.run({"x": x[None]})["r1"].max()) for x in np.load(images))
+    assert array(held["r1/scale"]) == pytest.approx(symmetric_scale(seen, FP8), rel=1e-6)
+
+
+def test_the_cpu_computes_what_the_files_in_fp8_say(built, images):
+    from onnx.reference import ReferenceEvaluator
+
+    x = np.load(images)[:1]
+    model = onnx.load(built / "net.tensorrt.qdq.onnx")
+    (want,) = ReferenceEvaluator(model).run(None, {"x": x})
+    got = OrtSession.open(built / "net.tensorrt.qdq.onnx", int8_kernels=False).run({"x": x})["y"]
+    narrow = OrtSession.open(built / "net.tensorrt.typed.onnx", int8_kernels=False)
+    assert np.abs(got - want).max() < 1e-3 * np.abs(want).max()
+    assert np.abs(narrow.run({"x": x})["y"] - want).max() < 0.05 * np.abs(want).max()
+    names = {path.name for path in built.iterdir()}
+    assert {"net.tensorrt.qdq.onnx", "net.tensorrt.typed.onnx", "net_trtexec.sh"} <= names
+    assert not {"net.tensorrt.onnx", "net.tensorrt.cache"} & names
+    assert Needs(19).first_reading(typed=True, fp8=True) == "10.2.0"
+    assert Needs(24).first_reading(typed=True, fp8=True) == "10.15.0"
+    script = (built / "net_trtexec.sh").read_text("utf-8")
+    assert "with TensorRT 10 from 10.2 on" in script and "cache)" not in script
+
+
+def test_the_report_says_fp8_its_figures_and_the_lines_for_those_who_can(
+    run, wide_net, images, tmp_path
+):
+    code, out, _ = run(*command(wide_net, images, tmp_path / "out", *FAST, "--rest", "bf16"))
+    assert code == 0 and "net in fp8 for tensorrt" in out and " fp8\n" in out
+    report = json.loads((tmp_path / "out/report.json").read_text("utf-8"))
+    (target,) = report["targets"]
+    assert target["options"] == {"--precision": "fp8", "--rest": "bf16"}
+    assert {n["precision"] for n in target["nodes"]} == {"fp8", "float32"}
+    engine = report["engines"][1]
+    assert engine["label"] == "fp8" and engine["accuracy"]["outputs"][0]["sqnr_db"] > 20
+    page = (tmp_path / "out/report.md").read_text("utf-8")
+    assert "accuracy is that of its fp8 model" in page
+    notes = " / ".join(target["notes"])
+    assert "on a GPU of Ada, Hopper or later, with TensorRT 10 from 10.15 on: trtexec" in notes
+    assert notes.count("trtexec --onnx=net.tensorrt.typed.onnx") == 2
+    assert not re.search("--int8|--calib|--fp16|8[.]5", notes)
+
+
+def test_a_float_rest_has_one_file_and_inspect_tells_what_would_be_in_fp8(
+    run, wide_net, images, tmp_path, refusal, small_cnn, pictures
+):
+    code, out, _ = run(*command(wide_net, images, tmp_path, *FAST, "--rest", "fp32"))
+    assert code == 0 and not (tmp_path / "net.tensorrt.typed.onnx").exists()
+    assert "--onnx=net.tensorrt.qdq.onnx --stronglyTyped" in " ".join(out.split())
+    code, out, _ = run("inspect", wide_net, "--target", "tensorrt", "--precision", "fp8")
+    assert code == 0 and "7 fp8" in out and "fp8       4 Conv" not in out
+    assert "too few channels (3) to be faster in fp8" in out
+    words = command(small_cnn, pictures, tmp_path / "out", "--size", "16x16")
+    assert "must be able to run in fp8, got none in small_cnn" in refusal(*words)
+
+
+def test_a_cache_gives_the_same_model_and_there_is_no_way_back(
+    run, built, wide_net, tmp_path, refusal
+):
+    made = tmp_path / "made.onnx"
+    words = ("cache", "to-qdq", wide_net, built / "net.cache", "-o", made, "--precision", "fp8")
+    assert run(*words)[0] == 0
+    assert made.read_bytes() == (built / "net.tensorrt.qdq.onnx").read_bytes()
+    assert run(*words, "--rest", "fp16")[0] == 0
+    held = initializers(made)
+    assert held["w2/quantized"].data_type == FLOAT8 and "r1/scale/fp16" in held
+    files = (tmp_path / "plain.onnx", tmp_path / "plain.cache")
+    err = refusal("cache", "from-qdq", built / "net.tensorrt.qdq.onnx", "-o", *files)
+    assert "a cache is for" in err and "float8" in err
+    model = onnx.load(built / "net.tensorrt.qdq.onnx")
+    with pytest.raises(ExportError, match="no cache of an fp8 model"):
+        from_qdq(model)
+
+
+# -- search, plan, repairs -------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_search_is_kept_in_the_plan_and_obeyed_on_its_own_grid(
+    run, refusal, wide_net, images, tmp_path
+):
+    out = tmp_path / "out"
+    words = command(wide_net, images, out, "--duration", 0, "--method", "minmax")
+    assert run(*words)[0] == 0
+    plan = (out / "net.plan.toml").read_text("utf-8")
+    assert 'precision = "fp8"' in plan and "all in fp8" in plan and "int8" not in plan
+    assert "rounded = " in plan
+    first = (out / "net.tensorrt.typed.onnx").read_bytes()
+    code, _, _ = run(*words)
+    assert code == 0 and (out / "net.tensorrt.typed.onnx").read_bytes() == first
+    report = json.loads((out / "report.json").read_text("utf-8"))
+    assert report["targets"][0]["search"]["reused"]
+    shutil.copy(out / "net.plan.toml", tmp_path / "own.toml")
+    words = ("--target", "tensorrt", "--plan", tmp_path / "own.toml", "--duration", 0)
+    err = refusal("build", wide_net, "--images", images, "--out", tmp_path / "eight", *words)
+    assert "got one of fp8 for tensorrt in int8" in err and "--precision fp8" in err
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_weights_rounded_by_output_are_never_worse_than_the_nearest(seed):
+    rng = np.random.default_rng(seed)
+    steps = (rng.normal(size=(2, 5, 12)) * 10 ** rng.uniform(-2, 2)).clip(-448, 448)
+    products = gram(rng.normal(size=(2, 12, 40)).astype(np.float32) + 0.5)
+    fixed = np.zeros(steps.shape, bool)
+    made = rounded_by_output(steps, products, fixed=fixed, grid=FP8)
+    near, ends = rounded(steps, FP8), [rounded(steps, FP8, to) for to in (np.floor, np.ceil)]
+    assert ((made == ends[0]) | (made == ends[1])).all() and (made != near).any()
+    after, before = (output_error(steps, one, products).sum() for one in (made, near))
+    assert after < before
+
+
+def test_repairs_see_the_grid_and_each_can_be_tried(run, wide_net, images, tmp_path, built):
+    model = onnx.load(built / "net.tensorrt.qdq.onnx")
+    layers = layers_of(load(wide_net).model)
+    found = all_written(model, layers)
+    assert set(found) == {"/c2", "/c3", "/c4", "/y"}
+    for layer, how in found.values():
+        assert how.grid == FP8 and (how.low, how.high) == (-448, 448)
+        stored = Graph(model).producer[Graph(model).producer[layer.output].input[1]].input
+        held = initializers(built / "net.tensorrt.qdq.onnx")
+        assert np.array_equal(
+            how.weights(layer).astype(np.float32),
+            (array(held[stored[0]]).astype(np.float32) * how.weight).astype(np.float32),
+        )
+    words = command(wide_net, images, tmp_path, *FAST, "--repair", "ranges,adaround,bias")
+    code, _, _ = run(*words)
+    page = (tmp_path / "report.md").read_text("utf-8")
+    assert code == 0
+    for name in ("weight rounding by output error", "bias correction", "ranges by output error"):
+        assert re.search(f"{name}: (worst part|nothing|[0-9]+ layer)", page), name
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["entropy", "entropy-tensorrt", "legacy"])
+def test_tensorrts_own_searches_are_for_int8(refusal, wide_net, images, tmp_path, method):
+    err = refusal(*command(wide_net, images, tmp_path / "out", "--method", method))
+    assert f"got {method}, which is TensorRT's for int8" in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "words", [("--engine-from", "cache"), ("--calibrator", "entropy2")], ids=lambda w: w[0]
+)
+def test_a_calibrator_or_a_cache_beside_fp8_is_refused(refusal, wide_net, images, tmp_path, words):
+    err = refusal(*command(wide_net, images, tmp_path / "out", *words))
+    assert f"are for int8, got {words[0]}" in err
+
+
+def test_plans_of_int8_and_models_of_old_opsets_are_refused(wide_net, images, tmp_path):
+    (tmp_path / "p.toml").write_text(
+        'schema = "calib8-plan/1"\n[tensorrt]\n[tensorrt.methods]\nr1 = "entropy"\n', "utf-8"
+    )
+    with pytest.raises(ConfigError, match="got entropy, which is TensorRT's for int8"):
+        build(
+            wide_net, images, out=tmp_path / "out", targets=[TensorRT(precision="fp8")],
+            duration_s=0, tuning=Tuning(plan=tmp_path / "p.toml"),
+        )  # fmt: skip
+    model = wide(own=True)
+    model.graph.node.append(helper.make_node("Own", ["y"], ["z"], "/own", domain="own"))
+    from deploy.targets.tensorrt.float_types import at_opset
+
+    with pytest.raises(ExportError, match=r"opset 19 .* got opset 13 .* domain own"):
+        at_opset(model, 19)
+
+
+# -- the engine ------------------------------------------------------------------------------------
+
+
+def on(tensorrt, monkeypatch, version):
+    """A machine with this TensorRT and a GPU; lists what it builds."""
+    tensorrt(version)
+    made, build_engine = [], builder.build_engine
+
+    def engine(path, asked, *, calibrator=None, cuda=None):
+        made.append((path.name, asked))
+        assert calibrator is None
+        return build_engine(path, asked, calibrator=calibrator, cuda=cuda)
+
+    monkeypatch.setattr(builder, "build_engine", engine)
+    return made
+
+
+def notes_of(net, images, out, **options):
+    report = build(
+        net, images, out=out, targets=[TensorRT(precision="fp8", **options)], duration_s=0,
+        method="minmax", tuning=Tuning(effort=0),
+    )  # fmt: skip
+    return " / ".join(report.targets[0].notes)
+
+
+@pytest.mark.parametrize(
+    ("rest", "source"), [("fp16", "net.tensorrt.typed.onnx"), ("fp32", "net.tensorrt.qdq.onnx")]
+)
+def test_an_engine_is_built_strongly_typed_and_without_a_calibrator(
+    tensorrt, monkeypatch, wide_net, images, tmp_path, rest, source
+):
+    made = on(tensorrt, monkeypatch, "10.13.0.35")
+    notes_of(wide_net, images, tmp_path, rest=rest)
+    ((name, asked),) = made
+    assert name == source and asked.typed
+
+
+def test_an_older_tensorrt_gets_no_engine_and_the_reason(
+    tensorrt, monkeypatch, wide_net, images, tmp_path
+):
+    made = on(tensorrt, monkeypatch, "10.0.1.6")
+    assert "needs TensorRT 10.2 or newer, got 10.0.1.6" in notes_of(wide_net, images, tmp_path)
+    assert not made
