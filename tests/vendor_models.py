@@ -1,0 +1,59 @@
+"""Small ONNX models for the tests of targets."""
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+
+def build_net(nodes, inputs, outputs, weights=(), *, opset=13, ir=8, **more):
+    """Return the model of these nodes.
+
+    Args:
+        nodes: NodeProtos, or (operator, inputs, outputs, name, attributes) where the last two may
+            be left out. Inputs and outputs are a list of names, or a string of them.
+        inputs: name -> shape of a float32 tensor, or (type, shape); or ValueInfoProtos.
+        outputs: the same.
+        weights: name -> array, float64 as float32; or TensorProtos.
+        opset: of ONNX's own domain, or domain -> version.
+        ir: version of the file format.
+        more: as of `helper.make_model`.
+    """
+    made = [node if isinstance(node, onnx.NodeProto) else build_node(*node) for node in nodes]
+    graph = helper.make_graph(made, "net", values(inputs), values(outputs), tensors(weights))
+    domains = opset if isinstance(opset, dict) else {"": opset}
+    opsets = [helper.make_opsetid(domain, version) for domain, version in domains.items()]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=ir, **more)
+
+
+def build_node(op, inputs, outputs, *more):
+    name, attributes = "", {}
+    for one in more:
+        name, attributes = (name, one) if isinstance(one, dict) else (one, attributes)
+    names = [one.split() if isinstance(one, str) else one for one in (inputs, outputs)]
+    return helper.make_node(op, *names, name=name, **attributes)
+
+
+def save_net(path, *net, **more):
+    """Write `build_net` of the rest to a file; return its path."""
+    onnx.save(build_net(*net, **more), path)
+    return path
+
+
+def values(infos):
+    if not isinstance(infos, dict):
+        return list(infos)
+    typed = {
+        name: one if isinstance(one, tuple) and not isinstance(one[-1], int | str) else (1, one)
+        for name, one in infos.items()
+    }
+    return [helper.make_tensor_value_info(name, *one) for name, one in typed.items()]
+
+
+def tensors(arrays):
+    if not isinstance(arrays, dict):
+        return list(arrays)
+    held = {name: np.asarray(value) for name, value in arrays.items()}
+    return [
+        numpy_helper.from_array(a.astype(np.float32) if a.dtype == np.float64 else a, name)
+        for name, a in held.items()
+    ]
