@@ -10,7 +10,6 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, numpy_helper
-from tests.vendor_models import build_net
 
 from calibrators.amct.adaround import (
     LEAKY,
@@ -41,6 +40,7 @@ from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import LayerRecord
 from deploy.targets.ascend.simple_config import read_simple_config
 from deploy.targets.ascend.weight_rounding import steps_of
+from tests.vendor_models import build_net
 
 # by AMCT's AdaRoundQuant, KlOptimize and loss functions in torch 2.13: random layers and inputs,
 # every place in every iteration

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper, numpy_helper
-from tests.vendor_models import build_net
 
 from deploy.errors import BackendError, Calib8Error, ConfigError, ModelError, SdkMissingError
 from deploy.feed.preprocess import Preprocess
@@ -45,6 +44,7 @@ from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import LayerRecord, read_record
 from deploy.targets.ascend.recorded import check_file
 from deploy.tuning.search_options import Tuning
+from tests.vendor_models import build_net
 
 CASES = Path(__file__).parent / "golden" / "amct" / "cases"
 DATA = np.random.default_rng(11).normal(size=(6, 3, 16, 16)).astype(np.float32)

@@ -9,7 +9,6 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from tests.vendor_models import build_net, save_net
 
 from calibrators.amct.arq import ascend_half, ascend_s19
 from deploy.calibration.observation import Subject
@@ -20,6 +19,7 @@ from deploy.targets.ascend.executor import open_deploy
 from deploy.targets.ascend.half import halves_of, narrowed
 from deploy.targets.ascend.recipe import widths
 from deploy.targets.ascend.record import read_record
+from tests.vendor_models import build_net, save_net
 
 WIDTHS = Path(__file__).parent / "golden" / "amct" / "widths"
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.vendor_models import build_net
 
 from calibrators.amct.adaround import AdaParams
 from calibrators.amct.hfmg import HfmgParams
@@ -21,6 +20,7 @@ from deploy.targets.ascend.layers import find_layers, name_nodes
 from deploy.targets.ascend.record import LayerRecord, check_record, read_record, write_record
 from deploy.targets.ascend.simple_config import read_simple_config, write_simple_config
 from tests.test_ascend_models import CASES, NAMES, float_model
+from tests.vendor_models import build_net
 
 GRAPH = find_layers(float_model("small_default"))
 

@@ -12,7 +12,6 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from tests.vendor_models import build_net, build_node
 
 from deploy.calibration.trt_cache import dump as cache_text
 from deploy.calibration.trt_cache import from_scales
@@ -21,6 +20,7 @@ from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.executor import open_deploy
 from deploy.targets.ascend.record import read_record
 from tests.test_ascend_models import CASES, NAMES, float_model
+from tests.vendor_models import build_net, build_node
 
 TESTS = Path(__file__).parent
 FASHION = TESTS.parent / "datasets" / "fashion"

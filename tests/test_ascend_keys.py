@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 from onnx import numpy_helper
-from tests.vendor_models import save_net
 
 from deploy.targets.ascend.config_keys import ACTIVATION, GLOBAL, LAYER, WEIGHT
 from deploy.targets.ascend.proto import MESSAGES
+from tests.vendor_models import save_net
 
 CONFIGS = ("AMCTConfig", "OverrideLayerType", "OverrideLayer", "CalibrationConfig", "ARQuantize",
            "ADAquantize", "DMQBalancer", "FMRQuantize", "HFMGQuantize",

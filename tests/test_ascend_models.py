@@ -13,7 +13,6 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
-from tests.vendor_models import build_net
 
 from calibrators.amct.arq import arq, arq_fake_quantize, arq_integers, ascend_scale_offset
 from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, cuts, hfmg
@@ -29,6 +28,7 @@ from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layers import find_layers, name_nodes
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import LayerRecord, read_record
+from tests.vendor_models import build_net
 
 CASES = Path(__file__).parent / "golden" / "amct" / "cases"
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
-from tests.vendor_models import build_net, save_net
 
 from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, hfmg
 from calibrators.amct.ifmr import IfmrParams, ifmr
@@ -26,6 +25,7 @@ from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import read_record
+from tests.vendor_models import build_net, save_net
 
 DATA = np.random.default_rng(0).normal(size=(6, 3, 16, 16)).astype(np.float32)
 

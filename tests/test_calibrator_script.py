@@ -9,7 +9,6 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from tests.vendor_models import save_net
 
 from deploy.calibration.trt_cache import dump, from_scales
 from deploy.errors import FeedError
@@ -17,6 +16,7 @@ from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.feed import open_feed
 from deploy.targets.tensorrt.cache_tools import agreement
 from deploy.tensors import TensorSpec
+from tests.vendor_models import save_net
 
 ROWS, BATCH = 19, 4
 

@@ -10,9 +10,9 @@ import onnxruntime as ort
 import pytest
 from click.testing import CliRunner
 from onnx import helper
-from tests.vendor_models import save_net
 
 from deploy.cli import cli
+from tests.vendor_models import save_net
 
 SAME = {"pads": [1] * 4}
 HALF = {"kernel_shape": [3, 3], "strides": [2, 2]}

@@ -7,12 +7,12 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from tests.vendor_models import build_net
 
 from deploy.frontends import load
 from deploy.runtimes import ort
 from deploy.tuning import timing
 from deploy.tuning.timing import KernelTimes, attributed, kernel_times, quicker
+from tests.vendor_models import build_net
 
 
 def model_of(*nodes):

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import numpy_helper
-from tests.vendor_models import build_net
 
 from calibrators.grids import INT8, quantize_weight, weight_scales
 from calibrators.weights import FIT, in_tight_pairs, pair_scales, pair_sums
@@ -18,6 +17,7 @@ from deploy.targets.onnxruntime.dynamic import dynamic_weights, write_dynamic
 from deploy.targets.stored import stored_in
 from deploy.tuning.repairs.output_rounding import rounded_weight
 from deploy.tuning.repairs.repair_layers import layers_of, with_constants
+from tests.vendor_models import build_net
 
 QUICK = ("--effort", 0, "--duration", 0, "--accept")
 

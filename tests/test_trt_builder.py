@@ -16,7 +16,6 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from tests.vendor_models import build_net
 
 from calibrators.errors import CalibrationError
 from calibrators.tensorrt import Callbacks, HostMemory
@@ -52,6 +51,7 @@ from deploy.targets.tensorrt.sdk import (
 )
 from deploy.targets.tensorrt.target import TensorRT
 from deploy.tuning.search_options import Tuning
+from tests.vendor_models import build_net
 
 CACHE = b"TRT-8503-EntropyCalibration2\nx: 3c008912\n"
 

@@ -8,7 +8,6 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.vendor_models import save_net
 
 from deploy.calibration import trt_cache
 from deploy.calibration.trt_cache import (
@@ -24,6 +23,7 @@ from deploy.calibration.trt_cache import (
 )
 from deploy.cli import main
 from deploy.errors import CacheError
+from tests.vendor_models import save_net
 
 SHARED = Path(__file__).parents[1].parent / "shared" / "golden" / "tensorrt"
 

@@ -9,7 +9,6 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from tests.vendor_models import build_net
 
 from calibrators.histogram import Histogram
 from calibrators.statistics import HistogramOf
@@ -21,6 +20,7 @@ from deploy.frontends import load
 from deploy.method import Method
 from deploy.pipeline import calibrate
 from deploy.targets.tensorrt.naming import CAFFE, ONNX, cache_tensors, likely_parser, trt_tensors
+from tests.vendor_models import build_net
 
 LENET = Path(__file__).parents[1].parent / "shared" / "golden" / "tensorrt" / "lenet"
 

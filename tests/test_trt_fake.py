@@ -10,13 +10,13 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from tests.vendor_models import build_net, save_net
 
 from deploy.calibration.store import text_of
 from deploy.calibration.trt_cache import parse
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt import sdk
 from deploy.targets.tensorrt.sdk import cache_reader
+from tests.vendor_models import build_net, save_net
 
 EIGHT, TEN, ELEVEN = "8.5.3.1", "10.13.0.35", "11.1.0"
 

@@ -9,7 +9,6 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from tests.vendor_models import build_net, save_net
 
 from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.trt_cache import from_scales, parse
@@ -26,6 +25,7 @@ from deploy.targets.tensorrt.dla import inferred
 from deploy.targets.tensorrt.match import match
 from deploy.targets.tensorrt.naming import trt_tensors
 from deploy.tuning.search_options import Tuning
+from tests.vendor_models import build_net, save_net
 
 FEED = {"x": np.random.default_rng(11).standard_normal((2, 3, 8, 8)).astype(np.float32)}
 

@@ -6,7 +6,6 @@ import sys
 import numpy as np
 import pytest
 from onnx import TensorProto, helper
-from tests.vendor_models import build_net, save_net
 
 from deploy.errors import BackendError, ConfigError, SdkMissingError
 from deploy.runtimes.ort import OrtSession
@@ -16,6 +15,7 @@ from deploy.targets.tensorrt.cuda import Buffer, CudaMemory
 from deploy.targets.tensorrt.inspector import throughput
 from deploy.targets.tensorrt.sdk import gpu
 from deploy.targets.tensorrt.session import TensorrtSession
+from tests.vendor_models import build_net, save_net
 
 BINDINGS = ("cuda-python", "cudart", "pycuda")
 
