@@ -106,8 +106,7 @@ def _import() -> Any:
         import distributed
     except ImportError as error:
         raise SdkMissingError(
-            "a scheduler is spoken to by dask.distributed, which is not installed; pip install"
-            " 'calib8[dask]'"
+            "--scheduler needs dask.distributed, which is not installed; pip install 'calib8[dask]'"
         ) from error
     return distributed
 

@@ -319,8 +319,8 @@ def _compare_with_training(
         other = _distance(through(turned), training)
         if other < min(_NEAR, fed / _TIMES):
             return (
-                f"what the model is fed is not what it learned from, {words} would be, as its first"
-                " BatchNormalization tells"
+                f"the calibration data does not match the training data, but {words} would, as the"
+                " first BatchNormalization shows"
             )
     alive = _alive(training)
     deviation = np.sqrt(training.variance[alive])
@@ -329,7 +329,7 @@ def _compare_with_training(
     if not np.isfinite(off + spread) or (_FAINT < spread < _ANOTHER_UNIT and off < _ANOTHER_UNIT):
         return ""
     return (
-        "what the model is fed has another unit than what it learned from: at its first"
+        "the calibration data has another unit than the training data: at the model's first"
         f" BatchNormalization the values spread {_round(spread)} times as far as in training, their"
         f" mean {_round(off)} deviations off"
     )
@@ -345,13 +345,13 @@ def _compare_with_bias(layer: FirstLayer, here: _Moments, values: Sequence[Array
     ratio = made / usual
     if ratio < _UNDER_BIAS:
         return (
-            "what the model is fed hardly reaches it: its first Conv makes values of it that"
+            "the calibration data is too small: the outputs of the model's first Conv"
             f" vary by {_round(ratio)} times the Conv's own bias"
         )
     if ratio > _OVER_BIAS and all(map(_whole_pixels, values)):
         return (
-            "what the model is fed are pixels of 0 to 255 as they are; its first Conv makes"
-            f" {_round(ratio)} times its own bias of them, as one that learned from smaller values"
+            "the calibration data are pixels of 0 to 255 as they are; the model's first Conv makes"
+            f" {_round(ratio)} times its own bias of them, like one trained on smaller values"
         )
     return ""
 

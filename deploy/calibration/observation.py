@@ -255,7 +255,7 @@ class Subject:
         """
         if self.repairs:
             raise ConfigError(
-                "what reads the model as its file has it sees no repair of its weights, got repair"
+                "a target that reads the model's file cannot use repaired weights, got repair"
                 f" {', '.join(self.repairs)}; leave it away, or take another method or"
                 " configuration"
             )

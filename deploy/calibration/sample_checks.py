@@ -205,7 +205,7 @@ class Until:
     def __post_init__(self) -> None:
         if not 0 < self.within < 1:
             raise ConfigError(
-                "ranges are stable within a share of themselves, over 0 and below 1, got"
+                "stable ranges differ by a share of the range, over 0 and below 1, got"
                 f" {self.within:g}; give a share such as {WITHIN:g}"
             )
 

@@ -259,8 +259,8 @@ def refuse_ordered(wanted: Iterable[Observation], what: str) -> None:
     ordered = dict.fromkeys(o.statistic.key for o in wanted if o.by_order)
     if ordered:
         raise ConfigError(
-            f"{what} is of statistics that the order of the images does not show in,"
-            f" and {', '.join(ordered)} is defined by it; calibrate these in one run, or take a"
+            f"{what} needs statistics that do not depend on the order of the images,"
+            f" and {', '.join(ordered)} depends on it; calibrate these in one run, or take a"
             " target and a method without it"
         )
 

@@ -170,8 +170,8 @@ def refuse(
     else:
         return
     raise ConfigError(
-        "--until-stable stops where single samples, spread evenly over all of them, move no range"
-        f" any more, got {got}"
+        "--until-stable compares the ranges of two halves of single samples, spread evenly over the"
+        f" feed, got {got}"
     )
 
 
