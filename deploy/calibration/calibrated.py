@@ -152,7 +152,7 @@ _STORED = (
 )
 _WIDENED = (
     "FP32 is the float32 model that {} stands for, which computes in float16; speed and size are"
-    " told beside it."
+    " reported next to it."
 )
 
 

@@ -110,11 +110,11 @@ class Checkpoint:
         elif found is not None:
             self._say(
                 f"{path} holds {self._standing:,} samples of a run that did not end: --resume goes"
-                " on from it; this run begins anew and replaces it as soon as it has counted as"
+                " on from it; this run starts over and replaces it as soon as it has counted as"
                 " many"
             )
         elif resume:
-            self._say(f"{path} is not there to go on from, so the run begins anew")
+            self._say(f"{path} is not there to go on from, so the run starts over")
 
     def known(self, wanted: Iterable[Observation]) -> Observed:
         """Return the statistics of the samples that were counted before.
@@ -179,7 +179,7 @@ class Checkpoint:
         """Return what the next run can resume from, as a sentence."""
         if self._unkept is not None:
             return (
-                "the next run begins anew, since no checkpoint holds"
+                "the next run starts over, since no checkpoint holds"
                 f" {self._unkept.statistic.key!r}"
             )
         if not self._kept:

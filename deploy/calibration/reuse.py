@@ -179,7 +179,7 @@ def _judged(
     if path is None:
         return recompute("no cache was asked for")
     if policy.refresh:
-        return recompute(f"{path} is to be made anew, as asked")
+        return recompute(f"{path} is rebuilt, as requested")
     if not path.exists():
         return recompute(f"{path} does not exist yet")
     if not store.sidecars(path)[0].exists():

@@ -177,9 +177,9 @@ def of_bytes(raw: bytes, path: Path, *, what: str = _WHAT) -> Shard:
         raise CacheError(f"{rule}, got no such archive: {error}") from error
     document = from_json(text, rule=rule, error=CacheError)
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        raise CacheError(f"{rule}, got another form; make it anew with this version of calib8")
+        raise CacheError(f"{rule}, got another form; make it again with this version of calib8")
     if document.get("sha256") != _digest(document) or document.get("statistics") != sha256(packed):
-        raise CacheError(f"{path} was changed after it was written; make it anew")
+        raise CacheError(f"{path} was changed after it was written; make it again")
     try:
         return _shard(document, path, packed)
     except _BROKEN as error:

@@ -285,7 +285,7 @@ def load(path: Path) -> Stored:
     text, fingerprint = _text_of(path, document)
     if not document["sha256"]["statistics"]:
         raise CacheError(
-            f"{path} was made by {fingerprint.by} and has no statistics beside it (--trust-cache"
+            f"{path} was made by {fingerprint.by} and has no statistics next to it (--trust-cache"
             " uses it as it is)"
         )
     packed = read(npz_path)
