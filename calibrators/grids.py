@@ -58,6 +58,8 @@ from calibrators.errors import CalibrationError
 
 Float32Array = NDArray[np.float32]
 Stored = NDArray[np.number[Any]]
+# torch's name -> numpy type. All integers of the type are used.
+DTYPES: dict[str, type[np.integer]] = {"quint8": np.uint8, "qint8": np.int8, "qint32": np.int32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,10 +299,6 @@ def quantize_weight(
     steps = rounded(np.asarray(weight, np.float32) / scales.reshape(shape), grid)
     q: Stored = np.clip(steps, -grid.qmax, grid.qmax).astype(grid.dtype)
     return q
-
-
-# torch's name -> numpy type. All integers of the type are used.
-DTYPES: dict[str, type[np.integer]] = {"quint8": np.uint8, "qint8": np.int8, "qint32": np.int32}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -47,6 +47,8 @@ from calibrators.kernel import SCRATCH, Kernel, Seen, kernel
 BINS = 4096  # bins per side: two for each of TensorRT's 2048
 _CHUNK = 1 << 17  # values binned at a time, so that they fit in a core's cache
 _SMALLEST_RANGE = 2.0**-100  # below this, BINS / R could overflow float32
+_SPREAD = 64
+_SPREAD_INDEX = np.tile(np.arange(BINS, BINS + _SPREAD, dtype=np.uint16), _CHUNK // _SPREAD)
 
 
 def range_for(amax: float) -> float:
@@ -99,8 +101,6 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
-_SPREAD = 64
-_SPREAD_INDEX = np.tile(np.arange(BINS, BINS + _SPREAD, dtype=np.uint16), _CHUNK // _SPREAD)
 
 
 def plain(x: NDArray[np.floating]) -> NDArray[np.float32]:

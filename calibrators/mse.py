@@ -51,6 +51,11 @@ from calibrators.scales import Scale
 
 TOLERANCE = 1e-11  # of the sum of squares; closer candidates are summed over bins
 _RAMPS_TOGETHER = 40  # ranges per block, whose levels fit in a core's cache
+_RATIOS = np.concatenate([np.arange(100, 20, -1), np.arange(20, 0, -0.5)]) / 100
+_TOGETHER = 1 << 15  # bins per block of ranges, which fit in a core's cache
+_QUICK_BITS = 8  # with these a step is a thousand times the float32 rounding error of the end
+_QUICK_TOLERANCE = 1e-3  # of the least error, per power: many times the float32 error of a sum
+_QUICK_LEAST = 1e-30  # smaller errors are near the float32 minimum
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +131,6 @@ class Ramps:
 def _reverse_cumsum(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the sums from each element to the end of its row, [2, N]."""
     return np.asarray(np.cumsum(rows[:, ::-1], axis=1)[:, ::-1])
-
-
-_RATIOS = np.concatenate([np.arange(100, 20, -1), np.arange(20, 0, -0.5)]) / 100
-_TOGETHER = 1 << 15  # bins per block of ranges, which fit in a core's cache
-_QUICK_BITS = 8  # with these a step is a thousand times the float32 rounding error of the end
-_QUICK_TOLERANCE = 1e-3  # of the least error, per power: many times the float32 error of a sum
-_QUICK_LEAST = 1e-30  # smaller errors are near the float32 minimum
 
 
 def mse(histogram: Histogram, *, symmetric: Grid = INT8, affine: Grid = UINT8) -> Scale:

@@ -41,6 +41,10 @@ from numpy.typing import NDArray
 from calibrators.histogram import BINS, Histogram
 from calibrators.scales import Scale
 
+QUANTILE = 0.999999
+_RANK = 100  # the tail holds at most this many values,
+_SHARE = 100  # and at most 1 / 100 of all values
+
 
 def percentile(histogram: Histogram, *, percent: float) -> Scale:
     """Return the range that holds `percent` of a tensor's values.
@@ -97,16 +101,9 @@ def minmax(histogram: Histogram) -> Scale:
     )
 
 
-QUANTILE = 0.999999
-
-
 def legacy(histogram: Histogram) -> Scale:
     """Return the range that holds the legacy quantile of a tensor's values."""
     return replace(percentile(histogram, percent=QUANTILE * 100), method="legacy")
-
-
-_RANK = 100  # the tail holds at most this many values,
-_SHARE = 100  # and at most 1 / 100 of all values
 
 
 def with_room(scale: Scale, histogram: Histogram, most: float) -> Scale:

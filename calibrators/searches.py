@@ -26,6 +26,15 @@ if TYPE_CHECKING:
 DEFAULT_METHOD = "mse"
 DEFAULT_PERCENT = 99.99
 DEFAULT_POWER = 3.0
+# Searches of the same histogram, with their parameters, in the order in which they are compared.
+# Entropy was never the best of them on a real model.
+COMPARABLE: tuple[tuple[str, Mapping[str, float]], ...] = (
+    ("mse", {}),
+    ("lp", {"power": 2.4}),
+    ("lp", {}),
+    ("minmax", {}),
+    ("percentile", {}),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,16 +241,6 @@ SEARCHES: dict[str, Search[Any]] = {
         _legacy, Params, "is TensorRT's legacy calibrator without its regression", integer=True
     ),
 }
-
-# Searches of the same histogram, with their parameters, in the order in which they are compared.
-# Entropy was never the best of them on a real model.
-COMPARABLE: tuple[tuple[str, Mapping[str, float]], ...] = (
-    ("mse", {}),
-    ("lp", {"power": 2.4}),
-    ("lp", {}),
-    ("minmax", {}),
-    ("percentile", {}),
-)
 
 
 def parameters() -> dict[str, Field[Any]]:

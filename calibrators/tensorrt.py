@@ -38,6 +38,23 @@ Array = NDArray[Any]
 BITS = {"bfloat16": "uint16", "float8": "uint8"}  # types that numpy lacks -> type of their bits
 _SIGN8 = 1 << 7
 _NAN8 = _SIGN8 - 1
+# Name of the search -> TensorRT's class; name of the search -> algorithm in a cache's first line.
+CLASSES = {
+    "entropy2": "IInt8EntropyCalibrator2",
+    "entropy": "IInt8EntropyCalibrator",
+    "minmax": "IInt8MinMaxCalibrator",
+    "legacy": "IInt8LegacyCalibrator",
+}
+ALGORITHMS = {
+    "entropy2": "EntropyCalibration2",
+    "entropy": "EntropyCalibration",
+    "minmax": "MinMaxCalibration",
+    "legacy": "LegacyCalibration",
+}
+_REFUSED = (
+    "TensorRT must take the known cache, but refused it and asked for batches, of which there are"
+    " none; its first line must name this version and calibrator"
+)
 
 
 def host_type(dtype: str) -> str:
@@ -111,26 +128,6 @@ def _float8() -> Array:
     sizes = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
     sizes[[_NAN8, _NAN8 | _SIGN8]] = np.nan
     return np.where(codes & _SIGN8, -sizes, sizes).astype(np.float32)
-
-
-# Name of the search -> TensorRT's class; name of the search -> algorithm in a cache's first line.
-CLASSES = {
-    "entropy2": "IInt8EntropyCalibrator2",
-    "entropy": "IInt8EntropyCalibrator",
-    "minmax": "IInt8MinMaxCalibrator",
-    "legacy": "IInt8LegacyCalibrator",
-}
-ALGORITHMS = {
-    "entropy2": "EntropyCalibration2",
-    "entropy": "EntropyCalibration",
-    "minmax": "MinMaxCalibration",
-    "legacy": "LegacyCalibration",
-}
-
-_REFUSED = (
-    "TensorRT must take the known cache, but refused it and asked for batches, of which there are"
-    " none; its first line must name this version and calibrator"
-)
 
 
 class DeviceMemory(Protocol):

@@ -49,6 +49,8 @@ from calibrators.grids import INT16, UINT8
 FloatArray = NDArray[np.float64]
 
 _MOST = 1e4  # larger factors would lose float32 precision and gain no int8 steps
+FIT = INT16.qmax // UINT8.qmax  # largest sum of a pair, in steps: 128
+ROUNDED = 2  # largest gain of a pair by rounding, in steps
 
 
 def equal_factors(first: FloatArray, second: FloatArray) -> FloatArray:
@@ -110,10 +112,6 @@ def trusted_mean(differences: NDArray[np.float64]) -> NDArray[np.float64]:
     with np.errstate(invalid="ignore"):
         share = np.where(square > 0, square / (square + doubt), 0.0)
     return np.asarray(mean * share, np.float64)
-
-
-FIT = INT16.qmax // UINT8.qmax  # largest sum of a pair, in steps: 128
-ROUNDED = 2  # largest gain of a pair by rounding, in steps
 
 
 def is_depthwise(groups: int, outputs: int, inputs: int) -> bool:

@@ -44,6 +44,13 @@ from calibrators.rounding import products_of
 FloatArray = NDArray[np.float32]
 
 NONE, RELU, SIGMOID, TANH, LEAKY, RELU6 = "none", "relu", "sigmoid", "tanh", "leaky", "relu6"
+TILE = 64
+_MOST = 256  # positions per iteration
+_GAMMA, _ZETA = np.float32(-0.1), np.float32(1.1)
+_ONE, _TWO = np.float32(1), np.float32(2)
+_LOW, _HIGH = (np.float32(end) for end in ascend_range(8))
+_LOOK = 100  # iterations between checks for values that are not finite
+_RATE, _BETA1, _BETA2, _EPSILON = 0.001, 0.9, 0.999, np.float32(1e-8)  # defaults of torch's Adam
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +110,6 @@ def sigmoid(x: FloatArray) -> FloatArray:
     """Return 1 / (1 + e^-x); an overflow gives 0."""
     with np.errstate(over="ignore"):
         return np.reciprocal(np.float32(1) + np.exp(-x))
-
-
-TILE = 64
-_MOST = 256  # positions per iteration
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,13 +196,6 @@ def cut(count: int, *, whole: bool = False) -> tuple[int, int]:
     """
     tiles = max(-(-count // TILE), 1)
     return tiles, max(count // tiles if whole else -(-count // tiles), 1)
-
-
-_GAMMA, _ZETA = np.float32(-0.1), np.float32(1.1)
-_ONE, _TWO = np.float32(1), np.float32(2)
-_LOW, _HIGH = (np.float32(end) for end in ascend_range(8))
-_LOOK = 100  # iterations between checks for values that are not finite
-_RATE, _BETA1, _BETA2, _EPSILON = 0.001, 0.9, 0.999, np.float32(1e-8)  # defaults of torch's Adam
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,6 +49,11 @@ from calibrators.grids import Float32Array
 
 FLT_EPSILON = np.float32(2.0**-23)
 IntArray = NDArray[np.int32]
+BITS = (4, 6, 7, 8)
+_BINS, _CUTS = 512, 20
+_EMPTY = 0.0001  # count of an empty bin
+_MOST = 1e35  # twice 512 times this is near the float32 maximum
+FloatArray = NDArray[np.float64]
 
 
 def ascend_range(bits: int) -> tuple[int, int]:
@@ -131,9 +136,6 @@ def ascend_s19(scales: Float32Array) -> Float32Array:
     """Truncate float32 scales of any shape to 10 mantissa bits, as Nano chips read them."""
     bits = np.ascontiguousarray(scales, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)
     return np.asarray(bits.view(np.float32))
-
-
-BITS = (4, 6, 7, 8)
 
 
 def arq(
@@ -268,13 +270,8 @@ def balance_factors(
     return factor
 
 
-_BINS, _CUTS = 512, 20
 _LOW, _HIGH = ascend_range(8)
 _LEVELS = _HIGH - _LOW  # number of steps between the codes
-_EMPTY = 0.0001  # count of an empty bin
-_MOST = 1e35  # twice 512 times this is near the float32 maximum
-
-FloatArray = NDArray[np.float64]
 
 
 def kl_scale(weight: NDArray[np.floating], *, channel_wise: bool = True) -> Float32Array:

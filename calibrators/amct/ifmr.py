@@ -51,6 +51,9 @@ _DENSE = 1 << 20  # up to this size a table by position is faster than sorting p
 
 
 Float64Array = NDArray[np.float64]
+_STREAM_CHUNK = 1 << 18  # several values per bin, since each chunk adds all bins once
+KEPT = 1 << 16  # largest number of values that streaming stores unbinned
+FINE_BINS = 1 << 15  # bins per side of the streaming histogram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,11 +290,6 @@ def result_of(
         candidate=best,
         losses=losses,
     )
-
-
-_STREAM_CHUNK = 1 << 18  # several values per bin, since each chunk adds all bins once
-KEPT = 1 << 16  # largest number of values that streaming stores unbinned
-FINE_BINS = 1 << 15  # bins per side of the streaming histogram
 
 
 class IfmrHistogram:

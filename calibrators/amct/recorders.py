@@ -208,9 +208,6 @@ class ChannelMax:
         return {"values": self.values}
 
 
-FloatArray = NDArray[np.float32]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Places:
     """Base of the statistics at sampled positions.
@@ -268,7 +265,7 @@ class Targets:
     def __init__(self, most: int, *, last: bool) -> None:
         self.share = 1.0  # AMCT always sums the squares along axis 1, then averages
         self._most, self._last, self._number = most, last, 0
-        self._kept: list[FloatArray] = []
+        self._kept: list[Float32Array] = []
 
     def observe(self, x: NDArray[np.floating]) -> None:
         """Add sampled positions of a sample, [N, C, ...] or [..., C]."""
@@ -280,7 +277,7 @@ class Targets:
         rows = wide.reshape(-1, wide.shape[-1])
         self._kept.append(rows[places(self._number, len(rows), self._most)].copy())
 
-    def taken(self) -> FloatArray:
+    def taken(self) -> Float32Array:
         """Return all outputs, [P, C], and drop them here."""
         kept, self._kept = self._kept, []
         return np.concatenate(kept)
@@ -347,10 +344,10 @@ class Rounded:
 
     def __init__(self, window: Window | None, most: int) -> None:
         self.integers: NDArray[np.int8] | None = None
-        self.scale: FloatArray = np.zeros(0, np.float32)
+        self.scale: Float32Array = np.zeros(0, np.float32)
         self.errors = (0.0, 0.0)
         self._window, self._most, self._number = window, most, 0
-        self._kept: list[FloatArray] = []
+        self._kept: list[Float32Array] = []
 
     def observe(self, x: NDArray[np.floating]) -> None:
         """Add the patches at sampled positions of a sample."""
@@ -358,13 +355,13 @@ class Rounded:
         self._number += 1
         self._kept.append(patches(value, self._window, self._number, self._most))
 
-    def taken(self) -> FloatArray:
+    def taken(self) -> Float32Array:
         """Return all patches, [P, G, K], and drop them here."""
         kept, self._kept = self._kept, []
         return np.ascontiguousarray(np.concatenate(kept, axis=2).transpose(2, 0, 1))
 
     def keep(
-        self, integers: NDArray[np.int8], scale: FloatArray, errors: tuple[float, float]
+        self, integers: NDArray[np.int8], scale: Float32Array, errors: tuple[float, float]
     ) -> None:
         """Set the result."""
         self.integers, self.scale, self.errors = integers, scale, errors

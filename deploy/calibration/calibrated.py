@@ -32,6 +32,25 @@ if TYPE_CHECKING:
     from deploy.frontends.base import Trained
     from deploy.tensors import Array
 
+MADE_UP = "random numbers"
+_TRIED = 2  # number of random samples
+_UNMEASURED = (
+    "No images were given: neither accuracy nor speed was measured, and trial builds"
+    " ran on random samples; --images measures both."
+)
+_TAKEN_OUT = (
+    "FP32 is the float model extracted from {}, whose weights are multiples of their scales;"
+    " --float names the one that it was made from."
+)
+_STORED = (
+    "FP32 is the float model that {} stands for, whose weights alone are stored as integers; speed"
+    " and size are reported next to it."
+)
+_WIDENED = (
+    "FP32 is the float32 model that {} stands for, which computes in float16; speed and size are"
+    " reported next to it."
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrated:
@@ -134,26 +153,6 @@ class Calibrated:
         words = (f"{count} inferences of the model {form}" for form, count in self.runs.items())
         ran = ", ".join(words) or "no inference"
         return f"decoded {self.feed.decodes} images, ran {ran}"
-
-
-MADE_UP = "random numbers"
-_TRIED = 2  # number of random samples
-_UNMEASURED = (
-    "No images were given: neither accuracy nor speed was measured, and trial builds"
-    " ran on random samples; --images measures both."
-)
-_TAKEN_OUT = (
-    "FP32 is the float model extracted from {}, whose weights are multiples of their scales;"
-    " --float names the one that it was made from."
-)
-_STORED = (
-    "FP32 is the float model that {} stands for, whose weights alone are stored as integers; speed"
-    " and size are reported next to it."
-)
-_WIDENED = (
-    "FP32 is the float32 model that {} stands for, which computes in float16; speed and size are"
-    " reported next to it."
-)
 
 
 class TrainedRanges(Ranges):

@@ -50,6 +50,13 @@ _CLOSE_S = 2.0  # timeout of closing
 _LOUD = ("distributed", "tornado", "asyncio")
 LATE = (TimeoutError, asyncio.TimeoutError, FutureTimeout)  # the same class since Python 3.11
 T = TypeVar("T")
+WORKERS_S = 60.0  # how long a run waits for a first worker
+TICK_S = 1.0  # interval of polling the workers
+_STOP_S = 5.0  # timeout of stopping the workers
+_AHEAD = 2  # submitted pieces per worker thread
+_EACH = 8  # pieces per worker thread, so that all end at about the same time
+_MOST_SAMPLES = 1024  # per piece, which bounds the loss with a worker and the progress step
+_MOST_BYTES = 32 << 20  # per piece that is sent
 
 
 @contextmanager
@@ -207,15 +214,6 @@ class Gathering:
         numbers = {place: number for number, place in enumerate(self._feed.places, 1)}
         peaks.add_rows(self._peaks.rows(range(self._count)), numbers)
         return Observed({o.key: self._merged[o.key] for o in self._wanted})
-
-
-WORKERS_S = 60.0  # how long a run waits for a first worker
-TICK_S = 1.0  # interval of polling the workers
-_STOP_S = 5.0  # timeout of stopping the workers
-_AHEAD = 2  # submitted pieces per worker thread
-_EACH = 8  # pieces per worker thread, so that all end at about the same time
-_MOST_SAMPLES = 1024  # per piece, which bounds the loss with a worker and the progress step
-_MOST_BYTES = 32 << 20  # per piece that is sent
 
 
 def observe_on(

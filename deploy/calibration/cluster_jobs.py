@@ -53,6 +53,11 @@ if TYPE_CHECKING:
 _ADDRESS = re.compile(r"((tcp|tls|ws|wss)://)?([^\s/:\[\]]+|\[[0-9a-fA-F:.%\w]+\]):[0-9]{1,5}")
 SENDS = ("nothing", "model", "images", "all")
 RETRIES = 2
+Paths = str | RawFiles | tuple[str, ...]
+Versions = Mapping[str, str | int]
+_LOG = logging.getLogger("distributed.worker")
+_stopped: set[str] = set()  # keys of cancelled jobs
+_opened = threading.local()  # last feed opened by this thread of the worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,10 +115,6 @@ class Cluster:
 def cluster_of(scheduler: str | Cluster | None) -> Cluster | None:
     """Return a cluster from the address of a scheduler, or the cluster itself."""
     return Cluster(address=scheduler) if isinstance(scheduler, str) else scheduler
-
-
-Paths = str | RawFiles | tuple[str, ...]
-Versions = Mapping[str, str | int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,11 +252,6 @@ def _held(wanted: Sequence[Observation]) -> dict[str, bytes]:
         key: one.make(Observed({})).SerializeToString(deterministic=True)
         for key, one in variants.items()
     }
-
-
-_LOG = logging.getLogger("distributed.worker")
-_stopped: set[str] = set()  # keys of cancelled jobs
-_opened = threading.local()  # last feed opened by this thread of the worker
 
 
 class Stopped(Exception):

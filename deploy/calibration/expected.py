@@ -56,6 +56,14 @@ _JOINING = frozenset({"Concat"})
 _LAYERS = frozenset({"BatchNormalization", "Conv"})
 _MOST = 16  # nodes before the layer
 _EXTERNAL = 1  # TensorProto.DataLocation
+_FLAT = 16  # of 255; pixels of a flat image differ by less
+_ANOTHER_UNIT = 10.0  # ratio of spreads, or distance of means in deviations
+_FAINT = 1 / 32  # lowest plausible ratio of spreads
+_FAR, _NEAR, _TIMES = 0.3, 0.1, 10.0  # distance of a misfit and of a fit, and their least ratio
+_OVER_BIAS, _UNDER_BIAS = 30.0, 0.02  # docs/feeds.md lists the ratios of real models
+_PIXELS = 64.0  # integers with a maximum of this or more are pixels
+_USUAL = ("raw", "unit", "minus-one-to-one", "imagenet")  # presets that differ in mean and std
+_DEAD = 1e-6  # of the median variance; channels with less are ignored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,16 +193,6 @@ def _values(graph: Graph, name: str) -> Floats | None:
     if tensor is None or tensor.data_location == _EXTERNAL:
         return None
     return np.asarray(numpy_helper.to_array(tensor), np.float64).reshape(-1)
-
-
-_FLAT = 16  # of 255; pixels of a flat image differ by less
-_ANOTHER_UNIT = 10.0  # ratio of spreads, or distance of means in deviations
-_FAINT = 1 / 32  # lowest plausible ratio of spreads
-_FAR, _NEAR, _TIMES = 0.3, 0.1, 10.0  # distance of a misfit and of a fit, and their least ratio
-_OVER_BIAS, _UNDER_BIAS = 30.0, 0.02  # docs/feeds.md lists the ratios of real models
-_PIXELS = 64.0  # integers with a maximum of this or more are pixels
-_USUAL = ("raw", "unit", "minus-one-to-one", "imagenet")  # presets that differ in mean and std
-_DEAD = 1e-6  # of the median variance; channels with less are ignored
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,12 @@ _BY = ("program", "rule", "method", "numbers", "versions")
 _TEXTS = frozenset(("order", "program", "rule", "method"))
 _LIBRARY = "library"  # field of the decoder's name; the other fields describe its pixels
 _OLD = ("images", "method", "model", "order", "preprocess", "rule", "versions")  # up to schema 4
+_MOST_UNPACKED = 4 << 30  # bytes of all statistics; 10,000 histograms are 160 MB
+EPOCH = (1980, 1, 1, 0, 0, 0)  # fixed time of archive members, so that equal data is equal bytes
+# Increment one when a change of code gives other numbers for the same model and images.
+FRONTEND = 1  # names or values of the cleaned model
+SEARCHES = 1  # scales from the same statistics
+DECODING = 1  # samples from the same files and preprocessing; C++ uses the same number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,10 +197,6 @@ def _difference(before: object, now: object) -> str:
     return ", ".join(words)
 
 
-_MOST_UNPACKED = 4 << 30  # bytes of all statistics; 10,000 histograms are 160 MB
-EPOCH = (1980, 1, 1, 0, 0, 0)  # fixed time of archive members, so that equal data is equal bytes
-
-
 def archive_of(data: bytes, path: Path) -> zipfile.ZipFile:
     """Open an archive of statistics after a check of its unpacked size.
 
@@ -238,12 +240,6 @@ def unpack(archive: zipfile.ZipFile, place: int) -> Arrays:
 def _members(archive: zipfile.ZipFile, place: int) -> Iterator[str]:
     start = f"{place}."
     return (name for name in archive.namelist() if name.startswith(start))
-
-
-# Increment one when a change of code gives other numbers for the same model and images.
-FRONTEND = 1  # names or values of the cleaned model
-SEARCHES = 1  # scales from the same statistics
-DECODING = 1  # samples from the same files and preprocessing; C++ uses the same number
 
 
 def of_feed(kind: str) -> dict[str, str | int]:

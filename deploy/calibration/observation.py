@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 
 Key = tuple[str, str, str]
+FOLDED = "folded"  # key of the cleaned model, BatchNormalizations folded into their Convs
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +198,6 @@ def left_out(samples: int, samples_a_batch: int, *, filled: int = 0) -> tuple[st
         f"TensorRT calibrates in whole batches, of {samples_a_batch} samples here: the last"
         f" {samples - used} of {samples} samples fill none and were left out",
     )
-
-
-FOLDED = "folded"  # key of the cleaned model, BatchNormalizations folded into their Convs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 Progress = Callable[[], None]
 Enough = Callable[[int, Observed, Observed], bool]
 _Part = dict[Observation, Recorder]
+_VALUE = 4  # bytes of a float32
+_HISTOGRAM = 8 * (2 * BINS + 1)  # bytes of a histogram
 
 
 class Keeper(Protocol):
@@ -409,10 +411,6 @@ def _prepared(
             known = known.and_also(one_pass(ready, known, first, threads=usable, runs=runs))
             left = [o for o in left if o.key not in known]
     return known
-
-
-_VALUE = 4  # bytes of a float32
-_HISTOGRAM = 8 * (2 * BINS + 1)  # bytes of a histogram
 
 
 def workers(wanted: Iterable[Observation], model: onnx.ModelProto, threads: int) -> int:

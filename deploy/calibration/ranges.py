@@ -24,6 +24,8 @@ from deploy.graph.bounds import Reach
 from deploy.method import Choices, Method
 from deploy.terminal import phase
 
+Made = TypeVar("Made")
+
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
@@ -105,9 +107,6 @@ def _symmetric(amax: float, non_negative: bool, algorithm: str) -> Scale:
     return Scale(
         lo=low, hi=amax, amax=amax, observed_min=low, observed_max=amax, method=f"cache-{algorithm}"
     )
-
-
-Made = TypeVar("Made")
 
 
 class Ranges:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 _SEARCH = {"method", "rule"}  # parts that affect the search only, not the statistics
 _SOME = {"order"}  # parts that affect some observations only
 _SHOWN = 5  # kinds of observations that a message lists
+_MOST_VARIANTS = 4  # variants retained from older runs, besides the cleaned model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,9 +239,6 @@ def _made_with(made: Fingerprint, now: Fingerprint) -> str:
     here = {**now.versions, "decoder": now.decoder.get("library")}
     words = [f"{name} {old}" for name, old in others.items() if old not in (None, here.get(name))]
     return f"; it was made with {', '.join(words)}" if words else ""
-
-
-_MOST_VARIANTS = 4  # variants retained from older runs, besides the cleaned model
 
 
 def keep(

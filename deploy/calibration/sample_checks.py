@@ -34,6 +34,10 @@ Place = tuple[str, str]  # variant, tensor
 Row = tuple[str, str, int, tuple[tuple[float, int], ...]]
 """Variant, tensor, number of samples, (|x|, place of the sample in the feed) of the largest."""
 
+_NAMED = 3  # entries that a sentence lists
+WITHIN = 0.2  # the range of all samples is then off by about a tenth: less than 1 dB of a step
+_FEW = 20  # one of so many tensors may differ
+
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
@@ -154,9 +158,6 @@ def standing_out(outliers: Iterable[Outlier], names: Mapping[str, str]) -> str:
     )
 
 
-_NAMED = 3  # entries that a sentence lists
-
-
 @dataclass(slots=True)
 class _Sample:
     """The tensors in which one sample stands out."""
@@ -181,10 +182,6 @@ class _Sample:
 def _name(digests: tuple[str, ...], names: Mapping[str, str]) -> str:
     known = dict.fromkeys(names[one] for one in digests if one in names)
     return " with ".join(known) or "a sample"
-
-
-WITHIN = 0.2  # the range of all samples is then off by about a tenth: less than 1 dB of a step
-_FEW = 20  # one of so many tensors may differ
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,10 @@ from deploy.runtimes.ort import Bound, OrtSession
 from deploy.tensors import Array
 
 _DOMAIN = "com.microsoft.nchwc"
+MOST_BYTES = 1 << 26  # larger outputs are freed after each sample
+Form = dict[str, tuple[tuple[int, ...], np.dtype]]
+Keep = Callable[[int, Sample], None]
+Waiting = tuple[Observation, NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +165,6 @@ def block_size() -> int:
     pairs = np.arange(2 * channels, dtype=np.float32).reshape(1, channels, 1, 2)
     y = OrtSession.open(model, threads=1, spin=False).run({"x": pairs})["y"].reshape(-1)
     return int(np.flatnonzero(y == 1)[0])  # position of the first channel's second value
-
-
-MOST_BYTES = 1 << 26  # larger outputs are freed after each sample
-
-Form = dict[str, tuple[tuple[int, ...], np.dtype]]
 
 
 class Again:
@@ -308,10 +307,6 @@ class Reading:
 
 def _could_not(error: BackendError) -> BackendError:
     return BackendError(f"could not run a sample: {error}")
-
-
-Keep = Callable[[int, Sample], None]
-Waiting = tuple[Observation, NDArray[np.float32]]
 
 
 class Held:

@@ -48,6 +48,14 @@ _ORT_LINE = re.compile(rb"\S.* [-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9
 _HEX_LINE = re.compile(rb".+: [0-9A-Fa-f]{1,8}")
 _RECORD = re.compile(rb"\s*record\s*\{")
 _UNPRINTABLE = re.compile(rb"[\x00-\x08\x0e-\x1f]")
+ENTROPY2 = "EntropyCalibration2"
+ENTROPY = "EntropyCalibration"
+MINMAX = "MinMaxCalibration"
+LEGACY = "LegacyCalibration"
+_HEADER = re.compile(r"TRT-([0-9]{4,6})-([A-Za-z]+[0-9]*)")
+_LEGACY_HEADER = re.compile(r"0([0-9a-f]{16})([0-9a-f]{16})")
+_HEX = re.compile(r"[0-9A-Fa-f]{1,8}")
+_VERSION = re.compile(r"([0-9]{1,2})\.([0-9]{1,2})\.([0-9]{1,2})(?:\.[0-9]+)?")
 
 
 def likely_origin(data: bytes) -> str:
@@ -97,17 +105,6 @@ def _text_origin(data: bytes) -> str:
 
 def _shown(first: bytes) -> str:
     return repr(first[:60].decode("utf-8", "replace"))
-
-
-ENTROPY2 = "EntropyCalibration2"
-ENTROPY = "EntropyCalibration"
-MINMAX = "MinMaxCalibration"
-LEGACY = "LegacyCalibration"
-
-_HEADER = re.compile(r"TRT-([0-9]{4,6})-([A-Za-z]+[0-9]*)")
-_LEGACY_HEADER = re.compile(r"0([0-9a-f]{16})([0-9a-f]{16})")
-_HEX = re.compile(r"[0-9A-Fa-f]{1,8}")
-_VERSION = re.compile(r"([0-9]{1,2})\.([0-9]{1,2})\.([0-9]{1,2})(?:\.[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True)

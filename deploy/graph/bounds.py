@@ -70,6 +70,12 @@ MOVED = frozenset(
     | {"Identity", "Expand", "Tile", "MaxPool", "DepthToSpace", "SpaceToDepth"}
 )
 _SILU, _GELU = -10.0, -4.0 / math.sqrt(2)  # floors of u in t * Sigmoid(u) and t * (1 + Erf(u))
+_FLOAT = 1  # onnx.TensorProto
+_LARGEST = 65504 / 8  # largest float16, with a margin for values that calibration did not see
+_VANISHES = 2.0**-25  # float16 rounds this and less to 0
+_GUARDS = frozenset({"Add", "Clip", "Max", "Sub"})  # may keep a Log or divisor above 0
+_PASSES = MOVES | {"Expand", "Identity", "Tile"}  # pass values on unchanged
+_ZERO = ", is 0 in float16"  # ends the reason about a constant
 
 
 def bounds(model: onnx.ModelProto) -> dict[str, Bounds]:
@@ -330,14 +336,6 @@ def _handed_on(node: onnx.NodeProto | None) -> list[str]:
     if node.op_type == "Concat":
         return list(map(str, node.input))
     return [str(node.input[0])] if node.op_type in MOVED else []
-
-
-_FLOAT = 1  # onnx.TensorProto
-_LARGEST = 65504 / 8  # largest float16, with a margin for values that calibration did not see
-_VANISHES = 2.0**-25  # float16 rounds this and less to 0
-_GUARDS = frozenset({"Add", "Clip", "Max", "Sub"})  # may keep a Log or divisor above 0
-_PASSES = MOVES | {"Expand", "Identity", "Tile"}  # pass values on unchanged
-_ZERO = ", is 0 in float16"  # ends the reason about a constant
 
 
 def wide_nodes(

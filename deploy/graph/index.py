@@ -41,6 +41,9 @@ _DATA_INPUTS = {"Conv": 1, "ConvTranspose": 1, "Gemm": 1, "Resize": 1, "Clip": 1
 # ONNX Runtime's optimizer moves a DequantizeLinear past these
 _MOVING = frozenset({"MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
 _TAILS = frozenset({"Relu", "Clip"})
+WIDE = "/wide"  # suffix of a tensor's copy with zero channels appended
+Named = Sequence[tuple[str, str]]  # (name, type) of every node or module
+TYPE, FILE = "op:", "@"
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, Any]:
@@ -164,8 +167,8 @@ class Graph:
     def pushed(self) -> frozenset[str]:
         """Tensors captured by a subgraph, traced back through nodes that only move data.
 
-        The optimizer inlines the branch of an If with a constant condition, so that nested
-        subgraphs and the readers of such an If count too.
+        The optimizer inlines the branch of an If with a constant condition, so tensors captured
+        by nested subgraphs, and by an If whose output is itself captured, count too.
         """
         found: set[str] = set()
         ends = set(self.captured)
@@ -276,9 +279,6 @@ def constant_nodes(nodes: Iterable[onnx.NodeProto]) -> dict[str, onnx.TensorProt
     }
 
 
-WIDE = "/wide"  # suffix of a tensor's copy with zero channels appended
-
-
 def wide_for(name: str, node: str) -> str:
     """Name of the copy of a tensor that was padded with channels for one node."""
     return f"{name}/{node}{WIDE}"
@@ -297,11 +297,6 @@ def of_own_channels(name: str, values: Array, like: Array) -> Array:
     if name.endswith(WIDE) and values.ndim == like.ndim > 1:
         return values[:, : like.shape[1]]
     return values
-
-
-Named = Sequence[tuple[str, str]]  # (name, type) of every node or module
-
-TYPE, FILE = "op:", "@"
 
 
 def matching(model: onnx.ModelProto, patterns: Iterable[str]) -> tuple[str, ...]:

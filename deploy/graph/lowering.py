@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 
 
 _FLOAT = 1  # onnx.TensorProto
+OLDEST, NEWEST = 13, 25  # opsets whose operator changes are handled here
+_DEFAULT = ("", "ai.onnx")
+# Operator -> opset that changed the meaning of the same node.
+_OTHER_MEANING = {"DFT": 20, "GroupNormalization": 21, "RoiAlign": 16}
 
 
 class _Decomposition:
@@ -214,12 +218,6 @@ def primitives(node: onnx.NodeProto, places: Places) -> list[onnx.NodeProto]:
     made = _Decomposition(node, places)
     _WRITERS[node.op_type](made)
     return made.done()
-
-
-OLDEST, NEWEST = 13, 25  # opsets whose operator changes are handled here
-_DEFAULT = ("", "ai.onnx")
-# Operator -> opset that changed the meaning of the same node.
-_OTHER_MEANING = {"DFT": 20, "GroupNormalization": 21, "RoiAlign": 16}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import onnx
     from onnx import defs
 
+_REDUCED = ["L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare"]
+
 
 class Cannot(Exception):
     """A node has no older form; the message says why."""
@@ -238,7 +240,6 @@ def _drop(node: onnx.NodeProto, name: str) -> None:
             node.attribute.remove(given)
 
 
-_REDUCED = ["L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare"]
 # Operator -> function that returns its older form, the node itself last; it may change its argument
 OLD_FORMS: dict[str, Callable[[onnx.NodeProto, Places], list[onnx.NodeProto]]] = {
     **{f"Reduce{kind}": _axes for kind in _REDUCED},

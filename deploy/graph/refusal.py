@@ -27,6 +27,13 @@ from deploy.graph.placement import (
 )
 
 Tile = tuple[int, int]
+_ACTIVATIONS = frozenset({GATE, "Sigmoid", "Mul", "LeakyRelu"})
+_FLOAT = onnx.TensorProto.FLOAT
+_MANY_CHANNELS = 24  # output channels of a first Conv
+_COLOURED = 27  # products per output value of a 3x3 window over three colours
+# ONNX Runtime moves the DequantizeLinear past data movement and then looks for the body's tensor
+# among the inputs of the If (1.31, 1.32): an assertion that no caller can catch.
+_FATAL = "which ends ONNX Runtime's process where it is dequantized"
 
 
 def tile_of(node: onnx.NodeProto, sizes: Sequence[int]) -> Tile | None:
@@ -49,15 +56,6 @@ def tile_of(node: onnx.NodeProto, sizes: Sequence[int]) -> Tile | None:
     sized = given.get("auto_pad", b"NOTSET") != b"NOTSET" or "output_shape" in given
     plain = given.get("group", 1) == 1 and not sized
     return (int(rows), int(columns)) if adjacent and uncropped and dense and plain else None
-
-
-_ACTIVATIONS = frozenset({GATE, "Sigmoid", "Mul", "LeakyRelu"})
-_FLOAT = onnx.TensorProto.FLOAT
-_MANY_CHANNELS = 24  # output channels of a first Conv
-_COLOURED = 27  # products per output value of a 3x3 window over three colours
-# ONNX Runtime moves the DequantizeLinear past data movement and then looks for the body's tensor
-# among the inputs of the If (1.31, 1.32): an assertion that no caller can catch.
-_FATAL = "which ends ONNX Runtime's process where it is dequantized"
 
 
 def refusal(
