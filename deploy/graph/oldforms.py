@@ -169,7 +169,7 @@ def _split(node: onnx.NodeProto, places: Places) -> list[onnx.NodeProto]:
 def _pad(node: onnx.NodeProto, places: Places) -> list[onnx.NodeProto]:
     """Pad: pads of all axes, as before opset 18; no mode "wrap" before opset 19."""
     if attributes(node).get("mode") == b"wrap" and places.opset < 19:
-        raise Cannot("its mode is wrap")
+        raise Cannot("it wraps around")
     if places.opset >= 18 or len(node.input) < 4 or not node.input[3]:
         return [node]
     rank = len(places.shape(node.input[0]))
