@@ -1,6 +1,7 @@
-"""Tensors in, scales out: numpy (and OpenCV's histogram or a C kernel), no graph, no files.
+"""Calibration numerics: from tensors to scales with numpy, and OpenCV or a C kernel for counting.
 
-The names are imported when first used, so that reaching `calibrators.errors` costs nothing.
+This package knows no graphs and no files. Names are imported on first use, so that importing
+`calibrators.errors` stays cheap.
 """
 
 from __future__ import annotations

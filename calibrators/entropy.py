@@ -1,18 +1,18 @@
-"""Entropy calibration: the clip threshold with the least KL divergence, as TensorRT searches it.
+"""Entropy calibration: the clip threshold with the least KL divergence, as in TensorRT.
 
-For every i from 128 to 2048 the first i bins of a 2048-bin histogram of |x| are kept::
+For every i from 128 to 2048, the first i bins of a 2048-bin histogram of |x| are kept::
 
     h:  bin 0    1 ............ i-1 | i ............ 2047
         (set 0)  kept               | outliers, added to P's bin i-1
         |----- 128 levels of -------|
         bin j belongs to level floor(j * 128 / i)
 
-    P = kept bins + outliers in the last one          what the data looks like, clipped
-    Q = each level's raw sum, spread evenly over      what 128 integers can say of it
-        those of its bins that are not empty
+    P = kept bins + outliers in the last one          distribution of the clipped data
+    Q = each level's raw sum, spread evenly over      distribution with 128 integers
+        its non-empty bins
     KL(P || Q) = sum p ln(p / q), infinite where p > 0 = q
 
-The smallest KL wins, the last i among equals; threshold T = (i + 0.5) * R / 2048.
+The smallest KL wins, with the last i on ties; the threshold is T = (i + 0.5) * R / 2048.
 
 Source: S. Migacz, "8-bit Inference with TensorRT", GTC 2017, with the details (bin 0 ignored,
 raw sums in Q, i up to 2048 inclusive, mid-bin threshold, last tie) established by reproducing
@@ -31,19 +31,19 @@ from calibrators.scales import Scale
 
 BINS = 2048
 LEVELS = 128
-_TOLERANCE = 1e-9  # the prefix-sum divergences are this close to the summed ones
+_TOLERANCE = 1e-9  # largest error of the divergences from prefix sums
 
 
 def search(histogram: NDArray[np.int64]) -> int:
-    """[2048] int64 counts of |x| over [0, R] -> i in 128..2048, the number of bins kept."""
+    """Return i in 128..2048, the number of bins to keep, for [2048] counts of |x| over [0, R]."""
     h = histogram.astype(np.float64)
     h[0] = 0.0
-    if not h.any():  # all values within bin 0, or none
+    if not h.any():  # all values are in bin 0, or there are none
         return BINS
     rough = _divergences(h)
     close = np.flatnonzero(rough <= rough.min() + _TOLERANCE) + LEVELS
     best, winner = np.inf, BINS
-    for i in close:  # summed term by term, so that equal divergences compare equal
+    for i in close:  # exact sums, so that equal divergences compare equal
         kl = divergence(h, int(i))
         if kl <= best:
             best, winner = kl, int(i)
@@ -51,12 +51,12 @@ def search(histogram: NDArray[np.int64]) -> int:
 
 
 def threshold(i: int, full_range: float) -> float:
-    """Bins kept -> clip threshold in real units: (i + 0.5) * R / 2048."""
+    """Return the clip threshold in real units for i kept bins: (i + 0.5) * R / 2048."""
     return (i + 0.5) * full_range / BINS
 
 
 def divergence(h: NDArray[np.float64], i: int) -> float:
-    """KL(P || Q) of keeping the first `i` bins of `h` ([2048] counts, h[0] == 0)."""
+    """Return KL(P || Q) for the first `i` bins of `h` ([2048] counts, h[0] == 0)."""
     p = h[:i].copy()
     p[-1] += h[i:].sum()
     level = np.arange(i) * LEVELS // i
@@ -72,9 +72,9 @@ def divergence(h: NDArray[np.float64], i: int) -> float:
 
 
 def _divergences(h: NDArray[np.float64]) -> NDArray[np.float64]:
-    """KL of every i in 128..2048 at once, from prefix sums: [1921] float64.
+    """Return the KL of every i in 128..2048 from prefix sums: [1921] float64.
 
-    With s, n the sum and the occupied bins of a level, S the kept and A all counts,
+    With s the sum and n the occupied bins of a level, S the kept counts and A all counts,
     A * KL = sum h ln h - sum s ln(s / n) + last-bin correction + A ln(S / A).
     """
     i = np.arange(LEVELS, BINS + 1)
@@ -98,9 +98,9 @@ def _divergences(h: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _crosses(sums: NDArray[np.float64], occupied: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The sums s ln(s / n) of 1 to 16 bins from each bin on, from prefix sums: [16 * 2049].
+    """Return s ln(s / n) of the 1 to 16 bins from each bin on, from prefix sums: [16 * 2049].
 
-    Every level of every i is one of these, and most are a level of many.
+    Every level of every i is one of these, and most are shared by many i.
     """
     ends = np.minimum(np.arange(BINS + 1) + np.arange(1, BINS // LEVELS + 1)[:, None], BINS)
     held = sums[ends] - sums
@@ -110,15 +110,15 @@ def _crosses(sums: NDArray[np.float64], occupied: NDArray[np.float64]) -> NDArra
 
 @cache
 def _starts() -> NDArray[np.intp]:
-    """[1921, 129] first bin of each level of each i, and i itself."""
-    # level l holds the bins j with floor(j * 128 / i) == l, i.e. ceil(l * i / 128) <= j
+    """Return the first bin of each level of each i, then i itself: [1921, 129]."""
+    # level l holds the bins j with floor(j * 128 / i) == l, which start at ceil(l * i / 128)
     i = np.arange(LEVELS, BINS + 1)
     return np.asarray(-(-np.arange(LEVELS + 1)[None, :] * i[:, None] // LEVELS))
 
 
 @cache
 def _levels() -> NDArray[np.intp]:
-    """[1921, 128] where in `_crosses` each level of each i stands."""
+    """Return the index into `_crosses` of each level of each i: [1921, 128]."""
     return np.asarray((np.diff(_starts(), axis=1) - 1) * (BINS + 1) + _starts()[:, :-1])
 
 
@@ -131,7 +131,7 @@ def _xlogx(x: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def entropy(histogram: Histogram) -> Scale:
-    """Statistics of one tensor -> its clip range; symmetric, cut at the extremes of the data."""
+    """Return the clip range of a tensor: symmetric, cut at the extremes of the data."""
     amax = threshold(search(histogram.magnitudes(BINS)), histogram.full_range)
     return Scale(
         lo=max(histogram.minimum, -amax),

@@ -1,27 +1,27 @@
-"""Errors of the numeric half; `deploy.errors` draws the whole tree."""
+"""Errors of `calibrators`; `deploy.errors` shows the full class tree."""
 
-_LONGEST = 4000  # letters of a message; what it quotes may be as long as a file
-_END = 900  # of them at the end, where the way out stands
+_LONGEST = 4000  # characters of a message, which may quote a file
+_END = 900  # characters retained at the end, which holds the advice
 
 
 class Calib8Error(Exception):
-    """Root of every error that calib8 raises on purpose.
+    """Base class of every error that calib8 raises deliberately.
 
-    The message states the rule, then what was got, then the way out, and is fit to be shown to
-    a user as it stands. One that quotes more than a screen holds has a gap in its middle.
+    The message states the rule, the value that breaks it, and what to do, in words for the user.
+    Long messages are shortened in the middle.
     """
 
     def __str__(self) -> str:
-        """The message, of a length to be read."""
+        """Return the message, shortened if it is very long."""
         return shortened(super().__str__())
 
 
 class CalibrationError(Calib8Error):
-    """Statistics or a search that cannot give a sound scale: NaN, Inf, nothing observed."""
+    """Statistics or a search cannot give a valid scale: NaN, Inf, nothing observed."""
 
 
 def shortened(text: str) -> str:
-    """A text of at most some thousand letters: its beginning and its end where it is longer."""
+    """Return a text, or its beginning and end if it is longer than `_LONGEST` characters."""
     if len(text) <= _LONGEST:
         return text
     return f"{text[: _LONGEST - _END]} ... {text[-_END:]}"

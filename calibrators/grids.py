@@ -1,8 +1,8 @@
-"""The grids: which values a target stores, and the scale that lays them over a clip range.
+"""Quantization grids: stored values, scales and zero points; quantized tensors in numpy.
 
-A *grid* is a set of stored values; a *clip range* in real units says what they cover. Every grid
-rounds half to even (IEEE 754 roundTiesToEven), as ONNX QuantizeLinear, TensorRT and AMCT do, and
-saturates: a value beyond its ends becomes the end.
+A *grid* is a set of stored values; a *clip range* is the interval in real units that they cover.
+Every grid rounds half to even (IEEE 754 roundTiesToEven), as ONNX QuantizeLinear, TensorRT and AMCT
+do, and saturates at its ends.
 
 ==============  =================  =======================  =================================
 grid            stored values      scale                    zero_point
@@ -19,8 +19,8 @@ FLOAT32         IEEE binary32      1                        0
 ==============  =================  =======================  =================================
 
 A symmetric scale leaves the lowest integer unused, so that -amax and amax are equally far from 0.
-The wide floats cover any clip range as they are: their scale is 1 whatever the range. A float of m
-mantissa bits, whose smallest normal number is 2^e, is even only within an octave::
+The wide floats cover any clip range with scale 1. A float with m mantissa bits and the smallest
+normal number 2^e has equal steps only within an octave::
 
     0        2^e         2^(e+1)                2^(e+2)
     |.|.|.|.|.|.|.|.|.|.|..|..|..|..|..|..|..|..|...|...|      step 2^(e-m), twice that, ...
@@ -30,18 +30,16 @@ Sources: ONNX operator spec, QuantizeLinear; TensorRT developer guide, "Quantize
 P. Micikevicius et al., "FP8 formats for deep learning", arXiv:2209.05433, table 1 (E4M3 has no
 infinity; its largest value is 448, its smallest 2^-9).
 
-Quantized tensors in numpy: what `torch.quantize_per_tensor` and `_per_channel` mean, by ONNX.
-
-A stored integer q stands for the real value (q - zero_point) * scale::
+`QuantizedTensor` is `torch.quantize_per_tensor` and `_per_channel` in numpy, with ONNX rounding. A
+stored integer q means the real value (q - zero_point) * scale::
 
     real      -1.0   -0.9            0.0                      24.5
                 |------|--------------|------- ... ------------|
     stored      0      1             10                       255      (scale 0.1, zero_point 10)
 
-so a value's *distance from the zero point*, in steps, is q - zero_point, and a real value outside
-the stored range saturates at its end. The division x / scale is made in float32 and rounded half
-to even, as ONNX QuantizeLinear does; torch multiplies by 1 / scale, which can differ by one code on
-a near tie.
+The *distance from the zero point*, in steps, is q - zero_point. x / scale is computed in float32
+and rounded half to even, as in ONNX QuantizeLinear; torch multiplies by 1 / scale, which can differ
+by one step near a tie.
 
 Sources: ONNX operator spec, QuantizeLinear and DequantizeLinear; PyTorch's documentation of
 `torch.quantize_per_tensor` and `torch.quantize_per_channel`.
@@ -60,6 +58,8 @@ from calibrators.errors import CalibrationError
 
 Float32Array = NDArray[np.float32]
 Stored = NDArray[np.number[Any]]
+# torch's name -> numpy type. All integers of the type are used.
+DTYPES: dict[str, type[np.integer]] = {"quint8": np.uint8, "qint8": np.int8, "qint32": np.int32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +67,15 @@ class Grid:
     """The values that a target stores for a quantized tensor.
 
     Attributes:
-        name: how it is written in options, reports and files.
-        bits: of one stored value.
+        name: name in options, reports and files.
+        bits: bits per stored value.
         qmin, qmax: lowest and highest stored value.
-        symmetric: whether its zero_point is always 0.
-        kind: "integer", or "float" where the steps grow with the value.
-        dtype: numpy's type that holds the stored values here; it may be wider than `bits`.
-        mantissa: of a float: explicit bits after the leading one.
-        least_exponent: of a float: that of its smallest normal number.
-        scaled: whether a clip range sets a scale; the wide floats store real values as they are.
+        symmetric: whether the zero_point is always 0.
+        kind: "integer", or "float" if the steps grow with the value.
+        dtype: numpy type of the stored values in memory; it may be wider than `bits`.
+        mantissa: explicit mantissa bits of a float.
+        least_exponent: exponent of a float's smallest normal number.
+        scaled: whether a clip range sets the scale; wide floats store real values.
     """
 
     name: str
@@ -91,15 +91,15 @@ class Grid:
 
     @property
     def steps(self) -> float:
-        """Width of the clip range in scales: 254 for int8, whose -128 is not used, 255 for uint8.
+        """Width of the clip range / scale: 254 for int8 (without -128), 255 for uint8.
 
-        Of a float, whose steps differ, its width all the same: 896 for fp8.
+        For a float grid also the width, although its steps differ: 896 for fp8.
         """
         return 2 * self.qmax if self.symmetric else self.qmax - self.qmin
 
 
 def signed(bits: int) -> Grid:
-    """The symmetric grid of signed integers, 2 to 16 bits; of 8 bits it is `INT8`.
+    """Return the symmetric grid of signed integers with 2 to 16 bits; `INT8` for 8.
 
     Raises:
         CalibrationError: another number of bits.
@@ -119,7 +119,7 @@ def signed(bits: int) -> Grid:
 
 
 def unsigned(bits: int) -> Grid:
-    """The affine grid of unsigned integers, 2 to 16 bits; of 8 bits it is `UINT8`.
+    """Return the affine grid of unsigned integers with 2 to 16 bits; `UINT8` for 8.
 
     Raises:
         CalibrationError: another number of bits.
@@ -167,19 +167,19 @@ GRIDS: dict[str, Grid] = {
 
 
 def symmetric_scale(amax: float, grid: Grid = INT8) -> np.float32:
-    """Threshold in real units -> what a stored 1 means on a symmetric grid: amax / qmax.
+    """Return the scale of a symmetric grid for a threshold in real units: amax / qmax.
 
-    The division is made in float64 and rounded once. A zero amax gives a zero scale. On a grid
-    that is not scaled the scale is 1.
+    The division is in float64, rounded once. A zero amax gives a zero scale. A grid that is not
+    scaled has scale 1.
     """
     return np.float32(float(amax) / grid.qmax) if grid.scaled else np.float32(1.0)
 
 
 def affine_params(lo: float, hi: float, grid: Grid = UINT8) -> tuple[np.float32, int]:
-    """Clip range [lo, hi] in real units -> (scale, zero_point) of an affine grid.
+    """Return (scale, zero_point) of an affine grid for a clip range [lo, hi] in real units.
 
-    The range is widened to hold 0, so that zero padding is exact. A range of no width gives
-    scale 1 and the zero_point of an exact zero.
+    The range is widened to include 0, so that zero padding is exact. An empty range gives scale 1
+    and the zero_point of an exact zero.
 
     Raises:
         CalibrationError: lo or hi is not finite, or lo > hi.
@@ -197,31 +197,31 @@ def affine_params(lo: float, hi: float, grid: Grid = UINT8) -> tuple[np.float32,
 def rounded(
     x: NDArray[np.floating], grid: Grid, to: Callable[[Any], Any] = np.rint
 ) -> NDArray[np.floating]:
-    """Values in scales -> the nearest that the grid's rule knows, its ends aside; half to even.
+    """Round x / scale to the values of a grid, without saturation; half to even.
 
-    Integers are rounded to whole numbers, floats to their mantissa; computed in x's own dtype,
-    where all that is done is exact but for the rounding itself.
+    Integer grids round to integers, float grids to their mantissa, in the dtype of x, where every
+    step but the rounding is exact.
 
     Args:
-        x: values of any shape.
-        grid: whose rule it is.
-        to: np.floor or np.ceil take the neighbour below or above instead of the nearest.
+        x: values / scale, of any shape.
+        grid: the grid.
+        to: np.floor or np.ceil to round down or up instead of to nearest.
     """
     if grid.kind == "integer":
         return np.asarray(to(x), x.dtype)
     _, exponent = np.frexp(x)  # |x| = [0.5, 1) * 2^exponent
     octave = np.maximum(exponent - 1, grid.least_exponent) - grid.mantissa
-    with np.errstate(over="ignore"):  # past the end of float32 it is inf, and saturates
+    with np.errstate(over="ignore"):  # an overflow is inf, which saturates later
         return np.asarray(np.ldexp(to(np.ldexp(x, -octave)), octave), x.dtype)
 
 
 def quantize(
     x: NDArray[np.floating], scale: NDArray[np.float32] | np.float32, zero_point: int, grid: Grid
 ) -> Stored:
-    """Float -> stored values: clip(rne(x / scale) + zero_point), in float32 as ONNX defines it.
+    """Return the stored values clip(rne(x / scale) + zero_point), in float32 as ONNX defines it.
 
-    Floats of a grid are held as their own values in `grid.dtype`: of fp8 and bfloat16 those of
-    float32 that the type has. A NaN stays one on a float grid and has no integer.
+    Values of float grids are held as numbers in `grid.dtype`; for fp8 and bfloat16 that is
+    float32. NaN stays NaN on a float grid and is undefined on an integer grid.
     """
     steps = rounded(np.asarray(x, np.float32) / scale, grid) + np.float32(zero_point)
     q: Stored = np.clip(steps, grid.qmin, grid.qmax).astype(grid.dtype)
@@ -229,10 +229,10 @@ def quantize(
 
 
 def codes(q: Stored, grid: Grid) -> NDArray[np.uint8]:
-    """Stored values of fp8 -> the bytes that files hold: sign, exponent, mantissa; NaN is 0x7f.
+    """Return the bytes of fp8 values in files: sign, exponent, mantissa; NaN is 0x7f.
 
     Raises:
-        CalibrationError: another grid, whose values numpy itself can hold.
+        CalibrationError: the grid is not FP8.
     """
     if grid != FP8:
         raise CalibrationError(f"codes are made of fp8 values, got {grid.name}")
@@ -240,31 +240,31 @@ def codes(q: Stored, grid: Grid) -> NDArray[np.uint8]:
     size = np.nan_to_num(np.abs(values))
     _, exponent = np.frexp(size)
     octave = np.where(size > 0, np.maximum(exponent - 1, grid.least_exponent), grid.least_exponent)
-    steps = np.ldexp(size, grid.mantissa - octave)  # whole, since q is on the grid
+    steps = np.ldexp(size, grid.mantissa - octave)  # integers, since q is on the grid
     code = (octave - grid.least_exponent) * 2**grid.mantissa + steps.astype(np.int32)
     code = np.where(np.isnan(values), 0x7F, code) | np.where(np.signbit(values), 0x80, 0)
     return np.asarray(code, np.uint8)
 
 
 def dequantize(q: Stored, scale: NDArray[np.float32] | np.float32, zero_point: int) -> Float32Array:
-    """Stored values of any grid -> float32: (q - zero_point) * scale."""
-    # float32 holds every stored value and every difference of two of 16 bits exactly
+    """Return the real values (q - zero_point) * scale of any grid, float32."""
+    # float32 is exact for every stored value and for differences of 16-bit values
     return np.asarray((q.astype(np.float32) - np.float32(zero_point)) * scale, np.float32)
 
 
 def fake_quantize(
     x: NDArray[np.floating], scale: NDArray[np.float32] | np.float32, zero_point: int, grid: Grid
 ) -> Float32Array:
-    """Float -> what is left of it on the grid: quantized and back, float32 of the same shape."""
+    """Quantize and dequantize; return float32 of the same shape."""
     return dequantize(quantize(x, scale, zero_point, grid), scale, zero_point)
 
 
 def weight_scales(
     weight: NDArray[np.floating], axis: int | None, *, grid: Grid = INT8
 ) -> NDArray[np.float32]:
-    """Weight -> symmetric float32 scales, max-abs per channel: [C] along `axis`, or [1].
+    """Return symmetric float32 scales from the largest |w|: [C] along `axis`, or [1] for None.
 
-    A channel of zeros gets scale 1, since it is stored as zeros whatever the scale.
+    A channel of zeros gets scale 1.
 
     Raises:
         CalibrationError: the weight is empty or holds NaN or Inf, or the grid is not symmetric.
@@ -289,9 +289,9 @@ def quantize_weight(
     *,
     grid: Grid = INT8,
 ) -> Stored:
-    """Weight -> stored values of the same shape, clip(rne(w / scale)) to +-qmax, in grid.dtype.
+    """Return the stored values clip(rne(w / scale), -qmax, qmax) of a weight, in grid.dtype.
 
-    The lowest integer is left out, as in the scale.
+    The lowest integer is unused, as in the scale.
     """
     shape = [1] * weight.ndim
     if axis is not None:
@@ -301,19 +301,15 @@ def quantize_weight(
     return q
 
 
-# torch's name: the numpy type that stores it. The integers are all those of the type.
-DTYPES: dict[str, type[np.integer]] = {"quint8": np.uint8, "qint8": np.int8, "qint32": np.int32}
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedTensor:
-    """Integers with the affine map that gives them a real value.
+    """Stored integers with their scale and zero point.
 
     Attributes:
-        stored: the integers, uint8, int8 or int32, of any shape.
+        stored: uint8, int8 or int32, of any shape.
         scale: float32 [1], or [C] along `axis`.
         zero_point: int64 [1], or [C] along `axis`.
-        axis: the channel axis, or None for one map for the whole tensor.
+        axis: the channel axis; None for per-tensor quantization.
     """
 
     stored: NDArray[np.integer]
@@ -322,22 +318,22 @@ class QuantizedTensor:
     axis: int | None = None
 
     def int_repr(self) -> NDArray[np.integer]:
-        """The stored integers, a copy."""
+        """Return a copy of the stored integers."""
         return self.stored.copy()
 
     def distance_from_zero_point(self) -> NDArray[np.int64]:
-        """Steps between each stored integer and that of a real 0: q - zero_point, int64."""
+        """Return q - zero_point, int64."""
         zero: NDArray[np.int64] = self._along(self.zero_point)
         distance: NDArray[np.int64] = self.stored.astype(np.int64) - zero
         return distance
 
     def dequantize(self) -> NDArray[np.float32]:
-        """The real values, (q - zero_point) * scale, float32 of the same shape."""
+        """Return the real values (q - zero_point) * scale, float32 of the same shape."""
         steps = self.distance_from_zero_point().astype(np.float32)
         return np.asarray(steps * self._along(self.scale), np.float32)
 
     def representable(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Least and greatest real value that can be stored: two float32 [1] or [C]."""
+        """Return the least and greatest representable real value: two float32 [1] or [C]."""
         limits = np.iinfo(self.stored.dtype)
         low = (limits.min - self.zero_point).astype(np.float32) * self.scale
         high = (limits.max - self.zero_point).astype(np.float32) * self.scale
@@ -350,11 +346,11 @@ class QuantizedTensor:
 def quantize_per_tensor(
     x: ArrayLike, scale: float, zero_point: int, dtype: str = "quint8"
 ) -> QuantizedTensor:
-    """Real values of any shape -> integers on one affine map.
+    """Quantize values of any shape with one scale and zero point.
 
     Raises:
         CalibrationError: an unknown dtype, a scale that is not finite and positive, a zero_point
-            that the dtype cannot store, or NaN in `x`.
+            out of the dtype's range, or NaN in `x`.
     """
     return _quantize(x, [scale], [zero_point], None, dtype)
 
@@ -366,10 +362,10 @@ def quantize_per_channel(
     axis: int,
     dtype: str = "quint8",
 ) -> QuantizedTensor:
-    """Real values -> integers, with a scale and a zero_point for each index along `axis`.
+    """Quantize values with a scale and a zero point per index along `axis`.
 
     Raises:
-        CalibrationError: as `quantize_per_tensor`, or a length that is not that of the axis.
+        CalibrationError: as `quantize_per_tensor`, or a length differs from that of the axis.
     """
     return _quantize(x, scales, zero_points, axis, dtype)
 
@@ -388,8 +384,8 @@ def _quantize(
     zero = np.asarray(zero_points, np.int64)
     _check(real, scale, zero, dtype)
     limits = np.iinfo(DTYPES[dtype])
-    # float64 holds every int32 exactly, float32 does not
-    with np.errstate(over="ignore"):  # a quotient past float32 is inf, and saturates
+    # float64 is exact for every int32, float32 is not
+    with np.errstate(over="ignore"):  # an overflow is inf, which saturates
         steps = np.rint(real / _along(scale, real.ndim, axis)).astype(np.float64)
     stored = np.clip(steps + _along(zero, real.ndim, axis), limits.min, limits.max)
     return QuantizedTensor(stored.astype(DTYPES[dtype]), scale, zero, axis)

@@ -1,32 +1,31 @@
-"""Streaming histogram of one tensor: fixed size, any order, exact merges.
+"""Streaming histogram of a tensor: fixed size, order-independent, exact merges.
 
-A signed value x of a tensor whose range is R falls into bin trunc(x * BINS / R), so that bin 0
-holds |x| < R / BINS and bins k and -k mirror each other::
+A value x of a tensor with range R falls into bin trunc(x * BINS / R), so that bin 0 holds
+|x| < R / BINS and bins k and -k are symmetric::
 
       -R                 0                  R
        |----|----|-- ... --|-- ... --|----|----|
      -BINS                 0               BINS      index
-       '-- counts[0]       '-- counts[BINS]   '-- counts[2 * BINS]: x == R alone
+       '-- counts[0]       '-- counts[BINS]   '-- counts[2 * BINS]: x == R only
 
-A later value beyond R doubles R until it fits and merges bins pairwise, outwards from 0. Scaling
-by a power of two is exact in binary floating point, so the doubled histogram is the one that the
-larger R would have given from the start. Two range rules use this:
+A value beyond R doubles R until it fits and merges bins pairwise, outwards from 0. Scaling by a
+power of two is exact in binary floating point, so the result equals a histogram with the larger R
+from the start. There are two range rules:
 
-* `Histogram()`: R is the smallest power of two that holds the data. The counts are then a
-  function of the set of values alone: no order, batch size or thread count can show.
+* `Histogram()`: R is the smallest power of two that covers the data. The counts depend on the set
+  of values only, not on order, batch size or number of threads.
 * `Histogram(base=m)`: R starts at m, TensorRT's rule with m = the first batch's largest |x|
   (measured on tables that TensorRT 7.2 wrote). As there, x == R is counted in bin BINS - 1 before
-  any doubling. The result depends on what the first batch was.
+  any doubling. The result depends on the first batch.
 
-Memory is 8 * (2 * BINS + 1) bytes a tensor, however many images are seen. What is written here
-defines the counts; `calibrators.kernel` counts the same in C where it is built.
+Memory is 8 * (2 * BINS + 1) bytes per tensor. This module defines the counts; `calibrators.kernel`
+gives the same counts in C if it is built.
 
-Histograms of many tensors, counted in one call of the kernel.
-
-Of a small network a tensor is counted in a few microseconds, as many as a call from Python takes::
+`Together` counts the tensors of a sample in one call of the kernel, since in a small network
+counting a tensor takes only microseconds, as long as a call from Python::
 
     histogram 0 --.                       array 0 --.
-    histogram 1 --+-- where they lie,     array 1 --+-- of one sample --> calib8_observe_each
+    histogram 1 --+-- addresses,          array 1 --+-- of one sample --> calib8_observe_each
     histogram 2 --'   looked up once      array 2 --'
 """
 
@@ -45,30 +44,32 @@ from numpy.typing import NDArray
 from calibrators.errors import CalibrationError
 from calibrators.kernel import SCRATCH, Kernel, Seen, kernel
 
-BINS = 4096  # bins a side; twice TensorRT's 2048, into which they nest pair by pair
-_CHUNK = 1 << 17  # values binned at a time, so that they stay in a core's cache
-_SMALLEST_RANGE = 2.0**-100  # below this BINS / R would overflow float32
+BINS = 4096  # bins per side: two for each of TensorRT's 2048
+_CHUNK = 1 << 17  # values binned at a time, so that they fit in a core's cache
+_SMALLEST_RANGE = 2.0**-100  # below this, BINS / R could overflow float32
+_SPREAD = 64
+_SPREAD_INDEX = np.tile(np.arange(BINS, BINS + _SPREAD, dtype=np.uint16), _CHUNK // _SPREAD)
 
 
 def range_for(amax: float) -> float:
-    """Smallest power of two >= amax (both in real units): the order-independent range."""
+    """Return the smallest power of two >= amax, in real units: the order-independent range."""
     mantissa, exponent = math.frexp(max(amax, _SMALLEST_RANGE))
     return math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent)
 
 
 def _tally(x: NDArray[np.float32], full_range: float) -> NDArray[np.int64]:
-    """Counts of trunc(x * BINS / full_range) + BINS: [2 * BINS + 1] int64."""
+    """Return the counts of trunc(x * BINS / full_range) + BINS: [2 * BINS + 1] int64."""
     index = _index(x, full_range)
     index += np.uint16(BINS)
     return _counts(index, 2 * BINS + 1)
 
 
 def _tally_magnitudes(x: NDArray[np.float32], full_range: float) -> NDArray[np.int64]:
-    """The same for x >= 0, without the shift: [BINS + 1] int64.
+    """Return the counts for x >= 0, without the shift: [BINS + 1] int64.
 
-    A Relu's output is full of zeros, and a counter that is raised twice in a row makes the
-    processor wait for itself. So zeros, which wrap to 65535 when 1 is taken from every index,
-    are dealt out over `_SPREAD` counters behind the others, to be added up at the end.
+    A Relu's output has many zeros, and incrementing the same counter repeatedly stalls the CPU. So
+    zeros, which wrap to 65535 when 1 is subtracted from every index, are spread over `_SPREAD`
+    counters after the others and summed at the end.
     """
     index = _index(x, full_range)
     index -= np.uint16(1)
@@ -78,7 +79,7 @@ def _tally_magnitudes(x: NDArray[np.float32], full_range: float) -> NDArray[np.i
 
 
 def _index(x: NDArray[np.float32], full_range: float) -> NDArray[np.uint16]:
-    """Index trunc(x * BINS / full_range) in two's complement; a view of this thread's scratch."""
+    """Return trunc(x * BINS / full_range) in two's complement; a view of this thread's scratch."""
     real, index = _scratch.real[: x.size], _scratch.index[: x.size]
     np.multiply(x, np.float32(BINS / full_range), out=real)
     np.copyto(index.view(np.int16), real, casting="unsafe")  # a C cast truncates towards zero
@@ -91,7 +92,7 @@ def _counts(index: NDArray[np.uint16], bins: int) -> NDArray[np.int64]:
 
 
 class _Scratch(threading.local):
-    """Buffers of one thread, so that no chunk allocates (and page-faults) anew."""
+    """Buffers of one thread, so that chunks need no allocation (and no page faults)."""
 
     def __init__(self) -> None:
         self.real = np.empty(_CHUNK, np.float32)
@@ -100,35 +101,33 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
-_SPREAD = 64
-_SPREAD_INDEX = np.tile(np.arange(BINS, BINS + _SPREAD, dtype=np.uint16), _CHUNK // _SPREAD)
 
 
 def plain(x: NDArray[np.floating]) -> NDArray[np.float32]:
-    """The values as the kernel reads them, C-contiguous."""
+    """Return the values as the kernel reads them: float32, C-contiguous, aligned."""
     values = np.ascontiguousarray(x, np.float32)
     return values if values.flags.aligned else values.copy()
 
 
 def address(array: NDArray[np.generic]) -> int:
-    """Where a C-contiguous array lies; four times as quick as `ctypes.data` for most."""
+    """Return the address of a C-contiguous array; mostly four times as fast as `ctypes.data`."""
     if not (array.flags.writeable and array.size):
         return array.ctypes.data
     return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
 
 
 def scratch() -> ctypes.Array[ctypes.c_char]:
-    """The kernel's tables of this thread, zero between two calls of it."""
+    """Return this thread's tables for the kernel; they are zero between its calls."""
     return _scratch.tables
 
 
 def no_numbers(nan: int) -> CalibrationError:
-    """Of values that hold NaN."""
+    """Return the error for values that contain NaN."""
     return CalibrationError(f"values must be numbers, got {nan} NaN")
 
 
 def close(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A copy in which |x| == R is counted in the last bin inside the range."""
+    """Return a copy in which |x| == R is counted in the outermost bin inside the range."""
     closed = counts.copy()
     closed[1] += closed[0]
     closed[-2] += closed[-1]
@@ -137,7 +136,7 @@ def close(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def halve(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Merge bins pairwise, outwards from bin 0: the histogram of the doubled range."""
+    """Merge bins pairwise, outwards from bin 0, to the histogram of the doubled range."""
     merged = np.zeros_like(counts)
     half = BINS // 2
     # index k goes to trunc(k / 2): -1, 0 and 1 meet in 0; 2 and 3 in 1; ...; BINS in BINS / 2
@@ -151,47 +150,46 @@ def halve(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class Histogram(Seen):
-    """Counts, extremes and oddities of one tensor over any number of batches.
+    """Counts and extremes of one tensor over any number of batches.
 
-    It is, but for its counts, what the kernel is told by its address; so neither it nor its counts
-    are ever moved.
+    The kernel accesses this structure and its counts by address, so neither may move.
 
     Attributes:
-        full_range: R in real units; 0 while only zeros were seen.
+        full_range: R in real units; 0 while there are only zeros.
         minimum, maximum: extremes of the finite values (inf, -inf while empty).
-        total: finite values seen.
-        infinite: +-Inf values seen; they are in no bin.
-        latest: largest finite |x| of the batch that was added last.
+        total: number of finite values.
+        infinite: number of +-Inf values; they are in no bin.
+        latest: largest finite |x| of the last batch.
     """
 
     def __init__(self, *, base: float | None = None) -> None:
         if base is not None and not (math.isfinite(base) and base >= 0):
             raise CalibrationError(f"a histogram's base range must be finite and >= 0, got {base}")
-        kernel()  # a word that it does not know is told before any value is seen
+        kernel()  # reports an invalid CALIB8_COUNTING before any value is counted
         super().__init__(minimum=math.inf, maximum=-math.inf)
         self._base = max(base, _SMALLEST_RANGE) if base else 0.0
         self._counts = np.zeros(2 * BINS + 1, np.int64)
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """[2 * BINS + 1] int64."""
+        """Counts, [2 * BINS + 1] int64."""
         return self._counts
 
     @property
     def base(self) -> float | None:
-        """Where R starts, by TensorRT's rule; None for powers of two."""
+        """Initial R of TensorRT's rule; None for powers of two."""
         return self._base or None
 
     @property
     def amax(self) -> float:
-        """Largest |x| seen; 0 for a tensor that is empty or always zero."""
+        """Largest |x| so far; 0 for a tensor that is empty or always zero."""
         return max(abs(self.minimum), abs(self.maximum)) if self.total else 0.0
 
     def observe(self, x: NDArray[np.floating]) -> None:
-        """Add every value of `x`, any shape, float16/32/64 (binned as float32).
+        """Count every value of `x`, any shape, float16/32/64 (binned as float32).
 
         Raises:
-            CalibrationError: `x` holds a NaN, or the range is none that values gave.
+            CalibrationError: `x` holds NaN, or the range is invalid.
         """
         self.refuse_unsound()
         flat = plain(x).reshape(-1)
@@ -204,7 +202,7 @@ class Histogram(Seen):
             self._observe(chunk)
 
     def refuse_unsound(self) -> None:
-        """See that the range is one that values gave.
+        """Check that the range is valid, as a stored histogram may not be.
 
         Raises:
             CalibrationError: it is not.
@@ -215,7 +213,7 @@ class Histogram(Seen):
             )
 
     def _observe_in_c(self, counter: Kernel, values: NDArray[np.float32]) -> None:
-        """All chunks, by the kernel: what `_observe` does."""
+        """Count all values with the kernel, as `_observe` does by chunk."""
         nan = counter.observe(
             counter.way,
             ctypes.byref(self),
@@ -228,10 +226,10 @@ class Histogram(Seen):
             raise no_numbers(nan)
 
     def _observe(self, chunk: NDArray[np.float32]) -> None:
-        """One chunk, while it is in the core's cache: extremes, range, counts."""
+        """Count one chunk, which fits in a core's cache: extremes, range, counts."""
         if chunk.size == 0:
             return
-        # + 0: of two zeros that are equal, the one without a sign, whichever comes first
+        # + 0.0 turns -0.0 into 0.0, so that the order of both does not matter
         low, high = float(chunk.min()) + 0.0, float(chunk.max()) + 0.0
         if math.isnan(low):
             raise no_numbers(int(np.isnan(chunk).sum()))
@@ -255,7 +253,7 @@ class Histogram(Seen):
             self.counts[:] = close(self.counts)
 
     def merge(self, other: Histogram) -> None:
-        """Add what `other` saw; exact, in any order. `other` is left as it is.
+        """Add the counts of `other`, which stays unchanged; exact, in any order.
 
         Raises:
             CalibrationError: the two follow different range rules.
@@ -275,13 +273,13 @@ class Histogram(Seen):
         self.infinite += other.infinite
 
     def without(self, other: Histogram) -> Histogram:
-        """What is left when the values that `other` saw, which are among these, are taken away.
+        """Return the histogram without the values of `other`, a subset of these.
 
-        An extreme that `other` has is known to a bin afterwards. A value that the two binned
-        differently, as the same model's under another optimization, takes nothing below 0.
+        An extreme that `other` shares is known only to a bin afterwards. Counts never fall below 0,
+        even if the two binned a value differently, as after another optimization of the model.
 
         Raises:
-            CalibrationError: the range follows the order of the values.
+            CalibrationError: a range follows TensorRT's rule.
         """
         if self.base is not None or other.base is not None:
             raise CalibrationError("values are taken from a histogram of no order, got one of some")
@@ -304,7 +302,7 @@ class Histogram(Seen):
         return left
 
     def to_arrays(self) -> dict[str, NDArray[np.generic]]:
-        """Plain 1-D arrays; see `calibrators.statistics.HistogramOf.restore`."""
+        """Return plain 1-D arrays for `calibrators.statistics.HistogramOf.restore`."""
         reals = (self.base or 0.0, self.full_range, self.minimum, self.maximum)
         return {
             "counts": self.counts,
@@ -313,10 +311,10 @@ class Histogram(Seen):
         }
 
     def clamped(self, floor: float, ceiling: float) -> Histogram:
-        """The histogram as if every value had been clamped to [floor, ceiling], to a bin.
+        """Return the histogram with all values clamped to [floor, ceiling], to a bin.
 
-        For a tensor whose readers cannot tell values beyond these bounds apart, so that a clip
-        range should spend no integers on them.
+        Readers of the tensor do not distinguish values beyond these bounds, so that a clip range
+        should spend no integers on them.
         """
         clamped = Histogram(base=self.base)
         clamped.counts[:] = self.counts
@@ -337,19 +335,19 @@ class Histogram(Seen):
         return clamped
 
     def magnitudes(self, bins: int) -> NDArray[np.int64]:
-        """[bins] int64 histogram of |x| over [0, R]; `bins` divides BINS."""
+        """Return the histogram of |x| over [0, R], [bins] int64; `bins` must divide BINS."""
         counts = close(self.counts)
         folded = counts[BINS : 2 * BINS]
         folded[1:] += counts[BINS - 1 : 0 : -1]
         return np.asarray(folded.reshape(bins, -1).sum(axis=1), np.int64)
 
     def edges(self) -> NDArray[np.float64]:
-        """[2 * BINS] bin edges of `signed()`, in real units, ascending."""
+        """Return the bin edges of `signed()`, [2 * BINS] in real units, ascending."""
         index = np.concatenate([np.arange(-BINS, 0), np.arange(1, BINS + 1)])
         return index * (self.full_range / BINS)
 
     def signed(self) -> NDArray[np.int64]:
-        """[2 * BINS - 1] int64 counts between `edges()`; the middle bin spans both sides of 0."""
+        """Return the counts between `edges()`, [2 * BINS - 1] int64; the middle bin contains 0."""
         return close(self.counts)[1:-1]
 
     def _widen(self, amax: float) -> None:
@@ -371,10 +369,10 @@ class Histogram(Seen):
 
 
 class Refused(CalibrationError):
-    """One of the arrays cannot be counted; those before it are.
+    """An array cannot be counted; those before it were counted.
 
     Attributes:
-        place: of the array.
+        place: index of the array.
     """
 
     def __init__(self, message: str, place: int) -> None:
@@ -383,10 +381,10 @@ class Refused(CalibrationError):
 
 
 class Located:
-    """Arrays, and where they lie, for values that come again and again in the same memory.
+    """Arrays and their addresses, for values that arrive repeatedly in the same memory.
 
     Attributes:
-        arrays: as the kernel reads them.
+        arrays: the arrays as the kernel reads them.
     """
 
     def __init__(self, arrays: Iterable[NDArray[np.floating]]) -> None:
@@ -397,26 +395,26 @@ class Located:
         self.rows = [address(row) for row in self._rows]
 
     def put(self, place: int, x: NDArray[np.floating]) -> None:
-        """Another array in place of one."""
+        """Replace the array at an index."""
         self.arrays[place] = plain(x)
         self._rows[:, place] = address(self.arrays[place]), x.size
 
 
 class Together:
-    """Histograms that see an array each at a time; one thread at once."""
+    """Histograms that each count one array per call; not thread-safe."""
 
     def __init__(self, histograms: Sequence[Histogram]) -> None:
         self.histograms = tuple(histograms)
-        lie = [[ctypes.addressof(h), address(h.counts)] for h in self.histograms]
-        self._places = np.array(lie, np.uintp).reshape(-1, 2).T.copy()
-        self._rows = [address(row) for row in self._places]
+        addresses = [[ctypes.addressof(h), address(h.counts)] for h in self.histograms]
+        self._addresses = np.array(addresses, np.uintp).reshape(-1, 2).T.copy()
+        self._rows = [address(row) for row in self._addresses]
         self._done = ctypes.c_size_t()
 
     def observe(self, located: Located) -> None:
-        """Add to each histogram the values of its array, as `Histogram.observe`.
+        """Count each array in its histogram, as `Histogram.observe`.
 
         Raises:
-            Refused: as `Histogram.observe` refuses one.
+            Refused: `Histogram.observe` refuses an array.
         """
         counter = kernel()
         if counter is not None:

@@ -1,13 +1,11 @@
-"""What counts values into a histogram's bins: the C kernel where it is built, else OpenCV.
+"""C kernel for histogram counting and weight rounding, loaded with ctypes if it is built.
 
-The kernel is plain C, `cpp/src/kernel/count.c`, which installing compiles where there is a C
-compiler, and which wheels hold; `round.c` beside it rounds weights, else numpy does. Both give the
-same numbers. `CALIB8_COUNTING` says which counts: "c" or "opencv"; unset, the kernel where it is
-here.
+`cpp/src/kernel/count.c` counts values into bins, else OpenCV does; `round.c` rounds weights, else
+numpy does. Both give the same numbers. Installation compiles the kernel if there is a C compiler,
+and wheels contain it. `CALIB8_COUNTING` selects "c" or "opencv"; if unset, the kernel is used if
+available::
 
-::
-
-    installed with a compiler, or as a wheel of this platform     _count.so beside this file
+    installed with a compiler, or from a wheel of this platform    _count.so next to this file
     otherwise, or CALIB8_COUNTING=opencv                           None
 """
 
@@ -24,12 +22,12 @@ from calibrators.errors import CalibrationError
 
 VARIABLE = "CALIB8_COUNTING"
 LIBRARY = Path(__file__).with_name("_count.so")
-SCRATCH = 66048  # bytes, as count.h has it
-_FORM = 3  # of count.h: a library that was built from another is not used
+SCRATCH = 66048  # bytes, as in count.h
+_FORM = 3  # interface version of count.h; a library with another version is not used
 
 
 class Seen(ctypes.Structure):
-    """A histogram but for its counts; as count.h has it."""
+    """State of a histogram except its counts; layout as in count.h."""
 
     _base: float
     full_range: float
@@ -52,14 +50,14 @@ class Seen(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A loaded library, and which of its ways counts.
+    """A loaded library with one of its instruction sets.
 
     Attributes:
-        observe: `calib8_observe`; other threads run on while it counts.
-        observe_each: `calib8_observe_each`, as well.
+        observe: `calib8_observe`; releases the GIL.
+        observe_each: `calib8_observe_each`; releases the GIL.
         round_rows: `calib8_round`.
-        way: the way that it is to take.
-        name: of the way: "plain", "neon", "avx2" or "avx512".
+        way: number of the instruction set.
+        name: its name: "plain", "neon", "avx2" or "avx512".
     """
 
     observe: Callable[..., int]
@@ -70,10 +68,10 @@ class Kernel:
 
 
 def load(library: Path) -> tuple[Kernel, ...]:
-    """Every way that this CPU knows, the quickest last.
+    """Load a library; return one `Kernel` per instruction set of this CPU, fastest last.
 
     Raises:
-        OSError: there is no such library, or it is of another machine or another version.
+        OSError: there is no such library, or it is for another platform or version.
     """
     loaded = ctypes.CDLL(str(library))
     try:
@@ -101,34 +99,34 @@ def load(library: Path) -> tuple[Kernel, ...]:
 
 @cache
 def kernel() -> Kernel | None:
-    """What counts here; None for numpy and OpenCV.
+    """Return the kernel to use; None for numpy and OpenCV.
 
     Raises:
-        CalibrationError: `CALIB8_COUNTING` holds no known word, or asks for what is not here.
+        CalibrationError: `CALIB8_COUNTING` has an unknown value, or "c" without a kernel.
     """
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", "c", "opencv"):
         raise CalibrationError(f"{VARIABLE} must be c, opencv or unset, got {wanted!r}")
     if wanted == "opencv":
         return None
-    found, why = _here()
-    if found is None and wanted == "c":
+    available, why = _here()
+    if available is None and wanted == "c":
         raise CalibrationError(
             f"{VARIABLE}=c needs the C kernel, which {why}; install calib8 where there is a C"
             " compiler, or unset it"
         )
-    return found
+    return available
 
 
 def told() -> str:
-    """Which one counts, in a few words.
+    """Return which implementation counts, as text.
 
     Raises:
         CalibrationError: as `kernel`.
     """
-    found = kernel()
-    if found is not None:
-        return f"C kernel ({found.name})"
+    used = kernel()
+    if used is not None:
+        return f"C kernel ({used.name})"
     if os.environ.get(VARIABLE):
         return f"numpy and OpenCV ({VARIABLE}=opencv)"
     return f"numpy and OpenCV (the C kernel {_here()[1]})"
@@ -136,7 +134,7 @@ def told() -> str:
 
 @cache
 def _here() -> tuple[Kernel | None, str]:
-    """The kernel, or why there is none."""
+    """Return (kernel, ""), or (None, why there is none)."""
     if not LIBRARY.exists():
         return None, "is not built here"
     try:

@@ -1,7 +1,7 @@
-"""MSE calibration: the clip range with the least squared error between x and its stored value.
+"""MSE and Lp calibration: the clip range with the least quantization error.
 
-Symmetric: thresholds amax * r are tried for a falling r. Affine: first the end that lies further
-from 0 is lowered, then the other, each against the other's best, twice over::
+Symmetric: thresholds amax * r are tried for a falling r. Affine: first the end further from 0 is
+reduced, then the other end, each with the best other end, twice::
 
     error |*                    .
           | *                 .     r = 1: no clipping, wide steps
@@ -9,35 +9,27 @@ from 0 is lowered, then the other, each against the other's best, twice over::
           |      * * . *
           +------------------------ r
 
-The error comes from the histogram: a bin's values stand at its centre, and those beyond the clip
-range at its end. A bin is at least 8 times finer than an int8 step; steps of 16 bits are finer
-than the bins, and then clipping is all that the error sees.
+The error is that of the histogram: values are at the centre of their bin, and clipped to the range.
+A bin is at least 8 times finer than an int8 step; 16-bit steps are finer than the bins, and then
+only clipping counts. Source: R. Banner et al., "Post training 4-bit quantization of convolutional
+networks", arXiv:1810.05723, section 2; the search is a plain scan.
 
-That is what defines the range. Which ranges may be the best is found sooner where the error is
-squared and the grid has integers of 8 bits or fewer (`calibrators.mse`), and only among those
-that come so close that rounding could tell them apart are the bins added up.
-
-Source: R. Banner et al., "Post training 4-bit quantization of convolutional networks",
-arXiv:1810.05723, section 2; the search itself is a plain scan.
-
-Squared errors of many clip ranges at once, a few levels each instead of every bin.
-
-A value c goes to the nearest of the levels 0, s, 2s, ... of its side of 0: past each of the middles
-(q + 1/2) s that it lies beyond, and each of these takes 2 s (c - middle) from c^2::
+**Fast squared error** (`Ramps`), for integer grids of at most 8 bits: it finds the ranges that may
+be best, and only among candidates within `TOLERANCE` are errors summed over bins. A value c is
+rounded to the nearest of the levels 0, s, 2s, ... on its side of 0. Each midpoint (q + 1/2) s that
+it lies beyond takes 2 s (c - midpoint) from c^2::
 
     (c - level)^2 = c^2 - 2 s [ (c - s/2)+ + (c - 3s/2)+ + ... ]        to the last level
 
-    G(b) = sum of counts * (c - b)+     falls from bin centre to bin centre in straight lines, so
-                                        that two sums of the counts give it anywhere
+    G(b) = sum of counts * (c - b)+     is linear between bin centres, so that two cumulative sums
+                                        of the counts give it anywhere
 
-A range of 255 steps costs 255 looks into G. What is left to rounding is about 1e-15 of the values'
-own squares, so ranges that are closer than `TOLERANCE` of it are left to whoever adds up bins.
+A range of 255 steps costs 255 evaluations of G. The rounding error is about 1e-15 of the sum of
+squares.
 
-Lp calibration: the clip range with the least sum of |x - stored x|^p, p greater than 2.
-
-The squared error pays for a fine step with the few values that are far out. In a detector those
-few are what it found: they are rare in the images that calibrate and decide in those that do not.
-With a greater p a value weighs more the further it is clipped, and p to infinity keeps everything::
+**Lp** minimizes the sum of |x - stored x|^p with p > 2. The squared error trades the few extreme
+values for fine steps. In a detector these few are the detections, rare in the calibration images
+but decisive in others. A greater p weighs clipped values more, and p = infinity clips nothing::
 
     p    2 (mse)        3            inf (minmax)
          fine steps  <------>  nothing is clipped
@@ -57,17 +49,22 @@ from calibrators.grids import INT8, UINT8, Grid, rounded
 from calibrators.histogram import BINS, Histogram
 from calibrators.scales import Scale
 
-TOLERANCE = 1e-11  # of the sum of squares
-_RAMPS_TOGETHER = 40  # ranges whose levels stay in a core's cache
+TOLERANCE = 1e-11  # of the sum of squares; closer candidates are summed over bins
+_RAMPS_TOGETHER = 40  # ranges per block, whose levels fit in a core's cache
+_RATIOS = np.concatenate([np.arange(100, 20, -1), np.arange(20, 0, -0.5)]) / 100
+_TOGETHER = 1 << 15  # bins per block of ranges, which fit in a core's cache
+_QUICK_BITS = 8  # with these a step is a thousand times the float32 rounding error of the end
+_QUICK_TOLERANCE = 1e-3  # of the least error, per power: many times the float32 error of a sum
+_QUICK_LEAST = 1e-30  # smaller errors are near the float32 minimum
 
 
 @dataclass(frozen=True, slots=True)
 class Ramps:
-    """G of the values on both sides of 0, for one tensor.
+    """G on both sides of 0, for one tensor.
 
     Attributes:
-        heights: [2 * (B + 1)] G at -1/2, 1/2, 3/2, ... bins; first of the values above 0.
-        slopes: [2 * (B + 1)] how steeply it falls from there to the next.
+        heights: [2 * (B + 1)] G at -1/2, 1/2, 3/2, ... bins; values above 0 first.
+        slopes: [2 * (B + 1)] decrease of G from there to the next bin.
         squares: sum of counts * c^2.
     """
 
@@ -80,10 +77,10 @@ class Ramps:
         """Args: above, below: [B] counts of bins whose centres are 1/2, 3/2, ... bins from 0."""
         both = np.zeros((2, above.size + 1), np.int64)
         both[0, :-1], both[1, :-1] = above, below
-        slopes = _from_behind(both)
+        slopes = _reverse_cumsum(both)
         centres = np.arange(above.size) + 0.5
         squares = float(((above + below) * (centres * centres)).sum())
-        heights = _from_behind(slopes).ravel().astype(np.float64)
+        heights = _reverse_cumsum(slopes).ravel().astype(np.float64)
         return cls(heights, slopes.ravel().astype(np.float64), squares)
 
     def errors(
@@ -92,59 +89,52 @@ class Ramps:
         lowest: NDArray[np.float64],
         highest: NDArray[np.float64],
     ) -> NDArray[np.float64]:
-        """[K] summed squared errors, in squares of a bin.
+        """Return the summed squared errors of K ranges, [K], in squared bins.
 
         Args:
-            steps: [K] widths of a step, in bins.
-            lowest: [K] levels at the lower end, whole numbers up to 0.
-            highest: [K] levels at the upper end, whole numbers from 0 on.
+            steps: [K] step widths, in bins.
+            lowest: [K] levels at the lower end, integers <= 0.
+            highest: [K] levels at the upper end, integers >= 0.
         """
-        if not self.slopes[self.slopes.size // 2]:  # nothing lies below 0, whatever the level
+        if not self.slopes[self.slopes.size // 2]:  # no value is below 0
             lowest = np.zeros_like(lowest)
-        won = [
-            self._won(
+        sums = [
+            self._sums(
                 steps[at : at + _RAMPS_TOGETHER], lowest[at : at + _RAMPS_TOGETHER], highest[at:]
             )
             for at in range(0, steps.size, _RAMPS_TOGETHER)
         ]
-        return np.asarray(self.squares - 2 * steps * np.concatenate(won), np.float64)
+        return np.asarray(self.squares - 2 * steps * np.concatenate(sums), np.float64)
 
-    def _won(
+    def _sums(
         self,
         steps: NDArray[np.float64],
         lowest: NDArray[np.float64],
         highest: NDArray[np.float64],
     ) -> NDArray[np.float64]:
-        """[k] sums of G over all middles of a range."""
+        """Return the sums of G over all midpoints of each range, [k]."""
         side = self.heights.size // 2
         levels = (highest[: steps.size] - lowest)[:, None]
-        place = np.arange(int(levels.max(initial=0)))
-        middle = (place + (lowest + 0.5)[:, None]) * steps[:, None]
-        far = np.abs(middle) + 0.5
-        np.minimum(far, side - 1, out=far)  # beyond the last bin G is 0
-        knot = far.astype(np.int64)
-        far -= knot
-        knot[middle < 0] += side
-        won = self.heights[knot]
-        won -= self.slopes[knot] * far
-        won *= place < levels
-        return np.asarray(won.sum(axis=1), np.float64)
+        index = np.arange(int(levels.max(initial=0)))
+        midpoint = (index + (lowest + 0.5)[:, None]) * steps[:, None]
+        position = np.abs(midpoint) + 0.5
+        np.minimum(position, side - 1, out=position)  # beyond the last bin G is 0
+        knot = position.astype(np.int64)
+        position -= knot
+        knot[midpoint < 0] += side
+        g = self.heights[knot]
+        g -= self.slopes[knot] * position
+        g *= index < levels
+        return np.asarray(g.sum(axis=1), np.float64)
 
 
-def _from_behind(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[2, N] -> of each place, the sum of the row from there on."""
+def _reverse_cumsum(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the sums from each element to the end of its row, [2, N]."""
     return np.asarray(np.cumsum(rows[:, ::-1], axis=1)[:, ::-1])
 
 
-_RATIOS = np.concatenate([np.arange(100, 20, -1), np.arange(20, 0, -0.5)]) / 100
-_TOGETHER = 1 << 15  # bins of several ranges that stay in a core's cache
-_QUICK_BITS = 8  # a step of which is a thousand times what float32 leaves of the end
-_QUICK_TOLERANCE = 1e-3  # of the least error, a power: many times what float32 leaves of a sum
-_QUICK_LEAST = 1e-30  # less is near the end of float32
-
-
 def mse(histogram: Histogram, *, symmetric: Grid = INT8, affine: Grid = UINT8) -> Scale:
-    """Statistics of one tensor -> the ranges with the least squared quantization error.
+    """Return the ranges of a tensor with the least squared quantization error.
 
     Args:
         histogram: statistics of the tensor.
@@ -157,14 +147,14 @@ def mse(histogram: Histogram, *, symmetric: Grid = INT8, affine: Grid = UINT8) -
 def least_error(
     histogram: Histogram, *, power: float, symmetric: Grid, affine: Grid, method: str
 ) -> Scale:
-    """The ranges with the least sum of |error| to a power.
+    """Return the ranges of a tensor with the least sum of |error|^power.
 
     Args:
         histogram: statistics of the tensor.
-        power: 2 is the squared error; the greater, the more a clipped value weighs.
+        power: 2 for the squared error; the greater, the more a clipped value weighs.
         symmetric: grid that `amax` is chosen for.
         affine: grid that `lo` and `hi` are chosen for.
-        method: what the scale says that chose it.
+        method: name of the method, for the scale.
     """
     amax = _symmetric(histogram, symmetric, power)
     low, high = _affine(histogram, affine, power)
@@ -186,9 +176,9 @@ def errors(
     grid: Grid,
     power: float = 2.0,
 ) -> NDArray[np.float64]:
-    """Summed error [K], to a power, of storing [B] bin centres on `grid` over each [K] range.
+    """Return the sums of |error|^power, [K], of [B] bin centres on `grid` for each of [K] ranges.
 
-    Each range is taken to hold 0 at a stored value, as every grid has it.
+    0 is assumed to be a stored value, as on every grid.
     """
     some = max(_TOGETHER // max(centres.size, 1), 1)
     parts = [
@@ -212,7 +202,7 @@ def _errors(
     error -= centres
     weight = error * error if power == 2 else np.abs(error) ** power
     weight *= counts
-    # numpy adds pairwise in one order everywhere, which a product of matrices does not
+    # numpy's pairwise sum has the same order everywhere, unlike a matrix product
     return np.asarray(weight.sum(axis=1), np.float64)
 
 
@@ -225,12 +215,14 @@ def _steps(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bins:
-    """What is searched: the bins that hold anything, a grid, and how errors weigh.
+    """Input of a range search: the occupied bins, the grid and the power of the error.
 
     Attributes:
-        centres, counts: [B] of the bins that hold anything, in real units.
-        ramps: the same for a quick look; None where the grid or the power has none.
-        width: of a bin, in real units.
+        centres, counts: [B] centres in real units and counts of the occupied bins.
+        grid: grid of the range.
+        power: power of the error.
+        ramps: the bins for the fast squared error; None for another grid or power.
+        width: width of a bin, in real units.
     """
 
     centres: NDArray[np.float64]
@@ -241,7 +233,7 @@ class _Bins:
     width: float
 
     def best(self, lows: NDArray[np.float64], highs: NDArray[np.float64]) -> int:
-        """Which of the [K] ranges has the least error; the first among equals."""
+        """Return the index of the [K] range with the least error; the first on ties."""
         if (lows == lows[0]).all() and (highs == highs[0]).all():
             return 0
         near = self._near(lows, highs)
@@ -251,25 +243,25 @@ class _Bins:
         return int(near[np.argmin(tried)])
 
     def _near(self, lows: NDArray[np.float64], highs: NDArray[np.float64]) -> NDArray[np.intp]:
-        """Those that may be the best."""
+        """Return the indices of the ranges that may be best."""
         if self.ramps is None:
             return self._near_in_float32(lows, highs)
         steps = _steps(lows, highs, self.grid)
         lowest, highest = (np.rint(ends / steps) for ends in (lows, highs))
-        found = self.ramps.errors(steps / self.width, lowest, highest)
-        return np.flatnonzero(found <= found.min() + TOLERANCE * self.ramps.squares)
+        sums = self.ramps.errors(steps / self.width, lowest, highest)
+        return np.flatnonzero(sums <= sums.min() + TOLERANCE * self.ramps.squares)
 
     def _near_in_float32(
         self, lows: NDArray[np.float64], highs: NDArray[np.float64]
     ) -> NDArray[np.intp]:
-        """Those whose error in half the digits is next to the least; all on a grid of floats.
+        """Return the indices of the ranges with nearly the least error in float32.
 
-        The ranges become shorter, one end or both.
+        Ranges must shrink with their index. For float and wide integer grids return all indices.
         """
         if self.grid.kind != "integer" or self.grid.bits > _QUICK_BITS:
             return np.arange(lows.size)
         near = 1 + _QUICK_TOLERANCE * self.power
-        unit = max(float(highs.max()), -float(lows.min())) or 1.0  # powers stay in float32's range
+        unit = max(float(highs.max()), -float(lows.min())) or 1.0  # powers must fit float32
         centres = (self.centres / unit).astype(np.float32)
         counts = (self.counts / self.counts.sum()).astype(np.float32)
         steps = _steps(lows, highs, self.grid)
@@ -277,16 +269,16 @@ class _Bins:
         outer = [(lows - steps / 2) / unit, (highs + steps / 2) / unit]
         widths = (steps / unit).astype(np.float32)
         some = max(_TOGETHER // max(centres.size, 1), 1)
-        found: list[NDArray[np.float64]] = []
+        blocks: list[NDArray[np.float64]] = []
         least = np.inf
         for at in range(0, lows.size, some):
             if _clipped(centres, counts, outer[0][at], outer[1][at], self.power) > near * least:
-                break  # what a range clips, every shorter one does
+                break  # shorter ranges clip even more
             width, lowest, highest = (part[at : at + some] for part in (widths, *levels))
-            found.append(_quick_errors(centres, counts, width, lowest, highest, self.power))
-            least = min(least, float(found[-1].min()))
-        sums = np.concatenate(found)
-        if least < _QUICK_LEAST:  # a high power of little errors
+            blocks.append(_quick_errors(centres, counts, width, lowest, highest, self.power))
+            least = min(least, float(blocks[-1].min()))
+        sums = np.concatenate(blocks)
+        if least < _QUICK_LEAST:  # high powers of small errors lose precision
             return np.arange(lows.size)
         return np.flatnonzero(sums <= near * least)
 
@@ -299,7 +291,7 @@ def _quick_errors(
     highest: NDArray[np.float32],
     power: float,
 ) -> NDArray[np.float64]:
-    """`_errors` in float32, but for the levels at both ends of the ranges, which are known."""
+    """Return `_errors` in float32, with given levels at both ends of the ranges."""
     error = centres[None, :] * (1 / steps)[:, None]
     np.rint(error, out=error)
     np.clip(error, lowest[:, None], highest[:, None], out=error)
@@ -322,7 +314,7 @@ def _clipped(
     high: float,
     power: float,
 ) -> float:
-    """The error of values beyond two bounds alone; `centres` ascend."""
+    """Return the error of the values beyond two bounds; `centres` ascend."""
     below, above = np.searchsorted(centres, (low, high))
     beyond = np.concatenate([low - centres[:below], centres[above:] - high])
     weight = np.power(beyond, power)
@@ -362,7 +354,7 @@ def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, floa
         width=histogram.full_range / BINS,
     )
     lows, highs = low * _RATIOS, high * _RATIOS
-    known: dict[tuple[str, float], float] = {}  # the second time round, often of the same end
+    known: dict[tuple[str, float], float] = {}  # the second round often repeats the first
     for side in ("high", "low", "high", "low") if high >= -low else ("low", "high") * 2:
         other, ends = (low, highs) if side == "high" else (high, lows)
         if (side, other) not in known:
@@ -381,7 +373,7 @@ def _quick(grid: Grid, power: float) -> bool:
 
 
 def _sides(counts: NDArray[np.int64]) -> Ramps:
-    """[2 * BINS - 1] counts -> both sides of 0, without the bin around it."""
+    """Return the ramps of [2 * BINS - 1] counts, without the bin around 0."""
     above, below = counts[BINS - 1 :].copy(), counts[BINS - 1 :: -1].copy()
     above[0] = below[0] = 0
     return Ramps.of(above, below)
@@ -390,7 +382,7 @@ def _sides(counts: NDArray[np.int64]) -> Ramps:
 def _occupied(
     centres: NDArray[np.float64], counts: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """The bins that hold anything but the one around 0, whose values lose nothing to clipping."""
+    """Return the occupied bins, without the one around 0, which clipping does not affect."""
     inside = (counts > 0) & (np.abs(centres) > 0)
     return centres[inside], counts[inside]
 
@@ -398,7 +390,7 @@ def _occupied(
 def lp(
     histogram: Histogram, *, power: float, symmetric: Grid = INT8, affine: Grid = UINT8
 ) -> Scale:
-    """Statistics of one tensor -> the ranges with the least error to this power.
+    """Return the ranges of a tensor with the least sum of |error|^power.
 
     Args:
         histogram: statistics of the tensor.

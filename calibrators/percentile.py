@@ -1,21 +1,19 @@
-"""Percentile calibration: clip the tails that hold less than a given share of the values.
+"""Percentile, min-max and legacy calibration, and extrapolation of rare large values.
 
-The symmetric threshold is the percentile of |x|; the affine range cuts each side at its own
-percentile, so that a one-sided tensor loses nothing at its bound.
+**Percentile** clips the tails that hold less than a given share of the values. The symmetric
+threshold is the percentile of |x|; the affine range is cut at each side's percentile, so that a
+one-sided tensor loses nothing at its bound. Source: H. Wu et al., "Integer Quantization for Deep
+Learning Inference", arXiv:2004.09602, 3.3.
 
-Source: H. Wu et al., "Integer Quantization for Deep Learning Inference", arXiv:2004.09602, 3.3.
+**Min-max** clips nothing: amax = max |x|, as TensorRT's MinMax calibrator.
 
-Min-max calibration: nothing is clipped. TensorRT's MinMax rule, amax = max |x|.
+**Legacy** is TensorRT's legacy calibrator as far as it is known: a quantile of |x|, without its
+regression. Source: the header of the legacy table that comes with TensorRT 6 states the quantile;
+the use of its cutoff is not published.
 
-TensorRT's legacy calibrator, as far as it is known: a quantile of |x|, without its regression.
-
-Source: the header of the legacy table that comes with TensorRT 6 states the quantile; what the
-calibrator then does with its cutoff is not published.
-
-Room for larger values than were seen, where the large ones are few.
-
-The more images, the further the largest value lies out: where the few largest thin out evenly, a
-hundred times as many values reach as much further as the largest lies above the hundredth::
+**Extrapolation** (`with_room`): the more images, the larger the maximum. If the largest values thin
+out exponentially, a hundred times as many values reach further by the distance from the hundredth
+largest value to the maximum::
 
     values above x
       100 |     *
@@ -25,13 +23,12 @@ hundred times as many values reach as much further as the largest lies above the
     1/100 +-----------------o------ x
                x100   max   max + (max - x100)
 
-A tensor that ends sharply, as a mask that is sure of most places, has its hundredth value beside
-the largest, and gets next to no room. Of few values no tail can be told: it begins at the hundredth
-of the largest, or at the largest hundredth part, whichever is less.
-
-Source: I. Weissman, "Estimation of parameters and large quantiles based on the k largest
-observations", J. Amer. Statist. Assoc. 73 (1978), of an exponential tail, whose spread is taken
-from the two ends of those observations alone.
+For a sharply bounded tensor, such as a mask with mostly certain pixels, the hundredth largest value
+is close to the maximum, so the range hardly grows. With few values the tail is shorter: it begins
+at the hundredth largest value or at the largest 1 %, whichever has fewer values. Source: I.
+Weissman, "Estimation of parameters and large quantiles based on the k largest observations", J.
+Amer. Statist. Assoc. 73 (1978), for an exponential tail; its spread is estimated here from the two
+ends of those observations only.
 """
 
 from __future__ import annotations
@@ -44,14 +41,17 @@ from numpy.typing import NDArray
 from calibrators.histogram import BINS, Histogram
 from calibrators.scales import Scale
 
+QUANTILE = 0.999999
+_RANK = 100  # the tail holds at most this many values,
+_SHARE = 100  # and at most 1 / 100 of all values
+
 
 def percentile(histogram: Histogram, *, percent: float) -> Scale:
-    """Statistics of one tensor -> the range that holds `percent` of its values.
+    """Return the range that holds `percent` of a tensor's values.
 
     Args:
-        histogram: statistics of the tensor.
-        percent: share of the values to keep, in percent, as `searches.PercentileParams` checks
-            it: 50 < percent <= 100. Within a bin the values count as evenly spread.
+        histogram: statistics of the tensor; values count as evenly spread within a bin.
+        percent: 50 < percent <= 100, as `searches.PercentileParams` checks.
     """
     keep = percent / 100
     amax = quantile(histogram.magnitudes(BINS), keep) * histogram.full_range / BINS
@@ -59,7 +59,7 @@ def percentile(histogram: Histogram, *, percent: float) -> Scale:
     low = max(least, min(_edge(histogram, 1 - keep), 0.0)) if least < 0 else least
     high = min(most, max(_edge(histogram, keep), 0.0)) if most > 0 else most
     return Scale(
-        lo=min(low, most),  # values that share one bin: its quantiles may lie beyond them
+        lo=min(low, most),  # if all values share a bin, its quantiles may lie beyond them
         hi=max(high, least),
         amax=min(amax, histogram.amax),
         observed_min=histogram.minimum,
@@ -69,7 +69,7 @@ def percentile(histogram: Histogram, *, percent: float) -> Scale:
 
 
 def quantile(counts: NDArray[np.int64], share: float) -> float:
-    """[B] counts -> position of the quantile `share` in 0..B, in bins, linear within a bin."""
+    """Return the position of a quantile in [B] counts, 0..B in bins, linear within a bin."""
     cumulative = np.concatenate([[0], np.cumsum(counts)])
     rank = share * cumulative[-1]
     above = int(np.searchsorted(cumulative, rank, side="left"))
@@ -89,7 +89,7 @@ def _edge(histogram: Histogram, share: float) -> float:
 
 
 def minmax(histogram: Histogram) -> Scale:
-    """Statistics of one tensor -> the range of its data."""
+    """Return the range of a tensor's data, unclipped."""
     low, high = histogram.minimum, histogram.maximum
     return Scale(
         lo=low,
@@ -101,36 +101,24 @@ def minmax(histogram: Histogram) -> Scale:
     )
 
 
-QUANTILE = 0.999999
-
-
 def legacy(histogram: Histogram) -> Scale:
-    """Statistics of one tensor -> the range that holds the legacy quantile of its values."""
+    """Return the range that holds the legacy quantile of a tensor's values."""
     return replace(percentile(histogram, percent=QUANTILE * 100), method="legacy")
 
 
-_RANK = 100  # the value, from the largest, at which a tail begins
-_SHARE = 100  # a tail is no more than this part of all values
-
-
 def with_room(scale: Scale, histogram: Histogram, most: float) -> Scale:
-    """The affine range, its upper end moved out to hold what the tail may yet bring.
+    """Return the scale with the upper end of its affine range extended by the tail.
 
     Args:
-        scale: what a search found.
+        scale: result of a search.
         histogram: statistics of the tensor.
-        most: how far the tail is followed, in real units; what was seen up to there is
-            not clipped.
+        most: limit of the extension, in real units; observed values up to it are not clipped.
     """
     return replace(scale, hi=max(scale.hi, min(histogram.maximum + tail(histogram), most)))
 
 
 def tail(histogram: Histogram) -> float:
-    """How far the largest value lies above where the tail begins, in real units; 0 of few values.
-
-    Args:
-        histogram: statistics of the tensor, to a bin.
-    """
+    """Return the length of the upper tail in real units, to a bin; 0 with too few values."""
     rank = min(_RANK, histogram.total // _SHARE)
     if rank < 2:
         return 0.0

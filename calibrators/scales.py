@@ -1,7 +1,7 @@
-"""`Scales`: what a calibration found, and the ground that searches and writers both stand on.
+"""Clip ranges of tensors: `Scale` and `Scales`, the interface between searches and writers.
 
-Neutral on purpose. A `Scale` keeps clip ranges in real units; which integers a target stores for
-them is decided by the writer of that target, through the grids of `calibrators.grids`.
+A `Scale` holds clip ranges in real units, independent of the target. The writer of a target turns
+them into stored integers with a grid of `calibrators.grids`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Scale:
     """The clip range of one activation tensor, in real units.
 
     Attributes:
-        lo, hi: clip range of an affine grid; lo <= hi, both finite.
-        amax: threshold of a symmetric grid, >= 0; 0 for a tensor that is always zero.
+        lo, hi: clip range for an affine grid; lo <= hi, both finite.
+        amax: threshold for a symmetric grid, >= 0; 0 for a tensor that is always zero.
         observed_min, observed_max: extremes of the data, unclipped.
-        method: the search that chose the range.
+        method: name of the search that chose the range.
     """
 
     lo: float
@@ -48,7 +48,7 @@ class Scale:
         return symmetric_scale(self.amax)
 
     def on(self, grid: Grid) -> tuple[np.float32, int]:
-        """(scale, zero_point) of this range on `grid`."""
+        """Return (scale, zero_point) of this range on `grid`."""
         if grid.symmetric:
             return symmetric_scale(self.amax, grid), 0
         return affine_params(self.lo, self.hi, grid)
@@ -70,15 +70,15 @@ class Scales(Mapping[str, Scale]):
         return len(self._entries)
 
     def to_json(self) -> dict[str, dict[str, float | str]]:
-        """Plain JSON types; floats survive exactly (repr round trip)."""
+        """Return plain JSON types; floats round-trip exactly."""
         return {name: asdict(scale) for name, scale in self._entries.items()}
 
     @classmethod
     def from_json(cls, data: object) -> Scales:
-        """Inverse of `to_json`.
+        """Invert `to_json`.
 
         Raises:
-            CalibrationError: a missing or mistyped field.
+            CalibrationError: a field is missing or of a wrong type.
         """
         if not isinstance(data, dict):
             raise CalibrationError(f"scales must be a JSON object, got {type(data).__name__}")

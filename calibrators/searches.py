@@ -1,14 +1,11 @@
-"""The one table of searches: how the statistics of a tensor become its clip range.
+"""Table of calibration methods: the searches that turn a tensor's statistics into a clip range.
 
-A new search is one file beside this one, with a function of the file's name that turns a
-`Histogram` into a `Scale`, and one row here. Names, parameters and help are read by command lines
-and reports; what computes is imported when it is first called, so that reading them needs neither
-numpy nor OpenCV.
+A new search is a function from `Histogram` to `Scale` and one row here. Command lines and reports
+read names, parameters and help; the implementation is imported on first call, so that reading the
+table needs neither numpy nor OpenCV::
 
-::
-
-    SEARCHES["percentile"] --> params      PercentileParams(percent=99.99), checked when made
-                           --> statistic   params -> what is to be observed of every tensor
+    SEARCHES["percentile"] --> params      PercentileParams(percent=99.99), validated
+                           --> statistic   params -> statistic to record of every tensor
                            --> function    (Histogram, params) -> Scale
 """
 
@@ -29,29 +26,37 @@ if TYPE_CHECKING:
 DEFAULT_METHOD = "mse"
 DEFAULT_PERCENT = 99.99
 DEFAULT_POWER = 3.0
+# Searches of the same histogram, with their parameters, in the order in which they are compared.
+# Entropy was never the best of them on a real model.
+COMPARABLE: tuple[tuple[str, Mapping[str, float]], ...] = (
+    ("mse", {}),
+    ("lp", {"power": 2.4}),
+    ("lp", {}),
+    ("minmax", {}),
+    ("percentile", {}),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Params:
-    """Parameters of a search: none here; a search that has some takes a subclass.
+    """Parameters of a search without parameters; base class of all others.
 
-    Each is a field with a type (float, int, str or bool), a default, and its meaning as one
-    sentence in `metadata["help"]`; a value that breaks the rule of its field is refused when the
-    parameters are made.
+    A parameter is a field with a type (float, int, str or bool), a default, and a help sentence in
+    `metadata["help"]`. The constructor refuses invalid values.
     """
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Names of the parameters, in order."""
+        """Return the names of the parameters, in order."""
         return tuple(f.name for f in fields(cls))
 
     def label(self) -> str:
-        """What tells two scales of the same statistics apart, for fingerprints and reports."""
+        """Return the parameters as text, for fingerprints and reports."""
         return " ".join(_short(getattr(self, name)) for name in self.names())
 
 
 def _short(value: object) -> str:
-    """99.99 and 99 as they are written by hand, 99.99999 to its last digit."""
+    """Format a value: 99.99 and 99 as usually written, 99.99999 with all its digits."""
     short = f"{value:g}" if isinstance(value, float) else str(value)
     return short if not isinstance(value, float) or float(short) == value else repr(value)
 
@@ -60,7 +65,7 @@ P = TypeVar("P", bound=Params)
 
 
 def _as_a_histogram(params: Params) -> HistogramOf:
-    """The order-independent histogram: what most searches read."""
+    """Return the order-independent histogram, which most searches read."""
     from calibrators.statistics import HistogramOf
 
     return HistogramOf()
@@ -68,16 +73,16 @@ def _as_a_histogram(params: Params) -> HistogramOf:
 
 @dataclass(frozen=True, slots=True)
 class Search(Generic[P]):
-    """One way to choose a clip range.
+    """A method to choose a clip range.
 
     Attributes:
-        function: statistics of one tensor and the parameters -> its clip range.
+        function: (statistics of one tensor, parameters) -> its clip range.
         params: type of the parameters.
-        help: what it does, as the end of a sentence that its name begins.
-        statistic: parameters -> what is to be observed of every tensor.
-        by_grid: the same with the threshold for another symmetric grid than int8 and the range for
-            another affine one than uint8; None where the grid changes nothing.
-        integer: it is defined for int8 alone.
+        help: predicate of a sentence whose subject is the method's name.
+        statistic: parameters -> statistic to record of every tensor.
+        by_grid: as `function`, with the symmetric grid of the threshold and the affine grid of the
+            range (None for int8 and uint8); None if the grid does not matter.
+        integer: whether the method is defined for int8 only.
     """
 
     function: Callable[[Histogram, P], Scale]
@@ -108,7 +113,7 @@ class PercentileParams(Params):
         percent: share of the values to keep, 50 < percent <= 100.
 
     Raises:
-        CalibrationError: percent is no number or out of range.
+        CalibrationError: percent is not a number or out of range.
     """
 
     percent: float = field(
@@ -148,7 +153,7 @@ class LpParams(Params):
         power: p of |error|^p, 1 <= power <= 16.
 
     Raises:
-        CalibrationError: power is no number or out of range.
+        CalibrationError: power is not a number or out of range.
     """
 
     power: float = field(
@@ -175,13 +180,13 @@ def _lp(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntropyTensorrtParams(Params):
-    """Parameters of the entropy search on TensorRT's own histogram.
+    """Parameters of the entropy search on TensorRT's histogram.
 
     Attributes:
         batch_size: images in TensorRT's calibration batch, 1 or more.
 
     Raises:
-        CalibrationError: batch_size is no whole number or below 1.
+        CalibrationError: batch_size is not an int or below 1.
     """
 
     batch_size: int = field(
@@ -189,12 +194,12 @@ class EntropyTensorrtParams(Params):
     )
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.batch_size, int) and not isinstance(self.batch_size, bool)
-        if not whole or self.batch_size < 1:
+        is_int = isinstance(self.batch_size, int) and not isinstance(self.batch_size, bool)
+        if not is_int or self.batch_size < 1:
             raise CalibrationError(f"a batch size must be 1 or more, got {self.batch_size!r}")
 
     def label(self) -> str:
-        """Nothing: the batch size decides the statistics, and is part of what they are called."""
+        """Return "": the batch size is part of the statistic's key."""
         return ""
 
 
@@ -237,22 +242,12 @@ SEARCHES: dict[str, Search[Any]] = {
     ),
 }
 
-# Searches of one and the same histogram, with their parameters, in the order in which they are
-# tried beside each other. Entropy was never the best of them on a real model.
-COMPARABLE: tuple[tuple[str, Mapping[str, float]], ...] = (
-    ("mse", {}),
-    ("lp", {"power": 2.4}),
-    ("lp", {}),
-    ("minmax", {}),
-    ("percentile", {}),
-)
-
 
 def parameters() -> dict[str, Field[Any]]:
-    """Every parameter of any search by its name; one that several have stands once."""
+    """Return parameter name -> field, over all searches."""
     return {f.name: f for row in reversed(SEARCHES.values()) for f in fields(row.params)}
 
 
 def takers(parameter: str) -> tuple[str, ...]:
-    """The searches that have a parameter of this name."""
+    """Return the names of the searches that have a parameter."""
     return tuple(name for name, row in SEARCHES.items() if parameter in row.params.names())

@@ -1,16 +1,16 @@
-"""What is to be recorded of a tensor, as a value, and what records it.
+"""Statistics of a tensor and their recorders; the search of a clip range in them.
 
 ::
 
-    Statistic     a plain value: which numbers to keep, under which rule     HistogramOf()
+    Statistic     a plain value: which numbers to record, by which rule     HistogramOf()
        |  .recorder(lead)
        v
     Recorder      the numbers of one tensor so far: observe(x), observe(x), ... to_arrays()
 
-Two statistics with one `key` record the same numbers from the same data, so a key names them in a
-cache. A statistic that is not `ordered` may see its data in any order and in parts that are merged;
-one that is sees them in the feed's order. One with a `lead` needs that other statistic, of the
-first samples alone, before it can begin.
+Statistics with equal keys record equal numbers from the same data, so that a key identifies them in
+a cache. An `ordered` statistic must see the data in feed order; any other takes it in any order,
+also in parts that are merged. A statistic with a `lead` needs that other statistic, of the first
+samples, before it can start.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from calibrators.histogram import Histogram
 from calibrators.percentile import with_room
 from calibrators.scales import Scale
 
-FORMAT = 2  # of the recorders' arrays; part of every fingerprint
+FORMAT = 2  # version of the recorders' arrays; part of every fingerprint
 
 Arrays = dict[str, NDArray[Any]]
 
 
 class Recorder(Protocol):
-    """The statistic of one tensor, over the batches seen so far."""
+    """Records the statistic of one tensor over all batches so far."""
 
     def observe(self, x: NDArray[np.floating]) -> None:
         """Add a batch of any shape.
 
         Raises:
-            CalibrationError: values that have no place in this statistic, NaN first of all.
+            CalibrationError: the statistic does not allow a value, such as NaN.
         """
         ...
 
     def to_arrays(self) -> Arrays:
-        """Plain 1-D arrays from which `Statistic.restore` makes an equal recorder."""
+        """Return plain 1-D arrays from which `Statistic.restore` makes an equal recorder."""
         ...
 
 
 @runtime_checkable
 class Ranged(Protocol):
-    """A recorder that knows the least and the greatest value."""
+    """A recorder that holds the least and the greatest value."""
 
     @property
     def extremes(self) -> tuple[float, float]:
-        """In real units."""
+        """(least, greatest) value in real units."""
         ...
 
 
@@ -63,13 +63,13 @@ class Batched(Protocol):
     """A recorder that joins samples to batches.
 
     Attributes:
-        together: samples that make a batch; after whole ones none waits, and `to_arrays` has all.
+        together: samples per batch; `to_arrays` is complete only after a full batch.
     """
 
     together: int
 
     def end(self) -> None:
-        """Take what waits as the last batch, which may be smaller: no more comes.
+        """Record the waiting samples as the last batch, which may be smaller.
 
         Raises:
             CalibrationError: as `Recorder.observe`.
@@ -78,48 +78,48 @@ class Batched(Protocol):
 
 
 class Statistic(Protocol):
-    """Which numbers to record; a frozen value."""
+    """Which numbers to record of a tensor; a frozen value."""
 
     @property
     def key(self) -> str:
-        """Name with every parameter; equal keys record equal numbers."""
+        """Name with all parameters; equal keys record equal numbers."""
         ...
 
     @property
     def ordered(self) -> bool:
-        """Whether the order of the data shows in the numbers."""
+        """Whether the numbers depend on the order of the data."""
         ...
 
     @property
     def samples(self) -> int | None:
-        """How many samples it looks at, from the first; None for all."""
+        """Number of samples to record, from the first; None for all."""
         ...
 
     @property
     def lead(self) -> Statistic | None:
-        """What must be known of the first samples before this can begin."""
+        """Statistic of the first samples that this one needs before it starts, or None."""
         ...
 
     def recorder(self, lead: Recorder | None) -> Recorder:
-        """An empty recorder; `lead` is that of the statistic of the same name."""
+        """Return an empty recorder; `lead` is the recorder of the statistic `lead`."""
         ...
 
     def restore(self, arrays: Arrays) -> Recorder:
-        """Inverse of `to_arrays`.
+        """Invert `to_arrays`.
 
         Raises:
-            CalibrationError: arrays missing, of another shape, or at odds with each other.
+            CalibrationError: arrays are missing, of a wrong shape, or inconsistent.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HistogramOf:
-    """A `Histogram`: in any order, or by TensorRT's rule, whose first batch sets the range.
+    """A `Histogram`: order-independent, or by TensorRT's rule, whose first batch sets the range.
 
     Attributes:
-        first: samples of that batch; 0 for the range that no order and no batch can change.
-        most: samples that it looks at, those of whole batches; 0 for all.
+        first: number of samples in that batch; 0 for the order-independent range.
+        most: number of samples to record, those in full batches; 0 for all.
     """
 
     first: int = 0
@@ -127,7 +127,7 @@ class HistogramOf:
 
     @property
     def key(self) -> str:
-        """The rule and its parameter."""
+        """Rule and parameters."""
         if not self.first:
             return "histogram"
         only = f" of {self.most} samples" if self.most else ""
@@ -135,31 +135,31 @@ class HistogramOf:
 
     @property
     def ordered(self) -> bool:
-        """TensorRT's rule shows the order."""
+        """True for TensorRT's rule."""
         return bool(self.first)
 
     @property
     def samples(self) -> int | None:
-        """All, or those of whole batches."""
+        """Samples in full batches; None for all."""
         return self.most or None
 
     @property
     def lead(self) -> Statistic | None:
-        """The largest |x| of the first batch."""
+        """Largest |x| of the first batch, for TensorRT's rule."""
         return AmaxOf(self.first) if self.first else None
 
     def recorder(self, lead: Recorder | None) -> Histogram:
-        """An empty histogram; an infinite first batch sets no range."""
+        """Return an empty histogram; an infinite first batch sets no range."""
         if not isinstance(lead, Amax):
             return Histogram()
         return Histogram(base=lead.amax if np.isfinite(lead.amax) else 0.0)
 
     def restore(self, arrays: Arrays) -> Histogram:
-        """A histogram that was stored."""
-        reals, wholes = numbers(arrays, 4, 2)
+        """Return a stored histogram."""
+        reals, ints = numbers(arrays, 4, 2)
         histogram = Histogram(base=reals[0])
         histogram.full_range, histogram.minimum, histogram.maximum = reals[1:]
-        histogram.total, histogram.infinite = wholes
+        histogram.total, histogram.infinite = ints
         counts = np.asarray(arrays["counts"], np.int64)
         sound = counts.shape == histogram.counts.shape and counts.min() >= 0
         if not sound or counts.sum() != histogram.total:
@@ -176,50 +176,50 @@ class AmaxOf:
 
     @property
     def key(self) -> str:
-        """How many samples."""
+        """Name with the number of samples."""
         return f"largest |x| of the first {self.samples}"
 
     @property
     def ordered(self) -> bool:
-        """A maximum has no order."""
+        """False: a maximum is order-independent."""
         return False
 
     @property
     def lead(self) -> Statistic | None:
-        """Nothing."""
+        """None."""
         return None
 
     def recorder(self, lead: Recorder | None) -> Amax:
-        """Nothing seen yet."""
+        """Return an empty recorder."""
         return Amax()
 
     def restore(self, arrays: Arrays) -> Amax:
-        """A maximum that was stored."""
-        found = Amax()
-        (found.amax,) = numbers(arrays, 1, 0)[0]
-        return found
+        """Return a stored maximum."""
+        recorder = Amax()
+        (recorder.amax,) = numbers(arrays, 1, 0)[0]
+        return recorder
 
 
 class Amax:
-    """The largest |x| so far, in real units; infinite where a value was."""
+    """Recorder of the largest |x| in real units; infinite if a value is."""
 
     def __init__(self) -> None:
         self.amax = 0.0
 
     def observe(self, x: NDArray[np.floating]) -> None:
-        """Add a batch; NaN counts as nothing, since whoever follows names it."""
+        """Add a batch; ignores NaN, which the following statistic reports."""
         self.amax = max(self.amax, float(np.abs(x).max(initial=0)))
 
     def to_arrays(self) -> Arrays:
-        """One number."""
+        """Return the maximum."""
         return {"reals": np.array([self.amax])}
 
 
 def numbers(arrays: Arrays, reals: int, wholes: int) -> tuple[list[float], list[int]]:
-    """The arrays "reals" (float64) and "wholes" (int64), each of a fixed length.
+    """Return the arrays "reals" (float64) and "wholes" (int64) as lists of a given length.
 
     Raises:
-        CalibrationError: one is missing or of another length.
+        CalibrationError: an array is missing or of another length.
     """
     empty = np.zeros(0)
     first, second = arrays.get("reals", empty), arrays.get("wholes", empty)
@@ -232,7 +232,7 @@ def numbers(arrays: Arrays, reals: int, wholes: int) -> tuple[list[float], list[
 
 
 def trouble(histogram: Histogram) -> str | None:
-    """Why a tensor gets no scale, or None where it does."""
+    """Return why a tensor gets no scale, or None if it gets one."""
     if histogram.infinite:
         return f"held {histogram.infinite} infinite values"
     if histogram.total == 0:
@@ -243,9 +243,9 @@ def trouble(histogram: Histogram) -> str | None:
 
 
 def troubles(histograms: Mapping[str, Histogram]) -> dict[str, str]:
-    """Tensor name -> why it gets no scale, as the end of a sentence."""
-    found = {name: trouble(histogram) for name, histogram in histograms.items()}
-    return {name: why for name, why in found.items() if why is not None}
+    """Return tensor name -> why it gets no scale, as a predicate; without those that get one."""
+    reasons = {name: trouble(histogram) for name, histogram in histograms.items()}
+    return {name: why for name, why in reasons.items() if why is not None}
 
 
 def searched(
@@ -253,18 +253,19 @@ def searched(
     search: Any,
     reach: tuple[float, float, float] | None = None,
 ) -> Scale:
-    """The clip range of one sound tensor.
+    """Search the clip range of a tensor that has no `trouble`.
 
     Args:
         histogram: its statistics.
         search: histogram -> range.
-        reach: (floor, ceiling, followed) in real units: as if the values were clamped to the first
-            two, and with room for rare large ones up to the third (`calibrators.percentile`).
+        reach: (floor, ceiling, followed) in real units: clamp the values to the first two, then
+            extend the range for rare large values up to the third (`calibrators.percentile`).
     """
+    scale: Scale
     if reach is None:
-        found: Scale = search(histogram)
-        return found
+        scale = search(histogram)
+        return scale
     floor, ceiling, followed = reach
-    scale: Scale = search(histogram.clamped(floor, ceiling))
+    scale = search(histogram.clamped(floor, ceiling))
     scale = replace(scale, observed_min=histogram.minimum, observed_max=histogram.maximum)
     return with_room(scale, histogram, followed)

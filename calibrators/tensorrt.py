@@ -1,12 +1,12 @@
-"""TensorRT's own calibrators (8.5 to 10.16), fed and watched.
+"""TensorRT's built-in int8 calibrators (8.5 to 10.16), with data conversion and error checks.
 
-TensorRT runs the network and searches the scales itself; a calibrator only hands over batches and
-a cache. Three habits of TensorRT make that treacherous, and are answered here:
+TensorRT runs the network and searches the scales itself; a calibrator only supplies batches and a
+cache. Three properties of TensorRT need care:
 
-* An exception in a callback is printed and taken for "no more data". It is kept, and `check`
-  raises it once the build is over.
-* A feed that ends early gives scales like any other. `check` compares batches taken and promised.
-* `get_batch` must give exactly one device address a name; fewer are read beyond the end.
+* It prints an exception in a callback and treats it as the end of the data. It is stored here, and
+  `check` raises it after the build.
+* A feed that ends early still gives scales. `check` compares the batches taken with those promised.
+* `get_batch` must return exactly one device address per name; TensorRT reads beyond a shorter list.
 
 ::
 
@@ -17,12 +17,9 @@ a cache. Three habits of TensorRT make that treacherous, and are answered here:
 Sources: NVIDIA/TensorRT include/NvInfer.h (IInt8Calibrator and its four subclasses) and
 python/src/infer/pyInt8.cpp, where the bindings swallow exceptions and copy the address list.
 
-numpy arrays <-> what lies in a GPU's memory, in TensorRT's types.
-
-numpy has no bfloat16 and no float8: those are float32 here, and their bits there.
-
-Source of E4M3 (float8 of TensorRT and ONNX): Micikevicius et al., FP8 formats for deep learning,
-arXiv 2209.05433, section 3; it has no infinity, and one NaN a sign.
+numpy has no bfloat16 and float8: they are float32 on the host and converted to their bits for the
+device. Source of E4M3 (float8 of TensorRT and ONNX): Micikevicius et al., FP8 formats for deep
+learning, arXiv 2209.05433, section 3; it has no infinity, and one NaN per sign.
 """
 
 from __future__ import annotations
@@ -38,23 +35,40 @@ from calibrators.errors import CalibrationError
 
 Array = NDArray[Any]
 
-BITS = {"bfloat16": "uint16", "float8": "uint8"}  # types that numpy lacks, and whose bits it holds
+BITS = {"bfloat16": "uint16", "float8": "uint8"}  # types that numpy lacks -> type of their bits
 _SIGN8 = 1 << 7
 _NAN8 = _SIGN8 - 1
+# Name of the search -> TensorRT's class; name of the search -> algorithm in a cache's first line.
+CLASSES = {
+    "entropy2": "IInt8EntropyCalibrator2",
+    "entropy": "IInt8EntropyCalibrator",
+    "minmax": "IInt8MinMaxCalibrator",
+    "legacy": "IInt8LegacyCalibrator",
+}
+ALGORITHMS = {
+    "entropy2": "EntropyCalibration2",
+    "entropy": "EntropyCalibration",
+    "minmax": "MinMaxCalibration",
+    "legacy": "LegacyCalibration",
+}
+_REFUSED = (
+    "TensorRT must take the known cache, but refused it and asked for batches, of which there are"
+    " none; its first line must name this version and calibrator"
+)
 
 
 def host_type(dtype: str) -> str:
-    """The numpy type that stands for one of TensorRT's."""
+    """Return the numpy type that holds values of a TensorRT type."""
     return "float32" if dtype in BITS else dtype
 
 
 def stored(array: Array, dtype: str) -> Array:
-    """An array of any shape, C-contiguous, as the device reads it as `dtype`.
+    """Convert an array of any shape to the device format of `dtype`, C-contiguous.
 
-    Numbers become narrower where every one fits; float8 takes its largest for what is larger.
+    Numbers are narrowed if all fit; float8 saturates.
 
     Raises:
-        ValueError: one does not fit, or `array` is of another kind; as the end of a sentence.
+        ValueError: a number does not fit, or the kind differs; the message completes a sentence.
     """
     if dtype == "bfloat16":
         return _to_bfloat16(np.asarray(array, np.float32, order="C"))
@@ -78,7 +92,7 @@ def stored(array: Array, dtype: str) -> Array:
 
 
 def loaded(bits: Array, dtype: str) -> Array:
-    """Inverse of `stored`: what the device wrote as `dtype`, in numpy's type for it; a copy."""
+    """Convert an array from the device format of `dtype` (inverse of `stored`); return a copy."""
     if dtype == "bfloat16":
         wide: Array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return wide
@@ -86,7 +100,7 @@ def loaded(bits: Array, dtype: str) -> Array:
 
 
 def _to_bfloat16(values: Array) -> Array:
-    """float32 -> its upper 16 bits, rounded to nearest, ties to even; NaN stays NaN."""
+    """Round float32 to its upper 16 bits, ties to even; NaN stays NaN."""
     bits = values.view(np.uint32)
     even = (bits >> np.uint32(16)) & np.uint32(1)
     rounded = ((bits.astype(np.uint64) + 0x7FFF + even) >> np.uint64(16)).astype(np.uint16)
@@ -94,7 +108,7 @@ def _to_bfloat16(values: Array) -> Array:
 
 
 def _to_float8(values: Array) -> Array:
-    """float32 -> E4M3, rounded to nearest, ties to even; beyond 448 it is 448."""
+    """Round float32 to E4M3, ties to even; saturates at 448."""
     steps = _float8()[:_NAN8]
     middles = (steps[:-1] + steps[1:]) / 2
     sizes = np.abs(values)
@@ -107,7 +121,7 @@ def _to_float8(values: Array) -> Array:
 
 @cache
 def _float8() -> Array:
-    """float32 of every E4M3 code: 4 bits of exponent, 3 of mantissa, bias 7."""
+    """Return the float32 value of every E4M3 code: 4 exponent bits, 3 mantissa bits, bias 7."""
     codes = np.arange(256)
     exponent, mantissa = codes >> 3 & 15, codes & 7
     normal = np.ldexp(1 + mantissa / 8, exponent - 7)
@@ -116,31 +130,11 @@ def _float8() -> Array:
     return np.where(codes & _SIGN8, -sizes, sizes).astype(np.float32)
 
 
-# Name of the search -> TensorRT's class, and the word of a cache's first line.
-CLASSES = {
-    "entropy2": "IInt8EntropyCalibrator2",
-    "entropy": "IInt8EntropyCalibrator",
-    "minmax": "IInt8MinMaxCalibrator",
-    "legacy": "IInt8LegacyCalibrator",
-}
-ALGORITHMS = {
-    "entropy2": "EntropyCalibration2",
-    "entropy": "EntropyCalibration",
-    "minmax": "MinMaxCalibration",
-    "legacy": "LegacyCalibration",
-}
-
-_REFUSED = (
-    "TensorRT must take the known cache, but refused it and asked for batches, of which there are"
-    " none; its first line must name this version and calibrator"
-)
-
-
 class DeviceMemory(Protocol):
-    """Buffers that TensorRT reads its batches from, one a network input."""
+    """Buffers from which TensorRT reads batches, one per network input."""
 
     def put(self, name: str, array: Array) -> int:
-        """Copy a C-contiguous array to the buffer of `name`; give the buffer's address."""
+        """Copy a C-contiguous array to the buffer of `name`; return the buffer's address."""
         ...
 
     def free(self) -> None:
@@ -149,13 +143,13 @@ class DeviceMemory(Protocol):
 
 
 class HostMemory:
-    """Buffers in host memory: what a machine without a GPU can offer, and all a test needs."""
+    """Buffers in host memory, for tests and machines without a GPU."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Array] = {}
 
     def put(self, name: str, array: Array) -> int:
-        """Copy `array`; give the address of the copy."""
+        """Copy `array`; return the address of the copy."""
         self._buffers[name] = np.array(array, order="C", copy=True)
         return int(self._buffers[name].ctypes.data)
 
@@ -165,15 +159,15 @@ class HostMemory:
 
 
 class Callbacks:
-    """What all four calibrators do when TensorRT calls; mixed in before TensorRT's own class.
+    """Callbacks of all four calibrators; a mixin that precedes TensorRT's class.
 
     Args:
         feed: batches, input name -> array.
-        batches: how many batches the feed promises.
-        shapes: input name -> the shape that TensorRT calibrates with (the profile's OPT shape).
-        memory: where TensorRT reads the batches.
-        known: the bytes of a cache that fits, or None to calibrate.
-        keep: takes a new cache as soon as TensorRT has it, which is long before the engine is.
+        batches: number of batches of the feed.
+        shapes: input name -> shape that TensorRT calibrates with (the profile's OPT shape).
+        memory: buffers from which TensorRT reads the batches.
+        known: bytes of a cache that fits, or None to calibrate.
+        keep: called with a new cache as soon as TensorRT writes it, long before the engine is done.
     """
 
     def __init__(
@@ -199,28 +193,28 @@ class Callbacks:
         self.error: BaseException | None = None
 
     def expect(self, types: Mapping[str, str]) -> None:
-        """Types of the network's inputs; as long as they are not told, float32 and int32."""
+        """Set the types of the network's inputs; the default is float32 and int32."""
         self._types = dict(types)
 
     def get_batch_size(self) -> int:
-        """1: with explicit batch dimensions the batch is part of the shape."""
+        """Return 1: with explicit batch dimensions the batch is part of the shape."""
         return 1
 
     def get_batch(self, names: list[str]) -> list[int]:
-        """Addresses of the next batch, in the order of `names`; empty at the end or on error."""
+        """Return the addresses of the next batch in order of `names`; [] at the end or on error."""
         self.asked += 1
         try:
             return self._next_addresses(names)
-        except BaseException as error:  # TensorRT would swallow it: keep it for `check`
+        except BaseException as error:  # TensorRT would swallow it; `check` raises it
             self.error = self.error or error
             return []
 
     def read_calibration_cache(self) -> Any:
-        """The known cache, or None to calibrate anew. TensorRT asks more than once."""
+        """Return the known cache, or None to calibrate. TensorRT calls this more than once."""
         return self._known
 
     def write_calibration_cache(self, cache: Any) -> None:
-        """Keep a copy: the memory is TensorRT's and is gone after the call."""
+        """Store a copy: TensorRT frees the memory after the call."""
         try:
             self.written = bytes(cache)
             if self._keep is not None and self.error is None and not self.trouble():
@@ -229,11 +223,11 @@ class Callbacks:
             self.error = self.error or error
 
     def check(self) -> bytes:
-        """After the build: the cache in force, known or new.
+        """Return the cache used, known or new; call this after the build.
 
         Raises:
             CalibrationError: TensorRT took fewer batches than promised, or wrote no cache.
-            BaseException: whatever a callback raised while TensorRT was building.
+            BaseException: an exception of a callback during the build.
         """
         if self.error is not None:
             raise self.error
@@ -243,7 +237,7 @@ class Callbacks:
         return self.written or self._known or b""
 
     def trouble(self) -> str:
-        """What went wrong between TensorRT and this calibrator, in one sentence; "" if nothing."""
+        """Return what went wrong during calibration, in one sentence; "" if nothing did."""
         if self._known is not None and self.taken == 0:
             return _REFUSED if self.asked else ""
         if self.taken != self.promised:
@@ -283,10 +277,10 @@ class Callbacks:
         return read
 
     def _read(self, name: str, array: Array) -> Array:
-        """An array as TensorRT calibrates with.
+        """Convert an array to the type that TensorRT calibrates with.
 
-        float32 also where the network's own input is narrower, whole numbers in its own type where
-        they fit. Source: Polygraphy's calibrator, which gives floating inputs as float32 alone.
+        That is float32 for every float input, also narrower ones, and the input's type for
+        integers. Source: Polygraphy's calibrator, which supplies float inputs as float32 only.
         """
         plain = "int32" if array.dtype == np.int32 else "float32"
         own = self._types.get(name, plain)
@@ -315,12 +309,12 @@ def calibrator(
     quantile: float = 0.999999,
     cutoff: float = 1.0,
 ) -> Callbacks:
-    """A calibrator for `IBuilderConfig.int8_calibrator`; keep it alive until the build is over.
+    """Return a calibrator for `IBuilderConfig.int8_calibrator`; keep it alive until the build ends.
 
-    The arguments are those of `Callbacks`; `quantile` and `cutoff` count for "legacy" only.
+    The arguments are those of `Callbacks`; only "legacy" uses `quantile` and `cutoff`.
 
     Raises:
-        CalibrationError: no such algorithm, or this TensorRT has no calibrators (11 and later).
+        CalibrationError: an unknown algorithm, or this TensorRT has no calibrators (11 and later).
     """
     import tensorrt as trt
 
@@ -338,9 +332,9 @@ def calibrator(
 
 
 def _subclass(algorithm: str, *, quantile: float, cutoff: float) -> type[Callbacks]:
-    """The calibrator class for `algorithm`.
+    """Return the calibrator class for `algorithm`.
 
-    Each calls TensorRT's `__init__` itself: without that the first callback is a segfault.
+    Each class calls TensorRT's `__init__` explicitly: otherwise the first callback segfaults.
     """
     import tensorrt as trt
 

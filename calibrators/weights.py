@@ -1,7 +1,8 @@
-"""Moving range between the channels of two layers: factors that leave the float result as it was.
+"""Weight preprocessing: cross-layer equalization, bias correction, saturation-free weight pairs.
 
-What one layer makes is divided by a factor a channel, and the weights of the next are multiplied
-by it. Nothing, Relu, PRelu and LeakyRelu between them let a positive factor through::
+**Equalization** divides the outputs of a layer by a factor per channel and multiplies the weights
+of the next layer by it. The float result does not change if nothing, or a Relu, PRelu or LeakyRelu
+is between them::
 
     W2 f(W1 x + b1)  =  (W2 S) f(S^-1 W1 x + S^-1 b1)          f(s x) = s f(x) for s > 0
 
@@ -9,31 +10,27 @@ Sources: Nagel et al., "Data-Free Quantization Through Weight Equalization and B
 (ICCV 2019), equations 11 (factors) and 15 (absorbed biases); Xiao et al., "SmoothQuant" (ICML
 2023), equation 4.
 
-What quantization moves the mean of a channel by, as far as a few samples tell.
+**Bias correction** estimates from a few samples how far quantization shifts the mean of a channel.
+Source: Nagel et al., section 4.2; the shrinkage is calib8's.
 
-Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction"
-(ICCV 2019), section 4.2; the shrinking is calib8's own.
-
-Weights of which no x86 CPU saturates the products: two beside each other fit 16 bits.
-
-A CPU with int8 dot products sums in 32 bits. An older x86 multiplies uint8 by int8 and adds two
-products in 16, where what passes the end is lost (VPMADDUBSW)::
+**Pairs**: a CPU with int8 dot products sums in 32 bits. An older x86 CPU multiplies uint8 by int8
+and adds two products in 16 bits with saturation (VPMADDUBSW)::
 
     a[0] w[0] + a[1] w[1]            a up to 255: of one sign, safe up to |w[0]| + |w[1]| = 128
     a[2] w[2] + a[3] w[3]
 
-Which two meet is told by the order in which a kernel goes through an input patch: place by place,
-channel by channel, as ONNX Runtime's and oneDNN's do::
+Which two weights are added depends on the order of values in an input patch: position by position,
+channel by channel, in ONNX Runtime and oneDNN::
 
     3 channels     a b c | a b c | a b c        4 channels     a b c d | a b c d
     pairs          --- ----- ---  ...           pairs          --- ---   --- ---
 
-Channels of an odd number may get zeros beside them, so there all neighbours are held to it. A
-depthwise Conv has other kernels, which sum in 32 bits.
+An odd number of channels may be padded with zeros, so there every two neighbours count as a pair.
+Depthwise Convs have other kernels, which sum in 32 bits.
 
-A channel whose largest pair does not fit gets a larger scale: of a pair's 126 steps, 128 are left
-however both are rounded. So what a channel loses goes by its own pairs, a fifth of its steps
-usually; of 7 bits all lose half.
+A channel whose largest pair exceeds the limit gets a larger scale, with 126 steps for the pair, so
+that it stays within 128 however both are rounded. The channel usually loses a fifth of its steps;
+with 7-bit weights every channel would lose half.
 
 Source: MLAS of ONNX Runtime, GemmU8S8KernelAvx2; its documentation, "Quantize ONNX models", on
 `reduce_range`.
@@ -51,14 +48,16 @@ from calibrators.grids import INT16, UINT8
 
 FloatArray = NDArray[np.float64]
 
-_MOST = 1e4  # a factor beyond it would cost float32 digits rather than win int8 steps
+_MOST = 1e4  # larger factors would lose float32 precision and gain no int8 steps
+FIT = INT16.qmax // UINT8.qmax  # largest sum of a pair, in steps: 128
+ROUNDED = 2  # largest gain of a pair by rounding, in steps
 
 
 def equal_factors(first: FloatArray, second: FloatArray) -> FloatArray:
-    """Ranges of a layer's output channels and of the next one's input channels -> factors [C].
+    """Return factors [C] from ranges of a layer's output and the next one's input channels [C].
 
-    After division and multiplication both ranges are sqrt(first * second). A channel that is zero
-    on either side keeps its factor 1.
+    With them both ranges become sqrt(first * second). A channel that is zero on either side has
+    factor 1.
 
     Raises:
         CalibrationError: ranges of different lengths, negative or not finite.
@@ -69,9 +68,9 @@ def equal_factors(first: FloatArray, second: FloatArray) -> FloatArray:
 def smooth_factors(
     activations: FloatArray, weights: FloatArray, *, strength: float = 0.5
 ) -> FloatArray:
-    """Greatest |x| and |w| of each channel [C] -> a^strength / w^(1 - strength), [C].
+    """Return a^strength / w^(1 - strength), [C], from the largest |x| and |w| of each channel [C].
 
-    The activations are to be divided by it and the weights multiplied.
+    The activations are to be divided by these factors and the weights multiplied.
 
     Raises:
         CalibrationError: ranges of different lengths, negative or not finite; a strength outside
@@ -93,17 +92,17 @@ def smooth_factors(
 
 
 def absorbable(mean: FloatArray, deviation: FloatArray) -> FloatArray:
-    """Mean and deviation of a channel before its Relu [C] -> what can leave its bias, [C] >= 0.
+    """Return the absorbable bias [C] >= 0 from each channel's mean and deviation before its Relu.
 
-    max(0, mean - 3 deviations): nearly all values stay above 0 without it.
+    It is max(0, mean - 3 deviations): without it nearly all values are still above 0.
     """
     return np.maximum(np.asarray(mean, np.float64) - 3 * np.asarray(deviation, np.float64), 0.0)
 
 
 def trusted_mean(differences: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Differences [samples, C] -> their mean [C], shrunk where the samples do not agree.
+    """Return the mean [C] of differences [samples, C], shrunk if the samples disagree.
 
-    The mean m is multiplied by m^2 / (m^2 + variance / samples); of one sample it is taken whole.
+    The mean m is multiplied by m^2 / (m^2 + variance / samples); with one sample it is unchanged.
     """
     mean = differences.mean(axis=0)
     if len(differences) < 2:
@@ -115,27 +114,23 @@ def trusted_mean(differences: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(mean * share, np.float64)
 
 
-FIT = INT16.qmax // UINT8.qmax  # steps of a pair: 128
-ROUNDED = 2  # steps that two weights may gain together, each rounded up
-
-
 def is_depthwise(groups: int, outputs: int, inputs: int) -> bool:
-    """Whether a Conv's kernels sum in 32 bits, so that no pairs of it need to fit.
+    """Whether a Conv is depthwise; its kernels sum in 32 bits, so that pairs do not matter.
 
     Args:
-        groups: of the Conv, several where it is depthwise.
-        outputs: channels that it makes, one a group.
-        inputs: channels of a group that it reads, one.
+        groups: groups of the Conv.
+        outputs: output channels of all groups.
+        inputs: input channels of a group.
     """
     return groups > 1 and outputs == groups and inputs == 1
 
 
 def pair_scales(rows: NDArray[np.floating], scales: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Scales that store a weight so that its pairs fit, as large as they were or larger.
+    """Return scales with which the pairs of a weight fit, no smaller than before.
 
     Args:
-        rows: weight in real units, [C_out, C_in of a group, ...]: output channels first.
-        scales: of its channels, float32 [C_out]; or [1], one for all.
+        rows: weight in real units, [C_out, C_in of a group, ...].
+        scales: its scales, float32 [C_out], or [1] per tensor.
 
     Returns:
         float32 of the shape of `scales`.
@@ -148,38 +143,36 @@ def pair_scales(rows: NDArray[np.floating], scales: NDArray[np.float32]) -> NDAr
 
 
 def pair_sums(rows: NDArray[np.generic]) -> NDArray[np.float32]:
-    """|w| + |w'| of every pair of one sign, and |w| of the larger of any other: [C_out, pairs].
+    """Return |w| + |w'| of each pair of equal sign, else the larger |w|: [C_out, pairs].
 
     Args:
         rows: [C_out, C_in of a group, ...], in real units or in steps.
     """
-    wide = np.pad(_flat(rows), ((0, 0), (0, 2))).astype(np.float32)  # none beside it: 0
+    wide = np.pad(_flat(rows), ((0, 0), (0, 2))).astype(np.float32)  # 0 after the last weight
     step = step_of(rows.shape)
     first, second = slice(0, wide.shape[1] - 2, step), slice(1, wide.shape[1] - 1, step)
     one_sign = (wide[:, first] > 0) == (wide[:, second] > 0)
     np.abs(wide, out=wide)
     left, right = wide[:, first], wide[:, second]
-    with np.errstate(over="ignore"):  # of weights of 1e38 there is no larger sum
+    with np.errstate(over="ignore"):  # sums of weights near 1e38 are capped
         both = np.minimum(left + right, np.finfo(np.float32).max)
     return np.where(one_sign, both, np.maximum(left, right))
 
 
 def step_of(shape: Sequence[int]) -> int:
-    """From where a pair of a weight [C_out, C_in of a group, ...] begins to where the next does.
-
-    Along a patch, place by place, channel by channel.
-    """
+    """Return the distance between pairs in a flattened row of a weight [C_out, C_in, ...]."""
     return 1 if shape[1] % 2 and len(shape) > 2 else 2
 
 
 def in_tight_pairs(steps: NDArray[np.floating]) -> NDArray[np.bool_]:
-    """Weights of pairs that may not fit, or give another scale, once both are rounded up.
+    """Return a mask of weights in pairs that may not fit, or change the scale, if rounded up.
 
     Args:
         steps: weight / scale of `pair_scales`, [C_out, C_in of a group, ...].
 
     Returns:
-        As `steps`; with these at their nearest, the largest pair of a channel stays the largest.
+        bool of the shape of `steps`. If these weights are rounded to nearest, the largest pair of
+        a channel stays the largest.
     """
     tight = pair_sums(steps) > FIT - 2 * ROUNDED
     width, step = _flat(steps).shape[1], step_of(steps.shape)
@@ -191,5 +184,5 @@ def in_tight_pairs(steps: NDArray[np.floating]) -> NDArray[np.bool_]:
 
 
 def _flat(rows: NDArray[np.generic]) -> NDArray[np.generic]:
-    """[C_out, C_in, ...] -> [C_out, values], place by place, channel by channel."""
+    """Flatten [C_out, C_in, ...] to [C_out, values], position by position, channel by channel."""
     return np.moveaxis(rows, 1, -1).reshape(len(rows), -1)

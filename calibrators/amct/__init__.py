@@ -1,1 +1,1 @@
-"""AMCT's own algorithms, to the bit: ARQ and DMQ for weights, IFMR and HFMG for activations."""
+"""AMCT's algorithms, bit-exact: ARQ and DMQ for weights, IFMR and HFMG for activations."""

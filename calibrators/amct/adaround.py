@@ -1,37 +1,31 @@
-"""AdaRound: each weight rounded up or down so that the layer's output errs least, by descent.
+"""AdaRound: round each weight up or down by gradient descent for the least error of the output.
 
-A value `alpha` a weight says how far it goes up; while it is sought, weights stand between codes,
-and a term that grows sharper drives them to one end::
+A variable `alpha` per weight decides how far it is rounded up. During the search weights lie
+between codes, and a regularizer that grows steeper drives them to an end::
 
-    h = clip(1.2 sigmoid(alpha) - 0.1, 0, 1)         0 down ... 1 up; begins where the weight is
+    h = clip(1.2 sigmoid(alpha) - 0.1, 0, 1)         0 down ... 1 up; starts at the weight
     q = clip(floor(w / scale) + h, -128, 127)
-    loss = mean over places of sum over channels (act(q scale x~ + b) - act(w x + b))^2
+    loss = mean over positions of sum over channels (act(q scale x~ + b) - act(w x + b))^2
          + reg_param * sum(1 - |2 h - 1|^beta)       after warm_start; beta 20 -> 2 by a cosine
 
-x are the float model's inputs, x~ those of the model whose earlier layers are rounded. Each
-iteration takes 256 places of those that were kept (AMCT: all places of 32 images), and Adam one
-step. No output channel's weights meet another's, so that channels are sought beside each other, in
-blocks of 64; no sum depends on the number of threads.
+x are inputs in the float model, x~ those in the model whose earlier layers are rounded. Each
+iteration is one Adam step on 256 of the sampled positions (AMCT: all positions of 32 images).
+Output channels are independent, so they are searched in blocks of 64. The loss looks through the
+activation after the layer (`Activation`).
 
 Sources: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization" (ICML 2020);
 hicann/amct, graph_based ada_round/ada_round_optimize.py and custom_op/ada_round_quant.py, for
-loss, schedule and parameters; steps compared with torch's. AMCT deploys its weights as they round
-in the end, which is done here at once.
+loss, schedule and parameters, and ada_round/ada_round_groups.py for activations, which has GELU
+too; steps compared with torch's. AMCT deploys its weights as they round in the end, which is done
+here at once.
 
-The activation behind a layer, through which AdaRound's loss looks: its value and its slope.
+Weights and inputs are tiled so that no sum depends on the number of threads. BLAS multiplies
+64 x 64 x 64 in one thread; for larger products it uses more, which changes the order of the sums.
+Here tiles are summed in the order of their index::
 
-Source: hicann/amct, graph_based ada_round/ada_round_groups.py, which knows GELU too.
-
-A layer's weights and inputs in tiles, so that their products are the same for any threads.
-
-::
-
-    weight [G, M, K]     -->  [G, K/64, M, 64]      zeros behind K where 64 does not divide it
-    inputs [P, G, K]     -->  at B places: [B/64, 64, G, K/64, 64]
+    weight [G, M, K]     -->  [G, K/64, M, 64]      zero-padded if 64 does not divide K
+    inputs [P, G, K]     -->  at B positions: [B/64, 64, G, K/64, 64]
     outputs              -->  [G, B/64, M, 64]
-
-A product of 64 x 64 x 64 is as much as BLAS does in one thread; for more it wakes others, and adds
-up in their order. Here tiles are added up in the order of their numbers.
 """
 
 from __future__ import annotations
@@ -50,28 +44,35 @@ from calibrators.rounding import products_of
 FloatArray = NDArray[np.float32]
 
 NONE, RELU, SIGMOID, TANH, LEAKY, RELU6 = "none", "relu", "sigmoid", "tanh", "leaky", "relu6"
+TILE = 64
+_MOST = 256  # positions per iteration
+_GAMMA, _ZETA = np.float32(-0.1), np.float32(1.1)
+_ONE, _TWO = np.float32(1), np.float32(2)
+_LOW, _HIGH = (np.float32(end) for end in ascend_range(8))
+_LOOK = 100  # iterations between checks for values that are not finite
+_RATE, _BETA1, _BETA2, _EPSILON = 0.001, 0.9, 0.999, np.float32(1e-8)  # defaults of torch's Adam
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """A function of each value by itself, of layers with G groups of M output channels.
+    """Elementwise activation of layers with G groups of M output channels.
 
     Attributes:
         kind: one of this module's names.
-        slope: of negative values where it leaks, float32 [1, 1] or [G, M].
+        slope: slope of negative values for LEAKY, float32 [1, 1] or [G, M].
     """
 
     kind: str = NONE
     slope: FloatArray = field(default_factory=lambda: np.zeros((1, 1), np.float32))
 
     def of_part(self, groups: slice, rows: slice) -> Activation:
-        """That of some groups and channels."""
+        """Return the activation of some groups and channels."""
         return Activation(
             self.kind, self.slope[groups, rows] if self.slope.size > 1 else self.slope
         )
 
     def value(self, x: FloatArray) -> FloatArray:
-        """[G, B, M, P] -> what the next layer gets."""
+        """Return the activation of x, [G, B, M, P]."""
         if self.kind == RELU:
             return np.maximum(x, np.float32(0))
         if self.kind == SIGMOID:
@@ -85,13 +86,13 @@ class Activation:
         return x
 
     def derivative(self, x: FloatArray) -> FloatArray | np.float32:
-        """[G, B, M, P] -> its derivative there; at an edge that of the lower side, as in torch."""
+        """Return the derivative at x, [G, B, M, P]; at a kink that from below, as in torch."""
         one = np.float32(1)
         if self.kind == RELU:
             return (x > 0).astype(np.float32)
         if self.kind == SIGMOID:
-            found = sigmoid(x)
-            return found * (one - found)
+            value = sigmoid(x)
+            return value * (one - value)
         if self.kind == TANH:
             return one - np.square(np.tanh(x))
         if self.kind == LEAKY:
@@ -106,13 +107,9 @@ class Activation:
 
 
 def sigmoid(x: FloatArray) -> FloatArray:
-    """1 / (1 + e^-x), 0 far below."""
+    """Return 1 / (1 + e^-x); an overflow gives 0."""
     with np.errstate(over="ignore"):
         return np.reciprocal(np.float32(1) + np.exp(-x))
-
-
-TILE = 64
-_MOST = 256  # places at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +122,7 @@ class Tiles:
         bias: float32 [G, 1, M, 1].
         inputs: float32 [P, G, A * T].
         width: K.
-        batch: (tiles, places of a tile) that are looked at at a time.
+        batch: (tiles, positions per tile) of an iteration.
     """
 
     weight: FloatArray
@@ -139,7 +136,7 @@ class Tiles:
     def of(
         cls, weight: FloatArray, scale: FloatArray, bias: FloatArray, inputs: FloatArray
     ) -> Tiles:
-        """Of weight [G, M, K], scale [G, M, 1], bias [G, M] and inputs [P, G, K]."""
+        """Tile weight [G, M, K], scale [G, M, 1], bias [G, M] and inputs [P, G, K]."""
         groups, rows, width = weight.shape
         count, size = cut(width)
         more = count * size - width
@@ -155,57 +152,50 @@ class Tiles:
         )
 
     def wanted(self, targets: FloatArray, activation: Activation) -> FloatArray:
-        """Targets [P, G, M] behind the activation, [G, M, P]."""
+        """Return the activation of targets [P, G, M], as [G, M, P]."""
         return np.ascontiguousarray(activation.value(targets.transpose(1, 2, 0)[:, None])[:, 0])
 
     def draw(self, source: np.random.Generator) -> NDArray[np.int64]:
-        """The places of one iteration, each at most once; all of them where they are few."""
+        """Draw the positions of one iteration without repetition; all if they are few."""
         count = self.batch[0] * self.batch[1]
         if count == len(self.inputs):
             return np.arange(count)
         return source.choice(len(self.inputs), count, replace=False, shuffle=False)
 
     def at(self, places: NDArray[np.int64]) -> FloatArray:
-        """The inputs there, [B, T, G, A, T']."""
+        """Return the inputs at some positions, [B, T, G, A, T']."""
         groups, count, _, size = self.weight.shape
         return self.inputs[places].reshape(*self.batch, groups, count, size)
 
     def among(self, wanted: FloatArray, places: NDArray[np.int64]) -> FloatArray:
-        """[G, M, P] -> those values, laid out as `outputs`."""
+        """Return the values of [G, M, P] at some positions, in the layout of `outputs`."""
         groups, rows, _ = wanted.shape
         return wanted[:, :, places].reshape(groups, rows, *self.batch).transpose(0, 2, 1, 3)
 
     def outputs(self, weight: FloatArray, inputs: FloatArray) -> FloatArray:
-        """Weight [G, A, M, T] on `at`'s inputs, with the bias, [G, B, M, T]."""
+        """Return weight [G, A, M, T] times inputs from `at`, plus bias: [G, B, M, T]."""
         right = inputs.transpose(2, 0, 3, 4, 1)  # [G, B, A, T', T]
         return np.asarray((weight[:, None] @ right).sum(axis=2) + self.bias)
 
     def back(self, slope: FloatArray, inputs: FloatArray) -> FloatArray:
-        """Slopes by the outputs [G, B, M, T] -> by the weight [G, A, M, T']."""
+        """Return the gradient by the weight [G, A, M, T'] from that by the outputs [G, B, M, T]."""
         right = inputs.transpose(2, 0, 3, 1, 4)  # [G, B, A, T, T']
         return np.asarray((slope[:, :, None] @ right).sum(axis=1))
 
     def rows(self, tiled: FloatArray) -> FloatArray:
-        """[G, A, M, T] -> [G, M, K]."""
+        """Untile [G, A, M, T] to [G, M, K]."""
         groups, count, rows, size = tiled.shape
         wide = tiled.transpose(0, 2, 1, 3).reshape(groups, rows, count * size)
         return wide[:, :, : self.width]
 
 
 def cut(count: int, *, whole: bool = False) -> tuple[int, int]:
-    """(tiles, their size) for a count, each as large as the others.
+    """Return (number of tiles, their size) for a count; all tiles have the same size.
 
-    With `whole` no tile reaches beyond the count, so that a few at its end may be left out.
+    With `whole` no tile reaches beyond the count, so that a few elements may be left out.
     """
     tiles = max(-(-count // TILE), 1)
     return tiles, max(count // tiles if whole else -(-count // tiles), 1)
-
-
-_GAMMA, _ZETA = np.float32(-0.1), np.float32(1.1)
-_ONE, _TWO = np.float32(1), np.float32(2)
-_LOW, _HIGH = (np.float32(end) for end in ascend_range(8))
-_LOOK = 100  # iterations between two looks whether all is finite
-_RATE, _KEPT, _KEPT_SQUARES, _EPSILON = 0.001, 0.9, 0.999, np.float32(1e-8)  # torch's own Adam
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,10 +203,10 @@ class AdaParams:
     """AMCT's parameters of ada_quantize.
 
     Attributes:
-        num_iteration: steps of the descent.
-        reg_param: weight of the term that drives to the ends.
-        beta_range: exponent of that term at its begin and at the end.
-        warm_start: share of the iterations without that term.
+        num_iteration: number of steps.
+        reg_param: weight of the regularizer.
+        beta_range: exponent of the regularizer at its start and at the end.
+        warm_start: share of the iterations without the regularizer.
     """
 
     num_iteration: int = 10000
@@ -227,16 +217,16 @@ class AdaParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaProblem:
-    """What a layer's weights are rounded by; G groups of M output channels, P places.
+    """Input of AdaRound for a layer with G groups of M output channels, at P positions.
 
     Attributes:
         weight: float32 [G, M, K].
-        scale: of each channel, float32 [G, M, 1].
-        inputs: of the layer behind rounded ones, float32 [P, G, K].
-        targets: what the float layer gives, float32 [P, G, M].
-        bias: that is in the targets, float32 [G, M].
-        activation: behind the layer.
-        share: what the output's error counts beside AMCT's mean over places.
+        scale: scale of each channel, float32 [G, M, 1].
+        inputs: inputs of the layer downstream of rounded layers, float32 [P, G, K].
+        targets: outputs of the float layer, float32 [P, G, M].
+        bias: bias included in the targets, float32 [G, M].
+        activation: activation after the layer.
+        share: factor of the output's error, relative to AMCT's mean over positions.
     """
 
     weight: FloatArray
@@ -248,7 +238,7 @@ class AdaProblem:
     share: float = 1.0
 
     def blocks(self) -> list[AdaProblem]:
-        """Parts of at most 64 output channels that do not meet."""
+        """Split into independent problems of at most 64 output channels."""
         groups, rows, _ = self.weight.shape
         wide = max(TILE // rows, 1)
         return [
@@ -272,28 +262,28 @@ class AdaProblem:
 def adaround(
     problem: AdaProblem, params: AdaParams, *, step: Callable[[], None] = lambda: None
 ) -> NDArray[np.int8]:
-    """The integers of a layer's weight, int8 [G, M, K]; `step` is called every iteration.
+    """Return the integers of a layer's weight, int8 [G, M, K]; calls `step` every iteration.
 
     Raises:
-        CalibrationError: values whose squares are not finite.
+        CalibrationError: squares of the outputs are not finite.
     """
     return joined(problem, [searched(part, params, step=step) for part in problem.blocks()])
 
 
 def joined(problem: AdaProblem, parts: Sequence[NDArray[np.int8]]) -> NDArray[np.int8]:
-    """The integers of `problem.blocks()` as those of the whole, [G, M, K]."""
+    """Join the integers of `problem.blocks()` to [G, M, K]."""
     across = -(-problem.weight.shape[1] // TILE)
-    lines = [np.concatenate(parts[i : i + across], axis=1) for i in range(0, len(parts), across)]
-    return np.concatenate(lines)
+    rows = [np.concatenate(parts[i : i + across], axis=1) for i in range(0, len(parts), across)]
+    return np.concatenate(rows)
 
 
 def searched(
     part: AdaProblem, params: AdaParams, *, step: Callable[[], None] = lambda: None
 ) -> NDArray[np.int8]:
-    """The integers of one of a problem's blocks, int8 [G, M, K].
+    """Return the integers of one block of a problem, int8 [G, M, K].
 
     Raises:
-        CalibrationError: values whose squares are not finite.
+        CalibrationError: squares of the outputs are not finite.
     """
     tiles = Tiles.of(part.weight, part.scale, part.bias, part.inputs)
     wanted = tiles.wanted(part.targets, part.activation)
@@ -315,7 +305,7 @@ def searched(
 
 
 def output_error(problem: AdaProblem, integers: NDArray[np.int8]) -> float:
-    """Mean over all places of the squared error behind the activation, integers [G, M, K]."""
+    """Return the mean over positions of the squared error after the activation."""
     weight = integers.astype(np.float32) * problem.scale
     made = products_of(weight, problem.inputs.transpose(1, 2, 0)) + problem.bias[:, :, None]
     both = made.astype(np.float32), problem.targets.transpose(1, 2, 0)
@@ -324,7 +314,7 @@ def output_error(problem: AdaProblem, integers: NDArray[np.int8]) -> float:
 
 
 def nearest(problem: AdaProblem) -> NDArray[np.int8]:
-    """The integers without a search, [G, M, K]."""
+    """Return the integers by rounding to nearest, [G, M, K]."""
     codes = np.rint(problem.weight / problem.scale)
     return np.asarray(np.clip(codes, _LOW, _HIGH), np.int8)
 
@@ -337,7 +327,7 @@ def _check(squares: FloatArray) -> None:
 
 
 def beginning(weight: FloatArray, scale: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """(floor of the weight in steps, the alpha whose height is the rest)."""
+    """Return (floor of weight / scale, alpha whose height is the fraction)."""
     steps = weight / scale
     low = np.floor(steps)
     rest = (_ZETA - _GAMMA) / (steps - low - _GAMMA)
@@ -345,7 +335,7 @@ def beginning(weight: FloatArray, scale: FloatArray) -> tuple[FloatArray, FloatA
 
 
 def heights(alpha: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """(how far up, 0 to 1, and its derivative by alpha, which is 0 where it is cut off)."""
+    """Return (h, its derivative by alpha, which is 0 where h is clipped)."""
     part = sigmoid(alpha)
     free = part * (_ZETA - _GAMMA) + _GAMMA
     up = np.clip(free, np.float32(0), _ONE)
@@ -355,7 +345,7 @@ def heights(alpha: FloatArray) -> tuple[FloatArray, FloatArray]:
 
 
 def beta_of(params: AdaParams, iteration: int) -> float:
-    """The exponent at an iteration after the warm start."""
+    """Return the exponent at an iteration after the warm start."""
     begin = params.warm_start * params.num_iteration
     along = (iteration - begin) / (params.num_iteration - begin)
     first, last = params.beta_range
@@ -363,10 +353,10 @@ def beta_of(params: AdaParams, iteration: int) -> float:
 
 
 def drive(up: FloatArray, reg_param: float, beta: float) -> FloatArray:
-    """The derivative by the heights of reg_param * sum(1 - |2 h - 1|^beta)."""
-    apart = up * _TWO - _ONE
-    steep = np.power(np.abs(apart), np.float32(beta - 1))
-    return np.asarray(np.copysign(steep, apart) * np.float32(-2 * reg_param * beta))
+    """Return the derivative of reg_param * sum(1 - |2 h - 1|^beta) by h."""
+    distance = up * _TWO - _ONE
+    steep = np.power(np.abs(distance), np.float32(beta - 1))
+    return np.asarray(np.copysign(steep, distance) * np.float32(-2 * reg_param * beta))
 
 
 def error_slope(
@@ -376,41 +366,41 @@ def error_slope(
     wanted: FloatArray,
     places: NDArray[np.int64],
 ) -> FloatArray:
-    """The derivative by the codes of the output's mean squared error at some places.
+    """Return the derivative of the output's mean squared error at some positions by the codes.
 
     Args:
-        part: whose activation and share count.
+        part: the problem, for its activation and share.
         tiles: its weight and inputs.
-        codes: between integers, laid out as the tiles.
-        wanted: the float model's values behind the activation, at all places.
-        places: those that are looked at.
+        codes: codes between integers, in the layout of the tiles.
+        wanted: the float model's values after the activation, at all positions.
+        places: the positions of this iteration.
     """
     inputs = tiles.at(places)
     made = tiles.outputs(np.clip(codes, _LOW, _HIGH) * tiles.scale, inputs)
-    apart = part.activation.value(made) - tiles.among(wanted, places)
-    apart *= part.activation.derivative(made)
-    apart *= np.float32(2 * part.share / len(places))
-    slope = tiles.back(apart, inputs)
+    gradient = part.activation.value(made) - tiles.among(wanted, places)
+    gradient *= part.activation.derivative(made)
+    gradient *= np.float32(2 * part.share / len(places))
+    slope = tiles.back(gradient, inputs)
     slope *= tiles.scale
     slope *= (codes >= _LOW) & (codes <= _HIGH)
     return slope
 
 
 class Adam:
-    """State of Adam's steps on one array."""
+    """State of the Adam optimizer for one array."""
 
     def __init__(self, like: FloatArray) -> None:
         self.mean, self.squares, self.steps = np.zeros_like(like), np.zeros_like(like), 0
 
     def step(self, x: FloatArray, slope: FloatArray) -> None:
-        """Move `x` against its slope, in place."""
+        """Update `x` in place by one step against its gradient."""
         self.steps += 1
-        self.mean *= np.float32(_KEPT)
-        self.mean += np.float32(1 - _KEPT) * slope
-        self.squares *= np.float32(_KEPT_SQUARES)
+        self.mean *= np.float32(_BETA1)
+        self.mean += np.float32(1 - _BETA1) * slope
+        self.squares *= np.float32(_BETA2)
         with np.errstate(over="ignore"):
-            self.squares += np.float32(1 - _KEPT_SQUARES) * slope * slope
-        wide = np.sqrt(self.squares)
-        wide /= np.float32(math.sqrt(1 - _KEPT_SQUARES**self.steps))
-        wide += _EPSILON
-        x -= np.float32(_RATE / (1 - _KEPT**self.steps)) * (self.mean / wide)
+            self.squares += np.float32(1 - _BETA2) * slope * slope
+        root = np.sqrt(self.squares)
+        root /= np.float32(math.sqrt(1 - _BETA2**self.steps))
+        root += _EPSILON
+        x -= np.float32(_RATE / (1 - _BETA1**self.steps)) * (self.mean / root)

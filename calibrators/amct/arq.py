@@ -1,36 +1,34 @@
-"""AMCT's grid: a signed one whose offset is added before rounding; all arithmetic in float32.
+"""AMCT's weight algorithms: Ascend grid, ARQ scales, DMQ balancer, KL scales for AdaRound.
 
-The offset is thus a zero_point. A symmetric scale divides by 2^(bits-1) where the extreme is
-negative, so that the lowest code is reached, and by 2^(bits-1) - 1 where it is positive::
+All arithmetic is in float32. Source: hicann/amct, measured on AMCT's outputs.
+
+**Grid**: signed, with an offset that is added before rounding and thus is a zero_point. A symmetric
+scale divides by 2^(bits-1) if the extreme is negative, so that the lowest code is reached, and by
+2^(bits-1) - 1 if it is positive::
 
     extreme  -1.0   scale 1.0 / 128     codes -128 ......... 0 ......... 127
     extreme  +1.0   scale 1.0 / 127     codes -127 ......... 0 ......... 127
 
-Source: hicann/amct, calculate_scale_offset, process_scale, cast_fp16_precision and cast_to_s19,
-measured on AMCT itself.
+Source: calculate_scale_offset, process_scale, cast_fp16_precision and cast_to_s19.
 
-ARQ: AMCT's weight scales, one per output channel or one per tensor.
-
-The extreme of each row decides both the scale and, by its sign, the denominator::
+**ARQ**: weight scales per output channel or per tensor. The extreme of each row decides the scale
+and, by its sign, the denominator::
 
     row extremes   -0.9 .... 0.5          |-0.9| > |0.5|  ->  scale = 0.9 / 128
                    -0.2 .... 0.7          |-0.2| < |0.7|  ->  scale = 0.7 / 127
 
-Source: hicann/amct, graph_based custom_op/arq; measured on AMCT's own outputs.
+Source: graph_based custom_op/arq.
 
-DMQ balancer: moves range from activations to weights, one factor per input channel.
-
-::
+**DMQ balancer**: moves range from activations to weights by a factor per input channel::
 
     activation channel c  / factor_c  -->  AscendQuant
     weight     channel c  * factor_c           factor = act_max^s / weight_max^(1 - s)
 
-Source: hicann/amct, graph_based custom_op/dmq_balancer; measured on AMCT's own outputs.
+Source: graph_based custom_op/dmq_balancer.
 
-AMCT's weight scale for AdaRound: the clip of a channel's histogram of least KL divergence.
-
-The histogram is cut by the same number of bins at both ends, 0 to 19 of 512; what is cut off joins
-the end bins, and the rest is merged into 255 levels and spread out again::
+**KL scale** of a weight for AdaRound: the clip range of a channel's histogram with the least KL
+divergence. The histogram is cut by the same number of bins at both ends, 0 to 19 of 512; the counts
+cut off are added to the end bins, and the rest is merged into 255 levels and spread out again::
 
     -|w|max ................. 0 ................. |w|max      512 bins, p
            [++...............................++]              cut by i bins a side
@@ -38,7 +36,7 @@ the end bins, and the rest is merged into 255 levels and spread out again::
                                                               least KL(p, q) wins
                                                               scale = (|w|max - i bins) / 128
 
-Source: hicann/amct, graph_based ada_round/kl_divergence; compared with it in torch.
+Source: graph_based ada_round/kl_divergence; compared with it in torch.
 """
 
 from __future__ import annotations
@@ -51,32 +49,37 @@ from calibrators.grids import Float32Array
 
 FLT_EPSILON = np.float32(2.0**-23)
 IntArray = NDArray[np.int32]
+BITS = (4, 6, 7, 8)
+_BINS, _CUTS = 512, 20
+_EMPTY = 0.0001  # count of an empty bin
+_MOST = 1e35  # twice 512 times this is near the float32 maximum
+FloatArray = NDArray[np.float64]
 
 
 def ascend_range(bits: int) -> tuple[int, int]:
-    """(qmin, qmax) of a signed Ascend grid: (-128, 127) for 8 bits."""
+    """Return (qmin, qmax) of a signed Ascend grid: (-128, 127) for 8 bits."""
     return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
 
 
 def ascend_denominator(hi: NDArray[np.floating], lo: NDArray[np.floating], bits: int) -> IntArray:
-    """Codes that the symmetric grid spends on its extreme: 128 if |lo| > |hi|, else 127."""
+    """Return the code of the symmetric grid's extreme: 128 if |lo| > |hi|, else 127 (8 bits)."""
     return np.asarray(2 ** (bits - 1) - 1 + (np.abs(hi) < np.abs(lo)), np.int32)
 
 
 def ascend_guard(scale: Float32Array) -> Float32Array:
-    """A scale under FLT_EPSILON becomes 1, as in AMCT: the tensor is as good as zero."""
+    """Replace scales below FLT_EPSILON by 1, as in AMCT: the tensor is practically zero."""
     return np.where(scale < FLT_EPSILON, np.float32(1.0), scale).astype(np.float32)
 
 
 def ascend_scale_offset(
     hi: NDArray[np.floating], lo: NDArray[np.floating], *, with_offset: bool, bits: int = 8
 ) -> tuple[Float32Array, IntArray]:
-    """Clip range [lo, hi] in real units -> (scale float32, offset int32), elementwise.
+    """Return (scale float32, offset int32) of clip ranges [lo, hi] in real units, elementwise.
 
     Args:
-        hi: upper ends, any shape; computed in float32.
+        hi: upper ends, any shape; converted to float32.
         lo: lower ends, same shape.
-        with_offset: affine grid (the range is widened to hold 0), else symmetric with offset 0.
+        with_offset: affine grid (the range is widened to include 0), else symmetric with offset 0.
         bits: width of the signed grid.
 
     Raises:
@@ -108,20 +111,20 @@ def ascend_scale_offset(
 def ascend_quantize(
     x: NDArray[np.floating], scale: Float32Array, offset: IntArray | int, *, bits: int = 8
 ) -> Float32Array:
-    """Float -> integers held in float32: clip(rne(x / scale + offset)) to the signed grid."""
+    """Return clip(rne(x / scale + offset)) on the signed grid, as float32."""
     qmin, qmax = ascend_range(bits)
     steps = np.asarray(x, np.float32) / scale + np.asarray(offset, np.float32)
     return np.asarray(np.clip(np.rint(steps), qmin, qmax), np.float32)
 
 
 def ascend_clip_range(scale: np.float32, offset: int, bits: int = 8) -> tuple[float, float]:
-    """(lo, hi) in real units that a signed grid covers, computed in float32."""
+    """Return the range (lo, hi) in real units of a signed grid, computed in float32."""
     qmin, qmax = ascend_range(bits)
     return float(-np.float32(offset - qmin) * scale), float(np.float32(qmax - offset) * scale)
 
 
 def ascend_half(scale: np.float32) -> np.float32:
-    """A scale, float32, at float16's precision; beyond its normal range the square of its root."""
+    """Round a float32 scale to float16; beyond its normal range, square the rounded root."""
     value = float(scale)
     if 2.0**-14 <= value <= 65504.0:
         return np.float32(np.float16(value))
@@ -130,12 +133,9 @@ def ascend_half(scale: np.float32) -> np.float32:
 
 
 def ascend_s19(scales: Float32Array) -> Float32Array:
-    """Scales, float32 of any shape, cut to 10 bits of mantissa, as Nano chips read them."""
+    """Truncate float32 scales of any shape to 10 mantissa bits, as Nano chips read them."""
     bits = np.ascontiguousarray(scales, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)
     return np.asarray(bits.view(np.float32))
-
-
-BITS = (4, 6, 7, 8)
 
 
 def arq(
@@ -145,13 +145,13 @@ def arq(
     channel_wise: bool = True,
     with_offset: bool = False,
 ) -> tuple[Float32Array, IntArray]:
-    """Weight [C_out, ...], float32 or float16 -> (scale, offset), each [C_out] or [1].
+    """Return (scale, offset) of a weight, each [C_out] or [1].
 
     Args:
-        weight: output channels on axis 0 (see `channels_first` for ConvTranspose).
+        weight: [C_out, ...], float32 or float16 (see `channels_first` for ConvTranspose).
         bits: 4, 6, 7 or 8.
         channel_wise: one scale per output channel, else one per tensor.
-        with_offset: affine; the hardware takes offset 0 only, so deployments leave this off.
+        with_offset: affine; the hardware requires offset 0, so deployments leave this off.
 
     Raises:
         CalibrationError: wrong dtype, NaN or Inf, no elements, or a scale that is not finite.
@@ -165,7 +165,7 @@ def arq(
 def arq_integers(
     weight: NDArray[np.floating], scale: Float32Array, offset: IntArray, *, bits: int = 8
 ) -> NDArray[np.int8]:
-    """Weight [C_out, ...] -> int8 of the same shape: clip(rne(w / scale + offset))."""
+    """Quantize a weight [C_out, ...] to int8 of the same shape: clip(rne(w / scale + offset))."""
     shape = (-1,) + (1,) * (weight.ndim - 1)
     steps = ascend_quantize(weight, scale.reshape(shape), offset.reshape(shape), bits=bits)
     return steps.astype(np.int8)
@@ -174,7 +174,7 @@ def arq_integers(
 def arq_fake_quantize(
     weight: NDArray[np.floating], scale: Float32Array, offset: IntArray, *, bits: int = 8
 ) -> NDArray[np.floating]:
-    """Weight [C_out, ...] -> what its integers stand for, in the weight's own dtype."""
+    """Quantize and dequantize a weight [C_out, ...], in the weight's dtype."""
     shape = (-1,) + (1,) * (weight.ndim - 1)
     step, zero = scale.reshape(shape), offset.reshape(shape)
     steps = ascend_quantize(weight, step, zero, bits=bits)
@@ -182,24 +182,24 @@ def arq_fake_quantize(
 
 
 def channels_first(weight: NDArray[np.generic], group: int) -> NDArray[np.generic]:
-    """ConvTranspose weight [C_in, C_out / group, ...] -> [C_out, C_in / group, ...]."""
+    """Reorder a ConvTranspose weight [C_in, C_out / group, ...] to [C_out, C_in / group, ...]."""
     c_in, c_out, *kernel = weight.shape
     split = weight.reshape(group, c_in // group, c_out, *kernel)
     return np.swapaxes(split, 1, 2).reshape(group * c_out, c_in // group, *kernel)
 
 
 def channels_back(weight: NDArray[np.generic], group: int) -> NDArray[np.generic]:
-    """Inverse of `channels_first`: [C_out, C_in / group, ...] -> [C_in, C_out / group, ...]."""
+    """Invert `channels_first`: [C_out, C_in / group, ...] to [C_in, C_out / group, ...]."""
     c_out, c_in, *kernel = weight.shape
     split = weight.reshape(group, c_out // group, c_in, *kernel)
     return np.swapaxes(split, 1, 2).reshape(group * c_in, c_out // group, *kernel)
 
 
 def checked(x: NDArray[np.generic], what: str) -> Float32Array:
-    """`x` as float32, or the refusal AMCT would give.
+    """Return `x` as float32, refusing what AMCT refuses.
 
     Raises:
-        CalibrationError: not float32 or float16, empty, or holding NaN or Inf.
+        CalibrationError: not float32 or float16, empty, or NaN or Inf.
     """
     x = np.asarray(x)
     if x.dtype not in (np.float32, np.float16):
@@ -217,7 +217,7 @@ def checked(x: NDArray[np.generic], what: str) -> Float32Array:
 
 
 def channel_max(x: NDArray[np.floating], axis: int) -> Float32Array:
-    """Largest |x| of each channel along `axis`, float32 [C].
+    """Return the largest |x| of each channel along `axis`, float32 [C].
 
     Raises:
         CalibrationError: wrong dtype, empty, NaN or Inf.
@@ -228,7 +228,7 @@ def channel_max(x: NDArray[np.floating], axis: int) -> Float32Array:
 
 
 def weight_channel_max(weight: NDArray[np.floating], group: int = 1) -> Float32Array:
-    """Weight [C_out, C_in / group, ...] -> largest |w| of each input channel, float32 [C_in]."""
+    """Return the largest |w| per input channel [C_in] of a weight [C_out, C_in / group, ...]."""
     c_out, c_in = checked(weight, "weight").shape[:2]
     split = np.abs(weight).reshape(group, c_out // group, c_in, -1)
     return np.asarray(split.max(axis=(1, 3)).reshape(-1), np.float32)
@@ -237,15 +237,15 @@ def weight_channel_max(weight: NDArray[np.floating], group: int = 1) -> Float32A
 def balance_factors(
     act_max: Float32Array, weight_max: Float32Array, *, strength: float = 0.5
 ) -> Float32Array:
-    """Largest |activation| and |weight| per input channel [C] -> factors [C], float32.
+    """Return the DMQ factors of the input channels, float32 [C].
 
     Args:
-        act_max: [C], from `channel_max`.
-        weight_max: [C], from `weight_channel_max`.
+        act_max: largest |activation|, [C] from `channel_max`.
+        weight_max: largest |weight|, [C] from `weight_channel_max`.
         strength: migration strength s in [0.2, 0.8].
 
-    A channel that is zero in both keeps factor 1; one that is zero in one of them takes the factor
-    that brings its other side level with the largest of the tensor.
+    A channel that is zero in both has factor 1; if it is zero in one of them, the factor raises the
+    other one to the maximum of its tensor.
 
     Raises:
         CalibrationError: s out of range, or a factor outside (FLT_EPSILON, 1 / FLT_EPSILON).
@@ -270,20 +270,15 @@ def balance_factors(
     return factor
 
 
-_BINS, _CUTS = 512, 20
 _LOW, _HIGH = ascend_range(8)
-_LEVELS = _HIGH - _LOW  # as many as steps lie between the codes
-_EMPTY = 0.0001  # what an empty bin counts as
-_MOST = 1e35  # times two and 512, the end of float32
-
-FloatArray = NDArray[np.float64]
+_LEVELS = _HIGH - _LOW  # number of steps between the codes
 
 
 def kl_scale(weight: NDArray[np.floating], *, channel_wise: bool = True) -> Float32Array:
-    """Weight [C_out, ...], float32 or float16 -> scale, [C_out] or [1].
+    """Return the KL scale of a weight [C_out, ...], float32 or float16: [C_out] or [1].
 
     Raises:
-        CalibrationError: wrong dtype, NaN or Inf, no elements, or values near float32's end.
+        CalibrationError: wrong dtype, NaN or Inf, no elements, or values near float32's maximum.
     """
     rows = checked(weight, "weight").reshape(weight.shape[0] if channel_wise else 1, -1)
     most = np.abs(rows).max(axis=1)
@@ -291,7 +286,7 @@ def kl_scale(weight: NDArray[np.floating], *, channel_wise: bool = True) -> Floa
         raise CalibrationError(
             f"weights that AdaRound rounds must be at most {_MOST:.1g}, got {most.max():.3g}"
         )
-    scales = np.ones(len(rows), np.float32)  # of a channel of zeros
+    scales = np.ones(len(rows), np.float32)  # a channel of zeros has scale 1
     held = most > 0
     if held.any():
         scales[held] = _scales(_histograms(rows[held], most[held]), most[held])
@@ -299,30 +294,30 @@ def kl_scale(weight: NDArray[np.floating], *, channel_wise: bool = True) -> Floa
 
 
 def _histograms(rows: Float32Array, most: Float32Array) -> FloatArray:
-    """Counts over [-most, most] of every row, [C, 512], as torch.histc makes them."""
+    """Return the counts over [-most, most] of every row, [C, 512], as in torch.histc."""
     end = most[:, None]
-    places = ((rows + end) * np.float32(_BINS) / (end + end)).astype(np.int64)
-    places = np.minimum(places, _BINS - 1) + _BINS * np.arange(len(rows))[:, None]
-    counts = np.bincount(places.reshape(-1), minlength=_BINS * len(rows))
+    bins = ((rows + end) * np.float32(_BINS) / (end + end)).astype(np.int64)
+    bins = np.minimum(bins, _BINS - 1) + _BINS * np.arange(len(rows))[:, None]
+    counts = np.bincount(bins.reshape(-1), minlength=_BINS * len(rows))
     return counts.reshape(len(rows), _BINS).astype(np.float64)
 
 
 def _scales(counts: FloatArray, most: Float32Array) -> Float32Array:
-    """The scale of least divergence, the least cut first among equals."""
+    """Return the scales of least divergence, with the smallest cut on ties."""
     width = (most + most) / np.float32(_BINS)
     best = np.full(len(counts), np.inf)
-    found = np.ones(len(counts), np.float32)
+    scales = np.ones(len(counts), np.float32)
     for cut in range(_CUTS):
         divergence = _divergence(*_levelled(counts, cut))
         better = divergence < best
         best[better] = divergence[better]
         scale = (most - np.float32(cut) * width) / np.float32(-_LOW)
-        found[better] = scale[better]
-    return found
+        scales[better] = scale[better]
+    return scales
 
 
 def _levelled(counts: FloatArray, cut: int) -> tuple[FloatArray, FloatArray]:
-    """(p, q) of a cut: the counts that are left, and what 255 levels make of them."""
+    """Return (p, q) of a cut: the remaining counts, and their approximation by 255 levels."""
     p = counts[:, cut : _BINS - cut].copy()
     p[:, 0] += counts[:, :cut].sum(axis=1)
     p[:, -1] += counts[:, _BINS - cut :].sum(axis=1)
@@ -336,7 +331,7 @@ def _levelled(counts: FloatArray, cut: int) -> tuple[FloatArray, FloatArray]:
 
 
 def _divergence(p: FloatArray, q: FloatArray) -> FloatArray:
-    """KL(p, q) of every row, empty bins counted as a little."""
+    """Return KL(p, q) of every row, with a small count in empty bins."""
     p, q = _filled(p), _filled(q)
     p, q = p / p.sum(axis=1, keepdims=True), q / q.sum(axis=1, keepdims=True)
     return np.asarray((p * np.log(p / q)).sum(axis=1))

@@ -1,4 +1,4 @@
-"""HFMG: AMCT's histogram activation search. Cut bins from the ends, keep the cut of least L2 loss.
+"""HFMG: AMCT's histogram search for activations, which cuts bins at the ends for the least L2 loss.
 
 ::
 
@@ -6,11 +6,12 @@
              ^left ->             <- right^      each step cuts the side that gives up more bins
              0                          n-1      for the next 1/100000 of the data
 
-    loss of [left, right]: integral of (x - centre of its code)^2 over the histogram's density,
-    bins outside the run counted with the code at the edge.
+    loss of [left, right]: integral of (x - centre of its code)^2 over the histogram's density;
+    bins outside the run count with the code at the edge.
 
-Statistics are one int32 histogram a tensor, kept over batches; the first batch's own range, then
-the union of ranges, with old bins re-spread (so the result depends on the batches, as in AMCT).
+The statistic is one int32 histogram per tensor over all batches. Its range is that of the first
+batch, then the union of all ranges with old bins redistributed, so that the result depends on the
+batches, as in AMCT.
 
 Source: hicann/amct, graph_based custom_op/hfmg; measured on AMCT's own outputs.
 """
@@ -31,7 +32,7 @@ from calibrators.grids import Float32Array
 from calibrators.statistics import Arrays
 
 NBINS = (1024, 2048, 4096, 8192)
-_MARGIN = 1e-3  # float32 rounding of AMCT's own loss, with room
+_MARGIN = 1e-3  # bound of the float32 rounding error of AMCT's loss
 
 Float64Array = NDArray[np.float64]
 
@@ -41,9 +42,9 @@ class HfmgParams:
     """Parameters of the search, with AMCT's defaults.
 
     Attributes:
-        nbins: bins of the histogram: 1024, 2048, 4096 or 8192.
+        nbins: number of bins: 1024, 2048, 4096 or 8192.
         bits: 4, 8 or 16.
-        with_offset: affine grid, else symmetric.
+        with_offset: whether the grid is affine, else symmetric.
     """
 
     nbins: int = 4096
@@ -59,8 +60,8 @@ class HfmgHistogram:
     """AMCT's histogram of one tensor over its calibration batches.
 
     Args:
-        nbins: bins.
-        together: samples that make a batch; those of a batch that is not whole yet are held.
+        nbins: number of bins.
+        together: samples per batch; those of an incomplete batch are held.
 
     Attributes:
         counts: [nbins] int32; None before the first batch.
@@ -75,7 +76,7 @@ class HfmgHistogram:
         self.lo = self.hi = np.float32(0)
 
     def observe(self, x: NDArray[np.floating]) -> None:
-        """Add one sample, any shape, float32 or float16. The state is unchanged if it is refused.
+        """Add one sample of any shape, float32 or float16; a refused one changes nothing.
 
         Raises:
             CalibrationError: wrong dtype, empty, NaN or Inf.
@@ -89,17 +90,17 @@ class HfmgHistogram:
             self.end()
 
     def end(self) -> None:
-        """Take what waits as a batch; the last one may be smaller, as in AMCT.
+        """Count the held samples as a batch; the last one may be smaller, as in AMCT.
 
         Raises:
-            CalibrationError: a range that float32 does not hold.
+            CalibrationError: the range does not fit float32.
         """
         if self._waiting:
             self._add(np.concatenate(self._waiting))
             self._waiting.clear()
 
     def _add(self, data: Float32Array) -> None:
-        """Count one batch on its own range, or on that and the one before."""
+        """Count one batch on its range, joined with the range of the earlier batches."""
         lo, hi = np.float32(data.min()), np.float32(data.max())
         if self.counts is None:
             self.counts, self.lo, self.hi = histc(data, self.nbins, lo, hi), lo, hi
@@ -122,13 +123,13 @@ class HfmgHistogram:
         return bool(self.lo == self.hi == 0)
 
     def to_arrays(self) -> Arrays:
-        """Plain 1-D arrays; see `calibrators.amct.recorders.HfmgOf.restore`."""
+        """Return plain 1-D arrays for `calibrators.amct.recorders.HfmgOf.restore`."""
         counts = np.zeros(0, np.int32) if self.counts is None else self.counts
         return {"counts": counts, "reals": np.array([self.lo, self.hi], np.float64)}
 
 
 def histc(data: Float32Array, nbins: int, lo: np.float32, hi: np.float32) -> NDArray[np.int32]:
-    """torch.histc on float32: bin = trunc((x - lo) / (hi - lo) * nbins), x == hi in the last."""
+    """Count as torch.histc in float32: bin trunc((x - lo) / (hi - lo) * nbins), hi in the last."""
     with np.errstate(over="ignore", invalid="ignore"):
         if lo == hi:
             lo, hi = np.float32(lo - np.float32(1)), np.float32(hi + np.float32(1))
@@ -147,9 +148,9 @@ def respread(
     old: tuple[np.float32, np.float32],
     new: tuple[np.float32, np.float32],
 ) -> NDArray[np.int32]:
-    """Counts on the range `old` -> counts on the wider range `new`, as many bins.
+    """Redistribute counts on the range `old` to as many bins on the wider range `new`.
 
-    A bin that crosses an edge is split into two by length, the first share truncated.
+    A bin that crosses an edge is split in two by length, with the first share truncated.
     """
     n = counts.size
     lo, width = float(new[0]), (float(new[1]) - float(new[0])) / n
@@ -160,21 +161,21 @@ def respread(
     second = np.clip((upper - lo) // width, 0, n - 1).astype(np.int64)
     with np.errstate(divide="ignore", invalid="ignore"):
         share = (lo + (first + 1) * width - lower) / old_width
-    whole = first == second
-    kept = np.where(whole, counts, (counts * np.where(whole, 1.0, share)).astype(np.int64))
+    inside = first == second
+    to_first = np.where(inside, counts, (counts * np.where(inside, 1.0, share)).astype(np.int64))
     out = np.zeros(n, np.int64)
-    np.add.at(out, first, kept)
-    np.add.at(out, second, counts - kept)
+    np.add.at(out, first, to_first)
+    np.add.at(out, second, counts - to_first)
     return out.astype(np.int32)
 
 
 def cuts(counts: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Candidate runs [K, 2] of bins, (left, right) inclusive, from the outside in."""
+    """Return the candidate runs of bins, [K, 2] (left, right) inclusive, from the outside in."""
     n = counts.size
     before = [0, *np.cumsum(counts, dtype=np.int64).tolist()]
     step = max(math.ceil(before[-1] / 100000), 1)
     left, right, narrowest = 0, n - 1, math.ceil(n / 4)
-    found = []
+    runs = []
     while right - left > narrowest:
         a = min(bisect_left(before, before[left] + step), right)
         b = max(bisect_right(before, before[right + 1] - step) - 2, a)
@@ -182,12 +183,12 @@ def cuts(counts: NDArray[np.int32]) -> NDArray[np.int64]:
             right = b
         else:
             left = a
-        found.append((left, right))
-    return np.array(found, np.int64).reshape(-1, 2)
+        runs.append((left, right))
+    return np.array(runs, np.int64).reshape(-1, 2)
 
 
 def hfmg(histogram: HfmgHistogram, params: HfmgParams | None = None) -> AscendScale:
-    """The histogram of all batches -> scale and offset.
+    """Return scale and offset from the histogram of all batches.
 
     Raises:
         CalibrationError: no batch was observed, or a scale is not finite.
@@ -219,7 +220,7 @@ def hfmg(histogram: HfmgHistogram, params: HfmgParams | None = None) -> AscendSc
 def _losses(
     counts: NDArray[np.int32], runs: NDArray[np.int64], width: np.float32, bits: int
 ) -> Float64Array:
-    """L2 loss of each run; as AMCT's float32 where that decides, float64 elsewhere."""
+    """Return the L2 loss of each run: AMCT's float32 value if it may be best, else float64."""
     span = float(width) * counts.size
     if bits > 8 or span**3 * float(counts.sum()) > 1e36 * max(float(width), 1e-30):
         return np.array([_loss32(counts, left, right, width, bits) for left, right in runs])
@@ -232,11 +233,11 @@ def _losses(
 
 
 def _fast_losses(counts: NDArray[np.int32], runs: NDArray[np.int64], bits: int) -> Float64Array:
-    """L2 losses [K] in units of the bin width squared, float64.
+    """Return the L2 losses, [K] float64, in units of the squared bin width.
 
     With c the centre of the last code, t_k the boundaries between codes and d their spacing, the
-    loss is ``integral (x - c)^2 - 2 d sum_k G(t_k)``, G the running integral of the running count:
-    quadratic within a bin, so one table and one look-up a boundary.
+    loss is ``integral (x - c)^2 - 2 d sum_k G(t_k)``, where G is the integral of the cumulative
+    count. G is quadratic within a bin, so a table and one look-up per boundary give it.
     """
     n = counts.size
     number = np.concatenate(([0.0], np.cumsum(counts, dtype=np.float64)))
@@ -261,7 +262,7 @@ def _fast_losses(counts: NDArray[np.int32], runs: NDArray[np.int64], bits: int) 
 def _loss32(
     counts: NDArray[np.int32], left: int, right: int, width: np.float32, bits: int
 ) -> np.float32:
-    """AMCT's loss of one run: float32, bin by bin, each over the codes that it meets."""
+    """Return AMCT's loss of one run: float32, bin by bin, each over the codes it overlaps."""
     one, half = np.float32(1), np.float32(0.5)
     step = np.float32(width * np.float32(right - left + 1) / np.float32(2**bits))
     if step < FLT_EPSILON:
@@ -285,7 +286,7 @@ def _loss32(
 def _cubes(
     low: Float32Array | np.float32, high: Float32Array | np.float32, density: Float32Array
 ) -> Float32Array:
-    """Integral of x^2 * density from low to high."""
+    """Return the integral of x^2 * density from low to high."""
     cubes = (high * high * high - low * low * low) / np.float32(3) * density
     return np.asarray(cubes, np.float32)
 

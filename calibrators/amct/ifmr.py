@@ -1,4 +1,4 @@
-"""IFMR: AMCT's activation search. A percentile range, then 61 ranges around it, least MSE wins.
+"""IFMR: AMCT's activation search, the range of least MSE among 61 around a percentile range.
 
 ::
 
@@ -9,19 +9,16 @@
          +--+--------------------+-->  the error counts the data that was clipped away
           0.70       ratio     1.30
 
-This is AMCT's own form, which needs all the data at once; `calibrators.amct.ifmr` holds a
-histogram of fixed size instead.
+`ifmr` is AMCT's form, which needs all the data at once. The data are sorted once; the loss of a
+candidate is then a sum over the boundaries between its codes, from cumulative sums. Candidates
+within rounding of the best are evaluated again in float32, term by term, so that the choice is
+AMCT's.
 
-Speed: the data are sorted once; the loss of a candidate is then a sum over the boundaries between
-its codes, read from running sums. Candidates that come out within rounding of the best are
-evaluated again in float32, term by term as AMCT does, so the choice is AMCT's.
+`ifmr_streaming` needs constant memory: it searches a fine histogram. An int8 step covers at least
+128 bins, and the mean of each bin is known, so that only the few bins crossed by a boundary between
+codes make the losses differ.
 
-Source: hicann/amct, graph_based custom_op/ifmr; measured on AMCT's own outputs.
-
-IFMR in flat memory: the search of `calibrators.amct.ifmr` over a fine histogram.
-
-An int8 step holds 128 bins or more, and each bin knows its mean, so the losses are those of the
-data but for the few bins that a boundary between two codes crosses.
+Source: hicann/amct, graph_based custom_op/ifmr; measured on AMCT's outputs.
 """
 
 from __future__ import annotations
@@ -46,14 +43,17 @@ from calibrators.grids import Float32Array
 from calibrators.histogram import range_for
 from calibrators.statistics import Arrays
 
-_MARGIN = 1e-4  # float32 rounding of AMCT's own loss, with room
-_SMALL = 4096  # below this, every candidate is evaluated directly
+_MARGIN = 1e-4  # bound of the float32 rounding error of AMCT's loss
+_SMALL = 4096  # with fewer values, every candidate is evaluated directly
 _CHUNK = 1 << 16
-_STEPS = 1 << 19  # steps of all stairs that are looked at together
-_DENSE = 1 << 20  # up to here a table by position is faster than sorting the positions
+_STEPS = 1 << 19  # largest total number of steps per block of candidates
+_DENSE = 1 << 20  # up to this size a table by position is faster than sorting positions
 
 
 Float64Array = NDArray[np.float64]
+_STREAM_CHUNK = 1 << 18  # several values per bin, since each chunk adds all bins once
+KEPT = 1 << 16  # largest number of values that streaming stores unbinned
+FINE_BINS = 1 << 15  # bins per side of the streaming histogram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +61,13 @@ class IfmrParams:
     """Parameters of the search, with AMCT's defaults.
 
     Attributes:
-        max_percentile, min_percentile: share of the data under the start of the range, (0, 1]
+        max_percentile, min_percentile: share of the data inside the initial range, (0, 1]
             (configurations allow (0.5, 1]).
-        search_range: (start, end) of the ratios, 0 < start < end; the end is not a candidate
-            except by rounding, which the defaults meet.
+        search_range: (start, end) of the ratios, 0 < start < end; the end is a candidate only by
+            rounding, as with the defaults.
         search_step: step between ratios, 0 < step <= end - start.
         bits: 4, 8 or 16.
-        with_offset: affine grid, else symmetric.
+        with_offset: whether the grid is affine, else symmetric.
     """
 
     max_percentile: float = 0.999999
@@ -91,13 +91,13 @@ class IfmrParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AscendScale:
-    """One activation's search result, on the signed grid where offset is added.
+    """Search result of one activation, on the signed grid with added offset.
 
     Attributes:
         scale, offset: q = clip(rne(x / scale + offset)).
-        clip_min, clip_max: what the grid covers, real units.
-        candidate: index of the range that won, from 0.
-        losses: loss of every candidate; NaN where it was not needed, None if not kept.
+        clip_min, clip_max: range of the grid, in real units.
+        candidate: index of the chosen range, from 0.
+        losses: loss of every candidate; NaN if it was not needed, None if not stored.
     """
 
     scale: np.float32
@@ -117,12 +117,12 @@ class Candidates:
     scale: Float32Array
 
     def part(self, start: int, end: int) -> Candidates:
-        """Those from `start` to before `end`."""
+        """Return the candidates start..end - 1."""
         return Candidates(self.lo[start:end], self.hi[start:end], self.scale[start:end])
 
 
 def ifmr(x: NDArray[np.floating], params: IfmrParams | None = None) -> AscendScale:
-    """All activations of a tensor (any shape, float32 or float16) -> scale and offset.
+    """Return scale and offset for all activations of a tensor, any shape, float32 or float16.
 
     Raises:
         CalibrationError: wrong dtype, empty, NaN or Inf, or a scale that is not finite.
@@ -140,10 +140,10 @@ def ifmr(x: NDArray[np.floating], params: IfmrParams | None = None) -> AscendSca
 
 
 def ratios(params: IfmrParams) -> Float32Array:
-    """Ratios of the candidates, float32: start + i * step, ceil((end - start) / step) of them.
+    """Return the ratios start + i * step, ceil((end - start) / step) of them, float32.
 
-    torch.arange on AVX2 rounds the base of each run of eight to float32 before it adds the rest;
-    the same is done here, or one ratio in six would be a unit in the last place off AMCT's.
+    torch.arange on AVX2 rounds the base of each run of eight to float32 before it adds the rest.
+    This function does the same; otherwise one ratio in six would differ from AMCT's by an ulp.
     """
     start, end = params.search_range
     step = params.search_step
@@ -151,19 +151,19 @@ def ratios(params: IfmrParams) -> Float32Array:
     vector = index - index % 8
     base = (start + step * vector).astype(np.float32).astype(np.float64)
     runs = base + (index - vector) * step
-    whole = index < index.size - index.size % 16
-    return np.where(whole, runs, start + step * index).astype(np.float32)
+    vectorized = index < index.size - index.size % 16
+    return np.where(vectorized, runs, start + step * index).astype(np.float32)
 
 
 def kth_value(data: Float32Array, percentile: float, *, smallest: bool) -> float:
-    """The value that `percentile` of the sorted data stays within, never past zero."""
+    """Return the bound of `percentile` of the sorted data, moved to 0 if it lies beyond."""
     size = data.size
     k = 1 if 1 - percentile < FLT_EPSILON else max(size - int(percentile * size), 1)
     return min(0.0, float(data[k - 1])) if smallest else max(0.0, float(data[size - k]))
 
 
 def candidates_of(hi: np.float32, lo: np.float32, params: IfmrParams) -> Candidates:
-    """The ranges around [lo, hi] that the search tries.
+    """Return the candidate ranges around [lo, hi].
 
     Raises:
         CalibrationError: a scale is not finite.
@@ -188,14 +188,14 @@ def candidates_of(hi: np.float32, lo: np.float32, params: IfmrParams) -> Candida
 
 
 def _needs_float32(data: Float32Array, params: IfmrParams) -> bool:
-    """Where AMCT's float32 loss overflows, underflows or is mostly rounding, follow it exactly."""
+    """Whether AMCT's float32 loss may overflow, underflow or be mostly rounding error."""
     extreme = max(abs(float(data[0])), abs(float(data[-1])))
     plain = extreme > 1e-12 and extreme * extreme * data.size < 1e37
     return data.size < _SMALL or params.bits > 8 or not plain
 
 
 def loss32(data: Float32Array, candidates: Candidates, i: int) -> np.float32:
-    """AMCT's loss of one candidate: float32 throughout, mean of squares against unclipped data."""
+    """Return AMCT's loss of one candidate: MSE against unclipped data, all in float32."""
     with np.errstate(over="ignore"):
         clipped = np.clip(data, candidates.lo[i], candidates.hi[i])
         error = np.rint(clipped / candidates.scale[i]) * candidates.scale[i] - data
@@ -203,11 +203,11 @@ def loss32(data: Float32Array, candidates: Candidates, i: int) -> np.float32:
 
 
 def _sorted_losses(data: Float32Array, candidates: Candidates) -> Float64Array:
-    """Mean squared error of every candidate from sorted data, float64."""
+    """Return the MSE of every candidate from sorted data, float64."""
     squares = total = 0.0
     for start in range(0, data.size, _CHUNK):
         chunk = data[start : start + _CHUNK].astype(np.float64)
-        squares += float(np.einsum("i,i->", chunk, chunk))  # dot would wake the threads of BLAS
+        squares += float(np.einsum("i,i->", chunk, chunk))  # dot would use BLAS threads
         total += float(chunk.sum())
 
     def below(cuts: Float64Array) -> tuple[Float64Array, Float64Array]:
@@ -221,7 +221,7 @@ def _sorted_losses(data: Float32Array, candidates: Candidates) -> Float64Array:
 
 
 def _distinct(under: NDArray[np.intp], size: int) -> tuple[NDArray[np.intp], NDArray[np.integer]]:
-    """Positions 0, `size` and those of `under`, sorted, once each; and where each went."""
+    """Return the sorted distinct positions of 0, `size` and `under`; and the index of `under`."""
     if size > _DENSE:
         marks = np.unique(np.concatenate(([0], under, [size])))
         return marks, np.searchsorted(marks, under)
@@ -239,18 +239,18 @@ def staircase_losses(
     squares: float,
     candidates: Candidates,
 ) -> Float64Array:
-    """Mean over x of (s q(x) - x)^2 with q a staircase: one term per step of the stairs.
+    """Return the mean over x of (s q(x) - x)^2 for every candidate, with q a staircase.
 
-    Expanded, the mean needs only ``sum q x`` and ``sum q^2``, and those grow by known amounts at
-    each cut between two codes. `below` gives the number and the sum of the data under each cut.
+    Expanded, the mean needs only ``sum q x`` and ``sum q^2``, which grow by known amounts at each
+    boundary of codes. `below` returns the number and the sum of the data below each boundary.
     """
     scale = candidates.scale.astype(np.float64)
     first = np.rint(candidates.lo / candidates.scale).astype(np.int64)
     last = np.rint(candidates.hi / candidates.scale).astype(np.int64)
-    last = np.maximum(last, first + 1)  # an empty staircase: one step above all its data
+    last = np.maximum(last, first + 1)  # an empty staircase gets one step above all its data
     steps = last - first
     at_once = max(_STEPS // int(steps.max()), 1)
-    if steps.size > at_once:  # of 16 bits: a few stairs at a time, to bound memory
+    if steps.size > at_once:  # for 16 bits, a few candidates at a time, to bound memory
         parts = [candidates.part(k, k + at_once) for k in range(0, steps.size, at_once)]
         return np.concatenate([staircase_losses(below, count, total, squares, p) for p in parts])
     starts = np.concatenate(([0], np.cumsum(steps)[:-1]))
@@ -264,7 +264,7 @@ def staircase_losses(
 
 
 def _refined(data: Float32Array, candidates: Candidates, losses: Float64Array) -> Float64Array:
-    """Replace the losses within rounding of the best by AMCT's own float32 values."""
+    """Replace the losses within rounding of the best by AMCT's float32 values."""
     close = np.flatnonzero(losses <= losses.min() * (1 + _MARGIN) + 1e-30)
     if close.size < 2:
         return losses
@@ -276,7 +276,7 @@ def _refined(data: Float32Array, candidates: Candidates, losses: Float64Array) -
 def result_of(
     candidates: Candidates, losses: Float64Array, lo: float, params: IfmrParams
 ) -> AscendScale:
-    """The candidate of least loss as scale, offset and clip range."""
+    """Return scale, offset and clip range of the candidate with the least loss."""
     best = int(np.argmin(losses))
     scale = np.float32(candidates.scale[best])
     qmin, _ = ascend_range(params.bits)
@@ -292,24 +292,19 @@ def result_of(
     )
 
 
-_STREAM_CHUNK = 1 << 18  # several values a bin, since each chunk adds all bins once
-KEPT = 1 << 16  # values of a tensor that streaming still keeps as they are
-FINE_BINS = 1 << 15  # bins a side of the streaming histogram
-
-
 class IfmrHistogram:
-    """Statistics of one tensor for `ifmr_streaming`: all data while they are few, then counts.
+    """Statistics of one tensor for `ifmr_streaming`: the data while they are few, then counts.
 
-    Bins as in `calibrators.histogram`, whose order-independent range rule this shares, but finer:
-    an int8 step holds 128 of them or more. Batches and their order leave no trace.
+    Bins and the order-independent range rule are those of `calibrators.histogram`, but finer: an
+    int8 step covers at least 128 of them. Batches and their order do not matter.
 
     Attributes:
-        total: values seen.
+        total: number of values.
         minimum, maximum: extremes in real units (inf, -inf while empty).
-        full_range: R in real units; 0 until counts are kept, or while only zeros were seen.
-        counts: [2 * FINE_BINS + 1] int64; empty while the data themselves are kept.
-        sums: of the values in each bin, float64. Exact, since the values of a bin have one
-            exponent or two; that of the bin around 0 is left at 0, where its codes are.
+        full_range: R in real units; 0 before counting, or while there are only zeros.
+        counts: [2 * FINE_BINS + 1] int64; empty while the data are stored.
+        sums: sum of the values in each bin, float64. Exact, since the values of a bin have one
+            or two exponents; the sum of the bin around 0 stays 0, where its codes are.
     """
 
     def __init__(self) -> None:
@@ -322,11 +317,11 @@ class IfmrHistogram:
 
     @property
     def kept(self) -> Float32Array | None:
-        """All the data, while there are at most `KEPT` of them."""
+        """All the data while there are at most `KEPT` values, else None."""
         return None if self.counts.size else np.concatenate([*self._kept, np.zeros(0, np.float32)])
 
     def observe(self, x: NDArray[np.floating]) -> None:
-        """Add one batch, any shape, float32 or float16. The state is unchanged if it is refused.
+        """Add one batch of any shape, float32 or float16; a refused one changes nothing.
 
         Raises:
             CalibrationError: wrong dtype, empty, NaN or Inf.
@@ -357,7 +352,7 @@ class IfmrHistogram:
         return self.minimum == self.maximum == 0
 
     def to_arrays(self) -> Arrays:
-        """Plain 1-D arrays; see `calibrators.amct.recorders.IfmrOf.restore`."""
+        """Return plain 1-D arrays for `calibrators.amct.recorders.IfmrOf.restore`."""
         kept = self.kept
         occupied = np.flatnonzero(self.counts)
         return {
@@ -370,7 +365,7 @@ class IfmrHistogram:
         }
 
     def keep(self, data: Float32Array) -> None:
-        """Take stored data as they are."""
+        """Set the stored data."""
         self._kept = [data]
 
     def _widen(self, amax: float) -> None:
@@ -387,7 +382,7 @@ class IfmrHistogram:
     def _count(self, data: Float32Array) -> None:
         scale = np.float32(FINE_BINS / self.full_range)
         for part in np.split(data, range(_STREAM_CHUNK, data.size, _STREAM_CHUNK)):
-            index = (part * scale).astype(np.intp)  # as bincount takes it, with no copy
+            index = (part * scale).astype(np.intp)  # the type that bincount needs no copy of
             index += FINE_BINS
             self.counts += np.bincount(index, minlength=self.counts.size)
             self.sums += np.bincount(index, part, self.counts.size)
@@ -395,10 +390,10 @@ class IfmrHistogram:
 
 
 def ifmr_streaming(histogram: IfmrHistogram, params: IfmrParams | None = None) -> AscendScale:
-    """The same search over counts, so that memory does not grow with the images.
+    """Run the search of `ifmr` on a histogram, so that memory does not grow with the images.
 
-    Few data were kept as they are and give `ifmr`'s own result. Else the values of a bin are taken
-    as spread evenly around their mean, and the range that wins may be the one beside `ifmr`'s.
+    With few data the result is that of `ifmr`. Otherwise the values of a bin count as spread evenly
+    around their mean, and the result may be a neighbour of the range that `ifmr` chooses.
 
     Raises:
         CalibrationError: nothing was observed, or a scale is not finite.
@@ -420,9 +415,12 @@ def ifmr_streaming(histogram: IfmrHistogram, params: IfmrParams | None = None) -
 
 @dataclass(frozen=True, slots=True)
 class _Spread:
-    """A histogram as a density; the data of bin b are even over [lows[b], highs[b]].
+    """A histogram as a density: the data of bin b are spread evenly over [lows[b], highs[b]].
 
-    edges [B + 1] of the bins; numbers, sums [B + 1]: of the data under each edge.
+    Attributes:
+        edges: [B + 1] edges of the bins.
+        numbers, sums: [B + 1] number and sum of the data below each edge.
+        squares: sum of the squares of all data.
     """
 
     edges: Float64Array
@@ -438,7 +436,7 @@ class _Spread:
         up = width * np.arange(1, FINE_BINS + 1)
         edges = np.concatenate((-up[-1:], -up[::-1], up, up[-1:]))
         counts = histogram.counts.astype(np.float64)
-        middle = (edges[1:] + edges[:-1]) / 2  # of the bin around 0: 0, where a ReLU's zeros are
+        middle = (edges[1:] + edges[:-1]) / 2  # 0 for the bin around 0, which holds ReLU zeros
         mean = np.where(counts > 0, histogram.sums / np.maximum(counts, 1.0), middle)
         mean = np.clip(mean, edges[:-1], edges[1:])
         half = np.minimum(mean - edges[:-1], edges[1:] - mean)
@@ -449,7 +447,7 @@ class _Spread:
         return cls(edges, mean - half, mean + half, numbers, sums, squares)
 
     def below(self, cuts: Float64Array) -> tuple[Float64Array, Float64Array]:
-        """Number and sum of the data under each cut."""
+        """Return number and sum of the data below each cut."""
         bin_ = np.clip(np.searchsorted(self.edges, cuts, "right") - 1, 0, self.lows.size - 1)
         low, high = self.lows[bin_], self.highs[bin_]
         inside = np.clip(cuts, low, high)
@@ -459,7 +457,7 @@ class _Spread:
         return self.numbers[bin_] + share, self.sums[bin_] + share * (low + inside) / 2
 
     def kth(self, percentile: float, extreme: float, *, smallest: bool) -> float:
-        """The k-th smallest or largest value: exact where k is 1, else spread over its bin."""
+        """Return the k-th smallest or largest value: exact for k = 1, else interpolated."""
         size = int(self.numbers[-1])
         k = 1 if 1 - percentile < FLT_EPSILON else max(size - int(percentile * size), 1)
         if k == 1:

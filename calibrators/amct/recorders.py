@@ -1,11 +1,9 @@
-"""What AMCT's searches are made from, as statistics of one tensor.
+"""Statistics and recorders of one tensor for AMCT's searches: IFMR, HFMG, DMQ and AdaRound.
 
-AMCT's numbers are defined by its batches, one after the other, so all of these are ordered.
+AMCT defines its numbers by consecutive batches, so all of these statistics are ordered.
 
-What AdaRound looks at, as statistics: a layer's inputs and outputs at some places.
-
-The same places of both, drawn by the number of the sample. They are kept only until the layer is
-rounded; a store gets what it was rounded to.
+AdaRound needs a layer's inputs and outputs at the same sampled positions, which the number of the
+sample decides. They are held until the layer is rounded; only the result is stored.
 """
 
 from __future__ import annotations
@@ -27,22 +25,22 @@ from calibrators.statistics import Arrays, Recorder, Statistic, numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ordered:
-    """Common to all: the order shows, and nothing must be known before.
+    """Base of the ordered statistics without a lead.
 
     Attributes:
-        samples: how many samples are looked at, AMCT's `batch_num`; None for all.
+        samples: number of samples to record, AMCT's `batch_num`; None for all.
     """
 
     samples: int | None = None
 
     @property
     def ordered(self) -> bool:
-        """AMCT's batches come one after the other."""
+        """True: AMCT's batches are consecutive."""
         return True
 
     @property
     def lead(self) -> Statistic | None:
-        """Nothing."""
+        """None."""
         return None
 
     def _key(self, name: str) -> str:
@@ -51,70 +49,66 @@ class _Ordered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IfmrOf(_Ordered):
-    """An `IfmrHistogram`: IFMR in flat memory."""
+    """An `IfmrHistogram`: IFMR in constant memory."""
 
     @property
     def key(self) -> str:
-        """No parameter but the batches."""
+        """Name with the number of batches."""
         return self._key("ifmr histogram")
 
     def recorder(self, lead: Recorder | None) -> IfmrHistogram:
-        """An empty histogram."""
+        """Return an empty histogram."""
         return IfmrHistogram()
 
     def restore(self, arrays: Arrays) -> IfmrHistogram:
-        """A histogram that was stored."""
-        found = IfmrHistogram()
-        (found.minimum, found.maximum, found.full_range), (found.total,) = numbers(arrays, 3, 1)
+        """Return a stored histogram."""
+        made = IfmrHistogram()
+        (made.minimum, made.maximum, made.full_range), (made.total,) = numbers(arrays, 3, 1)
         kept, bins = arrays["kept"], arrays["bins"]
         if kept.size:
-            found.keep(np.array(kept, np.float32))
+            made.keep(np.array(kept, np.float32))
         elif bins.size:
-            found.counts = np.zeros(2 * FINE_BINS + 1, np.int64)
-            found.sums = np.zeros(2 * FINE_BINS + 1)
+            made.counts = np.zeros(2 * FINE_BINS + 1, np.int64)
+            made.sums = np.zeros(2 * FINE_BINS + 1)
             if bins.min() < 0 or bins.max() > 2 * FINE_BINS:
                 raise CalibrationError("stored bins must lie within the histogram and do not")
-            found.counts[bins], found.sums[bins] = arrays["counts"], arrays["sums"]
-        if kept.size + int(found.counts.sum()) != found.total:
+            made.counts[bins], made.sums[bins] = arrays["counts"], arrays["sums"]
+        if kept.size + int(made.counts.sum()) != made.total:
             raise CalibrationError("stored counts must add up to their total and do not")
-        return found
+        return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactOf(_Ordered):
-    """Every value, as AMCT's IFMR keeps them: memory grows with the samples; never stored."""
+    """All values, as in AMCT's IFMR: memory grows with the samples; never stored."""
 
     @property
     def key(self) -> str:
-        """No parameter but the batches."""
+        """Name with the number of batches."""
         return self._key("all values")
 
     def recorder(self, lead: Recorder | None) -> Exact:
-        """Nothing kept yet."""
+        """Return an empty recorder."""
         return Exact()
 
     def restore(self, arrays: Arrays) -> Exact:
-        """Refuse: they are too many for a cache.
-
-        Raises:
-            CalibrationError: always.
-        """
+        """Raise CalibrationError: the values are too many for a cache."""
         raise CalibrationError("values that are kept whole are not stored")
 
 
 class Exact:
-    """All values of a tensor."""
+    """Recorder of all values of a tensor."""
 
     def __init__(self) -> None:
         self._kept: list[Float32Array] = []
 
     def observe(self, x: NDArray[np.floating]) -> None:
-        """Keep a batch."""
+        """Add a batch."""
         self._kept.append(np.array(x, copy=True).reshape(-1))
 
     @property
     def nbytes(self) -> int:
-        """Memory that the values take."""
+        """Memory of the values, in bytes."""
         return sum(part.nbytes for part in self._kept)
 
     @property
@@ -128,11 +122,11 @@ class Exact:
         return not any(part.any() for part in self._kept)
 
     def search(self, params: IfmrParams) -> AscendScale:
-        """AMCT's own search."""
+        """Run AMCT's search."""
         return ifmr(np.concatenate(self._kept), params)
 
     def to_arrays(self) -> Arrays:
-        """Nothing: see `ExactOf.restore`."""
+        """Return {}: see `ExactOf.restore`."""
         return {}
 
 
@@ -142,7 +136,7 @@ class HfmgOf(_Ordered):
 
     Attributes:
         nbins: 1024, 2048, 4096 or 8192.
-        together: samples that make a batch.
+        together: samples per batch.
     """
 
     nbins: int = 4096
@@ -150,32 +144,32 @@ class HfmgOf(_Ordered):
 
     @property
     def key(self) -> str:
-        """With its bins and its batches."""
+        """Name with bins and batches."""
         joined = f", {self.together} samples a batch" if self.together > 1 else ""
         return self._key(f"hfmg histogram of {self.nbins} bins{joined}")
 
     def recorder(self, lead: Recorder | None) -> HfmgHistogram:
-        """An empty histogram."""
+        """Return an empty histogram."""
         return HfmgHistogram(self.nbins, together=self.together)
 
     def restore(self, arrays: Arrays) -> HfmgHistogram:
-        """A histogram that was stored."""
-        found = HfmgHistogram(self.nbins, together=self.together)
+        """Return a stored histogram."""
+        made = HfmgHistogram(self.nbins, together=self.together)
         (lo, hi), _ = numbers(arrays, 2, 0)
         counts = np.array(arrays["counts"], np.int32)
         if counts.shape != (self.nbins,) or counts.min() < 0:
             raise CalibrationError(f"a stored histogram must have {self.nbins} counts of 0 or more")
-        found.counts, found.lo, found.hi = counts, np.float32(lo), np.float32(hi)
-        return found
+        made.counts, made.lo, made.hi = counts, np.float32(lo), np.float32(hi)
+        return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelMaxOf(_Ordered):
-    """The largest |x| of each channel of the first batch: what DMQ balances by.
+    """The largest |x| of each channel of the first batch, for DMQ.
 
     Attributes:
-        axis: of the channels.
-        samples: in the batch.
+        axis: axis of the channels.
+        samples: number of samples in the batch.
     """
 
     axis: int = 1
@@ -183,47 +177,44 @@ class ChannelMaxOf(_Ordered):
 
     @property
     def key(self) -> str:
-        """With its axis."""
+        """Name with the axis."""
         return self._key(f"largest |x| along axis {self.axis}")
 
     def recorder(self, lead: Recorder | None) -> ChannelMax:
-        """Nothing seen yet."""
+        """Return an empty recorder."""
         return ChannelMax(self.axis)
 
     def restore(self, arrays: Arrays) -> ChannelMax:
-        """What was stored."""
-        found = ChannelMax(self.axis)
-        found.values = np.array(arrays["values"], np.float32)
-        return found
+        """Return a stored recorder."""
+        made = ChannelMax(self.axis)
+        made.values = np.array(arrays["values"], np.float32)
+        return made
 
 
 class ChannelMax:
-    """Largest |x| of each channel, float32 [C]."""
+    """Recorder of the largest |x| of each channel, float32 [C]."""
 
     def __init__(self, axis: int) -> None:
         self.axis = axis
         self.values: Float32Array = np.zeros(0, np.float32)
 
     def observe(self, x: NDArray[np.floating]) -> None:
-        """Take a sample of the first batch."""
-        found = channel_max(x, self.axis)
-        self.values = np.maximum(self.values, found) if self.values.size else found
+        """Add a sample of the first batch."""
+        maxima = channel_max(x, self.axis)
+        self.values = np.maximum(self.values, maxima) if self.values.size else maxima
 
     def to_arrays(self) -> Arrays:
-        """The maxima."""
+        """Return the maxima."""
         return {"values": self.values}
-
-
-FloatArray = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Places:
-    """Common to both.
+    """Base of the statistics at sampled positions.
 
     Attributes:
-        samples: how many are looked at.
-        most: places of a sample.
+        samples: number of samples to record.
+        most: largest number of positions per sample.
     """
 
     samples: int
@@ -231,12 +222,12 @@ class _Places:
 
     @property
     def ordered(self) -> bool:
-        """Places are drawn by the number of the sample."""
+        """True: the number of the sample decides the positions."""
         return True
 
     @property
     def lead(self) -> Statistic | None:
-        """Nothing."""
+        """None."""
         return None
 
     @property
@@ -246,42 +237,38 @@ class _Places:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetsOf(_Places):
-    """What the float layer gives there; never stored.
+    """Outputs of the float layer at sampled positions; never stored.
 
     Attributes:
-        last: the output channels are the last axis, else the second.
+        last: whether the output channels are the last axis, else the second.
     """
 
     last: bool
 
     @property
     def key(self) -> str:
-        """The places, and where channels are."""
+        """Name with the positions and the channel axis."""
         return f"outputs at {self._where}{', channels last' if self.last else ''}"
 
     def recorder(self, lead: Recorder | None) -> Targets:
-        """Nothing seen yet."""
+        """Return an empty recorder."""
         return Targets(self.most, last=self.last)
 
     def restore(self, arrays: Arrays) -> Targets:
-        """Refuse: they are too many for a cache.
-
-        Raises:
-            CalibrationError: always.
-        """
+        """Raise CalibrationError: the values are too many for a cache."""
         raise CalibrationError("outputs that are kept are not stored")
 
 
 class Targets:
-    """Outputs of a layer at some places."""
+    """Recorder of a layer's outputs at sampled positions."""
 
     def __init__(self, most: int, *, last: bool) -> None:
-        self.share = 1.0  # AMCT sums the squares along axis 1, whatever that is, and takes means
+        self.share = 1.0  # AMCT always sums the squares along axis 1, then averages
         self._most, self._last, self._number = most, last, 0
-        self._kept: list[FloatArray] = []
+        self._kept: list[Float32Array] = []
 
     def observe(self, x: NDArray[np.floating]) -> None:
-        """Keep places of a sample, [N, C, ...] or [..., C]."""
+        """Add sampled positions of a sample, [N, C, ...] or [..., C]."""
         value = checked(x, "output of a layer that AdaRound rounds")
         self._number += 1
         if self._last and value.ndim > 2:
@@ -290,25 +277,25 @@ class Targets:
         rows = wide.reshape(-1, wide.shape[-1])
         self._kept.append(rows[places(self._number, len(rows), self._most)].copy())
 
-    def taken(self) -> FloatArray:
-        """All of them, [P, C]; they are not kept any longer."""
+    def taken(self) -> Float32Array:
+        """Return all outputs, [P, C], and drop them here."""
         kept, self._kept = self._kept, []
         return np.concatenate(kept)
 
     def to_arrays(self) -> Arrays:
-        """Nothing: see `TargetsOf.restore`."""
+        """Return {}: see `TargetsOf.restore`."""
         return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedOf(_Places):
-    """What the weights are rounded to; until then the layer's inputs.
+    """A layer's inputs at sampled positions, then its rounded weights.
 
     Attributes:
-        window: of a convolution; None for a matrix product.
-        shape: of the integers, groups, output channels of a group, values of a patch.
-        scales: how many the weight has.
-        params: of the search.
+        window: window of a convolution; None for a matrix product.
+        shape: shape of the integers: groups, output channels of a group, values of a patch.
+        scales: number of scales of the weight.
+        params: parameters of the search.
     """
 
     window: Window | None
@@ -318,20 +305,20 @@ class RoundedOf(_Places):
 
     @property
     def key(self) -> str:
-        """The places and the parameters."""
-        found = self.params
-        first, last = found.beta_range
+        """Name with the positions and the parameters."""
+        params = self.params
+        first, last = params.beta_range
         return (
-            f"AdaRound by {self._where}, {found.num_iteration} iterations, reg_param"
-            f" {found.reg_param}, beta {first} to {last}, warm_start {found.warm_start}"
+            f"AdaRound by {self._where}, {params.num_iteration} iterations, reg_param"
+            f" {params.reg_param}, beta {first} to {last}, warm_start {params.warm_start}"
         )
 
     def recorder(self, lead: Recorder | None) -> Rounded:
-        """Nothing seen yet."""
+        """Return an empty recorder."""
         return Rounded(self.window, self.most)
 
     def restore(self, arrays: Arrays) -> Rounded:
-        """What was found.
+        """Return stored integers.
 
         Raises:
             CalibrationError: another number of integers or scales.
@@ -341,46 +328,46 @@ class RoundedOf(_Places):
         integers, scale = arrays["integers"], arrays["scale"]
         if integers.shape != (np.prod(self.shape),) or scale.shape != (self.scales,):
             raise CalibrationError("stored integers must be as many as the weights and are not")
-        found = np.array(integers, np.int8).reshape(self.shape)
-        made.keep(found, np.array(scale, np.float32), (errors[0], errors[1]))
+        weights = np.array(integers, np.int8).reshape(self.shape)
+        made.keep(weights, np.array(scale, np.float32), (errors[0], errors[1]))
         return made
 
 
 class Rounded:
-    """A layer's inputs at some places, then the integers that they led to.
+    """Recorder of a layer's inputs at sampled positions, then of its rounded weights.
 
     Attributes:
-        integers: of the weight, int8 [G, M, K]; None until they are found.
+        integers: the weights, int8 [G, M, K]; None until they are rounded.
         scale: their scales, float32 [C] or [1].
-        errors: the output's mean squared error, by the nearest integers and by these.
+        errors: mean squared error of the output with nearest rounding and with these integers.
     """
 
     def __init__(self, window: Window | None, most: int) -> None:
         self.integers: NDArray[np.int8] | None = None
-        self.scale: FloatArray = np.zeros(0, np.float32)
+        self.scale: Float32Array = np.zeros(0, np.float32)
         self.errors = (0.0, 0.0)
         self._window, self._most, self._number = window, most, 0
-        self._kept: list[FloatArray] = []
+        self._kept: list[Float32Array] = []
 
     def observe(self, x: NDArray[np.floating]) -> None:
-        """Keep the patches of some places of a sample."""
+        """Add the patches at sampled positions of a sample."""
         value = checked(x, "input of a layer that AdaRound rounds")
         self._number += 1
         self._kept.append(patches(value, self._window, self._number, self._most))
 
-    def taken(self) -> FloatArray:
-        """All of them, [P, G, K]; they are not kept any longer."""
+    def taken(self) -> Float32Array:
+        """Return all patches, [P, G, K], and drop them here."""
         kept, self._kept = self._kept, []
         return np.ascontiguousarray(np.concatenate(kept, axis=2).transpose(2, 0, 1))
 
     def keep(
-        self, integers: NDArray[np.int8], scale: FloatArray, errors: tuple[float, float]
+        self, integers: NDArray[np.int8], scale: Float32Array, errors: tuple[float, float]
     ) -> None:
-        """Take what was found."""
+        """Set the result."""
         self.integers, self.scale, self.errors = integers, scale, errors
 
     def to_arrays(self) -> Arrays:
-        """What was found; nothing before."""
+        """Return the result; {} before there is one."""
         if self.integers is None:
             return {}
         return {

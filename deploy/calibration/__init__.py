@@ -1,3 +1,3 @@
-"""What is observed of a model, in one pass, and how it is kept and used again."""
+"""Calibration: observe tensor statistics in one pass, store them, search clip ranges in them."""
 
-DEFAULT_TRT_VERSION = "10.3.0"  # of a cache's first line where nothing says another
+DEFAULT_TRT_VERSION = "10.3.0"  # in a cache's first line, unless another version is known

@@ -1,11 +1,9 @@
-"""`Calibrated`: a calibration with the model and feed it is for, and how it came about.
+"""Calibration result: ranges with their model and feed; or the ranges of a quantized model.
 
-A quantized model in place of a calibration: nothing is observed, its own ranges stand.
-
-::
+A Q/DQ model needs no calibration: nothing is observed, its own scales are used::
 
     LoadedModel.trained --> TrainedRanges --> targets, as after a calibration
-    images, or samples that are made up --> what is built is tried, and with images measured
+    images, or random samples --> the built models are run, and with images also measured
 """
 
 from __future__ import annotations
@@ -34,34 +32,52 @@ if TYPE_CHECKING:
     from deploy.frontends.base import Trained
     from deploy.tensors import Array
 
+MADE_UP = "random numbers"
+_TRIED = 2  # number of random samples
+_UNMEASURED = (
+    "No images were given: neither accuracy nor speed was measured, and trial builds"
+    " ran on random samples; --images measures both."
+)
+_TAKEN_OUT = (
+    "FP32 is the float model extracted from {}, whose weights are multiples of their scales;"
+    " --float names the one that it was made from."
+)
+_STORED = (
+    "FP32 is the float model that {} stands for, whose weights alone are stored as integers; speed"
+    " and size are reported next to it."
+)
+_WIDENED = (
+    "FP32 is the float32 model that {} stands for, which computes in float16; speed and size are"
+    " reported next to it."
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrated:
-    """A calibration with the model and feed it is for, and how it came about.
+    """A calibration with its model and feed, and how it was obtained.
 
     Attributes:
         subject: the model, its forms, the method.
-        images: where the images came from, in words.
+        images: source of the images, as text.
         feed: the calibration images.
-        ranges: what was observed, and the clip ranges found in it.
-        wanted: target -> what it wants observed.
-        failed: target -> why it cannot be built for, as a sentence.
-        observed_now: the observations for which the model was run.
+        ranges: the statistics and the clip ranges found in them.
+        wanted: target -> observations it needs.
+        failed: target -> why it cannot be built, as a sentence.
+        observed_now: observations for which the model was run.
         reused: whether nothing had to be run.
-        reason: why it was reused, or why not, in one sentence.
-        seconds: of observing and searching.
-        runs: variant of the model -> inferences.
-        notes: what the reader of the cache should know.
-        doubts: what tells that the images are not what the model learned from.
-        warnings: what is no part of the model that was observed; what is odd about the ranges.
-        cache: where it is kept.
-        repairs: what was tried on the model before it was observed, in sentences.
+        reason: why the cache was reused or not, in one sentence.
+        seconds: time of observing and searching.
+        runs: variant of the model -> number of inferences.
+        notes: notes for the reader of the cache.
+        doubts: signs that the images differ from the model's training data.
+        warnings: unobserved parts of the model and suspicious ranges.
+        cache: path of the cache.
+        repairs: notes on repairs that were tried before observing.
         peaks: the largest samples of every tensor that was observed now.
-        checkpoint: what the run would have gone on from; whoever keeps what was found removes it.
-        resumed: from where it went on, or why it did not, in sentences.
-        judges: samples that judge what is built, with the float model's outputs.
-        agreement: how far halves of the samples agree; None where nothing was observed that tells
-            it.
+        checkpoint: checkpoint of the run; the caller removes it once the result is stored.
+        resumed: notes on where the run resumed, or why it did not.
+        judges: evaluation samples with the float model's outputs.
+        agreement: how far halves of the samples agree; None if no observation shows it.
     """
 
     subject: Subject
@@ -98,22 +114,22 @@ class Calibrated:
 
     @property
     def found(self) -> Found:
-        """What the method found, of every tensor that some target searches by it."""
+        """Ranges of every tensor that a target searches with the method."""
         return self.ranges.of(self.searched)
 
     @property
     def observations(self) -> tuple[Observation, ...]:
-        """What all targets want, each observation once."""
+        """Observations of all targets, without duplicates."""
         return each_once(self.wanted)
 
     @property
     def searched(self) -> tuple[Observation, ...]:
-        """The observations that the method searches, each once."""
+        """Observations that the method searches, without duplicates."""
         statistic = self.subject.statistic
         return tuple(o for o in self.observations if o.statistic == statistic)
 
     def to_json(self) -> dict[str, object]:
-        """Plain JSON types; a range is [lowest, highest] in real units."""
+        """Return plain JSON types; a range is [lowest, highest] in real units."""
         scales = self.found.scales
         return {
             "cache": None if self.cache is None else str(self.cache),
@@ -133,34 +149,14 @@ class Calibrated:
 
     @property
     def cost(self) -> str:
-        """What was counted, in words: "decoded 8 images, ran 8 inferences of the model folded"."""
+        """Work as text: "decoded 8 images, ran 8 inferences of the model folded"."""
         words = (f"{count} inferences of the model {form}" for form, count in self.runs.items())
         ran = ", ".join(words) or "no inference"
         return f"decoded {self.feed.decodes} images, ran {ran}"
 
 
-MADE_UP = "random numbers"
-_TRIED = 2  # of these
-_UNMEASURED = (
-    "No images were given: neither accuracy nor speed was measured, and what a target tries is"
-    " tried on made-up samples; --images measures both."
-)
-_TAKEN_OUT = (
-    "FP32 is the float model that was taken out of {}, whose weights are multiples of their scales;"
-    " --float names the one that it was made from."
-)
-_STORED = (
-    "FP32 is the float model that {} stands for, whose weights alone are stored as integers; speed"
-    " and size are told beside it."
-)
-_WIDENED = (
-    "FP32 is the float32 model that {} stands for, which computes in float16; speed and size are"
-    " told beside it."
-)
-
-
 class TrainedRanges(Ranges):
-    """The ranges of a model's own pairs; no search changes them."""
+    """The ranges of a model's own Q/DQ pairs, which no search changes."""
 
     def __init__(self, trained: Trained, subject: Subject) -> None:
         known = Found(scales=trained.scales, troubles={})
@@ -168,16 +164,16 @@ class TrainedRanges(Ranges):
         self.trained = trained
 
     def choosing(self, choices: Choices) -> Ranges:
-        """The same, whatever is chosen."""
+        """Return these ranges: choices do not change them."""
         return self
 
     @property
     def chosen_by(self) -> str:
-        """What chose the ranges, as the report shows it."""
+        """Source of the ranges, for the report."""
         return f"the scales of {self.trained.name}"
 
     def of(self, observations: Iterable[Observation], *, symmetric: Grid | None = None) -> Found:
-        """The ranges there are; a tensor without a pair has none."""
+        """Return the ranges of the pairs; a tensor without a pair has none."""
         scales = self.trained.scales
         missing = (o.tensor for o in observations if o.tensor not in scales)
         without = Trouble(f"has no pair in {Path(self.trained.name).name}", unknown=True)
@@ -185,7 +181,7 @@ class TrainedRanges(Ranges):
 
 
 def subject_of(loaded: LoadedModel, feed: Feed, trt_version: str | None) -> Subject:
-    """What a target looks at; the model as it was given is not read again."""
+    """Return the subject of a model with a feed, without the model as the user gave it."""
     return Subject(
         loaded=loaded,
         samples=len(feed),
@@ -204,7 +200,7 @@ def taken(
     images: str,
     failed: Mapping[str, str],
 ) -> Calibrated:
-    """The ranges of the pairs as a calibration that cost nothing."""
+    """Return the ranges of a model's pairs as a calibration without any run."""
     return Calibrated(
         subject=subject,
         images=images,
@@ -215,23 +211,23 @@ def taken(
         failed=failed,
         observed_now=(),
         reused=False,
-        reason="the model is quantized already, and its pairs say every range",
+        reason="the model is quantized already, and its Q/DQ pairs give every range",
         seconds=0.0,
         runs={},
     )
 
 
 def made_up(loaded: LoadedModel) -> list[dict[str, Array]]:
-    """Samples where there are no images: nothing is judged on them.
+    """Return random samples for a run without images; they are not used for accuracy.
 
     Raises:
-        ConfigError: a dimension that is open.
+        ConfigError: a dimension is dynamic.
     """
     return random_feeds(loaded.inputs, count=_TRIED)
 
 
 def choices_of(trained: Trained, loaded: LoadedModel) -> Choices:
-    """The layers that compute in float in the Q/DQ model stay so on every target."""
+    """Return choices that keep the float layers of a Q/DQ model in float on every target."""
     layers = {node.name for node in loaded.model.graph.node if node.op_type in WEIGHTED}
     name = Path(trained.name).name
     floats = {n: f"float in {name}: {why}" for n, why in trained.floats.items() if n in layers}
@@ -243,15 +239,15 @@ def reference_of(
     other: str | Path | onnx.ModelProto | None,
     images: FeedSource | None,
 ) -> tuple[LoadedModel, tuple[str, ...]]:
-    """The float model that engines are judged beside, and what is to be said of it.
+    """Return the float reference model, and notes on what it is.
 
     Args:
-        loaded: the model that is built.
-        other: the float model of a Q/DQ model, where it is named.
-        images: what is judged on; None where nothing is.
+        loaded: the model to build.
+        other: the float model of a Q/DQ model, if the user named it.
+        images: the images for accuracy; None without any.
 
     Raises:
-        ConfigError: images are missing, or a float model is named that has no use or does not fit.
+        ConfigError: images are missing, or `other` is of no use or does not match the model.
     """
     from deploy.frontends import load
 
@@ -262,35 +258,34 @@ def reference_of(
             )
         if other is not None:
             raise ConfigError(
-                f"--float is what a Q/DQ model is judged beside, got it for {loaded.name}, which is"
-                " a float model itself; leave it away"
+                f"--float names the float reference of a Q/DQ model, got it for {loaded.name},"
+                " which is a float model itself; leave it away"
             )
         return loaded, tuple(_otherwise(loaded))
     if images is None:
         if other is not None:
             raise ConfigError(
-                "--float is judged beside on images, which were not given; give --images too, or"
-                " leave it away"
+                "--float needs images to compare on, got none; give --images too, or leave it away"
             )
         return loaded, (_UNMEASURED,)
     if other is None:
         return loaded, (_TAKEN_OUT.format(Path(loaded.trained.name).name),)
-    found = load(other)
+    reference = load(other)
     for what, ours, theirs in (
-        ("inputs", loaded.inputs, found.inputs),
-        ("outputs", loaded.outputs, found.outputs),
+        ("inputs", loaded.inputs, reference.inputs),
+        ("outputs", loaded.outputs, reference.outputs),
     ):
         wanted, got = (", ".join(spec.name for spec in each) for each in (ours, theirs))
         if wanted != got:
             raise ConfigError(
                 f"--float must have the {what} of the Q/DQ model, {wanted}, got {got} in"
-                f" {found.source or found.name}; name the model that it was made from"
+                f" {reference.source or reference.name}; name the model that it was made from"
             )
-    return found, (f"FP32 is {found.source or found.name}.",)
+    return reference, (f"FP32 is {reference.source or reference.name}.",)
 
 
 def _otherwise(loaded: LoadedModel) -> Iterator[str]:
-    """What FP32 is, where it is not what the file holds."""
+    """Yield notes on the FP32 model if it is not the one in the file."""
     if loaded.restored:
         yield _STORED.format(loaded.name)
     if loaded.widened:
@@ -298,18 +293,18 @@ def _otherwise(loaded: LoadedModel) -> Iterator[str]:
 
 
 def refuse_calibrating(trained: Trained, asked: Sequence[str]) -> None:
-    """Refuse what would change how a model is calibrated that needs no calibration.
+    """Refuse calibration options for a model that is already quantized.
 
     Args:
         trained: the model.
-        asked: options that were given, in words.
+        asked: the options that were given, as text.
 
     Raises:
-        ConfigError: there are some.
+        ConfigError: at least one was given.
     """
     if asked:
         raise ConfigError(
-            f"{trained.name} is quantized already, and its own scales are taken, got"
+            f"{trained.name} is quantized already, and its own scales are used, got"
             f" {' and '.join(asked)}; leave {'it' if len(asked) == 1 else 'them'} away, or give the"
             " float model"
         )

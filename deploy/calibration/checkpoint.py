@@ -1,16 +1,16 @@
-"""Checkpoints: a calibration that was ended at any moment goes on where it stood.
+"""Checkpoints: resume an interrupted calibration from the last stored state.
 
 ::
 
-    calibrate -o m.cache     now and then, at Ctrl-C and at SIGTERM --> m.cache.checkpoint
+    calibrate -o m.cache     periodically, at Ctrl-C and at SIGTERM --> m.cache.checkpoint
                                                                              |
-    calibrate -o m.cache --resume   reads on from the next sample <----------'
-                                    and removes it when the cache is written
+    calibrate -o m.cache --resume   continues with the next sample <---------'
+                                    and removes it once the cache is written
 
-A checkpoint is the file of a shard (`deploy.calibration.shards`) of the first samples: digests
-of what they came of, every statistic so far and the largest values. It is written while nobody
-counts, so that it holds just these samples. What is known of the first samples before the pass
-(TensorRT's first batch, AMCT's DMQ and AdaRound) is found again: from the same samples, the same.
+A checkpoint is a shard file (`deploy.calibration.shards`) of the first samples: their digests,
+every statistic so far and the largest values. It is written while all workers pause, so that it
+holds exactly these samples. What must be known of the first samples before the pass (TensorRT's
+first batch, AMCT's DMQ and AdaRound) is recomputed, with the same result.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ if TYPE_CHECKING:
     from deploy.feed.sampling import Share
 
 ENDING = ".checkpoint"
-EVERY_S = 10.0  # between two of them
-_SHARE = 30  # of a run's time one takes at most such a part, waiting for all workers too
+EVERY_S = 10.0  # seconds between checkpoints
+_SHARE = 30  # they take at most 1/30 of a run's time, including the wait for the workers
 _WHAT = "a checkpoint of a calibration"
 
 
 def beside(path: Path) -> Path:
-    """Where the checkpoint stands of a run that is to write a cache, or a shard."""
+    """Return the checkpoint path of a run that writes a cache or a shard."""
     return Path(f"{path}{ENDING}")
 
 
 def clear(path: Path) -> None:
-    """Remove the checkpoint of a run whose cache is whole, where it was ended just before that."""
+    """Remove the checkpoint of a run that was interrupted after it wrote its cache."""
     with suppress(CacheError):
         if shards.load(path, what=_WHAT).counted is not None:
             path.unlink(missing_ok=True)
 
 
 class Checkpoint:
-    """The checkpoint of a run: what an earlier one left, and what this one keeps.
+    """The checkpoint of a run: reads that of an earlier run, writes its own.
 
     Attributes:
-        path: of the file.
-        counted: samples that the earlier run counted and this one does not read again.
-        notes: what is to be known of it, in sentences.
+        path: path of the file.
+        counted: number of samples that the earlier run counted; they are not run again.
+        notes: notes for the user.
     """
 
     def __init__(
@@ -77,28 +77,28 @@ class Checkpoint:
         resume: bool,
         force: bool,
     ) -> None:
-        """Look for one, and take it up.
+        """Look for a checkpoint, and resume from it if wanted.
 
         Args:
-            path: of the file.
-            subject: the model, and what repaired it.
-            feed: hashes the samples that were counted, and need not read them otherwise.
-            wanted: what is observed in the pass.
-            peaks: of the pass; is told those of the samples that were counted.
-            resume: go on from it; else a new run begins, which replaces it as soon as it has
-                counted as many samples.
-            force: replace what is no checkpoint.
+            path: path of the file.
+            subject: the model and its repairs.
+            feed: the samples; those that were counted are only hashed.
+            wanted: the observations of the pass.
+            peaks: peaks of the pass; those of the counted samples are added.
+            resume: resume from the checkpoint; else a new run starts, which replaces it once it
+                has counted as many samples.
+            force: replace a file that is not a checkpoint.
 
         Raises:
-            CacheError: it is none, it is broken, or, where the run is to go on, that of another.
-            FeedError: a sample that was counted is another one now.
-            ExportError: an input, a folder or a device stands there.
+            CacheError: the file is not a checkpoint, is broken, or (to resume) of another run.
+            FeedError: a counted sample has changed.
+            ExportError: the path is an input, a folder or a device.
         """
         self.path = path
         self.counted = 0
         self.notes: list[str] = []
         self._subject, self._feed, self._wanted, self._peaks = subject, feed, wanted, peaks
-        self._kept = 0  # samples of what this run wrote, or took up
+        self._kept = 0  # number of samples in the file that this run wrote or resumed from
         self._began = time.monotonic()
         self._next = self._began + EVERY_S
         self._unkept = next((o for o in wanted if not o.statistic.recorder(None).to_arrays()), None)
@@ -110,14 +110,14 @@ class Checkpoint:
         elif found is not None:
             self._say(
                 f"{path} holds {self._standing:,} samples of a run that did not end: --resume goes"
-                " on from it; this run begins anew and replaces it as soon as it has counted as"
+                " on from it; this run starts over and replaces it as soon as it has counted as"
                 " many"
             )
         elif resume:
-            self._say(f"{path} is not there to go on from, so the run begins anew")
+            self._say(f"{path} is not there to go on from, so the run starts over")
 
     def known(self, wanted: Iterable[Observation]) -> Observed:
-        """What the samples gave that were counted before.
+        """Return the statistics of the samples that were counted before.
 
         Raises:
             CacheError: the arrays of a statistic are broken.
@@ -125,12 +125,12 @@ class Checkpoint:
         return Observed({}) if self._earlier is None else self._earlier.observed(wanted)
 
     def due(self) -> bool:
-        """Whether it is time to keep; from now on nobody works until that is done."""
+        """Whether it is time for a checkpoint; starts the clock of its cost, as workers pause."""
         self._began = time.monotonic()
         return self._unkept is None and self._began >= self._next
 
     def keep(self, number: int, observed: Observed) -> None:
-        """Write what the first so many samples gave; a disk that takes none ends no run."""
+        """Write the statistics of the first `number` samples; a full disk does not end the run."""
         if self._unkept is None and self._kept < number >= self._standing:
             self._write(number, observed)
         now = time.monotonic()
@@ -155,7 +155,7 @@ class Checkpoint:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """An interrupt of the user that comes through says how to go on."""
+        """Add to a KeyboardInterrupt, or similar, how to resume."""
         try:
             yield
         except Exception:
@@ -171,15 +171,15 @@ class Checkpoint:
 
     @cached_property
     def _made_from(self) -> Fingerprint:
-        """What a run must have in common with the one that it goes on with."""
-        found = origin_of(self._subject.identities, self._feed.form, self._share)
-        return replace(found, numbers={**found.numbers, "calib8": __version__})
+        """The fingerprint that a run must share with the one that it resumes."""
+        origin = origin_of(self._subject.identities, self._feed.form, self._share)
+        return replace(origin, numbers={**origin.numbers, "calib8": __version__})
 
     def _left(self) -> str:
-        """What is left for the next run."""
+        """Return what the next run can resume from, as a sentence."""
         if self._unkept is not None:
             return (
-                "the next run begins anew, since no checkpoint holds"
+                "the next run starts over, since no checkpoint holds"
                 f" {self._unkept.statistic.key!r}"
             )
         if not self._kept:
@@ -190,7 +190,7 @@ class Checkpoint:
         return f"{number:,} of {len(self._feed):,} samples"
 
     def _say(self, sentence: str) -> None:
-        """Now, and at the end."""
+        """Print a note now, and store it for the end."""
         self.notes.append(sentence)
         tell(f"note: {sentence}")
 
@@ -209,10 +209,10 @@ class Checkpoint:
         return found
 
     def _take_up(self, found: Shard) -> None:
-        """Go on from a checkpoint.
+        """Resume from a checkpoint.
 
         Raises:
-            CacheError: it is that of another run.
+            CacheError: it belongs to another run.
             FeedError: as `Feed.take_up`.
         """
         if other := self._differs(found):
@@ -234,7 +234,7 @@ class Checkpoint:
         self.notes.append(f"went on from {self.path}, with {self._of(self.counted)} counted")
 
     def _differs(self, found: Shard) -> str:
-        """In what the run that wrote it is another; empty where it is the same."""
+        """Return how a checkpoint's run differs from this one; "" if it does not."""
         changes = list(self._made_from.changes_since(found.made_from).values())
         if str(found.share) != str(self._share):
             changes.append(f"the shard changed ({found.share} -> {self._share})")

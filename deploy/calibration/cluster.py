@@ -1,16 +1,14 @@
-"""The pieces of a calibration given to the workers, and what comes of them taken in.
+"""Cluster client: distribute a calibration to dask workers and merge their shards.
 
 ::
 
     shares left --submit, two a thread--> running --done--> Gathering
          ^                                  |
-         '---- dask: its worker is lost; calib8: the system failed it --'
+         '---- dask: worker lost; calib8: system error ----'
 
-So few pieces are under way that neither the scheduler nor a cancelled run holds many of them.
-
-A client of dask's scheduler: opened, asked and closed without a hang; one sentence if not.
-
-Shards merged as they come, in flat memory, to what one run would have observed.
+Only few pieces are submitted ahead, so that a cancelled run leaves few on the scheduler. Shards are
+merged as they arrive, in constant memory, to the statistics that one run would observe. Every call
+to the scheduler has a timeout.
 """
 
 from __future__ import annotations
@@ -46,28 +44,35 @@ if TYPE_CHECKING:
     from distributed import Client, Future
 
 
-CONNECT_S = 10.0  # until the scheduler must have answered
-ANSWER_S = 30.0  # until a busy one must have, later
-_CLOSE_S = 2.0  # for taking leave
+CONNECT_S = 10.0  # timeout of the connection
+ANSWER_S = 30.0  # timeout of later calls, when the scheduler may be busy
+_CLOSE_S = 2.0  # timeout of closing
 _LOUD = ("distributed", "tornado", "asyncio")
-LATE = (TimeoutError, asyncio.TimeoutError, FutureTimeout)  # one and the same from Python 3.11 on
+LATE = (TimeoutError, asyncio.TimeoutError, FutureTimeout)  # the same class since Python 3.11
 T = TypeVar("T")
+WORKERS_S = 60.0  # how long a run waits for a first worker
+TICK_S = 1.0  # interval of polling the workers
+_STOP_S = 5.0  # timeout of stopping the workers
+_AHEAD = 2  # submitted pieces per worker thread
+_EACH = 8  # pieces per worker thread, so that all end at about the same time
+_MOST_SAMPLES = 1024  # per piece, which bounds the loss with a worker and the progress step
+_MOST_BYTES = 32 << 20  # per piece that is sent
 
 
 @contextmanager
 def connected(address: str) -> Iterator[Client]:
-    """A client, for as long as this lasts.
+    """Connect a client for the duration of the context.
 
     Raises:
         SdkMissingError: dask.distributed is not installed.
-        BackendError: no scheduler answers at this address, or it ends meanwhile.
+        BackendError: no scheduler answers at this address, or the connection breaks.
     """
     with _quiet():
         client = _opened(address)
         try:
             with client.as_current():
                 yield client
-        except (OSError, *LATE) as error:  # dask's own, of a connection that is gone
+        except (OSError, *LATE) as error:  # dask raises these when the connection breaks
             raise BackendError(
                 f"the scheduler {address} must answer until the end, got: {first_line(error)}; see"
                 " to it and run again"
@@ -78,14 +83,13 @@ def connected(address: str) -> Iterator[Client]:
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """What a call gives, which is left to itself where it takes longer.
+    """Return the result of a call, or abandon it after a timeout.
 
-    Dask waits for the first words of whatever listens at an address, and for the answer of a
-    scheduler that is frozen, without an end.
+    Dask itself waits forever for a frozen scheduler, or for another program at the address.
 
     Raises:
-        TimeoutError: it takes longer.
-        Exception: what the call raised.
+        TimeoutError: the call takes longer.
+        Exception: any error of the call.
     """
     done: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -109,8 +113,7 @@ def _import() -> Any:
         import distributed
     except ImportError as error:
         raise SdkMissingError(
-            "a scheduler is spoken to by dask.distributed, which is not installed; pip install"
-            " 'calib8[dask]'"
+            "--scheduler needs dask.distributed, which is not installed; pip install 'calib8[dask]'"
         ) from error
     return distributed
 
@@ -132,8 +135,8 @@ def _opened(address: str) -> Client:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Dask's own words of what becomes a sentence here, and of large models, are not shown."""
-    _import()  # which sets the levels of its loggers
+    """Silence dask's logs of errors that calib8 reports itself, and its large-object warnings."""
+    _import()  # sets the levels of dask's loggers, before they are changed here
     known = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in _LOUD]
     loggers = [logging.getLogger(name) for name in known]
     before = [one.level for one in loggers]
@@ -149,7 +152,7 @@ def _quiet() -> Iterator[None]:
 
 
 class Gathering:
-    """What came of a feed's pieces so far; the feed learns of their samples."""
+    """Merges the shards of a feed's pieces, and registers their samples with the feed."""
 
     def __init__(
         self, wanted: Iterable[Observation], feed: Feed, identities: Mapping[str, str]
@@ -157,17 +160,17 @@ class Gathering:
         self._wanted = tuple(wanted)
         self._feed = feed
         self._identities = identities
-        self._whole: dict[Key, Histogram] = {}
-        self._peaks = Peaks()  # whose samples are numbered by their places, bad ones too
+        self._merged: dict[Key, Histogram] = {}
+        self._peaks = Peaks()  # numbers samples by place, bad ones included
         self._count = 0
 
     def add(self, share: Share, worker: str, data: bytes) -> None:
-        """Take the shard of a share.
+        """Merge the shard of a share.
 
         Raises:
             CacheError: it is broken.
-            BackendError: it is of another calibration than this one.
-            FeedError: the worker's images are others than those here.
+            BackendError: it belongs to another calibration.
+            FeedError: the worker's images differ from those here.
         """
         shard = shards.of_bytes(data, Path(f"piece {share}"))
         origin = origin_of(self._identities, self._feed.form, share)
@@ -189,16 +192,16 @@ class Gathering:
         self._peaks.add_rows(shard.peaks, {place: place + 1 for place in share.places})
         for key, part in shard.observed(self._wanted).items():
             assert isinstance(part, Histogram)
-            if key in self._whole:
-                self._whole[key].merge(part)
+            if key in self._merged:
+                self._merged[key].merge(part)
             else:
-                self._whole[key] = part
+                self._merged[key] = part
 
     def end(self, peaks: Peaks) -> Observed:
-        """What all pieces saw.
+        """Return the merged statistics of all pieces.
 
         Args:
-            peaks: is told the largest values of all samples.
+            peaks: receives the largest values of all samples.
 
         Raises:
             FeedError: all samples were skipped.
@@ -210,16 +213,7 @@ class Gathering:
             )
         numbers = {place: number for number, place in enumerate(self._feed.places, 1)}
         peaks.add_rows(self._peaks.rows(range(self._count)), numbers)
-        return Observed({o.key: self._whole[o.key] for o in self._wanted})
-
-
-WORKERS_S = 60.0  # that a run waits for a worker where there is none
-TICK_S = 1.0  # between looks at who is there
-_STOP_S = 5.0  # for telling the workers to stop
-_AHEAD = 2  # pieces under way, a thread of the workers
-_EACH = 8  # pieces, a thread, so that all end at about the same time
-_MOST_SAMPLES = 1024  # of a piece: what a lost worker loses, and a step of the progress
-_MOST_BYTES = 32 << 20  # of a piece that is sent
+        return Observed({o.key: self._merged[o.key] for o in self._wanted})
 
 
 def observe_on(
@@ -233,36 +227,36 @@ def observe_on(
     peaks: Peaks,
     runs: Counter[str],
 ) -> tuple[Observed, tuple[str, ...]]:
-    """Observe on the workers of a scheduler what one pass here would have observed.
+    """Observe on the workers of a scheduler, with the result of one pass on this machine.
 
     Args:
         cluster: the scheduler.
-        wanted: the observations, none of which goes by the order of the samples.
-        feed: the images; it learns of every sample what a pass would have told it.
+        wanted: the observations, all order-free.
+        feed: the images; every sample is registered with it as in a local pass.
         subject: the model.
-        images: what the feed was opened from.
-        limit: and which of them.
-        peaks: is told the largest |x| of every tensor.
-        runs: raised by the inferences, by the variant's key.
+        images: the images that the feed was opened from.
+        limit: which of them are used.
+        peaks: receives the largest |x| of every tensor.
+        runs: variant key -> number of inferences, incremented.
 
     Returns:
-        What was wanted; and where it was observed, in sentences.
+        (the wanted statistics, notes on where they were observed).
 
     Raises:
-        ConfigError, FeedError: the images cannot be shared out.
-        BackendError: no scheduler, no worker, other versions there; or all workers were lost.
-        Calib8Error: what went wrong on a worker, which is named.
+        ConfigError, FeedError: the images cannot be split among workers.
+        BackendError: no scheduler, no worker, other versions there, or all workers were lost.
+        Calib8Error: an error on a worker, which is named.
     """
-    whole = feed.share_of((1, 1))
+    everything = feed.share_of((1, 1))
     job = job_of(cluster, wanted, feed, subject=subject, images=images, limit=limit)
     gathering = Gathering(wanted, feed, job.identities)
     with connected(cluster.address) as client:
         run = Run(client, job, cluster, feed)
         threads = run.muster()
-        of = _pieces(cluster, feed, whole, sum(threads.values()))
+        of = _pieces(cluster, feed, everything, sum(threads.values()))
         first = feed.share_of((1, of))
         try:
-            with phase("observing", whole.count, "samples") as step:
+            with phase("observing", everything.count, "samples") as step:
                 for share, worker, data in run.pieces(
                     replace(first, number=n + 1) for n in range(of)
                 ):
@@ -276,22 +270,22 @@ def observe_on(
     return found, run.told(of)
 
 
-def _pieces(cluster: Cluster, feed: Feed, whole: Share, threads: int) -> int:
-    """How many pieces the images are split into."""
+def _pieces(cluster: Cluster, feed: Feed, everything: Share, threads: int) -> int:
+    """Return how many pieces the images are split into."""
     if cluster.pieces is not None:
         return cluster.pieces
-    least = max(_EACH * threads, -(-whole.count // _MOST_SAMPLES))
+    least = max(_EACH * threads, -(-everything.count // _MOST_SAMPLES))
     if cluster.sends_images:
-        (one,) = feed.posted(replace(whole, of=whole.count))
-        least = max(least, -(-whole.count * one.weight // _MOST_BYTES))
-    return min(whole.count, least)
+        (one,) = feed.posted(replace(everything, of=everything.count))
+        least = max(least, -(-everything.count * one.weight // _MOST_BYTES))
+    return min(everything.count, least)
 
 
 class Run:
-    """A job on a scheduler's workers.
+    """A job running on a scheduler's workers.
 
     Attributes:
-        lost: addresses of workers that were there and are not any more.
+        lost: addresses of workers that disappeared.
     """
 
     def __init__(self, client: Client, job: Job, cluster: Cluster, feed: Feed) -> None:
@@ -308,10 +302,10 @@ class Run:
         self.lost: list[str] = []
 
     def muster(self) -> Mapping[str, int]:
-        """The workers that are there, by their address, and their threads; all can do the job.
+        """Wait for workers and check their versions; return address -> number of threads.
 
         Raises:
-            BackendError: there are none, or one has no calib8, or another version.
+            BackendError: there are none, or one has no calib8 or another version.
         """
         with phase("workers"):
             while not self._look():
@@ -321,16 +315,16 @@ class Run:
         return self._there
 
     def _versions(self) -> Mapping[str, object]:
-        """Of the scheduler, which reads what it passes on, and each worker; or the error."""
+        """Return the versions on each worker and on the scheduler, or the error of the call."""
         kind = self._job.kind
-        found: dict[str, object] = {}
+        versions: dict[str, object] = {}
         try:
             here = within(ANSWER_S, lambda: self._client.run_on_scheduler(versions_here, kind))
-            found["the scheduler"] = {"calib8": here["calib8"]}  # the rest is for the workers
+            versions["the scheduler"] = {"calib8": here["calib8"]}  # the rest concerns workers only
         except (ImportError, AttributeError) as error:
-            found["the scheduler"] = error
+            versions["the scheduler"] = error
         workers = within(ANSWER_S, lambda: self._client.run(versions_here, kind, on_error="return"))
-        return found | {f"the worker {address}": one for address, one in workers.items()}
+        return versions | {f"the worker {address}": one for address, one in workers.items()}
 
     def _refuse_other(self, machine: str, found: object) -> None:
         ours = self._job.versions
@@ -344,11 +338,11 @@ class Run:
             raise BackendError(f"all machines must have the same versions, {machine} {others}")
 
     def pieces(self, shares: Iterator[Share]) -> Iterator[tuple[Share, str, bytes]]:
-        """(share, its worker, bytes of its shard) of each, as they are done.
+        """Run all shares; yield (share, its worker, bytes of its shard) as they finish.
 
         Raises:
-            BackendError: the scheduler or all workers are gone; or a piece failed again and again.
-            Calib8Error: what a worker found wrong.
+            BackendError: the scheduler or all workers are gone, or a piece failed too often.
+            Calib8Error: an error on a worker.
         """
         left = deque(shares)
         while left or self._running:
@@ -359,7 +353,7 @@ class Run:
         self._look(anew=True)
 
     def end(self) -> None:
-        """Have nothing of the job left on the workers."""
+        """Cancel all that is left of the job on the workers."""
         futures = [*self._running, *([] if self._held is None else [self._held])]
         if self._running:
             key, client = self._job.key, self._client
@@ -370,17 +364,17 @@ class Run:
         self._held = None
 
     def told(self, of: int) -> tuple[str, ...]:
-        """Where it was observed, in sentences."""
+        """Return notes on where the samples were observed."""
         number = len(self._all)
         by = f"observed in {of} pieces by {number} worker{'s' * (number > 1)}"
         lost = f"lost on the way, what they did was done elsewhere: {', '.join(self.lost)}"
         return (f"{by} of {self._cluster.address}", *((lost,) if self.lost else ()))
 
     def _look(self, *, anew: bool = False) -> bool:
-        """See who is there, now and then, or in any case; whether anybody is.
+        """Poll the workers if the last poll is old or `anew`; return whether there are any.
 
         Raises:
-            BackendError: nobody has been for long.
+            BackendError: there has been none for `WORKERS_S`.
         """
         now = time.monotonic()
         if not anew and self._there and now - self._looked < TICK_S:
@@ -408,7 +402,7 @@ class Run:
             )
         samples = self._feed.posted(share) if self._cluster.sends_images else None
         if samples is None:
-            self._feed.glance(share.number - 1)  # that the worker sees the same file
+            self._feed.glance(share.number - 1)  # to detect that the worker sees another file
         future = self._client.submit(
             cluster_jobs.observe_piece,
             self._held,
@@ -426,24 +420,24 @@ class Run:
             wait(list(self._running), timeout=TICK_S, return_when="FIRST_COMPLETED")
         except LATE:
             pass
-        except Exception as error:  # all that it waits for was cancelled
+        except Exception as error:  # all futures were cancelled
             raise self._taken(first_line(error)) from error
         for future in [one for one in self._running if one.status != "pending"]:
             try:
                 worker, found = self._result(future)
-            except LATE:  # its worker went before it was fetched: it is made again
+            except LATE:  # its worker was lost before the fetch: dask recomputes the piece
                 continue
             share = self._running.pop(future)
             if isinstance(found, cluster_jobs.Failure):
-                self._again(share, found)
+                self._retry(share, found)
             else:
                 yield share, worker, found
 
-    def _again(self, share: Share, failure: cluster_jobs.Failure) -> None:
-        """Try a piece once more.
+    def _retry(self, share: Share, failure: cluster_jobs.Failure) -> None:
+        """Submit a failed piece again.
 
         Raises:
-            Calib8Error: it was tried often enough, or would fail again.
+            Calib8Error: its error is permanent, or it failed too often.
         """
         if not failure.may_pass or self._tries[share] >= self._cluster.retries:
             raise failure.error
@@ -458,7 +452,7 @@ class Run:
             found: tuple[str, bytes | cluster_jobs.Failure] = future.result(timeout=10 * TICK_S)
         except LATE:
             raise
-        except Exception as error:  # of dask: several workers died of it, or it does not load there
+        except Exception as error:  # dask: it killed several workers, or cannot be unpickled there
             raise BackendError(
                 f"the workers must survive their pieces, got {type(error).__name__} of piece"
                 f" {share}: {first_line(error)}; see the workers' logs, use more --pieces, or give"

@@ -1,16 +1,12 @@
-"""`Cluster`: which scheduler observes, and how models and images reach its workers.
+"""Cluster jobs: options of a dask scheduler, the job sent to workers, and the task they run.
 
-What a worker must know to observe a piece of a calibration: the model, the taps, the images.
+A worker turns a piece of the images into the bytes of a shard::
 
-What runs on a worker: a piece of the images to the bytes of a shard.
+    observe_piece --> same versions as the client? --> model, from its path or bytes
+                  --> this piece of the images ------> observe, as on one machine --> bytes
 
-::
-
-    observe_piece --> the versions of the client? --> model, from the path or the bytes
-                  --> this piece of the images -----> observe, as one machine does --> bytes
-
-An error of calib8 would come again on every other worker; one of the system (a share that does not
-answer, no memory) may not, so that the client tries again.
+An error of calib8 would recur on every worker. An error of the system (a network share that does
+not answer, no memory) may not, so that the client retries.
 """
 
 from __future__ import annotations
@@ -57,22 +53,27 @@ if TYPE_CHECKING:
 _ADDRESS = re.compile(r"((tcp|tls|ws|wss)://)?([^\s/:\[\]]+|\[[0-9a-fA-F:.%\w]+\]):[0-9]{1,5}")
 SENDS = ("nothing", "model", "images", "all")
 RETRIES = 2
+Paths = str | RawFiles | tuple[str, ...]
+Versions = Mapping[str, str | int]
+_LOG = logging.getLogger("distributed.worker")
+_stopped: set[str] = set()  # keys of cancelled jobs
+_opened = threading.local()  # last feed opened by this thread of the worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """A scheduler of dask.distributed, and how the work is given to it.
+    """A scheduler of dask.distributed and its options.
 
     Attributes:
-        address: of the scheduler, such as "tcp://host:8786".
-        send: what is sent to the workers as bytes: "nothing" where they see the same paths as this
-            machine, "model", "images" or "all". A model that no ONNX file holds is always sent.
-        pieces: how many the images are split into; None for some for each thread of the workers.
-        retries: how often a piece is tried again where the system failed it.
-        threads: of one piece, on its worker.
+        address: address of the scheduler, such as "tcp://host:8786".
+        send: what is sent to the workers as bytes: "nothing" if they see the same paths as this
+            machine, "model", "images" or "all". A model without an ONNX file is always sent.
+        pieces: number of pieces to split the images into; None for several per worker thread.
+        retries: how often a piece is retried after a system error.
+        threads: threads for one piece on its worker.
 
     Raises:
-        ConfigError: what is no address, a number out of its range, or another word.
+        ConfigError: an invalid address, number or value of `send`.
     """
 
     address: str
@@ -102,7 +103,7 @@ class Cluster:
 
     @property
     def sends_model(self) -> bool:
-        """Whether the model is sent in any case."""
+        """Whether the model is sent even if it has a file."""
         return self.send in ("model", "all")
 
     @property
@@ -112,17 +113,13 @@ class Cluster:
 
 
 def cluster_of(scheduler: str | Cluster | None) -> Cluster | None:
-    """A scheduler by its address, or with options."""
+    """Return a cluster from the address of a scheduler, or the cluster itself."""
     return Cluster(address=scheduler) if isinstance(scheduler, str) else scheduler
-
-
-Paths = str | RawFiles | tuple[str, ...]
-Versions = Mapping[str, str | int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tapped:
-    """An observation as it is sent: its variant by the key; `whose` is for an error."""
+    """An observation in sendable form, with the key of its variant; `whose` is for errors."""
 
     variant: str
     tensor: str
@@ -132,23 +129,23 @@ class Tapped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A calibration, as every task of it gets it.
+    """A calibration, as sent to every task.
 
     Attributes:
-        key: of this run, as no other has it.
-        versions: of the programs of this machine, which the worker's must be.
-        model: path of the model's file; "" where it is sent.
-        digest: of the model (`LoadedModel.digest`).
-        held: variant -> the bytes of its ONNX model, where it is sent.
-        identities: of the model, as `LoadedModel.identities`.
-        taps: what is observed.
+        key: unique key of the run.
+        versions: versions of the client's programs, which the worker must have too.
+        model: path of the model's file; "" if the model is sent.
+        digest: digest of the model (`LoadedModel.digest`).
+        held: variant -> bytes of its ONNX model, if it is sent.
+        identities: identities of the model, as in `LoadedModel.identities`.
+        taps: the observations.
         specs: the model's inputs.
-        images: paths of all of them; None where they are sent.
-        kind: of the feed.
-        choice: which of them are used.
+        images: paths of all images; None if they are sent.
+        kind: kind of the feed.
+        choice: which images are used.
         how: the complete preprocessing; None for arrays.
-        skip_bad: whether to go on without unreadable ones.
-        threads: of a piece.
+        skip_bad: whether to skip unreadable images.
+        threads: threads for one piece.
     """
 
     key: str
@@ -176,10 +173,10 @@ def job_of(
     images: FeedSource,
     limit: Limit,
 ) -> Job:
-    """The job of observing these on the images of this feed.
+    """Return the job that makes these observations on the images of a feed.
 
     Raises:
-        ConfigError: images that no path leads to and that are not to be sent; a video.
+        ConfigError: the images have no path and are not to be sent, or are a video.
     """
     listed = tuple(wanted)
     if feed.by_turns:
@@ -211,15 +208,15 @@ def job_of(
 
 
 def versions_here(kind: str) -> Versions:
-    """Of all programs that take part in a calibration on "arrays", or on pictures of any kind."""
+    """Return the versions of all programs used to calibrate on "arrays" or any kind of images."""
     return {**fingerprint.programs(), **fingerprint.of_feed(kind)}
 
 
 def shared(images: FeedSource) -> Paths:
-    """The images by the same paths from any folder.
+    """Return the absolute paths of the images.
 
     Raises:
-        ConfigError: no path leads to them.
+        ConfigError: the images have no path.
     """
     if isinstance(images, RawFiles):
         return replace(images, path=os.path.abspath(images.path))
@@ -234,13 +231,13 @@ def shared(images: FeedSource) -> Paths:
 
 
 def _paths(images: Sequence[object]) -> tuple[str, ...]:
-    """Absolute paths; none where not all of the list are paths."""
+    """Return absolute paths; empty if not all entries are paths."""
     named = tuple(os.path.abspath(one) for one in images if isinstance(one, str | os.PathLike))
     return named if len(named) == len(images) else ()
 
 
 def _path_of(subject: Subject, wanted: Sequence[Observation]) -> str:
-    """Path of the model's file; "" where what is run is not what a worker makes of it."""
+    """Return the path of the model's file; "" if a worker would not get the same model from it."""
     source = subject.source
     as_read = not subject.repairs and {o.variant.key for o in wanted} == {FOLDED}
     if source is None or not as_read or source.suffix.lower() != ".onnx":
@@ -249,7 +246,7 @@ def _path_of(subject: Subject, wanted: Sequence[Observation]) -> str:
 
 
 def _held(wanted: Sequence[Observation]) -> dict[str, bytes]:
-    """Every variant's model."""
+    """Return variant key -> bytes of its model."""
     variants = {o.variant.key: o.variant for o in wanted}
     return {
         key: one.make(Observed({})).SerializeToString(deterministic=True)
@@ -257,32 +254,27 @@ def _held(wanted: Sequence[Observation]) -> dict[str, bytes]:
     }
 
 
-_LOG = logging.getLogger("distributed.worker")
-_stopped: set[str] = set()  # keys of jobs whose pieces are to end
-_opened = threading.local()  # the feed that this thread of the worker opened last
-
-
 class Stopped(Exception):
-    """The client wants no more of this job."""
+    """The client cancelled the job."""
 
 
 def hold(job: Job) -> Job:
-    """The job itself: a task of its own, so that the workers pass it on among themselves."""
+    """Return the job: as a separate task, so that workers pass it on among themselves."""
     return job
 
 
 def stop(key: str) -> None:
-    """End the pieces of a job that run here, each at its next sample."""
+    """Stop the running pieces of a job on this worker, each at its next sample."""
     _stopped.add(key)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why there is no shard.
+    """Why a piece gave no shard.
 
     Attributes:
-        error: with the worker named.
-        may_pass: whether the system is behind it, so that another try may succeed.
+        error: the error, which names the worker.
+        may_pass: whether it is a system error, so that a retry may succeed.
     """
 
     error: Calib8Error
@@ -292,16 +284,16 @@ class Failure:
 def observe_piece(
     job: Job, share: Share, samples: Sequence[Posted] | None
 ) -> tuple[str, bytes | Failure]:
-    """Observe a share of the images.
+    """Observe a share of the images; the task that runs on a worker.
 
     Args:
         job: the calibration.
-        share: of its images.
-        samples: these, where they are sent.
+        share: the share of its images.
+        samples: the images, if they are sent.
 
     Returns:
-        Name of the worker; and the bytes of a shard, or why there are none. An error is a value,
-        since dask waits for ever for one whose traceback does not pickle.
+        (name of the worker, bytes of a shard or the failure). Errors are returned, since dask waits
+        forever for one whose traceback does not pickle.
     """
     worker = _name()
     try:
@@ -311,12 +303,12 @@ def observe_piece(
         return worker, Failure(named, _may_pass(error))
     except Exception as error:
         _LOG.exception("calib8: piece %s", share)
-        said = f"the worker {worker}: {type(error).__name__}: {first_line(error)}; see its log"
-        return worker, Failure(BackendError(said), may_pass=True)
+        message = f"the worker {worker}: {type(error).__name__}: {first_line(error)}; see its log"
+        return worker, Failure(BackendError(message), may_pass=True)
 
 
 def differing(client: Versions, here: Versions) -> str:
-    """Which programs are others than the client's, and where to go from there; "" for none."""
+    """Return which programs differ from the client's, and what to do; "" for none."""
     words = [f"{name} {here.get(name)} ({old} at the client)" for name, old in client.items()
              if here.get(name) != old]  # fmt: skip
     return f"has {', '.join(words)}; install the client's versions there" if words else ""
@@ -330,25 +322,25 @@ def _observed(job: Job, share: Share, samples: Sequence[Posted] | None) -> bytes
     wanted = [Observation(variants[t.variant], t.tensor, t.statistic, t.whose) for t in job.taps]
     feed = _shared(job, share) if samples is None else _sent(job, share, samples)
     peaks = Peaks()
-    found = Observed({})
+    observed = Observed({})
     try:
         with feed.samples() as stream:
-            given = _until_stopped(stream, job.key)
-            found = observe(wanted, given, threads=job.threads, peaks=peaks)
+            samples_left = _until_stopped(stream, job.key)
+            observed = observe(wanted, samples_left, threads=job.threads, peaks=peaks)
     except FeedError:
         if feed.count:
             raise
-        peaks = Peaks()  # all of these were skipped, which is for the whole to judge
-    return shard_of(feed, job.identities, peaks, found)
+        peaks = Peaks()  # all samples were skipped; the client fails if no piece has a good one
+    return shard_of(feed, job.identities, peaks, observed)
 
 
 def _given(model: onnx.ModelProto, known: Observed) -> onnx.ModelProto:
-    """A variant that the client made, or that is the model itself."""
+    """Return the model of a variant, which needs no observations here."""
     return model
 
 
 def _models(job: Job) -> Mapping[str, onnx.ModelProto]:
-    """Variant -> model."""
+    """Return variant key -> model."""
     if job.model:
         return {FOLDED: _model_at(job.model, job.digest)}
     import onnx
@@ -369,7 +361,7 @@ def _model_at(path: str, digest: str) -> onnx.ModelProto:
 
 
 def _shared(job: Job, share: Share) -> Feed:
-    """The share, of images that are read here."""
+    """Return a share whose images this worker reads."""
     way_out = "give a path that all machines share, or send them (--send images)"
     known: tuple[str, Feed] | None = getattr(_opened, "known", None)
     if known is None or known[0] != job.key:
@@ -392,7 +384,7 @@ def _shared(job: Job, share: Share) -> Feed:
 
 
 def _sent(job: Job, share: Share, samples: Sequence[Posted]) -> Feed:
-    """The share, of images that came with the task."""
+    """Return a share whose images came with the task."""
     return Feed(
         PostedSource(samples, job.specs, job.how),
         range(len(samples)),
@@ -413,18 +405,18 @@ def _until_stopped(samples: Iterator[Sample], key: str) -> Iterator[Sample]:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether the system is behind an error, and not what is missing for good."""
-    seen: BaseException | None = error
-    while seen is not None:
-        lasting = isinstance(seen, FileNotFoundError | NotADirectoryError | PermissionError)
-        if isinstance(seen, OSError | MemoryError) and not lasting:
+    """Whether a system error that may pass caused `error`, not a missing or forbidden file."""
+    cause: BaseException | None = error
+    while cause is not None:
+        permanent = isinstance(cause, FileNotFoundError | NotADirectoryError | PermissionError)
+        if isinstance(cause, OSError | MemoryError) and not permanent:
             return True
-        seen = seen.__cause__ or seen.__context__
+        cause = cause.__cause__ or cause.__context__
     return False
 
 
 def _name() -> str:
-    """How the worker is called: by its own name, where it was given one, else by its address."""
+    """Return the name of this worker if it has one, else its address."""
     from distributed import get_worker
 
     worker = get_worker()

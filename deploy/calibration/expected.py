@@ -1,31 +1,26 @@
-"""Whether what a model is fed is what it learned from, as far as its first layer tells.
+"""Input plausibility: compare the calibration data with the training data seen by the first layer.
 
-Wrong preprocessing breaks nothing: the float model errs, int8 errs alike, and every figure between
-the two looks fine. What can be told without labels:
+Wrong preprocessing raises no error: the float model fails, int8 fails alike, and their comparison
+looks fine. Without labels, three checks are possible:
 
-* samples that hold one value alone, and pictures of nearly one colour;
-* a BatchNormalization at the input or behind the first Conv holds mean m and variance s2 of each
-  channel in training. Of what it gets here, mean m' and variance v, the distance is that of two
-  normal distributions (Kullback-Leibler), the median of the channels:
+* samples with a single value, and images of nearly one colour;
+* a BatchNormalization at the input or after the first Conv holds the training mean m and variance
+  s2 of each channel. With mean m' and variance v of the calibration data, the distance is the
+  median over the channels of the Kullback-Leibler divergence of two normal distributions:
 
       d = (v / s2 + (m' - m)^2 / s2 - 1 - ln(v / s2)) / 2
 
-  Ten times the spread, or a mean ten deviations off, is another unit. Short of that, other images
-  than those of the training explain much, so pictures are taken to the mean and std of the usual
-  presets as well, and one is told where it fits (d below 0.1) and what is fed does not (d above
-  0.3 and ten times as far);
-* a first Conv without one, but with a bias: where what it makes of its input is thousands of times
-  the bias, or next to nothing beside it, the input has another unit than that of the training.
+  A spread of ten times, or a mean ten deviations off, means another unit. Smaller differences may
+  come from other images than in training, so images are also normalized by the usual presets, and
+  one is suggested if it fits (d below 0.1) and the actual preprocessing does not (d above 0.3 and
+  ten times as far);
+* a first Conv with a bias but no BatchNormalization: if its products are thousands of times the
+  bias, or negligible next to it, the input has another unit than in training.
 
-The first layer that reads an input, cut out, and what it tells of what the model learned from.
-
-::
+The first layer is extracted from the model::
 
     input -> [Sub, Div, Transpose, ...] -> Conv -> BatchNormalization
                                             bias    mean and variance of each channel in training
-
-A BatchNormalization remembers what went through it in training; where one reads the input itself,
-or the first Conv, it says what that input was like.
 """
 
 from __future__ import annotations
@@ -61,18 +56,26 @@ _JOINING = frozenset({"Concat"})
 _LAYERS = frozenset({"BatchNormalization", "Conv"})
 _MOST = 16  # nodes before the layer
 _EXTERNAL = 1  # TensorProto.DataLocation
+_FLAT = 16  # of 255; pixels of a flat image differ by less
+_ANOTHER_UNIT = 10.0  # ratio of spreads, or distance of means in deviations
+_FAINT = 1 / 32  # lowest plausible ratio of spreads
+_FAR, _NEAR, _TIMES = 0.3, 0.1, 10.0  # distance of a misfit and of a fit, and their least ratio
+_OVER_BIAS, _UNDER_BIAS = 30.0, 0.02  # docs/feeds.md lists the ratios of real models
+_PIXELS = 64.0  # integers with a maximum of this or more are pixels
+_USUAL = ("raw", "unit", "minus-one-to-one", "imagenet")  # presets that differ in mean and std
+_DEAD = 1e-6  # of the median variance; channels with less are ignored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstLayer:
-    """What reads the input.
+    """The layer that reads the input.
 
     Attributes:
-        model: a model of these nodes alone: the input in, `tensor` out.
-        tensor: what the layer gives, or the input as the BatchNormalization gets it.
-        node: name of the BatchNormalization or else of the Conv.
-        mean, variance: of each channel in training; None without a BatchNormalization.
-        bias: of each channel of a Conv without BatchNormalization; None where it has none.
+        model: a model of only its nodes, from the input to `tensor`.
+        tensor: output of the Conv, or input of the BatchNormalization.
+        node: name of the BatchNormalization, or else of the Conv.
+        mean, variance: training statistics per channel; None without a BatchNormalization.
+        bias: bias per channel of a Conv without BatchNormalization, or None.
     """
 
     model: onnx.ModelProto
@@ -84,9 +87,9 @@ class FirstLayer:
 
 
 def first_layer(model: onnx.ModelProto, name: str) -> FirstLayer | None:
-    """The layer that reads the input of this name, as the file has it; None where it is no Conv.
+    """Return the first layer that reads input `name`; None if there is none that can be checked.
 
-    Weights that stand outside the file are not looked for.
+    Weights in external data are not read.
     """
     graph = Graph(model)
     way: list[onnx.NodeProto] = []
@@ -96,8 +99,8 @@ def first_layer(model: onnx.ModelProto, name: str) -> FirstLayer | None:
         if not own:
             continue
         if node.op_type in _LAYERS and node.input[0] in reached:
-            whole = all(_goes_on(graph, tensor, [*way, node]) for tensor in reached)
-            return _layer(graph, model, way, name, node) if whole and len(way) <= _MOST else None
+            only = all(_read_only_by(graph, tensor, [*way, node]) for tensor in reached)
+            return _layer(graph, model, way, name, node) if only and len(way) <= _MOST else None
         if not _passes(graph, node, own):
             return None
         way.append(node)
@@ -106,7 +109,7 @@ def first_layer(model: onnx.ModelProto, name: str) -> FirstLayer | None:
 
 
 def _passes(graph: Graph, node: onnx.NodeProto, own: list[str]) -> bool:
-    """Whether what it gives is what it gets, scaled, shifted, or at other places."""
+    """Whether a node only scales, shifts or moves the values of its input."""
     if node.op_type in _JOINING:
         return all(tensor in own for tensor in node.input)
     others = [tensor for tensor in node.input if tensor and tensor not in own]
@@ -115,8 +118,7 @@ def _passes(graph: Graph, node: onnx.NodeProto, own: list[str]) -> bool:
     return known and (moved or node.op_type in _PASSED)
 
 
-def _goes_on(graph: Graph, tensor: str, nodes: list[onnx.NodeProto]) -> bool:
-    """Whether nothing but these nodes reads a tensor."""
+def _read_only_by(graph: Graph, tensor: str, nodes: list[onnx.NodeProto]) -> bool:
     readers = graph.readers.get(tensor, [])
     outside = tensor in graph.outputs or tensor in graph.captured
     return not outside and all(any(one is node for node in nodes) for one in readers)
@@ -125,7 +127,6 @@ def _goes_on(graph: Graph, tensor: str, nodes: list[onnx.NodeProto]) -> bool:
 def _layer(
     graph: Graph, model: onnx.ModelProto, way: list[onnx.NodeProto], name: str, node: onnx.NodeProto
 ) -> FirstLayer | None:
-    """The layer at the end of the way."""
     if node.op_type == "BatchNormalization":
         return _normalised_layer(graph, model, way, name, node.input[0], node)
     return _convolved(graph, model, [*way, node], name)
@@ -134,7 +135,7 @@ def _layer(
 def _convolved(
     graph: Graph, model: onnx.ModelProto, way: list[onnx.NodeProto], name: str
 ) -> FirstLayer | None:
-    """Of a Conv: the BatchNormalization behind it, or its bias."""
+    """Return the layer of a Conv: with the BatchNormalization after it, or with its bias."""
     conv = way[-1]
     after = graph.only_reader(conv.output[0])
     if after is not None and after.op_type == "BatchNormalization":
@@ -164,7 +165,7 @@ def _normalised_layer(
 def _part(
     graph: Graph, model: onnx.ModelProto, way: list[onnx.NodeProto], name: str, tensor: str
 ) -> onnx.ModelProto | None:
-    """The model of some nodes; None where a constant of theirs is not at hand."""
+    """Return a model of some nodes; None if a constant is in external data."""
     from onnx import ValueInfoProto, helper
 
     read = dict.fromkeys(one for node in way for one in node.input if one in graph.constants)
@@ -173,7 +174,7 @@ def _part(
         return None
     given = [value for value in model.graph.input if value.name == name]
     body = helper.make_graph(way, "first", given, [ValueInfoProto(name=tensor)], constants)
-    name_nodes(body)  # two of one name are not loaded
+    name_nodes(body)  # ONNX Runtime refuses duplicate names
     return helper.make_model(
         body, opset_imports=model.opset_import, ir_version=max(model.ir_version, 7)
     )
@@ -194,37 +195,27 @@ def _values(graph: Graph, name: str) -> Floats | None:
     return np.asarray(numpy_helper.to_array(tensor), np.float64).reshape(-1)
 
 
-_FLAT = 16  # of 255: pictures whose pixels all lie within so few
-_ANOTHER_UNIT = 10.0  # times the training's spread, or deviations that a mean is off
-_FAINT = 1 / 32  # of the training's spread
-_FAR, _NEAR, _TIMES = 0.3, 0.1, 10.0  # distances: not fitting, fitting, and apart
-_OVER_BIAS, _UNDER_BIAS = 30.0, 0.02  # docs/feeds.md has what real models have
-_PIXELS = 64.0  # a largest value from which whole numbers are pixels
-_USUAL = ("raw", "unit", "minus-one-to-one", "imagenet")  # presets of different mean and std
-_DEAD = 1e-6  # of the usual variance: a channel with less tells nothing
-
-
 @dataclass(frozen=True, slots=True)
 class _Moments:
-    """Mean and variance of each channel."""
+    """Mean and variance per channel."""
 
     mean: Floats
     variance: Floats
 
 
 def odd(subject: Subject, feed: Feed) -> list[str]:
-    """`oddities` of those samples of a feed that a report shows, so that no more are read.
+    """Return the `oddities` of the samples that a report shows, so that no others are read.
 
     Raises:
-        FeedError: a sample that cannot be fed.
+        FeedError: a sample cannot be read.
         ModelError: the model's file changed since it was loaded.
     """
-    seen = list(feed.spread(max(1, SHOWN // feed.batch)))
-    return oddities(seen, feed.preprocess, _as_given(subject))
+    samples = list(feed.spread(max(1, SHOWN // feed.batch)))
+    return oddities(samples, feed.preprocess, _as_given(subject))
 
 
 def _as_given(subject: Subject) -> onnx.ModelProto:
-    """The model as its file has it, where it has one: cleaning folds BatchNormalizations away."""
+    """Return the model before cleaning, if available: cleaning folds BatchNormalizations."""
     given = subject.given
     if given is None or isinstance(given, str | Path):
         onnx_file = given is not None and Path(given).suffix.lower() == ".onnx"
@@ -235,30 +226,30 @@ def _as_given(subject: Subject) -> onnx.ModelProto:
 def oddities(
     samples: Sequence[Mapping[str, Array]], how: Preprocess | None, model: onnx.ModelProto
 ) -> list[str]:
-    """What is odd about the first input that is a picture, in a sentence; none where nothing is.
+    """Return a warning on the first image input, as a list of one sentence; empty if it is fine.
 
     Args:
-        samples: a few, {input: array}.
+        samples: a few samples, {input: array}.
         how: the feed's preprocessing; None for arrays.
-        model: as its file has it, BatchNormalizations and all.
+        model: the model before cleaning, with its BatchNormalizations.
     """
     name = _picture_input(samples)
     if name is None:
         return []
     values = [sample[name] for sample in samples]
-    said = _flat(values, how)
-    layer = None if said else first_layer(model, name)
+    warning = _flat(values, how)
+    layer = None if warning else first_layer(model, name)
     if layer is not None:
         try:
-            with np.errstate(all="ignore"):  # what overflows is not finite, and tells nothing
-                said = _by_layer(layer, name, values, how)
-        except BackendError:  # what cannot be run by itself tells nothing
+            with np.errstate(all="ignore"):  # an overflow gives no warning
+                warning = _by_layer(layer, name, values, how)
+        except BackendError:  # the layer cannot run alone
             return []
-    return [said] if said else []
+    return [warning] if warning else []
 
 
 def _picture_input(samples: Sequence[Mapping[str, Array]]) -> str | None:
-    """Name of the first input that is a picture, of 1 or 3 channels."""
+    """Return the name of the first image input, with 1 or 3 channels."""
     first = samples[0] if samples else {}
     known = (name for name, array in first.items() if layout_of(array) is not None)
     full = (name for name in known if all(one[name].size for one in samples))
@@ -266,20 +257,20 @@ def _picture_input(samples: Sequence[Mapping[str, Array]]) -> str | None:
 
 
 def _idle(samples: Sequence[Mapping[str, Array]], name: str) -> bool:
-    """Whether an input holds one value where a larger one holds several: a state at its start."""
+    """Whether an input is constant while a larger one is not: an initial state."""
     size = samples[0][name].size
     larger = [each for each, array in samples[0].items() if array.size > size]
     return _even(samples, name) and not all(_even(samples, each) for each in larger)
 
 
 def _even(samples: Sequence[Mapping[str, Array]], name: str) -> bool:
-    """Whether an input holds one value in each sample."""
+    """Whether an input is constant in each sample."""
     rows = (np.ravel(sample[name]) for sample in samples)
     return all(bool((row == row[:1]).all()) for row in rows)
 
 
 def _flat(values: Sequence[Array], how: Preprocess | None) -> str:
-    """What to say of samples without anything in them."""
+    """Return a warning on samples without content, or ""."""
     ends = [(float(one.min()), float(one.max())) for one in values]
     if all(low == high for low, high in ends):
         return (
@@ -304,30 +295,30 @@ def _by_layer(layer: FirstLayer, name: str, values: Sequence[Array], how: Prepro
 
     if layer.mean is not None and layer.variance is not None:
         training = _Moments(layer.mean, layer.variance)
-        said = _beside_training(training, through, values, how)
+        warning = _compare_with_training(training, through, values, how)
     else:
-        said = _beside_bias(layer, through(values), values)
+        warning = _compare_with_bias(layer, through(values), values)
     remedy = "--preprocess, --scale, --mean and --std" if how else "how the arrays were made"
-    return f"{said} ({layer.node or layer.tensor}); check {remedy}" if said else ""
+    return f"{warning} ({layer.node or layer.tensor}); check {remedy}" if warning else ""
 
 
-def _beside_training(
+def _compare_with_training(
     training: _Moments,
     through: Callable[[Iterable[Array]], _Moments],
     values: Sequence[Array],
     how: Preprocess | None,
 ) -> str:
-    """What a BatchNormalization tells."""
+    """Return a warning from the statistics of a BatchNormalization, or ""."""
     here = through(values)
     if here.mean.shape != training.mean.shape or not (training.variance > 0).any():
         return ""
     fed = _distance(here, training)
-    for words, turned in _otherwise(values, how) if fed > _FAR else ():
+    for words, turned in _by_presets(values, how) if fed > _FAR else ():
         other = _distance(through(turned), training)
         if other < min(_NEAR, fed / _TIMES):
             return (
-                f"what the model is fed is not what it learned from, {words} would be, as its first"
-                " BatchNormalization tells"
+                f"the calibration data does not match the training data, but {words} would, as the"
+                " first BatchNormalization shows"
             )
     alive = _alive(training)
     deviation = np.sqrt(training.variance[alive])
@@ -336,14 +327,14 @@ def _beside_training(
     if not np.isfinite(off + spread) or (_FAINT < spread < _ANOTHER_UNIT and off < _ANOTHER_UNIT):
         return ""
     return (
-        "what the model is fed has another unit than what it learned from: at its first"
+        "the calibration data has another unit than the training data: at the model's first"
         f" BatchNormalization the values spread {_round(spread)} times as far as in training, their"
         f" mean {_round(off)} deviations off"
     )
 
 
-def _beside_bias(layer: FirstLayer, here: _Moments, values: Sequence[Array]) -> str:
-    """What a Conv's bias tells; "" where it has none to speak of."""
+def _compare_with_bias(layer: FirstLayer, here: _Moments, values: Sequence[Array]) -> str:
+    """Return a warning from the size of a Conv's bias, or ""."""
     assert layer.bias is not None
     usual = float(np.sqrt(np.mean(np.square(layer.bias))))
     made = float(np.sqrt(np.mean(here.variance)))
@@ -352,13 +343,13 @@ def _beside_bias(layer: FirstLayer, here: _Moments, values: Sequence[Array]) -> 
     ratio = made / usual
     if ratio < _UNDER_BIAS:
         return (
-            "what the model is fed hardly reaches it: its first Conv makes values of it that"
+            "the calibration data is too small: the outputs of the model's first Conv"
             f" vary by {_round(ratio)} times the Conv's own bias"
         )
     if ratio > _OVER_BIAS and all(map(_whole_pixels, values)):
         return (
-            "what the model is fed are pixels of 0 to 255 as they are; its first Conv makes"
-            f" {_round(ratio)} times its own bias of them, as one that learned from smaller values"
+            "the calibration data are pixels of 0 to 255 as they are; the model's first Conv makes"
+            f" {_round(ratio)} times its own bias of them, like one trained on smaller values"
         )
     return ""
 
@@ -368,10 +359,10 @@ def _whole_pixels(array: Array) -> bool:
     return low >= 0 and _PIXELS <= high <= 255 and bool(np.array_equal(array, np.rint(array)))
 
 
-def _otherwise(
+def _by_presets(
     values: Sequence[Array], how: Preprocess | None
 ) -> Iterator[tuple[str, Iterator[Array]]]:
-    """Pictures as the usual presets would have normalised them, and their mean and std in words."""
+    """Yield (mean and std as text, images normalized by them) of the usual presets."""
     if how is None or not all(np.issubdtype(one.dtype, np.floating) for one in values):
         return
     for other in (PRESETS[name] for name in _USUAL):
@@ -384,7 +375,7 @@ def _otherwise(
 
 
 def _listed(values: Sequence[float], scale: float) -> str:
-    """In units of pixels / 255, as --mean and --std take them."""
+    """Format values in units of pixels / 255, as for --mean and --std."""
     return " ".join(f"{value / scale / 255:.4g}" for value in values)
 
 
@@ -395,12 +386,12 @@ def _normalised(array: Array, how: Preprocess, other: Preprocess) -> Array:
         return np.asarray(numbers, np.float64).reshape(shape)
 
     pixels = (array * each(how.std) + each(how.mean)) / how.scale
-    found: Array = ((pixels * other.scale - each(other.mean)) / each(other.std)).astype(array.dtype)
-    return found
+    values: Array = (pixels * other.scale - each(other.mean)) / each(other.std)
+    return values.astype(array.dtype)
 
 
 def _moments(arrays: Iterable[Array]) -> _Moments:
-    """Of [1, C, ...] arrays together."""
+    """Return the moments of all [1, C, ...] arrays together."""
     count, total, squares = 0, np.zeros(1), np.zeros(1)
     for array in arrays:
         rows = np.moveaxis(array.astype(np.float64), 1, 0).reshape(array.shape[1], -1)
@@ -412,10 +403,10 @@ def _moments(arrays: Iterable[Array]) -> _Moments:
 
 
 def _alive(training: _Moments) -> NDArray[np.bool_]:
-    """The channels in which there was something in training."""
+    """Return a mask of the channels that varied in training."""
     known = training.variance > 0
-    found: NDArray[np.bool_] = training.variance > _DEAD * np.median(training.variance[known])
-    return found
+    mask: NDArray[np.bool_] = training.variance > _DEAD * np.median(training.variance[known])
+    return mask
 
 
 def _round(value: float) -> str:
@@ -423,7 +414,7 @@ def _round(value: float) -> str:
 
 
 def _distance(here: _Moments, training: _Moments) -> float:
-    """Median over the channels of the distance of two normal distributions."""
+    """Return the median over the channels of the Kullback-Leibler divergence."""
     alive = _alive(training)
     known = training.variance[alive]
     ratio = np.maximum(here.variance[alive] / known, 1e-12)

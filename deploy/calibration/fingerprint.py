@@ -1,19 +1,17 @@
-"""What a calibration was made from and who made it, so that a stale one is told part by part.
+"""Calibration fingerprint: inputs and programs of a calibration; statistics archive; versions.
 
-Two halves, which C++ (cpp/include/calib8/fingerprint.hpp) reads and writes alike::
+The fingerprint has two halves, which C++ (cpp/include/calib8/fingerprint.hpp) reads and writes the
+same way::
 
     made from   model, images, preprocessing, decoder     compared
-    made by     calib8 or TensorRT, version, method       told
+    made by     calib8 or TensorRT, version, method       reported
 
-Of the first half the *observation* (all but the order) decides whether the statistics still hold;
-the *order* of the images does for those statistics alone that show it. Of the second half the
-*search* (rule, method) says what is looked for, which may be found again in calib8's own
-statistics without running the model, and the *numbers* are those of calib8's own arithmetic, which
-hold for such statistics alone.
+In the first half, everything except the *order* of the images decides whether the statistics are
+still valid; the order matters to order-dependent statistics only. In the second half, *rule* and
+*method* define the search, which can be repeated on calib8's statistics without running the model,
+and *numbers* are the versions of calib8's own arithmetic, which concern such statistics only.
 
-The arrays of recorders in one archive: equal arrays, equal bytes.
-
-Versions that a calibration depends on, and those of the programs that took part.
+The arrays of recorders are stored in one archive: equal arrays give equal bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from deploy.errors import CacheError
 from deploy.files import reading
 from deploy.version import __version__
 
-CALIB8, TENSORRT = "calib8", "TensorRT"  # who makes calibrations
+CALIB8, TENSORRT = "calib8", "TensorRT"  # programs that make calibrations
 
 _NAMES = {
     "model": "the model (weights or graph)",
@@ -47,27 +45,33 @@ _NAMES = {
 _FROM = ("model", "images", "order", "preprocess", "decoder")
 _BY = ("program", "rule", "method", "numbers", "versions")
 _TEXTS = frozenset(("order", "program", "rule", "method"))
-_TOLD = "library"  # of the decoder: its name, where the rest says what it makes of pictures
-_OLD = ("images", "method", "model", "order", "preprocess", "rule", "versions")  # until schema 4
+_LIBRARY = "library"  # field of the decoder's name; the other fields describe its pixels
+_OLD = ("images", "method", "model", "order", "preprocess", "rule", "versions")  # up to schema 4
+_MOST_UNPACKED = 4 << 30  # bytes of all statistics; 10,000 histograms are 160 MB
+EPOCH = (1980, 1, 1, 0, 0, 0)  # fixed time of archive members, so that equal data is equal bytes
+# Increment one when a change of code gives other numbers for the same model and images.
+FRONTEND = 1  # names or values of the cleaned model
+SEARCHES = 1  # scales from the same statistics
+DECODING = 1  # samples from the same files and preprocessing; C++ uses the same number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """Parts of a calibration's origin, as plain JSON values.
+    """Origin of a calibration, as plain JSON values.
 
     Attributes:
-        model: the model's identities, any of which suffices: "graph", sha256 of what it computes
-            (`deploy.frontends.base`); "file", sha256 of its file, with "weights", that of its
-            external data, where it has any (`deploy.frontends.reader.Stamp`).
-        images: {"count", "sha256", ...} of the feed, whatever the order and the names.
-        order: sha256 of the images' digests in their order.
-        preprocess: what was done to the images, field by field; {} for arrays.
-        decoder: what made samples of files (`deploy.calibration.fingerprint`); {} for arrays.
-        program: CALIB8, or TENSORRT where it calibrated on a GPU.
+        model: identities of the model, any of which suffices: "graph", sha256 of its computation
+            (`deploy.frontends.base`); "file", sha256 of its file, with "weights", sha256 of its
+            external data, if any (`deploy.frontends.reader.Stamp`).
+        images: {"count", "sha256", ...} of the feed, independent of order and names.
+        order: sha256 of the images' digests in feed order.
+        preprocess: preprocessing of the images, by field; {} for arrays.
+        decoder: decoder of the image files, as in `decoder`; {} for arrays.
+        program: CALIB8, or TENSORRT if it calibrated on a GPU.
         rule: "histogram", or the rule by which batches decide a range.
-        method: search and its parameters; a calibrator of TensorRT as a cache's first line has it.
-        numbers: calib8's own arithmetic; {} where it is TensorRT's.
-        versions: of the programs that took part.
+        method: search and its parameters, or TensorRT's calibrator as in a cache's first line.
+        numbers: versions of calib8's arithmetic; {} if TensorRT calibrated.
+        versions: versions of the programs involved.
     """
 
     model: Mapping[str, str]
@@ -82,7 +86,7 @@ class Fingerprint:
     versions: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return plain JSON types."""
 
         def half(parts: tuple[str, ...]) -> dict[str, Any]:
             held = {part: getattr(self, part) for part in parts}
@@ -92,10 +96,10 @@ class Fingerprint:
 
     @classmethod
     def from_json(cls, data: object) -> Fingerprint:
-        """Inverse of `to_json`; reads the form of schema 4 too.
+        """Invert `to_json`; also reads the form of schema 4.
 
         Raises:
-            CacheError: missing or mistyped parts.
+            CacheError: parts are missing or of a wrong type.
         """
         parts = {**_half(data, "made_from"), **_half(data, "made_by")} or _of_schema_4(data)
         wanted = {*_FROM, *_BY}
@@ -110,7 +114,7 @@ class Fingerprint:
         return cls(**parts)
 
     def changes_since(self, old: Fingerprint) -> dict[str, str]:
-        """Part -> what changed from `old` to this one, as a sentence's end; {} if nothing did."""
+        """Return part -> how it changed since `old`, as a clause; {} if nothing changed."""
         changed: dict[str, str] = {}
         for part, noun in _NAMES.items():
             before, now = getattr(old, part), getattr(self, part)
@@ -122,7 +126,7 @@ class Fingerprint:
 
     @property
     def by(self) -> str:
-        """Who made it: "calib8 0.1.0 by mse", "TensorRT 8.6.1 by EntropyCalibration2"."""
+        """Its program and method: "calib8 0.1.0 by mse", "TensorRT 8.6.1 by MinMaxCalibration"."""
         version = self.versions.get(self.program.lower(), "")
         return " ".join(word for word in (self.program, str(version), "by", self.method) if word)
 
@@ -133,7 +137,7 @@ def _half(data: object, name: str) -> dict[str, Any]:
 
 
 def _of_schema_4(data: object) -> dict[str, Any]:
-    """Parts of the form that knew no halves; {} where it is none."""
+    """Return the parts of schema 4, which had no halves; {} for other data."""
     if not isinstance(data, dict) or set(data) != set(_OLD):
         return {}
     versions, model = data["versions"], data["model"]
@@ -143,7 +147,7 @@ def _of_schema_4(data: object) -> dict[str, Any]:
     numbers = {k: versions[k] for k in ("frontend", "searches", "statistics") if k in versions}
     decoder = {k: versions[k] for k in ("decoding",) if k in versions}
     if "opencv" in versions:
-        decoder[_TOLD] = f"OpenCV {versions['opencv']}"
+        decoder[_LIBRARY] = f"OpenCV {versions['opencv']}"
     theirs = {k: one for k, one in versions.items() if k not in (*numbers, "decoding", "opencv")}
     own = {"program": CALIB8, "numbers": numbers, "versions": theirs}
     return {**parts, **own, "model": {"graph": model}, "decoder": decoder}
@@ -154,7 +158,7 @@ def _equal(before: object, now: object) -> bool:
 
 
 def _same_model(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    """Whether one identity is the same: the graph's, or that of the files."""
+    """Whether one identity is equal: the graph's, or that of the files."""
     if "graph" in before and before["graph"] == now.get("graph"):
         return True
     file = "file" in before and before["file"] == now.get("file")
@@ -162,16 +166,16 @@ def _same_model(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
 
 
 def _weights(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """What is known of a change of the model."""
+    """Return the detail of a change of the model, or ""."""
     return "its external data" if "file" in before and before["file"] == now.get("file") else ""
 
 
 def _same_decoder(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether two decoders make the same of pictures: by what they made of some, or by name."""
-    if not before or not now:  # of arrays nothing is decoded, and the images say so
+    """Whether two decoders give the same pixels: by digests of test images, or by name."""
+    if not before or not now:  # arrays are not decoded; a change of kind shows in the images
         return True
-    common = before.keys() & now.keys() - {_TOLD}
-    known = len(common) > 1 or before.get(_TOLD) == now.get(_TOLD)
+    common = before.keys() & now.keys() - {_LIBRARY}
+    known = len(common) > 1 or before.get(_LIBRARY) == now.get(_LIBRARY)
     return known and all(before[key] == now[key] for key in common)
 
 
@@ -179,7 +183,7 @@ _SAME = {"model": _same_model, "decoder": _same_decoder}
 
 
 def _difference(before: object, now: object) -> str:
-    """The fields that differ, short; digests are only said to differ."""
+    """Return the fields that differ with their values; long values, as digests, are omitted."""
     if isinstance(before, str) and isinstance(now, str):
         return "" if len(before) == 64 else f"{before} -> {now}"
     if not (isinstance(before, Mapping) and isinstance(now, Mapping)):
@@ -193,16 +197,12 @@ def _difference(before: object, now: object) -> str:
     return ", ".join(words)
 
 
-_MOST_UNPACKED = 4 << 30  # bytes of all statistics; 10,000 histograms are 160 MB
-EPOCH = (1980, 1, 1, 0, 0, 0)  # no times in an archive
-
-
 def archive_of(data: bytes, path: Path) -> zipfile.ZipFile:
-    """An archive of statistics, that unpacks to no more than these may be.
+    """Open an archive of statistics after a check of its unpacked size.
 
     Raises:
-        CacheError: it would be more.
-        BadZipFile: it is none.
+        CacheError: it would unpack to too many bytes.
+        BadZipFile: it is not an archive.
     """
     file = io.BytesIO(data)
     reading.check_archive(file, path, what="statistics", error=CacheError, most=_MOST_UNPACKED)
@@ -210,7 +210,7 @@ def archive_of(data: bytes, path: Path) -> zipfile.ZipFile:
 
 
 def pack(listed: list[Arrays]) -> bytes:
-    """An .npz of the arrays `<place>.<field>`; quick compression, no times in it."""
+    """Return the bytes of an .npz with the arrays `<place>.<field>`; fast compression, no times."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for place, arrays in enumerate(listed):
@@ -224,17 +224,17 @@ def pack(listed: list[Arrays]) -> bytes:
 
 
 def unpack(archive: zipfile.ZipFile, place: int) -> Arrays:
-    """The arrays of one observation.
+    """Return the arrays of the observation at `place`.
 
     Raises:
         KeyError, ValueError, BadZipFile: it is not such an archive.
     """
-    found = {}
+    arrays = {}
     for name in _members(archive, place):
         with archive.open(name) as stream:
-            room = archive.getinfo(name).file_size
-            found[name.split(".")[1]] = reading.read_array(stream, room)
-    return found
+            size = archive.getinfo(name).file_size
+            arrays[name.split(".")[1]] = reading.read_array(stream, size)
+    return arrays
 
 
 def _members(archive: zipfile.ZipFile, place: int) -> Iterator[str]:
@@ -242,33 +242,27 @@ def _members(archive: zipfile.ZipFile, place: int) -> Iterator[str]:
     return (name for name in archive.namelist() if name.startswith(start))
 
 
-# Raise one where a change of code gives other numbers for the same model and images.
-FRONTEND = 1  # names or values of the cleaned model
-SEARCHES = 1  # scales from the same statistics
-DECODING = 1  # samples from the same files and preprocessing; C++ has the same number
-
-
 def of_feed(kind: str) -> dict[str, str | int]:
-    """All that takes part in a calibration on "arrays", or on pictures of any kind."""
-    found: dict[str, str | int] = {"onnxruntime": _onnxruntime(), **numbers()}
-    return found if kind == "arrays" else {**found, "opencv": _opencv(), "decoding": DECODING}
+    """Return all versions that affect a calibration on "arrays", or on any kind of images."""
+    common: dict[str, str | int] = {"onnxruntime": _onnxruntime(), **numbers()}
+    return common if kind == "arrays" else {**common, "opencv": _opencv(), "decoding": DECODING}
 
 
 def numbers() -> dict[str, int]:
-    """In which form the statistics are kept, and which arithmetic of calib8 made them."""
+    """Return the versions of the stored statistics' format and of calib8's arithmetic."""
     return {"statistics": FORMAT, "frontend": FRONTEND, "searches": SEARCHES}
 
 
 def programs() -> dict[str, str]:
-    """What computed the activations and the ranges."""
+    """Return the versions of the programs that compute activations and ranges."""
     return {"calib8": __version__, "onnxruntime": _onnxruntime()}
 
 
 def decoder(kind: str) -> dict[str, str | int]:
-    """What makes samples of files; {} for "arrays", of which nothing has to.
+    """Return the decoder of image files; {} for "arrays".
 
-    Its library's name tells; the digests say what it makes of pictures of each form, and how it
-    resizes, so that another library, or version, that gives the same pixels is the same decoder.
+    Besides the library's name it holds digests of decoded and resized test images, so that another
+    library or version with the same pixels counts as the same decoder.
     """
     if kind == "arrays":
         return {}

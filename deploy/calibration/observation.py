@@ -1,20 +1,17 @@
-"""`Observation`: which statistic of which tensor of which variant of the model.
+"""Observations: (model variant, tensor, statistic); the model to calibrate; full batches.
 
-The one value in the middle. A target says which observations it needs; one pass fills them; one
-store keeps them; each is judged by itself when a cache is used again::
+A target lists the observations it needs, one pass records them, one store keeps them, and each is
+checked separately when a cache is reused::
 
     OnnxRuntime   (folded,               tensor, histogram)
     TensorRT      (folded,               tensor, histogram)  or, by TensorRT's own rule,
                   (as its parser reads,  tensor, histogram of the first batch's range)
     Ascend        (weights fake-quantized, tensor, ifmr or hfmg histogram)
 
-Samples one by one -> the whole batches of one shape that TensorRT's calibrators take.
+`Subject` is the model to calibrate with its forms and method, before anything is observed.
 
-TensorRT calibrates with the profile's OPT shape alone, so a smaller last batch cannot be fed. One
-rule everywhere, on the GPU, on the CPU and in C++: what does not fill a batch is left out, and how
-much that is is said.
-
-What a target looks at before anything is observed: the model, its forms, the method.
+TensorRT calibrates with the profile's OPT shape only, so a smaller last batch cannot be used. The
+rule is the same on GPU, CPU and in C++: samples that do not fill a batch are left out, with a note.
 """
 
 from __future__ import annotations
@@ -40,6 +37,7 @@ if TYPE_CHECKING:
 
 
 Key = tuple[str, str, str]
+FOLDED = "folded"  # key of the cleaned model, BatchNormalizations folded into their Convs
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +45,11 @@ class Variant:
     """A form of the model that is run.
 
     Attributes:
-        key: names the form with everything it depends on beside the model itself; equal keys are
-            equal models.
-        make: gives the model from what `needs` found; called only where it must be run.
-        needs: observations of other variants, of the first samples, that it is made from; these
-            may need others in their turn.
+        key: name of the form and of all it depends on except the model; equal keys mean equal
+            models.
+        make: builds the model from the results of `needs`; called only if it must be run.
+        needs: observations of other variants, on the first samples, that `make` takes; they may
+            have needs too.
     """
 
     key: str
@@ -64,7 +62,7 @@ class Observation:
     """A statistic of a tensor of a variant.
 
     Attributes:
-        whose: the layer that wants it, for an error; "" names the tensor alone.
+        whose: layer that wants it, for error messages; "" to name the tensor only.
     """
 
     variant: Variant
@@ -74,23 +72,23 @@ class Observation:
 
     @property
     def key(self) -> Key:
-        """What names it in a store."""
+        """Key of the observation in a store."""
         return self.variant.key, self.tensor, self.statistic.key
 
     @property
     def by_order(self) -> bool:
-        """Whether the same samples in another order would give other numbers."""
+        """Whether the result depends on the order of the samples."""
         return self.statistic.ordered or self.statistic.samples is not None
 
     @property
     def lead(self) -> Observation | None:
-        """What must be known of the first samples before this can begin."""
+        """Observation of the first samples that this one needs before it starts, or None."""
         lead = self.statistic.lead
         return None if lead is None else Observation(self.variant, self.tensor, lead, self.whose)
 
 
 class Observed(Mapping[Key, Recorder]):
-    """Observation key -> what was recorded, in the order of the observations."""
+    """Observation key -> recorder with its statistics, in the order of the observations."""
 
     def __init__(self, recorders: Mapping[Key, Recorder]) -> None:
         self._recorders = dict(recorders)
@@ -105,49 +103,49 @@ class Observed(Mapping[Key, Recorder]):
         return len(self._recorders)
 
     def of(self, observation: Observation) -> Recorder:
-        """The recorder of one observation."""
+        """Return the recorder of one observation."""
         return self._recorders[observation.key]
 
     def missing(self, wanted: Iterable[Observation]) -> tuple[Observation, ...]:
-        """Those that are not here, each once."""
+        """Return the wanted observations that are missing, without duplicates."""
         return tuple(dict.fromkeys(o for o in wanted if o.key not in self._recorders))
 
     def and_also(self, other: Mapping[Key, Recorder]) -> Observed:
-        """Both; what `other` holds wins."""
+        """Return the union; `other` takes precedence."""
         return Observed({**self._recorders, **other})
 
 
 def each_once(wanted: Mapping[str, Iterable[Observation]]) -> tuple[Observation, ...]:
-    """What all targets want."""
+    """Return the observations of all targets without duplicates."""
     return tuple(dict.fromkeys(o for own in wanted.values() for o in own))
 
 
 def with_needs(
     wanted: Iterable[Observation], known: Mapping[Key, Recorder] | None = None
 ) -> tuple[Observation, ...]:
-    """The observations with all that their variants are made from, each once, needs first.
+    """Return the observations and all that their variants need, without duplicates, needs first.
 
-    Of what is known nothing is needed any more.
+    Observations in `known` bring in no needs.
     """
     before = known or {}
-    found: dict[Observation, None] = {}
+    ordered: dict[Observation, None] = {}
 
     def add(observation: Observation) -> None:
-        if observation in found:
+        if observation in ordered:
             return
         for need in () if observation.key in before else observation.variant.needs:
             add(need)
-        found[observation] = None
+        ordered[observation] = None
 
     for observation in wanted:
         add(observation)
-    return tuple(found)
+    return tuple(ordered)
 
 
 def whole_batches(
     samples: Iterable[Mapping[str, Array]], samples_a_batch: int
 ) -> Iterator[dict[str, Array]]:
-    """Join every `samples_a_batch` samples along their first axis; leave out the rest."""
+    """Yield batches of `samples_a_batch` samples joined along axis 0; drop an incomplete one."""
     group: list[Mapping[str, Array]] = []
     for sample in samples:
         group.append(sample)
@@ -157,10 +155,10 @@ def whole_batches(
 
 
 def _joined(arrays: list[Array]) -> Array:
-    """A scalar has no axis, and is the batch's as it is.
+    """Join arrays along axis 0; of scalars, which have no axis, return the first.
 
     Raises:
-        ConfigError: arrays of several shapes.
+        ConfigError: the arrays differ in shape.
     """
     shapes = sorted({array.shape for array in arrays})
     if len(shapes) > 1:
@@ -172,54 +170,51 @@ def _joined(arrays: list[Array]) -> Array:
 
 
 def whole(samples: int, samples_a_batch: int, *, filled: int = 0) -> int:
-    """How many of the samples stand in whole batches.
+    """Return how many samples are in full batches.
 
     Args:
-        samples: of the feed.
-        samples_a_batch: that make a batch.
-        filled: of the samples, those at the end that a model's fixed batch filled up.
+        samples: number of samples of the feed.
+        samples_a_batch: samples per batch.
+        filled: number of repeated samples at the end, which fill the model's fixed batch.
 
     Raises:
-        ConfigError: none.
+        ConfigError: there is no full batch.
     """
-    there = samples - filled
-    if there < samples_a_batch:
+    distinct = samples - filled
+    if distinct < samples_a_batch:
         raise ConfigError(
-            f"TensorRT calibrates in whole batches, got {there} samples for batches of"
+            f"TensorRT calibrates in whole batches, got {distinct} samples for batches of"
             f" {samples_a_batch}; give more images or a smaller batch"
         )
-    return there - there % samples_a_batch
+    return distinct - distinct % samples_a_batch
 
 
 def left_out(samples: int, samples_a_batch: int, *, filled: int = 0) -> tuple[str, ...]:
-    """The sentence that says how many samples are left out, where some are."""
-    seen = whole(samples, samples_a_batch, filled=filled)
-    if seen == samples:
+    """Return a note on how many samples are left out; empty if none are."""
+    used = whole(samples, samples_a_batch, filled=filled)
+    if used == samples:
         return ()
     return (
         f"TensorRT calibrates in whole batches, of {samples_a_batch} samples here: the last"
-        f" {samples - seen} of {samples} samples fill none and were left out",
+        f" {samples - used} of {samples} samples fill none and were left out",
     )
-
-
-FOLDED = "folded"  # key of the cleaned model, BatchNormalizations folded into their Convs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model about to be calibrated.
+    """A model to calibrate.
 
     Attributes:
         loaded: the cleaned model.
-        samples: how many the feed gives.
-        batch: images in each of them.
-        filled: how many of them, at the end, hold images again to fill that batch.
+        samples: number of samples of the feed.
+        batch: images per sample.
+        filled: number of samples at the end with repeated images, which fill that batch.
         method: the search that the user chose.
         float_nodes: names of the nodes that the user keeps in float.
-        trt_version: TensorRT that is to read the calibration cache, "X.Y.Z"; None for no wish.
-        given: the model as the user gave it: a path, or a model in memory; None where only the
-            cleaned one is at hand.
-        repairs: what changed the cleaned model's weights since it was read.
+        trt_version: TensorRT version "X.Y.Z" that will read the calibration cache; None for any.
+        given: the model from the user: a path, or a model in memory; None if only the cleaned
+            model is available.
+        repairs: repairs that changed the cleaned model's weights since it was read.
     """
 
     loaded: LoadedModel
@@ -239,26 +234,26 @@ class Subject:
 
     @property
     def identities(self) -> Mapping[str, str]:
-        """What the model is known by, as in a fingerprint; no file is a repaired one."""
+        """Identities for a fingerprint; only "graph" after a repair, which no file holds."""
         known = self.loaded.identities
         return {"graph": known["graph"]} if self.repairs else known
 
     @property
     def source(self) -> Path | None:
-        """The file it came from."""
+        """File of the model."""
         return self.loaded.source
 
     @cached_property
     def unfolded(self) -> LoadedModel:
-        """The model with its BatchNormalizations as they stand in the file.
+        """The model with its BatchNormalizations unfolded, as in the file.
 
         Raises:
-            ConfigError: it was given in memory, already cleaned; or repaired since.
-            ModelError: its file changed since it was loaded.
+            ConfigError: only the cleaned model is available, or the model was repaired.
+            ModelError: the file changed since it was loaded.
         """
         if self.repairs:
             raise ConfigError(
-                "what reads the model as its file has it sees no repair of its weights, got repair"
+                "a target that reads the model's file cannot use repaired weights, got repair"
                 f" {', '.join(self.repairs)}; leave it away, or take another method or"
                 " configuration"
             )
@@ -276,7 +271,7 @@ class Subject:
 
     @cached_property
     def original(self) -> onnx.ModelProto | None:
-        """The graph as the file has it, external data left there; None where no file is at hand.
+        """The graph as in the file, without external data; None if there is no ONNX file.
 
         Raises:
             ModelError: the file changed since it was loaded.
@@ -290,7 +285,7 @@ class Subject:
 
     @property
     def statistic(self) -> HistogramOf:
-        """What the method searches, a first batch and whole batches counted in samples.
+        """Statistic that the method searches, its batches counted in samples.
 
         Raises:
             ConfigError: the samples fill no batch.
@@ -299,16 +294,16 @@ class Subject:
         if not wanted.first:
             return wanted
         first = -(-wanted.first // self.batch)
-        seen = whole(self.samples, first, filled=self.filled)
-        return replace(wanted, first=first, most=seen if seen < self.samples else 0)
+        used = whole(self.samples, first, filled=self.filled)
+        return replace(wanted, first=first, most=used if used < self.samples else 0)
 
     @cached_property
     def reaches(self) -> dict[str, Reach]:
-        """Tensor -> how far its readers tell its values apart."""
+        """Tensor -> limits of its range that its readers set."""
         return reaches(self.model)
 
     def histograms(self, tensors: Iterable[str]) -> tuple[Observation, ...]:
-        """The method's statistic of tensors of the cleaned model."""
+        """Return observations of the method's statistic for tensors of the cleaned model."""
         variant = Variant(FOLDED, self._folded)
         return tuple(Observation(variant, name, self.statistic) for name in tensors)
 

@@ -1,12 +1,4 @@
-"""One pass: every sample once, recorded by several workers as if it had been one.
-
-::
-
-    worker 0:  1   3   5 ...  --> parts, merged at the end: what any order gives
-    worker 1:    2   4   6 ...
-    taken:     1 2 3 4 5 6 ... --> recorders of what the order shows in
-
-One pass over the feed: every sample once, through every variant, into every statistic.
+"""One pass over the feed: every sample once, through every variant, into every statistic.
 
 ::
 
@@ -14,24 +6,25 @@ One pass over the feed: every sample once, through every variant, into every sta
                                 |          '-> variant B --> tensors --> recorders of B
                                 '--> worker ...
 
-Each variant is tapped: the wanted tensors become outputs of it, and ONNX Runtime still optimises
-the rest (`deploy.calibration.taps`). Each worker takes one sample at a time and runs it with one
-thread inside. What no order can change is recorded in parts, by one worker at a time, merged at the
-end; what is defined by the order waits for its turn, while the others go on inferring. So neither
-the number of workers nor any batch size can change a bit.
+The wanted tensors become outputs of each variant, and ONNX Runtime still optimizes the rest
+(`deploy.calibration.taps`). Each worker runs one sample at a time with one intra-op thread.
+Order-free statistics are recorded in parts, each used by one worker at a time, and merged at the
+end. Order-dependent values wait for their turn while the workers go on, so that the number of
+workers and the batch size never change a bit of the result::
 
-Where it is asked whether the samples are enough, all workers come to rest at 8, 16, 32 ... of them,
-so that what is looked at is the statistics of just so many.
+    worker 0:  1   3   5 ...  --> parts, merged at the end: order-free statistics
+    worker 1:    2   4   6 ...
+    taken:     1 2 3 4 5 6 ... --> recorders of order-dependent statistics
 
-Where something must be known of the first samples (TensorRT's range rule, AMCT's DMQ and AdaRound),
-these few are run beforehand, kept, and run again in their place; more than once where what must be
-known needs something itself.
+With a stop rule (`enough`), all workers pause after 8, 16, 32 ... samples, so that the rule sees
+the statistics of exactly these.
 
-Whether this machine can hold what a run takes, told before an hour of it and not after.
+If something must be known of the first samples (TensorRT's range rule, AMCT's DMQ and AdaRound),
+these are run beforehand, stored, and run again in the pass; repeatedly if needs have needs.
 
-Estimates are lower bounds, by the shapes that the model states: only what is clearly impossible is
-refused. Where all workers together would need more memory than there is, fewer of them do the work,
-which changes no result.
+Memory and disk are estimated before a run. The estimates are lower bounds from the shapes that the
+model states, so only what is clearly impossible is refused. If all workers together would exceed
+the memory, fewer are used, which changes no result.
 """
 
 from __future__ import annotations
@@ -65,27 +58,29 @@ if TYPE_CHECKING:
 Progress = Callable[[], None]
 Enough = Callable[[int, Observed, Observed], bool]
 _Part = dict[Observation, Recorder]
+_VALUE = 4  # bytes of a float32
+_HISTOGRAM = 8 * (2 * BINS + 1)  # bytes of a histogram
 
 
 class Keeper(Protocol):
-    """What keeps the state of a pass now and then, and knows that of one that was ended.
+    """Stores the state of a pass from time to time, and holds that of an interrupted one.
 
     Attributes:
-        counted: samples whose statistics it knows; 0 for none.
+        counted: number of samples in the state that it holds; 0 for none.
     """
 
     counted: int
 
     def known(self, wanted: Iterable[Observation]) -> Observed:
-        """What those samples gave; nothing where there were none."""
+        """Return the statistics of these samples; empty if there are none."""
         ...
 
     def due(self) -> bool:
-        """Whether it is time to keep."""
+        """Whether it is time to store the state."""
         ...
 
     def keep(self, number: int, observed: Observed) -> None:
-        """Keep what the first so many samples gave."""
+        """Store the statistics of the first `number` samples."""
         ...
 
 
@@ -103,12 +98,9 @@ def one_pass(
     halves: list[Observed] | None = None,
     enough: Enough | None = None,
 ) -> Observed:
-    """Record these observations, whose variants what is `known` suffices to make.
+    """Record these observations; `known` must be enough to build their model variants.
 
-    The arguments are those of `deploy.calibration.one_pass.observe`.
-
-    Raises:
-        As `observe`.
+    Arguments and errors are those of `observe`.
     """
     if not observations:
         return Observed({})
@@ -130,10 +122,10 @@ def one_pass(
         progress()
 
     while True:
-        some = None if enough is None else following(drawn)
-        piece = ahead if some is None else islice(ahead, some - drawn)
+        stop = None if enough is None else following(drawn)
+        piece = ahead if stop is None else islice(ahead, stop - drawn)
         drawn += in_order(piece, work, take, threads=threads, after=drawn, rest=rest)
-        if enough is None or drawn != some or enough(drawn, *state.look()):
+        if enough is None or drawn != stop or enough(drawn, *state.look()):
             break
     if drawn == 0:
         raise FeedError("a calibration needs at least one sample, got none")
@@ -144,7 +136,7 @@ def one_pass(
 
 
 class _Pass:
-    """What was recorded so far, and by whom.
+    """State of a pass: the recorders, by worker.
 
     Attributes:
         lines: one for each variant.
@@ -160,23 +152,23 @@ class _Pass:
         split: bool,
         looked: bool,
     ) -> None:
-        """Args beyond those of `one_pass`: split: into halves; looked: at what is recorded."""
+        """Args beyond those of `one_pass`: split: record halves; looked: `look` will be called."""
         self.lines = lines_of(observations, known)
         self._observations = observations
         self._known = known
         self._free = [o for o in observations if not o.statistic.ordered]
         self._ordered = self._empty(o for o in observations if o.statistic.ordered)
         self._peaks = peaks
-        trim_memory()  # of optimizing the models
+        trim_memory()  # which optimizing the models took
         self._readings = [[line.reading() for line in self.lines] for _ in range(threads)]
         self._own = [None if peaks is None else Peaks() for _ in range(threads)]
-        # a sample is begun when those `threads` before it are done, so no two are in one part at a
-        # time; of an even number of parts, one more for the turns, every other one holds a half
+        # a sample starts once those `threads` before it are done, so two never share a part; for
+        # halves the number of parts is even, and every other part belongs to one half
         self._split = split
         self._width = threads + 2 - threads % 2 if split else threads
-        # what is looked at is left as it is
+        # sum of the parts that `look` has returned, which it replaces by empty ones
         self._seen = [self._empty(self._free)] if split or looked else []
-        self._anew()
+        self._reset_parts()
 
     def _empty(self, wanted: Iterable[Observation]) -> _Part:
         def lead(observation: Observation) -> Recorder | None:
@@ -185,17 +177,17 @@ class _Pass:
 
         return {o: o.statistic.recorder(lead(o)) for o in wanted}
 
-    def _anew(self) -> None:
+    def _reset_parts(self) -> None:
         self._parts = [self._empty(self._free) for _ in range(self._width)]
         self._held = [[Held(line, part) for line in self.lines] for part in self._parts]
 
     def go_on(self, earlier: Observed) -> None:
-        """Begin with what another pass recorded."""
+        """Start from the statistics of an earlier pass."""
         self._ordered = {o: earlier.of(o) for o in self._ordered}
         _merge(self._parts[0], {o: earlier.of(o) for o in self._free})
 
     def work(self, worker: int, number: int, sample: Sample, keep: Keep | None) -> list[Waiting]:
-        """Run a sample, record what any order gives, and give what waits for its turn."""
+        """Run a sample, record order-free statistics, return the values that wait their turn."""
         place = in_turns(number) if self._split else number
         held, own = self._held[place % self._width], self._own[worker]
         return [
@@ -206,33 +198,33 @@ class _Pass:
         ]
 
     def take(self, number: int, waiting: list[Waiting]) -> None:
-        """Record what waited, when it is its turn."""
+        """Record waiting values, in sample order."""
         for observation, value in waiting:
             record(self._ordered[observation], observation, number, value)
 
     def together(self) -> set[int]:
-        """Numbers of samples that are recorded as one batch."""
+        """Batch sizes of the recorders that take several samples at once."""
         return {one.together for one in self._ordered.values() if isinstance(one, Batched)}
 
     def so_far(self) -> Observed:
-        """A copy of all that was recorded; no other thread may record meanwhile."""
-        self._tell_peaks()
+        """Return a copy of all statistics; no other thread may record meanwhile."""
+        self._merge_peaks()
         return self._observed(_joined([self._empty(self._free), *self._parts]))
 
     def look(self) -> tuple[Observed, Observed]:
-        """What any order gives: recorded since it was looked at last, and all of it."""
+        """Return the order-free statistics (since the last call, of all samples so far)."""
         new = _joined(self._parts)
         _merge(self._seen[0], new)
-        self._anew()
+        self._reset_parts()
         return _by_key(new), _by_key(self._seen[0])
 
     def end(self) -> None:
-        """Nothing more comes.
+        """Finish after the last sample.
 
         Raises:
-            CalibrationError: a batch that is left over cannot be recorded.
+            CalibrationError: an incomplete last batch cannot be recorded.
         """
-        self._tell_peaks()
+        self._merge_peaks()
         for observation, recorder in self._ordered.items():
             if isinstance(recorder, Batched):
                 try:
@@ -241,19 +233,19 @@ class _Pass:
                     raise told(error, observation, f"tensor {observation.tensor}") from error
 
     def halves(self) -> list[Observed]:
-        """What one half of the samples gave, and what the other gave, which any order gives."""
+        """Return the order-free statistics of each half of the samples."""
         self._parts = [_joined(self._parts[1::2]), _joined(self._parts[::2])]
         return [_by_key(part) for part in self._parts]
 
     def whole(self) -> Observed:
-        """All that was recorded; nothing may be recorded afterwards."""
+        """Return all statistics; nothing may be recorded afterwards."""
         return self._observed(_joined([*self._seen, *self._parts]))
 
     def _observed(self, free: _Part) -> Observed:
         recorded = free | self._ordered
         return Observed({o.key: recorded[o] for o in self._observations})
 
-    def _tell_peaks(self) -> None:
+    def _merge_peaks(self) -> None:
         for place, own in enumerate(self._own):
             if self._peaks is not None and own is not None:
                 self._peaks.merge(own)
@@ -261,29 +253,29 @@ class _Pass:
 
 
 def in_turns(number: int) -> int:
-    """The same, or its neighbour: odd of one half of all numbers, even of the other.
+    """Return `number` or its neighbour, so that odd results are one half of all samples.
 
-    Which of two neighbours is odd changes as Thue and Morse have it, 0 1 1 0 1 0 0 1 ..., in step
-    with nothing: with a feed whose classes take turns, both halves have both.
+    The Thue-Morse sequence 0 1 1 0 1 0 0 1 ... decides, which is in step with no period: if the
+    classes of a feed alternate, both halves get both classes.
     """
     return number ^ ((number >> 1).bit_count() & 1)
 
 
 def _rest(keeper: Keeper, state: _Pass) -> Rest:
-    """Keep the state when it is time, and where no samples wait to be a batch."""
+    """Store the state when it is due and no samples wait for their batch to be complete."""
 
-    def whole(number: int) -> bool:
+    def no_open_batch(number: int) -> bool:
         return all(number % samples == 0 for samples in state.together())
 
     def use(number: int) -> None:
-        if whole(number):
+        if no_open_batch(number):
             keeper.keep(number, state.so_far())
 
-    return Rest(due=lambda number: keeper.due() and whole(number), use=use)
+    return Rest(due=lambda number: keeper.due() and no_open_batch(number), use=use)
 
 
 def _joined(parts: Sequence[_Part]) -> _Part:
-    """The first part, with what all others saw."""
+    """Merge all parts into the first and return it."""
     for part in parts[1:]:
         _merge(parts[0], part)
     return parts[0]
@@ -295,9 +287,9 @@ def _by_key(part: Mapping[Observation, Recorder]) -> Observed:
 
 def _merge(into: _Part, part: Mapping[Observation, Recorder]) -> None:
     for observation, recorder in part.items():
-        whole = into[observation]
-        if isinstance(whole, Histogram) and isinstance(recorder, Histogram):
-            whole.merge(recorder)
+        total = into[observation]
+        if isinstance(total, Histogram) and isinstance(recorder, Histogram):
+            total.merge(recorder)
         else:
             raise AssertionError(f"{observation.statistic.key} is neither ordered nor mergeable")
 
@@ -319,27 +311,26 @@ def observe(
     """Record every wanted observation in one pass.
 
     Args:
-        wanted: the observations; those that their variants need are found too.
-        samples: {input: array} of one inference each, in the feed's order; drawn once. Where a
-            keeper has counted some, these are not among them, but for those that `planned` says.
-        known: what a cache holds already; a variant is made from it where it has what it needs.
-        threads: worker threads, each running whole samples.
+        wanted: the observations; those that their variants need are recorded too.
+        samples: {input: array} of one inference each, in feed order; iterated once. If a keeper
+            has counted some, these are left out, except the first ones that `planned` asks for.
+        known: statistics from a cache, from which variants are made if possible.
+        threads: worker threads, each running one sample at a time.
         progress: called after every sample.
-        runs: raised by one for each inference, by the variant's key.
-        peaks: is told the largest |x| of every tensor that is observed, sample by sample.
-        keeper: keeps the state; the peaks that it knows are told already.
-        keep: is given (number of the sample, all that the cleaned model gave for it).
-        halves: gets what the first, third, fifth ... sample gave, and what the others gave, of
-            observations that any order gives.
-        enough: (samples so far, what those since it was asked last gave, what all gave) -> whether
-            no more are to be looked at; asked at 8, 16, 32 ... samples, of such observations.
+        runs: variant key -> number of inferences, incremented.
+        peaks: collects the largest |x| of every observed tensor, by sample.
+        keeper: stores the state; `peaks` must already hold the peaks that it knows.
+        keep: called with (sample number, outputs of the cleaned model for it, possibly more).
+        halves: receives the order-free statistics of each half of the samples.
+        enough: stop rule, called after 8, 16, 32 ... samples with (number of samples, order-free
+            statistics since the last call, of all samples).
 
     Returns:
-        What was wanted and what that needed.
+        The wanted statistics and those that they needed.
 
     Raises:
         FeedError: there was no sample.
-        CalibrationError: a tensor held NaN, named with its sample; or a variant cannot be made.
+        CalibrationError: a tensor held NaN (names it and the sample), or a variant cannot be made.
         BackendError: ONNX Runtime refused a model or a sample.
     """
     before = known or Observed({})
@@ -369,13 +360,13 @@ def observe(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is recorded when.
+    """Schedule of the observations.
 
     Attributes:
-        listed: all that is missing, needs first.
-        early: what must be known of the first samples before the pass.
-        late: what is recorded in the pass.
-        first: how many samples are run beforehand.
+        listed: all missing observations, needs first.
+        early: those recorded on the first samples before the pass.
+        late: those recorded in the pass.
+        first: number of samples to run before the pass.
     """
 
     listed: tuple[Observation, ...]
@@ -385,7 +376,7 @@ class Plan:
 
 
 def planned(wanted: Iterable[Observation], known: Observed) -> Plan:
-    """What `observe` records when; what is known is recorded no more."""
+    """Return the schedule of `observe` for the observations that are not in `known`."""
     listed = known.missing(with_needs(wanted, known))
     early = _early(listed, known)
     return Plan(
@@ -397,7 +388,7 @@ def planned(wanted: Iterable[Observation], known: Observed) -> Plan:
 
 
 def _early(listed: Iterable[Observation], known: Observed) -> tuple[Observation, ...]:
-    """What must be recorded of the first samples before the pass, needs first."""
+    """Return what must be recorded on the first samples before the pass, needs first."""
     needs = [need for o in listed for need in o.variant.needs]
     leads = [o.lead for o in listed if o.lead is not None]
     return known.missing(with_needs((*needs, *leads), known))
@@ -410,31 +401,28 @@ def _prepared(
     threads: int,
     runs: Counter[str],
 ) -> Observed:
-    """What is known after these too, in as many passes over the first samples as it takes."""
+    """Record the early observations and return all known; runs as many passes as needs require."""
     left = list(early)
     with phase("what it is made from"):
         while left:
             ready = [o for o in left if all(need.key in known for need in o.variant.needs)]
-            able = threads if all(o.statistic.ordered for o in ready) else 1  # none can be merged
-            known = known.and_also(one_pass(ready, known, first, threads=able, runs=runs))
+            # ordered statistics need no merge; the others here cannot be merged
+            usable = threads if all(o.statistic.ordered for o in ready) else 1
+            known = known.and_also(one_pass(ready, known, first, threads=usable, runs=runs))
             left = [o for o in left if o.key not in known]
     return known
 
 
-_VALUE = 4  # bytes of a float32
-_HISTOGRAM = 8 * (2 * BINS + 1)  # bytes of one
-
-
 def workers(wanted: Iterable[Observation], model: onnx.ModelProto, threads: int) -> int:
-    """How many workers can observe at once, at most `threads`.
+    """Return how many workers fit into memory, at most `threads`.
 
     Args:
-        wanted: what is to be observed.
-        model: the cleaned model, whose shapes are counted; tensors of other forms are not.
-        threads: workers that were asked for.
+        wanted: the observations.
+        model: the cleaned model with shapes; tensors of other variants are not counted.
+        threads: number of workers wanted.
 
     Raises:
-        CalibrationError: not one of them: a sample's tensors are larger than the memory.
+        CalibrationError: the observed tensors of one sample exceed the memory.
     """
     listed = list(wanted)
     memory = memory_bytes()
@@ -456,10 +444,10 @@ def workers(wanted: Iterable[Observation], model: onnx.ModelProto, threads: int)
 
 
 def refuse_full_disk(folder: Path, model: onnx.ModelProto, targets: int) -> None:
-    """Refuse a folder whose disk has less room than int8 weights for each target take.
+    """Refuse a folder whose disk has too little space for the int8 weights of each target.
 
     Raises:
-        ExportError: there is less.
+        ExportError: there is too little space.
     """
     there = next((p for p in (folder, *folder.absolute().parents) if p.is_dir()), None)
     if there is None:
@@ -473,7 +461,7 @@ def refuse_full_disk(folder: Path, model: onnx.ModelProto, targets: int) -> None
 
 
 def _values(wanted: Iterable[Observation], model: onnx.ModelProto) -> dict[str, int]:
-    """Tensor -> how many values a sample has at least, where the model says so."""
+    """Return tensor -> least number of values per sample, of tensors whose shape is known."""
     shapes = Graph(model).shapes
     found = {}
     for name in {o.tensor for o in wanted}:

@@ -1,6 +1,6 @@
-"""Searching: what was observed -> clip ranges, each observation once.
+"""Clip ranges: search them in observed statistics, each observation once, or read a foreign cache.
 
-`Found`: ranges of a model's tensors, and why some have none; also those of a foreign cache.
+`Found` holds the ranges of a model's tensors, and why some tensors have none.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from deploy.graph.bounds import Reach
 from deploy.method import Choices, Method
 from deploy.terminal import phase
 
+Made = TypeVar("Made")
+
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
     """Why a tensor has no scale.
 
     Attributes:
-        why: the end of a sentence that begins with the tensor.
+        why: predicate of a sentence whose subject is the tensor's name.
         infinite: whether infinity is the reason; TensorRT's cache then says `inf`, else `0`.
-        unknown: whether nothing is known of it, so that TensorRT's cache leaves it out.
+        unknown: whether the tensor was not observed, so that TensorRT's cache omits it.
     """
 
     why: str
@@ -42,7 +44,7 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Ranges of tensors, and why others have none.
+    """Clip ranges of tensors, and why others have none.
 
     Attributes:
         scales: tensor -> clip range.
@@ -54,28 +56,31 @@ class Found:
 
     @property
     def symmetric(self) -> dict[str, np.float32]:
-        """Tensor -> amax / 127, as TensorRT's cache has it: 0 or infinite where in trouble."""
-        known = {name: scale.symmetric for name, scale in self.scales.items()}
-        told = {name: one for name, one in self.troubles.items() if not one.unknown}
-        without = {n: np.float32(np.inf if t.infinite else 0) for n, t in told.items()}
-        return {**known, **without}
+        """Tensor -> amax / 127 as in TensorRT's cache; 0 or infinite if it has no scale."""
+        usable = {name: scale.symmetric for name, scale in self.scales.items()}
+        unusable = {
+            name: np.float32(np.inf if trouble.infinite else 0)
+            for name, trouble in self.troubles.items()
+            if not trouble.unknown
+        }
+        return {**usable, **unusable}
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Tensor -> why it has no scale, in words."""
+        """Tensor -> why it has no scale, as text."""
         return {name: trouble.why for name, trouble in self.troubles.items()}
 
 
 def of_foreign(path: Path, wanted: tuple[str, ...], non_negative: frozenset[str]) -> Found:
-    """A cache without a fingerprint, taken as it is: symmetric ranges of amax = 127 * scale.
+    """Read the ranges of a cache without a fingerprint: symmetric, amax = 127 * scale.
 
     Args:
-        path: TensorRT's text format, from any tool.
+        path: cache in TensorRT's text format, from any tool.
         wanted: tensors that need a scale.
         non_negative: tensors that cannot be negative, whose range starts at 0.
 
     Raises:
-        CacheError: the file is not such a cache, or holds no usable entry for this model.
+        CacheError: the file is not such a cache, or has no usable entry for this model.
     """
     cache = trt_cache.parse(read(path), origin=str(path))
     flaws = cache.flaws()
@@ -104,17 +109,14 @@ def _symmetric(amax: float, non_negative: bool, algorithm: str) -> Scale:
     )
 
 
-Made = TypeVar("Made")
-
-
 class Ranges:
-    """The clip ranges that one search finds in what was observed; found when asked for, once.
+    """Clip ranges that one method finds in observed statistics; searched on demand and cached.
 
     Attributes:
         observed: the statistics.
         method: the search, with its parameters.
-        reaches: tensor of the cleaned model -> how far its readers tell values apart.
-        trusted: ranges of a foreign cache, which stand for all.
+        reaches: tensor of the cleaned model -> limits of its range.
+        trusted: ranges of a foreign cache, which replace any search.
     """
 
     def __init__(
@@ -134,7 +136,7 @@ class Ranges:
         self._made: dict[Hashable, Any] = {}
 
     def choosing(self, choices: Choices) -> Ranges:
-        """The same observations, searched as was chosen; what is found is kept for all."""
+        """Return ranges of the same observations under other methods; the results are shared."""
         chosen = Ranges(
             self.observed, choices.method or self.method, self.reaches, trusted=self.trusted
         )
@@ -143,7 +145,7 @@ class Ranges:
 
     @property
     def chosen_by(self) -> str:
-        """What chose the ranges, as the report shows it."""
+        """Name of the methods that chose the ranges, for the report."""
         if self.trusted is not None:
             return "the trusted cache"
         others = {t: m.label for t, m in self._own.items() if m.label != self.method.label}
@@ -154,17 +156,17 @@ class Ranges:
         return f"{self.method.label} ({names} for {some})"
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """What a target makes of the observations, made once however many builds are tried."""
+        """Return `make()`, computed once per key for all trial builds."""
         if key not in self._made:
             self._made[key] = make()
         made: Made = self._made[key]
         return made
 
     def of(self, observations: Iterable[Observation], *, symmetric: Grid | None = None) -> Found:
-        """Ranges of observed tensors, by tensor, and why others have none.
+        """Return the ranges of observed tensors, and why others have none.
 
         Args:
-            observations: of the tensors.
+            observations: statistics of the tensors.
             symmetric: grid that the thresholds are for; None for int8.
         """
         if self.trusted is not None:
@@ -183,12 +185,12 @@ class Ranges:
         return Found(scales=Scales(scales), troubles=troubles)
 
     def known(self, observation: Observation, *, symmetric: Grid | None = None) -> Scale | None:
-        """The range of one tensor if it was found before; nothing is searched."""
+        """Return the range of one tensor if it is cached; never searches."""
         method = self._own.get(observation.tensor, self.method)
         return self._found.get((observation.key, method.label, symmetric))
 
     def histogram(self, observation: Observation) -> Histogram:
-        """What was observed, where it is a histogram."""
+        """Return the histogram that was recorded for an observation."""
         recorder = self.observed.of(observation)
         assert isinstance(recorder, Histogram), observation.statistic.key
         return recorder

@@ -1,12 +1,12 @@
-"""What the float model says of the samples that judge: found once, whoever asks.
+"""Reference outputs: the float model's outputs for the evaluation samples, computed once.
 
 ::
 
     observing        1 2 3 4 5 6 7 ...     every sample is run, and its inner tensors counted
-    kept             o     o     o         outputs of those that will judge, on disk
-    search, repairs, accuracy  <-- these; what is not there is run, and kept in its turn
+    stored           o     o     o         outputs of the evaluation samples, on disk
+    search, repairs, accuracy  <-- read these; a missing one is computed, then stored
 
-So memory is flat, whatever the outputs' size and the number of samples.
+So memory use does not depend on the outputs' size or the number of samples.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ if TYPE_CHECKING:
 
     from deploy.feed.samples import Feed
 
-MOST_BYTES = 1 << 30  # on disk; of larger outputs the rest is run again
-_SAME = 1e-6  # noise over signal, 60 dB: what repairs of a float model may differ by
-_NUMBERS = "biuf"  # kinds of arrays that are kept; of text there is no noise
+MOST_BYTES = 1 << 30  # on disk; outputs beyond this are computed again
+_SAME = 1e-6  # noise / signal, 60 dB: largest difference after a repair of a float model
+_NUMBERS = "biuf"  # kinds of arrays that are stored; text has no noise
 
 Sample = Mapping[str, Array]
 
 
 class FloatOutputs:
-    """Outputs of one float model for the samples of one feed, by their keys.
+    """Outputs of one float model for the samples of one feed, by sample key.
 
     Attributes:
-        runs: inferences that were made because nothing was kept.
+        runs: number of inferences for samples whose outputs were not stored.
     """
 
     def __init__(
         self, open_session: Callable[[], Session], names: Sequence[str], keys: Collection[int] = ()
     ) -> None:
-        """What can be asked.
+        """Start with nothing stored.
 
         Args:
-            open_session: gives the model ready to run, in one thread; called when first needed.
-            names: of its outputs.
-            keys: of the samples to keep; the outputs of others are made anew each time.
+            open_session: opens a single-threaded session of the model; called on first use.
+            names: the model's outputs.
+            keys: samples whose outputs are stored; those of others are computed each time.
         """
         self.runs = 0
         self._open = open_session
@@ -64,15 +64,15 @@ class FloatOutputs:
 
     @property
     def outputs(self) -> Sequence[TensorSpec]:
-        """Specs of the outputs; of what was kept, those of one sample."""
+        """Specs of the outputs; of one stored sample, if there is one."""
         return self._specs if self._specs is not None else self._opened().outputs
 
     def add(self, key: int, values: Mapping[str, Array]) -> None:
-        """Keep a sample's outputs, of all that a run of the model gave.
+        """Store a sample's outputs.
 
         Args:
-            key: the sample's.
-            values: name -> array; others than the outputs pass by.
+            key: key of the sample.
+            values: name -> array of a run; tensors that are not outputs are ignored.
         """
         own = {name: values[name] for name in self._names if name in values}
         plain = all(value.dtype.kind in _NUMBERS for value in own.values())
@@ -81,11 +81,11 @@ class FloatOutputs:
             self._spool.add(key, own)
 
     def __contains__(self, key: object) -> bool:
-        """Whether a sample's outputs are kept."""
+        """Whether a sample's outputs are stored."""
         return key in self._spool
 
     def of(self, key: int, sample: Sample) -> Mapping[str, Array]:
-        """A sample's outputs, from any thread.
+        """Return a sample's outputs; thread-safe.
 
         Raises:
             BackendError: ONNX Runtime refused the model or the sample.
@@ -108,13 +108,13 @@ class FloatOutputs:
 
 @dataclass(frozen=True, slots=True)
 class Judges:
-    """The samples that judge, and what the float model says of them."""
+    """The evaluation samples and the float model's outputs for them."""
 
     part: Part
     outputs: FloatOutputs
 
     def heard(self, most: int) -> Iterator[tuple[Sample, Mapping[str, Array]]]:
-        """(sample, its float outputs) of at most so many, from all over them.
+        """Yield (sample, its float outputs) of at most `most` samples, spread over all.
 
         Raises:
             FeedError: as the feed's samples.
@@ -127,9 +127,9 @@ class Judges:
 
 
 def judges_of(feed: Feed, model: onnx.ModelProto, most: int) -> Judges:
-    """The samples of a feed that judge, at most so many images, and a float model's word on them.
+    """Return the evaluation samples of a feed, at most `most` images, with a float model's outputs.
 
-    Nothing is read or run before it is asked for.
+    Nothing is read or run before it is used.
     """
     part = Part(feed, most)
     names = [value.name for value in model.graph.output]
@@ -138,7 +138,7 @@ def judges_of(feed: Feed, model: onnx.ModelProto, most: int) -> Judges:
 
 
 def alike(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
-    """Whether two models say the same of a sample, but for what float rounds."""
+    """Whether two outputs of a sample are equal up to float rounding."""
     return all(
         name in other
         and value.shape == other[name].shape
@@ -150,5 +150,5 @@ def alike(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
 def _near(one: Array, other: Array) -> bool:
     left, right = one.astype(np.float64), other.astype(np.float64)
     with np.errstate(invalid="ignore"):
-        apart = np.nan_to_num(left - right)
-    return float((apart * apart).sum()) <= _SAME * float((left * left).sum())
+        noise = np.nan_to_num(left - right)
+    return float((noise * noise).sum()) <= _SAME * float((left * left).sum())

@@ -1,22 +1,20 @@
-"""Whether a kept calibration still fits, observation by observation, and why not.
+"""Cache reuse: decide per observation whether a stored calibration still fits; update the cache.
 
 ::
 
-    cache --> made from the same model, images, preprocessing, decoder? -- no --> all made anew
+    cache --> made from the same model, images, preprocessing, decoder? -- no --> recompute all
                  | yes
                  v
-          each wanted observation: kept? -- yes --> its numbers show the order of the images, and
-                 | no                               that changed? -- no --> taken; another method
-                 v                                    | yes                 only searches again
-          observed now, and kept beside the others <--'
+          each wanted observation: stored? -- yes --> does it depend on the order of the images,
+                 | no                                 and did that change? -- no --> reuse; another
+                 v                                      | yes                method only searches
+          observe now, and store with the others <------'
           so that targets built in turn share one cache
 
-Only where there is something to be judged are the images read for their digests beforehand.
+Images are read for their digests beforehand only if there is a cache to check.
 
-Keeping a calibration: what is written beside what was there, and in which text.
-
-The text of the cache is the target's own where one has a form of its own (TensorRT), else that of
-every tensor of the cleaned model that was searched.
+The text of the cache is the target's if it has its own form (TensorRT), else it lists every tensor
+of the cleaned model that was searched.
 """
 
 from __future__ import annotations
@@ -43,22 +41,23 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-_SEARCH = {"method", "rule"}  # parts that decide what is looked for, not what was seen
-_SOME = {"order"}  # parts that decide for some observations alone
-_SHOWN = 5  # kinds of observations that are told
+_SEARCH = {"method", "rule"}  # parts that affect the search only, not the statistics
+_SOME = {"order"}  # parts that affect some observations only
+_SHOWN = 5  # kinds of observations that a message lists
+_MOST_VARIANTS = 4  # variants retained from older runs, besides the cleaned model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePolicy:
-    """Where the calibration is kept, and when it may be used again.
+    """Where the calibration is stored, and when it may be reused.
 
     Attributes:
-        path: the cache file; its fingerprint and statistics stand beside it.
-        require: fail instead of calibrating where the cache does not fit.
-        trust: use a cache that has no fingerprint, as it is.
-        refresh: calibrate even where the cache fits.
-        trt_version: TensorRT that is to read the cache; None for the default.
-        force: write over a file that calib8 did not write.
+        path: the cache file; its fingerprint and statistics lie next to it.
+        require: fail instead of calibrating if the cache does not fit.
+        trust: use a cache that has no fingerprint as it is.
+        refresh: calibrate even if the cache fits.
+        trt_version: TensorRT version that will read the cache; None for the default.
+        force: overwrite a file that calib8 did not write.
     """
 
     path: Path | None = None
@@ -70,7 +69,7 @@ class CachePolicy:
 
 
 def policy_of(cache: Path | str | CachePolicy | None) -> CachePolicy:
-    """A policy, or that of a file alone; None keeps nothing."""
+    """Return the policy of a cache path; of None, one that stores nothing."""
     if isinstance(cache, CachePolicy):
         return cache
     return CachePolicy(path=None if cache is None else Path(cache))
@@ -78,13 +77,13 @@ def policy_of(cache: Path | str | CachePolicy | None) -> CachePolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the cache gives.
+    """Result of the cache check.
 
     Attributes:
-        reason: why the cache is used, or why not, in one sentence.
+        reason: why the cache is used or not, in one sentence.
         observed: the wanted observations that it holds.
-        missing: those that must be observed now.
-        stored: the files that fit; None where none do.
+        missing: observations that must be made now.
+        stored: the files if they fit, else None.
     """
 
     reason: str
@@ -94,16 +93,16 @@ class Verdict:
 
     @property
     def outliers(self) -> tuple[Outlier, ...]:
-        """What the cache holds of samples that stand out, in what is not observed anew."""
-        anew = {(o.variant.key, o.tensor) for o in self.missing}
+        """Outliers from the cache, of tensors that are not observed again."""
+        again = {(o.variant.key, o.tensor) for o in self.missing}
         known = () if self.stored is None else self.stored.outliers
-        return tuple(one for one in known if (one.variant, one.tensor) not in anew)
+        return tuple(one for one in known if (one.variant, one.tensor) not in again)
 
     def of_all(self, fingerprint: Fingerprint) -> Fingerprint:
-        """The fingerprint of what the cache holds and what was observed beside it.
+        """Return the fingerprint of the cache's and the new observations together.
 
-        Its order is that of the cache as long as nothing was observed that shows another one, and
-        so are the programs that made it as long as nothing was observed at all.
+        The order of images is the cache's unless an order-dependent observation was made, and the
+        programs are the cache's unless any observation was made.
         """
         if self.stored is None:
             return fingerprint
@@ -122,15 +121,15 @@ def judge(
     *,
     until: Until | None = None,
 ) -> Verdict:
-    """Look into the cache of `policy` for these observations of this fingerprint.
+    """Check the cache of `policy` for these observations with this fingerprint.
 
     Args:
         policy: where the cache is.
-        fingerprint: of so many images in the feed's order, or of all; asked for only where there is
-            a cache to be judged, since it reads them.
+        fingerprint: computes the fingerprint of the first N images, or of all (None); called only
+            if there is a cache, since it reads the images.
         wanted: the observations.
-        until: where only so many samples are looked at as it takes, a cache fits that stopped by
-            the same rule, and holds all.
+        until: stop rule of the observation; a cache fits if it stopped by the same rule and holds
+            all observations.
 
     Raises:
         FeedError: an image cannot be read.
@@ -151,7 +150,7 @@ def judge(
 
 
 def fingerprint_of(subject: Subject, manifest: Mapping[str, Any]) -> Fingerprint:
-    """The fingerprint of calibrating this model by its method on the feed of this manifest."""
+    """Return the fingerprint of calibrating a model by its method on the feed of a manifest."""
     images = dict(manifest)
     preprocess, order = images.pop("preprocess") or {}, images.pop("ordered_sha256")
     return Fingerprint(
@@ -174,41 +173,41 @@ def _judged(
     wanted: tuple[Observation, ...],
     until: Until | None,
 ) -> Verdict:
-    def anew(reason: str) -> Verdict:
+    def recompute(reason: str) -> Verdict:
         return Verdict(reason=reason, observed=Observed({}), missing=with_needs(wanted))
 
     path = policy.path
     if path is None:
-        return anew("no cache was asked for")
+        return recompute("no cache was asked for")
     if policy.refresh:
-        return anew(f"{path} is to be made anew, as asked")
+        return recompute(f"{path} is rebuilt, as requested")
     if not path.exists():
-        return anew(f"{path} does not exist yet")
+        return recompute(f"{path} does not exist yet")
     if not store.sidecars(path)[0].exists():
-        return anew(
+        return recompute(
             f"{path} has no fingerprint beside it, so nothing tells what it was made from"
             " (--trust-cache uses it as it is)"
         )
     try:
         stored = store.load(path)
     except CacheError as error:
-        return anew(str(error))
+        return recompute(str(error))
     if until is not None and stored.until != until:
         how = "of samples that were chosen beforehand" if stored.until is None else stored.until
-        return anew(f"{path.name} was observed {how}, not {until}")
+        return recompute(f"{path.name} was observed {how}, not {until}")
     now = fingerprint(None if until is None else stored.count)
     changes = now.changes_since(stored.fingerprint)
     if all_of := [text for part, text in changes.items() if part not in _SEARCH | _SOME]:
-        return anew("; ".join(all_of))
+        return recompute("; ".join(all_of))
     try:
         able = (o for o in with_needs(wanted) if not ("order" in changes and o.by_order))
         observed = stored.observed(able)
     except CacheError as error:
-        return anew(str(error))
+        return recompute(str(error))
     missing = observed.missing(with_needs(wanted, observed))
-    reason = _reason(path, stored, changes, missing) + _told(stored.fingerprint, now)
+    reason = _reason(path, stored, changes, missing) + _made_with(stored.fingerprint, now)
     if missing and until is not None:
-        return anew(f"{reason}; what is observed until it is stable is observed at once")
+        return recompute(f"{reason}; what is observed until it is stable is observed at once")
     how = "" if until is None else f"; it was observed {until}"
     return Verdict(reason=reason + how, observed=observed, missing=missing, stored=stored)
 
@@ -234,15 +233,12 @@ def _reason(
     return "model, images, preprocessing, method and versions are the same"
 
 
-def _told(made: Fingerprint, now: Fingerprint) -> str:
-    """Which other versions made what is kept, as a sentence's end."""
+def _made_with(made: Fingerprint, now: Fingerprint) -> str:
+    """Return the other versions that made the cache, as the end of a sentence."""
     others = {**made.versions, "decoder": made.decoder.get("library")}
     here = {**now.versions, "decoder": now.decoder.get("library")}
     words = [f"{name} {old}" for name, old in others.items() if old not in (None, here.get(name))]
     return f"; it was made with {', '.join(words)}" if words else ""
-
-
-_MOST_VARIANTS = 4  # of older runs, beside the cleaned model
 
 
 def keep(
@@ -255,16 +251,16 @@ def keep(
     text: bytes | None,
     stage: Stage | None = None,
 ) -> None:
-    """Write the cache, unless the files hold just that already.
+    """Write the cache, unless the files are already up to date.
 
     Args:
-        policy: where it is kept.
+        policy: where to store it.
         subject: the model.
         verdict: what the cache held.
-        calibration: what is to be kept.
-        ranges: what was found in it.
-        text: TensorRT's, where a target has a form of its own; None for that of every tensor.
-        stage: of a build, with whose files a cache in the same folder appears.
+        calibration: what to store.
+        ranges: the ranges found in it.
+        text: TensorRT's text if a target has its own form; None for the text of every tensor.
+        stage: staged files of a build, with which a cache in the same folder appears.
     """
     if policy.path is None:
         return
@@ -273,14 +269,14 @@ def keep(
         stage = None
     carried: dict[Key, Arrays] = {}
     if stored is not None:
-        if _as_it_stands(stored, verdict, subject, calibration, text):
+        if _is_up_to_date(stored, verdict, subject, calibration, text):
             if stage is not None or stored.path != path:
                 _written(path, stage, lambda place: store.write(stored, place))
             return
         statistic = subject.statistic.key
         names = (k[1] for k in stored.keys if (k[0], k[2]) == (FOLDED, statistic))
         moved = stored.fingerprint.order != calibration.fingerprint.order
-        # of targets that were built before
+        # observations of targets that were built before
         older = [o for o in subject.histograms(names) if not (moved and o.by_order)]
         known = stored.observed(older).and_also(calibration.observed)
         others = [k for k in stored.keys if not moved or k[2] == HistogramOf().key]
@@ -292,7 +288,7 @@ def keep(
 
 
 def _written(path: Path, stage: Stage | None, write: Callable[[Path], None]) -> None:
-    """Let the three files appear with the build's, or together by themselves."""
+    """Stage the three files with the build's files, or publish them together."""
     if stage is not None:
         write(stage.inside / path.name)
         return
@@ -302,25 +298,25 @@ def _written(path: Path, stage: Stage | None, write: Callable[[Path], None]) -> 
 
 
 def _carried(keys: Iterable[Key], known: Observed) -> list[Key]:
-    """What to keep of older runs: all of the cleaned model, and of a few variants beside it.
+    """Return which keys of older runs to retain: of the cleaned model and the newest few variants.
 
-    Each Ascend configuration is a variant of its own, so that a user who tries many would find a
-    cache that only grows.
+    Each Ascend configuration is its own variant, so a cache would only grow while a user tries
+    configurations.
     """
     others = [key for key in keys if key not in known]
-    beside = [v for v in dict.fromkeys(key[0] for key in others) if v != FOLDED]
-    kept = {FOLDED, *beside[-_MOST_VARIANTS:], *(key[0] for key in known)}
-    return [key for key in others if key[0] in kept]
+    variants = [v for v in dict.fromkeys(key[0] for key in others) if v != FOLDED]
+    retained = {FOLDED, *variants[-_MOST_VARIANTS:], *(key[0] for key in known)}
+    return [key for key in others if key[0] in retained]
 
 
-def _as_it_stands(
+def _is_up_to_date(
     stored: store.Stored,
     verdict: Verdict,
     subject: Subject,
     calibration: Calibration,
     text: bytes | None,
 ) -> bool:
-    """Whether there is nothing to write: the same observations, method, version and text."""
+    """Whether the files are up to date: the same observations, method, version and text."""
     header = trt_cache.parse(stored.text, origin="the cache").header
     return (
         not verdict.missing
@@ -331,10 +327,10 @@ def _as_it_stands(
 
 
 def _plain_text(subject: Subject, ranges: Ranges) -> bytes:
-    """TensorRT's text of every tensor of the cleaned model that was searched.
+    """Return TensorRT's text of every tensor of the cleaned model that was searched.
 
-    Where no target searches by a method, of the largest values that were observed. What no line
-    can hold is left out; a target whose text it is refuses it.
+    If no target searches, the text holds the largest observed values. Names that the format cannot
+    hold are left out; a target with its own text refuses them.
     """
     graph = subject.model.graph
     names = [value.name for value in graph.input] + [n for node in graph.node for n in node.output]
@@ -350,7 +346,7 @@ def _plain_text(subject: Subject, ranges: Ranges) -> bytes:
 
 
 def _largest(observed: Observed) -> dict[str, np.float32]:
-    """Tensor -> largest |x| over 127, of whatever recorded its extremes."""
+    """Return tensor -> largest |x| / 127, of the recorders that hold extremes."""
     return {
         tensor: symmetric_scale(max(-low, high))
         for (_, tensor, _), recorder in observed.items()
@@ -360,10 +356,10 @@ def _largest(observed: Observed) -> dict[str, np.float32]:
 
 
 def version_in(policy: CachePolicy) -> str | None:
-    """The version in the first line of the cache that is there."""
+    """Return the TensorRT version in an existing cache's first line, or None."""
     if policy.path is None or policy.refresh or not policy.path.is_file():
         return None
     try:
         return trt_cache.parse(store.read(policy.path), origin=str(policy.path)).header.version
     except CacheError:
-        return None  # whether it can be used is judged later, in words
+        return None  # `judge` reports later why it cannot be used

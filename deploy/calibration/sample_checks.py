@@ -1,20 +1,16 @@
-"""Samples that stand far above all others: named, since one of them can spoil every range.
+"""Sample checks: outliers among the calibration samples; stop rule and agreement of halves.
 
-::
+An outlier is a sample far above all others, which can spoil every range::
 
     largest |x| of each sample, one tensor     9800  1.3  1.2  1.2  1.1 ...
                                                |---| more than 8 times the next: an outlier
 
-A range that holds such a sample leaves three of int8's eight bits, or fewer, to all the others; one
-that clips it gets that sample wrong. Over the benchmarks' models and feeds (`docs/accuracy.md`) no
-sample is over twice the next, so an ordinary feed hears nothing.
+A range that covers it costs all other samples three or more of int8's eight bits; a range that
+clips it is wrong for it. In the benchmarks (`docs/accuracy.md`) no sample exceeds twice the next,
+so ordinary feeds get no warning. Only the few largest samples of each tensor are stored, by number:
+memory is constant, and the result does not depend on the number of threads.
 
-Of every tensor only the few largest samples are kept, with their numbers: memory is flat, and the
-outcome is the same for any number of threads.
-
-When samples are enough, and how far their halves agree, as plain values.
-
-`deploy.calibration.stability` makes them.
+`Until` and `Agreement` are plain values; `deploy.calibration.stability` computes them.
 """
 
 from __future__ import annotations
@@ -29,14 +25,18 @@ from numpy.typing import NDArray
 
 from deploy.errors import ConfigError
 
-FAR = 8.0  # times the next largest sample: three bits
-_FEWEST = 5  # samples below which "all others" means little
-_SHARE = 20  # of so many samples one may be an outlier, and of fewer one
-_KEPT = 9  # largest samples of a tensor: at most 8 outliers and the next
+FAR = 8.0  # ratio to the next largest sample: three bits
+_FEWEST = 5  # samples; with fewer, "all others" means little
+_SHARE = 20  # at most one of so many samples is an outlier, but always one may be
+_KEPT = 9  # largest samples stored per tensor: at most 8 outliers and the next
 
 Place = tuple[str, str]  # variant, tensor
 Row = tuple[str, str, int, tuple[tuple[float, int], ...]]
-"""Variant, tensor, samples seen, (largest |x|, place of the sample in the whole) of the largest."""
+"""Variant, tensor, number of samples, (|x|, place of the sample in the feed) of the largest."""
+
+_NAMED = 3  # entries that a sentence lists
+WITHIN = 0.2  # the range of all samples is then off by about a tenth: less than 1 dB of a step
+_FEW = 20  # one of so many tensors may differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ class Outlier:
     """A sample that stands out in a tensor.
 
     Attributes:
-        variant: form of the model, by its key.
-        tensor: the tensor's name.
+        variant: key of the model variant.
+        tensor: name of the tensor.
         digests: sha256 (hex) of each of the sample's images or rows.
-        times: its largest |x| over that of the largest of the others.
+        times: ratio of its largest |x| to that of the largest other sample.
     """
 
     variant: str
@@ -57,35 +57,35 @@ class Outlier:
 
 
 def largest(value: NDArray[np.floating]) -> float:
-    """Largest |x| of an array of any shape, in real units; 0 of an empty one."""
+    """Return the largest |x| of an array of any shape, in real units; 0 if it is empty."""
     return max(float(value.max()), -float(value.min())) if value.size else 0.0
 
 
 class Peaks:
-    """The largest samples of every tensor, in one pass or a part of it."""
+    """The largest samples of every tensor, in one pass or a slice of it."""
 
     def __init__(self) -> None:
         self._largest: dict[Place, list[tuple[float, int]]] = {}
         self._seen: dict[Place, int] = {}
 
     def add(self, place: Place, number: int, amax: float) -> None:
-        """Take the largest |x| of a tensor of sample `number`; of Inf is told elsewhere."""
+        """Add the largest |x| of a tensor in sample `number`; ignores Inf, reported elsewhere."""
         if math.isfinite(amax):
             self._seen[place] = self._seen.get(place, 0) + 1
             self._keep(place, (amax, -number))
 
     def merge(self, other: Peaks) -> None:
-        """Add another part of the pass."""
+        """Add the peaks of another slice of the pass."""
         for place, listed in other._largest.items():
             self._seen[place] = self._seen.get(place, 0) + other._seen[place]
             for one in listed:
                 self._keep(place, one)
 
     def rows(self, places: Sequence[int]) -> list[Row]:
-        """What was seen of every tensor.
+        """Return one `Row` per tensor.
 
         Args:
-            places: of the samples in the whole, the first one's first.
+            places: place of each sample in the feed, in sample order.
         """
         return [
             (*key, self._seen[key], tuple(sorted((x, places[-n - 1]) for x, n in listed)))
@@ -93,11 +93,11 @@ class Peaks:
         ]
 
     def add_rows(self, rows: Iterable[Row], numbers: Mapping[int, int]) -> None:
-        """Add what `rows` gave elsewhere.
+        """Add the `rows` of other peaks.
 
         Args:
-            rows: of a part of the samples.
-            numbers: place -> number of the sample here.
+            rows: rows of some of the samples.
+            numbers: place in the feed -> number of the sample here.
         """
         for variant, tensor, seen, listed in rows:
             key = (variant, tensor)
@@ -113,7 +113,7 @@ class Peaks:
             heapq.heappushpop(listed, one)
 
     def outliers(self) -> Iterator[tuple[Place, int, float]]:
-        """(place, number of the sample, how many times the largest of the others it is)."""
+        """Yield (place, number of the sample, ratio to the largest other sample)."""
         for place in sorted(self._largest):
             listed = sorted(self._largest[place], reverse=True)
             most = min(max(1, self._seen[place] // _SHARE), len(listed) - 1)
@@ -127,10 +127,10 @@ class Peaks:
 
 
 def identified(peaks: Peaks, digests: Callable[[int], tuple[str, ...]]) -> tuple[Outlier, ...]:
-    """The outliers of a pass, known by what they are instead of by their number.
+    """Return the outliers of a pass, identified by digest instead of sample number.
 
     Args:
-        peaks: of the pass.
+        peaks: peaks of the pass.
         digests: number of a sample -> sha256 (hex) of each of its images or rows.
     """
     return tuple(
@@ -139,31 +139,28 @@ def identified(peaks: Peaks, digests: Callable[[int], tuple[str, ...]]) -> tuple
 
 
 def standing_out(outliers: Iterable[Outlier], names: Mapping[str, str]) -> str:
-    """One sentence for the report, the worst sample first.
+    """Return one sentence for the report, worst sample first.
 
     Args:
-        outliers: of all tensors; one at least.
-        names: digest -> what the image or row is called.
+        outliers: outliers of all tensors; at least one.
+        names: digest -> name of the image or row.
     """
-    found: dict[tuple[str, ...], _Sample] = {}
+    samples: dict[tuple[str, ...], _Sample] = {}
     for one in outliers:
-        found.setdefault(one.digests, _Sample()).add(one)
-    ranked = sorted(found.items(), key=lambda item: (-item[1].worst.times, item[0]))
-    said = [f"{_name(digests, names)}, {sample.words}" for digests, sample in ranked[:_NAMED]]
+        samples.setdefault(one.digests, _Sample()).add(one)
+    ranked = sorted(samples.items(), key=lambda item: (-item[1].worst.times, item[0]))
+    listed = [f"{_name(digests, names)}, {sample.words}" for digests, sample in ranked[:_NAMED]]
     more = f"; and {len(ranked) - _NAMED} more" if len(ranked) > _NAMED else ""
     stand, it = ("stands", "it") if len(ranked) == 1 else ("stand", "them")
     return (
         f"{len(ranked)} of the calibration samples {stand} far above the others, which costs the"
-        f" others int8 steps: {'; '.join(said)}{more}; check {it}, or leave {it} out"
+        f" others int8 steps: {'; '.join(listed)}{more}; check {it}, or leave {it} out"
     )
-
-
-_NAMED = 3  # outliers that are told one by one
 
 
 @dataclass(slots=True)
 class _Sample:
-    """One sample's tensors in which it stands out."""
+    """The tensors in which one sample stands out."""
 
     tensors: int = 0
     worst: Outlier = field(default=Outlier("", "", (), 0.0))
@@ -175,10 +172,10 @@ class _Sample:
     @property
     def words(self) -> str:
         others = self.tensors - 1
-        beside = f" (and far off in {others} other tensor{'s' * (others > 1)})" if others else ""
+        more = f" (and far off in {others} other tensor{'s' * (others > 1)})" if others else ""
         return (
             f"whose largest |x| in {self.worst.tensor!r} is {self.worst.times:,.0f} times the"
-            f" others'{beside}"
+            f" others'{more}"
         )
 
 
@@ -187,20 +184,16 @@ def _name(digests: tuple[str, ...], names: Mapping[str, str]) -> str:
     return " with ".join(known) or "a sample"
 
 
-WITHIN = 0.2  # what all samples give is then off by about a tenth: less than 1 dB of a step
-_FEW = 20  # one tensor of so many may differ
-
-
 @dataclass(frozen=True, slots=True)
 class Until:
-    """When to stop observing; what a cache says of how its samples were chosen.
+    """Rule that ends the observation; stored in a cache to say how its samples were chosen.
 
     Attributes:
         within: share of the range by which two halves may differ.
         method: the search, with its parameters.
 
     Raises:
-        ConfigError: a share that is none.
+        ConfigError: the share is not between 0 and 1.
     """
 
     within: float
@@ -209,25 +202,26 @@ class Until:
     def __post_init__(self) -> None:
         if not 0 < self.within < 1:
             raise ConfigError(
-                "ranges are stable within a share of themselves, over 0 and below 1, got"
+                "stable ranges differ by a share of the range, over 0 and below 1, got"
                 f" {self.within:g}; give a share such as {WITHIN:g}"
             )
 
     def __str__(self) -> str:
-        """In words."""
+        """Return the rule as text."""
         return f"until halves of the samples agreed within {_percent(self.within)} by {self.method}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """How far the ranges agree that two halves of some samples give.
+    """Agreement of the ranges of two halves of the samples.
 
     Attributes:
-        samples: in both halves.
+        samples: number of samples in both halves.
         within: share of a range by which they may differ.
-        tensors: how many were looked at.
-        apart: tensor -> share of its range, of those that differ by more, the farthest first.
-        stopped: whether no more samples were looked at, since they agreed.
+        tensors: number of tensors compared.
+        apart: tensor -> difference as a share of its range, of those that differ by `within` or
+            more, largest first.
+        stopped: whether agreement ended the observation.
     """
 
     samples: int
@@ -243,16 +237,16 @@ class Agreement:
 
     @property
     def words(self) -> str:
-        """In one sentence, with the advice where more samples would do good."""
+        """The agreement in one sentence, with advice if more samples would help."""
         many = f"{len(self.apart) or 'none'} of {self.tensors} ranges"
         verb = "differs" if len(self.apart) == 1 else "differ"
-        said = (
+        sentence = (
             f"{many} {verb} by {_percent(self.within)} or more between the halves of"
             f" {self.samples} samples{self._which}"
         )
         if self.stopped:
-            return f"{said}; enough twice in a row, so no more were looked at"
-        return said if self.enough else f"{said}; calibrate with more images"
+            return f"{sentence}; enough twice in a row, so no more were looked at"
+        return sentence if self.enough else f"{sentence}; calibrate with more images"
 
     @property
     def _which(self) -> str:

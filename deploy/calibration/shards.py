@@ -1,24 +1,22 @@
-"""Shards of a calibration: one machine observes a part of the images, another merges the parts.
+"""Calibration shards: observe slices of the images on several machines and merge the results.
 
 ::
 
     calibrate --shard 1/3 --> a.shard --.
-    calibrate --shard 2/3 --> b.shard --+--> merge --> model.cache, as one run over all would
-    calibrate --shard 3/3 --> c.shard --'              have written it, byte for byte
+    calibrate --shard 2/3 --> b.shard --+--> merge --> model.cache, byte for byte as one run
+    calibrate --shard 3/3 --> c.shard --'              over all images would have written it
 
-Histograms merge exactly, so it is all the same who saw what. A statistic that its samples' order
-shows in cannot be put together from parts, and is refused before anything is run.
+Histograms merge exactly, so the split does not matter. Order-dependent statistics cannot be merged
+and are refused before anything is run.
 
-A shard's file: the statistics of its samples, and of which whole they are a part.
-
-::
+A shard file holds the statistics of its samples, and which slice of which feed they are::
 
     photos.2-of-3.shard         one archive, written at once
-        shard.json              what it was made from, digests and peaks of its samples, sha256
-        statistics.npz          every observation, as a cache keeps them
+        shard.json              fingerprint, digests and peaks of its samples, sha256
+        statistics.npz          every observation, as in a cache
 
-A checkpoint (`deploy.calibration.checkpoint`) is such a file of a shard, or of a whole, that is
-observed in part: it says how many samples are counted.
+A checkpoint (`deploy.calibration.checkpoint`) is the file of an incomplete shard or run, with the
+number of samples counted.
 """
 
 from __future__ import annotations
@@ -78,18 +76,18 @@ _BROKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """A shard as it is kept.
+    """A shard as stored in its file.
 
     Attributes:
-        share: which samples of which whole.
-        made_from: what it was made from; its images are those of the whole, without digests.
-        digests: sha256 (hex) of its images or rows in their order, of those that were skipped
-            too; of a checkpoint, of those that its samples came of.
-        skipped: place in the whole -> why the sample there was left out.
-        peaks: as `deploy.calibration.sample_checks.Peaks.rows`.
-        keys: the observations that are kept.
-        path: where it was read.
-        counted: samples of a checkpoint; None of a whole shard.
+        share: which samples of which feed.
+        made_from: its fingerprint; the images are those of the entire feed, without digests.
+        digests: sha256 (hex) of its images or rows in order, skipped ones included; of a
+            checkpoint, of those counted so far.
+        skipped: place in the feed -> why the sample was skipped.
+        peaks: rows as from `deploy.calibration.sample_checks.Peaks.rows`.
+        keys: the stored observations.
+        path: path of the file.
+        counted: number of samples in a checkpoint; None for a complete shard.
     """
 
     share: Share
@@ -103,17 +101,17 @@ class Shard:
     _packed: bytes
 
     def observed(self, wanted: Iterable[Observation]) -> Observed:
-        """Those of the wanted observations that are kept.
+        """Return the wanted observations that are stored.
 
         Raises:
             CacheError: the arrays of one are broken.
         """
         places = {key: place for place, key in enumerate(self.keys)}
-        found = {o.key: o.statistic for o in wanted if o.key in places}
+        statistics = {o.key: o.statistic for o in wanted if o.key in places}
         try:
             with archive_of(self._packed, self.path) as archive:
                 return Observed(
-                    {k: one.restore(unpack(archive, places[k])) for k, one in found.items()}
+                    {k: one.restore(unpack(archive, places[k])) for k, one in statistics.items()}
                 )
         except _BROKEN as error:
             raise CacheError(f"{self.path} does not hold statistics: {error}") from error
@@ -129,7 +127,7 @@ def to_bytes(
     observed: Observed,
     counted: int | None = None,
 ) -> bytes:
-    """The bytes of the file of a shard, or of a checkpoint; see `Shard`."""
+    """Return the bytes of the file of a shard or a checkpoint; arguments as in `Shard`."""
     packed = pack([recorder.to_arrays() for recorder in observed.values()])
     document: dict[str, Any] = {
         "schema": SCHEMA,
@@ -156,20 +154,20 @@ def load(path: Path, *, what: str = _WHAT) -> Shard:
     """Read a shard.
 
     Args:
-        path: of the file.
-        what: it must be, for an error.
+        path: path of the file.
+        what: kind of file to name in an error.
 
     Raises:
-        CacheError: it is none, it is broken, or it was changed after it was written.
+        CacheError: the file is not a shard, is broken, or was changed after it was written.
     """
     return of_bytes(read_bytes(path, what=what, error=CacheError, own=True), path, what=what)
 
 
 def of_bytes(raw: bytes, path: Path, *, what: str = _WHAT) -> Shard:
-    """A shard of its file's bytes; the path is what an error calls it.
+    """Parse the bytes of a shard file; `path` names it in errors.
 
     Raises:
-        CacheError: they are none, broken, or were changed.
+        CacheError: the bytes are not a shard, are broken, or were changed.
     """
     rule = f"{path} must be {what}"
     try:
@@ -179,9 +177,9 @@ def of_bytes(raw: bytes, path: Path, *, what: str = _WHAT) -> Shard:
         raise CacheError(f"{rule}, got no such archive: {error}") from error
     document = from_json(text, rule=rule, error=CacheError)
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        raise CacheError(f"{rule}, got another form; make it anew with this version of calib8")
+        raise CacheError(f"{rule}, got another form; make it again with this version of calib8")
     if document.get("sha256") != _digest(document) or document.get("statistics") != sha256(packed):
-        raise CacheError(f"{path} was changed after it was written; make it anew")
+        raise CacheError(f"{path} was changed after it was written; make it again")
     try:
         return _shard(document, path, packed)
     except _BROKEN as error:
@@ -189,7 +187,7 @@ def of_bytes(raw: bytes, path: Path, *, what: str = _WHAT) -> Shard:
 
 
 def refuse_foreign(path: Path, *, force: bool) -> None:
-    """Refuse a place for a shard where something else stands, before anything is run.
+    """Refuse a path for a shard that another file occupies, before anything is run.
 
     Raises:
         ExportError: it is an input of this run, a folder or a device.
@@ -243,17 +241,17 @@ def _row(row: Any, good: set[int]) -> Row:
 
 
 def _digest(document: Mapping[str, Any]) -> str:
-    """Sha256 of all that the JSON says but for this digest."""
+    """Return the sha256 of the JSON without this digest."""
     others = {name: one for name, one in document.items() if name != "sha256"}
     return sha256(json.dumps(others, sort_keys=True).encode())
 
 
 def refuse_ordered(wanted: Iterable[Observation], what: str) -> None:
-    """Refuse statistics that cannot be put together from parts.
+    """Refuse order-dependent statistics, which cannot be merged from shards.
 
     Args:
         wanted: the observations.
-        what: is to be made of parts, such as "a shard (got 1/2)".
+        what: what would be merged, for the error, such as "a shard (got 1/2)".
 
     Raises:
         ConfigError: there are some.
@@ -261,18 +259,18 @@ def refuse_ordered(wanted: Iterable[Observation], what: str) -> None:
     ordered = dict.fromkeys(o.statistic.key for o in wanted if o.by_order)
     if ordered:
         raise ConfigError(
-            f"{what} is of statistics that the order of the images does not show in,"
-            f" and {', '.join(ordered)} is defined by it; calibrate these in one run, or take a"
+            f"{what} needs statistics that do not depend on the order of the images,"
+            f" and {', '.join(ordered)} depends on it; calibrate these in one run, or take a"
             " target and a method without it"
         )
 
 
 def keep_shard(found: Calibrated, path: Path) -> None:
-    """Write what a shard's run observed.
+    """Write the result of a run over a shard.
 
     Args:
-        found: of a feed that is a share.
-        path: of the file.
+        found: the result; its feed is a share.
+        path: path of the file.
 
     Raises:
         ExportError: the folder is not writable.
@@ -285,13 +283,13 @@ def keep_shard(found: Calibrated, path: Path) -> None:
 
 
 def shard_of(feed: Feed, model: Mapping[str, str], peaks: Peaks, observed: Observed) -> bytes:
-    """The bytes of the shard of a pass over a feed that is a share.
+    """Return the bytes of the shard file of a pass over a share.
 
     Args:
         feed: the share.
-        model: identities of the model, as `LoadedModel.identities`.
-        peaks: of the pass.
-        observed: in the pass.
+        model: identities of the model, as in `LoadedModel.identities`.
+        peaks: peaks of the pass.
+        observed: statistics of the pass.
     """
     assert feed.share is not None
     return to_bytes(
@@ -305,47 +303,47 @@ def shard_of(feed: Feed, model: Mapping[str, str], peaks: Peaks, observed: Obser
 
 
 def origin_of(model: Mapping[str, str], form: Mapping[str, Any], share: Share) -> Fingerprint:
-    """What a shard of a feed of this `Feed.form` is made from; its samples are no part of that."""
+    """Return the fingerprint of a shard of a feed with this `Feed.form`, without its samples."""
     images = {name: form[name] for name in ("kind", "batch", "skip_bad")}
-    whole = {**images, "count": share.count, "names": share.names}
-    return _made_from(model, whole, form["preprocess"] or {})
+    images |= {"count": share.count, "names": share.names}
+    return _made_from(model, images, form["preprocess"] or {})
 
 
 class Shards:
-    """All shards of one calibration, as the feed of a run that observes nothing.
+    """All shards of one calibration, to be merged without running the model.
 
     Attributes:
-        feed: the whole, whose samples nobody can read here.
+        feed: the entire feed; its samples cannot be read here.
     """
 
     def __init__(self, paths: Sequence[Path], loaded: LoadedModel) -> None:
-        """Read them.
+        """Read the shards.
 
         Args:
-            paths: of their files, in any order.
+            paths: paths of their files, in any order.
             loaded: the model.
 
         Raises:
-            CacheError: one is broken, missing, there twice, or of another whole or model.
+            CacheError: a shard is broken, missing, duplicate, or of another feed or model.
         """
-        found = [load(path) for path in paths]
-        if not found:
+        loaded_shards = [load(path) for path in paths]
+        if not loaded_shards:
             raise CacheError("shards are to be merged, got none; name their files")
-        _refuse_checkpoints(found)
-        _refuse_foreign(found, loaded)
-        self._shards = _each_once(found)
-        self.feed = _whole(self._shards)
+        _refuse_checkpoints(loaded_shards)
+        _refuse_foreign(loaded_shards, loaded)
+        self._shards = _in_order(loaded_shards)
+        self.feed = _merged_feed(self._shards)
 
     def __str__(self) -> str:
-        """In words."""
+        """Return their number as text."""
         return f"{len(self._shards)} shards"
 
     def observed(self, wanted: Iterable[Observation], peaks: Peaks) -> Observed:
-        """What one run would have observed.
+        """Return the merged statistics, as one run over all samples would give them.
 
         Args:
             wanted: the observations.
-            peaks: is told the largest values of all samples.
+            peaks: receives the largest values of all samples.
 
         Raises:
             CacheError: a shard lacks an observation.
@@ -360,22 +358,22 @@ class Shards:
                     " targets and options that the shards were made for"
                 )
         numbers = {place: number for number, place in enumerate(self.feed.places, 1)}
-        whole: dict[Any, Histogram] = {}
+        merged: dict[Any, Histogram] = {}
         for shard in self._shards:
             peaks.add_rows(shard.peaks, numbers)
             for key, part in shard.observed(listed).items():
                 assert isinstance(part, Histogram)
-                if key in whole:
-                    whole[key].merge(part)
+                if key in merged:
+                    merged[key].merge(part)
                 else:
-                    whole[key] = part
-        return Observed(whole)
+                    merged[key] = part
+        return Observed(merged)
 
 
 def _made_from(
     model: Mapping[str, str], images: Mapping[str, Any], preprocess: Mapping[str, Any]
 ) -> Fingerprint:
-    """What all shards of one calibration have in common."""
+    """Return the fingerprint that all shards of one calibration share."""
     return Fingerprint(
         model=model,
         images=images,
@@ -385,27 +383,27 @@ def _made_from(
         program=CALIB8,
         rule="",
         method="",
-        numbers=of_feed(str(images["kind"])),  # of all shards the same, programs too
+        numbers=of_feed(str(images["kind"])),  # programs included: they must match as well
         versions={},
     )
 
 
-def _refuse_checkpoints(found: Sequence[Shard]) -> None:
-    if begun := next((shard for shard in found if shard.counted is not None), None):
+def _refuse_checkpoints(loaded_shards: Sequence[Shard]) -> None:
+    if begun := next((shard for shard in loaded_shards if shard.counted is not None), None):
         raise CacheError(
             f"a shard that is merged must be whole, got {begun.path}, the checkpoint of a run that"
             " did not end; go on with that run by --resume"
         )
 
 
-def _refuse_foreign(found: Sequence[Shard], loaded: LoadedModel) -> None:
-    first = found[0]
+def _refuse_foreign(loaded_shards: Sequence[Shard], loaded: LoadedModel) -> None:
+    first = loaded_shards[0]
     here = _made_from(loaded.identities, first.made_from.images, first.made_from.preprocess)
-    for shard in found:
+    for shard in loaded_shards:
         if changes := here.changes_since(shard.made_from):
-            beside = "the model and the versions here" if shard is first else str(first.path)
+            other = "the model and the versions here" if shard is first else str(first.path)
             raise CacheError(
-                f"all shards must be of one calibration, {shard.path} is not that of {beside}:"
+                f"all shards must be of one calibration, {shard.path} is not that of {other}:"
                 f" {'; '.join(changes.values())}"
             )
         if shard.share.of != first.share.of:
@@ -415,16 +413,16 @@ def _refuse_foreign(found: Sequence[Shard], loaded: LoadedModel) -> None:
             )
 
 
-def _each_once(found: Sequence[Shard]) -> list[Shard]:
-    """The shards by their numbers."""
+def _in_order(loaded_shards: Sequence[Shard]) -> list[Shard]:
+    """Return the shards sorted by number; raise CacheError for missing or duplicate ones."""
     known: dict[int, Shard] = {}
-    for shard in found:
+    for shard in loaded_shards:
         if (other := known.setdefault(shard.share.number, shard)) is not shard:
             raise CacheError(
                 f"every shard must be given once, got {shard.share} twice: {other.path} and"
                 f" {shard.path}"
             )
-    of = found[0].share.of
+    of = loaded_shards[0].share.of
     missing = [f"{number}/{of}" for number in range(1, of + 1) if number not in known]
     if missing:
         raise CacheError(
@@ -433,8 +431,8 @@ def _each_once(found: Sequence[Shard]) -> list[Shard]:
     return [known[number] for number in sorted(known)]
 
 
-class _Elsewhere:
-    """The samples of shards: known by their digests, read on other machines."""
+class _DigestSource:
+    """Feed source of samples that only other machines can read, known by their digests."""
 
     labels = None
 
@@ -457,10 +455,10 @@ class _Elsewhere:
         raise FeedError("the samples of shards are where they were observed, not here")
 
 
-class _Whole(Feed):
-    """A feed that knows its preprocessing from the shards, in JSON alone."""
+class _MergedFeed(Feed):
+    """The entire feed of some shards; it has the preprocessing only as JSON."""
 
-    def __init__(self, source: _Elsewhere, first: Shard, skipped: Mapping[int, str]) -> None:
+    def __init__(self, source: _DigestSource, first: Shard, skipped: Mapping[int, str]) -> None:
         images = first.made_from.images
         super().__init__(
             source,
@@ -475,15 +473,15 @@ class _Whole(Feed):
         self._in_json = first.made_from.preprocess
 
     def manifest(self, first: int | None = None) -> dict[str, Any]:
-        """As one run would have written it."""
+        """Return the manifest that one run over all samples would write."""
         return {**super().manifest(first), "preprocess": dict(self._in_json) or None}
 
 
-def _whole(shards: Sequence[Shard]) -> Feed:
+def _merged_feed(shards: Sequence[Shard]) -> Feed:
     digests = [""] * shards[0].share.count
     skipped: dict[int, str] = {}
     for shard in shards:
         for place, digest in zip(shard.share.places, shard.digests, strict=True):
             digests[place] = digest
         skipped |= shard.skipped
-    return _Whole(_Elsewhere(digests), shards[0], dict(sorted(skipped.items())))
+    return _MergedFeed(_DigestSource(digests), shards[0], dict(sorted(skipped.items())))

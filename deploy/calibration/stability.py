@@ -1,18 +1,18 @@
-"""Whether the samples are enough: whether two halves of them give the same ranges.
+"""Range stability: test whether two halves of the samples give the same clip ranges.
 
-Each half is searched by itself, and how far the farther end of a range lies from the other half's
-is told as a share of the range (of the symmetric threshold, of that threshold). What both halves
-give together lies between, so that more samples would move it by about half as much::
+Ranges are searched in each half. Their difference is that of the farther ends, as a share of the
+range; for a symmetric threshold, as a share of the threshold. The range of all samples lies
+between, so that more samples would move it by about half as much::
 
     one half      |--------------------|
     the other     |-----------------------|       3 / 24 of the range apart
 
-The halves are one of every two samples and the other, so that a feed in the order of its classes
-or of time is seen whole by both; which of the two changes (`in_turns`), so that one whose classes
-take turns is as well. `--until-stable` looks at halves as it goes: samples come spread over all
-(`deploy.feed.sampling`), and at 16, 32, 64 ... of them the first half is held against the second.
-Where all ranges but a twentieth agreed twice in a row, they are enough. The points are counted in
-samples, and what is searched are the statistics of just so many, whatever the threads.
+The halves alternate, so that both cover a feed sorted by class or time; which of two neighbours
+goes where varies (`in_turns`), so that both also cover a feed whose classes alternate.
+`--until-stable` compares halves during the run: samples come spread over the feed
+(`deploy.feed.sampling`), and after 16, 32, 64 ... of them the first half is compared with the
+second. They are enough once all but a twentieth of the ranges agreed twice in a row. These points
+count samples, and the statistics are those of exactly that many, whatever the number of threads.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from deploy.errors import ConfigError
 if TYPE_CHECKING:
     from deploy.feed.samples import Feed
 
-_QUIET = 2  # points in a row
+_QUIET = 2  # points in a row at which the halves must agree
 
 Found = Mapping[Key, Scale]
 
 
 def found_in(ranges: Ranges, observations: Iterable[Observation]) -> Found:
-    """The ranges of what has one."""
+    """Return observation key -> clip range, of the observations that have one."""
     listed = list(observations)
-    found: dict[Key, Scale] = {}
+    by_key: dict[Key, Scale] = {}
     for variant in dict.fromkeys(o.variant for o in listed):
         own = {o.tensor: o for o in listed if o.variant == variant}
         scales = ranges.of(own.values()).scales
-        found |= {own[tensor].key: scale for tensor, scale in scales.items()}
-    return found
+        by_key |= {own[tensor].key: scale for tensor, scale in scales.items()}
+    return by_key
 
 
 def apart(one: Scale | None, other: Scale | None) -> float:
-    """By which share of the wider range the two differ; 1 where only one half has a range."""
+    """Return the difference as a share of the wider range; 1 if only one half has a range."""
     if one is None or other is None:
         return float(one is not other)
     ends = max(abs(one.lo - other.lo), abs(one.hi - other.hi))
@@ -57,25 +57,25 @@ def apart(one: Scale | None, other: Scale | None) -> float:
 
 
 def agreement(one: Found, other: Found, *, samples: int, within: float) -> Agreement:
-    """How far the ranges of two halves agree; the arguments are as `Agreement`."""
-    far = {_called(key): apart(one.get(key), other.get(key)) for key in {**one, **other}}
-    ranked = sorted(far.items(), key=lambda entry: (-entry[1], entry[0]))
+    """Return the agreement of the ranges of two halves; arguments as in `Agreement`."""
+    shares = {_display_name(key): apart(one.get(key), other.get(key)) for key in {**one, **other}}
+    ranked = sorted(shares.items(), key=lambda entry: (-entry[1], entry[0]))
     return Agreement(
         samples=samples,
         within=within,
-        tensors=len(far),
+        tensors=len(shares),
         apart={name: share for name, share in ranked if share >= within},
     )
 
 
 class Watch:
-    """What is looked at while observing, to tell whether the samples are enough.
+    """Monitors during the pass whether the samples are enough.
 
     Attributes:
-        halves: what both halves gave, as `observe` fills it; None where they tell nothing.
-        decides: whether points are looked at, and may end the observing.
-        samples: how many there were at the last point.
-        stopped: whether no more were looked at.
+        halves: statistics of both halves, filled by `observe`; None if they are not needed.
+        decides: whether `enough` is to be called, and may end the pass.
+        samples: number of samples at the last point.
+        stopped: whether the pass was ended.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Watch:
         ranges: Callable[[Observed], Ranges],
         until: Until | None = None,
     ) -> None:
-        """Begin with no sample.
+        """Start before the first sample.
 
         Args:
-            searched: the observations whose ranges are looked at, of any order alone.
-            ranges: makes them of what was observed.
-            until: when to stop; None looks at all samples.
+            searched: the order-free observations whose ranges are compared.
+            ranges: searches ranges in statistics.
+            until: the stop rule; None for all samples.
         """
         self._searched = tuple(searched)
         self._ranges = ranges
@@ -103,12 +103,12 @@ class Watch:
         self._quiet = 0
 
     def enough(self, samples: int, new: Observed, whole: Observed) -> bool:
-        """Whether no more samples need be looked at.
+        """Return whether the samples are enough.
 
         Args:
-            samples: how many there were so far; half of them before the last point.
-            new: what those since then gave.
-            whole: what all gave.
+            samples: number of samples so far, twice that of the last point.
+            new: statistics of the samples since the last point.
+            whole: statistics of all samples.
         """
         if self._before:
             self._last = self._between(self._before, self._in(new), samples)
@@ -119,7 +119,7 @@ class Watch:
         return self.stopped
 
     def end(self, samples: int) -> Agreement | None:
-        """What is told of so many samples; None where too few or no observations tell anything."""
+        """Return the final agreement; None with too few samples or no suitable observations."""
         if self.halves is None:
             return None if self._last is None else replace(self._last, stopped=self.stopped)
         if not self.halves or samples < 2:
@@ -142,17 +142,17 @@ def refuse(
     *,
     trusted: bool,
 ) -> None:
-    """Refuse what cannot be observed until it is stable.
+    """Refuse options that --until-stable cannot work with.
 
     Args:
         feed: the samples.
-        wanted: all that is to be observed.
-        searched: those whose ranges are looked at.
-        trusted: whether the ranges are those of a cache that is taken as it is.
+        wanted: all observations.
+        searched: observations whose ranges are compared.
+        trusted: whether the ranges come from a trusted cache.
 
     Raises:
-        ConfigError: such a cache, parts of a feed, samples of several images, statistics that the
-            order shows in, or nothing that is searched.
+        ConfigError: a trusted cache, a shard, several images per sample, order-dependent
+            statistics, or nothing to search.
     """
     if trusted:
         got = "--trust-cache, with which none is observed; leave one of them away"
@@ -170,11 +170,11 @@ def refuse(
     else:
         return
     raise ConfigError(
-        "--until-stable stops where single samples, spread evenly over all of them, move no range"
-        f" any more, got {got}"
+        "--until-stable compares the ranges of two halves of single samples, spread evenly over the"
+        f" feed, got {got}"
     )
 
 
-def _called(key: Key) -> str:
+def _display_name(key: Key) -> str:
     variant, tensor, _ = key
     return tensor if variant == FOLDED else f"{tensor} ({variant})"

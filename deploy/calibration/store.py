@@ -1,13 +1,13 @@
-"""`Calibration`: what was observed, with the fingerprint it comes from; kept in files.
+"""Calibration cache files: write and read observed statistics with their fingerprint.
 
-Beside each other stand::
+A cache is three files::
 
-    model.cache         TensorRT's own text format: amax / 127 of every tensor
-    model.cache.npz     every observation, so that another method or target runs nothing again
-    model.cache.json    fingerprint, the observations' names, and the sha256 of the two files above
+    model.cache         TensorRT's text format: amax / 127 of every tensor
+    model.cache.npz     every observation, so that another method or target needs no run
+    model.cache.json    fingerprint, names of the observations, sha256 of the two files above
 
-They appear together (`deploy.files.staging`). Whatever a hand or another tool does to one of them,
-the JSON's digests, one of which is of itself, say that they do not belong together any more.
+They appear together (`deploy.files.staging`). If one of them is changed, the digests in the JSON,
+which include its own, no longer match.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from deploy.files import atomic
 from deploy.files.manifest import sha256
 from deploy.files.reading import from_json, opened, read_bytes, read_json, refuse
 
-# 3: the JSON has a digest of itself; 4: the order of the images is a part of its own; 5: what it
-# was made from, and by whom, are two halves of the fingerprint, which C++ writes and reads too
+# 3: the JSON has its own digest; 4: the order of the images is a separate part; 5: the fingerprint
+# has two halves, inputs and programs, which C++ writes and reads too
 SCHEMA = 5
 _READ = (4, SCHEMA)
 _WHAT = "a file of a calibration"
 _MARK = "the fingerprint of a calibration"
-_MEMBER = re.compile(r"[0-9]+[.][A-Za-z_]+[.]npy")  # of the statistics, as `pack` writes them
+_MEMBER = re.compile(r"[0-9]+[.][A-Za-z_]+[.]npy")  # archive members that `pack` writes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """The outcome of a calibration.
+    """The result of a calibration.
 
     Attributes:
         observed: every statistic.
-        fingerprint: what they were made from.
-        outliers: samples that stand out in some of them.
-        until: when no more samples were looked at; None where they were chosen beforehand.
+        fingerprint: what the statistics were made from.
+        outliers: samples that stand out in some tensors.
+        until: rule that ended the observation; None if the samples were chosen beforehand.
     """
 
     observed: Observed
@@ -59,15 +59,15 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """The three files as they were read: whole, of one writing, the arrays not looked at yet.
+    """The three files as read: complete and consistent; the arrays are not parsed yet.
 
     Attributes:
-        text: of the cache.
-        fingerprint: what it was made from.
-        keys: the observations that are kept.
-        outliers: samples that stand out in some of them.
-        until: as `Calibration`.
-        path: where it was read.
+        text: TensorRT's text.
+        fingerprint: what the cache was made from.
+        keys: the stored observations.
+        outliers: samples that stand out in some tensors.
+        until: as in `Calibration`.
+        path: path of the cache.
     """
 
     text: bytes
@@ -80,26 +80,28 @@ class Stored:
     _document: bytes
 
     def observed(self, wanted: Iterable[Observation]) -> Observed:
-        """Those of the wanted observations that are kept.
+        """Return the wanted observations that are stored.
 
         Raises:
             CacheError: the arrays of one are broken.
         """
-        kept = set(self.keys)
-        found = {o.key: o.statistic for o in wanted if o.key in kept}
+        keys = set(self.keys)
+        statistics = {o.key: o.statistic for o in wanted if o.key in keys}
         try:
-            return Observed({key: found[key].restore(held) for key, held in self._arrays(found)})
+            return Observed(
+                {key: statistics[key].restore(arrays) for key, arrays in self._arrays(statistics)}
+            )
         except (ArithmeticError, LookupError, TypeError, ValueError, CalibrationError) as error:
             raise self._broken(error) from error
 
     @property
     def count(self) -> int:
-        """How many images it is of; 0 where it does not say."""
+        """Number of images; 0 if the cache does not say."""
         count = self.fingerprint.images.get("count")
         return count if isinstance(count, int) else 0
 
     def carried(self, keys: Iterable[Key]) -> dict[Key, Arrays]:
-        """The arrays of some observations as they stand, to be written again."""
+        """Return the arrays of some observations, to be written to another cache."""
         return dict(self._arrays(keys))
 
     def _arrays(self, keys: Iterable[Key]) -> Iterator[tuple[Key, Arrays]]:
@@ -114,7 +116,7 @@ class Stored:
             OSError,
             EOFError,
             MemoryError,
-            RuntimeError,  # encrypted, or packed in a way that is not known
+            RuntimeError,  # encrypted, or an unknown compression
             zipfile.BadZipFile,
             zlib.error,
         ) as error:
@@ -125,12 +127,12 @@ class Stored:
 
 
 def sidecars(path: Path) -> tuple[Path, Path]:
-    """Paths of the JSON and the statistics that belong to a cache."""
+    """Return the paths of the JSON and of the statistics of a cache."""
     return path.with_name(path.name + ".json"), path.with_name(path.name + ".npz")
 
 
 def files(path: Path) -> tuple[Path, ...]:
-    """Paths of the three files of a cache."""
+    """Return the paths of the three files of a cache."""
     return path, *sidecars(path)
 
 
@@ -161,9 +163,9 @@ def save(
 
     Args:
         calibration: observations and their fingerprint.
-        path: of the cache.
+        path: path of the cache.
         text: TensorRT's text.
-        carried: further ones, as they stood in the cache before.
+        carried: arrays of further observations, from the previous cache.
 
     Raises:
         ExportError: the folder is not writable.
@@ -187,14 +189,14 @@ def save(
 
 
 def without_statistics(text: bytes, fingerprint: Fingerprint) -> bytes:
-    """What stands beside a cache of which nothing but its text is known, as TensorRT's own."""
+    """Return the JSON of a cache without statistics, such as one that TensorRT wrote."""
     digests = {"cache": sha256(text), "statistics": ""}
     parts = {"fingerprint": fingerprint.to_json(), "observations": [], "outliers": []}
     return sealed({"schema": SCHEMA, **parts, "sha256": digests})
 
 
 def sealed(document: Mapping[str, Any]) -> bytes:
-    """The JSON's text, with the sha256 of itself as it is without those digits."""
+    """Return the JSON's text with its own sha256, computed with that digest left empty."""
     held = {**document, "sha256": {**document["sha256"], "this": ""}}
     text = (json.dumps(held, indent=1, sort_keys=True) + "\n").encode()
     return text.replace(_seal(""), _seal(sha256(text)))
@@ -205,13 +207,13 @@ def _seal(digest: str) -> bytes:
 
 
 def _own_digest(document: Mapping[str, Any]) -> str:
-    """Until schema 4, sha256 of all that the JSON says but for this digest."""
+    """Return the digest of schemas up to 4: sha256 of the JSON without this digest."""
     others = {name: one for name, one in document["sha256"].items() if name != "this"}
     return sha256(json.dumps({**document, "sha256": others}, sort_keys=True).encode())
 
 
-def _whole(raw: bytes, document: Mapping[str, Any]) -> bool:
-    """Whether the JSON is as it was written."""
+def _is_intact(raw: bytes, document: Mapping[str, Any]) -> bool:
+    """Whether the JSON is unchanged since it was written."""
     digest = document["sha256"]["this"]
     if document["schema"] < SCHEMA:
         return bool(digest == _own_digest(document))
@@ -220,11 +222,11 @@ def _whole(raw: bytes, document: Mapping[str, Any]) -> bool:
 
 
 def refuse_foreign(path: Path, *, force: bool) -> None:
-    """Refuse a place for a cache where something else stands, before anything is run.
+    """Refuse a path for a cache that another file occupies, before anything is run.
 
     Args:
-        path: of the cache.
-        force: a file that calib8 did not write may be replaced.
+        path: path of the cache.
+        force: allow replacing a file that calib8 did not write.
 
     Raises:
         ExportError: it is an input of this run, a folder or a device.
@@ -243,7 +245,7 @@ def refuse_foreign(path: Path, *, force: bool) -> None:
 
 
 def _ours(path: Path) -> bool:
-    """Whether one of the two files beside a cache is calib8's; a crash may have left only one."""
+    """Whether calib8 wrote the JSON or the statistics of a cache; a crash may leave only one."""
     json_path, npz_path = sidecars(path)
     try:
         if {"fingerprint", "schema"} <= set(
@@ -264,7 +266,7 @@ def _ours(path: Path) -> bool:
 
 
 def _in_order(keys: Iterable[Key], calibration: Calibration) -> list[Key]:
-    """By variant, those of this run last; so what stands first is what was used longest ago."""
+    """Return the keys sorted by variant, least recently used variants first."""
     used = sorted({variant for variant, _, _ in calibration.observed})
     older = dict.fromkeys(variant for variant, _, _ in keys if variant not in used)
     places = {variant: place for place, variant in enumerate((*older, *used))}
@@ -275,7 +277,7 @@ def load(path: Path) -> Stored:
     """Read the three files of a calibration.
 
     Raises:
-        CacheError: a file is missing, broken, or not of the same writing as the others.
+        CacheError: a file is missing, broken, or does not belong to the others.
     """
     json_path, npz_path = sidecars(path)
     raw = read(json_path)
@@ -283,7 +285,7 @@ def load(path: Path) -> Stored:
     text, fingerprint = _text_of(path, document)
     if not document["sha256"]["statistics"]:
         raise CacheError(
-            f"{path} was made by {fingerprint.by} and has no statistics beside it (--trust-cache"
+            f"{path} was made by {fingerprint.by} and has no statistics next to it (--trust-cache"
             " uses it as it is)"
         )
     packed = read(npz_path)
@@ -303,10 +305,10 @@ def load(path: Path) -> Stored:
 
 
 def text_of(path: Path) -> tuple[bytes, Fingerprint]:
-    """(text of a cache, what it was made from), whoever made it.
+    """Return (text of a cache, its fingerprint), whichever program made it.
 
     Raises:
-        CacheError: a file is missing, broken, or not of the same writing as the other.
+        CacheError: a file is missing, broken, or does not belong to the other.
     """
     json_path = sidecars(path)[0]
     return _text_of(path, _document(read(json_path), json_path))
@@ -354,13 +356,13 @@ def _document(raw: bytes, path: Path) -> dict[str, Any]:
         complete = False
     if not complete:
         raise CacheError(f"{path} is not a fingerprint that this version of calib8 reads")
-    if not _whole(raw, document):
+    if not _is_intact(raw, document):
         raise CacheError(f"{path} was changed after it was written")
     return dict(document)
 
 
 def read(path: Path) -> bytes:
-    """Bytes of one of the files.
+    """Return the bytes of one of the files.
 
     Raises:
         CacheError: it cannot be read.

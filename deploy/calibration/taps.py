@@ -1,9 +1,14 @@
-"""Models whose inner tensors can be read.
+"""Taps: run a model variant with its inner tensors as outputs, and record them.
 
-Inner tensors in the layout in which ONNX Runtime computes them.
+Each sample runs through a session per variant, whose tensors go to recorders::
 
-On many CPUs ONNX Runtime computes convolutions on blocks of channels (NCHWc). What is to be seen
-from outside is put in order again by a `ReorderOutput`, which costs as much as counting it::
+    sample --> tap of a variant --> tensor --> histogram --.
+                               |--> tensor --> histogram --+-- counted together
+                               |--> tensor --> another recorder
+                               '--> tensor --> waits for its turn: its statistic depends on order
+
+**Blocked layout.** On many CPUs ONNX Runtime computes convolutions on blocks of channels (NCHWc).
+A `ReorderOutput` restores NCHW for graph outputs, which costs as much as counting the tensor::
 
     Conv --> [N, C/16, H, W, 16] --> Conv --> ...
                    |
@@ -11,32 +16,19 @@ from outside is put in order again by a `ReorderOutput`, which costs as much as 
                    |
                    '--------------------> all of it        a blocked tap
 
-A statistic without an order does not care where a value stands. So the model is saved as ONNX
-Runtime would run it, every `ReorderOutput` that nothing reads but a tap is taken out, and what
-remains is run as it is. Channels that do not fill their last block keep theirs: leaving out what
-fills it costs more than putting the tensor in order. Where there is no such operator, the taps are
-ordinary ones; the values are the same.
+Most statistics do not depend on the position of a value. So the optimized model is saved, every
+`ReorderOutput` that only a tap reads is removed, and the rest runs without further optimization.
+Tensors with a partly filled last block keep theirs: dropping the padding costs more than the
+reorder. Without this operator the taps are ordinary ones; the values are the same.
 
-A model's outputs in memory that is used again, where samples have one shape.
+**Reused output buffers.** Allocating and freeing the outputs of every sample takes as long as a
+third of a small network's inference and fragments memory. While the shapes stay the same, the
+buffers are reused::
 
-What a run gives is otherwise asked of the system, and given back, at every sample: for a small
-network that takes as long as a third of its inference, and memory is in pieces afterwards.
-
-::
-
-    sample 1   [1, 3, 224, 224]    an ordinary run; shapes of the outputs are known now
-    sample 2   [1, 3, 224, 224]    memory for them is taken
-    sample 3   [1, 3, 224, 224]    the same memory
-    sample 4   [1, 3, 224, 448]    an ordinary run; the memory is let go
-
-Who reads a variant's tensors, and how a sample goes through it.
-
-::
-
-    sample --> tap of a variant --> tensor --> histogram --.
-                               |--> tensor --> histogram --+-- counted together
-                               |--> tensor --> another recorder
-                               '--> tensor --> waits for its turn: the order shows in it
+    sample 1   [1, 3, 224, 224]    an ordinary run, which shows the shapes of the outputs
+    sample 2   [1, 3, 224, 224]    allocates the buffers
+    sample 3   [1, 3, 224, 224]    the same buffers
+    sample 4   [1, 3, 224, 448]    an ordinary run; the buffers are freed
 """
 
 from __future__ import annotations
@@ -67,15 +59,19 @@ from deploy.runtimes.ort import Bound, OrtSession
 from deploy.tensors import Array
 
 _DOMAIN = "com.microsoft.nchwc"
+MOST_BYTES = 1 << 26  # larger outputs are freed after each sample
+Form = dict[str, tuple[tuple[int, ...], np.dtype]]
+Keep = Callable[[int, Sample], None]
+Waiting = tuple[Observation, NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
 class Tapped:
-    """A model that is open, with inner tensors among its outputs.
+    """An open session with inner tensors among its outputs.
 
     Attributes:
-        session: what is run.
-        blocked: tensor -> the output that holds its values in blocks, of those that do so.
+        session: the ONNX Runtime session.
+        blocked: tensor -> output that holds its values in NCHWc, of the tensors in that layout.
     """
 
     session: OrtSession
@@ -92,27 +88,26 @@ def tapped(
     """Open a model with these tensors as outputs.
 
     Args:
-        model: as it is calibrated.
-        tensors: that nodes of it make.
-        in_any_order: those of which only the values matter, not where they stand; the model's own
-            outputs come as they are.
-        threads: threads inside one operator.
+        model: the model variant.
+        tensors: outputs of its nodes.
+        in_any_order: tensors whose values may come in any order; graph outputs never do.
+        threads: intra-op threads.
 
     Raises:
         BackendError: ONNX Runtime cannot load the model.
     """
-    whole = with_outputs(model, tensors)
+    exposed = with_outputs(model, tensors)
     wanted = set(in_any_order).difference(o.name for o in model.graph.output)
     if wanted and _may_block(model):
         try:
-            return _blocked(whole, wanted, threads)
-        except (BackendError, OSError):  # no room for a file, or a form that it cannot read again
+            return _blocked(exposed, wanted, threads)
+        except (BackendError, OSError):  # the disk is full, or the saved model cannot be reloaded
             pass
-    return Tapped(OrtSession.open(whole, threads=threads, spin=False), {})
+    return Tapped(OrtSession.open(exposed, threads=threads, spin=False), {})
 
 
 def _may_block(model: onnx.ModelProto) -> bool:
-    """Whether it is worth a look: blocks begin at convolutions."""
+    """Whether a model can have blocked tensors: only convolutions make them."""
     return any(node.op_type == "Conv" for node in model.graph.node)
 
 
@@ -120,25 +115,25 @@ def _blocked(model: onnx.ModelProto, wanted: Collection[str], threads: int | Non
     with tempfile.TemporaryDirectory(prefix="calib8-", ignore_cleanup_errors=True) as folder:
         saved = Path(folder) / "model.onnx"
         session = OrtSession.open(model, threads=threads, spin=False, saved=saved)
-        form = onnx.ModelProto.FromString(
+        optimized = onnx.ModelProto.FromString(
             read_bytes(saved, what="a model", error=BackendError, own=True)
         )
-        found = unordered(form.graph, wanted)
-        if not found:
+        blocked = unordered(optimized.graph, wanted)
+        if not blocked:
             return Tapped(session, {})
         del session
-        saved.write_bytes(form.SerializeToString())
-        return Tapped(OrtSession.open(saved, threads=threads, optimize=False, spin=False), found)
+        saved.write_bytes(optimized.SerializeToString())
+        return Tapped(OrtSession.open(saved, threads=threads, optimize=False, spin=False), blocked)
 
 
 def unordered(graph: onnx.GraphProto, wanted: Collection[str]) -> dict[str, str]:
-    """Let the wanted outputs of an optimized graph stay in blocks where they fill them.
+    """Remove the reorder of wanted outputs of an optimized graph whose channels fill all blocks.
 
     Returns:
-        tensor -> the output that has its values, of those that do.
+        tensor -> the output that now holds its values in blocks.
     """
     read = users(graph)
-    found = {
+    blocked = {
         node.output[0]: node.input[0]
         for node in graph.node
         if (node.domain, node.op_type) == (_DOMAIN, "ReorderOutput")
@@ -146,18 +141,20 @@ def unordered(graph: onnx.GraphProto, wanted: Collection[str]) -> dict[str, str]
         and read[node.output[0]] == 1  # as an output of the graph
         and int(attributes(node)["channels"]) % block_size() == 0
     }
-    replace_nodes(graph, (n for n in graph.node if n.output[0] not in found))
-    outputs = [ValueInfoProto(name=found[o.name]) if o.name in found else o for o in graph.output]
-    replace(graph.output, outputs)
-    return found
+    replace_nodes(graph, (n for n in graph.node if n.output[0] not in blocked))
+    replace(
+        graph.output,
+        (ValueInfoProto(name=blocked[o.name]) if o.name in blocked else o for o in graph.output),
+    )
+    return blocked
 
 
 @cache
 def block_size() -> int:
-    """How many channels ONNX Runtime puts side by side on this CPU, seen from what it does.
+    """Measure how many channels ONNX Runtime puts in one block on this CPU.
 
     Raises:
-        BackendError: it has no blocks here.
+        BackendError: it has no blocked layout here.
     """
     channels = 64
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, channels, 1, 2])
@@ -167,19 +164,14 @@ def block_size() -> int:
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
     pairs = np.arange(2 * channels, dtype=np.float32).reshape(1, channels, 1, 2)
     y = OrtSession.open(model, threads=1, spin=False).run({"x": pairs})["y"].reshape(-1)
-    return int(np.flatnonzero(y == 1)[0])  # the second place of the first channel
-
-
-MOST_BYTES = 1 << 26  # of more outputs the memory is let go after each sample
-
-Form = dict[str, tuple[tuple[int, ...], np.dtype]]
+    return int(np.flatnonzero(y == 1)[0])  # position of the first channel's second value
 
 
 class Again:
-    """Runs of one session in one thread.
+    """Runs one session in one thread, with reused output buffers if shapes allow it.
 
     Attributes:
-        lasting: whether what `run` gave lies where it will lie the next time.
+        lasting: whether the outputs of the last run lie in buffers that the next run reuses.
     """
 
     def __init__(self, session: OrtSession) -> None:
@@ -192,7 +184,7 @@ class Again:
         self._trimmed = False
 
     def run(self, sample: Sample) -> Mapping[str, Array]:
-        """The outputs; where they are lasting, only until the next run, whose they are then.
+        """Run a sample; return the outputs. If `lasting`, the next run overwrites them.
 
         Raises:
             BackendError: as `OrtSession.run`.
@@ -204,14 +196,14 @@ class Again:
                 self._give_back()
                 self._bound = self._session.bound(self._made)
             self._bound.run(sample)
-        except BackendError:  # an output whose shape follows from values, not from shapes
+        except BackendError:  # the shape of an output depends on values
             self._able = False
             return self._ordinary(sample)
         self.lasting = True
         return self._bound.outputs
 
     def _give_back(self) -> None:
-        """What the first run took; once, since shapes may change at every other sample."""
+        """Free the memory of the first run; only once, since shapes may change often."""
         if not self._trimmed:
             trim_memory()
         self._trimmed = True
@@ -229,7 +221,7 @@ def _form(arrays: Mapping[str, Array]) -> Form:
 
 
 class Tap:
-    """A model whose inner tensors can be read: a session with them as outputs."""
+    """A session with inner tensors of a model as outputs."""
 
     def __init__(
         self,
@@ -247,9 +239,9 @@ class Tap:
     def run(
         self, sample: Sample, keep: Callable[[Sample], None] | None = None
     ) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Run one sample; gives each watched tensor's name and value, or its values in any order.
+        """Run one sample; yield each tensor's name and its value, possibly in any order.
 
-        `keep` gets the model's own outputs, and may get more.
+        `keep` is called with the model's outputs, and possibly more.
         """
         try:
             values = self._open.session.run(sample)
@@ -259,16 +251,16 @@ class Tap:
             keep(values)
         for name in self._fed:
             yield name, np.asarray(sample[name], np.float32)
-        for name in self._made:  # let go of each tensor once it is counted
+        for name in self._made:  # frees each tensor once it is counted
             yield name, values.pop(self._open.blocked.get(name, name))
 
     def reading(self, tensors: Sequence[str]) -> Reading:
-        """What reads these of the tensors, sample after sample, in one thread."""
+        """Return a reader of some of the tensors, for one thread."""
         return Reading(self._open, tensors, fed=self._fed)
 
 
 class Reading:
-    """Tensors of one sample after the other, in memory that is used again where it can be."""
+    """Reads tensors sample by sample in one thread, with reused buffers if possible."""
 
     def __init__(self, opened: Tapped, tensors: Sequence[str], *, fed: Collection[str]) -> None:
         self._tensors = tuple(tensors)
@@ -279,13 +271,13 @@ class Reading:
         self._moving: list[int] = []
 
     def run(self, sample: Sample, keep: Callable[[Sample], None] | None = None) -> Located:
-        """Run one sample; gives each tensor's values in any order, until the next run.
+        """Run one sample; return each tensor's values in any order, valid until the next run.
 
         `keep` is as in `Tap.run`.
         """
         before, self._located = self._located, None
         if not self._again.lasting:
-            before = None  # whose memory the run may have
+            before = None  # its memory may be freed
         try:
             values = self._again.run(sample)
         except BackendError as error:
@@ -309,7 +301,7 @@ class Reading:
         return values[self._blocked.get(name, name)]
 
     def _moves(self, name: str, values: Mapping[str, Array]) -> bool:
-        """Whether the values must be fetched anew after each run."""
+        """Whether the array must be fetched again after each run."""
         return name in self._fed or values[self._blocked.get(name, name)].dtype != np.float32
 
 
@@ -317,21 +309,17 @@ def _could_not(error: BackendError) -> BackendError:
     return BackendError(f"could not run a sample: {error}")
 
 
-Keep = Callable[[int, Sample], None]
-Waiting = tuple[Observation, NDArray[np.float32]]
-
-
 class Held:
-    """The recorders of a variant's tensors, of a part of the pass."""
+    """The recorders of a variant's tensors in one slice of the pass."""
 
     def __init__(self, line: Line, part: Mapping[Observation, Recorder]) -> None:
         self._counted = line.counted
         self._others = [(o, part.get(o)) for o in line.others]
-        found = [part[o] for o in line.counted]
-        self._together = Together([one for one in found if isinstance(one, Histogram)])
+        recorders = [part[o] for o in line.counted]
+        self._together = Together([one for one in recorders if isinstance(one, Histogram)])
 
     def count(self, number: int, located: Located) -> None:
-        """Record what histograms of all samples see.
+        """Record the tensors whose histograms count all samples.
 
         Raises:
             CalibrationError: as `record`.
@@ -342,7 +330,7 @@ class Held:
             raise told_of(error, self._counted[error.place], number) from error
 
     def others(self, number: int, values: Mapping[str, Array]) -> list[Waiting]:
-        """Record what else has no order, and give what has.
+        """Record the other order-free statistics; return the values that must wait their turn.
 
         Raises:
             CalibrationError: as `record`.
@@ -359,20 +347,20 @@ class Held:
         return waiting
 
     def latest(self) -> Iterable[float]:
-        """Largest |x| that each histogram saw in the last sample: it had to find it anyway."""
+        """Largest |x| of each counted tensor in the last sample, which the histogram knows."""
         return [one.latest for one in self._together.histograms]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A variant in the pass.
+    """A model variant in the pass.
 
     Attributes:
-        key: the variant's.
+        key: key of the variant.
         tap: its session.
-        counted: who reads its tensors by a histogram of all samples in any order.
-        others: who else reads them.
-        limit: how many samples it is run on.
+        counted: observations by a histogram of all samples in any order.
+        others: all other observations.
+        limit: number of samples to run; None for all.
     """
 
     key: str
@@ -382,7 +370,7 @@ class Line:
     limit: int | None
 
     def reading(self) -> Reading:
-        """What a worker runs its samples by."""
+        """Return the reader of a worker thread."""
         return self.tap.reading([o.tensor for o in self.counted])
 
     def run(
@@ -394,28 +382,30 @@ class Line:
         sample: Sample,
         keep: Keep | None,
     ) -> list[Waiting]:
-        """Run one sample, record what has no order, and give what has."""
-        kept = None if keep is None or self.key != FOLDED else partial(keep, number)
+        """Run one sample, record order-free statistics, return the values that must wait."""
+        callback = None if keep is None or self.key != FOLDED else partial(keep, number)
         if not self.others:
-            held.count(number, reading.run(sample, kept))
+            held.count(number, reading.run(sample, callback))
             values: Mapping[str, Array] = {}
-        else:  # which may hold on to an array
-            values = dict(self.tap.run(sample, kept))
+        else:  # these may keep an array, so it must not lie in a reused buffer
+            values = dict(self.tap.run(sample, callback))
             held.count(number, Located(values[o.tensor] for o in self.counted))
         waiting = held.others(number, values)
         if peaks is not None:
-            self._tell(peaks, number, held, values)
+            self._add_peaks(peaks, number, held, values)
         return waiting
 
-    def _tell(self, peaks: Peaks, number: int, held: Held, values: Mapping[str, Array]) -> None:
-        seen = {o.tensor: amax for o, amax in zip(self.counted, held.latest(), strict=True)}
-        seen |= {name: largest(value) for name, value in values.items() if name not in seen}
-        for name, amax in seen.items():
+    def _add_peaks(
+        self, peaks: Peaks, number: int, held: Held, values: Mapping[str, Array]
+    ) -> None:
+        amaxes = {o.tensor: amax for o, amax in zip(self.counted, held.latest(), strict=True)}
+        amaxes |= {name: largest(value) for name, value in values.items() if name not in amaxes}
+        for name, amax in amaxes.items():
             peaks.add((self.key, name), number, amax)
 
 
 def lines_of(observations: Sequence[Observation], known: Observed) -> list[Line]:
-    """One line for each variant, in the order in which they are first wanted."""
+    """Return one `Line` for each variant, in order of first use."""
     lines = []
     for variant in dict.fromkeys(o.variant for o in observations):
         own = [o for o in observations if o.variant == variant]
@@ -435,13 +425,13 @@ def lines_of(observations: Sequence[Observation], known: Observed) -> list[Line]
 
 
 def limit_of(observations: Iterable[Observation]) -> int | None:
-    """How many samples the observations look at; None for all."""
-    most = [o.statistic.samples for o in observations]
-    return None if None in most else max((n for n in most if n is not None), default=None)
+    """Return how many samples the observations need; None for all."""
+    limits = [o.statistic.samples for o in observations]
+    return None if None in limits else max((n for n in limits if n is not None), default=None)
 
 
 def reaches(limit: int | None, number: int) -> bool:
-    """Whether the sample of this number, from 1, is looked at."""
+    """Whether a limit includes the sample of this number, counted from 1."""
     return limit is None or number <= limit
 
 
@@ -451,7 +441,7 @@ def record(
     """Record a tensor's values of one sample.
 
     Raises:
-        CalibrationError: the recorder refuses them, such as for NaN; tensor and sample are named.
+        CalibrationError: the recorder refuses them, such as NaN; names tensor and sample.
     """
     try:
         recorder.observe(value)
@@ -460,12 +450,12 @@ def record(
 
 
 def told_of(error: CalibrationError, observation: Observation, number: int) -> CalibrationError:
-    """The error with the tensor and the sample that it is of."""
+    """Return the error with the name of the tensor and the number of the sample."""
     return told(error, observation, f"tensor {observation.tensor} of sample {number}")
 
 
 def told(error: CalibrationError, observation: Observation, what: str) -> CalibrationError:
-    """The error with what it is of, and the way out."""
+    """Return the error with its subject `what`, and what to do about it."""
     if observation.whose:
         return CalibrationError(
             f"layer {observation.whose!r}: {what}: {error} (to leave it in float, use --keep-float)"

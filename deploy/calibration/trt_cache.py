@@ -1,4 +1,4 @@
-"""TensorRT's calibration cache: text in, `CalibrationCache` out, and back byte for byte.
+"""TensorRT calibration cache: parse its text, write it byte for byte, diagnose other files.
 
 ::
 
@@ -7,15 +7,13 @@
     conv/Conv2D:0: 3c60dd38             a name may hold ":", so the line splits at the LAST ": "
     (Unnamed Layer* 4) [Shuffle]_output: 0      no zero padding: zero is one digit
 
-The scale is amax / 127. The label is major*1000 + minor*100 + patch up to TensorRT 9 and
+The scale is amax / 127. The version label is major*1000 + minor*100 + patch up to TensorRT 9 and
 major*10000 + minor*100 + patch from 10. The legacy calibrator writes another first line: "0", then
 the regression cutoff and the quantile as the hex digits of two float64.
 
 Sources: NVIDIA/TensorRT samples/sampleINT8 README ("Calibration file") and the parser in
-samples/common/sampleEngines.cpp; zero, infinity and the two label rules are read off caches that
+samples/common/sampleEngines.cpp; zero, infinity and the two label rules were found in caches that
 TensorRT 5.1 to 10.14 wrote.
-
-What a file that is not a TensorRT calibration cache most likely is: the end of a sentence.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ import numpy as np
 
 from deploy.errors import CacheError
 
-# First bytes -> what follows the file's name in the error.
+# First bytes -> clause that follows the file's name in the error.
 _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"\xef\xbb\xbfTRT-", "starts with a UTF-8 byte order mark; save it as UTF-8 without BOM"),
     (b"\xff\xfe", "is UTF-16 text (a Windows redirect?); save it as plain UTF-8"),
@@ -50,10 +48,18 @@ _ORT_LINE = re.compile(rb"\S.* [-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9
 _HEX_LINE = re.compile(rb".+: [0-9A-Fa-f]{1,8}")
 _RECORD = re.compile(rb"\s*record\s*\{")
 _UNPRINTABLE = re.compile(rb"[\x00-\x08\x0e-\x1f]")
+ENTROPY2 = "EntropyCalibration2"
+ENTROPY = "EntropyCalibration"
+MINMAX = "MinMaxCalibration"
+LEGACY = "LegacyCalibration"
+_HEADER = re.compile(r"TRT-([0-9]{4,6})-([A-Za-z]+[0-9]*)")
+_LEGACY_HEADER = re.compile(r"0([0-9a-f]{16})([0-9a-f]{16})")
+_HEX = re.compile(r"[0-9A-Fa-f]{1,8}")
+_VERSION = re.compile(r"([0-9]{1,2})\.([0-9]{1,2})\.([0-9]{1,2})(?:\.[0-9]+)?")
 
 
 def likely_origin(data: bytes) -> str:
-    """A clause that tells the likely origin of `data` and, where there is one, the way out."""
+    """Return a clause on the likely origin of `data`, with advice if there is any."""
     for magic, clause in _MAGIC:
         if data.startswith(magic):
             return clause
@@ -101,20 +107,9 @@ def _shown(first: bytes) -> str:
     return repr(first[:60].decode("utf-8", "replace"))
 
 
-ENTROPY2 = "EntropyCalibration2"
-ENTROPY = "EntropyCalibration"
-MINMAX = "MinMaxCalibration"
-LEGACY = "LegacyCalibration"
-
-_HEADER = re.compile(r"TRT-([0-9]{4,6})-([A-Za-z]+[0-9]*)")
-_LEGACY_HEADER = re.compile(r"0([0-9a-f]{16})([0-9a-f]{16})")
-_HEX = re.compile(r"[0-9A-Fa-f]{1,8}")
-_VERSION = re.compile(r"([0-9]{1,2})\.([0-9]{1,2})\.([0-9]{1,2})(?:\.[0-9]+)?")
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line: the tensor's name, the hex digits as written, and what ends the line."""
+    """One line: the tensor's name, the hex digits as written, and the line end."""
 
     name: str
     digits: str
@@ -132,7 +127,7 @@ class Entry:
 
     @property
     def flaw(self) -> str | None:
-        """Why this scale cannot stand in a Q/DQ node, or None: zero, inf, NaN, negative."""
+        """Why a Q/DQ node cannot have this scale (zero, inf, NaN, negative), or None."""
         if np.isnan(self.scale):
             return "NaN"
         if self.bits >> 31:
@@ -147,11 +142,11 @@ class Header:
     """The first line.
 
     Attributes:
-        text: as written, without the line end.
-        label: TensorRT's version label, or None in the legacy form, which has none.
-        algorithm: e.g. "EntropyCalibration2".
-        cutoff, quantile: of the legacy form, else None.
-        end: what ends the line.
+        text: the line as written, without the line end.
+        label: TensorRT's version label; None in the legacy form, which has none.
+        algorithm: name of the calibrator, such as "EntropyCalibration2".
+        cutoff, quantile: parameters of the legacy form, else None.
+        end: the line end.
     """
 
     text: str
@@ -187,7 +182,7 @@ class CalibrationCache:
         """Name -> float32 scale, in file order.
 
         Raises:
-            CacheError: one name stands there with two different scales.
+            CacheError: a name has two different scales.
         """
         bits: dict[str, int] = {}
         for entry in self.entries:
@@ -200,10 +195,10 @@ class CalibrationCache:
 
 
 def version_label(version: str) -> int:
-    """Version as TensorRT labels it: 8.5.3 -> 8503, 10.14.1 -> 101401; a build number is dropped.
+    """Return the label of a version: 8.5.3 -> 8503, 10.14.1 -> 101401; drops a build number.
 
     Raises:
-        CacheError: not of the form X.Y.Z.
+        CacheError: the version is not of the form X.Y.Z.
     """
     match = _VERSION.fullmatch(version.strip())
     if match is None:
@@ -215,19 +210,19 @@ def version_label(version: str) -> int:
 
 
 def label_to_version(label: int) -> str:
-    """Label as a version: 8503 -> 8.5.3, 101401 -> 10.14.1; inverse of `version_label`."""
+    """Return the version of a label: 8503 -> 8.5.3, 101401 -> 10.14.1; inverts `version_label`."""
     base = 10000 if label >= 100000 else 1000
     return f"{label // base}.{label % base // 100}.{label % 100}"
 
 
 def parse(data: bytes, *, origin: str) -> CalibrationCache:
-    """Read the text of a cache; `origin` names it in errors.
+    """Parse the text of a cache; `origin` names it in errors.
 
-    Zero, infinite and NaN scales, duplicates and odd order are kept (see `flaws`, `duplicates`),
-    since TensorRT writes them.
+    Zero, infinite and NaN scales, duplicates and any order are accepted (see `flaws`,
+    `duplicates`), since TensorRT writes them.
 
     Raises:
-        CacheError: not a calibration cache of TensorRT (with its likely origin), or a broken one.
+        CacheError: the text is not a TensorRT cache (names its likely origin), or is broken.
     """
     lines = _lines(data)
     if not lines:
@@ -251,7 +246,7 @@ def parse(data: bytes, *, origin: str) -> CalibrationCache:
 
 
 def dump(cache: CalibrationCache) -> bytes:
-    """The cache's text; the exact inverse of `parse`."""
+    """Return the text of a cache; the exact inverse of `parse`."""
     text = cache.header.text + cache.header.end
     text += "".join(f"{entry.name}: {entry.digits}{entry.end}" for entry in cache.entries)
     return text.encode("utf-8", "surrogateescape")
@@ -265,10 +260,10 @@ def from_scales(
     quantile: float = 0.999999,
     cutoff: float = 1.0,
 ) -> CalibrationCache:
-    """Tensor name -> scale (amax / 127), in order, as the cache that TensorRT `version` reads.
+    """Make a cache for TensorRT `version` from tensor name -> scale (amax / 127), in order.
 
-    `quantile` and `cutoff` count only for the legacy algorithm, whose header holds them. A zero
-    scale (a tensor that is always zero) and infinity are written as TensorRT writes them.
+    Only the legacy algorithm uses `quantile` and `cutoff`. A zero scale (a tensor that is always
+    zero) and infinity are written as TensorRT writes them.
 
     Raises:
         CacheError: no scales, a NaN or negative scale, or a name that no cache line can hold.
@@ -282,9 +277,9 @@ def from_scales(
 def relabel(
     cache: CalibrationCache, *, version: str, algorithm: str | None = None
 ) -> CalibrationCache:
-    """The same entries under the header of another TensorRT version or algorithm.
+    """Return the same entries with the header of another TensorRT version or algorithm.
 
-    The legacy form has no version label: without an algorithm to go to it stays as it is.
+    The legacy form has no version label, so without a new algorithm it is returned unchanged.
     """
     header = cache.header
     if header.label is None and algorithm is None:
@@ -321,7 +316,7 @@ def _header(text: str, end: str) -> Header | None:
 
 
 def _lines(data: bytes) -> list[tuple[str, str]]:
-    """Split at LF only, keep CR with the line end: [(text, end)]; only the last may lack an end."""
+    """Split at LF, with CR in the line end: [(text, end)]; only the last end may be empty."""
     text = data.decode("utf-8", "surrogateescape")
     pieces = [piece + "\n" for piece in text.split("\n")]
     pieces[-1] = pieces[-1][:-1]
@@ -334,14 +329,14 @@ def _lines(data: bytes) -> list[tuple[str, str]]:
 
 def _entry(text: str, end: str, *, line: int, origin: str) -> Entry:
     name, colon, digits = text.rpartition(": ")
-    whole = bool(name and colon and _HEX.fullmatch(digits))
-    # Without its newline a last line may have lost digits: "3d8" reads as a number all the same.
-    if "\n" not in end and not (whole and (len(digits) == 8 or digits == "0")):
+    valid = bool(name and colon and _HEX.fullmatch(digits))
+    # A last line without a newline may have lost digits: "3d8" is still a number.
+    if "\n" not in end and not (valid and (len(digits) == 8 or digits == "0")):
         raise CacheError(
             f"the last line of a calibration cache ends in a newline; {origin} stops in the midst"
             f" of line {line} ({text[:60]!r}), so it was cut off; write it again"
         )
-    if not whole:
+    if not valid:
         raise CacheError(
             f"a cache line reads 'name: hex' with 1 to 8 hex digits; line {line} of {origin} is"
             f" {text[:60]!r}; remove that line or calibrate again"
@@ -350,7 +345,7 @@ def _entry(text: str, end: str, *, line: int, origin: str) -> Entry:
 
 
 def holds(name: str) -> bool:
-    """Whether a line of a cache can hold a tensor's name."""
+    """Whether a cache line can hold a tensor's name."""
     return bool(name) and "\n" not in name and "\r" not in name
 
 

@@ -1,1 +1,1 @@
-"""Reading a model: its index, what each placement needs, and bounds of its tensors."""
+"""ONNX graph analysis: index, edits, quantization plan, tensor bounds and opset lowering."""

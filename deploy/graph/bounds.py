@@ -1,29 +1,18 @@
-"""How far a tensor's readers can tell its values apart, and where larger ones than seen will come.
+"""Bounds of tensors: ranges from their readers, rare large logits, float16 overflow, Conv windows.
 
-To the bounds of `deploy.graph.bounds` this adds the logits of scores. What a detector, a tagger
-or a mask says of most places is "nothing", and the few values that say "here" are what it is for:
-of 51 photos none held an object that a YOLOv8n was more than 0.38 sure of, so its range ended at
-0.5, and every score of 0.9 that came later was read as 0.5. Of such a tensor the rare large values
-are followed on, as far as a Sigmoid tells apart (`calibrators.percentile`)::
-
-    Conv --> t --> Reshape --> Concat --> Split --> Sigmoid --> score, output
-
-Not so where the Sigmoid is a gate, or any layer with weights reads on from it.
-
-Bounds beyond which no reader of a tensor can tell its values apart.
-
-A HardSwish gives 0 for everything below -3, so a scale that reaches to -80 spends its integers on
-nothing. Such tensors are common where int8 kernels need a pair between a Conv and its activation::
+**Bounds** beyond which no reader of a tensor distinguishes values. A HardSwish gives 0 below -3, so
+a scale that reaches to -80 wastes its integers. Such tensors are common where int8 kernels need a
+pair between a Conv and its activation::
 
     int8 Conv --> t --[Q DQ]--> HardSwish                     t below -3 is as good as -3
     int8 Conv --> t --[Q DQ]--> Reshape --> Concat --> Sigmoid          as is t below -8
 
-Exact are Relu, Clip, HardSigmoid, HardSwish, and the HardSwish that exporters write out: t *
-Clip(t + 3, 0, 6) and t * HardSigmoid(t), divided or not. The smooth ones never saturate, so their
-bounds are where all that is left is far less than what 8 bits resolve:
+Bounds are exact for Relu, Clip, HardSigmoid, HardSwish, and the HardSwish that exporters write out:
+t * Clip(t + 3, 0, 6) and t * HardSigmoid(t), divided or not. Smooth functions never saturate; their
+bounds are where the rest is far less than 8 bits resolve:
 
 ==================  ===========  ================================================================
-reader              t beyond     what is lost there, at most
+reader              t beyond     largest error there
 ==================  ===========  ================================================================
 Sigmoid             -8, 8        3.4e-4, a sixth of half a step of 1/255
 Tanh                -4, 4        6.8e-4 of 2, the same share: tanh(t) = 2 sigmoid(2 t) - 1
@@ -33,21 +22,26 @@ t * Sigmoid(t)      -10          4.6e-4: a grid that holds its least value, -0.2
 GELU by Erf, Gelu   -4           1.3e-4, likewise with -0.170
 ==================  ===========  ================================================================
 
-Where a Log, a root or a division by it reads what a Sigmoid, Tanh or Erf makes, small differences
-count, and it has no bounds. Softmax has none: it sees the differences within a row alone, and no
-number tells where another row's largest value lies.
+If a Log, a square root or a division by it reads the output of a Sigmoid, Tanh or Erf, small
+differences count and there are no bounds. Softmax has none: only differences within a row matter
+to it, and the largest value of another row is unknown.
 
-What moves values or takes the largest of them (Reshape, Concat, Split, MaxPool, ...), and an Add,
-Sub, Mul or Div with one number, hand the bounds of what they make to what they read. A tensor has
-the loosest of what its readers need; what leaves the model, or is read by anything else, has none.
+Data movement and maxima (Reshape, Concat, Split, MaxPool, ...), and an Add, Sub, Mul or Div with a
+scalar, pass the bounds of their output to their input. A tensor has the loosest bounds that its
+readers need; outputs of the model, and tensors with any other reader, have none.
+
+**Reach** adds the logits of scores. Most scores of a detector, tagger or mask say "nothing", and
+the few that say "here" matter: in 51 photos no YOLOv8n score exceeded 0.38, so the range ended at
+0.5, and every later score of 0.9 became 0.5. For such a tensor rare large values are extrapolated,
+as far as a Sigmoid distinguishes them (`calibrators.percentile`), unless the Sigmoid is a gate or a
+layer with weights lies downstream::
+
+    Conv --> t --> Reshape --> Concat --> Split --> Sigmoid --> score, output
+
+**float16**: a value past 65504 becomes infinity, and a constant of 1e-9 that keeps a logarithm
+finite becomes 0. `wide_nodes` finds the nodes that must not compute in it.
 
 Source: ONNX operators Clip-13, HardSigmoid-6, HardSwish-14 and Gelu-20.
-
-Nodes for which float16 is too narrow.
-
-A value past 65504 is infinity in it, and a constant of 1e-9 that keeps a logarithm finite is 0.
-
-How a convolution goes over its input, from its node's attributes.
 """
 
 from __future__ import annotations
@@ -66,7 +60,7 @@ from deploy.graph.placement import MOVES, WEIGHTED
 Bounds = tuple[float, float]
 
 _FREE: Bounds = (-math.inf, math.inf)
-_UNREAD: Bounds = (math.inf, -math.inf)  # what nobody looks at: looser than it is anything
+_UNREAD: Bounds = (math.inf, -math.inf)  # of an unread tensor: any bounds are looser
 SIGMOID: Bounds = (-8.0, 8.0)
 _SMOOTH: dict[str, Bounds] = {"Sigmoid": SIGMOID, "Tanh": (-4.0, 4.0), "Erf": (-3.0, 3.0)}
 _GATED = {"HardSwish": -3.0, "Gelu": -4.0}
@@ -76,20 +70,26 @@ MOVED = frozenset(
     | {"Identity", "Expand", "Tile", "MaxPool", "DepthToSpace", "SpaceToDepth"}
 )
 _SILU, _GELU = -10.0, -4.0 / math.sqrt(2)  # floors of u in t * Sigmoid(u) and t * (1 + Erf(u))
+_FLOAT = 1  # onnx.TensorProto
+_LARGEST = 65504 / 8  # largest float16, with a margin for values that calibration did not see
+_VANISHES = 2.0**-25  # float16 rounds this and less to 0
+_GUARDS = frozenset({"Add", "Clip", "Max", "Sub"})  # may keep a Log or divisor above 0
+_PASSES = MOVES | {"Expand", "Identity", "Tile"}  # pass values on unchanged
+_ZERO = ", is 0 in float16"  # ends the reason about a constant
 
 
 def bounds(model: onnx.ModelProto) -> dict[str, Bounds]:
-    """Tensor -> (floor, ceiling) in real units, either may be infinite; only tensors with any.
+    """Return tensor -> (floor, ceiling) in real units, for tensors with at least one finite bound.
 
     Args:
-        model: a cleaned model, its nodes in the order in which they run.
+        model: a cleaned model, its nodes in execution order.
     """
     readers = _Readers(Graph(model))
     return {name: (a, b) for name, (a, b) in readers.found.items() if (a, b) != _FREE and a < b}
 
 
 def _union(needs: Iterable[Bounds]) -> Bounds:
-    """The loosest of several needs."""
+    """Return the loosest of several bounds."""
     low, high = _UNREAD
     for floor, ceiling in needs:
         low, high = min(low, floor), max(high, ceiling)
@@ -97,7 +97,7 @@ def _union(needs: Iterable[Bounds]) -> Bounds:
 
 
 class _Readers:
-    """The bounds of every tensor, from the last node to the first."""
+    """Propagates the bounds of every tensor, from the last node to the first."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -112,20 +112,22 @@ class _Readers:
                 self.found[tensor] = self._loosest(tensor)
 
     def _loosest(self, tensor: str) -> Bounds:
-        """The loosest of what every reader needs."""
+        """Return the loosest bounds that any reader of a tensor needs."""
         if tensor in self.graph.outputs or tensor in self.graph.captured:
             return _FREE
         return _union(self._need(tensor, node) for node in self.graph.readers[tensor])
 
     def _made(self, node: onnx.NodeProto) -> Bounds:
-        """What the readers of all that a node makes need."""
-        kept = self.graph.outputs | self.graph.captured
+        """Return the bounds that the readers of a node's outputs need."""
+        escaping = self.graph.outputs | self.graph.captured
         return _union(
-            self.found.get(name, _FREE if name in kept else _UNREAD) for name in node.output if name
+            self.found.get(name, _FREE if name in escaping else _UNREAD)
+            for name in node.output
+            if name
         )
 
     def _need(self, tensor: str, node: onnx.NodeProto) -> Bounds:
-        """What one reader of `tensor` can tell apart."""
+        """Return the bounds of `tensor` that one of its readers needs."""
         if node.op_type == "Concat" or (node.op_type in MOVED and node.input[0] == tensor):
             return self._made(node)
         if node.op_type in ("Add", "Sub", "Mul", "Div"):
@@ -136,7 +138,7 @@ class _Readers:
         return self._unary(node)
 
     def _undone(self, tensor: str, node: onnx.NodeProto) -> Bounds | None:
-        """What an Add, Sub, Mul or Div of a tensor with one number needs; None of any other."""
+        """Return the bounds that an Add, Sub, Mul or Div with a scalar needs; None for others."""
         number = self._number_beside(tensor, node)
         first = node.input[0] == tensor
         if number is None or (not first and node.op_type in ("Sub", "Div")):
@@ -162,7 +164,7 @@ class _Readers:
         return self._hard(node) or _FREE
 
     def _hard(self, node: onnx.NodeProto) -> Bounds | None:
-        """Where a HardSigmoid or Clip ends; None of any other node."""
+        """Return the bounds of a HardSigmoid or Clip; None for any other node."""
         if node.op_type == "HardSigmoid":
             given = attributes(node)
             alpha, beta = given.get("alpha", 0.2), given.get("beta", 0.5)
@@ -173,7 +175,7 @@ class _Readers:
         return None
 
     def _amplified(self, node: onnx.NodeProto) -> bool:
-        """Whether a reader of what a node makes, moved or not, tells small differences apart."""
+        """Whether a reader of a node's outputs, through moves too, amplifies small differences."""
         names, seen = list(node.output), set(node.output)
         while names:
             name = names.pop()
@@ -193,7 +195,7 @@ class _Readers:
         return node.op_type in _AMPLIFIES or divides
 
     def _product(self, tensor: str, node: onnx.NodeProto) -> Bounds:
-        """Tensor * gate, where the gate is made of the same tensor and is 0 below its floor."""
+        """Bounds of tensor * gate, if the gate depends on the tensor and is 0 below a floor."""
         others = [name for name in node.input if name != tensor]
         gate = self.graph.producer.get(others[0]) if len(others) == 1 else None
         if gate is None:
@@ -208,7 +210,7 @@ class _Readers:
         return self._floor(tensor, str(gate.input[0]), need[0])
 
     def _erf(self, gate: onnx.NodeProto) -> onnx.NodeProto | None:
-        """The Erf of 1 + Erf(u)."""
+        """Return the Erf node of 1 + Erf(u)."""
         for name in gate.input:
             before = self.graph.producer.get(name)
             if before is not None and before.op_type == "Erf":
@@ -216,7 +218,7 @@ class _Readers:
         return None
 
     def _floor(self, tensor: str, gated: str, floor: float) -> Bounds:
-        """The floor of a tensor, where `gated` has one and both are lines of the same tensor.
+        """Return the floor of a tensor from that of `gated`, if both are linear in the same t.
 
         With tensor = a t and gated = c t + d, the floor of t is (floor - d) / c.
         """
@@ -224,14 +226,14 @@ class _Readers:
             return floor, math.inf
         base, a, shift = self._line(tensor)
         same, c, d = self._line(gated)
-        if tensor == same:  # t itself may be a line of something else
+        if tensor == same:  # t itself may be linear in another tensor
             base, a, shift = tensor, 1.0, 0.0
         if base != same or shift or a <= 0 or c <= 0:
             return _FREE
         return a * (floor - d) / c, math.inf
 
     def _line(self, tensor: str) -> tuple[str, float, float]:
-        """(t, c, d) of a tensor that one node makes as c t + d; itself, 1, 0 of any other."""
+        """Return (t, c, d) of a tensor that one node makes as c t + d; else (tensor, 1, 0)."""
         node = self.graph.producer.get(tensor)
         for name in node.input[:2] if node is not None else ():
             number = self._number_beside(name, node) if node is not None else None
@@ -251,12 +253,12 @@ class _Readers:
 
 
 class Reach(NamedTuple):
-    """Of one tensor, in real units.
+    """Limits of one tensor's range, in real units.
 
     Attributes:
-        floor: no reader tells values below it apart.
-        ceiling: nor above it.
-        followed: how far rare large values are followed beyond those seen; -inf for not at all.
+        floor: no reader distinguishes values below it.
+        ceiling: no reader distinguishes values above it.
+        followed: limit up to which rare large values are extrapolated; -inf for none.
     """
 
     floor: float
@@ -268,10 +270,10 @@ EVERYWHERE = Reach(-math.inf, math.inf)
 
 
 def reaches(model: onnx.ModelProto) -> dict[str, Reach]:
-    """Tensor -> its reach; only tensors whose reach is not `EVERYWHERE`.
+    """Return tensor -> its reach, for tensors whose reach is not `EVERYWHERE`.
 
     Args:
-        model: a cleaned model, its nodes in the order in which they run.
+        model: a cleaned model, its nodes in execution order.
     """
     found = {name: Reach(*ends) for name, ends in bounds(model).items()}
     for name in _logits(Graph(model)):
@@ -280,7 +282,7 @@ def reaches(model: onnx.ModelProto) -> dict[str, Reach]:
 
 
 def _logits(graph: Graph) -> set[str]:
-    """Tensors that only moves part from the Sigmoid of a score, the Sigmoid's input included."""
+    """Return the inputs of score Sigmoids, traced back through nodes that only move values."""
     read_on = _before_weights(graph)
     waiting = [
         str(node.input[0])
@@ -297,7 +299,7 @@ def _logits(graph: Graph) -> set[str]:
 
 
 def _before_weights(graph: Graph) -> set[str]:
-    """Tensors from which a way leads to a layer with weights."""
+    """Return the tensors upstream of a layer with weights."""
     found: set[str] = set()
     for node in reversed(graph.nodes):
         if node.op_type in WEIGHTED or not found.isdisjoint(node.output):
@@ -306,9 +308,9 @@ def _before_weights(graph: Graph) -> set[str]:
 
 
 def _is_score(graph: Graph, sigmoid: onnx.NodeProto) -> bool:
-    """Whether what a Sigmoid makes, moved or not, only scales what other Sigmoids make."""
+    """Whether the output of a Sigmoid, through moves too, only scales outputs of Sigmoids."""
     names = [str(sigmoid.output[0])]
-    for name in names:  # grows while it is walked
+    for name in names:  # grows during the loop
         for reader in graph.readers.get(name, []):
             if name in _handed_on(reader):
                 names += reader.output
@@ -328,7 +330,7 @@ def _made_by_sigmoid(graph: Graph, name: str) -> bool:
 
 
 def _handed_on(node: onnx.NodeProto | None) -> list[str]:
-    """The inputs whose values a node hands on as they are."""
+    """Return the inputs whose values a node passes on unchanged."""
     if node is None:
         return []
     if node.op_type == "Concat":
@@ -336,48 +338,40 @@ def _handed_on(node: onnx.NodeProto | None) -> list[str]:
     return [str(node.input[0])] if node.op_type in MOVED else []
 
 
-_FLOAT = 1  # onnx.TensorProto
-_LARGEST = 65504 / 8  # what float16 holds, with room for what calibration has not seen
-_VANISHES = 2.0**-25  # float16 rounds this to 0, and what is less
-_GUARDS = frozenset({"Add", "Clip", "Max", "Sub"})  # with such a constant, of a Log or a Div behind
-_PASSES = MOVES | {"Expand", "Identity", "Tile"}  # give what they read
-_ZERO = ", is 0 in float16"  # ends what is said of a constant
-
-
 def wide_nodes(
     graph: Graph, largest: Mapping[str, float], *, but: Collection[str]
 ) -> dict[str, str]:
-    """Node -> why it must not compute in float16.
+    """Return node -> why it must not compute in float16.
 
-    Of a node whose constant is 0 in it, also those that need what this keeps above 0.
+    A node whose constant becomes 0 in float16 brings in the readers of its output too.
 
     Args:
-        graph: of the float model.
-        largest: tensor -> largest |x| that was seen, as far as it is known.
+        graph: the float model's.
+        largest: tensor -> largest |x| observed, of the tensors for which it is known.
         but: nodes that run in int8.
     """
     why: dict[str, str] = {}
     for node in graph.nodes:
-        said = too_wide(graph, node, largest) if node.op_type != "Constant" else ""
-        for each in _with_readers(graph, node, said) if said else ():
-            why.setdefault(each.name, said)
+        reason = too_wide(graph, node, largest) if node.op_type != "Constant" else ""
+        for each in _with_readers(graph, node, reason) if reason else ():
+            why.setdefault(each.name, reason)
     wide = why.keys() - but
     return {node.name: why[node.name] for node in graph.nodes if node.name in wide}
 
 
-def _with_readers(graph: Graph, node: onnx.NodeProto, said: str) -> Iterator[onnx.NodeProto]:
+def _with_readers(graph: Graph, node: onnx.NodeProto, reason: str) -> Iterator[onnx.NodeProto]:
     yield node
-    if said.endswith(_ZERO) and node.op_type != "Div":
+    if reason.endswith(_ZERO) and node.op_type != "Div":
         yield from graph.readers.get(node.output[0], ())
 
 
 def too_wide(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, float]) -> str:
-    """What float16 does not hold of what a node reads or makes; "" where it holds it all.
+    """Return which input or output of a node float16 cannot hold; "" if it holds all.
 
     Args:
-        graph: of the float model, or of one with pairs.
+        graph: the float model's, or that of a model with Q/DQ pairs.
         node: one of its nodes.
-        largest: tensor of the float model -> largest |x| that was seen.
+        largest: tensor of the float model -> largest |x| observed.
     """
     for name in (*node.input, *node.output):
         size = _largest_of(graph, name) or largest.get(_plain(name), 0.0)
@@ -387,7 +381,7 @@ def too_wide(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, float]) -
 
 
 def _vanishes(graph: Graph, node: onnx.NodeProto) -> str:
-    """The constant of the node, or of what makes its divisor or what it moves, that is 0 in it."""
+    """Return which constant of a node, or of the maker of its divisor or moved input, vanishes."""
     while node.op_type == "Div" or node.op_type in _PASSES:
         made_by = graph.producer.get(node.input[node.op_type == "Div"])
         if made_by is None:
@@ -401,7 +395,7 @@ def _vanishes(graph: Graph, node: onnx.NodeProto) -> str:
 
 
 def _largest_of(graph: Graph, name: str) -> float:
-    """The largest |x| of a float constant; 0 of all else."""
+    """Return the largest |x| of a float constant; 0 for any other tensor."""
     from onnx import numpy_helper
 
     constant = graph.initializers.get(name)
@@ -411,32 +405,32 @@ def _largest_of(graph: Graph, name: str) -> float:
 
 
 def _plain(name: str) -> str:
-    """The tensor of the float model behind one beside a pair."""
+    """Return the float model's name of a tensor next to a Q/DQ pair."""
     return name.removesuffix("/dequantized").removesuffix("/float")
 
 
 def window_of(
     given: Mapping[str, Any], kernel: Sequence[int], *, transposed: bool = False
 ) -> Window:
-    """The window of a Conv or ConvTranspose.
+    """Return the window of a Conv or ConvTranspose.
 
     Args:
         given: the node's attributes.
         kernel: sizes of its weight's spatial axes.
-        transposed: it is a ConvTranspose, without auto_pad and output_shape.
+        transposed: for a ConvTranspose, without auto_pad and output_shape.
     """
     rank = len(kernel)
 
-    def whole(name: str, otherwise: list[int]) -> tuple[int, ...]:
-        return tuple(int(v) for v in given.get(name, otherwise))
+    def ints(name: str, default: list[int]) -> tuple[int, ...]:
+        return tuple(int(v) for v in given.get(name, default))
 
     return Window(
         kernel=tuple(int(k) for k in kernel),
-        strides=whole("strides", [1] * rank),
-        dilations=whole("dilations", [1] * rank),
-        pads=whole("pads", [0] * 2 * rank),
+        strides=ints("strides", [1] * rank),
+        dilations=ints("dilations", [1] * rank),
+        pads=ints("pads", [0] * 2 * rank),
         auto=given.get("auto_pad", b"NOTSET").decode(),
         group=int(given.get("group", 1)),
         transposed=transposed,
-        more=whole("output_padding", []),
+        more=ints("output_padding", []),
     )

@@ -1,16 +1,16 @@
-"""Edits on a model: the only place that copies messages and replaces what a graph holds.
+"""ONNX model edits: the only module that copies messages and replaces fields of a graph.
 
-The contract, for every edit of this project:
+Contract of every edit in this project:
 
-* What takes a model and gives a model leaves the one it was given as it was: it works on a copy
-  (`copied`), whole with its weights, notes, functions and operator sets.
-* What takes a graph changes it in place, and gives a count or nothing; only the owner of the graph
-  calls it.
-* Tensors and nodes keep their names, but for what the function is called after.
-* A field may be replaced by parts of itself (`replace`): they are copied before it is emptied.
-  Nodes that stay (`replace_nodes`) are not: they are the same messages in another order.
+* A function from model to model leaves its argument unchanged: it works on a copy (`copied`) with
+  all weights, metadata, functions and opset imports.
+* A function that takes a graph changes it in place and returns a count or nothing; only the owner
+  of the graph calls it.
+* Tensors and nodes keep their names, except for what the function's name says.
+* `replace` copies the values before it empties the field, so they may be elements of the field.
+  `replace_nodes` does not copy the nodes that stay, it only reorders them.
 
-Subgraphs are looked into wherever it matters who reads a tensor.
+Wherever readers of a tensor matter, subgraphs are searched too.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 
 def copied(message: Message) -> Message:
-    """A message of its own, equal to `message`."""
+    """Return a copy of a protobuf message."""
     copy = type(message)()
     copy.CopyFrom(message)
     return copy
 
 
 def copied_without(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
-    """A model of its own, equal to `model` but for the initializers of these names.
+    """Return a copy of a model without the initializers of these names.
 
-    They may be nearly all of it, and are not copied first.
+    These may be most of the model's bytes, so they are never copied.
     """
     copy = type(model)()
     for field, value in model.ListFields():
@@ -54,7 +54,7 @@ def copied_without(model: onnx.ModelProto, names: Collection[str]) -> onnx.Model
 
 
 def _take(message: Any, field: str, value: Any) -> None:
-    """Let an empty field of a message hold what another one's holds."""
+    """Copy a field's value into the empty field of another message."""
     held = getattr(message, field)
     if hasattr(held, "extend"):
         held.extend(value)
@@ -65,7 +65,7 @@ def _take(message: Any, field: str, value: Any) -> None:
 
 
 def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:
-    """A copy that has these tensors as outputs too, behind its own; without their types."""
+    """Return a copy with these tensors appended to the outputs, without their types."""
     from onnx import ValueInfoProto
 
     tapped = copied(model)
@@ -77,7 +77,7 @@ def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProt
 
 
 def cut(model: onnx.ModelProto, tensor: str) -> onnx.ModelProto:
-    """A model whose only output is one tensor, with the nodes and constants that it needs alone."""
+    """Return a model with one tensor as its output and only the nodes and constants it needs."""
     from onnx import ValueInfoProto
 
     graph, needed, nodes = model.graph, {tensor}, []
@@ -104,7 +104,7 @@ def part(
     inputs: Iterable[onnx.ValueInfoProto],
     outputs: Iterable[onnx.ValueInfoProto],
 ) -> onnx.ModelProto:
-    """A model of some nodes, in order, with those of the constants that are `needed`."""
+    """Return a model of some nodes, in this order, with the initializers that are `needed`."""
     graph = model.graph
     short = type(model)(ir_version=model.ir_version)
     short.opset_import.extend(model.opset_import)
@@ -119,14 +119,14 @@ def part(
 
 
 def replace(repeated: Any, values: Iterable[Any]) -> None:
-    """Let a repeated field hold copies of `values`, of which some may be its own."""
+    """Replace a repeated field by copies of `values`, which may be elements of the field."""
     copies = [type(value).FromString(value.SerializeToString()) for value in values]
     del repeated[:]
     repeated.extend(copies)
 
 
 def replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
-    """Let the graph have exactly these nodes, in this order; its own are moved, others copied."""
+    """Set the nodes of a graph, in this order; its own are moved, others are copied."""
     wanted, held = list(nodes), list(graph.node)
     own = {id(node) for node in held}
     place: dict[int, int] = {}
@@ -144,16 +144,16 @@ def replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> No
 
 
 def rebuild(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
-    """Let the graph have exactly these nodes, the constants that are read, no inferred types."""
+    """Set the nodes of a graph and drop unread initializers and inferred types."""
     replace_nodes(graph, nodes)
     drop_unread(graph)
     del graph.value_info[:]
 
 
 def update(tensors: Any, new: Mapping[str, onnx.TensorProto]) -> None:
-    """Let a repeated field of tensors hold each of `new` in place of its namesake, or behind.
+    """Overwrite tensors of a repeated field by name; append those of `new` that it lacks.
 
-    The others stay where they are: copying them all would copy all weights.
+    The others stay in place: copying them all would copy all weights.
     """
     left = dict(new)
     for tensor in tensors:
@@ -164,7 +164,7 @@ def update(tensors: Any, new: Mapping[str, onnx.TensorProto]) -> None:
 
 
 def free_inputs(graph: onnx.GraphProto) -> int:
-    """Take initializers off the list of inputs, where IR 3 had to put them; counts them."""
+    """Remove initializers from the graph inputs (IR 3 lists them there); return their number."""
     constants = {tensor.name for tensor in graph.initializer}
     kept = [value for value in graph.input if value.name not in constants]
     taken = len(graph.input) - len(kept)
@@ -174,7 +174,7 @@ def free_inputs(graph: onnx.GraphProto) -> int:
 
 
 def rename_reads(nodes: Iterable[onnx.NodeProto], new_name: Mapping[str, str]) -> None:
-    """Let every reader of a key of `new_name`, in subgraphs too, read its value instead."""
+    """Rename the tensors that nodes read, in subgraphs too."""
     for node in nodes:
         for position, name in enumerate(node.input):
             if name in new_name:
@@ -186,7 +186,7 @@ def rename_reads(nodes: Iterable[onnx.NodeProto], new_name: Mapping[str, str]) -
 
 
 def drop_dead(graph: onnx.GraphProto) -> int:
-    """Remove nodes that no output needs, then constants that no node reads; counts the nodes."""
+    """Remove nodes that no output needs, then unread constants; return the number of nodes."""
     needed = {value.name for value in graph.output}
     alive = []
     for node in reversed(graph.node):
@@ -202,7 +202,7 @@ def drop_dead(graph: onnx.GraphProto) -> int:
 
 
 def drop_unread(graph: onnx.GraphProto) -> None:
-    """Remove the constants that no node reads and that are no output."""
+    """Remove initializers that no node reads and that are no graph output."""
     read = all_read(graph)
     unread = [at for at, tensor in enumerate(graph.initializer) if tensor.name not in read]
     for at in reversed(unread):  # one by one: copying those that stay would copy all weights
@@ -210,7 +210,7 @@ def drop_unread(graph: onnx.GraphProto) -> None:
 
 
 def sort_nodes(graph: onnx.GraphProto) -> bool:
-    """Put producers before readers, changing the order as little as possible; says if it did.
+    """Sort nodes topologically with few moves; return whether the order changed.
 
     Raises:
         ModelError: the graph has a cycle.
@@ -241,10 +241,10 @@ def sort_nodes(graph: onnx.GraphProto) -> bool:
 
 
 def name_nodes(graph: onnx.GraphProto) -> int:
-    """Give each node of the main graph a name of its own; counts the names it made.
+    """Give each node of the main graph a unique name; return the number of new names.
 
-    A node without a name is called after its type and first output, which do not change when
-    other nodes come or go; a name used before gets a number.
+    A node without a name is named after its type and first output, which do not change when other
+    nodes are added or removed; a duplicate name gets a number.
     """
     taken: set[str] = set()
     made = 0
@@ -258,10 +258,9 @@ def name_nodes(graph: onnx.GraphProto) -> int:
 
 
 def name_nodes_by_place(graph: onnx.GraphProto) -> int:
-    """`name_nodes` by AMCT's rule, by which its configurations and records know the nodes.
+    """Do as `name_nodes`, by the rule that AMCT's configurations and records follow.
 
-    A node without a name, or with one used before, is called '<op>_<index>', which may be no
-    other node's name.
+    A node without a name, or with a duplicate one, becomes '<op>_<index>'.
     """
     taken = {node.name for node in graph.node if node.name}
     before: set[str] = set()
@@ -276,7 +275,7 @@ def name_nodes_by_place(graph: onnx.GraphProto) -> int:
 
 
 def unused(wanted: str, taken: Collection[str]) -> str:
-    """`wanted`, or `wanted_1`, `wanted_2`, ..., whichever first is not in `taken`."""
+    """Return the first of `wanted`, `wanted_1`, `wanted_2`, ... that is not in `taken`."""
     name, number = wanted, 0
     while name in taken:
         number += 1

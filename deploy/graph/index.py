@@ -1,21 +1,18 @@
-"""The index of a graph: who makes a tensor, who reads it, what it is; and what a node says.
+"""Index of an ONNX graph: producers, readers, types and shapes; and node selection by pattern.
 
-Channels that are all zero behind a tensor's own: what it is called then, and how to lose them.
-
-`deploy.targets.onnxruntime.conv_rewrites` adds them. Whoever holds such a model against another one
-asks here.
-
-Which nodes a user means: names, shell patterns, types of operators, files of these.
-
-::
+Node patterns that a user may give::
 
     /model.22/dfl/conv/Conv     the node of this name
-    /model.22/*                 every node whose name fits, as a shell matches (* crosses a slash)
-    op:Sigmoid  op:Reduce*      every node of this type
-    @float.txt                  one of the above a line; blank lines and # comments are passed over
+    /model.22/*                 every node whose name matches, as in a shell (* crosses a slash)
+    op:Sigmoid  op:Reduce*      every node of this operator type
+    @float.txt                  a file with one of the above per line; blank lines and # comments
+                                are skipped
 
-A name that is a node's is that node, whatever else it could be read as: `conv[0]` is the node
-`conv[0]` where there is one, and the pattern for `conv0` where there is none.
+An exact node name takes precedence: `conv[0]` is the node `conv[0]` if there is one, else the
+pattern that matches `conv0`.
+
+`deploy.targets.onnxruntime.conv_rewrites` pads tensors with zero channels. Code that compares such
+a model with another one finds the naming rule here (`WIDE`).
 """
 
 from __future__ import annotations
@@ -41,13 +38,16 @@ if TYPE_CHECKING:
 _FLOAT = 1  # onnx.TensorProto.FLOAT
 _BODIES = (5, 10)  # onnx.AttributeProto.GRAPH and GRAPHS
 _DATA_INPUTS = {"Conv": 1, "ConvTranspose": 1, "Gemm": 1, "Resize": 1, "Clip": 1, "Reshape": 1}
-# what ONNX Runtime's optimizer takes a DequantizeLinear past
+# ONNX Runtime's optimizer moves a DequantizeLinear past these
 _MOVING = frozenset({"MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
 _TAILS = frozenset({"Relu", "Clip"})
+WIDE = "/wide"  # suffix of a tensor's copy with zero channels appended
+Named = Sequence[tuple[str, str]]  # (name, type) of every node or module
+TYPE, FILE = "op:", "@"
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, Any]:
-    """Attribute name -> Python value; what a function's caller has to fill in is left out."""
+    """Attribute name -> Python value, without references to attributes of a function's caller."""
     from onnx import helper
 
     given = (a for a in node.attribute if not a.ref_attr_name)
@@ -55,7 +55,7 @@ def attributes(node: onnx.NodeProto) -> dict[str, Any]:
 
 
 def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    """Bodies of an If, Loop or Scan, in the order of the attributes."""
+    """Yield the bodies of an If, Loop or Scan, in attribute order."""
     for attribute in node.attribute:
         if attribute.type in _BODIES:
             if attribute.HasField("g"):
@@ -64,13 +64,13 @@ def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def holds_no_graph(node: onnx.NodeProto) -> bool:
-    """Whether a node reads its inputs alone, as nearly all do."""
+    """Whether a node has no subgraph, so that it reads only its inputs."""
     held = node.attribute
     return not held or all(attribute.type not in _BODIES for attribute in held)
 
 
 def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """Nodes of the graph and of every subgraph in it."""
+    """Yield the nodes of the graph and of all its subgraphs."""
     for node in graph.node:
         yield node
         for body in subgraphs(node):
@@ -78,7 +78,7 @@ def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 
 def reads(node: onnx.NodeProto) -> Iterator[str]:
-    """Every tensor that a node reads, those that its subgraphs capture included."""
+    """Yield every tensor that a node reads, including those that its subgraphs capture."""
     yield from filter(None, node.input)
     for body in subgraphs(node):
         own = {o for inner in body.node for o in inner.output}
@@ -88,28 +88,28 @@ def reads(node: onnx.NodeProto) -> Iterator[str]:
 
 
 def users(graph: onnx.GraphProto) -> Counter[str]:
-    """Tensor name -> how often it is read; being a graph output counts as once."""
+    """Tensor name -> number of reads; being a graph output counts as one."""
     count = Counter(name for node in graph.node for name in reads(node))
     count.update(value.name for value in graph.output)
     return count
 
 
 def all_read(graph: onnx.GraphProto) -> set[str]:
-    """Every tensor that is read or that is an output; what `users` counts, without counting."""
-    found = {value.name for value in graph.output}
+    """Return every tensor that is read or is a graph output: the keys of `users`."""
+    names = {value.name for value in graph.output}
     for node in graph.node:
-        found.update(node.input if holds_no_graph(node) else reads(node))
-    return found
+        names.update(node.input if holds_no_graph(node) else reads(node))
+    return names
 
 
 def fed_inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
-    """The inputs that are to be fed: those that are no initializers."""
+    """Return the graph inputs that are not initializers."""
     constants = {tensor.name for tensor in graph.initializer}
     return [value for value in graph.input if value.name not in constants]
 
 
 def dims(value: onnx.ValueInfoProto) -> tuple[int | str | None, ...] | None:
-    """Sizes of a tensor, names for the open ones that have one; None where the rank is open."""
+    """Sizes of a tensor: ints, names of symbolic ones, None if unknown; None for unknown rank."""
     tensor = value.type.tensor_type
     if not tensor.HasField("shape"):
         return None
@@ -119,14 +119,14 @@ def dims(value: onnx.ValueInfoProto) -> tuple[int | str | None, ...] | None:
 
 
 class Graph:
-    """Indexes over the main graph of a model, as it was when this was made.
+    """Index of the main graph of a model, as it was at construction.
 
     Attributes:
-        nodes: in their order.
+        nodes: in graph order.
         initializers: name -> tensor.
-        constants: the initializers, and the tensors of Constant nodes by their output's name.
-        inputs: names of the inputs to be fed.
-        outputs: names of the outputs.
+        constants: initializers and the tensors of Constant nodes, by name.
+        inputs: names of the graph inputs that are not initializers.
+        outputs: names of the graph outputs.
         producer: tensor -> the node that makes it.
         readers: tensor -> the nodes that have it as an input, each once.
         captured: tensors that a node reads inside a subgraph.
@@ -135,7 +135,7 @@ class Graph:
     def __init__(
         self, model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto] | None = None
     ) -> None:
-        """Index a model; with `nodes`, as if it had these in place of its own."""
+        """Index a model, with `nodes` in place of its own if given."""
         graph = model.graph
         self.nodes = list(graph.node if nodes is None else nodes)
         self.initializers = {t.name: t for t in graph.initializer}
@@ -155,19 +155,20 @@ class Graph:
 
     @cached_property
     def dtypes(self) -> dict[str, int]:
-        """Tensor -> ONNX element type, where the model says so."""
+        """Tensor -> ONNX element type, of the tensors that the model declares."""
         return {name: v.type.tensor_type.elem_type for name, v in self._declared.items()}
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int | str | None, ...] | None]:
-        """Tensor -> sizes as in `dims`, where the model says so."""
+        """Tensor -> sizes as in `dims`, of the tensors that the model declares."""
         return {name: dims(v) for name, v in self._declared.items()}
 
     @cached_property
     def pushed(self) -> frozenset[str]:
-        """Tensors that only nodes of `_MOVING` part from where a subgraph captures them.
+        """Tensors captured by a subgraph, traced back through nodes that only move data.
 
-        An If whose condition is constant is none of its own: its branch stands in its place.
+        The optimizer inlines the branch of an If with a constant condition, so tensors captured
+        by nested subgraphs, and by an If whose output is itself captured, count too.
         """
         found: set[str] = set()
         ends = set(self.captured)
@@ -182,26 +183,26 @@ class Graph:
         return frozenset(found)
 
     def is_float(self, tensor: str) -> bool:
-        """Whether a tensor is float32, as far as shape inference could tell."""
+        """Whether a tensor is float32; True if its type is unknown."""
         if tensor in self.initializers:
             return bool(self.initializers[tensor].data_type == _FLOAT)
         return bool(self.dtypes.get(tensor, _FLOAT) == _FLOAT)
 
     def data_inputs(self, node: onnx.NodeProto) -> list[str]:
-        """Inputs of a node that are activations, constants and shape arguments left out."""
+        """Activation inputs of a node, without initializers and shape arguments."""
         names = list(node.input)[: _DATA_INPUTS.get(node.op_type, len(node.input))]
         if node.op_type in {"Squeeze", "Unsqueeze", "Split", "Slice", "Pad"}:
             names = names[:1]
         return [name for name in names if name and name not in self.initializers]
 
     def only_reader(self, tensor: str) -> onnx.NodeProto | None:
-        """The one node that reads a tensor; None where others, a subgraph or the user do too."""
+        """Return the only reader of a tensor; None if others, a subgraph or an output use it."""
         readers = self.readers.get(tensor, [])
-        kept = tensor in self.outputs or tensor in self.captured
-        return readers[0] if len(readers) == 1 and not kept else None
+        used_elsewhere = tensor in self.outputs or tensor in self.captured
+        return readers[0] if len(readers) == 1 and not used_elsewhere else None
 
     def number(self, tensor: str) -> float | None:
-        """The value of an initializer that holds one; None of anything else."""
+        """Return the value of a one-element initializer; None for any other tensor."""
         from onnx import numpy_helper
 
         constant = self.initializers.get(tensor)
@@ -210,7 +211,10 @@ class Graph:
         return float(numpy_helper.to_array(constant).reshape(-1)[0])
 
     def number_beside(self, tensor: str, node: onnx.NodeProto) -> float | None:
-        """The one number that a node of two operands has beside a tensor, whose rank stays."""
+        """Return the scalar operand of a binary node on `tensor`; None if there is none.
+
+        A constant that would raise the rank of the result does not count.
+        """
         others = [name for name in node.input if name != tensor]
         if len(node.input) != 2 or len(others) != 1 or (value := self.number(others[0])) is None:
             return None
@@ -218,7 +222,7 @@ class Graph:
         return value if rank <= max(1, len(self.shapes.get(tensor) or ())) else None
 
     def tail(self, node: onnx.NodeProto) -> str:
-        """Name of the tensor that leaves a node and the Relu, Clip or bias Add fused into it."""
+        """Return the output of a node, or of the Relu, Clip or bias Add fused into it."""
         out = str(node.output[0])
         after = self.only_reader(out)
         if after is None:
@@ -230,7 +234,7 @@ class Graph:
         return out
 
     def holds_zero(self, node: onnx.NodeProto) -> bool:
-        """Relu, or a Clip with constant bounds of which the lower is 0."""
+        """Whether a node is a Relu, or a Clip with the constant lower bound 0."""
         if node.op_type == "Relu":
             return True
         return len(node.input) > 1 and self.number(node.input[1]) == 0.0
@@ -241,34 +245,31 @@ class Graph:
 
 
 class Still(Graph):
-    """The index of a model that nobody changes any more: what a node reads is found once.
-
-    For what is asked the same of one model again and again, as a search does.
-    """
+    """Index of a model that no longer changes: caches `data_inputs` and `tail` for searches."""
 
     def __init__(
         self, model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto] | None = None
     ) -> None:
         super().__init__(model, nodes)
-        # with the nodes, so that no other one gets their ids
+        # holds the nodes too, so that no other node gets their ids
         self._read: dict[int, tuple[onnx.NodeProto, list[str]]] = {}
         self._tails: dict[int, tuple[onnx.NodeProto, str]] = {}
 
     def data_inputs(self, node: onnx.NodeProto) -> list[str]:
-        """As of `Graph`; the list is everybody's."""
+        """As in `Graph`; callers share the list and must not change it."""
         if id(node) not in self._read:
             self._read[id(node)] = node, super().data_inputs(node)
         return self._read[id(node)][1]
 
     def tail(self, node: onnx.NodeProto) -> str:
-        """As of `Graph`."""
+        """As in `Graph`."""
         if id(node) not in self._tails:
             self._tails[id(node)] = node, super().tail(node)
         return self._tails[id(node)][1]
 
 
 def constant_nodes(nodes: Iterable[onnx.NodeProto]) -> dict[str, onnx.TensorProto]:
-    """Output of each Constant node -> its tensor; those given as numbers or strings left out."""
+    """Output of each Constant node -> its tensor, without those given as numbers or strings."""
     return {
         node.output[0]: attribute.t
         for node in nodes
@@ -278,80 +279,72 @@ def constant_nodes(nodes: Iterable[onnx.NodeProto]) -> dict[str, onnx.TensorProt
     }
 
 
-WIDE = "/wide"  # behind the name of a tensor: the same, with more channels, which are zero
-
-
 def wide_for(name: str, node: str) -> str:
-    """What a tensor is called that got wider for one node alone."""
+    """Name of the copy of a tensor that was padded with channels for one node."""
     return f"{name}/{node}{WIDE}"
 
 
 def with_zeros(values: NDArray[Any], sizes: Sequence[int]) -> NDArray[Any]:
-    """An array as large as this along every axis."""
-    ends = [(0, size - own) for size, own in zip(sizes, values.shape, strict=True)]
+    """Return the array padded with zeros, at the end of each axis, to `sizes`."""
     import numpy as np
 
+    ends = [(0, size - own) for size, own in zip(sizes, values.shape, strict=True)]
     return np.pad(values, ends)
 
 
 def of_own_channels(name: str, values: Array, like: Array) -> Array:
-    """Values [N, C + more, ...] of a tensor of that name, without what `like` [N, C, ...] lacks."""
+    """Drop padded channels of tensor `name`: values [N, C + k, ...] -> the C channels of `like`."""
     if name.endswith(WIDE) and values.ndim == like.ndim > 1:
         return values[:, : like.shape[1]]
     return values
 
 
-Named = Sequence[tuple[str, str]]  # (name, type) of every node or module
-
-TYPE, FILE = "op:", "@"
-
-
 def matching(model: onnx.ModelProto, patterns: Iterable[str]) -> tuple[str, ...]:
-    """Names of the nodes of the main graph that any of the patterns means, in the model's order.
+    """Return the names of the main graph's nodes that match any pattern, in graph order.
 
     Raises:
-        ConfigError: a pattern that means no node, or a file that cannot be read.
+        ConfigError: a pattern matches no node, or its file cannot be read.
     """
     return select([(node.name, node.op_type) for node in model.graph.node if node.name], patterns)
 
 
 def select(known: Named, patterns: Iterable[str]) -> tuple[str, ...]:
-    """Names among `known` that any of the patterns means, in the order of `known`.
+    """Return the names in `known` that match any pattern, in the order of `known`.
 
     Raises:
-        ConfigError: a pattern that means nothing, or a file that cannot be read.
+        ConfigError: a pattern matches nothing, or its file cannot be read.
     """
     names = {name for name, _ in known}
     chosen: set[str] = set()
     for pattern in patterns:
         for one in [pattern] if pattern in names else _lines(pattern):
-            chosen |= _chosen(known, names, one)
+            chosen |= _match(known, names, one)
     return tuple(dict.fromkeys(name for name, _ in known if name in chosen))
 
 
-def _chosen(known: Named, names: set[str], pattern: str) -> set[str]:
-    """The names that one pattern, which is no file, means."""
+def _match(known: Named, names: set[str], pattern: str) -> set[str]:
+    """Return the names that match one pattern that is not a file."""
     if pattern in names:
         return {pattern}
     if pattern.startswith(TYPE):
         wanted = pattern.removeprefix(TYPE)
         found = {name for name, kind in known if fnmatchcase(kind, wanted)}
-        hint = _near(wanted, [kind for _, kind in known], TYPE)
+        hint = _hint(wanted, [kind for _, kind in known], TYPE)
     else:
         found = {name for name in names if fnmatchcase(name, pattern)}
-        hint = _near(pattern, [name for name, _ in known], "")
+        hint = _hint(pattern, [name for name, _ in known], "")
     if not found:
-        raise ConfigError(f"what to keep in float must be in the model, got {pattern!r}; {hint}")
+        raise ConfigError(f"nodes to keep in float must be in the model, got {pattern!r}; {hint}")
     return found
 
 
-def _near(wanted: str, known: Sequence[str], before: str) -> str:
+def _hint(wanted: str, known: Sequence[str], before: str) -> str:
     known = [before + name for name in dict.fromkeys(known)]
     return did_you_mean(before + wanted, known, "`calib8 inspect --all` lists names and types")
 
 
 def _lines(pattern: str) -> list[str]:
-    """The pattern itself, or those of the file that it names."""
+    """Return the pattern itself, or the patterns in the file that it names."""
     if not pattern.startswith(FILE):
         return [pattern]
     path = Path(pattern.removeprefix(FILE))

@@ -1,27 +1,21 @@
-"""A model at an older operator set: what an old parser reads, computing what it computed before.
+"""Opset lowering: convert a model to an older opset, for old parsers, with the same results.
 
-A node whose operator is the same in both sets stays. One that differs is written in the old form
-(`deploy.graph.oldforms`), one that the old set does not have as nodes that it has
-(`deploy.graph.lowering`)::
+A node whose operator is the same in both opsets stays. An operator that differs takes its old form
+(`deploy.graph.oldforms`); an operator that the old opset lacks is decomposed into others::
 
-    ReduceMean(x, axes) -> y            ==>   ReduceMean(x), axes in an attribute -> y
+    ReduceMean(x, axes) -> y            ==>   ReduceMean(x), axes as an attribute -> y
     LayerNormalization(x, s, b) -> y    ==>   ReduceMean, Sub, Pow, ... Mul, Add -> y
 
-Every change of an operator between opset 13 and 25 was looked through: what is not handled here
-changed in types only, which shape inference checks at the end, or by an attribute, which may go
-where it has its default value.
+Norms and activations of opset 14 to 24 are decomposed as PyTorch writes them for older opsets,
+since parsers match that form when they fuse a norm. The last node keeps the name and the output.
 
-onnx's own version converter does not serve: downwards it refuses any Split or Pad, knows no
-operator that has no older version, and leaves a Mish of opset 18 in a model of 17 (onnx 1.23).
+This covers every operator change between opset 13 and 25. Changes not handled here concern types,
+which shape inference checks at the end, or attributes, which are dropped if they hold the default.
 
-Source: the schemas of ONNX, and their changelog (docs/Changelog.md of onnx).
+onnx's version converter does not suffice: downwards it refuses any Split or Pad, handles no
+operator without an older version, and leaves a Mish of opset 18 in a model of 17 (onnx 1.23).
 
-Operators as others that every opset has: norms and activations of opset 14 to 24.
-
-They are written as PyTorch writes them for an older opset, which is what parsers look for when they
-fuse a norm. The last node has the name and the output of the one that it stands for.
-
-Source: the functions in the schemas of ONNX (docs/Operators.md of onnx).
+Source: the schemas of ONNX, their functions and changelog (docs/Operators.md and Changelog.md).
 """
 
 from __future__ import annotations
@@ -46,14 +40,20 @@ if TYPE_CHECKING:
 
 
 _FLOAT = 1  # onnx.TensorProto
+OLDEST, NEWEST = 13, 25  # opsets whose operator changes are handled here
+_DEFAULT = ("", "ai.onnx")
+# Operator -> opset that changed the meaning of the same node.
+_OTHER_MEANING = {"DFT": 20, "GroupNormalization": 21, "RoiAlign": 16}
 
 
-class _Written:
-    """The nodes that stand for one, while they are written.
+class _Decomposition:
+    """Builder of the nodes that replace one node.
 
     Attributes:
-        node: the one.
-        given: its attributes.
+        node: the node to replace.
+        places: opsets and tensors in scope.
+        given: attributes of the node.
+        nodes: the nodes so far.
     """
 
     def __init__(self, node: onnx.NodeProto, places: Places) -> None:
@@ -64,11 +64,11 @@ class _Written:
 
     @property
     def source(self) -> str:
-        """What it reads first."""
+        """Name of the first input."""
         return str(self.node.input[0])
 
     def add(self, op_type: str, *inputs: str, given: Mapping[str, Any] | None = None) -> str:
-        """One more node; gives its output."""
+        """Append a node; return the name of its output."""
         from onnx import helper
 
         name = f"{self.node.output[0]}/{op_type}_{len(self.nodes)}"
@@ -77,52 +77,52 @@ class _Written:
         return name
 
     def number(self, value: float) -> str:
-        """A constant of the type that is computed in."""
+        """Append a scalar constant of the first input's type; return its name."""
         return self.floats(np.array(value))
 
     def floats(self, values: NDArray[np.float64]) -> str:
-        """Constants of the type that is computed in."""
+        """Append a constant of the first input's type; return its name."""
         from onnx import helper
 
         kind = helper.tensor_dtype_to_np_dtype(self.places.dtype(self.source))
         return self.held(values.astype(kind))
 
     def held(self, values: NDArray[np.generic]) -> str:
-        """A constant."""
+        """Append a constant; return its name."""
         name = f"{self.node.output[0]}/constant_{len(self.nodes)}"
         self.nodes.append(constant(name, values))
         return name
 
     def mean(self, name: str, axes: Sequence[int]) -> str:
-        """The mean over axes, which stay with size 1."""
+        """Append a mean over axes, which stay with size 1; return its name."""
         if self.places.opset >= 18:
             return self.add("ReduceMean", name, self.held(np.array(axes, np.int64)))
         return self.add("ReduceMean", name, given={"axes": axes})
 
     def done(self) -> list[onnx.NodeProto]:
-        """The nodes; the last one takes the place of the node."""
+        """Return the nodes; the last one gets the name and output of the replaced node."""
         self.nodes[-1].name = self.node.name
         self.nodes[-1].output[0] = self.node.output[0]
         return self.nodes
 
 
-def _hard_swish(made: _Written) -> None:
+def _hard_swish(made: _Decomposition) -> None:
     gate = made.add("HardSigmoid", made.source, given={"alpha": 1 / 6, "beta": 0.5})
     made.add("Mul", made.source, gate)
 
 
-def _mish(made: _Written) -> None:
+def _mish(made: _Decomposition) -> None:
     made.add("Mul", made.source, made.add("Tanh", made.add("Softplus", made.source)))
 
 
-def _swish(made: _Written) -> None:
+def _swish(made: _Decomposition) -> None:
     scaled, alpha = made.source, made.given.get("alpha", 1.0)
     if alpha != 1.0:
         scaled = made.add("Mul", made.source, made.number(alpha))
     made.add("Mul", made.source, made.add("Sigmoid", scaled))
 
 
-def _gelu(made: _Written) -> None:
+def _gelu(made: _Decomposition) -> None:
     x = made.source
     if made.given.get("approximate", b"none") == b"tanh":
         cube = made.add("Mul", made.add("Mul", made.add("Mul", x, x), x), made.number(0.044715))
@@ -133,24 +133,24 @@ def _gelu(made: _Written) -> None:
     made.add("Mul", made.add("Mul", x, made.add("Add", curve, made.number(1))), made.number(0.5))
 
 
-def _cast_like(made: _Written) -> None:
+def _cast_like(made: _Decomposition) -> None:
     if made.given.get("saturate", 1) != 1 or made.given.get("round_mode", b"up") != b"up":
-        raise Cannot("it casts by a rule of its own")
+        raise Cannot("it has saturate or round_mode other than the default")
     made.add("Cast", made.source, given={"to": made.places.dtype(made.node.input[1])})
 
 
-def _layer_norm(made: _Written) -> None:
+def _layer_norm(made: _Decomposition) -> None:
     axes = _last_axes(made)
     centred = made.add("Sub", made.source, made.mean(made.source, axes))
     _scaled(made, _over_deviation(made, centred, axes))
 
 
-def _rms_norm(made: _Written) -> None:
+def _rms_norm(made: _Decomposition) -> None:
     _scaled(made, _over_deviation(made, made.source, _last_axes(made)))
 
 
-def _last_axes(made: _Written) -> list[int]:
-    """The axes that a norm is of, counted from the last."""
+def _last_axes(made: _Decomposition) -> list[int]:
+    """Return the axes that a norm reduces, as negative numbers."""
     _refuse_sums(made)
     axis = made.given.get("axis", -1)
     if axis >= 0:
@@ -158,44 +158,44 @@ def _last_axes(made: _Written) -> list[int]:
     return list(range(axis, 0))
 
 
-def _over_deviation(made: _Written, centred: str, axes: Sequence[int]) -> str:
+def _over_deviation(made: _Decomposition, centred: str, axes: Sequence[int]) -> str:
     variance = made.mean(made.add("Pow", centred, made.number(2)), axes)
     safe = made.add("Add", variance, made.number(made.given.get("epsilon", 1e-5)))
     return made.add("Div", centred, made.add("Sqrt", safe))
 
 
-def _scaled(made: _Written, name: str) -> None:
-    """Times the scale, plus the bias where there is one."""
+def _scaled(made: _Decomposition, name: str) -> None:
+    """Multiply by the scale and add the bias, if there is one."""
     scaled = made.add("Mul", name, made.node.input[1])
     if len(made.node.input) > 2 and made.node.input[2]:
         made.add("Add", scaled, made.node.input[2])
 
 
-def _group_norm(made: _Written) -> None:
-    """By an InstanceNormalization of the groups; before 21 scale and bias are of a group each."""
+def _group_norm(made: _Decomposition) -> None:
+    """Normalize the groups as instances; before opset 21, scale and bias are per group."""
     _refuse_sums(made)
-    groups, each = made.given["num_groups"], made.places.own >= 21
+    groups, per_channel = made.given["num_groups"], made.places.own >= 21
     scale, bias = made.node.input[1:3]
-    if each:
+    if per_channel:
         scale, bias = made.floats(np.ones(groups)), made.floats(np.zeros(groups))
     grouped = made.add("Reshape", made.source, made.held(np.array([0, groups, -1], np.int64)))
     epsilon = {"epsilon": made.given.get("epsilon", 1e-5)}
     normed = made.add("InstanceNormalization", grouped, scale, bias, given=epsilon)
-    whole = made.add("Reshape", normed, made.add("Shape", made.source))
-    if each:
+    ungrouped = made.add("Reshape", normed, made.add("Shape", made.source))
+    if per_channel:
         column = np.array([-1, *[1] * (len(made.places.shape(made.source)) - 2)], np.int64)
         shape = made.held(column)
-        scaled = made.add("Mul", whole, made.add("Reshape", made.node.input[1], shape))
+        scaled = made.add("Mul", ungrouped, made.add("Reshape", made.node.input[1], shape))
         made.add("Add", scaled, made.add("Reshape", made.node.input[2], shape))
 
 
-def _refuse_sums(made: _Written) -> None:
+def _refuse_sums(made: _Decomposition) -> None:
     if made.places.dtype(made.source) != _FLOAT:
         raise Cannot("its sums are of another type than its input")
 
 
-# Operator -> what writes it as others.
-_WRITERS: dict[str, Callable[[_Written], None]] = {
+# Operator -> function that decomposes it.
+_WRITERS: dict[str, Callable[[_Decomposition], None]] = {
     "CastLike": _cast_like,
     "Gelu": _gelu,
     "GroupNormalization": _group_norm,
@@ -208,31 +208,25 @@ _WRITERS: dict[str, Callable[[_Written], None]] = {
 
 
 def primitives(node: onnx.NodeProto, places: Places) -> list[onnx.NodeProto]:
-    """The nodes that compute what a node computes, in every opset from 13 on.
+    """Decompose a node into operators that every opset from 13 on has.
 
     Raises:
-        Cannot: none are known, or not for such a node.
+        Cannot: no decomposition of the operator, or of this use of it, is known.
     """
     if node.op_type not in _WRITERS:
         raise Cannot("no other operators are known that compute it")
-    made = _Written(node, places)
+    made = _Decomposition(node, places)
     _WRITERS[node.op_type](made)
     return made.done()
 
 
-OLDEST, NEWEST = 13, 25  # between these every change of an operator is known here
-_DEFAULT = ("", "ai.onnx")
-# Operator -> the opset from which the same node means something else.
-_OTHER_MEANING = {"DFT": 20, "GroupNormalization": 21, "RoiAlign": 16}
-
-
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A model of an older operator set.
+    """A model lowered to an older opset.
 
     Attributes:
         model: the model.
-        rewritten: operator -> how many of its nodes were written otherwise.
+        rewritten: operator -> number of its nodes that were changed.
     """
 
     model: onnx.ModelProto
@@ -242,18 +236,18 @@ class Lowered:
 def lowered(
     model: onnx.ModelProto, *, opset: int, without: Collection[str] = frozenset()
 ) -> Lowered:
-    """The model in `opset` at most; itself where it is that already.
+    """Convert a model to `opset` or older; returns `model` itself if nothing is to do.
 
-    Tensors keep their names, and so does of each node that is written as several the last one.
-    Nodes that ONNX does not know are kept as they are.
+    Tensors keep their names, and the last node of a decomposition keeps the node's name. Nodes of
+    custom operators stay as they are.
 
     Args:
-        model: of opset 13 to 25.
+        model: opset 13 to 25.
         opset: 13 or newer.
-        without: operators that the model may not have although the opset does.
+        without: operators to decompose although the opset has them.
 
     Raises:
-        ExportError: a node that cannot be written so; says which, and why.
+        ExportError: a node cannot be converted; names it and says why.
     """
     from onnx import shape_inference
 
@@ -279,14 +273,14 @@ def lowered(
 
 
 class _Lowering:
-    """One model being lowered."""
+    """Lowers the graphs of one model and counts the changed nodes by operator."""
 
     def __init__(self, without: Collection[str]) -> None:
         self.without = without
         self.rewritten: Counter[str] = Counter()
 
     def graph(self, graph: onnx.GraphProto, around: Places) -> None:
-        """Lower the nodes of a graph, and of the graphs in them."""
+        """Lower the nodes of a graph and of its subgraphs."""
         places = around.inside(graph)
         nodes: list[onnx.NodeProto] = []
         for node in graph.node:
@@ -330,14 +324,14 @@ def _other_meaning(op_type: str, places: Places) -> bool:
 
 
 def is_standard(node: onnx.NodeProto) -> bool:
-    """Whether ONNX has the operator, in some opset."""
+    """Whether ONNX has the operator in any opset."""
     from onnx import defs
 
     return node.domain in _DEFAULT and bool(defs.has(node.op_type))
 
 
 def schema(op_type: str, opset: int) -> defs.OpSchema | None:
-    """What ONNX says of an operator in an opset; None where it does not have it."""
+    """Return the schema of an operator in an opset; None if the opset lacks it."""
     from onnx import defs
 
     try:
@@ -355,7 +349,7 @@ def _opset(model: onnx.ModelProto) -> int:
 
 
 def _ir_version(model: onnx.ModelProto) -> int:
-    """The first that came with an operator set of the model; one of no standard domain has none."""
+    """Return the lowest IR version that allows the opsets of the model's standard domains."""
     from onnx import helper
 
     known = [o for o in model.opset_import if (o.domain or "ai.onnx") in ("ai.onnx", "ai.onnx.ml")]
@@ -363,24 +357,24 @@ def _ir_version(model: onnx.ModelProto) -> int:
 
 
 def _check(model: onnx.ModelProto) -> None:
-    """Let ONNX judge types and shapes, up to the nodes that it does not know."""
+    """Check types and shapes with ONNX, of all nodes not downstream of a custom operator."""
     from onnx import shape_inference
 
-    part = copied(model)
+    checked = copied(model)
     unknown: set[str] = set()
-    kept = []
-    for node in part.graph.node:
+    known = []
+    for node in checked.graph.node:
         if is_standard(node) and not unknown.intersection(node.input):
-            kept.append(node)
+            known.append(node)
         else:
             unknown.update(node.output)
-    replace_nodes(part.graph, kept)
-    for at in reversed(range(len(part.graph.output))):
-        if part.graph.output[at].name in unknown:
-            del part.graph.output[at]
+    replace_nodes(checked.graph, known)
+    for at in reversed(range(len(checked.graph.output))):
+        if checked.graph.output[at].name in unknown:
+            del checked.graph.output[at]
     try:
-        shape_inference.infer_shapes(part, check_type=True, strict_mode=True)
-    except Exception as error:  # C++ behind a binding: no error class of its own
+        shape_inference.infer_shapes(checked, check_type=True, strict_mode=True)
+    except Exception as error:  # the C++ binding raises no specific class
         raise ExportError(
             f"every node must have a form in opset {_opset(model)}, got: {first_line(error)};"
             f" export the model with opset {_opset(model)}"

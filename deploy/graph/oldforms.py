@@ -1,7 +1,7 @@
-"""Operators that an older opset has in another form.
+"""Downgrades of single ONNX operators to the form that an older opset has.
 
-What was an attribute once is an input now (the axes of a Reduce), parts need not be equal any more
-(Split), pads and scales may be of some axes only (Pad, Resize), and words changed (GridSample).
+Newer forms take as an input what was an attribute (the axes of a Reduce), allow unequal slices
+(Split), take pads or scales of some axes only (Pad, Resize) or renamed values (GridSample).
 
 Source: the schemas of ONNX, and their changelog (docs/Changelog.md of onnx).
 """
@@ -21,21 +21,23 @@ if TYPE_CHECKING:
     import onnx
     from onnx import defs
 
+_REDUCED = ["L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare"]
+
 
 class Cannot(Exception):
-    """Why a node has no older form."""
+    """A node has no older form; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """What is known around the nodes of a graph.
+    """Opsets and the tensors in scope of a graph: its own and those of the enclosing graphs.
 
     Attributes:
-        own: opset that the nodes are of.
-        opset: opset that they are brought to.
-        constants: name -> tensor, of the graph and of those around it.
-        dtypes: tensor -> ONNX element type, of the same.
-        shapes: tensor -> sizes as `deploy.graph.index.dims` gives them, of the same.
+        own: opset of the nodes.
+        opset: opset to lower them to.
+        constants: name -> tensor.
+        dtypes: tensor -> ONNX element type.
+        shapes: tensor -> sizes as in `deploy.graph.index.dims`.
     """
 
     own: int
@@ -45,7 +47,7 @@ class Places:
     shapes: Mapping[str, tuple[int | str | None, ...] | None] = field(default_factory=dict)
 
     def inside(self, graph: onnx.GraphProto) -> Places:
-        """The same, and what is known in a graph among these nodes."""
+        """Return the scope of a subgraph: this one plus the subgraph's own tensors."""
         known = [*graph.input, *graph.value_info, *graph.output]
         held = {tensor.name: tensor for tensor in graph.initializer}
         held |= constant_nodes(graph.node)
@@ -61,10 +63,10 @@ class Places:
         )
 
     def values(self, name: str, what: str) -> NDArray[Any]:
-        """A constant.
+        """Return the values of a constant.
 
         Raises:
-            Cannot: it is none.
+            Cannot: the tensor is not constant.
         """
         from onnx import numpy_helper
 
@@ -73,10 +75,10 @@ class Places:
         return np.asarray(numpy_helper.to_array(self.constants[name]))
 
     def dtype(self, name: str) -> int:
-        """Element type of a tensor.
+        """Return the element type of a tensor.
 
         Raises:
-            Cannot: it is not known.
+            Cannot: the type is unknown.
         """
         known = self.dtypes.get(name, 0)
         if not known:
@@ -84,10 +86,10 @@ class Places:
         return known
 
     def shape(self, name: str) -> tuple[int | str | None, ...]:
-        """Sizes of a tensor.
+        """Return the sizes of a tensor.
 
         Raises:
-            Cannot: not even their number is known.
+            Cannot: the rank is unknown.
         """
         known = self.shapes.get(name)
         if known is None:
@@ -96,13 +98,13 @@ class Places:
 
 
 def same_attributes(node: onnx.NodeProto, own: defs.OpSchema, old: defs.OpSchema) -> None:
-    """Take from a node the attributes that its old form does not have.
+    """Remove the attributes that a node's old form does not have.
 
     Raises:
-        Cannot: one of them, or an input, changes what is computed.
+        Cannot: one of them is not the default, or the node has more inputs or outputs.
     """
     if len(node.input) > old.max_input or len(node.output) > old.max_output:
-        raise Cannot("it has an input or output more")
+        raise Cannot("it has more inputs or outputs than its older form")
     for given in list(node.attribute):
         if given.name in old.attributes:
             continue
@@ -122,7 +124,7 @@ def _is_default(given: onnx.AttributeProto, own: defs.OpSchema) -> bool:
 
 
 def constant(name: str, values: NDArray[Any]) -> onnx.NodeProto:
-    """A node that gives `values` under this name: it may stand in any graph."""
+    """Return a Constant node whose output `name` holds `values`."""
     from onnx import helper, numpy_helper
 
     tensor = numpy_helper.from_array(np.asarray(values), name)
@@ -130,7 +132,7 @@ def constant(name: str, values: NDArray[Any]) -> onnx.NodeProto:
 
 
 def _axes(node: onnx.NodeProto, places: Places) -> list[onnx.NodeProto]:
-    """Reduce: the axes in an attribute, as before 18."""
+    """Reduce: axes as an attribute, as before opset 18."""
     from onnx import helper
 
     if places.opset >= 18:
@@ -147,7 +149,7 @@ def _axes(node: onnx.NodeProto, places: Places) -> list[onnx.NodeProto]:
 
 
 def _split(node: onnx.NodeProto, places: Places) -> list[onnx.NodeProto]:
-    """Split: parts that are not equal have their sizes in an input, as before 18."""
+    """Split: sizes of unequal slices as an input, as before opset 18."""
     count = attributes(node).get("num_outputs")
     _drop(node, "num_outputs")
     if count is None:
@@ -157,15 +159,15 @@ def _split(node: onnx.NodeProto, places: Places) -> list[onnx.NodeProto]:
         raise Cannot(f"the size of {node.input[0]} along its axis is not known")
     if size % count == 0:
         return [node]
-    part = -(-size // count)
-    sizes = np.array([*[part] * (count - 1), size - part * (count - 1)], np.int64)
+    step = -(-size // count)
+    sizes = np.array([*[step] * (count - 1), size - step * (count - 1)], np.int64)
     name = f"{node.output[0]}/split"
     node.input.extend([name])
     return [constant(name, sizes), node]
 
 
 def _pad(node: onnx.NodeProto, places: Places) -> list[onnx.NodeProto]:
-    """Pad: pads of all axes, as before 18, and no wrapping, as before 19."""
+    """Pad: pads of all axes, as before opset 18; no mode "wrap" before opset 19."""
     if attributes(node).get("mode") == b"wrap" and places.opset < 19:
         raise Cannot("it wraps around")
     if places.opset >= 18 or len(node.input) < 4 or not node.input[3]:
@@ -181,30 +183,30 @@ def _pad(node: onnx.NodeProto, places: Places) -> list[onnx.NodeProto]:
 
 
 def _resize(node: onnx.NodeProto, places: Places) -> list[onnx.NodeProto]:
-    """Resize: scales or sizes of all axes, as before 18."""
-    said = attributes(node)
-    if said.get("coordinate_transformation_mode") == b"half_pixel_symmetric" and places.opset < 19:
+    """Resize: scales or sizes of all axes, as before opset 18."""
+    attrs = attributes(node)
+    if attrs.get("coordinate_transformation_mode") == b"half_pixel_symmetric" and places.opset < 19:
         raise Cannot("it resizes by half_pixel_symmetric")
-    if places.opset >= 18 or "axes" not in said:
+    if places.opset >= 18 or "axes" not in attrs:
         return [node]
     if len(node.input) > 1 and node.input[1]:
         raise Cannot("it resizes a region, by some axes only")
-    shape, axes = places.shape(node.input[0]), said["axes"]
+    shape, axes = places.shape(node.input[0]), attrs["axes"]
     at = 3 if len(node.input) > 3 else 2
     given = places.values(node.input[at], "sizes" if at == 3 else "scales")
-    whole = list(shape) if at == 3 else [1.0] * len(shape)
+    values = list(shape) if at == 3 else [1.0] * len(shape)
     for axis, value in zip(axes, given.tolist(), strict=True):
-        whole[axis] = value
-    if not all(isinstance(value, int | float) for value in whole):
+        values[axis] = value
+    if not all(isinstance(value, int | float) for value in values):
         raise Cannot(f"the sizes of {node.input[0]} are not known")
     name = f"{node.output[0]}/{'sizes' if at == 3 else 'scales'}"
     node.input[at] = name
     _drop(node, "axes")
-    return [constant(name, np.array(whole, given.dtype)), node]
+    return [constant(name, np.array(values, given.dtype)), node]
 
 
 def _reshape(node: onnx.NodeProto, places: Places) -> list[onnx.NodeProto]:
-    """Reshape: a 0 always copies a size before 14."""
+    """Reshape: before opset 14, a 0 always copies the input's size."""
     if attributes(node).get("allowzero", 0) and places.opset < 14:
         if not places.values(node.input[1], "sizes").all():
             raise Cannot("it makes a size of 0")
@@ -213,18 +215,18 @@ def _reshape(node: onnx.NodeProto, places: Places) -> list[onnx.NodeProto]:
 
 
 def _scatter(node: onnx.NodeProto, places: Places) -> list[onnx.NodeProto]:
-    """ScatterND and ScatterElements: no largest or smallest before 18."""
+    """ScatterND and ScatterElements: no reduction "max" or "min" before opset 18."""
     if attributes(node).get("reduction") in (b"max", b"min") and places.opset < 18:
-        raise Cannot("its reduction is the largest or smallest")
+        raise Cannot("its reduction is max or min")
     return [node]
 
 
 def _grid_sample(node: onnx.NodeProto, places: Places) -> list[onnx.NodeProto]:
-    """GridSample: other words before 20, and of images only."""
+    """GridSample: before opset 20, other mode names and images only."""
     if places.opset >= 20:
         return [node]
     if len(places.shape(node.input[0])) != 4:
-        raise Cannot(f"{node.input[0]} is no image")
+        raise Cannot(f"{node.input[0]} is not an image")
     words = {b"linear": b"bilinear", b"cubic": b"bicubic"}
     for given in node.attribute:
         if given.name == "mode":
@@ -238,8 +240,7 @@ def _drop(node: onnx.NodeProto, name: str) -> None:
             node.attribute.remove(given)
 
 
-_REDUCED = ["L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare"]
-# Operator -> its older form, the node itself last; the one that is given may be changed for it.
+# Operator -> function that returns its older form, the node itself last; it may change its argument
 OLD_FORMS: dict[str, Callable[[onnx.NodeProto, Places], list[onnx.NodeProto]]] = {
     **{f"Reduce{kind}": _axes for kind in _REDUCED},
     "GridSample": _grid_sample,

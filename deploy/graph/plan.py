@@ -1,16 +1,16 @@
-"""What needs a scale: which nodes run in int8, which tensors and weights that takes, and why not.
+"""Quantization plan: which nodes run in int8, which tensors and weights need a scale, and why not.
 
-Pure reading of a cleaned model (see `deploy.frontends`); nothing is run and nothing is changed.
+Reads a cleaned model (see `deploy.frontends`); runs nothing and changes nothing.
 
-A *heavy* node (Conv, Gemm, MatMul) is where int8 pays. A *glue* node (Add, Concat, pooling, ...)
-only passes int8 on: it runs in int8 where all its inputs already are and somebody after it wants
-int8. A Relu, Clip or bias Add that follows a heavy or glue node alone is its *tail* and is
-computed inside it, so the scale is that of the tail's output::
+A *heavy* node (Conv, Gemm, MatMul) gains from int8. A *glue* node (Add, Concat, pooling, ...) only
+passes int8 on: it runs in int8 if all its inputs are int8 and a node downstream wants int8. A
+Relu, Clip or bias Add that is the only reader of a heavy or glue node is its *tail* and is fused
+into it, so the scale is that of the tail's output::
 
     x --[Q DQ]--> Conv --> Relu --[Q DQ]--> ...       not between Conv and Relu
                   '---- tail --'
 
-A Hard-Swish, however it is written, is decided as one node (see `deploy.graph.placement`).
+A Hard-Swish, in any of its forms, counts as one node (see `deploy.graph.placement`).
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from deploy.graph.placement import (
 )
 from deploy.graph.refusal import holds_number, owner, refusal
 
-AS_ASKED = "kept float as asked"  # the reason of a node that the user keeps in float
+AS_ASKED = "kept float as asked"  # reason of a node that the user keeps in float
 FLOAT32 = "float32"
 FLOATS = frozenset({FLOAT32, "float16", "bfloat16"})  # precisions that need no scale
-FloatNodes = Mapping[str, str] | Iterable[str]  # nodes to keep in float, with why
+FloatNodes = Mapping[str, str] | Iterable[str]  # nodes to keep in float, optionally with reasons
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One node: the grid it runs on, and why it stays float.
+    """Precision of one node.
 
     Attributes:
         node: its name.
         op_type: its operator.
         precision: name of the grid of its activations ("int8", "uint8"), or of a float type.
-        reason: why it is float; "" where it is not.
+        reason: why it is float; "" if it is not.
     """
 
     node: str
@@ -65,23 +65,23 @@ class Decision:
 
     @property
     def quantized(self) -> bool:
-        """Whether the node leaves float."""
+        """Whether the node is not float."""
         return self.precision not in FLOATS
 
     @property
     def int8(self) -> bool:
-        """Whether the node runs on integers of 8 bits, signed or not."""
+        """Whether the node runs on 8-bit integers, signed or not."""
         return self.precision in (INT8.name, UINT8.name)
 
 
 def word_of(decisions: Iterable[Decision]) -> str:
-    """What quantized nodes run in: "int8", whatever their zero point, or "fp8"."""
+    """Return the precision that reports name for quantized nodes: "int8" or "fp8"."""
     return FP8.name if any(d.precision == FP8.name for d in decisions) else INT8.name
 
 
 @dataclass(frozen=True, slots=True)
 class WeightTarget:
-    """An initializer to be stored as int8, the node it serves and its channel axis (None: one)."""
+    """An initializer to store as int8, its node and its channel axis (None: per tensor)."""
 
     name: str
     node: str
@@ -91,7 +91,7 @@ class WeightTarget:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A Q/DQ pair on `tensor`; `consumers` are the nodes that read it, None for all readers."""
+    """A Q/DQ pair on `tensor`; `consumers` are the nodes that read the pair, None for all."""
 
     tensor: str
     consumers: tuple[str, ...] | None
@@ -99,21 +99,20 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a model needs for one placement.
+    """Quantization of a model under one placement.
 
     Attributes:
         placement: the rules this plan follows.
-        decisions: every node of the top graph, in its order.
-        pairs: Q/DQ pairs to insert, in the graph's order.
+        decisions: every node of the main graph, in graph order.
+        pairs: Q/DQ pairs to insert, in graph order.
         weights: initializers to store as int8.
         owners: tensor -> the tensor whose scale it must share.
-        sources: tensor with a scale -> the tensors whose ranges it holds, where that is not its own
-            range.
-        gates: those that run in int8; `pairs` has their ends, their inner scales are fixed.
-        shifts: Conv -> the gate that alone reads it and is made of another tensor too
-            (squeeze-excite). Its shift is added to the Conv's bias, whose output is then clipped by
-            its own grid.
-        gemms: MatMul -> the Add of its bias, where both are one Gemm.
+        sources: tensor with a scale -> the tensors whose ranges the scale covers, if not its own.
+        gates: gates that run in int8; `pairs` has their ends, their inner scales are fixed.
+        shifts: Conv -> the gate that alone reads it and multiplies another tensor
+            (squeeze-excite). The gate's shift is added to the Conv's bias, and the Conv's output
+            is then clipped by its own grid.
+        gemms: MatMul -> the Add of its bias, if both form one Gemm.
         numbers: Adds and Muls whose constant operand is to be stored in int8.
         pads: Pads that run on the integers themselves.
     """
@@ -132,7 +131,7 @@ class Plan:
 
     @property
     def activations(self) -> tuple[str, ...]:
-        """Tensors that need a scale of their own, in the graph's order."""
+        """Tensors that need their own scale, in graph order."""
         names = [self.owners.get(p.tensor, p.tensor) for p in self.pairs]
         return tuple(dict.fromkeys(names))
 
@@ -143,10 +142,10 @@ class Plan:
 
 
 class Read:
-    """What is found in a model whatever stays float; for many plans of a model that stays as it is.
+    """Analysis of an unchanging model that does not depend on the plan; shared by many plans.
 
     Attributes:
-        graph: its index.
+        graph: the model's index.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
@@ -155,7 +154,7 @@ class Read:
 
     @cached_property
     def gates(self) -> tuple[Gate, ...]:
-        """Of the graph."""
+        """Gates of the graph."""
         return gates(self.graph)
 
     @cached_property
@@ -178,24 +177,24 @@ def analyse(
     Args:
         model: cleaned model with unique node names and inferred shapes.
         placement: the target's rules.
-        float_nodes: names of nodes to keep in float, with why where it was not the user's word.
+        float_nodes: names of nodes to keep in float, with reasons if the user did not choose them.
         float_tensors: tensor -> why it has no scale ("was 0 in every sample").
-        read: what was found in the model before.
+        read: analysis of the model from an earlier call.
     """
     known = Read(model) if read is None else read
     found = known.gates if GATE in placement.glue else ()
     graph = known.collapsed if found else known.graph
     stands_in = {name: gate.name for gate in found for name in gate.nodes}
-    without = dict(float_tensors or {})
-    kept = {stands_in.get(name, name): why for name, why in reasons(float_nodes).items()}
+    no_scale = dict(float_tensors or {})
+    float_reasons = {stands_in.get(name, name): why for name, why in reasons(float_nodes).items()}
     why: dict[str, str] = {}
     for node in graph.nodes:
-        why[node.name] = refusal(graph, node, placement, kept, without)
-    _drop_glue(graph, placement, why, without)
+        why[node.name] = refusal(graph, node, placement, float_reasons, no_scale)
+    _drop_glue(graph, placement, why, no_scale)
     chosen = [n for n in graph.nodes if not why[n.name]]
     pairs = _pairs(graph, placement, chosen)
     int8_gates = tuple(gate for gate in found if not why[gate.name])
-    gemms = _gemms(graph, placement, chosen, kept) if placement.gemms else {}
+    gemms = _gemms(graph, placement, chosen, float_reasons) if placement.gemms else {}
     weights = tuple(w for n in chosen for w in _weights(graph, placement, n, gemms))
     return Plan(
         placement=placement,
@@ -214,7 +213,7 @@ def analyse(
 def _shifts(
     graph: Graph, weights: Iterable[WeightTarget], int8_gates: Iterable[Gate]
 ) -> dict[str, Gate]:
-    """The Convs that a gate's shift can be added to; of the model as it is, gates written out."""
+    """Return Conv -> the gate whose shift its bias can absorb; `graph` has gates uncollapsed."""
     found = {}
     convs = {weight.node: weight for weight in weights}
     for gate in int8_gates:
@@ -230,25 +229,27 @@ def _gemms(
     graph: Graph,
     placement: Placement,
     chosen: Iterable[onnx.NodeProto],
-    kept: Mapping[str, str],
+    float_reasons: Mapping[str, str],
 ) -> dict[str, onnx.NodeProto]:
-    """MatMul in int8 -> the Add of its bias.
+    """Return MatMul in int8 -> the Add of its bias.
 
-    ONNX Runtime makes one Gemm of both itself, before it looks for integer kernels, and then has
-    none where the bias is not stored in integers: the layer ran in float, its weights turned to
-    float for every input (a net of three such layers: 9.6 times slower than FP32).
+    ONNX Runtime fuses both into a Gemm before it selects integer kernels. If the bias is not
+    stored in integers it then has none: the layer ran in float and dequantized its weights for
+    every input (a net of three such layers: 9.6 times slower than FP32).
     """
     layers = (node for node in chosen if node.op_type == "MatMul")
     found = {node.name: added_bias(graph, node) for node in layers}
     return {
         name: add
         for name, add in found.items()
-        if add is not None and add.name not in kept and not holds_number(graph, placement, add)
+        if add is not None
+        and add.name not in float_reasons
+        and not holds_number(graph, placement, add)
     }
 
 
 def reasons(float_nodes: FloatNodes) -> Mapping[str, str]:
-    """Node to keep in float -> why; where nothing is said, the user asked for it."""
+    """Return node to keep in float -> why; without reasons, the user chose it."""
     if isinstance(float_nodes, Mapping):
         return float_nodes
     return dict.fromkeys(float_nodes, AS_ASKED)
@@ -262,7 +263,7 @@ def _decisions(
     stands_in: Mapping[str, str],
     gemms: Mapping[str, onnx.NodeProto],
 ) -> tuple[Decision, ...]:
-    """One decision a node; a tail runs where the node before it runs, a gate's as one."""
+    """Return one decision per node; tails follow their head, nodes of a gate decide as one."""
     heads = {graph.tail(n): n.name for n in graph.nodes if n.op_type in placement.heavy_or_glue}
     for name, add in gemms.items():
         heads |= {str(add.output[0]): name, graph.tail(add): name}
@@ -279,11 +280,11 @@ def _decisions(
 
 
 def _drop_glue(
-    graph: Graph, placement: Placement, why: dict[str, str], without: Mapping[str, str]
+    graph: Graph, placement: Placement, why: dict[str, str], no_scale: Mapping[str, str]
 ) -> None:
-    """Glue stays float unless all its inputs are int8 and something after it wants int8.
+    """Refuse glue unless all its inputs are int8 and a node downstream wants int8.
 
-    Refusing one node can take the ground from another, so this repeats until nothing changes.
+    Refusing one node can strand another, so this repeats until nothing changes.
     """
     changed = True
     while changed:
@@ -303,9 +304,9 @@ def _stranded(
     made: set[str],
     wanted: set[str],
 ) -> str:
-    """Why a node that can run in int8 does not pay for what is around it; "" where it does."""
+    """Return why a node that can run in int8 gains nothing among its neighbours, or ""."""
     if placement.float_behind_concat and behind_float_concat(graph, node, made):
-        return f"it reads a Concat of what is not {placement.word}"
+        return f"it reads a Concat whose inputs are not all {placement.word}"
     if node.op_type in placement.heavy:
         return ""
     if placement.outputs:
@@ -322,7 +323,7 @@ def _stranded(
 def _made_and_wanted(
     graph: Graph, placement: Placement, why: Mapping[str, str]
 ) -> tuple[set[str], set[str]]:
-    """Tensors that an int8 node makes or a heavy one reads, and tensors an int8 node reads."""
+    """Return (tensors an int8 node makes or a heavy one reads, tensors an int8 node reads)."""
     made: set[str] = set()
     wanted: set[str] = set()
     for node in graph.nodes:
@@ -341,7 +342,7 @@ def _made_and_wanted(
 
 
 def _pass_on(graph: Graph, placement: Placement, made: set[str], wanted: set[str]) -> None:
-    """Let float nodes between hand on what is made, forwards, and what is wanted, backwards."""
+    """Propagate `made` forwards and `wanted` backwards through float nodes that pass int8 on."""
     between = [node for node in graph.nodes if _passes_on(graph, placement, node)]
     for node in between:
         if all(name in made for name in graph.data_inputs(node)):
@@ -352,7 +353,7 @@ def _pass_on(graph: Graph, placement: Placement, made: set[str], wanted: set[str
 
 
 def _passes_on(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
-    """Whether a node hands int8 on while it stays float itself; an Add of a constant does too."""
+    """Whether a node passes int8 on while it stays float; an Add of a constant does too."""
     shift = node.op_type == "Add" and has_number(graph, node)
     return node.op_type in placement.passes or (shift and bool(placement.passes))
 
@@ -409,13 +410,13 @@ def _channel_axis(node: onnx.NodeProto, rank: int) -> int | None:
 
 
 def _owners(graph: Graph, placement: Placement, paired: Iterable[str]) -> dict[str, str]:
-    """Paired tensor -> the tensor whose scale it has, where that is another one."""
+    """Return paired tensor -> the other tensor whose scale it must share."""
     owners = {tensor: owner(graph, placement, tensor) for tensor in paired}
     return {tensor: owner for tensor, owner in owners.items() if owner != tensor}
 
 
 def never_negative(model: onnx.ModelProto) -> frozenset[str]:
-    """Tensors that cannot hold a negative value, whatever is fed: what a Relu and its like make."""
+    """Return the tensors that cannot be negative for any input, such as outputs of a Relu."""
     ops = {"Relu", "Sigmoid", "Softmax", "HardSigmoid"}
     graph = Graph(model)
     names: set[str] = set()

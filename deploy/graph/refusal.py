@@ -1,9 +1,7 @@
-"""Why a node stays float on its own account, whatever is around it, under a placement.
+"""Reasons why a node itself cannot run in int8 under a placement, whatever its neighbours are.
 
-ConvTransposes whose windows lie side by side: each pixel becomes a tile of k x l pixels.
-
-Then nothing is summed over pixels, and the layer is a Conv of one pixel that makes the tile's
-pixels as channels, which are put in their places::
+A ConvTranspose can if its windows do not overlap, so that each pixel becomes a tile of k x l
+pixels. It is then a Conv 1x1 that makes the pixels of the tile as channels, and a move::
 
     x [n, c, h, w] -> ConvTranspose, window = stride -> [n, m, h k, w l]
                    -> Conv 1x1 -> [n, k l m, h, w]   -> moved
@@ -29,38 +27,35 @@ from deploy.graph.placement import (
 )
 
 Tile = tuple[int, int]
+_ACTIVATIONS = frozenset({GATE, "Sigmoid", "Mul", "LeakyRelu"})
+_FLOAT = onnx.TensorProto.FLOAT
+_MANY_CHANNELS = 24  # output channels of a first Conv
+_COLOURED = 27  # products per output value of a 3x3 window over three colours
+# ONNX Runtime moves the DequantizeLinear past data movement and then looks for the body's tensor
+# among the inputs of the If (1.31, 1.32): an assertion that no caller can catch.
+_FATAL = "which ends ONNX Runtime's process where it is dequantized"
 
 
 def tile_of(node: onnx.NodeProto, sizes: Sequence[int]) -> Tile | None:
-    """Rows and columns of the tile that a ConvTranspose makes of a pixel.
+    """Return the (rows, columns) of the tile that a ConvTranspose makes of a pixel.
 
     Args:
         node: the node.
-        sizes: of its weight, [c, m / groups, k, l].
+        sizes: shape of its weight, [c, m / groups, k, l].
 
     Returns:
-        None where windows overlap, lie apart or are cut off, and of what is no ConvTranspose of
-        pictures.
+        None if it is not a 2-D ConvTranspose, or if its windows overlap, have gaps or are cropped.
     """
     if node.op_type != "ConvTranspose" or len(sizes) != 4:
         return None
     given = attributes(node)
     rows, columns = sizes[2:]
-    beside = list(given.get("strides", [1, 1])) == [rows, columns] != [1, 1]
-    whole = not any((*given.get("pads", ()), *given.get("output_padding", ())))
+    adjacent = list(given.get("strides", [1, 1])) == [rows, columns] != [1, 1]
+    uncropped = not any((*given.get("pads", ()), *given.get("output_padding", ())))
     dense = all(step == 1 for step in given.get("dilations", ()))
-    told = given.get("auto_pad", b"NOTSET") != b"NOTSET" or "output_shape" in given
-    plain = given.get("group", 1) == 1 and not told
-    return (int(rows), int(columns)) if beside and whole and dense and plain else None
-
-
-_ACTIVATIONS = frozenset({GATE, "Sigmoid", "Mul", "LeakyRelu"})
-_FLOAT = onnx.TensorProto.FLOAT
-_MANY = 24  # channels of a first Conv
-_COLOURED = 27  # products a value of a window of 3x3 over three colours
-# It takes the Dequantize past what moves values, and then looks for the body's tensor among the
-# inputs of the If (1.31, 1.32): an assertion that no caller can catch.
-_FATAL = "which ends ONNX Runtime's process where it is dequantized"
+    sized = given.get("auto_pad", b"NOTSET") != b"NOTSET" or "output_shape" in given
+    plain = given.get("group", 1) == 1 and not sized
+    return (int(rows), int(columns)) if adjacent and uncropped and dense and plain else None
 
 
 def refusal(
@@ -70,7 +65,15 @@ def refusal(
     kept: Mapping[str, str],
     without: Mapping[str, str],
 ) -> str:
-    """Why a node cannot run in int8 on its own account; "" where it can."""
+    """Return why a node itself cannot run in int8; "" if it can.
+
+    Args:
+        graph: the index.
+        node: the node.
+        placement: the target's rules.
+        kept: nodes to keep in float -> why.
+        without: tensors without a scale -> why.
+    """
     if node.domain not in ("", "ai.onnx"):
         return f"custom domain {node.domain}"
     if node.op_type not in placement.heavy_or_glue:
@@ -127,7 +130,7 @@ def _weight_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) ->
 
 
 def form_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
-    """Why a layer of this form is no gain on the placement's grid; "" where it is."""
+    """Return why the shape of a layer's weight gains nothing on the grid; "" if it gains."""
     weight = graph.initializers.get(node.input[1])
     if weight is None:
         return ""
@@ -136,7 +139,9 @@ def form_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> st
         if any(name and name not in graph.initializers for name in node.input[2:]):
             return "its bias is not constant"
         if tile_of(node, sizes) is None:
-            return f"it has no {placement.word} kernel: its windows do not just lie side by side"
+            return (
+                f"it has no {placement.word} kernel: its windows overlap, have gaps or are cropped"
+            )
     if node.op_type == "Conv":
         if not placement.groups and attributes(node).get("group", 1) != 1:
             return f"a Conv with groups has no fast {placement.word} kernel"
@@ -152,34 +157,34 @@ def form_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> st
 
 
 def holds_number(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
-    """Whether an Add or Mul of a constant is glue: the constant is one number, held in int8."""
+    """Whether an Add or Mul of a constant is glue: the constant is a scalar that int8 can hold."""
     varying = graph.data_inputs(node)
-    beside = graph.number_beside(varying[0], node) if varying else None
-    return placement.numbers and bool(beside)
+    scalar = graph.number_beside(varying[0], node) if varying else None
+    return placement.numbers and bool(scalar)
 
 
 def _pad_refusal(graph: Graph, node: onnx.NodeProto) -> str:
-    """Why a Pad cannot run on integers: with anything but zeros, or a Relu inside its pair."""
+    """Return why a Pad cannot run on integers: it pads with more than 0, or has a tail."""
     if attributes(node).get("mode", b"constant") != b"constant" or pads_with_more(graph, node):
-        return "it pads with something else than 0"
+        return "it pads with a value other than 0"
     return "" if graph.tail(node) == node.output[0] else "an activation follows it"
 
 
 def _kernel_refusal(node: onnx.NodeProto) -> str:
-    """Why ONNX Runtime has no integer kernel of glue, or one that computes something else.
+    """Return why ONNX Runtime has no integer kernel of glue, or a kernel that differs.
 
-    A Resize that interpolates is computed in float between its pairs; for the average, see
+    An interpolating Resize is computed in float between its pairs; for the average, see
     `deploy.targets.onnxruntime.map_rewrites`.
     """
     if node.op_type == "Resize" and (mode := resized_by(node)) != "nearest":
         return f"a Resize by {mode} is not run in int8"
     if counts_beyond(node) and any(attributes(node).get("pads", [])):
-        return "an average that counts its padding, with ceil_mode, is another one in int8"
+        return "an average with ceil_mode and count_include_pad gives other values in int8"
     return ""
 
 
 def _fed(graph: Graph, tensor: str) -> bool:
-    """Whether a tensor is an input of the model, cast or not."""
+    """Whether a tensor is an input of the model, possibly through a Cast."""
     maker = graph.producer.get(tensor)
     if maker is not None and maker.op_type == "Cast":
         tensor = str(maker.input[0])
@@ -187,24 +192,25 @@ def _fed(graph: Graph, tensor: str) -> bool:
 
 
 def _many_values(graph: Graph, node: onnx.NodeProto) -> bool:
-    """Whether a Conv makes so many values for each of its input's that int8 ones are faster.
+    """Whether a first Conv makes so many values per input value that int8 is faster.
 
-    In float they are written, turned and quantized, which costs more than the products (3 to 32
-    channels of 224x224: 2.3 ms for 1.5, to 64: 6.0 for 3.3; in steps of 2 and with a layer behind
-    it 0.49 for 0.42, of 640x640 with a SiLU 7.2 for 5.5). In steps of 2 over a single channel it
-    does not (0.13 for 0.17).
+    Float values have to be written, transposed and quantized, which costs more than the products
+    (float and int8 in ms, 224x224: 3 to 32 channels 2.3 and 1.5, to 64 channels 6.0 and 3.3; with
+    stride 2 and the next layer 0.49 and 0.42; 640x640 with a SiLU 7.2 and 5.5). With stride 2 over
+    a single channel float is faster (0.13 and 0.17).
     """
     outputs, *window = graph.initializers[node.input[1]].dims
     steps = set(attributes(node).get("strides", [1]))
-    return outputs >= _MANY and (steps == {1} or math.prod(window) >= _COLOURED)
+    return outputs >= _MANY_CHANNELS and (steps == {1} or math.prod(window) >= _COLOURED)
 
 
 def _pooled(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
-    """Whether a MaxPool reads a node's activation and hands it to what can run in int8.
+    """Whether a MaxPool reads a node's activation and passes it to a node that can run in int8.
 
-    ONNX Runtime would pull the Q behind such a pool before it, where the pool of a float Conv's
-    uint8 output costs more than the Conv saves (an ImageNet stem, a pool and four Convs: 0.62x as
-    fast as FP32 with the Conv in float, 1.7x with it in int8; before a Conv 2.8x and 2.6x).
+    ONNX Runtime would move the Q from after such a pool to before it, and pooling a float Conv's
+    uint8 output costs more than the float Conv saves (an ImageNet stem, a pool and four Convs:
+    0.62x as fast as FP32 with the Conv in float, 1.7x with it in int8; before a Conv 2.8x and
+    2.6x).
     """
     reached = [graph.tail(node)]
     for tensor in reached:
@@ -218,14 +224,14 @@ def _pooled(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
 
 
 def owner(graph: Graph, placement: Placement, tensor: str) -> str:
-    """Where a tensor's values were made, through the nodes that only move them."""
+    """Return the tensor whose values `tensor` holds, traced back through data movement."""
     while (source := _moved_from(graph, placement, tensor)) is not None:
         tensor = source
     return tensor
 
 
 def _moved_from(graph: Graph, placement: Placement, tensor: str) -> str | None:
-    """What a node that keeps the scale made `tensor` from; None where another node made it."""
+    """Return the input of the scale-keeping node that makes `tensor`; None for other nodes."""
     node = graph.producer.get(tensor)
     if node is None or node.op_type not in placement.keeps_scale or not node.input:
         return None
