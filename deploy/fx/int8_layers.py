@@ -315,7 +315,7 @@ class IntLayer(nn.Module):
         return self.weight_int.to(scale.dtype) * scale
 
     def start_export(self) -> None:
-        """From now on `forward` writes ONNX operators; not to be undone."""
+        """Make `forward` emit ONNX operators from now on; cannot be undone."""
         self.exporting = True
 
     def symbolic(self) -> torch.Tensor:
