@@ -235,14 +235,14 @@ class Ifmr:
         return result.scale, result.offset
 
 
-def widest(found: Sequence[OnGrid], grid: Grid) -> OnGrid:
-    """Return (scale, zero_point) of the smallest range that contains all those in `found`."""
-    if len(found) == 1:
-        return found[0]
+def widest(params: Sequence[OnGrid], grid: Grid) -> OnGrid:
+    """Return (scale, zero_point) of the smallest range that contains all those of `params`."""
+    if len(params) == 1:
+        return params[0]
     if grid.symmetric:
-        return max(scale for scale, _ in found), 0
-    lows = [(grid.qmin - zero) * float(scale) for scale, zero in found]
-    highs = [(grid.qmax - zero) * float(scale) for scale, zero in found]
+        return max(scale for scale, _ in params), 0
+    lows = [(grid.qmin - zero) * float(scale) for scale, zero in params]
+    highs = [(grid.qmax - zero) * float(scale) for scale, zero in params]
     return on_grid(min(lows), max(highs), grid)
 
 

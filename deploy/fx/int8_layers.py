@@ -471,11 +471,12 @@ def _tensor(part: fx.GraphModule, node: fx.Node) -> object:
     return getattr(part.get_submodule(owner), name)
 
 
-def refuse_float(found: Coverage) -> None:
+def refuse_float(coverage: Coverage) -> None:
     """Raise `ExportError` if no layer was quantized."""
-    if not found.quantized:
+    if not coverage.quantized:
         raise ExportError(
             "a quantized model must have layers in int8, and none of"
-            f" {len(found.left)} layers with weights is: {found.named() or 'there are no weights'};"
-            " choose another --mode or fewer --keep-float, or export it in float"
+            f" {len(coverage.left)} layers with weights is:"
+            f" {coverage.named() or 'there are no weights'}; choose another --mode or"
+            " fewer --keep-float, or export it in float"
         )

@@ -249,7 +249,7 @@ def prepare(
     is_opaque = _OpaqueCalls(graph_module, [*leaves, *custom])
     open_calls(graph_module)
     _run_once(graph_module, inputs)
-    placed = place(graph_module, inputs, chosen, skip=skip, share=share, whole=is_opaque)
+    placed = place(graph_module, inputs, chosen, skip=skip, share=share, is_opaque=is_opaque)
     if mode == "static":
         grid = at_bits(placed.grid, bits)
         observers = _insert_observers(graph_module, placed.sites, grid, momentum)

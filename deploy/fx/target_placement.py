@@ -78,20 +78,20 @@ def named(
     graph_module: fx.GraphModule,
     inputs: Sequence[Any],
     *,
-    whole: Callable[[fx.Node], bool] = lambda node: False,
+    is_opaque: Callable[[fx.Node], bool] = lambda node: False,
 ) -> Named:
     """Export a graph whose shapes are known (`propagate_shapes`) to a cleaned float ONNX model.
 
     Args:
         graph_module: with norms folded, or merged with their layers.
         inputs: example inputs.
-        whole: tells whether a call of a module is opaque: replaced by a `StandIn`.
+        is_opaque: tells whether a call of a module is opaque: replaced by a `StandIn`.
 
     Raises:
         ModelError: torch.export cannot follow the graph.
     """
     own = _in_float(graph_module)
-    _replace_opaque(own, whole)
+    _replace_opaque(own, is_opaque)
     _insert_markers(own)
     program = _export(own, pytree.tree_map(_on_cpu, tuple(inputs)))
     same = _remove_markers(program.model)
@@ -153,9 +153,9 @@ class StandIn(nn.Module):
         return pytree.tree_map(one, self.outputs, is_leaf=lambda m: isinstance(m, TensorMetadata))
 
 
-def _replace_opaque(own: fx.GraphModule, whole: Callable[[fx.Node], bool]) -> None:
+def _replace_opaque(own: fx.GraphModule, is_opaque: Callable[[fx.Node], bool]) -> None:
     for node in own.graph.nodes:
-        if node.op == "call_module" and whole(node):
+        if node.op == "call_module" and is_opaque(node):
             name = f"stand_in_{node.name}"
             own.add_submodule(name, StandIn(node.meta.get("tensor_meta"), _batch(node)))
             node.target = name
@@ -343,7 +343,7 @@ def place(
     *,
     skip: Sequence[str] = (),
     share: Sequence[str] = (),
-    whole: Callable[[fx.Node], bool] = lambda node: False,
+    is_opaque: Callable[[fx.Node], bool] = lambda node: False,
 ) -> Placed:
     """Return a target's quantization plan for a graph with known shapes (`propagate_shapes`).
 
@@ -354,7 +354,7 @@ def place(
         skip: names of layers to leave in float.
         share: kinds of operators whose inputs and output share a scale, in addition to those of
             the target: add, concat, pool, keep.
-        whole: tells whether a call of a module is opaque and stays in float.
+        is_opaque: tells whether a call of a module is opaque and stays in float.
 
     Raises:
         ConfigError: `share` has an unknown kind.
@@ -362,7 +362,7 @@ def place(
     """
     if unknown := sorted(set(share) - set(SHARES)):
         raise ConfigError(f"scales can be shared around {', '.join(SHARES)}, got {unknown}")
-    exported = named(graph_module, inputs, whole=whole)
+    exported = named(graph_module, inputs, is_opaque=is_opaque)
     kept = {
         node: AS_ASKED
         for node, homes in exported.homes.items()

@@ -79,7 +79,7 @@ class Baselines:
 def build(
     names: Iterable[str],
     request: BuildRequest,
-    here: Sdk,
+    installed: Sdk,
     cuda: Cuda,
     settings: Settings,
     *,
@@ -93,7 +93,7 @@ def build(
     Args:
         names: keys of `LABELS`.
         request: the build.
-        here: TensorRT and GPU.
+        installed: TensorRT and GPU.
         cuda: the GPU to build on.
         settings: of the quantized engine.
         against: the float model.
@@ -111,7 +111,7 @@ def build(
             if by_type and name == FP16:
                 source, own = _write_float16(request, against, largest), replace(plain, typed=True)
                 files[FLOAT_TYPED] = source
-            engines[LABELS[name]] = _build_baseline(request, here, cuda, own, source, name)
+            engines[LABELS[name]] = _build_baseline(request, installed, cuda, own, source, name)
             files[f"{LABELS[name]} engine, to compare with"] = engines[LABELS[name]]
         except (BackendError, ExportError) as error:
             notes.append(f"no {LABELS[name]} engine was built to compare with: {error}")
@@ -128,11 +128,11 @@ def _write_float16(
 
 
 def _build_baseline(
-    request: BuildRequest, here: Sdk, cuda: Cuda, settings: Settings, source: Path, name: str
+    request: BuildRequest, installed: Sdk, cuda: Cuda, settings: Settings, source: Path, name: str
 ) -> Path:
     path = request.folder / f"{request.name}.{name}.engine"
     key = builder.engine_key(
-        here, settings, model_sha256=sha256(source.read_bytes()), cache_sha256=None
+        installed, settings, model_sha256=sha256(source.read_bytes()), cache_sha256=None
     )
     plan = builder.cached_engine(request.built_before(path.name), key)
     if plan is None:
@@ -179,7 +179,7 @@ _TIMING = "tensorrt.timing"
 _MOST_VALUES = 64  # of a shape input: far more than a tensor has dimensions
 
 
-def settings_of(asked: Asked, request: BuildRequest) -> Settings:
+def settings_of(options: Asked, request: BuildRequest) -> Settings:
     """Return the builder settings for the target's options and the samples.
 
     Dynamic inputs cover every size of the samples. The engine is tuned for the most frequent size,
@@ -188,19 +188,19 @@ def settings_of(asked: Asked, request: BuildRequest) -> Settings:
     shapes = {i.name: dims(i) or () for i in fed_inputs(request.model.graph)}
     span = span_of(request)
     fed = span.usual
-    if asked.calibrator is not None:
+    if options.calibrator is not None:
         fed = {name: array.shape for name, array in first_sample(request).items()}
         fed = {
-            n: s if isinstance(shapes[n][0], int) else (asked.max_batch, *s[1:])
+            n: s if isinstance(shapes[n][0], int) else (options.max_batch, *s[1:])
             for n, s in fed.items()
         }
     return Settings(
-        fp16=asked.rest == FP16,
-        bf16=asked.rest == BF16,
-        workspace_mib=asked.workspace_mib,
-        profiles=profiles_for(shapes, fed, most_batch=asked.max_batch, span=span),
+        fp16=options.rest == FP16,
+        bf16=options.rest == BF16,
+        workspace_mib=options.workspace_mib,
+        profiles=profiles_for(shapes, fed, most_batch=options.max_batch, span=span),
         values=_values(first_sample(request)),
-        plugins=asked.plugins,
+        plugins=options.plugins,
         timing_cache=request.folder / _TIMING,
         known_timing=request.built_before(_TIMING),
     )
@@ -223,7 +223,7 @@ def first_sample(request: BuildRequest) -> Mapping[str, Any]:
 
 
 def calibrated(
-    asked: Asked,
+    options: Asked,
     request: BuildRequest,
     source: Path,
     settings: Settings,
@@ -233,7 +233,7 @@ def calibrated(
     """Calibrate with TensorRT on the GPU, or reuse its cache of the same data."""
     name = f"{request.name}.gpu.cache"
     batch = _batch_size(request, _calibration_shapes(request, settings))
-    origin = _calibration_fingerprint(asked, request, source, version, batch)
+    origin = _calibration_fingerprint(options, request, source, version, batch)
     stored = fitting(request.built_before(name), origin)
     if stored is not None:
         store_gpu_cache(request.folder / name, stored, origin)
@@ -243,12 +243,12 @@ def calibrated(
         store_gpu_cache(request.folder / name, text, origin)
 
     return builder.calibrate(
-        source, settings, _live(asked, request, settings, cuda, keep), cuda=cuda
+        source, settings, _live(options, request, settings, cuda, keep), cuda=cuda
     )
 
 
 def _calibration_fingerprint(
-    asked: Asked, request: BuildRequest, source: Path, version: str, batch: int
+    options: Asked, request: BuildRequest, source: Path, version: str, batch: int
 ) -> Fingerprint:
     """Return the fingerprint of a calibration by TensorRT on the GPU.
 
@@ -261,21 +261,21 @@ def _calibration_fingerprint(
         model={"graph": model_digest(model), "file": stamp.file, **weights},
         program=TENSORRT,
         rule=f"whole batches of {batch}",
-        method=ALGORITHMS[str(asked.calibrator)],
+        method=ALGORITHMS[str(options.calibrator)],
         numbers={},
         versions={"tensorrt": version, "calib8": __version__}
-        | ({"plugins": digests(asked.plugins)} if asked.plugins else {}),
+        | ({"plugins": digests(options.plugins)} if options.plugins else {}),
     )
 
 
-def from_cache(asked: Asked, known: bytes) -> Callbacks:
+def from_cache(options: Asked, known: bytes) -> Callbacks:
     """Return a calibrator with a cache and no data; it reports if TensorRT refuses the cache."""
-    name = asked.calibrator or "entropy2"
+    name = options.calibrator or "entropy2"
     return calibrator(name, (), batches=1, shapes={}, memory=HostMemory(), known=known)
 
 
 def _live(
-    asked: Asked,
+    options: Asked,
     request: BuildRequest,
     settings: Settings,
     cuda: Cuda,
@@ -289,7 +289,7 @@ def _live(
     batch = _batch_size(request, shapes)
     used = whole(len(request.feed), batch, filled=request.subject.filled)
     return calibrator(
-        str(asked.calibrator),
+        str(options.calibrator),
         whole_batches(request.feed.samples(), batch),
         batches=used // batch,
         shapes=shapes,
@@ -337,9 +337,9 @@ def readable(model: onnx.ModelProto, version: str) -> tuple[onnx.ModelProto, str
     )
 
 
-def of_files(asked: str, here: str | None) -> str:
+def of_files(requested: str, own: str | None) -> str:
     """Return the older of the requested TensorRT version and the installed one."""
-    return asked if here is None else min(asked, here, key=version_label)
+    return requested if own is None else min(requested, own, key=version_label)
 
 
 def of_typed(version: str, rest: str, *, fp8: bool = False) -> str:
@@ -349,22 +349,22 @@ def of_typed(version: str, rest: str, *, fp8: bool = False) -> str:
 
 
 def all_readable(
-    asked: Asked, models: Mapping[str, onnx.ModelProto], version: str
+    options: Asked, models: Mapping[str, onnx.ModelProto], version: str
 ) -> tuple[dict[str, onnx.ModelProto], tuple[str, ...]]:
     """Lower each model to the oldest TensorRT that will read it; return (role -> model, notes)."""
     oldest = of_files(version, sdk.cache_reader())
     result, notes = {}, []
     for role, model in models.items():
-        fp8 = asked.precision == FP8
+        fp8 = options.precision == FP8
         strong = role == TYPED or fp8
-        reader = of_typed(oldest, asked.rest, fp8=fp8) if strong else oldest
+        reader = of_typed(oldest, options.rest, fp8=fp8) if strong else oldest
         result[role], note = readable(model, reader)
         notes.append(note)
     return result, tuple(dict.fromkeys(filter(None, notes)))
 
 
 def engine_of(
-    asked: Asked,
+    options: Asked,
     request: BuildRequest,
     files: Mapping[str, Path],
     cache: trt_cache.CalibrationCache,
@@ -374,105 +374,111 @@ def engine_of(
 
     `wide` is node -> output tensor of nodes that must run in float32 if TensorRT chooses types.
     """
-    here = sdk.find(asked.device)
-    if asked.precision == FP8 and not row(here.release).fp8:
+    installed = sdk.find(options.device)
+    if options.precision == FP8 and not row(installed.release).fp8:
         raise SdkMissingError(
-            f"an engine in fp8 needs TensorRT 10.2 or newer, got {here.version}; install one,"
+            f"an engine in fp8 needs TensorRT 10.2 or newer, got {installed.version}; install one,"
             " or build with --precision int8"
         )
-    implicit = _is_implicit(asked, here, request)
-    if not implicit and (asked.form == "cache" or asked.calibrator):
+    implicit = _is_implicit(options, installed, request)
+    if not implicit and (options.form == "cache" or options.calibrator):
         raise ConfigError(
-            f"an engine from a cache needs a TensorRT with calibrators, got {here.version} and"
-            f" form {asked.form}; build from the Q/DQ model (form qdq)"
+            f"an engine from a cache needs a TensorRT with calibrators, got {installed.version} and"
+            f" form {options.form}; build from the Q/DQ model (form qdq)"
         )
-    typed = _is_typed(asked, here, files, request)
+    typed = _is_typed(options, installed, files, request)
     source = files[FLOAT if implicit else TYPED if typed else QDQ]
-    typed = typed or asked.precision == FP8
+    typed = typed or options.precision == FP8
     path = request.folder / f"{request.name}.engine"
-    cache_bytes = trt_cache.dump(trt_cache.relabel(cache, version=here.release))
-    from_data = asked.calibrator is not None
-    settings = replace(settings_of(asked, request), typed=typed)
+    cache_bytes = trt_cache.dump(trt_cache.relabel(cache, version=installed.release))
+    from_data = options.calibrator is not None
+    settings = replace(settings_of(options, request), typed=typed)
     if not typed:
         settings = replace(settings, wide_layers=wide)
     if implicit:  # in a Q/DQ model float nodes have no pair, so no binding is needed
         settings = replace(settings, float_layers=float_layers(request))
     key = builder.engine_key(
-        here,
+        installed,
         settings,
         model_sha256=sha256(source.read_bytes()),
         cache_sha256=sha256(cache_bytes) if implicit else None,
-    ) | {"calibrator": asked.calibrator}
-    notes = _origin_notes(here)
+    ) | {"calibrator": options.calibrator}
+    notes = _origin_notes(installed)
     if from_data:
         notes = (*notes, *unseen(request, settings))
     reused = builder.cached_engine(request.built_before(path.name), key)
     if reused is not None:
         note = "the engine was built before from the same files, on the same GPU"
         return builder.keep_engine(path, reused, key), (note, *notes)
-    cuda, calibrator = gpu(asked.device), None
+    cuda, calibrator = gpu(options.device), None
     if from_data:
-        cache_bytes = calibrated(asked, request, source, settings, here.version, cuda)
+        cache_bytes = calibrated(options, request, source, settings, installed.version, cuda)
     if implicit:
-        calibrator = from_cache(asked, cache_bytes)
+        calibrator = from_cache(options, cache_bytes)
     engine = builder.build_engine(source, settings, calibrator=calibrator, cuda=cuda)
     notes = (*notes, *_log_notes(engine.log, request.model))
     return builder.keep_engine(path, engine.plan, key), notes
 
 
-def _is_implicit(asked: Asked, here: Sdk, request: BuildRequest) -> bool:
+def _is_implicit(options: Asked, installed: Sdk, request: BuildRequest) -> bool:
     """Return whether the engine is built from the cache (implicit quantization).
 
     A trained model is built from its own pairs, which are more exact than a cache.
     """
     forms = ("auto", "cache") if request.trained is None else ("cache",)
-    return here.calibrators and asked.form in forms and asked.precision == INT8
+    return installed.calibrators and options.form in forms and options.precision == INT8
 
 
-def _is_typed(asked: Asked, here: Sdk, files: Mapping[str, Path], request: BuildRequest) -> bool:
+def _is_typed(
+    options: Asked, installed: Sdk, files: Mapping[str, Path], request: BuildRequest
+) -> bool:
     """Return whether the engine is built as a strongly typed network."""
-    return not _is_implicit(asked, here, request) and TYPED in files and row(here.release).typed
+    return (
+        not _is_implicit(options, installed, request)
+        and TYPED in files
+        and row(installed.release).typed
+    )
 
 
 def beside_it(
-    asked: Asked, request: BuildRequest, files: Mapping[str, Path], found: Found, version: str
+    options: Asked, request: BuildRequest, files: Mapping[str, Path], ranges: Found, version: str
 ) -> Baselines:
     """Build the float engines to compare with, if speed is measured."""
-    if asked.baselines == NO_BASELINES:
+    if options.baselines == NO_BASELINES:
         return Baselines()
     if request.against is None:
-        note = f"no {asked.baselines} engine was built to compare with: no speed is measured"
-        chosen = asked.baselines != ALL_BASELINES
+        note = f"no {options.baselines} engine was built to compare with: no speed is measured"
+        chosen = options.baselines != ALL_BASELINES
         return Baselines(notes=(note,) if chosen else ())
-    here = sdk.find(asked.device)
+    installed = sdk.find(options.device)
     own = {}
     if FLOAT not in files or request.against is not request.model:  # repairs changed the model
         stem = request.folder / f"{request.name}.tensorrt"
-        models, _ = all_readable(asked, {PLAIN: request.whole(request.against)}, version)
+        models, _ = all_readable(options, {PLAIN: request.whole(request.against)}, version)
         own[PLAIN] = written(stem, f".{FP32}.onnx", models[PLAIN])
     baselines = build(
-        asked.baselines.split(","),
+        options.baselines.split(","),
         request,
-        here,
-        gpu(asked.device),
-        settings_of(asked, request),
+        installed,
+        gpu(options.device),
+        settings_of(options, request),
         against=request.against,
         model=own[PLAIN] if own else files[FLOAT],
-        by_type=_is_typed(asked, here, files, request) or not here.calibrators,
-        largest=sizes(found),
+        by_type=_is_typed(options, installed, files, request) or not installed.calibrators,
+        largest=sizes(ranges),
     )
     return replace(baselines, files={**own, **baselines.files})
 
 
-def _origin_notes(here: Sdk) -> tuple[str, ...]:
+def _origin_notes(installed: Sdk) -> tuple[str, ...]:
     """Name the TensorRT and GPU of the engine, and tactic sources that were disabled."""
-    built = f"the engine belongs to TensorRT {here.version} on {here.gpu}"
-    if not here.stand_ins:
+    built = f"the engine belongs to TensorRT {installed.version} on {installed.gpu}"
+    if not installed.stand_ins:
         return (built,)
     return (
         built,
-        f"it has no tactics from {', '.join(here.stand_ins)}, whose libraries are empty stand-ins"
-        " on this machine; with the real ones it may be faster",
+        f"it has no tactics from {', '.join(installed.stand_ins)}, whose libraries are empty"
+        " stand-ins on this machine; with the real ones it may be faster",
     )
 
 

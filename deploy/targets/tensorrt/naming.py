@@ -266,13 +266,13 @@ def _is_noop(node: onnx.NodeProto) -> bool:
     )
 
 
-def cache_of(model: onnx.ModelProto, found: Found, version: str) -> trt_cache.CalibrationCache:
+def cache_of(model: onnx.ModelProto, ranges: Found, version: str) -> trt_cache.CalibrationCache:
     """Return the cache of the cleaned model from calibrated ranges.
 
     The header names EntropyCalibration2 whatever the method was: `trtexec --calib` reads no other,
     and scales have the same meaning in all.
     """
-    scales = found.symmetric
+    scales = ranges.symmetric
     owners = _owners(model, version)
     entries = {name: scales[owner] for name, owner in owners.items() if owner in scales}
     return trt_cache.from_scales(entries, version=version, algorithm=trt_cache.ENTROPY2)
@@ -283,17 +283,17 @@ def _owners(model: onnx.ModelProto, version: str) -> dict[str, str]:
     return scale_owners(cache_tensors(model, version=version, parser=ONNX))
 
 
-def held(model: onnx.ModelProto, found: Found, version: str) -> dict[str, Scale]:
+def held(model: onnx.ModelProto, ranges: Found, version: str) -> dict[str, Scale]:
     """Return the range of each cache entry, symmetric around 0."""
     owners = _owners(model, version)
-    ranges = {n: replace(one, lo=-one.amax, hi=one.amax) for n, one in found.scales.items()}
-    return {name: ranges[owner] for name, owner in owners.items() if owner in ranges}
+    both = {n: replace(one, lo=-one.amax, hi=one.amax) for n, one in ranges.scales.items()}
+    return {name: both[owner] for name, owner in owners.items() if owner in both}
 
 
-def sizes(found: Found) -> dict[str, float]:
+def sizes(ranges: Found) -> dict[str, float]:
     """Return tensor -> largest |x| observed."""
-    largest = {n: max(-one.observed_min, one.observed_max) for n, one in found.scales.items()}
-    return largest | {n: math.inf for n, trouble in found.troubles.items() if trouble.infinite}
+    largest = {n: max(-one.observed_min, one.observed_max) for n, one in ranges.scales.items()}
+    return largest | {n: math.inf for n, trouble in ranges.troubles.items() if trouble.infinite}
 
 
 # Method -> the calibrator in the cache's header. TensorRT has no percentile or MSE calibrator;
@@ -350,9 +350,9 @@ def refuse_names(model: onnx.ModelProto) -> None:
             )
 
 
-def text(subject: Subject, found: Found, parser: str | None) -> bytes:
+def text(subject: Subject, ranges: Found, parser: str | None) -> bytes:
     """Return the bytes of TensorRT's cache for the file."""
-    scales = found.symmetric
+    scales = ranges.symmetric
     owners = scale_owners(entries(subject, parser))
     cache = trt_cache.from_scales(
         {name: scales[owner] for name, owner in owners.items() if owner in scales},
@@ -363,7 +363,7 @@ def text(subject: Subject, found: Found, parser: str | None) -> bytes:
     return trt_cache.dump(cache)
 
 
-def notes(subject: Subject, found: Found, parser: str | None) -> tuple[str, ...]:
+def notes(subject: Subject, ranges: Found, parser: str | None) -> tuple[str, ...]:
     """Return notes on the cache for the user."""
     lines = []
     original = subject.original
@@ -371,7 +371,7 @@ def notes(subject: Subject, found: Found, parser: str | None) -> tuple[str, ...]
         lines.append("Tensors are named as TensorRT's Caffe parser names them.")
     if subject.statistic.first:
         lines.extend(left_out(subject.samples, subject.statistic.first, filled=subject.filled))
-    infinite = [name for name, trouble in found.troubles.items() if trouble.infinite]
+    infinite = [name for name, trouble in ranges.troubles.items() if trouble.infinite]
     if infinite:
         lines.append(
             f"{len(infinite)} tensors held infinity ({', '.join(infinite[:3])}); TensorRT leaves"

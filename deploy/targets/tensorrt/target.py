@@ -137,10 +137,10 @@ class TensorRT(Asked):
         """Return the cache that TensorRT itself would write for the file, with notes."""
         from deploy.targets.tensorrt import naming
 
-        found = ranges.of(self.demand(subject))
+        own = ranges.of(self.demand(subject))
         return CacheText(
-            naming.text(subject, found, self.parser),
-            naming.notes(subject, found, self.parser),
+            naming.text(subject, own, self.parser),
+            naming.notes(subject, own, self.parser),
         )
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
@@ -161,10 +161,11 @@ class TensorRT(Asked):
         version = self.version or naming.version_of(request.subject)
         choices, placement = request.choices, self.placement
         self._check_methods(*choices.methods.values(), *filter(None, [choices.method]))
-        found = request.ranges_of(self, symmetric=placement.grid if self.precision == FP8 else None)
-        cache = cache_of(request.model, found, version)
+        grid = placement.grid if self.precision == FP8 else None
+        ranges = request.ranges_of(self, symmetric=grid)
+        cache = cache_of(request.model, ranges, version)
         matched = match(cache, request.model, float_nodes=request.float_nodes, placement=placement)
-        return cache, matched, found, version
+        return cache, matched, ranges, version
 
     def _check_methods(self, *methods: Method) -> None:
         """Refuse methods that are defined for integers only if the grid is fp8."""
@@ -195,12 +196,12 @@ class TensorRT(Asked):
         from deploy.targets.tensorrt.naming import held
         from deploy.targets.tensorrt.trtexec import Needs, on_machine, script, ways
 
-        cache, matched, found, version = self._matched(request)
+        cache, matched, ranges, version = self._matched(request)
         models = {FLOAT: request.model} if self.precision == INT8 else {}
         models[QDQ], qdq_notes = self._quantized(request, matched)
         weights = stored_in(models[QDQ])  # from the cache TensorRT computes the same ones
-        narrow, type_notes = self._typed(request, matched, found, models[QDQ])
-        wide, wide_notes = self._wide(request, matched, found)
+        narrow, type_notes = self._typed(request, matched, ranges, models[QDQ])
+        wide, wide_notes = self._wide(request, matched, ranges)
         if narrow is not None:
             models[TYPED] = narrow
         else:
@@ -244,7 +245,7 @@ class TensorRT(Asked):
         try:
             engine, engine_notes = engine_of(self, request, files, cache, wide)
             files["TensorRT engine"] = engine
-            baselines = beside_it(self, request, files, found, version)
+            baselines = beside_it(self, request, files, ranges, version)
             notes += (*engine_notes, *baselines.notes)
         except SdkMissingError as error:
             sentences = (command.sentence for command in commands)
@@ -257,7 +258,7 @@ class TensorRT(Asked):
             files={**files, **baselines.files},
             decisions=(*matched.plan.decisions, *request.kept),
             method=request.chosen.chosen_by,
-            ranges=held(request.model, found, version),
+            ranges=held(request.model, ranges, version),
             weights=weights,
             notes=notes,
         )
@@ -304,7 +305,7 @@ class TensorRT(Asked):
         return model, tuple(notes)
 
     def _typed(
-        self, request: BuildRequest, matched: Match, found: Found, quantized: onnx.ModelProto
+        self, request: BuildRequest, matched: Match, ranges: Found, quantized: onnx.ModelProto
     ) -> tuple[onnx.ModelProto | None, tuple[str, ...]]:
         """Return (Q/DQ model with its float part in the narrow type, or None; notes)."""
         from deploy.targets.tensorrt import float_types
@@ -313,7 +314,7 @@ class TensorRT(Asked):
 
         if self.rest == FP32:
             return None, ()
-        trained, largest = request.trained, sizes(found)
+        trained, largest = request.trained, sizes(ranges)
         parts = request.model, matched.plan, matched.scales
         try:
             if trained is not None and float_types.fits(trained):
@@ -329,14 +330,14 @@ class TensorRT(Asked):
         return model, tuple(notes)
 
     def _wide(
-        self, request: BuildRequest, matched: Match, found: Found
+        self, request: BuildRequest, matched: Match, ranges: Found
     ) -> tuple[dict[str, str], list[str]]:
         """Return (node that TensorRT must run in float32 -> its output tensor, notes)."""
         from deploy.targets.tensorrt.float_types import wide_layers
         from deploy.targets.tensorrt.naming import sizes
 
         int8 = {one.node for one in matched.plan.decisions if one.quantized}
-        layers, why = wide_layers(request.model, sizes(found), rest=self.rest, but=int8)
+        layers, why = wide_layers(request.model, sizes(ranges), rest=self.rest, but=int8)
         return layers, [f"{name} stays in float32: {reason}" for name, reason in why.items()]
 
 

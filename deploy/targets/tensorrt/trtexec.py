@@ -200,7 +200,7 @@ def ways(
 
 
 def on_machine(
-    found: Sequence[Way], *, device: int = 0, plugins: Sequence[Path] = ()
+    commands: Sequence[Way], *, device: int = 0, plugins: Sequence[Path] = ()
 ) -> tuple[Way, ...]:
     """Add the flags for the GPU and for plugin libraries to the commands.
 
@@ -208,12 +208,12 @@ def on_machine(
     """
     own = [f"--device={device}"] if device else []
     own += [f"--plugins={path.resolve()}" for path in plugins]
-    return tuple(replace(way, words=(*way.words, *own)) if way.words else way for way in found)
+    return tuple(replace(way, words=(*way.words, *own)) if way.words else way for way in commands)
 
 
-def script(found: Sequence[Way]) -> str:
+def script(commands: Sequence[Way]) -> str:
     """Return the body of a shell script that runs the command named by its argument."""
-    usable = [way for way in found if way.words]
+    usable = [way for way in commands if way.words]
     usage = "".join(f"echo '  {way.name}: {way.when}' >&2\n    " for way in usable)
     cases = "".join(f"  {way.name}) exec {shlex.join(way.words)} ;;\n" for way in usable)
     return (
