@@ -58,7 +58,7 @@ LEFT = "why norms stay"  # key in GraphModule.meta: norm -> why it was not folde
 
 @dataclass(slots=True)
 class FuseReport:
-    """What was fused: (pattern, module names); what was not: (module, reason); norms left."""
+    """Fusions as (pattern, module names), skipped ones as (module, reason), count of norms left."""
 
     fused: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)

@@ -354,7 +354,7 @@ _PRODUCTS = ("linear", "matmul", "mm", "conv", "einsum", "embedding", "attention
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Which layers of a converted model run in int8.
+    """Quantized and float layers of a converted model.
 
     Attributes:
         quantized: qualified names of layers with int8 weights.

@@ -338,7 +338,7 @@ def _bind_to_float(
     if missing:
         raise BackendError(
             f"a node to keep in float must be a layer of TensorRT's network, {missing[0]!r} is"
-            " none; build from the Q/DQ model (--engine-from qdq), or leave it away"
+            " none; build from the Q/DQ model (--engine-from qdq), or leave it out"
         )
 
 

@@ -344,8 +344,8 @@ def written(stem: Path, suffix: str, model: onnx.ModelProto | bytes) -> Path:
 
 
 ANEW = (
-    "TensorRT's are int8 with zero point 0: each range is as wide on either side of 0 as its"
-    " farther end, and pairs stand where TensorRT wants them"
+    "TensorRT's are int8 with zero point 0, so ranges are made symmetric around 0, and pairs stand"
+    " where TensorRT wants them"
 )
 NARROW = "In the typed model scales are rounded up to what its narrow type holds."
 

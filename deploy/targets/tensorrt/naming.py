@@ -346,7 +346,7 @@ def refuse_names(model: onnx.ModelProto) -> None:
         if not trt_cache.holds(name):
             raise ExportError(
                 f"TensorRT's cache has one line per tensor, so a tensor name cannot have a line"
-                f" break, got {name!r}; rename the tensor in the model, or leave the target away"
+                f" break, got {name!r}; rename the tensor in the model, or leave the target out"
             )
 
 

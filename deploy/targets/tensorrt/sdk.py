@@ -333,7 +333,7 @@ def load_plugins(libraries: Iterable[Path]) -> None:
             ctypes.CDLL(str(path.resolve()), mode=ctypes.RTLD_GLOBAL)
         except OSError as error:
             raise ConfigError(
-                f"a plugin library must load beside TensorRT {trt.__version__}, got {error}; build"
+                f"a plugin library must load with TensorRT {trt.__version__}, got {error}; build"
                 " it for this version"
             ) from error
 

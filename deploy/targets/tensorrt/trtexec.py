@@ -111,7 +111,7 @@ def unread(version: str) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a parser must support to read a model.
+    """Opset and operators that a parser must support to read a model.
 
     Attributes:
         opset: of the default domain.
