@@ -1,7 +1,7 @@
-"""The torch front end: trace, see, rewrite, fuse, profile, train for int8, export.
+"""The PyTorch front end: trace, rewrite, fuse, profile, quantize, train and export a model.
 
-Everything in this package stands on torch.fx, `torch.fake_quantize_*` and torch.onnx alone.
-Importing it without torch raises `SdkMissingError`, so a command imports it when it runs.
+It is based on torch.fx, `torch.fake_quantize_*` and torch.onnx only. Importing it without torch
+raises `SdkMissingError`, so commands import it when they run.
 """
 
 from importlib.util import find_spec

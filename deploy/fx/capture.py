@@ -1,25 +1,19 @@
-"""`nn.Module` -> `fx.GraphModule` by torch.export, which runs the model's own Python.
+"""Capture an `nn.Module` as an `fx.GraphModule` with torch.export.
 
-Symbolic tracing (`deploy.fx.trace`) sees a model without values, so it fails on whatever looks at
-one: `for` over a tensor, `list(x.chunk(2, 1))`, `forward(x, *args)`. torch.export has shapes to
-look at, and fails only where Python follows the values of a tensor. It needs example inputs, so
-`calib8 trace`, and `fuse` without `--input`, trace symbolically, as does what keeps modules whole.
+Symbolic tracing (`deploy.fx.trace`) has no values and fails on any use of one: `for` over a tensor,
+`list(x.chunk(2, 1))`, `forward(x, *args)`. torch.export knows shapes and fails only where control
+flow depends on tensor values. It needs example inputs, so `calib8 trace`, `fuse` without `--input`,
+and models with leaf modules are traced symbolically.
 
-What torch.export records, as the torch functions that the rest of this package knows by name.
-
-Only functions that take what their ATen operator takes, in its order; an operator that stands in no
-table stays as it is, and is run as it was recorded.
-
-A program of torch.export -> the graph of modules that symbolic tracing gives.
-
-::
+The exported program is lifted to the graph over modules that symbolic tracing would give::
 
     exported    p_conv_weight, x -> aten.conv2d(x, p_conv_weight) -> aten.relu -> aten.chunk
     lifted      x                -> conv(x)                       -> relu()    -> torch.chunk
 
-A call of one of torch.nn's own layers is one node again, so that dropout and norms still follow
-`train()` and `eval()`. A layer with hooks or parametrizations stays in its pieces: what replaces a
-layer later would not run them.
+A call of a torch.nn layer becomes one `call_module` node, so that dropout and norms still follow
+`train()` and `eval()`. A layer with hooks or parametrizations stays decomposed, since whatever
+replaces a layer later would not run them. ATen operators in the tables below become the torch
+function with the same arguments; all others stay ATen calls.
 """
 
 from __future__ import annotations
@@ -79,12 +73,12 @@ _CHECKS = ("_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range_for
 
 
 def is_check(node: fx.Node) -> bool:
-    """Whether `node` only asserts what held for the example inputs."""
+    """Return whether `node` is only an assertion that torch.export added."""
     return _name(node.target) in _CHECKS
 
 
 def add_call(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-    """A node of `graph` that computes what `node` of an exported program does."""
+    """Add to `graph` a node that computes what `node` of an exported program does."""
     name = _name(node.target)
     if name == "sym_size":
         return graph.call_method("size", args)
@@ -92,13 +86,13 @@ def add_call(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
         return graph.call_method(name, args, kwargs)
     if name in FUNCTIONS:
         return graph.call_function(FUNCTIONS[name], args, kwargs)
-    if name in _IN_PLACE and node.users and not kwargs:  # unread, torch.fx would drop it
+    if name in _IN_PLACE and node.users and not kwargs:  # torch.fx would drop an unused one
         return graph.call_function(_IN_PLACE[name], args)
     return graph.call_function(node.target, args, kwargs)
 
 
 def _name(target: Any) -> str:
-    """`aten.add.Tensor` -> "add"; "" for what is no ATen operator."""
+    """Return "add" for `aten.add.Tensor`, "" for anything but an ATen operator."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return ""
     return target.overloadpacket.__name__
@@ -107,22 +101,22 @@ def _name(target: Any) -> str:
 _LAYERS = ("activation", "conv", "dropout", "flatten", "linear", "padding", "pooling", "upsampling")
 _NORMS = ("batchnorm", "instancenorm", "normalization")
 _SHUFFLES = ("channelshuffle", "pixelshuffle")
-_HOMES = {f"torch.nn.modules.{name}" for name in (*_LAYERS, *_NORMS, *_SHUFFLES)}
+_LAYER_MODULES = {f"torch.nn.modules.{name}" for name in (*_LAYERS, *_NORMS, *_SHUFFLES)}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 _SIZES = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def lift(program: ExportedProgram, model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
-    """The graph of `program` over the modules of `model`, which it was exported from.
+    """Return the graph of `program` over the modules of `model`.
 
     Args:
-        program: of torch.export, before any decomposition.
-        model: whose modules and parameters are called, under their own names.
-        inputs: positional arguments that it was exported with: tensors, or containers of them.
+        program: from torch.export, not decomposed.
+        model: the exported model; its modules and parameters keep their names.
+        inputs: positional arguments of the export: tensors, or containers of them.
 
     Raises:
-        ModelError: an output that is no tensor, number, tuple, list or dict of them.
+        ModelError: an output is not a tensor, a number, or a tuple, list or dict of them.
     """
     lifter = _Lifter(program, model)
     lifter.add_inputs(inputs)
@@ -138,7 +132,7 @@ def lift(program: ExportedProgram, model: nn.Module, inputs: Sequence[Any]) -> f
 
 
 class _Lifter:
-    """A graph that is being written, and what stands in it for each node of the program."""
+    """Writes the lifted graph; `new` maps each node of the program to its node or value there."""
 
     def __init__(self, program: ExportedProgram, model: nn.Module):
         self.program = program
@@ -151,35 +145,35 @@ class _Lifter:
         self.constants = signature.inputs_to_lifted_tensor_constants
 
     def add_inputs(self, inputs: Sequence[Any]) -> None:
-        """One placeholder for each argument; what lies inside of containers is taken out."""
-        held = {**self.tensors, **self.constants}
-        given = [n for n in _placeholders(self.program.graph) if n.name not in held]
+        """Add a placeholder per argument, and unpack the containers."""
+        state = {**self.tensors, **self.constants}
+        placeholders = [n for n in _placeholders(self.program.graph) if n.name not in state]
         names = argument_names(self.model, len(inputs))
         arguments = [self.graph.placeholder(name) for name in names]
         leaves, _ = pytree.tree_flatten_with_path(tuple(inputs))
-        for node, (path, _) in zip(given, leaves, strict=True):
-            self.new[node] = self._inside(arguments[path[0].idx], path[1:])
+        for node, (path, _) in zip(placeholders, leaves, strict=True):
+            self.new[node] = self._unpack(arguments[path[0].idx], path[1:])
 
     def add_nodes(self, nodes: Iterable[fx.Node]) -> None:
-        """Write the calls, those of one layer as one."""
+        """Add the calls; those of one layer become one `call_module`."""
         calls = [node for node in nodes if node.op == "call_function" and not is_check(node)]
         for name, group in groupby(calls, self._layer_of):
-            together = list(group)
-            source = self._source(name, together) if name is not None else None
+            layer_nodes = list(group)
+            source = self._single_input(name, layer_nodes) if name is not None else None
             if source is None:
-                for node in together:
+                for node in layer_nodes:
                     self._add_node(node)
             else:
                 assert name is not None
-                self._add_layer(name.partition("@")[0], source, together)
+                self._add_layer(name.partition("@")[0], source, layer_nodes)
 
     def add_outputs(self) -> None:
-        """Write what the model returns, in the containers it returns it in."""
+        """Add the output node, with the model's own containers."""
         output = self.program.graph.output_node()
-        found = fx.node.map_arg(output.args[0], self._value)
+        values = fx.node.map_arg(output.args[0], self._value)
         spec = self.program.call_spec.out_spec
         assert spec is not None
-        returned = pytree.tree_unflatten(found, spec)
+        returned = pytree.tree_unflatten(values, spec)
         try:
             self.graph.output(returned)
         except (NotImplementedError, RuntimeError, TypeError) as error:
@@ -188,7 +182,7 @@ class _Lifter:
                 f" {type(returned).__name__}"
             ) from error
 
-    def _inside(self, value: fx.Node, path: Sequence[Any]) -> fx.Node:
+    def _unpack(self, value: fx.Node, path: Sequence[Any]) -> fx.Node:
         for key in path:
             function = getattr if isinstance(key, pytree.GetAttrKey) else operator.getitem
             step = getattr(key, "name", None) or getattr(key, "key", getattr(key, "idx", None))
@@ -196,7 +190,7 @@ class _Lifter:
         return value
 
     def _value(self, node: fx.Node) -> Any:
-        """What stands for `node`; a parameter is read where it is first used."""
+        """Return the new node or value of `node`; a parameter is added where it is first used."""
         if node not in self.new:
             self.new[node] = self._tensor(node)
         return self.new[node]
@@ -211,7 +205,7 @@ class _Lifter:
         return self.graph.get_attr(name)
 
     def _layer_of(self, node: fx.Node) -> str | None:
-        """Name of the call of a layer that `node` is part of: the layer's, `@` and a number."""
+        """Return "<layer>@<call>" of the layer call that `node` is part of, or None."""
         for key, (name, _) in node.meta.get("nn_module_stack", {}).items():
             path = re.sub(r"@[0-9]+", "", name)
             try:
@@ -222,15 +216,15 @@ class _Lifter:
                 return f"{path}@{key}"
         return None
 
-    def _source(self, name: str, nodes: list[fx.Node]) -> fx.Node | None:
-        """The only tensor that a layer's call takes, where it also gives only one; else None."""
+    def _single_input(self, name: str, nodes: list[fx.Node]) -> fx.Node | None:
+        """Return the input tensor of a layer call with one input and one output, else None."""
         own = {id(t) for t in _tensors(self.model.get_submodule(name.partition("@")[0]))}
         outside = {
             n for node in nodes for n in node.all_input_nodes if n not in nodes and _is_tensor(n)
         }
-        read = {n for n in outside if id(self._attribute_of(n)) not in own}
-        given = {node for node in nodes if any(user not in nodes for user in node.users)}
-        return read.pop() if len(read) == 1 and len(given) == 1 else None
+        inputs = {n for n in outside if id(self._attribute_of(n)) not in own}
+        outputs = {node for node in nodes if any(user not in nodes for user in node.users)}
+        return inputs.pop() if len(inputs) == 1 and len(outputs) == 1 else None
 
     def _attribute_of(self, node: fx.Node) -> Any:
         name = self.tensors.get(node.name) if node.op == "placeholder" else None
@@ -239,8 +233,8 @@ class _Lifter:
     def _add_layer(self, name: str, source: fx.Node, nodes: list[fx.Node]) -> None:
         self.owned[name] = self.model.get_submodule(name)
         call = self.graph.call_module(name, (self._value(source),))
-        (given,) = (node for node in nodes if any(user not in nodes for user in node.users))
-        self._put(given, call)
+        (output,) = (node for node in nodes if any(user not in nodes for user in node.users))
+        self._set(output, call)
 
     def _add_node(self, node: fx.Node) -> None:
         if getattr(node.target, "__name__", "") in _REGIONS:
@@ -250,27 +244,27 @@ class _Lifter:
             self.new[node] = self._value(node.args[0])[node.args[1]]  # type: ignore[arg-type]
             return
         if node.target is torch.ops.aten.item.default:
-            known = self._known(node)
-            if known is not None:
-                self.new[node] = known
+            constant = self._constant(node)
+            if constant is not None:
+                self.new[node] = constant
                 return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._value)
-        self._put(node, add_call(self.graph, node, args, kwargs))
+        self._set(node, add_call(self.graph, node, args, kwargs))
 
-    def _known(self, node: fx.Node) -> Any:
-        """The value of what is computed from the model's constants alone, or None."""
+    def _constant(self, node: fx.Node) -> Any:
+        """Return the value of a node computed only from the model's constants, or None."""
         if node.op == "placeholder":
             name = self.constants.get(node.name)
             return None if name is None else self.program.constants[name]
         if node.op != "call_function" or not node.all_input_nodes:
             return None
-        values = {n: self._known(n) for n in node.all_input_nodes}
+        values = {n: self._constant(n) for n in node.all_input_nodes}
         if any(value is None for value in values.values()):
             return None
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    def _put(self, node: fx.Node, call: fx.Node) -> None:
+    def _set(self, node: fx.Node, call: fx.Node) -> None:
         self.new[node] = call
         call.meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
         if _is_tensor(node):
@@ -278,19 +272,19 @@ class _Lifter:
             call.meta["sizes"] = sizes_of(node.meta["val"])
 
     def _add_region(self, node: fx.Node) -> None:
-        """Write what stands under `torch.no_grad()` or autocast; captured values have no more."""
-        at = next(i for i, arg in enumerate(node.args) if _is_graph(arg))
-        region = getattr(self.program.graph_module, str(node.args[at].target))  # type: ignore[union-attr]
-        for inner, outer in zip(_placeholders(region.graph), node.args[at + 1 :], strict=True):
+        """Inline a region under `torch.no_grad()` or autocast."""
+        index = next(i for i, arg in enumerate(node.args) if _is_graph(arg))
+        region = getattr(self.program.graph_module, str(node.args[index].target))  # type: ignore[union-attr]
+        for inner, outer in zip(_placeholders(region.graph), node.args[index + 1 :], strict=True):
             self.new[inner] = self._value(outer) if isinstance(outer, fx.Node) else outer
         self.add_nodes(region.graph.nodes)
         self.new[node] = tuple(map(self._value, region.graph.output_node().args[0]))
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether `module` is a layer of torch.nn itself, one tensor in and one out, without hooks."""
+    """Return whether `module` is a torch.nn layer with one input and output, without hooks."""
     kind = type(module)
-    if kind.__module__ not in _HOMES or isinstance(module, nn.MultiheadAttention):
+    if kind.__module__ not in _LAYER_MODULES or isinstance(module, nn.MultiheadAttention):
         return False
     if getattr(module, "return_indices", False):
         return False
@@ -302,11 +296,11 @@ def _placeholders(graph: fx.Graph) -> list[fx.Node]:
 
 
 def argument_names(model: nn.Module, count: int) -> list[str]:
-    """Names of the first arguments of forward, `args_0` and so on for those of `*args`."""
+    """Return names of the first `count` arguments of forward, `args_0`... for `*args`."""
     parameters = list(inspect.signature(model.forward).parameters.values())
     plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    more = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
-    return (plain + [f"{more}_{i}" for i in range(count)])[:count]
+    variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+    return (plain + [f"{variadic}_{i}" for i in range(count)])[:count]
 
 
 def _is_graph(arg: object) -> bool:
@@ -327,7 +321,7 @@ def _attribute(model: nn.Module, name: str) -> torch.Tensor:
     return getattr(model.get_submodule(owner), attribute)  # type: ignore[no-any-return]
 
 
-TOLERANCE = 1e-4  # of the largest output
+TOLERANCE = 1e-4  # relative to the largest output
 
 
 def graph_of(
@@ -336,16 +330,17 @@ def graph_of(
     *,
     leaves: Sequence[str | type[nn.Module]] = (),
 ) -> fx.GraphModule:
-    """A graph of a copy of `model`: itself where it is one, captured where that can be, or traced.
+    """Return a graph of a copy of `model`: captured with torch.export, or else traced symbolically.
 
     Args:
-        model: a float model; it is not changed.
-        inputs: example inputs; None where there are none, then it is traced symbolically.
-        leaves: modules to keep whole, as `deploy.fx.trace.trace`, which then traces it.
+        model: a float model, not changed; an `fx.GraphModule` is only copied.
+        inputs: example inputs; None to trace symbolically.
+        leaves: modules to keep as one node, see `deploy.fx.trace.trace`; tracing is symbolic then.
 
     Raises:
-        ConfigError: a leaf that names nothing.
-        ModelError: neither way leads through the model; the message names file, line and remedy.
+        ConfigError: a leaf matches nothing.
+        ModelError: the model can be neither captured nor traced; the message names file, line and
+            remedy.
     """
     if isinstance(model, fx.GraphModule):
         return copy.deepcopy(model)
@@ -360,43 +355,43 @@ def graph_of(
             pass
         else:
             if device_of(model).type != "meta":
-                _run(plain_copy(model).eval(), inputs)  # else it fails later, with no sentence
+                _run(plain_copy(model).eval(), inputs)  # raises ModelError if it does not run
             return traced
         raise
 
 
 @phase("capturing the model")
 def capture(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
-    """The graph of what a copy of `model` computes in eval mode, with its modules and parameters.
+    """Capture a copy of `model` in eval mode with torch.export; return its checked graph.
 
-    The batch, dimension 0 of each input, stays open unless the model fixes it; all else is as in
-    `inputs`. Layers that behave otherwise in train mode still do.
+    The batch, dimension 0 of each input, stays dynamic unless the model fixes it; other sizes are
+    those of `inputs`. Dropout and norms still follow `train()` and `eval()`.
 
     Args:
-        model: any module whose Python does not follow the values of tensors; it is not changed.
+        model: any module whose control flow does not depend on tensor values; not changed.
         inputs: positional arguments: tensors, or tuples, lists and dicts of them.
 
     Raises:
-        ModelError: torch.export cannot follow the model, or its graph computes something else.
+        ModelError: torch.export cannot follow the model, or its graph gives other values.
     """
     own = plain_copy(model)
     modes = {module: module.training for module in own.modules()}
     own.eval()
     captured = _capture(own, inputs)
-    if device_of(own).type != "meta":  # which holds no values
-        check_same(captured, plain_copy(model).eval(), inputs)  # exporting leaves marks in `own`
+    if device_of(own).type != "meta":  # meta tensors have no values to compare
+        check_same(captured, plain_copy(model).eval(), inputs)  # export may have changed `own`
     for module in captured.modules():
         module.training = modes.get(module, model.training)
     return captured
 
 
 def check_same(captured: nn.Module, model: nn.Module, inputs: Sequence[Any]) -> None:
-    """Raise `ModelError` where `captured` gives other values than `model`."""
-    wanted, got = (_run(module, inputs) for module in (model, captured))
-    for ours, theirs in zip(got, wanted, strict=True):
-        largest = float(theirs.double().abs().max()) if theirs.numel() else 0.0
+    """Raise `ModelError` if `captured` gives other outputs than `model`."""
+    expected, got = (_run(module, inputs) for module in (model, captured))
+    for value, reference in zip(got, expected, strict=True):
+        largest = float(reference.double().abs().max()) if reference.numel() else 0.0
         bound = TOLERANCE * largest
-        if not torch.allclose(ours.double(), theirs.double(), 0.0, bound, equal_nan=True):
+        if not torch.allclose(value.double(), reference.double(), 0.0, bound, equal_nan=True):
             raise ModelError(
                 f"a captured model must compute what {type(model).__name__} does, and does not:"
                 " its forward keeps something from one call to the next, or changes its input"
@@ -404,13 +399,13 @@ def check_same(captured: nn.Module, model: nn.Module, inputs: Sequence[Any]) -> 
 
 
 def _run(model: nn.Module, inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors that `model` gives for copies of the inputs, with the same random numbers."""
+    """Return the output tensors of `model` for copies of the inputs, with a fixed random seed."""
     state = torch.get_rng_state()
     torch.manual_seed(0)
     try:
         with torch.no_grad():
-            found = model(*copy.deepcopy(list(inputs)))
-    except Exception as error:  # torch.export computes types and shapes, and lets some pass
+            output = model(*copy.deepcopy(list(inputs)))
+    except Exception as error:  # torch.export accepts some models that do not run
         shapes = [tuple(x.shape) for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
         raise ModelError(
             f"{type(model).__name__} must run for inputs {shapes}, got {type(error).__name__}:"
@@ -418,17 +413,17 @@ def _run(model: nn.Module, inputs: Sequence[Any]) -> list[torch.Tensor]:
         ) from error
     finally:
         torch.set_rng_state(state)
-    return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def _capture(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
-    """With the batch open, else with it fixed; the first failure is the one to tell."""
+    """Capture with a dynamic batch, else with a fixed one; report the first failure."""
     widened = pytree.tree_map(_at_least_two, tuple(inputs))
     try:
         program = _export(model, widened, torch.export.Dim.AUTO)
-        if _kept_open(program, inputs, widened):
+        if _is_batch_dynamic(program, inputs, widened):
             return lift(program, model, inputs)
-    except Exception as error:  # torch.export raises what it likes, and what the model raises
+    except Exception as error:  # anything from torch.export or the user's model
         first: Exception | None = error
     else:
         first = None
@@ -444,8 +439,9 @@ def _export(model: nn.Module, inputs: tuple[Any, ...], batch: Any) -> torch.expo
         shapes = pytree.tree_map(lambda leaf: {0: batch} if _has_batch(leaf) else None, inputs)
         if _is_variadic(model, len(inputs)):
             shapes = _variadic(model, shapes)
-    own = pytree.tree_map_only(torch.Tensor, torch.clone, inputs)  # one tensor twice is one input
-    with quiet(), torch.enable_grad():  # without, attention is one kernel that nothing can open
+    # copies, because the same tensor twice would become one input
+    own = pytree.tree_map_only(torch.Tensor, torch.clone, inputs)
+    with quiet(), torch.enable_grad():  # without grad, attention becomes one fused kernel
         return torch.export.export(model, own, dynamic_shapes=shapes, strict=False)
 
 
@@ -454,7 +450,7 @@ def _is_variadic(model: nn.Module, count: int) -> bool:
 
 
 def _variadic(model: nn.Module, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The form that torch.export wants shapes in: those of `*args` in one tuple."""
+    """Put the shapes of `*args` in one tuple, as torch.export expects them."""
     named = len(_positional(model))
     return (*shapes[:named], shapes[named:])
 
@@ -470,19 +466,19 @@ def _has_batch(leaf: Any) -> bool:
 
 
 def _at_least_two(leaf: Any) -> Any:
-    """A batch of one would be taken for a constant 1."""
+    """Repeat a batch of 1, which torch.export would take for a constant."""
     return torch.cat([leaf, leaf]) if _has_batch(leaf) and leaf.shape[0] == 1 else leaf
 
 
-def _kept_open(program: Any, inputs: Sequence[Any], widened: Any) -> bool:
-    """Whether every batch that was made larger than it is stayed open."""
-    held = program.graph_signature
-    fixed = {*held.inputs_to_parameters, *held.inputs_to_buffers}
-    fixed |= {*held.inputs_to_lifted_tensor_constants}
-    nodes = [n for n in program.graph.nodes if n.op == "placeholder" and n.name not in fixed]
-    for node, ours, wide in zip(
+def _is_batch_dynamic(program: Any, inputs: Sequence[Any], widened: Any) -> bool:
+    """Return whether every input whose batch was widened has a dynamic batch."""
+    signature = program.graph_signature
+    state = {*signature.inputs_to_parameters, *signature.inputs_to_buffers}
+    state |= {*signature.inputs_to_lifted_tensor_constants}
+    nodes = [n for n in program.graph.nodes if n.op == "placeholder" and n.name not in state]
+    for node, given, wide in zip(
         nodes, pytree.tree_leaves(tuple(inputs)), pytree.tree_leaves(widened), strict=True
     ):
-        if wide is not ours and not isinstance(node.meta["val"].shape[0], torch.SymInt):
+        if wide is not given and not isinstance(node.meta["val"].shape[0], torch.SymInt):
             return False
     return True

@@ -1,26 +1,20 @@
-"""A calibrated, perhaps trained, model -> fixed scales and int8 weights, fit for export.
+"""Calibrate a prepared model, and convert it to fixed scales and int8 weights for export.
 
-Whose values give a quantizer its range, where that is not the one tensor that it rounds.
-
-As in a build: what only moves values has the range of what it moves, a pool of TensorRT's that of
-its input, and what meets in a Concat there the widest of them all. Such a tensor is watched while a
-model is calibrated, whether it is quantized or not::
+A quantizer may take its range from other tensors, as in a build: an operator that only moves values
+has the range of its input, a TensorRT pool that of its input, and tensors that meet in a Concat the
+widest of the group. Such source tensors are observed by a `Watch` module::
 
     relu --.-- quant --> maxpool -- quant --> conv       quant: the range of relu
            '-- Watch
 
-Batches through a prepared model: all that reaches a fake quantizer, into its statistic.
+Calibration (`calibrate`) runs batches through the model and records what reaches each quantizer or
+`Watch`, as float32 on the CPU. Most statistics do not depend on the order and take whole batches.
+TensorRT's histogram does, as its range starts with the first batch: it gets the samples one by one,
+as in `build`, and the first batch twice, once for the initial range (lead)::
 
-Values are brought to the CPU as float32, whatever the model computes in and wherever it is. What no
-order can change takes whole batches. What the order shows in (TensorRT's histogram, whose range
-starts with the first batch) gets the samples one by one, as in `build`, and the first of them
-twice: for what must be known before, and in their place::
-
-    samples   1 2 3 4 | 5 6 7 8 | 9          batches of 4: the ninth fills none
+    samples   1 2 3 4 | 5 6 7 8 | 9          batches of 4: the ninth sample is left out
               lead
               statistic ........
-
-The phases of a prepared model: observing ranges, quantizing with them, freezing its norms.
 """
 
 from __future__ import annotations
@@ -49,11 +43,11 @@ Sources = Sequence[tuple[fx.Node, Reach | None]]
 
 
 class Watch(nn.Module):
-    """A tensor that is looked at, and nobody reads from here.
+    """Identity module whose input is observed; its output has no readers.
 
     Attributes:
-        name: the tensor's, for messages.
-        reach: how far its readers tell values apart; None for no end.
+        name: the tensor's name, for messages.
+        reach: range beyond which all readers saturate; None if they do not.
     """
 
     def __init__(self, name: str, reach: Reach | None):
@@ -62,37 +56,37 @@ class Watch(nn.Module):
         self.reach = reach
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """X."""
+        """Return x."""
         return x
 
 
 def watch(graph_module: fx.GraphModule, quant: FakeQuant, sources: Sources) -> None:
-    """Let a quantizer have the range of tensors other than its own."""
+    """Insert a `Watch` on each of `sources`; the quantizer takes its range from them."""
     quant.watches = []
     for number, (node, reach) in enumerate(sources):
-        one = Watch(node.name, reach)
+        monitor = Watch(node.name, reach)
         name = f"watch_{quant.name}_{number}"
-        graph_module.add_submodule(name, one)
-        place = node
-        if node.op == "placeholder":  # the graph's inputs come first, all of them
-            place = [other for other in graph_module.graph.nodes if other.op == "placeholder"][-1]
-        with graph_module.graph.inserting_after(place):
+        graph_module.add_submodule(name, monitor)
+        after = node
+        if node.op == "placeholder":  # all placeholders must come first
+            after = [other for other in graph_module.graph.nodes if other.op == "placeholder"][-1]
+        with graph_module.graph.inserting_after(after):
             graph_module.graph.call_module(name, (node,))
-        quant.watches.append(one)
+        quant.watches.append(monitor)
 
 
 def loosest(reaches: Iterable[Reach | None]) -> Reach | None:
-    """The reach that holds all of several; None where one tensor has none."""
-    known = list(reaches)
-    held = [one for one in known if one is not None]
-    if not held or len(held) < len(known):
+    """Return the smallest reach that contains all; None if one is None or there are none."""
+    listed = list(reaches)
+    bounded = [one for one in listed if one is not None]
+    if not bounded or len(bounded) < len(listed):
         return None
-    floors, ceilings, followed = zip(*held, strict=True)
+    floors, ceilings, followed = zip(*bounded, strict=True)
     return Reach(min(floors), max(ceilings), max(followed))
 
 
 def unwatch(graph_module: fx.GraphModule) -> None:
-    """Take out what was only watched."""
+    """Remove all `Watch` modules."""
     for node in list(graph_module.graph.nodes):
         if isinstance(called_module(graph_module, node), Watch):
             graph_module.graph.erase_node(node)
@@ -105,21 +99,21 @@ CustomClasses = Mapping[type[nn.Module], type[nn.Module]]
 
 
 def scale_table(model: nn.Module) -> list[tuple[str, float, int]]:
-    """(tensor, scale, zero_point) of each quantized activation, prepared or converted."""
+    """Return (tensor, scale, zero_point) of each quantized activation, prepared or converted."""
     quants = [m for m in model.modules() if isinstance(m, FakeQuant | FixedQuant)]
     return [(q.name, float(q.scale), int(q.zero_point)) for q in quants]
 
 
 def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Module:
-    """A copy with fixed scales and int8 weights, in eval mode; fit for `deploy.fx.export`.
+    """Return a copy with fixed scales and int8 weights, in eval mode, ready for export.
 
     Args:
-        prepared: calibrated, perhaps trained.
+        prepared: a calibrated and optionally trained model.
         custom: observed class (static) or float class (dynamic, weight-only) -> quantized class
-            with `from_observed`, or `from_float` where it has none.
+            with `from_observed`, or else `from_float`.
 
     Raises:
-        CalibrationError: a tensor that saw no data, or weights that are not finite.
+        CalibrationError: a tensor has no range, or a weight is not finite.
     """
     converted = copy.deepcopy(prepared).eval()
     fixed: dict[nn.Module, nn.Module] = {}
@@ -139,8 +133,8 @@ def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Modu
 def _converted(module: nn.Module, name: str, custom: CustomClasses) -> nn.Module | None:
     for kind, quantized in custom.items():
         if type(module) is kind:
-            made: Any = quantized
-            build = getattr(made, "from_observed", None) or made.from_float
+            target: Any = quantized
+            build = getattr(target, "from_observed", None) or target.from_float
             return build(module).eval()
     if isinstance(module, FakeQuant):
         scale, zero = module.parameters_of_grid()
@@ -152,10 +146,9 @@ def _converted(module: nn.Module, name: str, custom: CustomClasses) -> nn.Module
 
 
 def _round_biases(graph_module: fx.GraphModule) -> None:
-    """Put each layer's bias on the grid of its products, where runtimes keep it in int32.
+    """Round each bias to multiples of input scale times weight scale, as ONNX Runtime does.
 
-    Onnxruntime rounds a bias to multiples of input scale times weight scale; with the same
-    multiples here both compute the same codes.
+    Both then compute the same integers.
     """
     for node in graph_module.graph.nodes:
         layer = called_module(graph_module, node)
@@ -168,7 +161,7 @@ def _round_biases(graph_module: fx.GraphModule) -> None:
 
 
 def _before_padding(graph_module: fx.GraphModule, tensor: Any) -> Any:
-    """The tensor before any padding with zeros: a real 0 is exact on every grid."""
+    """Return the tensor before any zero padding, which is exact on every grid."""
     while isinstance(tensor, fx.Node) and _is_zero_pad(graph_module, tensor):
         tensor = tensor.all_input_nodes[0]
     return tensor
@@ -184,41 +177,41 @@ def _is_zero_pad(graph_module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _inside_replaced(name: str, model: nn.Module, module: nn.Module) -> bool:
-    """Whether a parent has been replaced already, so that the name leads elsewhere."""
+    """Return whether a parent was replaced already, so that the name no longer finds `module`."""
     try:
         return model.get_submodule(name) is not module
     except AttributeError:
         return True
 
 
-Recorders = dict[nn.Module, Recorder]
+Recorders = dict[nn.Module, Recorder]  # by FakeQuant or Watch
 
 
 def observed(
     model: nn.Module, batches: Iterable[Any], statistic: Statistic
 ) -> tuple[Recorders, int]:
-    """A recorder of each tensor that gives a range and was reached, and how many runs were made.
+    """Run batches through a prepared model; return (its recorders, number of runs).
 
-    Its key is the `Watch` on it, or else the fake quantizer that it goes through.
+    There is a recorder for each `Watch` and each quantizer without one that data reached.
 
     Args:
-        model: prepared, its quantizers off, in eval mode.
-        batches: a tensor, or a tuple of inputs, each; batch first.
+        model: prepared, in eval mode, with its quantizers off.
+        batches: each a tensor or a tuple of inputs, batch first.
         statistic: what to observe.
 
     Raises:
         CalibrationError: NaN or Inf in a tensor.
         FeedError: fewer samples than the first batch of the statistic.
-        ModelError: the model does not run for one sample, where they are taken one by one.
+        ModelError: samples are taken one by one, and the model does not run for a batch of 1.
     """
     lead = statistic.lead
     if lead is None:
-        return _pass(model, batches, lambda quant: statistic.recorder(None))
+        return _record_pass(model, batches, lambda quant: statistic.recorder(None))
     size = lead.samples or 1
     samples = _in_whole_batches(chain.from_iterable(map(_samples, batches)), size)
     first = list(islice(samples, size))
     try:
-        leads, _ = _pass(model, first, lambda quant: lead.recorder(None))
+        leads, _ = _record_pass(model, first, lambda quant: lead.recorder(None))
     except Calib8Error:
         raise
     except Exception as error:  # whatever a user's model raises
@@ -226,21 +219,23 @@ def observed(
             "a method that sees samples one by one needs a model that runs for a batch of 1,"
             f" got: {first_line(error)}; take another method"
         ) from error
-    return _pass(model, chain(first, samples), lambda quant: statistic.recorder(leads.get(quant)))
+    return _record_pass(
+        model, chain(first, samples), lambda quant: statistic.recorder(leads.get(quant))
+    )
 
 
 def as_inputs(batch: Any) -> tuple[Any, ...]:
-    """A batch as the arguments of a forward."""
+    """Return a batch as the arguments of a forward."""
     return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
 
 
-def _pass(
+def _record_pass(
     model: nn.Module, batches: Iterable[Any], make: Callable[[nn.Module], Recorder]
 ) -> tuple[Recorders, int]:
     recorders: Recorders = {}
-    looked_at = [module for module in model.modules() if _gives_range(module)]
+    observed_modules = [module for module in model.modules() if _gives_range(module)]
     hook = partial(_record, recorders, make)
-    hooks = [module.register_forward_pre_hook(hook) for module in looked_at]
+    hooks = [module.register_forward_pre_hook(hook) for module in observed_modules]
     count, device = 0, device_of(model)
     total = len(batches) if isinstance(batches, Sized) else None
     try:
@@ -250,8 +245,8 @@ def _pass(
                 count += 1
                 step()
     finally:
-        for one in hooks:
-            one.remove()
+        for handle in hooks:
+            handle.remove()
     return recorders, count
 
 
@@ -273,31 +268,31 @@ def _record(
 
 
 def _samples(batch: Any) -> Iterator[tuple[Any, ...]]:
-    """A batch as batches of one."""
+    """Split a batch into batches of 1."""
     inputs = as_inputs(batch)
     sizes: list[int] = []
     mapped(inputs, lambda tensor: sizes.extend(tensor.shape[:1]))
-    for at in range(sizes[0] if sizes else 1):
-        yield mapped(inputs, partial(_sample, at))
+    for index in range(sizes[0] if sizes else 1):
+        yield mapped(inputs, partial(_sample, index))
 
 
-def _sample(at: int, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[at : at + 1] if tensor.ndim else tensor
+def _sample(index: int, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[index : index + 1] if tensor.ndim else tensor
 
 
 def _in_whole_batches(samples: Iterable[Any], size: int) -> Iterator[Any]:
-    """The samples that fill batches of that size; the last few may fill none."""
-    waiting: list[Any] = []
-    whole = 0
+    """Yield the samples without those of a partial last batch."""
+    pending: list[Any] = []
+    count = 0
     for sample in samples:
-        waiting.append(sample)
-        if len(waiting) == size:
-            yield from waiting
-            whole += 1
-            waiting = []
-    if not whole:
+        pending.append(sample)
+        if len(pending) == size:
+            yield from pending
+            count += 1
+            pending = []
+    if not count:
         raise FeedError(
-            f"TensorRT calibrates in whole batches, got {len(waiting)} samples for batches of"
+            f"TensorRT calibrates in whole batches, got {len(pending)} samples for batches of"
             f" {size}; give more of them or a smaller batch"
         )
 
@@ -313,25 +308,25 @@ def set_phase(prepared: nn.Module, *, observe: bool, quantize: bool) -> None:
 
 
 def calibrate(prepared: nn.Module, batches: Iterable[Any], *, search: Search = BY_DEFAULT) -> int:
-    """Find the range of every fake quantizer from batches; gives how many runs that took.
+    """Set the range of every fake quantizer from batches; return the number of runs.
 
-    Afterwards the fake quantizers are on and follow nothing.
+    Afterwards the fake quantizers are on and do not observe.
 
     Args:
-        prepared: by `deploy.fx.prepare`.
-        batches: a tensor, or a tuple of inputs, each; batch first. Their size changes nothing.
-        search: of `deploy.fx.fakequant.search_for`.
+        prepared: a model from `deploy.fx.prepare`.
+        batches: each a tensor or a tuple of inputs, batch first; any batch size gives the same.
+        search: from `deploy.fx.fakequant.search_for`.
 
     Raises:
         ConfigError: the search is not defined for the grid.
         FeedError: no batch.
-        CalibrationError: NaN or Inf in a tensor, or a tensor that no data reached.
+        CalibrationError: NaN or Inf in a tensor, or no data reached a tensor.
     """
     quants = [module for module in prepared.modules() if isinstance(module, FakeQuant)]
     for quant in quants:
         search.check(quant.grid)
     set_phase(prepared, observe=False, quantize=False)
-    _round_weights(prepared, search.rounded_weights)
+    _set_weight_rounding(prepared, search.rounded_weights)
     training = prepared.training
     prepared.eval()
     recorders, count = observed(prepared, batches, search.statistic)
@@ -347,30 +342,30 @@ def calibrate(prepared: nn.Module, batches: Iterable[Any], *, search: Search = B
 
 
 def _range(quant: FakeQuant, recorders: Recorders, search: Search) -> OnGrid:
-    """(scale, zero_point) of what a quantizer has its range of: itself, or what it watches."""
-    found = []
+    """Return (scale, zero_point) of a quantizer, from its own tensor or from its watches."""
+    ranges = []
     for source in quant.watches or [quant]:
         if source not in recorders:
             raise no_data(quant.name)
-        found.append(search.on(recorders[source], quant.grid, source.reach))
-    return widest(found, quant.grid)
+        ranges.append(search.on(recorders[source], quant.grid, source.reach))
+    return widest(ranges, quant.grid)
 
 
-def _round_weights(prepared: nn.Module, enabled: bool) -> None:
+def _set_weight_rounding(prepared: nn.Module, enabled: bool) -> None:
     for module in prepared.modules():
         if isinstance(module, WeightQuant):
             module.enabled = enabled
 
 
 def float_form(prepared: nn.Module) -> nn.Module:
-    """A copy of a prepared model that computes in float with the weights it has by now."""
-    form = copy.deepcopy(prepared).eval()
-    set_phase(form, observe=False, quantize=False)
-    return form
+    """Return a copy of a prepared model that computes in float with its present weights."""
+    copied = copy.deepcopy(prepared).eval()
+    set_phase(copied, observe=False, quantize=False)
+    return copied
 
 
 def freeze_norms(prepared: nn.Module) -> int:
-    """Stop all BatchNorms trained with their layers from following the batch; gives how many."""
+    """Freeze the statistics of all BatchNorms trained with their layers; return how many."""
     layers = [module for module in prepared.modules() if isinstance(module, QatConvBn)]
     for layer in layers:
         layer.frozen = True
@@ -378,6 +373,5 @@ def freeze_norms(prepared: nn.Module) -> int:
 
 
 def observers_of(prepared: nn.Module) -> dict[str, FakeQuant]:
-    """Tensor name -> its `FakeQuant`, in the model's order."""
-    found = [module for module in prepared.modules() if isinstance(module, FakeQuant)]
-    return {quant.name: quant for quant in found}
+    """Return tensor name -> its `FakeQuant`, in the model's order."""
+    return {quant.name: quant for quant in prepared.modules() if isinstance(quant, FakeQuant)}

@@ -1,10 +1,8 @@
-"""Where a model computes: on the CPU, on a GPU, or on torch's meta device, where nothing is.
+"""Devices, silenced output and random state of torch.
 
-Without what torch.export and its exporter write on stderr: notes, warnings, and whole graphs.
-
-What goes wrong arrives as an exception, which becomes a sentence.
-
-The state of every generator that a training may draw from, as tensors and plain values.
+- Devices: CPU, GPU, or torch's meta device, whose tensors have no values.
+- `quiet`: hides what torch.export and the ONNX exporter print; failures still raise.
+- `state`, `restore`: all random generators that a training may use, as tensors and plain values.
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ CPU = torch.device("cpu")
 
 
 def find_device(text: str) -> torch.device:
-    """`cpu`, `cuda`, `cuda:1`, `meta` or another that torch knows -> the device.
+    """Return the torch device named `cpu`, `cuda`, `cuda:1`, `meta`, or any other torch supports.
 
     Raises:
-        ConfigError: torch knows no such device.
-        SdkMissingError: it is not on this machine.
+        ConfigError: torch has no such device.
+        SdkMissingError: it is not available on this machine.
     """
     try:
         device = torch.device(text)
@@ -40,7 +38,7 @@ def find_device(text: str) -> torch.device:
         raise ConfigError(f"a device is cpu, cuda, cuda:1 or meta, got {text!r}") from error
     try:
         torch.empty(1, device=device)
-    except Exception as error:  # each device says in its own way that it is not here
+    except Exception as error:  # the error class depends on the device
         raise SdkMissingError(
             f"a model computes on a device of this machine, and torch has no {text} here"
             f" ({first_line(error)}); give --device cpu, or install a build of torch for it"
@@ -49,24 +47,24 @@ def find_device(text: str) -> torch.device:
 
 
 def refuse_meta(device: torch.device, what: str) -> None:
-    """Raise `ConfigError` where values are needed and the device has none."""
+    """Raise `ConfigError` for the meta device, if `what` needs values."""
     if device.type == "meta":
         raise ConfigError(f"{what} needs values, and the meta device holds none; give another one")
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of the model's first parameter or buffer; the CPU where it has none."""
+    """Return the device of the model's first parameter or buffer; the CPU if it has none."""
     tensors = (*model.parameters(), *model.buffers())
     return tensors[0].device if tensors else CPU
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Tensors, also within tuples, lists and dicts, on a device; all else as it is."""
+    """Move tensors, also in tuples, lists and dicts, to a device; other values are unchanged."""
     return mapped(value, lambda tensor: tensor.to(device))
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Tensors, also within tuples, lists and dicts, changed; all else as it is."""
+    """Apply `change` to tensors, also in tuples, lists and dicts; other values are unchanged."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -79,9 +77,9 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 class Reached(nn.Module):
-    """A model that takes inputs from any device and gives its outputs there.
+    """Wraps a model so that it takes inputs from any device and returns outputs there.
 
-    For code of the user's that was written for the CPU, such as `Task.evaluate`.
+    For user code that was written for the CPU, such as `Task.evaluate`.
     """
 
     def __init__(self, model: nn.Module):
@@ -89,19 +87,19 @@ class Reached(nn.Module):
         self.model = model
 
     def forward(self, *inputs: Any) -> Any:
-        """The model's outputs, on the device of the first input that is a tensor."""
-        homes = [value.device for value in inputs if isinstance(value, torch.Tensor)]
+        """Return the model's outputs on the device of the first tensor input."""
+        devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
         output = self.model(*moved(inputs, device_of(self.model)))
-        return moved(output, homes[0]) if homes else output
+        return moved(output, devices[0]) if devices else output
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Until the block ends, nothing that this thread logs, warns of or prints on stderr shows."""
+    """Hide this thread's logging, warnings and stderr inside the `with` block."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # torch's loggers have handlers and levels of their own
     try:
-        with warnings.catch_warnings(), redirect_stderr(_Elsewhere()):
+        with warnings.catch_warnings(), redirect_stderr(_ThreadStderr()):
             for kind in (DeprecationWarning, FutureWarning, UserWarning):
                 warnings.simplefilter("ignore", kind)
             yield
@@ -109,18 +107,18 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-class _Elsewhere:
-    """Stderr for all threads but the one that made this: progress is told by another."""
+class _ThreadStderr:
+    """Stderr that drops what the creating thread writes; another thread shows the progress."""
 
     def __init__(self) -> None:
-        self._hushed, self._stream = threading.get_ident(), sys.stderr
+        self._silenced, self._stream = threading.get_ident(), sys.stderr
 
     def write(self, text: str) -> int:
-        """Nothing, or what stderr does."""
-        return len(text) if threading.get_ident() == self._hushed else self._stream.write(text)
+        """Write to stderr, except from the silenced thread."""
+        return len(text) if threading.get_ident() == self._silenced else self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
-        """All else of stderr."""
+        """Delegate to stderr."""
         return getattr(self._stream, name)
 
 
@@ -128,7 +126,7 @@ State = dict[str, Any]
 
 
 def state() -> State:
-    """Of torch on the CPU and on every GPU, of numpy and of Python."""
+    """Return the random state of torch (CPU and every GPU), numpy and Python."""
     version, words, gauss = random.getstate()
     name, key, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (a user's own)
     return {
@@ -147,7 +145,7 @@ def state() -> State:
 
 @contextmanager
 def seeded(seed: int = 0) -> Iterator[None]:
-    """Torch's generators begin at a seed until the block ends, and go on where they were."""
+    """Seed torch's generators inside the `with` block and restore them afterwards."""
     cpu = torch.get_rng_state()
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     torch.manual_seed(seed)
@@ -155,22 +153,22 @@ def seeded(seed: int = 0) -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(cpu)
-        for device, one in enumerate(gpus):
-            torch.cuda.set_rng_state(one, device)
+        for device, gpu_state in enumerate(gpus):
+            torch.cuda.set_rng_state(gpu_state, device)
 
 
 def restore(saved: State) -> None:
-    """Go on from `state()`; GPUs that are not here are left out.
+    """Restore a random state from `state`; missing GPUs are ignored.
 
     Raises:
-        KeyError, TypeError, ValueError, RuntimeError: it is none.
+        KeyError, TypeError, ValueError, RuntimeError: `saved` is not such a state.
     """
     torch.set_rng_state(saved["torch"])
-    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for device, one in enumerate(saved["cuda"][:here]):
-        torch.cuda.set_rng_state(one, device)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device, gpu_state in enumerate(saved["cuda"][:gpus]):
+        torch.cuda.set_rng_state(gpu_state, device)
     name, key, position, has_gauss, cached = saved["numpy"]
-    words = key.numpy().astype(np.uint32)
-    np.random.set_state((name, words, position, has_gauss, cached))  # noqa: NPY002
-    version, held, gauss = saved["python"]
-    random.setstate((version, tuple(held.tolist()), gauss))
+    numpy_words = key.numpy().astype(np.uint32)
+    np.random.set_state((name, numpy_words, position, has_gauss, cached))  # noqa: NPY002
+    version, words, gauss = saved["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))

@@ -1,14 +1,14 @@
-"""Distillation: the int8 student follows a float teacher, in its maps and in its logits.
+"""Knowledge distillation from a float teacher, and checkpoints of quantization-aware training.
 
-Channel-wise: each channel's map, as a distribution over positions, is brought near the teacher's::
+Channel-wise distillation compares each channel's map, as a distribution over positions::
 
     phi(y)[n, c, i] = softmax over i of y[n, c, i] / T
     loss = T^2 / (N * C) * sum over n, c of KL(phi(teacher) || phi(student))
 
+Checkpoints hold tensors and plain values only, and are written atomically.
+
 Sources: C. Shu et al., 2021, "Channel-wise Knowledge Distillation for Dense Prediction", equations
 4-5; logits: G. Hinton et al., 2015, "Distilling the Knowledge in a Neural Network".
-
-Checkpoints of a training for int8: tensors and plain values, written whole or not at all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from deploy.fx.source import read_tensors
 def channel_wise_loss(
     student: torch.Tensor, teacher: torch.Tensor, temperature: float = 4.0
 ) -> torch.Tensor:
-    """[N, C, ...] maps of equal shape -> scalar, 0 where each channel has the teacher's form."""
+    """Return the channel-wise loss of [N, C, ...] maps of equal shape: a scalar, 0 if equal."""
     channels = student.shape[0] * student.shape[1]
     ours = functional.log_softmax(student.reshape(channels, -1) / temperature, dim=1)
     theirs = functional.log_softmax(teacher.reshape(channels, -1) / temperature, dim=1)
@@ -46,7 +46,7 @@ def channel_wise_loss(
 def logit_loss(
     student: torch.Tensor, teacher: torch.Tensor, temperature: float = 4.0
 ) -> torch.Tensor:
-    """[N, C] logits -> scalar: T^2 times the mean divergence of the class distributions."""
+    """Return the loss of [N, C] logits: T^2 times the mean KL divergence of the classes."""
     ours = functional.log_softmax(student / temperature, dim=1)
     theirs = functional.log_softmax(teacher / temperature, dim=1)
     divergence = functional.kl_div(ours, theirs, reduction="batchmean", log_target=True)
@@ -54,19 +54,19 @@ def logit_loss(
 
 
 class Distiller:
-    """Runs the teacher beside the student and adds up how far apart they are.
+    """Runs the teacher on the student's inputs and computes the distillation loss.
 
     Args:
         student: a prepared model.
-        teacher: a float model; its norms are folded, so that maps of equal names compare.
-        layers: (student's module, teacher's module) pairs; by default the student's last
-            convolution with its namesake.
-        inputs: example inputs, to capture the teacher with.
+        teacher: a float model; its norms are folded, so that layers of equal name compare.
+        layers: (student's module, teacher's module) pairs to compare; by default the student's
+            last convolution and the teacher's layer of that name.
+        inputs: example inputs for capturing the teacher.
         temperature: T above.
 
     Raises:
-        ConfigError: a layer that one of them does not have.
-        ModelError: the teacher cannot be traced.
+        ConfigError: one of the models has no such layer.
+        ModelError: the teacher cannot be captured.
     """
 
     def __init__(
@@ -92,16 +92,16 @@ class Distiller:
         ]
 
     def loss(self, inputs: tuple[Any, ...], output: Any) -> torch.Tensor:
-        """Distance of the student's last forward, which gave `output`, from the teacher's.
+        """Return the loss of the student's last forward, which returned `output`.
 
         Raises:
-            ModelError: maps or logits of different shapes.
+            ModelError: maps or logits have different shapes.
         """
         with torch.no_grad():
-            wanted = self.teacher(*inputs)
+            expected = self.teacher(*inputs)
         pairs = [(self._maps["student", a], self._maps["teacher", b]) for a, b in self.pairs]
         total = torch.zeros(())
-        for ours, theirs in [*pairs, *zip(tensors_of(output), tensors_of(wanted), strict=True)]:
+        for ours, theirs in [*pairs, *zip(tensors_of(output), tensors_of(expected), strict=True)]:
             if ours.shape != theirs.shape:
                 raise ModelError(
                     f"student and teacher must give equal shapes, got {tuple(ours.shape)} and"
@@ -112,7 +112,7 @@ class Distiller:
         return total
 
     def close(self) -> None:
-        """Take the hooks off both models."""
+        """Remove the hooks from both models."""
         for hook in self._hooks:
             hook.remove()
 
@@ -150,14 +150,14 @@ def marks(
     teacher: nn.Module | None,
     settings: Mapping[str, object],
 ) -> Marks:
-    """What a training is known by: the name of each part that must be the same -> sha256 (hex).
+    """Return the fingerprint of a training: name of each part -> sha256 (hex).
 
     Args:
-        model: the float model, whose values count.
-        prepared: made of it; its names and shapes count, and not the ranges, which a machine may
-            round otherwise.
-        optimizer: its class and options count.
-        teacher: whose values count too.
+        model: the float model; its values are hashed.
+        prepared: the prepared model; its names and shapes are hashed, but not its ranges, which
+            may be rounded differently on another machine.
+        optimizer: its class and options are hashed.
+        teacher: its values are hashed.
         settings: name -> value.
     """
     shapes = [(name, list(value.shape)) for name, value in prepared.state_dict().items()]
@@ -165,14 +165,14 @@ def marks(
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
-    found: dict[str, object] = {
+    parts: dict[str, object] = {
         "form of the model": shapes,
         "float weights": _values(model),
         "optimizer": (type(optimizer).__name__, groups),
         "teacher": None if teacher is None else _values(teacher),
     }
-    found |= settings
-    return {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in found.items()}
+    parts |= settings
+    return {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in parts.items()}
 
 
 def save(
@@ -183,7 +183,7 @@ def save(
     optimizer: torch.optim.Optimizer,
     losses: list[float],
 ) -> None:
-    """Write all that the next epoch needs: weights, ranges, momenta, random state."""
+    """Write a checkpoint: weights, ranges, optimizer state, random state, losses."""
     state = {
         "format": _FORMAT,
         "marks": mark,
@@ -201,10 +201,10 @@ def save(
 def resume(
     path: Path, mark: Marks, prepared: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[int, list[float]]:
-    """Put a checkpoint back; gives (the next epoch, losses so far).
+    """Load a checkpoint into model and optimizer; return (next epoch, losses so far).
 
     Raises:
-        CacheError: the file is broken, or of another model or other settings.
+        CacheError: the file is broken, or from another model or other settings.
     """
     try:
         state: Any = read_tensors(path, own=True)
@@ -224,11 +224,11 @@ def resume(
         raise CacheError(f"{path} is damaged; remove it to start anew") from error
 
 
-def _refuse_others(path: Path, mark: Marks, kept: Any) -> None:
-    if kept == mark:
+def _refuse_others(path: Path, mark: Marks, stored: Any) -> None:
+    if stored == mark:
         return
-    known = kept if isinstance(kept, dict) else {}
-    other = [name for name, value in mark.items() if known.get(name) != value]
+    stored = stored if isinstance(stored, dict) else {}
+    other = [name for name, value in mark.items() if stored.get(name) != value]
     raise CacheError(
         f"{path} must be of this training, and is of another {', '.join(other) or 'one'};"
         " give another --checkpoint, or remove it to start anew"
@@ -236,7 +236,7 @@ def _refuse_others(path: Path, mark: Marks, kept: Any) -> None:
 
 
 def _values(model: nn.Module) -> str:
-    """Sha256 (hex) of the names and values of a model's state, wherever it lies."""
+    """Return the sha256 (hex) of the names and values of a model's state, on any device."""
     digest = hashlib.sha256()
     for name, value in model.state_dict().items():
         digest.update(repr((name, str(value.dtype), list(value.shape))).encode())

@@ -1,10 +1,8 @@
-"""A PyTorch model -> ONNX, in float or with QuantizeLinear and DequantizeLinear, and the proof.
+"""Export a PyTorch model to ONNX, in float or with Q/DQ nodes, and compare it with torch.
 
-Always the exporter that stands on torch.export: the older one silently keeps one branch of an `if`
-on data. The opset is read back from what was written, since the exporter keeps its own where it
-cannot convert down.
-
-What is changed in an ONNX model that torch's exporter wrote: names, notes, and one operator.
+Only the exporter based on torch.export is used: the older one silently keeps one branch of a
+data-dependent `if`. The opset is checked afterwards, because the exporter keeps its own if it
+cannot convert down. The exported model is then cleaned up: output names, metadata, one operator.
 """
 
 from __future__ import annotations
@@ -37,24 +35,24 @@ if TYPE_CHECKING:
 
 
 def plain(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy without the exporter's notes, and with GlobalAveragePool by its name.
+    """Return a copy without the exporter's metadata, and with ReduceMean as GlobalAveragePool.
 
-    The notes hold paths of this machine. The exporter writes the pool as ReduceMean, for which
-    runtimes have no int8 kernel.
+    The metadata holds paths of this machine. Runtimes have no int8 kernel for ReduceMean, which the
+    exporter writes for a global average pool.
     """
-    copy = copied(model)
-    graph = copy.graph
-    for holder in (copy, graph, *graph.node, *graph.initializer, *graph.value_info):
+    result = copied(model)
+    graph = result.graph
+    for holder in (result, graph, *graph.node, *graph.initializer, *graph.value_info):
         del holder.metadata_props[:]
         holder.ClearField("doc_string")
     for value in (*graph.input, *graph.output):
         del value.metadata_props[:]
-    _name_global_pools(graph)
-    return copy
+    _restore_global_pools(graph)
+    return result
 
 
 def name_outputs(model: onnx.ModelProto, program: ExportedProgram | None) -> None:
-    """Call what a forward returns in a dict by its key, `outer_inner` in several; in place.
+    """Name outputs returned in a dict by their key, nested ones `outer_inner`; in place.
 
     Outputs in tuples and lists keep the names that the exporter gave them.
     """
@@ -65,28 +63,28 @@ def name_outputs(model: onnx.ModelProto, program: ExportedProgram | None) -> Non
     paths = [path for path, value in leaves if isinstance(value, fx.Node)]
     outputs = [value.name for value in model.graph.output]
     if len(paths) != len(outputs) or len({*outputs}) != len(outputs):
-        return  # one tensor in two places has one name
+        return  # a tensor that is returned twice has one name
     taken = {value.name for value in model.graph.input} | {*outputs}
     new: dict[str, str] = {}
     for name, path in zip(outputs, paths, strict=True):
         if any(isinstance(key, pytree.MappingKey | pytree.GetAttrKey) for key in path):
-            new[name] = _free("_".join(map(_step, path)), taken)
+            new[name] = _unique_name("_".join(map(_key_name, path)), taken)
     _rename(model.graph, new)
 
 
 def _paths(spec: Any) -> list[Sequence[Any]]:
-    """The way to each leaf of an output."""
+    """Return the pytree path of each leaf of an output."""
     numbered = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
     return [path for path, _ in pytree.tree_flatten_with_path(numbered)[0]]
 
 
-def _step(key: Any) -> str:
+def _key_name(key: Any) -> str:
     if isinstance(key, pytree.MappingKey):
         return str(key.key)
     return str(key.name if isinstance(key, pytree.GetAttrKey) else key.idx)
 
 
-def _free(name: str, taken: set[str]) -> str:
+def _unique_name(name: str, taken: set[str]) -> str:
     while name in taken:
         name += "_out"
     taken.add(name)
@@ -94,18 +92,18 @@ def _free(name: str, taken: set[str]) -> str:
 
 
 def _rename(graph: onnx.GraphProto, new: dict[str, str]) -> None:
-    """Give values other names, wherever they are made, read or described."""
+    """Rename values everywhere; inner values whose name is needed get "_inner"."""
     inner = {name for node in graph.node for name in node.output} - {*new}
-    away = {name: f"{name}_inner" for name in inner & {*new.values()}}
-    names = {**new, **away}
+    displaced = {name: f"{name}_inner" for name in inner & {*new.values()}}
+    names = {**new, **displaced}
     for node in graph.node:
-        for held in (node.input, node.output):
-            held[:] = [names.get(name, name) for name in held]
+        for values in (node.input, node.output):
+            values[:] = [names.get(name, name) for name in values]
     for value in (*graph.output, *graph.value_info):
         value.name = names.get(value.name, value.name)
 
 
-def _name_global_pools(graph: onnx.GraphProto) -> None:
+def _restore_global_pools(graph: onnx.GraphProto) -> None:
     ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in _values(graph)}
     constants = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
@@ -119,11 +117,11 @@ def _name_global_pools(graph: onnx.GraphProto) -> None:
 def _is_global_pool(
     node: onnx.NodeProto, ranks: dict[str, int], constants: dict[str, onnx.TensorProto]
 ) -> bool:
-    """Whether it is the mean over H and W of [N, C, H, W], both kept as 1."""
+    """Return whether a ReduceMean is the mean over H and W of [N, C, H, W] with keepdims."""
     from onnx import numpy_helper
 
-    kept = attributes(node).get("keepdims", 1)
-    if len(node.input) != 2 or node.input[1] not in constants or not kept:
+    keepdims = attributes(node).get("keepdims", 1)
+    if len(node.input) != 2 or node.input[1] not in constants or not keepdims:
         return False
     axes = np.asarray(numpy_helper.to_array(constants[node.input[1]])).reshape(-1)
     return ranks.get(node.input[0]) == 4 and sorted(int(a) % 4 for a in axes) == [2, 3]
@@ -134,10 +132,10 @@ def _values(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
 
 
 OPSET = 18
-FLOAT_TOLERANCE = 1e-4  # of the largest output: sums in another order, no more
-ROUNDING = 16  # times the error of float32, where that is more
+FLOAT_TOLERANCE = 1e-4  # relative to the largest output: only the order of sums differs
+ROUNDING = 16  # times the model's float32 error, if that is more
 FIXED_BATCH = "export it with a fixed batch (calib8 export --static-batch) and go on from the file"
-UNTOLD = "the outputs are the same whatever goes in, so this proves nothing; load --weights"
+UNTOLD = "the outputs do not depend on the input, so this proves nothing; load --weights"
 
 
 @phase("exporting")
@@ -148,20 +146,20 @@ def to_onnx(
     opset: int = OPSET,
     dynamic_batch: bool = True,
 ) -> onnx.ModelProto:
-    """Export a float model, or a converted one (`deploy.fx.convert.convert`) with its Q/DQ.
+    """Export a float model, or a converted one (`deploy.fx.convert.convert`) with Q/DQ nodes.
 
     Args:
         model: in eval mode.
-        inputs: example inputs; with dynamic_batch their first dimension is the batch.
-        opset: of the default domain; 18 is what every target here reads.
-        dynamic_batch: leave the batch open in the file, as "batch".
+        inputs: example inputs; with dynamic_batch dimension 0 is the batch.
+        opset: of the default domain; all targets read 18.
+        dynamic_batch: make the batch dynamic, named "batch".
 
     Raises:
-        ModelError: torch.export cannot follow the model, or not with an open batch.
-        ExportError: the exporter did not keep the opset that was asked for.
+        ModelError: torch.export cannot follow the model, or the model fixes the batch.
+        ExportError: the exporter cannot write this opset.
     """
     refuse_prepared(model)
-    # copies: the same tensor twice would be taken for one input
+    # copies, because the same tensor twice would become one input
     inputs = [_at_least_two(x) if dynamic_batch else x.clone() for x in inputs]
     batch = torch.export.Dim("batch")
     shapes = tuple({0: batch} for _ in inputs) if dynamic_batch else None
@@ -184,24 +182,24 @@ def to_onnx(
     name_outputs(written, program.exported_program)
     _check_opset(written, opset)
     if dynamic_batch:
-        _check_batch_is_open(written)
+        _check_dynamic_batch(written)
     return plain(written)
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How an ONNX model's outputs compare with those of the torch model it came from.
+    """Comparison of an ONNX model's outputs with those of the torch model it was exported from.
 
     Attributes:
-        samples: how many were compared.
+        samples: number of samples compared.
         max_difference: largest absolute difference of any output value.
         max_output: largest absolute value of the torch model's outputs.
-        argmax: share of the last output's rows, along dimension 1, whose largest value is at the
-            same place, 0 to 1.
-        codes: max_difference in steps of the last quantized tensor; None for a float model, and
-            where there are several outputs.
-        batches: the sizes of batches that were run.
-        telling: whether an output changes with the input, without which agreement proves nothing.
+        argmax: fraction of the last output's rows with the same arg-max along dimension 1.
+        codes: max_difference in steps of the last quantized tensor; None for a float model or
+            several outputs.
+        batches: batch sizes that were run.
+        telling: whether an output depends on the input; if not, agreement proves nothing.
+        rows: rows of `argmax`; 0 or the number of samples if each sample has one.
     """
 
     samples: int
@@ -211,23 +209,23 @@ class Agreement:
     codes: float | None
     batches: tuple[int, ...] = ()
     telling: bool = True
-    rows: int = 0  # of which argmax is told; 0 or as many as samples where each has one
+    rows: int = 0
 
     @property
     def untold(self) -> str | None:
-        """A sentence where agreement proves nothing."""
+        """A warning if agreement proves nothing, else None."""
         return None if self.telling else UNTOLD
 
     def __str__(self) -> str:
         codes = f", {self.codes:.2f} steps of the last scale" if self.codes is not None else ""
         sizes = f" in batches of {' and '.join(map(str, self.batches))}" if self.batches else ""
-        silent = f"; {self.untold}" if self.untold else ""
-        several = self.rows not in (0, self.samples)
-        of = f" of {self.rows} positions in the last output" if several else ""
+        warning = f"; {self.untold}" if self.untold else ""
+        dense = self.rows not in (0, self.samples)
+        rows = f" of {self.rows} positions in the last output" if dense else ""
         return (
             f"onnxruntime against torch on {self.samples} samples{sizes}: same arg-max"
-            f" {100 * self.argmax:.2f}%{of}, largest difference {self.max_difference:.3g}{codes}"
-            f" (largest output {self.max_output:.3g}){silent}"
+            f" {100 * self.argmax:.2f}%{rows}, largest difference {self.max_difference:.3g}{codes}"
+            f" (largest output {self.max_output:.3g}){warning}"
         )
 
 
@@ -239,21 +237,22 @@ def compare(
     optimized: bool = True,
     kernels: bool = True,
 ) -> Agreement:
-    """Run batches through onnxruntime and through torch.
+    """Run batches in ONNX Runtime and in torch, and compare the outputs.
 
     Args:
-        exported: what `to_onnx` gave for `model`.
+        exported: `to_onnx` of `model`.
         model: the float or converted model.
         batches: each the inputs of one run, batch first.
-        optimized: let onnxruntime fuse operators, as in use; without, each runs as ONNX defines it.
-        kernels: let it fuse into int8 kernels; not of a model for another runtime, whose weights
-            they may saturate.
+        optimized: allow graph optimization, as in deployment; else each operator runs as ONNX
+            defines it.
+        kernels: allow int8 kernels; set False for models of other runtimes, whose weights may
+            saturate them.
     """
     session = OrtSession.open(exported, threads=1, optimize=optimized, int8_kernels=kernels)
     names = [spec.name for spec in session.inputs]
     worst = largest = 0.0
     same = samples = rows = outputs = 0
-    varied: dict[bool, bool] = {}  # by whether there is another sample to compare with
+    varied: dict[bool, bool] = {}  # batch has several samples -> an output varies
     for batch in batches:
         feed = {n: x.detach().cpu().numpy() for n, x in zip(names, batch, strict=True)}
         theirs = [torch.from_numpy(np.array(value)) for value in session.run(feed).values()]
@@ -282,74 +281,74 @@ def compare(
 def check_float(
     exported: onnx.ModelProto, model: nn.Module, inputs: Sequence[torch.Tensor]
 ) -> Agreement:
-    """`compare` of a float export, where its batch is open also for another batch.
+    """Check a float export with `compare`, if its batch is dynamic also with another batch size.
 
-    Outputs may differ by `FLOAT_TOLERANCE` of the largest, or by some times what float32 itself
-    errs in this model, which a run in float64 tells.
+    Outputs may differ by `FLOAT_TOLERANCE` of the largest, or by `ROUNDING` times the model's own
+    float32 error, measured against float64.
 
     Raises:
-        ExportError: they differ by more, or the file does not run for another batch.
+        ExportError: they differ by more, or the file does not run with another batch size.
     """
     batches = [tuple(inputs)]
-    if _batch_is_open(exported):
+    if _has_dynamic_batch(exported):
         batches.append(other_batch(inputs))
     try:
-        found = compare(exported, model, batches)
+        agreement = compare(exported, model, batches)
     except BackendError as error:
         sizes = " and ".join(str(len(batch[0])) for batch in batches)
         raise ExportError(
             f"an exported model must run in onnxruntime for batches of {sizes}, got:"
             f" {first_line(error)}; {FIXED_BATCH}"
         ) from error
-    allowed = FLOAT_TOLERANCE * found.max_output
-    if not found.max_difference <= allowed:
-        allowed = max(allowed, ROUNDING * max(_rounding(model, batch) for batch in batches))
-    if not found.max_difference <= allowed:
+    allowed = FLOAT_TOLERANCE * agreement.max_output
+    if not agreement.max_difference <= allowed:
+        allowed = max(allowed, ROUNDING * max(_float32_error(model, batch) for batch in batches))
+    if not agreement.max_difference <= allowed:
         raise ExportError(
-            f"an exported model must compute what torch computes, got: {found}; report it with the"
-            " model, or rewrite what computes otherwise there"
+            f"an exported model must compute what torch computes, got: {agreement}; report it with"
+            " the model, or rewrite what computes otherwise there"
         )
-    return found
+    return agreement
 
 
 def other_batch(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Inputs with other samples more, of another number than the two that torch.export is shown."""
-    more = 2 if len(inputs[0]) == 1 else 1
-    return tuple(torch.cat([x, x[:1].flip(-1).expand(more, *x.shape[1:])]) for x in inputs)
+    """Append samples to a batch, to a size other than the 2 with which torch.export ran."""
+    count = 2 if len(inputs[0]) == 1 else 1
+    return tuple(torch.cat([x, x[:1].flip(-1).expand(count, *x.shape[1:])]) for x in inputs)
 
 
-def _rounding(model: nn.Module, inputs: Sequence[torch.Tensor]) -> float:
-    """By how much the outputs of float32 differ from those of float64; 0 where it has none."""
+def _float32_error(model: nn.Module, inputs: Sequence[torch.Tensor]) -> float:
+    """Return the largest difference from a run in float64; 0 if the model cannot run in it."""
     doubled = [x.double() if x.is_floating_point() else x for x in inputs]
     try:
         with torch.no_grad():
             exact = tensors_of(copy.deepcopy(model).double()(*doubled))
             ours = tensors_of(model(*inputs))
-    except Exception:  # a forward that names its dtype; what it raises is anything
+    except Exception:  # a forward with a fixed dtype may raise anything
         return 0.0
     return max((difference(a, b) for a, b in zip(ours, exact, strict=True)), default=0.0)
 
 
 def _varies(output: torch.Tensor) -> bool:
-    """Whether an output differs from sample to sample; of one sample, from value to value."""
+    """Return whether an output varies between samples; for one sample, between values."""
     if output.ndim and len(output) > 1:
         return bool((output != output[:1]).any())
     return bool((output != output.reshape(-1)[:1]).any())
 
 
 def refuse_prepared(model: nn.Module) -> None:
-    """Raise `ExportError` for a model that was prepared and not converted."""
+    """Raise `ExportError` for a model that is prepared but not converted."""
     if any(isinstance(module, FakeQuant) for module in model.modules()):
         raise ExportError("a prepared model must be converted before export: convert(prepared)")
 
 
 def _at_least_two(x: torch.Tensor) -> torch.Tensor:
-    """A batch of one would be taken for a constant 1."""
+    """Repeat a batch of 1, which torch.export would take for a constant."""
     return x.clone() if x.shape[0] > 1 else torch.cat([x, x])
 
 
 def _exportable(model: nn.Module) -> nn.Module:
-    """A copy of `model` whose quantizers write ONNX operators in place of computing."""
+    """Return a copy of `model` whose quantizers emit ONNX operators."""
     exportable = copy.deepcopy(model).eval()
     for module in exportable.modules():
         if isinstance(module, FixedQuant | DynamicQuant | IntLayer):
@@ -358,34 +357,34 @@ def _exportable(model: nn.Module) -> nn.Module:
 
 
 def explained(error: Exception, dynamic_batch: bool) -> str:
-    """One sentence on why torch.export or the exporter failed, with the user's line."""
+    """Return one sentence on why torch.export or the exporter failed, with the user's line."""
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__
     where = line_of(root) or line_of(error)
     on_data = "DataDependent" in type(root).__name__
-    way = f"{FIXED_BATCH}, or " if dynamic_batch and not on_data else ""
+    fixed_batch = f"{FIXED_BATCH}, or " if dynamic_batch and not on_data else ""
     return (
-        f"torch.export must be able to follow the model, got {type(root).__name__}: {_said(root)}"
-        + (f" at {where}" if where else "")
-        + f"; {way}rewrite what depends on data"
+        f"torch.export must be able to follow the model, got {type(root).__name__}:"
+        f" {_summary(root)}" + (f" at {where}" if where else "") + f"; {fixed_batch}rewrite what"
+        " depends on data"
     )
 
 
-def _said(error: BaseException) -> str:
-    """The first line of torch's message that says something, and the next where it is a heading."""
+def _summary(error: BaseException) -> str:
+    """Return the first line of torch's message, with the second if the first is a heading."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = " ".join(lines[:2]) if lines and lines[0].endswith(":") else first_line(error)
-    return said[:300]
+    text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else first_line(error)
+    return text[:300]
 
 
-def _batch_is_open(model: onnx.ModelProto) -> bool:
+def _has_dynamic_batch(model: onnx.ModelProto) -> bool:
     shapes = [value.type.tensor_type.shape.dim for value in model.graph.input]
     return all(dims and dims[0].dim_param for dims in shapes)
 
 
-def _check_batch_is_open(model: onnx.ModelProto) -> None:
-    """Torch's exporter keeps a batch that the model fixes, and says nothing."""
+def _check_dynamic_batch(model: onnx.ModelProto) -> None:
+    """Raise `ModelError` if the exporter silently kept a batch that the model fixes."""
     for value in model.graph.input:
         first = value.type.tensor_type.shape.dim[0]
         if not first.dim_param:
@@ -405,7 +404,7 @@ def _check_opset(model: onnx.ModelProto, opset: int) -> None:
 
 
 def _same_argmax(left: NDArray[Any], right: NDArray[Any]) -> NDArray[np.bool_]:
-    """[N, C, ...] -> one bool for each sample, or for each position of a dense output."""
+    """Compare the arg-max of [N, C, ...] for each sample, or each position of a dense output."""
     if left.ndim < 2:
         return np.asarray(left.argmax() == right.argmax()).reshape(1)
     return np.asarray(left.argmax(1) == right.argmax(1)).reshape(-1)

@@ -1,20 +1,24 @@
-"""Fake quantization: values rounded to a grid and back, while gradients pass straight through.
+"""Fake quantization of activations: range searches, fake quantizers, and learned step sizes.
 
-::
+A fake quantizer rounds values to a grid and back::
 
     x --> round(x / scale) + zero_point, clipped to qmin..qmax --> back to real --> y
           gradient: 1 inside the clip range, 0 outside (straight-through estimator)
 
-Scale and zero point come from calibration (`deploy.fx.convert`). While training they stay, or
+Scale and zero point come from calibration (`deploy.fx.convert`). In training they stay fixed,
 follow moving averages of minimum and maximum (`observe`), or the scale is trained (`learn`).
+`observe` and `enabled` are Python bools, so that a traced graph has no data-dependent branch.
 
-`observe` and `enabled` are Python bools, never tensors: a traced or exported graph has no branch on
-data. Source: B. Jacob et al., 2018, "Quantization and Training of Neural Networks for Efficient
-Integer-Arithmetic-Only Inference", section 3.
+Calibration uses the searches of `calib8 build` on the same statistics, so that equal values give
+bit-equal scales and zero points::
 
-Rounding to a grid whose step is learned with the weights (LSQ).
+    tensor --> statistic (calibrators.statistics) --> search (calibrators.searches) --> range
+           --> calibrators.grids: scale and zero point on the target's grid, of its bits
 
-::
+A target with its own range search in `build` has it here too: AMCT's IFMR for ascend, on
+activations of layers with rounded weights.
+
+Learned step size quantization (LSQ) trains the scale s::
 
     v = x / s         n = qmin - zero_point      p = qmax - zero_point
     y = s * round(clip(v, n, p))
@@ -23,25 +27,14 @@ Rounding to a grid whose step is learned with the weights (LSQ).
     dy/dx =   0  |       1        |  0
           v <= n      between      p <= v
 
-A step has far fewer values than what it rounds and feels the sum over all of them, so its gradient
-is divided by sqrt(N * p), N the number of values that share it (of activations those of one
-sample): then it moves, relative to its size, about as fast as they do. Of a range that lies mostly
-below 0, -n stands for p. The zero point stays what calibration gave: the step widens or narrows the
-range around 0, and a real 0 stays exact.
+The gradient of a step is a sum over all N values that share it (for activations, those of one
+sample), so it is divided by sqrt(N * p); then the step changes, relative to its size, about as fast
+as the weights. For a range mostly below 0, -n replaces p. The zero point stays fixed, so a real 0
+stays exact.
 
-Source: S. Esser et al., 2020, "Learned Step Size Quantization", arXiv:1902.08153, equations 1 to 3
-and 5, section 2.2.
-
-The searches of `calibrators` on the grids of PyTorch models: what to observe, what it becomes.
-
-They are those of `calib8 build`, on the same statistics, so that the same values give the same
-scale and zero point to the bit::
-
-    tensor --> statistic (calibrators.statistics) --> search (calibrators.searches) --> range
-           --> calibrators.grids: scale and zero point on the target's grid, of its bits
-
-Where `build` does not follow a method but finds a target's ranges itself, that is the default here
-too: AMCT's IFMR for ascend, of activations that come from rounded weights.
+Sources: B. Jacob et al., 2018, "Quantization and Training of Neural Networks for Efficient
+Integer-Arithmetic-Only Inference", section 3; S. Esser et al., 2020, "Learned Step Size
+Quantization", arXiv:1902.08153, equations 1 to 3 and 5, section 2.2.
 """
 
 from __future__ import annotations
@@ -74,20 +67,20 @@ def rounded(
     *,
     shared: int,
 ) -> torch.Tensor:
-    """X on the grid, float32, same shape, with the gradients of LSQ.
+    """Round x to a grid with the gradients of LSQ; float32, same shape.
 
     Args:
         x: real values.
-        scale: one step, or one a channel in a shape that broadcasts to that of x.
-        zero: integer of a real 0, scalar.
+        scale: one step, or one per channel in a shape that broadcasts to that of x.
+        zero: zero point, scalar.
         ends: qmin and qmax.
-        shared: how many values share a step.
+        shared: number of values that share a step.
     """
-    made: torch.Tensor = _Rounded.apply(x.float(), scale, zero, ends, shared)
-    return made
+    result: torch.Tensor = _LsqRound.apply(x.float(), scale, zero, ends, shared)
+    return result
 
 
-class _Rounded(torch.autograd.Function):
+class _LsqRound(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -113,43 +106,43 @@ class _Rounded(torch.autograd.Function):
         return grad.masked_fill(under | over, 0.0), to_scale, None, None, None
 
 
-OnGrid = tuple[np.float32, int]
+OnGrid = tuple[np.float32, int]  # (scale, zero_point)
 
 
 class Search(Protocol):
-    """A way from the statistics of a tensor to its scale and zero point."""
+    """A search for scale and zero point from the statistics of a tensor."""
 
     @property
     def label(self) -> str:
-        """Its name with its parameters, as `build` reports it."""
+        """Name with parameters, as `build` reports it."""
         ...
 
     @property
     def statistic(self) -> Statistic:
-        """What is to be observed of every tensor."""
+        """Statistic to record for every tensor."""
         ...
 
     @property
     def rounded_weights(self) -> bool:
-        """Whether it is to see what layers with rounded weights make."""
+        """Whether the weights are rounded while activations are recorded."""
         ...
 
     def check(self, grid: Grid) -> None:
-        """Refuse a grid that it is not defined for."""
+        """Raise `ConfigError` for a grid that the search is not defined for."""
         ...
 
     def on(self, recorder: Recorder, grid: Grid, reach: Reach | None = None) -> OnGrid:
-        """(scale, zero_point) of a tensor that was observed, within its reach as a build has it."""
+        """Return (scale, zero_point) of a recorded tensor, its range clipped to `reach`."""
         ...
 
 
 def search_for(target: str | Target, method: Method | str | None = None) -> Search:
-    """The search of a target's ranges.
+    """Return the range search for a target.
 
     Args:
-        target: of `deploy.targets`, or its name.
-        method: of `calibrators.searches`, as "mse" or "percentile 99.9"; None for what `build`
-            takes for the target.
+        target: a target of `deploy.targets`, or its name.
+        method: a method of `calibrators.searches`, such as "mse" or "percentile 99.9"; None for
+            the default of `build` for the target.
 
     Raises:
         ConfigError: there is no such target or method.
@@ -157,18 +150,18 @@ def search_for(target: str | Target, method: Method | str | None = None) -> Sear
     chosen = named(target) if isinstance(target, str) else target
     if method is None:
         return Ifmr() if chosen.own_method else BY_DEFAULT
-    asked = Method.labelled(method) if isinstance(method, str) else method
-    whole = chosen.name == "tensorrt" and asked.name in AS_PARSED  # as in the file, cut nowhere
-    return ByMethod(asked, bounded=not whole)
+    requested = Method.labelled(method) if isinstance(method, str) else method
+    unbounded = chosen.name == "tensorrt" and requested.name in AS_PARSED  # as TensorRT has them
+    return ByMethod(requested, bounded=not unbounded)
 
 
 @dataclass(frozen=True, slots=True)
 class ByMethod:
-    """A row of `calibrators.searches.SEARCHES`.
+    """A search of `calibrators.searches.SEARCHES`.
 
     Attributes:
-        method: the row, with its parameters.
-        bounded: whether a range keeps to what its readers tell apart.
+        method: the method, with its parameters.
+        bounded: whether ranges are clipped to where their readers saturate.
     """
 
     method: Method
@@ -181,20 +174,16 @@ class ByMethod:
 
     @property
     def statistic(self) -> Statistic:
-        """Of the row."""
+        """Statistic of the method."""
         return self.method.statistic
 
     @property
     def rounded_weights(self) -> bool:
-        """No: as in `build`."""
+        """False, as in `build`."""
         return False
 
     def check(self, grid: Grid) -> None:
-        """Refuse other bits than 8 where the row is defined for these alone.
-
-        Raises:
-            ConfigError: they are other.
-        """
+        """Raise `ConfigError` if the method is defined for 8 bits only and the grid has others."""
         if self.method.integer and grid.bits != 8:
             raise ConfigError(
                 f"the method {self.method.name} is defined for 8 bits, got {grid.bits}; take mse,"
@@ -202,14 +191,14 @@ class ByMethod:
             )
 
     def on(self, recorder: Recorder, grid: Grid, reach: Reach | None = None) -> OnGrid:
-        """(scale, zero_point); of a tensor that was always 0, scale 1."""
+        """Return (scale, zero_point); scale 1 for a tensor that was always 0."""
         assert isinstance(recorder, Histogram)
         if recorder.amax == 0:
             return on_grid(0.0, 0.0, grid)
         kinds = {"symmetric": grid} if grid.symmetric else {"affine": grid}
         search = self.method.search(**kinds)
-        found = searched(recorder, search, reach if self.bounded else None)
-        ends = (-found.amax, found.amax) if grid.symmetric else (found.lo, found.hi)
+        clip = searched(recorder, search, reach if self.bounded else None)
+        ends = (-clip.amax, clip.amax) if grid.symmetric else (clip.lo, clip.hi)
         return on_grid(*ends, grid)
 
 
@@ -218,50 +207,47 @@ BY_DEFAULT: Search = ByMethod(Method.of())
 
 @dataclass(frozen=True, slots=True)
 class Ifmr:
-    """AMCT's search of activations with its own defaults."""
+    """AMCT's IFMR search of activation ranges, with AMCT's defaults."""
 
     @property
     def label(self) -> str:
-        """As AMCT names it."""
+        """AMCT's name."""
         return "AMCT's IFMR"
 
     @property
     def statistic(self) -> Statistic:
-        """Of flat memory."""
+        """Streaming histogram, of constant memory."""
         return IfmrOf()
 
     @property
     def rounded_weights(self) -> bool:
-        """AMCT calibrates after it has rounded the weights."""
+        """True: AMCT rounds the weights before it calibrates."""
         return True
 
     def check(self, grid: Grid) -> None:
-        """It takes any grid."""
+        """Accept any grid."""
 
     def on(self, recorder: Recorder, grid: Grid, reach: Reach | None = None) -> OnGrid:
-        """(scale, zero_point); of a tensor that is next to 0 throughout, scale 1.
-
-        AMCT knows no reach.
-        """
+        """Return (scale, zero_point); scale 1 for a tensor that is almost 0. `reach` is ignored."""
         assert isinstance(recorder, IfmrHistogram)
         params = IfmrParams(bits=grid.bits, with_offset=not grid.symmetric)
-        found = ifmr_streaming(recorder, params)
-        return found.scale, found.offset
+        result = ifmr_streaming(recorder, params)
+        return result.scale, result.offset
 
 
-def widest(found: Sequence[OnGrid], grid: Grid) -> OnGrid:
-    """(scale, zero_point) of a range that holds those of several tensors."""
-    if len(found) == 1:
-        return found[0]
+def widest(params: Sequence[OnGrid], grid: Grid) -> OnGrid:
+    """Return (scale, zero_point) of the smallest range that contains all those of `params`."""
+    if len(params) == 1:
+        return params[0]
     if grid.symmetric:
-        return max(scale for scale, _ in found), 0
-    lows = [(grid.qmin - zero) * float(scale) for scale, zero in found]
-    highs = [(grid.qmax - zero) * float(scale) for scale, zero in found]
+        return max(scale for scale, _ in params), 0
+    lows = [(grid.qmin - zero) * float(scale) for scale, zero in params]
+    highs = [(grid.qmax - zero) * float(scale) for scale, zero in params]
     return on_grid(min(lows), max(highs), grid)
 
 
 def on_grid(lo: float, hi: float, grid: Grid) -> OnGrid:
-    """(scale, zero_point) of a clip range on a grid, as `build` has them; scale 1 of no width."""
+    """Return (scale, zero_point) of a clip range, as in `build`; scale 1 for an empty range."""
     if not grid.symmetric:
         return affine_params(lo, hi, grid)
     scale = symmetric_scale(max(-lo, hi), grid)
@@ -269,7 +255,7 @@ def on_grid(lo: float, hi: float, grid: Grid) -> OnGrid:
 
 
 def no_data(name: str) -> CalibrationError:
-    """A tensor has no range yet."""
+    """Return the error for a tensor without a range."""
     return CalibrationError(
         f"every quantized tensor needs data, and none went through {name};"
         " calibrate first, with the inputs that reach it"
@@ -277,15 +263,15 @@ def no_data(name: str) -> CalibrationError:
 
 
 class FakeQuant(nn.Module):
-    """An activation's fake quantizer.
+    """Fake quantizer of an activation.
 
     Args:
-        grid: the target's integers.
+        grid: integer grid of the target.
         name: the tensor's name, for messages.
-        momentum: weight of a new batch in the moving average of min and max that `observe` follows;
-            1 keeps the extremes of all batches instead.
-        reach: how far its readers tell values apart (`deploy.graph.bounds`), so that no range goes
-            further; None for no end.
+        momentum: weight of a new batch in the moving average of min and max with `observe`; 1
+            takes the extremes of all batches.
+        reach: range beyond which the readers saturate (`deploy.graph.bounds`), a limit of the clip
+            range; None for no limit.
     """
 
     lo: torch.Tensor
@@ -302,23 +288,22 @@ class FakeQuant(nn.Module):
         self.name = name
         self.momentum = momentum
         self.reach = reach
-        self.watches: list[nn.Module] = []  # whose values give the range; none for what goes in
+        self.watches: list[nn.Module] = []  # sources of the range; none for its own input
         self.observe = False
         self.enabled = False
-        self.members = 1  # tensors of a batch that share this range, which is that of them all
-        self.known = False  # whether there is a range; `seen` says so of one that was loaded
+        self.members = 1  # calls per batch: tensors that share this range
+        self.known = False  # whether there is a range; `seen` > 0 if it was loaded
         self.calls = 0
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.register_buffer("lo", torch.zeros(()))
         self.register_buffer("hi", torch.zeros(()))
-        self.register_buffer("scale", torch.ones(()))  # float32: the real value of one step
-        self.register_buffer("zero_point", torch.zeros((), dtype=torch.int32))  # of a real 0
+        self.register_buffer("scale", torch.ones(()))  # float32, the real value of a step
+        self.register_buffer("zero_point", torch.zeros((), dtype=torch.int32))  # integer of 0
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def settle(self, scale: np.float32, zero: int) -> None:
-        """Take a scale and a zero point, from which following goes on."""
-        ends = ((end - zero) * float(scale) for end in (self.grid.qmin, self.grid.qmax))
-        lo, hi = ends
+        """Set scale and zero point; moving averages start from them."""
+        lo, hi = ((end - zero) * float(scale) for end in (self.grid.qmin, self.grid.qmax))
         with torch.no_grad():
             self.lo.fill_(-hi if self.grid.symmetric else lo)
             self.hi.fill_(hi)
@@ -328,7 +313,7 @@ class FakeQuant(nn.Module):
         self.known = True
 
     def learn(self) -> nn.Parameter:
-        """Let the scale be trained from now on, as a parameter of the model."""
+        """Make the scale a trainable parameter and return it."""
         if not isinstance(self.scale, nn.Parameter):
             scale = self.parameters_of_grid()[0]
             del self.scale
@@ -336,24 +321,24 @@ class FakeQuant(nn.Module):
         return self.scale
 
     def parameters_of_grid(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scale, zero_point): float32 and int32 scalars.
+        """Return (scale, zero_point): float32 and int32 scalars.
 
         Raises:
-            CalibrationError: nothing was observed.
+            CalibrationError: there is no range.
         """
         if not self.known and not self.calls and not int(self.seen):
             raise no_data(self.name)
         return self.scale, self.zero_point
 
     def calculate_qparams(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """`parameters_of_grid` under the name that custom modules expect of an observer."""
+        """As `parameters_of_grid`, under the name that torch's custom modules expect."""
         return self.parameters_of_grid()
 
     def update(self, x: torch.Tensor) -> None:
-        """Take the extremes of one tensor of a batch into the range.
+        """Update the range with the extremes of one tensor of a batch.
 
         Raises:
-            CalibrationError: the batch holds NaN or Inf.
+            CalibrationError: the tensor has NaN or Inf.
         """
         lo, hi = torch.aminmax(x.detach().float())
         if not bool(torch.isfinite(lo) & torch.isfinite(hi)):
@@ -370,7 +355,7 @@ class FakeQuant(nn.Module):
             self.lo.copy_(lo)
             self.hi.copy_(hi)
         elif self.calls == self.members:
-            self._move(lo, hi)
+            self._update_average(lo, hi)
         if self.calls == self.members:
             self.seen += 1
             self.start_batch()
@@ -379,11 +364,10 @@ class FakeQuant(nn.Module):
         self.zero_point.fill_(zero)
 
     def start_batch(self) -> None:
-        """Forget what was seen of a batch that is over, or was broken off."""
+        """Start a new batch, also after one that was interrupted."""
         self.calls, self.pending = 0, None
 
-    def _move(self, lo: torch.Tensor, hi: torch.Tensor) -> None:
-        """Follow the extremes of one more batch."""
+    def _update_average(self, lo: torch.Tensor, hi: torch.Tensor) -> None:
         if self.momentum == 1:
             self.lo.copy_(torch.minimum(self.lo, lo))
             self.hi.copy_(torch.maximum(self.hi, hi))
@@ -392,24 +376,24 @@ class FakeQuant(nn.Module):
             self.hi.lerp_(hi, self.momentum)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """X, or its rounding to the grid once enabled, float32; same shape."""
+        """Return x, or if enabled x rounded to the grid (float32); same shape."""
         if self.observe:
             self.update(x)
         return self.rounded(x) if self.enabled else x
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """X rounded to the grid of the present range."""
+        """Round x to the grid of the present range."""
         scale, zero = self.parameters_of_grid()
         ends = self.grid.qmin, self.grid.qmax
         if scale.requires_grad:
             shared = x[0].numel() if x.dim() > 1 else x.numel()
             return rounded(x, scale, zero, ends, shared=shared)
-        # float32: a value of bfloat16 (torch.autocast) has fewer digits than the grid has steps
+        # float32: bfloat16 (torch.autocast) has fewer significant bits than the grid
         return torch.fake_quantize_per_tensor_affine(x.float(), scale, zero, *ends)
 
 
 class DynamicQuant(nn.Module):
-    """An activation quantized by each batch's own range, unsigned 8 bits, as DynamicQuantizeLinear.
+    """Dynamic quantizer of an activation: uint8 with the range of each batch.
 
     Source: ONNX operator spec, DynamicQuantizeLinear.
     """
@@ -420,7 +404,7 @@ class DynamicQuant(nn.Module):
         self.exporting = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """X rounded to 256 levels between its own extremes, 0 among them."""
+        """Round x to 256 levels between its extremes, with 0 in the range."""
         if self.exporting:
             return self.symbolic(x)
         lo, hi = torch.aminmax(x)
@@ -431,11 +415,11 @@ class DynamicQuant(nn.Module):
         return (torch.clamp(torch.round(x / scale) + zero, 0, UINT8_MAX) - zero) * scale
 
     def start_export(self) -> None:
-        """From now on `forward` writes ONNX operators; not to be undone."""
+        """Make `forward` emit ONNX operators from now on; cannot be undone."""
         self.exporting = True
 
     def symbolic(self, x: torch.Tensor) -> torch.Tensor:
-        """The ONNX form; only inside an export, where operators compute nothing."""
+        """Emit the ONNX form; only inside an export, where nothing is computed."""
         q, scale, zero = torch.onnx.ops.symbolic_multi_out(
             "DynamicQuantizeLinear",
             (x,),
@@ -449,10 +433,10 @@ class DynamicQuant(nn.Module):
 
 
 class FixedQuant(nn.Module):
-    """A trained or calibrated activation quantizer: scale and zero point are constants.
+    """Activation quantizer with constant scale and zero point.
 
-    Unlike torch's fake quantization, which multiplies by 1 / scale, it divides, as ONNX
-    QuantizeLinear does, so that a runtime's integers are the same.
+    It divides by the scale as ONNX QuantizeLinear does, unlike torch's fake quantization, which
+    multiplies by 1 / scale: so the integers equal those of a runtime.
     """
 
     scale: torch.Tensor
@@ -468,7 +452,7 @@ class FixedQuant(nn.Module):
         self.register_buffer("zero_point", zero.detach().to(getattr(torch, grid.dtype)).clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """X rounded to the grid, in real units; same shape and dtype."""
+        """Round x to the grid, in real units; same shape and dtype."""
         if self.exporting:
             return self.symbolic(x)
         zero = self.zero_point.to(x.dtype)
@@ -476,13 +460,13 @@ class FixedQuant(nn.Module):
         return (steps.clamp(self.grid.qmin, self.grid.qmax) - zero) * self.scale
 
     def start_export(self) -> None:
-        """From now on `forward` writes ONNX operators; not to be undone."""
+        """Make `forward` emit ONNX operators from now on; cannot be undone."""
         self.exporting = True
         scale, zero = float(self.scale), int(self.zero_point)
         self.ends = ((self.grid.qmin - zero) * scale, (self.grid.qmax - zero) * scale)
 
     def symbolic(self, x: torch.Tensor) -> torch.Tensor:
-        """The ONNX form; only inside an export, where operators compute nothing."""
+        """Emit the ONNX form; only inside an export, where nothing is computed."""
         if self.grid.bits < 8:  # the 8-bit operator does not clip at fewer bits: Clip first
             x = torch.clamp(x, *self.ends)
         constants = (self.scale, self.zero_point)

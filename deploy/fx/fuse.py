@@ -1,4 +1,4 @@
-"""Folding BatchNorm into the layer before it, and joining ReLU to the layer before that.
+"""Fold BatchNorm into the layer next to it, and fuse ReLU with the layer before it.
 
 ::
 
@@ -7,18 +7,17 @@
 
     w' = w * gamma / sqrt(var + eps)      b' = (b - mean) * gamma / sqrt(var + eps) + beta
 
-A norm before a layer, with nothing between, folds into that one instead::
+A norm right before a layer folds into that layer instead::
 
     w' = w * factor of its input channel      b' = b + sum of w * shift
 
-and branches that are added become one layer (`deploy.fx.modules`). Dropout and views may stand
-between the two (`deploy.fx.norms`).
+Parallel branches that are added become one layer (`deploy.fx.modules`). Dropout and views may lie
+between norm and layer (`deploy.fx.norms`).
 
-Left alone, each with its reason in the report: a layer whose output has another user (it would see
-the normalized value), a layer called at several places that do not all go to one norm (one weight
-cannot serve two), a norm without running statistics. Onnxruntime and torch.onnx fold BatchNorm too,
-so this is not for the speed of an FP32 export: scales must be those of the folded weights, so
-training for int8 needs it first.
+Not folded, with the reason in the report: a layer whose output has another reader (which would get
+the normalized value), a layer with several calls that do not all feed the same norm, a norm without
+running statistics. ONNX Runtime and torch.onnx fold BatchNorm too; it is done here because the
+scales of weights must be those of the folded weights.
 """
 
 from __future__ import annotations
@@ -54,42 +53,42 @@ CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 FOLDABLE = (*CONVS, *TRANSPOSED, nn.Linear)
 ALONE = "no Conv or Linear before it"
-LEFT = "why norms stay"  # key in the meta of a folded graph
+LEFT = "why norms stay"  # key in GraphModule.meta: norm -> why it was not folded
 
 
 @dataclass(slots=True)
 class FuseReport:
-    """What was fused, as (pattern, module names), what was left alone and why; norms left."""
+    """Fusions as (pattern, module names), skipped ones as (module, reason), count of norms left."""
 
     fused: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
     norms_left: int = 0
 
     def counts(self) -> dict[str, int]:
-        """Pattern -> how many times it was fused."""
+        """Return pattern -> how often it was fused."""
         return dict(Counter(pattern for pattern, _ in self.fused))
 
 
 class Joined(nn.Module):
-    """A layer and the ReLU after it, which writes over the layer's output."""
+    """A layer and the ReLU after it, applied in place."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
         self.layer = layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """relu(layer(x)) with one buffer less."""
+        """Return relu(layer(x))."""
         return torch.relu_(self.layer(x))
 
 
 def fuse(
     model: nn.Module, inputs: Sequence[Any] | None = None
 ) -> tuple[fx.GraphModule, FuseReport]:
-    """A graph of a copy of `model` with norms folded and ReLUs joined; the model is not changed.
+    """Return a graph of a copy of `model` with norms folded and ReLUs fused, and a report.
 
     Args:
-        model: in eval mode.
-        inputs: example inputs to capture it with; without, it is traced symbolically.
+        model: in eval mode; not changed.
+        inputs: example inputs to capture the model with; None to trace it symbolically.
 
     Raises:
         ModelError: the model cannot be captured, or is in train mode.
@@ -102,15 +101,15 @@ def fuse(
 def fold_batch_norms(
     model: nn.Module, inputs: Sequence[Any] | None = None
 ) -> tuple[fx.GraphModule, FuseReport]:
-    """A graph of a copy of `model` with each BatchNorm folded into a Conv or Linear beside it.
+    """Return a graph of a copy of `model` with BatchNorms folded into layers, and a report.
 
     Args:
-        model: in eval mode.
-        inputs: as `fuse`.
+        model: in eval mode; not changed.
+        inputs: as for `fuse`.
 
     Raises:
-        ModelError: the model cannot be captured, or is in train mode, where a norm follows the
-            batch and has no fixed factor to fold.
+        ModelError: the model cannot be captured, or is in train mode, where norms use the
+            statistics of the batch.
     """
     graph_module = graph_of(model, inputs)
     layers_to_modules(graph_module)
@@ -123,75 +122,75 @@ def fold_batch_norms(
         _fold_ahead(graph_module, node, report)
     _clean(graph_module)
     report.norms_left = len({node.target for node in _norms(graph_module)})
-    report.skipped = list(dict.fromkeys(report.skipped))  # a shared norm is called often
+    report.skipped = list(dict.fromkeys(report.skipped))  # a shared norm has several calls
     graph_module.meta[LEFT] = dict(report.skipped)
     return graph_module, report
 
 
 def fold_behind(graph_module: fx.GraphModule, norms: list[fx.Node], report: FuseReport) -> None:
-    """Fold those of the norms that can be into the layers before them; in place."""
-    gone: set[fx.Node] = set()
+    """Fold norms into the layers before them where possible; in place."""
+    removed: set[fx.Node] = set()
     for node in norms:
-        if node not in gone and foldable(graph_module, node) is None:
-            gone |= _fold(graph_module, node, report)
+        if node not in removed and foldable(graph_module, node) is None:
+            removed |= _fold(graph_module, node, report)
 
 
 def layers_to_modules(graph_module: fx.GraphModule) -> None:
-    """Give every convolution, linear and norm the form of a module, whatever it is written as."""
+    """Turn functional convolutions, linears and norms into modules; in place."""
     freeze_affines(graph_module)
     functions_to_modules(graph_module)
 
 
 def fold_frozen(graph_module: fx.GraphModule) -> None:
-    """Fold the norms whose factors are constants, which no training would move; in place."""
+    """Fold the norms with constant factors, which training does not change; in place."""
     norms = _norms(graph_module)
     frozen = [n for n in norms if isinstance(called_module(graph_module, n), FrozenNorm)]
     fold_behind(graph_module, frozen, FuseReport())
 
 
 def norms_in_float(model: nn.Module) -> str:
-    """One sentence on the norms that the graphs of `model`, prepared or converted, keep; or ""."""
-    left = list(dict.fromkeys(_told_left(model)))
+    """Return one sentence on the norms left in a prepared or converted model, or ""."""
+    left = list(dict.fromkeys(_norms_with_reasons(model)))
     if not left:
         return ""
     more = f", and {len(left) - 3} more" if len(left) > 3 else ""
     return f"BatchNorm left in float: {len(left)}: {', '.join(left[:3])}{more}"
 
 
-def _told_left(model: nn.Module) -> Iterator[str]:
+def _norms_with_reasons(model: nn.Module) -> Iterator[str]:
     for part in model.modules():
         if isinstance(part, fx.GraphModule):
-            known = part.meta.get(LEFT, {})  # where pairs stand between by now
+            reasons = part.meta.get(LEFT, {})  # from before quantizers were inserted
             for node in _norms(part):
-                why = known.get(str(node.target)) or foldable(part, node)
+                why = reasons.get(str(node.target)) or foldable(part, node)
                 yield f"{node.target} ({why or 'its layer stays in float'})"
 
 
 def for_runtimes(model: nn.Module, inputs: Sequence[Any] | None = None) -> nn.Module:
-    """`model` with what no runtime joins joined; itself where there is nothing of that.
+    """Return `model` with the fusions that runtimes do not do themselves; unchanged if none apply.
 
-    A norm right behind a convolution a runtime folds by itself. Three convolutions that are one it
-    computes, and a norm beside a Linear, which a view may part from it.
+    Runtimes fold a norm right after a convolution, but neither merge parallel convolutions nor fold
+    a norm next to a Linear, possibly with a view between.
     """
     try:
         folded, report = fold_batch_norms(model, inputs)
-    except ModelError:  # exporting says why it cannot be followed
+    except ModelError:  # the export reports why the model cannot be followed
         return model
     return folded if report.counts().keys() - {"Conv+BN", "ConvTranspose+BN"} else model
 
 
 def join_relus(graph_module: fx.GraphModule, report: FuseReport) -> None:
-    """Join each ReLU to the Conv, Linear or BatchNorm that feeds only it; in place."""
-    gone: set[fx.Node] = set()
+    """Fuse each ReLU with the Conv, Linear or BatchNorm that only it reads; in place."""
+    removed: set[fx.Node] = set()
     for node in list(graph_module.graph.nodes):
-        if node not in gone and is_relu(graph_module, node):
-            gone |= _join(graph_module, node, report)
+        if node not in removed and is_relu(graph_module, node):
+            removed |= _fuse_relu(graph_module, node, report)
     report.skipped = list(dict.fromkeys(report.skipped))
     _clean(graph_module)
 
 
 def refuse_train_mode(model: nn.Module) -> None:
-    """Raise `ModelError` where a BatchNorm of the model is in train mode."""
+    """Raise `ModelError` if a BatchNorm of the model is in train mode."""
     for name, module in model.named_modules():
         if is_norm(module) and module.training and not isinstance(module, FrozenNorm):
             raise ModelError(
@@ -200,69 +199,69 @@ def refuse_train_mode(model: nn.Module) -> None:
 
 
 def called_module(graph_module: fx.GraphModule, node: object) -> nn.Module | None:
-    """The module that `node` calls, or None."""
+    """Return the module that `node` calls, or None."""
     if not isinstance(node, fx.Node) or node.op != "call_module":
         return None
     return graph_module.get_submodule(str(node.target))
 
 
 def called_once(graph_module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether no other node calls the module of `node`."""
+    """Return whether no other node calls the module of `node`."""
     module = called_module(graph_module, node)
     return sum(called_module(graph_module, n) is module for n in graph_module.graph.nodes) == 1
 
 
 def is_relu(graph_module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether `node` is a ReLU, as module, function or method."""
+    """Return whether `node` is a ReLU, as module, function or method."""
     return isinstance(called_module(graph_module, node), nn.ReLU) or is_op(node, "relu")
 
 
 def foldable(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
-    """Why the BatchNorm at `norm` cannot be folded into the layer before it, or None if it can."""
-    reason = _unfit(graph_module, norm)
+    """Return why the BatchNorm at `norm` cannot fold into the layer before it; None if it can."""
+    reason = _why_not(graph_module, norm)
     if reason is not None:
         return reason
     layer = way_up(graph_module, norm)[-1]
     several = f"{layer.target} is called at several places"
-    return None if _together(graph_module, norm) else several
+    return None if _norms_of_all_calls(graph_module, norm) else several
 
 
-def _unfit(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
-    """As `foldable`, of one call of a layer."""
-    way, module = way_up(graph_module, norm), called_module(graph_module, norm)
-    layer = way[-1]
+def _why_not(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
+    """As `foldable`, for one call of a layer."""
+    path, module = way_up(graph_module, norm), called_module(graph_module, norm)
+    layer = path[-1]
     before = called_module(graph_module, layer)
     if not isinstance(before, FOLDABLE) or not isinstance(layer, fx.Node):
         return ALONE
-    for node in reversed(way):
+    for node in reversed(path):
         if len(readers := readers_of(node)) > 1:
             name = node.target if node is layer else node.name
             return f"the output of {name} has {len(readers)} users"
     if not _has_factors(module):
         return "it keeps no running statistics"
-    if viewed(graph_module, way):
-        fits = keeps_channels(before, way, norm_factors(module)[0].numel())
-        return None if fits else f"a view behind {layer.target} moves its channels"
+    if viewed(graph_module, path):
+        fits = keeps_channels(before, path, norm_factors(module)[0].numel())
+        return None if fits else f"a view after {layer.target} moves its channels"
     if isinstance(before, nn.Linear) and not _is_flat(layer, module):
         return "only BatchNorm1d folds into Linear"
     return None
 
 
 def _calls(graph_module: fx.GraphModule, layer: fx.Node) -> list[fx.Node]:
-    """All calls of the module that `layer` calls."""
+    """Return all calls of the module that `layer` calls."""
     module = called_module(graph_module, layer)
     return [n for n in graph_module.graph.nodes if called_module(graph_module, n) is module]
 
 
-def _together(graph_module: fx.GraphModule, norm: fx.Node) -> list[fx.Node]:
-    """The calls of norms behind all calls of a layer, if all are this norm's; else none."""
+def _norms_of_all_calls(graph_module: fx.GraphModule, norm: fx.Node) -> list[fx.Node]:
+    """Return the norm calls after all calls of a layer, if all call this norm; else []."""
     calls = _calls(graph_module, way_up(graph_module, norm)[-1])
     if len(calls) == 1:
         return [norm]
-    behind = [n for n in _norms(graph_module) if way_up(graph_module, n)[-1] in calls]
-    one = len({node.target for node in behind}) == 1 == len({node.target for node in calls})
-    fit = one and all(_unfit(graph_module, node) is None for node in behind)
-    return behind if fit and len(behind) == len(calls) else []
+    norms = [n for n in _norms(graph_module) if way_up(graph_module, n)[-1] in calls]
+    same = len({node.target for node in norms}) == 1 == len({node.target for node in calls})
+    fit = same and all(_why_not(graph_module, node) is None for node in norms)
+    return norms if fit and len(norms) == len(calls) else []
 
 
 def _norms(graph_module: fx.GraphModule) -> list[fx.Node]:
@@ -274,65 +273,65 @@ def _has_factors(norm: nn.Module | None) -> bool:
 
 
 def _is_flat(layer: fx.Node, norm: nn.Module | None) -> bool:
-    """Whether the norm's channels are the Linear's: [N, C], as far as is known."""
+    """Return whether the Linear's output is [N, C]; if its rank is unknown, guess by the norm."""
     rank = layer.meta.get("rank")
     return rank == 2 if rank is not None else isinstance(norm, nn.BatchNorm1d)
 
 
 def _fold(graph_module: fx.GraphModule, norm: fx.Node, report: FuseReport) -> set[fx.Node]:
-    """Fold a norm, with its other calls behind the same layer; the nodes that are gone."""
-    layer, norms = way_up(graph_module, norm)[-1], _together(graph_module, norm)
+    """Fold a norm and its other calls after the same layer; return the removed nodes."""
+    layer, norms = way_up(graph_module, norm)[-1], _norms_of_all_calls(graph_module, norm)
     before, module = called_module(graph_module, layer), called_module(graph_module, norm)
     assert before is not None and module is not None
     replace_submodule(graph_module, str(layer.target), _folded(before, module))
     report.fused.append((f"{_kind(before)}+BN", (str(layer.target), str(norm.target))))
     for node in norms:
-        _take_out(node)
+        _remove(node)
     return set(norms)
 
 
-def _take_out(node: fx.Node) -> None:
+def _remove(node: fx.Node) -> None:
     node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
     node.graph.erase_node(node)
 
 
 def _fold_ahead(graph_module: fx.GraphModule, norm: fx.Node, report: FuseReport) -> None:
-    """Fold a norm into the layer that alone reads it, or say why it stays."""
+    """Fold a norm into the layer that is its only reader, or report why not."""
     reason = foldable(graph_module, norm)
-    way = way_down(graph_module, norm)
-    layer, module = way[-1] if way else None, called_module(graph_module, norm)
-    if layer is None or not (times := _takes_ahead(graph_module, norm, way)):
-        ahead = f", and {_behind(graph_module, way)} behind it" if reason == ALONE else ""
-        report.skipped.append((str(norm.target), f"{reason}{ahead}"))
+    path = way_down(graph_module, norm)
+    layer, module = path[-1] if path else None, called_module(graph_module, norm)
+    if layer is None or not (times := _inputs_per_channel(graph_module, norm, path)):
+        reader = f", and {_reader(graph_module, path)} after it" if reason == ALONE else ""
+        report.skipped.append((str(norm.target), f"{reason}{reader}"))
         return
     after = called_module(graph_module, layer)
     assert after is not None
     replace_submodule(graph_module, str(layer.target), _folded_ahead(after, module, times))
     report.fused.append((f"BN+{_kind(after)}", (str(layer.target), str(norm.target))))
-    _take_out(norm)
+    _remove(norm)
 
 
-def _behind(graph_module: fx.GraphModule, way: list[fx.Node]) -> str:
-    """What reads a norm that cannot be folded into it."""
-    if not way:
+def _reader(graph_module: fx.GraphModule, path: list[fx.Node]) -> str:
+    """Describe the reader of a norm into which it cannot fold."""
+    if not path:
         return "several readers"
-    after = called_module(graph_module, way[-1])
+    after = called_module(graph_module, path[-1])
     if isinstance(after, CONVS):
         return "a Conv that pads with zeros" if _pads(after) else "a Conv with other inputs"
-    return str(way[-1].name) if after is None else type(after).__name__
+    return str(path[-1].name) if after is None else type(after).__name__
 
 
-def _takes_ahead(graph_module: fx.GraphModule, norm: fx.Node, way: list[fx.Node]) -> int:
-    """How many inputs of the layer at the end of a way are of one channel; 0 where it cannot fold.
+def _inputs_per_channel(graph_module: fx.GraphModule, norm: fx.Node, path: list[fx.Node]) -> int:
+    """Return how many consecutive inputs of the layer ending `path` one channel of the norm feeds.
 
-    What it computes of the norm's output must be its own form with other weights: zeros that it
-    pads with would have to be the norm's zeros.
+    0 if the norm cannot fold into the layer, for example a convolution with zero padding: the
+    padded zeros are not normalized.
     """
-    layer, module = way[-1], called_module(graph_module, norm)
+    layer, module = path[-1], called_module(graph_module, norm)
     after: Any = called_module(graph_module, layer)
     if not _has_factors(module) or not called_once(graph_module, layer):
         return 0
-    if viewed(graph_module, way):
+    if viewed(graph_module, path):
         return repeats(after, norm, norm_factors(module)[0].numel()) or 0
     if isinstance(after, nn.Linear):
         return int(_is_flat(layer, module))
@@ -344,7 +343,7 @@ def _pads(conv: Any) -> bool:
 
 
 def _folded_ahead(layer: Any, norm: Any, times: int) -> Any:
-    """A copy of `layer` that computes layer(norm(x)), each channel of x so many times in a row."""
+    """Return a copy of `layer` computing layer(norm(x)); x has each channel `times` in a row."""
     layer = copy.deepcopy(layer)
     factor, shift = (values.repeat_interleave(times) for values in norm_factors(norm))
     weight = layer.weight.detach()
@@ -360,7 +359,7 @@ def _folded_ahead(layer: Any, norm: Any, times: int) -> Any:
 
 
 def _folded(layer: Any, norm: nn.Module) -> Any:
-    """A copy of `layer` that computes norm(layer(x))."""
+    """Return a copy of `layer` that computes norm(layer(x))."""
     layer = copy.deepcopy(layer)
     factor, shift = norm_factors(norm)
     bias = layer.bias.detach() if layer.bias is not None else torch.zeros_like(shift)
@@ -371,17 +370,17 @@ def _folded(layer: Any, norm: nn.Module) -> Any:
 
 
 def scale_outputs(layer: Any, weight: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """The layer's weight with output channel c multiplied by factor[c]."""
+    """Return the layer's weight with output channel c multiplied by factor[c]."""
     if not isinstance(layer, TRANSPOSED):
         return weight * factor.reshape(-1, *[1] * (weight.dim() - 1))
-    # [C_in, C_out / groups, ...]: the rows of group g go to its own slice of the outputs
+    # [C_in, C_out / groups, ...]: the rows of each group have their own slice of the outputs
     grouped = weight.reshape(layer.groups, -1, *weight.shape[1:])
     by_group = factor.reshape(layer.groups, 1, -1, *[1] * (weight.dim() - 2))
     return (grouped * by_group).reshape(weight.shape)
 
 
-def _join(graph_module: fx.GraphModule, relu: fx.Node, report: FuseReport) -> set[fx.Node]:
-    """Join a ReLU, with those behind the layer's other calls; the nodes that are gone."""
+def _fuse_relu(graph_module: fx.GraphModule, relu: fx.Node, report: FuseReport) -> set[fx.Node]:
+    """Fuse a ReLU and those after the layer's other calls; return the removed nodes."""
     layer = relu.args[0]
     before = called_module(graph_module, layer)
     if (
@@ -404,7 +403,7 @@ def _join(graph_module: fx.GraphModule, relu: fx.Node, report: FuseReport) -> se
     else:
         report.fused.append((f"{_kind(before)}+ReLU", (name, relu.name)))
     for node in relus:
-        _take_out(node)
+        _remove(node)
     return relus
 
 

@@ -1,13 +1,9 @@
-"""Layers with quantized weights: while training (fake), with their BatchNorm, and in integers.
+"""Layers with quantized weights: fake-quantized, trained with their BatchNorm, and in int8.
 
-Weights are symmetric: scale = max|w| / (2^(bits-1) - 1) for each output channel, or one for all;
-trained with the weights where that is asked for (`deploy.fx.qat`).
-
-The least scales of a layer's weight with which no x86 CPU saturates, in PyTorch.
-
-As `calibrators.weights` has them, for weights that are still trained, on any device.
-
-What of a model runs in int8 after all, and what stays float: said with every quantized model.
+Weights are symmetric: scale = max|w| / (2^(bits-1) - 1), per output channel or per tensor; in
+training the scale may be learned (`deploy.fx.qat`). `least_scales` limits the scales so that no x86
+CPU saturates, as in `calibrators.weights`, but on torch tensors of any device. `coverage` reports
+which layers of a converted model run in int8.
 """
 
 from __future__ import annotations
@@ -32,18 +28,15 @@ from deploy.fx.trace import refuse_hooks
 def least_scales(
     weight: torch.Tensor, *, transposed: bool = False, groups: int = 1
 ) -> torch.Tensor | None:
-    """What the scales of a weight must not fall below; None where any will do.
+    """Return the lower limits of a weight's scales, float32 [C_out]; None if there are none.
 
     Args:
         weight: of a Conv, ConvTranspose or Linear, in real units.
-        transposed: whether it is a ConvTranspose's.
+        transposed: whether it belongs to a ConvTranspose.
         groups: of the layer.
-
-    Returns:
-        float32 [C_out].
     """
     if is_depthwise(groups, *weight.shape[:2]) or (transposed and groups > 1):
-        return None  # the latter stays in float
+        return None  # a grouped ConvTranspose stays in float
     rows = weight.transpose(0, 1) if transposed else weight
     step = step_of(rows.shape)
     flat = rows.detach().float().movedim(1, -1).flatten(1)
@@ -56,20 +49,20 @@ def least_scales(
     return sums.amax(1) / (FIT - ROUNDED)
 
 
-_BIAS = 2**30  # codes of a bias at most: near 2^31 runtimes that divide in float32 run over
+_BIAS = 2**30  # largest bias integer: near 2^31, runtimes that divide in float32 overflow
 WEIGHTED = (*CONVS, *TRANSPOSED, nn.Linear)
 
 
 def weighted(model: nn.Module) -> list[tuple[str, str]]:
-    """(qualified name, class name) of every layer with weights that are quantized."""
-    found = ((name, m) for name, m in model.named_modules() if isinstance(m, WEIGHTED))
-    return [(name, type(module).__name__) for name, module in found]
+    """List (qualified name, class name) of every layer whose weight can be quantized."""
+    layers = ((name, m) for name, m in model.named_modules() if isinstance(m, WEIGHTED))
+    return [(name, type(module).__name__) for name, module in layers]
 
 
 def apply_layer(
     layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """What `layer` computes of x, with another weight and bias of the same shape."""
+    """Return layer(x) with another weight and bias of the same shape."""
     if isinstance(layer, nn.Linear):
         return functional.linear(x, weight, bias)
     if isinstance(layer, TRANSPOSED):
@@ -85,23 +78,26 @@ def apply_layer(
             layer.groups,
             layer.dilation,
         )
-    return layer._conv_forward(x, weight, bias)  # it knows padding_mode and string padding
+    return layer._conv_forward(x, weight, bias)  # handles padding_mode and string padding
 
 
 def channel_axis(layer: nn.Module, per_channel: bool = True) -> int | None:
-    """Axis of the weight's output channels; None for one scale (grouped ConvTranspose too)."""
+    """Return the axis of the weight's output channels; None for one scale per tensor.
+
+    A grouped ConvTranspose always has one scale.
+    """
     if not per_channel or (isinstance(layer, TRANSPOSED) and layer.groups > 1):
         return None
     return 1 if isinstance(layer, TRANSPOSED) else 0
 
 
 class WeightQuant(nn.Module):
-    """Fake quantization of a weight, its scale that of the present values, or trained (`learn`).
+    """Fake quantizer of a weight; its scale follows the weight's values or is trained (`learn`).
 
     Args:
         axis: channel axis, or None for one scale.
         bits: 2 to 8; integers are +-(2^(bits-1) - 1).
-        least: weight -> scales [C_out] that its own are not to fall below, or None.
+        least: weight -> lower limits [C_out] of its scales, or None.
     """
 
     def __init__(
@@ -118,33 +114,32 @@ class WeightQuant(nn.Module):
         self.scale: nn.Parameter | None = None
 
     def learn(self, weight: torch.Tensor) -> nn.Parameter:
-        """Let the scales be trained from now on; they start as those of the weight."""
+        """Make the scales a trainable parameter, starting from those of the weight."""
         if self.scale is None:
             self.scale = nn.Parameter(self.scales(weight).clone())
         return self.scale
 
     def scales(self, weight: torch.Tensor) -> torch.Tensor:
-        """[C] or [1] float32; 1 where all of a channel is zero."""
+        """Return the scales, [C] or [1] float32; 1 for a channel of zeros."""
         if self.scale is not None:
-            return self._raised(self.scale, weight).detach().clone()
-        kept = () if self.axis is None else (self.axis,)
-        others = [i for i in range(weight.dim()) if i not in kept]
-        amax = weight.detach().double().abs().amax(others).reshape(-1) / self.limit
-        return self._raised(torch.where(amax > 0, amax, 1.0).float(), weight)
+            return self._apply_limits(self.scale, weight).detach().clone()
+        reduced = [i for i in range(weight.dim()) if i != self.axis]
+        steps = weight.detach().double().abs().amax(reduced).reshape(-1) / self.limit
+        return self._apply_limits(torch.where(steps > 0, steps, 1.0).float(), weight)
 
-    def _raised(self, scales: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Scales of the weight that are at least what they must be."""
+    def _apply_limits(self, scales: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Raise scales to their lower limits."""
         least = None if self.least is None else self.least(weight)
         if least is None:
             return scales
         return torch.maximum(scales, least if self.axis is not None else least.amax(0, True))
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight, or its rounding once enabled."""
+        """Return the weight, or if enabled the rounded weight."""
         if not self.enabled:
             return weight
         if self.scale is not None:
-            return self._learned(weight, self._raised(self.scale, weight))
+            return self._round_learned(weight, self._apply_limits(self.scale, weight))
         scales = self.scales(weight)
         zeros = torch.zeros_like(scales, dtype=torch.int32)
         if self.axis is None:
@@ -155,8 +150,7 @@ class WeightQuant(nn.Module):
             weight, scales, zeros, self.axis, -self.limit, self.limit
         )
 
-    def _learned(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Each step shared by the weights of its channel."""
+    def _round_learned(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         shape = [-1 if i == self.axis else 1 for i in range(weight.dim())]
         zero = torch.zeros((), dtype=torch.int32, device=weight.device)
         shared = weight.numel() // scale.numel()
@@ -165,17 +159,17 @@ class WeightQuant(nn.Module):
 
 
 def quant_of(layer: nn.Module, axis: int | None, bits: int, *, fits_pairs: bool) -> WeightQuant:
-    """Fake quantization of a layer's weight.
+    """Return the fake quantizer for a layer's weight.
 
     Args:
         layer: Conv, ConvTranspose or Linear.
         axis: channel axis, or None for one scale.
         bits: 2 to 8.
-        fits_pairs: whether no CPU is to saturate what is multiplied by it; of fewer bits none does.
+        fits_pairs: limit the scales so that no CPU saturates (possible with 8 bits only).
     """
-    turned, groups = isinstance(layer, TRANSPOSED), int(getattr(layer, "groups", 1))
+    transposed, groups = isinstance(layer, TRANSPOSED), int(getattr(layer, "groups", 1))
     least = (
-        partial(least_scales, transposed=turned, groups=groups)
+        partial(least_scales, transposed=transposed, groups=groups)
         if fits_pairs and bits == 8
         else None
     )
@@ -192,26 +186,26 @@ class QatLayer(nn.Module):
         self.weight_quant = weight_quant
 
     def folded(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The float weight and bias that a runtime will see."""
+        """Return the float weight and bias that will be exported."""
         layer: Any = self.layer
         return layer.weight, layer.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The layer's output, same shape as without quantization."""
+        """Return the layer's output, of the same shape as without quantization."""
         weight, bias = self.folded()
         return apply_layer(self.layer, x, self.weight_quant(weight), bias)
 
 
 class QatConvBn(QatLayer):
-    """A layer trained together with the BatchNorm after it, on the weight that folding gives.
+    """A layer trained with its BatchNorm: the folded weight is the one that is rounded.
 
-    While the norm follows the batch, the layer runs with the folded and rounded weight, the factor
-    is taken out again and the norm applied::
+    In train mode the layer runs with the folded and rounded weight, its output is divided by the
+    folding factor, and the norm is applied with the statistics of the batch::
 
         y = BN(conv(x, round(w * g)) / g + bias)        g = gamma / sqrt(running_var + eps)
 
-    Once frozen, and in eval mode, norm and layer are one: y = conv(x, round(w * g)) + b'. Source:
-    R. Krishnamoorthi, 2018, "Quantizing deep convolutional networks", section 3.2.2.
+    When frozen, and in eval mode: y = conv(x, round(w * g)) + b'. Source: R. Krishnamoorthi, 2018,
+    "Quantizing deep convolutional networks", section 3.2.2.
     """
 
     def __init__(self, layer: nn.Module, norm: nn.Module, weight_quant: WeightQuant):
@@ -220,14 +214,14 @@ class QatConvBn(QatLayer):
         self.frozen = False
 
     def folded(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias with the running statistics folded in."""
+        """Return weight and bias with the running statistics folded in."""
         layer: Any = self.layer
         factor, shift = self._factors()
         bias = shift if layer.bias is None else layer.bias * factor + shift
         return scale_outputs(layer, layer.weight, factor), bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The norm's output."""
+        """Return the norm's output."""
         if self.frozen or not self.training:
             return super().forward(x)
         layer: Any = self.layer
@@ -249,7 +243,7 @@ class QatConvBn(QatLayer):
 
 
 def folded_layer(trained: QatLayer) -> nn.Module:
-    """The layer in float, with the weight and bias that a runtime will see."""
+    """Return the float layer with the weight and bias that will be exported."""
     layer = copy.copy(trained.layer)
     weight, bias = (None if t is None else t.detach() for t in trained.folded())
     own = {"weight": weight, "bias": bias}
@@ -258,7 +252,7 @@ def folded_layer(trained: QatLayer) -> nn.Module:
 
 
 class IntLayer(nn.Module):
-    """A layer whose weight is kept in int8: a quarter of the size, exported as integers.
+    """A layer with an int8 weight, exported as integers.
 
     Attributes:
         weight_int: int8, the shape of the layer's weight.
@@ -284,42 +278,42 @@ class IntLayer(nn.Module):
         self.register_buffer("weight_int", self._integers(quant, weight))
 
     def _integers(self, quant: WeightQuant, weight: torch.Tensor) -> torch.Tensor:
-        """The codes that the fake-quantized layer was computing with."""
+        """Return the integers with which the fake-quantized layer computed."""
         enabled, quant.enabled = quant.enabled, True
-        rounded = quant(weight)
+        fake = quant(weight)
         quant.enabled = enabled
-        return torch.round(rounded / self._along(self.weight_scale, weight.dim())).to(torch.int8)
+        return torch.round(fake / self._broadcast(self.weight_scale, weight.dim())).to(torch.int8)
 
     def round_bias(self, input_scale: torch.Tensor) -> None:
-        """Put the bias on the grid of input scale times weight scale, where runtimes keep it.
+        """Round the bias to multiples of input scale times weight scale, as runtimes store it.
 
-        That is int32: where it would not fit, after an input of next to nothing, the scale of the
-        weight is widened. Runtimes would take the largest int32 for the bias, and say nothing.
+        If it would overflow int32, because the input scale is tiny, the weight scale is widened:
+        runtimes would silently clip the bias.
         """
         if self.bias is None:
             return
         scale, dims = self.weight_scale, self.weight_int.dim()
-        needed = self.bias.abs().double() / (input_scale * _BIAS)  # a scale may serve several
+        needed = self.bias.abs().double() / (input_scale * _BIAS)  # channels may share a scale
         wide = torch.maximum(scale.double(), needed.reshape(-1, scale.numel()).amax(0)).to(scale)
-        ratio = self._along(scale.double() / wide.double(), dims)
+        ratio = self._broadcast(scale.double() / wide.double(), dims)
         self.weight_int.copy_(torch.round(self.weight_int * ratio))
         self.weight_scale.copy_(wide)
         step = input_scale * wide.repeat(len(self.bias) // wide.numel())
         self.bias.copy_(torch.round(self.bias / step) * step)
 
     def weight(self) -> torch.Tensor:
-        """The weight in real units, float32."""
+        """Return the weight in real units, float32."""
         if self.exporting:
             return self.symbolic()
-        scale = self._along(self.weight_scale, self.weight_int.dim())
+        scale = self._broadcast(self.weight_scale, self.weight_int.dim())
         return self.weight_int.to(scale.dtype) * scale
 
     def start_export(self) -> None:
-        """From now on `forward` writes ONNX operators; not to be undone."""
+        """Make `forward` emit ONNX operators from now on; cannot be undone."""
         self.exporting = True
 
     def symbolic(self) -> torch.Tensor:
-        """The ONNX form: an int8 constant and DequantizeLinear; only inside an export."""
+        """Emit the ONNX form: an int8 constant and DequantizeLinear; only inside an export."""
         if self.axis is None:
             scale = self.weight_scale.reshape(())
             zero = torch.zeros((), dtype=torch.int8, device=scale.device)
@@ -337,38 +331,38 @@ class IntLayer(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The layer's output, computed in float from the integers."""
+        """Return the layer's output, computed in float from the integers."""
         return apply_layer(self.layer, x, self.weight(), self.bias)
 
-    def _along(self, scale: torch.Tensor, dims: int) -> torch.Tensor:
+    def _broadcast(self, scale: torch.Tensor, dims: int) -> torch.Tensor:
         shape = [-1 if i == self.axis else 1 for i in range(dims)]
         return scale.reshape(shape if self.axis is not None else [1] * dims)
 
 
 def _without_weight(layer: nn.Module) -> nn.Module:
-    """A copy of `layer` that keeps its options and no parameter."""
+    """Return a copy of `layer` with its options and without parameters."""
     bare = copy.copy(layer)
     bare._parameters = dict.fromkeys(layer._parameters)
     return bare
 
 
-REASONS = "why in float"  # key in the meta of a prepared or converted graph
-_FEW = 8  # layers that are named
-# parts of names of functions whose operands are weights
+REASONS = "why in float"  # key in GraphModule.meta: layer -> why it stays in float
+_MOST_NAMED = 8  # layers in a message
+# substrings of the names of functions whose operands are weights
 _PRODUCTS = ("linear", "matmul", "mm", "conv", "einsum", "embedding", "attention", "bilinear")
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The layers with weights of a converted model.
+    """Quantized and float layers of a converted model.
 
     Attributes:
-        quantized: qualified names of those with int8 weights.
-        left: (qualified name, class) of those that keep weights of two or more dimensions in float,
-            and of parameters that a product reads without a layer; what a graph only adds or
-            scales by, such as places of tokens, is no weight.
-        activations: how many tensors are quantized.
-        reasons: qualified name of a layer in float -> why, in the words of a build.
+        quantized: qualified names of layers with int8 weights.
+        left: (qualified name, class) of layers with float weights of two or more dimensions, and
+            of parameters that a product reads without a layer. Parameters that are only added or
+            scaled by, such as position embeddings, do not count as weights.
+        activations: number of quantized activations.
+        reasons: qualified name of a layer in float -> why, as in a build.
     """
 
     quantized: tuple[str, ...]
@@ -377,20 +371,20 @@ class Coverage:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        whole = len(self.quantized) + len(self.left)
-        said = (
-            f"int8: {len(self.quantized)} of {whole} layers with weights,"
+        total = len(self.quantized) + len(self.left)
+        text = (
+            f"int8: {len(self.quantized)} of {total} layers with weights,"
             f" {self.activations} activations"
         )
-        return f"{said}; in float: {self.named()}" if self.left else said
+        return f"{text}; in float: {self.named()}" if self.left else text
 
     def named(self) -> str:
-        """The layers in float, the first of many."""
-        few = ", ".join(self._told(name, kind) for name, kind in self.left[:_FEW])
-        more = len(self.left) - _FEW
-        return f"{few} and {more} more" if more > 0 else few
+        """List the first layers in float, with their reasons."""
+        first = ", ".join(self._describe(name, kind) for name, kind in self.left[:_MOST_NAMED])
+        more = len(self.left) - _MOST_NAMED
+        return f"{first} and {more} more" if more > 0 else first
 
-    def _told(self, name: str, kind: str) -> str:
+    def _describe(self, name: str, kind: str) -> str:
         reason = self.reasons.get(name)
         return f"{name} ({kind})" if reason is None else f"{name} ({kind}: {reason})"
 
@@ -398,21 +392,21 @@ class Coverage:
 def coverage(
     converted: nn.Module, model: nn.Module, own: Sequence[type[nn.Module]] = ()
 ) -> Coverage:
-    """Which layers of a converted model have int8 weights.
+    """Return which layers of a converted model have int8 weights.
 
     Args:
-        converted: what `deploy.fx.convert.convert` gave.
-        model: the user's, whose classes a graph may not keep.
-        own: the user's classes of quantized modules.
+        converted: result of `deploy.fx.convert.convert`.
+        model: the user's model, for class names that the graph has lost.
+        own: the user's own classes of quantized modules.
     """
     kinds = {name: type(module) for name, module in model.named_modules()}
     quantized, left, inside = list[str](), list[tuple[str, str]](), tuple[str, ...]()
     activations, reasons = 0, dict[str, str]()
-    factors = _read_by_graphs(converted)
+    factors = _find_factors(converted)
     for name, module in converted.named_modules():
         if isinstance(module, fx.GraphModule):
-            own_reasons = module.meta.get(REASONS, {})
-            reasons |= {f"{name}.{k}" if name else k: why for k, why in own_reasons.items()}
+            part_reasons = module.meta.get(REASONS, {})
+            reasons |= {f"{name}.{k}" if name else k: why for k, why in part_reasons.items()}
         activations += isinstance(module, FixedQuant | DynamicQuant)
         if inside and name.startswith(inside):
             continue
@@ -427,7 +421,7 @@ def coverage(
 def _in_float(
     name: str, kind: type[nn.Module], module: nn.Module, factors: Mapping[int, bool]
 ) -> list[tuple[str, str]]:
-    """A layer that keeps weights in float; or its parameters, where a graph reads them itself."""
+    """List a layer with float weights; or its parameters, if the graph reads them directly."""
     weights = [
         (own, parameter)
         for own, parameter in module.named_parameters(recurse=False)
@@ -440,36 +434,36 @@ def _in_float(
     return [(f"{name}.{own}".lstrip("."), "Parameter") for own, _ in weights]
 
 
-def _read_by_graphs(converted: nn.Module) -> dict[int, bool]:
-    """Id of every tensor that a graph reads itself -> whether a product or a table of it does."""
-    found = dict[int, bool]()
+def _find_factors(converted: nn.Module) -> dict[int, bool]:
+    """Map the id of each tensor that a graph reads directly to whether it is a weight."""
+    factors = dict[int, bool]()
     for part in converted.modules():
         if isinstance(part, fx.GraphModule):
-            constant = _constants(part.graph)
+            constants = _constants(part.graph)
             for node in part.graph.nodes:
                 if node.op == "get_attr":
                     tensor = id(_tensor(part, node))
-                    found[tensor] = found.get(tensor, False) or _is_factor(node, constant)
-    return found
+                    factors[tensor] = factors.get(tensor, False) or _is_factor(node, constants)
+    return factors
 
 
 def _constants(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that are computed of the model's own tensors alone."""
-    found = set[fx.Node]()
+    """Return the nodes that are computed from parameters and buffers only."""
+    constants = set[fx.Node]()
     for node in graph.nodes:
         calls = node.op in ("call_function", "call_method") and node.all_input_nodes
-        if node.op == "get_attr" or (calls and found.issuperset(node.all_input_nodes)):
-            found.add(node)
-    return found
+        if node.op == "get_attr" or (calls and constants.issuperset(node.all_input_nodes)):
+            constants.add(node)
+    return constants
 
 
-def _is_factor(node: fx.Node, constant: set[fx.Node]) -> bool:
-    """Whether a tensor of the model, or what is computed of it alone, goes into a product."""
+def _is_factor(node: fx.Node, constants: set[fx.Node]) -> bool:
+    """Return whether a parameter, or something computed from parameters only, is multiplied."""
     calls = [user for user in node.users if user.op in ("call_function", "call_method")]
     names = [str(getattr(user.target, "__name__", user.target)) for user in calls]
     if any(product in name for product in _PRODUCTS for name in names):
         return True
-    return any(_is_factor(user, constant) for user in calls if user in constant)
+    return any(_is_factor(user, constants) for user in calls if user in constants)
 
 
 def _tensor(part: fx.GraphModule, node: fx.Node) -> object:
@@ -477,11 +471,12 @@ def _tensor(part: fx.GraphModule, node: fx.Node) -> object:
     return getattr(part.get_submodule(owner), name)
 
 
-def refuse_float(found: Coverage) -> None:
-    """Raise `ExportError` where nothing at all was quantized."""
-    if not found.quantized:
+def refuse_float(coverage: Coverage) -> None:
+    """Raise `ExportError` if no layer was quantized."""
+    if not coverage.quantized:
         raise ExportError(
             "a quantized model must have layers in int8, and none of"
-            f" {len(found.left)} layers with weights is: {found.named() or 'there are no weights'};"
-            " choose another --mode or fewer --keep-float, or export it in float"
+            f" {len(coverage.left)} layers with weights is:"
+            f" {coverage.named() or 'there are no weights'}; choose another --mode or"
+            " fewer --keep-float, or export it in float"
         )

@@ -1,12 +1,12 @@
-"""The ways to quantize one model, side by side: how small, and how far from float.
+"""Compare the quantization modes of a PyTorch model by size and error.
 
 ==============  ==================================  ===========================================
 mode            weights                             activations
 ==============  ==================================  ===========================================
 weight-only     int8                                float
-dynamic         int8, of Linear layers              by each batch's own range, before Linear
+dynamic         int8, of Linear layers              range of each batch, before Linear
 static          int8                                fixed ranges from calibration
-qat             int8, trained on the grid           fixed ranges, trained with (`calib8 qat`)
+qat             int8, trained with fake quantizers  fixed ranges (`calib8 qat`)
 ==============  ==================================  ===========================================
 """
 
@@ -37,10 +37,10 @@ class ModeResult:
     Attributes:
         mode: its name; "float" for the model itself.
         size: bytes of weights and constants.
-        ratio: the float model's bytes over these.
-        max_error: largest absolute difference of any output.
-        sqnr_db: signal to quantization noise of the outputs, in dB; inf where equal, NaN where all
-            outputs are 0, which proves nothing.
+        ratio: bytes of the float model divided by `size`.
+        max_error: largest absolute difference of any output value.
+        sqnr_db: signal-to-quantization-noise ratio of the outputs in dB; inf if they are equal,
+            NaN if all outputs are 0.
     """
 
     mode: str
@@ -61,17 +61,17 @@ def quantized(
     search: Search | None = None,
     **options: Any,
 ) -> nn.Module:
-    """`model` prepared in that mode, calibrated on `batches` where it needs to be, converted.
+    """Prepare, calibrate (static mode) and convert a model; return the converted model.
 
     Args:
         model: a float model.
         inputs: example inputs.
-        batches: to calibrate with.
+        batches: calibration data.
         mode: static, dynamic or weight-only.
-        target: whose grid.
-        search: of static ranges; None for what `build` takes for the target.
-        only: submodule to quantize, the rest being left as it is; None for the whole model.
-        options: as `prepare`.
+        target: target whose grid is used.
+        search: range search of static mode; None for the default of `build` for the target.
+        only: submodule to quantize; None for the entire model.
+        options: as for `prepare`.
 
     Raises:
         ConfigError, ModelError, CalibrationError: as prepare, calibrate and convert.
@@ -82,7 +82,7 @@ def quantized(
         prepared = prepare(model, inputs, **options)
     else:
         prepared = prepare_only(model, only, inputs, **options)
-    if mode != "dynamic":  # whose activations are rounded from the start
+    if mode != "dynamic":  # dynamic quantizers are always on
         check_same(model, prepared, inputs, "tracing and folding BatchNorm")
     if mode == "static":
         chosen = search_for(target) if search is None else search
@@ -98,18 +98,18 @@ def measure(
     converted: nn.Module,
     batches: Sequence[Sequence[torch.Tensor]],
 ) -> ModeResult:
-    """Size and error of a converted model against the float one, on `batches`.
+    """Return size and error of a converted model against the float model, on `batches`.
 
-    The error of a trained one is told against its own weights in float (`float_form`): against the
-    model from before the training it would be what was learned.
+    For a trained model pass its own float form (`float_form`): a comparison with the model before
+    training would measure what was learned.
     """
     signal = noise = worst = 0.0
     with torch.no_grad():
         for batch in batches:
             pairs = zip(tensors_of(model(*batch)), tensors_of(converted(*batch)), strict=True)
-            for wanted, got in pairs:
-                difference = (wanted - got).double()
-                signal += float(wanted.double().square().sum())
+            for expected, got in pairs:
+                difference = (expected - got).double()
+                signal += float(expected.double().square().sum())
                 noise += float(difference.square().sum())
                 worst = max(worst, float(difference.abs().max()))
     size = stored_bytes(converted)
@@ -126,7 +126,7 @@ def compare_modes(
     target: str | Target = "onnxruntime",
     search: Search | None = None,
 ) -> list[ModeResult]:
-    """Float and every mode that needs no training, in the table's order."""
+    """Measure the float model and every mode without training, in the order of the table."""
     results = [measure("float", model, model, batches)]
     for mode in reversed(MODES):
         converted = quantized(model, inputs, batches, mode=mode, target=target, search=search)
@@ -135,7 +135,7 @@ def compare_modes(
 
 
 def report(results: Sequence[ModeResult]) -> str:
-    """The results as a table."""
+    """Format the results as a table."""
     rows = [("Mode", "Bytes", "Smaller", "Max error", "SQNR dB")]
     for result in results:
         quality = "all 0" if math.isnan(result.sqnr_db) else f"{result.sqnr_db:.1f}"
@@ -145,39 +145,39 @@ def report(results: Sequence[ModeResult]) -> str:
 
 
 def scales_report(model: nn.Module) -> str:
-    """Scale and zero point of every quantized activation, as a table."""
+    """Format scale and zero point of every quantized activation as a table."""
     rows = [(name, f"{scale:.8g}", str(zero)) for name, scale, zero in scale_table(model)]
     return columns([("tensor", "scale", "zero_point"), *rows])
 
 
-class _Readings(TorchFunctionMode):
-    """Notes which tensors are given to any function of torch."""
+class _ReadTensors(TorchFunctionMode):
+    """Records the ids of all tensors that are passed to torch functions."""
 
     def __init__(self) -> None:
         super().__init__()
         self.read: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note the arguments, and call the function."""
+        """Record the arguments and call the function."""
         self.read |= {id(leaf) for leaf in tree_leaves((args, kwargs))}
         return func(*args, **(kwargs or {}))
 
 
 def read_bytes(model: nn.Module, batch: Sequence[torch.Tensor]) -> int:
-    """As `stored_bytes`, without modules that a run never reads: heads for training alone."""
-    with torch.no_grad(), _Readings() as readings:
+    """As `stored_bytes`, without modules that a run does not read, such as heads for training."""
+    with torch.no_grad(), _ReadTensors() as recorded:
         model(*batch)
     tensors = {
         id(tensor): tensor
         for module in model.modules()
         for own in [[*module.parameters(recurse=False), *module.buffers(recurse=False)]]
-        if any(id(tensor) in readings.read for tensor in own)
+        if any(id(tensor) in recorded.read for tensor in own)
         for tensor in own
     }
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def stored_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers, each counted once."""
+    """Return the bytes of all parameters and buffers, each counted once."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors.values())

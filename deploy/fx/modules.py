@@ -1,21 +1,19 @@
-"""Convolutions, linears and norms called as functions -> modules, so that passes see one kind.
+"""Rewrite functional layers as modules, and merge parallel convolutions.
 
-`F.conv2d(x, self.weight, ...)`, as layers with their own padding write it, becomes a call of an
-`nn.Conv2d` with the same weight, named `<owner of the weight>.conv`; `F.batch_norm(...)` becomes
-`<owner of the statistics>.norm`, and `x @ self.weight` an `nn.Linear` of the weight turned round,
-`<owner>.linear`; where an owner has several, the next have the weight's name before it.
+`functions_to_modules` turns `F.conv2d(x, self.weight, ...)` into a call of an `nn.Conv2d` with the
+same weight, named `<owner of the weight>.conv`; `F.batch_norm(...)` into `<owner of the
+statistics>.norm`; and `x @ self.weight` into an `nn.Linear` with the transposed weight,
+`<owner>.linear`. Further linears of one owner have the weight's name in front.
 
-Convolutions and norms side by side, of one tensor and added, as one convolution (RepVGG).
-
-::
+`merge_branches` merges convolutions and norms that read one tensor and are added (RepVGG)::
 
         .--> Conv 3x3 --.
     x --+--> Conv 1x1 --+--> +      becomes      x --> Conv 3x3
         '--> BN --------'
 
-A smaller kernel stands in the middle of the larger; a norm is the convolution that takes each
-channel to itself. Left alone: branches with other readers, and such whose strides, groups or
-positions differ. Source: X. Ding et al., 2021, "RepVGG", section 3.3.
+A smaller kernel is padded to the center of the larger one; a norm is a 1x1 convolution that maps
+each channel to itself. Not merged: branches with other readers, or with different strides, groups
+or positions. Source: X. Ding et al., 2021, "RepVGG", section 3.3.
 """
 
 from __future__ import annotations
@@ -52,10 +50,10 @@ _CONV_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "group
 
 
 def functions_to_modules(graph_module: fx.GraphModule) -> int:
-    """Make functional convolutions, linears and norms of parameters modules, in place; how many.
+    """Turn functional convolutions, linears and norms into modules, in place; return how many.
 
-    Left alone: a weight that is computed, one used with different options elsewhere, and a norm by
-    the batch's own statistics.
+    Not changed: calls with a computed weight, with a weight that is used elsewhere with other
+    options, and norms that use the statistics of the batch.
     """
     made: dict[str, dict[str, Any]] = {}
     for node in list(graph_module.graph.nodes):
@@ -73,7 +71,7 @@ def functions_to_modules(graph_module: fx.GraphModule) -> int:
 
 
 def _drop_unread(graph_module: fx.GraphModule, made: dict[str, dict[str, Any]]) -> None:
-    """Take away parameters that only the new modules use, and that would be stored twice."""
+    """Delete parameters that only the new modules use: they would be stored twice."""
     read = {node.target for node in graph_module.graph.nodes if node.op == "get_attr"}
     called = {node.target for node in graph_module.graph.nodes if node.op == "call_module"}
     keys = ("weight", "bias", *STATISTICS)
@@ -97,9 +95,9 @@ def _to_module(
 
 
 def _is_product(graph_module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node multiplies by a matrix that is a parameter."""
-    called = node.target in PRODUCTS or (node.op == "call_method" and node.target == "matmul")
-    if not called or len(node.args) != 2 or not _is_parameter(node.args[1]):
+    """Return whether a node multiplies a tensor by a matrix parameter."""
+    matmul = node.target in PRODUCTS or (node.op == "call_method" and node.target == "matmul")
+    if not matmul or len(node.args) != 2 or not _is_parameter(node.args[1]):
         return False
     matrix = _attribute(graph_module, str(node.all_input_nodes[-1].target))
     return matrix.dim() == 2 and matrix.is_floating_point() and not _is_parameter(node.args[0])
@@ -109,7 +107,7 @@ def _to_linear(
     graph_module: fx.GraphModule, node: fx.Node, made: dict[str, dict[str, Any]]
 ) -> None:
     source, weight = node.all_input_nodes
-    options = {"weight": weight.target, "bias": None, "turned": True}
+    options = {"weight": weight.target, "bias": None, "transposed": True}
     _call(graph_module, node, source, nn.Linear, _name(weight, "linear"), options, made)
 
 
@@ -142,10 +140,10 @@ def _call(
     options: dict[str, Any],
     made: dict[str, dict[str, Any]],
 ) -> None:
-    """Put a call of the module `name` in the place of `node`, unless it has other options."""
-    if kind is nn.Linear and _is_others(graph_module, name, options, made):
+    """Replace `node` by a call of the module `name`, unless the name is used by another module."""
+    if kind is nn.Linear and _is_used(graph_module, name, options, made):
         name = f"{options['weight']}_{name.rpartition('.')[2]}"
-    if _is_others(graph_module, name, options, made):
+    if _is_used(graph_module, name, options, made):
         return
     if name not in made:
         graph_module.add_submodule(name, _module(graph_module, kind, options))
@@ -157,38 +155,30 @@ def _call(
     graph_module.graph.erase_node(node)
 
 
-def _is_others(
+def _is_used(
     graph_module: fx.GraphModule,
     name: str,
     options: dict[str, Any],
     made: dict[str, dict[str, Any]],
 ) -> bool:
-    """Whether the name is that of a module with other options, or of one of the user's."""
+    """Return whether a new module with other options, or one of the user's, has this name."""
     if name in made:
         return made[name] != options
-    return _taken(graph_module, name)
+    return name in dict(graph_module.named_modules())
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
     if node.target is functional.linear:
-        return {
-            "bias": None,
-            **dict(zip(("input", "weight", "bias"), node.args, strict=False)),
-            **node.kwargs,
-        }
-    return {**_CONV_DEFAULTS, **_named(_CONV_ARGUMENTS, node)}
+        return {"bias": None, **_by_name(("input", "weight", "bias"), node)}
+    return {**_CONV_DEFAULTS, **_by_name(_CONV_ARGUMENTS, node)}
 
 
-def _named(names: tuple[str, ...], node: fx.Node) -> dict[str, Any]:
+def _by_name(names: tuple[str, ...], node: fx.Node) -> dict[str, Any]:
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def _is_parameter(value: object) -> bool:
     return isinstance(value, fx.Node) and value.op == "get_attr"
-
-
-def _taken(graph_module: fx.GraphModule, name: str) -> bool:
-    return name in dict(graph_module.named_modules())
 
 
 def _module(graph_module: fx.GraphModule, kind: Any, options: dict[str, Any]) -> nn.Module:
@@ -201,7 +191,7 @@ def _module(graph_module: fx.GraphModule, kind: Any, options: dict[str, Any]) ->
     weight = _attribute(graph_module, options["weight"])
     bias = _attribute(graph_module, options["bias"]) if options["bias"] else None
     has_bias = bias is not None
-    if options.get("turned"):
+    if options.get("transposed"):
         weight = nn.Parameter(weight.detach().t().contiguous(), _is_trained(weight))
     if kind is nn.Linear:
         module = kind(weight.shape[1], weight.shape[0], bias=has_bias, device="meta")
@@ -209,14 +199,14 @@ def _module(graph_module: fx.GraphModule, kind: Any, options: dict[str, Any]) ->
         groups = options["groups"]
         sizes = (weight.shape[1] * groups, weight.shape[0], tuple(weight.shape[2:]))
         hyper = {key: options[key] for key in ("stride", "padding", "dilation", "groups")}
-        module = kind(*sizes, bias=has_bias, device="meta", **_plain(hyper))
+        module = kind(*sizes, bias=has_bias, device="meta", **_with_tuples(hyper))
     module.register_parameter("weight", _parameter(weight))
     module.register_parameter("bias", _parameter(bias) if bias is not None else None)
     return module.train(graph_module.training)
 
 
-def _plain(options: dict[str, Any]) -> dict[str, Any]:
-    """Fx's immutable lists -> tuples, which is what the modules take."""
+def _with_tuples(options: dict[str, Any]) -> dict[str, Any]:
+    """Convert torch.fx's immutable lists to tuples, which the modules take."""
     return {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
 
 
@@ -237,25 +227,25 @@ def _parameter(tensor: torch.Tensor) -> nn.Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """One addition that is gone: the layer that does its work, and the one it took in."""
+    """A merged addition: the name of the remaining layer, and of the one merged into it."""
 
     layer: str
     taken: str
 
 
 def merge_branches(graph_module: fx.GraphModule) -> list[Merged]:
-    """Merge parallel branches, in place; one entry for each addition or difference that is gone."""
+    """Merge parallel branches, in place; return one entry per removed addition or subtraction."""
     merged = []
     for node in list(graph_module.graph.nodes):
-        found = None if _drop_zero(node) else _merge(graph_module, node)
-        if found is not None:
-            merged.append(found)
+        entry = None if _drop_zero(node) else _merge(graph_module, node)
+        if entry is not None:
+            merged.append(entry)
     graph_module.graph.eliminate_dead_code()
     return merged
 
 
 def _drop_zero(node: fx.Node) -> bool:
-    """Take away `x + 0`, the start of a sum over branches, and say whether it was one."""
+    """Remove `x + 0`, the start of a sum over branches; return whether `node` was one."""
     if not is_op(node, "add") or len(node.all_input_nodes) != 1 or node.kwargs:
         return False
     if not any(isinstance(value, int | float) and value == 0 for value in node.args):
@@ -285,7 +275,7 @@ def _merge(graph_module: fx.GraphModule, node: fx.Node) -> Merged | None:
 
 
 def _branch(graph_module: fx.GraphModule, side: Any) -> Any:
-    """The module of a branch that may be merged, or None."""
+    """Return the module of a branch that can be merged, or None."""
     if not isinstance(side, fx.Node) or side.op != "call_module" or len(side.users) > 1:
         return None
     calls = [n for n in graph_module.graph.nodes if n.op == "call_module"]
@@ -299,7 +289,7 @@ def _branch(graph_module: fx.GraphModule, side: Any) -> Any:
 
 
 def _larger(node: fx.Node, left: Any, right: Any) -> tuple[Any, Any, bool]:
-    """(the branch that stays, the other, whether it is the first); None for two norms."""
+    """Return (branch to keep, the other, whether the first is kept); (None, ...) for two norms."""
     sizes = [m.kernel_size if isinstance(m, nn.Conv2d) else (0, 0) for m in (left, right)]
     first = sizes[0] >= sizes[1]
     keeper, other = (left, right) if first else (right, left)
@@ -311,33 +301,32 @@ def _fits(keeper: nn.Conv2d, other: Any) -> bool:
         channels = norm_factors(other)[0].numel()
         same = keeper.in_channels == keeper.out_channels == channels
         return same and keeper.stride == (1, 1) and _is_inside(keeper, (1, 1), (0, 0))
-    alike = ("in_channels", "out_channels", "stride", "groups")
-    if any(getattr(keeper, name) != getattr(other, name) for name in alike):
+    equal = ("in_channels", "out_channels", "stride", "groups")
+    if any(getattr(keeper, name) != getattr(other, name) for name in equal):
         return False
     return other.dilation == (1, 1) and _is_inside(keeper, other.kernel_size, other.padding)
 
 
 def _is_inside(keeper: nn.Conv2d, size: Any, padding: Any) -> bool:
-    """Whether a kernel of that size and padding lies in the middle of the keeper's."""
+    """Return whether a kernel of this size and padding lies in the center of the keeper's."""
     offsets = [p - q for p, q in zip(keeper.padding, padding, strict=True)]
-    whole = zip(size, offsets, keeper.kernel_size, strict=True)
-    fits = all(o >= 0 and s + 2 * o == k for s, o, k in whole)
-    return fits and keeper.dilation == (1, 1)
+    dims = zip(size, offsets, keeper.kernel_size, strict=True)
+    return keeper.dilation == (1, 1) and all(o >= 0 and s + 2 * o == k for s, o, k in dims)
 
 
 def _sum(keeper: nn.Conv2d, other: Any, sign: int, others_sign: int) -> nn.Conv2d:
     layer = copy.deepcopy(keeper)
     weight, bias = _weight_and_bias(keeper, keeper)
-    more, shift = _weight_and_bias(other, keeper)
-    rows, columns = ((k - m) // 2 for k, m in zip(keeper.kernel_size, more.shape[2:], strict=True))
-    more = functional.pad(more, (columns, columns, rows, rows))
-    layer.weight = nn.Parameter(sign * weight + others_sign * more)
+    added, shift = _weight_and_bias(other, keeper)
+    rows, columns = ((k - m) // 2 for k, m in zip(keeper.kernel_size, added.shape[2:], strict=True))
+    added = functional.pad(added, (columns, columns, rows, rows))
+    layer.weight = nn.Parameter(sign * weight + others_sign * added)
     layer.bias = nn.Parameter(sign * bias + others_sign * shift)
     return layer
 
 
 def _weight_and_bias(module: Any, keeper: nn.Conv2d) -> tuple[torch.Tensor, torch.Tensor]:
-    """[C_out, C_in / groups, h, w] and [C_out] of a branch."""
+    """Return weight [C_out, C_in / groups, h, w] and bias [C_out] of a branch."""
     if isinstance(module, nn.Conv2d):
         weight = module.weight.detach()
         bias = module.bias.detach() if module.bias is not None else weight.new_zeros(len(weight))

@@ -1,21 +1,23 @@
-"""BatchNorm in every spelling, as one kind of module.
+"""Normalize BatchNorm and other operations of a graph to one form, so that passes see one kind.
+
+BatchNorm:
 
 ==============================  ==============================================================
 nn.BatchNorm, SyncBatchNorm     modules already
 F.batch_norm(x, mean, ...)      `ChannelNorm`, also where a layer of timm calls it (BatchNormAct2d)
-x * factor + shift              `FrozenNorm`, where both are computed from buffers alone, as in
+x * factor + shift              `FrozenNorm`, if both are computed from buffers only, as in
                                 torchvision's FrozenBatchNorm2d; it does not train
 ==============================  ==============================================================
 
-What may stand between a layer and its norm: nothing of it changes what folding gives.
-
-Dropout in eval mode, and a view that keeps each value's channel known::
+A norm folds into a layer also across dropout in eval mode and across views that keep track of the
+channels (`way_up`, `way_down`)::
 
     Linear [N, L, C] -> flatten(0, 1) -> BatchNorm1d [N*L, C]      channels stay last
     Conv [N, C, 1, 1] -> flatten(1) -> BatchNorm1d [N, C]          nothing but the channels
     BatchNorm2d [N, C, H, W] -> flatten(1) -> Linear of C*H*W      each channel H*W times
 
-Changing a traced graph: an operation in all its spellings, a pattern, and shapes along it.
+Other operations: `SPELLINGS` lists the operators, functions and methods of each; `replace_op` and
+`replace_pattern` edit a graph by them.
 """
 
 from __future__ import annotations
@@ -43,26 +45,26 @@ _IDLE = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.A
 
 
 def way_up(graph_module: fx.GraphModule, norm: fx.Node) -> list[Any]:
-    """The nodes from what a norm reads to the first that is more than a view or dropout."""
-    way: list[Any] = [norm.args[0]]
-    while isinstance(way[-1], fx.Node) and _passes(graph_module, way[-1]):
-        way.append(way[-1].args[0])
-    return way
+    """Return the nodes upstream of a norm, through views and dropout to the first other node."""
+    path: list[Any] = [norm.args[0]]
+    while isinstance(path[-1], fx.Node) and _is_transparent(graph_module, path[-1]):
+        path.append(path[-1].args[0])
+    return path
 
 
 def way_down(graph_module: fx.GraphModule, norm: fx.Node) -> list[fx.Node]:
-    """As `way_up`, to what alone reads the norm; empty where several do or none."""
-    way, readers = list[fx.Node](), readers_of(norm)
+    """As `way_up`, downstream; empty if a tensor on the path has not exactly one reader."""
+    path, readers = list[fx.Node](), readers_of(norm)
     while len(readers) == 1:
-        way += readers
-        if not _passes(graph_module, way[-1]):
-            return way
-        readers = readers_of(way[-1])
+        path += readers
+        if not _is_transparent(graph_module, path[-1]):
+            return path
+        readers = readers_of(path[-1])
     return []
 
 
 def readers_of(node: fx.Node) -> list[fx.Node]:
-    """The users of a tensor that read its values, not its size alone."""
+    """Return the users of a tensor that read its values, not only its size."""
     return [user for user in node.users if not _reads_size(user, node)]
 
 
@@ -76,12 +78,12 @@ def _reads_size(user: fx.Node, node: fx.Node) -> bool:
 
 
 def viewed(graph_module: fx.GraphModule, way: list[Any]) -> bool:
-    """Whether the values have other dimensions at the end of a way."""
+    """Return whether there is a view on the path `way`."""
     return any(_is_view(graph_module, node) for node in way[:-1])
 
 
 def keeps_channels(layer: Any, way: list[Any], channels: int) -> bool:
-    """Whether dimension 1 of a view [M, C] of a layer's output is that of the layer's channels."""
+    """Return whether dimension 1 of a view [M, C] of a layer's output is the layer's channels."""
     if way[0].meta.get("rank") != 2:
         return False
     if isinstance(layer, nn.Linear):
@@ -91,7 +93,7 @@ def keeps_channels(layer: Any, way: list[Any], channels: int) -> bool:
 
 
 def repeats(layer: Any, norm: fx.Node, channels: int) -> int | None:
-    """How many values in a row of a Linear's input are of one channel of the norm; None if not."""
+    """Return how many consecutive inputs of a Linear belong to one channel of the norm, or None."""
     sizes = norm.meta.get("sizes")
     if not isinstance(layer, nn.Linear) or sizes is None or sizes[1] != channels:
         return None
@@ -99,12 +101,13 @@ def repeats(layer: Any, norm: fx.Node, channels: int) -> int | None:
 
 
 def sizes_of(value: torch.Tensor) -> tuple[int, ...] | None:
-    """A batch, taken for 0, and the sizes of an exported value; None where one is not known."""
+    """Return the sizes of an exported value, the batch as 0; None if another size is dynamic."""
     rest = value.shape[1:]
     return (0, *rest) if value.dim() and all(isinstance(size, int) for size in rest) else None
 
 
-def _passes(graph_module: fx.GraphModule, node: fx.Node) -> bool:
+def _is_transparent(graph_module: fx.GraphModule, node: fx.Node) -> bool:
+    """Return whether folding may pass a node: a view, or dropout in eval mode."""
     if node.op == "call_module":
         module = graph_module.get_submodule(str(node.target))
         return isinstance(module, (*_IDLE, nn.Flatten))
@@ -122,7 +125,7 @@ def _is_view(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     )
 
 
-# torch function: (operators, in-place operators and methods, methods)
+# operation -> (functions, operators and methods; in-place operators and methods)
 SPELLINGS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "add": ((torch.add, operator.add, "add", "__add__", "__radd__"), (operator.iadd, "add_")),
     "sub": ((torch.sub, operator.sub, "sub", "__sub__"), (operator.isub, "sub_")),
@@ -136,18 +139,18 @@ SPELLINGS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
 
 
 def is_op(node: fx.Node, name: str) -> bool:
-    """Whether `node` is the operation `name` of `SPELLINGS`, in any spelling."""
+    """Return whether `node` is the operation `name` of `SPELLINGS`, in any spelling."""
     plain, in_place = SPELLINGS[name]
     return node.op in ("call_function", "call_method") and node.target in plain + in_place
 
 
 def replace_op(graph_module: fx.GraphModule, name: str, new: Callable[..., Any]) -> int:
-    """Make every `name` (operator, torch function, method) a call of `new`; gives how many.
+    """Replace every `name` (operator, torch function, method) by a call of `new`; return how many.
 
     Raises:
         ConfigError: `name` is not in `SPELLINGS`, or the graph has no such node.
-        ModelError: a node with options `new` may not take (add's alpha), or an in-place one whose
-            changed input is used again.
+        ModelError: a node has options that `new` may not take (add's alpha), or works in place on
+            an input that has other readers.
     """
     if name not in SPELLINGS:
         raise ConfigError(f"an operation is one of {', '.join(SPELLINGS)}, got {name!r}")
@@ -169,17 +172,17 @@ def replace_pattern(
     pattern: Callable[..., Any],
     replacement: Callable[..., Any],
 ) -> int:
-    """Replace each place where the graph computes `pattern` by `replacement`; gives how many.
+    """Replace each match of `pattern` in the graph by `replacement`; return how many.
 
-    Graph, pattern and replacement are first brought to one spelling of each operation, so that
-    `x + y` in the pattern also matches `x.add(y)` and `torch.add(x, y)`.
+    Graph and pattern are normalized first, so that `x + y` in the pattern also matches `x.add(y)`
+    and `torch.add(x, y)`.
 
     Raises:
-        ConfigError: the pattern is nowhere in the graph.
+        ConfigError: the pattern does not match.
     """
     normalize(graph_module)
-    wanted = normalize(fx.symbolic_trace(pattern))
-    matches = fx.replace_pattern(graph_module, wanted, fx.symbolic_trace(replacement))
+    normalized = normalize(fx.symbolic_trace(pattern))
+    matches = fx.replace_pattern(graph_module, normalized, fx.symbolic_trace(replacement))
     if not matches:
         raise ConfigError("the pattern is nowhere in the graph; `calib8 trace --table` shows it")
     _refresh(graph_module)
@@ -187,9 +190,9 @@ def replace_pattern(
 
 
 def normalize(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Give every operation of `SPELLINGS` its first spelling, the torch function; in place.
+    """Turn every operation of `SPELLINGS` into its first spelling, the torch function; in place.
 
-    In-place spellings are left alone: their effect on the input may matter elsewhere.
+    In-place operations are not changed, since the input may have other readers.
     """
     for node in graph_module.graph.nodes:
         for plain, _ in SPELLINGS.values():
@@ -202,14 +205,14 @@ def normalize(graph_module: fx.GraphModule) -> fx.GraphModule:
 def propagate_shapes(
     graph_module: fx.GraphModule, *inputs: torch.Tensor
 ) -> dict[str, tuple[int, ...]]:
-    """Run the graph once and give each tensor node's shape by the node's name.
+    """Run the graph once; return node name -> shape for each tensor node.
 
-    The shapes also stay in `node.meta["tensor_meta"]`, as torch.fx's passes expect.
+    The shapes are also stored in `node.meta["tensor_meta"]`, where torch.fx passes expect them.
 
     Raises:
         ModelError: a node does not run for these inputs.
     """
-    try:  # torch prints a traceback of its own before it raises
+    try:  # torch prints a traceback before it raises
         with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
             ShapeProp(graph_module).propagate(*inputs)
     except Exception as error:  # whatever a user's model raises
@@ -257,7 +260,7 @@ class ChannelNorm(_BatchNorm):
 
 
 class FrozenNorm(nn.Module):
-    """x * factor + shift by channel, dimension 1 of four; constants, as a frozen BatchNorm has.
+    """Frozen BatchNorm of [N, C, H, W]: x * factor + shift per channel, both constant.
 
     Args:
         factor, shift: [C].
@@ -277,9 +280,9 @@ class FrozenNorm(nn.Module):
 
 
 def is_norm(module: nn.Module | None) -> bool:
-    """Whether `module` normalizes by running statistics and does nothing else.
+    """Return whether `module` is a BatchNorm and does nothing else.
 
-    A layer derived from BatchNorm with a forward of its own, kept whole, is none.
+    A subclass of BatchNorm that overrides `forward` is not.
     """
     if isinstance(module, ChannelNorm | FrozenNorm):
         return True
@@ -287,7 +290,7 @@ def is_norm(module: nn.Module | None) -> bool:
 
 
 def norm_factors(norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A norm in eval mode as y = x * factor + shift: two [C] tensors."""
+    """Return (factor, shift), [C] each, of a norm in eval mode: y = x * factor + shift."""
     if isinstance(norm, FrozenNorm):
         return norm.factor, norm.shift
     mean, variance = norm.running_mean, norm.running_var
@@ -298,7 +301,7 @@ def norm_factors(norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def batch_norm_arguments(node: fx.Node) -> dict[str, Any] | None:
-    """The arguments of a call of F.batch_norm by name, or None for any other node."""
+    """Return the arguments of a call of F.batch_norm by name; None for any other node."""
     if node.op != "call_function" or node.target not in _ORDERS:
         return None
     names = (*_ORDERS[node.target], *_REST)
@@ -306,7 +309,7 @@ def batch_norm_arguments(node: fx.Node) -> dict[str, Any] | None:
 
 
 def channel_norm(tensors: dict[str, torch.Tensor | None], options: dict[str, Any]) -> ChannelNorm:
-    """The module of a call of F.batch_norm with these tensors."""
+    """Return the module for a call of F.batch_norm with these tensors."""
     mean, weight = tensors["running_mean"], tensors["weight"]
     assert mean is not None
     norm = ChannelNorm(mean.numel(), options["eps"], options["momentum"], weight is not None)
@@ -314,62 +317,67 @@ def channel_norm(tensors: dict[str, torch.Tensor | None], options: dict[str, Any
         if name in STATISTICS:
             setattr(norm, name, tensor)
         elif tensor is not None:
-            kept = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
-            norm.register_parameter(name, kept)
+            parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
+            norm.register_parameter(name, parameter)
     return norm
 
 
 def freeze_affines(graph_module: fx.GraphModule) -> int:
-    """Make each x * factor + shift of constants by channel a `FrozenNorm`, in place; how many."""
-    made, known = 0, _constants(graph_module)
+    """Replace each x * factor + shift with per-channel constants by a `FrozenNorm`, in place.
+
+    Returns:
+        How many were replaced.
+    """
+    count, constants = 0, _constants(graph_module)
     for node in list(graph_module.graph.nodes):
-        found = _affine(known, node)
-        if found is None:
+        affine = _affine(constants, node)
+        if affine is None:
             continue
-        source, norm = found
-        name = f"frozen_norm_{made}"
+        source, norm = affine
+        name = f"frozen_norm_{count}"
         graph_module.add_submodule(name, norm)
         with graph_module.graph.inserting_before(node):
             call = graph_module.graph.call_module(name, (source,))
         node.replace_all_uses_with(call)
-        made += 1
-    if made:
+        count += 1
+    if count:
         graph_module.graph.eliminate_dead_code()
-    return made
+    return count
 
 
-def _affine(known: Constants, add: fx.Node) -> tuple[fx.Node, FrozenNorm] | None:
-    product, shift = _with_constant(known, add, "add")
+def _affine(constants: Constants, add: fx.Node) -> tuple[fx.Node, FrozenNorm] | None:
+    product, shift = _with_constant(constants, add, "add")
     if product is None or len(product.users) > 1:
         return None
-    source, factor = _with_constant(known, product, "mul")
+    source, factor = _with_constant(constants, product, "mul")
     if source is None or factor.shape != shift.shape:
         return None
     if product.target in SPELLINGS["mul"][1] and len(source.users) > 1:
-        return None  # what is multiplied in place is read again
+        return None  # multiplied in place, and read elsewhere
     return source, FrozenNorm(factor.reshape(-1).clone(), shift.reshape(-1).clone())
 
 
-def _with_constant(known: Constants, node: fx.Node, op: str) -> tuple[Any, Any]:
-    """(the tensor, the constant [1, C, 1, 1]) of an addition or product, in either order."""
+def _with_constant(constants: Constants, node: fx.Node, op: str) -> tuple[Any, Any]:
+    """Return (tensor, per-channel constant) of an addition or product, in either order."""
     if not is_op(node, op) or node.kwargs or len(node.args) != 2:
         return None, None
     for tensor, other in (node.args, node.args[::-1]):
         if not isinstance(tensor, fx.Node) or not isinstance(other, fx.Node):
             continue
-        constant = known.get(other)
-        if isinstance(constant, torch.Tensor) and _is_by_channel(constant):
+        constant = constants.get(other)
+        if isinstance(constant, torch.Tensor) and _is_per_channel(constant):
             return tensor, constant
     return None, None
 
 
-def _is_by_channel(constant: torch.Tensor) -> bool:
+def _is_per_channel(constant: torch.Tensor) -> bool:
+    """Return whether the shape is [C, 1, 1] or [1, C, 1, 1]."""
     shape = constant.shape
     return len(shape) in (3, 4) and tuple(shape[-2:]) == (1, 1) and shape.numel() == shape[-3]
 
 
 def _constants(graph_module: fx.GraphModule) -> dict[fx.Node, Any]:
-    """What is computed from buffers alone, by its node; each is computed once."""
+    """Compute all nodes that depend on buffers only; return node -> value."""
     known: dict[fx.Node, Any] = {}
     for node in graph_module.graph.nodes:
         if node.op == "get_attr":
@@ -377,16 +385,16 @@ def _constants(graph_module: fx.GraphModule) -> dict[fx.Node, Any]:
             value = getattr(graph_module.get_submodule(owner), name)
             if not isinstance(value, nn.Parameter):
                 known[node] = value
-        elif _calls(node) and all(source in known for source in node.all_input_nodes):
+        elif _is_pure_call(node) and all(source in known for source in node.all_input_nodes):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
-            of_class = node.op == "call_method"
-            called = getattr(args[0], str(node.target)) if of_class else node.target
-            known[node] = called(*args[of_class:], **kwargs)
+            is_method = node.op == "call_method"
+            function = getattr(args[0], str(node.target)) if is_method else node.target
+            known[node] = function(*args[is_method:], **kwargs)
     return known
 
 
-def _calls(node: fx.Node) -> bool:
-    """Whether a node computes something of others, and writes over none of them."""
+def _is_pure_call(node: fx.Node) -> bool:
+    """Return whether a node computes something from other nodes, not in place."""
     name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
     in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
     calls = node.op in ("call_function", "call_method") and bool(node.all_input_nodes)

@@ -1,6 +1,6 @@
-"""`file.py:factory`, or a named model -> the ONNX model that every target builds from.
+"""Export a PyTorch model given as `file.py:factory` or by name, or write its fused form to a file.
 
-A fused model as a file: ONNX for every runtime, or a .pt2 that torch.export.load gives back.
+A fused model is written as ONNX, or as a .pt2 file for torch.export.load.
 """
 
 from __future__ import annotations
@@ -42,34 +42,35 @@ def export_torch(
     dynamic_batch: bool = True,
     notes: list[str] | None = None,
 ) -> onnx.ModelProto:
-    """Export the float model that `file.py:factory` makes, its branches and norms joined, checked.
+    """Export the float model of `file.py:factory` to ONNX, fused, and check it against torch.
 
     Args:
-        spec: the user's file and function, whose code is run; or a named model.
+        spec: file and function, whose code is run; or a named model.
         inputs: shape of each input of forward, batch first.
-        dtypes: of each input, None for the model's own floating dtype.
-        names: of each input, as `deploy.fx.model_inputs.take_named` takes them; none for the order.
+        dtypes: dtype of each input; None for the model's floating dtype.
+        names: name of each input for `deploy.fx.model_inputs.take_named`; empty for positional.
         weights: a state dict to load, tensors only.
-        dynamic_batch: leave the batch open.
-        notes: gets a sentence for each thing that the user should know.
+        dynamic_batch: make the batch dynamic.
+        notes: list to which notes for the user are appended.
 
     Raises:
         SdkMissingError: torch, or the package of a named model, is not installed.
-        ConfigError: the spec or a shape is none.
+        ConfigError: the spec or a shape is not valid.
         ModelError: the file, the factory, the weights or the export failed.
-        ExportError: onnxruntime computes something else than torch.
+        ExportError: the outputs of ONNX Runtime and torch differ.
     """
     if not inputs:
         raise shapeless(spec)
     model = load_module(spec, weights)
     order = take_named(model, names or [None] * len(inputs))
-    told = [note(spec, weights), in_float32(model), as_dict(model)]
-    made = example_inputs(inputs, dtypes)
-    tensors = tuple(x.float() if x.is_floating_point() else x for x in (made[i] for i in order))
+    messages = [note(spec, weights), in_float32(model), as_dict(model)]
+    examples = example_inputs(inputs, dtypes)
+    ordered = (examples[i] for i in order)
+    tensors = tuple(x.float() if x.is_floating_point() else x for x in ordered)
     exported = to_onnx(for_runtimes(model, tensors), tensors, dynamic_batch=dynamic_batch)
-    told.append(check_float(exported, model, tensors).untold)
+    messages.append(check_float(exported, model, tensors).untold)
     if notes is not None:
-        notes += [sentence for sentence in told if sentence]
+        notes += [message for message in messages if message]
     return exported
 
 
@@ -81,7 +82,7 @@ def open_torch(
     names: Sequence[str | None] = (),
     weights: Path | None = None,
 ) -> LoadedModel:
-    """`export_torch`, cleaned and known by its digest like any other model.
+    """Export with `export_torch` and load the result like any other ONNX model.
 
     Raises:
         SdkMissingError, ConfigError, ModelError, ExportError: as `export_torch`.
@@ -90,59 +91,62 @@ def open_torch(
     notes = list[str]()
     exported = export_torch(spec, inputs, dtypes=dtypes, names=names, weights=weights, notes=notes)
     loaded = load_onnx(exported, True)
-    made = f"Exported by torch from {Path(file).name}:{factory} and checked against it."
+    origin = f"Exported by torch from {Path(file).name}:{factory} and checked against it."
     name = f"{Path(file).stem}-{Path(factory).stem}"
-    told = (f"{sentence[0].upper()}{sentence[1:]}." for sentence in notes)
-    return replace(loaded, name=name, notes=(made, *told, *loaded.notes))
+    sentences = (f"{note[0].upper()}{note[1:]}." for note in notes)
+    return replace(loaded, name=name, notes=(origin, *sentences, *loaded.notes))
 
 
 SUFFIXES = (".onnx", ".pt2")
 
 
 def check_suffix(path: Path) -> None:
-    """Raise `ConfigError` where a fused model cannot be written under that name."""
+    """Raise `ConfigError` if the suffix is not in `SUFFIXES`."""
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(
-            f"a fused model is written as {' or '.join(SUFFIXES)}, got {path}; weights alone are"
-            " the state of another model than yours"
+            f"a fused model is written as {' or '.join(SUFFIXES)}, got {path}; a state dict alone"
+            " would not fit your model, since fusing changes its modules"
         )
 
 
 def write_fused(
     path: Path, fused: nn.Module, model: nn.Module, inputs: Sequence[torch.Tensor]
 ) -> str:
-    """Write the fused form of a model, with an open batch, and say how it agrees with the model.
+    """Write a fused model with a dynamic batch; return a sentence on its agreement with the model.
 
     Args:
-        path: of one of `SUFFIXES`.
-        fused: what `deploy.fx.fuse.fuse` gave.
-        model: the user's.
+        path: with one of `SUFFIXES`.
+        fused: result of `deploy.fx.fuse.fuse`.
+        model: the user's model.
         inputs: of one run, batch first.
 
     Raises:
         ModelError: torch.export cannot follow it.
-        ExportError: the file computes something else than the model, or cannot be written.
+        ExportError: its outputs differ from the model's, or the file cannot be written.
     """
     if path.suffix.lower() == ".onnx":
         exported = to_onnx(fused, inputs)
-        said = str(check_float(exported, model, inputs))
+        sentence = str(check_float(exported, model, inputs))
         write_bytes(path, exported.SerializeToString(deterministic=True))
-        return said
-    program = _program(fused, inputs)
-    found = _difference(program, model, inputs)
+        return sentence
+    program = _export_program(fused, inputs)
+    largest = _check_difference(program, model, inputs)
     data = io.BytesIO()
     torch.export.save(program, data)
     write_bytes(path, data.getvalue())
-    return f"the program against the model: largest difference {found:.3g}"
+    return f"the program against the model: largest difference {largest:.3g}"
 
 
-def _program(fused: nn.Module, inputs: Sequence[torch.Tensor]) -> torch.export.ExportedProgram:
+def _export_program(
+    fused: nn.Module, inputs: Sequence[torch.Tensor]
+) -> torch.export.ExportedProgram:
     batch = torch.export.Dim("batch")
-    two = tuple(x if len(x) > 1 else torch.cat([x, x]) for x in inputs)  # 1 would be a constant
-    shapes = tuple({0: batch} for _ in two)
+    # torch.export would take a batch of 1 for a constant
+    repeated = tuple(x if len(x) > 1 else torch.cat([x, x]) for x in inputs)
+    shapes = tuple({0: batch} for _ in repeated)
     try:
         with quiet():
-            program = torch.export.export(fused, two, dynamic_shapes=shapes)
+            program = torch.export.export(fused, repeated, dynamic_shapes=shapes)
     except Exception as error:  # torch.export has no error class of its own
         where = users_line(error)
         raise ModelError(
@@ -151,20 +155,20 @@ def _program(fused: nn.Module, inputs: Sequence[torch.Tensor]) -> torch.export.E
             " batch that the model does not fix, or rewrite what depends on data"
         ) from error
     for node in program.graph.nodes:
-        node.meta.pop("stack_trace", None)  # paths of this machine
+        node.meta.pop("stack_trace", None)  # has paths of this machine
     return program
 
 
-def _difference(
+def _check_difference(
     program: torch.export.ExportedProgram, model: nn.Module, inputs: Sequence[torch.Tensor]
 ) -> float:
     with torch.no_grad():
-        wanted, got = model(*inputs), program.module()(*inputs)
-    pairs = zip(tensors_of(wanted), tensors_of(got), strict=True)
-    found = max((difference(a, b) for a, b in pairs), default=0.0)
-    if not found <= NEAR * largest_of(wanted):
+        expected, got = model(*inputs), program.module()(*inputs)
+    pairs = zip(tensors_of(expected), tensors_of(got), strict=True)
+    largest = max((difference(a, b) for a, b in pairs), default=0.0)
+    if not largest <= NEAR * largest_of(expected):
         raise ExportError(
             "an exported model must compute what torch computes, got a largest difference of"
-            f" {found:.3g} (largest output {largest_of(wanted):.3g}); report it with the model"
+            f" {largest:.3g} (largest output {largest_of(expected):.3g}); report it with the model"
         )
-    return found
+    return largest

@@ -1,22 +1,17 @@
-"""prepare -> calibrate -> (train) -> convert: a float model to one of int8, for a target's grid.
+"""Prepare a float model for quantization: insert fake quantizers where the target wants them.
 
 ::
 
     model --fold--> graph --prepare--> FakeQuant at each site, weights fake-quantized
-          --calibrate--> ranges --train--> weights that like their grid
+          --calibrate--> ranges --train--> weights adapted to their grid
           --convert--> FixedQuant and int8 weights
 
-The grid of a target's activations, at fewer bits where that is asked for.
-
-Calls that are several operators to a runtime, written out: each tensor between is a node.
-
-::
+A pair may be on any tensor of the exported model, and a fake quantizer needs a node for it. So
+calls that a runtime sees as several operators are decomposed first::
 
     SiLU                            x -> sigmoid -> mul
     scaled_dot_product_attention    query, key -> matmul -> softmax -> matmul <- value
-    a Conv that pads by copies      x -> pad -> Conv without padding
-
-A pair may stand on any tensor that a runtime sees, and fake quantization wants a node for it.
+    Conv with non-zero padding      x -> pad -> Conv without padding
 """
 
 from __future__ import annotations
@@ -68,10 +63,10 @@ BITS = (2, 3, 4, 5, 6, 7, 8)
 
 
 def at_bits(grid: Grid, bits: int) -> Grid:
-    """The integers of `grid`, of 8 bits, that `bits` have; stored in the same type.
+    """Return the 8-bit `grid` with fewer bits, stored in the same type.
 
     Raises:
-        ConfigError: another number of bits, or a grid of floats.
+        ConfigError: `bits` is not in `BITS`, or the grid is not of integers.
     """
     if bits not in BITS:
         raise ConfigError(f"bits are {BITS[0]} to {BITS[-1]}, got {bits}")
@@ -87,25 +82,25 @@ ATTENTION = functional.scaled_dot_product_attention
 
 
 def open_calls(graph_module: fx.GraphModule) -> None:
-    """Write out, in place, the calls inside of which a runtime may run something in int8."""
+    """Decompose, in place, the calls inside of which a runtime may run something in int8."""
     for node in list(graph_module.graph.nodes):
         _pad_before(graph_module, node)
-        written = _written(graph_module, node)
-        if written is not None:
-            _replace(node, written)
+        function = _decomposition(graph_module, node)
+        if function is not None:
+            _replace(node, function)
     graph_module.graph.lint()
     graph_module.recompile()
 
 
-def _written(graph_module: fx.GraphModule, node: fx.Node) -> Callable[..., Any] | None:
-    """What to write for a node; None where it stays."""
+def _decomposition(graph_module: fx.GraphModule, node: fx.Node) -> Callable[..., Any] | None:
+    """Return a function that decomposes a node, or None."""
     if node.target in SILUS or isinstance(called_module(graph_module, node), nn.SiLU):
         return _silu
     return _attention if node.target is ATTENTION and _is_plain(node) else None
 
 
 def _pad_before(graph_module: fx.GraphModule, node: fx.Node) -> None:
-    """Let a convolution that pads by reflection or the like read what is padded already."""
+    """Move the padding of a convolution into a separate node, unless it pads with zeros."""
     module = called_module(graph_module, node)
     layer: Any = module.layer if isinstance(module, QatLayer) else module
     if not isinstance(layer, CONVS) or layer.padding_mode == "zeros":
@@ -127,14 +122,14 @@ def _pad_before(graph_module: fx.GraphModule, node: fx.Node) -> None:
         replace_submodule(graph_module, str(node.target), bare)
 
 
-def _replace(node: fx.Node, written: Callable[..., Any]) -> None:
+def _replace(node: fx.Node, function: Callable[..., Any]) -> None:
     tracer = GraphAppendingTracer(node.graph)
     kwargs = {key: value for key, value in node.kwargs.items() if key != "inplace"}
     with node.graph.inserting_before(node):
         args, kwargs = fx.node.map_arg((node.args, kwargs), lambda one: fx.Proxy(one, tracer))
-        made = written(*args, **kwargs)
-    made.node.meta |= {key: node.meta[key] for key in ("rank",) if key in node.meta}
-    node.replace_all_uses_with(made.node)
+        result = function(*args, **kwargs)
+    result.node.meta |= {key: node.meta[key] for key in ("rank",) if key in node.meta}
+    node.replace_all_uses_with(result.node)
     node.graph.erase_node(node)
 
 
@@ -143,12 +138,12 @@ def _silu(x: Any, inplace: bool = False) -> Any:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether an attention drops nothing and has a key for each query's head."""
+    """Return whether an attention has known shapes, no dropout and no grouped queries."""
     names = ("query", "key", "value", "attn_mask", "dropout_p")
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    rest = (given.get("dropout_p"), given.get("enable_gqa"))
-    known = all(isinstance(_meta(given[name]), torch.Size) for name in ("query", "key"))
-    return known and not any(rest)
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    unsupported = (arguments.get("dropout_p"), arguments.get("enable_gqa"))
+    known = all(isinstance(_shape(arguments[name]), torch.Size) for name in ("query", "key"))
+    return known and not any(unsupported)
 
 
 def _attention(
@@ -162,33 +157,35 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """As torch's exporter writes it: query and key are scaled before they are multiplied."""
-    shape, mask = _meta(query.node), None if attn_mask is None else attn_mask.node
+    """Decompose as torch's exporter does: query and key are scaled before the product."""
+    shape, mask = _shape(query.node), None if attn_mask is None else attn_mask.node
     factor = math.sqrt(1 / math.sqrt(shape[-1]) if scale is None else scale)
     products = torch.matmul(query * factor, key.transpose(-2, -1) * factor)
     if mask is not None:
         boolean = mask.meta["tensor_meta"].dtype is torch.bool
-        away = torch.where(attn_mask, 0.0, -math.inf) if boolean else attn_mask
-        products = products + away
+        bias = torch.where(attn_mask, 0.0, -math.inf) if boolean else attn_mask
+        products = products + bias
     if is_causal:
-        sizes = shape[-2], _meta(key.node)[-2]
+        sizes = shape[-2], _shape(key.node)[-2]
         products = products + query.new_full(sizes, -math.inf).triu(1)
     return torch.matmul(torch.softmax(products, -1), value)
 
 
-def _meta(node: Any) -> Any:
+def _shape(node: Any) -> Any:
     return getattr(node.meta.get("tensor_meta"), "shape", None) if node is not None else None
 
 
 MODES = ("static", "dynamic", "weight-only")
-APART = "norms='train' trains a norm right behind its own layer with it; norms='fold' folds it"
+APART = "norms='train' needs the norm right after its own layer; norms='fold' can fold it"
 
 
 class CustomConfig:
-    """What a custom module's `from_float` finds as `float_module.qconfig`: two observer factories.
+    """Stands in for torch's QConfig as `float_module.qconfig` in a custom module's `from_float`.
 
-    `activation()` gives a `FakeQuant` for the target's activations, `weight(axis=None)` a
-    `WeightQuant`.
+    Args:
+        grid: of the activations.
+        name: of the module, for messages.
+        bits: of the weights.
     """
 
     def __init__(self, grid: Grid, name: str, bits: int):
@@ -197,11 +194,11 @@ class CustomConfig:
         self.bits = bits
 
     def activation(self) -> FakeQuant:
-        """A new observer and fake quantizer of an activation."""
+        """Return a new fake quantizer of an activation."""
         return FakeQuant(self.grid, self.name)
 
     def weight(self, axis: int | None = None) -> WeightQuant:
-        """A new fake quantizer of a weight."""
+        """Return a new fake quantizer of a weight."""
         return WeightQuant(axis, self.bits)
 
 
@@ -219,26 +216,26 @@ def prepare(
     custom: CustomClasses | None = None,
     momentum: float = 0.05,
 ) -> fx.GraphModule:
-    """A traced copy of `model` with (disabled) fake quantizers; it still computes what model does.
+    """Return a graph of a copy of `model` with disabled fake quantizers; its outputs are unchanged.
 
     Args:
         model: a float model; for norms="fold" in eval mode.
         inputs: example inputs, any batch size.
-        target: onnxruntime, tensorrt or ascend, or one with options of its own; its plan says which
-            tensors and weights are quantized, as in `calib8 build`, and on which grid.
-        mode: "static" (scales from calibration; also for training), "dynamic" (Linear, activations
-            by each batch's own range) or "weight-only".
+        target: onnxruntime, tensorrt or ascend, or a target with options. Its plan determines
+            which tensors and weights are quantized, and the grid, as in `calib8 build`.
+        mode: "static" (scales from calibration; also for training), "dynamic" (Linear layers,
+            activations with the range of each batch) or "weight-only".
         bits: of activations and weights, 2 to 8.
-        norms: "fold" BatchNorm before, or "train" it with its layer (see `freeze_norms`).
-        leaves: modules kept whole and in float, by name, class name or class.
-        skip: layers left in float, by name.
-        share: kinds of operators whose inputs and output share a scale beyond what the target
-            wants, of add, concat, pool, keep.
-        custom: float class -> observed class with `from_float`; kept whole.
+        norms: "fold" BatchNorms first, or "train" them with their layers (see `freeze_norms`).
+        leaves: modules to keep as one node and in float, by name, class name or class.
+        skip: names of layers to leave in float.
+        share: kinds of operators whose inputs and output share a scale, in addition to those of
+            the target: add, concat, pool, keep.
+        custom: float class -> observed class with `from_float`; kept as one node.
         momentum: of the moving average of min and max; 1 for the extremes of all batches.
 
     Raises:
-        ConfigError: an option that names nothing.
+        ConfigError: an option has an unknown value or name.
         ModelError: the model cannot be traced or run.
     """
     _check_options(mode, norms, momentum, bits)
@@ -249,18 +246,18 @@ def prepare(
     if norms == "train":
         _merge_norms(graph_module, bits, skip)
     _run_once(graph_module, inputs)
-    whole = _Whole(graph_module, [*leaves, *custom])
+    is_opaque = _OpaqueCalls(graph_module, [*leaves, *custom])
     open_calls(graph_module)
     _run_once(graph_module, inputs)
-    placed = place(graph_module, inputs, chosen, skip=skip, share=share, whole=whole)
+    placed = place(graph_module, inputs, chosen, skip=skip, share=share, is_opaque=is_opaque)
     if mode == "static":
         grid = at_bits(placed.grid, bits)
         observers = _insert_observers(graph_module, placed.sites, grid, momentum)
-        _give_sources(graph_module, placed, observers)
+        _set_sources(graph_module, placed, observers)
         _swap_custom(graph_module, custom, grid, bits, momentum, observers)
     elif mode == "dynamic":
         _insert_dynamic(graph_module, placed.weights)
-    if mode == "weight-only":  # what multiplies them is float
+    if mode == "weight-only":  # float products cannot saturate
         placed = replace(placed, fits_pairs=False)
     _wrap_weights(graph_module, placed, bits, linear_only=mode == "dynamic")
     graph_module.meta[REASONS] = dict(placed.reasons)
@@ -271,20 +268,20 @@ def prepare(
 
 
 def target_of(target: str | Target) -> Target:
-    """The target of a name, with its options as they are by default; another as it is.
+    """Return the target of this name with default options; a target object is returned unchanged.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no target of this name.
     """
     return named(target)() if isinstance(target, str) else target
 
 
-class _Whole:
-    """Which calls of modules stay whole: leaves, and modules of which this package knows nothing.
+class _OpaqueCalls:
+    """Predicate of `call_module` nodes that stay one node: leaves and unknown modules.
 
     Args:
-        graph_module: the graph that calls them.
-        leaves: names, names of classes, or classes.
+        graph_module: the graph with the calls.
+        leaves: module names, class names, or classes.
     """
 
     def __init__(self, graph_module: fx.GraphModule, leaves: Sequence[str | type[nn.Module]]):
@@ -302,30 +299,30 @@ class _Whole:
 def prepare_only(
     model: nn.Module, name: str, inputs: Sequence[torch.Tensor], **options: Any
 ) -> nn.Module:
-    """A copy of `model` with its submodule `name` prepared and all else as it is.
+    """Return a copy of `model` with only its submodule `name` prepared.
 
     Args:
-        model: a float model that need not be traceable as a whole.
+        model: a float model; only the submodule has to be traceable.
         name: qualified name of the submodule.
-        inputs: example inputs of the whole model; the submodule's are taken from a run.
-        options: as `prepare`.
+        inputs: example inputs of the entire model; those of the submodule are recorded in a run.
+        options: as for `prepare`.
 
     Raises:
         ConfigError, ModelError: as `prepare`; or the run does not reach the submodule.
     """
     model = plain_copy(model)
     part = submodule(model, name)
-    seen: list[tuple[Any, ...]] = []
-    hook = part.register_forward_pre_hook(lambda _, args: seen.append(args))
+    calls: list[tuple[Any, ...]] = []
+    hook = part.register_forward_pre_hook(lambda _, args: calls.append(args))
     with torch.no_grad():
         model(*inputs)
     hook.remove()
-    if not seen:
+    if not calls:
         raise ModelError(f"{name} must run for the example inputs, and does not")
-    prepared = prepare(part, seen[0], **options)
+    prepared = prepare(part, calls[0], **options)
     for module in prepared.modules():
         if isinstance(module, FakeQuant):
-            module.members *= len(seen)  # one range for all calls that a run makes of the part
+            module.members *= len(calls)  # one range for all calls of the submodule
     replace_submodule(model, name, prepared)
     return model
 
@@ -362,7 +359,7 @@ def _check_skip(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
 
 
 def _run_once(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
-    """Fill in the shapes; statistics of norms are not to move."""
+    """Set the shapes of all nodes, in eval mode so that norm statistics do not change."""
     training = [module for module in graph_module.modules() if module.training]
     graph_module.eval()
     try:
@@ -380,7 +377,7 @@ def _insert_observers(
     graph_module: fx.GraphModule, sites: Sequence[Site], grid: Grid, momentum: float
 ) -> dict[fx.Node, FakeQuant]:
     groups: dict[str, str] = {}
-    made: dict[fx.Node, FakeQuant] = {}
+    observers: dict[fx.Node, FakeQuant] = {}
     for site in sites:
         name = groups.get(site.group)
         if name is None:
@@ -389,15 +386,15 @@ def _insert_observers(
             graph_module.add_submodule(name, quant)
         else:
             getattr(graph_module, name).members += 1
-        made[site.tensor] = getattr(graph_module, name)
+        observers[site.tensor] = getattr(graph_module, name)
         _insert(graph_module, site.tensor, site.readers, name)
-    return made
+    return observers
 
 
-def _give_sources(
+def _set_sources(
     graph_module: fx.GraphModule, placed: Placed, observers: Mapping[fx.Node, FakeQuant]
 ) -> None:
-    """Let each quantizer have the range that a build gives its tensor."""
+    """Give each quantizer the range sources and reach that a build uses for its tensor."""
     members: dict[str, list[fx.Node]] = {}
     for site in placed.sites:
         members.setdefault(site.group, []).append(site.tensor)
@@ -411,10 +408,10 @@ def _give_sources(
 def _insert(
     graph_module: fx.GraphModule, tensor: fx.Node, readers: set[fx.Node] | None, module: str
 ) -> None:
-    place = tensor
-    if tensor.op == "placeholder":  # the graph's inputs come first, all of them
-        place = [node for node in graph_module.graph.nodes if node.op == "placeholder"][-1]
-    with graph_module.graph.inserting_after(place):
+    after = tensor
+    if tensor.op == "placeholder":  # all placeholders must come first
+        after = [node for node in graph_module.graph.nodes if node.op == "placeholder"][-1]
+    with graph_module.graph.inserting_after(after):
         quantized = graph_module.graph.call_module(module, (tensor,))
     for reader in list(tensor.users):
         if reader is not quantized and (readers is None or reader in readers):
@@ -440,7 +437,7 @@ def _swap_custom(
     momentum: float,
     observers: dict[fx.Node, FakeQuant],
 ) -> None:
-    """Each custom float module -> its observed class, with the observer of its output."""
+    """Replace each custom float module by its observed class, with an observer of its output."""
     for node in list(graph_module.graph.nodes):
         module: Any = called_module(graph_module, node)
         observed: Any = custom.get(type(module))
@@ -462,7 +459,7 @@ def _swap_custom(
 def _wrap_weights(
     graph_module: fx.GraphModule, placed: Placed, bits: int, *, linear_only: bool
 ) -> None:
-    """Fake-quantize the weights; layers trained with their norm that stay float lose theirs."""
+    """Insert weight quantizers; a layer that stays float but was merged with its norm has none."""
     weights, fits = placed.weights, placed.fits_pairs
     called = (str(n.target) for n in graph_module.graph.nodes if n.op == "call_module")
     for name in dict.fromkeys(called):
@@ -480,7 +477,7 @@ def _wrap_weights(
 
 
 def _merge_norms(graph_module: fx.GraphModule, bits: int, skip: Sequence[str]) -> None:
-    """Join each BatchNorm with the layer before it, to be trained as one."""
+    """Merge each BatchNorm with the layer before it, to train them as one."""
     left: dict[str, str] = {}
     for node in list(graph_module.graph.nodes):
         norm = called_module(graph_module, node)

@@ -1,15 +1,11 @@
-"""Where a traced model spends its time, and what it computes: seconds, FLOPs, MACs, parameters.
+"""Inspect a traced model: time and FLOPs per node, text form, comparison of two forms.
 
-Time is measured node by node with an `fx.Interpreter`; FLOPs are counted by torch's own
-`FlopCounterMode` on the meta device, where nothing is computed and the count is exact. It counts
-what papers and other counters do, which `COUNTED` says with every profile.
-
-The traced graph as text: an IR table and Python code, equal on every run and machine.
-
-Whether two forms of a model compute the same: not by a tolerance alone, which proves little.
-
-What rounding explains is found by rounding less: where two float32 forms differ by more than a
-thousandth of the largest output, both are run in float64, in which they must agree to a millionth.
+- `profile`: seconds per node, measured with an `fx.Interpreter`; FLOPs from torch's
+  `FlopCounterMode` on the meta device, which computes nothing and counts exactly. `COUNTED` states
+  what is counted.
+- `table`, `code`: the graph as text, equal on every run and machine.
+- `check_same`: whether two forms of a model compute the same. If two float32 forms differ by more
+  than 1/1000 of the largest output, both run in float64 and must agree to 1/1000000.
 """
 
 from __future__ import annotations
@@ -35,11 +31,11 @@ from deploy.terminal import page, phase
 
 COLUMNS = ("opcode", "name", "target", "args", "kwargs")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-_HOMES = {"_operator": "operator", "torch._C._nn": "torch.nn.functional", None: "torch"}
+_PACKAGES = {"_operator": "operator", "torch._C._nn": "torch.nn.functional", None: "torch"}
 
 
 def table(graph_module: fx.GraphModule) -> str:
-    """One line a node: opcode, name, target, args, kwargs, in the graph's order."""
+    """Format the graph, one line per node: opcode, name, target, args, kwargs."""
     rows = [
         (node.op, node.name, target_name(node.target), _text(node.args), _text(node.kwargs))
         for node in graph_module.graph.nodes
@@ -48,12 +44,12 @@ def table(graph_module: fx.GraphModule) -> str:
 
 
 def code(graph_module: fx.GraphModule) -> str:
-    """The Python source of the graph's forward."""
+    """Return the Python source of the graph's forward."""
     return _ADDRESS.sub("", graph_module.code.strip()) + "\n"
 
 
 def target_name(target: Any) -> str:
-    """A module's or method's name as it is; a function's as package.name, with no address."""
+    """Return the name of a module or method, or package.name of a function, without addresses."""
     if isinstance(target, str):
         return target
     if isinstance(target, OpOverload):
@@ -61,12 +57,12 @@ def target_name(target: Any) -> str:
     name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
     if name is None:
         return _ADDRESS.sub("", repr(target))
-    home = getattr(target, "__module__", None)
-    return f"{_HOMES.get(home, home)}.{name.rpartition('.')[2]}"
+    package = getattr(target, "__module__", None)
+    return f"{_PACKAGES.get(package, package)}.{name.rpartition('.')[2]}"
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text, the first a heading, in aligned columns with a rule under the heading."""
+    """Format rows of text in aligned columns, with a rule under the first row, the heading."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(v.ljust(w) for v, w in zip(row, widths, strict=True)) for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
@@ -74,7 +70,7 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _text(value: Any) -> str:
-    """Like repr, with a node as its name and a function as its dotted name."""
+    """Return repr of a value, with nodes and functions as their names."""
     if isinstance(value, fx.Node):
         return f"%{value.name}"
     if isinstance(value, tuple):
@@ -95,21 +91,20 @@ COUNTED = (
     "FLOPs are those of convolutions and matrix products, two a multiply-accumulate; norms,"
     " activations and other arithmetic are not counted"
 )
-_CALLS = re.compile(r"@[0-9]+")  # counts the calls of a module, in torch.export
+_CALLS = re.compile(r"@[0-9]+")  # torch.export numbers the calls of a module
 
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
-    """What one node of the graph costs.
+    """Cost of one node of the graph.
 
     Attributes:
         opcode, name, target: as in the table of `calib8 trace`.
         module: qualified name of the module that it belongs to; "" for the model itself.
         seconds: mean of the timed runs.
-        percent: of the whole run.
-        flops: floating-point operations, two a multiply-accumulate.
-        parameters: of the module that it calls, or the one that it reads; of several nodes with
-            the same ones, the first's.
+        percent: share of the entire run.
+        flops: floating-point operations, two per multiply-accumulate.
+        parameters: number of parameters that it uses; shared ones count for the first node.
     """
 
     opcode: str
@@ -129,34 +124,34 @@ class NodeCost:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Costs by node, in the graph's order, and the mean time of one whole run in seconds."""
+    """Costs of the nodes, in the graph's order, and the mean time of a run in seconds."""
 
     nodes: tuple[NodeCost, ...]
     seconds: float
 
     @property
     def flops(self) -> int:
-        """FLOPs of the whole graph."""
+        """FLOPs of the graph."""
         return sum(node.flops for node in self.nodes)
 
     @property
     def macs(self) -> int:
-        """MACs of the whole graph."""
+        """MACs of the graph."""
         return sum(node.macs for node in self.nodes)
 
     @property
     def parameters(self) -> int:
-        """Parameters of the modules that are called, each call counted."""
+        """Number of parameters, each counted once."""
         return sum(node.parameters for node in self.nodes)
 
     def to_json(self) -> dict[str, object]:
-        """Plain JSON types: the whole, and every node in the graph's order."""
-        whole = {"seconds": self.seconds, "flops": self.flops, "macs": self.macs}
+        """Return totals and nodes as plain JSON types."""
+        totals = {"seconds": self.seconds, "flops": self.flops, "macs": self.macs}
         nodes = [{**asdict(node), "macs": node.macs} for node in self.nodes]
-        return {"schema": SCHEMA, **whole, "parameters": self.parameters, "nodes": nodes}
+        return {"schema": SCHEMA, **totals, "parameters": self.parameters, "nodes": nodes}
 
     def table(self) -> str:
-        """The nodes, slowest first, and a line of totals."""
+        """Format the nodes, slowest first, and a line of totals."""
         heading = ("Op type", "Op", "Average runtime (s)", "Pct", "MFLOPs", "MMACs", "Parameters")
         slowest = sorted(self.nodes, key=lambda node: -node.seconds)
         rows = [heading, *(_row(node) for node in slowest)]
@@ -205,7 +200,7 @@ def profile(
     warm_up: int = 5,
     runs: int = 20,
 ) -> Profile:
-    """Mean time of each node over `runs` runs after `warm_up` untimed ones, and its FLOPs."""
+    """Measure the mean time of each node over `runs` runs after `warm_up` untimed ones."""
     timing = TimingInterpreter(graph_module)
     with torch.no_grad():
         for _ in range(warm_up):
@@ -214,20 +209,20 @@ def profile(
         started = time.perf_counter()
         for _ in range(runs):
             timing.run(*inputs)
-        whole = (time.perf_counter() - started) / runs
+        total = (time.perf_counter() - started) / runs
     flops = count_flops(graph_module, inputs)
-    counted = _parameters(graph_module)
+    counts = _parameters(graph_module)
     nodes = [
-        _cost(node, timing.seconds[node.name] / runs, whole, flops[node.name], counted.get(node, 0))
+        _cost(node, timing.seconds[node.name] / runs, total, flops[node.name], counts.get(node, 0))
         for node in graph_module.graph.nodes
     ]
-    return Profile(tuple(nodes), whole)
+    return Profile(tuple(nodes), total)
 
 
 def count_flops(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
-    """FLOPs by node name, for inputs of these shapes; no number is computed."""
+    """Return node name -> FLOPs for inputs of these shapes; nothing is computed."""
     on_meta, meta = copy.deepcopy(graph_module).to("meta"), torch.device("meta")
-    for node in on_meta.graph.nodes:  # what makes or moves a tensor names a device, as captured
+    for node in on_meta.graph.nodes:  # captured nodes name the device of tensors they create
         arguments = (node.args, node.kwargs)
         node.args, node.kwargs = pytree.tree_map_only(torch.device, lambda _: meta, arguments)
     counter = FlopInterpreter(on_meta)
@@ -239,7 +234,7 @@ def count_flops(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) ->
 def mean_seconds(
     model: nn.Module, inputs: Sequence[torch.Tensor], *, warm_up: int = 10, runs: int = 20
 ) -> float:
-    """Mean wall-clock time of one run of `model`, after `warm_up` untimed runs."""
+    """Return the mean wall-clock seconds of a run of `model`, after `warm_up` untimed runs."""
     with torch.no_grad():
         for _ in range(warm_up):
             model(*inputs)
@@ -255,10 +250,9 @@ def mean_seconds(
 def compare_speed(
     before: nn.Module, after: nn.Module, inputs: Sequence[torch.Tensor], *, rounds: int = 3
 ) -> str:
-    """One sentence: mean time before and after, their ratio, and the outputs' largest difference.
+    """Compare two models; return one sentence with mean times, ratio and largest difference.
 
-    The two are timed in turns, and the best round of each counts, so that a busy machine weighs
-    on both alike.
+    They are timed alternately, and the best round of each counts, so that other load affects both.
     """
     turns = [(mean_seconds(before, inputs), mean_seconds(after, inputs)) for _ in range(rounds)]
     slow, fast = (min(times) for times in zip(*turns, strict=True))
@@ -271,7 +265,7 @@ def compare_speed(
 
 
 def max_difference(left: Any, right: Any) -> float:
-    """Largest absolute difference of two outputs: tensors, or tuples, lists and dicts of them."""
+    """Return the largest absolute difference of two outputs: tensors, or containers of them."""
     pairs = zip(tensors_of(left), tensors_of(right), strict=True)
     return max(
         (float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel()), default=0.0
@@ -279,7 +273,7 @@ def max_difference(left: Any, right: Any) -> float:
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
-    """The tensors of a model's output, in order."""
+    """Return the tensors of a model's output, in order."""
     if isinstance(output, torch.Tensor):
         return [output]
     if isinstance(output, dict):
@@ -290,8 +284,8 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
 
 
 def _parameters(graph_module: fx.GraphModule) -> dict[fx.Node, int]:
-    """How many parameters a node brings that none before it did, each counted once."""
-    seen, found = set[int](), dict[fx.Node, int]()
+    """Return node -> number of parameters that it uses and no node before it does."""
+    counted, counts = set[int](), dict[fx.Node, int]()
     for node in graph_module.graph.nodes:
         module = called_module(graph_module, node)
         read = list(module.parameters()) if module is not None else []
@@ -299,23 +293,20 @@ def _parameters(graph_module: fx.GraphModule) -> dict[fx.Node, int]:
             owner, _, name = str(node.target).rpartition(".")
             value = getattr(graph_module.get_submodule(owner), name)
             read = [value] if isinstance(value, nn.Parameter) else []
-        found[node] = sum(p.numel() for p in read if id(p) not in seen)
-        seen |= {id(p) for p in read}
-    return found
+        counts[node] = sum(p.numel() for p in read if id(p) not in counted)
+        counted |= {id(p) for p in read}
+    return counts
 
 
-def _cost(node: fx.Node, seconds: float, whole: float, flops: int, parameters: int) -> NodeCost:
-    percent = 100 * seconds / whole if whole else 0.0
+def _cost(node: fx.Node, seconds: float, total: float, flops: int, parameters: int) -> NodeCost:
+    percent = 100 * seconds / total if total else 0.0
     target = target_name(node.target)
     owner = owner_of(node)
     return NodeCost(node.op, node.name, target, owner, seconds, percent, flops, parameters)
 
 
 def owner_of(node: fx.Node) -> str:
-    """Qualified name of the innermost module that the node was traced in, "" for the model.
-
-    Of a call of a module it is that module.
-    """
+    """Return the name of the module that a node calls or was traced in, "" for the model."""
     if node.op == "call_module":
         return str(node.target)
     stack = node.meta.get("nn_module_stack") or {}
@@ -344,71 +335,71 @@ EXACT = 1e-6  # of the largest output, in float64
 def check_same(
     before: nn.Module, after: nn.Module, inputs: Sequence[torch.Tensor], what: str
 ) -> float:
-    """The largest difference of the outputs of two forms of a model, in eval mode.
+    """Return the largest difference of the outputs of two forms of a model, in eval mode.
 
     Args:
         before: the user's model.
-        after: what was made of it.
+        after: its rewritten form.
         inputs: of one run.
-        what: was made, as "folding BatchNorm".
+        what: the rewriting, such as "folding BatchNorm".
 
     Raises:
-        ModelError: they differ by more than rounding explains.
+        ModelError: they differ by more than rounding errors.
     """
-    found, largest = _differ(before, after, inputs)
-    if not found <= NEAR * largest and not _same_in_float64(before, after, inputs):
+    worst, largest = _compare_outputs(before, after, inputs)
+    if not worst <= NEAR * largest and not _same_in_float64(before, after, inputs):
         raise ModelError(
             f"{what} must not change what the model computes, and changes its outputs by up to"
-            f" {found:.3g} (largest output {largest:.3g}); look in the model's forward for what"
-            " depends on more than its inputs, and report it where there is nothing"
+            f" {worst:.3g} (largest output {largest:.3g}); check whether the model's forward"
+            " depends on more than its inputs, and if not, report it"
         )
-    return found
+    return worst
 
 
 def difference(left: torch.Tensor, right: torch.Tensor) -> float:
-    """Largest absolute difference; 0 where both are NaN or the same infinity."""
+    """Return the largest absolute difference; equal infinities and two NaN count as 0."""
     left, right = left.detach().cpu().double(), right.detach().cpu().double()
     equal = (left == right) | (left.isnan() & right.isnan())
-    apart = (left - right).abs()[~equal]
-    return float(apart.max()) if apart.numel() else 0.0
+    unequal = (left - right).abs()[~equal]
+    return float(unequal.max()) if unequal.numel() else 0.0
 
 
 def largest_of(output: Any) -> float:
-    """Largest finite absolute value of an output's tensors; 0 where there is none."""
+    """Return the largest finite absolute value of an output's tensors; 0 if there is none."""
     values = [tensor.detach().double().nan_to_num(0, 0, 0).abs() for tensor in tensors_of(output)]
     return max((float(value.max()) for value in values if value.numel()), default=0.0)
 
 
-def _differ(
+def _compare_outputs(
     before: nn.Module, after: nn.Module, inputs: Sequence[torch.Tensor]
 ) -> tuple[float, float]:
-    """(largest difference, largest output) of one run of each."""
+    """Run both; return (largest difference, largest output)."""
     with evaluating(before), evaluating(after), torch.no_grad():
-        wanted, got = _run(before, inputs), _run(after, inputs)
-    pairs = zip(tensors_of(wanted), tensors_of(got), strict=True)
-    return max((difference(a, b) for a, b in pairs), default=0.0), largest_of(wanted)
+        expected, got = _run(before, inputs), _run(after, inputs)
+    pairs = zip(tensors_of(expected), tensors_of(got), strict=True)
+    return max((difference(a, b) for a, b in pairs), default=0.0), largest_of(expected)
 
 
 def _run(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
-    """The output, with the random values that both forms draw."""
+    """Run the model with a fixed seed, so that both forms draw the same random values."""
     with seeded():
         return model(*inputs)
 
 
 def _same_in_float64(before: nn.Module, after: nn.Module, inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether they agree where nothing is rounded; not where either runs in its own dtype alone."""
+    """Return whether both agree in float64; False if one cannot run in float64."""
     doubled = [x.double() if x.is_floating_point() else x for x in inputs]
     try:
         forms = [copy.deepcopy(model).double() for model in (before, after)]
-        found, largest = _differ(forms[0], forms[1], doubled)
-    except Exception:  # a forward that names its dtype; what it raises is anything
+        worst, largest = _compare_outputs(forms[0], forms[1], doubled)
+    except Exception:  # a forward with a fixed dtype may raise anything
         return False
-    return found <= EXACT * largest
+    return worst <= EXACT * largest
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In eval mode until the block ends, each module then in its own again."""
+    """Set eval mode inside the `with` block; restore each module's mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -1,15 +1,14 @@
-"""Training for int8: a user's task, its schedule, and what came of it.
+"""Quantization-aware training (QAT) of a user's task.
 
 ::
 
     epoch      0 .............. half .......... last third ...... end
-    ranges     kept; or trained; or follow the data, then fixed
-    norms      follow the batch                  frozen (where trained)
+    ranges     fixed; or learned; or moving averages, then fixed
+    norms      statistics of the batch           frozen (if trained)
     rate       cosine, from the optimizer's own down to 1 / 100
 
-Scales that are trained with the weights, of activations and of weights: one option of QAT.
-
-They start where calibration left them, and their gradient is that of `deploy.fx.fakequant`.
+Learned scales, of activations and weights, start from calibration; their gradient is that of
+`deploy.fx.fakequant`.
 """
 
 from __future__ import annotations
@@ -44,34 +43,34 @@ Scales = Mapping[str, nn.Parameter]
 
 
 def learn(prepared: nn.Module) -> Scales:
-    """Make all scales of a calibrated model parameters; gives them by the names of their owners.
+    """Make all scales of a calibrated model trainable; return them by the name of their tensor.
 
     Raises:
-        CalibrationError: a tensor without a range.
+        CalibrationError: a tensor has no range.
     """
-    found: dict[str, nn.Parameter] = {}
+    scales: dict[str, nn.Parameter] = {}
     for name, module in prepared.named_modules():
         if isinstance(module, FakeQuant):
-            found[module.name] = module.learn()
+            scales[module.name] = module.learn()
         elif isinstance(module, QatLayer):
-            found[f"the weight of {name}"] = module.weight_quant.learn(module.folded()[0])
-    return found
+            scales[f"the weight of {name}"] = module.weight_quant.learn(module.folded()[0])
+    return scales
 
 
 def values_of(scales: Scales) -> list[torch.Tensor]:
-    """What the scales are now, for `hold`."""
+    """Return copies of the scales, for `hold`."""
     return [scale.detach().clone() for scale in scales.values()]
 
 
 def hold(scales: Scales, before: list[torch.Tensor]) -> None:
-    """Keep scales positive after a step of the optimizer: a step at most halves one.
+    """Clamp scales after an optimizer step to at least half of their previous value.
 
     Args:
         scales: after the step.
-        before: `values_of` them before it.
+        before: `values_of(scales)` before the step.
 
     Raises:
-        CalibrationError: one is no finite number, or nothing is left of it.
+        CalibrationError: a scale is not finite or not positive.
     """
     with torch.no_grad():
         for (name, scale), old in zip(scales.items(), before, strict=True):
@@ -85,16 +84,16 @@ def hold(scales: Scales, before: list[torch.Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a training for int8 gave.
+    """Result of `train`.
 
-    Both models take tensors in order, also where the task's inputs are a dict.
+    Both models take tensors in order, also if the task's inputs are a dict.
 
     Attributes:
         prepared: the trained model with fake quantizers.
         converted: its int8 form, for export.
         losses: mean loss of each epoch.
-        start: figure of `evaluate` after calibration, before training (that is, PTQ), or None.
-        end: the same of `converted`.
+        start: result of `evaluate` after calibration and before training (PTQ), or None.
+        end: result of `evaluate` for `converted`, or None.
     """
 
     prepared: nn.Module
@@ -113,36 +112,34 @@ def train(
     device: torch.device | None = None,
     report: Callable[[str], object] = lambda line: None,
 ) -> Trained:
-    """Calibrate the task's model, train it on the target's grid, convert it.
+    """Calibrate the task's model, train it on the target's grid, and convert it.
 
     Args:
         task: the user's model and data.
-        target: as `deploy.fx.prepare.prepare`.
+        target: as for `deploy.fx.prepare.prepare`.
         bits: of activations and weights, 2 to 8.
-        checkpoint: written after each epoch; where it exists, training goes on from it and ends
-            as it would have without the break.
-        device: to train on; None for where the task's model is. Batches are brought there, and
-            the converted model is on the CPU.
-        report: called with one line on each epoch.
+        checkpoint: file written after each epoch; if it exists, training resumes from it, with the
+            same result as without the interruption.
+        device: device to train on; None for that of the task's model. Batches are moved there;
+            the returned models are on the CPU.
+        report: called with one line per epoch.
 
     Raises:
         ConfigError, ModelError, FeedError, CalibrationError: as prepare, calibrate and convert;
-            or the loss is no longer a finite number.
-        CacheError: a checkpoint that is broken or of another training.
+            or the loss is not finite.
+        CacheError: the checkpoint is broken or of another training.
     """
     task = in_order(task)
     for name in computed_weights(task.model):
-        report(
-            f"{name} is computed in the model from other tensors; trained as a weight of its own"
-        )
-    task = _on(task, device)
+        report(f"{name} is computed from other tensors in the model; it is trained directly")
+    task = _on_device(task, device)
     chosen = target_of(target)
     prepared = _prepared(task, chosen, bits)
     batches = task.calibration or (lambda: _first_inputs(task))
     search = search_for(target, task.method)
     calibrate(prepared, batches(), search=search)
     report(f"ranges by {search.label}, {task.ranges}")
-    start = _figure(task, prepared)
+    start = _evaluate(task, prepared)
     if start is not None:
         report(f"before training (PTQ, {bits} bits): {start:.4f}")
     learned = learn(prepared) if task.ranges == "learned" else {}
@@ -159,8 +156,8 @@ def train(
     try:
         with phase("training", task.epochs - first, "epochs") as step:
             for epoch in range(first, task.epochs):
-                _begin(epoch, task, prepared, optimizer, rates)
-                losses.append(_epoch(task, epoch, prepared, optimizer, distiller, learned))
+                _begin_epoch(epoch, task, prepared, optimizer, rates)
+                losses.append(_run_epoch(task, epoch, prepared, optimizer, distiller, learned))
                 report(f"epoch {epoch + 1}/{task.epochs}: loss {losses[-1]:.4f}")
                 if checkpoint is not None:
                     distill.save(checkpoint, mark, epoch + 1, prepared, optimizer, losses)
@@ -170,12 +167,12 @@ def train(
             distiller.close()
     set_phase(prepared.eval(), observe=False, quantize=True)
     converted = convert(prepared, task.convert)
-    end = _figure(task, converted)
+    end = _evaluate(task, converted)
     return Trained(prepared.cpu(), converted.cpu(), tuple(losses), start, end)
 
 
 def first_batches(task: Task) -> list[tuple[Any, ...]]:
-    """The inputs of the first batches of epoch 0 on the CPU, to calibrate or to compare with.
+    """Return the inputs of the first batches of epoch 0 on the CPU.
 
     Args:
         task: with tensors in order (`deploy.fx.task.in_order`).
@@ -183,8 +180,8 @@ def first_batches(task: Task) -> list[tuple[Any, ...]]:
     return [moved(as_inputs(x), CPU) for x in _first_inputs(task)]
 
 
-def _on(task: Task, device: torch.device | None) -> Task:
-    """The task with copies of its models on a device, and its inputs there too."""
+def _on_device(task: Task, device: torch.device | None) -> Task:
+    """Return the task with copies of its models and its inputs on a device."""
     if device is None:
         return replace(task, inputs=moved(list(task.inputs), device_of(task.model)))
     teacher = None if task.teacher is None else plain_copy(task.teacher).to(device)
@@ -200,7 +197,7 @@ def _marks(
     bits: int,
     method: str,
 ) -> distill.Marks:
-    """What a checkpoint must be of for the training to go on from it; the data is not looked at."""
+    """Return the fingerprint that a checkpoint must have for resuming; it excludes the data."""
     settings = {
         "target": (target.name, given(target)),
         "number of bits": bits,
@@ -239,7 +236,7 @@ def _prepared(task: Task, target: Target, bits: int) -> nn.Module:
         prepared = prepare_only(model, task.only, task.inputs, **options)
     else:
         prepared = prepare(model, task.inputs, **options)
-    if not task.custom:  # whose observed classes compute what they will
+    if not task.custom:  # observed classes of the user's may compute anything
         check_same(model, prepared, task.inputs, "tracing and folding BatchNorm")
     return prepared
 
@@ -248,22 +245,22 @@ def _first_inputs(task: Task) -> Iterable[Any]:
     return (inputs for inputs, _ in islice(iter(task.batches(0)), task.calibration_batches))
 
 
-def _figure(task: Task, model: nn.Module) -> float | None:
+def _evaluate(task: Task, model: nn.Module) -> float | None:
     if task.evaluate is None:
         return None
-    home = device_of(model).type == "cpu"
+    on_cpu = device_of(model).type == "cpu"
     with torch.no_grad():
-        return float(task.evaluate(model.eval() if home else Reached(model).eval()))
+        return float(task.evaluate(model.eval() if on_cpu else Reached(model).eval()))
 
 
-def _begin(
+def _begin_epoch(
     epoch: int,
     task: Task,
     prepared: nn.Module,
     optimizer: torch.optim.Optimizer,
     rates: Sequence[float],
 ) -> None:
-    """Set the phase and the rates of an epoch, from its number alone, so that resuming is exact."""
+    """Set the phase and learning rates of an epoch from its number alone, for exact resuming."""
     epochs = task.epochs
     prepared.train()
     following = task.ranges == "follow" and epoch < (epochs + 1) // 2
@@ -275,7 +272,7 @@ def _begin(
         group["lr"] = rate * (0.01 + 0.99 * cosine)
 
 
-def _epoch(
+def _run_epoch(
     task: Task,
     epoch: int,
     prepared: nn.Module,

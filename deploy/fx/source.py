@@ -1,20 +1,12 @@
-"""`file.py:factory` -> `nn.Module`: the user's own code is run, and nothing is unpickled.
+"""Load a PyTorch model and its weights, and make plain copies of models.
 
-Weights come from a file only where one is named, through `torch.load(weights_only=True)` or the
-package safetensors.
-
-A copy of a user's model that is made of plain layers, to be changed without the user's knowing.
-
-Taken off, since the model under them computes the same: torch.compile and DataParallel. Computed
-once, since a layer's weight is then a parameter like any other: weights that a parametrization
-(`torch.nn.utils.parametrizations`), a weight or spectral norm or a pruning makes of others.
-
-State dicts as people keep them: inside a checkpoint, under a wrapper's prefix.
-
-Models by name from the packages that people take them from: `timm:resnet18`.
-
-Weights are random, the same every time; nothing is downloaded and nothing unpickled. What they were
-trained to comes from a file that is named (`--weights`).
+- Models come from the user's code (`file.py:factory`), which is run, or by name from timm,
+  torchvision or ultralytics (`timm:resnet18`). Named models have random weights, the same every
+  time; nothing is downloaded or unpickled.
+- Weights come from a file (`--weights`), through `torch.load(weights_only=True)` or safetensors.
+  State dicts are also found inside checkpoints and under a wrapper's prefix.
+- `plain_copy` makes a copy that can be changed: without torch.compile and DataParallel wrappers,
+  and with computed weights (parametrizations, weight and spectral norm, pruning) as parameters.
 """
 
 from __future__ import annotations
@@ -45,27 +37,27 @@ from deploy.files.usercode import is_named
 from deploy.fx.device import seeded
 
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-_TENSOR_MAKERS = (WeightNorm, SpectralNorm, BasePruningMethod)
+_WEIGHT_HOOKS = (WeightNorm, SpectralNorm, BasePruningMethod)
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """A deep copy without wrappers, each weight a parameter; in the mode of the model.
+    """Return a deep copy without wrappers, each weight a parameter, in the mode of the model.
 
     Raises:
-        ModelError: TorchScript, in which there is no Python left to follow; or no copy can be made.
+        ModelError: the model is TorchScript, or cannot be copied.
     """
     model = unwrapped(model)
-    _settle(model)
+    _detach_computed(model)
     try:
         own = copy.deepcopy(model)
-    except Exception as error:  # whatever a module of the user's holds
+    except Exception as error:  # a user's module may hold anything
         raise ModelError(
             f"a model must be copied before it is changed, got {type(error).__name__}:"
             f" {first_line(error)}; keep open files, locks and computed tensors out of its modules"
         ) from error
     for name, module in list(own.named_modules()):
         if name and unwrapped(module, name) is not module:
-            _put(own, name, unwrapped(module, name))
+            _replace(own, name, unwrapped(module, name))
     for module in own.modules():
         module._compiled_call_impl = None
         _compute_once(module)
@@ -73,12 +65,12 @@ def plain_copy(model: nn.Module) -> nn.Module:
 
 
 def unwrapped(model: nn.Module, name: str = "the model") -> nn.Module:
-    """The model under torch.compile and DataParallel, of the same parameters.
+    """Return the model inside torch.compile and DataParallel wrappers; it shares the parameters.
 
     Raises:
-        ModelError: it is TorchScript.
+        ModelError: the model is TorchScript.
     """
-    while (inner := _inside(model)) is not None:
+    while (inner := _wrapped(model)) is not None:
         model = inner
     if isinstance(model, torch.jit.ScriptModule):
         raise ModelError(
@@ -89,97 +81,96 @@ def unwrapped(model: nn.Module, name: str = "the model") -> nn.Module:
 
 
 def computed_weights(model: nn.Module) -> list[str]:
-    """Names of the tensors that are computed from others in every forward."""
+    """List the tensors that are computed from others in every forward."""
     return [
         f"{name}.{tensor}" if name else tensor
         for name, module in model.named_modules()
-        for tensor in _made(module)
+        for tensor in _computed_tensors(module)
     ]
 
 
-def _inside(model: Any) -> nn.Module | None:
+def _wrapped(model: Any) -> nn.Module | None:
     if isinstance(model, _PARALLEL):
         return model.module
-    # by its name: to import the compiler takes seconds
+    # by class name, because importing the compiler takes seconds
     return model._orig_mod if type(model).__name__ == "OptimizedModule" else None
 
 
-def _made(module: nn.Module) -> list[str]:
+def _computed_tensors(module: nn.Module) -> list[str]:
     parametrized: Any = module.parametrizations if parametrize.is_parametrized(module) else ()
-    return [*parametrized, *(_tensor(hook) for hook in _makers(module))]
+    return [*parametrized, *(_tensor_name(hook) for hook in _weight_hooks(module))]
 
 
-def _makers(module: nn.Module) -> list[Any]:
-    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _TENSOR_MAKERS)]
+def _weight_hooks(module: nn.Module) -> list[Any]:
+    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _WEIGHT_HOOKS)]
 
 
-def _tensor(hook: Any) -> str:
+def _tensor_name(hook: Any) -> str:
     name = hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name
     return str(name)
 
 
-def _settle(model: nn.Module) -> None:
-    """Let older norms and prunings hold a weight without a history, which alone can be copied."""
+def _detach_computed(model: nn.Module) -> None:
+    """Detach weights that hooks compute: tensors with a grad_fn cannot be deep-copied."""
     for module in model.modules():
-        for hook in _makers(module):
+        for hook in _weight_hooks(module):
             with torch.no_grad():
-                value = getattr(module, _tensor(hook))
-                setattr(module, _tensor(hook), value.detach())
+                value = getattr(module, _tensor_name(hook))
+                setattr(module, _tensor_name(hook), value.detach())
 
 
 def _compute_once(module: nn.Module) -> None:
-    """Make each weight that is computed a parameter of its present value."""
-    for hook in _makers(module):
+    """Replace each computed weight by a parameter with its present value."""
+    for hook in _weight_hooks(module):
         if isinstance(hook, WeightNorm):
             remove_weight_norm(module, hook.name)
         elif isinstance(hook, SpectralNorm):
             remove_spectral_norm(module, hook.name)
         else:
-            prune.remove(module, _tensor(hook))
+            prune.remove(module, _tensor_name(hook))
     if parametrize.is_parametrized(module):
         _unparametrize(module)
 
 
 def _unparametrize(module: nn.Module) -> None:
-    """What torch's `remove_parametrizations` does, but for the class, which copies share."""
-    made: Any = module.parametrizations
-    made.eval()  # a spectral norm in train mode takes a step each time that it is asked
-    values = {tensor: getattr(module, tensor).detach().clone() for tensor in made}
-    trained = {tensor: any(p.requires_grad for p in made[tensor].parameters()) for tensor in made}
+    """As torch's `remove_parametrizations`, but without changing the class that copies share."""
+    computed: Any = module.parametrizations
+    computed.eval()  # a spectral norm in train mode updates itself with each access
+    values = {tensor: getattr(module, tensor).detach().clone() for tensor in computed}
+    trained = {t: any(p.requires_grad for p in computed[t].parameters()) for t in computed}
     del module._modules["parametrizations"]
     module.__class__ = type(module).__bases__[0]
     for tensor, value in values.items():
         module.register_parameter(tensor, nn.Parameter(value, requires_grad=trained[tensor]))
 
 
-def _put(model: nn.Module, name: str, new: nn.Module) -> None:
+def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, new)
 
 
-# where training scripts put the weights, the more telling name first
+# keys under which training scripts store the weights, the more specific ones first
 KEYS = ("state_dict", "model_state_dict", "model_state", "model", "module", "net", "network")
-_DEPTH = 3  # of checkpoints within each other
+_DEPTH = 3  # of nested checkpoints
 
 
 def found_state(read: Any, path: Path) -> Mapping[str, torch.Tensor]:
-    """The state dict in what `torch.load` gave: itself, under one of `KEYS`, or the only one in it.
+    """Find the state dict in a loaded file: itself, under one of `KEYS`, or the only one in it.
 
     Raises:
-        ModelError: there is none, or several; the message lists what there is.
+        ModelError: there is none, or several; the message lists the keys.
     """
     if not isinstance(read, dict):
         raise ModelError(
             f"{path} must hold a state dict, got {type(read).__name__}; save model.state_dict()"
         )
-    found = list(_states(read))
-    if len(found) == 1:
-        return found[0][1]
-    if found:
-        names = " and ".join(repr(name) for name, _ in found[:8])
+    states = list(_states(read))
+    if len(states) == 1:
+        return states[0][1]
+    if states:
+        names = " and ".join(repr(name) for name, _ in states[:8])
         raise ModelError(
-            f"{path} must hold one state dict, got several under {names}; save the one that is"
-            " meant by itself"
+            f"{path} must hold one state dict, got several under {names}; save only the one to load"
         )
     names = ", ".join(map(repr, list(read)[:8])) or "nothing"
     raise ModelError(
@@ -189,24 +180,24 @@ def found_state(read: Any, path: Path) -> Mapping[str, torch.Tensor]:
 
 
 def _states(
-    inside: Mapping[Any, Any], name: str = "", depth: int = _DEPTH
+    checkpoint: Mapping[Any, Any], name: str = "", depth: int = _DEPTH
 ) -> Iterator[tuple[str, Mapping[str, torch.Tensor]]]:
-    """The state dicts in a checkpoint by where they lie; that under one of `KEYS` before others."""
-    if _is_state(inside):
-        yield name, inside
+    """Yield (path, state dict) in a checkpoint; if one of `KEYS` exists, only what is under it."""
+    if _is_state(checkpoint):
+        yield name, checkpoint
         return
-    parts = {key: part for key, part in inside.items() if isinstance(part, dict) and depth}
-    known = next((key for key in KEYS if key in parts), None)
-    for key in parts if known is None else (known,):
-        if isinstance(key, str):  # an optimizer's states have numbers
+    parts = {key: part for key, part in checkpoint.items() if isinstance(part, dict) and depth}
+    preferred = next((key for key in KEYS if key in parts), None)
+    for key in parts if preferred is None else (preferred,):
+        if isinstance(key, str):  # the keys of optimizer states are integers
             yield from _states(parts[key], f"{name}.{key}" if name else key, depth - 1)
 
 
 def fitted(state: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping[str, torch.Tensor]:
-    """The state under the model's own names, where a prefix of all of them is what differs.
+    """Return the state under the model's names, with a common prefix removed.
 
-    DataParallel writes `module.`, torch.compile `_orig_mod.`, a training loop the name of its own
-    attribute, beside which it may have other tensors.
+    DataParallel adds `module.`, torch.compile `_orig_mod.`, a training module the name of its
+    attribute, possibly along with other tensors.
     """
     wanted = set(model.state_dict())
     while state and set(state) != wanted:
@@ -214,15 +205,17 @@ def fitted(state: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping[str, 
         if len(first) != 1 or not all("." in name for name in state):
             break
         if all(name.partition(".")[0] in first for name in wanted):
-            break  # the model's own names begin so
+            break  # the model's own names have this prefix
         state = {name.partition(".")[2]: value for name, value in state.items()}
-    return state if set(state) == wanted else _part(state, wanted) or state
+    return state if set(state) == wanted else _under_prefix(state, wanted) or state
 
 
-def _part(state: Mapping[str, torch.Tensor], wanted: set[str]) -> Mapping[str, torch.Tensor]:
-    """What stands under the one prefix with all of the names and no other, beside something else.
+def _under_prefix(
+    state: Mapping[str, torch.Tensor], wanted: set[str]
+) -> Mapping[str, torch.Tensor]:
+    """Return the entries under the only prefix with exactly the wanted names, else {}.
 
-    So a training module keeps its loss's weights, and an average of weights the number of steps.
+    Other entries are for example the weights of a loss, or the step count of averaged weights.
     """
     first = min(wanted, default="")
     prefixes = [name.removesuffix(first) for name in state if name.endswith(f".{first}")]
@@ -230,12 +223,12 @@ def _part(state: Mapping[str, torch.Tensor], wanted: set[str]) -> Mapping[str, t
         {name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)}
         for prefix in prefixes
     ]
-    whole = [part for part in parts if set(part) == wanted]
-    return whole[0] if len(whole) == 1 and not wanted <= set(state) else {}
+    complete = [part for part in parts if set(part) == wanted]
+    return complete[0] if len(complete) == 1 and not wanted <= set(state) else {}
 
 
 def _is_state(value: Mapping[Any, Any]) -> bool:
-    """Whether it maps names to tensors; a module may add a value of its own (`_extra_state`)."""
+    """Return whether `value` maps names to tensors; `_extra_state` entries may be anything."""
     if not value or not all(isinstance(name, str) for name in value):
         return False
     tensors = [isinstance(item, torch.Tensor) for item in value.values()]
@@ -245,12 +238,12 @@ def _is_state(value: Mapping[Any, Any]) -> bool:
 
 
 def make_named(spec: str) -> Any:
-    """The model of `package:name`, with random weights.
+    """Create the model `package:name` with random weights.
 
     Raises:
-        SdkMissingError: the package is not installed, or cannot be imported here.
-        ConfigError: a name of ultralytics that is no .yaml.
-        ModelError: the package cannot make it; its own words are in the message.
+        SdkMissingError: the package is not installed, or cannot be imported.
+        ConfigError: a name for ultralytics is not a .yaml file.
+        ModelError: the package cannot create it; the message quotes its error.
     """
     package, _, name = spec.partition(":")
     _check_package(package, spec)
@@ -259,7 +252,7 @@ def make_named(spec: str) -> Any:
             return _MAKERS[package](name)
     except ConfigError:
         raise
-    except Exception as error:  # a package's own errors share no class
+    except Exception as error:  # the packages have no common error class
         raise ModelError(
             f"{package} must be able to make {name!r}, got {type(error).__name__}:"
             f" {first_line(error)}; look up the name in its own list of models"
@@ -267,12 +260,12 @@ def make_named(spec: str) -> Any:
 
 
 def note(spec: object, weights: object) -> str | None:
-    """A sentence where a named model keeps its random weights."""
+    """Return a note if a named model has random weights, else None."""
     if not usercode.is_named(spec) or weights is not None:
         return None
     return (
-        f"the weights of {spec} are random: its form and its time are its own, what it computes"
-        " means nothing; --weights FILE loads trained ones"
+        f"the weights of {spec} are random: its structure and speed are real, its outputs mean"
+        " nothing; --weights FILE loads trained weights"
     )
 
 
@@ -284,7 +277,7 @@ def _check_package(package: str, spec: str) -> None:
         )
     try:
         import_module(package)
-    except Exception as error:  # one that was built for another torch raises anything
+    except Exception as error:  # a build for another torch version may raise anything
         raise SdkMissingError(
             f"{spec} needs {package}, which is installed and cannot be imported here:"
             f" {type(error).__name__}: {first_line(error)}; install the one made for torch"
@@ -299,16 +292,16 @@ def _timm(name: str) -> Any:
 def _torchvision(name: str) -> Any:
     models = import_module("torchvision.models")
     builder = models.get_model_builder(name)
-    # a detector would fetch the weights of its backbone
-    named = set(inspect.signature(builder).parameters) & {"weights", "weights_backbone"}
-    return builder(**dict.fromkeys(named))
+    # None for each, because a detector would download the weights of its backbone
+    options = set(inspect.signature(builder).parameters) & {"weights", "weights_backbone"}
+    return builder(**dict.fromkeys(options))
 
 
 def _ultralytics(name: str) -> Any:
     if not name.endswith((".yaml", ".yml")):
         raise ConfigError(
-            f"a model of ultralytics is named by its form, such as ultralytics:yolov8n.yaml, got"
-            f" {name!r}; a .pt file holds pickled code, which is not run here"
+            f"a model of ultralytics is named by its .yaml file, such as ultralytics:yolov8n.yaml,"
+            f" got {name!r}; a .pt file holds pickled code, which is not run here"
         )
     return import_module("ultralytics").YOLO(name).model
 
@@ -316,11 +309,11 @@ def _ultralytics(name: str) -> Any:
 _MAKERS = {"timm": _timm, "torchvision": _torchvision, "ultralytics": _ultralytics}
 
 _EXPORTED = "give the module that the program was exported from"
-_HELD = re.compile(r"(?:GLOBAL|class|type) ([A-Za-z_][\w]*\.[\w.]*\w)")
+_PICKLED_CLASS = re.compile(r"(?:GLOBAL|class|type) ([A-Za-z_][\w]*\.[\w.]*\w)")
 
 
 def load_factory(spec: str) -> Callable[[], Any]:
-    """`path/to/net.py:make` -> the function `make` of that file.
+    """Return the function `make` for the spec `path/to/net.py:make`.
 
     Raises:
         ConfigError: the spec is not `file.py:name`, or there is no such file or name.
@@ -332,7 +325,7 @@ def load_factory(spec: str) -> Callable[[], Any]:
 
 
 def call_factory(spec: str) -> Any:
-    """What the factory of `spec` gives, called with no argument.
+    """Call the factory of `spec` without arguments and return its result.
 
     Raises:
         ConfigError, ModelError: as `load_factory`, or the factory itself failed.
@@ -343,22 +336,22 @@ def call_factory(spec: str) -> Any:
 
 
 def load_module(spec: str, weights: Path | None = None) -> nn.Module:
-    """The model that `spec` makes, in eval mode, with `weights` loaded where given.
+    """Load the model of `spec` in eval mode, with `weights` if given.
 
     Args:
-        spec: `file.py:factory`, or a name such as timm:resnet18 (`deploy.fx.source`).
-        weights: file of a state dict.
+        spec: `file.py:factory`, or a name such as timm:resnet18.
+        weights: file with a state dict.
 
     Raises:
-        ConfigError, ModelError: as `load_factory`; or not a module, TorchScript, or weights that do
-            not fit.
+        ConfigError, ModelError: as `load_factory`; or the result is not a module or is TorchScript,
+            or the weights do not fit.
         SdkMissingError: the package of a named model, or safetensors, is not installed.
     """
     model = make_named(spec) if is_named(spec) else call_factory(spec)
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
-        way = f"; {_EXPORTED}" if kind == "ExportedProgram" else ""
-        raise ModelError(f"{spec} must return a torch.nn.Module, got {kind}{way}")
+        hint = f"; {_EXPORTED}" if kind == "ExportedProgram" else ""
+        raise ModelError(f"{spec} must return a torch.nn.Module, got {kind}{hint}")
     model = unwrapped(model)
     if weights is not None:
         load_weights(model, weights)
@@ -372,24 +365,24 @@ def load_weights(model: nn.Module, path: Path) -> None:
     """Load a state dict, or a checkpoint that holds one, into `model`, strictly.
 
     Raises:
-        ModelError: not a file of plain tensors, or names or shapes that are not the model's.
-        SdkMissingError: a file of safetensors, without the package.
+        ModelError: the file has more than plain tensors, or names or shapes differ.
+        SdkMissingError: safetensors is needed and not installed.
     """
     read = read_safetensors if path.suffix == ".safetensors" else read_tensors
     state = fitted(found_state(read(path), path), model)
     try:
         model.load_state_dict(state)
     except (RuntimeError, TypeError, AttributeError) as error:
-        said = " ".join(str(error).split())
-        raise ModelError(f"{path} must hold this model's weights: {said[:400]}") from error
+        text = " ".join(str(error).split())
+        raise ModelError(f"{path} must hold this model's weights: {text[:400]}") from error
 
 
 def read_tensors(path: Path, *, own: bool = False) -> Any:
-    """What `torch.save` wrote, if it is tensors and plain containers only.
+    """Load a file of `torch.save` that has only tensors and plain containers.
 
     Args:
         path: of the file.
-        own: it is a checkpoint that the run writes again.
+        own: whether it is a checkpoint that this run overwrites.
 
     Raises:
         ModelError: the file is missing, broken, or would run code when unpickled.
@@ -399,19 +392,19 @@ def read_tensors(path: Path, *, own: bool = False) -> Any:
             path, what="a file of tensors", error=ModelError, most=MOST_BYTES, own=own
         ) as file:
             _refuse_bomb(file, path)
-            with warnings.catch_warnings(action="ignore"):  # of TorchScript, which is told below
+            with warnings.catch_warnings(action="ignore"):  # on TorchScript, reported below
                 return torch.load(file, map_location="cpu", weights_only=True)
     except Calib8Error:
         raise
-    except Exception as error:  # torch raises half a dozen kinds for a broken or unsafe file
+    except Exception as error:  # torch raises several classes for a broken or unsafe file
         raise ModelError(
             f"{path} must be a file of tensors that torch.load(weights_only=True) accepts,"
-            f" got {_told(error)}; save model.state_dict()"
+            f" got {_describe(error)}; save model.state_dict()"
         ) from error
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors by name, of a file that holds nothing else.
+    """Load a safetensors file; return name -> tensor.
 
     Raises:
         ModelError: the file is missing or broken.
@@ -426,38 +419,38 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     what = "a file of safetensors"
     with opened(path, what=what, error=ModelError, most=MOST_BYTES):
         try:
-            found: dict[str, torch.Tensor] = load_file(path)
-            return found
-        except Exception as error:  # its own error, and whatever torch says of a type
-            said = " ".join(str(error).split())[:200]
-            raise ModelError(f"{path} must be {what}, got: {said}; save it again") from error
+            tensors: dict[str, torch.Tensor] = load_file(path)
+            return tensors
+        except Exception as error:  # SafetensorError, or torch's for an unknown dtype
+            text = " ".join(str(error).split())[:200]
+            raise ModelError(f"{path} must be {what}, got: {text}; save it again") from error
 
 
-def _told(error: Exception) -> str:
-    """What torch's message comes down to; it is about its own options."""
-    said = str(error)
-    if "TorchScript" in said:
+def _describe(error: Exception) -> str:
+    """Summarize torch's message, which mostly explains the options of torch.load."""
+    text = str(error)
+    if "TorchScript" in text:
         return "TorchScript, which torch.jit.load reads"
-    if held := _HELD.search(said):
-        return f"an object of {held[1]}, which only unpickling could make"
-    first = (said.strip().splitlines() or [""])[0]
+    if match := _PICKLED_CLASS.search(text):
+        return f"an object of {match[1]}, which only unpickling could make"
+    first = (text.strip().splitlines() or [""])[0]
     if isinstance(error, pickle.UnpicklingError | KeyError):
         return "what torch.save did not write"
     return f"{type(error).__name__}: {first[:200]}"
 
 
 def _refuse_bomb(file: IO[bytes], path: Path) -> None:
-    """Refuse an archive that unpacks to more than a file of tensors has; older ones are none."""
+    """Refuse a zip bomb; files of old torch versions are not zip archives."""
     if file.read(2) == b"PK":
         check_archive(file, path, what="a file of tensors", error=ModelError, most=MOST_BYTES)
     file.seek(0)
 
 
 def users_line(error: BaseException) -> str:
-    """`file:line: the code there` of the deepest frame outside torch and this package, or ''."""
+    """Return `file:line: code` of the deepest frame outside torch and this package, or ''."""
     return usercode.users_line(error, besides=(str(Path(torch.__file__).parent),))
 
 
 def users_errors(what: str) -> AbstractContextManager[None]:
-    """Turn any exception of the user's code into one `ModelError` with its file and line."""
+    """Turn any exception of the user's code into a `ModelError` with its file and line."""
     return usercode.users_errors(what, error=ModelError, where=users_line)

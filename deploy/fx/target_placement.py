@@ -1,23 +1,20 @@
-"""Where a target wants its pairs, in a graph of PyTorch: its plan of the ONNX model, mapped back.
+"""Place quantizers in a PyTorch graph: the target's plan of the exported ONNX model, mapped back.
 
-`calib8 build` asks the target for a plan of the cleaned ONNX model; here the same question is put
-for the model that the graph exports (`deploy.fx.target_placement`), so that both quantize the same
-tensors and weights. A *site* is a tensor that is quantized, for all its readers or for some; sites
-of one *group* share their scale::
+`place` exports the graph in float, asks the target for its plan of the cleaned ONNX model, as
+`calib8 build` does, and maps the plan to the graph, so that both quantize the same tensors and
+weights. A *site* is a quantized tensor, for all or some of its readers; sites of one *group* share
+a scale::
 
     plan    Pair(fx/relu, [Conv_7])     WeightTarget(conv2.weight, axis 0)
                |        |                      |
-    graph     relu --> quant --> conv2        conv2: a weight with a scale a channel
+    graph     relu --> quant --> conv2        conv2: a weight with a scale per channel
 
-The ONNX model of a graph in float, cleaned as a target sees it, its tensors named by nodes.
-
-Each float tensor goes through a marker that holds its node's name. Markers are taken out before
-anything is optimized or cleaned, and what they read gets that name::
+For the mapping, each float tensor is exported through a marker operator with the name of its node.
+Before the model is optimized and cleaned, markers are removed and their inputs renamed::
 
     conv -> Named(conv) -> relu -> Named(relu)     becomes     Conv -> fx/conv -> Relu -> fx/relu
 
-so that a tensor of the cleaned model says which node makes it, and one without such a name stands
-inside of a node.
+So the name of a tensor gives its node; a tensor without such a name is inside a node.
 """
 
 from __future__ import annotations
@@ -53,18 +50,18 @@ if TYPE_CHECKING:
     from deploy.targets import Target
 
 
-BEFORE = "fx/"  # what the names of nodes begin with in the model
+BEFORE = "fx/"  # prefix of node names in the ONNX model
 DOMAIN, MARKER = "calib8", "Named"
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A cleaned model whose tensors are named by nodes of a graph.
+    """The cleaned ONNX model of a graph, with its correspondence to the graph.
 
     Attributes:
-        model: ready for a target's plan.
-        tensors: node -> tensor, of the nodes whose tensor is in the model.
-        homes: ONNX node -> the nodes of the graph that it is the whole or a part of.
+        model: the ONNX model, ready for a target's plan.
+        tensors: graph node -> ONNX tensor, if the model has it.
+        homes: ONNX node -> the graph nodes that it implements, wholly or in part.
     """
 
     model: onnx.ModelProto
@@ -72,7 +69,7 @@ class Named:
     homes: Mapping[str, frozenset[fx.Node]] = field(repr=False)
 
     def nodes_of(self, tensor: str) -> list[fx.Node]:
-        """The nodes that make a tensor; of several that are equal, in the graph's order."""
+        """Return the graph nodes of a tensor, in the graph's order; equal tensors have several."""
         return [node for node, name in self.tensors.items() if name == tensor]
 
 
@@ -81,33 +78,33 @@ def named(
     graph_module: fx.GraphModule,
     inputs: Sequence[Any],
     *,
-    whole: Callable[[fx.Node], bool] = lambda node: False,
+    is_opaque: Callable[[fx.Node], bool] = lambda node: False,
 ) -> Named:
-    """The cleaned ONNX model of a graph whose shapes are known (`propagate_shapes`).
+    """Export a graph whose shapes are known (`propagate_shapes`) to a cleaned float ONNX model.
 
     Args:
-        graph_module: norms folded, or layers with their norms.
+        graph_module: with norms folded, or merged with their layers.
         inputs: example inputs.
-        whole: says of a call of a module that nothing is to look inside of it.
+        is_opaque: tells whether a call of a module is opaque: replaced by a `StandIn`.
 
     Raises:
         ModelError: torch.export cannot follow the graph.
     """
     own = _in_float(graph_module)
-    _stand_in(own, whole)
-    _mark(own)
-    program = _exported(own, pytree.tree_map(_on_cpu, tuple(inputs)))
-    same = _take_out_markers(program.model)
+    _replace_opaque(own, is_opaque)
+    _insert_markers(own)
+    program = _export(own, pytree.tree_map(_on_cpu, tuple(inputs)))
+    same = _remove_markers(program.model)
     with quiet():
         program.optimize()
     model: onnx.ModelProto = program.model_proto
-    _name_parts(model, graph_module)
+    _name_split_outputs(model, graph_module)
     model = cleaned(plain(model))
     return _indexed(model, graph_module, same)
 
 
 def _in_float(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy in eval mode on the CPU, in float32, each layer with the weights that it runs by."""
+    """Return a float32 copy on the CPU in eval mode, without weight quantizers."""
     own = copy.deepcopy(graph_module).eval()
     if any(p.device.type == "meta" for p in (*own.parameters(), *own.buffers())):
         own = own.to_empty(device="cpu")
@@ -125,16 +122,16 @@ def _on_cpu(leaf: Any) -> Any:
         return leaf
     leaf = torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.cpu()
     leaf = leaf.float() if leaf.is_floating_point() else leaf
-    # a batch of one would be taken for a constant 1
+    # torch.export would take a batch of 1 for a constant
     return torch.cat([leaf, leaf]) if leaf.dim() and len(leaf) == 1 else leaf
 
 
 class StandIn(nn.Module):
-    """What no target runs in int8, in the place of a module: as many inputs, the same outputs.
+    """Replaces an opaque module for the export: outputs of the same shapes, nothing to quantize.
 
     Args:
-        outputs: shapes and types of what the module gives.
-        batch: first dimension of its first input, which outputs of the same one follow.
+        outputs: tensor metadata of the module's outputs.
+        batch: first dimension of its first input; outputs with this first dimension follow it.
     """
 
     def __init__(self, outputs: Any, batch: int | None):
@@ -143,7 +140,7 @@ class StandIn(nn.Module):
         self.batch = batch
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Sums of the inputs; a first dimension that is the inputs' stays open."""
+        """Return cumulative sums of the inputs, expanded to the output shapes."""
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         total = torch.stack([torch.cumsum(x.float().flatten(), 0).sum() for x in tensors]).sum()
 
@@ -156,9 +153,9 @@ class StandIn(nn.Module):
         return pytree.tree_map(one, self.outputs, is_leaf=lambda m: isinstance(m, TensorMetadata))
 
 
-def _stand_in(own: fx.GraphModule, whole: Callable[[fx.Node], bool]) -> None:
+def _replace_opaque(own: fx.GraphModule, is_opaque: Callable[[fx.Node], bool]) -> None:
     for node in own.graph.nodes:
-        if node.op == "call_module" and whole(node):
+        if node.op == "call_module" and is_opaque(node):
             name = f"stand_in_{node.name}"
             own.add_submodule(name, StandIn(node.meta.get("tensor_meta"), _batch(node)))
             node.target = name
@@ -172,13 +169,13 @@ def _batch(node: fx.Node) -> int | None:
 
 
 def mark(x: torch.Tensor, name: str) -> torch.Tensor:
-    """X under the name of a node; only inside an export."""
+    """Emit the marker operator with the name of a node; only inside an export."""
     return torch.onnx.ops.symbolic(
         f"{DOMAIN}::{MARKER}", (x,), {"name": name}, dtype=x.dtype, shape=x.shape, version=1
     )
 
 
-def _mark(own: fx.GraphModule) -> None:
+def _insert_markers(own: fx.GraphModule) -> None:
     inputs = [node for node in own.graph.nodes if node.op == "placeholder"]
     for node in list(own.graph.nodes):
         if node.op in ("output", "get_attr") or not is_float(node):
@@ -190,13 +187,13 @@ def _mark(own: fx.GraphModule) -> None:
 
 
 def is_float(node: fx.Node) -> bool:
-    """Whether a node whose shape is known gives one floating-point tensor."""
+    """Return whether a node whose shape is known outputs one floating-point tensor."""
     meta: Any = node.meta.get("tensor_meta")
     return isinstance(meta, TensorMetadata) and bool(meta.dtype.is_floating_point)
 
 
-def _exported(own: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
-    """The exporter's program before it is optimized: with the batch open where that can be."""
+def _export(own: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
+    """Return the exporter's program, not optimized, with a dynamic batch if possible."""
     batch = torch.export.Dim.AUTO
     shapes = pytree.tree_map(lambda leaf: {0: batch} if _has_batch(leaf) else None, inputs)
     first: Exception | None = None
@@ -223,8 +220,8 @@ def _has_batch(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
-def _take_out_markers(model: Any) -> dict[str, str]:
-    """Name each marked tensor by its first node; node -> the node that names its tensor."""
+def _remove_markers(model: Any) -> dict[str, str]:
+    """Name each marked tensor after its first node; return node -> the node with its name."""
     first: dict[int, tuple[Any, str]] = {}
     same = {}
     for node in list(model.graph):
@@ -241,8 +238,8 @@ def _take_out_markers(model: Any) -> dict[str, str]:
     return same
 
 
-def _name_parts(model: onnx.ModelProto, graph_module: fx.GraphModule) -> None:
-    """Name the outputs of each Split by the nodes that take its parts: it replaces a sequence."""
+def _name_split_outputs(model: onnx.ModelProto, graph_module: fx.GraphModule) -> None:
+    """Name the outputs of each Split, into which `chunk` was optimized, after the getitem nodes."""
     graph = Graph(model)
     renamed = {}
     for node in graph_module.graph.nodes:
@@ -252,13 +249,13 @@ def _name_parts(model: onnx.ModelProto, graph_module: fx.GraphModule) -> None:
         splits = [n for n in graph.readers.get(source, []) if n.op_type == "Split"]
         parts = {user.args[1]: user for user in node.users}
         for split in splits:
-            for place, name in enumerate(split.output):
-                if place in parts and not name.startswith(BEFORE) and name not in renamed:
-                    renamed[name] = f"{BEFORE}{parts[place].name}"
-    for made in model.graph.node:
-        for names in (made.input, made.output):
-            for place, name in enumerate(names):
-                names[place] = renamed.get(name, name)
+            for index, name in enumerate(split.output):
+                if index in parts and not name.startswith(BEFORE) and name not in renamed:
+                    renamed[name] = f"{BEFORE}{parts[index].name}"
+    for onnx_node in model.graph.node:
+        for names in (onnx_node.input, onnx_node.output):
+            for index, name in enumerate(names):
+                names[index] = renamed.get(name, name)
     for value in (*model.graph.value_info, *model.graph.output):
         value.name = renamed.get(value.name, value.name)
 
@@ -277,14 +274,14 @@ def _indexed(
                 break
     homes: dict[str, frozenset[fx.Node]] = {}
     for node in reversed(graph.nodes):
-        found: set[fx.Node] = set()
+        graph_nodes: set[fx.Node] = set()
         for name in node.output:
             own = by_name.get(name.removeprefix(BEFORE)) if name.startswith(BEFORE) else None
             if own is not None:
-                found.add(own)
-            else:  # inside of a node; or a tensor that is an output twice, under a name of its own
-                found |= _union(homes[reader.name] for reader in graph.readers.get(name, []))
-        homes[node.name] = frozenset(found)
+                graph_nodes.add(own)
+            else:  # inside a graph node, or the second name of a tensor that is an output twice
+                graph_nodes |= _union(homes[reader.name] for reader in graph.readers.get(name, []))
+        homes[node.name] = frozenset(graph_nodes)
     return Named(model, tensors, homes)
 
 
@@ -298,9 +295,9 @@ SHARES = {
     "pool": frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean"}),
     "keep": frozenset({"MaxPool", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"}),
 }
-INSIDE = "a tensor inside of it wants a pair, and PyTorch has it as one call"
-NO_LAYER = "its weight is no layer's: write it as a Conv or Linear of torch.nn"
-_ROUNDS = 16  # each keeps something more in float
+INSIDE = "a tensor inside it would be quantized, but it is a single call in PyTorch"
+NO_LAYER = "its weight does not belong to a layer: write it as a Conv or Linear of torch.nn"
+_ROUNDS = 16  # each round keeps more nodes in float
 
 
 @dataclass(slots=True)
@@ -308,9 +305,9 @@ class Site:
     """A quantized tensor.
 
     Attributes:
-        tensor: the node that makes it.
-        readers: the nodes that read it quantized; None for all.
-        group: sites of equal group share their scale.
+        tensor: the node whose output it is.
+        readers: nodes that read it quantized; None for all.
+        group: sites of the same group share a scale.
     """
 
     tensor: fx.Node
@@ -320,16 +317,15 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """What of a graph is quantized.
+    """A target's quantization plan for a graph.
 
     Attributes:
         grid: of the activations.
-        sites: its tensors, in the graph's order.
-        sources: group -> the tensors whose ranges its scale holds, each with how far its readers
-            tell values apart.
-        weights: qualified name of a layer -> whether its weight has a scale a channel.
+        sites: quantized tensors, in the graph's order.
+        sources: group -> the tensors whose ranges determine its scale, each with its reach.
+        weights: qualified name of a layer -> whether its weight has a scale per channel.
         reasons: qualified name of a layer in float -> why.
-        fits_pairs: whether weights are stored so that no CPU saturates their products.
+        fits_pairs: whether weight scales are limited so that no CPU saturates.
     """
 
     grid: Grid
@@ -347,138 +343,147 @@ def place(
     *,
     skip: Sequence[str] = (),
     share: Sequence[str] = (),
-    whole: Callable[[fx.Node], bool] = lambda node: False,
+    is_opaque: Callable[[fx.Node], bool] = lambda node: False,
 ) -> Placed:
-    """What of a graph whose shapes are known (`propagate_shapes`) a target wants quantized.
+    """Return a target's quantization plan for a graph with known shapes (`propagate_shapes`).
 
     Args:
-        graph_module: the graph, norms folded or joined with their layers.
+        graph_module: the graph, with norms folded or merged with their layers.
         inputs: example inputs.
-        target: whose plan to follow.
-        skip: layers to leave in float, by name.
-        share: kinds of operators whose inputs and output share a scale beyond what the target
-            wants, of add, concat, pool and keep.
-        whole: says of a call of a module that it stays whole and in float.
+        target: the target.
+        skip: names of layers to leave in float.
+        share: kinds of operators whose inputs and output share a scale, in addition to those of
+            the target: add, concat, pool, keep.
+        is_opaque: tells whether a call of a module is opaque and stays in float.
 
     Raises:
-        ConfigError: `share` names no kind.
+        ConfigError: `share` has an unknown kind.
         ModelError: torch.export cannot follow the graph.
     """
     if unknown := sorted(set(share) - set(SHARES)):
         raise ConfigError(f"scales can be shared around {', '.join(SHARES)}, got {unknown}")
-    found = named(graph_module, inputs, whole=whole)
+    exported = named(graph_module, inputs, is_opaque=is_opaque)
     kept = {
         node: AS_ASKED
-        for node, homes in found.homes.items()
-        if any(name in skip for name in _layers(graph_module, found, homes))
+        for node, homes in exported.homes.items()
+        if any(name in skip for name in _layers(graph_module, exported, homes))
     }
-    plan = _expressible(graph_module, found, target, kept)
-    groups = _groups(found.model, plan, share)
+    plan = _expressible_plan(graph_module, exported, target, kept)
+    groups = _groups(exported.model, plan, share)
     return Placed(
         grid=plan.placement.grid,
-        sites=_sites(graph_module, found, plan, groups),
-        sources=_sources(found, plan, groups),
-        weights=dict(_weights(graph_module, found, plan)),
-        reasons=dict(_reasons(graph_module, found, plan)),
+        sites=_sites(graph_module, exported, plan, groups),
+        sources=_sources(exported, plan, groups),
+        weights=dict(_weights(graph_module, exported, plan)),
+        reasons=dict(_reasons(graph_module, exported, plan)),
         fits_pairs=plan.placement.fits_pairs,
     )
 
 
-def _expressible(
-    graph_module: fx.GraphModule, found: Named, target: Target, kept: dict[str, str]
+def _expressible_plan(
+    graph_module: fx.GraphModule, exported: Named, target: Target, kept: dict[str, str]
 ) -> Plan:
-    """The target's plan, with what the graph has no tensor or layer for kept in float."""
+    """Return the target's plan; nodes without a tensor or layer in the graph stay in float."""
     for _ in range(_ROUNDS):
-        plan = target.plan(found.model, kept)
-        strange = dict(_strange(graph_module, found, plan))
-        if not strange.keys() - kept.keys():
+        plan = target.plan(exported.model, kept)
+        unmapped = dict(_unmapped(graph_module, exported, plan))
+        if not unmapped.keys() - kept.keys():
             break
-        kept |= strange
+        kept |= unmapped
     return plan
 
 
-def _strange(graph_module: fx.GraphModule, found: Named, plan: Plan) -> Iterator[tuple[str, str]]:
-    """Nodes of the plan that the graph cannot follow, and why."""
-    graph = Graph(found.model)
-    known = set(found.tensors.values())
+def _unmapped(
+    graph_module: fx.GraphModule, exported: Named, plan: Plan
+) -> Iterator[tuple[str, str]]:
+    """Yield (ONNX node, reason) for quantized nodes that the graph cannot express."""
+    graph = Graph(exported.model)
+    mapped = set(exported.tensors.values())
     int8 = set(plan.int8_nodes)
     for pair in plan.pairs:
-        if pair.tensor not in known:
-            maker = graph.producer.get(pair.tensor)
-            around = [*graph.readers.get(pair.tensor, []), *([maker] if maker is not None else [])]
-            yield from ((node.name, INSIDE) for node in around if node.name in int8)
+        if pair.tensor not in mapped:
+            producer = graph.producer.get(pair.tensor)
+            producers = [] if producer is None else [producer]
+            nodes = [*graph.readers.get(pair.tensor, []), *producers]
+            yield from ((node.name, INSIDE) for node in nodes if node.name in int8)
     for weight in plan.weights:
-        if not any(True for _ in _layers(graph_module, found, found.homes[weight.node])):
+        if not any(True for _ in _layers(graph_module, exported, exported.homes[weight.node])):
             yield weight.node, NO_LAYER
 
 
-def _layers(graph_module: fx.GraphModule, found: Named, homes: Iterable[fx.Node]) -> Iterator[str]:
-    """Names of the layers with weights that an ONNX node is of.
+def _layers(
+    graph_module: fx.GraphModule, exported: Named, homes: Iterable[fx.Node]
+) -> Iterator[str]:
+    """Yield the names of the layers whose weights an ONNX node uses.
 
-    A factor behind a layer is folded into its weights in the ONNX model, where the layer's own
-    tensor is gone.
+    The ONNX model may have a factor after a layer folded into the weights; then the layer's own
+    output tensor is missing.
     """
     for home in homes:
         if isinstance(called_module(graph_module, home), (*WEIGHTED, QatLayer)):
             yield str(home.target)
             continue
-        gone = [n for n in home.all_input_nodes if is_float(n) and n not in found.tensors]
-        yield from _layers(graph_module, found, gone)
+        missing = [n for n in home.all_input_nodes if is_float(n) and n not in exported.tensors]
+        yield from _layers(graph_module, exported, missing)
 
 
-def _weights(graph_module: fx.GraphModule, found: Named, plan: Plan) -> Iterator[tuple[str, bool]]:
+def _weights(
+    graph_module: fx.GraphModule, exported: Named, plan: Plan
+) -> Iterator[tuple[str, bool]]:
     for weight in plan.weights:
-        for name in _layers(graph_module, found, found.homes[weight.node]):
+        for name in _layers(graph_module, exported, exported.homes[weight.node]):
             yield name, weight.axis is not None
 
 
-def _reasons(graph_module: fx.GraphModule, found: Named, plan: Plan) -> Iterator[tuple[str, str]]:
-    """Why layers are float, in the words of a build."""
+def _reasons(
+    graph_module: fx.GraphModule, exported: Named, plan: Plan
+) -> Iterator[tuple[str, str]]:
+    """Yield (layer, why it stays in float), as in a build."""
     for decision in plan.decisions:
         if not decision.reason or decision.op_type not in plan.placement.heavy:
             continue
-        for name in _layers(graph_module, found, found.homes[decision.node]):
+        for name in _layers(graph_module, exported, exported.homes[decision.node]):
             yield name, decision.reason.replace(BEFORE, "")
 
 
 def _groups(model: onnx.ModelProto, plan: Plan, share: Sequence[str]) -> dict[str, str]:
-    """Paired tensor -> the name of what it shares its scale with."""
+    """Return quantized tensor -> name of its group."""
     groups = {pair.tensor: plan.owners.get(pair.tensor, pair.tensor) for pair in plan.pairs}
-    wanted = {op_type for kind in share for op_type in SHARES[kind]}
+    sharing = {op_type for kind in share for op_type in SHARES[kind]}
     graph = Graph(model)
     for node in graph.nodes:
-        if node.op_type in wanted:
-            around = [*node.input, node.output[0], graph.tail(node)]
-            joined = [groups[tensor] for tensor in around if tensor in groups]
-            groups = {t: joined[0] if own in joined else own for t, own in groups.items()}
+        if node.op_type in sharing:
+            tensors = [*node.input, node.output[0], graph.tail(node)]
+            merged = [groups[tensor] for tensor in tensors if tensor in groups]
+            groups = {t: merged[0] if own in merged else own for t, own in groups.items()}
     return groups
 
 
-def _sources(found: Named, plan: Plan, groups: Mapping[str, str]) -> dict[str, Sources]:
-    """Group -> the nodes that give it its range, and their reaches, as `build` has them."""
-    known = reaches(found.model)
+def _sources(exported: Named, plan: Plan, groups: Mapping[str, str]) -> dict[str, Sources]:
+    """Return group -> (node, reach) of the tensors that determine its range, as in `build`."""
+    known = reaches(exported.model)
     names_of: dict[str, dict[str, None]] = {}
     for tensor, group in groups.items():
         owner = plan.owners.get(tensor, tensor)
         names_of.setdefault(group, {}).update(dict.fromkeys(plan.sources.get(owner, (owner,))))
     return {
-        group: [(node, known.get(name)) for name in names for node in found.nodes_of(name)[:1]]
+        group: [(node, known.get(name)) for name in names for node in exported.nodes_of(name)[:1]]
         for group, names in names_of.items()
     }
 
 
 def _sites(
-    graph_module: fx.GraphModule, found: Named, plan: Plan, groups: Mapping[str, str]
+    graph_module: fx.GraphModule, exported: Named, plan: Plan, groups: Mapping[str, str]
 ) -> tuple[Site, ...]:
-    order = {node: place for place, node in enumerate(graph_module.graph.nodes)}
+    order = {node: index for index, node in enumerate(graph_module.graph.nodes)}
     sites: dict[fx.Node, Site] = {}
     for pair in plan.pairs:
         group = groups[pair.tensor]
         if pair.consumers is None:
-            node = found.nodes_of(pair.tensor)[0]
+            node = exported.nodes_of(pair.tensor)[0]
             sites[node] = Site(node, None, group)
             continue
-        for node, reader in _edges(found, pair.tensor, pair.consumers):
+        for node, reader in _edges(exported, pair.tensor, pair.consumers):
             site = sites.setdefault(node, Site(node, set(), group))
             if site.readers is not None:
                 site.readers.add(reader)
@@ -486,30 +491,31 @@ def _sites(
 
 
 def _edges(
-    found: Named, tensor: str, consumers: Iterable[str]
+    exported: Named, tensor: str, consumers: Iterable[str]
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(node, reader): where consumers of a tensor get it in the graph."""
+    """Yield (node, reader) where the consumers of an ONNX tensor read it in the graph."""
     for consumer in consumers:
-        for home in found.homes[consumer]:
-            yield from _reaching(found, tensor, home)
+        for home in exported.homes[consumer]:
+            yield from _edges_to(exported, tensor, home)
 
 
-def _reaching(found: Named, tensor: str, reader: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """As `_edges`, of one reader: through nodes that are none in the ONNX model.
+def _edges_to(exported: Named, tensor: str, reader: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """As `_edges`, for one reader, through graph nodes that the ONNX model does not have.
 
-    What only it reads, such as padding that is part of its convolution, is quantized before.
+    A node that only the reader reads, such as padding that became part of its convolution, is
+    quantized before it.
     """
-    for source in filter(_carries, reader.all_input_nodes):
-        held = found.tensors.get(source)
-        if held is None:
-            behind = list(_reaching(found, tensor, source))
-            apart = is_float(source) and len(source.users) > 1
-            yield from [(source, reader)] if behind and apart else behind
-        elif held == tensor:
-            first = [node for node in source.all_input_nodes if found.tensors.get(node) == tensor]
+    for source in filter(_has_floats, reader.all_input_nodes):
+        source_tensor = exported.tensors.get(source)
+        if source_tensor is None:
+            upstream = list(_edges_to(exported, tensor, source))
+            shared = is_float(source) and len(source.users) > 1
+            yield from [(source, reader)] if upstream and shared else upstream
+        elif source_tensor == tensor:
+            first = [n for n in source.all_input_nodes if exported.tensors.get(n) == tensor]
             yield (first[0], source) if first and len(source.users) == 1 else (source, reader)
 
 
-def _carries(node: fx.Node) -> bool:
-    """Whether a node gives floats, or several tensors; not sizes."""
+def _has_floats(node: fx.Node) -> bool:
+    """Return whether a node outputs floats or several tensors, not sizes."""
     return is_float(node) or isinstance(node.meta.get("tensor_meta"), tuple | list)

@@ -1,17 +1,13 @@
-"""What a training script says: a model, its data, and how it is to be trained for int8.
+"""The task of a training script: a model, its data, and the options of its training.
 
-A task whose samples are dicts, as one of tensors in the order in which its model takes them.
-
-::
+`in_order` turns a task whose samples are dicts into one with tensors in the order of forward::
 
     inputs      [{"mask": ., "ids": .}]                       [ids, mask]
     batches     {"mask": ., "ids": .}, label                  (ids, mask), label
-    evaluate    model(batch), model(**batch), model(ids, mask=mask)      as they are
+    evaluate    model(batch), model(**batch), model(ids, mask=mask)      unchanged
 
-Names are the arguments of forward, or the keys of a dict that is its only one, as
-`deploy.fx.model_inputs` has them.
-
-The package's own feed as torch batches: the same bytes as every other path calibrates with.
+Names are the arguments of forward, or the keys of a dict that is its only argument
+(`deploy.fx.model_inputs`). `batches_of` reads calib8's calibration data as torch batches.
 """
 
 from __future__ import annotations
@@ -43,34 +39,34 @@ Batches = Callable[[int], Iterable[tuple[Any, Any]]]
 
 @dataclass(kw_only=True)
 class Task:
-    """What `setup()` of a training script returns.
+    """A training task, returned by `setup()` of a training script.
 
     Attributes:
-        model: trained in float.
-        inputs: example inputs, batch first; or one dict of them, by the names of forward's
-            arguments, or by the keys of the dict that is its only one.
-        batches: epoch -> (input, tuple or dict of inputs; label) batches; the same for the same
-            epoch.
+        model: a model trained in float.
+        inputs: example inputs, batch first; or one dict of them, by forward's arguments or by the
+            keys of the dict that is its only argument.
+        batches: epoch -> iterable of (inputs, label); inputs is a tensor, tuple or dict. The same
+            epoch gives the same batches.
         loss: (output, label) -> scalar.
-        evaluate: model -> a figure to report, larger is better.
-        calibration: () -> inputs to find the first ranges with; by default the first
-            `calibration_batches` of epoch 0.
+        evaluate: model -> a number to report, larger is better.
+        calibration: () -> inputs for the calibration; by default the first `calibration_batches`
+            of epoch 0.
         optimizer: parameters -> optimizer.
-        epochs: how many.
+        epochs: number of epochs.
         teacher: float model to distil from.
         distil: (student's, teacher's) modules whose maps are compared.
         distil_weight: weight of the distillation loss.
-        clip_gradient: largest norm of all gradients together.
-        leaves, skip, share, custom, norms: as `deploy.fx.prepare.prepare`.
-        method: search of the first ranges, by its name in `build`, with parameters behind it
-            ("percentile 99.9"); None for what `build` takes for the target.
-        ranges: "kept" as they were found; "follow", moving averages of minimum and maximum of the
-            training data for half of the epochs; or "learned", scales of activations and weights
-            trained by their gradients (`deploy.fx.fakequant`).
+        clip_gradient: maximum norm of all gradients together.
+        leaves, skip, share, custom, norms: as for `deploy.fx.prepare.prepare`.
+        method: range search of the calibration, as in `build`, with its parameters
+            ("percentile 99.9"); None for the default of `build` for the target.
+        ranges: "kept", fixed after calibration; "follow", moving averages of minimum and maximum
+            during half of the epochs; or "learned", scales of activations and weights trained by
+            gradient (`deploy.fx.fakequant`).
         only: submodule to quantize; the rest is trained with it, in float.
-        amp: compute forward and loss in bfloat16 where torch.autocast does; ranges, weights and
-            what is exported stay float32.
-        convert: observed class -> quantized class, as `deploy.fx.convert.convert`.
+        amp: use torch.autocast with bfloat16 for forward and loss; ranges, weights and the
+            exported model stay float32.
+        convert: observed class -> quantized class, as for `deploy.fx.convert.convert`.
     """
 
     model: nn.Module
@@ -104,13 +100,13 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def in_order(task: Task) -> Task:
-    """The task with tensors in order where its inputs are a dict; itself where they are tensors.
+    """Return the task with tensors in order; unchanged if its inputs are tensors already.
 
-    Its models are copies that share their modules with the task's own. What `evaluate` gets is
-    called as the task's model is.
+    The new models share their modules with the task's models. `evaluate` still gets a model that is
+    called like the task's.
 
     Raises:
-        ConfigError: other inputs than these, or names that the forward of a model does not take.
+        ConfigError: inputs of another kind, or names that a model's forward does not take.
     """
     inputs = list(task.inputs)
     if all(isinstance(one, torch.Tensor) for one in inputs):
@@ -118,8 +114,8 @@ def in_order(task: Task) -> Task:
     if len(inputs) != 1 or not _is_dict(inputs[0]):
         kinds = ", ".join(type(one).__name__ for one in inputs)
         raise ConfigError(
-            f"the inputs of a task are tensors, or one dict of tensors, got {kinds}; name what lies"
-            " in another container by a key of its own, and put it together in the model's forward"
+            f"the inputs of a task are tensors, or one dict of tensors, got {kinds}; give each"
+            " tensor its own key, and build other containers in the model's forward"
         )
     arguments = Arguments.of(task.model, inputs[0])
     return replace(
@@ -128,18 +124,18 @@ def in_order(task: Task) -> Task:
         teacher=None if task.teacher is None else arguments.taken_by(task.teacher),
         inputs=list(arguments.tensors(inputs[0])),
         batches=lambda epoch: arguments.pairs(task.batches(epoch)),
-        calibration=_each(task.calibration, arguments),
-        evaluate=_called(task.evaluate, arguments),
+        calibration=_ordered_calibration(task.calibration, arguments),
+        evaluate=_wrapped_evaluate(task.evaluate, arguments),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What a forward takes, by name.
+    """Named arguments of a forward.
 
     Attributes:
         names: of its tensors, in order.
-        into: the argument that takes a dict of them; None where they are arguments themselves.
+        into: the argument that takes a dict of them; None if they are separate arguments.
         signature: of the forward.
     """
 
@@ -149,7 +145,7 @@ class Arguments:
 
     @classmethod
     def of(cls, model: nn.Module, names: Iterable[str]) -> Arguments:
-        """Those of a model that is given tensors for `names`.
+        """Return the arguments of a model's forward for `names`.
 
         Raises:
             ConfigError: the forward does not take them.
@@ -159,7 +155,7 @@ class Arguments:
         return cls(tuple(ordered), into, inspect.signature(model.forward))
 
     def taken_by(self, model: nn.Module) -> nn.Module:
-        """A model that takes the tensors in this order, and shares its modules with `model`.
+        """Return a copy that takes the tensors in this order and shares the modules of `model`.
 
         Raises:
             ConfigError: its forward has other names.
@@ -171,26 +167,26 @@ class Arguments:
         return own
 
     def tensors(self, *args: Any, **kwargs: Any) -> Tensors:
-        """The tensors of one call, in order.
+        """Return the tensors of one call, in order.
 
         Raises:
-            FeedError: others than those of the names.
+            FeedError: the call has other names.
         """
-        found = self._named(args, kwargs)
-        if found.keys() != set(self.names):
+        values = self._by_name(args, kwargs)
+        if values.keys() != set(self.names):
             raise FeedError(
-                f"each batch of a task has what its inputs have, {', '.join(self.names)}, got"
-                f" {', '.join(map(str, found)) or 'nothing'}; leave out of the batch what the model"
-                " is not to take, and name in the inputs what it is"
+                f"each batch of a task has the names of its inputs, {', '.join(self.names)}, got"
+                f" {', '.join(map(str, values)) or 'nothing'}; leave other names out of the batch,"
+                " or add them to the inputs"
             )
-        return tuple(found[name] for name in self.names)
+        return tuple(values[name] for name in self.names)
 
     def pairs(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Tensors, Any]]:
-        """Batches of samples and labels, the samples' tensors in order."""
+        """Yield (tensors in order, labels) for batches of (samples, labels)."""
         return ((self.tensors(*as_inputs(samples)), labels) for samples, labels in batches)
 
-    def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """What a call gives by name; of arguments, all that are not their defaults."""
+    def _by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of a call by name, without arguments equal to their default."""
         if len(args) == 1 and not kwargs and _is_dict(args[0]):
             return dict(args[0])
         try:
@@ -199,21 +195,21 @@ class Arguments:
             raise FeedError(
                 f"a model is called as its forward{self.signature} says, got: {error}"
             ) from error
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, value in bound.items():
             parameter = self.signature.parameters[name]
             if parameter.kind is inspect.Parameter.VAR_KEYWORD or name == self.into:
-                found |= value
+                values |= value
             elif value is not parameter.default:
-                found[name] = value
-        return found
+                values[name] = value
+        return values
 
 
 class Called(nn.Module):
-    """A model that takes tensors in order, called as the user's own.
+    """Wraps a model that takes tensors in order, to be called like the user's model.
 
     Args:
-        model: which takes them.
+        model: takes tensors in order.
         arguments: of the user's model.
     """
 
@@ -223,7 +219,7 @@ class Called(nn.Module):
         self.arguments = arguments
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output."""
+        """Return the model's output."""
         return self.model(*self.arguments.tensors(*args, **kwargs))
 
 
@@ -231,7 +227,7 @@ def _is_dict(value: Any) -> bool:
     return isinstance(value, Mapping)
 
 
-def _each(
+def _ordered_calibration(
     calibration: Callable[[], Iterable[Any]] | None, arguments: Arguments
 ) -> Callable[[], Iterable[Tensors]] | None:
     if calibration is None:
@@ -239,7 +235,7 @@ def _each(
     return lambda: (arguments.tensors(*as_inputs(samples)) for samples in calibration())
 
 
-def _called(
+def _wrapped_evaluate(
     evaluate: Callable[[nn.Module], float] | None, arguments: Arguments
 ) -> Callable[[nn.Module], float] | None:
     if evaluate is None:
@@ -254,16 +250,14 @@ def batches_of(
     preprocess: Asked = None,
     limit: Limit = None,
 ) -> list[tuple[torch.Tensor, ...]]:
-    """Batches of the size of the example inputs, from a folder, list, image, .npy or .npz file.
-
-    All are held in memory, as a comparison and a calibration both read them.
+    """Read batches of the size of the example inputs, all into memory.
 
     Args:
         images: a folder, list, image, .npy or .npz file.
-        inputs: examples, whose shapes and dtypes are taken.
-        names: of the inputs, as an .npz file has them.
-        preprocess: of images.
-        limit: how many to take.
+        inputs: example inputs, for shapes and dtypes.
+        names: of the inputs, as in an .npz file.
+        preprocess: preprocessing of images.
+        limit: number of samples.
 
     Raises:
         FeedError, ConfigError: as `open_feed`.

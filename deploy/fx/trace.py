@@ -1,21 +1,17 @@
-"""`nn.Module` -> `fx.GraphModule`, and a failed trace said in the user's own lines.
+"""Trace an `nn.Module` symbolically as an `fx.GraphModule`, and explain failures.
 
-Keeping calls of plain functions, of any package and builtins, in a traced graph.
-
-`torch.fx.wrap` reaches only the module that calls it. `global_wrap` replaces a function wherever a
-loaded module names it, while a `with` block lasts::
+`global_wrap` keeps calls of plain functions, of any package or builtins, as nodes. Unlike
+`torch.fx.wrap`, which affects only the calling module, it patches all loaded modules::
 
     with global_wrap(len):
         graph_module = trace(model)      # len(x) becomes a call_function node
 
-Hooks of layers, which a graph calls as wholes, made operations of the graph.
-
-torch.fx keeps a layer of torch.nn as one node and looks at nothing in it, so what a hook on the
-layer computes would belong to a node that passes replace::
+torch.fx traces a torch.nn layer as one node, hooks included, and passes that replace the layer
+would lose them. So forward hooks of layers are traced as separate nodes::
 
     conv with a forward hook (y -> 2 y)      becomes      conv -> mul
 
-Why torch.export could not follow a model, in the user's own lines, and what to do about it.
+`explain` describes a failure of torch.export with the user's file and line, and a remedy.
 """
 
 from __future__ import annotations
@@ -46,11 +42,11 @@ Function = Callable[..., Any]
 
 @contextmanager
 def global_wrap(*functions: Function) -> Iterator[None]:
-    """Make calls of `functions` with a traced argument into graph nodes, until the block ends.
+    """Record calls of `functions` with a traced argument as graph nodes, inside the `with` block.
 
-    Every loaded module's globals (and `builtins`) that name one of the functions are patched, and
-    restored at exit and on exception. Not reached: a function held in a closure, a default
-    argument or a class attribute. Not for several threads at once.
+    The globals of every loaded module (and `builtins`) that refer to a function are patched, and
+    restored at exit. Functions in closures, default arguments or class attributes are not
+    patched. Not thread-safe.
     """
     saved: list[tuple[dict[str, Any], str, Any]] = []
     try:
@@ -66,21 +62,21 @@ def global_wrap(*functions: Function) -> Iterator[None]:
 
 
 def find_function(name: str) -> Function:
-    """`len` or `package.module.function` -> the function.
+    """Return the function named `len` or `package.module.function`.
 
     Raises:
-        ConfigError: no such function.
+        ConfigError: there is no such function.
     """
     module, _, attribute = name.rpartition(".")
     try:
-        found = getattr(import_module(module or "builtins"), attribute)
+        function = getattr(import_module(module or "builtins"), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"--wrap takes a builtin or package.module.function, got {name!r}: {error}"
         ) from error
-    if not callable(found):
-        raise ConfigError(f"--wrap takes a function, and {name!r} is {type(found).__name__}")
-    return found  # type: ignore[no-any-return]
+    if not callable(function):
+        raise ConfigError(f"--wrap takes a function, and {name!r} is {type(function).__name__}")
+    return function  # type: ignore[no-any-return]
 
 
 def _uses(function: Function) -> Iterator[tuple[dict[str, Any], str]]:
@@ -116,13 +112,13 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a forward hook or a forward pre-hook is registered on the module itself."""
+    """Return whether a forward hook or pre-hook is registered on the module itself."""
     return any(getattr(module, name) for name in _HOOKS)
 
 
 @contextmanager
 def computing(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Have a call of `module` run its hooks around `forward` in place of its own."""
+    """Replace the module's forward inside the `with` block; its hooks still run."""
     module.forward = forward
     try:
         yield
@@ -131,71 +127,71 @@ def computing(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 def take_off(graph_module: fx.GraphModule, names: Iterable[str]) -> None:
-    """Put modules without hooks, of the same parameters, where hooks are in the graph by now."""
+    """Replace modules whose hooks are nodes by copies without hooks; they share the parameters."""
     for name in sorted(names):
-        parent, _, child = name.rpartition(".")
-        setattr(graph_module.get_submodule(parent), child, _bare(graph_module.get_submodule(name)))
+        module = _without_hooks(graph_module.get_submodule(name))
+        replace_submodule(graph_module, name, module)
 
 
 def refuse_hooks(module: nn.Module, what: str) -> None:
-    """Raise `ModelError` where what the module computes is not all it gives."""
+    """Raise `ModelError` if the module has a forward hook."""
     if has_hooks(module):
         raise ModelError(
-            f"{what} must compute its output alone, got a forward hook on it; do in the model's"
-            " forward what the hook does, or take it off (handle.remove())"
+            f"{what} must not have a forward hook, got one; do in the model's forward what the"
+            " hook does, or remove it (handle.remove())"
         )
 
 
-def _bare(module: nn.Module) -> nn.Module:
-    bare = copy.copy(module)
+def _without_hooks(module: nn.Module) -> nn.Module:
+    copied = copy.copy(module)
     for name in _HOOKS:
-        setattr(bare, name, OrderedDict())
-    return bare
+        setattr(copied, name, OrderedDict())
+    return copied
 
 
-# each with what ends a folder's name: torchvision lies beside torch
+# with a separator at the end, since torchvision is in the same folder as torch
 _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<")
 
 
 def explain(error: BaseException, model: nn.Module) -> str:
-    """One sentence: the module, its file and line, what torch said, and the way out."""
+    """Return one sentence on a failure: module, file and line, torch's message, and a remedy."""
     root = error
     while root.__cause__ is not None:
         root = root.__cause__
     name = innermost(error, model) or innermost(root, model)
-    whose = type(model.get_submodule(name)).__name__ + (f" ({name})" if name else "")
+    module = type(model.get_submodule(name)).__name__ + (f" ({name})" if name else "")
     where = line_of(root) or line_of(error)
-    said = " ".join(str(root).split()).partition(" (unhinted")[0][:160]
+    message = " ".join(str(root).split()).partition(" (unhinted")[0][:160]
     return (
-        f"torch.export must be able to follow the model, and cannot follow {whose}"
+        f"torch.export must be able to follow the model, and cannot follow {module}"
         + (f" at {where}" if where else "")
-        + f" ({type(root).__name__}: {said}); {_remedy(root, name)}"
+        + f" ({type(root).__name__}: {message}); {_remedy(root, name)}"
     )
 
 
 def innermost(error: BaseException, model: nn.Module) -> str:
-    """Name of the submodule in whose forward `error` was raised; "" for the model itself."""
+    """Return the name of the submodule in whose forward `error` was raised, "" for the model."""
     names = {id(module.__dict__): name for name, module in model.named_modules()}
-    found = ""
+    innermost_name = ""
     for frame in _frames(error):
-        holder = frame.f_locals.get("self")
-        if isinstance(holder, nn.Module):  # torch.export calls stand-ins that share __dict__
-            found = names.get(id(holder.__dict__), found)
-    return found
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):  # torch.export calls copies that share __dict__
+            innermost_name = names.get(id(module.__dict__), innermost_name)
+    return innermost_name
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:
-    at = error.__traceback__
-    while at is not None:
-        yield at.tb_frame
-        at = at.tb_next
+    entry = error.__traceback__
+    while entry is not None:
+        yield entry.tb_frame
+        entry = entry.tb_next
 
 
 def line_of(error: BaseException) -> str:
-    """`file:line: the code there` of the user's deepest frame, else of a library's, or ''."""
-    own = users_line(error)
-    if own:
-        return own
+    """Return `file:line: code` of the user's deepest frame, else of a library's, or ''."""
+    user_line = users_line(error)
+    if user_line:
+        return user_line
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(_LIBRARIES):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
@@ -204,7 +200,7 @@ def line_of(error: BaseException) -> str:
 
 def _remedy(error: BaseException, name: str) -> str:
     if "DataDependent" in type(error).__name__ or "data-dependent" in str(error).lower():
-        leaf = f"; profile keeps that part whole with --leaf {name}" if name else ""
+        leaf = f"; profile can keep that module as one node with --leaf {name}" if name else ""
         return (
             "replace `if`, `while` and .item() on the values of tensors by torch.where or"
             f" arithmetic{leaf}"
@@ -213,30 +209,30 @@ def _remedy(error: BaseException, name: str) -> str:
 
 
 class LeafTracer(fx.Tracer):
-    """A tracer that keeps chosen modules whole, as one `call_module` node each."""
+    """A tracer that keeps chosen modules as one `call_module` node each."""
 
     def __init__(self, texts: frozenset[str], classes: tuple[type, ...]):
         super().__init__()
         self.texts = texts  # qualified names and class names
         self.classes = classes
         self.path: list[tuple[str, str]] = []  # (qualified name, class) of modules being traced
-        self.unhooked: set[str] = set()  # layers whose hooks are nodes of their own
+        self.unhooked: set[str] = set()  # layers whose hooks are traced as separate nodes
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        """A placeholder for each input, also of a forward that takes them by name."""
+        """Create a placeholder for each input, also of a forward that takes them by name."""
         names = input_names(self.root)
         if names is None:
-            found: tuple[Any, list[Any]] = super().create_args_for_root(
+            default: tuple[Any, list[Any]] = super().create_args_for_root(
                 root_fn, is_module, concrete_args
             )
-            return found
+            return default
         inputs = [self.create_proxy("placeholder", name, (), {}) for name in names]
         return root_fn, [self.root, *inputs]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Chosen leaves, and what torch.fx itself keeps whole (torch.nn's own modules)."""
+        """Return whether a module is a chosen leaf, or one of torch.fx's (torch.nn modules)."""
         return self._is_chosen(m, module_qualified_name) or bool(
             super().is_leaf_module(m, module_qualified_name)
         )
@@ -246,7 +242,7 @@ class LeafTracer(fx.Tracer):
         return named or isinstance(m, self.classes)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Remember which module is being traced, so that a failure can name it."""
+        """Record which module is being traced, for the message of a failure."""
         name = self.path_of_module(m)
         self.path.append((name, type(m).__name__))
         if has_hooks(m) and self.is_leaf_module(m, name) and not self._is_chosen(m, name):
@@ -270,13 +266,12 @@ def trace(
 
     Args:
         model: any module whose control flow does not depend on data.
-        leaves: modules to keep whole, by qualified name, class name or class.
-        wrap: functions of any package, or builtins, whose calls stay nodes (see `global_wrap`).
+        leaves: modules to keep as one node, by qualified name, class name or class.
+        wrap: functions whose calls stay nodes (see `global_wrap`).
 
     Raises:
-        ConfigError: a leaf that names nothing in the model.
-        ModelError: the model cannot be traced; the message names the module, the file and the
-            line, and the remedies: leaf, split, rewrite.
+        ConfigError: a leaf matches nothing in the model.
+        ModelError: the model cannot be traced; the message names module, file, line and remedies.
     """
     model = unwrapped(model)
     classes = tuple(leaf for leaf in leaves if isinstance(leaf, type))
@@ -297,11 +292,11 @@ def trace(
 def trace_only(
     model: nn.Module, only: str, *, leaves: Sequence[str | type[nn.Module]] = ()
 ) -> nn.Module:
-    """A copy of `model` whose submodule `only` is traced and the rest is left as it is.
+    """Return a copy of `model` with only its submodule `only` traced.
 
     Raises:
-        ConfigError: no such submodule.
-        ModelError: that submodule cannot be traced.
+        ConfigError: there is no such submodule.
+        ModelError: the submodule cannot be traced.
     """
     model = copy.deepcopy(model)
     replace_submodule(model, only, trace(submodule(model, only), leaves=leaves))
@@ -309,7 +304,7 @@ def trace_only(
 
 
 def submodule(model: nn.Module, name: str) -> nn.Module:
-    """The submodule of that qualified name.
+    """Return the submodule with this qualified name.
 
     Raises:
         ConfigError: there is none; the message lists the model's children.
@@ -322,7 +317,7 @@ def submodule(model: nn.Module, name: str) -> nn.Module:
 
 
 def replace_submodule(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Put `new` where the submodule `name` was."""
+    """Replace the submodule `name` by `new`."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, new)
 
@@ -343,16 +338,19 @@ def _check_leaves(model: nn.Module, texts: frozenset[str], classes: tuple[type, 
 def _explain(error: Exception, model: nn.Module, tracer: LeafTracer) -> str:
     name, kind = tracer.path[-1] if tracer.path else ("", type(model).__name__)
     where = line_of(error) or "an unknown line"
-    ways = (
+    remedies = (
         [f"keep it whole and in float with --leaf {quote(name)} or --leaf {kind}"] if name else []
     )
-    ways += ["trace only a part that can be, with --only SUBMODULE", _rewrite_hint(str(error))]
+    remedies += [
+        "trace only a traceable submodule with --only SUBMODULE",
+        _rewrite_hint(str(error)),
+    ]
     if "iterated" in str(error):
-        ways.append("fuse with --input, profile, export and qat follow it by torch.export")
+        remedies.append("fuse with --input, profile, export and qat follow it by torch.export")
     return (
         f"a traced model's control flow and shapes must not depend on data, but {kind}"
         f" ({name or 'the model itself'}) does at {where} ({_reason(error)}). Ways out: "
-        + "; ".join(f"({i}) {way}" for i, way in enumerate(ways, 1))
+        + "; ".join(f"({i}) {remedy}" for i, remedy in enumerate(remedies, 1))
     )
 
 
@@ -361,9 +359,9 @@ def _reason(error: Exception) -> str:
 
 
 def _rewrite_hint(text: str) -> str:
-    """What usually lies behind torch.fx's message."""
+    """Return the usual remedy for torch.fx's message."""
     if "iterated" in text:
-        return "pass a shape whole, view(shape) in place of view(*shape), and do not unpack tensors"
+        return "pass a shape as one argument, view(shape) not view(*shape), do not unpack tensors"
     if "control flow" in text:
         return "replace `if` and `while` on tensors by torch.where or arithmetic"
     if "torch.fx.wrap" in text or "len" in text:

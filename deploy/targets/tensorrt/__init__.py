@@ -1,1 +1,1 @@
-"""Everything that is TensorRT's own: its tensor names, its caches without a GPU, its engines."""
+"""The TensorRT target: cache contents and names, cache tools without a GPU, engines."""

@@ -1,8 +1,8 @@
-"""An ONNX file -> a TensorRT engine, by one code path for 8.5 to 11.
+"""Build a TensorRT engine from an ONNX file, with one code path for TensorRT 8.5 to 11.
 
-What a version has is asked of it (`hasattr`): calibrators, builder flags and the explicit-batch
-flag end with 10, the memory pools and the tensor-name API begin with 8.5. Numbers of flags are
-never written down, since 11 gave them new ones.
+Version differences are detected with `hasattr`: calibrators, precision flags and the explicit-batch
+flag end with 10; memory pools and the tensor-name API begin with 8.5. Flags are used by name only,
+because 11 renumbered them.
 
 Sources: NVIDIA/TensorRT python/src/infer at 8.5.3, 10.16 and 11.0; migration guide 10.x to 11.x.
 """
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Shapes of one dynamic input: the least, the one to tune and calibrate for, the largest."""
+    """Min, opt and max shape of one dynamic input; the engine is tuned and calibrated for opt."""
 
     least: Shape
     best: Shape
@@ -52,25 +52,25 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How an engine is built.
+    """Builder settings of one engine.
 
     Attributes:
-        int8: allow int8 (where TensorRT asks for a flag).
-        fp16: allow fp16 for what does not run in int8 (until 10.16; 11 takes the model's types).
-        bf16: the same of bf16, from 9.0.
-        typed: run every layer in the type that the model gives it (from 10.0).
-        tf32: allow TensorFloat-32, which rounds the factors of float products to 10 bits.
-        float_layers: layers that must not run in int8, each with a tensor that it gives: TensorRT
-            calls most layers as their node and some otherwise.
-        wide_layers: likewise those that must compute in float32 and give it; one that TensorRT has
-            not is passed over.
-        workspace_mib: scratch memory in MiB; None leaves TensorRT's own limit.
+        int8: set the INT8 builder flag, where the version has one.
+        fp16: allow FP16 for layers that do not run in int8 (until 10.16; 11 follows the model).
+        bf16: allow BF16 likewise, from 9.0.
+        typed: strongly typed network: every layer runs in the type the model gives it (from 10.0).
+        tf32: allow TF32, which rounds the operands of float products to 10 mantissa bits.
+        float_layers: node that must not run in int8 -> its output tensor. Both are needed because
+            TensorRT does not name every layer after its node.
+        wide_layers: node that must compute and output float32 -> its output tensor; nodes without
+            a layer in the network are ignored.
+        workspace_mib: workspace limit in MiB; None for TensorRT's default.
         profiles: dynamic input -> its shapes.
-        values: input of whole numbers -> those it has, should shapes depend on them.
-        plugins: libraries of plugins that the model needs.
-        timing_cache: file of tactic timings to write; makes the next build faster.
-        known_timing: the file that an earlier build wrote; None where it is the same.
-        verbose: keep TensorRT's verbose log too.
+        values: integer input -> its values, for inputs that shapes may depend on.
+        plugins: plugin libraries that the model needs.
+        timing_cache: timing cache file to write; it makes the next build faster.
+        known_timing: timing cache file to read; None to read `timing_cache`.
+        verbose: record TensorRT's verbose messages too.
     """
 
     int8: bool = True
@@ -91,7 +91,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A serialized engine, TensorRT's log, and the calibration cache in force, if there was one."""
+    """A serialized engine, TensorRT's log lines, and the calibration cache used, if any."""
 
     plan: bytes
     log: tuple[str, ...]
@@ -106,63 +106,63 @@ def build_engine(
     calibrator: Callbacks | None = None,
     cuda: Cuda | None = None,
 ) -> Engine:
-    """Parse and build.
+    """Parse an ONNX file and build its engine.
 
     Args:
         model: ONNX file, float (with a calibrator) or Q/DQ.
-        settings: as above.
-        calibrator: of `calibrators.tensorrt.calibrator`; None for a Q/DQ model.
-        cuda: the GPU to build on; None leaves it to CUDA, which takes the first.
+        settings: builder settings.
+        calibrator: from `calibrators.tensorrt.calibrator`; None for a Q/DQ model.
+        cuda: the GPU to build on; None for CUDA's default device.
 
     Raises:
-        BackendError: TensorRT cannot parse or build the model; its own words are in the message.
-        ConfigError: a dynamic input without a profile, a profile that does not fit, or a library
-            of plugins that cannot be loaded.
-        CalibrationError: what went wrong while calibrating, which TensorRT itself swallows.
+        BackendError: TensorRT cannot parse or build the model; the message quotes its log.
+        ConfigError: a dynamic input has no profile, a profile does not fit, or a plugin library
+            cannot be loaded.
+        CalibrationError: a calibrator callback failed, which TensorRT does not report.
     """
     load()
     on_device = nullcontext() if cuda is None else cuda.current()
-    with on_device, listening(verbose=settings.verbose) as kept:
+    with on_device, listening(verbose=settings.verbose) as log:
         load_plugins(settings.plugins)
-        builder = _builder(kept)
+        builder = _create_builder(log)
         network = builder.create_network(_network_flags(typed=settings.typed))
-        _parse(network, model, kept)
-        config = _config(builder, network, settings, calibrator)
-        timing = _timing_cache(config, settings.known_timing or settings.timing_cache)
+        _parse(network, model, log)
+        config = _create_config(builder, network, settings, calibrator)
+        timing = _set_timing_cache(config, settings.known_timing or settings.timing_cache)
         plan = builder.build_serialized_network(network, config)
-    cache = _cache_in_force(calibrator, kept, model, built=plan is not None)
+    cache = _used_cache(calibrator, log, model, built=plan is not None)
     if timing is not None and settings.timing_cache is not None:
         atomic.write_bytes(settings.timing_cache, bytes(config.get_timing_cache().serialize()))
-    return Engine(bytes(plan), tuple(kept.lines), cache)
+    return Engine(bytes(plan), tuple(log.lines), cache)
 
 
 def calibrate(
     model: Path, settings: Settings, calibrator: Callbacks, *, cuda: Cuda | None = None
 ) -> bytes:
-    """Let TensorRT calibrate, in float32 alone; gives its cache, and throws the engine away.
+    """Let TensorRT calibrate in pure float32; return its cache and discard the engine.
 
-    TensorRT runs the float network to see its values. TF32, which it allows by default on Ampere
-    and later, would round the factors of every product, and move the scales by as much.
+    TF32, on by default from Ampere on, is off: it would round the operands of every product and
+    shift the scales accordingly.
 
     Raises:
         As `build_engine`.
     """
-    exact = replace(settings, fp16=False, bf16=False, tf32=False, float_layers={}, wide_layers={})
-    build_engine(model, exact, calibrator=calibrator, cuda=cuda)
+    float32 = replace(settings, fp16=False, bf16=False, tf32=False, float_layers={}, wide_layers={})
+    build_engine(model, float32, calibrator=calibrator, cuda=cuda)
     return calibrator.check()
 
 
 def engine_key(
     sdk: Sdk, settings: Settings, *, model_sha256: str, cache_sha256: str | None
 ) -> dict[str, Any]:
-    """All that an engine depends on, as plain JSON; a change in any part means another engine.
+    """Return everything that an engine depends on, as plain JSON: the key of the engine cache.
 
     Raises:
-        ConfigError: a library of plugins cannot be read.
+        ConfigError: a plugin library cannot be read.
     """
-    chosen = asdict(settings)
+    options = asdict(settings)
     for name in ("plugins", "timing_cache", "known_timing", "verbose"):
-        chosen.pop(name)
+        options.pop(name)
     return {
         "tensorrt": sdk.version,
         "gpu": sdk.gpu,
@@ -171,17 +171,17 @@ def engine_key(
         "cache_sha256": cache_sha256,
         "layers": "detailed",
         "plugins": digests(settings.plugins),
-        "settings": json.loads(json.dumps(chosen)),
+        "settings": json.loads(json.dumps(options)),
     }
 
 
 def cached_engine(path: Path, key: Mapping[str, Any]) -> bytes | None:
-    """The engine at `path` where it was built under `key` and is whole."""
+    """Return the engine at `path` if it is intact and was built under `key`, else None."""
     return manifest.fitting(path, key, digest="engine_sha256")
 
 
 def keep_engine(path: Path, plan: bytes, key: Mapping[str, Any]) -> Path:
-    """Write the engine and, after it, the note that says what it was built under."""
+    """Write the engine, then the manifest with its key."""
     return manifest.keep(path, plan, key, digest="engine_sha256")
 
 
@@ -192,105 +192,105 @@ def profiles_for(
     most_batch: int,
     span: Span | None = None,
 ) -> dict[str, Profile]:
-    """Input shapes of a model and of what is fed -> a profile for each dynamic input.
+    """Return a profile for each dynamic input.
 
-    Open dimensions take every size of the samples; an open first one (the batch) goes from 1 to
+    Dynamic dimensions cover every size of the samples; a dynamic batch (dimension 0) covers 1 to
     `most_batch`.
 
     Args:
-        shapes: the model's own.
-        fed: what the engine is tuned for.
-        most_batch: as above.
-        span: of all samples; None where all are as `fed`.
+        shapes: input shapes of the model.
+        fed: input shapes that the engine is tuned for.
+        most_batch: largest batch of a dynamic batch dimension.
+        span: smallest and largest shapes of all samples; None if all are as `fed`.
 
     Raises:
-        ConfigError: what is fed does not fit a fixed dimension.
+        ConfigError: `fed` does not fit a fixed dimension.
     """
     profiles = {}
     for name, shape in shapes.items():
-        got = fed[name]
+        opt = fed[name]
         fixed = [isinstance(dim, int) and dim > 0 for dim in shape]
-        if len(got) != len(shape) or any(
-            f and dim != g for f, dim, g in zip(fixed, shape, got, strict=True)
+        if len(opt) != len(shape) or any(
+            f and dim != size for f, dim, size in zip(fixed, shape, opt, strict=True)
         ):
             raise ConfigError(
-                f"data must fit the model's input, got {list(got)} for {name!r} {list(shape)}"
+                f"data must fit the model's input, got {list(opt)} for {name!r} {list(shape)}"
             )
         if all(fixed):
             continue
-        least, most = (got, got) if span is None else (span.least[name], span.most[name])
+        least, most = (opt, opt) if span is None else (span.least[name], span.most[name])
         if not fixed[0]:
-            least, most = (1, *least[1:]), (max(most_batch, got[0], most[0]), *most[1:])
-        profiles[name] = Profile(least, got, most)
+            least, most = (1, *least[1:]), (max(most_batch, opt[0], most[0]), *most[1:])
+        profiles[name] = Profile(least, opt, most)
     return profiles
 
 
-def _cache_in_force(
-    calibrator: Callbacks | None, kept: KeepingLogger, model: Path, *, built: bool
+def _used_cache(
+    calibrator: Callbacks | None, log: KeepingLogger, model: Path, *, built: bool
 ) -> bytes | None:
-    """The calibrator's cache, once nothing went wrong.
+    """Return the calibrator's cache, or raise what went wrong in the build.
 
-    What a callback raised comes first, since TensorRT swallowed it and only stumbled over it; then
-    TensorRT's own words, also where it gave up before it asked for a batch.
+    An exception from a callback comes first: TensorRT swallows it and then fails for lack of data.
+    TensorRT's own messages come next, also where it failed before requesting a batch.
     """
     if calibrator is not None and calibrator.error is not None:
         raise calibrator.error
     begun = calibrator is not None and calibrator.asked > 0
-    wrong = calibrator.trouble() if calibrator is not None and (built or begun) else ""
+    trouble = calibrator.trouble() if calibrator is not None and (built or begun) else ""
     if not built:
-        more = f"; {wrong}" if wrong else ""
-        raise BackendError(f"TensorRT could not build {model.name}: {kept.words()}{more}")
-    if wrong:
-        raise CalibrationError(f"{wrong}; TensorRT said: {kept.words()}")
+        more = f"; {trouble}" if trouble else ""
+        raise BackendError(f"TensorRT could not build {model.name}: {log.words()}{more}")
+    if trouble:
+        raise CalibrationError(f"{trouble}; TensorRT said: {log.words()}")
     return calibrator.check() if calibrator is not None else None
 
 
-def _builder(kept: KeepingLogger) -> trt.Builder:
+def _create_builder(log: KeepingLogger) -> trt.Builder:
     import tensorrt as trt
 
     try:
         return trt.Builder(process_logger())
-    except (TypeError, RuntimeError) as error:  # a null builder, from a driver that does not fit
-        said = kept.words() if kept.lines else error
-        raise BackendError(f"TensorRT could not make a builder on this machine: {said}") from error
+    except (TypeError, RuntimeError) as error:  # null builder: the driver does not fit
+        cause = log.words() if log.lines else error
+        raise BackendError(f"TensorRT could not make a builder on this machine: {cause}") from error
 
 
 def _network_flags(*, typed: bool) -> int:
-    """Explicit batch where it still has to be asked for (8.x; a no-op in 10, gone in 11).
+    """Return the creation flags: explicit batch (a no-op in 10, gone in 11) and strong typing.
 
-    So has strong typing, but in 11, which knows no other.
+    TensorRT 11 has neither flag: all of its networks are explicit-batch and strongly typed.
     """
     import tensorrt as trt
 
     flags = trt.NetworkDefinitionCreationFlag
-    wanted = ("EXPLICIT_BATCH", "STRONGLY_TYPED") if typed else ("EXPLICIT_BATCH",)
-    return sum(1 << int(getattr(flags, name)) for name in wanted if hasattr(flags, name))
+    names = ("EXPLICIT_BATCH", "STRONGLY_TYPED") if typed else ("EXPLICIT_BATCH",)
+    return sum(1 << int(getattr(flags, name)) for name in names if hasattr(flags, name))
 
 
-def _parse(network: trt.INetworkDefinition, model: Path, kept: KeepingLogger) -> None:
+def _parse(network: trt.INetworkDefinition, model: Path, log: KeepingLogger) -> None:
     import tensorrt as trt
 
     parser = trt.OnnxParser(network, process_logger())
     if parser.parse_from_file(str(model)):
         return
     errors = [str(parser.get_error(index)) for index in range(parser.num_errors)]
-    raise BackendError(f"TensorRT cannot read {model.name}: {' | '.join(errors) or kept.words()}")
+    raise BackendError(f"TensorRT cannot read {model.name}: {' | '.join(errors) or log.words()}")
 
 
-def _config(
+def _create_config(
     builder: trt.Builder,
     network: trt.INetworkDefinition,
     settings: Settings,
     calibrator: Callbacks | None,
 ) -> trt.IBuilderConfig:
     config = builder.create_builder_config()
-    _configure(config, settings)
+    _set_flags(config, settings)
     if settings.float_layers:
-        _keep_float(config, network, settings)
+        _bind_to_float(config, network, settings)
     if settings.wide_layers:
-        _keep_wide(config, network, settings.wide_layers)
+        _bind_to_float32(config, network, settings.wide_layers)
     _leave_out(config, stand_ins())
-    profile = _profile(builder, network, settings)
+    profile = _create_profile(builder, network, settings)
     if profile is not None:
         config.add_optimization_profile(profile)
     if calibrator is not None:
@@ -302,89 +302,89 @@ def _config(
     return config
 
 
-def _configure(config: trt.IBuilderConfig, settings: Settings) -> None:
+def _set_flags(config: trt.IBuilderConfig, settings: Settings) -> None:
     import tensorrt as trt
 
     types = ((settings.int8, "INT8"), (settings.fp16, "FP16"), (settings.bf16, "BF16"))
-    for wanted, name in () if settings.typed else types:
-        if wanted and hasattr(trt.BuilderFlag, name):
+    for allowed, name in () if settings.typed else types:
+        if allowed and hasattr(trt.BuilderFlag, name):
             config.set_flag(getattr(trt.BuilderFlag, name))
     if not settings.tf32:  # on by default
         config.clear_flag(trt.BuilderFlag.TF32)
-    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # for the engine's inspector
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # for the engine inspector
     if settings.workspace_mib is not None:
         pool = trt.MemoryPoolType.WORKSPACE
         config.set_memory_pool_limit(pool, settings.workspace_mib << 20)
 
 
-def _keep_float(
+def _bind_to_float(
     config: trt.IBuilderConfig, network: trt.INetworkDefinition, settings: Settings
 ) -> None:
-    """Bind layers to a float precision; TensorRT chooses every other layer's itself.
+    """Bind `float_layers` to a float precision; TensorRT chooses that of the other layers.
 
     Raises:
-        BackendError: the network has no layer of this node.
+        BackendError: the network has no layer for a node.
     """
     import tensorrt as trt
 
     config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
-    narrow = trt.bfloat16 if settings.bf16 else trt.float32
-    precision = trt.float16 if settings.fp16 else narrow
+    fallback = trt.bfloat16 if settings.bf16 else trt.float32
+    precision = trt.float16 if settings.fp16 else fallback
     bound: set[str] = set()
-    for layer, meant in _meant(network, settings.float_layers):
+    for layer, names in _find_layers(network, settings.float_layers):
         layer.precision = precision
-        bound |= meant
-    lost = sorted(set(settings.float_layers) - bound)
-    if lost:
+        bound |= names
+    missing = sorted(set(settings.float_layers) - bound)
+    if missing:
         raise BackendError(
-            f"a node to keep in float must be a layer of TensorRT's network, {lost[0]!r} is none;"
-            " build from the Q/DQ model (--engine-from qdq), or leave it away"
+            f"a node to keep in float must be a layer of TensorRT's network, {missing[0]!r} is"
+            " none; build from the Q/DQ model (--engine-from qdq), or leave it out"
         )
 
 
-def _keep_wide(
+def _bind_to_float32(
     config: trt.IBuilderConfig, network: trt.INetworkDefinition, nodes: Mapping[str, str]
 ) -> None:
-    """Bind layers and what they give to float32, also those bound to another float before."""
+    """Bind layers and their outputs to float32, overriding an earlier float precision."""
     import tensorrt as trt
 
     config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
-    for layer, _ in _meant(network, nodes):
+    for layer, _ in _find_layers(network, nodes):
         layer.precision = trt.float32
-        for place in range(layer.num_outputs):
-            layer.set_output_type(place, trt.float32)
+        for index in range(layer.num_outputs):
+            layer.set_output_type(index, trt.float32)
 
 
-def _meant(
+def _find_layers(
     network: trt.INetworkDefinition, nodes: Mapping[str, str]
 ) -> Iterator[tuple[trt.ILayer, set[str]]]:
-    """The layers that nodes became, by their name or by the tensor that they give."""
+    """Yield (layer, its node names) for `nodes`, found by layer name or by output tensor."""
     by_tensor = {tensor: node for node, tensor in nodes.items()}
     for layer in (network.get_layer(index) for index in range(network.num_layers)):
-        made = {layer.get_output(place).name for place in range(layer.num_outputs)}
-        meant = {by_tensor[tensor] for tensor in made & by_tensor.keys()}
-        meant |= {layer.name} & nodes.keys()
-        if meant:
-            yield layer, meant
+        outputs = {layer.get_output(index).name for index in range(layer.num_outputs)}
+        names = {by_tensor[tensor] for tensor in outputs & by_tensor.keys()}
+        names |= {layer.name} & nodes.keys()
+        if names:
+            yield layer, names
 
 
 def _leave_out(config: trt.IBuilderConfig, sources: Sequence[str]) -> None:
-    """Take no tactics from these sources; with none named, TensorRT's default stands."""
+    """Remove tactic sources; with none given, TensorRT's default stays."""
     import tensorrt as trt
 
     if not sources:
         return
-    left = config.get_tactic_sources()
+    enabled = config.get_tactic_sources()
     for name in sources:
-        left &= ~(1 << int(getattr(trt.TacticSource, name)))
-    if not config.set_tactic_sources(left):
+        enabled &= ~(1 << int(getattr(trt.TacticSource, name)))
+    if not config.set_tactic_sources(enabled):
         raise BackendError(
             f"TensorRT must leave out {', '.join(sources)}, whose libraries are empty stand-ins"
             " here, but refused; install the real ones"
         )
 
 
-def _profile(
+def _create_profile(
     builder: trt.Builder, network: trt.INetworkDefinition, settings: Settings
 ) -> trt.IOptimizationProfile | None:
     import tensorrt as trt
@@ -393,40 +393,40 @@ def _profile(
     inputs = [network.get_input(index) for index in range(network.num_inputs)]
     shapes = {tensor.name: dims(tensor.shape) for tensor in inputs}
     dynamic = {name: shape for name, shape in shapes.items() if -1 in shape}
-    lacking = sorted(set(dynamic) - set(profiles))
-    if lacking:
+    missing = sorted(set(dynamic) - set(profiles))
+    if missing:
         raise ConfigError(
-            f"a dynamic input needs a profile, got none for {lacking[0]!r}"
-            f" {list(dynamic[lacking[0]])}; give its shapes"
+            f"a dynamic input needs a profile, got none for {missing[0]!r}"
+            f" {list(dynamic[missing[0]])}; give its shapes"
         )
-    shaping = [tensor.name for tensor in inputs if tensor.is_shape_tensor]
-    unknown = sorted(set(shaping) - set(values))
+    shape_tensors = [tensor.name for tensor in inputs if tensor.is_shape_tensor]
+    unknown = sorted(set(shape_tensors) - set(values))
     if unknown:
         raise ConfigError(
             f"an input that shapes depend on needs values, got none for {unknown[0]!r}; feed it"
             " whole numbers, in one dimension at most"
         )
-    if not dynamic and not shaping:
+    if not dynamic and not shape_tensors:
         return None
     profile = builder.create_optimization_profile()
     for name in dynamic:
-        given = profiles[name]
-        least, best, most = (trt.Dims(list(s)) for s in (given.least, given.best, given.most))
+        shape = profiles[name]
+        least, best, most = (trt.Dims(list(s)) for s in (shape.least, shape.best, shape.most))
         profile.set_shape(name, least, best, most)
-    for name in shaping:
-        one = list(values[name])
-        profile.set_shape_input(name, one, one, one)
+    for name in shape_tensors:
+        fixed = list(values[name])
+        profile.set_shape_input(name, fixed, fixed, fixed)
     return profile
 
 
-def _timing_cache(config: trt.IBuilderConfig, path: Path | None) -> trt.ITimingCache | None:
+def _set_timing_cache(config: trt.IBuilderConfig, path: Path | None) -> trt.ITimingCache | None:
     if path is None:
         return None
-    known = b""
+    stored = b""
     if path.exists():
-        known = read_bytes(path, what="a timing cache", error=BackendError, own=True)
-    cache = config.create_timing_cache(known)
+        stored = read_bytes(path, what="a timing cache", error=BackendError, own=True)
+    cache = config.create_timing_cache(stored)
     if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
-        cache = config.create_timing_cache(b"")  # of another GPU or version: begin anew
+        cache = config.create_timing_cache(b"")  # made on another GPU or version: start empty
         config.set_timing_cache(cache, ignore_mismatch=False)
     return cache

@@ -1,31 +1,30 @@
-"""A float model and a TensorRT cache -> the Q/DQ model for TensorRT 8 to 11 and the CPU.
+"""Conversion between a float model with a TensorRT cache and a Q/DQ model, in both directions.
 
-Pairs stand where TensorRT wants them (`deploy.graph.placement.TENSORRT`): on the inputs of Conv,
-Gemm and MatMul and on the skip branch of a residual Add, with zero-point 0, never between a Conv
-and its Relu. Weights keep their float values and get a pair of their own, per channel, as TensorRT
-quantizes them itself; so the way back (`from_qdq`) loses nothing::
+`to_qdq` writes the Q/DQ model for TensorRT 8 to 11 and ONNX Runtime. Q/DQ pairs have zero-point 0
+and stand where TensorRT expects them (`deploy.graph.placement.TENSORRT`): on the inputs of Conv,
+Gemm and MatMul and on the skip branch of a residual Add, never between a Conv and its Relu. Weights
+stay float and get a per-channel pair, as TensorRT quantizes them itself, so `from_qdq` recovers the
+float model exactly::
 
     x -> Q -> DQ --.
                     Conv -> Relu
     w -> Q -> DQ --'            (w: the float initializer, unchanged)
 
-On the fp8 grid weights are stored as fp8 in either model: no cache is for fp8, so there is no way
-back, and TensorRT quantizes no weight to fp8 itself. The model is brought to opset 19 for it.
+Tensors that meet in a Concat share the largest scale of the group: TensorRT would otherwise
+requantize each of them. `own_concat_scales` turns that off.
 
-Tensors that meet in a Concat get one scale, the largest of the group: TensorRT would otherwise
-requantize each of them. `own_concat_scales` keeps them apart.
+With the fp8 grid the model is converted to opset 19 and weights are stored as fp8, since TensorRT
+does not quantize weights to fp8 itself. There is no way back: caches are for int8 only.
 
-A symmetric Q/DQ model -> the plain float model and the scales of its pairs, for DLA and 8.x.
-
-::
+`from_qdq` turns a symmetric Q/DQ model into the plain float model and its scales, for DLA and 8.x::
 
     p -> t/float -> Q -> DQ -> t -> c       becomes      p -> t -> c        t: scale of the pair
     w ------------> Q -> DQ ------> c       becomes      w ------> c        (float weight as it was)
     int8 w -------------> DQ ------> c      becomes      float w -> c       (w * scale)
 
-A cache can say one float scale a tensor and nothing else, so what it cannot say is refused: a
-zero-point other than 0, a scale for each channel of an activation, two scales for one tensor,
-integers at the ends of the model, operators that compute on integers.
+A cache holds one float scale per tensor, so anything else is refused: a zero-point other than 0,
+per-channel activation scales, two scales for one tensor, integer model inputs or outputs, operators
+that compute on integers.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
     import onnx
 
 
-_FP8_IR = 9
+_FP8_IR = 9  # first IR version of ONNX with float8 types
 Weights = Mapping[str, "NDArray[np.float32]"]
 NO_WEIGHTS: Weights = MappingProxyType({})
 
@@ -69,23 +68,23 @@ def to_qdq(
     own_concat_scales: bool = False,
     known: Weights = NO_WEIGHTS,
 ) -> onnx.ModelProto:
-    """Write the Q/DQ model; `model` is left as it is.
+    """Return the Q/DQ model; `model` is not changed.
 
     Args:
         model: cleaned float model.
-        plan: where the pairs stand, of a placement of `deploy.graph.placement.TENSORRT_ON`.
-        scales: tensor -> float32 scale of int8 (amax / 127), for `plan.activations`, whatever the
-            grid of the placement.
-        own_concat_scales: leave the tensors of a Concat their own scales.
-        known: scales of weights that were trained, see `deploy.targets.onnxruntime.qdq.write_qdq`.
+        plan: positions of the pairs, for a placement in `deploy.graph.placement.TENSORRT_ON`.
+        scales: tensor -> float32 int8 scale (amax / 127) for each of `plan.activations`, also when
+            the grid is fp8.
+        own_concat_scales: do not share scales between the tensors of a Concat.
+        known: trained weight scales, see `deploy.targets.onnxruntime.qdq.write_qdq`.
 
     Raises:
-        ExportError: a tensor of the plan has no scale, or one that is not positive; fp8, and the
-            model cannot be lifted.
+        ExportError: a tensor of the plan has no positive scale; or the grid is fp8 and the model
+            cannot be converted to opset 19.
     """
     ranges = _ranges(model, plan, scales, own_concat_scales)
-    if _fp8(plan):
-        return _of_fp8(write_qdq(at_opset(model, FP8_OPSET), plan, ranges))
+    if _is_fp8(plan):
+        return _with_fp8_ir(write_qdq(at_opset(model, FP8_OPSET), plan, ranges))
     quantized = write_qdq(model, plan, ranges, known=known)
     _keep_float_weights(quantized, model)
     return quantized
@@ -101,27 +100,26 @@ def to_typed(
     own_concat_scales: bool = False,
     known: Weights = NO_WEIGHTS,
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """The same with weights stored on the grid and what is not on it in a narrow type.
+    """Return the Q/DQ model with quantized weights and its float part in a narrow type.
 
-    Args beyond those of `to_qdq`, and what is given back: see
+    For the other arguments and the result see `to_qdq` and
     `deploy.targets.tensorrt.float_types.typed`.
 
     Raises:
         ExportError: as `to_qdq` and `typed`.
     """
     ranges = _ranges(model, plan, scales, own_concat_scales)
-    if _fp8(plan):  # before there is any fp8 in it, which onnx's converter need not know
+    if _is_fp8(plan):  # convert first: onnx's version converter may not support fp8 tensors
         model = at_opset(model, max(FP8_OPSET, OPSETS[rest]))
     quantized = write_qdq(model, plan, ranges, storable=partial(storable, rest=rest), known=known)
-    return typed(_of_fp8(quantized) if _fp8(plan) else quantized, rest, largest)
+    return typed(_with_fp8_ir(quantized) if _is_fp8(plan) else quantized, rest, largest)
 
 
-def _fp8(plan: Plan) -> bool:
+def _is_fp8(plan: Plan) -> bool:
     return plan.placement.grid.kind == "float"
 
 
-def _of_fp8(quantized: onnx.ModelProto) -> onnx.ModelProto:
-    """The same, under the first version of ONNX's format that has the type."""
+def _with_fp8_ir(quantized: onnx.ModelProto) -> onnx.ModelProto:
     quantized.ir_version = max(quantized.ir_version, _FP8_IR)
     return quantized
 
@@ -136,7 +134,7 @@ def _ranges(
 def concat_scales(
     model: onnx.ModelProto, plan: Plan, scales: Mapping[str, np.float32]
 ) -> dict[str, np.float32]:
-    """The scales with those of each Concat group (its quantized inputs and output) made equal."""
+    """Return the scales with those of each Concat group raised to the largest of the group."""
     shared = dict(scales)
     for group in concat_groups(model, plan, scales):
         shared |= dict.fromkeys(group, max((scales[n] for n in group), default=np.float32(0)))
@@ -146,7 +144,7 @@ def concat_scales(
 def concat_groups(
     model: onnx.ModelProto, plan: Plan, tensors: Collection[str]
 ) -> list[frozenset[str]]:
-    """Those of `tensors` that meet in a Concat, over all Concats that have one in common."""
+    """Group `tensors` by the Concat they meet in; Concats with a common tensor form one group."""
     groups: list[frozenset[str]] = []
     for node in model.graph.node:
         if node.op_type != "Concat":
@@ -161,40 +159,40 @@ def concat_groups(
 
 
 def with_groups(model: onnx.ModelProto, plan: Plan) -> Plan:
-    """The plan, its owners those by which scales are shared in the Q/DQ model.
+    """Return the plan with `owners` and `sources` set to the scale sharing of the Q/DQ model.
 
-    A pool has the scale of its input, as in a cache, what is moved otherwise one of its own, and
-    what meets in a Concat the largest of all.
+    A pool output has the scale of the pool's input, as in a cache; outputs of other operators that
+    move values have their own scale; a Concat group has the largest of its scales.
     """
-    graph, apart = Graph(model), replace(plan, owners={})
+    graph, unshared = Graph(model), replace(plan, owners={})
     paired = dict.fromkeys(pair.tensor for pair in plan.pairs)
-    made = {tensor: _pooled(graph, tensor) for tensor in paired}
-    several = [group for group in concat_groups(model, apart, paired) if len(group) > 1]
-    groups = {tensor: group for group in several for tensor in group}
+    pool_inputs = {tensor: _before_pools(graph, tensor) for tensor in paired}
+    shared = [group for group in concat_groups(model, unshared, paired) if len(group) > 1]
+    groups = {tensor: group for group in shared for tensor in group}
     owners, sources = {}, {}
     for tensor in paired:
         group = groups.get(tensor, frozenset({tensor}))
-        owner = min(group) if len(group) > 1 else made[tensor]
-        if len(group) == 1 and owner in groups:  # whose scale is that of a Concat
+        owner = min(group) if len(group) > 1 else pool_inputs[tensor]
+        if len(group) == 1 and owner in groups:  # the owner's scale is that of a Concat group
             owner = tensor
         owners[tensor] = owner
-        sources[owner] = tuple(dict.fromkeys(made[member] for member in sorted(group)))
+        sources[owner] = tuple(dict.fromkeys(pool_inputs[member] for member in sorted(group)))
     return replace(
         plan,
         owners={t: owner for t, owner in owners.items() if owner != t},
-        sources={owner: found for owner, found in sources.items() if found != (owner,)},
+        sources={owner: tensors for owner, tensors in sources.items() if tensors != (owner,)},
     )
 
 
-def _pooled(graph: Graph, tensor: str) -> str:
-    """The tensor whose scale one has in a cache: what a pool reads, or itself."""
+def _before_pools(graph: Graph, tensor: str) -> str:
+    """Return the tensor upstream of any pools: the one whose scale `tensor` has in a cache."""
     while (maker := graph.producer.get(tensor)) is not None and maker.op_type in POOLS:
         tensor = str(maker.input[0])
     return tensor
 
 
 def scale_nodes(model: onnx.ModelProto) -> Iterable[tuple[str, np.float32]]:
-    """(quantized tensor, scale) of every QuantizeLinear that `to_qdq` put on an activation."""
+    """Yield (tensor, scale) for every QuantizeLinear that `to_qdq` put on an activation."""
     from onnx import numpy_helper
 
     constants = Graph(model).initializers
@@ -205,7 +203,7 @@ def scale_nodes(model: onnx.ModelProto) -> Iterable[tuple[str, np.float32]]:
 
 
 def _symmetric(scale: np.float32) -> Scale:
-    """A clip range whose symmetric scale is `scale` to the bit: (s * 127) / 127 in float64."""
+    """Return a range whose symmetric scale is exactly `scale`: (s * 127) / 127 in float64."""
     amax = float(scale) * INT8.qmax
     return Scale(
         lo=-amax, hi=amax, amax=amax, observed_min=-amax, observed_max=amax, method="cache"
@@ -213,43 +211,43 @@ def _symmetric(scale: np.float32) -> Scale:
 
 
 def _keep_float_weights(quantized: onnx.ModelProto, model: onnx.ModelProto) -> None:
-    """Replace each int8 initializer by its float one and a QuantizeLinear, where they agree."""
+    """Replace int8 weights by the float weight and a QuantizeLinear, where it gives the same."""
     from onnx import helper
 
     graph, index = quantized.graph, Graph(quantized)
     constants, floats = index.initializers, Graph(model).initializers
-    made = []
+    quantizers = []
     for node in [n for n in index.nodes if n.op_type in TENSORRT.heavy]:
         pair = index.producer.get(node.input[1])
         if pair is None or pair.op_type != "DequantizeLinear" or pair.input[0] not in constants:
             continue
-        name = _weight_of(pair.input[0], floats)
-        if name is None or not _agree(pair, constants, floats[name]):
+        name = _float_weight(pair.input[0], floats)
+        if name is None or not _quantizes_to_stored(pair, constants, floats[name]):
             continue
         stored = pair.input[0]
         quantizer = helper.make_node(
             "QuantizeLinear", [name, *pair.input[1:]], [stored], f"{stored}/Q", **attributes(pair)
         )
-        made.append(quantizer)
+        quantizers.append(quantizer)
         graph.initializer.remove(constants.pop(stored))
         if name not in constants:
             graph.initializer.append(floats[name])
             constants[name] = floats[name]
-    replace_nodes(graph, [*made, *graph.node])
+    replace_nodes(graph, [*quantizers, *graph.node])
 
 
-def _weight_of(stored: str, floats: Mapping[str, onnx.TensorProto]) -> str | None:
-    """The float initializer behind "<weight>/quantized" or "<weight>/<node>/quantized"."""
+def _float_weight(stored: str, floats: Mapping[str, onnx.TensorProto]) -> str | None:
+    """Return the float weight of "<weight>/quantized" or "<weight>/<node>/quantized"."""
     name = stored.removesuffix("/quantized")
     while name and name not in floats:
         name = name.rpartition("/")[0]
     return name or None
 
 
-def _agree(
+def _quantizes_to_stored(
     pair: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto], weight: onnx.TensorProto
 ) -> bool:
-    """Whether QuantizeLinear of the float weight gives exactly the stored integers."""
+    """Return whether QuantizeLinear of the float weight gives exactly the stored integers."""
     from onnx import numpy_helper
 
     stored = numpy_helper.to_array(constants[pair.input[0]])
@@ -267,12 +265,12 @@ _INTEGER_OPS = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "ConvIntege
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """What `from_qdq` gives.
+    """A float model extracted from a Q/DQ model by `from_qdq`.
 
     Attributes:
-        model: the float model, without a Q or DQ.
+        model: the float model, without Q and DQ nodes.
         scales: activation tensor -> float32 scale of its pair, in the model's order.
-        weights: weights that were stored as integers, and are now those integers times their scale.
+        weights: names of weights that were stored as integers and have been dequantized.
     """
 
     model: onnx.ModelProto
@@ -281,38 +279,38 @@ class Plain:
 
 
 def from_qdq(quantized: onnx.ModelProto) -> Plain:
-    """Take every Q/DQ pair out; `quantized` is left as it is.
+    """Return the float model and scales of a Q/DQ model; `quantized` is not changed.
 
     Raises:
-        ModelError: it is no valid model.
-        ExportError: nothing to take out, or something that a calibration cache cannot say.
+        ModelError: the model is not valid.
+        ExportError: the model has no pairs, or a quantization that a cache cannot express.
     """
     checks.check_names(quantized)
     check_part_valid(quantized)
-    return _Reader(copied(quantized)).run()
+    return _PairRemover(copied(quantized)).run()
 
 
-class _Reader:
-    """One model being freed of its pairs."""
+class _PairRemover:
+    """Removes the Q/DQ pairs of one model."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self.model = model
         self.graph = model.graph
         index = Graph(model)
         self.constants = {name: checks.to_array(t) for name, t in index.constants.items()}
-        self.makers, self.outputs = index.producer, index.outputs
+        self.producers, self.outputs = index.producer, index.outputs
         self.scales: dict[str, np.float32] = {}
         self.weights: list[str] = []
-        self.same: dict[str, str] = {}  # output of a DQ -> the float tensor it stands for
-        self.renamed: dict[str, str] = {}  # what a node makes -> the name it had before
+        self.replaced: dict[str, str] = {}  # output of a DQ -> the float tensor in its place
+        self.renamed: dict[str, str] = {}  # output of a node -> its name before quantization
 
     def run(self) -> Plain:
-        """Read every pair, then rewire."""
+        """Read every pair, then rewire the graph."""
         self._refuse_integers()
         for node in self.graph.node:
             if node.op_type == _DQ:
-                self._dequantize(node)
-        if not self.same:
+                self._read_dequantizer(node)
+        if not self.replaced:
             raise ExportError(
                 "a Q/DQ model holds QuantizeLinear and DequantizeLinear nodes, got none; this model"
                 " is plain already"
@@ -337,38 +335,39 @@ class _Reader:
                 f" {ints[0]!r}; export it with float ends"
             )
 
-    def _dequantize(self, node: onnx.NodeProto) -> None:
+    def _read_dequantizer(self, node: onnx.NodeProto) -> None:
         source, out = node.input[0], node.output[0]
-        quantizer = self.makers.get(source)
+        quantizer = self.producers.get(source)
         if source in self.constants:
             if self.constants[source].dtype.kind not in "iu":
                 raise ExportError(
                     f"a cache is for int8, got a weight stored as {self.constants[source].dtype}"
                     f" for {out!r}; there is no cache of an fp8 model"
                 )
-            self.same[out] = self._constant(out, self._times(node, self.constants[source]))
+            weight = self._dequantized(node, self.constants[source])
+            self.replaced[out] = self._add_constant(out, weight)
             self.weights.append(source)
         elif quantizer is None or quantizer.op_type != _Q:
-            maker = quantizer.op_type if quantizer is not None else "an input of the model"
+            producer = quantizer.op_type if quantizer is not None else "an input of the model"
             raise ExportError(
-                f"each DequantizeLinear follows its QuantizeLinear, got {maker} before {out!r}"
+                f"each DequantizeLinear follows its QuantizeLinear, got {producer} before {out!r}"
             )
         elif quantizer.input[0] in self.constants:  # a float weight
-            self.same[out] = quantizer.input[0]
+            self.replaced[out] = quantizer.input[0]
         else:
-            self._activation(quantizer, node)
+            self._read_activation(quantizer, node)
 
-    def _activation(self, quantizer: onnx.NodeProto, node: onnx.NodeProto) -> None:
+    def _read_activation(self, quantizer: onnx.NodeProto, node: onnx.NodeProto) -> None:
         source, out = quantizer.input[0], node.output[0]
-        source = self.same.get(source, source)
+        source = self.replaced.get(source, source)
         scale = self._scale(quantizer, source)
         if self._scale(node, source) != scale:
             raise ExportError(f"the two scales of the pair on {source!r} must be equal")
         name = source
-        if out in self.outputs or source == f"{out}/float":  # the tensor's name went to the DQ
+        if out in self.outputs or source == f"{out}/float":  # quantizing gave its name to the DQ
             name = out
             self.renamed[source] = out
-        self.same[out] = name
+        self.replaced[out] = name
         if self.scales.setdefault(name, scale) != scale:
             raise ExportError(
                 f"a cache has one scale a tensor, got {self.scales[name]} and {scale} for {name!r};"
@@ -376,9 +375,9 @@ class _Reader:
             )
 
     def _scale(self, node: onnx.NodeProto, tensor: str) -> np.float32:
-        """The one scale of an activation's Q or DQ."""
-        scale = self._known(node.input[1], tensor).astype(np.float32)
-        zero = self._known(node.input[2], tensor) if len(node.input) > 2 and node.input[2] else None
+        """Return the per-tensor scale of an activation's Q or DQ; refuse any other kind."""
+        scale = self._value(node.input[1], tensor).astype(np.float32)
+        zero = self._value(node.input[2], tensor) if len(node.input) > 2 and node.input[2] else None
         if scale.size != 1:
             raise ExportError(
                 f"a cache has one scale a tensor, got {scale.size} (one a channel) for {tensor!r}"
@@ -395,12 +394,11 @@ class _Reader:
             raise ExportError(f"a scale is positive and finite, got {value} for {tensor!r}")
         return value
 
-    def _times(self, node: onnx.NodeProto, integers: NDArray[Any]) -> NDArray[np.float32]:
-        """What a DequantizeLinear makes of constant integers."""
-        scale: NDArray[Any] = self._known(node.input[1], node.output[0]).astype(np.float32)
+    def _dequantized(self, node: onnx.NodeProto, integers: NDArray[Any]) -> NDArray[np.float32]:
+        scale: NDArray[Any] = self._value(node.input[1], node.output[0]).astype(np.float32)
         zero: NDArray[Any] = np.zeros(1, np.int32)
         if len(node.input) > 2 and node.input[2]:
-            zero = self._known(node.input[2], node.output[0]).astype(np.int32)
+            zero = self._value(node.input[2], node.output[0]).astype(np.int32)
         axis = attributes(node).get("axis", 1)
         channels = [-1 if a in (axis, axis + integers.ndim) else 1 for a in range(integers.ndim)]
         try:
@@ -413,7 +411,7 @@ class _Reader:
                 f" {list(integers.shape)} for {node.output[0]!r}"
             ) from error
 
-    def _known(self, name: str, tensor: str) -> NDArray[Any]:
+    def _value(self, name: str, tensor: str) -> NDArray[Any]:
         if name not in self.constants:
             raise ExportError(
                 f"scales and zero-points must be constants, got a computed one for {tensor!r};"
@@ -421,7 +419,7 @@ class _Reader:
             )
         return self.constants[name]
 
-    def _constant(self, name: str, array: NDArray[np.float32]) -> str:
+    def _add_constant(self, name: str, array: NDArray[np.float32]) -> str:
         from onnx import numpy_helper
 
         if name in self.outputs:
@@ -430,23 +428,23 @@ class _Reader:
         return name
 
     def _rewire(self) -> None:
-        """Drop the pairs, let their readers read the float tensors, drop what nobody reads."""
+        """Drop the pairs, connect their readers to the float tensors, drop unread constants."""
         kept = [node for node in self.graph.node if node.op_type not in (_Q, _DQ)]
-        stray = [n for n in self.graph.node if n.op_type == _Q and n.input[0] not in self.constants]
+        quants = [n for n in self.graph.node if n.op_type == _Q]
         read = {name for node in self.graph.node if node.op_type == _DQ for name in node.input}
-        for node in stray:
+        for node in (n for n in quants if n.input[0] not in self.constants):
             if node.output[0] not in read:
                 raise ExportError(
                     f"a DequantizeLinear follows each QuantizeLinear, got none after {node.name!r}"
                 )
         for node in kept:
-            for place, name in enumerate(node.input):
-                node.input[place] = self._final(name)
-            for place, name in enumerate(node.output):
-                node.output[place] = self.renamed.get(name, name)
+            for index, name in enumerate(node.input):
+                node.input[index] = self._final_name(name)
+            for index, name in enumerate(node.output):
+                node.output[index] = self.renamed.get(name, name)
         used = {name for node in kept for name in reads(node)} | self.outputs
         rebuild(self.graph, (n for n in kept if n.op_type != "Constant" or n.output[0] in used))
 
-    def _final(self, name: str) -> str:
-        name = self.same.get(name, name)
+    def _final_name(self, name: str) -> str:
+        name = self.replaced.get(name, name)
         return self.renamed.get(name, name)

@@ -1,11 +1,8 @@
-"""What `calib8 cache` does with calibration caches: compare, merge, check, convert.
+"""Tools for TensorRT calibration caches: compare, merge, check, convert (`calib8 cache`).
 
-An old calibrator's search as a method of calib8's, and its own cache beside ours.
-
-What stands beside the cache of a build: which model it is for, and what it was made from.
-
-So model, cache and this note are enough on a device, where C++'s `calib8-build` takes the cache
-without the images.
+Also here: the calib8 method that corresponds to a user's calibrator script, and the sidecar note
+that a build writes next to its cache. With model, cache and note, the C++ `calib8-build` can build
+an engine on a device without the calibration data.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ def read_cache(path: Path) -> CalibrationCache:
     """Read a cache file.
 
     Raises:
-        CacheError: it cannot be read, or is no TensorRT calibration cache.
+        CacheError: the file cannot be read, or is not a TensorRT calibration cache.
     """
     data = read_bytes(path, what="a calibration cache", error=CacheError, most=MOST_TEXT)
     return trt_cache.parse(data, origin=str(path))
@@ -52,7 +49,7 @@ def read_cache(path: Path) -> CalibrationCache:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One tensor that two caches disagree on; a scale is None where the cache lacks it."""
+    """A tensor whose scale differs between two caches; None where a cache has no scale for it."""
 
     name: str
     first: np.float32 | None
@@ -60,33 +57,34 @@ class Difference:
 
     @property
     def ratio(self) -> float | None:
-        """Quotient second / first, where both are positive and finite."""
+        """Ratio second / first; None unless both are positive and finite."""
         if self.first is None or self.second is None:
             return None
-        sound = all(np.isfinite(v) and v > 0 for v in (self.first, self.second))
-        return float(self.second) / float(self.first) if sound else None
+        valid = all(np.isfinite(v) and v > 0 for v in (self.first, self.second))
+        return float(self.second) / float(self.first) if valid else None
 
 
 def diff(first: CalibrationCache, second: CalibrationCache) -> list[Difference]:
-    """Tensors with different scales, largest change first, then those that one cache lacks."""
+    """List tensors with different scales, largest change first, then those in one cache only."""
     a, b = first.scales(), second.scales()
     bits = [{e.name: e.bits for e in cache.entries} for cache in (first, second)]
     changed = [Difference(n, a[n], b[n]) for n in a if n in b and bits[0][n] != bits[1][n]]
     changed.sort(key=lambda d: -abs(np.log(d.ratio)) if d.ratio else -np.inf)
-    gone = [Difference(n, a[n], None) for n in a if n not in b]
-    new = [Difference(n, None, b[n]) for n in b if n not in a]
-    return [*changed, *gone, *new]
+    removed = [Difference(n, a[n], None) for n in a if n not in b]
+    added = [Difference(n, None, b[n]) for n in b if n not in a]
+    return [*changed, *removed, *added]
 
 
 def merge(caches: Sequence[CalibrationCache], *, on_conflict: str = "error") -> CalibrationCache:
-    """The union of caches, in order of first occurrence, under the first one's header.
+    """Return the union of caches, in order of first occurrence, with the first cache's header.
 
     Args:
         caches: at least one.
-        on_conflict: of two different scales of one tensor: "error", "first", "last" or "max".
+        on_conflict: which of two different scales of a tensor to take: "first", "last" or "max";
+            "error" raises.
 
     Raises:
-        CacheError: different headers, or a conflict under "error".
+        CacheError: the headers differ, or a conflict with "error".
     """
     head = caches[0].header
     for cache in caches[1:]:
@@ -97,7 +95,7 @@ def merge(caches: Sequence[CalibrationCache], *, on_conflict: str = "error") -> 
             )
     merged: dict[str, Entry] = {}
     for cache in caches:
-        cache.scales()  # refuses contradictions inside one file
+        cache.scales()  # raises if one file has two scales for a tensor
         for entry in cache.entries:
             merged[entry.name] = _choose(merged.get(entry.name), entry, on_conflict)
     entries = tuple(replace(entry, end=head.end or "\n") for entry in merged.values())
@@ -117,7 +115,7 @@ def _choose(old: Entry | None, new: Entry, on_conflict: str) -> Entry:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that `check` found; `harmful` where TensorRT would not do what is expected."""
+    """A finding of `check`; `harmful` if TensorRT would not behave as expected."""
 
     text: str
     harmful: bool
@@ -130,15 +128,15 @@ def check(
     algorithm: str | None = None,
     matched: Match | None = None,
 ) -> list[Finding]:
-    """What a user should know before a build with this cache.
+    """Check a cache before a build.
 
     Args:
         cache: the cache.
-        version: "X.Y.Z" of the TensorRT that is to read it.
-        algorithm: of the calibrator that is to read it; `trtexec --calib` wants ENTROPY2.
-        matched: its match with a model.
+        version: "X.Y.Z" of the TensorRT that will read it.
+        algorithm: of the calibrator that will read it; `trtexec --calib` needs ENTROPY2.
+        matched: the cache matched against a model.
     """
-    findings = [Finding(_flaw_text(n, f), f in ("NaN", "negative")) for n, f in _grouped(cache)]
+    findings = [Finding(_flaw_text(n, f), f in ("NaN", "negative")) for n, f in _flaws(cache)]
     if cache.duplicates():
         conflict = False
         try:
@@ -153,7 +151,8 @@ def check(
     return findings
 
 
-def _grouped(cache: CalibrationCache) -> list[tuple[list[str], str]]:
+def _flaws(cache: CalibrationCache) -> list[tuple[list[str], str]]:
+    """Return (tensors, flaw) for each kind of unusable scale."""
     flaws = cache.flaws()
     kinds = dict.fromkeys(flaws.values())
     return [([name for name, flaw in flaws.items() if flaw == kind], kind) for kind in kinds]
@@ -164,8 +163,8 @@ def _flaw_text(names: list[str], kind: str) -> str:
         "zero": "always zero while calibrating",
         "inf": "infinite while calibrating, such as the mask of an attention; TensorRT keeps it"
         " in float",
-        "NaN": "not a number: calibrate again",
-        "negative": "no scale can be negative: calibrate again",
+        "NaN": "not a number; calibrate again",
+        "negative": "a scale cannot be negative; calibrate again",
     }[kind]
     return f"{len(names)} {kind} scales ({', '.join(names[:3])}): {meaning}"
 
@@ -174,51 +173,51 @@ def _header_findings(
     cache: CalibrationCache, version: str | None, algorithm: str | None
 ) -> list[Finding]:
     header = cache.header
-    found = []
+    findings = []
     if version is not None and header.label not in (None, trt_cache.version_label(version)):
-        found.append(
+        findings.append(
             Finding(
                 f"TensorRT {version} ignores a cache of {header.version} and calibrates anew, with"
-                f" nothing but a log line; calib8 cache relabel --trt-version {version} mends it",
+                f" nothing but a log line; run: calib8 cache relabel --trt-version {version}",
                 harmful=True,
             )
         )
     if algorithm is not None and header.algorithm != algorithm:
-        found.append(
+        findings.append(
             Finding(
-                f"a calibrator of {algorithm} ignores a cache of {header.algorithm}; calib8 cache"
-                f" relabel --algorithm {algorithm} mends it",
+                f"a calibrator of {algorithm} ignores a cache of {header.algorithm}; run:"
+                f" calib8 cache relabel --algorithm {algorithm}",
                 harmful=True,
             )
         )
-    return found
+    return findings
 
 
 def _match_findings(matched: Match) -> list[Finding]:
     missing = [t for t in matched.tensors if not t.covered]
-    found = [
+    findings = [
         Finding(
             f"{matched.covered} of {len(matched.tensors)} tensors to be quantized have a scale,"
             f" from {matched.used} of {len(matched.entries)} entries",
             harmful=False,
         )
     ]
-    found += [Finding(f"{t.tensor}: {t.reason}", harmful=True) for t in missing]
+    findings += [Finding(f"{t.tensor}: {t.reason}", harmful=True) for t in missing]
     foreign = _foreign(matched)
     if foreign:
         names = ", ".join(e.name for e in foreign[:3])
-        found.append(
+        findings.append(
             Finding(
                 f"{len(foreign)} entries are of tensors that the model does not have ({names}):"
                 " was the cache made from another model?",
                 harmful=len(foreign) == len(matched.entries),
             )
         )
-    return found
+    return findings
 
 
 def _foreign(matched: Match) -> list[EntryUse]:
-    """Entries of tensors that the model does not have."""
+    """Return the entries of tensors that the model does not have."""
     unused = (entry for entry in matched.entries if entry.tensor is None)
     return [entry for entry in unused if entry.reason.startswith("no tensor")]
 
@@ -233,23 +232,23 @@ def cache_to_qdq(
     rest: str = FP32,
     precision: str = INT8,
 ) -> tuple[onnx.ModelProto, Match]:
-    """An old cache and its float model -> the Q/DQ model, and the report of the match.
+    """Return the Q/DQ model of a float model and its cache, and how the cache matched.
 
     Args:
         model: path of the ONNX file, or the model.
         cache: its calibration cache.
-        keep_batchnorm: leave BatchNormalization nodes as they are, so that the float outputs of
-            `qdq_to_cache` are bit for bit those of `model`.
+        keep_batchnorm: do not fold BatchNormalization, so that the float model which
+            `qdq_to_cache` recovers gives bit-exact outputs of `model`.
         own_concat_scales: see `deploy.targets.tensorrt.cache_qdq`.
         parser: see `deploy.targets.tensorrt.naming.cache_tensors`.
-        rest: type of what is not quantized, "fp16", "bf16" or "fp32"
+        rest: type of the float part, "fp16", "bf16" or "fp32"
             (`deploy.targets.tensorrt.float_types`).
-        precision: grid of the pairs, "int8" or "fp8"; the cache's thresholds stand for either.
+        precision: grid of the pairs, "int8" or "fp8"; both use the clip ranges of the cache.
 
     Raises:
-        ModelError: the model cannot be read, or is quantized already.
-        CacheError: most entries of the cache are not the model's.
-        ExportError: the model cannot be brought to the opset of a narrow rest, or of fp8.
+        ModelError: the model cannot be read, or is already quantized.
+        CacheError: most entries of the cache do not belong to the model.
+        ExportError: the model cannot be converted to the opset that `rest` or fp8 needs.
     """
     from deploy.frontends import load
     from deploy.graph.placement import TENSORRT_ON
@@ -276,16 +275,16 @@ def cache_to_qdq(
             f" tensors that the model does not have, such as {foreign[0].name!r}; give the model's"
             " own cache (`calib8 cache check --model` tells more)"
         )
-    written = loaded.model, matched.plan, matched.scales
+    parts = loaded.model, matched.plan, matched.scales
     if rest == FP32:
-        return loaded.whole(to_qdq(*written, own_concat_scales=own_concat_scales)), matched
-    largest = _sizes(cache, matched)
-    made, _ = to_typed(*written, rest=rest, largest=largest, own_concat_scales=own_concat_scales)
-    return loaded.whole(made), matched
+        return loaded.whole(to_qdq(*parts, own_concat_scales=own_concat_scales)), matched
+    largest = _clip_limits(cache, matched)
+    typed, _ = to_typed(*parts, rest=rest, largest=largest, own_concat_scales=own_concat_scales)
+    return loaded.whole(typed), matched
 
 
-def _sizes(cache: CalibrationCache, matched: Match) -> dict[str, float]:
-    """Tensor -> the largest |x| that its scale stands for."""
+def _clip_limits(cache: CalibrationCache, matched: Match) -> dict[str, float]:
+    """Return tensor -> the largest |x| within its clip range."""
     scales = cache.scales()
     entries = ((entry.tensor, entry.name) for entry in matched.entries)
     return {tensor: 127 * float(scales[name]) for tensor, name in entries if tensor is not None}
@@ -294,11 +293,11 @@ def _sizes(cache: CalibrationCache, matched: Match) -> dict[str, float]:
 def qdq_to_cache(
     model: Path, *, version: str, algorithm: str = trt_cache.ENTROPY2
 ) -> tuple[Plain, CalibrationCache]:
-    """A Q/DQ model -> its plain float model and the cache of its pairs' scales.
+    """Return the float model of a Q/DQ model, and the cache with the scales of its pairs.
 
     Raises:
         ModelError: the file cannot be read.
-        ExportError: the model is not quantized, or not in a way that a cache can say.
+        ExportError: the model is not quantized, or in a way that a cache cannot express.
     """
     from deploy.frontends.reader import read_model
     from deploy.targets.tensorrt.cache_qdq import from_qdq
@@ -310,21 +309,21 @@ def qdq_to_cache(
 def dla_cache(
     plain: Plain, *, version: str, guesses: bool = True
 ) -> tuple[CalibrationCache, Inferred]:
-    """The cache of a plain model with the scales that follow from those of its pairs, for DLA.
+    """Return the cache for DLA: the scales of the pairs and those inferred from them.
 
-    With `guesses` those too that may cut values off.
+    `guesses` includes inferred scales that may clip values.
 
     Raises:
         ModelError: shapes in the model contradict each other.
     """
     from deploy.targets.tensorrt.dla import inferred
 
-    found = inferred(plain.model, plain.scales, guesses=guesses)
-    return trt_cache.from_scales(found.scales, version=version), found
+    scales = inferred(plain.model, plain.scales, guesses=guesses)
+    return trt_cache.from_scales(scales.scales, version=version), scales
 
 
 def original_of(model: Path | str | onnx.ModelProto | None) -> onnx.ModelProto | None:
-    """The graph as the file has it, weights left on disk; None where it cannot be read so."""
+    """Return the uncleaned graph without external weights; None if the file cannot be parsed."""
     import onnx
 
     if model is None or isinstance(model, onnx.ModelProto):
@@ -334,7 +333,7 @@ def original_of(model: Path | str | onnx.ModelProto | None) -> onnx.ModelProto |
     try:
         data = read_bytes(model, what="an ONNX file", error=ModelError)
         return onnx.load_model_from_string(data)
-    except Exception:  # DecodeError and its like: the frontend says what is wrong with the file
+    except Exception:  # DecodeError and similar: the frontend reports what is wrong with the file
         return None
 
 
@@ -342,14 +341,14 @@ _METHODS = {"entropy2": "entropy", "entropy": "entropy", "minmax": "minmax", "le
 
 
 def method_of(script: CalibratorScript) -> tuple[Method, str] | None:
-    """The method that stands for the calibrator's base class, and why; None where it has none.
+    """Return (method, note) for the script's calibrator base class; None if it has none.
 
     ==========================  ==================================================================
     IInt8EntropyCalibrator2     entropy
-    IInt8EntropyCalibrator      entropy: how the first one searched is not known
+    IInt8EntropyCalibrator      entropy: the search of this older class is not documented
     IInt8MinMaxCalibrator       minmax
-    IInt8LegacyCalibrator       legacy, or percentile where `get_quantile` is not TensorRT's own;
-                                what it does with `get_regression_cutoff` is not known
+    IInt8LegacyCalibrator       legacy, or percentile if the script overrides `get_quantile`;
+                                how it uses `get_regression_cutoff` is not documented
     ==========================  ==================================================================
     """
     if script.algorithm is None:
@@ -366,43 +365,52 @@ def method_of(script: CalibratorScript) -> tuple[Method, str] | None:
 
 
 def agreement(known: bytes, made: trt_cache.CalibrationCache) -> str:
-    """How far the cache that a script reads agrees with the one that was made, as a sentence."""
+    """Compare the cache that a script reads with the new one; return one sentence.
+
+    Args:
+        known: bytes of the script's cache.
+        made: the new cache.
+    """
     try:
         old = trt_cache.parse(known, origin="the cache that the script reads")
-        found = diff(old, made)
+        differences = diff(old, made)
     except CacheError as error:
         return f"the script's own cache was not compared: {error}"
-    changed = [d for d in found if d.first is not None and d.second is not None]
-    alone = sum(d.second is None for d in found)
+    changed = [d for d in differences if d.first is not None and d.second is not None]
+    removed = sum(d.second is None for d in differences)
     count = len(old.scales())
-    words = [f"{count - len(changed) - alone} of its {count} scales are equal to the bit"]
+    parts = [f"{count - len(changed) - removed} of its {count} scales are equal to the bit"]
     if changed:
-        words.append(f"{len(changed)} differ{_most([d.ratio for d in changed], changed[0].name)}")
-    if alone:
-        words.append(f"{alone} are of tensors that are not in the new one")
+        ratios = [d.ratio for d in changed]
+        parts.append(f"{len(changed)} differ{_largest_change(ratios, changed[0].name)}")
+    if removed:
+        parts.append(f"{removed} are of tensors that are not in the new one")
     return (
         f"the cache that the script reads ({old.header.text}) was compared and not used:"
-        f" {', '.join(words)}"
+        f" {', '.join(parts)}"
     )
 
 
-def _most(ratios: list[float | None], first: str) -> str:
-    """By how much two caches differ; the largest change is the first."""
-    known = [abs(float(np.log2(ratio))) for ratio in ratios if ratio]
-    if not known or not ratios[0]:
+def _largest_change(ratios: list[float | None], first: str) -> str:
+    """Describe by how much the scales changed; `ratios` start with the largest change, `first`."""
+    changes = [abs(float(np.log2(ratio))) for ratio in ratios if ratio]
+    if not changes or not ratios[0]:
         return ""
-    median = 2 ** float(np.median(known)) - 1
+    median = 2 ** float(np.median(changes)) - 1
     return f", by {100 * median:.2g} % in the median, most {first} ({ratios[0]:.4g} times)"
 
 
 def note(request: BuildRequest, cache: Path, text: bytes, model: onnx.ModelProto) -> Path | None:
-    """Write the note of a cache; None where nobody knows what it was made from.
+    """Write the sidecar note of a cache: its model and what the calibration depended on.
 
     Args:
-        request: of the build.
-        cache: where its text was written.
-        text: those bytes.
-        model: as it was written, which the cache is for.
+        request: the build.
+        cache: path of the cache file.
+        text: bytes of the cache file.
+        model: the model as written, which the cache is for.
+
+    Returns:
+        Path of the note; None if the ranges came from a file whose origin is unknown.
 
     Raises:
         ExportError: the folder is not writable.

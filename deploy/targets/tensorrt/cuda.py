@@ -1,10 +1,10 @@
-"""CUDA as far as an engine needs it: one GPU, whichever binding reaches it.
+"""The CUDA calls that building and running an engine needs, independent of the Python binding.
 
 ::
 
-    gpus.gpu(0) --> Cuda    with cuda.current(): allocate, copy, record, wait     (what a binding
-                     '-- Buffer   device memory, free when nobody holds it         raises is a
-                          '-- CudaMemory   batches for a calibrator                BackendError)
+    sdk.gpu(0) --> Cuda    with cuda.current(): allocate, copy, record, wait
+                    '-- Buffer   device memory, freed with its last reference
+                         '-- CudaMemory   input batches for a calibrator
 """
 
 from __future__ import annotations
@@ -23,112 +23,114 @@ WAY_OUT = "`nvidia-smi` shows the state of the GPU and what else holds its memor
 
 @dataclass(frozen=True)
 class Stream:
-    """A CUDA stream: its handle, as TensorRT takes it, and what the binding made."""
+    """A CUDA stream: its handle, as TensorRT takes it, and the binding's own object."""
 
     handle: int
     own: Any
 
 
 class Cuda(Protocol):
-    """One GPU. All methods but `current` are called while it is; addresses are numbers.
+    """One GPU. All methods but `current` and `free` must run inside `with cuda.current()`.
+
+    Addresses are integers.
 
     Raises:
-        BackendError: CUDA refused a call; in its own words.
+        BackendError: a CUDA call failed; the message quotes CUDA's error.
     """
 
     @property
     def name(self) -> str:
-        """The device's name and compute capability, as "NVIDIA H200 sm_90"."""
+        """Device name and compute capability, such as "NVIDIA H200 sm_90"."""
         ...
 
     @property
     def newest(self) -> str:
-        """The newest CUDA that the driver has, as "12.4"."""
+        """Newest CUDA version that the driver supports, such as "12.4"."""
         ...
 
     def current(self) -> AbstractContextManager[None]:
-        """Make it the device of this thread for a while."""
+        """Make this GPU the current device of the thread inside a `with` block."""
         ...
 
     def allocate(self, size: int) -> int:
-        """Address of `size` bytes on the device, at least one."""
+        """Allocate `size` bytes (at least 1) of device memory; return the address."""
         ...
 
     def free(self, address: int) -> None:
-        """Give them back; from any thread, current or not."""
+        """Free device memory; from any thread, also outside of `current`."""
         ...
 
     def pinned(self, shape: Sequence[int], dtype: str) -> Array:
-        """An array in host memory that the device can copy from and to by itself."""
+        """Return an array in pinned (page-locked) host memory."""
         ...
 
     def copy_in(self, address: int, array: Array) -> None:
-        """Copy a C-contiguous array to the device, and wait for it."""
+        """Copy a C-contiguous array to the device, synchronously."""
         ...
 
     def copy_in_later(self, address: int, array: Array, stream: Stream) -> None:
-        """The same on a stream."""
+        """Queue a copy of a C-contiguous array to the device on a stream."""
         ...
 
     def copy_out_later(self, array: Array, address: int, stream: Stream) -> None:
-        """Copy into a C-contiguous array, on a stream."""
+        """Queue a copy from the device into a C-contiguous array on a stream."""
         ...
 
     def stream(self) -> Stream:
-        """A new stream."""
+        """Create a stream."""
         ...
 
     def wait(self, stream: Stream) -> None:
-        """Until all that was put on the stream is done."""
+        """Wait until all work on the stream is done."""
         ...
 
     def event(self) -> Any:
-        """A new event, to be recorded again and again."""
+        """Create an event; it can be recorded repeatedly."""
         ...
 
     def record(self, event: Any, stream: Stream) -> None:
-        """Mark the moment at which the stream comes to this point."""
+        """Record an event on the stream."""
         ...
 
     def between_ms(self, first: Any, last: Any) -> float:
-        """Milliseconds between two recorded moments, by the GPU's clock."""
+        """Return the milliseconds between two recorded events, on the GPU's clock."""
         ...
 
 
 def version_words(number: int) -> str:
-    """A version of CUDA as CUDA counts it: 12040 is "12.4"."""
+    """Format CUDA's integer version: 12040 is "12.4"."""
     major, rest = divmod(number, 1000)
     return f"{major}.{rest // 10}"
 
 
 class Buffer:
-    """Memory of a GPU, given back when nobody holds it any more.
+    """Device memory, freed with the last reference to this object.
 
     Attributes:
-        size: in bytes.
-        address: on the device.
+        size: bytes.
+        address: device address.
     """
 
     def __init__(self, cuda: Cuda, size: int) -> None:
         self.size = max(size, 1)
         self.address = cuda.allocate(self.size)
-        self._end = weakref.finalize(self, cuda.free, self.address)
-        self._end.atexit = False  # the driver frees all, and may be gone by then
+        self._finalizer = weakref.finalize(self, cuda.free, self.address)
+        self._finalizer.atexit = False  # the driver frees all memory, and may be gone by then
 
     def free(self) -> None:
-        """Give it back now."""
-        self._end()
+        """Free the memory now."""
+        self._finalizer()
 
 
 class CudaMemory:
-    """Buffers on the GPU that TensorRT's calibrators read batches from, one a network input."""
+    """Device buffers from which TensorRT's calibrators read batches, one per network input."""
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
         self._buffers: dict[str, Buffer] = {}
 
     def put(self, name: str, array: Array) -> int:
-        """Copy `array` to the GPU, into the buffer of `name`, made larger where it must be."""
+        """Copy `array` into the buffer of `name`, growing it if needed; return the address."""
         with self._cuda.current():
             buffer = self._buffers.get(name)
             if buffer is None or buffer.size < array.nbytes:
@@ -137,7 +139,7 @@ class CudaMemory:
             return buffer.address
 
     def free(self) -> None:
-        """Release every buffer."""
+        """Free every buffer."""
         for buffer in self._buffers.values():
             buffer.free()
         self._buffers.clear()

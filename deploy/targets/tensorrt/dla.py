@@ -1,48 +1,44 @@
-"""Scales of the tensors that have no Q/DQ pair, from those that have: what DLA's cache must list.
+"""Infer scales for tensors without a Q/DQ pair, as the calibration cache for DLA needs them.
 
-TensorRT runs a layer in int8 on DLA only where all that it reads and makes has a scale. A Q/DQ
-model says the scales of its pairs, which stand before a Conv and not behind it; the others follow
-from what the operators do, by the table of `deploy.targets.tensorrt.dla`::
+DLA runs a layer in int8 only if all of its inputs and outputs have a scale. A Q/DQ model has scales
+upstream of a Conv but not downstream of it; the others follow from the operators::
 
-    pair on x   x -> Conv -> c -> Relu -> r   pair on r:  c as r (equal), what Relu cuts is cut
+    pair on x   x -> Conv -> c -> Relu -> r   pair on r:  c as r (equal), Relu clips c anyway
     pair on s   c -> Add(s) -> a -> Relu -> r pair on r:  a as r (equal), c = a + s (bound)
 
-The surest rule that applies is taken first, and all that follows from it before the next. What a
-Conv or Gemm makes for the end of the model, or for an operator that is not in the table, has none.
-
-NVIDIA's qdq-translator gives a Conv before an Add the scale 1.0, which DLA from 3.13 on reads as
-none; the sum here is a range, and means the same to every version.
-
-What the largest |x| of a tensor is, from the nodes that make and read it, and how sure that is.
-
-With [t] for the largest |x| that the scale of t stands for:
+Let [t] be the largest |x| within the scale of tensor t. A rule is exact (equal), an upper limit
+(bound), or may clip values (guess):
 
 =====  =================================  ========================================================
-sure   what                               [t], from what is known around it
+level  tensor                             [t]
 =====  =================================  ========================================================
-equal  reshapes, transposes, ...          the same on both sides
-equal  pools                              behind a pool as before it, as in TensorRT's own caches;
-                                          before a MaxPool as behind it
-equal  before a Relu, Clip, Slice, Split, as behind it: what is cut there is cut here all the same
-       Gather, Resize to the nearest, Pad
-equal  Mul, Div with one number           times or by its |c|
-bound  behind those, Abs, LeakyRelu       as before them, and not beyond a Clip's bounds
-bound  Sigmoid, Softmax, Tanh, Erf, ...   1
-bound  before a Sigmoid, Tanh, ...        where its readers tell no values apart
-                                          (`deploy.graph.bounds`)
-bound  Concat                             the largest of its inputs; each of these as the output
-bound  Add, Sub                           sum of the inputs; an input: output + other input
+equal  in or out of Reshape, Transpose..  as on the other side
+equal  output of a pool                   as its input, as in TensorRT's own caches;
+                                          the input of a MaxPool: as its output
+equal  input of Relu, Clip, Slice, Split, as the output: larger values are clipped there anyway
+       Gather, nearest Resize, Pad
+equal  Mul, Div with a constant c         times or divided by |c|
+bound  outputs of these, Abs, LeakyRelu   as the input, at most the bounds of a Clip
+bound  output of Sigmoid, Softmax, Tanh.. 1
+bound  input of Sigmoid, Tanh, ...        where the operator saturates (`deploy.graph.bounds`)
+bound  Concat                             output: the largest input; input: as the output
+bound  Add, Sub                           output: sum of inputs; input: output + other input
 bound  Mul                                product of the inputs
-bound  before a Hard-Swish or SiLU        output + 0.375 or 0.279, since x - y is never more
-guess  the same, of a small output        the same: some of the values below are cut off
-guess  before a LeakyRelu, AveragePool,   as behind it: what is larger there is cut off
-       ReduceMean, linear Resize, or Mul by
-       a Sigmoid
-guess  whose readers are not all known    the largest of those that are
+bound  input of Hard-Swish or SiLU        output + 0.375 or 0.279, the maximum of x - y
+guess  the same with a small output       the same: some negative values are clipped
+guess  input of LeakyRelu, AveragePool,   as the output: larger values are clipped
+       ReduceMean, linear Resize, or of
+       Mul by a Sigmoid
+guess  some readers give no range         the largest of the others
 =====  =================================  ========================================================
 
-Source: ONNX operators; naming.py for pools. NVIDIA's qdq-translator has rules of the same kind for
-some of these (NVIDIA/Deep-Learning-Accelerator-SW, tools/qdq-translator).
+All rules of one level are applied until none changes anything, then those of the next. The output
+of a Conv or Gemm that is a model output, or read by an operator not listed, gets no scale.
+
+NVIDIA's qdq-translator (NVIDIA/Deep-Learning-Accelerator-SW, tools/qdq-translator) has similar
+rules for some operators, but gives a Conv before an Add the scale 1.0, which DLA reads as "no
+scale" from 3.13 on. The sum used here is a real range for every version. Sources: ONNX operator
+spec; naming.py for pools.
 """
 
 from __future__ import annotations
@@ -66,8 +62,10 @@ if TYPE_CHECKING:
 
 
 EQUAL, BOUND, GUESS = 0, 1, 2
-Range = tuple[float, int]  # the largest |x|, and how sure it is
+SURE = {EQUAL: "equal", BOUND: "bound", GUESS: "guess"}
+Range = tuple[float, int]  # (largest |x|, level)
 
+_QMAX = 127
 _SAME = MOVES | {"Identity", "Dropout", "Expand", "Tile", "DepthToSpace", "SpaceToDepth"}
 _MAXIMA = frozenset({"MaxPool", "GlobalMaxPool"})
 _CUTS = frozenset({"Relu", "Clip", "Slice", "Split", "Gather", "Resize nearest", "Pad"})
@@ -84,20 +82,20 @@ _ONES = frozenset({"Sigmoid", "HardSigmoid", "Softmax", "Tanh", "Erf"})
 _MEANS = frozenset({"LeakyRelu", "AveragePool", "GlobalAveragePool", "ReduceMean", "Resize linear"})
 _SUMS = frozenset({"Add", "Sub", "Sum"})
 _SEVERAL = _SUMS | {"Mul", "Div", "Concat", "Max", "Min"}
-# t - gate(t) at most, and the output from which on no value below 0 is lost (graph.saturation)
+# (maximum of t - gate(t), smallest output range with which no negative value is clipped)
 _HARD, _SMOOTH = (0.375, 3.0), (0.279, 8.0)
 
 
 class Known:
-    """The ranges that are known of a model's tensors.
+    """Ranges of a model's tensors, as far as they are known.
 
     Attributes:
-        graph: its index, with inferred types.
+        graph: index of the model, with inferred types.
         at: tensor -> its range.
         constants: constant -> its largest |x|.
-        saturated: tensor -> the |x| beyond which no reader tells values apart.
-        gated: tensor -> what the gate makes that alone reads it, and that gate's two numbers.
-        wanted: tensors that somebody reads, the user included.
+        saturated: tensor -> the |x| beyond which all of its readers saturate.
+        gated: tensor that only a Hard-Swish or SiLU reads -> (its output, its two numbers).
+        wanted: tensors that a node reads, and model outputs.
     """
 
     def __init__(self, model: onnx.ModelProto, amaxes: Mapping[str, float]) -> None:
@@ -113,27 +111,27 @@ class Known:
         self.gated = {**_hard_gates(self.graph), **_smooth_gates(self.graph)}
 
     def of(self, name: str) -> Range | None:
-        """The range of a tensor or constant."""
+        """Return the range of a tensor or constant, or None."""
         if name in self.constants:
             return self.constants[name], EQUAL
         return self.at.get(name)
 
 
 def behind(known: Known, name: str) -> Range | None:
-    """The range of what a node makes, from what it reads."""
+    """Return the range of a node's output, from the ranges of its inputs."""
     node = known.graph.producer[name]
     op = _operator(node)
     if op in _ONES:
         return 1.0, BOUND
     operands = [n for n in node.input if n] if op in _SEVERAL else list(node.input[:1])
-    given = [one for one in map(known.of, operands) if one is not None]
-    if not given or len(given) < len(operands):
-        return _clipped(known, node), BOUND
-    amaxes, sure = [amax for amax, _ in given], max(level for _, level in given)
+    ranges = [one for one in map(known.of, operands) if one is not None]
+    if not ranges or len(ranges) < len(operands):
+        return _clip_limit(known, node), BOUND
+    amaxes, sure = [amax for amax, _ in ranges], max(level for _, level in ranges)
     if op in _SAME | POOLS:
         return amaxes[0], sure
     if op in _SMALLER and _shrinks(known, node):
-        return min(amaxes[0], _clipped(known, node)), max(sure, BOUND)
+        return min(amaxes[0], _clip_limit(known, node)), max(sure, BOUND)
     if op == "Concat":
         return max(amaxes), sure if len(set(amaxes)) == 1 else max(sure, BOUND)
     if op in _SUMS:
@@ -144,22 +142,23 @@ def behind(known: Known, name: str) -> Range | None:
 
 
 def before(known: Known, name: str) -> Range | None:
-    """The range of a tensor from what its readers make, or tell apart."""
-    found = _needed(known, name)
-    if name in known.saturated and (found is None or found[1] > EQUAL):
-        told = known.saturated[name]
-        return told if found is None or found[1] > BOUND else min(told, found[0]), BOUND
-    return found
+    """Return the range of a tensor, from the output ranges of its readers or their saturation."""
+    needed = _range_for_readers(known, name)
+    if name in known.saturated and (needed is None or needed[1] > EQUAL):
+        limit = known.saturated[name]
+        return limit if needed is None or needed[1] > BOUND else min(limit, needed[0]), BOUND
+    return needed
 
 
-def _needed(known: Known, name: str) -> Range | None:
-    """The largest range that a reader needs of a tensor; a guess where one of them says nothing."""
+def _range_for_readers(known: Known, name: str) -> Range | None:
+    """Return the largest range that a reader needs; a guess if one of them gives none."""
     if name in known.gated:
-        output, (more, enough) = known.gated[name]
+        output, (offset, enough) = known.gated[name]
         amax, sure = known.at.get(output, (0.0, GUESS))
-        return (amax + more, max(sure, BOUND if amax >= enough else GUESS)) if amax else None
+        return (amax + offset, max(sure, BOUND if amax >= enough else GUESS)) if amax else None
     readers = known.graph.readers.get(name, [])
-    needs = [need for need in (_need(known, name, node) for node in readers) if need is not None]
+    ranges = (_range_for_reader(known, name, node) for node in readers)
+    needs = [need for need in ranges if need is not None]
     if not needs:
         return None
     amax, sure = max(amax for amax, _ in needs), max(level for _, level in needs)
@@ -168,19 +167,18 @@ def _needed(known: Known, name: str) -> Range | None:
     return amax, sure if len({amax for amax, _ in needs}) == 1 else max(sure, BOUND)
 
 
-def _need(known: Known, name: str, node: onnx.NodeProto) -> Range | None:
-    """The range that one reader needs of a tensor."""
+def _range_for_reader(known: Known, name: str, node: onnx.NodeProto) -> Range | None:
+    """Return the range that one reader needs of a tensor."""
     op = _operator(node)
-    seen = [out for out in node.output if out in known.at or out in known.wanted]
-    made = [known.at.get(out) for out in seen]
-    ranges = [one for one in made if one is not None]
-    if not ranges or len(ranges) < len(made):
+    outputs = [out for out in node.output if out in known.at or out in known.wanted]
+    ranges = [known.at[out] for out in outputs if out in known.at]
+    if not ranges or len(ranges) < len(outputs):
         return None
     amax, sure = max(ranges)
     if op == "Concat":
         return amax, max(sure, BOUND)
     if op in ("Add", "Sub", "Mul", "Div") and len(node.input) == 2:
-        return _operand(known, name, node, amax, sure)
+        return _operand_range(known, name, node, amax, sure)
     if node.input[0] != name:
         return None
     if op in _SAME | _MAXIMA or (op in _CUTS and _shrinks(known, node)):
@@ -189,30 +187,34 @@ def _need(known: Known, name: str, node: onnx.NodeProto) -> Range | None:
 
 
 def _operator(node: onnx.NodeProto) -> str:
-    """The operator, with its mode where that decides; of another domain none that is known."""
+    """Return the operator, Resize with its mode; one of a custom domain matches no rule."""
     if node.domain not in ("", "ai.onnx"):
         return f"{node.domain}.{node.op_type}"
     return f"Resize {resized_by(node)}" if node.op_type == "Resize" else str(node.op_type)
 
 
-def _operand(known: Known, name: str, node: onnx.NodeProto, amax: float, sure: int) -> Range | None:
-    """The range of one of two operands, whose result is known."""
+def _operand_range(
+    known: Known, name: str, node: onnx.NodeProto, amax: float, sure: int
+) -> Range | None:
+    """Return the range of one of two operands, from the range of the result."""
     first = node.input[0] == name
-    beside = node.input[1] if first else node.input[0]
-    other, number = known.of(beside), known.graph.number(beside)
-    if beside == name:
+    other = node.input[1] if first else node.input[0]
+    other_range, constant = known.of(other), known.graph.number(other)
+    if other == name:
         return None
     if node.op_type in _SUMS:
-        return None if other is None else (amax + other[0], max(sure, other[1], BOUND))
+        if other_range is None:
+            return None
+        return amax + other_range[0], max(sure, other_range[1], BOUND)
     if node.op_type == "Mul":
-        maker = known.graph.producer.get(beside)
-        share = maker is not None and maker.op_type in ("Sigmoid", "HardSigmoid")
-        return (amax / abs(number), sure) if number else ((amax, GUESS) if share else None)
-    return (amax * abs(number), sure) if number and first else None
+        producer = known.graph.producer.get(other)
+        gate = producer is not None and producer.op_type in ("Sigmoid", "HardSigmoid")
+        return (amax / abs(constant), sure) if constant else ((amax, GUESS) if gate else None)
+    return (amax * abs(constant), sure) if constant and first else None
 
 
 def _product(known: Known, node: onnx.NodeProto, amaxes: list[float], sure: int) -> Range | None:
-    """A product of ranges; a quotient by one number."""
+    """Return the range of a product, or of a quotient by a constant."""
     if node.op_type == "Mul":
         exact = any(known.graph.number(name) is not None for name in node.input)
         return math.prod(amaxes), sure if exact else max(sure, BOUND)
@@ -221,67 +223,61 @@ def _product(known: Known, node: onnx.NodeProto, amaxes: list[float], sure: int)
 
 
 def _shrinks(known: Known, node: onnx.NodeProto) -> bool:
-    """Whether a node makes nothing larger than what it reads."""
-    given = attributes(node)
+    """Return whether no output value of a node exceeds the largest input |x|."""
     if node.op_type == "Pad":
         value = node.input[2] if len(node.input) > 2 else ""
         return not value or known.graph.number(value) == 0
-    return node.op_type != "LeakyRelu" or abs(given.get("alpha", 0.01)) <= 1
+    return node.op_type != "LeakyRelu" or abs(attributes(node).get("alpha", 0.01)) <= 1
 
 
-def _clipped(known: Known, node: onnx.NodeProto) -> float:
-    """The largest |x| that a Clip lets through; of any other node, any."""
-    ends = [known.graph.number(name) for name in [*node.input, "", ""][1:3]]
-    low, high = ends
+def _clip_limit(known: Known, node: onnx.NodeProto) -> float:
+    """Return the largest |x| that a Clip passes; inf for any other node."""
+    low, high = (known.graph.number(name) for name in [*node.input, "", ""][1:3])
     if node.op_type != "Clip" or low is None or high is None:
         return math.inf
     return max(abs(low), abs(high))
 
 
 def _hard_gates(graph: Graph) -> dict[str, tuple[str, tuple[float, float]]]:
-    """Tensor that nothing but a Hard-Swish reads -> what that makes."""
-    found: dict[str, tuple[str, tuple[float, float]]] = {}
+    """Map each tensor that only a Hard-Swish reads to (its output, _HARD)."""
+    gated: dict[str, tuple[str, tuple[float, float]]] = {}
     for gate in gates(graph):
         plain = gate.source == gate.factor and not gate.offset
         if plain and np.allclose((gate.gain * gate.top, gate.shift), (1, 3), rtol=1e-3):
-            inside = {node.name for node in graph.readers[gate.source]} <= set(gate.nodes)
-            if inside and gate.source not in graph.outputs:
-                found[gate.source] = gate.output, _HARD
-    return found
+            alone = {node.name for node in graph.readers[gate.source]} <= set(gate.nodes)
+            if alone and gate.source not in graph.outputs:
+                gated[gate.source] = gate.output, _HARD
+    return gated
 
 
 def _smooth_gates(graph: Graph) -> dict[str, tuple[str, tuple[float, float]]]:
-    """Tensor that nothing but t * Sigmoid(t) reads -> what that makes."""
-    found: dict[str, tuple[str, tuple[float, float]]] = {}
+    """Map each tensor t that only t * Sigmoid(t) reads to (its output, _SMOOTH)."""
+    gated: dict[str, tuple[str, tuple[float, float]]] = {}
     for node in graph.nodes:
         if node.op_type == "Sigmoid" and node.input[0] not in graph.outputs:
-            name, share = str(node.input[0]), str(node.output[0])
-            others = [n for n in graph.readers[name] if n.output[0] != share]
-            if len(others) == 1 and set(others[0].input) == {name, share}:
-                found[name] = others[0].output[0], _SMOOTH
-    return {name: gate for name, gate in found.items() if graph.producer[gate[0]].op_type == "Mul"}
+            name, sigmoid = str(node.input[0]), str(node.output[0])
+            others = [n for n in graph.readers[name] if n.output[0] != sigmoid]
+            if len(others) == 1 and set(others[0].input) == {name, sigmoid}:
+                gated[name] = others[0].output[0], _SMOOTH
+    return {name: gate for name, gate in gated.items() if graph.producer[gate[0]].op_type == "Mul"}
 
 
 def _largest(constant: onnx.TensorProto) -> float:
-    """The largest |x| of a constant; infinite of what is no number or not there."""
+    """Return the largest |x| of a constant; inf if it is empty or not numeric."""
     array = checks.to_array(constant)
     if array.dtype.kind not in "fiu" or not array.size:
         return math.inf
     return float(np.abs(array.astype(np.float64)).max())
 
 
-SURE = {EQUAL: "equal", BOUND: "bound", GUESS: "guess"}
-_QMAX = 127
-
-
 @dataclass(frozen=True, slots=True)
 class Inferred:
-    """Scales of a model's tensors.
+    """Scales of a model's tensors, those of its pairs and inferred ones.
 
     Attributes:
-        scales: tensor -> float32 scale, the pairs' own among them, in the model's order.
-        sure: tensor whose scale was inferred -> "equal", "bound" or "guess".
-        missing: tensors that nothing gives a scale.
+        scales: tensor -> float32 scale, in the model's order.
+        sure: tensor with an inferred scale -> "equal", "bound" or "guess".
+        missing: tensors without a scale.
     """
 
     scales: dict[str, np.float32]
@@ -292,12 +288,12 @@ class Inferred:
 def inferred(
     model: onnx.ModelProto, scales: Mapping[str, np.float32], *, guesses: bool = True
 ) -> Inferred:
-    """The scales of all tensors that TensorRT's cache lists, as far as they follow from others.
+    """Infer the scales of all tensors that a TensorRT cache lists.
 
     Args:
         model: plain float model.
-        scales: tensor -> float32 scale of its pair; these stay as they are to the bit.
-        guesses: infer scales too that may cut values off.
+        scales: tensor -> float32 scale of its pair; returned bit for bit.
+        guesses: also infer scales that may clip values.
 
     Raises:
         ModelError: shapes in the model contradict each other.
@@ -306,24 +302,24 @@ def inferred(
 
     typed = with_shapes(copied(model))
     known = Known(typed, {name: _QMAX * float(scale) for name, scale in scales.items()})
-    _complete(known, (EQUAL, BOUND, GUESS) if guesses else (EQUAL, BOUND))
-    wanted = [name for name in trt_tensors(typed) if name not in known.constants]
-    found = {n: np.float32(known.at[n][0] / _QMAX) for n in wanted if n in known.at}
-    sure = {name: SURE[known.at[name][1]] for name in found if name not in scales}
-    missing = tuple(name for name in wanted if name not in found)
-    return Inferred({**found, **scales}, sure, missing)
+    _apply_rules(known, (EQUAL, BOUND, GUESS) if guesses else (EQUAL, BOUND))
+    listed = [name for name in trt_tensors(typed) if name not in known.constants]
+    known_scales = {n: np.float32(known.at[n][0] / _QMAX) for n in listed if n in known.at}
+    sure = {name: SURE[known.at[name][1]] for name in known_scales if name not in scales}
+    missing = tuple(name for name in listed if name not in known_scales)
+    return Inferred({**known_scales, **scales}, sure, missing)
 
 
-def _complete(known: Known, levels: Iterable[int]) -> None:
-    """Apply the rules of each level in turn, until none applies."""
-    made = [name for node in known.graph.nodes for name in node.output if name]
-    back = [*known.graph.inputs, *made][::-1]
-    for level in levels:  # what follows from a bound is one: none goes back a level
-        some = True
-        while some:
-            some = _sweep(known, made, behind, level)
-            if not some or level < GUESS:  # of two guesses the second may follow from the first
-                some = _sweep(known, back, before, level) or some
+def _apply_rules(known: Known, levels: Iterable[int]) -> None:
+    """Apply the rules of each level in turn, until none changes anything."""
+    forward = [name for node in known.graph.nodes for name in node.output if name]
+    backward = [*known.graph.inputs, *forward][::-1]
+    for level in levels:  # a range derived from a bound is a bound: no level has to be revisited
+        changed = True
+        while changed:
+            changed = _sweep(known, forward, behind, level)
+            if not changed or level < GUESS:  # a second guess may follow from the first
+                changed = _sweep(known, backward, before, level) or changed
 
 
 def _sweep(
@@ -332,13 +328,13 @@ def _sweep(
     rule: Callable[[Known, str], Range | None],
     level: int,
 ) -> bool:
-    """Find the ranges that a rule gives at this level, of guesses the first; whether it has."""
-    some = False
+    """Add the ranges that a rule gives at this level (one guess only); return whether any."""
+    changed = False
     for name in names:
-        found = None if name in known.at or not known.graph.is_float(name) else rule(known, name)
-        if found is not None and found[1] <= level and 0 < found[0] < math.inf:
-            known.at[name] = found
-            some = True
+        new = None if name in known.at or not known.graph.is_float(name) else rule(known, name)
+        if new is not None and new[1] <= level and 0 < new[0] < math.inf:
+            known.at[name] = new
+            changed = True
             if level == GUESS:
                 break
-    return some
+    return changed

@@ -1,22 +1,14 @@
-"""Engines where TensorRT and a GPU are at hand: the quantized one, and float ones beside it.
+"""Engines that a build makes if TensorRT and a GPU are available.
 
-TensorRT's own float engines of the same model, which the int8 engine's speed is held against.
-
-Where types are chosen by flags (8.x, and 10.x without strong typing) they are built from the float
-model, as `trtexec` builds it with `--fp16` or without; else FP16 from a model that is typed as the
-Q/DQ model is, without its pairs. Inputs, profiles and scratch memory are those of the int8 engine.
-
-The cache that TensorRT wrote on this GPU, kept with what it was made from.
-
-TensorRT itself checks nothing but the version and the calibrator in the first line; a retrained
-model or other images go unnoticed. Here the fingerprint stands beside the cache, in the form that
-`calib8-build` of C++ reads and writes too.
-
-The builder's settings that follow from a target's options and the fed samples.
-
-Calibrations by TensorRT itself, on the GPU, with the samples of a request.
-
-The models of a build in the operator set that the TensorRT in question reads.
+- The quantized engine (`engine_of`), from the cache or the Q/DQ model.
+- Float baselines (`beside_it`), to compare its speed with. Where builder flags choose the types
+  (8.x, and 10.x without strong typing) both are built from the float model, like `trtexec` with and
+  without `--fp16`; else FP16 is built from a strongly typed float16 model. Inputs, profiles and
+  workspace are those of the quantized engine.
+- Calibration by TensorRT itself on the GPU (`calibrated`). Its cache is stored with a fingerprint
+  of what it was made from, in the format of the C++ `calib8-build`: TensorRT checks only version
+  and calibrator in the header, so a retrained model or other images would go unnoticed.
+- The models lowered to the opset and operators that a TensorRT version reads (`readable`).
 """
 
 from __future__ import annotations
@@ -77,7 +69,7 @@ LABELS = {FP32: "TensorRT FP32", FP16: "TensorRT FP16"}  # in the order of a rep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baselines:
-    """The engines by label, every file by its role, and why one could not be built."""
+    """Float engines by label, all files by role, and notes on engines that could not be built."""
 
     engines: Mapping[str, Path] = field(default_factory=dict)
     files: Mapping[str, Path] = field(default_factory=dict)
@@ -87,7 +79,7 @@ class Baselines:
 def build(
     names: Iterable[str],
     request: BuildRequest,
-    here: Sdk,
+    installed: Sdk,
     cuda: Cuda,
     settings: Settings,
     *,
@@ -96,18 +88,18 @@ def build(
     by_type: bool,
     largest: Mapping[str, float],
 ) -> Baselines:
-    """Build what is asked, each once for the same model, settings, TensorRT and GPU.
+    """Build float engines; an unchanged one of an earlier build is reused.
 
     Args:
-        names: of `LABELS`.
-        request: of the build.
-        here: TensorRT and GPU.
-        cuda: the GPU, to build on.
-        settings: of the int8 engine.
+        names: keys of `LABELS`.
+        request: the build.
+        installed: TensorRT and GPU.
+        cuda: the GPU to build on.
+        settings: of the quantized engine.
         against: the float model.
         model: its file.
-        by_type: whether types are those of the model, and no flag chooses them.
-        largest: tensor -> largest |x| that was seen, for what stays in float32.
+        by_type: whether the engine takes its types from the model, not from builder flags.
+        largest: tensor -> largest |x| observed; nodes that overflow float16 stay float32.
     """
     engines: dict[str, Path] = {}
     files: dict[str, Path] = {}
@@ -117,57 +109,59 @@ def build(
         try:
             source, own = model, replace(plain, fp16=name == FP16)
             if by_type and name == FP16:
-                source, own = _typed(request, against, largest), replace(plain, typed=True)
+                source, own = _write_float16(request, against, largest), replace(plain, typed=True)
                 files[FLOAT_TYPED] = source
-            engines[LABELS[name]] = _engine(request, here, cuda, own, source, name)
+            engines[LABELS[name]] = _build_baseline(request, installed, cuda, own, source, name)
             files[f"{LABELS[name]} engine, to compare with"] = engines[LABELS[name]]
         except (BackendError, ExportError) as error:
-            notes.append(f"nothing is held against {LABELS[name]}, which was not built: {error}")
+            notes.append(f"no {LABELS[name]} engine was built to compare with: {error}")
     return Baselines(engines=engines, files=files, notes=tuple(notes))
 
 
-def _typed(request: BuildRequest, against: onnx.ModelProto, largest: Mapping[str, float]) -> Path:
-    """The float model in float16, but for what is too large for it."""
+def _write_float16(
+    request: BuildRequest, against: onnx.ModelProto, largest: Mapping[str, float]
+) -> Path:
+    """Write the float model in float16, nodes that overflow it in float32."""
     narrow, _ = typed(against, FP16, largest)
     stem = request.folder / f"{request.name}.tensorrt"
     return written(stem, f".{FP16}.onnx", request.whole(narrow))
 
 
-def _engine(
-    request: BuildRequest, here: Sdk, cuda: Cuda, settings: Settings, source: Path, name: str
+def _build_baseline(
+    request: BuildRequest, installed: Sdk, cuda: Cuda, settings: Settings, source: Path, name: str
 ) -> Path:
     path = request.folder / f"{request.name}.{name}.engine"
     key = builder.engine_key(
-        here, settings, model_sha256=sha256(source.read_bytes()), cache_sha256=None
+        installed, settings, model_sha256=sha256(source.read_bytes()), cache_sha256=None
     )
     plan = builder.cached_engine(request.built_before(path.name), key)
     if plan is None:
-        plan = builder.build_engine(source, _timing(settings), cuda=cuda).plan
+        plan = builder.build_engine(source, _with_timings(settings), cuda=cuda).plan
     return builder.keep_engine(path, plan, key)
 
 
-def _timing(settings: Settings) -> Settings:
-    """With the tactic timings of an engine that this build made before."""
-    fresh = settings.timing_cache
-    known = fresh if fresh is not None and fresh.exists() else settings.known_timing
-    return replace(settings, known_timing=known)
+def _with_timings(settings: Settings) -> Settings:
+    """Read the timing cache of an engine built earlier in this build, if there is one."""
+    current = settings.timing_cache
+    timing = current if current is not None and current.exists() else settings.known_timing
+    return replace(settings, known_timing=timing)
 
 
 def fitting(path: Path, fingerprint: Fingerprint) -> bytes | None:
-    """The cache's bytes where it was made from exactly this, and nothing was changed since.
+    """Return the bytes of the cache at `path` if its fingerprint matches, else None.
 
-    Where it is not there, that of a build which failed behind its calibration.
+    If there is none, the cache of a build that failed after its calibration is tried.
     """
-    found = (_known(place, fingerprint) for place in (path, staging.kept(path)))
-    return next((text for text in found if text is not None), None)
+    caches = (_read_matching(place, fingerprint) for place in (path, staging.kept(path)))
+    return next((text for text in caches if text is not None), None)
 
 
-def _known(path: Path, fingerprint: Fingerprint) -> bytes | None:
+def _read_matching(path: Path, fingerprint: Fingerprint) -> bytes | None:
     try:
-        text, known = store.text_of(path)
+        text, origin = store.text_of(path)
     except CacheError:
         return None
-    return text if known == fingerprint else None
+    return text if origin == fingerprint else None
 
 
 def store_gpu_cache(path: Path, data: bytes, fingerprint: Fingerprint) -> Path:
@@ -182,83 +176,83 @@ def store_gpu_cache(path: Path, data: bytes, fingerprint: Fingerprint) -> Path:
 
 
 _TIMING = "tensorrt.timing"
-_MOST_VALUES = 64  # of an input that shapes may depend on: far more than one has dimensions
+_MOST_VALUES = 64  # of a shape input: far more than a tensor has dimensions
 
 
-def settings_of(asked: Asked, request: BuildRequest) -> Settings:
-    """Settings tuned for the fed batch, or for the largest where TensorRT calibrates in it.
+def settings_of(options: Asked, request: BuildRequest) -> Settings:
+    """Return the builder settings for the target's options and the samples.
 
-    An engine takes every size that samples had; it is tuned for the usual one, or for that which
-    TensorRT calibrates with.
+    Dynamic inputs cover every size of the samples. The engine is tuned for the most frequent size,
+    or for the batch with which TensorRT calibrates.
     """
     shapes = {i.name: dims(i) or () for i in fed_inputs(request.model.graph)}
     span = span_of(request)
     fed = span.usual
-    if asked.calibrator is not None:
+    if options.calibrator is not None:
         fed = {name: array.shape for name, array in first_sample(request).items()}
         fed = {
-            n: s if isinstance(shapes[n][0], int) else (asked.max_batch, *s[1:])
+            n: s if isinstance(shapes[n][0], int) else (options.max_batch, *s[1:])
             for n, s in fed.items()
         }
     return Settings(
-        fp16=asked.rest == FP16,
-        bf16=asked.rest == BF16,
-        workspace_mib=asked.workspace_mib,
-        profiles=profiles_for(shapes, fed, most_batch=asked.max_batch, span=span),
+        fp16=options.rest == FP16,
+        bf16=options.rest == BF16,
+        workspace_mib=options.workspace_mib,
+        profiles=profiles_for(shapes, fed, most_batch=options.max_batch, span=span),
         values=_values(first_sample(request)),
-        plugins=asked.plugins,
+        plugins=options.plugins,
         timing_cache=request.folder / _TIMING,
         known_timing=request.built_before(_TIMING),
     )
 
 
 def _values(sample: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """What shapes may depend on: a few whole numbers in one dimension, those of one sample."""
-    few = {
+    """Return the values of inputs that shapes may depend on: short integer vectors and scalars."""
+    vectors = {
         name: array
         for name, array in sample.items()
         if array.dtype.kind in "iu" and array.ndim <= 1 and array.size <= _MOST_VALUES
     }
-    return {name: tuple(int(value) for value in array.reshape(-1)) for name, array in few.items()}
+    return {n: tuple(int(value) for value in array.reshape(-1)) for n, array in vectors.items()}
 
 
 def first_sample(request: BuildRequest) -> Mapping[str, Any]:
-    """The inputs of the first sample, by name."""
+    """Return the inputs of the first sample, by name."""
     (sample,) = request.feed.first(1)
     return sample
 
 
 def calibrated(
-    asked: Asked,
+    options: Asked,
     request: BuildRequest,
     source: Path,
     settings: Settings,
     version: str,
     cuda: Cuda,
 ) -> bytes:
-    """The cache that TensorRT makes on the GPU, or made before from the same data."""
+    """Calibrate with TensorRT on the GPU, or reuse its cache of the same data."""
     name = f"{request.name}.gpu.cache"
-    together = _together(request, _calibrated_shapes(request, settings))
-    origin = _made_from(asked, request, source, version, together)
-    known = fitting(request.built_before(name), origin)
-    if known is not None:
-        store_gpu_cache(request.folder / name, known, origin)
-        return known
+    batch = _batch_size(request, _calibration_shapes(request, settings))
+    origin = _calibration_fingerprint(options, request, source, version, batch)
+    stored = fitting(request.built_before(name), origin)
+    if stored is not None:
+        store_gpu_cache(request.folder / name, stored, origin)
+        return stored
 
-    def keep(text: bytes) -> None:  # at once: a build that fails behind it has lost nothing
+    def keep(text: bytes) -> None:  # at once, so that a build which fails later can reuse it
         store_gpu_cache(request.folder / name, text, origin)
 
     return builder.calibrate(
-        source, settings, _live(asked, request, settings, cuda, keep), cuda=cuda
+        source, settings, _live(options, request, settings, cuda, keep), cuda=cuda
     )
 
 
-def _made_from(
-    asked: Asked, request: BuildRequest, source: Path, version: str, together: int
+def _calibration_fingerprint(
+    options: Asked, request: BuildRequest, source: Path, version: str, batch: int
 ) -> Fingerprint:
-    """All that a calibration by TensorRT on the GPU depends on.
+    """Return the fingerprint of a calibration by TensorRT on the GPU.
 
-    The model is the one that is handed to TensorRT, so that on a device both files are enough.
+    It names the ONNX file that TensorRT reads, so that on a device model and cache are enough.
     """
     model, stamp = read_stamped(source)
     weights = {"weights": stamp.weights} if stamp.weights else {}
@@ -266,35 +260,38 @@ def _made_from(
         fingerprint_of(request.subject, request.manifest),
         model={"graph": model_digest(model), "file": stamp.file, **weights},
         program=TENSORRT,
-        rule=f"whole batches of {together}",
-        method=ALGORITHMS[str(asked.calibrator)],
+        rule=f"whole batches of {batch}",
+        method=ALGORITHMS[str(options.calibrator)],
         numbers={},
         versions={"tensorrt": version, "calib8": __version__}
-        | ({"plugins": digests(asked.plugins)} if asked.plugins else {}),
+        | ({"plugins": digests(options.plugins)} if options.plugins else {}),
     )
 
 
-def from_cache(asked: Asked, known: bytes) -> Callbacks:
-    """A calibrator that has the cache and no data: should TensorRT refuse it, that is said."""
-    name = asked.calibrator or "entropy2"
+def from_cache(options: Asked, known: bytes) -> Callbacks:
+    """Return a calibrator with a cache and no data; it reports if TensorRT refuses the cache."""
+    name = options.calibrator or "entropy2"
     return calibrator(name, (), batches=1, shapes={}, memory=HostMemory(), known=known)
 
 
 def _live(
-    asked: Asked,
+    options: Asked,
     request: BuildRequest,
     settings: Settings,
     cuda: Cuda,
     keep: Callable[[bytes], None],
 ) -> Callbacks:
-    """A calibrator that feeds the request's samples to TensorRT on the GPU."""
-    shapes = _calibrated_shapes(request, settings)
-    together = _together(request, shapes)
-    seen = whole(len(request.feed), together, filled=request.subject.filled)
+    """Return a calibrator that feeds the samples to TensorRT on the GPU.
+
+    `keep` is called with the bytes of the new cache.
+    """
+    shapes = _calibration_shapes(request, settings)
+    batch = _batch_size(request, shapes)
+    used = whole(len(request.feed), batch, filled=request.subject.filled)
     return calibrator(
-        str(asked.calibrator),
-        whole_batches(request.feed.samples(), together),
-        batches=seen // together,
+        str(options.calibrator),
+        whole_batches(request.feed.samples(), batch),
+        batches=used // batch,
         shapes=shapes,
         memory=CudaMemory(cuda),
         keep=keep,
@@ -302,187 +299,196 @@ def _live(
 
 
 def unseen(request: BuildRequest, settings: Settings) -> tuple[str, ...]:
-    """What TensorRT's calibration does not see of the samples."""
-    together = _together(request, _calibrated_shapes(request, settings))
-    return left_out(len(request.feed), together, filled=request.subject.filled)
+    """Return notes on samples that TensorRT's calibration leaves out: those of a partial batch."""
+    batch = _batch_size(request, _calibration_shapes(request, settings))
+    return left_out(len(request.feed), batch, filled=request.subject.filled)
 
 
-def _calibrated_shapes(request: BuildRequest, settings: Settings) -> dict[str, tuple[int, ...]]:
-    """Input -> the shape that TensorRT calibrates with."""
+def _calibration_shapes(request: BuildRequest, settings: Settings) -> dict[str, tuple[int, ...]]:
+    """Return input -> shape of a calibration batch."""
     shapes = {name: array.shape for name, array in first_sample(request).items()}
     return shapes | {name: profile.best for name, profile in settings.profiles.items()}
 
 
-def _together(request: BuildRequest, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Samples in a batch of these shapes."""
-    held = {name: array.shape for name, array in first_sample(request).items() if array.ndim}
-    return max(shapes[name][0] // int(shape[0]) for name, shape in held.items())
+def _batch_size(request: BuildRequest, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the number of samples in a batch of these shapes."""
+    single = {name: array.shape for name, array in first_sample(request).items() if array.ndim}
+    return max(shapes[name][0] // int(shape[0]) for name, shape in single.items())
 
 
 def readable(model: onnx.ModelProto, version: str) -> tuple[onnx.ModelProto, str]:
-    """The model as TensorRT X.Y.Z reads it, and a sentence on what that took; "" for nothing.
+    """Lower a model to what TensorRT X.Y.Z reads; return it with a note, "" if unchanged.
 
-    One that cannot be brought there is given as it is, and the sentence says why.
+    A model that cannot be lowered is returned as it is, with a note that says why.
     """
     opset = opset_of(model)
     try:
-        got = lowered(model, opset=row(version).opset, without=unread(version))
+        result = lowered(model, opset=row(version).opset, without=unread(version))
     except ExportError as error:
         return model, f"TensorRT {version} does not read a model of opset {opset}: {error}"
-    if got.model is model:
+    if result.model is model:
         return model, ""
-    forms = ", ".join(f"{count} {name}" for name, count in got.rewritten.items())
-    if opset_of(got.model) == opset:
-        return got.model, f"for TensorRT {version} {forms} is written in operators that it reads"
-    return got.model, (
-        f"for TensorRT {version} the model is written in opset {opset_of(got.model)}, got {opset}"
-        f"{f': {forms} in another form' if forms else ''}"
+    forms = ", ".join(f"{count} {name}" for name, count in result.rewritten.items())
+    if opset_of(result.model) == opset:
+        return result.model, f"for TensorRT {version} {forms} is written in operators that it reads"
+    return result.model, (
+        f"for TensorRT {version} the model is written in opset {opset_of(result.model)}, got"
+        f" {opset}{f': {forms} in another form' if forms else ''}"
     )
 
 
-def of_files(asked: str, here: str | None) -> str:
-    """The older of the TensorRT that is asked for and the one that builds here."""
-    return asked if here is None else min(asked, here, key=version_label)
+def of_files(requested: str, own: str | None) -> str:
+    """Return the older of the requested TensorRT version and the installed one."""
+    return requested if own is None else min(requested, own, key=version_label)
 
 
 def of_typed(version: str, rest: str, *, fp8: bool = False) -> str:
-    """The first TensorRT from this one on that has networks of this type."""
+    """Return the first TensorRT version, from `version` on, with strongly typed `rest` networks."""
     first = Needs(OPSETS.get(rest, 0)).first_reading(typed=True, fp8=fp8)
     return version if first is None else max(version, first, key=version_label)
 
 
 def all_readable(
-    asked: Asked, models: Mapping[str, onnx.ModelProto], version: str
+    options: Asked, models: Mapping[str, onnx.ModelProto], version: str
 ) -> tuple[dict[str, onnx.ModelProto], tuple[str, ...]]:
-    """(role -> the model as its TensorRT reads it, sentences on what that took)."""
+    """Lower each model to the oldest TensorRT that will read it; return (role -> model, notes)."""
     oldest = of_files(version, sdk.cache_reader())
-    made, said = {}, []
+    result, notes = {}, []
     for role, model in models.items():
-        fp8 = asked.precision == FP8
+        fp8 = options.precision == FP8
         strong = role == TYPED or fp8
-        wanted = of_typed(oldest, asked.rest, fp8=fp8) if strong else oldest
-        made[role], sentence = readable(model, wanted)
-        said.append(sentence)
-    return made, tuple(dict.fromkeys(filter(None, said)))
+        reader = of_typed(oldest, options.rest, fp8=fp8) if strong else oldest
+        result[role], note = readable(model, reader)
+        notes.append(note)
+    return result, tuple(dict.fromkeys(filter(None, notes)))
 
 
 def engine_of(
-    asked: Asked,
+    options: Asked,
     request: BuildRequest,
     files: Mapping[str, Path],
     cache: trt_cache.CalibrationCache,
     wide: Mapping[str, str],
 ) -> tuple[Path, tuple[str, ...]]:
-    """(engine, notes): built here, or built before from the same files on the same GPU.
+    """Build the quantized engine, or reuse that of the same files and GPU; return (path, notes).
 
-    `wide` is node -> tensor, what must compute in float32 where TensorRT chooses the types.
+    `wide` is node -> output tensor of nodes that must run in float32 if TensorRT chooses types.
     """
-    here = sdk.find(asked.device)
-    if asked.precision == FP8 and not row(here.release).fp8:
+    installed = sdk.find(options.device)
+    if options.precision == FP8 and not row(installed.release).fp8:
         raise SdkMissingError(
-            f"an engine in fp8 needs TensorRT 10.2 or newer, got {here.version}; install one,"
+            f"an engine in fp8 needs TensorRT 10.2 or newer, got {installed.version}; install one,"
             " or build with --precision int8"
         )
-    implicit = _implicit(asked, here, request)
-    if not implicit and (asked.form == "cache" or asked.calibrator):
+    implicit = _is_implicit(options, installed, request)
+    if not implicit and (options.form == "cache" or options.calibrator):
         raise ConfigError(
-            f"an engine from a cache needs a TensorRT with calibrators, got {here.version} and"
-            f" form {asked.form}; build from the Q/DQ model (form qdq)"
+            f"an engine from a cache needs a TensorRT with calibrators, got {installed.version} and"
+            f" form {options.form}; build from the Q/DQ model (form qdq)"
         )
-    typed = _by_type(asked, here, files, request)
+    typed = _is_typed(options, installed, files, request)
     source = files[FLOAT if implicit else TYPED if typed else QDQ]
-    typed = typed or asked.precision == FP8
+    typed = typed or options.precision == FP8
     path = request.folder / f"{request.name}.engine"
-    known = trt_cache.dump(trt_cache.relabel(cache, version=here.release))
-    from_data = asked.calibrator is not None
-    settings = replace(settings_of(asked, request), typed=typed)
+    cache_bytes = trt_cache.dump(trt_cache.relabel(cache, version=installed.release))
+    from_data = options.calibrator is not None
+    settings = replace(settings_of(options, request), typed=typed)
     if not typed:
         settings = replace(settings, wide_layers=wide)
-    if implicit:  # in the Q/DQ model they have no pair
+    if implicit:  # in a Q/DQ model float nodes have no pair, so no binding is needed
         settings = replace(settings, float_layers=float_layers(request))
     key = builder.engine_key(
-        here,
+        installed,
         settings,
         model_sha256=sha256(source.read_bytes()),
-        cache_sha256=sha256(known) if implicit else None,
-    ) | {"calibrator": asked.calibrator}
-    about = _origin_notes(here)
+        cache_sha256=sha256(cache_bytes) if implicit else None,
+    ) | {"calibrator": options.calibrator}
+    notes = _origin_notes(installed)
     if from_data:
-        about = (*about, *unseen(request, settings))
-    before = builder.cached_engine(request.built_before(path.name), key)
-    if before is not None:
-        again = "the engine was built before from the same files, on the same GPU"
-        return builder.keep_engine(path, before, key), (again, *about)
-    cuda, calibrator = gpu(asked.device), None
+        notes = (*notes, *unseen(request, settings))
+    reused = builder.cached_engine(request.built_before(path.name), key)
+    if reused is not None:
+        note = "the engine was built before from the same files, on the same GPU"
+        return builder.keep_engine(path, reused, key), (note, *notes)
+    cuda, calibrator = gpu(options.device), None
     if from_data:
-        known = calibrated(asked, request, source, settings, here.version, cuda)
+        cache_bytes = calibrated(options, request, source, settings, installed.version, cuda)
     if implicit:
-        calibrator = from_cache(asked, known)
+        calibrator = from_cache(options, cache_bytes)
     engine = builder.build_engine(source, settings, calibrator=calibrator, cuda=cuda)
-    notes = (*about, *_log_notes(engine.log, request.model))
+    notes = (*notes, *_log_notes(engine.log, request.model))
     return builder.keep_engine(path, engine.plan, key), notes
 
 
-def _implicit(asked: Asked, here: Sdk, request: BuildRequest) -> bool:
-    """Whether the engine is built from the cache, which says less than a model's own pairs."""
+def _is_implicit(options: Asked, installed: Sdk, request: BuildRequest) -> bool:
+    """Return whether the engine is built from the cache (implicit quantization).
+
+    A trained model is built from its own pairs, which are more exact than a cache.
+    """
     forms = ("auto", "cache") if request.trained is None else ("cache",)
-    return here.calibrators and asked.form in forms and asked.precision == INT8
+    return installed.calibrators and options.form in forms and options.precision == INT8
 
 
-def _by_type(asked: Asked, here: Sdk, files: Mapping[str, Path], request: BuildRequest) -> bool:
-    """Whether the engine runs every layer in the type that the model gives it."""
-    return not _implicit(asked, here, request) and TYPED in files and row(here.release).typed
+def _is_typed(
+    options: Asked, installed: Sdk, files: Mapping[str, Path], request: BuildRequest
+) -> bool:
+    """Return whether the engine is built as a strongly typed network."""
+    return (
+        not _is_implicit(options, installed, request)
+        and TYPED in files
+        and row(installed.release).typed
+    )
 
 
 def beside_it(
-    asked: Asked, request: BuildRequest, files: Mapping[str, Path], found: Found, version: str
+    options: Asked, request: BuildRequest, files: Mapping[str, Path], ranges: Found, version: str
 ) -> Baselines:
-    """Float engines to hold the engine against, where speed is measured."""
-    if asked.baselines == NO_BASELINES:
+    """Build the float engines to compare with, if speed is measured."""
+    if options.baselines == NO_BASELINES:
         return Baselines()
     if request.against is None:
-        said = f"no {asked.baselines} engine was built to compare with: no speed is measured"
-        chosen = asked.baselines != ALL_BASELINES
-        return Baselines(notes=(said,) if chosen else ())
-    here = sdk.find(asked.device)
+        note = f"no {options.baselines} engine was built to compare with: no speed is measured"
+        chosen = options.baselines != ALL_BASELINES
+        return Baselines(notes=(note,) if chosen else ())
+    installed = sdk.find(options.device)
     own = {}
-    if FLOAT not in files or request.against is not request.model:  # repairs spoil it
+    if FLOAT not in files or request.against is not request.model:  # repairs changed the model
         stem = request.folder / f"{request.name}.tensorrt"
-        models, _ = all_readable(asked, {PLAIN: request.whole(request.against)}, version)
+        models, _ = all_readable(options, {PLAIN: request.whole(request.against)}, version)
         own[PLAIN] = written(stem, f".{FP32}.onnx", models[PLAIN])
-    made = build(
-        asked.baselines.split(","),
+    baselines = build(
+        options.baselines.split(","),
         request,
-        here,
-        gpu(asked.device),
-        settings_of(asked, request),
+        installed,
+        gpu(options.device),
+        settings_of(options, request),
         against=request.against,
         model=own[PLAIN] if own else files[FLOAT],
-        by_type=_by_type(asked, here, files, request) or not here.calibrators,
-        largest=sizes(found),
+        by_type=_is_typed(options, installed, files, request) or not installed.calibrators,
+        largest=sizes(ranges),
     )
-    return replace(made, files={**own, **made.files})
+    return replace(baselines, files={**own, **baselines.files})
 
 
-def _origin_notes(here: Sdk) -> tuple[str, ...]:
-    """Which TensorRT and GPU the engine belongs to, and what TensorRT had to do without."""
-    built = f"the engine belongs to TensorRT {here.version} on {here.gpu}"
-    if not here.stand_ins:
+def _origin_notes(installed: Sdk) -> tuple[str, ...]:
+    """Name the TensorRT and GPU of the engine, and tactic sources that were disabled."""
+    built = f"the engine belongs to TensorRT {installed.version} on {installed.gpu}"
+    if not installed.stand_ins:
         return (built,)
     return (
         built,
-        f"it has no tactics from {', '.join(here.stand_ins)}, whose libraries are empty stand-ins"
-        " on this machine; with the real ones it may be faster",
+        f"it has no tactics from {', '.join(installed.stand_ins)}, whose libraries are empty"
+        " stand-ins on this machine; with the real ones it may be faster",
     )
 
 
 def _log_notes(log: Sequence[str], model: onnx.ModelProto) -> tuple[str, ...]:
-    """TensorRT's missing-scale warnings: the harmful ones each, the others counted."""
-    judged = sort_missing(missing_tensors(log), model)
-    harmful = [f"TensorRT has no scale for {m.tensor}: {m.reason}" for m in judged if m.harmful]
-    harmless = len(judged) - len(harmful)
+    """Summarize TensorRT's missing-scale warnings: list the harmful ones, count the others."""
+    missing = sort_missing(missing_tensors(log), model)
+    notes = [f"TensorRT has no scale for {m.tensor}: {m.reason}" for m in missing if m.harmful]
+    harmless = len(missing) - len(notes)
     if harmless:
-        harmful.append(
+        notes.append(
             f"TensorRT warned of {harmless} more tensors without a scale; none of them costs int8"
         )
-    return tuple(harmful)
+    return tuple(notes)

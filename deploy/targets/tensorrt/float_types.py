@@ -1,30 +1,25 @@
-"""What is not int8 in float16 or bfloat16: the Q/DQ model as TensorRT 10 and 11 want it, typed.
+"""Float types of a TensorRT model: float16 or bfloat16 for the part that is not quantized.
 
-A strongly typed TensorRT (the only kind from 11 on) runs every layer in the type that the model
-gives it, so that a Q/DQ model whose rest is float32 is slower than one without int8 in float16::
+A strongly typed network (the only kind from TensorRT 11 on) runs every layer in the type that the
+model gives it. A Q/DQ model whose float part is float32 is slower there than a plain float16 model,
+so `typed` converts the float part::
 
     x (float32) -> Q -> DQ (float16) -> Conv -> Sigmoid -> Mul -> ... -> Cast -> Softmax -> y
                                         '------- float16 --------'      '---- float32 ----'
 
-The operators in `_NARROW` compute in the narrow type, unless what they read or make grows too
-large for it, or a constant that keeps values above 0 is 0 in it; all others stay in float32. A
-Quantize reads the type that it finds, a Dequantize gives the one that is wanted, so that no Cast
-stands beside them; a tensor is cast at most once for all its readers. Inputs and outputs of the
-model keep their type. The scales are rounded to what the narrow type holds, before anything is
-quantized with them (`storable`).
+Operators in `_NARROW` compute in the narrow type, unless an input or output overflows it or an
+epsilon constant becomes 0 in it; all others stay in float32. QuantizeLinear reads either type and
+DequantizeLinear outputs the type that its readers need, so neither needs a Cast; a tensor is cast
+at most once for all its readers. Model inputs and outputs keep their type. Scales are rounded to
+values of the narrow type before anything is quantized with them (`storable`).
 
-Source: ONNX operators, QuantizeLinear-19 and DequantizeLinear-19 (type of the scale); TensorRT
+In a weakly typed network TensorRT with `--fp16` runs a layer in float16 wherever that is faster,
+whatever its values; `wide_layers` lists the nodes that must be bound to float32 there.
+
+`own_model` and `own_typed` are for Q/DQ models of the user's whose pairs TensorRT reads unchanged.
+
+Source: ONNX operators QuantizeLinear-19 and DequantizeLinear-19 (type of the scale); TensorRT
 developer guide, "Strongly typed networks".
-
-Nodes that must compute in float32 where TensorRT chooses types itself.
-
-With `--fp16` TensorRT runs a layer in float16 wherever that is faster, whatever its values are.
-What `deploy.targets.tensorrt.float_types` keeps out of the typed model for what they are, and other
-operators for the same reason, are bound to float32 with all that they give.
-
-Models written beside each other, named after the model that they are of.
-
-A Q/DQ model whose pairs are TensorRT's own: int8, zero point 0, kept as they are.
 """
 
 from __future__ import annotations
@@ -54,15 +49,15 @@ if TYPE_CHECKING:
     from deploy.frontends.base import Trained
 
 
-OPSETS = {FP16: 19, BF16: 22}  # the first in which scales, and convolutions, may be of that type
-FP8_OPSET = 19  # the first whose pairs may be of fp8
+OPSETS = {FP16: 19, BF16: 22}  # first opset in which scales and convolutions may have that type
+FP8_OPSET = 19  # first opset with fp8 pairs
 _FLOAT = 1  # onnx.TensorProto
 _TYPES = {FP16: 10, BF16: 16}  # onnx.TensorProto
 _PAIR = frozenset({"QuantizeLinear", "DequantizeLinear"})
-# They move values: they compute in the type that they find.
+# Operators that only move values: they take the type of their input.
 _MOVES = MOVES | {"Gather", "Identity", "Slice", "Split", "Tile"}
-# What keeps its sums short, or only moves values. Softmax, norms, exponentials, long reductions and
-# all that is not known here stay in float32.
+# Operators with short sums or without any. Softmax, norms, exponentials, long reductions and all
+# operators not listed stay in float32.
 _NARROW = _MOVES | frozenset(
     (
         "Abs", "Add", "AveragePool", "Clip", "Concat", "Conv", "ConvTranspose", "DepthToSpace",
@@ -74,48 +69,48 @@ _NARROW = _MOVES | frozenset(
 
 
 def storable(scales: NDArray[np.float32], rest: str) -> NDArray[np.float32]:
-    """Positive scales rounded up to what the narrow type holds: no value is clipped for it."""
+    """Round positive scales up to values of the narrow type, so that nothing is clipped."""
     if rest == FP32:
         return scales
     wide = np.ascontiguousarray(scales, np.float32)
     if rest == BF16:  # the upper half of float32
         bits = wide.view(np.uint32) + np.uint32(0xFFFF)
         return (bits & np.uint32(0xFFFF0000)).view(np.float32)
-    with np.errstate(over="ignore"):  # past the end of float16 it is inf
-        near = wide.astype(np.float16)
-    above = np.nextafter(near, np.float16(np.inf))
-    return np.where(near < wide, above, near).astype(np.float32)
+    with np.errstate(over="ignore"):  # overflows to inf
+        nearest = wide.astype(np.float16)
+    above = np.nextafter(nearest, np.float16(np.inf))
+    return np.where(nearest < wide, above, nearest).astype(np.float32)
 
 
 def typed(
     quantized: onnx.ModelProto, rest: str, largest: Mapping[str, float]
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """The Q/DQ model with its rest in a narrow type; the one that is given stays as it is.
+    """Return the Q/DQ model with its float part in a narrow type; `quantized` is not changed.
 
     Args:
         quantized: float32 Q/DQ model whose scales are `storable`.
         rest: "fp16" or "bf16".
-        largest: tensor of the float model -> largest |x| that was seen.
+        largest: tensor of the float model -> largest |x| observed.
 
     Returns:
-        The model, and node -> why it stays in float32, of those that could be narrow.
+        The model, and node -> why it stays in float32, for nodes whose operator could be narrow.
 
     Raises:
-        ExportError: it cannot be lifted to the opset, or the types of its tensors are not known.
+        ExportError: the model cannot be converted to the opset, or a tensor's type is unknown.
     """
     lifted = _lifted(quantized, OPSETS[rest])
-    work = _Typing(lifted, rest, largest)
-    rebuild(lifted.graph, work.run())
-    for value in lifted.graph.output:  # those of the model, whatever was inferred meanwhile
+    converter = _TypeConverter(lifted, rest, largest)
+    rebuild(lifted.graph, converter.run())
+    for value in lifted.graph.output:  # type inference may have changed them
         value.CopyFrom(next(v for v in quantized.graph.output if v.name == value.name))
-    return lifted, work.kept
+    return lifted, converter.kept
 
 
 def at_opset(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:
-    """The model where it is of this opset or a newer one, else a copy that is.
+    """Return the model if its opset is `wanted` or newer, else a copy converted to `wanted`.
 
     Raises:
-        ExportError: it cannot be brought there.
+        ExportError: the model cannot be converted.
     """
     from onnx import version_converter
 
@@ -127,22 +122,22 @@ def at_opset(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:
         raise _unliftable(opset, wanted, reason)
     try:
         lifted: onnx.ModelProto = version_converter.convert_version(model, wanted)
-    except Exception as error:  # C++ behind a binding: no error class of its own
+    except Exception as error:  # onnx's C++ code has no error class of its own
         raise _unliftable(opset, wanted, f"onnx says: {first_line(error)}") from error
     return lifted
 
 
 def _lifted(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:
-    """A copy at this opset or a newer one, the types of its tensors in it."""
+    """Return a copy at opset `wanted` or newer, with inferred types."""
     model = at_opset(model, wanted)
     try:
         lifted = _inferred(model)
-    except Exception:  # C++ behind a binding: no error class of its own
-        try:  # runtimes go by the nodes, whatever shape the file says an output has
+    except Exception:  # onnx's C++ code has no error class of its own
+        try:  # a wrong output shape in the file does not matter to runtimes
             lifted = _inferred(_without_output_shapes(model))
         except Exception as error:
-            said = f"onnx says: {first_line(error)}"
-            raise _unliftable(opset_of(model), wanted, said) from error
+            reason = f"onnx says: {first_line(error)}"
+            raise _unliftable(opset_of(model), wanted, reason) from error
     lifted.ir_version = max(lifted.ir_version, 9 if wanted < 21 else 10)
     return lifted
 
@@ -168,8 +163,8 @@ def _unliftable(opset: int, wanted: int, reason: str) -> ExportError:
 
 
 @dataclass
-class _Typing:
-    """The model being typed, its nodes in their order."""
+class _TypeConverter:
+    """Converts the float part of one model to a narrow type, in the order of its nodes."""
 
     model: onnx.ModelProto
     rest: str
@@ -179,13 +174,13 @@ class _Typing:
     def __post_init__(self) -> None:
         self.index = Graph(self.model)
         self.narrow = _TYPES[self.rest]
-        self.types = dict(self.index.dtypes)  # tensor -> element type that it has now
+        self.types = dict(self.index.dtypes)  # tensor -> its present element type
         self.types |= {t.name: t.data_type for t in self.model.graph.initializer}
         self.casts: dict[tuple[str, int], str] = {}
         self.nodes: list[onnx.NodeProto] = []
 
     def run(self) -> list[onnx.NodeProto]:
-        """The nodes, with the casts between them."""
+        """Return the nodes with the casts between them."""
         unknown = next((n for n in self.index.producer if not self.types.get(n)), None)
         if unknown is not None:
             raise ExportError(
@@ -193,26 +188,26 @@ class _Typing:
                 " build with --rest fp32"
             )
         for node in self.index.nodes:
-            self._type(node)
+            self._add_node(node)
         return self.nodes
 
-    def _type(self, node: onnx.NodeProto) -> None:
+    def _add_node(self, node: onnx.NodeProto) -> None:
         if node.op_type in _PAIR:
-            self._pair(node)
+            self._add_pair_node(node)
             return
-        wide = self._stays(node)
-        for position in _typed_inputs(node):
-            name = node.input[position]
+        wide = self._stays_wide(node)
+        for index in _typed_inputs(node):
+            name = node.input[index]
             if self.types.get(name) in (_FLOAT, self.narrow):
-                node.input[position] = self._as(name, _FLOAT if wide else self.narrow)
-        made = [node.output[at] for at in _typed_outputs(node)] if not wide else []
+                node.input[index] = self._as_type(name, _FLOAT if wide else self.narrow)
+        narrowed = [node.output[index] for index in _typed_outputs(node)] if not wide else []
         self.nodes.append(node)
-        for name in made:
+        for name in narrowed:
             if self.types[name] == _FLOAT:
-                self._made_narrow(node, name)
+                self._set_narrow(node, name)
 
-    def _made_narrow(self, node: onnx.NodeProto, name: str) -> None:
-        """Note that a tensor is narrow; an output of the model is cast back under its name."""
+    def _set_narrow(self, node: onnx.NodeProto, name: str) -> None:
+        """Record that a tensor is narrow; a model output is cast back under its name."""
         if name not in self.index.outputs:
             self.types[name] = self.narrow
             return
@@ -222,52 +217,51 @@ class _Typing:
         self.casts[name, self.narrow] = inner
         self._cast(inner, name, _FLOAT)
 
-    def _stays(self, node: onnx.NodeProto) -> bool:
-        """Whether a node computes in float32; of those that could do otherwise it is said why."""
+    def _stays_wide(self, node: onnx.NodeProto) -> bool:
+        """Return whether a node stays in float32; if it could be narrow, `kept` gets the reason."""
         if node.domain not in ("", "ai.onnx") or node.op_type not in _NARROW:
             return True
         main = node.input[0] if node.op_type != "Where" else node.input[1]
         if self.types.get(main) not in (_FLOAT, self.narrow):
-            return True  # whole numbers
+            return True  # integers
         if any(name in self.index.captured for name in node.output):
             self.kept[node.name] = "a subgraph reads it"
             return True
         if node.op_type in _MOVES and main not in self.index.initializers:
             return bool(self.types[main] == _FLOAT)
-        large = self._too_wide(node)
-        if large:
-            self.kept[node.name] = large
-        return bool(large)
+        reason = self._too_wide(node)
+        if reason:
+            self.kept[node.name] = reason
+        return bool(reason)
 
-    def _pair(self, node: onnx.NodeProto) -> None:
-        """Give the scale the type of what is read, or of what is wanted."""
-        reads = node.op_type == "QuantizeLinear"
-        narrow = not reads and self._wanted_narrow(node.output[0])
-        wish = self.types[node.input[0]] if reads else (self.narrow if narrow else _FLOAT)
-        node.input[1] = self._as(node.input[1], wish)
+    def _add_pair_node(self, node: onnx.NodeProto) -> None:
+        """Set the scale's type: of Q that of its input, of DQ that which its readers need."""
+        quantizes = node.op_type == "QuantizeLinear"
+        narrow = not quantizes and self._has_narrow_reader(node.output[0])
+        kind = self.types[node.input[0]] if quantizes else (self.narrow if narrow else _FLOAT)
+        node.input[1] = self._as_type(node.input[1], kind)
         self.nodes.append(node)
-        if not reads:
-            self.types[node.output[0]] = wish
+        if not quantizes:
+            self.types[node.output[0]] = kind
 
-    def _wanted_narrow(self, name: str) -> bool:
-        """Whether some reader may compute on it in the narrow type."""
+    def _has_narrow_reader(self, name: str) -> bool:
         if name in self.index.outputs or name in self.index.captured:
             return False
         narrow = (node for node in self.index.readers.get(name, []) if node.op_type in _NARROW)
         return any(not self._too_wide(node) for node in narrow)
 
     def _too_wide(self, node: onnx.NodeProto) -> str:
-        """Why float16 is too narrow for a node; bfloat16 is for none."""
+        """Return why float16 is too narrow for a node, or ""; bfloat16 never is."""
         return too_wide(self.index, node, self.largest) if self.rest == FP16 else ""
 
-    def _as(self, name: str, wanted: int) -> str:
-        """The tensor in the type that is wanted: a constant of its own, or one Cast for all."""
+    def _as_type(self, name: str, wanted: int) -> str:
+        """Return the tensor in type `wanted`: a converted constant, or one Cast for all readers."""
         if not name or self.types.get(name) == wanted:
             return name
         if (name, wanted) not in self.casts:
             other = f"{name}/{self.rest if wanted == self.narrow else FP32}"
             if name in self.index.initializers:
-                self._constant(name, other)
+                self._add_constant(name, other)
             else:
                 self._cast(name, other, wanted)
             self.casts[name, wanted] = other
@@ -279,7 +273,7 @@ class _Typing:
         self.nodes.append(helper.make_node("Cast", [name], [other], f"{other}/Cast", to=wanted))
         self.types[other] = wanted
 
-    def _constant(self, name: str, other: str) -> None:
+    def _add_constant(self, name: str, other: str) -> None:
         from onnx import helper, numpy_helper
 
         kind = helper.tensor_dtype_to_np_dtype(self.narrow)
@@ -289,29 +283,29 @@ class _Typing:
 
 
 def _typed_inputs(node: onnx.NodeProto) -> list[int]:
-    """Positions of the inputs whose type is the one that the node computes in."""
+    """Return the indices of the inputs that have the type in which the node computes."""
     if node.domain not in ("", "ai.onnx") or node.op_type not in _NARROW:
-        return [at for at, name in enumerate(node.input) if name]
-    formal = _formal(node)
-    return _of_type(node.input, [each.type_str for each in formal.inputs], _main(node))
+        return [index for index, name in enumerate(node.input) if name]
+    kinds = [each.type_str for each in _schema(node).inputs]
+    return _of_type(node.input, kinds, _compute_type(node))
 
 
 def _typed_outputs(node: onnx.NodeProto) -> list[int]:
-    """The same of the outputs."""
-    return _of_type(node.output, [each.type_str for each in _formal(node).outputs], _main(node))
+    kinds = [each.type_str for each in _schema(node).outputs]
+    return _of_type(node.output, kinds, _compute_type(node))
 
 
-def _of_type(names: Sequence[str], kinds: Sequence[str], main: str) -> list[int]:
-    last = len(kinds) - 1  # which may be repeated
-    return [at for at, name in enumerate(names) if name and kinds[min(at, last)] == main]
+def _of_type(names: Sequence[str], kinds: Sequence[str], wanted: str) -> list[int]:
+    last = len(kinds) - 1  # the last one may be variadic
+    return [i for i, name in enumerate(names) if name and kinds[min(i, last)] == wanted]
 
 
-def _main(node: onnx.NodeProto) -> str:
-    """The type variable of what is computed; the first input of a Where is its condition."""
-    return _formal(node).inputs[1 if node.op_type == "Where" else 0].type_str
+def _compute_type(node: onnx.NodeProto) -> str:
+    """Return the schema's type variable of the data; input 0 of a Where is its condition."""
+    return _schema(node).inputs[1 if node.op_type == "Where" else 0].type_str
 
 
-def _formal(node: onnx.NodeProto) -> onnx.defs.OpSchema:
+def _schema(node: onnx.NodeProto) -> onnx.defs.OpSchema:
     from onnx import defs
 
     return defs.get_schema(node.op_type, OPSETS[BF16])
@@ -326,12 +320,12 @@ def _array(tensor: onnx.TensorProto) -> NDArray[np.generic]:
 def wide_layers(
     model: onnx.ModelProto, largest: Mapping[str, float], *, rest: str, but: Collection[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """(node -> the tensor that it gives, node -> why it must compute in float32).
+    """Return (node -> its output tensor, node -> reason) for nodes that must run in float32.
 
     Args:
         model: cleaned float model.
-        largest: tensor -> largest |x| that was seen.
-        rest: type of what is not int8; only float16 holds too little.
+        largest: tensor -> largest |x| observed.
+        rest: type of the float part; only "fp16" can be too narrow.
         but: nodes that run in int8.
     """
     if rest != FP16:
@@ -344,33 +338,33 @@ def wide_layers(
 
 
 def written(stem: Path, suffix: str, model: onnx.ModelProto | bytes) -> Path:
-    """Write a model, or a text, as `stem` + `suffix`; a model always as the same bytes."""
-    whole = model if isinstance(model, bytes) else model.SerializeToString(deterministic=True)
-    return atomic.write_bytes(stem.with_name(stem.name + suffix), whole)
+    """Write a model (deterministically) or bytes to `stem` + `suffix`; return the path."""
+    data = model if isinstance(model, bytes) else model.SerializeToString(deterministic=True)
+    return atomic.write_bytes(stem.with_name(stem.name + suffix), data)
 
 
 ANEW = (
-    "TensorRT's are int8 with zero point 0: each range is as wide on either side of 0 as its"
-    " farther end, and pairs stand where TensorRT wants them"
+    "TensorRT's are int8 with zero point 0, so ranges are made symmetric around 0, and pairs stand"
+    " where TensorRT wants them"
 )
 NARROW = "In the typed model scales are rounded up to what its narrow type holds."
 
 
 def fits(trained: Trained) -> bool:
-    """Whether TensorRT reads all pairs as they are, biases in int32 apart."""
+    """Return whether TensorRT reads all pairs unchanged, except int32 biases."""
     kinds = {grid.dtype for grid in trained.stored}
-    plain = not any(grid.zero.any() for grid in trained.stored)
-    return trained.only("int8", symmetric=True) and kinds <= {"int8", "int32"} and plain
+    symmetric = not any(grid.zero.any() for grid in trained.stored)
+    return trained.only("int8", symmetric=True) and kinds <= {"int8", "int32"} and symmetric
 
 
 def own_model(trained: Trained) -> onnx.ModelProto:
-    """The Q/DQ model with its biases in float, of which TensorRT reads no integers."""
+    """Return the user's Q/DQ model with int32 biases dequantized; TensorRT needs float biases."""
     model = copied(trained.model)
     index = Graph(model)
     biases = {
-        node.output[0]: _product(node, index)
+        node.output[0]: _dequantized(node, index)
         for node in index.nodes
-        if node.op_type == DQ and _int32(node, index)
+        if node.op_type == DQ and _is_int32(node, index)
     }
     from onnx import numpy_helper
 
@@ -384,32 +378,32 @@ def own_model(trained: Trained) -> onnx.ModelProto:
 def own_typed(
     model: onnx.ModelProto, rest: str, largest: Mapping[str, float]
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """The same model with everything that is not quantized in a narrow type, as `typed` does.
+    """Round the scales of the user's Q/DQ model with `storable`, then apply `typed`.
 
     Raises:
-        ExportError: as there.
+        ExportError: as `typed`.
     """
     from onnx import numpy_helper
 
     rounded = copied(model)
     index = Graph(rounded)
     pairs = [node for node in index.nodes if node.op_type in (Q, DQ)]
-    held = {n.input[1]: index.constants[n.input[1]] for n in pairs}
-    for tensor in (one for one in held.values() if one.data_type == _FLOAT):
+    scale_tensors = {n.input[1]: index.constants[n.input[1]] for n in pairs}
+    for tensor in (one for one in scale_tensors.values() if one.data_type == _FLOAT):
         scales = storable(np.asarray(to_array(tensor), np.float32), rest)
         tensor.CopyFrom(numpy_helper.from_array(scales.reshape(tuple(tensor.dims)), tensor.name))
     return typed(rounded, rest, largest)
 
 
-def _int32(node: onnx.NodeProto, index: Graph) -> bool:
+def _is_int32(node: onnx.NodeProto, index: Graph) -> bool:
     stored = index.constants.get(node.input[0])
     return stored is not None and to_array(stored).dtype == np.int32
 
 
-def _product(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32]:
-    """What a DequantizeLinear gives of constant integers with zero point 0."""
+def _dequantized(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32]:
+    """Return the output of a DequantizeLinear of a constant with zero point 0."""
     integers = to_array(index.constants[node.input[0]])
     scale = to_array(index.constants[node.input[1]]).astype(np.float32)
     axis = int(attributes(node).get("axis", 1)) % max(integers.ndim, 1)
-    shape = [-1 if place == axis and scale.size > 1 else 1 for place in range(integers.ndim)]
+    shape = [-1 if dim == axis and scale.size > 1 else 1 for dim in range(integers.ndim)]
     return np.asarray(integers.astype(np.float32) * scale.reshape(shape), np.float32)

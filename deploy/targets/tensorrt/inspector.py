@@ -1,24 +1,19 @@
-"""The layers of a TensorRT engine, out of the JSON of its engine inspector.
+"""Layers, layer times and throughput of a TensorRT engine.
 
-An engine that was built with detailed profiling verbosity tells of each layer its name, its kind,
-the format and type of what it reads and, since 8.6, the nodes of the ONNX model that it runs::
+With detailed profiling verbosity, the engine inspector's JSON gives for each layer its name, kind,
+the format and type of its inputs and, since 8.6, the ONNX nodes that it runs::
 
     {"Layers": [{"Name": "/a/Conv + /a/Relu", "LayerType": "CaskConvolution",
                  "Inputs": [{"Name": "x", "Format/Datatype": "Row major Int8 format"}], ...,
                  "Metadata": "[ONNX Layer: /a/Conv][ONNX Layer: /a/Relu]"}, ...]}
 
-Any other engine tells names alone, of which nothing is made here. What a layer computes in is taken
-from what it reads first, as NVIDIA's Engine Explorer takes it.
+Other engines give names only, which are not used here. A layer's precision is the type of its first
+input, as in NVIDIA's Engine Explorer.
 
-Sources: IEngineInspector in NvInferRuntime.h of 8.5 to 11.1; trex/layer.py and trex/activations.py
-of NVIDIA/TensorRT's trt-engine-explorer, for the words of formats and types.
-
-How long each layer of an engine takes, by TensorRT's own profiler.
-
-Source: IProfiler and IExecutionContext.setProfiler in NvInferRuntime.h of 8.5 to 11.1: while one is
-set, a context that is enqueued waits for itself and reports every layer, in milliseconds.
-
-Throughput of several sessions at once, each on its own stream, as trtexec's --infStreams.
+Sources: IEngineInspector, IProfiler and IExecutionContext.setProfiler in NvInferRuntime.h of 8.5 to
+11.1 (with a profiler set, each enqueue is synchronous and reports every layer in milliseconds);
+trex/layer.py and trex/activations.py of NVIDIA/TensorRT's trt-engine-explorer, for the spelling of
+formats and types.
 """
 
 from __future__ import annotations
@@ -42,7 +37,7 @@ _NODE = re.compile(r"\[ONNX Layer: (.+?)\](?=\[|[\x1e\x1f]|\s*$)")
 _FUSED = re.compile(r" \+ | \|\| |, |\bPWN\(|[()]")
 _IDLE = frozenset({"Constant", "NoOp"})  # kinds that compute nothing
 _REFORMAT = "Reformat"
-# Words of a type, in lower case, in what TensorRT says of a tensor.
+# Spellings of a type, in lower case, in the inspector's "Format/Datatype" -> its name.
 _TYPES = {
     "int8": "int8",
     "fp8": "fp8",
@@ -61,7 +56,7 @@ _TYPES = {
 
 
 def layers_of(engine: trt.ICudaEngine, context: trt.IExecutionContext) -> tuple[RanLayer, ...]:
-    """The layers of a loaded engine; none where it tells no more than their names."""
+    """Return the layers of a loaded engine; none if it was built without layer details."""
     import tensorrt as trt
 
     inspector = engine.create_engine_inspector()
@@ -70,14 +65,14 @@ def layers_of(engine: trt.ICudaEngine, context: trt.IExecutionContext) -> tuple[
 
 
 def read(text: str) -> tuple[RanLayer, ...]:
-    """The layers in the inspector's JSON; those that compute nothing are left out."""
+    """Parse the inspector's JSON; layers that compute nothing are left out."""
     try:
         document = json.loads(text)
-    except ValueError:  # an engine without a word on its layers
+    except ValueError:  # an engine without layer information
         return ()
     listed = document.get("Layers", []) if isinstance(document, dict) else []
-    told = [layer for layer in listed if isinstance(layer, dict)]
-    return tuple(_layer(layer) for layer in told if layer.get("LayerType") not in _IDLE)
+    detailed = [layer for layer in listed if isinstance(layer, dict)]
+    return tuple(_layer(layer) for layer in detailed if layer.get("LayerType") not in _IDLE)
 
 
 def _layer(layer: Mapping[str, Any]) -> RanLayer:
@@ -92,38 +87,36 @@ def _layer(layer: Mapping[str, Any]) -> RanLayer:
 
 
 def _precision(layer: Mapping[str, Any]) -> str:
-    """Type of the first input, or of the first output of a layer that reads nothing."""
+    """Return the type of the first input, or of the first output if there are no inputs."""
     tensors = [*(layer.get("Inputs") or []), *(layer.get("Outputs") or [])]
-    said = str(tensors[0].get("Format/Datatype", "")) if tensors else ""
-    words = re.findall(r"[a-z0-9]+", said.lower())
+    text = str(tensors[0].get("Format/Datatype", "")) if tensors else ""
+    words = re.findall(r"[a-z0-9]+", text.lower())
     return next((_TYPES[word] for word in words if word in _TYPES), "")
 
 
 def _nodes(name: str, metadata: str) -> tuple[str, ...]:
-    """Nodes by what the parser noted of them, or else by what the layer's name is joined from."""
-    found = _NODE.findall(metadata) or filter(None, map(str.strip, _FUSED.split(name)))
-    return tuple(dict.fromkeys(found))
+    """Return the ONNX nodes in a layer's metadata, or else the parts of its fused name."""
+    nodes = _NODE.findall(metadata) or filter(None, map(str.strip, _FUSED.split(name)))
+    return tuple(dict.fromkeys(nodes))
 
 
 def listener() -> tuple[trt.IProfiler, list[tuple[str, float]]]:
-    """A profiler for a context, and (layer, ms) of all that it is told, which grows with each run.
+    """Return a profiler for a context, and the list to which each run appends (layer, ms).
 
-    It is to be kept as long as the context.
+    Keep a reference to the profiler as long as the context lives.
     """
     import tensorrt as trt
 
-    found: list[tuple[str, float]] = []
+    times: list[tuple[str, float]] = []
 
     class Listener(trt.IProfiler):
-        """Keeps what is reported."""
-
         def __init__(self) -> None:
             trt.IProfiler.__init__(self)
 
         def report_layer_time(self, layer_name: str, ms: float) -> None:
-            found.append((layer_name, float(ms)))
+            times.append((layer_name, float(ms)))
 
-    return Listener(), found
+    return Listener(), times
 
 
 def throughput(
@@ -133,11 +126,10 @@ def throughput(
     warmup_ms: float = 200,
     duration_s: float = 3,
 ) -> float:
-    """Inferences a second of all sessions together.
+    """Return inferences per second of all sessions together, each on its own stream.
 
-    Latencies are not given: those of streams that share a device say nothing of one inference.
-    Each run is waited for before the next is queued, so trtexec, which queues one ahead, may show
-    more.
+    Like trtexec's --infStreams, except that trtexec enqueues one inference ahead and may show more.
+    Latency is not measured: with streams sharing a device it says nothing about one inference.
 
     Raises:
         ConfigError: no session or no feed.
@@ -145,15 +137,15 @@ def throughput(
     """
     if not sessions or not feeds:
         raise ConfigError(f"got {len(sessions)} sessions and {len(feeds)} inputs, both must be > 0")
-    _together(sessions, feeds, seconds=warmup_ms / 1e3)
-    counted, seconds = _together(sessions, feeds, seconds=duration_s)
-    return counted / seconds
+    _run_all(sessions, feeds, seconds=warmup_ms / 1e3)
+    inferences, seconds = _run_all(sessions, feeds, seconds=duration_s)
+    return inferences / seconds
 
 
-def _together(
+def _run_all(
     sessions: Sequence[Session], feeds: Sequence[Mapping[str, Array]], *, seconds: float
 ) -> tuple[int, float]:
-    """(inferences, seconds) of one thread a session, each running at least once."""
+    """Run one thread per session, each at least once; return (inferences, seconds)."""
     counts = [0] * len(sessions)
     errors: list[BaseException] = []
     start = time.perf_counter()

@@ -1,14 +1,13 @@
-"""Which entries of a TensorRT cache fit a model, which of its tensors they cover, and why not.
+"""Match the entries of a TensorRT cache to the tensors of a model.
 
 ::
 
-    cache entry --> tensor of the model    by name; by the rule of TensorRT's parser for the
-                                           tensors that it names itself; by position, between two
+    cache entry --> tensor of the model    by name; by the naming rules of TensorRT's parser for
+                                           tensors inside a node; by position, between two
                                            entries that match by name
     tensor      --> Q/DQ pair              where `deploy.graph.plan` puts one for TensorRT
 
-Nothing is dropped silently: each entry is used, or unused with a reason, and each tensor that wants
-a pair is covered, or not with a reason.
+Every unused entry and every tensor to be quantized that is left without a scale gets a reason.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from deploy.targets.tensorrt.naming import CacheTensor, cache_tensors, scale_own
 if TYPE_CHECKING:
     import onnx
 
-_OLDEST = "6.0.1"  # taken for the legacy form, which has no version
+_OLDEST = "6.0.1"  # version assumed for the legacy form, whose header has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +36,10 @@ class EntryUse:
     """One entry of the cache.
 
     Attributes:
-        name: its key.
+        name: the entry's key.
         tensor: the model's tensor that it belongs to, or None.
-        used: whether a Q/DQ pair takes its scale.
-        reason: how it was matched, and why it is not used.
+        used: whether a Q/DQ pair uses its scale.
+        reason: how it was matched; if unused, why.
     """
 
     name: str
@@ -51,7 +50,7 @@ class EntryUse:
 
 @dataclass(frozen=True, slots=True)
 class Cover:
-    """One tensor that wants a Q/DQ pair: covered, or why not."""
+    """One tensor to be quantized: whether the cache has a scale for it, and if not, why."""
 
     tensor: str
     covered: bool
@@ -60,12 +59,12 @@ class Cover:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The report, and what the Q/DQ writer needs.
+    """A cache matched to a model, with the plan and scales for the Q/DQ writer.
 
     Attributes:
         entries: every entry of the cache, in its order.
         tensors: every tensor that TensorRT's placement would quantize, in the model's order.
-        plan: the placement with what is covered.
+        plan: the placement, restricted to covered tensors.
         scales: tensor -> scale, for `plan.activations`.
     """
 
@@ -76,12 +75,12 @@ class Match:
 
     @property
     def used(self) -> int:
-        """How many entries are used."""
+        """Number of used entries."""
         return sum(entry.used for entry in self.entries)
 
     @property
     def covered(self) -> int:
-        """How many tensors are covered."""
+        """Number of covered tensors."""
         return sum(tensor.covered for tensor in self.tensors)
 
 
@@ -94,107 +93,106 @@ def match(
     float_nodes: Mapping[str, str] | Iterable[str] = (),
     placement: Placement = TENSORRT,
 ) -> Match:
-    """Hold a cache against a cleaned model.
+    """Match a cache to a cleaned model.
 
     Args:
-        cache: as TensorRT or calib8 wrote it.
+        cache: written by TensorRT or calib8.
         model: cleaned float model, BatchNormalization folded or not.
-        original: the model as TensorRT reads it, for the names its parser gives.
+        original: the model as TensorRT reads it, for the names that its parser gives.
         parser: see `deploy.targets.tensorrt.naming.cache_tensors`.
-        float_nodes: nodes to keep in float, as `analyse` takes them.
-        placement: where the pairs are to stand: of `deploy.graph.placement.TENSORRT_ON`, or as the
-            target's options change it.
+        float_nodes: nodes to keep in float, as for `analyse`.
+        placement: positions of the pairs: from `deploy.graph.placement.TENSORRT_ON`, possibly
+            changed by the target's options.
 
     Raises:
-        CacheError: one tensor stands in the cache with two scales.
+        CacheError: the cache has two scales for one tensor.
     """
     scales, flaws = cache.scales(), cache.flaws()
     version = cache.header.version or _OLDEST
     listed = cache_tensors(model, version=version, parser=parser, original=original)
-    known = _all_tensors(original) if original is not None else set()
-    found = _resolve(list(scales), listed, scales, known)
-    sound = {tensor: scales[name] for name, (tensor, _) in found.items() if name not in flaws}
-    why = {tensor: f"has a {flaws[n]} scale" for n, (tensor, _) in found.items() if n in flaws}
+    file_tensors = _all_tensors(original) if original is not None else set()
+    matches = _match_entries(list(scales), listed, scales, file_tensors)
+    usable = {tensor: scales[name] for name, (tensor, _) in matches.items() if name not in flaws}
+    why = {tensor: f"has a {flaws[n]} scale" for n, (tensor, _) in matches.items() if n in flaws}
     pools = {
         t.source: owner for t, owner in zip(listed, scale_owners(listed).values(), strict=True)
     }
-    plan, wanted, chosen = _plan(model, placement, sound, why, pools, reasons(float_nodes))
-    serving = {wanted[tensor] for tensor in chosen}
+    plan, owners, chosen = _plan(model, placement, usable, why, pools, reasons(float_nodes))
+    used = {owners[tensor] for tensor in chosen}
     word = placement.word
+    entries = tuple(_entry(name, matches.get(name), flaws.get(name), used, word) for name in scales)
     entries = tuple(
-        _entry(name, found.get(name), flaws.get(name), serving, word) for name in scales
+        e if e.tensor else replace(e, reason=_why_unmatched(e.name, model, original))
+        for e in entries
     )
-    entries = tuple(
-        e if e.tensor else replace(e, reason=_stranger(e.name, model, original)) for e in entries
-    )
-    tensors = tuple(_cover(tensor, wanted, chosen, why) for tensor in wanted)
+    tensors = tuple(_cover(tensor, owners, chosen, why) for tensor in owners)
     return Match(entries, tensors, plan, chosen)
 
 
 def _plan(
     model: onnx.ModelProto,
     placement: Placement,
-    sound: Mapping[str, np.float32],
+    usable: Mapping[str, np.float32],
     why: Mapping[str, str],
     pools: Mapping[str, str],
     float_nodes: Mapping[str, str],
 ) -> tuple[Plan, dict[str, str], dict[str, np.float32]]:
-    """(plan with what is covered, tensor that wants a pair -> whose scale, scale of each pair).
+    """Return (plan of the covered tensors, tensor -> whose scale it takes, scale of each pair).
 
-    A pool has the scale of its input, as in every cache of TensorRT. Another moved copy of a tensor
-    (Flatten) has an entry of its own; where that is missing, the tensor's serves.
+    A pool output takes the scale of the pool's input, as in every TensorRT cache. Another moved
+    copy of a tensor (Flatten) has its own entry; if that is missing, it takes the tensor's scale.
     """
     full = analyse(model, placement, float_nodes=float_nodes)
-    owners = {pair.tensor: full.owners.get(pair.tensor, pair.tensor) for pair in full.pairs}
+    moved_from = {pair.tensor: full.owners.get(pair.tensor, pair.tensor) for pair in full.pairs}
 
-    def source(tensor: str) -> str:
-        choices = (pools.get(tensor, tensor), tensor, owners[tensor])
-        return next((name for name in choices if name in sound), tensor)
+    def scale_owner(tensor: str) -> str:
+        choices = (pools.get(tensor, tensor), tensor, moved_from[tensor])
+        return next((name for name in choices if name in usable), tensor)
 
-    wanted = {tensor: source(tensor) for tensor in owners}
+    owners = {tensor: scale_owner(tensor) for tensor in moved_from}
     missing = {
         tensor: why.get(tensor, "has no entry in the cache")
-        for tensor, owner in wanted.items()
-        if owner not in sound
+        for tensor, owner in owners.items()
+        if owner not in usable
     }
-    missing |= {owners[tensor]: why for tensor, why in missing.items()}
+    missing |= {moved_from[tensor]: why for tensor, why in missing.items()}
     plan = analyse(model, placement, float_nodes=float_nodes, float_tensors=missing)
     plan = replace(plan, owners={})
-    return plan, wanted, {name: sound[wanted[name]] for name in plan.activations}
+    return plan, owners, {name: usable[owners[name]] for name in plan.activations}
 
 
-def _resolve(
+def _match_entries(
     names: Sequence[str],
     listed: Sequence[CacheTensor],
     scales: Mapping[str, np.float32],
-    known: Collection[str],
+    file_tensors: Collection[str],
 ) -> dict[str, tuple[str, str]]:
-    """Entry -> (tensor, how it was matched); `known` are the tensors of the user's file."""
-    own = {t.name: t.source for t in listed}
-    found: dict[str, tuple[str, str]] = {}
+    """Return entry -> (tensor, how it was matched)."""
+    sources = {t.name: t.source for t in listed}
+    matches: dict[str, tuple[str, str]] = {}
     tensors = {t.source for t in listed}
     for name in names:
         if name in tensors:
-            found[name] = (name, "by name")
-        elif name in own:
-            found[name] = (own[name], "as TensorRT's parser names it")
-    taken = {tensor for tensor, _ in found.values()}
-    for name, tensor in _by_position(names, [t.name for t in listed], known).items():
-        source = own[tensor]
-        if name not in found and source not in taken and _pools_agree(name, tensor, listed, scales):
-            found[name] = (source, "renamed; by its position")
+            matches[name] = (name, "by name")
+        elif name in sources:
+            matches[name] = (sources[name], "as TensorRT's parser names it")
+    taken = {tensor for tensor, _ in matches.values()}
+    for name, key in _match_by_position(names, [t.name for t in listed], file_tensors).items():
+        source = sources[key]
+        if name not in matches and source not in taken and _pools_agree(name, key, listed, scales):
+            matches[name] = (source, "renamed; by its position")
             taken.add(source)
-    return found
+    return matches
 
 
-def _by_position(
-    names: Sequence[str], listed: Sequence[str], known: Collection[str]
+def _match_by_position(
+    names: Sequence[str], listed: Sequence[str], file_tensors: Collection[str]
 ) -> dict[str, str]:
-    """Renamed entries: between two neighbours that match by name, both sides must be as many.
+    """Match renamed entries: as many entries as tensors lie between two matches by name.
 
-    Nothing is concluded where the entries are not in the network's order, as in caches from
-    TensorRT 8 on; before the first and after the last match; or where one of the names is that of
-    another tensor in the file.
+    Nothing is matched where the entries are not in network order (caches from TensorRT 8 on),
+    before the first and after the last match, or where an entry has the name of another tensor of
+    the file.
     """
     place = {name: index for index, name in enumerate(listed)}
     anchors = [(i, place[name]) for i, name in enumerate(names) if name in place]
@@ -203,7 +201,7 @@ def _by_position(
     renamed: dict[str, str] = {}
     for (i, j), (k, m) in pairwise(anchors):
         between = names[i + 1 : k]
-        if k - i == m - j and not any(name in known for name in between):
+        if k - i == m - j and not any(name in file_tensors for name in between):
             renamed |= dict(zip(between, listed[j + 1 : m], strict=True))
     return renamed
 
@@ -215,31 +213,31 @@ def _all_tensors(model: onnx.ModelProto) -> set[str]:
 def _pools_agree(
     name: str, tensor: str, listed: Sequence[CacheTensor], scales: Mapping[str, np.float32]
 ) -> bool:
-    """A pool's entry must equal its input's; where it does not, the position is wrong."""
+    """Return False if a pool's scale is not that of its input: then the position is wrong."""
     shares = next((t.shares for t in listed if t.name == tensor), None)
     return shares is None or shares not in scales or scales[shares] == scales[name]
 
 
 def _entry(
     name: str,
-    found: tuple[str, str] | None,
+    matched: tuple[str, str] | None,
     flaw: str | None,
-    serving: Collection[str],
+    used: Collection[str],
     word: str,
 ) -> EntryUse:
-    if found is None:
+    if matched is None:
         return EntryUse(name, None, False, "")
-    tensor, how = found
+    tensor, how = matched
     if flaw is not None:
         return EntryUse(name, tensor, False, f"its scale is {flaw}")
-    if tensor not in serving:
+    if tensor not in used:
         reason = f"no pair of its own: no {word} node reads it directly"
         return EntryUse(name, tensor, False, reason)
     return EntryUse(name, tensor, True, how)
 
 
-def _stranger(name: str, model: onnx.ModelProto, original: onnx.ModelProto | None) -> str:
-    """Why an entry belongs to no activation of the model."""
+def _why_unmatched(name: str, model: onnx.ModelProto, original: onnx.ModelProto | None) -> str:
+    """Return why an entry belongs to no activation of the model."""
     if original is not None and any(name in node.output for node in original.graph.node):
         return (
             "in the file, but not after folding (BatchNormalization, constants), or behind a plugin"
@@ -258,13 +256,13 @@ def _stranger(name: str, model: onnx.ModelProto, original: onnx.ModelProto | Non
 
 def _cover(
     tensor: str,
-    wanted: Mapping[str, str],
+    owners: Mapping[str, str],
     chosen: Mapping[str, np.float32],
     why: Mapping[str, str],
 ) -> Cover:
     if tensor in chosen:
-        source = wanted[tensor]
-        return Cover(tensor, True, "" if source == tensor else f"with the scale of {source}")
+        owner = owners[tensor]
+        return Cover(tensor, True, "" if owner == tensor else f"with the scale of {owner}")
     return Cover(
         tensor, False, why.get(tensor, "has no entry in the cache, or its node stays float")
     )

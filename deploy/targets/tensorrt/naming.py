@@ -1,8 +1,8 @@
-"""Which tensors a TensorRT calibration cache lists for a model, and under which names.
+"""Contents of a TensorRT calibration cache: tensors, their names, and their scales.
 
-Entropy2 and MinMax calibrate before any fusion, so the cache lists every float activation of the
-network that the parser built: also what a Conv gives before its Relu or BatchNormalization. A
-tensor carries its ONNX name, but for those that the parser puts inside one ONNX node::
+Entropy2 and MinMax calibrate before fusion, so a cache lists every float activation of the network
+that the parser built, including the output of a Conv before its Relu or BatchNormalization. Tensors
+have their ONNX names, except those that the parser creates inside one ONNX node::
 
     ONNX parser of 7.x to 8.3          Gemm = Shuffle -> Fully Connected -> Shuffle
         (Unnamed Layer* 5) [Shuffle]_output, (Unnamed Layer* 6) [Fully Connected]_output, fc1
@@ -11,32 +11,26 @@ tensor carries its ONNX name, but for those that the parser puts inside one ONNX
     Caffe parser (taken before 8)      no Flatten; a Relu in place takes the name of its layer
         (Unnamed Layer* 4) [Fully Connected]_output, ip1
 
-The number is the layer's index in the network, so every layer before it must be counted; where one
-cannot be (an operator of which it is not established how many layers it becomes), the tensor is
-left out, which TensorRT answers with a "missing scale" warning and no harm: it is inside one node.
+The number is the layer's index in the network, so all preceding layers must be counted. If the
+number of layers of a preceding operator is not known, the tensor is left out: TensorRT then prints
+a harmless "missing scale" warning, since the tensor is inside one node. Outputs of pools have the
+scale of the pool's input; their own values are not observed.
 
-Pooling outputs carry the scale of the pool's input; their own values are not looked at.
-
-Sources: onnx/onnx-tensorrt, builtin_op_importers.cpp at release/7.2.1 to 8.2 (Gemm) and
-onnxOpImporters.cpp at 10.1; caches written by TensorRT 7.2.1 (VGG16, layer counts), 7.2.2 (LeNet
-by the Caffe parser, pooling), 10.3.0, 10.10.0 (Gemm and Softmax) and 10.14.1 (YOLOv8n: all of its
-backbone and neck, pooling).
-
-The ranges of a calibration as TensorRT's cache of a model has them.
-
-What TensorRT's own calibrators see: the model as its parser reads it, by its range rule.
-
-The model is run by ONNX Runtime on the CPU with its BatchNormalization nodes left alone, since
-TensorRT calibrates before fusion, and every tensor that TensorRT's parser names is observed. Two
-methods do as it does::
+Two methods reproduce TensorRT's own calibrators. They observe every tensor that TensorRT's parser
+names, in ONNX Runtime on the CPU, with BatchNormalization not folded::
 
     entropy-tensorrt    the first calibration batch sets each tensor's range, which then only
                         doubles: the scales depend on the batch size and the order of the images
     legacy              the quantile of |x| that the legacy form's header states
 
-What TensorRT does is established for entropy (tables reproduced index by index); for the legacy
-calibrator only its format is, so its regression is left out. Every other method looks at the
-cleaned model, whose tensors keep their names, and so shares its observations with other targets.
+The entropy search is reproduced exactly (its tables are equal index by index); the regression of
+the legacy calibrator is not documented and left out. All other methods observe the cleaned model,
+so they share observations with other targets.
+
+Sources: onnx/onnx-tensorrt, builtin_op_importers.cpp at release/7.2.1 to 8.2 (Gemm) and
+onnxOpImporters.cpp at 10.1; caches written by TensorRT 7.2.1 (VGG16, layer counts), 7.2.2 (LeNet
+by the Caffe parser, pooling), 10.3.0, 10.10.0 (Gemm and Softmax) and 10.14.1 (YOLOv8n: all of its
+backbone and neck, pooling).
 """
 
 from __future__ import annotations
@@ -66,7 +60,7 @@ ONNX, CAFFE = "onnx", "caffe"
 POOLS = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"})
 _SAME = frozenset({"Identity", "Dropout"})
 _FLOAT = 1
-# ONNX operator -> TensorRT's word for the one layer that it becomes.
+# ONNX operator -> TensorRT's name for the single layer that it becomes.
 _LAYER_WORDS = {
     "Conv": "Convolution",
     "ConvTranspose": "Deconvolution",
@@ -89,12 +83,12 @@ _LAYER_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
-    """One entry of the cache to be.
+    """One entry of a calibration cache.
 
     Attributes:
-        name: the key in the cache.
-        source: the ONNX tensor whose values it has.
-        shares: the ONNX tensor whose scale it copies (the input of a pool), or None.
+        name: key in the cache.
+        source: ONNX tensor with the same values.
+        shares: ONNX tensor whose scale it copies (the input of a pool), or None.
     """
 
     name: str
@@ -103,13 +97,12 @@ class CacheTensor:
 
 
 def trt_tensors(model: onnx.ModelProto) -> list[str]:
-    """ONNX tensors that a TensorRT cache wants statistics of, in the network's order.
+    """List the float inputs and float node outputs of a model: what a TensorRT cache lists.
 
     `model` is cleaned but keeps its BatchNormalization nodes (`load(..., fold_batchnorm=False)`).
-    Float graph inputs and every float node output, whatever feeds a shape or an index left out.
     """
     graph = Graph(model)
-    # one whose type inference could not tell counts as float
+    # a tensor whose type could not be inferred counts as float
     return [n for n in [*graph.inputs, *graph.producer] if graph.dtypes.get(n, 0) in (0, _FLOAT)]
 
 
@@ -120,23 +113,23 @@ def cache_tensors(
     parser: str | None = None,
     original: onnx.ModelProto | None = None,
 ) -> list[CacheTensor]:
-    """The entries of the cache that TensorRT `version` would write for `model`, in order.
+    """List the entries of the cache that TensorRT `version` would write for `model`.
 
     Args:
         model: cleaned, with its BatchNormalization nodes.
         version: "X.Y.Z".
-        parser: ONNX or CAFFE; None takes `likely_parser`.
-        original: the model as TensorRT reads it, for the names of nodes and for the tensors of
-            Identity, Dropout and idle Cast nodes, which cleaning removes; None takes `model`.
+        parser: ONNX or CAFFE; None for `likely_parser`.
+        original: the model as TensorRT reads it, for node names and for the tensors of Identity,
+            Dropout and no-op Cast nodes, which cleaning removes; None for `model`.
     """
-    seen = original if original is not None else model
-    if (parser or likely_parser(seen, version)) == CAFFE:
+    read = original if original is not None else model
+    if (parser or likely_parser(read, version)) == CAFFE:
         return _caffe_tensors(model)
-    return _onnx_tensors(model, seen, version_label(version))
+    return _onnx_tensors(model, read, version_label(version))
 
 
 def scale_owners(tensors: Iterable[CacheTensor]) -> dict[str, str]:
-    """Name of each entry -> the ONNX tensor whose scale it has: its own, or a pool's input."""
+    """Map each entry name to the ONNX tensor whose scale it has: its own, or a pool's input."""
     listed = list(tensors)
     pooled = {tensor.source: tensor.shares for tensor in listed if tensor.shares is not None}
     owners = {}
@@ -149,10 +142,10 @@ def scale_owners(tensors: Iterable[CacheTensor]) -> dict[str, str]:
 
 
 def likely_parser(model: onnx.ModelProto, version: str) -> str:
-    """CAFFE for a network that came from Caffe and a TensorRT before 8, else ONNX.
+    """Return CAFFE for a network converted from Caffe and a TensorRT before 8, else ONNX.
 
-    Taken as from Caffe: an ONNX file that no exporter signed (no producer, no node names) whose
-    only input is called "data", as Caffe's models call it.
+    A model counts as converted from Caffe if it has no producer name, no node names, and a single
+    input called "data", Caffe's usual name.
     """
     unsigned = not model.producer_name and not any(node.name for node in model.graph.node)
     inputs = [value.name for value in fed_inputs(model.graph)]
@@ -161,42 +154,45 @@ def likely_parser(model: onnx.ModelProto, version: str) -> str:
 
 
 def unnamed(index: int, word: str) -> str:
-    """TensorRT's own name for the first output of its layer `index`, until 9."""
+    """Return TensorRT's name for the first output of its layer `index`, up to version 9."""
     return f"(Unnamed Layer* {index}) [{word}]_output"
 
 
 def inner_name(name: str, output: str) -> str:
-    """TensorRT's name, from 10, for what the first layer of the node `name` gives.
+    """Return TensorRT's name, from version 10, for the output of the first layer of node `name`.
 
-    Of a Gemm that is the product before the bias, of a Softmax the result before its reshape.
+    For a Gemm that is the product before the bias, for a Softmax the result before its reshape.
     """
     return f"{name or f'node_of_{output}'}_output"
 
 
-def _onnx_tensors(model: onnx.ModelProto, seen: onnx.ModelProto, label: int) -> list[CacheTensor]:
+def _onnx_tensors(model: onnx.ModelProto, read: onnx.ModelProto, label: int) -> list[CacheTensor]:
+    """List the entries by the ONNX parser, which reads the uncleaned model `read`."""
     graph, listed = Graph(model), trt_tensors(model)
-    known, pooled = set(listed), _pooled(graph)
-    names = {node.output[0]: node.name for node in seen.graph.node if node.output}
-    layers = _layer_indices(seen, label)
+    present, pool_inputs = set(listed), _pool_inputs(graph)
+    names = {node.output[0]: node.name for node in read.graph.node if node.output}
+    layers = _layer_indices(read, label)
     tensors = [CacheTensor(n, n) for n in listed if n not in graph.producer]
     for node in graph.nodes:
         first = node.output[0]
-        if node.op_type in ("Gemm", "Softmax") and {node.input[0], first} <= known:
-            tensors += _inside(node, layers.get(first), label, names.get(first, ""))
-        tensors += [CacheTensor(n, n, pooled.get(n)) for n in node.output if n in known]
-    for copy, source in _removed(seen, known).items():
-        place = max(i for i, tensor in enumerate(tensors) if tensor.source == source)
-        tensors.insert(place + 1, CacheTensor(copy, source))
+        if node.op_type in ("Gemm", "Softmax") and {node.input[0], first} <= present:
+            tensors += _inner_tensors(node, layers.get(first), label, names.get(first, ""))
+        tensors += [CacheTensor(n, n, pool_inputs.get(n)) for n in node.output if n in present]
+    for copy, source in _removed_copies(read, present).items():
+        index = max(i for i, tensor in enumerate(tensors) if tensor.source == source)
+        tensors.insert(index + 1, CacheTensor(copy, source))
     return tensors
 
 
-def _inside(node: onnx.NodeProto, layer: int | None, label: int, name: str) -> list[CacheTensor]:
-    """The tensors that the parser makes inside a Gemm or Softmax, as far as they can be named."""
+def _inner_tensors(
+    node: onnx.NodeProto, layer: int | None, label: int, name: str
+) -> list[CacheTensor]:
+    """List the tensors that the parser creates inside a Gemm or Softmax, if their name is known."""
     if label >= 100000:
-        made = inner_name(name, node.output[0])
+        inner = inner_name(name, node.output[0])
         if node.op_type == "Softmax":
-            return [CacheTensor(made, node.output[0])]
-        return [CacheTensor(made, made)] if len(node.input) > 2 and node.input[2] else []
+            return [CacheTensor(inner, node.output[0])]
+        return [CacheTensor(inner, inner)] if len(node.input) > 2 and node.input[2] else []
     if label >= 8400 or layer is None or node.op_type == "Softmax":
         return []
     return [
@@ -206,29 +202,30 @@ def _inside(node: onnx.NodeProto, layer: int | None, label: int, name: str) -> l
 
 
 def _layer_indices(model: onnx.ModelProto, label: int) -> dict[str, int]:
-    """First output of a node -> index of its first layer, up to the first node not established."""
-    found: dict[str, int] = {}
+    """Map a node's first output to its first layer index, up to a node of unknown layer count."""
+    indices: dict[str, int] = {}
     layers = 0
     for node in model.graph.node if label < 8400 else []:
         if node.op_type == "Constant":
             continue
-        found[node.output[0]] = layers
+        indices[node.output[0]] = layers
         if node.op_type == "Gemm":
             layers += 3
         elif (node.op_type in _LAYER_WORDS or node.op_type in _SAME) and node.op_type != "Softmax":
             layers += 1
         else:
             break
-    return found
+    return indices
 
 
 def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
-    """Caffe: inner products flatten by themselves, and a Relu works in place.
+    """List the entries by the Caffe parser.
 
-    The layer before such a Relu loses its name to it and shows under its index.
+    Inner products flatten their input, and a Relu works in place: it takes the name of the layer
+    before it, which is listed by its index.
     """
     graph, listed = Graph(model), trt_tensors(model)
-    known, pooled = set(listed), _pooled(graph)
+    present, pool_inputs = set(listed), _pool_inputs(graph)
     tensors = [CacheTensor(n, n) for n in listed if n not in graph.producer]
     layers: int | None = 0
     for node in graph.nodes:
@@ -240,122 +237,122 @@ def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
         name: str | None = out
         if ops == ["Relu"]:
             name = unnamed(layers, word) if layers is not None and word else None
-        if name is not None and out in known:
-            tensors.append(CacheTensor(name, out, pooled.get(out)))
+        if name is not None and out in present:
+            tensors.append(CacheTensor(name, out, pool_inputs.get(out)))
         layers = layers + 1 if layers is not None and word else None
     return tensors
 
 
-def _pooled(graph: Graph) -> dict[str, str]:
-    """Output of a pool -> its input."""
+def _pool_inputs(graph: Graph) -> dict[str, str]:
+    """Map the output of each pool to its input."""
     return {n.output[0]: n.input[0] for n in graph.nodes if n.op_type in POOLS}
 
 
-def _removed(original: onnx.ModelProto, known: Collection[str]) -> dict[str, str]:
-    """Outputs of nodes that cleaning removed, which change nothing -> what they are equal to."""
-    same: dict[str, str] = {}
+def _removed_copies(original: onnx.ModelProto, present: Collection[str]) -> dict[str, str]:
+    """Map the outputs of no-op nodes that cleaning removed to the equal tensor."""
+    copies: dict[str, str] = {}
     for node in original.graph.node:
-        if _changes_nothing(node) and node.output[0] not in known:
-            source = same.get(node.input[0], node.input[0])
-            if source in known:
-                same[node.output[0]] = source
-    return same
+        if _is_noop(node) and node.output[0] not in present:
+            source = copies.get(node.input[0], node.input[0])
+            if source in present:
+                copies[node.output[0]] = source
+    return copies
 
 
-def _changes_nothing(node: onnx.NodeProto) -> bool:
-    """Of a float tensor, which is all that a cache knows."""
+def _is_noop(node: onnx.NodeProto) -> bool:
+    """Return whether a node does not change float tensors."""
     return node.op_type in _SAME or (
         node.op_type == "Cast" and attributes(node).get("to") == _FLOAT
     )
 
 
-def cache_of(model: onnx.ModelProto, found: Found, version: str) -> trt_cache.CalibrationCache:
-    """The ranges as TensorRT's cache of the cleaned model, its pools with the scale of their input.
+def cache_of(model: onnx.ModelProto, ranges: Found, version: str) -> trt_cache.CalibrationCache:
+    """Return the cache of the cleaned model from calibrated ranges.
 
-    The header names EntropyCalibration2 whatever the search was: it is the only one that
-    `trtexec --calib` reads, and scales mean the same under any.
+    The header names EntropyCalibration2 whatever the method was: `trtexec --calib` reads no other,
+    and scales have the same meaning in all.
     """
-    scales = found.symmetric
+    scales = ranges.symmetric
     owners = _owners(model, version)
     entries = {name: scales[owner] for name, owner in owners.items() if owner in scales}
     return trt_cache.from_scales(entries, version=version, algorithm=trt_cache.ENTROPY2)
 
 
 def _owners(model: onnx.ModelProto, version: str) -> dict[str, str]:
-    """Entry of the cache that goes with the cleaned model -> the tensor whose scale it has."""
+    """Map each cache entry of the cleaned model to the tensor whose scale it has."""
     return scale_owners(cache_tensors(model, version=version, parser=ONNX))
 
 
-def held(model: onnx.ModelProto, found: Found, version: str) -> dict[str, Scale]:
-    """Entry of the cache -> its range, which is as wide on either side of 0."""
+def held(model: onnx.ModelProto, ranges: Found, version: str) -> dict[str, Scale]:
+    """Return the range of each cache entry, symmetric around 0."""
     owners = _owners(model, version)
-    both = {n: replace(one, lo=-one.amax, hi=one.amax) for n, one in found.scales.items()}
+    both = {n: replace(one, lo=-one.amax, hi=one.amax) for n, one in ranges.scales.items()}
     return {name: both[owner] for name, owner in owners.items() if owner in both}
 
 
-def sizes(found: Found) -> dict[str, float]:
-    """Tensor -> largest |x| that was seen."""
-    seen = {n: max(-one.observed_min, one.observed_max) for n, one in found.scales.items()}
-    return seen | {n: math.inf for n, trouble in found.troubles.items() if trouble.infinite}
+def sizes(ranges: Found) -> dict[str, float]:
+    """Return tensor -> largest |x| observed."""
+    largest = {n: max(-one.observed_min, one.observed_max) for n, one in ranges.scales.items()}
+    return largest | {n: math.inf for n, trouble in ranges.troubles.items() if trouble.infinite}
 
 
-# Method -> the calibrator in the cache's header. TensorRT has no percentile or MSE calibrator; it
-# takes their scales under the name of the one that `trtexec --calib` reads.
+# Method -> the calibrator in the cache's header. TensorRT has no percentile or MSE calibrator;
+# their scales get the header of the one that `trtexec --calib` reads.
 ALGORITHMS = {"minmax": trt_cache.MINMAX, "legacy": trt_cache.LEGACY}
-AS_PARSED = frozenset({"entropy-tensorrt", "legacy"})
+AS_PARSED = frozenset({"entropy-tensorrt", "legacy"})  # methods that observe the unfolded model
 
 
 def version_of(subject: Subject) -> str:
-    """TensorRT that is to read the cache."""
+    """Return the version of the TensorRT that will read the cache."""
     return subject.trt_version or DEFAULT_TRT_VERSION
 
 
 def observations(subject: Subject, parser: str | None) -> tuple[Observation, ...] | None:
-    """What a method of TensorRT's own observes; None for every other method.
+    """Return the observations of a method in `AS_PARSED`; None for every other method.
 
     Raises:
         ConfigError: the model was given in memory, already cleaned.
     """
     if subject.method.name not in AS_PARSED:
         return None
-    wanted = entries(subject, parser)
-    apart = products(wanted, subject.unfolded.model)
-    key = "as TensorRT reads it" + (", Gemm products apart" if apart else "")
+    listed = entries(subject, parser)
+    split = products(listed, subject.unfolded.model)
+    key = "as TensorRT reads it" + (", Gemm products apart" if split else "")
 
     def make(_: Observed) -> onnx.ModelProto:
-        return split_gemms(subject.unfolded.model, apart)
+        return split_gemms(subject.unfolded.model, split)
 
     variant = Variant(key, make)
-    sources = dict.fromkeys(t.source for t in wanted if t.shares is None)
+    sources = dict.fromkeys(t.source for t in listed if t.shares is None)
     return tuple(Observation(variant, source, subject.statistic) for source in sources)
 
 
 def entries(subject: Subject, parser: str | None) -> list[CacheTensor]:
-    """The entries of the cache that TensorRT would write for the file, in order."""
-    own = subject.method.name in AS_PARSED
+    """List the entries of the cache that TensorRT would write for the file."""
+    as_parsed = subject.method.name in AS_PARSED
     original = subject.original
-    model = subject.unfolded.model if own else subject.model
+    model = subject.unfolded.model if as_parsed else subject.model
     return cache_tensors(model, version=version_of(subject), parser=parser, original=original)
 
 
 def refuse_names(model: onnx.ModelProto) -> None:
-    """Refuse a model that TensorRT's cache cannot tell of, before anything is observed.
+    """Refuse tensor names that a cache cannot hold, before anything is observed.
 
     Raises:
-        ExportError: a tensor's name that no line can hold.
+        ExportError: a tensor's name has a line break.
     """
     names = [name for node in model.graph.node for name in node.output if name]
     for name in (*(value.name for value in model.graph.input), *names):
         if not trt_cache.holds(name):
             raise ExportError(
-                f"TensorRT's cache holds one line a tensor, so a name has no line break, got"
-                f" {name!r}; rename the tensor in the model, or leave the target away"
+                f"TensorRT's cache has one line per tensor, so a tensor name cannot have a line"
+                f" break, got {name!r}; rename the tensor in the model, or leave the target out"
             )
 
 
-def text(subject: Subject, found: Found, parser: str | None) -> bytes:
-    """TensorRT's cache for the file; the output of a pool gets the scale of its input."""
-    scales = found.symmetric
+def text(subject: Subject, ranges: Found, parser: str | None) -> bytes:
+    """Return the bytes of TensorRT's cache for the file."""
+    scales = ranges.symmetric
     owners = scale_owners(entries(subject, parser))
     cache = trt_cache.from_scales(
         {name: scales[owner] for name, owner in owners.items() if owner in scales},
@@ -366,53 +363,54 @@ def text(subject: Subject, found: Found, parser: str | None) -> bytes:
     return trt_cache.dump(cache)
 
 
-def notes(subject: Subject, found: Found, parser: str | None) -> tuple[str, ...]:
-    """What the reader of the cache should know."""
-    said = []
+def notes(subject: Subject, ranges: Found, parser: str | None) -> tuple[str, ...]:
+    """Return notes on the cache for the user."""
+    lines = []
     original = subject.original
     if (parser or likely_parser(original or subject.model, version_of(subject))) == CAFFE:
-        said.append("Tensors are named as TensorRT's Caffe parser names them.")
+        lines.append("Tensors are named as TensorRT's Caffe parser names them.")
     if subject.statistic.first:
-        said.extend(left_out(subject.samples, subject.statistic.first, filled=subject.filled))
-    infinite = [name for name, trouble in found.troubles.items() if trouble.infinite]
+        lines.extend(left_out(subject.samples, subject.statistic.first, filled=subject.filled))
+    infinite = [name for name, trouble in ranges.troubles.items() if trouble.infinite]
     if infinite:
-        said.append(
+        lines.append(
             f"{len(infinite)} tensors held infinity ({', '.join(infinite[:3])}); TensorRT leaves"
             " such tensors in float."
         )
     if subject.method.name == "legacy":
-        said.append(
-            "Of the legacy calibrator the quantile is applied, its regression is not known."
+        lines.append(
+            "Only the quantile of the legacy calibrator is applied; its regression is not"
+            " documented."
         )
-    return tuple(said)
+    return tuple(lines)
 
 
 def products(wanted: Iterable[CacheTensor], model: onnx.ModelProto) -> dict[str, str]:
-    """Output of a Gemm -> the name of its product before the bias, where that is wanted.
+    """Map Gemm outputs to the name of the product before the bias, for products in `wanted`.
 
-    `cache_tensors` lists a product right before its Gemm's output, in the network's order.
+    `cache_tensors` lists a product right before its Gemm's output.
     """
     tensors = list(wanted)
-    made = {name for node in model.graph.node for name in node.output}
-    missing = {t.source for t in tensors} - made - {value.name for value in model.graph.input}
+    outputs = {name for node in model.graph.node for name in node.output}
+    missing = {t.source for t in tensors} - outputs - {value.name for value in model.graph.input}
     pairs = pairwise(tensors)
     return {after.source: tensor.source for tensor, after in pairs if tensor.source in missing}
 
 
-def split_gemms(model: onnx.ModelProto, apart: Mapping[str, str]) -> onnx.ModelProto:
-    """The model with each Gemm of `apart` (see `products`) as Gemm and Add; else the model."""
+def split_gemms(model: onnx.ModelProto, split: Mapping[str, str]) -> onnx.ModelProto:
+    """Return the model with each Gemm in `split` (see `products`) written as Gemm and Add."""
     from onnx import helper
 
-    if not apart:
+    if not split:
         return model
-    split = copied(model)
+    result = copied(model)
     nodes = []
-    for node in split.graph.node:
+    for node in result.graph.node:
         nodes.append(node)
-        product = apart.get(node.output[0])
+        product = split.get(node.output[0])
         if product is not None:
             bias, out = node.input.pop(), node.output[0]
             node.output[0] = product
             nodes.append(helper.make_node("Add", [product, bias], [out], name=f"{node.name}/bias"))
-    replace_nodes(split.graph, nodes)
-    return split
+    replace_nodes(result.graph, nodes)
+    return result

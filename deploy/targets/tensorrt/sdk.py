@@ -1,25 +1,14 @@
-"""Is TensorRT here, which one, and what can it do: answered by features, never by version bits.
+"""The TensorRT and CUDA installation of this machine: versions, GPUs, log, plugins.
 
-Which of the CUDA libraries that TensorRT 8 computes with are empty stand-ins.
-
-TensorRT 8 takes tactics (kernels to choose from) out of cuBLAS, cuBLASLt and cuDNN too, 2 GB of
-libraries that `scripts/trt_env.sh` puts empty ones in the place of. A call into one of those ends
-the process, so a build leaves their tactics out. With the real libraries TensorRT's own choice
-stands.
-
-The GPUs of this machine, by the binding of CUDA that is installed and works.
-
-cuda-python comes as wheels and is tried first; pycuda is built on the machine, and serves where it
-is there already. Both work in the device's primary context, which TensorRT and torch use too.
-
-TensorRT's shapes and types in plain words.
-
-TensorRT's log: kept whole, and its "missing scale" warnings sorted by what they mean.
-
-In an int8 build TensorRT warns of every tensor without a scale, most of which never had a use for
-one (constants, shapes, indices). The few that matter sit on the layers that were to run in int8.
-
-TensorRT's own plugins, and libraries of others: loaded into the process, they register.
+- `find`: which TensorRT is installed and what it supports, detected by features.
+- `gpu`: a GPU through cuda-python (tried first, since it has wheels) or pycuda. Both use the
+  device's primary context, like TensorRT and torch.
+- `stand_ins`: TensorRT 8 also has tactics (kernels) from cuBLAS, cuBLASLt and cuDNN, 2 GB of
+  libraries that `scripts/trt_env.sh` replaces by empty stand-ins. A call into one of those ends the
+  process, so a build disables their tactics.
+- `process_logger`, `listening`: TensorRT's log.
+- `sort_missing`: an int8 build warns of every tensor without a scale. Most do not need one
+  (constants, shapes, indices); the ones that matter are on layers that should run in int8.
 """
 
 from __future__ import annotations
@@ -47,7 +36,7 @@ if TYPE_CHECKING:
     import tensorrt as trt
 
 
-MARK = "calib8_stand_in"  # exported by the stand-ins alone
+MARK = "calib8_stand_in"  # symbol that only the stand-ins export
 _LIBRARIES = {
     "CUBLAS": "libcublas.so.11",
     "CUBLAS_LT": "libcublasLt.so.11",
@@ -56,12 +45,12 @@ _LIBRARIES = {
 
 
 def stand_ins() -> tuple[str, ...]:
-    """Names in `trt.TacticSource` whose library, as this process has loaded it, is a stand-in."""
+    """Return the `trt.TacticSource` names whose library loaded in this process is a stand-in."""
     return tuple(source for source, name in _LIBRARIES.items() if _is_stand_in(name))
 
 
 def _is_stand_in(name: str) -> bool:
-    if not hasattr(os, "RTLD_NOLOAD"):  # Windows, for which no stand-ins are made
+    if not hasattr(os, "RTLD_NOLOAD"):  # Windows has no stand-ins
         return False
     try:
         library = ctypes.CDLL(name, mode=os.RTLD_LAZY | os.RTLD_NOLOAD)
@@ -71,16 +60,16 @@ def _is_stand_in(name: str) -> bool:
 
 
 def gpu(number: int = 0) -> Cuda:
-    """The GPU of this number, by the first binding that is there and works.
+    """Return the GPU with this index, through the first binding that works.
 
     Raises:
-        SdkMissingError: neither binding can be loaded, or there is no GPU; says which and why.
-        ConfigError: there is a GPU, but none of this number.
+        SdkMissingError: neither binding works, or there is no GPU; the message says why.
+        ConfigError: no GPU has this index.
     """
     failed = []
-    for name, names in (("cuda-python", _cuda_python), ("pycuda", _pycuda)):
+    for name, load_binding in (("cuda-python", _cuda_python), ("pycuda", _pycuda)):
         try:
-            count, open_one = names()
+            count, open_gpu = load_binding()
         except (ImportError, OSError, SdkMissingError) as error:
             failed.append(f"{name}: {first_line(error)}")
             continue
@@ -88,7 +77,7 @@ def gpu(number: int = 0) -> Cuda:
             raise ConfigError(
                 f"a device is one of the {count} GPUs of this machine, counted from 0, got {number}"
             )
-        return open_one(number)
+        return open_gpu(number)
     raise SdkMissingError(
         f"an engine is built and run on an NVIDIA GPU by way of cuda-python or pycuda, and neither"
         f" works here ({'; '.join(failed)}); on a machine with a GPU and its driver: pip install"
@@ -97,6 +86,7 @@ def gpu(number: int = 0) -> Cuda:
 
 
 def _cuda_python() -> tuple[int, Callable[[int], Cuda]]:
+    """Return (number of GPUs, function that opens one)."""
     from deploy.targets.tensorrt import with_cuda_python
 
     return with_cuda_python.count(), with_cuda_python.CudaPython
@@ -113,13 +103,13 @@ _INSTALL = "pip install 'tensorrt>=10,<11' cuda-python"
 
 @dataclass(frozen=True, slots=True)
 class Sdk:
-    """The TensorRT that is installed, and its GPU.
+    """The installed TensorRT and a GPU.
 
     Attributes:
         version: "X.Y.Z" or "X.Y.Z.B".
         calibrators: whether it has int8 calibrators (8.x to 10.16).
         gpu: name and compute capability of the device.
-        stand_ins: tactic sources that a build leaves out, their libraries being empty ones.
+        stand_ins: tactic sources to disable because their libraries are empty stand-ins.
     """
 
     version: str
@@ -134,11 +124,11 @@ class Sdk:
 
 
 def find(device: int = 0) -> Sdk:
-    """The TensorRT of this machine, and its GPU of this number.
+    """Return the installed TensorRT and the GPU with this index.
 
     Raises:
-        SdkMissingError: TensorRT, the driver, the GPU or CUDA's binding is missing; says which.
-        ConfigError: there are GPUs, but none of this number.
+        SdkMissingError: TensorRT, the driver, the GPU or a CUDA binding is missing.
+        ConfigError: no GPU has this index.
     """
     trt = load()
     return Sdk(
@@ -150,7 +140,7 @@ def find(device: int = 0) -> Sdk:
 
 
 def cache_reader() -> str | None:
-    """The version, as X.Y.Z, of the TensorRT of this machine where it reads calibration caches."""
+    """Return the version X.Y.Z of the installed TensorRT if it reads calibration caches."""
     try:
         here = find()
     except SdkMissingError:
@@ -159,7 +149,7 @@ def cache_reader() -> str | None:
 
 
 def load() -> Any:
-    """The module `tensorrt`.
+    """Import and return the module `tensorrt`.
 
     Raises:
         SdkMissingError: it is not installed, or cannot be loaded.
@@ -171,7 +161,7 @@ def load() -> Any:
             f"an engine is built by TensorRT, which is not on this machine ({error}); on a GPU"
             f" machine: {_INSTALL}"
         ) from error
-    if not hasattr(trt, "Builder"):  # a folder of type stubs answers to the name too
+    if not hasattr(trt, "Builder"):  # a folder of type stubs can be imported too
         raise SdkMissingError(
             "an engine is built by TensorRT, and `tensorrt` is an empty package on this machine;"
             f" on a GPU machine: {_INSTALL}"
@@ -179,26 +169,28 @@ def load() -> Any:
     return trt
 
 
-# Where the name in lower case is not numpy's; the last two are those of `device_types`.
-_WORDS = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8"}
-_PLAIN = {"INT8", "INT32", "INT64", "UINT8", "BOOL"}
+# trt.DataType -> numpy's name, or that of `device_types`; other names are numpy's in upper case.
+_DTYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8"}
+_NUMPY_DTYPES = {"INT8", "INT32", "INT64", "UINT8", "BOOL"}
 
 
 def dims(shape: trt.Dims) -> tuple[int, ...]:
-    """TensorRT's shape as a tuple; -1 where it is dynamic."""
+    """Return TensorRT's shape as a tuple, dynamic dimensions as -1."""
     return tuple(int(shape[axis]) for axis in range(len(shape)))
 
 
 def dtype_of(data_type: trt.DataType) -> str:
-    """Name of a trt.DataType; `trt.nptype` of 8.5 fails with newer numpy, and knows no bfloat16.
+    """Return the dtype name of a trt.DataType.
+
+    `trt.nptype` is not used: that of 8.5 fails with newer numpy, and none supports bfloat16.
 
     Raises:
-        BackendError: values of this type do not fill whole bytes.
+        BackendError: the type is packed, smaller than a byte.
     """
     name = str(data_type).rpartition(".")[2]
-    if name in _WORDS:
-        return _WORDS[name]
-    if name not in _PLAIN:
+    if name in _DTYPES:
+        return _DTYPES[name]
+    if name not in _NUMPY_DTYPES:
         raise BackendError(
             f"an input or output must be of a type of whole bytes, got {name}; cast it in the model"
         )
@@ -206,13 +198,13 @@ def dtype_of(data_type: trt.DataType) -> str:
 
 
 _MISSING = re.compile(r"Missing scale and zero-point for tensor (.+?), expect fall ?back")
-_LAST = 3  # warnings that an error message quotes where TensorRT logged no error
-_MADE_INSIDE = ("(Unnamed Layer* ", "(Unnamed ITensor* ", "ONNXTRT_")
+_LAST = 3  # warnings that an error message quotes if TensorRT logged no error
+_PARSER_NAMES = ("(Unnamed Layer* ", "(Unnamed ITensor* ", "ONNXTRT_")
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A tensor that TensorRT found without a scale: whether int8 is lost there, and why (not)."""
+    """A tensor that TensorRT found without a scale; `harmful` if a layer loses int8 by it."""
 
     tensor: str
     harmful: bool
@@ -220,16 +212,16 @@ class Missing:
 
 
 def missing_tensors(lines: Iterable[str]) -> list[str]:
-    """Names in "Missing scale and zero-point for tensor ..." lines, each once, in order."""
-    found = (match[1] for line in lines if (match := _MISSING.search(line)))
-    return list(dict.fromkeys(found))
+    """List the tensors of "Missing scale and zero-point for tensor ..." lines, each once."""
+    names = (match[1] for line in lines if (match := _MISSING.search(line)))
+    return list(dict.fromkeys(names))
 
 
 def sort_missing(names: Iterable[str], model: onnx.ModelProto) -> list[Missing]:
-    """Judge each tensor by its place in the model; harmful ones first.
+    """Classify tensors without a scale by their place in the model, harmful ones first.
 
     Args:
-        names: of `missing_tensors`.
+        names: from `missing_tensors`.
         model: cleaned float model that was built.
     """
     graph = Graph(model)
@@ -237,13 +229,14 @@ def sort_missing(names: Iterable[str], model: onnx.ModelProto) -> list[Missing]:
     read = {pair.tensor for pair in plan.pairs}
     int8 = set(plan.int8_nodes)
     made = {out: n for n in graph.nodes for out in n.output if n.name in int8}
-    judged = [_judge(name, graph, read, made) for name in names]
-    return sorted(judged, key=lambda item: not item.harmful)
+    missing = [_classify(name, graph, read, made) for name in names]
+    return sorted(missing, key=lambda item: not item.harmful)
 
 
-def _judge(
+def _classify(
     name: str, graph: Graph, read: Collection[str], made: dict[str, onnx.NodeProto]
 ) -> Missing:
+    """Classify one tensor; `read` and `made` are the inputs and outputs of int8 nodes."""
     constant = name.removesuffix("_output")
     if name in graph.initializers or constant in graph.initializers or "[Constant]" in name:
         return Missing(name, False, "a constant: TensorRT reads its range from its values")
@@ -257,13 +250,13 @@ def _judge(
         return Missing(name, False, "inside a fused layer, where no int8 value exists")
     if name in graph.dtypes and not graph.is_float(name):
         return Missing(name, False, "a shape or an index, which is no float at all")
-    if name.startswith(_MADE_INSIDE) or not (name in graph.producer or name in graph.inputs):
+    if name.startswith(_PARSER_NAMES) or not (name in graph.producer or name in graph.inputs):
         return Missing(name, False, "made by TensorRT's parser inside a node")
     return Missing(name, False, "no layer that gains from int8 reads or writes it")
 
 
 class KeepingLogger:
-    """What TensorRT said: every message up to a severity, errors and warnings once more."""
+    """Records TensorRT's messages up to a severity, and all errors and warnings separately."""
 
     def __init__(self, least: int) -> None:
         self.least = least
@@ -272,7 +265,7 @@ class KeepingLogger:
         self.warnings: list[str] = []
 
     def keep(self, severity: int, error: int, message: str) -> None:
-        """File one message; TensorRT's severities grow with harmlessness."""
+        """Record a message; a larger severity number is less severe."""
         if severity <= error:
             self.errors.append(message)
         elif severity == error + 1:
@@ -281,7 +274,7 @@ class KeepingLogger:
             self.lines.append(message)
 
     def words(self) -> str:
-        """For an error message: TensorRT's errors, or else the last that it said."""
+        """Return TensorRT's errors, or else its last messages, for an error message."""
         chosen = self.errors or self.warnings[-_LAST:] or self.lines[-1:]
         return " | ".join(chosen) or "its log says nothing"
 
@@ -291,11 +284,11 @@ _listeners: list[KeepingLogger] = []
 
 @cache
 def process_logger() -> trt.ILogger:
-    """The one logger of this process; prints nothing, and tells all who are `listening`.
+    """Return the one logger of this process; it prints nothing and passes on to `listening`.
 
-    TensorRT keeps the first logger it gets for as long as any of its objects lives, and its plugins
-    keep a bare pointer to the last. With a logger a build, messages would go to an earlier one, or
-    to one that is gone.
+    TensorRT keeps the first logger as long as any of its objects lives, and its plugins keep a raw
+    pointer to the last. With one logger per build, messages would go to an earlier logger or to a
+    deleted one.
     """
     import tensorrt as trt
 
@@ -306,31 +299,31 @@ def process_logger() -> trt.ILogger:
             trt.ILogger.__init__(self)
 
         def log(self, severity: trt.ILogger.Severity, msg: str) -> None:
-            for kept in tuple(_listeners):
-                kept.keep(int(severity), error, msg)
+            for listener in tuple(_listeners):
+                listener.keep(int(severity), error, msg)
 
     return Logger()
 
 
 @contextmanager
 def listening(*, verbose: bool = False) -> Iterator[KeepingLogger]:
-    """Keep what TensorRT says meanwhile, whichever thread or object makes it speak."""
+    """Record TensorRT's messages from all threads and objects inside the `with` block."""
     import tensorrt as trt
 
     levels = trt.ILogger.Severity
-    kept = KeepingLogger(int(levels.VERBOSE if verbose else levels.INFO))
-    _listeners.append(kept)
+    log = KeepingLogger(int(levels.VERBOSE if verbose else levels.INFO))
+    _listeners.append(log)
     try:
-        yield kept
+        yield log
     finally:
-        _listeners.remove(kept)
+        _listeners.remove(log)
 
 
 def load_plugins(libraries: Iterable[Path]) -> None:
-    """Make TensorRT's plugins known, and those of each library, as trtexec loads them.
+    """Register TensorRT's plugins and those of each library, as trtexec does.
 
     Raises:
-        ConfigError: a library that cannot be loaded.
+        ConfigError: a library cannot be loaded.
     """
     import tensorrt as trt
 
@@ -340,16 +333,16 @@ def load_plugins(libraries: Iterable[Path]) -> None:
             ctypes.CDLL(str(path.resolve()), mode=ctypes.RTLD_GLOBAL)
         except OSError as error:
             raise ConfigError(
-                f"a plugin library must load beside TensorRT {trt.__version__}, got {error}; build"
+                f"a plugin library must load with TensorRT {trt.__version__}, got {error}; build"
                 " it for this version"
             ) from error
 
 
 def digests(libraries: Iterable[Path]) -> dict[str, str]:
-    """Name of each library -> sha256 of its bytes.
+    """Return file name -> sha256 of each plugin library.
 
     Raises:
-        ConfigError: one cannot be read.
+        ConfigError: a library cannot be read.
     """
     what = "a plugin library"
     return {p.name: sha256(read_bytes(p, what=what, error=ConfigError)) for p in libraries}

@@ -1,23 +1,17 @@
-"""A TensorRT engine behind the `Session` protocol, timed by CUDA events as trtexec times it.
+"""Run a TensorRT engine as a `Session`, timed with CUDA events as trtexec does.
 
 One inference on one stream::
 
     events   0 ---- H2D ---- 1 ---- compute ---- 2 ---- D2H ---- 3
     host     |-- enqueue --| (of the compute part alone)
 
-Inputs that shapes depend on lie in host memory, where TensorRT reads them when it is enqueued.
-Outputs whose shape depends on values get their memory while it runs.
+Shape tensors are in host memory, where TensorRT reads them at enqueue. Outputs with data-dependent
+shapes are allocated by a callback while the engine runs (`Growing`). A CUDA graph is captured
+through the driver API, which accepts the streams of both bindings.
 
-Source: NVIDIA/TensorRT samples/common/sampleInference.cpp and sampleReporting.cpp.
-
-Memory for outputs whose shape depends on values: TensorRT asks for it while it runs.
-
-Source: NVIDIA/TensorRT include/NvInferRuntime.h (IOutputAllocator): the shape is told before
-`execute_async_v3` returns. From 10 on the call with a stream is asked first.
-
-One captured inference, by the driver API: it takes the streams of either binding.
-
-What an engine runs on, for a report's head: the GPU, NVIDIA's driver, CUDA and TensorRT.
+Sources: NVIDIA/TensorRT samples/common/sampleInference.cpp and sampleReporting.cpp;
+include/NvInferRuntime.h (IOutputAllocator: the shape is reported before `execute_async_v3` returns;
+from 10 on the callback with a stream is preferred).
 """
 
 from __future__ import annotations
@@ -59,12 +53,12 @@ if TYPE_CHECKING:
 
 
 class Growing:
-    """What an allocator of one output does when TensorRT calls.
+    """Callbacks of an output allocator for one output.
 
     Attributes:
-        buffer: the memory in force; None before the first run.
-        shape: of the last run.
-        error: what went wrong in a call, which TensorRT swallows.
+        buffer: current device memory; None before the first run.
+        shape: output shape of the last run.
+        error: exception of a callback, which TensorRT does not report.
     """
 
     def __init__(self, cuda: Cuda) -> None:
@@ -76,7 +70,7 @@ class Growing:
     def reallocate_output(
         self, tensor_name: str, memory: int | None, size: int, alignment: int
     ) -> int:
-        """Address of at least `size` bytes; 0 where there are none."""
+        """Return the address of at least `size` bytes, or 0 on failure."""
         try:
             if self.buffer is None or self.buffer.size < size:
                 self.buffer = Buffer(self._cuda, size)
@@ -88,16 +82,16 @@ class Growing:
     def reallocate_output_async(
         self, tensor_name: str, memory: int | None, size: int, alignment: int, stream: int
     ) -> int:
-        """The same: CUDA's own allocation waits for what uses the old memory."""
+        """As `reallocate_output`: freeing device memory waits for pending work."""
         return self.reallocate_output(tensor_name, memory, size, alignment)
 
     def notify_shape(self, tensor_name: str, shape: trt.Dims) -> None:
-        """Keep the shape of this run."""
+        """Record the output shape of this run."""
         self.shape = dims(shape)
 
 
 def growing(cuda: Cuda) -> Growing:
-    """An allocator for `IExecutionContext.set_output_allocator`; to be kept as long as that."""
+    """Return an allocator for `set_output_allocator`; keep it as long as the context lives."""
     import tensorrt as trt
 
     class Allocator(Growing, trt.IOutputAllocator):
@@ -109,7 +103,7 @@ def growing(cuda: Cuda) -> Growing:
 
 
 class CudaGraph:
-    """What was recorded on a stream, to be launched again."""
+    """One captured inference that can be launched repeatedly on its stream."""
 
     def __init__(self, stream: int) -> None:
         try:
@@ -121,7 +115,7 @@ class CudaGraph:
 
     @property
     def ready(self) -> bool:
-        """Whether a graph was captured for the shapes in force."""
+        """Whether a graph is captured for the current shapes."""
         return self._exec is not None
 
     def forget(self) -> None:
@@ -131,34 +125,34 @@ class CudaGraph:
         self._exec = None
 
     def capture(self, enqueue: Callable[[], bool]) -> None:
-        """Record what `enqueue` puts on the stream."""
-        graph, made = ctypes.c_void_p(), ctypes.c_void_p()
-        relaxed = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, as trtexec captures
-        self._must(self._driver.cuStreamBeginCapture_v2(self._stream, relaxed))
-        fine = enqueue()
-        self._must(self._driver.cuStreamEndCapture(self._stream, ctypes.byref(graph)))
-        if not fine:
+        """Capture the work that `enqueue` puts on the stream."""
+        graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
+        relaxed = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, as in trtexec
+        self._check(self._driver.cuStreamBeginCapture_v2(self._stream, relaxed))
+        enqueued = enqueue()
+        self._check(self._driver.cuStreamEndCapture(self._stream, ctypes.byref(graph)))
+        if not enqueued:
             raise BackendError("TensorRT could not run the engine in a CUDA graph; try without")
         instantiate = self._driver.cuGraphInstantiateWithFlags
-        self._must(instantiate(ctypes.byref(made), graph, ctypes.c_ulonglong(0)))
+        self._check(instantiate(ctypes.byref(executable), graph, ctypes.c_ulonglong(0)))
         self._driver.cuGraphDestroy(graph)
-        self._exec = made
+        self._exec = executable
 
     def launch(self) -> None:
-        """Put the recorded inference on the stream."""
-        self._must(self._driver.cuGraphLaunch(self._exec, self._stream))
+        """Launch the captured inference on the stream."""
+        self._check(self._driver.cuGraphLaunch(self._exec, self._stream))
 
-    def _must(self, code: int) -> None:
+    def _check(self, code: int) -> None:
         if code != 0:
             raise BackendError(f"a CUDA graph call failed with driver error {code}; try without")
 
 
 _DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-_PATIENCE_S = 20
+_TIMEOUT_S = 20
 
 
 def device_of(here: Sdk, cuda: Cuda) -> Device:
-    """The GPU, and what drives it."""
+    """Describe the GPU, driver, CUDA and TensorRT for the head of a report."""
     return Device(
         name=here.gpu,
         runtime=f"TensorRT {here.version}",
@@ -169,14 +163,14 @@ def device_of(here: Sdk, cuda: Cuda) -> Device:
 
 @cache
 def driver_version() -> str:
-    """Version of NVIDIA's driver, by its own tool; "" where that is missing, as on a Jetson."""
+    """Return the NVIDIA driver's version from nvidia-smi, or "" without it, as on a Jetson."""
     try:
-        said = subprocess.run(
-            _DRIVER, capture_output=True, text=True, check=True, timeout=_PATIENCE_S
+        result = subprocess.run(
+            _DRIVER, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S
         )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return next(iter(said.stdout.split()), "")
+    return next(iter(result.stdout.split()), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,16 +178,16 @@ class _Tensor:
     """An input or output of an engine.
 
     Attributes:
-        spec: as numpy sees it.
-        dtype: as TensorRT has it.
-        fed: whether it is an input.
-        hosted: whether TensorRT reads or writes it in host memory.
+        spec: name, numpy dtype and shape.
+        dtype: TensorRT's dtype.
+        is_input: whether it is an input.
+        on_host: whether TensorRT reads or writes it in host memory.
     """
 
     spec: TensorSpec
     dtype: str
-    fed: bool
-    hosted: bool
+    is_input: bool
+    on_host: bool
 
     @property
     def name(self) -> str:
@@ -201,10 +195,10 @@ class _Tensor:
 
 
 class TensorrtSession:
-    """An engine that is loaded on the GPU; made by `open`.
+    """An engine loaded on a GPU, made by `open`.
 
     Attributes:
-        threads: host threads that an inference takes.
+        threads: host threads of an inference.
         device: the GPU, its driver and TensorRT.
     """
 
@@ -229,13 +223,14 @@ class TensorrtSession:
         self._device: dict[str, Buffer] = {}
         self._growing: dict[str, Growing] = {}
         self._graph = CudaGraph(self._stream.handle) if cuda_graph else None
-        self._placed: dict[str, tuple[tuple[int, ...], bytes]] | None = None
+        # input -> its shape and, of one in host memory, its values, which buffers were made for
+        self._allocated: dict[str, tuple[tuple[int, ...], bytes]] | None = None
         self._enqueue_ms = 0.0
-        self._kept: KeepingLogger
+        self._log: KeepingLogger
         self._profiler: trt.IProfiler
         tensors = [_tensor(engine, index) for index in range(engine.num_io_tensors)]
-        self._fed = [tensor for tensor in tensors if tensor.fed]
-        self._made = [tensor for tensor in tensors if not tensor.fed]
+        self._inputs = [tensor for tensor in tensors if tensor.is_input]
+        self._outputs = [tensor for tensor in tensors if not tensor.is_input]
 
     @classmethod
     def open(
@@ -246,55 +241,55 @@ class TensorrtSession:
         device: int = 0,
         plugins: Sequence[Path] = (),
     ) -> TensorrtSession:
-        """Load an engine file on a GPU, with the plugins of these libraries.
+        """Load an engine file on a GPU, after these plugin libraries.
 
         Raises:
             SdkMissingError: TensorRT, the driver or the GPU is missing.
-            BackendError: the engine is of another TensorRT or GPU, or broken.
-            ConfigError: no such GPU, or a library that cannot be loaded.
+            BackendError: the engine was built by another TensorRT or GPU, or is broken.
+            ConfigError: there is no such GPU, or a library cannot be loaded.
         """
         sdk = find(device)
         cuda = gpu(device)
         data = read_bytes(path, what="a TensorRT engine", error=BackendError)
-        with cuda.current(), listening() as kept:
+        with cuda.current(), listening() as log:
             load_plugins(plugins)
-            engine = _runtime(kept).deserialize_cuda_engine(data)
+            engine = _create_runtime(log).deserialize_cuda_engine(data)
             if engine is None:
                 raise BackendError(
                     f"{path.name} must be an engine that TensorRT {sdk.version} built on {sdk.gpu}:"
-                    f" {kept.words()}; build it again on this machine"
+                    f" {log.words()}; build it again on this machine"
                 )
             context = engine.create_execution_context()
             if context is None:
-                raise BackendError(f"TensorRT could not load {path.name}: {kept.words()}")
+                raise BackendError(f"TensorRT could not load {path.name}: {log.words()}")
             about = device_of(sdk, cuda)
             return cls(engine, context, cuda, device=about, cuda_graph=cuda_graph)
 
     @property
     def inputs(self) -> Sequence[TensorSpec]:
-        """Specs of the inputs, in the engine's order; bfloat16 and float8 are float32 here."""
-        return [tensor.spec for tensor in self._fed]
+        """Specs of the inputs, in the engine's order; bfloat16 and float8 appear as float32."""
+        return [tensor.spec for tensor in self._inputs]
 
     @property
     def outputs(self) -> Sequence[TensorSpec]:
         """Specs of the outputs, in the engine's order."""
-        return [tensor.spec for tensor in self._made]
+        return [tensor.spec for tensor in self._outputs]
 
     def run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
-        """One inference: input name -> array in, output name -> array out.
+        """Run one inference: input name -> array in, output name -> array out.
 
         Raises:
-            BackendError: a missing input, one that its type cannot hold, a shape outside the
-                profile, a failing kernel.
+            BackendError: an input is missing or out of the range of its type, a shape is outside
+                the profile, or a kernel failed.
         """
-        with self._cuda.current(), listening() as self._kept:
+        with self._cuda.current(), listening() as self._log:
             return self._run(feed)
 
     def _run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
-        self._place({tensor.name: _stored(tensor, feed) for tensor in self._fed})
+        self._set_inputs({tensor.name: _stored(tensor, feed) for tensor in self._inputs})
         start, copied, computed, end = self._events
         self._cuda.record(start, self._stream)
-        for name in (tensor.name for tensor in self._fed if not tensor.hosted):
+        for name in (tensor.name for tensor in self._inputs if not tensor.on_host):
             address = self._device[name].address
             self._cuda.copy_in_later(address, self._host[name], self._stream)
         self._cuda.record(copied, self._stream)
@@ -302,14 +297,14 @@ class TensorrtSession:
         self._enqueue()
         self._enqueue_ms = (time.perf_counter() - begin) * 1e3
         self._cuda.record(computed, self._stream)
-        for tensor in self._made:
-            self._fetch(tensor)
+        for tensor in self._outputs:
+            self._copy_out(tensor)
         self._cuda.record(end, self._stream)
         self._cuda.wait(self._stream)
-        return {tensor.name: loaded(self._host[tensor.name], tensor.dtype) for tensor in self._made}
+        return {out.name: loaded(self._host[out.name], out.dtype) for out in self._outputs}
 
     def device_times(self) -> DeviceTimes:
-        """Times of the last `run`, by the GPU's clock (enqueue by the host's)."""
+        """Return the times of the last `run`, on the GPU's clock (enqueue on the host's)."""
         from deploy.metrics.latency import DeviceTimes
 
         with self._cuda.current():
@@ -320,10 +315,10 @@ class TensorrtSession:
     def layer_times(
         self, feeds: Sequence[Mapping[str, Array]], runs: int
     ) -> list[tuple[str, str, float]]:
-        """(layer, its kind, ms) of every time that a layer ran; the session is slower from then on.
+        """Profile `runs` inferences; return (layer, kind, ms) for each time that a layer ran.
 
-        TensorRT takes no CUDA graph meanwhile. The kind is "" where the engine was built without a
-        word on its layers.
+        The profiler stays set and CUDA graphs stay off, so the session is slower afterwards. The
+        kind is "" if the engine was built without layer details.
 
         Raises:
             BackendError: as `run`.
@@ -337,71 +332,71 @@ class TensorrtSession:
         return [(name, kinds.get(name, ""), taken) for name, taken in times]
 
     def layers(self) -> tuple[RanLayer, ...]:
-        """What the engine is made of; nothing where it was built without a word on it."""
+        """Return the engine's layers; none if it was built without layer details."""
         with self._cuda.current(), listening():
             return layers_of(self._engine, self._context)
 
-    def _place(self, arrays: Mapping[str, Array]) -> None:
-        """Put the inputs into pinned memory; with new shapes, make every buffer anew."""
-        hosted = {tensor.name for tensor in self._fed if tensor.hosted}
-        wanted = {n: (a.shape, a.tobytes() if n in hosted else b"") for n, a in arrays.items()}
-        if wanted != self._placed:
-            self._placed = None  # until all of it is done
+    def _set_inputs(self, arrays: Mapping[str, Array]) -> None:
+        """Copy the inputs to pinned memory; with new shapes, allocate all buffers again."""
+        on_host = {tensor.name for tensor in self._inputs if tensor.on_host}
+        wanted = {n: (a.shape, a.tobytes() if n in on_host else b"") for n, a in arrays.items()}
+        if wanted != self._allocated:
+            self._allocated = None  # in case the allocation fails halfway
             self._allocate(arrays)
-            self._placed = wanted
+            self._allocated = wanted
         for name, array in arrays.items():
             self._host[name][...] = array
 
     def _allocate(self, arrays: Mapping[str, Array]) -> None:
-        """Tell TensorRT shapes and addresses; those of the outputs follow from the inputs'."""
+        """Set input shapes and all addresses; output shapes follow from the input shapes."""
         import tensorrt as trt
 
         if self._graph is not None:
             self._graph.forget()
-        for tensor in self._fed:
+        for tensor in self._inputs:
             array = arrays[tensor.name]
             if not self._context.set_input_shape(tensor.name, trt.Dims(list(array.shape))):
                 raise BackendError(
                     f"an input must be within the engine's profile, got {list(array.shape)} for"
-                    f" {tensor.name!r}: {self._kept.words()}"
+                    f" {tensor.name!r}: {self._log.words()}"
                 )
-            self._reserve(tensor, array.shape)
+            self._allocate_static(tensor, array.shape)
             self._host[tensor.name][...] = array
-        for tensor in self._made:
+        for tensor in self._outputs:
             shape = dims(self._context.get_tensor_shape(tensor.name))
             if -1 in shape:
-                self._let_grow(tensor)
+                self._allocate_dynamic(tensor)
             else:
-                self._reserve(tensor, shape)
+                self._allocate_static(tensor, shape)
 
-    def _reserve(self, tensor: _Tensor, shape: tuple[int, ...]) -> None:
-        """Memory of a known size on the host and, but for what is hosted, on the device."""
+    def _allocate_static(self, tensor: _Tensor, shape: tuple[int, ...]) -> None:
+        """Allocate pinned host memory and, unless the tensor is on the host, device memory."""
         host = self._cuda.pinned(shape, BITS.get(tensor.dtype, tensor.dtype))
         self._host[tensor.name] = host
         address = int(host.ctypes.data)
-        if not tensor.hosted:
+        if not tensor.on_host:
             self._device[tensor.name] = Buffer(self._cuda, host.nbytes)
             address = self._device[tensor.name].address
         self._context.set_tensor_address(tensor.name, address)
 
-    def _let_grow(self, tensor: _Tensor) -> None:
-        """Memory that TensorRT asks for when it knows how much."""
+    def _allocate_dynamic(self, tensor: _Tensor) -> None:
+        """Let TensorRT allocate an output while it runs, when its shape is known."""
         if self._graph is not None:
             raise BackendError(
                 "a CUDA graph must know every shape beforehand, and that of output"
                 f" {tensor.name!r} depends on values; run without the graph"
             )
         if tensor.name not in self._growing:
-            self._growing[tensor.name] = made = growing(self._cuda)
-            self._context.set_output_allocator(tensor.name, cast("trt.IOutputAllocator", made))
+            self._growing[tensor.name] = allocator = growing(self._cuda)
+            self._context.set_output_allocator(tensor.name, cast("trt.IOutputAllocator", allocator))
 
-    def _fetch(self, tensor: _Tensor) -> None:
-        """Have an output copied to the host."""
+    def _copy_out(self, tensor: _Tensor) -> None:
+        """Queue the copy of an output to the host."""
         buffer: Buffer | None
-        if (grown := self._growing.get(tensor.name)) is not None:
+        if (allocator := self._growing.get(tensor.name)) is not None:
             dtype = BITS.get(tensor.dtype, tensor.dtype)
-            self._host[tensor.name] = self._cuda.pinned(grown.shape, dtype)
-            buffer = grown.buffer
+            self._host[tensor.name] = self._cuda.pinned(allocator.shape, dtype)
+            buffer = allocator.buffer
         else:
             buffer = self._device.get(tensor.name)
         host = self._host[tensor.name]
@@ -412,27 +407,26 @@ class TensorrtSession:
         if self._graph is not None and self._graph.ready:
             self._graph.launch()
         elif not self._context.execute_async_v3(self._stream.handle):
-            for grown in self._growing.values():
-                if grown.error is not None:
-                    raise grown.error
-            raise BackendError(f"TensorRT could not run the engine: {self._kept.words()}")
-        elif self._graph is not None:  # the first run with new shapes may allocate: capture next
+            for allocator in self._growing.values():
+                if allocator.error is not None:
+                    raise allocator.error
+            raise BackendError(f"TensorRT could not run the engine: {self._log.words()}")
+        elif self._graph is not None:  # the first run with new shapes may allocate: capture later
             self._cuda.wait(self._stream)
             self._graph.capture(lambda: self._context.execute_async_v3(self._stream.handle))
 
 
-def _runtime(kept: KeepingLogger) -> trt.Runtime:
+def _create_runtime(log: KeepingLogger) -> trt.Runtime:
     import tensorrt as trt
 
     try:
         return trt.Runtime(process_logger())
-    except (TypeError, RuntimeError) as error:  # a null runtime, from a driver that does not fit
-        said = kept.words() if kept.lines else error
-        raise BackendError(f"TensorRT could not start on this machine: {said}") from error
+    except (TypeError, RuntimeError) as error:  # null runtime: the driver does not fit
+        cause = log.words() if log.lines else error
+        raise BackendError(f"TensorRT could not start on this machine: {cause}") from error
 
 
 def _tensor(engine: trt.ICudaEngine, index: int) -> _Tensor:
-    """One of the engine's tensors."""
     import tensorrt as trt
 
     name = engine.get_tensor_name(index)
@@ -441,8 +435,8 @@ def _tensor(engine: trt.ICudaEngine, index: int) -> _Tensor:
     return _Tensor(
         spec=TensorSpec(name, host_type(dtype), shape),
         dtype=dtype,
-        fed=engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT,
-        hosted=engine.get_tensor_location(name) == trt.TensorLocation.HOST,
+        is_input=engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT,
+        on_host=engine.get_tensor_location(name) == trt.TensorLocation.HOST,
     )
 
 

@@ -1,16 +1,16 @@
-"""TensorRT, 8.5 to 11: an engine where there is a GPU, and everywhere what is needed to build it.
+"""The TensorRT target (8.5 to 11): an engine if there is a GPU, and always the files to build it.
 
-Written always, on any machine::
+Files that are written on any machine::
 
     m.tensorrt.onnx      the cleaned float model          } together for 8.5 to 10.16 (and DLA):
     m.tensorrt.cache     its calibration cache            } implicit quantization
-    m.tensorrt.cache.json   what that was made from, for C++ on a device
+    m.tensorrt.cache.json   the origin of the cache, for the C++ builder on a device
     m.tensorrt.qdq.onnx  the symmetric Q/DQ model           for 8.5 to 11: explicit quantization
-    m.tensorrt.part.onnx what of that ONNX Runtime runs, where it does not know all operators
+    m.tensorrt.part.onnx the part of it that ONNX Runtime can run, if the model has plugins
 
-The Q/DQ model is made from the cache, so both hold the same scales. An engine is built from the
-cache where TensorRT still has calibrators, else from the Q/DQ model. With `precision` fp8 there is
-the Q/DQ model alone, since TensorRT's calibrators and caches know int8 only.
+The Q/DQ model is made from the cache, so both have the same scales. An engine is built from the
+cache if TensorRT still has calibrators, else from the Q/DQ model. With `precision` fp8 there is
+only the Q/DQ model, since TensorRT's calibrators and caches are for int8.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRT(Asked):
-    """The TensorRT target; its options are those of `Asked`."""
+    """The TensorRT target; for its options see `Asked`."""
 
     name: str = "tensorrt"
     engines: ClassVar[tuple[str, ...]] = (".engine", ".plan")
@@ -81,75 +81,70 @@ class TensorRT(Asked):
     alternatives: ClassVar[tuple[str, ...]] = ()
 
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
-        """Every float tensor: TensorRT's cache lists them all."""
+        """List every float tensor: a TensorRT cache has all of them."""
         from deploy.targets.tensorrt.naming import trt_tensors
 
         return tuple(trt_tensors(model))
 
     def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
-        """What the Q/DQ model would quantize; with a cache TensorRT itself decides."""
+        """Return the quantization plan of the Q/DQ model; with a cache TensorRT itself decides."""
         from deploy.graph.plan import analyse
         from deploy.targets.tensorrt.cache_qdq import with_groups
 
         return with_groups(model, analyse(model, self.placement, float_nodes=float_nodes))
 
     def demand(self, subject: Subject) -> tuple[Observation, ...]:
-        """The method's statistic of every float tensor; TensorRT's own methods see the file."""
+        """Return the observations to make: the method's statistic of every float tensor."""
         from deploy.targets.tensorrt import naming
 
-        self._refuse_absent()
+        self._check_machine()
         if subject.loaded.trained is not None:
-            self._refuse_quantizing(subject.loaded.trained)
+            self._refuse_placement_options(subject.loaded.trained)
         naming.refuse_names(subject.model)
         self._check_methods(subject.method)
         self._check_nodes(subject)
-        return self._observed(subject)
-
-    def _observed(self, subject: Subject) -> tuple[Observation, ...]:
-        from deploy.targets.tensorrt import naming
-
         own = naming.observations(subject, self.parser)
         return subject.histograms(self.wanted(subject.model, ())) if own is None else own
 
-    def _refuse_absent(self) -> None:
-        """Refuse a library or a GPU that is not there, before anything is run."""
+    def _check_machine(self) -> None:
+        """Refuse a plugin library or a GPU that does not exist, before anything is run."""
         from deploy.targets.tensorrt import sdk
 
         sdk.digests(self.plugins)
         if self.device:
-            with suppress(SdkMissingError):  # then the engine is built elsewhere
+            with suppress(SdkMissingError):  # without TensorRT the engine is built elsewhere
                 sdk.find(self.device)
 
-    def _refuse_quantizing(self, trained: Trained) -> None:
-        """Refuse options that say how a float model is quantized."""
+    def _refuse_placement_options(self, trained: Trained) -> None:
+        """Refuse options on how to quantize a float model; a trained one has its own pairs."""
         from deploy.targets.trained import refuse_options
 
-        given = {
+        options = {
             "--precision fp8": self.precision == FP8,
             "--calibrator": self.calibrator is not None,
             "--float-behind-concat": self.float_behind_concat,
             "--pair-behind-deconv": self.pair_behind_deconv,
         }
-        refuse_options(trained, self.name, given)
+        refuse_options(trained, self.name, options)
 
     def cache_version(self) -> str | None:
-        """This machine's TensorRT, where it builds engines and reads caches."""
+        """Return the installed TensorRT's version if it reads caches."""
         from deploy.targets.tensorrt.sdk import cache_reader
 
         return cache_reader()
 
     def cache_text(self, subject: Subject, ranges: Ranges) -> CacheText:
-        """The cache that TensorRT itself would write for the file, as far as it was observed."""
+        """Return the cache that TensorRT itself would write for the file, with notes."""
         from deploy.targets.tensorrt import naming
 
-        found = ranges.of(self.demand(subject))
+        own = ranges.of(self.demand(subject))
         return CacheText(
-            naming.text(subject, found, self.parser),
-            naming.notes(subject, found, self.parser),
+            naming.text(subject, own, self.parser),
+            naming.notes(subject, own, self.parser),
         )
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
-        """The Q/DQ model."""
+        """Return the Q/DQ model."""
         from deploy.targets.tensorrt.cache_qdq import to_qdq
 
         _, matched, _, _ = self._matched(request)
@@ -158,7 +153,7 @@ class TensorRT(Asked):
     def _matched(
         self, request: BuildRequest
     ) -> tuple[trt_cache.CalibrationCache, Match, Found, str]:
-        """(cache, what of it fits the model, the ranges, version of TensorRT)."""
+        """Return (cache, its match with the model, ranges, TensorRT version)."""
         from deploy.targets.tensorrt import naming
         from deploy.targets.tensorrt.match import match
         from deploy.targets.tensorrt.naming import cache_of
@@ -166,32 +161,33 @@ class TensorRT(Asked):
         version = self.version or naming.version_of(request.subject)
         choices, placement = request.choices, self.placement
         self._check_methods(*choices.methods.values(), *filter(None, [choices.method]))
-        found = request.ranges_of(self, symmetric=placement.grid if self.precision == FP8 else None)
-        cache = cache_of(request.model, found, version)
+        grid = placement.grid if self.precision == FP8 else None
+        ranges = request.ranges_of(self, symmetric=grid)
+        cache = cache_of(request.model, ranges, version)
         matched = match(cache, request.model, float_nodes=request.float_nodes, placement=placement)
-        return cache, matched, found, version
+        return cache, matched, ranges, version
 
     def _check_methods(self, *methods: Method) -> None:
-        """Refuse a search that has no meaning on the grid."""
-        strange = [method.name for method in methods if method.integer]
-        if self.precision == FP8 and strange:
+        """Refuse methods that are defined for integers only if the grid is fp8."""
+        integer = [method.name for method in methods if method.integer]
+        if self.precision == FP8 and integer:
             raise ConfigError(
-                f"--precision fp8 takes a method that is defined for its grid, got {strange[0]},"
+                f"--precision fp8 takes a method that is defined for its grid, got {integer[0]},"
                 " which is TensorRT's for int8; take mse, lp, minmax or percentile"
             )
 
     def _check_nodes(self, subject: Subject) -> None:
-        """Refuse a model of which nothing would be in fp8, whose layers are small more often."""
+        """Refuse a model without any node that can run in fp8."""
         decisions = self.plan(subject.model, subject.float_nodes).decisions
         if self.precision == FP8 and not any(one.quantized for one in decisions):
             raise ModelError(
                 f"at least one node of the model must be able to run in fp8, got none in"
                 f" {subject.loaded.name}; `calib8 inspect --target tensorrt --precision fp8` says"
-                " why, --precision int8 asks for less"
+                " why; --precision int8 has fewer conditions"
             )
 
     def build(self, request: BuildRequest) -> Built:
-        """Write the files, and the engine where TensorRT and a GPU are at hand."""
+        """Write the files, and the engine if TensorRT and a GPU are available."""
         from deploy.calibration import trt_cache
         from deploy.targets.stored import stored_in
         from deploy.targets.tensorrt.cache_tools import note
@@ -200,35 +196,36 @@ class TensorRT(Asked):
         from deploy.targets.tensorrt.naming import held
         from deploy.targets.tensorrt.trtexec import Needs, on_machine, script, ways
 
-        cache, matched, found, version = self._matched(request)
+        cache, matched, ranges, version = self._matched(request)
         models = {FLOAT: request.model} if self.precision == INT8 else {}
-        models[QDQ], about = self._quantized(request, matched)
-        weights = stored_in(models[QDQ])  # of the cache TensorRT makes the same ones by itself
-        narrow, said = self._typed(request, matched, found, models[QDQ])
-        wide, why = self._wide(request, matched, found)
-        said = said if narrow is not None else (*said, *why)
+        models[QDQ], qdq_notes = self._quantized(request, matched)
+        weights = stored_in(models[QDQ])  # from the cache TensorRT computes the same ones
+        narrow, type_notes = self._typed(request, matched, ranges, models[QDQ])
+        wide, wide_notes = self._wide(request, matched, ranges)
         if narrow is not None:
             models[TYPED] = narrow
-        judged = self._judged(models, version)
-        part = models[judged] if request.kept else None
-        whole = {role: request.whole(model) for role, model in models.items()}
-        models, lowered = all_readable(self, whole, version)
+        else:
+            type_notes = (*type_notes, *wide_notes)
+        evaluated = self._evaluated(models, version)
+        part = models[evaluated] if request.kept else None
+        complete = {role: request.whole(model) for role, model in models.items()}
+        models, lowered = all_readable(self, complete, version)
         stem = request.folder / f"{request.name}.tensorrt"
         files = {}
         if self.precision == INT8:
             files[FLOAT] = written(stem, ".onnx", models[FLOAT])
             text = trt_cache.dump(cache)
             files[CACHE] = written(stem, ".cache", text)
-            noted = note(request, files[CACHE], text, models[FLOAT])
-            files |= {} if noted is None else {NOTE: noted}
+            note_path = note(request, files[CACHE], text, models[FLOAT])
+            files |= {} if note_path is None else {NOTE: note_path}
         files[QDQ] = written(stem, ".qdq.onnx", models[QDQ])
         if narrow is not None:
             files[TYPED] = written(stem, ".typed.onnx", models[TYPED])
-        if part is not None:  # all of it that ONNX Runtime runs
+        if part is not None:
             files[PART] = written(stem, ".part.onnx", part)
-        notes = (*about, *said, *lowered)
+        notes = (*qdq_notes, *type_notes, *lowered)
         needs = {role: Needs.of(model) for role, model in models.items()}
-        found_ways = on_machine(
+        commands = on_machine(
             ways(
                 request,
                 files,
@@ -242,57 +239,57 @@ class TensorRT(Asked):
             plugins=self.plugins,
         )
         path = request.folder / f"{request.name}_trtexec.sh"
-        files["script of trtexec"] = write_script(path, script(found_ways))
+        files["script of trtexec"] = write_script(path, script(commands))
         engine = None
-        beside = Baselines()
+        baselines = Baselines()
         try:
-            engine, said = engine_of(self, request, files, cache, wide)
+            engine, engine_notes = engine_of(self, request, files, cache, wide)
             files["TensorRT engine"] = engine
-            beside = beside_it(self, request, files, found, version)
-            notes += (*said, *beside.notes)
+            baselines = beside_it(self, request, files, ranges, version)
+            notes += (*engine_notes, *baselines.notes)
         except SdkMissingError as error:
-            sentences = (way.sentence for way in found_ways)
+            sentences = (command.sentence for command in commands)
             notes += (f"no engine was built: {error}", *sentences)
         return Built(
             target=self.name,
             engine=engine,
-            runnable=files[judged if part is None else PART],
-            baselines=beside.engines,
-            files={**files, **beside.files},
+            runnable=files[evaluated if part is None else PART],
+            baselines=baselines.engines,
+            files={**files, **baselines.files},
             decisions=(*matched.plan.decisions, *request.kept),
             method=request.chosen.chosen_by,
-            ranges=held(request.model, found, version),
+            ranges=held(request.model, ranges, version),
             weights=weights,
             notes=notes,
         )
 
     def at_hand(self) -> str:
-        """TensorRT and its GPU."""
+        """Name the installed TensorRT and its GPU."""
         from deploy.targets.tensorrt import sdk
 
         here = sdk.find(self.device)
         return f"TensorRT {here.version} on {here.gpu}"
 
     def open(self, engine: Path, *, threads: int | None = None) -> Session:
-        """Load an engine on this machine's GPU."""
+        """Load an engine on the GPU."""
         from deploy.targets.tensorrt.session import TensorrtSession
 
         return TensorrtSession.open(
             engine, cuda_graph=self.cuda_graph, device=self.device, plugins=self.plugins
         )
 
-    def _judged(self, models: Mapping[str, onnx.ModelProto], version: str) -> str:
-        """Role of the model whose accuracy is told: what the version runs, where a CPU can too."""
+    def _evaluated(self, models: Mapping[str, onnx.ModelProto], version: str) -> str:
+        """Return the role of the model to evaluate: the one TensorRT runs, if a CPU can run it."""
         from deploy.targets.tensorrt.trtexec import row
 
         strong = self.precision == FP8 or row(version).typed
-        runs = self.rest == FP16 and TYPED in models and strong
-        return TYPED if runs else QDQ  # ONNX Runtime has no bfloat16 convolutions
+        typed = self.rest == FP16 and TYPED in models and strong
+        return TYPED if typed else QDQ  # ONNX Runtime has no bfloat16 convolutions
 
     def _quantized(
         self, request: BuildRequest, matched: Match
     ) -> tuple[onnx.ModelProto, tuple[str, ...]]:
-        """(the Q/DQ model, notes): written by the plan, or the user's own where it has one."""
+        """Return (Q/DQ model, notes): the user's own if TensorRT reads it, else a new one."""
         from deploy.targets.tensorrt import float_types
         from deploy.targets.tensorrt.cache_qdq import to_qdq
         from deploy.targets.trained import anew_notes, kept_note
@@ -304,44 +301,44 @@ class TensorRT(Asked):
         if float_types.fits(trained):
             return float_types.own_model(trained), (kept_note(trained),)
         model = to_qdq(request.model, matched.plan, matched.scales, known=trained.weights)
-        said = anew_notes(trained, model, matched.plan.decisions, self.name, float_types.ANEW)
-        return model, tuple(said)
+        notes = anew_notes(trained, model, matched.plan.decisions, self.name, float_types.ANEW)
+        return model, tuple(notes)
 
     def _typed(
-        self, request: BuildRequest, matched: Match, found: Found, quantized: onnx.ModelProto
+        self, request: BuildRequest, matched: Match, ranges: Found, quantized: onnx.ModelProto
     ) -> tuple[onnx.ModelProto | None, tuple[str, ...]]:
-        """(the Q/DQ model with its rest in the narrow type, notes); none where it cannot be."""
+        """Return (Q/DQ model with its float part in the narrow type, or None; notes)."""
         from deploy.targets.tensorrt import float_types
         from deploy.targets.tensorrt.cache_qdq import to_typed
         from deploy.targets.tensorrt.naming import sizes
 
         if self.rest == FP32:
             return None, ()
-        trained, largest = request.trained, sizes(found)
-        written = request.model, matched.plan, matched.scales
+        trained, largest = request.trained, sizes(ranges)
+        parts = request.model, matched.plan, matched.scales
         try:
             if trained is not None and float_types.fits(trained):
                 model, kept = float_types.own_typed(quantized, self.rest, largest)
             else:
                 known = {} if trained is None else trained.weights
-                model, kept = to_typed(*written, rest=self.rest, largest=largest, known=known)
-            request.whole(model)  # must be of its opset
+                model, kept = to_typed(*parts, rest=self.rest, largest=largest, known=known)
+            request.whole(model)  # raises if plugin nodes would change meaning
         except ExportError as error:
             return None, (f"no typed model was written: {error}",)
-        said = [] if trained is None else [float_types.NARROW]
-        said += [f"{name} stays in float32: {why}" for name, why in kept.items()]
-        return model, tuple(said)
+        notes = [] if trained is None else [float_types.NARROW]
+        notes += [f"{name} stays in float32: {why}" for name, why in kept.items()]
+        return model, tuple(notes)
 
     def _wide(
-        self, request: BuildRequest, matched: Match, found: Found
+        self, request: BuildRequest, matched: Match, ranges: Found
     ) -> tuple[dict[str, str], list[str]]:
-        """(node that TensorRT must run in float32 -> the tensor that it gives, notes)."""
+        """Return (node that TensorRT must run in float32 -> its output tensor, notes)."""
         from deploy.targets.tensorrt.float_types import wide_layers
         from deploy.targets.tensorrt.naming import sizes
 
         int8 = {one.node for one in matched.plan.decisions if one.quantized}
-        bound, why = wide_layers(request.model, sizes(found), rest=self.rest, but=int8)
-        return bound, [f"{name} stays in float32: {reason}" for name, reason in why.items()]
+        layers, why = wide_layers(request.model, sizes(ranges), rest=self.rest, but=int8)
+        return layers, [f"{name} stays in float32: {reason}" for name, reason in why.items()]
 
 
 def _match_notes(matched: Match) -> tuple[str, ...]:

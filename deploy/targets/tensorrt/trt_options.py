@@ -1,7 +1,4 @@
-"""The options of the TensorRT target, and which of them contradict each other.
-
-Words that the files of this target share: grids, types of the rest, and roles of files.
-"""
+"""Options of the TensorRT target, and the names of precisions and file roles that it uses."""
 
 from __future__ import annotations
 
@@ -29,27 +26,27 @@ NO_BASELINES, ALL_BASELINES = "none", f"{FP32},{FP16}"
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What an engine is asked to be: the options of the target.
+    """Options of the TensorRT target.
 
     Attributes:
-        version: TensorRT that is to read the cache, "X.Y.Z"; None takes that of the calibration
-            cache (`--trt-version`), or of the TensorRT that builds here.
-        precision: grid of what is quantized: "int8", or "fp8" (E4M3, GPUs from Ada and Hopper on).
+        version: TensorRT that will read the cache, "X.Y.Z"; None for the version of the calibration
+            cache (`--trt-version`), or of the installed TensorRT.
+        precision: quantized type: "int8", or "fp8" (E4M3, GPUs from Ada and Hopper on).
         form: what the engine is built from: "cache", "qdq", or "auto".
-        rest: type of what does not run in int8: "fp16", "bf16" or "fp32".
-        workspace_mib: TensorRT's scratch memory; None leaves its own limit.
-        max_batch: largest batch of an engine whose batch is dynamic.
+        rest: type of the layers that are not quantized: "fp16", "bf16" or "fp32".
+        workspace_mib: workspace limit in MiB; None for TensorRT's default.
+        max_batch: largest batch of an engine with a dynamic batch.
         cuda_graph: run the engine from a captured CUDA graph.
-        calibrator: "entropy2", "entropy", "minmax" or "legacy" lets TensorRT calibrate on the GPU
-            with the same samples, in batches of `max_batch`; None gives it our cache.
-        float_behind_concat: what reads a Concat of float tensors stays float.
-        pair_behind_deconv: a ConvTranspose has a pair before its activation too.
-        baselines: float engines that are built beside it where speed is measured: "fp32,fp16",
-            one of them, or "none".
-        device: GPU to build and run on, counted from 0.
-        plugins: libraries of plugins, loaded before a model is read or an engine is opened.
+        calibrator: "entropy2", "entropy", "minmax" or "legacy" to let TensorRT calibrate on the GPU
+            with the same samples, in batches of `max_batch`; None to use calib8's ranges.
+        float_behind_concat: keep the readers of a Concat of float tensors in float.
+        pair_behind_deconv: put a pair also between a ConvTranspose and its activation.
+        baselines: float engines to build for the comparison of speed: "fp32,fp16", one of them, or
+            "none".
+        device: index of the GPU to build and run on.
+        plugins: plugin libraries, loaded before a model is parsed or an engine is opened.
         parser: "onnx" or "caffe": which of TensorRT's parsers names the tensors of the calibration
-            cache; None judges from the model.
+            cache; None to guess from the model.
     """
 
     version: str | None = None
@@ -80,8 +77,8 @@ class Asked:
     )
     float_behind_concat: bool = option(
         False,
-        help="Leave in float what reads a Concat of float tensors: TensorRT would quantize each of"
-        " them by itself.",
+        help="Keep the readers of a Concat of float tensors in float: TensorRT would quantize each"
+        " of these tensors separately.",
         places=True,
     )
     pair_behind_deconv: bool = option(
@@ -93,7 +90,7 @@ class Asked:
     baselines: str = option(
         ALL_BASELINES,
         choices=(ALL_BASELINES, FP32, FP16, NO_BASELINES),
-        help="TensorRT's own float engines to build beside it and hold its speed against.",
+        help="TensorRT float engines to build for comparing the speed.",
     )
     device: int = option(
         0, least=0, metavar="N", help="GPU to build and run on, counted from 0.", runs=True
@@ -117,30 +114,29 @@ class Asked:
         check(self)
         if self.calibrator is not None and self.form == "qdq":
             raise ConfigError(
-                f"an engine from the Q/DQ model has its scales in the model, got calibrator"
-                f" {self.calibrator!r}; leave it away, or build from the cache"
+                f"an engine from the Q/DQ model takes its scales from the model, got calibrator"
+                f" {self.calibrator!r}; leave it out, or build from the cache"
             )
         if self.precision == FP8 and (self.calibrator is not None or self.form == "cache"):
-            asked = "--engine-from cache" if self.form == "cache" else "--calibrator"
+            flag = "--engine-from cache" if self.form == "cache" else "--calibrator"
             raise ConfigError(
-                f"TensorRT's calibrators and caches are for int8, got {asked} with --precision"
-                " fp8; leave one of them away"
+                f"TensorRT's calibrators and caches are for int8, got {flag} with --precision"
+                " fp8; leave one of them out"
             )
-
         if self.form == "cache" and (self.float_behind_concat or self.pair_behind_deconv):
             raise ConfigError(
                 "pairs are placed in the Q/DQ model, got engine form cache, where TensorRT itself"
-                " decides; leave the placement's options away, or build from the Q/DQ model"
+                " decides; leave the placement options out, or build from the Q/DQ model"
             )
         if self.precision == FP8 and self.pair_behind_deconv:
             raise ConfigError(
                 "a ConvTranspose has no pair in fp8, got --pair-behind-deconv with --precision fp8;"
-                " leave one of them away"
+                " leave one of them out"
             )
 
     @property
     def placement(self) -> Placement:
-        """Where the pairs stand."""
+        """Placement of the Q/DQ pairs under these options."""
         from deploy.graph.placement import TENSORRT_ON
 
         parted = frozenset({"ConvTranspose"}) if self.pair_behind_deconv else frozenset()

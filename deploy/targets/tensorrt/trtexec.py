@@ -1,12 +1,12 @@
-"""The `trtexec` command lines that build an engine on a GPU machine from the files of a build.
+"""The `trtexec` commands that build an engine on a GPU machine, and what each TensorRT supports.
 
-What each TensorRT reads and runs: one row a version from which something is otherwise.
+`ROWS` has one row per version in which the supported opset or features change. A version between
+two rows counts as the older one.
 
-Sources: docs/operators.md of onnx-tensorrt (8.0 to 10.1, 10.15, 11.2) for opsets and operators,
-where versions between two rows are taken to read what the older one does; its importers (8.6 to
-10.0) for 9, which says opset 19 but reads neither the axes of a Reduce-18 nor the number of parts
-of a Split-18; TensorRT's release notes and NvInfer.h for strong typing, calibrators and FP8 (matrix
-products alone had it before 10.2).
+Sources: docs/operators.md of onnx-tensorrt (8.0 to 10.1, 10.15, 11.2) for opsets and operators; its
+importers (8.6 to 10.0) for 9, which claims opset 19 but supports neither the axes input of
+Reduce-18 nor num_outputs of Split-18; TensorRT's release notes and NvInfer.h for strong typing,
+calibrators and FP8 (before 10.2 only for matrix products).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """TensorRT from a version on.
+    """Features of TensorRT from a version on.
 
     Attributes:
         since: first version.
-        opset: the newest that its ONNX parser reads.
+        opset: newest opset of its ONNX parser.
         calibrators: whether it has int8 calibrators and reads their caches.
         typed: whether it has strongly typed networks.
-        fp8: whether it has FP8 convolutions, in such networks.
+        fp8: whether strongly typed networks can have FP8 convolutions.
     """
 
     since: str
@@ -65,9 +65,9 @@ ROWS = (
     Row("10.15.0", 24, calibrators=True, typed=True, fp8=True),
     Row("11.0.0", 24, calibrators=False, typed=True, fp8=True),
 )
-# First version -> operators of its opset, or of an older one, that none before it reads. What 10.1
-# does not read is taken to be unread until 10.15, of which no list of operators was at hand.
-_NEW = {
+# Version -> operators that its parser reads and older ones do not. No list was available between
+# 10.1 and 10.15, so operators that 10.1 does not read count as unsupported until 10.15.
+_NEW_OPERATORS = {
     "8.2.0": "Einsum GatherND IsNaN Round Scatter ScatterElements ScatterND Sign",
     "8.4.0": "HardSwish RandomNormal RandomNormalLike Reciprocal Shrink Xor",
     "8.5.0": "GridSample MeanVarianceNormalization Mod NonMaxSuppression NonZero OneHot RoiAlign"
@@ -88,10 +88,10 @@ _NEW = {
 
 
 def row(version: str) -> Row:
-    """What TensorRT X.Y.Z reads and runs; of an older one than the table has, its first row.
+    """Return the features of TensorRT X.Y.Z; the first row for versions older than the table.
 
     Raises:
-        CacheError: the version does not read X.Y.Z.
+        CacheError: the version is not of the form X.Y.Z.
     """
     label = version_label(version)
     reached = [one for one in ROWS if version_label(one.since) <= label]
@@ -99,23 +99,23 @@ def row(version: str) -> Row:
 
 
 def unread(version: str) -> frozenset[str]:
-    """Operators that the parser of TensorRT X.Y.Z does not read although its opset may have them.
+    """Return the operators within its opset that the parser of TensorRT X.Y.Z does not read.
 
     Raises:
-        CacheError: the version does not read X.Y.Z.
+        CacheError: the version is not of the form X.Y.Z.
     """
     label = version_label(version)
-    later = (names for since, names in _NEW.items() if version_label(since) > label)
+    later = (names for since, names in _NEW_OPERATORS.items() if version_label(since) > label)
     return frozenset(name for names in later for name in names.split())
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a parser must know to read a model.
+    """Opset and operators that a parser must support to read a model.
 
     Attributes:
         opset: of the default domain.
-        operators: of that domain; plugins are not judged.
+        operators: operators of the default domain; plugins are ignored.
     """
 
     opset: int
@@ -123,42 +123,42 @@ class Needs:
 
     @classmethod
     def of(cls, model: onnx.ModelProto) -> Needs:
-        """Those of a model, the graphs in its nodes included."""
+        """Return the requirements of a model, including its subgraphs."""
         standard = (n.op_type for n in all_nodes(model.graph) if n.domain in ("", "ai.onnx"))
         return cls(opset_of(model), frozenset(standard))
 
     def unmet(self, version: str) -> str:
-        """Why TensorRT X.Y.Z does not read the model; "" where it does."""
-        most = row(version).opset
-        if self.opset > most:
-            return f"it reads opset {most} at most, got {self.opset}"
+        """Return why TensorRT X.Y.Z cannot read the model, or ""."""
+        newest = row(version).opset
+        if self.opset > newest:
+            return f"it reads opset {newest} at most, got {self.opset}"
         missing = sorted(self.operators & unread(version))
         return f"it does not read {', '.join(missing)}" if missing else ""
 
     def first_reading(self, *, typed: bool = False, fp8: bool = False) -> str | None:
-        """The first version whose parser reads the model, and that has what is asked; or None."""
-        known: Collection[str] = {*(one.since for one in ROWS), *_NEW}
-        able = (
+        """Return the first version that reads the model and has these features, or None."""
+        listed: Collection[str] = {*(one.since for one in ROWS), *_NEW_OPERATORS}
+        candidates = (
             version
-            for version in sorted(known, key=version_label)
+            for version in sorted(listed, key=version_label)
             if (row(version).typed or not typed) and (row(version).fp8 or not fp8)
         )
-        return next((version for version in able if not self.unmet(version)), None)
+        return next((version for version in candidates if not self.unmet(version)), None)
 
 
-_LAST = "11.0.0"  # no flag of its trtexec chooses types any more
+_TYPED_ONLY = "11.0.0"  # first version whose trtexec has no precision flags
 _FP8_GPU = "on a GPU of Ada, Hopper or later, "
-_OLDEST = {FP16: "8.5.0", FP32: "8.5.0", BF16: "9.0.0"}  # that knows the type, and is meant here
+_OLDEST = {FP16: "8.5.0", FP32: "8.5.0", BF16: "9.0.0"}  # first supported version with the type
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to the engine.
+    """One trtexec command that builds the engine.
 
     Attributes:
-        name: what the script calls it.
-        when: for which TensorRT it is.
-        words: the command line; none where no TensorRT goes this way, and `when` says why.
+        name: its name in the script.
+        when: the TensorRT versions that it is for.
+        words: the command line; empty if no TensorRT can build it, then `when` says why.
     """
 
     name: str
@@ -167,7 +167,7 @@ class Way:
 
     @property
     def sentence(self) -> str:
-        """One line for the user; shlex, since names of files and tensors must not run."""
+        """One line for the user; quoted, so that file and tensor names cannot run as commands."""
         return f"{self.when}: {shlex.join(self.words)}" if self.words else self.when
 
 
@@ -181,41 +181,39 @@ def ways(
     precision: str = INT8,
     wide: Collection[str] = (),
 ) -> tuple[Way, ...]:
-    """How the engine is built on a GPU machine with these files.
-
-    A line that a TensorRT could not follow is not given, but why it cannot.
+    """Return the commands that build the engine on a GPU machine with these files.
 
     Args:
-        request: what was built.
+        request: the build.
         files: role -> path.
-        needs: role of a model -> what its parser must know.
+        needs: role of a model -> what its parser must support.
         version: TensorRT that the cache is for, "X.Y.Z".
-        rest: type of what is not int8.
+        rest: type of the layers that are not quantized.
         precision: int8 or fp8.
-        wide: nodes that must compute in float32, where TensorRT chooses the types.
+        wide: nodes that must run in float32 if TensorRT chooses the types.
     """
-    strong = _strong(request, files, needs, precision)
+    strong = _strongly_typed(request, files, needs, precision)
     if precision == FP8 or not row(version).calibrators:
         return strong
-    weak = _weak(request, files, needs[QDQ], rest, wide)
+    weak = _weakly_typed(request, files, needs[QDQ], rest, wide)
     return (_implicit(request, files, needs[FLOAT], version, rest, wide), *weak, *strong)
 
 
 def on_machine(
-    found: Sequence[Way], *, device: int = 0, plugins: Sequence[Path] = ()
+    commands: Sequence[Way], *, device: int = 0, plugins: Sequence[Path] = ()
 ) -> tuple[Way, ...]:
-    """The same on a GPU other than the first, and with libraries of plugins.
+    """Add the flags for the GPU and for plugin libraries to the commands.
 
-    `--plugins` is deprecated since 8.6 and read by every trtexec, its successor by none before.
+    `--plugins` is deprecated since 8.6, but every trtexec reads it, unlike its successor.
     """
     own = [f"--device={device}"] if device else []
     own += [f"--plugins={path.resolve()}" for path in plugins]
-    return tuple(replace(way, words=(*way.words, *own)) if way.words else way for way in found)
+    return tuple(replace(way, words=(*way.words, *own)) if way.words else way for way in commands)
 
 
-def script(found: Sequence[Way]) -> str:
-    """What a shell script does that goes the way which its argument names."""
-    usable = [way for way in found if way.words]
+def script(commands: Sequence[Way]) -> str:
+    """Return the body of a shell script that runs the command named by its argument."""
+    usable = [way for way in commands if way.words]
     usage = "".join(f"echo '  {way.name}: {way.when}' >&2\n    " for way in usable)
     cases = "".join(f"  {way.name}) exec {shlex.join(way.words)} ;;\n" for way in usable)
     return (
@@ -232,39 +230,39 @@ def _implicit(
     rest: str,
     wide: Collection[str],
 ) -> Way:
-    """From the float model and the cache."""
+    """Build from the float model and the cache."""
     unmet = needs.unmet(version)
     if unmet:
         return Way("cache", f"TensorRT {version} cannot read {files[FLOAT].name}: {unmet}")
     types = ["--int8", *_float_types(rest), f"--calib={files[CACHE].name}"]
-    kept = dict.fromkeys(float_layers(request), rest)
-    words = _line(request, files[FLOAT], [*types, *_precision_words(kept, wide)])
+    float_types = dict.fromkeys(float_layers(request), rest)
+    words = _command(request, files[FLOAT], [*types, *_precision_flags(float_types, wide)])
     return Way("cache", f"on a GPU machine with TensorRT {version}", words)
 
 
-def _weak(
+def _weakly_typed(
     request: BuildRequest,
     files: Mapping[str, Path],
     needs: Needs,
     rest: str,
     wide: Collection[str],
 ) -> tuple[Way, ...]:
-    """From the Q/DQ model, in the types that TensorRT chooses."""
+    """Build from the Q/DQ model; TensorRT chooses the types of float layers."""
     since = needs.first_reading()
-    if since is None or version_label(since) >= version_label(_LAST):
+    if since is None or version_label(since) >= version_label(_TYPED_ONLY):
         return ()
     oldest = max(since, _OLDEST[rest], key=version_label)
-    pairs = "QuantizeLinear" in needs.operators  # without one trtexec makes ranges up for --int8
-    int8 = ["--int8"] if pairs else []
-    types = [*int8, *_float_types(rest), *_precision_words({}, wide)]
-    words = _line(request, files[QDQ], types)
+    has_pairs = "QuantizeLinear" in needs.operators  # else --int8 makes trtexec invent ranges
+    int8 = ["--int8"] if has_pairs else []
+    types = [*int8, *_float_types(rest), *_precision_flags({}, wide)]
+    words = _command(request, files[QDQ], types)
     return (Way("qdq", _until_10(oldest), words),)
 
 
-def _strong(
+def _strongly_typed(
     request: BuildRequest, files: Mapping[str, Path], needs: Mapping[str, Needs], precision: str
 ) -> tuple[Way, ...]:
-    """In the types of the model."""
+    """Build in the types of the model."""
     role, fp8 = TYPED if TYPED in files else QDQ, precision == FP8
     path, where = files[role], _FP8_GPU if fp8 else ""
     since = needs[role].first_reading(typed=True, fp8=fp8)
@@ -272,16 +270,16 @@ def _strong(
         opset = needs[role].opset
         why = f"no TensorRT reads opset {opset} of {path.name}: export with an older one"
         return (Way("typed", why),)
-    last = Way("11", f"{where}with TensorRT 11", _line(request, path, []))
-    if version_label(since) >= version_label(_LAST):
+    last = Way("11", f"{where}with TensorRT 11", _command(request, path, []))
+    if version_label(since) >= version_label(_TYPED_ONLY):
         return (last,)
-    words = _line(request, path, ["--stronglyTyped"])
+    words = _command(request, path, ["--stronglyTyped"])
     return Way("typed", where + _until_10(since), words), last
 
 
-def _line(request: BuildRequest, model: Path, words: Sequence[str]) -> tuple[str, ...]:
-    shapes, save = _shape_words(request), f"--saveEngine={request.name}.engine"
-    return ("trtexec", f"--onnx={model.name}", *words, *shapes, save)
+def _command(request: BuildRequest, model: Path, flags: Sequence[str]) -> tuple[str, ...]:
+    shapes, save = _shape_flags(request), f"--saveEngine={request.name}.engine"
+    return ("trtexec", f"--onnx={model.name}", *flags, *shapes, save)
 
 
 def _float_types(rest: str) -> list[str]:
@@ -289,7 +287,7 @@ def _float_types(rest: str) -> list[str]:
 
 
 def _until_10(since: str) -> str:
-    """In words, every TensorRT from this one to the last that has flags for types."""
+    """Describe the versions from `since` to 10, the last with precision flags."""
     major, minor, _ = since.split(".")
     if major != "10":
         return f"with any TensorRT from {major}.{minor} to 10"
@@ -297,37 +295,39 @@ def _until_10(since: str) -> str:
 
 
 def float_layers(request: BuildRequest) -> dict[str, str]:
-    """Nodes to keep in float that could run in int8 otherwise -> the first tensor that each gives.
+    """Return node -> its first output, for nodes to keep in float that might run in int8.
 
-    A node of whole numbers, or one that has no int8 form, needs no word to stay as it is.
+    Nodes with integer outputs are left out: they cannot run in int8.
     """
     from deploy.graph.index import Graph
 
     graph = Graph(request.model)
-    kept = set(request.float_nodes)
+    float_nodes = set(request.float_nodes)
     return {
         node.name: node.output[0]
         for node in graph.nodes
-        if node.name in kept and node.op_type != "Constant" and graph.is_float(node.output[0])
+        if node.name in float_nodes
+        and node.op_type != "Constant"
+        and graph.is_float(node.output[0])
     }
 
 
-def _precision_words(kept: Mapping[str, str], wide: Collection[str]) -> list[str]:
-    """Types of nodes: those kept in float, and of what must be float32 that of its outputs too."""
-    types = {**kept, **dict.fromkeys(wide, FP32)}
+def _precision_flags(types: Mapping[str, str], wide: Collection[str]) -> list[str]:
+    """Return the flags that set layer types; `wide` layers compute and output float32."""
+    types = {**types, **dict.fromkeys(wide, FP32)}
     if not types:
         return []
-    words = [f"--layerPrecisions={_listed(types)}", "--precisionConstraints=obey"]
-    outputs = [f"--layerOutputTypes={_listed(dict.fromkeys(wide, FP32))}"] if wide else []
-    return [*words, *outputs]
+    flags = [f"--layerPrecisions={_join_types(types)}", "--precisionConstraints=obey"]
+    outputs = [f"--layerOutputTypes={_join_types(dict.fromkeys(wide, FP32))}"] if wide else []
+    return [*flags, *outputs]
 
 
-def _listed(types: Mapping[str, str]) -> str:
+def _join_types(types: Mapping[str, str]) -> str:
     return ",".join(f"{name}:{kind}" for name, kind in types.items())
 
 
-def _shape_words(request: BuildRequest) -> list[str]:
-    """`--shapes=...` where an input is dynamic; every size of the samples where these vary."""
+def _shape_flags(request: BuildRequest) -> list[str]:
+    """Return `--shapes` if an input is dynamic; min, opt and max shapes if the samples vary."""
     from deploy.graph.index import dims, fed_inputs
     from deploy.targets.spans import span_of
 
@@ -340,10 +340,10 @@ def _shape_words(request: BuildRequest) -> list[str]:
         return []
     span = span_of(request)
     if not span.varies:
-        return [f"--shapes={_shaped(dynamic, span.usual)}"]
+        return [f"--shapes={_join_shapes(dynamic, span.usual)}"]
     sides = {"min": span.least, "opt": span.usual, "max": span.most}
-    return [f"--{side}Shapes={_shaped(dynamic, shapes)}" for side, shapes in sides.items()]
+    return [f"--{side}Shapes={_join_shapes(dynamic, shapes)}" for side, shapes in sides.items()]
 
 
-def _shaped(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> str:
+def _join_shapes(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> str:
     return ",".join(f"{name}:{'x'.join(map(str, shapes[name]))}" for name in names)

@@ -1,7 +1,7 @@
-"""`Cuda` by cuda-python, NVIDIA's own binding of the runtime API.
+"""`Cuda` on top of cuda-python, NVIDIA's binding of the CUDA runtime API.
 
-Each of its calls gives a tuple, the error code first. The module is `cuda.bindings.runtime` since
-12.6, and was `cuda.cudart` before.
+Each call returns a tuple that starts with the error code. The module is `cuda.bindings.runtime`
+since 12.6; before it was `cuda.cudart`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from deploy.tensors import Array
 
 
 def count() -> int:
-    """How many GPUs there are.
+    """Return the number of GPUs.
 
     Raises:
         ImportError, OSError: cuda-python is missing.
         SdkMissingError: CUDA does not start, or has no GPU.
     """
-    code, found = _runtime().cudaGetDeviceCount()
+    code, gpus = _runtime().cudaGetDeviceCount()
     if int(code) != 0:
-        raise SdkMissingError(_words(code))
-    if found == 0:
+        raise SdkMissingError(_error_text(code))
+    if gpus == 0:
         raise SdkMissingError("no GPU")
-    return int(found)
+    return int(gpus)
 
 
 def _runtime() -> Any:
@@ -44,109 +44,108 @@ def _runtime() -> Any:
     return runtime
 
 
-def _must(answer: Sequence[Any]) -> Any:
-    """What a call gave, or None where it gives nothing.
+def _check(result: Sequence[Any]) -> Any:
+    """Return the value of a call, or None if it has none.
 
     Raises:
-        BackendError: its code is not that of success.
+        BackendError: the error code is not cudaSuccess.
     """
-    code, *given = answer
+    code, *values = result
     if int(code) != 0:
-        raise BackendError(f"{REFUSED}: {_words(code)}; {WAY_OUT}")
-    return given[0] if given else None
+        raise BackendError(f"{REFUSED}: {_error_text(code)}; {WAY_OUT}")
+    return values[0] if values else None
 
 
-def _words(code: Any) -> str:
-    """CUDA's own words for an error code, and the code."""
+def _error_text(code: Any) -> str:
     _, text = _runtime().cudaGetErrorString(code)
     return f"{text.decode() if isinstance(text, bytes) else text} ({int(code)})"
 
 
 @dataclass(frozen=True)
 class _Event:
-    """An event, destroyed when nobody holds it any more."""
+    """An event, destroyed with the last reference to this object."""
 
     own: Any
 
 
 class CudaPython:
-    """One GPU; the meaning of each method stands at `Cuda`."""
+    """One GPU; see `Cuda` for the methods."""
 
     def __init__(self, number: int) -> None:
         self._rt = _runtime()
         self._number = number
-        about = _must(self._rt.cudaGetDeviceProperties(number))
+        about = _check(self._rt.cudaGetDeviceProperties(number))
         name = about.name.decode() if isinstance(about.name, bytes) else about.name
         self.name = f"{name.rstrip(chr(0))} sm_{about.major}{about.minor}"
-        self.newest = version_words(int(_must(self._rt.cudaDriverGetVersion())))
+        self.newest = version_words(int(_check(self._rt.cudaDriverGetVersion())))
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Set the thread's device, and set back the one before."""
-        before = _must(self._rt.cudaGetDevice())
-        _must(self._rt.cudaSetDevice(self._number))
+        """Set the thread's device; restore the previous one at exit."""
+        before = _check(self._rt.cudaGetDevice())
+        _check(self._rt.cudaSetDevice(self._number))
         try:
             yield
         finally:
-            _must(self._rt.cudaSetDevice(before))
+            _check(self._rt.cudaSetDevice(before))
 
     def allocate(self, size: int) -> int:
         """`cudaMalloc`."""
-        return int(_must(self._rt.cudaMalloc(max(size, 1))))
+        return int(_check(self._rt.cudaMalloc(max(size, 1))))
 
     def free(self, address: int) -> None:
         """`cudaFree`."""
         with self.current():
-            _must(self._rt.cudaFree(address))
+            _check(self._rt.cudaFree(address))
 
     def pinned(self, shape: Sequence[int], dtype: str) -> Array:
-        """`cudaHostAlloc`; free when no array looks at it any more."""
-        many, wanted = prod(shape), np.dtype(dtype)
-        size = max(many, 1) * wanted.itemsize
-        address = int(_must(self._rt.cudaHostAlloc(size, 0)))
+        """`cudaHostAlloc`; freed with the last array that views it."""
+        count, element = prod(shape), np.dtype(dtype)
+        size = max(count, 1) * element.itemsize
+        address = int(_check(self._rt.cudaHostAlloc(size, 0)))
         memory = (ctypes.c_uint8 * size).from_address(address)
         weakref.finalize(memory, self._rt.cudaFreeHost, address).atexit = False
-        flat: Array = np.frombuffer(memoryview(memory), wanted)
-        return flat[:many].reshape(tuple(shape))
+        flat: Array = np.frombuffer(memoryview(memory), element)
+        return flat[:count].reshape(tuple(shape))
 
     def copy_in(self, address: int, array: Array) -> None:
         """`cudaMemcpy`."""
         kind = self._rt.cudaMemcpyKind.cudaMemcpyHostToDevice
-        _must(self._rt.cudaMemcpy(address, array.ctypes.data, array.nbytes, kind))
+        _check(self._rt.cudaMemcpy(address, array.ctypes.data, array.nbytes, kind))
 
     def copy_in_later(self, address: int, array: Array, stream: Stream) -> None:
         """`cudaMemcpyAsync`."""
         kind = self._rt.cudaMemcpyKind.cudaMemcpyHostToDevice
         size = array.nbytes
-        _must(self._rt.cudaMemcpyAsync(address, array.ctypes.data, size, kind, stream.own))
+        _check(self._rt.cudaMemcpyAsync(address, array.ctypes.data, size, kind, stream.own))
 
     def copy_out_later(self, array: Array, address: int, stream: Stream) -> None:
         """`cudaMemcpyAsync`."""
         kind = self._rt.cudaMemcpyKind.cudaMemcpyDeviceToHost
         size = array.nbytes
-        _must(self._rt.cudaMemcpyAsync(array.ctypes.data, address, size, kind, stream.own))
+        _check(self._rt.cudaMemcpyAsync(array.ctypes.data, address, size, kind, stream.own))
 
     def stream(self) -> Stream:
         """`cudaStreamCreate`."""
-        made = _must(self._rt.cudaStreamCreate())
-        held = Stream(int(made), made)
-        weakref.finalize(held, self._rt.cudaStreamDestroy, made).atexit = False
-        return held
+        own = _check(self._rt.cudaStreamCreate())
+        stream = Stream(int(own), own)
+        weakref.finalize(stream, self._rt.cudaStreamDestroy, own).atexit = False
+        return stream
 
     def wait(self, stream: Stream) -> None:
         """`cudaStreamSynchronize`."""
-        _must(self._rt.cudaStreamSynchronize(stream.own))
+        _check(self._rt.cudaStreamSynchronize(stream.own))
 
     def event(self) -> _Event:
         """`cudaEventCreate`."""
-        made = _Event(_must(self._rt.cudaEventCreate()))
-        weakref.finalize(made, self._rt.cudaEventDestroy, made.own).atexit = False
-        return made
+        event = _Event(_check(self._rt.cudaEventCreate()))
+        weakref.finalize(event, self._rt.cudaEventDestroy, event.own).atexit = False
+        return event
 
     def record(self, event: _Event, stream: Stream) -> None:
         """`cudaEventRecord`."""
-        _must(self._rt.cudaEventRecord(event.own, stream.own))
+        _check(self._rt.cudaEventRecord(event.own, stream.own))
 
     def between_ms(self, first: _Event, last: _Event) -> float:
         """`cudaEventElapsedTime`."""
-        return float(_must(self._rt.cudaEventElapsedTime(first.own, last.own)))
+        return float(_check(self._rt.cudaEventElapsedTime(first.own, last.own)))

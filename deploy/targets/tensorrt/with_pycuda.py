@@ -1,4 +1,4 @@
-"""`Cuda` by pycuda, whose contexts are pushed and popped: it aborts on one that is left over."""
+"""`Cuda` on top of pycuda: contexts are pushed and popped, since a leftover one aborts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deploy.tensors import Array
 
 
 def count() -> int:
-    """How many GPUs there are.
+    """Return the number of GPUs.
 
     Raises:
         ImportError, OSError: pycuda or the driver is missing.
@@ -25,16 +25,16 @@ def count() -> int:
 
     try:
         cuda.init()
-        found = int(cuda.Device.count())
+        gpus = int(cuda.Device.count())
     except cuda.Error as error:
         raise SdkMissingError(str(error)) from error
-    if found == 0:
+    if gpus == 0:
         raise SdkMissingError("no GPU")
-    return found
+    return gpus
 
 
 class Pycuda:
-    """One GPU; the meaning of each method stands at `Cuda`."""
+    """One GPU; see `Cuda` for the methods."""
 
     def __init__(self, number: int) -> None:
         import pycuda.driver as cuda
@@ -45,7 +45,7 @@ class Pycuda:
         self.name = f"{device.name()} sm_{major}{minor}"
         self.newest = version_words(cuda.get_driver_version())
         self._context = device.retain_primary_context()
-        self._held: dict[int, Any] = {}
+        self._allocations: dict[int, Any] = {}  # address -> pycuda's object
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -60,43 +60,43 @@ class Pycuda:
 
     def allocate(self, size: int) -> int:
         """`mem_alloc`."""
-        made = self._cuda.mem_alloc(max(size, 1))
-        self._held[int(made)] = made
-        return int(made)
+        allocation = self._cuda.mem_alloc(max(size, 1))
+        self._allocations[int(allocation)] = allocation
+        return int(allocation)
 
     def free(self, address: int) -> None:
-        """Let go of what `mem_alloc` made."""
+        """`DeviceAllocation.free`."""
         with self.current():
-            self._held.pop(address).free()
+            self._allocations.pop(address).free()
 
     def pinned(self, shape: Sequence[int], dtype: str) -> Array:
-        """`pagelocked_empty`, which knows no scalars and no empty arrays."""
+        """`pagelocked_empty`, which supports neither scalars nor empty arrays."""
         flat: Array = self._cuda.pagelocked_empty((max(prod(shape), 1),), np.dtype(dtype))
         return flat[: prod(shape)].reshape(tuple(shape))
 
     def copy_in(self, address: int, array: Array) -> None:
         """`memcpy_htod`."""
-        self._cuda.memcpy_htod(self._held[address], array)
+        self._cuda.memcpy_htod(self._allocations[address], array)
 
     def copy_in_later(self, address: int, array: Array, stream: Stream) -> None:
         """`memcpy_htod_async`."""
-        self._cuda.memcpy_htod_async(self._held[address], array, stream.own)
+        self._cuda.memcpy_htod_async(self._allocations[address], array, stream.own)
 
     def copy_out_later(self, array: Array, address: int, stream: Stream) -> None:
         """`memcpy_dtoh_async`."""
-        self._cuda.memcpy_dtoh_async(array, self._held[address], stream.own)
+        self._cuda.memcpy_dtoh_async(array, self._allocations[address], stream.own)
 
     def stream(self) -> Stream:
-        """A stream of pycuda's, with its handle."""
-        made = self._cuda.Stream()
-        return Stream(int(made.handle), made)
+        """`pycuda.driver.Stream`."""
+        own = self._cuda.Stream()
+        return Stream(int(own.handle), own)
 
     def wait(self, stream: Stream) -> None:
         """`Stream.synchronize`."""
         stream.own.synchronize()
 
     def event(self) -> Any:
-        """An event of pycuda's."""
+        """`pycuda.driver.Event`."""
         return self._cuda.Event()
 
     def record(self, event: Any, stream: Stream) -> None:
