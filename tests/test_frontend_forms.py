@@ -193,7 +193,7 @@ REFUSED = {
         net(
             "ScatterElements", I64([[[[0]]]]), F([[[[1]]]]), opset=18, given={"reduction": "max"}
         ),
-        "its reduction is the largest or smallest",
+        "its reduction is max or min",
     ),
     "a size that is open": (
         net("Split", opset=18, outputs=2, shape=["n", 4], given={"num_outputs": 2}), "not known"

@@ -273,7 +273,7 @@ def test_every_repair_gives_the_same_bytes_again_and_with_any_number_of_threads(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--target", "tensorrt", "--method", "entropy-tensorrt"), "sees no repair of its weights"),
+        (("--target", "tensorrt", "--method", "entropy-tensorrt"), "cannot use repaired weights"),
         (("--target", "tensorrt", "--method", "legacy"), "got repair equalize"),
         (("--trust-cache",), "a trusted cache holds the ranges of the model as it is"),
     ],

@@ -270,7 +270,7 @@ def test_what_no_checkpoint_holds_is_said(run, often, interrupted, small_cnn, fo
     words = ("calibrate", small_cnn, "--images", folder, "--target", "ascend", "--exact-ifmr", "-q")
     words += ("--ascend-config", *config, "-o", tmp_path / "m.cache")
     code, (said,), _ = interrupted(2, signal.SIGINT, *words)
-    assert code == 130 and "begins anew, since no checkpoint holds 'all values" in said
+    assert code == 130 and "starts over, since no checkpoint holds 'all values" in said
     assert not beside(tmp_path / "m.cache").exists()
     assert run(*words, "--resume")[0] == 0
 

@@ -591,7 +591,7 @@ def test_between_int8_it_runs_on_integers(kind, tmp_path, kernels):
 def test_a_pad_with_anything_but_zeros_stays_float(node, constants):
     plan = analyse(load(network_pad([node], constants)).model, ONNXRUNTIME)
     (pad,) = [d for d in plan.decisions if d.op_type == "Pad"]
-    assert pad.reason == "it pads with something else than 0" and plan.pads == ()
+    assert pad.reason == "it pads with a value other than 0" and plan.pads == ()
 
 
 # --- `--dynamic-matmul`: scales found anew for each input.

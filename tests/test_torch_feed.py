@@ -174,11 +174,11 @@ def test_models_of_other_floats(nets, tmp_path, kind):
     assert "Conv+BN+ReLU: 1 fused" in run("fuse", spec, *words, "--bench")
     out = tmp_path / "o.onnx"
     shown = run("export", spec, *words, "-o", out)
-    assert "and is taken in float32" in shown
+    assert "and is converted to float32" in shown
     assert ("rounds its weights" in shown) == (kind == "double")
     session = onnxruntime.InferenceSession(str(out), providers=["CPUExecutionProvider"])
     assert session.get_inputs()[0].type == "tensor(float)"
-    assert any("is taken in float32" in note for note in open_torch(spec, [(2, 3, 8, 8)]).notes)
+    assert any("is converted to float32" in note for note in open_torch(spec, [(2, 3, 8, 8)]).notes)
 
 
 def test_checkpoints_hold_their_weights_somewhere_and_under_prefixes(tmp_path):

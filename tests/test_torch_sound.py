@@ -69,7 +69,7 @@ def test_hooks_of_layers_and_leaves_are_part_of_the_graph():
     for made in (trace(model), prepare(model, [X]), fuse(model)[0]):
         assert torch.allclose(made(X), wanted, atol=1e-5)
     assert torch.equal(model(X), wanted) and model[0]._forward_hooks  # the user's keeps its own
-    with pytest.raises(ModelError, match="got a forward hook on it"):
+    with pytest.raises(ModelError, match="must not have a forward hook, got one"):
         QatLayer(model[0], WeightQuant(0))
 
     class Part(nn.Module):
@@ -484,7 +484,7 @@ def test_norms_that_stay_say_why():
     model, x = drawn(Moved()), torch.randn(3, 16, 6)
     found, report = fold_batch_norms(model, [x])
     assert report.norms_left == 3 and dict(report.skipped) == {
-        "bn": "a view behind linear moves its channels",
+        "bn": "a view after linear moves its channels",
         "one": "twice is called at several places",
         "two": "twice is called at several places",
     }
@@ -495,8 +495,8 @@ def test_norms_that_stay_say_why():
     model = nn.Sequential(nn.BatchNorm2d(6), first, nn.ReLU(), nn.BatchNorm2d(4), nn.ReLU(), last)
     report = fold_batch_norms(model.eval(), [torch.randn(2, 6, 4, 4)])[1]
     assert dict(report.skipped) == {
-        "0": "no Conv or Linear before it, and a Conv that pads with zeros behind it",
-        "3": "no Conv or Linear before it, and ReLU behind it",
+        "0": "no Conv or Linear before it, and a Conv that pads with zeros after it",
+        "3": "no Conv or Linear before it, and ReLU after it",
     }
 
 
@@ -506,7 +506,7 @@ def test_only_a_norm_right_behind_a_layer_is_trained_with_it():
         model = drawn(kind())
         prepared = prepare(model, [x], norms="train")
         assert torch.allclose(prepared.eval()(x), model(x), atol=1e-5)
-        assert "bn (norms='train' trains a norm right behind its" in norms_in_float(prepared)
+        assert "bn (norms='train' needs the norm right after its" in norms_in_float(prepared)
 
 
 AUXILIARY = """

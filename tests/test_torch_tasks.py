@@ -155,8 +155,8 @@ def test_samples_by_name_and_in_tuples_train_resume_and_export(tasks, run, tmp_p
 
 def test_samples_with_other_names_than_the_inputs_are_refused(tasks, run, tmp_path):
     for name, words in (
-        ("more", "has what its inputs have, image, scale, got image, scale, label; leave out"),
-        ("nested", "tensors, or one dict of tensors, got tuple; name what lies"),
+        ("more", "has the names of its inputs, image, scale, got image, scale, label; leave other names out"),
+        ("nested", "tensors, or one dict of tensors, got tuple; give each"),
     ):
         code, _, err = trained(run, tasks, name, tmp_path / "n.onnx")
         assert code == 1 and words in " ".join(err.split()), err

@@ -193,7 +193,7 @@ def test_ascend_takes_codes_and_integers_over(built, made):
 
 def test_images_measure_beside_the_model_itself_or_the_one_that_is_named(built, made, small_cnn):
     _, report, _ = built(made["onnxruntime"])
-    assert any("taken out of small_cnn.int8.onnx" in note for note in report["notes"])
+    assert any("extracted from small_cnn.int8.onnx" in note for note in report["notes"])
     own = report["engines"][1]["accuracy"]
     _, report, _ = built(made["onnxruntime"], "--float", small_cnn, "--force")
     assert any(f"FP32 is {small_cnn}" in note for note in report["notes"])

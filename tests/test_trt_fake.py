@@ -195,7 +195,7 @@ def test_libraries_of_plugins_are_loaded_and_part_of_the_engine(
     assert run(*measure, library)[0] == 0
     broken = tmp_path / "broken.so"
     broken.write_text("no library")
-    assert "must load beside TensorRT 10.13.0.35" in refusal(*measure, broken)
+    assert "must load with TensorRT 10.13.0.35" in refusal(*measure, broken)
     assert "none.so" in failing("--plugin", tmp_path / "none.so")
 
 

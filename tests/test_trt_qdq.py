@@ -485,7 +485,7 @@ def test_what_reads_a_concat_of_float_tensors_stays_float_where_that_is_asked(tm
                 node("MaxPool", "cat", "p", kernel_shape=[2, 2])]  # fmt: skip
     model = net([*made, conv("p", "y", "w2")], tmp_path)
     why, pairs = placed(model, asked)
-    assert why["y"] == "it reads a Concat of what is not int8" and set(pairs) == {"x"}
+    assert why["y"] == "it reads a Concat whose inputs are not all int8" and set(pairs) == {"x"}
     assert placed(model)[0]["y"] == ""
     for word in ("float_behind_concat", "pair_behind_deconv"):
         with pytest.raises(ConfigError, match="placed in the Q/DQ model, got engine form cache"):

@@ -174,7 +174,7 @@ def test_a_float_engine_that_fails_is_a_note_and_the_other_counts(tensorrt, buil
 
     monkeypatch.setattr(builder, "build_engine", fails)
     made = build()
-    assert "TensorRT FP16, which was not built: no tactic was found" in notes(made)
+    assert "no TensorRT FP16 engine was built to compare with: no tactic was found" in notes(made)
     assert "3.00 times as fast as TensorRT FP32" in made.md
     assert line(made, "Latency p50")[-1] == "3.00x faster than TensorRT FP32"
 
