@@ -31,7 +31,7 @@ from mobile_nets import resnet18, written  # noqa: E402
 from model_feeds import pages, photos  # noqa: E402
 
 from deploy.feed.feed import open_feed  # noqa: E402
-from deploy.feed.preprocess import Preprocess, preset  # noqa: E402
+from deploy.feed.preprocess import Preprocess, find_preset  # noqa: E402
 from deploy.frontends import load  # noqa: E402
 
 THREADS = 2
@@ -66,7 +66,7 @@ def models() -> Mapping[str, Model]:
     return {
         "yolov8n": Model(path=yolo.model, preprocess=yolo.preprocess, images=some_photos),
         "resnet-18": Model(
-            path=written(resnet18), preprocess=preset("imagenet"), images=some_photos
+            path=written(resnet18), preprocess=find_preset("imagenet"), images=some_photos
         ),
         "ppocr-v4-det": Model(path=det.model, preprocess=det.preprocess, images=some_pages),
     }

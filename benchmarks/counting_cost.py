@@ -71,7 +71,7 @@ def plain(library: ctypes.CDLL, x: np.ndarray, found: list[Histogram]) -> Times:
     return {**times, "entropy": time.process_time() - start}
 
 
-def counting(way: kernel.Kernel | None, x: np.ndarray, found: list[Histogram]) -> Times:
+def counting(way: kernel.CountingKernel | None, x: np.ndarray, found: list[Histogram]) -> Times:
     """Python, by one way of the kernel or without it."""
     kernel.kernel = lambda: way  # type: ignore[assignment]
     start = time.process_time()
@@ -107,7 +107,7 @@ def measured(rounds: int, parity: Path) -> dict[str, Times]:
         folder = Path(name)
         x.tofile(folder / "x.f32")
         loops = ctypes.CDLL(str(compiled(Path(__file__).with_name("counting_plain.c"), folder)))
-        ways = kernel.load(compiled(ROOT / "cpp/src/kernel/count.c", folder))
+        ways = kernel.load_kernels(compiled(ROOT / "cpp/src/kernel/count.c", folder))
         program = subprocess.Popen(
             [parity], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

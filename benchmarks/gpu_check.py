@@ -29,7 +29,7 @@ import numpy as np
 
 from calibrators.tensorrt import CLASSES, calibrator
 from deploy.calibration import trt_cache
-from deploy.calibration.observation import whole_batches
+from deploy.calibration.observation import full_batches
 from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.trt_cache import CalibrationCache
 from deploy.errors import SdkMissingError
@@ -42,11 +42,11 @@ from deploy.metrics.latency import Latency, measure
 from deploy.pipeline import calibrate
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt import builder, sdk
-from deploy.targets.tensorrt.builder import Settings, build_engine, profiles_for
+from deploy.targets.tensorrt.builder import BuilderSettings, build_engine, profiles_for
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq
 from deploy.targets.tensorrt.cuda import CudaMemory
 from deploy.targets.tensorrt.sdk import gpu, missing_tensors, sort_missing
-from deploy.targets.tensorrt.session import TensorrtSession, device_of
+from deploy.targets.tensorrt.session import TensorrtSession, describe_device
 from deploy.tensors import Array, Session
 
 ROOT = Path(__file__).parents[1]
@@ -72,14 +72,14 @@ class Case:
 
     def batches(self) -> Iterator[dict[str, Array]]:
         """Whole batches only, as TensorRT calibrates with one shape."""
-        return whole_batches(self.feed.samples(), self.batch // self.feed.batch)
+        return full_batches(self.feed.samples(), self.batch // self.feed.batch)
 
-    def settings(self, batch: int, **options: Any) -> Settings:
+    def settings(self, batch: int, **options: Any) -> BuilderSettings:
         """Settings whose profile is tuned for `batch`."""
         sample = next(iter(self.feed.samples()))
         shapes = {spec.name: spec.shape for spec in self.loaded.inputs}
         fed = {n: (batch, *a.shape[1:]) for n, a in sample.items()}
-        return Settings(profiles=profiles_for(shapes, fed, most_batch=self.batch), **options)
+        return BuilderSettings(profiles=profiles_for(shapes, fed, most_batch=self.batch), **options)
 
 
 @dataclass
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the check; gives the exit code."""
     options = _options(arguments)
     try:
-        here = sdk.find()
+        here = sdk.find_sdk()
     except SdkMissingError as error:
         print(f"nothing to check on: {error}")
         return 77
@@ -144,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def machine(here: sdk.Sdk) -> str:
     """TensorRT, GPU and driver, and what TensorRT does without."""
-    text = device_of(here, gpu(0)).words
+    text = describe_device(here, gpu(0)).words
     return f"{text}, no tactics of {', '.join(here.stand_ins)}" if here.stand_ins else text
 
 
@@ -196,7 +196,7 @@ def _noted(finding: Finding) -> Iterator[None]:
         finding.wrong.append(f"{type(error).__name__}: {error}")
 
 
-def _float_engine(case: Case, settings: Settings, finding: Finding) -> bytes:
+def _float_engine(case: Case, settings: BuilderSettings, finding: Finding) -> bytes:
     return build_engine(case.path, settings).plan
 
 
@@ -219,7 +219,7 @@ def calibrated_by(case: Case, algorithm: str, finding: Finding) -> bytes:
     theirs = trt_cache.parse(cache, origin=f"TensorRT's {algorithm} cache")
     if algorithm in SEARCHES:
         with _noted(finding):
-            version = theirs.header.version or _plain(sdk.find().version)
+            version = theirs.header.version or _plain(sdk.find_sdk().version)
             _hold(finding, theirs, _ours(case, version, SEARCHES[algorithm]))
     # Again from the cache, with no data at all: TensorRT must not ask for a batch.
     again = calibrator(

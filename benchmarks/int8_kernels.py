@@ -22,7 +22,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 from trial import table  # noqa: E402
 
-from deploy.runtimes.ort import kernel_events, profiled  # noqa: E402
+from deploy.runtimes.ort import kernel_events, run_profiled  # noqa: E402
 
 _RUNS = 60
 SIGNS = ("us", "uu", "ss")  # of activations and weights: unsigned, signed
@@ -101,7 +101,7 @@ def least_us(model: onnx.ModelProto, form: Form) -> float:
     feed = {"x": rng.normal(size=(1, form.inner, form.size, form.size)).astype(np.float32)}
     found: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="calib8-") as folder:
-        trace = profiled(model, [feed], runs=_RUNS, folder=Path(folder))
+        trace = run_profiled(model, [feed], runs=_RUNS, folder=Path(folder))
         for name, kind, taken in kernel_events(trace):
             if "Conv" in kind:
                 found[name].append(taken)

@@ -26,7 +26,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checkout, not installed
 
 from deploy.fx.convert import calibrate, convert
-from deploy.fx.export import compare, to_onnx
+from deploy.fx.export import compare_with_torch, to_onnx
 from deploy.fx.fakequant import search_for
 from deploy.fx.prepare import prepare
 from deploy.fx.qat import Task, train
@@ -85,7 +85,7 @@ def in_onnxruntime(converted: nn.Module) -> str:
     """What the exported file runs, and how often it decides as torch does."""
     x, _ = fashion.images("t10k")
     exported = to_onnx(converted, [x[:2]])
-    found = compare(exported, converted, [(part,) for part in x.split(500)])
+    found = compare_with_torch(exported, converted, [(part,) for part in x.split(500)])
     with tempfile.TemporaryDirectory() as folder:
         options = onnxruntime.SessionOptions()
         options.optimized_model_filepath = f"{folder}/optimized.onnx"

@@ -16,7 +16,7 @@ from model_feeds import of, photos
 from onnx import TensorProto, helper, numpy_helper
 from task_scores import top1
 
-from deploy.feed.preprocess import Preprocess, preset
+from deploy.feed.preprocess import Preprocess, find_preset
 
 FASHION = Path(__file__).resolve().parent.parent / "datasets" / "fashion"
 
@@ -34,7 +34,7 @@ def cases() -> dict[str, Case]:
     )
     photographed = Case(
         model=written(resnet18),
-        preprocess=preset("imagenet"),
+        preprocess=find_preset("imagenet"),
         calibration=lambda _: photos("enhancement")[:40],
         evaluation=lambda _: photos("classification")[:20],
     )

@@ -28,10 +28,10 @@ from click.testing import CliRunner
 from deploy.cli import cli
 from deploy.errors import Calib8Error
 from deploy.fx.capture import capture
-from deploy.fx.export import Agreement, compare, to_onnx
+from deploy.fx.export import ExportAgreement, compare_with_torch, to_onnx
 from deploy.fx.fuse import fold_batch_norms
 from deploy.fx.int8_layers import WEIGHTED, IntLayer
-from deploy.fx.modes import measure, quantized
+from deploy.fx.modes import measure_mode, quantize_model
 from deploy.fx.profile import count_flops, tensors_of
 
 SIZES = {
@@ -139,9 +139,9 @@ def row(name: str) -> tuple[str, ...]:
     flops = sum(count_flops(captured, [x]).values())
     batches = [(x,), (wide,)]
     exported = to_onnx(model, [x])
-    found = [compare(exported, model, [batch]) for batch in batches]
-    converted = quantized(model, [x], batches, mode="static")
-    agreement = compare(to_onnx(converted, [x]), converted, batches, optimized=False)
+    found = [compare_with_torch(exported, model, [batch]) for batch in batches]
+    converted = quantize_model(model, [x], batches, mode="static")
+    agreement = compare_with_torch(to_onnx(converted, [x]), converted, batches, optimized=False)
     layers = [m for m in converted.modules() if isinstance(m, (*WEIGHTED, IntLayer))]
     integers = [m for m in layers if isinstance(m, IntLayer)]
     return (
@@ -152,13 +152,13 @@ def row(name: str) -> tuple[str, ...]:
         f"{flops / 1e9:.2f}",
         ", ".join(map(_part, found)),
         f"{len(integers)} of {_count(integers, layers)}",
-        f"{measure('static', model, converted, batches).sqnr_db:.1f} dB",
+        f"{measure_mode('static', model, converted, batches).sqnr_db:.1f} dB",
         _part(agreement),
         _built(name, size),
     )
 
 
-def _part(found: Agreement) -> str:
+def _part(found: ExportAgreement) -> str:
     """The largest difference in parts of the largest output."""
     return f"{found.max_difference / found.max_output:.1g}" if found.telling else "proves nothing"
 

@@ -34,7 +34,7 @@ LEVELS = 128
 _TOLERANCE = 1e-9  # largest error of the divergences from prefix sums
 
 
-def search(histogram: NDArray[np.int64]) -> int:
+def search_bins(histogram: NDArray[np.int64]) -> int:
     """Return i in 128..2048, the number of bins to keep, for [2048] counts of |x| over [0, R]."""
     h = histogram.astype(np.float64)
     h[0] = 0.0
@@ -132,7 +132,7 @@ def _xlogx(x: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def entropy(histogram: Histogram) -> Scale:
     """Return the clip range of a tensor: symmetric, cut at the extremes of the data."""
-    amax = threshold(search(histogram.magnitudes(BINS)), histogram.full_range)
+    amax = threshold(search_bins(histogram.magnitudes(BINS)), histogram.full_range)
     return Scale(
         lo=max(histogram.minimum, -amax),
         hi=min(histogram.maximum, amax),

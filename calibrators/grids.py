@@ -57,7 +57,7 @@ from numpy.typing import ArrayLike, NDArray
 from calibrators.errors import CalibrationError
 
 Float32Array = NDArray[np.float32]
-Stored = NDArray[np.number[Any]]
+StoredArray = NDArray[np.number[Any]]
 # torch's name -> numpy type. All integers of the type are used.
 DTYPES: dict[str, type[np.integer]] = {"quint8": np.uint8, "qint8": np.int8, "qint32": np.int32}
 
@@ -98,7 +98,7 @@ class Grid:
         return 2 * self.qmax if self.symmetric else self.qmax - self.qmin
 
 
-def signed(bits: int) -> Grid:
+def signed_grid(bits: int) -> Grid:
     """Return the symmetric grid of signed integers with 2 to 16 bits; `INT8` for 8.
 
     Raises:
@@ -118,7 +118,7 @@ def signed(bits: int) -> Grid:
     )
 
 
-def unsigned(bits: int) -> Grid:
+def unsigned_grid(bits: int) -> Grid:
     """Return the affine grid of unsigned integers with 2 to 16 bits; `UINT8` for 8.
 
     Raises:
@@ -154,8 +154,8 @@ def _floating(
     )
 
 
-INT4, INT8, INT16 = signed(4), signed(8), signed(16)
-UINT8, UINT16 = unsigned(8), unsigned(16)
+INT4, INT8, INT16 = signed_grid(4), signed_grid(8), signed_grid(16)
+UINT8, UINT16 = unsigned_grid(8), unsigned_grid(16)
 FP8 = _floating("fp8", 8, 448.0, 3, -6, "float32", scaled=True)
 FLOAT16 = _floating("float16", 16, (2 - 2.0**-10) * 2.0**15, 10, -14, "float16", scaled=False)
 BFLOAT16 = _floating("bfloat16", 16, (2 - 2.0**-7) * 2.0**127, 7, -126, "float32", scaled=False)
@@ -194,7 +194,7 @@ def affine_params(lo: float, hi: float, grid: Grid = UINT8) -> tuple[np.float32,
     return scale, zero_point
 
 
-def rounded(
+def round_to_grid(
     x: NDArray[np.floating], grid: Grid, to: Callable[[Any], Any] = np.rint
 ) -> NDArray[np.floating]:
     """Round x / scale to the values of a grid, without saturation; half to even.
@@ -217,18 +217,18 @@ def rounded(
 
 def quantize(
     x: NDArray[np.floating], scale: NDArray[np.float32] | np.float32, zero_point: int, grid: Grid
-) -> Stored:
+) -> StoredArray:
     """Return the stored values clip(rne(x / scale) + zero_point), in float32 as ONNX defines it.
 
     Values of float grids are held as numbers in `grid.dtype`; for fp8 and bfloat16 that is
     float32. NaN stays NaN on a float grid and is undefined on an integer grid.
     """
-    steps = rounded(np.asarray(x, np.float32) / scale, grid) + np.float32(zero_point)
-    q: Stored = np.clip(steps, grid.qmin, grid.qmax).astype(grid.dtype)
+    steps = round_to_grid(np.asarray(x, np.float32) / scale, grid) + np.float32(zero_point)
+    q: StoredArray = np.clip(steps, grid.qmin, grid.qmax).astype(grid.dtype)
     return q
 
 
-def codes(q: Stored, grid: Grid) -> NDArray[np.uint8]:
+def fp8_codes(q: StoredArray, grid: Grid) -> NDArray[np.uint8]:
     """Return the bytes of fp8 values in files: sign, exponent, mantissa; NaN is 0x7f.
 
     Raises:
@@ -246,7 +246,9 @@ def codes(q: Stored, grid: Grid) -> NDArray[np.uint8]:
     return np.asarray(code, np.uint8)
 
 
-def dequantize(q: Stored, scale: NDArray[np.float32] | np.float32, zero_point: int) -> Float32Array:
+def dequantize(
+    q: StoredArray, scale: NDArray[np.float32] | np.float32, zero_point: int
+) -> Float32Array:
     """Return the real values (q - zero_point) * scale of any grid, float32."""
     # float32 is exact for every stored value and for differences of 16-bit values
     return np.asarray((q.astype(np.float32) - np.float32(zero_point)) * scale, np.float32)
@@ -288,7 +290,7 @@ def quantize_weight(
     axis: int | None,
     *,
     grid: Grid = INT8,
-) -> Stored:
+) -> StoredArray:
     """Return the stored values clip(rne(w / scale), -qmax, qmax) of a weight, in grid.dtype.
 
     The lowest integer is unused, as in the scale.
@@ -296,8 +298,8 @@ def quantize_weight(
     shape = [1] * weight.ndim
     if axis is not None:
         shape[axis] = -1
-    steps = rounded(np.asarray(weight, np.float32) / scales.reshape(shape), grid)
-    q: Stored = np.clip(steps, -grid.qmax, grid.qmax).astype(grid.dtype)
+    steps = round_to_grid(np.asarray(weight, np.float32) / scales.reshape(shape), grid)
+    q: StoredArray = np.clip(steps, -grid.qmax, grid.qmax).astype(grid.dtype)
     return q
 
 

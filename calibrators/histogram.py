@@ -42,7 +42,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.errors import CalibrationError
-from calibrators.kernel import SCRATCH, Kernel, Seen, kernel
+from calibrators.kernel import SCRATCH, CountingKernel, HistogramState, kernel
 
 BINS = 4096  # bins per side: two for each of TensorRT's 2048
 _CHUNK = 1 << 17  # values binned at a time, so that they fit in a core's cache
@@ -103,30 +103,30 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def plain(x: NDArray[np.floating]) -> NDArray[np.float32]:
+def as_kernel_array(x: NDArray[np.floating]) -> NDArray[np.float32]:
     """Return the values as the kernel reads them: float32, C-contiguous, aligned."""
     values = np.ascontiguousarray(x, np.float32)
     return values if values.flags.aligned else values.copy()
 
 
-def address(array: NDArray[np.generic]) -> int:
+def array_address(array: NDArray[np.generic]) -> int:
     """Return the address of a C-contiguous array; mostly four times as fast as `ctypes.data`."""
     if not (array.flags.writeable and array.size):
         return array.ctypes.data
     return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
 
 
-def scratch() -> ctypes.Array[ctypes.c_char]:
+def thread_tables() -> ctypes.Array[ctypes.c_char]:
     """Return this thread's tables for the kernel; they are zero between its calls."""
     return _scratch.tables
 
 
-def no_numbers(nan: int) -> CalibrationError:
+def nan_error(nan: int) -> CalibrationError:
     """Return the error for values that contain NaN."""
     return CalibrationError(f"values must be numbers, got {nan} NaN")
 
 
-def close(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def close_range(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return a copy in which |x| == R is counted in the outermost bin inside the range."""
     closed = counts.copy()
     closed[1] += closed[0]
@@ -135,7 +135,7 @@ def close(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return closed
 
 
-def halve(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def halve_resolution(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Merge bins pairwise, outwards from bin 0, to the histogram of the doubled range."""
     merged = np.zeros_like(counts)
     half = BINS // 2
@@ -149,7 +149,7 @@ def halve(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return merged
 
 
-class Histogram(Seen):
+class Histogram(HistogramState):
     """Counts and extremes of one tensor over any number of batches.
 
     The kernel accesses this structure and its counts by address, so neither may move.
@@ -192,7 +192,7 @@ class Histogram(Seen):
             CalibrationError: `x` holds NaN, or the range is invalid.
         """
         self.refuse_unsound()
-        flat = plain(x).reshape(-1)
+        flat = as_kernel_array(x).reshape(-1)
         counter = kernel()
         if counter is not None:
             self._observe_in_c(counter, flat)
@@ -212,18 +212,18 @@ class Histogram(Seen):
                 f"a histogram's range is 0 or at least {_SMALLEST_RANGE}, got {self.full_range}"
             )
 
-    def _observe_in_c(self, counter: Kernel, values: NDArray[np.float32]) -> None:
+    def _observe_in_c(self, counter: CountingKernel, values: NDArray[np.float32]) -> None:
         """Count all values with the kernel, as `_observe` does by chunk."""
         nan = counter.observe(
             counter.way,
             ctypes.byref(self),
-            address(self.counts),
-            address(values),
+            array_address(self.counts),
+            array_address(values),
             values.size,
-            scratch(),
+            thread_tables(),
         )
         if nan:
-            raise no_numbers(nan)
+            raise nan_error(nan)
 
     def _observe(self, chunk: NDArray[np.float32]) -> None:
         """Count one chunk, which fits in a core's cache: extremes, range, counts."""
@@ -232,7 +232,7 @@ class Histogram(Seen):
         # + 0.0 turns -0.0 into 0.0, so that the order of both does not matter
         low, high = float(chunk.min()) + 0.0, float(chunk.max()) + 0.0
         if math.isnan(low):
-            raise no_numbers(int(np.isnan(chunk).sum()))
+            raise nan_error(int(np.isnan(chunk).sum()))
         if math.isinf(low) or math.isinf(high):
             finite = chunk[np.isfinite(chunk)]
             self.infinite += chunk.size - finite.size
@@ -250,7 +250,7 @@ class Histogram(Seen):
         else:
             self.counts[:] += _tally(chunk, self.full_range)
         if self.base is not None:  # TensorRT counts |x| == R one bin lower from the start
-            self.counts[:] = close(self.counts)
+            self.counts[:] = close_range(self.counts)
 
     def merge(self, other: Histogram) -> None:
         """Add the counts of `other`, which stays unchanged; exact, in any order.
@@ -265,7 +265,7 @@ class Histogram(Seen):
         self._widen_to(other.full_range)
         counts, full_range = other.counts, other.full_range
         while full_range and full_range < self.full_range:
-            counts, full_range = halve(counts), full_range * 2
+            counts, full_range = halve_resolution(counts), full_range * 2
         self.counts[:] += counts
         self.minimum = min(self.minimum, other.minimum)
         self.maximum = max(self.maximum, other.maximum)
@@ -336,7 +336,7 @@ class Histogram(Seen):
 
     def magnitudes(self, bins: int) -> NDArray[np.int64]:
         """Return the histogram of |x| over [0, R], [bins] int64; `bins` must divide BINS."""
-        counts = close(self.counts)
+        counts = close_range(self.counts)
         folded = counts[BINS : 2 * BINS]
         folded[1:] += counts[BINS - 1 : 0 : -1]
         return np.asarray(folded.reshape(bins, -1).sum(axis=1), np.int64)
@@ -348,7 +348,7 @@ class Histogram(Seen):
 
     def signed(self) -> NDArray[np.int64]:
         """Return the counts between `edges()`, [2 * BINS - 1] int64; the middle bin contains 0."""
-        return close(self.counts)[1:-1]
+        return close_range(self.counts)[1:-1]
 
     def _widen(self, amax: float) -> None:
         if amax <= self.full_range:
@@ -364,11 +364,11 @@ class Histogram(Seen):
         if self.full_range == 0.0:
             self.full_range = target
         while self.full_range < target:
-            self.counts[:] = halve(self.counts)
+            self.counts[:] = halve_resolution(self.counts)
             self.full_range *= 2
 
 
-class Refused(CalibrationError):
+class ArrayRefused(CalibrationError):
     """An array cannot be counted; those before it were counted.
 
     Attributes:
@@ -380,7 +380,7 @@ class Refused(CalibrationError):
         self.place = place
 
 
-class Located:
+class LocatedArrays:
     """Arrays and their addresses, for values that arrive repeatedly in the same memory.
 
     Attributes:
@@ -388,29 +388,29 @@ class Located:
     """
 
     def __init__(self, arrays: Iterable[NDArray[np.floating]]) -> None:
-        self.arrays = [plain(x) for x in arrays]
+        self.arrays = [as_kernel_array(x) for x in arrays]
         self._rows = np.array(
-            [[address(x) for x in self.arrays], [x.size for x in self.arrays]], np.uintp
+            [[array_address(x) for x in self.arrays], [x.size for x in self.arrays]], np.uintp
         )
-        self.rows = [address(row) for row in self._rows]
+        self.rows = [array_address(row) for row in self._rows]
 
     def put(self, place: int, x: NDArray[np.floating]) -> None:
         """Replace the array at an index."""
-        self.arrays[place] = plain(x)
-        self._rows[:, place] = address(self.arrays[place]), x.size
+        self.arrays[place] = as_kernel_array(x)
+        self._rows[:, place] = array_address(self.arrays[place]), x.size
 
 
-class Together:
+class HistogramGroup:
     """Histograms that each count one array per call; not thread-safe."""
 
     def __init__(self, histograms: Sequence[Histogram]) -> None:
         self.histograms = tuple(histograms)
-        addresses = [[ctypes.addressof(h), address(h.counts)] for h in self.histograms]
+        addresses = [[ctypes.addressof(h), array_address(h.counts)] for h in self.histograms]
         self._addresses = np.array(addresses, np.uintp).reshape(-1, 2).T.copy()
-        self._rows = [address(row) for row in self._addresses]
+        self._rows = [array_address(row) for row in self._addresses]
         self._done = ctypes.c_size_t()
 
-    def observe(self, located: Located) -> None:
+    def observe(self, located: LocatedArrays) -> None:
         """Count each array in its histogram, as `Histogram.observe`.
 
         Raises:
@@ -424,15 +424,15 @@ class Together:
             with _named(place):
                 one.observe(x)
 
-    def _observe_in_c(self, counter: Kernel, located: Located) -> None:
+    def _observe_in_c(self, counter: CountingKernel, located: LocatedArrays) -> None:
         count, done = len(self.histograms), self._done
         nan = counter.observe_each(
-            counter.way, count, *self._rows, *located.rows, scratch(), ctypes.byref(done)
+            counter.way, count, *self._rows, *located.rows, thread_tables(), ctypes.byref(done)
         )
         if nan:
             with _named(done.value):
                 self.histograms[done.value].refuse_unsound()
-                raise no_numbers(nan)
+                raise nan_error(nan)
 
 
 @contextmanager
@@ -440,4 +440,4 @@ def _named(place: int) -> Iterator[None]:
     try:
         yield
     except CalibrationError as error:
-        raise Refused(str(error), place) from error
+        raise ArrayRefused(str(error), place) from error

@@ -20,13 +20,13 @@ from pathlib import Path
 
 from calibrators.errors import CalibrationError
 
-VARIABLE = "CALIB8_COUNTING"
+KERNEL_VARIABLE = "CALIB8_COUNTING"
 LIBRARY = Path(__file__).with_name("_count.so")
 SCRATCH = 66048  # bytes, as in count.h
 _FORM = 3  # interface version of count.h; a library with another version is not used
 
 
-class Seen(ctypes.Structure):
+class HistogramState(ctypes.Structure):
     """State of a histogram except its counts; layout as in count.h."""
 
     _base: float
@@ -49,7 +49,7 @@ class Seen(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class CountingKernel:
     """A loaded library with one of its instruction sets.
 
     Attributes:
@@ -67,7 +67,7 @@ class Kernel:
     name: str
 
 
-def load(library: Path) -> tuple[Kernel, ...]:
+def load_kernels(library: Path) -> tuple[CountingKernel, ...]:
     """Load a library; return one `Kernel` per instruction set of this CPU, fastest last.
 
     Raises:
@@ -93,32 +93,34 @@ def load(library: Path) -> tuple[Kernel, ...]:
     round_rows.argtypes = (size, size, ctypes.c_int, *[pointer] * 5, real, pointer)
     round_rows.restype = ctypes.c_int64
     return tuple(
-        Kernel(observe, observe_each, round_rows, way, way_of(way).decode()) for way in range(ways)
+        CountingKernel(observe, observe_each, round_rows, way, way_of(way).decode())
+        for way in range(ways)
     )
 
 
 @cache
-def kernel() -> Kernel | None:
+def kernel() -> CountingKernel | None:
     """Return the kernel to use; None for numpy and OpenCV.
 
     Raises:
         CalibrationError: `CALIB8_COUNTING` has an unknown value, or "c" without a kernel.
     """
-    wanted = os.environ.get(VARIABLE, "")
+    wanted = os.environ.get(KERNEL_VARIABLE, "")
     if wanted not in ("", "c", "opencv"):
-        raise CalibrationError(f"{VARIABLE} must be c, opencv or unset, got {wanted!r}")
+        raise CalibrationError(f"{KERNEL_VARIABLE} must be c, opencv or unset, got {wanted!r}")
     if wanted == "opencv":
         return None
     available, why = _here()
     if available is None and wanted == "c":
         raise CalibrationError(
-            f"{VARIABLE}=c needs the C kernel, which {why}; install calib8 where there is a C"
+            f"{KERNEL_VARIABLE}=c needs the C kernel, which {why}; install calib8 where there is"
+            " a C"
             " compiler, or unset it"
         )
     return available
 
 
-def told() -> str:
+def describe_kernel() -> str:
     """Return which implementation counts, as text.
 
     Raises:
@@ -127,17 +129,17 @@ def told() -> str:
     used = kernel()
     if used is not None:
         return f"C kernel ({used.name})"
-    if os.environ.get(VARIABLE):
-        return f"numpy and OpenCV ({VARIABLE}=opencv)"
+    if os.environ.get(KERNEL_VARIABLE):
+        return f"numpy and OpenCV ({KERNEL_VARIABLE}=opencv)"
     return f"numpy and OpenCV (the C kernel {_here()[1]})"
 
 
 @cache
-def _here() -> tuple[Kernel | None, str]:
+def _here() -> tuple[CountingKernel | None, str]:
     """Return (kernel, ""), or (None, why there is none)."""
     if not LIBRARY.exists():
         return None, "is not built here"
     try:
-        return load(LIBRARY)[-1], ""
+        return load_kernels(LIBRARY)[-1], ""
     except OSError as error:
         return None, f"cannot be loaded: {error}"

@@ -45,7 +45,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrators.grids import INT8, UINT8, Grid, rounded
+from calibrators.grids import INT8, UINT8, Grid, round_to_grid
 from calibrators.histogram import BINS, Histogram
 from calibrators.scales import Scale
 
@@ -168,7 +168,7 @@ def least_error(
     )
 
 
-def errors(
+def range_errors(
     centres: NDArray[np.float64],
     counts: NDArray[np.int64],
     lows: NDArray[np.float64],
@@ -198,7 +198,7 @@ def _errors(
 ) -> NDArray[np.float64]:
     scale = _steps(lows, highs, grid)[:, None]
     error = np.clip(centres[None, :], lows[:, None], highs[:, None])
-    error = rounded(error / scale, grid) * scale
+    error = round_to_grid(error / scale, grid) * scale
     error -= centres
     weight = error * error if power == 2 else np.abs(error) ** power
     weight *= counts
@@ -239,7 +239,9 @@ class _Bins:
         near = self._near(lows, highs)
         if near.size == 1:
             return int(near[0])
-        tried = errors(self.centres, self.counts, lows[near], highs[near], self.grid, self.power)
+        tried = range_errors(
+            self.centres, self.counts, lows[near], highs[near], self.grid, self.power
+        )
         return int(near[np.argmin(tried)])
 
     def _near(self, lows: NDArray[np.float64], highs: NDArray[np.float64]) -> NDArray[np.intp]:

@@ -106,7 +106,7 @@ def legacy(histogram: Histogram) -> Scale:
     return replace(percentile(histogram, percent=QUANTILE * 100), method="legacy")
 
 
-def with_room(scale: Scale, histogram: Histogram, most: float) -> Scale:
+def extend_by_tail(scale: Scale, histogram: Histogram, most: float) -> Scale:
     """Return the scale with the upper end of its affine range extended by the tail.
 
     Args:
@@ -114,10 +114,10 @@ def with_room(scale: Scale, histogram: Histogram, most: float) -> Scale:
         histogram: statistics of the tensor.
         most: limit of the extension, in real units; observed values up to it are not clipped.
     """
-    return replace(scale, hi=max(scale.hi, min(histogram.maximum + tail(histogram), most)))
+    return replace(scale, hi=max(scale.hi, min(histogram.maximum + tail_length(histogram), most)))
 
 
-def tail(histogram: Histogram) -> float:
+def tail_length(histogram: Histogram) -> float:
     """Return the length of the upper tail in real units, to a bin; 0 with too few values."""
     rank = min(_RANK, histogram.total // _SHARE)
     if rank < 2:

@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.errors import CalibrationError
-from calibrators.grids import INT8, Float32Array, Grid, rounded
+from calibrators.grids import INT8, Float32Array, Grid, round_to_grid
 from calibrators.kernel import kernel
 
 FloatArray = NDArray[np.float64]
@@ -53,13 +53,15 @@ def gram(inputs: NDArray[np.floating]) -> FloatArray:
     The result does not depend on the number of threads.
     """
     x = np.asarray(inputs, np.float32)
-    total = products_of(x, x.swapaxes(1, 2).copy(), mirrored=True)
+    total = block_products(x, x.swapaxes(1, 2).copy(), mirrored=True)
     total /= max(inputs.shape[2], 1)
     return total
 
 
 @np.errstate(over="ignore", invalid="ignore")  # callers check for values that are not finite
-def products_of(left: NDArray[Any], right: NDArray[Any], *, mirrored: bool = False) -> FloatArray:
+def block_products(
+    left: NDArray[Any], right: NDArray[Any], *, mirrored: bool = False
+) -> FloatArray:
     """Multiply [G, M, K] by [G, K, N] to float64 [G, M, N], independent of the thread count.
 
     Blocks of 64 x 64 x 64 are multiplied in the arrays' dtype and summed in float64. If the product
@@ -97,10 +99,10 @@ def _add_blocks(strip: FloatArray, block: NDArray[Any], right: NDArray[Any]) -> 
 def output_error(steps: FloatArray, integers: FloatArray, products: FloatArray) -> FloatArray:
     """Return (q - w) H (q - w)^T of every row, [G, C], from w and q [G, C, K] and H [G, K, K]."""
     error = integers - steps
-    return np.asarray((products_of(error, products) * error).sum(axis=2))
+    return np.asarray((block_products(error, products) * error).sum(axis=2))
 
 
-def rounded_by_output(
+def round_by_output(
     steps: FloatArray,
     products: FloatArray,
     *,
@@ -133,11 +135,11 @@ def rounded_by_output(
     own = np.einsum("gkk->gk", products)
     damp = _DAMP * own.mean(axis=1)
     integers, low, high = (
-        np.ascontiguousarray(rounded(steps, grid, to), np.float64)
+        np.ascontiguousarray(round_to_grid(steps, grid, to), np.float64)
         for to in (np.rint, np.floor, np.ceil)
     )
     error = integers - steps
-    slope = np.ascontiguousarray(products_of(error, products) + damp[:, None, None] * error)
+    slope = np.ascontiguousarray(block_products(error, products) + damp[:, None, None] * error)
     in_c = kernel()
     if in_c is not None:
         _sweep_in_c(in_c.round_rows, sweeps, (low, high), integers, slope, products, damp, fixed)
@@ -196,7 +198,7 @@ def _sweep(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class ConvWindow:
     """Window of a convolution; each tuple has one value per axis.
 
     Attributes:
@@ -248,7 +250,7 @@ class Window:
         return out
 
 
-def places(number: int, count: int, most: int) -> IntArray:
+def sample_positions(number: int, count: int, most: int) -> IntArray:
     """Return at most `most` of `count` positions, sampled uniformly with `number` as the seed."""
     if count <= most:
         return np.arange(count, dtype=np.int64)
@@ -256,7 +258,9 @@ def places(number: int, count: int, most: int) -> IntArray:
     return np.sort(drawn).astype(np.int64)
 
 
-def patches(value: NDArray[Any], window: Window | None, number: int, most: int) -> Float32Array:
+def extract_patches(
+    value: NDArray[Any], window: ConvWindow | None, number: int, most: int
+) -> Float32Array:
     """Return at most `most` patches of one input, float32 [groups, K, P].
 
     Args:
@@ -267,9 +271,9 @@ def patches(value: NDArray[Any], window: Window | None, number: int, most: int) 
     """
     if window is None:
         rows = np.asarray(value, np.float32).reshape(-1, value.shape[-1])
-        return np.ascontiguousarray(rows[places(number, len(rows), most)].T)[None]
+        return np.ascontiguousarray(rows[sample_positions(number, len(rows), most)].T)[None]
     shape = (len(value), *window.outputs(value.shape[2:]))
-    chosen = places(number, math.prod(shape), most)
+    chosen = sample_positions(number, math.prod(shape), most)
     batch, *spots = np.unravel_index(chosen, shape)
     pads = window.around(value.shape[2:])
     taps = []
@@ -289,7 +293,7 @@ def _same(size: int, span: int, stride: int, *, upper: bool) -> tuple[int, int]:
     return (less, total - less) if upper else (total - less, less)
 
 
-def _reached(window: Window, axis: int, spot: IntArray, before: int, tap: int) -> IntArray:
+def _reached(window: ConvWindow, axis: int, spot: IntArray, before: int, tap: int) -> IntArray:
     """Return where a tap reads on one axis for these output positions; -1 if it reads nothing."""
     stride, moved = window.strides[axis], tap * window.dilations[axis]
     if not window.transposed:

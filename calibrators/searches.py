@@ -72,7 +72,7 @@ def _as_a_histogram(params: Params) -> HistogramOf:
 
 
 @dataclass(frozen=True, slots=True)
-class Search(Generic[P]):
+class RangeSearch(Generic[P]):
     """A method to choose a clip range.
 
     Attributes:
@@ -215,29 +215,29 @@ def _legacy(histogram: Histogram, params: Params) -> Scale:
     return legacy(histogram)
 
 
-SEARCHES: dict[str, Search[Any]] = {
-    "minmax": Search(_minmax, Params, "keeps everything"),
-    "entropy": Search(
+SEARCHES: dict[str, RangeSearch[Any]] = {
+    "minmax": RangeSearch(_minmax, Params, "keeps everything"),
+    "entropy": RangeSearch(
         _entropy, Params, "takes the least KL divergence, as TensorRT does", integer=True
     ),
-    "percentile": Search(_percentile, PercentileParams, "leaves out a share of the values"),
-    "mse": Search(
+    "percentile": RangeSearch(_percentile, PercentileParams, "leaves out a share of the values"),
+    "mse": RangeSearch(
         _mse, Params, "takes the least squared error of the quantized values", by_grid=_mse
     ),
-    "lp": Search(
+    "lp": RangeSearch(
         _lp,
         LpParams,
         "takes the least error to a higher power: clips less than mse",
         by_grid=_lp,
     ),
-    "entropy-tensorrt": Search(
+    "entropy-tensorrt": RangeSearch(
         _entropy,
         EntropyTensorrtParams,
         "is entropy on TensorRT's own histogram, whose range starts with the first batch",
         _of_the_first_batch,
         integer=True,
     ),
-    "legacy": Search(
+    "legacy": RangeSearch(
         _legacy, Params, "is TensorRT's legacy calibrator without its regression", integer=True
     ),
 }
@@ -248,6 +248,6 @@ def parameters() -> dict[str, Field[Any]]:
     return {f.name: f for row in reversed(SEARCHES.values()) for f in fields(row.params)}
 
 
-def takers(parameter: str) -> tuple[str, ...]:
+def searches_with(parameter: str) -> tuple[str, ...]:
     """Return the names of the searches that have a parameter."""
     return tuple(name for name, row in SEARCHES.items() if parameter in row.params.names())

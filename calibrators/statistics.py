@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from calibrators.errors import CalibrationError
 from calibrators.histogram import Histogram
-from calibrators.percentile import with_room
+from calibrators.percentile import extend_by_tail
 from calibrators.scales import Scale
 
 FORMAT = 2  # version of the recorders' arrays; part of every fingerprint
@@ -49,7 +49,7 @@ class Recorder(Protocol):
 
 
 @runtime_checkable
-class Ranged(Protocol):
+class HasExtremes(Protocol):
     """A recorder that holds the least and the greatest value."""
 
     @property
@@ -59,7 +59,7 @@ class Ranged(Protocol):
 
 
 @runtime_checkable
-class Batched(Protocol):
+class BatchRecorder(Protocol):
     """A recorder that joins samples to batches.
 
     Attributes:
@@ -156,7 +156,7 @@ class HistogramOf:
 
     def restore(self, arrays: Arrays) -> Histogram:
         """Return a stored histogram."""
-        reals, ints = numbers(arrays, 4, 2)
+        reals, ints = read_numbers(arrays, 4, 2)
         histogram = Histogram(base=reals[0])
         histogram.full_range, histogram.minimum, histogram.maximum = reals[1:]
         histogram.total, histogram.infinite = ints
@@ -196,7 +196,7 @@ class AmaxOf:
     def restore(self, arrays: Arrays) -> Amax:
         """Return a stored maximum."""
         recorder = Amax()
-        (recorder.amax,) = numbers(arrays, 1, 0)[0]
+        (recorder.amax,) = read_numbers(arrays, 1, 0)[0]
         return recorder
 
 
@@ -215,7 +215,7 @@ class Amax:
         return {"reals": np.array([self.amax])}
 
 
-def numbers(arrays: Arrays, reals: int, wholes: int) -> tuple[list[float], list[int]]:
+def read_numbers(arrays: Arrays, reals: int, wholes: int) -> tuple[list[float], list[int]]:
     """Return the arrays "reals" (float64) and "wholes" (int64) as lists of a given length.
 
     Raises:
@@ -231,7 +231,7 @@ def numbers(arrays: Arrays, reals: int, wholes: int) -> tuple[list[float], list[
     return [float(v) for v in first], [int(v) for v in second]
 
 
-def trouble(histogram: Histogram) -> str | None:
+def find_trouble(histogram: Histogram) -> str | None:
     """Return why a tensor gets no scale, or None if it gets one."""
     if histogram.infinite:
         return f"held {histogram.infinite} infinite values"
@@ -242,13 +242,13 @@ def trouble(histogram: Histogram) -> str | None:
     return None
 
 
-def troubles(histograms: Mapping[str, Histogram]) -> dict[str, str]:
+def find_troubles(histograms: Mapping[str, Histogram]) -> dict[str, str]:
     """Return tensor name -> why it gets no scale, as a predicate; without those that get one."""
-    reasons = {name: trouble(histogram) for name, histogram in histograms.items()}
+    reasons = {name: find_trouble(histogram) for name, histogram in histograms.items()}
     return {name: why for name, why in reasons.items() if why is not None}
 
 
-def searched(
+def search_scale(
     histogram: Histogram,
     search: Any,
     reach: tuple[float, float, float] | None = None,
@@ -268,4 +268,4 @@ def searched(
     floor, ceiling, followed = reach
     scale = search(histogram.clamped(floor, ceiling))
     scale = replace(scale, observed_min=histogram.minimum, observed_max=histogram.maximum)
-    return with_room(scale, histogram, followed)
+    return extend_by_tail(scale, histogram, followed)

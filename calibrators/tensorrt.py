@@ -62,7 +62,7 @@ def host_type(dtype: str) -> str:
     return "float32" if dtype in BITS else dtype
 
 
-def stored(array: Array, dtype: str) -> Array:
+def to_device(array: Array, dtype: str) -> Array:
     """Convert an array of any shape to the device format of `dtype`, C-contiguous.
 
     Numbers are narrowed if all fit; float8 saturates.
@@ -91,7 +91,7 @@ def stored(array: Array, dtype: str) -> Array:
     return made
 
 
-def loaded(bits: Array, dtype: str) -> Array:
+def from_device(bits: Array, dtype: str) -> Array:
     """Convert an array from the device format of `dtype` (inverse of `stored`); return a copy."""
     if dtype == "bfloat16":
         wide: Array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -290,7 +290,7 @@ class Callbacks:
                 f" {array.dtype} for {name!r} in batch {self.taken}"
             )
         try:
-            return stored(array, "float32" if "float" in own else own)
+            return to_device(array, "float32" if "float" in own else own)
         except ValueError as error:
             raise CalibrationError(
                 f"TensorRT reads {name!r} as {error} in batch {self.taken}"

@@ -49,8 +49,8 @@ from calibrators.grids import INT16, UINT8
 FloatArray = NDArray[np.float64]
 
 _MOST = 1e4  # larger factors would lose float32 precision and gain no int8 steps
-FIT = INT16.qmax // UINT8.qmax  # largest sum of a pair, in steps: 128
-ROUNDED = 2  # largest gain of a pair by rounding, in steps
+PAIR_LIMIT = INT16.qmax // UINT8.qmax  # largest sum of a pair, in steps: 128
+PAIR_ROUNDING = 2  # largest gain of a pair by rounding, in steps
 
 
 def equal_factors(first: FloatArray, second: FloatArray) -> FloatArray:
@@ -99,7 +99,7 @@ def absorbable(mean: FloatArray, deviation: FloatArray) -> FloatArray:
     return np.maximum(np.asarray(mean, np.float64) - 3 * np.asarray(deviation, np.float64), 0.0)
 
 
-def trusted_mean(differences: NDArray[np.float64]) -> NDArray[np.float64]:
+def shrunk_mean(differences: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the mean [C] of differences [samples, C], shrunk if the samples disagree.
 
     The mean m is multiplied by m^2 / (m^2 + variance / samples); with one sample it is unchanged.
@@ -138,7 +138,7 @@ def pair_scales(rows: NDArray[np.floating], scales: NDArray[np.float32]) -> NDAr
     largest = pair_sums(rows).max(axis=1, initial=0.0)
     if scales.size == 1:
         largest = largest.max(keepdims=True)
-    least = (largest / (FIT - ROUNDED)).astype(np.float32)
+    least = (largest / (PAIR_LIMIT - PAIR_ROUNDING)).astype(np.float32)
     return np.asarray(np.maximum(scales, least), np.float32)
 
 
@@ -149,7 +149,7 @@ def pair_sums(rows: NDArray[np.generic]) -> NDArray[np.float32]:
         rows: [C_out, C_in of a group, ...], in real units or in steps.
     """
     wide = np.pad(_flat(rows), ((0, 0), (0, 2))).astype(np.float32)  # 0 after the last weight
-    step = step_of(rows.shape)
+    step = pair_stride(rows.shape)
     first, second = slice(0, wide.shape[1] - 2, step), slice(1, wide.shape[1] - 1, step)
     one_sign = (wide[:, first] > 0) == (wide[:, second] > 0)
     np.abs(wide, out=wide)
@@ -159,12 +159,12 @@ def pair_sums(rows: NDArray[np.generic]) -> NDArray[np.float32]:
     return np.where(one_sign, both, np.maximum(left, right))
 
 
-def step_of(shape: Sequence[int]) -> int:
+def pair_stride(shape: Sequence[int]) -> int:
     """Return the distance between pairs in a flattened row of a weight [C_out, C_in, ...]."""
     return 1 if shape[1] % 2 and len(shape) > 2 else 2
 
 
-def in_tight_pairs(steps: NDArray[np.floating]) -> NDArray[np.bool_]:
+def tight_pair_mask(steps: NDArray[np.floating]) -> NDArray[np.bool_]:
     """Return a mask of weights in pairs that may not fit, or change the scale, if rounded up.
 
     Args:
@@ -174,8 +174,8 @@ def in_tight_pairs(steps: NDArray[np.floating]) -> NDArray[np.bool_]:
         bool of the shape of `steps`. If these weights are rounded to nearest, the largest pair of
         a channel stays the largest.
     """
-    tight = pair_sums(steps) > FIT - 2 * ROUNDED
-    width, step = _flat(steps).shape[1], step_of(steps.shape)
+    tight = pair_sums(steps) > PAIR_LIMIT - 2 * PAIR_ROUNDING
+    width, step = _flat(steps).shape[1], pair_stride(steps.shape)
     held = np.zeros((len(steps), width + 2), np.bool_)
     held[:, 0:width:step] = tight
     held[:, 1 : width + 1 : step] |= tight

@@ -20,7 +20,7 @@ import click
 
 from calibrators.errors import shortened
 from deploy.errors import Calib8Error
-from deploy.files.reading import guarded
+from deploy.files.reading import guard_inputs
 from deploy.terminal import say
 from deploy.version import __version__
 
@@ -77,10 +77,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Create, check and search Ascend's configurations and records.",
     ),
     "qat": (
-        "deploy.commands.export:qat",
+        "deploy.commands.torch_export:qat",
         "Train a PyTorch model for int8, and export it with Q/DQ.",
     ),
-    "export": ("deploy.commands.export:export", "Export a PyTorch model to ONNX, float or Q/DQ."),
+    "export": (
+        "deploy.commands.torch_export:export",
+        "Export a PyTorch model to ONNX, float or Q/DQ.",
+    ),
     "quantize": (
         "deploy.commands.quantize:quantize",
         "Quantize values to integers: scale, zero point, int_repr and error.",
@@ -151,11 +154,11 @@ class LazyGroup(click.Group):
 
 def _print_version(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
     """Print the version, and the implementation that counts values: C needs a compiler here."""
-    from calibrators.kernel import told
+    from calibrators.kernel import describe_kernel
 
     if wanted and not ctx.resilient_parsing:
         say(f"calib8, version {__version__}")
-        say(f"counting: {told()}")
+        say(f"counting: {describe_kernel()}")
         ctx.exit()
 
 
@@ -175,7 +178,7 @@ def cli() -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line; print a failure as one sentence on stderr, exit 1 (usage: 2)."""
     try:
-        with guarded(), _terminable():
+        with guard_inputs(), _terminable():
             code = cli.main(args=argv, prog_name="calib8", standalone_mode=False)
         if isinstance(code, int) and code:  # click returns the code of `Context.exit`
             sys.exit(code)

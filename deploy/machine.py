@@ -34,7 +34,7 @@ def trim_memory() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class AcceleratorInfo:
     """An accelerator used for a measurement; "" for what the system does not report.
 
     Attributes:
@@ -74,7 +74,7 @@ class Machine:
     int8: tuple[str, ...]
     os: str
     versions: dict[str, str]
-    devices: tuple[Device, ...] = ()
+    devices: tuple[AcceleratorInfo, ...] = ()
 
     def to_json(self) -> dict[str, object]:
         """Plain JSON types."""

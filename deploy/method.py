@@ -14,9 +14,9 @@ from calibrators.searches import (
     DEFAULT_METHOD,
     SEARCHES,
     Params,
-    Search,
+    RangeSearch,
     parameters,
-    takers,
+    searches_with,
 )
 from deploy.errors import CalibrationError, ConfigError, did_you_mean
 
@@ -118,7 +118,7 @@ class Method:
         return lambda histogram: by_grid(histogram, params, symmetric, affine)
 
 
-def comparable(method: Method) -> list[Method]:
+def comparable_methods(method: Method) -> list[Method]:
     """Return the methods to compare a method with, itself first; alone if it is not comparable."""
     methods = [Method.of(name, given) for name, given in COMPARABLE]
     return [method, *(one for one in methods if one != method)] if method in methods else [method]
@@ -133,7 +133,7 @@ def _number(word: str) -> int | float:
         ) from None
 
 
-def _search_of(name: str) -> Search[Any]:
+def _search_of(name: str) -> RangeSearch[Any]:
     if name not in SEARCHES:
         near = did_you_mean(name, SEARCHES, "the default is " + DEFAULT_METHOD)
         raise ConfigError(f"a method is one of {', '.join(SEARCHES)}, got {name!r}; {near}")
@@ -141,7 +141,7 @@ def _search_of(name: str) -> Search[Any]:
 
 
 def _check_parameter(parameter: str, name: str) -> None:
-    methods = takers(parameter)
+    methods = searches_with(parameter)
     if name in methods:
         return
     flag = f"--{parameter.replace('_', '-')}"

@@ -23,7 +23,7 @@ class TensorSpec:
     shape: tuple[int | str | None, ...]
 
 
-class Speaking(Protocol):
+class HasOutputs(Protocol):
     """Anything with specs of its outputs."""
 
     @property

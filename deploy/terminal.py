@@ -54,7 +54,7 @@ def visible(line: str) -> str:
     return "".join(c if c.isprintable() else _escaped(c) for c in line)
 
 
-def page(lines: Iterable[str]) -> str:
+def join_visible(lines: Iterable[str]) -> str:
     """Join lines, each made visible; there is no line break at the end."""
     return "\n".join(map(visible, lines))
 
@@ -69,7 +69,7 @@ def without_text(asked: bool = True) -> Iterator[None]:
         _TEXT.reset(token)
 
 
-def textless() -> bool:
+def is_text_suppressed() -> bool:
     """Return whether text is suppressed, so that serious messages must go to stderr."""
     return not _TEXT.get()
 
@@ -88,10 +88,10 @@ def say_lines(text: str) -> None:
 
 def say_data(text: str) -> None:
     """Print lines on stdout even if text is suppressed."""
-    _put(page(text.removesuffix("\n").split("\n")) + "\n", err=False)
+    _put(join_visible(text.removesuffix("\n").split("\n")) + "\n", err=False)
 
 
-def drawn_on() -> bool:
+def can_redraw() -> bool:
     """Return whether stderr is a terminal on which a line can be redrawn."""
     return bool(sys.stderr and sys.stderr.isatty()) and os.environ.get("TERM") != "dumb"
 
@@ -105,7 +105,7 @@ def terminal_columns() -> int:
     return (width or _COLUMNS) - 1
 
 
-def holds(text: str) -> bool:
+def can_encode(text: str) -> bool:
     """Return whether the encoding of stderr has these characters."""
     return _encodable(text, err=True) == text
 
@@ -193,10 +193,10 @@ class Phase:
     def words(self, now: float) -> str:
         """Return steps and time left if known, else the time so far."""
         taken, share = now - self.began, self.share(now)
-        about, time, of = "about " if self.about else "", in_words(taken), ""
+        about, time, of = "about " if self.about else "", format_seconds(taken), ""
         if share and share < 1:
             stepping = taken - self.aside
-            time = f"{about}{in_words(stepping / share - stepping)} left"
+            time = f"{about}{format_seconds(stepping / share - stepping)} left"
         if self.timed or not self.done or self.total is None:
             return time
         if not self.about or self.done < self.total:
@@ -205,7 +205,7 @@ class Phase:
 
 
 @dataclass(slots=True, eq=False)
-class Teller:
+class ProgressReporter:
     """The phases of a run, innermost last, and the thread that prints progress.
 
     Attributes:
@@ -284,16 +284,16 @@ class Teller:
                 return
 
 
-_TELLER: ContextVar[Teller | None] = ContextVar("_TELLER", default=None)
+_TELLER: ContextVar[ProgressReporter | None] = ContextVar("_TELLER", default=None)
 
 
 @contextmanager
-def telling(asked: bool = True) -> Iterator[None]:
+def show_progress(asked: bool = True) -> Iterator[None]:
     """Print progress of the phases in the body if `asked`; a nested call uses the outer one."""
     if not asked or _TELLER.get() is not None:
         yield
         return
-    teller = Teller(drawn=drawn_on())
+    teller = ProgressReporter(drawn=can_redraw())
     token = _TELLER.set(teller)
     teller.begin()
     try:
@@ -303,19 +303,19 @@ def telling(asked: bool = True) -> Iterator[None]:
         teller.end()
 
 
-def on_request(function: Callable[P, T]) -> Callable[P, T]:
+def with_progress(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function whose keyword argument `progress` turns progress output on."""
 
     @wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
-        with telling(bool(kwargs.get("progress"))):
+        with show_progress(bool(kwargs.get("progress"))):
             return function(*args, **kwargs)
 
     return wrapper
 
 
 @contextmanager
-def numbered(*parts: str) -> Iterator[None]:
+def number_phases(*parts: str) -> Iterator[None]:
     """Number the phases of these names in the body."""
     teller = _TELLER.get()
     if teller is None:
@@ -350,7 +350,7 @@ def phase(
 
 
 @contextmanager
-def lasting(what: str, seconds: float) -> Iterator[None]:
+def timed_phase(what: str, seconds: float) -> Iterator[None]:
     """Show the progress of a body that lasts for `seconds`; it counts no steps."""
     teller = _TELLER.get()
     if teller is None:
@@ -360,14 +360,14 @@ def lasting(what: str, seconds: float) -> Iterator[None]:
         yield
 
 
-def tell(line: str) -> None:
+def say_progress(line: str) -> None:
     """Print a line at once if progress is shown, before the end of the run."""
     if _TELLER.get() is not None:
         say(f"calib8: {line}", err=True)
 
 
 @contextmanager
-def _open_phase(teller: Teller, own: Phase) -> Iterator[None]:
+def _open_phase(teller: ProgressReporter, own: Phase) -> Iterator[None]:
     teller.enter(own)
     try:
         yield
@@ -389,12 +389,12 @@ def _bar(phases: Sequence[Phase], now: float) -> str:
     if share is None:
         return f"{where}: {words}"[:columns]
     form = f"{{desc}}: {{percentage:3.0f}}%|{{bar}}| {words}"
-    plain = not holds("█")
+    plain = not can_encode("█")
     line = tqdm.format_meter(share, 1, 1, ncols=columns, prefix=where, bar_format=form, ascii=plain)
     return str(line)[:columns]
 
 
-def in_words(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Format seconds: "31 s", "2 min 5 s", "1 h 3 min"."""
     total = max(round(seconds), 0)
     if total < 60:

@@ -17,7 +17,7 @@ import click
 
 import deploy
 from deploy.cli import COMMANDS, cli
-from deploy.commands.base import place, section_of
+from deploy.commands.base import section_of, section_position
 
 ROOT = Path(__file__).resolve().parents[1]
 # pages that are a file of the checkout, whose links to docs/ are links between pages here
@@ -84,7 +84,7 @@ def _told(command: click.Command, context: click.Context, level: int) -> Iterato
         record = param.get_help_record(context)
         if record is not None and isinstance(param, click.Option):
             sections.setdefault(section_of(param), []).append(_option(*record))
-    for title in sorted(sections, key=place):
+    for title in sorted(sections, key=section_position):
         if len(sections) > 1:
             yield f"{'#' * (level + 1)} {title}"
         yield "\n\n".join(sections[title])

@@ -104,12 +104,12 @@ def save_pictures(folder: Path) -> Path:
 @pytest.fixture(scope="session")
 def detector(tmp_path_factory) -> Path:
     """A tiny detector: x [1, 3, 32, 32] -> boxes in pixels and two scores, y [1, 6, 20]."""
-    from deploy.metrics.tasks.yolo import Grid
+    from deploy.metrics.tasks.yolo import AnchorGrid
 
     path, side, grid = (
         tmp_path_factory.mktemp("detector") / "tiny.onnx",
         32,
-        Grid((8, 16), 1, False),
+        AnchorGrid((8, 16), 1, False),
     )
     made = np.random.default_rng(4)
     cells, strides = grid.cells((side, side))
@@ -213,7 +213,9 @@ def ascend_build(run, tmp_path):
 @pytest.fixture
 def no_pass(monkeypatch):
     """A model that is run to be observed fails the test."""
-    monkeypatch.setattr("deploy.pipeline.observing.observe", lambda *a, **k: pytest.fail("a pass"))
+    monkeypatch.setattr(
+        "deploy.pipeline.calibration_run.observe", lambda *a, **k: pytest.fail("a pass")
+    )
 
 
 @pytest.fixture(scope="session")

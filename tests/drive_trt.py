@@ -199,7 +199,7 @@ def without_gpu() -> str:
     from onnx import helper, save
 
     from deploy.errors import BackendError
-    from deploy.targets.tensorrt.builder import Settings, build_engine
+    from deploy.targets.tensorrt.builder import BuilderSettings, build_engine
 
     ends = [make_value(name, [1, 2]) for name in "xy"]
     graph = helper.make_graph([make_node("Relu", "x", "y")], "g", ends[:1], ends[1:])
@@ -207,7 +207,7 @@ def without_gpu() -> str:
         model = Path(folder) / "m.onnx"
         save(helper.make_model(graph, ir_version=8), model)
         try:
-            build_engine(model, Settings())
+            build_engine(model, BuilderSettings())
         except BackendError as error:
             return str(error)
     return "built"
@@ -215,17 +215,24 @@ def without_gpu() -> str:
 
 def small_parts() -> dict[str, Any]:
     """The pieces of the session and the log that need no GPU."""
-    from deploy.targets.tensorrt.sdk import dims, dtype_of, listening, process_logger, stand_ins
+    from deploy.targets.tensorrt.sdk import (
+        dtype_of,
+        process_logger,
+        record_log,
+        shape_of,
+        stand_ins,
+    )
 
     logger = process_logger()
-    with listening() as kept:
+    with record_log() as kept:
         logger.log(trt.ILogger.Severity.ERROR, "wrong")
         logger.log(trt.ILogger.Severity.INFO, "said")
         logger.log(trt.ILogger.Severity.VERBOSE, "whispered")
         trt.init_libnvinfer_plugins(logger, "")
     types = [trt.float32, trt.float16, trt.int8, trt.int32, trt.bool]
     return {
-        "dims": dims(trt.Dims([1, -1, 3])), "dtypes": [dtype_of(data_type) for data_type in types],
+        "dims": shape_of(trt.Dims([1, -1, 3])),
+        "dtypes": [dtype_of(data_type) for data_type in types],
         "log": [kept.errors, kept.lines], "one_logger": process_logger() is logger,
         "stand_ins": stand_ins(),
     }  # fmt: skip

@@ -68,10 +68,10 @@ def run_net(model, x, names=None):
     """Return what ONNX Runtime makes of x: the outputs of a model or file, or these tensors."""
     import onnxruntime as ort
 
-    from deploy.graph.edit import with_outputs
+    from deploy.graph.edit import copy_with_outputs
 
     if names is not None:
-        model = with_outputs(model, names)
+        model = copy_with_outputs(model, names)
     source = model.SerializeToString() if isinstance(model, onnx.ModelProto) else str(model)
     session = ort.InferenceSession(source, providers=["CPUExecutionProvider"])
     return session.run(names, {session.get_inputs()[0].name: x})

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from deploy.metrics.tasks.yolo import Grid
-from deploy.metrics.truth import form_of
+from deploy.metrics.output_form import derive_form
+from deploy.metrics.tasks.yolo import AnchorGrid
 
 SIZE = (160, 224)  # height, width of the picture
 
-GRID = Grid((8, 16, 32), 1, False)
+GRID = AnchorGrid((8, 16, 32), 1, False)
 
 
 def rng():
@@ -21,7 +21,7 @@ def fed(size=SIZE):
 def figure(references, candidates, inputs=None):
     """Form and figure of two models' outputs, one mapping a sample."""
     inputs = inputs or [fed()] * len(references)
-    form = form_of(references, inputs=inputs)
+    form = derive_form(references, inputs=inputs)
     assert form.task is not None
     tally = form.task.tally()
     for one in zip(inputs, references, candidates, strict=True):
@@ -30,7 +30,7 @@ def figure(references, candidates, inputs=None):
 
 
 def same_task(outputs, inputs=None):
-    task = form_of(outputs, inputs=inputs or [fed()] * len(outputs)).task
+    task = derive_form(outputs, inputs=inputs or [fed()] * len(outputs)).task
     return None if task is None else task.name
 
 

@@ -14,7 +14,7 @@ from calibrators.amct.arq import (
     channels_first,
     weight_channel_max,
 )
-from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, cuts, hfmg, respread
+from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, candidate_runs, hfmg, redistribute
 from calibrators.amct.ifmr import KEPT, IfmrHistogram, IfmrParams, ifmr, ifmr_streaming, ratios
 from calibrators.errors import CalibrationError
 
@@ -146,7 +146,7 @@ def seen(x, nbins=1024, batches=1):
 def test_fast_losses_match_bin_by_bin(seed, bits):
     rng = np.random.default_rng(seed)
     histogram = seen(rng.laplace(0, 1, 30_000))
-    runs = cuts(histogram.counts)
+    runs = candidate_runs(histogram.counts)
     width = np.float32((histogram.hi - histogram.lo) / np.float32(1024))
     loss = hfmg_module._loss32
     direct = [loss(histogram.counts, left, right, width, bits) for left, right in runs]
@@ -158,7 +158,7 @@ def test_fast_losses_match_bin_by_bin(seed, bits):
 @settings(max_examples=30)
 @given(st.lists(st.integers(0, 2000), min_size=64, max_size=64))
 def test_cuts_shrink_from_the_outside(counts):
-    runs = cuts(np.array(counts, np.int32))
+    runs = candidate_runs(np.array(counts, np.int32))
     widths = runs[:, 1] - runs[:, 0]
     assert (np.diff(widths) < 0).all() and (np.diff(runs[:, 0]) >= 0).all()
     assert (np.diff(runs[:, 1]) <= 0).all() and widths[-1] <= 16
@@ -173,7 +173,7 @@ def test_cuts_shrink_from_the_outside(counts):
 def test_respreading_loses_no_count(counts, below, above):
     counts = np.array(counts, np.int32)
     new = (np.float32(-1 - below), np.float32(1 + above))
-    out = respread(counts, (np.float32(-1), np.float32(1)), new)
+    out = redistribute(counts, (np.float32(-1), np.float32(1)), new)
     assert out.sum() == counts.sum() and (out >= 0).all()
 
 

@@ -18,36 +18,36 @@ from calibrators.amct.adaround import (
     RELU6,
     SIGMOID,
     TANH,
-    Activation,
+    AdaActivation,
     AdaParams,
     AdaProblem,
     Tiles,
     adaround,
-    beginning,
+    alpha_heights,
     beta_of,
-    drive,
     error_slope,
-    heights,
-    nearest,
+    initial_alpha,
     output_error,
+    regularizer_slope,
+    round_to_nearest,
 )
 from calibrators.amct.arq import channels_first, kl_scale
-from calibrators.amct.recorders import RoundedOf, TargetsOf
+from calibrators.amct.recorders import RoundedWeightsOf, TargetsOf
 from calibrators.errors import CalibrationError
-from calibrators.rounding import Window, patches
+from calibrators.rounding import ConvWindow, extract_patches
 from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import LayerRecord
 from deploy.targets.ascend.simple_config import read_simple_config
-from deploy.targets.ascend.weight_rounding import steps_of
+from deploy.targets.ascend.weight_rounding import make_adaround_steps
 from tests.vendor_models import build_net
 
 # by AMCT's AdaRoundQuant, KlOptimize and loss functions in torch 2.13: random layers and inputs,
 # every place in every iteration
 GOLDEN = np.load(Path(__file__).parent / "golden" / "amct" / "adaround.npz")
 PARAMS = AdaParams(num_iteration=300, reg_param=0.02, beta_range=(12.0, 3.0), warm_start=0.3)
-CONV = Window(kernel=(3, 3), strides=(2, 2), dilations=(1, 1), pads=(1, 1, 1, 1), group=2)
-TURNED = Window(
+CONV = ConvWindow(kernel=(3, 3), strides=(2, 2), dilations=(1, 1), pads=(1, 1, 1, 1), group=2)
+TURNED = ConvWindow(
     kernel=(3, 3), strides=(2, 2), dilations=(1, 1), pads=(1, 1, 1, 1), group=2,
     transposed=True, more=(1, 1),
 )  # fmt: skip
@@ -69,7 +69,7 @@ def problem_of(case, window, activation):
     shape = (groups, len(rows) // groups, rows[0].size)
     most = {"samples": 99, "most": 999}
     params = {"shape": shape, "scales": len(rows) if window else 1, "params": PARAMS}
-    inputs = RoundedOf(window=window, **most, **params).recorder(None)
+    inputs = RoundedWeightsOf(window=window, **most, **params).recorder(None)
     targets = TargetsOf(last=window is None, **most).recorder(None)
     for x, y in zip(golden(case, "x"), outputs, strict=True):
         inputs.observe(x[None])
@@ -89,10 +89,10 @@ def problem_of(case, window, activation):
 
 LEAK = np.full((1, 1), 0.2, np.float32)
 CASES = {
-    "conv": (CONV, Activation(RELU)),
-    "turned": (TURNED, Activation(NONE)),
-    "matrix": (None, Activation(TANH)),  # 70 channels: two blocks
-    "tokens": (None, Activation(LEAKY, LEAK)),  # [N, T, C]: AMCT sums along T
+    "conv": (CONV, AdaActivation(RELU)),
+    "turned": (TURNED, AdaActivation(NONE)),
+    "matrix": (None, AdaActivation(TANH)),  # 70 channels: two blocks
+    "tokens": (None, AdaActivation(LEAKY, LEAK)),  # [N, T, C]: AMCT sums along T
 }
 
 
@@ -101,7 +101,7 @@ def test_the_integers_are_amcts(case):
     problem = problem_of(case, *CASES[case])
     wanted = golden(case, "integers").reshape(problem.weight.shape)
     np.testing.assert_array_equal(adaround(problem, PARAMS), wanted)
-    assert (wanted != nearest(problem)).any()
+    assert (wanted != round_to_nearest(problem)).any()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -141,15 +141,17 @@ def test_the_slope_is_that_of_the_loss(kind):
         inputs=rng.normal(size=(count, groups, width)).astype(np.float32),
         targets=rng.normal(size=(count, groups, rows)).astype(np.float32),
         bias=rng.normal(size=(groups, rows)).astype(np.float32),
-        activation=Activation(kind, rng.uniform(size=(groups, rows)).astype(np.float32)),
+        activation=AdaActivation(kind, rng.uniform(size=(groups, rows)).astype(np.float32)),
         share=0.5,
     )
     tiles = Tiles.of(problem.weight, problem.scale, problem.bias, problem.inputs)
     wanted = tiles.wanted(problem.targets, problem.activation)
-    low, alpha = beginning(tiles.weight, tiles.scale)
+    low, alpha = initial_alpha(tiles.weight, tiles.scale)
     places = tiles.draw(np.random.default_rng(0))
-    up, rise = heights(alpha)
-    slope = (error_slope(problem, tiles, low + up, wanted, places) + drive(up, 0.1, 7.0)) * rise
+    up, rise = alpha_heights(alpha)
+    slope = (
+        error_slope(problem, tiles, low + up, wanted, places) + regularizer_slope(up, 0.1, 7.0)
+    ) * rise
 
     def loss(at):
         h = np.clip(1.2 / (1 + np.exp(-at.astype(np.float64))) - 0.1, 0, 1)
@@ -177,7 +179,7 @@ def test_the_exponent_falls_by_a_cosine():
 def test_the_error_falls_from_that_of_the_nearest_codes():
     problem = problem_of("conv", *CASES["conv"])
     found = adaround(problem, AdaParams(num_iteration=0))
-    np.testing.assert_array_equal(found, nearest(problem))
+    np.testing.assert_array_equal(found, round_to_nearest(problem))
     rng = np.random.default_rng(2)
     mixed = rng.normal(size=(300, 1, 5)) @ rng.normal(size=(5, 20))  # inputs that go together
     weight = rng.normal(size=(1, 4, 20)).astype(np.float32)
@@ -189,14 +191,14 @@ def test_the_error_falls_from_that_of_the_nearest_codes():
         bias=np.zeros((1, 4), np.float32),
     )
     found = adaround(problem, AdaParams(num_iteration=1500))
-    assert output_error(problem, found) < 0.3 * output_error(problem, nearest(problem))
+    assert output_error(problem, found) < 0.3 * output_error(problem, round_to_nearest(problem))
     assert np.abs(found * 0.05 - weight).max() < 0.05  # up or down, no further
 
 
 @pytest.mark.parametrize("iterations", [1, PARAMS.num_iteration])
 def test_values_that_are_not_finite_squared_are_told(iterations):
     given = problem_of("conv", *CASES["conv"])
-    huge = replace(given, targets=given.targets * np.float32(1e30), activation=Activation())
+    huge = replace(given, targets=given.targets * np.float32(1e30), activation=AdaActivation())
     steps = []
     with pytest.raises(CalibrationError, match="must be finite"):
         params = replace(PARAMS, num_iteration=iterations)
@@ -212,16 +214,16 @@ def test_values_that_are_not_finite_squared_are_told(iterations):
     ],
 )
 def test_weights_times_patches_are_a_transposed_convolution(given):
-    from deploy.graph.bounds import window_of
+    from deploy.graph.bounds import make_window
 
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 4, 5, 6)).astype(np.float32)
     weight = rng.normal(size=(4, 3, 3, 2)).astype(np.float32)
     group = given.get("group", 1)
     wanted = ran(model_of([("ConvTranspose", "x w", "y", given)], {"w": weight}, [2, 4, 5, 6]), x)
-    window = window_of(given, weight.shape[2:], transposed=True)
+    window = make_window(given, weight.shape[2:], transposed=True)
     rows = channels_first(weight, group).reshape(group, -1, 4 // group * 6)
-    made = np.einsum("gmk,gkp->pgm", rows, patches(x, window, 1, 10_000))
+    made = np.einsum("gmk,gkp->pgm", rows, extract_patches(x, window, 1, 10_000))
     whole = np.moveaxis(wanted, 1, -1).reshape(made.shape[0], group, -1)
     np.testing.assert_allclose(made, whole, rtol=1e-4, atol=1e-5)
 
@@ -236,7 +238,7 @@ def test_the_loss_of_tokens_is_a_mean_over_axis_1_as_amcts(shape, last, share):
 
 
 def test_what_a_store_gives_back():
-    statistic = RoundedOf(
+    statistic = RoundedWeightsOf(
         samples=1, most=9, window=None, shape=(1, 2, 3), scales=2, params=AdaParams()
     )
     recorder = statistic.recorder(None)
@@ -287,7 +289,7 @@ def test_the_activation_behind_a_layer_alone_is_part_of_its_loss(behind, kind, s
     model = model_of(nodes, weights, [1, 4, 3, 3])
     graph = find_layers(model)
     text = "common_config { ada_quantize { } }"
-    (step,) = steps_of(
+    (step,) = make_adaround_steps(
         model, graph.layers, read_simple_config(text, graph),
         key="", samples=1, needs=(), prepared=lambda seen, rounded, end: model,
     ).values()  # fmt: skip
@@ -430,7 +432,7 @@ def test_both_forms_threads_and_the_cache_give_the_same_bytes(built, monkeypatch
         if "README" not in name:
             assert (one / name).read_bytes() == (two / name).read_bytes(), name
     monkeypatch.setattr(
-        "deploy.targets.ascend.weight_rounding.searched", lambda *a, **k: pytest.fail("a search")
+        "deploy.targets.ascend.weight_rounding.round_block", lambda *a, **k: pytest.fail("a search")
     )
     before = {name: (two / name).read_bytes() for name in files}
     said, two = built("two", ada(60))
@@ -534,7 +536,7 @@ def test_convolutions_that_amct_does_not_round(op, more, shape, wanted, ascend_b
 
 
 def test_an_error_in_a_block_ends_the_others():
-    from deploy.targets.ascend.weight_rounding import _beside
+    from deploy.targets.ascend.weight_rounding import _search_blocks
 
     problem, calls = problem_of("matrix", *CASES["matrix"]), []
 
@@ -544,7 +546,7 @@ def test_an_error_in_a_block_ends_the_others():
             raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):
-        _beside(problem, AdaParams(num_iteration=20_000), step)
+        _search_blocks(problem, AdaParams(num_iteration=20_000), step)
     assert len(calls) < 10_000
 
 

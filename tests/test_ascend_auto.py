@@ -6,12 +6,11 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
-from tests.vendor_models import build_net, save_net
 
 from calibrators.errors import CalibrationError
-from deploy.calibration.observation import Observed
+from deploy.calibration.observation import ObservedStatistics
 from deploy.runtimes.ort import OrtSession
-from deploy.targets.ascend.amct_calibration import RecordPlan, calibrate
+from deploy.targets.ascend.amct_calibration import RecordPlan, calibrate_amct
 from deploy.targets.ascend.auto_layers import (
     CONFIGURED,
     Rounder,
@@ -19,13 +18,21 @@ from deploy.targets.ascend.auto_layers import (
     corrected_biases,
     with_biases,
 )
-from deploy.targets.ascend.auto_losses import FINAL, HISTORY, RANKING, _best, nearest, own_errors
-from deploy.targets.ascend.autocalibrate import ByGain
+from deploy.targets.ascend.auto_losses import (
+    FINAL,
+    HISTORY,
+    RANKING,
+    _best,
+    choose_searches,
+    own_errors,
+)
+from deploy.targets.ascend.autocalibrate import GainSearch
 from deploy.targets.ascend.config import default_config, read_config
 from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layers import find_layers, name_nodes
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import read_record
+from tests.vendor_models import build_net, save_net
 
 LAYERS = [f"l{n}" for n in range(12)]
 
@@ -75,7 +82,7 @@ def variants(*names):
 def searched(own, budget, *names, **how):
     losses = Made(own, budget, **how)
     more = {"dmq 0.5": {"l2": "dmq 0.5"}} if how.get("near") else {}
-    work = ByGain(variants=variants(*names) | more, losses=losses, budget=budget)
+    work = GainSearch(variants=variants(*names) | more, losses=losses, budget=budget)
     return work.run(), work, losses
 
 
@@ -118,7 +125,7 @@ def test_a_search_that_a_layer_lacks_is_not_tried_for_it():
     own["l6"] = {"a": 0.02, "dmq 0.5": 1e-5}
     losses = Made(own, 0.01)
     searches = {"a": dict.fromkeys(LAYERS, "a"), "dmq 0.5": {"l6": "dmq 0.5"}}
-    work = ByGain(variants=searches, losses=losses, budget=0.01)
+    work = GainSearch(variants=searches, losses=losses, budget=0.01)
     assert work.run() == {name: "dmq 0.5" if name == "l6" else "a" for name in LAYERS}
     assert losses.asked[:2] == ["hold", 12]
 
@@ -141,7 +148,7 @@ def test_layers_whose_errors_cancel_go_together():
     own = {name: {"a": 1e-4} for name in LAYERS}
     own["l2"]["a"] = 0.05
     losses = Cancelling(own, 0.01)
-    chosen = ByGain(variants=variants("a"), losses=losses, budget=0.01).run()
+    chosen = GainSearch(variants=variants("a"), losses=losses, budget=0.01).run()
     assert set(LAYERS) - set(chosen) == {"l2"}
 
     # Each of two layers alone loses much, both together nothing more than in their sum.
@@ -151,7 +158,7 @@ def test_layers_whose_errors_cancel_go_together():
 
     own = {name: {"a": 1e-4} for name in LAYERS}
     losses = Cancelling(own, 0.005)
-    chosen = ByGain(variants=variants("a"), losses=losses, budget=0.005).run()
+    chosen = GainSearch(variants=variants("a"), losses=losses, budget=0.005).run()
     assert set(LAYERS) - set(chosen) == {"l0", "l1"}
 
 
@@ -161,7 +168,7 @@ def test_a_form_is_run_once():
     seen = []
     plain = losses.of
     losses.of = lambda forms: seen.extend(frozenset(f.items()) for f in forms) or plain(forms)
-    ByGain(variants=variants("a", "b"), losses=losses, budget=0.004).run()
+    GainSearch(variants=variants("a", "b"), losses=losses, budget=0.004).run()
     assert len(seen[2:]) == len(set(seen[2:]))  # the first two are the searches themselves
 
 
@@ -297,7 +304,7 @@ def parts(uneven, images):
 
     def records(search):
         own = config_of(config, dict.fromkeys(graph.layers, search))
-        return calibrate(model, graph, samples, own).records
+        return calibrate_amct(model, graph, samples, own).records
 
     found = {search: records(search) for search in ("as configured", "hfmg", "dmq 0.5")}
     return model, graph, found, samples
@@ -305,7 +312,7 @@ def parts(uneven, images):
 
 def test_a_depthwise_layer_of_uneven_channels_is_balanced(parts):
     model, graph, records, samples = parts
-    chosen = nearest(model, graph, records, samples[:4], threads=2)
+    chosen = choose_searches(model, graph, records, samples[:4], threads=2)
     assert list(chosen) == list(graph.layers)
     assert chosen["dw"] == "dmq 0.5"  # each channel keeps its weights' steps, and wins input's
     errors = own_errors(
@@ -533,7 +540,7 @@ def rounder_of(nodes, weights, shape):
     plan = RecordPlan(
         model=model, graph=layers, config=default_config(layers), base="float", samples=1
     )
-    return Rounder(plan=plan, observed=Observed({}), calibration=None, threads=1)
+    return Rounder(plan=plan, observed=ObservedStatistics({}), calibration=None, threads=1)
 
 
 def test_pools_and_open_convolutions_are_not_offered():
@@ -603,7 +610,7 @@ class MadeRounded:
 
 
 def test_adaround_is_kept_only_where_less_is_lost():
-    work = ByGain(
+    work = GainSearch(
         variants={"a": dict.fromkeys(("l1", "l2", "l3"), "a")}, losses=MadeRounded(), budget=0.01
     )
     assert work.run() == {"l1": "a, AdaRound", "l2": "a", "l3": "a"}
@@ -611,5 +618,5 @@ def test_adaround_is_kept_only_where_less_is_lost():
     # With AdaRound l1 and l2 go in the end, without it l1 alone.
     losses = MadeRounded(apart=0.5)
     losses.own["l2"] = 0.0055
-    work = ByGain(variants={"a": dict.fromkeys(losses.own, "a")}, losses=losses, budget=0.0056)
+    work = GainSearch(variants={"a": dict.fromkeys(losses.own, "a")}, losses=losses, budget=0.0056)
     assert work.run() == {"l2": "a", "l3": "a"}

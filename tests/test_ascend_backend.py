@@ -23,26 +23,26 @@ from deploy.pipeline import build
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import Ascend
 from deploy.targets.ascend.aipp import write_aipp
-from deploy.targets.ascend.amct_calibration import calibrate
-from deploy.targets.ascend.atc import CHIP, AtcOptions, Source, atc_command, check_flag
+from deploy.targets.ascend.amct_calibration import calibrate_amct
+from deploy.targets.ascend.atc import CHIP, AippSource, AtcOptions, atc_command, check_flag
 from deploy.targets.ascend.auto_losses import (
     FINAL,
     HISTORY,
     RANKING,
     isolated_model,
-    rank,
-    search,
+    rank_layers,
+    search_prefix,
     similarity,
 )
 from deploy.targets.ascend.config import default_config, read_config
 from deploy.targets.ascend.deploy_model import deploy_model
-from deploy.targets.ascend.executor import executable, open_deploy, verify
+from deploy.targets.ascend.executor import compare_deploy_model, open_deploy, to_integer_model
+from deploy.targets.ascend.existing_files import check_file
 from deploy.targets.ascend.fake_quant import amct_qdq_model, fake_quant_model
 from deploy.targets.ascend.layers import find_layers, name_nodes
 from deploy.targets.ascend.proto import parse_text
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import LayerRecord, read_record
-from deploy.targets.ascend.recorded import check_file
 from deploy.tuning.search_options import Tuning
 from tests.vendor_models import build_net
 
@@ -61,7 +61,7 @@ def small(small_cnn):
     model = name_nodes(load(small_cnn).model)
     graph = find_layers(model)
     batches = [{"x": DATA[i : i + 1]} for i in range(6)]
-    found = calibrate(model, graph, batches, default_config(graph, batch_num=6))
+    found = calibrate_amct(model, graph, batches, default_config(graph, batch_num=6))
     return model, graph, found.records
 
 
@@ -87,7 +87,7 @@ def test_executor_equals_fake_quant(small):
         (integers,) = deployed.run(feed).values()
         (floats,) = run(fake_quant_model(model, layers), feed).values()
         np.testing.assert_allclose(integers, floats, rtol=1e-4, atol=1e-4)
-    found = verify(model, layers, ({"x": sample[None]} for sample in DATA))
+    found = compare_deploy_model(model, layers, ({"x": sample[None]} for sample in DATA))
     assert found.samples == 6 and found.same_rounding <= 1e-6
     assert found.amct_cosine > 0.999 and "within" in found.sentence()
 
@@ -117,7 +117,7 @@ def test_executor_convolution_is_exact_integer_arithmetic():
     node = helper.make_node("Conv", ["x", "w"], ["y"], name="c", kernel_shape=[3, 3])
     model = build_net([node], {"x": list(x.shape)}, {"y": [1, 2, 1, 1]}, {"w": weight})
     layers = find_layers(model)
-    records = calibrate(model, layers, [{"x": x}], default_config(layers)).records
+    records = calibrate_amct(model, layers, [{"x": x}], default_config(layers)).records
     quantized = quantize_layers(model, layers, records)["c"]
     (got,) = open_deploy(deploy_model(model, {"c": quantized}), threads=1).run({"x": x}).values()
     code = int(np.clip(np.rint(quantized.scale + quantized.record.offset_d), -128, 127))
@@ -142,7 +142,7 @@ def test_executor_grouped_conv_transpose_and_matmul_bias(rng):
     model = build_net(nodes, {"x": [1, 4, 2, 2]}, {"y": [1, 4, 5, 7]}, weights)
     feed = {"x": rng.normal(size=(1, 4, 2, 2)).astype("f4")}
     layers = find_layers(model)
-    records = calibrate(model, layers, [feed], default_config(layers)).records
+    records = calibrate_amct(model, layers, [feed], default_config(layers)).records
     assert records["up"].scale_w.size == 4 and records["mm"].scale_w.size == 1
     quantized = quantize_layers(model, layers, records)
     deploy = deploy_model(model, quantized)
@@ -199,9 +199,9 @@ def test_executor_on_random_layers(data):
     feed = {"x": (rng.normal(size=shape) + rng.normal()).astype("f4")}
     layers = find_layers(model)
     config = default_config(layers, activation_offset=draw(st.booleans()))
-    records = calibrate(model, layers, [feed], config).records
+    records = calibrate_amct(model, layers, [feed], config).records
     quantized = quantize_layers(model, layers, records)
-    assert verify(model, quantized, [feed]).same_rounding <= 1e-6
+    assert compare_deploy_model(model, quantized, [feed]).same_rounding <= 1e-6
     (reference,) = run(model, feed).values()
     (fake,) = run(fake_quant_model(model, quantized), feed).values()
     assert np.abs(fake - reference).max() <= 0.06 * max(np.abs(reference).max(), 0.5)
@@ -221,7 +221,7 @@ def test_executor_refuses_a_broken_deploy_model(small, damage):
         tensor = next(t for t in made.graph.initializer if t.data_type == 6)
         tensor.CopyFrom(numpy_helper.from_array(np.zeros(8, np.float32), tensor.name))
     with pytest.raises(ModelError):
-        executable(made)
+        to_integer_model(made)
 
 
 def test_qdq_model_is_near_the_fake_quant_model(small):
@@ -245,7 +245,7 @@ def test_qdq_model_is_near_the_fake_quant_model(small):
 
 def aipp_of(how, pixels, **options):
     """AIPP's arithmetic on an RGB picture [H, W, 3], from the text it was written as."""
-    text = write_aipp(how, Source(**options)).text
+    text = write_aipp(how, AippSource(**options)).text
     fields = parse_text("InsertNewOps", text, "aipp").aipp_op[0]
     image = pixels[..., ::-1] if fields.rbuv_swap_switch else pixels
     out = np.empty(image.shape, np.float32)
@@ -272,7 +272,7 @@ def test_aipp_computes_the_preprocessing(rng, color):
 
 def test_aipp_crops_the_centre_and_tells_the_host():
     how = Preprocess(size=(224, 224), color="rgb", layout="nchw", resize="short-side")
-    made = write_aipp(how, Source(size=(256, 320)))
+    made = write_aipp(how, AippSource(size=(256, 320)))
     fields = parse_text("InsertNewOps", made.text, "aipp").aipp_op[0]
     assert (fields.load_start_pos_h, fields.load_start_pos_w, fields.crop_size_w) == (16, 48, 224)
     assert any("cannot resize" in sentence for sentence in made.host)
@@ -333,7 +333,7 @@ def test_similarity_ranks_isolated_layers(small):
     assert similarity(0 * a, a) == 1 and similarity(a, 0 * a) == 0
     model, graph, records = small
     layers = quantize_layers(model, graph, records)
-    ranking = rank(model, layers, [{"x": DATA[:1]}])
+    ranking = rank_layers(model, layers, [{"x": DATA[:1]}])
     assert [name for name, _ in ranking] != [] and len(ranking) == len(layers)
     assert [score for _, score in ranking] == sorted(score for _, score in ranking)
     assert 0.99 < ranking[0][1] <= ranking[-1][1] <= 1
@@ -352,7 +352,7 @@ def test_the_shortest_prefix_goes_back(small, needed):
     def judge(kept):
         return not (bad & set(kept)), float(len(bad & set(kept)))
 
-    found = search(records, ranking, default_config(graph), judge)
+    found = search_prefix(records, ranking, default_config(graph), judge)
     kept = set(found.records or {})
     assert kept == set(records) - bad
     disabled = {n for n, layer in found.config.layers.items() if not layer.quant_enable}
@@ -366,7 +366,7 @@ def test_the_shortest_prefix_goes_back(small, needed):
 def test_a_budget_that_nothing_holds(small):
     _, graph, records = small
     with pytest.raises(ConfigError, match="against itself"):
-        search(records, [], default_config(graph), lambda kept: (False, 1.0))
+        search_prefix(records, [], default_config(graph), lambda kept: (False, 1.0))
 
 
 # -- the whole line ---------------------------------------------------------------------------

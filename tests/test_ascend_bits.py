@@ -11,13 +11,13 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from calibrators.amct.arq import ascend_half, ascend_s19
-from deploy.calibration.observation import Subject
+from deploy.calibration.observation import CalibrationSubject
 from deploy.frontends import load
 from deploy.runtimes.ort import OrtSession
-from deploy.targets.ascend.deploy_model import pack_fours, unpack_fours
+from deploy.targets.ascend.deploy_model import pack_int4, unpack_int4
 from deploy.targets.ascend.executor import open_deploy
-from deploy.targets.ascend.half import halves_of, narrowed
-from deploy.targets.ascend.recipe import widths
+from deploy.targets.ascend.float16 import find_float16_tensors, to_float16
+from deploy.targets.ascend.recipe import bit_width_notes
 from deploy.targets.ascend.record import read_record
 from tests.vendor_models import build_net, save_net
 
@@ -297,12 +297,12 @@ def test_four_bits_of_a_matmul_with_matrices_for_a_batch(run, tmp_path):
 
 def test_pairs_are_packed_low_half_first():
     weight = np.array([[-8, 7, 0, -1], [1, 2, 3, -4]], np.int8)
-    packed = pack_fours(weight, 1)
+    packed = pack_int4(weight, 1)
     assert packed.view(np.uint8).tolist() == [[0x78, 0xF0], [0x21, 0xC3]]
-    np.testing.assert_array_equal(unpack_fours(packed, 1), weight)
+    np.testing.assert_array_equal(unpack_int4(packed, 1), weight)
     deep = np.random.default_rng(1).integers(-8, 8, size=(6, 5, 3), dtype=np.int8)
-    assert pack_fours(deep, 0).shape == (3, 5, 3)
-    np.testing.assert_array_equal(unpack_fours(pack_fours(deep, 0), 0), deep)
+    assert pack_int4(deep, 0).shape == (3, 5, 3)
+    np.testing.assert_array_equal(unpack_int4(pack_int4(deep, 0), 0), deep)
 
 
 # value: bits of AMCT's cast_fp16_precision and cast_to_s19, run on it
@@ -376,10 +376,10 @@ def test_widths_of_a_record():
         read_record(f'record {{ key: "{name}" value {{ {entry(act_type=a, wts_type=w)} }} }}')
         for name, (a, w) in types.items()
     )
-    assert [*widths(eight)] == []
-    of_wide, _ = widths(eight | wide)
+    assert [*bit_width_notes(eight)] == []
+    of_wide, _ = bit_width_notes(eight | wide)
     assert of_wide.startswith("Activations of 1 layer (wide) are of 16 bits, which atc takes")
-    of_four, _, weights = widths(eight | four)
+    of_four, _, weights = bit_width_notes(eight | four)
     assert of_four.startswith(
         "Activations of 1 layer (four) are of 4 bits, for which atc makes no .om on chips"
     )
@@ -506,8 +506,8 @@ def network():
 def test_float16_types_come_back_by_their_names():
     model = network()
     loaded = load(model)
-    halves = halves_of(Subject(loaded=loaded, samples=1, given=model))
-    made = narrowed(loaded.model, halves)
+    halves = find_float16_tensors(CalibrationSubject(loaded=loaded, samples=1, given=model))
+    made = to_float16(loaded.model, halves)
     onnx.checker.check_model(made, full_check=True)
     before, after = types(model), types(made)
     assert {n: before[n] for n in before if n in after} == {
@@ -517,7 +517,7 @@ def test_float16_types_come_back_by_their_names():
     x = {"x": np.random.default_rng(1).normal(size=(1, 3, 8, 8)).astype(np.float32)}
     (got,), (wanted,) = (OrtSession.open(m).run(x).values() for m in (made, model))
     np.testing.assert_allclose(got.astype(np.float32), wanted.astype(np.float32), atol=2e-3)
-    assert halves_of(Subject(loaded=load(model), samples=1)) == frozenset()
+    assert find_float16_tensors(CalibrationSubject(loaded=load(model), samples=1)) == frozenset()
 
 
 def test_a_mixed_model_is_built(files, tmp_path):

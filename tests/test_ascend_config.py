@@ -13,8 +13,8 @@ from calibrators.amct.adaround import AdaParams
 from calibrators.amct.hfmg import HfmgParams
 from calibrators.amct.ifmr import IfmrParams
 from deploy.errors import ConfigError, ModelError
-from deploy.targets.ascend.atc import chip
-from deploy.targets.ascend.config import default_config, read_config, settled, write_config
+from deploy.targets.ascend.atc import normalize_chip
+from deploy.targets.ascend.config import default_config, read_config, resolve_config, write_config
 from deploy.targets.ascend.config_keys import LayerConfig, QuantConfig
 from deploy.targets.ascend.layers import find_layers, name_nodes
 from deploy.targets.ascend.record import LayerRecord, check_record, read_record, write_record
@@ -39,12 +39,12 @@ def test_json_is_amcts_byte_for_byte(case):
 
 @pytest.mark.parametrize("case", NAMES)
 def test_simple_config_round_trip(case):
-    config = settled(read_config((CASES / case / "config.json").read_text()), GRAPH)
+    config = resolve_config(read_config((CASES / case / "config.json").read_text()), GRAPH)
     assert read_simple_config(write_simple_config(config), GRAPH) == config
 
 
 def test_four_bits_and_incomplete_records_are_refused():
-    config = settled(read_config(conf(conv1=layer(act={"num_bits": 4}))), GRAPH)
+    config = resolve_config(read_config(conf(conv1=layer(act={"num_bits": 4}))), GRAPH)
     with pytest.raises(ConfigError, match="write JSON"):
         write_simple_config(config)
     text = (CASES / "small_ifmr_asym" / "record_before_last_batch.txt").read_text()
@@ -241,7 +241,7 @@ BROKEN_RECORD = {
     "pool weight": (record("pool"), "AveragePool"),
 }  # fmt: skip
 BROKEN = {
-    "json": (lambda text: settled(read_config(text), GRAPH), BROKEN_JSON),
+    "json": (lambda text: resolve_config(read_config(text), GRAPH), BROKEN_JSON),
     "cfg": (lambda text: read_simple_config(text, GRAPH), BROKEN_CFG),
     "record": (lambda text: check_record(read_record(text), GRAPH), BROKEN_RECORD),
 }
@@ -284,8 +284,8 @@ def test_no_value_breaks_the_json_reader(data, value):
         place = place[key]
     place[key] = value
     with suppress(ConfigError):
-        config = settled(read_config(json.dumps(tree)), GRAPH)
-        assert settled(read_config(write_config(config)), GRAPH) == config
+        config = resolve_config(read_config(json.dumps(tree)), GRAPH)
+        assert resolve_config(read_config(write_config(config)), GRAPH) == config
         write_simple_config(config)
 
 
@@ -448,13 +448,13 @@ def test_what_is_wrong_in_them_is_told(text, said, tmp_path, run):
     ],
 )  # fmt: skip
 def test_chips_are_spelt_as_atc_does(typed, spelt):
-    assert chip(typed) == spelt
+    assert normalize_chip(typed) == spelt
 
 
 @pytest.mark.parametrize("typed", ["AscendXYZ", "Ascend", "", "310P3; rm -rf", "31", "３１０"])
 def test_what_is_no_chip_is_refused(typed):
     with pytest.raises(ConfigError, match="Ascend310P3"):
-        chip(typed)
+        normalize_chip(typed)
 
 
 def built(run, small_cnn, tmp_path, factor, *words):

@@ -10,20 +10,20 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
-from tests.vendor_models import build_net
 
 from deploy.errors import ExportError
 from deploy.feed.preprocess import Preprocess
 from deploy.targets.ascend.aipp import (
-    judged,
-    matrix,
+    csc_matrix,
+    measure_aipp_error,
     run_aipp,
     to_yuv,
     write_aipp,
     write_aipp_files,
 )
-from deploy.targets.ascend.atc import COLORS, STANDARDS, Source, stripped
+from deploy.targets.ascend.atc import COLORS, STANDARDS, AippSource, strip_metadata
 from deploy.targets.ascend.proto import parse_text
+from tests.vendor_models import build_net
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
@@ -56,8 +56,8 @@ def prepared(pixels, how):
 @pytest.mark.parametrize("standard", STANDARDS)
 def test_the_factors_are_those_of_the_documents(standard):
     rows, bias = DOCUMENTED[standard]
-    assert matrix(standard, "rgb") == (tuple(rows), (bias, 128, 128))
-    assert matrix(standard, "bgr")[0] == tuple(rows[::-1])
+    assert csc_matrix(standard, "rgb") == (tuple(rows), (bias, 128, 128))
+    assert csc_matrix(standard, "bgr")[0] == tuple(rows[::-1])
 
 
 def test_yuv_is_that_of_opencv():
@@ -80,35 +80,35 @@ def test_the_om_gets_what_the_calibration_got(source, color, standard):
         return  # refused: test_what_aipp_does_not_do
     norms = {"mean": (0.4,), "std": (0.3,)} if color == "grey" else IMAGENET
     how = Preprocess(size=(32, 48), color=color, layout="nchw", **norms)
-    given = Source(color=source, standard=standard)
+    given = AippSource(color=source, standard=standard)
     made = write_aipp(how, given)
     wanted = prepared(picture(), how)
-    error = judged(made, how, given, {"x": wanted[None]})
+    error = measure_aipp_error(made, how, given, {"x": wanted[None]})
     assert error is not None and error < (0.02 if given.yuv else 5e-4)
     if given.yuv and color != "grey":  # and not with V for U, nor with another standard's factors
-        other = Source(color="nv21" if source == "nv12" else "nv12", standard=standard)
-        swapped = judged(write_aipp(how, other), how, given, {"x": wanted[None]})
+        other = AippSource(color="nv21" if source == "nv12" else "nv12", standard=standard)
+        swapped = measure_aipp_error(write_aipp(how, other), how, given, {"x": wanted[None]})
         assert swapped is not None and swapped > 3 * error
 
 
 def test_a_frame_is_cropped_at_even_places_and_a_wrong_standard_is_seen():
     how = Preprocess(size=(32, 48), color="rgb", layout="nchw")
-    made = write_aipp(how, Source(color="nv12", size=(38, 54), standard="bt709-full"))
+    made = write_aipp(how, AippSource(color="nv12", size=(38, 54), standard="bt709-full"))
     assert (made.op.load_start_pos_h, made.op.load_start_pos_w) == (2, 2)
     frame = np.zeros((38, 54, 3), np.uint8)
     frame[2:34, 2:50] = picture()
     got = run_aipp(made.op, to_yuv(frame, "bt709-full"))
     assert np.abs(got - prepared(picture(), how)).mean() < 0.02
     wanted = {"x": prepared(picture(), how)[None]}
-    narrow, full = (Source(color="nv12", standard=f"bt601-{k}") for k in ("narrow", "full"))
-    right = judged(write_aipp(how, full), how, full, wanted)
-    wrong = judged(write_aipp(how, narrow), how, full, wanted)
+    narrow, full = (AippSource(color="nv12", standard=f"bt601-{k}") for k in ("narrow", "full"))
+    right = measure_aipp_error(write_aipp(how, full), how, full, wanted)
+    wrong = measure_aipp_error(write_aipp(how, narrow), how, full, wanted)
     assert right is not None and wrong is not None and wrong > 2 * right
 
 
 def test_dynamic_aipp_leaves_the_values_to_the_host_and_arrays_have_none():
     how = Preprocess(size=(32, 48), color="rgb", layout="nchw", **IMAGENET)
-    made = write_aipp(how, Source(color="nv12", size=(64, 64), dynamic=True))
+    made = write_aipp(how, AippSource(color="nv12", size=(64, 64), dynamic=True))
     (op,) = parse_text("InsertNewOps", made.text, "it").aipp_op
     assert op.aipp_mode == 2 and op.max_src_image_size == 64 * 64 * 3 // 2
     assert not op.HasField("input_format") and not op.HasField("csc_switch")
@@ -116,7 +116,7 @@ def test_dynamic_aipp_leaves_the_values_to_the_host_and_arrays_have_none():
     assert "matrix_r0c0: 298" in said and "mean_chn_0: 123" in said and "\n" not in said
     files = {}
     request = SimpleNamespace(manifest={"preprocess": None})
-    said = write_aipp_files(request, files, Source(), first_layer_int8=False)
+    said = write_aipp_files(request, files, AippSource(), first_layer_int8=False)
     assert said == ["No AIPP file: the calibration was fed arrays, not pictures."] and not files
 
 
@@ -183,7 +183,7 @@ def test_options_that_mean_nothing_are_refused(words, said, run, small_cnn, pict
 def test_what_aipp_does_not_do(changes, options, said):
     how = Preprocess(**{"size": (32, 48), "color": "rgb", "layout": "nchw", **changes})
     with pytest.raises(ExportError, match=said):
-        write_aipp(how, Source(**options))
+        write_aipp(how, AippSource(**options))
 
 
 SECRET = "/home/someone/secret/train.py"
@@ -275,10 +275,10 @@ def test_nothing_of_the_exporter_leaves_with_the_files(model, folder):
     assert SECRET.encode() in model.read_bytes()
     for path in folder.glob("net_*"):
         assert SECRET.encode() not in path.read_bytes(), path.name
-    made, plain = onnx.load(model), stripped(onnx.load(model))
+    made, plain = onnx.load(model), strip_metadata(onnx.load(model))
     assert [n.output for n in made.graph.node] == [n.output for n in plain.graph.node]
     assert made.graph.initializer[1] == plain.graph.initializer[1]
-    assert stripped(plain) == plain and made.metadata_props and not plain.metadata_props
+    assert strip_metadata(plain) == plain and made.metadata_props and not plain.metadata_props
 
 
 def entries(path):

@@ -6,13 +6,13 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from tests.vendor_models import build_net
 
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.config import read_config
 from deploy.targets.ascend.layers import SHARED, find_layers, name_nodes
+from deploy.targets.ascend.preparation import make_default_plan, prepare_model
 from deploy.targets.ascend.record import read_record
-from deploy.targets.ascend.settled import planned, prepared
+from tests.vendor_models import build_net
 
 
 def two_pictures(*, tied=False):
@@ -119,14 +119,14 @@ def test_what_reads_the_weight_and_is_no_layer_reads_it_in_float(pictures_built)
 
 def test_a_plan_knows_shared_weights_and_copies_that_are_too_large_are_not_made(monkeypatch):
     model = name_nodes(two_pictures())
-    own, graph = prepared(model)
+    own, graph = prepare_model(model)
     held = {tensor.name for tensor in model.graph.initializer}
     assert len({layer.weight for layer in graph.layers.values()}) == 4
-    assert {one.name for one in planned(model).weights} == {"w", "v"} < held
+    assert {one.name for one in make_default_plan(model).weights} == {"w", "v"} < held
     assert len(own.graph.initializer) == len(model.graph.initializer) + 2  # one keeps what there is
     # All layers of one weight stay as they are then, and say why.
-    monkeypatch.setattr("deploy.targets.ascend.settled._MOST", 4 * 2 * 8 * 6)
-    _, graph = prepared(name_nodes(two_pictures()))
+    monkeypatch.setattr("deploy.targets.ascend.preparation._MOST", 4 * 2 * 8 * 6)
+    _, graph = prepare_model(name_nodes(two_pictures()))
     assert graph.layers.keys() == {"left/gemm", "right/gemm"}
     assert {graph.refused[f"{word}/conv"] for word in ("left", "right")} == {SHARED}
 

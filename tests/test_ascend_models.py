@@ -15,15 +15,19 @@ import pytest
 from onnx import numpy_helper
 
 from calibrators.amct.arq import arq, arq_fake_quantize, arq_integers, ascend_scale_offset
-from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, cuts, hfmg
+from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, candidate_runs, hfmg
 from calibrators.amct.ifmr import IfmrParams, ifmr
 from calibrators.errors import CalibrationError
 from deploy.errors import BackendError, ExportError, FeedError
 from deploy.frontends import load
-from deploy.targets.ascend.amct_calibration import calibrate, prepared_model
-from deploy.targets.ascend.config import default_config, read_config, settled
-from deploy.targets.ascend.deploy_model import deploy_model, pack, unpack
-from deploy.targets.ascend.executor import verify
+from deploy.targets.ascend.amct_calibration import calibrate_amct, observation_model
+from deploy.targets.ascend.config import default_config, read_config, resolve_config
+from deploy.targets.ascend.deploy_model import (
+    deploy_model,
+    pack_dequant_scales,
+    unpack_dequant_scales,
+)
+from deploy.targets.ascend.executor import compare_deploy_model
 from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layers import find_layers, name_nodes
 from deploy.targets.ascend.quant_layer import quantize_layers
@@ -87,7 +91,7 @@ def default():
 
 
 def config_of(case, graph):
-    return settled(read_config((CASES / case / "config.json").read_text()), graph)
+    return resolve_config(read_config((CASES / case / "config.json").read_text()), graph)
 
 
 def ulps(a, b):
@@ -105,7 +109,7 @@ def test_records_are_amcts(case):
     """
     model = float_model(case)
     graph = find_layers(model)
-    found = calibrate(model, graph, inputs(case), config_of(case, graph)).records
+    found = calibrate_amct(model, graph, inputs(case), config_of(case, graph)).records
     wanted = read_record((CASES / case / "record.txt").read_text())
     assert list(found) == list(wanted)
     balanced = case == "small_dmq"
@@ -128,7 +132,7 @@ def test_the_model_to_observe_is_amcts(default):
     config = config_of("small_default", graph)
     records = read_record((CASES / "small_default" / "record.txt").read_text())
     weights = {n: (r.scale_w, np.zeros(r.scale_w.size, np.int32)) for n, r in records.items()}
-    mine = prepared_model(model, graph.layers, config, weights, {})
+    mine = observation_model(model, graph.layers, config, weights, {})
     amct = onnx.load(CASES / "small_default" / "modified.onnx")
     tensors = [{t.name: t for t in m.graph.initializer} for m in (mine, amct)]
     nodes = {n.name: n for n in amct.graph.node}
@@ -191,7 +195,7 @@ def test_fake_quant_end_to_end_is_near_amcts():
     case = "small_default"
     model = float_model(case)
     graph = find_layers(model)
-    records = calibrate(model, graph, inputs(case), config_of(case, graph)).records
+    records = calibrate_amct(model, graph, inputs(case), config_of(case, graph)).records
     mine = fake_quant_model(model, quantize_layers(model, graph, records))
     arrays = np.load(CASES / case / "io.npz")
     wanted = arrays["res_fake_quant_model"]
@@ -206,17 +210,19 @@ def test_what_a_calibration_needs_of_its_batches(default):
     model, graph = default
     config = default_config(graph, batch_num=3)
     with pytest.raises(FeedError, match="3, got 2"):
-        calibrate(model, graph, inputs("small_default"), config)
+        calibrate_amct(model, graph, inputs("small_default"), config)
     with pytest.raises(FeedError, match="3, got 0"):
-        calibrate(model, graph, [], config)
+        calibrate_amct(model, graph, [], config)
     batch = {"input.1": np.full((2, 3, 32, 32), np.nan, np.float32)}
     config = default_config(graph)
     with pytest.raises(CalibrationError, match=r"'conv1'.*NaN"):
-        calibrate(model, graph, [batch], config)
+        calibrate_amct(model, graph, [batch], config)
     with pytest.raises(BackendError, match="could not run a sample"):
-        calibrate(model, graph, [{"input.1": np.zeros((1, 2), np.float32)}], default_config(graph))
+        calibrate_amct(
+            model, graph, [{"input.1": np.zeros((1, 2), np.float32)}], default_config(graph)
+        )
     batch = {"input.1": np.zeros((2, 3, 32, 32), np.float32)}
-    found = calibrate(model, graph, [batch], default_config(graph))
+    found = calibrate_amct(model, graph, [batch], default_config(graph))
     assert found.dead == ("conv1",)
     assert (found.records["conv1"].scale_d, found.records["conv1"].offset_d) == (1, -128)
 
@@ -224,8 +230,8 @@ def test_what_a_calibration_needs_of_its_batches(default):
 def test_all_values_are_kept_only_on_request(default):
     model, graph = default
     config = config_of("small_default", graph)
-    exact = calibrate(model, graph, inputs("small_default"), config, exact=True)
-    streamed = calibrate(model, graph, inputs("small_default"), config)
+    exact = calibrate_amct(model, graph, inputs("small_default"), config, exact=True)
+    streamed = calibrate_amct(model, graph, inputs("small_default"), config)
     assert exact.kept_bytes > 500_000 and not streamed.kept_bytes
     for name, record in exact.records.items():
         assert streamed.records[name].scale_d == pytest.approx(float(record.scale_d), rel=0.016)
@@ -263,8 +269,8 @@ def test_sums_beyond_int32_are_told_and_packing_round_trips():
     with pytest.raises(ExportError, match="int32"):
         quantize_layers(model, find_layers(model), {"wide": record})
     scales = np.float32([1e-6, 1.0, 3.5e4])
-    assert (pack(scales) >> np.uint64(32) == 0).all()
-    np.testing.assert_array_equal(unpack(pack(scales)), scales)
+    assert (pack_dequant_scales(scales) >> np.uint64(32) == 0).all()
+    np.testing.assert_array_equal(unpack_dequant_scales(pack_dequant_scales(scales)), scales)
 
 
 def test_a_tensor_two_layers_read_is_quantized_once_and_outputs_keep_their_names():
@@ -283,7 +289,7 @@ def test_a_tensor_two_layers_read_is_quantized_once_and_outputs_keep_their_names
     )
     layers = find_layers(model)
     batch = {"x": np.linspace(-1, 1, 4, dtype=np.float32).reshape(1, 4)}
-    records = calibrate(model, layers, [batch], default_config(layers)).records
+    records = calibrate_amct(model, layers, [batch], default_config(layers)).records
     quantized = quantize_layers(model, layers, records)
     deploy = deploy_model(model, quantized)
     assert [n.op_type for n in deploy.graph.node].count("AscendQuant") == 1
@@ -413,7 +419,7 @@ def test_hfmg_to_the_bit():
         out, name = case["out"], case["id"]
         same_answer(result, out)
         assert bits([histogram.lo, histogram.hi]) == out["hist_range"]["f32_bits"]
-        runs = cuts(histogram.counts)
+        runs = candidate_runs(histogram.counts)
         assert runs[result.candidate].tolist() == out["best_left_right"]
         assert (runs[0].tolist(), runs[-1].tolist()) == (out["range_first"], out["range_last"])
         if f"hist/{name}" in ARRAYS:
@@ -475,13 +481,13 @@ def test_ocr_models(folder, name):
     (spec,) = loaded.inputs
     batches = [{spec.name: text(size, seed)} for seed in range(4)]
     config = default_config(graph, batch_num=len(batches))
-    exact = calibrate(model, graph, batches, config, exact=True)
-    streamed = calibrate(model, graph, batches, config)
+    exact = calibrate_amct(model, graph, batches, config, exact=True)
+    streamed = calibrate_amct(model, graph, batches, config)
     assert exact.kept_bytes and not streamed.kept_bytes
     for layer, record in exact.records.items():
         one_step = 0.01 / 0.7  # a candidate is 0.01 of the range, of which 0.7 is the least
         assert streamed.records[layer].scale_d == pytest.approx(float(record.scale_d), rel=one_step)
         assert abs(streamed.records[layer].offset_d - record.offset_d) <= 2
-    found = verify(model, quantize_layers(model, graph, exact.records), batches[:2])
+    found = compare_deploy_model(model, quantize_layers(model, graph, exact.records), batches[:2])
     assert found.same_rounding <= 1e-5
     assert found.amct_cosine > 0.9

@@ -15,12 +15,17 @@ from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, hfmg
 from calibrators.amct.ifmr import IfmrParams, ifmr
 from deploy.errors import ModelError
 from deploy.runtimes.ort import OrtSession
-from deploy.targets.ascend.amct_calibration import calibrate
+from deploy.targets.ascend.amct_calibration import calibrate_amct
 from deploy.targets.ascend.auto_losses import FINAL, RANKING
-from deploy.targets.ascend.config import default_config, settled
-from deploy.targets.ascend.config_keys import Activation, LayerConfig, QuantConfig, TensorConfig
+from deploy.targets.ascend.config import default_config, resolve_config
+from deploy.targets.ascend.config_keys import (
+    ActivationParams,
+    LayerConfig,
+    QuantConfig,
+    TensorConfig,
+)
 from deploy.targets.ascend.deploy_model import deploy_model
-from deploy.targets.ascend.executor import open_deploy, verify
+from deploy.targets.ascend.executor import compare_deploy_model, open_deploy
 from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.quant_layer import quantize_layers
@@ -379,12 +384,17 @@ def test_integers_and_floats_agree(op, both, asymmetric, padded, seed):
     model = build_net(
         [(op, names, "y", "one", {**pool})], {name: [1, 2, 5, 4] for name in names}, {"y": None}
     )
-    layers, act = find_layers(model), Activation(asymmetric=asymmetric, search_range=(1.0, 1.3))
+    layers, act = (
+        find_layers(model),
+        ActivationParams(asymmetric=asymmetric, search_range=(1.0, 1.3)),
+    )
     places = (0, 1) if both and op == "Add" else (0,)
     asked = [TensorConfig(layer_name="one", input_index=i, activation=act) for i in places]
     shift = -2 if seed % 2 else 0
     feed = {name: (rng.normal(size=(1, 2, 5, 4)) + shift).astype(np.float32) for name in names}
-    found = calibrate(model, layers, [feed], settled(QuantConfig(tensors=tuple(asked)), layers))
+    found = calibrate_amct(
+        model, layers, [feed], resolve_config(QuantConfig(tensors=tuple(asked)), layers)
+    )
     made = quantize_layers(model, layers, found.records)
     (got,) = open_deploy(deploy_model(model, made), threads=1).run(feed).values()
     twin = fake_quant_model(model, made, npu_rounding=True)
@@ -643,9 +653,9 @@ def test_integers_and_floats_agree_for_any_shape(heads, rows, inner, columns, co
     config = QuantConfig(layers={"mm": LayerConfig()})
     feed = {"x": rng.normal(size=(2, heads, rows, inner)).astype(np.float32)}
     feed |= {"w": weight} if computed else {}
-    found = calibrate(model, layers, [feed], settled(config, layers))
+    found = calibrate_amct(model, layers, [feed], resolve_config(config, layers))
     quantized = quantize_layers(model, layers, found.records)
-    assert verify(model, quantized, [feed], threads=1).same_rounding <= 1e-6
+    assert compare_deploy_model(model, quantized, [feed], threads=1).same_rounding <= 1e-6
     (got,) = open_deploy(deploy_model(model, quantized), threads=1).run(feed).values()
     error = inner * (np.abs(feed["x"]).max() + np.abs(weight).max() + 1) ** 2 / 30
     assert np.abs(got - feed["x"] @ weight).max() <= error

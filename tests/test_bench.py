@@ -21,7 +21,7 @@ from deploy.analysis.benchmark import bench, model_size
 from deploy.cli import cli
 from deploy.errors import BackendError, ConfigError
 from deploy.metrics.bench_inputs import random_feeds
-from deploy.metrics.kernels import Kernel, kernels_of
+from deploy.metrics.kernels import KernelTime, time_kernels
 from deploy.metrics.latency import FEW, DeviceTimes, Timing, measure, percentile
 from deploy.report import Report, to_html, to_markdown, to_screen
 from deploy.report.parts import BatchRow, EngineRow
@@ -204,8 +204,11 @@ def test_a_kernel_takes_the_p50_of_its_runs_times_how_often_it_runs():
                 yield "once", "A", early
                 yield from [("twice", "B", early / 2)] * 2
 
-    found = kernels_of("x", Told(), [{}], again=Told, duration_ms=0, p50_ms=1)
-    assert found == (Kernel(name="once", kind="A", ms=6.0), Kernel(name="twice", kind="B", ms=6.0))
+    found = time_kernels("x", Told(), [{}], again=Told, duration_ms=0, p50_ms=1)
+    assert found == (
+        KernelTime(name="once", kind="A", ms=6.0),
+        KernelTime(name="twice", kind="B", ms=6.0),
+    )
 
 
 def test_a_runtime_without_kernel_times_is_refused_first(refused, tmp_path, openvino):
@@ -214,7 +217,7 @@ def test_a_runtime_without_kernel_times_is_refused_first(refused, tmp_path, open
 
 
 def test_kernels_without_a_kind_are_told_one_by_one():
-    kernels = tuple(Kernel(name=f"k{n}", kind="", ms=12.0 - n) for n in range(12))
+    kernels = tuple(KernelTime(name=f"k{n}", kind="", ms=12.0 - n) for n in range(12))
     rows = tuple(EngineRow(label=label, kernels=kernels) for label in ("a", "b"))
     screen = to_screen(Report(engines=rows))
     assert screen.count("k0") == 2 and "2 more kernels of 3.8 %" in screen
@@ -527,7 +530,7 @@ def test_one_session_alone_is_timed_in_every_run():
 def test_what_is_told_to_be_left_is_what_the_least_number_of_runs_takes(names, runs, monkeypatch):
     told = []
     monkeypatch.setattr(
-        "deploy.metrics.latency.lasting",
+        "deploy.metrics.latency.timed_phase",
         lambda what, seconds: told.append((what, seconds)) or nullcontext(),
     )
     sessions = {name: Recorder(name, [], seconds=0.01) for name in names}

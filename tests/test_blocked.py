@@ -115,10 +115,10 @@ def test_tensors_that_fill_their_blocks_stay_in_them_and_others_do_not(ends):
 @needs_blocks
 def test_what_another_node_reads_and_what_has_an_order_keeps_its_layout():
     model, tensors = network((16, 32))
-    opened = taps.tapped(model, tensors, in_any_order=tensors)
+    opened = taps.open_tapped(model, tensors, in_any_order=tensors)
     assert opened.blocked.keys().isdisjoint({t for t in tensors if t[:4] in ("conc", "flat")})
-    assert set(taps.tapped(model, tensors, in_any_order=["conv0"]).blocked) <= {"conv0"}
-    assert taps.tapped(model, tensors).blocked == {}
+    assert set(taps.open_tapped(model, tensors, in_any_order=["conv0"]).blocked) <= {"conv0"}
+    assert taps.open_tapped(model, tensors).blocked == {}
 
 
 def test_statistics_with_an_order_or_channels_see_the_tensor_as_it_is(ordinary):
@@ -161,14 +161,14 @@ def test_where_the_form_cannot_be_kept_the_taps_are_ordinary(ordinary, monkeypat
         raise error
 
     monkeypatch.setattr(taps, "read_bytes", fails)
-    assert taps.tapped(model, tensors, in_any_order=tensors).blocked == {}
+    assert taps.open_tapped(model, tensors, in_any_order=tensors).blocked == {}
     assert state(model, tensors, samples, HistogramOf()) == expected
 
 
 def test_nothing_stays_in_the_temporary_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(taps.tempfile, "tempdir", str(tmp_path))
     model, tensors = network((16,))
-    taps.tapped(model, tensors, in_any_order=tensors)
+    taps.open_tapped(model, tensors, in_any_order=tensors)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,7 +12,7 @@ from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import Latency, Timing
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
 from deploy.metrics.output_errors import OutputAccuracy
-from deploy.metrics.truth import PartAccuracy
+from deploy.metrics.output_form import SliceAccuracy
 from deploy.report import (
     EngineRow,
     FeedPart,
@@ -57,7 +57,7 @@ def latency(ms):
 def accuracy(name):
     figures = {"sqnr_db": 12.5, "cosine_mean": 0.99, "cosine_min": 0.9, "max_abs_error": 200.9}
     parts = tuple(
-        PartAccuracy(output=name, label=f"{name}[{at}]", **figures) for at in ("0:4", "4:22")
+        SliceAccuracy(output=name, label=f"{name}[{at}]", **figures) for at in ("0:4", "4:22")
     )
     return Accuracy(
         samples=60, outputs=(OutputAccuracy(name=name, **figures),), top1_reference=0.9225,

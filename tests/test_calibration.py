@@ -21,26 +21,36 @@ from onnx import TensorProto, helper, numpy_helper
 from calibrators.grids import affine_params
 from calibrators.statistics import HistogramOf
 from deploy import frontends, machine, pipeline
-from deploy.calibration import one_pass, reference, store, taps
+from deploy.calibration import one_pass, reference_outputs, store, taps
 from deploy.calibration.fingerprint import TENSORRT, Fingerprint
 from deploy.calibration.observation import FOLDED, Observation, Variant
 from deploy.calibration.one_pass import observe
-from deploy.calibration.reference import FloatOutputs, alike, judges_of
+from deploy.calibration.reference_outputs import (
+    ReferenceOutputs,
+    make_evaluation_set,
+    outputs_match,
+)
 from deploy.calibration.reuse import CachePolicy
-from deploy.calibration.taps import Again
+from deploy.calibration.taps import BufferedSession
 from deploy.errors import BackendError, CacheError, CalibrationError, FeedError
 from deploy.feed.array_files import read_arrays
-from deploy.feed.arrays import Scratch
-from deploy.feed.evaluation import Part
+from deploy.feed.arrays import TemporaryArrays
+from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.feed import open_feed
-from deploy.feed.reader import Spool
-from deploy.files.manifest import fitting, keep, note_of, read_stamped, sha256
+from deploy.feed.sample_reader import SampleCache
+from deploy.files.manifest import (
+    note_path,
+    read_if_made_from,
+    read_with_note,
+    sha256,
+    write_with_note,
+)
 from deploy.files.reading import read_array
 from deploy.frontends import load
 from deploy.machine import trim_memory
 from deploy.pipeline import calibrate
 from deploy.runtimes.ort import OrtSession
-from deploy.targets.onnxruntime.uint8_forms import with_offset, with_shift
+from deploy.targets.onnxruntime.uint8_gates import fit_input_shift, fit_output_offset
 from deploy.tensors import TensorSpec
 from deploy.tuning import search_options
 from tests.models import as_float32, make_model, make_node, make_value, save_net
@@ -78,7 +88,7 @@ def same(found, wanted):
 
 def test_samples_of_one_shape_lie_in_the_same_memory_from_the_second_on():
     session, places, lasting = opened(PLAIN), [], []
-    runs = Again(session)
+    runs = BufferedSession(session)
     for sample in samples(4, 4, 4, 5, 5, 5, 4, 4):
         values = runs.run(sample)
         same(values, session.run(sample))
@@ -92,7 +102,7 @@ def test_samples_of_one_shape_lie_in_the_same_memory_from_the_second_on():
 
 def test_an_output_whose_shape_follows_from_values_is_given_all_the_same():
     session = opened(BY_VALUE)
-    runs = Again(session)
+    runs = BufferedSession(session)
     for positive in (5, 5, 7, 2, 0, 27):
         sample = {"x": np.zeros((1, 3, 3, 3), np.float32)}
         sample["x"].reshape(-1)[:positive] = 1
@@ -102,7 +112,7 @@ def test_an_output_whose_shape_follows_from_values_is_given_all_the_same():
 
 def test_larger_outputs_are_let_go(monkeypatch):
     monkeypatch.setattr(taps, "MOST_BYTES", 100)
-    runs, lasting = Again(opened(PLAIN)), []
+    runs, lasting = BufferedSession(opened(PLAIN)), []
     for sample in samples(2, 2, 9, 9, 9):
         runs.run(sample)
         lasting.append(runs.lasting)
@@ -111,7 +121,7 @@ def test_larger_outputs_are_let_go(monkeypatch):
 
 def test_a_bad_sample_is_told_as_by_an_ordinary_run_and_the_next_is_run():
     session = opened(PLAIN)
-    runs = Again(session)
+    runs = BufferedSession(session)
     (first, second), (other,) = samples(4, 4), samples(4, batch=2)
     for sample in (first, second):
         runs.run(sample)
@@ -126,7 +136,7 @@ def test_a_bad_sample_is_told_as_by_an_ordinary_run_and_the_next_is_run():
 
 
 def test_of_the_samples_at_most_the_last_is_held():
-    runs, held = Again(opened(PLAIN)), []
+    runs, held = BufferedSession(opened(PLAIN)), []
     for _ in range(5):
         (sample,) = samples(4)
         held.append(weakref.ref(sample["x"]))
@@ -163,7 +173,7 @@ def test_a_pass_gives_the_same_with_and_without(model, threads, monkeypatch):
 def test_memory_of_the_first_run_is_given_back_once(monkeypatch):
     given = []
     monkeypatch.setattr(taps, "trim_memory", lambda: given.append(1))
-    runs = Again(opened(PLAIN))
+    runs = BufferedSession(opened(PLAIN))
     for sample in samples(4, 4, 5, 5, 4, 4):
         runs.run(sample)
     assert len(given) == 1
@@ -189,7 +199,7 @@ def test_where_the_allocator_cannot_be_told_nothing_is_given_back(monkeypatch):
     ids=["float", "big endian, turned", "empty", "one number", "flags", "text"],
 )  # fmt: skip
 def test_an_array_comes_back_as_it_was(array):
-    scratch = Scratch("test-")
+    scratch = TemporaryArrays("test-")
     scratch.add(np.ones(5))
     place = scratch.add(array)
     scratch.add(np.zeros(7))
@@ -201,7 +211,7 @@ def test_an_array_comes_back_as_it_was(array):
 
 def test_python_objects_are_not_written():
     with pytest.raises(ValueError, match="Python objects"):
-        Scratch("test-").add(np.array([{}], object))
+        TemporaryArrays("test-").add(np.array([{}], object))
 
 
 class _Garbage:
@@ -227,7 +237,7 @@ def restless():
 
 
 def _spooled(folder):
-    spool = Spool(range(1))
+    spool = SampleCache(range(1))
     spool.add(0, {"x": np.zeros((1, 10), np.float32)})
     return lambda: spool.get(0)
 
@@ -272,7 +282,7 @@ RANGES = st.tuples(st.floats(0.01, 50), st.floats(0.01, 50))
 def test_integers_of_a_shifted_tensor_are_its_own_from_a_lower_zero_point(ends, shift):
     low, high = ends
     scale, zero = affine_params(-low, high)
-    got = with_shift(scale, zero, shift)
+    got = fit_input_shift(scale, zero, shift)
     if not got.steps:
         assert (got.scale, got.zero) == (scale, zero)
         return
@@ -289,19 +299,19 @@ def test_a_range_that_reaches_to_the_shift_has_steps(ends, shift):
     low, high = ends
     assume(low >= shift and (low + high) / 255 < shift / 4)
     scale, zero = affine_params(-low, high)
-    assert with_shift(scale, zero, shift).steps
+    assert fit_input_shift(scale, zero, shift).steps
 
 
 @given(RANGES, st.floats(-10, 0))
 def test_nothing_is_shifted_downwards(ends, shift):
     scale, zero = affine_params(-ends[0], ends[1])
-    assert not with_shift(scale, zero, shift).steps
+    assert not fit_input_shift(scale, zero, shift).steps
 
 
 @given(RANGES, st.floats(-10, 10))
 def test_an_offset_is_a_whole_number_of_steps(ends, offset):
     scale, zero = affine_params(-ends[0], ends[1])
-    got = with_offset(scale, zero, offset)
+    got = fit_output_offset(scale, zero, offset)
     assert not got.steps or np.isclose(got.steps * float(got.scale), offset, rtol=1e-5)
     assert 0 <= got.zero + got.steps <= 255
 
@@ -359,7 +369,11 @@ def test_a_tensor_of_774_million_values_is_counted_by_its_shape(memory):
 def test_a_machine_that_tells_no_memory_and_shapes_that_are_open_refuse_nothing(memory, small_cnn):
     model = onnx.load(small_cnn)
     memory(None)
-    assert one_pass.workers([], model, 3) == one_pass.workers([SimpleNamespace()], model, 3) == 3
+    assert (
+        one_pass.count_workers([], model, 3)
+        == one_pass.count_workers([SimpleNamespace()], model, 3)
+        == 3
+    )
 
 
 def test_a_disk_too_small_for_the_engines_is_told_first(
@@ -422,36 +436,36 @@ MADE_FROM = {"model": "a", "batch": 8, "shape": (1, 3)}
 
 
 def test_the_note_holds_what_the_file_was_made_from_and_its_digest(tmp_path):
-    path = keep(tmp_path / "m.engine", b"plan", MADE_FROM, digest="engine_sha256")
-    note = json.loads(note_of(path).read_text())
-    assert note_of(path).name == "m.engine.json"
+    path = write_with_note(tmp_path / "m.engine", b"plan", MADE_FROM, digest="engine_sha256")
+    note = json.loads(note_path(path).read_text())
+    assert note_path(path).name == "m.engine.json"
     assert note == {"model": "a", "batch": 8, "shape": [1, 3], "engine_sha256": sha256(b"plan")}
-    assert fitting(path, MADE_FROM, digest="engine_sha256") == b"plan"
-    assert fitting(path, MADE_FROM) is None
+    assert read_if_made_from(path, MADE_FROM, digest="engine_sha256") == b"plan"
+    assert read_if_made_from(path, MADE_FROM) is None
 
 
 @pytest.mark.parametrize("change", [{"model": "b"}, {"batch": 4}, {"more": 1}])
 def test_a_file_made_from_something_else_does_not_fit(tmp_path, change):
-    path = keep(tmp_path / "m", b"data", MADE_FROM)
-    assert fitting(path, MADE_FROM) == b"data"
-    assert fitting(path, MADE_FROM | change) is None
-    assert read_stamped(path) == (b"data", {"model": "a", "batch": 8, "shape": [1, 3]})
+    path = write_with_note(tmp_path / "m", b"data", MADE_FROM)
+    assert read_if_made_from(path, MADE_FROM) == b"data"
+    assert read_if_made_from(path, MADE_FROM | change) is None
+    assert read_with_note(path) == (b"data", {"model": "a", "batch": 8, "shape": [1, 3]})
 
 
 def test_what_was_changed_or_parted_since_is_not_believed(tmp_path):
     path = tmp_path / "m"
-    assert fitting(path, MADE_FROM) is None
-    keep(path, b"data", MADE_FROM)
+    assert read_if_made_from(path, MADE_FROM) is None
+    write_with_note(path, b"data", MADE_FROM)
     path.write_bytes(b"more data")
     with pytest.raises(CacheError, match="as it was written"):
-        read_stamped(path)
+        read_with_note(path)
     for note in ("{", "[]", "{}", "\udcff"):
-        note_of(path).write_bytes(note.encode("utf-8", "surrogateescape"))
-        assert fitting(path, MADE_FROM) is None
-    keep(path, b"data", MADE_FROM)
-    note_of(path).unlink()
+        note_path(path).write_bytes(note.encode("utf-8", "surrogateescape"))
+        assert read_if_made_from(path, MADE_FROM) is None
+    write_with_note(path, b"data", MADE_FROM)
+    note_path(path).unlink()
     with pytest.raises(CacheError, match="must be the note of m, got nothing there"):
-        read_stamped(path)
+        read_with_note(path)
 
 
 # --- What a calibration was made from, compared; and who made it, told.
@@ -554,7 +568,7 @@ def test_another_runtime_is_told_and_takes_nothing_anew(small_cnn, pictures, tmp
     side = store.sidecars(cache)[0]
     document = json.loads(side.read_bytes())
     document["fingerprint"]["made_by"]["versions"]["onnxruntime"] = "1.2.3"
-    side.write_bytes(store.sealed(document))
+    side.write_bytes(store.seal_json(document))
     before = side.read_bytes()
     again = calibrate(small_cnn, pictures, preprocess={"size": (16, 16)}, cache=cache)
     assert again.reused and again.reason.endswith("; it was made with onnxruntime 1.2.3")
@@ -566,14 +580,14 @@ def test_a_cache_of_tensorrt_is_named_and_taken_where_it_is_trusted(small_cnn, p
     made = replace(
         MADE, program=TENSORRT, method="EntropyCalibration2", versions={"tensorrt": "8.6.1"}
     )
-    store.sidecars(cache)[0].write_bytes(store.without_statistics(cache.read_bytes(), made))
-    assert store.text_of(cache) == (cache.read_bytes(), made)
+    store.sidecars(cache)[0].write_bytes(store.make_text_only_json(cache.read_bytes(), made))
+    assert store.read_cache_text(cache) == (cache.read_bytes(), made)
     with pytest.raises(CacheError, match=r"was made by TensorRT 8\.6\.1 by Entropy"):
-        store.load(cache)
+        store.load_calibration(cache)
     policy = CachePolicy(path=cache, trust=True)
     found = calibrate(small_cnn, pictures, preprocess={"size": (16, 16)}, cache=policy)
     assert "trusted as it is" in found.reason
-    assert store.text_of(cache)[1] == made
+    assert store.read_cache_text(cache)[1] == made
 
 
 def test_the_command_says_whose_a_cache_is(small_cnn, pictures, tmp_path, run):
@@ -663,7 +677,7 @@ def _doubling():
 
 def test_a_sample_is_run_once_and_only_its_outputs_are_kept():
     session, x = Counting(), {"x": np.ones((1, 4), np.float32)}
-    outputs = FloatOutputs(lambda: session, ["y"], {3, 5})
+    outputs = ReferenceOutputs(lambda: session, ["y"], {3, 5})
     outputs.add(3, {"y": x["x"], "inner": x["x"]})
     assert list(outputs.of(3, x)) == ["y"] and session.runs == outputs.runs == 0
     assert [list(outputs.of(5, x)["y"][0]) for _ in range(2)] == [[2] * 4] * 2
@@ -674,9 +688,9 @@ def test_a_sample_is_run_once_and_only_its_outputs_are_kept():
 
 
 def test_outputs_too_large_to_be_kept_are_made_again(monkeypatch):
-    monkeypatch.setattr(reference, "MOST_BYTES", 100)
+    monkeypatch.setattr(reference_outputs, "MOST_BYTES", 100)
     session, x = Counting(), {"x": np.ones((4, 4), np.float32)}
-    outputs = FloatOutputs(lambda: session, ["y"], range(9))
+    outputs = ReferenceOutputs(lambda: session, ["y"], range(9))
     for key in range(9):
         outputs.of(key, x)
     assert [key in outputs for key in range(9)] == [True] + 8 * [False]  # 64 bytes each
@@ -685,15 +699,17 @@ def test_outputs_too_large_to_be_kept_are_made_again(monkeypatch):
 
 def test_models_are_alike_but_for_what_float_rounds():
     one = {"y": np.linspace(-1, 1, 50, dtype=np.float32), "n": np.array([3])}
-    assert alike(one, {"y": one["y"] * np.float32(1.0001), "n": one["n"]})
-    assert not alike(one, {"y": one["y"] * np.float32(1.01), "n": one["n"]})
-    assert not alike(one, {"y": one["y"][:9], "n": one["n"]}) and not alike(one, {"n": one["n"]})
+    assert outputs_match(one, {"y": one["y"] * np.float32(1.0001), "n": one["n"]})
+    assert not outputs_match(one, {"y": one["y"] * np.float32(1.01), "n": one["n"]})
+    assert not outputs_match(one, {"y": one["y"][:9], "n": one["n"]}) and not outputs_match(
+        one, {"n": one["n"]}
+    )
 
 
 def test_the_samples_that_judge_are_spread_over_the_feed_and_keep_their_keys():
     loaded = load(_doubling())
     rows = [np.full((1, 4), at, np.float32) for at in range(250)]
-    part = Part(open_feed(rows, loaded.inputs), 100)
+    part = EvaluationSubset(open_feed(rows, loaded.inputs), 100)
     seen = [int(sample["x"][0, 0]) for sample in part.samples()]
     assert len(seen) == len(part) == part.count == 100 and seen[0] < 5 and seen[-1] >= 245
     assert [part.key(number) for number in range(1, 101)] == list(part.keys) == seen
@@ -707,7 +723,7 @@ def test_of_bad_samples_none_judges_and_the_others_keep_what_was_said(tmp_path):
         np.save(tmp_path / f"{at:02d}.npy", np.full((1, 4), np.float32(at)))
     (tmp_path / "03.npy").write_bytes(b"no array")
     feed = open_feed(tmp_path, loaded.inputs, skip_bad=True)
-    judges = judges_of(feed, loaded.model, 12)
+    judges = make_evaluation_set(feed, loaded.model, 12)
     with feed.samples() as samples:
         for number, sample in enumerate(samples, 1):
             judges.outputs.add(feed.key(number), {"y": 2 * sample["x"]})

@@ -14,7 +14,7 @@ from deploy.calibration.trt_cache import dump, from_scales
 from deploy.errors import FeedError
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.feed import open_feed
-from deploy.targets.tensorrt.cache_tools import agreement
+from deploy.targets.tensorrt.cache_tools import compare_with_script_cache
 from deploy.tensors import TensorSpec
 from tests.vendor_models import save_net
 
@@ -243,7 +243,7 @@ def test_how_far_two_caches_agree_is_told_in_shares_and_by_the_largest_change():
     def told(**scales):
         old = from_scales({name: np.float32(v) for name, v in scales.items()}, version="8.5.3")
         made = from_scales({n: np.float32(1) for n in "abcd"}, version="8.5.3")
-        return agreement(dump(old), made).partition("not used: ")[2]
+        return compare_with_script_cache(dump(old), made).partition("not used: ")[2]
 
     assert told(a=1, b=1) == "2 of its 2 scales are equal to the bit"
     several = told(a=1, b=1.25, c=0.8, d=0.25)

@@ -16,7 +16,7 @@ import cv2
 import numpy as np
 import pytest
 
-from deploy.calibration.store import files
+from deploy.calibration.store import cache_files
 from deploy.errors import BackendError, ConfigError, SdkMissingError
 
 pytest.importorskip("distributed", reason="dask.distributed is not installed (extra [dask])")
@@ -119,7 +119,7 @@ def refused(run, model, images, cluster, path, *words):
 
 
 def contents(cache):
-    return [path.read_bytes() for path in files(cache)]
+    return [path.read_bytes() for path in cache_files(cache)]
 
 
 @pytest.mark.parametrize("send", ["nothing", "model", "images", "all"])
@@ -273,7 +273,7 @@ def test_a_worker_that_sees_other_images_is_named(
     if where == "other":
         shutil.copy(pictures / "01.png", tmp_path / where / "00.png")
     monkeypatch.setattr(
-        "deploy.calibration.cluster_jobs.shared", lambda images: str(tmp_path / where)
+        "deploy.calibration.cluster_jobs.shared_paths", lambda images: str(tmp_path / where)
     )
     err = refused(run, small_cnn, pictures, cluster, tmp_path / "x.cache", "--pieces", 2)
     assert said in err and "the worker " in err and "--send images" in err
@@ -296,11 +296,13 @@ def test_a_worker_of_other_version_is_named(
 ):
     from deploy.calibration import cluster_jobs
 
-    here = cluster_jobs.versions_here("images")
-    monkeypatch.setattr(cluster_jobs, "versions_here", lambda kind: {**here, "onnxruntime": "1.0"})
+    here = cluster_jobs.collect_versions("images")
+    monkeypatch.setattr(
+        cluster_jobs, "collect_versions", lambda kind: {**here, "onnxruntime": "1.0"}
+    )
     err = refused(run, small_cnn, pictures, cluster, tmp_path / "x.cache")
     assert "the worker tcp://" in err and f"onnxruntime {here['onnxruntime']} (1.0 at" in err
-    monkeypatch.setattr(cluster_jobs, "versions_here", lambda kind: {**here, "calib8": "9.9"})
+    monkeypatch.setattr(cluster_jobs, "collect_versions", lambda kind: {**here, "calib8": "9.9"})
     err = refused(run, small_cnn, pictures, cluster, tmp_path / "x.cache")
     assert "the scheduler has calib8" in err and "9.9 at the client" in err
 
@@ -369,7 +371,7 @@ def fake(small_cnn, pictures, monkeypatch):
     monkeypatch.setattr(module, "TICK_S", 0.0)
     monkeypatch.setattr(module, "WORKERS_S", 0.05)
 
-    return lambda *there: module.Run(Fake(*there), None, Cluster(address=ELSEWHERE), None)
+    return lambda *there: module.ClusterRun(Fake(*there), None, Cluster(address=ELSEWHERE), None)
 
 
 def test_no_worker_is_a_sentence(fake):
@@ -390,9 +392,9 @@ def test_all_workers_lost_is_a_sentence(fake):
 
 @pytest.mark.parametrize("address", ["host:8786", "tls://10.0.0.1:1", "tcp://[::1]:8786"])
 def test_an_address_is_taken(address):
-    from deploy.calibration.cluster_jobs import cluster_of
+    from deploy.calibration.cluster_jobs import as_cluster
 
-    assert cluster_of(address).address == address and cluster_of(None) is None
+    assert as_cluster(address).address == address and as_cluster(None) is None
 
 
 @pytest.mark.parametrize("given", [{"pieces": 0}, {"retries": -1}, {"threads": 0}, {"send": "x"}])
@@ -461,10 +463,10 @@ def test_a_cache_that_fits_needs_no_scheduler(small_cnn, pictures, tmp_path):
 
 @pytest.mark.slow
 def test_a_piece_of_another_calibration_is_refused(small_cnn, pictures):
-    from deploy.calibration.cluster import Gathering
-    from deploy.calibration.observation import Observed
+    from deploy.calibration.cluster import ShardMerger
+    from deploy.calibration.observation import ObservedStatistics
     from deploy.calibration.sample_checks import Peaks
-    from deploy.calibration.shards import shard_of
+    from deploy.calibration.shards import make_shard
     from deploy.feed.feed import open_feed
     from deploy.frontends import load
 
@@ -473,10 +475,12 @@ def test_a_piece_of_another_calibration_is_refused(small_cnn, pictures):
     share = feed.share_of((1, 2))
     part = feed.part(share)
     part.manifest()
-    gathering = Gathering((), feed, loaded.identities)
+    gathering = ShardMerger((), feed, loaded.identities)
     with pytest.raises(BackendError, match=r"worker bob .*the model"):
-        gathering.add(share, "bob", shard_of(part, {"graph": "x"}, Peaks(), Observed({})))
-    data = shard_of(part, loaded.identities, Peaks(), Observed({}))
+        gathering.add(
+            share, "bob", make_shard(part, {"graph": "x"}, Peaks(), ObservedStatistics({}))
+        )
+    data = make_shard(part, loaded.identities, Peaks(), ObservedStatistics({}))
     with pytest.raises(BackendError, match=r"worker bob .*another piece than 2/2"):
         gathering.add(feed.share_of((2, 2)), "bob", data)
     gathering.add(share, "bob", data)

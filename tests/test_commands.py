@@ -26,8 +26,8 @@ from deploy.feed.sampling import Choice
 from deploy.machine import this_machine
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import TARGETS, Ascend, OnnxRuntime, TensorRT
-from deploy.targets.base import Built
-from deploy.targets.options import check, option, options_of
+from deploy.targets.base import BuildResult
+from deploy.targets.options import check_options, declared_options, option
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -139,7 +139,7 @@ def test_the_options_of_a_target_reach_its_fields(words, target, told, run):
     assert run(*BUILD, *words.split())[0] == 0
     (made,) = told["targets"]
     assert type(made) is type(target)
-    for declared in options_of(type(target)):
+    for declared in declared_options(type(target)):
         assert getattr(made, declared.name) == getattr(target, declared.name)
 
 
@@ -351,7 +351,7 @@ class Toy:
     opened: ClassVar[list[object]] = []
 
     def __post_init__(self):
-        check(self)
+        check_options(self)
 
     def wanted(self, model, float_nodes):
         return OnnxRuntime().wanted(model, float_nodes)
@@ -368,7 +368,7 @@ class Toy:
     def build(self, request):
         path = request.folder / f"{request.name}.toy"
         path.write_bytes(request.model.SerializeToString())
-        return Built(
+        return BuildResult(
             target=self.name, engine=path, runnable=path, files={"toy": path},
             decisions=self.plan(request.model).decisions,
             notes=(f"{self.steps} steps, {self.tag}",),
@@ -438,7 +438,7 @@ def test_one_flag_of_two_options_is_refused(toy, monkeypatch, run):
 
 
 def test_a_class_without_options_has_none():
-    assert options_of(int) == ()
+    assert declared_options(int) == ()
 
 
 # --- cli

@@ -14,12 +14,12 @@ import pytest
 from click.testing import CliRunner
 from onnx import TensorProto, numpy_helper
 
-from deploy.analysis.builds import read_build
+from deploy.analysis.build_comparison import read_stored_build
 from deploy.analysis.comparison import compare
 from deploy.analysis.explain_build import ChannelSums, explain
 from deploy.cli import cli
 from deploy.errors import Calib8Error
-from deploy.graph.edit import cut
+from deploy.graph.edit import extract_output
 from deploy.method import NO_CHOICES
 from deploy.report import to_json
 from deploy.tuning.plan_file import (
@@ -29,9 +29,9 @@ from deploy.tuning.plan_file import (
     TIME,
     WHOLE,
     TargetPlan,
-    kind,
     read_plan,
-    remaining,
+    reason_kind,
+    reason_sqnr_db,
 )
 from tests.models import make_model, make_node, make_value, save_net
 
@@ -179,8 +179,8 @@ def test_noise_is_told_before_time_and_time_before_what_follows(copied):
 
 @pytest.mark.parametrize(("reason", "expected"), [(row[2], row[3]) for row in FLOATS])
 def test_reasons_are_known_by_the_words_of_the_search(reason, expected):
-    assert kind(reason) == expected
-    assert math.isfinite(remaining(reason)) == (expected == NOISE)
+    assert reason_kind(reason) == expected
+    assert math.isfinite(reason_sqnr_db(reason)) == (expected == NOISE)
 
 
 def test_what_was_taken_is_marked_in_what_was_tried(built):
@@ -668,7 +668,7 @@ def test_the_real_openvino_agrees_on_a_plain_model(tmp_path, images):
 
 def test_a_cut_holds_what_its_tensor_needs_and_no_more(tmp_path):
     model = onnx.load(save(tmp_path / "a.onnx", CHAIN, weights=ONE))
-    short = cut(model, "b")
+    short = extract_output(model, "b")
     assert [node.op_type for node in short.graph.node] == ["Relu", "Mul"]
     assert [value.name for value in short.graph.output] == ["b"]
     assert len(model.graph.node) == 4
@@ -744,7 +744,7 @@ def test_one_build_shows_its_screen_again(run, built_builds):
 def test_what_is_read_back_is_what_was_written(built_builds):
     for folder in built_builds:
         held = json.loads((folder / "report.json").read_text())
-        assert to_json(read_build(folder).report) == held
+        assert to_json(read_stored_build(folder).report) == held
 
 
 def test_builds_stand_side_by_side(run, built_builds, changed):
@@ -771,7 +771,7 @@ def test_what_builds_differ_in_is_told(run, built_builds, changed):
     said = " ".join(out.split())
     assert code == 0 and f"mean: - ({a}); 0.5 ({other})" in said
     assert f"accept: True ({a}); - ({other})" in said and "method:" not in said
-    assert f"machine: {read_build(a).report.machine.cpu}" in said and "Z80, " in said
+    assert f"machine: {read_stored_build(a).report.machine.cpu}" in said and "Z80, " in said
     assert "measured on different machines: compare speed-ups, not milliseconds" in said
     (other / "calib8.toml").unlink()  # as of a build from Python
     assert f"accept: True ({a}); - ({other})" in " ".join(run("report", a, other)[1].split())

@@ -33,7 +33,7 @@ def differs(cpp, tmp_path):
         (tmp_path / "it").write_bytes(data)
         asked = {"path": str(tmp_path / "it"), "name": "it", "out": str(tmp_path / "out")}
         answer = cpp("decode", grey=grey, **asked)
-        wanted = images.decode(data, "it", grey=grey)
+        wanted = images.decode_image(data, "it", grey=grey)
         if answer.get("shape") != list(wanted.shape):
             return str(answer)
         return bool((np.fromfile(tmp_path / "out", np.uint8) != wanted.ravel()).any())

@@ -14,7 +14,7 @@ import pytest
 from onnx.numpy_helper import from_array
 
 from calibrators.entropy import entropy
-from calibrators.entropy import search as entropy_index
+from calibrators.entropy import search_bins as entropy_index
 from calibrators.histogram import Histogram
 from calibrators.searches import SEARCHES
 from deploy.calibration import fingerprint, store, trt_cache
@@ -24,7 +24,7 @@ from deploy.feed.feed import open_feed
 from deploy.feed.preprocess import PRESETS, Preprocess
 from deploy.frontends.base import model_digest
 from deploy.frontends.checks import check_names
-from deploy.frontends.reader import read_stamped
+from deploy.frontends.onnx_reader import read_model_and_stamp
 from deploy.metrics.latency import DeviceTimes, measure
 from deploy.pipeline import calibrate
 from deploy.tensors import TensorSpec
@@ -529,7 +529,7 @@ def test_changes_of_a_fingerprint_are_told_in_the_same_words(cpp):
 
 
 def test_the_decoder_is_known_by_what_it_makes_of_pictures(cpp):
-    ours, theirs = fingerprint.decoder("images"), cpp("decoder")
+    ours, theirs = fingerprint.decoder_identity("images"), cpp("decoder")
     ours.pop("library"), theirs.pop("library")
     assert theirs == ours and {"jpeg", "png", "webp", "resize"} < set(ours)
 
@@ -537,7 +537,7 @@ def test_the_decoder_is_known_by_what_it_makes_of_pictures(cpp):
 def test_each_language_reads_what_the_other_keeps(cpp, small_cnn, pictures, tmp_path):
     cache = tmp_path / "p.cache"
     calibrate(small_cnn, pictures, preprocess={"size": (16, 16)}, cache=cache)
-    _, ours = store.text_of(cache)
+    _, ours = store.read_cache_text(cache)
     assert set(ours.model) == {"graph", "file"}
     found = cpp("kept", path=str(cache), now=ours.to_json())
     assert found == {"by": ours.by, "text": cache.read_text(), "unfit": ""}
@@ -552,10 +552,10 @@ def test_each_language_reads_what_the_other_keeps(cpp, small_cnn, pictures, tmp_
     theirs = replace(ours, program="TensorRT", method="EntropyCalibration2", numbers={})
     saved = cpp("save", path=str(cache), text="TRT-8601-x\n", fingerprint=theirs.to_json())
     assert saved == {"saved": True}
-    assert store.text_of(cache) == (b"TRT-8601-x\n", theirs)
+    assert store.read_cache_text(cache) == (b"TRT-8601-x\n", theirs)
     side.write_text(side.read_text().replace("Entropy", "MinMax"))
     with pytest.raises(CacheError, match="was changed after it was written"):
-        store.text_of(cache)
+        store.read_cache_text(cache)
 
 
 def typed(name, array, data_type):
@@ -610,7 +610,7 @@ def odd_model():
 
 
 def identity_here(path):
-    model, stamp = read_stamped(path)
+    model, stamp = read_model_and_stamp(path)
     check_names(model)
     return {"graph": model_digest(model), "file": stamp.file, "weights": stamp.weights}
 

@@ -8,8 +8,7 @@ import cv2
 import numpy as np
 import pytest
 
-from deploy.feed import images
-from deploy.feed import listing as listing_module
+from deploy.feed import file_list, images
 from tests.test_cpp_parity import outcome
 
 pytestmark = pytest.mark.slow
@@ -205,7 +204,7 @@ KINDS = kinds()
 
 
 def ours(data, grey=False):
-    return outcome(lambda: images.decode(data, "it", grey=grey))
+    return outcome(lambda: images.decode_image(data, "it", grey=grey))
 
 
 @pytest.fixture
@@ -360,9 +359,9 @@ def test_pictures_that_are_too_large_are_refused_by_their_header(theirs):
 def test_a_vast_file_is_refused_before_it_is_read(cpp, tmp_path):
     with (tmp_path / "it.png").open("wb") as file:
         file.truncate(50 << 30)
-    picture = listing_module.Picture(tmp_path / "it.png", "it.png")
+    picture = file_list.ImageFile(tmp_path / "it.png", "it.png")
     answer = cpp("decode", path=str(picture.path), name="it.png", out="", grey=False)
-    assert answer == outcome(lambda: images.read(picture))
+    assert answer == outcome(lambda: images.read_image_file(picture))
     assert "at most 1 GB, got 50.0 GB" in answer["message"]
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from calibrators.entropy import BINS, _divergences, divergence, entropy, search, threshold
+from calibrators.entropy import BINS, _divergences, divergence, entropy, search_bins, threshold
 from calibrators.histogram import Histogram
 
 LENET = Path("../shared/golden/tensorrt/lenet/histograms.npz")
@@ -18,7 +18,7 @@ INDICES = {
 @pytest.mark.skipif(not LENET.exists(), reason="the LeNet histograms are not beside this checkout")
 @pytest.mark.parametrize("name", INDICES)
 def test_the_index_is_the_one_that_tensorrt_chose(name):
-    assert search(np.load(LENET)[name].astype(np.int64)) == INDICES[name]
+    assert search_bins(np.load(LENET)[name].astype(np.int64)) == INDICES[name]
 
 
 histograms = hnp.arrays(
@@ -33,21 +33,21 @@ def test_the_search_by_prefix_sums_finds_the_last_minimum_of_the_definition(hist
     h = histogram.astype(np.float64)
     h[0] = 0
     if not h.any():
-        assert search(histogram) == BINS
+        assert search_bins(histogram) == BINS
         return
     exact = np.array([divergence(h, i) for i in range(128, BINS + 1)])
     finite = np.isfinite(exact)
     assert np.array_equal(finite, np.isfinite(_divergences(h)))
     assert np.allclose(exact[finite], _divergences(h)[finite], atol=1e-10)
     expected = BINS - int(np.argmin(exact[::-1]))
-    assert search(histogram) == expected
+    assert search_bins(histogram) == expected
 
 
 def test_a_tie_and_a_constant():
     h = np.zeros(BINS, np.int64)
     h[[512, 1024, 2047]] = 7  # three isolated values: nothing is lost at i = 2048
     assert divergence(h.astype(float), 2048) == 0.0
-    assert search(h) == 2048
+    assert search_bins(h) == 2048
     h = Histogram()
     h.observe(np.ones(10, np.float32))
     assert entropy(h).amax == 2048.5 / 2048 == threshold(2048, 1.0)

@@ -14,14 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import numpy_helper
 
-from deploy.calibration.one_pass import in_turns
+from deploy.calibration.one_pass import alternate_halves
 from deploy.errors import ConfigError, FeedError
-from deploy.feed import reader
+from deploy.feed import sample_reader
 from deploy.feed.feed import open_feed
-from deploy.feed.listing import Changed
-from deploy.feed.parallel import Stream, ahead
-from deploy.feed.preprocess import Preprocess, preset
-from deploy.feed.sampling import names_digest, order, share_of, some, strewn
+from deploy.feed.file_list import SampleChangedError
+from deploy.feed.parallel import SampleStream, prefetch
+from deploy.feed.preprocess import Preprocess, find_preset
+from deploy.feed.sampling import (
+    in_sampling_order,
+    names_digest,
+    sampling_order,
+    share_of,
+    spread_evenly,
+)
 from deploy.tensors import TensorSpec
 from tests.models import make_model, make_node
 
@@ -78,7 +84,7 @@ def test_a_folder_is_read_recursively_sorted_and_any_case(photos):
 
 def test_pixels_are_those_of_the_file(tmp_path):
     data = write_image(tmp_path / "x.png", 3, (16, 20, 3))
-    (sample,) = collect(open_feed(tmp_path, [IMAGE], preprocess=preset("raw")))
+    (sample,) = collect(open_feed(tmp_path, [IMAGE], preprocess=find_preset("raw")))
     assert np.array_equal(sample["image"][0].transpose(1, 2, 0)[:, :, ::-1], data)
 
 
@@ -86,7 +92,7 @@ def test_cubic_pixels_do_not_depend_on_the_thread_that_decodes(tmp_path):
     """Intel's IPP rounds otherwise, and is switched off for one thread at a time."""
     write_image(tmp_path / "x.png", 5, (200, 300, 3))
     spec = TensorSpec("image", "float32", (1, 3, 64, 97))
-    how = preset("efficientnet-lite")
+    how = find_preset("efficientnet-lite")
     runs = [collect(open_feed(tmp_path, [spec], preprocess=how)) for _ in range(3)]
     assert len({r[0]["image"].tobytes() for r in runs}) == 1
 
@@ -127,7 +133,7 @@ def test_grey_alpha_16_bit_and_tiny_pictures_are_read_as_colour(tmp_path, shape,
     data = write_image(tmp_path / f"x{suffix}", 1, shape, dtype)
     if shape == (30, 40, 3):  # the upper byte of 16 bits
         spec = TensorSpec("image", "float32", (1, 3, 30, 40))
-        (sample,) = collect(open_feed(tmp_path, [spec], preprocess=preset("raw")))
+        (sample,) = collect(open_feed(tmp_path, [spec], preprocess=find_preset("raw")))
         assert np.abs(sample["image"][0].transpose(1, 2, 0)[:, :, ::-1] - data / 256).max() <= 1
     (sample,) = collect(open_feed(tmp_path, [IMAGE]))
     assert sample["image"].shape == (1, 3, 16, 20)
@@ -150,19 +156,19 @@ def test_exif_orientation_is_applied(tmp_path):
 def test_uint8_and_float16_inputs(photos):
     (raw, *_) = collect(
         open_feed(
-            photos, [TensorSpec("image", "float32", (1, 3, 16, 20))], preprocess=preset("raw")
+            photos, [TensorSpec("image", "float32", (1, 3, 16, 20))], preprocess=find_preset("raw")
         )
     )
     for dtype in ("uint8", "int32"):  # pixels as they are, whatever else is asked
         spec = TensorSpec("image", dtype, (1, 3, 16, 20))
-        for asked in (None, preset("raw"), {"interpolation": "linear"}):
+        for asked in (None, find_preset("raw"), {"interpolation": "linear"}):
             feed = open_feed(photos, [spec], preprocess=asked)
             (found, *_) = collect(feed)
             assert found["image"].dtype == dtype and (found["image"] == raw["image"]).all()
             told = f"pixels as they are, for {dtype} (preset 'raw')"
             assert any(told in note for note in feed.notes) == (asked is None)
         with pytest.raises(FeedError, match="use the preset 'raw'"):
-            open_feed(photos, [spec], preprocess=preset("imagenet"))
+            open_feed(photos, [spec], preprocess=find_preset("imagenet"))
     half = TensorSpec("image", "float16", (1, 3, 16, 20))
     assert collect(open_feed(photos, [half]))[0]["image"].dtype == np.float16
     with pytest.raises(FeedError, match="int64"):
@@ -454,10 +460,10 @@ def test_nan_is_told_by_sample_and_input_or_skipped():
 
 def test_preprocessing_of_arrays_is_refused(tmp_path):
     with pytest.raises(FeedError, match="must be an image to be preprocessed, uint8"):
-        open_feed(BATCH, [IMAGE], preprocess=preset("imagenet"))
+        open_feed(BATCH, [IMAGE], preprocess=find_preset("imagenet"))
     np.save(tmp_path / "a.npy", BATCH)
     with pytest.raises(ConfigError, match="files of arrays are fed as they are"):
-        open_feed(tmp_path / "a.npy", [IMAGE], preprocess=preset("imagenet"))
+        open_feed(tmp_path / "a.npy", [IMAGE], preprocess=find_preset("imagenet"))
 
 
 def test_arrays_that_hold_objects_or_do_not_agree_are_told(tmp_path):
@@ -506,7 +512,7 @@ def test_an_exception_crosses_over_after_the_good_samples():
         yield 2
         raise FeedError("image x is bad")
 
-    stream = Stream(produce)
+    stream = SampleStream(produce)
     assert [next(stream), next(stream)] == [1, 2]
     with pytest.raises(FeedError, match="image x is bad"):
         next(stream)
@@ -522,7 +528,7 @@ def test_leaving_early_ends_the_thread_and_the_queue_is_bounded():
             made.append(i)
             yield i
 
-    with Stream(produce, depth=3) as stream:
+    with SampleStream(produce, depth=3) as stream:
         assert next(stream) == 0
         time.sleep(0.2)
         assert len(made) <= 6
@@ -532,7 +538,7 @@ def test_leaving_early_ends_the_thread_and_the_queue_is_bounded():
 
 
 def test_a_dropped_stream_ends_its_thread():
-    stream = Stream(lambda: iter(range(10_000)))
+    stream = SampleStream(lambda: iter(range(10_000)))
     next(stream)
     del stream
     gc.collect()
@@ -557,16 +563,16 @@ def test_a_second_pass_over_remembered_samples_decodes_nothing(pictures, small_c
 
 
 def test_a_full_disk_ends_the_keeping_alone(monkeypatch):
-    from deploy.feed.arrays import Scratch
-    from deploy.feed.reader import Spool
+    from deploy.feed.arrays import TemporaryArrays
+    from deploy.feed.sample_reader import SampleCache
 
-    spool = Spool(range(4))
+    spool = SampleCache(range(4))
     spool.add(0, {"x": np.ones(3)})
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Scratch, "add", full)
+    monkeypatch.setattr(TemporaryArrays, "add", full)
     spool.add(1, {"x": np.ones(3)})
     monkeypatch.undo()
     spool.add(2, {"x": np.ones(3)})
@@ -580,13 +586,13 @@ def test_a_disk_that_takes_no_byte_is_no_noise_at_the_end(capfd):
     import resource
     import signal
 
-    from deploy.feed.reader import Spool
+    from deploy.feed.sample_reader import SampleCache
 
     before, most = signal.getsignal(signal.SIGXFSZ), resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, most[1]))
     try:
-        spool = Spool(range(2))
+        spool = SampleCache(range(2))
         spool.add(0, {"x": np.ones(3)})
         assert spool.get(0) is None
         del spool
@@ -636,7 +642,7 @@ def folder(tmp_path):
 
 
 def decoders(monkeypatch, count):
-    monkeypatch.setattr(reader, "default_threads", lambda: count)
+    monkeypatch.setattr(sample_reader, "default_threads", lambda: count)
 
 
 def samples(folder, **options):
@@ -660,12 +666,12 @@ def test_results_come_in_the_items_order_and_few_are_ahead():
                 gate.set()
             yield item
 
-    assert list(ahead(items(), work, threads=4)) == [(n, n * 10) for n in range(20)]
+    assert list(prefetch(items(), work, threads=4)) == [(n, n * 10) for n in range(20)]
 
 
 def test_leaving_early_ends_the_threads():
     before = threading.enumerate()
-    made = ahead(range(1000), lambda item: item, threads=3)
+    made = prefetch(range(1000), lambda item: item, threads=3)
     assert next(made) == (0, 0)
     made.close()
     assert not {one.name for one in threading.enumerate() if one not in before}
@@ -673,13 +679,13 @@ def test_leaving_early_ends_the_threads():
 
 def test_threads_that_meet_are_needed(monkeypatch, folder):
     decoders(monkeypatch, 3)
-    meeting, fetched = threading.Barrier(3), reader._fetched
+    meeting, fetched = threading.Barrier(3), sample_reader._fetched
 
     def met(source, index):
         meeting.wait(300)  # nobody goes on before three are there
         return fetched(source, index)
 
-    monkeypatch.setattr(reader, "_fetched", met)
+    monkeypatch.setattr(sample_reader, "_fetched", met)
     assert len(samples(folder)[1]) == 24
 
 
@@ -706,7 +712,7 @@ def test_a_picture_that_changed_is_told_though_it_is_none_any_more(monkeypatch, 
     feed = open_feed(folder, INPUT, skip_bad=True)
     feed.manifest()
     (folder / "20.png").write_bytes(b"no picture")
-    with pytest.raises(Changed, match=r"20\.png"), feed.samples() as stream:
+    with pytest.raises(SampleChangedError, match=r"20\.png"), feed.samples() as stream:
         list(stream)
 
 
@@ -716,31 +722,37 @@ QUICK = ("--effort", 0, "--duration", 0)
 
 @given(st.integers(0, 3000))
 def test_every_place_comes_once(count):
-    assert sorted(order(count)) == list(range(count)) == sorted(strewn(range(count)))
+    assert (
+        sorted(sampling_order(count))
+        == list(range(count))
+        == sorted(in_sampling_order(range(count)))
+    )
 
 
 def test_of_a_million_too():
-    assert np.array_equal(np.sort(order(10**6)), np.arange(10**6))
+    assert np.array_equal(np.sort(sampling_order(10**6)), np.arange(10**6))
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000))
 def test_some_are_from_all_over_and_hold_the_fewer(count, most):
-    found = some(range(count), most)
+    found = spread_evenly(range(count), most)
     assert len(found) == min(count, most) and found == sorted(found)
     assert np.diff([0, *found, count]).max() <= 4 * count / len(found) + 1
-    assert set(some(range(count), most // 2)) <= set(found)
+    assert set(spread_evenly(range(count), most // 2)) <= set(found)
 
 
 @given(st.integers(2, 9), st.sampled_from([16, 48, 64, 100]), st.sampled_from([2, 3, 4, 8]))
 def test_what_comes_round_in_a_feed_is_met_in_all_its_kinds(period, many, times):
-    kinds = np.bincount(np.array(some(range(times * many), many)) % period, minlength=period)
+    kinds = np.bincount(
+        np.array(spread_evenly(range(times * many), many)) % period, minlength=period
+    )
     assert many < 8 * period or kinds.min() >= many / period / 4
 
 
 @given(st.integers(0, 10**6))
 def test_neighbours_are_of_different_halves(number):
-    assert in_turns(number) in (number, number ^ 1)
-    assert in_turns(number) ^ in_turns(number ^ 1) == 1
+    assert alternate_halves(number) in (number, number ^ 1)
+    assert alternate_halves(number) ^ alternate_halves(number ^ 1) == 1
 
 
 # --- through the command ----------------------------------------------------------------------

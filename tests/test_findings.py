@@ -15,23 +15,23 @@ from onnx import numpy_helper
 
 from calibrators.histogram import Histogram
 from calibrators.mse import mse
-from calibrators.weights import FIT, ROUNDED
-from deploy.feed.preview import Looks
-from deploy.graph.bounds import bounds, reaches
+from calibrators.weights import PAIR_LIMIT, PAIR_ROUNDING
+from deploy.feed.preview import CandidateImages
+from deploy.graph.bounds import find_bounds, find_range_limits
 from deploy.graph.placement import TENSORRT
 from deploy.graph.plan import analyse
 from deploy.metrics.accuracy import Comparison
-from deploy.metrics.parts import Part, parts_of
-from deploy.metrics.tasks.boxes import Boxes
+from deploy.metrics.output_form import derive_form
+from deploy.metrics.slices import OutputSlice, split_output
+from deploy.metrics.tasks.boxes import BoxDetection
 from deploy.metrics.tasks.classes import Classes
-from deploy.metrics.tasks.detections import Detections, in_pixels
-from deploy.metrics.tasks.task import MOST, ClassExample, Foremost
-from deploy.metrics.truth import form_of
+from deploy.metrics.tasks.detections import Detections, scale_to_pixels
+from deploy.metrics.tasks.evaluation_task import MOST, ClassExample, ExampleSelection
 from deploy.report import EngineRow, Report, TargetPart, TrialRow, to_html, to_json, to_markdown
 from deploy.report.previews import box_rows
 from deploy.report.report_rows import STRIPS, weight_rows
 from deploy.report.sections import strip, trials
-from deploy.targets.stored import StoredWeight, stored_in, stored_weight
+from deploy.targets.stored_weights import StoredWeight, make_stored_weight, read_stored_weights
 from deploy.targets.tensorrt.cache_qdq import to_qdq
 from deploy.tensors import TensorSpec
 from tests.models import as_float32, build_net, make_model, make_node, run_net
@@ -44,7 +44,7 @@ def rows(*amax, scales=None):
     """One weight of int8 rows with these largest values, in steps."""
     stored = np.array([[value, -1 if value else 0] for value in amax], np.int8)
     scales = np.array([0.5], np.float32) if scales is None else np.array(scales, np.float32)
-    return weight_rows([stored_weight("n", "Conv", stored, scales)])
+    return weight_rows([make_stored_weight("n", "Conv", stored, scales)])
 
 
 # what is told of a weight
@@ -78,7 +78,7 @@ def test_channels_that_are_alike_have_no_worst():
 def test_the_worst_weights_have_a_strip_of_few_bars():
     wide = np.full((1000, 2), 127, np.int8)
     wide[617] = 1
-    many = [stored_weight(f"n{i}", "Conv", wide[: 1000 - i], np.ones(1)) for i in range(9)]
+    many = [make_stored_weight(f"n{i}", "Conv", wide[: 1000 - i], np.ones(1)) for i in range(9)]
     found = weight_rows(many)
     assert sum(bool(row.strip) for row in found) == STRIPS
     (row,) = (row for row in found if row.node == "n0")
@@ -111,7 +111,9 @@ def net(op, shape, channels=6, **attributes):
 def test_output_channels_are_found_in_every_layout(op, shape, attributes, inside, scales):
     model, weight = net(op, shape, **attributes)
     plan = analyse(model, TENSORRT)
-    (found,) = stored_in(to_qdq(model, plan, dict.fromkeys(plan.activations, np.float32(0.1))))
+    (found,) = read_stored_weights(
+        to_qdq(model, plan, dict.fromkeys(plan.activations, np.float32(0.1)))
+    )
     assert (found.node, found.op, found.scales.size) == ("node", op, scales)
     np.testing.assert_allclose(found.amax, np.abs(weight).max(axis=inside), rtol=1e-6)
     assert (found.used == 1).all()
@@ -120,7 +122,9 @@ def test_output_channels_are_found_in_every_layout(op, shape, attributes, inside
 def test_groups_of_a_transposed_convolution_share_one_scale():
     model, weight = net("ConvTranspose", (6, 2, 2, 2), group=3)
     plan = analyse(model, TENSORRT)
-    (found,) = stored_in(to_qdq(model, plan, dict.fromkeys(plan.activations, np.float32(0.1))))
+    (found,) = read_stored_weights(
+        to_qdq(model, plan, dict.fromkeys(plan.activations, np.float32(0.1)))
+    )
     want = np.abs(weight).reshape(3, 2, 2, 4).max(axis=(1, 3)).reshape(-1)
     np.testing.assert_allclose(found.amax, want, rtol=1e-6)
     assert found.scales.size == 1 and found.used.min() == pytest.approx(want.min() / 9)
@@ -183,7 +187,7 @@ def test_fp8_weights_are_told_in_real_units(run, tmp_path):
 
 def test_markdown_has_the_worst_weights_and_counts_the_others():
     many = [
-        stored_weight(f"n{i}", "Conv", np.array([[127], [i + 1]], np.int8), np.ones(1))
+        make_stored_weight(f"n{i}", "Conv", np.array([[127], [i + 1]], np.int8), np.ones(1))
         for i in range(20)
     ]
     text = to_markdown(Report(targets=(TargetPart(name="t", weights=weight_rows(many[::-1])),)))
@@ -210,13 +214,13 @@ def test_what_was_tried_stands_side_by_side_with_what_was_built_marked():
 
 def test_a_channel_uses_the_grid_by_its_largest_weight_or_pair():
     amax, scales = np.array([12.7, 1.27, 1.27]), np.array([0.1])
-    pairs = np.array([0.0, FIT - ROUNDED, (FIT - ROUNDED) / 2])
+    pairs = np.array([0.0, PAIR_LIMIT - PAIR_ROUNDING, (PAIR_LIMIT - PAIR_ROUNDING) / 2])
     weight = StoredWeight(node="n", op="Conv", amax=amax, scales=scales)
     assert weight.used.tolist() == pytest.approx([1, 0.1, 0.1]) and not weight.saturates
     paired = dataclasses.replace(weight, pairs=pairs)
     assert paired.used.tolist() == pytest.approx([1, 1, 0.5]) and not paired.saturates
-    assert not dataclasses.replace(weight, pairs=np.array([FIT])).saturates
-    assert dataclasses.replace(weight, pairs=np.array([FIT + 1])).saturates
+    assert not dataclasses.replace(weight, pairs=np.array([PAIR_LIMIT])).saturates
+    assert dataclasses.replace(weight, pairs=np.array([PAIR_LIMIT + 1])).saturates
 
 
 # --- saturation
@@ -243,7 +247,7 @@ def sigmoid(t):
 )
 def test_what_is_lost_beyond_a_bound_is_less_than_half_a_step_of_8_bits(nodes, function, span):
     t = np.linspace(-40, 40, 8001)
-    low, high = bounds(model(nodes))["t"]
+    low, high = find_bounds(model(nodes))["t"]
     assert 0 < np.abs(function(t) - function(np.clip(t, low, high))).max() < 0.5 * span / 255
 
 
@@ -335,7 +339,7 @@ NUMBERS = {
     ],
 )  # fmt: skip
 def test_known_readers(nodes, expected):
-    assert bounds(model(nodes, NUMBERS))["t"] == pytest.approx(expected)
+    assert find_bounds(model(nodes, NUMBERS))["t"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +369,7 @@ def test_known_readers(nodes, expected):
     ],
 )
 def test_any_other_reader_keeps_every_value(nodes):
-    assert not bounds(model(nodes, NUMBERS)).keys() & {"t", "y"}
+    assert not find_bounds(model(nodes, NUMBERS)).keys() & {"t", "y"}
 
 
 def test_a_clamped_histogram_is_that_of_clamped_values():
@@ -412,7 +416,7 @@ def netted(nodes, outputs="y", **constants):
 
 
 def followed(nodes, outputs="y", **constants):
-    found = reaches(netted(nodes, outputs, **constants))
+    found = find_range_limits(netted(nodes, outputs, **constants))
     return {name for name, reach in found.items() if reach.followed > 0}
 
 
@@ -431,9 +435,9 @@ def test_logits_are_followed_to_what_made_them():
 
 
 def test_a_followed_tensor_keeps_its_bounds():
-    found = reaches(netted([("Abs", "x", "t", {}), ("Sigmoid", "t", "y", {})]))
+    found = find_range_limits(netted([("Abs", "x", "t", {}), ("Sigmoid", "t", "y", {})]))
     assert found["t"] == (-8, 8, 8)
-    beside = reaches(netted([("Abs", "x", "t", {}), ("Sigmoid", "t", "y", {})], "yt"))
+    beside = find_range_limits(netted([("Abs", "x", "t", {}), ("Sigmoid", "t", "y", {})], "yt"))
     assert beside["t"] == (-math.inf, math.inf, 8)
 
 
@@ -547,7 +551,7 @@ FED = {"x": np.zeros((1, 3, 32, 320), np.float32)}
 
 
 def tallied(pairs):
-    tally = Boxes(Rows()).tally()
+    tally = BoxDetection(Rows()).tally()
     for left, right in pairs:
         tally.add(FED, left, right)
     return tally
@@ -610,7 +614,7 @@ def test_few_samples_are_kept_of_many():
 
 def test_boxes_in_shares_of_the_picture_become_pixels():
     found = Detections(np.array([[0.1, 0.5, 0.2, 1.0]]), np.ones(1), np.zeros(1, np.int64))
-    np.testing.assert_allclose(in_pixels(found, (32, 320)).boxes, [[32, 16, 64, 32]])
+    np.testing.assert_allclose(scale_to_pixels(found, (32, 320)).boxes, [[32, 16, 64, 32]])
 
 
 def test_classes_that_change_are_kept_the_surest_first():
@@ -625,7 +629,7 @@ def test_classes_that_change_are_kept_the_surest_first():
 
 
 def test_order_of_equals_is_that_of_the_samples():
-    kept = Foremost()
+    kept = ExampleSelection()
     for number in (3, 1, 2, 0, 4):
         example = ClassExample(number=number, output="y", reference=(0, 1.0), candidate=(1, 1.0))
         kept.offer(example, differs=1.0, says=0)
@@ -640,7 +644,7 @@ class Feed:
 
 
 def test_pictures_are_kept_only_while_somebody_watches_them():
-    looks = Looks(Feed())
+    looks = CandidateImages(Feed())
     for start in range(0, 20, 2):  # batches of two
         batch = {"x": np.array([start, start + 1], np.float32).reshape(2, 1, 1, 1)}
         looks.add(batch, {0, start + 1})
@@ -728,7 +732,7 @@ def test_a_build_of_a_classifier_tells_the_samples_that_change(run, small_cnn, t
 # --- Parts of outputs: rows with a unit of their own, found from the data of the float model
 # alone.
 def labels(samples):
-    return [part.label for part in parts_of("y", samples)]
+    return [part.label for part in split_output("y", samples)]
 
 
 def corners(anchors, side=640):
@@ -774,7 +778,7 @@ def test_corners_part_from_class_numbers_beside_a_score_that_is_never_sure(rng, 
     def unsure(rng):
         return scores(1, 100)(rng) * sure
 
-    assert len(parts_of("y", several(rng, corners(100), unsure, numbers(20, 100)))) == split
+    assert len(split_output("y", several(rng, corners(100), unsure, numbers(20, 100)))) == split
 
 
 def test_probabilities_of_absent_classes_are_no_part_of_their_own(rng):
@@ -803,16 +807,16 @@ def test_the_form_does_not_depend_on_the_batch(rng):
     samples = several(rng, corners(300), scores(18, 300))
     odd = [s * 0 for s in samples]  # never looked at: the first four decide
     fed = np.zeros((8, 3, 64, 64), np.float32)
-    alone = form_of(
+    alone = derive_form(
         [{"y": s} for s in samples + odd], inputs=[{"x": fed[i : i + 1]} for i in range(8)]
     )
-    together = form_of([{"y": np.concatenate(samples + odd)}], inputs=[{"x": fed}])
+    together = derive_form([{"y": np.concatenate(samples + odd)}], inputs=[{"x": fed}])
     assert alone == together and len(alone.parts) == 2
 
 
 def test_every_output_is_one_part_at_least_and_integers_are_none(rng):
     one = {"a": corners(50)(rng)[0], "count": np.array([3]), "b": scores(5, 50)(rng)[0]}
-    assert [part.label for part in form_of([one] * 4).parts] == ["a", "b"]
+    assert [part.label for part in derive_form([one] * 4).parts] == ["a", "b"]
 
 
 def test_nan_makes_one_part():
@@ -858,8 +862,8 @@ def test_a_model_of_one_part_has_the_output_as_its_worst(rng):
 
 def test_a_form_that_is_given_is_taken(rng):
     references = several(rng, corners(300), scores(18, 300))
-    form = form_of([{"y": one} for one in references])
-    assert form.parts[1] == Part(output="y", axis=1, start=4, stop=22)
+    form = derive_form([{"y": one} for one in references])
+    assert form.parts[1] == OutputSlice(output="y", axis=1, start=4, stop=22)
     assert len(compared(references[:1], references[:1], 1, form).parts) == 2
 
 

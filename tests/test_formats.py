@@ -54,7 +54,7 @@ def test_this_version_is_kept():
 
 def test_a_calibration_of_any_version_is_read(kept):
     def read(path):
-        stored = store.load(path)
+        stored = store.load_calibration(path)
         return stored, stored.carried(stored.keys)
 
     found = reads(kept, "m.cache", read)

@@ -18,13 +18,13 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.errors import ExportError, ModelError
 from deploy.frontends import load
-from deploy.frontends.affine import Moved
-from deploy.graph.lowering import lowered
+from deploy.frontends.affine import MovedLayer
+from deploy.graph.lowering import lower_opset
 from deploy.graph.placement import ONNXRUNTIME, TENSORRT
 from deploy.graph.plan import analyse
 from deploy.pipeline import build
 from deploy.runtimes.ort import OrtSession
-from deploy.targets.ascend.settled import unfused
+from deploy.targets.ascend.preparation import unfuse_batchnorms
 from tests.models import as_float32, build_net, make_model, make_node, make_value, run_command
 
 # --- Models at an older operator set: the same numbers, and a sentence where that cannot be.
@@ -47,7 +47,7 @@ def net(op, *constants, opset, shape=IMAGE, outputs=1, kind=F32, given=None):
 
 def same(model, opset, *, without=(), tolerance=1e-5):
     """Lower, let ONNX and ONNX Runtime judge, and give the operators."""
-    got = lowered(model, opset=opset, without=without).model
+    got = lower_opset(model, opset=opset, without=without).model
     onnx.checker.check_model(got, full_check=True)
     (entry,) = got.opset_import
     assert entry.version == opset
@@ -150,7 +150,7 @@ def test_norms_over_the_last_axes(rng, op, axis):
 
 def test_a_norm_that_the_parser_does_not_read_although_the_opset_has_it():
     model = net("LayerNormalization", F([1] * 8), opset=17)
-    assert lowered(model, opset=17).model is model
+    assert lower_opset(model, opset=17).model is model
     for opset in (17, 20):  # axes of the ReduceMean in an attribute, and in an input
         own = net("LayerNormalization", F([1, 2] * 4), opset=opset)
         assert "Pow" in same(own, opset, without={"LayerNormalization"}, tolerance=1e-4)
@@ -207,7 +207,7 @@ def test_what_cannot_be_written_is_one_sentence(what):
     model, said = REFUSED[what]
     before = model.SerializeToString()
     with pytest.raises(ExportError, match=said) as told:
-        lowered(model, opset=17)
+        lower_opset(model, opset=17)
     assert model.graph.node[0].op_type in str(told.value) or "opset" in str(told.value)
     assert str(told.value).count("\n") == 0 and model.SerializeToString() == before
 
@@ -273,16 +273,18 @@ def test_what_onnx_does_not_know_is_kept_and_the_nodes_behind_it_are_lowered():
     model.graph.node.extend([made, old, make_node("ReduceMean", "q axes", "y0", name="one")])
     model.opset_import.append(helper.make_opsetid("TRT", 1))
     model.graph.initializer.append(numpy_helper.from_array(I64([1]), "axes"))
-    got = lowered(model, opset=17)
+    got = lower_opset(model, opset=17)
     assert [n for n in got.model.graph.node][1:3] == [made, old]
     assert list(got.model.graph.node[3].input) == ["q"] and got.rewritten == {"ReduceMean": 1}
 
 
 def test_the_count_and_the_version_of_the_file_are_told():
     model = net("Mish", opset=21)
-    got = lowered(model, opset=17)
+    got = lower_opset(model, opset=17)
     assert got.rewritten == {"Mish": 1} and got.model.ir_version == 8 and model.ir_version == 10
-    assert lowered(model, opset=21).model is model and not lowered(model, opset=22).rewritten
+    assert (
+        lower_opset(model, opset=21).model is model and not lower_opset(model, opset=22).rewritten
+    )
 
 
 # --- float16 models, and sizes that are not known: what is loaded, built, and fed.
@@ -704,12 +706,12 @@ def move(kind, *axes, **given):
 )
 def test_the_channels_are_where_the_moves_put_them(kind, axes, given, found):
     node, constants = move(kind, *axes, **given)
-    assert Moved(CONV, (node,)).axis(4, constants) == found
+    assert MovedLayer(CONV, (node,)).axis(4, constants) == found
 
 
 def test_axes_that_are_computed_are_not_known():
     node, _ = move("Squeeze", 2)
-    assert Moved(CONV, (node,)).axis(4, {}) is None
+    assert MovedLayer(CONV, (node,)).axis(4, {}) is None
 
 
 @pytest.mark.parametrize(("bare", "left"), [((), 0), (("conv",), 1)])
@@ -723,7 +725,9 @@ def test_what_amct_is_to_find_apart_from_its_layer_stays_apart_behind_a_move(bar
     held = {"w": rng.normal(size=(4, 3, 1, 1)), "k": rng.normal(size=4)}
     model = make_model(nodes, {"x": [1, 3, 4, 4]}, {"y": [1, 4, 4, 4]}, as_float32(held), opset=17)
     subject = SimpleNamespace(unfolded=SimpleNamespace(model=model))
-    found, _ = unfused(subject, SimpleNamespace(do_fusion=True, skip_fusion_layers=()), bare=bare)
+    found, _ = unfuse_batchnorms(
+        subject, SimpleNamespace(do_fusion=True, skip_fusion_layers=()), bare=bare
+    )
     assert [node.op_type for node in found.graph.node].count("Add") == left
 
 
@@ -740,7 +744,7 @@ def test_what_amct_is_to_find_apart_stays_apart_behind_layers_side_by_side(kept)
     model = make_model(nodes, {"x": [1, 3, 4, 4]}, {"y": [1, 8, 4, 4]}, as_float32(held), opset=17)
     subject = SimpleNamespace(unfolded=SimpleNamespace(model=model))
     config = SimpleNamespace(do_fusion=True, skip_fusion_layers=kept.get("skipped", ()))
-    found, _ = unfused(subject, config, bare=kept.get("bare", ()))
+    found, _ = unfuse_batchnorms(subject, config, bare=kept.get("bare", ()))
     left = [node.op_type for node in found.graph.node].count("BatchNormalization")
     assert left == (1 if kept else 0)
 

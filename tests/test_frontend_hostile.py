@@ -532,7 +532,7 @@ def test_its_cache_is_made_checked_and_turned(run, pictures, tmp_path):
 def test_a_second_build_calibrates_nothing_and_explain_reads_it(build, run, monkeypatch):
     code, out, _, err = build(detector(), "--target", "tensorrt")
     assert code == 0, err
-    monkeypatch.setattr("deploy.pipeline.observing.observe", None)
+    monkeypatch.setattr("deploy.pipeline.calibration_run.observe", None)
     code, out, _, err = build(detector(), "--target", "tensorrt")
     assert code == 0, err
     assert "EfficientNMS_TRT" in run.ok("explain", out)
@@ -554,10 +554,12 @@ class Whole:
 @pytest.mark.slow
 def test_an_engine_is_timed_and_judged_by_the_part_before_its_plugins(build, monkeypatch):
     here = sdk.Sdk("10.13.0.35", calibrators=True, gpu="Some GPU sm_90")
-    monkeypatch.setattr(sdk, "find", lambda device=0: here)
+    monkeypatch.setattr(sdk, "find_sdk", lambda device=0: here)
     monkeypatch.setattr(engines, "gpu", lambda device: None)
-    monkeypatch.setattr(builder, "build_engine", lambda *a, **k: builder.Engine(b"plan", (), b""))
-    monkeypatch.setattr(engines, "from_cache", lambda asked, known: None)
+    monkeypatch.setattr(
+        builder, "build_engine", lambda *a, **k: builder.BuiltEngine(b"plan", (), b"")
+    )
+    monkeypatch.setattr(engines, "calibrator_from_cache", lambda asked, known: None)
     monkeypatch.setattr(TensorrtSession, "open", lambda *a, **k: Whole())
     code, _, report, err = build(detector(), "--target", "tensorrt", "--duration", 0.05)
     assert code == 0, err

@@ -16,10 +16,10 @@ from deploy.cli import cli
 from deploy.errors import ModelError, QuantizedError
 from deploy.frontends import FRONTENDS, load
 from deploy.frontends.affine import fold_affine
-from deploy.frontends.onnx_file import _without_values, with_shapes
-from deploy.frontends.reader import parse_model
+from deploy.frontends.onnx_file import _without_values, infer_shapes
+from deploy.frontends.onnx_reader import parse_model
 from deploy.graph.index import all_nodes
-from deploy.pipeline.judge import float_model
+from deploy.pipeline.evaluate import float_model
 from tests.models import make_model, make_node, make_value, run_command, save_net
 
 # --- Loading ONNX: what is cleaned, that values and names stay, and what is refused.
@@ -568,7 +568,7 @@ def test_shapes_are_the_same_without_the_values_of_large_weights(least, small_cn
     known = onnx.shape_inference.infer_shapes(onnx.load(small_cnn), data_prop=True)
     monkeypatch.setattr("deploy.frontends.onnx_file._LARGE", least)
     assert (_without_values(model) is None) == (least > 0)
-    found = with_shapes(model)
+    found = infer_shapes(model)
     assert found.SerializeToString(deterministic=True) == known.SerializeToString(
         deterministic=True
     )

@@ -16,24 +16,24 @@ from calibrators.scales import Scale, Scales
 from deploy.errors import ConfigError, ExportError
 from deploy.frontends import load
 from deploy.graph.edit import (
-    copied,
-    copied_without,
+    copy_message,
+    copy_with_outputs,
+    copy_without_initializers,
+    drop_initializer_inputs,
     drop_unread,
-    free_inputs,
     name_nodes,
     name_nodes_by_place,
     rebuild,
     replace_nodes,
-    update,
-    with_outputs,
+    update_tensors,
 )
-from deploy.graph.index import Graph, Still, attributes, matching, select
+from deploy.graph.index import CachedGraph, Graph, attributes, match_nodes, match_patterns
 from deploy.graph.placement import ONNXRUNTIME, TENSORRT
-from deploy.graph.plan import Plan, Read, analyse, never_negative
+from deploy.graph.plan import ModelAnalysis, Plan, analyse, never_negative
 from deploy.targets import TARGETS
 from deploy.targets.onnxruntime import qdq
-from deploy.targets.onnxruntime.qdq import Stored, write_qdq
-from deploy.tuning.prices import units_of
+from deploy.targets.onnxruntime.qdq import WeightCache, write_qdq
+from deploy.tuning.prices import group_units
 from tests.models import as_float32, make_model, make_node, make_value
 
 
@@ -232,9 +232,9 @@ def model() -> onnx.ModelProto:
 
 def test_edits_that_give_a_model_leave_theirs_alone(model):
     before = model.SerializeToString(deterministic=True)
-    copy = copied(model)
+    copy = copy_message(model)
     del copy.graph.node[:]
-    tapped = with_outputs(model, ["a", "y", "a"])
+    tapped = copy_with_outputs(model, ["a", "y", "a"])
     assert [output.name for output in tapped.graph.output] == ["y", "a"]
     assert model.SerializeToString(deterministic=True) == before
 
@@ -243,7 +243,7 @@ def test_a_field_can_be_replaced_by_parts_of_itself(model):
     graph = model.graph
     replace_nodes(graph, reversed(graph.node))
     assert [node.op_type for node in graph.node] == ["If", "Add", "Add", "Constant"]
-    update(graph.initializer, {"w": tensor("w"), "new": tensor("new")})
+    update_tensors(graph.initializer, {"w": tensor("w"), "new": tensor("new")})
     assert [t.name for t in graph.initializer] == ["w", "inner", "idle", "new"]
 
 
@@ -260,12 +260,12 @@ def test_a_rebuilt_graph_forgets_types_and_what_nobody_reads(model):
 
 
 def test_weights_leave_the_list_of_inputs(model):
-    assert free_inputs(model.graph) == 1 and free_inputs(model.graph) == 0
+    assert drop_initializer_inputs(model.graph) == 1 and drop_initializer_inputs(model.graph) == 0
     assert [i.name for i in model.graph.input] == ["x", "cond"]
 
 
 def test_the_two_rules_for_names(model):
-    other = copied(model)
+    other = copy_message(model)
     assert name_nodes(model.graph) == name_nodes_by_place(other.graph) == 3
     names = [[node.name for node in m.graph.node] for m in (model, other)]
     assert names == [
@@ -300,8 +300,8 @@ def test_nodes_that_stay_are_the_same_and_new_ones_come_between_them(model):
 def test_a_copy_can_leave_constants_out_and_is_the_same_but_for_them(model):
     model.metadata_props.add(key="made by", value="a test")
     model.doc_string = "with notes"
-    assert copied_without(model, ()) == model
-    copy, wanted = copied_without(model, {"w", "idle"}), copied(model)
+    assert copy_without_initializers(model, ()) == model
+    copy, wanted = copy_without_initializers(model, {"w", "idle"}), copy_message(model)
     del wanted.graph.initializer[2], wanted.graph.initializer[0]
     assert copy.SerializeToString(deterministic=True) == wanted.SerializeToString(
         deterministic=True
@@ -309,7 +309,7 @@ def test_a_copy_can_leave_constants_out_and_is_the_same_but_for_them(model):
 
 
 def test_an_index_of_what_nobody_changes_says_what_any_index_says(model):
-    still, graph = Still(model), Graph(model)
+    still, graph = CachedGraph(model), Graph(model)
     for node in (*model.graph.node, *model.graph.node):
         assert still.data_inputs(node) == graph.data_inputs(node)
         assert still.tail(node) == graph.tail(node)
@@ -356,7 +356,7 @@ def test_weights_that_were_stored_before_are_not_rounded_again(calibrated, place
     model, scales, _ = calibrated
     wider = {name: replace(scales[name], lo=2 * scales[name].lo, hi=2 * scales[name].hi)
              for name in scales}  # fmt: skip
-    plan, stored = analyse(model, placement), Stored()
+    plan, stored = analyse(model, placement), WeightCache()
     write_qdq(model, plan, scales, stored=stored)
     plain = [write_qdq(model, plan, one).SerializeToString() for one in (scales, wider)]
     monkeypatch.delattr(qdq, "quantize_weight")
@@ -367,7 +367,7 @@ def test_weights_that_were_stored_before_are_not_rounded_again(calibrated, place
 @pytest.mark.parametrize("float_nodes", [(), ("Conv_c2",)])
 def test_a_model_that_was_read_before_is_written_the_same(calibrated, float_nodes):
     model, scales, _ = calibrated
-    read = Read(model)
+    read = ModelAnalysis(model)
     for kept in ((), float_nodes, ()):
         one, other = (analyse(model, ONNXRUNTIME, float_nodes=kept, read=r) for r in (read, None))
         assert one == other
@@ -479,7 +479,7 @@ def units(*nodes, target="onnxruntime", keep=(), outputs=("y",)):
     outputs = {name: None for name in outputs}
     model = make_model(nodes, inputs, outputs, as_float32(CONSTANTS | weights), opset=17)
     cleaned = load(model).model
-    return units_of(cleaned, TARGETS[target]().plan(cleaned, keep).decisions)
+    return group_units(cleaned, TARGETS[target]().plan(cleaned, keep).decisions)
 
 
 def conv(source, output):
@@ -601,7 +601,7 @@ NET = model_selection(
     ],
 )
 def test_names_patterns_and_types(patterns, found):
-    assert matching(NET, patterns) == found
+    assert match_nodes(NET, patterns) == found
 
 
 @pytest.mark.parametrize(
@@ -616,27 +616,27 @@ def test_names_patterns_and_types(patterns, found):
 )  # fmt: skip
 def test_what_means_nothing_is_an_error(pattern, said):
     with pytest.raises(ConfigError) as caught:
-        matching(NET, ["/a/act", pattern])
+        match_nodes(NET, ["/a/act", pattern])
     assert said in str(caught.value)
 
 
 def test_a_file_holds_one_a_line(tmp_path):
     listed = tmp_path / "float.txt"
     listed.write_text("# the head\r\n\r\n  op:Sigmoid  \n/b/*\nconv[0]\n")
-    assert matching(NET, [f"@{listed}"]) == ("/b/conv", "/a/act", "conv[0]")
+    assert match_nodes(NET, [f"@{listed}"]) == ("/b/conv", "/a/act", "conv[0]")
     listed.write_text("# nothing\n")
     with pytest.raises(ConfigError, match="at least one"):
-        matching(NET, [f"@{listed}"])
+        match_nodes(NET, [f"@{listed}"])
     listed.write_bytes(b"\xff\xfe\xff")
     with pytest.raises(ConfigError, match="text file"):
-        matching(NET, [f"@{listed}"])
+        match_nodes(NET, [f"@{listed}"])
 
 
 @given(NAMES, st.data())
 def test_every_name_means_itself_alone(names, data):
     known = [(name, "Conv") for name in names]
     chosen = data.draw(st.sets(st.sampled_from(names)))
-    assert select(known, sorted(chosen)) == tuple(name for name in names if name in chosen)
+    assert match_patterns(known, sorted(chosen)) == tuple(name for name in names if name in chosen)
 
 
 @given(NAMES, st.text(st.sampled_from("abc/*?[]!0"), min_size=1, max_size=6))
@@ -644,10 +644,10 @@ def test_a_pattern_means_what_a_shell_means_in_the_models_order(names, pattern):
     known = [(name, "Conv") for name in names]
     expected = tuple(n for n in names if fnmatchcase(n, pattern))
     if pattern in names:
-        assert select(known, [pattern]) == (pattern,)
+        assert match_patterns(known, [pattern]) == (pattern,)
     elif expected:
-        assert select(known, [pattern]) == expected
-        assert select(known, [*expected, pattern]) == expected
+        assert match_patterns(known, [pattern]) == expected
+        assert match_patterns(known, [*expected, pattern]) == expected
     else:
         with pytest.raises(ConfigError):
-            select(known, [pattern])
+            match_patterns(known, [pattern])

@@ -24,12 +24,12 @@ from calibrators.grids import (
     fake_quantize,
     quantize,
     quantize_weight,
-    signed,
-    unsigned,
+    signed_grid,
+    unsigned_grid,
     weight_scales,
 )
 from calibrators.scales import Scale, Scales
-from calibrators.tensorrt import BITS, host_type, loaded, stored
+from calibrators.tensorrt import BITS, from_device, host_type, to_device
 
 reals = st.floats(-1e6, 1e6, allow_nan=False, width=32)
 
@@ -100,10 +100,12 @@ def test_the_table_names_each_grid_and_its_ends():
         "bfloat16": (16, -3.3895313892515355e38, 3.3895313892515355e38),
         "float32": (32, -3.4028234663852886e38, 3.4028234663852886e38),
     }
-    assert signed(8) == INT8 and unsigned(8) == UINT8 and FLOAT16.qmax == np.finfo("f2").max
+    assert (
+        signed_grid(8) == INT8 and unsigned_grid(8) == UINT8 and FLOAT16.qmax == np.finfo("f2").max
+    )
 
 
-@pytest.mark.parametrize("make", [signed, unsigned])
+@pytest.mark.parametrize("make", [signed_grid, unsigned_grid])
 @pytest.mark.parametrize("bits", [1, 17])
 def test_integers_of_other_widths_are_refused(make, bits):
     with pytest.raises(CalibrationError, match="2 to 16 bits"):
@@ -112,7 +114,7 @@ def test_integers_of_other_widths_are_refused(make, bits):
 
 @pytest.mark.parametrize(("bits", "dtype"), [(2, "int8"), (8, "int8"), (9, "int16"), (16, "int16")])
 def test_integers_are_stored_in_the_smallest_type_that_holds_them(bits, dtype):
-    assert (signed(bits).dtype, unsigned(bits).dtype) == (dtype, f"u{dtype}")
+    assert (signed_grid(bits).dtype, unsigned_grid(bits).dtype) == (dtype, f"u{dtype}")
 
 
 @pytest.mark.parametrize(
@@ -229,7 +231,9 @@ def test_float32_leaves_every_value_as_it_is(values):
     assert np.array_equal(quantize(x, *scale_of(1.0).on(FLOAT32), FLOAT32), x)
 
 
-@pytest.mark.parametrize("grid", [signed(4), signed(7), INT8, INT16, FP8], ids=lambda g: g.name)
+@pytest.mark.parametrize(
+    "grid", [signed_grid(4), signed_grid(7), INT8, INT16, FP8], ids=lambda g: g.name
+)
 def test_a_weights_extreme_is_the_last_value_of_its_grid(grid):
     weight = np.array([[0.3, -2.0], [0.0, 0.0], [5.0, 3.0]], np.float32)
     scales = weight_scales(weight, 0, grid=grid)
@@ -253,12 +257,12 @@ def narrow(dtype):
 def test_every_code_comes_back(dtype):
     kind = np.dtype(BITS[dtype])
     codes = np.arange(np.iinfo(kind).max + 1, dtype=kind)
-    values = loaded(codes, dtype)
+    values = from_device(codes, dtype)
     assert values.dtype == np.float32
     np.testing.assert_array_equal(values, codes.view(narrow(dtype)).astype(np.float32))
     number = ~np.isnan(values)
-    np.testing.assert_array_equal(stored(values, dtype)[number], codes[number])
-    assert np.isnan(loaded(stored(values, dtype), dtype)[~number]).all()
+    np.testing.assert_array_equal(to_device(values, dtype)[number], codes[number])
+    assert np.isnan(from_device(to_device(values, dtype), dtype)[~number]).all()
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 3e38), ("float8", 448)])
@@ -268,25 +272,26 @@ def test_a_float_is_rounded_to_the_nearest_even_code(dtype, most):
     values = np.append(values, np.float32([0, -0.0, 17, 19, 21, 1 + 2**-8, 0.001953125 / 2]))
     values = values[np.abs(values) <= most]
     expected = values.astype(narrow(dtype)).view(BITS[dtype])
-    np.testing.assert_array_equal(stored(values, dtype), expected)
+    np.testing.assert_array_equal(to_device(values, dtype), expected)
 
 
 def test_numbers_are_narrowed_where_they_fit():
     wide = np.int64([[1, -2], [2**31 - 1, 0]])
-    narrow = stored(wide.T, "int32")
+    narrow = to_device(wide.T, "int32")
     assert narrow.dtype == np.int32 and narrow.flags.c_contiguous
     np.testing.assert_array_equal(narrow, wide.T)
-    assert stored(narrow, "int64").dtype == np.int64
+    assert to_device(narrow, "int64").dtype == np.int64
     with pytest.raises(ValueError, match=r"int32 from -2147483648 to 2147483647, got 2147483648"):
-        stored(wide + 1, "int32")
+        to_device(wide + 1, "int32")
     with pytest.raises(ValueError, match="float16 up to 65504, got 70000"):
-        stored(np.float32([1, 7e4]), "float16")
+        to_device(np.float32([1, 7e4]), "float16")
     with pytest.raises(ValueError, match="int32, got float32"):
-        stored(np.float32([1]), "int32")
-    assert stored(np.zeros(0, np.int64), "int32").size == 0
-    assert stored(np.float64(1.5), "float16").shape == ()
-    assert stored(np.float32(2), "bfloat16").shape == ()
-    assert loaded(np.uint16(0x4000), "bfloat16") == 2
+        to_device(np.float32([1]), "int32")
+    assert to_device(np.zeros(0, np.int64), "int32").size == 0
+    assert to_device(np.float64(1.5), "float16").shape == ()
+    assert to_device(np.float32(2), "bfloat16").shape == ()
+    assert from_device(np.uint16(0x4000), "bfloat16") == 2
     assert host_type("float8") == "float32" and host_type("int8") == "int8"
-    np.testing.assert_array_equal(loaded(stored(np.float32([1e9, -np.inf]), "float8"), "float8"),
+    there = to_device(np.float32([1e9, -np.inf]), "float8")
+    np.testing.assert_array_equal(from_device(there, "float8"),
                                   [448, -448])  # fmt: skip

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from calibrators.errors import CalibrationError
-from calibrators.histogram import BINS, Histogram, close, range_for
+from calibrators.histogram import BINS, Histogram, close_range, range_for
 
 values = hnp.arrays(
     np.float32,
@@ -73,7 +73,7 @@ def test_a_base_range_doubles_as_if_the_larger_range_had_been_there_from_the_sta
     ratio = math.log2(h.full_range / base)
     assert ratio == int(ratio) >= 0
     inside = first[np.abs(first) < base]  # TensorRT counts |x| == R one bin lower
-    expected = close(plain_counts(np.concatenate([inside, later]), h.full_range))
+    expected = close_range(plain_counts(np.concatenate([inside, later]), h.full_range))
     moved = h.counts - expected
     assert moved.sum() == first.size - inside.size and moved.min() >= 0
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from calibrators import histogram, kernel, rounding
 from calibrators.errors import CalibrationError
-from calibrators.histogram import BINS, Histogram, Located, Refused, Together
+from calibrators.histogram import BINS, ArrayRefused, Histogram, HistogramGroup, LocatedArrays
 from deploy.cli import cli
 
 ROOT = Path(__file__).parent.parent
@@ -44,7 +44,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ways(library):
-    return kernel.load(library)
+    return kernel.load_kernels(library)
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +139,7 @@ def test_any_form_of_array_is_counted_alike(ways):
 @settings(max_examples=80)
 def test_any_values_are_counted_alike(library, values, cut, base):
     x = np.asarray(values, np.float32)
-    agree(kernel.load(library), [x[:cut], x[cut:], np.repeat(x, 70)], base)
+    agree(kernel.load_kernels(library), [x[:cut], x[cut:], np.repeat(x, 70)], base)
 
 
 def test_threads_count_beside_each_other(ways, monkeypatch):
@@ -161,7 +161,10 @@ def test_a_range_that_no_histogram_has_is_refused(ways, broken):
     seen.full_range = broken
     with pytest.raises(CalibrationError, match="range is 0 or at least"):
         seen.observe(np.zeros(9, np.float32))
-    state, counts = kernel.Seen(full_range=broken), np.zeros(2 * histogram.BINS + 1, np.int64)
+    state, counts = (
+        kernel.HistogramState(full_range=broken),
+        np.zeros(2 * histogram.BINS + 1, np.int64),
+    )
     values, scratch = np.full(9, 0.5, np.float32), ctypes.create_string_buffer(kernel.SCRATCH)
     for way in (*(w.way for w in ways), -1, len(ways)):  # nor does the kernel write beyond it
         found = ways[0].observe(
@@ -184,33 +187,33 @@ def beside(library, monkeypatch, tmp_path):
     place = tmp_path / "_count.so"
     shutil.copy(library, place)
     monkeypatch.setattr(kernel, "LIBRARY", place)
-    monkeypatch.delenv(kernel.VARIABLE, raising=False)
+    monkeypatch.delenv(kernel.KERNEL_VARIABLE, raising=False)
     return place
 
 
 def test_the_kernel_counts_where_it_is_here_unless_told(beside, ways, monkeypatch):
     assert said() == f"counting: C kernel ({ways[-1].name})"
     kernel.kernel.cache_clear()
-    monkeypatch.setenv(kernel.VARIABLE, "opencv")
+    monkeypatch.setenv(kernel.KERNEL_VARIABLE, "opencv")
     assert said() == "counting: numpy and OpenCV (CALIB8_COUNTING=opencv)"
     kernel.kernel.cache_clear()
-    monkeypatch.setenv(kernel.VARIABLE, "c")
+    monkeypatch.setenv(kernel.KERNEL_VARIABLE, "c")
     assert said() == f"counting: C kernel ({ways[-1].name})"
     kernel.kernel.cache_clear()
-    monkeypatch.setenv(kernel.VARIABLE, "fortran")
+    monkeypatch.setenv(kernel.KERNEL_VARIABLE, "fortran")
     assert "must be c, opencv or unset, got 'fortran'" in str(said())
     kernel.kernel.cache_clear()
     kernel._here.cache_clear()
-    monkeypatch.delenv(kernel.VARIABLE)
+    monkeypatch.delenv(kernel.KERNEL_VARIABLE)
     beside.unlink()
     assert said() == "counting: numpy and OpenCV (the C kernel is not built here)"
     kernel.kernel.cache_clear()
-    monkeypatch.setenv(kernel.VARIABLE, "c")
+    monkeypatch.setenv(kernel.KERNEL_VARIABLE, "c")
     assert "the C kernel" in str(said())
 
 
 def test_a_wrong_word_is_told_as_such(run, refusal, small_cnn, pictures, monkeypatch, tmp_path):
-    monkeypatch.setenv(kernel.VARIABLE, "fortran")
+    monkeypatch.setenv(kernel.KERNEL_VARIABLE, "fortran")
     kernel.kernel.cache_clear()
     words = ["build", small_cnn, "--images", pictures, "--effort", 0, "--duration", 0]
     err = refusal(*words, "--out", tmp_path / "out")
@@ -253,11 +256,11 @@ def test_the_kernel_rounds_weights_as_numpy_does(ways, seed, groups, rows, colum
     for way in (ways[-1], None):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rounding, "kernel", lambda way=way: way)
-            found.append(rounding.rounded_by_output(steps, products, fixed=fixed, sweeps=3))
+            found.append(rounding.round_by_output(steps, products, fixed=fixed, sweeps=3))
     assert (found[0] == found[1]).all()
 
 
-WAYS = (None, *(kernel.load(kernel.LIBRARY) if kernel.LIBRARY.exists() else ()))
+WAYS = (None, *(kernel.load_kernels(kernel.LIBRARY) if kernel.LIBRARY.exists() else ()))
 
 
 @pytest.fixture(params=WAYS, ids=lambda way: way.name if way else "numpy")
@@ -285,11 +288,11 @@ def arrays(seed):
 
 def test_each_counts_what_it_counts_alone(way):
     alone, beside = ([Histogram() for _ in arrays(0)] for _ in range(2))
-    one = Together(beside)
+    one = HistogramGroup(beside)
     for seed in range(3):
         for histogram_, x in zip(alone, arrays(seed), strict=True):
             histogram_.observe(x)
-        one.observe(Located(arrays(seed)))
+        one.observe(LocatedArrays(arrays(seed)))
         assert [state(h) for h in beside] == [state(h) for h in alone]
 
 
@@ -297,7 +300,7 @@ def test_memory_that_is_used_again_is_looked_up_once(way):
     rng = np.random.default_rng(3)
     lasting, alone = np.empty(5000, np.float32), [Histogram(), Histogram()]
     beside = [Histogram(), Histogram()]
-    one, located = Together(beside), Located([lasting, lasting[:9]])
+    one, located = HistogramGroup(beside), LocatedArrays([lasting, lasting[:9]])
     for _ in range(3):
         lasting[:] = rng.standard_normal(5000)
         other = rng.standard_normal(2100).astype(np.float64)
@@ -306,19 +309,19 @@ def test_memory_that_is_used_again_is_looked_up_once(way):
         alone[0].observe(lasting)
         alone[1].observe(other)
     assert [state(h) for h in beside] == [state(h) for h in alone]
-    Together([]).observe(Located([]))
+    HistogramGroup([]).observe(LocatedArrays([]))
 
 
 def test_what_is_refused_has_its_place_and_what_came_before_is_counted(way):
     beside = [Histogram() for _ in range(3)]
     values = [np.ones(9, np.float32), np.float32([1, np.nan, np.nan]), np.ones(9, np.float32)]
-    with pytest.raises(Refused, match=r"values must be numbers, got 2 NaN$") as refused:
-        Together(beside).observe(Located(values))
+    with pytest.raises(ArrayRefused, match=r"values must be numbers, got 2 NaN$") as refused:
+        HistogramGroup(beside).observe(LocatedArrays(values))
     assert refused.value.place == 1 and [h.total for h in beside] == [9, 0, 0]
     beside[2].full_range = 1e-300
     values[1] = values[0]
-    with pytest.raises(Refused, match="range is 0 or at least") as refused:
-        Together(beside).observe(Located(values))
+    with pytest.raises(ArrayRefused, match="range is 0 or at least") as refused:
+        HistogramGroup(beside).observe(LocatedArrays(values))
     assert refused.value.place == 2 and isinstance(refused.value, CalibrationError)
     assert not beside[2].counts.any()
 
@@ -328,5 +331,5 @@ def test_a_state_that_no_values_gave_leads_nowhere(way):
     for low, high in ((-1e30, 1e30), (np.nan, np.nan), (np.inf, -np.inf), (0.5, -0.5)):
         seen = Histogram()
         seen.full_range, seen.minimum, seen.maximum = 1.0, low, high
-        Together([seen]).observe(Located([np.full(3000, 0.25, np.float32)]))
+        HistogramGroup([seen]).observe(LocatedArrays([np.full(3000, 0.25, np.float32)]))
         assert seen.counts[BINS + BINS // 4] == seen.counts.sum() == 3000

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 from deploy.frontends import load
 from deploy.runtimes import ort
 from deploy.tuning import timing
-from deploy.tuning.timing import KernelTimes, attributed, kernel_times, quicker
+from deploy.tuning.timing import KernelTimes, attribute_kernels, kernel_times, least_kernel_times
 from tests.vendor_models import build_net
 
 
@@ -40,7 +40,7 @@ def test_a_kernel_belongs_to_the_longest_name_at_its_beginning_in_whole_words(ke
     model = model_of(
         ("/c1", "/c1_output_0"), ("/c1/conv/Conv", "/c1/conv/y"), ("/fc/Gemm", "logits")
     )
-    times = attributed({kernel: 5.0}, model)
+    times = attribute_kernels({kernel: 5.0}, model)
     wanted = {"/c1": 0.0, "/c1/conv/Conv": 0.0, "/fc/Gemm": 0.0}
     if node is not None:
         wanted[node] = 5.0
@@ -51,10 +51,10 @@ def test_a_kernel_belongs_to_the_longest_name_at_its_beginning_in_whole_words(ke
 def test_pairs_and_nodes_without_a_name_take_no_kernel_of_others():
     model = model_of(("/c1", "t"))
     found = {"/c1_nchwc": 2.0, "t/Q_token_1": 3.0, "/c1_token_2": 4.0, "Reorder": 1.0}
-    times = attributed(found, model, ["t/Q", "t/DQ"])
+    times = attribute_kernels(found, model, ["t/Q", "t/DQ"])
     assert times.nodes == {"/c1": 6.0, "t/Q": 3.0, "t/DQ": 0.0}
     assert (times.rest, times.total) == (1.0, 10.0)
-    times = attributed({"_token_1": 2.0}, model_of(("", "t")))
+    times = attribute_kernels({"_token_1": 2.0}, model_of(("", "t")))
     assert times.rest == 2.0
 
 
@@ -85,7 +85,9 @@ def turned_model():
     ],
 )
 def test_a_layer_that_took_the_name_of_what_is_behind_it_has_its_own_time(kernel, kind, node):
-    times = attributed({kernel: 5.0}, turned_model(), layers=[kernel] if "Conv" in kind else [])
+    times = attribute_kernels(
+        {kernel: 5.0}, turned_model(), layers=[kernel] if "Conv" in kind else []
+    )
     assert [name for name, time in times.nodes.items() if time] == [node]
 
 
@@ -111,9 +113,11 @@ def chain(*kinds):
 )
 def test_what_a_layer_computes_with_others_inside_it_is_its_time(kinds, found, owner):
     model = chain(*kinds)
-    times = attributed(found, model, layers=found)
+    times = attribute_kernels(found, model, layers=found)
     assert times.nodes[owner] == 5.0 and times.total == sum(found.values())
-    assert attributed(found, model).nodes.get("/0", 0.0) == 0.0  # other kernels stay where they are
+    assert (
+        attribute_kernels(found, model).nodes.get("/0", 0.0) == 0.0
+    )  # other kernels stay where they are
 
 
 def test_a_real_profile_counts_a_float_layer_to_itself_not_to_what_follows(tmp_path):
@@ -143,7 +147,7 @@ def test_a_kernel_is_as_fast_as_its_fastest_run_but_the_first_two(monkeypatch):
         path.write_text(json.dumps(events))
         return path
 
-    monkeypatch.setattr(timing, "profiled", traced)
+    monkeypatch.setattr(timing, "run_profiled", traced)
     model = model_of(("/c1", "t"))
     assert kernel_times(model, [{}], made_from=model, runs=3).nodes == {"/c1": 7.0}
 
@@ -152,18 +156,18 @@ def test_a_small_model_is_run_more_often_and_two_rounds_of_it_count(tmp_path, mo
     counted = []
 
     def profiled(*args, **named):
-        trace = ort.profiled(*args, **named)
+        trace = ort.run_profiled(*args, **named)
         counted.append(Counter(name for name, _, _ in ort.kernel_events(trace)))
         return trace
 
-    monkeypatch.setattr(timing, "profiled", profiled)
+    monkeypatch.setattr(timing, "run_profiled", profiled)
     model = turned_model()
     feeds = [{"x": np.ones((1, 16, 64, 64), np.float32)}]
     kernel_times(model, feeds, made_from=model, runs=2)
     kernel_times(model, feeds, made_from=model, runs=2, seconds=1e9)
     assert [set(each.values()) for each in counted] == [{4}, {64}]
     one, other = KernelTimes({"a": 1.0, "b": 4.0}, 2.0), KernelTimes({"a": 3.0, "b": 2.0}, 1.0)
-    assert quicker(one, other) == KernelTimes({"a": 1.0, "b": 2.0}, 1.0)
+    assert least_kernel_times(one, other) == KernelTimes({"a": 1.0, "b": 2.0}, 1.0)
 
 
 # In float a layer's kernel has the name of the Relu fused into it, in int8 its own.

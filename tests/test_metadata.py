@@ -8,10 +8,10 @@ import pytest
 
 from deploy.errors import ConfigError
 from deploy.feed.feed import open_feed
-from deploy.feed.model_preprocess import Carried, settled
+from deploy.feed.model_preprocess import MetadataPreprocess, resolve_preprocess
 from deploy.feed.preprocess import PRESETS, Preprocess
-from deploy.frontends.metadata import carried_of
-from deploy.frontends.metadata.exporters import operators
+from deploy.frontends.metadata import read_metadata_preprocess
+from deploy.frontends.metadata.exporters import parse_operators
 from deploy.tensors import TensorSpec
 from tests.models import make_model, make_node, make_value, save_net
 
@@ -31,11 +31,11 @@ def network(shape=OPEN, **properties):
 
 
 def carried(shape=OPEN, path=None, **properties):
-    return carried_of(network(shape, **properties), path)
+    return read_metadata_preprocess(network(shape, **properties), path)
 
 
 def how(said, shape=OPEN, asked=None):
-    return settled(asked, said, TensorSpec("x", "float32", shape)).how
+    return resolve_preprocess(asked, said, TensorSpec("x", "float32", shape)).how
 
 
 # ---- the exporters ----------------------------------------------------------------------------
@@ -204,9 +204,9 @@ def test_paddledetections_infer_cfg(tmp_path):
         (tmp_path / "infer_cfg.yml").write_text(INFER_CFG.replace(old, new))
         said = carried(path=tmp_path / "net.onnx")
         assert said.how is None and len(said.reason) < 250, new
-    assert operators("a: 1\n") == []
+    assert parse_operators("a: 1\n") == []
     with pytest.raises(ConfigError, match="as PaddleDetection writes it"):
-        operators("Preprocess:\n  type: x\n")
+        parse_operators("Preprocess:\n  type: x\n")
 
 
 def test_characters_of_a_recogniser_are_not_names_of_classes():
@@ -225,12 +225,12 @@ def test_characters_of_a_recogniser_are_not_names_of_classes():
 def test_what_is_asked_stands_before_what_is_carried():
     spec = TensorSpec("x", "float32", OPEN)
     said = carried(**YOLO)
-    plain = settled(None, said, spec)
+    plain = resolve_preprocess(None, said, spec)
     assert plain.origin == said.source and plain.notes == ()
-    some = settled({"size": (64, 64), "mean": 0.5, "pad": None}, said, spec)
+    some = resolve_preprocess({"size": (64, 64), "mean": 0.5, "pad": None}, said, spec)
     assert (some.how.size, some.how.mean, some.how.pad) == ((64, 64), (0.5,), (114.0,))
     assert some.origin == f"{said.source}, but for size and mean"
-    other = settled(PRESETS["imagenet"], said, spec)
+    other = resolve_preprocess(PRESETS["imagenet"], said, spec)
     assert (other.origin, other.how.resize) == ("", "short-side")
     assert other.notes == (
         "the model's metadata (Ultralytics 8.1.0, imgsz 320) says resize letterbox, anchor centre,"
@@ -238,23 +238,25 @@ def test_what_is_asked_stands_before_what_is_carried():
         " which are used",
     )
     same = Preprocess(size=(320, 320), resize="letterbox", pad=(114,), scale=1, std=(255,))
-    assert settled(same, said, spec).notes == ()  # however it is written
-    assert settled("imagenet", said, spec).how == other.how
+    assert resolve_preprocess(same, said, spec).notes == ()  # however it is written
+    assert resolve_preprocess("imagenet", said, spec).how == other.how
     with pytest.raises(ConfigError, match=r"or options by name .*, got int"):
-        settled(5, None, spec)
-    bare = settled({}, None, TensorSpec("x", "float32", (1, 3, 8, 8)))
+        resolve_preprocess(5, None, spec)
+    bare = resolve_preprocess({}, None, TensorSpec("x", "float32", (1, 3, 8, 8)))
     assert bare.notes[0].startswith("no preprocessing was given")
 
 
 def test_a_size_that_is_not_the_inputs():
     fixed = TensorSpec("x", "float32", (1, 3, 640, 640))
-    boxes = settled(None, carried(**YOLO), fixed)
+    boxes = resolve_preprocess(None, carried(**YOLO), fixed)
     assert (boxes.how.size, boxes.how.resize) == ((640, 640), "letterbox")
     assert "320x320 pixels, the input is of 640x640" in (boxes.notes[0])
-    classes = settled(None, carried(**(YOLO | {"task": "classify", "imgsz": "700"})), fixed)
+    classes = resolve_preprocess(
+        None, carried(**(YOLO | {"task": "classify", "imgsz": "700"})), fixed
+    )
     assert classes.how.resize == "stretch" and not classes.origin
     assert "700x700 pixels" in classes.notes[0]
-    wrong = settled(None, Carried("it", Preprocess(color="grey")), fixed)
+    wrong = resolve_preprocess(None, MetadataPreprocess("it", Preprocess(color="grey")), fixed)
     assert "not followed: grey images" in wrong.notes[0]
 
 
@@ -278,12 +280,12 @@ def test_hostile_metadata_is_a_note(text, tmp_path):
         folder = tmp_path / name.partition(".")[0]
         folder.mkdir()
         (folder / name).write_text(text)
-        found = settled(None, carried(path=folder / "net.onnx"), spec)
+        found = resolve_preprocess(None, carried(path=folder / "net.onnx"), spec)
         assert found.how.size == (8, 8)
     for one in given:
         if "\0" in text and "author" in one:
             continue
-        found = settled(None, carried(**one), spec)
+        found = resolve_preprocess(None, carried(**one), spec)
         assert found.how.size == (8, 8)
         assert all(len(note) < 500 and note.isprintable() for note in found.notes)
 
@@ -297,7 +299,7 @@ def test_values_of_another_kind_are_a_note(key, tmp_path):
     for value in (None, [], {}, "x", 10**400, -1, 1e300, [[1]], {"height": []},
                   {"shortest_edge": 0}, True, [None] * 3):  # fmt: skip
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(good | {key: value}))
-        how = settled(None, carried(path=tmp_path / "net.onnx"), spec).how
+        how = resolve_preprocess(None, carried(path=tmp_path / "net.onnx"), spec).how
         assert how.size == (8, 8), value
 
 

@@ -20,14 +20,14 @@ from deploy.metrics.accuracy import Accuracy, Comparison, TensorComparison, comp
 from deploy.metrics.layerwise import shared_tensors
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
 from deploy.metrics.output_errors import RunningError, cosine, sqnr_db
+from deploy.metrics.output_form import SliceAccuracy
 from deploy.metrics.precision import AveragePrecision, MeanPrecision
 from deploy.metrics.tasks import TaskFigure
 from deploy.metrics.tasks.detections import Detections
-from deploy.metrics.truth import PartAccuracy
-from deploy.pipeline.judge import LAYER_SAMPLES, InnerTensors
+from deploy.pipeline.evaluate import LAYER_SAMPLES, InnerTensors
 from deploy.report.verdict import Gates, verdict
 from deploy.runtimes.ort import OrtSession
-from deploy.targets.base import Built
+from deploy.targets.base import BuildResult
 from deploy.tensors import TensorSpec
 from tests.models import build_net, make_model, make_node, make_value
 
@@ -298,7 +298,7 @@ def test_nothing_found_is_zero():
 
 # --- The verdict on an engine, at its limits.
 def part(db=40.0, *, cosine=0.999, label="y"):
-    return PartAccuracy(
+    return SliceAccuracy(
         label=label, output="y", sqnr_db=db, cosine_mean=cosine, cosine_min=cosine, max_abs_error=1
     )
 
@@ -601,7 +601,7 @@ def test_a_tensor_is_compared_with_what_the_next_layer_reads(tmp_path):
     assert shared_tensors(model(quantized=False), model(quantized=True)) == {"a": "a_dq"}
     x = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
     float_model, int8_model = model(quantized=False), model(quantized=True)
-    built = Built(target="int8", runnable=tmp_path / "q.onnx", decisions=(IN_INT8,))
+    built = BuildResult(target="int8", runnable=tmp_path / "q.onnx", decisions=(IN_INT8,))
     onnx.save(int8_model, built.runnable)
     loaded = load(float_model)
     inside = InnerTensors(loaded, [built], {"int8": None}, len(x))
@@ -621,7 +621,7 @@ def test_models_that_share_no_tensor_have_no_figures():
 
 
 def test_a_few_samples_all_over_the_feed_are_looked_into(tmp_path):
-    built = Built(target="int8", runnable=tmp_path / "q.onnx", decisions=(IN_INT8,))
+    built = BuildResult(target="int8", runnable=tmp_path / "q.onnx", decisions=(IN_INT8,))
     onnx.save(model(quantized=True), built.runnable)
     loaded = load(model(quantized=False))
     places = {n: sorted(InnerTensors(loaded, [built], {}, n).places) for n in (1, 3, 100)}

@@ -16,12 +16,12 @@ import pytest
 
 from calibrators.errors import CalibrationError
 from calibrators.grids import affine_params
-from deploy.analysis.experiment import SHOWN, read_values, searched, with_scales
+from deploy.analysis.experiment import SHOWN, quantize_by_search, quantize_with_scales, read_values
 from deploy.calibration import store
 from deploy.errors import BackendError, ConfigError, FeedError
 from deploy.files.manifest import sha256
 from deploy.method import Method
-from deploy.report.profile_page import Area, Tile, squarified, tree_map
+from deploy.report.profile_page import Area, Tile, squarify, tree_map
 from deploy.runtimes.ort import OrtSession
 from scripts import house
 
@@ -44,7 +44,7 @@ def fitting(cache, statistics, **changes):
     packed.write_bytes(statistics)
     document = {**json.loads(note.read_text()), **changes}
     document["sha256"] = {**document["sha256"], "statistics": sha256(statistics)}
-    note.write_bytes(store.sealed(document))
+    note.write_bytes(store.seal_json(document))
 
 
 def stored(*members):
@@ -326,7 +326,7 @@ def test_ranges_are_those_of_the_searches(run, tmp_path):
     assert kept["found"] == "percentile 95" and kept["clipped"] > 10
     assert kept["sqnr_db"] < widest["sqnr_db"] < 60
     assert said(run, str(tmp_path / "v.npy"), "--method", "entropy-tensorrt")["clipped"] >= 0
-    zeros = searched(np.zeros(3, np.float32), Method.of(), axis=None, dtype="qint8")
+    zeros = quantize_by_search(np.zeros(3, np.float32), Method.of(), axis=None, dtype="qint8")
     assert zeros.quantized.stored.tolist() == [0, 0, 0] and zeros.quantized.scale.tolist() == [1.0]
 
 
@@ -360,7 +360,7 @@ def test_what_is_no_experiment_is_said(run, tmp_path):
         code, _, err = run("quantize", *words)
         assert code in (1, 2) and message in err, (words, err)
     with pytest.raises(CalibrationError, match="NaN"):
-        with_scales(np.array([np.nan], np.float32), [1.0], [0], axis=None, dtype="quint8")
+        quantize_with_scales(np.array([np.nan], np.float32), [1.0], [0], axis=None, dtype="quint8")
     with pytest.raises(FeedError):
         read_values(str(tmp_path))
     with pytest.raises(ConfigError, match="brackets"):
@@ -369,11 +369,11 @@ def test_what_is_no_experiment_is_said(run, tmp_path):
 
 def test_areas_of_a_tree_map_are_their_shares():
     values = [6, 6, 4, 3, 2, 2, 1]  # the example of its source: 6 x 4
-    areas = squarified(values, Area(0, 0, 6, 4))
+    areas = squarify(values, Area(0, 0, 6, 4))
     assert [area.width * area.height for area in areas] == pytest.approx(values)
     assert areas[0] == Area(0, 0, 3, 2) and areas[1] == Area(0, 2, 3, 2)
     assert areas[2].width == pytest.approx(12 / 7) and areas[2].height == pytest.approx(7 / 3)
-    assert squarified([], Area(0, 0, 1, 1)) == []
+    assert squarify([], Area(0, 0, 1, 1)) == []
 
 
 def test_a_tree_map_draws_parts_inside_and_escapes_names():

@@ -6,7 +6,7 @@ import pytest
 
 from calibrators.amct.recorders import ChannelMaxOf
 from calibrators.statistics import HistogramOf
-from deploy.calibration.observation import FOLDED, Observation, Observed, Variant
+from deploy.calibration.observation import FOLDED, Observation, ObservedStatistics, Variant
 from deploy.calibration.one_pass import observe
 from deploy.errors import BackendError, CalibrationError, FeedError
 from deploy.frontends import load
@@ -104,5 +104,5 @@ def test_what_a_need_needs_is_known_before_it(model, samples):
     assert order == ["first", "second", "third", "last"]
     assert set(found) == {one.key for one in (first, second, third, wanted)}
     order.clear()
-    observe([wanted], samples, known=Observed({third.key: found.of(third)}))
+    observe([wanted], samples, known=ObservedStatistics({third.key: found.of(third)}))
     assert order == ["last"]

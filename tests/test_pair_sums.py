@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from onnx import numpy_helper
 
 from calibrators.grids import INT8, quantize_weight, weight_scales
-from calibrators.weights import FIT, in_tight_pairs, pair_scales, pair_sums
+from calibrators.weights import PAIR_LIMIT, pair_scales, pair_sums, tight_pair_mask
 from deploy.graph.index import Graph
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.onnxruntime.dynamic import dynamic_weights, write_dynamic
-from deploy.targets.stored import stored_in
-from deploy.tuning.repairs.output_rounding import rounded_weight
-from deploy.tuning.repairs.repair_layers import layers_of, with_constants
+from deploy.targets.stored_weights import read_stored_weights
+from deploy.tuning.repairs.output_rounding import round_weight
+from deploy.tuning.repairs.repair_layers import find_weighted_layers, with_constants
 from tests.vendor_models import build_net
 
 QUICK = ("--effort", 0, "--duration", 0, "--accept")
@@ -122,26 +122,26 @@ def network(group=1, channels=8):
 @pytest.mark.parametrize("fits", [True, False])
 def test_rounded_weights_keep_their_scale_and_fit(fits):
     model = network()
-    layer = layers_of(model)[1]
+    layer = find_weighted_layers(model)[1]
     rng = np.random.default_rng(5)
     inputs = np.abs(rng.normal(size=(1, 8 * 9, 400))).astype(np.float32)
     scales = pair_scales(layer.array, weight_scales(layer.array, 0))
     wide = scales.astype(np.float64).reshape(-1, 1, 1, 1)
-    found = rounded_weight(layer, wide, inputs, fits_pairs=fits)
+    found = round_weight(layer, wide, inputs, fits_pairs=fits)
     assert (found.weight != layer.array).any()
-    after = layers_of(with_constants(model, {"w": found.weight}))[1].array
+    after = find_weighted_layers(with_constants(model, {"w": found.weight}))[1].array
     again = pair_scales(after, weight_scales(after, 0))
     largest = pair_sums(quantize_weight(after, again, 0)).max()
     assert np.array_equal(again, scales) == fits  # without it the scales move, and all is lost
-    assert largest <= FIT
+    assert largest <= PAIR_LIMIT
 
 
 def test_what_stays_is_little():
     weight = np.random.default_rng(6).normal(size=(64, 32, 3, 3))
     steps = weight / pair_scales(weight, weight_scales(weight, 0)).reshape(-1, 1, 1, 1)
-    assert 0 < in_tight_pairs(steps).mean() < 0.02
+    assert 0 < tight_pair_mask(steps).mean() < 0.02
     tight = pair_sums(steps) > 124
-    assert in_tight_pairs(steps).any(axis=(1, 2, 3)).tolist() == tight.any(axis=1).tolist()
+    assert tight_pair_mask(steps).any(axis=(1, 2, 3)).tolist() == tight.any(axis=1).tolist()
 
 
 # --- through the command ----------------------------------------------------------------------
@@ -164,7 +164,7 @@ def built(command, tmp_path):
 
 
 def wide_layers(model):
-    return [one.node for one in stored_in(model, on_cpus=True) if one.saturates]
+    return [one.node for one in read_stored_weights(model, on_cpus=True) if one.saturates]
 
 
 @pytest.mark.parametrize("words", [(), ("--int8-stem",), ("--repair", "adaround")])

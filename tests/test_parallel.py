@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.feed.parallel import Rest, _Line, in_order
+from deploy.feed.parallel import Pause, _SharedIterator, run_in_order
 
 SAMPLES = [{"x": np.full(1, n)} for n in range(12)]
 
@@ -26,7 +26,7 @@ def test_results_are_taken_in_order_and_one_at_a_time(threads):
         taken.append((number, result))
         busy.release()
 
-    assert in_order(SAMPLES, work, take, threads=threads) == len(SAMPLES)
+    assert run_in_order(SAMPLES, work, take, threads=threads) == len(SAMPLES)
     assert taken == [(n + 1, n) for n in range(len(SAMPLES))]
 
 
@@ -40,7 +40,7 @@ def test_a_sum_of_floats_does_not_depend_on_the_threads(values, threads):
             total[0] += value
 
         samples = ({"x": np.array([v])} for v in values)
-        in_order(samples, lambda w, n, s: float(s["x"][0]), take, threads=workers)
+        run_in_order(samples, lambda w, n, s: float(s["x"][0]), take, threads=workers)
         return total[0]
 
     assert summed(threads) == summed(1)
@@ -66,12 +66,12 @@ def test_a_failure_comes_through_and_lets_everybody_out(where, threads):
 
     before = threading.enumerate()
     with pytest.raises(ValueError, match=where):
-        in_order(samples(), work, take, threads=threads)
+        run_in_order(samples(), work, take, threads=threads)
     assert not {one.name for one in threading.enumerate() if one not in before}
 
 
 def test_no_sample_is_no_result():
-    assert in_order([], lambda *_: None, lambda *_: None, threads=2) == 0
+    assert run_in_order([], lambda *_: None, lambda *_: None, threads=2) == 0
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -88,8 +88,8 @@ def test_nobody_works_at_a_rest_and_all_that_were_drawn_are_taken(threads):
         assert not busy and taken == list(range(3, number + 1))
         rested.append(number)
 
-    rest = Rest(due=lambda number: number % 4 == 0, use=use)
-    took = in_order(
+    rest = Pause(due=lambda number: number % 4 == 0, use=use)
+    took = run_in_order(
         SAMPLES, work, lambda n, _: taken.append(n), threads=threads, after=2, rest=rest
     )
     assert took == len(SAMPLES) and taken[-1] == 14 and set(rested) == {4, 8, 12}
@@ -116,13 +116,13 @@ def test_an_interrupt_lets_what_was_drawn_be_taken_and_draws_nothing_more(thread
         finish(self)
         over.set()
 
-    over, finish = threading.Event(), _Line.finish
-    monkeypatch.setattr(_Line, "finish", finished)
-    rest = Rest(due=lambda number: False, use=rested.append)
+    over, finish = threading.Event(), _SharedIterator.finish
+    monkeypatch.setattr(_SharedIterator, "finish", finished)
+    rest = Pause(due=lambda number: False, use=rested.append)
     before = signal.signal(signal.SIGUSR1, raised)
     try:
         with pytest.raises(Ended):
-            in_order(
+            run_in_order(
                 ({"x": np.zeros(1)} for _ in range(1000)), work, lambda n, _: taken.append(n),
                 threads=threads, rest=rest,
             )  # fmt: skip
@@ -138,8 +138,8 @@ def test_after_a_failure_nothing_rests_any_more():
         raise Ended
 
     with pytest.raises(Ended):
-        in_order(
+        run_in_order(
             SAMPLES, work, lambda *_: None, threads=2,
-            rest=Rest(due=lambda number: False, use=rested.append),
+            rest=Pause(due=lambda number: False, use=rested.append),
         )  # fmt: skip
     assert not rested

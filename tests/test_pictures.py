@@ -21,18 +21,25 @@ from deploy.cli import cli
 from deploy.errors import ConfigError, FeedError
 from deploy.feed import headers, images
 from deploy.feed.feed import open_feed
-from deploy.feed.images import heard, overheard
+from deploy.feed.images import call_and_capture, capture_decoder_output
 from deploy.feed.pixels import (
-    apply,
-    fit,
+    find_image,
+    input_to_image,
     letterbox_size,
-    picture_in,
-    pixels_of,
+    preprocess_image,
+    resize_to_input,
     short_side_size,
-    small,
+    shrink_image,
 )
-from deploy.feed.preprocess import COLORS, PRESETS, Preprocess, preset, resolve, with_options
-from deploy.feed.sampling import some
+from deploy.feed.preprocess import (
+    COLORS,
+    PRESETS,
+    Preprocess,
+    complete_preprocess,
+    find_preset,
+    with_options,
+)
+from deploy.feed.sampling import spread_evenly
 from deploy.report import FeedPart, Report, to_html, to_json, to_markdown
 from deploy.report.previews import pictures_part, raster
 from deploy.tensors import TensorSpec
@@ -55,7 +62,7 @@ def ready(**options):
 def test_the_arithmetic_is_three_separate_float32_roundings():
     how = ready(size=(40, 60), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
     image = pixels()
-    got = apply(image, how)
+    got = preprocess_image(image, how)
     assert got.shape == (1, 3, 40, 60)
     assert got.dtype == np.float32
     for channel, bgr in enumerate((2, 1, 0)):
@@ -68,46 +75,46 @@ def test_the_arithmetic_is_three_separate_float32_roundings():
 
 def test_layouts_and_channel_orders_hold_the_same_numbers():
     image = pixels()
-    rgb = apply(image, ready())
-    assert np.array_equal(apply(image, ready(layout="nhwc")), rgb.transpose(0, 2, 3, 1))
-    assert np.array_equal(apply(image, ready(color="bgr")), rgb[:, ::-1])
-    grey = apply(image[:, :, :1], ready(color="grey"))
+    rgb = preprocess_image(image, ready())
+    assert np.array_equal(preprocess_image(image, ready(layout="nhwc")), rgb.transpose(0, 2, 3, 1))
+    assert np.array_equal(preprocess_image(image, ready(color="bgr")), rgb[:, ::-1])
+    grey = preprocess_image(image[:, :, :1], ready(color="grey"))
     assert grey.shape == (1, 1, 24, 32)
-    assert np.array_equal(grey[0, 0], apply(image, ready(color="bgr"))[0, 0])
+    assert np.array_equal(grey[0, 0], preprocess_image(image, ready(color="bgr"))[0, 0])
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 def test_letterbox_keeps_the_aspect_and_pads_through_the_same_arithmetic(layout):
     how = ready(size=(32, 32), resize="letterbox", pad=(114.0,), mean=(0.5,), layout=layout)
     image = np.full((40, 80, 3), 200, np.uint8)
-    out = apply(image, how)[0]
+    out = preprocess_image(image, how)[0]
     plane = out[0] if layout == "nchw" else out[:, :, 0]
     pad = np.float32(np.float32(114) * np.float32(1 / 255)) - np.float32(0.5)
     body = np.float32(np.float32(200) * np.float32(1 / 255)) - np.float32(0.5)
     assert np.all(plane[:8] == pad)
     assert np.all(plane[24:] == pad)
     assert np.all(plane[8:24] == body)
-    top = apply(image, dataclasses.replace(how, anchor="top-left"))[0]
+    top = preprocess_image(image, dataclasses.replace(how, anchor="top-left"))[0]
     top_plane = top[0] if layout == "nchw" else top[:, :, 0]
     assert np.all(top_plane[:16] == body)
     assert np.all(top_plane[16:] == pad)
 
 
 def test_text_lines_are_fitted_to_the_height_and_padded_with_exact_zero():
-    how, _ = resolve(preset("ppocr-rec"), spec("n", 3, 48, "w"))
-    out = apply(np.full((24, 50, 3), 255, np.uint8), how)[0]
+    how, _ = complete_preprocess(find_preset("ppocr-rec"), spec("n", 3, 48, "w"))
+    out = preprocess_image(np.full((24, 50, 3), 255, np.uint8), how)[0]
     assert out.shape == (3, 48, 320)
     assert np.all(out[:, :, :100] == 1)
     assert np.all(out[:, :, 100:] == 0)
-    assert fit(np.zeros((10, 500, 3), np.uint8), how)[0].shape == (48, 320, 3)
+    assert resize_to_input(np.zeros((10, 500, 3), np.uint8), how)[0].shape == (48, 320, 3)
 
 
 def test_imagenet_resizes_256_and_crops_the_centre_224():
-    how, notes = resolve(preset("imagenet"), spec(1, 3, 224, 224))
+    how, notes = complete_preprocess(find_preset("imagenet"), spec(1, 3, 224, 224))
     assert notes == ()
     assert how.short == 256
     image = pixels(300, 500)
-    placed, corner = fit(image, how)
+    placed, corner = resize_to_input(image, how)
     whole = cv2.resize(image, (426, 256), interpolation=cv2.INTER_AREA)
     assert corner == (0, 0)
     assert np.array_equal(placed, whole[16:240, 101:325])
@@ -115,10 +122,12 @@ def test_imagenet_resizes_256_and_crops_the_centre_224():
 
 def test_area_becomes_linear_where_a_side_grows():
     image = pixels(10, 10)
-    area = apply(image, ready(interpolation="area"))
-    assert np.array_equal(area, apply(image, ready(interpolation="linear")))
-    small = apply(pixels(100, 100), ready(interpolation="area"))
-    assert not np.array_equal(small, apply(pixels(100, 100), ready(interpolation="linear")))
+    area = preprocess_image(image, ready(interpolation="area"))
+    assert np.array_equal(area, preprocess_image(image, ready(interpolation="linear")))
+    small = preprocess_image(pixels(100, 100), ready(interpolation="area"))
+    assert not np.array_equal(
+        small, preprocess_image(pixels(100, 100), ready(interpolation="linear"))
+    )
 
 
 side = st.integers(1, 5000)
@@ -156,13 +165,13 @@ def test_every_combination_fills_the_input(source, size, resize, interpolation, 
     how = Preprocess(
         size=size, resize=resize, interpolation=interpolation, color=color, layout=layout
     )
-    out = apply(image, how)
+    out = preprocess_image(image, how)
     shape = (how.channels, *size) if layout == "nchw" else (*size, how.channels)
     assert out.shape == (1, *shape)
     assert np.isfinite(out).all()
     assert out.min() >= 0
     assert out.max() <= 1
-    assert out.tobytes() == apply(image, how).tobytes()
+    assert out.tobytes() == preprocess_image(image, how).tobytes()
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -170,26 +179,26 @@ def test_presets_survive_json_and_resolve_against_a_model(name):
     how = PRESETS[name]
     assert Preprocess.from_json(json.loads(json.dumps(how.to_json()))) == how
     channels = 1 if how.color == "grey" else 3
-    resolved, notes = resolve(how, spec("n", channels, 64, 96))
+    resolved, notes = complete_preprocess(how, spec("n", channels, 64, 96))
     assert resolved.size == (64, 96)
     assert notes == ()
-    assert resolve(resolved, spec("n", channels, 64, 96))[0] == resolved
+    assert complete_preprocess(resolved, spec("n", channels, 64, 96))[0] == resolved
 
 
 def test_without_any_option_the_model_decides_and_the_note_says_so():
-    how, notes = resolve(None, spec(1, 1, 28, 28))
+    how, notes = complete_preprocess(None, spec(1, 1, 28, 28))
     assert (how.color, how.size, how.layout, how.scale) == ("grey", (28, 28), "nchw", 1 / 255)
     assert "28x28" in notes[0]
     assert "grey" in notes[0]
-    how, _ = resolve(None, spec(None, 224, 200, 3))
+    how, _ = complete_preprocess(None, spec(None, 224, 200, 3))
     assert (how.color, how.size, how.layout) == ("rgb", (224, 200), "nhwc")
 
 
 def test_options_override_a_preset_and_none_leaves_it():
-    how = with_options(preset("imagenet"), {"size": (192, 192), "color": "bgr", "mean": None})
+    how = with_options(find_preset("imagenet"), {"size": (192, 192), "color": "bgr", "mean": None})
     assert how.size == (192, 192)
     assert how.color == "bgr"
-    assert how.mean == preset("imagenet").mean
+    assert how.mean == find_preset("imagenet").mean
 
 
 @pytest.mark.parametrize(
@@ -218,7 +227,7 @@ def test_wrong_options_are_told_by_name_and_rule(options, message):
 
 def test_an_unknown_preset_names_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'imagenet'"):
-        preset("imagnet")
+        find_preset("imagnet")
 
 
 @pytest.mark.parametrize(
@@ -240,13 +249,13 @@ def test_an_unknown_preset_names_the_nearest():
 )
 def test_options_that_contradict_the_model_are_told(how, target, message):
     with pytest.raises(FeedError, match=message):
-        resolve(how, target)
+        complete_preprocess(how, target)
 
 
 def test_a_crop_larger_than_the_short_side_is_refused():
     how = Preprocess(resize="short-side", short_side=200)
     with pytest.raises(ConfigError, match="short_side must reach the crop of 224x224"):
-        resolve(how, spec(1, 3, 224, 224))
+        complete_preprocess(how, spec(1, 3, 224, 224))
 
 
 @pytest.mark.parametrize(
@@ -256,13 +265,13 @@ def test_a_crop_larger_than_the_short_side_is_refused():
 def test_a_mean_that_no_scaled_pixel_reaches_is_refused(scale, mean, way_out):
     how = Preprocess(scale=scale, mean=mean)
     with pytest.raises(ConfigError, match=f"mean is taken from scaled pixels.*{way_out}"):
-        resolve(how, spec(1, 3, 8, 8))
-    assert resolve(replace(how, scale=1.0), spec(1, 3, 8, 8))[0].mean == mean
+        complete_preprocess(how, spec(1, 3, 8, 8))
+    assert complete_preprocess(replace(how, scale=1.0), spec(1, 3, 8, 8))[0].mean == mean
 
 
 def test_means_at_the_ends_of_scaled_pixels_and_below_them_are_taken():
     for mean in (1.0, 0.0, -1.0):
-        assert resolve(Preprocess(mean=(mean,)), spec(1, 3, 8, 8))[0].mean == (mean,)
+        assert complete_preprocess(Preprocess(mean=(mean,)), spec(1, 3, 8, 8))[0].mean == (mean,)
 
 
 def test_the_command_says_in_which_unit_a_mean_is(small_cnn, pictures, tmp_path):
@@ -346,11 +355,11 @@ def test_a_hole_that_libjpeg_decodes_without_a_word_is_told(tmp_path):
     silent = 0
     for share in np.linspace(0.2, 0.9, 40):
         damaged = zeroed(JPEG, share)
-        with overheard() as said:
+        with capture_decoder_output() as said:
             pixels = cv2.imdecode(np.frombuffer(damaged, np.uint8), 1)
         silent += not said and pixels is not None
         with pytest.raises(FeedError):
-            images.decode(damaged, "it.jpg", grey=False)
+            images.decode_image(damaged, "it.jpg", grey=False)
     assert silent
 
 
@@ -363,7 +372,7 @@ def test_flat_pictures_whose_code_is_zeros_are_whole():
         encoded(".jpg", flat) + b"behind its end" + bytes(1000) + b"\xff\xd9",
     ):
         assert bytes(64) in data
-        assert images.decode(data, "it.jpg", grey=False).shape == flat.shape
+        assert images.decode_image(data, "it.jpg", grey=False).shape == flat.shape
 
 
 def test_a_jpeg_cut_in_its_middle_with_an_end_marker_is_told(tmp_path, capfd):
@@ -386,13 +395,13 @@ def test_a_png_with_sound_checksums_and_broken_pixels_is_told(tmp_path, capfd):
 
 def test_words_that_tell_of_no_pixels_refuse_nothing(tmp_path, capfd):
     profile = PNG[:33] + chunk(b"iCCP", b"x\0\0" + zlib.compress(b"junk" * 40)) + PNG[33:]
-    with overheard() as said:
+    with capture_decoder_output() as said:
         cv2.imdecode(np.frombuffer(profile, np.uint8), 1)
     assert any("iCCP" in line for line in said)
     feed, samples = fed(tmp_path, profile, ".png")
     assert len(samples) == 2 and np.array_equal(samples[0]["x"], samples[1]["x"])
     revision = JPEG.replace(b"JFIF\0\1", b"JFIF\0\7", 1)
-    with overheard() as said:
+    with capture_decoder_output() as said:
         cv2.imdecode(np.frombuffer(revision, np.uint8), 1)
     assert any("revision" in line for line in said)
     (tmp_path / "it.png").unlink()
@@ -402,7 +411,7 @@ def test_words_that_tell_of_no_pixels_refuse_nothing(tmp_path, capfd):
 
 
 def test_only_decoders_are_overheard(capfd):
-    with overheard() as said:
+    with capture_decoder_output() as said:
         print("a progress bar", file=sys.stderr, flush=True)
     assert said == [] and "a progress bar" in capfd.readouterr().err
     cv2.imdecode(np.frombuffer(JPEG[:1000] + b"\xff\xd9", np.uint8), 1)
@@ -414,7 +423,7 @@ def test_words_are_those_of_the_picture_whoever_decodes_beside_it(capfd):
     kinds = [cut if number % 7 == 0 else sound for number in range(200)]
 
     def words(data):
-        return heard(lambda: cv2.imdecode(np.frombuffer(data, np.uint8), 1))[1]
+        return call_and_capture(lambda: cv2.imdecode(np.frombuffer(data, np.uint8), 1))[1]
 
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(words, kinds))
@@ -430,7 +439,7 @@ def test_a_decoder_that_talks_by_itself_is_asked_once():
         calls.append(1)
         cv2.imdecode(np.frombuffer(JPEG[:1000] + b"\xff\xd9", np.uint8), 1)
 
-    assert heard(decode)[1] and len(calls) == 1
+    assert call_and_capture(decode)[1] and len(calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -447,12 +456,12 @@ def test_a_decoder_that_talks_by_itself_is_asked_once():
     ],
 )
 def test_which_words_mean_damage(monkeypatch, words, damage):
-    monkeypatch.setattr(images, "heard", lambda decode: (decode(), [words]))
+    monkeypatch.setattr(images, "call_and_capture", lambda decode: (decode(), [words]))
     if not damage:
-        images.decode(JPEG, "it.jpg", grey=False)
+        images.decode_image(JPEG, "it.jpg", grey=False)
         return
     with pytest.raises(FeedError, match=words):
-        images.decode(JPEG, "it.jpg", grey=False)
+        images.decode_image(JPEG, "it.jpg", grey=False)
 
 
 # ---- size -----------------------------------------------------------------------------------
@@ -473,17 +482,17 @@ def test_sides_are_read_from_the_header(suffix, size):
     if not done:
         pytest.skip(f"this OpenCV writes no {suffix} of this size")
     data = data.tobytes()
-    assert headers.sides(data) == size
+    assert headers.read_image_size(data) == size
     for length in range(0, 64):  # a header that is cut says nothing, or the truth
-        assert headers.sides(data[:length]) in (None, size)
+        assert headers.read_image_size(data[:length]) in (None, size)
 
 
 def test_sides_of_other_headers():
     lossless = encoded(".webp", PHOTO, cv2.IMWRITE_WEBP_QUALITY, 101)
-    assert headers.sides(lossless) == headers.sides(PROGRESSIVE) == (600, 400)
-    assert headers.sides(b"P5 # a comment\n600 400\n255\n") == (600, 400)
-    assert headers.sides(b"GIF89a" + bytes([88, 2, 144, 1])) == (600, 400)
-    assert headers.sides(b"hello") is headers.sides(b"") is None
+    assert headers.read_image_size(lossless) == headers.read_image_size(PROGRESSIVE) == (600, 400)
+    assert headers.read_image_size(b"P5 # a comment\n600 400\n255\n") == (600, 400)
+    assert headers.read_image_size(b"GIF89a" + bytes([88, 2, 144, 1])) == (600, 400)
+    assert headers.read_image_size(b"hello") is headers.read_image_size(b"") is None
 
 
 def test_a_small_file_of_a_vast_picture_is_refused_before_it_is_decoded(tmp_path, monkeypatch):
@@ -493,7 +502,7 @@ def test_a_small_file_of_a_vast_picture_is_refused_before_it_is_decoded(tmp_path
     with pytest.raises(
         FeedError, match=r"it\.png must have at most 268,435,456 pixels, got 30000x30000; give a"
     ):
-        images.decode(vast, "it.png", grey=False)
+        images.decode_image(vast, "it.png", grey=False)
 
 
 def test_a_vast_file_is_refused_before_it_is_read(tmp_path):
@@ -510,7 +519,7 @@ def test_a_vast_file_is_refused_before_it_is_read(tmp_path):
 
 # --- Pictures of the feed in the report: what the model sees, taken back to pixels.
 SPEC = (TensorSpec("x", "float32", ("n", 3, 16, 16)),)
-SHOWN = [f"{place:02}.png" for place in some(range(20), 4)]
+SHOWN = [f"{place:02}.png" for place in spread_evenly(range(20), 4)]
 HOSTILE = "\x1b[31m\udcff<script>alert('x')</script>|`*_[a](b)&\".png"
 
 
@@ -527,7 +536,7 @@ def resolved(how, color=None, layout="nchw"):
 
 def wanted(pixels, how):
     """The resized picture that the model is to see, red, green, blue, and where it lies."""
-    placed, (top, left) = fit(pixels, how)
+    placed, (top, left) = resize_to_input(pixels, how)
     colour = placed[:, :, ::-1] if placed.shape[2] == 3 else np.repeat(placed, 3, axis=2)
     return colour, slice(top, top + placed.shape[0]), slice(left, left + placed.shape[1])
 
@@ -537,7 +546,7 @@ def wanted(pixels, how):
 def test_what_the_model_is_fed_is_taken_back_to_the_pixels_it_was_made_of(name, layout):
     how = resolved(PRESETS[name], layout=layout)
     pixels = photo(channels=how.channels)
-    back = pixels_of(apply(pixels, how), how)
+    back = input_to_image(preprocess_image(pixels, how), how)
     colour, rows, columns = wanted(pixels, how)
     assert back.dtype == np.uint8 and back.shape == (24, 32, 3)
     np.testing.assert_array_equal(back[rows, columns], colour)
@@ -558,32 +567,32 @@ def test_any_preprocessing_is_undone_to_a_level_of_255(resize, color, seed):
         )
     )  # fmt: skip
     pixels = photo(*made.integers(20, 90, 2).tolist(), channels)
-    back = pixels_of(apply(pixels, how), how)
+    back = input_to_image(preprocess_image(pixels, how), how)
     colour, rows, columns = wanted(pixels, how)
     assert np.abs(back[rows, columns].astype(int) - colour).max() <= 1
 
 
 def test_the_border_of_a_letterbox_is_its_pad():
     how = resolved(PRESETS["yolo"])
-    back = pixels_of(apply(photo(10, 40), how), how)
+    back = input_to_image(preprocess_image(photo(10, 40), how), how)
     assert (back[0] == 114).all() and (back[-1] == 114).all()
 
 
 def test_arrays_are_stretched_and_what_is_no_picture_is_none():
     ramp = np.linspace(-3, 5, 3 * 4 * 4, dtype=np.float32).reshape(1, 3, 4, 4)
-    back = pixels_of(ramp, None)
+    back = input_to_image(ramp, None)
     assert back.min() == 0 and back.max() == 255 and back.shape == (4, 4, 3)
-    assert pixels_of(ramp.transpose(0, 2, 3, 1), None).tolist() == back.tolist()
-    assert (pixels_of(np.full((1, 1, 4, 4), 7.0), None) == 127).all()
+    assert input_to_image(ramp.transpose(0, 2, 3, 1), None).tolist() == back.tolist()
+    assert (input_to_image(np.full((1, 1, 4, 4), 7.0), None) == 127).all()
     for other in (np.zeros((1, 6, 4, 4)), np.zeros((1, 12)), np.zeros((2, 3, 4, 4))):
-        assert pixels_of(other, None) is None
-    assert picture_in({"state": np.zeros((1, 12)), "image": ramp}, None).tolist() == back.tolist()
+        assert input_to_image(other, None) is None
+    assert find_image({"state": np.zeros((1, 12)), "image": ramp}, None).tolist() == back.tolist()
 
 
 @pytest.mark.parametrize(("size", "made"), [((640, 320), (160, 80)), ((20, 30), (20, 30)),
                                             ((1, 4000), (1, 160))])  # fmt: skip
 def test_small_pictures_keep_their_aspect_and_are_not_enlarged(size, made):
-    assert small(photo(*size)).shape[:2] == made
+    assert shrink_image(photo(*size)).shape[:2] == made
 
 
 def test_a_picture_is_encoded_in_the_shorter_way_and_the_same_each_time():

@@ -13,8 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from calibrators.searches import SEARCHES
 from deploy.calibration import trt_cache
 from deploy.calibration.reuse import CachePolicy
-from deploy.calibration.store import load as load_calibration
-from deploy.calibration.store import sidecars
+from deploy.calibration.store import load_calibration, sidecars
 from deploy.errors import CacheError, ConfigError
 from deploy.feed.preprocess import Preprocess
 from deploy.method import Method
@@ -83,7 +82,7 @@ def test_another_method_does_not_run_the_model(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the model was run")
 
-    monkeypatch.setattr("deploy.pipeline.observing.observe", refuse)
+    monkeypatch.setattr("deploy.pipeline.calibration_run.observe", refuse)
     again = calibrate(small_cnn, pictures, preprocess=UNIT, method="entropy", cache=cache)
     assert "the model was not run" in again.reason
     assert files(cache) == files(fresh)
@@ -300,7 +299,7 @@ INDICES = {
 
 @pytest.mark.skipif(not LENET.exists(), reason="the LeNet triple is not beside this checkout")
 def test_the_whole_line_finds_the_indices_that_tensorrt_found():
-    from calibrators.entropy import search
+    from calibrators.entropy import search_bins
 
     pixels = np.load(LENET / "images.npz")["images"].astype(np.float32) / np.float32(255)
     method = Method.of("entropy-tensorrt", {"batch_size": 50})
@@ -309,7 +308,7 @@ def test_the_whole_line_finds_the_indices_that_tensorrt_found():
         cache=CachePolicy(trt_version="7.2.2"),
     )  # fmt: skip
     histograms = {o.tensor: found.ranges.histogram(o) for o in found.searched}
-    assert {n: search(h.magnitudes(2048)) for n, h in histograms.items()} == INDICES
+    assert {n: search_bins(h.magnitudes(2048)) for n, h in histograms.items()} == INDICES
 
 
 # --- One line for every target, through the command: what is observed, kept, reused, told.

@@ -25,15 +25,15 @@ from deploy.errors import Calib8Error
 from deploy.pipeline import calibrate
 from deploy.terminal import (
     Phase,
-    Teller,
-    in_words,
-    lasting,
-    numbered,
-    page,
+    ProgressReporter,
+    format_seconds,
+    join_visible,
+    number_phases,
     phase,
     say,
     say_lines,
-    telling,
+    show_progress,
+    timed_phase,
     visible,
 )
 from tests.models import make_node, save_net
@@ -56,13 +56,13 @@ def ended(*words):
 @pytest.fixture
 def at_once(monkeypatch):
     """Every phase is told as it begins, and nothing by the clock."""
-    enter = Teller.enter
+    enter = ProgressReporter.enter
 
     def told(self, one):
         enter(self, one)
         self.look()
 
-    monkeypatch.setattr(Teller, "enter", told)
+    monkeypatch.setattr(ProgressReporter, "enter", told)
     monkeypatch.setattr(terminal, "FIRST_S", 0)
     monkeypatch.setattr(terminal, "LASTING_S", 0)
 
@@ -107,7 +107,7 @@ class Clock:
 def plain(capsys):
     """(seconds) -> lines of a teller off a terminal at these moments, and the teller."""
     clock = Clock()
-    teller = Teller(clock=clock)
+    teller = ProgressReporter(clock=clock)
 
     def at(seconds):
         clock.now = seconds
@@ -178,7 +178,7 @@ def test_time_left_is_told_where_it_is_known(one, done, words):
     [(0.4, "0 s"), (31, "31 s"), (59.7, "1 min 0 s"), (125, "2 min 5 s"), (3790, "1 h 3 min")],
 )
 def test_times_are_said_as_a_person_says_them(seconds, words):
-    assert in_words(seconds) == words
+    assert format_seconds(seconds) == words
 
 
 # -- the thread ----------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def test_a_single_long_call_is_told_of_and_the_thread_ends_with_it(monkeypatch):
     monkeypatch.setattr("deploy.terminal.say", say)
     monkeypatch.setattr(terminal, "TICK_S", 0.001)
     monkeypatch.setattr(terminal, "LASTING_S", 0)
-    with telling(), phase("a call"):
+    with show_progress(), phase("a call"):
         assert len(tellers()) == 1
         assert heard.wait(300)
     assert not tellers() and LINE.fullmatch(said[0])
@@ -209,7 +209,7 @@ def test_a_single_long_call_is_told_of_and_the_thread_ends_with_it(monkeypatch):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_an_error_ends_it_and_takes_the_line_away(error, screen, at_once):
     shown = screen()
-    with pytest.raises(error), telling(), phase("a call"):
+    with pytest.raises(error), show_progress(), phase("a call"):
         raise error
     assert not tellers()
     assert shown().endswith("a call: 0 s\r\x1b[K")
@@ -225,7 +225,7 @@ def test_nobody_reading_stderr_stops_the_telling_alone(monkeypatch):
     monkeypatch.setattr("deploy.terminal.say", refuse)
     monkeypatch.setattr(terminal, "TICK_S", 0.001)
     monkeypatch.setattr(terminal, "LASTING_S", 0)
-    with telling(), phase("a call"):
+    with show_progress(), phase("a call"):
         thread = terminal._TELLER.get()._thread  # it may have ended by now
         assert gone.wait(300)
         thread.join(300)
@@ -233,7 +233,7 @@ def test_nobody_reading_stderr_stops_the_telling_alone(monkeypatch):
 
 
 def test_steps_of_many_threads_are_all_counted():
-    with telling(), phase("a call", 4000) as step:
+    with show_progress(), phase("a call", 4000) as step:
         workers = [threading.Thread(target=lambda: [step() for _ in range(1000)]) for _ in range(4)]
         for one in workers:
             one.start()
@@ -243,9 +243,9 @@ def test_steps_of_many_threads_are_all_counted():
 
 
 def test_without_a_teller_nothing_is_told(capfd, at_once):
-    with numbered("a"), phase("a", 1) as step, lasting("b", 1):
+    with number_phases("a"), phase("a", 1) as step, timed_phase("b", 1):
         step()
-    with telling(False), phase("a"):
+    with show_progress(False), phase("a"):
         assert not tellers()
     assert capfd.readouterr() == ("", "")
 
@@ -279,7 +279,7 @@ def test_a_terminal_gets_one_line_that_goes_away(
 
 def test_a_bar_shows_the_share_that_is_done(screen, at_once):
     shown = screen()
-    with telling(), phase("accuracy", 4, "samples") as step:
+    with show_progress(), phase("accuracy", 4, "samples") as step:
         step()
         with phase("inside"):
             pass
@@ -291,7 +291,7 @@ def test_text_takes_the_place_of_what_is_drawn(screen, at_once):
     from deploy.terminal import say
 
     shown = screen()
-    with telling(), phase("a call"):
+    with show_progress(), phase("a call"):
         say("a line", err=True)
     assert "a call: 0 s\r\x1b[Ka line\r\n" in shown()
 
@@ -299,7 +299,7 @@ def test_text_takes_the_place_of_what_is_drawn(screen, at_once):
 def test_a_dumb_terminal_gets_plain_lines(screen, at_once, monkeypatch):
     shown = screen()
     monkeypatch.setenv("TERM", "dumb")
-    with telling(), phase("a call"):
+    with show_progress(), phase("a call"):
         pass
     assert shown() == "calib8: a call: 0 s\r\n"
 
@@ -316,7 +316,7 @@ def test_an_interrupt_is_one_sentence(small_cnn, pictures, tmp_path, screen, at_
     def interrupted(*words, **more):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("deploy.pipeline.observing.observe", interrupted)
+    monkeypatch.setattr("deploy.pipeline.calibration_run.observe", interrupted)
     shown = screen()
     words = (*QUICK, "--out", tmp_path / "out")
     assert ended("build", small_cnn, "--images", pictures, *words) == 130
@@ -346,13 +346,13 @@ def test_an_interrupt_tells_that_the_calibration_is_kept(
 def seen(monkeypatch):
     """The phases that were begun, with their numbers."""
     found = []
-    enter = Teller.enter
+    enter = ProgressReporter.enter
 
     def noted(self, one):
         enter(self, one)
         found.append(f"{one.number}{one.what}")
 
-    monkeypatch.setattr(Teller, "enter", noted)
+    monkeypatch.setattr(ProgressReporter, "enter", noted)
     return found
 
 
@@ -415,7 +415,9 @@ def test_quiet_builds_in_silence(small_cnn, pictures, tmp_path, capfd, at_once):
 
 
 def test_warnings_are_said_all_the_same(small_cnn, pictures, tmp_path, run, monkeypatch):
-    monkeypatch.setattr("deploy.pipeline.observing._warnings", lambda *_: ("a picture stands out",))
+    monkeypatch.setattr(
+        "deploy.pipeline.calibration_run._warnings", lambda *_: ("a picture stands out",)
+    )
     words = ("--size", "16x16", "--limit", 4, "-o", tmp_path / "c", "-q")
     assert run("calibrate", small_cnn, "--images", pictures, *words) == (
         0, "", "a picture stands out\n",
@@ -524,7 +526,7 @@ def test_letters_that_stderr_cannot_show_are_no_fault(monkeypatch):
     monkeypatch.setattr(sys, "stderr", held)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(terminal, "FIRST_S", 0)
-    with telling(), phase("accuracy", 2) as step:
+    with show_progress(), phase("accuracy", 2) as step:
         step()
         terminal._TELLER.get().look()
     held.flush()
@@ -557,7 +559,7 @@ def test_a_long_message_keeps_its_beginning_and_its_end():
 def test_a_line_is_one_line_and_lines_end_once(capsys):
     say("a\nb")
     say("c", err=True)
-    say_lines(page(["d\ne", "f"]))
+    say_lines(join_visible(["d\ne", "f"]))
     say_lines("g\x1b\n\nh\n")
     out, err = capsys.readouterr()
     assert out == "a\\nb\nd\\ne\nf\ng\\x1b\n\nh\n" and err == "c\n"

@@ -23,7 +23,7 @@ from deploy.cli import COMMANDS, cli
 from deploy.errors import SdkMissingError
 from deploy.feed.preprocess import PRESETS
 from deploy.targets import TARGETS
-from deploy.targets.options import options_of
+from deploy.targets.options import declared_options
 from deploy.tuning.search_options import DEFAULT_EFFORT, EFFORTS
 
 # --- What the packages hand on: every name in `__all__` is there, and importing costs little.
@@ -248,7 +248,7 @@ def test_every_preset_method_and_target_option_is_in_its_table():
 
 
 def flags(target: str) -> list[str]:
-    return [option.flag for option in options_of(TARGETS[target])]
+    return [option.flag for option in declared_options(TARGETS[target])]
 
 
 def test_links_between_pages_lead_somewhere(made):

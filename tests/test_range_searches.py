@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from calibrators import SEARCHES
 from calibrators import mse as ranges_by_error
 from calibrators.errors import CalibrationError
-from calibrators.grids import INT4, INT8, UINT8, dequantize, quantize, unsigned
+from calibrators.grids import INT4, INT8, UINT8, dequantize, quantize, unsigned_grid
 from calibrators.histogram import BINS, Histogram
-from calibrators.mse import _RATIOS, Ramps, _Bins, errors, lp, mse
-from calibrators.percentile import minmax, percentile, quantile, tail, with_room
+from calibrators.mse import _RATIOS, Ramps, _Bins, lp, mse, range_errors
+from calibrators.percentile import extend_by_tail, minmax, percentile, quantile, tail_length
 from calibrators.searches import LpParams, PercentileParams
 
 seeds = st.integers(0, 10_000)
@@ -130,15 +130,15 @@ def test_a_quick_look_in_float32_finds_what_adding_up_all_ranges_finds(seed, pow
 
 def test_a_quick_look_tries_few_ranges_again(monkeypatch):
     tried = []
-    errors = ranges_by_error.errors
+    errors = ranges_by_error.range_errors
     monkeypatch.setattr(
-        ranges_by_error, "errors", lambda *a, **k: tried.append(a[2].size) or errors(*a, **k)
+        ranges_by_error, "range_errors", lambda *a, **k: tried.append(a[2].size) or errors(*a, **k)
     )
     lp(observed(np.random.default_rng(0).normal(size=100_000)), power=2.4)
     assert tried and max(tried) < 20  # of 120
 
 
-UINT4 = unsigned(4)
+UINT4 = unsigned_grid(4)
 
 
 def values(seed):
@@ -153,7 +153,7 @@ def by_bins(h, symmetric, affine):
     """The definition: every bin of every range, the first of the least errors."""
     middle = (np.arange(BINS) + 0.5) * h.full_range / BINS
     highs = h.amax * _RATIOS
-    tried = errors(middle, h.magnitudes(BINS), -highs, highs, symmetric)
+    tried = range_errors(middle, h.magnitudes(BINS), -highs, highs, symmetric)
     edges = h.edges()
     centres, counts = (edges[:-1] + edges[1:]) / 2, h.signed()
     counts = np.where(centres == 0, 0, counts)
@@ -163,7 +163,7 @@ def by_bins(h, symmetric, affine):
         lows, highs_ = (np.full(_RATIOS.size, ends[one]) for one in ("low", "high"))
         own = first[side] * _RATIOS
         lows, highs_ = (own, highs_) if side == "low" else (lows, own)
-        ends[side] = float(own[np.argmin(errors(centres, counts, lows, highs_, affine))])
+        ends[side] = float(own[np.argmin(range_errors(centres, counts, lows, highs_, affine))])
     return float(highs[np.argmin(tried)]), ends["low"], ends["high"]
 
 
@@ -202,9 +202,9 @@ def test_bins_are_added_up_for_few_ranges_alone(monkeypatch):
 
     def counted(*args, **options):
         added.append(args[2].size)
-        return errors(*args, **options)
+        return range_errors(*args, **options)
 
-    monkeypatch.setattr(ranges_by_error, "errors", counted)
+    monkeypatch.setattr(ranges_by_error, "range_errors", counted)
     rng = np.random.default_rng(3)
     mse(observed(rng.normal(size=5000)))
     assert sum(added) < 10
@@ -215,23 +215,23 @@ def test_bins_are_added_up_for_few_ranges_alone(monkeypatch):
 
 def test_tails_of_known_distributions():
     rng = np.random.default_rng(0)
-    found = [tail(observed(rng.exponential(0.7, 200_000) - 9)) for _ in range(8)]
+    found = [tail_length(observed(rng.exponential(0.7, 200_000) - 9)) for _ in range(8)]
     assert np.mean(found) == pytest.approx(0.7 * math.log(100), rel=0.25)
     x = np.random.default_rng(1).uniform(-3, 5, 100_000)
-    assert 0 <= tail(observed(x)) < 0.02
+    assert 0 <= tail_length(observed(x)) < 0.02
     x = np.concatenate([np.full(990, -1.0), np.arange(10)])  # the tenth from above is 0
-    assert tail(observed(x)) == pytest.approx(9, abs=0.01)
+    assert tail_length(observed(x)) == pytest.approx(9, abs=0.01)
 
 
 @pytest.mark.parametrize("count", [1, 50, 199])
 def test_few_values_have_no_tail(count):
-    assert tail(observed(np.linspace(-1, 1, count))) == 0
+    assert tail_length(observed(np.linspace(-1, 1, count))) == 0
 
 
 def test_room_is_for_the_upper_end_of_the_affine_range_alone():
     histogram = observed(np.random.default_rng(2).exponential(1, 10_000) - 6)
     plain = minmax(histogram)
-    roomy = with_room(plain, histogram, 8.0)
+    roomy = extend_by_tail(plain, histogram, 8.0)
     assert roomy.hi > plain.hi
     assert (roomy.lo, roomy.amax, roomy.method) == (plain.lo, plain.amax, plain.method)
     assert (roomy.observed_min, roomy.observed_max) == (plain.observed_min, plain.observed_max)
@@ -243,5 +243,5 @@ def test_room_lowers_no_end_and_goes_no_further_than_asked(values, most):
     if histogram.amax == 0:
         return
     plain = minmax(histogram)
-    roomy = with_room(plain, histogram, most)
+    roomy = extend_by_tail(plain, histogram, most)
     assert plain.hi <= roomy.hi <= max(plain.hi, most)

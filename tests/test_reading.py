@@ -22,34 +22,34 @@ from hypothesis import strategies as st
 
 import deploy.feed.feed
 import deploy.pipeline
-import deploy.pipeline.calibrating
-import deploy.pipeline.observing
+import deploy.pipeline.calibration_run
+import deploy.pipeline.calibration_setup
 from deploy.calibration import fingerprint, one_pass
-from deploy.calibration.observation import Subject
+from deploy.calibration.observation import CalibrationSubject
 from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.store import sidecars
 from deploy.errors import ConfigError, ExportError, FeedError, ModelError
 from deploy.feed import images, pixels
 from deploy.feed.feed import open_feed
-from deploy.feed.listing import Changed, Listing, Picture, Seen
+from deploy.feed.file_list import FileList, ImageFile, SampleChangedError, SampleDigests
 from deploy.feed.preprocess import Preprocess
 from deploy.feed.sampling import names_digest
 from deploy.files.reading import (
     MOST_NESTING,
-    are_read,
+    add_input_files,
     array_header,
     check_archive,
     from_json,
-    guarded,
+    guard_inputs,
     is_text,
-    nested,
-    opened,
+    is_too_nested,
+    open_regular_file,
     read_array,
     read_bytes,
     read_json,
     read_text,
-    refuse,
     refuse_irregular,
+    refuse_output,
 )
 from deploy.frontends import load
 from deploy.pipeline import build, calibrate
@@ -102,18 +102,18 @@ def test_what_was_read_is_an_input_unless_it_is_the_runs_own(tmp_path):
     path, cache = tmp_path / "x", tmp_path / "cache"
     path.write_text("{}")
     cache.write_text("{}")
-    with guarded():
+    with guard_inputs():
         read_json(path, **PLAN)
         read_json(cache, **PLAN, own=True)
-        refuse(cache)
+        refuse_output(cache)
         with pytest.raises(ExportError, match="must not be an input"):
-            refuse(path)
+            refuse_output(path)
 
 
 def test_an_error_of_the_disk_while_reading_is_a_sentence(tmp_path):
     (tmp_path / "x").write_bytes(b"1")
     broken = pytest.raises(ConfigError, match="that can be read, got: Input/output error")
-    with broken, opened(tmp_path / "x", **PLAN):
+    with broken, open_regular_file(tmp_path / "x", **PLAN):
         raise OSError(5, "Input/output error")
 
 
@@ -150,7 +150,7 @@ def test_brackets_side_by_side_and_in_strings_are_no_nesting(value):
 
 def test_as_deep_as_is_allowed_is_read():
     text = "[" * MOST_NESTING + "]" * MOST_NESTING
-    assert not nested(text) and nested(f"[{text}]")
+    assert not is_too_nested(text) and is_too_nested(f"[{text}]")
 
 
 @pytest.mark.parametrize("text", ["", "{", "]" * 1000, "1" * 5000, "nul", '"\\', "[1 2]"])
@@ -241,7 +241,7 @@ ELSEWHERE = {
     "deploy.machine": "the system's description of the processor",
     "deploy.runtimes.openvino": "its own temporary files, in its own process",
     "deploy.analysis.comparison": "its own temporary files",
-    "deploy.pipeline.judge": "what was built a moment ago",
+    "deploy.pipeline.evaluate": "what was built a moment ago",
     "deploy.runtimes.ort": "ONNX Runtime's trace in a temporary folder",
     "deploy.files.reading": "the door itself",
     "deploy.pipeline.results": "what was built a moment ago",
@@ -305,13 +305,13 @@ def photos(pictures, tmp_path) -> Path:
 def reads(monkeypatch) -> Counter:
     """File name -> how often it was read."""
     counted: Counter[str] = Counter()
-    own = images.read
+    own = images.read_image_file
 
     def read(picture):
         counted[picture.path.name] += 1
         return own(picture)
 
-    monkeypatch.setattr(images, "read", read)
+    monkeypatch.setattr(images, "read_image_file", read)
     return counted
 
 
@@ -403,7 +403,7 @@ def test_what_was_skipped_stays_skipped(photos):
 def test_a_cache_made_of_one_image_never_serves_another(small_cnn, photos, tmp_path, monkeypatch):
     cache = tmp_path / "c"
     calibrate(small_cnn, photos, preprocess=UNIT, cache=cache)
-    between(monkeypatch, deploy.pipeline.observing, "_completed", lambda: swap(photos))
+    between(monkeypatch, deploy.pipeline.calibration_run, "_completed", lambda: swap(photos))
     with pytest.raises(FeedError, match=CHANGED):  # hashed to judge the cache, decoded later
         calibrate(
             small_cnn, photos, preprocess=UNIT, cache=cache, method="legacy", targets=["tensorrt"]
@@ -428,7 +428,7 @@ def test_evaluation_images_are_held_to_it_too(small_cnn, photos, pictures, tmp_p
 
 
 def of_changed(*_, **__):
-    raise Changed("image 11.png changed while calib8 ran; run again")
+    raise SampleChangedError("image 11.png changed while calib8 ran; run again")
 
 
 def test_the_search_does_not_pass_over_it(small_cnn, pictures, tmp_path, monkeypatch):
@@ -532,11 +532,11 @@ def test_another_decoder_is_told_and_arrays_have_none(small_cnn, photos, tmp_pat
     monkeypatch.setattr(images.opencv(), "__version__", "9.9.9")  # which gives the same pixels
     again = calibrate(small_cnn, photos, preprocess=UNIT, cache=tmp_path / "p")
     assert again.reused and "decoder OpenCV 5" in again.reason
-    other = {**pixels.digests(), "webp": "0" * 16}
-    monkeypatch.setattr(pixels, "digests", lambda: other)
+    other = {**pixels.decoder_digests(), "webp": "0" * 16}
+    monkeypatch.setattr(pixels, "decoder_digests", lambda: other)
     again = calibrate(small_cnn, photos, preprocess=UNIT, cache=tmp_path / "p")
     assert not again.reused and "the decoder changed (" in again.reason and "webp" in again.reason
-    monkeypatch.setattr(fingerprint, "DECODING", 99)
+    monkeypatch.setattr(fingerprint, "DECODING_VERSION", 99)
     again = calibrate(small_cnn, photos, preprocess=UNIT, cache=tmp_path / "p")
     assert not again.reused and again.reason.endswith("(decoding 1 -> 99)")
     assert calibrate(small_cnn, list(ROWS), cache=tmp_path / "r").reused
@@ -591,14 +591,14 @@ def test_a_model_replaced_while_it_is_built_is_told(model, pictures, tmp_path, m
 
 
 def test_a_model_replaced_before_it_is_read_unfolded_is_told(model, pictures, monkeypatch):
-    between(monkeypatch, deploy.pipeline.calibrating, "_demands", lambda: replaced(model))
+    between(monkeypatch, deploy.pipeline.calibration_setup, "_demands", lambda: replaced(model))
     with pytest.raises(ModelError, match="changed while calib8 ran"):
         calibrate(model, pictures, preprocess=UNIT, targets=["tensorrt"], method="legacy")
 
 
 def test_the_graph_that_names_a_cache_is_the_one_that_was_loaded(small_cnn, tmp_path):
     path = Path(shutil.copy(small_cnn, tmp_path / "m.onnx"))
-    before, after = (Subject(loaded=load(path), given=path, samples=1) for _ in range(2))
+    before, after = (CalibrationSubject(loaded=load(path), given=path, samples=1) for _ in range(2))
     assert len(before.original.graph.node) == len(onnx.load(path).graph.node)
     replaced(path)
     with pytest.raises(ModelError, match="changed while calib8 ran"):
@@ -623,9 +623,9 @@ names = st.lists(st.text(st.characters(), max_size=12), max_size=9)
 @given(names, st.booleans())
 def test_a_listing_is_the_files_that_it_was_given(given_names, labelled):
     labels = [number * 7 for number in range(len(given_names))] if labelled else None
-    listing = Listing("there", given_names, labels)
+    listing = FileList("there", given_names, labels)
     wanted = [
-        Picture(Path("there") / name, name, None if labels is None else labels[number])
+        ImageFile(Path("there") / name, name, None if labels is None else labels[number])
         for number, name in enumerate(given_names)
     ]
     assert list(listing) == wanted and len(listing) == len(wanted) and listing[1:] == wanted[1:]
@@ -636,14 +636,14 @@ def test_a_listing_is_the_files_that_it_was_given(given_names, labelled):
 
 def test_a_name_that_is_no_text_comes_back():
     odd = [b"\xff\xfe.png".decode(errors="surrogateescape"), "\ud800", "/whole/path.png", ""]
-    listing = Listing("there", odd)
+    listing = FileList("there", odd)
     assert [listing.name(k) for k in range(4)] == odd and str(listing.path(2)) == odd[2]
     with pytest.raises(IndexError):
         listing[4]
 
 
 def test_one_label_that_lacks_is_none_of_all():
-    listing = Listing("", ["a", "b"], [3, 4])
+    listing = FileList("", ["a", "b"], [3, 4])
     assert listing.labels == (3, 4)
     listing.add("c")
     assert listing.labels is None and listing[2].label is None
@@ -655,7 +655,7 @@ def test_digests_are_combined_in_their_order_and_sorted():
 
     digests = [hashlib.sha256(bytes([n])).digest() for n in range(40)]
     digests[7] = digests[7][:-1] + b"\0"  # what numpy's strings leave out at the end
-    seen, order = Seen(60), [3, 7, 0, 39, 12]
+    seen, order = SampleDigests(60), [3, 7, 0, 39, 12]
     for number, digest in enumerate(digests):
         seen.note(number, digest, "it")
     for by_size, wanted in ((False, list), (True, sorted)):
@@ -677,18 +677,18 @@ def test_of_many_inputs_none_is_written_and_a_lost_one_is_none(tmp_path):
     paths = [tmp_path / f"{number}.png" for number in range(5)]
     for path in paths[:4]:
         path.write_bytes(b"x")
-    with guarded():
-        with guarded():
-            are_read(5, paths.__getitem__)
+    with guard_inputs():
+        with guard_inputs():
+            add_input_files(5, paths.__getitem__)
         (tmp_path / "link").hardlink_to(paths[2])
         for path in (paths[0], paths[3], tmp_path / "link"):
             with pytest.raises(ExportError, match="must not be an input"):
-                refuse(path)
-        refuse(paths[4])
+                refuse_output(path)
+        refuse_output(paths[4])
         (tmp_path / "moved").hardlink_to(paths[1])
         paths[1].unlink()
-        refuse(tmp_path / "moved")  # no input leads to it any more
-    refuse(paths[0])
+        refuse_output(tmp_path / "moved")  # no input leads to it any more
+    refuse_output(paths[0])
 
 
 def held(model, listing, monkeypatch):

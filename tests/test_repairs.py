@@ -14,10 +14,10 @@ from onnx import helper, numpy_helper
 from calibrators.amct.arq import arq, arq_integers
 from calibrators.errors import CalibrationError
 from calibrators.grids import quantize_weight, weight_scales
-from calibrators.rounding import gram, output_error, products_of, rounded_by_output
-from calibrators.weights import equal_factors, trusted_mean
+from calibrators.rounding import block_products, gram, output_error, round_by_output
+from calibrators.weights import equal_factors, shrunk_mean
 from deploy.calibration.ranges import Ranges
-from deploy.calibration.reference import judges_of
+from deploy.calibration.reference_outputs import make_evaluation_set
 from deploy.errors import ConfigError
 from deploy.frontends import load
 from deploy.method import Choices, Method
@@ -25,10 +25,10 @@ from deploy.pipeline import calibrate
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import TARGETS
 from deploy.targets.base import BuildRequest
-from deploy.tuning.repairs import REPAIRS, chosen
-from deploy.tuning.repairs.apply import trials
-from deploy.tuning.repairs.output_rounding import rounded_weight
-from deploy.tuning.repairs.repair_layers import layers_of, links_of
+from deploy.tuning.repairs import REPAIRS, parse_repairs
+from deploy.tuning.repairs.apply import trial_builder
+from deploy.tuning.repairs.output_rounding import round_weight
+from deploy.tuning.repairs.repair_layers import find_layer_links, find_weighted_layers
 from deploy.tuning.repairs.sample_runs import patches
 from tests.models import as_float32, make_model, make_node, make_value, save_net
 
@@ -206,14 +206,14 @@ def test_a_search_tries_rounded_weights_and_a_layer_in_float_keeps_its_own(targe
     made_for = TARGETS[target]()
     request = BuildRequest(
         subject=loaded.subject, folder=tmp_path, ranges=loaded.ranges, feed=loaded.feed,
-        manifest={}, judges=judges_of(loaded.feed, loaded.subject.model, 16),
+        manifest={}, judges=make_evaluation_set(loaded.feed, loaded.subject.model, 16),
     )  # fmt: skip
-    trial = trials(made_for, request, ("adaround",))
-    plain = trials(made_for, request, ())
+    trial = trial_builder(made_for, request, ("adaround",))
+    plain = trial_builder(made_for, request, ())
     name = next(n.name for n in request.model.graph.node if n.output[0] == "c2")
     one = request.choosing(Choices(float_nodes={name: "tried"}))
-    own = {layer.name: layer.array for layer in layers_of(request.model)}
-    found = {layer.name: layer.array for layer in layers_of(trial(one))}
+    own = {layer.name: layer.array for layer in find_weighted_layers(request.model)}
+    found = {layer.name: layer.array for layer in find_weighted_layers(trial(one))}
     assert np.array_equal(found[name], own[name])  # in float, and not rounded
     sample = loaded.feed.first(1)[0]
     wanted = OrtSession.open(request.model).run(sample)["y"]
@@ -225,12 +225,19 @@ def test_a_search_tries_rounded_weights_and_a_layer_in_float_keeps_its_own(targe
 
 
 def test_repairs_are_tried_in_one_order_and_a_wrong_name_has_a_way_out(tmp_path, built):
-    assert chosen(["bias,equalize"]) == chosen(["equalize", "bias"]) == ("equalize", "bias")
-    assert chosen(["all"]) == tuple(REPAIRS) and chosen([]) == chosen(["none"]) == ()
+    assert (
+        parse_repairs(["bias,equalize"])
+        == parse_repairs(["equalize", "bias"])
+        == ("equalize", "bias")
+    )
+    assert (
+        parse_repairs(["all"]) == tuple(REPAIRS)
+        and parse_repairs([]) == parse_repairs(["none"]) == ()
+    )
     with pytest.raises(ConfigError, match="none must be the only repair, got bias, none"):
-        chosen(["bias,none"])
+        parse_repairs(["bias,none"])
     with pytest.raises(ConfigError, match="did you mean 'equalize'"):
-        chosen(["equalise"])
+        parse_repairs(["equalise"])
     code, _, error = built(uneven(tmp_path), "--repair", "bios")
     assert code == 1 and "a repair is one of" in error and "did you mean 'bias'?" in error
     assert "Traceback" not in error and error.count("\n") == 1
@@ -313,7 +320,7 @@ def test_float_outputs_stay_equal_to_the_last_digits(tmp_path):
 def links(folder, nodes, constants, **rest):
     return [
         (a.first.name, a.second.name)
-        for a in links_of(load(saved(folder, nodes, constants, **rest)).model)
+        for a in find_layer_links(load(saved(folder, nodes, constants, **rest)).model)
     ]
 
 
@@ -361,7 +368,7 @@ def test_rounding_by_output_is_never_worse_than_nearest_and_takes_a_neighbour(se
     steps, x = rng.normal(0, 20, (g, c, k)), rng.uniform(0, 1, (g, k, 200))
     fixed = rng.random((g, c, k)) < 0.2
     products = gram(x)
-    found = rounded_by_output(steps, products, fixed=fixed)
+    found = round_by_output(steps, products, fixed=fixed)
     assert np.isin(found - np.floor(steps), (0, 1)).all()
     assert (found == np.rint(steps))[fixed].all()
     damped = products + 0.2 * np.einsum("gkk->gk", products).mean(1)[:, None, None] * np.eye(k)
@@ -372,7 +379,7 @@ def test_rounding_by_output_is_never_worse_than_nearest_and_takes_a_neighbour(se
 def test_rounding_by_output_wins_where_errors_add_up():
     steps = np.full((1, 1, 40), 3.4)
     x = np.random.default_rng(0).uniform(0.5, 1, (1, 40, 500))
-    found = rounded_by_output(steps, gram(x), fixed=np.zeros(steps.shape, bool))
+    found = round_by_output(steps, gram(x), fixed=np.zeros(steps.shape, bool))
     assert abs(found.sum() - steps.sum()) < 1 and np.rint(steps).sum() == steps.sum() - 16
 
 
@@ -380,16 +387,16 @@ def test_rounding_by_output_wins_where_errors_add_up():
 def test_a_fifth_of_the_mean_diagonal_holds_weights_at_their_nearest(weight, last):
     """Of two that one input reads, one goes up where 4 w - 1 is more than 0.2 (1 - 2 w)."""
     steps = np.full((1, 1, 2), weight)
-    found = rounded_by_output(steps, np.ones((1, 2, 2)), fixed=np.zeros(steps.shape, bool))
+    found = round_by_output(steps, np.ones((1, 2, 2)), fixed=np.zeros(steps.shape, bool))
     assert found.sum() == last
 
 
 def test_unsound_weights_are_refused():
     fixed = np.zeros((1, 1, 2), bool)
     with pytest.raises(CalibrationError, match=r"need products \[G, K, K\]"):
-        rounded_by_output(np.ones((1, 1, 2)), np.ones((1, 3, 3)), fixed=fixed)
+        round_by_output(np.ones((1, 1, 2)), np.ones((1, 3, 3)), fixed=fixed)
     with pytest.raises(CalibrationError, match="must be finite"):
-        rounded_by_output(np.full((1, 1, 2), np.nan), np.ones((1, 2, 2)), fixed=fixed)
+        round_by_output(np.full((1, 1, 2), np.nan), np.ones((1, 2, 2)), fixed=fixed)
 
 
 @calm
@@ -397,7 +404,7 @@ def test_unsound_weights_are_refused():
 def test_products_in_blocks_are_the_products(seed, g, m, k):
     rng = np.random.default_rng(seed)
     left, right = rng.normal(size=(g, m, k)), rng.normal(size=(g, k, 70))
-    np.testing.assert_allclose(products_of(left, right), left @ right, atol=1e-9)
+    np.testing.assert_allclose(block_products(left, right), left @ right, atol=1e-9)
     np.testing.assert_allclose(gram(left), left @ left.swapaxes(1, 2) / k, rtol=1e-3, atol=1e-4)
 
 
@@ -408,7 +415,7 @@ def lone(weight, kind, **given_):
         [node], "g", [make_value("x", None)], [make_value("y", None)],
         [numpy_helper.from_array(weight, "w")],
     )  # fmt: skip
-    (layer,) = layers_of(helper.make_model(graph))
+    (layer,) = find_weighted_layers(helper.make_model(graph))
     return layer
 
 
@@ -422,8 +429,7 @@ def test_a_channel_that_errs_more_on_other_samples_stays_nearest():
     turns = np.where(np.arange(24) % 2, 1, -1)[None, :, None]
     like, unlike = rng.uniform(0.5, 1, (1, 24, 50)).astype(np.float32), inputs[:, :, :50] * turns
     free, kept, back = (
-        rounded_weight(layer, np.ones((4, 1)), inputs, apart=apart)
-        for apart in (None, like, unlike)
+        round_weight(layer, np.ones((4, 1)), inputs, apart=apart) for apart in (None, like, unlike)
     )
     assert math.isnan(free.left) and kept.left < 0.2
     assert np.array_equal(free.weight, kept.weight)
@@ -454,8 +460,8 @@ def test_weights_times_patches_are_the_layer(kind, given_, tmp_path):
     model = load(saved(tmp_path, [(kind, "x w", "y", given_)], {"w": w}, shape=(2, 4, 9, 10))).model
     x = rng.normal(size=(2, 4, 9, 10)).astype(np.float32)
     y = OrtSession.open(model).run({"x": x})["y"]
-    (layer,) = layers_of(model)
-    made = products_of(layer.rows, patches(layer, x, 1, 10_000))
+    (layer,) = find_weighted_layers(model)
+    made = block_products(layer.rows, patches(layer, x, 1, 10_000))
     want = y.reshape(2, made.shape[0], -1, *y.shape[2:]).transpose(1, 2, 0, 3, 4)
     np.testing.assert_allclose(made, want.reshape(made.shape), atol=1e-4)
 
@@ -490,7 +496,7 @@ def test_targets_write_the_integers_that_were_chosen(seed, kind, turned):
     axis = 0 if kind == "Conv" or given_ else 1
     scales = weight_scales(weight, axis)
     wide = scales.reshape([-1 if a == axis else 1 for a in range(weight.ndim)]).astype(np.float64)
-    found = rounded_weight(layer, wide, inputs).weight
+    found = round_weight(layer, wide, inputs).weight
     assert weight_scales(found, axis).tobytes() == scales.tobytes()
     steps = replace(layer, array=(weight / wide).astype(np.float32)).rows
     wanted = quantize_weight(found, scales, axis)
@@ -504,7 +510,7 @@ def test_targets_write_the_integers_that_were_chosen(seed, kind, turned):
     assert after < before or (got == nearest).all()
     if kind == "Conv":  # AMCT's own scales, of 128 steps where the least value is the extreme
         own, offset = arq(weight)
-        ascend = rounded_weight(layer, own.reshape(-1, 1, 1, 1).astype(np.float64), inputs).weight
+        ascend = round_weight(layer, own.reshape(-1, 1, 1, 1).astype(np.float64), inputs).weight
         again, _ = arq(ascend)
         assert again.tobytes() == own.tobytes()
         codes = arq_integers(ascend, own, offset)
@@ -514,10 +520,10 @@ def test_targets_write_the_integers_that_were_chosen(seed, kind, turned):
 def test_a_mean_that_samples_do_not_agree_on_is_not_trusted():
     rng = np.random.default_rng(1)
     differences = np.stack([np.full(50, 0.3), rng.normal(0, 1, 50)], axis=1)
-    steady, noise = trusted_mean(differences)
+    steady, noise = shrunk_mean(differences)
     assert steady == pytest.approx(0.3)
     assert abs(noise) < 0.5 * abs(differences[:, 1].mean())
-    assert trusted_mean(np.zeros((3, 2))).tolist() == [0, 0]
+    assert shrunk_mean(np.zeros((3, 2))).tolist() == [0, 0]
 
 
 def test_where_a_target_wants_more_samples_than_judge_onnxruntime_stands_in(tmp_path, built):
@@ -538,7 +544,7 @@ def test_a_trial_is_the_same_whatever_was_tried_before_it(tmp_path, feed):
         ranges = Ranges(loaded.ranges.observed, loaded.ranges.method, loaded.ranges.reaches)
         return BuildRequest(
             subject=loaded.subject, folder=tmp_path, ranges=ranges, feed=loaded.feed, manifest={},
-            judges=judges_of(loaded.feed, loaded.subject.model, 16),
+            judges=make_evaluation_set(loaded.feed, loaded.subject.model, 16),
         )  # fmt: skip
 
     names = [n.name for n in loaded.subject.model.graph.node]
@@ -547,9 +553,9 @@ def test_a_trial_is_the_same_whatever_was_tried_before_it(tmp_path, feed):
         Choices(float_nodes={names[0]: "as asked"}, rounded=False), Choices(),
     ]  # fmt: skip
     kept = fresh()
-    again = trials(made_for, kept, ("adaround",))
+    again = trial_builder(made_for, kept, ("adaround",))
     for one in tried:
-        anew = trials(made_for, new := fresh(), ("adaround",))(new.choosing(one))
+        anew = trial_builder(made_for, new := fresh(), ("adaround",))(new.choosing(one))
         assert again(kept.choosing(one)).SerializeToString() == anew.SerializeToString()
 
 
@@ -558,7 +564,7 @@ def test_products_are_sums_of_blocks_each_in_its_place(shape):
     groups, rows, inner = shape
     rng = np.random.default_rng(3)
     whole = rng.integers(-9, 9, shape).astype(np.float32)
-    found = products_of(whole, whole.swapaxes(1, 2).copy(), mirrored=True)
+    found = block_products(whole, whole.swapaxes(1, 2).copy(), mirrored=True)
     assert np.array_equal(found, whole.astype(np.float64) @ whole.swapaxes(1, 2))
     left, right = rng.normal(size=shape), rng.normal(size=(groups, inner, 150))
     wanted = np.zeros((groups, rows, 150))
@@ -568,4 +574,4 @@ def test_products_are_sums_of_blocks_each_in_its_place(shape):
             for b in range(0, 150, 64):
                 made = left[:, a : a + 64, k : k + step] @ right[:, k : k + step, b : b + 64]
                 wanted[:, a : a + 64, b : b + 64] += made
-    assert products_of(left, right).tobytes() == wanted.tobytes()
+    assert block_products(left, right).tobytes() == wanted.tobytes()

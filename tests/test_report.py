@@ -46,10 +46,19 @@ from deploy.report import (
 )
 from deploy.report.charts import latency_figure, range_bar
 from deploy.report.model import by_fastest
-from deploy.report.page import POLICY, PRINTED, SCRIPT, STYLE, Section, breakable, contents, written
-from deploy.report.report_rows import first, float_groups, worst_first
+from deploy.report.page import (
+    POLICY,
+    PRINTED,
+    SCRIPT,
+    STYLE,
+    Section,
+    breakable,
+    render_sections,
+    table_of_contents,
+)
+from deploy.report.report_rows import float_groups, worst_first, worst_rows
 from deploy.targets import OnnxRuntime
-from deploy.targets.base import Built
+from deploy.targets.base import BuildResult
 
 # --- report
 HOSTILE = "\x1b[31m\udcff<script>alert('x')</script>|`*_[a](b)&\"\n# no heading"
@@ -442,7 +451,7 @@ class Narrow(OnnxRuntime):
 class Broken(OnnxRuntime):
     def build(self, request):
         why = "a chip must be there, got none"
-        return Built(target=self.name, engine=None, runnable=None, files={}, error=why)
+        return BuildResult(target=self.name, engine=None, runnable=None, files={}, error=why)
 
 
 def test_a_build_tells_what_each_target_really_used(small_cnn, pictures, tmp_path):
@@ -604,8 +613,8 @@ ROWS = [tensor(name, sqnr_db) for name, sqnr_db in KNOWN.items()]
 
 def test_the_worst_come_first_and_the_unknown_last():
     assert [row.name for row in worst_first(ROWS)] == ["c", "d", "f", "a", "e", "b"]
-    assert [row.name for row in first(ROWS, 5)] == ["c", "d", "f", "a"]
-    assert [row.name for row in first(ROWS, 2)] == ["c", "d"]
+    assert [row.name for row in worst_rows(ROWS, 5)] == ["c", "d", "f", "a"]
+    assert [row.name for row in worst_rows(ROWS, 2)] == ["c", "d"]
 
 
 def test_every_form_has_its_tensors_worst_first():
@@ -646,11 +655,11 @@ def test_float_nodes_stand_by_what_they_cost():
 def test_sections_have_ids_of_their_own_and_a_place_in_the_contents():
     titles = ("Tensors of a", "Tensors  of <a>", "...", "!", "Notes")
     sections = [Section(title=title, html="<p>x</p>", rows=3) for title in titles]
-    ids = re.findall(r'<h2 id="(.+?)"', "".join(written(sections)))
+    ids = re.findall(r'<h2 id="(.+?)"', "".join(render_sections(sections)))
     assert ids == ["tensors-of-a", "tensors-of-a-1", "section", "section-1", "notes"]
-    assert re.findall(r'href="#(.+?)"', contents(sections)) == ids
-    assert "Tensors  of &lt;a&gt; (3)</h2>" in "".join(written(sections))
-    assert contents(sections[:2]) == ""
+    assert re.findall(r'href="#(.+?)"', table_of_contents(sections)) == ids
+    assert "Tensors  of &lt;a&gt; (3)</h2>" in "".join(render_sections(sections))
+    assert table_of_contents(sections[:2]) == ""
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 
 from calibrators.statistics import HistogramOf
 from deploy.calibration import checkpoint, shards
-from deploy.calibration.checkpoint import Checkpoint, beside
-from deploy.calibration.store import files
-from deploy.calibration.taps import Line
+from deploy.calibration.checkpoint import Checkpoint, checkpoint_path
+from deploy.calibration.store import cache_files
+from deploy.calibration.taps import VariantRunner
 from deploy.cli import main
 from deploy.errors import ConfigError, ExportError
-from deploy.feed.parallel import _Line
+from deploy.feed.parallel import _SharedIterator
 from deploy.feed.sampling import Choice
 from tests.conftest import save_small_cnn
 
@@ -102,7 +102,7 @@ def ended_at(sample, send, patched):
     Gives the numbers of those that ran.
     """
     ran, count, over = [], itertools.count(1), threading.Event()
-    run, finish = Line.run, _Line.finish
+    run, finish = VariantRunner.run, _SharedIterator.finish
 
     def heard(self, *words):
         place = next(count)
@@ -116,8 +116,8 @@ def ended_at(sample, send, patched):
         finish(self)
         over.set()
 
-    patched.setattr(Line, "run", heard)
-    patched.setattr(_Line, "finish", finished)
+    patched.setattr(VariantRunner, "run", heard)
+    patched.setattr(_SharedIterator, "finish", finished)
     return ran
 
 
@@ -156,13 +156,13 @@ def state(small_cnn, odd, tmp_path_factory) -> bytes:
 @pytest.fixture
 def left(state, tmp_path) -> Path:
     """It, beside the cache of `words`."""
-    path = beside(tmp_path / "m.cache")
+    path = checkpoint_path(tmp_path / "m.cache")
     path.write_bytes(state)
     return path
 
 
 def contents(cache: Path) -> list[bytes]:
-    return [path.read_bytes() for path in files(cache)]
+    return [path.read_bytes() for path in cache_files(cache)]
 
 
 def in_files(words, folder: Path) -> list:
@@ -197,12 +197,12 @@ def test_a_killed_run_goes_on_to_the_same_bytes(way, run, killed, small_cnn, fol
     assert run(*words, "-o", whole, "--threads", 2)[0] == 0
     go_on = (*words, "-o", cache, "--threads", threads)
     killed(3, *go_on)
-    assert not cache.exists() and beside(cache).exists()
+    assert not cache.exists() and checkpoint_path(cache).exists()
     killed(11, *go_on, "--resume")  # and once more
-    assert shards.load(beside(cache)).counted >= 11
+    assert shards.load_shard(checkpoint_path(cache)).counted >= 11
     assert run(*go_on, "--resume")[0] == 0
     assert contents(cache) == contents(whole)
-    assert not beside(cache).exists()
+    assert not checkpoint_path(cache).exists()
 
 
 @pytest.mark.parametrize("samples", [1, 4, 5])
@@ -227,7 +227,7 @@ def test_a_shard_goes_on_and_its_checkpoint_is_no_shard(run, killed, small_cnn, 
     words = ("calibrate", small_cnn, "--images", folder, "--shard", "2/3", "--skip-bad", "-q", "-o")
     assert run(*words, tmp_path / "whole.shard")[0] == 0
     killed(2, *words, tmp_path / "m.shard")
-    left = beside(tmp_path / "m.shard")
+    left = checkpoint_path(tmp_path / "m.shard")
     code, _, err = run("merge", small_cnn, left, "-o", tmp_path / "m.cache")
     assert code == 1 and "m.shard.checkpoint" in err and "--resume" in err
     code, _, err = run(*words, tmp_path / "m.shard", "--resume", "--shard", "1/3")
@@ -245,9 +245,9 @@ def test_a_signal_says_how_to_go_on(number, code, threads, run, interrupted, sma
     words = ("calibrate", small_cnn, "--images", tmp_path / "x.npy", "-q", "--threads", threads)
     ended, (said,), ran = interrupted(7, number, *words, "-o", tmp_path / "m.cache")
     assert ended == code and ran < 7 + threads
-    counted = shards.load(beside(tmp_path / "m.cache")).counted
+    counted = shards.load_shard(checkpoint_path(tmp_path / "m.cache")).counted
     assert counted == ran  # all that were begun are counted
-    left = f"; {counted:,} of 500 samples are kept in {beside(tmp_path / 'm.cache')}"
+    left = f"; {counted:,} of 500 samples are kept in {checkpoint_path(tmp_path / 'm.cache')}"
     assert said.endswith(f"{left}: --resume goes on from there")
     assert run(*words, "-o", tmp_path / "m.cache", "--resume")[0] == 0
     assert run(*words, "-o", tmp_path / "whole.cache")[0] == 0
@@ -271,7 +271,7 @@ def test_what_no_checkpoint_holds_is_said(run, often, interrupted, small_cnn, fo
     words += ("--ascend-config", *config, "-o", tmp_path / "m.cache")
     code, (said,), _ = interrupted(2, signal.SIGINT, *words)
     assert code == 130 and "starts over, since no checkpoint holds 'all values" in said
-    assert not beside(tmp_path / "m.cache").exists()
+    assert not checkpoint_path(tmp_path / "m.cache").exists()
     assert run(*words, "--resume")[0] == 0
 
 
@@ -312,7 +312,8 @@ def an_image_more(words, tmp_path):
 
 
 def other_version(words, tmp_path):
-    rewritten(beside(tmp_path / "m.cache"), lambda document: document["made_from"]["made_by"][
+    path = checkpoint_path(tmp_path / "m.cache")
+    rewritten(path, lambda document: document["made_from"]["made_by"][
         "numbers"].update(calib8="0.0.1"))  # fmt: skip
     return words
 
@@ -349,7 +350,7 @@ def test_a_new_run_names_the_checkpoint_and_spares_it_at_first(
     run, killed, interrupted, words, tmp_path
 ):
     killed(9, *words)
-    left = beside(tmp_path / "m.cache")
+    left = checkpoint_path(tmp_path / "m.cache")
     before = left.read_bytes()
     said = killed(9, *words, "--limit", 12)  # of another run, which has as many
     assert said.startswith(f"calib8: note: {left} holds 9 samples") and "--resume" in said
@@ -438,7 +439,7 @@ def test_a_broken_checkpoint_is_a_sentence(change, run, left, words, tmp_path):
 
 
 def test_what_calib8_did_not_write_is_not_replaced(run, words, tmp_path):
-    notes = beside(tmp_path / "m.cache")
+    notes = checkpoint_path(tmp_path / "m.cache")
     notes.write_text("mine")
     assert "--force" in run.fails(*words) and notes.read_text() == "mine"
     assert run(*words, "--force")[0] == 0
@@ -512,7 +513,7 @@ def test_kill_9_at_any_write(run, small_cnn, tmp_path):
             [sys.executable, "-c", _CHILD, str(writes), *go_on], cwd=Path(__file__).parent.parent
         )
         assert ended.returncode == -signal.SIGKILL
-        assert beside(tmp_path / "m.cache").exists()
+        assert checkpoint_path(tmp_path / "m.cache").exists()
     assert run(*words, tmp_path / "m.cache", "--resume")[0] == 0
     assert run(*words, tmp_path / "whole.cache")[0] == 0
     assert contents(tmp_path / "m.cache") == contents(tmp_path / "whole.cache")
@@ -790,19 +791,19 @@ def test_no_change_of_a_shard_passes(data, place, changed_shard):
 def changed_shard(small_cnn, pictures, tmp_path_factory):
     """(bytes, place) -> writes them over a shard there, and reads it: equal, or a sentence."""
     from deploy import calibrate
-    from deploy.calibration.shards import keep_shard
+    from deploy.calibration.shards import write_shard
     from deploy.errors import CacheError
 
     path = tmp_path_factory.mktemp("changed") / "one.shard"
-    keep_shard(calibrate(small_cnn, pictures, limit=Choice(most=2, shard=(1, 2))), path)
+    write_shard(calibrate(small_cnn, pictures, limit=Choice(most=2, shard=(1, 2))), path)
     whole = path.read_bytes()
-    sound = shards.load(path)
+    sound = shards.load_shard(path)
 
     def check(data, place):
         at = place % len(whole)
         path.write_bytes(whole[:at] + data + whole[at + len(data) :])
         try:
-            found = shards.load(path)
+            found = shards.load_shard(path)
         except CacheError:
             return
         assert (found.share, found.made_from, found.digests) == (
@@ -827,11 +828,11 @@ def test_shards_share_the_choice_out(count, of, every):
 @pytest.mark.parametrize("count", [1, 2])
 def test_from_python_shards(small_cnn, pictures, tmp_path, count):
     from deploy import calibrate, merge
-    from deploy.calibration.shards import keep_shard
+    from deploy.calibration.shards import write_shard
 
     paths = [tmp_path / f"{number}.shard" for number in range(count)]
     for number, path in enumerate(paths, 1):
-        keep_shard(calibrate(small_cnn, pictures, limit=Choice(shard=(number, count))), path)
+        write_shard(calibrate(small_cnn, pictures, limit=Choice(shard=(number, count))), path)
     merged = merge(small_cnn, paths)
     whole = calibrate(small_cnn, pictures)
     assert merged.found.scales == whole.found.scales

@@ -15,7 +15,7 @@ from deploy.graph.plan import analyse
 from deploy.targets.onnxruntime import conv_rewrites, rewrites
 from deploy.targets.onnxruntime.conv_rewrites import RewriteContext
 from deploy.targets.onnxruntime.map_rewrites import write_upsampling
-from deploy.tuning.timing import attributed
+from deploy.tuning.timing import attribute_kernels
 from tests.models import (
     as_float32,
     build_net,
@@ -451,7 +451,7 @@ def test_other_targets_have_the_layer_as_it_was(tiled_net, tmp_path):
 @pytest.mark.parametrize("sizes", [(6, 5), ("h", "w")], ids=["fixed", "open"])
 def test_every_kernel_of_tiles_is_priced_as_the_layer(sizes, tiled_net, tmp_path, optimized):
     ran = {node.name: 1.0 for node in optimized(tiled_net(*SIDE_BY_SIDE["square"], sizes=sizes))}
-    found = attributed(ran, onnx.load(tmp_path / "net.onnx"))
+    found = attribute_kernels(ran, onnx.load(tmp_path / "net.onnx"))
     own = [name for name in ran if name.startswith("up")]
     assert found.nodes["up"] == len(own) >= 4
     assert len([name for name in own if "token" in name]) == 1  # the Conv, fused with its Relu
@@ -506,7 +506,7 @@ def test_a_model_with_pairs_is_kept_but_for_them(tiled_net, tmp_path, monkeypatc
 
 def test_another_layer_between_pairs_of_a_model_is_called_float(tiled_net, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("deploy.graph.refusal.tile_of", lambda node, sizes: (3, 3))
+        patch.setattr("deploy.graph.refusal.tile_shape", lambda node, sizes: (3, 3))
         plain = tiled_net(*OTHER["overlapping"])
     assert any(tensor.name == "w/quantized" for tensor in plain.graph.initializer)
     out = build_net(plain, np.load(tmp_path / "x.npy"), tmp_path / "paired", "--accept")

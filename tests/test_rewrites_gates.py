@@ -11,9 +11,9 @@ from onnx import numpy_helper
 
 from calibrators.grids import dequantize, quantize
 from deploy.frontends import load
-from deploy.graph.edit import copied
+from deploy.graph.edit import copy_message
 from deploy.graph.index import Graph
-from deploy.graph.placement import ONNXRUNTIME, TENSORRT, gates
+from deploy.graph.placement import ONNXRUNTIME, TENSORRT, find_gates
 from deploy.graph.plan import analyse
 from deploy.targets.onnxruntime.conv_rewrites import RewriteContext
 from deploy.targets.onnxruntime.map_rewrites import fuse_gates
@@ -188,7 +188,7 @@ def test_the_shift_of_a_squeeze_excite_is_in_the_bias_before_it(form, tmp_path, 
     (target,) = json.loads((tmp_path / "out/report.json").read_text())["targets"]
     told = {row["name"] for row in target["tensors"]}
     assert {"t", "p", "y"} <= told and "g" not in told  # what g has is no range that was found
-    (one,) = gates(Graph(network(nodes)))
+    (one,) = find_gates(Graph(network(nodes)))
     names = ["t/quantized", f"{one.name}/gate/quantized", f"{one.name}/gate", "y/quantized"]
     factor, stored, gate, got = ran(engine, names, tmp_path)
     g, t = ran(network(nodes), ["g", "t"], tmp_path)
@@ -271,7 +271,7 @@ def test_only_the_ends_of_a_gate_are_observed():
 )  # fmt: skip
 def test_what_is_not_a_gate_is_left_alone(nodes, outputs, tmp_path):
     model = network(nodes, outputs=outputs)
-    assert "y" not in {gate.output for gate in gates(Graph(load(model).model))}
+    assert "y" not in {gate.output for gate in find_gates(Graph(load(model).model))}
     engine = built(model, tmp_path)
     x = np.load(tmp_path / "x.npy")
     for want, got in zip(run_net(model, x), run_net(engine, x), strict=True):
@@ -280,14 +280,14 @@ def test_what_is_not_a_gate_is_left_alone(nodes, outputs, tmp_path):
 
 def test_a_gate_ends_where_its_tensor_is_read_twice(tmp_path):
     """m leaves the model, so the division is a node of its own behind the gate."""
-    (gate,) = gates(Graph(network(FORMS["div last"][0], outputs=("out", "m"))))
+    (gate,) = find_gates(Graph(network(FORMS["div last"][0], outputs=("out", "m"))))
     assert (gate.output, gate.gain) == ("m", 1.0)
 
 
 def test_a_number_divided_by_a_clip_is_no_gain():
     nodes = [("Add", "t three", "a", {}), ("Clip", "a zero six", "c", {}),
              ("Div", "six c", "d", {}), ("Mul", "t d", "y", {})]  # fmt: skip
-    assert gates(Graph(network(nodes))) == ()
+    assert find_gates(Graph(network(nodes))) == ()
 
 
 def test_gates_of_one_model_share_their_numbers(tmp_path, kernels):
@@ -338,7 +338,7 @@ def test_an_offset_of_less_than_three_steps_is_an_int8_add(tmp_path, kernels):
 
 def test_an_offset_before_a_relu_is_no_part_of_the_gate(tmp_path, kernels):
     nodes = [("HardSwish", "t", "h", {}), ("Add", "h minus", "a", {}), ("Relu", "a", "y", {})]
-    (gate,) = gates(Graph(network(nodes)))
+    (gate,) = find_gates(Graph(network(nodes)))
     assert (gate.output, gate.offset) == ("h", 0)
     assert kernels(built(network(nodes), tmp_path)).count("QLinearAdd") == 1
 
@@ -359,8 +359,10 @@ def test_a_gate_kept_float_is_the_operator_that_is_fused(form, tmp_path):
 @pytest.mark.parametrize("form", ["div last", "hard sigmoid", "halved and shifted"])
 def test_a_float_gate_is_computed_inside_the_layer_before(form, tmp_path, kernels):
     model = load(network(FORMS[form][0])).model
-    fused = copied(model)
-    fuse_gates(fused, RewriteContext(like=Graph(model), float_gates=tuple(gates(Graph(model)))))
+    fused = copy_message(model)
+    fuse_gates(
+        fused, RewriteContext(like=Graph(model), float_gates=tuple(find_gates(Graph(model))))
+    )
     x = np.random.default_rng(6).normal(size=(1, 8, 12, 12)).astype(np.float32)
     before, after = (run_net(m, x)[0] for m in (model, fused))
     np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-6)
@@ -371,8 +373,8 @@ def test_a_gate_without_known_channels_is_scaled_and_shifted_by_numbers():
     model = load(network(FORMS["div before the mul, then halved"][0])).model
     graph = Graph(model)
     graph.shapes.clear()
-    fused = copied(model)
-    fuse_gates(fused, RewriteContext(like=graph, float_gates=tuple(gates(Graph(model)))))
+    fused = copy_message(model)
+    fuse_gates(fused, RewriteContext(like=graph, float_gates=tuple(find_gates(Graph(model)))))
     kinds = [node.op_type for node in fused.graph.node]
     assert kinds.count("HardSwish") == 1 and "BatchNormalization" not in kinds
     onnx.checker.check_model(fused, full_check=True)
@@ -381,7 +383,9 @@ def test_a_gate_without_known_channels_is_scaled_and_shifted_by_numbers():
 def test_a_model_of_an_older_opset_is_lifted_to_that_of_the_operator():
     model = load(network(FORMS["div last"][0])).model
     model.opset_import[0].version = 13
-    fuse_gates(model, RewriteContext(like=Graph(model), float_gates=tuple(gates(Graph(model)))))
+    fuse_gates(
+        model, RewriteContext(like=Graph(model), float_gates=tuple(find_gates(Graph(model))))
+    )
     assert model.opset_import[0].version == 14
     onnx.checker.check_model(model, full_check=True)
 
@@ -389,7 +393,9 @@ def test_a_model_of_an_older_opset_is_lifted_to_that_of_the_operator():
 def test_what_is_an_operator_already_stays_as_it_is():
     model = load(network(FORMS["hard swish"][0])).model
     before = model.SerializeToString(deterministic=True)
-    fuse_gates(model, RewriteContext(like=Graph(model), float_gates=tuple(gates(Graph(model)))))
+    fuse_gates(
+        model, RewriteContext(like=Graph(model), float_gates=tuple(find_gates(Graph(model))))
+    )
     assert model.SerializeToString(deterministic=True) == before
 
 

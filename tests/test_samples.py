@@ -17,18 +17,24 @@ import deploy
 from calibrators.scales import Scale
 from calibrators.statistics import HistogramOf
 from deploy.calibration import store
-from deploy.calibration.expected import first_layer, oddities
+from deploy.calibration.input_checks import check_input_samples, find_first_layer
 from deploy.calibration.observation import Observation, Variant
-from deploy.calibration.one_pass import in_turns, observe
-from deploy.calibration.sample_checks import FAR, Outlier, Peaks, largest, standing_out
-from deploy.calibration.stability import agreement, apart
+from deploy.calibration.one_pass import alternate_halves, observe
+from deploy.calibration.sample_checks import (
+    OUTLIER_RATIO,
+    Outlier,
+    Peaks,
+    describe_outliers,
+    largest_magnitude,
+)
+from deploy.calibration.stability import compare_halves, range_difference
 from deploy.calibration.store import sidecars
 from deploy.errors import CacheError, ConfigError
 from deploy.feed.feed import open_feed
 from deploy.feed.preprocess import Preprocess
-from deploy.feed.sampling import Choice, following, order, strewn
+from deploy.feed.sampling import Choice, in_sampling_order, next_check, sampling_order
 from deploy.pipeline import calibrate
-from deploy.targets import named
+from deploy.targets import find_target
 from deploy.tensors import TensorSpec
 from tests.models import as_float32, make_model, make_node, make_value
 
@@ -101,12 +107,12 @@ def statistics(cache: Path) -> list[bytes]:
 
 @given(st.integers(1, 700))
 def test_the_first_of_every_point_are_those_that_a_limit_takes(count):
-    order = strewn(range(count))
+    order = in_sampling_order(range(count))
     assert sorted(order) == list(range(count))
-    point = following(0)
+    point = next_check(0)
     while point < count:
         assert sorted(order[:point]) == Choice(most=point).of(count)[0]
-        point = following(point)
+        point = next_check(point)
 
 
 def scale(lo: float, hi: float, amax: float) -> Scale:
@@ -115,12 +121,16 @@ def scale(lo: float, hi: float, amax: float) -> Scale:
 
 def test_how_far_ranges_are_apart_is_a_share_of_the_wider_one():
     one = scale(-1, 3, 3)
-    assert apart(one, one) == 0 == apart(None, None)
-    assert apart(one, scale(-1, 4, 3)) == pytest.approx(1 / 5) == apart(scale(-1, 4, 3), one)
-    assert apart(one, scale(-2, 3, 3)) == pytest.approx(1 / 5)
-    assert apart(one, scale(-1, 3, 4)) == pytest.approx(1 / 4)
-    assert apart(scale(0, 0, 0), scale(0, 0, 0)) == 0
-    assert apart(one, None) == 1 == apart(None, one)
+    assert range_difference(one, one) == 0 == range_difference(None, None)
+    assert (
+        range_difference(one, scale(-1, 4, 3))
+        == pytest.approx(1 / 5)
+        == range_difference(scale(-1, 4, 3), one)
+    )
+    assert range_difference(one, scale(-2, 3, 3)) == pytest.approx(1 / 5)
+    assert range_difference(one, scale(-1, 3, 4)) == pytest.approx(1 / 4)
+    assert range_difference(scale(0, 0, 0), scale(0, 0, 0)) == 0
+    assert range_difference(one, None) == 1 == range_difference(None, one)
 
 
 def test_all_but_a_twentieth_must_agree():
@@ -129,7 +139,7 @@ def test_all_but_a_twentieth_must_agree():
 
     for count, able in ((9, 0), (10, 1), (29, 1), (30, 2), (100, 5)):
         for off in (able, able + 1):
-            told = agreement(found(count, 0), found(count, off), samples=32, within=0.2)
+            told = compare_halves(found(count, 0), found(count, off), samples=32, within=0.2)
             assert told.enough is (off <= able) and len(told.apart) == off
             assert ("more images" in told.words) is (off > able)
 
@@ -162,7 +172,7 @@ def test_halves_have_one_of_every_two_samples_each(threads, small_cnn, arrays):
     whole = observe(wanted, slowly(samples), threads=threads, halves=halves)
     assert same(whole, observe(wanted, samples, threads=1))
     for half, odd in zip(halves, (1, 0), strict=True):
-        own = [one for number, one in enumerate(samples, 1) if in_turns(number) % 2 == odd]
+        own = [one for number, one in enumerate(samples, 1) if alternate_halves(number) % 2 == odd]
         assert same(half, observe(wanted, own, threads=1))
 
 
@@ -199,11 +209,11 @@ def test_it_stops_where_a_limit_would_have_given_the_same_bytes(calibrated, tmp_
 
 def test_the_same_command_uses_its_cache_again(calibrated, tmp_path):
     calibrated("a.cache", "--until-stable")
-    made = [path.read_bytes() for path in store.files(tmp_path / "a.cache")]
+    made = [path.read_bytes() for path in store.cache_files(tmp_path / "a.cache")]
     code, out, _ = calibrated("a.cache", "--until-stable", "--require-cache")
     assert code == 0 and "ran no inference" in out and "observations of 32 images" in out
     assert "within 20 % by mse" in out
-    assert [path.read_bytes() for path in store.files(tmp_path / "a.cache")] == made
+    assert [path.read_bytes() for path in store.cache_files(tmp_path / "a.cache")] == made
 
 
 def test_a_cache_is_of_its_own_samples_alone(calibrated, tmp_path):
@@ -252,7 +262,7 @@ def test_a_bad_picture_counts_for_nothing(calibrated, run, small_cnn, tmp_path):
     for number in range(50):
         noisy = (pixels + made.integers(-9, 10, pixels.shape)).clip(0, 255).astype(np.uint8)
         cv2.imwrite(str(folder / f"{number:02}.png"), noisy)
-    for place in order(50)[[0, -1]]:  # the first is among those that are looked at
+    for place in sampling_order(50)[[0, -1]]:  # the first is among those that are looked at
         (folder / f"{place:02}.png").write_bytes(b"no picture")
     code, out, _ = calibrated("a.cache", "--until-stable", "--skip-bad", images=folder)
     assert code == 0 and "ran 32 inferences" in out and "1 skipped" in out
@@ -263,7 +273,7 @@ def test_a_bad_picture_counts_for_nothing(calibrated, run, small_cnn, tmp_path):
 
 def test_what_stands_out_is_named_as_without(calibrated, arrays, tmp_path):
     x = np.load(arrays)
-    place = order(100)[4]  # the fifth that is looked at
+    place = sampling_order(100)[4]  # the fifth that is looked at
     x[place] *= 90
     np.save(tmp_path / "x.npy", x)
     for words in ((), ("--until-stable",)):
@@ -354,7 +364,7 @@ def test_from_python(small_cnn, arrays):
 
 
 def test_two_targets_are_looked_at_together(small_cnn, arrays):
-    targets = ["onnxruntime", named("tensorrt")()]
+    targets = ["onnxruntime", find_target("tensorrt")()]
     found = deploy.calibrate(small_cnn, list(np.load(arrays)), targets=targets, until_stable=0.2)
     assert found.agreement.tensors == len(found.observations)
 
@@ -364,9 +374,9 @@ def test_a_cache_that_does_not_say_how_is_broken(calibrated, tmp_path):
     path = tmp_path / "a.cache.json"
     document = json.loads(path.read_text())
     for wrong in ({"within": 2.0, "method": "mse"}, {"within": 0.2}, [1], "x"):
-        path.write_bytes(store.sealed({**document, "until": wrong}))
+        path.write_bytes(store.seal_json({**document, "until": wrong}))
         with pytest.raises(CacheError, match="until when it was observed"):
-            store.load(tmp_path / "a.cache")
+            store.load_calibration(tmp_path / "a.cache")
 
 
 # --- What is fed, held against what the model's first layer learned from.
@@ -424,25 +434,25 @@ UNIT, RAW = changed(mean=[0.0], std=[1.0]), changed(mean=[0.0], std=[1.0], scale
 
 
 def test_a_batchnormalization_tells_the_mean_and_std_that_it_learned_with():
-    assert oddities(fed(HALF), HALF, network()) == []
+    assert check_input_samples(fed(HALF), HALF, network()) == []
     for how in (UNIT, RAW):
-        (said,) = oddities(fed(how), how, network())
+        (said,) = check_input_samples(fed(how), how, network())
         assert "pixels / 255 with mean 0.5 and std 0.5" in said and "(norm)" in said
         assert "--mean" in said
 
 
 def test_arrays_of_another_unit_are_told_without_a_guess_which():
-    (said,) = oddities(fed(RAW), None, network())
+    (said,) = check_input_samples(fed(RAW), None, network())
     assert "has another unit" in said and "how the arrays were made" in said
-    (said,) = oddities([{"x": one["x"] / 1000} for one in fed(HALF)], None, network())
+    (said,) = check_input_samples([{"x": one["x"] / 1000} for one in fed(HALF)], None, network())
     assert "has another unit" in said
-    assert oddities(fed(UNIT), None, network()) == []  # other images may explain as much
+    assert check_input_samples(fed(UNIT), None, network()) == []  # other images may explain as much
 
 
 def test_a_model_that_normalises_by_itself_is_fed_pixels_as_they_are():
     net = network([("Div", "most"), ("Sub", "half"), ("Div", "half")])
-    assert oddities(fed(RAW), RAW, net) == []
-    assert oddities(fed(HALF), None, net) != []
+    assert check_input_samples(fed(RAW), RAW, net) == []
+    assert check_input_samples(fed(HALF), None, net) != []
 
 
 def test_a_batchnormalization_at_the_input_tells_too():
@@ -453,22 +463,22 @@ def test_a_batchnormalization_at_the_input_tells_too():
     net.graph.initializer.extend(
         numpy_helper.from_array(np.full(3, v, np.float32), k) for k, v in values.items()
     )
-    assert oddities(fed(RAW), RAW, net) == []
-    (said,) = oddities(fed(UNIT), UNIT, net)
+    assert check_input_samples(fed(RAW), RAW, net) == []
+    (said,) = check_input_samples(fed(UNIT), UNIT, net)
     assert "(data)" in said
 
 
 def test_a_bias_tells_pixels_that_are_not_normalised_and_what_hardly_counts():
     net = network(norm=False)
     for how in (HALF, UNIT):
-        assert oddities(fed(how), how, net) == []
-    (said,) = oddities(fed(RAW), RAW, net)
+        assert check_input_samples(fed(how), how, net) == []
+    (said,) = check_input_samples(fed(RAW), RAW, net)
     assert "pixels of 0 to 255 as they are" in said and "(c)" in said
-    assert "pixels of 0 to 255" in oddities(fed(RAW), None, net)[0]
-    (said,) = oddities([{"x": one["x"] / 255} for one in fed(UNIT)], None, net)
+    assert "pixels of 0 to 255" in check_input_samples(fed(RAW), None, net)[0]
+    (said,) = check_input_samples([{"x": one["x"] / 255} for one in fed(UNIT)], None, net)
     assert "calibration data is too small" in said
     wide = [{"x": one["x"] * 200 - 7.5} for one in fed(UNIT)]  # no pixels, whatever they are
-    assert oddities(wide, None, net) == []
+    assert check_input_samples(wide, None, net) == []
 
 
 def space_to_depth(parts=2):
@@ -499,8 +509,8 @@ def space_to_depth(parts=2):
 
 def test_the_first_conv_is_found_behind_a_space_to_depth_of_slices():
     net = space_to_depth()
-    assert oddities(fed(RAW), RAW, net) == []
-    (said,) = oddities(fed(UNIT), UNIT, net)
+    assert check_input_samples(fed(RAW), RAW, net) == []
+    (said,) = check_input_samples(fed(UNIT), UNIT, net)
     assert "calibration data is too small" in said and "(c)" in said
 
 
@@ -509,17 +519,17 @@ def test_a_constant_may_stand_before_what_it_scales_or_shifts(reader):
     net = network(norm=False)
     net.graph.node.insert(0, make_node(reader, "most x", "x0", "scaled"))
     net.graph.node[1].input[0] = "x0"
-    found = first_layer(net, "x")
+    found = find_first_layer(net, "x")
     assert found is not None and found.node == "c"
 
 
 @pytest.mark.parametrize("tensor", ["r10", "p01", "j"])
 def test_slices_that_something_else_reads_too_are_no_way_to_the_first_conv(tensor):
     net = space_to_depth()
-    assert first_layer(net, "x") is not None
+    assert find_first_layer(net, "x") is not None
     net.graph.node.append(make_node("Relu", [tensor], "z", "z"))
     net.graph.output.append(make_value("z", None))
-    assert first_layer(net, "x") is None
+    assert find_first_layer(net, "x") is None
 
 
 @pytest.mark.parametrize("reader", ["first", "last"])
@@ -529,7 +539,7 @@ def test_a_conv_that_reads_one_slice_alone_says_nothing_of_the_input(reader):
     net.graph.initializer.append(numpy_helper.from_array(np.ones((1, 3, 1, 1), np.float32), "v"))
     net.graph.node.insert(2 if reader == "first" else len(net.graph.node), beside)
     net.graph.output.append(make_value("z", None))
-    assert first_layer(net, "x") is None
+    assert find_first_layer(net, "x") is None
 
 
 def verdict_of(report):
@@ -556,15 +566,15 @@ def test_a_build_that_feeds_a_sliced_stem_shares_in_place_of_pixels_says_so(run,
 
 
 def test_without_bias_and_norm_nothing_is_said():
-    assert oddities(fed(RAW), RAW, network(norm=False, bias=False)) == []
+    assert check_input_samples(fed(RAW), RAW, network(norm=False, bias=False)) == []
 
 
 @pytest.mark.parametrize("how", [HALF, None])
 def test_samples_of_one_value_are_told(how):
     flat = [{"x": np.full((1, 3, 16, 16), value, np.float32)} for value in (0.5, -1)]
-    (said,) = oddities(flat, how, network())
+    (said,) = check_input_samples(flat, how, network())
     assert "one value alone, such as 0.5" in said
-    assert oddities([*flat, *fed(HALF)], how, network(norm=False)) == []
+    assert check_input_samples([*flat, *fed(HALF)], how, network(norm=False)) == []
 
 
 @pytest.mark.parametrize("silent", [False, True])
@@ -595,20 +605,20 @@ def test_a_state_at_its_start_is_no_picture_without_content(run, tmp_path, silen
 
 def test_pictures_of_nearly_one_colour_are_told():
     dark = [one // 24 for one in smooth()]  # as 12 bits in the upper byte of 16
-    (said,) = oddities(fed(HALF, dark), HALF, network())
+    (said,) = check_input_samples(fed(HALF, dark), HALF, network())
     assert "16 of 255" in said and "16-bit" in said
 
 
 def test_inputs_that_are_no_pictures_and_layers_that_are_no_conv_say_nothing():
-    assert oddities([{"x": np.zeros((1, 40), np.float32)}], None, network()) == []
-    assert oddities([], None, network()) == []
+    assert check_input_samples([{"x": np.zeros((1, 40), np.float32)}], None, network()) == []
+    assert check_input_samples([], None, network()) == []
     net = network()
-    assert first_layer(net, "other") is None
+    assert find_first_layer(net, "other") is None
     net.graph.output.append(onnx.ValueInfoProto(name="c"))
-    assert first_layer(net, "x") is None  # somebody else reads the Conv as well
+    assert find_first_layer(net, "x") is None  # somebody else reads the Conv as well
     far = network()
     far.graph.initializer[0].data_location = TensorProto.EXTERNAL
-    assert first_layer(far, "x") is None
+    assert find_first_layer(far, "x") is None
 
 
 @pytest.mark.parametrize(("words", "odd"), [(("--mean", 0.5, "--std", 0.5), False), ((), True)])
@@ -636,13 +646,13 @@ WHERE = ("v", "t")
 def of(*amaxes: float) -> list[tuple[int, float]]:
     peaks = Peaks()
     for number, amax in enumerate(amaxes, 1):
-        peaks.add(WHERE, number, largest(np.array([[amax / 2, -amax]], np.float32)))
+        peaks.add(WHERE, number, largest_magnitude(np.array([[amax / 2, -amax]], np.float32)))
     return [(number, times) for _, number, times in peaks.outliers()]
 
 
 def test_what_stands_out_is_found():
     assert of(1, 1, 1, 1, 80) == [(5, 80)]
-    assert of(1, 1, 1, 1, FAR) == of(1, 1, 1, 80) == of(0, 0, 0, 0, 0, 80) == of() == []
+    assert of(1, 1, 1, 1, OUTLIER_RATIO) == of(1, 1, 1, 80) == of(0, 0, 0, 0, 0, 80) == of() == []
     assert of(*[1] * 38, 1000, 10) == [(39, 1000), (40, 10)]  # one in twenty
     assert of(*[1] * 18, 1000, 10) == [(19, 100)]
     assert of(*[1] * 18, 1000, 1000) == []  # two of twenty are a kind of image
@@ -669,7 +679,7 @@ def test_the_worst_are_told_first_and_the_rest_counted():
             ("a", "x", 9.0), ("b", "x", 99.0), ("b", "y", 1234.5), ("c", "x", 50.0), ("d", "x", 8.5)
         ]
     ]  # fmt: skip
-    said = standing_out(outliers, {d: f"image {d}.png" for d in "abcd"})
+    said = describe_outliers(outliers, {d: f"image {d}.png" for d in "abcd"})
     assert said == (
         "4 of the calibration samples stand far above the others, which costs the others int8"
         " steps: image b.png, whose largest |x| in 'y' is 1,234 times the others' (and far off in 1"
@@ -715,7 +725,7 @@ def test_of_a_fixed_batch_all_that_it_holds_are_named():
         list(samples)
     feed.manifest()
     names = feed.called()
-    (said,) = [standing_out([Outlier("v", "t", feed.digests(2), 90.0)], names)]
+    (said,) = [describe_outliers([Outlier("v", "t", feed.digests(2), 90.0)], names)]
     assert all(f"sample {number} of" in said for number in (4, 5, 6, 7))
     assert [names[d][:8] for d in feed.digests(3)] == ["sample 8", "sample 9"]
 

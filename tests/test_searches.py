@@ -15,7 +15,7 @@ from calibrators.searches import (
     EntropyTensorrtParams,
     Params,
     PercentileParams,
-    Search,
+    RangeSearch,
 )
 from deploy.errors import ConfigError
 from deploy.method import Method
@@ -102,7 +102,7 @@ def shared(histogram, params):
 def test_a_new_row_is_all_that_a_search_with_a_parameter_needs(
     small_cnn, pictures, tmp_path, monkeypatch, command
 ):
-    row = Search(shared, ShareParams, "keeps a share of the range")
+    row = RangeSearch(shared, ShareParams, "keeps a share of the range")
     monkeypatch.setitem(SEARCHES, "share", row)
     for name in ("build", "calibrate"):  # made anew from the table
         monkeypatch.delitem(sys.modules, f"deploy.commands.{name}", raising=False)

@@ -11,11 +11,11 @@ import pytest
 
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.feed import open_feed
-from deploy.feed.listing import Changed
+from deploy.feed.file_list import SampleChangedError
 from deploy.feed.paths import RawFiles
-from deploy.feed.pixels import apply
+from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import Preprocess
-from deploy.feed.sampling import Choice, some
+from deploy.feed.sampling import Choice, spread_evenly
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import TensorSpec
 from tests.models import make_model, make_node, save_net
@@ -136,7 +136,10 @@ def test_a_file_that_changes_meanwhile_is_told(tmp_path):
     np.save(tmp_path / "b.npy", BATCH[4:])
     feed = open_feed([tmp_path / "a.npy", tmp_path / "b.npy"], [X])
     np.save(tmp_path / "a.npy", BATCH[:2])
-    with pytest.raises(Changed, match=r"a\.npy changed while calib8 ran"), feed.samples() as stream:
+    with (
+        pytest.raises(SampleChangedError, match=r"a\.npy changed while calib8 ran"),
+        feed.samples() as stream,
+    ):
         list(stream)
 
 
@@ -210,7 +213,9 @@ def test_labels_stay_with_their_images_if_a_bad_one_is_left_out(pictures, tmp_pa
     )
     best = []
     for number, path in enumerate(sorted(pictures.iterdir())):
-        best.append(int(session.run({"x": apply(cv2.imread(str(path)), how)})["logits"].argmax()))
+        best.append(
+            int(session.run({"x": preprocess_image(cv2.imread(str(path)), how)})["logits"].argmax())
+        )
         (tmp_path / "val").mkdir(exist_ok=True)
         shutil.copy(path, tmp_path / "val" / f"{number:02}.png")
     (tmp_path / "val" / "03.png").write_text("broken")
@@ -238,7 +243,7 @@ def test_evaluation_images_that_calibrated_too_are_told(pictures, tmp_path, run,
         else:
             cv2.imwrite(str(others / name), 255 - cv2.imread(str(path)))
     words = "build", small_cnn, "--out", tmp_path / "o", "--effort", 0, "--duration", 0, "--accept"
-    few = sum(place < 7 for place in some(range(20), 10))
+    few = sum(place < 7 for place in spread_evenly(range(20), 10))
     for limit, count in (((), 7), (("--limit", 10), few)):
         out = run.ok(*words, "--images", pictures, "--eval-images", others, *limit)
         assert f"{count} of the 20 evaluation images calibrated too" in said(out)

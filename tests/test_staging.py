@@ -15,13 +15,13 @@ import onnx
 import pytest
 
 from deploy import cli
-from deploy.calibration.store import files, sidecars
+from deploy.calibration.store import cache_files, sidecars
 from deploy.cli import Terminated, main
 from deploy.errors import BackendError, ExportError
 from deploy.feed.preprocess import Preprocess
 from deploy.files import atomic, manifest, staging
-from deploy.files.reading import guarded, is_read, refuse
-from deploy.files.staging import recover, staged
+from deploy.files.reading import add_input_file, guard_inputs, refuse_output
+from deploy.files.staging import recover, stage_files
 from deploy.pipeline import build, calibrate
 from deploy.targets.onnxruntime.target import OnnxRuntime
 from deploy.tuning.search_options import Tuning
@@ -45,7 +45,7 @@ def test_files_appear_together_and_equal_ones_stay_as_old_as_they_are(tmp_path):
     (tmp_path / "a").chmod(0o600)
     (tmp_path / "same").write_text("same")
     os.utime(tmp_path / "same", (1, 1))
-    with staged(tmp_path) as stage:
+    with stage_files(tmp_path) as stage:
         write(stage, a="new", same="same", b="b")
         assert content(tmp_path) == {"a": b"old", "same": b"same"}
         stage.publish(lambda: write(stage, last="last"))
@@ -57,7 +57,7 @@ def test_files_appear_together_and_equal_ones_stay_as_old_as_they_are(tmp_path):
 
 def test_what_is_not_published_is_gone_and_so_is_a_folder_made_for_it(tmp_path):
     out = tmp_path / "x" / "out"
-    with pytest.raises(KeyError), staged(out) as stage:
+    with pytest.raises(KeyError), stage_files(out) as stage:
         write(stage, a="new")
         raise KeyError
     assert not (tmp_path / "x").exists()
@@ -67,8 +67,8 @@ def test_an_input_or_a_folder_in_the_way_stops_all_of_it(tmp_path):
     (tmp_path / "b").write_text("input")
     (tmp_path / "c").mkdir()
     for name in ("b", "c"):
-        with guarded(), staged(tmp_path) as stage:
-            is_read(tmp_path / "b")
+        with guard_inputs(), stage_files(tmp_path) as stage:
+            add_input_file(tmp_path / "b")
             write(stage, a="new", **{name: "new"})
             with pytest.raises(ExportError):
                 stage.publish()
@@ -85,12 +85,12 @@ def test_a_rename_that_fails_is_tried_again_and_then_left_to_the_next_run(tmp_pa
         return whole(self, goal)
 
     monkeypatch.setattr(Path, "replace", failing)
-    with staged(tmp_path) as stage:
+    with stage_files(tmp_path) as stage:
         write(stage, a="1", b="1", c="1")
         stage.publish()
     assert content(tmp_path) == {"a": b"1", "b": b"1", "c": b"1"}
     left[0] = 10
-    with staged(tmp_path) as stage:
+    with stage_files(tmp_path) as stage:
         write(stage, a="2", b="2", c="2")
         with pytest.raises(ExportError, match="finishes the publication"):
             stage.publish()
@@ -160,9 +160,9 @@ def test_a_process_killed_at_any_call_leaves_the_old_files_or_the_next_run_all_n
 
 
 def test_a_living_process_keeps_its_files(tmp_path):
-    with staged(tmp_path) as stage:
+    with stage_files(tmp_path) as stage:
         write(stage, a="new")
-        handle, path = atomic.claimed_file(tmp_path, prefix=atomic.PREFIX)
+        handle, path = atomic.create_claimed_file(tmp_path, prefix=atomic.PREFIX)
         recover(tmp_path)
         assert path.exists() and (stage.inside / "a").exists()
         os.close(handle)
@@ -173,9 +173,9 @@ def test_a_living_process_keeps_its_files(tmp_path):
 def test_one_run_at_a_time_changes_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic, "_PATIENCE", 0.05)
     with (
-        atomic.alone(tmp_path),
+        atomic.lock_folder(tmp_path),
         pytest.raises(ExportError, match="one run at a time"),
-        atomic.alone(tmp_path),
+        atomic.lock_folder(tmp_path),
     ):
         pass
 
@@ -197,9 +197,11 @@ def test_a_build_names_its_files_and_verify_reads_them(made, capsys):
     out, _ = made
     found = manifest.read_manifest(out)
     assert (
-        {*content(out)} == {*found.files, manifest.NAME} > {*manifest.PAGES, "small_cnn.int8.onnx"}
+        {*content(out)}
+        == {*found.files, manifest.MANIFEST_NAME}
+        > {*manifest.PAGES, "small_cnn.int8.onnx"}
     )
-    assert not manifest.changed(out, found)
+    assert not manifest.find_changed_files(out, found)
     assert {"calib8", "onnxruntime", "opencv"} <= found.made_from["versions"].keys()
     report = json.loads((out / "report.json").read_text())
     rows = [*report["files"], *report["targets"][0]["files"]]
@@ -220,9 +222,9 @@ def test_verify_tells_a_build_that_is_not_whole(way, made, capsys):
     elif way == "missing":
         engine.unlink()
     elif way == "no manifest":
-        (out / manifest.NAME).unlink()
+        (out / manifest.MANIFEST_NAME).unlink()
     else:
-        (out / manifest.NAME).write_text('{"schema": "other", "files": {}}')
+        (out / manifest.MANIFEST_NAME).write_text('{"schema": "other", "files": {}}')
     with pytest.raises(SystemExit) as stop:
         main(["verify", str(out)])
     said = capsys.readouterr()
@@ -274,7 +276,7 @@ def test_files_of_another_model_stay_and_are_told_apart(made, small_cnn, picture
     again()  # and may be built again
     assert "other.int8.onnx" in manifest.read_manifest(out).earlier
     assert (
-        manifest.NAME not in manifest.read_manifest(out).earlier
+        manifest.MANIFEST_NAME not in manifest.read_manifest(out).earlier
     )  # it was replaced with the build
 
 
@@ -288,14 +290,14 @@ def test_a_build_never_replaces_foreign_files(name, small_cnn, pictures, tmp_pat
     assert "must not replace what calib8 did not write" in capsys.readouterr().err
     assert content(tmp_path) == {name: b"mine"}
     main([*words, "--force"])
-    assert not manifest.changed(tmp_path, manifest.read_manifest(tmp_path))
+    assert not manifest.find_changed_files(tmp_path, manifest.read_manifest(tmp_path))
 
 
 def test_a_build_from_before_there_were_manifests_is_known_by_its_report(made):
     out, again = made
-    (out / manifest.NAME).unlink()
+    (out / manifest.MANIFEST_NAME).unlink()
     again(method="minmax")
-    assert not manifest.changed(out, manifest.read_manifest(out))
+    assert not manifest.find_changed_files(out, manifest.read_manifest(out))
 
 
 def test_a_build_that_fails_leaves_the_old_one_and_its_calibration_to_the_next(made, monkeypatch):
@@ -312,7 +314,9 @@ def test_a_build_that_fails_leaves_the_old_one_and_its_calibration_to_the_next(m
     assert content(out) == before
     report = again(limit=7)
     assert report.calibration.reused and "did not end" in report.calibration.reason
-    assert not list(out.glob(".*")) and not manifest.changed(out, manifest.read_manifest(out))
+    assert not list(out.glob(".*")) and not manifest.find_changed_files(
+        out, manifest.read_manifest(out)
+    )
     assert content(out)["small_cnn.cache"] != before["small_cnn.cache"]
 
 
@@ -325,7 +329,7 @@ def test_a_cache_elsewhere_is_kept_as_it_is_made(small_cnn, pictures, tmp_path, 
     with pytest.raises(BackendError):
         build(small_cnn, pictures, preprocess=UNIT, out=tmp_path / "out", cache=cache,
               duration_s=0, tuning=Tuning(effort=0))  # fmt: skip
-    assert all(path.exists() for path in files(cache)) and not (tmp_path / "out").exists()
+    assert all(path.exists() for path in cache_files(cache)) and not (tmp_path / "out").exists()
     assert calibrate(small_cnn, pictures, preprocess=UNIT, cache=cache).reused
 
 
@@ -343,7 +347,7 @@ def test_builds_at_once_leave_one_of_them(small_cnn, pictures, tmp_path):
     with ThreadPoolExecutor(4) as pool:
         assert set(pool.map(run, range(4))) == {0}
     found = manifest.read_manifest(out)
-    assert not manifest.changed(out, found) and not list(out.glob(".*"))
+    assert not manifest.find_changed_files(out, found) and not list(out.glob(".*"))
     report = json.loads((out / "report.json").read_text())
     fingerprint = json.loads((out / "small_cnn.cache.json").read_text())["fingerprint"]
     assert report["feed"]["samples"] == fingerprint["made_from"]["images"]["count"]
@@ -365,7 +369,7 @@ def test_every_file_that_a_build_may_write_is_declared(small_cnn, pictures, tmp_
     for target, part in zip(targets, report.targets, strict=True):
         names = [Path(row.path).name for row in part.files]
         assert names and all(n.removeprefix("small_cnn") in target.writes for n in names)
-    assert staging.kept(tmp_path / "small_cnn.cache").parent.exists() is False
+    assert staging.kept_calibration(tmp_path / "small_cnn.cache").parent.exists() is False
 
 
 def test_a_journal_that_somebody_put_there_moves_nothing_out_of_its_folder(tmp_path):
@@ -501,7 +505,7 @@ def test_a_device_or_a_folder_is_never_replaced(make, tmp_path):
     with pytest.raises(ExportError, match="must be a file to write to"):
         atomic.write_text(path, "new")
     with pytest.raises(ExportError, match="/dev/null must be a file to write to, got a device"):
-        refuse("/dev/null")
+        refuse_output("/dev/null")
 
 
 def test_what_stands_in_dev_is_a_device_wherever_it_leads(tmp_path):
@@ -519,10 +523,10 @@ def test_what_stands_in_dev_is_a_device_wherever_it_leads(tmp_path):
 def test_what_one_run_reads_another_may_write(tmp_path):
     path = tmp_path / "a"
     path.write_text("old")
-    is_read(path)  # in no run
-    with guarded():
-        is_read(path)
-        with guarded(), pytest.raises(ExportError, match="must not be an input"):
+    add_input_file(path)  # in no run
+    with guard_inputs():
+        add_input_file(path)
+        with guard_inputs(), pytest.raises(ExportError, match="must not be an input"):
             atomic.write_text(path, "new")
     assert atomic.write_text(path, "new").read_text() == "new"
 
@@ -642,13 +646,13 @@ def test_an_input_that_another_run_replaced_hides_no_output(tmp_path):
     read, output, new = (tmp_path / name for name in ("read", "output", "new"))
     read.write_text("old")
     os.link(read, output)
-    with guarded():
-        is_read(read)
+    with guard_inputs():
+        add_input_file(read)
         with pytest.raises(ExportError, match="must not be an input"):
-            refuse(output)
+            refuse_output(output)
         new.write_text("new")
         os.replace(new, read)  # a file made later may get the inode of what stood here
-        refuse(output)
+        refuse_output(output)
 
 
 @pytest.mark.parametrize("name", ["a.npy", "a.npz", "a.raw"])

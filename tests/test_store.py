@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from calibrators.amct.recorders import ChannelMaxOf, ExactOf, HfmgOf, IfmrOf
+from calibrators.amct.recorders import AllValuesOf, ChannelMaxOf, HfmgOf, IfmrOf
 from calibrators.errors import CalibrationError
 from calibrators.statistics import AmaxOf, HistogramOf
 from deploy.calibration import store
 from deploy.calibration.fingerprint import Fingerprint
-from deploy.calibration.observation import Observation, Observed, Variant
-from deploy.calibration.reuse import CachePolicy, judge
+from deploy.calibration.observation import Observation, ObservedStatistics, Variant
+from deploy.calibration.reuse import CachePolicy, check_cache
 from deploy.calibration.sample_checks import Outlier
 from deploy.errors import CacheError
 
@@ -79,8 +79,8 @@ ONE = [observation(HistogramOf())]
 
 def kept(path: Path, observations) -> None:
     batches = [np.arange(12, dtype=np.float32).reshape(1, 3, 4)]
-    observed = Observed({o.key: recorded(o.statistic, batches) for o in observations})
-    store.save(store.Calibration(observed=observed, fingerprint=MARK), path, text=TEXT)
+    observed = ObservedStatistics({o.key: recorded(o.statistic, batches) for o in observations})
+    store.save_calibration(store.Calibration(observed=observed, fingerprint=MARK), path, text=TEXT)
 
 
 @pytest.mark.parametrize("part", ["fingerprint", "observations", "sha256"])
@@ -96,7 +96,7 @@ def test_a_change_of_the_json_itself_is_told(part, tmp_path):
         document[part]["this"] = "0" * 64
     side.write_text(json.dumps(document))
     with pytest.raises(CacheError, match="was changed after it was written"):
-        store.load(tmp_path / "c")
+        store.load_calibration(tmp_path / "c")
 
 
 def test_each_observation_is_judged_by_itself(tmp_path):
@@ -107,32 +107,32 @@ def test_each_observation_is_judged_by_itself(tmp_path):
     ]
     kept(path, here)
     more = [*here, observation(HistogramOf(), "z"), observation(HistogramOf(first=2))]
-    verdict = judge(CachePolicy(path=path), lambda _: MARK, more)
+    verdict = check_cache(CachePolicy(path=path), lambda _: MARK, more)
     assert set(verdict.observed) == {o.key for o in here}
     assert verdict.missing == tuple(more[2:]) and "lacks 2 observations" in verdict.reason
     with pytest.raises(CacheError, match="lacks 2 observations"):
-        judge(CachePolicy(path=path, require=True), lambda _: MARK, more)
-    assert not judge(CachePolicy(path=path, require=True), lambda _: MARK, here).missing
+        check_cache(CachePolicy(path=path, require=True), lambda _: MARK, more)
+    assert not check_cache(CachePolicy(path=path, require=True), lambda _: MARK, here).missing
 
 
 def test_what_a_run_does_not_want_is_carried_as_it_stands(tmp_path):
     path = tmp_path / "c"
     kept(path, [observation(HistogramOf()), observation(HfmgOf(), "y")])
-    stored = store.load(path)
+    stored = store.load_calibration(path)
     arrays_of_y = stored.carried([("folded", "y", HfmgOf().key)])
     kept_x = stored.observed([observation(HistogramOf())])
-    store.save(
+    store.save_calibration(
         store.Calibration(observed=kept_x, fingerprint=MARK), path, text=TEXT, carried=arrays_of_y
     )
-    assert set(store.load(path).keys) == set(stored.keys)
+    assert set(store.load_calibration(path).keys) == set(stored.keys)
 
 
 def test_outliers_are_kept_with_their_observations_alone(tmp_path):
     there, gone = (Outlier("folded", tensor, ("ab",), 9.5) for tensor in "xy")
-    observed = Observed({o.key: recorded(o.statistic, [np.ones((1, 3, 4))]) for o in ONE})
+    observed = ObservedStatistics({o.key: recorded(o.statistic, [np.ones((1, 3, 4))]) for o in ONE})
     calibration = store.Calibration(observed=observed, fingerprint=MARK, outliers=(there, gone))
-    store.save(calibration, tmp_path / "c", text=TEXT)
-    assert store.load(tmp_path / "c").outliers == (there,)
+    store.save_calibration(calibration, tmp_path / "c", text=TEXT)
+    assert store.load_calibration(tmp_path / "c").outliers == (there,)
 
 
 def test_the_same_observations_are_the_same_bytes_in_any_order(tmp_path):
@@ -144,10 +144,10 @@ def test_the_same_observations_are_the_same_bytes_in_any_order(tmp_path):
 
 
 def test_values_that_are_kept_whole_are_not_stored(tmp_path):
-    kept(tmp_path / "c", [observation(ExactOf()), observation(HistogramOf())])
-    assert store.load(tmp_path / "c").keys == (observation(HistogramOf()).key,)
+    kept(tmp_path / "c", [observation(AllValuesOf()), observation(HistogramOf())])
+    assert store.load_calibration(tmp_path / "c").keys == (observation(HistogramOf()).key,)
     with pytest.raises(CalibrationError, match="not stored"):
-        ExactOf().restore({})
+        AllValuesOf().restore({})
 
 
 @pytest.mark.parametrize("statistic", STATISTICS, ids=lambda s: s.key)
@@ -157,9 +157,9 @@ def test_arrays_of_another_statistic_are_told(tmp_path, statistic):
     side = store.sidecars(tmp_path / "c")[0]
     document = json.loads(side.read_text())
     document["observations"] = [["folded", "x", statistic.key]]
-    side.write_bytes(store.sealed(document))
+    side.write_bytes(store.seal_json(document))
     with pytest.raises(CacheError, match="does not hold statistics"):
-        store.load(tmp_path / "c").observed([observation(statistic)])
+        store.load_calibration(tmp_path / "c").observed([observation(statistic)])
 
 
 @pytest.mark.parametrize(
@@ -170,4 +170,4 @@ def test_a_sidecar_of_another_form_is_told(tmp_path, wrong):
     kept(tmp_path / "c", [observation(HistogramOf())])
     store.sidecars(tmp_path / "c")[0].write_text(json.dumps(wrong))
     with pytest.raises(CacheError, match="not a fingerprint that this version"):
-        store.load(tmp_path / "c")
+        store.load_calibration(tmp_path / "c")

@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 
 from deploy.metrics.tasks import detections
-from deploy.metrics.tasks.detections import Detections, matched, overlaps, suppressed
+from deploy.metrics.tasks.detections import (
+    Detections,
+    box_ious,
+    match_detections,
+    suppress_overlaps,
+)
 from tests.outputs import (
     GRID,
     SIZE,
@@ -114,25 +119,25 @@ def test_anchors_that_do_not_fit_the_picture_are_no_boxes():
 def test_overlaps_by_hand():
     one = np.array([[0.0, 0, 2, 2], [5, 5, 5, 9]])
     other = np.array([[1.0, 0, 3, 2], [0, 0, 2, 2]])
-    np.testing.assert_allclose(overlaps(one, other), [[1 / 3, 1], [0, 0]])
+    np.testing.assert_allclose(box_ious(one, other), [[1 / 3, 1], [0, 0]])
 
 
 def test_suppression_is_by_class_and_matching_one_to_one():
     boxes = np.array([[0.0, 0, 10, 10], [0, 0, 10, 9], [0, 0, 10, 10], [20, 20, 30, 30]])
     found = Detections.of(boxes, np.array([0.9, 0.8, 0.7, 0.6]), np.array([0, 0, 1, 0]))
-    kept = suppressed(found)
+    kept = suppress_overlaps(found)
     np.testing.assert_allclose(kept.scores, [0.9, 0.7, 0.6])
-    assert list(map(len, matched(kept, kept, [0.05, 0.65]))) == [3, 2]
-    assert len(matched(found, kept)[0]) == 3  # one box of the candidate stands for one
+    assert list(map(len, match_detections(kept, kept, [0.05, 0.65]))) == [3, 2]
+    assert len(match_detections(found, kept)[0]) == 3  # one box of the candidate stands for one
 
 
 @pytest.mark.parametrize(("side", "same"), [(5.1, True), (5.0, False)])  # of 10: IoU 0.51, 0.5
 def test_boxes_are_one_above_an_iou_of_a_half(side, same):
     both = np.array([[0.0, 0, 10, 10], [0, 0, 10, side]])
     one, other = (Detections.of(box[None], np.ones(1), np.zeros(1, np.int64)) for box in both)
-    assert bool(matched(one, other)[0]) == same
+    assert bool(match_detections(one, other)[0]) == same
     found = Detections.of(both, np.array([0.9, 0.8]), np.zeros(2, np.int64))
-    assert len(suppressed(found).scores) == 2 - same
+    assert len(suppress_overlaps(found).scores) == 2 - same
 
 
 def test_detections_are_the_thousand_best_above_the_lowest_score():
@@ -155,11 +160,11 @@ def test_boxes_are_one_where_points_and_masks_are_alike_too(moved, seen, columns
     def found(moved, columns):
         points = np.array([[[5 + moved, 5, seen], [9, 9, 0.4]]])
         cells = np.broadcast_to(np.where(np.arange(20) < columns, 1.0, -1.0), (1, 20, 20))
-        masks = detections.Masks(np.ones((1, 1)), cells, 1.0)
+        masks = detections.InstanceMasks(np.ones((1, 1)), cells, 1.0)
         box = np.array([[0.0, 0, 20, 20]])
         return Detections(box, np.ones(1), np.zeros(1, np.int64), points, masks)
 
-    assert bool(matched(found(0, 20), found(moved, columns))[0]) == same
+    assert bool(match_detections(found(0, 20), found(moved, columns))[0]) == same
 
 
 def ended(number, layout=(0, 4, 5), columns=6, pad=4):

@@ -9,14 +9,14 @@ from onnx import TensorProto, numpy_helper
 
 from deploy.errors import FeedError
 from deploy.metrics.accuracy import Accuracy, compare
-from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE, of_accuracy
+from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE, judge_accuracy
+from deploy.metrics.output_form import SliceAccuracy, derive_form
 from deploy.metrics.tasks.embeddings import are_features, of_unit_length
+from deploy.metrics.tasks.evaluation_task import TaskFigure
 from deploy.metrics.tasks.labels import Labels
-from deploy.metrics.tasks.task import TaskFigure
-from deploy.metrics.truth import PartAccuracy, form_of
 from deploy.tensors import TensorSpec
 from deploy.tuning.plan_file import read_plan
-from deploy.tuning.probe import ranked
+from deploy.tuning.probe import find_ranked_scores
 from tests.models import make_model, make_node, make_value, save_net
 from tests.outputs import (
     GRID,
@@ -290,7 +290,7 @@ def test_no_outputs_make_it_fail(seed):
     made = np.random.default_rng(seed)
     for _ in range(100):
         references = anything(made)
-        form = form_of(references, inputs=[fed((64, 64))] * 5)
+        form = derive_form(references, inputs=[fed((64, 64))] * 5)
         if form.task is None:
             continue
         tally = form.task.tally()
@@ -489,10 +489,10 @@ def test_the_search_hears_the_scores_before_they_are_ranked(target, end, run, tm
 
 def test_scores_are_heard_where_all_outputs_are_ranked_alone(tmp_path):
     model = onnx.load(spoiled(tmp_path / "net.onnx", "ArgMax"))
-    assert ranked(model) == {"class": "logits"}
+    assert find_ranked_scores(model) == {"class": "logits"}
     model.graph.output.append(make_value("q", None))
-    assert ranked(model) == {}
-    assert ranked(onnx.load(spoiled(tmp_path / "net.onnx", "TopK"))) == {
+    assert find_ranked_scores(model) == {}
+    assert find_ranked_scores(onnx.load(spoiled(tmp_path / "net.onnx", "TopK"))) == {
         "values": "logits", "places": "logits",
     }  # fmt: skip
 
@@ -529,12 +529,14 @@ def scores(number, count=40, on=3, rest=-5.0):
 
 
 def task_of(rows, inputs=None):
-    task = form_of([{"y": row} for row in rows], inputs=inputs or [fed_labels()] * len(rows)).task
+    task = derive_form(
+        [{"y": row} for row in rows], inputs=inputs or [fed_labels()] * len(rows)
+    ).task
     return None if task is None else task.name
 
 
 def figure_labels(references, candidates):
-    form = form_of([{"y": one} for one in references], inputs=[fed_labels()] * len(references))
+    form = derive_form([{"y": one} for one in references], inputs=[fed_labels()] * len(references))
     tally = form.task.tally()
     for one, other in zip(references, candidates, strict=True):
         tally.add(fed_labels(), {"y": one}, {"y": other})
@@ -563,7 +565,7 @@ def test_labels_of_both_are_counted(count, raw):
 def test_the_threshold_goes_down_until_there_are_labels():
     rows = [shares(scores(n, on=4)) for n in range(4)]
     weak = [np.where(row > 0.5, row - 0.5, row) for row in rows]
-    form = form_of([{"y": one} for one in rows], inputs=[fed_labels()] * 4)
+    form = derive_form([{"y": one} for one in rows], inputs=[fed_labels()] * 4)
     tally = form.task.tally()
     for one in weak:
         tally.add(fed_labels(), {"y": one}, {"y": one})
@@ -679,7 +681,7 @@ def face(number):
 
 
 def task_of_heads(outputs, fed=FED):
-    return form_of(outputs, inputs=[fed] * len(outputs)).task
+    return derive_form(outputs, inputs=[fed] * len(outputs)).task
 
 
 def test_probabilities_beside_numbers_are_classes():
@@ -737,7 +739,7 @@ def test_labels_are_of_the_output_that_tells_classes():
 
 
 def part(output, db):
-    return PartAccuracy(
+    return SliceAccuracy(
         label=output, output=output, sqnr_db=db, cosine_mean=1, cosine_min=1, max_abs_error=0
     )
 
@@ -751,7 +753,7 @@ def test_what_the_classes_do_not_tell_is_judged_by_its_noise(db, beside, level):
         count="9 of 9", samples=9, beside=("box",),
     )  # fmt: skip
     parts = tuple(sorted([part("face", db), part("box", beside)], key=lambda one: one.sqnr_db))
-    found = dict(of_accuracy(Accuracy(samples=9, outputs=(), parts=parts, task=task), None))
+    found = dict(judge_accuracy(Accuracy(samples=9, outputs=(), parts=parts, task=task), None))
     assert set(found) == {level, GOOD}
     assert level == GOOD or "in the worst part, box" in found[level]
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.metrics.rows import add_up, are_shares, are_shares_or_logarithms
+from deploy.metrics.rows import are_probabilities, are_probabilities_or_logs, sums_to_one
 from deploy.metrics.tasks.heatmaps import HeatMaps
-from deploy.metrics.tasks.segmentation import Masks
+from deploy.metrics.tasks.segmentation import MaskMaps
 from tests.models import make_model, make_node, make_value, run_command, save_net
 from tests.outputs import fed, figure, peaked, rng, same_task, softmax
 
@@ -193,7 +193,7 @@ def test_a_mask_is_not_much_smaller_than_the_picture(output, side, masks):
     ],
 )  # fmt: skip
 def test_masks_are_compared_above_the_highest_threshold_with_pixels_enough(share, value, said):
-    tally = Masks(("m",)).tally()
+    tally = MaskMaps(("m",)).tally()
     seen = shaded((value, share), (0.0, 1 - share), side=(100, 100))
     tally.add({}, seen, seen)
     found = tally.result()
@@ -387,20 +387,24 @@ def shares():
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
 def test_what_a_softmax_gives(shares, kind):
     shares = shares.astype(kind)
-    assert add_up(shares).shape == (7,)
-    assert are_shares(shares) and are_shares(shares.T, 0) and not are_shares(shares, 0)
-    assert are_shares_or_logarithms(shares) and are_shares_or_logarithms(np.log(shares))
+    assert sums_to_one(shares).shape == (7,)
+    assert (
+        are_probabilities(shares)
+        and are_probabilities(shares.T, 0)
+        and not are_probabilities(shares, 0)
+    )
+    assert are_probabilities_or_logs(shares) and are_probabilities_or_logs(np.log(shares))
 
 
 def test_what_is_none(shares):
-    assert not are_shares(np.log(shares))
-    assert not are_shares_or_logarithms(shares * 1.02)
-    assert not are_shares_or_logarithms(np.log(shares) + 0.02)
+    assert not are_probabilities(np.log(shares))
+    assert not are_probabilities_or_logs(shares * 1.02)
+    assert not are_probabilities_or_logs(np.log(shares) + 0.02)
     sums_to_1 = np.array([[-0.5, 1.5]])
-    assert add_up(sums_to_1).all() and not are_shares(sums_to_1)
-    assert list(add_up(np.array([[0.4, 0.6], [0.4, 0.5]]))) == [True, False]
+    assert sums_to_one(sums_to_1).all() and not are_probabilities(sums_to_1)
+    assert list(sums_to_one(np.array([[0.4, 0.6], [0.4, 0.5]]))) == [True, False]
 
 
 def test_large_raw_scores_are_no_logarithms():
     """Whose power would be infinite, which numpy warns of."""
-    assert not are_shares_or_logarithms(np.array([[-3.0, 5000.0]], np.float32))
+    assert not are_probabilities_or_logs(np.array([[-3.0, 5000.0]], np.float32))

@@ -7,10 +7,10 @@ import numpy as np
 import onnx
 import pytest
 
-from deploy.metrics.accuracy import Comparison, Said
-from deploy.metrics.parts import Part, at_objects
-from deploy.metrics.tasks.yolo import Grid
-from deploy.metrics.truth import form_of
+from deploy.metrics.accuracy import Comparison, StoredOutputs
+from deploy.metrics.output_form import derive_form
+from deploy.metrics.slices import OutputSlice, weight_by_scores
+from deploy.metrics.tasks.yolo import AnchorGrid
 from tests.models import as_float32, make_model, make_node, run_command, save_net
 
 # --- Key points by the columns and rows they are in, as RTMPose tells them.
@@ -44,7 +44,7 @@ def outputs(number, *, fine=2.0, moved=0.0, among=POINTS, soft=False):
 
 
 def figure(references, candidates):
-    form = form_of(references, inputs=[fed()] * len(references))
+    form = derive_form(references, inputs=[fed()] * len(references))
     tally = form.task.tally()
     for pair in zip(references, candidates, strict=True):
         tally.add(fed(), *pair)
@@ -73,7 +73,7 @@ def test_points_that_fp32_does_not_see_do_not_count():
     references = [outputs(n) for n in range(4)]
     seen = (np.arange(POINTS) > 1)[:, None] * 1.0
     hidden = [{k: v * seen for k, v in one.items()} for one in references]
-    tally = form_of(references, inputs=[fed()] * 4).task.tally()
+    tally = derive_form(references, inputs=[fed()] * 4).task.tally()
     for pair in zip(hidden, references, strict=True):
         tally.add(fed(), *pair)
     assert tally.result().words.startswith("16 of 16 key points")
@@ -86,7 +86,7 @@ def test_the_order_of_the_outputs_tells_nothing():
 
 def test_other_pairs_are_no_points():
     def task(change, size=SIZE):
-        found = form_of([change(outputs(n)) for n in range(4)], inputs=[fed(size)] * 4).task
+        found = derive_form([change(outputs(n)) for n in range(4)], inputs=[fed(size)] * 4).task
         return None if found is None else found.name
 
     assert task(lambda one: one) == "key points"
@@ -156,7 +156,7 @@ def output(number, *, unit=SIDE, more=0, flat=True, moved=0.0, among=MESH):
 
 
 def figure_points(references, candidates, *, side=SIDE):
-    form = form_of(references, inputs=[fed_points(side)] * len(references))
+    form = derive_form(references, inputs=[fed_points(side)] * len(references))
     tally = form.task.tally()
     for pair in zip(references, candidates, strict=True):
         tally.add(fed_points(side), *pair)
@@ -202,7 +202,7 @@ def test_what_else_is_told_of_a_sample_must_be_told_alike():
     assert figure_points(references, [*references[:3], flagged(3, 0.9, 0.7)])[1].count == "72 of 96"
     alone = [flagged(n, p) for n, p in enumerate([0.9, 0.1, 0.9, 0.1])]
     assert figure_points(alone, alone)[1].count == "48 of 48"  # nothing is where FP32 sees nothing
-    form = form_of(alone, inputs=[fed_points()] * 4)
+    form = derive_form(alone, inputs=[fed_points()] * 4)
     assert [part.label for part in form.parts] == ["y"]  # 1e-3 of 1e-6 is no noise
     assert figure_points(alone, [*alone[:3], flagged(3, 0.6)])[1].count == "48 of 72"
 
@@ -220,7 +220,7 @@ def others():
 
 @pytest.mark.parametrize(("what", "values"), list(others()))
 def test_other_numbers_are_no_points(what, values):
-    form = form_of([{"y": np.float32(one)} for one in values], inputs=[fed_points()] * 4)
+    form = derive_form([{"y": np.float32(one)} for one in values], inputs=[fed_points()] * 4)
     assert form.task is None or form.task.name != "key points", what
 
 
@@ -245,7 +245,7 @@ def between(count, low, high, flat=False):
     ],
 )  # fmt: skip
 def test_points_are_places_in_and_around_the_picture(output, points):
-    task = form_of([output] * 2, inputs=[fed_points()] * 2).task
+    task = derive_form([output] * 2, inputs=[fed_points()] * 2).task
     assert (task is not None and task.name == "key points") == points
 
 
@@ -263,7 +263,9 @@ def test_a_point_is_near_within_three_percent_where_fp32_is_sure_of_it(sure, far
 
 
 def test_without_a_picture_nothing_is_a_place_in_it():
-    form = form_of([output(n) for n in range(4)], inputs=[{"x": np.zeros((1, 9), np.float32)}] * 4)
+    form = derive_form(
+        [output(n) for n in range(4)], inputs=[{"x": np.zeros((1, 9), np.float32)}] * 4
+    )
     assert form.task is None
 
 
@@ -311,7 +313,7 @@ def test_the_first_of_several_outputs_of_no_task_tells_no_class(tmp_path):
 
 # --- Boxes with key points, as of YOLO's pose form, through the command.
 LARGE, STRIDES = (96, 128), (8, 16)  # height, width of a larger picture
-GRID = Grid(STRIDES, 1, False)
+GRID = AnchorGrid(STRIDES, 1, False)
 WIDE = 24  # of every box
 
 
@@ -459,7 +461,7 @@ def figure_centres(candidates, references, without=()):
         [{k: v for k, v in one.items() if k not in without} for one in side]
         for side in (references, candidates)
     ]
-    form = form_of(rows[0], inputs=[fed_centres()] * len(rows[0]))
+    form = derive_form(rows[0], inputs=[fed_centres()] * len(rows[0]))
     assert form.task is not None
     tally = form.task.tally()
     for pair in zip(*rows, strict=True):
@@ -492,7 +494,7 @@ def test_cells_are_of_two_four_or_eight_pixels(stride, boxes):
     picture = {
         "images": np.zeros((1, 3, GRID_CELLS[0] * stride, GRID_CELLS[1] * stride), np.float32)
     }
-    task = form_of([outputs_centres(n) for n in range(4)], inputs=[picture] * 4).task
+    task = derive_form([outputs_centres(n) for n in range(4)], inputs=[picture] * 4).task
     assert (task is not None and task.name == "boxes") == boxes
 
 
@@ -532,14 +534,14 @@ def test_sizes_larger_than_the_map_are_pixels():
 @pytest.mark.parametrize("raw", [False, True])
 def test_what_stands_beside_is_read_where_objects_are(raw):
     references = [outputs_centres(n, raw=raw) for n in range(8)]
-    form = form_of(references, inputs=[fed_centres()] * 8)
-    whole = Part(output="hm")
-    assert form.parts == (whole, *(Part(output=n, at="hm", raw=raw) for n in ("wh", "reg")))
+    form = derive_form(references, inputs=[fed_centres()] * 8)
+    whole = OutputSlice(output="hm")
+    assert form.parts == (whole, *(OutputSlice(output=n, at="hm", raw=raw) for n in ("wh", "reg")))
     assert [one.label for one in form.parts[1:]] == ["wh where hm is high", "reg where hm is high"]
 
     def decibels(far):
         """Of sizes that are wrong away from the objects, or at them."""
-        figures = Comparison(Said(references[0]), Said(references[0]))
+        figures = Comparison(StoredOutputs(references[0]), StoredOutputs(references[0]))
         for number, reference in enumerate(references):
             heat = outputs_centres(number)["hm"].max(axis=1, keepdims=True)
             noise = np.float32(4) * ((heat < 0.01) if far else (heat > 0.5))
@@ -553,14 +555,14 @@ def test_what_stands_beside_is_read_where_objects_are(raw):
 
 def test_maps_of_other_cells_than_the_scores_are_taken_as_they_are():
     value, scores = np.ones((1, 2, 4, 4), np.float32), np.full((1, 3, 8, 8), 0.5, np.float32)
-    assert at_objects(value, scores, raw=False) is value
-    assert (at_objects(value, scores[..., :4, :4], raw=False) == 0.5).all()
+    assert weight_by_scores(value, scores, raw=False) is value
+    assert (weight_by_scores(value, scores[..., :4, :4], raw=False) == 0.5).all()
 
 
 def test_other_maps_are_no_centres():
     def task(change, inputs=None):
         rows = [change(outputs_centres(n)) for n in range(4)]
-        found = form_of(rows, inputs=inputs or [fed_centres()] * 4).task
+        found = derive_form(rows, inputs=inputs or [fed_centres()] * 4).task
         return None if found is None else found.name
 
     assert task(lambda one: one) == "boxes"

@@ -10,9 +10,9 @@ import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
 
+from deploy.metrics.output_form import derive_form
 from deploy.metrics.tasks import classes as shares
 from deploy.metrics.tasks.sequences import edit_distance
-from deploy.metrics.truth import form_of
 from deploy.pipeline.measure import _states
 from tests.models import as_float32, make_model, make_node, make_value, run_command, save_net
 from tests.outputs import fed, figure, framed, rng, same_task, softmax, spoken, steps
@@ -626,13 +626,13 @@ def scored(apart, mean=0.0, steps=8):
     ],
 )
 def test_raw_scores_of_steps_are_classes_where_they_are_sure_and_about_0(scores, alone, beside):
-    assert shares.layout_of([scores], raw=True) == alone
+    assert shares.find_class_axis([scores], raw=True) == alone
     assert shares.are_heads([[scores], [scores]]) == beside
-    assert shares.layout_of([scores], raw=False) is None and not shares.are_heads([[scores]])
+    assert shares.find_class_axis([scores], raw=False) is None and not shares.are_heads([[scores]])
 
 
 def test_the_share_of_the_best_class_is_a_softmaxs():
-    assert shares.best_share(np.log([[3, 1], [1, 1]])) == pytest.approx((0.75 + 0.5) / 2)
+    assert shares.mean_best_probability(np.log([[3, 1], [1, 1]])) == pytest.approx((0.75 + 0.5) / 2)
 
 
 # --- Recurrent models, whose states the next call is fed: their task, and what is told of it.
@@ -687,13 +687,13 @@ def sampled(count=4, **shapes):
 
 def test_pictures_and_what_is_fed_alone_are_no_states():
     pictures = sampled(image=(1, 3, 16, 16), mask=(1, 1, 16, 16))
-    assert not form_of(sampled(out=(1, 3, 16, 16), more=(1, 9)), inputs=pictures).carried
+    assert not derive_form(sampled(out=(1, 3, 16, 16), more=(1, 9)), inputs=pictures).carried
     series = sampled(x=(1, 1, 40))
-    assert not form_of(sampled(rebuilt=(1, 1, 40), code=(1, 8)), inputs=series).carried
+    assert not derive_form(sampled(rebuilt=(1, 1, 40), code=(1, 8)), inputs=series).carried
     tokens = [{"ids": np.ones((1, 40), np.int64), "mask": np.ones((1, 40), np.int64)}] * 4
-    assert not form_of(sampled(scores=(1, 40), code=(1, 8)), inputs=tokens).carried
+    assert not derive_form(sampled(scores=(1, 40), code=(1, 8)), inputs=tokens).carried
     states = sampled(x=(1, 9), h=(2, 1, 8), c=(2, 1, 8))
-    found = form_of(sampled(y=(1, 4), hn=(2, 1, 8), cn=(2, 1, 8)), inputs=states).carried
+    found = derive_form(sampled(y=(1, 4), hn=(2, 1, 8), cn=(2, 1, 8)), inputs=states).carried
     assert found == {"hn": "h", "cn": "c"}
 
 
@@ -765,7 +765,7 @@ def drawn(count, *shape, wide=5.0):
 
 def task_of(outputs, picture=False):
     shape = (1, 3, 64, 64) if picture else (1, 20)
-    return form_of(outputs, inputs=[{"x": np.zeros(shape, np.float32)}] * len(outputs)).task
+    return derive_form(outputs, inputs=[{"x": np.zeros(shape, np.float32)}] * len(outputs)).task
 
 
 @pytest.mark.parametrize("picture", [False, True])

@@ -20,10 +20,10 @@ from deploy.errors import ConfigError, ModelError, SdkMissingError
 from deploy.frontends import load
 from deploy.frontends.torch_model import parse_shape
 from deploy.fx.convert import calibrate, observers_of
-from deploy.fx.device import Reached, device_of, find_device, moved
-from deploy.fx.opening import export_torch, open_torch
+from deploy.fx.device import DeviceAdapter, device_of, find_device, move_tensors
+from deploy.fx.open_model import export_torch, open_torch
 from deploy.fx.prepare import prepare
-from deploy.fx.profile import profile
+from deploy.fx.profile import profile_graph
 from deploy.fx.qat import Task, train
 from deploy.fx.trace import trace
 
@@ -353,7 +353,7 @@ def test_observers_are_where_the_model_is():
 
 
 def test_results_are_brought_back_and_a_graph_without_modules_is_profiled():
-    nested = moved({"a": [X, (X, 3)], "b": "text"}, torch.device("meta"))
+    nested = move_tensors({"a": [X, (X, 3)], "b": "text"}, torch.device("meta"))
     assert nested["a"][0].device.type == nested["a"][1][0].device.type == "meta"
     assert nested["a"][1][1] == 3 and nested["b"] == "text"
 
@@ -366,13 +366,13 @@ def test_results_are_brought_back_and_a_graph_without_modules_is_profiled():
             assert x.device.type == "meta"
             return {"y": torch.zeros(2)}
 
-    assert Reached(Asks())(torch.zeros(1, 2))["y"].device.type == "cpu"
+    assert DeviceAdapter(Asks())(torch.zeros(1, 2))["y"].device.type == "cpu"
 
     class Plain(nn.Module):
         def forward(self, x):
             return x + 1
 
-    found = profile(trace(Plain()), [X], warm_up=0, runs=1)
+    found = profile_graph(trace(Plain()), [X], warm_up=0, runs=1)
     assert {node.module for node in found.nodes} == {""} and found.parameters == 0
 
 

@@ -22,8 +22,14 @@ from deploy.feed.preprocess import Preprocess
 from deploy.files.usercode import MODEL_LIBRARIES
 from deploy.frontends import load
 from deploy.frontends.torch_model import is_torch_spec, parse_input
-from deploy.fx.model_inputs import as_dict, example_inputs, floating_dtype, read_sample, take_named
-from deploy.fx.opening import open_torch
+from deploy.fx.model_inputs import (
+    accept_named_inputs,
+    dict_input_note,
+    example_inputs,
+    floating_dtype,
+    read_sample,
+)
+from deploy.fx.open_model import open_torch
 from deploy.fx.source import _MAKERS, load_module, load_weights
 from deploy.tensors import TensorSpec
 
@@ -486,7 +492,7 @@ def test_named_inputs_are_calibrated_and_built(named_nets, run, command, tmp_pat
 )
 def test_names_that_fit_nothing_are_refused(named_nets, refusal, name, names, said):
     with pytest.raises(ConfigError, match=said):
-        take_named(load_module(f"{named_nets}:{name}"), names)
+        accept_named_inputs(load_module(f"{named_nets}:{name}"), names)
     words = [w for n in names for w in ("--input", f"{n}=1x2" if n else "1x2")]
     err = refusal("profile", f"{named_nets}:{name}", *words)
     assert "forward" in err or "twice" in err
@@ -495,9 +501,9 @@ def test_names_that_fit_nothing_are_refused(named_nets, refusal, name, names, sa
 def test_only_a_model_that_leaves_something_out_is_changed(named_nets):
     model = load_module(f"{named_nets}:words")
     kind = type(model)
-    assert take_named(model, [None, None]) == [0, 1]
-    assert take_named(model, ["mask", "bias", "ids", "kinds"]) == [2, 3, 0, 1]
-    assert type(model) is kind and as_dict(model) is None
-    take_named(model, ["ids", "bias"])
+    assert accept_named_inputs(model, [None, None]) == [0, 1]
+    assert accept_named_inputs(model, ["mask", "bias", "ids", "kinds"]) == [2, 3, 0, 1]
+    assert type(model) is kind and dict_input_note(model) is None
+    accept_named_inputs(model, ["ids", "bias"])
     assert type(model) is not kind and type(model).__name__ == "Words"
     assert "words.weight" in dict(model.named_parameters())

@@ -17,12 +17,12 @@ from torch import fx, nn
 
 from deploy.errors import ConfigError, ModelError
 from deploy.fx.capture import capture, graph_of
-from deploy.fx.export import compare, to_onnx
+from deploy.fx.export import compare_with_torch, to_onnx
 from deploy.fx.fuse import fold_batch_norms, fuse
 from deploy.fx.norms import is_norm, propagate_shapes, replace_op, replace_pattern
-from deploy.fx.profile import code, count_flops, max_difference, profile, table
-from deploy.fx.source import load_factory, load_module, users_line
-from deploy.fx.trace import find_function, global_wrap, line_of, trace, trace_only
+from deploy.fx.profile import count_flops, format_graph, graph_source, max_difference, profile_graph
+from deploy.fx.source import load_factory, load_module, user_code_line
+from deploy.fx.trace import failing_line, find_function, global_wrap, trace, trace_only
 
 torch.set_num_threads(1)
 
@@ -60,14 +60,14 @@ def test_a_captured_model_is_the_model_at_any_batch(name, example):
 
 def test_layers_are_nodes_of_their_own_name_and_counted(example):
     captured = capture(make("detector"), [example])
-    rows = table(captured)
+    rows = format_graph(captured)
     assert " blocks.0.cv1.conv " in rows and " torch.chunk " in rows and " stem.act " in rows
     assert "torch.ops.aten.conv" not in rows
     layers = [n.target for n in captured.graph.nodes if n.op == "call_module"]
     assert len(layers) == len(set(layers)) == 3 * 15 + 1 + 2
     traced = graph_of(nn.Conv2d(3, 4, 1), None)
     again = graph_of(traced, [example])
-    assert again is not traced and table(again) == table(traced)
+    assert again is not traced and format_graph(again) == format_graph(traced)
     x = torch.randn(1, 3, 4, 4)
     assert sum(count_flops(capture(Placed(), [x]), [x]).values()) == 2 * 3 * 4 * 16
     captured = capture(Detector().train(), [torch.randn(1, 3, 32, 32)])
@@ -118,7 +118,7 @@ def test_inputs_and_outputs_in_containers_and_one_tensor_for_two_inputs():
     model, x = Two().eval(), torch.randn(4, 3)
     assert torch.allclose(capture(model, [x, x])(x, 5 * x), model(x, 5 * x))
     exported = to_onnx(model, [x, x])
-    assert compare(exported, model, [(x, 5 * x)]).max_difference < 1e-5
+    assert compare_with_torch(exported, model, [(x, 5 * x)]).max_difference < 1e-5
 
 
 def test_models_of_a_fixed_batch_and_changes_in_place_are_captured():
@@ -183,10 +183,10 @@ def test_a_line_of_a_library_is_named_and_none_of_the_standard_library():
     with pytest.raises(ZeroDivisionError) as caught:
         there["keep"](0)
     error = caught.value.with_traceback(caught.tb.tb_next)  # without this test's own line
-    assert line_of(error).startswith(f"{path}:2")
+    assert failing_line(error).startswith(f"{path}:2")
     with pytest.raises(ValueError) as caught:
         json.loads("{")
-    assert "test_torch_graph.py" in users_line(caught.value)
+    assert "test_torch_graph.py" in user_code_line(caught.value)
 
 
 @pytest.mark.slow
@@ -363,8 +363,8 @@ def test_a_traced_model_is_the_model_and_prints_its_code(run, command):
     traced = trace(model)
     x = torch.randn(2, 3, 64, 64)
     assert torch.equal(traced(x), model(x))
-    assert 'getattr(self.layer4, "1").conv2(' in code(traced)
-    assert code(traced).startswith("def forward(self, x):\n")
+    assert 'getattr(self.layer4, "1").conv2(' in graph_source(traced)
+    assert graph_source(traced).startswith("def forward(self, x):\n")
     spec = f"{HERE / 'resnet18.py'}:small"
     shown = run("trace", spec, "--input", "1x3x64x64")[1]
     assert "call_module    layer1_0_conv1         layer1.0.conv1" in shown
@@ -383,7 +383,7 @@ def test_the_table_shows_six_opcodes_and_no_address():
         def forward(self, x):
             return torch.topk(self.linear(x + self.scale).clamp(min=0.0), 2)[0]
 
-    assert table(trace(Six())) == SIX_OPCODES
+    assert format_graph(trace(Six())) == SIX_OPCODES
 
 
 def test_constants_are_kept_and_shapes_known_along_the_graph():
@@ -399,7 +399,7 @@ def test_every_spelling_of_add_is_replaced():
     traced = trace(ThreeAdds())
     assert replace_op(traced, "add", torch.mul) == 3
     assert [t.item() for t in traced(torch.tensor(2), torch.tensor(5))] == [10, 10, 10]
-    assert code(traced).count("torch.mul") == 3
+    assert graph_source(traced).count("torch.mul") == 3
 
     class Pairs(nn.Module):
         def forward(self, x, y):
@@ -475,7 +475,7 @@ def test_wrapped_functions_must_exist_and_come_back(tmp_path):
         "class Own(nn.Module):\n    def forward(self, x):\n        return x * len(x)\n"
         "def make():\n    return Own()\n"
     )
-    assert "len(x)" in code(trace(load_module(f"{source}:make")))
+    assert "len(x)" in graph_source(trace(load_module(f"{source}:make")))
 
 
 def test_what_cannot_be_traced_is_said_with_line_and_remedies():
@@ -683,7 +683,7 @@ def test_functional_convolutions_fold_too():
 @pytest.mark.slow
 def test_profile_counts_resnet18_exactly_and_times_nearly_all_of_it():
     traced = trace(load_module(f"{HERE / 'resnet18.py'}:make"))
-    result = profile(traced, [torch.randn(1, 3, 224, 224)], warm_up=1, runs=1)
+    result = profile_graph(traced, [torch.randn(1, 3, 224, 224)], warm_up=1, runs=1)
     assert result.flops == 3_628_146_688
     assert result.macs == 1_814_073_344
     assert sum(node.parameters for node in result.nodes) == 11_689_512

@@ -29,11 +29,11 @@ from deploy.errors import (
 )
 from deploy.fx.convert import calibrate, convert, observers_of, scale_table
 from deploy.fx.distill import Distiller, channel_wise_loss, logit_loss
-from deploy.fx.export import check_float, compare, to_onnx
-from deploy.fx.fakequant import rounded
+from deploy.fx.export import check_float_export, compare_with_torch, to_onnx
+from deploy.fx.fakequant import lsq_round
 from deploy.fx.int8_layers import WeightQuant
 from deploy.fx.prepare import prepare
-from deploy.fx.qat import Task, hold, learn, train, values_of
+from deploy.fx.qat import Task, clamp_scales, copy_scales, learn_scales, train
 from deploy.fx.source import load_module
 from deploy.targets import OnnxRuntime
 
@@ -146,7 +146,7 @@ def test_only_a_submodule_is_trained_and_norms_fold_into_the_export(small):
     exported = to_onnx(result.converted, [torch.zeros(2, 1, 8, 8)])
     assert not {"BatchNormalization", "Div"} & {node.op_type for node in exported.graph.node}
     batches = [(x,) for x, _ in blobs(0)]
-    found = compare(exported, result.converted, batches)
+    found = compare_with_torch(exported, result.converted, batches)
     assert found.argmax >= 0.999 and found.codes <= 1.0
 
 
@@ -330,7 +330,7 @@ def test_the_exporter_never_falls_back_in_silence():
     with torch.no_grad():
         layer.weight.add_(0.5)
     with pytest.raises(ExportError, match="must compute what torch computes"):
-        check_float(exported, layer, [torch.ones(2, 3)])
+        check_float_export(exported, layer, [torch.ones(2, 3)])
 
 
 def fashion_module():
@@ -352,7 +352,9 @@ def test_the_demo_network_in_int8_from_torch(tmp_path):
     calibrate(prepared, x[:100].split(50))
     converted = convert(prepared)
     assert fashion.accuracy(converted, x, y) >= fashion.accuracy(model, x, y) - 0.01
-    found = compare(to_onnx(converted, [x[:2]]), converted, [(part,) for part in x.split(100)])
+    found = compare_with_torch(
+        to_onnx(converted, [x[:2]]), converted, [(part,) for part in x.split(100)]
+    )
     assert found.samples == 400 and found.argmax == 1.0
 
 
@@ -445,7 +447,7 @@ STEM = OnnxRuntime(int8_stem=True)  # for networks whose first layer is small
 
 def gradients(x, scale, zero, ends, grad, shared):
     x, scale = x.clone().requires_grad_(), scale.clone().requires_grad_()
-    y = rounded(x, scale, torch.tensor(zero, dtype=torch.int32), ends, shared=shared)
+    y = lsq_round(x, scale, torch.tensor(zero, dtype=torch.int32), ends, shared=shared)
     y.backward(grad)
     return y.detach(), x.grad, scale.grad
 
@@ -622,35 +624,35 @@ def test_what_was_learned_is_frozen_and_exported(target):
             assert bool((value > 0).all()) and not torch.equal(value, before[name])
     x = torch.randn(5, 1, 8, 8)
     exported = to_onnx(result.converted, [x])
-    assert compare(exported, result.converted, [(x,)], optimized=False).codes <= 1.001
+    assert compare_with_torch(exported, result.converted, [(x,)], optimized=False).codes <= 1.001
 
 
 def learned_model():
     prepared = prepare(Net().eval(), [torch.zeros(2, 1, 8, 8)], target=STEM)
     calibrate(prepared, [torch.randn(4, 1, 8, 8)])
-    return prepared, learn(prepared)
+    return prepared, learn_scales(prepared)
 
 
 @pytest.mark.slow
 def test_a_scale_is_never_negative_nor_lost():
     prepared, scales = learned_model()
     assert len(scales) == len(observers_of(prepared)) + 2
-    before = values_of(scales)
+    before = copy_scales(scales)
     with torch.no_grad():
         for scale in scales.values():
             scale.sub_(1e9)
-    hold(scales, before)
+    clamp_scales(scales, before)
     for scale, old in zip(scales.values(), before, strict=True):
         assert torch.equal(scale.detach(), old / 2)
     name, first = next(iter(scales.items()))
     with torch.no_grad():
         first.fill_(math.nan)
     with pytest.raises(CalibrationError, match=f"got nan of {name}; train slower"):
-        hold(scales, values_of(scales))
+        clamp_scales(scales, copy_scales(scales))
     with torch.no_grad():
         first.fill_(0)
     with pytest.raises(CalibrationError, match="must stay a positive number, got 0 of"):
-        hold(scales, values_of(scales))
+        clamp_scales(scales, copy_scales(scales))
 
 
 def test_learned_scales_are_where_the_model_is_and_stay_positive():

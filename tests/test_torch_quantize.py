@@ -17,18 +17,18 @@ from torch import nn
 
 from calibrators.errors import CalibrationError
 from calibrators.grids import UINT8, quantize_per_tensor, quantize_weight, weight_scales
-from calibrators.weights import FIT, pair_scales, pair_sums
+from calibrators.weights import PAIR_LIMIT, pair_scales, pair_sums
 from deploy.errors import ConfigError, ExportError, FeedError, ModelError
 from deploy.fx.convert import calibrate, convert, freeze_norms, observers_of, scale_table, set_phase
-from deploy.fx.export import compare, to_onnx
-from deploy.fx.fakequant import FakeQuant, FixedQuant, on_grid, search_for
-from deploy.fx.int8_layers import IntLayer, QatConvBn, quant_of
-from deploy.fx.modes import compare_modes, quantized, report, stored_bytes
+from deploy.fx.export import compare_with_torch, to_onnx
+from deploy.fx.fakequant import FakeQuant, FixedQuant, scale_on_grid, search_for
+from deploy.fx.int8_layers import IntLayer, QatConvBn, weight_quantizer
+from deploy.fx.modes import compare_modes, format_modes, quantize_model, stored_bytes
 from deploy.fx.prepare import at_bits, prepare, prepare_only
 from deploy.fx.source import load_module
 from deploy.graph.placement import ASCEND, ONNXRUNTIME, TENSORRT
 from deploy.targets import TARGETS, OnnxRuntime
-from deploy.targets.stored import stored_in
+from deploy.targets.stored_weights import read_stored_weights
 
 torch.set_num_threads(1)
 
@@ -138,7 +138,7 @@ def test_scales_are_shared_as_the_target_shares_them():
     assert found["cat"] == found["pool"] and len(set(found.values())) == len(found) - 1
     calibrate(prepared, [x])
     exported = to_onnx(convert(prepared), [x])
-    assert compare(exported, convert(prepared), [[x]], optimized=False).codes <= 1.0
+    assert compare_with_torch(exported, convert(prepared), [[x]], optimized=False).codes <= 1.0
     _, found = groups(target=STEM, share=["concat"])
     assert found["a"] == found["mul"] == found["cat"] == found["pool"] != found["out"]
     _, found = groups(target="tensorrt")
@@ -169,7 +169,7 @@ def test_a_shared_range_is_that_of_all_its_tensors():
     assert shared.members == 3
     seen = [model.both(*b).detach() for b in batches]
     ends = min(float(x.min()) for x in seen), max(float(x.max()) for x in seen)
-    assert grid_of(shared) == on_grid(*ends, shared.grid)
+    assert grid_of(shared) == scale_on_grid(*ends, shared.grid)
     for momentum in (0.25, 1):  # following goes on from there, one step a batch
         prepared = prepare(model, batches[0], momentum=momentum, target=STEM, share=["concat"])
         calibrate(prepared, batches[:1], search=search_for("onnxruntime", "minmax"))
@@ -182,7 +182,7 @@ def test_a_shared_range_is_that_of_all_its_tensors():
             moved = max(expected, high) if momentum == 1 else expected + 0.25 * (high - expected)
             expected = moved
         assert float(shared.hi) == pytest.approx(expected, rel=1e-5)
-        assert grid_of(shared) == on_grid(float(shared.lo), float(shared.hi), shared.grid)
+        assert grid_of(shared) == scale_on_grid(float(shared.lo), float(shared.hi), shared.grid)
     alone = FakeQuant(UINT8, "t")
     alone.members = 2
     alone.update(torch.tensor([5.0]))
@@ -209,7 +209,7 @@ def test_grids_of_the_targets_do_not_depend_on_the_run(resnet, batches):
     assert tables[0] == tables[1]
     first = observers_of(calibrated(resnet, batches, method="minmax"))["x"]
     stacked = torch.cat([b[0] for b in batches])
-    assert grid_of(first) == on_grid(float(stacked.min()), float(stacked.max()), first.grid)
+    assert grid_of(first) == scale_on_grid(float(stacked.min()), float(stacked.max()), first.grid)
 
 
 @pytest.mark.slow
@@ -233,9 +233,9 @@ def test_the_exported_model_is_the_converted_one_within_one_code(made, batches, 
     onnx.checker.check_model(exported, full_check=True)
     assert {e.domain: e.version for e in exported.opset_import} == {"": 18}
     mixed = [*batches, (batches[0][0][:1],), (torch.cat([b[0] for b in batches])[:7],)]
-    exact = compare(exported, converted, mixed, optimized=False)
+    exact = compare_with_torch(exported, converted, mixed, optimized=False)
     assert exact.argmax == 1.0 and exact.codes <= 1.0
-    used = compare(exported, converted, mixed, kernels=target == "onnxruntime")
+    used = compare_with_torch(exported, converted, mixed, kernels=target == "onnxruntime")
     assert used.argmax == 1.0 and used.codes <= 1.0
     assert "steps of the last scale" in str(used)
 
@@ -275,7 +275,7 @@ def test_fewer_bits_clip_before_the_8_bit_operator():
     assert converted.get_submodule("0").weight_int.abs().max() == 7
     exported = to_onnx(converted, [data])
     assert operators(exported)["Clip"] == 3
-    assert compare(exported, converted, [[data * 2]], optimized=False).codes <= 1e-3
+    assert compare_with_torch(exported, converted, [[data * 2]], optimized=False).codes <= 1e-3
     x = torch.tensor([-1.0, 0.0, 0.26, 9.0])
     grid = at_bits(UINT8, 2)
     assert FixedQuant(grid, "t", torch.tensor(0.5), torch.tensor(1))(x).tolist() == [
@@ -314,7 +314,7 @@ def test_each_mode_has_its_size_and_error(resnet, batches):
         assert results[mode].sqnr_db > 20
         assert 0 < results[mode].max_error < 0.01
     assert results["static"].sqnr_db < results["dynamic"].sqnr_db
-    text = report(list(results.values()))
+    text = format_modes(list(results.values()))
     assert text.splitlines()[0].split() == [
         "Mode", "Bytes", "Smaller", "Max", "error", "SQNR", "dB",
     ]  # fmt: skip
@@ -330,11 +330,11 @@ def test_each_mode_has_its_size_and_error(resnet, batches):
 def test_modes_export_and_agree(mode, operator):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)).eval()
     batches = [(torch.randn(4, 3, 8, 8),)]
-    converted = quantized(model, batches[0], batches, mode=mode)
+    converted = quantize_model(model, batches[0], batches, mode=mode)
     exported = to_onnx(converted, batches[0])
     assert operators(exported)[operator] >= 1
     assert operators(exported)["QuantizeLinear"] == 0
-    found = compare(exported, converted, batches, optimized=False)
+    found = compare_with_torch(exported, converted, batches, optimized=False)
     assert found.argmax == 1.0 and found.max_difference < 1e-5
 
 
@@ -449,7 +449,7 @@ def test_only_a_traceable_submodule_is_quantized(resnet):
 
     model, x = Whole().eval(), torch.randn(2, 3, 64, 64)
     assert isinstance(
-        quantized(model, [x], [(x,)], mode="static", only="backbone").backbone.fc, IntLayer
+        quantize_model(model, [x], [(x,)], mode="static", only="backbone").backbone.fc, IntLayer
     )
     prepared = prepare_only(model, "backbone", [x])
     assert torch.allclose(prepared(x), model(x), atol=1e-5)
@@ -500,7 +500,7 @@ def test_grouped_and_transposed_layers():
     assert converted.get_submodule("2").weight_scale.shape == (6,)
     assert converted.get_submodule("3").weight_scale.shape == (1,)
     exported = to_onnx(converted, [x])
-    found = compare(exported, converted, [[x]], optimized=False)
+    found = compare_with_torch(exported, converted, [[x]], optimized=False)
     assert found.codes <= 1.0
     assert (converted(x) - model(x)).abs().max() < 0.1
 
@@ -524,7 +524,7 @@ def test_efficientnet_lite0_in_int8(tmp_path):
     ran = optimized_operators(exported, tmp_path)
     assert ran["QLinearConv"] == 49 and ran["QLinearAdd"] == 9
     assert not {"Conv", "FusedConv", "Clip", "Pad"} & set(ran)
-    assert compare(exported, converted, [[x]]).argmax == 1.0
+    assert compare_with_torch(exported, converted, [[x]]).argmax == 1.0
     assert len(exported.SerializeToString()) < 0.27 * stored_bytes(model)
     assert stored_bytes(converted) < 0.27 * stored_bytes(model)
 
@@ -537,7 +537,7 @@ def test_mtcnn_in_int8(name, size, convs, tmp_path):
     converted = convert(calibrated(model, [(x,)], target=STEM))
     exported = to_onnx(converted, [x])
     assert optimized_operators(exported, tmp_path)["QLinearConv"] == convs
-    found = compare(exported, converted, [[x], [x[:1]]], optimized=False)
+    found = compare_with_torch(exported, converted, [[x], [x[:1]]], optimized=False)
     assert found.argmax >= 0.999 and found.max_difference < 0.02
 
 
@@ -592,7 +592,10 @@ def test_a_model_written_for_eager_mode_quantization_works_as_it_stands():
     assert len({id(q) for q in observers_of(prepared).values()}) == 3  # cat shares one of its
     converted = convert(prepared)
     assert (converted(x) - model(x)).abs().max() < 0.1
-    assert compare(to_onnx(converted, [x]), converted, [[x]], optimized=False).codes <= 1.001
+    assert (
+        compare_with_torch(to_onnx(converted, [x]), converted, [[x]], optimized=False).codes
+        <= 1.001
+    )
 
 
 @pytest.mark.parametrize("target", list(TARGETS))
@@ -639,18 +642,18 @@ def test_scales_are_those_of_a_build(layer, depthwise):
     weight = layer.weight.detach()
     turned = isinstance(layer, nn.ConvTranspose2d)
     for axis in (None, 1 if turned else 0):
-        full = quant_of(layer, axis, 8, fits_pairs=False).scales(weight)
-        fitted = quant_of(layer, axis, 8, fits_pairs=True).scales(weight)
+        full = weight_quantizer(layer, axis, 8, fits_pairs=False).scales(weight)
+        fitted = weight_quantizer(layer, axis, 8, fits_pairs=True).scales(weight)
         rows = weight.transpose(0, 1) if turned else weight
         expected = full if depthwise else pair_scales(rows.numpy(), full.numpy())
         assert np.allclose(fitted, expected, rtol=1e-7) and fitted.shape == full.shape
-    assert quant_of(layer, 0, 7, fits_pairs=True).least is None
+    assert weight_quantizer(layer, 0, 7, fits_pairs=True).least is None
 
 
 def test_a_learned_scale_does_not_fall_below():
     layer = nn.Linear(8, 3)
     nn.init.constant_(layer.weight, 1.0)
-    quant = quant_of(layer, 0, 8, fits_pairs=True)
+    quant = weight_quantizer(layer, 0, 8, fits_pairs=True)
     scale = quant.learn(layer.weight)
     with torch.no_grad():
         scale.copy_(scale / 2)
@@ -680,6 +683,6 @@ def test_an_exported_model_fits(words, fits, command, tmp_path):
     held = onnx.load(out)
     arrays = [numpy_helper.to_array(tensor) for tensor in held.graph.initializer]
     sums = [pair_sums(one).max() for one in arrays if one.dtype == np.int8 and one.ndim > 1]
-    assert sums and (max(sums) <= FIT) == fits
+    assert sums and (max(sums) <= PAIR_LIMIT) == fits
     if not words:
-        assert not any(one.saturates for one in stored_in(held, on_cpus=True))
+        assert not any(one.saturates for one in read_stored_weights(held, on_cpus=True))

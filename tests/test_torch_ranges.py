@@ -20,11 +20,11 @@ from calibrators.searches import SEARCHES
 from deploy.cli import cli
 from deploy.errors import CalibrationError, ConfigError, FeedError, ModelError
 from deploy.fx.convert import calibrate, convert, observers_of, scale_table, set_phase
-from deploy.fx.fakequant import FakeQuant, Ifmr, on_grid, search_for
+from deploy.fx.fakequant import FakeQuant, IfmrSearch, scale_on_grid, search_for
 from deploy.fx.prepare import at_bits, prepare
 from deploy.targets import TARGETS
-from deploy.targets.ascend.config_keys import Activation, LayerConfig
-from deploy.targets.ascend.record import params_of
+from deploy.targets.ascend.config_keys import ActivationParams, LayerConfig
+from deploy.targets.ascend.record import search_params
 
 torch.set_num_threads(1)
 NET = """
@@ -214,8 +214,8 @@ def test_real_values_differ_by_float_rounding_alone(folder):
 
 def test_the_default_is_that_of_build_for_every_target():
     for name, target in TARGETS.items():
-        assert bool(target.own_method) == isinstance(search_for(name), Ifmr)
-    own = params_of(LayerConfig(activation=Activation(asymmetric=True)))
+        assert bool(target.own_method) == isinstance(search_for(name), IfmrSearch)
+    own = search_params(LayerConfig(activation=ActivationParams(asymmetric=True)))
     assert own == IfmrParams(with_offset=True)
     assert search_for("onnxruntime").label == "mse"
     assert search_for("ascend", "percentile 99.5").label == "percentile 99.5"
@@ -337,7 +337,7 @@ def test_a_range_on_a_grid_is_that_of_calibrators():
         amax = float(max(-lo, hi))
         scale = Scale(lo=lo, hi=hi, amax=amax, observed_min=lo, observed_max=hi, method="")
         ends = (-amax, amax) if grid.symmetric else (lo, hi)
-        assert on_grid(*ends, grid) == scale.on(grid)
+        assert scale_on_grid(*ends, grid) == scale.on(grid)
 
 
 @pytest.mark.slow

@@ -19,16 +19,16 @@ from deploy.errors import CacheError, ExportError, ModelError
 from deploy.fx import device
 from deploy.fx.capture import capture
 from deploy.fx.convert import calibrate, float_form, observers_of
-from deploy.fx.export import check_float, other_batch, to_onnx
-from deploy.fx.fakequant import on_grid, search_for
+from deploy.fx.export import check_float_export, to_onnx, with_more_samples
+from deploy.fx.fakequant import scale_on_grid, search_for
 from deploy.fx.fuse import fold_batch_norms, fuse, norms_in_float
-from deploy.fx.int8_layers import QatLayer, WeightQuant, coverage, refuse_float
-from deploy.fx.modes import measure, quantized, report
-from deploy.fx.opening import open_torch
+from deploy.fx.int8_layers import QatLayer, WeightQuant, measure_coverage, refuse_unquantized
+from deploy.fx.modes import format_modes, measure_mode, quantize_model
+from deploy.fx.open_model import open_torch
 from deploy.fx.prepare import prepare, prepare_only
-from deploy.fx.profile import check_same, profile
+from deploy.fx.profile import check_same_outputs, profile_graph
 from deploy.fx.qat import Task, train
-from deploy.fx.source import computed_weights, load_module, plain_copy, unwrapped
+from deploy.fx.source import computed_weights, load_module, plain_copy, unwrap
 from deploy.fx.trace import trace
 from deploy.targets import OnnxRuntime
 
@@ -101,8 +101,8 @@ def test_weights_that_are_computed_are_taken_as_they_are_now(kind):
         assert not computed_weights(own) and name in dict(own.named_parameters())
         assert torch.allclose(own(X), wanted, atol=1e-6)
     assert torch.equal(model(X), wanted) and computed_weights(model)
-    converted = quantized(model, [X], [(X,)], mode="static", target=STEM)
-    assert coverage(converted, model).quantized == ("0", "3")
+    converted = quantize_model(model, [X], [(X,)], mode="static", target=STEM)
+    assert measure_coverage(converted, model).quantized == ("0", "3")
 
 
 def test_computed_weights_are_said_and_models_that_cannot_be_copied():
@@ -120,7 +120,7 @@ def test_computed_weights_are_said_and_models_that_cannot_be_copied():
 def test_wrappers_are_taken_off_and_torchscript_is_named(tmp_path):
     model = net()
     for wrapped in (torch.compile(model, backend="eager"), nn.DataParallel(model)):
-        assert unwrapped(wrapped) is model
+        assert unwrap(wrapped) is model
         whole = nn.Sequential(wrapped, nn.ReLU())
         assert torch.allclose(plain_copy(whole)(X), torch.relu(model(X)))
         assert isinstance(whole[0], type(wrapped))
@@ -149,17 +149,17 @@ def test_a_part_that_runs_several_times_has_one_range_for_all_its_runs():
     prepared = prepare_only(Twice().eval(), "head", [X], target=STEM)
     calibrate(prepared, [X, X], search=search_for("onnxruntime", "minmax"))
     (seen, _) = observers_of(prepared).values()
-    wide = on_grid(float(10 * X.min()), float(10 * X.max()), seen.grid)
+    wide = scale_on_grid(float(10 * X.min()), float(10 * X.max()), seen.grid)
     assert (float(seen.scale), int(seen.zero_point)) == wide
 
 
 def test_what_a_pass_must_not_change_is_checked_by_more_than_a_tolerance():
     model, same = net(), plain_copy(net())
-    assert check_same(model, same, [X], "copying") == 0
+    assert check_same_outputs(model, same, [X], "copying") == 0
     with torch.no_grad():
         same[3].bias += 1e-2
     with pytest.raises(ModelError, match="copying must not change what the model computes"):
-        check_same(model, same, [X], "copying")
+        check_same_outputs(model, same, [X], "copying")
 
     class Cancels(nn.Module):  # float32 leaves only noise of it
         def __init__(self, last):
@@ -170,7 +170,7 @@ def test_what_a_pass_must_not_change_is_checked_by_more_than_a_tolerance():
             big = x + 1e4
             return (big * 3 - big - big - big if self.last else big - big + big - big) + x * 1e-6
 
-    assert check_same(Cancels(True), Cancels(False), [X], "rewriting") > 1e-4
+    assert check_same_outputs(Cancels(True), Cancels(False), [X], "rewriting") > 1e-4
 
 
 def task_of(model, **options):
@@ -236,9 +236,9 @@ def test_a_checkpoint_holds_the_state_of_every_generator(tmp_path):
         train(task_of(net(), batches=stop_in_second, **seeded()), checkpoint=path)
     resumed = train(task_of(net(), batches=batches, **seeded()), checkpoint=path)
     assert resumed.losses == whole.losses
-    kept = device.state()
+    kept = device.random_state()
     drawn = np.random.rand(), random.random()  # noqa: NPY002
-    device.restore(kept)
+    device.restore_random_state(kept)
     assert (np.random.rand(), random.random()) == drawn  # noqa: NPY002
 
 
@@ -265,7 +265,7 @@ def test_what_stays_float_is_said_and_nothing_in_int8_is_refused(tmp_path, comma
     assert "must have layers in int8, and none of 3" in str(shown.exception)
     assert not (tmp_path / "none.onnx").exists()
     with pytest.raises(ExportError, match="there are no weights"):
-        refuse_float(coverage(nn.ReLU(), nn.ReLU()))
+        refuse_unquantized(measure_coverage(nn.ReLU(), nn.ReLU()))
 
 
 def tiny(factor):
@@ -280,19 +280,19 @@ def test_an_export_is_checked_by_outputs_of_any_size_and_two_batches():
     torch.manual_seed(0)
     model = tiny(1e-6)
     exported = to_onnx(model, [X])
-    found = check_float(exported, model, [X])
+    found = check_float_export(exported, model, [X])
     assert found.batches == (2, 3) and found.telling and found.max_output < 1e-5
-    assert [len(x) for x in other_batch([X[:1]])] == [3]
+    assert [len(x) for x in with_more_samples([X[:1]])] == [3]
     with torch.no_grad():
         model[2].weight *= 1.01
     with pytest.raises(ExportError, match="must compute what torch computes"):
-        check_float(exported, model, [X])
+        check_float_export(exported, model, [X])
     for tensor in exported.graph.initializer:  # a file whose batch only looks open
         if tensor.dims == [2] and tensor.data_type == 7:
             tensor.CopyFrom(__import__("onnx").numpy_helper.from_array(np.array([2, 144]),
                                                                        tensor.name))  # fmt: skip
     with pytest.raises(ExportError, match=r"--static-batch|what torch computes"):
-        check_float(exported, model, [X])
+        check_float_export(exported, model, [X])
 
 
 @pytest.mark.slow
@@ -326,10 +326,10 @@ def test_an_export_that_fails_shows_a_sentence_and_no_graph(tmp_path, capfd):
 
 def test_a_trained_model_is_measured_against_its_own_weights():
     result = train(task_of(net(), epochs=2))
-    found = measure("qat", float_form(result.prepared), result.converted, [(X,)])
+    found = measure_mode("qat", float_form(result.prepared), result.converted, [(X,)])
     assert found.sqnr_db > 25
     zero = tiny(0.0)
-    assert "all 0" in report([measure("float", zero, zero, [(X,)])])
+    assert "all 0" in format_modes([measure_mode("float", zero, zero, [(X,)])])
 
 
 def test_trace_says_why_the_model_does_not_run_for_its_input(tmp_path):
@@ -590,5 +590,5 @@ def test_constants_are_computed_and_parameters_counted_once():
     model, x = Grown().eval(), torch.randn(2, 6, 16)
     folded, _ = fold_batch_norms(model, [x])
     assert torch.allclose(folded(x), model(x), atol=1e-6)
-    found = profile(capture(model, [x]), [x], warm_up=0, runs=1)
+    found = profile_graph(capture(model, [x]), [x], warm_up=0, runs=1)
     assert found.parameters == sum(p.numel() for p in model.parameters())

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="the torch front end needs torch: ca
 
 from deploy.errors import ConfigError, FeedError
 from deploy.fx.qat import Task
-from deploy.fx.task import Arguments, in_order
+from deploy.fx.task import ForwardArguments, order_inputs
 
 torch.set_num_threads(1)
 
@@ -155,7 +155,11 @@ def test_samples_by_name_and_in_tuples_train_resume_and_export(tasks, run, tmp_p
 
 def test_samples_with_other_names_than_the_inputs_are_refused(tasks, run, tmp_path):
     for name, words in (
-        ("more", "has the names of its inputs, image, scale, got image, scale, label; leave other names out"),
+        (
+            "more",
+            "has the names of its inputs, image, scale, got image, scale, label; leave other"
+            " names out",
+        ),
         ("nested", "tensors, or one dict of tensors, got tuple; give each"),
     ):
         code, _, err = trained(run, tasks, name, tmp_path / "n.onnx")
@@ -172,7 +176,7 @@ def test_a_call_is_read_as_the_users_forward_would():
             return batch["a"]
 
     a, b, d = (torch.full((1,), float(value)) for value in (1, 2, 3))
-    arguments = Arguments.of(Net(), ["d", "b", "a"])
+    arguments = ForwardArguments.of(Net(), ["d", "b", "a"])
     assert arguments.names == ("a", "b", "d") and arguments.into is None
     calls = [
         ((a, b), {"d": d}),
@@ -184,7 +188,7 @@ def test_a_call_is_read_as_the_users_forward_would():
     for args, kwargs in (((a,), {"d": d}), ((a, b), {"d": d, "c": 2.0}), ((), {}), ((a, b, d), {})):
         with pytest.raises(FeedError, match=r"got"):
             arguments.tensors(*args, **kwargs)
-    inner = Arguments.of(Of(), ["a"])
+    inner = ForwardArguments.of(Of(), ["a"])
     assert inner.into == "batch"
     assert (
         inner.tensors({"a": a})
@@ -203,12 +207,12 @@ def test_the_users_models_keep_their_class_and_share_their_weights():
 
     model, x = Net(2, 2), torch.zeros(1, 2)
     task = Task(model=model, inputs=[{"x": x}], batches=lambda epoch: [], loss=lambda o, y: o)
-    ordered = in_order(task)
+    ordered = order_inputs(task)
     assert type(model) is Net and type(ordered.model) is not Net
     assert ordered.model.weight is model.weight and torch.equal(ordered.model(x), model({"x": x}))
-    assert in_order(ordered) is ordered
+    assert order_inputs(ordered) is ordered
     with pytest.raises(ConfigError, match=r"forward\(input\)"):
-        in_order(Task(model=torch.nn.Linear(2, 2), inputs=[{"y": x}], batches=None, loss=None))
+        order_inputs(Task(model=torch.nn.Linear(2, 2), inputs=[{"y": x}], batches=None, loss=None))
 
 
 SIDE = 32

@@ -12,10 +12,10 @@ torch = pytest.importorskip("torch", reason="the torch front end needs torch: ca
 
 from deploy.cli import main
 from deploy.fx.convert import calibrate, convert
-from deploy.fx.export import compare, to_onnx
+from deploy.fx.export import compare_with_torch, to_onnx
 from deploy.fx.fuse import norms_in_float
-from deploy.fx.int8_layers import coverage
-from deploy.fx.modes import measure, quantized
+from deploy.fx.int8_layers import measure_coverage
+from deploy.fx.modes import measure_mode, quantize_model
 from deploy.fx.prepare import prepare
 from deploy.fx.qat import Task, train
 from deploy.fx.source import load_factory
@@ -217,9 +217,11 @@ def test_what_the_graph_has_no_tensor_or_layer_for_stays_float():
     assert read == {"inside", "out"}
     calibrate(prepared, [x])
     converted = convert(prepared)
-    found = coverage(converted, Whole())
+    found = measure_coverage(converted, Whole())
     assert found.quantized == ("inside", "out") and found.left == (("weight", "Parameter"),)
-    assert compare(to_onnx(converted, [x]), converted, [[x]], optimized=False).argmax == 1
+    assert (
+        compare_with_torch(to_onnx(converted, [x]), converted, [[x]], optimized=False).argmax == 1
+    )
 
 
 SHAPES = Path(__file__).parent / "torch_shapes.py"
@@ -239,14 +241,14 @@ def pictures(seed, count=2):
 def test_every_shape_is_quantized_and_runs_in_onnxruntime_as_in_torch(name):
     model, batches = make(name), [(pictures(0),), (pictures(1),)]
     target = OnnxRuntime(int8_stem=True)
-    converted = quantized(model, batches[0], batches, mode="static", target=target)
+    converted = quantize_model(model, batches[0], batches, mode="static", target=target)
     assert norms_in_float(converted) == ""
     integers = [m for m in converted.modules() if type(m).__name__ == "IntLayer"]
     assert len(integers) == INT8_LAYERS[name]
     exported = to_onnx(converted, batches[0])
-    found = compare(exported, converted, [*batches, (pictures(2, 5),)], optimized=False)
+    found = compare_with_torch(exported, converted, [*batches, (pictures(2, 5),)], optimized=False)
     assert found.max_difference <= 0.05 * found.max_output
-    assert measure("static", model, converted, batches).sqnr_db > 15
+    assert measure_mode("static", model, converted, batches).sqnr_db > 15
 
 
 def boxes(epoch):
@@ -339,7 +341,7 @@ def test_a_bias_after_a_tensor_of_next_to_nothing_is_kept(target):
         for parameter in model[0].parameters():
             parameter.mul_(1e-9)
     batches = [(pictures(0),), (pictures(1),)]
-    converted = quantized(model, batches[0], batches, mode="static", target=target)
-    found = compare(to_onnx(converted, batches[0]), converted, batches)
+    converted = quantize_model(model, batches[0], batches, mode="static", target=target)
+    found = compare_with_torch(to_onnx(converted, batches[0]), converted, batches)
     assert found.max_difference <= 0.01 * found.max_output
-    assert measure("static", model, converted, batches).sqnr_db > 30
+    assert measure_mode("static", model, converted, batches).sqnr_db > 30

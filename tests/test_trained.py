@@ -9,10 +9,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.frontends import load_either
+from deploy.frontends import load_float_or_qdq
 from deploy.graph.placement import ONNXRUNTIME
 from deploy.runtimes.ort import OrtSession
-from deploy.targets.trained import decisions_of
+from deploy.targets.prequantized import qdq_decisions
 from tests.models import make_model, make_node
 
 BUILD = ("--duration", 0)
@@ -106,10 +106,10 @@ def integers(model):
 
 
 def test_a_layer_whose_output_has_no_pair_computes_in_float(small_cnn):
-    model = load_either(small_cnn).model
+    model = load_float_or_qdq(small_cnn).model
     convs = [node.name for node in model.graph.node if node.op_type == "Conv"]
     trained = SimpleNamespace(name="a/m.onnx", floats={convs[0]: "why"}, written={convs[1]})
-    found = {d.node: d.reason for d in decisions_of(trained, model, ONNXRUNTIME)}
+    found = {d.node: d.reason for d in qdq_decisions(trained, model, ONNXRUNTIME)}
     assert [found[name] for name in convs] == [
         "why", "", "no pair stands on what it makes in m.onnx",
     ]  # fmt: skip
@@ -410,7 +410,7 @@ def test_every_spelling_goes_to_every_target(built, spelled, tmp_path):
 
 @pytest.mark.parametrize("spelled", SPELLED, ids=lambda one: one.__name__)
 def test_the_float_model_is_the_quantized_one_without_its_rounding(spelled, data):
-    loaded = load_either(spelled())
+    loaded = load_float_or_qdq(spelled())
     fed = {"x": np.load(data)[:1].clip(-2, 2)}
     plain = OrtSession.open(loaded.model, threads=1).run(fed)
     for name, value in OrtSession.open(spelled(), threads=1).run(fed).items():

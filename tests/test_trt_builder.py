@@ -26,27 +26,27 @@ from deploy.errors import BackendError, ConfigError, SdkMissingError
 from deploy.frontends import load
 from deploy.method import Method
 from deploy.pipeline import build
-from deploy.targets.spans import Span
+from deploy.targets.shape_ranges import ShapeRange
 from deploy.targets.tensorrt import builder as builder_module
 from deploy.targets.tensorrt import engines, sdk, session
 from deploy.targets.tensorrt.builder import (
-    Engine,
-    Profile,
-    Settings,
+    BuilderSettings,
+    BuiltEngine,
+    InputShapeRange,
     build_engine,
     cached_engine,
     engine_key,
-    keep_engine,
     profiles_for,
+    store_engine,
 )
 from deploy.targets.tensorrt.cache_qdq import scale_nodes
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq
 from deploy.targets.tensorrt.sdk import (
-    KeepingLogger,
+    LogRecorder,
     Sdk,
-    listening,
     missing_tensors,
     process_logger,
+    record_log,
     sort_missing,
 )
 from deploy.targets.tensorrt.target import TensorRT
@@ -157,13 +157,13 @@ def calibrates(config, log):
 
 
 def test_a_build_allows_what_was_asked_for_and_calibrates_in_float32(fake):
-    engine = build_engine(MODEL, Settings())
+    engine = build_engine(MODEL, BuilderSettings())
     assert (engine.plan, engine.cache) == (b"plan", None)
     assert fake.config.flags == {BuilderFlag.INT8, BuilderFlag.FP16, BuilderFlag.TF32}
-    build_engine(MODEL, Settings(int8=False, fp16=False, tf32=False))
+    build_engine(MODEL, BuilderSettings(int8=False, fp16=False, tf32=False))
     assert fake.config.flags == set()
     fake.does = calibrates
-    assert builder_module.calibrate(MODEL, Settings(), fed()) == CACHE
+    assert builder_module.calibrate(MODEL, BuilderSettings(), fed()) == CACHE
     assert fake.config.flags == {BuilderFlag.INT8}
 
 
@@ -173,7 +173,7 @@ def test_no_addresses_end_the_batches_of_the_profiles_shape(fake):
     def made(**shapes):
         feed = [{"x": np.zeros(3, np.float32)}] * 2
         callbacks = Callbacks(feed, batches=2, shapes=shapes, memory=HostMemory())
-        return builder_module.calibrate(MODEL, Settings(), callbacks)
+        return builder_module.calibrate(MODEL, BuilderSettings(), callbacks)
 
     assert made(x=(3,)) == made() == CACHE
     with pytest.raises(CalibrationError, match=r"OPT shape \[1, 3\] only, got \[3\] in batch 0"):
@@ -187,14 +187,14 @@ def test_no_addresses_end_the_batches_of_the_profiles_shape(fake):
 
 def test_stand_ins_of_libraries_are_left_out(fake, monkeypatch):
     monkeypatch.setattr(builder_module, "stand_ins", lambda: ())  # whatever this environment has
-    build_engine(MODEL, Settings())
+    build_engine(MODEL, BuilderSettings())
     assert fake.config.sources == 0b1111
     monkeypatch.setattr(builder_module, "stand_ins", lambda: ("CUBLAS", "CUDNN"))
-    build_engine(MODEL, Settings())
+    build_engine(MODEL, BuilderSettings())
     assert fake.config.sources == 0b1010
     fake.config.takes_sources = False
     with pytest.raises(BackendError, match="CUDNN, whose libraries are empty"):
-        builder_module._leave_out(fake.config, ("CUDNN",))  # type: ignore[arg-type]
+        builder_module._disable_tactics(fake.config, ("CUDNN",))  # type: ignore[arg-type]
 
 
 def test_a_library_is_a_stand_in_by_its_mark_alone(tmp_path, monkeypatch):
@@ -222,7 +222,7 @@ def test_a_build_that_fails_before_calibrating_gives_tensorrts_words(fake):
     fake.does = gives_up
     for calibrator in (None, fed(), fed(0, known=CACHE)):
         with pytest.raises(BackendError) as caught:
-            build_engine(MODEL, Settings(), calibrator=calibrator)
+            build_engine(MODEL, BuilderSettings(), calibrator=calibrator)
         assert str(caught.value) == (
             "TensorRT could not build net.onnx: Network has dynamic inputs | no profile"
         )
@@ -233,7 +233,7 @@ def test_a_build_that_fails_before_calibrating_gives_tensorrts_words(fake):
 
     fake.reads = cannot
     with pytest.raises(BackendError, match=r"cannot read net\.onnx: Failed to parse ONNX model"):
-        build_engine(MODEL, Settings())
+        build_engine(MODEL, BuilderSettings())
 
 
 def test_what_fails_while_calibrating_says_how_far_it_came(fake):
@@ -243,9 +243,9 @@ def test_what_fails_while_calibrating_says_how_far_it_came(fake):
 
     fake.does = stops
     with pytest.raises(BackendError, match=r"net\.onnx: out of memory; .*got 1 of 2"):
-        build_engine(MODEL, Settings(), calibrator=fed())
+        build_engine(MODEL, BuilderSettings(), calibrator=fed())
     with pytest.raises(BackendError, match=r"out of memory; .*refused it"):
-        build_engine(MODEL, Settings(), calibrator=fed(0, known=CACHE))
+        build_engine(MODEL, BuilderSettings(), calibrator=fed(0, known=CACHE))
 
     def stumbles(config, log):
         config.int8_calibrator.get_batch(["another"])
@@ -253,7 +253,7 @@ def test_what_fails_while_calibrating_says_how_far_it_came(fake):
 
     fake.does = stumbles
     with pytest.raises(CalibrationError, match=r"without 'another'$"):
-        build_engine(MODEL, Settings(), calibrator=fed())
+        build_engine(MODEL, BuilderSettings(), calibrator=fed())
 
     def short(config, log):
         says(log, "skipped a tensor")
@@ -261,8 +261,8 @@ def test_what_fails_while_calibrating_says_how_far_it_came(fake):
 
     fake.does = short
     with pytest.raises(CalibrationError, match=r"got 1 of 2; .*; TensorRT said: skipped a tensor"):
-        build_engine(MODEL, Settings(), calibrator=fed(1))
-    assert build_engine(MODEL, Settings(), calibrator=fed()).cache == CACHE
+        build_engine(MODEL, BuilderSettings(), calibrator=fed(1))
+    assert build_engine(MODEL, BuilderSettings(), calibrator=fed()).cache == CACHE
 
 
 def test_every_build_has_the_same_logger_and_its_own_words(fake):
@@ -271,8 +271,8 @@ def test_every_build_has_the_same_logger_and_its_own_words(fake):
         return b"plan"
 
     fake.does = speaks
-    with listening() as all_along:
-        logs = [build_engine(MODEL, Settings()).log for _ in range(2)]
+    with record_log() as all_along:
+        logs = [build_engine(MODEL, BuilderSettings()).log for _ in range(2)]
     assert logs == [("by the way",)] * 2
     assert all_along.lines == ["by the way"] * 2
     assert len({id(logger) for logger in fake.loggers}) == 1
@@ -311,7 +311,7 @@ def layer(name, tensor):
 @pytest.mark.parametrize(("fp16", "precision"), [(True, "half"), (False, "float")])
 def test_float_layers_are_bound_by_name_or_by_what_they_give(fake, fp16, precision):
     fake.layers = [layer("/a", "a"), layer("/b", "b"), layer("(Unnamed Layer* 2) [Add]", "c")]
-    kept = Settings(float_layers={"/a": "a", "/c": "c"}, fp16=fp16)
+    kept = BuilderSettings(float_layers={"/a": "a", "/c": "c"}, fp16=fp16)
     build_engine(MODEL, kept, calibrator=fed(known=CACHE))
     assert [one.precision for one in fake.layers] == [precision, None, precision]
     assert BuilderFlag.OBEY_PRECISION_CONSTRAINTS in fake.config.flags
@@ -320,15 +320,15 @@ def test_float_layers_are_bound_by_name_or_by_what_they_give(fake, fp16, precisi
 def test_wide_layers_are_bound_to_float32_and_without_any_tensorrt_chooses(fake):
     fake.layers = [layer("/a", "a"), layer("/b", "b"), layer("(Unnamed Layer* 2) [Add]", "c")]
     wide = {"/a": "a", "/c": "c", "/gone": "d"}
-    build_engine(MODEL, Settings(float_layers={"/a": "a"}, wide_layers=wide))
+    build_engine(MODEL, BuilderSettings(float_layers={"/a": "a"}, wide_layers=wide))
     assert [one.precision for one in fake.layers] == ["float", None, "float"]
     assert [one.made for one in fake.layers] == [{0: "float"}, {}, {0: "float"}]
     assert BuilderFlag.OBEY_PRECISION_CONSTRAINTS in fake.config.flags
     fake.layers = [layer("/a", "a")]
     with pytest.raises(BackendError, match="'/b' is none"):
-        build_engine(MODEL, Settings(float_layers={"/b": "b"}), calibrator=fed(known=CACHE))
+        build_engine(MODEL, BuilderSettings(float_layers={"/b": "b"}), calibrator=fed(known=CACHE))
     fake.layers = [layer("/a", "a")]
-    build_engine(MODEL, Settings(), calibrator=fed(known=CACHE))
+    build_engine(MODEL, BuilderSettings(), calibrator=fed(known=CACHE))
     assert fake.layers[0].precision is None
     assert BuilderFlag.OBEY_PRECISION_CONSTRAINTS not in fake.config.flags
 
@@ -384,7 +384,7 @@ def no_engine(*args, **options):
 
 @pytest.fixture
 def built(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(sdk, "find", no_engine)  # the same on a machine that has TensorRT
+    monkeypatch.setattr(sdk, "find_sdk", no_engine)  # the same on a machine that has TensorRT
     out = tmp_path / "out"
     policy = CachePolicy(trt_version="10.3.0")
     report = build(
@@ -441,7 +441,7 @@ def test_the_qdq_model_and_the_cache_hold_the_same_scales(built, model):
 def test_without_tensorrt_nodes_kept_in_float_and_versions_are_as_asked(
     model, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(sdk, "find", no_engine)
+    monkeypatch.setattr(sdk, "find_sdk", no_engine)
     out = tmp_path / "kept"
     notes = built_on(model, out, float_nodes=("/fc",))
     assert "f" not in dict(scale_nodes(onnx.load(out / "net.tensorrt.qdq.onnx")))
@@ -466,13 +466,13 @@ def gpu(monkeypatch):
     def engine(path, settings, *, calibrator, cuda):
         known = calibrator.read_calibration_cache() if calibrator is not None else None
         made.append((path.name, settings, known))
-        return Engine(b"plan", (), known)
+        return BuiltEngine(b"plan", (), known)
 
-    monkeypatch.setattr(session, "find", no_engine)  # built, never opened
-    monkeypatch.setattr(sdk, "find", lambda device=0: here)
+    monkeypatch.setattr(session, "find_sdk", no_engine)  # built, never opened
+    monkeypatch.setattr(sdk, "find_sdk", lambda device=0: here)
     monkeypatch.setattr(engines, "gpu", lambda device: None)
     monkeypatch.setattr(builder_module, "build_engine", engine)
-    monkeypatch.setattr(engines, "from_cache", lambda asked, known: Known(known))
+    monkeypatch.setattr(engines, "calibrator_from_cache", lambda asked, known: Known(known))
     return made
 
 
@@ -552,7 +552,9 @@ def test_tensorrt_calibrates_once_and_the_engine_comes_from_its_cache(
         return cache
 
     monkeypatch.setattr(builder_module, "calibrate", calibrates)
-    monkeypatch.setattr(engines, "_live", lambda asked, request, settings, cuda, keep: keep(cache))
+    monkeypatch.setattr(
+        engines, "_calibrator_from_data", lambda asked, request, settings, cuda, keep: keep(cache)
+    )
     for rest in ("fp16", "fp32"):  # other settings of the engine, the same calibration
         backend = TensorRT(calibrator="entropy2", max_batch=2, rest=rest)
         built_on(model, tmp_path / "out", backend)
@@ -564,7 +566,7 @@ def test_tensorrt_calibrates_once_and_the_engine_comes_from_its_cache(
 def test_a_folder_of_stubs_is_not_taken_for_tensorrt(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorrt", types.ModuleType("tensorrt"))
     with pytest.raises(SdkMissingError, match="empty package"):
-        sdk.load()
+        sdk.import_tensorrt()
 
 
 def test_profiles_open_the_batch_and_fix_the_rest():
@@ -572,41 +574,41 @@ def test_profiles_open_the_batch_and_fix_the_rest():
     fed = {"x": (2, 3, 6, 8), "fixed": (1, 4), "m": (2, 7)}
     profiles = profiles_for(shapes, fed, most_batch=8)
     assert profiles == {
-        "x": Profile((1, 3, 6, 8), (2, 3, 6, 8), (8, 3, 6, 8)),
-        "m": Profile((2, 7), (2, 7), (2, 7)),
+        "x": InputShapeRange((1, 3, 6, 8), (2, 3, 6, 8), (8, 3, 6, 8)),
+        "m": InputShapeRange((2, 7), (2, 7), (2, 7)),
     }
-    span = Span(
+    span = ShapeRange(
         least={"x": (2, 3, 4, 8), "m": (2, 7)},
         usual=fed,
         most={"x": (3, 3, 9, 8), "m": (2, 11)},
         largest=fed,
     )
     assert profiles_for(shapes, fed, most_batch=2, span=span) == {
-        "x": Profile((1, 3, 4, 8), (2, 3, 6, 8), (3, 3, 9, 8)),
-        "m": Profile((2, 7), (2, 7), (2, 11)),
+        "x": InputShapeRange((1, 3, 4, 8), (2, 3, 6, 8), (3, 3, 9, 8)),
+        "m": InputShapeRange((2, 7), (2, 7), (2, 11)),
     }
     with pytest.raises(ConfigError, match="must fit"):
         profiles_for({"x": (1, 3)}, {"x": (1, 4)}, most_batch=1)
 
 
 def key_of(here=HERE, model="m", cache="c", **settings):
-    return engine_key(here, Settings(**settings), model_sha256=model, cache_sha256=cache)
+    return engine_key(here, BuilderSettings(**settings), model_sha256=model, cache_sha256=cache)
 
 
 def test_an_engine_is_used_again_only_under_the_same_key(tmp_path):
     path, key = tmp_path / "m.engine", key_of()
     assert not cached_engine(path, key)
-    keep_engine(path, b"plan", key)
+    store_engine(path, b"plan", key)
     assert cached_engine(path, key)
     older = Sdk(version="8.6.1", calibrators=True, gpu=HERE.gpu)
     for other in (key_of(fp16=False), key_of(model="other"), key_of(cache=None), key_of(older)):
         assert not cached_engine(path, other)
-    key = key_of(profiles={"x": Profile((1, 3), (2, 3), (8, 3))})
-    keep_engine(path, b"plan", key)
+    key = key_of(profiles={"x": InputShapeRange((1, 3), (2, 3), (8, 3))})
+    store_engine(path, b"plan", key)
     assert cached_engine(path, key)
     path.write_bytes(b"pla")
     assert not cached_engine(path, key)
-    profiles = {"x": Profile((1,), (1,), (1,))}
+    profiles = {"x": InputShapeRange((1,), (1,), (1,))}
     keys = [
         key_of(Sdk("8.5.3.1", True, "GPU", stand_ins=left_out), tf32=tf32, profiles=profiles)
         for left_out, tf32 in (((), True), (("CUDNN",), True), ((), False))
@@ -647,7 +649,7 @@ def test_warnings_and_missing_scales_become_notes():
     assert notes[0].startswith("TensorRT has no scale for x")
     assert notes[1].startswith("TensorRT warned of 2 more")
     assert _log_notes([], load(residual()).model) == ()
-    kept = KeepingLogger(least=3)
+    kept = LogRecorder(least=3)
     for severity, message in enumerate(["internal", "error", "warning", "info", "verbose"]):
         kept.keep(severity, 1, message)
     assert kept.errors == ["internal", "error"]
@@ -656,7 +658,7 @@ def test_warnings_and_missing_scales_become_notes():
 
 
 def test_a_gpu_cache_is_used_again_only_for_what_it_was_made_from(tmp_path):
-    from deploy.targets.tensorrt.engines import fitting, store_gpu_cache
+    from deploy.targets.tensorrt.engines import load_gpu_cache, store_gpu_cache
 
     path = tmp_path / "m.gpu.cache"
     made_from = Fingerprint(
@@ -671,9 +673,9 @@ def test_a_gpu_cache_is_used_again_only_for_what_it_was_made_from(tmp_path):
         numbers={},
         versions={"tensorrt": "8.5.3"},
     )
-    assert fitting(path, made_from) is None
+    assert load_gpu_cache(path, made_from) is None
     store_gpu_cache(path, b"TRT-8503-EntropyCalibration2\nx: 3c008912\n", made_from)
-    assert fitting(path, made_from) == path.read_bytes()
+    assert load_gpu_cache(path, made_from) == path.read_bytes()
     changes = {
         "model": {"graph": "b"},
         "images": {"count": 4},
@@ -681,9 +683,9 @@ def test_a_gpu_cache_is_used_again_only_for_what_it_was_made_from(tmp_path):
         "versions": {"tensorrt": "8.6.1"},
     }
     for part, other in changes.items():
-        assert fitting(path, replace(made_from, **{part: other})) is None
+        assert load_gpu_cache(path, replace(made_from, **{part: other})) is None
     path.write_bytes(path.read_bytes() + b"y: 3c008912\n")
-    assert fitting(path, made_from) is None
+    assert load_gpu_cache(path, made_from) is None
     store_gpu_cache(path, b"TRT", made_from)
     path.with_name("m.gpu.cache.json").write_text("{")
-    assert fitting(path, made_from) is None
+    assert load_gpu_cache(path, made_from) is None

@@ -12,14 +12,20 @@ from onnx import TensorProto, helper, numpy_helper
 
 from calibrators.histogram import Histogram
 from calibrators.statistics import HistogramOf
-from deploy.calibration.observation import left_out, whole, whole_batches
+from deploy.calibration.observation import count_in_full_batches, full_batches, note_left_out
 from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.trt_cache import CalibrationCache, dump, parse
 from deploy.errors import ConfigError
 from deploy.frontends import load
 from deploy.method import Method
 from deploy.pipeline import calibrate
-from deploy.targets.tensorrt.naming import CAFFE, ONNX, cache_tensors, likely_parser, trt_tensors
+from deploy.targets.tensorrt.cache_contents import (
+    CAFFE,
+    ONNX,
+    cache_tensors,
+    likely_parser,
+    trt_tensors,
+)
 from tests.vendor_models import build_net
 
 LENET = Path(__file__).parents[1].parent / "shared" / "golden" / "tensorrt" / "lenet"
@@ -314,21 +320,21 @@ def test_yolov8n_has_the_names_that_tensorrt_10_14_wrote(stem):
 
 def test_the_rest_is_left_out_and_said():
     samples = [{"x": np.full((1, 2), i), "k": np.float32(7)} for i in range(7)]
-    batches = list(whole_batches(iter(samples), 3))
+    batches = list(full_batches(iter(samples), 3))
     assert [batch["x"][:, 0].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5]]
     assert batches[0]["k"] == 7
-    assert (whole(7, 3), whole(6, 3)) == (6, 6)
-    assert left_out(6, 3) == ()
-    assert "the last 1 of 7 samples" in left_out(7, 3)[0]
+    assert (count_in_full_batches(7, 3), count_in_full_batches(6, 3)) == (6, 6)
+    assert note_left_out(6, 3) == ()
+    assert "the last 1 of 7 samples" in note_left_out(7, 3)[0]
     with pytest.raises(ConfigError, match="got 2 samples for batches of 3"):
-        whole(2, 3)
-    assert whole(3, 1, filled=1) == 2
-    assert whole(5, 2, filled=1) == 4
-    assert "the last 1 of 3 samples" in left_out(3, 1, filled=1)[0]
+        count_in_full_batches(2, 3)
+    assert count_in_full_batches(3, 1, filled=1) == 2
+    assert count_in_full_batches(5, 2, filled=1) == 4
+    assert "the last 1 of 3 samples" in note_left_out(3, 1, filled=1)[0]
     with pytest.raises(ConfigError, match="got 0 samples for batches of 1"):
-        whole(1, 1, filled=1)
+        count_in_full_batches(1, 1, filled=1)
     samples = [{"x": np.zeros((1, width), np.float32)} for width in (2, 2, 3, 4)]
-    batches = whole_batches(iter(samples), 2)
+    batches = full_batches(iter(samples), 2)
     assert next(batches)["x"].shape == (2, 2)
     with pytest.raises(ConfigError, match=r"one shape, got samples of \(1, 3\) and \(1, 4\)"):
         next(batches)

@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploy.calibration.store import text_of
+from deploy.calibration.store import read_cache_text
 from deploy.calibration.trt_cache import parse
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt import sdk
@@ -119,7 +119,7 @@ def test_calibrators_and_gpus_that_are_not_there_are_refused(tensorrt, failing, 
     err = failing("--calibrator", "entropy2")
     assert "needs a TensorRT with calibrators, got 11.1.0" in err
     tensorrt(TEN)
-    monkeypatch.setattr("deploy.pipeline.observing.observe", None)
+    monkeypatch.setattr("deploy.pipeline.calibration_run.observe", None)
     assert "one of the 2 GPUs of this machine, counted from 0, got 2" in failing("--device", 2)
 
 
@@ -220,7 +220,7 @@ def test_a_build_that_fails_behind_its_calibration_has_lost_nothing(
     command(*words("failed", "--calibrator", "entropy2"))
     assert [flags(config) for config in trt.STORY.configs[1:]] == [{"INT8", "FP16", "TF32"}]
     (cache,) = (tmp_path / "failed").glob("*.gpu.cache")
-    _, known = text_of(cache)
+    _, known = read_cache_text(cache)
     assert known.by == f"TensorRT {trt.__version__} by EntropyCalibration2"
     assert known.rule == "whole batches of 2" and set(known.model) == {"graph", "file"}
 
@@ -437,7 +437,9 @@ def test_the_header_follows_the_installed_tensorrt_on_reuse_too(build_newest, mo
         return {parse((out / n).read_bytes(), origin=n).header.version for n in names}
 
     assert headers() == {"10.3.0"}
-    monkeypatch.setattr("deploy.pipeline.observing.observe", None)  # nothing is calibrated again
+    monkeypatch.setattr(
+        "deploy.pipeline.calibration_run.observe", None
+    )  # nothing is calibrated again
     monkeypatch.setattr(sdk, "cache_reader", lambda: "8.6.1")
     assert headers() == {"8.6.1"}
     assert headers("--trt-version", "9.2.0") == {"9.2.0"}

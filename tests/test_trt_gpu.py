@@ -20,7 +20,7 @@ from deploy.frontends import load
 from deploy.metrics.latency import Latency, Timing, measure
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt import sdk
-from deploy.targets.tensorrt.builder import Profile
+from deploy.targets.tensorrt.builder import InputShapeRange
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 def reason():
     """Why there is nothing to check on; "" where there is."""
     try:
-        sdk.find()
+        sdk.find_sdk()
     except SdkMissingError as error:
         return str(error)
     return ""
@@ -64,7 +64,7 @@ def test_tensorrt_gets_whole_batches_of_what_our_own_search_sees():
     fed = np.concatenate([sample["image"] for sample in islice(case().feed.samples(), 20)])
     assert np.array_equal(np.concatenate([batch["image"] for batch in batches]), fed)
     profile = case().settings(1).profiles["image"]
-    assert profile == Profile((1, 1, 28, 28), (1, 1, 28, 28), (10, 1, 28, 28))
+    assert profile == InputShapeRange((1, 1, 28, 28), (1, 1, 28, 28), (10, 1, 28, 28))
 
 
 def test_caches_are_held_against_each_other_entry_by_entry():

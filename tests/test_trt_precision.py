@@ -14,12 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
-from tests.vendor_models import build_net
 
-from calibrators.grids import FP8, codes, fake_quantize, rounded, symmetric_scale
+from calibrators.grids import FP8, fake_quantize, fp8_codes, round_to_grid, symmetric_scale
 from calibrators.histogram import Histogram
-from calibrators.mse import errors
-from calibrators.rounding import gram, output_error, rounded_by_output
+from calibrators.mse import range_errors
+from calibrators.rounding import gram, output_error, round_by_output
 from deploy.cli import main
 from deploy.errors import ConfigError, ExportError
 from deploy.feed.preprocess import Preprocess
@@ -33,10 +32,16 @@ from deploy.runtimes.ort import OrtSession
 from deploy.targets import TensorRT
 from deploy.targets.tensorrt import builder
 from deploy.targets.tensorrt.cache_qdq import from_qdq
-from deploy.targets.tensorrt.float_types import OPSETS, storable, typed
-from deploy.targets.tensorrt.trtexec import ROWS, Needs, row, unread
-from deploy.tuning.repairs.repair_layers import all_written, layers_of
+from deploy.targets.tensorrt.float_types import OPSETS, narrow_float_part, round_scales
+from deploy.targets.tensorrt.trtexec import (
+    FEATURES,
+    ParserRequirements,
+    features_of,
+    unsupported_operators,
+)
+from deploy.tuning.repairs.repair_layers import find_weighted_layers, read_all_quantizations
 from deploy.tuning.search_options import Tuning
+from tests.vendor_models import build_net
 
 HALF, FLOAT = TensorProto.FLOAT16, TensorProto.FLOAT
 
@@ -47,14 +52,14 @@ UNIT = Preprocess(size=(16, 16))
 @settings(max_examples=200)
 def test_a_scale_is_rounded_up_to_what_the_type_holds(values):
     scales = np.array(values, np.float32)
-    half = storable(scales, "fp16")
+    half = round_scales(scales, "fp16")
     assert (half.astype(np.float16).astype(np.float32) == half).all() and (half >= scales).all()
     below = np.nextafter(half.astype(np.float16), np.float16(0)).astype(np.float32)
     assert (below < scales).all()
-    brain = storable(scales, "bf16")
+    brain = round_scales(scales, "bf16")
     assert not (brain.view(np.uint32) & 0xFFFF).any() and (brain >= scales).all()
     assert (brain <= scales * np.float32(1 + 2**-7)).all()
-    assert storable(scales, "fp32") is scales
+    assert round_scales(scales, "fp32") is scales
 
 
 def quantized(tmp_path, small_cnn, pictures, **options):
@@ -125,7 +130,7 @@ def test_what_needs_float32_keeps_it_and_is_cast_once(rest):
         node("Mul", "s e", "m"), node("Relu", "m", "y"),
     ]  # fmt: skip
     model = net(nodes, {"w": np.eye(4)}, ["y"])
-    made, kept = typed(model, rest, {})
+    made, kept = narrow_float_part(model, rest, {})
     narrow = kinds(made)
     assert not kept and narrow["softmax"] == narrow["exp"] == FLOAT
     assert narrow["matmul"] == narrow["mul"] != FLOAT
@@ -139,11 +144,13 @@ def test_what_needs_float32_keeps_it_and_is_cast_once(rest):
 def test_what_float16_does_not_hold_stays_in_float32():
     nodes = [node("MatMul", "x w", "a"), node("Add", "a mask", "b"), node("Relu", "b", "y")]
     model = net(nodes, {"w": np.eye(4), "mask": [-1e9] * 4}, ["y"])
-    made, kept = typed(model, "fp16", {"x": 20000.0, "b": 1.0})
+    made, kept = narrow_float_part(model, "fp16", {"x": 20000.0, "b": 1.0})
     assert list(kept) == ["matmul", "add"] and kinds(made)["matmul"] == FLOAT
     assert "|x| reaches 2e+04" in kept["matmul"] and "|mask| reaches 1e+09" in kept["add"]
     assert kinds(made)["relu"] == FLOAT or "y" in {o.name for o in made.graph.output}
-    assert not typed(model, "bf16", {"x": 20000.0})[1]  # which holds all that float32 holds
+    assert not narrow_float_part(model, "bf16", {"x": 20000.0})[
+        1
+    ]  # which holds all that float32 holds
     nodes = [
         node("MatMul", "x w", "a"),
         node("Clip", "a least", "g"),
@@ -152,7 +159,7 @@ def test_what_float16_does_not_hold_stays_in_float32():
     ]
     model = net(nodes, {"w": np.zeros((4, 4)), "least": 1e-12}, ["y"])
     model.graph.initializer.append(numpy_helper.from_array(np.array([2, 4]), "shape"))
-    made, kept = typed(model, "fp16", {})
+    made, kept = narrow_float_part(model, "fp16", {})
     assert list(kept) == ["clip", "expand", "div"] and kinds(made)["matmul"] != FLOAT
     found = OrtSession.open(made).run({"x": np.zeros((2, 4), np.float32)})
     assert (found["y"] == 0).all()
@@ -165,14 +172,14 @@ def test_what_float16_would_round_to_0_keeps_a_logarithm_finite(least, expected)
         node("Log", "g", "l"), node("Div", "x g", "d"), node("Mul", "l d", "y"),
     ]  # fmt: skip
     model = net(nodes, {"w": np.eye(4), "least": least}, ["y"])
-    made, kept = typed(model, "fp16", {})
+    made, kept = narrow_float_part(model, "fp16", {})
     assert list(kept) == expected and kinds(made)["relu"] != FLOAT
     assert all(
         "least, 1e-09, which may keep a value above 0, is 0" in said for said in kept.values()
     )
     found = OrtSession.open(made).run({"x": np.zeros((2, 4), np.float32)})
     assert np.isfinite(found["y"]).all()
-    assert not typed(model, "bf16", {})[1]
+    assert not narrow_float_part(model, "bf16", {})[1]
 
 
 def test_whole_numbers_moves_and_subgraphs_are_left_as_they_are():
@@ -197,7 +204,7 @@ def test_whole_numbers_moves_and_subgraphs_are_left_as_they_are():
     model.graph.initializer.append(numpy_helper.from_array(np.array(0), "zero"))
     model.graph.output[1].type.tensor_type.ClearField("shape")
     model.opset_import[0].version = 19  # onnx's converter does not go into subgraphs
-    made, kept = typed(model, "fp16", {})
+    made, kept = narrow_float_part(model, "fp16", {})
     assert kept == {"relu": "a subgraph reads it"}
     assert not [n for n in made.graph.node if n.op_type == "Cast" and n.name != "cast"]
     x = {"x": np.ones((2, 4), np.float32)}
@@ -210,18 +217,18 @@ def test_a_model_that_cannot_be_lifted_says_so_and_is_built_without(
     odd = helper.make_node("Odd", ["x"], ["t"], "odd", domain="mine")
     broken = net([odd, node("Relu", "t", "y")], {}, ["y"])
     with pytest.raises(ExportError, match="operators of the domain mine"):
-        typed(broken, "fp16", {})
+        narrow_float_part(broken, "fp16", {})
     broken.opset_import[0].version = 19
     with pytest.raises(ExportError, match="onnx says"):  # the domain has no version
-        typed(broken, "fp16", {})
+        narrow_float_part(broken, "fp16", {})
     broken.opset_import.append(helper.make_opsetid("mine", 1))
     with pytest.raises(ExportError, match="types of its tensors, got none of 't'"):
-        typed(broken, "fp16", {})
+        narrow_float_part(broken, "fp16", {})
 
     def refused(*words):
         raise ExportError("it must be liftable, got this; export it again")
 
-    monkeypatch.setattr("deploy.targets.tensorrt.cache_qdq.typed", refused)
+    monkeypatch.setattr("deploy.targets.tensorrt.cache_qdq.narrow_float_part", refused)
     report, path = quantized(tmp_path, small_cnn, pictures, version="10.3.0")
     assert not path.exists() and any("no typed model" in n for n in report.targets[0].notes)
     assert Path(report.targets[0].runnable).name == "small_cnn.tensorrt.qdq.onnx"
@@ -338,15 +345,19 @@ def test_the_script_runs_each_line_from_any_folder(capsys, small_cnn, pictures, 
 
 
 def test_the_table_of_versions():
-    assert [Needs(opset).first_reading() for opset in (13, 17, 18, 20, 21, 25)] == [
+    assert [ParserRequirements(opset).first_reading() for opset in (13, 17, 18, 20, 21, 25)] == [
         "8.0.0", "8.4.0", "10.0.0", "10.0.0", "10.15.0", None,
     ]  # fmt: skip
-    assert Needs(13).first_reading(typed=True) == "10.0.0"
-    assert Needs(17, frozenset({"LayerNormalization", "Conv"})).first_reading() == "8.6.0"
-    assert Needs(13, frozenset({"Mish"})).unmet("9.3.0") == "it does not read Mish"
-    assert "LayerNormalization" in unread("8.5.3") and not unread("10.15.0")
-    assert row("8.6.1").opset == 17 and not row("11.2.0").calibrators
-    assert row("7.2.2") is ROWS[0]
+    assert ParserRequirements(13).first_reading(typed=True) == "10.0.0"
+    assert (
+        ParserRequirements(17, frozenset({"LayerNormalization", "Conv"})).first_reading() == "8.6.0"
+    )
+    assert ParserRequirements(13, frozenset({"Mish"})).unmet("9.3.0") == "it does not read Mish"
+    assert "LayerNormalization" in unsupported_operators("8.5.3") and not unsupported_operators(
+        "10.15.0"
+    )
+    assert features_of("8.6.1").opset == 17 and not features_of("11.2.0").calibrators
+    assert features_of("7.2.2") is FEATURES[0]
 
 
 FLOAT8 = TensorProto.FLOAT8E4M3FN
@@ -361,17 +372,17 @@ VALUES = numpy_helper.to_array(
 
 
 def test_every_code_is_written_as_onnx_reads_it():
-    found = codes(VALUES, FP8)
+    found = fp8_codes(VALUES, FP8)
     assert (found[~np.isnan(VALUES)] == BYTES[~np.isnan(VALUES)]).all()
     assert set(found[np.isnan(VALUES)].tolist()) <= {0x7F, 0xFF} and np.isnan(VALUES).sum() == 2
-    assert codes(np.float32([0, -0.0, np.nan]), FP8).tolist() == [0, 0x80, 0x7F]
+    assert fp8_codes(np.float32([0, -0.0, np.nan]), FP8).tolist() == [0, 0x80, 0x7F]
 
 
 @given(st.lists(st.floats(-600, 600, width=32), min_size=1))
 def test_neighbours_on_the_grid_hold_the_value_and_the_nearest_is_one_of_them(values):
     x = np.array(values, np.float32).clip(-448, 448)
-    below, above = rounded(x, FP8, np.floor), rounded(x, FP8, np.ceil)
-    near = rounded(x, FP8)
+    below, above = round_to_grid(x, FP8, np.floor), round_to_grid(x, FP8, np.ceil)
+    near = round_to_grid(x, FP8)
     assert (below <= x).all() and (x <= above).all()
     assert ((near == below) | (near == above)).all()
     held = np.unique(VALUES[np.isfinite(VALUES)])
@@ -436,7 +447,7 @@ def test_a_search_by_error_searches_the_grid_that_is_asked(name):
     centres = (np.arange(2048) + 0.5) * h.full_range / 2048
     whole, eighth = (method.search(grid)(h).amax for grid in (None, FP8))
     ends = np.array([eighth, whole])
-    wrong = errors(centres[1:], counts[1:], -ends, ends, FP8, power)
+    wrong = range_errors(centres[1:], counts[1:], -ends, ends, FP8, power)
     assert eighth != whole and wrong[0] < wrong[1]
 
 
@@ -608,8 +619,8 @@ def test_the_cpu_computes_what_the_files_in_fp8_say(built, images):
     names = {path.name for path in built.iterdir()}
     assert {"net.tensorrt.qdq.onnx", "net.tensorrt.typed.onnx", "net_trtexec.sh"} <= names
     assert not {"net.tensorrt.onnx", "net.tensorrt.cache"} & names
-    assert Needs(19).first_reading(typed=True, fp8=True) == "10.2.0"
-    assert Needs(24).first_reading(typed=True, fp8=True) == "10.15.0"
+    assert ParserRequirements(19).first_reading(typed=True, fp8=True) == "10.2.0"
+    assert ParserRequirements(24).first_reading(typed=True, fp8=True) == "10.15.0"
     script = (built / "net_trtexec.sh").read_text("utf-8")
     assert "with TensorRT 10 from 10.2 on" in script and "cache)" not in script
 
@@ -694,8 +705,11 @@ def test_weights_rounded_by_output_are_never_worse_than_the_nearest(seed):
     steps = (rng.normal(size=(2, 5, 12)) * 10 ** rng.uniform(-2, 2)).clip(-448, 448)
     products = gram(rng.normal(size=(2, 12, 40)).astype(np.float32) + 0.5)
     fixed = np.zeros(steps.shape, bool)
-    made = rounded_by_output(steps, products, fixed=fixed, grid=FP8)
-    near, ends = rounded(steps, FP8), [rounded(steps, FP8, to) for to in (np.floor, np.ceil)]
+    made = round_by_output(steps, products, fixed=fixed, grid=FP8)
+    near, ends = (
+        round_to_grid(steps, FP8),
+        [round_to_grid(steps, FP8, to) for to in (np.floor, np.ceil)],
+    )
     assert ((made == ends[0]) | (made == ends[1])).all() and (made != near).any()
     after, before = (output_error(steps, one, products).sum() for one in (made, near))
     assert after < before
@@ -703,8 +717,8 @@ def test_weights_rounded_by_output_are_never_worse_than_the_nearest(seed):
 
 def test_repairs_see_the_grid_and_each_can_be_tried(run, wide_net, images, tmp_path, built):
     model = onnx.load(built / "net.tensorrt.qdq.onnx")
-    layers = layers_of(load(wide_net).model)
-    found = all_written(model, layers)
+    layers = find_weighted_layers(load(wide_net).model)
+    found = read_all_quantizations(model, layers)
     assert set(found) == {"/c2", "/c3", "/c4", "/y"}
     for layer, how in found.values():
         assert how.grid == FP8 and (how.low, how.high) == (-448, 448)

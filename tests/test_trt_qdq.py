@@ -19,11 +19,11 @@ from deploy.graph.plan import analyse
 from deploy.pipeline import build, calibrate
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import TensorRT
+from deploy.targets.tensorrt.cache_contents import trt_tensors
+from deploy.targets.tensorrt.cache_match import match_cache
 from deploy.targets.tensorrt.cache_qdq import from_qdq, scale_nodes
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq, qdq_to_cache
-from deploy.targets.tensorrt.dla import inferred
-from deploy.targets.tensorrt.match import match
-from deploy.targets.tensorrt.naming import trt_tensors
+from deploy.targets.tensorrt.infer_scales import infer_missing_scales
 from deploy.tuning.search_options import Tuning
 from tests.vendor_models import build_net, save_net
 
@@ -128,7 +128,7 @@ def test_scales_are_the_caches_and_tensors_of_a_concat_share_one():
     model = build_net(nodes, {"x": [1, 2, 4, 4]}, {"y": [1, 2, 4, 4]}, weights)
     loaded = load(model).model
     given = {name: np.float32(s) for s, name in enumerate(trt_tensors(loaded), start=1)}
-    matched = match(from_scales(given, version="8.5.3"), loaded)
+    matched = match_cache(from_scales(given, version="8.5.3"), loaded)
     shared = concat_scales(loaded, matched.plan, matched.scales)
     assert shared["a"] == shared["c"] == max(given["a"], given["c"])
 
@@ -165,7 +165,7 @@ def test_every_entry_and_tensor_is_accounted_for():
     scales["elsewhere"] = np.float32(1)
     scales["(Unnamed Layer* 9) [Constant]_output"] = np.float32(1)
     scales["(Unnamed Layer* 9) [Shuffle]_output"] = np.float32(1)
-    matched = match(from_scales(scales, version="8.5.3"), load(model).model, original=model)
+    matched = match_cache(from_scales(scales, version="8.5.3"), load(model).model, original=model)
     assert len(matched.entries) == len(scales)
     why = {entry.name: entry.reason for entry in matched.entries if not entry.used}
     assert "zero" in why["stem_relu"]
@@ -184,15 +184,15 @@ def test_entries_are_found_by_position_or_known_from_the_file(tmp_path):
     model = residual()
     scales = cache_of(model).scales()
     renamed = {n if n != "a_relu" else "Relu__7:0": s for n, s in scales.items()}
-    matched = match(from_scales(renamed, version="7.2.2"), load(model).model, original=model)
+    matched = match_cache(from_scales(renamed, version="7.2.2"), load(model).model, original=model)
     entry = next(e for e in matched.entries if e.name == "Relu__7:0")
     assert (entry.tensor, entry.used) == ("a_relu", True)
     assert "position" in entry.reason
     mixed = dict(sorted(renamed.items(), key=lambda item: item[0][::-1]))
-    matched = match(from_scales(mixed, version="8.5.3"), load(model).model, original=model)
+    matched = match_cache(from_scales(mixed, version="8.5.3"), load(model).model, original=model)
     assert next(e for e in matched.entries if e.name == "Relu__7:0").tensor is None
     first = {n if n != "x" else "renamed": s for n, s in scales.items()}
-    matched = match(from_scales(first, version="7.2.2"), load(model).model, original=model)
+    matched = match_cache(from_scales(first, version="7.2.2"), load(model).model, original=model)
     assert next(e for e in matched.entries if e.name == "renamed").tensor is None
     model = residual(batchnorm=True)
     path = tmp_path / "m.onnx"
@@ -698,7 +698,7 @@ def test_the_table_of_rules(nodes, known, tensor, amax, sure):
     model = model_of(nodes, [1, 4, 4, 4], weights, ends)
     given = dict(word.split("=") for word in known.split())
     scales = {name: np.float32(float(value) / 127) for name, value in given.items()}
-    found = inferred(model, scales)
+    found = infer_missing_scales(model, scales)
     if amax is None:
         assert tensor in found.missing
         return

@@ -12,12 +12,12 @@ import pytest
 from deploy.errors import BackendError, SdkMissingError
 from deploy.graph.plan import Decision
 from deploy.metrics import latency as timing
-from deploy.metrics.kernels import RanLayer
+from deploy.metrics.kernels import EngineLayer
 from deploy.metrics.latency import DeviceTimes
 from deploy.pipeline import measure
-from deploy.report.figures import ran_part, ran_words
+from deploy.report.figures import compare_with_plan, engine_layers_words
 from deploy.targets.tensorrt import builder, sdk, session
-from deploy.targets.tensorrt.inspector import read
+from deploy.targets.tensorrt.inspector import parse_layers
 from deploy.targets.tensorrt.session import TensorrtSession
 
 EIGHT, TEN, ELEVEN = "8.5.3.1", "10.13.0.35", "11.1.0"
@@ -308,7 +308,7 @@ def test_without_a_gpu_there_is_no_word_of_one(build, monkeypatch):
     def missing(*_):
         raise SdkMissingError("no GPU in this test")
 
-    monkeypatch.setattr(sdk, "find", missing)
+    monkeypatch.setattr(sdk, "find_sdk", missing)
     made = build()
     assert list(made.rows) == ["FP32", "int8"] and made.report["machine"]["devices"] == []
     for word in ("Device", "H2D", "Reformats", "In the engine", "TensorRT FP16", "faster"):
@@ -358,7 +358,7 @@ def layer(name, kind, form, **more):
 
 
 def test_the_inspectors_words_are_read():
-    layers = read(json.dumps({"Layers": [
+    layers = parse_layers(json.dumps({"Layers": [
         layer("w + Q_1 + /a/Conv + /b/Add", "CaskConvolution",
               "Thirty-two wide channel vectorized row major Int8 format"),
         layer("c || d + e", "CaskConvolution", "Channel major FP16 format where channel % 8 == 0."),
@@ -380,7 +380,12 @@ def test_the_inspectors_words_are_read():
         ("uint8", ("u",), False),
         ("", ("p",), False),
     ]
-    assert read('{"Layers": ["a", "b"]}') == read("no JSON") == read("[]") == ()
+    assert (
+        parse_layers('{"Layers": ["a", "b"]}')
+        == parse_layers("no JSON")
+        == parse_layers("[]")
+        == ()
+    )
 
 
 def test_nodes_are_told_apart_by_what_became_of_them():
@@ -388,18 +393,20 @@ def test_nodes_are_told_apart_by_what_became_of_them():
             Decision("b", "Add", "int8"), Decision("p", "MaxPool", "float32", "why"),
             Decision("s", "Softmax", "float32", "why")]  # fmt: skip
     layers = [
-        RanLayer(name="a", precision="int8", nodes=("a",)),
-        RanLayer(name="b", precision="float16", nodes=("b",)),
-        RanLayer(name="p", precision="int8", nodes=("p",)),
-        RanLayer(name="s", precision="float32", nodes=("s",)),
-        RanLayer(name="copy", precision="float32", reformat=True),
+        EngineLayer(name="a", precision="int8", nodes=("a",)),
+        EngineLayer(name="b", precision="float16", nodes=("b",)),
+        EngineLayer(name="p", precision="int8", nodes=("p",)),
+        EngineLayer(name="s", precision="float32", nodes=("s",)),
+        EngineLayer(name="copy", precision="float32", reformat=True),
     ]
-    part = ran_part(layers, plan)
+    part = compare_with_plan(layers, plan)
     assert (part.as_planned, part.planned, part.unnamed) == (1, 3, ("r",))
     assert [row.node for row in part.lost] == ["b"] and [row.node for row in part.gained] == ["p"]
     assert part.layers == 4 and part.reformats == 1
-    assert ran_words(part) == (
+    assert engine_layers_words(part) == (
         "1 of 3 planned nodes in int8, 1 that no layer names, 1 more that the plan left in float;"
         " 1 reformat"
     )
-    assert ran_part((), plan) is None and ran_words(ran_part(layers)) == ""
+    assert (
+        compare_with_plan((), plan) is None and engine_layers_words(compare_with_plan(layers)) == ""
+    )

@@ -10,8 +10,8 @@ from onnx import TensorProto, helper
 from deploy.errors import BackendError, ConfigError, SdkMissingError
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt import sdk
-from deploy.targets.tensorrt.builder import Profile, Settings, build_engine
-from deploy.targets.tensorrt.cuda import Buffer, CudaMemory
+from deploy.targets.tensorrt.builder import BuilderSettings, InputShapeRange, build_engine
+from deploy.targets.tensorrt.cuda import CudaMemory, DeviceBuffer
 from deploy.targets.tensorrt.inspector import throughput
 from deploy.targets.tensorrt.sdk import gpu
 from deploy.targets.tensorrt.session import TensorrtSession
@@ -21,7 +21,7 @@ BINDINGS = ("cuda-python", "cudart", "pycuda")
 
 EIGHT, TEN = "8.5.3.1", "10.13.0.35"
 
-FLOATS = Settings(int8=False, fp16=False)
+FLOATS = BuilderSettings(int8=False, fp16=False)
 
 
 @pytest.fixture(params=BINDINGS)
@@ -50,7 +50,9 @@ def relu(path, kind=TensorProto.FLOAT, opset=17):
     )
 
 
-WIDE = Settings(int8=False, fp16=False, profiles={"x": Profile((1, 3), (2, 3), (4, 3))})
+WIDE = BuilderSettings(
+    int8=False, fp16=False, profiles={"x": InputShapeRange((1, 3), (2, 3), (4, 3))}
+)
 
 
 def test_a_run_and_a_graph_give_what_the_network_gives(machine, tmp_path):
@@ -114,7 +116,7 @@ def test_memory_that_an_allocator_cannot_get_is_told(machine, tmp_path, monkeypa
         raise BackendError("out of memory")
 
     x = {"x": np.ones(4, np.float32)}
-    monkeypatch.setattr("deploy.targets.tensorrt.session.Buffer", refuses)
+    monkeypatch.setattr("deploy.targets.tensorrt.session.DeviceBuffer", refuses)
     with pytest.raises(BackendError, match=r"^out of memory$"):
         session.run(x)
 
@@ -128,7 +130,7 @@ def test_what_shapes_depend_on_is_read_in_host_memory(machine, tmp_path):
     )
     with pytest.raises(ConfigError, match="none for 'shape'"):
         build_engine(model, FLOATS)
-    session = opened(model, Settings(int8=False, fp16=False, values={"shape": (2, 3)}))
+    session = opened(model, BuilderSettings(int8=False, fp16=False, values={"shape": (2, 3)}))
     x = np.float32([[1, 2, 3]])
     for rows in (2, 5, 2):
         made = session.run({"x": x, "shape": np.array([rows, 3])})
@@ -196,7 +198,7 @@ def test_an_engine_runs_on_the_gpu_that_is_asked_for(machine, tmp_path):
     model, path = relu(tmp_path / "m.onnx"), tmp_path / "m.engine"
     path.write_bytes(build_engine(model, WIDE, cuda=gpu(1)).plan)
     x = np.ones((1, 3), np.float32)
-    assert (sdk.find().gpu, sdk.find(1).gpu) == ("Fake H200 sm_90", "Fake L4 sm_90")
+    assert (sdk.find_sdk().gpu, sdk.find_sdk(1).gpu) == ("Fake H200 sm_90", "Fake L4 sm_90")
     assert TensorrtSession.open(path, device=1).run({"x": x})["y"].sum() == 3
     assert machine.STORY.devices == [1] == machine.STORY.runs
     assert sys.modules["fake_cuda"].current() == 0
@@ -219,7 +221,7 @@ def test_memory_of_a_calibrator_and_of_nothing(machine):
     assert cuda.allocated() == 0
     device = gpu()
     with device.current():
-        assert Buffer(device, 0).size == 1
+        assert DeviceBuffer(device, 0).size == 1
         assert device.pinned((0, 3), "float32").shape == (0, 3)
     device = gpu()
     with pytest.raises(BackendError, match=r"device not ready.*; `nvidia-smi` shows"):

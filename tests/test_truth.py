@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from deploy.errors import FeedError
-from deploy.feed.pixels import apply, placed
+from deploy.feed.pixels import boxes_to_input, preprocess_image
 from deploy.feed.preprocess import Preprocess
 from deploy.metrics.precision import read_coco
 from deploy.metrics.tasks.metric import MetricTally, metric_of
@@ -83,7 +83,7 @@ def test_a_metric_of_ones_own_decides(run, small_cnn, pictures, score, tmp_path)
 
     how = Preprocess(size=(16, 16), color="rgb", layout="nchw")
     best = [
-        int(session.run({"x": apply(cv2.imread(str(p)), how)})["logits"].argmax())
+        int(session.run({"x": preprocess_image(cv2.imread(str(p)), how)})["logits"].argmax())
         for p in sorted(pictures.iterdir())
     ]
     labels.write_text(
@@ -173,7 +173,7 @@ def annotations(detector, pictures, path, *, spoil=0):
     for number, file in enumerate(sorted(pictures.iterdir())):
         pixels = cv2.imread(str(file))
         height, width = pixels.shape[:2]
-        rows = session.run({"x": apply(pixels, how)})["y"][0]
+        rows = session.run({"x": preprocess_image(pixels, how)})["y"][0]
         images.append({"id": number, "file_name": file.name, "height": height, "width": width})
         for column in np.flatnonzero(rows[4:].max(axis=0) > 0.05):
             cx, cy, w, h = rows[:4, column].tolist()
@@ -321,8 +321,8 @@ def test_pictures_of_another_shape_than_annotated_are_refused(run, detector, pic
 def test_a_picture_that_its_exif_turns_is_as_large_as_it_is_decoded(order, turn, tmp_path):
     import cv2
 
-    from deploy.feed.listing import Picture
-    from deploy.feed.sources import shown_size
+    from deploy.feed.file_list import ImageFile
+    from deploy.feed.sources import decoded_size
 
     _, data = cv2.imencode(".jpg", np.zeros((18, 26, 3), np.uint8))
     form = "<" if order == b"II" else ">"
@@ -332,7 +332,7 @@ def test_a_picture_that_its_exif_turns_is_as_large_as_it_is_decoded(order, turn,
     whole = whole[:2] + b"\xff\xe1" + struct.pack(">H", len(exif) + 2) + exif + whole[2:]
     (path := tmp_path / "a.jpg").write_bytes(whole)
     decoded = cv2.imread(str(path)).shape[:2]
-    assert shown_size(Picture(path, "a.jpg")) == decoded == ((26, 18) if turn > 4 else (18, 26))
+    assert decoded_size(ImageFile(path, "a.jpg")) == decoded == ((26, 18) if turn > 4 else (18, 26))
 
 
 @pytest.mark.parametrize("resize", ["stretch", "letterbox", "short-side", "fit-height"])
@@ -342,8 +342,8 @@ def test_boxes_land_where_their_pixels_do(resize, size):
     picture = np.zeros((*size, 1), np.uint8)
     low, high = [int(0.4 * side) for side in size], [int(0.6 * side) for side in size]
     picture[low[0] : high[0], low[1] : high[1]] = 255
-    seen = np.argwhere(apply(picture, how)[0, 0] > 127)
+    seen = np.argwhere(preprocess_image(picture, how)[0, 0] > 127)
     (top, left), (bottom, right) = seen.min(axis=0), seen.max(axis=0) + 1
-    box = placed(np.array([[low[1], low[0], high[1], high[0]]], np.float64), size, how)[0]
+    box = boxes_to_input(np.array([[low[1], low[0], high[1], high[0]]], np.float64), size, how)[0]
     box = np.clip(box, 0, [96, 64, 96, 64])
     np.testing.assert_allclose(box, [left, top, right, bottom], atol=1.1)

@@ -613,7 +613,7 @@ def test_splits_are_timed_until_the_machine_is_calm(times, runs, best, monkeypat
         return took[-1]
 
     monkeypatch.setattr(clocks, "quickest_ms", quickest)
-    assert clocks.quickest_of([onnx.ModelProto()], [{}], threads=1) == [best]
+    assert clocks.time_models([onnx.ModelProto()], [{}], threads=1) == [best]
     assert len(took) == runs
 
 
@@ -628,7 +628,7 @@ def test_slow_models_are_not_waited_for_on_a_machine_never_calm(seconds, rounds,
 
     monkeypatch.setattr(clocks, "quickest_ms", quickest)
     monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    clocks.quickest_of([onnx.ModelProto()] * 2, [{}], threads=1)
+    clocks.time_models([onnx.ModelProto()] * 2, [{}], threads=1)
     assert len(took) == 2 * rounds
 
 

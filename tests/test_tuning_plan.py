@@ -18,14 +18,14 @@ from deploy.tuning.plan_file import SCHEMA, PlanFile, TargetPlan, read_plan, wri
 from deploy.tuning.prices import (
     Prices,
     Units,
-    cheapest,
+    cheapest_float_units,
     cheapest_split,
-    counted,
-    measured,
-    units_of,
+    count_prices,
+    group_units,
+    measure_prices,
 )
 from deploy.tuning.probe import Noise
-from deploy.tuning.search import Sensitivity, sensitivity
+from deploy.tuning.search import Sensitivity, measure_sensitivity
 from deploy.tuning.timing import KernelTimes
 from tests.models import make_model, make_node
 
@@ -236,7 +236,7 @@ def found(noisy, *, layers=LAYERS, most=28, groups=8):
         tried.extend(wanted)
         return [noise(y=sum(noisy.get(one, 0.0) for one in group)) for group in wanted]
 
-    return sensitivity(layers, alone, groups=groups, most=most), tried
+    return measure_sensitivity(layers, alone, groups=groups, most=most), tried
 
 
 @pytest.mark.parametrize("place", [0, 21, 63])
@@ -311,7 +311,7 @@ def priced():
     ]
     weights = {f"w{o}": np.float32(w) for o, w in zip(NAMES, weights, strict=True)}
     model = load(make_model(nodes, {"x": [1, 16, 8, 8]}, {"y": None}, weights, opset=17)).model
-    return model, units_of(model, TARGETS["onnxruntime"]().plan(model).decisions)
+    return model, group_units(model, TARGETS["onnxruntime"]().plan(model).decisions)
 
 
 def timed(monkeypatch, chain, *, int8, floats, rest=0.0, pairs=None):
@@ -328,7 +328,7 @@ def timed(monkeypatch, chain, *, int8, floats, rest=0.0, pairs=None):
         return KernelTimes(dict(zip(("/a", "/b", "/y"), floats, strict=True)), 0.0)
 
     monkeypatch.setattr(prices_module, "kernel_times", times)
-    return measured(model, model, ours, units, [SAMPLE])
+    return measure_prices(model, model, ours, units, [SAMPLE])
 
 
 def test_int8_slower_by_less_than_a_fifth_counts_as_fast_as_float(monkeypatch, priced):
@@ -374,13 +374,13 @@ def test_kernels_are_timed_as_each_side_is_written(monkeypatch, priced):
 
     monkeypatch.setattr(prices_module, "kernel_times", times)
     float32, int8 = onnx.ModelProto(ir_version=1), onnx.ModelProto(ir_version=2)
-    measured(priced[0], float32, int8, priced[1], [SAMPLE])
+    measure_prices(priced[0], float32, int8, priced[1], [SAMPLE])
     assert ran == 2 * [(float32, priced[0]), (int8, priced[0])]
 
 
 def test_counted_prices_are_products_seven_tenths_of_them_in_int8_and_turning_is_free(priced):
     model, units = priced
-    found = counted(model, units, SAMPLE)
+    found = count_prices(model, units, SAMPLE)
     assert found.units == {
         "/a": (0.7 * (1024 * 144), 1024 * 144),  # 16 channels of 3x3 behind each of 1024 values
         "/b": (0.7 * (1024 * 9), 1024 * 9),  # one channel each: depthwise
@@ -413,15 +413,15 @@ def test_the_price_of_a_split_counts_every_border_once():
 
 
 def test_the_cheapest_split_weighs_time_turning_and_noise():
-    assert cheapest(row(), ROW, {}, weight=0) == frozenset()
+    assert cheapest_float_units(row(), ROW, {}, weight=0) == frozenset()
     slow = row(b=(13.0, 10.0))
-    assert cheapest(slow, ROW, {}, weight=0) == {"b"}  # wins 3, turns 2
-    assert cheapest(row(turning=2.0, b=(13.0, 10.0)), ROW, {}, weight=0) == frozenset()
-    assert cheapest(row(), ROW, {"b": 1.0}, weight=10) == frozenset()
-    assert cheapest(row(), ROW, {"b": 1.0}, weight=12) == {"b"}
-    assert cheapest(row(), ROW, {}, weight=0, pinned=frozenset("c")) == {"c"}
+    assert cheapest_float_units(slow, ROW, {}, weight=0) == {"b"}  # wins 3, turns 2
+    assert cheapest_float_units(row(turning=2.0, b=(13.0, 10.0)), ROW, {}, weight=0) == frozenset()
+    assert cheapest_float_units(row(), ROW, {"b": 1.0}, weight=10) == frozenset()
+    assert cheapest_float_units(row(), ROW, {"b": 1.0}, weight=12) == {"b"}
+    assert cheapest_float_units(row(), ROW, {}, weight=0, pinned=frozenset("c")) == {"c"}
     dear = row(a=(5.0, 5.5), b=(5.0, 5.5), c=(5.0, 5.5))
-    assert cheapest(dear, ROW, {}, weight=0) == frozenset("abc")  # in and out count too
+    assert cheapest_float_units(dear, ROW, {}, weight=0) == frozenset("abc")  # in and out count too
 
 
 def test_what_only_passes_int8_on_is_float_behind_a_float_layer():
@@ -430,5 +430,5 @@ def test_what_only_passes_int8_on_is_float_behind_a_float_layer():
         layers=("a", "c"),
     )  # fmt: skip
     noisy = {"a": 100.0}
-    assert cheapest(row(turning=0.0), ROW, noisy, weight=1) == {"a"}
-    assert cheapest(row(turning=0.0), glue, noisy, weight=1) == {"a", "b"}
+    assert cheapest_float_units(row(turning=0.0), ROW, noisy, weight=1) == {"a"}
+    assert cheapest_float_units(row(turning=0.0), glue, noisy, weight=1) == {"a", "b"}

@@ -15,26 +15,40 @@ from onnx import numpy_helper
 
 from deploy import pipeline
 from deploy.calibration import one_pass
-from deploy.calibration.reference import judges_of
+from deploy.calibration.reference_outputs import make_evaluation_set
 from deploy.cli import main
 from deploy.errors import BackendError, ExportError
 from deploy.feed.feed import open_feed
 from deploy.frontends import load
 from deploy.method import NO_CHOICES, Choices, Method
 from deploy.metrics.levels import DOUBTFUL, UNUSABLE
-from deploy.metrics.truth import form_of
+from deploy.metrics.output_form import derive_form
 from deploy.pipeline import calibrate
-from deploy.runtimes.ort import Bound, OrtSession
+from deploy.runtimes.ort import BoundSession, OrtSession
 from deploy.targets import TARGETS
 from deploy.targets.base import BuildRequest
 from deploy.targets.onnxruntime.target import OnnxRuntime
-from deploy.tuning import downstream, probe, search_samples, tune
-from deploy.tuning.downstream import Kept, behind, border
-from deploy.tuning.plan_file import NOT_FASTER, read_plan, reasons
-from deploy.tuning.probe import Noise, Prober, loudest, noise_powers, said_of, usual_powers
+from deploy.tuning import float_activations, probe, search_samples, tune
+from deploy.tuning.float_activations import FloatActivations, border_tensors, downstream_model
+from deploy.tuning.plan_file import NOT_FASTER, float_reasons, read_plan
+from deploy.tuning.probe import (
+    Noise,
+    Prober,
+    mean_powers,
+    noise_powers,
+    signal_shares,
+    strongest_samples,
+)
 from deploy.tuning.search import Sensitivity
-from deploy.tuning.search_options import EFFORTS, Allowance, Trial
-from deploy.tuning.search_samples import CANDIDATES, MANY, alike, as_many, telling, unseen
+from deploy.tuning.search_options import EFFORTS, SearchBudget, Trial
+from deploy.tuning.search_samples import (
+    CANDIDATES,
+    MANY,
+    enough_samples,
+    same_shape_samples,
+    select_samples,
+    with_held_out_ranges,
+)
 from tests.models import as_float32, make_model, make_node, make_value, save_net
 from tests.test_tuning import SAME, ran, saved, spoiled
 
@@ -83,7 +97,7 @@ def request_for(model, tmp_path):
 def test_what_the_judges_alone_show_is_in_no_range_of_the_search(target, request_for):
     made_for, request = request_for(target, images(20, loud=(3, 7)))
     judges = [sample for at, sample in enumerate(request.feed.first(20)) if at in (3, 7)]
-    search = unseen(made_for, request, judges)
+    search = with_held_out_ranges(made_for, request, judges)
     wanted = OrtSession.open(request.model).run(judges[0])["y"]
 
     def lost(one):
@@ -97,25 +111,28 @@ def test_what_the_judges_alone_show_is_in_no_range_of_the_search(target, request
 def test_where_it_can_be_the_judges_alone_are_run_again(target, runs, request_for, monkeypatch):
     made_for, request = request_for(target, images(20))
     ran: list[int] = []
-    for way in (OrtSession, Bound):
+    for way in (OrtSession, BoundSession):
         run = way.run
         counted = lambda self, feed, run=run: ran.append(1) or run(self, feed)  # noqa: E731
         monkeypatch.setattr(way, "run", counted)
-    search = unseen(made_for, request, request.feed.first(3))
+    search = with_held_out_ranges(made_for, request, request.feed.first(3))
     assert len(ran) == runs and search is not request
 
 
 @pytest.mark.parametrize("count", [MANY + 10, 3])
 def test_of_many_samples_a_few_make_no_difference_and_none_may_be_left(count, request_for):
     made_for, request = request_for("onnxruntime", images(count))
-    assert unseen(made_for, request, request.feed.first(3)) is request
+    assert with_held_out_ranges(made_for, request, request.feed.first(3)) is request
 
 
 def test_a_configuration_that_wants_every_sample_keeps_its_ranges(request_for, tmp_path):
     config = tmp_path / "all.cfg"
     config.write_text("batch_num: 20\n")
     _, request = request_for("ascend", images(20))
-    assert unseen(TARGETS["ascend"](config=config), request, request.feed.first(2)) is request
+    assert (
+        with_held_out_ranges(TARGETS["ascend"](config=config), request, request.feed.first(2))
+        is request
+    )
 
 
 def trial(method, *powers):
@@ -210,8 +227,8 @@ def chosen(count, most, *, loud=()):
     rows = [np.full((1, 4), 100.0 if at in loud else 1.0, np.float32) for at in range(count)]
     for at, row in enumerate(rows):
         row[0, 0] = at  # by which it is known again
-    judges = judges_of(open_feed(rows, loaded.inputs), loaded.model, 500)
-    return [int(sample["x"][0, 0]) for sample, _ in telling(judges, most)]
+    judges = make_evaluation_set(open_feed(rows, loaded.inputs), loaded.model, 500)
+    return [int(sample["x"][0, 0]) for sample, _ in select_samples(judges, most)]
 
 
 def test_samples_in_which_the_model_says_most_are_looked_at_and_others_from_all_over():
@@ -225,14 +242,14 @@ def test_samples_in_which_the_model_says_most_are_looked_at_and_others_from_all_
 @pytest.mark.parametrize("values, enough", [(1, 5_000_000), (1_228_800, 4), (6_000_000, 0)])
 def test_of_large_samples_fewer_are_enough(values, enough):
     sample = {"x": np.zeros(values - 1, np.int8), "size": np.zeros(1)}
-    assert as_many(SimpleNamespace(heard=lambda most: iter([(sample, {})]))) == enough
+    assert enough_samples(SimpleNamespace(heard=lambda most: iter([(sample, {})]))) == enough
 
 
 def test_the_loudest_samples_are_those_of_every_part_together():
     outputs = [{"y": np.full((1, 4), size, np.float32)} for size in (1, 5, np.inf, 2, 4)]
-    form = form_of([outputs[0]], inputs=[{"x": np.ones((1, 4), np.float32)}])
-    assert loudest(form, outputs, 2) == [1, 4]
-    assert loudest(form, outputs, 9) == [0, 1, 2, 3, 4]
+    form = derive_form([outputs[0]], inputs=[{"x": np.ones((1, 4), np.float32)}])
+    assert strongest_samples(form, outputs, 2) == [1, 4]
+    assert strongest_samples(form, outputs, 9) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (1, 4, 1, 1)])
@@ -240,22 +257,28 @@ def test_of_shares_the_samples_tell_most_that_are_least_sure(shape):
     sure = np.array([1.0, 0, 0, 0])
     shares = [(1 - k) * sure + k / 4 for k in (0.0, 0.9, 0.3, 0.01, 0.6)]
     outputs = [{"y": one.reshape(shape).astype(np.float32)} for one in shares]
-    form = form_of(outputs, inputs=[{"x": np.ones((1, 4), np.float32)}] * 5)
-    assert loudest(form, outputs, 2) == [1, 4]
-    assert loudest(form, [{"y": 3 * one["y"]} for one in outputs], 2) == [0, 3]  # no shares
+    form = derive_form(outputs, inputs=[{"x": np.ones((1, 4), np.float32)}] * 5)
+    assert strongest_samples(form, outputs, 2) == [1, 4]
+    assert strongest_samples(form, [{"y": 3 * one["y"]} for one in outputs], 2) == [
+        0,
+        3,
+    ]  # no shares
     steps = [{"y": np.stack([one, sure])[None].astype(np.float32)} for one in shares]
-    assert loudest(form_of(steps), steps, 2) == [0, 3]  # of several steps a sample
-    assert 4 not in loudest(form, [*outputs[:4], {"y": outputs[4]["y"] * np.nan}], 2)
+    assert strongest_samples(derive_form(steps), steps, 2) == [0, 3]  # of several steps a sample
+    assert 4 not in strongest_samples(form, [*outputs[:4], {"y": outputs[4]["y"] * np.nan}], 2)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1,), (1, 1, 1, 1)])
 def test_of_one_probability_the_samples_tell_most_that_are_least_sure(shape):
     outputs = [{"y": np.full(shape, p, np.float32)} for p in (1.0, 0.55, 0.0, 0.99, 0.3)]
-    form = form_of(outputs, inputs=[{"x": np.ones((1, 4), np.float32)}] * 5)
-    assert loudest(form, outputs, 2) == [1, 4]
-    assert loudest(form, [{"y": 3 * one["y"]} for one in outputs], 2) == [0, 3]  # an age, maybe
+    form = derive_form(outputs, inputs=[{"x": np.ones((1, 4), np.float32)}] * 5)
+    assert strongest_samples(form, outputs, 2) == [1, 4]
+    assert strongest_samples(form, [{"y": 3 * one["y"]} for one in outputs], 2) == [
+        0,
+        3,
+    ]  # an age, maybe
     beside = [{**one, "z": np.float32([[2, -3, 1]])} for one in outputs]  # of a face that is there
-    assert loudest(form_of(beside), beside, 2) == [0, 3]
+    assert strongest_samples(derive_form(beside), beside, 2) == [0, 3]
 
 
 @settings(max_examples=25)
@@ -296,20 +319,22 @@ def test_what_is_lost_is_held_against_what_is_said_and_not_against_the_number_of
 
 def test_a_sample_that_says_half_as_much_as_the_usual_one_counts_whole():
     outputs = [{"y": np.full((1, 4), value, np.float32)} for value in (9.0, 9.0, 0.0, 0.0)]
-    form = form_of(outputs)
-    usual = usual_powers(form, outputs)  # that of 4.5
-    assert said_of(form, outputs, usual) == pytest.approx([0.5])
-    assert said_of(form, outputs[:2], usual) == pytest.approx([1.0])
-    assert said_of(form, outputs[2:], usual) == said_of(form, outputs[:1], [0.0]) == [1.0]
+    form = derive_form(outputs)
+    usual = mean_powers(form, outputs)  # that of 4.5
+    assert signal_shares(form, outputs, usual) == pytest.approx([0.5])
+    assert signal_shares(form, outputs[:2], usual) == pytest.approx([1.0])
+    assert (
+        signal_shares(form, outputs[2:], usual) == signal_shares(form, outputs[:1], [0.0]) == [1.0]
+    )
     for said, share in ((2.3, 1.0), (2.25 / 2, 0.25), (2.25 / 10, 0.01)):
         one = [{"y": np.full((1, 4), said, np.float32)}]
-        assert said_of(form, one, usual) == pytest.approx([share])
+        assert signal_shares(form, one, usual) == pytest.approx([share])
 
 
 def test_a_sample_that_says_little_is_measured_by_the_usual_one():
     loud, silent = (np.full((1, 4), value, np.float32) for value in (8.0, 0.02))
-    form = form_of([{"y": loud}, {"y": silent}])
-    (usual,) = usual_powers(form, [{"y": loud}, {"y": silent}])
+    form = derive_form([{"y": loud}, {"y": silent}])
+    (usual,) = mean_powers(form, [{"y": loud}, {"y": silent}])
     assert usual == pytest.approx(4 * 4.01**2)  # of the mean amplitude
     (quiet,) = noise_powers(form, {"y": silent}, {"y": 2 * silent}, [usual])
     assert quiet < 1e-4  # 0.04 for 0.02 is nothing where 8 is said elsewhere
@@ -334,7 +359,7 @@ def test_a_layer_that_loses_next_to_nothing_is_not_float_for_its_noise(power, by
     units = SimpleNamespace(members={"one": ["/one"], "other": ["/other"]})
     prices = SimpleNamespace(units={"one": (3.0, 2.0), "other": (3.0, 2.0)}, measured=False)
     best = SimpleNamespace(in_float={"one", "other"})
-    said = reasons(best, units, prices, found, "int8", otherwise=NOT_FASTER)
+    said = float_reasons(best, units, prices, found, "int8", otherwise=NOT_FASTER)
     expected = "alone in int8 it leaves 30.0 dB of a" if by_noise else NOT_FASTER
     assert said == {"/one": expected, "/other": expected}
 
@@ -401,9 +426,9 @@ def test_what_is_tried_alone_is_run_on_the_loudest_samples_and_kept_apart():
 def test_what_is_timed_is_of_one_shape_that_of_the_middle_size():
     lengths = (3, 90, 40, 41, 40)
     samples = [{"x": np.zeros((1, length)), "n": np.zeros(1)} for length in lengths]
-    assert [one["x"].shape for one in alike(samples)] == [(1, 40), (1, 40)]
+    assert [one["x"].shape for one in same_shape_samples(samples)] == [(1, 40), (1, 40)]
     same = [{"x": np.zeros((1, 8)) + step} for step in range(4)]
-    assert alike(same) == same
+    assert same_shape_samples(same) == same
 
 
 def test_a_search_is_not_deceived_by_samples_that_a_sigmoid_is_sure_of(run, tmp_path):
@@ -516,7 +541,7 @@ def test_a_layer_that_cannot_be_tried_alone_is_not_blamed(build_failing, monkeyp
     assert " ".join(note.split()) in " ".join(built.said.split())
 
 
-@pytest.mark.parametrize("where", [probe, downstream])
+@pytest.mark.parametrize("where", [probe, float_activations])
 def test_if_no_layer_can_be_tried_alone_the_search_goes_on(where, build_failing, monkeypatch):
     """Either the trials themselves are refused, or the float model that tells what goes in."""
     monkeypatch.setattr(where, "OrtSession", refusing(one_alone if where is probe else always))
@@ -563,7 +588,7 @@ def test_a_layer_that_cannot_be_run_in_int8_stays_float(duration, build_failing,
         raise BackendError(WHY)
 
     monkeypatch.setattr(probe, "OrtSession", refusing(with_the_middle))
-    monkeypatch.setattr(tune, "measured", profiled)
+    monkeypatch.setattr(tune, "measure_prices", profiled)
     built = build_failing("--accept", "--duration", duration)
     assert built.code == 0 and "nothing was searched" not in built.said
     reasons = built.plan.targets["onnxruntime"].choices.float_nodes
@@ -629,7 +654,7 @@ def runs(monkeypatch):
 
     observe = one_pass.observe
     monkeypatch.setattr(search_samples, "observe", observing)
-    for module in (probe, downstream, search_samples):
+    for module in (probe, float_activations, search_samples):
         monkeypatch.setattr(module, "OrtSession", counting(module.__name__.rpartition(".")[2]))
     return found
 
@@ -642,26 +667,26 @@ def never_usable(monkeypatch):
         yield (UNUSABLE if found.outputs and asked[-1] else DOUBTFUL), "as the test has it"
 
     asked = []
-    on = search_samples.Judged.on
+    on = search_samples.GrowingComparison.on
 
     def noted(self, most, **words):
         asked.append(most == IMAGES)
         return on(self, most, **words)
 
-    monkeypatch.setattr(search_samples.Judged, "on", noted)
-    monkeypatch.setattr(search_samples, "of_accuracy", levels)
+    monkeypatch.setattr(search_samples.GrowingComparison, "on", noted)
+    monkeypatch.setattr(search_samples, "judge_accuracy", levels)
 
 
 def spent(monkeypatch):
     """What the search itself counted."""
     made = []
-    of = Allowance.of
+    of = SearchBudget.of
 
     def noted(*args):
         made.append(of(*args))
         return made[-1]
 
-    monkeypatch.setattr(Allowance, "of", noted)
+    monkeypatch.setattr(SearchBudget, "of", noted)
     return made
 
 
@@ -745,19 +770,19 @@ def run_on(model, feed):
 @pytest.fixture
 def kept():
     said = [OrtSession.open(chain(), threads=1).run(sample) for sample in SAMPLES]
-    return Kept.of(chain(), [["B"], ["C"]], list(zip(SAMPLES, said, strict=True)))
+    return FloatActivations.of(chain(), [["B"], ["C"]], list(zip(SAMPLES, said, strict=True)))
 
 
 def test_what_is_read_behind_a_change_and_made_before_it_is_its_border():
-    assert border(chain(), ["C"]) == ["b", "a"]
-    assert border(chain(), ["B"]) == ["a"]
-    assert border(chain(), ["A"]) == []  # the model's own input is no border
+    assert border_tensors(chain(), ["C"]) == ["b", "a"]
+    assert border_tensors(chain(), ["B"]) == ["a"]
+    assert border_tensors(chain(), ["A"]) == []  # the model's own input is no border
 
 
 @pytest.mark.parametrize("changed, left", [("B", 4), ("C", 3), ("A", 5)])
 def test_the_part_behind_a_change_gives_what_the_whole_gives(kept, changed, left):
     trial = rounded(chain(), changed)
-    short = behind(trial, kept.same(trial), kept.values)
+    short = downstream_model(trial, kept.same(trial), kept.values)
     assert len(short.graph.node) == left
     names = [value.name for value in short.graph.input]
     for (sample, _), values in zip(kept.heard, kept.values, strict=True):
@@ -773,13 +798,13 @@ def test_a_node_is_the_same_only_with_the_same_constants_and_words(kept):
 
 
 def test_a_model_in_which_nothing_changed_is_run_from_what_is_known(kept):
-    short = behind(chain(), kept.same(chain()), kept.values)
+    short = downstream_model(chain(), kept.same(chain()), kept.values)
     assert [node.name for node in short.graph.node] == ["C", "D"]
 
 
 def test_only_so_much_is_kept(monkeypatch):
-    monkeypatch.setattr(downstream, "_MOST_BYTES", 4 * 4 * len(SAMPLES))
-    kept = Kept.of(chain(), [["B"], ["C"]], [(sample, {}) for sample in SAMPLES])
+    monkeypatch.setattr(float_activations, "_MOST_BYTES", 4 * 4 * len(SAMPLES))
+    kept = FloatActivations.of(chain(), [["B"], ["C"]], [(sample, {}) for sample in SAMPLES])
     assert [list(values) for values in kept.values] == [["a"], ["a"]]
 
 
@@ -793,9 +818,9 @@ def lines():
 
 def test_samples_of_several_sizes_are_all_run_from_what_is_known():
     samples = [{"x": np.full((1, steps, 4), steps, np.float32)} for steps in (3, 5, 3)]
-    kept = Kept.of(lines(), [["B"]], [(sample, {}) for sample in samples])
+    kept = FloatActivations.of(lines(), [["B"]], [(sample, {}) for sample in samples])
     trial = rounded(lines(), "B")
-    short = behind(trial, kept.same(trial), kept.values)
+    short = downstream_model(trial, kept.same(trial), kept.values)
     (value,) = short.graph.input
     assert [d.dim_value for d in value.type.tensor_type.shape.dim] == [1, 0, 4]
     for (sample, _), values in zip(kept.heard, kept.values, strict=True):

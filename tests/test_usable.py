@@ -110,7 +110,7 @@ def test_a_second_build_obeys_the_plan_and_judges_nothing(
     default, model, feed, monkeypatch, tmp_path
 ):
     before = models(default)
-    monkeypatch.setattr(search_samples, "Judged", None)  # whoever calls it fails
+    monkeypatch.setattr(search_samples, "GrowingComparison", None)  # whoever calls it fails
     words = ("--images", feed, "--target", ALL, "--duration", 0)
     again = ran(model, *words, out=shutil.copytree(default.out, tmp_path / "o"))
     assert again.code == 0 and models(again) == before
@@ -260,7 +260,7 @@ def test_the_report_and_the_plan_say_what_was_doubtful(target, kept, surer):
 
 def test_a_second_build_takes_the_surer_split(surer, narrow, feed, monkeypatch, tmp_path):
     before = models(surer)
-    monkeypatch.setattr(search_samples, "Judged", None)  # whoever calls it fails
+    monkeypatch.setattr(search_samples, "GrowingComparison", None)  # whoever calls it fails
     words = ("--images", feed, "--target", GRIDS, "--duration", 0)
     again = ran(narrow, *words, out=shutil.copytree(surer.out, tmp_path / "o"))
     assert again.code == 0 and models(again) == before and "would be doubtful" in screen(again)
@@ -341,8 +341,8 @@ def test_samples_are_asked_until_more_would_hardly_say_anything_else(few, asked,
             given.append(words)
             yield Accuracy(samples=9, outputs=(), task=figure)
 
-    monkeypatch.setattr(search_samples.Judging, "_judged", judged)
-    judge = search_samples.Judging(
+    monkeypatch.setattr(search_samples.VerdictPredictor, "_judged", judged)
+    judge = search_samples.VerdictPredictor(
         None, kernels=True, threads=1, max_loss=None, metric=None, ran=lambda count: None
     )
     found = judge.of(None)

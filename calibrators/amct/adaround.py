@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from calibrators.amct.arq import ascend_range
 from calibrators.errors import CalibrationError
-from calibrators.rounding import products_of
+from calibrators.rounding import block_products
 
 FloatArray = NDArray[np.float32]
 
@@ -54,7 +54,7 @@ _RATE, _BETA1, _BETA2, _EPSILON = 0.001, 0.9, 0.999, np.float32(1e-8)  # default
 
 
 @dataclass(frozen=True, slots=True)
-class Activation:
+class AdaActivation:
     """Elementwise activation of layers with G groups of M output channels.
 
     Attributes:
@@ -65,9 +65,9 @@ class Activation:
     kind: str = NONE
     slope: FloatArray = field(default_factory=lambda: np.zeros((1, 1), np.float32))
 
-    def of_part(self, groups: slice, rows: slice) -> Activation:
+    def of_part(self, groups: slice, rows: slice) -> AdaActivation:
         """Return the activation of some groups and channels."""
-        return Activation(
+        return AdaActivation(
             self.kind, self.slope[groups, rows] if self.slope.size > 1 else self.slope
         )
 
@@ -138,7 +138,7 @@ class Tiles:
     ) -> Tiles:
         """Tile weight [G, M, K], scale [G, M, 1], bias [G, M] and inputs [P, G, K]."""
         groups, rows, width = weight.shape
-        count, size = cut(width)
+        count, size = tile_layout(width)
         more = count * size - width
         wide = np.pad(weight, ((0, 0), (0, 0), (0, more)))
         tiled = wide.reshape(groups, rows, count, size).transpose(0, 2, 1, 3)
@@ -148,10 +148,10 @@ class Tiles:
             bias=np.ascontiguousarray(bias[:, None, :, None], np.float32),
             inputs=np.pad(inputs, ((0, 0), (0, 0), (0, more))),
             width=width,
-            batch=cut(min(len(inputs), _MOST), whole=True),
+            batch=tile_layout(min(len(inputs), _MOST), whole=True),
         )
 
-    def wanted(self, targets: FloatArray, activation: Activation) -> FloatArray:
+    def wanted(self, targets: FloatArray, activation: AdaActivation) -> FloatArray:
         """Return the activation of targets [P, G, M], as [G, M, P]."""
         return np.ascontiguousarray(activation.value(targets.transpose(1, 2, 0)[:, None])[:, 0])
 
@@ -189,7 +189,7 @@ class Tiles:
         return wide[:, :, : self.width]
 
 
-def cut(count: int, *, whole: bool = False) -> tuple[int, int]:
+def tile_layout(count: int, *, whole: bool = False) -> tuple[int, int]:
     """Return (number of tiles, their size) for a count; all tiles have the same size.
 
     With `whole` no tile reaches beyond the count, so that a few elements may be left out.
@@ -234,7 +234,7 @@ class AdaProblem:
     inputs: FloatArray
     targets: FloatArray
     bias: FloatArray
-    activation: Activation = field(default_factory=Activation)
+    activation: AdaActivation = field(default_factory=AdaActivation)
     share: float = 1.0
 
     def blocks(self) -> list[AdaProblem]:
@@ -267,17 +267,17 @@ def adaround(
     Raises:
         CalibrationError: squares of the outputs are not finite.
     """
-    return joined(problem, [searched(part, params, step=step) for part in problem.blocks()])
+    return join_blocks(problem, [round_block(part, params, step=step) for part in problem.blocks()])
 
 
-def joined(problem: AdaProblem, parts: Sequence[NDArray[np.int8]]) -> NDArray[np.int8]:
+def join_blocks(problem: AdaProblem, parts: Sequence[NDArray[np.int8]]) -> NDArray[np.int8]:
     """Join the integers of `problem.blocks()` to [G, M, K]."""
     across = -(-problem.weight.shape[1] // TILE)
     rows = [np.concatenate(parts[i : i + across], axis=1) for i in range(0, len(parts), across)]
     return np.concatenate(rows)
 
 
-def searched(
+def round_block(
     part: AdaProblem, params: AdaParams, *, step: Callable[[], None] = lambda: None
 ) -> NDArray[np.int8]:
     """Return the integers of one block of a problem, int8 [G, M, K].
@@ -287,33 +287,33 @@ def searched(
     """
     tiles = Tiles.of(part.weight, part.scale, part.bias, part.inputs)
     wanted = tiles.wanted(part.targets, part.activation)
-    low, alpha = beginning(tiles.weight, tiles.scale)
+    low, alpha = initial_alpha(tiles.weight, tiles.scale)
     adam, draw = Adam(alpha), np.random.default_rng(0)
     for iteration in range(params.num_iteration):
         places = tiles.draw(draw)
-        up, rise = heights(alpha)
+        up, rise = alpha_heights(alpha)
         slope = error_slope(part, tiles, low + up, wanted, places)
         if iteration >= params.num_iteration * params.warm_start:
-            slope += drive(up, params.reg_param, beta_of(params, iteration))
+            slope += regularizer_slope(up, params.reg_param, beta_of(params, iteration))
         slope *= rise
         adam.step(alpha, slope)
         if iteration % _LOOK == 0 or iteration == params.num_iteration - 1:
             _check(adam.squares)
         step()
-    codes = tiles.rows(np.rint(low + heights(alpha)[0]))
+    codes = tiles.rows(np.rint(low + alpha_heights(alpha)[0]))
     return np.asarray(np.clip(codes, _LOW, _HIGH), np.int8)
 
 
 def output_error(problem: AdaProblem, integers: NDArray[np.int8]) -> float:
     """Return the mean over positions of the squared error after the activation."""
     weight = integers.astype(np.float32) * problem.scale
-    made = products_of(weight, problem.inputs.transpose(1, 2, 0)) + problem.bias[:, :, None]
+    made = block_products(weight, problem.inputs.transpose(1, 2, 0)) + problem.bias[:, :, None]
     both = made.astype(np.float32), problem.targets.transpose(1, 2, 0)
     now, wanted = (problem.activation.value(one[:, None]) for one in both)
     return float(np.square(now - wanted, dtype=np.float64).sum() / max(len(problem.inputs), 1))
 
 
-def nearest(problem: AdaProblem) -> NDArray[np.int8]:
+def round_to_nearest(problem: AdaProblem) -> NDArray[np.int8]:
     """Return the integers by rounding to nearest, [G, M, K]."""
     codes = np.rint(problem.weight / problem.scale)
     return np.asarray(np.clip(codes, _LOW, _HIGH), np.int8)
@@ -326,7 +326,7 @@ def _check(squares: FloatArray) -> None:
         )
 
 
-def beginning(weight: FloatArray, scale: FloatArray) -> tuple[FloatArray, FloatArray]:
+def initial_alpha(weight: FloatArray, scale: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Return (floor of weight / scale, alpha whose height is the fraction)."""
     steps = weight / scale
     low = np.floor(steps)
@@ -334,7 +334,7 @@ def beginning(weight: FloatArray, scale: FloatArray) -> tuple[FloatArray, FloatA
     return low, np.asarray(-np.log(rest - _ONE), np.float32)
 
 
-def heights(alpha: FloatArray) -> tuple[FloatArray, FloatArray]:
+def alpha_heights(alpha: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Return (h, its derivative by alpha, which is 0 where h is clipped)."""
     part = sigmoid(alpha)
     free = part * (_ZETA - _GAMMA) + _GAMMA
@@ -352,7 +352,7 @@ def beta_of(params: AdaParams, iteration: int) -> float:
     return last + 0.5 * (first - last) * (1 + math.cos(along * math.pi))
 
 
-def drive(up: FloatArray, reg_param: float, beta: float) -> FloatArray:
+def regularizer_slope(up: FloatArray, reg_param: float, beta: float) -> FloatArray:
     """Return the derivative of reg_param * sum(1 - |2 h - 1|^beta) by h."""
     distance = up * _TWO - _ONE
     steep = np.power(np.abs(distance), np.float32(beta - 1))

@@ -156,7 +156,7 @@ def arq(
     Raises:
         CalibrationError: wrong dtype, NaN or Inf, no elements, or a scale that is not finite.
     """
-    rows = checked(weight, "weight").reshape(weight.shape[0] if channel_wise else 1, -1)
+    rows = check_values(weight, "weight").reshape(weight.shape[0] if channel_wise else 1, -1)
     return ascend_scale_offset(
         rows.max(axis=1), rows.min(axis=1), with_offset=with_offset, bits=bits
     )
@@ -195,7 +195,7 @@ def channels_back(weight: NDArray[np.generic], group: int) -> NDArray[np.generic
     return np.swapaxes(split, 1, 2).reshape(group * c_in, c_out // group, *kernel)
 
 
-def checked(x: NDArray[np.generic], what: str) -> Float32Array:
+def check_values(x: NDArray[np.generic], what: str) -> Float32Array:
     """Return `x` as float32, refusing what AMCT refuses.
 
     Raises:
@@ -222,14 +222,14 @@ def channel_max(x: NDArray[np.floating], axis: int) -> Float32Array:
     Raises:
         CalibrationError: wrong dtype, empty, NaN or Inf.
     """
-    data = np.abs(checked(x, "tensor"))
+    data = np.abs(check_values(x, "tensor"))
     others = tuple(a for a in range(data.ndim) if a != axis % data.ndim)
     return np.asarray(data.max(axis=others), np.float32)
 
 
 def weight_channel_max(weight: NDArray[np.floating], group: int = 1) -> Float32Array:
     """Return the largest |w| per input channel [C_in] of a weight [C_out, C_in / group, ...]."""
-    c_out, c_in = checked(weight, "weight").shape[:2]
+    c_out, c_in = check_values(weight, "weight").shape[:2]
     split = np.abs(weight).reshape(group, c_out // group, c_in, -1)
     return np.asarray(split.max(axis=(1, 3)).reshape(-1), np.float32)
 
@@ -280,7 +280,7 @@ def kl_scale(weight: NDArray[np.floating], *, channel_wise: bool = True) -> Floa
     Raises:
         CalibrationError: wrong dtype, NaN or Inf, no elements, or values near float32's maximum.
     """
-    rows = checked(weight, "weight").reshape(weight.shape[0] if channel_wise else 1, -1)
+    rows = check_values(weight, "weight").reshape(weight.shape[0] if channel_wise else 1, -1)
     most = np.abs(rows).max(axis=1)
     if most.max() > _MOST:
         raise CalibrationError(

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrators.amct.arq import FLT_EPSILON, ascend_clip_range, ascend_scale_offset, checked
+from calibrators.amct.arq import FLT_EPSILON, ascend_clip_range, ascend_scale_offset, check_values
 from calibrators.amct.ifmr import AscendScale
 from calibrators.errors import CalibrationError
 from calibrators.grids import Float32Array
@@ -81,7 +81,7 @@ class HfmgHistogram:
         Raises:
             CalibrationError: wrong dtype, empty, NaN or Inf.
         """
-        data = checked(x, "activation").reshape(-1)
+        data = check_values(x, "activation").reshape(-1)
         if self.together == 1:
             self._add(data)
             return
@@ -108,7 +108,7 @@ class HfmgHistogram:
         low, high = min(lo, self.lo), max(hi, self.hi)
         old = self.counts
         if not (_close(low, self.lo) and _close(high, self.hi)):
-            old = respread(old, (self.lo, self.hi), (low, high))
+            old = redistribute(old, (self.lo, self.hi), (low, high))
         self.counts = (old + histc(data, self.nbins, low, high)).astype(np.int32)
         self.lo, self.hi = low, high
 
@@ -143,7 +143,7 @@ def histc(data: Float32Array, nbins: int, lo: np.float32, hi: np.float32) -> NDA
     return np.bincount(index, minlength=nbins).astype(np.int32)
 
 
-def respread(
+def redistribute(
     counts: NDArray[np.int32],
     old: tuple[np.float32, np.float32],
     new: tuple[np.float32, np.float32],
@@ -169,7 +169,7 @@ def respread(
     return out.astype(np.int32)
 
 
-def cuts(counts: NDArray[np.int32]) -> NDArray[np.int64]:
+def candidate_runs(counts: NDArray[np.int32]) -> NDArray[np.int64]:
     """Return the candidate runs of bins, [K, 2] (left, right) inclusive, from the outside in."""
     n = counts.size
     before = [0, *np.cumsum(counts, dtype=np.int64).tolist()]
@@ -197,7 +197,7 @@ def hfmg(histogram: HfmgHistogram, params: HfmgParams | None = None) -> AscendSc
     if histogram.counts is None:
         raise CalibrationError("HFMG needs at least one calibration batch, got none")
     counts, lo, hi = histogram.counts, histogram.lo, histogram.hi
-    runs = cuts(counts)
+    runs = candidate_runs(counts)
     width = np.float32(np.float32(hi - lo) / np.float32(params.nbins))
     losses = _losses(counts, runs, width, params.bits)
     best = int(np.argmin(losses))

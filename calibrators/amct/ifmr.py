@@ -36,7 +36,7 @@ from calibrators.amct.arq import (
     ascend_denominator,
     ascend_guard,
     ascend_range,
-    checked,
+    check_values,
 )
 from calibrators.errors import CalibrationError
 from calibrators.grids import Float32Array
@@ -128,7 +128,7 @@ def ifmr(x: NDArray[np.floating], params: IfmrParams | None = None) -> AscendSca
         CalibrationError: wrong dtype, empty, NaN or Inf, or a scale that is not finite.
     """
     params = params or IfmrParams()
-    data = np.sort(checked(x, "activation"), axis=None)
+    data = np.sort(check_values(x, "activation"), axis=None)
     lo = kth_value(data, params.min_percentile, smallest=True)
     hi = kth_value(data, params.max_percentile, smallest=False)
     candidates = candidates_of(np.float32(hi), np.float32(lo), params)
@@ -326,7 +326,7 @@ class IfmrHistogram:
         Raises:
             CalibrationError: wrong dtype, empty, NaN or Inf.
         """
-        data = checked(x, "activation").reshape(-1)
+        data = check_values(x, "activation").reshape(-1)
         self.total += data.size
         self.minimum = min(self.minimum, float(data.min()))
         self.maximum = max(self.maximum, float(data.max()))

@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.amct.adaround import AdaParams
-from calibrators.amct.arq import channel_max, checked
+from calibrators.amct.arq import channel_max, check_values
 from calibrators.amct.hfmg import HfmgHistogram
 from calibrators.amct.ifmr import FINE_BINS, AscendScale, IfmrHistogram, IfmrParams, ifmr
 from calibrators.errors import CalibrationError
 from calibrators.grids import Float32Array
-from calibrators.rounding import Window, patches, places
-from calibrators.statistics import Arrays, Recorder, Statistic, numbers
+from calibrators.rounding import ConvWindow, extract_patches, sample_positions
+from calibrators.statistics import Arrays, Recorder, Statistic, read_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class IfmrOf(_Ordered):
     def restore(self, arrays: Arrays) -> IfmrHistogram:
         """Return a stored histogram."""
         made = IfmrHistogram()
-        (made.minimum, made.maximum, made.full_range), (made.total,) = numbers(arrays, 3, 1)
+        (made.minimum, made.maximum, made.full_range), (made.total,) = read_numbers(arrays, 3, 1)
         kept, bins = arrays["kept"], arrays["bins"]
         if kept.size:
             made.keep(np.array(kept, np.float32))
@@ -79,7 +79,7 @@ class IfmrOf(_Ordered):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExactOf(_Ordered):
+class AllValuesOf(_Ordered):
     """All values, as in AMCT's IFMR: memory grows with the samples; never stored."""
 
     @property
@@ -87,16 +87,16 @@ class ExactOf(_Ordered):
         """Name with the number of batches."""
         return self._key("all values")
 
-    def recorder(self, lead: Recorder | None) -> Exact:
+    def recorder(self, lead: Recorder | None) -> AllValues:
         """Return an empty recorder."""
-        return Exact()
+        return AllValues()
 
-    def restore(self, arrays: Arrays) -> Exact:
+    def restore(self, arrays: Arrays) -> AllValues:
         """Raise CalibrationError: the values are too many for a cache."""
         raise CalibrationError("values that are kept whole are not stored")
 
 
-class Exact:
+class AllValues:
     """Recorder of all values of a tensor."""
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class HfmgOf(_Ordered):
     def restore(self, arrays: Arrays) -> HfmgHistogram:
         """Return a stored histogram."""
         made = HfmgHistogram(self.nbins, together=self.together)
-        (lo, hi), _ = numbers(arrays, 2, 0)
+        (lo, hi), _ = read_numbers(arrays, 2, 0)
         counts = np.array(arrays["counts"], np.int32)
         if counts.shape != (self.nbins,) or counts.min() < 0:
             raise CalibrationError(f"a stored histogram must have {self.nbins} counts of 0 or more")
@@ -269,13 +269,13 @@ class Targets:
 
     def observe(self, x: NDArray[np.floating]) -> None:
         """Add sampled positions of a sample, [N, C, ...] or [..., C]."""
-        value = checked(x, "output of a layer that AdaRound rounds")
+        value = check_values(x, "output of a layer that AdaRound rounds")
         self._number += 1
         if self._last and value.ndim > 2:
             self.share = value.shape[1] / value.shape[-1]
         wide = value if self._last else np.moveaxis(value, 1, -1)
         rows = wide.reshape(-1, wide.shape[-1])
-        self._kept.append(rows[places(self._number, len(rows), self._most)].copy())
+        self._kept.append(rows[sample_positions(self._number, len(rows), self._most)].copy())
 
     def taken(self) -> Float32Array:
         """Return all outputs, [P, C], and drop them here."""
@@ -288,7 +288,7 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundedOf(_Places):
+class RoundedWeightsOf(_Places):
     """A layer's inputs at sampled positions, then its rounded weights.
 
     Attributes:
@@ -298,7 +298,7 @@ class RoundedOf(_Places):
         params: parameters of the search.
     """
 
-    window: Window | None
+    window: ConvWindow | None
     shape: tuple[int, int, int]
     scales: int
     params: AdaParams
@@ -313,18 +313,18 @@ class RoundedOf(_Places):
             f" {params.reg_param}, beta {first} to {last}, warm_start {params.warm_start}"
         )
 
-    def recorder(self, lead: Recorder | None) -> Rounded:
+    def recorder(self, lead: Recorder | None) -> RoundedWeights:
         """Return an empty recorder."""
-        return Rounded(self.window, self.most)
+        return RoundedWeights(self.window, self.most)
 
-    def restore(self, arrays: Arrays) -> Rounded:
+    def restore(self, arrays: Arrays) -> RoundedWeights:
         """Return stored integers.
 
         Raises:
             CalibrationError: another number of integers or scales.
         """
-        made = Rounded(None, 0)
-        errors, _ = numbers(arrays, 2, 0)
+        made = RoundedWeights(None, 0)
+        errors, _ = read_numbers(arrays, 2, 0)
         integers, scale = arrays["integers"], arrays["scale"]
         if integers.shape != (np.prod(self.shape),) or scale.shape != (self.scales,):
             raise CalibrationError("stored integers must be as many as the weights and are not")
@@ -333,7 +333,7 @@ class RoundedOf(_Places):
         return made
 
 
-class Rounded:
+class RoundedWeights:
     """Recorder of a layer's inputs at sampled positions, then of its rounded weights.
 
     Attributes:
@@ -342,7 +342,7 @@ class Rounded:
         errors: mean squared error of the output with nearest rounding and with these integers.
     """
 
-    def __init__(self, window: Window | None, most: int) -> None:
+    def __init__(self, window: ConvWindow | None, most: int) -> None:
         self.integers: NDArray[np.int8] | None = None
         self.scale: Float32Array = np.zeros(0, np.float32)
         self.errors = (0.0, 0.0)
@@ -351,9 +351,9 @@ class Rounded:
 
     def observe(self, x: NDArray[np.floating]) -> None:
         """Add the patches at sampled positions of a sample."""
-        value = checked(x, "input of a layer that AdaRound rounds")
+        value = check_values(x, "input of a layer that AdaRound rounds")
         self._number += 1
-        self._kept.append(patches(value, self._window, self._number, self._most))
+        self._kept.append(extract_patches(value, self._window, self._number, self._most))
 
     def taken(self) -> Float32Array:
         """Return all patches, [P, G, K], and drop them here."""

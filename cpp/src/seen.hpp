@@ -1,5 +1,5 @@
 // Digests of samples: what was hashed is what is decoded, now and whenever it is read again;
-// deploy/feed/listing.py.
+// deploy/feed/file_list.py.
 #pragma once
 
 #include <map>

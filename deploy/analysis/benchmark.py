@@ -16,37 +16,43 @@ from pathlib import Path
 from typing import Protocol
 
 from deploy.errors import BackendError, ConfigError
-from deploy.feed.feed import Dataset, FeedSource, as_read, dataset_of
-from deploy.feed.model_preprocess import Carried
-from deploy.feed.preprocess import Asked
-from deploy.feed.samples import KEPT, Feed
+from deploy.feed.feed import Dataset, FeedSource, dataset_of, preprocessing_notes
+from deploy.feed.model_preprocess import MetadataPreprocess
+from deploy.feed.preprocess import PreprocessRequest
+from deploy.feed.samples import SAMPLES_IN_MEMORY, Feed
 from deploy.feed.sampling import Limit
 from deploy.files.reading import read_bytes
-from deploy.frontends.metadata import carried_of
-from deploy.frontends.reader import model_bytes, parse_model
+from deploy.frontends.metadata import read_metadata_preprocess
+from deploy.frontends.onnx_reader import model_bytes, parse_model
 from deploy.machine import this_machine, usable_cores
 from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.bench_inputs import (
     FEEDS,
     Shapes,
     random_feeds,
+    read_calibration_shapes,
     refuse_fixed_batch,
-    remembered,
-    stacked,
+    stack_samples,
 )
-from deploy.metrics.kernels import OnDevice, devices_of, kernels_of, layers_of, refuse_untimed
+from deploy.metrics.kernels import (
+    ReportsLayers,
+    find_devices,
+    read_engine_layers,
+    refuse_untimed,
+    time_kernels,
+)
 from deploy.metrics.latency import Feeds, Latency, measure
 from deploy.report import EngineRow, Report, figures
-from deploy.report.figures import ran_part
+from deploy.report.figures import compare_with_plan
 from deploy.report.parts import BatchRow
 from deploy.runtimes.openvino import OpenvinoSession
 from deploy.targets import TARGETS, OnnxRuntime, Target
 from deploy.targets.tensorrt.inspector import throughput
 from deploy.tensors import Session, TensorSpec
-from deploy.terminal import lasting, on_request, phase
+from deploy.terminal import phase, timed_phase, with_progress
 
 
-class Opens(Protocol):
+class SessionFactory(Protocol):
     """A target, or a runtime without a target."""
 
     def open(self, engine: Path, *, threads: int | None = None) -> Session:
@@ -57,7 +63,7 @@ class Opens(Protocol):
 _LOAD_BUDGET_MS = 200  # an engine is not loaded again after this much time
 
 
-@on_request
+@with_progress
 def bench(
     engine: Path | str,
     *,
@@ -73,7 +79,7 @@ def bench(
     profile: bool = False,
     runtime: str = "onnxruntime",
     images: FeedSource | Dataset | None = None,
-    preprocess: Asked = None,
+    preprocess: PreprocessRequest = None,
     limit: Limit = None,
     skip_bad: bool = False,
     progress: bool = False,
@@ -111,7 +117,9 @@ def bench(
         FeedError: images that do not fit.
     """
     paths = _paths(Path(engine), Path(against) if against is not None else None)
-    runtimes: dict[str, Opens] = {label: _runtime(path, targets) for label, path in paths.items()}
+    runtimes: dict[str, SessionFactory] = {
+        label: _runtime(path, targets) for label, path in paths.items()
+    }
     if runtime == "openvino":
         paths, runtimes = _both_runtimes(paths, runtimes)
     for target in targets:
@@ -129,7 +137,7 @@ def bench(
     accuracies: dict[str, Accuracy] = {}
     notes: tuple[str, ...] = ()
     if images is None:
-        recalled = remembered(paths.values(), specs)
+        recalled = read_calibration_shapes(paths.values(), specs)
         taken = {name: dims for name, dims in recalled.items() if name not in (shapes or {})}
         notes = tuple(map(_shape_note, taken, taken.values()))
         feeds = _random_feeds(specs, {**taken, **(shapes or {})}, seed)
@@ -139,7 +147,7 @@ def bench(
         feed = dataset.open(specs, carried=carried)
         feeds = _image_feeds(feed)
         accuracies = _accuracy(sessions, feed)
-        notes = as_read(feed)
+        notes = preprocessing_notes(feed)
     sizes: list[int | None] = [*sorted(set(batches))] or [None]
     latencies = {
         batch: _measured(sessions, feeds(batch), batch, warmup_ms, duration_s) for batch in sizes
@@ -147,7 +155,7 @@ def bench(
     smallest = next(iter(latencies))
     smallest_feeds = feeds(smallest)
     kernels = {
-        label: kernels_of(
+        label: time_kernels(
             path,
             sessions[label],
             smallest_feeds,
@@ -169,7 +177,7 @@ def bench(
             sweep=tuple(_at(b, each[label]) for b, each in latencies.items() if b is not None),
             kernels=kernels.get(label, ()),
             accuracy=accuracies.get(label),
-            ran=ran_part(layers_of(sessions[label])),
+            ran=compare_with_plan(read_engine_layers(sessions[label])),
             notes=(
                 *_streams(
                     path, runtimes[label], streams, smallest_feeds, threads, warmup_ms, duration_s
@@ -180,12 +188,14 @@ def bench(
         for label, path in paths.items()
     )
     title = f"Latency of {' and '.join(dict.fromkeys(path.name for path in paths.values()))}"
-    machine = replace(this_machine(), devices=devices_of(sessions))
+    machine = replace(this_machine(), devices=find_devices(sessions))
     return Report(title=title, engines=rows, machine=machine, notes=notes)
 
 
 @phase("loading")
-def open_timed(path: Path, target: Opens, *, threads: int | None = None) -> tuple[Session, float]:
+def open_timed(
+    path: Path, target: SessionFactory, *, threads: int | None = None
+) -> tuple[Session, float]:
     """Load an engine; return the session and the least of up to three load times in ms.
 
     An engine that loads slowly is loaded only once.
@@ -203,11 +213,11 @@ def open_timed(path: Path, target: Opens, *, threads: int | None = None) -> tupl
     return session, min(taken)
 
 
-def _carried(path: Path) -> Carried | None:
+def _carried(path: Path) -> MetadataPreprocess | None:
     """Return the preprocessing in an ONNX model's metadata; None for other engines."""
     if path.suffix.lower() != ".onnx":
         return None
-    return carried_of(parse_model(model_bytes(path), str(path)), path)
+    return read_metadata_preprocess(parse_model(model_bytes(path), str(path)), path)
 
 
 def _runtime(path: Path, targets: Sequence[Target]) -> Target:
@@ -247,7 +257,9 @@ def _random_feeds(
 
 def _image_feeds(feed: Feed) -> Callable[[int | None], Feeds]:
     """Return the first images, single or stacked to a batch."""
-    return lambda batch: feed.first(FEEDS) if batch is None else stacked(feed.first(KEPT), batch)
+    return lambda batch: (
+        feed.first(FEEDS) if batch is None else stack_samples(feed.first(SAMPLES_IN_MEMORY), batch)
+    )
 
 
 def _shape_note(name: str, dims: Sequence[int]) -> str:
@@ -280,7 +292,7 @@ def _at(batch: int, found: Latency) -> BatchRow:
 
 def _streams(
     path: Path,
-    target: Opens,
+    target: SessionFactory,
     count: int,
     feeds: Feeds,
     threads: int | None,
@@ -292,9 +304,11 @@ def _streams(
         return ()
     each = threads or max(usable_cores() // count, 1)
     sessions = [target.open(path, threads=each) for _ in range(count)]
-    with lasting("streams", warmup_ms / 1000 + duration_s):
+    with timed_phase("streams", warmup_ms / 1000 + duration_s):
         rate = throughput(sessions, feeds, warmup_ms=warmup_ms, duration_s=duration_s)
-    own = "" if isinstance(sessions[0], OnDevice) else f", {figures.count(each, 'thread')} each"
+    own = (
+        "" if isinstance(sessions[0], ReportsLayers) else f", {figures.count(each, 'thread')} each"
+    )
     return (f"{count} streams at once{own}: {rate:,.0f} inferences a second",)
 
 
@@ -377,8 +391,8 @@ def _output_notes(accuracy: Accuracy | None) -> tuple[str, ...]:
 
 
 def _both_runtimes(
-    paths: Mapping[str, Path], runtimes: Mapping[str, Opens]
-) -> tuple[dict[str, Path], dict[str, Opens]]:
+    paths: Mapping[str, Path], runtimes: Mapping[str, SessionFactory]
+) -> tuple[dict[str, Path], dict[str, SessionFactory]]:
     """Return one engine in ONNX Runtime and in OpenVINO.
 
     Raises:

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deploy.errors import BackendError, ConfigError
-from deploy.feed.feed import Dataset, FeedSource, as_read, dataset_of
+from deploy.feed.feed import Dataset, FeedSource, dataset_of, preprocessing_notes
 from deploy.frontends.checks import type_name
-from deploy.frontends.metadata import carried_of
-from deploy.frontends.reader import read_model
-from deploy.graph.edit import cut, with_outputs
+from deploy.frontends.metadata import read_metadata_preprocess
+from deploy.frontends.onnx_reader import read_model
+from deploy.graph.edit import copy_with_outputs, extract_output
 from deploy.metrics.accuracy import TensorComparison
 from deploy.metrics.layerwise import shared_by_name
 from deploy.metrics.output_errors import OutputAccuracy
-from deploy.runtimes.openvino import run_apart
+from deploy.runtimes.openvino import run_in_subprocess
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array, Samples
-from deploy.terminal import on_request, page, phase
+from deploy.terminal import join_visible, phase, with_progress
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
@@ -39,7 +39,7 @@ Figures = dict[str, OutputAccuracy]  # tensor -> accuracy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class TensorDifference:
     """Comparison of one tensor of both models.
 
     Attributes:
@@ -56,7 +56,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Parting:
+class ModelComparison:
     """Result of `compare`; `repr` is its text for a screen.
 
     Attributes:
@@ -74,20 +74,20 @@ class Parting:
     second: str
     samples: int
     min_sqnr_db: float
-    layers: tuple[Layer, ...]
-    outputs: tuple[Layer, ...]
+    layers: tuple[TensorDifference, ...]
+    outputs: tuple[TensorDifference, ...]
     cut: bool
     looked: tuple[int, int]
     notes: tuple[str, ...] = ()
 
     @property
-    def parts_at(self) -> Layer | None:
+    def parts_at(self) -> TensorDifference | None:
         """The first tensor below the limit (NaN, Inf and another shape are); None without one."""
         every = (*self.layers, *self.outputs)
         return next((one for one in every if not one.figures.sqnr_db >= self.min_sqnr_db), None)
 
     def __repr__(self) -> str:
-        return page(self._lines())
+        return join_visible(self._lines())
 
     def _lines(self) -> Iterator[str]:
         yield f"{self.first} against {self.second}, {self.samples} samples"
@@ -133,7 +133,7 @@ class Parting:
         }
 
 
-def _screen_line(one: Layer) -> str:
+def _screen_line(one: TensorDifference) -> str:
     figures = one.figures
     return (
         f"{figures.sqnr_db:8.1f}  {figures.cosine_mean:8.5f}  {one.tensor}"
@@ -141,7 +141,7 @@ def _screen_line(one: Layer) -> str:
     )
 
 
-def _json(one: Layer) -> dict[str, object]:
+def _json(one: TensorDifference) -> dict[str, object]:
     figures = one.figures
     return {
         "tensor": one.tensor,
@@ -160,7 +160,7 @@ def _number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-class Sums:
+class PairErrors:
     """Accuracy of pairs of float tensors, accumulated sample by sample."""
 
     def __init__(self, pairs: Mapping[str, str]) -> None:
@@ -230,7 +230,9 @@ class _Cuts:
         """Whether a tensor agrees; also true if it cannot be compared or holds no floats."""
         first, second = self._models
         try:
-            figures = self._compare(cut(first, name), cut(second, other), {name: other})
+            figures = self._compare(
+                extract_output(first, name), extract_output(second, other), {name: other}
+            )
         except BackendError as error:
             self.notes.append(f"{name!r} could not be compared: {error}.")
             return True
@@ -263,11 +265,11 @@ class _Cuts:
         closed: bool = False,
     ) -> Figures:
         left = OrtSession.open(first, threads=self._threads)
-        results = run_apart(
+        results = run_in_subprocess(
             second, self._samples, self._folder, threads=self._threads, closed=closed
         )
         names = [value.name for value in second.graph.output]
-        sums = Sums(pairs)
+        sums = PairErrors(pairs)
         for file, result in zip(self._samples, results, strict=True):
             sample = _arrays(file)
             values = _arrays(result).values()
@@ -286,7 +288,7 @@ def _arrays(file: Path) -> dict[str, Array]:
         return {name: arrays[name] for name in arrays.files}
 
 
-def by_cuts(
+def compare_cut_models(
     first: ModelProto,
     second: ModelProto,
     pairs: Mapping[str, str],
@@ -342,7 +344,7 @@ def _bisect(names: Sequence[str], agrees: Callable[[str], bool]) -> None:
         low, high = (middle, high) if agrees(names[middle]) else (low, middle)
 
 
-@on_request
+@with_progress
 def compare(
     first: Path,
     second: Path | None,
@@ -353,7 +355,7 @@ def compare(
     every: bool = False,
     threads: int | None = None,
     progress: bool = False,
-) -> Parting:
+) -> ModelComparison:
     """Compare two ONNX models, or one model in ONNX Runtime and in another runtime.
 
     Args:
@@ -384,7 +386,9 @@ def compare(
     theirs = ours if second is None else read_model(second)
     session = OrtSession.open(ours, threads=threads)
     _refuse_other_inputs(ours, theirs)
-    feed = dataset_of(images).open(session.inputs, carried=carried_of(ours, Path(first)))
+    feed = dataset_of(images).open(
+        session.inputs, carried=read_metadata_preprocess(ours, Path(first))
+    )
     outputs = [value.name for value in ours.graph.output]
     pairs = _pairs(ours, theirs, outputs)
     if not pairs:
@@ -395,14 +399,14 @@ def compare(
     by_cut_models = runtime != "onnxruntime"
     notes: list[str] = []
     if by_cut_models:
-        figures, notes = by_cuts(
+        figures, notes = compare_cut_models(
             ours, theirs, pairs, feed, threads, min_sqnr_db=min_sqnr_db, every=every
         )
     else:
         figures = _compare_taps(ours, theirs, pairs, feed, threads)
     makers = {name: node for node in ours.graph.node for name in node.output}
     rows = {name: _layer(name, makers, one) for name, one in figures.items()}
-    return Parting(
+    return ModelComparison(
         first=f"{first} in onnxruntime",
         second=f"{second or first} in {runtime}",
         samples=feed.count,
@@ -411,7 +415,7 @@ def compare(
         outputs=tuple(rows[name] for name in outputs if name in rows),
         cut=by_cut_models,
         looked=(len(figures), len(pairs)),
-        notes=(*as_read(feed), *_unshared_notes(ours, theirs), *notes),
+        notes=(*preprocessing_notes(feed), *_unshared_notes(ours, theirs), *notes),
     )
 
 
@@ -440,9 +444,9 @@ def _compare_taps(
     threads: int | None,
 ) -> Figures:
     """Compare all tensors in one pass, with those of one sample in memory at a time."""
-    left = OrtSession.open(with_outputs(first, pairs), threads=threads)
-    right = OrtSession.open(with_outputs(second, pairs.values()), threads=threads)
-    figures = Sums(pairs)
+    left = OrtSession.open(copy_with_outputs(first, pairs), threads=threads)
+    right = OrtSession.open(copy_with_outputs(second, pairs.values()), threads=threads)
+    figures = PairErrors(pairs)
     with phase("comparing", len(feed), "samples") as step, feed.samples() as samples:
         for sample in samples:
             figures.add(sample, left.run(sample), right.run(sample))
@@ -450,14 +454,14 @@ def _compare_taps(
     return figures.result()
 
 
-def _layer(name: str, makers: Mapping[str, NodeProto], figures: OutputAccuracy) -> Layer:
+def _layer(name: str, makers: Mapping[str, NodeProto], figures: OutputAccuracy) -> TensorDifference:
     """Return the row of a tensor, with the node that computes it upstream of its Q/DQ nodes."""
     node = makers.get(name)
     if node is None:  # an output that is an input or a weight
-        return Layer(tensor=name, node=name, operator="input", figures=figures)
+        return TensorDifference(tensor=name, node=name, operator="input", figures=figures)
     while node.op_type in ("DequantizeLinear", "QuantizeLinear") and node.input[0] in makers:
         node = makers[node.input[0]]
-    return Layer(tensor=name, node=node.name, operator=node.op_type, figures=figures)
+    return TensorDifference(tensor=name, node=node.name, operator=node.op_type, figures=figures)
 
 
 def _refuse_other_inputs(first: ModelProto, second: ModelProto) -> None:

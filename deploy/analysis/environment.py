@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from calibrators.kernel import kernel, told
+from calibrators.kernel import describe_kernel, kernel
 from deploy.errors import Calib8Error
 from deploy.machine import INT8_FLAGS, this_machine
 from deploy.targets import TARGETS
@@ -22,7 +22,7 @@ _OPTIONAL = {
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class EnvironmentCheck:
     """Result of one check.
 
     Attributes:
@@ -36,39 +36,39 @@ class Finding:
     words: str
 
 
-def examine() -> tuple[Finding, ...]:
+def check_environment() -> tuple[EnvironmentCheck, ...]:
     """Check everything; nothing runs on a device."""
     return (*_own_checks(), *_target_checks(), *_package_checks())
 
 
-def _own_checks() -> Iterator[Finding]:
+def _own_checks() -> Iterator[EnvironmentCheck]:
     machine = this_machine()
     system = f"Python {platform.python_version()}, {machine.os}"
-    yield Finding("calib8", True, f"{__version__}, {system}")
+    yield EnvironmentCheck("calib8", True, f"{__version__}, {system}")
     others = {n: v for n, v in machine.versions.items() if n not in ("calib8", "python")}
     quicker = "" if kernel() else "; faster if it is installed with a C compiler"
-    yield Finding("counting", kernel() is not None, told() + quicker)
-    yield Finding("packages", True, ", ".join(f"{n} {v}" for n, v in others.items()))
+    yield EnvironmentCheck("counting", kernel() is not None, describe_kernel() + quicker)
+    yield EnvironmentCheck("packages", True, ", ".join(f"{n} {v}" for n, v in others.items()))
     int8 = ", ".join(machine.int8)
     words = f"{machine.cpu}, {machine.cores} cores"
     lacking = (
         f"{words}; no int8 dot products (of {', '.join(INT8_FLAGS)}): int8 gains less here, and on"
         " x86 models of other tools may saturate"
     )
-    yield Finding("CPU", bool(int8), f"{words}; int8 by {int8}" if int8 else lacking)
+    yield EnvironmentCheck("CPU", bool(int8), f"{words}; int8 by {int8}" if int8 else lacking)
 
 
-def _target_checks() -> Iterator[Finding]:
+def _target_checks() -> Iterator[EnvironmentCheck]:
     for name, target in TARGETS.items():
         try:
-            yield Finding(name, True, f"builds and runs engines: {target().at_hand()}")
+            yield EnvironmentCheck(name, True, f"builds and runs engines: {target().at_hand()}")
         except Calib8Error as error:
-            yield Finding(name, False, f"writes its files, no engine: {error}")
+            yield EnvironmentCheck(name, False, f"writes its files, no engine: {error}")
 
 
-def _package_checks() -> Iterator[Finding]:
+def _package_checks() -> Iterator[EnvironmentCheck]:
     for name, (purpose, way) in _OPTIONAL.items():
         try:
-            yield Finding(name, True, version(name))
+            yield EnvironmentCheck(name, True, version(name))
         except PackageNotFoundError:
-            yield Finding(name, False, f"not installed; to {purpose}: {way}")
+            yield EnvironmentCheck(name, False, f"not installed; to {purpose}: {way}")

@@ -27,12 +27,12 @@ from calibrators.grids import (
     quantize_per_tensor,
 )
 from deploy.errors import ConfigError, FeedError
-from deploy.files.reading import from_json, opened, read_array
+from deploy.files.reading import from_json, open_regular_file, read_array
 from deploy.method import Method
 from deploy.metrics.output_errors import sqnr_db
 from deploy.report.figures import count, decibels
-from deploy.report.model import plain
-from deploy.terminal import page
+from deploy.report.model import to_plain
+from deploy.terminal import join_visible
 
 SCHEMA = "calib8-quantize/1"
 GRIDS: dict[str, Grid] = {"quint8": UINT8, "qint8": INT8}
@@ -78,7 +78,7 @@ class Experiment:
 
     def to_json(self) -> dict[str, object]:
         """Return plain JSON types; infinite and NaN numbers become "inf", "-inf" or "nan"."""
-        made = plain(
+        made = to_plain(
             {
                 "schema": SCHEMA,
                 "dtype": self.dtype,
@@ -105,7 +105,7 @@ class Experiment:
             f" SQNR {decibels(figures['sqnr_db'])}, {self.clipped} of"
             f" {count(self.values.size, 'value')} clipped"
         )
-        return page([*self._scales(), "", *self._table(), "", summary]) + "\n"
+        return join_visible([*self._scales(), "", *self._table(), "", summary]) + "\n"
 
     def _figures(self) -> dict[str, float]:
         error, values = self.error, self.values.astype(np.float64)
@@ -142,7 +142,7 @@ class Experiment:
             yield f"and {count(self.values.size - SHOWN, 'value')} more"
 
 
-def with_scales(
+def quantize_with_scales(
     values: Real, scales: Sequence[float], zeros: Sequence[int], *, axis: int | None, dtype: str
 ) -> Experiment:
     """Quantize with a given scale and zero point, or one of each per channel along an axis.
@@ -163,7 +163,7 @@ def with_scales(
     return Experiment(values, made, dtype, "given")
 
 
-def searched(values: Real, method: Method, *, axis: int | None, dtype: str) -> Experiment:
+def quantize_by_search(values: Real, method: Method, *, axis: int | None, dtype: str) -> Experiment:
     """Quantize with the range that a search finds in the values, per channel with an axis.
 
     Raises:
@@ -180,7 +180,7 @@ def searched(values: Real, method: Method, *, axis: int | None, dtype: str) -> E
     channels = [values] if axis is None else list(np.moveaxis(values, axis, 0))
     affine = [_range(channel, method, GRIDS[dtype]) for channel in channels]
     scales, zeros = [scale for scale, _ in affine], [zero for _, zero in affine]
-    made = with_scales(values, scales, zeros, axis=axis, dtype=dtype)
+    made = quantize_with_scales(values, scales, zeros, axis=axis, dtype=dtype)
     return Experiment(values, made.quantized, dtype, method.label)
 
 
@@ -192,7 +192,7 @@ def read_values(text: str) -> Real:
         FeedError: the file is missing or damaged, or holds other than finite real numbers.
     """
     if not text.lstrip().startswith("["):
-        refuse_bare(text)
+        refuse_unbracketed(text)
         return _from_file(Path(text))
     read = from_json(text, rule=_RULE, error=ConfigError)
     try:
@@ -201,7 +201,7 @@ def read_values(text: str) -> Real:
         raise ConfigError(f"{_RULE}, got {text[:60]!r}: {error}") from error
 
 
-def refuse_bare(text: str) -> None:
+def refuse_unbracketed(text: str) -> None:
     """Raise `ConfigError` for numbers without brackets, which would be read as a file name."""
     if _BARE.fullmatch(text.strip()) and not Path(text).exists():
         raise ConfigError(f"{_RULE}, got {text!r}; write it as '[{text}]'")
@@ -219,7 +219,9 @@ def _range(values: Real, method: Method, grid: Grid) -> tuple[float, int]:
 
 
 def _from_file(path: Path) -> Real:
-    with opened(path, what="an .npy file of values", error=FeedError, most=_MOST_BYTES) as file:
+    with open_regular_file(
+        path, what="an .npy file of values", error=FeedError, most=_MOST_BYTES
+    ) as file:
         try:
             return _real(read_array(file, _MOST_BYTES))
         except (ValueError, EOFError) as error:

@@ -17,26 +17,38 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.analysis.explanation import ChannelLoss, Explanation, Held, ImageLoss, TargetWhy
-from deploy.analysis.written import beside, is_file, of_build, read_build, worse
+from deploy.analysis.build_reader import (
+    by_sqnr,
+    is_file,
+    path_in_build,
+    path_near_report,
+    read_explanation,
+)
+from deploy.analysis.explanation import (
+    ChannelLoss,
+    Explanation,
+    ImageLoss,
+    ImageResults,
+    TargetExplanation,
+)
 from deploy.errors import CacheError, ConfigError, did_you_mean
 from deploy.feed.feed import Dataset, FeedSource, dataset_of
-from deploy.feed.parallel import Sample, in_order
+from deploy.feed.parallel import Sample, run_in_order
 from deploy.feed.paths import RawFiles
-from deploy.feed.preprocess import Asked, Preprocess, asked_of
+from deploy.feed.preprocess import Preprocess, PreprocessRequest, apply_user_options
 from deploy.files import manifest
-from deploy.frontends import LoadedModel, load_either
-from deploy.frontends.reader import read_model
-from deploy.graph.edit import with_outputs
-from deploy.graph.index import of_own_channels
+from deploy.frontends import LoadedModel, load_float_or_qdq
+from deploy.frontends.onnx_reader import read_model
+from deploy.graph.edit import copy_with_outputs
+from deploy.graph.index import strip_padded_channels
 from deploy.machine import default_threads
 from deploy.metrics.layerwise import shared_tensors
 from deploy.metrics.output_errors import RunningError, sqnr_db
-from deploy.metrics.parts import SAMPLES
-from deploy.metrics.rows import Outputs, batch_length, split
-from deploy.metrics.truth import Form, form_of
+from deploy.metrics.output_form import OutputForm, derive_form
+from deploy.metrics.rows import Outputs, batch_length, split_batch
+from deploy.metrics.slices import SAMPLES
 from deploy.runtimes.ort import OrtSession
-from deploy.terminal import on_request, phase
+from deploy.terminal import phase, with_progress
 from deploy.tuning.repairs import REPAIRS
 
 if TYPE_CHECKING:
@@ -50,7 +62,7 @@ _SILENT = 1e-6  # share of a tensor's signal: a channel with less has nothing to
 _ARRAYS = {".npy", ".npz"}
 
 
-def held_of(
+def run_images(
     loaded: LoadedModel,
     runnable: Path,
     layers: Sequence[str],
@@ -58,7 +70,7 @@ def held_of(
     *,
     native: bool,
     threads: int,
-) -> Held:
+) -> ImageResults:
     """Run images on one target; return the worst images and channels.
 
     Args:
@@ -78,12 +90,12 @@ def held_of(
     candidate = read_model(runnable)
     shared = shared_tensors(loaded.model, candidate)
     pairs = {name: shared[name] for name in layers[:TENSORS] if name in shared}
-    left = _session(with_outputs(loaded.model, pairs), native=True)
-    right = _session(with_outputs(candidate, pairs.values()), native=native)
+    left = _session(copy_with_outputs(loaded.model, pairs), native=True)
+    right = _session(copy_with_outputs(candidate, pairs.values()), native=native)
     names = [spec.name for spec in loaded.outputs if spec.dtype != "str"]
     _check_outputs(names, candidate, runnable)
     first = feed.first(SAMPLES)
-    form = form_of([_only(left.run(sample), names) for sample in first], inputs=first)
+    form = derive_form([_only(left.run(sample), names) for sample in first], inputs=first)
     images = _Images(form)
     channels = {name: ChannelSums() for name in pairs}
 
@@ -92,19 +104,19 @@ def held_of(
 
     def take(_: int, ran: tuple[Sample, Outputs, Outputs]) -> None:
         batch = batch_length(ran[0])
-        fed, own, others = (split(arrays, batch) for arrays in ran)
+        fed, own, others = (split_batch(arrays, batch) for arrays in ran)
         for sample, one, other in zip(fed, own, others, strict=True):
             if images.seen < feed.count:  # the last fixed batch is filled up with the first image
                 images.add(sample, _only(one, names), _only(other, names))
                 for name, sums in channels.items():
                     if name in one and pairs[name] in other:
-                        values = of_own_channels(pairs[name], other[pairs[name]], one[name])
+                        values = strip_padded_channels(pairs[name], other[pairs[name]], one[name])
                         sums.add(one[name], values)
         step()
 
     with phase("running images", len(feed), "samples") as step, feed.samples() as samples:
-        in_order(samples, work, take, threads=threads)
-    return Held(
+        run_in_order(samples, work, take, threads=threads)
+    return ImageResults(
         samples=images.seen,
         images=tuple(images.worst(feed.names)),
         channels=tuple(c for name, sums in channels.items() for c in sums.worst(name)),
@@ -139,7 +151,7 @@ def _only(arrays: Outputs, names: Sequence[str]) -> Outputs:
 class _Images:
     """The images of lowest SQNR so far, by their index in the feed."""
 
-    form: Form
+    form: OutputForm
     seen: int = 0
     _worst: list[tuple[float, int, ImageLoss]] = field(default_factory=list)
 
@@ -163,7 +175,7 @@ class _Images:
                 error = RunningError(part.label)
                 error.add(part.of(own[part.output]), part.of(others[part.output]), 1)
                 parts[part.label] = error.result().sqnr_db
-        label = min(parts, key=lambda name: worse(parts[name]), default="")
+        label = min(parts, key=lambda name: by_sqnr(parts[name]), default="")
         decibels = parts.get(label, math.nan)
         task, share = "", math.nan
         if self.form.task is not None:
@@ -172,7 +184,7 @@ class _Images:
             figure = tally.result()
             if figure is not None:
                 task, share = figure.count, figure.value
-        rank = worse(decibels) if parts else share if not math.isnan(share) else math.inf
+        rank = by_sqnr(decibels) if parts else share if not math.isnan(share) else math.inf
         return rank, ImageLoss(name="", part=label, sqnr_db=decibels, task=task)
 
 
@@ -208,12 +220,12 @@ class ChannelSums:
             )
             if not signal <= _SILENT * total
         }
-        for channel in sorted(ratios, key=lambda c: worse(ratios[c]))[:CHANNELS]:
+        for channel in sorted(ratios, key=lambda c: by_sqnr(ratios[c]))[:CHANNELS]:
             share = float(self.noise[channel]) / lost if lost else 0.0
             yield ChannelLoss(tensor=tensor, channel=channel, sqnr_db=ratios[channel], noise=share)
 
 
-@on_request
+@with_progress
 def explain(
     folder: Path | str,
     *,
@@ -238,7 +250,7 @@ def explain(
         ConfigError: no build, a broken report or plan, a target that the build does not have.
         ModelError, FeedError, BackendError: from running images.
     """
-    explanation = read_build(Path(folder))
+    explanation = read_explanation(Path(folder))
     chosen = _select_targets(explanation, target)
     if images is None:
         return replace(explanation, targets=chosen)
@@ -250,12 +262,12 @@ def explain(
     for one in chosen:
         if one.runnable is None:
             note = "no file of it can be run in ONNX Runtime"
-            explained.append(one.on(Held(samples=0, notes=(note,))))
+            explained.append(one.on(ImageResults(samples=0, notes=(note,))))
             continue
         with phase(one.name):
-            held = held_of(
+            held = run_images(
                 loaded,
-                of_build(one.runnable, Path(explanation.report)),
+                path_in_build(one.runnable, Path(explanation.report)),
                 [] if _is_rescaled(one) else [layer.name for layer in one.layers],
                 feed,
                 native=one.native,
@@ -267,7 +279,7 @@ def explain(
     return replace(explanation, targets=tuple(explained))
 
 
-def _select_targets(explanation: Explanation, target: str | None) -> tuple[TargetWhy, ...]:
+def _select_targets(explanation: Explanation, target: str | None) -> tuple[TargetExplanation, ...]:
     if target is None:
         return explanation.targets
     names = [one.name for one in explanation.targets]
@@ -287,14 +299,14 @@ def _load_float_model(explanation: Explanation, named: Path | str | None) -> Loa
         ConfigError: the report's model does not exist, or is not an ONNX file.
     """
     if named is not None:
-        return load_either(Path(named))
-    path = beside(explanation.model, Path(explanation.report))
+        return load_float_or_qdq(Path(named))
+    path = path_near_report(explanation.model, Path(explanation.report))
     if not is_file(path) or path.suffix.lower() != ".onnx":
         raise ConfigError(
             f"images are run through the ONNX model of the build, got {explanation.model!r} in"
             f" {explanation.report}, which is none here; name it with --model"
         )
-    return load_either(path)
+    return load_float_or_qdq(path)
 
 
 def _model_note(explanation: Explanation, loaded: LoadedModel) -> Iterator[str]:
@@ -310,11 +322,11 @@ def _model_note(explanation: Explanation, loaded: LoadedModel) -> Iterator[str]:
         )
 
 
-def _merged(preprocess: Asked, known: Preprocess | None) -> Asked:
+def _merged(preprocess: PreprocessRequest, known: Preprocess | None) -> PreprocessRequest:
     """Return the preprocessing options of the user on top of those of the build."""
     if known is None or not isinstance(preprocess, Mapping | None):
         return preprocess
-    return asked_of(known, preprocess or {})
+    return apply_user_options(known, preprocess or {})
 
 
 def _preprocess(explanation: Explanation, images: FeedSource) -> Preprocess | None:
@@ -338,7 +350,7 @@ def _preprocess(explanation: Explanation, images: FeedSource) -> Preprocess | No
         ) from error
 
 
-def _is_rescaled(target: TargetWhy) -> bool:
+def _is_rescaled(target: TargetExplanation) -> bool:
     """Whether a repair scaled channels, so that inner tensors differ from the float model's."""
     words = [repair.words for repair in REPAIRS.values() if repair.before is not None]
     return any(

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from deploy.report import TrialRow, figures
-from deploy.report.model import plain
+from deploy.report.model import to_plain
 from deploy.report.screen import columns, entry
 from deploy.report.tables import TRIAL_HEADS, trial_row
-from deploy.terminal import page
+from deploy.terminal import join_visible
 from deploy.tuning.plan_file import CONSEQUENCE, NOISE, RULE, TIME, WHOLE
 
 SCHEMA = "calib8-explanation/1"
@@ -26,7 +26,7 @@ _ALL = "--all shows them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class TensorAccuracy:
     """Accuracy of an output slice or an inner tensor against the float model."""
 
     name: str
@@ -36,7 +36,7 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class FloatNodeGroup:
     """Nodes that stay float for one reason.
 
     Attributes:
@@ -53,7 +53,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clipped:
+class ClippedRange:
     """A range that clips observed values: their share, 0 to 1, and both ranges."""
 
     tensor: str
@@ -96,7 +96,7 @@ class ChannelLoss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class ImageResults:
     """Results of running images on one target.
 
     Attributes:
@@ -113,7 +113,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TargetWhy:
+class TargetExplanation:
     """Explanation of one target.
 
     Attributes:
@@ -139,21 +139,21 @@ class TargetWhy:
     error: str = ""
     level: str = ""
     reasons: tuple[str, ...] = ()
-    parts: tuple[Loss, ...] = ()
+    parts: tuple[TensorAccuracy, ...] = ()
     task: str = ""
     nodes: int = 0
-    kept: tuple[Kept, ...] = ()
-    layers: tuple[Loss, ...] = ()
+    kept: tuple[FloatNodeGroup, ...] = ()
+    layers: tuple[TensorAccuracy, ...] = ()
     repairs: tuple[str, ...] = ()
     settled: str = ""
     tried: tuple[TrialRow, ...] = ()
     methods: Mapping[str, str] = field(default_factory=dict)
-    clipped: tuple[Clipped, ...] = ()
+    clipped: tuple[ClippedRange, ...] = ()
     runnable: str | None = None
     native: bool = False
-    held: Held | None = None
+    held: ImageResults | None = None
 
-    def on(self, held: Held) -> TargetWhy:
+    def on(self, held: ImageResults) -> TargetExplanation:
         """Return a copy with the results on images."""
         return replace(self, held=held)
 
@@ -176,7 +176,7 @@ class Explanation:
     plan: str | None = None
     model: str = ""
     preprocess: Mapping[str, object] = field(default_factory=dict)
-    targets: tuple[TargetWhy, ...] = ()
+    targets: tuple[TargetExplanation, ...] = ()
 
 
 def to_screen(explanation: Explanation, *, everything: bool = False) -> str:
@@ -195,17 +195,17 @@ def to_screen(explanation: Explanation, *, everything: bool = False) -> str:
         ],
         *(list(_target(one, most)) for one in explanation.targets),
     ]
-    return "\n\n".join(map(page, blocks)) + "\n"
+    return "\n\n".join(map(join_visible, blocks)) + "\n"
 
 
 def to_json(explanation: Explanation) -> dict[str, object]:
     """Return plain JSON types; infinite and NaN numbers become "inf", "-inf" or "nan"."""
-    made = plain({"schema": SCHEMA, **asdict(explanation)})
+    made = to_plain({"schema": SCHEMA, **asdict(explanation)})
     assert isinstance(made, dict)
     return made
 
 
-def _target(one: TargetWhy, most: int | None) -> Iterator[str]:
+def _target(one: TargetExplanation, most: int | None) -> Iterator[str]:
     yield f"{one.name}: {one.level or ('failed' if one.error else 'no verdict')}"
     if one.error:
         yield from entry("Why", one.error)
@@ -223,12 +223,12 @@ def _target(one: TargetWhy, most: int | None) -> Iterator[str]:
         yield from _held(one.held)
 
 
-def _parts(one: TargetWhy, most: int | None) -> Iterator[str]:
+def _parts(one: TargetExplanation, most: int | None) -> Iterator[str]:
     rows = [[figures.decibels(p.sqnr_db), figures.cosine(p.cosine_mean), p.name] for p in one.parts]
     yield from _table("Parts", ["SQNR", "cosine", "part of the outputs"], rows, most)
 
 
-def _float(one: TargetWhy, most: int | None) -> Iterator[str]:
+def _float(one: TargetExplanation, most: int | None) -> Iterator[str]:
     count = sum(len(group.nodes) for group in one.kept)
     yield from entry("Float", f"{count} of {figures.count(one.nodes, 'node')}")
     for kind, label in _KINDS.items():
@@ -239,7 +239,7 @@ def _float(one: TargetWhy, most: int | None) -> Iterator[str]:
         yield from _more(groups, few)
 
 
-def _kept(group: Kept, most: int | None) -> str:
+def _kept(group: FloatNodeGroup, most: int | None) -> str:
     shown = group.nodes if most is None else group.nodes[:_NAMES]
     more = len(group.nodes) - len(shown)
     rest = f" and {more} more" if more else ""
@@ -247,7 +247,7 @@ def _kept(group: Kept, most: int | None) -> str:
     return f"{types} {', '.join(shown)}{rest}: {group.reason or 'no reason given'}"
 
 
-def _layers(one: TargetWhy, most: int | None) -> Iterator[str]:
+def _layers(one: TargetExplanation, most: int | None) -> Iterator[str]:
     rows = [
         [figures.decibels(layer.sqnr_db), figures.cosine(layer.cosine_mean), layer.name]
         for layer in one.layers
@@ -255,7 +255,7 @@ def _layers(one: TargetWhy, most: int | None) -> Iterator[str]:
     yield from _table("Layers", ["SQNR", "cosine", "inner tensor, the worst first"], rows, most)
 
 
-def _tried(one: TargetWhy) -> Iterator[str]:
+def _tried(one: TargetExplanation) -> Iterator[str]:
     rows = [trial_row(trial) for trial in one.tried]
     yield from _table("Tried", TRIAL_HEADS, rows, None)
     if one.settled:
@@ -267,7 +267,7 @@ def _tried(one: TargetWhy) -> Iterator[str]:
         yield from entry("" if number else "Repairs", said)
 
 
-def _clipping(one: TargetWhy, most: int | None) -> Iterator[str]:
+def _clipping(one: TargetExplanation, most: int | None) -> Iterator[str]:
     rows = [
         [figures.percent(row.share), _span(row.kept), _span(row.seen), row.tensor]
         for row in one.clipped
@@ -279,7 +279,7 @@ def _span(ends: tuple[float, float]) -> str:
     return f"[{figures.real(ends[0])}, {figures.real(ends[1])}]"
 
 
-def _held(held: Held) -> Iterator[str]:
+def _held(held: ImageResults) -> Iterator[str]:
     rows = [[figures.decibels(i.sqnr_db), i.part, i.task, i.name] for i in held.images]
     heads = ["SQNR", "in", "as FP32", f"image, the worst of {held.samples}"]
     yield from _table("Images", heads, rows, None)

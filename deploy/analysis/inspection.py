@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.frontends import LoadedModel, load
-from deploy.graph.index import matching
+from deploy.graph.index import match_nodes
 from deploy.report import NodeRow, node_rows
-from deploy.targets import targets_of
-from deploy.terminal import page
+from deploy.targets import make_targets
+from deploy.terminal import join_visible
 
 if TYPE_CHECKING:
     import onnx
@@ -51,7 +51,7 @@ class Inspection:
     def text(self, *, everything: bool = False) -> str:
         """Return lines for a screen: nodes by operator and reason, or every node by its name."""
         body = self._all_nodes() if everything else self._node_groups()
-        return page([*self._head(), *body])
+        return join_visible([*self._head(), *body])
 
     def to_json(self) -> dict[str, object]:
         """Return plain JSON types; an open dimension is null or its name."""
@@ -96,9 +96,9 @@ def inspect(
         ModelError: the model cannot be read.
         ConfigError: no such target, or no node matches `float_nodes`.
     """
-    (backend,) = targets_of([target])
+    (backend,) = make_targets([target])
     loaded = model if isinstance(model, LoadedModel) else load(model)
-    kept = matching(loaded.model, float_nodes)
+    kept = match_nodes(loaded.model, float_nodes)
     return Inspection(
         model=str(loaded.source or loaded.name),
         target=backend.name,

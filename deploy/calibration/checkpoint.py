@@ -25,35 +25,35 @@ from typing import TYPE_CHECKING
 
 from deploy.calibration import shards
 from deploy.calibration.fingerprint import Fingerprint
-from deploy.calibration.observation import Observation, Observed
-from deploy.calibration.shards import Shard, origin_of
+from deploy.calibration.observation import Observation, ObservedStatistics
+from deploy.calibration.shards import Shard, shard_fingerprint
 from deploy.errors import CacheError, ExportError
 from deploy.files import atomic
-from deploy.files.reading import refuse
-from deploy.terminal import tell
+from deploy.files.reading import refuse_output
+from deploy.terminal import say_progress
 from deploy.version import __version__
 
 if TYPE_CHECKING:
-    from deploy.calibration.observation import Subject
+    from deploy.calibration.observation import CalibrationSubject
     from deploy.calibration.sample_checks import Peaks
     from deploy.feed.samples import Feed
     from deploy.feed.sampling import Share
 
-ENDING = ".checkpoint"
+CHECKPOINT_SUFFIX = ".checkpoint"
 EVERY_S = 10.0  # seconds between checkpoints
 _SHARE = 30  # they take at most 1/30 of a run's time, including the wait for the workers
 _WHAT = "a checkpoint of a calibration"
 
 
-def beside(path: Path) -> Path:
+def checkpoint_path(path: Path) -> Path:
     """Return the checkpoint path of a run that writes a cache or a shard."""
-    return Path(f"{path}{ENDING}")
+    return Path(f"{path}{CHECKPOINT_SUFFIX}")
 
 
-def clear(path: Path) -> None:
+def remove_finished(path: Path) -> None:
     """Remove the checkpoint of a run that was interrupted after it wrote its cache."""
     with suppress(CacheError):
-        if shards.load(path, what=_WHAT).counted is not None:
+        if shards.load_shard(path, what=_WHAT).counted is not None:
             path.unlink(missing_ok=True)
 
 
@@ -69,7 +69,7 @@ class Checkpoint:
     def __init__(
         self,
         path: Path,
-        subject: Subject,
+        subject: CalibrationSubject,
         feed: Feed,
         wanted: Sequence[Observation],
         peaks: Peaks,
@@ -116,29 +116,29 @@ class Checkpoint:
         elif resume:
             self._say(f"{path} is not there to go on from, so the run starts over")
 
-    def known(self, wanted: Iterable[Observation]) -> Observed:
+    def known(self, wanted: Iterable[Observation]) -> ObservedStatistics:
         """Return the statistics of the samples that were counted before.
 
         Raises:
             CacheError: the arrays of a statistic are broken.
         """
-        return Observed({}) if self._earlier is None else self._earlier.observed(wanted)
+        return ObservedStatistics({}) if self._earlier is None else self._earlier.observed(wanted)
 
     def due(self) -> bool:
         """Whether it is time for a checkpoint; starts the clock of its cost, as workers pause."""
         self._began = time.monotonic()
         return self._unkept is None and self._began >= self._next
 
-    def keep(self, number: int, observed: Observed) -> None:
+    def keep(self, number: int, observed: ObservedStatistics) -> None:
         """Write the statistics of the first `number` samples; a full disk does not end the run."""
         if self._unkept is None and self._kept < number >= self._standing:
             self._write(number, observed)
         now = time.monotonic()
         self._next = now + max(EVERY_S, _SHARE * (now - self._began))
 
-    def _write(self, number: int, observed: Observed) -> None:
+    def _write(self, number: int, observed: ObservedStatistics) -> None:
         digests, skipped = self._feed.so_far(number)
-        data = shards.to_bytes(
+        data = shards.serialize_shard(
             share=self._share,
             made_from=self._made_from,
             digests=digests,
@@ -172,7 +172,7 @@ class Checkpoint:
     @cached_property
     def _made_from(self) -> Fingerprint:
         """The fingerprint that a run must share with the one that it resumes."""
-        origin = origin_of(self._subject.identities, self._feed.form, self._share)
+        origin = shard_fingerprint(self._subject.identities, self._feed.form, self._share)
         return replace(origin, numbers={**origin.numbers, "calib8": __version__})
 
     def _left(self) -> str:
@@ -192,14 +192,14 @@ class Checkpoint:
     def _say(self, sentence: str) -> None:
         """Print a note now, and store it for the end."""
         self.notes.append(sentence)
-        tell(f"note: {sentence}")
+        say_progress(f"note: {sentence}")
 
     def _found(self, *, force: bool) -> Shard | None:
-        refuse(self.path)
+        refuse_output(self.path)
         if not self.path.exists() or not self.path.stat().st_size:
             return None
         try:
-            found = shards.load(self.path, what=_WHAT)
+            found = shards.load_shard(self.path, what=_WHAT)
             if found.counted is None:
                 raise CacheError(f"{self.path} must be {_WHAT}, got a whole shard")
         except CacheError as error:

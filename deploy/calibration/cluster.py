@@ -29,16 +29,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from calibrators.histogram import Histogram
 from deploy.calibration import cluster_jobs, shards
-from deploy.calibration.cluster_jobs import Cluster, Job, job_of, versions_here
-from deploy.calibration.observation import Key, Observation, Observed, Subject
+from deploy.calibration.cluster_jobs import Cluster, ClusterJob, collect_versions, make_job
+from deploy.calibration.observation import CalibrationSubject, Key, Observation, ObservedStatistics
 from deploy.calibration.sample_checks import Peaks
-from deploy.calibration.shards import origin_of
+from deploy.calibration.shards import shard_fingerprint
 from deploy.errors import BackendError, FeedError, SdkMissingError, first_line
 from deploy.feed.feed import FeedSource
-from deploy.feed.listing import Changed
+from deploy.feed.file_list import SampleChangedError
 from deploy.feed.samples import Feed
 from deploy.feed.sampling import Limit, Share
-from deploy.terminal import phase, tell
+from deploy.terminal import phase, say_progress
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -48,7 +48,11 @@ CONNECT_S = 10.0  # timeout of the connection
 ANSWER_S = 30.0  # timeout of later calls, when the scheduler may be busy
 _CLOSE_S = 2.0  # timeout of closing
 _LOUD = ("distributed", "tornado", "asyncio")
-LATE = (TimeoutError, asyncio.TimeoutError, FutureTimeout)  # the same class since Python 3.11
+TIMEOUT_ERRORS = (
+    TimeoutError,
+    asyncio.TimeoutError,
+    FutureTimeout,
+)  # the same class since Python 3.11
 T = TypeVar("T")
 WORKERS_S = 60.0  # how long a run waits for a first worker
 TICK_S = 1.0  # interval of polling the workers
@@ -60,7 +64,7 @@ _MOST_BYTES = 32 << 20  # per piece that is sent
 
 
 @contextmanager
-def connected(address: str) -> Iterator[Client]:
+def connect_client(address: str) -> Iterator[Client]:
     """Connect a client for the duration of the context.
 
     Raises:
@@ -72,17 +76,17 @@ def connected(address: str) -> Iterator[Client]:
         try:
             with client.as_current():
                 yield client
-        except (OSError, *LATE) as error:  # dask raises these when the connection breaks
+        except (OSError, *TIMEOUT_ERRORS) as error:  # dask raises these when the connection breaks
             raise BackendError(
                 f"the scheduler {address} must answer until the end, got: {first_line(error)}; see"
                 " to it and run again"
             ) from error
         finally:
             with suppress(Exception):
-                within(_CLOSE_S, client.close)
+                call_with_timeout(_CLOSE_S, client.close)
 
 
-def within(seconds: float, call: Callable[[], T]) -> T:
+def call_with_timeout(seconds: float, call: Callable[[], T]) -> T:
     """Return the result of a call, or abandon it after a timeout.
 
     Dask itself waits forever for a frozen scheduler, or for another program at the address.
@@ -102,7 +106,7 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     threading.Thread(target=run, name="calib8 scheduler", daemon=True).start()
     try:
         return done.result(seconds)
-    except LATE as error:
+    except TIMEOUT_ERRORS as error:
         if done.done():
             raise
         raise TimeoutError(f"no answer within {seconds:.0f} s") from error
@@ -124,7 +128,7 @@ def _opened(address: str) -> Client:
 
     try:
         with phase("scheduler"):
-            return within(CONNECT_S, client)
+            return call_with_timeout(CONNECT_S, client)
     except Exception as error:
         raise BackendError(
             f"a dask scheduler must answer at {address} within {CONNECT_S:.0f} s, got:"
@@ -151,7 +155,7 @@ def _quiet() -> Iterator[None]:
             one.setLevel(level)
 
 
-class Gathering:
+class ShardMerger:
     """Merges the shards of a feed's pieces, and registers their samples with the feed."""
 
     def __init__(
@@ -172,8 +176,8 @@ class Gathering:
             BackendError: it belongs to another calibration.
             FeedError: the worker's images differ from those here.
         """
-        shard = shards.of_bytes(data, Path(f"piece {share}"))
-        origin = origin_of(self._identities, self._feed.form, share)
+        shard = shards.parse_shard(data, Path(f"piece {share}"))
+        origin = shard_fingerprint(self._identities, self._feed.form, share)
         changes = origin.changes_since(shard.made_from)
         if shard.share != share or changes:
             what = "; ".join(changes.values()) or f"it is piece {shard.share} of others"
@@ -184,7 +188,7 @@ class Gathering:
         self._count = share.count
         try:
             self._feed.seen_elsewhere(share, shard.digests, shard.skipped)
-        except Changed as error:
+        except SampleChangedError as error:
             raise FeedError(
                 f"the worker {worker} must see the same images as this machine, got another file"
                 f" ({error}); give a path that all machines share, or send them (--send images)"
@@ -197,7 +201,7 @@ class Gathering:
             else:
                 self._merged[key] = part
 
-    def end(self, peaks: Peaks) -> Observed:
+    def end(self, peaks: Peaks) -> ObservedStatistics:
         """Return the merged statistics of all pieces.
 
         Args:
@@ -213,7 +217,7 @@ class Gathering:
             )
         numbers = {place: number for number, place in enumerate(self._feed.places, 1)}
         peaks.add_rows(self._peaks.rows(range(self._count)), numbers)
-        return Observed({o.key: self._merged[o.key] for o in self._wanted})
+        return ObservedStatistics({o.key: self._merged[o.key] for o in self._wanted})
 
 
 def observe_on(
@@ -221,12 +225,12 @@ def observe_on(
     wanted: tuple[Observation, ...],
     feed: Feed,
     *,
-    subject: Subject,
+    subject: CalibrationSubject,
     images: FeedSource,
     limit: Limit,
     peaks: Peaks,
     runs: Counter[str],
-) -> tuple[Observed, tuple[str, ...]]:
+) -> tuple[ObservedStatistics, tuple[str, ...]]:
     """Observe on the workers of a scheduler, with the result of one pass on this machine.
 
     Args:
@@ -248,10 +252,10 @@ def observe_on(
         Calib8Error: an error on a worker, which is named.
     """
     everything = feed.share_of((1, 1))
-    job = job_of(cluster, wanted, feed, subject=subject, images=images, limit=limit)
-    gathering = Gathering(wanted, feed, job.identities)
-    with connected(cluster.address) as client:
-        run = Run(client, job, cluster, feed)
+    job = make_job(cluster, wanted, feed, subject=subject, images=images, limit=limit)
+    gathering = ShardMerger(wanted, feed, job.identities)
+    with connect_client(cluster.address) as client:
+        run = ClusterRun(client, job, cluster, feed)
         threads = run.muster()
         of = _pieces(cluster, feed, everything, sum(threads.values()))
         first = feed.share_of((1, of))
@@ -281,14 +285,14 @@ def _pieces(cluster: Cluster, feed: Feed, everything: Share, threads: int) -> in
     return min(everything.count, least)
 
 
-class Run:
+class ClusterRun:
     """A job running on a scheduler's workers.
 
     Attributes:
         lost: addresses of workers that disappeared.
     """
 
-    def __init__(self, client: Client, job: Job, cluster: Cluster, feed: Feed) -> None:
+    def __init__(self, client: Client, job: ClusterJob, cluster: Cluster, feed: Feed) -> None:
         self._client = client
         self._job = job
         self._cluster = cluster
@@ -319,11 +323,15 @@ class Run:
         kind = self._job.kind
         versions: dict[str, object] = {}
         try:
-            here = within(ANSWER_S, lambda: self._client.run_on_scheduler(versions_here, kind))
+            here = call_with_timeout(
+                ANSWER_S, lambda: self._client.run_on_scheduler(collect_versions, kind)
+            )
             versions["the scheduler"] = {"calib8": here["calib8"]}  # the rest concerns workers only
         except (ImportError, AttributeError) as error:
             versions["the scheduler"] = error
-        workers = within(ANSWER_S, lambda: self._client.run(versions_here, kind, on_error="return"))
+        workers = call_with_timeout(
+            ANSWER_S, lambda: self._client.run(collect_versions, kind, on_error="return")
+        )
         return versions | {f"the worker {address}": one for address, one in workers.items()}
 
     def _refuse_other(self, machine: str, found: object) -> None:
@@ -334,7 +342,9 @@ class Run:
                 " install it there"
             )
         assert isinstance(found, dict)
-        if others := cluster_jobs.differing({name: ours[name] for name in found}, found):
+        if others := cluster_jobs.describe_version_differences(
+            {name: ours[name] for name in found}, found
+        ):
             raise BackendError(f"all machines must have the same versions, {machine} {others}")
 
     def pieces(self, shares: Iterator[Share]) -> Iterator[tuple[Share, str, bytes]]:
@@ -358,8 +368,10 @@ class Run:
         if self._running:
             key, client = self._job.key, self._client
             with suppress(Exception):
-                within(_STOP_S, lambda: client.cancel(futures, force=True))
-                within(_STOP_S, lambda: client.run(cluster_jobs.stop, key, on_error="ignore"))
+                call_with_timeout(_STOP_S, lambda: client.cancel(futures, force=True))
+                call_with_timeout(
+                    _STOP_S, lambda: client.run(cluster_jobs.stop_job, key, on_error="ignore")
+                )
         self._running = {}
         self._held = None
 
@@ -380,10 +392,10 @@ class Run:
         if not anew and self._there and now - self._looked < TICK_S:
             return True
         self._looked = now
-        there = within(ANSWER_S, self._client.nthreads)
+        there = call_with_timeout(ANSWER_S, self._client.nthreads)
         for address in set(self._there) - set(there):
             self.lost.append(address)
-            tell(f"the worker {address} is lost; what it did is done elsewhere")
+            say_progress(f"the worker {address} is lost; what it did is done elsewhere")
         self._there = there
         self._all |= set(there)
         if there:
@@ -398,7 +410,7 @@ class Run:
     def _submit(self, share: Share) -> None:
         if self._held is None:
             self._held = self._client.submit(
-                cluster_jobs.hold, self._job, key=self._job.key, pure=False
+                cluster_jobs.return_job, self._job, key=self._job.key, pure=False
             )
         samples = self._feed.posted(share) if self._cluster.sends_images else None
         if samples is None:
@@ -418,22 +430,24 @@ class Run:
 
         try:
             wait(list(self._running), timeout=TICK_S, return_when="FIRST_COMPLETED")
-        except LATE:
+        except TIMEOUT_ERRORS:
             pass
         except Exception as error:  # all futures were cancelled
             raise self._taken(first_line(error)) from error
         for future in [one for one in self._running if one.status != "pending"]:
             try:
                 worker, found = self._result(future)
-            except LATE:  # its worker was lost before the fetch: dask recomputes the piece
+            except (
+                TIMEOUT_ERRORS
+            ):  # its worker was lost before the fetch: dask recomputes the piece
                 continue
             share = self._running.pop(future)
-            if isinstance(found, cluster_jobs.Failure):
+            if isinstance(found, cluster_jobs.PieceFailure):
                 self._retry(share, found)
             else:
                 yield share, worker, found
 
-    def _retry(self, share: Share, failure: cluster_jobs.Failure) -> None:
+    def _retry(self, share: Share, failure: cluster_jobs.PieceFailure) -> None:
         """Submit a failed piece again.
 
         Raises:
@@ -444,13 +458,15 @@ class Run:
         self._tries[share] += 1
         self._submit(share)
 
-    def _result(self, future: Future) -> tuple[str, bytes | cluster_jobs.Failure]:
+    def _result(self, future: Future) -> tuple[str, bytes | cluster_jobs.PieceFailure]:
         share = self._running[future]
         if future.status in ("cancelled", "lost"):
             raise self._taken(f"piece {share} taken away")
         try:
-            found: tuple[str, bytes | cluster_jobs.Failure] = future.result(timeout=10 * TICK_S)
-        except LATE:
+            found: tuple[str, bytes | cluster_jobs.PieceFailure] = future.result(
+                timeout=10 * TICK_S
+            )
+        except TIMEOUT_ERRORS:
             raise
         except Exception as error:  # dask: it killed several workers, or cannot be unpickled there
             raise BackendError(

@@ -23,10 +23,16 @@ from typing import TYPE_CHECKING
 
 from calibrators.statistics import Statistic
 from deploy.calibration import fingerprint
-from deploy.calibration.observation import FOLDED, Observation, Observed, Subject, Variant
+from deploy.calibration.observation import (
+    FOLDED,
+    CalibrationSubject,
+    Observation,
+    ObservedStatistics,
+    Variant,
+)
 from deploy.calibration.one_pass import observe
 from deploy.calibration.sample_checks import Peaks
-from deploy.calibration.shards import shard_of
+from deploy.calibration.shards import make_shard
 from deploy.errors import (
     BackendError,
     Calib8Error,
@@ -37,12 +43,12 @@ from deploy.errors import (
     first_line,
 )
 from deploy.feed.feed import FeedSource, open_feed
-from deploy.feed.loaders import names_loader
+from deploy.feed.loaders import is_loader_spec
 from deploy.feed.paths import RawFiles
 from deploy.feed.preprocess import Preprocess
 from deploy.feed.samples import Feed
-from deploy.feed.sampling import Choice, Limit, Share, choice_of
-from deploy.feed.sources import Posted, PostedSource, Sample
+from deploy.feed.sampling import Choice, Limit, Share, to_choice
+from deploy.feed.sources import RemoteSample, RemoteSource, Sample
 from deploy.frontends import load
 from deploy.tensors import TensorSpec
 
@@ -112,13 +118,13 @@ class Cluster:
         return self.send in ("images", "all")
 
 
-def cluster_of(scheduler: str | Cluster | None) -> Cluster | None:
+def as_cluster(scheduler: str | Cluster | None) -> Cluster | None:
     """Return a cluster from the address of a scheduler, or the cluster itself."""
     return Cluster(address=scheduler) if isinstance(scheduler, str) else scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tapped:
+class ObservationSpec:
     """An observation in sendable form, with the key of its variant; `whose` is for errors."""
 
     variant: str
@@ -128,7 +134,7 @@ class Tapped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ClusterJob:
     """A calibration, as sent to every task.
 
     Attributes:
@@ -154,7 +160,7 @@ class Job:
     digest: str
     held: Mapping[str, bytes]
     identities: Mapping[str, str]
-    taps: tuple[Tapped, ...]
+    taps: tuple[ObservationSpec, ...]
     specs: tuple[TensorSpec, ...]
     images: Paths | None
     kind: str
@@ -164,15 +170,15 @@ class Job:
     threads: int
 
 
-def job_of(
+def make_job(
     cluster: Cluster,
     wanted: Iterable[Observation],
     feed: Feed,
     *,
-    subject: Subject,
+    subject: CalibrationSubject,
     images: FeedSource,
     limit: Limit,
-) -> Job:
+) -> ClusterJob:
     """Return the job that makes these observations on the images of a feed.
 
     Raises:
@@ -186,33 +192,35 @@ def job_of(
         )
     model = "" if cluster.sends_model else _path_of(subject, listed)
     form = feed.form
-    return Job(
+    return ClusterJob(
         key=f"calib8-{uuid.uuid4().hex}",
-        versions=versions_here(str(form["kind"])),
+        versions=collect_versions(str(form["kind"])),
         model=model,
         digest=subject.loaded.digest,
         held={} if model else _held(listed),
         identities=subject.loaded.identities,
         taps=tuple(
-            Tapped(variant=o.variant.key, tensor=o.tensor, statistic=o.statistic, whose=o.whose)
+            ObservationSpec(
+                variant=o.variant.key, tensor=o.tensor, statistic=o.statistic, whose=o.whose
+            )
             for o in listed
         ),
         specs=subject.loaded.inputs,
-        images=None if cluster.sends_images else shared(images),
+        images=None if cluster.sends_images else shared_paths(images),
         kind=str(form["kind"]),
-        choice=replace(choice_of(limit), shard=None),
+        choice=replace(to_choice(limit), shard=None),
         how=feed.preprocess,
         skip_bad=bool(form["skip_bad"]),
         threads=cluster.threads,
     )
 
 
-def versions_here(kind: str) -> Versions:
+def collect_versions(kind: str) -> Versions:
     """Return the versions of all programs used to calibrate on "arrays" or any kind of images."""
-    return {**fingerprint.programs(), **fingerprint.of_feed(kind)}
+    return {**fingerprint.program_versions(), **fingerprint.feed_versions(kind)}
 
 
-def shared(images: FeedSource) -> Paths:
+def shared_paths(images: FeedSource) -> Paths:
     """Return the absolute paths of the images.
 
     Raises:
@@ -220,7 +228,7 @@ def shared(images: FeedSource) -> Paths:
     """
     if isinstance(images, RawFiles):
         return replace(images, path=os.path.abspath(images.path))
-    if isinstance(images, str | os.PathLike) and not names_loader(os.fspath(images)):
+    if isinstance(images, str | os.PathLike) and not is_loader_spec(os.fspath(images)):
         return os.path.abspath(images)
     if isinstance(images, list | tuple) and (paths := _paths(images)):
         return paths
@@ -236,7 +244,7 @@ def _paths(images: Sequence[object]) -> tuple[str, ...]:
     return named if len(named) == len(images) else ()
 
 
-def _path_of(subject: Subject, wanted: Sequence[Observation]) -> str:
+def _path_of(subject: CalibrationSubject, wanted: Sequence[Observation]) -> str:
     """Return the path of the model's file; "" if a worker would not get the same model from it."""
     source = subject.source
     as_read = not subject.repairs and {o.variant.key for o in wanted} == {FOLDED}
@@ -249,27 +257,27 @@ def _held(wanted: Sequence[Observation]) -> dict[str, bytes]:
     """Return variant key -> bytes of its model."""
     variants = {o.variant.key: o.variant for o in wanted}
     return {
-        key: one.make(Observed({})).SerializeToString(deterministic=True)
+        key: one.make(ObservedStatistics({})).SerializeToString(deterministic=True)
         for key, one in variants.items()
     }
 
 
-class Stopped(Exception):
+class JobCancelled(Exception):
     """The client cancelled the job."""
 
 
-def hold(job: Job) -> Job:
+def return_job(job: ClusterJob) -> ClusterJob:
     """Return the job: as a separate task, so that workers pass it on among themselves."""
     return job
 
 
-def stop(key: str) -> None:
+def stop_job(key: str) -> None:
     """Stop the running pieces of a job on this worker, each at its next sample."""
     _stopped.add(key)
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class PieceFailure:
     """Why a piece gave no shard.
 
     Attributes:
@@ -282,8 +290,8 @@ class Failure:
 
 
 def observe_piece(
-    job: Job, share: Share, samples: Sequence[Posted] | None
-) -> tuple[str, bytes | Failure]:
+    job: ClusterJob, share: Share, samples: Sequence[RemoteSample] | None
+) -> tuple[str, bytes | PieceFailure]:
     """Observe a share of the images; the task that runs on a worker.
 
     Args:
@@ -300,29 +308,29 @@ def observe_piece(
         return worker, _observed(job, share, samples)
     except Calib8Error as error:
         named = type(error)(f"the worker {worker}: {error}")
-        return worker, Failure(named, _may_pass(error))
+        return worker, PieceFailure(named, _may_pass(error))
     except Exception as error:
         _LOG.exception("calib8: piece %s", share)
         message = f"the worker {worker}: {type(error).__name__}: {first_line(error)}; see its log"
-        return worker, Failure(BackendError(message), may_pass=True)
+        return worker, PieceFailure(BackendError(message), may_pass=True)
 
 
-def differing(client: Versions, here: Versions) -> str:
+def describe_version_differences(client: Versions, here: Versions) -> str:
     """Return which programs differ from the client's, and what to do; "" for none."""
     words = [f"{name} {here.get(name)} ({old} at the client)" for name, old in client.items()
              if here.get(name) != old]  # fmt: skip
     return f"has {', '.join(words)}; install the client's versions there" if words else ""
 
 
-def _observed(job: Job, share: Share, samples: Sequence[Posted] | None) -> bytes:
-    if others := differing(job.versions, versions_here(job.kind)):
+def _observed(job: ClusterJob, share: Share, samples: Sequence[RemoteSample] | None) -> bytes:
+    if others := describe_version_differences(job.versions, collect_versions(job.kind)):
         raise BackendError(f"all machines must have the same versions, this one {others}")
     models = _models(job)
     variants = {key: Variant(key, partial(_given, model)) for key, model in models.items()}
     wanted = [Observation(variants[t.variant], t.tensor, t.statistic, t.whose) for t in job.taps]
     feed = _shared(job, share) if samples is None else _sent(job, share, samples)
     peaks = Peaks()
-    observed = Observed({})
+    observed = ObservedStatistics({})
     try:
         with feed.samples() as stream:
             samples_left = _until_stopped(stream, job.key)
@@ -331,15 +339,15 @@ def _observed(job: Job, share: Share, samples: Sequence[Posted] | None) -> bytes
         if feed.count:
             raise
         peaks = Peaks()  # all samples were skipped; the client fails if no piece has a good one
-    return shard_of(feed, job.identities, peaks, observed)
+    return make_shard(feed, job.identities, peaks, observed)
 
 
-def _given(model: onnx.ModelProto, known: Observed) -> onnx.ModelProto:
+def _given(model: onnx.ModelProto, known: ObservedStatistics) -> onnx.ModelProto:
     """Return the model of a variant, which needs no observations here."""
     return model
 
 
-def _models(job: Job) -> Mapping[str, onnx.ModelProto]:
+def _models(job: ClusterJob) -> Mapping[str, onnx.ModelProto]:
     """Return variant key -> model."""
     if job.model:
         return {FOLDED: _model_at(job.model, job.digest)}
@@ -360,7 +368,7 @@ def _model_at(path: str, digest: str) -> onnx.ModelProto:
     return loaded.model
 
 
-def _shared(job: Job, share: Share) -> Feed:
+def _shared(job: ClusterJob, share: Share) -> Feed:
     """Return a share whose images this worker reads."""
     way_out = "give a path that all machines share, or send them (--send images)"
     known: tuple[str, Feed] | None = getattr(_opened, "known", None)
@@ -383,10 +391,10 @@ def _shared(job: Job, share: Share) -> Feed:
     return known[1].part(share)
 
 
-def _sent(job: Job, share: Share, samples: Sequence[Posted]) -> Feed:
+def _sent(job: ClusterJob, share: Share, samples: Sequence[RemoteSample]) -> Feed:
     """Return a share whose images came with the task."""
     return Feed(
-        PostedSource(samples, job.specs, job.how),
+        RemoteSource(samples, job.specs, job.how),
         range(len(samples)),
         kind=job.kind,
         batch=1,
@@ -400,7 +408,7 @@ def _sent(job: Job, share: Share, samples: Sequence[Posted]) -> Feed:
 def _until_stopped(samples: Iterator[Sample], key: str) -> Iterator[Sample]:
     for sample in samples:
         if key in _stopped:
-            raise Stopped
+            raise JobCancelled
         yield sample
 
 

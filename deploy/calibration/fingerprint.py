@@ -50,9 +50,9 @@ _OLD = ("images", "method", "model", "order", "preprocess", "rule", "versions") 
 _MOST_UNPACKED = 4 << 30  # bytes of all statistics; 10,000 histograms are 160 MB
 EPOCH = (1980, 1, 1, 0, 0, 0)  # fixed time of archive members, so that equal data is equal bytes
 # Increment one when a change of code gives other numbers for the same model and images.
-FRONTEND = 1  # names or values of the cleaned model
-SEARCHES = 1  # scales from the same statistics
-DECODING = 1  # samples from the same files and preprocessing; C++ uses the same number
+FRONTEND_VERSION = 1  # names or values of the cleaned model
+SEARCHES_VERSION = 1  # scales from the same statistics
+DECODING_VERSION = 1  # samples from the same files and preprocessing; C++ uses the same number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Fingerprint:
     Attributes:
         model: identities of the model, any of which suffices: "graph", sha256 of its computation
             (`deploy.frontends.base`); "file", sha256 of its file, with "weights", sha256 of its
-            external data, if any (`deploy.frontends.reader.Stamp`).
+            external data, if any (`deploy.frontends.onnx_reader.ModelStamp`).
         images: {"count", "sha256", ...} of the feed, independent of order and names.
         order: sha256 of the images' digests in feed order.
         preprocess: preprocessing of the images, by field; {} for arrays.
@@ -197,7 +197,7 @@ def _difference(before: object, now: object) -> str:
     return ", ".join(words)
 
 
-def archive_of(data: bytes, path: Path) -> zipfile.ZipFile:
+def open_archive(data: bytes, path: Path) -> zipfile.ZipFile:
     """Open an archive of statistics after a check of its unpacked size.
 
     Raises:
@@ -209,7 +209,7 @@ def archive_of(data: bytes, path: Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(file)
 
 
-def pack(listed: list[Arrays]) -> bytes:
+def pack_arrays(listed: list[Arrays]) -> bytes:
     """Return the bytes of an .npz with the arrays `<place>.<field>`; fast compression, no times."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -223,7 +223,7 @@ def pack(listed: list[Arrays]) -> bytes:
     return buffer.getvalue()
 
 
-def unpack(archive: zipfile.ZipFile, place: int) -> Arrays:
+def unpack_arrays(archive: zipfile.ZipFile, place: int) -> Arrays:
     """Return the arrays of the observation at `place`.
 
     Raises:
@@ -242,23 +242,27 @@ def _members(archive: zipfile.ZipFile, place: int) -> Iterator[str]:
     return (name for name in archive.namelist() if name.startswith(start))
 
 
-def of_feed(kind: str) -> dict[str, str | int]:
+def feed_versions(kind: str) -> dict[str, str | int]:
     """Return all versions that affect a calibration on "arrays", or on any kind of images."""
-    common: dict[str, str | int] = {"onnxruntime": _onnxruntime(), **numbers()}
-    return common if kind == "arrays" else {**common, "opencv": _opencv(), "decoding": DECODING}
+    common: dict[str, str | int] = {"onnxruntime": _onnxruntime(), **arithmetic_versions()}
+    return (
+        common
+        if kind == "arrays"
+        else {**common, "opencv": _opencv(), "decoding": DECODING_VERSION}
+    )
 
 
-def numbers() -> dict[str, int]:
+def arithmetic_versions() -> dict[str, int]:
     """Return the versions of the stored statistics' format and of calib8's arithmetic."""
-    return {"statistics": FORMAT, "frontend": FRONTEND, "searches": SEARCHES}
+    return {"statistics": FORMAT, "frontend": FRONTEND_VERSION, "searches": SEARCHES_VERSION}
 
 
-def programs() -> dict[str, str]:
+def program_versions() -> dict[str, str]:
     """Return the versions of the programs that compute activations and ranges."""
     return {"calib8": __version__, "onnxruntime": _onnxruntime()}
 
 
-def decoder(kind: str) -> dict[str, str | int]:
+def decoder_identity(kind: str) -> dict[str, str | int]:
     """Return the decoder of image files; {} for "arrays".
 
     Besides the library's name it holds digests of decoded and resized test images, so that another
@@ -266,9 +270,9 @@ def decoder(kind: str) -> dict[str, str | int]:
     """
     if kind == "arrays":
         return {}
-    from deploy.feed.pixels import digests
+    from deploy.feed.pixels import decoder_digests
 
-    return {"decoding": DECODING, "library": f"OpenCV {_opencv()}", **digests()}
+    return {"decoding": DECODING_VERSION, "library": f"OpenCV {_opencv()}", **decoder_digests()}
 
 
 def _onnxruntime() -> str:

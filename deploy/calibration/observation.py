@@ -26,7 +26,7 @@ import numpy as np
 
 from calibrators.statistics import HistogramOf, Recorder, Statistic
 from deploy.errors import ConfigError
-from deploy.graph.bounds import Reach, reaches
+from deploy.graph.bounds import RangeLimits, find_range_limits
 from deploy.method import Method
 from deploy.tensors import Array
 
@@ -53,7 +53,7 @@ class Variant:
     """
 
     key: str
-    make: Callable[[Observed], onnx.ModelProto] = field(compare=False, repr=False)
+    make: Callable[[ObservedStatistics], onnx.ModelProto] = field(compare=False, repr=False)
     needs: tuple[Observation, ...] = field(default=(), compare=False, repr=False)
 
 
@@ -87,7 +87,7 @@ class Observation:
         return None if lead is None else Observation(self.variant, self.tensor, lead, self.whose)
 
 
-class Observed(Mapping[Key, Recorder]):
+class ObservedStatistics(Mapping[Key, Recorder]):
     """Observation key -> recorder with its statistics, in the order of the observations."""
 
     def __init__(self, recorders: Mapping[Key, Recorder]) -> None:
@@ -110,12 +110,12 @@ class Observed(Mapping[Key, Recorder]):
         """Return the wanted observations that are missing, without duplicates."""
         return tuple(dict.fromkeys(o for o in wanted if o.key not in self._recorders))
 
-    def and_also(self, other: Mapping[Key, Recorder]) -> Observed:
+    def and_also(self, other: Mapping[Key, Recorder]) -> ObservedStatistics:
         """Return the union; `other` takes precedence."""
-        return Observed({**self._recorders, **other})
+        return ObservedStatistics({**self._recorders, **other})
 
 
-def each_once(wanted: Mapping[str, Iterable[Observation]]) -> tuple[Observation, ...]:
+def unique_observations(wanted: Mapping[str, Iterable[Observation]]) -> tuple[Observation, ...]:
     """Return the observations of all targets without duplicates."""
     return tuple(dict.fromkeys(o for own in wanted.values() for o in own))
 
@@ -142,7 +142,7 @@ def with_needs(
     return tuple(ordered)
 
 
-def whole_batches(
+def full_batches(
     samples: Iterable[Mapping[str, Array]], samples_a_batch: int
 ) -> Iterator[dict[str, Array]]:
     """Yield batches of `samples_a_batch` samples joined along axis 0; drop an incomplete one."""
@@ -169,7 +169,7 @@ def _joined(arrays: list[Array]) -> Array:
     return arrays[0] if len(arrays) == 1 or arrays[0].ndim == 0 else np.concatenate(arrays)
 
 
-def whole(samples: int, samples_a_batch: int, *, filled: int = 0) -> int:
+def count_in_full_batches(samples: int, samples_a_batch: int, *, filled: int = 0) -> int:
     """Return how many samples are in full batches.
 
     Args:
@@ -189,9 +189,9 @@ def whole(samples: int, samples_a_batch: int, *, filled: int = 0) -> int:
     return distinct - distinct % samples_a_batch
 
 
-def left_out(samples: int, samples_a_batch: int, *, filled: int = 0) -> tuple[str, ...]:
+def note_left_out(samples: int, samples_a_batch: int, *, filled: int = 0) -> tuple[str, ...]:
     """Return a note on how many samples are left out; empty if none are."""
-    used = whole(samples, samples_a_batch, filled=filled)
+    used = count_in_full_batches(samples, samples_a_batch, filled=filled)
     if used == samples:
         return ()
     return (
@@ -201,7 +201,7 @@ def left_out(samples: int, samples_a_batch: int, *, filled: int = 0) -> tuple[st
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class CalibrationSubject:
     """A model to calibrate.
 
     Attributes:
@@ -258,7 +258,7 @@ class Subject:
                 " configuration"
             )
         from deploy.frontends import load
-        from deploy.frontends.base import refuse_other
+        from deploy.frontends.base import refuse_changed_model
 
         if self.given is None:
             raise ConfigError(
@@ -266,7 +266,7 @@ class Subject:
                 " was traced or cleaned in memory; write it with calib8 export first"
             )
         found = load(self.given, fold_batchnorm=False)
-        refuse_other(self.loaded, found.stamp == self.loaded.stamp)
+        refuse_changed_model(self.loaded, found.stamp == self.loaded.stamp)
         return found
 
     @cached_property
@@ -276,12 +276,12 @@ class Subject:
         Raises:
             ModelError: the file changed since it was loaded.
         """
-        from deploy.frontends.base import graph_of
+        from deploy.frontends.base import read_graph
 
         if not isinstance(self.given, str | Path):
             return self.given
         path = Path(self.given)
-        return graph_of(path, self.loaded) if path.suffix.lower() == ".onnx" else None
+        return read_graph(path, self.loaded) if path.suffix.lower() == ".onnx" else None
 
     @property
     def statistic(self) -> HistogramOf:
@@ -294,18 +294,18 @@ class Subject:
         if not wanted.first:
             return wanted
         first = -(-wanted.first // self.batch)
-        used = whole(self.samples, first, filled=self.filled)
+        used = count_in_full_batches(self.samples, first, filled=self.filled)
         return replace(wanted, first=first, most=used if used < self.samples else 0)
 
     @cached_property
-    def reaches(self) -> dict[str, Reach]:
+    def reaches(self) -> dict[str, RangeLimits]:
         """Tensor -> limits of its range that its readers set."""
-        return reaches(self.model)
+        return find_range_limits(self.model)
 
     def histograms(self, tensors: Iterable[str]) -> tuple[Observation, ...]:
         """Return observations of the method's statistic for tensors of the cleaned model."""
         variant = Variant(FOLDED, self._folded)
         return tuple(Observation(variant, name, self.statistic) for name in tensors)
 
-    def _folded(self, _: Observed) -> onnx.ModelProto:
+    def _folded(self, _: ObservedStatistics) -> onnx.ModelProto:
         return self.model

@@ -39,14 +39,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from calibrators.histogram import BINS, Histogram
-from calibrators.statistics import Batched, Recorder
-from deploy.calibration.observation import Observation, Observed, with_needs
+from calibrators.statistics import BatchRecorder, Recorder
+from deploy.calibration.observation import Observation, ObservedStatistics, with_needs
 from deploy.calibration.sample_checks import Peaks
-from deploy.calibration.taps import Held, Keep, Waiting, limit_of, lines_of, reaches, record, told
+from deploy.calibration.taps import (
+    OutputCallback,
+    VariantRecorders,
+    Waiting,
+    explain_error,
+    is_within_limit,
+    make_runners,
+    record,
+    sample_limit,
+)
 from deploy.errors import CalibrationError, ExportError, FeedError
-from deploy.feed.parallel import NEVER, Rest, Sample, in_order
-from deploy.feed.sampling import following
-from deploy.files.reading import size
+from deploy.feed.parallel import NO_PAUSE, Pause, Sample, run_in_order
+from deploy.feed.sampling import next_check
+from deploy.files.reading import format_bytes
 from deploy.graph.index import Graph
 from deploy.machine import memory_bytes, trim_memory
 from deploy.terminal import phase
@@ -56,13 +65,13 @@ if TYPE_CHECKING:
 
 
 Progress = Callable[[], None]
-Enough = Callable[[int, Observed, Observed], bool]
+StopCallback = Callable[[int, ObservedStatistics, ObservedStatistics], bool]
 _Part = dict[Observation, Recorder]
 _VALUE = 4  # bytes of a float32
 _HISTOGRAM = 8 * (2 * BINS + 1)  # bytes of a histogram
 
 
-class Keeper(Protocol):
+class StateKeeper(Protocol):
     """Stores the state of a pass from time to time, and holds that of an interrupted one.
 
     Attributes:
@@ -71,7 +80,7 @@ class Keeper(Protocol):
 
     counted: int
 
-    def known(self, wanted: Iterable[Observation]) -> Observed:
+    def known(self, wanted: Iterable[Observation]) -> ObservedStatistics:
         """Return the statistics of these samples; empty if there are none."""
         ...
 
@@ -79,52 +88,52 @@ class Keeper(Protocol):
         """Whether it is time to store the state."""
         ...
 
-    def keep(self, number: int, observed: Observed) -> None:
+    def keep(self, number: int, observed: ObservedStatistics) -> None:
         """Store the statistics of the first `number` samples."""
         ...
 
 
-def one_pass(
+def run_pass(
     observations: Sequence[Observation],
-    known: Observed,
+    known: ObservedStatistics,
     samples: Iterable[Sample],
     *,
     threads: int,
     progress: Progress = lambda: None,
     runs: Counter[str],
     peaks: Peaks | None = None,
-    keeper: Keeper | None = None,
-    keep: Keep | None = None,
-    halves: list[Observed] | None = None,
-    enough: Enough | None = None,
-) -> Observed:
+    keeper: StateKeeper | None = None,
+    keep: OutputCallback | None = None,
+    halves: list[ObservedStatistics] | None = None,
+    enough: StopCallback | None = None,
+) -> ObservedStatistics:
     """Record these observations; `known` must be enough to build their model variants.
 
     Arguments and errors are those of `observe`.
     """
     if not observations:
-        return Observed({})
+        return ObservedStatistics({})
     split = halves is not None
     state = _Pass(observations, known, threads, peaks, split=split, looked=enough is not None)
     drawn = 0 if keeper is None else keeper.counted
     if keeper is not None and drawn:
         state.go_on(keeper.known(observations))
-    limit = limit_of(observations)
+    limit = sample_limit(observations)
     ahead = islice(samples, None if limit is None else max(limit - drawn, 0))
-    rest = NEVER if keeper is None else _rest(keeper, state)
+    rest = NO_PAUSE if keeper is None else _rest(keeper, state)
 
     def work(worker: int, number: int, sample: Sample) -> list[Waiting]:
         return state.work(worker, number, sample, keep)
 
     def take(number: int, waiting: list[Waiting]) -> None:
         state.take(number, waiting)
-        runs.update(line.key for line in state.lines if reaches(line.limit, number))
+        runs.update(line.key for line in state.lines if is_within_limit(line.limit, number))
         progress()
 
     while True:
-        stop = None if enough is None else following(drawn)
+        stop = None if enough is None else next_check(drawn)
         piece = ahead if stop is None else islice(ahead, stop - drawn)
-        drawn += in_order(piece, work, take, threads=threads, after=drawn, rest=rest)
+        drawn += run_in_order(piece, work, take, threads=threads, after=drawn, rest=rest)
         if enough is None or drawn != stop or enough(drawn, *state.look()):
             break
     if drawn == 0:
@@ -145,7 +154,7 @@ class _Pass:
     def __init__(
         self,
         observations: Sequence[Observation],
-        known: Observed,
+        known: ObservedStatistics,
         threads: int,
         peaks: Peaks | None,
         *,
@@ -153,7 +162,7 @@ class _Pass:
         looked: bool,
     ) -> None:
         """Args beyond those of `one_pass`: split: record halves; looked: `look` will be called."""
-        self.lines = lines_of(observations, known)
+        self.lines = make_runners(observations, known)
         self._observations = observations
         self._known = known
         self._free = [o for o in observations if not o.statistic.ordered]
@@ -179,21 +188,23 @@ class _Pass:
 
     def _reset_parts(self) -> None:
         self._parts = [self._empty(self._free) for _ in range(self._width)]
-        self._held = [[Held(line, part) for line in self.lines] for part in self._parts]
+        self._held = [[VariantRecorders(line, part) for line in self.lines] for part in self._parts]
 
-    def go_on(self, earlier: Observed) -> None:
+    def go_on(self, earlier: ObservedStatistics) -> None:
         """Start from the statistics of an earlier pass."""
         self._ordered = {o: earlier.of(o) for o in self._ordered}
         _merge(self._parts[0], {o: earlier.of(o) for o in self._free})
 
-    def work(self, worker: int, number: int, sample: Sample, keep: Keep | None) -> list[Waiting]:
+    def work(
+        self, worker: int, number: int, sample: Sample, keep: OutputCallback | None
+    ) -> list[Waiting]:
         """Run a sample, record order-free statistics, return the values that wait their turn."""
-        place = in_turns(number) if self._split else number
+        place = alternate_halves(number) if self._split else number
         held, own = self._held[place % self._width], self._own[worker]
         return [
             waiting
             for line, reading, part in zip(self.lines, self._readings[worker], held, strict=True)
-            if reaches(line.limit, number)
+            if is_within_limit(line.limit, number)
             for waiting in line.run(reading, part, own, number, sample, keep)
         ]
 
@@ -204,14 +215,14 @@ class _Pass:
 
     def together(self) -> set[int]:
         """Batch sizes of the recorders that take several samples at once."""
-        return {one.together for one in self._ordered.values() if isinstance(one, Batched)}
+        return {one.together for one in self._ordered.values() if isinstance(one, BatchRecorder)}
 
-    def so_far(self) -> Observed:
+    def so_far(self) -> ObservedStatistics:
         """Return a copy of all statistics; no other thread may record meanwhile."""
         self._merge_peaks()
         return self._observed(_joined([self._empty(self._free), *self._parts]))
 
-    def look(self) -> tuple[Observed, Observed]:
+    def look(self) -> tuple[ObservedStatistics, ObservedStatistics]:
         """Return the order-free statistics (since the last call, of all samples so far)."""
         new = _joined(self._parts)
         _merge(self._seen[0], new)
@@ -226,24 +237,26 @@ class _Pass:
         """
         self._merge_peaks()
         for observation, recorder in self._ordered.items():
-            if isinstance(recorder, Batched):
+            if isinstance(recorder, BatchRecorder):
                 try:
                     recorder.end()
                 except CalibrationError as error:
-                    raise told(error, observation, f"tensor {observation.tensor}") from error
+                    raise explain_error(
+                        error, observation, f"tensor {observation.tensor}"
+                    ) from error
 
-    def halves(self) -> list[Observed]:
+    def halves(self) -> list[ObservedStatistics]:
         """Return the order-free statistics of each half of the samples."""
         self._parts = [_joined(self._parts[1::2]), _joined(self._parts[::2])]
         return [_by_key(part) for part in self._parts]
 
-    def whole(self) -> Observed:
+    def whole(self) -> ObservedStatistics:
         """Return all statistics; nothing may be recorded afterwards."""
         return self._observed(_joined([*self._seen, *self._parts]))
 
-    def _observed(self, free: _Part) -> Observed:
+    def _observed(self, free: _Part) -> ObservedStatistics:
         recorded = free | self._ordered
-        return Observed({o.key: recorded[o] for o in self._observations})
+        return ObservedStatistics({o.key: recorded[o] for o in self._observations})
 
     def _merge_peaks(self) -> None:
         for place, own in enumerate(self._own):
@@ -252,7 +265,7 @@ class _Pass:
                 self._own[place] = Peaks()
 
 
-def in_turns(number: int) -> int:
+def alternate_halves(number: int) -> int:
     """Return `number` or its neighbour, so that odd results are one half of all samples.
 
     The Thue-Morse sequence 0 1 1 0 1 0 0 1 ... decides, which is in step with no period: if the
@@ -261,7 +274,7 @@ def in_turns(number: int) -> int:
     return number ^ ((number >> 1).bit_count() & 1)
 
 
-def _rest(keeper: Keeper, state: _Pass) -> Rest:
+def _rest(keeper: StateKeeper, state: _Pass) -> Pause:
     """Store the state when it is due and no samples wait for their batch to be complete."""
 
     def no_open_batch(number: int) -> bool:
@@ -271,7 +284,7 @@ def _rest(keeper: Keeper, state: _Pass) -> Rest:
         if no_open_batch(number):
             keeper.keep(number, state.so_far())
 
-    return Rest(due=lambda number: keeper.due() and no_open_batch(number), use=use)
+    return Pause(due=lambda number: keeper.due() and no_open_batch(number), use=use)
 
 
 def _joined(parts: Sequence[_Part]) -> _Part:
@@ -281,8 +294,8 @@ def _joined(parts: Sequence[_Part]) -> _Part:
     return parts[0]
 
 
-def _by_key(part: Mapping[Observation, Recorder]) -> Observed:
-    return Observed({o.key: recorder for o, recorder in part.items()})
+def _by_key(part: Mapping[Observation, Recorder]) -> ObservedStatistics:
+    return ObservedStatistics({o.key: recorder for o, recorder in part.items()})
 
 
 def _merge(into: _Part, part: Mapping[Observation, Recorder]) -> None:
@@ -298,16 +311,16 @@ def observe(
     wanted: Iterable[Observation],
     samples: Iterable[Sample],
     *,
-    known: Observed | None = None,
+    known: ObservedStatistics | None = None,
     threads: int = 2,
     progress: Progress = lambda: None,
     runs: Counter[str] | None = None,
     peaks: Peaks | None = None,
-    keeper: Keeper | None = None,
-    keep: Keep | None = None,
-    halves: list[Observed] | None = None,
-    enough: Enough | None = None,
-) -> Observed:
+    keeper: StateKeeper | None = None,
+    keep: OutputCallback | None = None,
+    halves: list[ObservedStatistics] | None = None,
+    enough: StopCallback | None = None,
+) -> ObservedStatistics:
     """Record every wanted observation in one pass.
 
     Args:
@@ -333,15 +346,15 @@ def observe(
         CalibrationError: a tensor held NaN (names it and the sample), or a variant cannot be made.
         BackendError: ONNX Runtime refused a model or a sample.
     """
-    before = known or Observed({})
+    before = known or ObservedStatistics({})
     counted: Counter[str] = Counter() if runs is None else runs
-    plan = planned(wanted, before)
+    plan = schedule_observations(wanted, before)
     feed = iter(samples)
     first = list(islice(feed, plan.first))
     if plan.early:
         before = _prepared(plan.early, before, first, max(1, threads), counted)
     counted_before = 0 if keeper is None else keeper.counted
-    found = one_pass(
+    found = run_pass(
         plan.late,
         before,
         chain(first[counted_before:], feed),
@@ -355,11 +368,11 @@ def observe(
         enough=enough,
     )
     keys = [o.key for o in plan.listed]
-    return Observed({key: found[key] if key in found else before[key] for key in keys})
+    return ObservedStatistics({key: found[key] if key in found else before[key] for key in keys})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ObservationSchedule:
     """Schedule of the observations.
 
     Attributes:
@@ -375,11 +388,13 @@ class Plan:
     first: int
 
 
-def planned(wanted: Iterable[Observation], known: Observed) -> Plan:
+def schedule_observations(
+    wanted: Iterable[Observation], known: ObservedStatistics
+) -> ObservationSchedule:
     """Return the schedule of `observe` for the observations that are not in `known`."""
     listed = known.missing(with_needs(wanted, known))
     early = _early(listed, known)
-    return Plan(
+    return ObservationSchedule(
         listed=listed,
         early=early,
         late=tuple(o for o in listed if o not in early),
@@ -387,7 +402,7 @@ def planned(wanted: Iterable[Observation], known: Observed) -> Plan:
     )
 
 
-def _early(listed: Iterable[Observation], known: Observed) -> tuple[Observation, ...]:
+def _early(listed: Iterable[Observation], known: ObservedStatistics) -> tuple[Observation, ...]:
     """Return what must be recorded on the first samples before the pass, needs first."""
     needs = [need for o in listed for need in o.variant.needs]
     leads = [o.lead for o in listed if o.lead is not None]
@@ -396,11 +411,11 @@ def _early(listed: Iterable[Observation], known: Observed) -> tuple[Observation,
 
 def _prepared(
     early: Sequence[Observation],
-    known: Observed,
+    known: ObservedStatistics,
     first: Sequence[Sample],
     threads: int,
     runs: Counter[str],
-) -> Observed:
+) -> ObservedStatistics:
     """Record the early observations and return all known; runs as many passes as needs require."""
     left = list(early)
     with phase("what it is made from"):
@@ -408,12 +423,12 @@ def _prepared(
             ready = [o for o in left if all(need.key in known for need in o.variant.needs)]
             # ordered statistics need no merge; the others here cannot be merged
             usable = threads if all(o.statistic.ordered for o in ready) else 1
-            known = known.and_also(one_pass(ready, known, first, threads=usable, runs=runs))
+            known = known.and_also(run_pass(ready, known, first, threads=usable, runs=runs))
             left = [o for o in left if o.key not in known]
     return known
 
 
-def workers(wanted: Iterable[Observation], model: onnx.ModelProto, threads: int) -> int:
+def count_workers(wanted: Iterable[Observation], model: onnx.ModelProto, threads: int) -> int:
     """Return how many workers fit into memory, at most `threads`.
 
     Args:
@@ -437,8 +452,9 @@ def workers(wanted: Iterable[Observation], model: onnx.ModelProto, threads: int)
         largest = max(values, key=lambda name: values[name])
         raise CalibrationError(
             f"the tensors that are observed of one sample must fit into the memory, got"
-            f" {size(needed)} of them (the largest is {largest!r} with {values[largest]:,} values)"
-            f" and a machine of {size(memory)}; use a smaller input, or a larger machine"
+            f" {format_bytes(needed)} of them (the largest is {largest!r} with"
+            f" {values[largest]:,} values)"
+            f" and a machine of {format_bytes(memory)}; use a smaller input, or a larger machine"
         )
     return max(1, min(threads, memory // (needed + _HISTOGRAM * len(listed))))
 
@@ -455,8 +471,9 @@ def refuse_full_disk(folder: Path, model: onnx.ModelProto, targets: int) -> None
     needed = targets * sum(len(tensor.raw_data) for tensor in model.graph.initializer) // _VALUE
     if needed > (free := shutil.disk_usage(there).free):
         raise ExportError(
-            f"{folder} must have room for {targets} int8 models of at least {size(needed)}, got"
-            f" {size(free)} that are free; give another --out"
+            f"{folder} must have room for {targets} int8 models of at least"
+            f" {format_bytes(needed)}, got"
+            f" {format_bytes(free)} that are free; give another --out"
         )
 
 

@@ -15,12 +15,12 @@ import numpy as np
 from calibrators.grids import Grid
 from calibrators.histogram import Histogram
 from calibrators.scales import Scale, Scales
-from calibrators.statistics import searched, trouble
+from calibrators.statistics import find_trouble, search_scale
 from deploy.calibration import trt_cache
-from deploy.calibration.observation import FOLDED, Key, Observation, Observed
-from deploy.calibration.store import read
+from deploy.calibration.observation import FOLDED, Key, Observation, ObservedStatistics
+from deploy.calibration.store import read_cache_file
 from deploy.errors import CacheError
-from deploy.graph.bounds import Reach
+from deploy.graph.bounds import RangeLimits
 from deploy.method import Choices, Method
 from deploy.terminal import phase
 
@@ -28,7 +28,7 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class NoScaleReason:
     """Why a tensor has no scale.
 
     Attributes:
@@ -43,7 +43,7 @@ class Trouble:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class RangeSet:
     """Clip ranges of tensors, and why others have none.
 
     Attributes:
@@ -52,7 +52,7 @@ class Found:
     """
 
     scales: Scales
-    troubles: Mapping[str, Trouble]
+    troubles: Mapping[str, NoScaleReason]
 
     @property
     def symmetric(self) -> dict[str, np.float32]:
@@ -71,7 +71,9 @@ class Found:
         return {name: trouble.why for name, trouble in self.troubles.items()}
 
 
-def of_foreign(path: Path, wanted: tuple[str, ...], non_negative: frozenset[str]) -> Found:
+def read_foreign_ranges(
+    path: Path, wanted: tuple[str, ...], non_negative: frozenset[str]
+) -> RangeSet:
     """Read the ranges of a cache without a fingerprint: symmetric, amax = 127 * scale.
 
     Args:
@@ -82,7 +84,7 @@ def of_foreign(path: Path, wanted: tuple[str, ...], non_negative: frozenset[str]
     Raises:
         CacheError: the file is not such a cache, or has no usable entry for this model.
     """
-    cache = trt_cache.parse(read(path), origin=str(path))
+    cache = trt_cache.parse(read_cache_file(path), origin=str(path))
     flaws = cache.flaws()
     scales = {
         name: _symmetric(float(scale) * 127, name in non_negative, cache.header.algorithm)
@@ -94,12 +96,12 @@ def of_foreign(path: Path, wanted: tuple[str, ...], non_negative: frozenset[str]
             f"a trusted cache must know the model's tensors, {path} has a usable scale for none of"
             f" the {len(wanted)} wanted (such as {', '.join(wanted[:2])}); it is another model's"
         )
-    troubles = {n: Trouble(f"has no entry in {path.name}") for n in wanted if n not in scales}
+    troubles = {n: NoScaleReason(f"has no entry in {path.name}") for n in wanted if n not in scales}
     troubles |= {
-        name: Trouble(f"has a {flaw} scale in {path.name}", infinite=flaw == "infinite")
+        name: NoScaleReason(f"has a {flaw} scale in {path.name}", infinite=flaw == "infinite")
         for name, flaw in flaws.items()
     }
-    return Found(scales=Scales(scales), troubles=troubles)
+    return RangeSet(scales=Scales(scales), troubles=troubles)
 
 
 def _symmetric(amax: float, non_negative: bool, algorithm: str) -> Scale:
@@ -121,11 +123,11 @@ class Ranges:
 
     def __init__(
         self,
-        observed: Observed,
+        observed: ObservedStatistics,
         method: Method,
-        reaches: Mapping[str, Reach],
+        reaches: Mapping[str, RangeLimits],
         *,
-        trusted: Found | None = None,
+        trusted: RangeSet | None = None,
     ) -> None:
         self.observed = observed
         self.method = method
@@ -162,7 +164,7 @@ class Ranges:
         made: Made = self._made[key]
         return made
 
-    def of(self, observations: Iterable[Observation], *, symmetric: Grid | None = None) -> Found:
+    def of(self, observations: Iterable[Observation], *, symmetric: Grid | None = None) -> RangeSet:
         """Return the ranges of observed tensors, and why others have none.
 
         Args:
@@ -176,13 +178,15 @@ class Ranges:
         with phase("ranges", len(listed), "tensors") as step:
             for observation in listed:
                 histogram = self.histogram(observation)
-                why = trouble(histogram)
+                why = find_trouble(histogram)
                 if why is None:
                     scales[observation.tensor] = self._scale(observation, histogram, symmetric)
                 else:
-                    troubles[observation.tensor] = Trouble(why, infinite=bool(histogram.infinite))
+                    troubles[observation.tensor] = NoScaleReason(
+                        why, infinite=bool(histogram.infinite)
+                    )
                 step()
-        return Found(scales=Scales(scales), troubles=troubles)
+        return RangeSet(scales=Scales(scales), troubles=troubles)
 
     def known(self, observation: Observation, *, symmetric: Grid | None = None) -> Scale | None:
         """Return the range of one tensor if it is cached; never searches."""
@@ -203,5 +207,5 @@ class Ranges:
         if key not in self._found:
             folded = observation.variant.key == FOLDED
             reach = self.reaches.get(observation.tensor) if folded else None
-            self._found[key] = searched(histogram, method.search(symmetric), reach)
+            self._found[key] = search_scale(histogram, method.search(symmetric), reach)
         return self._found[key]

@@ -25,17 +25,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from calibrators.grids import symmetric_scale
-from calibrators.statistics import Arrays, HistogramOf, Ranged
+from calibrators.statistics import Arrays, HasExtremes, HistogramOf
 from deploy.calibration import DEFAULT_TRT_VERSION, store, trt_cache
 from deploy.calibration import fingerprint as versions
 from deploy.calibration.fingerprint import CALIB8, Fingerprint
-from deploy.calibration.observation import FOLDED, Key, Observation, Observed, Subject, with_needs
+from deploy.calibration.observation import (
+    FOLDED,
+    CalibrationSubject,
+    Key,
+    Observation,
+    ObservedStatistics,
+    with_needs,
+)
 from deploy.calibration.ranges import Ranges
-from deploy.calibration.sample_checks import Outlier, Until
+from deploy.calibration.sample_checks import Outlier, StabilityRule
 from deploy.calibration.store import Calibration
 from deploy.errors import CacheError
 from deploy.files import staging
-from deploy.files.staging import Stage, staged
+from deploy.files.staging import Stage, stage_files
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,7 +75,7 @@ class CachePolicy:
     force: bool = False
 
 
-def policy_of(cache: Path | str | CachePolicy | None) -> CachePolicy:
+def as_policy(cache: Path | str | CachePolicy | None) -> CachePolicy:
     """Return the policy of a cache path; of None, one that stores nothing."""
     if isinstance(cache, CachePolicy):
         return cache
@@ -76,7 +83,7 @@ def policy_of(cache: Path | str | CachePolicy | None) -> CachePolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class CacheDecision:
     """Result of the cache check.
 
     Attributes:
@@ -87,9 +94,9 @@ class Verdict:
     """
 
     reason: str
-    observed: Observed
+    observed: ObservedStatistics
     missing: tuple[Observation, ...]
-    stored: store.Stored | None = None
+    stored: store.StoredCalibration | None = None
 
     @property
     def outliers(self) -> tuple[Outlier, ...]:
@@ -114,13 +121,13 @@ class Verdict:
         return fingerprint
 
 
-def judge(
+def check_cache(
     policy: CachePolicy,
     fingerprint: Callable[[int | None], Fingerprint],
     wanted: Iterable[Observation],
     *,
-    until: Until | None = None,
-) -> Verdict:
+    until: StabilityRule | None = None,
+) -> CacheDecision:
     """Check the cache of `policy` for these observations with this fingerprint.
 
     Args:
@@ -138,7 +145,9 @@ def judge(
     listed = tuple(wanted)
     verdict = _judged(policy, fingerprint, listed, until)
     if verdict.missing and policy.path is not None and not policy.refresh:
-        kept = _judged(replace(policy, path=staging.kept(policy.path)), fingerprint, listed, until)
+        kept = _judged(
+            replace(policy, path=staging.kept_calibration(policy.path)), fingerprint, listed, until
+        )
         if len(kept.missing) < len(verdict.missing):
             verdict = replace(kept, reason=f"of a run that did not end: {kept.reason}")
     if verdict.missing and policy.require:
@@ -149,7 +158,7 @@ def judge(
     return verdict
 
 
-def fingerprint_of(subject: Subject, manifest: Mapping[str, Any]) -> Fingerprint:
+def make_fingerprint(subject: CalibrationSubject, manifest: Mapping[str, Any]) -> Fingerprint:
     """Return the fingerprint of calibrating a model by its method on the feed of a manifest."""
     images = dict(manifest)
     preprocess, order = images.pop("preprocess") or {}, images.pop("ordered_sha256")
@@ -158,12 +167,12 @@ def fingerprint_of(subject: Subject, manifest: Mapping[str, Any]) -> Fingerprint
         images=images,
         order=order,
         preprocess=preprocess,
-        decoder=versions.decoder(images["kind"]),
+        decoder=versions.decoder_identity(images["kind"]),
         program=CALIB8,
         rule=subject.statistic.key,
         method=subject.method.label,
-        numbers=versions.numbers(),
-        versions=versions.programs(),
+        numbers=versions.arithmetic_versions(),
+        versions=versions.program_versions(),
     )
 
 
@@ -171,10 +180,12 @@ def _judged(
     policy: CachePolicy,
     fingerprint: Callable[[int | None], Fingerprint],
     wanted: tuple[Observation, ...],
-    until: Until | None,
-) -> Verdict:
-    def recompute(reason: str) -> Verdict:
-        return Verdict(reason=reason, observed=Observed({}), missing=with_needs(wanted))
+    until: StabilityRule | None,
+) -> CacheDecision:
+    def recompute(reason: str) -> CacheDecision:
+        return CacheDecision(
+            reason=reason, observed=ObservedStatistics({}), missing=with_needs(wanted)
+        )
 
     path = policy.path
     if path is None:
@@ -189,7 +200,7 @@ def _judged(
             " (--trust-cache uses it as it is)"
         )
     try:
-        stored = store.load(path)
+        stored = store.load_calibration(path)
     except CacheError as error:
         return recompute(str(error))
     if until is not None and stored.until != until:
@@ -209,12 +220,12 @@ def _judged(
     if missing and until is not None:
         return recompute(f"{reason}; what is observed until it is stable is observed at once")
     how = "" if until is None else f"; it was observed {until}"
-    return Verdict(reason=reason + how, observed=observed, missing=missing, stored=stored)
+    return CacheDecision(reason=reason + how, observed=observed, missing=missing, stored=stored)
 
 
 def _reason(
     path: Path,
-    stored: store.Stored,
+    stored: store.StoredCalibration,
     changes: Mapping[str, str],
     missing: tuple[Observation, ...],
 ) -> str:
@@ -241,10 +252,10 @@ def _made_with(made: Fingerprint, now: Fingerprint) -> str:
     return f"; it was made with {', '.join(words)}" if words else ""
 
 
-def keep(
+def update_cache(
     policy: CachePolicy,
-    subject: Subject,
-    verdict: Verdict,
+    subject: CalibrationSubject,
+    verdict: CacheDecision,
     calibration: Calibration,
     ranges: Ranges,
     *,
@@ -271,7 +282,7 @@ def keep(
     if stored is not None:
         if _is_up_to_date(stored, verdict, subject, calibration, text):
             if stage is not None or stored.path != path:
-                _written(path, stage, lambda place: store.write(stored, place))
+                _written(path, stage, lambda place: store.copy_stored(stored, place))
             return
         statistic = subject.statistic.key
         names = (k[1] for k in stored.keys if (k[0], k[2]) == (FOLDED, statistic))
@@ -284,7 +295,11 @@ def keep(
         calibration = replace(calibration, observed=known)
         ranges = Ranges(known, ranges.method, ranges.reaches)
     words = text if text is not None else _plain_text(subject, ranges)
-    _written(path, stage, lambda place: store.save(calibration, place, text=words, carried=carried))
+    _written(
+        path,
+        stage,
+        lambda place: store.save_calibration(calibration, place, text=words, carried=carried),
+    )
 
 
 def _written(path: Path, stage: Stage | None, write: Callable[[Path], None]) -> None:
@@ -292,12 +307,12 @@ def _written(path: Path, stage: Stage | None, write: Callable[[Path], None]) -> 
     if stage is not None:
         write(stage.inside / path.name)
         return
-    with staged(path.parent) as own:
+    with stage_files(path.parent) as own:
         write(own.inside / path.name)
         own.publish()
 
 
-def _carried(keys: Iterable[Key], known: Observed) -> list[Key]:
+def _carried(keys: Iterable[Key], known: ObservedStatistics) -> list[Key]:
     """Return which keys of older runs to retain: of the cleaned model and the newest few variants.
 
     Each Ascend configuration is its own variant, so a cache would only grow while a user tries
@@ -310,9 +325,9 @@ def _carried(keys: Iterable[Key], known: Observed) -> list[Key]:
 
 
 def _is_up_to_date(
-    stored: store.Stored,
-    verdict: Verdict,
-    subject: Subject,
+    stored: store.StoredCalibration,
+    verdict: CacheDecision,
+    subject: CalibrationSubject,
     calibration: Calibration,
     text: bytes | None,
 ) -> bool:
@@ -326,7 +341,7 @@ def _is_up_to_date(
     )
 
 
-def _plain_text(subject: Subject, ranges: Ranges) -> bytes:
+def _plain_text(subject: CalibrationSubject, ranges: Ranges) -> bytes:
     """Return TensorRT's text of every tensor of the cleaned model that was searched.
 
     If no target searches, the text holds the largest observed values. Names that the format cannot
@@ -338,28 +353,30 @@ def _plain_text(subject: Subject, ranges: Ranges) -> bytes:
     minmax = all(scale.method == "minmax" for scale in found.scales.values())
     scales = found.symmetric or _largest(ranges.observed)
     cache = trt_cache.from_scales(
-        {name: scale for name, scale in scales.items() if trt_cache.holds(name)},
+        {name: scale for name, scale in scales.items() if trt_cache.can_hold_name(name)},
         version=subject.trt_version or DEFAULT_TRT_VERSION,
         algorithm=trt_cache.MINMAX if minmax else trt_cache.ENTROPY2,
     )
     return trt_cache.dump(cache)
 
 
-def _largest(observed: Observed) -> dict[str, np.float32]:
+def _largest(observed: ObservedStatistics) -> dict[str, np.float32]:
     """Return tensor -> largest |x| / 127, of the recorders that hold extremes."""
     return {
         tensor: symmetric_scale(max(-low, high))
         for (_, tensor, _), recorder in observed.items()
-        if isinstance(recorder, Ranged)
+        if isinstance(recorder, HasExtremes)
         for low, high in [recorder.extremes]
     }
 
 
-def version_in(policy: CachePolicy) -> str | None:
+def cached_trt_version(policy: CachePolicy) -> str | None:
     """Return the TensorRT version in an existing cache's first line, or None."""
     if policy.path is None or policy.refresh or not policy.path.is_file():
         return None
     try:
-        return trt_cache.parse(store.read(policy.path), origin=str(policy.path)).header.version
+        return trt_cache.parse(
+            store.read_cache_file(policy.path), origin=str(policy.path)
+        ).header.version
     except CacheError:
         return None  # `judge` reports later why it cannot be used

@@ -25,17 +25,19 @@ from numpy.typing import NDArray
 
 from deploy.errors import ConfigError
 
-FAR = 8.0  # ratio to the next largest sample: three bits
+OUTLIER_RATIO = 8.0  # ratio to the next largest sample: three bits
 _FEWEST = 5  # samples; with fewer, "all others" means little
 _SHARE = 20  # at most one of so many samples is an outlier, but always one may be
 _KEPT = 9  # largest samples stored per tensor: at most 8 outliers and the next
 
 Place = tuple[str, str]  # variant, tensor
-Row = tuple[str, str, int, tuple[tuple[float, int], ...]]
+PeakRow = tuple[str, str, int, tuple[tuple[float, int], ...]]
 """Variant, tensor, number of samples, (|x|, place of the sample in the feed) of the largest."""
 
 _NAMED = 3  # entries that a sentence lists
-WITHIN = 0.2  # the range of all samples is then off by about a tenth: less than 1 dB of a step
+STABLE_SHARE = (
+    0.2  # the range of all samples is then off by about a tenth: less than 1 dB of a step
+)
 _FEW = 20  # one of so many tensors may differ
 
 
@@ -56,7 +58,7 @@ class Outlier:
     times: float
 
 
-def largest(value: NDArray[np.floating]) -> float:
+def largest_magnitude(value: NDArray[np.floating]) -> float:
     """Return the largest |x| of an array of any shape, in real units; 0 if it is empty."""
     return max(float(value.max()), -float(value.min())) if value.size else 0.0
 
@@ -81,7 +83,7 @@ class Peaks:
             for one in listed:
                 self._keep(place, one)
 
-    def rows(self, places: Sequence[int]) -> list[Row]:
+    def rows(self, places: Sequence[int]) -> list[PeakRow]:
         """Return one `Row` per tensor.
 
         Args:
@@ -92,7 +94,7 @@ class Peaks:
             for key, listed in sorted(self._largest.items())
         ]
 
-    def add_rows(self, rows: Iterable[Row], numbers: Mapping[int, int]) -> None:
+    def add_rows(self, rows: Iterable[PeakRow], numbers: Mapping[int, int]) -> None:
         """Add the `rows` of other peaks.
 
         Args:
@@ -121,12 +123,14 @@ class Peaks:
                 continue
             for count in range(most, 0, -1):
                 base = listed[count][0]
-                if 0 < FAR * base < listed[count - 1][0]:
+                if 0 < OUTLIER_RATIO * base < listed[count - 1][0]:
                     yield from ((place, -number, amax / base) for amax, number in listed[:count])
                     break
 
 
-def identified(peaks: Peaks, digests: Callable[[int], tuple[str, ...]]) -> tuple[Outlier, ...]:
+def identify_outliers(
+    peaks: Peaks, digests: Callable[[int], tuple[str, ...]]
+) -> tuple[Outlier, ...]:
     """Return the outliers of a pass, identified by digest instead of sample number.
 
     Args:
@@ -138,7 +142,7 @@ def identified(peaks: Peaks, digests: Callable[[int], tuple[str, ...]]) -> tuple
     )
 
 
-def standing_out(outliers: Iterable[Outlier], names: Mapping[str, str]) -> str:
+def describe_outliers(outliers: Iterable[Outlier], names: Mapping[str, str]) -> str:
     """Return one sentence for the report, worst sample first.
 
     Args:
@@ -185,7 +189,7 @@ def _name(digests: tuple[str, ...], names: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Until:
+class StabilityRule:
     """Rule that ends the observation; stored in a cache to say how its samples were chosen.
 
     Attributes:
@@ -203,7 +207,7 @@ class Until:
         if not 0 < self.within < 1:
             raise ConfigError(
                 "stable ranges differ by a share of the range, over 0 and below 1, got"
-                f" {self.within:g}; give a share such as {WITHIN:g}"
+                f" {self.within:g}; give a share such as {STABLE_SHARE:g}"
             )
 
     def __str__(self) -> str:
@@ -212,7 +216,7 @@ class Until:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
+class HalvesAgreement:
     """Agreement of the ranges of two halves of the samples.
 
     Attributes:

@@ -36,23 +36,23 @@ from deploy.calibration.fingerprint import (
     CALIB8,
     EPOCH,
     Fingerprint,
-    archive_of,
-    of_feed,
-    pack,
-    unpack,
+    feed_versions,
+    open_archive,
+    pack_arrays,
+    unpack_arrays,
 )
-from deploy.calibration.observation import Key, Observation, Observed
-from deploy.calibration.sample_checks import Peaks, Row
+from deploy.calibration.observation import Key, Observation, ObservedStatistics
+from deploy.calibration.sample_checks import PeakRow, Peaks
 from deploy.errors import CacheError, ConfigError, FeedError
-from deploy.feed.listing import Raw
+from deploy.feed.file_list import RawSample
 from deploy.feed.samples import Feed
 from deploy.feed.sampling import Share
 from deploy.files import atomic
 from deploy.files.manifest import sha256
-from deploy.files.reading import from_json, read_bytes, refuse
+from deploy.files.reading import from_json, read_bytes, refuse_output
 
 if TYPE_CHECKING:
-    from deploy.calibration.calibrated import Calibrated
+    from deploy.calibration.calibration_result import CalibrationResult
     from deploy.frontends import LoadedModel
 
 
@@ -94,13 +94,13 @@ class Shard:
     made_from: Fingerprint
     digests: tuple[str, ...]
     skipped: Mapping[int, str]
-    peaks: list[Row]
+    peaks: list[PeakRow]
     keys: tuple[Key, ...]
     path: Path
     counted: int | None
     _packed: bytes
 
-    def observed(self, wanted: Iterable[Observation]) -> Observed:
+    def observed(self, wanted: Iterable[Observation]) -> ObservedStatistics:
         """Return the wanted observations that are stored.
 
         Raises:
@@ -109,26 +109,29 @@ class Shard:
         places = {key: place for place, key in enumerate(self.keys)}
         statistics = {o.key: o.statistic for o in wanted if o.key in places}
         try:
-            with archive_of(self._packed, self.path) as archive:
-                return Observed(
-                    {k: one.restore(unpack(archive, places[k])) for k, one in statistics.items()}
+            with open_archive(self._packed, self.path) as archive:
+                return ObservedStatistics(
+                    {
+                        k: one.restore(unpack_arrays(archive, places[k]))
+                        for k, one in statistics.items()
+                    }
                 )
         except _BROKEN as error:
             raise CacheError(f"{self.path} does not hold statistics: {error}") from error
 
 
-def to_bytes(
+def serialize_shard(
     *,
     share: Share,
     made_from: Fingerprint,
     digests: Iterable[str],
     skipped: Mapping[int, str],
-    peaks: list[Row],
-    observed: Observed,
+    peaks: list[PeakRow],
+    observed: ObservedStatistics,
     counted: int | None = None,
 ) -> bytes:
     """Return the bytes of the file of a shard or a checkpoint; arguments as in `Shard`."""
-    packed = pack([recorder.to_arrays() for recorder in observed.values()])
+    packed = pack_arrays([recorder.to_arrays() for recorder in observed.values()])
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "share": asdict(share),
@@ -150,7 +153,7 @@ def to_bytes(
     return buffer.getvalue()
 
 
-def load(path: Path, *, what: str = _WHAT) -> Shard:
+def load_shard(path: Path, *, what: str = _WHAT) -> Shard:
     """Read a shard.
 
     Args:
@@ -160,10 +163,10 @@ def load(path: Path, *, what: str = _WHAT) -> Shard:
     Raises:
         CacheError: the file is not a shard, is broken, or was changed after it was written.
     """
-    return of_bytes(read_bytes(path, what=what, error=CacheError, own=True), path, what=what)
+    return parse_shard(read_bytes(path, what=what, error=CacheError, own=True), path, what=what)
 
 
-def of_bytes(raw: bytes, path: Path, *, what: str = _WHAT) -> Shard:
+def parse_shard(raw: bytes, path: Path, *, what: str = _WHAT) -> Shard:
     """Parse the bytes of a shard file; `path` names it in errors.
 
     Raises:
@@ -171,7 +174,7 @@ def of_bytes(raw: bytes, path: Path, *, what: str = _WHAT) -> Shard:
     """
     rule = f"{path} must be {what}"
     try:
-        with archive_of(raw, path) as archive:
+        with open_archive(raw, path) as archive:
             text, packed = archive.read(_DOCUMENT), archive.read(_STATISTICS)
     except _BROKEN as error:
         raise CacheError(f"{rule}, got no such archive: {error}") from error
@@ -193,11 +196,11 @@ def refuse_foreign(path: Path, *, force: bool) -> None:
         ExportError: it is an input of this run, a folder or a device.
         CacheError: calib8 did not write it.
     """
-    refuse(path)
+    refuse_output(path)
     if force or not path.exists() or not path.stat().st_size:
         return
     try:
-        load(path)
+        load_shard(path)
     except CacheError:
         raise CacheError(
             f"a shard must not replace what calib8 did not write, got {path}; name another file,"
@@ -232,7 +235,7 @@ def _shard(document: dict[str, Any], path: Path, packed: bytes) -> Shard:
     )
 
 
-def _row(row: Any, good: set[int]) -> Row:
+def _row(row: Any, good: set[int]) -> PeakRow:
     variant, tensor, seen, listed = row
     largest = tuple((float(amax), int(place)) for amax, place in listed)
     if any(place not in good for _, place in largest):
@@ -265,7 +268,7 @@ def refuse_ordered(wanted: Iterable[Observation], what: str) -> None:
         )
 
 
-def keep_shard(found: Calibrated, path: Path) -> None:
+def write_shard(found: CalibrationResult, path: Path) -> None:
     """Write the result of a run over a shard.
 
     Args:
@@ -276,13 +279,15 @@ def keep_shard(found: Calibrated, path: Path) -> None:
         ExportError: the folder is not writable.
     """
     observed = found.ranges.observed
-    data = shard_of(found.feed, found.loaded.identities, found.peaks, observed)
+    data = make_shard(found.feed, found.loaded.identities, found.peaks, observed)
     atomic.write_bytes(path, data)
     if found.checkpoint is not None:
         found.checkpoint.unlink(missing_ok=True)
 
 
-def shard_of(feed: Feed, model: Mapping[str, str], peaks: Peaks, observed: Observed) -> bytes:
+def make_shard(
+    feed: Feed, model: Mapping[str, str], peaks: Peaks, observed: ObservedStatistics
+) -> bytes:
     """Return the bytes of the shard file of a pass over a share.
 
     Args:
@@ -292,9 +297,9 @@ def shard_of(feed: Feed, model: Mapping[str, str], peaks: Peaks, observed: Obser
         observed: statistics of the pass.
     """
     assert feed.share is not None
-    return to_bytes(
+    return serialize_shard(
         share=feed.share,
-        made_from=origin_of(model, feed.form, feed.share),
+        made_from=shard_fingerprint(model, feed.form, feed.share),
         digests=feed.seen,
         skipped=feed.skipped_places,
         peaks=peaks.rows(feed.places),
@@ -302,14 +307,16 @@ def shard_of(feed: Feed, model: Mapping[str, str], peaks: Peaks, observed: Obser
     )
 
 
-def origin_of(model: Mapping[str, str], form: Mapping[str, Any], share: Share) -> Fingerprint:
+def shard_fingerprint(
+    model: Mapping[str, str], form: Mapping[str, Any], share: Share
+) -> Fingerprint:
     """Return the fingerprint of a shard of a feed with this `Feed.form`, without its samples."""
     images = {name: form[name] for name in ("kind", "batch", "skip_bad")}
     images |= {"count": share.count, "names": share.names}
     return _made_from(model, images, form["preprocess"] or {})
 
 
-class Shards:
+class ShardSet:
     """All shards of one calibration, to be merged without running the model.
 
     Attributes:
@@ -326,7 +333,7 @@ class Shards:
         Raises:
             CacheError: a shard is broken, missing, duplicate, or of another feed or model.
         """
-        loaded_shards = [load(path) for path in paths]
+        loaded_shards = [load_shard(path) for path in paths]
         if not loaded_shards:
             raise CacheError("shards are to be merged, got none; name their files")
         _refuse_checkpoints(loaded_shards)
@@ -338,7 +345,7 @@ class Shards:
         """Return their number as text."""
         return f"{len(self._shards)} shards"
 
-    def observed(self, wanted: Iterable[Observation], peaks: Peaks) -> Observed:
+    def observed(self, wanted: Iterable[Observation], peaks: Peaks) -> ObservedStatistics:
         """Return the merged statistics, as one run over all samples would give them.
 
         Args:
@@ -367,7 +374,7 @@ class Shards:
                     merged[key].merge(part)
                 else:
                     merged[key] = part
-        return Observed(merged)
+        return ObservedStatistics(merged)
 
 
 def _made_from(
@@ -383,7 +390,7 @@ def _made_from(
         program=CALIB8,
         rule="",
         method="",
-        numbers=of_feed(str(images["kind"])),  # programs included: they must match as well
+        numbers=feed_versions(str(images["kind"])),  # programs included: they must match as well
         versions={},
     )
 
@@ -448,8 +455,8 @@ class _DigestSource:
     def told(self, index: int) -> str:
         return self.sample_name(index)
 
-    def load(self, index: int) -> Raw:
-        return Raw(bytes.fromhex(self._digests[index]), self._refuse)
+    def load(self, index: int) -> RawSample:
+        return RawSample(bytes.fromhex(self._digests[index]), self._refuse)
 
     def _refuse(self) -> NoReturn:
         raise FeedError("the samples of shards are where they were observed, not here")

@@ -22,9 +22,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from calibrators.scales import Scale
-from deploy.calibration.observation import FOLDED, Key, Observation, Observed
+from deploy.calibration.observation import FOLDED, Key, Observation, ObservedStatistics
 from deploy.calibration.ranges import Ranges
-from deploy.calibration.sample_checks import WITHIN, Agreement, Until
+from deploy.calibration.sample_checks import STABLE_SHARE, HalvesAgreement, StabilityRule
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 _QUIET = 2  # points in a row at which the halves must agree
 
-Found = Mapping[Key, Scale]
+ScalesByKey = Mapping[Key, Scale]
 
 
-def found_in(ranges: Ranges, observations: Iterable[Observation]) -> Found:
+def search_scales(ranges: Ranges, observations: Iterable[Observation]) -> ScalesByKey:
     """Return observation key -> clip range, of the observations that have one."""
     listed = list(observations)
     by_key: dict[Key, Scale] = {}
@@ -46,7 +46,7 @@ def found_in(ranges: Ranges, observations: Iterable[Observation]) -> Found:
     return by_key
 
 
-def apart(one: Scale | None, other: Scale | None) -> float:
+def range_difference(one: Scale | None, other: Scale | None) -> float:
     """Return the difference as a share of the wider range; 1 if only one half has a range."""
     if one is None or other is None:
         return float(one is not other)
@@ -56,11 +56,16 @@ def apart(one: Scale | None, other: Scale | None) -> float:
     return max(ends / (width or 1.0), abs(one.amax - other.amax) / (amax or 1.0))
 
 
-def agreement(one: Found, other: Found, *, samples: int, within: float) -> Agreement:
+def compare_halves(
+    one: ScalesByKey, other: ScalesByKey, *, samples: int, within: float
+) -> HalvesAgreement:
     """Return the agreement of the ranges of two halves; arguments as in `Agreement`."""
-    shares = {_display_name(key): apart(one.get(key), other.get(key)) for key in {**one, **other}}
+    shares = {
+        _display_name(key): range_difference(one.get(key), other.get(key))
+        for key in {**one, **other}
+    }
     ranked = sorted(shares.items(), key=lambda entry: (-entry[1], entry[0]))
-    return Agreement(
+    return HalvesAgreement(
         samples=samples,
         within=within,
         tensors=len(shares),
@@ -68,7 +73,7 @@ def agreement(one: Found, other: Found, *, samples: int, within: float) -> Agree
     )
 
 
-class Watch:
+class StabilityMonitor:
     """Monitors during the pass whether the samples are enough.
 
     Attributes:
@@ -81,8 +86,8 @@ class Watch:
     def __init__(
         self,
         searched: Iterable[Observation],
-        ranges: Callable[[Observed], Ranges],
-        until: Until | None = None,
+        ranges: Callable[[ObservedStatistics], Ranges],
+        until: StabilityRule | None = None,
     ) -> None:
         """Start before the first sample.
 
@@ -93,16 +98,18 @@ class Watch:
         """
         self._searched = tuple(searched)
         self._ranges = ranges
-        self._within = WITHIN if until is None else until.within
+        self._within = STABLE_SHARE if until is None else until.within
         self.decides = until is not None
-        self.halves: list[Observed] | None = [] if self._searched and until is None else None
+        self.halves: list[ObservedStatistics] | None = (
+            [] if self._searched and until is None else None
+        )
         self.samples = 0
         self.stopped = False
-        self._before: Found = {}
-        self._last: Agreement | None = None
+        self._before: ScalesByKey = {}
+        self._last: HalvesAgreement | None = None
         self._quiet = 0
 
-    def enough(self, samples: int, new: Observed, whole: Observed) -> bool:
+    def enough(self, samples: int, new: ObservedStatistics, whole: ObservedStatistics) -> bool:
         """Return whether the samples are enough.
 
         Args:
@@ -118,7 +125,7 @@ class Watch:
         self._before = {} if self.stopped else self._in(whole)
         return self.stopped
 
-    def end(self, samples: int) -> Agreement | None:
+    def end(self, samples: int) -> HalvesAgreement | None:
         """Return the final agreement; None with too few samples or no suitable observations."""
         if self.halves is None:
             return None if self._last is None else replace(self._last, stopped=self.stopped)
@@ -127,15 +134,15 @@ class Watch:
         one, other = map(self._in, self.halves)
         return self._between(one, other, samples)
 
-    def _in(self, observed: Observed) -> Found:
+    def _in(self, observed: ObservedStatistics) -> ScalesByKey:
         known = [o for o in self._searched if o.key in observed]
-        return found_in(self._ranges(observed), known)
+        return search_scales(self._ranges(observed), known)
 
-    def _between(self, one: Found, other: Found, samples: int) -> Agreement:
-        return agreement(one, other, samples=samples, within=self._within)
+    def _between(self, one: ScalesByKey, other: ScalesByKey, samples: int) -> HalvesAgreement:
+        return compare_halves(one, other, samples=samples, within=self._within)
 
 
-def refuse(
+def refuse_until_stable(
     feed: Feed,
     wanted: Iterable[Observation],
     searched: Iterable[Observation],

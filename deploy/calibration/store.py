@@ -23,13 +23,13 @@ from typing import Any
 
 from calibrators.errors import CalibrationError
 from calibrators.statistics import Arrays
-from deploy.calibration.fingerprint import Fingerprint, archive_of, pack, unpack
-from deploy.calibration.observation import Key, Observation, Observed
-from deploy.calibration.sample_checks import Outlier, Until
+from deploy.calibration.fingerprint import Fingerprint, open_archive, pack_arrays, unpack_arrays
+from deploy.calibration.observation import Key, Observation, ObservedStatistics
+from deploy.calibration.sample_checks import Outlier, StabilityRule
 from deploy.errors import CacheError, ConfigError
 from deploy.files import atomic
 from deploy.files.manifest import sha256
-from deploy.files.reading import from_json, opened, read_bytes, read_json, refuse
+from deploy.files.reading import from_json, open_regular_file, read_bytes, read_json, refuse_output
 
 # 3: the JSON has its own digest; 4: the order of the images is a separate part; 5: the fingerprint
 # has two halves, inputs and programs, which C++ writes and reads too
@@ -51,14 +51,14 @@ class Calibration:
         until: rule that ended the observation; None if the samples were chosen beforehand.
     """
 
-    observed: Observed
+    observed: ObservedStatistics
     fingerprint: Fingerprint
     outliers: tuple[Outlier, ...] = ()
-    until: Until | None = None
+    until: StabilityRule | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredCalibration:
     """The three files as read: complete and consistent; the arrays are not parsed yet.
 
     Attributes:
@@ -74,12 +74,12 @@ class Stored:
     fingerprint: Fingerprint
     keys: tuple[Key, ...]
     outliers: tuple[Outlier, ...]
-    until: Until | None
+    until: StabilityRule | None
     path: Path
     _packed: bytes
     _document: bytes
 
-    def observed(self, wanted: Iterable[Observation]) -> Observed:
+    def observed(self, wanted: Iterable[Observation]) -> ObservedStatistics:
         """Return the wanted observations that are stored.
 
         Raises:
@@ -88,7 +88,7 @@ class Stored:
         keys = set(self.keys)
         statistics = {o.key: o.statistic for o in wanted if o.key in keys}
         try:
-            return Observed(
+            return ObservedStatistics(
                 {key: statistics[key].restore(arrays) for key, arrays in self._arrays(statistics)}
             )
         except (ArithmeticError, LookupError, TypeError, ValueError, CalibrationError) as error:
@@ -107,9 +107,9 @@ class Stored:
     def _arrays(self, keys: Iterable[Key]) -> Iterator[tuple[Key, Arrays]]:
         places = {key: place for place, key in enumerate(self.keys)}
         try:
-            with archive_of(self._packed, self.path) as archive:
+            with open_archive(self._packed, self.path) as archive:
                 for key in keys:
-                    yield key, unpack(archive, places[key])
+                    yield key, unpack_arrays(archive, places[key])
         except (
             ValueError,
             KeyError,
@@ -131,12 +131,12 @@ def sidecars(path: Path) -> tuple[Path, Path]:
     return path.with_name(path.name + ".json"), path.with_name(path.name + ".npz")
 
 
-def files(path: Path) -> tuple[Path, ...]:
+def cache_files(path: Path) -> tuple[Path, ...]:
     """Return the paths of the three files of a cache."""
     return path, *sidecars(path)
 
 
-def write(stored: Stored, path: Path) -> None:
+def copy_stored(stored: StoredCalibration, path: Path) -> None:
     """Write the three files as they were read.
 
     Raises:
@@ -152,7 +152,7 @@ def _write(path: Path, text: bytes, packed: bytes, document: bytes) -> None:
     atomic.write_bytes(json_path, document)
 
 
-def save(
+def save_calibration(
     calibration: Calibration,
     path: Path,
     *,
@@ -175,7 +175,7 @@ def save(
     arrays = {key: arrays[key] for key in _in_order(arrays, calibration) if arrays[key]}
     places = {(variant, tensor) for variant, tensor, _ in arrays}
     outliers = [one for one in calibration.outliers if (one.variant, one.tensor) in places]
-    packed = pack(list(arrays.values()))
+    packed = pack_arrays(list(arrays.values()))
     document = {
         "schema": SCHEMA,
         "fingerprint": calibration.fingerprint.to_json(),
@@ -185,17 +185,17 @@ def save(
     }
     if calibration.until is not None:
         document["until"] = asdict(calibration.until)
-    _write(path, text, packed, sealed(document))
+    _write(path, text, packed, seal_json(document))
 
 
-def without_statistics(text: bytes, fingerprint: Fingerprint) -> bytes:
+def make_text_only_json(text: bytes, fingerprint: Fingerprint) -> bytes:
     """Return the JSON of a cache without statistics, such as one that TensorRT wrote."""
     digests = {"cache": sha256(text), "statistics": ""}
     parts = {"fingerprint": fingerprint.to_json(), "observations": [], "outliers": []}
-    return sealed({"schema": SCHEMA, **parts, "sha256": digests})
+    return seal_json({"schema": SCHEMA, **parts, "sha256": digests})
 
 
-def sealed(document: Mapping[str, Any]) -> bytes:
+def seal_json(document: Mapping[str, Any]) -> bytes:
     """Return the JSON's text with its own sha256, computed with that digest left empty."""
     held = {**document, "sha256": {**document["sha256"], "this": ""}}
     text = (json.dumps(held, indent=1, sort_keys=True) + "\n").encode()
@@ -232,10 +232,10 @@ def refuse_foreign(path: Path, *, force: bool) -> None:
         ExportError: it is an input of this run, a folder or a device.
         CacheError: calib8 did not write it.
     """
-    refuse(path)
-    there = [one for one in files(path) if one.exists()]
+    refuse_output(path)
+    there = [one for one in cache_files(path) if one.exists()]
     for one in there:
-        refuse(one)
+        refuse_output(one)
     filled = [one for one in there if one.stat().st_size]
     if filled and not force and not _ours(path):
         raise CacheError(
@@ -256,7 +256,7 @@ def _ours(path: Path) -> bool:
         pass
     try:
         with (
-            opened(npz_path, what=_WHAT, error=CacheError, own=True) as file,
+            open_regular_file(npz_path, what=_WHAT, error=CacheError, own=True) as file,
             zipfile.ZipFile(file) as archive,
         ):
             names = archive.namelist()
@@ -273,14 +273,14 @@ def _in_order(keys: Iterable[Key], calibration: Calibration) -> list[Key]:
     return sorted(keys, key=lambda key: (places[key[0]], key))
 
 
-def load(path: Path) -> Stored:
+def load_calibration(path: Path) -> StoredCalibration:
     """Read the three files of a calibration.
 
     Raises:
         CacheError: a file is missing, broken, or does not belong to the others.
     """
     json_path, npz_path = sidecars(path)
-    raw = read(json_path)
+    raw = read_cache_file(json_path)
     document = _document(raw, json_path)
     text, fingerprint = _text_of(path, document)
     if not document["sha256"]["statistics"]:
@@ -288,11 +288,11 @@ def load(path: Path) -> Stored:
             f"{path} was made by {fingerprint.by} and has no statistics next to it (--trust-cache"
             " uses it as it is)"
         )
-    packed = read(npz_path)
+    packed = read_cache_file(npz_path)
     if sha256(packed) != document["sha256"]["statistics"]:
         raise CacheError(f"{npz_path} was changed after {json_path.name} was written")
     keys = tuple((str(a), str(b), str(c)) for a, b, c in document["observations"])
-    return Stored(
+    return StoredCalibration(
         text=text,
         fingerprint=fingerprint,
         keys=keys,
@@ -304,18 +304,18 @@ def load(path: Path) -> Stored:
     )
 
 
-def text_of(path: Path) -> tuple[bytes, Fingerprint]:
+def read_cache_text(path: Path) -> tuple[bytes, Fingerprint]:
     """Return (text of a cache, its fingerprint), whichever program made it.
 
     Raises:
         CacheError: a file is missing, broken, or does not belong to the other.
     """
     json_path = sidecars(path)[0]
-    return _text_of(path, _document(read(json_path), json_path))
+    return _text_of(path, _document(read_cache_file(json_path), json_path))
 
 
 def _text_of(path: Path, document: Mapping[str, Any]) -> tuple[bytes, Fingerprint]:
-    text = read(path)
+    text = read_cache_file(path)
     if sha256(text) != document["sha256"]["cache"]:
         raise CacheError(f"{path} was changed after {sidecars(path)[0].name} was written")
     return text, Fingerprint.from_json(document["fingerprint"])
@@ -331,11 +331,11 @@ def _outliers(listed: object, path: Path) -> tuple[Outlier, ...]:
         raise CacheError(f"{path} does not list outliers: {error}") from error
 
 
-def _until(held: object, path: Path) -> Until | None:
+def _until(held: object, path: Path) -> StabilityRule | None:
     if held is None:
         return None
     try:
-        return Until(within=float(held["within"]), method=str(held["method"]))  # type: ignore[index]
+        return StabilityRule(within=float(held["within"]), method=str(held["method"]))  # type: ignore[index]
     except (TypeError, ValueError, KeyError, ConfigError) as error:
         raise CacheError(f"{path} does not say until when it was observed: {error}") from error
 
@@ -361,7 +361,7 @@ def _document(raw: bytes, path: Path) -> dict[str, Any]:
     return dict(document)
 
 
-def read(path: Path) -> bytes:
+def read_cache_file(path: Path) -> bytes:
     """Return the bytes of one of the files.
 
     Raises:

@@ -45,28 +45,28 @@ from numpy.typing import NDArray
 from onnx import TensorProto, ValueInfoProto, helper
 
 from calibrators.errors import CalibrationError
-from calibrators.histogram import Histogram, Located, Refused, Together
+from calibrators.histogram import ArrayRefused, Histogram, HistogramGroup, LocatedArrays
 from calibrators.statistics import HistogramOf, Recorder
-from deploy.calibration.observation import FOLDED, Observation, Observed
-from deploy.calibration.sample_checks import Peaks, largest
+from deploy.calibration.observation import FOLDED, Observation, ObservedStatistics
+from deploy.calibration.sample_checks import Peaks, largest_magnitude
 from deploy.errors import BackendError
 from deploy.feed.parallel import Sample
 from deploy.files.reading import read_bytes
-from deploy.graph.edit import replace, replace_nodes, with_outputs
-from deploy.graph.index import attributes, users
+from deploy.graph.edit import copy_with_outputs, replace_field, replace_nodes
+from deploy.graph.index import attributes, count_reads
 from deploy.machine import trim_memory
-from deploy.runtimes.ort import Bound, OrtSession
+from deploy.runtimes.ort import BoundSession, OrtSession
 from deploy.tensors import Array
 
 _DOMAIN = "com.microsoft.nchwc"
 MOST_BYTES = 1 << 26  # larger outputs are freed after each sample
-Form = dict[str, tuple[tuple[int, ...], np.dtype]]
-Keep = Callable[[int, Sample], None]
+ArrayForms = dict[str, tuple[tuple[int, ...], np.dtype]]
+OutputCallback = Callable[[int, Sample], None]
 Waiting = tuple[Observation, NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
-class Tapped:
+class TappedSession:
     """An open session with inner tensors among its outputs.
 
     Attributes:
@@ -78,13 +78,13 @@ class Tapped:
     blocked: Mapping[str, str]
 
 
-def tapped(
+def open_tapped(
     model: onnx.ModelProto,
     tensors: Sequence[str],
     *,
     in_any_order: Collection[str] = (),
     threads: int | None = 1,
-) -> Tapped:
+) -> TappedSession:
     """Open a model with these tensors as outputs.
 
     Args:
@@ -96,14 +96,14 @@ def tapped(
     Raises:
         BackendError: ONNX Runtime cannot load the model.
     """
-    exposed = with_outputs(model, tensors)
+    exposed = copy_with_outputs(model, tensors)
     wanted = set(in_any_order).difference(o.name for o in model.graph.output)
     if wanted and _may_block(model):
         try:
             return _blocked(exposed, wanted, threads)
         except (BackendError, OSError):  # the disk is full, or the saved model cannot be reloaded
             pass
-    return Tapped(OrtSession.open(exposed, threads=threads, spin=False), {})
+    return TappedSession(OrtSession.open(exposed, threads=threads, spin=False), {})
 
 
 def _may_block(model: onnx.ModelProto) -> bool:
@@ -111,28 +111,30 @@ def _may_block(model: onnx.ModelProto) -> bool:
     return any(node.op_type == "Conv" for node in model.graph.node)
 
 
-def _blocked(model: onnx.ModelProto, wanted: Collection[str], threads: int | None) -> Tapped:
+def _blocked(model: onnx.ModelProto, wanted: Collection[str], threads: int | None) -> TappedSession:
     with tempfile.TemporaryDirectory(prefix="calib8-", ignore_cleanup_errors=True) as folder:
         saved = Path(folder) / "model.onnx"
         session = OrtSession.open(model, threads=threads, spin=False, saved=saved)
         optimized = onnx.ModelProto.FromString(
             read_bytes(saved, what="a model", error=BackendError, own=True)
         )
-        blocked = unordered(optimized.graph, wanted)
+        blocked = expose_blocked(optimized.graph, wanted)
         if not blocked:
-            return Tapped(session, {})
+            return TappedSession(session, {})
         del session
         saved.write_bytes(optimized.SerializeToString())
-        return Tapped(OrtSession.open(saved, threads=threads, optimize=False, spin=False), blocked)
+        return TappedSession(
+            OrtSession.open(saved, threads=threads, optimize=False, spin=False), blocked
+        )
 
 
-def unordered(graph: onnx.GraphProto, wanted: Collection[str]) -> dict[str, str]:
+def expose_blocked(graph: onnx.GraphProto, wanted: Collection[str]) -> dict[str, str]:
     """Remove the reorder of wanted outputs of an optimized graph whose channels fill all blocks.
 
     Returns:
         tensor -> the output that now holds its values in blocks.
     """
-    read = users(graph)
+    read = count_reads(graph)
     blocked = {
         node.output[0]: node.input[0]
         for node in graph.node
@@ -142,7 +144,7 @@ def unordered(graph: onnx.GraphProto, wanted: Collection[str]) -> dict[str, str]
         and int(attributes(node)["channels"]) % block_size() == 0
     }
     replace_nodes(graph, (n for n in graph.node if n.output[0] not in blocked))
-    replace(
+    replace_field(
         graph.output,
         (ValueInfoProto(name=blocked[o.name]) if o.name in blocked else o for o in graph.output),
     )
@@ -167,7 +169,7 @@ def block_size() -> int:
     return int(np.flatnonzero(y == 1)[0])  # position of the first channel's second value
 
 
-class Again:
+class BufferedSession:
     """Runs one session in one thread, with reused output buffers if shapes allow it.
 
     Attributes:
@@ -176,9 +178,9 @@ class Again:
 
     def __init__(self, session: OrtSession) -> None:
         self._session = session
-        self._fed: Form | None = None
-        self._made: Form = {}
-        self._bound: Bound | None = None
+        self._fed: ArrayForms | None = None
+        self._made: ArrayForms = {}
+        self._bound: BoundSession | None = None
         self.lasting = False
         self._able = True
         self._trimmed = False
@@ -216,7 +218,7 @@ class Again:
         return values
 
 
-def _form(arrays: Mapping[str, Array]) -> Form:
+def _form(arrays: Mapping[str, Array]) -> ArrayForms:
     return {name: (x.shape, x.dtype) for name, x in arrays.items()}
 
 
@@ -234,7 +236,7 @@ class Tap:
         inputs = {i.name for i in model.graph.input}
         self._fed = [name for name in tensors if name in inputs]
         self._made = [name for name in tensors if name not in inputs]
-        self._open = tapped(model, self._made, threads=threads, in_any_order=in_any_order)
+        self._open = open_tapped(model, self._made, threads=threads, in_any_order=in_any_order)
 
     def run(
         self, sample: Sample, keep: Callable[[Sample], None] | None = None
@@ -254,23 +256,25 @@ class Tap:
         for name in self._made:  # frees each tensor once it is counted
             yield name, values.pop(self._open.blocked.get(name, name))
 
-    def reading(self, tensors: Sequence[str]) -> Reading:
+    def reading(self, tensors: Sequence[str]) -> TapReader:
         """Return a reader of some of the tensors, for one thread."""
-        return Reading(self._open, tensors, fed=self._fed)
+        return TapReader(self._open, tensors, fed=self._fed)
 
 
-class Reading:
+class TapReader:
     """Reads tensors sample by sample in one thread, with reused buffers if possible."""
 
-    def __init__(self, opened: Tapped, tensors: Sequence[str], *, fed: Collection[str]) -> None:
+    def __init__(
+        self, opened: TappedSession, tensors: Sequence[str], *, fed: Collection[str]
+    ) -> None:
         self._tensors = tuple(tensors)
         self._blocked = opened.blocked
         self._fed = frozenset(fed)
-        self._again = Again(opened.session)
-        self._located: Located | None = None
+        self._again = BufferedSession(opened.session)
+        self._located: LocatedArrays | None = None
         self._moving: list[int] = []
 
-    def run(self, sample: Sample, keep: Callable[[Sample], None] | None = None) -> Located:
+    def run(self, sample: Sample, keep: Callable[[Sample], None] | None = None) -> LocatedArrays:
         """Run one sample; return each tensor's values in any order, valid until the next run.
 
         `keep` is as in `Tap.run`.
@@ -285,7 +289,7 @@ class Reading:
         if keep is not None:
             keep(values)
         if before is None or not self._again.lasting:
-            before = Located(self._values(name, sample, values) for name in self._tensors)
+            before = LocatedArrays(self._values(name, sample, values) for name in self._tensors)
             self._moving = [k for k, name in enumerate(self._tensors) if self._moves(name, values)]
         else:
             for k in self._moving:
@@ -309,16 +313,16 @@ def _could_not(error: BackendError) -> BackendError:
     return BackendError(f"could not run a sample: {error}")
 
 
-class Held:
+class VariantRecorders:
     """The recorders of a variant's tensors in one slice of the pass."""
 
-    def __init__(self, line: Line, part: Mapping[Observation, Recorder]) -> None:
+    def __init__(self, line: VariantRunner, part: Mapping[Observation, Recorder]) -> None:
         self._counted = line.counted
         self._others = [(o, part.get(o)) for o in line.others]
         recorders = [part[o] for o in line.counted]
-        self._together = Together([one for one in recorders if isinstance(one, Histogram)])
+        self._together = HistogramGroup([one for one in recorders if isinstance(one, Histogram)])
 
-    def count(self, number: int, located: Located) -> None:
+    def count(self, number: int, located: LocatedArrays) -> None:
         """Record the tensors whose histograms count all samples.
 
         Raises:
@@ -326,8 +330,8 @@ class Held:
         """
         try:
             self._together.observe(located)
-        except Refused as error:
-            raise told_of(error, self._counted[error.place], number) from error
+        except ArrayRefused as error:
+            raise name_tensor_and_sample(error, self._counted[error.place], number) from error
 
     def others(self, number: int, values: Mapping[str, Array]) -> list[Waiting]:
         """Record the other order-free statistics; return the values that must wait their turn.
@@ -337,7 +341,7 @@ class Held:
         """
         waiting = []
         for observation, recorder in self._others:
-            if not reaches(observation.statistic.samples, number):
+            if not is_within_limit(observation.statistic.samples, number):
                 continue
             value = values[observation.tensor]
             if recorder is None:
@@ -352,7 +356,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class VariantRunner:
     """A model variant in the pass.
 
     Attributes:
@@ -369,18 +373,18 @@ class Line:
     others: Sequence[Observation]
     limit: int | None
 
-    def reading(self) -> Reading:
+    def reading(self) -> TapReader:
         """Return the reader of a worker thread."""
         return self.tap.reading([o.tensor for o in self.counted])
 
     def run(
         self,
-        reading: Reading,
-        held: Held,
+        reading: TapReader,
+        held: VariantRecorders,
         peaks: Peaks | None,
         number: int,
         sample: Sample,
-        keep: Keep | None,
+        keep: OutputCallback | None,
     ) -> list[Waiting]:
         """Run one sample, record order-free statistics, return the values that must wait."""
         callback = None if keep is None or self.key != FOLDED else partial(keep, number)
@@ -389,22 +393,26 @@ class Line:
             values: Mapping[str, Array] = {}
         else:  # these may keep an array, so it must not lie in a reused buffer
             values = dict(self.tap.run(sample, callback))
-            held.count(number, Located(values[o.tensor] for o in self.counted))
+            held.count(number, LocatedArrays(values[o.tensor] for o in self.counted))
         waiting = held.others(number, values)
         if peaks is not None:
             self._add_peaks(peaks, number, held, values)
         return waiting
 
     def _add_peaks(
-        self, peaks: Peaks, number: int, held: Held, values: Mapping[str, Array]
+        self, peaks: Peaks, number: int, held: VariantRecorders, values: Mapping[str, Array]
     ) -> None:
         amaxes = {o.tensor: amax for o, amax in zip(self.counted, held.latest(), strict=True)}
-        amaxes |= {name: largest(value) for name, value in values.items() if name not in amaxes}
+        amaxes |= {
+            name: largest_magnitude(value) for name, value in values.items() if name not in amaxes
+        }
         for name, amax in amaxes.items():
             peaks.add((self.key, name), number, amax)
 
 
-def lines_of(observations: Sequence[Observation], known: Observed) -> list[Line]:
+def make_runners(
+    observations: Sequence[Observation], known: ObservedStatistics
+) -> list[VariantRunner]:
     """Return one `Line` for each variant, in order of first use."""
     lines = []
     for variant in dict.fromkeys(o.variant for o in observations):
@@ -413,24 +421,24 @@ def lines_of(observations: Sequence[Observation], known: Observed) -> list[Line]
         tensors = list(dict.fromkeys(o.tensor for o in own))
         loose = [name for name in tensors if name not in ordered]
         counted = [o for o in own if o.statistic == HistogramOf()]
-        line = Line(
+        line = VariantRunner(
             key=variant.key,
             tap=Tap(variant.make(known), tensors, in_any_order=loose),
             counted=counted,
             others=[o for o in own if o not in counted],
-            limit=limit_of(own),
+            limit=sample_limit(own),
         )
         lines.append(line)
     return lines
 
 
-def limit_of(observations: Iterable[Observation]) -> int | None:
+def sample_limit(observations: Iterable[Observation]) -> int | None:
     """Return how many samples the observations need; None for all."""
     limits = [o.statistic.samples for o in observations]
     return None if None in limits else max((n for n in limits if n is not None), default=None)
 
 
-def reaches(limit: int | None, number: int) -> bool:
+def is_within_limit(limit: int | None, number: int) -> bool:
     """Whether a limit includes the sample of this number, counted from 1."""
     return limit is None or number <= limit
 
@@ -446,15 +454,17 @@ def record(
     try:
         recorder.observe(value)
     except CalibrationError as error:
-        raise told_of(error, observation, number) from error
+        raise name_tensor_and_sample(error, observation, number) from error
 
 
-def told_of(error: CalibrationError, observation: Observation, number: int) -> CalibrationError:
+def name_tensor_and_sample(
+    error: CalibrationError, observation: Observation, number: int
+) -> CalibrationError:
     """Return the error with the name of the tensor and the number of the sample."""
-    return told(error, observation, f"tensor {observation.tensor} of sample {number}")
+    return explain_error(error, observation, f"tensor {observation.tensor} of sample {number}")
 
 
-def told(error: CalibrationError, observation: Observation, what: str) -> CalibrationError:
+def explain_error(error: CalibrationError, observation: Observation, what: str) -> CalibrationError:
     """Return the error with its subject `what`, and what to do about it."""
     if observation.whose:
         return CalibrationError(

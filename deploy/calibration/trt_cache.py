@@ -344,13 +344,13 @@ def _entry(text: str, end: str, *, line: int, origin: str) -> Entry:
     return Entry(name, digits, end)
 
 
-def holds(name: str) -> bool:
+def can_hold_name(name: str) -> bool:
     """Whether a cache line can hold a tensor's name."""
     return bool(name) and "\n" not in name and "\r" not in name
 
 
 def _sound_name(name: str) -> str:
-    if not holds(name):
+    if not can_hold_name(name):
         raise CacheError(
             f"a cache holds one line a tensor, so a name has no line break and is not empty,"
             f" got {name!r}; rename the tensor in the model"

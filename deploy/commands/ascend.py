@@ -20,8 +20,8 @@ from deploy.commands.base import (
     json_option,
     put_json,
     quietable,
+    shows_progress,
     verbose_option,
-    with_progress,
 )
 from deploy.commands.calibration_options import (
     keep_float_option,
@@ -33,14 +33,14 @@ from deploy.commands.image_options import (
     ImageArguments,
     image_options,
     input_options,
-    shape,
+    parse_shape,
     shape_option,
 )
 from deploy.commands.model_options import Given, own_options
 from deploy.errors import ConfigError
 from deploy.targets import Ascend
-from deploy.targets.options import options_of
-from deploy.terminal import say, say_lines, textless
+from deploy.targets.options import declared_options
+from deploy.terminal import is_text_suppressed, say, say_lines
 
 if TYPE_CHECKING:
     import onnx
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 FILE = click.Path(path_type=Path)
-_FILES = frozenset(option.flag for option in options_of(Ascend) if not option.observes)
+_FILES = frozenset(option.flag for option in declared_options(Ascend) if not option.observes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ def where_options(command: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         from deploy.pipeline.deployment import TrialInputs
 
-        if dataset is not None and (idle := base.typed("shapes")):
+        if dataset is not None and (idle := base.given_flags("shapes")):
             raise ConfigError(
                 f"{idle[0]} shapes made-up samples, and --images gives others; leave one of them"
                 " away"
@@ -85,14 +85,14 @@ def where_options(command: Callable[..., None]) -> Callable[..., None]:
         where = Where(
             out=words.pop("out"),
             target=Ascend(**given.get("ascend", {})),
-            inputs=TrialInputs(dataset=dataset, shapes=dict(map(shape, shapes))),
+            inputs=TrialInputs(dataset=dataset, shapes=dict(map(parse_shape, shapes))),
             threads=words.pop("threads"),
             force=words.pop("force"),
         )
         command(where=where, **words)
 
     wrapped: Callable[..., None] = gathered
-    return base.added(wrapped, _OPTIONS)
+    return base.add_options(wrapped, _OPTIONS)
 
 
 _OPTIONS: Sequence[Callable[[Callable[..., None]], Callable[..., None]]] = (
@@ -138,7 +138,7 @@ def ascend() -> None:
 
 
 @ascend.command(short_help="The default configuration of a model, to be edited.")
-@with_progress
+@shows_progress
 @click.argument("model", type=FILE)
 @click.option(
     "-o", "--out", type=FILE, required=True, help="File to write: quant.json, or a simplified .cfg."
@@ -158,11 +158,11 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
     """Write the quant config of MODEL: JSON, or the simplified form where OUT ends in .cfg."""
     from deploy.files import atomic
     from deploy.targets.ascend.config import default_config, write_config
-    from deploy.targets.ascend.recorded import read_any_config
+    from deploy.targets.ascend.existing_files import read_any_config
     from deploy.targets.ascend.simple_config import write_simple_config
 
     if source is not None:
-        base.refuse_without("the default configuration", base.typed("batch_num", "symmetric"))
+        base.refuse_without("the default configuration", base.given_flags("batch_num", "symmetric"))
     _, graph = _layers(model)
     if source is None:
         made = default_config(graph, batch_num=batch_num, activation_offset=not symmetric)
@@ -180,12 +180,12 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
 
 
 @ascend.command(short_help="Whether a file is what ATC and AMCT take.")
-@with_progress
+@shows_progress
 @click.argument("path", type=FILE, metavar="FILE")
 @click.option("--model", type=FILE, help="The float model that it is for.")
 def check(path: Path, model: Path | None) -> None:
     """Check FILE: a record, a quant config, a simplified .cfg, an AIPP file or a deploy model."""
-    from deploy.targets.ascend.recorded import check_file
+    from deploy.targets.ascend.existing_files import check_file
 
     graph = _layers(model)[1] if model else None
     say(f"{path}: {check_file(path, graph)}")
@@ -265,13 +265,13 @@ def auto(
     """Leave layers of MODEL in float, as few as hold the budget; write them, and how it went."""
     from deploy.calibration.reuse import CachePolicy
     from deploy.pipeline import calibrate_with
-    from deploy.pipeline.request import CalibrationOptions
-    from deploy.targets.ascend.auto_layers import Choosing, plans
-    from deploy.targets.ascend.auto_losses import Budget
+    from deploy.pipeline.build_options import CalibrationOptions
+    from deploy.targets.ascend.auto_layers import AscendSearching, search_plans
+    from deploy.targets.ascend.auto_losses import LossBudget
     from deploy.targets.ascend.autocalibrate import auto_calibrate
     from deploy.targets.ascend.target import Ascend
 
-    target = (Choosing if strategy == "gain" else Ascend)(
+    target = (AscendSearching if strategy == "gain" else Ascend)(
         config=ascend_config, amct_batch=amct_batch
     )
     path = out / f"{model.stem}.cache"
@@ -285,13 +285,13 @@ def auto(
     if held := images.evaluation(eval_images):
         evaluation = held.open(found.loaded.inputs, carried=found.loaded.carried)
     result, written = auto_calibrate(
-        plans(target, found.subject),
+        search_plans(target, found.subject),
         found.ranges.observed,
         evaluation,
         calibration=found.feed,
         folder=out,
         subject=found.subject,
-        budget=Budget(max_loss=max_loss, threads=images.threads),
+        budget=LossBudget(max_loss=max_loss, threads=images.threads),
         strategy=strategy,
         say=say,
     )
@@ -300,7 +300,7 @@ def auto(
     float_layers = [n for n, layer in result.config.layers.items() if not layer.quant_enable]
     if result.records is None:
         sentence = "No layer can stay in int8 within this budget; no model was written."
-        say(sentence, err=textless())
+        say(sentence, err=is_text_suppressed())
     else:
         count = sum(not one.tensor for one in result.records.values())
         say(f"{count} layers in int8, {len(float_layers)} in float.")
@@ -411,6 +411,6 @@ def convert_pairs(model: Path, keep_rounding: bool, where: Where, json_path: Pat
 
 def _layers(path: Path) -> tuple[onnx.ModelProto, LayerGraph]:
     from deploy.frontends import load
-    from deploy.targets.ascend.settled import prepared
+    from deploy.targets.ascend.preparation import prepare_model
 
-    return prepared(load(path).model)
+    return prepare_model(load(path).model)

@@ -20,7 +20,7 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from deploy.errors import ConfigError
-from deploy.terminal import say_data, telling, without_text
+from deploy.terminal import say_data, show_progress, without_text
 
 MODEL, IMAGES, CALIBRATION, CACHE = "Model", "Images", "Calibration", "Cache"
 SEARCH, TARGETS, MEASURING, GENERAL = "Search", "Targets", "Measuring", "General"
@@ -46,7 +46,7 @@ class SectionOption(click.Option):
 option = partial(click.option, cls=SectionOption)
 
 
-def added(command: Command, options: Sequence[Callable[..., Any]]) -> Command:
+def add_options(command: Command, options: Sequence[Callable[..., Any]]) -> Command:
     """Add options to a command, in their order."""
     for one in reversed(options):
         command = one(command)
@@ -79,7 +79,7 @@ class SectionedCommand(click.Command):
             record = param.get_help_record(ctx)
             if record is not None and isinstance(param, click.Option):
                 rows.setdefault(section_of(param), []).append(record)
-        for title in sorted(rows, key=place):
+        for title in sorted(rows, key=section_position):
             with formatter.section(title):
                 formatter.write_dl(rows[title])
 
@@ -89,7 +89,7 @@ def section_of(param: click.Parameter) -> str:
     return param.section if isinstance(param, SectionOption) else GENERAL
 
 
-def retired(
+def retired_option(
     flag: str, way_out: str, *, is_flag: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A flag of earlier versions, which is refused with its replacement."""
@@ -103,7 +103,7 @@ def retired(
     )
 
 
-def place(title: str) -> int:
+def section_position(title: str) -> int:
     """Position of a section in the help, as a sort key."""
     if title in _LAST:
         return len(_FIRST) + 1 + _LAST.index(title)
@@ -127,7 +127,7 @@ class Real(click.FloatRange):
         return found
 
 
-def batches(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:
+def parse_batches(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:
     """Parse batch sizes separated by commas; () if the option is not given."""
     words = [] if text is None else text.split(",")
     if not all(word.strip().isdecimal() and 0 < int(word) <= MOST_BATCH for word in words):
@@ -140,14 +140,14 @@ def batches(ctx: click.Context, param: click.Parameter, text: str | None) -> tup
 Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 
-def among(names: Callable[[], Iterable[str]]) -> Completer:
+def complete_names(names: Callable[[], Iterable[str]]) -> Completer:
     """Complete one of these names; after a comma the next of several."""
     return partial(_completed, names)
 
 
-def among_those_of(module: str, attribute: str, *more: str) -> Completer:
+def complete_names_of(module: str, attribute: str, *more: str) -> Completer:
     """Complete one of the names in an attribute of a module, or in `more`."""
-    return among(lambda: (*getattr(import_module(module), attribute), *more))
+    return complete_names(lambda: (*getattr(import_module(module), attribute), *more))
 
 
 def _completed(
@@ -159,12 +159,12 @@ def _completed(
     return [CompletionItem(f"{before}{comma}{name}") for name in left]
 
 
-def typed(*names: str) -> list[str]:
+def given_flags(*names: str) -> list[str]:
     """Flags of these options that the user gave; without names, of all options."""
     return [_flag(option) for option in _given() if option.name in names or not names]
 
 
-def typed_in(section: str) -> list[str]:
+def given_flags_in(section: str) -> list[str]:
     """Flags of a section that the user gave."""
     return [_flag(option) for option in _given() if section_of(option) == section]
 
@@ -234,12 +234,12 @@ _quiet_option = option(
 )
 
 
-def with_progress(command: CommandFunction) -> CommandFunction:
+def shows_progress(command: CommandFunction) -> CommandFunction:
     """Show progress on stderr, for a command without `--quiet`."""
 
     @wraps(command)
     def run(**words: Any) -> None:
-        with telling():
+        with show_progress():
             command(**words)
 
     return run
@@ -257,11 +257,11 @@ def quietable(*files: str) -> Callable[[CommandFunction], CommandFunction]:
         def gathered(quiet: bool, **words: Any) -> None:
             if quiet and words.get("verbose"):
                 raise click.UsageError("--quiet and --verbose exclude each other")
-            if quiet and files and not set(files) & set(typed()):
+            if quiet and files and not set(files) & set(given_flags()):
                 refuse_without(" or ".join(files), ["--quiet"])
             with ExitStack() as stack:
                 stack.enter_context(without_text(quiet or words.get("json_path") == _SCREEN))
-                stack.enter_context(telling(not quiet))
+                stack.enter_context(show_progress(not quiet))
                 command(**words)
 
         return _quiet_option(gathered)

@@ -9,9 +9,9 @@ import click
 
 from deploy.commands import base
 from deploy.commands.base import THREADS, Real, html_option, json_option, put_json, quietable
-from deploy.commands.base import batches as batches_of
-from deploy.commands.image_options import input_options, shape, shape_option
-from deploy.commands.model_options import Given, made, own_options
+from deploy.commands.base import parse_batches as batches_of
+from deploy.commands.image_options import input_options, parse_shape, shape_option
+from deploy.commands.model_options import Given, make_target, own_options
 from deploy.errors import ConfigError
 from deploy.terminal import say_lines
 
@@ -137,7 +137,7 @@ def bench(
     from deploy.files.atomic import write_text
     from deploy.report import to_html, to_json, to_screen
 
-    if dataset is not None and (idle := base.typed("shapes", "seed")):
+    if dataset is not None and (idle := base.given_flags("shapes", "seed")):
         raise ConfigError(
             f"{' and '.join(idle)} shapes random inputs, and --images gives others; leave one of"
             " them away"
@@ -148,9 +148,9 @@ def bench(
         threads=threads,
         warmup_ms=warmup,
         duration_s=duration,
-        shapes=dict(map(shape, shapes)),
+        shapes=dict(map(parse_shape, shapes)),
         seed=seed,
-        targets=[made(target, fields) for target, fields in given.items()],
+        targets=[make_target(target, fields) for target, fields in given.items()],
         streams=streams,
         batches=batches,
         profile=profile,

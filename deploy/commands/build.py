@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from deploy.commands import base
-from deploy.commands.base import Real, among_those_of, json_option, put_json, quietable
+from deploy.commands.base import Real, complete_names_of, json_option, put_json, quietable
 from deploy.commands.calibration_options import (
     CalibrationArguments,
     calibration_options,
@@ -22,10 +22,10 @@ from deploy.commands.settings import (
     ConfiguredCommand,
     SearchArguments,
     config_option,
-    settings,
+    settings_text,
     tuning_options,
 )
-from deploy.terminal import say, say_lines, textless
+from deploy.terminal import is_text_suppressed, say, say_lines
 
 if TYPE_CHECKING:
     from deploy.calibration.cluster_jobs import Cluster
@@ -92,7 +92,7 @@ if TYPE_CHECKING:
     section=base.CALIBRATION,
     multiple=True,
     metavar="NAMES",
-    shell_complete=among_those_of("deploy.tuning.repairs", "REPAIRS", "all", "none"),
+    shell_complete=complete_names_of("deploy.tuning.repairs", "REPAIRS", "all", "none"),
     help="Repairs to try, kept where they help: equalize, ranges, adaround, bias, all or none; a"
     " comma list, may be repeated. Default: adaround, none with --effort 0.",
 )
@@ -143,9 +143,9 @@ def build(
     """  # noqa: D301 (click reads the backspace)
     from deploy.commands.calibration_options import read_labels
     from deploy.pipeline import build_with
-    from deploy.pipeline.request import BuildOptions
+    from deploy.pipeline.build_options import BuildOptions
     from deploy.report import to_json, to_screen
-    from deploy.report.screen import grave
+    from deploy.report.screen import serious_findings
 
     calibration.refuse_ignored(targets)
     _refuse_unfed_float(model, images)
@@ -162,13 +162,13 @@ def build(
         tuning=tuning.search,
         gates=tuning.gates,
         repairs=repairs or None,
-        settings=settings(),
+        settings=settings_text(),
     )
     report = build_with(
         model_from(model, shapes, weights), dataset if dataset.source else None, options
     )
     say_lines(to_screen(report, verbose=calibration.verbose))
-    for sentence in grave(report) if textless() else ():
+    for sentence in serious_findings(report) if is_text_suppressed() else ():
         say(f"calib8: {sentence}", err=True)
     put_json(json_path, lambda: to_json(report))
     if report.failed:

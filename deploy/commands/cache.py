@@ -9,13 +9,13 @@ import click
 
 from deploy.calibration import DEFAULT_TRT_VERSION
 from deploy.commands import base
-from deploy.commands.base import with_progress
+from deploy.commands.base import shows_progress
 from deploy.terminal import say, say_lines
 
 if TYPE_CHECKING:
     from deploy.calibration.trt_cache import CalibrationCache
-    from deploy.targets.tensorrt.dla import Inferred
-    from deploy.targets.tensorrt.match import Match
+    from deploy.targets.tensorrt.cache_match import CacheMatch
+    from deploy.targets.tensorrt.infer_scales import InferredScales
 
 FILE = click.Path(path_type=Path)
 _OUT = click.option("-o", "--out", type=FILE, required=True, metavar="FILE", help="File to write.")
@@ -72,7 +72,7 @@ def diff(context: click.Context, first: Path, second: Path, limit: int) -> None:
     from deploy.targets.tensorrt import cache_tools
 
     a, b = cache_tools.read_cache(first), cache_tools.read_cache(second)
-    found = cache_tools.diff(a, b)
+    found = cache_tools.compare_caches(a, b)
     if a.header.text != b.header.text:
         say(f"first line: {a.header.text} | {b.header.text}")
     same = len(set(a.scales()) & set(b.scales())) - sum(
@@ -106,7 +106,7 @@ def merge(paths: tuple[Path, ...], out: Path, on_conflict: str) -> None:
     from deploy.files.atomic import write_bytes
     from deploy.targets.tensorrt import cache_tools
 
-    merged = cache_tools.merge(
+    merged = cache_tools.merge_caches(
         [cache_tools.read_cache(path) for path in paths], on_conflict=on_conflict
     )
     write_bytes(out, dump(merged))
@@ -140,7 +140,7 @@ def relabel(path: Path, trt_version: str, algorithm: str | None, out: Path) -> N
 
 
 @cache.command(short_help="Check a cache against a model and a TensorRT version.")
-@with_progress
+@shows_progress
 @click.argument("path", type=FILE, metavar="CACHE")
 @click.option("--model", type=FILE, metavar="ONNX", help="Model the cache should fit.")
 @click.option("--trt-version", metavar="X.Y.Z", help="TensorRT version that will read it.")
@@ -163,10 +163,12 @@ def check(
     from deploy.targets.tensorrt import cache_tools
 
     if model is None:
-        base.refuse_without("--model", base.typed("parser", "verbose"))
+        base.refuse_without("--model", base.given_flags("parser", "verbose"))
     read = cache_tools.read_cache(path)
     matched = _matched(read, model, parser) if model is not None else None
-    findings = cache_tools.check(read, version=trt_version, algorithm=algorithm, matched=matched)
+    findings = cache_tools.check_cache(
+        read, version=trt_version, algorithm=algorithm, matched=matched
+    )
     say(_head(read))
     for finding in findings:
         say(f"{'WRONG' if finding.harmful else 'note '}  {finding.text}")
@@ -178,7 +180,7 @@ def check(
 
 
 @cache.command("to-qdq", short_help="Convert a cache to a Q/DQ model for TensorRT 10, 11 and CPUs.")
-@with_progress
+@shows_progress
 @click.argument("model", type=FILE, metavar="MODEL.ONNX")
 @click.argument("path", type=FILE, metavar="CACHE")
 @_OUT
@@ -240,7 +242,7 @@ def to_qdq(
 
 
 @cache.command("from-qdq", short_help="Convert a Q/DQ model to a float model and a cache.")
-@with_progress
+@shows_progress
 @click.argument("model", type=FILE, metavar="MODEL.QDQ.ONNX")
 @click.option(
     "-o",
@@ -277,10 +279,10 @@ def from_qdq(
     from deploy.calibration.trt_cache import dump
     from deploy.files.atomic import write_bytes
     from deploy.targets.tensorrt import cache_tools, sdk
-    from deploy.targets.tensorrt.naming import trt_tensors
+    from deploy.targets.tensorrt.cache_contents import trt_tensors
 
     if not dla:
-        base.refuse_without("--dla", base.typed("no_guesses"))
+        base.refuse_without("--dla", base.given_flags("no_guesses"))
     version = trt_version or sdk.cache_reader() or DEFAULT_TRT_VERSION
     plain, made = cache_tools.qdq_to_cache(model, version=version)
     found = None
@@ -307,7 +309,7 @@ def from_qdq(
         )
 
 
-def _print_inferred(found: Inferred) -> None:
+def _print_inferred(found: InferredScales) -> None:
     """Print how the scales without a pair were inferred, and which are missing."""
     kinds = {
         "equal": "are those of another tensor by what the operators do",
@@ -327,12 +329,12 @@ def _print_inferred(found: Inferred) -> None:
         )
 
 
-def _matched(read: CalibrationCache, model: Path, parser: str | None) -> Match:
+def _matched(read: CalibrationCache, model: Path, parser: str | None) -> CacheMatch:
     from deploy.frontends import load
-    from deploy.targets.tensorrt.cache_tools import original_of
-    from deploy.targets.tensorrt.match import match
+    from deploy.targets.tensorrt.cache_match import match_cache
+    from deploy.targets.tensorrt.cache_tools import load_uncleaned_graph
 
-    return match(read, load(model).model, original=original_of(model), parser=parser)
+    return match_cache(read, load(model).model, original=load_uncleaned_graph(model), parser=parser)
 
 
 def _head(read: CalibrationCache) -> str:
@@ -362,7 +364,7 @@ def _plain(value: float) -> float | str:
     return value if value - value == 0 else str(value)
 
 
-def _print_match(matched: Match, *, everything: bool = True) -> None:
+def _print_match(matched: CacheMatch, *, everything: bool = True) -> None:
     say(
         f"{matched.used} of {len(matched.entries)} entries used,"
         f" {matched.covered} of {len(matched.tensors)} tensors covered"

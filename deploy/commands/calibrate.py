@@ -14,11 +14,11 @@ from deploy.commands.calibration_options import (
     CalibrationArguments,
     calibration_options,
     cluster_options,
-    compared,
-    end,
+    exit_if_failed,
     feed_of,
+    print_calibration,
     resume_option,
-    tell,
+    script_cache_notes,
 )
 from deploy.commands.image_options import ImageArguments, feed_options
 from deploy.commands.model_options import model_from, model_options, target_options
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     help="Observe the I-th of N parts of the images, for calib8 merge; -o names the shard's file."
     "  [default of -o: MODEL.I-of-N.shard]",
 )
-@base.retired(
+@base.retired_option(
     "--calibrator",
     "TensorRT's calibrators are methods: --method entropy-tensorrt (with --batch-size),"
     " --method minmax or --method legacy",
 )
-@base.retired(
+@base.retired_option(
     "--order-independent", "it is what --method entropy does with every target", is_flag=True
 )
 @target_options(lambda option: option.observes)
@@ -92,9 +92,9 @@ def calibrate(
     statistics (.npz), with which another --method needs no second run. `build` with the same
     targets takes it with --cache.
     """  # noqa: D301 (click reads the backspace)
-    from deploy.calibration.checkpoint import beside
-    from deploy.calibration.shards import keep_shard, refuse_foreign
-    from deploy.feed.sampling import choice_of
+    from deploy.calibration.checkpoint import checkpoint_path
+    from deploy.calibration.shards import refuse_foreign, write_shard
+    from deploy.feed.sampling import to_choice
     from deploy.pipeline import calibrate_with
 
     calibration.refuse_ignored(targets)
@@ -103,20 +103,20 @@ def calibrate(
     cache: Path | None = path
     if shard is not None:
         number, of = _shard(shard, calibration.cache)
-        dataset = replace(dataset, limit=replace(choice_of(dataset.limit), shard=(number, of)))
+        dataset = replace(dataset, limit=replace(to_choice(dataset.limit), shard=(number, of)))
         path, cache = out or Path(f"{model.stem}.{number}-of-{of}.shard"), None
         refuse_foreign(path, force=calibration.cache.force)
     options = calibration.options(
-        cache, method, images, scheduler=scheduler, resume=resume, checkpoint=beside(path)
+        cache, method, images, scheduler=scheduler, resume=resume, checkpoint=checkpoint_path(path)
     )
     found = calibrate_with(model_from(model, shapes, weights), dataset, options, targets=targets)
     if shard is not None:
-        keep_shard(found, path)
-    tell(found, path, verbose=calibration.verbose)
-    for note in compared(dataset, path):
+        write_shard(found, path)
+    print_calibration(found, path, verbose=calibration.verbose)
+    for note in script_cache_notes(dataset, path):
         say(note)
     put_json(json_path, found.to_json)
-    end(found)
+    exit_if_failed(found)
 
 
 def _shard(text: str, policy: CachePolicy) -> tuple[int, int]:
@@ -188,6 +188,6 @@ def merge(
     path = out or Path(f"{model.stem}.cache")
     options = calibration.options(path, calibration.method if calibration.asked else None)
     found = calibrate_with(model_from(model, shapes, weights), shards, options, targets=targets)
-    tell(found, path, verbose=calibration.verbose)
+    print_calibration(found, path, verbose=calibration.verbose)
     put_json(json_path, found.to_json)
-    end(found)
+    exit_if_failed(found)

@@ -20,15 +20,15 @@ from deploy.commands.base import verbose_option
 from deploy.commands.image_options import ImageArguments
 from deploy.errors import ConfigError, FeedError
 from deploy.method import Method
-from deploy.terminal import say, textless
+from deploy.terminal import is_text_suppressed, say
 
 if TYPE_CHECKING:
-    from deploy.calibration.calibrated import Calibrated
+    from deploy.calibration.calibration_result import CalibrationResult
     from deploy.calibration.cluster_jobs import Cluster
     from deploy.calibration.reuse import CachePolicy
     from deploy.feed.feed import Dataset
     from deploy.metrics.precision import Annotations
-    from deploy.pipeline.request import CalibrationOptions
+    from deploy.pipeline.build_options import CalibrationOptions
     from deploy.targets import Target
 
 
@@ -79,7 +79,7 @@ def method_options(command: Command) -> Command:
     def gathered(method: str, **words: Any) -> None:
         values = {p.name: words.pop(p.name) for p in known}
         chosen = Method.of(method, {k: v for k, v in values.items() if v is not None})
-        asked = tuple(base.typed("method", *values))
+        asked = tuple(base.given_flags("method", *values))
         command(method=chosen, asked=asked, **words)
 
     wrapped: Command = gathered
@@ -146,7 +146,7 @@ class CalibrationArguments:
             images: the images, with worker threads.
             **more: fields of `CalibrationOptions` that are options of one command.
         """
-        from deploy.pipeline.request import CalibrationOptions
+        from deploy.pipeline.build_options import CalibrationOptions
 
         return CalibrationOptions(
             method=method,
@@ -272,7 +272,7 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         verbose_option,
     )
-    return base.added(gathered, options)
+    return base.add_options(gathered, options)
 
 
 SECTION = "Many machines"
@@ -320,10 +320,10 @@ def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
     def gathered(scheduler: str | None, **words: Any) -> None:
         asked = {name: words.pop(name) for name in ("send", "pieces", "retries")}
         if scheduler is None:
-            base.refuse_without("--scheduler", base.typed(*asked))
+            base.refuse_without("--scheduler", base.given_flags(*asked))
         command(scheduler=None if scheduler is None else _cluster(scheduler, asked), **words)
 
-    return base.added(gathered, _OPTIONS)
+    return base.add_options(gathered, _OPTIONS)
 
 
 def _cluster(address: str, asked: dict[str, Any]) -> Cluster:
@@ -334,7 +334,7 @@ def _cluster(address: str, asked: dict[str, Any]) -> Cluster:
     """
     from deploy.calibration.cluster_jobs import Cluster
 
-    idle = base.typed("require_cache", "trust_cache", "shard")
+    idle = base.given_flags("require_cache", "trust_cache", "shard")
     if idle:
         raise ConfigError(
             f"--scheduler has its workers observe, got {idle[0]}, which does not; leave one of them"
@@ -359,11 +359,11 @@ def feed_of(
     if not images.script:
         return images.dataset, asked
     from deploy.feed.calibrator import CalibratorScript
-    from deploy.targets.tensorrt.cache_tools import method_of
+    from deploy.targets.tensorrt.cache_tools import method_of_calibrator
 
     script = CalibratorScript(images.script)
     dataset = replace(images.dataset, source=script)
-    named = method_of(script)
+    named = method_of_calibrator(script)
     idle = all(target.own_method for target in targets) or calibration.cache.trust
     if asked is not None or idle or named is None:
         return dataset, asked
@@ -372,7 +372,7 @@ def feed_of(
     return dataset, method
 
 
-def compared(dataset: Dataset, path: Path) -> list[str]:
+def script_cache_notes(dataset: Dataset, path: Path) -> list[str]:
     """A note on how the script's own cache and the one that was written agree."""
     from deploy.feed.calibrator import CalibratorScript
 
@@ -380,14 +380,14 @@ def compared(dataset: Dataset, path: Path) -> list[str]:
     known = script.known if isinstance(script, CalibratorScript) else None
     if known is None:
         return []
-    from deploy.targets.tensorrt.cache_tools import agreement, read_cache
+    from deploy.targets.tensorrt.cache_tools import compare_with_script_cache, read_cache
 
-    return [agreement(known, read_cache(path))]
+    return [compare_with_script_cache(known, read_cache(path))]
 
 
-def tell(found: Calibrated, path: Path, *, verbose: bool) -> None:
+def print_calibration(found: CalibrationResult, path: Path, *, verbose: bool) -> None:
     """Print what was observed, how ranges were searched, and all notes."""
-    from deploy.feed.feed import as_read
+    from deploy.feed.feed import preprocessing_notes
 
     how = "reused" if found.reused else f"written in {found.seconds:.1f} s"
     share = found.feed.share
@@ -404,12 +404,12 @@ def tell(found: Calibrated, path: Path, *, verbose: bool) -> None:
     for name, why in found.found.reasons.items():
         say(f"no scale for {name}: it {why}")
     for warning in (*found.doubts, *found.warnings):
-        say(warning, err=textless())
-    for note in (*found.resumed, *found.notes, *as_read(found.feed)):
+        say(warning, err=is_text_suppressed())
+    for note in (*found.resumed, *found.notes, *preprocessing_notes(found.feed)):
         say(note)
 
 
-def end(found: Calibrated) -> None:
+def exit_if_failed(found: CalibrationResult) -> None:
     """Print which targets failed, and exit with code 1 if one did."""
     for name, why in found.failed.items():
         say(f"calib8: {name} failed: {why}", err=True)

@@ -16,13 +16,13 @@ from deploy.commands.base import (
     json_option,
     put_json,
     quietable,
-    with_progress,
+    shows_progress,
 )
 from deploy.commands.calibration_options import keep_float_option
 from deploy.commands.image_options import ImageArguments, image_options, input_options
 from deploy.commands.model_options import model_from, model_options, target_options
 from deploy.errors import ConfigError
-from deploy.files.reading import opened
+from deploy.files.reading import open_regular_file
 from deploy.terminal import say, say_lines
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def inspect(
     """  # noqa: D301 (click reads the backspace)
     model = model_from(path, shapes, weights)
     if model is path and path.suffix not in {".onnx", ".py"} and not _looks_like_onnx(path):
-        base.refuse_without("a model", base.typed())
+        base.refuse_without("a model", base.given_flags())
         _inspect_cache(path)
         return
     from deploy.analysis.inspection import inspect as judge
@@ -81,10 +81,10 @@ def _inspect_cache(path: Path) -> None:
     from deploy.calibration import store, trt_cache
     from deploy.errors import CacheError
 
-    cache = trt_cache.parse(store.read(path), origin=str(path))
+    cache = trt_cache.parse(store.read_cache_file(path), origin=str(path))
     say(f"{path}: {cache.header.text}, {len(cache.entries)} tensors")
     try:
-        _, mark = store.text_of(path)
+        _, mark = store.read_cache_text(path)
     except CacheError as error:
         say(f"no fitting fingerprint: {error}")
     else:
@@ -99,7 +99,9 @@ def _inspect_cache(path: Path) -> None:
 def _looks_like_onnx(path: Path) -> bool:
     """Anything that does not start as text is taken for a model, which then says what it is."""
     try:
-        with opened(path, what="a model or a cache", error=ConfigError, own=True) as file:
+        with open_regular_file(
+            path, what="a model or a cache", error=ConfigError, own=True
+        ) as file:
             head = file.read(64)
     except ConfigError:
         return path.suffix != ".cache"
@@ -162,7 +164,7 @@ def compare(
     from deploy.analysis.comparison import compare as run
 
     if runtime == "onnxruntime":
-        base.refuse_without("--runtime openvino", base.typed("every"))
+        base.refuse_without("--runtime openvino", base.given_flags("every"))
     found = run(
         first,
         second,
@@ -233,7 +235,7 @@ def explain(
     from deploy.analysis.explanation import to_json, to_screen
 
     if json_path == Path("-"):
-        base.refuse_without("the text", base.typed("everything"))
+        base.refuse_without("the text", base.given_flags("everything"))
     found = run(
         folder,
         target=target,
@@ -262,15 +264,21 @@ def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | 
       calib8 report a/ b/ --html both.html
     """  # noqa: D301 (click reads the backspace)
     from deploy import report as one
-    from deploy.analysis.builds import compare, read_build, to_html, to_json, to_screen
+    from deploy.analysis.build_comparison import (
+        compare_builds,
+        read_stored_build,
+        to_html,
+        to_json,
+        to_screen,
+    )
     from deploy.files.atomic import write_text
 
-    builds = [read_build(folder) for folder in folders]
+    builds = [read_stored_build(folder) for folder in folders]
     if len(builds) == 1:
-        base.refuse_without("a second folder", base.typed("html_path", "json_path"))
+        base.refuse_without("a second folder", base.given_flags("html_path", "json_path"))
         say_lines(one.to_screen(builds[0].report))
         return
-    found = compare(builds)
+    found = compare_builds(builds)
     if html_path is not None:
         write_text(html_path, to_html(found))
     say_lines(to_screen(found))
@@ -278,7 +286,7 @@ def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | 
 
 
 @click.command()
-@with_progress
+@shows_progress
 @click.argument("folder", type=click.Path(path_type=Path))
 def verify(folder: Path) -> None:
     """Tell whether the files in FOLDER are those of one build, as it wrote them.
@@ -295,7 +303,7 @@ def verify(folder: Path) -> None:
 
     staging.recover(folder)
     found = manifest.read_manifest(folder)
-    wrong = manifest.changed(folder, found)
+    wrong = manifest.find_changed_files(folder, found)
     for name in found.files:
         say(f"{name} {wrong.get(name, 'is as it was written')}")
     for name in found.earlier:
@@ -317,16 +325,16 @@ def verify(folder: Path) -> None:
 
 
 @click.command()
-@with_progress
+@shows_progress
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(as_json: bool) -> None:
     """Tell what is here: versions, int8 on this CPU, and what every target can do.
 
     What is missing is said with the command that brings it; the exit code is 0 all the same.
     """
-    from deploy.analysis.environment import examine
+    from deploy.analysis.environment import check_environment
 
-    found = examine()
+    found = check_environment()
     if as_json:
         import json
         from dataclasses import asdict

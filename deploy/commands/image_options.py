@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from deploy.commands import base
-from deploy.commands.base import THREADS, Real, among_those_of
+from deploy.commands.base import THREADS, Real, complete_names_of
 from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
     from deploy.feed.feed import Dataset
     from deploy.feed.paths import RawFiles
-    from deploy.feed.preprocess import Asked, Sides
+    from deploy.feed.preprocess import PreprocessRequest, Sides
     from deploy.feed.sampling import Limit
 
 
@@ -51,11 +51,11 @@ PREPROCESS = (
 
 
 _NAMES = {
-    "preset": among_those_of("deploy.feed.preprocess", "PRESETS"),
-    "resize": among_those_of("deploy.feed.preprocess", "RESIZES"),
-    "interpolation": among_those_of("deploy.feed.preprocess", "INTERPOLATIONS"),
-    "color": among_those_of("deploy.feed.preprocess", "COLORS"),
-    "layout": among_those_of("deploy.feed.preprocess", "LAYOUTS"),
+    "preset": complete_names_of("deploy.feed.preprocess", "PRESETS"),
+    "resize": complete_names_of("deploy.feed.preprocess", "RESIZES"),
+    "interpolation": complete_names_of("deploy.feed.preprocess", "INTERPOLATIONS"),
+    "color": complete_names_of("deploy.feed.preprocess", "COLORS"),
+    "layout": complete_names_of("deploy.feed.preprocess", "LAYOUTS"),
 }
 
 
@@ -72,7 +72,7 @@ def preprocess_options(command: Command) -> Command:
     return command
 
 
-def preprocess_from(words: dict[str, str | None]) -> Asked:
+def preprocess_from(words: dict[str, str | None]) -> PreprocessRequest:
     """The preprocessing of a preset and of options that override it; None if none is given.
 
     Options without a preset are returned as a dict: the model decides the rest.
@@ -82,28 +82,28 @@ def preprocess_from(words: dict[str, str | None]) -> Asked:
     """
     if not any(words.values()):
         return None
-    from deploy.feed.preprocess import Preprocess, asked_of, preset, with_options
+    from deploy.feed.preprocess import Preprocess, apply_user_options, find_preset, with_options
 
     given: dict[str, object] = {
         key: words[key] for key in ("resize", "interpolation", "color", "layout") if words[key]
     }
     if words["size"]:
-        given["size"] = size(words["size"])
+        given["size"] = parse_size_option(words["size"])
     for key in ("short_side", "multiple"):
         if text := words[key]:
-            given[key] = whole(f"--{key.replace('_', '-')}", text)
+            given[key] = parse_integer(f"--{key.replace('_', '-')}", text)
     if words["scale"]:
         given["scale"] = _number("--scale", words["scale"])
     for key in ("mean", "std", "pad"):
         if text := words[key]:
             given[key] = tuple(_number(f"--{key}", part) for part in text.split(","))
     if words["preset"]:
-        return asked_of(preset(words["preset"]), given)
+        return apply_user_options(find_preset(words["preset"]), given)
     with_options(Preprocess(), given)  # check the values before a model is read
     return given
 
 
-def size(text: str) -> Sides:
+def parse_size_option(text: str) -> Sides:
     """`HxW` as (height, width); `*` and `native` as None."""
     parts = ["*", "*"] if text.lower() == "native" else text.lower().split("x")
     if len(parts) != 2:
@@ -111,11 +111,11 @@ def size(text: str) -> Sides:
             f"a size reads HxW, such as 224x224, 48x* or native, got {text!r}; * leaves a side to"
             " each image"
         )
-    height, width = (None if part == "*" else whole("--size", part) for part in parts)
+    height, width = (None if part == "*" else parse_integer("--size", part) for part in parts)
     return height, width
 
 
-def whole(flag: str, text: str) -> int:
+def parse_integer(flag: str, text: str) -> int:
     """Parse the integer of a flag.
 
     Raises:
@@ -148,7 +148,7 @@ _RAW = (
         "--raw-dtype",
         section=base.IMAGES,
         metavar="NAME",
-        shell_complete=among_those_of("deploy.feed.paths", "DTYPES"),
+        shell_complete=complete_names_of("deploy.feed.paths", "DTYPES"),
         help="Their dtype, little-endian, such as float16; uint8 files are pictures, unless the"
         " input is uint8 and no preprocessing is given.  [default: the input's]",
     ),
@@ -157,7 +157,7 @@ _RAW = (
 
 def raw_options(command: Command) -> Command:
     """Add shape and dtype of files without a header; `raw_from` takes them out."""
-    return base.added(command, _RAW)
+    return base.add_options(command, _RAW)
 
 
 def raw_from(words: dict[str, Any], source: str) -> str | RawFiles:
@@ -176,7 +176,9 @@ def raw_from(words: dict[str, Any], source: str) -> str | RawFiles:
         )
     from deploy.feed.paths import RawFiles
 
-    sides = None if shape is None else tuple(whole("--raw-shape", s) for s in shape.split("x"))
+    sides = (
+        None if shape is None else tuple(parse_integer("--raw-shape", s) for s in shape.split("x"))
+    )
     return RawFiles(source, shape=sides, dtype=dtype)
 
 
@@ -210,7 +212,7 @@ _CHOICE = (
 
 def limit_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options on which images are used; `limit_from` takes them out."""
-    return base.added(command, _CHOICE)
+    return base.add_options(command, _CHOICE)
 
 
 def limit_from(words: dict[str, Any]) -> Limit:
@@ -254,14 +256,14 @@ def stable_from(words: dict[str, Any]) -> float | None:
     Raises:
         ConfigError: --stable-within without --until-stable.
     """
-    from deploy.calibration.sample_checks import WITHIN
+    from deploy.calibration.sample_checks import STABLE_SHARE
 
     asked, within = words.pop("until_stable", False), words.pop("stable_within", None)
     if within is not None and not asked:
         raise ConfigError(
             f"--stable-within is of --until-stable, got {within:g} alone; give --until-stable too"
         )
-    return None if not asked else WITHIN if within is None else within
+    return None if not asked else STABLE_SHARE if within is None else within
 
 
 SOURCES = (
@@ -288,12 +290,12 @@ class ImageArguments:
 
     def evaluation(self, path: str | None) -> Dataset | None:
         """Evaluation images, read as the calibration images; None without a path."""
-        from deploy.feed.paths import RawFiles, alike
+        from deploy.feed.paths import RawFiles, with_same_format
 
         if path is None:
             return None
         known = self.dataset.source
-        source = alike(known, path) if isinstance(known, RawFiles) else path
+        source = with_same_format(known, path) if isinstance(known, RawFiles) else path
         return replace(self.dataset, source=source, limit=None)
 
 
@@ -373,7 +375,7 @@ def _image_options(
             help="Worker threads; results do not depend on them.  [default: up to 4 cores]",
         ),
     )
-    return base.added(gathered, options)
+    return base.add_options(gathered, options)
 
 
 def _dataset(words: dict[str, Any], source: str) -> Dataset:
@@ -409,7 +411,7 @@ def shape_option(ending: str = "") -> Callable[[CommandFunction], CommandFunctio
     )
 
 
-def shape(text: str) -> tuple[str, tuple[int, ...]]:
+def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
     """Split "name:1x3x224x224" into name and dimensions; the name may itself hold colons.
 
     Raises:
@@ -436,12 +438,12 @@ def input_options(purpose: str) -> Callable[[CommandFunction], CommandFunction]:
         def gathered(**words: Any) -> None:
             source = words.pop("images")
             if source is None:
-                base.refuse_without("--images", base.typed_in(base.IMAGES))
+                base.refuse_without("--images", base.given_flags_in(base.IMAGES))
             dataset = _dataset(words, source or "")
             command(dataset=dataset if source else None, **words)
 
         wrapped: CommandFunction = gathered
-        return base.added(wrapped, _options(purpose))
+        return base.add_options(wrapped, _options(purpose))
 
     return added
 

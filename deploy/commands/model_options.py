@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from deploy.commands import base
-from deploy.commands.base import Real, among
+from deploy.commands.base import Real, complete_names
 from deploy.errors import ConfigError
-from deploy.targets import TARGETS, Target, named
-from deploy.targets.options import Option, options_of
+from deploy.targets import TARGETS, Target, find_target
+from deploy.targets.options import Option, declared_options
 from deploy.terminal import say
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def model_from(model: Path, shapes: tuple[str, ...], weights: Path | None) -> Pa
     from deploy.frontends.torch_model import is_torch_spec, parse_input
 
     if is_torch_spec(model):
-        from deploy.fx.opening import open_torch
+        from deploy.fx.open_model import open_torch
 
         inputs = [parse_input(text) for text in shapes]
         return open_torch(
@@ -124,7 +124,7 @@ def torch_options(command: Command) -> Command:
             help="Device to run on: cpu, cuda, cuda:1; meta computes nothing.",
         ),
     )
-    return base.added(command, added)
+    return base.add_options(command, added)
 
 
 def torch_model(model: str, weights: Path | None, device: str) -> nn.Module:
@@ -134,11 +134,11 @@ def torch_model(model: str, weights: Path | None, device: str) -> nn.Module:
         SdkMissingError, ConfigError, ModelError: as `deploy.fx.source.load_module`.
     """
     from deploy.fx.device import find_device
-    from deploy.fx.source import load_module, note
+    from deploy.fx.source import load_module, random_weights_note
 
     place = find_device(device)
     module = load_module(model, weights)
-    if sentence := note(model, weights):
+    if sentence := random_weights_note(model, weights):
         say(sentence)
     return module.to(place)
 
@@ -154,13 +154,13 @@ def torch_inputs(
         ConfigError, FeedError: both, no shape, or no sample or names for this model.
     """
     from deploy.frontends.torch_model import parse_input
-    from deploy.fx.device import device_of, moved
+    from deploy.fx.device import device_of, move_tensors
     from deploy.fx.model_inputs import (
-        as_dict,
+        accept_named_inputs,
+        dict_input_note,
         example_inputs,
         floating_dtype,
         read_sample,
-        take_named,
     )
 
     if shapes and sample:
@@ -171,10 +171,12 @@ def torch_inputs(
         wanted = [parse_input(text) for text in shapes]
         sizes, dtypes = [asked.shape for asked in wanted], [asked.dtype for asked in wanted]
         made = example_inputs(sizes, dtypes, floating=floating_dtype(module))
-        tensors = tuple(made[i] for i in take_named(module, [asked.name for asked in wanted]))
-    if sentence := as_dict(module):
+        tensors = tuple(
+            made[i] for i in accept_named_inputs(module, [asked.name for asked in wanted])
+        )
+    if sentence := dict_input_note(module):
         say(sentence)
-    found: tuple[torch.Tensor, ...] = moved(tensors, device_of(module))
+    found: tuple[torch.Tensor, ...] = move_tensors(tensors, device_of(module))
     return found
 
 
@@ -206,7 +208,7 @@ def target_options(
             default=("onnxruntime",),
             show_default=True,
             callback=_names,
-            shell_complete=among(lambda: TARGETS),
+            shell_complete=complete_names(lambda: TARGETS),
             help=f"Any of {', '.join(TARGETS)}, by commas or repeated; one calibration serves all.",
         )(own_options(wanted)(gathered))
 
@@ -232,8 +234,8 @@ def one_target(section: str) -> Callable[[CommandFunction], CommandFunction]:
             metavar="NAME",
             default="onnxruntime",
             show_default=True,
-            callback=lambda context, param, name: named(name) and name,
-            shell_complete=among(lambda: TARGETS),
+            callback=lambda context, param, name: find_target(name) and name,
+            shell_complete=complete_names(lambda: TARGETS),
             help=f"Target that decides where pairs go and on which grid: {', '.join(TARGETS)}.",
         )(own_options(lambda o: o.places and o.name not in _NOT_OF_TORCH)(gathered))
 
@@ -247,7 +249,7 @@ def own_options(wanted: Callable[[Option], bool]) -> Callable[[CommandFunction],
         declared = {
             f"{target}_{option.name}".replace("-", "_"): (target, option)
             for target, kind in TARGETS.items()
-            for option in options_of(kind)
+            for option in declared_options(kind)
             if wanted(option)
         }
 
@@ -267,15 +269,18 @@ def own_options(wanted: Callable[[Option], bool]) -> Callable[[CommandFunction],
     return add
 
 
-def flags(target: str, fields: Mapping[str, Any]) -> str:
+def target_flags(target: str, fields: Mapping[str, Any]) -> str:
     """The flags of a target's fields, as a user types them."""
-    own = {option.name: option.flag.partition("/")[0] for option in options_of(named(target))}
+    own = {
+        option.name: option.flag.partition("/")[0]
+        for option in declared_options(find_target(target))
+    }
     return " and ".join(own[name] for name in fields)
 
 
-def made(target: str, fields: Mapping[str, Any]) -> Target:
+def make_target(target: str, fields: Mapping[str, Any]) -> Target:
     """A target with these values in its fields."""
-    kind: Callable[..., Target] = named(target)
+    kind: Callable[..., Target] = find_target(target)
     return kind(**fields)
 
 
@@ -283,17 +288,18 @@ def _made(names: tuple[str, ...], given: Given) -> list[Target]:
     for target, fields in given.items():
         if target not in names:
             raise ConfigError(
-                f"{flags(target, fields)} {'belong' if len(fields) > 1 else 'belongs'} to --target"
+                f"{target_flags(target, fields)} {'belong' if len(fields) > 1 else 'belongs'} to"
+                " --target"
                 f" {target}, got --target {','.join(names)}"
             )
-    return [made(name, given.get(name, {})) for name in names]
+    return [make_target(name, given.get(name, {})) for name in names]
 
 
 def _names(context: click.Context, param: click.Parameter, words: tuple[str, ...]) -> Any:
     """Names separated by commas or in repeated flags, each once."""
     names = [name.strip() for word in words for name in word.split(",")]
     for name in names:
-        named(name)
+        find_target(name)
     return tuple(dict.fromkeys(names))
 
 

@@ -43,9 +43,11 @@ class _Quantize(base.SectionedCommand):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            from deploy.analysis.experiment import refuse_bare
+            from deploy.analysis.experiment import refuse_unbracketed
 
-            refuse_bare(next((w for w in given_words if w.startswith(error.option_name)), ""))
+            refuse_unbracketed(
+                next((w for w in given_words if w.startswith(error.option_name)), "")
+            )
             raise
 
 
@@ -94,20 +96,20 @@ def quantize(
     Prints scale and zero point, the integer and the dequantized value of each value, and the error.
     The range is searched in the values, or given by --scale and --zero-point.
     """
-    from deploy.analysis.experiment import read_values, searched, with_scales
+    from deploy.analysis.experiment import quantize_by_search, quantize_with_scales, read_values
     from deploy.errors import ConfigError
 
     if scales is None:
-        base.refuse_without("--scale", base.typed("zeros"))
+        base.refuse_without("--scale", base.given_flags("zeros"))
     elif asked:
         raise ConfigError(
             f"a scale is given or searched, got --scale and {' and '.join(asked)}; leave one away"
         )
     read = read_values(values)
     if scales is None:
-        made = searched(read, method, axis=axis, dtype=dtype)
+        made = quantize_by_search(read, method, axis=axis, dtype=dtype)
     else:
         zeros = zeros if zeros is not None else [0] * len(scales)
-        made = with_scales(read, scales, zeros, axis=axis, dtype=dtype)
+        made = quantize_with_scales(read, scales, zeros, axis=axis, dtype=dtype)
     say_lines(made.to_text())
     put_json(json_path, made.to_json)

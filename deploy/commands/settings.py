@@ -21,7 +21,7 @@ import click
 from deploy.commands import base
 from deploy.commands.base import GENERAL, Real, SectionedCommand, option
 from deploy.errors import ConfigError, did_you_mean
-from deploy.files.manifest import NAME, SETTINGS
+from deploy.files.manifest import MANIFEST_NAME, SETTINGS
 
 if TYPE_CHECKING:
     from deploy.report.verdict import Gates
@@ -63,7 +63,7 @@ class ConfiguredCommand(SectionedCommand):
         return super().parse_args(ctx, args)
 
 
-def settings() -> str:
+def settings_text() -> str:
     """The options of the running command, as a file that `--config` reads."""
     context = click.get_current_context()
     return "\n".join(_lines(context.command, context.meta[_META])) + "\n"
@@ -71,7 +71,7 @@ def settings() -> str:
 
 def _beside(file: Path) -> dict[str, Any]:
     """The default of --out: the folder of a build's own file, which is built again there."""
-    return {"out": str(file.parent)} if (file.parent / NAME).exists() else {}
+    return {"out": str(file.parent)} if (file.parent / MANIFEST_NAME).exists() else {}
 
 
 def _given(words: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _lines(command: click.Command, asked: Mapping[str, Any]) -> Iterator[str]:
             continue
         value = asked[param.name]
         if _is_text(value):
-            yield f"{toml.key(flag)} = {_said(param, value)}"
+            yield f"{toml.toml_key(flag)} = {_said(param, value)}"
         else:
             yield f"# {flag} has a name that is no text: it must be typed"
 
@@ -100,8 +100,8 @@ def _said(param: click.Parameter, value: Any) -> str:
     from deploy.files import toml
 
     if isinstance(value, list | tuple):
-        return f"[{', '.join(toml.word(str(one)) for one in value)}]"
-    return str(value).lower() if isinstance(value, bool) else toml.word(_number(param, value))
+        return f"[{', '.join(toml.toml_value(str(one)) for one in value)}]"
+    return str(value).lower() if isinstance(value, bool) else toml.toml_value(_number(param, value))
 
 
 def _is_text(value: Any) -> bool:
@@ -133,7 +133,7 @@ def options_in(command: click.Command, path: Path) -> dict[str, Any]:
     from deploy.files import toml
 
     what = "a TOML file of the options of a command"
-    data = toml.read(path, what=what, way_out=f"take the {SETTINGS} of a build as a pattern")
+    data = toml.read_toml(path, what=what, way_out=f"take the {SETTINGS} of a build as a pattern")
     table = data.get(str(command.name), {})
     strange = next((name for name in data if name != command.name), None)
     if strange is not None or not isinstance(table, dict):
@@ -204,7 +204,7 @@ def tuning_options(command: Command) -> Command:
         command(tuning=SearchArguments(search=search, gates=gates), **words)
 
     wrapped: Command = gathered
-    return base.added(wrapped, _options())
+    return base.add_options(wrapped, _options())
 
 
 def _options() -> list[Callable[[Command], Command]]:

@@ -11,13 +11,13 @@ from pathlib import Path
 import click
 
 from deploy.commands import base
-from deploy.commands.base import html_option, json_option, put_json, quietable, with_progress
+from deploy.commands.base import html_option, json_option, put_json, quietable, shows_progress
 from deploy.commands.model_options import leaf_option, torch_inputs, torch_model, torch_options
 from deploy.terminal import say, say_lines
 
 
 @click.command(cls=base.SectionedCommand)
-@with_progress
+@shows_progress
 @click.argument("model")
 @torch_options
 @leaf_option
@@ -57,13 +57,13 @@ def trace(
     """
     from deploy.errors import ConfigError
     from deploy.fx.norms import propagate_shapes, replace_op
-    from deploy.fx.profile import code, columns, table
-    from deploy.fx.source import users_errors
+    from deploy.fx.profile import format_columns, format_graph, graph_source
+    from deploy.fx.source import wrap_user_errors
     from deploy.fx.trace import find_function, submodule
     from deploy.fx.trace import trace as trace_module
 
     if not shapes and not sample:
-        base.refuse_without("--input or --sample", base.typed("device"))
+        base.refuse_without("--input or --sample", base.given_flags("device"))
     module = torch_model(model, weights, device)
     part = submodule(module, only) if only else module
     inputs = torch_inputs(part, shapes, sample) if shapes or sample else None
@@ -73,16 +73,16 @@ def trace(
         if not equals:
             raise ConfigError(f"--replace takes OP=FUNCTION, as add=torch.mul, got {change!r}")
         replace_op(graph_module, op, find_function(function))
-    say_lines(code(graph_module) if as_code else table(graph_module))
+    say_lines(graph_source(graph_module) if as_code else format_graph(graph_module))
     if inputs is not None:
-        with users_errors(model):
+        with wrap_user_errors(model):
             shaped = propagate_shapes(graph_module, *inputs)
         rows = [(name, str(shape)) for name, shape in shaped.items()]
-        say_lines("\n" + columns([("name", "shape"), *rows]))
+        say_lines("\n" + format_columns([("name", "shape"), *rows]))
 
 
 @click.command(cls=base.SectionedCommand)
-@with_progress
+@shows_progress
 @click.argument("model")
 @torch_options
 @leaf_option
@@ -117,9 +117,9 @@ def fuse(
     from deploy.errors import ConfigError
     from deploy.fx.device import find_device, refuse_meta
     from deploy.fx.fuse import fuse as fuse_module
-    from deploy.fx.opening import check_suffix, write_fused
-    from deploy.fx.profile import check_same
-    from deploy.fx.source import users_errors
+    from deploy.fx.open_model import check_suffix, write_fused
+    from deploy.fx.profile import check_same_outputs
+    from deploy.fx.source import wrap_user_errors
     from deploy.fx.trace import trace
 
     runs = bench or out is not None
@@ -129,14 +129,14 @@ def fuse(
             f"{'--bench' if bench else '--out'} runs the model and needs its --input shape"
         )
     if not given_inputs:
-        base.refuse_without("--input or --sample", base.typed("device"))
+        base.refuse_without("--input or --sample", base.given_flags("device"))
     if out is not None:
         check_suffix(out)
     if runs:
         refuse_meta(find_device(device), "a run")
     module = torch_model(model, weights, device)
     inputs = torch_inputs(module, shapes, sample) if given_inputs else None
-    with users_errors(model):
+    with wrap_user_errors(model):
         traced = trace(module, leaves=leaves) if leaves else module
         fused, report = fuse_module(traced, inputs)
     for pattern, count in sorted(report.counts().items()):
@@ -146,8 +146,8 @@ def fuse(
     say(f"BatchNorm left: {report.norms_left}")
     if not runs or inputs is None:
         return
-    with users_errors(model):
-        check_same(module, fused, inputs, "fusing")
+    with wrap_user_errors(model):
+        check_same_outputs(module, fused, inputs, "fusing")
         if bench:
             from deploy.fx.profile import compare_speed
 
@@ -196,16 +196,15 @@ def profile(
     from deploy.errors import ConfigError
     from deploy.files.atomic import write_text
     from deploy.fx.capture import graph_of
-    from deploy.fx.profile import COUNTED
-    from deploy.fx.profile import profile as profile_graph
-    from deploy.fx.source import users_errors
+    from deploy.fx.profile import COUNTED, profile_graph
+    from deploy.fx.source import wrap_user_errors
     from deploy.report.profile_page import profile_page
 
     if not shapes and not sample:
         raise ConfigError("profile runs the model and needs its --input shape, or a --sample")
     module = torch_model(model, weights, device)
     inputs = torch_inputs(module, shapes, sample)
-    with users_errors(model):
+    with wrap_user_errors(model):
         graph_module = graph_of(module, inputs, leaves=leaves)
         result = profile_graph(graph_module, inputs, warm_up=warm_up, runs=runs)
     say_lines(result.table())

@@ -27,18 +27,18 @@ from typing import IO, Any
 import numpy as np
 
 from deploy.errors import FeedError, first_line
-from deploy.feed.arrays import ArraySource, Item, by_name, rows
-from deploy.feed.images import shown
-from deploy.feed.listing import Picture
+from deploy.feed.arrays import ArraySource, Item, arrays_by_input, count_samples
+from deploy.feed.file_list import ImageFile
+from deploy.feed.images import printable_name
 from deploy.feed.preprocess import describe
 from deploy.files.reading import (
     HEADERS,
+    add_input_file,
     array_header,
     check_archive,
-    is_read,
-    opened,
+    format_bytes,
+    open_regular_file,
     refuse_irregular,
-    size,
 )
 from deploy.tensors import Array, TensorSpec
 
@@ -49,33 +49,38 @@ _MOST_ENTRIES = 1 << 12  # arrays in an .npz file: one per input
 Specs = tuple[TensorSpec, ...]
 
 
-def is_arrays(path: Path | str) -> bool:
+def is_array_file(path: Path | str) -> bool:
     """Return whether the suffix, in any case, is that of a file of arrays."""
     return os.path.splitext(path)[1].lower() in SUFFIXES
 
 
-def is_raw(path: Path | str) -> bool:
+def is_raw_file(path: Path | str) -> bool:
     """Return whether the suffix, in any case, is that of values without a header."""
     return os.path.splitext(path)[1].lower() in (".bin", ".raw")
 
 
-def from_file(path: Path, specs: Specs) -> ArraySource:
+def open_array_file(path: Path, specs: Specs) -> ArraySource:
     """Open one file of arrays; memory-map it unless it is compressed.
 
     Raises:
         FeedError: the file is damaged, holds objects, or does not fit the inputs.
     """
     contents = read_arrays(path, specs)
-    count = rows(contents.item, specs, shown(path.name))
+    count = count_samples(contents.item, specs, printable_name(path.name))
     if not count:
-        raise FeedError(f"{shown(path.name)} must hold samples, got none")
+        raise FeedError(f"{printable_name(path.name)} must hold samples, got none")
     return ArraySource(
-        specs, [contents.item], (count,), shown(path.name), contents.labels, tuple(contents.notes)
+        specs,
+        [contents.item],
+        (count,),
+        printable_name(path.name),
+        contents.labels,
+        tuple(contents.notes),
     )
 
 
 @dataclass(slots=True)
-class Held:
+class ArrayFileContents:
     """Contents of a file of arrays.
 
     Attributes:
@@ -89,7 +94,7 @@ class Held:
     notes: list[str] = field(default_factory=list)
 
 
-def read_arrays(path: Path, specs: Specs) -> Held:
+def read_arrays(path: Path, specs: Specs) -> ArrayFileContents:
     """Read the arrays of one file, by input name.
 
     Raises:
@@ -108,19 +113,24 @@ def read_arrays(path: Path, specs: Specs) -> Held:
         raise
     except Exception as e:  # numpy and zipfile raise a dozen kinds of error on malformed bytes
         raise FeedError(
-            f"{shown(str(path))} cannot be read as plain numpy arrays: {first_line(e)};"
+            f"{printable_name(str(path))} cannot be read as plain numpy arrays: {first_line(e)};"
             " write it with numpy.save or numpy.savez"
         ) from e
     labels = _take_labels(arrays, specs)
-    item = by_name(arrays, specs, shown(path.name))
-    if labels is not None and len(labels) != (count := rows(item, specs, shown(path.name))):
+    item = arrays_by_input(arrays, specs, printable_name(path.name))
+    if labels is not None and len(labels) != (
+        count := count_samples(item, specs, printable_name(path.name))
+    ):
         raise FeedError(
-            f"{shown(path.name)} must have one label per sample, got {len(labels)} for {count}"
+            f"{printable_name(path.name)} must have one label per sample, got {len(labels)} for"
+            f" {count}"
         )
-    return Held(item, labels, notes)
+    return ArrayFileContents(item, labels, notes)
 
 
-def from_files(files: Sequence[Picture], specs: Specs, name: str, *, skip_bad: bool) -> ArraySource:
+def open_array_files(
+    files: Sequence[ImageFile], specs: Specs, name: str, *, skip_bad: bool
+) -> ArraySource:
     """Open files that each hold all inputs; a file's label applies to all its samples.
 
     Raises:
@@ -137,23 +147,23 @@ def from_files(files: Sequence[Picture], specs: Specs, name: str, *, skip_bad: b
     return replace(source, labels=labels)
 
 
-def from_folder(
-    folder: Path, files: Sequence[Picture], specs: Specs, *, skip_bad: bool
+def open_array_folder(
+    folder: Path, files: Sequence[ImageFile], specs: Specs, *, skip_bad: bool
 ) -> ArraySource:
     """Open the files of arrays in a folder, or in one subfolder per input.
 
     Raises:
         FeedError: a file does not fit the inputs, or the subfolders hold different file names.
     """
-    title = shown(folder.name or str(folder))
+    title = printable_name(folder.name or str(folder))
     tops = {one.name.partition("/")[0] for one in files if "/" in one.name}
     if len(specs) > 1 and tops == {spec.name for spec in specs}:
         return _from_subfolders(files, specs, title, skip_bad=skip_bad)
-    return from_files(files, specs, title, skip_bad=skip_bad)
+    return open_array_files(files, specs, title, skip_bad=skip_bad)
 
 
 def _from_subfolders(
-    files: Sequence[Picture], specs: Specs, title: str, *, skip_bad: bool
+    files: Sequence[ImageFile], specs: Specs, title: str, *, skip_bad: bool
 ) -> ArraySource:
     """Open one folder per input; files of the same name form one item."""
     by_input: dict[str, dict[str, Path]] = {spec.name: {} for spec in specs}
@@ -167,7 +177,8 @@ def _from_subfolders(
         if missing:
             raise FeedError(
                 f"every input's folder in {title} must have files of the same names, got"
-                f" {len(missing)} missing in {shown(top)}, the first {shown(missing[0])}; add them"
+                f" {len(missing)} missing in {printable_name(top)}, the first"
+                f" {printable_name(missing[0])}; add them"
             )
     parts = [{top: by_stem[stem] for top, by_stem in by_input.items()} for stem in stems]
     return _open_items(parts, stems, specs, title, skip_bad=skip_bad)
@@ -185,11 +196,13 @@ def _open_items(
     for part in parts:
         try:
             contents = _read_item(part, specs)
-            count = rows(contents.item, specs, " and ".join(shown(p.name) for p in part.values()))
+            count = count_samples(
+                contents.item, specs, " and ".join(printable_name(p.name) for p in part.values())
+            )
         except FeedError:
             if not skip_bad:
                 raise
-            contents, count = Held({}), 1  # reading the item will report the error
+            contents, count = ArrayFileContents({}), 1  # reading the item will report the error
         counts.append(count)
         labels += contents.labels or ()
         notes |= {"compressed .npz files are unpacked into temporary files" for _ in contents.notes}
@@ -202,7 +215,7 @@ def _open_items(
         name,
         tuple(labels) if len(labels) == sum(counts) else None,
         tuple(sorted(notes)),
-        called=tuple(map(shown, called)),
+        called=tuple(map(printable_name, called)),
     )
 
 
@@ -225,28 +238,29 @@ class FileItems:
         return _read_item(self.parts[index], self.specs).item
 
 
-def _read_item(part: Mapping[str, Path], specs: Specs) -> Held:
+def _read_item(part: Mapping[str, Path], specs: Specs) -> ArrayFileContents:
     for path in part.values():
-        is_read(path)
+        add_input_file(path)
     if "" in part:
         return read_arrays(part[""], specs)
     each = {spec.name: read_arrays(part[spec.name], (spec,)) for spec in specs}
     notes = [note for one in each.values() for note in one.notes]
-    return Held({name: one.item[name] for name, one in each.items()}, notes=notes)
+    return ArrayFileContents({name: one.item[name] for name, one in each.items()}, notes=notes)
 
 
 def _load_raw(path: Path, specs: Specs) -> Array:
     """Map values without a header: samples of the input's dtype and shape, one after the other."""
     if len(specs) != 1:
         raise FeedError(
-            f"{shown(path.name)} holds the values of one input, the model has {len(specs)}; put"
+            f"{printable_name(path.name)} holds the values of one input, the model has"
+            f" {len(specs)}; put"
             " one subfolder per input, named as the input, into the folder"
         )
     (spec,) = specs
     inner = tuple(d for d in spec.shape[1:] if isinstance(d, int))
     if len(inner) != len(spec.shape) - 1:
         raise FeedError(
-            f"{shown(path.name)} has no header, so the input must state its shape, got"
+            f"{printable_name(path.name)} has no header, so the input must state its shape, got"
             f" {describe(spec)}; give it (--raw-shape), or write .npy files, which store theirs"
         )
     refuse_irregular(path, what="a file of values", error=FeedError)
@@ -254,7 +268,7 @@ def _load_raw(path: Path, specs: Specs) -> Array:
     sample_bytes, got = prod(inner) * dtype.itemsize, path.stat().st_size
     if not got or got % sample_bytes:
         raise FeedError(
-            f"{shown(path.name)} must hold complete samples of the input {describe(spec)},"
+            f"{printable_name(path.name)} must hold complete samples of the input {describe(spec)},"
             f" {sample_bytes:,} bytes each, got {got:,} bytes; check its shape and dtype"
             " (--raw-shape, --raw-dtype)"
         )
@@ -274,7 +288,7 @@ def _load_npy(path: Path) -> Array:
 def _load_npz(path: Path, notes: list[str]) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
     compressed = []
-    with opened(path, what="an .npz file", error=FeedError) as raw:
+    with open_regular_file(path, what="an .npz file", error=FeedError) as raw:
         check_archive(raw, path, what="an .npz file", error=FeedError, entries=_MOST_ENTRIES)
         with zipfile.ZipFile(raw) as archive:
             for info in archive.infolist():
@@ -288,7 +302,9 @@ def _load_npz(path: Path, notes: list[str]) -> dict[str, Array]:
                 with archive.open(info) as stream:
                     arrays[info.filename.removesuffix(".npy")] = _unpacked(stream, info.file_size)
     if compressed:
-        notes.append(f"{shown(path.name)} is compressed and was unpacked into temporary files")
+        notes.append(
+            f"{printable_name(path.name)} is compressed and was unpacked into temporary files"
+        )
     return arrays
 
 
@@ -298,8 +314,9 @@ def _refuse_without_room(entries: Sequence[zipfile.ZipInfo], path: Path) -> None
     folder = tempfile.gettempdir()
     if needed > (free := shutil.disk_usage(folder).free):
         raise FeedError(
-            f"{shown(str(path))} needs {size(needed)} of room in {folder} to be unpacked, got"
-            f" {size(free)}; write it with numpy.savez, which needs no unpacking"
+            f"{printable_name(str(path))} needs {format_bytes(needed)} of room in {folder} to be"
+            " unpacked, got"
+            f" {format_bytes(free)}; write it with numpy.savez, which needs no unpacking"
         )
 
 

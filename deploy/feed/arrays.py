@@ -32,7 +32,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from deploy.errors import FeedError
-from deploy.feed.listing import Changed, Raw, sample_digest
+from deploy.feed.file_list import RawSample, SampleChangedError, sample_digest
 from deploy.feed.preprocess import describe
 from deploy.tensors import Array, TensorSpec
 
@@ -41,7 +41,7 @@ Item = dict[str, Array]
 _MOST_NAMED = 5
 
 
-def inputs_of(value: object, specs: Specs, where: str) -> tuple[Item, list[str]]:
+def match_inputs(value: object, specs: Specs, where: str) -> tuple[Item, list[str]]:
     """Return the inputs in an item of an iterable, and the names of everything else it holds.
 
     ::
@@ -58,7 +58,7 @@ def inputs_of(value: object, specs: Specs, where: str) -> tuple[Item, list[str]]
         return _inputs_of_tuple(value, specs, where)
     if isinstance(value, Mapping):
         return _inputs_of_mapping(value, specs, where)
-    return by_name({"": as_array(value, where)}, specs, where), []
+    return arrays_by_input({"": as_array(value, where)}, specs, where), []
 
 
 def _inputs_of_tuple(value: Sequence[Any], specs: Specs, where: str) -> tuple[Item, list[str]]:
@@ -132,7 +132,7 @@ def _shape(value: object) -> tuple[int, ...] | None:
     return None if shape is None else tuple(shape)
 
 
-def by_name(arrays: dict[str, Array], specs: Specs, where: str) -> Item:
+def arrays_by_input(arrays: dict[str, Array], specs: Specs, where: str) -> Item:
     """Return arrays by input name; a single array belongs to the only input, whatever its name."""
     wanted = [s.name for s in specs]
     if len(wanted) == 1 and len(arrays) == 1:
@@ -147,7 +147,7 @@ def by_name(arrays: dict[str, Array], specs: Specs, where: str) -> Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ArrayLocation:
     """Location, dtype and shape of an array in a `Scratch`."""
 
     start: int
@@ -155,7 +155,7 @@ class Place:
     shape: tuple[int, ...]
 
 
-class Scratch:
+class TemporaryArrays:
     """Temporary store of arrays in a file; several threads may write and read."""
 
     def __init__(self, prefix: str) -> None:
@@ -169,7 +169,7 @@ class Scratch:
         self._using = threading.Lock()
         weakref.finalize(self, _close, self._file)
 
-    def add(self, array: Array) -> Place:
+    def add(self, array: Array) -> ArrayLocation:
         """Append an array.
 
         Raises:
@@ -181,12 +181,12 @@ class Scratch:
             raise ValueError("it holds Python objects")
         left = memoryview(values.reshape(-1).view(np.uint8).data)
         with self._using:
-            place = Place(self._file.seek(0, 2), values.dtype, np.shape(array))
+            place = ArrayLocation(self._file.seek(0, 2), values.dtype, np.shape(array))
             while left:
                 left = left[self._file.write(left) :]
         return place
 
-    def get(self, place: Place) -> Array:
+    def get(self, place: ArrayLocation) -> Array:
         """Return the array at `place` as a new, writable array."""
         array = np.empty(place.shape, place.dtype)
         left = memoryview(array.reshape(-1).view(np.uint8).data)
@@ -204,7 +204,7 @@ def _close(file: FileIO) -> None:
         file.close()
 
 
-class Items(Protocol):
+class ItemSequence(Protocol):
     """Random access to items, each of one or more samples."""
 
     def __len__(self) -> int: ...
@@ -227,7 +227,7 @@ class ArraySource:
     """
 
     specs: tuple[TensorSpec, ...]
-    items: Items
+    items: ItemSequence
     ends: tuple[int, ...]
     name: str
     labels: tuple[int, ...] | None = None
@@ -249,7 +249,7 @@ class ArraySource:
         """Return the sample's name for messages, in the middle of a sentence."""
         return self.sample_name(index)
 
-    def load(self, index: int) -> Raw:
+    def load(self, index: int) -> RawSample:
         """Return arrays with a batch dimension of 1 by input name, copied and hashed.
 
         Raises:
@@ -257,12 +257,12 @@ class ArraySource:
         """
         where, row = self._place(index)
         item = self.items[where]
-        if self.called and rows(item, self.specs, self.called[where]) <= row:
-            raise Changed(
+        if self.called and count_samples(item, self.specs, self.called[where]) <= row:
+            raise SampleChangedError(
                 f"{self.called[where]} changed while calib8 ran; do not change it during a run"
             )
         sample = {s.name: _row(item[s.name], s, row, self.specs) for s in self.specs}
-        return Raw(sample_digest(sample), lambda: _finite(sample, self.sample_name(index)))
+        return RawSample(sample_digest(sample), lambda: _finite(sample, self.sample_name(index)))
 
     def _place(self, index: int) -> tuple[int, int]:
         """Return the item of a sample and its row there."""
@@ -270,7 +270,7 @@ class ArraySource:
         return where, index - (self.ends[where - 1] if where else 0)
 
 
-def from_iterable(
+def open_iterable(
     source: Iterable[object], specs: tuple[TensorSpec, ...], *, name: str = "the iterable"
 ) -> ArraySource:
     """Open an iterable of items with one or more samples each.
@@ -295,10 +295,10 @@ def from_iterable(
     ignored: dict[str, None] = {}
     for index, value in enumerate(source):
         where = f"item {index} of {name}"
-        arrays, extra = inputs_of(value, specs, where)
+        arrays, extra = match_inputs(value, specs, where)
         ignored |= dict.fromkeys(extra)
         item = {s.name: _with_batch(arrays[s.name], s) for s in specs}
-        counts.append(rows(item, specs, where))
+        counts.append(count_samples(item, specs, where))
         if store is not None:
             store.append(item)
         else:
@@ -308,7 +308,7 @@ def from_iterable(
     notes = [f"left out of the items, as no input has it: {', '.join(ignored)}"] if ignored else []
     if is_stored:
         notes.append(f"{name} was read once into a temporary file ({sum(counts)} samples)")
-    items: Items = store if store is not None else items_read
+    items: ItemSequence = store if store is not None else items_read
     return ArraySource(specs, items, tuple(accumulate(counts)), name, None, tuple(notes))
 
 
@@ -319,7 +319,7 @@ def fixed_batch(specs: Sequence[TensorSpec]) -> int:
     return only if isinstance(only, int) and only > 0 else 1
 
 
-def rows(item: Item, specs: tuple[TensorSpec, ...], where: str) -> int:
+def count_samples(item: Item, specs: tuple[TensorSpec, ...], where: str) -> int:
     """Return the number of samples in an item.
 
     Raises:
@@ -329,7 +329,7 @@ def rows(item: Item, specs: tuple[TensorSpec, ...], where: str) -> int:
     for spec in specs:
         array = item[spec.name]
         _check_array(array, spec, specs, where)
-        if array.ndim > len(spec.shape) or is_batch(spec, specs):
+        if array.ndim > len(spec.shape) or has_batch_dimension(spec, specs):
             counts[spec.name] = array.shape[0]
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name}: {n}" for name, n in counts.items())
@@ -337,7 +337,7 @@ def rows(item: Item, specs: tuple[TensorSpec, ...], where: str) -> int:
     return next(iter(counts.values()), 1)
 
 
-def is_batch(spec: TensorSpec, specs: Sequence[TensorSpec]) -> bool:
+def has_batch_dimension(spec: TensorSpec, specs: Sequence[TensorSpec]) -> bool:
     """Return whether the first dimension of the input is a batch."""
     if not spec.shape:
         return False
@@ -348,7 +348,7 @@ def is_batch(spec: TensorSpec, specs: Sequence[TensorSpec]) -> bool:
 def _row(array: Array, spec: TensorSpec, row: int, specs: tuple[TensorSpec, ...]) -> Array:
     if array.ndim > len(spec.shape):
         return _native_copy(array[row]).reshape(array.shape[1:])
-    if is_batch(spec, specs):
+    if has_batch_dimension(spec, specs):
         return _native_copy(array[row : row + 1])
     return _native_copy(array).reshape(array.shape)
 
@@ -369,7 +369,7 @@ def _check_array(array: Array, spec: TensorSpec, specs: tuple[TensorSpec, ...], 
             f"{where} must have the dtype of the input {describe(spec)}, got {got};"
             f" convert it with .astype('{spec.dtype}'){hint}"
         )
-    rank, batch = len(spec.shape), is_batch(spec, specs)
+    rank, batch = len(spec.shape), has_batch_dimension(spec, specs)
     stacked = array.ndim == rank + 1
     dims = array.shape[1:] if stacked else array.shape
     fits = len(dims) == rank and all(
@@ -415,8 +415,8 @@ class _ItemStore:
     """Items in a temporary file that is removed with the object; several threads may read."""
 
     def __init__(self) -> None:
-        self._scratch = Scratch("calib8-feed-")
-        self._places: list[dict[str, Place]] = []
+        self._scratch = TemporaryArrays("calib8-feed-")
+        self._places: list[dict[str, ArrayLocation]] = []
 
     def append(self, item: Item) -> None:
         try:

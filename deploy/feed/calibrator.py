@@ -24,17 +24,17 @@ from typing import Any, TypeVar
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.arrays import ArraySource, Item, fixed_batch, from_iterable, is_batch
+from deploy.feed.arrays import ArraySource, Item, fixed_batch, has_batch_dimension, open_iterable
 from deploy.feed.preprocess import describe
 from deploy.files import usercode
-from deploy.standins.memory import Memory, Window, address_of
-from deploy.standins.modules import CalibrationAlgoType, StandIns
+from deploy.standins.install import CalibrationAlgoType, StandIns
+from deploy.standins.memory import AddressWindow, Memory, address_of
 from deploy.tensors import Array, TensorSpec
 
 _NUMBERS = frozenset(np.dtype(code).name for code in "?bhiqBHIQefd")
 
 
-class Handed:
+class CalibratorBatches:
     """Converts the batches of a script from addresses to arrays.
 
     Attributes:
@@ -92,14 +92,16 @@ class Handed:
             )
         pairs = zip(self._specs, pointers, strict=True)
         item = {spec.name: self._array(spec, pointer) for spec, pointer in pairs}
-        batched = [item[s.name].shape[0] for s in self._specs if is_batch(s, self._specs)]
+        batched = [
+            item[s.name].shape[0] for s in self._specs if has_batch_dimension(s, self._specs)
+        ]
         self.samples += batched[0] if batched else 1
         self._number += 1
         return item
 
     def without(self, item: Item, last: int) -> Item:
         """Return a batch without its last `last` samples."""
-        batched_names = {s.name for s in self._specs if is_batch(s, self._specs)}
+        batched_names = {s.name for s in self._specs if has_batch_dimension(s, self._specs)}
         return {n: a[: len(a) - last] if n in batched_names else a for n, a in item.items()}
 
     def _array(self, spec: TensorSpec, pointer: object) -> Array:
@@ -112,7 +114,7 @@ class Handed:
                 f" pycuda, cuda-python, libcudart or torch and not freed, got {got} for the input"
                 f" {spec.name!r} in {self.where}"
             )
-        batched = is_batch(spec, self._specs)
+        batched = has_batch_dimension(spec, self._specs)
         inner = self._sample_shape(spec, window, batched=batched)
         rows = self._rows if batched else 1
         kind = np.dtype(self._dtype(spec, window, rows * prod(inner)))
@@ -121,7 +123,9 @@ class Handed:
         data = self._memory.read(address, count * unit).view(kind)
         return data.reshape((count, *inner) if batched else inner).astype(spec.dtype, copy=False)
 
-    def _sample_shape(self, spec: TensorSpec, window: Window, *, batched: bool) -> tuple[int, ...]:
+    def _sample_shape(
+        self, spec: TensorSpec, window: AddressWindow, *, batched: bool
+    ) -> tuple[int, ...]:
         """Return the shape of one sample; the copied array fills in open dimensions."""
         sizes = spec.shape[1:] if batched else spec.shape
         copied = window.shape if window.shape and len(window.shape) == len(spec.shape) else None
@@ -137,7 +141,7 @@ class Handed:
             )
         return shape
 
-    def _dtype(self, spec: TensorSpec, window: Window, values: int) -> str:
+    def _dtype(self, spec: TensorSpec, window: AddressWindow, values: int) -> str:
         """Return the dtype of the bytes: the input's, or int32 for int64, as TensorRT copies it."""
         allowed = (spec.dtype, "int32") if spec.dtype == "int64" else (spec.dtype,)
         if spec.dtype not in _NUMBERS:
@@ -156,7 +160,7 @@ class Handed:
         return "int32" if size == 4 * values else spec.dtype
 
     def _sample_count(
-        self, spec: TensorSpec, window: Window, rows: int, unit: int, *, batched: bool
+        self, spec: TensorSpec, window: AddressWindow, rows: int, unit: int, *, batched: bool
     ) -> int:
         """Return the number of samples, of `unit` bytes each, at the address.
 
@@ -260,12 +264,12 @@ class CalibratorScript:
             self._calibrator = self._call(self._make)
         self._was_read = True
         notes = list(self.notes)
-        source = from_iterable(self._batches(specs, limit, notes), specs, name=str(self))
+        source = open_iterable(self._batches(specs, limit, notes), specs, name=str(self))
         return replace(source, notes=(*notes, *source.notes))
 
     def _call(self, function: Callable[..., T], *args: object) -> T:
         """Call the user's code; raise an invalid copy's error even if that code caught it."""
-        what = usercode.users_errors(str(self), error=FeedError)
+        what = usercode.wrap_user_errors(str(self), error=FeedError)
         with what, self._stand_ins.installed():
             result = function(*args)
             if self._stand_ins.memory.fault is not None:
@@ -312,7 +316,7 @@ class CalibratorScript:
         self, specs: tuple[TensorSpec, ...], limit: int | None, notes: list[str]
     ) -> Iterator[Item]:
         """Yield the batches; append to `notes`."""
-        batches = Handed(str(self), self._stand_ins.memory, specs, self.batch)
+        batches = CalibratorBatches(str(self), self._stand_ins.memory, specs, self.batch)
         while (item := self._next(batches, specs)) is not None:
             beyond = batches.samples - (MOST_SAMPLES if limit is None else limit)
             if beyond >= 0 and limit is None:
@@ -326,7 +330,7 @@ class CalibratorScript:
                 break
         notes += batches.notes
 
-    def _next(self, batches: Handed, specs: tuple[TensorSpec, ...]) -> Item | None:
+    def _next(self, batches: CalibratorBatches, specs: tuple[TensorSpec, ...]) -> Item | None:
         """Return the next batch; None at the end."""
         self._stand_ins.memory.settle()
         pointers = self._call(self._pointers, [spec.name for spec in specs])

@@ -17,18 +17,18 @@ from typing import overload
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.parallel import Stream
-from deploy.feed.pixels import placed
-from deploy.feed.preprocess import Size, sized
+from deploy.feed.parallel import SampleStream
+from deploy.feed.pixels import boxes_to_input
+from deploy.feed.preprocess import Size, with_image_size
 from deploy.feed.samples import Feed
-from deploy.feed.sampling import some
+from deploy.feed.sampling import spread_evenly
 from deploy.feed.sources import Sample
 from deploy.metrics.precision import Annotations, GroundTruth, Objects
 from deploy.tensors import Array
 from deploy.terminal import phase
 
 
-class Part:
+class EvaluationSubset:
     """At most `most` images of a feed: spread evenly, or the first batches of a fixed batch."""
 
     labels: Sequence[int] | None = None
@@ -76,9 +76,9 @@ class Part:
         """See `Feed.one_size`."""
         return self._feed.one_size
 
-    def samples(self) -> Stream[Sample]:
+    def samples(self) -> SampleStream[Sample]:
         """Return a stream of the samples, in feed order."""
-        return Stream(self._walk)
+        return SampleStream(self._walk)
 
     def spread(self, most: int) -> Iterator[Sample]:
         """Yield at most `most` samples, spread evenly over the part."""
@@ -88,7 +88,7 @@ class Part:
         self, most: int, *, without: Collection[int] = ()
     ) -> Iterator[tuple[int, Sample]]:
         """Yield (key, sample) of at most `most` samples, spread evenly; skip those in `without`."""
-        chosen = some(self.keys, most)
+        chosen = spread_evenly(self.keys, most)
         return self._feed.keyed([key for key in chosen if key not in without])
 
     def first(self, most: int) -> Sequence[Sample]:
@@ -117,7 +117,7 @@ _SCALED = (
 )
 
 
-def objects_of(
+def apply_labels(
     labels: Sequence[int] | Annotations | str | None, evaluation: Feed | None
 ) -> GroundTruth | None:
     """Return the annotated objects; if `labels` are class numbers, set them on the feed instead.
@@ -140,12 +140,12 @@ def objects_of(
     if evaluation is None or labels is None or isinstance(labels, str):
         return None
     if isinstance(labels, Annotations):
-        return ground_truth(labels, evaluation)
+        return place_ground_truth(labels, evaluation)
     evaluation.label(labels)
     return None
 
 
-def ground_truth(annotations: Annotations, feed: Feed) -> GroundTruth:
+def place_ground_truth(annotations: Annotations, feed: Feed) -> GroundTruth:
     """Return the objects of each sample.
 
     Raises:
@@ -158,7 +158,7 @@ def ground_truth(annotations: Annotations, feed: Feed) -> GroundTruth:
         annotations.of(name)
     sizes = _rescaled_sizes(annotations, feed)
     notes = (_SCALED.format(len(sizes), feed.count),) if sizes else ()
-    return GroundTruth(PlacedObjects(annotations, feed, sizes), annotations.categories, notes)
+    return GroundTruth(ObjectsInInput(annotations, feed, sizes), annotations.categories, notes)
 
 
 def _rescaled_sizes(annotations: Annotations, feed: Feed) -> dict[str, Size]:
@@ -195,7 +195,7 @@ def _other_shape(name: str, size: Size, annotated: Size) -> str:
     )
 
 
-class PlacedObjects(Sequence[Objects]):
+class ObjectsInInput(Sequence[Objects]):
     """The objects of a feed's good images; bad ones drop out while the feed is read."""
 
     def __init__(self, annotations: Annotations, feed: Feed, sizes: Mapping[str, Size]) -> None:
@@ -226,4 +226,6 @@ class PlacedObjects(Sequence[Objects]):
         assert how is not None
         size = self._sizes.get(name, annotation.size)
         boxes = annotation.boxes * np.tile(np.divide(size, annotation.size)[::-1], 2)
-        return replace(annotation, boxes=placed(boxes, size, how), size=sized(how, size).box)
+        return replace(
+            annotation, boxes=boxes_to_input(boxes, size, how), size=with_image_size(how, size).box
+        )

@@ -22,35 +22,35 @@ from pathlib import Path
 from typing import Any, cast
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.array_files import from_file, from_files, from_folder
-from deploy.feed.arrays import ArraySource, fixed_batch, from_iterable
+from deploy.feed.array_files import open_array_file, open_array_files, open_array_folder
+from deploy.feed.arrays import ArraySource, fixed_batch, open_iterable
 from deploy.feed.calibrator import CalibratorScript
-from deploy.feed.images import shown, summary
-from deploy.feed.loaders import called, items_of, names_loader, pictured
-from deploy.feed.model_preprocess import Carried, Settled, settled
+from deploy.feed.images import printable_name, summarize_names
+from deploy.feed.loaders import call_loader, is_loader_spec, iterate_items, preprocess_items
+from deploy.feed.model_preprocess import MetadataPreprocess, ResolvedPreprocess, resolve_preprocess
 from deploy.feed.paths import (
-    Files,
     RawFiles,
-    as_arrays,
-    as_pictures,
-    files_of,
-    labelled,
-    listed,
-    refuse_others,
+    SourceFiles,
+    convert_arrays,
+    convert_images,
+    label_by_folder,
+    refuse_files_with_header,
+    resolve_files,
+    resolve_path_list,
 )
-from deploy.feed.preprocess import Asked, Preprocess, describe, in_words
-from deploy.feed.reader import refuse_batches
+from deploy.feed.preprocess import Preprocess, PreprocessRequest, describe, describe_preprocess
+from deploy.feed.sample_reader import refuse_batches
 from deploy.feed.samples import Feed
-from deploy.feed.sampling import Choice, Limit, choice_of, names_digest, share_of
+from deploy.feed.sampling import Choice, Limit, names_digest, share_of, to_choice
 from deploy.feed.sources import (
     ImageSource,
-    Source,
+    SampleSource,
     VideoSource,
     check_dtype,
     check_present,
     is_video,
 )
-from deploy.files.reading import are_read, is_read
+from deploy.files.reading import add_input_file, add_input_files
 from deploy.tensors import TensorSpec
 from deploy.terminal import phase
 
@@ -64,7 +64,7 @@ _AS_THEY_ARE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class OpenedSource:
     """An opened source.
 
     Attributes:
@@ -75,15 +75,15 @@ class Opened:
         usual: default step N of "every N-th sample".
     """
 
-    source: Source
+    source: SampleSource
     kind: str
     notes: tuple[str, ...]
-    settled: Settled | None = None
+    settled: ResolvedPreprocess | None = None
     usual: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
+class SourceOpener:
     """Options for opening a source for a model.
 
     Attributes:
@@ -95,12 +95,12 @@ class Opening:
     """
 
     specs: tuple[TensorSpec, ...]
-    preprocess: Asked
-    carried: Carried | None
+    preprocess: PreprocessRequest
+    carried: MetadataPreprocess | None
     skip_bad: bool
     choice: Choice
 
-    def of(self, source: FeedSource, files: Files | None) -> Opened:
+    def of(self, source: FeedSource, files: SourceFiles | None) -> OpenedSource:
         """Open `source`; `files` are the files that a path or a list of paths resolves to.
 
         Raises:
@@ -120,20 +120,20 @@ class Opening:
         return _as_arrays(self._arrays(source, files, self.specs))
 
     def _arrays(
-        self, source: FeedSource, files: Files | None, specs: tuple[TensorSpec, ...]
+        self, source: FeedSource, files: SourceFiles | None, specs: tuple[TensorSpec, ...]
     ) -> ArraySource:
         if files is None:
-            return from_iterable(items_of(source), specs)
+            return open_iterable(iterate_items(source), specs)
         if files.folder is not None:
-            return from_folder(files.folder, files.files, specs, skip_bad=self.skip_bad)
+            return open_array_folder(files.folder, files.files, specs, skip_bad=self.skip_bad)
         if len(files.files) == 1 and files.files[0].label is None:
-            is_read(files.files[0].path)
-            return from_file(files.files[0].path, specs)
-        return from_files(files.files, specs, files.name, skip_bad=self.skip_bad)
+            add_input_file(files.files[0].path)
+            return open_array_file(files.files[0].path, specs)
+        return open_array_files(files.files, specs, files.name, skip_bad=self.skip_bad)
 
-    def _raw(self, raw: RawFiles, files: Files) -> Opened:
+    def _raw(self, raw: RawFiles, files: SourceFiles) -> OpenedSource:
         """Open files without a header; the user gives their shape and dtype."""
-        refuse_others(files)
+        refuse_files_with_header(files)
         if len(self.specs) != 1:
             raise ConfigError(
                 f"a raw shape and dtype are of one input, the model has {len(self.specs)}; write"
@@ -145,12 +145,12 @@ class Opening:
             return self._raw_pictures(arrays)
         if self.preprocess is not None:
             raise ConfigError(_AS_THEY_ARE)
-        return Opened(source=as_arrays(arrays, spec), kind="arrays", notes=arrays.notes)
+        return OpenedSource(source=convert_arrays(arrays, spec), kind="arrays", notes=arrays.notes)
 
-    def _raw_pictures(self, arrays: ArraySource) -> Opened:
+    def _raw_pictures(self, arrays: ArraySource) -> OpenedSource:
         resolved = self._how()
-        return Opened(
-            source=as_pictures(arrays, self.specs[0], resolved.how),
+        return OpenedSource(
+            source=convert_images(arrays, self.specs[0], resolved.how),
             kind="raw pictures",
             notes=arrays.notes,
             settled=resolved,
@@ -165,22 +165,25 @@ class Opening:
             )
         return script.source(self.specs, None if self.choice.every else self.choice.most)
 
-    def _pictured(self, source: FeedSource) -> Opened:
+    def _pictured(self, source: FeedSource) -> OpenedSource:
         """Preprocess images in memory while they are read once into a temporary file."""
         resolved, dtype = self._how(), self.specs[0].dtype
-        ready = (a.astype(dtype, copy=False) for a in pictured(items_of(source), resolved.how))
-        arrays = from_iterable(ready, self.specs)
-        return Opened(
+        ready = (
+            a.astype(dtype, copy=False)
+            for a in preprocess_items(iterate_items(source), resolved.how)
+        )
+        arrays = open_iterable(ready, self.specs)
+        return OpenedSource(
             source=arrays, kind="pictures in memory", notes=arrays.notes, settled=resolved
         )
 
-    def _images(self, files: Files) -> Opened:
-        are_read(len(files.files), files.files.path)
+    def _images(self, files: SourceFiles) -> OpenedSource:
+        add_input_files(len(files.files), files.files.path)
         resolved = self._how()
         video = _video(files, self.specs[0], resolved.how)
         if video is None and not self.skip_bad:
             self._check_own_present(files)
-        return Opened(
+        return OpenedSource(
             source=video or ImageSource(files.files, self.specs[0], resolved.how),
             kind="images",
             notes=files.notes,
@@ -188,13 +191,13 @@ class Opening:
             usual=video.a_second if video else 1,
         )
 
-    def _check_own_present(self, files: Files) -> None:
+    def _check_own_present(self, files: SourceFiles) -> None:
         """Raise if chosen files (of this shard only) are missing."""
         number, of = self.choice.shard or (1, 1)
         own = self.choice.of(len(files.files))[0][number - 1 :: of]
         check_present((files.files[i] for i in own), len(own), files.name)
 
-    def _how(self) -> Settled:
+    def _how(self) -> ResolvedPreprocess:
         """Return the preprocessing for the model's only input.
 
         Raises:
@@ -203,19 +206,20 @@ class Opening:
         if len(self.specs) != 1:
             raise FeedError(
                 f"images feed one input, the model has {len(self.specs)}:"
-                f" {summary([describe(spec) for spec in self.specs])}; give a folder of .npz files"
+                f" {summarize_names([describe(spec) for spec in self.specs])}; give a folder of"
+                " .npz files"
                 " with one array an input, or one folder of .npy files an input"
             )
-        resolved = settled(self.preprocess, self.carried, self.specs[0])
+        resolved = resolve_preprocess(self.preprocess, self.carried, self.specs[0])
         check_dtype(self.specs[0], resolved.how)
         return resolved
 
 
-def _as_arrays(arrays: ArraySource) -> Opened:
-    return Opened(source=arrays, kind="arrays", notes=arrays.notes)
+def _as_arrays(arrays: ArraySource) -> OpenedSource:
+    return OpenedSource(source=arrays, kind="arrays", notes=arrays.notes)
 
 
-def _video(files: Files, spec: TensorSpec, how: Preprocess) -> VideoSource | None:
+def _video(files: SourceFiles, spec: TensorSpec, how: Preprocess) -> VideoSource | None:
     """Return the source if the only file is a video, None if no file is a video.
 
     Raises:
@@ -226,7 +230,7 @@ def _video(files: Files, spec: TensorSpec, how: Preprocess) -> VideoSource | Non
         return None
     if len(files.files) > 1 or films[0].label is not None:
         raise FeedError(
-            f"a video is fed alone and without a label, got {shown(films[0].name)} in"
+            f"a video is fed alone and without a label, got {printable_name(films[0].name)} in"
             f" {files.name}; give it by itself, or its frames as images"
         )
     return VideoSource(films[0].path, spec, how)
@@ -237,8 +241,8 @@ def open_feed(
     source: FeedSource,
     specs: Sequence[TensorSpec],
     *,
-    preprocess: Asked = None,
-    carried: Carried | None = None,
+    preprocess: PreprocessRequest = None,
+    carried: MetadataPreprocess | None = None,
     skip_bad: bool = False,
     limit: Limit = None,
     labels_by_folder: bool = False,
@@ -262,20 +266,20 @@ def open_feed(
     """
     if not specs:
         raise FeedError("a model must have an input to be fed, got none; check the model")
-    opener = Opening(
+    opener = SourceOpener(
         specs=tuple(specs),
         preprocess=preprocess,
         carried=carried,
         skip_bad=skip_bad,
-        choice=choice_of(limit),
+        choice=to_choice(limit),
     )
-    if isinstance(source, str | os.PathLike) and (loaded := called(str(source))) is not None:
+    if isinstance(source, str | os.PathLike) and (loaded := call_loader(str(source))) is not None:
         source = cast("FeedSource", loaded)
     files = _files(source)
     if labels_by_folder:
         if files is None:
             raise ConfigError("labels by folder are of files in folders, got no path; give one")
-        files = labelled(files)
+        files = label_by_folder(files)
     return _fed(opener.of(source, files), opener)
 
 
@@ -292,7 +296,7 @@ class Dataset:
     """
 
     source: FeedSource
-    preprocess: Asked = None
+    preprocess: PreprocessRequest = None
     skip_bad: bool = False
     limit: Limit = None
 
@@ -300,7 +304,7 @@ class Dataset:
         self,
         specs: Sequence[TensorSpec],
         *,
-        carried: Carried | None = None,
+        carried: MetadataPreprocess | None = None,
         labels_by_folder: bool = False,
     ) -> Feed:
         """Open the samples for a model with these inputs, as `open_feed`."""
@@ -318,7 +322,7 @@ class Dataset:
 def dataset_of(
     images: FeedSource | Dataset,
     *,
-    preprocess: Asked = None,
+    preprocess: PreprocessRequest = None,
     skip_bad: bool = False,
     limit: Limit = None,
 ) -> Dataset:
@@ -328,13 +332,13 @@ def dataset_of(
     return Dataset(source=images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
 
 
-def holds_arrays(source: FeedSource, specs: Sequence[TensorSpec]) -> bool:
+def is_array_source(source: FeedSource, specs: Sequence[TensorSpec]) -> bool:
     """Return whether a source is array files or a calibrator, which take no preprocessing.
 
     Raises:
         FeedError: there are no files, or both images and arrays.
     """
-    if isinstance(source, str | os.PathLike) and names_loader(str(source)):
+    if isinstance(source, str | os.PathLike) and is_loader_spec(str(source)):
         return False  # the loader may return images
     files = _files(source)
     if isinstance(source, RawFiles):
@@ -342,17 +346,17 @@ def holds_arrays(source: FeedSource, specs: Sequence[TensorSpec]) -> bool:
     return isinstance(source, CalibratorScript) or (files is not None and files.arrays)
 
 
-def _files(source: FeedSource) -> Files | None:
+def _files(source: FeedSource) -> SourceFiles | None:
     """Return the files that a path or a list of paths resolves to; None for other sources."""
     if isinstance(source, RawFiles):
         source = source.path
     if isinstance(source, str | os.PathLike):
-        is_read(Path(source))
-        return files_of(Path(source))
-    return listed(source) if isinstance(source, list | tuple) else None
+        add_input_file(Path(source))
+        return resolve_files(Path(source))
+    return resolve_path_list(source) if isinstance(source, list | tuple) else None
 
 
-def _fed(opened: Opened, opener: Opening) -> Feed:
+def _fed(opened: OpenedSource, opener: SourceOpener) -> Feed:
     """Build the feed from the chosen samples, or from this shard's share of them."""
     source, settled, share = opened.source, opened.settled, None
     chosen, choice_notes = opener.choice.of(len(source), usual=opened.usual)
@@ -376,14 +380,14 @@ def _fed(opened: Opened, opener: Opening) -> Feed:
     )
 
 
-def prepared(feed: Feed) -> str:
+def describe_preprocessing(feed: Feed) -> str:
     """Describe the preprocessing of images and where it comes from; empty for arrays."""
     if feed.preprocess is None:
         return ""
-    return f"{in_words(feed.preprocess)}{f'; from {feed.origin}' if feed.origin else ''}"
+    return f"{describe_preprocess(feed.preprocess)}{f'; from {feed.origin}' if feed.origin else ''}"
 
 
-def as_read(feed: Feed) -> tuple[str, ...]:
+def preprocessing_notes(feed: Feed) -> tuple[str, ...]:
     """Return `prepared` and the notes, for reports without a separate field for them."""
-    how = prepared(feed)
+    how = describe_preprocessing(feed)
     return (*((f"pictures: {how}",) if how else ()), *feed.notes)

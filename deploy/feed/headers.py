@@ -26,7 +26,7 @@ _BARE = frozenset((0x01, *range(0xD0, 0xD9)))  # markers without a length
 _END_OF_BLOCK = 0x00
 
 
-def segments(data: bytes) -> Iterator[tuple[int, int, bytes]]:
+def jpeg_segments(data: bytes) -> Iterator[tuple[int, int, bytes]]:
     """Yield (marker, offset, body) of every segment up to and including the first scan's.
 
     The body of a truncated segment is shorter than the segment's length field.
@@ -47,7 +47,7 @@ def segments(data: bytes) -> Iterator[tuple[int, int, bytes]]:
         at += 2 + length
 
 
-def fault(data: bytes) -> str | None:
+def find_jpeg_damage(data: bytes) -> str | None:
     """Return why a JPEG is damaged although it may decode; None if no damage is visible.
 
     Some OpenCV builds fill missing data at the end with grey and do not say so.
@@ -68,7 +68,7 @@ def _has_zero_hole(data: bytes) -> bool:
     """
     first: dict[int, int] = {}
     sequential = False
-    for marker, at, body in segments(data):
+    for marker, at, body in jpeg_segments(data):
         sequential = sequential or marker in _SEQUENTIAL
         if marker == _TABLES:
             first.update(_first_symbols(body))
@@ -95,7 +95,7 @@ _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # start-of-frame ma
 _PNM = re.compile(rb"P[1-6](?:\s|#[^\n]*\n)+(\d{1,9})(?:\s|#[^\n]*\n)+(\d{1,9})\s")
 
 
-def sides(data: bytes) -> Sides | None:
+def read_image_size(data: bytes) -> Sides | None:
     """Return (width, height) of an image in pixels; None if its header does not tell."""
     try:
         for magic, read in _KINDS:
@@ -112,7 +112,7 @@ def _png(data: bytes) -> Sides | None:
 
 
 def _jpeg(data: bytes) -> Sides | None:
-    for marker, _, body in segments(data):
+    for marker, _, body in jpeg_segments(data):
         if marker in _FRAMES:
             height, width = struct.unpack_from(">HH", body, 1)
             return width, height

@@ -43,8 +43,8 @@ import numpy as np
 
 from deploy.errors import FeedError
 from deploy.feed import headers
-from deploy.feed.headers import sides
-from deploy.feed.listing import Listing, Picture
+from deploy.feed.file_list import FileList, ImageFile
+from deploy.feed.headers import read_image_size
 from deploy.files.reading import read_bytes
 from deploy.tensors import Array
 
@@ -53,7 +53,7 @@ _MOST = 1 << 16  # bytes read of a decoder's output
 
 
 @contextmanager
-def overheard() -> Iterator[list[str]]:
+def capture_decoder_output() -> Iterator[list[str]]:
     """Capture the lines that decoders print in the body; the list is filled at the end.
 
     Other threads that decode wait until the body ends.
@@ -66,7 +66,7 @@ def overheard() -> Iterator[list[str]]:
         yield lines
 
 
-def heard(decode: Callable[[], T]) -> tuple[T, list[str]]:
+def call_and_capture(decode: Callable[[], T]) -> tuple[T, list[str]]:
     """Call `decode` and return its result and the lines that it printed.
 
     Other threads may decode meanwhile. If lines appeared that may be theirs, `decode` is called
@@ -202,7 +202,7 @@ _DAMAGE = re.compile(
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def shown(name: str) -> str:
+def printable_name(name: str) -> str:
     """Return a file name for a message: one line, printable whatever its bytes."""
     text = os.fsencode(name).decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
@@ -213,17 +213,17 @@ def is_image(path: Path | str) -> bool:
     return os.path.splitext(path)[1].lower() in SUFFIXES
 
 
-def is_other(path: Path | str) -> bool:
+def is_unsupported_image(path: Path | str) -> bool:
     """Return whether the suffix, in any case, is that of an unsupported image format."""
     return os.path.splitext(path)[1].lower() in _OTHERS
 
 
-def kinds(names: Iterable[str]) -> str:
+def join_suffixes(names: Iterable[str]) -> str:
     """Return the suffixes of some files, sorted and comma-separated."""
     return ", ".join(sorted({os.path.splitext(name)[1].lower() for name in names}))
 
 
-def walked(folder: Path, wanted: Callable[[str], bool]) -> list[str]:
+def walk_files(folder: Path, wanted: Callable[[str], bool]) -> list[str]:
     """Return the relative paths of the wanted files in a folder tree, sorted by their bytes.
 
     Hidden files and folders (with a leading dot) are skipped; links to folders are not followed.
@@ -240,7 +240,7 @@ def walked(folder: Path, wanted: Callable[[str], bool]) -> list[str]:
     return sorted(paths, key=os.fsencode)
 
 
-def read_list(path: Path) -> Listing:
+def read_list(path: Path) -> FileList:
     """Read a list file: one "path" or "path label" per line, paths relative to the list's folder.
 
     UTF-8 with or without a byte order mark, LF or CRLF; empty lines and lines starting with
@@ -250,7 +250,7 @@ def read_list(path: Path) -> Listing:
     Raises:
         FeedError: not a text file, no line, or labels that are missing or not whole numbers.
     """
-    pictures = Listing(path.parent)
+    pictures = FileList(path.parent)
     unlabelled, first = 0, 0
     for number, line in _lines(path):
         name, label = _parse_line(path, number, line)
@@ -259,18 +259,18 @@ def read_list(path: Path) -> Listing:
             unlabelled, first = unlabelled + 1, first or number
     if not pictures:
         raise FeedError(
-            f"{shown(str(path))} must list images, got no line; write one path per line"
+            f"{printable_name(str(path))} must list images, got no line; write one path per line"
         )
     if 0 < unlabelled < len(pictures):
         raise FeedError(
-            f"every line of {shown(str(path))} or none must have a label, got"
+            f"every line of {printable_name(str(path))} or none must have a label, got"
             f" {unlabelled} of {len(pictures)} without, the first on line {first};"
             " add them or remove all labels"
         )
     return pictures
 
 
-def read(picture: Picture) -> bytes:
+def read_image_file(picture: ImageFile) -> bytes:
     """Return the bytes of an image file.
 
     Raises:
@@ -279,22 +279,25 @@ def read(picture: Picture) -> bytes:
     try:
         state = picture.path.stat()
         if not stat.S_ISREG(state.st_mode):  # reading a pipe would block forever
-            raise FeedError(f"image {shown(picture.name)} cannot be read: it is no regular file")
+            raise FeedError(
+                f"image {printable_name(picture.name)} cannot be read: it is no regular file"
+            )
         if state.st_size > LARGEST_FILE:
             raise FeedError(
-                f"image {shown(picture.name)} must be of at most {LARGEST_FILE >> 30} GB, got"
+                f"image {printable_name(picture.name)} must be of at most {LARGEST_FILE >> 30}"
+                " GB, got"
                 f" {state.st_size / 2**30:.1f} GB"
             )
         data = picture.path.read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise FeedError(f"image {shown(picture.name)} cannot be read: {reason}") from error
+        raise FeedError(f"image {printable_name(picture.name)} cannot be read: {reason}") from error
     if not data:
-        raise FeedError(f"image {shown(picture.name)} is an empty file")
+        raise FeedError(f"image {printable_name(picture.name)} is an empty file")
     return data
 
 
-def decode(data: bytes, name: str, *, grey: bool) -> Array:
+def decode_image(data: bytes, name: str, *, grey: bool) -> Array:
     """Decode a file's bytes to uint8 [H, W, 3] BGR, or [H, W, 1] grey.
 
     Raises:
@@ -306,20 +309,21 @@ def decode(data: bytes, name: str, *, grey: bool) -> Array:
         pixels, warnings = _decoded(data, grey)
         if (damage := next(filter(_DAMAGE.search, warnings), None)) is not None:
             raise FeedError(
-                f"image {shown(name)} is damaged ({len(data)} bytes), its decoder says: {damage}"
+                f"image {printable_name(name)} is damaged ({len(data)} bytes), its decoder says:"
+                f" {damage}"
             )
         if pixels is not None and pixels.size:
             out: Array = pixels.reshape(pixels.shape[0], pixels.shape[1], -1)
             return out
         fault = ": ".join(("damaged or of an unknown format", *warnings[-1:]))
-    raise FeedError(f"image {shown(name)} cannot be decoded ({len(data)} bytes, {fault})")
+    raise FeedError(f"image {printable_name(name)} cannot be decoded ({len(data)} bytes, {fault})")
 
 
 def _check_size(data: bytes, name: str) -> None:
-    size = sides(data)
+    size = read_image_size(data)
     if size is not None and size[0] * size[1] > LARGEST_PICTURE:
         raise FeedError(
-            f"image {shown(name)} must have at most {LARGEST_PICTURE:,} pixels, got"
+            f"image {printable_name(name)} must have at most {LARGEST_PICTURE:,} pixels, got"
             f" {size[0]}x{size[1]}; give a smaller copy of it"
         )
 
@@ -336,7 +340,7 @@ def _decoded(data: bytes, grey: bool) -> tuple[Array | None, list[str]]:
             return None
         return pixels
 
-    return heard(imdecode)
+    return call_and_capture(imdecode)
 
 
 def opencv() -> Any:
@@ -362,15 +366,16 @@ def _quiet_opencv() -> Any:
     return cv2
 
 
-def summary(names: Sequence[str], most: int = 5) -> str:
+def summarize_names(names: Sequence[str], most: int = 5) -> str:
     """Return the first names and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(shown, names[:most])) + more
+    return ", ".join(map(printable_name, names[:most])) + more
 
 
 def _unreadable(error: OSError) -> None:
     raise FeedError(
-        f"folder {shown(str(error.filename))} cannot be read: {error.strerror}; make it readable"
+        f"folder {printable_name(str(error.filename))} cannot be read: {error.strerror}; make it"
+        " readable"
     ) from error
 
 
@@ -393,7 +398,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _not_a_list(path: Path) -> FeedError:
     return FeedError(
-        f"{shown(str(path))} must be {_KINDS}, got a file that is none of these; check the path"
+        f"{printable_name(str(path))} must be {_KINDS}, got a file that is none of these; check"
+        " the path"
     )
 
 
@@ -408,7 +414,8 @@ def _parse_line(listing: Path, number: int, line: str) -> tuple[str, int | None]
     if _is_file(folder / name):
         raise FeedError(
             f"a label must be a whole number from 0, got {token!r} on line {number} of"
-            f" {shown(str(listing))}; number the classes in the order of the model's outputs"
+            f" {printable_name(str(listing))}; number the classes in the order of the model's"
+            " outputs"
         )
     return line, None
 
@@ -423,7 +430,7 @@ def _is_file(path: Path) -> bool:
 def _fault(data: bytes) -> str | None:
     if data.startswith(_PNG):
         return _png_fault(data)
-    return headers.fault(data) if data.startswith(b"\xff\xd8") else None
+    return headers.find_jpeg_damage(data) if data.startswith(b"\xff\xd8") else None
 
 
 def _png_fault(data: bytes) -> str | None:

@@ -15,23 +15,23 @@ import numpy as np
 
 from deploy.errors import FeedError
 from deploy.feed.arrays import as_array
-from deploy.feed.pixels import apply
+from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import Preprocess
-from deploy.files.usercode import load_function, users_errors
+from deploy.files.usercode import load_function, wrap_user_errors
 from deploy.tensors import Array
 
 _FORM = "loader.py:function"
 
 
-def items_of(source: object) -> Iterable[Any]:
+def iterate_items(source: object) -> Iterable[Any]:
     """Return the items of a Python object that serves as calibration data.
 
     Raises:
         FeedError: the object yields no items.
     """
     if isinstance(source, type):  # a loader's class: create one
-        with users_errors(f"making a {source.__name__}", error=FeedError):
-            return items_of(source())
+        with wrap_user_errors(f"making a {source.__name__}", error=FeedError):
+            return iterate_items(source())
     if isinstance(source, Mapping):  # {input: all samples of it}
         return [source]
     if hasattr(source, "__array__"):
@@ -45,8 +45,8 @@ def items_of(source: object) -> Iterable[Any]:
         )
     if isinstance(source, bytes) or not hasattr(source, "__iter__"):
         if callable(source):
-            with users_errors("what gives the feed", error=FeedError):
-                return items_of(source())
+            with wrap_user_errors("what gives the feed", error=FeedError):
+                return iterate_items(source())
         raise FeedError(
             f"a feed must be a path, an array, a mapping of arrays or something to iterate over,"
             f" got {type(source).__name__}"
@@ -54,21 +54,21 @@ def items_of(source: object) -> Iterable[Any]:
     return _iterate(source) if not isinstance(source, list | tuple) else source
 
 
-def called(path: str) -> object | None:
+def call_loader(path: str) -> object | None:
     """Return what the function of `loader.py:function` returns; None for any other path.
 
     Raises:
         ConfigError: there is no such file or function.
         FeedError: the function failed.
     """
-    if not names_loader(path):
+    if not is_loader_spec(path):
         return None
     function = load_function(path, what="a loader", form=_FORM, error=FeedError)
-    with users_errors(f"the loader {path}", error=FeedError):
+    with wrap_user_errors(f"the loader {path}", error=FeedError):
         return _not_none(function(), path)
 
 
-def names_loader(path: str) -> bool:
+def is_loader_spec(path: str) -> bool:
     """Return whether a path is of the form `loader.py:function`."""
     file, _, name = path.rpartition(":")
     return file.endswith(".py") and name.isidentifier() and not Path(path).exists()
@@ -82,7 +82,7 @@ def _not_none(result: object, path: str) -> object:
 
 def _until_none(get_next: Callable[[], object], what: str) -> Iterator[object]:
     while True:
-        with users_errors(what, error=FeedError):
+        with wrap_user_errors(what, error=FeedError):
             item = get_next()
         if item is None:
             return
@@ -90,10 +90,10 @@ def _until_none(get_next: Callable[[], object], what: str) -> Iterator[object]:
 
 
 def _iterate(source: Iterable[Any]) -> Iterator[Any]:
-    with users_errors("the feed", error=FeedError):
+    with wrap_user_errors("the feed", error=FeedError):
         items = iter(source)
     while True:
-        with users_errors("the feed", error=FeedError):
+        with wrap_user_errors("the feed", error=FeedError):
             try:
                 item = next(items)
             except StopIteration:
@@ -101,7 +101,7 @@ def _iterate(source: Iterable[Any]) -> Iterator[Any]:
         yield item
 
 
-def pictured(items: Iterable[Any], how: Preprocess) -> Iterator[Array]:
+def preprocess_items(items: Iterable[Any], how: Preprocess) -> Iterator[Array]:
     """Preprocess images in memory; the label of an (image, label) pair is ignored.
 
     Args:
@@ -122,7 +122,7 @@ def pictured(items: Iterable[Any], how: Preprocess) -> Iterator[Array]:
                 " are ready to be fed"
             )
         for one in array if array.ndim == 4 else [array]:
-            yield apply(channels(one, how, where), how)
+            yield preprocess_image(to_opencv_channels(one, how, where), how)
 
 
 def _image_of(item: Any) -> object:
@@ -132,7 +132,7 @@ def _image_of(item: Any) -> object:
     return item[0] if isinstance(item, tuple) and item else item
 
 
-def channels(picture: Array, how: Preprocess, where: str) -> Array:
+def to_opencv_channels(picture: Array, how: Preprocess, where: str) -> Array:
     """Convert [H, W, 3] RGB or grey to what OpenCV decodes, BGR or grey.
 
     Raises:
@@ -152,6 +152,3 @@ def channels(picture: Array, how: Preprocess, where: str) -> Array:
         return np.ascontiguousarray(grey)
     bgr = np.repeat(image, 3, axis=2) if channel_count == 1 else image[:, :, ::-1]
     return np.ascontiguousarray(bgr)
-
-
-__all__ = ["called", "channels", "items_of", "pictured"]

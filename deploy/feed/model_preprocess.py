@@ -10,12 +10,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.preprocess import Asked, Preprocess, asked_of, by, preset, resolve, usual
+from deploy.feed.preprocess import (
+    Preprocess,
+    PreprocessRequest,
+    apply_user_options,
+    complete_preprocess,
+    default_preprocess,
+    find_preset,
+    format_size,
+)
 from deploy.tensors import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class MetadataPreprocess:
     """Preprocessing from the metadata in a model's file, or in a file next to it.
 
     Attributes:
@@ -31,7 +39,7 @@ class Carried:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class ResolvedPreprocess:
     """Preprocessing that is complete.
 
     Attributes:
@@ -45,7 +53,9 @@ class Settled:
     notes: tuple[str, ...] = ()
 
 
-def settled(asked: Asked, carried: Carried | None, spec: TensorSpec) -> Settled:
+def resolve_preprocess(
+    asked: PreprocessRequest, carried: MetadataPreprocess | None, spec: TensorSpec
+) -> ResolvedPreprocess:
     """Apply the user's options to the model's preprocessing, and complete it from the input.
 
     Raises:
@@ -53,17 +63,21 @@ def settled(asked: Asked, carried: Carried | None, spec: TensorSpec) -> Settled:
     """
     model_how, notes = _resolve_carried(carried, spec)
     if isinstance(asked, str):
-        asked = preset(asked)
+        asked = find_preset(asked)
     if isinstance(asked, Preprocess):
-        how, notes_added = resolve(asked, spec)
-        return Settled(how, notes=(*_difference_note(how, model_how, carried), *notes_added))
+        how, notes_added = complete_preprocess(asked, spec)
+        return ResolvedPreprocess(
+            how, notes=(*_difference_note(how, model_how, carried), *notes_added)
+        )
     options = {name: value for name, value in _options(asked) if value is not None}
     if model_how is None or carried is None:
-        how, notes_added = resolve(asked_of(usual(spec), options) if options else None, spec)
-        return Settled(how, notes=(*notes, *notes_added))
-    how, _ = resolve(asked_of(_without(model_how, options), options), spec)
-    but = f", but for {enumerated(list(options))}" if options else ""
-    return Settled(how, origin=f"{carried.source}{but}", notes=notes)
+        how, notes_added = complete_preprocess(
+            apply_user_options(default_preprocess(spec), options) if options else None, spec
+        )
+        return ResolvedPreprocess(how, notes=(*notes, *notes_added))
+    how, _ = complete_preprocess(apply_user_options(_without(model_how, options), options), spec)
+    but = f", but for {join_words(list(options))}" if options else ""
+    return ResolvedPreprocess(how, origin=f"{carried.source}{but}", notes=notes)
 
 
 def _options(asked: object) -> Iterable[tuple[str, object]]:
@@ -83,7 +97,7 @@ def _options(asked: object) -> Iterable[tuple[str, object]]:
 
 
 def _resolve_carried(
-    carried: Carried | None, spec: TensorSpec
+    carried: MetadataPreprocess | None, spec: TensorSpec
 ) -> tuple[Preprocess | None, tuple[str, ...]]:
     """Return the model's preprocessing, resolved, or None if it is unusable; and notes."""
     if carried is None:
@@ -92,12 +106,12 @@ def _resolve_carried(
         return None, (f"{carried.source} is not followed: {carried.reason}",)
     stated_size = carried.how.default_size
     try:
-        how, _ = resolve(carried.how, spec)
+        how, _ = complete_preprocess(carried.how, spec)
     except (ConfigError, FeedError) as error:
         return None, (f"{carried.source} is not followed: {error}",)
     if stated_size is None or how.size is None or stated_size == how.size:
         return how, ()
-    sizes = f"it says {by(stated_size)} pixels, the input is of {by(how.size)}"
+    sizes = f"it says {format_size(stated_size)} pixels, the input is of {format_size(how.size)}"
     if how.resize == "short-side":  # its crop is a fraction of its own size
         return None, (f"{carried.source} is not followed: {sizes}",)
     return how, (f"{carried.source} is followed but for its size: {sizes}",)
@@ -111,7 +125,7 @@ def _without(model_how: Preprocess, options: Mapping[str, object]) -> Preprocess
 
 
 def _difference_note(
-    how: Preprocess, model_how: Preprocess | None, carried: Carried | None
+    how: Preprocess, model_how: Preprocess | None, carried: MetadataPreprocess | None
 ) -> tuple[str, ...]:
     """Return a note if the user's preprocessing gives other values than the model's."""
     if model_how is None or carried is None:
@@ -123,7 +137,7 @@ def _difference_note(
     if not words:
         return ()
     return (
-        f"{carried.source} says {enumerated(words)} although other options were given, which are"
+        f"{carried.source} says {join_words(words)} although other options were given, which are"
         " used",
     )
 
@@ -157,6 +171,6 @@ def _format(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def enumerated(words: Sequence[str]) -> str:
+def join_words(words: Sequence[str]) -> str:
     """Join words as in "a, b and c"."""
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))

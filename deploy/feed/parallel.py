@@ -37,7 +37,7 @@ _SIGNAL_POLL_S = 0.1  # seconds between checks for a signal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rest:
+class Pause:
     """When `in_order` pauses, and what it does then.
 
     Attributes:
@@ -49,17 +49,17 @@ class Rest:
     use: Callable[[int], None]
 
 
-NEVER = Rest(due=lambda drawn: False, use=lambda drawn: None)
+NO_PAUSE = Pause(due=lambda drawn: False, use=lambda drawn: None)
 
 
-def in_order(
+def run_in_order(
     samples: Iterable[Sample],
     work: Callable[[int, int, Sample], Work],
     take: Callable[[int, Work], None],
     *,
     threads: int,
     after: int = 0,
-    rest: Rest = NEVER,
+    rest: Pause = NO_PAUSE,
 ) -> int:
     """Work on every sample in several threads, and take the results in order.
 
@@ -79,7 +79,7 @@ def in_order(
     Raises:
         The first exception of `samples`, `work` or `take`; the other workers stop.
     """
-    shared: _Line[Work] = _Line(samples, after, rest)
+    shared: _SharedIterator[Work] = _SharedIterator(samples, after, rest)
     try:
         # a single worker needs its own thread too: OpenCV's settings are per thread, and those for
         # decoding would slow down counting
@@ -102,10 +102,10 @@ def in_order(
     return shared.drawn - after
 
 
-class _Line(Generic[Work]):
+class _SharedIterator(Generic[Work]):
     """One iterator for several threads, and the number of the next result to take."""
 
-    def __init__(self, samples: Iterable[Sample], after: int, rest: Rest) -> None:
+    def __init__(self, samples: Iterable[Sample], after: int, rest: Pause) -> None:
         self._samples = iter(samples)
         self._rest = rest
         self._drawing = threading.Lock()
@@ -163,7 +163,7 @@ class _Line(Generic[Work]):
 
 def _run_worker(
     worker: int,
-    shared: _Line[Work],
+    shared: _SharedIterator[Work],
     work: Callable[[int, int, Sample], Work],
     take: Callable[[int, Work], None],
 ) -> None:
@@ -187,7 +187,7 @@ class _End:
         self.error = error
 
 
-class Stream(Iterator[T], Generic[T]):
+class SampleStream(Iterator[T], Generic[T]):
     """An iterator for one pass, by any number of threads; a context manager, or `close()` it."""
 
     def __init__(self, produce: Callable[[], Iterator[T]], *, depth: int = 4) -> None:
@@ -199,7 +199,7 @@ class Stream(Iterator[T], Generic[T]):
         )
         self._thread.start()
 
-    def __iter__(self) -> Stream[T]:
+    def __iter__(self) -> SampleStream[T]:
         return self
 
     def __next__(self) -> T:
@@ -222,7 +222,7 @@ class Stream(Iterator[T], Generic[T]):
         if self._thread is not threading.current_thread():
             self._thread.join()
 
-    def __enter__(self) -> Stream[T]:
+    def __enter__(self) -> SampleStream[T]:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -261,7 +261,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def ahead(
+def prefetch(
     items: Iterable[Item], work: Callable[[Item], Result], *, threads: int
 ) -> Iterator[tuple[Item, Result]]:
     """Yield (item, work(item)) in order, with work on up to `threads` items in the background.

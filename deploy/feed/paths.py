@@ -18,12 +18,20 @@ from pathlib import Path
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.array_files import is_arrays, is_raw
-from deploy.feed.arrays import ArraySource, rows
-from deploy.feed.images import is_image, is_other, kinds, read_list, shown, summary, walked
-from deploy.feed.listing import Listing, Raw
-from deploy.feed.loaders import channels
-from deploy.feed.pixels import apply
+from deploy.feed.array_files import is_array_file, is_raw_file
+from deploy.feed.arrays import ArraySource, count_samples
+from deploy.feed.file_list import FileList, RawSample
+from deploy.feed.images import (
+    is_image,
+    is_unsupported_image,
+    join_suffixes,
+    printable_name,
+    read_list,
+    summarize_names,
+    walk_files,
+)
+from deploy.feed.loaders import to_opencv_channels
+from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import Preprocess, describe
 from deploy.feed.sources import is_video
 from deploy.files.reading import read_json
@@ -34,7 +42,7 @@ _SOURCES = "a folder of images or arrays, a list file, a pattern such as 'photos
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class SourceFiles:
     """Image files, or files of arrays.
 
     Attributes:
@@ -44,7 +52,7 @@ class Files:
         notes: for the user.
     """
 
-    files: Listing
+    files: FileList
     name: str
     folder: Path | None = None
     notes: tuple[str, ...] = ()
@@ -56,16 +64,17 @@ class Files:
         Raises:
             FeedError: some hold arrays and some are images.
         """
-        with_arrays = [one.name for one in self.files if is_arrays(one.path)]
+        with_arrays = [one.name for one in self.files if is_array_file(one.path)]
         if with_arrays and len(with_arrays) < len(self.files):
             raise FeedError(
                 f"{self.name} must be of images or of arrays, got {len(with_arrays)} of"
-                f" {len(self.files)} with arrays: {summary(with_arrays)}; leave one kind out"
+                f" {len(self.files)} with arrays: {summarize_names(with_arrays)}; leave one kind"
+                " out"
             )
         return bool(with_arrays)
 
 
-def files_of(path: Path) -> Files:
+def resolve_files(path: Path) -> SourceFiles:
     """Return the files that `path` resolves to.
 
     Raises:
@@ -76,19 +85,20 @@ def files_of(path: Path) -> Files:
     if not path.exists():
         if _IN_PATTERNS & set(str(path)):
             return _matching(path)
-        raise FeedError(f"{shown(str(path))} does not exist; give {_SOURCES}")
-    if is_image(path) or is_arrays(path) or is_video(path):
-        return Files(Listing(path.parent, [path.name]), shown(path.name))
-    if is_other(path):
+        raise FeedError(f"{printable_name(str(path))} does not exist; give {_SOURCES}")
+    if is_image(path) or is_array_file(path) or is_video(path):
+        return SourceFiles(FileList(path.parent, [path.name]), printable_name(path.name))
+    if is_unsupported_image(path):
         raise FeedError(
-            f"{shown(path.name)} is an image in an unsupported format; save it as .jpg or .png"
+            f"{printable_name(path.name)} is an image in an unsupported format; save it as .jpg"
+            " or .png"
         )
     if path.suffix.lower() == ".json":
         return _in_coco(path)
-    return Files(read_list(path), shown(str(path)))
+    return SourceFiles(read_list(path), printable_name(str(path)))
 
 
-def labelled(files: Files) -> Files:
+def label_by_folder(files: SourceFiles) -> SourceFiles:
     """Label each file with the number of its folder: sorted by name, from 0.
 
     torchvision's ImageFolder numbers folders in the same way.
@@ -107,38 +117,43 @@ def labelled(files: Files) -> Files:
         )
     numbers = {name: number for number, name in enumerate(classes)}
     names = (one.name for one in files.files)
-    listing = Listing(files.folder, names, map(numbers.__getitem__, tops))
-    note = f"labels by folder: {len(classes)} classes, 0 is {shown(classes[0])}"
+    listing = FileList(files.folder, names, map(numbers.__getitem__, tops))
+    note = f"labels by folder: {len(classes)} classes, 0 is {printable_name(classes[0])}"
     return replace(files, files=listing, notes=(*files.notes, note))
 
 
-def listed(paths: Sequence[object]) -> Files | None:
+def resolve_path_list(paths: Sequence[object]) -> SourceFiles | None:
     """Return the files of a list of paths; None for a list of anything else."""
     if not paths or not all(isinstance(one, str | os.PathLike) for one in paths):
         return None
     named = (str(Path(one)) for one in paths if isinstance(one, str | os.PathLike))
-    return Files(Listing("", named), "the list")
+    return SourceFiles(FileList("", named), "the list")
 
 
-def _in_folder(folder: Path) -> Files:
-    names = walked(folder, lambda name: is_image(name) or is_arrays(name) or is_other(name))
-    others = [name for name in names if is_other(name)]
-    names = [name for name in names if not is_other(name)]
+def _in_folder(folder: Path) -> SourceFiles:
+    names = walk_files(
+        folder, lambda name: is_image(name) or is_array_file(name) or is_unsupported_image(name)
+    )
+    others = [name for name in names if is_unsupported_image(name)]
+    names = [name for name in names if not is_unsupported_image(name)]
     if not names:
         way = "give another folder or a list file"
         raise FeedError(
-            f"{shown(str(folder))} must hold images (such as .jpg, .png) or arrays (.npy, .npz,"
+            f"{printable_name(str(folder))} must hold images (such as .jpg, .png) or arrays"
+            " (.npy, .npz,"
             f" .bin, .raw), got {_unsupported(others) if others else f'none; {way}'}"
         )
     pictures = [name for name in names if is_image(name)]
     left = len(names) - len(pictures)
-    notes = [f"{left} files of arrays among the images of {shown(folder.name)} are not fed"]
+    notes = [
+        f"{left} files of arrays among the images of {printable_name(folder.name)} are not fed"
+    ]
     notes = notes if pictures and left else []
     if others:
-        notes.append(f"in {shown(folder.name)} are {_unsupported(others)}")
-    return Files(
-        Listing(folder, pictures or names),
-        shown(folder.name or str(folder)),
+        notes.append(f"in {printable_name(folder.name)} are {_unsupported(others)}")
+    return SourceFiles(
+        FileList(folder, pictures or names),
+        printable_name(folder.name or str(folder)),
         folder,
         tuple(notes),
     )
@@ -147,21 +162,21 @@ def _in_folder(folder: Path) -> Files:
 def _unsupported(names: Sequence[str]) -> str:
     """Describe images in unsupported formats, and how to feed them."""
     count = "1 picture" if len(names) == 1 else f"{len(names)} pictures"
-    return f"{count} in unsupported formats ({kinds(names)}); save them as .jpg or .png"
+    return f"{count} in unsupported formats ({join_suffixes(names)}); save them as .jpg or .png"
 
 
-def _matching(pattern: Path) -> Files:
+def _matching(pattern: Path) -> SourceFiles:
     names = sorted(glob.iglob(str(pattern), recursive=True), key=os.fsencode)
-    usable = [name for name in names if is_image(name) or is_arrays(name)]
+    usable = [name for name in names if is_image(name) or is_array_file(name)]
     if not usable:
         raise FeedError(
-            f"the pattern {shown(str(pattern))} must match images or arrays, got none of"
+            f"the pattern {printable_name(str(pattern))} must match images or arrays, got none of"
             f" {len(names)} files; ** stands for any folders"
         )
-    return Files(Listing("", usable), shown(str(pattern)))
+    return SourceFiles(FileList("", usable), printable_name(str(pattern)))
 
 
-def _in_coco(path: Path) -> Files:
+def _in_coco(path: Path) -> SourceFiles:
     """Return the images of a COCO json, in its folder or in a folder `images` there."""
     data = read_json(path, what="COCO annotations", error=FeedError)
     images = data.get("images") if isinstance(data, dict) else None
@@ -169,12 +184,13 @@ def _in_coco(path: Path) -> Files:
     names = [name for name in file_names if isinstance(name, str) and name and "\0" not in name]
     if not names or len(names) < len(file_names):
         raise FeedError(
-            f"{shown(str(path))} must be COCO annotations with `images` that have a `file_name`,"
+            f"{printable_name(str(path))} must be COCO annotations with `images` that have a"
+            " `file_name`,"
             " got others; give a folder or a list file"
         )
     inside = path.parent / "images"
     base = inside if (inside / names[0]).exists() else path.parent
-    return Files(Listing(base, names), shown(str(path)))
+    return SourceFiles(FileList(base, names), printable_name(str(path)))
 
 
 DTYPES = (
@@ -239,31 +255,31 @@ class RawFiles:
         return TensorSpec(spec.name, self.dtype or spec.dtype, (None, *shape))
 
 
-def alike(raw: RawFiles, path: str) -> RawFiles | str:
+def with_same_format(raw: RawFiles, path: str) -> RawFiles | str:
     """Return another path with the same shape and dtype if it has raw files; else the path."""
     try:
-        files = files_of(Path(path)).files
+        files = resolve_files(Path(path)).files
     except FeedError:  # opening the path will report the error
         return path
-    return replace(raw, path=path) if all(is_raw(one.path) for one in files) else path
+    return replace(raw, path=path) if all(is_raw_file(one.path) for one in files) else path
 
 
-def refuse_others(files: Files) -> None:
+def refuse_files_with_header(files: SourceFiles) -> None:
     """Refuse a raw shape and dtype for files with a header.
 
     Raises:
         ConfigError: a file is neither .bin nor .raw.
     """
-    others = [one.name for one in files.files if not is_raw(one.path)]
+    others = [one.name for one in files.files if not is_raw_file(one.path)]
     if others:
         raise ConfigError(
             "a raw shape and dtype apply to .bin and .raw files, got"
-            f" {summary(others, 2)} in {files.name}, which have their own; leave them out"
+            f" {summarize_names(others, 2)} in {files.name}, which have their own; leave them out"
         )
 
 
 @dataclass(frozen=True)
-class Formed:
+class ConvertedSource:
     """Samples of raw files, converted to the input.
 
     Attributes:
@@ -292,13 +308,13 @@ class Formed:
         """See `source`."""
         return self.source.told(index)
 
-    def load(self, index: int) -> Raw:
+    def load(self, index: int) -> RawSample:
         """Return the values, hashed, and the function that converts them to the input."""
         raw = self.source.load(index)
-        return Raw(raw.digest, lambda: {self.name: self.make(raw.decode()[self.name])})
+        return RawSample(raw.digest, lambda: {self.name: self.make(raw.decode()[self.name])})
 
 
-def as_arrays(source: ArraySource, spec: TensorSpec) -> Formed:
+def convert_arrays(source: ArraySource, spec: TensorSpec) -> ConvertedSource:
     """Convert samples to the input's dtype; only lossless widening is allowed.
 
     Raises:
@@ -308,11 +324,11 @@ def as_arrays(source: ArraySource, spec: TensorSpec) -> Formed:
     dtype, wanted = np.dtype(file_spec.dtype), np.dtype(spec.dtype)
     widened = wanted if dtype.kind == wanted.kind and np.can_cast(dtype, wanted) else dtype
     example = np.broadcast_to(np.zeros((), widened), (1, *_sample_shape(file_spec)))
-    rows({spec.name: example}, (spec,), f"each sample of {source.name}")
-    return Formed(source, spec.name, lambda values: values.astype(wanted, copy=False))
+    count_samples({spec.name: example}, (spec,), f"each sample of {source.name}")
+    return ConvertedSource(source, spec.name, lambda values: values.astype(wanted, copy=False))
 
 
-def as_pictures(source: ArraySource, spec: TensorSpec, how: Preprocess) -> Formed:
+def convert_images(source: ArraySource, spec: TensorSpec, how: Preprocess) -> ConvertedSource:
     """Preprocess samples that are images; `how` must be resolved.
 
     Raises:
@@ -326,10 +342,10 @@ def as_pictures(source: ArraySource, spec: TensorSpec, how: Preprocess) -> Forme
         )
 
     def make(values: Array) -> Array:
-        picture = channels(values.reshape(shape), how, source.name)
-        return apply(picture, how).astype(spec.dtype, copy=False)
+        picture = to_opencv_channels(values.reshape(shape), how, source.name)
+        return preprocess_image(picture, how).astype(spec.dtype, copy=False)
 
-    return Formed(source, spec.name, make)
+    return ConvertedSource(source, spec.name, make)
 
 
 def _sample_shape(spec: TensorSpec) -> tuple[int, ...]:

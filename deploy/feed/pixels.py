@@ -37,13 +37,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import FeedError
-from deploy.feed.images import decode, opencv
-from deploy.feed.preprocess import Preprocess, Size, sized
+from deploy.feed.images import decode_image, opencv
+from deploy.feed.preprocess import Preprocess, Size, with_image_size
 from deploy.files.manifest import sha256
 from deploy.tensors import Array
 
 
-def apply(pixels: Array, how: Preprocess) -> Array:
+def preprocess_image(pixels: Array, how: Preprocess) -> Array:
     """Convert uint8 [H, W, C] in BGR or grey to float32 [1, C, h, w] or [1, h, w, C].
 
     `how` must be resolved; if it leaves a side to the image, `sized` gives h and w. The result
@@ -53,8 +53,8 @@ def apply(pixels: Array, how: Preprocess) -> Array:
         FeedError: see `sized`.
     """
     assert how.color is not None
-    how = sized(how, (pixels.shape[0], pixels.shape[1]))
-    placed, (top, left) = fit(pixels, how)
+    how = with_image_size(how, (pixels.shape[0], pixels.shape[1]))
+    placed, (top, left) = resize_to_input(pixels, how)
     if how.color == "rgb":
         placed = placed[:, :, ::-1]
     height, width = placed.shape[:2]
@@ -72,7 +72,7 @@ def apply(pixels: Array, how: Preprocess) -> Array:
     return out
 
 
-def fit(pixels: Array, how: Preprocess) -> tuple[Array, tuple[int, int]]:
+def resize_to_input(pixels: Array, how: Preprocess) -> tuple[Array, tuple[int, int]]:
     """Resize and crop uint8 [H, W, C]; return it and its (top, left) in the input.
 
     `how` must be `sized`.
@@ -150,7 +150,7 @@ def _per_channel(values: tuple[float, ...], chw: bool) -> Array:
 SIDE = 160  # pixels: longer side of a preview
 
 
-def pixels_of(values: Array, how: Preprocess | None) -> Array | None:
+def input_to_image(values: Array, how: Preprocess | None) -> Array | None:
     """Convert one sample's array back to an image.
 
     Args:
@@ -175,13 +175,13 @@ def pixels_of(values: Array, how: Preprocess | None) -> Array | None:
     return rgb
 
 
-def picture_in(sample: Mapping[str, Array], how: Preprocess | None) -> Array | None:
+def find_image(sample: Mapping[str, Array], how: Preprocess | None) -> Array | None:
     """Return the sample's first input that is an image, as `pixels_of`; None without one."""
-    pictures = (pixels_of(values, how) for values in sample.values())
+    pictures = (input_to_image(values, how) for values in sample.values())
     return next((one for one in pictures if one is not None), None)
 
 
-def small(picture: Array, side: int = SIDE) -> Array:
+def shrink_image(picture: Array, side: int = SIDE) -> Array:
     """Shrink uint8 [H, W, 3] until no side is longer than `side`."""
     height, width = picture.shape[:2]
     longer = max(height, width)
@@ -193,7 +193,7 @@ def small(picture: Array, side: int = SIDE) -> Array:
     return resized
 
 
-def how_shown(how: Preprocess | None) -> str:
+def describe_display(how: Preprocess | None) -> str:
     """Describe how displayed images were made, as a sentence without a period."""
     if how is None:
         return (
@@ -228,12 +228,12 @@ def _stretch_contrast(values: Array) -> Array:
     return np.asarray((values - low) * (255 / (high - low)))
 
 
-def placed(boxes: NDArray[np.float64], size: Size, how: Preprocess) -> NDArray[np.float64]:
+def boxes_to_input(boxes: NDArray[np.float64], size: Size, how: Preprocess) -> NDArray[np.float64]:
     """Convert box corners [n, 4] from pixels of an image of `size` (h, w) to those of the input.
 
     `how` must be resolved.
     """
-    (rows, columns), (top, left) = _resized_geometry(size, sized(how, size))
+    (rows, columns), (top, left) = _resized_geometry(size, with_image_size(how, size))
     across, down = columns / size[1], rows / size[0]
     shift = np.array([left, top, left, top], np.float64)
     return np.asarray(boxes * np.array([across, down, across, down]) + shift)
@@ -290,7 +290,7 @@ _PICTURES = {
 
 
 @lru_cache(maxsize=1)
-def digests() -> dict[str, str]:
+def decoder_digests() -> dict[str, str]:
     """Return format -> digest of its test image's pixels, and "resize" -> of resized ones.
 
     Formats that this build of OpenCV does not read are left out.
@@ -298,7 +298,7 @@ def digests() -> dict[str, str]:
     by_format = {}
     for form, digits in _PICTURES.items():
         try:
-            by_format[form] = _digest(decode(bytes.fromhex(digits), form, grey=False))
+            by_format[form] = _digest(decode_image(bytes.fromhex(digits), form, grey=False))
         except FeedError:
             continue
     return {**by_format, "resize": _digest(*map(_resized_pattern, _RESIZES))}
@@ -310,7 +310,7 @@ def _resized_pattern(case: tuple[str, tuple[int, int]]) -> Array:
     y, x, c = np.indices((23, 29, 3))
     pattern = ((y * 37 + x * 91 + c * 53 + y * x * 7) % 256).astype(np.uint8)
     how = Preprocess(size=size, interpolation=interpolation, color="bgr", layout="nhwc")
-    return apply(pattern, how)
+    return preprocess_image(pattern, how)
 
 
 def _digest(*arrays: Array) -> str:

@@ -26,7 +26,7 @@ COLORS = {"rgb": 3, "bgr": 3, "grey": 1}
 LAYOUTS = ("nchw", "nhwc")
 ANCHORS = ("centre", "top-left")
 LARGEST_SIDE = 16384
-WHOLE = ("uint8", "int32")  # integer inputs that accept images
+INTEGER_DTYPES = ("uint8", "int32")  # integer inputs that accept images
 _UNIT = "pixels / 255 (preset 'unit')"
 
 Size = tuple[int, int]
@@ -143,7 +143,7 @@ class Preprocess:
         return with_options(cls(), data)
 
 
-Asked = Preprocess | str | Mapping[str, object] | None
+PreprocessRequest = Preprocess | str | Mapping[str, object] | None
 """What functions that open a feed accept: complete preprocessing; a preset's name; some options by
 name (the model gives the others); or nothing."""
 
@@ -165,7 +165,7 @@ def with_options(base: Preprocess, options: Mapping[str, object]) -> Preprocess:
     return dataclasses.replace(base, **set_options)
 
 
-def asked_of(base: Preprocess, options: Mapping[str, object]) -> Preprocess:
+def apply_user_options(base: Preprocess, options: Mapping[str, object]) -> Preprocess:
     """Return `with_options` of the user's options, none of which may be without effect.
 
     Raises:
@@ -181,19 +181,21 @@ def asked_of(base: Preprocess, options: Mapping[str, object]) -> Preprocess:
     return how
 
 
-def usual(spec: TensorSpec) -> Preprocess:
+def default_preprocess(spec: TensorSpec) -> Preprocess:
     """Return the default preprocessing: an integer input gets the pixels unchanged."""
-    return Preprocess(scale=1.0) if spec.dtype in WHOLE else Preprocess()
+    return Preprocess(scale=1.0) if spec.dtype in INTEGER_DTYPES else Preprocess()
 
 
-def resolve(asked: Preprocess | None, spec: TensorSpec) -> tuple[Preprocess, tuple[str, ...]]:
+def complete_preprocess(
+    asked: Preprocess | None, spec: TensorSpec
+) -> tuple[Preprocess, tuple[str, ...]]:
     """Complete preprocessing from the model's input: size, color and layout are set. Add notes.
 
     Raises:
         FeedError: the input is no image, or contradicts `asked`.
         ConfigError: a side depends on the image, but the resize does not allow that.
     """
-    chosen = asked if asked is not None else usual(spec)
+    chosen = asked if asked is not None else default_preprocess(spec)
     if len(spec.shape) != 4:
         raise FeedError(
             f"images need an input of 4 dimensions, got {describe(spec)};"
@@ -218,14 +220,14 @@ def resolve(asked: Preprocess | None, spec: TensorSpec) -> tuple[Preprocess, tup
     _check_mean(resolved)
     if asked is not None:
         return resolved, ()
-    is_integer = spec.dtype in WHOLE
+    is_integer = spec.dtype in INTEGER_DTYPES
     values = f"pixels as they are, for {spec.dtype} (preset 'raw')" if is_integer else _UNIT
     return resolved, (
-        f"no preprocessing was given: {color} images stretched to {by(size)}, {values}",
+        f"no preprocessing was given: {color} images stretched to {format_size(size)}, {values}",
     )
 
 
-def sized(how: Preprocess, picture: Size, where: str = "a picture") -> Preprocess:
+def with_image_size(how: Preprocess, picture: Size, where: str = "a picture") -> Preprocess:
     """Return `how` with the input size for an image of (height, width); `how` must be resolved.
 
     A side that depends on the image is rounded to the nearest multiple; for "fit-height" it is
@@ -252,7 +254,7 @@ def sized(how: Preprocess, picture: Size, where: str = "a picture") -> Preproces
     return dataclasses.replace(how, size=(height, width))
 
 
-def by(size: Sides) -> str:
+def format_size(size: Sides) -> str:
     """Return `HxW`, with * for a side that depends on the image."""
     return "x".join("*" if side is None else str(side) for side in size)
 
@@ -282,14 +284,15 @@ def _check_open_sides(how: Preprocess) -> None:
     elif not (how.resize == "stretch" or (how.resize == "fit-height" and height is not None)):
         raise ConfigError(
             "sizes that depend on the image go with resize stretch, or with fit-height and a"
-            f" height, got {how.resize} to {by((height, width))}; give another resize or both sides"
+            f" height, got {how.resize} to {format_size((height, width))}; give another resize or"
+            " both sides"
         )
 
 
 def _check_crop(how: Preprocess) -> None:
     if how.resize == "short-side" and how.short < max(how.box):
         raise ConfigError(
-            f"short_side must reach the crop of {by(how.box)},"
+            f"short_side must reach the crop of {format_size(how.box)},"
             f" got {how.short_side}; give {max(how.box)} or more"
         )
 
@@ -332,7 +335,8 @@ def _resolve_size(
         if isinstance(wanted, int) and got != wanted:
             raise FeedError(
                 f"the size must fit the input {describe(spec)}, which accepts no other, got"
-                f" {by(size)}; leave the size out to use the model's own, or, if the model is fully"
+                f" {format_size(size)}; leave the size out to use the model's own, or, if the"
+                " model is fully"
                 " convolutional, declare the sides of its inputs and outputs open (dim_param)"
             )
     return size
@@ -341,10 +345,10 @@ def _resolve_size(
 def _examples(model_sides: tuple[int | str | None, int | str | None]) -> str:
     """Return example sizes for an input with an open side."""
     fixed_sides = [side if isinstance(side, int) else None for side in model_sides]
-    example = by((fixed_sides[0] or 224, fixed_sides[1] or 224))
+    example = format_size((fixed_sides[0] or 224, fixed_sides[1] or 224))
     if fixed_sides == [None, None]:
         return f"{example}, or 224x* or native"
-    return f"{example}, or {by((fixed_sides[0], fixed_sides[1]))}"
+    return f"{example}, or {format_size((fixed_sides[0], fixed_sides[1]))}"
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -421,7 +425,7 @@ PRESETS: dict[str, Preprocess] = {
 }
 
 
-def preset(name: str) -> Preprocess:
+def find_preset(name: str) -> Preprocess:
     """Return the preset of this name.
 
     Raises:
@@ -435,14 +439,14 @@ def preset(name: str) -> Preprocess:
     return PRESETS[name]
 
 
-def in_words(how: Preprocess) -> str:
+def describe_preprocess(how: Preprocess) -> str:
     """Describe preprocessing in one line, for the top of a report; a preset's name comes first.
 
     Args:
         how: resolved.
     """
     presets = [name for name, one in PRESETS.items() if _equals_preset(one, how)]
-    size = by(how.size) if how.size else ""
+    size = format_size(how.size) if how.size else ""
     size += f" in multiples of {how.multiple}" if how.multiple > 1 else ""
     title = f"{presets[0]}: " if presets else ""
     factor = f"/ {1 / how.scale:g}" if how.scale != 1 else "as they are"

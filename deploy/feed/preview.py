@@ -13,17 +13,17 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from deploy.errors import FeedError
-from deploy.feed.listing import Raw
-from deploy.feed.pixels import picture_in, small
+from deploy.feed.file_list import RawSample
+from deploy.feed.pixels import find_image, shrink_image
 from deploy.feed.preprocess import Preprocess
-from deploy.metrics.rows import batch_length, split
+from deploy.metrics.rows import batch_length, split_batch
 from deploy.tensors import Array, Samples
 
-SHOWN = 4  # samples of a feed that a report shows
+PREVIEW_COUNT = 4  # samples of a feed that a report shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class View:
+class Preview:
     """Preview of one sample.
 
     Attributes:
@@ -41,42 +41,42 @@ class View:
     given_size: tuple[int, int] | None = None
 
 
-class Views:
+class Previews:
     """Previews of chosen samples."""
 
     def __init__(self, how: Preprocess | None, wanted: Collection[int] = ()) -> None:
         """Args: how: the feed's preprocessing; wanted: indices of the samples."""
         self.wanted = frozenset(wanted)
         self._how = how
-        self._stored: dict[int, View | None] = {}
+        self._stored: dict[int, Preview | None] = {}
 
     @property
     def missing(self) -> frozenset[int]:
         """Chosen samples that were not added yet."""
         return self.wanted - self._stored.keys()
 
-    def add(self, index: int, name: str, raw: Raw, sample: Mapping[str, Array]) -> None:
+    def add(self, index: int, name: str, raw: RawSample, sample: Mapping[str, Array]) -> None:
         """Store a preview of the sample if it was chosen."""
         if index not in self.wanted or index in self._stored:
             return
         self._stored[index] = None
-        fed = picture_in(sample, self._how)
+        fed = find_image(sample, self._how)
         if fed is not None:
             given = _image_before(raw)
-            self._stored[index] = View(
+            self._stored[index] = Preview(
                 name=name,
-                fed=small(fed),
-                given=None if given is None else small(given),
+                fed=shrink_image(fed),
+                given=None if given is None else shrink_image(given),
                 size=(fed.shape[0], fed.shape[1]),
                 given_size=None if given is None else (given.shape[0], given.shape[1]),
             )
 
-    def found(self) -> list[View]:
+    def found(self) -> list[Preview]:
         """Return the previews of samples that are images, in feed order."""
         return [view for _, view in sorted(self._stored.items()) if view is not None]
 
 
-def _image_before(raw: Raw) -> Array | None:
+def _image_before(raw: RawSample) -> Array | None:
     """Return the image before preprocessing as RGB; None without one."""
     try:
         pixels = None if raw.picture is None else raw.picture()
@@ -88,7 +88,7 @@ def _image_before(raw: Raw) -> Array | None:
 _SIDE = 256  # pixels of the longer side; boxes are drawn on the image
 
 
-class Looks:
+class CandidateImages:
     """Images of the current candidate samples."""
 
     def __init__(self, feed: Samples) -> None:
@@ -107,11 +107,11 @@ class Looks:
         start, self._sample_count = self._sample_count, self._sample_count + batch
         self._stored = {n: picture for n, picture in self._stored.items() if n in watched}
         wanted = [number for number in range(start, start + batch) if number in watched]
-        rows = split(sample, batch) if wanted else []
+        rows = split_batch(sample, batch) if wanted else []
         for number in wanted:
             picture = self._feed.picture(rows[number - start])
             if picture is not None:
-                self._stored[number] = small(picture, _SIDE)
+                self._stored[number] = shrink_image(picture, _SIDE)
 
     def of(self, numbers: Iterable[int]) -> dict[int, tuple[str, Array]]:
         """Return sample number -> (name, image uint8 [h, w, 3] RGB)."""

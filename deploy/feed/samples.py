@@ -12,17 +12,26 @@ from itertools import islice
 from typing import Any
 
 from deploy.errors import FeedError
-from deploy.feed.parallel import Stream
-from deploy.feed.pixels import picture_in
+from deploy.feed.parallel import SampleStream
+from deploy.feed.pixels import find_image
 from deploy.feed.preprocess import Preprocess, Size
-from deploy.feed.preview import View, Views
-from deploy.feed.reader import Reader, batches, filled, refuse_batches
-from deploy.feed.sampling import Chosen, Share, names_digest, share_of, some
-from deploy.feed.sources import ImageSource, Posted, Sample, Source, VideoSource, posted
+from deploy.feed.preview import Preview, Previews
+from deploy.feed.sample_reader import SampleReader, iterate_batches, last_batch_note, refuse_batches
+from deploy.feed.sampling import ChosenSamples, Share, names_digest, share_of, spread_evenly
+from deploy.feed.sources import (
+    ImageSource,
+    RemoteSample,
+    Sample,
+    SampleSource,
+    VideoSource,
+    read_remote_samples,
+)
 from deploy.tensors import Array
 from deploy.terminal import phase
 
-KEPT = 8  # samples cached in memory: for shapes, latency runs, statistics of inner tensors
+SAMPLES_IN_MEMORY = (
+    8  # samples cached in memory: for shapes, latency runs, statistics of inner tensors
+)
 
 
 class Feed:
@@ -36,7 +45,7 @@ class Feed:
 
     def __init__(
         self,
-        source: Source,
+        source: SampleSource,
         chosen: Sequence[int],
         *,
         kind: str,
@@ -49,8 +58,10 @@ class Feed:
         skipped: Mapping[int, str] | None = None,
     ) -> None:
         self._source = source
-        self._chosen = Chosen(chosen, share, skipped or {})
-        self._reader = Reader(source, skip_bad=skip_bad, kept=KEPT * batch, preprocess=preprocess)
+        self._chosen = ChosenSamples(chosen, share, skipped or {})
+        self._reader = SampleReader(
+            source, skip_bad=skip_bad, kept=SAMPLES_IN_MEMORY * batch, preprocess=preprocess
+        )
         self._names = ""  # digest of the names
         self._kind = kind
         # (number of bad samples known then, labels of the others)
@@ -164,7 +175,10 @@ class Feed:
     def notes(self) -> tuple[str, ...]:
         """Notes for the user on how the samples were read; complete after one pass."""
         skips, copies = _skip_note(list(self.skipped)), self._duplicate_note()
-        return (*self._notes, *filter(None, (skips, copies, filled(self.count, self.batch))))
+        return (
+            *self._notes,
+            *filter(None, (skips, copies, last_batch_note(self.count, self.batch))),
+        )
 
     def _duplicate_note(self) -> str:
         """Return a note on duplicate images; rows and frames are often equal, so none for them."""
@@ -207,9 +221,9 @@ class Feed:
             share=share,
         )
 
-    def posted(self, share: Share) -> list[Posted]:
+    def posted(self, share: Share) -> list[RemoteSample]:
         """Read the samples of a share, to be sent to another machine."""
-        return posted(self._source, self._chosen.of(share))
+        return read_remote_samples(self._source, self._chosen.of(share))
 
     def glance(self, place: int) -> None:
         """Read one sample only to store its digest.
@@ -277,7 +291,7 @@ class Feed:
                 step()
         self._chosen.skip_places(skipped)
 
-    def samples(self, without: range = range(0)) -> Stream[Sample]:
+    def samples(self, without: range = range(0)) -> SampleStream[Sample]:
         """Return a stream of {input name: array} with first dimension `batch`, in feed order.
 
         A background thread reads a few samples ahead; up to 4 other threads decode images. Several
@@ -289,10 +303,10 @@ class Feed:
         Raises:
             FeedError: (while iterating) a bad sample, unless `skip_bad`; or no good sample.
         """
-        return Stream(lambda: self._batches(without))
+        return SampleStream(lambda: self._batches(without))
 
     def _batches(self, without: range = range(0)) -> Iterator[Sample]:
-        return batches(self._reader, self._chosen, self.batch, without)
+        return iterate_batches(self._reader, self._chosen, self.batch, without)
 
     def remember(self, first: int, spread: int = 0, shown: int = 0) -> None:
         """Cache samples on disk as they are read: the first ones, and those of `spread`.
@@ -305,9 +319,9 @@ class Feed:
         if self.batch > 1:  # `spread` returns the first samples then
             first, spread = max(first, spread), 0
         indices = self._chosen.indices
-        early, seen = indices[: first * self.batch], some(indices, shown)
-        on_disk = (*early, *some(indices, spread), *seen)
-        self._reader.remember(on_disk, Views(self.preprocess, seen))
+        early, seen = indices[: first * self.batch], spread_evenly(indices, shown)
+        on_disk = (*early, *spread_evenly(indices, spread), *seen)
+        self._reader.remember(on_disk, Previews(self.preprocess, seen))
 
     def scatter(self) -> None:
         """Change to low-discrepancy order: the first n samples are spread over the feed."""
@@ -327,7 +341,7 @@ class Feed:
         self._names = ""
         self._good_labels = (-1, ())
 
-    def views(self) -> list[View]:
+    def views(self) -> list[Preview]:
         """Return previews of the samples to show; samples not read so far are read now.
 
         Raises:
@@ -344,7 +358,7 @@ class Feed:
         Args:
             sample: arrays with a batch of 1.
         """
-        return picture_in(sample, self.preprocess)
+        return find_image(sample, self.preprocess)
 
     def first(self, most: int) -> list[Sample]:
         """Return the first samples, at most `most` and `KEPT`; cached after the first read.
@@ -352,7 +366,7 @@ class Feed:
         Raises:
             FeedError: see `samples`.
         """
-        return list(islice(self._batches(), min(most, KEPT)))
+        return list(islice(self._batches(), min(most, SAMPLES_IN_MEMORY)))
 
     def spread(self, most: int) -> Iterator[Sample]:
         """Yield at most `most` samples spread evenly over the feed, one at a time.
@@ -379,7 +393,7 @@ class Feed:
         """Return the keys of the samples that `spread` yields, without known bad ones."""
         if self.batch > 1:
             return tuple(range(min(most, len(self))))
-        return tuple(some(list(self._chosen.good()), most))
+        return tuple(spread_evenly(list(self._chosen.good()), most))
 
     def keyed(self, keys: Collection[int]) -> Iterator[tuple[int, Sample]]:
         """Yield (key, sample) for the given keys, in feed order, without bad ones.
@@ -443,4 +457,4 @@ def _skip_note(bad: Sequence[str]) -> str:
     return f"{len(bad)} skipped: {'; '.join(bad[:3])}{more}" if bad else ""
 
 
-__all__ = ["KEPT", "Feed", "Sample"]
+__all__ = ["SAMPLES_IN_MEMORY", "Feed", "Sample"]

@@ -104,7 +104,7 @@ _BITS = 32
 
 
 @lru_cache(maxsize=8)
-def order(count: int) -> NDArray[np.int64]:
+def sampling_order(count: int) -> NDArray[np.int64]:
     """Return all places below `count` in low-discrepancy order; read-only, since it is cached."""
     steps = np.arange(1 << (2 * count).bit_length(), dtype=np.uint64)  # enough to reach all places
     places = (_reversed(_scrambled(steps)) * np.uint64(count)) >> np.uint64(_BITS)
@@ -112,14 +112,14 @@ def order(count: int) -> NDArray[np.int64]:
     return np.asarray(places[np.sort(first)][:count], np.int64)
 
 
-def strewn(items: Sequence[int]) -> list[int]:
+def in_sampling_order(items: Sequence[int]) -> list[int]:
     """Return all items in low-discrepancy order."""
-    return [items[place] for place in order(len(items))]
+    return [items[place] for place in sampling_order(len(items))]
 
 
-def some(items: Sequence[int], most: int) -> list[int]:
+def spread_evenly(items: Sequence[int], most: int) -> list[int]:
     """Return at most `most` items, spread evenly, in their own order."""
-    return [items[place] for place in np.sort(order(len(items))[:most])]
+    return [items[place] for place in np.sort(sampling_order(len(items))[:most])]
 
 
 def _scrambled(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -195,7 +195,7 @@ class Choice:
         notes = [f"every {_nth(every)} of {count} samples is used"] if every > 1 else []
         if self.most is not None and self.most < len(places):
             notes.append(f"{self.most} of {len(places)} samples are used, spread evenly over all")
-            places = some(places, self.most)
+            places = spread_evenly(places, self.most)
         if self.sample is not None and self.sample < len(places):
             notes.append(
                 f"{self.sample} of {len(places)} samples are used, drawn by lot (seed {self.seed})"
@@ -212,7 +212,7 @@ Limit = int | Choice | None
 """What the functions that open a feed accept: a maximum number of samples, or a choice."""
 
 
-def choice_of(limit: Limit) -> Choice:
+def to_choice(limit: Limit) -> Choice:
     """Return a limit as a `Choice`.
 
     Raises:
@@ -226,7 +226,7 @@ def _nth(number: int) -> str:
     return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"
 
 
-class Chosen:
+class ChosenSamples:
     """Indices of the chosen samples in their order.
 
     Attributes:
@@ -307,7 +307,7 @@ class Chosen:
 
     def scatter(self) -> None:
         """Change to low-discrepancy order: the first n samples are spread over the source."""
-        self.indices = self._passed = _compact(strewn(self.indices))
+        self.indices = self._passed = _compact(in_sampling_order(self.indices))
 
     def keep(self, count: int) -> None:
         """Drop all but the first `count` samples, and restore the order of the source."""
@@ -321,9 +321,9 @@ def _compact(indices: Iterable[int]) -> Sequence[int]:
     return indices if isinstance(indices, range) else array("q", indices)
 
 
-FIRST = 8  # samples before the first check
+FIRST_CHECK = 8  # samples before the first check
 
 
-def following(drawn: int) -> int:
+def next_check(drawn: int) -> int:
     """Return the number of samples at the next check: 8, 16, 32 and so on."""
-    return 2 * drawn if drawn else FIRST
+    return 2 * drawn if drawn else FIRST_CHECK

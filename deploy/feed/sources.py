@@ -24,18 +24,25 @@ import numpy as np
 
 from deploy.errors import FeedError
 from deploy.feed import images
-from deploy.feed.headers import segments, sides
-from deploy.feed.images import overheard
-from deploy.feed.listing import UNREADABLE, Listing, Picture, Raw, bytes_digest, sample_digest
-from deploy.feed.pixels import apply
-from deploy.feed.preprocess import WHOLE, Preprocess, Size, describe, sized
+from deploy.feed.file_list import (
+    UNREADABLE,
+    FileList,
+    ImageFile,
+    RawSample,
+    bytes_digest,
+    sample_digest,
+)
+from deploy.feed.headers import jpeg_segments, read_image_size
+from deploy.feed.images import capture_decoder_output
+from deploy.feed.pixels import preprocess_image
+from deploy.feed.preprocess import INTEGER_DTYPES, Preprocess, Size, describe, with_image_size
 from deploy.files.reading import refuse_irregular
 from deploy.tensors import Array, TensorSpec
 
 Sample = dict[str, Array]
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """Random access to samples of batch 1 and to their names."""
 
     @property
@@ -53,7 +60,7 @@ class Source(Protocol):
         """Return the sample's name for messages."""
         ...
 
-    def load(self, index: int) -> Raw:
+    def load(self, index: int) -> RawSample:
         """Read the sample without decoding it."""
         ...
 
@@ -90,7 +97,8 @@ class VideoSource:
         self.a_second = max(round(self._capture.get(cv2.CAP_PROP_FPS) or 1), 1)
         if self._count < 1:
             raise FeedError(
-                f"video {images.shown(str(path))} must say how many frames it has, got none;"
+                f"video {images.printable_name(str(path))} must say how many frames it has, got"
+                " none;"
                 " encode it again, or give its frames as images"
             )
 
@@ -103,9 +111,9 @@ class VideoSource:
 
     def told(self, index: int) -> str:
         """Return the frame's name for messages."""
-        return f"frame {index} of video {images.shown(self._path.name)}"
+        return f"frame {index} of video {images.printable_name(self._path.name)}"
 
-    def load(self, index: int) -> Raw:
+    def load(self, index: int) -> RawSample:
         """Return a frame's pixels, hashed, and the function that preprocesses them.
 
         Raises:
@@ -113,16 +121,18 @@ class VideoSource:
         """
         pixels = self._frame(index)
         digest = sample_digest({"": pixels})
-        return Raw(digest, lambda: {self._spec.name: self._preprocessed(pixels)}, lambda: pixels)
+        return RawSample(
+            digest, lambda: {self._spec.name: self._preprocessed(pixels)}, lambda: pixels
+        )
 
     def _preprocessed(self, pixels: Array) -> Array:
         cv2 = images.opencv()
         grey = self._how.color == "grey"
         shown = cv2.cvtColor(pixels, cv2.COLOR_BGR2GRAY)[:, :, None] if grey else pixels
-        return apply(shown, self._how).astype(self._spec.dtype, copy=False)
+        return preprocess_image(shown, self._how).astype(self._spec.dtype, copy=False)
 
     def _frame(self, index: int) -> Array:
-        with self._lock, overheard() as lines:
+        with self._lock, capture_decoder_output() as lines:
             if index < self._next:
                 self._capture = _open_capture(self._path)
                 self._next = 0
@@ -142,11 +152,12 @@ class VideoSource:
 
 def _open_capture(path: Path) -> Any:
     cv2 = images.opencv()
-    with overheard():
+    with capture_decoder_output():
         capture = cv2.VideoCapture(str(path))
     if not capture.isOpened():
         raise FeedError(
-            f"video {images.shown(str(path))} cannot be read by this OpenCV; encode it again, or"
+            f"video {images.printable_name(str(path))} cannot be read by this OpenCV; encode it"
+            " again, or"
             " give its frames as images"
         )
     return capture
@@ -157,14 +168,14 @@ _APP1, _ORIENTATION, _UPRIGHT = 0xE1, 274, 4  # orientations above 4 swap width 
 _MOST_TAGS = 4096
 
 
-def shown_size(picture: Picture) -> Size | None:
+def decoded_size(picture: ImageFile) -> Size | None:
     """Return (height, width) of an image file as decoded; None if it cannot be decoded."""
     try:
         with picture.path.open("rb") as file:
             first = file.read(_FIRST)
-        size, is_rotated = sides(first), _is_rotated(first)
+        size, is_rotated = read_image_size(first), _is_rotated(first)
         if size is None or is_rotated is None:
-            pixels = images.decode(images.read(picture), picture.name, grey=True)
+            pixels = images.decode_image(images.read_image_file(picture), picture.name, grey=True)
             return pixels.shape[0], pixels.shape[1]
     except (OSError, ValueError, FeedError):
         return None  # reading the sample will report the error
@@ -176,7 +187,7 @@ def _is_rotated(first: bytes) -> bool | None:
     if not first.startswith(b"\xff\xd8"):
         tiff = first.startswith((b"II", b"MM"))
         return None if tiff or b"Exif" in first or b"eXIf" in first or b"EXIF" in first else False
-    exif = (body for marker, _, body in segments(first) if marker == _APP1)
+    exif = (body for marker, _, body in jpeg_segments(first) if marker == _APP1)
     exif_body = next((body[6:] for body in exif if body.startswith(b"Exif\0\0")), b"")
     try:
         return bool(exif_body) and _orientation(exif_body) > _UPRIGHT
@@ -200,7 +211,7 @@ def _orientation(tiff: bytes) -> int:
 class ImageSource:
     """Image files for one input."""
 
-    pictures: Listing
+    pictures: FileList
     spec: TensorSpec
     how: Preprocess
 
@@ -218,13 +229,13 @@ class ImageSource:
 
     def size(self, index: int) -> Size | None:
         """Return (height, width) of the image as decoded; None if it cannot be decoded."""
-        return shown_size(self.pictures[index])
+        return decoded_size(self.pictures[index])
 
     def told(self, index: int) -> str:
         """Return the image's name for messages."""
-        return f"image {images.shown(self.pictures.name(index))}"
+        return f"image {images.printable_name(self.pictures.name(index))}"
 
-    def load(self, index: int) -> Raw:
+    def load(self, index: int) -> RawSample:
         """Return the file's bytes, hashed, and the function that decodes and preprocesses them.
 
         Raises:
@@ -238,24 +249,24 @@ class ImageSource:
         Raises:
             FeedError: the file cannot be read.
         """
-        return images.read(self.pictures[index])
+        return images.read_image_file(self.pictures[index])
 
-    def raw(self, index: int, data: bytes) -> Raw:
+    def raw(self, index: int, data: bytes) -> RawSample:
         """Return the same as `load` for bytes that were read before."""
-        return Raw(
+        return RawSample(
             bytes_digest(data),
             lambda: self._decoded(index, data),
-            lambda: images.decode(data, self.pictures.name(index), grey=False),
+            lambda: images.decode_image(data, self.pictures.name(index), grey=False),
         )
 
     def _decoded(self, index: int, data: bytes) -> dict[str, Array]:
         grey = self.how.color == "grey"
-        pixels = images.decode(data, self.pictures.name(index), grey=grey)
-        how = sized(self.how, (pixels.shape[0], pixels.shape[1]), self.told(index))
-        return {self.spec.name: _cast(apply(pixels, how), self.spec.dtype)}
+        pixels = images.decode_image(data, self.pictures.name(index), grey=grey)
+        how = with_image_size(self.how, (pixels.shape[0], pixels.shape[1]), self.told(index))
+        return {self.spec.name: _cast(preprocess_image(pixels, how), self.spec.dtype)}
 
 
-def check_present(pictures: Iterable[Picture], count: int, where: str) -> None:
+def check_present(pictures: Iterable[ImageFile], count: int, where: str) -> None:
     """Raise if image files are missing.
 
     Raises:
@@ -265,7 +276,7 @@ def check_present(pictures: Iterable[Picture], count: int, where: str) -> None:
     if missing:
         raise FeedError(
             f"every image must exist, {len(missing)} of {count} in"
-            f" {where} do not: {images.summary(missing)}; paths are relative to"
+            f" {where} do not: {images.summarize_names(missing)}; paths are relative to"
             " the list file; correct them, or skip bad ones (--skip-bad)"
         )
 
@@ -279,11 +290,13 @@ def check_dtype(spec: TensorSpec, how: Preprocess) -> None:
     """
     whole = how.scale == 1 and set(how.mean) == {0.0} and set(how.std) == {1.0}
     pads_whole = all(0 <= p <= 255 and float(p).is_integer() for p in how.pad)
-    if spec.dtype in ("float32", "float16") or (spec.dtype in WHOLE and whole and pads_whole):
+    if spec.dtype in ("float32", "float16") or (
+        spec.dtype in INTEGER_DTYPES and whole and pads_whole
+    ):
         return
     remedy = (
         "use the preset 'raw' (scale 1, no mean, std 1)"
-        if spec.dtype in WHOLE
+        if spec.dtype in INTEGER_DTYPES
         else "feed it arrays from an .npy file"
     )
     raise FeedError(f"images become float32 or float16, the input is {describe(spec)}; {remedy}")
@@ -301,7 +314,7 @@ def _cast(array: Array, dtype: str) -> Array:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Posted:
+class RemoteSample:
     """One sample to be sent to another machine.
 
     Attributes:
@@ -324,12 +337,12 @@ class Posted:
         return len(self.held)
 
 
-def posted(source: Source, indices: Iterable[int]) -> list[Posted]:
+def read_remote_samples(source: SampleSource, indices: Iterable[int]) -> list[RemoteSample]:
     """Read samples of a source now; a bad one is replaced by the reason why it is bad."""
     return [_posted(source, index) for index in indices]
 
 
-def _posted(source: Source, index: int) -> Posted:
+def _posted(source: SampleSource, index: int) -> RemoteSample:
     digest: bytes = UNREADABLE
     held: bytes | dict[str, Array] | str
     try:
@@ -340,10 +353,12 @@ def _posted(source: Source, index: int) -> Posted:
             digest, held = raw.digest, raw.decode()
     except FeedError as error:
         held = str(error)
-    return Posted(name=source.sample_name(index), told=source.told(index), digest=digest, held=held)
+    return RemoteSample(
+        name=source.sample_name(index), told=source.told(index), digest=digest, held=held
+    )
 
 
-class PostedSource:
+class RemoteSource:
     """Samples received from another machine.
 
     Attributes:
@@ -353,7 +368,7 @@ class PostedSource:
     labels: tuple[int, ...] | None = None
 
     def __init__(
-        self, samples: Sequence[Posted], specs: Sequence[TensorSpec], how: Preprocess | None
+        self, samples: Sequence[RemoteSample], specs: Sequence[TensorSpec], how: Preprocess | None
     ) -> None:
         """Store the samples.
 
@@ -363,7 +378,7 @@ class PostedSource:
             how: the complete preprocessing; None if no sample is an image.
         """
         self._samples = samples
-        named = Listing("", (one.name for one in samples))
+        named = FileList("", (one.name for one in samples))
         self._pictures = None if how is None else ImageSource(named, specs[0], how)
 
     def __len__(self) -> int:
@@ -377,7 +392,7 @@ class PostedSource:
         """Return the name for messages on the sending machine."""
         return self._samples[index].told
 
-    def load(self, index: int) -> Raw:
+    def load(self, index: int) -> RawSample:
         """Return the sample as sent.
 
         Raises:
@@ -389,10 +404,10 @@ class PostedSource:
             assert self._pictures is not None
             return self._pictures.raw(index, held)
         if isinstance(held, dict):
-            return Raw(one.digest, lambda: dict(held))
+            return RawSample(one.digest, lambda: dict(held))
         if one.digest == UNREADABLE:
             _refuse(held)
-        return Raw(one.digest, lambda: _refuse(held))
+        return RawSample(one.digest, lambda: _refuse(held))
 
 
 def _refuse(why: str) -> NoReturn:

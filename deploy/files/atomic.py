@@ -16,13 +16,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from deploy.errors import ExportError
-from deploy.files.reading import refuse
+from deploy.files.reading import refuse_output
 
 _HOUR = 3600.0
 _PATIENCE = 60.0  # seconds; a lock is held while files are renamed, which takes milliseconds
 
 
-def claimed_file(folder: Path, *, prefix: str) -> tuple[int, Path]:
+def create_claimed_file(folder: Path, *, prefix: str) -> tuple[int, Path]:
     """Create a file that is `claimed` until the returned descriptor is closed.
 
     Raises:
@@ -34,7 +34,7 @@ def claimed_file(folder: Path, *, prefix: str) -> tuple[int, Path]:
             return handle, Path(name)
 
 
-def claimed_folder(folder: Path, *, prefix: str) -> tuple[int, Path]:
+def create_claimed_folder(folder: Path, *, prefix: str) -> tuple[int, Path]:
     """Create a folder, like `claimed_file`."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
@@ -46,7 +46,7 @@ def claimed_folder(folder: Path, *, prefix: str) -> tuple[int, Path]:
             return handle, path
 
 
-def claimed(path: Path) -> bool:
+def is_claimed(path: Path) -> bool:
     """Return whether a running process holds a file or folder; False if it does not exist."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -64,7 +64,7 @@ def claimed(path: Path) -> bool:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Lock a folder, so that only this process changes it; others wait here.
 
     Raises:
@@ -134,11 +134,11 @@ def write_with(path: Path, fill: Callable[[Path], object]) -> Path:
         ExportError: the file cannot be written, or is an input, a folder or a device.
     """
     path = Path(path)
-    refuse(path)
+    refuse_output(path)
     try:
         mode = mode_at(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = claimed_file(path.parent, prefix=PREFIX)
+        handle, temporary = create_claimed_file(path.parent, prefix=PREFIX)
         try:
             fill(temporary)
             _flush(temporary)
@@ -160,7 +160,7 @@ def remove_leftovers(folder: Path) -> int:
     removed = 0
     for leftover in Path(folder).glob(f"{PREFIX}*"):
         try:
-            if leftover.is_file() and not claimed(leftover):
+            if leftover.is_file() and not is_claimed(leftover):
                 leftover.unlink()
                 removed += 1
         except OSError:  # another process removed it first

@@ -31,12 +31,14 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def note_of(path: Path) -> Path:
+def note_path(path: Path) -> Path:
     """Return the path of a file's note."""
     return path.with_name(f"{path.name}.json")
 
 
-def keep(path: Path, data: bytes, made_from: Mapping[str, Any], *, digest: str = "sha256") -> Path:
+def write_with_note(
+    path: Path, data: bytes, made_from: Mapping[str, Any], *, digest: str = "sha256"
+) -> Path:
     """Write the file, then its note.
 
     Args:
@@ -50,11 +52,11 @@ def keep(path: Path, data: bytes, made_from: Mapping[str, Any], *, digest: str =
     """
     atomic.write_bytes(path, data)
     note = json.dumps({**made_from, digest: sha256(data)}, indent=1, sort_keys=True)
-    atomic.write_text(note_of(path), note + "\n")
+    atomic.write_text(note_path(path), note + "\n")
     return path
 
 
-def read_stamped(path: Path, *, digest: str = "sha256") -> tuple[bytes, dict[str, Any]]:
+def read_with_note(path: Path, *, digest: str = "sha256") -> tuple[bytes, dict[str, Any]]:
     """Return (bytes of the file, what it was made from).
 
     Raises:
@@ -62,25 +64,27 @@ def read_stamped(path: Path, *, digest: str = "sha256") -> tuple[bytes, dict[str
     """
     data = read_bytes(path, what="a file with a note beside it", error=CacheError, own=True)
     what = f"the note of {path.name}"
-    note = read_json(note_of(path), what=what, error=CacheError, own=True)
+    note = read_json(note_path(path), what=what, error=CacheError, own=True)
     if not isinstance(note, dict) or note.pop(digest, None) != sha256(data):
         raise CacheError(
             f"{path} must be as it was written, but its bytes differ from the sha256 in"
-            f" {note_of(path).name}; create it again"
+            f" {note_path(path).name}; create it again"
         )
     return data, note
 
 
-def fitting(path: Path, made_from: Mapping[str, Any], *, digest: str = "sha256") -> bytes | None:
+def read_if_made_from(
+    path: Path, made_from: Mapping[str, Any], *, digest: str = "sha256"
+) -> bytes | None:
     """Return the file's bytes if it is unchanged and was made from `made_from`; else None."""
     try:
-        data, note = read_stamped(path, digest=digest)
+        data, note = read_with_note(path, digest=digest)
     except CacheError:
         return None
     return data if note == json.loads(json.dumps(made_from)) else None
 
 
-NAME = "manifest.json"
+MANIFEST_NAME = "manifest.json"
 SETTINGS = "calib8.toml"  # the options of a build
 PAGES = ("report.json", "report.md", "report.html")  # reports of a build
 SCHEMA = "calib8-manifest/1"
@@ -124,12 +128,14 @@ class Manifest:
         return (Path(path), digest) if isinstance(path, str) and isinstance(digest, str) else None
 
 
-def outside(cache: Path) -> dict[str, str]:
+def external_cache_entry(cache: Path) -> dict[str, str]:
     """Return the entry of `made_from` for a calibration cache outside the build's folder."""
     return {"path": str(cache.resolve()), "sha256": _digest(cache)}
 
 
-def write(inside: Path, folder: Path, names: list[str], made_from: Mapping[str, Any]) -> Path:
+def write_manifest(
+    inside: Path, folder: Path, names: list[str], made_from: Mapping[str, Any]
+) -> Path:
     """Write the manifest of the files in `inside`, which will be published in `folder`.
 
     Raises:
@@ -137,11 +143,11 @@ def write(inside: Path, folder: Path, names: list[str], made_from: Mapping[str, 
     """
     files = {name: _digest(inside / name) for name in names}
     before = _files_in_manifest(folder)
-    gone = {NAME, *files}  # replaced by this build
+    gone = {MANIFEST_NAME, *files}  # replaced by this build
     earlier = {n: d for n, d in before.items() if n not in gone and (folder / n).is_file()}
     document = {"schema": SCHEMA, "made_from": made_from, "files": files, "earlier": earlier}
     text = json.dumps(document, indent=1, sort_keys=True) + "\n"
-    return atomic.write_text(inside / NAME, text)
+    return atomic.write_text(inside / MANIFEST_NAME, text)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -150,19 +156,19 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         CacheError: there is none, or this version cannot read it.
     """
-    path = folder / NAME
+    path = folder / MANIFEST_NAME
     document = _json(path)
     tables = ("made_from", "files", "earlier")
     if document.get("schema") != SCHEMA or not all(_is_table(document.get(key)) for key in tables):
         got = "another file of that name" if path.exists() else "none"
         raise CacheError(
-            f"{folder} must hold the {NAME} of a build, got {got}; build into it with"
+            f"{folder} must hold the {MANIFEST_NAME} of a build, got {got}; build into it with"
             " `calib8 build --out`"
         )
     return Manifest(**{key: document[key] for key in tables})
 
 
-def changed(folder: Path, manifest: Manifest) -> dict[str, str]:
+def find_changed_files(folder: Path, manifest: Manifest) -> dict[str, str]:
     """Return name -> "is missing" or "was changed ..." for each such file of a build."""
     problems = {}
     for name, digest in manifest.files.items():
@@ -203,7 +209,7 @@ def _files_in_manifest(folder: Path) -> dict[str, str]:
         manifest = read_manifest(folder)
     except CacheError:
         return {}
-    return {**manifest.earlier, **manifest.files, NAME: ""}
+    return {**manifest.earlier, **manifest.files, MANIFEST_NAME: ""}
 
 
 def _reported(folder: Path) -> set[str]:

@@ -93,7 +93,7 @@ _INPUTS: ContextVar[_Inputs | None] = ContextVar("_READ", default=None)
 
 
 @contextmanager
-def guarded() -> Iterator[None]:
+def guard_inputs() -> Iterator[None]:
     """Remember inputs until the end of the body; an enclosing run shares its inputs and these."""
     around = _INPUTS.get()
     inputs = _Inputs() if around is None else around.copy()
@@ -107,14 +107,14 @@ def guarded() -> Iterator[None]:
             around.file_lists[:] = inputs.file_lists
 
 
-def is_read(path: Path | str) -> None:
+def add_input_file(path: Path | str) -> None:
     """Remember a file as an input of this run; ignore a path that does not exist."""
     inputs = _INPUTS.get()
     if inputs is not None and (state := _state(path)) is not None:
         inputs.files[state.st_dev, state.st_ino] = os.fspath(path)
 
 
-def are_read(count: int, path: Callable[[int], Path]) -> None:
+def add_input_files(count: int, path: Callable[[int], Path]) -> None:
     """Remember many files as inputs of this run.
 
     Args:
@@ -126,7 +126,7 @@ def are_read(count: int, path: Callable[[int], Path]) -> None:
         inputs.file_lists.append(_FileInodes(count, path))
 
 
-def refuse(path: Path | str) -> None:
+def refuse_output(path: Path | str) -> None:
     """Refuse to write over an input, a folder or a device.
 
     Raises:
@@ -162,7 +162,7 @@ def _state(path: Path | str) -> os.stat_result | None:
         return None
 
 
-Place = str | os.PathLike[str]
+FilePath = str | os.PathLike[str]
 
 MOST_BYTES = 16 << 30  # of a file that is read at once
 MOST_TEXT = 64 << 20  # of a text file
@@ -174,7 +174,12 @@ _OTHER_BYTES = bytes(code for code in range(256) if code not in b'"[]{}')
 
 
 def read_bytes(
-    path: Place, *, what: str, error: type[Calib8Error], most: int = MOST_BYTES, own: bool = False
+    path: FilePath,
+    *,
+    what: str,
+    error: type[Calib8Error],
+    most: int = MOST_BYTES,
+    own: bool = False,
 ) -> bytes:
     """Return the bytes of a regular file.
 
@@ -188,7 +193,7 @@ def read_bytes(
     Raises:
         error: no such file, not a regular file, too large, or unreadable.
     """
-    with opened(path, what=what, error=error, most=most, own=own) as file:
+    with open_regular_file(path, what=what, error=error, most=most, own=own) as file:
         data = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)
         while len(data) <= most and (more := file.read(_PIECE)):  # it grew, or reports no size
             data += more
@@ -198,7 +203,7 @@ def read_bytes(
 
 
 def read_text(
-    path: Place, *, what: str, error: type[Calib8Error], most: int = MOST_TEXT, own: bool = False
+    path: FilePath, *, what: str, error: type[Calib8Error], most: int = MOST_TEXT, own: bool = False
 ) -> str:
     """Return the text of a regular file in UTF-8, with or without a byte order mark.
 
@@ -210,8 +215,8 @@ def read_text(
 
 
 @contextmanager
-def opened(
-    path: Place,
+def open_regular_file(
+    path: FilePath,
     *,
     what: str,
     error: type[Calib8Error],
@@ -228,7 +233,7 @@ def opened(
         if most is not None and size > most:
             raise error(_too_large(path, what, size, most))
         if not own:
-            is_read(os.fspath(path))
+            add_input_file(os.fspath(path))
         try:
             yield file
         except OSError as refused:
@@ -236,7 +241,7 @@ def opened(
 
 
 def read_json(
-    path: Place, *, what: str, error: type[Calib8Error], most: int = MOST_TEXT, own: bool = False
+    path: FilePath, *, what: str, error: type[Calib8Error], most: int = MOST_TEXT, own: bool = False
 ) -> Any:
     """Return the value of a JSON file.
 
@@ -269,7 +274,7 @@ def from_json(
     """
     if isinstance(text, bytes):
         text = _decoded(text, rule, error)
-    if nested(text):
+    if is_too_nested(text):
         raise error(f"{rule}, got JSON with over {MOST_NESTING} nested brackets; write it flat")
     try:
         return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
@@ -280,7 +285,7 @@ def from_json(
     raise error(f"{rule}, got invalid JSON: {reason}; write it again")
 
 
-def nested(text: str, most: int = MOST_NESTING) -> bool:
+def is_too_nested(text: str, most: int = MOST_NESTING) -> bool:
     """Return whether a JSON text is nested deeper than `most`, without recursion."""
     data = text.encode("utf-8", "surrogatepass").replace(b"\\\\", b"").replace(b'\\"', b"")
     left = re.sub(rb'"[^"]*"', b"", data.translate(_ONE_BRACKET_KIND, _OTHER_BYTES))
@@ -296,17 +301,17 @@ def _decoded(data: bytes, rule: str, error: type[Calib8Error]) -> str:
         raise error(f"{rule} in UTF-8, got other bytes; save it as UTF-8") from wrong
 
 
-def refuse_irregular(path: Place, *, what: str, error: type[Calib8Error]) -> None:
+def refuse_irregular(path: FilePath, *, what: str, error: type[Calib8Error]) -> None:
     """Raise unless `path` is a regular file; remember it as an input.
 
     Raises:
         error: no such file, or not a regular file.
     """
     os.close(_descriptor(path, what, error))
-    is_read(os.fspath(path))
+    add_input_file(os.fspath(path))
 
 
-def is_text(path: Place) -> bool:
+def is_text(path: FilePath) -> bool:
     """Return whether a path's bytes are UTF-8, as libraries in C++ expect it."""
     try:
         return os.fsencode(path) == str(path).encode("utf-8")
@@ -314,7 +319,7 @@ def is_text(path: Place) -> bool:
         return False
 
 
-def _descriptor(path: Place, what: str, error: type[Calib8Error]) -> int:
+def _descriptor(path: FilePath, what: str, error: type[Calib8Error]) -> int:
     """Open a file; check its kind before and after, since opening a pipe blocks."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
@@ -336,7 +341,7 @@ def _kind(state: os.stat_result) -> str:
     return "a folder" if stat.S_ISDIR(state.st_mode) else "a device or pipe"
 
 
-def _refused(path: Place, what: str, refused: OSError | ValueError) -> str:
+def _refused(path: FilePath, what: str, refused: OSError | ValueError) -> str:
     if isinstance(refused, FileNotFoundError):
         return f"{os.fspath(path)} must be {what}, got nothing there; check the path"
     reason = getattr(refused, "strerror", None) or str(refused)
@@ -345,14 +350,15 @@ def _refused(path: Place, what: str, refused: OSError | ValueError) -> str:
     )
 
 
-def _too_large(path: Place, what: str, got: int, most: int) -> str:
+def _too_large(path: FilePath, what: str, got: int, most: int) -> str:
     return (
-        f"{os.fspath(path)} must be {what} of at most {size(most)}, got {size(got)}; check that it"
+        f"{os.fspath(path)} must be {what} of at most {format_bytes(most)}, got"
+        f" {format_bytes(got)}; check that it"
         " is the right file"
     )
 
 
-def size(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Return a number of bytes with a unit, for messages."""
     amount = float(count)
     for unit in ("B", "KiB", "MiB"):
@@ -375,7 +381,7 @@ _MOST_LISTING = 128 << 20  # bytes of an archive's table of contents
 
 def check_archive(
     file: IO[bytes],
-    path: Place,
+    path: FilePath,
     *,
     what: str,
     error: type[Calib8Error],
@@ -398,16 +404,21 @@ def check_archive(
         error: too many entries or bytes.
         BadZipFile: no zip archive.
     """
-    rule = f"{os.fspath(path)} must be {what} of at most {entries:,} entries and {size(most)}"
+    rule = (
+        f"{os.fspath(path)} must be {what} of at most {entries:,} entries and {format_bytes(most)}"
+    )
     if (listing := _listing_bytes(file)) > _MOST_LISTING:
-        raise error(f"{rule}, got {size(listing)} of names alone; write several smaller ones")
+        raise error(
+            f"{rule}, got {format_bytes(listing)} of names alone; write several smaller ones"
+        )
     with zipfile.ZipFile(file) as archive:
         listed = archive.infolist()
         total = sum(entry.file_size for entry in listed)
     file.seek(0)
     if len(listed) > entries or total > most:
         raise error(
-            f"{rule} unpacked, got {len(listed):,} and {size(total)}; write several smaller ones"
+            f"{rule} unpacked, got {len(listed):,} and {format_bytes(total)}; write several"
+            " smaller ones"
         )
 
 

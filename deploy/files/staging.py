@@ -23,7 +23,7 @@ from pathlib import Path
 
 from deploy.errors import ExportError
 from deploy.files import atomic
-from deploy.files.reading import read_json, refuse
+from deploy.files.reading import read_json, refuse_output
 
 _JOURNAL = "publishing.json"
 _KEPT = f"{atomic.PREFIX}kept"
@@ -74,11 +74,11 @@ class Stage:
             ExportError: a file would replace an input, a folder or a device, or the disk refuses.
         """
         try:
-            with atomic.alone(self.folder):
+            with atomic.lock_folder(self.folder):
                 complete()
                 names = self.names()
                 for name in names:
-                    refuse(self.folder / name)
+                    refuse_output(self.folder / name)
                 atomic.write_text(self.inside / _JOURNAL, json.dumps(names))
                 _move_all(self.inside, self.folder)
                 _forget_kept(self.folder, names)
@@ -101,7 +101,7 @@ class Stage:
         """Remove the temporary folder; keep a complete calibration for the next run."""
         if self._inside is None:
             return
-        with suppress(OSError, ExportError), atomic.alone(self.folder):
+        with suppress(OSError, ExportError), atomic.lock_folder(self.folder):
             _finish(self._inside, self.folder)
         os.close(self._handle)
         for folder in self._created_folders:  # folders of a run that wrote nothing
@@ -115,7 +115,7 @@ class Stage:
             ]
             self.folder.mkdir(parents=True, exist_ok=True)
             recover(self.folder)
-            self._handle, inside = atomic.claimed_folder(self.folder, prefix=atomic.PREFIX)
+            self._handle, inside = atomic.create_claimed_folder(self.folder, prefix=atomic.PREFIX)
         except OSError as error:
             raise ExportError(
                 f"{self.folder} must be a folder to write to, got: {error.strerror or error}; give"
@@ -125,7 +125,7 @@ class Stage:
 
 
 @contextmanager
-def staged(folder: Path) -> Iterator[Stage]:
+def stage_files(folder: Path) -> Iterator[Stage]:
     """Yield a stage for the files of a folder; files not published at the end are removed."""
     stage = Stage(folder)
     try:
@@ -148,14 +148,14 @@ def recover(folder: Path) -> None:
     """
     if not any(path.name != _KEPT for path in folder.glob(f"{atomic.PREFIX}*")):
         return
-    with suppress(OSError), atomic.alone(folder):  # a read-only folder stays as it is
+    with suppress(OSError), atomic.lock_folder(folder):  # a read-only folder stays as it is
         atomic.remove_leftovers(folder)
         for stage in sorted(folder.glob(f"{atomic.PREFIX}*")):
-            if stage.is_dir() and stage.name != _KEPT and not atomic.claimed(stage):
+            if stage.is_dir() and stage.name != _KEPT and not atomic.is_claimed(stage):
                 _finish(stage, folder)
 
 
-def kept(cache: Path) -> Path:
+def kept_calibration(cache: Path) -> Path:
     """Return where a failed run's calibration for this cache is kept; it may not exist."""
     return cache.parent / _KEPT / cache.name
 

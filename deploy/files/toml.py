@@ -21,19 +21,19 @@ _QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'|#[^\n]*')
 _MOST_DOTS = 64
 
 
-def word(value: str | float) -> str:
+def toml_value(value: str | float) -> str:
     """Return a TOML string (the same as in JSON) or number."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value) if isinstance(value, int) else repr(float(value))
 
 
-def key(name: str) -> str:
+def toml_key(name: str) -> str:
     """Return a key, quoted if needed."""
-    return name if _BARE.fullmatch(name) else word(name)
+    return name if _BARE.fullmatch(name) else toml_value(name)
 
 
-def read(path: Path, *, what: str, way_out: str) -> dict[str, Any]:
+def read_toml(path: Path, *, what: str, way_out: str) -> dict[str, Any]:
     """Return the tables of a TOML file.
 
     Args:

@@ -25,7 +25,7 @@ from deploy.files.reading import refuse_irregular
 MODEL_LIBRARIES = {"timm": "timm", "torchvision": "torchvision", "ultralytics": "ultralytics"}
 
 
-def is_named(spec: object) -> bool:
+def is_library_model(spec: object) -> bool:
     """Return whether a spec is `package:name` of one of `MODEL_LIBRARIES`."""
     package, colon, name = str(spec).partition(":")
     return package in MODEL_LIBRARIES and bool(colon and name)
@@ -57,7 +57,7 @@ def load_function(spec: str, *, what: str, form: str, error: type[Calib8Error]) 
 
 
 @contextmanager
-def users_errors(
+def wrap_user_errors(
     what: str, *, error: type[Calib8Error], where: Callable[[BaseException], str] | None = None
 ) -> Iterator[None]:
     """Raise any exception of the user's code as one `error` with its file and line."""
@@ -66,7 +66,7 @@ def users_errors(
     except Calib8Error:
         raise
     except (Exception, SystemExit) as raised:
-        line = (where or users_line)(raised)
+        line = (where or find_user_line)(raised)
         message = (str(raised).strip().splitlines() or [""])[0][:300]
         raise error(
             f"{what} must run without error, got {type(raised).__name__}: {message}"
@@ -74,7 +74,7 @@ def users_errors(
         ) from raised
 
 
-def users_line(error: BaseException, *, besides: tuple[str, ...] = ()) -> str:
+def find_user_line(error: BaseException, *, besides: tuple[str, ...] = ()) -> str:
     """Return `file:line: code` of the deepest frame in the user's code, or ''.
 
     Args:
@@ -99,7 +99,7 @@ def _import_file(path: Path, error: type[Calib8Error]) -> ModuleType:
     sys.modules[name] = module
     sys.path.insert(0, str(resolved.parent))
     try:
-        with users_errors(str(path), error=error):
+        with wrap_user_errors(str(path), error=error):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]

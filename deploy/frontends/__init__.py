@@ -14,7 +14,7 @@ from deploy.terminal import phase
 if TYPE_CHECKING:
     import onnx
 
-__all__ = ["FRONTENDS", "LoadedModel", "Loader", "is_quantized", "load", "load_either"]
+__all__ = ["FRONTENDS", "LoadedModel", "Loader", "is_quantized", "load", "load_float_or_qdq"]
 
 # Kind of source -> loader. A kind is a file's suffix; "file.py:factory" is of kind ".py".
 FRONTENDS: dict[str, Loader] = {
@@ -40,7 +40,7 @@ def load(source: str | Path | onnx.ModelProto, *, fold_batchnorm: bool = True) -
     return FRONTENDS.get(_kind(source), load_onnx)(source, fold_batchnorm)
 
 
-def load_either(source: str | Path | onnx.ModelProto) -> LoadedModel:
+def load_float_or_qdq(source: str | Path | onnx.ModelProto) -> LoadedModel:
     """Load a float model with `load`, or a Q/DQ model with the data of its pairs in `trained`.
 
     Raises:
@@ -49,21 +49,21 @@ def load_either(source: str | Path | onnx.ModelProto) -> LoadedModel:
     try:
         return load(source)
     except QuantizedError:
-        from deploy.frontends.from_pairs import read_trained
+        from deploy.frontends.qdq_model import load_qdq
 
         with phase("model"):
-            return read_trained(source)
+            return load_qdq(source)
 
 
 def is_quantized(path: Path) -> bool:
     """Return whether a file is a quantized ONNX model; False if it cannot be read."""
     from deploy.frontends.checks import check_float
-    from deploy.frontends.lift import restore
-    from deploy.frontends.reader import model_bytes, parse_model
+    from deploy.frontends.lift import restore_float_weights
+    from deploy.frontends.onnx_reader import model_bytes, parse_model
 
     try:
         model = parse_model(model_bytes(path), str(path))
-        restore(model)
+        restore_float_weights(model)
         check_float(model)
     except QuantizedError:
         return True

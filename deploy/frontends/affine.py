@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deploy.frontends.checks import to_array
-from deploy.graph.edit import replace_nodes, unused
-from deploy.graph.index import attributes, users
+from deploy.graph.edit import replace_nodes, unique_name
+from deploy.graph.index import attributes, count_reads
 
 if TYPE_CHECKING:
     import onnx
@@ -39,7 +39,7 @@ MOVES = frozenset({"Squeeze", "Transpose", "Unsqueeze"})
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class MovedLayer:
     """A layer, and the moves between it and a tensor.
 
     Attributes:
@@ -67,7 +67,7 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedLayers:
     """One layer, or several whose channels a Concat joins, with their moves.
 
     Attributes:
@@ -75,7 +75,7 @@ class Joined:
         concat: None for one layer.
     """
 
-    parts: tuple[Moved, ...]
+    parts: tuple[MovedLayer, ...]
     concat: onnx.NodeProto | None = None
 
     @property
@@ -109,12 +109,12 @@ class Joined:
         return place if attributes(self.concat).get("axis") in (axis, axis - rank) else None
 
 
-def layers_behind(
+def find_source_layers(
     tensor: str,
     makers: Mapping[str, onnx.NodeProto],
     readers: Mapping[str, int],
     layers: Sequence[str],
-) -> Joined | None:
+) -> JoinedLayers | None:
     """Return the layers, of these types, that produce a tensor: one, or all inputs of a Concat."""
     producer = makers.get(tensor)
     concat = producer if producer is not None and producer.op_type == "Concat" else None
@@ -123,7 +123,7 @@ def layers_behind(
     ends = (tensor,) if concat is None else concat.input
     candidates = [_layer_behind(end, makers, readers, layers) for end in ends]
     parts = tuple(part for part in candidates if part is not None)
-    return Joined(parts, concat) if len(parts) == len(ends) > 0 else None
+    return JoinedLayers(parts, concat) if len(parts) == len(ends) > 0 else None
 
 
 def _layer_behind(
@@ -131,7 +131,7 @@ def _layer_behind(
     makers: Mapping[str, onnx.NodeProto],
     readers: Mapping[str, int],
     layers: Sequence[str],
-) -> Moved | None:
+) -> MovedLayer | None:
     """Return the layer that produces a tensor, directly or through moves with one reader each."""
     moves: list[onnx.NodeProto] = []
     node = makers.get(tensor)
@@ -140,7 +140,7 @@ def _layer_behind(
         node = makers.get(node.input[0])
     if node is None or node.op_type not in layers or readers[node.output[0]] != 1:
         return None
-    return Moved(node, tuple(moves))
+    return MovedLayer(node, tuple(moves))
 
 
 def _axes_after(
@@ -192,14 +192,14 @@ def fold_affine(graph: onnx.GraphProto, *, apart: Collection[str] = ()) -> Count
         apart: names of nodes that are not folded.
     """
     weights = {tensor.name: tensor for tensor in graph.initializer}
-    counts = users(graph)
+    counts = count_reads(graph)
     makers = {name: node for node in graph.node for name in node.output if name}
     remaining: list[onnx.NodeProto] = []
     folded: Counter[str] = Counter()
     taken, fresh = {*weights, *counts, *makers}, set[str]()
     for node in graph.node:
         source = "" if node.name in apart else _varying_input(node, weights)
-        joined = layers_behind(source, makers, counts, _INTO)
+        joined = find_source_layers(source, makers, counts, _INTO)
         if joined is None or not _fold(graph, weights, counts, joined, node):
             remaining.append(node)
             continue
@@ -229,7 +229,7 @@ def _fold(
     graph: onnx.GraphProto,
     weights: dict[str, onnx.TensorProto],
     counts: dict[str, int],
-    joined: Joined,
+    joined: JoinedLayers,
     node: onnx.NodeProto,
 ) -> bool:
     """Fold a node into one or several layers if that is exact; return whether it was folded."""
@@ -256,7 +256,7 @@ def _fold(
         return False
     for layer, (weight, bias) in zip(layers, fresh, strict=True):
         _set(graph, weights, counts, layer, 1, weight, layer.input[1])
-        new_name = unused(f"{node.output[0]}_bias", weights)
+        new_name = unique_name(f"{node.output[0]}_bias", weights)
         bias_name = layer.input[2] if _has_bias(layer) else new_name
         _set(graph, weights, counts, layer, 2, bias, bias_name)
         for attribute in layer.attribute:
@@ -277,7 +277,7 @@ def _fold_layer(
 
 
 def _rename(
-    joined: Joined, last: str, counts: dict[str, int], taken: set[str], fresh: set[str]
+    joined: JoinedLayers, last: str, counts: dict[str, int], taken: set[str], fresh: set[str]
 ) -> None:
     """Give the last node's output the folded node's name, and tensors before it new names.
 
@@ -290,7 +290,7 @@ def _rename(
     """
     for node, after, place in joined.links():
         if node.output[0] not in fresh:
-            name = unused(f"{node.output[0]}_folded", taken)
+            name = unique_name(f"{node.output[0]}_folded", taken)
             counts[name] = 1
             taken.add(name)
             fresh.add(name)
@@ -423,7 +423,7 @@ def _set(
     from onnx import numpy_helper
 
     if counts[name] != 1 or name not in weights:
-        name = unused(name, {*weights, *counts})
+        name = unique_name(name, {*weights, *counts})
         weights[name] = graph.initializer.add()
     weights[name].CopyFrom(numpy_helper.from_array(array, name))
     counts[name] = 1

@@ -23,10 +23,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.errors import ModelError
-from deploy.feed.model_preprocess import Carried
+from deploy.feed.model_preprocess import MetadataPreprocess
 from deploy.frontends.checks import to_array
-from deploy.frontends.reader import Stamp, model_bytes, parse_model, read_stamped, stamp_of
-from deploy.graph.index import fed_inputs
+from deploy.frontends.onnx_reader import (
+    ModelStamp,
+    model_bytes,
+    parse_model,
+    read_model_and_stamp,
+    stamp_of,
+)
+from deploy.graph.index import runtime_inputs
 from deploy.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -35,12 +41,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from calibrators.scales import Scales
-    from deploy.frontends.pairs import Grid
-    from deploy.frontends.plugins import Behind
+    from deploy.frontends.pairs import PairGrid
+    from deploy.frontends.plugins import CutOffNodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Trained:
+class QdqCalibration:
     """The data of a Q/DQ model's pairs, whichever tool trained or calibrated it.
 
     Attributes:
@@ -60,8 +66,8 @@ class Trained:
     weights: Mapping[str, NDArray[np.float32]]
     floats: Mapping[str, str]
     written: frozenset[str]
-    grids: Mapping[str, tuple[Grid, ...]]
-    stored: tuple[Grid, ...]
+    grids: Mapping[str, tuple[PairGrid, ...]]
+    stored: tuple[PairGrid, ...]
 
     @property
     def kinds(self) -> str:
@@ -75,7 +81,7 @@ class Trained:
         return all(g.dtype == dtype and not (symmetric and g.zero.any()) for g in listed)
 
 
-def _describe_grid(grid: Grid) -> str:
+def _describe_grid(grid: PairGrid) -> str:
     if grid.dtype == "int8" and not grid.zero.any():
         return "int8 with zero point 0"
     return grid.dtype
@@ -119,10 +125,10 @@ class LoadedModel:
     widened: bool = False
     renamed: bool = False
     listed: int = 0
-    stamp: Stamp | None = None
-    behind: Behind | None = None
-    carried: Carried | None = None
-    trained: Trained | None = None
+    stamp: ModelStamp | None = None
+    behind: CutOffNodes | None = None
+    carried: MetadataPreprocess | None = None
+    trained: QdqCalibration | None = None
     restored: bool = False
 
     @property
@@ -153,7 +159,7 @@ class LoadedModel:
 Loader = Callable[["str | Path | onnx.ModelProto", bool], LoadedModel]
 
 
-def file_of(loaded: LoadedModel) -> bytes:
+def read_model_file(loaded: LoadedModel) -> bytes:
     """Return the file as loaded, with external data inside; a model in memory is serialized.
 
     Raises:
@@ -162,26 +168,26 @@ def file_of(loaded: LoadedModel) -> bytes:
     if loaded.source is None or loaded.stamp is None:
         return bytes(loaded.model.SerializeToString())
     if loaded.stamp.weights:
-        model, stamp = read_stamped(loaded.source)
-        refuse_other(loaded, stamp == loaded.stamp)
+        model, stamp = read_model_and_stamp(loaded.source)
+        refuse_changed_model(loaded, stamp == loaded.stamp)
         return bytes(model.SerializeToString())
     data = model_bytes(loaded.source)
-    refuse_other(loaded, stamp_of(data) == loaded.stamp)
+    refuse_changed_model(loaded, stamp_of(data) == loaded.stamp)
     return data
 
 
-def graph_of(path: Path, loaded: LoadedModel) -> onnx.ModelProto:
+def read_graph(path: Path, loaded: LoadedModel) -> onnx.ModelProto:
     """Return the graph of the file; external data is not read.
 
     Raises:
         ModelError: the file changed since it was loaded.
     """
     data = model_bytes(path)
-    refuse_other(loaded, loaded.stamp is None or stamp_of(data).file == loaded.stamp.file)
+    refuse_changed_model(loaded, loaded.stamp is None or stamp_of(data).file == loaded.stamp.file)
     return parse_model(data, str(path))
 
 
-def refuse_other(loaded: LoadedModel, same: bool) -> None:
+def refuse_changed_model(loaded: LoadedModel, same: bool) -> None:
     """End the run unless the model is `same` as the one that was loaded.
 
     Raises:
@@ -228,7 +234,7 @@ def _hash_tree(state: hashlib._Hash, item: object) -> None:
 def _graph(graph: onnx.GraphProto) -> list[object]:
     weights = sorted(graph.initializer, key=lambda tensor: tensor.name)
     return [
-        [_value(v) for v in fed_inputs(graph)],
+        [_value(v) for v in runtime_inputs(graph)],
         [_value(v) for v in graph.output],
         [_node(node) for node in graph.node],
         [_tensor(tensor) for tensor in weights],

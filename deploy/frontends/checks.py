@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deploy.errors import ModelError, QuantizedError, first_line
-from deploy.graph.edit import copied
+from deploy.graph.edit import copy_message
 from deploy.graph.index import all_nodes
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def check_valid(model: onnx.ModelProto) -> None:
     """Run ONNX's checker on the model; unknown ranks, which it refuses, are accepted."""
     import onnx
 
-    checked = copied(model)
+    checked = copy_message(model)
     for value in (*checked.graph.input, *checked.graph.output):
         if value.type.HasField("tensor_type"):
             value.type.tensor_type.shape.SetInParent()

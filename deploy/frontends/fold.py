@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deploy.graph.edit import copied, rename_reads, replace_nodes
-from deploy.graph.index import attributes, reads, subgraphs, users
+from deploy.graph.edit import copy_message, rename_reads, replace_nodes
+from deploy.graph.index import attributes, count_reads, iter_reads, subgraphs
 from deploy.runtimes.ort import OrtSession
 
 if TYPE_CHECKING:
@@ -72,9 +72,9 @@ def _values(
         return [numpy_helper.from_array(array, node.output[0])]
     if node.op_type in _NEVER or not node.input or any(True for _ in subgraphs(node)):
         return None
-    if any(name not in constants for name in reads(node)):
+    if any(name not in constants for name in iter_reads(node)):
         return None
-    return _evaluate(model, node, [constants[name] for name in dict.fromkeys(reads(node))])
+    return _evaluate(model, node, [constants[name] for name in dict.fromkeys(iter_reads(node))])
 
 
 def _constant(node: onnx.NodeProto) -> list[onnx.TensorProto] | None:
@@ -85,7 +85,7 @@ def _constant(node: onnx.NodeProto) -> list[onnx.TensorProto] | None:
         return None
     attribute = node.attribute[0]
     if attribute.name == "value":
-        tensor = copied(attribute.t)
+        tensor = copy_message(attribute.t)
         tensor.name = node.output[0]
         return [tensor]
     value = helper.get_attribute_value(attribute)
@@ -108,7 +108,7 @@ def _evaluate(
 
     names = [name for name in node.output if name]
     tiny = helper.make_model(
-        helper.make_graph([copied(node)], "constant", [], [], inputs),
+        helper.make_graph([copy_message(node)], "constant", [], [], inputs),
         opset_imports=list(model.opset_import),
         ir_version=model.ir_version,
     )
@@ -153,7 +153,7 @@ def remove_identity(graph: onnx.GraphProto) -> int:
     output's name must stay.
     """
     outputs = {value.name for value in graph.output}
-    counts = users(graph)
+    counts = count_reads(graph)
     new_name: dict[str, str] = {}
     remaining = []
     for node in graph.node:

@@ -17,7 +17,7 @@ Source: IEEE 754-2019, table 3.5 (binary16 within binary32); ONNX operator Cast-
     int8 w --> DequantizeLinear --> Conv     becomes     float32 w --> Conv
 
 They have one scale, one per channel, or one per block of values along an axis. A model that also
-quantizes activations carries its own ranges (`deploy.frontends.from_pairs`).
+quantizes activations carries its own ranges (`deploy.frontends.qdq_model`).
 
 Source: ONNX operator DequantizeLinear-21.
 """
@@ -32,8 +32,15 @@ import numpy as np
 
 from deploy.errors import ModelError, first_line
 from deploy.frontends.checks import is_quantized_node, opset_of, to_array
-from deploy.graph.edit import free_inputs, rebuild, rename_reads, replace, replace_nodes, unused
-from deploy.graph.index import Graph, all_nodes, all_read, attributes, subgraphs
+from deploy.graph.edit import (
+    drop_initializer_inputs,
+    rebuild,
+    rename_reads,
+    replace_field,
+    replace_nodes,
+    unique_name,
+)
+from deploy.graph.index import Graph, all_nodes, attributes, find_read_tensors, subgraphs
 
 if TYPE_CHECKING:
     import onnx
@@ -74,7 +81,7 @@ _OTHER_FORM = {
 }  # fmt: skip
 
 
-def lift(
+def lift_opset(
     model: onnx.ModelProto, behind: Sequence[onnx.NodeProto] = ()
 ) -> tuple[onnx.ModelProto, str | None]:
     """Return the model at opset 13 or newer if possible, and a note.
@@ -91,14 +98,14 @@ def lift(
     if opset >= TARGET_OPSET:
         return model, None
     done = f"Lifted from opset {opset} to {TARGET_OPSET}, which per-channel scales need."
-    fixed = other_form(behind, opset, TARGET_OPSET)
+    fixed = find_changed_operators(behind, opset, TARGET_OPSET)
     reason = "" if fixed else why_not_converted(model)
     if not (reason or fixed):
         try:
             return _convert(model), done
         except Exception as error:  # C++ behind a binding, without an error class
             reason = f"onnx's version converter says: {first_line(error)}"
-    changed = fixed or other_form(model.graph.node, opset, TARGET_OPSET)
+    changed = fixed or find_changed_operators(model.graph.node, opset, TARGET_OPSET)
     if changed:
         reason = reason or "nodes that onnxruntime does not know keep what is behind them as it is"
         return model, (
@@ -132,7 +139,7 @@ def _convert(model: onnx.ModelProto) -> onnx.ModelProto:
     return lifted
 
 
-def other_form(nodes: Iterable[onnx.NodeProto], own: int, opset: int) -> list[str]:
+def find_changed_operators(nodes: Iterable[onnx.NodeProto], own: int, opset: int) -> list[str]:
     """Return the default domain's operators in `nodes` that may differ in a newer opset."""
     from onnx import defs
 
@@ -171,7 +178,7 @@ _TYPED = {"to", "dtype"}  # attributes that hold an element type
 _LIMIT = 2**31 - 1  # bytes of one protobuf message
 
 
-def widen(model: onnx.ModelProto) -> str | None:
+def widen_to_float32(model: onnx.ModelProto) -> str | None:
     """Convert a model's float16 computation to float32, in place; return a note.
 
     Raises:
@@ -243,11 +250,11 @@ def _insert_casts(graph: onnx.GraphProto) -> None:
     new_name: dict[str, str] = {}
     first, last = [], []
     for value in filter(_is_half, graph.input):
-        inner = new_name[value.name] = unused(f"{value.name}_float32", taken)
+        inner = new_name[value.name] = unique_name(f"{value.name}_float32", taken)
         first.append(helper.make_node("Cast", [value.name], [inner], inner, to=_FLOAT))
     for value in filter(_is_half, graph.output):
         if value.name in made:
-            inner = new_name[value.name] = unused(f"{value.name}_float32", taken)
+            inner = new_name[value.name] = unique_name(f"{value.name}_float32", taken)
             last.append(helper.make_node("Cast", [inner], [value.name], value.name, _END, to=_HALF))
     nodes = list(graph.node)
     rename_reads(nodes, new_name)
@@ -301,7 +308,7 @@ def _widen_tensor(tensor: onnx.TensorProto) -> None:
 _DEQUANTIZE = "DequantizeLinear"
 
 
-def restore(model: onnx.ModelProto) -> str | None:
+def restore_float_weights(model: onnx.ModelProto) -> str | None:
     """Make weights float if nothing else in the model is quantized, in place; return a note.
 
     Raises:
@@ -312,7 +319,7 @@ def restore(model: onnx.ModelProto) -> str | None:
     quantized = [node for node in all_nodes(model.graph) if is_quantized_node(node)]
     if not quantized or any(node.op_type != _DEQUANTIZE for node in quantized):
         return None
-    free_inputs(model.graph)
+    drop_initializer_inputs(model.graph)
     graph = Graph(model)
     main_nodes = {id(node) for node in graph.nodes}
     weights = []
@@ -323,8 +330,10 @@ def restore(model: onnx.ModelProto) -> str | None:
         weights.append(numpy_helper.from_array(values, node.output[0]))
     model.graph.initializer.extend(weights)
     rebuild(model.graph, [node for node in graph.nodes if node.op_type != _DEQUANTIZE])
-    read = all_read(model.graph)  # a weight may still be listed as an input without any reader
-    replace(model.graph.input, [value for value in model.graph.input if value.name in read])
+    read = find_read_tensors(
+        model.graph
+    )  # a weight may still be listed as an input without any reader
+    replace_field(model.graph.input, [value for value in model.graph.input if value.name in read])
     count = f"{len(weights)} weight{'s' * (len(weights) > 1)}"
     return f"Converted {count} from stored integers to float."
 

@@ -11,20 +11,20 @@ from deploy.frontends import checks
 from deploy.frontends.affine import NORM, fold_affine
 from deploy.frontends.base import LoadedModel, model_digest
 from deploy.frontends.fold import fold_constants, remove_identity
-from deploy.frontends.lift import drop_casts, lift, restore, widen
-from deploy.frontends.metadata import carried_of
-from deploy.frontends.plugins import Behind, cut
-from deploy.frontends.reader import Stamp, read_stamped, refuse_external
+from deploy.frontends.lift import drop_casts, lift_opset, restore_float_weights, widen_to_float32
+from deploy.frontends.metadata import read_metadata_preprocess
+from deploy.frontends.onnx_reader import ModelStamp, read_model_and_stamp, refuse_external
+from deploy.frontends.plugins import CutOffNodes, cut_unknown_nodes
 from deploy.graph.edit import (
-    copied,
-    copied_without,
+    copy_message,
+    copy_without_initializers,
     drop_dead,
-    free_inputs,
+    drop_initializer_inputs,
     name_nodes,
-    replace,
+    replace_field,
     sort_nodes,
 )
-from deploy.graph.index import Graph, all_nodes, holds_no_graph, subgraphs
+from deploy.graph.index import Graph, all_nodes, has_no_subgraph, subgraphs
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import TensorSpec
 
@@ -48,8 +48,8 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
     try:
         path, model, stamp = _read(source)
         checks.check_names(model)
-        digest, carried = model_digest(model), carried_of(model, path)
-        stored = restore(model)
+        digest, carried = model_digest(model), read_metadata_preprocess(model, path)
+        stored = restore_float_weights(model)
         _check(model)
         shared, listed = _count_shared_names(model.graph), _count_fed_weights(model)
         model, notes, widened, behind = _clean(model, fold_batchnorm)
@@ -80,13 +80,13 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
     )
 
 
-def cleaned(model: onnx.ModelProto) -> onnx.ModelProto:
+def clean_model(model: onnx.ModelProto) -> onnx.ModelProto:
     """Clean a float model in memory like `load_onnx`, without running it; tensors keep names.
 
     Raises:
         ModelError: the model is not valid.
     """
-    return _clean(copied(model), True)[0]
+    return _clean(copy_message(model), True)[0]
 
 
 def _count_shared_names(graph: onnx.GraphProto) -> int:
@@ -105,10 +105,10 @@ def _count_fed_weights(model: onnx.ModelProto) -> int:
 
 def _read(
     source: str | Path | onnx.ModelProto,
-) -> tuple[Path | None, onnx.ModelProto, Stamp | None]:
+) -> tuple[Path | None, onnx.ModelProto, ModelStamp | None]:
     if isinstance(source, str | Path):
-        return Path(source), *read_stamped(Path(source))
-    model = copied(source)
+        return Path(source), *read_model_and_stamp(Path(source))
+    model = copy_message(source)
     refuse_external(model)
     return None, model, None
 
@@ -130,43 +130,43 @@ def _check_cleaned(model: onnx.ModelProto) -> None:
 
 def _clean(
     model: onnx.ModelProto, fold_batchnorm: bool
-) -> tuple[onnx.ModelProto, list[str], bool, Behind | None]:
+) -> tuple[onnx.ModelProto, list[str], bool, CutOffNodes | None]:
     """Return the cleaned model, notes, whether it was float16, and the part cut off."""
     model.ir_version = max(model.ir_version, _OLDEST_IR)
     notes: list[str | None] = [_free_inputs(model.graph)]
     _open_sizes(model.graph)
     if model.functions:
-        model, note = inlined(model)
+        model, note = inline_functions(model)
         notes.append(note)
         checks.check_float(model)
     checks.check_ends(model)
-    behind = cut(model, with_shapes)
+    behind = cut_unknown_nodes(model, infer_shapes)
     if behind is not None:
-        model = with_shapes(model)  # the types of its new outputs
-    widened = widen(model)
+        model = infer_shapes(model)  # the types of its new outputs
+    widened = widen_to_float32(model)
     notes.append(widened)
     if sort_nodes(model.graph):
         notes.append("Put the nodes into the order in which they run.")
     name_nodes(model.graph)
-    model = with_shapes(model)  # also fills in the types of outputs
+    model = infer_shapes(model)  # also fills in the types of outputs
     checks.check_valid(model)
     if widened:
         drop_casts(model.graph, Graph(model).dtypes)
-    model, lifted = lift(model, behind.nodes if behind is not None else ())
+    model, lifted = lift_opset(model, behind.nodes if behind is not None else ())
     notes.append(lifted)
     model, done = _fold(model)
     notes += done
     if fold_batchnorm:
         notes += _fold_norms(model.graph)
     name_nodes(model.graph)
-    model = with_shapes(model)
+    model = infer_shapes(model)
     notes += _float_notes(model)
     return model, [note for note in notes if note], widened is not None, behind
 
 
 def _free_inputs(graph: onnx.GraphProto) -> str | None:
     """Remove initializers from the list of inputs, where IR 3 required them."""
-    removed = free_inputs(graph)
+    removed = drop_initializer_inputs(graph)
     if not removed:
         return None
     return f"Removed {_count(removed, 'weight')} from the list of inputs; they are constants now."
@@ -185,7 +185,7 @@ def _open_sizes(graph: onnx.GraphProto) -> None:
                     dim.ClearField("dim_value")
 
 
-def inlined(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
+def inline_functions(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
     """Return the model with its functions inlined, and a note.
 
     Raises:
@@ -205,14 +205,14 @@ def inlined(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
 
 def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
     constants = identities = casts = 0
-    model = with_shapes(model)
+    model = infer_shapes(model)
     for _ in range(_ROUNDS):
         identities += (removed := remove_identity(model.graph))
         constants += (folded := fold_constants(model))
         casts += (idle := drop_casts(model.graph, Graph(model).dtypes))
         if not folded and not removed and not idle:
             break
-        model = with_shapes(model)
+        model = infer_shapes(model)
     dead = drop_dead(model.graph)
     return model, [
         sentence
@@ -260,7 +260,7 @@ def _float_notes(model: onnx.ModelProto) -> list[str]:
     ]
 
 
-def with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
+def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     """Infer shapes and types anew; keep those of the file where inference gives none.
 
     Raises:
@@ -268,7 +268,7 @@ def with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     from onnx import shape_inference
 
-    own = [copied(value) for value in model.graph.value_info]
+    own = [copy_message(value) for value in model.graph.value_info]
     del model.graph.value_info[:]
     light = _without_values(model)
     try:
@@ -279,7 +279,7 @@ def with_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
         ) from error
     if light is not None:
         light_inferred, inferred = inferred, model
-        replace(model.graph.output, light_inferred.graph.output)
+        replace_field(model.graph.output, light_inferred.graph.output)
         model.graph.value_info.extend(light_inferred.graph.value_info)
     known = {value.name for value in inferred.graph.value_info}
     produced = {name for node in inferred.graph.node for name in node.output}
@@ -296,9 +296,9 @@ def _without_values(model: onnx.ModelProto) -> onnx.ModelProto | None:
     """
     graph = model.graph
     large = {t.name for t in graph.initializer if t.data_type == _FLOAT and _size(t) > _LARGE}
-    if not large or not all(map(holds_no_graph, graph.node)):
+    if not large or not all(map(has_no_subgraph, graph.node)):
         return None
-    light = copied_without(model, large)
+    light = copy_without_initializers(model, large)
     for tensor in graph.initializer:
         if tensor.name in large:
             light.graph.initializer.add(

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Q, DQ = "QuantizeLinear", "DequantizeLinear"
 _HALF = 128  # difference of a uint8 code and the int8 code for the same value
-KEEPING = MOVES | {"MaxPool", "Cast"}  # every value of their output is a value of their input
+VALUE_KEEPING = MOVES | {"MaxPool", "Cast"}  # every value of their output is a value of their input
 
 
 class UnfitError(Exception):
@@ -43,7 +43,7 @@ class UnfitError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class PairGrid:
     """An integer grid: scales and zero points, each of size 1 or one per channel.
 
     Attributes:
@@ -74,21 +74,21 @@ class Grid:
         """The zero points for int8 codes, of an 8-bit grid."""
         return self.zero - (_HALF if self.dtype == "uint8" else 0)
 
-    def same(self, other: Grid) -> bool:
+    def same(self, other: PairGrid) -> bool:
         """Return whether another grid has bit-identical scales and the same zero points."""
         alike = self.scale.tobytes() == other.scale.tobytes() and self.dtype == other.dtype
         return alike and self.zero.tolist() == other.zero.tolist()
 
 
-def grid_of(node: onnx.NodeProto, index: Graph) -> Grid | None:
+def find_pair_grid(node: onnx.NodeProto, index: Graph) -> PairGrid | None:
     """Return the grid of a QuantizeLinear or DequantizeLinear; None if it is not constant."""
     try:
-        return sound_grid(node, index)
+        return read_pair_grid(node, index)
     except UnfitError:
         return None
 
 
-def sound_grid(node: onnx.NodeProto, index: Graph) -> Grid:
+def read_pair_grid(node: onnx.NodeProto, index: Graph) -> PairGrid:
     """Return the grid of a QuantizeLinear or DequantizeLinear.
 
     Raises:
@@ -103,30 +103,30 @@ def sound_grid(node: onnx.NodeProto, index: Graph) -> Grid:
     limits = _code_limits(zero.dtype)
     if limits is None:
         raise UnfitError(f"it is quantized to {zero.dtype}")
-    return Grid(scale, zero.astype(np.int64), str(zero.dtype), *limits)
+    return PairGrid(scale, zero.astype(np.int64), str(zero.dtype), *limits)
 
 
-def input_grid(node: onnx.NodeProto, index: Graph, place: int = 0) -> Grid:
+def input_grid(node: onnx.NodeProto, index: Graph, place: int = 0) -> PairGrid:
     """Return the grid of a layer's input number `place`.
 
     Raises:
         UnfitError: the input has no pair with a single scale.
     """
-    dequantizer = _source_node(node.input[place], index, KEEPING)[0]
+    dequantizer = _source_node(node.input[place], index, VALUE_KEEPING)[0]
     if dequantizer is None or dequantizer.op_type != DQ:
         raise UnfitError("no QuantizeLinear and DequantizeLinear stand on its input")
     quantizer = index.producer.get(dequantizer.input[0])
     if quantizer is None or quantizer.op_type != Q:
         raise UnfitError("its input is no activation")
-    grid = sound_grid(dequantizer, index)
+    grid = read_pair_grid(dequantizer, index)
     if not grid.single:
         raise UnfitError("its input has a scale a channel")
-    if not sound_grid(quantizer, index).same(grid):
+    if not read_pair_grid(quantizer, index).same(grid):
         raise UnfitError("the two scales on its input differ")
     return grid
 
 
-def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[Grid, NDArray[np.float32]]:
+def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[PairGrid, NDArray[np.float32]]:
     """Return the grid of a layer's weight, and its scales, float32 [C_out] or [1].
 
     Raises:
@@ -141,7 +141,7 @@ def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[Grid, NDArray[np.fl
         source = quantizer.input[0]
     if source not in index.constants:
         raise UnfitError("its weight is computed")
-    grid = sound_grid(dequantizer, index)
+    grid = read_pair_grid(dequantizer, index)
     if grid.scale.size == 1:
         return grid, grid.scale.reshape(1)
     dims = list(index.constants[source].dims)
@@ -212,7 +212,7 @@ _RANGE_KEEPING = (
 )  # float16 models have casts at their ends
 
 
-def spread(graph: Graph, scales: Mapping[str, Scale]) -> dict[str, Scale]:
+def spread_ranges(graph: Graph, scales: Mapping[str, Scale]) -> dict[str, Scale]:
     """Return the ranges, extended to tensors that are connected by value-keeping nodes."""
     extended = dict(scales)
     moves = [n for n in graph.nodes if n.op_type in _RANGE_KEEPING and n.input and n.output]

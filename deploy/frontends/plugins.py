@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING
 
 from deploy.errors import ExportError, ModelError
 from deploy.frontends.checks import check_valid, opset_of
-from deploy.frontends.lift import other_form
+from deploy.frontends.lift import find_changed_operators
 from deploy.graph.edit import (
-    copied,
+    copy_message,
     drop_dead,
     rename_reads,
-    replace,
+    replace_field,
     replace_nodes,
     sort_nodes,
-    unused,
+    unique_name,
 )
-from deploy.graph.index import Graph, all_nodes, reads, subgraphs
+from deploy.graph.index import Graph, all_nodes, iter_reads, subgraphs
 from deploy.graph.lowering import is_standard
 from deploy.graph.plan import FLOAT32, Decision
 
@@ -37,7 +37,7 @@ _KNOWN = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft")
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
+class CutOffNodes:
     """The part cut off a model: unknown nodes, and everything downstream of them.
 
     Attributes:
@@ -67,7 +67,7 @@ class Behind:
     @property
     def stranger(self) -> str:
         """Text for the first node that ONNX Runtime does not know."""
-        return named(self.strange)
+        return describe_node(self.strange)
 
     def sentence(self, outputs: Iterable[str]) -> str:
         """Return the note for the user; `outputs` are those of the part before the cut."""
@@ -84,14 +84,14 @@ class Behind:
             ExportError: a cut-off node means something else in the opset of `model`.
         """
         self._refuse_opset(opset_of(model))
-        whole = copied(model)
+        whole = copy_message(model)
         graph = whole.graph
-        nodes = [copied(node) for node in self.nodes]
+        nodes = [copy_message(node) for node in self.nodes]
         self._put_constants(graph, nodes)
-        declared = {value.name: copied(value) for value in (*graph.input, *graph.output)}
+        declared = {value.name: copy_message(value) for value in (*graph.input, *graph.output)}
         replace_nodes(graph, [*graph.node, *nodes])
-        replace(graph.input, [declared.get(value.name, value) for value in self.inputs])
-        replace(graph.output, [declared.get(value.name, value) for value in self.outputs])
+        replace_field(graph.input, [declared.get(value.name, value) for value in self.inputs])
+        replace_field(graph.output, [declared.get(value.name, value) for value in self.outputs])
         domains = {entry.domain for entry in whole.opset_import}
         whole.opset_import.extend(o for o in self.opsets if o.domain not in domains)
         return whole
@@ -103,15 +103,15 @@ class Behind:
         for tensor in self.constants:
             if taken.get(tensor.name) == tensor:
                 continue
-            new = copied(tensor)
+            new = copy_message(tensor)
             if tensor.name in names:
-                new.name = unused(f"{tensor.name}/kept", names)
+                new.name = unique_name(f"{tensor.name}/kept", names)
                 rename_reads(nodes, {tensor.name: new.name})
             graph.initializer.append(new)
 
     def _refuse_opset(self, opset: int) -> None:
         own_opset = max((o.version for o in self.opsets if o.domain in _KNOWN[:2]), default=0)
-        other = other_form(self.nodes, own_opset, opset) if own_opset < opset else []
+        other = find_changed_operators(self.nodes, own_opset, opset) if own_opset < opset else []
         if other:
             raise ExportError(
                 f"nodes after {self.strange.op_type}, which ONNX Runtime does not know, are kept"
@@ -120,9 +120,9 @@ class Behind:
             )
 
 
-def cut(
+def cut_unknown_nodes(
     model: onnx.ModelProto, infer: Callable[[onnx.ModelProto], onnx.ModelProto]
-) -> Behind | None:
+) -> CutOffNodes | None:
     """Cut a model before its unknown nodes, in place; return None if it has none.
 
     Args:
@@ -132,7 +132,7 @@ def cut(
     Raises:
         ModelError: no node is left before them.
     """
-    strange = [node for node in model.graph.node if is_strange(node)]
+    strange = [node for node in model.graph.node if is_unknown_node(node)]
     if not strange:
         return None
     _declare(model, strange)
@@ -140,16 +140,16 @@ def cut(
     index = Graph(infer(model))
     cut_places = _add_constant_nodes(index, _downstream(model.graph.node))
     nodes = [node for at, node in enumerate(model.graph.node) if at in cut_places]
-    read = dict.fromkeys(name for node in nodes for name in reads(node))
-    behind = Behind(
-        nodes=tuple(copied(node) for node in nodes),
-        strange=copied(next(node for node in nodes if is_strange(node))),
+    read = dict.fromkeys(name for node in nodes for name in iter_reads(node))
+    behind = CutOffNodes(
+        nodes=tuple(copy_message(node) for node in nodes),
+        strange=copy_message(next(node for node in nodes if is_unknown_node(node))),
         constants=tuple(
             _copy_named(index.constants[name], name) for name in read if name in index.constants
         ),
-        inputs=tuple(copied(value) for value in model.graph.input),
-        outputs=tuple(copied(value) for value in model.graph.output),
-        opsets=tuple(copied(entry) for entry in model.opset_import),
+        inputs=tuple(copy_message(value) for value in model.graph.input),
+        outputs=tuple(copy_message(value) for value in model.graph.output),
+        opsets=tuple(copy_message(entry) for entry in model.opset_import),
     )
     before = [node for at, node in enumerate(model.graph.node) if at not in cut_places]
     _reduce_to(model, before, [name for name in read if name not in index.constants], index)
@@ -176,7 +176,7 @@ def _downstream(nodes: Iterable[onnx.NodeProto]) -> set[int]:
     places: set[int] = set()
     tainted: set[str] = set()
     for at, node in enumerate(nodes):
-        if is_strange(node) or not tainted.isdisjoint(reads(node)):
+        if is_unknown_node(node) or not tainted.isdisjoint(iter_reads(node)):
             places.add(at)
             tainted.update(node.output)
     return places
@@ -186,24 +186,26 @@ def _add_constant_nodes(index: Graph, cut_places: set[int]) -> set[int]:
     """Add nodes that compute constants from constants for the cut-off nodes only."""
     constant = set(index.constants)
     for node in index.nodes:
-        if all(name in constant for name in reads(node)):
+        if all(name in constant for name in iter_reads(node)):
             constant.update(node.output)
     places = set(cut_places)
-    wanted = {name for at in cut_places for name in reads(index.nodes[at])} - set(index.constants)
+    wanted = {name for at in cut_places for name in iter_reads(index.nodes[at])} - set(
+        index.constants
+    )
     elsewhere = set(index.outputs)
     for at in reversed(range(len(index.nodes))):
         node = index.nodes[at]
         alone = elsewhere.isdisjoint(node.output) and not wanted.isdisjoint(node.output)
         if at in places or (alone and constant.issuperset(node.output)):
             places.add(at)
-            wanted.update(set(reads(node)) - set(index.constants))
+            wanted.update(set(iter_reads(node)) - set(index.constants))
         else:
-            elsewhere.update(reads(node))
+            elsewhere.update(iter_reads(node))
     return places
 
 
 def _copy_named(tensor: onnx.TensorProto, name: str) -> onnx.TensorProto:
-    copy = copied(tensor)
+    copy = copy_message(tensor)
     copy.name = name
     return copy
 
@@ -229,21 +231,23 @@ def _reduce_to(
                 )
             )
     replace_nodes(graph, nodes)
-    replace(graph.output, outputs)
+    replace_field(graph.output, outputs)
     drop_dead(graph)
-    read = {name for node in graph.node for name in reads(node)}
-    replace(graph.input, [value for value in graph.input if value.name in read])
-    replace(graph.value_info, [value for value in graph.value_info if value.name in produced])
+    read = {name for node in graph.node for name in iter_reads(node)}
+    replace_field(graph.input, [value for value in graph.input if value.name in read])
+    replace_field(graph.value_info, [value for value in graph.value_info if value.name in produced])
     domains = {node.domain for node in all_nodes(graph)} | {"", "ai.onnx"}
-    replace(model.opset_import, [entry for entry in model.opset_import if entry.domain in domains])
+    replace_field(
+        model.opset_import, [entry for entry in model.opset_import if entry.domain in domains]
+    )
 
 
-def is_strange(node: onnx.NodeProto) -> bool:
+def is_unknown_node(node: onnx.NodeProto) -> bool:
     """Return whether ONNX Runtime does not know a node, or a node in its subgraphs."""
     known = node.domain in _KNOWN or node.domain.startswith("com.microsoft")
     if not known or (node.domain in _KNOWN[:2] and not is_standard(node)):
         return True
-    return any(is_strange(inner) for body in subgraphs(node) for inner in body.node)
+    return any(is_unknown_node(inner) for body in subgraphs(node) for inner in body.node)
 
 
 def check_part_valid(model: onnx.ModelProto) -> None:
@@ -254,8 +258,8 @@ def check_part_valid(model: onnx.ModelProto) -> None:
     """
     from onnx import helper
 
-    checked = copied(model)
-    strange = [node for node in checked.graph.node if is_strange(node)]
+    checked = copy_message(model)
+    strange = [node for node in checked.graph.node if is_unknown_node(node)]
     for node in strange:
         node.domain = "strange"
     if strange:
@@ -263,7 +267,7 @@ def check_part_valid(model: onnx.ModelProto) -> None:
     check_valid(checked)
 
 
-def named(node: onnx.NodeProto) -> str:
+def describe_node(node: onnx.NodeProto) -> str:
     """Describe a node for messages: operator, domain, name."""
     domain = f" of the domain '{node.domain}'" if node.domain else ""
     return f"{node.op_type}{domain} ('{node.name or next(iter(node.output), '')}')"
@@ -272,7 +276,7 @@ def named(node: onnx.NodeProto) -> str:
 def _reason(node: onnx.NodeProto) -> str:
     return (
         "onnxruntime does not know it"
-        if is_strange(node)
+        if is_unknown_node(node)
         else "behind a node that onnxruntime does not know"
     )
 

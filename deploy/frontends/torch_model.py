@@ -1,4 +1,4 @@
-"""Parse the names of PyTorch models and their inputs; `deploy.fx.opening` loads the models."""
+"""Parse the names of PyTorch models and their inputs; `deploy.fx.open_model` loads the models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from deploy.errors import ConfigError, did_you_mean
-from deploy.files.usercode import is_named
+from deploy.files.usercode import is_library_model
 from deploy.frontends.base import LoadedModel
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ DTYPES = (*_FLOATS, "int64", "int32", "int16", "int8", "uint8", "bool")
 def is_torch_spec(source: object) -> bool:
     """Return whether `source` is `file.py:factory`, or a named model such as timm:resnet18."""
     path, _, name = str(source).rpartition(":")
-    return (path.endswith(".py") and name.isidentifier()) or is_named(source)
+    return (path.endswith(".py") and name.isidentifier()) or is_library_model(source)
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -35,7 +35,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return tuple(int(size) for size in text.split("x"))
 
 
-class Wanted(NamedTuple):
+class InputRequest(NamedTuple):
     """An input given by the user: dtype None for the model's own, name None for the next input."""
 
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class Wanted(NamedTuple):
     name: str | None = None
 
 
-def parse_input(text: str) -> Wanted:
+def parse_input(text: str) -> InputRequest:
     """Parse `1x3x8x8`, `1x128:int64` or `ids=1x128:int64` to shape, dtype and name.
 
     Raises:
@@ -56,7 +56,7 @@ def parse_input(text: str) -> Wanted:
             "an input is like 1x3x224x224, 1x128:int64 or mask=1x128, of a dtype of"
             f" {', '.join(DTYPES)}, got {text!r}{_suggestion(dtype)}"
         )
-    return Wanted(parse_shape(shape), dtype or None, name or None)
+    return InputRequest(parse_shape(shape), dtype or None, name or None)
 
 
 def _suggestion(dtype: str) -> str:
@@ -68,14 +68,14 @@ def load_torch(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Lo
     """Raise: a PyTorch model needs the shapes of its inputs, which FRONTENDS cannot pass.
 
     Raises:
-        ConfigError: always; `deploy.fx.opening.open_torch` takes the shapes.
+        ConfigError: always; `deploy.fx.open_model.open_torch` takes the shapes.
     """
     if not is_torch_spec(source):
         raise ConfigError(f"a PyTorch model is given as file.py:factory, got {str(source)!r}")
-    raise shapeless(source)
+    raise missing_shape_error(source)
 
 
-def shapeless(spec: object) -> ConfigError:
+def missing_shape_error(spec: object) -> ConfigError:
     """Return the error for a PyTorch model without input shapes."""
     return ConfigError(
         f"{spec} needs the shape of its input: --input 1x3x224x224, once for each input"

@@ -36,7 +36,7 @@ from deploy.errors import ModelError, first_line
 from deploy.fx.device import device_of, quiet
 from deploy.fx.norms import sizes_of
 from deploy.fx.source import plain_copy
-from deploy.fx.trace import explain, trace
+from deploy.fx.trace import explain_capture_failure, trace
 from deploy.terminal import phase
 
 _ARITHMETIC = ("add", "sub", "mul", "div", "neg", "clamp", "matmul", "bmm", "mean", "softmax")
@@ -107,7 +107,9 @@ _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 _SIZES = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def lift(program: ExportedProgram, model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
+def lift_program(
+    program: ExportedProgram, model: nn.Module, inputs: Sequence[Any]
+) -> fx.GraphModule:
     """Return the graph of `program` over the modules of `model`.
 
     Args:
@@ -379,13 +381,13 @@ def capture(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
     own.eval()
     captured = _capture(own, inputs)
     if device_of(own).type != "meta":  # meta tensors have no values to compare
-        check_same(captured, plain_copy(model).eval(), inputs)  # export may have changed `own`
+        check_capture(captured, plain_copy(model).eval(), inputs)  # export may have changed `own`
     for module in captured.modules():
         module.training = modes.get(module, model.training)
     return captured
 
 
-def check_same(captured: nn.Module, model: nn.Module, inputs: Sequence[Any]) -> None:
+def check_capture(captured: nn.Module, model: nn.Module, inputs: Sequence[Any]) -> None:
     """Raise `ModelError` if `captured` gives other outputs than `model`."""
     expected, got = (_run(module, inputs) for module in (model, captured))
     for value, reference in zip(got, expected, strict=True):
@@ -422,15 +424,15 @@ def _capture(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
     try:
         program = _export(model, widened, torch.export.Dim.AUTO)
         if _is_batch_dynamic(program, inputs, widened):
-            return lift(program, model, inputs)
+            return lift_program(program, model, inputs)
     except Exception as error:  # anything from torch.export or the user's model
         first: Exception | None = error
     else:
         first = None
     try:
-        return lift(_export(model, tuple(inputs), None), model, inputs)
+        return lift_program(_export(model, tuple(inputs), None), model, inputs)
     except Exception as error:
-        raise ModelError(explain(first or error, model)) from error
+        raise ModelError(explain_capture_failure(first or error, model)) from error
 
 
 def _export(model: nn.Module, inputs: tuple[Any, ...], batch: Any) -> torch.export.ExportedProgram:

@@ -31,18 +31,26 @@ from torch.nn import functional
 
 from calibrators.statistics import Recorder, Statistic
 from deploy.errors import Calib8Error, CalibrationError, FeedError, ModelError, first_line
-from deploy.fx.device import device_of, mapped, moved
-from deploy.fx.fakequant import BY_DEFAULT, FakeQuant, FixedQuant, OnGrid, Search, no_data, widest
+from deploy.fx.device import device_of, map_tensors, move_tensors
+from deploy.fx.fakequant import (
+    BY_DEFAULT,
+    ActivationSearch,
+    FakeQuant,
+    FixedQuant,
+    OnGrid,
+    no_range_error,
+    widest_range,
+)
 from deploy.fx.fuse import called_module, called_once
 from deploy.fx.int8_layers import IntLayer, QatConvBn, QatLayer, WeightQuant, folded_layer
 from deploy.fx.trace import replace_submodule
-from deploy.graph.bounds import Reach
+from deploy.graph.bounds import RangeLimits
 from deploy.terminal import phase
 
-Sources = Sequence[tuple[fx.Node, Reach | None]]
+Sources = Sequence[tuple[fx.Node, RangeLimits | None]]
 
 
-class Watch(nn.Module):
+class RangeMonitor(nn.Module):
     """Identity module whose input is observed; its output has no readers.
 
     Attributes:
@@ -50,7 +58,7 @@ class Watch(nn.Module):
         reach: range beyond which all readers saturate; None if they do not.
     """
 
-    def __init__(self, name: str, reach: Reach | None):
+    def __init__(self, name: str, reach: RangeLimits | None):
         super().__init__()
         self.name = name
         self.reach = reach
@@ -60,11 +68,11 @@ class Watch(nn.Module):
         return x
 
 
-def watch(graph_module: fx.GraphModule, quant: FakeQuant, sources: Sources) -> None:
+def insert_monitors(graph_module: fx.GraphModule, quant: FakeQuant, sources: Sources) -> None:
     """Insert a `Watch` on each of `sources`; the quantizer takes its range from them."""
     quant.watches = []
     for number, (node, reach) in enumerate(sources):
-        monitor = Watch(node.name, reach)
+        monitor = RangeMonitor(node.name, reach)
         name = f"watch_{quant.name}_{number}"
         graph_module.add_submodule(name, monitor)
         after = node
@@ -75,20 +83,20 @@ def watch(graph_module: fx.GraphModule, quant: FakeQuant, sources: Sources) -> N
         quant.watches.append(monitor)
 
 
-def loosest(reaches: Iterable[Reach | None]) -> Reach | None:
+def widest_reach(reaches: Iterable[RangeLimits | None]) -> RangeLimits | None:
     """Return the smallest reach that contains all; None if one is None or there are none."""
     listed = list(reaches)
     bounded = [one for one in listed if one is not None]
     if not bounded or len(bounded) < len(listed):
         return None
     floors, ceilings, followed = zip(*bounded, strict=True)
-    return Reach(min(floors), max(ceilings), max(followed))
+    return RangeLimits(min(floors), max(ceilings), max(followed))
 
 
-def unwatch(graph_module: fx.GraphModule) -> None:
+def remove_monitors(graph_module: fx.GraphModule) -> None:
     """Remove all `Watch` modules."""
     for node in list(graph_module.graph.nodes):
-        if isinstance(called_module(graph_module, node), Watch):
+        if isinstance(called_module(graph_module, node), RangeMonitor):
             graph_module.graph.erase_node(node)
     graph_module.delete_all_unused_submodules()
     graph_module.recompile()
@@ -125,7 +133,7 @@ def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Modu
                 replace_submodule(converted, name, new)
     for part in converted.modules():
         if isinstance(part, fx.GraphModule):
-            unwatch(part)
+            remove_monitors(part)
             _round_biases(part)
     return converted
 
@@ -187,7 +195,7 @@ def _inside_replaced(name: str, model: nn.Module, module: nn.Module) -> bool:
 Recorders = dict[nn.Module, Recorder]  # by FakeQuant or Watch
 
 
-def observed(
+def record_statistics(
     model: nn.Module, batches: Iterable[Any], statistic: Statistic
 ) -> tuple[Recorders, int]:
     """Run batches through a prepared model; return (its recorders, number of runs).
@@ -241,7 +249,7 @@ def _record_pass(
     try:
         with phase("calibration", total, "batches") as step, torch.no_grad():
             for batch in batches:
-                model(*moved(as_inputs(batch), device))
+                model(*move_tensors(as_inputs(batch), device))
                 count += 1
                 step()
     finally:
@@ -251,13 +259,15 @@ def _record_pass(
 
 
 def _gives_range(module: nn.Module) -> bool:
-    return isinstance(module, Watch) or (isinstance(module, FakeQuant) and not module.watches)
+    return isinstance(module, RangeMonitor) or (
+        isinstance(module, FakeQuant) and not module.watches
+    )
 
 
 def _record(
     recorders: Recorders, make: Callable[[nn.Module], Recorder], quant: nn.Module, inputs: Any
 ) -> None:
-    assert isinstance(quant, FakeQuant | Watch)
+    assert isinstance(quant, FakeQuant | RangeMonitor)
     values = inputs[0].detach().float()
     if not bool(torch.isfinite(values).all()):
         raise CalibrationError(f"calibration needs finite values, got NaN or Inf in {quant.name}")
@@ -271,9 +281,9 @@ def _samples(batch: Any) -> Iterator[tuple[Any, ...]]:
     """Split a batch into batches of 1."""
     inputs = as_inputs(batch)
     sizes: list[int] = []
-    mapped(inputs, lambda tensor: sizes.extend(tensor.shape[:1]))
+    map_tensors(inputs, lambda tensor: sizes.extend(tensor.shape[:1]))
     for index in range(sizes[0] if sizes else 1):
-        yield mapped(inputs, partial(_sample, index))
+        yield map_tensors(inputs, partial(_sample, index))
 
 
 def _sample(index: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -307,7 +317,9 @@ def set_phase(prepared: nn.Module, *, observe: bool, quantize: bool) -> None:
             module.enabled = quantize
 
 
-def calibrate(prepared: nn.Module, batches: Iterable[Any], *, search: Search = BY_DEFAULT) -> int:
+def calibrate(
+    prepared: nn.Module, batches: Iterable[Any], *, search: ActivationSearch = BY_DEFAULT
+) -> int:
     """Set the range of every fake quantizer from batches; return the number of runs.
 
     Afterwards the fake quantizers are on and do not observe.
@@ -329,7 +341,7 @@ def calibrate(prepared: nn.Module, batches: Iterable[Any], *, search: Search = B
     _set_weight_rounding(prepared, search.rounded_weights)
     training = prepared.training
     prepared.eval()
-    recorders, count = observed(prepared, batches, search.statistic)
+    recorders, count = record_statistics(prepared, batches, search.statistic)
     if not count:
         raise FeedError("calibration needs at least one batch, got none")
     prepared.train(training)
@@ -341,14 +353,14 @@ def calibrate(prepared: nn.Module, batches: Iterable[Any], *, search: Search = B
     return count
 
 
-def _range(quant: FakeQuant, recorders: Recorders, search: Search) -> OnGrid:
+def _range(quant: FakeQuant, recorders: Recorders, search: ActivationSearch) -> OnGrid:
     """Return (scale, zero_point) of a quantizer, from its own tensor or from its watches."""
     ranges = []
     for source in quant.watches or [quant]:
         if source not in recorders:
-            raise no_data(quant.name)
+            raise no_range_error(quant.name)
         ranges.append(search.on(recorders[source], quant.grid, source.reach))
-    return widest(ranges, quant.grid)
+    return widest_range(ranges, quant.grid)
 
 
 def _set_weight_rounding(prepared: nn.Module, enabled: bool) -> None:

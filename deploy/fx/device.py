@@ -58,25 +58,25 @@ def device_of(model: nn.Module) -> torch.device:
     return tensors[0].device if tensors else CPU
 
 
-def moved(value: Any, device: torch.device) -> Any:
+def move_tensors(value: Any, device: torch.device) -> Any:
     """Move tensors, also in tuples, lists and dicts, to a device; other values are unchanged."""
-    return mapped(value, lambda tensor: tensor.to(device))
+    return map_tensors(value, lambda tensor: tensor.to(device))
 
 
-def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """Apply `change` to tensors, also in tuples, lists and dicts; other values are unchanged."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):
-        return {key: mapped(item, change) for key, item in value.items()}
+        return {key: map_tensors(item, change) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        items = [mapped(item, change) for item in value]
+        items = [map_tensors(item, change) for item in value]
         # a named tuple takes its fields one by one
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 
-class Reached(nn.Module):
+class DeviceAdapter(nn.Module):
     """Wraps a model so that it takes inputs from any device and returns outputs there.
 
     For user code that was written for the CPU, such as `Task.evaluate`.
@@ -89,8 +89,8 @@ class Reached(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         """Return the model's outputs on the device of the first tensor input."""
         devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
-        output = self.model(*moved(inputs, device_of(self.model)))
-        return moved(output, devices[0]) if devices else output
+        output = self.model(*move_tensors(inputs, device_of(self.model)))
+        return move_tensors(output, devices[0]) if devices else output
 
 
 @contextmanager
@@ -125,7 +125,7 @@ class _ThreadStderr:
 State = dict[str, Any]
 
 
-def state() -> State:
+def random_state() -> State:
     """Return the random state of torch (CPU and every GPU), numpy and Python."""
     version, words, gauss = random.getstate()
     name, key, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (a user's own)
@@ -144,7 +144,7 @@ def state() -> State:
 
 
 @contextmanager
-def seeded(seed: int = 0) -> Iterator[None]:
+def fixed_seed(seed: int = 0) -> Iterator[None]:
     """Seed torch's generators inside the `with` block and restore them afterwards."""
     cpu = torch.get_rng_state()
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -157,7 +157,7 @@ def seeded(seed: int = 0) -> Iterator[None]:
             torch.cuda.set_rng_state(gpu_state, device)
 
 
-def restore(saved: State) -> None:
+def restore_random_state(saved: State) -> None:
     """Restore a random state from `state`; missing GPUs are ignored.
 
     Raises:

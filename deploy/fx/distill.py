@@ -139,17 +139,17 @@ def _last_convolution(student: nn.Module, teacher: nn.Module) -> list[tuple[str,
 _KEYS = {"format", "marks", "epoch", "model", "optimizer", "rng", "losses"}
 _FORMAT = "calib8-qat-3"
 
-Marks = dict[str, str]
+Fingerprints = dict[str, str]
 
 
-def marks(
+def training_fingerprint(
     model: nn.Module,
     prepared: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     teacher: nn.Module | None,
     settings: Mapping[str, object],
-) -> Marks:
+) -> Fingerprints:
     """Return the fingerprint of a training: name of each part -> sha256 (hex).
 
     Args:
@@ -175,9 +175,9 @@ def marks(
     return {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in parts.items()}
 
 
-def save(
+def save_checkpoint(
     path: Path,
-    mark: Marks,
+    mark: Fingerprints,
     epoch: int,
     prepared: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -190,7 +190,7 @@ def save(
         "epoch": epoch,
         "model": dict(prepared.state_dict()),
         "optimizer": optimizer.state_dict(),
-        "rng": device.state(),
+        "rng": device.random_state(),
         "losses": losses,
     }
     data = io.BytesIO()
@@ -198,8 +198,8 @@ def save(
     write_bytes(path, data.getvalue())
 
 
-def resume(
-    path: Path, mark: Marks, prepared: nn.Module, optimizer: torch.optim.Optimizer
+def load_checkpoint(
+    path: Path, mark: Fingerprints, prepared: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[int, list[float]]:
     """Load a checkpoint into model and optimizer; return (next epoch, losses so far).
 
@@ -218,13 +218,13 @@ def resume(
     try:
         prepared.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        device.restore(state["rng"])
+        device.restore_random_state(state["rng"])
         return int(state["epoch"]), [float(loss) for loss in state["losses"]]
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CacheError(f"{path} is damaged; remove it to start anew") from error
 
 
-def _refuse_others(path: Path, mark: Marks, stored: Any) -> None:
+def _refuse_others(path: Path, mark: Fingerprints, stored: Any) -> None:
     if stored == mark:
         return
     stored = stored if isinstance(stored, dict) else {}

@@ -22,9 +22,9 @@ from deploy.errors import BackendError, ExportError, ModelError, first_line
 from deploy.fx.device import quiet
 from deploy.fx.fakequant import DynamicQuant, FakeQuant, FixedQuant
 from deploy.fx.int8_layers import IntLayer
-from deploy.fx.profile import difference, largest_of, tensors_of
-from deploy.fx.trace import line_of
-from deploy.graph.edit import copied, drop_unread
+from deploy.fx.profile import largest_difference, largest_magnitude, tensors_of
+from deploy.fx.trace import failing_line
+from deploy.graph.edit import copy_message, drop_unread
 from deploy.graph.index import attributes
 from deploy.runtimes.ort import OrtSession
 from deploy.terminal import phase
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 
-def plain(model: onnx.ModelProto) -> onnx.ModelProto:
+def clean_exported(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy without the exporter's metadata, and with ReduceMean as GlobalAveragePool.
 
     The metadata holds paths of this machine. Runtimes have no int8 kernel for ReduceMean, which the
     exporter writes for a global average pool.
     """
-    result = copied(model)
+    result = copy_message(model)
     graph = result.graph
     for holder in (result, graph, *graph.node, *graph.initializer, *graph.value_info):
         del holder.metadata_props[:]
@@ -135,7 +135,7 @@ OPSET = 18
 FLOAT_TOLERANCE = 1e-4  # relative to the largest output: only the order of sums differs
 ROUNDING = 16  # times the model's float32 error, if that is more
 FIXED_BATCH = "export it with a fixed batch (calib8 export --static-batch) and go on from the file"
-UNTOLD = "the outputs do not depend on the input, so this proves nothing; load --weights"
+CONSTANT_OUTPUT = "the outputs do not depend on the input, so this proves nothing; load --weights"
 
 
 @phase("exporting")
@@ -176,18 +176,18 @@ def to_onnx(
                 dynamic_shapes=shapes,
             )
         except Exception as error:  # torch.export and the exporter share no error class
-            raise ModelError(explained(error, dynamic_batch)) from error
+            raise ModelError(explain_export_failure(error, dynamic_batch)) from error
     assert program is not None
     written = program.model_proto
     name_outputs(written, program.exported_program)
     _check_opset(written, opset)
     if dynamic_batch:
         _check_dynamic_batch(written)
-    return plain(written)
+    return clean_exported(written)
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class ExportAgreement:
     """Comparison of an ONNX model's outputs with those of the torch model it was exported from.
 
     Attributes:
@@ -214,7 +214,7 @@ class Agreement:
     @property
     def untold(self) -> str | None:
         """A warning if agreement proves nothing, else None."""
-        return None if self.telling else UNTOLD
+        return None if self.telling else CONSTANT_OUTPUT
 
     def __str__(self) -> str:
         codes = f", {self.codes:.2f} steps of the last scale" if self.codes is not None else ""
@@ -229,14 +229,14 @@ class Agreement:
         )
 
 
-def compare(
+def compare_with_torch(
     exported: onnx.ModelProto,
     model: nn.Module,
     batches: Sequence[Sequence[torch.Tensor]],
     *,
     optimized: bool = True,
     kernels: bool = True,
-) -> Agreement:
+) -> ExportAgreement:
     """Run batches in ONNX Runtime and in torch, and compare the outputs.
 
     Args:
@@ -264,8 +264,8 @@ def compare(
                     "an exported model must give torch's shapes for any batch, got"
                     f" {tuple(right.shape)} in place of {tuple(left.shape)}; {FIXED_BATCH}"
                 )
-            worst = max(worst, difference(left, right))
-        largest = max(largest, largest_of(ours))
+            worst = max(worst, largest_difference(left, right))
+        largest = max(largest, largest_magnitude(ours))
         several = len(batch[0]) > 1 if batch[0].ndim else False
         varied[several] = varied.get(several, False) or any(map(_varies, ours))
         hits = _same_argmax(ours[-1].cpu().numpy(), theirs[-1].numpy())
@@ -275,12 +275,14 @@ def compare(
     codes = worst / step if step and outputs == 1 else None
     sizes = tuple(sorted({len(batch[0]) for batch in batches if batch[0].ndim}))
     telling = varied.get(True, varied.get(False, False))
-    return Agreement(samples, worst, largest, same / max(rows, 1), codes, sizes, telling, rows)
+    return ExportAgreement(
+        samples, worst, largest, same / max(rows, 1), codes, sizes, telling, rows
+    )
 
 
-def check_float(
+def check_float_export(
     exported: onnx.ModelProto, model: nn.Module, inputs: Sequence[torch.Tensor]
-) -> Agreement:
+) -> ExportAgreement:
     """Check a float export with `compare`, if its batch is dynamic also with another batch size.
 
     Outputs may differ by `FLOAT_TOLERANCE` of the largest, or by `ROUNDING` times the model's own
@@ -291,9 +293,9 @@ def check_float(
     """
     batches = [tuple(inputs)]
     if _has_dynamic_batch(exported):
-        batches.append(other_batch(inputs))
+        batches.append(with_more_samples(inputs))
     try:
-        agreement = compare(exported, model, batches)
+        agreement = compare_with_torch(exported, model, batches)
     except BackendError as error:
         sizes = " and ".join(str(len(batch[0])) for batch in batches)
         raise ExportError(
@@ -311,7 +313,7 @@ def check_float(
     return agreement
 
 
-def other_batch(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def with_more_samples(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Append samples to a batch, to a size other than the 2 with which torch.export ran."""
     count = 2 if len(inputs[0]) == 1 else 1
     return tuple(torch.cat([x, x[:1].flip(-1).expand(count, *x.shape[1:])]) for x in inputs)
@@ -326,7 +328,7 @@ def _float32_error(model: nn.Module, inputs: Sequence[torch.Tensor]) -> float:
             ours = tensors_of(model(*inputs))
     except Exception:  # a forward with a fixed dtype may raise anything
         return 0.0
-    return max((difference(a, b) for a, b in zip(ours, exact, strict=True)), default=0.0)
+    return max((largest_difference(a, b) for a, b in zip(ours, exact, strict=True)), default=0.0)
 
 
 def _varies(output: torch.Tensor) -> bool:
@@ -356,12 +358,12 @@ def _exportable(model: nn.Module) -> nn.Module:
     return exportable
 
 
-def explained(error: Exception, dynamic_batch: bool) -> str:
+def explain_export_failure(error: Exception, dynamic_batch: bool) -> str:
     """Return one sentence on why torch.export or the exporter failed, with the user's line."""
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__
-    where = line_of(root) or line_of(error)
+    where = failing_line(root) or failing_line(error)
     on_data = "DataDependent" in type(root).__name__
     fixed_batch = f"{FIXED_BATCH}, or " if dynamic_batch and not on_data else ""
     return (

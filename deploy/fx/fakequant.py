@@ -51,15 +51,15 @@ from calibrators.amct.ifmr import IfmrHistogram, IfmrParams, ifmr_streaming
 from calibrators.amct.recorders import IfmrOf
 from calibrators.grids import UINT8, Grid, affine_params, symmetric_scale
 from calibrators.histogram import Histogram
-from calibrators.statistics import Recorder, Statistic, searched
+from calibrators.statistics import Recorder, Statistic, search_scale
 from deploy.errors import CalibrationError, ConfigError
-from deploy.graph.bounds import Reach
+from deploy.graph.bounds import RangeLimits
 from deploy.method import Method
-from deploy.targets import Target, named
-from deploy.targets.tensorrt.naming import AS_PARSED
+from deploy.targets import Target, find_target
+from deploy.targets.tensorrt.cache_contents import UNFOLDED_METHODS
 
 
-def rounded(
+def lsq_round(
     x: torch.Tensor,
     scale: torch.Tensor,
     zero: torch.Tensor,
@@ -109,7 +109,7 @@ class _LsqRound(torch.autograd.Function):
 OnGrid = tuple[np.float32, int]  # (scale, zero_point)
 
 
-class Search(Protocol):
+class ActivationSearch(Protocol):
     """A search for scale and zero point from the statistics of a tensor."""
 
     @property
@@ -131,12 +131,12 @@ class Search(Protocol):
         """Raise `ConfigError` for a grid that the search is not defined for."""
         ...
 
-    def on(self, recorder: Recorder, grid: Grid, reach: Reach | None = None) -> OnGrid:
+    def on(self, recorder: Recorder, grid: Grid, reach: RangeLimits | None = None) -> OnGrid:
         """Return (scale, zero_point) of a recorded tensor, its range clipped to `reach`."""
         ...
 
 
-def search_for(target: str | Target, method: Method | str | None = None) -> Search:
+def search_for(target: str | Target, method: Method | str | None = None) -> ActivationSearch:
     """Return the range search for a target.
 
     Args:
@@ -147,16 +147,18 @@ def search_for(target: str | Target, method: Method | str | None = None) -> Sear
     Raises:
         ConfigError: there is no such target or method.
     """
-    chosen = named(target) if isinstance(target, str) else target
+    chosen = find_target(target) if isinstance(target, str) else target
     if method is None:
-        return Ifmr() if chosen.own_method else BY_DEFAULT
+        return IfmrSearch() if chosen.own_method else BY_DEFAULT
     requested = Method.labelled(method) if isinstance(method, str) else method
-    unbounded = chosen.name == "tensorrt" and requested.name in AS_PARSED  # as TensorRT has them
-    return ByMethod(requested, bounded=not unbounded)
+    unbounded = (
+        chosen.name == "tensorrt" and requested.name in UNFOLDED_METHODS
+    )  # as TensorRT has them
+    return MethodSearch(requested, bounded=not unbounded)
 
 
 @dataclass(frozen=True, slots=True)
-class ByMethod:
+class MethodSearch:
     """A search of `calibrators.searches.SEARCHES`.
 
     Attributes:
@@ -190,23 +192,23 @@ class ByMethod:
                 " lp, percentile or minmax"
             )
 
-    def on(self, recorder: Recorder, grid: Grid, reach: Reach | None = None) -> OnGrid:
+    def on(self, recorder: Recorder, grid: Grid, reach: RangeLimits | None = None) -> OnGrid:
         """Return (scale, zero_point); scale 1 for a tensor that was always 0."""
         assert isinstance(recorder, Histogram)
         if recorder.amax == 0:
-            return on_grid(0.0, 0.0, grid)
+            return scale_on_grid(0.0, 0.0, grid)
         kinds = {"symmetric": grid} if grid.symmetric else {"affine": grid}
         search = self.method.search(**kinds)
-        clip = searched(recorder, search, reach if self.bounded else None)
+        clip = search_scale(recorder, search, reach if self.bounded else None)
         ends = (-clip.amax, clip.amax) if grid.symmetric else (clip.lo, clip.hi)
-        return on_grid(*ends, grid)
+        return scale_on_grid(*ends, grid)
 
 
-BY_DEFAULT: Search = ByMethod(Method.of())
+BY_DEFAULT: ActivationSearch = MethodSearch(Method.of())
 
 
 @dataclass(frozen=True, slots=True)
-class Ifmr:
+class IfmrSearch:
     """AMCT's IFMR search of activation ranges, with AMCT's defaults."""
 
     @property
@@ -227,7 +229,7 @@ class Ifmr:
     def check(self, grid: Grid) -> None:
         """Accept any grid."""
 
-    def on(self, recorder: Recorder, grid: Grid, reach: Reach | None = None) -> OnGrid:
+    def on(self, recorder: Recorder, grid: Grid, reach: RangeLimits | None = None) -> OnGrid:
         """Return (scale, zero_point); scale 1 for a tensor that is almost 0. `reach` is ignored."""
         assert isinstance(recorder, IfmrHistogram)
         params = IfmrParams(bits=grid.bits, with_offset=not grid.symmetric)
@@ -235,7 +237,7 @@ class Ifmr:
         return result.scale, result.offset
 
 
-def widest(params: Sequence[OnGrid], grid: Grid) -> OnGrid:
+def widest_range(params: Sequence[OnGrid], grid: Grid) -> OnGrid:
     """Return (scale, zero_point) of the smallest range that contains all those of `params`."""
     if len(params) == 1:
         return params[0]
@@ -243,10 +245,10 @@ def widest(params: Sequence[OnGrid], grid: Grid) -> OnGrid:
         return max(scale for scale, _ in params), 0
     lows = [(grid.qmin - zero) * float(scale) for scale, zero in params]
     highs = [(grid.qmax - zero) * float(scale) for scale, zero in params]
-    return on_grid(min(lows), max(highs), grid)
+    return scale_on_grid(min(lows), max(highs), grid)
 
 
-def on_grid(lo: float, hi: float, grid: Grid) -> OnGrid:
+def scale_on_grid(lo: float, hi: float, grid: Grid) -> OnGrid:
     """Return (scale, zero_point) of a clip range, as in `build`; scale 1 for an empty range."""
     if not grid.symmetric:
         return affine_params(lo, hi, grid)
@@ -254,7 +256,7 @@ def on_grid(lo: float, hi: float, grid: Grid) -> OnGrid:
     return (scale if scale > 0 else np.float32(1.0)), 0
 
 
-def no_data(name: str) -> CalibrationError:
+def no_range_error(name: str) -> CalibrationError:
     """Return the error for a tensor without a range."""
     return CalibrationError(
         f"every quantized tensor needs data, and none went through {name};"
@@ -281,7 +283,7 @@ class FakeQuant(nn.Module):
     seen: torch.Tensor
 
     def __init__(
-        self, grid: Grid, name: str, *, momentum: float = 0.05, reach: Reach | None = None
+        self, grid: Grid, name: str, *, momentum: float = 0.05, reach: RangeLimits | None = None
     ):
         super().__init__()
         self.grid = grid
@@ -327,7 +329,7 @@ class FakeQuant(nn.Module):
             CalibrationError: there is no range.
         """
         if not self.known and not self.calls and not int(self.seen):
-            raise no_data(self.name)
+            raise no_range_error(self.name)
         return self.scale, self.zero_point
 
     def calculate_qparams(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -359,7 +361,7 @@ class FakeQuant(nn.Module):
         if self.calls == self.members:
             self.seen += 1
             self.start_batch()
-        scale, zero = on_grid(float(self.lo), float(self.hi), self.grid)
+        scale, zero = scale_on_grid(float(self.lo), float(self.hi), self.grid)
         self.scale.fill_(float(scale))
         self.zero_point.fill_(zero)
 
@@ -387,7 +389,7 @@ class FakeQuant(nn.Module):
         ends = self.grid.qmin, self.grid.qmax
         if scale.requires_grad:
             shared = x[0].numel() if x.dim() > 1 else x.numel()
-            return rounded(x, scale, zero, ends, shared=shared)
+            return lsq_round(x, scale, zero, ends, shared=shared)
         # float32: bfloat16 (torch.autocast) has fewer significant bits than the grid
         return torch.fake_quantize_per_tensor_affine(x.float(), scale, zero, *ends)
 

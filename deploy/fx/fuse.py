@@ -37,23 +37,23 @@ from deploy.fx.modules import functions_to_modules, merge_branches
 from deploy.fx.norms import (
     FrozenNorm,
     freeze_affines,
+    has_view,
+    inputs_per_channel,
     is_norm,
     is_op,
     keeps_channels,
     norm_factors,
+    path_to_layer,
+    path_to_reader,
     readers_of,
-    repeats,
-    viewed,
-    way_down,
-    way_up,
 )
 from deploy.fx.trace import replace_submodule
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 FOLDABLE = (*CONVS, *TRANSPOSED, nn.Linear)
-ALONE = "no Conv or Linear before it"
-LEFT = "why norms stay"  # key in GraphModule.meta: norm -> why it was not folded
+NO_LAYER_BEFORE = "no Conv or Linear before it"
+UNFOLDED_NORMS = "why norms stay"  # key in GraphModule.meta: norm -> why it was not folded
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class FuseReport:
         return dict(Counter(pattern for pattern, _ in self.fused))
 
 
-class Joined(nn.Module):
+class LayerWithRelu(nn.Module):
     """A layer and the ReLU after it, applied in place."""
 
     def __init__(self, layer: nn.Module):
@@ -94,7 +94,7 @@ def fuse(
         ModelError: the model cannot be captured, or is in train mode.
     """
     graph_module, report = fold_batch_norms(model, inputs)
-    join_relus(graph_module, report)
+    fuse_relus(graph_module, report)
     return graph_module, report
 
 
@@ -115,7 +115,7 @@ def fold_batch_norms(
     layers_to_modules(graph_module)
     refuse_train_mode(graph_module)
     report = FuseReport()
-    fold_behind(graph_module, _norms(graph_module), report)
+    fold_into_previous(graph_module, _norms(graph_module), report)
     for merged in merge_branches(graph_module):
         report.fused.append(("Branches", (merged.layer, merged.taken)))
     for node in _norms(graph_module):
@@ -123,15 +123,17 @@ def fold_batch_norms(
     _clean(graph_module)
     report.norms_left = len({node.target for node in _norms(graph_module)})
     report.skipped = list(dict.fromkeys(report.skipped))  # a shared norm has several calls
-    graph_module.meta[LEFT] = dict(report.skipped)
+    graph_module.meta[UNFOLDED_NORMS] = dict(report.skipped)
     return graph_module, report
 
 
-def fold_behind(graph_module: fx.GraphModule, norms: list[fx.Node], report: FuseReport) -> None:
+def fold_into_previous(
+    graph_module: fx.GraphModule, norms: list[fx.Node], report: FuseReport
+) -> None:
     """Fold norms into the layers before them where possible; in place."""
     removed: set[fx.Node] = set()
     for node in norms:
-        if node not in removed and foldable(graph_module, node) is None:
+        if node not in removed and why_not_foldable(graph_module, node) is None:
             removed |= _fold(graph_module, node, report)
 
 
@@ -145,7 +147,7 @@ def fold_frozen(graph_module: fx.GraphModule) -> None:
     """Fold the norms with constant factors, which training does not change; in place."""
     norms = _norms(graph_module)
     frozen = [n for n in norms if isinstance(called_module(graph_module, n), FrozenNorm)]
-    fold_behind(graph_module, frozen, FuseReport())
+    fold_into_previous(graph_module, frozen, FuseReport())
 
 
 def norms_in_float(model: nn.Module) -> str:
@@ -160,13 +162,13 @@ def norms_in_float(model: nn.Module) -> str:
 def _norms_with_reasons(model: nn.Module) -> Iterator[str]:
     for part in model.modules():
         if isinstance(part, fx.GraphModule):
-            reasons = part.meta.get(LEFT, {})  # from before quantizers were inserted
+            reasons = part.meta.get(UNFOLDED_NORMS, {})  # from before quantizers were inserted
             for node in _norms(part):
-                why = reasons.get(str(node.target)) or foldable(part, node)
+                why = reasons.get(str(node.target)) or why_not_foldable(part, node)
                 yield f"{node.target} ({why or 'its layer stays in float'})"
 
 
-def for_runtimes(model: nn.Module, inputs: Sequence[Any] | None = None) -> nn.Module:
+def fuse_for_export(model: nn.Module, inputs: Sequence[Any] | None = None) -> nn.Module:
     """Return `model` with the fusions that runtimes do not do themselves; unchanged if none apply.
 
     Runtimes fold a norm right after a convolution, but neither merge parallel convolutions nor fold
@@ -179,7 +181,7 @@ def for_runtimes(model: nn.Module, inputs: Sequence[Any] | None = None) -> nn.Mo
     return folded if report.counts().keys() - {"Conv+BN", "ConvTranspose+BN"} else model
 
 
-def join_relus(graph_module: fx.GraphModule, report: FuseReport) -> None:
+def fuse_relus(graph_module: fx.GraphModule, report: FuseReport) -> None:
     """Fuse each ReLU with the Conv, Linear or BatchNorm that only it reads; in place."""
     removed: set[fx.Node] = set()
     for node in list(graph_module.graph.nodes):
@@ -216,30 +218,30 @@ def is_relu(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     return isinstance(called_module(graph_module, node), nn.ReLU) or is_op(node, "relu")
 
 
-def foldable(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
+def why_not_foldable(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
     """Return why the BatchNorm at `norm` cannot fold into the layer before it; None if it can."""
     reason = _why_not(graph_module, norm)
     if reason is not None:
         return reason
-    layer = way_up(graph_module, norm)[-1]
+    layer = path_to_layer(graph_module, norm)[-1]
     several = f"{layer.target} is called at several places"
     return None if _norms_of_all_calls(graph_module, norm) else several
 
 
 def _why_not(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
     """As `foldable`, for one call of a layer."""
-    path, module = way_up(graph_module, norm), called_module(graph_module, norm)
+    path, module = path_to_layer(graph_module, norm), called_module(graph_module, norm)
     layer = path[-1]
     before = called_module(graph_module, layer)
     if not isinstance(before, FOLDABLE) or not isinstance(layer, fx.Node):
-        return ALONE
+        return NO_LAYER_BEFORE
     for node in reversed(path):
         if len(readers := readers_of(node)) > 1:
             name = node.target if node is layer else node.name
             return f"the output of {name} has {len(readers)} users"
     if not _has_factors(module):
         return "it keeps no running statistics"
-    if viewed(graph_module, path):
+    if has_view(graph_module, path):
         fits = keeps_channels(before, path, norm_factors(module)[0].numel())
         return None if fits else f"a view after {layer.target} moves its channels"
     if isinstance(before, nn.Linear) and not _is_flat(layer, module):
@@ -255,10 +257,10 @@ def _calls(graph_module: fx.GraphModule, layer: fx.Node) -> list[fx.Node]:
 
 def _norms_of_all_calls(graph_module: fx.GraphModule, norm: fx.Node) -> list[fx.Node]:
     """Return the norm calls after all calls of a layer, if all call this norm; else []."""
-    calls = _calls(graph_module, way_up(graph_module, norm)[-1])
+    calls = _calls(graph_module, path_to_layer(graph_module, norm)[-1])
     if len(calls) == 1:
         return [norm]
-    norms = [n for n in _norms(graph_module) if way_up(graph_module, n)[-1] in calls]
+    norms = [n for n in _norms(graph_module) if path_to_layer(graph_module, n)[-1] in calls]
     same = len({node.target for node in norms}) == 1 == len({node.target for node in calls})
     fit = same and all(_why_not(graph_module, node) is None for node in norms)
     return norms if fit and len(norms) == len(calls) else []
@@ -280,7 +282,7 @@ def _is_flat(layer: fx.Node, norm: nn.Module | None) -> bool:
 
 def _fold(graph_module: fx.GraphModule, norm: fx.Node, report: FuseReport) -> set[fx.Node]:
     """Fold a norm and its other calls after the same layer; return the removed nodes."""
-    layer, norms = way_up(graph_module, norm)[-1], _norms_of_all_calls(graph_module, norm)
+    layer, norms = path_to_layer(graph_module, norm)[-1], _norms_of_all_calls(graph_module, norm)
     before, module = called_module(graph_module, layer), called_module(graph_module, norm)
     assert before is not None and module is not None
     replace_submodule(graph_module, str(layer.target), _folded(before, module))
@@ -297,11 +299,13 @@ def _remove(node: fx.Node) -> None:
 
 def _fold_ahead(graph_module: fx.GraphModule, norm: fx.Node, report: FuseReport) -> None:
     """Fold a norm into the layer that is its only reader, or report why not."""
-    reason = foldable(graph_module, norm)
-    path = way_down(graph_module, norm)
+    reason = why_not_foldable(graph_module, norm)
+    path = path_to_reader(graph_module, norm)
     layer, module = path[-1] if path else None, called_module(graph_module, norm)
     if layer is None or not (times := _inputs_per_channel(graph_module, norm, path)):
-        reader = f", and {_reader(graph_module, path)} after it" if reason == ALONE else ""
+        reader = (
+            f", and {_reader(graph_module, path)} after it" if reason == NO_LAYER_BEFORE else ""
+        )
         report.skipped.append((str(norm.target), f"{reason}{reader}"))
         return
     after = called_module(graph_module, layer)
@@ -331,8 +335,8 @@ def _inputs_per_channel(graph_module: fx.GraphModule, norm: fx.Node, path: list[
     after: Any = called_module(graph_module, layer)
     if not _has_factors(module) or not called_once(graph_module, layer):
         return 0
-    if viewed(graph_module, path):
-        return repeats(after, norm, norm_factors(module)[0].numel()) or 0
+    if has_view(graph_module, path):
+        return inputs_per_channel(after, norm, norm_factors(module)[0].numel()) or 0
     if isinstance(after, nn.Linear):
         return int(_is_flat(layer, module))
     return int(isinstance(after, CONVS) and not _pads(after))
@@ -395,7 +399,7 @@ def _fuse_relu(graph_module: fx.GraphModule, relu: fx.Node, report: FuseReport) 
     if not alone or len(relus) < len(calls):
         report.skipped.append((relu.name, f"{name} has another user or call"))
         return set()
-    replace_submodule(graph_module, name, Joined(before))
+    replace_submodule(graph_module, name, LayerWithRelu(before))
     folded = [i for i, (_, names) in enumerate(report.fused) if names[0] == name]
     if folded:
         pattern, names = report.fused[folded[0]]

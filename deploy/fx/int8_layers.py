@@ -18,14 +18,14 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from calibrators.weights import FIT, ROUNDED, is_depthwise, step_of
+from calibrators.weights import PAIR_LIMIT, PAIR_ROUNDING, is_depthwise, pair_stride
 from deploy.errors import CalibrationError, ExportError
-from deploy.fx.fakequant import DynamicQuant, FixedQuant, rounded
+from deploy.fx.fakequant import DynamicQuant, FixedQuant, lsq_round
 from deploy.fx.fuse import CONVS, TRANSPOSED, scale_outputs
 from deploy.fx.trace import refuse_hooks
 
 
-def least_scales(
+def minimum_scales(
     weight: torch.Tensor, *, transposed: bool = False, groups: int = 1
 ) -> torch.Tensor | None:
     """Return the lower limits of a weight's scales, float32 [C_out]; None if there are none.
@@ -38,7 +38,7 @@ def least_scales(
     if is_depthwise(groups, *weight.shape[:2]) or (transposed and groups > 1):
         return None  # a grouped ConvTranspose stays in float
     rows = weight.transpose(0, 1) if transposed else weight
-    step = step_of(rows.shape)
+    step = pair_stride(rows.shape)
     flat = rows.detach().float().movedim(1, -1).flatten(1)
     wide = functional.pad(flat, (0, 2))
     left, right = wide[:, 0:-2:step], wide[:, 1:-1:step]
@@ -46,14 +46,14 @@ def least_scales(
     left, right = left.abs(), right.abs()
     both = (left + right).clamp(max=torch.finfo(torch.float32).max)
     sums = torch.where(one_sign, both, torch.maximum(left, right))
-    return sums.amax(1) / (FIT - ROUNDED)
+    return sums.amax(1) / (PAIR_LIMIT - PAIR_ROUNDING)
 
 
 _BIAS = 2**30  # largest bias integer: near 2^31, runtimes that divide in float32 overflow
 WEIGHTED = (*CONVS, *TRANSPOSED, nn.Linear)
 
 
-def weighted(model: nn.Module) -> list[tuple[str, str]]:
+def find_weighted_layers(model: nn.Module) -> list[tuple[str, str]]:
     """List (qualified name, class name) of every layer whose weight can be quantized."""
     layers = ((name, m) for name, m in model.named_modules() if isinstance(m, WEIGHTED))
     return [(name, type(module).__name__) for name, module in layers]
@@ -155,10 +155,12 @@ class WeightQuant(nn.Module):
         zero = torch.zeros((), dtype=torch.int32, device=weight.device)
         shared = weight.numel() // scale.numel()
         ends = -self.limit, self.limit
-        return rounded(weight, scale.reshape(shape), zero, ends, shared=shared)
+        return lsq_round(weight, scale.reshape(shape), zero, ends, shared=shared)
 
 
-def quant_of(layer: nn.Module, axis: int | None, bits: int, *, fits_pairs: bool) -> WeightQuant:
+def weight_quantizer(
+    layer: nn.Module, axis: int | None, bits: int, *, fits_pairs: bool
+) -> WeightQuant:
     """Return the fake quantizer for a layer's weight.
 
     Args:
@@ -169,7 +171,7 @@ def quant_of(layer: nn.Module, axis: int | None, bits: int, *, fits_pairs: bool)
     """
     transposed, groups = isinstance(layer, TRANSPOSED), int(getattr(layer, "groups", 1))
     least = (
-        partial(least_scales, transposed=transposed, groups=groups)
+        partial(minimum_scales, transposed=transposed, groups=groups)
         if fits_pairs and bits == 8
         else None
     )
@@ -353,7 +355,7 @@ _PRODUCTS = ("linear", "matmul", "mm", "conv", "einsum", "embedding", "attention
 
 
 @dataclass(frozen=True, slots=True)
-class Coverage:
+class LayerCoverage:
     """Quantized and float layers of a converted model.
 
     Attributes:
@@ -389,9 +391,9 @@ class Coverage:
         return f"{name} ({kind})" if reason is None else f"{name} ({kind}: {reason})"
 
 
-def coverage(
+def measure_coverage(
     converted: nn.Module, model: nn.Module, own: Sequence[type[nn.Module]] = ()
-) -> Coverage:
+) -> LayerCoverage:
     """Return which layers of a converted model have int8 weights.
 
     Args:
@@ -415,7 +417,7 @@ def coverage(
             inside = (*inside, f"{name}.")
         else:
             left += _in_float(name, kinds.get(name, type(module)), module, factors)
-    return Coverage(tuple(quantized), tuple(left), activations, reasons)
+    return LayerCoverage(tuple(quantized), tuple(left), activations, reasons)
 
 
 def _in_float(
@@ -471,7 +473,7 @@ def _tensor(part: fx.GraphModule, node: fx.Node) -> object:
     return getattr(part.get_submodule(owner), name)
 
 
-def refuse_float(coverage: Coverage) -> None:
+def refuse_unquantized(coverage: LayerCoverage) -> None:
     """Raise `ExportError` if no layer was quantized."""
     if not coverage.quantized:
         raise ExportError(

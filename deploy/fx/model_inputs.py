@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from deploy.errors import ConfigError, FeedError, did_you_mean
-from deploy.files.reading import check_archive, opened, read_array
+from deploy.files.reading import check_archive, open_regular_file, read_array
 from deploy.tensors import Array
 
 _PLAIN = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -32,7 +32,7 @@ _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _TENSORS = (torch.Tensor, "torch.Tensor", "Tensor")  # annotations of an argument that is no dict
 
 
-def take_named(model: nn.Module, names: Sequence[str | None]) -> list[int]:
+def accept_named_inputs(model: nn.Module, names: Sequence[str | None]) -> list[int]:
     """Make `model` take tensors for `names` in order; return the order as indices into `names`.
 
     The names are arguments of forward, or the keys of a dict if forward takes a single argument of
@@ -48,13 +48,13 @@ def take_named(model: nn.Module, names: Sequence[str | None]) -> list[int]:
     if not any(names):
         return list(range(len(names)))
     complete = _with_positional(model, names)
-    ordered, into = taken(model, complete)
+    ordered, into = match_arguments(model, complete)
     if ordered != _argument_names(model):  # arguments with defaults may be left out
-        model.__class__ = named_class(type(model), ordered, into=into)
+        model.__class__ = make_named_class(type(model), ordered, into=into)
     return [complete.index(name) for name in ordered]
 
 
-def taken(model: nn.Module, names: Sequence[str]) -> tuple[list[str], str | None]:
+def match_arguments(model: nn.Module, names: Sequence[str]) -> tuple[list[str], str | None]:
     """Return (`names` in the order of forward's arguments, its argument that is a dict, or None).
 
     Raises:
@@ -70,7 +70,7 @@ def input_names(model: nn.Module) -> tuple[str, ...] | None:
     return getattr(type(model), "_calib8_inputs", None)
 
 
-def as_dict(model: nn.Module) -> str | None:
+def dict_input_note(model: nn.Module) -> str | None:
     """Return a note if `take_named` passes the inputs in a dict, else None."""
     into = getattr(type(model), "_calib8_dict", None)
     if into is None:
@@ -121,7 +121,7 @@ def _dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
     )
 
 
-def named_class(
+def make_named_class(
     kind: type[nn.Module], names: Sequence[str], *, into: str | None
 ) -> type[nn.Module]:
     """Return a subclass of the same name whose forward takes a tensor for each name, in order.
@@ -202,7 +202,7 @@ def floating_dtype(model: nn.Module) -> torch.dtype:
     return next(dtypes, torch.float32)
 
 
-def in_float32(model: nn.Module) -> str | None:
+def convert_to_float32(model: nn.Module) -> str | None:
     """Convert a model of another floating dtype to float32 in place; return a note, or None.
 
     Export and quantization work in float32; float16 and bfloat16 convert without loss.
@@ -240,7 +240,7 @@ def read_sample(path: Path, model: nn.Module) -> tuple[torch.Tensor, ...]:
 
 def _read_arrays(path: Path) -> dict[str, Array]:
     """Return the arrays of a file by name; the array of an .npy file has the name ""."""
-    with opened(path, what="a sample", error=FeedError, most=_MOST_BYTES) as file:
+    with open_regular_file(path, what="a sample", error=FeedError, most=_MOST_BYTES) as file:
         try:
             if path.suffix.lower() == ".npy":
                 return {"": read_array(file, _MOST_BYTES)}
@@ -267,7 +267,7 @@ def _in_order(arrays: Mapping[str, Array], model: nn.Module, path: Path) -> list
         return [numbers[number] for number in sorted(numbers)]
     names = list(arrays)
     try:
-        return [names[i] for i in take_named(model, [name or None for name in names])]
+        return [names[i] for i in accept_named_inputs(model, [name or None for name in names])]
     except ConfigError as error:
         raise FeedError(
             f"{path} does not fit the model: {error}; write it with numpy.savez under these names,"

@@ -23,9 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from deploy.fx.convert import calibrate, convert, scale_table, set_phase
-from deploy.fx.fakequant import Search, search_for
+from deploy.fx.fakequant import ActivationSearch, search_for
 from deploy.fx.prepare import MODES, prepare, prepare_only
-from deploy.fx.profile import check_same, columns, tensors_of
+from deploy.fx.profile import check_same_outputs, format_columns, tensors_of
 from deploy.metrics.output_errors import sqnr_db
 from deploy.targets import Target
 
@@ -50,7 +50,7 @@ class ModeResult:
     sqnr_db: float
 
 
-def quantized(
+def quantize_model(
     model: nn.Module,
     inputs: Sequence[torch.Tensor],
     batches: Sequence[Sequence[torch.Tensor]],
@@ -58,7 +58,7 @@ def quantized(
     mode: str,
     target: str | Target = "onnxruntime",
     only: str | None = None,
-    search: Search | None = None,
+    search: ActivationSearch | None = None,
     **options: Any,
 ) -> nn.Module:
     """Prepare, calibrate (static mode) and convert a model; return the converted model.
@@ -83,7 +83,7 @@ def quantized(
     else:
         prepared = prepare_only(model, only, inputs, **options)
     if mode != "dynamic":  # dynamic quantizers are always on
-        check_same(model, prepared, inputs, "tracing and folding BatchNorm")
+        check_same_outputs(model, prepared, inputs, "tracing and folding BatchNorm")
     if mode == "static":
         chosen = search_for(target) if search is None else search
         calibrate(prepared, [tuple(batch) for batch in batches], search=chosen)
@@ -92,7 +92,7 @@ def quantized(
     return convert(prepared)
 
 
-def measure(
+def measure_mode(
     mode: str,
     model: nn.Module,
     converted: nn.Module,
@@ -113,7 +113,7 @@ def measure(
                 noise += float(difference.square().sum())
                 worst = max(worst, float(difference.abs().max()))
     size = stored_bytes(converted)
-    ratio = read_bytes(model, batches[0]) / max(size, 1)
+    ratio = used_bytes(model, batches[0]) / max(size, 1)
     quality = sqnr_db(signal, noise) if signal or noise else math.nan
     return ModeResult(mode, size, ratio, worst, quality)
 
@@ -124,30 +124,30 @@ def compare_modes(
     batches: Sequence[Sequence[torch.Tensor]],
     *,
     target: str | Target = "onnxruntime",
-    search: Search | None = None,
+    search: ActivationSearch | None = None,
 ) -> list[ModeResult]:
     """Measure the float model and every mode without training, in the order of the table."""
-    results = [measure("float", model, model, batches)]
+    results = [measure_mode("float", model, model, batches)]
     for mode in reversed(MODES):
-        converted = quantized(model, inputs, batches, mode=mode, target=target, search=search)
-        results.append(measure(mode, model, converted, batches))
+        converted = quantize_model(model, inputs, batches, mode=mode, target=target, search=search)
+        results.append(measure_mode(mode, model, converted, batches))
     return results
 
 
-def report(results: Sequence[ModeResult]) -> str:
+def format_modes(results: Sequence[ModeResult]) -> str:
     """Format the results as a table."""
     rows = [("Mode", "Bytes", "Smaller", "Max error", "SQNR dB")]
     for result in results:
         quality = "all 0" if math.isnan(result.sqnr_db) else f"{result.sqnr_db:.1f}"
         numbers = (f"{result.ratio:.2f}x", f"{result.max_error:.4g}", quality)
         rows.append((result.mode, str(result.size), *numbers))
-    return columns(rows)
+    return format_columns(rows)
 
 
-def scales_report(model: nn.Module) -> str:
+def format_scales(model: nn.Module) -> str:
     """Format scale and zero point of every quantized activation as a table."""
     rows = [(name, f"{scale:.8g}", str(zero)) for name, scale, zero in scale_table(model)]
-    return columns([("tensor", "scale", "zero_point"), *rows])
+    return format_columns([("tensor", "scale", "zero_point"), *rows])
 
 
 class _ReadTensors(TorchFunctionMode):
@@ -163,7 +163,7 @@ class _ReadTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def read_bytes(model: nn.Module, batch: Sequence[torch.Tensor]) -> int:
+def used_bytes(model: nn.Module, batch: Sequence[torch.Tensor]) -> int:
     """As `stored_bytes`, without modules that a run does not read, such as heads for training."""
     with torch.no_grad(), _ReadTensors() as recorded:
         model(*batch)

@@ -226,14 +226,14 @@ def _parameter(tensor: torch.Tensor) -> nn.Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class MergedBranch:
     """A merged addition: the name of the remaining layer, and of the one merged into it."""
 
     layer: str
     taken: str
 
 
-def merge_branches(graph_module: fx.GraphModule) -> list[Merged]:
+def merge_branches(graph_module: fx.GraphModule) -> list[MergedBranch]:
     """Merge parallel branches, in place; return one entry per removed addition or subtraction."""
     merged = []
     for node in list(graph_module.graph.nodes):
@@ -255,7 +255,7 @@ def _drop_zero(node: fx.Node) -> bool:
     return True
 
 
-def _merge(graph_module: fx.GraphModule, node: fx.Node) -> Merged | None:
+def _merge(graph_module: fx.GraphModule, node: fx.Node) -> MergedBranch | None:
     sign = 1 if is_op(node, "add") else -1 if is_op(node, "sub") else 0
     if not sign or node.kwargs or len(node.all_input_nodes) != 2 or len(node.args) != 2:
         return None
@@ -271,7 +271,7 @@ def _merge(graph_module: fx.GraphModule, node: fx.Node) -> Merged | None:
     replace_submodule(graph_module, str(kept.target), layer)  # type: ignore[union-attr]
     node.replace_all_uses_with(kept)  # type: ignore[arg-type]
     graph_module.graph.erase_node(node)
-    return Merged(str(kept.target), str(taken.target))  # type: ignore[union-attr]
+    return MergedBranch(str(kept.target), str(taken.target))  # type: ignore[union-attr]
 
 
 def _branch(graph_module: fx.GraphModule, side: Any) -> Any:

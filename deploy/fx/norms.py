@@ -44,7 +44,7 @@ _VIEW_METHODS = ("flatten", "reshape", "view", "squeeze", "unsqueeze", *_LIKE_ME
 _IDLE = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
-def way_up(graph_module: fx.GraphModule, norm: fx.Node) -> list[Any]:
+def path_to_layer(graph_module: fx.GraphModule, norm: fx.Node) -> list[Any]:
     """Return the nodes upstream of a norm, through views and dropout to the first other node."""
     path: list[Any] = [norm.args[0]]
     while isinstance(path[-1], fx.Node) and _is_transparent(graph_module, path[-1]):
@@ -52,7 +52,7 @@ def way_up(graph_module: fx.GraphModule, norm: fx.Node) -> list[Any]:
     return path
 
 
-def way_down(graph_module: fx.GraphModule, norm: fx.Node) -> list[fx.Node]:
+def path_to_reader(graph_module: fx.GraphModule, norm: fx.Node) -> list[fx.Node]:
     """As `way_up`, downstream; empty if a tensor on the path has not exactly one reader."""
     path, readers = list[fx.Node](), readers_of(norm)
     while len(readers) == 1:
@@ -77,7 +77,7 @@ def _reads_size(user: fx.Node, node: fx.Node) -> bool:
     return user.target is getattr and user.args[1:] == ("shape",)
 
 
-def viewed(graph_module: fx.GraphModule, way: list[Any]) -> bool:
+def has_view(graph_module: fx.GraphModule, way: list[Any]) -> bool:
     """Return whether there is a view on the path `way`."""
     return any(_is_view(graph_module, node) for node in way[:-1])
 
@@ -92,7 +92,7 @@ def keeps_channels(layer: Any, way: list[Any], channels: int) -> bool:
     return sizes is not None and layer.out_channels == channels == prod(sizes[1:])
 
 
-def repeats(layer: Any, norm: fx.Node, channels: int) -> int | None:
+def inputs_per_channel(layer: Any, norm: fx.Node, channels: int) -> int | None:
     """Return how many consecutive inputs of a Linear belong to one channel of the norm, or None."""
     sizes = norm.meta.get("sizes")
     if not isinstance(layer, nn.Linear) or sizes is None or sizes[1] != channels:

@@ -30,19 +30,19 @@ from torch.nn import functional
 from calibrators.grids import INT8, Grid
 from deploy.errors import ConfigError, ModelError
 from deploy.fx.capture import graph_of, is_layer
-from deploy.fx.convert import CustomClasses, loosest, watch
+from deploy.fx.convert import CustomClasses, insert_monitors, widest_reach
 from deploy.fx.device import device_of
 from deploy.fx.fakequant import DynamicQuant, FakeQuant
 from deploy.fx.fuse import (
     CONVS,
     FOLDABLE,
-    LEFT,
+    UNFOLDED_NORMS,
     called_module,
     called_once,
     fold_batch_norms,
     fold_frozen,
-    foldable,
     layers_to_modules,
+    why_not_foldable,
 )
 from deploy.fx.int8_layers import (
     REASONS,
@@ -51,13 +51,13 @@ from deploy.fx.int8_layers import (
     QatLayer,
     WeightQuant,
     channel_axis,
-    quant_of,
+    weight_quantizer,
 )
 from deploy.fx.norms import FrozenNorm, is_norm, propagate_shapes
 from deploy.fx.source import plain_copy
-from deploy.fx.target_placement import Placed, Site, place
+from deploy.fx.target_placement import GraphPlacement, QuantizationSite, place_quantizers
 from deploy.fx.trace import replace_submodule, submodule
-from deploy.targets import Target, named
+from deploy.targets import Target, find_target
 
 BITS = (2, 3, 4, 5, 6, 7, 8)
 
@@ -81,7 +81,7 @@ SILUS = (functional.silu, torch.ops.aten.silu.default, torch.ops.aten.silu_.defa
 ATTENTION = functional.scaled_dot_product_attention
 
 
-def open_calls(graph_module: fx.GraphModule) -> None:
+def decompose_calls(graph_module: fx.GraphModule) -> None:
     """Decompose, in place, the calls inside of which a runtime may run something in int8."""
     for node in list(graph_module.graph.nodes):
         _pad_before(graph_module, node)
@@ -176,7 +176,9 @@ def _shape(node: Any) -> Any:
 
 
 MODES = ("static", "dynamic", "weight-only")
-APART = "norms='train' needs the norm right after its own layer; norms='fold' can fold it"
+NORM_NOT_ADJACENT = (
+    "norms='train' needs the norm right after its own layer; norms='fold' can fold it"
+)
 
 
 class CustomConfig:
@@ -247,9 +249,11 @@ def prepare(
         _merge_norms(graph_module, bits, skip)
     _run_once(graph_module, inputs)
     is_opaque = _OpaqueCalls(graph_module, [*leaves, *custom])
-    open_calls(graph_module)
+    decompose_calls(graph_module)
     _run_once(graph_module, inputs)
-    placed = place(graph_module, inputs, chosen, skip=skip, share=share, is_opaque=is_opaque)
+    placed = place_quantizers(
+        graph_module, inputs, chosen, skip=skip, share=share, is_opaque=is_opaque
+    )
     if mode == "static":
         grid = at_bits(placed.grid, bits)
         observers = _insert_observers(graph_module, placed.sites, grid, momentum)
@@ -273,7 +277,7 @@ def target_of(target: str | Target) -> Target:
     Raises:
         ConfigError: there is no target of this name.
     """
-    return named(target)() if isinstance(target, str) else target
+    return find_target(target)() if isinstance(target, str) else target
 
 
 class _OpaqueCalls:
@@ -374,7 +378,7 @@ def _run_once(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> N
 
 
 def _insert_observers(
-    graph_module: fx.GraphModule, sites: Sequence[Site], grid: Grid, momentum: float
+    graph_module: fx.GraphModule, sites: Sequence[QuantizationSite], grid: Grid, momentum: float
 ) -> dict[fx.Node, FakeQuant]:
     groups: dict[str, str] = {}
     observers: dict[fx.Node, FakeQuant] = {}
@@ -392,7 +396,7 @@ def _insert_observers(
 
 
 def _set_sources(
-    graph_module: fx.GraphModule, placed: Placed, observers: Mapping[fx.Node, FakeQuant]
+    graph_module: fx.GraphModule, placed: GraphPlacement, observers: Mapping[fx.Node, FakeQuant]
 ) -> None:
     """Give each quantizer the range sources and reach that a build uses for its tensor."""
     members: dict[str, list[fx.Node]] = {}
@@ -400,9 +404,9 @@ def _set_sources(
         members.setdefault(site.group, []).append(site.tensor)
     for group, tensors in members.items():
         quant, sources = observers[tensors[0]], placed.sources[group]
-        quant.reach = loosest(reach for _, reach in sources)
+        quant.reach = widest_reach(reach for _, reach in sources)
         if sources and [node for node, _ in sources] != tensors:
-            watch(graph_module, quant, sources)
+            insert_monitors(graph_module, quant, sources)
 
 
 def _insert(
@@ -449,7 +453,7 @@ def _swap_custom(
         if not hasattr(new, "activation_post_process"):
             if node not in observers:
                 (site,) = _insert_observers(
-                    graph_module, [Site(node, None, "")], grid, 0.05
+                    graph_module, [QuantizationSite(node, None, "")], grid, 0.05
                 ).items()
                 observers[node] = site[1]
             new.activation_post_process = observers[node]
@@ -457,7 +461,7 @@ def _swap_custom(
 
 
 def _wrap_weights(
-    graph_module: fx.GraphModule, placed: Placed, bits: int, *, linear_only: bool
+    graph_module: fx.GraphModule, placed: GraphPlacement, bits: int, *, linear_only: bool
 ) -> None:
     """Insert weight quantizers; a layer that stays float but was merged with its norm has none."""
     weights, fits = placed.weights, placed.fits_pairs
@@ -467,12 +471,12 @@ def _wrap_weights(
         plain = isinstance(module, (nn.Linear,) if linear_only else WEIGHTED)
         if isinstance(module, QatLayer) and name in weights:
             axis = channel_axis(module.layer, weights[name])
-            module.weight_quant = quant_of(module.layer, axis, bits, fits_pairs=fits)
+            module.weight_quant = weight_quantizer(module.layer, axis, bits, fits_pairs=fits)
         elif isinstance(module, QatLayer):
             module.weight_quant = nn.Identity()
         elif plain and name in weights:
             axis = channel_axis(module, weights[name])
-            quant = quant_of(module, axis, bits, fits_pairs=fits)
+            quant = weight_quantizer(module, axis, bits, fits_pairs=fits)
             replace_submodule(graph_module, name, QatLayer(module, quant))
 
 
@@ -485,11 +489,11 @@ def _merge_norms(graph_module: fx.GraphModule, bits: int, skip: Sequence[str]) -
             continue
         layer: Any = node.args[0]
         before = called_module(graph_module, layer)
-        reason = foldable(graph_module, node)
+        reason = why_not_foldable(graph_module, node)
         if reason is None and (
             not isinstance(before, FOLDABLE) or not called_once(graph_module, layer)
         ):
-            reason = APART
+            reason = NORM_NOT_ADJACENT
         if reason is not None:
             left[str(node.target)] = reason
         elif before is not None and str(layer.target) not in skip:
@@ -497,5 +501,5 @@ def _merge_norms(graph_module: fx.GraphModule, bits: int, skip: Sequence[str]) -
             replace_submodule(graph_module, str(layer.target), merged.train(before.training))
             node.replace_all_uses_with(layer)
             graph_module.graph.erase_node(node)
-    graph_module.meta[LEFT] = left
+    graph_module.meta[UNFOLDED_NORMS] = left
     graph_module.recompile()

@@ -25,25 +25,25 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from deploy.errors import ModelError
-from deploy.fx.device import seeded
+from deploy.fx.device import fixed_seed
 from deploy.fx.fuse import called_module
-from deploy.terminal import page, phase
+from deploy.terminal import join_visible, phase
 
 COLUMNS = ("opcode", "name", "target", "args", "kwargs")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _PACKAGES = {"_operator": "operator", "torch._C._nn": "torch.nn.functional", None: "torch"}
 
 
-def table(graph_module: fx.GraphModule) -> str:
+def format_graph(graph_module: fx.GraphModule) -> str:
     """Format the graph, one line per node: opcode, name, target, args, kwargs."""
     rows = [
         (node.op, node.name, target_name(node.target), _text(node.args), _text(node.kwargs))
         for node in graph_module.graph.nodes
     ]
-    return columns([COLUMNS, *rows])
+    return format_columns([COLUMNS, *rows])
 
 
-def code(graph_module: fx.GraphModule) -> str:
+def graph_source(graph_module: fx.GraphModule) -> str:
     """Return the Python source of the graph's forward."""
     return _ADDRESS.sub("", graph_module.code.strip()) + "\n"
 
@@ -61,12 +61,12 @@ def target_name(target: Any) -> str:
     return f"{_PACKAGES.get(package, package)}.{name.rpartition('.')[2]}"
 
 
-def columns(rows: Sequence[Sequence[str]]) -> str:
+def format_columns(rows: Sequence[Sequence[str]]) -> str:
     """Format rows of text in aligned columns, with a rule under the first row, the heading."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(v.ljust(w) for v, w in zip(row, widths, strict=True)) for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    return page(line.rstrip() for line in lines) + "\n"
+    return join_visible(line.rstrip() for line in lines) + "\n"
 
 
 def _text(value: Any) -> str:
@@ -123,7 +123,7 @@ class NodeCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class GraphProfile:
     """Costs of the nodes, in the graph's order, and the mean time of a run in seconds."""
 
     nodes: tuple[NodeCost, ...]
@@ -158,7 +158,7 @@ class Profile:
         percent = f"{sum(node.percent for node in self.nodes):.2f}"
         parameters = str(self.parameters)
         total = (f"{self.seconds:.6f}", percent, _mega(self.flops), _mega(self.macs), parameters)
-        return columns([*rows, ("total", "", *total)])
+        return format_columns([*rows, ("total", "", *total)])
 
 
 class TimingInterpreter(fx.Interpreter):
@@ -193,13 +193,13 @@ class FlopInterpreter(fx.Interpreter):
 
 
 @phase("profiling")
-def profile(
+def profile_graph(
     graph_module: fx.GraphModule,
     inputs: Sequence[torch.Tensor],
     *,
     warm_up: int = 5,
     runs: int = 20,
-) -> Profile:
+) -> GraphProfile:
     """Measure the mean time of each node over `runs` runs after `warm_up` untimed ones."""
     timing = TimingInterpreter(graph_module)
     with torch.no_grad():
@@ -216,7 +216,7 @@ def profile(
         _cost(node, timing.seconds[node.name] / runs, total, flops[node.name], counts.get(node, 0))
         for node in graph_module.graph.nodes
     ]
-    return Profile(tuple(nodes), total)
+    return GraphProfile(tuple(nodes), total)
 
 
 def count_flops(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
@@ -332,7 +332,7 @@ NEAR = 1e-3  # of the largest output, in float32
 EXACT = 1e-6  # of the largest output, in float64
 
 
-def check_same(
+def check_same_outputs(
     before: nn.Module, after: nn.Module, inputs: Sequence[torch.Tensor], what: str
 ) -> float:
     """Return the largest difference of the outputs of two forms of a model, in eval mode.
@@ -356,7 +356,7 @@ def check_same(
     return worst
 
 
-def difference(left: torch.Tensor, right: torch.Tensor) -> float:
+def largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:
     """Return the largest absolute difference; equal infinities and two NaN count as 0."""
     left, right = left.detach().cpu().double(), right.detach().cpu().double()
     equal = (left == right) | (left.isnan() & right.isnan())
@@ -364,7 +364,7 @@ def difference(left: torch.Tensor, right: torch.Tensor) -> float:
     return float(unequal.max()) if unequal.numel() else 0.0
 
 
-def largest_of(output: Any) -> float:
+def largest_magnitude(output: Any) -> float:
     """Return the largest finite absolute value of an output's tensors; 0 if there is none."""
     values = [tensor.detach().double().nan_to_num(0, 0, 0).abs() for tensor in tensors_of(output)]
     return max((float(value.max()) for value in values if value.numel()), default=0.0)
@@ -374,15 +374,17 @@ def _compare_outputs(
     before: nn.Module, after: nn.Module, inputs: Sequence[torch.Tensor]
 ) -> tuple[float, float]:
     """Run both; return (largest difference, largest output)."""
-    with evaluating(before), evaluating(after), torch.no_grad():
+    with eval_mode(before), eval_mode(after), torch.no_grad():
         expected, got = _run(before, inputs), _run(after, inputs)
     pairs = zip(tensors_of(expected), tensors_of(got), strict=True)
-    return max((difference(a, b) for a, b in pairs), default=0.0), largest_of(expected)
+    return max((largest_difference(a, b) for a, b in pairs), default=0.0), largest_magnitude(
+        expected
+    )
 
 
 def _run(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
     """Run the model with a fixed seed, so that both forms draw the same random values."""
-    with seeded():
+    with fixed_seed():
         return model(*inputs)
 
 
@@ -398,7 +400,7 @@ def _same_in_float64(before: nn.Module, after: nn.Module, inputs: Sequence[torch
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Set eval mode inside the `with` block; restore each module's mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -26,23 +26,23 @@ from torch import nn
 from deploy.errors import CalibrationError, ConfigError, FeedError
 from deploy.fx import distill
 from deploy.fx.convert import as_inputs, calibrate, convert, freeze_norms, set_phase
-from deploy.fx.device import CPU, Reached, device_of, moved
+from deploy.fx.device import CPU, DeviceAdapter, device_of, move_tensors
 from deploy.fx.distill import Distiller
 from deploy.fx.fakequant import FakeQuant, search_for
 from deploy.fx.int8_layers import QatLayer
 from deploy.fx.prepare import prepare, prepare_only, target_of
-from deploy.fx.profile import check_same
+from deploy.fx.profile import check_same_outputs
 from deploy.fx.source import computed_weights, plain_copy
-from deploy.fx.task import RANGES, in_order
+from deploy.fx.task import RANGES, order_inputs
 from deploy.fx.task import Task as Task
 from deploy.targets import Target
-from deploy.targets.options import given
+from deploy.targets.options import changed_options
 from deploy.terminal import phase
 
 Scales = Mapping[str, nn.Parameter]
 
 
-def learn(prepared: nn.Module) -> Scales:
+def learn_scales(prepared: nn.Module) -> Scales:
     """Make all scales of a calibrated model trainable; return them by the name of their tensor.
 
     Raises:
@@ -57,12 +57,12 @@ def learn(prepared: nn.Module) -> Scales:
     return scales
 
 
-def values_of(scales: Scales) -> list[torch.Tensor]:
+def copy_scales(scales: Scales) -> list[torch.Tensor]:
     """Return copies of the scales, for `hold`."""
     return [scale.detach().clone() for scale in scales.values()]
 
 
-def hold(scales: Scales, before: list[torch.Tensor]) -> None:
+def clamp_scales(scales: Scales, before: list[torch.Tensor]) -> None:
     """Clamp scales after an optimizer step to at least half of their previous value.
 
     Args:
@@ -83,7 +83,7 @@ def hold(scales: Scales, before: list[torch.Tensor]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainingResult:
     """Result of `train`.
 
     Both models take tensors in order, also if the task's inputs are a dict.
@@ -111,7 +111,7 @@ def train(
     checkpoint: Path | None = None,
     device: torch.device | None = None,
     report: Callable[[str], object] = lambda line: None,
-) -> Trained:
+) -> TrainingResult:
     """Calibrate the task's model, train it on the target's grid, and convert it.
 
     Args:
@@ -129,7 +129,7 @@ def train(
             or the loss is not finite.
         CacheError: the checkpoint is broken or of another training.
     """
-    task = in_order(task)
+    task = order_inputs(task)
     for name in computed_weights(task.model):
         report(f"{name} is computed from other tensors in the model; it is trained directly")
     task = _on_device(task, device)
@@ -142,13 +142,13 @@ def train(
     start = _evaluate(task, prepared)
     if start is not None:
         report(f"before training (PTQ, {bits} bits): {start:.4f}")
-    learned = learn(prepared) if task.ranges == "learned" else {}
+    learned = learn_scales(prepared) if task.ranges == "learned" else {}
     optimizer = task.optimizer([p for p in prepared.parameters() if p.requires_grad])
     rates = [group["lr"] for group in optimizer.param_groups]
     mark = _marks(task, prepared, optimizer, chosen, bits, search.label)
     first, losses = 0, list[float]()
     if checkpoint is not None and checkpoint.exists():
-        first, losses = distill.resume(checkpoint, mark, prepared, optimizer)
+        first, losses = distill.load_checkpoint(checkpoint, mark, prepared, optimizer)
         report(f"going on after epoch {first} of {checkpoint}")
     distiller = None
     if task.teacher is not None:
@@ -160,7 +160,9 @@ def train(
                 losses.append(_run_epoch(task, epoch, prepared, optimizer, distiller, learned))
                 report(f"epoch {epoch + 1}/{task.epochs}: loss {losses[-1]:.4f}")
                 if checkpoint is not None:
-                    distill.save(checkpoint, mark, epoch + 1, prepared, optimizer, losses)
+                    distill.save_checkpoint(
+                        checkpoint, mark, epoch + 1, prepared, optimizer, losses
+                    )
                 step()
     finally:
         if distiller is not None:
@@ -168,25 +170,27 @@ def train(
     set_phase(prepared.eval(), observe=False, quantize=True)
     converted = convert(prepared, task.convert)
     end = _evaluate(task, converted)
-    return Trained(prepared.cpu(), converted.cpu(), tuple(losses), start, end)
+    return TrainingResult(prepared.cpu(), converted.cpu(), tuple(losses), start, end)
 
 
 def first_batches(task: Task) -> list[tuple[Any, ...]]:
     """Return the inputs of the first batches of epoch 0 on the CPU.
 
     Args:
-        task: with tensors in order (`deploy.fx.task.in_order`).
+        task: with tensors in order (`deploy.fx.task.order_inputs`).
     """
-    return [moved(as_inputs(x), CPU) for x in _first_inputs(task)]
+    return [move_tensors(as_inputs(x), CPU) for x in _first_inputs(task)]
 
 
 def _on_device(task: Task, device: torch.device | None) -> Task:
     """Return the task with copies of its models and its inputs on a device."""
     if device is None:
-        return replace(task, inputs=moved(list(task.inputs), device_of(task.model)))
+        return replace(task, inputs=move_tensors(list(task.inputs), device_of(task.model)))
     teacher = None if task.teacher is None else plain_copy(task.teacher).to(device)
     model = plain_copy(task.model).to(device)
-    return replace(task, model=model, teacher=teacher, inputs=moved(list(task.inputs), device))
+    return replace(
+        task, model=model, teacher=teacher, inputs=move_tensors(list(task.inputs), device)
+    )
 
 
 def _marks(
@@ -196,10 +200,10 @@ def _marks(
     target: Target,
     bits: int,
     method: str,
-) -> distill.Marks:
+) -> distill.Fingerprints:
     """Return the fingerprint that a checkpoint must have for resuming; it excludes the data."""
     settings = {
-        "target": (target.name, given(target)),
+        "target": (target.name, changed_options(target)),
         "number of bits": bits,
         "number of epochs": task.epochs,
         "handling of norms": task.norms,
@@ -210,7 +214,9 @@ def _marks(
         "precision": task.amp,
     }
     teacher = task.teacher
-    return distill.marks(task.model, prepared, optimizer, teacher=teacher, settings=settings)
+    return distill.training_fingerprint(
+        task.model, prepared, optimizer, teacher=teacher, settings=settings
+    )
 
 
 def _prepared(task: Task, target: Target, bits: int) -> nn.Module:
@@ -237,7 +243,7 @@ def _prepared(task: Task, target: Target, bits: int) -> nn.Module:
     else:
         prepared = prepare(model, task.inputs, **options)
     if not task.custom:  # observed classes of the user's may compute anything
-        check_same(model, prepared, task.inputs, "tracing and folding BatchNorm")
+        check_same_outputs(model, prepared, task.inputs, "tracing and folding BatchNorm")
     return prepared
 
 
@@ -250,7 +256,7 @@ def _evaluate(task: Task, model: nn.Module) -> float | None:
         return None
     on_cpu = device_of(model).type == "cpu"
     with torch.no_grad():
-        return float(task.evaluate(model.eval() if on_cpu else Reached(model).eval()))
+        return float(task.evaluate(model.eval() if on_cpu else DeviceAdapter(model).eval()))
 
 
 def _begin_epoch(
@@ -283,10 +289,10 @@ def _run_epoch(
     total, count = 0.0, 0
     device = device_of(prepared)
     for inputs, labels in task.batches(epoch):
-        arguments = moved(as_inputs(inputs), device)
+        arguments = move_tensors(as_inputs(inputs), device)
         with torch.autocast(device.type, torch.bfloat16, enabled=task.amp):
             output = prepared(*arguments)
-            loss = task.loss(output, moved(labels, device))
+            loss = task.loss(output, move_tensors(labels, device))
             if distiller is not None:
                 loss = loss + task.distil_weight * distiller.loss(arguments, output)
         value = float(loss.detach())
@@ -297,9 +303,9 @@ def _run_epoch(
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(prepared.parameters(), task.clip_gradient)
-        before = values_of(learned)
+        before = copy_scales(learned)
         optimizer.step()
-        hold(learned, before)
+        clamp_scales(learned, before)
         total, count = total + value, count + 1
     if not count:
         raise FeedError(f"an epoch needs at least one batch, got none in epoch {epoch + 1}")

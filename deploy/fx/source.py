@@ -32,9 +32,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from deploy.errors import Calib8Error, ConfigError, ModelError, SdkMissingError, first_line
 from deploy.files import usercode
-from deploy.files.reading import MOST_BYTES, check_archive, opened
-from deploy.files.usercode import is_named
-from deploy.fx.device import seeded
+from deploy.files.reading import MOST_BYTES, check_archive, open_regular_file
+from deploy.files.usercode import is_library_model
+from deploy.fx.device import fixed_seed
 
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _WEIGHT_HOOKS = (WeightNorm, SpectralNorm, BasePruningMethod)
@@ -46,7 +46,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
     Raises:
         ModelError: the model is TorchScript, or cannot be copied.
     """
-    model = unwrapped(model)
+    model = unwrap(model)
     _detach_computed(model)
     try:
         own = copy.deepcopy(model)
@@ -56,15 +56,15 @@ def plain_copy(model: nn.Module) -> nn.Module:
             f" {first_line(error)}; keep open files, locks and computed tensors out of its modules"
         ) from error
     for name, module in list(own.named_modules()):
-        if name and unwrapped(module, name) is not module:
-            _replace(own, name, unwrapped(module, name))
+        if name and unwrap(module, name) is not module:
+            _replace(own, name, unwrap(module, name))
     for module in own.modules():
         module._compiled_call_impl = None
         _compute_once(module)
     return own
 
 
-def unwrapped(model: nn.Module, name: str = "the model") -> nn.Module:
+def unwrap(model: nn.Module, name: str = "the model") -> nn.Module:
     """Return the model inside torch.compile and DataParallel wrappers; it shares the parameters.
 
     Raises:
@@ -154,7 +154,7 @@ KEYS = ("state_dict", "model_state_dict", "model_state", "model", "module", "net
 _DEPTH = 3  # of nested checkpoints
 
 
-def found_state(read: Any, path: Path) -> Mapping[str, torch.Tensor]:
+def find_state_dict(read: Any, path: Path) -> Mapping[str, torch.Tensor]:
     """Find the state dict in a loaded file: itself, under one of `KEYS`, or the only one in it.
 
     Raises:
@@ -193,7 +193,7 @@ def _states(
             yield from _states(parts[key], f"{name}.{key}" if name else key, depth - 1)
 
 
-def fitted(state: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping[str, torch.Tensor]:
+def strip_prefix(state: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping[str, torch.Tensor]:
     """Return the state under the model's names, with a common prefix removed.
 
     DataParallel adds `module.`, torch.compile `_orig_mod.`, a training module the name of its
@@ -237,7 +237,7 @@ def _is_state(value: Mapping[Any, Any]) -> bool:
     )
 
 
-def make_named(spec: str) -> Any:
+def create_named_model(spec: str) -> Any:
     """Create the model `package:name` with random weights.
 
     Raises:
@@ -248,7 +248,7 @@ def make_named(spec: str) -> Any:
     package, _, name = spec.partition(":")
     _check_package(package, spec)
     try:
-        with seeded():
+        with fixed_seed():
             return _MAKERS[package](name)
     except ConfigError:
         raise
@@ -259,9 +259,9 @@ def make_named(spec: str) -> Any:
         ) from error
 
 
-def note(spec: object, weights: object) -> str | None:
+def random_weights_note(spec: object, weights: object) -> str | None:
     """Return a note if a named model has random weights, else None."""
-    if not usercode.is_named(spec) or weights is not None:
+    if not usercode.is_library_model(spec) or weights is not None:
         return None
     return (
         f"the weights of {spec} are random: its structure and speed are real, its outputs mean"
@@ -331,7 +331,7 @@ def call_factory(spec: str) -> Any:
         ConfigError, ModelError: as `load_factory`, or the factory itself failed.
     """
     factory = load_factory(spec)
-    with users_errors(spec):
+    with wrap_user_errors(spec):
         return factory()
 
 
@@ -347,12 +347,12 @@ def load_module(spec: str, weights: Path | None = None) -> nn.Module:
             or the weights do not fit.
         SdkMissingError: the package of a named model, or safetensors, is not installed.
     """
-    model = make_named(spec) if is_named(spec) else call_factory(spec)
+    model = create_named_model(spec) if is_library_model(spec) else call_factory(spec)
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         hint = f"; {_EXPORTED}" if kind == "ExportedProgram" else ""
         raise ModelError(f"{spec} must return a torch.nn.Module, got {kind}{hint}")
-    model = unwrapped(model)
+    model = unwrap(model)
     if weights is not None:
         load_weights(model, weights)
     try:
@@ -369,7 +369,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
         SdkMissingError: safetensors is needed and not installed.
     """
     read = read_safetensors if path.suffix == ".safetensors" else read_tensors
-    state = fitted(found_state(read(path), path), model)
+    state = strip_prefix(find_state_dict(read(path), path), model)
     try:
         model.load_state_dict(state)
     except (RuntimeError, TypeError, AttributeError) as error:
@@ -388,7 +388,7 @@ def read_tensors(path: Path, *, own: bool = False) -> Any:
         ModelError: the file is missing, broken, or would run code when unpickled.
     """
     try:
-        with opened(
+        with open_regular_file(
             path, what="a file of tensors", error=ModelError, most=MOST_BYTES, own=own
         ) as file:
             _refuse_bomb(file, path)
@@ -417,7 +417,7 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
             f"{path} needs the package safetensors, which is not installed: pip install safetensors"
         ) from error
     what = "a file of safetensors"
-    with opened(path, what=what, error=ModelError, most=MOST_BYTES):
+    with open_regular_file(path, what=what, error=ModelError, most=MOST_BYTES):
         try:
             tensors: dict[str, torch.Tensor] = load_file(path)
             return tensors
@@ -446,11 +446,11 @@ def _refuse_bomb(file: IO[bytes], path: Path) -> None:
     file.seek(0)
 
 
-def users_line(error: BaseException) -> str:
+def user_code_line(error: BaseException) -> str:
     """Return `file:line: code` of the deepest frame outside torch and this package, or ''."""
-    return usercode.users_line(error, besides=(str(Path(torch.__file__).parent),))
+    return usercode.find_user_line(error, besides=(str(Path(torch.__file__).parent),))
 
 
-def users_errors(what: str) -> AbstractContextManager[None]:
+def wrap_user_errors(what: str) -> AbstractContextManager[None]:
     """Turn any exception of the user's code into a `ModelError` with its file and line."""
-    return usercode.users_errors(what, error=ModelError, where=users_line)
+    return usercode.wrap_user_errors(what, error=ModelError, where=user_code_line)

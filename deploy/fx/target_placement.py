@@ -31,16 +31,16 @@ from torch.utils import _pytree as pytree
 
 from calibrators.grids import Grid
 from deploy.errors import ConfigError, ModelError
-from deploy.frontends.onnx_file import cleaned
+from deploy.frontends.onnx_file import clean_model
 from deploy.fx.convert import Sources
 from deploy.fx.device import quiet
-from deploy.fx.export import OPSET, explained, plain
+from deploy.fx.export import OPSET, clean_exported, explain_export_failure
 from deploy.fx.fuse import called_module
 from deploy.fx.int8_layers import WEIGHTED, QatLayer, folded_layer
 from deploy.fx.trace import replace_submodule
-from deploy.graph.bounds import reaches
+from deploy.graph.bounds import find_range_limits
 from deploy.graph.index import Graph
-from deploy.graph.plan import AS_ASKED
+from deploy.graph.plan import FLOAT_BY_USER
 from deploy.terminal import phase
 
 if TYPE_CHECKING:
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
     from deploy.targets import Target
 
 
-BEFORE = "fx/"  # prefix of node names in the ONNX model
+NODE_PREFIX = "fx/"  # prefix of node names in the ONNX model
 DOMAIN, MARKER = "calib8", "Named"
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class ExportedGraph:
     """The cleaned ONNX model of a graph, with its correspondence to the graph.
 
     Attributes:
@@ -74,12 +74,12 @@ class Named:
 
 
 @phase("placing")
-def named(
+def export_named(
     graph_module: fx.GraphModule,
     inputs: Sequence[Any],
     *,
     is_opaque: Callable[[fx.Node], bool] = lambda node: False,
-) -> Named:
+) -> ExportedGraph:
     """Export a graph whose shapes are known (`propagate_shapes`) to a cleaned float ONNX model.
 
     Args:
@@ -99,7 +99,7 @@ def named(
         program.optimize()
     model: onnx.ModelProto = program.model_proto
     _name_split_outputs(model, graph_module)
-    model = cleaned(plain(model))
+    model = clean_model(clean_exported(model))
     return _indexed(model, graph_module, same)
 
 
@@ -126,7 +126,7 @@ def _on_cpu(leaf: Any) -> Any:
     return torch.cat([leaf, leaf]) if leaf.dim() and len(leaf) == 1 else leaf
 
 
-class StandIn(nn.Module):
+class OpaqueStandIn(nn.Module):
     """Replaces an opaque module for the export: outputs of the same shapes, nothing to quantize.
 
     Args:
@@ -157,7 +157,7 @@ def _replace_opaque(own: fx.GraphModule, is_opaque: Callable[[fx.Node], bool]) -
     for node in own.graph.nodes:
         if node.op == "call_module" and is_opaque(node):
             name = f"stand_in_{node.name}"
-            own.add_submodule(name, StandIn(node.meta.get("tensor_meta"), _batch(node)))
+            own.add_submodule(name, OpaqueStandIn(node.meta.get("tensor_meta"), _batch(node)))
             node.target = name
     own.delete_all_unused_submodules()
 
@@ -168,7 +168,7 @@ def _batch(node: fx.Node) -> int | None:
     return shapes[0][0] if shapes and shapes[0] else None
 
 
-def mark(x: torch.Tensor, name: str) -> torch.Tensor:
+def emit_marker(x: torch.Tensor, name: str) -> torch.Tensor:
     """Emit the marker operator with the name of a node; only inside an export."""
     return torch.onnx.ops.symbolic(
         f"{DOMAIN}::{MARKER}", (x,), {"name": name}, dtype=x.dtype, shape=x.shape, version=1
@@ -181,7 +181,7 @@ def _insert_markers(own: fx.GraphModule) -> None:
         if node.op in ("output", "get_attr") or not is_float(node):
             continue
         with own.graph.inserting_after(inputs[-1] if node.op == "placeholder" else node):
-            marked = own.graph.call_function(mark, (node, node.name))
+            marked = own.graph.call_function(emit_marker, (node, node.name))
         node.replace_all_uses_with(marked, delete_user_cb=lambda user, own=marked: user is not own)
     own.recompile()
 
@@ -213,7 +213,7 @@ def _export(own: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
         except Exception as error:  # torch.export and the exporter share no error class
             first = first or error
     assert first is not None
-    raise ModelError(explained(first, dynamic_batch=False)) from first
+    raise ModelError(explain_export_failure(first, dynamic_batch=False)) from first
 
 
 def _has_batch(leaf: Any) -> bool:
@@ -233,7 +233,7 @@ def _remove_markers(model: Any) -> dict[str, str]:
         marked.replace_all_uses_with(source, replace_graph_outputs=True)
         model.graph.remove(node, safe=True)
     for value, name in first.values():
-        value.name = f"{BEFORE}{name}"
+        value.name = f"{NODE_PREFIX}{name}"
     model.opset_imports.pop(DOMAIN, None)
     return same
 
@@ -245,13 +245,13 @@ def _name_split_outputs(model: onnx.ModelProto, graph_module: fx.GraphModule) ->
     for node in graph_module.graph.nodes:
         if node.op != "call_function" or node.target not in (torch.chunk, torch.split):
             continue
-        source = f"{BEFORE}{node.args[0].name}"
+        source = f"{NODE_PREFIX}{node.args[0].name}"
         splits = [n for n in graph.readers.get(source, []) if n.op_type == "Split"]
         parts = {user.args[1]: user for user in node.users}
         for split in splits:
             for index, name in enumerate(split.output):
-                if index in parts and not name.startswith(BEFORE) and name not in renamed:
-                    renamed[name] = f"{BEFORE}{parts[index].name}"
+                if index in parts and not name.startswith(NODE_PREFIX) and name not in renamed:
+                    renamed[name] = f"{NODE_PREFIX}{parts[index].name}"
     for onnx_node in model.graph.node:
         for names in (onnx_node.input, onnx_node.output):
             for index, name in enumerate(names):
@@ -262,13 +262,13 @@ def _name_split_outputs(model: onnx.ModelProto, graph_module: fx.GraphModule) ->
 
 def _indexed(
     model: onnx.ModelProto, graph_module: fx.GraphModule, same: Mapping[str, str]
-) -> Named:
+) -> ExportedGraph:
     graph = Graph(model)
     present = {*graph.inputs, *graph.producer}
     by_name = {node.name: node for node in graph_module.graph.nodes}
     tensors = {}
     for name, node in by_name.items():
-        for tensor in (f"{BEFORE}{name}", f"{BEFORE}{same.get(name, name)}"):
+        for tensor in (f"{NODE_PREFIX}{name}", f"{NODE_PREFIX}{same.get(name, name)}"):
             if tensor in present:
                 tensors[node] = tensor
                 break
@@ -276,13 +276,17 @@ def _indexed(
     for node in reversed(graph.nodes):
         graph_nodes: set[fx.Node] = set()
         for name in node.output:
-            own = by_name.get(name.removeprefix(BEFORE)) if name.startswith(BEFORE) else None
+            own = (
+                by_name.get(name.removeprefix(NODE_PREFIX))
+                if name.startswith(NODE_PREFIX)
+                else None
+            )
             if own is not None:
                 graph_nodes.add(own)
             else:  # inside a graph node, or the second name of a tensor that is an output twice
                 graph_nodes |= _union(homes[reader.name] for reader in graph.readers.get(name, []))
         homes[node.name] = frozenset(graph_nodes)
-    return Named(model, tensors, homes)
+    return ExportedGraph(model, tensors, homes)
 
 
 def _union(sets: Iterable[frozenset[fx.Node]]) -> set[fx.Node]:
@@ -295,13 +299,13 @@ SHARES = {
     "pool": frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean"}),
     "keep": frozenset({"MaxPool", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"}),
 }
-INSIDE = "a tensor inside it would be quantized, but it is a single call in PyTorch"
+INSIDE_CALL = "a tensor inside it would be quantized, but it is a single call in PyTorch"
 NO_LAYER = "its weight does not belong to a layer: write it as a Conv or Linear of torch.nn"
 _ROUNDS = 16  # each round keeps more nodes in float
 
 
 @dataclass(slots=True)
-class Site:
+class QuantizationSite:
     """A quantized tensor.
 
     Attributes:
@@ -316,7 +320,7 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class GraphPlacement:
     """A target's quantization plan for a graph.
 
     Attributes:
@@ -329,14 +333,14 @@ class Placed:
     """
 
     grid: Grid
-    sites: tuple[Site, ...]
+    sites: tuple[QuantizationSite, ...]
     sources: Mapping[str, Sources]
     weights: Mapping[str, bool]
     reasons: Mapping[str, str] = field(default_factory=dict)
     fits_pairs: bool = False
 
 
-def place(
+def place_quantizers(
     graph_module: fx.GraphModule,
     inputs: Sequence[Any],
     target: Target,
@@ -344,7 +348,7 @@ def place(
     skip: Sequence[str] = (),
     share: Sequence[str] = (),
     is_opaque: Callable[[fx.Node], bool] = lambda node: False,
-) -> Placed:
+) -> GraphPlacement:
     """Return a target's quantization plan for a graph with known shapes (`propagate_shapes`).
 
     Args:
@@ -362,15 +366,15 @@ def place(
     """
     if unknown := sorted(set(share) - set(SHARES)):
         raise ConfigError(f"scales can be shared around {', '.join(SHARES)}, got {unknown}")
-    exported = named(graph_module, inputs, is_opaque=is_opaque)
+    exported = export_named(graph_module, inputs, is_opaque=is_opaque)
     kept = {
-        node: AS_ASKED
+        node: FLOAT_BY_USER
         for node, homes in exported.homes.items()
         if any(name in skip for name in _layers(graph_module, exported, homes))
     }
     plan = _expressible_plan(graph_module, exported, target, kept)
     groups = _groups(exported.model, plan, share)
-    return Placed(
+    return GraphPlacement(
         grid=plan.placement.grid,
         sites=_sites(graph_module, exported, plan, groups),
         sources=_sources(exported, plan, groups),
@@ -381,7 +385,7 @@ def place(
 
 
 def _expressible_plan(
-    graph_module: fx.GraphModule, exported: Named, target: Target, kept: dict[str, str]
+    graph_module: fx.GraphModule, exported: ExportedGraph, target: Target, kept: dict[str, str]
 ) -> Plan:
     """Return the target's plan; nodes without a tensor or layer in the graph stay in float."""
     for _ in range(_ROUNDS):
@@ -394,7 +398,7 @@ def _expressible_plan(
 
 
 def _unmapped(
-    graph_module: fx.GraphModule, exported: Named, plan: Plan
+    graph_module: fx.GraphModule, exported: ExportedGraph, plan: Plan
 ) -> Iterator[tuple[str, str]]:
     """Yield (ONNX node, reason) for quantized nodes that the graph cannot express."""
     graph = Graph(exported.model)
@@ -405,14 +409,14 @@ def _unmapped(
             producer = graph.producer.get(pair.tensor)
             producers = [] if producer is None else [producer]
             nodes = [*graph.readers.get(pair.tensor, []), *producers]
-            yield from ((node.name, INSIDE) for node in nodes if node.name in int8)
+            yield from ((node.name, INSIDE_CALL) for node in nodes if node.name in int8)
     for weight in plan.weights:
         if not any(True for _ in _layers(graph_module, exported, exported.homes[weight.node])):
             yield weight.node, NO_LAYER
 
 
 def _layers(
-    graph_module: fx.GraphModule, exported: Named, homes: Iterable[fx.Node]
+    graph_module: fx.GraphModule, exported: ExportedGraph, homes: Iterable[fx.Node]
 ) -> Iterator[str]:
     """Yield the names of the layers whose weights an ONNX node uses.
 
@@ -428,7 +432,7 @@ def _layers(
 
 
 def _weights(
-    graph_module: fx.GraphModule, exported: Named, plan: Plan
+    graph_module: fx.GraphModule, exported: ExportedGraph, plan: Plan
 ) -> Iterator[tuple[str, bool]]:
     for weight in plan.weights:
         for name in _layers(graph_module, exported, exported.homes[weight.node]):
@@ -436,14 +440,14 @@ def _weights(
 
 
 def _reasons(
-    graph_module: fx.GraphModule, exported: Named, plan: Plan
+    graph_module: fx.GraphModule, exported: ExportedGraph, plan: Plan
 ) -> Iterator[tuple[str, str]]:
     """Yield (layer, why it stays in float), as in a build."""
     for decision in plan.decisions:
         if not decision.reason or decision.op_type not in plan.placement.heavy:
             continue
         for name in _layers(graph_module, exported, exported.homes[decision.node]):
-            yield name, decision.reason.replace(BEFORE, "")
+            yield name, decision.reason.replace(NODE_PREFIX, "")
 
 
 def _groups(model: onnx.ModelProto, plan: Plan, share: Sequence[str]) -> dict[str, str]:
@@ -459,9 +463,9 @@ def _groups(model: onnx.ModelProto, plan: Plan, share: Sequence[str]) -> dict[st
     return groups
 
 
-def _sources(exported: Named, plan: Plan, groups: Mapping[str, str]) -> dict[str, Sources]:
+def _sources(exported: ExportedGraph, plan: Plan, groups: Mapping[str, str]) -> dict[str, Sources]:
     """Return group -> (node, reach) of the tensors that determine its range, as in `build`."""
-    known = reaches(exported.model)
+    known = find_range_limits(exported.model)
     names_of: dict[str, dict[str, None]] = {}
     for tensor, group in groups.items():
         owner = plan.owners.get(tensor, tensor)
@@ -473,25 +477,25 @@ def _sources(exported: Named, plan: Plan, groups: Mapping[str, str]) -> dict[str
 
 
 def _sites(
-    graph_module: fx.GraphModule, exported: Named, plan: Plan, groups: Mapping[str, str]
-) -> tuple[Site, ...]:
+    graph_module: fx.GraphModule, exported: ExportedGraph, plan: Plan, groups: Mapping[str, str]
+) -> tuple[QuantizationSite, ...]:
     order = {node: index for index, node in enumerate(graph_module.graph.nodes)}
-    sites: dict[fx.Node, Site] = {}
+    sites: dict[fx.Node, QuantizationSite] = {}
     for pair in plan.pairs:
         group = groups[pair.tensor]
         if pair.consumers is None:
             node = exported.nodes_of(pair.tensor)[0]
-            sites[node] = Site(node, None, group)
+            sites[node] = QuantizationSite(node, None, group)
             continue
         for node, reader in _edges(exported, pair.tensor, pair.consumers):
-            site = sites.setdefault(node, Site(node, set(), group))
+            site = sites.setdefault(node, QuantizationSite(node, set(), group))
             if site.readers is not None:
                 site.readers.add(reader)
     return tuple(sorted(sites.values(), key=lambda site: order[site.tensor]))
 
 
 def _edges(
-    exported: Named, tensor: str, consumers: Iterable[str]
+    exported: ExportedGraph, tensor: str, consumers: Iterable[str]
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield (node, reader) where the consumers of an ONNX tensor read it in the graph."""
     for consumer in consumers:
@@ -499,7 +503,9 @@ def _edges(
             yield from _edges_to(exported, tensor, home)
 
 
-def _edges_to(exported: Named, tensor: str, reader: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+def _edges_to(
+    exported: ExportedGraph, tensor: str, reader: fx.Node
+) -> Iterator[tuple[fx.Node, fx.Node]]:
     """As `_edges`, for one reader, through graph nodes that the ONNX model does not have.
 
     A node that only the reader reads, such as padding that became part of its convolution, is

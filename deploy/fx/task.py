@@ -24,11 +24,11 @@ from torch import nn
 
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.feed import FeedSource, open_feed
-from deploy.feed.preprocess import Asked
+from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.sampling import Limit
 from deploy.fx.convert import CustomClasses, as_inputs
-from deploy.fx.model_inputs import named_class, taken
-from deploy.fx.source import unwrapped
+from deploy.fx.model_inputs import make_named_class, match_arguments
+from deploy.fx.source import unwrap
 from deploy.method import Method
 from deploy.tensors import TensorSpec
 
@@ -99,7 +99,7 @@ class Task:
 Tensors = tuple[torch.Tensor, ...]
 
 
-def in_order(task: Task) -> Task:
+def order_inputs(task: Task) -> Task:
     """Return the task with tensors in order; unchanged if its inputs are tensors already.
 
     The new models share their modules with the task's models. `evaluate` still gets a model that is
@@ -117,7 +117,7 @@ def in_order(task: Task) -> Task:
             f"the inputs of a task are tensors, or one dict of tensors, got {kinds}; give each"
             " tensor its own key, and build other containers in the model's forward"
         )
-    arguments = Arguments.of(task.model, inputs[0])
+    arguments = ForwardArguments.of(task.model, inputs[0])
     return replace(
         task,
         model=arguments.taken_by(task.model),
@@ -130,7 +130,7 @@ def in_order(task: Task) -> Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
+class ForwardArguments:
     """Named arguments of a forward.
 
     Attributes:
@@ -144,14 +144,14 @@ class Arguments:
     signature: inspect.Signature
 
     @classmethod
-    def of(cls, model: nn.Module, names: Iterable[str]) -> Arguments:
+    def of(cls, model: nn.Module, names: Iterable[str]) -> ForwardArguments:
         """Return the arguments of a model's forward for `names`.
 
         Raises:
             ConfigError: the forward does not take them.
         """
-        model = unwrapped(model)
-        ordered, into = taken(model, list(names))
+        model = unwrap(model)
+        ordered, into = match_arguments(model, list(names))
         return cls(tuple(ordered), into, inspect.signature(model.forward))
 
     def taken_by(self, model: nn.Module) -> nn.Module:
@@ -160,10 +160,10 @@ class Arguments:
         Raises:
             ConfigError: its forward has other names.
         """
-        model = unwrapped(model)
-        _, into = taken(model, self.names)
+        model = unwrap(model)
+        _, into = match_arguments(model, self.names)
         own = copy.copy(model)
-        own.__class__ = named_class(type(model), self.names, into=into)
+        own.__class__ = make_named_class(type(model), self.names, into=into)
         return own
 
     def tensors(self, *args: Any, **kwargs: Any) -> Tensors:
@@ -205,7 +205,7 @@ class Arguments:
         return values
 
 
-class Called(nn.Module):
+class NamedInputsModel(nn.Module):
     """Wraps a model that takes tensors in order, to be called like the user's model.
 
     Args:
@@ -213,7 +213,7 @@ class Called(nn.Module):
         arguments: of the user's model.
     """
 
-    def __init__(self, model: nn.Module, arguments: Arguments):
+    def __init__(self, model: nn.Module, arguments: ForwardArguments):
         super().__init__()
         self.model = model
         self.arguments = arguments
@@ -228,7 +228,7 @@ def _is_dict(value: Any) -> bool:
 
 
 def _ordered_calibration(
-    calibration: Callable[[], Iterable[Any]] | None, arguments: Arguments
+    calibration: Callable[[], Iterable[Any]] | None, arguments: ForwardArguments
 ) -> Callable[[], Iterable[Tensors]] | None:
     if calibration is None:
         return None
@@ -236,18 +236,18 @@ def _ordered_calibration(
 
 
 def _wrapped_evaluate(
-    evaluate: Callable[[nn.Module], float] | None, arguments: Arguments
+    evaluate: Callable[[nn.Module], float] | None, arguments: ForwardArguments
 ) -> Callable[[nn.Module], float] | None:
     if evaluate is None:
         return None
-    return lambda model: evaluate(Called(model, arguments).eval())
+    return lambda model: evaluate(NamedInputsModel(model, arguments).eval())
 
 
-def batches_of(
+def read_batches(
     images: FeedSource,
     inputs: Sequence[torch.Tensor],
     names: Sequence[str],
-    preprocess: Asked = None,
+    preprocess: PreprocessRequest = None,
     limit: Limit = None,
 ) -> list[tuple[torch.Tensor, ...]]:
     """Read batches of the size of the example inputs, all into memory.

@@ -35,7 +35,7 @@ from torch import fx, nn
 
 from deploy.errors import ConfigError, ModelError
 from deploy.fx.model_inputs import input_names
-from deploy.fx.source import unwrapped, users_line
+from deploy.fx.source import unwrap, user_code_line
 
 Function = Callable[..., Any]
 
@@ -117,7 +117,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 @contextmanager
-def computing(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace the module's forward inside the `with` block; its hooks still run."""
     module.forward = forward
     try:
@@ -126,7 +126,7 @@ def computing(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
         del module.forward
 
 
-def take_off(graph_module: fx.GraphModule, names: Iterable[str]) -> None:
+def remove_hooks(graph_module: fx.GraphModule, names: Iterable[str]) -> None:
     """Replace modules whose hooks are nodes by copies without hooks; they share the parameters."""
     for name in sorted(names):
         module = _without_hooks(graph_module.get_submodule(name))
@@ -153,14 +153,14 @@ def _without_hooks(module: nn.Module) -> nn.Module:
 _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<")
 
 
-def explain(error: BaseException, model: nn.Module) -> str:
+def explain_capture_failure(error: BaseException, model: nn.Module) -> str:
     """Return one sentence on a failure: module, file and line, torch's message, and a remedy."""
     root = error
     while root.__cause__ is not None:
         root = root.__cause__
-    name = innermost(error, model) or innermost(root, model)
+    name = innermost_module(error, model) or innermost_module(root, model)
     module = type(model.get_submodule(name)).__name__ + (f" ({name})" if name else "")
-    where = line_of(root) or line_of(error)
+    where = failing_line(root) or failing_line(error)
     message = " ".join(str(root).split()).partition(" (unhinted")[0][:160]
     return (
         f"torch.export must be able to follow the model, and cannot follow {module}"
@@ -169,7 +169,7 @@ def explain(error: BaseException, model: nn.Module) -> str:
     )
 
 
-def innermost(error: BaseException, model: nn.Module) -> str:
+def innermost_module(error: BaseException, model: nn.Module) -> str:
     """Return the name of the submodule in whose forward `error` was raised, "" for the model."""
     names = {id(module.__dict__): name for name, module in model.named_modules()}
     innermost_name = ""
@@ -187,9 +187,9 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
         entry = entry.tb_next
 
 
-def line_of(error: BaseException) -> str:
+def failing_line(error: BaseException) -> str:
     """Return `file:line: code` of the user's deepest frame, else of a library's, or ''."""
-    user_line = users_line(error)
+    user_line = user_code_line(error)
     if user_line:
         return user_line
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -248,7 +248,7 @@ class LeafTracer(fx.Tracer):
         if has_hooks(m) and self.is_leaf_module(m, name) and not self._is_chosen(m, name):
             self.unhooked.add(name)
             call = super().call_module
-            with computing(m, lambda *a, **k: call(m, forward, a, k)):
+            with replace_forward(m, lambda *a, **k: call(m, forward, a, k)):
                 result = forward(*args, **kwargs)
         else:
             result = super().call_module(m, forward, args, kwargs)
@@ -273,7 +273,7 @@ def trace(
         ConfigError: a leaf matches nothing in the model.
         ModelError: the model cannot be traced; the message names module, file, line and remedies.
     """
-    model = unwrapped(model)
+    model = unwrap(model)
     classes = tuple(leaf for leaf in leaves if isinstance(leaf, type))
     texts = frozenset(leaf for leaf in leaves if isinstance(leaf, str))
     _check_leaves(model, texts, classes)
@@ -284,7 +284,7 @@ def trace(
     except Exception as error:  # whatever the user's forward raises on symbolic values
         raise ModelError(_explain(error, model, tracer)) from error
     graph_module = fx.GraphModule(model, graph, type(model).__name__)
-    take_off(graph_module, tracer.unhooked)
+    remove_hooks(graph_module, tracer.unhooked)
     graph_module.graph.lint()
     return graph_module
 
@@ -337,7 +337,7 @@ def _check_leaves(model: nn.Module, texts: frozenset[str], classes: tuple[type, 
 
 def _explain(error: Exception, model: nn.Module, tracer: LeafTracer) -> str:
     name, kind = tracer.path[-1] if tracer.path else ("", type(model).__name__)
-    where = line_of(error) or "an unknown line"
+    where = failing_line(error) or "an unknown line"
     remedies = (
         [f"keep it whole and in float with --leaf {quote(name)} or --leaf {kind}"] if name else []
     )

@@ -53,7 +53,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx
 
-from calibrators.rounding import Window
+from calibrators.rounding import ConvWindow
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import MOVES, WEIGHTED
 
@@ -65,7 +65,7 @@ SIGMOID: Bounds = (-8.0, 8.0)
 _SMOOTH: dict[str, Bounds] = {"Sigmoid": SIGMOID, "Tanh": (-4.0, 4.0), "Erf": (-3.0, 3.0)}
 _GATED = {"HardSwish": -3.0, "Gelu": -4.0}
 _AMPLIFIES = frozenset({"Log", "Reciprocal", "Sqrt"})
-MOVED = frozenset(
+VALUE_MOVES = frozenset(
     {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Slice", "Gather", "Split"}
     | {"Identity", "Expand", "Tile", "MaxPool", "DepthToSpace", "SpaceToDepth"}
 )
@@ -78,7 +78,7 @@ _PASSES = MOVES | {"Expand", "Identity", "Tile"}  # pass values on unchanged
 _ZERO = ", is 0 in float16"  # ends the reason about a constant
 
 
-def bounds(model: onnx.ModelProto) -> dict[str, Bounds]:
+def find_bounds(model: onnx.ModelProto) -> dict[str, Bounds]:
     """Return tensor -> (floor, ceiling) in real units, for tensors with at least one finite bound.
 
     Args:
@@ -128,7 +128,7 @@ class _Readers:
 
     def _need(self, tensor: str, node: onnx.NodeProto) -> Bounds:
         """Return the bounds of `tensor` that one of its readers needs."""
-        if node.op_type == "Concat" or (node.op_type in MOVED and node.input[0] == tensor):
+        if node.op_type == "Concat" or (node.op_type in VALUE_MOVES and node.input[0] == tensor):
             return self._made(node)
         if node.op_type in ("Add", "Sub", "Mul", "Div"):
             undone = self._undone(tensor, node)
@@ -182,7 +182,7 @@ class _Readers:
             for reader in self.graph.readers.get(name, []):
                 if self._amplifies(reader, name):
                     return True
-                if reader.op_type in MOVED or reader.op_type == "Concat":
+                if reader.op_type in VALUE_MOVES or reader.op_type == "Concat":
                     names += [made for made in reader.output if made not in seen]
                     seen.update(reader.output)
         return False
@@ -252,7 +252,7 @@ class _Readers:
         return self.graph.number(others[0]) if len(others) == 1 else None
 
 
-class Reach(NamedTuple):
+class RangeLimits(NamedTuple):
     """Limits of one tensor's range, in real units.
 
     Attributes:
@@ -266,18 +266,18 @@ class Reach(NamedTuple):
     followed: float = -math.inf
 
 
-EVERYWHERE = Reach(-math.inf, math.inf)
+UNLIMITED = RangeLimits(-math.inf, math.inf)
 
 
-def reaches(model: onnx.ModelProto) -> dict[str, Reach]:
+def find_range_limits(model: onnx.ModelProto) -> dict[str, RangeLimits]:
     """Return tensor -> its reach, for tensors whose reach is not `EVERYWHERE`.
 
     Args:
         model: a cleaned model, its nodes in execution order.
     """
-    found = {name: Reach(*ends) for name, ends in bounds(model).items()}
+    found = {name: RangeLimits(*ends) for name, ends in find_bounds(model).items()}
     for name in _logits(Graph(model)):
-        found[name] = found.get(name, EVERYWHERE)._replace(followed=SIGMOID[1])
+        found[name] = found.get(name, UNLIMITED)._replace(followed=SIGMOID[1])
     return found
 
 
@@ -335,10 +335,10 @@ def _handed_on(node: onnx.NodeProto | None) -> list[str]:
         return []
     if node.op_type == "Concat":
         return list(map(str, node.input))
-    return [str(node.input[0])] if node.op_type in MOVED else []
+    return [str(node.input[0])] if node.op_type in VALUE_MOVES else []
 
 
-def wide_nodes(
+def find_float16_overflows(
     graph: Graph, largest: Mapping[str, float], *, but: Collection[str]
 ) -> dict[str, str]:
     """Return node -> why it must not compute in float16.
@@ -352,7 +352,7 @@ def wide_nodes(
     """
     why: dict[str, str] = {}
     for node in graph.nodes:
-        reason = too_wide(graph, node, largest) if node.op_type != "Constant" else ""
+        reason = float16_overflow(graph, node, largest) if node.op_type != "Constant" else ""
         for each in _with_readers(graph, node, reason) if reason else ():
             why.setdefault(each.name, reason)
     wide = why.keys() - but
@@ -365,7 +365,7 @@ def _with_readers(graph: Graph, node: onnx.NodeProto, reason: str) -> Iterator[o
         yield from graph.readers.get(node.output[0], ())
 
 
-def too_wide(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, float]) -> str:
+def float16_overflow(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, float]) -> str:
     """Return which input or output of a node float16 cannot hold; "" if it holds all.
 
     Args:
@@ -409,9 +409,9 @@ def _plain(name: str) -> str:
     return name.removesuffix("/dequantized").removesuffix("/float")
 
 
-def window_of(
+def make_window(
     given: Mapping[str, Any], kernel: Sequence[int], *, transposed: bool = False
-) -> Window:
+) -> ConvWindow:
     """Return the window of a Conv or ConvTranspose.
 
     Args:
@@ -424,7 +424,7 @@ def window_of(
     def ints(name: str, default: list[int]) -> tuple[int, ...]:
         return tuple(int(v) for v in given.get(name, default))
 
-    return Window(
+    return ConvWindow(
         kernel=tuple(int(k) for k in kernel),
         strides=ints("strides", [1] * rank),
         dilations=ints("dilations", [1] * rank),

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deploy.errors import ModelError
-from deploy.graph.index import all_read, holds_no_graph, reads, subgraphs
+from deploy.graph.index import find_read_tensors, has_no_subgraph, iter_reads, subgraphs
 
 if TYPE_CHECKING:
     import onnx
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     )
 
 
-def copied(message: Message) -> Message:
+def copy_message(message: Message) -> Message:
     """Return a copy of a protobuf message."""
     copy = type(message)()
     copy.CopyFrom(message)
     return copy
 
 
-def copied_without(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
+def copy_without_initializers(model: onnx.ModelProto, names: Collection[str]) -> onnx.ModelProto:
     """Return a copy of a model without the initializers of these names.
 
     These may be most of the model's bytes, so they are never copied.
@@ -64,11 +64,11 @@ def _take(message: Any, field: str, value: Any) -> None:
         setattr(message, field, value)
 
 
-def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:
+def copy_with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:
     """Return a copy with these tensors appended to the outputs, without their types."""
     from onnx import ValueInfoProto
 
-    tapped = copied(model)
+    tapped = copy_message(model)
     known = {output.name for output in tapped.graph.output}
     tapped.graph.output.extend(
         ValueInfoProto(name=name) for name in dict.fromkeys(names) if name not in known
@@ -76,18 +76,18 @@ def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProt
     return tapped
 
 
-def cut(model: onnx.ModelProto, tensor: str) -> onnx.ModelProto:
+def extract_output(model: onnx.ModelProto, tensor: str) -> onnx.ModelProto:
     """Return a model with one tensor as its output and only the nodes and constants it needs."""
     from onnx import ValueInfoProto
 
     graph, needed, nodes = model.graph, {tensor}, []
     for node in reversed(graph.node):
         if any(name in needed for name in node.output):
-            needed.update(reads(node))
+            needed.update(iter_reads(node))
             nodes.append(node)
     unread = {t.name for t in graph.initializer} - needed
     own = [value for value in graph.output if value.name == tensor]
-    return part(
+    return extract_nodes(
         model,
         reversed(nodes),
         needed,
@@ -96,7 +96,7 @@ def cut(model: onnx.ModelProto, tensor: str) -> onnx.ModelProto:
     )
 
 
-def part(
+def extract_nodes(
     model: onnx.ModelProto,
     nodes: Iterable[onnx.NodeProto],
     needed: Collection[str],
@@ -118,7 +118,7 @@ def part(
     return short
 
 
-def replace(repeated: Any, values: Iterable[Any]) -> None:
+def replace_field(repeated: Any, values: Iterable[Any]) -> None:
     """Replace a repeated field by copies of `values`, which may be elements of the field."""
     copies = [type(value).FromString(value.SerializeToString()) for value in values]
     del repeated[:]
@@ -150,7 +150,7 @@ def rebuild(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
     del graph.value_info[:]
 
 
-def update(tensors: Any, new: Mapping[str, onnx.TensorProto]) -> None:
+def update_tensors(tensors: Any, new: Mapping[str, onnx.TensorProto]) -> None:
     """Overwrite tensors of a repeated field by name; append those of `new` that it lacks.
 
     The others stay in place: copying them all would copy all weights.
@@ -163,13 +163,13 @@ def update(tensors: Any, new: Mapping[str, onnx.TensorProto]) -> None:
     tensors.extend(left.values())
 
 
-def free_inputs(graph: onnx.GraphProto) -> int:
+def drop_initializer_inputs(graph: onnx.GraphProto) -> int:
     """Remove initializers from the graph inputs (IR 3 lists them there); return their number."""
     constants = {tensor.name for tensor in graph.initializer}
     kept = [value for value in graph.input if value.name not in constants]
     taken = len(graph.input) - len(kept)
     if taken:
-        replace(graph.input, kept)
+        replace_field(graph.input, kept)
     return taken
 
 
@@ -191,7 +191,7 @@ def drop_dead(graph: onnx.GraphProto) -> int:
     alive = []
     for node in reversed(graph.node):
         if any(name in needed for name in node.output):
-            needed.update(node.input if holds_no_graph(node) else reads(node))
+            needed.update(node.input if has_no_subgraph(node) else iter_reads(node))
             needed.discard("")
             alive.append(node)
     dropped = len(graph.node) - len(alive)
@@ -203,7 +203,7 @@ def drop_dead(graph: onnx.GraphProto) -> int:
 
 def drop_unread(graph: onnx.GraphProto) -> None:
     """Remove initializers that no node reads and that are no graph output."""
-    read = all_read(graph)
+    read = find_read_tensors(graph)
     unread = [at for at, tensor in enumerate(graph.initializer) if tensor.name not in read]
     for at in reversed(unread):  # one by one: copying those that stay would copy all weights
         del graph.initializer[at]
@@ -222,7 +222,7 @@ def sort_nodes(graph: onnx.GraphProto) -> bool:
     while waiting:
         later = []
         for node in waiting:
-            if all(name in ready or name not in made for name in reads(node)):
+            if all(name in ready or name not in made for name in iter_reads(node)):
                 order.append(node)
                 ready.update(node.output)
             else:
@@ -250,7 +250,7 @@ def name_nodes(graph: onnx.GraphProto) -> int:
     made = 0
     for node in graph.node:
         wanted = node.name or f"{node.op_type}_{next(filter(None, node.output), 'none')}"
-        name = unused(wanted, taken)
+        name = unique_name(wanted, taken)
         made += name != node.name
         node.name = name
         taken.add(name)
@@ -267,14 +267,14 @@ def name_nodes_by_place(graph: onnx.GraphProto) -> int:
     made = 0
     for index, node in enumerate(graph.node):
         if not node.name or node.name in before:
-            node.name = unused(f"{node.op_type}_{index}", taken)
+            node.name = unique_name(f"{node.op_type}_{index}", taken)
             taken.add(node.name)
             made += 1
         before.add(node.name)
     return made
 
 
-def unused(wanted: str, taken: Collection[str]) -> str:
+def unique_name(wanted: str, taken: Collection[str]) -> str:
     """Return the first of `wanted`, `wanted_1`, `wanted_2`, ... that is not in `taken`."""
     name, number = wanted, 0
     while name in taken:

@@ -41,8 +41,8 @@ _DATA_INPUTS = {"Conv": 1, "ConvTranspose": 1, "Gemm": 1, "Resize": 1, "Clip": 1
 # ONNX Runtime's optimizer moves a DequantizeLinear past these
 _MOVING = frozenset({"MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
 _TAILS = frozenset({"Relu", "Clip"})
-WIDE = "/wide"  # suffix of a tensor's copy with zero channels appended
-Named = Sequence[tuple[str, str]]  # (name, type) of every node or module
+PADDED_SUFFIX = "/wide"  # suffix of a tensor's copy with zero channels appended
+NamedNodes = Sequence[tuple[str, str]]  # (name, type) of every node or module
 TYPE, FILE = "op:", "@"
 
 
@@ -63,7 +63,7 @@ def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
             yield from attribute.graphs
 
 
-def holds_no_graph(node: onnx.NodeProto) -> bool:
+def has_no_subgraph(node: onnx.NodeProto) -> bool:
     """Whether a node has no subgraph, so that it reads only its inputs."""
     held = node.attribute
     return not held or all(attribute.type not in _BODIES for attribute in held)
@@ -77,32 +77,32 @@ def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
             yield from all_nodes(body)
 
 
-def reads(node: onnx.NodeProto) -> Iterator[str]:
+def iter_reads(node: onnx.NodeProto) -> Iterator[str]:
     """Yield every tensor that a node reads, including those that its subgraphs capture."""
     yield from filter(None, node.input)
     for body in subgraphs(node):
         own = {o for inner in body.node for o in inner.output}
         own |= {i.name for i in body.input} | {t.name for t in body.initializer}
-        yield from (n for inner in body.node for n in reads(inner) if n not in own)
+        yield from (n for inner in body.node for n in iter_reads(inner) if n not in own)
         yield from (o.name for o in body.output if o.name not in own)
 
 
-def users(graph: onnx.GraphProto) -> Counter[str]:
+def count_reads(graph: onnx.GraphProto) -> Counter[str]:
     """Tensor name -> number of reads; being a graph output counts as one."""
-    count = Counter(name for node in graph.node for name in reads(node))
+    count = Counter(name for node in graph.node for name in iter_reads(node))
     count.update(value.name for value in graph.output)
     return count
 
 
-def all_read(graph: onnx.GraphProto) -> set[str]:
+def find_read_tensors(graph: onnx.GraphProto) -> set[str]:
     """Return every tensor that is read or is a graph output: the keys of `users`."""
     names = {value.name for value in graph.output}
     for node in graph.node:
-        names.update(node.input if holds_no_graph(node) else reads(node))
+        names.update(node.input if has_no_subgraph(node) else iter_reads(node))
     return names
 
 
-def fed_inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
+def runtime_inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
     """Return the graph inputs that are not initializers."""
     constants = {tensor.name for tensor in graph.initializer}
     return [value for value in graph.input if value.name not in constants]
@@ -140,7 +140,7 @@ class Graph:
         self.nodes = list(graph.node if nodes is None else nodes)
         self.initializers = {t.name: t for t in graph.initializer}
         self.constants = {**self.initializers, **constant_nodes(self.nodes)}
-        self.inputs = [value.name for value in fed_inputs(graph)]
+        self.inputs = [value.name for value in runtime_inputs(graph)]
         self.outputs = {o.name for o in graph.output}
         self.producer = {name: n for n in self.nodes for name in n.output if name}
         self.readers: dict[str, list[onnx.NodeProto]] = {}
@@ -148,8 +148,8 @@ class Graph:
         for node in self.nodes:
             for name in dict.fromkeys(filter(None, node.input)):
                 self.readers.setdefault(name, []).append(node)
-            if not holds_no_graph(node):
-                self.captured |= set(reads(node)) - set(node.input)
+            if not has_no_subgraph(node):
+                self.captured |= set(iter_reads(node)) - set(node.input)
         declared = [*graph.input, *graph.value_info, *graph.output]
         self._declared = {v.name: v for v in declared}
 
@@ -174,11 +174,11 @@ class Graph:
         ends = set(self.captured)
         for node in reversed(self.nodes if ends else []):
             inside = [inner for body in subgraphs(node) for inner in all_nodes(body)]
-            nested = any(not holds_no_graph(inner) for inner in inside)
+            nested = any(not has_no_subgraph(inner) for inner in inside)
             if node.op_type in _MOVING and ends.intersection(node.output):
                 found.add(str(node.input[0]))
             elif nested or (inside and (ends | found).intersection(node.output)):
-                found |= set(reads(node)) - set(node.input)
+                found |= set(iter_reads(node)) - set(node.input)
             ends |= found
         return frozenset(found)
 
@@ -244,7 +244,7 @@ class Graph:
         return len(others) == 1 and others[0] in self.initializers
 
 
-class Still(Graph):
+class CachedGraph(Graph):
     """Index of a model that no longer changes: caches `data_inputs` and `tail` for searches."""
 
     def __init__(
@@ -279,12 +279,12 @@ def constant_nodes(nodes: Iterable[onnx.NodeProto]) -> dict[str, onnx.TensorProt
     }
 
 
-def wide_for(name: str, node: str) -> str:
+def padded_name(name: str, node: str) -> str:
     """Name of the copy of a tensor that was padded with channels for one node."""
-    return f"{name}/{node}{WIDE}"
+    return f"{name}/{node}{PADDED_SUFFIX}"
 
 
-def with_zeros(values: NDArray[Any], sizes: Sequence[int]) -> NDArray[Any]:
+def pad_with_zeros(values: NDArray[Any], sizes: Sequence[int]) -> NDArray[Any]:
     """Return the array padded with zeros, at the end of each axis, to `sizes`."""
     import numpy as np
 
@@ -292,23 +292,25 @@ def with_zeros(values: NDArray[Any], sizes: Sequence[int]) -> NDArray[Any]:
     return np.pad(values, ends)
 
 
-def of_own_channels(name: str, values: Array, like: Array) -> Array:
+def strip_padded_channels(name: str, values: Array, like: Array) -> Array:
     """Drop padded channels of tensor `name`: values [N, C + k, ...] -> the C channels of `like`."""
-    if name.endswith(WIDE) and values.ndim == like.ndim > 1:
+    if name.endswith(PADDED_SUFFIX) and values.ndim == like.ndim > 1:
         return values[:, : like.shape[1]]
     return values
 
 
-def matching(model: onnx.ModelProto, patterns: Iterable[str]) -> tuple[str, ...]:
+def match_nodes(model: onnx.ModelProto, patterns: Iterable[str]) -> tuple[str, ...]:
     """Return the names of the main graph's nodes that match any pattern, in graph order.
 
     Raises:
         ConfigError: a pattern matches no node, or its file cannot be read.
     """
-    return select([(node.name, node.op_type) for node in model.graph.node if node.name], patterns)
+    return match_patterns(
+        [(node.name, node.op_type) for node in model.graph.node if node.name], patterns
+    )
 
 
-def select(known: Named, patterns: Iterable[str]) -> tuple[str, ...]:
+def match_patterns(known: NamedNodes, patterns: Iterable[str]) -> tuple[str, ...]:
     """Return the names in `known` that match any pattern, in the order of `known`.
 
     Raises:
@@ -322,7 +324,7 @@ def select(known: Named, patterns: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name, _ in known if name in chosen))
 
 
-def _match(known: Named, names: set[str], pattern: str) -> set[str]:
+def _match(known: NamedNodes, names: set[str], pattern: str) -> set[str]:
     """Return the names that match one pattern that is not a file."""
     if pattern in names:
         return {pattern}

@@ -1,7 +1,7 @@
 """Opset lowering: convert a model to an older opset, for old parsers, with the same results.
 
 A node whose operator is the same in both opsets stays. An operator that differs takes its old form
-(`deploy.graph.oldforms`); an operator that the old opset lacks is decomposed into others::
+(`deploy.graph.opset_downgrades`); an operator that the old opset lacks is decomposed into others::
 
     ReduceMean(x, axes) -> y            ==>   ReduceMean(x), axes as an attribute -> y
     LayerNormalization(x, s, b) -> y    ==>   ReduceMean, Sub, Pow, ... Mul, Add -> y
@@ -30,9 +30,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import ExportError, first_line
-from deploy.graph.edit import copied, replace_nodes
+from deploy.graph.edit import copy_message, replace_nodes
 from deploy.graph.index import all_nodes, attributes, subgraphs
-from deploy.graph.oldforms import OLD_FORMS, Cannot, Places, constant, same_attributes
+from deploy.graph.opset_downgrades import (
+    DOWNGRADES,
+    CannotLower,
+    OpsetScope,
+    drop_new_attributes,
+    make_constant_node,
+)
 
 if TYPE_CHECKING:
     import onnx
@@ -56,9 +62,9 @@ class _Decomposition:
         nodes: the nodes so far.
     """
 
-    def __init__(self, node: onnx.NodeProto, places: Places) -> None:
+    def __init__(self, node: onnx.NodeProto, places: OpsetScope) -> None:
         if len(node.output) != 1:
-            raise Cannot("it has more than one output")
+            raise CannotLower("it has more than one output")
         self.node, self.places, self.given = node, places, attributes(node)
         self.nodes: list[onnx.NodeProto] = []
 
@@ -90,7 +96,7 @@ class _Decomposition:
     def held(self, values: NDArray[np.generic]) -> str:
         """Append a constant; return its name."""
         name = f"{self.node.output[0]}/constant_{len(self.nodes)}"
-        self.nodes.append(constant(name, values))
+        self.nodes.append(make_constant_node(name, values))
         return name
 
     def mean(self, name: str, axes: Sequence[int]) -> str:
@@ -135,7 +141,7 @@ def _gelu(made: _Decomposition) -> None:
 
 def _cast_like(made: _Decomposition) -> None:
     if made.given.get("saturate", 1) != 1 or made.given.get("round_mode", b"up") != b"up":
-        raise Cannot("it has saturate or round_mode other than the default")
+        raise CannotLower("it has saturate or round_mode other than the default")
     made.add("Cast", made.source, given={"to": made.places.dtype(made.node.input[1])})
 
 
@@ -191,7 +197,7 @@ def _group_norm(made: _Decomposition) -> None:
 
 def _refuse_sums(made: _Decomposition) -> None:
     if made.places.dtype(made.source) != _FLOAT:
-        raise Cannot("its sums are of another type than its input")
+        raise CannotLower("its sums are of another type than its input")
 
 
 # Operator -> function that decomposes it.
@@ -207,21 +213,21 @@ _WRITERS: dict[str, Callable[[_Decomposition], None]] = {
 }
 
 
-def primitives(node: onnx.NodeProto, places: Places) -> list[onnx.NodeProto]:
+def decompose_node(node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
     """Decompose a node into operators that every opset from 13 on has.
 
     Raises:
         Cannot: no decomposition of the operator, or of this use of it, is known.
     """
     if node.op_type not in _WRITERS:
-        raise Cannot("no other operators are known that compute it")
+        raise CannotLower("no other operators are known that compute it")
     made = _Decomposition(node, places)
     _WRITERS[node.op_type](made)
     return made.done()
 
 
 @dataclass(frozen=True, slots=True)
-class Lowered:
+class LoweredModel:
     """A model lowered to an older opset.
 
     Attributes:
@@ -233,9 +239,9 @@ class Lowered:
     rewritten: Mapping[str, int]
 
 
-def lowered(
+def lower_opset(
     model: onnx.ModelProto, *, opset: int, without: Collection[str] = frozenset()
-) -> Lowered:
+) -> LoweredModel:
     """Convert a model to `opset` or older; returns `model` itself if nothing is to do.
 
     Tensors keep their names, and the last node of a decomposition keeps the node's name. Nodes of
@@ -253,7 +259,7 @@ def lowered(
 
     own = _opset(model)
     if own <= opset and not any(node.op_type in without for node in _standard(model)):
-        return Lowered(model, {})
+        return LoweredModel(model, {})
     target = min(own, opset)
     if not OLDEST <= target <= own <= NEWEST:
         raise ExportError(
@@ -262,14 +268,14 @@ def lowered(
         )
     made = shape_inference.infer_shapes(model, data_prop=True)
     work = _Lowering(without)
-    work.graph(made.graph, Places(own, target))
+    work.graph(made.graph, OpsetScope(own, target))
     del made.graph.value_info[:]
     for entry in made.opset_import:
         if entry.domain in _DEFAULT:
             entry.version = target
     made.ir_version = min(made.ir_version, _ir_version(made))
     _check(made)
-    return Lowered(made, dict(sorted(work.rewritten.items())))
+    return LoweredModel(made, dict(sorted(work.rewritten.items())))
 
 
 class _Lowering:
@@ -279,7 +285,7 @@ class _Lowering:
         self.without = without
         self.rewritten: Counter[str] = Counter()
 
-    def graph(self, graph: onnx.GraphProto, around: Places) -> None:
+    def graph(self, graph: onnx.GraphProto, around: OpsetScope) -> None:
         """Lower the nodes of a graph and of its subgraphs."""
         places = around.inside(graph)
         nodes: list[onnx.NodeProto] = []
@@ -289,12 +295,12 @@ class _Lowering:
             nodes += self._node(node, places)
         replace_nodes(graph, nodes)
 
-    def _node(self, node: onnx.NodeProto, places: Places) -> list[onnx.NodeProto]:
+    def _node(self, node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
         if not is_standard(node):
             return [node]
         try:
             made = self._forms(node, places)
-        except Cannot as error:
+        except CannotLower as error:
             raise ExportError(
                 f"every node must have a form in opset {places.opset} that the parser reads,"
                 f" got {node.op_type} '{node.name}', which has none here: {error}; export the model"
@@ -304,21 +310,21 @@ class _Lowering:
             self.rewritten[node.op_type] += 1
         return made
 
-    def _forms(self, node: onnx.NodeProto, places: Places) -> list[onnx.NodeProto]:
-        own = schema(node.op_type, places.own)
-        old = schema(node.op_type, places.opset)
+    def _forms(self, node: onnx.NodeProto, places: OpsetScope) -> list[onnx.NodeProto]:
+        own = find_schema(node.op_type, places.own)
+        old = find_schema(node.op_type, places.opset)
         if old is None or node.op_type in self.without or _other_meaning(node.op_type, places):
-            return primitives(node, places)
+            return decompose_node(node, places)
         if own is None or own.since_version == old.since_version:
             return [node]
-        form = OLD_FORMS.get(node.op_type)
-        made = [copied(node)] if form is None else form(copied(node), places)
+        form = DOWNGRADES.get(node.op_type)
+        made = [copy_message(node)] if form is None else form(copy_message(node), places)
         if made[-1].op_type == node.op_type:
-            same_attributes(made[-1], own, old)
+            drop_new_attributes(made[-1], own, old)
         return made
 
 
-def _other_meaning(op_type: str, places: Places) -> bool:
+def _other_meaning(op_type: str, places: OpsetScope) -> bool:
     since = _OTHER_MEANING.get(op_type, OLDEST)
     return places.opset < since <= places.own
 
@@ -330,7 +336,7 @@ def is_standard(node: onnx.NodeProto) -> bool:
     return node.domain in _DEFAULT and bool(defs.has(node.op_type))
 
 
-def schema(op_type: str, opset: int) -> defs.OpSchema | None:
+def find_schema(op_type: str, opset: int) -> defs.OpSchema | None:
     """Return the schema of an operator in an opset; None if the opset lacks it."""
     from onnx import defs
 
@@ -360,7 +366,7 @@ def _check(model: onnx.ModelProto) -> None:
     """Check types and shapes with ONNX, of all nodes not downstream of a custom operator."""
     from onnx import shape_inference
 
-    checked = copied(model)
+    checked = copy_message(model)
     unknown: set[str] = set()
     known = []
     for node in checked.graph.node:

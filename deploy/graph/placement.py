@@ -178,7 +178,7 @@ TENSORRT_FP8 = replace(
     most_window=32,
     groups=False,
 )
-TENSORRT_ON = {one.grid.name: one for one in (TENSORRT, TENSORRT_FP8)}
+TENSORRT_BY_GRID = {one.grid.name: one for one in (TENSORRT, TENSORRT_FP8)}
 # Layers that AMCT quantizes, and their grid; deploy.targets.ascend.layers has further conditions
 # that `analyse` does not know.
 ASCEND = Placement(
@@ -193,7 +193,7 @@ ASCEND = Placement(
 )
 
 
-def is_pool(graph: Graph, node: onnx.NodeProto) -> bool:
+def is_global_mean(graph: Graph, node: onnx.NodeProto) -> bool:
     """Whether a ReduceMean is a GlobalAveragePool of an image, as torch exports it."""
     from onnx import numpy_helper
 
@@ -204,7 +204,7 @@ def is_pool(graph: Graph, node: onnx.NodeProto) -> bool:
     return rank > 3 and sorted(axis % rank for axis in axes or ()) == list(range(2, rank))
 
 
-def has_number(graph: Graph, node: onnx.NodeProto) -> bool:
+def has_constant_operand(graph: Graph, node: onnx.NodeProto) -> bool:
     """Whether a node adds a constant to a tensor or multiplies a tensor by a constant."""
     return node.op_type in {"Add", "Mul"} and any(n in graph.initializers for n in node.input)
 
@@ -215,29 +215,29 @@ def keeps_range(graph: Graph, node: onnx.NodeProto) -> bool:
     A cubic Resize overshoots it, and a Pad may add a constant other than 0.
     """
     if node.op_type == "Pad":
-        return not pads_with_more(graph, node)
-    return node.op_type != "Resize" or resized_by(node) != "cubic"
+        return not pads_nonzero(graph, node)
+    return node.op_type != "Resize" or resize_mode(node) != "cubic"
 
 
-def counts_beyond(node: onnx.NodeProto) -> bool:
+def averages_beyond_padding(node: onnx.NodeProto) -> bool:
     """Whether a node is an AveragePool whose windows may reach beyond the padding it counts."""
     given = attributes(node) if node.op_type == "AveragePool" else {}
     return bool(given.get("ceil_mode") and given.get("count_include_pad"))
 
 
-def resized_by(node: onnx.NodeProto) -> str:
+def resize_mode(node: onnx.NodeProto) -> str:
     """Return the interpolation mode of a Resize."""
     mode: bytes = attributes(node).get("mode", b"nearest")
     return mode.decode()
 
 
-def pads_with_more(graph: Graph, node: onnx.NodeProto) -> bool:
+def pads_nonzero(graph: Graph, node: onnx.NodeProto) -> bool:
     """Whether a Pad adds a constant that is not 0 or is unknown."""
     zeros = len(node.input) < 3 or not node.input[2] or graph.number(node.input[2]) == 0
     return attributes(node).get("mode", b"constant") == b"constant" and not zeros
 
 
-def added_bias(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
+def find_bias_add(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
     """Return the Add after a 2-D MatMul that is a Gemm's bias: one constant per column."""
     after = graph.only_reader(node.output[0])
     if node.op_type != "MatMul" or after is None or after.op_type != "Add":
@@ -258,12 +258,12 @@ def reads_int8(
     A fused Add is computed inside a heavy node, which reads the skip branch in int8 whatever
     made it.
     """
-    names, read = graph.data_inputs(node), inputs_read(graph, node, heavy)
+    names, read = graph.data_inputs(node), int8_inputs(graph, node, heavy)
     fused = [name for name in names if name not in read]
     return all(name in made for name in fused or names)
 
 
-def behind_float_concat(graph: Graph, node: onnx.NodeProto, made: Collection[str]) -> bool:
+def reads_float_concat(graph: Graph, node: onnx.NodeProto, made: Collection[str]) -> bool:
     """Whether a node reads a Concat, through moves or directly, with an input made in float.
 
     TensorRT moves the Q after a Concat onto each of its inputs, which costs one more kernel for
@@ -278,7 +278,7 @@ def behind_float_concat(graph: Graph, node: onnx.NodeProto, made: Collection[str
     return False
 
 
-def read_in_float(graph: Graph, node: onnx.NodeProto, why: Mapping[str, str]) -> bool:
+def has_float_sibling(graph: Graph, node: onnx.NodeProto, why: Mapping[str, str]) -> bool:
     """Whether a float node, such as a gate's Mul, also reads the input of an average."""
     if node.op_type not in AVERAGES:
         return False
@@ -286,7 +286,7 @@ def read_in_float(graph: Graph, node: onnx.NodeProto, why: Mapping[str, str]) ->
     return any(why[n.name] and n.op_type not in MOVES | POOLS | {"Concat"} for n in readers)
 
 
-def with_concats(graph: Graph, readers: dict[str, list[str]]) -> None:
+def add_concat_readers(graph: Graph, readers: dict[str, list[str]]) -> None:
     """Make a Concat that only int8 nodes read a reader of the pairs on its inputs.
 
     TensorRT moves the Q after it onto each input, where it merges with a Q of the same scale.
@@ -300,7 +300,7 @@ def with_concats(graph: Graph, readers: dict[str, list[str]]) -> None:
                     readers[name].append(node.name)
 
 
-def inputs_read(graph: Graph, node: onnx.NodeProto, heavy: Collection[str]) -> list[str]:
+def int8_inputs(graph: Graph, node: onnx.NodeProto, heavy: Collection[str]) -> list[str]:
     """Return the inputs that a node reads in int8: of a residual Add, only the unfused ones."""
     names = graph.data_inputs(node)
     if node.op_type != "Add":
@@ -316,7 +316,7 @@ def inputs_read(graph: Graph, node: onnx.NodeProto, heavy: Collection[str]) -> l
 def made_by_heavy(graph: Graph, tensor: str, heavy: Collection[str]) -> bool:
     """Whether a heavy node makes a tensor, through any pointwise operators."""
     maker = graph.producer.get(tensor)
-    while maker is not None and (maker.op_type in POINTWISE or has_number(graph, maker)):
+    while maker is not None and (maker.op_type in POINTWISE or has_constant_operand(graph, maker)):
         maker = graph.producer.get(graph.data_inputs(maker)[0])
     return maker is not None and maker.op_type in heavy
 
@@ -356,7 +356,7 @@ class Gate:
         return math.isclose(self.top, 2 * self.shift, rel_tol=1e-5)
 
 
-def gates(graph: Graph) -> tuple[Gate, ...]:
+def find_gates(graph: Graph) -> tuple[Gate, ...]:
     """Return every gate whose inner tensors no other node reads, in graph order."""
     found = []
     for node in graph.nodes:
@@ -368,7 +368,7 @@ def gates(graph: Graph) -> tuple[Gate, ...]:
     return tuple(found)
 
 
-def collapsed(nodes: Iterable[onnx.NodeProto], found: Iterable[Gate]) -> list[onnx.NodeProto]:
+def collapse_gates(nodes: Iterable[onnx.NodeProto], found: Iterable[Gate]) -> list[onnx.NodeProto]:
     """Return the nodes with each gate replaced by one `GATE` node, in place of its last node."""
     last = {gate.name: gate for gate in found}
     inner = {name for gate in last.values() for name in gate.nodes[:-1]}

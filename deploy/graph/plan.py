@@ -22,26 +22,26 @@ from functools import cached_property
 import onnx
 
 from calibrators.grids import FP8, INT8, UINT8
-from deploy.graph.index import Graph, Still, attributes
+from deploy.graph.index import CachedGraph, Graph, attributes
 from deploy.graph.placement import (
     GATE,
     MOVES,
     POOLS,
     Gate,
     Placement,
-    added_bias,
-    behind_float_concat,
-    collapsed,
-    gates,
-    has_number,
-    inputs_read,
-    read_in_float,
+    add_concat_readers,
+    collapse_gates,
+    find_bias_add,
+    find_gates,
+    has_constant_operand,
+    has_float_sibling,
+    int8_inputs,
+    reads_float_concat,
     reads_int8,
-    with_concats,
 )
-from deploy.graph.refusal import holds_number, owner, refusal
+from deploy.graph.refusal import find_refusal, find_scale_owner, is_scalar_glue
 
-AS_ASKED = "kept float as asked"  # reason of a node that the user keeps in float
+FLOAT_BY_USER = "kept float as asked"  # reason of a node that the user keeps in float
 FLOAT32 = "float32"
 FLOATS = frozenset({FLOAT32, "float16", "bfloat16"})  # precisions that need no scale
 FloatNodes = Mapping[str, str] | Iterable[str]  # nodes to keep in float, optionally with reasons
@@ -74,7 +74,7 @@ class Decision:
         return self.precision in (INT8.name, UINT8.name)
 
 
-def word_of(decisions: Iterable[Decision]) -> str:
+def quantized_precision(decisions: Iterable[Decision]) -> str:
     """Return the precision that reports name for quantized nodes: "int8" or "fp8"."""
     return FP8.name if any(d.precision == FP8.name for d in decisions) else INT8.name
 
@@ -90,7 +90,7 @@ class WeightTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class QdqPair:
     """A Q/DQ pair on `tensor`; `consumers` are the nodes that read the pair, None for all."""
 
     tensor: str
@@ -119,7 +119,7 @@ class Plan:
 
     placement: Placement
     decisions: tuple[Decision, ...]
-    pairs: tuple[Pair, ...]
+    pairs: tuple[QdqPair, ...]
     weights: tuple[WeightTarget, ...]
     owners: Mapping[str, str] = field(default_factory=dict)
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -141,7 +141,7 @@ class Plan:
         return tuple(d.node for d in self.decisions if d.quantized)
 
 
-class Read:
+class ModelAnalysis:
     """Analysis of an unchanging model that does not depend on the plan; shared by many plans.
 
     Attributes:
@@ -149,19 +149,23 @@ class Read:
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        self.graph = Still(model)
+        self.graph = CachedGraph(model)
         self._model = model
 
     @cached_property
     def gates(self) -> tuple[Gate, ...]:
         """Gates of the graph."""
-        return gates(self.graph)
+        return find_gates(self.graph)
 
     @cached_property
     def collapsed(self) -> Graph:
         """The index with each gate as one node."""
         found = self.gates
-        return Still(self._model, collapsed(self.graph.nodes, found)) if found else self.graph
+        return (
+            CachedGraph(self._model, collapse_gates(self.graph.nodes, found))
+            if found
+            else self.graph
+        )
 
 
 def analyse(
@@ -170,7 +174,7 @@ def analyse(
     *,
     float_nodes: FloatNodes = (),
     float_tensors: Mapping[str, str] | None = None,
-    read: Read | None = None,
+    read: ModelAnalysis | None = None,
 ) -> Plan:
     """Decide for every node whether it runs in int8.
 
@@ -181,15 +185,17 @@ def analyse(
         float_tensors: tensor -> why it has no scale ("was 0 in every sample").
         read: analysis of the model from an earlier call.
     """
-    known = Read(model) if read is None else read
+    known = ModelAnalysis(model) if read is None else read
     found = known.gates if GATE in placement.glue else ()
     graph = known.collapsed if found else known.graph
     stands_in = {name: gate.name for gate in found for name in gate.nodes}
     no_scale = dict(float_tensors or {})
-    float_reasons = {stands_in.get(name, name): why for name, why in reasons(float_nodes).items()}
+    float_reasons = {
+        stands_in.get(name, name): why for name, why in reasons_by_node(float_nodes).items()
+    }
     why: dict[str, str] = {}
     for node in graph.nodes:
-        why[node.name] = refusal(graph, node, placement, float_reasons, no_scale)
+        why[node.name] = find_refusal(graph, node, placement, float_reasons, no_scale)
     _drop_glue(graph, placement, why, no_scale)
     chosen = [n for n in graph.nodes if not why[n.name]]
     pairs = _pairs(graph, placement, chosen)
@@ -203,7 +209,7 @@ def analyse(
         gates=int8_gates,
         shifts=_shifts(known.graph, weights if placement.bias else (), int8_gates),
         gemms={name: add.name for name, add in gemms.items()},
-        numbers=tuple(n.name for n in chosen if has_number(graph, n)),
+        numbers=tuple(n.name for n in chosen if has_constant_operand(graph, n)),
         pads=tuple(n.name for n in chosen if n.op_type == "Pad"),
         weights=weights,
         owners=_owners(graph, placement, [p.tensor for p in pairs]),
@@ -238,21 +244,21 @@ def _gemms(
     every input (a net of three such layers: 9.6 times slower than FP32).
     """
     layers = (node for node in chosen if node.op_type == "MatMul")
-    found = {node.name: added_bias(graph, node) for node in layers}
+    found = {node.name: find_bias_add(graph, node) for node in layers}
     return {
         name: add
         for name, add in found.items()
         if add is not None
         and add.name not in float_reasons
-        and not holds_number(graph, placement, add)
+        and not is_scalar_glue(graph, placement, add)
     }
 
 
-def reasons(float_nodes: FloatNodes) -> Mapping[str, str]:
+def reasons_by_node(float_nodes: FloatNodes) -> Mapping[str, str]:
     """Return node to keep in float -> why; without reasons, the user chose it."""
     if isinstance(float_nodes, Mapping):
         return float_nodes
-    return dict.fromkeys(float_nodes, AS_ASKED)
+    return dict.fromkeys(float_nodes, FLOAT_BY_USER)
 
 
 def _decisions(
@@ -305,7 +311,7 @@ def _stranded(
     wanted: set[str],
 ) -> str:
     """Return why a node that can run in int8 gains nothing among its neighbours, or ""."""
-    if placement.float_behind_concat and behind_float_concat(graph, node, made):
+    if placement.float_behind_concat and reads_float_concat(graph, node, made):
         return f"it reads a Concat whose inputs are not all {placement.word}"
     if node.op_type in placement.heavy:
         return ""
@@ -315,7 +321,7 @@ def _stranded(
         comes_in = reads_int8(graph, node, made, placement.heavy)
     if not comes_in:
         return f"an input of it is not {placement.word}"
-    if not placement.outputs and read_in_float(graph, node, why):
+    if not placement.outputs and has_float_sibling(graph, node, why):
         return "its input is read in float too"
     return "" if graph.tail(node) in wanted else f"nothing after it runs in {placement.word}"
 
@@ -354,17 +360,17 @@ def _pass_on(graph: Graph, placement: Placement, made: set[str], wanted: set[str
 
 def _passes_on(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
     """Whether a node passes int8 on while it stays float; an Add of a constant does too."""
-    shift = node.op_type == "Add" and has_number(graph, node)
+    shift = node.op_type == "Add" and has_constant_operand(graph, node)
     return node.op_type in placement.passes or (shift and bool(placement.passes))
 
 
-def _pairs(graph: Graph, placement: Placement, chosen: list[onnx.NodeProto]) -> tuple[Pair, ...]:
+def _pairs(graph: Graph, placement: Placement, chosen: list[onnx.NodeProto]) -> tuple[QdqPair, ...]:
     readers: dict[str, list[str]] = {}
     wanted = {name for node in chosen for name in graph.data_inputs(node)}
     for node in chosen:
         names = graph.data_inputs(node)
         if not placement.outputs:
-            names = inputs_read(graph, node, placement.heavy)
+            names = int8_inputs(graph, node, placement.heavy)
         for name in names:
             readers.setdefault(name, []).append(node.name)
         if node.op_type in placement.parted:
@@ -377,11 +383,11 @@ def _pairs(graph: Graph, placement: Placement, chosen: list[onnx.NodeProto]) -> 
             for name in ends if needed else []:
                 readers.setdefault(name, [])
     if not placement.outputs:
-        with_concats(graph, readers)
+        add_concat_readers(graph, readers)
     order = [*graph.inputs, *(o for n in graph.nodes for o in n.output)]
     rank = {name: position for position, name in enumerate(order)}
     names = sorted(readers, key=lambda name: rank[name])
-    return tuple(Pair(n, None if placement.outputs else tuple(readers[n])) for n in names)
+    return tuple(QdqPair(n, None if placement.outputs else tuple(readers[n])) for n in names)
 
 
 def _weights(
@@ -411,7 +417,7 @@ def _channel_axis(node: onnx.NodeProto, rank: int) -> int | None:
 
 def _owners(graph: Graph, placement: Placement, paired: Iterable[str]) -> dict[str, str]:
     """Return paired tensor -> the other tensor whose scale it must share."""
-    owners = {tensor: owner(graph, placement, tensor) for tensor in paired}
+    owners = {tensor: find_scale_owner(graph, placement, tensor) for tensor in paired}
     return {tensor: owner for tensor, owner in owners.items() if owner != tensor}
 
 

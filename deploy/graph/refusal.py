@@ -18,12 +18,12 @@ from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import (
     GATE,
     Placement,
-    counts_beyond,
-    has_number,
-    is_pool,
+    averages_beyond_padding,
+    has_constant_operand,
+    is_global_mean,
     keeps_range,
-    pads_with_more,
-    resized_by,
+    pads_nonzero,
+    resize_mode,
 )
 
 Tile = tuple[int, int]
@@ -36,7 +36,7 @@ _COLOURED = 27  # products per output value of a 3x3 window over three colours
 _FATAL = "which ends ONNX Runtime's process where it is dequantized"
 
 
-def tile_of(node: onnx.NodeProto, sizes: Sequence[int]) -> Tile | None:
+def tile_shape(node: onnx.NodeProto, sizes: Sequence[int]) -> Tile | None:
     """Return the (rows, columns) of the tile that a ConvTranspose makes of a pixel.
 
     Args:
@@ -58,7 +58,7 @@ def tile_of(node: onnx.NodeProto, sizes: Sequence[int]) -> Tile | None:
     return (int(rows), int(columns)) if adjacent and uncropped and dense and plain else None
 
 
-def refusal(
+def find_refusal(
     graph: Graph,
     node: onnx.NodeProto,
     placement: Placement,
@@ -87,11 +87,11 @@ def refusal(
         thin = products < placement.thin and not _many_values(graph, node)
         if thin and not _pooled(graph, placement, node):
             return f"the first Conv has only {products} products a value, and is faster in float"
-    if has_number(graph, node) and not holds_number(graph, placement, node):
+    if has_constant_operand(graph, node) and not is_scalar_glue(graph, placement, node):
         return "one of its operands is constant"
     if node.op_type == "Pad" and (reason := _pad_refusal(graph, node)):
         return reason
-    if node.op_type == "ReduceMean" and not is_pool(graph, node):
+    if node.op_type == "ReduceMean" and not is_global_mean(graph, node):
         return "it is the mean over other axes than a picture's"
     if placement.checked and (reason := _kernel_refusal(node)):
         return f"{reason} on {placement.name}"
@@ -99,7 +99,7 @@ def refusal(
     for tensor in tensors:
         if not graph.is_float(tensor):
             return f"{tensor} is not float32"
-        source = owner(graph, placement, tensor)
+        source = find_scale_owner(graph, placement, tensor)
         if source in without:
             return f"{source} {without[source]}"
         if placement.checked and tensor in graph.pushed:
@@ -126,10 +126,10 @@ def _weight_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) ->
     plain = given.get("alpha", 1.0) == 1.0 and given.get("beta", 1.0) == 1.0
     if node.op_type == "Gemm" and (given.get("transA", 0) or not plain):
         return f"Gemm with transA, alpha or beta has no {placement.word} kernel"
-    return form_refusal(graph, node, placement)
+    return find_shape_refusal(graph, node, placement)
 
 
-def form_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
+def find_shape_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
     """Return why the shape of a layer's weight gains nothing on the grid; "" if it gains."""
     weight = graph.initializers.get(node.input[1])
     if weight is None:
@@ -138,7 +138,7 @@ def form_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> st
     if placement.tiles and node.op_type == "ConvTranspose":
         if any(name and name not in graph.initializers for name in node.input[2:]):
             return "its bias is not constant"
-        if tile_of(node, sizes) is None:
+        if tile_shape(node, sizes) is None:
             return (
                 f"it has no {placement.word} kernel: its windows overlap, have gaps or are cropped"
             )
@@ -156,7 +156,7 @@ def form_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> st
     return ""
 
 
-def holds_number(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
+def is_scalar_glue(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
     """Whether an Add or Mul of a constant is glue: the constant is a scalar that int8 can hold."""
     varying = graph.data_inputs(node)
     scalar = graph.number_beside(varying[0], node) if varying else None
@@ -165,7 +165,7 @@ def holds_number(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bo
 
 def _pad_refusal(graph: Graph, node: onnx.NodeProto) -> str:
     """Return why a Pad cannot run on integers: it pads with more than 0, or has a tail."""
-    if attributes(node).get("mode", b"constant") != b"constant" or pads_with_more(graph, node):
+    if attributes(node).get("mode", b"constant") != b"constant" or pads_nonzero(graph, node):
         return "it pads with a value other than 0"
     return "" if graph.tail(node) == node.output[0] else "an activation follows it"
 
@@ -176,9 +176,9 @@ def _kernel_refusal(node: onnx.NodeProto) -> str:
     An interpolating Resize is computed in float between its pairs; for the average, see
     `deploy.targets.onnxruntime.map_rewrites`.
     """
-    if node.op_type == "Resize" and (mode := resized_by(node)) != "nearest":
+    if node.op_type == "Resize" and (mode := resize_mode(node)) != "nearest":
         return f"a Resize by {mode} is not run in int8"
-    if counts_beyond(node) and any(attributes(node).get("pads", [])):
+    if averages_beyond_padding(node) and any(attributes(node).get("pads", [])):
         return "an average with ceil_mode and count_include_pad gives other values in int8"
     return ""
 
@@ -223,7 +223,7 @@ def _pooled(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
     return False
 
 
-def owner(graph: Graph, placement: Placement, tensor: str) -> str:
+def find_scale_owner(graph: Graph, placement: Placement, tensor: str) -> str:
     """Return the tensor whose values `tensor` holds, traced back through data movement."""
     while (source := _moved_from(graph, placement, tensor)) is not None:
         tensor = source

@@ -1,8 +1,8 @@
 """Accuracy of an engine against the float model, in one pass and constant memory.
 
 `Comparison` measures each output (formulas: `deploy.metrics.output_errors`), its slices and the
-task that the outputs serve (`deploy.metrics.truth`). NaN and Inf are never averaged away: they are
-reported in `Accuracy.problems`.
+task that the outputs serve (`deploy.metrics.output_form`). NaN and Inf are never averaged away:
+they are reported in `Accuracy.problems`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
-from deploy.graph.index import of_own_channels
+from deploy.graph.index import strip_padded_channels
 from deploy.metrics.output_errors import (
-    Changes,
+    InputChanges,
     OutputAccuracy,
     RunningError,
     cosine,
     output_json,
     sqnr_db,
 )
+from deploy.metrics.output_form import OutputForm, OutputTally, SliceAccuracy, slice_json, task_json
 from deploy.metrics.precision import GroundTruth, MeanPrecision
 from deploy.metrics.rows import Top1, batch_length
 from deploy.metrics.tasks import Metric, TaskFigure
-from deploy.metrics.tasks.task import Example
-from deploy.metrics.truth import Form, PartAccuracy, Truth, part_json, task_json
-from deploy.tensors import Array, Session, Speaking, TensorSpec
+from deploy.metrics.tasks.evaluation_task import Example
+from deploy.tensors import Array, HasOutputs, Session, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class Accuracy:
     doubts: tuple[str, ...] = ()
     classes: int | None = None
     favourite: float | None = None
-    parts: tuple[PartAccuracy, ...] = ()
+    parts: tuple[SliceAccuracy, ...] = ()
     task: TaskFigure | None = None
     precision: MeanPrecision | None = None
     reading: str = ""
@@ -72,7 +72,7 @@ class Accuracy:
     carried: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def worst(self) -> PartAccuracy | None:
+    def worst(self) -> SliceAccuracy | None:
         """The slice with the lowest SQNR; the output itself if it is not sliced."""
         return self.parts[0] if self.parts else None
 
@@ -88,7 +88,7 @@ class Accuracy:
             "favourite": self.favourite,
             "problems": list(self.problems),
             "reading": self.reading,
-            "parts": [part_json(part) for part in self.parts],
+            "parts": [slice_json(part) for part in self.parts],
             "task": None if self.task is None else task_json(self.task),
             "precision": None if self.precision is None else asdict(self.precision),
         }
@@ -130,11 +130,11 @@ class Comparison:
 
     def __init__(
         self,
-        reference: Speaking,
-        candidate: Speaking,
+        reference: HasOutputs,
+        candidate: HasOutputs,
         *,
         labels: Sequence[int] | GroundTruth | None = None,
-        form: Form | None = None,
+        form: OutputForm | None = None,
         metric: Metric | None = None,
     ) -> None:
         """Start with no samples.
@@ -157,8 +157,8 @@ class Comparison:
         self._top1 = Top1(top1_labels)
         several = len(self._names) > 1 and top1_labels is not None
         self._heads = {name: Top1(top1_labels, name) for name in self._names if several}
-        self._changes = Changes()
-        self._truth = Truth(form, metric=metric, labels=classes, objects=objects)
+        self._changes = InputChanges()
+        self._truth = OutputTally(form, metric=metric, labels=classes, objects=objects)
 
     def add(
         self,
@@ -230,7 +230,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class StoredOutputs:
     """Stored outputs in place of the session that computed them."""
 
     values: Mapping[str, Array]
@@ -270,7 +270,10 @@ class TensorComparison:
         batch = batch_length(feed)
         for name, other in self.pairs.items():
             left, right = reference[name], candidate[other]
-            left, right = of_own_channels(name, left, right), of_own_channels(other, right, left)
+            left, right = (
+                strip_padded_channels(name, left, right),
+                strip_padded_channels(other, right, left),
+            )
             self._errors[name].add(left, right, batch)
         self._seen += batch
 
@@ -303,7 +306,7 @@ def _problems(
             )
 
 
-def _common_outputs(reference: Speaking, candidate: Speaking) -> list[str]:
+def _common_outputs(reference: HasOutputs, candidate: HasOutputs) -> list[str]:
     names = [spec.name for spec in reference.outputs if spec.dtype != "str"]
     others = {spec.name for spec in candidate.outputs}
     if not names or set(names) - others:
@@ -326,7 +329,7 @@ __all__ = [
     "Accuracy",
     "Comparison",
     "OutputAccuracy",
-    "PartAccuracy",
+    "SliceAccuracy",
     "TensorComparison",
     "compare",
     "cosine",

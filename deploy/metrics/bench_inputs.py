@@ -11,7 +11,7 @@ import numpy as np
 
 from deploy.errors import CacheError, ConfigError
 from deploy.files import manifest
-from deploy.files.reading import size
+from deploy.files.reading import format_bytes
 from deploy.machine import memory_bytes
 from deploy.tensors import Array, TensorSpec
 
@@ -60,7 +60,7 @@ def random_feeds(
     ]
 
 
-def stacked(samples: Sequence[Mapping[str, Array]], batch: int) -> list[dict[str, Array]]:
+def stack_samples(samples: Sequence[Mapping[str, Array]], batch: int) -> list[dict[str, Array]]:
     """Return `FEEDS` inputs of `batch` rows each, from samples of batch 1 used in turn.
 
     Raises:
@@ -94,7 +94,9 @@ def refuse_fixed_batch(inputs: Iterable[TensorSpec]) -> None:
             )
 
 
-def remembered(paths: Iterable[Path], inputs: Iterable[TensorSpec]) -> dict[str, tuple[int, ...]]:
+def read_calibration_shapes(
+    paths: Iterable[Path], inputs: Iterable[TensorSpec]
+) -> dict[str, tuple[int, ...]]:
     """Return calibration shapes of open inputs, read from the manifest next to one of `paths`."""
     for path in paths:
         try:
@@ -133,8 +135,9 @@ def _refuse_too_much(needed: int) -> None:
     memory = memory_bytes()
     if memory is not None and needed > memory:
         raise ConfigError(
-            f"random inputs must fit into the memory, got {size(needed)} of them and a machine of"
-            f" {size(memory)}; give a smaller --shape or --batch"
+            f"random inputs must fit into the memory, got {format_bytes(needed)} of them and a"
+            " machine of"
+            f" {format_bytes(memory)}; give a smaller --shape or --batch"
         )
 
 

@@ -21,9 +21,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from deploy.errors import ConfigError
-from deploy.machine import Device
+from deploy.machine import AcceleratorInfo
 from deploy.metrics.latency import Feeds, percentile
-from deploy.runtimes.ort import OrtSession, kernel_events, profiled
+from deploy.runtimes.ort import OrtSession, kernel_events, run_profiled
 from deploy.tensors import Session
 from deploy.terminal import phase
 
@@ -33,7 +33,7 @@ _CONTROL_FLOW = frozenset({"If", "Loop", "Scan"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
+class KernelTime:
     """A kernel or layer of an engine.
 
     Attributes:
@@ -60,7 +60,7 @@ class TimesLayers(Protocol):
 
 
 @phase("kernels")
-def kernels_of(
+def time_kernels(
     path: Path,
     session: Session,
     feeds: Feeds,
@@ -68,7 +68,7 @@ def kernels_of(
     again: Callable[[], Session],
     duration_ms: float,
     p50_ms: float,
-) -> tuple[Kernel, ...]:
+) -> tuple[KernelTime, ...]:
     """Return the kernels of an engine, the slowest first.
 
     Args:
@@ -107,18 +107,18 @@ def refuse_untimed(path: Path, session: Session) -> None:
 
 def _traced(path: Path, feeds: Feeds, runs: int, threads: int) -> list[tuple[str, str, float]]:
     with tempfile.TemporaryDirectory(prefix="calib8-") as folder:
-        trace = profiled(path, feeds, runs=runs + _WARMUP, folder=Path(folder), threads=threads)
+        trace = run_profiled(path, feeds, runs=runs + _WARMUP, folder=Path(folder), threads=threads)
         return [(name, kind, us / 1e3) for name, kind, us in kernel_events(trace)]
 
 
-def _ranked(events: Iterable[tuple[str, str, float]], runs: int) -> tuple[Kernel, ...]:
+def _ranked(events: Iterable[tuple[str, str, float]], runs: int) -> tuple[KernelTime, ...]:
     """Return one `Kernel` per (name, kind) in `events`, the slowest first."""
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
     for name, kind, ms in events:
         if kind not in _CONTROL_FLOW:
             times[name, kind].append(ms)
     kernels = (
-        Kernel(name=name, kind=kind, ms=_p50(ms, runs)) for (name, kind), ms in times.items()
+        KernelTime(name=name, kind=kind, ms=_p50(ms, runs)) for (name, kind), ms in times.items()
     )
     return tuple(sorted(kernels, key=lambda kernel: -kernel.ms))
 
@@ -131,7 +131,7 @@ def _p50(times: Sequence[float], runs: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RanLayer:
+class EngineLayer:
     """One layer of an engine.
 
     Attributes:
@@ -151,25 +151,25 @@ class RanLayer:
 
 
 @runtime_checkable
-class OnDevice(Protocol):
+class ReportsLayers(Protocol):
     """A `Session` of an engine that was built for a device."""
 
     @property
-    def device(self) -> Device:
+    def device(self) -> AcceleratorInfo:
         """The device it runs on."""
         ...
 
-    def layers(self) -> tuple[RanLayer, ...]:
+    def layers(self) -> tuple[EngineLayer, ...]:
         """Return the engine's layers in execution order; empty if the engine has no such data."""
         ...
 
 
-def devices_of(sessions: Mapping[str, Session]) -> tuple[Device, ...]:
+def find_devices(sessions: Mapping[str, Session]) -> tuple[AcceleratorInfo, ...]:
     """Return the distinct accelerators that the sessions run on."""
-    found = (one.device for one in sessions.values() if isinstance(one, OnDevice))
+    found = (one.device for one in sessions.values() if isinstance(one, ReportsLayers))
     return tuple(dict.fromkeys(found))
 
 
-def layers_of(session: Session | None) -> tuple[RanLayer, ...]:
+def read_engine_layers(session: Session | None) -> tuple[EngineLayer, ...]:
     """Return the layers of a device engine; empty for ONNX Runtime or no session."""
-    return session.layers() if isinstance(session, OnDevice) else ()
+    return session.layers() if isinstance(session, ReportsLayers) else ()

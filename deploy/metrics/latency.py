@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from deploy.errors import ConfigError
 from deploy.tensors import Array, Session
-from deploy.terminal import lasting
+from deploy.terminal import timed_phase
 
 OVERHEAD_MS = 0.02  # jitter of the runtime itself: smaller differences do not count
 UNSTABLE_PERCENT = 2.5  # trtexec's limit for the coefficient of variance
@@ -166,9 +166,9 @@ def measure(
     _check(sessions, feeds, warmup_ms, duration_s, min_iterations)
     warmup, clock = _InterleavedTimer(sessions, feeds), _InterleavedTimer(sessions, feeds)
     warm_s, counted_s = len(sessions) * warmup_ms / 1000, len(sessions) * duration_s
-    with lasting("latency", warm_s + counted_s):
+    with timed_phase("latency", warm_s + counted_s):
         warmup.turn(seconds=warm_s, rounds=1)
-    with lasting("latency", max(counted_s, min_iterations * warmup.round_s)):
+    with timed_phase("latency", max(counted_s, min_iterations * warmup.round_s)):
         clock.turn(seconds=counted_s, rounds=min_iterations)
     return {
         label: _latency(clock.host_ms[label], clock.device[label], len(warmup.host_ms[label]))

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from deploy.graph.index import WIDE
+from deploy.graph.index import PADDED_SUFFIX
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -28,7 +28,9 @@ def shared_tensors(reference: ModelProto, candidate: ModelProto) -> dict[str, st
 
     Only tensors that the int8 model quantizes and that a node of the float model makes.
     """
-    read_as = {name.removesuffix(WIDE): read for name, read in _dequantized(candidate).items()}
+    read_as = {
+        name.removesuffix(PADDED_SUFFIX): read for name, read in _dequantized(candidate).items()
+    }
     return {
         name: read_as[name]
         for node in reference.graph.node
@@ -45,7 +47,7 @@ def shared_by_name(first: ModelProto, second: ModelProto) -> dict[str, str]:
     models put a new name upstream or downstream of the Q/DQ pair.
     """
     second_reads = {
-        name.removesuffix(WIDE): read
+        name.removesuffix(PADDED_SUFFIX): read
         for produced, read in _readings(second)
         for name in (produced, read)
     }
@@ -53,7 +55,7 @@ def shared_by_name(first: ModelProto, second: ModelProto) -> dict[str, str]:
         read: second_reads[own]
         for produced, read in _readings(first)
         for name in (produced, read)
-        if (own := name.removesuffix(WIDE)) in second_reads
+        if (own := name.removesuffix(PADDED_SUFFIX)) in second_reads
     }
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.output_errors import LEFT_DB
-from deploy.metrics.truth import PartAccuracy
+from deploy.metrics.output_form import SliceAccuracy
 
 GOOD, DOUBTFUL, UNUSABLE, FLOAT = "good", "doubtful", "unusable", "stay in float"
 LEVELS = (GOOD, FLOAT, DOUBTFUL, UNUSABLE)  # the best first
@@ -32,7 +32,7 @@ _FINDS = 0.01  # mAP .50 of the float model below which it finds next to nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class TaskLoss:
     """Loss of an engine on the task, by labels or by agreement with the float model.
 
     Attributes:
@@ -49,7 +49,7 @@ class Lost:
     sure: bool = True
 
 
-def lost_of(accuracy: Accuracy, max_loss: float | None) -> Lost | None:
+def measure_loss(accuracy: Accuracy, max_loss: float | None) -> TaskLoss | None:
     """Return the loss on the task; None if nothing measures it and no limit is given.
 
     Args:
@@ -61,7 +61,7 @@ def lost_of(accuracy: Accuracy, max_loss: float | None) -> Lost | None:
         words = f"{100 * share:.2f} points of top-1 lost"
         return _lost(share, max_loss, _LABELLED, words)
     is_user_metric = accuracy.task is not None and accuracy.task.task == "metric"
-    if accuracy.precision is not None and finds(accuracy) and not is_user_metric:
+    if accuracy.precision is not None and finds_objects(accuracy) and not is_user_metric:
         share = accuracy.precision.reference - accuracy.precision.candidate
         words = f"{100 * share:.2f} points of mAP .50:.95 lost"
         return _lost(share, max_loss, _LABELLED, words)
@@ -74,19 +74,21 @@ def lost_of(accuracy: Accuracy, max_loss: float | None) -> Lost | None:
     return _lost(share, max_loss, _TASK, words)
 
 
-def _lost(share: float, max_loss: float | None, limits: tuple[float, float], words: str) -> Lost:
+def _lost(
+    share: float, max_loss: float | None, limits: tuple[float, float], words: str
+) -> TaskLoss:
     level = _level(share, max_loss, limits)
     nearer = {GOOD: 2 * share, UNUSABLE: share / 2}.get(level)
     sure = nearer is not None and _level(nearer, max_loss, limits) == level
-    return Lost(share, level, words, sure)
+    return TaskLoss(share, level, words, sure)
 
 
-def finds(accuracy: Accuracy) -> bool:
+def finds_objects(accuracy: Accuracy) -> bool:
     """Whether the float model finds any annotated objects; False without annotations."""
     return accuracy.precision is not None and accuracy.precision.reference_50 >= _FINDS
 
 
-def of_accuracy(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple[str, str]]:
+def judge_accuracy(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple[str, str]]:
     """Yield (level, reason) for everything the figures show.
 
     Args:
@@ -100,7 +102,7 @@ def of_accuracy(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple[st
         yield DOUBTFUL, why
     yield from _by_chance(accuracy)
     yield from _blind(accuracy)
-    lost = lost_of(accuracy, max_loss)
+    lost = measure_loss(accuracy, max_loss)
     if lost is not None:
         yield lost.level, lost.words
     else:
@@ -117,13 +119,13 @@ def of_accuracy(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple[st
             yield _of_db(output.sqnr_db, f"{output.sqnr_db:.1f} dB in {output.name}", judged=judged)
 
 
-def _worst_uncovered(accuracy: Accuracy) -> PartAccuracy | None:
+def _worst_uncovered(accuracy: Accuracy) -> SliceAccuracy | None:
     """Return the worst slice of the outputs that the task does not cover."""
     names = () if accuracy.task is None else accuracy.task.beside
     return next((part for part in accuracy.parts if part.output in names), None)
 
 
-def _of_part(part: PartAccuracy, *, judged: bool) -> tuple[str, str]:
+def _of_part(part: SliceAccuracy, *, judged: bool) -> tuple[str, str]:
     words = f"{part.sqnr_db:.1f} dB in the worst part, {part.label}"
     if part.less and not judged:
         return (GOOD if part.sqnr_db >= LEFT_DB else DOUBTFUL), words
@@ -195,7 +197,7 @@ def _silent(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
 def _blind(accuracy: Accuracy) -> Iterator[tuple[str, str]]:
     """Reject a detector that finds none of the annotated objects."""
     precision = accuracy.precision
-    if precision is None or finds(accuracy) or accuracy.samples < _ENOUGH:
+    if precision is None or finds_objects(accuracy) or accuracy.samples < _ENOUGH:
         return
     yield (
         UNUSABLE,

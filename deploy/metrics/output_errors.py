@@ -198,16 +198,16 @@ def output_json(output: OutputAccuracy) -> dict[str, object]:
     """Return plain JSON types."""
     return {
         "name": output.name,
-        "sqnr_db": number(output.sqnr_db),
-        "cosine_mean": number(output.cosine_mean),
-        "cosine_min": number(output.cosine_min),
-        "max_abs_error": number(output.max_abs_error),
+        "sqnr_db": json_number(output.sqnr_db),
+        "cosine_mean": json_number(output.cosine_mean),
+        "cosine_min": json_number(output.cosine_min),
+        "max_abs_error": json_number(output.max_abs_error),
         "not_finite": list(output.not_finite),
         "other_shape": output.other_shape,
     }
 
 
-def number(value: float) -> float | str:
+def json_number(value: float) -> float | str:
     """Return a JSON number, or "inf", "-inf" or "nan"."""
     return value if math.isfinite(value) else str(value)
 
@@ -216,7 +216,7 @@ _PICTURE = 4  # dimensions of a picture
 _FACTORS = [(k, 0) for k in range(2, 17)]  # (scale, remainder) of super resolution
 
 
-def resized(value: Array, fed: Array) -> Array | None:
+def resize_input(value: Array, fed: Array) -> Array | None:
     """Return the input resized to the output; None if the scale is not an integer of 2 to 16."""
     floating = all(np.issubdtype(one.dtype, np.floating) for one in (value, fed))
     axes = _larger(value.shape, fed.shape) if floating else None
@@ -251,7 +251,7 @@ LEFT_DB = 5.0  # SQNR of the change below which it is mostly noise
 
 
 @dataclass(slots=True)
-class Changes:
+class InputChanges:
     """Running sums of outputs with the shape of an input, or a multiple of its size.
 
     Attributes:
@@ -268,7 +268,7 @@ class Changes:
         """Add one batch."""
         for name, left in reference.items():
             for source, fed in inputs.items():
-                shown = fed if _alike(left, fed) else resized(left, fed)
+                shown = fed if _alike(left, fed) else resize_input(left, fed)
                 if shown is not None and candidate[name].shape == left.shape:
                     self._count((name, source), shown, left, candidate[name])
                     if shown is not fed:
@@ -296,21 +296,21 @@ class Changes:
                 )
 
 
-def given_back(samples: Sequence[Array], fed: Sequence[Outputs]) -> str:
+def find_repeated_input(samples: Sequence[Array], fed: Sequence[Outputs]) -> str:
     """Return the input that an output repeats with a small change in all samples; else ""."""
     for name in fed[0] if fed else ():
         pairs = [(one, inputs[name]) for one, inputs in zip(samples, fed, strict=False)]
         if all(_alike(*pair) for pair in pairs):
             signal, change = (
                 sum(float(np.square(one, dtype=np.float64).sum()) for one in values)
-                for values in ([one for one, _ in pairs], [less(*pair) for pair in pairs])
+                for values in ([one for one, _ in pairs], [subtract_input(*pair) for pair in pairs])
             )
             if change > 0 and GIVEN_BACK_DB <= sqnr_db(signal, change) <= ROUNDING_DB:
                 return name
     return ""
 
 
-def less(value: Array, fed: Array) -> Array:
+def subtract_input(value: Array, fed: Array) -> Array:
     """Subtract the input from an output; an output of another shape is returned unchanged."""
     return np.subtract(value, fed, dtype=np.float32) if value.shape == fed.shape else value
 
@@ -324,7 +324,7 @@ USUAL = "its mean"
 _FEW = 32  # values per sample, at most, that are meaningful one by one
 
 
-def usual_of(samples: Sequence[Array]) -> Array | None:
+def find_usual_values(samples: Sequence[Array]) -> Array | None:
     """Return the mean over samples of a few numbers that deviate little from it; else None."""
     first = samples[0]
     if len(samples) < 2 or not 0 < first.size <= _FEW or first.size != max(first.shape, default=0):
@@ -341,7 +341,7 @@ def usual_of(samples: Sequence[Array]) -> Array | None:
     return None
 
 
-def less_usual(value: Array, usual: Array) -> Array:
+def subtract_usual(value: Array, usual: Array) -> Array:
     """Subtract the mean from an output; an output of another shape is returned unchanged."""
     if value.shape[1:] != usual.shape[1:]:
         return value

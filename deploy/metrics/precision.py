@@ -27,9 +27,9 @@ from deploy.metrics.tasks.detections import (
     NOTHING,
     Detections,
     Floats,
-    in_pixels,
-    overlaps,
-    suppressed,
+    box_ious,
+    scale_to_pixels,
+    suppress_overlaps,
 )
 
 _MOST_BYTES = 2 << 30  # the annotations of COCO's training images take 450 MB
@@ -224,7 +224,7 @@ class AveragePrecision:
 
 def _hits(found: Floats, boxes: Floats, crowds: NDArray[np.bool_], iou: float) -> NDArray[np.int64]:
     """Return for each box, the best first: 1 for a hit, 0 for a miss, -1 for a crowd (ignored)."""
-    over = overlaps(found, boxes)
+    over = box_ious(found, boxes)
     over[:, crowds] = _inside(found, boxes[crowds])
     free = np.ones(len(boxes), np.bool_)
     result = np.zeros(len(found), np.int64)
@@ -283,7 +283,9 @@ class PrecisionTally:
         size = image_size(inputs) or (1, 1)
         for counts, outputs in ((self.reference, reference), (self.candidate, candidate)):
             found = self.decoder.boxes(inputs, outputs)
-            found = suppressed(in_pixels(NOTHING if found is None else found, size), iou=_SUPPRESS)
+            found = suppress_overlaps(
+                scale_to_pixels(NOTHING if found is None else found, size), iou=_SUPPRESS
+            )
             counts.add(found, objects.boxes, classes, objects.crowds)
 
     def _classes(self, categories: NDArray[np.int64]) -> NDArray[np.int64]:

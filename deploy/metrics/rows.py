@@ -31,7 +31,7 @@ def batch_length(feed: Outputs) -> int:
     return int(first.shape[0]) if first is not None and np.ndim(first) else 1
 
 
-def split(arrays: Outputs, batch: int) -> list[dict[str, Array]]:
+def split_batch(arrays: Outputs, batch: int) -> list[dict[str, Array]]:
     """Split arrays of a batch into arrays of one sample each, with a batch of 1.
 
     The batch is the first dimension, or the second of sequences [T, N, C]. Arrays without a batch
@@ -61,21 +61,21 @@ _ROUNDING = 1e-2  # error of a sum in float16 over thousands of classes
 _LEAST = -1e-4  # error of a probability of 0 by rounding and resizing
 
 
-def add_up(values: Array, axis: int = -1) -> NDArray[np.bool_]:
+def sums_to_one(values: Array, axis: int = -1) -> NDArray[np.bool_]:
     """Return where the sum along an axis is 1, within rounding."""
     return np.asarray(np.abs(values.sum(axis=axis, dtype=np.float64) - 1) < _ROUNDING)
 
 
-def are_shares(values: Array, axis: int = -1) -> bool:
+def are_probabilities(values: Array, axis: int = -1) -> bool:
     """Whether values along an axis are probabilities that sum to 1, everywhere."""
-    return bool(values.min() >= _LEAST and add_up(values, axis).all())
+    return bool(values.min() >= _LEAST and sums_to_one(values, axis).all())
 
 
-def are_shares_or_logarithms(values: Array) -> bool:
+def are_probabilities_or_logs(values: Array) -> bool:
     """Whether the last axis holds probabilities that sum to 1, or their logarithms."""
     logarithms = values.min() < _LEAST
     exact = values.astype(np.float64, copy=False)
-    return are_shares(np.exp(np.minimum(exact, 1)) if logarithms else exact)
+    return are_probabilities(np.exp(np.minimum(exact, 1)) if logarithms else exact)
 
 
 _SHARE = 1.01  # upper limit of a probability, with rounding
@@ -83,7 +83,7 @@ _PLACE = 4  # minimum bytes of an index
 _BETWEEN = 0.5  # least share of values in 0.1..0.9 among relative coordinates
 
 
-def are_values(scores: Array, batch: int) -> bool:
+def are_regression_values(scores: Array, batch: int) -> bool:
     """Whether [N, C] may hold regression values: all above 0, and in each row one above 1.
 
     Relative coordinates count too: all in [0, 1], no row that sums to 1, most not near 0 or 1.
@@ -95,7 +95,7 @@ def are_values(scores: Array, batch: int) -> bool:
     if rows.min() > 0 and rows.max(axis=1).min() > _SHARE:
         return True
     between = np.mean((rows > 0.1) & (rows < 0.9), axis=1).min() >= _BETWEEN
-    sums_to_1 = add_up(rows).any()
+    sums_to_1 = sums_to_one(rows).any()
     return bool(rows.min() >= 0 and rows.max() <= _SHARE and between and not sums_to_1)
 
 
@@ -110,7 +110,7 @@ def are_ranked(scores: Array, batch: int) -> bool:
     return bool(rows.shape[1] > 2 and (np.diff(rows, axis=1) <= 0).all())
 
 
-def are_places(numbers: Array, batch: int) -> bool:
+def are_indices(numbers: Array, batch: int) -> bool:
     """Whether each row of integers [N, k] may be TopK's indices: not negative, all different."""
     if numbers.dtype.kind not in "iu" or numbers.dtype.itemsize < _PLACE or numbers.ndim < 2:
         return False
@@ -120,7 +120,7 @@ def are_places(numbers: Array, batch: int) -> bool:
     return bool(rows.min() >= 0 and (np.diff(rows, axis=1) > 0).all())
 
 
-def places_of(outputs: Outputs, name: str, batch: int) -> str | None:
+def find_indices(outputs: Outputs, name: str, batch: int) -> str | None:
     """Return the output that holds indices, of `name` and the output it forms a TopK pair with."""
     for other, value in outputs.items():
         for values, places in ((name, other), (other, name)):
@@ -137,11 +137,11 @@ def _is_topk_pair(values: Array, places: Array, batch: int) -> bool:
     if values.size == batch == places.shape[0]:  # a maximum and its index
         return places.dtype.itemsize >= _PLACE
     falls = bool((np.diff(values.reshape(batch, -1), axis=1) <= 0).all())
-    return falls and are_places(places, batch)
+    return falls and are_indices(places, batch)
 
 
 @dataclass(slots=True)
-class Means:
+class RowMeans:
     """Running sums of the means and the deviations of rows [N, C].
 
     Training moves some class scores up and others down, so a row's mean hardly changes. The mean of
@@ -176,7 +176,7 @@ _OF_CLASSES = ("", "classes")  # names of tasks whose argmax may be a class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
+class Top1Figures:
     """Top-1 figures; see `deploy.metrics.accuracy.Accuracy`."""
 
     reference: float | None
@@ -207,7 +207,7 @@ class Top1:
         self.values = True  # until a sample cannot be regression values
         self.ranked = True  # until a sample is not in descending order
         self.several = False  # whether there are other outputs, which may be the main one
-        self.means = Means()
+        self.means = RowMeans()
 
     def add(self, reference: Outputs, candidate: Outputs, batch: int, *, at_once: bool) -> None:
         """Add one batch; unless `at_once`, errors of labels are raised by `result`.
@@ -234,7 +234,7 @@ class Top1:
             return
         self.count = _class_count(own, batch)
         self.given.update(left.tolist())
-        self.values = self.values and are_values(own, batch)
+        self.values = self.values and are_regression_values(own, batch)
         self.ranked = self.ranked and self.count is not None and are_ranked(own, batch)
         if self.count is not None:
             self.means.add(own, batch)
@@ -249,7 +249,7 @@ class Top1:
         """Choose the output to read the class from; the first one if none fits."""
         first = next(iter(outputs))
         self.several = len(outputs) > 1
-        indices = places_of(outputs, first, batch)
+        indices = find_indices(outputs, first, batch)
         self.places |= indices is not None
         self.name = indices or first
         if (
@@ -289,7 +289,7 @@ class Top1:
             f" {label}; labels that start at 1 must be lowered by one"
         )
 
-    def result(self, kind: str) -> Shares:
+    def result(self, kind: str) -> Top1Figures:
         """Return the shares.
 
         Args:
@@ -310,7 +310,7 @@ class Top1:
         counted = self.samples if self.classes and has_classes else 0
         # embeddings that all point one way are as doubtful as one class for all samples
         total = counted or (self.samples if self.classes and kind == "embeddings" else 0)
-        return Shares(
+        return Top1Figures(
             reference=self.right_reference / counted if labelled else None,
             candidate=self.right_candidate / counted if labelled else None,
             agreement=self.agreed / counted if counted else None,
@@ -340,7 +340,7 @@ class Top1:
 
 def _class_count(output: Array, batch: int) -> int | None:
     """Number of classes of a score output; None for an output that holds the class itself."""
-    return None if output.size == batch or are_places(output, batch) else output.size // batch
+    return None if output.size == batch or are_indices(output, batch) else output.size // batch
 
 
 def _classes(output: Array, batch: int, *, places: bool) -> NDArray[np.int64] | None:
@@ -352,7 +352,7 @@ def _classes(output: Array, batch: int, *, places: bool) -> NDArray[np.int64] | 
         return None
     if output.size == batch and np.issubdtype(output.dtype, np.integer):
         return np.asarray(output.reshape(batch), np.int64)
-    if places and are_places(output, batch):
+    if places and are_indices(output, batch):
         return np.asarray(output.reshape(batch, -1)[:, 0], np.int64)
     if output.ndim < 2 or output.shape[1] < 2 or output.size != batch * output.shape[1]:
         return None

@@ -9,8 +9,8 @@
 
 `calibrate` observes, searches the ranges and stores them in a cache; `build` goes all the way.
 `calibrate_with` and `build_with` take the same options as one value each; the command line uses
-these. A Q/DQ model brings its ranges along (`deploy.calibration.calibrated`): `build` observes and
-searches nothing then.
+these. A Q/DQ model brings its ranges along (`deploy.calibration.calibration_result`): `build`
+observes and searches nothing then.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.calibration.calibrated import Calibrated, choices_of
+from deploy.calibration.calibration_result import CalibrationResult, keep_float_layers
 from deploy.calibration.cluster_jobs import Cluster
-from deploy.calibration.reuse import CachePolicy, policy_of
-from deploy.calibration.shards import Shards
+from deploy.calibration.reuse import CachePolicy, as_policy
+from deploy.calibration.shards import ShardSet
 from deploy.feed.feed import Dataset, FeedSource, dataset_of
-from deploy.feed.preprocess import Asked
+from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.sampling import Limit
 from deploy.files import atomic, manifest
-from deploy.files.reading import guarded
-from deploy.files.staging import Stage, staged
+from deploy.files.reading import guard_inputs
+from deploy.files.staging import Stage, stage_files
 from deploy.frontends import LoadedModel, load
 from deploy.method import Method
 from deploy.metrics.precision import Annotations
-from deploy.pipeline.building import build_targets, search_targets
-from deploy.pipeline.calibrating import already_calibrated, calibrate_loaded
-from deploy.pipeline.request import (
+from deploy.pipeline.build_options import (
     BuildOptions,
     CalibrationOptions,
     PreparedBuild,
-    given_as,
     prepare_build,
+    rereadable_model,
 )
+from deploy.pipeline.calibration_setup import already_calibrated, calibrate_loaded
+from deploy.pipeline.target_builds import build_targets, search_targets
 from deploy.report.verdict import Gates
-from deploy.targets import Target, targets_of
-from deploy.targets.base import Built
-from deploy.terminal import numbered, on_request
+from deploy.targets import Target, make_targets
+from deploy.targets.base import BuildResult
+from deploy.terminal import number_phases, with_progress
 from deploy.tuning.plan_file import TargetPlan
 from deploy.tuning.search_options import Tuning
 from deploy.tuning.search_samples import CANDIDATES
-from deploy.tuning.tune import Tuned
+from deploy.tuning.tune import PlannedTarget
 
 if TYPE_CHECKING:
     import onnx
@@ -59,14 +59,14 @@ if TYPE_CHECKING:
     from deploy.report import Report
 
 
-@on_request
+@with_progress
 def calibrate(
     model: str | Path | onnx.ModelProto | LoadedModel,
     images: FeedSource,
     *,
     targets: Sequence[str | Target] = ("onnxruntime",),
     method: str | Method | None = None,
-    preprocess: Asked = None,
+    preprocess: PreprocessRequest = None,
     cache: Path | str | CachePolicy | None = None,
     skip_bad: bool = False,
     limit: Limit = None,
@@ -77,7 +77,7 @@ def calibrate(
     resume: bool = False,
     checkpoint: Path | str | None = None,
     progress: bool = False,
-) -> Calibrated:
+) -> CalibrationResult:
     """Observe what the targets declare, or take it from a fitting cache.
 
     Args:
@@ -95,7 +95,7 @@ def calibrate(
             two halves differ by less than this share (`deploy.calibration.stability`); None looks
             at all.
         threads: worker threads, None for up to 4 cores; the result does not depend on it.
-        float_nodes: nodes to keep in float, as `deploy.graph.index.matching` reads them.
+        float_nodes: nodes to keep in float, as `deploy.graph.index.match_nodes` reads them.
         scheduler: address of a dask scheduler whose workers observe, or a `Cluster`; None observes
             here. The result does not depend on it.
         resume: go on with a run that was ended, from its checkpoint.
@@ -109,7 +109,7 @@ def calibrate(
     """
     options = CalibrationOptions(
         method=method,
-        cache=policy_of(cache),
+        cache=as_policy(cache),
         until_stable=until_stable,
         threads=threads,
         float_nodes=tuple(float_nodes),
@@ -118,30 +118,30 @@ def calibrate(
         checkpoint=None if checkpoint is None else Path(checkpoint),
     )
     dataset = dataset_of(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
-    return calibrate_with(model, dataset, options, targets=targets_of(targets))
+    return calibrate_with(model, dataset, options, targets=make_targets(targets))
 
 
-@guarded()
+@guard_inputs()
 def calibrate_with(
     model: str | Path | onnx.ModelProto | LoadedModel,
     images: Dataset | Sequence[Path],
     options: CalibrationOptions,
     *,
     targets: Sequence[Target],
-) -> Calibrated:
+) -> CalibrationResult:
     """`calibrate` with its options as one value; paths in place of images are shards to merge."""
     loaded = model if isinstance(model, LoadedModel) else load(model)
     return calibrate_loaded(
         loaded,
-        given_as(model),
-        images if isinstance(images, Dataset) else Shards(images, loaded),
+        rereadable_model(model),
+        images if isinstance(images, Dataset) else ShardSet(images, loaded),
         options,
         targets=targets,
         judging=0,
     )
 
 
-@on_request
+@with_progress
 def merge(
     model: str | Path | onnx.ModelProto | LoadedModel,
     shards: Sequence[str | Path],
@@ -151,7 +151,7 @@ def merge(
     cache: Path | str | CachePolicy | None = None,
     float_nodes: Iterable[str] = (),
     progress: bool = False,
-) -> Calibrated:
+) -> CalibrationResult:
     """Put the shards of a calibration together; the cache is that of one run over all images.
 
     Args beyond those of `calibrate`, of which the targets and the nodes in float must be those of
@@ -163,12 +163,12 @@ def merge(
         ModelError, ConfigError, CalibrationError: as `calibrate`.
     """
     options = CalibrationOptions(
-        method=method, cache=policy_of(cache), threads=1, float_nodes=tuple(float_nodes)
+        method=method, cache=as_policy(cache), threads=1, float_nodes=tuple(float_nodes)
     )
-    return calibrate_with(model, [Path(s) for s in shards], options, targets=targets_of(targets))
+    return calibrate_with(model, [Path(s) for s in shards], options, targets=make_targets(targets))
 
 
-@on_request
+@with_progress
 def build(
     model: str | Path | onnx.ModelProto | LoadedModel,
     images: FeedSource | None = None,
@@ -177,7 +177,7 @@ def build(
     out: Path | str = "build",
     targets: Sequence[str | Target] = ("onnxruntime",),
     method: str | Method | None = None,
-    preprocess: Asked = None,
+    preprocess: PreprocessRequest = None,
     cache: Path | str | CachePolicy | None = None,
     eval_images: FeedSource | None = None,
     labels: Sequence[int] | Annotations | str | None = None,
@@ -231,14 +231,14 @@ def build(
     options = BuildOptions(
         calibration=CalibrationOptions(
             method=method,
-            cache=policy_of(cache),
+            cache=as_policy(cache),
             until_stable=until_stable,
             threads=threads,
             float_nodes=tuple(float_nodes),
             scheduler=scheduler,
             resume=resume,
         ),
-        targets=targets_of(targets),
+        targets=make_targets(targets),
         out=Path(out),
         float_model=float_model,
         evaluation=evaluation,
@@ -253,7 +253,7 @@ def build(
     return build_with(model, dataset, options)
 
 
-@guarded()
+@guard_inputs()
 def build_with(
     model: str | Path | onnx.ModelProto | LoadedModel,
     dataset: Dataset | None,
@@ -263,7 +263,7 @@ def build_with(
     from deploy.pipeline.results import write_report
 
     build = prepare_build(model, dataset, options)
-    with numbered(*build.steps), staged(build.options.out) as stage:
+    with number_phases(*build.steps), stage_files(build.options.out) as stage:
         calibration = _calibrated(build, stage)
         _refuse_broken_metric(build, calibration)
         plans, plan = _tuned(build, calibration, stage)
@@ -282,9 +282,9 @@ def build_with(
     return report
 
 
-def _calibrated(build: PreparedBuild, stage: Stage) -> Calibrated:
+def _calibrated(build: PreparedBuild, stage: Stage) -> CalibrationResult:
     """The calibration, observed or from the cache; of a Q/DQ model what its pairs say."""
-    from deploy.pipeline.judge import CALIBRATION_SAMPLES
+    from deploy.pipeline.evaluate import CALIBRATION_SAMPLES
 
     options = build.options
     if build.loaded.trained is not None:
@@ -308,9 +308,9 @@ def _calibrated(build: PreparedBuild, stage: Stage) -> Calibrated:
     )
 
 
-def _refuse_broken_metric(build: PreparedBuild, calibration: Calibrated) -> None:
+def _refuse_broken_metric(build: PreparedBuild, calibration: CalibrationResult) -> None:
     """Refuse a user's metric that fails on the float model itself, before all is built."""
-    from deploy.metrics.accuracy import Comparison, Said
+    from deploy.metrics.accuracy import Comparison, StoredOutputs
     from deploy.metrics.rows import batch_length
 
     if build.metric is None or build.loaded.trained is not None:
@@ -318,20 +318,20 @@ def _refuse_broken_metric(build: PreparedBuild, calibration: Calibrated) -> None
     sample, outputs = next(iter(calibration.judges.heard(1)))
     labels = None if build.evaluation is None else build.evaluation.labels
     first_labels = None if labels is None else labels[:1] * batch_length(sample)
-    itself = Said(outputs)
+    itself = StoredOutputs(outputs)
     comparison = Comparison(itself, itself, metric=build.metric, labels=first_labels)
     comparison.add(sample, outputs, outputs)
     comparison.result()
 
 
 def _tuned(
-    build: PreparedBuild, calibration: Calibrated, stage: Stage
-) -> tuple[dict[str, Tuned], Path | None]:
+    build: PreparedBuild, calibration: CalibrationResult, stage: Stage
+) -> tuple[dict[str, PlannedTarget], Path | None]:
     """(target -> what stays float, the plan file); of a Q/DQ model what is float in it."""
     trained, options = build.loaded.trained, build.options
     if trained is not None:
-        plan = TargetPlan(choices=choices_of(trained, build.loaded))
-        return {one.name: Tuned(plan=plan, searched=False) for one in options.targets}, None
+        plan = TargetPlan(choices=keep_float_layers(trained, build.loaded))
+        return {one.name: PlannedTarget(plan=plan, searched=False) for one in options.targets}, None
     return search_targets(
         options.targets,
         calibration,
@@ -349,8 +349,11 @@ def _tuned(
 
 
 def _built(
-    build: PreparedBuild, calibration: Calibrated, plans: dict[str, Tuned], stage: Stage
-) -> list[Built]:
+    build: PreparedBuild,
+    calibration: CalibrationResult,
+    plans: dict[str, PlannedTarget],
+    stage: Stage,
+) -> list[BuildResult]:
     """The files and the engine of each target."""
     return build_targets(
         build.options.targets,
@@ -363,7 +366,9 @@ def _built(
     )
 
 
-def _measured(build: PreparedBuild, calibration: Calibrated, results: list[Built]) -> Figures:
+def _measured(
+    build: PreparedBuild, calibration: CalibrationResult, results: list[BuildResult]
+) -> Figures:
     """Speed and accuracy of the engines; without images nothing is measured."""
     from deploy.pipeline.measure import measure_engines, unmeasured_figures
 
@@ -390,7 +395,7 @@ def _measured(build: PreparedBuild, calibration: Calibrated, results: list[Built
     )
 
 
-def _notes(build: PreparedBuild, calibration: Calibrated) -> list[str]:
+def _notes(build: PreparedBuild, calibration: CalibrationResult) -> list[str]:
     """Notes on the evaluation images and on what the search was judged by."""
     notes, tuning, evaluation = [], build.options.tuning, build.evaluation
     if build.metric is not None and build.is_labelled and tuning.effort and not tuning.plan:
@@ -410,16 +415,16 @@ def _notes(build: PreparedBuild, calibration: Calibrated) -> list[str]:
     return notes
 
 
-def _published(build: PreparedBuild, calibration: Calibrated, stage: Stage) -> None:
+def _published(build: PreparedBuild, calibration: CalibrationResult, stage: Stage) -> None:
     """Move all files into the folder at once."""
-    from deploy.pipeline.results import made_from, publish
+    from deploy.pipeline.results import build_origin, publish_build
 
     options = build.options
     if options.settings is not None:
         atomic.write_text(stage.inside / manifest.SETTINGS, options.settings)
     replacing = None if options.calibration.cache.force else build.own_files
-    origin = made_from(calibration, options.targets, build.outside_cache)
-    publish(origin, stage, replacing=replacing)
+    origin = build_origin(calibration, options.targets, build.outside_cache)
+    publish_build(origin, stage, replacing=replacing)
 
 
-__all__ = ["CachePolicy", "Calibrated", "Tuning", "build", "calibrate", "merge"]
+__all__ = ["CachePolicy", "CalibrationResult", "Tuning", "build", "calibrate", "merge"]

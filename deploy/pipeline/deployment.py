@@ -17,25 +17,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.calibration.observation import Observed, Subject
+from deploy.calibration.observation import CalibrationSubject, ObservedStatistics
 from deploy.calibration.ranges import Ranges
 from deploy.errors import ConfigError, ModelError
-from deploy.feed.evaluation import Part
+from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.feed import Dataset, open_feed
 from deploy.feed.samples import Feed
 from deploy.files import manifest
 from deploy.files.manifest import sha256
-from deploy.files.reading import guarded, read_bytes
-from deploy.files.staging import Stage, staged
+from deploy.files.reading import guard_inputs, read_bytes
+from deploy.files.staging import Stage, stage_files
 from deploy.machine import default_threads, this_machine
 from deploy.metrics.bench_inputs import Shapes, random_feeds
-from deploy.pipeline.request import written_by
+from deploy.pipeline.build_options import written_names
 from deploy.pipeline.results import (
     engine_rows,
     feed_part,
     file_rows,
     model_part,
-    publish,
+    publish_build,
     write_pages,
 )
 from deploy.report import EngineRow, Report, TargetPart, node_rows
@@ -43,8 +43,8 @@ from deploy.report.report_rows import weight_rows
 from deploy.report.verdict import Gates
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.target import Ascend
-from deploy.targets.base import BuildRequest, Built
-from deploy.targets.options import given
+from deploy.targets.base import BuildRequest, BuildResult
+from deploy.targets.options import changed_options
 from deploy.tensors import Session
 from deploy.terminal import phase
 from deploy.version import __version__
@@ -83,7 +83,7 @@ class TrialInputs:
         return self.dataset.open(loaded.inputs, carried=loaded.carried)
 
 
-@guarded()
+@guard_inputs()
 def deploy(
     model: Path | str,
     record: Path | None = None,
@@ -117,22 +117,26 @@ def deploy(
     """
     from deploy.frontends import load
     from deploy.pipeline.measure import measure_engines
-    from deploy.targets.ascend.recorded import from_cache, from_record
+    from deploy.targets.ascend.existing_files import recipe_from_cache, recipe_from_record
 
     scales = _one_of(record, cache, config)
     ascend, samples = target or Ascend(), inputs or TrialInputs()
     _refuse_early(ascend, samples, Path(out), Path(model).stem, force=force)
     loaded = load(model)
-    subject = Subject(loaded=loaded, samples=0, given=model)
-    recipe = from_cache(subject, scales) if cache else from_record(subject, scales, config=config)
+    subject = CalibrationSubject(loaded=loaded, samples=0, given=model)
+    recipe = (
+        recipe_from_cache(subject, scales)
+        if cache
+        else recipe_from_record(subject, scales, config=config)
+    )
     workers = threads or default_threads()
 
-    def rows(built: Built, feed: Feed, stage: Stage) -> tuple[EngineRow, ...]:
+    def rows(built: BuildResult, feed: Feed, stage: Stage) -> tuple[EngineRow, ...]:
         figures = measure_engines(
             loaded,
             [ascend],
             [built],
-            calibration=Part(feed, feed.count),
+            calibration=EvaluationSubset(feed, feed.count),
             evaluation=feed,
             labels=None,
             duration_s=0,
@@ -145,7 +149,7 @@ def deploy(
     return made.written(Path(out), source, scales, force=force)
 
 
-@guarded()
+@guard_inputs()
 def convert(
     model: Path | str,
     *,
@@ -169,17 +173,17 @@ def convert(
         ConfigError, FeedError, BackendError: as `deploy`.
     """
     from deploy.frontends.base import model_digest
-    from deploy.frontends.reader import read_model
-    from deploy.targets.ascend.recipe import from_qdq
+    from deploy.frontends.onnx_reader import read_model
+    from deploy.targets.ascend.recipe import recipe_from_qdq
 
     path, ascend, samples = Path(model), target or Ascend(), inputs or TrialInputs()
     _refuse_early(ascend, samples, Path(out), path.stem, force=force)
     quantized = read_model(path)
-    converted = from_qdq(quantized, path, keep_rounding=keep_rounding)
-    subject = Subject(loaded=converted.loaded, samples=0, given=quantized)
+    converted = recipe_from_qdq(quantized, path, keep_rounding=keep_rounding)
+    subject = CalibrationSubject(loaded=converted.loaded, samples=0, given=quantized)
     workers = threads or default_threads()
 
-    def rows(built: Built, feed: Feed, stage: Stage) -> tuple[EngineRow, ...]:
+    def rows(built: BuildResult, feed: Feed, stage: Stage) -> tuple[EngineRow, ...]:
         return _beside(quantized, path, built, feed, threads=workers)
 
     source = {"name": path.stem, "sha256": model_digest(quantized)}
@@ -193,15 +197,15 @@ class _Deployment:
 
     target: Ascend
     inputs: TrialInputs
-    subject: Subject
+    subject: CalibrationSubject
     recipe: Recipe
     threads: int
-    rows: Callable[[Built, Feed, Stage], tuple[EngineRow, ...]]
+    rows: Callable[[BuildResult, Feed, Stage], tuple[EngineRow, ...]]
 
     def written(self, out: Path, source: Mapping[str, str], scales: Path, *, force: bool) -> Report:
         """Write the files, measure them, and move them into the folder together."""
         feed = self.inputs.feed(self.subject.loaded)
-        with staged(out) as stage:
+        with stage_files(out) as stage:
             built = self.target.files(self.recipe, self.request(feed, stage))
             report = self.report(built, feed, stage, scales)
             write_pages(report, stage)
@@ -212,7 +216,7 @@ class _Deployment:
                 "scales": {"name": scales.name, "sha256": _digest(scales)},
                 "targets": [self.target.name],
             }
-            publish(made_from, stage, replacing=None if force else ())
+            publish_build(made_from, stage, replacing=None if force else ())
         return report
 
     def request(self, feed: Feed, stage: Stage) -> BuildRequest:
@@ -221,13 +225,13 @@ class _Deployment:
             subject=self.subject,
             folder=stage.inside,
             earlier=stage.folder,
-            ranges=Ranges(Observed({}), self.subject.method, {}),
+            ranges=Ranges(ObservedStatistics({}), self.subject.method, {}),
             feed=feed,
             manifest=feed.manifest(),
             threads=self.threads,
         )
 
-    def report(self, built: Built, feed: Feed, stage: Stage, scales: Path) -> Report:
+    def report(self, built: BuildResult, feed: Feed, stage: Stage, scales: Path) -> Report:
         """The report on the files."""
         images = None if self.inputs.dataset is None else self.inputs.dataset.source
         notes = feed.notes if images is not None else (_MADE_UP,)
@@ -239,7 +243,7 @@ class _Deployment:
                 TargetPart(
                     name=built.target,
                     method=built.method,
-                    options=given(self.target),
+                    options=changed_options(self.target),
                     nodes=node_rows(built.decisions),
                     weights=weight_rows(built.weights),
                     files=file_rows(built.files, stage),
@@ -291,19 +295,19 @@ def _refuse_early(
             " their preprocessing"
         )
     if not force:
-        manifest.refuse_foreign(out, written_by([target], name))
+        manifest.refuse_foreign(out, written_names([target], name))
 
 
 def _beside(
     quantized: onnx.ModelProto,
     path: Path,
-    built: Built,
+    built: BuildResult,
     feed: Feed,
     *,
     threads: int,
 ) -> tuple[EngineRow, ...]:
     """Rows of the Q/DQ model in ONNX Runtime and of the deploy model, compared with it."""
-    from deploy.frontends.reader import read_model
+    from deploy.frontends.onnx_reader import read_model
     from deploy.metrics.accuracy import Comparison
     from deploy.targets.ascend.executor import open_deploy
 

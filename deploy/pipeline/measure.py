@@ -9,19 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.calibration.reference import FloatOutputs, alike
+from deploy.calibration.reference_outputs import ReferenceOutputs, outputs_match
 from deploy.errors import BackendError, SdkMissingError
-from deploy.feed.evaluation import Part
-from deploy.graph.bounds import Bounds, bounds
-from deploy.machine import Device
+from deploy.feed.evaluation import EvaluationSubset
+from deploy.graph.bounds import Bounds, find_bounds
+from deploy.machine import AcceleratorInfo
 from deploy.metrics.accuracy import Accuracy
-from deploy.metrics.kernels import devices_of, layers_of
+from deploy.metrics.kernels import find_devices, read_engine_layers
 from deploy.metrics.latency import DeviceSession, Latency, measure
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.precision import GroundTruth
 from deploy.metrics.tasks import Metric
-from deploy.metrics.tasks.task import Example
-from deploy.pipeline.judge import (
+from deploy.metrics.tasks.evaluation_task import Example
+from deploy.pipeline.evaluate import (
     Candidate,
     Evaluation,
     InnerTensors,
@@ -32,9 +32,9 @@ from deploy.pipeline.judge import (
     open_single_thread,
 )
 from deploy.report import EngineRow
-from deploy.report.figures import ran_part
+from deploy.report.figures import compare_with_plan
 from deploy.runtimes.ort import OrtSession
-from deploy.targets.base import Built, Target
+from deploy.targets.base import BuildResult, Target
 from deploy.tensors import Array, Samples, Session
 from deploy.terminal import phase
 
@@ -67,7 +67,7 @@ class Figures:
     layers: Mapping[str, tuple[OutputAccuracy, ...]] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    devices: tuple[Device, ...] = ()
+    devices: tuple[AcceleratorInfo, ...] = ()
     decodes: int = 0
     reference_runs: int = 0
     engine_runs: Mapping[str, int] = field(default_factory=dict)
@@ -78,13 +78,13 @@ class Figures:
 def measure_engines(
     loaded: LoadedModel,
     targets: Sequence[Target],
-    built: Sequence[Built],
+    built: Sequence[BuildResult],
     *,
-    calibration: Part,
+    calibration: EvaluationSubset,
     evaluation: Samples | None,
     labels: Sequence[int] | GroundTruth | None,
     metric: Metric | None = None,
-    outputs: FloatOutputs | None = None,
+    outputs: ReferenceOutputs | None = None,
     duration_s: float,
     threads: int,
 ) -> Figures:
@@ -141,7 +141,7 @@ def measure_engines(
     }
     latency = _latencies(sessions, calibration, duration_s)
     seen = _Results(timed, sessions, latency, judged.accuracy, failed, threads)
-    devices = devices_of(sessions)
+    devices = find_devices(sessions)
     first = _first_row(loaded, seen, size=len(original), devices=bool(devices))
     rows = [row for result in built for row in _rows(result, seen, alone=len(built) == 1)]
     return Figures(
@@ -161,7 +161,7 @@ def measure_engines(
     )
 
 
-def unmeasured_figures(loaded: LoadedModel, built: Sequence[Built]) -> Figures:
+def unmeasured_figures(loaded: LoadedModel, built: Sequence[BuildResult]) -> Figures:
     """The engines of a build without images: their files, without figures."""
     size = len(float_model(loaded))
     first = EngineRow(label="FP32", reference=True, path=None, size_bytes=size)
@@ -212,12 +212,12 @@ def _first_row(loaded: LoadedModel, seen: _Results, *, size: int, devices: bool)
     )
 
 
-def _rows(built: Built, seen: _Results, *, alone: bool) -> Iterator[EngineRow]:
+def _rows(built: BuildResult, seen: _Results, *, alone: bool) -> Iterator[EngineRow]:
     """The rows of a target's baselines and of its engine."""
     paths: dict[str, Path | None] = {**built.baselines, built.target: built.engine}
     for name, path in paths.items():
         own = name == built.target
-        layers = layers_of(seen.sessions.get(name))
+        layers = read_engine_layers(seen.sessions.get(name))
         yield EngineRow(
             label=built.word if own and alone else name,
             baseline=not own,
@@ -228,7 +228,7 @@ def _rows(built: Built, seen: _Results, *, alone: bool) -> Iterator[EngineRow]:
             threads=seen.threads,
             latency=seen.latency.get(name),
             accuracy=seen.accuracy.get(name),
-            ran=ran_part(layers, built.decisions if own else ()),
+            ran=compare_with_plan(layers, built.decisions if own else ()),
             notes=(seen.failed[name],) if name in seen.failed and not own else (),
         )
 
@@ -236,7 +236,7 @@ def _rows(built: Built, seen: _Results, *, alone: bool) -> Iterator[EngineRow]:
 def _open_engines(
     timed: dict[str, _Timed],
     targets: Sequence[Target],
-    built: Sequence[Built],
+    built: Sequence[BuildResult],
     *,
     threads: int,
     alone: bool,
@@ -268,10 +268,10 @@ def _timed(make: Callable[[], Session]) -> _Timed:
 
 
 def _lossy_layers(
-    inside: InnerTensors, loaded: LoadedModel, built: Sequence[Built]
+    inside: InnerTensors, loaded: LoadedModel, built: Sequence[BuildResult]
 ) -> dict[str, tuple[OutputAccuracy, ...]]:
     """Target -> inner tensors whose figures show a loss."""
-    limits, found = bounds(loaded.model), inside.layers
+    limits, found = find_bounds(loaded.model), inside.layers
     clamped = {one.target: _clamped(limits, one.ranges) for one in built}
     return {
         name: tuple(layer for layer in found[name] if layer.name not in beyond)
@@ -292,13 +292,15 @@ def _clamped(limits: Mapping[str, Bounds], ranges: Mapping[str, Scale]) -> set[s
     }
 
 
-def _engines_of(built: Built) -> dict[str, Path]:
+def _engines_of(built: BuildResult) -> dict[str, Path]:
     """Name -> engine: baselines by their labels, the target's engine by the target's name."""
     own = {} if built.engine is None else {built.target: built.engine}
     return {**built.baselines, **own}
 
 
-def _alone(engines: Mapping[str, Session | None], built: Sequence[Built]) -> dict[str, Candidate]:
+def _alone(
+    engines: Mapping[str, Session | None], built: Sequence[BuildResult]
+) -> dict[str, Candidate]:
     """The baselines, evaluated like the engines of a device."""
     labels = {label for result in built for label in result.baselines}
     found = {label: engines.get(label) for label in labels}
@@ -319,34 +321,39 @@ def _latencies(
     return {name: latency for each in found for name, latency in each.items()}
 
 
-def _reference_of(loaded: LoadedModel, original: Session | bytes, over: Evaluation) -> FloatOutputs:
+def _reference_of(
+    loaded: LoadedModel, original: Session | bytes, over: Evaluation
+) -> ReferenceOutputs:
     """Outputs of the user's own file, run on demand."""
 
     def opened() -> Session:
         return open_single_thread(original) if isinstance(original, bytes) else original
 
-    first = over.feed.keys[:1] if isinstance(over.feed, Part) else ()
-    return FloatOutputs(opened, [spec.name for spec in loaded.outputs], first)
+    first = over.feed.keys[:1] if isinstance(over.feed, EvaluationSubset) else ()
+    return ReferenceOutputs(opened, [spec.name for spec in loaded.outputs], first)
 
 
 def _same_model(
-    itself: FloatOutputs, over: Evaluation, outputs: FloatOutputs | None
+    itself: ReferenceOutputs, over: Evaluation, outputs: ReferenceOutputs | None
 ) -> tuple[bool, bool]:
     """Return (equal, stored) for the cleaned model that was observed.
 
     equal: it reproduces the user's own file on the first sample. stored: its outputs of that
     sample were stored, so they can serve as the reference.
     """
-    keys = over.feed.keys[:1] if isinstance(over.feed, Part) else ()
+    keys = over.feed.keys[:1] if isinstance(over.feed, EvaluationSubset) else ()
     if outputs is None or not keys or keys[0] not in outputs:
         return outputs is not None, False
     (first,) = over.feed.first(1)
-    same = alike(itself.of(keys[0], first), outputs.of(keys[0], first))
+    same = outputs_match(itself.of(keys[0], first), outputs.of(keys[0], first))
     return same, same
 
 
 def _notes(
-    accuracy: Mapping[str, Accuracy], evaluation: Samples | None, calibration: Part, inside: int
+    accuracy: Mapping[str, Accuracy],
+    evaluation: Samples | None,
+    calibration: EvaluationSubset,
+    inside: int,
 ) -> tuple[str, ...]:
     """Notes on which samples the figures stand on."""
     if not accuracy:

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy.calibration.fingerprint import of_feed
-from deploy.feed.feed import prepared
+from deploy.calibration.fingerprint import feed_versions
+from deploy.feed.feed import describe_preprocessing
 from deploy.files import atomic, manifest
 from deploy.files.manifest import sha256
 from deploy.machine import this_machine
@@ -38,20 +38,20 @@ from deploy.report.report_rows import clip_rows, weight_rows
 from deploy.report.tables import PLAN
 from deploy.report.verdict import Gates, Verdict, verdict
 from deploy.targets import TARGETS
-from deploy.targets.base import Built
+from deploy.targets.base import BuildResult
 from deploy.tensors import TensorSpec
 from deploy.terminal import phase
 from deploy.version import __version__
 
 if TYPE_CHECKING:
-    from deploy.calibration.calibrated import Calibrated
+    from deploy.calibration.calibration_result import CalibrationResult
     from deploy.feed.samples import Feed
     from deploy.files.staging import Stage
     from deploy.frontends import LoadedModel
     from deploy.pipeline.measure import Figures
     from deploy.targets import Target
     from deploy.tuning.plan_file import TargetPlan
-    from deploy.tuning.tune import Tuned
+    from deploy.tuning.tune import PlannedTarget
 
 _NAMED = 3  # tensors named for each reason
 _FAILED = "the search was made without some of its trials: {}"
@@ -68,17 +68,17 @@ _WORTHLESS = "int8 wins nothing here that is worth its loss; {}"
 
 @phase("report")
 def write_report(
-    calibrated: Calibrated,
-    built: Sequence[Built],
+    calibrated: CalibrationResult,
+    built: Sequence[BuildResult],
     figures: Figures,
     stage: Stage,
     *,
-    plans: Mapping[str, Tuned],
+    plans: Mapping[str, PlannedTarget],
     plan: Path | None,
     gates: Gates,
 ) -> Report:
     """Gather the report and write it as report.json, report.md and report.html."""
-    report = gather(calibrated, built, figures, stage, plans=plans, plan=plan, gates=gates)
+    report = gather_report(calibrated, built, figures, stage, plans=plans, plan=plan, gates=gates)
     write_pages(report, stage)
     return report
 
@@ -92,8 +92,8 @@ def write_pages(report: Report, stage: Stage) -> None:
         atomic.write_text(stage.inside / name, page)
 
 
-def made_from(
-    calibrated: Calibrated, targets: Sequence[Target], cache: Path | None
+def build_origin(
+    calibrated: CalibrationResult, targets: Sequence[Target], cache: Path | None
 ) -> dict[str, Any]:
     """What a build was made from, for its manifest.
 
@@ -105,8 +105,8 @@ def made_from(
     fed = calibrated.feed.manifest()
     there = cache is not None and cache.is_file()
     return {
-        **({"cache": manifest.outside(cache)} if cache is not None and there else {}),
-        "versions": {"calib8": __version__, **of_feed(fed["kind"])},
+        **({"cache": manifest.external_cache_entry(cache)} if cache is not None and there else {}),
+        "versions": {"calib8": __version__, **feed_versions(fed["kind"])},
         "model": {"name": calibrated.loaded.name, "sha256": calibrated.loaded.digest},
         "images": fed,
         "shapes": {name: array.shape for name, array in calibrated.feed.first(1)[0].items()},
@@ -116,7 +116,7 @@ def made_from(
 
 
 @phase("report")
-def publish(
+def publish_build(
     made_from: Mapping[str, Any], stage: Stage, *, replacing: Collection[str] | None
 ) -> None:
     """Move a build into its folder, with its manifest.
@@ -135,18 +135,18 @@ def publish(
         if replacing is not None:
             others = [name for name in names if name not in replacing]
             manifest.refuse_foreign(stage.folder, others)
-        manifest.write(stage.inside, stage.folder, names, made_from)
+        manifest.write_manifest(stage.inside, stage.folder, names, made_from)
 
     stage.publish(complete)
 
 
-def gather(
-    calibrated: Calibrated,
-    built: Sequence[Built],
+def gather_report(
+    calibrated: CalibrationResult,
+    built: Sequence[BuildResult],
     figures: Figures,
     stage: Stage,
     *,
-    plans: Mapping[str, Tuned] | None = None,
+    plans: Mapping[str, PlannedTarget] | None = None,
     plan: Path | None = None,
     gates: Gates | None = None,
 ) -> Report:
@@ -213,21 +213,21 @@ def feed_part(feed: Feed, source: str) -> FeedPart:
         source=source,
         samples=feed.count,
         preprocess=fed.get("preprocess") or {},
-        prepared=prepared(feed),
+        prepared=describe_preprocessing(feed),
         skipped=feed.skipped,
         digest=fed.get("sha256"),
         pictures=pictures_part(feed.views(), feed.preprocess),
     )
 
 
-def _title(name: str, built: Sequence[Built]) -> str:
+def _title(name: str, built: Sequence[BuildResult]) -> str:
     words = sorted({one.word for one in built}, reverse=True)
     return f"calib8: {name} in {' and '.join(words)} for {', '.join(r.target for r in built)}"
 
 
 def engine_rows(
     figures: Figures,
-    built: Sequence[Built],
+    built: Sequence[BuildResult],
     gates: Gates,
     stage: Stage,
     *,
@@ -271,7 +271,7 @@ def _verdict(
     row: EngineRow, engines: Sequence[EngineRow], *, int8: bool, gates: Gates, fed_wrong: bool
 ) -> Verdict:
     """The verdict on one engine; its speed is compared with the first of its rivals."""
-    rival = next(iter(model.rivals(engines, row)), None)
+    rival = next(iter(model.find_rivals(engines, row)), None)
     if rival is None:
         return verdict(
             accuracy=row.accuracy,
@@ -298,7 +298,7 @@ def _rival_of(row: EngineRow) -> str:
     return "a float engine on its device" if row.on_device else "FP32"
 
 
-def _work(calibrated: Calibrated, figures: Figures) -> WorkPart:
+def _work(calibrated: CalibrationResult, figures: Figures) -> WorkPart:
     """Counts of decoded images and inferences."""
     return WorkPart(
         decodes=calibrated.feed.decodes + figures.decodes,
@@ -308,7 +308,7 @@ def _work(calibrated: Calibrated, figures: Figures) -> WorkPart:
     )
 
 
-def _groups(calibrated: Calibrated) -> tuple[GroupRow, ...]:
+def _groups(calibrated: CalibrationResult) -> tuple[GroupRow, ...]:
     """Observations by variant and statistic, and whether the cache held them."""
     now = set(calibrated.observed_now)
     observations = calibrated.observations
@@ -319,7 +319,7 @@ def _groups(calibrated: Calibrated) -> tuple[GroupRow, ...]:
     )
 
 
-def _calibration(calibrated: Calibrated, built: Sequence[Built]) -> CalibrationPart:
+def _calibration(calibrated: CalibrationResult, built: Sequence[BuildResult]) -> CalibrationPart:
     asked = calibrated.ranges.chosen_by
     used = {result.method for result in built if result.method}
     by_model = calibrated.loaded.trained is not None
@@ -336,7 +336,11 @@ def _calibration(calibrated: Calibrated, built: Sequence[Built]) -> CalibrationP
 
 
 def _target(
-    calibrated: Calibrated, figures: Figures, built: Built, plan: Tuned | None, stage: Stage
+    calibrated: CalibrationResult,
+    figures: Figures,
+    built: BuildResult,
+    plan: PlannedTarget | None,
+    stage: Stage,
 ) -> TargetPart:
     error = built.error or figures.failed.get(built.target, "")
     layers = figures.layers.get(built.target, ())
@@ -371,7 +375,7 @@ def _left_over(name: str, target: str, stage: Stage) -> Iterator[str]:
         yield f"not of this build, but of an earlier one in {stage.folder}: {', '.join(left)}"
 
 
-def _of_search(plan: Tuned | None) -> Iterator[str]:
+def _of_search(plan: PlannedTarget | None) -> Iterator[str]:
     """Notes on how the plan came about."""
     if plan is not None and plan.note:
         yield plan.note
@@ -385,7 +389,7 @@ def _of_search(plan: Tuned | None) -> Iterator[str]:
         yield _FAILED.format(plan.plan.failed)
 
 
-def _search(plan: Tuned | None) -> SearchPart | None:
+def _search(plan: PlannedTarget | None) -> SearchPart | None:
     """What the search tried; None without a search."""
     if plan is None or not plan.plan.tried:
         return None
@@ -424,7 +428,7 @@ def _final(path: Path | str | None, stage: Stage) -> str | None:
     return None if path is None else str(stage.final(Path(path)))
 
 
-def _cache_now(calibrated: Calibrated, stage: Stage) -> Path | None:
+def _cache_now(calibrated: CalibrationResult, stage: Stage) -> Path | None:
     """The cache of this run: in the stage where it appears with the build."""
     if calibrated.cache is None:
         return None
@@ -432,7 +436,7 @@ def _cache_now(calibrated: Calibrated, stage: Stage) -> Path | None:
     return waiting if waiting.exists() else calibrated.cache
 
 
-def _troubles(calibrated: Calibrated) -> list[str]:
+def _troubles(calibrated: CalibrationResult) -> list[str]:
     """Tensors without a scale, those of one reason together; their nodes stay float."""
     by_reason: dict[str, list[str]] = {}
     for name, why in calibrated.found.reasons.items():

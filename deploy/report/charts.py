@@ -40,7 +40,7 @@ from deploy.report.model import Findings
 from deploy.report.page import Section
 from deploy.report.parts import BatchRow, EngineRow, HistogramPart, TensorRow
 from deploy.report.report_rows import worst_first
-from deploy.report.tables import whose
+from deploy.report.tables import target_suffix
 
 _BAR_WIDTH, _BAR_HEIGHT = 190, 16
 
@@ -218,7 +218,7 @@ def histograms(report: Findings) -> Iterator[Section]:
     for target in report.targets:
         rows = [row for row in worst_first(target.tensors) if row.histogram is not None]
         if rows:
-            of_target = whose(report, target.name)
+            of_target = target_suffix(report, target.name)
             drawn = "\n".join(_figure(row, row.histogram) for row in rows if row.histogram)
             html = f'<p class="sub">{_WORDS}</p>\n<div class="drawn">{drawn}</div>'
             yield Section(title=f"Histograms{of_target}", html=html, rows=len(rows))

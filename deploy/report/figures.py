@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from deploy.metrics.kernels import RanLayer
+from deploy.metrics.kernels import EngineLayer
 
 if TYPE_CHECKING:
     from deploy.graph.plan import Decision
@@ -90,7 +90,7 @@ def ratio(value: float) -> str:
     return f"{value:.2f}x"
 
 
-def sized(smaller: float) -> tuple[str, str]:
+def size_change(smaller: float) -> tuple[str, str]:
     """Return ("2.00x", "smaller"), or "larger" if the file grew; empty texts for equal sizes."""
     if ratio(smaller) == ratio(1):
         return "", ""
@@ -107,18 +107,18 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def least(values: Iterable[float]) -> float:
+def nan_aware_min(values: Iterable[float]) -> float:
     """Return the minimum, NaN if any is NaN (for `min` it would depend on the order)."""
     numbers = tuple(values)
     return math.nan if any(map(math.isnan, numbers)) else min(numbers, default=math.nan)
 
 
-RAN_HEADS = ("node", "operator", "planned in", "runs in")
+DEVIATION_HEADS = ("node", "operator", "planned in", "runs in")
 _GRIDS = ("int8", "uint8", "fp8")  # layer types that count as quantized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeRan:
+class NodeDeviation:
     """A node that does not run as planned: its operator and both types."""
 
     node: str
@@ -128,7 +128,7 @@ class NodeRan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RanPart:
+class EngineLayersPart:
     """Layers of an engine, as reported by its runtime.
 
     Attributes:
@@ -148,8 +148,8 @@ class RanPart:
     planned: int | None = None
     grid: str | None = None
     unnamed: tuple[str, ...] = ()
-    lost: tuple[NodeRan, ...] = ()
-    gained: tuple[NodeRan, ...] = ()
+    lost: tuple[NodeDeviation, ...] = ()
+    gained: tuple[NodeDeviation, ...] = ()
 
     @property
     def otherwise(self) -> list[list[str]]:
@@ -162,7 +162,9 @@ class RanPart:
         return (self.planned or 0) - len(self.unnamed) - len(self.lost)
 
 
-def ran_part(layers: Sequence[RanLayer], plan: Iterable[Decision] = ()) -> RanPart | None:
+def compare_with_plan(
+    layers: Sequence[EngineLayer], plan: Iterable[Decision] = ()
+) -> EngineLayersPart | None:
     """Compare an engine's layers with the plan of its model; None without layers."""
     if not layers:
         return None
@@ -170,10 +172,10 @@ def ran_part(layers: Sequence[RanLayer], plan: Iterable[Decision] = ()) -> RanPa
     types = _by_node(work)
     decisions = list(plan)
     quantized = [d for d in decisions if d.quantized]
-    rows = [NodeRan(node=d.node, op=d.op_type, planned=d.precision, ran=types[d.node])
+    rows = [NodeDeviation(node=d.node, op=d.op_type, planned=d.precision, ran=types[d.node])
             for d in decisions if d.node in types]  # fmt: skip
     on_grid = {d.node for d in quantized}
-    return RanPart(
+    return EngineLayersPart(
         layers=len(work),
         precisions=dict(Counter(layer.precision for layer in work if layer.precision)),
         reformats=len(layers) - len(work),
@@ -185,7 +187,7 @@ def ran_part(layers: Sequence[RanLayer], plan: Iterable[Decision] = ()) -> RanPa
     )
 
 
-def _by_node(layers: Iterable[RanLayer]) -> dict[str, str]:
+def _by_node(layers: Iterable[EngineLayer]) -> dict[str, str]:
     """Return node -> its type; a node of several layers is quantized if one of them is."""
     types: dict[str, str] = {}
     for layer in layers:
@@ -195,12 +197,12 @@ def _by_node(layers: Iterable[RanLayer]) -> dict[str, str]:
     return types
 
 
-def quantized_layers(part: RanPart) -> str:
+def quantized_layers(part: EngineLayersPart) -> str:
     """Return the number of quantized layers: "12 of 31"."""
     return f"{sum(part.precisions.get(grid, 0) for grid in _GRIDS)} of {part.layers}"
 
 
-def ran_words(part: RanPart) -> str:
+def engine_layers_words(part: EngineLayersPart) -> str:
     """Return the comparison with the plan in one line; "" without a plan."""
     if not part.planned:
         return ""
@@ -212,7 +214,7 @@ def ran_words(part: RanPart) -> str:
     return f"{', '.join(texts)}; {count(part.reformats, 'reformat')}"
 
 
-def lost_groups(part: RanPart) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+def lost_groups(part: EngineLayersPart) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Yield (type, operator, nodes) of nodes planned as quantized that run in float."""
     groups: dict[tuple[str, str], list[str]] = {}
     for row in part.lost:

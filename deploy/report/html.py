@@ -14,18 +14,18 @@ from deploy.report import figures, model, sections, tables
 from deploy.report import page as markup
 from deploy.report.charts import LATENCY_WORDS, histograms, latency_figure, sweep_section
 from deploy.report.model import Findings
-from deploy.report.page import Section, contents, page, written
+from deploy.report.page import Section, page, render_sections, table_of_contents
 from deploy.report.sections import weights
 from deploy.report.tables import (
+    built_targets,
     calibration_words,
-    covered,
     engine_lines,
     failures,
     group_words,
     kernel_section,
-    shrink,
+    size_ratio,
+    target_suffix,
     top1,
-    whose,
     work_words,
 )
 
@@ -45,7 +45,7 @@ def to_html(report: Findings) -> str:
         _setup,
         sections.search,
         sections.nodes,
-        sections.ran,
+        sections.engine_layers,
         sections.tensors,
         sections.layers,
         weights,
@@ -54,7 +54,9 @@ def to_html(report: Findings) -> str:
         _work,
     )
     shown = [section for block in blocks for section in block(report)]
-    body = "\n".join((*_head(report), *_tiles(report), contents(shown), *written(shown)))
+    body = "\n".join(
+        (*_head(report), *_tiles(report), table_of_contents(shown), *render_sections(shown))
+    )
     return page(report.title, body)
 
 
@@ -95,15 +97,15 @@ def _tile_values(report: Findings) -> Iterator[tuple[str, str]]:
     int8 = (engine for engine in report.engines if not (engine.reference or engine.baseline))
     engine = next(int8, None)
     if engine is not None:
-        smaller = shrink(report, engine)
-        for rival in model.rivals(report.engines, engine):
+        smaller = size_ratio(report, engine)
+        for rival in model.find_rivals(report.engines, engine):
             against = "the float model" if rival.reference else rival.label
             yield (
                 figures.ratio(model.speed_up(rival, engine)),
                 f"speed of {against}, {engine.label}",
             )
         if smaller is not None:
-            factor, how = figures.sized(smaller)
+            factor, how = figures.size_change(smaller)
             if factor:
                 yield factor, f"{how} on disk, {engine.label}"
         share = top1(report, engine)
@@ -112,17 +114,17 @@ def _tile_values(report: Findings) -> Iterator[tuple[str, str]]:
         if engine.accuracy and engine.accuracy.task and tables.task_label(engine.accuracy):
             task = engine.accuracy.task
             yield task.count, f"{task.figure}, {engine.label}"
-        if engine.accuracy and tables.parted(engine.accuracy):
+        if engine.accuracy and tables.has_slices(engine.accuracy):
             part = tables.worst_label(engine.accuracy)
             decibels = figures.decibels(tables.sqnr(engine.accuracy))
             yield decibels, f"SQNR of the worst part, {part}, {engine.label}"
         elif share is None and engine.accuracy:
             cosine = figures.cosine(tables.cosine(engine.accuracy))
             yield cosine, f"cosine to the float model, {engine.label}"
-    for target in covered(report):
+    for target in built_targets(report):
         quantized = sum(node.quantized for node in target.nodes)
         kinds = sorted({node.precision for node in target.nodes if node.quantized}) or ["int8"]
-        own = whose(report, target.name, ", ")
+        own = target_suffix(report, target.name, ", ")
         yield f"{quantized} / {len(target.nodes)}", f"nodes in {', '.join(kinds)}{own}"
 
 
@@ -161,11 +163,11 @@ def _outputs(report: Findings) -> Iterator[Section]:
         for output in accuracy.outputs
     )
     heads = ["engine", "output", "SQNR", "cosine", "worst cosine", "max abs error"]
-    notes = [f"{label}: {text}" for label, one in compared for text in tables.sentences(one)]
+    notes = [f"{label}: {text}" for label, one in compared for text in tables.accuracy_notes(one)]
     slices = [
         [label, *tables.part_row(part)]
         for label, accuracy in compared
-        if tables.parted(accuracy)
+        if tables.has_slices(accuracy)
         for part in accuracy.parts
     ]
     html = [f'<p class="sub">Over {over}, against the float model.</p>']

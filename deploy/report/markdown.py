@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 from deploy.report import figures, tables
 from deploy.report.charts import sweep_table
-from deploy.report.figures import RAN_HEADS, encodable, ran_words
+from deploy.report.figures import DEVIATION_HEADS, encodable, engine_layers_words
 from deploy.report.model import Findings
 from deploy.report.parts import TargetPart
 from deploy.report.report_rows import float_groups, worst_first, worst_weights
@@ -15,9 +15,9 @@ from deploy.report.tables import (
     KERNEL_HEADS,
     TRIAL_HEADS,
     WEIGHT_HEADS,
+    built_targets,
     calibration_words,
     coverage,
-    covered,
     engine_lines,
     failures,
     group_words,
@@ -25,10 +25,10 @@ from deploy.report.tables import (
     plan_name,
     quantized_operators,
     search_words,
+    target_suffix,
     timed_engines,
     trial_row,
     weight_row,
-    whose,
     work_words,
 )
 
@@ -110,10 +110,10 @@ def _outputs(report: Findings) -> Iterator[str]:
         if engine.accuracy:
             samples = figures.count(engine.accuracy.samples, "sample")
             yield f"## Accuracy of {_escape(engine.label)} over {samples}"
-            notes = tables.sentences(engine.accuracy)
+            notes = tables.accuracy_notes(engine.accuracy)
             if notes:
                 yield _bullets([_escape(text) for text in notes])
-            if tables.parted(engine.accuracy):
+            if tables.has_slices(engine.accuracy):
                 yield _table(tables.PART_HEADS, map(tables.part_row, engine.accuracy.parts))
             yield _table(
                 ["output", "SQNR", "cosine", "cosine, worst", "max abs error"],
@@ -134,7 +134,7 @@ def _search(report: Findings) -> Iterator[str]:
     """Yield the trials of each target's search, and the name of the plan file."""
     for target in report.targets:
         if target.search is not None:
-            own = whose(report, _escape(target.name), " for ")
+            own = target_suffix(report, _escape(target.name), " for ")
             yield f"## Search{own}"
             name = plan_name(report)
             kept = f" It is kept in [{_escape(name)}]({_url(name)})." if name else ""
@@ -144,7 +144,7 @@ def _search(report: Findings) -> Iterator[str]:
 
 
 def _coverage(report: Findings) -> Iterator[str]:
-    targets = covered(report)
+    targets = built_targets(report)
     if targets:
         yield "## Nodes"
         yield _covered(targets)
@@ -163,12 +163,12 @@ def _coverage(report: Findings) -> Iterator[str]:
 def _ran(report: Findings) -> Iterator[str]:
     """Yield the comparison of each engine's layers with its plan."""
     for engine in report.engines:
-        words = ran_words(engine.ran) if engine.ran else ""
+        words = engine_layers_words(engine.ran) if engine.ran else ""
         if engine.ran and words:
             yield f"## In the engine of {_escape(engine.target)}"
             yield f"{_escape(words)}."
             if engine.ran.otherwise:
-                yield _table(RAN_HEADS, engine.ran.otherwise)
+                yield _table(DEVIATION_HEADS, engine.ran.otherwise)
 
 
 def _covered(targets: Sequence[TargetPart]) -> str:
@@ -181,7 +181,7 @@ def _covered(targets: Sequence[TargetPart]) -> str:
 def _tensors(report: Findings) -> Iterator[str]:
     for target in report.targets:
         if target.tensors:
-            own = whose(report, _escape(target.name))
+            own = target_suffix(report, _escape(target.name))
             yield f"## Tensors{own}"
             yield _ranges(target)
 
@@ -206,7 +206,7 @@ def _weights(report: Findings) -> Iterator[str]:
     """Yield the worst weights of each target."""
     for target in report.targets:
         if target.weights:
-            own = whose(report, _escape(target.name))
+            own = target_suffix(report, _escape(target.name))
             yield f"## Weights{own}"
             worst = worst_weights(target.weights)
             yield _table(WEIGHT_HEADS, map(weight_row, worst[:_WEIGHTS]))

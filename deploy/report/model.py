@@ -32,7 +32,7 @@ from deploy.report.previews import DRAWN
 _APART = 1.5  # ratio of two speed-ups from which they disagree
 
 
-def rivals(engines: Iterable[EngineRow], engine: EngineRow) -> tuple[EngineRow, ...]:
+def find_rivals(engines: Iterable[EngineRow], engine: EngineRow) -> tuple[EngineRow, ...]:
     """Return the measured float engines to compare an engine's speed with, the main one first.
 
     These are the float engines built for the same target, narrowest type first, since one would
@@ -69,9 +69,9 @@ def by_fastest(rival: EngineRow, engine: EngineRow) -> float | None:
     return fastest if max(by_p50 / fastest, fastest / by_p50) > _APART else None
 
 
-def in_doubt(engines: Iterable[EngineRow], engine: EngineRow) -> str:
+def doubt_note(engines: Iterable[EngineRow], engine: EngineRow) -> str:
     """Return a note if the fastest runs disagree with p50; else ""."""
-    for rival in rivals(engines, engine)[:1]:
+    for rival in find_rivals(engines, engine)[:1]:
         fastest = by_fastest(rival, engine)
         if fastest is not None:
             return (
@@ -186,7 +186,7 @@ def _notes_on(
         *_stand_in(engine, target),
         *engine.notes,
         *(target.notes if target else ()),
-        *filter(None, [in_doubt(engines, engine)]),
+        *filter(None, [doubt_note(engines, engine)]),
         *(engine.latency.warnings if engine.latency else ()),
     )
 
@@ -220,25 +220,25 @@ def to_json(report: Findings) -> dict[str, object]:
 
     Non-finite numbers become "inf", "-inf" or "nan".
     """
-    data = plain(report)
+    data = to_plain(report)
     assert isinstance(data, dict)
     return {"schema": SCHEMA, **data}
 
 
-def plain(value: object) -> object:
+def to_plain(value: object) -> object:
     """Return a value as JSON types; empty fields of dataclasses are left out."""
     if type(value) in _WORDS:  # the usual case; the checks below are slower
         return value
     if isinstance(value, _Jsonable):
-        return plain(value.to_json())
+        return to_plain(value.to_json())
     if is_dataclass(value) and not isinstance(value, type):
         stored = [f for f in fields(value) if f.metadata != DRAWN]
         items = {f.name: getattr(value, f.name) for f in stored}
-        return {key: plain(item) for key, item in items.items() if item not in (None, (), {})}
+        return {key: to_plain(item) for key, item in items.items() if item not in (None, (), {})}
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
     return value if isinstance(value, bool | int | str | None) else _word(value)
@@ -248,5 +248,5 @@ def _word(value: object) -> object:
     """Convert anything else, such as a path or a numpy scalar."""
     item = getattr(value, "item", None)
     if callable(item):
-        return plain(item())
+        return to_plain(item())
     return value.as_posix() if isinstance(value, Path) else str(value)

@@ -428,7 +428,7 @@ class Section:
         return f"{self.title} ({self.rows})" if self.rows else self.title
 
 
-def contents(sections: Sequence[Section]) -> str:
+def table_of_contents(sections: Sequence[Section]) -> str:
     """Return links to every section; "" for fewer than three."""
     if len(sections) < 3:
         return ""
@@ -439,7 +439,7 @@ def contents(sections: Sequence[Section]) -> str:
     return f'<nav aria-label="Contents"><ul>{links}</ul></nav>'
 
 
-def written(sections: Sequence[Section]) -> Iterator[str]:
+def render_sections(sections: Sequence[Section]) -> Iterator[str]:
     """Yield every section as HTML."""
     for anchor, section in _anchored(sections):
         head = f'<h2 id="{anchor}">{escape(section.heading)}</h2>'

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from calibrators.scales import Scale
-from deploy.calibration.sample_checks import Agreement
+from deploy.calibration.sample_checks import HalvesAgreement
 from deploy.metrics.accuracy import Accuracy
-from deploy.metrics.kernels import Kernel
+from deploy.metrics.kernels import KernelTime
 from deploy.metrics.latency import Latency
 from deploy.metrics.output_errors import OutputAccuracy
-from deploy.report.figures import RanPart
+from deploy.report.figures import EngineLayersPart
 from deploy.report.previews import BoxRow, ClassRow, PicturesPart
 from deploy.report.verdict import Verdict
 
@@ -88,7 +88,7 @@ class CalibrationPart:
     cache: str | None = None
     groups: tuple[GroupRow, ...] = ()
     by_model: bool = False
-    agreement: Agreement | None = None
+    agreement: HalvesAgreement | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,10 +244,10 @@ class EngineRow:
     threads: int | None = None
     latency: Latency | None = None
     sweep: tuple[BatchRow, ...] = ()
-    kernels: tuple[Kernel, ...] = ()
+    kernels: tuple[KernelTime, ...] = ()
     accuracy: Accuracy | None = None
     verdict: Verdict | None = None
-    ran: RanPart | None = None
+    ran: EngineLayersPart | None = None
     notes: tuple[str, ...] = ()
     boxes: tuple[BoxRow, ...] = ()
     changed: tuple[ClassRow, ...] = ()

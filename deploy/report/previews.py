@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from deploy.feed.images import opencv, shown
-from deploy.feed.pixels import how_shown
+from deploy.feed.images import opencv, printable_name
+from deploy.feed.pixels import describe_display
 from deploy.feed.preprocess import Preprocess
-from deploy.feed.preview import View
+from deploy.feed.preview import Preview
 from deploy.metrics.tasks.detections import Detections
-from deploy.metrics.tasks.task import BoxExample, ClassExample, Example
+from deploy.metrics.tasks.evaluation_task import BoxExample, ClassExample, Example
 from deploy.tensors import Array
 
 _QUALITY = 85  # JPEG quality
@@ -85,7 +85,7 @@ class PicturesPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
+class DrawnBox:
     """A box relative to the picture (x1 y1 x2 y2), its class and score."""
 
     corners: tuple[float, float, float, float]
@@ -94,7 +94,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Boxes:
+class DrawnBoxes:
     """Boxes of the float model and an engine in one sample, and the picture below them.
 
     Attributes:
@@ -109,10 +109,10 @@ class Boxes:
     number: int
     picture: Raster
     size: tuple[int, int]
-    kept: tuple[Box, ...] = ()
-    found: tuple[Box, ...] = ()
-    lost: tuple[Box, ...] = ()
-    new: tuple[Box, ...] = ()
+    kept: tuple[DrawnBox, ...] = ()
+    found: tuple[DrawnBox, ...] = ()
+    lost: tuple[DrawnBox, ...] = ()
+    new: tuple[DrawnBox, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ class BoxRow:
     kept: int
     lost: int
     new: int
-    boxes: Boxes | None = field(default=None, metadata=DRAWN)
+    boxes: DrawnBoxes | None = field(default=None, metadata=DRAWN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,11 +140,11 @@ class ClassRow:
     picture: Raster | None = field(default=None, metadata=DRAWN)
 
 
-def pictures_part(views: Iterable[View], how: Preprocess | None) -> PicturesPart | None:
+def pictures_part(views: Iterable[Preview], how: Preprocess | None) -> PicturesPart | None:
     """Return the pictures of samples; None without any."""
     rows = tuple(
         ViewRow(
-            name=shown(view.name),
+            name=printable_name(view.name),
             fed=raster(view.fed),
             fed_size=view.size,
             given=None if view.given is None else raster(view.given),
@@ -154,7 +154,9 @@ def pictures_part(views: Iterable[View], how: Preprocess | None) -> PicturesPart
     )
     if not rows:
         return None
-    return PicturesPart(how=how_shown(how), samples=tuple(row.name for row in rows), views=rows)
+    return PicturesPart(
+        how=describe_display(how), samples=tuple(row.name for row in rows), views=rows
+    )
 
 
 def box_rows(
@@ -176,7 +178,7 @@ def class_rows(
     """Return rows of the examples whose class changes and whose picture is available."""
     return tuple(
         ClassRow(
-            sample=shown(looks[one.number][0]),
+            sample=printable_name(looks[one.number][0]),
             output=one.output,
             fp32=one.reference[0],
             fp32_value=one.reference[1],
@@ -190,7 +192,7 @@ def class_rows(
 
 
 def _box_row(example: BoxExample, name: str, picture: Array) -> BoxRow:
-    drawn = Boxes(
+    drawn = DrawnBoxes(
         number=example.number,
         picture=raster(picture),
         size=example.size,
@@ -200,7 +202,7 @@ def _box_row(example: BoxExample, name: str, picture: Array) -> BoxRow:
         new=_boxes(example.new, example.size),
     )
     return BoxRow(
-        sample=shown(name),
+        sample=printable_name(name),
         threshold=example.threshold,
         kept=len(drawn.kept),
         lost=len(drawn.lost),
@@ -209,10 +211,10 @@ def _box_row(example: BoxExample, name: str, picture: Array) -> BoxRow:
     )
 
 
-def _boxes(detections: Detections, size: tuple[int, int]) -> tuple[Box, ...]:
+def _boxes(detections: Detections, size: tuple[int, int]) -> tuple[DrawnBox, ...]:
     height, width = size
     return tuple(
-        Box(
+        DrawnBox(
             corners=(x1 / width, y1 / height, x2 / width, y2 / height),
             kind=int(kind),
             score=float(score),

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from deploy.report import figures
 from deploy.report import page as markup
-from deploy.report.page import Section, page, written
+from deploy.report.page import Section, page, render_sections
 
 if TYPE_CHECKING:
-    from deploy.fx.profile import NodeCost, Profile
+    from deploy.fx.profile import GraphProfile, NodeCost
 
 
 _WIDTH, _HEIGHT = 720, 440
@@ -73,7 +73,7 @@ def tree_map(tiles: Sequence[Tile], title: str) -> str:
     )
 
 
-def squarified(values: Sequence[float], area: Area) -> list[Area]:
+def squarify(values: Sequence[float], area: Area) -> list[Area]:
     """Return a rectangle for each value, which together fill the area.
 
     Args:
@@ -120,7 +120,7 @@ def _lay(row: Sequence[float], area: Area) -> tuple[list[Area], Area]:
 
 def _drawn(tiles: Sequence[Tile], area: Area) -> Iterator[str]:
     shown = sorted((tile for tile in tiles if tile.value > 0), key=lambda tile: -tile.value)
-    for tile, place in zip(shown, squarified([t.value for t in shown], area), strict=True):
+    for tile, place in zip(shown, squarify([t.value for t in shown], area), strict=True):
         if min(place.width, place.height) < _SMALL:
             continue
         yield _rectangle(tile, place)
@@ -160,11 +160,11 @@ _HEADS = ("node", "module", "operation", "time", "share", "MFLOPs", "parameters"
 _PRODUCTS, _REST = 1, 0  # colours of the page's style
 
 
-def profile_page(found: Profile, *, name: str, notes: Sequence[str] = ()) -> str:
+def profile_page(found: GraphProfile, *, name: str, notes: Sequence[str] = ()) -> str:
     """Return the complete page.
 
     Args:
-        found: result of `deploy.fx.profile.profile`.
+        found: result of `deploy.fx.profile.profile_graph`.
         name: of the model.
         notes: sentences on how it was measured.
     """
@@ -177,18 +177,18 @@ def profile_page(found: Profile, *, name: str, notes: Sequence[str] = ()) -> str
         f"<h1>{escape(title)}</h1>",
         f'<div class="tiles">{tiles}</div>',
         markup.bullets(notes, "notes") if notes else "",
-        *written(list(_sections(found))),
+        *render_sections(list(_sections(found))),
     )
     return page(title, "\n".join(body))
 
 
-def _figures(found: Profile) -> Iterator[tuple[str, str]]:
+def _figures(found: GraphProfile) -> Iterator[tuple[str, str]]:
     yield figures.milliseconds(found.seconds * 1e3), "one run, node by node"
     yield f"{found.macs / 1e6:,.1f} M", "multiply-accumulates"
     yield f"{found.parameters / 1e6:,.2f} M", "parameters"
 
 
-def _sections(found: Profile) -> Iterator[Section]:
+def _sections(found: GraphProfile) -> Iterator[Section]:
     picture = tree_map(_tiles(found.nodes, ()), "Time by module")
     if picture:
         drawn = f"<figure>{picture}{_LEGEND}</figure>"

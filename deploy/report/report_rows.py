@@ -29,8 +29,8 @@ from calibrators.amct.ifmr import IfmrHistogram
 from calibrators.grids import FP8, GRIDS, Grid
 from calibrators.histogram import Histogram
 from calibrators.scales import Scale
-from deploy.graph.bounds import EVERYWHERE, Reach
-from deploy.method import Choices, Method, comparable
+from deploy.graph.bounds import UNLIMITED, RangeLimits
+from deploy.method import Choices, Method, comparable_methods
 from deploy.report.parts import (
     HistogramPart,
     RangeRow,
@@ -39,15 +39,15 @@ from deploy.report.parts import (
     WeightRow,
     tensor_rows,
 )
-from deploy.tuning.plan_file import NOISE, TIME, kind, remaining
+from deploy.tuning.plan_file import NOISE, TIME, reason_kind, reason_sqnr_db
 
 if TYPE_CHECKING:
     from calibrators.statistics import Recorder
-    from deploy.calibration.calibrated import Calibrated
+    from deploy.calibration.calibration_result import CalibrationResult
     from deploy.calibration.observation import Observation
     from deploy.metrics.output_errors import OutputAccuracy
-    from deploy.targets.base import Built
-    from deploy.targets.stored import StoredWeight
+    from deploy.targets.base import BuildResult
+    from deploy.targets.stored_weights import StoredWeight
 
 
 MOST = 64  # bars of a histogram
@@ -116,7 +116,7 @@ def _plain(counts: NDArray[np.integer]) -> tuple[int, ...]:
     return tuple(counts.tolist())
 
 
-class Judged(Protocol):
+class HasSqnr(Protocol):
     """A row with an SQNR."""
 
     @property
@@ -125,7 +125,7 @@ class Judged(Protocol):
         ...
 
 
-Row = TypeVar("Row", bound=Judged)
+Row = TypeVar("Row", bound=HasSqnr)
 
 
 def worst_first(rows: Iterable[Row]) -> list[Row]:
@@ -133,7 +133,7 @@ def worst_first(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: _rank(row.sqnr_db))
 
 
-def first(rows: Sequence[Row], most: int) -> list[Row]:
+def worst_rows(rows: Sequence[Row], most: int) -> list[Row]:
     """Return the `most` worst rows without those that are exact or not measured."""
     return [row for row in worst_first(rows)[:most] if row.sqnr_db not in (None, math.inf)]
 
@@ -149,7 +149,7 @@ _QUICK = ("minmax", "percentile", "entropy")  # at most 10 ms a tensor; mse and 
 
 
 def clip_rows(
-    calibrated: Calibrated, built: Built, layers: Sequence[OutputAccuracy]
+    calibrated: CalibrationResult, built: BuildResult, layers: Sequence[OutputAccuracy]
 ) -> tuple[TensorRow, ...]:
     """Return rows of a target's ranges, the `WORST` of them with their histogram.
 
@@ -159,7 +159,7 @@ def clip_rows(
     recorders = dict(_recorders(calibrated, built))
     reaches = calibrated.subject.reaches
     clipped = {
-        name: clipped_share(recorder, built.ranges[name], reaches.get(name, EVERYWHERE))
+        name: clipped_share(recorder, built.ranges[name], reaches.get(name, UNLIMITED))
         for name, (_, recorder) in recorders.items()
         if isinstance(recorder, Histogram)
     }
@@ -174,7 +174,7 @@ def clip_rows(
     )
 
 
-def clipped_share(histogram: Histogram, scale: Scale, seen: Reach = EVERYWHERE) -> float:
+def clipped_share(histogram: Histogram, scale: Scale, seen: RangeLimits = UNLIMITED) -> float:
     """Return the share (0 to 1) of values in bins completely outside [lo, hi].
 
     Args:
@@ -191,7 +191,7 @@ def clipped_share(histogram: Histogram, scale: Scale, seen: Reach = EVERYWHERE) 
 
 
 def _recorders(
-    calibrated: Calibrated, built: Built
+    calibrated: CalibrationResult, built: BuildResult
 ) -> Iterator[tuple[str, tuple[Observation, Recorder]]]:
     """Yield (tensor, (observation, recorder)) of the ranges found on a stored statistic."""
     observed = calibrated.ranges.observed
@@ -214,8 +214,8 @@ def _drawn(
     row: TensorRow,
     observation: Observation,
     recorder: Recorder,
-    calibrated: Calibrated,
-    built: Built,
+    calibrated: CalibrationResult,
+    built: BuildResult,
 ) -> TensorRow:
     part = histogram_part(recorder)
     if part is None:
@@ -225,14 +225,17 @@ def _drawn(
 
 
 def _others(
-    row: TensorRow, observation: Observation, calibrated: Calibrated, grids: Mapping[str, Grid]
+    row: TensorRow,
+    observation: Observation,
+    calibrated: CalibrationResult,
+    grids: Mapping[str, Grid],
 ) -> Iterator[RangeRow]:
     """Yield the ranges that other methods find on the same histogram.
 
     Slow methods are included only if they were computed anyway.
     """
     symmetric = any(grid.symmetric for grid in grids.values())
-    for method in (*comparable(Method.of()), Method.of("entropy")):
+    for method in (*comparable_methods(Method.of()), Method.of("entropy")):
         if method.statistic != observation.statistic or (FP8.name in grids and method.integer):
             continue
         ranges, grid = calibrated.ranges.choosing(Choices(method=method)), grids.get(FP8.name)
@@ -244,7 +247,7 @@ def _others(
             yield RangeRow(method=scale.method, lo=ends[0], hi=ends[1])
 
 
-def _grids(built: Built) -> dict[str, Grid]:
+def _grids(built: BuildResult) -> dict[str, Grid]:
     """Return the grids of the target's quantized nodes."""
     names = {d.precision for d in built.decisions if d.quantized} & set(GRIDS)
     return {name: GRIDS[name] for name in sorted(names)}
@@ -308,10 +311,10 @@ def float_groups(targets: Sequence[TargetPart]) -> tuple[FloatGroup, ...]:
 
 
 def _float_rank(group: FloatGroup) -> tuple[int, float, bool, int]:
-    reason_kind = kind(group.reason)
+    why = reason_kind(group.reason)
     trivial = group.op in _ON_SHAPES or group.reason == _ANY_NO_FLOAT
-    order = 0 if reason_kind == NOISE else 1 if reason_kind == TIME else 2
-    return order, remaining(group.reason), trivial, -len(group.names)
+    order = 0 if why == NOISE else 1 if why == TIME else 2
+    return order, reason_sqnr_db(group.reason), trivial, -len(group.names)
 
 
 STRIPS = 6  # weights of a target whose channels are drawn

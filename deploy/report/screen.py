@@ -8,17 +8,17 @@ from collections.abc import Iterator, Sequence
 from deploy.metrics.levels import DOUBTFUL, UNUSABLE
 from deploy.report import figures
 from deploy.report.charts import sweep_table
-from deploy.report.figures import lost_groups, ran_words
+from deploy.report.figures import engine_layers_words, lost_groups
 from deploy.report.model import Findings
 from deploy.report.parts import TargetPart
 from deploy.report.report_rows import FloatGroup, float_groups
 from deploy.report.tables import (
     KERNEL_HEADS,
     TRIAL_HEADS,
+    built_targets,
     calibration_words,
     common_method,
     coverage,
-    covered,
     engine_lines,
     failures,
     group_words,
@@ -31,7 +31,7 @@ from deploy.report.tables import (
     trial_row,
     work_words,
 )
-from deploy.terminal import page
+from deploy.terminal import join_visible
 
 WIDTH = 98
 MARGIN = 14
@@ -85,10 +85,10 @@ def to_screen(report: Findings, *, verbose: bool = False) -> str:
         tuple(_where(report)),
         tuple(_notes(report)),
     )
-    return "\n\n".join(page(block) for block in blocks if block) + "\n"
+    return "\n\n".join(join_visible(block) for block in blocks if block) + "\n"
 
 
-def grave(report: Findings) -> Iterator[str]:
+def serious_findings(report: Findings) -> Iterator[str]:
     """Yield failures and verdicts that are not good, for runs that do not show the report."""
     for target in failures(report):
         yield f"{target.name} failed: {target.error}"
@@ -159,7 +159,7 @@ def _failures(report: Findings) -> Iterator[str]:
 
 def _coverage(report: Findings) -> Iterator[str]:
     """Yield all operators of a single target; for several, a line each with its method."""
-    targets = covered(report)
+    targets = built_targets(report)
     alone = len(report.targets) == 1
     width = max((len(target.name) for target in targets), default=0)
     for number, target in enumerate(targets):
@@ -174,7 +174,7 @@ def _coverage(report: Findings) -> Iterator[str]:
 
 
 def _float(report: Findings) -> Iterator[str]:
-    groups = float_groups(covered(report))
+    groups = float_groups(built_targets(report))
     for group in groups[:_MOST_GROUPS]:
         label = "float" if group.precision == "float32" else group.precision
         where = _places(group, alone=len(report.targets) == 1)
@@ -189,7 +189,7 @@ def _float(report: Findings) -> Iterator[str]:
 def _ran(report: Findings) -> Iterator[str]:
     """Yield the comparison of the engines with their plan, and the nodes lost to float."""
     for engine in report.engines:
-        words = ran_words(engine.ran) if engine.ran else ""
+        words = engine_layers_words(engine.ran) if engine.ran else ""
         if engine.ran and words:
             yield from entry("Engine", words)
             for precision, op, nodes in list(lost_groups(engine.ran))[:_MOST_GROUPS]:

@@ -30,23 +30,23 @@ from urllib.parse import quote
 
 from deploy.report import figures, page
 from deploy.report.charts import drawing, range_bar
-from deploy.report.figures import RAN_HEADS, encodable, ran_words
+from deploy.report.figures import DEVIATION_HEADS, encodable, engine_layers_words
 from deploy.report.model import Findings
 from deploy.report.page import BOX, LONG, Section, breakable
 from deploy.report.parts import TargetPart, TrialRow, WeightRow
-from deploy.report.previews import Box, Boxes, BoxRow, ClassRow, Raster, ViewRow
-from deploy.report.report_rows import first, float_groups, worst_first, worst_weights
+from deploy.report.previews import BoxRow, ClassRow, DrawnBox, DrawnBoxes, Raster, ViewRow
+from deploy.report.report_rows import float_groups, worst_first, worst_rows, worst_weights
 from deploy.report.tables import (
     TRIAL_HEADS,
     WEIGHT_HEADS,
+    built_targets,
     coverage,
-    covered,
     plan_name,
     quantized_operators,
     search_words,
+    target_suffix,
     trial_row,
     weight_row,
-    whose,
 )
 
 _TRIAL_WIDTH, _TRIAL_HEIGHT = 120, 16
@@ -99,7 +99,7 @@ def worst(report: Findings) -> Iterator[Section]:
     rows = []
     for target in with_layers:
         ranges = {row.name: row for row in target.tensors}
-        for layer in first(target.layers, _MOST if alone else _MOST_OF_EACH):
+        for layer in worst_rows(target.layers, _MOST if alone else _MOST_OF_EACH):
             held = ranges.get(layer.name)
             cells = [
                 page.breakable(layer.name),
@@ -127,7 +127,7 @@ def search(report: Findings) -> Iterator[Section]:
     link = f'<a href="{escape(quote(encodable(name)))}">{escape(name)}</a>'
     for target in report.targets:
         if target.search is not None:
-            own = whose(report, target.name, " for ")
+            own = target_suffix(report, target.name, " for ")
             kept = f" It is kept in {link}." if name else ""
             html = f"<p>Built: {escape(search_words(target.search))}.{kept}</p>"
             tried = target.search.tried
@@ -137,7 +137,7 @@ def search(report: Findings) -> Iterator[Section]:
 
 def nodes(report: Findings) -> Iterator[Section]:
     """Yield the coverage of each target, and why other nodes stay float."""
-    targets = covered(report)
+    targets = built_targets(report)
     if not targets:
         return
     alone = len(report.targets) == 1
@@ -172,14 +172,14 @@ def _float(targets: Sequence[TargetPart], *, alone: bool) -> str:
     return page.raw_table(heads if alone else [*heads, "on"], rows, "words") if rows else ""
 
 
-def ran(report: Findings) -> Iterator[Section]:
+def engine_layers(report: Findings) -> Iterator[Section]:
     """Yield the comparison of each engine's layers with its plan."""
     for engine in report.engines:
-        words = ran_words(engine.ran) if engine.ran else ""
+        words = engine_layers_words(engine.ran) if engine.ran else ""
         if engine.ran and words:
             rows = engine.ran.otherwise
             html = f"<p>{escape(words)}.</p>"
-            html += page.table(RAN_HEADS, rows, "words") if rows else ""
+            html += page.table(DEVIATION_HEADS, rows, "words") if rows else ""
             title = f"In the engine of {engine.target}"
             yield Section(title=title, html=html, rows=len(rows))
 
@@ -188,7 +188,7 @@ def tensors(report: Findings) -> Iterator[Section]:
     """Yield the ranges in each target's files, the worst first."""
     shown = [target for target in report.targets if target.tensors]
     for number, target in enumerate(shown):
-        own = whose(report, target.name)
+        own = target_suffix(report, target.name)
         words = "" if number else f'<p class="sub">{_RANGE_WORDS}</p>'
         html = words + _ranges(target)
         yield Section(title=f"Tensors{own}", html=html, rows=len(target.tensors))
@@ -210,7 +210,7 @@ def layers(report: Findings) -> Iterator[Section]:
     for target in report.targets:
         shown = {row.name for row in target.tensors}
         if not shown.issuperset(row.name for row in target.layers):
-            own = whose(report, target.name)
+            own = target_suffix(report, target.name)
             rows = [
                 [row.name, figures.decibels(row.sqnr_db), figures.cosine(row.cosine_mean)]
                 for row in worst_first(target.layers)
@@ -233,7 +233,7 @@ def weights(report: Findings) -> Iterator[Section]:
     """Yield the weights of each target, the worst first."""
     shown = [target for target in report.targets if target.weights]
     for number, target in enumerate(shown):
-        own = whose(report, target.name)
+        own = target_suffix(report, target.name)
         words = "" if number else f'<p class="sub">{escape(_WORDS)}</p>'
         rows = []
         for row in worst_weights(target.weights):
@@ -340,7 +340,7 @@ _BOX_WORDS = (
 )
 
 
-def _pair(row: BoxRow, boxes: Boxes, label: str, *, drawn: bool) -> str:
+def _pair(row: BoxRow, boxes: DrawnBoxes, label: str, *, drawn: bool) -> str:
     """Return FP32's boxes and the engine's, side by side."""
     fp32_boxes = [(boxes.kept, "kept"), (boxes.lost, "lost")]
     engine_boxes = [(boxes.found, "kept"), (boxes.new, "new")]
@@ -361,7 +361,7 @@ def _counts(row: BoxRow) -> str:
 
 
 def _drawing(
-    row: Boxes, groups: Sequence[tuple[Sequence[Box], str]], title: str, *, drawn: bool
+    row: DrawnBoxes, groups: Sequence[tuple[Sequence[DrawnBox], str]], title: str, *, drawn: bool
 ) -> str:
     """Draw boxes over the picture, which is defined at its first use and referenced later."""
     scale = LONG / max(row.size)
@@ -381,7 +381,7 @@ def _drawing(
     )
 
 
-def _box(box: Box, kind: str, width: float, height: float) -> str:
+def _box(box: DrawnBox, kind: str, width: float, height: float) -> str:
     """Draw a rectangle, with its class and score kept inside the drawing."""
     x1, x2 = (min(max(x * width, 0.0), width) for x in box.corners[::2])
     y1, y2 = (min(max(y * height, 0.0), height) for y in box.corners[1::2])

@@ -14,9 +14,9 @@ from pathlib import PurePath
 
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import Latency
-from deploy.metrics.truth import PartAccuracy
+from deploy.metrics.output_form import SliceAccuracy
 from deploy.report import figures, model, page
-from deploy.report.figures import RanPart, quantized_layers
+from deploy.report.figures import EngineLayersPart, quantized_layers
 from deploy.report.model import Findings
 from deploy.report.page import Section
 from deploy.report.parts import (
@@ -33,7 +33,7 @@ from deploy.report.parts import (
 PART_HEADS = ("part", "SQNR", "cosine", "worst cosine", "max abs error")
 
 
-def parted(accuracy: Accuracy) -> bool:
+def has_slices(accuracy: Accuracy) -> bool:
     """Whether an output has several slices, or is measured as a difference."""
     return any(one.label != one.output for one in accuracy.parts)
 
@@ -44,7 +44,7 @@ def sqnr(accuracy: Accuracy) -> float | None:
         return None
     if accuracy.worst is not None:
         return accuracy.worst.sqnr_db
-    return figures.least(output.sqnr_db for output in accuracy.outputs)
+    return figures.nan_aware_min(output.sqnr_db for output in accuracy.outputs)
 
 
 def cosine(accuracy: Accuracy) -> float | None:
@@ -53,7 +53,7 @@ def cosine(accuracy: Accuracy) -> float | None:
         return None
     if accuracy.worst is not None:
         return accuracy.worst.cosine_mean
-    return figures.least(output.cosine_mean for output in accuracy.outputs)
+    return figures.nan_aware_min(output.cosine_mean for output in accuracy.outputs)
 
 
 def cosine_min(accuracy: Accuracy) -> float | None:
@@ -62,13 +62,13 @@ def cosine_min(accuracy: Accuracy) -> float | None:
         return None
     if accuracy.worst is not None:
         return accuracy.worst.cosine_min
-    return figures.least(output.cosine_min for output in accuracy.outputs)
+    return figures.nan_aware_min(output.cosine_min for output in accuracy.outputs)
 
 
 def worst_label(accuracy: Accuracy) -> str:
     """Return the label of the worst slice; "" for a single output that is not sliced."""
     worst = accuracy.worst
-    return worst.label if worst and (len(accuracy.parts) > 1 or parted(accuracy)) else ""
+    return worst.label if worst and (len(accuracy.parts) > 1 or has_slices(accuracy)) else ""
 
 
 def task_label(accuracy: Accuracy) -> str:
@@ -79,13 +79,13 @@ def task_label(accuracy: Accuracy) -> str:
     return task.figure[:1].upper() + task.figure[1:]
 
 
-def own_count(accuracy: Accuracy) -> str:
+def own_metric_value(accuracy: Accuracy) -> str:
     """Return the float model's own value of a user's metric; "" for agreement figures."""
     task = accuracy.task
     return f"{task.reference:.4g}" if task is not None and task.task == "metric" else ""
 
 
-def part_row(part: PartAccuracy) -> list[str]:
+def part_row(part: SliceAccuracy) -> list[str]:
     """Return one slice under `PART_HEADS`."""
     return [
         part.label,
@@ -96,13 +96,13 @@ def part_row(part: PartAccuracy) -> list[str]:
     ]
 
 
-def sentences(accuracy: Accuracy) -> tuple[str, ...]:
+def accuracy_notes(accuracy: Accuracy) -> tuple[str, ...]:
     """Return the task's figure as text, and how the outputs were interpreted."""
     return tuple(filter(None, (accuracy.task.words if accuracy.task else "", accuracy.reading)))
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ComparisonLine:
     """A line of the engines table: a label, a cell per engine, and the change as text."""
 
     label: str
@@ -110,7 +110,7 @@ class Line:
     change: str = ""
 
 
-def engine_lines(report: Findings) -> tuple[Line, ...]:
+def engine_lines(report: Findings) -> tuple[ComparisonLine, ...]:
     """Return size, latency, layers and accuracy, without empty lines."""
     lines = (*_size(report), *_latency(report), *_ran(report), *_accuracy(report))
     return tuple(line for line in lines if set(line.cells) - {figures.NONE})
@@ -133,7 +133,7 @@ def quantized_operators(target: TargetPart, most: int | None = None) -> str:
     return ", ".join([*words, "..."] if len(words) < len(counts) else words)
 
 
-def covered(report: Findings) -> tuple[TargetPart, ...]:
+def built_targets(report: Findings) -> tuple[TargetPart, ...]:
     """Return the targets that were built and whose nodes are known."""
     return tuple(target for target in report.targets if target.nodes and not target.error)
 
@@ -151,7 +151,7 @@ def common_method(report: Findings) -> str:
     return used.pop() if len(used) == 1 else ""
 
 
-def shrink(report: Findings, engine: EngineRow) -> float | None:
+def size_ratio(report: Findings, engine: EngineRow) -> float | None:
     """Return the float model's size over the engine's; None for float engines."""
     reference = report.reference
     if engine.reference or engine.baseline or reference is None:
@@ -171,14 +171,16 @@ def top1(report: Findings, engine: EngineRow) -> float | None:
     return next((share for share in compared if share is not None), None)
 
 
-def _size(report: Findings) -> Iterator[Line]:
-    factor = [shrink(report, engine) for engine in report.engines]
-    yield Line(
+def _size(report: Findings) -> Iterator[ComparisonLine]:
+    factor = [size_ratio(report, engine) for engine in report.engines]
+    yield ComparisonLine(
         "Size",
         tuple(_size_or_failure(report, engine) for engine in report.engines),
-        _change(factor, lambda f: " ".join(figures.sized(f)).strip()),
+        _change(factor, lambda f: " ".join(figures.size_change(f)).strip()),
     )
-    yield Line("Load", tuple(figures.milliseconds(engine.load_ms) for engine in report.engines))
+    yield ComparisonLine(
+        "Load", tuple(figures.milliseconds(engine.load_ms) for engine in report.engines)
+    )
 
 
 def _size_or_failure(report: Findings, engine: EngineRow) -> str:
@@ -186,15 +188,15 @@ def _size_or_failure(report: Findings, engine: EngineRow) -> str:
     return figures.FAILED if target and target.error else figures.size(engine.size_bytes)
 
 
-def _latency(report: Findings) -> Iterator[Line]:
-    def line(label: str, get: Callable[[Latency], str], change: str = "") -> Line:
+def _latency(report: Findings) -> Iterator[ComparisonLine]:
+    def line(label: str, get: Callable[[Latency], str], change: str = "") -> ComparisonLine:
         cells = (get(e.latency) if e.latency else figures.NONE for e in report.engines)
-        return Line(label, tuple(cells), change)
+        return ComparisonLine(label, tuple(cells), change)
 
     ms = figures.milliseconds
     if any(engine.sweep for engine in report.engines):
         batches = (str(e.sweep[0].batch) if e.sweep else figures.NONE for e in report.engines)
-        yield Line("Batch", tuple(batches))
+        yield ComparisonLine("Batch", tuple(batches))
     yield line("Latency p50", lambda x: ms(x.latency.p50), _faster(report))
     yield line("Latency p90", lambda x: ms(x.latency.p90))
     yield line("Latency p95", lambda x: ms(x.latency.p95))
@@ -208,41 +210,43 @@ def _latency(report: Findings) -> Iterator[Line]:
     yield line("Throughput", lambda x: figures.rate(x.throughput_qps))
 
 
-def _ran(report: Findings) -> Iterator[Line]:
+def _ran(report: Findings) -> Iterator[ComparisonLine]:
     """Yield the numbers of layers, if the runtime reports them."""
 
-    def line(label: str, get: Callable[[RanPart], str]) -> Line:
-        return Line(label, tuple(get(e.ran) if e.ran else figures.NONE for e in report.engines))
+    def line(label: str, get: Callable[[EngineLayersPart], str]) -> ComparisonLine:
+        return ComparisonLine(
+            label, tuple(get(e.ran) if e.ran else figures.NONE for e in report.engines)
+        )
 
     yield line("Quantized layers", quantized_layers)
     yield line("Reformats", lambda part: str(part.reformats))
 
 
-def _accuracy(report: Findings) -> Iterator[Line]:
+def _accuracy(report: Findings) -> Iterator[ComparisonLine]:
     shares = [top1(report, engine) for engine in report.engines]
     lost = [
         share - shares[0] for share in shares[1:] if share is not None and shares[0] is not None
     ]
     words = "worst " if len(lost) > 1 else ""
     change = words + figures.points(min(lost)) if lost else ""
-    yield Line("Top-1", tuple(figures.percent(share) for share in shares), change)
+    yield ComparisonLine("Top-1", tuple(figures.percent(share) for share in shares), change)
 
     measured = [engine.accuracy for engine in report.engines if engine.accuracy]
     yield from _precision(report, "mAP .50:.95", "")
     yield from _precision(report, "mAP .50", "_50")
 
-    def line(label: str, get: Callable[[Accuracy], str], change: str = "") -> Line:
+    def line(label: str, get: Callable[[Accuracy], str], change: str = "") -> ComparisonLine:
         cells = (get(e.accuracy) if e.accuracy else figures.NONE for e in report.engines)
-        return Line(label, tuple(cells), change)
+        return ComparisonLine(label, tuple(cells), change)
 
     for label in dict.fromkeys(filter(None, map(task_label, measured))):
         task = line(label, lambda x: x.task.count if x.task else figures.NONE)
-        fp32 = dict.fromkeys(filter(None, map(own_count, measured)))
+        fp32 = dict.fromkeys(filter(None, map(own_metric_value, measured)))
         cells = (
             next(iter(fp32), cell) if engine.reference else cell
             for engine, cell in zip(report.engines, task.cells, strict=True)
         )
-        yield Line(label, tuple(cells))
+        yield ComparisonLine(label, tuple(cells))
     yield line("Top-1 agreement", lambda x: figures.percent(x.top1_agreement))
     parts = dict.fromkeys(filter(None, map(worst_label, measured)))
     detail = f"of {', '.join(parts)}" if parts else ""
@@ -251,14 +255,14 @@ def _accuracy(report: Findings) -> Iterator[Line]:
     yield line("Cosine, worst", lambda x: figures.cosine(cosine_min(x)))
 
 
-def _precision(report: Findings, label: str, at: str) -> Iterator[Line]:
+def _precision(report: Findings, label: str, at: str) -> Iterator[ComparisonLine]:
     """Yield mean average precision of every engine; FP32's is that of any comparison with it."""
     measured = [e.accuracy.precision for e in report.engines if e.accuracy and e.accuracy.precision]
     if measured:
         fp32: float = getattr(measured[0], f"reference{at}")
         shares = [fp32 if e.reference else _precision_of(e, at) for e in report.engines]
         lost = min(share - fp32 for share in shares if share is not None)
-        yield Line(label, tuple(map(figures.percent, shares)), figures.points(lost))
+        yield ComparisonLine(label, tuple(map(figures.percent, shares)), figures.points(lost))
 
 
 def _precision_of(engine: EngineRow, at: str) -> float | None:
@@ -273,7 +277,9 @@ def _change(factors: list[float | None], words: Callable[[float], str]) -> str:
 
 def _faster(report: Findings) -> str:
     """Return how much faster the only comparable engine is than each of its rivals."""
-    compared = [(e, rivals) for e in report.engines if (rivals := model.rivals(report.engines, e))]
+    compared = [
+        (e, rivals) for e in report.engines if (rivals := model.find_rivals(report.engines, e))
+    ]
     if len(compared) != 1:
         return ""
     ((engine, rivals),) = compared
@@ -302,7 +308,7 @@ WEIGHT_HEADS = (
 )
 
 
-def whose(report: Findings, name: str, joint: str = " of ") -> str:
+def target_suffix(report: Findings, name: str, joint: str = " of ") -> str:
     """Return a suffix of a title with the target's name, if there are several targets."""
     return f"{joint}{name}" if len(report.targets) > 1 else ""
 

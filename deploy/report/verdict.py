@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import OVERHEAD_MS
-from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, LEVELS, UNUSABLE, finds, of_accuracy
+from deploy.metrics.levels import (
+    DOUBTFUL,
+    FLOAT,
+    GOOD,
+    LEVELS,
+    UNUSABLE,
+    finds_objects,
+    judge_accuracy,
+)
 
 _AS_FAST = 0.95  # speed-up over FP32 below which an engine counts as slower, not as noise
 
@@ -23,7 +31,7 @@ class Gates:
 
     Attributes:
         max_loss: lost accuracy or share of the task, 0 to 1; None uses the default limits.
-        min_speedup: over the rival (`deploy.report.model.rivals`); None requires nothing.
+        min_speedup: over the rival (`deploy.report.model.find_rivals`); None requires nothing.
         accept: whether the command succeeds even if an engine is unusable.
     """
 
@@ -74,7 +82,7 @@ def verdict(
         fed_wrong: whether the images seem not to match the model's training data; ignored if
             there are labels.
     """
-    findings = [] if accuracy is None else [*of_accuracy(accuracy, gates.max_loss)]
+    findings = [] if accuracy is None else [*judge_accuracy(accuracy, gates.max_loss)]
     if fed_wrong and not _labelled(accuracy):
         findings.append(
             (DOUBTFUL, "the model seems to be fed what it did not learn from, see the notes")
@@ -96,7 +104,7 @@ def _labelled(accuracy: Accuracy | None) -> bool:
     """Whether labels show how often the float model is right."""
     if accuracy is None:
         return False
-    return accuracy.top1_reference is not None or finds(accuracy)
+    return accuracy.top1_reference is not None or finds_objects(accuracy)
 
 
 def _of_speed(

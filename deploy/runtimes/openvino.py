@@ -17,7 +17,7 @@ import numpy as np
 
 from deploy.errors import BackendError, SdkMissingError, first_line
 from deploy.machine import usable_cores
-from deploy.runtimes.ort import source_of
+from deploy.runtimes.ort import model_source
 from deploy.tensors import Array, TensorSpec
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class OpenvinoSession:
             "INFERENCE_PRECISION_HINT": "f32",
             "PERFORMANCE_HINT": "LATENCY",
         }
-        source = source_of(model)
+        source = model_source(model)
         try:
             core = openvino.Core()
             read = core.read_model(source)
@@ -103,7 +103,7 @@ class OpenvinoSession:
         return {spec.name: np.array(values[number]) for number, spec in enumerate(self._outputs)}
 
 
-def run_apart(
+def run_in_subprocess(
     model: ModelProto,
     samples: Sequence[Path],
     folder: Path,

@@ -44,7 +44,7 @@ _LINE = 64  # bytes of a cache line, and of the widest vector
 _LOG_FATAL = 4  # errors arrive as exceptions; everything else would clutter the user's screen
 
 
-def runtime() -> str:
+def runtime_version() -> str:
     """Return "ONNX Runtime" and its version."""
     import onnxruntime
 
@@ -120,7 +120,7 @@ class OrtSession:
 
         threads = usable_cores() if threads is None else threads
         what = str(model) if isinstance(model, Path | str) else "the model"
-        source = source_of(model)
+        source = model_source(model)
         int8_kernels = int8_kernels and not _is_fp8(model)
         options = _options(
             threads, optimize, spin, spin if keep is None else keep, int8_kernels, trace, saved
@@ -163,7 +163,7 @@ class OrtSession:
             )
         return dict(zip(names, values, strict=True))
 
-    def bound(self, like: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> Bound:
+    def bound(self, like: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> BoundSession:
         """Prepare runs on samples of one shape that write the outputs to the same memory.
 
         Args:
@@ -172,10 +172,10 @@ class OrtSession:
         Raises:
             BackendError: a dtype that cannot be bound.
         """
-        return Bound(self._session, like)
+        return BoundSession(self._session, like)
 
 
-class Bound:
+class BoundSession:
     """Runs that write their outputs to the same memory each time; for one thread at a time.
 
     Attributes:
@@ -228,7 +228,7 @@ def _allocate_outputs(
     return arrays
 
 
-def profiled(
+def run_profiled(
     model: Path | ModelProto,
     feeds: Sequence[Mapping[str, Array]],
     *,
@@ -267,7 +267,7 @@ def kernel_events(trace: Path) -> Iterator[tuple[str, str, float]]:
             yield name.removesuffix(_KERNEL), str(kind), float(event["dur"])
 
 
-def source_of(model: Path | str | bytes | ModelProto) -> str | bytes:
+def model_source(model: Path | str | bytes | ModelProto) -> str | bytes:
     """Return a model in a form for runtimes in C++: a path in UTF-8, or bytes.
 
     Raises:

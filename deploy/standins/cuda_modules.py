@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from deploy.standins.memory import Memory, absent, module
+from deploy.standins.memory import Memory, make_absent_class, make_module
 
 
 class cudaError_t(enum.IntEnum):
@@ -65,15 +65,15 @@ def cudart_modules(memory: Memory) -> dict[str, ModuleType]:
     """Return dotted name -> module, all on this memory."""
     runtime, driver = runtime_names(memory), driver_names(memory)
     parts = {
-        "cudart": module("cuda.cudart", runtime),
-        "cuda": module("cuda.cuda", driver),
-        "bindings.runtime": module("cuda.bindings.runtime", runtime),
-        "bindings.driver": module("cuda.bindings.driver", driver),
+        "cudart": make_module("cuda.cudart", runtime),
+        "cuda": make_module("cuda.cuda", driver),
+        "bindings.runtime": make_module("cuda.bindings.runtime", runtime),
+        "bindings.driver": make_module("cuda.bindings.driver", driver),
     }
     both = {"runtime": parts["bindings.runtime"], "driver": parts["bindings.driver"]}
-    parts["bindings"] = module("cuda.bindings", both)
+    parts["bindings"] = make_module("cuda.bindings", both)
     children = {name: part for name, part in parts.items() if "." not in name}
-    top = module("cuda", {**children, "__version__": "12.6.0"})
+    top = make_module("cuda", {**children, "__version__": "12.6.0"})
     return {"cuda": top, **{f"cuda.{name}": part for name, part in parts.items()}}
 
 
@@ -167,9 +167,9 @@ def driver_names(memory: Memory) -> dict[str, Any]:
 _FILE = re.compile(r"(.*[/\\])?(lib)?cudart(64_\d+)?(-[0-9a-f]+)?\.(so|dll|dylib)[.\d]*")
 
 
-def libraries(memory: Memory) -> type[ctypes.CDLL]:
+def make_cdll(memory: Memory) -> type[ctypes.CDLL]:
     """Return a `ctypes.CDLL` that loads a stand-in for libcudart, and other libraries as usual."""
-    library = Library(memory)
+    library = CudartLibrary(memory)
 
     class CDLL(ctypes.CDLL):
         """The libraries of this machine, and the stand-in."""
@@ -182,7 +182,7 @@ def libraries(memory: Memory) -> type[ctypes.CDLL]:
     return CDLL
 
 
-class Function:
+class LibraryFunction:
     """One function of the library; argument types declared for ctypes are ignored."""
 
     argtypes: Any = None
@@ -197,7 +197,7 @@ class Function:
         return 0
 
 
-class Library:
+class CudartLibrary:
     """The functions of libcudart; each name is the same object every time."""
 
     def __init__(self, memory: Memory) -> None:
@@ -229,12 +229,12 @@ class Library:
             (one, "GetDeviceCount"),
             (nothing, "StreamSynchronize StreamDestroy DeviceSynchronize SetDevice GetLastError"),
         ):
-            vars(self).update({f"cuda{name}": Function(run) for name in called.split()})
+            vars(self).update({f"cuda{name}": LibraryFunction(run) for name in called.split()})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return absent(f"libcudart.{name}")
+        return make_absent_class(f"libcudart.{name}")
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
@@ -250,19 +250,21 @@ Array = NDArray[Any]
 
 def pycuda_modules(memory: Memory) -> dict[str, ModuleType]:
     """Return dotted name -> module, all on this memory."""
-    driver = Driver(memory)
-    arrays = Arrays(memory)
+    driver = PycudaDriver(memory)
+    arrays = GpuArrayFunctions(memory)
     parts = {
-        "driver": module("pycuda.driver", driver.names()),
-        "autoinit": module("pycuda.autoinit", {"device": Device(), "context": Context()}),
-        "autoprimaryctx": module(
-            "pycuda.autoprimaryctx", {"device": Device(), "context": Context()}
+        "driver": make_module("pycuda.driver", driver.names()),
+        "autoinit": make_module(
+            "pycuda.autoinit", {"device": PycudaDevice(), "context": Context()}
         ),
-        "gpuarray": module("pycuda.gpuarray", arrays.names()),
-        "compiler": module("pycuda.compiler", {}),
-        "tools": module("pycuda.tools", {"make_default_context": Context}),
+        "autoprimaryctx": make_module(
+            "pycuda.autoprimaryctx", {"device": PycudaDevice(), "context": Context()}
+        ),
+        "gpuarray": make_module("pycuda.gpuarray", arrays.names()),
+        "compiler": make_module("pycuda.compiler", {}),
+        "tools": make_module("pycuda.tools", {"make_default_context": Context}),
     }
-    top = module("pycuda", {"VERSION": (2024, 1), "VERSION_TEXT": "2024.1", **parts})
+    top = make_module("pycuda", {"VERSION": (2024, 1), "VERSION_TEXT": "2024.1", **parts})
     return {"pycuda": top, **{f"pycuda.{name}": part for name, part in parts.items()}}
 
 
@@ -293,7 +295,7 @@ class DeviceAllocation:
         self.free()
 
 
-class Device:
+class PycudaDevice:
     """The only device."""
 
     def __init__(self, ordinal: object = 0) -> None:
@@ -333,12 +335,12 @@ class Context:
         """Do nothing."""
 
     @staticmethod
-    def get_device() -> Device:
+    def get_device() -> PycudaDevice:
         """Return the only device."""
-        return Device()
+        return PycudaDevice()
 
 
-class Stream:
+class PycudaStream:
     """A stream, which is always idle."""
 
     handle = 0
@@ -354,7 +356,7 @@ class Stream:
         return True
 
 
-class Driver:
+class PycudaDriver:
     """The functions of `pycuda.driver`."""
 
     def __init__(self, memory: Memory) -> None:
@@ -362,9 +364,9 @@ class Driver:
 
     def names(self) -> dict[str, Any]:
         """Return every name of the module."""
-        names = {name: getattr(self, name) for name in vars(Driver) if name[0] != "_"}
+        names = {name: getattr(self, name) for name in vars(PycudaDriver) if name[0] != "_"}
         errors = {name: type(name, (Exception,), {}) for name in ("Error", "LogicError")}
-        names |= {"Device": Device, "Context": Context, "Stream": Stream}
+        names |= {"Device": PycudaDevice, "Context": Context, "Stream": PycudaStream}
         names |= {"DeviceAllocation": DeviceAllocation} | errors
         del names["names"]
         return names
@@ -453,7 +455,7 @@ class GPUArray:
         return array
 
 
-class Arrays:
+class GpuArrayFunctions:
     """The functions of `pycuda.gpuarray`."""
 
     def __init__(self, memory: Memory) -> None:

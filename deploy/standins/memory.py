@@ -34,7 +34,7 @@ _OWN_MEMORY = "/proc/self/mem"  # reading an unmapped address raises instead of 
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CopySource:
     """Bytes to copy.
 
     Attributes:
@@ -65,7 +65,7 @@ def address_of(value: object) -> int | None:
     return int(value)  # type: ignore[call-overload, no-any-return]
 
 
-def of_array(value: object, size: int | None) -> Source:
+def array_bytes(value: object, size: int | None) -> CopySource:
     """Return the bytes of an array, or the first `size` of them.
 
     Raises:
@@ -86,12 +86,12 @@ def of_array(value: object, size: int | None) -> Source:
     if size is not None and not 0 <= size <= data.size:
         raise ValueError(f"a copy must not read beyond its array, got {size} bytes of {data.size}")
     if isinstance(value, bytes | bytearray | memoryview):  # of unknown dtype
-        return Source(data[:size])
+        return CopySource(data[:size])
     complete = array.flags.c_contiguous and size in (None, data.size)
-    return Source(data[:size], array.dtype.name, array.shape if complete else None)
+    return CopySource(data[:size], array.dtype.name, array.shape if complete else None)
 
 
-def behind(address: int, size: int) -> Bytes:
+def read_process_memory(address: int, size: int) -> Bytes:
     """Copy bytes from any address of this process.
 
     Raises:
@@ -129,7 +129,7 @@ _MOST = 1 << 46  # limit of an allocation in bytes, more than any machine has
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
+class BlockCopy:
     """One copy to a block in this batch: `size` bytes at `offset`."""
 
     offset: int
@@ -139,7 +139,7 @@ class Copied:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class AddressWindow:
     """Memory behind an address.
 
     Attributes:
@@ -162,7 +162,7 @@ class _Block:
 
     size: int
     data: Bytes | None = None
-    copies: list[Copied] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
 
 
 class Memory:
@@ -200,7 +200,7 @@ class Memory:
         if start in self._blocks:
             self._freed.append(start)
 
-    def lend(self, address: int, size: int, owner: Any, holds: Copied | None = None) -> None:
+    def lend(self, address: int, size: int, owner: Any, holds: BlockCopy | None = None) -> None:
         """Register memory of `owner` for its lifetime, and at least until the batch was read.
 
         Args:
@@ -241,7 +241,7 @@ class Memory:
             self.fault = self.fault or error
             raise
 
-    def at(self, address: int) -> Window | None:
+    def at(self, address: int) -> AddressWindow | None:
         """Return the memory behind an address; None if the script did not allocate it."""
         place = self._place(address)
         if place is None:
@@ -257,7 +257,7 @@ class Memory:
         """
         place = self._place(address)
         if place is None:
-            return behind(address, size)
+            return read_process_memory(address, size)
         block, offset = place
         if size > block.size - offset:
             raise ValueError(
@@ -265,18 +265,18 @@ class Memory:
                 f" {block.size - offset}"
             )
         if block.data is None:
-            return behind(address, size)
+            return read_process_memory(address, size)
         return block.data[offset : offset + size].copy()
 
-    def _source(self, source: object, size: int | None) -> Source:
+    def _source(self, source: object, size: int | None) -> CopySource:
         address = address_of(source)
         if address is None:
-            return of_array(source, size)
+            return array_bytes(source, size)
         if size is None:
             raise ValueError("a copy from an address must say how many bytes, got no size")
-        return Source(self.read(address, size))
+        return CopySource(self.read(address, size))
 
-    def _into_block(self, address: int, source: Source) -> None:
+    def _into_block(self, address: int, source: CopySource) -> None:
         place = self._place(address)
         if place is None or place[0].data is None:
             raise ValueError(
@@ -292,7 +292,7 @@ class Memory:
             )
         assert block.data is not None
         block.data[offset : offset + count] = source.data
-        block.copies.append(Copied(offset, count, source.dtype, source.shape))
+        block.copies.append(BlockCopy(offset, count, source.dtype, source.shape))
 
     def _add(self, start: int, block: _Block) -> None:
         self._blocks[start] = block
@@ -316,7 +316,7 @@ class Memory:
         return (block, offset) if offset < max(block.size, 1) else None
 
 
-def _window(room: int, offset: int, copies: list[Copied]) -> Window:
+def _window(room: int, offset: int, copies: list[BlockCopy]) -> AddressWindow:
     """Merge the copies that continue each other from an offset on."""
     end, adjacent = offset, []
     for one in sorted(copies, key=lambda copy: copy.offset):
@@ -324,13 +324,13 @@ def _window(room: int, offset: int, copies: list[Copied]) -> Window:
             adjacent.append(one)
             end = one.offset + one.size
     if not adjacent:
-        return Window(room)
+        return AddressWindow(room)
     kinds = {one.dtype for one in adjacent}
     shape = adjacent[0].shape if len(adjacent) == 1 and adjacent[0].offset == offset else None
-    return Window(room, end - offset, kinds.pop() if len(kinds) == 1 else None, shape)
+    return AddressWindow(room, end - offset, kinds.pop() if len(kinds) == 1 else None, shape)
 
 
-def _into_array(to: object, source: Source) -> None:
+def _into_array(to: object, source: CopySource) -> None:
     if not isinstance(to, np.ndarray) or not to.flags.c_contiguous or not to.flags.writeable:
         raise ValueError(f"a copy goes to an address or a plain array, got {type(to).__name__}")
     target: Bytes = to.reshape(-1).view(np.uint8)
@@ -347,7 +347,7 @@ class _AbsentName(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return absent(f"{cls.__qualname__}.{name}")
+        return make_absent_class(f"{cls.__qualname__}.{name}")
 
     def __int__(cls) -> int:
         return 0
@@ -363,12 +363,12 @@ class _AbsentName(type):
         return super().__call__(*given, **named)
 
 
-def absent(name: str) -> Any:
+def make_absent_class(name: str) -> Any:
     """Return a class of this dotted name that can be named and subclassed, but not called."""
     return _AbsentName(name.rpartition(".")[2], (), {"__qualname__": name, "_is_absent": True})
 
 
-def module(name: str, names: Mapping[str, Any]) -> ModuleType:
+def make_module(name: str, names: Mapping[str, Any]) -> ModuleType:
     """Return a module with these names; every other name is an absent one."""
     stand_in = ModuleType(name, "Stands in for the module of this name, on host memory.")
     stand_in.__path__ = []  # so that `import a.b` looks for b and reports it missing
@@ -377,7 +377,7 @@ def module(name: str, names: Mapping[str, Any]) -> ModuleType:
     def other(attribute: str) -> Any:
         if attribute.startswith("__"):
             raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
-        return absent(f"{name}.{attribute}")
+        return make_absent_class(f"{name}.{attribute}")
 
     vars(stand_in)["__getattr__"] = other
     return stand_in

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from deploy.standins.memory import Copied, Memory
+from deploy.standins.memory import BlockCopy, Memory
 
 
-class OnHost(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
+class CudaOnCpu(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
     """Runs functions for CUDA devices on the CPU."""
 
     def __init__(self, memory: Memory) -> None:
@@ -46,7 +46,7 @@ class OnHost(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         holds = None
         if tensor.is_contiguous():
             kind = str(tensor.dtype).removeprefix("torch.")
-            holds = Copied(0, tensor.numel() * size, kind, tuple(tensor.shape))
+            holds = BlockCopy(0, tensor.numel() * size, kind, tuple(tensor.shape))
         self._memory.lend(address, room, tensor, holds)
 
 

@@ -20,7 +20,7 @@ TARGETS: dict[str, type[Target]] = {
 }
 
 
-def named(name: str) -> type[Target]:
+def find_target(name: str) -> type[Target]:
     """Return the target class of this name.
 
     Raises:
@@ -32,13 +32,13 @@ def named(name: str) -> type[Target]:
     raise ConfigError(f"a target is one of {', '.join(TARGETS)}, got {name!r}; {near}")
 
 
-def targets_of(targets: Sequence[str | Target]) -> list[Target]:
+def make_targets(targets: Sequence[str | Target]) -> list[Target]:
     """Return target objects; a name stands for the target with default options.
 
     Raises:
         ConfigError: no target, a name that is not in `TARGETS`, or two targets of one name.
     """
-    made = [named(target)() if isinstance(target, str) else target for target in targets]
+    made = [find_target(target)() if isinstance(target, str) else target for target in targets]
     if not made:
         raise ConfigError(f"at least one target is needed, of {', '.join(TARGETS)}")
     names = Counter(target.name for target in made)
@@ -51,4 +51,4 @@ def targets_of(targets: Sequence[str | Target]) -> list[Target]:
     return made
 
 
-__all__ = ["TARGETS", "Ascend", "OnnxRuntime", "Target", "TensorRT", "named", "targets_of"]
+__all__ = ["TARGETS", "Ascend", "OnnxRuntime", "Target", "TensorRT", "find_target", "make_targets"]

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
     from calibrators.grids import Grid
     from calibrators.scales import Scale
-    from deploy.calibration.observation import Observation, Subject
-    from deploy.calibration.ranges import Found, Ranges
-    from deploy.calibration.reference import Judges
-    from deploy.frontends.base import Trained
+    from deploy.calibration.observation import CalibrationSubject, Observation
+    from deploy.calibration.ranges import Ranges, RangeSet
+    from deploy.calibration.reference_outputs import EvaluationSet
+    from deploy.frontends.base import QdqCalibration
     from deploy.graph.plan import Decision, FloatNodes, Plan
-    from deploy.targets.stored import StoredWeight
+    from deploy.targets.stored_weights import StoredWeight
     from deploy.tensors import Samples, Session
 
 
@@ -43,7 +43,7 @@ class BuildRequest:
             comparison; None where speed is not measured.
     """
 
-    subject: Subject
+    subject: CalibrationSubject
     folder: Path
     ranges: Ranges
     feed: Samples
@@ -51,7 +51,7 @@ class BuildRequest:
     earlier: Path | None = None
     threads: int = 1
     choices: Choices = NO_CHOICES
-    judges: Judges | None = None
+    judges: EvaluationSet | None = None
     against: onnx.ModelProto | None = None
 
     def choosing(self, choices: Choices) -> BuildRequest:
@@ -68,7 +68,7 @@ class BuildRequest:
         """The clip ranges, each by the method chosen for its tensor."""
         return self.ranges.choosing(self.choices)
 
-    def ranges_of(self, target: Target, *, symmetric: Grid | None = None) -> Found:
+    def ranges_of(self, target: Target, *, symmetric: Grid | None = None) -> RangeSet:
         """Return the ranges of the tensors that a target demands, by the chosen methods.
 
         The demand is computed once, however many builds are tried.
@@ -94,7 +94,7 @@ class BuildRequest:
         return self.subject.model
 
     @property
-    def trained(self) -> Trained | None:
+    def trained(self) -> QdqCalibration | None:
         """The Q/DQ pairs of a model that is quantized already; None of a float model."""
         return self.subject.loaded.trained
 
@@ -129,9 +129,9 @@ class BuildRequest:
     @property
     def float_nodes(self) -> Mapping[str, str]:
         """Node to keep in float -> the reason: the user's request, or the search's."""
-        from deploy.graph.plan import reasons
+        from deploy.graph.plan import reasons_by_node
 
-        return {**self.choices.float_nodes, **reasons(self.subject.float_nodes)}
+        return {**self.choices.float_nodes, **reasons_by_node(self.subject.float_nodes)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class CacheText:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
+class BuildResult:
     """The result of `Target.build`.
 
     Attributes:
@@ -179,9 +179,9 @@ class Built:
     @property
     def word(self) -> str:
         """Type of the quantized nodes: "int8", whatever the zero points, or "fp8"."""
-        from deploy.graph.plan import word_of
+        from deploy.graph.plan import quantized_precision
 
-        return word_of(self.decisions)
+        return quantized_precision(self.decisions)
 
 
 class Target(Protocol):
@@ -227,7 +227,7 @@ class Target(Protocol):
         """
         ...
 
-    def demand(self, subject: Subject) -> tuple[Observation, ...]:
+    def demand(self, subject: CalibrationSubject) -> tuple[Observation, ...]:
         """Return the observations that `build` needs.
 
         Raises:
@@ -243,7 +243,7 @@ class Target(Protocol):
         """
         ...
 
-    def build(self, request: BuildRequest) -> Built:
+    def build(self, request: BuildRequest) -> BuildResult:
         """Write all files that this machine can make, and the engine if the SDK is installed.
 
         Raises:
@@ -278,7 +278,7 @@ class WritesCache(Protocol):
         """Return "X.Y.Z" of the TensorRT installed here, which reads the cache; None without."""
         ...
 
-    def cache_text(self, subject: Subject, ranges: Ranges) -> CacheText:
+    def cache_text(self, subject: CalibrationSubject, ranges: Ranges) -> CacheText:
         """Return the cache in TensorRT's format."""
         ...
 

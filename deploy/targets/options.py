@@ -101,7 +101,7 @@ def option(
     return dataclasses.field(default=default, metadata={_KEY: declared})
 
 
-def options_of(target: type) -> tuple[Option, ...]:
+def declared_options(target: type) -> tuple[Option, ...]:
     """Return the options that a target class declares, in field order."""
     if not dataclasses.is_dataclass(target):
         return ()
@@ -113,10 +113,10 @@ def options_of(target: type) -> tuple[Option, ...]:
     )
 
 
-def given(target: object) -> dict[str, str]:
+def changed_options(target: object) -> dict[str, str]:
     """Return flag -> value as text, for the options of a target that differ from their default."""
     changed = {}
-    for declared in options_of(type(target)):
+    for declared in declared_options(type(target)):
         value = getattr(target, declared.name)
         if value != declared.default:
             flag, _, no_flag = declared.flag.partition("/")
@@ -126,13 +126,13 @@ def given(target: object) -> dict[str, str]:
     return changed
 
 
-def check(target: object) -> None:
+def check_options(target: object) -> None:
     """Check a target's values against its options; call it in `__post_init__`.
 
     Raises:
         ConfigError: a value is not among the choices, or outside the limits.
     """
-    for declared in options_of(type(target)):
+    for declared in declared_options(type(target)):
         value = getattr(target, declared.name)
         for one in value if declared.repeat else () if value is None else (value,):
             if flaw := declared.flaw(one):

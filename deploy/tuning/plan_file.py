@@ -123,26 +123,26 @@ def write_plan(path: Path, plan: PlanFile) -> Path:
 def _lines(plan: PlanFile) -> Iterator[str]:
     yield "# What calib8 chose, and why. A build obeys this file where it finds it in its folder,"
     yield "# or gets it with --plan; what you change in it is obeyed too."
-    yield f"schema = {toml.word(SCHEMA)}"
-    yield f"model = {toml.word(plan.model)}"
-    yield f"float = [{', '.join(map(toml.word, plan.float_nodes))}]  # on every target"
+    yield f"schema = {toml.toml_value(SCHEMA)}"
+    yield f"model = {toml.toml_value(plan.model)}"
+    yield f"float = [{', '.join(map(toml.toml_value, plan.float_nodes))}]  # on every target"
     for name, target in plan.targets.items():
-        table = toml.key(name)
-        yield from ("", f"[{table}]", f"made_from = {toml.word(target.made_from)}")
+        table = toml.toml_key(name)
+        yield from ("", f"[{table}]", f"made_from = {toml.toml_value(target.made_from)}")
         if target.precision:
-            yield f"precision = {toml.word(target.precision)}"
+            yield f"precision = {toml.toml_value(target.precision)}"
         if target.settled:
-            yield f"settled = {toml.word(target.settled)}"
+            yield f"settled = {toml.toml_value(target.settled)}"
         if target.unusable:
-            yield f"unusable = {toml.word(target.unusable)}"
+            yield f"unusable = {toml.toml_value(target.unusable)}"
         if target.doubtful:
-            yield f"doubtful = {toml.word(target.doubtful)}"
+            yield f"doubtful = {toml.toml_value(target.doubtful)}"
         if target.worthless:
-            yield f"worthless = {toml.word(target.worthless)}"
+            yield f"worthless = {toml.toml_value(target.worthless)}"
         if target.failed:
-            yield f"failed = {toml.word(target.failed)}"
+            yield f"failed = {toml.toml_value(target.failed)}"
         if target.choices.method is not None:
-            yield f"method = {toml.word(target.choices.method.label)}"
+            yield f"method = {toml.toml_value(target.choices.method.label)}"
         if target.choices.rounded is not None:
             yield f"rounded = {str(target.choices.rounded).lower()}"
         yield from ("", f"[{table}.float]")
@@ -155,7 +155,7 @@ def _lines(plan: PlanFile) -> Iterator[str]:
 
 
 def _pairs(table: Mapping[str, str | float]) -> Iterator[str]:
-    return (f"{toml.key(name)} = {toml.word(value)}" for name, value in table.items())
+    return (f"{toml.toml_key(name)} = {toml.toml_value(value)}" for name, value in table.items())
 
 
 def read_plan(path: Path) -> PlanFile:
@@ -165,10 +165,10 @@ def read_plan(path: Path) -> PlanFile:
         ConfigError: it cannot be read, or is not a plan.
     """
     what = "a TOML file that calib8 wrote as a plan"
-    data = toml.read(path, what=what, way_out="build again without it")
+    data = toml.read_toml(path, what=what, way_out="build again without it")
     if data.get("schema") != SCHEMA:
         raise ConfigError(
-            f"a plan must begin with schema = {toml.word(SCHEMA)}, got {path} with"
+            f"a plan must begin with schema = {toml.toml_value(SCHEMA)}, got {path} with"
             f" {data.get('schema')!r}; build again without it to have one made"
         )
     known = {"schema", "model", "float"}
@@ -264,7 +264,7 @@ def _texts(path: Path, table: Mapping[str, Any], key: str) -> list[str]:
     return value
 
 
-def reasons(
+def float_reasons(
     best: Trial,
     units: Units,
     prices: Prices,
@@ -297,7 +297,7 @@ def reasons(
     return {node: why[unit] for unit in why for node in units.members[unit]}
 
 
-def kind(reason: str) -> str:
+def reason_kind(reason: str) -> str:
     """Return the kind of a reason: NOISE, TIME, CONSEQUENCE or WHOLE by the search, else RULE."""
     if reason.startswith(_NOISY):
         return NOISE
@@ -308,7 +308,7 @@ def kind(reason: str) -> str:
     return CONSEQUENCE if reason == BETWEEN else RULE
 
 
-def remaining(reason: str) -> float:
+def reason_sqnr_db(reason: str) -> float:
     """Return the SQNR in dB in a reason of kind NOISE; inf where there is none."""
     match = _DECIBEL.search(reason)
     try:

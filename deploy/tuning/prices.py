@@ -32,11 +32,11 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, TypeVar
 
-from deploy.graph.edit import with_outputs
+from deploy.graph.edit import copy_with_outputs
 from deploy.graph.index import Graph, attributes
-from deploy.graph.placement import WEIGHTED, Gate, gates
+from deploy.graph.placement import WEIGHTED, Gate, find_gates
 from deploy.runtimes.ort import OrtSession
-from deploy.tuning.timing import PAIRS, KernelTimes, kernel_times, quicker
+from deploy.tuning.timing import PAIRS, KernelTimes, kernel_times, least_kernel_times
 
 if TYPE_CHECKING:
     import onnx
@@ -202,7 +202,7 @@ class Units:
         return tuple(dict.fromkeys(names))
 
 
-def units_of(model: onnx.ModelProto, decisions: Iterable[Decision]) -> Units:
+def group_units(model: onnx.ModelProto, decisions: Iterable[Decision]) -> Units:
     """Group the nodes that run in int8 by default into units."""
     graph = Graph(model)
     int8 = {decision.node for decision in decisions if decision.quantized}
@@ -211,7 +211,7 @@ def units_of(model: onnx.ModelProto, decisions: Iterable[Decision]) -> Units:
         if node.name in int8:
             heads.join(node.name, _tail(graph, node, int8))
             heads.join(node.name, _gate_steps(graph, node, int8))
-    for gate in gates(graph):
+    for gate in find_gates(graph):
         if int8.issuperset(gate.nodes):
             heads.join(gate.name, (*gate.nodes, *_gated_layer(graph, gate, int8)))
     members: dict[str, list[str]] = {}
@@ -229,7 +229,7 @@ def units_of(model: onnx.ModelProto, decisions: Iterable[Decision]) -> Units:
     )
 
 
-def sums_of(model: onnx.ModelProto, units: Units) -> frozenset[str]:
+def find_add_units(model: onnx.ModelProto, units: Units) -> frozenset[str]:
     """Return the units with an Add and without weights."""
     adds = {node.name for node in model.graph.node if node.op_type == "Add"}
     glue = units.members.keys() - set(units.layers)
@@ -361,7 +361,7 @@ class Prices:
         return min(1.0, self.plain / priced) if priced else 1.0
 
 
-def cheapest(
+def cheapest_float_units(
     prices: Prices,
     units: Units,
     noise: Mapping[str, float],
@@ -393,7 +393,7 @@ def cheapest(
     return cheapest_split(by_unit, between, glue)
 
 
-def counted(model: onnx.ModelProto, units: Units, sample: Mapping[str, Array]) -> Prices:
+def count_prices(model: onnx.ModelProto, units: Units, sample: Mapping[str, Array]) -> Prices:
     """Return prices in products; one inference gives the size of each tensor."""
     graph = Graph(model)
     nodes = {node.name: node for node in graph.nodes}
@@ -413,7 +413,7 @@ def counted(model: onnx.ModelProto, units: Units, sample: Mapping[str, Array]) -
     )
 
 
-def measured(
+def measure_prices(
     model: onnx.ModelProto,
     float32: onnx.ModelProto,
     int8: onnx.ModelProto,
@@ -454,7 +454,7 @@ def _profile_in_turns(
         [kernel_times(m, feeds, made_from=made_from, runs=_RUNS, seconds=_SECONDS) for m in written]
         for _ in range(_ROUNDS)
     ]
-    return [reduce(quicker, times) for times in zip(*rounds, strict=True)]
+    return [reduce(least_kernel_times, times) for times in zip(*rounds, strict=True)]
 
 
 def _with_margin(int8: float, float32: float, least: float) -> tuple[float, float]:
@@ -486,7 +486,7 @@ def _sizes(
     wanted = list(dict.fromkeys(tensors))
     fed = {value.name for value in model.graph.input}
     session = OrtSession.open(
-        with_outputs(model, [t for t in wanted if t not in fed]), threads=1, spin=False
+        copy_with_outputs(model, [t for t in wanted if t not in fed]), threads=1, spin=False
     )
     values = {**sample, **session.run(sample)}
     return {tensor: int(values[tensor].size) for tensor in wanted}

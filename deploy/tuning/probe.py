@@ -34,26 +34,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import Calib8Error, ConfigError
-from deploy.graph.edit import with_outputs
+from deploy.graph.edit import copy_with_outputs
 from deploy.method import Choices
-from deploy.metrics.accuracy import Accuracy, Comparison, Said
-from deploy.metrics.truth import form_of
+from deploy.metrics.accuracy import Accuracy, Comparison, StoredOutputs
+from deploy.metrics.output_form import derive_form
 from deploy.runtimes.ort import OrtSession
-from deploy.tuning.downstream import Kept, behind
-from deploy.tuning.search_samples import energies, energy, square
+from deploy.tuning.float_activations import FloatActivations, downstream_model
+from deploy.tuning.search_samples import finite_sum_of_squares, slice_signals, sum_of_squares
 
 if TYPE_CHECKING:
     import onnx
 
+    from deploy.metrics.output_form import OutputForm
     from deploy.metrics.tasks import Metric
-    from deploy.metrics.truth import Form
     from deploy.targets.base import BuildRequest
     from deploy.tensors import Array
 
 
 Powers = NDArray[np.float64]  # [samples]
-Heard = tuple[Mapping[str, "Array"], Mapping[str, "Array"]]  # sample, outputs of the float model
-LISTED = "what is found"
+ReferenceSample = tuple[
+    Mapping[str, "Array"], Mapping[str, "Array"]
+]  # sample, outputs of the float model
+DETECTION_LIST = "what is found"
 _FULL_SIGNAL = 0.25  # share of the mean power, half the amplitude: a sample with more counts fully
 _NO_LOSS = 1e-12  # 120 dB: smaller losses count as none
 _MOST_LOST = 0.99  # loss of the task: a larger one would not rank the layers
@@ -165,7 +167,7 @@ class Prober:
         self,
         trial: Callable[[BuildRequest], onnx.ModelProto],
         request: BuildRequest,
-        heard: Sequence[Heard],
+        heard: Sequence[ReferenceSample],
         *,
         runs_here: bool,
         threads: int,
@@ -188,9 +190,9 @@ class Prober:
         self._metric_lock = Lock()  # a user's metric need not be thread-safe
         self._known: dict[object, Noise | None] = {}
         outputs = [wanted for _, wanted in heard]
-        self._form = form_of(outputs, inputs=[sample for sample, _ in heard])
-        self._mean_powers = usual_powers(self._form, self._slices(self._heard))
-        self._stored: Kept | Calib8Error | None = None
+        self._form = derive_form(outputs, inputs=[sample for sample, _ in heard])
+        self._mean_powers = mean_powers(self._form, self._slices(self._heard))
+        self._stored: FloatActivations | Calib8Error | None = None
         self._stopped = False
         self.tried = 0
         self.errors: list[Calib8Error] = []
@@ -214,12 +216,14 @@ class Prober:
         work = partial(self._noise_alone, self._stored)
         return self._run([(one, ("alone", _key(one))) for one in trials], work, self._few_samples)
 
-    def _store_values(self, int8: Sequence[Sequence[str]]) -> Kept | Calib8Error:
+    def _store_values(self, int8: Sequence[Sequence[str]]) -> FloatActivations | Calib8Error:
         """Return the stored values that trials of few layers start from, or why there are none."""
-        chosen = loudest(self._form, self._slices(self._heard), self._few_samples)
+        chosen = strongest_samples(self._form, self._slices(self._heard), self._few_samples)
         self._ran(self._few_samples)
         try:
-            return Kept.of(self._request.model, int8, [self._heard[place] for place in chosen])
+            return FloatActivations.of(
+                self._request.model, int8, [self._heard[place] for place in chosen]
+            )
         except Calib8Error as error:
             return error
 
@@ -247,7 +251,7 @@ class Prober:
     def _noise_of(self, choices: Choices) -> Noise:
         return self._measure(self._trial_model(choices), self._heard, judged=self._by_task)
 
-    def _noise_alone(self, stored: Kept | Calib8Error, choices: Choices) -> Noise:
+    def _noise_alone(self, stored: FloatActivations | Calib8Error, choices: Choices) -> Noise:
         if isinstance(stored, Calib8Error):
             raise stored
         model = self._trial_model(choices)
@@ -256,7 +260,7 @@ class Prober:
             ({**sample, **values}, wanted)
             for (sample, wanted), values in zip(stored.heard, stored.values, strict=True)
         ]
-        return self._measure(behind(model, same, stored.values), heard, judged=False)
+        return self._measure(downstream_model(model, same, stored.values), heard, judged=False)
 
     def _attempt(self, work: Callable[[Choices], Noise], choices: Choices) -> Noise | Calib8Error:
         try:
@@ -269,7 +273,9 @@ class Prober:
     def _trial_model(self, choices: Choices) -> onnx.ModelProto:
         return self._trial(self._request.adding(choices))
 
-    def _measure(self, model: onnx.ModelProto, heard: Sequence[Heard], *, judged: bool) -> Noise:
+    def _measure(
+        self, model: onnx.ModelProto, heard: Sequence[ReferenceSample], *, judged: bool
+    ) -> Noise:
         """Return the noise of a model on samples, which may hold more tensors than it reads."""
         session = OrtSession.open(
             model, threads=1, spin=False, keep=True, int8_kernels=self._kernels
@@ -288,21 +294,21 @@ class Prober:
             powers.append(noise_powers(self._form, *pair, self._mean_powers))
         accuracy = figures.result() if figures is not None else None
         if listed:
-            return Noise({LISTED: _task_power(accuracy)}, accuracy=accuracy)
+            return Noise({DETECTION_LIST: _task_power(accuracy)}, accuracy=accuracy)
         labels = [part.label for part in self._form.parts]
-        signal_shares = said_of(self._form, self._slices(heard), self._mean_powers)
+        shares = signal_shares(self._form, self._slices(heard), self._mean_powers)
         return Noise(
             dict(zip(labels, np.array(powers).T, strict=True)),
-            dict(zip(labels, signal_shares, strict=True)),
+            dict(zip(labels, shares, strict=True)),
             accuracy=accuracy,
         )
 
-    def _slices(self, heard: Sequence[Heard]) -> list[Mapping[str, Array]]:
+    def _slices(self, heard: Sequence[ReferenceSample]) -> list[Mapping[str, Array]]:
         """Return the float model's outputs in the form in which slices are measured."""
         return [self._form.told(wanted, sample, wanted) for sample, wanted in heard]
 
     def _new_comparison(self, session: OrtSession, wanted: Mapping[str, Array]) -> Comparison:
-        return Comparison(Said(wanted), session, form=self._form, metric=self._metric)
+        return Comparison(StoredOutputs(wanted), session, form=self._form, metric=self._metric)
 
     def _add_to(
         self,
@@ -332,26 +338,28 @@ def _task_power(accuracy: Accuracy | None) -> Powers:
     return np.array([math.log1p(-min(lost, _MOST_LOST)) ** 2])
 
 
-def loudest(form: Form, outputs: Sequence[Mapping[str, Array]], most: int) -> list[int]:
+def strongest_samples(
+    form: OutputForm, outputs: Sequence[Mapping[str, Array]], most: int
+) -> list[int]:
     """Return the indices of the samples of greatest signal, each slice normalized, in order."""
-    signals = energies(form, outputs)
+    signals = slice_signals(form, outputs)
     largest = signals.max(axis=0)
     signal = (signals / np.where(largest > 0, largest, 1.0)).sum(axis=1)
     return sorted(map(int, np.argsort(-signal, kind="stable")[:most]))
 
 
-def usual_powers(form: Form, outputs: Sequence[Mapping[str, Array]]) -> list[float]:
+def mean_powers(form: OutputForm, outputs: Sequence[Mapping[str, Array]]) -> list[float]:
     """Return every slice's power at the mean amplitude of the samples; 0 where it is not finite."""
     powers = []
     for part in form.parts:
-        sizes = [math.sqrt(square(part.of(one[part.output]))) for one in outputs]
+        sizes = [math.sqrt(sum_of_squares(part.of(one[part.output]))) for one in outputs]
         mean = sum(sizes) / max(len(sizes), 1)
         powers.append(mean * mean if math.isfinite(mean) else 0.0)
     return powers
 
 
-def said_of(
-    form: Form, outputs: Sequence[Mapping[str, Array]], usual: Sequence[float]
+def signal_shares(
+    form: OutputForm, outputs: Sequence[Mapping[str, Array]], usual: Sequence[float]
 ) -> list[float]:
     """Return every slice's share of the samples with at least half the mean amplitude.
 
@@ -359,14 +367,17 @@ def said_of(
     """
     result = []
     for part, power in zip(form.parts, usual, strict=True):
-        powers = [energy(part.of(one[part.output])) for one in outputs]
+        powers = [finite_sum_of_squares(part.of(one[part.output])) for one in outputs]
         shares = [min(own / (_FULL_SIGNAL * power), 1.0) if power else 1.0 for own in powers]
         result.append(sum(shares) / max(len(shares), 1) or 1.0)
     return result
 
 
 def noise_powers(
-    form: Form, wanted: Mapping[str, Array], found: Mapping[str, Array], usual: Sequence[float]
+    form: OutputForm,
+    wanted: Mapping[str, Array],
+    found: Mapping[str, Array],
+    usual: Sequence[float],
 ) -> list[float]:
     """Return the relative noise power of every slice in one sample."""
     return [
@@ -379,7 +390,7 @@ def _power(wanted: Array, found: Array, usual: float) -> float:
     if wanted.shape != found.shape:
         return _ALL_NOISE
     signal = np.asarray(wanted, np.float64)
-    power, noise = square(signal), square(signal - np.asarray(found, np.float64))
+    power, noise = sum_of_squares(signal), sum_of_squares(signal - np.asarray(found, np.float64))
     if not (math.isfinite(power) and math.isfinite(noise)):
         return _ALL_NOISE
     if power == usual == 0:
@@ -393,7 +404,7 @@ def _key(choices: Choices) -> object:
     return frozenset(choices.float_nodes), method, methods, choices.rounded
 
 
-def ranked(model: onnx.ModelProto) -> dict[str, str]:
+def find_ranked_scores(model: onnx.ModelProto) -> dict[str, str]:
     """Return {output of ArgMax or TopK: the scores that it reads}.
 
     Empty if the model has other outputs too, since boxes are in the order of their scores.
@@ -409,9 +420,9 @@ def ranked(model: onnx.ModelProto) -> dict[str, str]:
     return scores if len(scores) == len(model.graph.output) else {}
 
 
-def with_scores(
-    model: onnx.ModelProto, heard: Sequence[Heard], *, every: bool, threads: int
-) -> list[Heard]:
+def replace_by_scores(
+    model: onnx.ModelProto, heard: Sequence[ReferenceSample], *, every: bool, threads: int
+) -> list[ReferenceSample]:
     """Replace the float model's ranked outputs by the scores that they are made of.
 
     Args:
@@ -423,10 +434,10 @@ def with_scores(
     Raises:
         BackendError: ONNX Runtime refused the model or a sample.
     """
-    ends = ranked(model)
+    ends = find_ranked_scores(model)
     scores = list(dict.fromkeys(ends.values()))
-    session = OrtSession.open(with_outputs(model, scores), threads=threads, spin=False)
-    result: list[Heard] = []
+    session = OrtSession.open(copy_with_outputs(model, scores), threads=threads, spin=False)
+    result: list[ReferenceSample] = []
     for sample, outputs in heard:
         kept = {name: value for name, value in outputs.items() if every or name not in ends}
         made = session.run(sample)
@@ -434,7 +445,7 @@ def with_scores(
     return result
 
 
-def telling_scores(model: onnx.ModelProto, ends: Mapping[str, str]) -> onnx.ModelProto:
+def add_score_outputs(model: onnx.ModelProto, ends: Mapping[str, str]) -> onnx.ModelProto:
     """Return a trial model with the scores as outputs too, under the float model's names.
 
     Args:
@@ -443,10 +454,10 @@ def telling_scores(model: onnx.ModelProto, ends: Mapping[str, str]) -> onnx.Mode
     """
     from onnx import helper
 
-    extended = with_outputs(model, ends.values())
+    extended = copy_with_outputs(model, ends.values())
     graph = extended.graph
     names = {name for node in graph.node for name in node.output}
-    for output, own in ranked(model).items():
+    for output, own in find_ranked_scores(model).items():
         name = ends.get(output, own)
         if name not in names:  # the trial has it under another name
             graph.node.append(helper.make_node("Identity", [own], [name], name=f"{name}/told"))

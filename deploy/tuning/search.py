@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING
 
 from deploy.errors import BackendError
 from deploy.method import NO_CHOICES, Choices, Method
-from deploy.tuning.prices import Prices, Units, cheapest
+from deploy.tuning.prices import Prices, Units, cheapest_float_units
 from deploy.tuning.probe import Noise, Prober
 from deploy.tuning.search_options import COMMON_WEIGHT, Effort, Trial
 
@@ -108,7 +108,7 @@ class Sensitivity:
         return replace(self, scale=self.scale * min(max(power, 1 / _FARTHEST), _FARTHEST))
 
 
-def sensitivity(
+def measure_sensitivity(
     layers: Sequence[str],
     alone: Callable[[Sequence[Group]], list[Noise | None]],
     *,
@@ -123,7 +123,7 @@ def sensitivity(
         groups: number of groups to begin with.
         most: number of groups to try at most.
     """
-    first = groups_of(layers, groups)
+    first = split_into_groups(layers, groups)
     noises = _runnable(first, alone(first))
     tried, unsplit = len(first), set[Group]()
     while tried + 2 <= most and (group := _next_to_halve(noises, unsplit)) is not None:
@@ -139,7 +139,7 @@ def sensitivity(
     return Sensitivity(dict(sorted(noises.items(), key=lambda entry: place[entry[0][0]])))
 
 
-def groups_of(layers: Sequence[str], most: int) -> list[Group]:
+def split_into_groups(layers: Sequence[str], most: int) -> list[Group]:
     """Split layers into at most `most` groups of neighbours of equal size."""
     size = max(1, -(-len(layers) // most))
     return [tuple(layers[at : at + size]) for at in range(0, len(layers), size)]
@@ -331,7 +331,7 @@ class Search:
 
     def _find_refused(self) -> frozenset[str]:
         """Return layers that cannot run alone in int8; nothing if no group can."""
-        groups = groups_of(self.units.layers, self.effort.groups)
+        groups = split_into_groups(self.units.layers, self.effort.groups)
         tried, refused = 0, set[str]()
         while groups:
             noises = self._noise_alone(NO_CHOICES, groups)
@@ -371,7 +371,7 @@ class Search:
 
     def _measure_groups(self, base: Trial) -> None:
         """Measure the noise of the groups with a trial's methods."""
-        found = sensitivity(
+        found = measure_sensitivity(
             [layer for layer in self.units.layers if layer not in self.refused],
             partial(self._noise_alone, base.choices),
             groups=self.effort.groups,
@@ -417,7 +417,7 @@ class Search:
         unit_weight = price * self.weight / COMMON_WEIGHT
         weights = [0.0, *(weight * unit_weight for weight in _WEIGHTS)] if noise else [0.0]
         pinned = self.refused | self.kept_sums.keys()
-        cut = partial(cheapest, self.prices, self.units, noise, pinned=pinned)
+        cut = partial(cheapest_float_units, self.prices, self.units, noise, pinned=pinned)
         found = dict.fromkeys(cut(weight=weight) for weight in weights)
         return [split for split in found if self.or_float or not self.is_float(split)]
 

@@ -75,7 +75,7 @@ _USUAL = 100  # images: with fewer, the budget is that of so many
 
 
 @dataclass(slots=True)
-class Allowance:
+class SearchBudget:
     """Budget of a search, in samples run.
 
     Attributes:
@@ -87,7 +87,7 @@ class Allowance:
     ran: int = 0
 
     @classmethod
-    def of(cls, calibrations: float, samples: int) -> Allowance:
+    def of(cls, calibrations: float, samples: int) -> SearchBudget:
         """Return the budget of a number of calibrations on a feed of `samples`."""
         return cls(calibrations * max(samples, _USUAL))
 

@@ -42,18 +42,18 @@ from numpy.typing import NDArray
 
 from calibrators.histogram import Histogram
 from calibrators.statistics import HistogramOf, Recorder
-from deploy.calibration.observation import Key, Observation, Observed, each_once
+from deploy.calibration.observation import Key, Observation, ObservedStatistics, unique_observations
 from deploy.calibration.one_pass import observe
 from deploy.calibration.ranges import Ranges
 from deploy.errors import BackendError, Calib8Error
-from deploy.feed.listing import Changed
-from deploy.feed.parallel import Sample, in_order
-from deploy.feed.sampling import order
+from deploy.feed.file_list import SampleChangedError
+from deploy.feed.parallel import Sample, run_in_order
+from deploy.feed.sampling import sampling_order
 from deploy.metrics.accuracy import Accuracy, Comparison
-from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE, Lost, lost_of, of_accuracy
-from deploy.metrics.parts import SAMPLES
-from deploy.metrics.rows import Outputs, are_shares
-from deploy.metrics.truth import Form, form_of
+from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE, TaskLoss, judge_accuracy, measure_loss
+from deploy.metrics.output_form import OutputForm, derive_form
+from deploy.metrics.rows import Outputs, are_probabilities
+from deploy.metrics.slices import SAMPLES
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array
 from deploy.terminal import phase
@@ -61,7 +61,7 @@ from deploy.terminal import phase
 if TYPE_CHECKING:
     import onnx
 
-    from deploy.calibration.reference import Judges
+    from deploy.calibration.reference_outputs import EvaluationSet
     from deploy.metrics.tasks import Metric
     from deploy.targets.base import BuildRequest, Target
 
@@ -72,7 +72,7 @@ _STRONGEST_STEP = 2  # every second one of the strongest: the very first would d
 _MOST_VALUES = 5_000_000  # input values of all samples: a large one shows as much as many small
 
 
-def energies(form: Form, outputs: Iterable[Mapping[str, Array]]) -> NDArray[np.float64]:
+def slice_signals(form: OutputForm, outputs: Iterable[Mapping[str, Array]]) -> NDArray[np.float64]:
     """Return the signal of every slice in every sample, [samples, slices]; 0 where not finite."""
     least = 1 if len(form.parts) == 1 else 2  # one value next to others says whether they matter
     both = np.array(
@@ -84,13 +84,13 @@ def energies(form: Form, outputs: Iterable[Mapping[str, Array]]) -> NDArray[np.f
     return np.asarray(np.where(probabilities, both[..., 1], both[..., 0]))
 
 
-def energy(values: Array) -> float:
+def finite_sum_of_squares(values: Array) -> float:
     """Return the sum of squares; 0 where it is not finite."""
-    total = square(values)
+    total = sum_of_squares(values)
     return total if np.isfinite(total) else 0.0
 
 
-def square(values: Array) -> float:
+def sum_of_squares(values: Array) -> float:
     """Return the sum of squares, finite or not."""
     flat = np.asarray(values, np.float64).reshape(-1)
     return float(np.einsum("i,i->", flat, flat))
@@ -98,7 +98,7 @@ def square(values: Array) -> float:
 
 def _signals(values: Array, least: int) -> tuple[float, float]:
     """Return (squares, sum - squares for `least` or more probabilities, else NaN)."""
-    squares = energy(values)
+    squares = finite_sum_of_squares(values)
     if values.size < least or not _are_probabilities(values):
         return squares, np.nan
     return squares, max(float(np.sum(values, dtype=np.float64)) - squares, 0.0)
@@ -112,16 +112,16 @@ def _are_probabilities(values: Array) -> bool:
         return bool(values.min() >= 0 and values.max() <= 1)
     if values.ndim < 2 or values.size != values.shape[1]:
         return False
-    return are_shares(values.reshape(-1))
+    return are_probabilities(values.reshape(-1))
 
 
-def as_many(judges: Judges) -> int:
+def enough_samples(judges: EvaluationSet) -> int:
     """Return how many samples are enough for their size."""
     first, _ = next(iter(judges.heard(CANDIDATES)))
     return _MOST_VALUES // max(_size(first), 1)
 
 
-def telling(judges: Judges, most: int) -> list[tuple[Sample, Outputs]]:
+def select_samples(judges: EvaluationSet, most: int) -> list[tuple[Sample, Outputs]]:
     """Select at most `most` samples; return them with the float model's outputs, in feed order.
 
     The candidates are read twice, so that only the selected ones are in memory.
@@ -130,7 +130,7 @@ def telling(judges: Judges, most: int) -> list[tuple[Sample, Outputs]]:
     return [heard for place, heard in enumerate(judges.heard(CANDIDATES)) if place in chosen]
 
 
-def alike(samples: Sequence[Sample]) -> list[Sample]:
+def same_shape_samples(samples: Sequence[Sample]) -> list[Sample]:
     """Return the samples to time: all of the shape of the median sample by size.
 
     The least time over several shapes would be that of the smallest, where int8 gains least.
@@ -148,8 +148,8 @@ def _slice_signals(heard: Iterable[tuple[Sample, Outputs]]) -> NDArray[np.float6
     """Return the signal of every slice in every sample, [samples, slices]."""
     samples = iter(heard)
     first = list(islice(samples, SAMPLES))
-    form = form_of([outputs for _, outputs in first], inputs=[sample for sample, _ in first])
-    return energies(
+    form = derive_form([outputs for _, outputs in first], inputs=[sample for sample, _ in first])
+    return slice_signals(
         form, (form.told(outputs, sample, outputs) for sample, outputs in chain(first, samples))
     )
 
@@ -163,14 +163,14 @@ def _selection(signals: NDArray[np.float64], most: int) -> frozenset[int]:
     strength = (signals / np.where(largest > 0, largest, 1.0)).sum(axis=1)
     strongest = np.argsort(-strength, kind="stable")
     chosen = {int(index) for index in strongest[: _STRONGEST_STEP * (most // 2) : _STRONGEST_STEP]}
-    for index in map(int, order(count)):
+    for index in map(int, sampling_order(count)):
         if len(chosen) < most:
             chosen.add(index)
     return frozenset(chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
+class ExpectedVerdict:
     """The expected verdict on an engine.
 
     Attributes:
@@ -179,7 +179,7 @@ class Judgement:
     """
 
     unusable: str = ""
-    lost: Lost | None = None
+    lost: TaskLoss | None = None
 
     @property
     def doubtful(self) -> str:
@@ -187,12 +187,12 @@ class Judgement:
         return self.lost.words if self.lost is not None and self.lost.level == DOUBTFUL else ""
 
 
-class Judging:
+class VerdictPredictor:
     """Predicts the verdict on models, and reports the samples that this takes."""
 
     def __init__(
         self,
-        judges: Judges,
+        judges: EvaluationSet,
         *,
         kernels: bool,
         threads: int,
@@ -213,25 +213,25 @@ class Judging:
         self._judges, self._kernels, self._threads = judges, kernels, threads
         self._max_loss, self._metric, self._ran = max_loss, metric, ran
 
-    def of(self, model: onnx.ModelProto) -> Judgement:
+    def of(self, model: onnx.ModelProto) -> ExpectedVerdict:
         """Return the expected verdict on the engine of a model."""
         levels: dict[str, str] = {}
         lost = None
         try:
             for accuracy in self._judged(model):
                 if any(output.not_finite[0] for output in accuracy.outputs):
-                    return Judgement()  # FP32 itself is not finite: no split helps
-                levels = dict(reversed([*of_accuracy(accuracy, self._max_loss)]))
-                lost = lost_of(accuracy, self._max_loss)
+                    return ExpectedVerdict()  # FP32 itself is not finite: no split helps
+                levels = dict(reversed([*judge_accuracy(accuracy, self._max_loss)]))
+                lost = measure_loss(accuracy, self._max_loss)
                 if _is_certain(levels, accuracy, lost):
                     break
         except BackendError:  # reported when the engine is built
-            return Judgement()
-        return Judgement(unusable=levels.get(UNUSABLE, ""), lost=lost)
+            return ExpectedVerdict()
+        return ExpectedVerdict(unusable=levels.get(UNUSABLE, ""), lost=lost)
 
     def _judged(self, model: onnx.ModelProto) -> Iterator[Accuracy]:
         """Yield the accuracy on a few samples, then on all; each sample runs once."""
-        comparison = Judged(model, self._judges, self._metric, kernels=self._kernels)
+        comparison = GrowingComparison(model, self._judges, self._metric, kernels=self._kernels)
         count = len(self._judges.part)
         for most in dict.fromkeys((min(CANDIDATES, count), count)):
             before = len(comparison.keys)
@@ -241,14 +241,14 @@ class Judging:
                 self._ran(len(comparison.keys) - before)
 
 
-def _is_certain(levels: Mapping[str, str], accuracy: Accuracy, lost: Lost | None) -> bool:
+def _is_certain(levels: Mapping[str, str], accuracy: Accuracy, lost: TaskLoss | None) -> bool:
     """Whether more samples would hardly change the verdict."""
     if accuracy.problems:
         return True
     return (UNUSABLE in levels or set(levels) <= {GOOD}) and (lost is None or lost.sure)
 
 
-class Judged:
+class GrowingComparison:
     """Comparison of a model with the float one on a growing number of evaluation samples.
 
     Attributes:
@@ -258,7 +258,7 @@ class Judged:
     def __init__(
         self,
         model: onnx.ModelProto,
-        judges: Judges,
+        judges: EvaluationSet,
         metric: Metric | None = None,
         *,
         kernels: bool,
@@ -282,7 +282,7 @@ class Judged:
         Raises:
             BackendError: ONNX Runtime refused a sample.
         """
-        in_order(self._new(most), self._work, self._take, threads=threads, after=len(self.keys))
+        run_in_order(self._new(most), self._work, self._take, threads=threads, after=len(self.keys))
         assert self._comparison is not None
         return self._comparison.result()
 
@@ -301,7 +301,7 @@ class Judged:
         self._comparison.add(*ran, count=self._judges.part.count)
 
 
-def unseen(
+def with_held_out_ranges(
     target: Target,
     request: BuildRequest,
     judges: Sequence[Sample],
@@ -320,9 +320,11 @@ def unseen(
     if ranges.trusted is not None or not 0 < left < MANY:
         return request
     subject = replace(request.subject, samples=left)
-    seen = ranges.once("without the judges", lambda: [Observed({})])  # shared by the targets
+    seen = ranges.once(
+        "without the judges", lambda: [ObservedStatistics({})]
+    )  # shared by the targets
     try:
-        wanted = seen[0].missing(each_once({target.name: target.demand(subject)}))
+        wanted = seen[0].missing(unique_observations({target.name: target.demand(subject)}))
         subtractable = [o for o in wanted if _can_subtract(ranges.observed, o)]
         ran(len(judges) if subtractable else 0)
         seen[0] = seen[0].and_also(_subtracted(request, subtractable, judges))
@@ -337,14 +339,14 @@ def unseen(
                     progress=step,
                 )
             )
-    except Changed:
+    except SampleChangedError:
         raise
     except Calib8Error:  # a target that needs all samples, a tensor that only these have
         return request
     return replace(request, subject=subject, ranges=Ranges(seen[0], ranges.method, ranges.reaches))
 
 
-def _can_subtract(observed: Observed, observation: Observation) -> bool:
+def _can_subtract(observed: ObservedStatistics, observation: Observation) -> bool:
     """Whether an observation is a histogram that samples can be subtracted from."""
     known = observation.key in observed and not observation.variant.needs
     return known and observation.statistic == HistogramOf()
@@ -361,7 +363,7 @@ def _subtracted(
     return {o.key: ranges.histogram(o).without(_histogram(own, o)) for o in counted}
 
 
-def _histogram(observed: Observed, observation: Observation) -> Histogram:
+def _histogram(observed: ObservedStatistics, observation: Observation) -> Histogram:
     found = observed.of(observation)
     assert isinstance(found, Histogram)
     return found

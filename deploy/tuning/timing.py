@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.graph.placement import WEIGHTED
-from deploy.runtimes.ort import OrtSession, kernel_events, profiled
+from deploy.runtimes.ort import OrtSession, kernel_events, run_profiled
 from deploy.terminal import phase
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class KernelTimes:
         return sum(self.nodes.values()) + self.rest
 
 
-def quicker(one: KernelTimes, other: KernelTimes) -> KernelTimes:
+def least_kernel_times(one: KernelTimes, other: KernelTimes) -> KernelTimes:
     """Return the lesser of two times of each kernel of one model."""
     nodes = {name: min(time, other.nodes[name]) for name, time in one.nodes.items()}
     return KernelTimes(nodes, min(one.rest, other.rest))
@@ -97,11 +97,11 @@ def kernel_times(
         BackendError: ONNX Runtime refused the model or a sample.
     """
     with tempfile.TemporaryDirectory(prefix="calib8-") as folder:
-        trace = profiled(model, feeds, runs=runs + 2, folder=Path(folder), seconds=seconds)
+        trace = run_profiled(model, feeds, runs=runs + 2, folder=Path(folder), seconds=seconds)
         events = list(kernel_events(trace))
     pairs = [node.name for node in model.graph.node if node.op_type in PAIRS]
     layers = {name for name, kind, _ in events if kind.removeprefix("Fused") in WEIGHTED}
-    return attributed(_least(events, skip=2), made_from, pairs, layers=layers)
+    return attribute_kernels(_least(events, skip=2), made_from, pairs, layers=layers)
 
 
 def _least(events: Iterable[tuple[str, str, float]], *, skip: int) -> dict[str, float]:
@@ -112,7 +112,7 @@ def _least(events: Iterable[tuple[str, str, float]], *, skip: int) -> dict[str, 
     return {name: min(times[skip:] or times) for name, times in times_of.items()}
 
 
-def attributed(
+def attribute_kernels(
     kernels: Mapping[str, float],
     model: onnx.ModelProto,
     others: Iterable[str] = (),
@@ -175,7 +175,7 @@ def _longest_name(kernel: str, names: Mapping[str, str]) -> str | None:
     return None
 
 
-def quickest_of(
+def time_models(
     models: Sequence[onnx.ModelProto], feeds: Sequence[Mapping[str, Array]], *, threads: int
 ) -> list[float]:
     """Return `quickest_ms` of each model, over rounds that repeat while one gets quicker.

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploy.errors import BackendError, ConfigError
-from deploy.graph.index import matching
-from deploy.graph.plan import word_of
-from deploy.method import NO_CHOICES, Choices, Method, comparable
+from deploy.graph.index import match_nodes
+from deploy.graph.plan import quantized_precision
+from deploy.method import NO_CHOICES, Choices, Method, comparable_methods
 from deploy.terminal import Step, phase
 from deploy.tuning.plan_file import (
     BETWEEN,
@@ -28,23 +28,51 @@ from deploy.tuning.plan_file import (
     NOT_USABLE,
     PlanFile,
     TargetPlan,
+    float_reasons,
     read_plan,
-    reasons,
     write_plan,
 )
-from deploy.tuning.prices import Prices, Units, counted, measured, sums_of, units_of
-from deploy.tuning.probe import LISTED, Heard, Prober, ranked, telling_scores, with_scores
+from deploy.tuning.prices import (
+    Prices,
+    Units,
+    count_prices,
+    find_add_units,
+    group_units,
+    measure_prices,
+)
+from deploy.tuning.probe import (
+    DETECTION_LIST,
+    Prober,
+    ReferenceSample,
+    add_score_outputs,
+    find_ranked_scores,
+    replace_by_scores,
+)
 from deploy.tuning.repairs import ROUNDING
-from deploy.tuning.repairs.apply import trials
+from deploy.tuning.repairs.apply import trial_builder
 from deploy.tuning.search import Search
-from deploy.tuning.search_options import EFFORTS, Allowance, Effort, Trial, Tuning
-from deploy.tuning.search_samples import Judgement, Judging, alike, as_many, telling, unseen
-from deploy.tuning.usable import TELLING_US, Settled, Told, Way, by_the_clock, settled
+from deploy.tuning.search_options import EFFORTS, Effort, SearchBudget, Trial, Tuning
+from deploy.tuning.search_samples import (
+    ExpectedVerdict,
+    VerdictPredictor,
+    enough_samples,
+    same_shape_samples,
+    select_samples,
+    with_held_out_ranges,
+)
+from deploy.tuning.split_choice import (
+    LEAST_TIMED_US,
+    ChosenSplit,
+    SplitHooks,
+    TimedRows,
+    choose_by_time,
+    choose_split,
+)
 
 if TYPE_CHECKING:
     import onnx
 
-    from deploy.calibration.reference import Judges
+    from deploy.calibration.reference_outputs import EvaluationSet
     from deploy.targets.base import BuildRequest, Target
     from deploy.tensors import Array
 
@@ -60,7 +88,7 @@ _VERSION = 16  # raised when a search of the same input would give another plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SearchSetup:
     """Input of one search.
 
     Attributes:
@@ -85,7 +113,7 @@ class Asked:
         return EFFORTS[self.options.effort]
 
     @property
-    def judges(self) -> Judges:
+    def judges(self) -> EvaluationSet:
         """The evaluation samples, which every search has."""
         assert self.request.judges is not None
         return self.request.judges
@@ -96,7 +124,7 @@ class Asked:
         return self.target.runs_here and self.options.timed
 
 
-def searched(setup: Asked, step: Step) -> tuple[TargetPlan, int]:
+def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     """Run a search; return its plan and the number of trial models that ran.
 
     Args:
@@ -109,25 +137,25 @@ def searched(setup: Asked, step: Step) -> tuple[TargetPlan, int]:
         ConfigError: the user's metric fails on the best trial.
     """
     decisions = setup.target.plan(setup.request.model, tuple(setup.request.float_nodes)).decisions
-    units = units_of(setup.request.model, decisions)
+    units = group_units(setup.request.model, decisions)
     if not units.layers:
         return TargetPlan(choices=NO_CHOICES), 0
     samples = _search_samples(setup)
-    allowance = Allowance.of(setup.effort.calibrations, len(setup.request.feed))
+    allowance = SearchBudget.of(setup.effort.calibrations, len(setup.request.feed))
     prober = _make_prober(setup, samples, step, allowance)
-    timed = alike([sample for sample, _ in samples])
+    timed = same_shape_samples([sample for sample, _ in samples])
     search = Search(
         units=units,
         prices=_unit_prices(setup, units, timed),
         prober=prober,
         methods=_methods(setup),
         own=_OWN,
-        word=word_of(decisions),
+        word=quantized_precision(decisions),
         effort=setup.effort,
         weight=setup.options.weight,
         rounded=setup.rounded,
         or_float=not setup.target.float_way,
-        sums=sums_of(setup.request.model, units),
+        sums=find_add_units(setup.request.model, units),
     )
     best = search.run()
     if prober.unjudged is not None and best.noise.accuracy is None:
@@ -139,29 +167,33 @@ def searched(setup: Asked, step: Step) -> tuple[TargetPlan, int]:
     return _target_plan(search, choice, setup.target.float_way if float_wins else ""), prober.tried
 
 
-def _search_samples(setup: Asked) -> Sequence[Heard]:
+def _search_samples(setup: SearchSetup) -> Sequence[ReferenceSample]:
     """Return the samples of every trial with the float model's outputs; the targets share them."""
     request, judges = setup.request, setup.judges
-    few = min(setup.effort.samples, len(request.feed) // _SHARE, as_many(judges))
+    few = min(setup.effort.samples, len(request.feed) // _SHARE, enough_samples(judges))
     few = max(_LEAST_SAMPLES, few)
-    return request.ranges.once((telling, few), lambda: telling(judges, few))
+    return request.ranges.once((select_samples, few), lambda: select_samples(judges, few))
 
 
-def _make_prober(setup: Asked, heard: Sequence[Heard], step: Step, allowance: Allowance) -> Prober:
+def _make_prober(
+    setup: SearchSetup, heard: Sequence[ReferenceSample], step: Step, allowance: SearchBudget
+) -> Prober:
     """Return the prober; the ranges of its trials come from other samples than its own."""
     few, effort, model = len(heard), setup.effort, setup.request.model
-    trial, ends = setup.trial, ranked(model)
+    trial, ends = setup.trial, find_ranked_scores(model)
     if ends:
         allowance.spend(few)
         keep_outputs, threads = setup.options.metric is not None, setup.request.threads
-        heard = with_scores(model, heard, every=keep_outputs, threads=threads)
+        heard = replace_by_scores(model, heard, every=keep_outputs, threads=threads)
 
         def trial(request: BuildRequest) -> onnx.ModelProto:
-            return telling_scores(setup.trial(request), ends)
+            return add_score_outputs(setup.trial(request), ends)
 
     return Prober(
         trial,
-        unseen(setup.target, setup.request, [sample for sample, _ in heard], allowance.spend),
+        with_held_out_ranges(
+            setup.target, setup.request, [sample for sample, _ in heard], allowance.spend
+        ),
         heard,
         runs_here=setup.target.runs_here,
         threads=setup.request.threads,
@@ -174,40 +206,42 @@ def _make_prober(setup: Asked, heard: Sequence[Heard], step: Step, allowance: Al
 
 
 @phase("timing kernels")
-def _unit_prices(setup: Asked, units: Units, samples: Sequence[Mapping[str, Array]]) -> Prices:
+def _unit_prices(
+    setup: SearchSetup, units: Units, samples: Sequence[Mapping[str, Array]]
+) -> Prices:
     """Return the price of every unit: time where this machine decides, else products."""
     target, request = setup.target, setup.request
     if setup.clock:
         all_float = Choices(float_nodes=dict.fromkeys(units.nodes(units.members), "timed in float"))
         float32, int8 = (target.trial(request.adding(one)) for one in (all_float, NO_CHOICES))
         with suppress(BackendError):  # the search itself finds layers that cannot run
-            prices = measured(request.model, float32, int8, units, samples)
-            if prices.total(units, frozenset(units.members)) >= TELLING_US:
+            prices = measure_prices(request.model, float32, int8, units, samples)
+            if prices.total(units, frozenset(units.members)) >= LEAST_TIMED_US:
                 return prices
-    return counted(request.model, units, samples[0])
+    return count_prices(request.model, units, samples[0])
 
 
-def _methods(setup: Asked) -> list[Method | None]:
+def _methods(setup: SearchSetup) -> list[Method | None]:
     """Return the range methods to choose among."""
     if setup.target.own_method:
         return [None, *map(Method.of, setup.target.alternatives)]
     own = setup.request.ranges.method
-    return [own] if setup.method_fixed else [*comparable(own)]
+    return [own] if setup.method_fixed else [*comparable_methods(own)]
 
 
 def _choose(
-    setup: Asked,
+    setup: SearchSetup,
     search: Search,
     samples: Sequence[Mapping[str, Array]],
-    allowance: Allowance,
-) -> Settled:
+    allowance: SearchBudget,
+) -> ChosenSplit:
     """Choose what to build among the trials."""
     target, request = setup.target, setup.request
 
-    def choose(likely: Sequence[Trial]) -> tuple[Trial, Told]:
+    def choose(likely: Sequence[Trial]) -> tuple[Trial, TimedRows]:
         if not setup.clock:
             return likely[0], []
-        return by_the_clock(
+        return choose_by_time(
             search,
             likely,
             samples,
@@ -217,7 +251,7 @@ def _choose(
             threads=request.threads,
         )
 
-    judging = Judging(
+    judging = VerdictPredictor(
         setup.judges,
         kernels=setup.target.runs_here,
         threads=setup.request.threads,
@@ -227,19 +261,19 @@ def _choose(
     )
     another = setup.effort.samples + len(setup.judges.part)  # samples of one more judged trial
 
-    def judge(chosen: Trial) -> Judgement:
+    def judge(chosen: Trial) -> ExpectedVerdict:
         if search.is_float(chosen.in_float):
-            return Judgement()
+            return ExpectedVerdict()
         return judging.of(setup.trial(setup.request.adding(chosen.choices)))
 
-    hooks = Way(choose=choose, judge=judge, can_go_on=lambda: allowance.holds(another))
-    return settled(search, hooks, or_float=setup.clock)
+    hooks = SplitHooks(choose=choose, judge=judge, can_go_on=lambda: allowance.holds(another))
+    return choose_split(search, hooks, or_float=setup.clock)
 
 
-def _target_plan(search: Search, choice: Settled, worthless: str) -> TargetPlan:
+def _target_plan(search: Search, choice: ChosenSplit, worthless: str) -> TargetPlan:
     """Return the plan of what is built."""
     units, word, trial = search.units, search.word, choice.trial
-    float_nodes = reasons(
+    float_nodes = float_reasons(
         trial,
         units,
         search.prices,
@@ -261,7 +295,7 @@ def _target_plan(search: Search, choice: Settled, worthless: str) -> TargetPlan:
     )
 
 
-def _default_reason(choice: Settled) -> str:
+def _default_reason(choice: ChosenSplit) -> str:
     """Return the reason of float units that have neither noise nor time against int8."""
     if choice.trial.noise.parts:
         return BETWEEN
@@ -280,7 +314,7 @@ def _describe(best: Trial) -> str:
     if not best.noise.parts:
         return best.what
     accuracy = best.noise.accuracy
-    if best.noise.part == LISTED and accuracy is not None and accuracy.task is not None:
+    if best.noise.part == DETECTION_LIST and accuracy is not None and accuracy.task is not None:
         return f"{best.what}: {accuracy.task.words}"
     where = f" in {best.noise.part}" if len(best.noise.parts) > 1 else ""
     return f"{best.what}: {best.noise.db:.1f} dB{where}"
@@ -294,7 +328,7 @@ def _trial_rows(trials: Sequence[Trial]) -> list[dict[str, str | float]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tuned:
+class PlannedTarget:
     """Plan of one target and where it came from.
 
     Attributes:
@@ -312,7 +346,7 @@ class Tuned:
     note: str = ""
 
 
-def tuned(
+def plan_target(
     target: Target,
     request: BuildRequest,
     options: Tuning,
@@ -320,7 +354,7 @@ def tuned(
     *,
     method_asked: bool,
     repairs: Sequence[str] = (),
-) -> Tuned:
+) -> PlannedTarget:
     """Return the plan of a target: an existing one that fits, else the result of a search.
 
     Args:
@@ -334,37 +368,39 @@ def tuned(
     Raises:
         ConfigError: a plan with nodes that the model does not have, or made for another grid.
     """
-    pinned = dict.fromkeys(matching(request.model, known.float_nodes), "the plan keeps it in float")
+    pinned = dict.fromkeys(
+        match_nodes(request.model, known.float_nodes), "the plan keeps it in float"
+    )
     digest = _made_from(target, request, options, method_asked, repairs)
     existing = known.targets.get(target.name)
     if existing is not None and (options.plan is not None or existing.made_from == digest):
         _check_names(request, existing)
         _check_precision(target, request, existing)
-        return Tuned(plan=_with_common(existing, pinned), reused=True)
+        return PlannedTarget(plan=_with_common(existing, pinned), reused=True)
     if options.effort == 0 or options.plan is not None:
         note = "" if options.plan is None else _NO_TARGET.format(options.plan, target.name)
         plan = TargetPlan(choices=Choices(float_nodes=pinned))
-        return Tuned(plan=plan, searched=False, note=note)
+        return PlannedTarget(plan=plan, searched=False, note=note)
     request = request.choosing(Choices(float_nodes=pinned))
-    setup = Asked(
+    setup = SearchSetup(
         target=target,
         request=request,
         options=options,
         method_fixed=method_asked or request.ranges.trusted is not None,
-        trial=trials(target, request, repairs),
+        trial=trial_builder(target, request, repairs),
         rounded=True if ROUNDING in repairs else None,
     )
     with phase("trials", setup.effort.most * setup.effort.rounds, about=True) as step:
-        searched_plan, probes = searched(setup, step)
+        searched_plan, probes = run_search(setup, step)
     old = existing is not None and existing.made_from != ""
-    return Tuned(
+    return PlannedTarget(
         plan=_with_common(replace(searched_plan, made_from=digest), pinned),
         probes=probes,
         note=_REPLANNED.format(target.name) if old and not options.fresh else "",
     )
 
 
-def plan_at(path: Path, options: Tuning, digest: str) -> PlanFile:
+def find_plan(path: Path, options: Tuning, digest: str) -> PlanFile:
     """Read the plan to obey: `options.plan` if set, else the one in the output folder.
 
     Raises:
@@ -384,7 +420,7 @@ def plan_at(path: Path, options: Tuning, digest: str) -> PlanFile:
     return plan if plan.model == digest else PlanFile(model=digest)
 
 
-def keep_plan(path: Path, known: PlanFile, found: Mapping[str, Tuned]) -> Path:
+def store_plan(path: Path, known: PlanFile, found: Mapping[str, PlannedTarget]) -> Path:
     """Write the new plans; plans of other targets in the file stay."""
     new = {name: one.plan for name, one in found.items() if one.searched}
     targets = {**known.targets, **new}
@@ -409,7 +445,7 @@ def _refuse_unknown(what: str, named: Iterable[str], known: Container[str]) -> N
 
 def _check_precision(target: Target, request: BuildRequest, plan: TargetPlan) -> None:
     """Refuse a plan for another grid, since losses on one grid say nothing of another."""
-    word = word_of(target.plan(request.model, request.float_nodes).decisions)
+    word = quantized_precision(target.plan(request.model, request.float_nodes).decisions)
     if plan.precision not in ("", word):
         raise ConfigError(
             f"a plan must be made for the grid that is built, got one of {plan.precision} for"

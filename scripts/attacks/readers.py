@@ -23,7 +23,7 @@ from scripts.attacks.options import option_texts, with_options
 from scripts.attacks.subject import TARGETS, made
 
 if TYPE_CHECKING:
-    from deploy.calibration.observation import Observed
+    from deploy.calibration.observation import ObservedStatistics
     from deploy.feed.preprocess import Preprocess
 
 ROOT = Path(__file__).parents[2]
@@ -186,17 +186,17 @@ def _judged(sidecar: str) -> Callable[[Path], Callable[[Path], Callable[[], obje
         from deploy.pipeline import calibrate
 
         subject, cache = made(folder / "own"), folder / "own" / "m.cache"
-        for path in store.files(_built(folder) / "m.cache"):
+        for path in store.cache_files(_built(folder) / "m.cache"):
             shutil.copyfile(path, cache.parent / path.name)
         wanted = calibrate(subject.model, subject.pictures(0), threads=1).observations
-        fingerprint = store.load(cache).fingerprint
+        fingerprint = store.load_calibration(cache).fingerprint
         policy = reuse.CachePolicy(path=cache, require=True)
 
         def read(path: Path) -> None:
             shutil.copyfile(path, f"{cache}{sidecar}")
             with suppress(ValueError, KeyError, TypeError, RecursionError):
                 _stamp(cache)
-            reuse.judge(policy, lambda _: fingerprint, wanted)
+            reuse.check_cache(policy, lambda _: fingerprint, wanted)
 
         return lambda path: partial(read, path)
 
@@ -206,7 +206,7 @@ def _judged(sidecar: str) -> Callable[[Path], Callable[[Path], Callable[[], obje
 def _sharded(folder: Path) -> Callable[[Path], Callable[[], object]]:
     """A shard, changed in earnest or in passing, merged."""
     from deploy.calibration.sample_checks import Peaks
-    from deploy.calibration.shards import Shards
+    from deploy.calibration.shards import ShardSet
     from deploy.pipeline import calibrate
 
     subject = made(folder / "own")
@@ -215,7 +215,7 @@ def _sharded(folder: Path) -> Callable[[Path], Callable[[], object]]:
     def read(path: Path) -> None:
         with suppress(ValueError, KeyError, TypeError, RecursionError, zipfile.BadZipFile, OSError):
             _stamp_shard(path)
-        Shards([path], whole.loaded).observed(whole.observations, Peaks())
+        ShardSet([path], whole.loaded).observed(whole.observations, Peaks())
 
     return lambda path: partial(read, path)
 
@@ -249,26 +249,26 @@ def _checkpoints(folder: Path) -> list[bytes]:
         def due(self) -> bool:
             return True
 
-        def keep(self, number: int, observed: Observed) -> None:
+        def keep(self, number: int, observed: ObservedStatistics) -> None:
             super().keep(number, observed)
             if number == 2:
                 raise Ended
 
     subject, place = made(folder / "seeded"), folder / "begun"
-    with patch("deploy.pipeline.observing.Checkpoint", Ending), suppress(Ended):
+    with patch("deploy.pipeline.calibration_run.Checkpoint", Ending), suppress(Ended):
         calibrate(subject.model, subject.pictures(0), limit=4, threads=1, checkpoint=place)
     return [place.read_bytes()]
 
 
 def _shards(folder: Path) -> list[bytes]:
-    from deploy.calibration.shards import keep_shard
+    from deploy.calibration.shards import write_shard
     from deploy.feed.sampling import Choice
     from deploy.pipeline import calibrate
 
     subject = made(folder / "seeded")
     path = folder / "one.shard"
     choice = Choice(most=4, shard=(1, 1))
-    keep_shard(calibrate(subject.model, subject.pictures(0), limit=choice, threads=1), path)
+    write_shard(calibrate(subject.model, subject.pictures(0), limit=choice, threads=1), path)
     return [path.read_bytes()]
 
 
@@ -294,7 +294,7 @@ def _stamp(cache: Path) -> None:
     text, packed = (Path(f"{cache}{ending}").read_bytes() for ending in ("", ".npz"))
     document = json.loads(Path(f"{cache}.json").read_bytes())
     document["sha256"] |= {"cache": sha256(text), "statistics": sha256(packed)}
-    Path(f"{cache}.json").write_bytes(store.sealed(document))
+    Path(f"{cache}.json").write_bytes(store.seal_json(document))
 
 
 def _plan(folder: Path) -> Callable[[Path], Callable[[], object]]:
@@ -330,16 +330,16 @@ def _model(folder: Path) -> Callable[[Path], Callable[[], object]]:
 
 
 def _pairs(folder: Path) -> Callable[[Path], Callable[[], object]]:
-    from deploy.frontends.reader import read_model
-    from deploy.targets.ascend.recipe import from_qdq
+    from deploy.frontends.onnx_reader import read_model
+    from deploy.targets.ascend.recipe import recipe_from_qdq
 
-    return lambda path: lambda: from_qdq(read_model(path), path)
+    return lambda path: lambda: recipe_from_qdq(read_model(path), path)
 
 
 def _trained(folder: Path) -> Callable[[Path], Callable[[], object]]:
-    from deploy.frontends import load_either
+    from deploy.frontends import load_float_or_qdq
 
-    return lambda path: partial(load_either, path)
+    return lambda path: partial(load_float_or_qdq, path)
 
 
 _PROCESSOR = json.dumps(
@@ -382,8 +382,8 @@ def _beside(name: str) -> Callable[[Path], Callable[[Path], Callable[[], object]
     def opened(folder: Path) -> Callable[[Path], Callable[[], object]]:
         import onnx
 
-        from deploy.feed.model_preprocess import settled
-        from deploy.frontends.metadata import carried_of
+        from deploy.feed.model_preprocess import resolve_preprocess
+        from deploy.frontends.metadata import read_metadata_preprocess
         from deploy.tensors import TensorSpec
 
         model = made(folder / "own").model
@@ -391,7 +391,7 @@ def _beside(name: str) -> Callable[[Path], Callable[[Path], Callable[[], object]
 
         def read(path: Path) -> None:
             shutil.copyfile(path, model.parent / name)
-            found = settled(None, carried_of(loaded, model), spec)
+            found = resolve_preprocess(None, read_metadata_preprocess(loaded, model), spec)
             assert all(note.isprintable() for note in found.notes)
 
         return lambda path: partial(read, path)
@@ -403,8 +403,8 @@ def _ascend(folder: Path) -> Callable[[Path], Callable[[], object]]:
     import click
 
     from deploy.frontends import load
+    from deploy.targets.ascend.existing_files import check_file
     from deploy.targets.ascend.layers import find_layers, name_nodes
-    from deploy.targets.ascend.recorded import check_file
 
     graph = find_layers(name_nodes(load(made(folder / "own").model).model))
     return lambda path: lambda: click.echo(check_file(path, graph))
@@ -412,13 +412,15 @@ def _ascend(folder: Path) -> Callable[[Path], Callable[[], object]]:
 
 def _noted(folder: Path) -> Callable[[Path], Callable[[], object]]:
     """A file whose note is the changed one."""
-    from deploy.files.manifest import keep, note_of, read_stamped
+    from deploy.files.manifest import note_path, read_with_note, write_with_note
 
-    file = keep(folder / "m.engine", b"plan", {"model": "a", "batch": 8, "shape": [1, 3]})
+    file = write_with_note(
+        folder / "m.engine", b"plan", {"model": "a", "batch": 8, "shape": [1, 3]}
+    )
 
     def opened(path: Path) -> Callable[[], object]:
-        shutil.copyfile(path, note_of(file))
-        return partial(read_stamped, file)
+        shutil.copyfile(path, note_path(file))
+        return partial(read_with_note, file)
 
     return opened
 
@@ -426,10 +428,10 @@ def _noted(folder: Path) -> Callable[[Path], Callable[[], object]]:
 def _patterns(folder: Path) -> Callable[[Path], Callable[[], object]]:
     import onnx
 
-    from deploy.graph.index import matching
+    from deploy.graph.index import match_nodes
 
     model = onnx.load(made(folder / "own").model)
-    return lambda path: partial(matching, model, [f"@{path}"])
+    return lambda path: partial(match_nodes, model, [f"@{path}"])
 
 
 def _shown(folder: Path) -> Callable[[Path], list[str]]:

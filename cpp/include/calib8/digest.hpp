@@ -1,4 +1,4 @@
-// Digests of files and of feeds; deploy/feed/listing.py.
+// Digests of files and of feeds; deploy/feed/file_list.py.
 #pragma once
 
 #include <memory>

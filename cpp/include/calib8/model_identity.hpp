@@ -1,5 +1,5 @@
 // What a model is known by, whoever made a cache for it: deploy/frontends/base.py (the graph) and
-// the Stamp of deploy/frontends/reader.py (the files).
+// the Stamp of deploy/frontends/onnx_reader.py (the files).
 #pragma once
 
 #include <filesystem>

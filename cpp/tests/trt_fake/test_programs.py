@@ -269,7 +269,7 @@ def test_a_cache_for_another_major_version_is_told_and_taken_where_it_is_trusted
     document = json.loads(folder.sidecar.read_bytes())
     folder.cache.write_text(text)
     document["sha256"]["cache"] = hashlib.sha256(text.encode()).hexdigest()
-    folder.sidecar.write_bytes(store.sealed(document))
+    folder.sidecar.write_bytes(store.seal_json(document))
     said = folder.build(images=False).refused()
     assert "whose names of tensors are not those of" in said
     assert "cache taken" in folder.built("--trust-cache", "--rebuild", images=False).trace
@@ -641,7 +641,7 @@ def test_the_files_of_a_python_build_are_taken_as_they_are(demo, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     cache = tmp_path / "out" / "m.tensorrt.cache"
-    release = store.text_of(cache)[0].decode()[4:].split("-")[0]  # 8503, 100300
+    release = store.read_cache_text(cache)[0].decode()[4:].split("-")[0]  # 8503, 100300
     folder = Folder(tmp_path)
     shutil.copy(tmp_path / "out" / "m.tensorrt.onnx", tmp_path / "model.onnx")
     if int(release[:-4] if len(release) > 4 else release[:-3]) == MAJOR:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.errors import ConfigError
-from deploy.feed.model_preprocess import Carried
+from deploy.feed.model_preprocess import MetadataPreprocess
 from deploy.frontends.metadata import exporters, huggingface
-from deploy.frontends.metadata.values import LONGEST, Found, Said
+from deploy.frontends.metadata.values import LONGEST, ModelMetadata, StoredPreprocess
 
 if TYPE_CHECKING:
     import onnx
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _OWN = "the model's metadata"
 
 # (location, writer, reader); the first reader that finds its own data is used.
-READERS: tuple[tuple[str, str, Callable[[Found], Said | None]], ...] = (
+READERS: tuple[tuple[str, str, Callable[[ModelMetadata], StoredPreprocess | None]], ...] = (
     (_OWN, "Ultralytics", exporters.read_ultralytics),
     (_OWN, "OpenVINO's model_info", exporters.read_openvino),
     (_OWN, "timm", huggingface.read_timm),
@@ -32,9 +32,11 @@ READERS: tuple[tuple[str, str, Callable[[Found], Said | None]], ...] = (
 )
 
 
-def carried_of(model: onnx.ModelProto, path: Path | None = None) -> Carried | None:
+def read_metadata_preprocess(
+    model: onnx.ModelProto, path: Path | None = None
+) -> MetadataPreprocess | None:
     """Return the preprocessing stored in the model or in files in the folder of `path`; or None."""
-    sources = Found(
+    sources = ModelMetadata(
         properties={one.key: one.value[: LONGEST + 1] for one in model.metadata_props},
         folder=None if path is None else path.parent,
         shape=_shape(model),
@@ -43,9 +45,9 @@ def carried_of(model: onnx.ModelProto, path: Path | None = None) -> Carried | No
         try:
             result = read(sources)
         except ConfigError as error:
-            return Carried(f"{where} ({writer})", reason=str(error))
+            return MetadataPreprocess(f"{where} ({writer})", reason=str(error))
         if result is not None:
-            return Carried(f"{where} ({writer}{result.detail})", how=result.how)
+            return MetadataPreprocess(f"{where} ({writer}{result.detail})", how=result.how)
     return None
 
 
@@ -56,4 +58,4 @@ def _shape(model: onnx.ModelProto) -> tuple[int | None, ...]:
     return tuple(dim.dim_value if dim.dim_value > 0 else None for dim in dims)
 
 
-__all__ = ["READERS", "carried_of"]
+__all__ = ["READERS", "read_metadata_preprocess"]

@@ -26,14 +26,22 @@ import re
 from dataclasses import replace
 
 from deploy.errors import ConfigError
-from deploy.feed.preprocess import COLORS, INTERPOLATIONS, Preprocess, Size, preset
-from deploy.frontends.metadata.values import Found, Said, numbers, shown, single, whole, word
+from deploy.feed.preprocess import COLORS, INTERPOLATIONS, Preprocess, Size, find_preset
+from deploy.frontends.metadata.values import (
+    ModelMetadata,
+    StoredPreprocess,
+    parse_integers,
+    parse_number,
+    parse_numbers,
+    plain_word,
+    short_text,
+)
 
 _BOXES = ("detect", "segment", "pose", "obb")
 _YOLOV5 = frozenset(("stride", "names"))
 
 
-def read_ultralytics(metadata: Found) -> Said | None:
+def read_ultralytics(metadata: ModelMetadata) -> StoredPreprocess | None:
     """Return letterbox for boxes, or a center crop for classes; None for other exporters' files.
 
     Raises:
@@ -41,44 +49,44 @@ def read_ultralytics(metadata: Found) -> Said | None:
     """
     keys = {key for key in metadata.properties if not key.startswith("onnx.")}  # ONNX Runtime's
     if metadata.text("author") != "Ultralytics":
-        return Said(preset("yolo"), " YOLOv5") if keys == _YOLOV5 else None
+        return StoredPreprocess(find_preset("yolo"), " YOLOv5") if keys == _YOLOV5 else None
     size = _size(metadata.text("imgsz"))
     how = replace(
         _task_preprocess(metadata, size), default_size=size, color=_color(metadata.text("channels"))
     )
-    version = word(metadata.text("version"))
+    version = plain_word(metadata.text("version"))
     detail = f", imgsz {size[0] if size[0] == size[1] else f'{size[0]}x{size[1]}'}"
-    return Said(how, f"{f' {version}' if version else ''}{detail}")
+    return StoredPreprocess(how, f"{f' {version}' if version else ''}{detail}")
 
 
-def _task_preprocess(metadata: Found, size: Size) -> Preprocess:
+def _task_preprocess(metadata: ModelMetadata, size: Size) -> Preprocess:
     task = metadata.text("task")
     if task in _BOXES:
-        boxes = preset("yolo")
+        boxes = find_preset("yolo")
         stretched = "rtdetr" in (metadata.text("description") or "").lower()
         return replace(boxes, resize="stretch", pad=(0.0,)) if stretched else boxes
     if task == "classify" and size[0] == size[1]:
         return Preprocess(resize="short-side", short_side=size[0], interpolation="area")
     raise ConfigError(
         f"its task must be one of {', '.join(_BOXES)}, or classify with a square imgsz, got"
-        f" {shown(task)} with {size[0]}x{size[1]}"
+        f" {short_text(task)} with {size[0]}x{size[1]}"
     )
 
 
 def _size(text: str | None) -> Size:
     """Return (height, width) of "[640, 640]" or "640"."""
-    sides = (640,) if text is None else whole(text, "imgsz")
+    sides = (640,) if text is None else parse_integers(text, "imgsz")
     if len(sides) > 2:
-        raise ConfigError(f"its imgsz must be a height and a width, got {shown(text)}")
+        raise ConfigError(f"its imgsz must be a height and a width, got {short_text(text)}")
     return sides[0], sides[-1]
 
 
 def _color(text: str | None) -> str:
     """Return the color for a number of channels, which older versions did not write."""
     kinds = {COLORS["rgb"]: "rgb", COLORS["grey"]: "grey"}
-    channels = 3 if text is None else whole(text, "channels")[0]
+    channels = 3 if text is None else parse_integers(text, "channels")[0]
     if channels not in kinds:
-        raise ConfigError(f"its channels must be 1 or 3, got {shown(text)}")
+        raise ConfigError(f"its channels must be 1 or 3, got {short_text(text)}")
     return kinds[channels]
 
 
@@ -92,7 +100,7 @@ _RESIZES = {
 _UNITS = {"": 1.0, "none": 1.0, "scale_to_unit": 1 / 255}
 
 
-def read_openvino(metadata: Found) -> Said | None:
+def read_openvino(metadata: ModelMetadata) -> StoredPreprocess | None:
     """Return mean, scale, resize and order of channels; None without `model_info`.
 
     Raises:
@@ -107,21 +115,21 @@ def read_openvino(metadata: Found) -> Said | None:
     if kind not in _RESIZES or units not in _UNITS or metadata.text(f"{_PATH}intensity_max_value"):
         raise ConfigError(
             f"its resize_type must be one of {', '.join(_RESIZES)} and its intensity_mode"
-            f" scale_to_unit or none, got {shown(kind)} and {shown(units)}"
+            f" scale_to_unit or none, got {short_text(kind)} and {short_text(units)}"
         )
-    return Said(
+    return StoredPreprocess(
         replace(
             _RESIZES[kind],
             color="rgb" if _is_true(metadata, "reverse_input_channels") else "bgr",
             scale=_UNITS[units],
-            mean=numbers(values["mean_values"] or "0", "mean_values"),
-            std=numbers(values["scale_values"] or "1", "scale_values"),
-            pad=numbers(metadata.text(f"{_PATH}pad_value") or "0", "pad_value"),
+            mean=parse_numbers(values["mean_values"] or "0", "mean_values"),
+            std=parse_numbers(values["scale_values"] or "1", "scale_values"),
+            pad=parse_numbers(metadata.text(f"{_PATH}pad_value") or "0", "pad_value"),
         )
     )
 
 
-def _is_true(metadata: Found, key: str) -> bool:
+def _is_true(metadata: ModelMetadata, key: str) -> bool:
     return (metadata.text(_PATH + key) or "").lower() in ("true", "yes", "1")
 
 
@@ -138,7 +146,7 @@ _KEYS = {
 _OPENCV = dict(enumerate(INTERPOLATIONS))  # by OpenCV's numbers
 
 
-def read_characters(metadata: Found) -> Said | None:
+def read_characters(metadata: ModelMetadata) -> StoredPreprocess | None:
     """Return text-line preprocessing if the model has characters and a fitting input; else None."""
     entries = metadata.properties.get("character", "").splitlines()
     single = sum(len(entry) <= 1 for entry in entries)
@@ -149,10 +157,10 @@ def read_characters(metadata: Found) -> Said | None:
     width = 320 if width is None else width
     if channels != 3 or height not in _HEIGHTS or width < 2 * height:
         return None
-    return Said(replace(preset("ppocr-rec"), default_size=(height, width)))
+    return StoredPreprocess(replace(find_preset("ppocr-rec"), default_size=(height, width)))
 
 
-def read_paddle(metadata: Found) -> Said | None:
+def read_paddle(metadata: ModelMetadata) -> StoredPreprocess | None:
     """Read Resize, NormalizeImage and Permute from `infer_cfg.yml`; None without the file.
 
     Raises:
@@ -162,23 +170,25 @@ def read_paddle(metadata: Found) -> Said | None:
     if text is None:
         return None
     steps: dict[str, dict[str, object]] = {}
-    for one in operators(text):
+    for one in parse_operators(text):
         name = str(one.pop("type", ""))
         if name in steps or name not in _KEYS or set(one) - _KEYS[name]:
-            raise ConfigError(f"calib8 does not know its {shown(name)} of {', '.join(one)}")
+            raise ConfigError(f"calib8 does not know its {short_text(name)} of {', '.join(one)}")
         steps[name] = one
     if "Resize" not in steps or "Permute" not in steps:
         raise ConfigError(f"its steps must resize and permute, got {', '.join(steps) or 'none'}")
-    return Said(_normalize_step(_resize_step(steps["Resize"]), steps.get("NormalizeImage")))
+    return StoredPreprocess(
+        _normalize_step(_resize_step(steps["Resize"]), steps.get("NormalizeImage"))
+    )
 
 
 def _resize_step(step: dict[str, object]) -> Preprocess:
-    size = whole(step.get("target_size"), "target_size")
-    kind = single(step.get("interp", 1), "interp")
+    size = parse_integers(step.get("target_size"), "target_size")
+    kind = parse_number(step.get("interp", 1), "interp")
     if step.get("keep_ratio", True) is not False or len(size) > 2 or kind not in _OPENCV:
         raise ConfigError(
             "its Resize must have a target_size and keep_ratio false, got keep_ratio"
-            f" {shown(step.get('keep_ratio', True))}"
+            f" {short_text(step.get('keep_ratio', True))}"
         )
     return Preprocess(
         default_size=(size[0], size[-1]), interpolation=_OPENCV[int(kind)], color="rgb"
@@ -194,12 +204,12 @@ def _normalize_step(how: Preprocess, step: dict[str, object] | None) -> Preproce
     return replace(
         how,
         scale=scale,
-        mean=numbers(step.get("mean"), "mean"),
-        std=numbers(step.get("std"), "std"),
+        mean=parse_numbers(step.get("mean"), "mean"),
+        std=parse_numbers(step.get("std"), "std"),
     )
 
 
-def operators(text: str) -> list[dict[str, object]]:
+def parse_operators(text: str) -> list[dict[str, object]]:
     """Return the list of mappings in the section `Preprocess`, as PyYAML's `dump` writes it.
 
     ::
@@ -234,7 +244,9 @@ def operators(text: str) -> list[dict[str, object]]:
             if isinstance(items, list):
                 items.append(_value(row[1]))
                 continue
-        raise ConfigError(f"its {_SECTION} must be as PaddleDetection writes it, got {shown(line)}")
+        raise ConfigError(
+            f"its {_SECTION} must be as PaddleDetection writes it, got {short_text(line)}"
+        )
     return mappings
 
 
@@ -253,5 +265,5 @@ def _word(text: str) -> object:
         except ValueError:
             continue
     if not re.fullmatch(r"\w+", text):
-        raise ConfigError(f"its {_SECTION} must hold numbers and words, got {shown(text)}")
+        raise ConfigError(f"its {_SECTION} must hold numbers and words, got {short_text(text)}")
     return text

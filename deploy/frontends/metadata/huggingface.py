@@ -24,7 +24,16 @@ from typing import Any
 
 from deploy.errors import ConfigError
 from deploy.feed.preprocess import Preprocess, Size
-from deploy.frontends.metadata.values import Found, Said, numbers, shown, single, table, whole, word
+from deploy.frontends.metadata.values import (
+    ModelMetadata,
+    StoredPreprocess,
+    parse_integers,
+    parse_number,
+    parse_numbers,
+    parse_object,
+    plain_word,
+    short_text,
+)
 
 TIMM_FILE = "config.json"
 # Pillow smooths when it shrinks, like OpenCV's area and unlike its linear and cubic
@@ -33,49 +42,53 @@ _CFG = "pretrained_cfg"
 _NAMES = ("mean", "std", "input_size", "crop_pct", "crop_mode", "interpolation")
 
 
-def read_timm(metadata: Found) -> Said | None:
+def read_timm(metadata: ModelMetadata) -> StoredPreprocess | None:
     """Read `pretrained_cfg`, or `mean`, `std` and related metadata; None without these.
 
     Raises:
         ConfigError: unsupported preprocessing, or invalid values.
     """
     if (text := metadata.text(_CFG)) is not None:
-        return Said(how_of(table(text, _CFG)))
+        return StoredPreprocess(timm_preprocess(parse_object(text, _CFG)))
     values = {name: metadata.text(name) for name in _NAMES}
-    return Said(how_of(values)) if values["mean"] and values["std"] else None
+    return StoredPreprocess(timm_preprocess(values)) if values["mean"] and values["std"] else None
 
 
-def read_timm_config(metadata: Found) -> Said | None:
+def read_timm_config(metadata: ModelMetadata) -> StoredPreprocess | None:
     """Read a `config.json` with `pretrained_cfg`; None without one.
 
     Raises:
         ConfigError: see `read_timm`.
     """
     text = metadata.beside(TIMM_FILE)
-    data = {} if text is None or _CFG not in text else table(text, TIMM_FILE)
+    data = {} if text is None or _CFG not in text else parse_object(text, TIMM_FILE)
     if not isinstance(data.get(_CFG), dict):
         return None
-    name = word(data.get("architecture"))
-    return Said(how_of(data[_CFG]), f", {name}" if name else "")
+    name = plain_word(data.get("architecture"))
+    return StoredPreprocess(timm_preprocess(data[_CFG]), f", {name}" if name else "")
 
 
-def how_of(data: Mapping[str, Any]) -> Preprocess:
+def timm_preprocess(data: Mapping[str, Any]) -> Preprocess:
     """Convert timm's data configuration; missing values have timm's defaults.
 
     Raises:
         ConfigError: see `read_timm`.
     """
-    mean, std = numbers(data.get("mean"), "mean"), numbers(data.get("std"), "std")
+    mean, std = parse_numbers(data.get("mean"), "mean"), parse_numbers(data.get("std"), "std")
     if max(map(abs, mean)) > 1 or max(std) > 1:
-        raise ConfigError(f"its mean and std must be those of pixels / 255, got {shown(mean)}")
+        raise ConfigError(f"its mean and std must be those of pixels / 255, got {short_text(mean)}")
     depth, side = _channels_and_side(data.get("input_size"))
-    share = 0.875 if data.get("crop_pct") is None else single(data["crop_pct"], "crop_pct")
-    mode, kind = data.get("crop_mode") or "center", word(data.get("interpolation") or "bicubic")
+    share = 0.875 if data.get("crop_pct") is None else parse_number(data["crop_pct"], "crop_pct")
+    mode, kind = (
+        data.get("crop_mode") or "center",
+        plain_word(data.get("interpolation") or "bicubic"),
+    )
     squashed = mode == "squash" and share == 1
     if kind not in INTERPOLATIONS or not 0 < share <= 1 or not (mode == "center" or squashed):
         raise ConfigError(
             f"its crop must be of the centre, by a share up to 1, and its interpolation one of"
-            f" {', '.join(INTERPOLATIONS)}, got {shown(mode)}, {share:g} and {shown(kind)}"
+            f" {', '.join(INTERPOLATIONS)}, got {short_text(mode)}, {share:g} and"
+            f" {short_text(kind)}"
         )
     if side is None and share != 0.875:
         raise ConfigError(f"its crop_pct is a share of an input_size, got {share:g} and no size")
@@ -94,9 +107,9 @@ def _channels_and_side(value: object) -> tuple[int, int | None]:
     """Return (channels, side of the square input) of [3, 224, 224]."""
     if value is None:
         return 3, None
-    size = whole(value, "input_size")
+    size = parse_integers(value, "input_size")
     if len(size) != 3 or size[0] not in (1, 3) or size[1] != size[2]:
-        raise ConfigError(f"its input_size must be channels and a square, got {shown(value)}")
+        raise ConfigError(f"its input_size must be channels and a square, got {short_text(value)}")
     return size[0], size[1]
 
 
@@ -117,7 +130,7 @@ _KNOWN = frozenset(
 _OWN_WAYS = ("Deit", "DeiT", "Levit", "PoolFormer")  # these resize by their own rules
 
 
-def read_huggingface(metadata: Found) -> Said | None:
+def read_huggingface(metadata: ModelMetadata) -> StoredPreprocess | None:
     """Read `preprocessor_config.json`; None without one, or if it is not for images.
 
     Raises:
@@ -127,16 +140,20 @@ def read_huggingface(metadata: Found) -> Said | None:
     text = metadata.beside(FILE, *([f"../{FILE}"] if inside else []))
     if text is None:
         return None
-    data = table(text, FILE)
+    data = parse_object(text, FILE)
     if isinstance(data.get("pretrained_cfg"), dict):  # TimmWrapperImageProcessor
-        return Said(how_of(data["pretrained_cfg"]))
+        return StoredPreprocess(timm_preprocess(data["pretrained_cfg"]))
     if "size" not in data and "image_mean" not in data:
         return None
-    kind = word(data.get("image_processor_type")) or word(data.get("feature_extractor_type"))
+    kind = plain_word(data.get("image_processor_type")) or plain_word(
+        data.get("feature_extractor_type")
+    )
     unknown = [key for key, value in data.items() if value and key not in _KNOWN]
     if kind.startswith(_OWN_WAYS) or unknown:
-        raise ConfigError(f"calib8 does not know its {shown(unknown[0]) if unknown else kind}")
-    return Said(_add_arithmetic(_resize_of(data, kind), data), f", {kind}" if kind else "")
+        raise ConfigError(f"calib8 does not know its {short_text(unknown[0]) if unknown else kind}")
+    return StoredPreprocess(
+        _add_arithmetic(_resize_of(data, kind), data), f", {kind}" if kind else ""
+    )
 
 
 def _add_arithmetic(how: Preprocess, data: Mapping[str, Any]) -> Preprocess:
@@ -150,15 +167,15 @@ def _add_arithmetic(how: Preprocess, data: Mapping[str, Any]) -> Preprocess:
         if not scaled
         else 1 / 255
         if factor is None
-        else single(factor, "rescale_factor"),
-        mean=numbers(data.get("image_mean"), "image_mean") if normal else (0.0,),
-        std=numbers(data.get("image_std"), "image_std") if normal else (1.0,),
+        else parse_number(factor, "rescale_factor"),
+        mean=parse_numbers(data.get("image_mean"), "image_mean") if normal else (0.0,),
+        std=parse_numbers(data.get("image_std"), "image_std") if normal else (1.0,),
     )
 
 
 def _resize_of(data: Mapping[str, Any], kind: str) -> Preprocess:
     """Return how an image is resized and cropped."""
-    resample = single(data.get("resample", 2), "resample")
+    resample = parse_number(data.get("resample", 2), "resample")
     size, crop = data.get("size"), _flag(data, "do_center_crop", False)
     if not _flag(data, "do_resize", True) or resample not in range(len(_RESAMPLE)):
         raise ConfigError(f"it must resize, by one of Pillow's ways, got resample {resample:g}")
@@ -167,7 +184,7 @@ def _resize_of(data: Mapping[str, Any], kind: str) -> Preprocess:
     if set(sides) == {"height", "width"} and not crop:
         return replace(how, default_size=_height_width(sides, "size"))
     if set(sides) == {"shortest_edge"}:
-        short = int(single(sides["shortest_edge"], "shortest_edge"))
+        short = int(parse_number(sides["shortest_edge"], "shortest_edge"))
         if crop:
             cropped = _height_width(data.get("crop_size"), "crop_size")
             return replace(how, resize="short-side", short_side=short, default_size=cropped)
@@ -175,7 +192,7 @@ def _resize_of(data: Mapping[str, Any], kind: str) -> Preprocess:
             return _convnext_resize(how, short, data.get("crop_pct"))
     raise ConfigError(
         f"its size must be a height and a width, or a shortest_edge of which the centre is"
-        f" cropped, got {shown(size)}{' and a crop' if crop else ''}"
+        f" cropped, got {short_text(size)}{' and a crop' if crop else ''}"
     )
 
 
@@ -183,7 +200,7 @@ def _convnext_resize(how: Preprocess, side: int, share: object) -> Preprocess:
     """Apply `ConvNextImageProcessor`: stretch to 384 or more; below, crop by a share."""
     if side >= 384:
         return replace(how, default_size=(side, side))
-    part = 224 / 256 if share is None else single(share, "crop_pct")
+    part = 224 / 256 if share is None else parse_number(share, "crop_pct")
     if not 0 < part <= 1:
         raise ConfigError(f"its crop_pct must be a share up to 1, got {part:g}")
     return replace(how, resize="short-side", short_side=int(side / part), default_size=(side, side))
@@ -192,7 +209,7 @@ def _convnext_resize(how: Preprocess, side: int, share: object) -> Preprocess:
 def _height_width(value: object, name: str) -> Size:
     """Return (height, width) of a mapping or a single number."""
     sides = value if isinstance(value, dict) else {"height": value, "width": value}
-    return int(single(sides.get("height"), name)), int(single(sides.get("width"), name))
+    return int(parse_number(sides.get("height"), name)), int(parse_number(sides.get("width"), name))
 
 
 def _flag(data: Mapping[str, Any], name: str, default: bool) -> bool:
@@ -200,5 +217,5 @@ def _flag(data: Mapping[str, Any], name: str, default: bool) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise ConfigError(f"its {name} must be true or false, got {shown(value)}")
+        raise ConfigError(f"its {name} must be true or false, got {short_text(value)}")
     return value

@@ -20,7 +20,7 @@ _SHOWN = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ModelMetadata:
     """The metadata of a model.
 
     Attributes:
@@ -57,14 +57,14 @@ class Found:
         return None
 
 
-class Said(NamedTuple):
+class StoredPreprocess(NamedTuple):
     """Preprocessing read from metadata, and details for messages, such as a version."""
 
     how: Preprocess
     detail: str = ""
 
 
-def table(text: str, name: str) -> dict[str, Any]:
+def parse_object(text: str, name: str) -> dict[str, Any]:
     """Return the object of a JSON text.
 
     Raises:
@@ -72,11 +72,11 @@ def table(text: str, name: str) -> dict[str, Any]:
     """
     data = from_json(text, rule=f"its {name} must be JSON", error=ConfigError)
     if not isinstance(data, dict):
-        raise ConfigError(f"its {name} must hold names and values, got {shown(data)}")
+        raise ConfigError(f"its {name} must hold names and values, got {short_text(data)}")
     return data
 
 
-def numbers(value: object, name: str) -> tuple[float, ...]:
+def parse_numbers(value: object, name: str) -> tuple[float, ...]:
     """Return one number, or one per channel; `value` may be "[0.5, 0.5]" or "127.5 127.5".
 
     Raises:
@@ -87,40 +87,40 @@ def numbers(value: object, name: str) -> tuple[float, ...]:
     listed = list(value) if isinstance(value, list | tuple) else [value]
     values = tuple(map(_finite, listed[: _MOST + 1]))
     if not 1 <= len(values) <= _MOST or None in values:
-        raise ConfigError(f"its {name} must be numbers, got {shown(value)}")
+        raise ConfigError(f"its {name} must be numbers, got {short_text(value)}")
     return tuple(one for one in values if one is not None)
 
 
-def whole(value: object, name: str) -> tuple[int, ...]:
+def parse_integers(value: object, name: str) -> tuple[int, ...]:
     """Return `numbers` as integers.
 
     Raises:
         ConfigError: they are no whole numbers.
     """
-    values = numbers(value, name)
+    values = parse_numbers(value, name)
     if not all(one.is_integer() and abs(one) < 1 << 31 for one in values):
-        raise ConfigError(f"its {name} must be whole numbers, got {shown(value)}")
+        raise ConfigError(f"its {name} must be whole numbers, got {short_text(value)}")
     return tuple(map(int, values))
 
 
-def single(value: object, name: str) -> float:
+def parse_number(value: object, name: str) -> float:
     """Return one number.
 
     Raises:
         ConfigError: not a single number.
     """
-    values = numbers(value, name)
+    values = parse_numbers(value, name)
     if len(values) > 1:
-        raise ConfigError(f"its {name} must be one number, got {shown(value)}")
+        raise ConfigError(f"its {name} must be one number, got {short_text(value)}")
     return values[0]
 
 
-def word(value: object) -> str:
+def plain_word(value: object) -> str:
     """Return a version or name if it is plain text, else ""."""
     return value if isinstance(value, str) and re.fullmatch(r"[\w.+-]{1,32}", value) else ""
 
 
-def shown(value: object) -> str:
+def short_text(value: object) -> str:
     """Return a value for a message: short and printable."""
     text = ascii(value) if not isinstance(value, list) else ascii(value[: _MOST + 1])
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -8,18 +8,18 @@ from deploy.metrics.tasks import (
     boxes,
     classes,
     embeddings,
+    evaluation_task,
     heatmaps,
     keypoints,
     labels,
     segmentation,
     sequences,
 )
-from deploy.metrics.tasks import task as states
+from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, Tally, TaskFigure
 from deploy.metrics.tasks.metric import Metric, metric_of
-from deploy.metrics.tasks.task import Seen, Tally, Task, TaskFigure
 
 # Task -> its recogniser, tried in this order. Each must be certain from the values alone.
-TASKS: dict[str, Callable[[Seen], Task | None]] = {
+TASKS: dict[str, Callable[[FirstSamples], EvaluationTask | None]] = {
     "boxes": boxes.find_boxes,
     "text": sequences.find_text,
     "segmentation": segmentation.find_segmentation,
@@ -35,7 +35,7 @@ TASKS: dict[str, Callable[[Seen], Task | None]] = {
 }
 
 
-def recognised(seen: Seen) -> Task | None:
+def recognise_task(seen: FirstSamples) -> EvaluationTask | None:
     """Return the task of the outputs; None if no recogniser is certain.
 
     Outputs that repeat others are left out. If no task fits the rest, states for the next call are
@@ -43,23 +43,32 @@ def recognised(seen: Seen) -> Task | None:
     """
     if not seen.outputs:
         return None
-    distinct = states.without(seen, states.unrolled(seen))
+    distinct = evaluation_task.drop_outputs(seen, evaluation_task.find_logits(seen))
     task = _by_best_class(distinct)
-    if task is None and (states_out := states.carried(seen)):
-        return _by_best_class(states.without(distinct, states_out))
+    if task is None and (states_out := evaluation_task.find_states(seen)):
+        return _by_best_class(evaluation_task.drop_outputs(distinct, states_out))
     return task
 
 
-def _by_best_class(seen: Seen) -> Task | None:
+def _by_best_class(seen: FirstSamples) -> EvaluationTask | None:
     """Try the scores without their ArgMax outputs, then all outputs, then the ArgMax alone."""
-    best = states.best_of(seen)
+    best = evaluation_task.find_argmax_outputs(seen)
     drops = (best, (), set(best.values())) if best else ((),)
-    tasks = (_by_any(states.without(seen, dropped)) for dropped in drops)
+    tasks = (_by_any(evaluation_task.drop_outputs(seen, dropped)) for dropped in drops)
     return next((task for task in tasks if task is not None), None)
 
 
-def _by_any(seen: Seen) -> Task | None:
+def _by_any(seen: FirstSamples) -> EvaluationTask | None:
     return next((task for find in TASKS.values() if (task := find(seen)) is not None), None)
 
 
-__all__ = ["TASKS", "Metric", "Seen", "Tally", "Task", "TaskFigure", "metric_of", "recognised"]
+__all__ = [
+    "TASKS",
+    "EvaluationTask",
+    "FirstSamples",
+    "Metric",
+    "Tally",
+    "TaskFigure",
+    "metric_of",
+    "recognise_task",
+]

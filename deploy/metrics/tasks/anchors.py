@@ -36,24 +36,30 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.parts import Part
-from deploy.metrics.rows import Outputs, add_up, image_size
-from deploy.metrics.tasks.detections import LOWEST, Detections, Floats, by_place, by_score
-from deploy.metrics.tasks.task import Seen
-from deploy.metrics.tasks.yolo import STRIDES, Grid, at_anchors, corners, grids
+from deploy.metrics.rows import Outputs, image_size, sums_to_one
+from deploy.metrics.slices import OutputSlice
+from deploy.metrics.tasks.detections import (
+    LOWEST,
+    Detections,
+    Floats,
+    detections_by_anchor,
+    detections_by_score,
+)
+from deploy.metrics.tasks.evaluation_task import FirstSamples
+from deploy.metrics.tasks.yolo import STRIDES, AnchorGrid, find_box_coding, find_grids, to_corners
 from deploy.tensors import Array
 
 _LARGEST = 1 << 16  # cells of a level, at most
 
 
-def laid(outputs: Outputs, *, maps: bool, turned: frozenset[str]) -> dict[str, Array]:
+def arrange_anchors(outputs: Outputs, *, maps: bool, turned: frozenset[str]) -> dict[str, Array]:
     """Bring all outputs into the layout of one row per anchor."""
     rows = _unrolled(outputs) if maps else dict(outputs)
     transposed = {name: rows[name].swapaxes(1, 2) for name in turned if rows[name].ndim == 3}
     return {**rows, **transposed}
 
 
-def turned_of(seen: Seen) -> frozenset[str]:
+def find_transposed(seen: FirstSamples) -> frozenset[str]:
     """Return outputs [1, C, A] that accompany boxes [1, A, 4] or [1, 4, A]."""
     shapes = {name: seen.outputs[0][name].shape for name in seen.names}
     flat = {name: shape for name, shape in shapes.items() if len(shape) == 3 and shape[0] == 1}
@@ -61,7 +67,7 @@ def turned_of(seen: Seen) -> frozenset[str]:
     return frozenset(n for n, (_, rows, last) in flat.items() if last in lengths and rows < last)
 
 
-def are_cells(seen: Seen) -> bool:
+def are_cells(seen: FirstSamples) -> bool:
     """Whether all maps have the size of the picture over a stride, in every sample."""
     return all(
         size is not None
@@ -82,7 +88,7 @@ def _unrolled(outputs: Outputs) -> dict[str, Array]:
     }
 
 
-def table(value: Array) -> Floats | None:
+def to_table(value: Array) -> Floats | None:
     """Return [1, A, C] or [A, C] as [A, C]; None for other shapes."""
     if value.ndim not in (2, 3) or not np.issubdtype(value.dtype, np.floating):
         return None
@@ -101,7 +107,7 @@ _BELOW = 0.9  # share of anchors without an object (best logit below 0), at leas
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class LevelOutputs:
     """Outputs of one level.
 
     `scores` and `boxes` are names; `grid` is set if boxes are distributions; `gate` is the output
@@ -110,12 +116,12 @@ class Pair:
 
     scores: str
     boxes: str
-    grid: Grid | None = None
+    grid: AnchorGrid | None = None
     gate: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Anchors:
+class AnchorDecoder:
     """Decoder of separate scores and boxes.
 
     Attributes:
@@ -130,7 +136,7 @@ class Anchors:
         parts: see `Task`.
     """
 
-    levels: tuple[Pair, ...]
+    levels: tuple[LevelOutputs, ...]
     activation: str
     background: int | None
     coding: str
@@ -138,7 +144,7 @@ class Anchors:
     maps: bool = False
     turned: frozenset[str] = frozenset()
     gate_raw: bool = False
-    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
 
     @property
     def placed(self) -> bool:
@@ -155,9 +161,9 @@ class Anchors:
 
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
         """Return the boxes of one sample, of all levels."""
-        outputs = laid(outputs, maps=self.maps, turned=self.turned)
-        scores = [table(outputs[pair.scores]) for pair in self.levels]
-        boxes = [table(outputs[pair.boxes]) for pair in self.levels]
+        outputs = arrange_anchors(outputs, maps=self.maps, turned=self.turned)
+        scores = [to_table(outputs[pair.scores]) for pair in self.levels]
+        boxes = [to_table(outputs[pair.boxes]) for pair in self.levels]
         columns = self.classes + (self.background is not None)
         tables = [
             (a, b)
@@ -173,7 +179,7 @@ class Anchors:
                 return None
             shares = shares * gates
         if not self.coding:
-            return by_place(shares)
+            return detections_by_anchor(shares)
         size = image_size(inputs)
         likely = shares.max(axis=1) > LOWEST  # few: the others are not decoded
         places, start = [], 0
@@ -184,18 +190,20 @@ class Anchors:
             indices = np.flatnonzero(likely[start : start + len(rows)])
             places.append(_corners(rows, indices, self.coding, pair.grid, size))
             start += len(rows)
-        return by_score(np.concatenate(places), shares[likely])
+        return detections_by_score(np.concatenate(places), shares[likely])
 
 
-def find_anchors(seen: Seen) -> Anchors | None:
+def find_anchors(seen: FirstSamples) -> AnchorDecoder | None:
     """Recognise outputs where every level has scores and boxes."""
     maps = sum(seen.outputs[0][name].ndim == 4 for name in seen.names) >= _MAPS
     cells = maps and are_cells(seen)
-    turned = turned_of(seen)
-    seen = Seen(seen.inputs, [laid(one, maps=maps, turned=turned) for one in seen.outputs])
+    turned = find_transposed(seen)
+    seen = FirstSamples(
+        seen.inputs, [arrange_anchors(one, maps=maps, turned=turned) for one in seen.outputs]
+    )
     groups: dict[int, list[str]] = {}
     for name in seen.names:
-        tables = [table(value) for value in seen.arrays(name)]
+        tables = [to_table(value) for value in seen.arrays(name)]
         columns = {None if one is None else one.shape[1] for one in tables}
         if tables[0] is not None and len(tables[0]) > 1 and len(columns) == 1:
             groups.setdefault(len(tables[0]), []).append(name)
@@ -215,12 +223,12 @@ def find_anchors(seen: Seen) -> Anchors | None:
     count = seen.outputs[0][levels[0].scores].shape[-1] - (activation[1] is not None)
     coding = "" if maps and coding != "distribution" else coding
     raw = not all(_is_share(_stacked(name, seen)) for name in gated)
-    return Anchors(levels, *activation, coding, count, maps, turned, raw)
+    return AnchorDecoder(levels, *activation, coding, count, maps, turned, raw)
 
 
-def _gates(levels: Sequence[Pair], outputs: Outputs, *, raw: bool) -> Floats | None:
+def _gates(levels: Sequence[LevelOutputs], outputs: Outputs, *, raw: bool) -> Floats | None:
     """Return the factors of all anchors' scores, [A, 1]; None if a level has no fitting output."""
-    columns = [table(outputs[pair.gate]) for pair in levels]
+    columns = [to_table(outputs[pair.gate]) for pair in levels]
     gates = [one for one in columns if one is not None]
     if len(gates) != len(columns):
         return None
@@ -229,8 +237,8 @@ def _gates(levels: Sequence[Pair], outputs: Outputs, *, raw: bool) -> Floats | N
         return np.asarray(1 / (1 + np.exp(-values))) if raw else values
 
 
-def _stacked(name: str, seen: Seen) -> Floats:
-    tables = [table(value) for value in seen.arrays(name)]
+def _stacked(name: str, seen: FirstSamples) -> Floats:
+    tables = [to_table(value) for value in seen.arrays(name)]
     return np.concatenate([one for one in tables if one is not None])
 
 
@@ -241,11 +249,13 @@ def _paired(scores: Floats | None, boxes: Floats | None, columns: int, *, bins: 
     return four and len(scores) == len(boxes) and scores.shape[1] == columns
 
 
-def _pair(names: Sequence[str], seen: Seen) -> Pair | None:
+def _pair(names: Sequence[str], seen: FirstSamples) -> LevelOutputs | None:
     """Choose one output of boxes and one of scores among outputs with equally many anchors."""
     shapes = {name: seen.outputs[0][name].shape for name in names}
     boxes = [
-        name for name in names if shapes[name][-1] == 4 and not add_up(_stacked(name, seen)).all()
+        name
+        for name in names
+        if shapes[name][-1] == 4 and not sums_to_one(_stacked(name, seen)).all()
     ]
     grid = None
     if len(boxes) > 1:  # one may be the scores of four classes
@@ -254,7 +264,7 @@ def _pair(names: Sequence[str], seen: Seen) -> Pair | None:
         sizes = {image_size(inputs) for inputs in seen.inputs}
         size = next(iter(sizes)) if len(sizes) == 1 else None
         boxes = [n for n in names if shapes[n][-1] % 4 == 0 and shapes[n][-1] >= 4 * _BINS]
-        fitting = [] if size is None else list(grids(shapes[names[0]][-2], size, 1))
+        fitting = [] if size is None else list(find_grids(shapes[names[0]][-2], size, 1))
         grid = next((one for one in fitting if one.anchors == 1), None)
         boxes = [name for name in boxes if not _is_share(_stacked(name, seen))]
         if grid is None:
@@ -268,11 +278,11 @@ def _pair(names: Sequence[str], seen: Seen) -> Pair | None:
     if len(scores) == 2:
         gates = [name for name in scores if shapes[name][-1] == 1][-1:]
         kinds = [name for name in scores if name not in gates]
-        return Pair(kinds[0], boxes[0], grid, gates[0]) if gates else None
-    return Pair(scores[0], boxes[0], grid) if len(scores) == 1 else None
+        return LevelOutputs(kinds[0], boxes[0], grid, gates[0]) if gates else None
+    return LevelOutputs(scores[0], boxes[0], grid) if len(scores) == 1 else None
 
 
-def _with_points(names: Sequence[str], seen: Seen) -> list[str]:
+def _with_points(names: Sequence[str], seen: FirstSamples) -> list[str]:
     """Return the output of boxes with key points, if the only other one is one logit per anchor."""
     wide = [n for n in names if (size := seen.outputs[0][n].shape[-1]) > 4 and not size % 2]
     others = [name for name in names if name not in wide]
@@ -307,14 +317,14 @@ def _activation(levels: list[Floats]) -> tuple[str, int | None] | None:
     background = int(wins.argmax()) if wins.max() >= _WINS * wins.sum() and last else None
     background = background if background in (0, last) else None
     if _is_share(rows):
-        sums_to_1 = last > 0 and add_up(rows).all()
+        sums_to_1 = last > 0 and sums_to_one(rows).all()
         return ("", None) if not sums_to_1 else None if background is None else ("", background)
     if np.mean(rows.max(axis=1) < 0) >= _BELOW:
         return "sigmoid", None
     return None if background is None else ("softmax", background)
 
 
-def _coding(levels: list[Floats], pairs: Sequence[Pair], seen: Seen) -> str | None:
+def _coding(levels: list[Floats], pairs: Sequence[LevelOutputs], seen: FirstSamples) -> str | None:
     if any(pair.grid is not None for pair in pairs):
         return "distribution" if all(pair.grid is not None for pair in pairs) else None
     rows = np.concatenate(levels)
@@ -330,16 +340,16 @@ def _coding(levels: list[Floats], pairs: Sequence[Pair], seen: Seen) -> str | No
     return "centre" if len(pairs) == 1 and _at_anchors(rows, seen) else ""
 
 
-def _at_anchors(rows: Floats, seen: Seen) -> bool:
+def _at_anchors(rows: Floats, seen: FirstSamples) -> bool:
     """Whether the boxes of all samples are centred at the anchors of a grid."""
     sizes = {image_size(inputs) for inputs in seen.inputs}
     size = next(iter(sizes)) if len(sizes) == 1 else None
-    fitting = [] if size is None else grids(len(rows) // len(seen.inputs), size)
+    fitting = [] if size is None else find_grids(len(rows) // len(seen.inputs), size)
     repeated = [size] * len(seen.inputs) if size is not None else []
-    return any(at_anchors(rows.T, repeated, grid) == "centre" for grid in fitting)
+    return any(find_box_coding(rows.T, repeated, grid) == "centre" for grid in fitting)
 
 
-def _shares(rows: Floats, how: Anchors) -> Floats:
+def _shares(rows: Floats, how: AnchorDecoder) -> Floats:
     """Return probabilities without the background's."""
     with np.errstate(over="ignore", invalid="ignore"):
         if how.activation == "sigmoid":
@@ -358,19 +368,19 @@ def _corners(
     rows: Floats,
     indices: NDArray[np.int64],
     coding: str,
-    grid: Grid | None,
+    grid: AnchorGrid | None,
     size: tuple[int, int] | None,
 ) -> Floats:
     """Decode the boxes of some rows of a level."""
     if coding == "corners":
         return rows[indices]
     if grid is None or size is None:
-        return corners(rows[indices])
-    return distances(rows, indices, grid, size)
+        return to_corners(rows[indices])
+    return decode_distances(rows, indices, grid, size)
 
 
-def distances(
-    rows: Floats, indices: NDArray[np.int64], grid: Grid, size: tuple[int, int]
+def decode_distances(
+    rows: Floats, indices: NDArray[np.int64], grid: AnchorGrid, size: tuple[int, int]
 ) -> Floats:
     """Decode corners of some rows of distributions [A, 4 (m + 1)], a row per cell of the grid."""
     rows = rows[indices]
@@ -392,7 +402,7 @@ _NEARLY_ALL = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class SingleTensorDecoder:
     """Decoder of scores and boxes in one tensor.
 
     Attributes:
@@ -406,8 +416,8 @@ class Joined:
     output: str
     classes: int
     rows: int
-    grid: Grid | None
-    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    grid: AnchorGrid | None
+    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
 
     @property
     def placed(self) -> bool:
@@ -422,24 +432,24 @@ class Joined:
 
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections | None:
         """Return the boxes of one sample."""
-        rows, size = table(outputs[self.output]), image_size(inputs)
+        rows, size = to_table(outputs[self.output]), image_size(inputs)
         if rows is None or rows.shape[1] != self.rows:
             return None
         if self.grid is None:
-            return by_score(corners(rows[:, :4]), rows[:, 4:])
+            return detections_by_score(to_corners(rows[:, :4]), rows[:, 4:])
         if size is None or self.grid.count(size) != len(rows):
             return None
         indices = np.flatnonzero(rows[:, : self.classes].max(axis=1) > LOWEST)
-        boxes = distances(rows[:, self.classes :], indices, self.grid, size)
-        return by_score(boxes, rows[indices, : self.classes])
+        boxes = decode_distances(rows[:, self.classes :], indices, self.grid, size)
+        return detections_by_score(boxes, rows[indices, : self.classes])
 
 
-def find_joined(seen: Seen) -> Joined | None:
+def find_single_tensor(seen: FirstSamples) -> SingleTensorDecoder | None:
     """Recognise a single output that holds scores and boxes."""
     if len(seen.names) != 1:
         return None
     (name,) = seen.names
-    tables = [table(value) for value in seen.arrays(name)]
+    tables = [to_table(value) for value in seen.arrays(name)]
     sizes = {image_size(inputs) for inputs in seen.inputs}
     finite = [one for one in tables if one is not None and np.isfinite(one).all()]
     if len(finite) != len(tables) or len({one.shape for one in finite}) != 1:
@@ -448,25 +458,29 @@ def find_joined(seen: Seen) -> Joined | None:
     return None if size is None else _queries(name, finite) or _cells(name, finite, size)
 
 
-def _queries(name: str, samples: list[Floats]) -> Joined | None:
+def _queries(name: str, samples: list[Floats]) -> SingleTensorDecoder | None:
     count, columns = samples[0].shape
     if not _QUERY_COUNTS[0] <= count <= _QUERY_COUNTS[1] or columns < 5:
         return None
     rows = np.concatenate(samples)
     if rows.min() < -1e-3 or rows.max() > 1 + 1e-3 or not _rarely_detect(rows[:, 4:]):
         return None
-    if add_up(rows).all():  # a sequence's classes per step
+    if sums_to_one(rows).all():  # a sequence's classes per step
         return None
-    places = corners(rows[:, :4])
+    places = to_corners(rows[:, :4])
     inside = (places > -_OUTSIDE).all(axis=1) & (places < 1 + _OUTSIDE).all(axis=1)
     spread = rows[:, :2].std(axis=0).min() > _OUTSIDE and rows[:, 2:4].min() > 0
     fits = spread and np.mean(inside) >= _NEARLY_ALL
-    return Joined(name, columns - 4, columns, None, _parts(name, 4, columns)) if fits else None
+    return (
+        SingleTensorDecoder(name, columns - 4, columns, None, _parts(name, 4, columns))
+        if fits
+        else None
+    )
 
 
-def _cells(name: str, samples: list[Floats], size: tuple[int, int]) -> Joined | None:
+def _cells(name: str, samples: list[Floats], size: tuple[int, int]) -> SingleTensorDecoder | None:
     count, columns = samples[0].shape
-    grid = next((one for one in grids(count, size) if one.anchors == 1), None)
+    grid = next((one for one in find_grids(count, size) if one.anchors == 1), None)
     rows = np.concatenate(samples)
     shares = (rows.min(axis=0) >= -1e-3) & (rows.max(axis=0) <= 1 + 1e-3)
     classes = int(np.cumprod(shares).sum())
@@ -475,7 +489,7 @@ def _cells(name: str, samples: list[Floats], size: tuple[int, int]) -> Joined | 
         return None
     if not _rarely_detect(rows[:, :classes]) or rows[:, classes:].min() >= 0:
         return None
-    return Joined(name, classes, columns, grid, _parts(name, classes, columns))
+    return SingleTensorDecoder(name, classes, columns, grid, _parts(name, classes, columns))
 
 
 def _rarely_detect(scores: Floats) -> bool:
@@ -483,6 +497,6 @@ def _rarely_detect(scores: Floats) -> bool:
     return bool(np.median(scores.max(axis=1)) < _QUIET)
 
 
-def _parts(name: str, border: int, columns: int) -> dict[str, tuple[Part, ...]]:
+def _parts(name: str, border: int, columns: int) -> dict[str, tuple[OutputSlice, ...]]:
     spans = ((0, border), (border, columns))
-    return {name: tuple(Part(output=name, axis=-1, start=a, stop=b) for a, b in spans)}
+    return {name: tuple(OutputSlice(output=name, axis=-1, start=a, stop=b) for a, b in spans)}

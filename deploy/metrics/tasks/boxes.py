@@ -21,18 +21,24 @@ from typing import Protocol
 
 import numpy as np
 
-from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
+from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks import anchors, heatmaps, yolo
 from deploy.metrics.tasks.detections import (
     NOTHING,
     Detections,
     Floats,
-    in_pixels,
-    matched,
-    suppressed,
+    match_detections,
+    scale_to_pixels,
+    suppress_overlaps,
 )
-from deploy.metrics.tasks.task import BoxExample, Foremost, Seen, TaskFigure, kept_figure
+from deploy.metrics.tasks.evaluation_task import (
+    BoxExample,
+    ExampleSelection,
+    FirstSamples,
+    TaskFigure,
+    dice_figure,
+)
 from deploy.tensors import Array
 
 _ROWS = 3  # rows of all samples, at least, to be certain of the columns
@@ -45,7 +51,7 @@ _LAYOUTS: Mapping[int, tuple[tuple[int, int, int], ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndToEndDecoder:
     """Decoder of end-to-end lists, in one, two or three outputs.
 
     Attributes:
@@ -56,7 +62,7 @@ class Ended:
 
     outputs: tuple[str, ...]
     columns: tuple[int, int, int] = (0, 4, 5)
-    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
 
     @property
     def placed(self) -> bool:
@@ -84,27 +90,29 @@ class Ended:
         return Detections.of(boxes, rows[:, score], numbers.round().astype(np.int64))
 
 
-def find_end_to_end(seen: Seen) -> Ended | None:
+def find_end_to_end(seen: FirstSamples) -> EndToEndDecoder | None:
     """Recognise a list in one, two or three outputs."""
     for name in seen.every:
         columns = _columns([_joined([value]) for value in seen.arrays(name)])
         if columns is not None:
-            return Ended((name,), columns, {name: _scores(name, columns[1], seen)})
+            return EndToEndDecoder((name,), columns, {name: _scores(name, columns[1], seen)})
     return _find_two(seen) or _find_three(seen)
 
 
-def _find_two(seen: Seen) -> Ended | None:
+def _find_two(seen: FirstSamples) -> EndToEndDecoder | None:
     """Recognise outputs of corners with score [.., K, 5] and classes [.., K]."""
     first = seen.outputs[0]
     for rows in (name for name in seen.every if first[name].shape[-1:] == (5,)):
         for kind in (name for name in seen.every if name != rows):
             samples = [_joined([one[rows], one[kind]]) for one in seen.outputs]
             if _fits(samples, (0, 4, 5)):
-                return Ended((rows, kind), (0, 4, 5), {rows: _scores(rows, 4, seen), kind: ()})
+                return EndToEndDecoder(
+                    (rows, kind), (0, 4, 5), {rows: _scores(rows, 4, seen), kind: ()}
+                )
     return None
 
 
-def _find_three(seen: Seen) -> Ended | None:
+def _find_three(seen: FirstSamples) -> EndToEndDecoder | None:
     """Recognise outputs of boxes [.., K, 4], scores [.., K] and classes [.., K]."""
     first = seen.outputs[0]
     boxes = [name for name in seen.every if first[name].shape[-1:] == (4,)]
@@ -117,15 +125,15 @@ def _find_three(seen: Seen) -> Ended | None:
                 if score != kind and _fits(samples, (0, 4, 5)):
                     parts = dict.fromkeys((box, kind), ())
                     varies = len({one[score].shape for one in seen.outputs}) > 1
-                    score_parts = () if varies else (Part(output=score),)
-                    return Ended(names, (0, 4, 5), {**parts, score: score_parts})
+                    score_parts = () if varies else (OutputSlice(output=score),)
+                    return EndToEndDecoder(names, (0, 4, 5), {**parts, score: score_parts})
     return None
 
 
-def _scores(name: str, column: int, seen: Seen) -> tuple[Part, ...]:
+def _scores(name: str, column: int, seen: FirstSamples) -> tuple[OutputSlice, ...]:
     shapes = {one.shape for one in seen.arrays(name)}
     fixed = len(shapes) == 1 and len(next(iter(shapes))) > 2
-    return (Part(output=name, axis=-1, start=column, stop=column + 1),) if fixed else ()
+    return (OutputSlice(output=name, axis=-1, start=column, stop=column + 1),) if fixed else ()
 
 
 def _joined(values: list[Array]) -> Floats | None:
@@ -189,7 +197,7 @@ class Decoder(Protocol):
         ...
 
     @property
-    def parts(self) -> Mapping[str, tuple[Part, ...]]:
+    def parts(self) -> Mapping[str, tuple[OutputSlice, ...]]:
         """Output -> its slices; see `Task`."""
         ...
 
@@ -209,18 +217,18 @@ class Decoder(Protocol):
 
 
 # Tried in this order; each must be certain.
-DECODERS: tuple[Callable[[Seen], Decoder | None], ...] = (
+DECODERS: tuple[Callable[[FirstSamples], Decoder | None], ...] = (
     yolo.find_yolo,
     find_end_to_end,
     anchors.find_anchors,
     yolo.find_yolo_maps,
     heatmaps.find_centers,
-    anchors.find_joined,
+    anchors.find_single_tensor,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Boxes:
+class BoxDetection:
     """Object detection."""
 
     decoder: Decoder
@@ -232,7 +240,7 @@ class Boxes:
         return self.decoder.form
 
     @property
-    def parts(self) -> Mapping[str, tuple[Part, ...]]:
+    def parts(self) -> Mapping[str, tuple[OutputSlice, ...]]:
         """Output -> its slices: boxes and scores are separate."""
         return self.decoder.parts
 
@@ -241,7 +249,7 @@ class Boxes:
         return BoxTally(self.decoder)
 
 
-def find_boxes(seen: Seen) -> Boxes | None:
+def find_boxes(seen: FirstSamples) -> BoxDetection | None:
     """Recognise outputs that hold boxes in a known form.
 
     Inputs of text or sound are excluded: the scores of a token or frame may be four numbers, too.
@@ -252,7 +260,7 @@ def find_boxes(seen: Seen) -> Boxes | None:
     for decoder in DECODERS:
         recognised = decoder(seen)
         if recognised is not None:
-            return Boxes(recognised)
+            return BoxDetection(recognised)
     return None
 
 
@@ -265,8 +273,8 @@ class BoxTally:
     counts: dict[float, list[int]] = field(
         default_factory=lambda: {threshold: [0, 0, 0] for threshold, _ in _ENOUGH}
     )
-    examples: dict[float, Foremost[BoxExample]] = field(
-        default_factory=lambda: {threshold: Foremost() for threshold, _ in _ENOUGH}
+    examples: dict[float, ExampleSelection[BoxExample]] = field(
+        default_factory=lambda: {threshold: ExampleSelection() for threshold, _ in _ENOUGH}
     )
 
     def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
@@ -274,8 +282,8 @@ class BoxTally:
         self.samples += 1
         left = self.decoder.boxes(inputs, reference)
         right = self.decoder.boxes(inputs, candidate)
-        left, right = (NOTHING if one is None else suppressed(one) for one in (left, right))
-        both = matched(left, right, tuple(self.counts))
+        left, right = (NOTHING if one is None else suppress_overlaps(one) for one in (left, right))
+        both = match_detections(left, right, tuple(self.counts))
         size = image_size(inputs) if self.decoder.placed else None
         for (threshold, count), pairs in zip(self.counts.items(), both, strict=True):
             own, others = left.above(threshold), right.above(threshold)
@@ -307,7 +315,7 @@ class BoxTally:
         """Return the figure at that threshold."""
         if self.threshold is None:
             return None
-        return kept_figure(
+        return dice_figure(
             "boxes",
             self.counts[self.threshold],
             above=f"score above {self.threshold:g}",
@@ -328,7 +336,7 @@ def _example(
     rows, columns = (np.array([pair[side] for pair in pairs], np.int64) for side in (0, 1))
     lost = np.setdiff1d(np.arange(len(own.scores)), rows)
     new = np.setdiff1d(np.arange(len(others.scores)), columns)
-    own, others = in_pixels(own, size), in_pixels(others, size)
+    own, others = scale_to_pixels(own, size), scale_to_pixels(others, size)
     return BoxExample(
         number=number,
         size=size,

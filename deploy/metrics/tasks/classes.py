@@ -24,10 +24,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.parts import Part
-from deploy.metrics.rows import Outputs, are_shares_or_logarithms, image_size
+from deploy.metrics.rows import Outputs, are_probabilities_or_logs, image_size
+from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.embeddings import are_features, of_unit_length
-from deploy.metrics.tasks.task import ClassExample, Foremost, Seen, TaskFigure, classes_figure
+from deploy.metrics.tasks.evaluation_task import (
+    ClassExample,
+    ExampleSelection,
+    FirstSamples,
+    TaskFigure,
+    top1_figure,
+)
 from deploy.tensors import Array
 
 _STEPS = 4  # steps per sample, at least
@@ -48,7 +54,7 @@ _RAW = 40.0  # magnitude of a logit, at most: more is another unit
 Floats = NDArray[np.float64]
 
 
-def layout_of(samples: Sequence[Array], *, raw: bool) -> int | None:
+def find_class_axis(samples: Sequence[Array], *, raw: bool) -> int | None:
     """Return the axis of classes, 1 or 2; None if neither or both fit.
 
     Args:
@@ -75,7 +81,7 @@ def are_heads(outputs: Sequence[Sequence[Array]]) -> bool:
     return all(_fits(own, 2, _all_shares) or _fits(own, 2, _all_sure) for own in outputs)
 
 
-def laid_out(value: Array, axis: int) -> Array | None:
+def to_steps(value: Array, axis: int) -> Array | None:
     """Return [1, T, C], [T, 1, C] or [1, C, T] as [T, C]; None for other shapes."""
     if value.ndim != 3 or not value.size or 1 not in value.shape[: 2 if axis == 2 else 1]:
         return None
@@ -139,7 +145,7 @@ def are_raw_tracks(samples: Sequence[Array]) -> bool:
 
 
 def _fits(samples: Sequence[Array], axis: int, fits: Callable[[Sequence[Floats]], bool]) -> bool:
-    laid_out_samples = [laid_out(one, axis) for one in samples]
+    laid_out_samples = [to_steps(one, axis) for one in samples]
     steps = [one.astype(np.float64) for one in laid_out_samples if one is not None]
     if len(steps) != len(laid_out_samples) or len({one.shape[1] for one in steps}) != 1:
         return False
@@ -149,7 +155,7 @@ def _fits(samples: Sequence[Array], axis: int, fits: Callable[[Sequence[Floats]]
 
 
 def _all_shares(samples: Sequence[Floats]) -> bool:
-    return all(map(are_shares_or_logarithms, samples))
+    return all(map(are_probabilities_or_logs, samples))
 
 
 def _all_raw(samples: Sequence[Floats]) -> bool:
@@ -159,7 +165,7 @@ def _all_raw(samples: Sequence[Floats]) -> bool:
     if np.count_nonzero(counts) < 2 or not _steps_about_zero(steps):
         return False
     if steps.shape[1] < _FEW:
-        return best_share(steps) > _SURE_STEPS
+        return mean_best_probability(steps) > _SURE_STEPS
     clear = float(np.mean(_stand_out(steps)))
     return bool(clear > _CLEAR and counts.max() < _USUAL * counts.sum())
 
@@ -171,14 +177,14 @@ def _all_sure(samples: Sequence[Floats]) -> bool:
     """
     steps = np.concatenate(samples)
     several = np.count_nonzero(np.bincount(steps.argmax(axis=1))) > 1
-    sure = best_share(steps)
+    sure = mean_best_probability(steps)
     steady = (sure > _SURE_STEPS and _steps_about_zero(steps, _HEADS)) or (
         sure > _RATHER and _steps_about_zero(steps)
     )
     return bool(several and steady)
 
 
-def best_share(steps: Floats) -> float:
+def mean_best_probability(steps: Floats) -> float:
     """Return the mean probability of each row's best class, after a Softmax of the logits."""
     power = np.exp(steps - steps.max(axis=1, keepdims=True))
     return float(np.mean(1 / power.sum(axis=1)))
@@ -225,7 +231,7 @@ class Classes:
     outputs: tuple[str, ...]
     counts: tuple[int, ...]
     beside: tuple[str, ...] = ()
-    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
     name: str = "classes"
 
     @property
@@ -239,12 +245,12 @@ class Classes:
         return ClassTally(self)
 
 
-def find_classes(seen: Seen) -> Classes | None:
+def find_classes(seen: FirstSamples) -> Classes | None:
     """Recognise outputs of one score vector per sample; with probabilities others may exist."""
     vectors = {name: seen.arrays(name) for name in seen.names}
     scored = [name for name, values in vectors.items() if _scores(values, alone=len(vectors) == 1)]
     probabilities = [
-        name for name in scored if all(map(are_shares_or_logarithms, _rows(vectors[name])))
+        name for name in scored if all(map(are_probabilities_or_logs, _rows(vectors[name])))
     ]
     if probabilities or len(scored) < len(vectors):  # then other vectors may be mere numbers
         scored = probabilities
@@ -261,7 +267,7 @@ def find_classes(seen: Seen) -> Classes | None:
 
 def _are_steps(samples: Sequence[Array]) -> bool:
     """Whether they may be steps: logits, or probabilities that do not sum to 1."""
-    if all(map(are_shares_or_logarithms, _rows(samples))):
+    if all(map(are_probabilities_or_logs, _rows(samples))):
         return False
     several = any(one.ndim == 3 or np.count_nonzero(one > 0.5) > 1 for one in samples)
     return are_raw_tracks(samples) or (several and are_tracks(samples))
@@ -287,10 +293,12 @@ def _scores(samples: Sequence[Array], *, alone: bool) -> bool:
         return False
     if any(len(row) != len(rows[0]) for row in rows):
         return False
-    if all(map(are_shares_or_logarithms, rows)):
+    if all(map(are_probabilities_or_logs, rows)):
         return True
     if len(rows[0]) < _FEW:  # a few numbers of one sign may be a place or a size
-        return _about_zero(np.stack(rows)) and (alone or best_share(np.stack(rows)) > _SURE)
+        return _about_zero(np.stack(rows)) and (
+            alone or mean_best_probability(np.stack(rows)) > _SURE
+        )
     return bool(_stand_out(np.stack(rows)).all()) and not all(map(of_unit_length, rows))
 
 
@@ -333,7 +341,7 @@ class ClassTally:
     compared: int = 0
     first: int = 0
     five: int = 0
-    examples: Foremost[ClassExample] = field(default_factory=Foremost)
+    examples: ExampleSelection[ClassExample] = field(default_factory=ExampleSelection)
 
     def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         """Add one sample."""
@@ -377,7 +385,7 @@ class ClassTally:
         if not self.compared:
             return None
         among = f"{self.five} among the best five" if max(self.task.counts) > 10 else ""
-        return classes_figure(
+        return top1_figure(
             self.first,
             self.samples,
             among,

@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Masks:
+class InstanceMasks:
     """Masks of an image's boxes: where a weighted sum of prototype maps is above 0 (YOLACT).
 
     Attributes:
@@ -30,9 +30,9 @@ class Masks:
     maps: NDArray[np.floating]
     stride: float
 
-    def at(self, keep: NDArray[np.bool_] | NDArray[np.int64] | list[int]) -> Masks:
+    def at(self, keep: NDArray[np.bool_] | NDArray[np.int64] | list[int]) -> InstanceMasks:
         """Return the masks of some boxes."""
-        return Masks(self.weights[keep], self.maps, self.stride)
+        return InstanceMasks(self.weights[keep], self.maps, self.stride)
 
     def first(self, box: Floats) -> NDArray[np.bool_]:
         """Return the first box's mask [h, w], clipped to the box."""
@@ -42,7 +42,9 @@ class Masks:
         return np.asarray((np.tensordot(self.weights[0], self.maps, 1) > 0) & wide & high[:, None])
 
 
-def masks_of(weights: Array, maps: Array | None, size: tuple[int, int] | None) -> Masks | None:
+def make_masks(
+    weights: Array, maps: Array | None, size: tuple[int, int] | None
+) -> InstanceMasks | None:
     """Return masks of boxes in pixels; None if the maps do not match the picture's size."""
     if maps is None or size is None or maps.ndim != 4 or maps.shape[:2] != (1, weights.shape[1]):
         return None
@@ -50,7 +52,7 @@ def masks_of(weights: Array, maps: Array | None, size: tuple[int, int] | None) -
     floating = np.issubdtype(maps.dtype, np.floating)
     if stride is None or not floating:
         return None
-    return Masks(weights.astype(np.float64), maps[0], float(stride))
+    return InstanceMasks(weights.astype(np.float64), maps[0], float(stride))
 
 
 def are_angles(rest: Floats) -> bool:
@@ -58,7 +60,7 @@ def are_angles(rest: Floats) -> bool:
     return bool(0 < np.ptp(rest) <= np.pi + 1e-3 and np.abs(rest).max() <= np.pi + 1e-3)
 
 
-def turned(boxes: Floats, angles: Floats) -> Floats:
+def rotate_boxes(boxes: Floats, angles: Floats) -> Floats:
     """Return corners [n, 4, 2] of boxes cx cy w h rotated about their centres."""
     cosine, sine = np.cos(angles)[:, None], np.sin(angles)[:, None]
     wide, high = (boxes[:, side, None] / 2 * ends for side, ends in ((2, _WIDE), (3, _HIGH)))
@@ -91,7 +93,7 @@ class Detections:
     scores: Floats
     classes: NDArray[np.int64]
     points: Floats | None = None
-    masks: Masks | None = None
+    masks: InstanceMasks | None = None
 
     @classmethod
     def of(
@@ -100,7 +102,7 @@ class Detections:
         scores: Floats,
         classes: NDArray[np.int64],
         points: Floats | None = None,
-        masks: Masks | None = None,
+        masks: InstanceMasks | None = None,
     ) -> Detections:
         """Return the best by score, above `LOWEST`; boxes with NaN or Inf are left out."""
         good = np.flatnonzero((scores > LOWEST) & np.isfinite(boxes).all(axis=1))
@@ -121,8 +123,8 @@ class Detections:
 NOTHING = Detections(np.zeros((0, 4)), np.zeros(0), np.zeros(0, np.int64))
 
 
-def by_score(
-    boxes: Floats, scores: Floats, points: Floats | None = None, masks: Masks | None = None
+def detections_by_score(
+    boxes: Floats, scores: Floats, points: Floats | None = None, masks: InstanceMasks | None = None
 ) -> Detections:
     """Return boxes [A, 4] with the best class of their scores [A, C]."""
     with np.errstate(invalid="ignore"):
@@ -131,17 +133,17 @@ def by_score(
     return Detections.of(boxes, best, classes, points, masks)
 
 
-def by_place(scores: Floats) -> Detections:
+def detections_by_anchor(scores: Floats) -> Detections:
     """Return anchors with scores [A, C] whose boxes cannot be decoded, as disjoint unit squares.
 
     So a square overlaps only with that of the same anchor.
     """
     left = 2.0 * np.arange(len(scores))
     zero, one = np.zeros(len(scores)), np.ones(len(scores))
-    return by_score(np.stack([left, zero, left + 1, one], axis=1), scores)
+    return detections_by_score(np.stack([left, zero, left + 1, one], axis=1), scores)
 
 
-def overlaps(left: Floats, right: Floats) -> Floats:
+def box_ious(left: Floats, right: Floats) -> Floats:
     """Return the IoU of boxes [n, 4] and [m, 4] as [n, m]; 0 for boxes without area."""
     low = np.maximum(left[:, None, :2], right[None, :, :2])
     high = np.minimum(left[:, None, 2:], right[None, :, 2:])
@@ -151,19 +153,19 @@ def overlaps(left: Floats, right: Floats) -> Floats:
     return np.asarray(np.divide(shared, union, out=np.zeros_like(shared), where=union > 0))
 
 
-def suppressed(found: Detections, iou: float = IOU) -> Detections:
+def suppress_overlaps(found: Detections, iou: float = IOU) -> Detections:
     """Greedy non-maximum suppression per class of boxes that overlap by more than `iou`."""
     keep: list[int] = []
     remaining = np.arange(len(found.scores))
     while remaining.size:
         best, remaining = remaining[0], remaining[1:]
         keep.append(int(best))
-        near = overlaps(found.boxes[best : best + 1], found.boxes[remaining])[0] > iou
+        near = box_ious(found.boxes[best : best + 1], found.boxes[remaining])[0] > iou
         remaining = remaining[~(near & (found.classes[remaining] == found.classes[best]))]
     return found.at(np.array(keep, np.int64))
 
 
-def matched(
+def match_detections(
     reference: Detections, candidate: Detections, thresholds: Sequence[float] = (LOWEST,)
 ) -> list[list[tuple[int, int]]]:
     """Match the reference's boxes with the candidate's, at each score threshold.
@@ -174,7 +176,7 @@ def matched(
     Returns:
         For each threshold, pairs of indices among the boxes above it.
     """
-    iou = overlaps(reference.boxes, candidate.boxes)
+    iou = box_ious(reference.boxes, candidate.boxes)
     iou[reference.classes[:, None] != candidate.classes[None, :]] = 0
     detailed = reference.points is not None or reference.masks is not None
     for row, column in np.argwhere(iou > IOU) if detailed else ():
@@ -185,7 +187,7 @@ def matched(
     ]
 
 
-def in_pixels(found: Detections, size: tuple[int, int]) -> Detections:
+def scale_to_pixels(found: Detections, size: tuple[int, int]) -> Detections:
     """Convert boxes relative to the picture into pixels of `size` (height, width)."""
     if not len(found.boxes) or found.boxes.max() > 2:
         return found

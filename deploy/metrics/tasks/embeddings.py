@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
-from deploy.metrics.tasks.task import Seen, TaskFigure
+from deploy.metrics.slices import OutputSlice
+from deploy.metrics.tasks.evaluation_task import FirstSamples, TaskFigure
 from deploy.tensors import Array
 
 _LONG = 32  # numbers of an embedding, at least
@@ -39,7 +39,7 @@ class Embeddings:
 
     output: str
     length: int
-    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
     name: str = "embeddings"
 
     @property
@@ -52,7 +52,7 @@ class Embeddings:
         return EmbeddingTally(self)
 
 
-def find_embeddings(seen: Seen) -> Embeddings | None:
+def find_embeddings(seen: FirstSamples) -> Embeddings | None:
     """Recognise one output of vectors; other outputs may be vectors of tokens."""
     first = seen.outputs[0]
     floating = [name for name in seen.names if np.issubdtype(first[name].dtype, np.floating)]

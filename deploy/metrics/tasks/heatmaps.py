@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
+from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks import segmentation
 from deploy.metrics.tasks.detections import LOWEST, Detections, Floats
-from deploy.metrics.tasks.task import Seen, TaskFigure
+from deploy.metrics.tasks.evaluation_task import FirstSamples, TaskFigure
 from deploy.tensors import Array
 
 _SIDE = 16  # cells of a map, at least
@@ -37,7 +37,7 @@ class HeatMaps:
 
     output: str
     count: int
-    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
     name: str = "heat maps"
 
     @property
@@ -50,7 +50,7 @@ class HeatMaps:
         return HeatTally(self)
 
 
-def find_heatmaps(seen: Seen) -> HeatMaps | None:
+def find_heatmaps(seen: FirstSamples) -> HeatMaps | None:
     """Recognise heat maps if exactly one output holds such."""
     names = [name for name in seen.names if _is_heat(seen.arrays(name))]
     return HeatMaps(names[0], seen.arrays(names[0])[0].shape[1]) if len(names) == 1 else None
@@ -122,7 +122,7 @@ _AROUND = 3.0  # half side in cells of an object of unknown size: neighbours ove
 
 
 @dataclass(frozen=True, slots=True)
-class Centres:
+class CenterDecoder:
     """Decoder of a map of centres and its accompanying maps.
 
     Attributes:
@@ -141,7 +141,7 @@ class Centres:
     raw: bool
     sizes: str
     unit: float
-    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
 
     @property
     def placed(self) -> bool:
@@ -163,7 +163,7 @@ class Centres:
         cells = maps[0].shape[1:]
         if any(one is None or one.shape[1:] != cells for one in maps):
             return None
-        kinds, rows, columns, scores = peaks(_shares(maps[0], raw=self.raw))
+        kinds, rows, columns, scores = find_peaks(_shares(maps[0], raw=self.raw))
         half = np.full((len(rows), 2), _AROUND)
         if self.sizes:
             size_map = _map(outputs[self.sizes])
@@ -174,7 +174,7 @@ class Centres:
         return Detections.of(boxes * (size[0] / cells[0]), scores, kinds)
 
 
-def find_centers(seen: Seen) -> Centres | None:
+def find_centers(seen: FirstSamples) -> CenterDecoder | None:
     """Recognise maps on the same cells of which exactly one holds centres."""
     maps = {name: [_map(value) for value in seen.arrays(name)] for name in seen.every}
     if len(maps) < 2 or not _same_cells(list(maps.values()), seen):
@@ -188,13 +188,13 @@ def find_centers(seen: Seen) -> Centres | None:
     if not any(len(floats[name][0]) == 2 for name in beside) or _are_classes(beside, seen):
         return None
     sizes, unit = _sizes({n: floats[n] for n in beside}, floats[heat], seen, raw=raw)
-    parts = {heat: (Part(output=heat),)} | {
-        name: (Part(output=name, at=heat, raw=raw),) for name in beside
+    parts = {heat: (OutputSlice(output=heat),)} | {
+        name: (OutputSlice(output=name, at=heat, raw=raw),) for name in beside
     }
-    return Centres(heat, beside, len(floats[heat][0]), raw, sizes, unit, parts)
+    return CenterDecoder(heat, beside, len(floats[heat][0]), raw, sizes, unit, parts)
 
 
-def peaks(
+def find_peaks(
     shares: Floats,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], Floats]:
     """Return class, row, column and score of each cell that is a maximum of its 3 x 3 cells."""
@@ -215,7 +215,7 @@ def _map(value: Array) -> Floats | None:
     return value[0].astype(np.float64) if min(value.shape) else None
 
 
-def _same_cells(maps: Sequence[Sequence[Floats | None]], seen: Seen) -> bool:
+def _same_cells(maps: Sequence[Sequence[Floats | None]], seen: FirstSamples) -> bool:
     """Whether all maps of a sample have one size, that of the picture over a stride."""
     for sample, fed in zip(zip(*maps, strict=True), seen.inputs, strict=True):
         sides = {None if one is None else one.shape[1:] for one in sample}
@@ -246,14 +246,18 @@ def _is_center_heat(samples: Sequence[Floats], *, raw: bool) -> bool:
     return max(tops) > _SEEN
 
 
-def _are_classes(names: Sequence[str], seen: Seen) -> bool:
+def _are_classes(names: Sequence[str], seen: FirstSamples) -> bool:
     """Whether one of the outputs is a segmentation, as in panoptic models."""
     others = [{name: one[name] for name in names} for one in seen.outputs]
-    return segmentation.find_segmentation(Seen(seen.inputs, others)) is not None
+    return segmentation.find_segmentation(FirstSamples(seen.inputs, others)) is not None
 
 
 def _sizes(
-    beside: Mapping[str, Sequence[Floats]], heats: Sequence[Floats], seen: Seen, *, raw: bool
+    beside: Mapping[str, Sequence[Floats]],
+    heats: Sequence[Floats],
+    seen: FirstSamples,
+    *,
+    raw: bool,
 ) -> tuple[str, float]:
     """Return the only map of sizes (positive at the peaks), and its unit in cells.
 
@@ -277,6 +281,6 @@ def _sizes(
 
 
 def _at_peaks(one: Floats, heat: Floats, *, raw: bool) -> Floats:
-    _, rows, columns, scores = peaks(_shares(heat, raw=raw))
+    _, rows, columns, scores = find_peaks(_shares(heat, raw=raw))
     clear = scores > _SEEN
     return one[:, rows[clear], columns[clear]]

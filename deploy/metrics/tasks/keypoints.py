@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size, is_floating
-from deploy.metrics.tasks.task import Seen, TaskFigure
+from deploy.metrics.slices import OutputSlice
+from deploy.metrics.tasks.evaluation_task import FirstSamples, TaskFigure
 from deploy.tensors import Array
 
 _FEWEST, _MOST = 4, 600  # points
@@ -57,7 +57,7 @@ class Points:
     scored: frozenset[str]
     flags: tuple[str, ...]
     count: int
-    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
     name: str = "key points"
 
     @property
@@ -70,7 +70,7 @@ class Points:
         return PointTally(self)
 
 
-def find_keypoints(seen: Seen) -> Points | None:
+def find_keypoints(seen: FirstSamples) -> Points | None:
     """Recognise outputs of points in the input's picture."""
     sizes = [size for fed in seen.inputs if (size := image_size(fed)) is not None]
     if not sizes or len(sizes) != len(seen.outputs):
@@ -222,7 +222,7 @@ _NEAR_BINS = 2  # distance of matching points in pixels, at most
 
 
 @dataclass(frozen=True, slots=True)
-class Axes:
+class SimccPoints:
     """Key points as distributions over columns and rows.
 
     Attributes:
@@ -235,7 +235,7 @@ class Axes:
     outputs: tuple[str, str]
     count: int
     fine: float
-    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
     name: str = "key points"
 
     @property
@@ -248,7 +248,7 @@ class Axes:
         return AxisTally(self)
 
 
-def find_simcc(seen: Seen) -> Axes | None:
+def find_simcc(seen: FirstSamples) -> SimccPoints | None:
     """Recognise two outputs whose lengths are multiples of the picture's width and height."""
     if len(seen.names) != 2:
         return None
@@ -257,7 +257,7 @@ def find_simcc(seen: Seen) -> Axes | None:
         fine = {_fine(fed, out, names) for fed, out in zip(seen.inputs, seen.outputs, strict=True)}
         steps = next(iter(fine))
         if len(fine) == 1 and steps is not None and all(_peaked(n, seen) for n in names):
-            return Axes(names, seen.arrays(names[0])[0].shape[1], steps)
+            return SimccPoints(names, seen.arrays(names[0])[0].shape[1], steps)
     return None
 
 
@@ -272,7 +272,7 @@ def _fine(fed: Outputs, outputs: Outputs, names: tuple[str, str]) -> float | Non
     return fine if 1 <= fine <= _FINEST and high.shape[2] == fine * size[0] else None
 
 
-def _peaked(name: str, seen: Seen) -> bool:
+def _peaked(name: str, seen: FirstSamples) -> bool:
     """Whether most points have one narrow peak."""
     samples = seen.arrays(name)
     if not all(np.issubdtype(one.dtype, np.floating) and np.isfinite(one).all() for one in samples):
@@ -292,7 +292,7 @@ def _above_median(value: Array) -> Floats:
 class AxisTally:
     """Counts points at the same place, within two pixels."""
 
-    task: Axes
+    task: SimccPoints
     samples: int = 0
     points: int = 0
     kept: int = 0

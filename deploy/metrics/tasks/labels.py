@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.parts import Part
-from deploy.metrics.rows import Outputs, add_up, image_size, places_of
+from deploy.metrics.rows import Outputs, find_indices, image_size, sums_to_one
+from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.classes import are_raw_tracks, are_tracks
-from deploy.metrics.tasks.task import Seen, TaskFigure, classes_figure, kept_figure
+from deploy.metrics.tasks.evaluation_task import FirstSamples, TaskFigure, dice_figure, top1_figure
 from deploy.tensors import Array
 
 _FEWEST = 4  # number of labels, at least
@@ -45,7 +45,7 @@ class Labels:
     output: str
     count: int
     raw: bool
-    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
     name: str = "labels"
 
     @property
@@ -59,7 +59,7 @@ class Labels:
         return LabelTally(self)
 
 
-def find_labels(seen: Seen) -> Labels | None:
+def find_labels(seen: FirstSamples) -> Labels | None:
     """Recognise labels if the only output is such a vector."""
     if len(seen.names) != 1:
         return None
@@ -88,7 +88,7 @@ def _are_labels(rows: Sequence[Floats], *, raw: bool) -> bool:
     shares = [_shares(row, raw=raw) for row in rows]
     if max(float(share.max()) for share in shares) > 1 + 1e-6:
         return False
-    if not raw and all(map(add_up, shares)):
+    if not raw and all(map(sums_to_one, shares)):
         return False
     if raw and max(float(row.mean() / max(row.std(), 1e-30)) for row in rows) > -_BELOW:
         return False
@@ -136,7 +136,7 @@ class LabelTally:
         threshold = next(enough, None)
         if threshold is None:
             return None
-        return kept_figure(
+        return dice_figure(
             "labels",
             self.counts[threshold],
             above=f"probability above {threshold:g}",
@@ -157,7 +157,7 @@ class Ranked:
 
     output: str
     count: int
-    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
     name: str = "classes"
 
     @property
@@ -171,7 +171,7 @@ class Ranked:
         return RankedTally(self)
 
 
-def find_ranked(seen: Seen) -> Ranked | None:
+def find_ranked(seen: FirstSamples) -> Ranked | None:
     """Recognise TopK's two outputs; for pictures also one class, with or without its score."""
     names = seen.names
     places = _places(seen, names)
@@ -181,19 +181,19 @@ def find_ranked(seen: Seen) -> Ranked | None:
     pictures = any(image_size(fed) is not None for fed in seen.inputs)
     if count == 1 and not (pictures and all(map(_is_one, seen.arrays(places)))):
         return None
-    others = {name: (Part(output=name),) for name in names if name != places}
+    others = {name: (OutputSlice(output=name),) for name in names if name != places}
     return Ranked(
-        places, count, {places: (), **others} if others else {places: (Part(output=places),)}
+        places, count, {places: (), **others} if others else {places: (OutputSlice(output=places),)}
     )
 
 
-def _places(seen: Seen, names: Sequence[str]) -> str | None:
+def _places(seen: FirstSamples, names: Sequence[str]) -> str | None:
     """Return the output of indices: TopK's in each sample, or the only output if of one number."""
     if len(names) == 1 and all(value.size == 1 for value in seen.arrays(names[0])):
         return names[0]
     if len(names) != 2:
         return None
-    outputs = {places_of(one, names[0], 1) for one in seen.outputs}
+    outputs = {find_indices(one, names[0], 1) for one in seen.outputs}
     return outputs.pop() if len(outputs) == 1 else None
 
 
@@ -228,7 +228,7 @@ class RankedTally:
             return None
         k = self.task.count
         among = f"{self.among} among the best {k}" if k > 1 else ""
-        return classes_figure(
+        return top1_figure(
             self.first, self.samples, among, compared=self.samples, form=self.task.form
         )
 

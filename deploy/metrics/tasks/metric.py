@@ -23,7 +23,7 @@ from deploy.errors import ConfigError, FeedError
 from deploy.files import usercode
 from deploy.files.reading import read_bytes
 from deploy.metrics.rows import Outputs
-from deploy.metrics.tasks.task import TaskFigure
+from deploy.metrics.tasks.evaluation_task import TaskFigure
 
 Function = Callable[[Outputs, Outputs, int | None], float]
 
@@ -93,7 +93,7 @@ class MetricTally:
         self.others += self._number(reference, candidate, label)
 
     def _number(self, reference: Outputs, candidate: Outputs, label: int | None) -> float:
-        with usercode.users_errors(f"the metric {self.metric.name}", error=ConfigError):
+        with usercode.wrap_user_errors(f"the metric {self.metric.name}", error=ConfigError):
             value = self.metric.function(_copies(reference), _copies(candidate), label)
         try:
             number = float(value)

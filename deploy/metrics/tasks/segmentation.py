@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.parts import Part
-from deploy.metrics.rows import Outputs, add_up, are_shares, image_size
-from deploy.metrics.tasks.task import Seen, TaskFigure
+from deploy.metrics.rows import Outputs, are_probabilities, image_size, sums_to_one
+from deploy.metrics.slices import OutputSlice
+from deploy.metrics.tasks.evaluation_task import FirstSamples, TaskFigure
 from deploy.tensors import Array
 
 _SIDE = 16  # pixels of a side, at least
@@ -46,7 +46,7 @@ class Pixels:
     output: str
     classes: int
     last: bool = False  # whether classes are the last dimension
-    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
     name: str = "segmentation"
 
     @property
@@ -59,7 +59,7 @@ class Pixels:
         return PixelTally(self)
 
 
-def find_segmentation(seen: Seen) -> Pixels | None:
+def find_segmentation(seen: FirstSamples) -> Pixels | None:
     """Recognise the first output that holds a class per pixel."""
     for name in seen.names:
         samples = seen.arrays(name)
@@ -89,7 +89,7 @@ def _are_classes(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
     """Whether they are probabilities or logits of classes."""
     if not all(map(_is_scores, samples)) or len({one.shape[1] for one in samples}) != 1:
         return False
-    return all(are_shares(one, 1) for one in samples) or _are_logits(samples, inputs)
+    return all(are_probabilities(one, 1) for one in samples) or _are_logits(samples, inputs)
 
 
 def _is_numbers(value: Array) -> bool:
@@ -218,11 +218,11 @@ _THRESHOLDS = ((0.5, 2e-3), (0.3, 1e-3), (0.1, 5e-4))  # threshold, share of pix
 
 
 @dataclass(frozen=True, slots=True)
-class Masks:
+class MaskMaps:
     """One or a few masks, in one output or several."""
 
     outputs: tuple[str, ...]
-    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
     name: str = "masks"
 
     @property
@@ -236,7 +236,7 @@ class Masks:
         return MaskTally(self)
 
 
-def find_masks(seen: Seen) -> Masks | None:
+def find_masks(seen: FirstSamples) -> MaskMaps | None:
     """Recognise outputs of masks, all of one shape."""
     sizes = [image_size(inputs) for inputs in seen.inputs]
     names = []
@@ -249,7 +249,7 @@ def find_masks(seen: Seen) -> Masks | None:
             if np.mean(between) < _BETWEEN and high and not pictures:
                 names.append(name)
     shapes = {seen.outputs[0][name].shape for name in names}
-    return Masks(tuple(names)) if len(shapes) == 1 else None
+    return MaskMaps(tuple(names)) if len(shapes) == 1 else None
 
 
 def _is_map(value: Array, size: tuple[int, int] | None) -> bool:
@@ -260,7 +260,7 @@ def _is_map(value: Array, size: tuple[int, int] | None) -> bool:
         return False
     sides = value.shape[2:] if channels_first else value.shape[1:3]
     fits = (s <= side <= _MASK_SMALLER * s for s, side in zip(sides, size, strict=True))
-    if channels_first and value.shape[1] > 1 and add_up(value, 1).all():
+    if channels_first and value.shape[1] > 1 and sums_to_one(value, 1).all():
         return False
     low, high = float(value.min()), float(value.max())
     return min(sides) >= _SIDE and all(fits) and low >= -_BEYOND and high <= 1 + _BEYOND
@@ -280,7 +280,7 @@ def _is_picture(value: Array, fed: Outputs) -> bool:
 class MaskTally:
     """Counts pixels above each threshold: FP32's, the candidate's, both's."""
 
-    task: Masks
+    task: MaskMaps
     samples: int = 0
     pixels: int = 0
     counts: dict[float, list[int]] = field(

@@ -24,18 +24,18 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.parts import Part
-from deploy.metrics.rows import Outputs, are_shares_or_logarithms, image_size, is_floating
+from deploy.metrics.rows import Outputs, are_probabilities_or_logs, image_size, is_floating
+from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.classes import (
     are_decisions,
     are_heads,
     are_raw_tracks,
     are_switches,
     are_tracks,
-    laid_out,
-    layout_of,
+    find_class_axis,
+    to_steps,
 )
-from deploy.metrics.tasks.task import Seen, TaskFigure, carried
+from deploy.metrics.tasks.evaluation_task import FirstSamples, TaskFigure, find_states
 from deploy.tensors import Array
 
 _USUAL = 0.75  # share of FP32's steps in one class above which only the others are counted
@@ -56,7 +56,7 @@ class Steps:
     classes: tuple[int, ...]
     axis: int | None
     raw: bool = False
-    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
     name: str = "steps"
 
     @property
@@ -80,10 +80,10 @@ class Steps:
         return StepTally(self)
 
 
-def find_steps(seen: Seen) -> Steps | None:
+def find_steps(seen: FirstSamples) -> Steps | None:
     """Recognise one output of steps, or several of the same steps."""
     floating = [n for n in seen.names if all(map(is_floating, seen.arrays(n)))]
-    states = carried(seen)
+    states = find_states(seen)
     non_states = [name for name in floating if name not in states]
     pictures = any(image_size(fed) is not None for fed in seen.inputs)
     if not pictures and are_decisions([seen.arrays(name) for name in floating]):
@@ -100,9 +100,9 @@ def find_steps(seen: Seen) -> Steps | None:
     return tasks[0]
 
 
-def _read(name: str, seen: Seen, *, alone: bool) -> Steps | None:
+def _read(name: str, seen: FirstSamples, *, alone: bool) -> Steps | None:
     samples = seen.arrays(name)
-    axis = layout_of(samples, raw=alone)
+    axis = find_class_axis(samples, raw=alone)
     if axis is not None:
         return Steps((name,), (samples[0].shape[axis],), axis)
     flat = all(max(one.shape, default=0) == one.size for one in samples)
@@ -112,9 +112,9 @@ def _read(name: str, seen: Seen, *, alone: bool) -> Steps | None:
     return Steps((name,), (2,), None, raw) if tracks or raw else None
 
 
-def _has_companion(task: Steps, names: Sequence[str], seen: Seen) -> bool:
+def _has_companion(task: Steps, names: Sequence[str], seen: FirstSamples) -> bool:
     """Whether another output has as many steps, such as places of what is found at each."""
-    counts = [classes_of(one, task, 0).size for one in seen.arrays(task.outputs[0])]
+    counts = [step_classes(one, task, 0).size for one in seen.arrays(task.outputs[0])]
     others = (seen.arrays(name) for name in names if name not in task.outputs)
     return any(
         all(one.ndim <= 3 and n in one.shape for one, n in zip(values, counts, strict=True))
@@ -122,7 +122,7 @@ def _has_companion(task: Steps, names: Sequence[str], seen: Seen) -> bool:
     )
 
 
-def classes_of(value: Array, task: Steps, number: int) -> NDArray[np.int64]:
+def step_classes(value: Array, task: Steps, number: int) -> NDArray[np.int64]:
     """Return the class of each step of one output; its number of classes for a step of NaN.
 
     Empty for another form.
@@ -131,7 +131,7 @@ def classes_of(value: Array, task: Steps, number: int) -> NDArray[np.int64]:
     if task.axis is None:
         sides = (value.reshape(-1) > (0 if task.raw else 0.5)).astype(np.int64)
         return np.where(np.isnan(value.reshape(-1)), none, sides)
-    steps = laid_out(value, task.axis)
+    steps = to_steps(value, task.axis)
     if steps is None or steps.shape[1] != none:
         return np.zeros(0, np.int64)
     best = np.asarray(steps.argmax(axis=1), np.int64)
@@ -167,7 +167,7 @@ class StepTally:
     def _add(self, number: int, reference: Array, candidate: Array) -> tuple[int, int]:
         """Return the number of steps of one output with a valid class, and of equal ones."""
         none = self.task.classes[number]
-        left, right = (classes_of(one, self.task, number) for one in (reference, candidate))
+        left, right = (step_classes(one, self.task, number) for one in (reference, candidate))
         right = right if right.shape == left.shape else np.full_like(left, none)
         valid = left < none
         alike = valid & (left == right)
@@ -241,7 +241,7 @@ class Text:
     symbols: int
     blank: int
     merged: bool = True
-    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
     name: str = "text"
 
     @property
@@ -255,7 +255,7 @@ class Text:
         return TextTally(self)
 
 
-def find_text(seen: Seen) -> Text | None:
+def find_text(seen: FirstSamples) -> Text | None:
     """Recognise text if the only output is such a sequence."""
     if len(seen.names) != 1:
         return None
@@ -264,7 +264,9 @@ def find_text(seen: Seen) -> Text | None:
     valid = [one for one in steps if one is not None]
     if len(valid) != len(steps) or len({one.shape[1] for one in valid}) != 1:
         return None
-    if not all(map(are_shares_or_logarithms, valid)) and not all(_are_logits(one) for one in valid):
+    if not all(map(are_probabilities_or_logs, valid)) and not all(
+        _are_logits(one) for one in valid
+    ):
         return None
     counts = np.bincount(np.concatenate([one.argmax(axis=1) for one in valid]))
     blank, symbols = int(counts.argmax()), valid[0].shape[1]
@@ -308,7 +310,7 @@ def _symbol_run(samples: Sequence[Array], blank: int) -> float:
     return steps / max(spans, 1)
 
 
-def _are_tokens(seen: Seen) -> bool:
+def _are_tokens(seen: FirstSamples) -> bool:
     """Whether token ids are an input: CTC reads pictures and sound."""
     return any(
         one.dtype in (np.int32, np.int64) and one.ndim <= 3 and one.size >= _TOKENS
@@ -317,7 +319,7 @@ def _are_tokens(seen: Seen) -> bool:
     )
 
 
-def _has_input_per_step(samples: Sequence[Array], seen: Seen) -> bool:
+def _has_input_per_step(samples: Sequence[Array], seen: FirstSamples) -> bool:
     """Whether there is an input vector per step: CTC has fewer steps than its input."""
     return all(
         any(one.ndim == 3 and one.shape[:2] == (1, len(steps)) for one in fed.values())
@@ -331,7 +333,7 @@ def _ends(steps: Array, blank: int) -> bool:
     return bool((blanks[1:] >= blanks[:-1]).all())
 
 
-def decoded(steps: Array, blank: int, *, merged: bool = True) -> list[int]:
+def decode_greedily(steps: Array, blank: int, *, merged: bool = True) -> list[int]:
     """Decode [T, C] scores greedily: best symbol of each step, repeats merged, blanks dropped."""
     best = steps.argmax(axis=1)
     first = np.concatenate([[True], (best[1:] != best[:-1]) | (not merged)])
@@ -363,7 +365,7 @@ class TextTally:
         self.samples += 1
         left, right = (_steps(one[self.task.output]) for one in (reference, candidate))
         reference_text, candidate_text = (
-            [] if one is None else decoded(one, self.task.blank, merged=self.task.merged)
+            [] if one is None else decode_greedily(one, self.task.blank, merged=self.task.merged)
             for one in (left, right)
         )
         self.alike += int(reference_text == candidate_text and right is not None)

@@ -30,19 +30,19 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.parts import Part
 from deploy.metrics.rows import Outputs, image_size
+from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.detections import (
     LOWEST,
     Detections,
     Floats,
     are_angles,
-    by_place,
-    by_score,
-    masks_of,
-    turned,
+    detections_by_anchor,
+    detections_by_score,
+    make_masks,
+    rotate_boxes,
 )
-from deploy.metrics.tasks.task import Seen
+from deploy.metrics.tasks.evaluation_task import FirstSamples
 from deploy.tensors import Array
 
 STRIDES = (4, 8, 16, 32, 64, 128)
@@ -50,7 +50,7 @@ _MOST_ANCHORS = 9  # per cell
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class AnchorGrid:
     """Levels of cells over an image, `anchors` at each cell, level by level.
 
     Attributes:
@@ -85,7 +85,9 @@ class Grid:
         return np.concatenate(places), np.concatenate(strides)
 
 
-def grids(anchors: int, size: tuple[int, int], levels: int | None = None) -> Iterator[Grid]:
+def find_grids(
+    anchors: int, size: tuple[int, int], levels: int | None = None
+) -> Iterator[AnchorGrid]:
     """Yield grids of adjacent strides with exactly this many anchors, fewest per cell first.
 
     Args:
@@ -99,13 +101,13 @@ def grids(anchors: int, size: tuple[int, int], levels: int | None = None) -> Ite
         for length in lengths
         for start in range(len(STRIDES) - length + 1)
     ]
-    by_shape: dict[tuple[tuple[int, ...], int], Grid] = {}
+    by_shape: dict[tuple[tuple[int, ...], int], AnchorGrid] = {}
     for up in (False, True):
         for strides in runs:
-            cells = Grid(strides, 1, up).count(size)
+            cells = AnchorGrid(strides, 1, up).count(size)
             if cells and anchors % cells == 0 and anchors // cells <= _MOST_ANCHORS:
                 by_shape.setdefault(
-                    (strides, anchors // cells), Grid(strides, anchors // cells, up)
+                    (strides, anchors // cells), AnchorGrid(strides, anchors // cells, up)
                 )
     yield from sorted(by_shape.values(), key=lambda grid: grid.anchors)
 
@@ -117,7 +119,7 @@ _QUIET = 0.02  # mean scores, at most, that do not show an objectness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dense:
+class DenseDecoder:
     """Decoder of one tensor of all anchors.
 
     Attributes:
@@ -139,7 +141,7 @@ class Dense:
     objectness: bool
     scores: int
     rows: int
-    grid: Grid
+    grid: AnchorGrid
     point: int = 0
     maps: str = ""
     turned: bool = False
@@ -166,13 +168,13 @@ class Dense:
         return f"{self.output}: {words[self.coding]}{scores}{extra} an anchor"
 
     @property
-    def parts(self) -> Mapping[str, tuple[Part, ...]]:
+    def parts(self) -> Mapping[str, tuple[OutputSlice, ...]]:
         """Boxes, scores, and the rows after them."""
         borders = (0, 4, 4 + self.scores, self.rows)
         spans = [(a, b) for a, b in itertools.pairwise(borders) if b > a]
         return {
             self.output: tuple(
-                Part(output=self.output, axis=self.axis, start=a, stop=b) for a, b in spans
+                OutputSlice(output=self.output, axis=self.axis, start=a, stop=b) for a, b in spans
             )
         }
 
@@ -196,18 +198,20 @@ class Dense:
             places = _out_of_cells(places, *(one[likely] for one in self.grid.cells(size)))
         rest = rows[4 + self.scores :, likely]
         if self.turned:
-            return by_score(corners(places), scores, turned(places, rest[0].astype(np.float64)))
-        places = places if self.coding == "corners" else corners(places)
+            return detections_by_score(
+                to_corners(places), scores, rotate_boxes(places, rest[0].astype(np.float64))
+            )
+        places = places if self.coding == "corners" else to_corners(places)
         if self.maps:
-            masks = masks_of(rest.T, outputs.get(self.maps), image_size(inputs))
-            return None if masks is None else by_score(places, scores, masks=masks)
+            masks = make_masks(rest.T, outputs.get(self.maps), image_size(inputs))
+            return None if masks is None else detections_by_score(places, scores, masks=masks)
         if not self.point:
-            return by_score(places, scores)
+            return detections_by_score(places, scores)
         points = rest.T.reshape(len(likely), len(rest) // self.point, self.point)
-        return by_score(places, scores, points.astype(np.float64))
+        return detections_by_score(places, scores, points.astype(np.float64))
 
 
-def find_yolo(seen: Seen) -> Dense | None:
+def find_yolo(seen: FirstSamples) -> DenseDecoder | None:
     """Recognise such a tensor if exactly one output is one."""
     candidates = [dense for name in seen.names if (dense := _dense(name, seen)) is not None]
     if len(candidates) != 1:
@@ -217,22 +221,22 @@ def find_yolo(seen: Seen) -> Dense | None:
     return replace(candidates[0], maps=maps[0]) if len(maps) == 1 else candidates[0]
 
 
-def _are_maps(name: str, count: int, seen: Seen) -> bool:
+def _are_maps(name: str, count: int, seen: FirstSamples) -> bool:
     """Whether an output holds `count` prototype maps of masks, in every sample."""
     rows = np.zeros((1, count))
     return all(
-        value.shape[1:2] == (count,) and masks_of(rows, value, image_size(fed)) is not None
+        value.shape[1:2] == (count,) and make_masks(rows, value, image_size(fed)) is not None
         for value, fed in zip(seen.arrays(name), seen.inputs, strict=True)
     )
 
 
-def corners(boxes: Floats) -> Floats:
+def to_corners(boxes: Floats) -> Floats:
     """Convert boxes [n, 4] from centre and size (cx cy w h) to corners (x1 y1 x2 y2)."""
     half = boxes[:, 2:] / 2
     return np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], axis=1)
 
 
-def _dense(name: str, seen: Seen) -> Dense | None:
+def _dense(name: str, seen: FirstSamples) -> DenseDecoder | None:
     for axis in (1, -1):
         samples = [_oriented(value, axis) for value in seen.arrays(name)]
         sizes = [image_size(inputs) for inputs in seen.inputs]
@@ -258,7 +262,9 @@ def _oriented(value: Array | None, axis: int) -> Array | None:
     return rows if len(rows) >= 5 and rows.shape[1] >= 2 * len(rows) else None
 
 
-def _read(name: str, axis: int, rows: list[Floats], sizes: list[tuple[int, int]]) -> Dense | None:
+def _read(
+    name: str, axis: int, rows: list[Floats], sizes: list[tuple[int, int]]
+) -> DenseDecoder | None:
     low = np.min([one.min(axis=1) for one in rows], axis=0)
     high = np.max([one.max(axis=1) for one in rows], axis=0)
     share = (low >= -1e-3) & (high <= 1 + 1e-3)
@@ -266,13 +272,13 @@ def _read(name: str, axis: int, rows: list[Floats], sizes: list[tuple[int, int]]
     if not scores:
         return None
     objectness = _has_objectness(rows, scores, axis)
-    for grid in grids(rows[0].shape[1], sizes[0]):
+    for grid in find_grids(rows[0].shape[1], sizes[0]):
         if any(grid.count(size) != one.shape[1] for one, size in zip(rows, sizes, strict=True)):
             continue
         coding = _coding(rows, sizes, grid, objectness)
         if coding is not None:
             rest = np.concatenate([one[4 + scores :] for one in rows], axis=1)
-            return Dense(
+            return DenseDecoder(
                 output=name,
                 axis=axis,
                 coding=coding,
@@ -286,7 +292,7 @@ def _read(name: str, axis: int, rows: list[Floats], sizes: list[tuple[int, int]]
     return None
 
 
-def _point(rest: Floats, sizes: list[tuple[int, int]], grid: Grid) -> int:
+def _point(rest: Floats, sizes: list[tuple[int, int]], grid: AnchorGrid) -> int:
     """Return the rows per key point if all points lie at their anchors; else 0."""
     for length in (3, 2):
         if not len(rest) or len(rest) % length:
@@ -299,7 +305,7 @@ def _point(rest: Floats, sizes: list[tuple[int, int]], grid: Grid) -> int:
     return 0
 
 
-def _lie_at_anchors(places: Floats, sizes: Sequence[tuple[int, int]], grid: Grid) -> bool:
+def _lie_at_anchors(places: Floats, sizes: Sequence[tuple[int, int]], grid: AnchorGrid) -> bool:
     """Whether x and y [2, A] of all samples correlate with their anchors'."""
     cells = [grid.cells(size) for size in sizes]
     centres = np.concatenate([(c + 0.5) * s[:, None] for c, s in cells]).T
@@ -321,7 +327,9 @@ def _has_objectness(rows: list[Floats], scores: int, axis: int) -> bool:
     return axis == -1 and max(classes, row_4) > _QUIET
 
 
-def at_anchors(boxes: Floats, sizes: Sequence[tuple[int, int]], grid: Grid) -> str | None:
+def find_box_coding(
+    boxes: Floats, sizes: Sequence[tuple[int, int]], grid: AnchorGrid
+) -> str | None:
     """Return "corners" or "centre" for boxes [4, A] of all samples; "" if not at their anchors.
 
     None if they are at their anchors, but neither.
@@ -334,11 +342,11 @@ def at_anchors(boxes: Floats, sizes: Sequence[tuple[int, int]], grid: Grid) -> s
 
 
 def _coding(
-    rows: list[Floats], sizes: list[tuple[int, int]], grid: Grid, objectness: bool
+    rows: list[Floats], sizes: list[tuple[int, int]], grid: AnchorGrid, objectness: bool
 ) -> str | None:
     """Return the coding of rows 0 to 3; None if they do not lie at their anchors."""
     boxes = np.concatenate([one[:4] for one in rows], axis=1)
-    coding = at_anchors(boxes, sizes, grid)
+    coding = find_box_coding(boxes, sizes, grid)
     if coding != "":
         return coding
     if not objectness or grid.anchors != 1 or np.mean([one[4].mean() for one in rows]) > _IDLE:
@@ -373,7 +381,7 @@ _NOTHING = 0.05  # mean objectness, at most
 
 
 @dataclass(frozen=True, slots=True)
-class Maps:
+class LevelMapDecoder:
     """Decoder of one map per level.
 
     Attributes:
@@ -386,7 +394,7 @@ class Maps:
     levels: tuple[str, ...]
     classes: int
     raw: bool
-    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
 
     @property
     def placed(self) -> bool:
@@ -409,10 +417,10 @@ class Maps:
         if self.raw:
             with np.errstate(over="ignore"):
                 scores = 1 / (1 + np.exp(-scores))
-        return by_place(scores[:, 1:] * scores[:, :1])
+        return detections_by_anchor(scores[:, 1:] * scores[:, :1])
 
 
-def find_yolo_maps(seen: Seen) -> Maps | None:
+def find_yolo_maps(seen: FirstSamples) -> LevelMapDecoder | None:
     """Recognise levels if every output is one."""
     if len(seen.names) < _LEVELS or len(seen.names) != len(seen.every):
         return None
@@ -423,11 +431,11 @@ def find_yolo_maps(seen: Seen) -> Maps | None:
         return None
     for raw in (True, False):
         if all(_detects_little(one, raw=raw) for one in levels):
-            return Maps(tuple(seen.names), levels[0].shape[1] - 5, raw)
+            return LevelMapDecoder(tuple(seen.names), levels[0].shape[1] - 5, raw)
     return None
 
 
-def _is_level(name: str, seen: Seen) -> bool:
+def _is_level(name: str, seen: FirstSamples) -> bool:
     """Whether its cells are those of a stride, in every sample."""
     return all(
         size is not None and _sides(value) in _cells(size)

@@ -35,10 +35,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import ExportError
-from deploy.feed.pixels import layout_of, pixels_of
+from deploy.feed.pixels import input_to_image, layout_of
 from deploy.feed.preprocess import Preprocess
 from deploy.files import atomic
-from deploy.targets.ascend.atc import Source, write_compression_options
+from deploy.targets.ascend.atc import AippSource, write_compression_options
 from deploy.targets.ascend.proto import message_class, parse_text, print_text
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ _BYTES = {"rgb": 3.0, "bgr": 3.0, "nv12": 1.5, "nv21": 1.5}  # bytes per pixel
 _CHECKED = 2  # samples on which a build measures AIPP's error
 
 
-def matrix(standard: str, color: str) -> tuple[Matrix, tuple[int, int, int]]:
+def csc_matrix(standard: str, color: str) -> tuple[Matrix, tuple[int, int, int]]:
     """Return the YUV conversion matrix in 1/256, and the biases subtracted from Y, U, V.
 
     Args:
@@ -106,7 +106,7 @@ def _downsampled(plane: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Aipp:
+class AippConfig:
     """An AIPP configuration, and the preprocessing left to the host.
 
     Attributes:
@@ -120,7 +120,7 @@ class Aipp:
     host: tuple[str, ...]
 
 
-def write_aipp(how: Preprocess, source: Source | None = None) -> Aipp:
+def write_aipp(how: Preprocess, source: AippSource | None = None) -> AippConfig:
     """Return the AIPP configuration of a resolved `Preprocess` (size, color and layout set).
 
     Args:
@@ -130,7 +130,7 @@ def write_aipp(how: Preprocess, source: Source | None = None) -> Aipp:
     Raises:
         ExportError: AIPP cannot express the arithmetic, the layout or the crop.
     """
-    source = source or Source()
+    source = source or AippSource()
     if how.size is None or None in how.size or how.color is None:
         raise ExportError("AIPP needs the input's size and color, got a preprocessing without")
     if how.layout == "nhwc":
@@ -149,10 +149,10 @@ def write_aipp(how: Preprocess, source: Source | None = None) -> Aipp:
     message.aipp_op.append(written)
     text = print_text(message)
     parse_text("InsertNewOps", text, "the AIPP configuration")
-    return Aipp(text=text, op=op, host=tuple(host))
+    return AippConfig(text=text, op=op, host=tuple(host))
 
 
-def _color(op: Any, how: Preprocess, source: Source) -> None:
+def _color(op: Any, how: Preprocess, source: AippSource) -> None:
     """Set input format, channel swap and color conversion."""
     assert how.color is not None
     grey = how.color == "grey"
@@ -169,7 +169,7 @@ def _color(op: Any, how: Preprocess, source: Source) -> None:
 
 
 def _conversion(op: Any, standard: str, color: str) -> None:
-    rows, bias = matrix(standard, color)
+    rows, bias = csc_matrix(standard, color)
     for r, row in enumerate(rows):
         for c, value in enumerate(row):
             getattr(op, f"matrix_r{r}c{c}").append(value)
@@ -177,7 +177,7 @@ def _conversion(op: Any, standard: str, color: str) -> None:
         getattr(op, f"input_bias_{c}").append(value)
 
 
-def _dynamic(op: Any, source: Source) -> Any:
+def _dynamic(op: Any, source: AippSource) -> Any:
     """Return the parameters of dynamic AIPP: only the largest image size in bytes."""
     dynamic = message_class("AippOpParams")()
     dynamic.aipp_mode = 2
@@ -193,7 +193,7 @@ def _one_line(op: Any) -> str:
     return words.removeprefix("aipp_mode: static, ")
 
 
-def _place(op: Any, how: Preprocess, source: Source) -> list[str]:
+def _place(op: Any, how: Preprocess, source: AippSource) -> list[str]:
     """Set sizes and crop; return the resize step that is left to the host."""
     height, width = source.size or how.box
     for word, side in (("width", width), ("height", height)):
@@ -227,7 +227,7 @@ def _place(op: Any, how: Preprocess, source: Source) -> list[str]:
     ]
 
 
-def _input_words(how: Preprocess, source: Source) -> str:
+def _input_words(how: Preprocess, source: AippSource) -> str:
     if source.yuv:
         order = "U before V" if source.color == "nv12" else "V before U"
         kind = (
@@ -291,8 +291,8 @@ def run_aipp(op: Any, picture: Bytes) -> NDArray[np.float32]:
     return np.stack(channels).astype(np.float32)
 
 
-def judged(
-    aipp: Aipp, how: Preprocess, source: Source, sample: Mapping[str, NDArray[Any]]
+def measure_aipp_error(
+    aipp: AippConfig, how: Preprocess, source: AippSource, sample: Mapping[str, NDArray[Any]]
 ) -> float | None:
     """Measure how far AIPP's input is from the calibration's, relative to full scale.
 
@@ -313,8 +313,8 @@ def judged(
     return max(_error(aipp, how, source, picture) for picture in batch)
 
 
-def _error(aipp: Aipp, how: Preprocess, source: Source, expected: NDArray[Any]) -> float:
-    pixels = pixels_of(expected[None], how)
+def _error(aipp: AippConfig, how: Preprocess, source: AippSource, expected: NDArray[Any]) -> float:
+    pixels = input_to_image(expected[None], how)
     assert pixels is not None
     computed = run_aipp(aipp.op, _as_source(_framed(pixels, aipp.op), how, source))
     full = 255 * how.scale / min(how.std)
@@ -329,7 +329,7 @@ def _framed(pixels: Bytes, op: Any) -> Bytes:
     return np.pad(pixels, ((top, below), (left, right), (0, 0)), mode="edge")
 
 
-def _as_source(rgb: Bytes, how: Preprocess, source: Source) -> Bytes:
+def _as_source(rgb: Bytes, how: Preprocess, source: AippSource) -> Bytes:
     """Convert RGB [H, W, 3] to the format of the .om's input images."""
     if how.color == "grey" and not source.yuv:
         return rgb[..., 0]
@@ -376,7 +376,7 @@ def _norms(op: Any, channels: int) -> list[tuple[int, float, float]]:
 
 
 def write_aipp_files(
-    request: BuildRequest, files: dict[str, Path], source: Source, *, first_layer_int8: bool
+    request: BuildRequest, files: dict[str, Path], source: AippSource, *, first_layer_int8: bool
 ) -> list[str]:
     """Write the AIPP file and, for an int8 first layer, the compression options; return notes."""
     preprocess = request.manifest.get("preprocess")
@@ -397,11 +397,11 @@ def write_aipp_files(
 
 
 def _error_note(
-    aipp: Aipp, how: Preprocess, source: Source, request: BuildRequest
+    aipp: AippConfig, how: Preprocess, source: AippSource, request: BuildRequest
 ) -> Iterator[str]:
     """Yield a sentence on the error of AIPP's input against the calibration's."""
     samples = request.feed.first(_CHECKED)
-    errors = [judged(aipp, how, source, sample) for sample in samples]
+    errors = [measure_aipp_error(aipp, how, source, sample) for sample in samples]
     known = [error for error in errors if error is not None]
     if known:
         yield (

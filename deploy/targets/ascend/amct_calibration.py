@@ -43,35 +43,42 @@ from calibrators.amct.arq import (
 )
 from calibrators.amct.ifmr import AscendScale
 from calibrators.amct.recorders import (
+    AllValues,
+    AllValuesOf,
     ChannelMax,
     ChannelMaxOf,
-    Exact,
-    ExactOf,
     HfmgOf,
     IfmrOf,
-    Rounded,
+    RoundedWeights,
 )
 from calibrators.errors import CalibrationError
 from calibrators.scales import Scale
 from calibrators.statistics import Statistic
-from deploy.calibration.observation import Observation, Observed, Variant
+from deploy.calibration.observation import Observation, ObservedStatistics, Variant
 from deploy.calibration.one_pass import observe
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.parallel import Sample
-from deploy.graph.edit import cut
+from deploy.graph.edit import extract_output
 from deploy.graph.index import Graph
 from deploy.targets.ascend.config_keys import LayerConfig, QuantConfig
 from deploy.targets.ascend.layers import Layer, LayerGraph
-from deploy.targets.ascend.record import LayerRecord, dead, faint, params_of, range_of, searched
+from deploy.targets.ascend.record import (
+    LayerRecord,
+    clip_range,
+    is_rounded_to_zero,
+    is_zero_input,
+    search_activation_scale,
+    search_params,
+)
 from deploy.targets.ascend.weight_rounding import (
     MOST_SAMPLES,
     AdaStep,
-    adaptive,
-    algorithms,
-    left,
-    refuse_open,
-    settle,
-    steps_of,
+    error_ratio_range,
+    make_adaround_steps,
+    refuse_padless_deconvs,
+    round_layer,
+    uses_adaround,
+    weight_algorithms,
 )
 
 if TYPE_CHECKING:
@@ -83,12 +90,12 @@ if TYPE_CHECKING:
 Factors = Mapping[str, NDArray[np.float32]]
 Weights = dict[str, tuple[NDArray[np.float32], NDArray[np.int32]]]
 
-KEEPING = "minmax"  # name of the method without clipping
+UNCLIPPED_METHOD = "minmax"  # name of the method without clipping
 _UNCLIPPED = (1.0, 1.3)  # search_range
 _NONE = np.zeros(0, np.float32)
 
 
-def prepared_model(
+def observation_model(
     model: onnx.ModelProto,
     layers: Mapping[str, Layer],
     config: QuantConfig,
@@ -103,18 +110,20 @@ def prepared_model(
     from onnx import numpy_helper
 
     from deploy.targets.ascend.deploy_model import rewrite_inputs
-    from deploy.targets.ascend.quant_layer import array_of, balanced_weight, from_rows, rows_of
+    from deploy.targets.ascend.quant_layer import balanced_weight, from_rows, read_constant, to_rows
 
     index, arrays = Graph(model), {}
     for name, layer in layers.items():
         if not layer.weight:
             continue
-        weight = balanced_weight(array_of(index, layer.weight), layer, factors.get(name, _NONE))
-        rows = rows_of(weight, layer)
+        weight = balanced_weight(
+            read_constant(index, layer.weight), layer, factors.get(name, _NONE)
+        )
+        rows = to_rows(weight, layer)
         if name in rounded:
             shape = (-1,) + (1,) * (rows.ndim - 1)
             rows = rounded[name].reshape(rows.shape) * weights[name][0].reshape(shape)
-        elif layer.kind != "ConvTranspose" and not adaptive(config, name):  # AMCT leaves it
+        elif layer.kind != "ConvTranspose" and not uses_adaround(config, name):  # AMCT leaves it
             bits = config.layers[name].weight.num_bits
             rows = np.asarray(arq_fake_quantize(rows, *weights[name], bits=bits), np.float32)
         arrays[layer.weight] = numpy_helper.from_array(from_rows(rows, layer), layer.weight)
@@ -123,7 +132,7 @@ def prepared_model(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
+class CalibrationRecord:
     """Result of the calibration.
 
     Attributes:
@@ -151,7 +160,7 @@ class RecordPlan:
     Attributes:
         model: float model, nodes named.
         graph: its layers.
-        config: result of `deploy.targets.ascend.config.settled`.
+        config: result of `deploy.targets.ascend.config.resolve_config`.
         base: key of `model` among the model variants that are run.
         samples: number of calibration samples; `config.batch_num` batches of them are used.
         images: images per sample, for models with a fixed batch.
@@ -180,7 +189,7 @@ class RecordPlan:
     def __post_init__(self) -> None:
         if not self._entries:
             raise ConfigError("a configuration must leave a layer to quantize, got none enabled")
-        refuse_open(self.model, self.layers, self.config)
+        refuse_padless_deconvs(self.model, self.layers, self.config)
         if self.batches < self.config.batch_num:
             size = self.images * self.together
             of = f" of {size} images" if size > 1 else ""
@@ -235,7 +244,7 @@ class RecordPlan:
     @cached_property
     def adaround(self) -> dict[str, AdaStep]:
         """Layer that AdaRound rounds -> its step, with its observations."""
-        return steps_of(
+        return make_adaround_steps(
             self.model,
             self.layers,
             self.config,
@@ -279,7 +288,7 @@ class RecordPlan:
         activations = (*self.activations.values(), *self.seconds.values())
         return (*self.maxima.values(), *rounded, *activations)
 
-    def record(self, observed: Observed) -> Recorded:
+    def record(self, observed: ObservedStatistics) -> CalibrationRecord:
         """Run all searches on the observed statistics.
 
         Raises:
@@ -300,33 +309,37 @@ class RecordPlan:
             inputs.append((name, replace(records[name], scale_d=second.scale), observation))
             records[name] = replace(records[name], scale_w=np.array([second.scale]), weighted=True)
         recorders = [(name, one, observed.of(observation)) for name, one, observation in inputs]
-        zeros = tuple(dict.fromkeys(name for name, _, recorder in recorders if dead(recorder)))
-        tiny = dict.fromkeys(name for name, one, recorder in recorders if faint(one, recorder))
+        zeros = tuple(
+            dict.fromkeys(name for name, _, recorder in recorders if is_zero_input(recorder))
+        )
+        tiny = dict.fromkeys(
+            name for name, one, recorder in recorders if is_rounded_to_zero(one, recorder)
+        )
         distinct = {observation.key: observed.of(observation) for _, _, observation in inputs}
-        return Recorded(
+        return CalibrationRecord(
             records=records,
             ranges={
-                observation.tensor: range_of(one, observed.of(observation), self._entries[name])
+                observation.tensor: clip_range(one, observed.of(observation), self._entries[name])
                 for name, one, observation in inputs
             },
-            kept_bytes=sum(r.nbytes for r in distinct.values() if isinstance(r, Exact)),
-            adaround=left(rounded.values()),
+            kept_bytes=sum(r.nbytes for r in distinct.values() if isinstance(r, AllValues)),
+            adaround=error_ratio_range(rounded.values()),
             dead=zeros,
             faint=tuple(name for name in tiny if name not in zeros),
         )
 
     def _scales(
-        self, wanted: Iterable[tuple[str, Observation]], observed: Observed
+        self, wanted: Iterable[tuple[str, Observation]], observed: ObservedStatistics
     ) -> list[AscendScale]:
         """Return the scale of each layer's input; equal observation and search run once."""
         results: dict[object, AscendScale] = {}
         scales = []
         for name, observation in wanted:
-            params = params_of(self._entries[name])
+            params = search_params(self._entries[name])
             key = (observation, params)
             if key not in results:
                 with _in_layer(name):
-                    results[key] = searched(observed.of(observation), params)
+                    results[key] = search_activation_scale(observed.of(observation), params)
             scales.append(results[key])
         if self.config.fakequant_precision_mode is None:
             return scales
@@ -338,7 +351,7 @@ class RecordPlan:
         first: AscendScale,
         scale_w: NDArray[np.float32],
         factors: Factors,
-        rounded: Mapping[str, Rounded],
+        rounded: Mapping[str, RoundedWeights],
     ) -> LayerRecord:
         """Return the record of a layer's first input and its weight."""
         layer, entry = self.layers[name], self._entries[name]
@@ -355,7 +368,7 @@ class RecordPlan:
             force_fp16=self.config.fakequant_precision_mode is not None,
         )
 
-    def factors(self, observed: Observed) -> Factors:
+    def factors(self, observed: ObservedStatistics) -> Factors:
         """Return layer -> DMQ factors, from the channel maxima of the first batch."""
         factors = {}
         for name, observation in self.maxima.items():
@@ -365,15 +378,15 @@ class RecordPlan:
                 factors[name] = self._factor(name, recorder)
         return factors
 
-    def weights(self, observed: Observed) -> Weights:
+    def weights(self, observed: ObservedStatistics) -> Weights:
         """Return layer -> (scale, offset) of its weight; a pool has scale 1, as in AMCT."""
         rounded = self.rounded(observed)
         by_arq = self._by_arq(self.factors(observed))
         return {n: _weights_of(rounded[n]) if n in rounded else by_arq[n] for n in self.layers}
 
     def rounded(
-        self, observed: Observed, names: Collection[str] | None = None
-    ) -> dict[str, Rounded]:
+        self, observed: ObservedStatistics, names: Collection[str] | None = None
+    ) -> dict[str, RoundedWeights]:
         """Return AdaRound's result for its layers or for `names`; search if not known yet."""
         factors, results = self.factors(observed), {}
         for place, (name, step) in enumerate(self.adaround.items(), 1):
@@ -381,7 +394,7 @@ class RecordPlan:
                 with _in_layer(name):
                     rows = self._rows(step.layer, factors)
                     where = f"{place} of {len(self.adaround)}: {name}"
-                    results[name] = settle(step, rows, observed, place=where)
+                    results[name] = round_layer(step, rows, observed, place=where)
         return results
 
     def _by_arq(self, factors: Factors) -> Weights:
@@ -393,10 +406,10 @@ class RecordPlan:
         return self._arq
 
     def _factor(self, name: str, maxima: ChannelMax) -> NDArray[np.float32]:
-        from deploy.targets.ascend.quant_layer import array_of
+        from deploy.targets.ascend.quant_layer import read_constant
 
         layer = self.layers[name]
-        weight = _weight_max(array_of(self._index, layer.weight), layer)
+        weight = _weight_max(read_constant(self._index, layer.weight), layer)
         strength = self._entries[name].dmq_balancer_param
         assert strength is not None
         try:
@@ -419,23 +432,23 @@ class RecordPlan:
 
     def _rows(self, layer: Layer, factors: Factors) -> NDArray[np.float32]:
         """Return a layer's weight times its DMQ factors, output channels first."""
-        from deploy.targets.ascend.quant_layer import array_of, balanced_weight, rows_of
+        from deploy.targets.ascend.quant_layer import balanced_weight, read_constant, to_rows
 
-        weight = array_of(self._index, layer.weight)
-        return rows_of(balanced_weight(weight, layer, factors.get(layer.name, _NONE)), layer)
+        weight = read_constant(self._index, layer.weight)
+        return to_rows(balanced_weight(weight, layer, factors.get(layer.name, _NONE)), layer)
 
     def _prepared(
-        self, observed: Observed, names: Collection[str] | None = None, end: str = ""
+        self, observed: ObservedStatistics, names: Collection[str] | None = None, end: str = ""
     ) -> onnx.ModelProto:
         """Return the model to observe, cut after `end`; `names` limits the rounded layers."""
         factors = self.factors(observed)
         rounded = self.rounded(observed, names)
         weights = {**self._by_arq(factors), **{n: _weights_of(one) for n, one in rounded.items()}}
         integers = {name: one.integers for name, one in rounded.items() if one.integers is not None}
-        model = cut(self.model, end) if end else self.model
+        model = extract_output(self.model, end) if end else self.model
         remaining = {node.name for node in model.graph.node}
         layers = {name: layer for name, layer in self.layers.items() if layer.node in remaining}
-        return prepared_model(model, layers, self.config, weights, factors, integers)
+        return observation_model(model, layers, self.config, weights, factors, integers)
 
     def _key(self) -> str:
         """Return the variant's key: all that its weights and inputs depend on."""
@@ -445,37 +458,37 @@ class RecordPlan:
                 entry.weight.num_bits,
                 entry.weight.channel_wise,
                 entry.dmq_balancer_param,
-                *((repr(entry.weight), first) if adaptive(self.config, name) else ()),
+                *((repr(entry.weight), first) if uses_adaround(self.config, name) else ()),
             )
             for name, entry in self.config.enabled().items()
         }
         hashed = [self.base, settings, *([self._first] if self.maxima and self._first > 1 else [])]
         digest = hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
-        return f"weights fake-quantized by AMCT's {algorithms(self.config)}, {digest[:12]}"
+        return f"weights fake-quantized by AMCT's {weight_algorithms(self.config)}, {digest[:12]}"
 
     def _statistic(self, entry: LayerConfig) -> Statistic:
         samples = self.used if self.used < self.samples else None
         if entry.activation.act_algo == "hfmg":
             bins = entry.activation.num_of_bins
             return HfmgOf(nbins=bins, samples=samples, together=self.together)
-        return ExactOf(samples=samples) if self.exact else IfmrOf(samples=samples)
+        return AllValuesOf(samples=samples) if self.exact else IfmrOf(samples=samples)
 
 
-def calibrate(
+def calibrate_amct(
     model: onnx.ModelProto,
     graph: LayerGraph,
     batches: Iterable[Sample],
     config: QuantConfig,
     *,
     exact: bool = False,
-) -> Recorded:
+) -> CalibrationRecord:
     """Observe a model on these batches and compute the record.
 
     Args:
         model: float model, nodes named.
         graph: its layers.
         batches: one dict of input name -> array per batch; `config.batch_num` of them are used.
-        config: result of `deploy.targets.ascend.config.settled`.
+        config: result of `deploy.targets.ascend.config.resolve_config`.
         exact: run IFMR on all values, kept in memory.
 
     Raises:
@@ -488,7 +501,7 @@ def calibrate(
     return plan.record(observe(plan.observations, listed, runs=Counter()))
 
 
-def _weights_of(rounded: Rounded) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+def _weights_of(rounded: RoundedWeights) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
     """Return (scale, offset) of a layer that AdaRound rounded."""
     return rounded.scale, np.zeros(rounded.scale.size, np.int32)
 
@@ -513,7 +526,7 @@ def _weight_max(weight: NDArray[np.float32], layer: Layer) -> NDArray[np.float32
     return channel_max(weight, 1 if layer.trans_b else 0)
 
 
-def kept_layers(plan: RecordPlan, choices: Choices) -> frozenset[str]:
+def unclipped_layers(plan: RecordPlan, choices: Choices) -> frozenset[str]:
     """Return the layers for which the choices want no clipping.
 
     Raises:
@@ -531,14 +544,15 @@ def kept_layers(plan: RecordPlan, choices: Choices) -> frozenset[str]:
 
 
 def _check(method: Method) -> None:
-    if method.name != KEEPING:
+    if method.name != UNCLIPPED_METHOD:
         raise ConfigError(
-            f"a plan for ascend takes the method {KEEPING} or none, got {method.label!r}; delete"
+            f"a plan for ascend takes the method {UNCLIPPED_METHOD} or none, got"
+            f" {method.label!r}; delete"
             " the line, or delete the file to have it rebuilt"
         )
 
 
-def keeping(config: QuantConfig, layers: Collection[str]) -> QuantConfig:
+def disable_clipping(config: QuantConfig, layers: Collection[str]) -> QuantConfig:
     """Return the config with a search_range without clipping for these layers."""
     changed = {
         name: replace(one, activation=replace(one.activation, search_range=_UNCLIPPED))
@@ -555,14 +569,17 @@ def keeping(config: QuantConfig, layers: Collection[str]) -> QuantConfig:
     return replace(config, layers=changed, tensors=tuple(tensors))
 
 
-def keeping_plan(plan: RecordPlan) -> RecordPlan:
+def unclipped_plan(plan: RecordPlan) -> RecordPlan:
     """Return the plan without clipping in any layer; its observations are the same."""
-    return replace(plan, config=keeping(plan.config, plan.layers))
+    return replace(plan, config=disable_clipping(plan.config, plan.layers))
 
 
-def mixed(
-    plan: RecordPlan, default: Recorded, unclipped: Recorded, layers: Collection[str]
-) -> Recorded:
+def replace_records(
+    plan: RecordPlan,
+    default: CalibrationRecord,
+    unclipped: CalibrationRecord,
+    layers: Collection[str],
+) -> CalibrationRecord:
     """Return `default` with the records and ranges of `unclipped` for these layers."""
     observations = (*plan.activations.items(), *plan.seconds.items())
     tensors = {observation.tensor for name, observation in observations if name in layers}

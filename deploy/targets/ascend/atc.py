@@ -19,7 +19,7 @@ from deploy.errors import BackendError, ConfigError
 from deploy.files import atomic
 from deploy.targets.ascend.proto import message_class, print_text
 from deploy.targets.base import write_script
-from deploy.targets.spans import Span, span_of
+from deploy.targets.shape_ranges import ShapeRange, sample_shape_range
 from deploy.terminal import phase
 
 if TYPE_CHECKING:
@@ -73,14 +73,14 @@ class AtcOptions:
 
     def __post_init__(self) -> None:
         if self.soc is not None:
-            object.__setattr__(self, "soc", chip(self.soc))
+            object.__setattr__(self, "soc", normalize_chip(self.soc))
         names = [check_flag(flag) for flag in self.extra]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(f"an atc flag is given once, got --{twice} twice; leave one out")
 
 
-def chip(typed: str) -> str:
+def normalize_chip(typed: str) -> str:
     """Return a chip's name as atc spells it; 'Ascend' and capitals are optional in `typed`.
 
     Raises:
@@ -166,7 +166,7 @@ def atc_command(
     return [*command, *options.extra]
 
 
-def outside(flags: Sequence[str]) -> list[str]:
+def outside_file_notes(flags: Sequence[str]) -> list[str]:
     """Return notes on files that the flags name, since they are not in the output folder."""
     return [
         f"the flag {flag} names a file outside this folder; take it along, and set its path in the"
@@ -176,7 +176,7 @@ def outside(flags: Sequence[str]) -> list[str]:
     ]
 
 
-def whole_path(flag: str) -> str:
+def with_absolute_path(flag: str) -> str:
     """Return the flag with an absolute path, since atc runs in the output folder."""
     file = _file_of(flag)
     return flag if file is None else f"{flag.partition('=')[0]}={file.resolve()}"
@@ -188,7 +188,7 @@ def _file_of(flag: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def shell(command: Sequence[str]) -> str:
+def shell_line(command: Sequence[str]) -> str:
     """Return the command as one shell line."""
     return shlex.join(command)
 
@@ -204,7 +204,7 @@ def write_compression_options(*, first_layer: bool) -> str:
     return print_text(message)
 
 
-def readme(
+def readme_text(
     name: str, files: Mapping[str, Path], options: AtcOptions, *, cann: str, notes: Sequence[str]
 ) -> str:
     """Return the text of <model>_README.txt: what to do with the folder on the NPU's machine.
@@ -257,18 +257,18 @@ def write_om(
     Raises:
         BackendError: atc is installed and failed.
     """
-    span = span_of(request)
+    span = sample_shape_range(request)
     names = {role: Path(path.name) for role, path in files.items()}  # relative: folders move
     command = atc_command(
         names["deploy model"],
         Path(request.name),
         dict(span.largest),
-        replace(options, extra=tuple(map(whole_path, options.extra))),
+        replace(options, extra=tuple(map(with_absolute_path, options.extra))),
         aipp=names.get("AIPP configuration"),
         compression=names.get("compression options"),
     )
     path = request.folder / f"{request.name}_atc.sh"
-    files["atc command"] = write_script(path, f"exec {shell(command)}")
+    files["atc command"] = write_script(path, f"exec {shell_line(command)}")
     if options.soc is None:
         why = "name the chip with --soc"
     elif which("atc") is None:
@@ -276,7 +276,7 @@ def write_om(
     else:
         why = ""
     if why:
-        return None, [*_one_size(span), f"No .om: {why}. The command: {shell(command)}"]
+        return None, [*_one_size(span), f"No .om: {why}. The command: {shell_line(command)}"]
     engine = run_atc(command, request.folder / f"{request.name}.om")
     files["int8 engine"] = engine
     return engine, _one_size(span)
@@ -291,8 +291,8 @@ def write_readme(
     host: Sequence[str],
 ) -> None:
     """Write <model>_README.txt; `host` lists the steps that the user's program has to do."""
-    notes = [*host, *outside(options.extra)]
-    text = readme(request.name, files, options, cann=cann, notes=notes)
+    notes = [*host, *outside_file_notes(options.extra)]
+    text = readme_text(request.name, files, options, cann=cann, notes=notes)
     path = request.folder / f"{request.name}_README.txt"
     data = text.encode("utf-8", "surrogateescape")  # file names that are no valid UTF-8
     files["what to do with them"] = atomic.write_bytes(path, data)
@@ -324,7 +324,7 @@ def run_atc(command: list[str], engine: Path) -> Path:
     return engine
 
 
-def _one_size(span: Span) -> list[str]:
+def _one_size(span: ShapeRange) -> list[str]:
     """Return a note that the .om takes one shape, if the samples' shapes differ."""
     if not span.varies:
         return []
@@ -350,7 +350,7 @@ STANDARDS = ("bt601-narrow", "bt601-full", "bt709-narrow", "bt709-full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class AippSource:
     """Format of the input images of an .om with AIPP.
 
     Attributes:
@@ -379,7 +379,7 @@ class Source:
         return self.color in _YUV
 
 
-def read_size(text: str) -> tuple[int, int]:
+def parse_size(text: str) -> tuple[int, int]:
     """Return (height, width) of a text such as 720x1280.
 
     Raises:
@@ -395,7 +395,7 @@ _PRIVATE = ("doc_string", "metadata_props")  # exporters leave paths and stack t
 
 
 @dataclass(frozen=True, slots=True)
-class Parser:
+class OnnxParserLimits:
     """The ONNX versions that one CANN's parser reads.
 
     Attributes:
@@ -411,16 +411,16 @@ class Parser:
 # opset 9 to 13), of 700 (ONNX 1.12.0, opset 9 to 18) and of 80RC22, 80RC3 and 910beta3 (ONNX
 # 1.12.0, each operator 11 to 18); hicann/ge, atc's page on --framework (opset 11 to 18).
 PARSERS = {
-    "5.0": Parser(13, 7),
-    "7.0": Parser(18, 8),
-    "8.0": Parser(18, 8),
-    "8.2": Parser(18, 8),
-    "9.1": Parser(18, 8),
+    "5.0": OnnxParserLimits(13, 7),
+    "7.0": OnnxParserLimits(18, 8),
+    "8.0": OnnxParserLimits(18, 8),
+    "8.2": OnnxParserLimits(18, 8),
+    "9.1": OnnxParserLimits(18, 8),
 }
-DEFAULT = "8.0"
+DEFAULT_CANN = "8.0"
 
 
-def readable(model: onnx.ModelProto, cann: str) -> onnx.ModelProto:
+def lower_for_cann(model: onnx.ModelProto, cann: str) -> onnx.ModelProto:
     """Return the float model in an opset and IR version that this CANN's parser reads.
 
     Convert before quantizing: ONNX infers no types through Ascend's operators, and the conversion
@@ -433,20 +433,20 @@ def readable(model: onnx.ModelProto, cann: str) -> onnx.ModelProto:
     Raises:
         ExportError: a node cannot be expressed in that opset.
     """
-    from deploy.graph.edit import copied
-    from deploy.graph.lowering import lowered
+    from deploy.graph.edit import copy_message
+    from deploy.graph.lowering import lower_opset
 
     parser = PARSERS[cann]
-    made = copied(lowered(model, opset=parser.opset).model)
+    made = copy_message(lower_opset(model, opset=parser.opset).model)
     made.ir_version = min(made.ir_version, parser.ir)
     return made
 
 
-def stripped(model: onnx.ModelProto) -> onnx.ModelProto:
+def strip_metadata(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy without doc strings and metadata."""
-    from deploy.graph.edit import copied
+    from deploy.graph.edit import copy_message
 
-    made = copied(model)
+    made = copy_message(model)
     for message in (made, *_inside(made)):
         for name in _PRIVATE:
             if name in message.DESCRIPTOR.fields_by_name:

@@ -40,28 +40,34 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrators.weights import trusted_mean
-from deploy.calibration.observation import Observation, Observed, Subject
+from calibrators.weights import shrunk_mean
+from deploy.calibration.observation import CalibrationSubject, Observation, ObservedStatistics
 from deploy.calibration.one_pass import observe
-from deploy.feed.parallel import Sample, in_order
-from deploy.graph.edit import copied, cut, drop_unread, unused, with_outputs
-from deploy.graph.index import Graph, users
+from deploy.feed.parallel import Sample, run_in_order
+from deploy.graph.edit import (
+    copy_message,
+    copy_with_outputs,
+    drop_unread,
+    extract_output,
+    unique_name,
+)
+from deploy.graph.index import Graph, count_reads
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.amct_calibration import RecordPlan
-from deploy.targets.ascend.config_keys import Activation, LayerConfig, QuantConfig
+from deploy.targets.ascend.config_keys import ActivationParams, LayerConfig, QuantConfig
 from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layers import Layer, LayerGraph, find_layers
 from deploy.targets.ascend.quant_layer import (
-    array_of,
-    bias_steps,
+    dequant_scales,
+    quantize_bias,
     quantize_fitting,
     quantize_layers,
-    rows_of,
-    step_of,
+    read_constant,
+    to_rows,
 )
 from deploy.targets.ascend.record import LayerRecord
 from deploy.targets.ascend.target import Ascend
-from deploy.targets.ascend.weight_rounding import open_layers
+from deploy.targets.ascend.weight_rounding import find_padless_deconvs
 from deploy.tensors import Array
 from deploy.terminal import phase
 
@@ -74,10 +80,10 @@ if TYPE_CHECKING:
 Records = Mapping[str, LayerRecord]
 
 CONFIGURED = "as configured"
-_OTHERS: dict[str, Callable[[Activation], Activation]] = {
+_OTHERS: dict[str, Callable[[ActivationParams], ActivationParams]] = {
     "nothing clipped": lambda found: replace(found, search_range=(1.0, 1.3)),
     "percentile 0.9999": lambda found: replace(found, max_percentile=0.9999, min_percentile=0.9999),
-    "hfmg": lambda found: replace(Activation(), act_algo="hfmg", asymmetric=found.asymmetric),
+    "hfmg": lambda found: replace(ActivationParams(), act_algo="hfmg", asymmetric=found.asymmetric),
 }
 _BALANCED_OVER = 32  # samples, which are held while they are run twice
 _BALANCED = {f"dmq {strength}": strength for strength in (0.2, 0.5, 0.8)}
@@ -86,22 +92,22 @@ ITERATIONS = 4000  # of AdaRound; AMCT's 10000 gain little more for their time
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choosing(Ascend):
+class AscendSearching(Ascend):
     """The Ascend target, observing what every one of these searches needs."""
 
-    def demand(self, subject: Subject) -> tuple[Observation, ...]:
+    def demand(self, subject: CalibrationSubject) -> tuple[Observation, ...]:
         """As `Ascend.demand`, for all of `plans`."""
-        wanted = (o for plan in plans(self, subject).values() for o in plan.observations)
+        wanted = (o for plan in search_plans(self, subject).values() for o in plan.observations)
         return tuple({o.key: o for o in wanted}.values())
 
 
-def plans(target: Ascend, subject: Subject) -> dict[str, RecordPlan]:
+def search_plans(target: Ascend, subject: CalibrationSubject) -> dict[str, RecordPlan]:
     """Name of a search -> the plan by which every layer is searched so.
 
     Where nothing else was observed, or the user has a configuration, that alone says how.
     """
     own = target.record_plan(subject)
-    if target.config is not None or not isinstance(target, Choosing):
+    if target.config is not None or not isinstance(target, AscendSearching):
         return {CONFIGURED: own}
     return {CONFIGURED: own, **{name: _plan(own, name) for name in (*_OTHERS, *_BALANCED)}}
 
@@ -126,7 +132,9 @@ def balanced_over(plan: RecordPlan) -> int:
     return plan.together if plan.together > 1 else min(plan.samples, _BALANCED_OVER)
 
 
-def recorded(found: Mapping[str, RecordPlan], observed: Observed) -> dict[str, Records]:
+def records_by_search(
+    found: Mapping[str, RecordPlan], observed: ObservedStatistics
+) -> dict[str, Records]:
     """Name of a search -> records of all layers; of DMQ's, of those that it changes."""
     records = {name: plan.record(observed).records for name, plan in found.items()}
     return {
@@ -171,7 +179,7 @@ def _layer(one: LayerConfig, name: str) -> LayerConfig:
     return replace(one, activation=_activation(one.activation, name))
 
 
-def _activation(one: Activation, name: str) -> Activation:
+def _activation(one: ActivationParams, name: str) -> ActivationParams:
     return one if name == CONFIGURED else _OTHERS[name](one)
 
 
@@ -191,7 +199,7 @@ class Rounder:
     """
 
     plan: RecordPlan
-    observed: Observed
+    observed: ObservedStatistics
     calibration: Feed
     threads: int
 
@@ -207,7 +215,7 @@ class Rounder:
 
     def _sizes(self, names: Iterable[str]) -> Iterator[tuple[str, int]]:
         """Those that AMCT rounds, and how many weights each has."""
-        index, open_ = Graph(self.plan.model), set(open_layers(self.plan.model))
+        index, open_ = Graph(self.plan.model), set(find_padless_deconvs(self.plan.model))
         for name in names:
             layer = self.plan.layers[name]
             if layer.adaptive and name not in open_:
@@ -284,10 +292,10 @@ def corrected_biases(
     stored = {tensor.name: tensor for tensor in int8.graph.initializer}
     with phase("correcting biases", len(able), "layers") as step:
         for name, layer in able.items():
-            means = _means(cut(int8, layer.output), [layer], samples, threads)
-            change = trusted_mean(wanted[name] - means[name])
+            means = _means(extract_output(int8, layer.output), [layer], samples, threads)
+            change = shrunk_mean(wanted[name] - means[name])
             found[name] = np.asarray(found[name] + change, np.float32)
-            steps = bias_steps(found[name], step_of(records[name]))
+            steps = quantize_bias(found[name], dequant_scales(records[name]))
             _put(stored[layers[name].layer.bias], steps)
             step()
     return found
@@ -297,12 +305,12 @@ def with_biases(model: onnx.ModelProto, graph: LayerGraph, biases: Biases) -> on
     """A copy of the float model whose layers have these biases, each an initializer of its own."""
     from onnx import numpy_helper
 
-    changed = copied(model)
+    changed = copy_message(model)
     nodes = {node.name: node for node in changed.graph.node}
-    taken = {*users(model.graph), *(tensor.name for tensor in model.graph.initializer)}
+    taken = {*count_reads(model.graph), *(tensor.name for tensor in model.graph.initializer)}
     for name, values in biases.items():
         layer = graph.layers[name]
-        own = unused(f"{name}.bias", taken)
+        own = unique_name(f"{name}.bias", taken)
         taken.add(own)
         changed.graph.initializer.append(numpy_helper.from_array(values, own))
         if layer.bias_add:
@@ -318,8 +326,8 @@ def with_biases(model: onnx.ModelProto, graph: LayerGraph, biases: Biases) -> on
 def _bias(index: Graph, layer: Layer) -> NDArray[np.float32]:
     """The bias of every output channel, [C_out]; zeros where there is none."""
     if layer.bias:
-        return array_of(index, layer.bias).reshape(-1)
-    rows = rows_of(array_of(index, layer.weight), layer)
+        return read_constant(index, layer.bias).reshape(-1)
+    rows = to_rows(read_constant(index, layer.weight), layer)
     return np.zeros(len(rows), np.float32)
 
 
@@ -327,7 +335,7 @@ def _means(
     model: onnx.ModelProto, layers: Sequence[Layer], samples: Sequence[Sample], threads: int
 ) -> dict[str, NDArray[np.float64]]:
     """Layer -> the means of its output's channels, a row a sample: [samples, C_out]."""
-    tapped = with_outputs(model, [layer.output for layer in layers])
+    tapped = copy_with_outputs(model, [layer.output for layer in layers])
     session = OrtSession.open(tapped, threads=1, spin=False)
     rows: list[dict[str, NDArray[np.float64]]] = []
 
@@ -335,7 +343,7 @@ def _means(
         values = session.run(sample)
         return {layer.name: _channel_means(values[layer.output], layer) for layer in layers}
 
-    in_order(samples, work, lambda _, row: rows.append(row), threads=threads)
+    run_in_order(samples, work, lambda _, row: rows.append(row), threads=threads)
     return {layer.name: np.stack([row[layer.name] for row in rows]) for layer in layers}
 
 

@@ -37,8 +37,8 @@ from numpy.typing import NDArray
 from calibrators.errors import CalibrationError
 from deploy.calibration.taps import Tap
 from deploy.errors import ConfigError
-from deploy.feed.parallel import Sample, in_order
-from deploy.graph.edit import copied
+from deploy.feed.parallel import Sample, run_in_order
+from deploy.graph.edit import copy_message
 from deploy.graph.index import Graph
 from deploy.metrics.accuracy import compare
 from deploy.metrics.output_errors import cosine
@@ -75,7 +75,7 @@ Judge = Callable[[Mapping[str, LayerRecord]], tuple[bool, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Searched:
+class AutoSearchResult:
     """What the search found.
 
     Attributes:
@@ -103,12 +103,12 @@ class Searched:
         }
 
 
-def search(
+def search_prefix(
     records: Mapping[str, LayerRecord],
     ranking: Iterable[tuple[str, float]],
     config: QuantConfig,
     judge: Judge,
-) -> Searched:
+) -> AutoSearchResult:
     """Roll the worst layers back to float, as few as the budget allows.
 
     Args:
@@ -144,7 +144,7 @@ def search(
         for name, layer in config.layers.items()
     }
     tensors = tuple(one for one in config.tensors if one.key not in back)
-    return Searched(
+    return AutoSearchResult(
         ranking=order,
         history=tuple(history),
         records=left or None,
@@ -164,7 +164,7 @@ def _shortest(size: int, holds: Callable[[int], bool]) -> int:
     return best
 
 
-def rank(
+def rank_layers(
     model: onnx.ModelProto,
     layers: Mapping[str, QuantLayer],
     samples: Iterable[Mapping[str, NDArray[Any]]],
@@ -198,7 +198,7 @@ def isolated_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> 
     """
     from deploy.targets.ascend.fake_quant import fake_quant_model
 
-    out = copied(model)
+    out = copy_message(model)
     for name, q in layers.items():
         twin = _alone(model, q)
         quantized = fake_quant_model(twin, {name: q})
@@ -245,7 +245,7 @@ def _prefix(graph: onnx.GraphProto, name: str, q: QuantLayer) -> None:
 _WORTH_A_MUL = 0.5  # DMQ is one operator more on the device: it must halve the error at least
 
 
-def nearest(
+def choose_searches(
     model: onnx.ModelProto,
     graph: LayerGraph,
     variants: Mapping[str, Records],
@@ -303,7 +303,7 @@ def own_errors(
         for name, moments in found.items():
             sums[name] = sums.get(name, 0) + moments / len(samples)
 
-    in_order(samples, work, take, threads=threads)
+    run_in_order(samples, work, take, threads=threads)
     return {
         name: float((square - mean**2 * layers[name].layer.holds_bias).sum())
         for name, (mean, square) in sums.items()
@@ -331,7 +331,7 @@ _MOST, _BYTES = 128, 256 * 2**20  # images that are held in memory, and what the
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
+class LossBudget:
     """How much may be lost, and with how many threads it is measured.
 
     Attributes:
@@ -344,7 +344,7 @@ class Budget:
 
 
 @dataclass(slots=True, kw_only=True)
-class Losses:
+class ModelLosses:
     """The float model beside its fake-quant forms.
 
     Attributes:
@@ -364,7 +364,7 @@ class Losses:
     graph: LayerGraph
     evaluation: Feed
     calibration: Feed
-    budget: Budget
+    budget: LossBudget
     say: Callable[[str], None]
     rounder: Rounder | None = None
     held: list[tuple[Sample, Mapping[str, Array]]] = field(default_factory=list)
@@ -425,7 +425,7 @@ class Losses:
     def nearer(self, variants: Mapping[str, Records]) -> dict[str, str]:
         """Layer -> the search that leaves it nearest; from now on biases are corrected."""
         samples, threads = list(self.calibration.spread(_CORRECTING)), self.budget.threads
-        chosen = nearest(self.model, self.graph, variants, samples[::2], threads=threads)
+        chosen = choose_searches(self.model, self.graph, variants, samples[::2], threads=threads)
         self.biases = self._corrected(
             {name: variants[how][name] for name, how in chosen.items()}, samples
         )

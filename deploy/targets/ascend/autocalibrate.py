@@ -26,10 +26,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from deploy.calibration.observation import Observed
+from deploy.calibration.observation import ObservedStatistics
 from deploy.files import atomic
 from deploy.targets.ascend.amct_calibration import RecordPlan
-from deploy.targets.ascend.atc import stripped
+from deploy.targets.ascend.atc import strip_metadata
 from deploy.targets.ascend.auto_layers import (
     CONFIGURED,
     Biases,
@@ -39,20 +39,26 @@ from deploy.targets.ascend.auto_layers import (
     config_of,
     is_balanced,
     is_rounded,
-    recorded,
+    records_by_search,
     with_biases,
 )
-from deploy.targets.ascend.auto_losses import Budget, Losses, Searched, rank, search
-from deploy.targets.ascend.half import halves_of
+from deploy.targets.ascend.auto_losses import (
+    AutoSearchResult,
+    LossBudget,
+    ModelLosses,
+    rank_layers,
+    search_prefix,
+)
+from deploy.targets.ascend.float16 import find_float16_tensors
 from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.models import write_models
+from deploy.targets.ascend.preparation import find_weight_sharers
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import LayerRecord
-from deploy.targets.ascend.settled import own_of
 from deploy.terminal import phase
 
 if TYPE_CHECKING:
-    from deploy.calibration.observation import Subject
+    from deploy.calibration.observation import CalibrationSubject
     from deploy.feed.samples import Feed
 
 
@@ -64,8 +70,8 @@ _AS_GOOD = 1.1  # another search may leave so much more than float does, and the
 _WORTH = 0.03  # share of the loss: a step that takes less is none, and all layers are ranked anew
 
 
-class Judging(Protocol):
-    """What is lost; `deploy.targets.ascend.auto_losses.Losses`."""
+class LossMeter(Protocol):
+    """What is lost; `deploy.targets.ascend.auto_losses.ModelLosses`."""
 
     def judge(self, records: Records) -> tuple[bool, float]:
         """(the budget holds, loss) on all images."""
@@ -89,7 +95,7 @@ class Judging(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class ByGain:
+class GainSearch:
     """State of the search.
 
     Attributes:
@@ -102,7 +108,7 @@ class ByGain:
     """
 
     variants: Mapping[str, Records]
-    losses: Judging
+    losses: LossMeter
     budget: float
     chosen: dict[str, str] = field(default_factory=dict)
     ranking: dict[str, float] = field(default_factory=dict)
@@ -305,16 +311,16 @@ _RANKED = 8  # samples that AMCT's ranking looks at
 
 def auto_calibrate(
     plans: Mapping[str, RecordPlan],
-    observed: Observed,
+    observed: ObservedStatistics,
     evaluation: Feed,
     *,
     calibration: Feed,
     folder: Path,
-    subject: Subject,
-    budget: Budget | None = None,
+    subject: CalibrationSubject,
+    budget: LossBudget | None = None,
     strategy: str = "gain",
     say: Callable[[str], None] = lambda sentence: None,
-) -> tuple[Searched, list[Path]]:
+) -> tuple[AutoSearchResult, list[Path]]:
     """Search, write.
 
     Args:
@@ -332,9 +338,9 @@ def auto_calibrate(
         ConfigError, CalibrationError, FeedError, ExportError: as the Ascend target's `build`.
     """
     plan = plans[CONFIGURED]
-    budget = budget or Budget()
+    budget = budget or LossBudget()
     rounder = Rounder(plan=plan, observed=observed, calibration=calibration, threads=budget.threads)
-    losses = Losses(
+    losses = ModelLosses(
         model=plan.model,
         graph=plan.graph,
         evaluation=evaluation,
@@ -351,12 +357,14 @@ def auto_calibrate(
 
 
 def _by_gain(
-    plans: Mapping[str, RecordPlan], observed: Observed, losses: Losses, *, name: str
-) -> Searched:
-    work = ByGain(variants=recorded(plans, observed), losses=losses, budget=losses.budget.max_loss)
+    plans: Mapping[str, RecordPlan], observed: ObservedStatistics, losses: ModelLosses, *, name: str
+) -> AutoSearchResult:
+    work = GainSearch(
+        variants=records_by_search(plans, observed), losses=losses, budget=losses.budget.max_loss
+    )
     chosen = work.run()
     biases = losses.biases_of(work.records)
-    return Searched(
+    return AutoSearchResult(
         ranking=tuple(sorted(work.ranking.items(), key=lambda entry: -entry[1])),
         history=tuple(work.history),
         records=work.records or None,
@@ -390,15 +398,19 @@ def _notes(chosen: Mapping[str, str], biases: Biases, plan: RecordPlan, name: st
         )
 
 
-def _by_prefix(plan: RecordPlan, observed: Observed, losses: Losses) -> Searched:
+def _by_prefix(
+    plan: RecordPlan, observed: ObservedStatistics, losses: ModelLosses
+) -> AutoSearchResult:
     found = plan.record(observed)
     layers = quantize_layers(plan.model, plan.graph, found.records)
     with phase("ranking the layers"), losses.evaluation.samples() as samples:
-        ranking = rank(plan.model, layers, islice(samples, _RANKED))
-    return search(found.records, ranking, plan.config, losses.judge)
+        ranking = rank_layers(plan.model, layers, islice(samples, _RANKED))
+    return search_prefix(found.records, ranking, plan.config, losses.judge)
 
 
-def _write(result: Searched, plan: RecordPlan, folder: Path, subject: Subject) -> list[Path]:
+def _write(
+    result: AutoSearchResult, plan: RecordPlan, folder: Path, subject: CalibrationSubject
+) -> list[Path]:
     """Ranking, history and config; and models and record where some layer stays in int8."""
     written = [atomic.write_text(folder / file, text) for file, text in result.files().items()]
     if result.records is None:
@@ -407,7 +419,7 @@ def _write(result: Searched, plan: RecordPlan, folder: Path, subject: Subject) -
     if result.biases:
         model = with_biases(model, graph, result.biases)
         graph = find_layers(model)
-        data = stripped(subject.loaded.whole(model)).SerializeToString(deterministic=True)
+        data = strip_metadata(subject.loaded.whole(model)).SerializeToString(deterministic=True)
         path = folder / f"{subject.loaded.name}{CORRECTED}"
         written.append(atomic.write_bytes(path, data))
     layers = quantize_layers(model, graph, result.records)
@@ -418,7 +430,7 @@ def _write(result: Searched, plan: RecordPlan, folder: Path, subject: Subject) -
         result.records,
         folder,
         subject,
-        halves=halves_of(subject),
-        shared=own_of(plan.graph.layers.values(), plan.graph),
+        halves=find_float16_tensors(subject),
+        shared=find_weight_sharers(plan.graph.layers.values(), plan.graph),
     )
     return [*written, *models.values()]

@@ -19,22 +19,22 @@ from deploy.targets.ascend.config_keys import (
     LAYER,
     TENSOR,
     WEIGHT,
-    Activation,
+    ActivationParams,
     LayerConfig,
     QuantConfig,
     TensorConfig,
     activation_from,
-    checked_value,
-    checked_values,
+    check_json_object,
+    check_value,
     refuse_repeats,
-    settled_tensors,
+    resolve_tensors,
     takes_activations,
     takes_weights,
-    told_of_weights,
     weight_from,
+    weight_width_notes,
 )
-from deploy.targets.ascend.layers import POINTS, Layer, LayerGraph
-from deploy.targets.ascend.proto import near
+from deploy.targets.ascend.layers import TENSOR_QUANTIZE_OPS, Layer, LayerGraph
+from deploy.targets.ascend.proto import suggest_name
 
 
 def default_config(
@@ -52,10 +52,10 @@ def default_config(
         activation_offset=activation_offset,
         layers={name: LayerConfig() for name in sorted(graph.layers)},
     )
-    return settled(config, graph)
+    return resolve_config(config, graph)
 
 
-def settled(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
+def resolve_config(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
     """Return the config with AMCT's defaults filled in, checked against the model.
 
     Raises:
@@ -81,8 +81,8 @@ def settled(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
     return replace(
         config,
         layers=layers,
-        tensors=settled_tensors(config, graph),
-        told=(*config.told, *told_of_weights(config.layers, layers)),
+        tensors=resolve_tensors(config, graph),
+        told=(*config.told, *weight_width_notes(config.layers, layers)),
     )
 
 
@@ -161,18 +161,18 @@ def _no_layers(graph: LayerGraph) -> str:
 
 
 def _unknown_layer(name: str, graph: LayerGraph) -> str:
-    return f"layer {name!r} {why_not(name, graph)}"
+    return f"layer {name!r} {no_layer_reason(name, graph)}"
 
 
-def why_not(name: str, graph: LayerGraph) -> str:
+def no_layer_reason(name: str, graph: LayerGraph) -> str:
     """Say why this name is no layer; the text continues the sentence "layer <name> ..."."""
     if name in graph.refused:
         return f"cannot be quantized: {graph.refused[name]}; take it out"
     if name in graph.ops:
         op = graph.ops[name]
-        inputs = ", but for its inputs, by tensor_quantize" if op in POINTS else ""
+        inputs = ", but for its inputs, by tensor_quantize" if op in TENSOR_QUANTIZE_OPS else ""
         return f"of type {op} cannot be quantized{inputs}; take it out"
-    return f"does not exist in the model; {near(name, graph.names)}"
+    return f"does not exist in the model; {suggest_name(name, graph.names)}"
 
 
 def read_config(text: str, what: str = "the quant config") -> QuantConfig:
@@ -190,12 +190,12 @@ def read_config(text: str, what: str = "the quant config") -> QuantConfig:
         if not isinstance(value, dict):
             raise ConfigError(
                 f"{key!r} is neither a key of the quant config nor a layer;"
-                f" {near(key, list(GLOBAL))}"
+                f" {suggest_name(key, list(GLOBAL))}"
             )
         layers[key] = _in_layer(key, value)
     if "version" not in data:
         raise ConfigError(f'{what} must hold "version": 1, got none')
-    given = {k: checked_value(k, v, GLOBAL[k]) for k, v in data.items() if k in GLOBAL}
+    given = {k: check_value(k, v, GLOBAL[k]) for k, v in data.items() if k in GLOBAL}
     names = given.get("skip_fusion_layers", [])
     refuse_repeats(names, "skip_fusion_layers")
     mode = given.get("fakequant_precision_mode")
@@ -254,7 +254,7 @@ def _layer_json(layer: LayerConfig) -> dict[str, Any]:
     return {**out, "activation_quant_params": params, "weight_quant_params": weight}
 
 
-def _activation_json(act: Activation) -> dict[str, Any]:
+def _activation_json(act: ActivationParams) -> dict[str, Any]:
     params: dict[str, Any] = {"num_bits": act.num_bits}
     if act.act_algo == "ifmr":
         params["max_percentile"] = act.max_percentile
@@ -270,13 +270,13 @@ def _activation_json(act: Activation) -> dict[str, Any]:
 
 
 def _in_tensor(value: dict[str, Any]) -> TensorConfig:
-    given = checked_values(value, TENSOR, "tensor_quantize")
+    given = check_json_object(value, TENSOR, "tensor_quantize")
     for needed in ("layer_name", "input_index"):
         if needed not in given:
             raise ConfigError(f"each tensor_quantize must hold {needed}, got one without")
     where = "activation_quant_params"
     try:
-        act = activation_from(checked_values(given.pop(where, {}), ACTIVATION, where))
+        act = activation_from(check_json_object(given.pop(where, {}), ACTIVATION, where))
     except ConfigError as error:
         raise ConfigError(f"{error} (in tensor_quantize of {given['layer_name']!r})") from None
     return TensorConfig(**given, activation=act)
@@ -284,11 +284,11 @@ def _in_tensor(value: dict[str, Any]) -> TensorConfig:
 
 def _in_layer(name: str, value: dict[str, Any]) -> LayerConfig:
     try:
-        given = checked_values(value, LAYER, "a layer")
-        act = checked_values(
+        given = check_json_object(value, LAYER, "a layer")
+        act = check_json_object(
             given.pop("activation_quant_params", {}), ACTIVATION, "activation_quant_params"
         )
-        wts = checked_values(given.pop("weight_quant_params", {}), WEIGHT, "weight_quant_params")
+        wts = check_json_object(given.pop("weight_quant_params", {}), WEIGHT, "weight_quant_params")
         return LayerConfig(**given, activation=activation_from(act), weight=weight_from(wts))
     except ConfigError as error:
         raise ConfigError(f"{error} (in layer {name!r})") from None

@@ -33,15 +33,15 @@ from typing import TYPE_CHECKING, Any
 
 from calibrators.amct.hfmg import NBINS
 from deploy.errors import ConfigError
-from deploy.targets.ascend.layers import POINTS, LayerGraph
-from deploy.targets.ascend.proto import ELSEWHERE, near
+from deploy.targets.ascend.layers import TENSOR_QUANTIZE_OPS, LayerGraph
+from deploy.targets.ascend.proto import FOREIGN_KEYS, suggest_name
 
 if TYPE_CHECKING:
     from deploy.targets.ascend.layers import Layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Activation:
+class ActivationParams:
     """activation_quant_params of one layer; `asymmetric` None means activation_offset decides."""
 
     num_bits: int = 8
@@ -55,7 +55,7 @@ class Activation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weight:
+class WeightParams:
     """weight_quant_params of one layer; the last four keys belong to ada_quantize."""
 
     num_bits: int = 8
@@ -73,8 +73,8 @@ class LayerConfig:
 
     quant_enable: bool = True
     dmq_balancer_param: float | None = None
-    activation: Activation = field(default_factory=Activation)
-    weight: Weight = field(default_factory=Weight)
+    activation: ActivationParams = field(default_factory=ActivationParams)
+    weight: WeightParams = field(default_factory=WeightParams)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class TensorConfig:
 
     layer_name: str
     input_index: int
-    activation: Activation = field(default_factory=Activation)
+    activation: ActivationParams = field(default_factory=ActivationParams)
 
     @property
     def key(self) -> str:
@@ -207,7 +207,7 @@ WEIGHT = {
 _MOST_STEPS = 10_000  # scales tried in one search; AMCT's default is 60
 
 
-def activation_from(given: Mapping[str, Any]) -> Activation:
+def activation_from(given: Mapping[str, Any]) -> ActivationParams:
     """Return the `Activation` of checked activation_quant_params keys.
 
     Raises:
@@ -221,7 +221,7 @@ def activation_from(given: Mapping[str, Any]) -> Activation:
             f"act_algo {algo!r} does not take keys of the other algorithm, got {ifmr + hfmg};"
             f" IFMR has {sorted(_IFMR)}, HFMG has {sorted(_HFMG)}"
         )
-    params = replace(Activation(), **(_tuples(given) | {"act_algo": algo}))
+    params = replace(ActivationParams(), **(_tuples(given) | {"act_algo": algo}))
     start, end = params.search_range
     step = params.search_step
     if algo == "ifmr" and step > end - start:
@@ -237,7 +237,7 @@ def activation_from(given: Mapping[str, Any]) -> Activation:
     return params
 
 
-def weight_from(given: Mapping[str, Any]) -> Weight:
+def weight_from(given: Mapping[str, Any]) -> WeightParams:
     """Return the `Weight` of checked weight_quant_params keys.
 
     Raises:
@@ -246,24 +246,24 @@ def weight_from(given: Mapping[str, Any]) -> Weight:
     ada = sorted(set(given) & set(_ADA))
     if ada and given.get("wts_algo", "arq_quantize") == "arq_quantize":
         raise ConfigError(f"arq_quantize does not take {ada}; they belong to ada_quantize")
-    return replace(Weight(), **_tuples(given))
+    return replace(WeightParams(), **_tuples(given))
 
 
 def _tuples(given: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
 
 
-def checked_keys(given: Mapping[str, Any], *, weight: bool) -> dict[str, Any]:
+def check_simple_keys(given: Mapping[str, Any], *, weight: bool) -> dict[str, Any]:
     """Check keys of the simplified configuration by the rules of the JSON; return them.
 
     Raises:
         ConfigError: a value out of range.
     """
     table = {**WEIGHT} if weight else {**ACTIVATION, **LAYER}
-    return {key: checked_value(key, value, table[key]) for key, value in given.items()}
+    return {key: check_value(key, value, table[key]) for key, value in given.items()}
 
 
-def checked_values(value: Any, table: dict[str, _Rule], where: str) -> dict[str, Any]:
+def check_json_object(value: Any, table: dict[str, _Rule], where: str) -> dict[str, Any]:
     """Return an object of the JSON after checking all its keys, types and ranges.
 
     Raises:
@@ -272,9 +272,11 @@ def checked_values(value: Any, table: dict[str, _Rule], where: str) -> dict[str,
     out = {}
     for key, entry in value.items():
         if key not in table:
-            note = f", which is {ELSEWHERE[key]}" if key in ELSEWHERE else ""
-            raise ConfigError(f"unknown key {key!r}{note} in {where}; {near(key, list(table))}")
-        out[key] = checked_value(key, entry, table[key])
+            note = f", which is {FOREIGN_KEYS[key]}" if key in FOREIGN_KEYS else ""
+            raise ConfigError(
+                f"unknown key {key!r}{note} in {where}; {suggest_name(key, list(table))}"
+            )
+        out[key] = check_value(key, entry, table[key])
     return out
 
 
@@ -288,7 +290,7 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def checked_value(key: str, value: Any, rule: _Rule) -> Any:
+def check_value(key: str, value: Any, rule: _Rule) -> Any:
     """Return the value if it has the type and range of its rule.
 
     Raises:
@@ -331,7 +333,7 @@ def takes_weights(layer: Layer, bits: int) -> bool:
     return layer.kind == "Conv" and layer.rank == 2
 
 
-def told_of_weights(
+def weight_width_notes(
     requested: Mapping[str, LayerConfig], actual: Mapping[str, LayerConfig]
 ) -> list[str]:
     """Return notes on enabled layers that get 8-bit weights instead of the requested width."""
@@ -341,29 +343,29 @@ def told_of_weights(
         if entry.quant_enable and bits != actual[name].weight.num_bits:
             lowered.setdefault(bits, []).append(name)
     return [
-        f"The weights of {quoted_layers(names)} have 8 bits, not {bits}: only"
+        f"The weights of {summarize_layers(names)} have 8 bits, not {bits}: only"
         f" {INT4_WEIGHTS if bits == 4 else 'Conv with a 2-D kernel'} can have {bits}."
         for bits, names in sorted(lowered.items())
     ]
 
 
-def told_of_activations(names: Collection[str]) -> list[str]:
+def activation_width_notes(names: Collection[str]) -> list[str]:
     """Return a note on layers that get 8-bit activations though common_config has 16."""
     if not names:
         return []
     return [
-        f"The activations of {quoted_layers(names)} have 8 bits, not 16: only"
+        f"The activations of {summarize_layers(names)} have 8 bits, not 16: only"
         f" {INT16_LAYERS} can have 16."
     ]
 
 
-def quoted_layers(names: Collection[str]) -> str:
+def summarize_layers(names: Collection[str]) -> str:
     """Return the number of layers and the first few names."""
     shown = ", ".join(list(names)[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
     return f"{len(names)} layer{'s' * (len(names) != 1)} ({shown})"
 
 
-def settled_tensors(config: QuantConfig, graph: LayerGraph) -> tuple[TensorConfig, ...]:
+def resolve_tensors(config: QuantConfig, graph: LayerGraph) -> tuple[TensorConfig, ...]:
     """Return the tensor_quantize entries with `asymmetric` set, by default to activation_offset.
 
     Raises:
@@ -377,7 +379,7 @@ def settled_tensors(config: QuantConfig, graph: LayerGraph) -> tuple[TensorConfi
 
 
 def _settled(one: TensorConfig, config: QuantConfig, graph: LayerGraph) -> TensorConfig:
-    refuse_unknown(one.layer_name, one.input_index, graph)
+    check_tensor_input(one.layer_name, one.input_index, graph)
     act = one.activation
     if act.num_bits != 8:
         raise ConfigError(
@@ -389,7 +391,7 @@ def _settled(one: TensorConfig, config: QuantConfig, graph: LayerGraph) -> Tenso
     return replace(one, activation=act)
 
 
-def refuse_unknown(name: str, index: int, graph: LayerGraph) -> None:
+def check_tensor_input(name: str, index: int, graph: LayerGraph) -> None:
     """Refuse an input that cannot be quantized by itself.
 
     Raises:
@@ -397,13 +399,15 @@ def refuse_unknown(name: str, index: int, graph: LayerGraph) -> None:
     """
     op, key = graph.ops.get(name), f"{name}:{index}"
     if op is None:
-        known = [node for node, kind in graph.ops.items() if kind in POINTS]
+        known = [node for node, kind in graph.ops.items() if kind in TENSOR_QUANTIZE_OPS]
         raise ConfigError(
-            f"node {name!r} of tensor_quantize does not exist in the model; {near(name, known)}"
+            f"node {name!r} of tensor_quantize does not exist in the model;"
+            f" {suggest_name(name, known)}"
         )
-    if op not in POINTS:
+    if op not in TENSOR_QUANTIZE_OPS:
         raise ConfigError(
-            f"tensor_quantize takes inputs of {' and '.join(POINTS)}, got {name!r} of type {op}"
+            f"tensor_quantize takes inputs of {' and '.join(TENSOR_QUANTIZE_OPS)}, got {name!r}"
+            f" of type {op}"
         )
     if key in graph.unfit:
         raise ConfigError(
@@ -412,7 +416,8 @@ def refuse_unknown(name: str, index: int, graph: LayerGraph) -> None:
         )
     if key not in graph.offered:
         raise ConfigError(
-            f"input_index of {name!r}, of type {op}, must be below {POINTS[op]}, got {index}"
+            f"input_index of {name!r}, of type {op}, must be below {TENSOR_QUANTIZE_OPS[op]}, got"
+            f" {index}"
         )
     if key in graph.ops:
         raise ConfigError(

@@ -35,16 +35,16 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from deploy.graph.edit import copied, free_inputs, replace_nodes, update
+from deploy.graph.edit import copy_message, drop_initializer_inputs, replace_nodes, update_tensors
 from deploy.graph.index import Graph
 from deploy.targets.ascend.layers import Layer
 from deploy.targets.ascend.quant_layer import (
     Float32Array,
     QuantLayer,
-    array_of,
     balanced_weight,
     from_rows,
-    rows_of,
+    read_constant,
+    to_rows,
 )
 from deploy.targets.ascend.record import LayerRecord
 
@@ -63,7 +63,7 @@ def _unchanged(q: QuantLayer, bias: str) -> tuple[Nodes, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class LayerReplacement:
     """The functions that make one model's replacement of a float layer.
 
     Attributes:
@@ -82,8 +82,8 @@ class Form:
     behind_bias: Before = _unchanged
 
 
-def rewrite(
-    model: onnx.ModelProto, layers: Mapping[str, QuantLayer], form: Form
+def rewrite_layers(
+    model: onnx.ModelProto, layers: Mapping[str, QuantLayer], form: LayerReplacement
 ) -> onnx.ModelProto:
     """Return a copy of `model` whose `layers` run on integers.
 
@@ -94,10 +94,10 @@ def rewrite(
         layers: node, or '<node>:<index>' of a tensor_quantize input -> its integers.
         form: the replacement of a layer.
     """
-    out = copied(model)
+    out = copy_message(model)
     surgery = _Surgery(out, form)
     ends = {q.layer.bias_add or name: q for name, q in layers.items() if q.layer.at is None}
-    inputs = inputs_of(layers)
+    inputs = group_tensor_inputs(layers)
     nodes: Nodes = []
     for node in out.graph.node:
         for q in inputs.get(node.name, ()):
@@ -111,7 +111,7 @@ def rewrite(
     return out
 
 
-def inputs_of(layers: Mapping[str, QuantLayer]) -> dict[str, list[QuantLayer]]:
+def group_tensor_inputs(layers: Mapping[str, QuantLayer]) -> dict[str, list[QuantLayer]]:
     """Return node -> its tensor_quantize inputs in `layers`."""
     inputs: dict[str, list[QuantLayer]] = {}
     for q in layers.values():
@@ -121,7 +121,7 @@ def inputs_of(layers: Mapping[str, QuantLayer]) -> dict[str, list[QuantLayer]]:
 
 
 class _Surgery:
-    def __init__(self, model: onnx.ModelProto, form: Form) -> None:
+    def __init__(self, model: onnx.ModelProto, form: LayerReplacement) -> None:
         self.graph, self.index, self.form = model.graph, Graph(model), form
         self.tensors: dict[str, onnx.TensorProto] = {}
         self.shared: dict[tuple[str, float, int, int], str] = {}
@@ -131,7 +131,7 @@ class _Surgery:
         """Return the nodes before the layer; give the layer its integer weight and bias."""
         nodes, start = [], node.input[0]
         if q.inverse_factors is not None:
-            nodes += balance(q, start)
+            nodes += balance_nodes(q, start)
             start = f"{node.name}.mul.output0"
         nodes += self.quantize(node, 0, q, start)
         if q.second is not None:
@@ -189,13 +189,13 @@ class _Surgery:
         replaced = set(self.tensors)
         constants = [n for n in nodes if n.op_type == "Constant" and n.output[0] not in replaced]
         others = [n for n in nodes if n.op_type != "Constant"]
-        update(self.graph.initializer, self.tensors)
+        update_tensors(self.graph.initializer, self.tensors)
         replace_nodes(self.graph, constants + others)
-        free_inputs(self.graph)
+        drop_initializer_inputs(self.graph)
         del self.graph.value_info[:]
 
 
-def balance(q: QuantLayer, start: str) -> Nodes:
+def balance_nodes(q: QuantLayer, start: str) -> Nodes:
     """Return the nodes that multiply a layer's input by the inverse DMQ factors."""
     assert q.inverse_factors is not None
     return _multiply(q.layer.name, start, q.inverse_factors)
@@ -220,7 +220,7 @@ def rewrite_inputs(
     inverse_factors: Mapping[str, Float32Array],
 ) -> onnx.ModelProto:
     """Return a float copy with these weights, and inputs multiplied by `inverse_factors` [C_in]."""
-    out = copied(model)
+    out = copy_message(model)
     nodes: Nodes = []
     for node in out.graph.node:
         if node.name in inverse_factors:
@@ -230,9 +230,9 @@ def rewrite_inputs(
             node.input[0] = nodes[-1].output[0]
         if not (node.op_type == "Constant" and node.output[0] in weights):
             nodes.append(node)
-    update(out.graph.initializer, weights)
+    update_tensors(out.graph.initializer, weights)
     replace_nodes(out.graph, nodes)
-    free_inputs(out.graph)
+    drop_initializer_inputs(out.graph)
     return out
 
 
@@ -246,7 +246,7 @@ def deploy_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> on
 
     The activation offset is not folded into the bias: GE does that when it compiles.
     """
-    form = Form(
+    form = LayerReplacement(
         before=_quant,
         after=_dequant,
         back=_anti_quant,
@@ -254,18 +254,18 @@ def deploy_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> on
         bias=_bias,
         behind_bias=_behind_bias,
     )
-    deploy = rewrite(model, layers, form)
+    deploy = rewrite_layers(model, layers, form)
     parameters = [_parameter(q) for q in layers.values() if q.layer.at is None]
     deploy.graph.initializer.extend(parameters)
     return deploy
 
 
-def pack(dequant: Float32Array) -> NDArray[np.uint64]:
+def pack_dequant_scales(dequant: Float32Array) -> NDArray[np.uint64]:
     """Return AscendDequant's uint64 parameters [C] of float32 scales [C]."""
     return np.ascontiguousarray(dequant).view(np.uint32).astype(np.uint64)
 
 
-def unpack(parameter: NDArray[np.uint64]) -> Float32Array:
+def unpack_dequant_scales(parameter: NDArray[np.uint64]) -> Float32Array:
     """Invert `pack`; ignore shift and offset."""
     low = (parameter & np.uint64(0xFFFFFFFF)).astype(np.uint32)
     return np.asarray(low.view(np.float32))
@@ -276,7 +276,7 @@ def packed_axis(kind: str) -> int:
     return {"Conv": 1, "ConvTranspose": 0}.get(kind, -2)
 
 
-def pack_fours(weight: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
+def pack_int4(weight: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
     """Pack integers in [-8, 7], two neighbors along `axis` per byte, the first in the low half.
 
     Args:
@@ -288,7 +288,7 @@ def pack_fours(weight: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
     return np.ascontiguousarray(np.moveaxis(pairs, -1, axis))
 
 
-def unpack_fours(packed: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
+def unpack_int4(packed: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
     """Invert `pack_fours`."""
     bytes_ = np.moveaxis(packed, axis, -1)
     nibbles = np.stack((bytes_ << 4 >> 4, bytes_ >> 4), axis=-1)  # shifts keep the sign
@@ -340,7 +340,7 @@ def _anti_quant(q: QuantLayer, start: str) -> tuple[Nodes, str]:
 
 
 def _parameter(q: QuantLayer) -> onnx.TensorProto:
-    values = pack(q.dequant)
+    values = pack_dequant_scales(q.dequant)
     return helper.make_tensor(
         f"{q.layer.name}.dequant.param", onnx.TensorProto.UINT64, [values.size], values.tolist()
     )
@@ -350,7 +350,7 @@ def _weight(name: str, q: QuantLayer) -> onnx.TensorProto:
     assert q.weight is not None
     if q.record.weight_bits != 4:
         return numpy_helper.from_array(q.weight, name)
-    return numpy_helper.from_array(pack_fours(q.weight, packed_axis(q.layer.kind)), name)
+    return numpy_helper.from_array(pack_int4(q.weight, packed_axis(q.layer.kind)), name)
 
 
 def _bias(name: str, q: QuantLayer) -> onnx.TensorProto:
@@ -377,7 +377,7 @@ def modified_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> 
         if q.record.rounded is None:
             continue
         name, layer = q.layer.weight, q.layer
-        shape = rows_of(array_of(index, name), layer).shape
+        shape = to_rows(read_constant(index, name), layer).shape
         scale = q.record.scale_w.reshape((-1,) + (1,) * (len(shape) - 1))
         weight = from_rows(q.record.rounded.reshape(shape) * scale, layer)
         inverse = np.asarray(1 / q.record.factors, np.float32)
@@ -385,7 +385,7 @@ def modified_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> 
     return rewrite_inputs(model, {}, arrays, {})
 
 
-def unrounded(
+def find_unrounded_layers(
     model: onnx.ModelProto,
     graph: LayerGraph,
     records: Mapping[str, LayerRecord],
@@ -397,7 +397,9 @@ def unrounded(
         if name not in records or name not in graph.layers:
             continue
         layer, record = graph.layers[name], records[name]
-        rows = rows_of(balanced_weight(array_of(index, layer.weight), layer, record.factors), layer)
+        rows = to_rows(
+            balanced_weight(read_constant(index, layer.weight), layer, record.factors), layer
+        )
         steps = rows / record.scale_w.reshape((-1,) + (1,) * (rows.ndim - 1))
         if np.abs(steps - np.rint(steps)).max() > _NEAR:
             off_grid.append(name)

@@ -39,10 +39,15 @@ from numpy.typing import NDArray
 
 from calibrators.amct.arq import ascend_range
 from deploy.errors import ModelError
-from deploy.graph.edit import copied, rebuild
+from deploy.graph.edit import copy_message, rebuild
 from deploy.graph.index import Graph, attributes
 from deploy.metrics.output_errors import cosine
-from deploy.targets.ascend.deploy_model import PACKED, packed_axis, unpack, unpack_fours
+from deploy.targets.ascend.deploy_model import (
+    PACKED,
+    packed_axis,
+    unpack_dequant_scales,
+    unpack_int4,
+)
 from deploy.targets.ascend.layers import TYPES
 
 if TYPE_CHECKING:
@@ -62,7 +67,7 @@ _END = 2**31  # limit of int32
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Uint8Part:
     """One uint8 part of a quantized tensor, which is the sum of (tensor - zero) * factor."""
 
     tensor: str
@@ -70,7 +75,7 @@ class Part:
     zero: int
 
 
-class Constants:
+class DeployConstants:
     """Constants of a deploy model, and new ones to add.
 
     Attributes:
@@ -99,16 +104,16 @@ class Constants:
         return numpy_helper.to_array(self._existing[name])
 
 
-class Layers:
+class IntegerLayerWriter:
     """Writer of the nodes that compute a layer on uint8 parts.
 
     Attributes:
         codes: quantized tensor -> its parts; the writer of its AscendQuant fills it in.
     """
 
-    def __init__(self, model: onnx.ModelProto, index: Graph, constants: Constants) -> None:
+    def __init__(self, model: onnx.ModelProto, index: Graph, constants: DeployConstants) -> None:
         self.index, self.constants = index, constants
-        self.codes: dict[str, tuple[Part, ...]] = {}
+        self.codes: dict[str, tuple[Uint8Part, ...]] = {}
         self.packed = {name for node in model.graph.node for name in self.packed_by(node)}
 
     def write(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
@@ -122,11 +127,11 @@ class Layers:
         }[node.op_type]
         return heavy(node, self.codes[node.input[0]])
 
-    def conv(self, node: onnx.NodeProto, codes: tuple[Part, ...]) -> list[onnx.NodeProto]:
+    def conv(self, node: onnx.NodeProto, codes: tuple[Uint8Part, ...]) -> list[onnx.NodeProto]:
         """Return the nodes of a Conv: ConvInteger."""
         return self.summed(node, "ConvInteger", codes, self.weight(node))
 
-    def gemm(self, node: onnx.NodeProto, codes: tuple[Part, ...]) -> list[onnx.NodeProto]:
+    def gemm(self, node: onnx.NodeProto, codes: tuple[Uint8Part, ...]) -> list[onnx.NodeProto]:
         """Return the nodes of a Gemm or MatMul: MatMulInteger."""
         if node.input[1] in self.codes:
             (first,), (second,) = codes, self.codes[node.input[1]]
@@ -142,7 +147,9 @@ class Layers:
         del node.attribute[:]
         return self.summed(node, "MatMulInteger", codes, weight)
 
-    def averagepool(self, node: onnx.NodeProto, codes: tuple[Part, ...]) -> list[onnx.NodeProto]:
+    def averagepool(
+        self, node: onnx.NodeProto, codes: tuple[Uint8Part, ...]
+    ) -> list[onnx.NodeProto]:
         """Return a float pool on integer values."""
         (part,) = codes
         centred = f"{node.name}.exec.centred"
@@ -150,7 +157,9 @@ class Layers:
         node.input[0] = centred
         return [*before, node]
 
-    def convtranspose(self, node: onnx.NodeProto, codes: tuple[Part, ...]) -> list[onnx.NodeProto]:
+    def convtranspose(
+        self, node: onnx.NodeProto, codes: tuple[Uint8Part, ...]
+    ) -> list[onnx.NodeProto]:
         """Return float convolutions of the weight's two halves, whose sums are exact.
 
         Raises:
@@ -172,7 +181,7 @@ class Layers:
             for word, values, factor in (("low", low, 1), ("high", (weight - low) // 16, 16)):
                 word = f"{word}{place}"
                 kernel = self.constants.put(f"{name}.exec.{word}", values.astype(np.float32))
-                half = copied(node)
+                half = copy_message(node)
                 half.name, half.output[0] = f"{name}.{word}", f"{name}.exec.{word}.f"
                 del half.input[:]
                 half.input.extend([centred, kernel])
@@ -181,7 +190,7 @@ class Layers:
         return [*nodes, *self.added(node, sums, weight.ndim - 2, int64=int64)]
 
     def summed(
-        self, node: onnx.NodeProto, op: str, codes: tuple[Part, ...], weight: NDArray[Any]
+        self, node: onnx.NodeProto, op: str, codes: tuple[Uint8Part, ...], weight: NDArray[Any]
     ) -> list[onnx.NodeProto]:
         """Return one integer operator per part of the input, and their sum with the bias."""
         name, int64 = node.name, len(codes) > 1
@@ -206,7 +215,7 @@ class Layers:
         nodes, end = [], node.output[0]
         if int64 or node.op_type == "ConvTranspose":  # the other operators write int32
             nodes, end = (
-                chain(node.name, end, f"{end}.i", [], cast=7 if int64 else 6),
+                make_chain(node.name, end, f"{end}.i", [], cast=7 if int64 else 6),
                 f"{end}.i",
             )
         if factor != 1:
@@ -259,7 +268,7 @@ class Layers:
         values = self.constants.value(node.input[1])
         if node.name not in self.packed:
             return values
-        return unpack_fours(values.astype(np.int8), packed_axis(node.op_type))
+        return unpack_int4(values.astype(np.int8), packed_axis(node.op_type))
 
     def packed_by(self, node: onnx.NodeProto) -> list[str]:
         """Return the layer of an AscendDequant that marks its weights as packed, as a list."""
@@ -271,14 +280,14 @@ class Layers:
             maker = next((m for m in makers if m is not None and m.op_type in TYPES), None)
         return [] if maker is None else [maker.name]
 
-    def centre(self, node: onnx.NodeProto, part: Part, end: str) -> list[onnx.NodeProto]:
+    def centre(self, node: onnx.NodeProto, part: Uint8Part, end: str) -> list[onnx.NodeProto]:
         """Return nodes that compute q - offset in float from a uint8 part."""
-        cast = chain(f"{end}.in", part.tensor, f"{end}.u8", [], cast=1)
+        cast = make_chain(f"{end}.in", part.tensor, f"{end}.u8", [], cast=1)
         shift = self.constants.put(f"{end}.shift", np.float32(part.zero))
         return [*cast, make_node("Sub", [f"{end}.u8", shift], end, f"{end}.centre")]
 
 
-def chain(
+def make_chain(
     name: str, start: str, end: str, steps: list[tuple[str, list[str]]], *, cast: int
 ) -> list[onnx.NodeProto]:
     """Return nodes of these (op, further inputs) from `start`, and a Cast to `cast`: `end`."""
@@ -299,14 +308,14 @@ def make_node(op: str, inputs: list[str], output: str, name: str) -> onnx.NodePr
     return helper.make_node(op, inputs, [output], name=name)
 
 
-def executable(model: onnx.ModelProto) -> onnx.ModelProto:
+def to_integer_model(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a model that computes a deploy model in ONNX Runtime with the NPU's arithmetic.
 
     Raises:
         ModelError: a node differs from what `deploy.targets.ascend.deploy_model` writes.
     """
-    out = copied(model)
-    with malformed():
+    out = copy_message(model)
+    with malformed_as_model_error():
         rewriter = _Rewriter(out)
         nodes = [new for node in out.graph.node for new in rewriter.rewrite(node)]
         rewriter.finish(nodes)
@@ -314,7 +323,7 @@ def executable(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 @contextmanager
-def malformed() -> Iterator[None]:
+def malformed_as_model_error() -> Iterator[None]:
     """Raise ModelError for the errors that malformed nodes cause.
 
     Raises:
@@ -348,7 +357,7 @@ def open_deploy(
 
     from deploy.runtimes.ort import OrtSession
 
-    model = executable(model)
+    model = to_integer_model(model)
     model.graph.output.extend(helper.make_tensor_value_info(name, 7, None) for name in shown)
     return OrtSession.open(model, threads=threads, optimize=False)
 
@@ -356,8 +365,8 @@ def open_deploy(
 class _Rewriter:
     def __init__(self, model: onnx.ModelProto) -> None:
         self.graph, self.index = model.graph, Graph(model)
-        self.constants = Constants(self.index)
-        self.layers = Layers(model, self.index, self.constants)
+        self.constants = DeployConstants(self.index)
+        self.layers = IntegerLayerWriter(model, self.index, self.constants)
         ends = [n for n in model.graph.node if n.op_type in ("AscendDequant", "AscendAntiQuant")]
         self.half = any(attributes(n).get("dtype", 0) == 1 for n in ends)
 
@@ -393,15 +402,18 @@ class _Rewriter:
         steps.append(("Add", [shift]))
         start, before = f"{name}.exec.float32", []
         if self.half:
-            before = chain(f"{name}.exec", node.input[0], start, [], cast=1)
+            before = make_chain(f"{name}.exec", node.input[0], start, [], cast=1)
         else:
             start = node.input[0]
         if bits < 16:
-            self.layers.codes[end] = (Part(end, 1, zero + lift),)
-            return [*before, *chain(name, start, end, steps, cast=2)]
+            self.layers.codes[end] = (Uint8Part(end, 1, zero + lift),)
+            return [*before, *make_chain(name, start, end, steps, cast=2)]
         high, low = divmod(zero + lift, 256)
-        self.layers.codes[end] = (Part(f"{end}.high", 256, high), Part(f"{end}.low", 1, low))
-        lifted = chain(name, start, f"{end}.lifted", steps, cast=6)
+        self.layers.codes[end] = (
+            Uint8Part(f"{end}.high", 256, high),
+            Uint8Part(f"{end}.low", 1, low),
+        )
+        lifted = make_chain(name, start, f"{end}.lifted", steps, cast=6)
         return [*before, *lifted, *self.bytes_of(end)]
 
     def bytes_of(self, name: str) -> list[onnx.NodeProto]:
@@ -411,16 +423,16 @@ class _Rewriter:
         return [
             make_node("Div", [lifted, by], over, f"{name}.high"),
             make_node("Mod", [lifted, by], part, f"{name}.low"),
-            *chain(f"{name}.high", over, f"{name}.high", [], cast=2),
-            *chain(f"{name}.low", part, f"{name}.low", [], cast=2),
+            *make_chain(f"{name}.high", over, f"{name}.high", [], cast=2),
+            *make_chain(f"{name}.low", part, f"{name}.low", [], cast=2),
         ]
 
     def dequant(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        scales = unpack(self.constants.value(node.input[1]))
+        scales = unpack_dequant_scales(self.constants.value(node.input[1]))
         rank = self.rank(self.index.producer.get(node.input[0]))
         scale = self.constants.put(f"{node.name}.exec.scale", scales.reshape(1, -1, *[1] * rank))
         return [
-            *chain(f"{node.name}.float", node.input[0], f"{node.name}.exec.f", [], cast=1),
+            *make_chain(f"{node.name}.float", node.input[0], f"{node.name}.exec.f", [], cast=1),
             *self.scaled_float(node, f"{node.name}.exec.f", scale),
         ]
 
@@ -428,7 +440,7 @@ class _Rewriter:
         """Return a multiplication by a scale in float32, or float16 if the node's dtype is 1."""
         if attributes(node).get("dtype", 0) != 1:
             return [make_node("Mul", [start, scale], node.output[0], node.name)]
-        return chain(node.name, start, node.output[0], [("Mul", [scale])], cast=10)
+        return make_chain(node.name, start, node.output[0], [("Mul", [scale])], cast=10)
 
     def antiquant(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
         given = attributes(node)
@@ -459,7 +471,7 @@ class _Rewriter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
+class DeployComparison:
     """Differences between the outputs of the deploy model and of the fake-quant models.
 
     Attributes:
@@ -500,13 +512,13 @@ class Verified:
         )
 
 
-def verify(
+def compare_deploy_model(
     model: onnx.ModelProto,
     layers: Mapping[str, QuantLayer],
     samples: Iterable[Mapping[str, NDArray[Any]]],
     *,
     threads: int | None = None,
-) -> Verified:
+) -> DeployComparison:
     """Run the deploy model and the fake-quant models on the same samples.
 
     Args:
@@ -543,7 +555,7 @@ def verify(
         for name in _comparable(got, like_amct):
             same = max(same, _distance(got[name], like_npu[name]))
             lowest = min(lowest, cosine(got[name], like_amct[name]))
-    return Verified(samples=count, same_rounding=same, amct_cosine=lowest, sums=sums)
+    return DeployComparison(samples=count, same_rounding=same, amct_cosine=lowest, sums=sums)
 
 
 def _comparable(got: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any]]) -> list[str]:
@@ -559,10 +571,14 @@ def _distance(got: NDArray[Any], other: NDArray[Any]) -> float:
     return float(np.abs(got - other).max()) / (float(np.abs(got).max()) or 1.0)
 
 
-def tried(model: onnx.ModelProto, layers: Mapping[str, QuantLayer], request: BuildRequest) -> str:
+def deploy_model_note(
+    model: onnx.ModelProto, layers: Mapping[str, QuantLayer], request: BuildRequest
+) -> str:
     """Return a note on how a build's deploy model compares with its fake-quant model."""
     try:
-        verified = verify(model, layers, request.feed.first(_CHECKED), threads=request.threads)
+        verified = compare_deploy_model(
+            model, layers, request.feed.first(_CHECKED), threads=request.threads
+        )
     except ModelError as error:
         return f"The deploy model was not run in integers: {error}."
     return verified.sentence()

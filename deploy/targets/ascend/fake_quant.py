@@ -30,14 +30,14 @@ import onnx
 from onnx import helper, numpy_helper
 
 from calibrators.amct.arq import ascend_range
-from deploy.graph.edit import copied, free_inputs, rebuild, replace
+from deploy.graph.edit import copy_message, drop_initializer_inputs, rebuild, replace_field
 from deploy.targets.ascend.deploy_model import (
-    Form,
+    LayerReplacement,
     Nodes,
-    balance,
-    inputs_of,
+    balance_nodes,
+    group_tensor_inputs,
     make_constant,
-    rewrite,
+    rewrite_layers,
 )
 from deploy.targets.ascend.quant_layer import QuantLayer
 
@@ -54,8 +54,10 @@ def fake_quant_model(
             AMCT's own fake-quant models do.
     """
     before = partial(_quant, npu_rounding=npu_rounding)
-    form = Form(before=before, after=_dequant, back=_anti_quant, weight=_weight, bias=_bias)
-    return rewrite(model, layers, form)
+    form = LayerReplacement(
+        before=before, after=_dequant, back=_anti_quant, weight=_weight, bias=_bias
+    )
+    return rewrite_layers(model, layers, form)
 
 
 def _quant(q: QuantLayer, start: str, *, npu_rounding: bool) -> tuple[Nodes, str]:
@@ -122,13 +124,13 @@ def amct_qdq_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> 
         model: float model, nodes named; opset 13 or later if weights are per channel.
         layers: node name -> its integers.
     """
-    out = copied(model)
+    out = copy_message(model)
     writer = _AmctQdqWriter({name: q for name, q in layers.items() if _expressible(q)})
     nodes = [new for node in out.graph.node for new in writer.rewrite(node)]
     old = [tensor for tensor in out.graph.initializer if tensor.name not in writer.tensors]
-    replace(out.graph.initializer, [*old, *writer.tensors.values()])
+    replace_field(out.graph.initializer, [*old, *writer.tensors.values()])
     rebuild(out.graph, nodes)
-    free_inputs(out.graph)
+    drop_initializer_inputs(out.graph)
     return out
 
 
@@ -140,7 +142,7 @@ def _expressible(q: QuantLayer) -> bool:
 
 class _AmctQdqWriter:
     def __init__(self, layers: Mapping[str, QuantLayer]) -> None:
-        self.layers, self.inputs = layers, inputs_of(layers)
+        self.layers, self.inputs = layers, group_tensor_inputs(layers)
         self.adds = {q.layer.bias_add: q for q in layers.values() if q.layer.bias_add}
         self.tensors: dict[str, onnx.TensorProto] = {}
         self.shared: dict[tuple[str, float, int], str] = {}
@@ -158,7 +160,7 @@ class _AmctQdqWriter:
         q, start = self.layers[node.name], node.input[0]
         nodes: Nodes = []
         if q.inverse_factors is not None:
-            nodes += balance(q, start)
+            nodes += balance_nodes(q, start)
             node.input[0] = f"{node.name}.mul.output0"
         nodes += self.activation(q, node, 0)
         if q.weight is not None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from deploy.errors import ModelError
-from deploy.graph.edit import copied, name_nodes_by_place
+from deploy.graph.edit import copy_message, name_nodes_by_place
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import ASCEND
 from deploy.graph.plan import WeightTarget
@@ -44,7 +44,7 @@ ALIASES = {
     "Linear": ("Gemm", "MatMul"),
     "AvgPool2d": ("AveragePool",),
 }
-POINTS = {"Add": 2, "MaxPool": 1}  # op type of tensor_quantize -> number of its inputs
+TENSOR_QUANTIZE_OPS = {"Add": 2, "MaxPool": 1}  # op type of tensor_quantize -> number of its inputs
 SHARED = "its weight is shared with another node"
 _TWO_ACTIVATIONS = "neither factor is a constant: int8 only where a configuration names it"
 AMCT_OPS = ("AscendQuant", "AscendDequant", "AscendAntiQuant", "AscendWeightQuant")
@@ -174,7 +174,7 @@ class LayerGraph:
 
 def name_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy with unique node names; a nameless node becomes '<op>_<index>'."""
-    named = copied(model)
+    named = copy_message(model)
     name_nodes_by_place(named.graph)
     return named
 
@@ -197,7 +197,7 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
     index = Graph(model)
     graph = LayerGraph({}, ops=ops)
     for node in model.graph.node:
-        if node.op_type in POINTS:
+        if node.op_type in TENSOR_QUANTIZE_OPS:
             _offer_inputs(node, index, graph)
         if node.op_type not in TYPES:
             continue

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from deploy.files import atomic
-from deploy.graph.index import fed_inputs, reads
-from deploy.targets.ascend.atc import DEFAULT, readable, stripped
+from deploy.graph.index import iter_reads, runtime_inputs
+from deploy.targets.ascend.atc import DEFAULT_CANN, lower_for_cann, strip_metadata
 from deploy.targets.ascend.config import write_config
 from deploy.targets.ascend.config_keys import QuantConfig
 from deploy.targets.ascend.layers import name_nodes
 
 if TYPE_CHECKING:
-    from deploy.calibration.observation import Subject
+    from deploy.calibration.observation import CalibrationSubject
     from deploy.targets.ascend.quant_layer import QuantLayer
     from deploy.targets.ascend.record import LayerRecord
 
@@ -45,7 +45,7 @@ def fusion_mapping(deploy: onnx.ModelProto, original: onnx.ModelProto, *, name: 
     """
     ends = {n.input[0]: n.output[0] for n in deploy.graph.node if n.op_type == "AscendDequant"}
     makers = {t: (n.name, k) for n in deploy.graph.node for k, t in enumerate(n.output)}
-    starts = [value.name for value in fed_inputs(deploy.graph)]
+    starts = [value.name for value in runtime_inputs(deploy.graph)]
     makers |= {start: (start, 0) for start in starts}
     originals = _OriginalNodes(original, makers)
     ops = [_op(start, "Data", (), [start], [(start, 0)]) for start in starts]
@@ -66,7 +66,7 @@ def fusion_mapping(deploy: onnx.ModelProto, original: onnx.ModelProto, *, name: 
     return json.dumps({"name": name, "graph": [{"name": name, "op": ops}]}, indent=1)
 
 
-def is_mapping(text: str) -> bool:
+def is_fusion_mapping(text: str) -> bool:
     """Whether JSON text is a fusion mapping: it has a list of graphs, which no config has."""
     try:
         data = json.loads(text)
@@ -103,9 +103,9 @@ class _OriginalNodes:
 
 def _input_dependent(graph: onnx.GraphProto) -> set[str]:
     """Return the tensors that depend on the inputs."""
-    tensors = {value.name for value in fed_inputs(graph)}
+    tensors = {value.name for value in runtime_inputs(graph)}
     for node in graph.node:
-        if tensors.intersection(reads(node)):
+        if tensors.intersection(iter_reads(node)):
             tensors.update(node.output)
     return tensors
 
@@ -142,9 +142,9 @@ def write_models(
     config: QuantConfig | None,
     records: Mapping[str, LayerRecord],
     folder: Path,
-    subject: Subject,
+    subject: CalibrationSubject,
     *,
-    cann: str = DEFAULT,
+    cann: str = DEFAULT_CANN,
     halves: Collection[str] = (),
     shared: Collection[str] = (),
 ) -> dict[str, Path]:
@@ -159,7 +159,8 @@ def write_models(
         subject: the model that `model` was made from; it has the files' stem, and the nodes that
             ONNX Runtime does not know, which are put back into the models for atc and AMCT.
         cann: CANN version whose parser reads the models for atc and AMCT.
-        halves: tensors that stay in float16, from `deploy.targets.ascend.half.halves_of`.
+        halves: tensors that stay in float16, from
+        `deploy.targets.ascend.float16.find_float16_tensors`.
         shared: layers that share their weight in the original model.
 
     Returns:
@@ -180,7 +181,7 @@ def _contents(
     layers: Mapping[str, QuantLayer],
     config: QuantConfig | None,
     records: Mapping[str, LayerRecord],
-    subject: Subject,
+    subject: CalibrationSubject,
     cann: str,
     halves: Collection[str],
     shared: Collection[str],
@@ -188,7 +189,7 @@ def _contents(
     """Yield (role, ending of the name, content) of each file."""
     from deploy.targets.ascend.deploy_model import deploy_model, modified_model
     from deploy.targets.ascend.fake_quant import amct_qdq_model, fake_quant_model
-    from deploy.targets.ascend.half import narrowed
+    from deploy.targets.ascend.float16 import to_float16
     from deploy.targets.ascend.record import write_record
 
     loaded = subject.loaded
@@ -199,20 +200,20 @@ def _contents(
         for name, one in records.items()
     }
     yield "record", "record.txt", write_record(typed).encode()
-    older = readable(model, cann)
+    older = lower_for_cann(model, cann)
     deploy, fake = deploy_model(older, layers), fake_quant_model(model, layers)
     if halves:
-        deploy = narrowed(deploy, halves)
-        fake = narrowed(fake, halves, exact=[f"{name}.fakedequant.mul" for name in layers])
+        deploy = to_float16(deploy, halves)
+        fake = to_float16(fake, halves, exact=[f"{name}.fakedequant.mul" for name in layers])
     deploy = loaded.whole(deploy)
     for role, ending, made in (
         ("deploy model", "deploy_model.onnx", deploy),
         ("fake-quant model", "fake_quant_model.onnx", fake),
         ("Q/DQ model", "amct_qdq.onnx", loaded.whole(amct_qdq_model(older, layers))),
     ):
-        yield role, ending, stripped(made).SerializeToString(deterministic=True)
+        yield role, ending, strip_metadata(made).SerializeToString(deterministic=True)
     if shared or any(record.rounded is not None for record in records.values()):
-        modified = stripped(loaded.whole(modified_model(model, layers)))
+        modified = strip_metadata(loaded.whole(modified_model(model, layers)))
         yield (
             "modified model",
             "modified_model.onnx",

@@ -22,7 +22,7 @@ _PACKAGE = "calib8.ascend"
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class ProtoField:
     """One field: `kind` is a scalar type, or the name of a message or enum in the table."""
 
     name: str
@@ -32,16 +32,16 @@ class Field:
     oneof: str = ""
 
 
-def _one(kind: str, **numbers: int) -> tuple[Field, ...]:
-    return tuple(Field(name, number, kind) for name, number in numbers.items())
+def _one(kind: str, **numbers: int) -> tuple[ProtoField, ...]:
+    return tuple(ProtoField(name, number, kind) for name, number in numbers.items())
 
 
-def _many(kind: str, **numbers: int) -> tuple[Field, ...]:
-    return tuple(Field(name, number, kind, repeated=True) for name, number in numbers.items())
+def _many(kind: str, **numbers: int) -> tuple[ProtoField, ...]:
+    return tuple(ProtoField(name, number, kind, repeated=True) for name, number in numbers.items())
 
 
-def _choice(oneof: str, *fields: tuple[str, int, str]) -> tuple[Field, ...]:
-    return tuple(Field(name, number, kind, oneof=oneof) for name, number, kind in fields)
+def _choice(oneof: str, *fields: tuple[str, int, str]) -> tuple[ProtoField, ...]:
+    return tuple(ProtoField(name, number, kind, oneof=oneof) for name, number, kind in fields)
 
 
 ENUMS: dict[str, dict[str, int]] = {
@@ -81,13 +81,13 @@ _ACTIVATIONS = _choice(
     ("ifmr_quantize", 100, "FMRQuantize"),
     ("hfmg_quantize", 101, "HFMGQuantize"),
 )
-_CALIBRATION: tuple[Field, ...] = (
+_CALIBRATION: tuple[ProtoField, ...] = (
     *_choice("weights", ("arq_quantize", 13, "ARQuantize"), ("ada_quantize", 15, "ADAquantize")),
     *_ACTIVATIONS,
     *_choice("balancer", ("dmq_balancer", 200, "DMQBalancer")),
 )
 
-MESSAGES: dict[str, tuple[Field, ...]] = {
+MESSAGES: dict[str, tuple[ProtoField, ...]] = {
     "AMCTConfig": (
         *_one("uint32", batch_num=1),
         *_one("bool", activation_offset=2, do_fusion=200),
@@ -220,7 +220,7 @@ MESSAGES: dict[str, tuple[Field, ...]] = {
 }
 
 # keys that are not in the simplified configuration -> the place they belong to
-ELSEWHERE = {
+FOREIGN_KEYS = {
     "joint_quant": "a key of AMCT's binary packages",
     "nuq_config": "a key of AMCT's binary packages",
     "version": "a key of the quant config JSON",
@@ -254,7 +254,7 @@ def _pool() -> Any:
     return pool
 
 
-def _describe(message: Any, fields: tuple[Field, ...]) -> None:
+def _describe(message: Any, fields: tuple[ProtoField, ...]) -> None:
     from google.protobuf.descriptor_pb2 import FieldDescriptorProto as Proto
 
     groups = sorted({f.oneof for f in fields if f.oneof})
@@ -294,7 +294,7 @@ def print_text(message: Message) -> str:
     return str(text_format.MessageToString(message))
 
 
-def near(word: str, known: list[str] | tuple[str, ...]) -> str:
+def suggest_name(word: str, known: list[str] | tuple[str, ...]) -> str:
     """Return "did you mean ...?" with the nearest known name, or the list of known names."""
     return did_you_mean(word, known, f"known: {', '.join(sorted(known)[:24])}")
 
@@ -306,8 +306,10 @@ def _hint(error: Exception) -> str:
         return text
     message = text.split('type "')[1].split('"')[0].rsplit(".", 1)[-1]
     word = text.split('field named "')[1].split('"')[0]
-    if word in ELSEWHERE:
-        return f"{word!r} in {message}, which is {ELSEWHERE[word]}"
+    if word in FOREIGN_KEYS:
+        return f"{word!r} in {message}, which is {FOREIGN_KEYS[word]}"
     place = text.split(" : ")[0] if " : " in text else ""
     known = [f.name for f in MESSAGES.get(message, ())]
-    return f"{place + ': ' if place else ''}no key {word!r} in {message}; {near(word, known)}"
+    return (
+        f"{place + ': ' if place else ''}no key {word!r} in {message}; {suggest_name(word, known)}"
+    )

@@ -21,7 +21,7 @@ from deploy.errors import ExportError
 from deploy.graph.index import Graph
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.record import LayerRecord, check_record
-from deploy.targets.stored import StoredWeight, stored_weight
+from deploy.targets.stored_weights import StoredWeight, make_stored_weight
 
 # GE stores the quantize scale in float16, or its square root if it is larger (sqrt_mode), which
 # happens with 16 bits; quant_host_cpu_op_common, MIN/MAX_SCALE_VALUE and DealQauntNotRequant
@@ -95,10 +95,12 @@ def quantize_fitting(
     return quantized, unfit
 
 
-def stored_of(layers: Mapping[str, QuantLayer]) -> tuple[StoredWeight, ...]:
+def deployed_weights(layers: Mapping[str, QuantLayer]) -> tuple[StoredWeight, ...]:
     """Return the layers' weights as the deploy model stores them."""
     return tuple(
-        stored_weight(name, one.layer.kind, _stored_rows(one.weight, one.layer), one.record.scale_w)
+        make_stored_weight(
+            name, one.layer.kind, _stored_rows(one.weight, one.layer), one.record.scale_w
+        )
         for name, one in layers.items()
         if one.weight is not None
     )
@@ -128,7 +130,7 @@ def balanced_weight(weight: Float32Array, layer: Layer, factors: Float32Array) -
     return np.asarray(scaled, np.float32)
 
 
-def rows_of(weight: Float32Array, layer: Layer) -> Float32Array:
+def to_rows(weight: Float32Array, layer: Layer) -> Float32Array:
     """Return a weight in ONNX layout with output channels first, for `calibrators.amct.arq`."""
     if layer.kind == "ConvTranspose":
         return np.ascontiguousarray(channels_first(weight, layer.group), np.float32)
@@ -146,7 +148,7 @@ def from_rows(rows: NDArray[np.floating], layer: Layer) -> Float32Array:
     return np.ascontiguousarray(rows, np.float32)
 
 
-def array_of(index: Graph, name: str) -> Float32Array:
+def read_constant(index: Graph, name: str) -> Float32Array:
     """Return the value of a constant, float32."""
     return np.asarray(numpy_helper.to_array(index.constants[name]), np.float32)
 
@@ -157,11 +159,11 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
     channels = record.factors.size
     shape = (1, channels, *[1] * layer.rank)
     inverse = (np.float32(1) / record.factors).reshape(shape) if channels else None
-    dequant = step_of(record)
+    dequant = dequant_scales(record)
     weight = None
     if layer.weight:
-        weight = _integers(array_of(index, layer.weight), layer, record)
-    bias = bias_steps(array_of(index, layer.bias), dequant) if layer.bias else None
+        weight = _integers(read_constant(index, layer.weight), layer, record)
+    bias = quantize_bias(read_constant(index, layer.bias), dequant) if layer.bias else None
     if weight is not None and record.act_bits < 16:
         _check_sums(weight, bias, layer, record.act_bits)
     return QuantLayer(
@@ -201,7 +203,7 @@ def _second(layer: Layer, record: LayerRecord) -> QuantLayer:
 def _integers(weight: Float32Array, layer: Layer, record: LayerRecord) -> NDArray[np.int8]:
     if record.factors.size not in (0, layer.channels_in):
         raise ExportError(f"{layer.channels_in} DMQ factors are needed, got {record.factors.size}")
-    rows = rows_of(balanced_weight(weight, layer, record.factors), layer)
+    rows = to_rows(balanced_weight(weight, layer, record.factors), layer)
     if record.scale_w.size not in (1, rows.shape[0]):
         raise ExportError(f"1 or {rows.shape[0]} scale_w are needed, got {record.scale_w.size}")
     offset = np.zeros(record.scale_w.size, np.int32)
@@ -237,14 +239,14 @@ def _check_sums(
         raise ExportError(f"sums of products must fit int32, got up to {worst:.3g}")
 
 
-def step_of(record: LayerRecord) -> Float32Array:
+def dequant_scales(record: LayerRecord) -> Float32Array:
     """Return the real value of 1 in a layer's sums: scale_w * scale_d, float32 [C_out] or [1]."""
     assert record.scale_d is not None
     scale_w = record.scale_w if record.scale_w.size else np.ones(1, np.float32)
     return np.asarray(scale_w * record.scale_d, np.float32)
 
 
-def bias_steps(bias: Float32Array, dequant: Float32Array) -> NDArray[np.int32]:
+def quantize_bias(bias: Float32Array, dequant: Float32Array) -> NDArray[np.int32]:
     """Return a bias in steps of scale_w * scale_d, int32 [C_out].
 
     Raises:

@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deploy.errors import ExportError
-from deploy.frontends.pairs import Grid, UnfitError, input_grid, weight_grid
-from deploy.frontends.unpaired import named, without_pairs
-from deploy.graph.bounds import wide_nodes
+from deploy.frontends.pair_removal import prepare_qdq_model, remove_pairs
+from deploy.frontends.pairs import PairGrid, UnfitError, input_grid, weight_grid
+from deploy.graph.bounds import find_float16_overflows
 from deploy.graph.index import Graph
-from deploy.targets.ascend.config_keys import quoted_layers
+from deploy.targets.ascend.config_keys import summarize_layers
 from deploy.targets.ascend.layers import TYPES
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class QdqLayerParams:
     """Quantization parameters of a layer, read from its Q/DQ pairs.
 
     Attributes:
@@ -89,7 +89,7 @@ class Taken:
     scale_w: NDArray[np.float32]
 
 
-def taken_over(index: Graph) -> tuple[dict[str, Taken], dict[str, str]]:
+def read_qdq_layers(index: Graph) -> tuple[dict[str, QdqLayerParams], dict[str, str]]:
     """Return layer -> parameters, and layer -> why Ascend cannot use its pairs.
 
     Args:
@@ -106,9 +106,9 @@ def taken_over(index: Graph) -> tuple[dict[str, Taken], dict[str, str]]:
     return taken, why
 
 
-def _taken(node: onnx.NodeProto, index: Graph) -> Taken:
+def _taken(node: onnx.NodeProto, index: Graph) -> QdqLayerParams:
     grid = _in_int8(input_grid(node, index))
-    return Taken(
+    return QdqLayerParams(
         scale_d=np.float32(grid.scale.reshape(-1)[0]),
         offset_d=int(grid.offset.reshape(-1)[0]),
         scale_w=np.ones(1, np.float32) if node.op_type == "AveragePool" else _weight(node, index),
@@ -123,7 +123,7 @@ def _weight(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32]:
     return scales
 
 
-def _in_int8(grid: Grid) -> Grid:
+def _in_int8(grid: PairGrid) -> PairGrid:
     """Return the grid if it has 8 bits, else raise UnfitError."""
     if not grid.bits8:
         raise UnfitError(f"it is quantized to {grid.dtype}, and Ascend's layers to int8")
@@ -143,7 +143,7 @@ _ROOM = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Converted:
+class ConvertedModel:
     """Result of `from_qdq`.
 
     Attributes:
@@ -155,7 +155,9 @@ class Converted:
     recipe: Recipe
 
 
-def from_qdq(quantized: onnx.ModelProto, path: Path, *, keep_rounding: bool = True) -> Converted:
+def recipe_from_qdq(
+    quantized: onnx.ModelProto, path: Path, *, keep_rounding: bool = True
+) -> ConvertedModel:
     """Convert a Q/DQ model to a float model and the records of its pairs.
 
     Args:
@@ -169,16 +171,16 @@ def from_qdq(quantized: onnx.ModelProto, path: Path, *, keep_rounding: bool = Tr
         ExportError: Ascend cannot use the pairs of any layer.
     """
     from deploy.frontends import load
-    from deploy.frontends.metadata import carried_of
-    from deploy.targets.ascend.settled import prepared
+    from deploy.frontends.metadata import read_metadata_preprocess
+    from deploy.targets.ascend.preparation import prepare_model
 
-    carried = carried_of(quantized, path)
-    model = named(quantized)
-    taken, why = taken_over(Graph(model))
+    carried = read_metadata_preprocess(quantized, path)
+    model = prepare_qdq_model(quantized)
+    taken, why = read_qdq_layers(Graph(model))
     while True:
-        plain = without_pairs(model, taken, keep_rounding=keep_rounding)
+        plain = remove_pairs(model, taken, keep_rounding=keep_rounding)
         loaded = load(plain.model, fold_batchnorm=False)
-        float_model, graph = prepared(loaded.model)
+        float_model, graph = prepare_model(loaded.model)
         loaded = replace(loaded, model=float_model, name=path.stem, carried=carried)
         layers, changed, unfit = _quantized(float_model, graph, taken)
         if len(layers) == len(taken):
@@ -206,11 +208,11 @@ def from_qdq(quantized: onnx.ModelProto, path: Path, *, keep_rounding: bool = Tr
             *_float_pair_notes(plain.loose, keep_rounding=keep_rounding),
         ),
     )
-    return Converted(loaded=loaded, recipe=recipe)
+    return ConvertedModel(loaded=loaded, recipe=recipe)
 
 
 def _quantized(
-    model: onnx.ModelProto, graph: LayerGraph, taken: Mapping[str, Taken]
+    model: onnx.ModelProto, graph: LayerGraph, taken: Mapping[str, QdqLayerParams]
 ) -> tuple[dict[str, QuantLayer], dict[str, str], dict[str, str]]:
     """Quantize the layers of `taken`.
 
@@ -234,10 +236,12 @@ def _quantized(
     return layers, {name: changed[name] for name in layers}, unfit | outside
 
 
-def _record(params: Taken, name: str, graph: LayerGraph, index: Graph) -> tuple[LayerRecord, str]:
+def _record(
+    params: QdqLayerParams, name: str, graph: LayerGraph, index: Graph
+) -> tuple[LayerRecord, str]:
     """Return a layer's record, and why its weight is rounded again: `_MATRIX`, `_ROOM` or ""."""
     from calibrators.amct.arq import arq
-    from deploy.targets.ascend.quant_layer import array_of, rows_of
+    from deploy.targets.ascend.quant_layer import read_constant, to_rows
     from deploy.targets.ascend.record import LayerRecord
 
     layer, scales = graph.layers[name], params.scale_w
@@ -245,10 +249,10 @@ def _record(params: Taken, name: str, graph: LayerGraph, index: Graph) -> tuple[
         scales = scales[:1]
     changed = ""
     if not layer.channel_wise and scales.size > 1:
-        scales, _ = arq(rows_of(array_of(index, layer.weight), layer), channel_wise=False)
+        scales, _ = arq(to_rows(read_constant(index, layer.weight), layer), channel_wise=False)
         changed = _MATRIX
     elif layer.bias and scales.size > 1:
-        larger = _with_room(scales, array_of(index, layer.bias).reshape(-1), params.scale_d)
+        larger = _with_room(scales, read_constant(index, layer.bias).reshape(-1), params.scale_d)
         changed = _ROOM if (larger != scales).any() else ""
         scales = larger
     record = LayerRecord(
@@ -319,22 +323,22 @@ _FORCED = (
 )
 
 
-def widths(records: Mapping[str, LayerRecord]) -> Iterator[str]:
+def bit_width_notes(records: Mapping[str, LayerRecord]) -> Iterator[str]:
     """Yield notes on layers that are not entirely int8, and the chips that accept them."""
     for bits, chips in ((16, _NANO), (4, _FOUR)):
         names = [name for name, one in records.items() if one.act_bits == bits]
         if names:
-            yield f"Activations of {quoted_layers(names)} are of {bits} bits, {chips}."
+            yield f"Activations of {summarize_layers(names)} are of {bits} bits, {chips}."
     if any(one.act_bits != 8 for one in records.values()):
         yield "The Q/DQ model has those layers in float: AMCT's convert takes only int8."
     names = [name for name, one in records.items() if one.weighted and one.weight_bits == 4]
     if names:
-        yield f"Weights of {quoted_layers(names)} are of 4 bits, {_PACKED}."
+        yield f"Weights of {summarize_layers(names)} are of 4 bits, {_PACKED}."
     if any(one.force_fp16 for one in records.values()):
         yield f"FORCE_FP16_QUANT: {_FORCED}."
 
 
-def narrow(recipe: Recipe, flags: Collection[str]) -> Iterator[str]:
+def float16_overflow_notes(recipe: Recipe, flags: Collection[str]) -> Iterator[str]:
     """Yield a note on float nodes whose values exceed float16, in which atc computes them.
 
     Args:
@@ -344,7 +348,7 @@ def narrow(recipe: Recipe, flags: Collection[str]) -> Iterator[str]:
     if any(flag.partition("=")[0] in _TYPE_FLAGS for flag in flags):
         return
     known = {n: max(-one.observed_min, one.observed_max) for n, one in recipe.ranges.items()}
-    why = wide_nodes(Graph(recipe.model), known, but=recipe.layers.keys())
+    why = find_float16_overflows(Graph(recipe.model), known, but=recipe.layers.keys())
     if why:
         yield (
             "atc computes in float16 what is not int8, which is too narrow for"
@@ -353,7 +357,7 @@ def narrow(recipe: Recipe, flags: Collection[str]) -> Iterator[str]:
         )
 
 
-def shared(names: Collection[str], model: str) -> Iterator[str]:
+def shared_weight_notes(names: Collection[str], model: str) -> Iterator[str]:
     """Yield a note on layers with shared weights, and the model that AMCT needs for them.
 
     Args:
@@ -362,17 +366,19 @@ def shared(names: Collection[str], model: str) -> Iterator[str]:
     """
     if names:
         yield (
-            f"{quoted_layers(names)} share weights with other nodes, and have copies of them in the"
+            f"{summarize_layers(names)} share weights with other nodes, and have copies of them"
+            " in the"
             " written models. AMCT itself refuses shared weights: with this config or record give"
             f" it {model}_modified_model.onnx."
         )
 
 
-def halves(layers: Mapping[str, QuantLayer], names: Collection[str]) -> Iterator[str]:
+def float16_notes(layers: Mapping[str, QuantLayer], names: Collection[str]) -> Iterator[str]:
     """Yield a note on layers whose tensors are float16; `names` are the float16 tensors."""
     half_layers = [name for name, one in layers.items() if one.layer.output in names]
     if half_layers:
         yield (
-            f"{quoted_layers(half_layers)} read and give float16, as in the file; calibration and"
+            f"{summarize_layers(half_layers)} read and give float16, as in the file; calibration"
+            " and"
             " evaluation ran in float32."
         )

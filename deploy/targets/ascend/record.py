@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from calibrators.amct.arq import FLT_EPSILON, ascend_clip_range, ascend_range
 from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, hfmg
 from calibrators.amct.ifmr import AscendScale, IfmrHistogram, IfmrParams, ifmr_streaming
-from calibrators.amct.recorders import Exact
+from calibrators.amct.recorders import AllValues
 from calibrators.scales import Scale
 from calibrators.statistics import Recorder
 from deploy.errors import ConfigError
@@ -26,12 +26,12 @@ from deploy.targets.ascend.config_keys import (
     INT4_WEIGHTS,
     INT16_LAYERS,
     LayerConfig,
-    refuse_unknown,
+    check_tensor_input,
     takes_activations,
     takes_weights,
 )
 from deploy.targets.ascend.layers import Layer, LayerGraph
-from deploy.targets.ascend.proto import message_class, near, parse_text, print_text
+from deploy.targets.ascend.proto import message_class, parse_text, print_text, suggest_name
 
 _SMALLEST = 2.0**-52  # AMCT: scales within [DBL_EPSILON, 1 / DBL_EPSILON]
 _ROUNDED = "# weights rounded by AdaRound, in the modified model: "
@@ -109,7 +109,7 @@ def _rounded_comments(records: Mapping[str, LayerRecord]) -> str:
     return "".join(f"{_ROUNDED}{json.dumps(name)}\n" for name in names)
 
 
-def adaptive_layers(text: str) -> list[str]:
+def read_adaround_layers(text: str) -> list[str]:
     """Return the layers that AdaRound rounded, from a record's comments."""
     lines = (line[len(_ROUNDED) :] for line in text.splitlines() if line.startswith(_ROUNDED))
     names = [from_json(line, rule=_RULE, error=ConfigError) for line in lines]
@@ -142,7 +142,7 @@ def read_record(text: str, what: str = "the record") -> dict[str, LayerRecord]:
     return records
 
 
-def others(text: str, what: str = "the record") -> tuple[str, ...]:
+def describe_ignored_entries(text: str, what: str = "the record") -> tuple[str, ...]:
     """Describe the record's entries that calib8 does not deploy, after AMCT's checks.
 
     Raises:
@@ -185,7 +185,7 @@ def check_record(records: Mapping[str, LayerRecord], graph: LayerGraph) -> None:
         elif name not in known:
             raise ConfigError(
                 f"layer {name!r} of the record is not in the model;"
-                f" {near(name, list(graph.layers))}"
+                f" {suggest_name(name, list(graph.layers))}"
             )
         if record.scale_d is None:
             raise ConfigError(
@@ -222,7 +222,7 @@ def _check_tensor(name: str, graph: LayerGraph) -> None:
             "a record with is_tensor_quantize must be of an input, '<layer>:<index>', got"
             f" {name!r}; take the key out of a layer's record"
         )
-    refuse_unknown(node, int(place), graph)
+    check_tensor_input(node, int(place), graph)
 
 
 def _check_weights(name: str, record: LayerRecord, layer: Layer) -> None:
@@ -313,7 +313,7 @@ def _width(key: str, kind: str, known: tuple[int, ...]) -> int:
     return widths[kind]
 
 
-def params_of(entry: LayerConfig) -> IfmrParams | HfmgParams:
+def search_params(entry: LayerConfig) -> IfmrParams | HfmgParams:
     """Return the parameters of a layer's activation search."""
     act = entry.activation
     affine = bool(act.asymmetric)
@@ -329,32 +329,32 @@ def params_of(entry: LayerConfig) -> IfmrParams | HfmgParams:
     )
 
 
-def searched(recorder: Recorder, params: IfmrParams | HfmgParams) -> AscendScale:
+def search_activation_scale(recorder: Recorder, params: IfmrParams | HfmgParams) -> AscendScale:
     """Run the search on the recorded statistics; return scale and offset."""
     if isinstance(recorder, HfmgHistogram) and isinstance(params, HfmgParams):
         return hfmg(recorder, params)
-    if isinstance(recorder, Exact) and isinstance(params, IfmrParams):
+    if isinstance(recorder, AllValues) and isinstance(params, IfmrParams):
         return recorder.search(params)
     assert isinstance(recorder, IfmrHistogram) and isinstance(params, IfmrParams)
     return ifmr_streaming(recorder, params)
 
 
-def dead(recorder: Recorder) -> bool:
+def is_zero_input(recorder: Recorder) -> bool:
     """Whether all observed values are zero."""
-    assert isinstance(recorder, HfmgHistogram | IfmrHistogram | Exact)
+    assert isinstance(recorder, HfmgHistogram | IfmrHistogram | AllValues)
     return recorder.dead
 
 
-def faint(record: LayerRecord, recorder: Recorder) -> bool:
+def is_rounded_to_zero(record: LayerRecord, recorder: Recorder) -> bool:
     """Whether all observed values round to zero."""
-    assert isinstance(recorder, HfmgHistogram | IfmrHistogram | Exact)
+    assert isinstance(recorder, HfmgHistogram | IfmrHistogram | AllValues)
     assert record.scale_d is not None
     return max(map(abs, recorder.extremes)) < 0.5 * float(record.scale_d)
 
 
-def range_of(record: LayerRecord, recorder: Recorder, entry: LayerConfig) -> Scale:
+def clip_range(record: LayerRecord, recorder: Recorder, entry: LayerConfig) -> Scale:
     """Return the clip range of a record's activation scale."""
-    assert isinstance(recorder, HfmgHistogram | IfmrHistogram | Exact)
+    assert isinstance(recorder, HfmgHistogram | IfmrHistogram | AllValues)
     assert record.scale_d is not None
     lo, hi = ascend_clip_range(record.scale_d, record.offset_d, record.act_bits)
     least, most = recorder.extremes

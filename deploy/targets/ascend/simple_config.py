@@ -11,22 +11,22 @@ from dataclasses import replace
 from typing import Any
 
 from deploy.errors import ConfigError
-from deploy.targets.ascend.config import settled, why_not
+from deploy.targets.ascend.config import no_layer_reason, resolve_config
 from deploy.targets.ascend.config_keys import (
-    Activation,
+    ActivationParams,
     LayerConfig,
     QuantConfig,
     TensorConfig,
-    Weight,
+    WeightParams,
     activation_from,
-    checked_keys,
+    activation_width_notes,
+    check_simple_keys,
     refuse_repeats,
     takes_activations,
-    told_of_activations,
     weight_from,
 )
 from deploy.targets.ascend.layers import ALIASES, TYPES, Layer, LayerGraph
-from deploy.targets.ascend.proto import message_class, near, parse_text, print_text
+from deploy.targets.ascend.proto import message_class, parse_text, print_text, suggest_name
 
 _BITS = {1: 8, 2: 16}  # DataType.INT8, INT16
 
@@ -71,9 +71,9 @@ def read_simple_config(text: str, graph: LayerGraph, what: str = "the config") -
         ),
         tensors=tuple(_tensor(one, common) for one in message.tensor_quantize),
         layers=layers,
-        told=tuple(told_of_activations(lowered)),
+        told=tuple(activation_width_notes(lowered)),
     )
-    return settled(config, graph)
+    return resolve_config(config, graph)
 
 
 def write_simple_config(config: QuantConfig) -> str:
@@ -119,7 +119,9 @@ def _kinds(word: str) -> tuple[str, ...]:
     if word in ALIASES:
         return ALIASES[word]
     known = [*TYPES, *ALIASES]
-    raise ConfigError(f"layer type {word!r} does not support quantization; {near(word, known)}")
+    raise ConfigError(
+        f"layer type {word!r} does not support quantization; {suggest_name(word, known)}"
+    )
 
 
 def _skipped(message: Any, graph: LayerGraph) -> set[str]:
@@ -128,7 +130,7 @@ def _skipped(message: Any, graph: LayerGraph) -> set[str]:
         if name not in graph.layers and name not in graph.refused:
             raise ConfigError(
                 f"layer {name!r} of skip_layers does not exist in the model;"
-                f" {near(name, list(graph.layers))}"
+                f" {suggest_name(name, list(graph.layers))}"
             )
         skipped.add(name)
     words = _once(message.skip_layer_types, "skip_layer_types")
@@ -162,7 +164,9 @@ def _by_name(message: Any, graph: LayerGraph) -> dict[str, Any]:
         _complete(override, "layer_name", "override_layer_configs")
         name = override.layer_name
         if name not in graph.names:
-            raise ConfigError(f"layer {name!r} of override_layer_configs {why_not(name, graph)}")
+            raise ConfigError(
+                f"layer {name!r} of override_layer_configs {no_layer_reason(name, graph)}"
+            )
         if name in found:
             raise ConfigError(
                 f"override_layer_configs must name each layer once, got {name!r} again"
@@ -187,7 +191,7 @@ def _merged(parts: list[Any], layer: Layer, common: Any) -> LayerConfig:
     weights = next((part for part in parts if part.WhichOneof("weights")), None)
     acts = next((part for part in parts if part.WhichOneof("activations")), None)
     balancer = next((part for part in parts if part.WhichOneof("balancer")), None)
-    act = _activation(acts) if acts is not None else Activation()
+    act = _activation(acts) if acts is not None else ActivationParams()
     if not layer.symmetric_only:
         act = _like_common(act, common) if acts is not None else act
     elif acts is common:
@@ -196,10 +200,12 @@ def _merged(parts: list[Any], layer: Layer, common: Any) -> LayerConfig:
     if balancer is not None and not (balancer is common and not layer.weight):
         dmq = balancer.dmq_balancer
         given = _decimal(dmq.migration_strength) if dmq.HasField("migration_strength") else 0.5
-        strength = checked_keys({"dmq_balancer_param": given}, weight=False)["dmq_balancer_param"]
-    weight = _weight(weights) if weights is not None else Weight()
+        strength = check_simple_keys({"dmq_balancer_param": given}, weight=False)[
+            "dmq_balancer_param"
+        ]
+    weight = _weight(weights) if weights is not None else WeightParams()
     if weights is common and weight.wts_algo == "ada_quantize" and not layer.adaptive:
-        weight = Weight()
+        weight = WeightParams()
     return LayerConfig(activation=act, weight=weight, dmq_balancer_param=strength)
 
 
@@ -207,7 +213,7 @@ def _tensor(part: Any, common: Any) -> TensorConfig:
     """Return one tensor_quantize entry; its default algorithm is IFMR, as in AMCT."""
     _complete(part, "layer_name", "tensor_quantize", "input_index")
     try:
-        chosen = _activation(part) if part.WhichOneof("activations") else Activation()
+        chosen = _activation(part) if part.WhichOneof("activations") else ActivationParams()
     except ConfigError as error:
         raise ConfigError(f"{error} (in tensor_quantize of {part.layer_name!r})") from None
     return TensorConfig(
@@ -217,7 +223,7 @@ def _tensor(part: Any, common: Any) -> TensorConfig:
     )
 
 
-def _like_common(act: Activation, common: Any) -> Activation:
+def _like_common(act: ActivationParams, common: Any) -> ActivationParams:
     """Inherit `asymmetric` from common_config if unset and both have the same algorithm."""
     if act.asymmetric is not None or common is None or not common.WhichOneof("activations"):
         return act
@@ -238,7 +244,7 @@ def _set_fields(message: Any) -> dict[str, Any]:
     return found
 
 
-def _activation(part: Any) -> Activation:
+def _activation(part: Any) -> ActivationParams:
     algo = part.WhichOneof("activations")
     given = _set_fields(getattr(part, algo))
     keys: dict[str, Any] = {"act_algo": "ifmr" if algo == "ifmr_quantize" else "hfmg"}
@@ -246,14 +252,14 @@ def _activation(part: Any) -> Activation:
         keys["num_bits"] = _BITS[given.pop("dst_type")]
     ends = (given.pop("search_range_start", None), given.pop("search_range_end", None))
     if ends != (None, None):
-        defaults = Activation().search_range
+        defaults = ActivationParams().search_range
         keys["search_range"] = [
             default if end is None else end for end, default in zip(ends, defaults, strict=True)
         ]
-    return activation_from(checked_keys({**given, **keys}, weight=False))
+    return activation_from(check_simple_keys({**given, **keys}, weight=False))
 
 
-def _weight(part: Any) -> Weight:
+def _weight(part: Any) -> WeightParams:
     algo = part.WhichOneof("weights")
     given = _set_fields(getattr(part, algo))
     keys: dict[str, Any] = {"wts_algo": algo}
@@ -261,14 +267,14 @@ def _weight(part: Any) -> Weight:
         keys["num_bits"] = given.pop("quant_bits")
     ends = (given.pop("beta_range_start", None), given.pop("beta_range_end", None))
     if ends != (None, None):
-        defaults = Weight().beta_range
+        defaults = WeightParams().beta_range
         keys["beta_range"] = [
             default if end is None else end for end, default in zip(ends, defaults, strict=True)
         ]
-    return weight_from(checked_keys({**given, **keys}, weight=True))
+    return weight_from(check_simple_keys({**given, **keys}, weight=True))
 
 
-def _write_weight(entry: Any, weight: Weight) -> None:
+def _write_weight(entry: Any, weight: WeightParams) -> None:
     if weight.wts_algo == "arq_quantize":
         entry.arq_quantize.SetInParent()
         if weight.num_bits != 8:
@@ -284,7 +290,7 @@ def _write_weight(entry: Any, weight: Weight) -> None:
         ada.channel_wise = weight.channel_wise
 
 
-def _write_activation(entry: Any, act: Activation) -> None:
+def _write_activation(entry: Any, act: ActivationParams) -> None:
     if act.act_algo == "ifmr":
         target = entry.ifmr_quantize
         target.search_range_start, target.search_range_end = act.search_range

@@ -22,35 +22,35 @@ from typing import TYPE_CHECKING, ClassVar
 from deploy.errors import ConfigError, SdkMissingError
 from deploy.targets.ascend.atc import (
     COLORS,
-    DEFAULT,
+    DEFAULT_CANN,
     NO_ATC,
     PARSERS,
     STANDARDS,
-    Source,
-    read_size,
+    AippSource,
+    parse_size,
     write_om,
     write_readme,
 )
-from deploy.targets.ascend.settled import (
+from deploy.targets.ascend.preparation import (
     calibration_notes,
-    chips,
-    decided,
-    planned,
-    prepared,
-    searches,
-    unfused,
-    without,
+    chip_notes,
+    decide_precisions,
+    describe_algorithms,
+    disable_layers,
+    make_default_plan,
+    prepare_model,
+    unfuse_batchnorms,
 )
-from deploy.targets.base import BuildRequest, Built
-from deploy.targets.options import check, option
+from deploy.targets.base import BuildRequest, BuildResult
+from deploy.targets.options import check_options, option
 
 if TYPE_CHECKING:
     import onnx
 
-    from deploy.calibration.observation import Observation, Subject
-    from deploy.frontends.base import Trained
+    from deploy.calibration.observation import CalibrationSubject, Observation
+    from deploy.frontends.base import QdqCalibration
     from deploy.graph.plan import FloatNodes, Plan
-    from deploy.targets.ascend.amct_calibration import Recorded, RecordPlan
+    from deploy.targets.ascend.amct_calibration import CalibrationRecord, RecordPlan
     from deploy.targets.ascend.atc import AtcOptions
     from deploy.targets.ascend.config_keys import QuantConfig
     from deploy.targets.ascend.layers import LayerGraph
@@ -127,7 +127,7 @@ class Ascend:
         (), flag="--atc-flag", metavar="--NAME=VALUE", help="A further flag of atc."
     )
     cann: str = option(
-        DEFAULT,
+        DEFAULT_CANN,
         choices=tuple(PARSERS),
         help="CANN version whose atc reads the models; it decides their opset.",
     )
@@ -154,12 +154,12 @@ class Ascend:
     @property
     def alternatives(self) -> tuple[str, ...]:
         """IFMR without clipping, if no configuration file sets the search."""
-        from deploy.targets.ascend.amct_calibration import KEEPING
+        from deploy.targets.ascend.amct_calibration import UNCLIPPED_METHOD
 
-        return (KEEPING,) if self.config is None else ()
+        return (UNCLIPPED_METHOD,) if self.config is None else ()
 
     def __post_init__(self) -> None:
-        check(self)
+        check_options(self)
         self._source()
         self._atc()  # a wrong chip or flag is refused before the calibration
 
@@ -168,7 +168,7 @@ class Ascend:
 
         return AtcOptions(soc=self.soc, extra=self.atc_flags)
 
-    def _source(self) -> Source:
+    def _source(self) -> AippSource:
         """Return the format of the .om's input images.
 
         Raises:
@@ -186,9 +186,9 @@ class Ascend:
                 f"{given[0]} is for an .om with AIPP, got {options[given[0]]!r} without aipp;"
                 " give --aipp too"
             )
-        source = Source(
+        source = AippSource(
             color=self.source_color,
-            size=None if self.source_size is None else read_size(self.source_size),
+            size=None if self.source_size is None else parse_size(self.source_size),
             standard=self.csc or "bt601-narrow",
             dynamic=self.dynamic_aipp,
         )
@@ -201,22 +201,22 @@ class Ascend:
 
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
         """Return the inputs of the layers; `demand` decides what is observed of them."""
-        from deploy.targets.ascend.recorded import read_any_config
+        from deploy.targets.ascend.existing_files import read_any_config
 
-        _, graph = prepared(model)
+        _, graph = prepare_model(model)
         names: Collection[str] = graph.layers
         if self.config is not None:
             config = read_any_config(self.config, graph)  # refuse a bad one before calibration
-            names = {*graph.layers, *without(config, float_nodes).entries()}
+            names = {*graph.layers, *disable_layers(config, float_nodes).entries()}
         layers = (one for one in graph.asked(names).values() if one.node not in float_nodes)
         read = ((one.input, *(one.others if one.two_activations else ())) for one in layers)
         return tuple(dict.fromkeys(tensor for tensors in read for tensor in tensors))
 
     def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
         """Return the layers that AMCT quantizes by default, and why the others stay float."""
-        return planned(model, float_nodes)
+        return make_default_plan(model, float_nodes)
 
-    def demand(self, subject: Subject) -> tuple[Observation, ...]:
+    def demand(self, subject: CalibrationSubject) -> tuple[Observation, ...]:
         """Return the statistics of AMCT's searches, on the model with fake-quantized weights.
 
         Raises:
@@ -235,28 +235,33 @@ class Ascend:
         plan, _, layers, _ = self._quantized(request)
         return fake_quant_model(plan.model, layers)
 
-    def _recorded(self, request: BuildRequest) -> tuple[RecordPlan, Recorded, QuantConfig]:
+    def _recorded(self, request: BuildRequest) -> tuple[RecordPlan, CalibrationRecord, QuantConfig]:
         """Return the plan, the records by the chosen searches, and the config of these searches."""
-        from deploy.targets.ascend.amct_calibration import keeping, keeping_plan, kept_layers, mixed
+        from deploy.targets.ascend.amct_calibration import (
+            disable_clipping,
+            replace_records,
+            unclipped_layers,
+            unclipped_plan,
+        )
 
-        def make() -> tuple[onnx.ModelProto, RecordPlan, Recorded]:
+        def make() -> tuple[onnx.ModelProto, RecordPlan, CalibrationRecord]:
             plan = self.record_plan(request.subject)  # the entry holds the model of this id
             return request.model, plan, plan.record(request.ranges.observed)
 
         key = self, id(request.model)
         _, plan, records = request.ranges.once(key, make)
-        layers = kept_layers(plan, request.choices)
+        layers = unclipped_layers(plan, request.choices)
         if layers:
-            unclipped: Recorded = request.ranges.once(
+            unclipped: CalibrationRecord = request.ranges.once(
                 (*key, "nothing clipped"),
-                lambda: keeping_plan(plan).record(request.ranges.observed),
+                lambda: unclipped_plan(plan).record(request.ranges.observed),
             )
-            records = mixed(plan, records, unclipped, layers)
-        return plan, records, keeping(plan.config, layers)
+            records = replace_records(plan, records, unclipped, layers)
+        return plan, records, disable_clipping(plan.config, layers)
 
     def _quantized(
         self, request: BuildRequest
-    ) -> tuple[RecordPlan, Recorded, dict[str, QuantLayer], QuantConfig]:
+    ) -> tuple[RecordPlan, CalibrationRecord, dict[str, QuantLayer], QuantConfig]:
         """Return the plan, the records of the int8 layers, these layers, and their config.
 
         A layer that goes back to float does not change the scales of the others, as in AMCT's
@@ -273,10 +278,10 @@ class Ascend:
                 f" {self.float_way}"
             )
         layers = quantize_layers(plan.model, plan.graph, records)
-        config = without(config, tuple(in_float))
+        config = disable_layers(config, tuple(in_float))
         return plan, replace(calibrated, records=records), layers, config
 
-    def build(self, request: BuildRequest) -> Built:
+    def build(self, request: BuildRequest) -> BuildResult:
         """Write config, record, deploy, fake-quant and Q/DQ models, AIPP; run an installed `atc`.
 
         Raises:
@@ -296,16 +301,16 @@ class Ascend:
             records=calibrated.records,
             layers=layers,
             config=config,
-            method=searches(plan.config),
+            method=describe_algorithms(plan.config),
             ranges=calibrated.ranges,
             why=request.float_nodes,
             notes=tuple(calibration_notes(calibrated, plan)),
         )
         return self.files(recipe, request)
 
-    def _refuse_quantizing(self, trained: Trained) -> None:
+    def _refuse_quantizing(self, trained: QdqCalibration) -> None:
         """Refuse options that decide how a float model is quantized."""
-        from deploy.targets.trained import refuse_options
+        from deploy.targets.prequantized import refuse_options
 
         given = {
             "--ascend-config": self.config is not None,
@@ -314,17 +319,17 @@ class Ascend:
         }
         refuse_options(trained, self.name, given)
 
-    def _of_trained(self, trained: Trained, request: BuildRequest) -> Built:
+    def _of_trained(self, trained: QdqCalibration, request: BuildRequest) -> BuildResult:
         """Write the files of a Q/DQ model with the scales of its own pairs."""
-        from deploy.targets.ascend.recipe import from_qdq
+        from deploy.targets.ascend.recipe import recipe_from_qdq
 
-        converted = from_qdq(trained.model, Path(trained.name))
+        converted = recipe_from_qdq(trained.model, Path(trained.name))
         original = request.subject.loaded
         loaded = replace(converted.loaded, name=original.name, carried=original.carried)
         subject = replace(request.subject, loaded=loaded, given=trained.model)
         return self.files(converted.recipe, replace(request, subject=subject))
 
-    def files(self, recipe: Recipe, request: BuildRequest) -> Built:
+    def files(self, recipe: Recipe, request: BuildRequest) -> BuildResult:
         """Write the files of a recipe; errors as in `build`.
 
         Args:
@@ -332,15 +337,20 @@ class Ascend:
             request: output folder, and samples on which the deploy model is checked.
         """
         from deploy.targets.ascend.aipp import write_aipp_files
-        from deploy.targets.ascend.executor import tried
-        from deploy.targets.ascend.half import halves_of
+        from deploy.targets.ascend.executor import deploy_model_note
+        from deploy.targets.ascend.float16 import find_float16_tensors
         from deploy.targets.ascend.models import write_models
-        from deploy.targets.ascend.quant_layer import stored_of
-        from deploy.targets.ascend.recipe import halves, narrow, shared, widths
-        from deploy.targets.ascend.settled import own_of
+        from deploy.targets.ascend.preparation import find_weight_sharers
+        from deploy.targets.ascend.quant_layer import deployed_weights
+        from deploy.targets.ascend.recipe import (
+            bit_width_notes,
+            float16_notes,
+            float16_overflow_notes,
+            shared_weight_notes,
+        )
 
-        float16 = halves_of(request.subject)
-        sharing = own_of((one.layer for one in recipe.layers.values()), recipe.graph)
+        float16 = find_float16_tensors(request.subject)
+        sharing = find_weight_sharers((one.layer for one in recipe.layers.values()), recipe.graph)
         files = write_models(
             recipe.model,
             recipe.layers,
@@ -354,12 +364,12 @@ class Ascend:
         )
         notes = [
             *recipe.notes,
-            *chips(recipe.layers),
-            *widths(recipe.records),
-            *halves(recipe.layers, float16),
-            *narrow(recipe, self.atc_flags),
-            *shared(sharing, request.name),
-            tried(recipe.model, recipe.layers, request),
+            *chip_notes(recipe.layers),
+            *bit_width_notes(recipe.records),
+            *float16_notes(recipe.layers, float16),
+            *float16_overflow_notes(recipe, self.atc_flags),
+            *shared_weight_notes(sharing, request.name),
+            deploy_model_note(recipe.model, recipe.layers, request),
         ]
         host: list[str] = []
         if self.aipp or self.first_layer_int8:
@@ -368,18 +378,18 @@ class Ascend:
             )
         engine, atc_notes = write_om(request, files, self._atc())
         write_readme(request, files, self._atc(), cann=self.cann, host=host)
-        return Built(
+        return BuildResult(
             target=self.name,
             engine=engine,
             runnable=files["fake-quant model"],
             files=files,
             decisions=(
-                *decided(recipe.model, recipe.graph, recipe.records, recipe.why),
+                *decide_precisions(recipe.model, recipe.graph, recipe.records, recipe.why),
                 *request.kept,
             ),
             method=recipe.method,
             ranges=recipe.ranges,
-            weights=stored_of(recipe.layers),
+            weights=deployed_weights(recipe.layers),
             notes=(*notes, *host, *atc_notes),
         )
 
@@ -405,15 +415,15 @@ class Ascend:
             " does not drive; its fake-quant model has the same numerics and runs here"
         )
 
-    def record_plan(self, subject: Subject) -> RecordPlan:
+    def record_plan(self, subject: CalibrationSubject) -> RecordPlan:
         """Return the plan of the layers that the configuration and --keep-float quantize."""
         from deploy.calibration.observation import FOLDED
         from deploy.targets.ascend.amct_calibration import RecordPlan
 
-        model, graph = prepared(subject.model)
+        model, graph = prepare_model(subject.model)
         config, base = self._config(graph, subject), FOLDED
         if not config.do_fusion or config.skip_fusion_layers:
-            model, graph = unfused(subject, config)
+            model, graph = unfuse_batchnorms(subject, config)
             config = self._config(graph, subject)
             base = f"unfused {', '.join(config.skip_fusion_layers) if config.do_fusion else 'all'}"
         return RecordPlan(
@@ -427,7 +437,7 @@ class Ascend:
             exact=self.exact,
         )
 
-    def _together(self, subject: Subject) -> int:
+    def _together(self, subject: CalibrationSubject) -> int:
         """Return the number of samples in one AMCT batch.
 
         Raises:
@@ -441,13 +451,13 @@ class Ascend:
             )
         return images // subject.batch
 
-    def _config(self, graph: LayerGraph, subject: Subject) -> QuantConfig:
+    def _config(self, graph: LayerGraph, subject: CalibrationSubject) -> QuantConfig:
         from deploy.targets.ascend.config import default_config
-        from deploy.targets.ascend.recorded import read_any_config
+        from deploy.targets.ascend.existing_files import read_any_config
 
         if self.config is None:
             batches = -(-subject.samples // self._together(subject))
             config = default_config(graph, batch_num=max(batches, 1))
         else:
             config = read_any_config(self.config, graph)
-        return without(config, subject.float_nodes)
+        return disable_layers(config, subject.float_nodes)

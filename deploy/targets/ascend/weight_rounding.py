@@ -32,24 +32,24 @@ from calibrators.amct.adaround import (
     RELU6,
     SIGMOID,
     TANH,
-    Activation,
+    AdaActivation,
     AdaParams,
     AdaProblem,
-    joined,
-    nearest,
+    join_blocks,
     output_error,
-    searched,
+    round_block,
+    round_to_nearest,
 )
 from calibrators.amct.arq import kl_scale
-from calibrators.amct.recorders import Rounded, RoundedOf, Targets, TargetsOf
-from deploy.calibration.observation import Observation, Observed, Variant
+from calibrators.amct.recorders import RoundedWeights, RoundedWeightsOf, Targets, TargetsOf
+from deploy.calibration.observation import Observation, ObservedStatistics, Variant
 from deploy.errors import ConfigError
-from deploy.graph.bounds import window_of
+from deploy.graph.bounds import make_window
 from deploy.graph.index import Graph, attributes
 from deploy.machine import default_threads
-from deploy.targets.ascend.config_keys import QuantConfig, Weight
+from deploy.targets.ascend.config_keys import QuantConfig, WeightParams
 from deploy.targets.ascend.layers import Layer
-from deploy.targets.ascend.quant_layer import array_of, rows_of
+from deploy.targets.ascend.quant_layer import read_constant, to_rows
 from deploy.terminal import Step, phase
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ _LEAST, _BYTES = 256, 32 * 2**20  # positions always kept; bytes of the inputs o
 
 Float32Array = NDArray[np.float32]
 # (observed, rounded layers, last tensor) -> model whose other AdaRound layers are float
-Prepared = Callable[[Observed, Collection[str], str], "onnx.ModelProto"]
+Prepared = Callable[[ObservedStatistics, Collection[str], str], "onnx.ModelProto"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,23 +81,23 @@ class AdaStep:
     layer: Layer
     params: AdaParams
     bias: Float32Array
-    activation: Activation
+    activation: AdaActivation
     targets: Observation
     inputs: Observation
 
 
-def adaptive(config: QuantConfig, name: str) -> bool:
+def uses_adaround(config: QuantConfig, name: str) -> bool:
     """Whether a layer's weights are rounded by AdaRound."""
     return name in config.layers and config.layers[name].weight.wts_algo == "ada_quantize"
 
 
-def algorithms(config: QuantConfig) -> str:
+def weight_algorithms(config: QuantConfig) -> str:
     """Return the names of the weight algorithms in use, such as "ARQ and AdaRound"."""
-    used = {adaptive(config, name) for name in config.enabled()} or {False}
+    used = {uses_adaround(config, name) for name in config.enabled()} or {False}
     return " and ".join({False: "ARQ", True: "AdaRound"}[one] for one in sorted(used))
 
 
-def open_layers(model: onnx.ModelProto) -> Iterator[str]:
+def find_padless_deconvs(model: onnx.ModelProto) -> Iterator[str]:
     """Yield the ConvTransposes without explicit pads, which torch, and so AMCT, cannot express."""
     for node in model.graph.node:
         if node.op_type == "ConvTranspose":
@@ -106,21 +106,23 @@ def open_layers(model: onnx.ModelProto) -> Iterator[str]:
                 yield node.name
 
 
-def refuse_open(model: onnx.ModelProto, layers: Mapping[str, Layer], config: QuantConfig) -> None:
+def refuse_padless_deconvs(
+    model: onnx.ModelProto, layers: Mapping[str, Layer], config: QuantConfig
+) -> None:
     """Refuse AdaRound for the layers of `open_layers`.
 
     Raises:
         ConfigError: AdaRound is configured for such a layer.
     """
-    for name in open_layers(model):
-        if name in layers and adaptive(config, name):
+    for name in find_padless_deconvs(model):
+        if name in layers and uses_adaround(config, name):
             raise ConfigError(
                 "ada_quantize is for a ConvTranspose with pads, got auto_pad or output_shape in"
                 f" layer {name!r}; give that layer arq_quantize"
             )
 
 
-def steps_of(
+def make_adaround_steps(
     model: onnx.ModelProto,
     layers: Mapping[str, Layer],
     config: QuantConfig,
@@ -145,7 +147,7 @@ def steps_of(
     nodes = {node.name: node for node in model.graph.node}
     steps: dict[str, AdaStep] = {}
     for name, layer in layers.items():
-        if adaptive(config, name):
+        if uses_adaround(config, name):
             balanced = any(need.whose == name for need in needs)
             earlier = tuple(steps.values())
             steps[name] = _step(
@@ -169,7 +171,7 @@ def _step(
     earlier: tuple[AdaStep, ...],
     prepared: Prepared,
 ) -> AdaStep:
-    rows = rows_of(array_of(index, layer.weight), layer)
+    rows = to_rows(read_constant(index, layer.weight), layer)
     weight = config.layers[layer.name].weight
     shape = (layer.group, rows.shape[0] // layer.group, prod(rows.shape[1:]))
     samples = min(samples, MOST_SAMPLES)
@@ -180,7 +182,7 @@ def _step(
     end = str(node.output[0])
 
     def variant(words: str, rounded: Collection[str], needs: tuple[Observation, ...]) -> Variant:
-        def make(observed: Observed) -> onnx.ModelProto:
+        def make(observed: ObservedStatistics) -> onnx.ModelProto:
             return prepared(observed, rounded, end)
 
         return Variant(f"{key}, {words} up to {layer.name}", make, needs)
@@ -195,11 +197,11 @@ def _step(
     window = None
     if not last:
         transposed = layer.kind == "ConvTranspose"
-        window = window_of(attributes(node), rows.shape[2:], transposed=transposed)
+        window = make_window(attributes(node), rows.shape[2:], transposed=transposed)
     inputs = Observation(
         variant("rounded", names, (*before, targets)),
         f"{layer.name}.mul.output0" if balanced else layer.input,
-        RoundedOf(
+        RoundedWeightsOf(
             samples=samples,
             most=most,
             window=window,
@@ -211,7 +213,7 @@ def _step(
     )
     bias = np.zeros(rows.shape[0], np.float32)
     if layer.bias and not layer.bias_add:
-        bias = array_of(index, layer.bias).reshape(-1)
+        bias = read_constant(index, layer.bias).reshape(-1)
     return AdaStep(
         layer=layer,
         params=_params(weight),
@@ -222,7 +224,7 @@ def _step(
     )
 
 
-def _params(weight: Weight) -> AdaParams:
+def _params(weight: WeightParams) -> AdaParams:
     return AdaParams(
         num_iteration=weight.num_iteration,
         reg_param=weight.reg_param,
@@ -231,29 +233,31 @@ def _params(weight: Weight) -> AdaParams:
     )
 
 
-def _activation(index: Graph, tensor: str, shape: tuple[int, int, int]) -> Activation:
+def _activation(index: Graph, tensor: str, shape: tuple[int, int, int]) -> AdaActivation:
     """Return the activation that is the only reader of a tensor, if AMCT's AdaRound knows it."""
     node = index.only_reader(tensor)
     if node is None or node.input[0] != tensor:
-        return Activation()
+        return AdaActivation()
     plain = {"Relu": RELU, "Sigmoid": SIGMOID, "Tanh": TANH}
     if node.op_type in plain:
-        return Activation(plain[node.op_type])
+        return AdaActivation(plain[node.op_type])
     if node.op_type == "LeakyRelu":
         alpha = attributes(node).get("alpha", 0.01)
-        return Activation(LEAKY, np.full((1, 1), alpha, np.float32))
+        return AdaActivation(LEAKY, np.full((1, 1), alpha, np.float32))
     if node.op_type == "PRelu" and node.input[1] in index.constants:
-        slope = array_of(index, node.input[1])
+        slope = read_constant(index, node.input[1])
         if slope.size == 1:
-            return Activation(LEAKY, slope.reshape(1, 1))
+            return AdaActivation(LEAKY, slope.reshape(1, 1))
         if slope.size == shape[0] * shape[1]:
-            return Activation(LEAKY, slope.reshape(shape[:2]))
+            return AdaActivation(LEAKY, slope.reshape(shape[:2]))
     if node.op_type == "Clip" and [index.number(end) for end in node.input[1:]] == [0.0, 6.0]:
-        return Activation(RELU6)
-    return Activation()
+        return AdaActivation(RELU6)
+    return AdaActivation()
 
 
-def settle(step: AdaStep, weight: Float32Array, observed: Observed, *, place: str) -> Rounded:
+def round_layer(
+    step: AdaStep, weight: Float32Array, observed: ObservedStatistics, *, place: str
+) -> RoundedWeights:
     """Return a layer's rounding; search it unless it is known.
 
     Args:
@@ -266,23 +270,27 @@ def settle(step: AdaStep, weight: Float32Array, observed: Observed, *, place: st
         CalibrationError: weights or outputs are too large.
     """
     rounded = observed.of(step.inputs)
-    assert isinstance(rounded, Rounded)
+    assert isinstance(rounded, RoundedWeights)
     if rounded.integers is None:
         targets = observed.of(step.targets)
         assert isinstance(targets, Targets)
         statistic = step.inputs.statistic
-        assert isinstance(statistic, RoundedOf)
+        assert isinstance(statistic, RoundedWeightsOf)
         scale = kl_scale(weight, channel_wise=statistic.scales > 1)
         problem = _problem(step, weight.reshape(statistic.shape), scale, rounded, targets)
         with phase(f"AdaRound {place}", _steps(problem, step.params), "steps") as progress:
-            integers = joined(problem, _beside(problem, step.params, progress))
-        errors = output_error(problem, nearest(problem)), output_error(problem, integers)
+            integers = join_blocks(problem, _search_blocks(problem, step.params, progress))
+        errors = output_error(problem, round_to_nearest(problem)), output_error(problem, integers)
         rounded.keep(integers, scale, errors)
     return rounded
 
 
 def _problem(
-    step: AdaStep, weight: Float32Array, scale: Float32Array, rounded: Rounded, targets: Targets
+    step: AdaStep,
+    weight: Float32Array,
+    scale: Float32Array,
+    rounded: RoundedWeights,
+    targets: Targets,
 ) -> AdaProblem:
     groups, rows, _ = weight.shape
     scales = np.broadcast_to(scale, groups * rows) if scale.size == 1 else scale
@@ -302,7 +310,9 @@ def _steps(problem: AdaProblem, params: AdaParams) -> int:
     return len(problem.blocks()) * params.num_iteration
 
 
-def _beside(problem: AdaProblem, params: AdaParams, progress: Step) -> list[NDArray[np.int8]]:
+def _search_blocks(
+    problem: AdaProblem, params: AdaParams, progress: Step
+) -> list[NDArray[np.int8]]:
     """Search the blocks of a problem in threads, which stop if the run is interrupted."""
     stopped = Event()
 
@@ -313,7 +323,9 @@ def _beside(problem: AdaProblem, params: AdaParams, progress: Step) -> list[NDAr
 
     with ThreadPoolExecutor(default_threads()) as pool:
         try:
-            jobs = [pool.submit(searched, block, params, step=step) for block in problem.blocks()]
+            jobs = [
+                pool.submit(round_block, block, params, step=step) for block in problem.blocks()
+            ]
             done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
             for error in filter(None, (job.exception() for job in done)):
                 raise error
@@ -323,7 +335,7 @@ def _beside(problem: AdaProblem, params: AdaParams, progress: Step) -> list[NDAr
             raise
 
 
-def left(roundings: Iterable[Rounded]) -> tuple[float, float] | None:
+def error_ratio_range(roundings: Iterable[RoundedWeights]) -> tuple[float, float] | None:
     """Return (least, greatest) ratio of a layer's output error to that of nearest rounding."""
     shares = [after / before for before, after in (r.errors for r in roundings) if before > 0]
     return (min(shares), max(shares)) if shares else None

@@ -46,10 +46,10 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from deploy.graph.edit import copied, drop_dead, drop_unread, rename_reads, replace_nodes
-from deploy.graph.index import WIDE, Graph, attributes, wide_for
+from deploy.graph.edit import copy_message, drop_dead, drop_unread, rename_reads, replace_nodes
+from deploy.graph.index import PADDED_SUFFIX, Graph, attributes, padded_name
 from deploy.graph.placement import Gate
-from deploy.graph.refusal import Tile, tile_of
+from deploy.graph.refusal import Tile, tile_shape
 
 _AT_ONCE = 16
 # extra cost of a product over a kernel of 16 channels, by the channels beyond a multiple of 16
@@ -263,7 +263,7 @@ def _widen(model: onnx.ModelProto, graph: Graph, region: _Region, channels: int)
         if _BOTH in ends:
             (group,) = (one for one in node.attribute if one.name == "group")
             group.i = channels + more
-    new = {tensor: f"{tensor}{WIDE}" for tensor in region.tensors}
+    new = {tensor: f"{tensor}{PADDED_SUFFIX}" for tensor in region.tensors}
     rename_reads(graph.nodes, new)
     for node in graph.nodes:
         for place, name in enumerate(node.output):
@@ -281,7 +281,7 @@ def wider(
     def added(name: str, along: Sequence[int], mode: Literal["constant", "edge"]) -> str:
         values: NDArray[Any] = numpy_helper.to_array(graph.initializers[name])
         ends = [(0, by if axis in along else 0) for axis in range(values.ndim)]
-        tensor = numpy_helper.from_array(np.pad(values, ends, mode), wide_for(name, node.name))
+        tensor = numpy_helper.from_array(np.pad(values, ends, mode), padded_name(name, node.name))
         model.graph.initializer.append(tensor)
         graph.initializers[tensor.name] = tensor
         return tensor.name
@@ -346,7 +346,7 @@ def _padded(
 ) -> list[onnx.NodeProto]:
     """Pad and DequantizeLinear before a Conv, which reads them from now on."""
     source = pair.input[0]
-    name = wide_for(source, node.name)  # a node may be called as a tensor that gets wider
+    name = padded_name(source, node.name)  # a node may be called as a tensor that gets wider
     ends = np.zeros(2 * rank, np.int64)
     ends[rank + 1] = more
     model.graph.initializer.append(numpy_helper.from_array(ends, f"{name}/pads"))
@@ -370,14 +370,14 @@ def with_tiles(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelPro
     like = context.like
     if not any(node.op_type == "ConvTranspose" for node in model.graph.node):
         return model
-    model = copied(model)
+    model = copy_message(model)
     graph = Graph(model)
     instead: dict[str, list[onnx.NodeProto]] = {}
     known: list[onnx.ValueInfoProto] = []
     for node in graph.nodes:
         quantize = _quantized_by(graph, node)
         weight = _stored(graph, node, 1)
-        tile = tile_of(node, weight.dims) if weight is not None else None
+        tile = tile_shape(node, weight.dims) if weight is not None else None
         if quantize is None or weight is None or tile is None:
             continue
         own = _Tiled(graph, node, tile, int(weight.dims[1]))

@@ -21,14 +21,19 @@ import onnx
 from onnx import helper, numpy_helper
 
 from calibrators.grids import Grid, quantize_weight
-from deploy.graph.edit import copied, rebuild
+from deploy.graph.edit import copy_message, rebuild
 from deploy.graph.index import Graph
-from deploy.targets.stored import StoredWeight, largest_pairs, scales_of, stored_weight
+from deploy.targets.stored_weights import (
+    StoredWeight,
+    compute_weight_scales,
+    largest_pairs,
+    make_stored_weight,
+)
 
 _FLOAT = onnx.TensorProto.FLOAT
 
 
-def dynamic_matmuls(model: onnx.ModelProto, float_nodes: Iterable[str]) -> tuple[str, ...]:
+def find_dynamic_matmuls(model: onnx.ModelProto, float_nodes: Iterable[str]) -> tuple[str, ...]:
     """Return the MatMuls of a float32 tensor and a constant float32 weight [K, N], by name."""
     graph, excluded = Graph(model), frozenset(float_nodes)
     return tuple(
@@ -59,7 +64,7 @@ def write_dynamic(
     Raises:
         CalibrationError: a weight holds NaN or Inf.
     """
-    out = copied(model)
+    out = copy_message(model)
     initializers = {tensor.name: tensor for tensor in out.graph.initializer}
     chosen = frozenset(names)
     nodes: list[onnx.NodeProto] = []
@@ -90,14 +95,14 @@ def dynamic_weights(model: onnx.ModelProto) -> Iterator[StoredWeight]:
         array, scales = (numpy_helper.to_array(constants[name]) for name in (node.input[1], scale))
         name = node.name.removesuffix("/dynamic/Product")
         pairs = largest_pairs(array, node)
-        yield stored_weight(name, "MatMul", array.T, scales, pairs=pairs)
+        yield make_stored_weight(name, "MatMul", array.T, scales, pairs=pairs)
 
 
 def _stored(
     weight: onnx.TensorProto, grid: Grid, fits: onnx.NodeProto | None
 ) -> list[onnx.TensorProto]:
     """Return the integers [K, N] and the float32 scales [N] of a float32 weight [K, N]."""
-    scales = scales_of(weight, 1, grid, fits=fits)
+    scales = compute_weight_scales(weight, 1, grid, fits=fits)
     integers = quantize_weight(numpy_helper.to_array(weight), scales, 1, grid=grid)
     return [
         numpy_helper.from_array(np.ascontiguousarray(values), f"{weight.name}/dynamic/{end}")

@@ -37,7 +37,7 @@ from deploy.frontends.checks import opset_of
 from deploy.frontends.lift import set_opset
 from deploy.graph.edit import drop_dead, rebuild
 from deploy.graph.index import Graph, attributes
-from deploy.graph.placement import Gate, resized_by
+from deploy.graph.placement import Gate, resize_mode
 from deploy.targets.onnxruntime.conv_rewrites import RewriteContext
 
 _HALF = ("half_pixel", "pytorch_half_pixel")  # an input pixel lies in the middle of its copies
@@ -84,7 +84,7 @@ def _factors(graph: Graph, like: Graph, node: onnx.NodeProto) -> tuple[int, ...]
     if node.op_type != "Resize" or len(like.shapes.get(node.input[0]) or ()) != 4:
         return ()
     given = attributes(node)
-    if resized_by(node) != "nearest" or given.get("axes"):
+    if resize_mode(node) != "nearest" or given.get("axes"):
         return ()
     names = [*node.input, "", ""]
     scales = graph.initializers.get(names[2])

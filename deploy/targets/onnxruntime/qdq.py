@@ -8,7 +8,7 @@ the node that made `t` is renamed::
     Conv -> t            becomes      Conv -> t/float -> Q -> t/quantized -> DQ -> t
     input t -> Conv      becomes      t -> Q -> t/quantized -> DQ -> t/dequantized -> Conv
 
-The nodes of a gate are replaced by int8 ones (`deploy.targets.onnxruntime.uint8_forms`). On an fp8
+The nodes of a gate are replaced by int8 ones (`deploy.targets.onnxruntime.uint8_gates`). On an fp8
 grid the stored values are FLOAT8E4M3FN, which the operators take from opset 19 on.
 
 Source: ONNX operators QuantizeLinear and DequantizeLinear, 13 and 19.
@@ -27,17 +27,22 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from calibrators.grids import FP8, Grid, codes, quantize, quantize_weight, signed
+from calibrators.grids import FP8, Grid, fp8_codes, quantize, quantize_weight, signed_grid
 from calibrators.scales import Scale, Scales
 from deploy.errors import ExportError
 from deploy.frontends.checks import opset_of
 from deploy.frontends.lift import TARGET_OPSET
-from deploy.graph.edit import copied_without, drop_dead, rebuild
-from deploy.graph.index import users
+from deploy.graph.edit import copy_without_initializers, drop_dead, rebuild
+from deploy.graph.index import count_reads
 from deploy.graph.placement import Gate
-from deploy.graph.plan import Pair, Plan, WeightTarget
-from deploy.targets.onnxruntime.uint8_forms import Forms, Shifted, with_offset, with_shift
-from deploy.targets.stored import scales_of
+from deploy.graph.plan import Plan, QdqPair, WeightTarget
+from deploy.targets.onnxruntime.uint8_gates import (
+    GateWriter,
+    ShiftedParams,
+    fit_input_shift,
+    fit_output_offset,
+)
+from deploy.targets.stored_weights import compute_weight_scales
 
 _INT32 = 2**31 - 1
 # little-endian numpy types whose bytes are those of the ONNX tensor
@@ -51,7 +56,7 @@ Scales32 = NDArray[np.float32]
 Made = TypeVar("Made")
 
 
-class Stored:
+class WeightCache:
     """Cache of the scales and integers of one model's weights, for repeated writes."""
 
     def __init__(self) -> None:
@@ -73,7 +78,7 @@ def write_qdq(
     weight_bits: int = 8,
     storable: Callable[[Scales32], Scales32] = lambda scales: scales,
     known: Mapping[str, Scales32] = MappingProxyType({}),
-    stored: Stored | None = None,
+    stored: WeightCache | None = None,
 ) -> onnx.ModelProto:
     """Return a copy of the model with the plan's pairs.
 
@@ -99,9 +104,9 @@ def write_qdq(
             f"every quantized tensor needs a scale, {len(missing)} have none"
             f" ({', '.join(missing[:3])}); calibrate again for this target"
         )
-    cache = Stored() if stored is None else stored
-    read_counts = cache.of("read", lambda: users(model.graph))
-    out = copied_without(model, _replaced(plan, read_counts))
+    cache = WeightCache() if stored is None else stored
+    read_counts = cache.of("read", lambda: count_reads(model.graph))
+    out = copy_without_initializers(model, _replaced(plan, read_counts))
     writer = _QdqWriter(out, model, plan, scales, weight_bits, storable, known, cache)
     per_channel = opset_of(model) >= TARGET_OPSET
     for weight in plan.weights:
@@ -145,7 +150,7 @@ class _QdqWriter:
         weight_bits: int,
         storable: Callable[[Scales32], Scales32],
         known: Mapping[str, Scales32],
-        stored: Stored,
+        stored: WeightCache,
     ) -> None:
         self.known = known
         self.stored = stored
@@ -154,14 +159,14 @@ class _QdqWriter:
         self.scales = scales
         self.storable = storable
         default = plan.placement.weights
-        self.weight_grid = default if weight_bits == default.bits else signed(weight_bits)
+        self.weight_grid = default if weight_bits == default.bits else signed_grid(weight_bits)
         self.nodes = {node.name: node for node in self.graph.node}
         self.initializers = {tensor.name: tensor for tensor in plain.graph.initializer}
         self.makers = {name: node for node in self.graph.node for name in node.output if name}
         self.before: list[onnx.NodeProto] = []  # nodes that read only constants
         self.after: dict[str, list[onnx.NodeProto]] = {}  # tensor -> nodes that follow it
         self.instead: dict[str, list[onnx.NodeProto]] = {}  # replaced node -> new nodes
-        self.forms = Forms(self.constant, self.before)
+        self.forms = GateWriter(self.constant, self.before)
         self.offsets = {gate.output: gate.offset for gate in plan.gates if gate.offset}
         self.clipped = _clipped(plan) if opset_of(model) >= TARGET_OPSET else {}
         self.weights: dict[tuple[str, int | None, str | None], tuple[str, NDArray[np.float32]]] = {}
@@ -171,7 +176,7 @@ class _QdqWriter:
         shifted = self.shifted_params(tensor)
         return shifted.scale, shifted.zero
 
-    def shifted_params(self, tensor: str) -> Shifted:
+    def shifted_params(self, tensor: str) -> ShiftedParams:
         """Return the same parameters, and the steps by which a gate writes or reads it shifted."""
         owner = self.plan.owners.get(tensor, tensor)
         scale, zero = self.scales[owner].on(self.plan.placement.grid)
@@ -179,8 +184,8 @@ class _QdqWriter:
         if not (np.isfinite(scale) and scale > 0):
             raise ExportError(f"a scale must be positive, got {scale} for {tensor}")
         if owner in self.offsets:
-            return with_offset(scale, zero, self.offsets[owner])
-        return with_shift(scale, zero, self.clipped.get(owner, 0.0))
+            return fit_output_offset(scale, zero, self.offsets[owner])
+        return fit_input_shift(scale, zero, self.clipped.get(owner, 0.0))
 
     def constant(self, name: str, array: NDArray[np.generic], grid: Grid | None = None) -> str:
         """Add an initializer unless it exists; return its name. `grid` tells fp8 from integers."""
@@ -190,7 +195,7 @@ class _QdqWriter:
             self.graph.initializer.append(tensor)
         return name
 
-    def pair(self, pair: Pair) -> None:
+    def pair(self, pair: QdqPair) -> None:
         """Insert one Q/DQ pair, for all readers or for those that it names."""
         name = pair.tensor
         source, target = name, f"{name}/dequantized"
@@ -254,12 +259,14 @@ class _QdqWriter:
         self, node: onnx.NodeProto, target: WeightTarget
     ) -> tuple[str, NDArray[np.float32]]:
         tensor, grid = self.initializers[target.name], self.weight_grid
-        exact = known_scales(self.known.get(target.node), tuple(tensor.dims), target.axis)
+        exact = matching_scales(self.known.get(target.node), tuple(tensor.dims), target.axis)
         if exact is None:
             fits = self.plan.placement.fits_pairs
             exact = self.stored.of(
                 (target.name, target.axis, grid, fits),
-                lambda: scales_of(tensor, target.axis, grid, fits=node if fits else None),
+                lambda: compute_weight_scales(
+                    tensor, target.axis, grid, fits=node if fits else None
+                ),
             )
         scales = self.storable(exact)
         if self.plan.placement.bias and target.bias in self.initializers:
@@ -267,7 +274,7 @@ class _QdqWriter:
             scales = _room_for_bias(scales, bias, self._input_scale(node))
         if target.node in self.known:  # a trained weight may use the lowest integer, -128
             array = numpy_helper.to_array(tensor)
-            integers = quantize(array, along(scales, array.ndim, target.axis), 0, grid)
+            integers = quantize(array, broadcast_scales(scales, array.ndim, target.axis), 0, grid)
         else:
             integers = self.stored.of(
                 (target.name, target.axis, grid, scales.tobytes()),
@@ -327,7 +334,7 @@ class _QdqWriter:
             gate, nodes, quantize, output_range, shifted=shifted, source=source
         )
 
-    def _clipped_source(self, gate: Gate) -> Shifted | None:
+    def _clipped_source(self, gate: Gate) -> ShiftedParams | None:
         """Return the parameters of a gate's source if its integers are clipped directly."""
         owner = self.plan.owners.get(gate.source, gate.source)
         if owner in self.offsets or self.clipped.get(owner) != gate.shift:
@@ -395,7 +402,7 @@ def _room_for_bias(
     return np.maximum(scales, least.astype(np.float32)).astype(np.float32)
 
 
-def known_scales(
+def matching_scales(
     known: Scales32 | None, shape: tuple[int, ...], axis: int | None
 ) -> Scales32 | None:
     """Return the scales a weight was trained with, [C] along `axis`; None if they do not fit."""
@@ -406,7 +413,7 @@ def known_scales(
     return np.broadcast_to(known, shape[axis : axis + 1]).copy() if known.size == 1 else None
 
 
-def along(scales: Scales32, rank: int, axis: int | None) -> Scales32:
+def broadcast_scales(scales: Scales32, rank: int, axis: int | None) -> Scales32:
     """Return scales [C] reshaped to broadcast over a weight of this rank."""
     return scales.reshape([-1 if place == axis else 1 for place in range(rank)])
 
@@ -422,7 +429,7 @@ def _plain(name: str, array: NDArray[np.generic]) -> onnx.TensorProto:
 
 def _float8(name: str, array: NDArray[Any]) -> onnx.TensorProto:
     """Return an fp8 tensor, made of raw bytes since numpy has no such type."""
-    kind, raw = onnx.TensorProto.FLOAT8E4M3FN, codes(array, FP8)
+    kind, raw = onnx.TensorProto.FLOAT8E4M3FN, fp8_codes(array, FP8)
     return helper.make_tensor(name, kind, array.shape, raw.tobytes(), raw=True)
 
 

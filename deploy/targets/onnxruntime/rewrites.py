@@ -33,7 +33,7 @@ from deploy.frontends.checks import opset_of
 from deploy.frontends.lift import TARGET_OPSET
 from deploy.graph.edit import rebuild, replace_nodes
 from deploy.graph.index import Graph, attributes
-from deploy.graph.placement import counts_beyond, is_pool
+from deploy.graph.placement import averages_beyond_padding, is_global_mean
 from deploy.targets.onnxruntime.conv_rewrites import (
     RewriteContext,
     pad_stems,
@@ -85,7 +85,7 @@ def write_means(model: onnx.ModelProto, context: RewriteContext) -> None:
     it moves integers.
     """
     like = context.like
-    means = {n.name for n in like.nodes if n.op_type == "ReduceMean" and is_pool(like, n)}
+    means = {n.name for n in like.nodes if n.op_type == "ReduceMean" and is_global_mean(like, n)}
     if not means:
         return
     pairs = {n.input[0]: n for n in model.graph.node if n.op_type == "QuantizeLinear"}
@@ -125,7 +125,7 @@ def fix_averages(model: onnx.ModelProto, context: RewriteContext) -> None:
     has no other effect; with padding the average stays float.
     """
     for node in model.graph.node:
-        if counts_beyond(node) and not any(attributes(node).get("pads", [])):
+        if averages_beyond_padding(node) and not any(attributes(node).get("pads", [])):
             left = [one for one in node.attribute if one.name != "count_include_pad"]
             del node.attribute[:]
             node.attribute.extend(left)

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, ClassVar
 
 from deploy.errors import ConfigError, ExportError
 from deploy.files import atomic
-from deploy.targets.base import BuildRequest, Built
-from deploy.targets.options import check, option
+from deploy.targets.base import BuildRequest, BuildResult
+from deploy.targets.options import check_options, option
 
 if TYPE_CHECKING:
     import onnx
 
     from calibrators.scales import Scale
-    from deploy.calibration.observation import Observation, Subject
-    from deploy.frontends.base import Trained
+    from deploy.calibration.observation import CalibrationSubject, Observation
+    from deploy.frontends.base import QdqCalibration
     from deploy.graph.placement import Placement
-    from deploy.graph.plan import Decision, FloatNodes, Plan, Read
-    from deploy.targets.stored import StoredWeight
+    from deploy.graph.plan import Decision, FloatNodes, ModelAnalysis, Plan
+    from deploy.targets.stored_weights import StoredWeight
     from deploy.tensors import Session
 
 
@@ -91,7 +91,7 @@ class OnnxRuntime:
     alternatives: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        check(self)
+        check_options(self)
         if self.full_weights and self.weight_bits < 8:
             raise ConfigError(
                 "weights take all of int8 or fewer bits, got --full-weights and --weight-bits"
@@ -114,9 +114,9 @@ class OnnxRuntime:
 
     def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
         """Return the decisions of the graph analysis, which needs no calibration."""
-        from deploy.graph.plan import analyse, reasons
+        from deploy.graph.plan import analyse, reasons_by_node
 
-        why = reasons(float_nodes)
+        why = reasons_by_node(float_nodes)
         plan = analyse(model, self._static, float_nodes=why)
         dynamic = self._dynamic(model, tuple(why))
         return replace(plan, decisions=self._with_dynamic(plan.decisions, dynamic))
@@ -131,9 +131,9 @@ class OnnxRuntime:
 
     def _dynamic(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
         """Return the MatMuls that are quantized dynamically."""
-        from deploy.targets.onnxruntime.dynamic import dynamic_matmuls
+        from deploy.targets.onnxruntime.dynamic import find_dynamic_matmuls
 
-        return dynamic_matmuls(model, float_nodes) if self.dynamic_matmul else ()
+        return find_dynamic_matmuls(model, float_nodes) if self.dynamic_matmul else ()
 
     def _with_dynamic(
         self, decisions: tuple[Decision, ...], dynamic: tuple[str, ...]
@@ -144,7 +144,7 @@ class OnnxRuntime:
             replace(d, precision=grid, reason="") if d.node in chosen else d for d in decisions
         )
 
-    def demand(self, subject: Subject) -> tuple[Observation, ...]:
+    def demand(self, subject: CalibrationSubject) -> tuple[Observation, ...]:
         """Return the method's statistic for every tensor that needs a scale.
 
         Raises:
@@ -160,9 +160,11 @@ class OnnxRuntime:
             return self._every_tensor(subject, subject.loaded.trained)
         return subject.histograms(self.wanted(subject.model, subject.float_nodes))
 
-    def _every_tensor(self, subject: Subject, trained: Trained) -> tuple[Observation, ...]:
+    def _every_tensor(
+        self, subject: CalibrationSubject, trained: QdqCalibration
+    ) -> tuple[Observation, ...]:
         """Return observations of all tensors, since any may lack a scale in a Q/DQ model."""
-        from deploy.targets.trained import refuse_options
+        from deploy.targets.prequantized import refuse_options
 
         given = {
             "--int8-stem": self.int8_stem,
@@ -181,20 +183,24 @@ class OnnxRuntime:
 
     def _paired(self, request: BuildRequest) -> _Paired:
         """Return the model with its pairs, before the rewrites for fast kernels."""
-        from calibrators.grids import signed
-        from deploy.graph.plan import Read, analyse
+        from calibrators.grids import signed_grid
+        from deploy.graph.plan import ModelAnalysis, analyse
         from deploy.targets.onnxruntime.dynamic import write_dynamic
-        from deploy.targets.onnxruntime.qdq import Stored, write_qdq
-        from deploy.targets.trained import decisions_of
+        from deploy.targets.onnxruntime.qdq import WeightCache, write_qdq
+        from deploy.targets.prequantized import qdq_decisions
 
         ranges, trained = request.ranges_of(self), request.trained
         if trained is not None and self._keeps(request):
-            decisions = decisions_of(trained, request.model, self.placement)
+            decisions = qdq_decisions(trained, request.model, self.placement)
             return _Paired(
-                trained.model, decisions, dict(ranges.scales), request.model, Read(request.model)
+                trained.model,
+                decisions,
+                dict(ranges.scales),
+                request.model,
+                ModelAnalysis(request.model),
             )
         key = "read", id(request.model)  # the entries hold the model, so no other gets that id
-        read = request.ranges.once(key, lambda: (request.model, Read(request.model)))[1]
+        read = request.ranges.once(key, lambda: (request.model, ModelAnalysis(request.model)))[1]
         in_float = tuple(request.float_nodes.items()), tuple(ranges.reasons.items())
         plan = request.ranges.once(
             ("plan", self, id(request.model), *in_float),
@@ -213,24 +219,24 @@ class OnnxRuntime:
             ranges.scales,
             weight_bits=self.weight_bits,
             known={} if trained is None else trained.weights,
-            stored=request.ranges.once(key, lambda: (request.model, Stored()))[1],
+            stored=request.ranges.once(key, lambda: (request.model, WeightCache()))[1],
         )
         dynamic = self._dynamic(request.model, tuple(request.float_nodes))
         if dynamic:
             fits = self.placement.fits_pairs
-            model = write_dynamic(model, dynamic, signed(self.weight_bits), fits_pairs=fits)
+            model = write_dynamic(model, dynamic, signed_grid(self.weight_bits), fits_pairs=fits)
         clipped = {gate.source for gate in plan.shifts.values()}
         scales = {name: ranges.scales[name] for name in plan.activations if name not in clipped}
         decisions = self._with_dynamic(plan.decisions, dynamic)
         return _Paired(model, decisions, scales, request.model, read, plan)
 
-    def build(self, request: BuildRequest) -> Built:
+    def build(self, request: BuildRequest) -> BuildResult:
         """Write `<name>.int8.onnx`, or `<name>.float.onnx` if all nodes stay float."""
         from deploy.targets.onnxruntime.dynamic import dynamic_weights
-        from deploy.targets.stored import stored_in
+        from deploy.targets.stored_weights import read_stored_weights
 
         paired = self._paired(request)
-        decisions, weights = paired.decisions, stored_in(paired.model, on_cpus=True)
+        decisions, weights = paired.decisions, read_stored_weights(paired.model, on_cpus=True)
         kind = "int8" if any(d.quantized for d in decisions) else "float"
         plain = paired.model.SerializeToString(deterministic=True) if kind == "float" else b""
         model = paired.engine()
@@ -246,7 +252,7 @@ class OnnxRuntime:
             data, notes = given, (*notes, _GIVEN.format(times=len(data) / len(given)))
         path = request.folder / f"{request.name}.{kind}.onnx"
         atomic.write_bytes(path, data)
-        return Built(
+        return BuildResult(
             target=self.name,
             engine=path,
             runnable=path,
@@ -267,13 +273,13 @@ class OnnxRuntime:
         self, request: BuildRequest, written: onnx.ModelProto, decisions: tuple[Decision, ...]
     ) -> tuple[str, ...]:
         """Return the notes on the pairs of a Q/DQ model."""
-        from deploy.targets.trained import anew_notes, kept_note
+        from deploy.targets.prequantized import rewritten_notes, unchanged_note
 
         if request.trained is None:
             return ()
         if self._keeps(request):
-            return (kept_note(request.trained),)
-        return tuple(anew_notes(request.trained, written, decisions, self.name, _ANEW))
+            return (unchanged_note(request.trained),)
+        return tuple(rewritten_notes(request.trained, written, decisions, self.name, _ANEW))
 
     def _notes(
         self, decisions: tuple[Decision, ...], weights: tuple[StoredWeight, ...]
@@ -292,9 +298,9 @@ class OnnxRuntime:
 
     def at_hand(self) -> str:
         """Describe ONNX Runtime, which is always installed."""
-        from deploy.runtimes.ort import runtime
+        from deploy.runtimes.ort import runtime_version
 
-        return runtime()
+        return runtime_version()
 
     def open(self, engine: Path, *, threads: int | None = None) -> Session:
         """Load an engine with ONNX Runtime on the CPU."""
@@ -308,13 +314,13 @@ def _smaller(request: BuildRequest, size: int) -> bytes | None:
 
     None if ONNX Runtime would run that file slower, in another type, or not at all.
     """
-    from deploy.frontends.base import file_of
+    from deploy.frontends.base import read_model_file
 
     loaded = request.subject.loaded
     changed = loaded.widened or loaded.restored or loaded.renamed or loaded.listed
     if changed or loaded.source is None or loaded.stamp is None or request.trained is not None:
         return None
-    given = file_of(loaded)
+    given = read_model_file(loaded)
     return given if len(given) * _LARGER < size else None
 
 
@@ -335,7 +341,7 @@ class _Paired:
     decisions: tuple[Decision, ...]
     ranges: dict[str, Scale]
     like: onnx.ModelProto
-    read: Read
+    read: ModelAnalysis
     plan: Plan | None = None
 
     def engine(self) -> onnx.ModelProto:

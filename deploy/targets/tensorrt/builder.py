@@ -21,18 +21,18 @@ from calibrators.tensorrt import Callbacks
 from deploy.errors import BackendError, ConfigError
 from deploy.files import atomic, manifest
 from deploy.files.reading import read_bytes
-from deploy.targets.spans import Shape, Span
+from deploy.targets.shape_ranges import Shape, ShapeRange
 from deploy.targets.tensorrt.cuda import Cuda
 from deploy.targets.tensorrt.sdk import (
-    KeepingLogger,
+    LogRecorder,
     Sdk,
-    digests,
-    dims,
     dtype_of,
-    listening,
-    load,
+    import_tensorrt,
     load_plugins,
+    plugin_digests,
     process_logger,
+    record_log,
+    shape_of,
     stand_ins,
 )
 from deploy.terminal import phase
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class InputShapeRange:
     """Min, opt and max shape of one dynamic input; the engine is tuned and calibrated for opt."""
 
     least: Shape
@@ -51,7 +51,7 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class BuilderSettings:
     """Builder settings of one engine.
 
     Attributes:
@@ -81,7 +81,7 @@ class Settings:
     float_layers: Mapping[str, str] = field(default_factory=dict)
     wide_layers: Mapping[str, str] = field(default_factory=dict)
     workspace_mib: int | None = None
-    profiles: Mapping[str, Profile] = field(default_factory=dict)
+    profiles: Mapping[str, InputShapeRange] = field(default_factory=dict)
     values: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     plugins: tuple[Path, ...] = ()
     timing_cache: Path | None = None
@@ -90,7 +90,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class BuiltEngine:
     """A serialized engine, TensorRT's log lines, and the calibration cache used, if any."""
 
     plan: bytes
@@ -101,11 +101,11 @@ class Engine:
 @phase("TensorRT builds")
 def build_engine(
     model: Path,
-    settings: Settings,
+    settings: BuilderSettings,
     *,
     calibrator: Callbacks | None = None,
     cuda: Cuda | None = None,
-) -> Engine:
+) -> BuiltEngine:
     """Parse an ONNX file and build its engine.
 
     Args:
@@ -120,9 +120,9 @@ def build_engine(
             cannot be loaded.
         CalibrationError: a calibrator callback failed, which TensorRT does not report.
     """
-    load()
+    import_tensorrt()
     on_device = nullcontext() if cuda is None else cuda.current()
-    with on_device, listening(verbose=settings.verbose) as log:
+    with on_device, record_log(verbose=settings.verbose) as log:
         load_plugins(settings.plugins)
         builder = _create_builder(log)
         network = builder.create_network(_network_flags(typed=settings.typed))
@@ -133,11 +133,11 @@ def build_engine(
     cache = _used_cache(calibrator, log, model, built=plan is not None)
     if timing is not None and settings.timing_cache is not None:
         atomic.write_bytes(settings.timing_cache, bytes(config.get_timing_cache().serialize()))
-    return Engine(bytes(plan), tuple(log.lines), cache)
+    return BuiltEngine(bytes(plan), tuple(log.lines), cache)
 
 
 def calibrate(
-    model: Path, settings: Settings, calibrator: Callbacks, *, cuda: Cuda | None = None
+    model: Path, settings: BuilderSettings, calibrator: Callbacks, *, cuda: Cuda | None = None
 ) -> bytes:
     """Let TensorRT calibrate in pure float32; return its cache and discard the engine.
 
@@ -153,7 +153,7 @@ def calibrate(
 
 
 def engine_key(
-    sdk: Sdk, settings: Settings, *, model_sha256: str, cache_sha256: str | None
+    sdk: Sdk, settings: BuilderSettings, *, model_sha256: str, cache_sha256: str | None
 ) -> dict[str, Any]:
     """Return everything that an engine depends on, as plain JSON: the key of the engine cache.
 
@@ -170,19 +170,19 @@ def engine_key(
         "model_sha256": model_sha256,
         "cache_sha256": cache_sha256,
         "layers": "detailed",
-        "plugins": digests(settings.plugins),
+        "plugins": plugin_digests(settings.plugins),
         "settings": json.loads(json.dumps(options)),
     }
 
 
 def cached_engine(path: Path, key: Mapping[str, Any]) -> bytes | None:
     """Return the engine at `path` if it is intact and was built under `key`, else None."""
-    return manifest.fitting(path, key, digest="engine_sha256")
+    return manifest.read_if_made_from(path, key, digest="engine_sha256")
 
 
-def keep_engine(path: Path, plan: bytes, key: Mapping[str, Any]) -> Path:
+def store_engine(path: Path, plan: bytes, key: Mapping[str, Any]) -> Path:
     """Write the engine, then the manifest with its key."""
-    return manifest.keep(path, plan, key, digest="engine_sha256")
+    return manifest.write_with_note(path, plan, key, digest="engine_sha256")
 
 
 def profiles_for(
@@ -190,8 +190,8 @@ def profiles_for(
     fed: Mapping[str, Shape],
     *,
     most_batch: int,
-    span: Span | None = None,
-) -> dict[str, Profile]:
+    span: ShapeRange | None = None,
+) -> dict[str, InputShapeRange]:
     """Return a profile for each dynamic input.
 
     Dynamic dimensions cover every size of the samples; a dynamic batch (dimension 0) covers 1 to
@@ -221,12 +221,12 @@ def profiles_for(
         least, most = (opt, opt) if span is None else (span.least[name], span.most[name])
         if not fixed[0]:
             least, most = (1, *least[1:]), (max(most_batch, opt[0], most[0]), *most[1:])
-        profiles[name] = Profile(least, opt, most)
+        profiles[name] = InputShapeRange(least, opt, most)
     return profiles
 
 
 def _used_cache(
-    calibrator: Callbacks | None, log: KeepingLogger, model: Path, *, built: bool
+    calibrator: Callbacks | None, log: LogRecorder, model: Path, *, built: bool
 ) -> bytes | None:
     """Return the calibrator's cache, or raise what went wrong in the build.
 
@@ -245,7 +245,7 @@ def _used_cache(
     return calibrator.check() if calibrator is not None else None
 
 
-def _create_builder(log: KeepingLogger) -> trt.Builder:
+def _create_builder(log: LogRecorder) -> trt.Builder:
     import tensorrt as trt
 
     try:
@@ -267,7 +267,7 @@ def _network_flags(*, typed: bool) -> int:
     return sum(1 << int(getattr(flags, name)) for name in names if hasattr(flags, name))
 
 
-def _parse(network: trt.INetworkDefinition, model: Path, log: KeepingLogger) -> None:
+def _parse(network: trt.INetworkDefinition, model: Path, log: LogRecorder) -> None:
     import tensorrt as trt
 
     parser = trt.OnnxParser(network, process_logger())
@@ -280,7 +280,7 @@ def _parse(network: trt.INetworkDefinition, model: Path, log: KeepingLogger) -> 
 def _create_config(
     builder: trt.Builder,
     network: trt.INetworkDefinition,
-    settings: Settings,
+    settings: BuilderSettings,
     calibrator: Callbacks | None,
 ) -> trt.IBuilderConfig:
     config = builder.create_builder_config()
@@ -289,7 +289,7 @@ def _create_config(
         _bind_to_float(config, network, settings)
     if settings.wide_layers:
         _bind_to_float32(config, network, settings.wide_layers)
-    _leave_out(config, stand_ins())
+    _disable_tactics(config, stand_ins())
     profile = _create_profile(builder, network, settings)
     if profile is not None:
         config.add_optimization_profile(profile)
@@ -302,7 +302,7 @@ def _create_config(
     return config
 
 
-def _set_flags(config: trt.IBuilderConfig, settings: Settings) -> None:
+def _set_flags(config: trt.IBuilderConfig, settings: BuilderSettings) -> None:
     import tensorrt as trt
 
     types = ((settings.int8, "INT8"), (settings.fp16, "FP16"), (settings.bf16, "BF16"))
@@ -318,7 +318,7 @@ def _set_flags(config: trt.IBuilderConfig, settings: Settings) -> None:
 
 
 def _bind_to_float(
-    config: trt.IBuilderConfig, network: trt.INetworkDefinition, settings: Settings
+    config: trt.IBuilderConfig, network: trt.INetworkDefinition, settings: BuilderSettings
 ) -> None:
     """Bind `float_layers` to a float precision; TensorRT chooses that of the other layers.
 
@@ -368,7 +368,7 @@ def _find_layers(
             yield layer, names
 
 
-def _leave_out(config: trt.IBuilderConfig, sources: Sequence[str]) -> None:
+def _disable_tactics(config: trt.IBuilderConfig, sources: Sequence[str]) -> None:
     """Remove tactic sources; with none given, TensorRT's default stays."""
     import tensorrt as trt
 
@@ -385,13 +385,13 @@ def _leave_out(config: trt.IBuilderConfig, sources: Sequence[str]) -> None:
 
 
 def _create_profile(
-    builder: trt.Builder, network: trt.INetworkDefinition, settings: Settings
+    builder: trt.Builder, network: trt.INetworkDefinition, settings: BuilderSettings
 ) -> trt.IOptimizationProfile | None:
     import tensorrt as trt
 
     profiles, values = settings.profiles, settings.values
     inputs = [network.get_input(index) for index in range(network.num_inputs)]
-    shapes = {tensor.name: dims(tensor.shape) for tensor in inputs}
+    shapes = {tensor.name: shape_of(tensor.shape) for tensor in inputs}
     dynamic = {name: shape for name, shape in shapes.items() if -1 in shape}
     missing = sorted(set(dynamic) - set(profiles))
     if missing:

@@ -43,13 +43,19 @@ from calibrators.scales import Scale
 from deploy.errors import ExportError
 from deploy.frontends import checks
 from deploy.frontends.plugins import check_part_valid
-from deploy.graph.edit import copied, rebuild, replace_nodes
-from deploy.graph.index import Graph, attributes, reads
+from deploy.graph.edit import copy_message, rebuild, replace_nodes
+from deploy.graph.index import Graph, attributes, iter_reads
 from deploy.graph.placement import TENSORRT
 from deploy.graph.plan import Plan
 from deploy.targets.onnxruntime.qdq import write_qdq
-from deploy.targets.tensorrt.float_types import FP8_OPSET, OPSETS, at_opset, storable, typed
-from deploy.targets.tensorrt.naming import POOLS
+from deploy.targets.tensorrt.cache_contents import POOLS
+from deploy.targets.tensorrt.float_types import (
+    FP8_OPSET,
+    OPSETS,
+    at_opset,
+    narrow_float_part,
+    round_scales,
+)
 
 if TYPE_CHECKING:
     import onnx
@@ -72,7 +78,7 @@ def to_qdq(
 
     Args:
         model: cleaned float model.
-        plan: positions of the pairs, for a placement in `deploy.graph.placement.TENSORRT_ON`.
+        plan: positions of the pairs, for a placement in `deploy.graph.placement.TENSORRT_BY_GRID`.
         scales: tensor -> float32 int8 scale (amax / 127) for each of `plan.activations`, also when
             the grid is fp8.
         own_concat_scales: do not share scales between the tensors of a Concat.
@@ -103,7 +109,7 @@ def to_typed(
     """Return the Q/DQ model with quantized weights and its float part in a narrow type.
 
     For the other arguments and the result see `to_qdq` and
-    `deploy.targets.tensorrt.float_types.typed`.
+    `deploy.targets.tensorrt.float_types.narrow_float_part`.
 
     Raises:
         ExportError: as `to_qdq` and `typed`.
@@ -111,8 +117,10 @@ def to_typed(
     ranges = _ranges(model, plan, scales, own_concat_scales)
     if _is_fp8(plan):  # convert first: onnx's version converter may not support fp8 tensors
         model = at_opset(model, max(FP8_OPSET, OPSETS[rest]))
-    quantized = write_qdq(model, plan, ranges, storable=partial(storable, rest=rest), known=known)
-    return typed(_with_fp8_ir(quantized) if _is_fp8(plan) else quantized, rest, largest)
+    quantized = write_qdq(
+        model, plan, ranges, storable=partial(round_scales, rest=rest), known=known
+    )
+    return narrow_float_part(_with_fp8_ir(quantized) if _is_fp8(plan) else quantized, rest, largest)
 
 
 def _is_fp8(plan: Plan) -> bool:
@@ -158,7 +166,7 @@ def concat_groups(
     return groups
 
 
-def with_groups(model: onnx.ModelProto, plan: Plan) -> Plan:
+def share_scales(model: onnx.ModelProto, plan: Plan) -> Plan:
     """Return the plan with `owners` and `sources` set to the scale sharing of the Q/DQ model.
 
     A pool output has the scale of the pool's input, as in a cache; outputs of other operators that
@@ -264,7 +272,7 @@ _INTEGER_OPS = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "ConvIntege
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class PlainModel:
     """A float model extracted from a Q/DQ model by `from_qdq`.
 
     Attributes:
@@ -278,7 +286,7 @@ class Plain:
     weights: tuple[str, ...]
 
 
-def from_qdq(quantized: onnx.ModelProto) -> Plain:
+def from_qdq(quantized: onnx.ModelProto) -> PlainModel:
     """Return the float model and scales of a Q/DQ model; `quantized` is not changed.
 
     Raises:
@@ -287,7 +295,7 @@ def from_qdq(quantized: onnx.ModelProto) -> Plain:
     """
     checks.check_names(quantized)
     check_part_valid(quantized)
-    return _PairRemover(copied(quantized)).run()
+    return _PairRemover(copy_message(quantized)).run()
 
 
 class _PairRemover:
@@ -304,7 +312,7 @@ class _PairRemover:
         self.replaced: dict[str, str] = {}  # output of a DQ -> the float tensor in its place
         self.renamed: dict[str, str] = {}  # output of a node -> its name before quantization
 
-    def run(self) -> Plain:
+    def run(self) -> PlainModel:
         """Read every pair, then rewire the graph."""
         self._refuse_integers()
         for node in self.graph.node:
@@ -318,7 +326,7 @@ class _PairRemover:
         self._rewire()
         order = [v.name for v in self.graph.input] + [o for n in self.graph.node for o in n.output]
         scales = {name: self.scales[name] for name in order if name in self.scales}
-        return Plain(self.model, scales, tuple(self.weights))
+        return PlainModel(self.model, scales, tuple(self.weights))
 
     def _refuse_integers(self) -> None:
         for node in self.graph.node:
@@ -442,7 +450,7 @@ class _PairRemover:
                 node.input[index] = self._final_name(name)
             for index, name in enumerate(node.output):
                 node.output[index] = self.renamed.get(name, name)
-        used = {name for node in kept for name in reads(node)} | self.outputs
+        used = {name for node in kept for name in iter_reads(node)} | self.outputs
         rebuild(self.graph, (n for n in kept if n.op_type != "Constant" or n.output[0] in used))
 
     def _final_name(self, name: str) -> str:

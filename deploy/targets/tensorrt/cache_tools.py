@@ -17,7 +17,7 @@ import numpy as np
 from calibrators.percentile import QUANTILE
 from calibrators.tensorrt import CLASSES
 from deploy.calibration import store, trt_cache
-from deploy.calibration.reuse import fingerprint_of
+from deploy.calibration.reuse import make_fingerprint
 from deploy.calibration.trt_cache import CalibrationCache, Entry
 from deploy.errors import CacheError, ModelError
 from deploy.files import atomic
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from deploy.feed.calibrator import CalibratorScript
     from deploy.targets.base import BuildRequest
-    from deploy.targets.tensorrt.cache_qdq import Plain
-    from deploy.targets.tensorrt.dla import Inferred
-    from deploy.targets.tensorrt.match import EntryUse, Match
+    from deploy.targets.tensorrt.cache_match import CacheMatch, EntryUse
+    from deploy.targets.tensorrt.cache_qdq import PlainModel
+    from deploy.targets.tensorrt.infer_scales import InferredScales
 
 
 def read_cache(path: Path) -> CalibrationCache:
@@ -48,7 +48,7 @@ def read_cache(path: Path) -> CalibrationCache:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ScaleDifference:
     """A tensor whose scale differs between two caches; None where a cache has no scale for it."""
 
     name: str
@@ -64,18 +64,20 @@ class Difference:
         return float(self.second) / float(self.first) if valid else None
 
 
-def diff(first: CalibrationCache, second: CalibrationCache) -> list[Difference]:
+def compare_caches(first: CalibrationCache, second: CalibrationCache) -> list[ScaleDifference]:
     """List tensors with different scales, largest change first, then those in one cache only."""
     a, b = first.scales(), second.scales()
     bits = [{e.name: e.bits for e in cache.entries} for cache in (first, second)]
-    changed = [Difference(n, a[n], b[n]) for n in a if n in b and bits[0][n] != bits[1][n]]
+    changed = [ScaleDifference(n, a[n], b[n]) for n in a if n in b and bits[0][n] != bits[1][n]]
     changed.sort(key=lambda d: -abs(np.log(d.ratio)) if d.ratio else -np.inf)
-    removed = [Difference(n, a[n], None) for n in a if n not in b]
-    added = [Difference(n, None, b[n]) for n in b if n not in a]
+    removed = [ScaleDifference(n, a[n], None) for n in a if n not in b]
+    added = [ScaleDifference(n, None, b[n]) for n in b if n not in a]
     return [*changed, *removed, *added]
 
 
-def merge(caches: Sequence[CalibrationCache], *, on_conflict: str = "error") -> CalibrationCache:
+def merge_caches(
+    caches: Sequence[CalibrationCache], *, on_conflict: str = "error"
+) -> CalibrationCache:
     """Return the union of caches, in order of first occurrence, with the first cache's header.
 
     Args:
@@ -114,20 +116,20 @@ def _choose(old: Entry | None, new: Entry, on_conflict: str) -> Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CacheFinding:
     """A finding of `check`; `harmful` if TensorRT would not behave as expected."""
 
     text: str
     harmful: bool
 
 
-def check(
+def check_cache(
     cache: CalibrationCache,
     *,
     version: str | None = None,
     algorithm: str | None = None,
-    matched: Match | None = None,
-) -> list[Finding]:
+    matched: CacheMatch | None = None,
+) -> list[CacheFinding]:
     """Check a cache before a build.
 
     Args:
@@ -136,7 +138,7 @@ def check(
         algorithm: of the calibrator that will read it; `trtexec --calib` needs ENTROPY2.
         matched: the cache matched against a model.
     """
-    findings = [Finding(_flaw_text(n, f), f in ("NaN", "negative")) for n, f in _flaws(cache)]
+    findings = [CacheFinding(_flaw_text(n, f), f in ("NaN", "negative")) for n, f in _flaws(cache)]
     if cache.duplicates():
         conflict = False
         try:
@@ -144,7 +146,9 @@ def check(
         except CacheError:
             conflict = True
         names = ", ".join(cache.duplicates()[:3])
-        findings.append(Finding(f"{len(cache.duplicates())} names occur twice: {names}", conflict))
+        findings.append(
+            CacheFinding(f"{len(cache.duplicates())} names occur twice: {names}", conflict)
+        )
     findings += _header_findings(cache, version, algorithm)
     if matched is not None:
         findings += _match_findings(matched)
@@ -171,12 +175,12 @@ def _flaw_text(names: list[str], kind: str) -> str:
 
 def _header_findings(
     cache: CalibrationCache, version: str | None, algorithm: str | None
-) -> list[Finding]:
+) -> list[CacheFinding]:
     header = cache.header
     findings = []
     if version is not None and header.label not in (None, trt_cache.version_label(version)):
         findings.append(
-            Finding(
+            CacheFinding(
                 f"TensorRT {version} ignores a cache of {header.version} and calibrates anew, with"
                 f" nothing but a log line; run: calib8 cache relabel --trt-version {version}",
                 harmful=True,
@@ -184,7 +188,7 @@ def _header_findings(
         )
     if algorithm is not None and header.algorithm != algorithm:
         findings.append(
-            Finding(
+            CacheFinding(
                 f"a calibrator of {algorithm} ignores a cache of {header.algorithm}; run:"
                 f" calib8 cache relabel --algorithm {algorithm}",
                 harmful=True,
@@ -193,21 +197,21 @@ def _header_findings(
     return findings
 
 
-def _match_findings(matched: Match) -> list[Finding]:
+def _match_findings(matched: CacheMatch) -> list[CacheFinding]:
     missing = [t for t in matched.tensors if not t.covered]
     findings = [
-        Finding(
+        CacheFinding(
             f"{matched.covered} of {len(matched.tensors)} tensors to be quantized have a scale,"
             f" from {matched.used} of {len(matched.entries)} entries",
             harmful=False,
         )
     ]
-    findings += [Finding(f"{t.tensor}: {t.reason}", harmful=True) for t in missing]
+    findings += [CacheFinding(f"{t.tensor}: {t.reason}", harmful=True) for t in missing]
     foreign = _foreign(matched)
     if foreign:
         names = ", ".join(e.name for e in foreign[:3])
         findings.append(
-            Finding(
+            CacheFinding(
                 f"{len(foreign)} entries are of tensors that the model does not have ({names}):"
                 " was the cache made from another model?",
                 harmful=len(foreign) == len(matched.entries),
@@ -216,7 +220,7 @@ def _match_findings(matched: Match) -> list[Finding]:
     return findings
 
 
-def _foreign(matched: Match) -> list[EntryUse]:
+def _foreign(matched: CacheMatch) -> list[EntryUse]:
     """Return the entries of tensors that the model does not have."""
     unused = (entry for entry in matched.entries if entry.tensor is None)
     return [entry for entry in unused if entry.reason.startswith("no tensor")]
@@ -231,7 +235,7 @@ def cache_to_qdq(
     parser: str | None = None,
     rest: str = FP32,
     precision: str = INT8,
-) -> tuple[onnx.ModelProto, Match]:
+) -> tuple[onnx.ModelProto, CacheMatch]:
     """Return the Q/DQ model of a float model and its cache, and how the cache matched.
 
     Args:
@@ -240,7 +244,7 @@ def cache_to_qdq(
         keep_batchnorm: do not fold BatchNormalization, so that the float model which
             `qdq_to_cache` recovers gives bit-exact outputs of `model`.
         own_concat_scales: see `deploy.targets.tensorrt.cache_qdq`.
-        parser: see `deploy.targets.tensorrt.naming.cache_tensors`.
+        parser: see `deploy.targets.tensorrt.cache_contents.cache_tensors`.
         rest: type of the float part, "fp16", "bf16" or "fp32"
             (`deploy.targets.tensorrt.float_types`).
         precision: grid of the pairs, "int8" or "fp8"; both use the clip ranges of the cache.
@@ -251,17 +255,17 @@ def cache_to_qdq(
         ExportError: the model cannot be converted to the opset that `rest` or fp8 needs.
     """
     from deploy.frontends import load
-    from deploy.graph.placement import TENSORRT_ON
+    from deploy.graph.placement import TENSORRT_BY_GRID
+    from deploy.targets.tensorrt.cache_match import match_cache
     from deploy.targets.tensorrt.cache_qdq import to_qdq, to_typed
-    from deploy.targets.tensorrt.match import match
 
     loaded = load(model, fold_batchnorm=not keep_batchnorm)
-    matched = match(
+    matched = match_cache(
         cache,
         loaded.model,
-        original=original_of(model),
+        original=load_uncleaned_graph(model),
         parser=parser,
-        placement=TENSORRT_ON[precision],
+        placement=TENSORRT_BY_GRID[precision],
     )
     if not matched.used:
         raise CacheError(
@@ -283,7 +287,7 @@ def cache_to_qdq(
     return loaded.whole(typed), matched
 
 
-def _clip_limits(cache: CalibrationCache, matched: Match) -> dict[str, float]:
+def _clip_limits(cache: CalibrationCache, matched: CacheMatch) -> dict[str, float]:
     """Return tensor -> the largest |x| within its clip range."""
     scales = cache.scales()
     entries = ((entry.tensor, entry.name) for entry in matched.entries)
@@ -292,14 +296,14 @@ def _clip_limits(cache: CalibrationCache, matched: Match) -> dict[str, float]:
 
 def qdq_to_cache(
     model: Path, *, version: str, algorithm: str = trt_cache.ENTROPY2
-) -> tuple[Plain, CalibrationCache]:
+) -> tuple[PlainModel, CalibrationCache]:
     """Return the float model of a Q/DQ model, and the cache with the scales of its pairs.
 
     Raises:
         ModelError: the file cannot be read.
         ExportError: the model is not quantized, or in a way that a cache cannot express.
     """
-    from deploy.frontends.reader import read_model
+    from deploy.frontends.onnx_reader import read_model
     from deploy.targets.tensorrt.cache_qdq import from_qdq
 
     plain = from_qdq(read_model(Path(model)))
@@ -307,8 +311,8 @@ def qdq_to_cache(
 
 
 def dla_cache(
-    plain: Plain, *, version: str, guesses: bool = True
-) -> tuple[CalibrationCache, Inferred]:
+    plain: PlainModel, *, version: str, guesses: bool = True
+) -> tuple[CalibrationCache, InferredScales]:
     """Return the cache for DLA: the scales of the pairs and those inferred from them.
 
     `guesses` includes inferred scales that may clip values.
@@ -316,13 +320,13 @@ def dla_cache(
     Raises:
         ModelError: shapes in the model contradict each other.
     """
-    from deploy.targets.tensorrt.dla import inferred
+    from deploy.targets.tensorrt.infer_scales import infer_missing_scales
 
-    scales = inferred(plain.model, plain.scales, guesses=guesses)
+    scales = infer_missing_scales(plain.model, plain.scales, guesses=guesses)
     return trt_cache.from_scales(scales.scales, version=version), scales
 
 
-def original_of(model: Path | str | onnx.ModelProto | None) -> onnx.ModelProto | None:
+def load_uncleaned_graph(model: Path | str | onnx.ModelProto | None) -> onnx.ModelProto | None:
     """Return the uncleaned graph without external weights; None if the file cannot be parsed."""
     import onnx
 
@@ -340,7 +344,7 @@ def original_of(model: Path | str | onnx.ModelProto | None) -> onnx.ModelProto |
 _METHODS = {"entropy2": "entropy", "entropy": "entropy", "minmax": "minmax", "legacy": "legacy"}
 
 
-def method_of(script: CalibratorScript) -> tuple[Method, str] | None:
+def method_of_calibrator(script: CalibratorScript) -> tuple[Method, str] | None:
     """Return (method, note) for the script's calibrator base class; None if it has none.
 
     ==========================  ==================================================================
@@ -364,7 +368,7 @@ def method_of(script: CalibratorScript) -> tuple[Method, str] | None:
     return method, f"ranges are found by {method.label}, since {script} is an {base}{why}"
 
 
-def agreement(known: bytes, made: trt_cache.CalibrationCache) -> str:
+def compare_with_script_cache(known: bytes, made: trt_cache.CalibrationCache) -> str:
     """Compare the cache that a script reads with the new one; return one sentence.
 
     Args:
@@ -373,7 +377,7 @@ def agreement(known: bytes, made: trt_cache.CalibrationCache) -> str:
     """
     try:
         old = trt_cache.parse(known, origin="the cache that the script reads")
-        differences = diff(old, made)
+        differences = compare_caches(old, made)
     except CacheError as error:
         return f"the script's own cache was not compared: {error}"
     changed = [d for d in differences if d.first is not None and d.second is not None]
@@ -400,7 +404,9 @@ def _largest_change(ratios: list[float | None], first: str) -> str:
     return f", by {100 * median:.2g} % in the median, most {first} ({ratios[0]:.4g} times)"
 
 
-def note(request: BuildRequest, cache: Path, text: bytes, model: onnx.ModelProto) -> Path | None:
+def write_cache_note(
+    request: BuildRequest, cache: Path, text: bytes, model: onnx.ModelProto
+) -> Path | None:
     """Write the sidecar note of a cache: its model and what the calibration depended on.
 
     Args:
@@ -419,8 +425,8 @@ def note(request: BuildRequest, cache: Path, text: bytes, model: onnx.ModelProto
         return None
     file = sha256(model.SerializeToString(deterministic=True))
     made = replace(
-        fingerprint_of(request.subject, request.manifest),
+        make_fingerprint(request.subject, request.manifest),
         model={"graph": model_digest(model), "file": file},
         method=request.chosen.chosen_by,
     )
-    return atomic.write_bytes(store.sidecars(cache)[0], store.without_statistics(text, made))
+    return atomic.write_bytes(store.sidecars(cache)[0], store.make_text_only_json(text, made))

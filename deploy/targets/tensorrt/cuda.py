@@ -22,7 +22,7 @@ WAY_OUT = "`nvidia-smi` shows the state of the GPU and what else holds its memor
 
 
 @dataclass(frozen=True)
-class Stream:
+class CudaStream:
     """A CUDA stream: its handle, as TensorRT takes it, and the binding's own object."""
 
     handle: int
@@ -68,19 +68,19 @@ class Cuda(Protocol):
         """Copy a C-contiguous array to the device, synchronously."""
         ...
 
-    def copy_in_later(self, address: int, array: Array, stream: Stream) -> None:
+    def copy_in_later(self, address: int, array: Array, stream: CudaStream) -> None:
         """Queue a copy of a C-contiguous array to the device on a stream."""
         ...
 
-    def copy_out_later(self, array: Array, address: int, stream: Stream) -> None:
+    def copy_out_later(self, array: Array, address: int, stream: CudaStream) -> None:
         """Queue a copy from the device into a C-contiguous array on a stream."""
         ...
 
-    def stream(self) -> Stream:
+    def stream(self) -> CudaStream:
         """Create a stream."""
         ...
 
-    def wait(self, stream: Stream) -> None:
+    def wait(self, stream: CudaStream) -> None:
         """Wait until all work on the stream is done."""
         ...
 
@@ -88,7 +88,7 @@ class Cuda(Protocol):
         """Create an event; it can be recorded repeatedly."""
         ...
 
-    def record(self, event: Any, stream: Stream) -> None:
+    def record(self, event: Any, stream: CudaStream) -> None:
         """Record an event on the stream."""
         ...
 
@@ -97,13 +97,13 @@ class Cuda(Protocol):
         ...
 
 
-def version_words(number: int) -> str:
+def format_cuda_version(number: int) -> str:
     """Format CUDA's integer version: 12040 is "12.4"."""
     major, rest = divmod(number, 1000)
     return f"{major}.{rest // 10}"
 
 
-class Buffer:
+class DeviceBuffer:
     """Device memory, freed with the last reference to this object.
 
     Attributes:
@@ -127,14 +127,14 @@ class CudaMemory:
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
-        self._buffers: dict[str, Buffer] = {}
+        self._buffers: dict[str, DeviceBuffer] = {}
 
     def put(self, name: str, array: Array) -> int:
         """Copy `array` into the buffer of `name`, growing it if needed; return the address."""
         with self._cuda.current():
             buffer = self._buffers.get(name)
             if buffer is None or buffer.size < array.nbytes:
-                buffer = self._buffers[name] = Buffer(self._cuda, array.nbytes)
+                buffer = self._buffers[name] = DeviceBuffer(self._cuda, array.nbytes)
             self._cuda.copy_in(buffer.address, array)
             return buffer.address
 

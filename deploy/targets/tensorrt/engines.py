@@ -21,25 +21,25 @@ from typing import TYPE_CHECKING, Any
 from calibrators.tensorrt import ALGORITHMS, Callbacks, HostMemory, calibrator
 from deploy.calibration import store, trt_cache
 from deploy.calibration.fingerprint import TENSORRT, Fingerprint
-from deploy.calibration.observation import left_out, whole, whole_batches
-from deploy.calibration.reuse import fingerprint_of
+from deploy.calibration.observation import count_in_full_batches, full_batches, note_left_out
+from deploy.calibration.reuse import make_fingerprint
 from deploy.calibration.trt_cache import version_label
 from deploy.errors import BackendError, CacheError, ConfigError, ExportError, SdkMissingError
 from deploy.files import atomic, staging
 from deploy.files.manifest import sha256
 from deploy.frontends.base import model_digest
 from deploy.frontends.checks import opset_of
-from deploy.frontends.reader import read_stamped
-from deploy.graph.index import dims, fed_inputs
-from deploy.graph.lowering import lowered
+from deploy.frontends.onnx_reader import read_model_and_stamp
+from deploy.graph.index import dims, runtime_inputs
+from deploy.graph.lowering import lower_opset
 from deploy.targets.base import BuildRequest
-from deploy.targets.spans import span_of
+from deploy.targets.shape_ranges import sample_shape_range
 from deploy.targets.tensorrt import builder, sdk
-from deploy.targets.tensorrt.builder import Settings, profiles_for
+from deploy.targets.tensorrt.builder import BuilderSettings, profiles_for
+from deploy.targets.tensorrt.cache_contents import largest_magnitudes
 from deploy.targets.tensorrt.cuda import Cuda, CudaMemory
-from deploy.targets.tensorrt.float_types import OPSETS, typed, written
-from deploy.targets.tensorrt.naming import sizes
-from deploy.targets.tensorrt.sdk import Sdk, digests, gpu, missing_tensors, sort_missing
+from deploy.targets.tensorrt.float_types import OPSETS, narrow_float_part, write_model
+from deploy.targets.tensorrt.sdk import Sdk, gpu, missing_tensors, plugin_digests, sort_missing
 from deploy.targets.tensorrt.trt_options import (
     ALL_BASELINES,
     BF16,
@@ -53,15 +53,20 @@ from deploy.targets.tensorrt.trt_options import (
     PLAIN,
     QDQ,
     TYPED,
-    Asked,
+    TensorrtOptions,
 )
-from deploy.targets.tensorrt.trtexec import Needs, float_layers, row, unread
+from deploy.targets.tensorrt.trtexec import (
+    ParserRequirements,
+    features_of,
+    float_layers,
+    unsupported_operators,
+)
 from deploy.version import __version__
 
 if TYPE_CHECKING:
     import onnx
 
-    from deploy.calibration.ranges import Found
+    from deploy.calibration.ranges import RangeSet
 
 
 LABELS = {FP32: "TensorRT FP32", FP16: "TensorRT FP16"}  # in the order of a report's columns
@@ -76,12 +81,12 @@ class Baselines:
     notes: tuple[str, ...] = ()
 
 
-def build(
+def build_baselines(
     names: Iterable[str],
     request: BuildRequest,
     installed: Sdk,
     cuda: Cuda,
-    settings: Settings,
+    settings: BuilderSettings,
     *,
     against: onnx.ModelProto,
     model: Path,
@@ -122,13 +127,18 @@ def _write_float16(
     request: BuildRequest, against: onnx.ModelProto, largest: Mapping[str, float]
 ) -> Path:
     """Write the float model in float16, nodes that overflow it in float32."""
-    narrow, _ = typed(against, FP16, largest)
+    narrow, _ = narrow_float_part(against, FP16, largest)
     stem = request.folder / f"{request.name}.tensorrt"
-    return written(stem, f".{FP16}.onnx", request.whole(narrow))
+    return write_model(stem, f".{FP16}.onnx", request.whole(narrow))
 
 
 def _build_baseline(
-    request: BuildRequest, installed: Sdk, cuda: Cuda, settings: Settings, source: Path, name: str
+    request: BuildRequest,
+    installed: Sdk,
+    cuda: Cuda,
+    settings: BuilderSettings,
+    source: Path,
+    name: str,
 ) -> Path:
     path = request.folder / f"{request.name}.{name}.engine"
     key = builder.engine_key(
@@ -137,28 +147,30 @@ def _build_baseline(
     plan = builder.cached_engine(request.built_before(path.name), key)
     if plan is None:
         plan = builder.build_engine(source, _with_timings(settings), cuda=cuda).plan
-    return builder.keep_engine(path, plan, key)
+    return builder.store_engine(path, plan, key)
 
 
-def _with_timings(settings: Settings) -> Settings:
+def _with_timings(settings: BuilderSettings) -> BuilderSettings:
     """Read the timing cache of an engine built earlier in this build, if there is one."""
     current = settings.timing_cache
     timing = current if current is not None and current.exists() else settings.known_timing
     return replace(settings, known_timing=timing)
 
 
-def fitting(path: Path, fingerprint: Fingerprint) -> bytes | None:
+def load_gpu_cache(path: Path, fingerprint: Fingerprint) -> bytes | None:
     """Return the bytes of the cache at `path` if its fingerprint matches, else None.
 
     If there is none, the cache of a build that failed after its calibration is tried.
     """
-    caches = (_read_matching(place, fingerprint) for place in (path, staging.kept(path)))
+    caches = (
+        _read_matching(place, fingerprint) for place in (path, staging.kept_calibration(path))
+    )
     return next((text for text in caches if text is not None), None)
 
 
 def _read_matching(path: Path, fingerprint: Fingerprint) -> bytes | None:
     try:
-        text, origin = store.text_of(path)
+        text, origin = store.read_cache_text(path)
     except CacheError:
         return None
     return text if origin == fingerprint else None
@@ -171,7 +183,7 @@ def store_gpu_cache(path: Path, data: bytes, fingerprint: Fingerprint) -> Path:
         ExportError: the folder is not writable.
     """
     atomic.write_bytes(path, data)
-    atomic.write_bytes(store.sidecars(path)[0], store.without_statistics(data, fingerprint))
+    atomic.write_bytes(store.sidecars(path)[0], store.make_text_only_json(data, fingerprint))
     return path
 
 
@@ -179,14 +191,14 @@ _TIMING = "tensorrt.timing"
 _MOST_VALUES = 64  # of a shape input: far more than a tensor has dimensions
 
 
-def settings_of(options: Asked, request: BuildRequest) -> Settings:
+def builder_settings(options: TensorrtOptions, request: BuildRequest) -> BuilderSettings:
     """Return the builder settings for the target's options and the samples.
 
     Dynamic inputs cover every size of the samples. The engine is tuned for the most frequent size,
     or for the batch with which TensorRT calibrates.
     """
-    shapes = {i.name: dims(i) or () for i in fed_inputs(request.model.graph)}
-    span = span_of(request)
+    shapes = {i.name: dims(i) or () for i in runtime_inputs(request.model.graph)}
+    span = sample_shape_range(request)
     fed = span.usual
     if options.calibrator is not None:
         fed = {name: array.shape for name, array in first_sample(request).items()}
@@ -194,7 +206,7 @@ def settings_of(options: Asked, request: BuildRequest) -> Settings:
             n: s if isinstance(shapes[n][0], int) else (options.max_batch, *s[1:])
             for n, s in fed.items()
         }
-    return Settings(
+    return BuilderSettings(
         fp16=options.rest == FP16,
         bf16=options.rest == BF16,
         workspace_mib=options.workspace_mib,
@@ -222,11 +234,11 @@ def first_sample(request: BuildRequest) -> Mapping[str, Any]:
     return sample
 
 
-def calibrated(
-    options: Asked,
+def calibrate_on_gpu(
+    options: TensorrtOptions,
     request: BuildRequest,
     source: Path,
-    settings: Settings,
+    settings: BuilderSettings,
     version: str,
     cuda: Cuda,
 ) -> bytes:
@@ -234,7 +246,7 @@ def calibrated(
     name = f"{request.name}.gpu.cache"
     batch = _batch_size(request, _calibration_shapes(request, settings))
     origin = _calibration_fingerprint(options, request, source, version, batch)
-    stored = fitting(request.built_before(name), origin)
+    stored = load_gpu_cache(request.built_before(name), origin)
     if stored is not None:
         store_gpu_cache(request.folder / name, stored, origin)
         return stored
@@ -243,41 +255,41 @@ def calibrated(
         store_gpu_cache(request.folder / name, text, origin)
 
     return builder.calibrate(
-        source, settings, _live(options, request, settings, cuda, keep), cuda=cuda
+        source, settings, _calibrator_from_data(options, request, settings, cuda, keep), cuda=cuda
     )
 
 
 def _calibration_fingerprint(
-    options: Asked, request: BuildRequest, source: Path, version: str, batch: int
+    options: TensorrtOptions, request: BuildRequest, source: Path, version: str, batch: int
 ) -> Fingerprint:
     """Return the fingerprint of a calibration by TensorRT on the GPU.
 
     It names the ONNX file that TensorRT reads, so that on a device model and cache are enough.
     """
-    model, stamp = read_stamped(source)
+    model, stamp = read_model_and_stamp(source)
     weights = {"weights": stamp.weights} if stamp.weights else {}
     return replace(
-        fingerprint_of(request.subject, request.manifest),
+        make_fingerprint(request.subject, request.manifest),
         model={"graph": model_digest(model), "file": stamp.file, **weights},
         program=TENSORRT,
         rule=f"whole batches of {batch}",
         method=ALGORITHMS[str(options.calibrator)],
         numbers={},
         versions={"tensorrt": version, "calib8": __version__}
-        | ({"plugins": digests(options.plugins)} if options.plugins else {}),
+        | ({"plugins": plugin_digests(options.plugins)} if options.plugins else {}),
     )
 
 
-def from_cache(options: Asked, known: bytes) -> Callbacks:
+def calibrator_from_cache(options: TensorrtOptions, known: bytes) -> Callbacks:
     """Return a calibrator with a cache and no data; it reports if TensorRT refuses the cache."""
     name = options.calibrator or "entropy2"
     return calibrator(name, (), batches=1, shapes={}, memory=HostMemory(), known=known)
 
 
-def _live(
-    options: Asked,
+def _calibrator_from_data(
+    options: TensorrtOptions,
     request: BuildRequest,
-    settings: Settings,
+    settings: BuilderSettings,
     cuda: Cuda,
     keep: Callable[[bytes], None],
 ) -> Callbacks:
@@ -287,10 +299,10 @@ def _live(
     """
     shapes = _calibration_shapes(request, settings)
     batch = _batch_size(request, shapes)
-    used = whole(len(request.feed), batch, filled=request.subject.filled)
+    used = count_in_full_batches(len(request.feed), batch, filled=request.subject.filled)
     return calibrator(
         str(options.calibrator),
-        whole_batches(request.feed.samples(), batch),
+        full_batches(request.feed.samples(), batch),
         batches=used // batch,
         shapes=shapes,
         memory=CudaMemory(cuda),
@@ -298,13 +310,15 @@ def _live(
     )
 
 
-def unseen(request: BuildRequest, settings: Settings) -> tuple[str, ...]:
+def unused_sample_notes(request: BuildRequest, settings: BuilderSettings) -> tuple[str, ...]:
     """Return notes on samples that TensorRT's calibration leaves out: those of a partial batch."""
     batch = _batch_size(request, _calibration_shapes(request, settings))
-    return left_out(len(request.feed), batch, filled=request.subject.filled)
+    return note_left_out(len(request.feed), batch, filled=request.subject.filled)
 
 
-def _calibration_shapes(request: BuildRequest, settings: Settings) -> dict[str, tuple[int, ...]]:
+def _calibration_shapes(
+    request: BuildRequest, settings: BuilderSettings
+) -> dict[str, tuple[int, ...]]:
     """Return input -> shape of a calibration batch."""
     shapes = {name: array.shape for name, array in first_sample(request).items()}
     return shapes | {name: profile.best for name, profile in settings.profiles.items()}
@@ -316,14 +330,16 @@ def _batch_size(request: BuildRequest, shapes: Mapping[str, tuple[int, ...]]) ->
     return max(shapes[name][0] // int(shape[0]) for name, shape in single.items())
 
 
-def readable(model: onnx.ModelProto, version: str) -> tuple[onnx.ModelProto, str]:
+def lower_for_tensorrt(model: onnx.ModelProto, version: str) -> tuple[onnx.ModelProto, str]:
     """Lower a model to what TensorRT X.Y.Z reads; return it with a note, "" if unchanged.
 
     A model that cannot be lowered is returned as it is, with a note that says why.
     """
     opset = opset_of(model)
     try:
-        result = lowered(model, opset=row(version).opset, without=unread(version))
+        result = lower_opset(
+            model, opset=features_of(version).opset, without=unsupported_operators(version)
+        )
     except ExportError as error:
         return model, f"TensorRT {version} does not read a model of opset {opset}: {error}"
     if result.model is model:
@@ -337,34 +353,34 @@ def readable(model: onnx.ModelProto, version: str) -> tuple[onnx.ModelProto, str
     )
 
 
-def of_files(requested: str, own: str | None) -> str:
+def older_version(requested: str, own: str | None) -> str:
     """Return the older of the requested TensorRT version and the installed one."""
     return requested if own is None else min(requested, own, key=version_label)
 
 
-def of_typed(version: str, rest: str, *, fp8: bool = False) -> str:
+def typed_version(version: str, rest: str, *, fp8: bool = False) -> str:
     """Return the first TensorRT version, from `version` on, with strongly typed `rest` networks."""
-    first = Needs(OPSETS.get(rest, 0)).first_reading(typed=True, fp8=fp8)
+    first = ParserRequirements(OPSETS.get(rest, 0)).first_reading(typed=True, fp8=fp8)
     return version if first is None else max(version, first, key=version_label)
 
 
-def all_readable(
-    options: Asked, models: Mapping[str, onnx.ModelProto], version: str
+def lower_models(
+    options: TensorrtOptions, models: Mapping[str, onnx.ModelProto], version: str
 ) -> tuple[dict[str, onnx.ModelProto], tuple[str, ...]]:
     """Lower each model to the oldest TensorRT that will read it; return (role -> model, notes)."""
-    oldest = of_files(version, sdk.cache_reader())
+    oldest = older_version(version, sdk.cache_reader())
     result, notes = {}, []
     for role, model in models.items():
         fp8 = options.precision == FP8
         strong = role == TYPED or fp8
-        reader = of_typed(oldest, options.rest, fp8=fp8) if strong else oldest
-        result[role], note = readable(model, reader)
+        reader = typed_version(oldest, options.rest, fp8=fp8) if strong else oldest
+        result[role], note = lower_for_tensorrt(model, reader)
         notes.append(note)
     return result, tuple(dict.fromkeys(filter(None, notes)))
 
 
-def engine_of(
-    options: Asked,
+def build_quantized_engine(
+    options: TensorrtOptions,
     request: BuildRequest,
     files: Mapping[str, Path],
     cache: trt_cache.CalibrationCache,
@@ -374,8 +390,8 @@ def engine_of(
 
     `wide` is node -> output tensor of nodes that must run in float32 if TensorRT chooses types.
     """
-    installed = sdk.find(options.device)
-    if options.precision == FP8 and not row(installed.release).fp8:
+    installed = sdk.find_sdk(options.device)
+    if options.precision == FP8 and not features_of(installed.release).fp8:
         raise SdkMissingError(
             f"an engine in fp8 needs TensorRT 10.2 or newer, got {installed.version}; install one,"
             " or build with --precision int8"
@@ -392,7 +408,7 @@ def engine_of(
     path = request.folder / f"{request.name}.engine"
     cache_bytes = trt_cache.dump(trt_cache.relabel(cache, version=installed.release))
     from_data = options.calibrator is not None
-    settings = replace(settings_of(options, request), typed=typed)
+    settings = replace(builder_settings(options, request), typed=typed)
     if not typed:
         settings = replace(settings, wide_layers=wide)
     if implicit:  # in a Q/DQ model float nodes have no pair, so no binding is needed
@@ -405,22 +421,22 @@ def engine_of(
     ) | {"calibrator": options.calibrator}
     notes = _origin_notes(installed)
     if from_data:
-        notes = (*notes, *unseen(request, settings))
+        notes = (*notes, *unused_sample_notes(request, settings))
     reused = builder.cached_engine(request.built_before(path.name), key)
     if reused is not None:
         note = "the engine was built before from the same files, on the same GPU"
-        return builder.keep_engine(path, reused, key), (note, *notes)
+        return builder.store_engine(path, reused, key), (note, *notes)
     cuda, calibrator = gpu(options.device), None
     if from_data:
-        cache_bytes = calibrated(options, request, source, settings, installed.version, cuda)
+        cache_bytes = calibrate_on_gpu(options, request, source, settings, installed.version, cuda)
     if implicit:
-        calibrator = from_cache(options, cache_bytes)
+        calibrator = calibrator_from_cache(options, cache_bytes)
     engine = builder.build_engine(source, settings, calibrator=calibrator, cuda=cuda)
     notes = (*notes, *_log_notes(engine.log, request.model))
-    return builder.keep_engine(path, engine.plan, key), notes
+    return builder.store_engine(path, engine.plan, key), notes
 
 
-def _is_implicit(options: Asked, installed: Sdk, request: BuildRequest) -> bool:
+def _is_implicit(options: TensorrtOptions, installed: Sdk, request: BuildRequest) -> bool:
     """Return whether the engine is built from the cache (implicit quantization).
 
     A trained model is built from its own pairs, which are more exact than a cache.
@@ -430,18 +446,22 @@ def _is_implicit(options: Asked, installed: Sdk, request: BuildRequest) -> bool:
 
 
 def _is_typed(
-    options: Asked, installed: Sdk, files: Mapping[str, Path], request: BuildRequest
+    options: TensorrtOptions, installed: Sdk, files: Mapping[str, Path], request: BuildRequest
 ) -> bool:
     """Return whether the engine is built as a strongly typed network."""
     return (
         not _is_implicit(options, installed, request)
         and TYPED in files
-        and row(installed.release).typed
+        and features_of(installed.release).typed
     )
 
 
-def beside_it(
-    options: Asked, request: BuildRequest, files: Mapping[str, Path], ranges: Found, version: str
+def build_float_engines(
+    options: TensorrtOptions,
+    request: BuildRequest,
+    files: Mapping[str, Path],
+    ranges: RangeSet,
+    version: str,
 ) -> Baselines:
     """Build the float engines to compare with, if speed is measured."""
     if options.baselines == NO_BASELINES:
@@ -450,22 +470,22 @@ def beside_it(
         note = f"no {options.baselines} engine was built to compare with: no speed is measured"
         chosen = options.baselines != ALL_BASELINES
         return Baselines(notes=(note,) if chosen else ())
-    installed = sdk.find(options.device)
+    installed = sdk.find_sdk(options.device)
     own = {}
     if FLOAT not in files or request.against is not request.model:  # repairs changed the model
         stem = request.folder / f"{request.name}.tensorrt"
-        models, _ = all_readable(options, {PLAIN: request.whole(request.against)}, version)
-        own[PLAIN] = written(stem, f".{FP32}.onnx", models[PLAIN])
-    baselines = build(
+        models, _ = lower_models(options, {PLAIN: request.whole(request.against)}, version)
+        own[PLAIN] = write_model(stem, f".{FP32}.onnx", models[PLAIN])
+    baselines = build_baselines(
         options.baselines.split(","),
         request,
         installed,
         gpu(options.device),
-        settings_of(options, request),
+        builder_settings(options, request),
         against=request.against,
         model=own[PLAIN] if own else files[FLOAT],
         by_type=_is_typed(options, installed, files, request) or not installed.calibrators,
-        largest=sizes(ranges),
+        largest=largest_magnitudes(ranges),
     )
     return replace(baselines, files={**own, **baselines.files})
 

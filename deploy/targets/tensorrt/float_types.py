@@ -37,8 +37,8 @@ from deploy.files import atomic
 from deploy.frontends.checks import opset_of, to_array
 from deploy.frontends.lift import why_not_converted
 from deploy.frontends.pairs import DQ, Q
-from deploy.graph.bounds import too_wide, wide_nodes
-from deploy.graph.edit import copied, rebuild
+from deploy.graph.bounds import find_float16_overflows, float16_overflow
+from deploy.graph.edit import copy_message, rebuild
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import MOVES
 from deploy.targets.tensorrt.trt_options import BF16, FP16, FP32
@@ -46,7 +46,7 @@ from deploy.targets.tensorrt.trt_options import BF16, FP16, FP32
 if TYPE_CHECKING:
     import onnx
 
-    from deploy.frontends.base import Trained
+    from deploy.frontends.base import QdqCalibration
 
 
 OPSETS = {FP16: 19, BF16: 22}  # first opset in which scales and convolutions may have that type
@@ -68,7 +68,7 @@ _NARROW = _MOVES | frozenset(
 )  # fmt: skip
 
 
-def storable(scales: NDArray[np.float32], rest: str) -> NDArray[np.float32]:
+def round_scales(scales: NDArray[np.float32], rest: str) -> NDArray[np.float32]:
     """Round positive scales up to values of the narrow type, so that nothing is clipped."""
     if rest == FP32:
         return scales
@@ -82,7 +82,7 @@ def storable(scales: NDArray[np.float32], rest: str) -> NDArray[np.float32]:
     return np.where(nearest < wide, above, nearest).astype(np.float32)
 
 
-def typed(
+def narrow_float_part(
     quantized: onnx.ModelProto, rest: str, largest: Mapping[str, float]
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
     """Return the Q/DQ model with its float part in a narrow type; `quantized` is not changed.
@@ -149,7 +149,7 @@ def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _without_output_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-    bare = copied(model)
+    bare = copy_message(model)
     for value in bare.graph.output:
         value.type.tensor_type.ClearField("shape")
     return bare
@@ -252,7 +252,7 @@ class _TypeConverter:
 
     def _too_wide(self, node: onnx.NodeProto) -> str:
         """Return why float16 is too narrow for a node, or ""; bfloat16 never is."""
-        return too_wide(self.index, node, self.largest) if self.rest == FP16 else ""
+        return float16_overflow(self.index, node, self.largest) if self.rest == FP16 else ""
 
     def _as_type(self, name: str, wanted: int) -> str:
         """Return the tensor in type `wanted`: a converted constant, or one Cast for all readers."""
@@ -331,35 +331,35 @@ def wide_layers(
     if rest != FP16:
         return {}, {}
     graph = Graph(model)
-    why = wide_nodes(graph, largest, but=but)
+    why = find_float16_overflows(graph, largest, but=but)
     nodes = (node for node in graph.nodes if node.name in why and len(node.output) == 1)
     bound = {n.name: str(n.output[0]) for n in nodes if graph.is_float(n.output[0])}
     return bound, {name: why[name] for name in bound}
 
 
-def written(stem: Path, suffix: str, model: onnx.ModelProto | bytes) -> Path:
+def write_model(stem: Path, suffix: str, model: onnx.ModelProto | bytes) -> Path:
     """Write a model (deterministically) or bytes to `stem` + `suffix`; return the path."""
     data = model if isinstance(model, bytes) else model.SerializeToString(deterministic=True)
     return atomic.write_bytes(stem.with_name(stem.name + suffix), data)
 
 
-ANEW = (
+REQUANTIZED_NOTE = (
     "TensorRT's are int8 with zero point 0, so ranges are made symmetric around 0, and pairs stand"
     " where TensorRT wants them"
 )
-NARROW = "In the typed model scales are rounded up to what its narrow type holds."
+ROUNDED_SCALES_NOTE = "In the typed model scales are rounded up to what its narrow type holds."
 
 
-def fits(trained: Trained) -> bool:
+def has_tensorrt_pairs(trained: QdqCalibration) -> bool:
     """Return whether TensorRT reads all pairs unchanged, except int32 biases."""
     kinds = {grid.dtype for grid in trained.stored}
     symmetric = not any(grid.zero.any() for grid in trained.stored)
     return trained.only("int8", symmetric=True) and kinds <= {"int8", "int32"} and symmetric
 
 
-def own_model(trained: Trained) -> onnx.ModelProto:
+def trained_model(trained: QdqCalibration) -> onnx.ModelProto:
     """Return the user's Q/DQ model with int32 biases dequantized; TensorRT needs float biases."""
-    model = copied(trained.model)
+    model = copy_message(trained.model)
     index = Graph(model)
     biases = {
         node.output[0]: _dequantized(node, index)
@@ -375,7 +375,7 @@ def own_model(trained: Trained) -> onnx.ModelProto:
     return model
 
 
-def own_typed(
+def narrow_trained_model(
     model: onnx.ModelProto, rest: str, largest: Mapping[str, float]
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
     """Round the scales of the user's Q/DQ model with `storable`, then apply `typed`.
@@ -385,14 +385,14 @@ def own_typed(
     """
     from onnx import numpy_helper
 
-    rounded = copied(model)
+    rounded = copy_message(model)
     index = Graph(rounded)
     pairs = [node for node in index.nodes if node.op_type in (Q, DQ)]
     scale_tensors = {n.input[1]: index.constants[n.input[1]] for n in pairs}
     for tensor in (one for one in scale_tensors.values() if one.data_type == _FLOAT):
-        scales = storable(np.asarray(to_array(tensor), np.float32), rest)
+        scales = round_scales(np.asarray(to_array(tensor), np.float32), rest)
         tensor.CopyFrom(numpy_helper.from_array(scales.reshape(tuple(tensor.dims)), tensor.name))
-    return typed(rounded, rest, largest)
+    return narrow_float_part(rounded, rest, largest)
 
 
 def _is_int32(node: onnx.NodeProto, index: Graph) -> bool:

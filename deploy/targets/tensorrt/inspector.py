@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from deploy.errors import ConfigError
-from deploy.metrics.kernels import RanLayer
+from deploy.metrics.kernels import EngineLayer
 from deploy.tensors import Array, Session
 
 if TYPE_CHECKING:
@@ -55,16 +55,16 @@ _TYPES = {
 }
 
 
-def layers_of(engine: trt.ICudaEngine, context: trt.IExecutionContext) -> tuple[RanLayer, ...]:
+def layers_of(engine: trt.ICudaEngine, context: trt.IExecutionContext) -> tuple[EngineLayer, ...]:
     """Return the layers of a loaded engine; none if it was built without layer details."""
     import tensorrt as trt
 
     inspector = engine.create_engine_inspector()
     inspector.execution_context = context
-    return read(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
+    return parse_layers(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
 
 
-def read(text: str) -> tuple[RanLayer, ...]:
+def parse_layers(text: str) -> tuple[EngineLayer, ...]:
     """Parse the inspector's JSON; layers that compute nothing are left out."""
     try:
         document = json.loads(text)
@@ -75,9 +75,9 @@ def read(text: str) -> tuple[RanLayer, ...]:
     return tuple(_layer(layer) for layer in detailed if layer.get("LayerType") not in _IDLE)
 
 
-def _layer(layer: Mapping[str, Any]) -> RanLayer:
+def _layer(layer: Mapping[str, Any]) -> EngineLayer:
     name, kind = str(layer.get("Name", "")), str(layer.get("LayerType", ""))
-    return RanLayer(
+    return EngineLayer(
         name=name,
         kind=kind,
         precision=_precision(layer),
@@ -100,7 +100,7 @@ def _nodes(name: str, metadata: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(nodes))
 
 
-def listener() -> tuple[trt.IProfiler, list[tuple[str, float]]]:
+def layer_profiler() -> tuple[trt.IProfiler, list[tuple[str, float]]]:
     """Return a profiler for a context, and the list to which each run appends (layer, ms).
 
     Keep a reference to the profiler as long as the context lives.

@@ -87,15 +87,15 @@ def gpu(number: int = 0) -> Cuda:
 
 def _cuda_python() -> tuple[int, Callable[[int], Cuda]]:
     """Return (number of GPUs, function that opens one)."""
-    from deploy.targets.tensorrt import with_cuda_python
+    from deploy.targets.tensorrt import cuda_python_binding
 
-    return with_cuda_python.count(), with_cuda_python.CudaPython
+    return cuda_python_binding.count_gpus(), cuda_python_binding.CudaPython
 
 
 def _pycuda() -> tuple[int, Callable[[int], Cuda]]:
-    from deploy.targets.tensorrt import with_pycuda
+    from deploy.targets.tensorrt import pycuda_binding
 
-    return with_pycuda.count(), with_pycuda.Pycuda
+    return pycuda_binding.count_gpus(), pycuda_binding.Pycuda
 
 
 _INSTALL = "pip install 'tensorrt>=10,<11' cuda-python"
@@ -123,14 +123,14 @@ class Sdk:
         return ".".join(self.version.split(".")[:3])
 
 
-def find(device: int = 0) -> Sdk:
+def find_sdk(device: int = 0) -> Sdk:
     """Return the installed TensorRT and the GPU with this index.
 
     Raises:
         SdkMissingError: TensorRT, the driver, the GPU or a CUDA binding is missing.
         ConfigError: no GPU has this index.
     """
-    trt = load()
+    trt = import_tensorrt()
     return Sdk(
         version=str(trt.__version__),
         calibrators=hasattr(trt, "IInt8EntropyCalibrator2"),
@@ -142,13 +142,13 @@ def find(device: int = 0) -> Sdk:
 def cache_reader() -> str | None:
     """Return the version X.Y.Z of the installed TensorRT if it reads calibration caches."""
     try:
-        here = find()
+        here = find_sdk()
     except SdkMissingError:
         return None
     return here.release if here.calibrators else None
 
 
-def load() -> Any:
+def import_tensorrt() -> Any:
     """Import and return the module `tensorrt`.
 
     Raises:
@@ -174,7 +174,7 @@ _DTYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "fl
 _NUMPY_DTYPES = {"INT8", "INT32", "INT64", "UINT8", "BOOL"}
 
 
-def dims(shape: trt.Dims) -> tuple[int, ...]:
+def shape_of(shape: trt.Dims) -> tuple[int, ...]:
     """Return TensorRT's shape as a tuple, dynamic dimensions as -1."""
     return tuple(int(shape[axis]) for axis in range(len(shape)))
 
@@ -203,7 +203,7 @@ _PARSER_NAMES = ("(Unnamed Layer* ", "(Unnamed ITensor* ", "ONNXTRT_")
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
+class MissingScale:
     """A tensor that TensorRT found without a scale; `harmful` if a layer loses int8 by it."""
 
     tensor: str
@@ -217,7 +217,7 @@ def missing_tensors(lines: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def sort_missing(names: Iterable[str], model: onnx.ModelProto) -> list[Missing]:
+def sort_missing(names: Iterable[str], model: onnx.ModelProto) -> list[MissingScale]:
     """Classify tensors without a scale by their place in the model, harmful ones first.
 
     Args:
@@ -235,27 +235,27 @@ def sort_missing(names: Iterable[str], model: onnx.ModelProto) -> list[Missing]:
 
 def _classify(
     name: str, graph: Graph, read: Collection[str], made: dict[str, onnx.NodeProto]
-) -> Missing:
+) -> MissingScale:
     """Classify one tensor; `read` and `made` are the inputs and outputs of int8 nodes."""
     constant = name.removesuffix("_output")
     if name in graph.initializers or constant in graph.initializers or "[Constant]" in name:
-        return Missing(name, False, "a constant: TensorRT reads its range from its values")
+        return MissingScale(name, False, "a constant: TensorRT reads its range from its values")
     if name in read:
-        return Missing(name, True, "an int8 layer reads it: that layer falls back to float")
+        return MissingScale(name, True, "an int8 layer reads it: that layer falls back to float")
     if name in made and name in graph.outputs:
-        return Missing(name, False, "an output of the model, which stays float")
+        return MissingScale(name, False, "an output of the model, which stays float")
     if name in made and graph.tail(made[name]) == name:
-        return Missing(name, True, f"{made[name].op_type} {made[name].name} cannot write int8")
+        return MissingScale(name, True, f"{made[name].op_type} {made[name].name} cannot write int8")
     if name in made:
-        return Missing(name, False, "inside a fused layer, where no int8 value exists")
+        return MissingScale(name, False, "inside a fused layer, where no int8 value exists")
     if name in graph.dtypes and not graph.is_float(name):
-        return Missing(name, False, "a shape or an index, which is no float at all")
+        return MissingScale(name, False, "a shape or an index, which is no float at all")
     if name.startswith(_PARSER_NAMES) or not (name in graph.producer or name in graph.inputs):
-        return Missing(name, False, "made by TensorRT's parser inside a node")
-    return Missing(name, False, "no layer that gains from int8 reads or writes it")
+        return MissingScale(name, False, "made by TensorRT's parser inside a node")
+    return MissingScale(name, False, "no layer that gains from int8 reads or writes it")
 
 
-class KeepingLogger:
+class LogRecorder:
     """Records TensorRT's messages up to a severity, and all errors and warnings separately."""
 
     def __init__(self, least: int) -> None:
@@ -279,7 +279,7 @@ class KeepingLogger:
         return " | ".join(chosen) or "its log says nothing"
 
 
-_listeners: list[KeepingLogger] = []
+_listeners: list[LogRecorder] = []
 
 
 @cache
@@ -306,12 +306,12 @@ def process_logger() -> trt.ILogger:
 
 
 @contextmanager
-def listening(*, verbose: bool = False) -> Iterator[KeepingLogger]:
+def record_log(*, verbose: bool = False) -> Iterator[LogRecorder]:
     """Record TensorRT's messages from all threads and objects inside the `with` block."""
     import tensorrt as trt
 
     levels = trt.ILogger.Severity
-    log = KeepingLogger(int(levels.VERBOSE if verbose else levels.INFO))
+    log = LogRecorder(int(levels.VERBOSE if verbose else levels.INFO))
     _listeners.append(log)
     try:
         yield log
@@ -338,7 +338,7 @@ def load_plugins(libraries: Iterable[Path]) -> None:
             ) from error
 
 
-def digests(libraries: Iterable[Path]) -> dict[str, str]:
+def plugin_digests(libraries: Iterable[Path]) -> dict[str, str]:
     """Return file name -> sha256 of each plugin library.
 
     Raises:

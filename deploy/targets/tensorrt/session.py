@@ -26,33 +26,33 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from calibrators.tensorrt import BITS, host_type, loaded, stored
+from calibrators.tensorrt import BITS, from_device, host_type, to_device
 from deploy.errors import BackendError, SdkMissingError
 from deploy.files.reading import read_bytes
-from deploy.machine import Device
-from deploy.targets.tensorrt.cuda import Buffer, Cuda
-from deploy.targets.tensorrt.inspector import layers_of, listener
+from deploy.machine import AcceleratorInfo
+from deploy.targets.tensorrt.cuda import Cuda, DeviceBuffer
+from deploy.targets.tensorrt.inspector import layer_profiler, layers_of
 from deploy.targets.tensorrt.sdk import (
-    KeepingLogger,
+    LogRecorder,
     Sdk,
-    dims,
     dtype_of,
-    find,
+    find_sdk,
     gpu,
-    listening,
     load_plugins,
     process_logger,
+    record_log,
+    shape_of,
 )
 from deploy.tensors import Array, TensorSpec
 
 if TYPE_CHECKING:
     import tensorrt as trt
 
-    from deploy.metrics.kernels import RanLayer
+    from deploy.metrics.kernels import EngineLayer
     from deploy.metrics.latency import DeviceTimes
 
 
-class Growing:
+class OutputAllocator:
     """Callbacks of an output allocator for one output.
 
     Attributes:
@@ -63,7 +63,7 @@ class Growing:
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
-        self.buffer: Buffer | None = None
+        self.buffer: DeviceBuffer | None = None
         self.shape: tuple[int, ...] = ()
         self.error: BaseException | None = None
 
@@ -73,7 +73,7 @@ class Growing:
         """Return the address of at least `size` bytes, or 0 on failure."""
         try:
             if self.buffer is None or self.buffer.size < size:
-                self.buffer = Buffer(self._cuda, size)
+                self.buffer = DeviceBuffer(self._cuda, size)
             return self.buffer.address
         except BaseException as error:
             self.error = error
@@ -87,17 +87,17 @@ class Growing:
 
     def notify_shape(self, tensor_name: str, shape: trt.Dims) -> None:
         """Record the output shape of this run."""
-        self.shape = dims(shape)
+        self.shape = shape_of(shape)
 
 
-def growing(cuda: Cuda) -> Growing:
+def output_allocator(cuda: Cuda) -> OutputAllocator:
     """Return an allocator for `set_output_allocator`; keep it as long as the context lives."""
     import tensorrt as trt
 
-    class Allocator(Growing, trt.IOutputAllocator):
+    class Allocator(OutputAllocator, trt.IOutputAllocator):
         def __init__(self, cuda: Cuda) -> None:
             trt.IOutputAllocator.__init__(self)
-            Growing.__init__(self, cuda)
+            OutputAllocator.__init__(self, cuda)
 
     return Allocator(cuda)
 
@@ -151,9 +151,9 @@ _DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 _TIMEOUT_S = 20
 
 
-def device_of(here: Sdk, cuda: Cuda) -> Device:
+def describe_device(here: Sdk, cuda: Cuda) -> AcceleratorInfo:
     """Describe the GPU, driver, CUDA and TensorRT for the head of a report."""
-    return Device(
+    return AcceleratorInfo(
         name=here.gpu,
         runtime=f"TensorRT {here.version}",
         driver=driver_version(),
@@ -210,7 +210,7 @@ class TensorrtSession:
         context: trt.IExecutionContext,
         cuda: Cuda,
         *,
-        device: Device,
+        device: AcceleratorInfo,
         cuda_graph: bool,
     ) -> None:
         self.device = device
@@ -220,13 +220,13 @@ class TensorrtSession:
         self._stream = cuda.stream()
         self._events = [cuda.event() for _ in range(4)]
         self._host: dict[str, Array] = {}
-        self._device: dict[str, Buffer] = {}
-        self._growing: dict[str, Growing] = {}
+        self._device: dict[str, DeviceBuffer] = {}
+        self._growing: dict[str, OutputAllocator] = {}
         self._graph = CudaGraph(self._stream.handle) if cuda_graph else None
         # input -> its shape and, of one in host memory, its values, which buffers were made for
         self._allocated: dict[str, tuple[tuple[int, ...], bytes]] | None = None
         self._enqueue_ms = 0.0
-        self._log: KeepingLogger
+        self._log: LogRecorder
         self._profiler: trt.IProfiler
         tensors = [_tensor(engine, index) for index in range(engine.num_io_tensors)]
         self._inputs = [tensor for tensor in tensors if tensor.is_input]
@@ -248,10 +248,10 @@ class TensorrtSession:
             BackendError: the engine was built by another TensorRT or GPU, or is broken.
             ConfigError: there is no such GPU, or a library cannot be loaded.
         """
-        sdk = find(device)
+        sdk = find_sdk(device)
         cuda = gpu(device)
         data = read_bytes(path, what="a TensorRT engine", error=BackendError)
-        with cuda.current(), listening() as log:
+        with cuda.current(), record_log() as log:
             load_plugins(plugins)
             engine = _create_runtime(log).deserialize_cuda_engine(data)
             if engine is None:
@@ -262,7 +262,7 @@ class TensorrtSession:
             context = engine.create_execution_context()
             if context is None:
                 raise BackendError(f"TensorRT could not load {path.name}: {log.words()}")
-            about = device_of(sdk, cuda)
+            about = describe_device(sdk, cuda)
             return cls(engine, context, cuda, device=about, cuda_graph=cuda_graph)
 
     @property
@@ -282,7 +282,7 @@ class TensorrtSession:
             BackendError: an input is missing or out of the range of its type, a shape is outside
                 the profile, or a kernel failed.
         """
-        with self._cuda.current(), listening() as self._log:
+        with self._cuda.current(), record_log() as self._log:
             return self._run(feed)
 
     def _run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
@@ -301,7 +301,7 @@ class TensorrtSession:
             self._copy_out(tensor)
         self._cuda.record(end, self._stream)
         self._cuda.wait(self._stream)
-        return {out.name: loaded(self._host[out.name], out.dtype) for out in self._outputs}
+        return {out.name: from_device(self._host[out.name], out.dtype) for out in self._outputs}
 
     def device_times(self) -> DeviceTimes:
         """Return the times of the last `run`, on the GPU's clock (enqueue on the host's)."""
@@ -325,15 +325,15 @@ class TensorrtSession:
         """
         kinds = {layer.name: layer.kind for layer in self.layers()}
         self._graph = None
-        self._profiler, times = listener()
+        self._profiler, times = layer_profiler()
         self._context.profiler = self._profiler
         for index in range(runs):
             self.run(feeds[index % len(feeds)])
         return [(name, kinds.get(name, ""), taken) for name, taken in times]
 
-    def layers(self) -> tuple[RanLayer, ...]:
+    def layers(self) -> tuple[EngineLayer, ...]:
         """Return the engine's layers; none if it was built without layer details."""
-        with self._cuda.current(), listening():
+        with self._cuda.current(), record_log():
             return layers_of(self._engine, self._context)
 
     def _set_inputs(self, arrays: Mapping[str, Array]) -> None:
@@ -363,7 +363,7 @@ class TensorrtSession:
             self._allocate_static(tensor, array.shape)
             self._host[tensor.name][...] = array
         for tensor in self._outputs:
-            shape = dims(self._context.get_tensor_shape(tensor.name))
+            shape = shape_of(self._context.get_tensor_shape(tensor.name))
             if -1 in shape:
                 self._allocate_dynamic(tensor)
             else:
@@ -375,7 +375,7 @@ class TensorrtSession:
         self._host[tensor.name] = host
         address = int(host.ctypes.data)
         if not tensor.on_host:
-            self._device[tensor.name] = Buffer(self._cuda, host.nbytes)
+            self._device[tensor.name] = DeviceBuffer(self._cuda, host.nbytes)
             address = self._device[tensor.name].address
         self._context.set_tensor_address(tensor.name, address)
 
@@ -387,12 +387,12 @@ class TensorrtSession:
                 f" {tensor.name!r} depends on values; run without the graph"
             )
         if tensor.name not in self._growing:
-            self._growing[tensor.name] = allocator = growing(self._cuda)
+            self._growing[tensor.name] = allocator = output_allocator(self._cuda)
             self._context.set_output_allocator(tensor.name, cast("trt.IOutputAllocator", allocator))
 
     def _copy_out(self, tensor: _Tensor) -> None:
         """Queue the copy of an output to the host."""
-        buffer: Buffer | None
+        buffer: DeviceBuffer | None
         if (allocator := self._growing.get(tensor.name)) is not None:
             dtype = BITS.get(tensor.dtype, tensor.dtype)
             self._host[tensor.name] = self._cuda.pinned(allocator.shape, dtype)
@@ -416,7 +416,7 @@ class TensorrtSession:
             self._graph.capture(lambda: self._context.execute_async_v3(self._stream.handle))
 
 
-def _create_runtime(log: KeepingLogger) -> trt.Runtime:
+def _create_runtime(log: LogRecorder) -> trt.Runtime:
     import tensorrt as trt
 
     try:
@@ -430,7 +430,7 @@ def _tensor(engine: trt.ICudaEngine, index: int) -> _Tensor:
     import tensorrt as trt
 
     name = engine.get_tensor_name(index)
-    shape = tuple(None if dim < 0 else dim for dim in dims(engine.get_tensor_shape(name)))
+    shape = tuple(None if dim < 0 else dim for dim in shape_of(engine.get_tensor_shape(name)))
     dtype = dtype_of(engine.get_tensor_dtype(name))
     return _Tensor(
         spec=TensorSpec(name, host_type(dtype), shape),
@@ -444,6 +444,6 @@ def _stored(tensor: _Tensor, feed: Mapping[str, Array]) -> Array:
     if tensor.name not in feed:
         raise BackendError(f"every input must be fed, got none for {tensor.name!r}")
     try:
-        return stored(feed[tensor.name], tensor.dtype)
+        return to_device(feed[tensor.name], tensor.dtype)
     except ValueError as error:
         raise BackendError(f"TensorRT reads {tensor.name!r} as {error}") from None

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from deploy.errors import ConfigError, ExportError, ModelError, SdkMissingError
-from deploy.targets.base import BuildRequest, Built, CacheText, write_script
+from deploy.targets.base import BuildRequest, BuildResult, CacheText, write_script
 from deploy.targets.tensorrt.trt_options import (
     CACHE,
     FLOAT,
@@ -34,24 +34,24 @@ from deploy.targets.tensorrt.trt_options import (
     PART,
     QDQ,
     TYPED,
-    Asked,
+    TensorrtOptions,
 )
 
 if TYPE_CHECKING:
     import onnx
 
     from deploy.calibration import trt_cache
-    from deploy.calibration.observation import Observation, Subject
-    from deploy.calibration.ranges import Found, Ranges
-    from deploy.frontends.base import Trained
+    from deploy.calibration.observation import CalibrationSubject, Observation
+    from deploy.calibration.ranges import Ranges, RangeSet
+    from deploy.frontends.base import QdqCalibration
     from deploy.graph.plan import FloatNodes, Plan
     from deploy.method import Method
-    from deploy.targets.tensorrt.match import Match
+    from deploy.targets.tensorrt.cache_match import CacheMatch
     from deploy.tensors import Session
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorRT(Asked):
+class TensorRT(TensorrtOptions):
     """The TensorRT target; for its options see `Asked`."""
 
     name: str = "tensorrt"
@@ -82,42 +82,42 @@ class TensorRT(Asked):
 
     def wanted(self, model: onnx.ModelProto, float_nodes: tuple[str, ...]) -> tuple[str, ...]:
         """List every float tensor: a TensorRT cache has all of them."""
-        from deploy.targets.tensorrt.naming import trt_tensors
+        from deploy.targets.tensorrt.cache_contents import trt_tensors
 
         return tuple(trt_tensors(model))
 
     def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
         """Return the quantization plan of the Q/DQ model; with a cache TensorRT itself decides."""
         from deploy.graph.plan import analyse
-        from deploy.targets.tensorrt.cache_qdq import with_groups
+        from deploy.targets.tensorrt.cache_qdq import share_scales
 
-        return with_groups(model, analyse(model, self.placement, float_nodes=float_nodes))
+        return share_scales(model, analyse(model, self.placement, float_nodes=float_nodes))
 
-    def demand(self, subject: Subject) -> tuple[Observation, ...]:
+    def demand(self, subject: CalibrationSubject) -> tuple[Observation, ...]:
         """Return the observations to make: the method's statistic of every float tensor."""
-        from deploy.targets.tensorrt import naming
+        from deploy.targets.tensorrt import cache_contents
 
         self._check_machine()
         if subject.loaded.trained is not None:
             self._refuse_placement_options(subject.loaded.trained)
-        naming.refuse_names(subject.model)
+        cache_contents.refuse_names(subject.model)
         self._check_methods(subject.method)
         self._check_nodes(subject)
-        own = naming.observations(subject, self.parser)
+        own = cache_contents.tensorrt_observations(subject, self.parser)
         return subject.histograms(self.wanted(subject.model, ())) if own is None else own
 
     def _check_machine(self) -> None:
         """Refuse a plugin library or a GPU that does not exist, before anything is run."""
         from deploy.targets.tensorrt import sdk
 
-        sdk.digests(self.plugins)
+        sdk.plugin_digests(self.plugins)
         if self.device:
             with suppress(SdkMissingError):  # without TensorRT the engine is built elsewhere
-                sdk.find(self.device)
+                sdk.find_sdk(self.device)
 
-    def _refuse_placement_options(self, trained: Trained) -> None:
+    def _refuse_placement_options(self, trained: QdqCalibration) -> None:
         """Refuse options on how to quantize a float model; a trained one has its own pairs."""
-        from deploy.targets.trained import refuse_options
+        from deploy.targets.prequantized import refuse_options
 
         options = {
             "--precision fp8": self.precision == FP8,
@@ -133,14 +133,14 @@ class TensorRT(Asked):
 
         return cache_reader()
 
-    def cache_text(self, subject: Subject, ranges: Ranges) -> CacheText:
+    def cache_text(self, subject: CalibrationSubject, ranges: Ranges) -> CacheText:
         """Return the cache that TensorRT itself would write for the file, with notes."""
-        from deploy.targets.tensorrt import naming
+        from deploy.targets.tensorrt import cache_contents
 
         own = ranges.of(self.demand(subject))
         return CacheText(
-            naming.text(subject, own, self.parser),
-            naming.notes(subject, own, self.parser),
+            cache_contents.cache_bytes(subject, own, self.parser),
+            cache_contents.cache_notes(subject, own, self.parser),
         )
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
@@ -152,19 +152,21 @@ class TensorRT(Asked):
 
     def _matched(
         self, request: BuildRequest
-    ) -> tuple[trt_cache.CalibrationCache, Match, Found, str]:
+    ) -> tuple[trt_cache.CalibrationCache, CacheMatch, RangeSet, str]:
         """Return (cache, its match with the model, ranges, TensorRT version)."""
-        from deploy.targets.tensorrt import naming
-        from deploy.targets.tensorrt.match import match
-        from deploy.targets.tensorrt.naming import cache_of
+        from deploy.targets.tensorrt import cache_contents
+        from deploy.targets.tensorrt.cache_contents import cache_of
+        from deploy.targets.tensorrt.cache_match import match_cache
 
-        version = self.version or naming.version_of(request.subject)
+        version = self.version or cache_contents.reading_version(request.subject)
         choices, placement = request.choices, self.placement
         self._check_methods(*choices.methods.values(), *filter(None, [choices.method]))
         grid = placement.grid if self.precision == FP8 else None
         ranges = request.ranges_of(self, symmetric=grid)
         cache = cache_of(request.model, ranges, version)
-        matched = match(cache, request.model, float_nodes=request.float_nodes, placement=placement)
+        matched = match_cache(
+            cache, request.model, float_nodes=request.float_nodes, placement=placement
+        )
         return cache, matched, ranges, version
 
     def _check_methods(self, *methods: Method) -> None:
@@ -176,7 +178,7 @@ class TensorRT(Asked):
                 " which is TensorRT's for int8; take mse, lp, minmax or percentile"
             )
 
-    def _check_nodes(self, subject: Subject) -> None:
+    def _check_nodes(self, subject: CalibrationSubject) -> None:
         """Refuse a model without any node that can run in fp8."""
         decisions = self.plan(subject.model, subject.float_nodes).decisions
         if self.precision == FP8 and not any(one.quantized for one in decisions):
@@ -186,20 +188,30 @@ class TensorRT(Asked):
                 " why; --precision int8 has fewer conditions"
             )
 
-    def build(self, request: BuildRequest) -> Built:
+    def build(self, request: BuildRequest) -> BuildResult:
         """Write the files, and the engine if TensorRT and a GPU are available."""
         from deploy.calibration import trt_cache
-        from deploy.targets.stored import stored_in
-        from deploy.targets.tensorrt.cache_tools import note
-        from deploy.targets.tensorrt.engines import Baselines, all_readable, beside_it, engine_of
-        from deploy.targets.tensorrt.float_types import written
-        from deploy.targets.tensorrt.naming import held
-        from deploy.targets.tensorrt.trtexec import Needs, on_machine, script, ways
+        from deploy.targets.stored_weights import read_stored_weights
+        from deploy.targets.tensorrt.cache_contents import cache_ranges
+        from deploy.targets.tensorrt.cache_tools import write_cache_note
+        from deploy.targets.tensorrt.engines import (
+            Baselines,
+            build_float_engines,
+            build_quantized_engine,
+            lower_models,
+        )
+        from deploy.targets.tensorrt.float_types import write_model
+        from deploy.targets.tensorrt.trtexec import (
+            ParserRequirements,
+            add_machine_flags,
+            trtexec_commands,
+            trtexec_script,
+        )
 
         cache, matched, ranges, version = self._matched(request)
         models = {FLOAT: request.model} if self.precision == INT8 else {}
         models[QDQ], qdq_notes = self._quantized(request, matched)
-        weights = stored_in(models[QDQ])  # from the cache TensorRT computes the same ones
+        weights = read_stored_weights(models[QDQ])  # from the cache TensorRT computes the same ones
         narrow, type_notes = self._typed(request, matched, ranges, models[QDQ])
         wide, wide_notes = self._wide(request, matched, ranges)
         if narrow is not None:
@@ -209,24 +221,24 @@ class TensorRT(Asked):
         evaluated = self._evaluated(models, version)
         part = models[evaluated] if request.kept else None
         complete = {role: request.whole(model) for role, model in models.items()}
-        models, lowered = all_readable(self, complete, version)
+        models, lowered = lower_models(self, complete, version)
         stem = request.folder / f"{request.name}.tensorrt"
         files = {}
         if self.precision == INT8:
-            files[FLOAT] = written(stem, ".onnx", models[FLOAT])
+            files[FLOAT] = write_model(stem, ".onnx", models[FLOAT])
             text = trt_cache.dump(cache)
-            files[CACHE] = written(stem, ".cache", text)
-            note_path = note(request, files[CACHE], text, models[FLOAT])
+            files[CACHE] = write_model(stem, ".cache", text)
+            note_path = write_cache_note(request, files[CACHE], text, models[FLOAT])
             files |= {} if note_path is None else {NOTE: note_path}
-        files[QDQ] = written(stem, ".qdq.onnx", models[QDQ])
+        files[QDQ] = write_model(stem, ".qdq.onnx", models[QDQ])
         if narrow is not None:
-            files[TYPED] = written(stem, ".typed.onnx", models[TYPED])
+            files[TYPED] = write_model(stem, ".typed.onnx", models[TYPED])
         if part is not None:
-            files[PART] = written(stem, ".part.onnx", part)
+            files[PART] = write_model(stem, ".part.onnx", part)
         notes = (*qdq_notes, *type_notes, *lowered)
-        needs = {role: Needs.of(model) for role, model in models.items()}
-        commands = on_machine(
-            ways(
+        needs = {role: ParserRequirements.of(model) for role, model in models.items()}
+        commands = add_machine_flags(
+            trtexec_commands(
                 request,
                 files,
                 needs,
@@ -239,18 +251,18 @@ class TensorRT(Asked):
             plugins=self.plugins,
         )
         path = request.folder / f"{request.name}_trtexec.sh"
-        files["script of trtexec"] = write_script(path, script(commands))
+        files["script of trtexec"] = write_script(path, trtexec_script(commands))
         engine = None
         baselines = Baselines()
         try:
-            engine, engine_notes = engine_of(self, request, files, cache, wide)
+            engine, engine_notes = build_quantized_engine(self, request, files, cache, wide)
             files["TensorRT engine"] = engine
-            baselines = beside_it(self, request, files, ranges, version)
+            baselines = build_float_engines(self, request, files, ranges, version)
             notes += (*engine_notes, *baselines.notes)
         except SdkMissingError as error:
             sentences = (command.sentence for command in commands)
             notes += (f"no engine was built: {error}", *sentences)
-        return Built(
+        return BuildResult(
             target=self.name,
             engine=engine,
             runnable=files[evaluated if part is None else PART],
@@ -258,7 +270,7 @@ class TensorRT(Asked):
             files={**files, **baselines.files},
             decisions=(*matched.plan.decisions, *request.kept),
             method=request.chosen.chosen_by,
-            ranges=held(request.model, ranges, version),
+            ranges=cache_ranges(request.model, ranges, version),
             weights=weights,
             notes=notes,
         )
@@ -267,7 +279,7 @@ class TensorRT(Asked):
         """Name the installed TensorRT and its GPU."""
         from deploy.targets.tensorrt import sdk
 
-        here = sdk.find(self.device)
+        here = sdk.find_sdk(self.device)
         return f"TensorRT {here.version} on {here.gpu}"
 
     def open(self, engine: Path, *, threads: int | None = None) -> Session:
@@ -280,67 +292,75 @@ class TensorRT(Asked):
 
     def _evaluated(self, models: Mapping[str, onnx.ModelProto], version: str) -> str:
         """Return the role of the model to evaluate: the one TensorRT runs, if a CPU can run it."""
-        from deploy.targets.tensorrt.trtexec import row
+        from deploy.targets.tensorrt.trtexec import features_of
 
-        strong = self.precision == FP8 or row(version).typed
+        strong = self.precision == FP8 or features_of(version).typed
         typed = self.rest == FP16 and TYPED in models and strong
         return TYPED if typed else QDQ  # ONNX Runtime has no bfloat16 convolutions
 
     def _quantized(
-        self, request: BuildRequest, matched: Match
+        self, request: BuildRequest, matched: CacheMatch
     ) -> tuple[onnx.ModelProto, tuple[str, ...]]:
         """Return (Q/DQ model, notes): the user's own if TensorRT reads it, else a new one."""
+        from deploy.targets.prequantized import rewritten_notes, unchanged_note
         from deploy.targets.tensorrt import float_types
         from deploy.targets.tensorrt.cache_qdq import to_qdq
-        from deploy.targets.trained import anew_notes, kept_note
 
         trained = request.trained
         if trained is None:
             model = to_qdq(request.model, matched.plan, matched.scales)
             return model, _match_notes(matched)
-        if float_types.fits(trained):
-            return float_types.own_model(trained), (kept_note(trained),)
+        if float_types.has_tensorrt_pairs(trained):
+            return float_types.trained_model(trained), (unchanged_note(trained),)
         model = to_qdq(request.model, matched.plan, matched.scales, known=trained.weights)
-        notes = anew_notes(trained, model, matched.plan.decisions, self.name, float_types.ANEW)
+        notes = rewritten_notes(
+            trained, model, matched.plan.decisions, self.name, float_types.REQUANTIZED_NOTE
+        )
         return model, tuple(notes)
 
     def _typed(
-        self, request: BuildRequest, matched: Match, ranges: Found, quantized: onnx.ModelProto
+        self,
+        request: BuildRequest,
+        matched: CacheMatch,
+        ranges: RangeSet,
+        quantized: onnx.ModelProto,
     ) -> tuple[onnx.ModelProto | None, tuple[str, ...]]:
         """Return (Q/DQ model with its float part in the narrow type, or None; notes)."""
         from deploy.targets.tensorrt import float_types
+        from deploy.targets.tensorrt.cache_contents import largest_magnitudes
         from deploy.targets.tensorrt.cache_qdq import to_typed
-        from deploy.targets.tensorrt.naming import sizes
 
         if self.rest == FP32:
             return None, ()
-        trained, largest = request.trained, sizes(ranges)
+        trained, largest = request.trained, largest_magnitudes(ranges)
         parts = request.model, matched.plan, matched.scales
         try:
-            if trained is not None and float_types.fits(trained):
-                model, kept = float_types.own_typed(quantized, self.rest, largest)
+            if trained is not None and float_types.has_tensorrt_pairs(trained):
+                model, kept = float_types.narrow_trained_model(quantized, self.rest, largest)
             else:
                 known = {} if trained is None else trained.weights
                 model, kept = to_typed(*parts, rest=self.rest, largest=largest, known=known)
             request.whole(model)  # raises if plugin nodes would change meaning
         except ExportError as error:
             return None, (f"no typed model was written: {error}",)
-        notes = [] if trained is None else [float_types.NARROW]
+        notes = [] if trained is None else [float_types.ROUNDED_SCALES_NOTE]
         notes += [f"{name} stays in float32: {why}" for name, why in kept.items()]
         return model, tuple(notes)
 
     def _wide(
-        self, request: BuildRequest, matched: Match, ranges: Found
+        self, request: BuildRequest, matched: CacheMatch, ranges: RangeSet
     ) -> tuple[dict[str, str], list[str]]:
         """Return (node that TensorRT must run in float32 -> its output tensor, notes)."""
+        from deploy.targets.tensorrt.cache_contents import largest_magnitudes
         from deploy.targets.tensorrt.float_types import wide_layers
-        from deploy.targets.tensorrt.naming import sizes
 
         int8 = {one.node for one in matched.plan.decisions if one.quantized}
-        layers, why = wide_layers(request.model, sizes(ranges), rest=self.rest, but=int8)
+        layers, why = wide_layers(
+            request.model, largest_magnitudes(ranges), rest=self.rest, but=int8
+        )
         return layers, [f"{name} stays in float32: {reason}" for name, reason in why.items()]
 
 
-def _match_notes(matched: Match) -> tuple[str, ...]:
+def _match_notes(matched: CacheMatch) -> tuple[str, ...]:
     missing = [t for t in matched.tensors if not t.covered]
     return tuple(f"no Q/DQ pair on {t.tensor}: it {t.reason}" for t in missing)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.errors import ConfigError
-from deploy.targets.options import check, option
+from deploy.targets.options import check_options, option
 
 if TYPE_CHECKING:
     from deploy.graph.placement import Placement
@@ -25,7 +25,7 @@ NO_BASELINES, ALL_BASELINES = "none", f"{FP32},{FP16}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class TensorrtOptions:
     """Options of the TensorRT target.
 
     Attributes:
@@ -111,7 +111,7 @@ class Asked:
     )
 
     def __post_init__(self) -> None:
-        check(self)
+        check_options(self)
         if self.calibrator is not None and self.form == "qdq":
             raise ConfigError(
                 f"an engine from the Q/DQ model takes its scales from the model, got calibrator"
@@ -137,11 +137,11 @@ class Asked:
     @property
     def placement(self) -> Placement:
         """Placement of the Q/DQ pairs under these options."""
-        from deploy.graph.placement import TENSORRT_ON
+        from deploy.graph.placement import TENSORRT_BY_GRID
 
         parted = frozenset({"ConvTranspose"}) if self.pair_behind_deconv else frozenset()
         return replace(
-            TENSORRT_ON[self.precision],
+            TENSORRT_BY_GRID[self.precision],
             float_behind_concat=self.float_behind_concat,
             parted=parted,
         )

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TensorrtFeatures:
     """Features of TensorRT from a version on.
 
     Attributes:
@@ -57,13 +57,13 @@ class Row:
     fp8: bool = False
 
 
-ROWS = (
-    Row("8.0.0", 13, calibrators=True, typed=False),
-    Row("8.4.0", 17, calibrators=True, typed=False),
-    Row("10.0.0", 20, calibrators=True, typed=True),
-    Row("10.2.0", 20, calibrators=True, typed=True, fp8=True),
-    Row("10.15.0", 24, calibrators=True, typed=True, fp8=True),
-    Row("11.0.0", 24, calibrators=False, typed=True, fp8=True),
+FEATURES = (
+    TensorrtFeatures("8.0.0", 13, calibrators=True, typed=False),
+    TensorrtFeatures("8.4.0", 17, calibrators=True, typed=False),
+    TensorrtFeatures("10.0.0", 20, calibrators=True, typed=True),
+    TensorrtFeatures("10.2.0", 20, calibrators=True, typed=True, fp8=True),
+    TensorrtFeatures("10.15.0", 24, calibrators=True, typed=True, fp8=True),
+    TensorrtFeatures("11.0.0", 24, calibrators=False, typed=True, fp8=True),
 )
 # Version -> operators that its parser reads and older ones do not. No list was available between
 # 10.1 and 10.15, so operators that 10.1 does not read count as unsupported until 10.15.
@@ -87,18 +87,18 @@ _NEW_OPERATORS = {
 }
 
 
-def row(version: str) -> Row:
+def features_of(version: str) -> TensorrtFeatures:
     """Return the features of TensorRT X.Y.Z; the first row for versions older than the table.
 
     Raises:
         CacheError: the version is not of the form X.Y.Z.
     """
     label = version_label(version)
-    reached = [one for one in ROWS if version_label(one.since) <= label]
-    return reached[-1] if reached else ROWS[0]
+    reached = [one for one in FEATURES if version_label(one.since) <= label]
+    return reached[-1] if reached else FEATURES[0]
 
 
-def unread(version: str) -> frozenset[str]:
+def unsupported_operators(version: str) -> frozenset[str]:
     """Return the operators within its opset that the parser of TensorRT X.Y.Z does not read.
 
     Raises:
@@ -110,7 +110,7 @@ def unread(version: str) -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class ParserRequirements:
     """Opset and operators that a parser must support to read a model.
 
     Attributes:
@@ -122,26 +122,26 @@ class Needs:
     operators: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, model: onnx.ModelProto) -> Needs:
+    def of(cls, model: onnx.ModelProto) -> ParserRequirements:
         """Return the requirements of a model, including its subgraphs."""
         standard = (n.op_type for n in all_nodes(model.graph) if n.domain in ("", "ai.onnx"))
         return cls(opset_of(model), frozenset(standard))
 
     def unmet(self, version: str) -> str:
         """Return why TensorRT X.Y.Z cannot read the model, or ""."""
-        newest = row(version).opset
+        newest = features_of(version).opset
         if self.opset > newest:
             return f"it reads opset {newest} at most, got {self.opset}"
-        missing = sorted(self.operators & unread(version))
+        missing = sorted(self.operators & unsupported_operators(version))
         return f"it does not read {', '.join(missing)}" if missing else ""
 
     def first_reading(self, *, typed: bool = False, fp8: bool = False) -> str | None:
         """Return the first version that reads the model and has these features, or None."""
-        listed: Collection[str] = {*(one.since for one in ROWS), *_NEW_OPERATORS}
+        listed: Collection[str] = {*(one.since for one in FEATURES), *_NEW_OPERATORS}
         candidates = (
             version
             for version in sorted(listed, key=version_label)
-            if (row(version).typed or not typed) and (row(version).fp8 or not fp8)
+            if (features_of(version).typed or not typed) and (features_of(version).fp8 or not fp8)
         )
         return next((version for version in candidates if not self.unmet(version)), None)
 
@@ -152,7 +152,7 @@ _OLDEST = {FP16: "8.5.0", FP32: "8.5.0", BF16: "9.0.0"}  # first supported versi
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class TrtexecCommand:
     """One trtexec command that builds the engine.
 
     Attributes:
@@ -171,16 +171,16 @@ class Way:
         return f"{self.when}: {shlex.join(self.words)}" if self.words else self.when
 
 
-def ways(
+def trtexec_commands(
     request: BuildRequest,
     files: Mapping[str, Path],
-    needs: Mapping[str, Needs],
+    needs: Mapping[str, ParserRequirements],
     version: str,
     *,
     rest: str = FP16,
     precision: str = INT8,
     wide: Collection[str] = (),
-) -> tuple[Way, ...]:
+) -> tuple[TrtexecCommand, ...]:
     """Return the commands that build the engine on a GPU machine with these files.
 
     Args:
@@ -193,15 +193,15 @@ def ways(
         wide: nodes that must run in float32 if TensorRT chooses the types.
     """
     strong = _strongly_typed(request, files, needs, precision)
-    if precision == FP8 or not row(version).calibrators:
+    if precision == FP8 or not features_of(version).calibrators:
         return strong
     weak = _weakly_typed(request, files, needs[QDQ], rest, wide)
     return (_implicit(request, files, needs[FLOAT], version, rest, wide), *weak, *strong)
 
 
-def on_machine(
-    commands: Sequence[Way], *, device: int = 0, plugins: Sequence[Path] = ()
-) -> tuple[Way, ...]:
+def add_machine_flags(
+    commands: Sequence[TrtexecCommand], *, device: int = 0, plugins: Sequence[Path] = ()
+) -> tuple[TrtexecCommand, ...]:
     """Add the flags for the GPU and for plugin libraries to the commands.
 
     `--plugins` is deprecated since 8.6, but every trtexec reads it, unlike its successor.
@@ -211,7 +211,7 @@ def on_machine(
     return tuple(replace(way, words=(*way.words, *own)) if way.words else way for way in commands)
 
 
-def script(commands: Sequence[Way]) -> str:
+def trtexec_script(commands: Sequence[TrtexecCommand]) -> str:
     """Return the body of a shell script that runs the command named by its argument."""
     usable = [way for way in commands if way.words]
     usage = "".join(f"echo '  {way.name}: {way.when}' >&2\n    " for way in usable)
@@ -225,28 +225,30 @@ def script(commands: Sequence[Way]) -> str:
 def _implicit(
     request: BuildRequest,
     files: Mapping[str, Path],
-    needs: Needs,
+    needs: ParserRequirements,
     version: str,
     rest: str,
     wide: Collection[str],
-) -> Way:
+) -> TrtexecCommand:
     """Build from the float model and the cache."""
     unmet = needs.unmet(version)
     if unmet:
-        return Way("cache", f"TensorRT {version} cannot read {files[FLOAT].name}: {unmet}")
+        return TrtexecCommand(
+            "cache", f"TensorRT {version} cannot read {files[FLOAT].name}: {unmet}"
+        )
     types = ["--int8", *_float_types(rest), f"--calib={files[CACHE].name}"]
     float_types = dict.fromkeys(float_layers(request), rest)
     words = _command(request, files[FLOAT], [*types, *_precision_flags(float_types, wide)])
-    return Way("cache", f"on a GPU machine with TensorRT {version}", words)
+    return TrtexecCommand("cache", f"on a GPU machine with TensorRT {version}", words)
 
 
 def _weakly_typed(
     request: BuildRequest,
     files: Mapping[str, Path],
-    needs: Needs,
+    needs: ParserRequirements,
     rest: str,
     wide: Collection[str],
-) -> tuple[Way, ...]:
+) -> tuple[TrtexecCommand, ...]:
     """Build from the Q/DQ model; TensorRT chooses the types of float layers."""
     since = needs.first_reading()
     if since is None or version_label(since) >= version_label(_TYPED_ONLY):
@@ -256,12 +258,15 @@ def _weakly_typed(
     int8 = ["--int8"] if has_pairs else []
     types = [*int8, *_float_types(rest), *_precision_flags({}, wide)]
     words = _command(request, files[QDQ], types)
-    return (Way("qdq", _until_10(oldest), words),)
+    return (TrtexecCommand("qdq", _until_10(oldest), words),)
 
 
 def _strongly_typed(
-    request: BuildRequest, files: Mapping[str, Path], needs: Mapping[str, Needs], precision: str
-) -> tuple[Way, ...]:
+    request: BuildRequest,
+    files: Mapping[str, Path],
+    needs: Mapping[str, ParserRequirements],
+    precision: str,
+) -> tuple[TrtexecCommand, ...]:
     """Build in the types of the model."""
     role, fp8 = TYPED if TYPED in files else QDQ, precision == FP8
     path, where = files[role], _FP8_GPU if fp8 else ""
@@ -269,12 +274,12 @@ def _strongly_typed(
     if since is None:
         opset = needs[role].opset
         why = f"no TensorRT reads opset {opset} of {path.name}: export with an older one"
-        return (Way("typed", why),)
-    last = Way("11", f"{where}with TensorRT 11", _command(request, path, []))
+        return (TrtexecCommand("typed", why),)
+    last = TrtexecCommand("11", f"{where}with TensorRT 11", _command(request, path, []))
     if version_label(since) >= version_label(_TYPED_ONLY):
         return (last,)
     words = _command(request, path, ["--stronglyTyped"])
-    return Way("typed", where + _until_10(since), words), last
+    return TrtexecCommand("typed", where + _until_10(since), words), last
 
 
 def _command(request: BuildRequest, model: Path, flags: Sequence[str]) -> tuple[str, ...]:
@@ -328,17 +333,17 @@ def _join_types(types: Mapping[str, str]) -> str:
 
 def _shape_flags(request: BuildRequest) -> list[str]:
     """Return `--shapes` if an input is dynamic; min, opt and max shapes if the samples vary."""
-    from deploy.graph.index import dims, fed_inputs
-    from deploy.targets.spans import span_of
+    from deploy.graph.index import dims, runtime_inputs
+    from deploy.targets.shape_ranges import sample_shape_range
 
     dynamic = [
         value.name
-        for value in fed_inputs(request.model.graph)
+        for value in runtime_inputs(request.model.graph)
         if not all(isinstance(size, int) for size in dims(value) or ())
     ]
     if not dynamic:
         return []
-    span = span_of(request)
+    span = sample_shape_range(request)
     if not span.varies:
         return [f"--shapes={_join_shapes(dynamic, span.usual)}"]
     sides = {"min": span.least, "opt": span.usual, "max": span.most}

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deploy.errors import ConfigError, did_you_mean
-from deploy.tuning.repairs.base import After, Before, ByLayers, Tried
+from deploy.tuning.repairs.base import LayerwiseRepair, ModelRepair, RepairResult, RequestRepair
 from deploy.tuning.repairs.bias import choose_ranges, correct_biases
 from deploy.tuning.repairs.equalize import equalize
 from deploy.tuning.repairs.output_rounding import round_weights
@@ -39,9 +39,9 @@ class Repair:
     """
 
     words: str
-    before: Before | None = None
-    after: After | None = None
-    by_layers: ByLayers | None = None
+    before: ModelRepair | None = None
+    after: RequestRepair | None = None
+    by_layers: LayerwiseRepair | None = None
 
 
 REPAIRS: dict[str, Repair] = {
@@ -52,7 +52,7 @@ REPAIRS: dict[str, Repair] = {
 }
 
 
-def chosen(names: Iterable[str]) -> tuple[str, ...]:
+def parse_repairs(names: Iterable[str]) -> tuple[str, ...]:
     """Parse repair names: comma lists, `all` or `none`; return them in the order of `REPAIRS`.
 
     Raises:
@@ -68,4 +68,13 @@ def chosen(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in REPAIRS if name in given or ALL in given)
 
 
-__all__ = ["ALL", "DEFAULT", "NONE", "REPAIRS", "ROUNDING", "Repair", "Tried", "chosen"]
+__all__ = [
+    "ALL",
+    "DEFAULT",
+    "NONE",
+    "REPAIRS",
+    "ROUNDING",
+    "Repair",
+    "RepairResult",
+    "parse_repairs",
+]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deploy.calibration.observation import each_once
+from deploy.calibration.observation import unique_observations
 from deploy.calibration.one_pass import observe
 from deploy.calibration.ranges import Ranges
 from deploy.errors import Calib8Error, ConfigError
@@ -18,33 +18,35 @@ from deploy.targets.base import BuildRequest
 from deploy.targets.onnxruntime.target import OnnxRuntime
 from deploy.terminal import phase
 from deploy.tuning.repairs import REPAIRS, ROUNDING
-from deploy.tuning.repairs.base import ByLayers, Making, Tried, settled
-from deploy.tuning.repairs.output_rounding import trials_rounded
-from deploy.tuning.repairs.repair_layers import layers_of
-from deploy.tuning.repairs.sample_runs import Judge, harms, helps, worst
+from deploy.tuning.repairs.base import LayerwiseRepair, RepairInput, RepairResult, with_new_digest
+from deploy.tuning.repairs.output_rounding import rounded_trial_builder
+from deploy.tuning.repairs.repair_layers import find_weighted_layers
+from deploy.tuning.repairs.sample_runs import SampleComparison, harms, helps, worst_sqnr_db
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import onnx
 
-    from deploy.calibration.observation import Subject
-    from deploy.calibration.reference import Judges
+    from deploy.calibration.observation import CalibrationSubject
+    from deploy.calibration.reference_outputs import EvaluationSet
     from deploy.feed.samples import Feed
     from deploy.targets.base import Target
     from deploy.tensors import Array
 
-Heard = tuple[Sample, Mapping[str, "Array"]]  # a sample and the float model's outputs on it
+EvaluationSample = tuple[
+    Sample, Mapping[str, "Array"]
+]  # a sample and the float model's outputs on it
 
 _SAMPLES = 16  # half of them compute the after-repairs, half evaluate them
 _ENOUGH = 4  # samples; fewer are not split into halves
 _VALUES = 5_000_000  # input values to compute a repair from; a large sample gives many patches
 _SAME_DB = 60.0  # SQNR that a repaired float model must have against the original
 _CLEARLY_DB = 0.5  # gain that a before-repair needs, since its ranges are those of few samples
-STAND_IN = OnnxRuntime()  # target of the trials where no target can run one
+FALLBACK_TARGET = OnnxRuntime()  # target of the trials where no target can run one
 
 
-def few(judges: Judges | None) -> list[Heard]:
+def repair_samples(judges: EvaluationSet | None) -> list[EvaluationSample]:
     """Return a few evaluation samples, spread over all, with the float model's outputs."""
     if judges is None:
         return []
@@ -52,7 +54,7 @@ def few(judges: Judges | None) -> list[Heard]:
     return list(judges.heard(max(2, _SAMPLES * len(evaluation) // max(evaluation.count, 1))))
 
 
-def trials(
+def trial_builder(
     target: Target, request: BuildRequest, names: Sequence[str]
 ) -> Callable[[BuildRequest], onnx.ModelProto]:
     """Return a builder of a target's trial models, with rounded weights if that repair is chosen.
@@ -67,18 +69,20 @@ def trials(
     """
     if ROUNDING not in names:
         return target.trial
-    samples = [sample for sample, _ in few(request.judges)]
+    samples = [sample for sample, _ in repair_samples(request.judges)]
     with _making(target, request, samples) as making:
-        return trials_rounded(request, making)
+        return rounded_trial_builder(request, making)
 
 
 @contextmanager
-def _making(target: Target, request: BuildRequest, samples: Sequence[Sample]) -> Iterator[Making]:
+def _making(
+    target: Target, request: BuildRequest, samples: Sequence[Sample]
+) -> Iterator[RepairInput]:
     """Split the samples: every other one computes the repairs, some of the rest evaluate them."""
-    layers, enough = len(layers_of(request.model)), len(samples) >= _ENOUGH
+    layers, enough = len(find_weighted_layers(request.model)), len(samples) >= _ENOUGH
     used = samples[0::2][: _most_samples(samples)] if enough else samples
     with phase("weights", layers, "layers", about=True) as step:
-        yield Making(
+        yield RepairInput(
             target=target,
             reference=request.model,
             samples=used,
@@ -93,12 +97,12 @@ def _most_samples(samples: Sequence[Sample]) -> int:
     return max(2, _VALUES // max(sum(value.size for value in samples[0].values()), 1))
 
 
-def repaired(
+def repair_request(
     target: Target,
     request: BuildRequest,
     names: Sequence[str],
-    heard: Sequence[Heard],
-) -> tuple[BuildRequest, list[Tried]]:
+    heard: Sequence[EvaluationSample],
+) -> tuple[BuildRequest, list[RepairResult]]:
     """Try the named after-repairs for one target.
 
     Args:
@@ -122,8 +126,11 @@ def repaired(
 
 
 def _try_all(
-    request: BuildRequest, making: Making, names: Sequence[str], heard: Sequence[Heard]
-) -> tuple[BuildRequest, list[Tried]]:
+    request: BuildRequest,
+    making: RepairInput,
+    names: Sequence[str],
+    heard: Sequence[EvaluationSample],
+) -> tuple[BuildRequest, list[RepairResult]]:
     target, builds, tried = making.target, _AfterTrials(request, making, heard), []
     for name in names:
         try:
@@ -140,26 +147,30 @@ def _try_all(
 
 
 def _by_layers(
-    request: BuildRequest, making: Making, name: str, repair: ByLayers
-) -> tuple[BuildRequest, Tried]:
+    request: BuildRequest, making: RepairInput, name: str, repair: LayerwiseRepair
+) -> tuple[BuildRequest, RepairResult]:
     """Apply a repair that decides layer by layer by itself."""
     target, result = making.target.name, repair(request, making)
     if result is None:
         return request, _no_change(name, target)
     sentence = f"{REPAIRS[name].words}: {result[1]}, kept"
-    return result[0], Tried(name=name, target=target, kept=True, sentence=sentence)
+    return result[0], RepairResult(name=name, target=target, kept=True, sentence=sentence)
 
 
 class _AfterTrials:
     """Tries after-repairs for one target by the outputs on samples that computed no repair."""
 
-    def __init__(self, request: BuildRequest, making: Making, heard: Sequence[Heard]) -> None:
+    def __init__(
+        self, request: BuildRequest, making: RepairInput, heard: Sequence[EvaluationSample]
+    ) -> None:
         samples, outputs = zip(*(heard[1::2] if len(heard) >= _ENOUGH else heard), strict=True)
-        self._judge = Judge(request.model, samples, threads=request.threads, said=outputs)
+        self._judge = SampleComparison(
+            request.model, samples, threads=request.threads, said=outputs
+        )
         self._making = making
         self._last: tuple[BuildRequest, Accuracy] | None = None
 
-    def run(self, request: BuildRequest, name: str) -> tuple[BuildRequest, Tried]:
+    def run(self, request: BuildRequest, name: str) -> tuple[BuildRequest, RepairResult]:
         """Return the best candidate if it helps, else the request itself."""
         repair, target = REPAIRS[name].after, self._making.target
         assert repair is not None
@@ -167,7 +178,7 @@ class _AfterTrials:
         forms = [(form, self._accuracy(form)) for form in repair(request, self._making)]
         if not forms:
             return request, _no_change(name, target.name)
-        form, after = max(forms, key=lambda one: worst(one[1]))
+        form, after = max(forms, key=lambda one: worst_sqnr_db(one[1]))
         kept = helps(now, after)
         self._last = (form, after) if kept else (request, now)
         return self._last[0], _result(name, target.name, now, after, kept=kept)
@@ -183,11 +194,11 @@ def _with_digest(request: BuildRequest, reference: onnx.ModelProto) -> BuildRequ
     """Update the digest of the request's model if its constants were changed."""
     if request.model is reference:
         return request
-    subject = replace(request.subject, loaded=settled(request.subject.loaded))
+    subject = replace(request.subject, loaded=with_new_digest(request.subject.loaded))
     return replace(request, subject=subject)
 
 
-def refuse_trusted(names: Sequence[str]) -> None:
+def refuse_model_repairs(names: Sequence[str]) -> None:
     """Refuse before-repairs for a model whose ranges come from a trusted cache.
 
     Raises:
@@ -202,15 +213,15 @@ def refuse_trusted(names: Sequence[str]) -> None:
 
 
 @phase("repairs")
-def prepared(
+def repair_model(
     targets: Sequence[Target],
-    subject: Subject,
+    subject: CalibrationSubject,
     names: Sequence[str],
     feed: Feed,
     *,
     folder: Path,
     threads: int,
-) -> tuple[Subject, list[Tried]]:
+) -> tuple[CalibrationSubject, list[RepairResult]]:
     """Try the named before-repairs, which change the model before calibration.
 
     Each candidate is calibrated for each target on a few samples and its int8 model compared with
@@ -238,7 +249,7 @@ def prepared(
     able = [target for target in targets if _can_build(target, subject)]
     for target in able:
         target.demand(marked)  # raises if the target cannot use a repaired model
-    builds = _TrialBuilds(able or [STAND_IN], subject, feed, folder, threads)
+    builds = _TrialBuilds(able or [FALLBACK_TARGET], subject, feed, folder, threads)
     now, tried = builds.accuracies(subject), []
     for name, repair in before.items():
         assert repair.before is not None
@@ -257,11 +268,11 @@ def prepared(
         if kept:
             subject, now = candidate, after
     if subject.repairs:
-        subject = replace(subject, loaded=settled(subject.loaded))
+        subject = replace(subject, loaded=with_new_digest(subject.loaded))
     return subject, tried
 
 
-def _can_build(target: Target, subject: Subject) -> bool:
+def _can_build(target: Target, subject: CalibrationSubject) -> bool:
     """Whether a target can be built for; the reason why not is reported when it is built."""
     try:
         target.demand(subject)
@@ -270,12 +281,14 @@ def _can_build(target: Target, subject: Subject) -> bool:
     return True
 
 
-def _with_model(subject: Subject, name: str, model: onnx.ModelProto) -> Subject:
+def _with_model(
+    subject: CalibrationSubject, name: str, model: onnx.ModelProto
+) -> CalibrationSubject:
     loaded = replace(subject.loaded, model=model)
     return replace(subject, loaded=loaded, repairs=(*subject.repairs, name))
 
 
-def told(tried: Iterable[Tried]) -> list[str]:
+def repair_notes(tried: Iterable[RepairResult]) -> list[str]:
     """Return notes on the repairs; they name the target where there are several."""
     results = list(tried)
     several = len({one.target for one in results if one.target}) > 1
@@ -291,7 +304,7 @@ class _TrialBuilds:
     def __init__(
         self,
         targets: Sequence[Target],
-        subject: Subject,
+        subject: CalibrationSubject,
         feed: Feed,
         folder: Path,
         threads: int,
@@ -299,13 +312,13 @@ class _TrialBuilds:
         self.samples = feed.first(max(2, _SAMPLES // 2 * len(feed) // max(feed.count, 1)))
         self._targets = list(targets)
         self._feed, self._folder, self._threads = feed, folder, threads
-        self._judge = Judge(subject.model, self.samples, threads=threads)
+        self._judge = SampleComparison(subject.model, self.samples, threads=threads)
 
     def float_db(self, model: onnx.ModelProto) -> float:
         """Return the SQNR of a float model's worst output slice against the original model."""
-        return worst(self._judge.of(model, kernels=True))
+        return worst_sqnr_db(self._judge.of(model, kernels=True))
 
-    def accuracies(self, subject: Subject) -> dict[str, Accuracy]:
+    def accuracies(self, subject: CalibrationSubject) -> dict[str, Accuracy]:
         """Return {target: accuracy of its int8 model}, without targets that fail on few samples.
 
         Where all fail, ONNX Runtime replaces them.
@@ -323,14 +336,16 @@ class _TrialBuilds:
                 errors.append(error)
         if accuracies:
             return accuracies
-        if self._targets == [STAND_IN]:
+        if self._targets == [FALLBACK_TARGET]:
             raise errors[0]
-        self._targets = [STAND_IN]
+        self._targets = [FALLBACK_TARGET]
         return self.accuracies(subject)
 
-    def _request(self, target: Target, subject: Subject) -> BuildRequest:
+    def _request(self, target: Target, subject: CalibrationSubject) -> BuildRequest:
         observed = observe(
-            each_once({target.name: target.demand(subject)}), self.samples, threads=self._threads
+            unique_observations({target.name: target.demand(subject)}),
+            self.samples,
+            threads=self._threads,
         )
         return BuildRequest(
             subject=subject,
@@ -344,7 +359,7 @@ class _TrialBuilds:
 
 def _gain(now: Mapping[str, Accuracy], after: Mapping[str, Accuracy]) -> float:
     """Return the gain of the worst output slice in dB, averaged over the targets."""
-    gains = [worst(after[t]) - worst(now[t]) for t in now if t in after]
+    gains = [worst_sqnr_db(after[t]) - worst_sqnr_db(now[t]) for t in now if t in after]
     return -math.inf if any(math.isnan(gain) for gain in gains) else sum(gains) / len(gains)
 
 
@@ -355,10 +370,10 @@ def _helps_all(now: Mapping[str, Accuracy], after: Mapping[str, Accuracy]) -> bo
     )
 
 
-def _result(name: str, target: str, now: Accuracy, after: Accuracy, *, kept: bool) -> Tried:
-    old, new = worst(now), worst(after)
+def _result(name: str, target: str, now: Accuracy, after: Accuracy, *, kept: bool) -> RepairResult:
+    old, new = worst_sqnr_db(now), worst_sqnr_db(after)
     word = "kept" if kept else "not kept"
-    return Tried(
+    return RepairResult(
         name=name,
         target=target,
         before_db=old,
@@ -368,8 +383,8 @@ def _result(name: str, target: str, now: Accuracy, after: Accuracy, *, kept: boo
     )
 
 
-def _no_change(name: str, target: str = "", why: str = "nothing to repair") -> Tried:
-    return Tried(
+def _no_change(name: str, target: str = "", why: str = "nothing to repair") -> RepairResult:
+    return RepairResult(
         name=name,
         target=target,
         kept=False,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Making:
+class RepairInput:
     """Input of an after-repair.
 
     Attributes:
@@ -45,15 +45,15 @@ class Making:
 
 
 # (model, a few samples, threads) -> candidate models; none where there is nothing to repair
-Before = Callable[["onnx.ModelProto", Sequence[Sample], int], Iterable["onnx.ModelProto"]]
+ModelRepair = Callable[["onnx.ModelProto", Sequence[Sample], int], Iterable["onnx.ModelProto"]]
 # (build request, ...) -> candidate requests, of which at most one is kept
-After = Callable[["BuildRequest", Making], Iterable["BuildRequest"]]
+RequestRepair = Callable[["BuildRequest", RepairInput], Iterable["BuildRequest"]]
 # (the same) -> (repaired request, text for the report); None where there is nothing to repair
-ByLayers = Callable[["BuildRequest", Making], "tuple[BuildRequest, str] | None"]
+LayerwiseRepair = Callable[["BuildRequest", RepairInput], "tuple[BuildRequest, str] | None"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
+class RepairResult:
     """Result of one repair on one target.
 
     Attributes:
@@ -86,6 +86,6 @@ def with_model(request: BuildRequest, model: onnx.ModelProto) -> BuildRequest:
     )
 
 
-def settled(loaded: LoadedModel) -> LoadedModel:
+def with_new_digest(loaded: LoadedModel) -> LoadedModel:
     """Return a loaded model whose constants were changed, with a new digest."""
     return replace(loaded, digest=model_digest(loaded.model))

@@ -32,17 +32,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.grids import FP8, GRIDS, Grid, fake_quantize
-from calibrators.rounding import products_of
+from calibrators.rounding import block_products
 from calibrators.scales import Scale
-from calibrators.weights import trusted_mean
+from calibrators.weights import shrunk_mean
 from deploy.graph.index import Graph
 from deploy.graph.placement import keeps_range
-from deploy.method import Choices, Method, comparable
+from deploy.method import Choices, Method, comparable_methods
 from deploy.targets.onnxruntime.conv_rewrites import TILES
 from deploy.tensors import Array
-from deploy.tuning.repairs.base import Making, with_model
-from deploy.tuning.repairs.repair_layers import Layer, all_written, layers_of, with_biases
-from deploy.tuning.repairs.sample_runs import inputs_of, tapped
+from deploy.tuning.repairs.base import RepairInput, with_model
+from deploy.tuning.repairs.repair_layers import (
+    WeightedLayer,
+    find_weighted_layers,
+    read_all_quantizations,
+    with_biases,
+)
+from deploy.tuning.repairs.sample_runs import layer_patches, run_with_taps
 
 if TYPE_CHECKING:
     import onnx
@@ -55,7 +60,7 @@ _PATCHES = 1024  # input patches of a layer, over all samples
 Means = dict[str, NDArray[np.float64]]  # layer -> [samples, C_out]
 
 
-def correct_biases(request: BuildRequest, making: Making) -> Iterator[BuildRequest]:
+def correct_biases(request: BuildRequest, making: RepairInput) -> Iterator[BuildRequest]:
     """Yield the request after step 1, then after step 2; nothing without int8 layers with bias."""
     alone = _correct_each(request, making)
     if alone is not None:
@@ -63,25 +68,27 @@ def correct_biases(request: BuildRequest, making: Making) -> Iterator[BuildReque
         yield _correct_last(alone, making)
 
 
-def _correct_each(request: BuildRequest, making: Making) -> BuildRequest | None:
+def _correct_each(request: BuildRequest, making: RepairInput) -> BuildRequest | None:
     """Correct every int8 layer for the rounding of its own weight and input."""
-    with_bias = tuple(one for one in layers_of(request.model) if one.kind != "MatMul" or one.add)
-    plain = {layer.name: layer for layer in layers_of(making.reference)}
-    quantized = all_written(making.target.trial(request), with_bias)
+    with_bias = tuple(
+        one for one in find_weighted_layers(request.model) if one.kind != "MatMul" or one.add
+    )
+    plain = {layer.name: layer for layer in find_weighted_layers(making.reference)}
+    quantized = read_all_quantizations(making.target.trial(request), with_bias)
     layers = [layer for layer, how in quantized.values() if how.nearest]
     graph, biases = Graph(request.model), []
-    for layer, patches in inputs_of(
+    for layer, patches in layer_patches(
         making.reference, layers, making.samples, most=_PATCHES, threads=making.threads
     ):
         how = quantized[layer.name][1]
         expected = _mean_out(plain[layer.name].rows, patches)
         actual = _mean_out(_rows(layer, how.weights(layer)), [how.inputs(one) for one in patches])
-        change = trusted_mean(expected - actual)
+        change = shrunk_mean(expected - actual)
         biases.append((layer, layer.bias_of(graph) + change))
     return with_model(request, with_biases(request.model, biases)) if biases else None
 
 
-def _rows(layer: Layer, weight: NDArray[np.float64]) -> NDArray[Any]:
+def _rows(layer: WeightedLayer, weight: NDArray[np.float64]) -> NDArray[Any]:
     return replace(layer, array=np.asarray(weight, np.float32)).rows
 
 
@@ -93,7 +100,7 @@ def _mean_out(rows: NDArray[Any], patches: Sequence[NDArray[np.float32]]) -> NDA
     return np.asarray(made.reshape(len(used), -1), np.float64)
 
 
-def _correct_last(request: BuildRequest, making: Making) -> BuildRequest:
+def _correct_last(request: BuildRequest, making: RepairInput) -> BuildRequest:
     """Correct the layers with no other downstream, by the outputs of the int8 model there."""
     layers = _last_layers(request.model)
     if not layers:
@@ -102,14 +109,14 @@ def _correct_last(request: BuildRequest, making: Making) -> BuildRequest:
     actual = _means(making.target.trial(request), layers, making)
     graph, biases = Graph(request.model), []
     for layer in layers:
-        change = trusted_mean(expected[layer.name] - actual[layer.name])
+        change = shrunk_mean(expected[layer.name] - actual[layer.name])
         biases.append((layer, layer.bias_of(graph) + change))
     return with_model(request, with_biases(request.model, biases))
 
 
-def _last_layers(model: onnx.ModelProto) -> list[Layer]:
+def _last_layers(model: onnx.ModelProto) -> list[WeightedLayer]:
     """Return the layers with a bias that no other layer is downstream of."""
-    layers = {layer.name: layer for layer in layers_of(model)}
+    layers = {layer.name: layer for layer in find_weighted_layers(model)}
     graph = Graph(model)
     upstream: set[str] = set()  # tensors that a layer reads, directly or not
     for node in reversed(graph.nodes):
@@ -122,7 +129,7 @@ def _last_layers(model: onnx.ModelProto) -> list[Layer]:
     ]
 
 
-def _means(model: onnx.ModelProto, layers: Sequence[Layer], making: Making) -> Means:
+def _means(model: onnx.ModelProto, layers: Sequence[WeightedLayer], making: RepairInput) -> Means:
     """Return the mean of each layer's float output, per sample and channel."""
     names = {name for node in model.graph.node for name in node.output}
     tensors = {layer.name: _float_name(layer.output, names) for layer in layers}
@@ -133,7 +140,7 @@ def _means(model: onnx.ModelProto, layers: Sequence[Layer], making: Making) -> M
         pixels = means.reshape(len(means), -1, by_tensor[name].outputs)  # pixels of a tile, if any
         return np.asarray(pixels.mean(axis=1), np.float64)
 
-    runs = tapped(model, tensors.values(), making.samples, take, threads=making.threads)
+    runs = run_with_taps(model, tensors.values(), making.samples, take, threads=making.threads)
     return {
         layer: np.concatenate([run[tensor] for run in runs]) for layer, tensor in tensors.items()
     }
@@ -160,14 +167,14 @@ _LESS = 0.95  # another search replaces the present one below this share of its 
 _RANGE_PATCHES = 512  # input patches of a layer to compare searches on
 
 
-def choose_ranges(request: BuildRequest, making: Making) -> Iterator[BuildRequest]:
+def choose_ranges(request: BuildRequest, making: RepairInput) -> Iterator[BuildRequest]:
     """Yield the request with another range search for some tensors.
 
     Nothing where the target does not search by the method, or nothing would change.
     """
     subject, now = request.subject, request.choices
     usual = now.method or subject.method
-    others = [*comparable(Method.of()), Method.of(_CLIPS)]
+    others = [*comparable_methods(Method.of()), Method.of(_CLIPS)]
     methods = {method.label: method for method in (*others, usual)}
     if usual.name not in {other.name for other in others} or request.ranges.trusted is not None:
         return
@@ -195,29 +202,29 @@ def choose_ranges(request: BuildRequest, making: Making) -> Iterator[BuildReques
 
 
 def _readers(
-    request: BuildRequest, making: Making, observed: Collection[str]
-) -> list[tuple[Layer, str, Grid]]:
+    request: BuildRequest, making: RepairInput, observed: Collection[str]
+) -> list[tuple[WeightedLayer, str, Grid]]:
     """Return the int8 layers, the tensor that gives their input its range, and its grid."""
     graph = Graph(request.model)
     decisions = making.target.plan(request.model, request.float_nodes).decisions
     grids = {d.node: GRIDS[d.precision] for d in decisions if d.quantized}
     return [
         (layer, root, grids[layer.name])
-        for layer in layers_of(request.model)
+        for layer in find_weighted_layers(request.model)
         if layer.name in grids and (root := _root(graph, layer.input)) in observed
     ]
 
 
 def _errors(
-    making: Making,
-    readers: Sequence[tuple[Layer, str, Grid]],
+    making: RepairInput,
+    readers: Sequence[tuple[WeightedLayer, str, Grid]],
     ranges: Mapping[str, Mapping[str, Scale]],
 ) -> dict[str, dict[str, float]]:
     """Return {tensor: {search: output error, summed over the layers that read it}}."""
     inputs = {layer.name: (root, grid) for layer, root, grid in readers}
     layers = [layer for layer, _, _ in readers]
     errors: dict[str, dict[str, float]] = {}
-    for layer, patches in inputs_of(
+    for layer, patches in layer_patches(
         making.reference, layers, making.samples, most=_RANGE_PATCHES, threads=making.threads
     ):
         root, grid = inputs[layer.name]
@@ -238,7 +245,9 @@ def _root(graph: Graph, tensor: str) -> str:
     return tensor
 
 
-def output_error(layer: Layer, inputs: NDArray[np.float32], scale: Scale, grid: Grid) -> float:
+def output_error(
+    layer: WeightedLayer, inputs: NDArray[np.float32], scale: Scale, grid: Grid
+) -> float:
     """Return the output error of a layer, as a share of its power, with its input on the grid.
 
     The weights are float.
@@ -253,7 +262,7 @@ def output_error(layer: Layer, inputs: NDArray[np.float32], scale: Scale, grid: 
     if not step > 0:
         return float("inf")
     rows = np.asarray(layer.rows, np.float32)
-    error = products_of(rows, fake_quantize(inputs, step, zero, grid) - inputs)
-    output = products_of(rows, inputs)
+    error = block_products(rows, fake_quantize(inputs, step, zero, grid) - inputs)
+    output = block_products(rows, inputs)
     power = float((output * output).sum())
     return float((error * error).sum()) / power if power > 0 else 0.0

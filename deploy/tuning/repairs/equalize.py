@@ -24,9 +24,9 @@ from calibrators.weights import equal_factors
 from deploy.feed.parallel import Sample
 from deploy.graph.index import Graph
 from deploy.tuning.repairs.repair_layers import (
-    Link,
-    layers_of,
-    links_of,
+    LayerLink,
+    find_layer_links,
+    find_weighted_layers,
     with_biases,
     with_constants,
 )
@@ -46,7 +46,7 @@ def equalize(
     model: onnx.ModelProto, samples: Sequence[Sample], threads: int
 ) -> Iterator[onnx.ModelProto]:
     """Yield the model equalized by weights, then by activations; nothing without a link."""
-    links = links_of(model)
+    links = find_layer_links(model)
     if not links:
         return
     yield _equalized(model, links, _factors(links, {}))
@@ -55,7 +55,7 @@ def equalize(
     yield _equalized(model, links, _factors(links, maxima))
 
 
-def _factors(links: Sequence[Link], maxima: Mapping[str, NDArray[np.float64]]) -> Factors:
+def _factors(links: Sequence[LayerLink], maxima: Mapping[str, NDArray[np.float64]]) -> Factors:
     """Return each link's factors [C], by the maxima of its activations or else its weights."""
     factors = {link.first.name: np.ones(link.first.outputs) for link in links}
     sizes = {
@@ -97,12 +97,14 @@ def _scaled(
     return size
 
 
-def _equalized(model: onnx.ModelProto, links: Sequence[Link], factors: Factors) -> onnx.ModelProto:
+def _equalized(
+    model: onnx.ModelProto, links: Sequence[LayerLink], factors: Factors
+) -> onnx.ModelProto:
     """Return the model with its constants scaled by the links' factors, computed in float64."""
     previous = {link.second.name: link.first.name for link in links}
     graph, one = Graph(model), np.ones(1)
     arrays, biases = {}, []
-    for layer in layers_of(model):
+    for layer in find_weighted_layers(model):
         out, into = (
             factors.get(layer.name, one),
             factors.get(previous.get(layer.name, ""), one),

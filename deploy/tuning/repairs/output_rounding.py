@@ -27,21 +27,21 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from calibrators.grids import INT8, Grid, rounded
-from calibrators.rounding import gram, products_of, rounded_by_output
-from calibrators.weights import in_tight_pairs, is_depthwise
-from deploy.graph.edit import update
-from deploy.graph.index import wide_for, with_zeros
+from calibrators.grids import INT8, Grid, round_to_grid
+from calibrators.rounding import block_products, gram, round_by_output
+from calibrators.weights import is_depthwise, tight_pair_mask
+from deploy.graph.edit import update_tensors
+from deploy.graph.index import pad_with_zeros, padded_name
 from deploy.method import NO_CHOICES
-from deploy.tuning.repairs.base import Making, with_model
+from deploy.tuning.repairs.base import RepairInput, with_model
 from deploy.tuning.repairs.repair_layers import (
     FloatArray,
-    Layer,
-    all_written,
-    layers_of,
+    WeightedLayer,
+    find_weighted_layers,
+    read_all_quantizations,
     with_constants,
 )
-from deploy.tuning.repairs.sample_runs import inputs_of
+from deploy.tuning.repairs.sample_runs import layer_patches
 
 if TYPE_CHECKING:
     import onnx
@@ -54,7 +54,7 @@ _WIDEST = 1200  # values of a patch in one Gram matrix; wider ones are split
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rounded:
+class RoundedWeight:
     """A layer's weight after rounding.
 
     Attributes:
@@ -67,13 +67,13 @@ class Rounded:
     left: float
 
 
-def round_weights(request: BuildRequest, making: Making) -> tuple[BuildRequest, str] | None:
+def round_weights(request: BuildRequest, making: RepairInput) -> tuple[BuildRequest, str] | None:
     """Return the request with weights rounded by output error, and a text for the report.
 
     None where no weight of an int8 layer changes.
     """
-    all_rounded = rounded_weights(request, making)
-    quantized = all_written(making.target.trial(request), _exclusive(request.model))
+    all_rounded = round_all_weights(request, making)
+    quantized = read_all_quantizations(making.target.trial(request), _exclusive(request.model))
     names = [one.weight for one, _ in quantized.values() if one.weight in all_rounded]
     changed = {name: all_rounded[name] for name in names if all_rounded[name].left != 1}
     if not changed:
@@ -90,12 +90,12 @@ def _report_text(left: Sequence[float]) -> str:
     return f"{layers} {mean:.2f} times the squared error on other samples"
 
 
-def trials_rounded(
-    request: BuildRequest, making: Making
+def rounded_trial_builder(
+    request: BuildRequest, making: RepairInput
 ) -> Callable[[BuildRequest], onnx.ModelProto]:
     """Return a builder of trial models with rounded weights, unless `choices.rounded` is False."""
     target = making.target
-    arrays = {name: one.weight for name, one in rounded_weights(request, making).items()}
+    arrays = {name: one.weight for name, one in round_all_weights(request, making).items()}
     layers = tuple(one for one in _exclusive(request.model) if one.weight in arrays)
     with_rounded = with_model(request, with_constants(request.model, arrays))
     originals = {t.name: t for t in request.model.graph.initializer if t.name in arrays}
@@ -112,41 +112,43 @@ def trials_rounded(
 
 
 def _give_back(
-    model: onnx.ModelProto, layers: Sequence[Layer], originals: Mapping[str, onnx.TensorProto]
+    model: onnx.ModelProto,
+    layers: Sequence[WeightedLayer],
+    originals: Mapping[str, onnx.TensorProto],
 ) -> None:
     """Give layers that stay float their original weights back, in place."""
     dims = {tensor.name: tensor.dims for tensor in model.graph.initializer}
     present = [(one, name) for one in layers if (name := _weight_name(one, dims)) is not None]
-    quantized = all_written(model, tuple(one for one, _ in present)) if present else {}
+    quantized = read_all_quantizations(model, tuple(one for one, _ in present)) if present else {}
     restored = {name: originals[one.weight] for one, name in present if one.name not in quantized}
     for name, tensor in restored.items():
         if name != tensor.name:
-            padded = with_zeros(numpy_helper.to_array(tensor), dims[name])
+            padded = pad_with_zeros(numpy_helper.to_array(tensor), dims[name])
             restored[name] = numpy_helper.from_array(padded, name)
-    update(model.graph.initializer, restored)
+    update_tensors(model.graph.initializer, restored)
 
 
-def _weight_name(layer: Layer, constants: Collection[str]) -> str | None:
+def _weight_name(layer: WeightedLayer, constants: Collection[str]) -> str | None:
     """Return the name of a layer's float weight among a model's constants."""
-    names = (layer.weight, wide_for(layer.weight, layer.name))
+    names = (layer.weight, padded_name(layer.weight, layer.name))
     return next((name for name in names if name in constants), None)
 
 
-def rounded_weights(request: BuildRequest, making: Making) -> Mapping[str, Rounded]:
+def round_all_weights(request: BuildRequest, making: RepairInput) -> Mapping[str, RoundedWeight]:
     """Return the rounded weight of every layer that can be int8, by initializer; computed once."""
 
-    def made() -> tuple[onnx.ModelProto, Mapping[str, Rounded]]:
+    def made() -> tuple[onnx.ModelProto, Mapping[str, RoundedWeight]]:
         return request.model, _rounded(request.choosing(NO_CHOICES), making)
 
     key = "rounded", making.target.name, id(request.model)  # the entry keeps the model alive
     return request.ranges.once(key, made)[1]
 
 
-def _rounded(request: BuildRequest, making: Making) -> dict[str, Rounded]:
-    quantized = all_written(making.target.trial(request), _exclusive(request.model))
+def _rounded(request: BuildRequest, making: RepairInput) -> dict[str, RoundedWeight]:
+    quantized = read_all_quantizations(making.target.trial(request), _exclusive(request.model))
     count, fits = len(making.samples), making.target.plan(request.model).placement.fits_pairs
     results = {}
-    for layer, patches in inputs_of(
+    for layer, patches in layer_patches(
         making.reference,
         [layer for layer, how in quantized.values() if how.nearest],
         [*making.samples, *making.apart],
@@ -155,27 +157,27 @@ def _rounded(request: BuildRequest, making: Making) -> dict[str, Rounded]:
     ):
         how, inputs = quantized[layer.name][1], np.concatenate(patches[:count], axis=2)
         apart = np.concatenate(patches[count:], axis=2) if patches[count:] else None
-        results[layer.weight] = rounded_weight(
+        results[layer.weight] = round_weight(
             layer, how.weight, inputs, how.grid, apart=apart, fits_pairs=fits
         )
         making.progress()
     return results
 
 
-def _exclusive(model: onnx.ModelProto) -> tuple[Layer, ...]:
+def _exclusive(model: onnx.ModelProto) -> tuple[WeightedLayer, ...]:
     """Return the layers whose weight no other node reads."""
-    return tuple(layer for layer in layers_of(model) if layer.alone)
+    return tuple(layer for layer in find_weighted_layers(model) if layer.alone)
 
 
-def rounded_weight(
-    layer: Layer,
+def round_weight(
+    layer: WeightedLayer,
     scales: NDArray[np.float64],
     inputs: FloatArray,
     grid: Grid = INT8,
     *,
     apart: FloatArray | None = None,
     fits_pairs: bool = False,
-) -> Rounded:
+) -> RoundedWeight:
     """Round a layer's weight by its output error.
 
     Args:
@@ -194,14 +196,14 @@ def rounded_weight(
         fixed = np.abs(steps) >= np.abs(steps).max()
     if fits_pairs:
         fixed |= _tight(layer, steps)
-    nearest = rounded(steps, grid)
+    nearest = round_to_grid(steps, grid)
     integers = nearest.copy()
     for start in range(0, steps.shape[2], _WIDEST):
         part = slice(start, start + _WIDEST)
         products = gram(inputs[:, part])
         if not np.isfinite(products).all():  # the squares overflow float32: round to nearest
             continue
-        integers[:, :, part] = rounded_by_output(
+        integers[:, :, part] = round_by_output(
             steps[:, :, part],
             products,
             fixed=fixed[:, :, part],
@@ -213,15 +215,15 @@ def rounded_weight(
         left = _undo_worse(steps, nearest, integers, own, apart)
     plain = _rows(layer, weight)
     moved = np.where(integers != nearest, np.clip(integers * own, *_limits(plain)), plain)
-    return Rounded(layer.from_channels(moved.reshape(layer.by_channel.shape)), left)
+    return RoundedWeight(layer.from_channels(moved.reshape(layer.by_channel.shape)), left)
 
 
-def _tight(layer: Layer, steps: NDArray[np.float64]) -> NDArray[np.bool_]:
+def _tight(layer: WeightedLayer, steps: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Return a mask like `steps` of the weights to round to nearest, so that pairs fit 16 bits."""
     groups, out, into, places = layer.by_channel.shape
     if is_depthwise(groups, groups * out, into):
         return np.zeros(steps.shape, np.bool_)
-    return in_tight_pairs(steps.reshape(groups * out, into, places)).reshape(steps.shape)
+    return tight_pair_mask(steps.reshape(groups * out, into, places)).reshape(steps.shape)
 
 
 def _undo_worse(
@@ -233,7 +235,8 @@ def _undo_worse(
 ) -> float:
     """Round rows to nearest again, in place, where that has no more error; return what is left."""
     before, after = (
-        np.square(products_of((q - steps) * scales, apart)).sum(axis=2) for q in (nearest, integers)
+        np.square(block_products((q - steps) * scales, apart)).sum(axis=2)
+        for q in (nearest, integers)
     )
     worse = after >= before
     integers[worse] = nearest[worse]
@@ -253,6 +256,6 @@ def _limits(weight: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[n
     return -low, np.where(weight.max(axis=2, keepdims=True) == end, end, below)
 
 
-def _rows(layer: Layer, weight: NDArray[np.float64]) -> NDArray[np.float64]:
+def _rows(layer: WeightedLayer, weight: NDArray[np.float64]) -> NDArray[np.float64]:
     """Reshape a weight from ONNX layout to [groups, C_out per group, K], the layout of patches."""
     return np.asarray(replace(layer, array=np.asarray(weight)).rows, np.float64)

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrators.grids import FP8, INT8, Grid, rounded
-from deploy.graph.edit import copied, unused, update
-from deploy.graph.index import Graph, attributes, users
+from calibrators.grids import FP8, INT8, Grid, round_to_grid
+from deploy.graph.edit import copy_message, unique_name, update_tensors
+from deploy.graph.index import Graph, attributes, count_reads
 
 if TYPE_CHECKING:
     import onnx
@@ -39,7 +39,7 @@ _FLOAT = 1  # onnx.TensorProto.FLOAT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class WeightedLayer:
     """A layer with constant weights.
 
     Attributes:
@@ -142,14 +142,16 @@ class Layer:
         return np.broadcast_to(array.reshape(-1), (self.outputs,)).copy()
 
 
-def layers_of(model: onnx.ModelProto) -> tuple[Layer, ...]:
+def find_weighted_layers(model: onnx.ModelProto) -> tuple[WeightedLayer, ...]:
     """Return the layers of the main graph, in its order."""
-    graph, read_counts = Graph(model), users(model.graph)
+    graph, read_counts = Graph(model), count_reads(model.graph)
     layers = (_layer(graph, read_counts, node) for node in graph.nodes if node.op_type in HEAVY)
     return tuple(layer for layer in layers if layer is not None)
 
 
-def _layer(graph: Graph, read_counts: Mapping[str, int], node: onnx.NodeProto) -> Layer | None:
+def _layer(
+    graph: Graph, read_counts: Mapping[str, int], node: onnx.NodeProto
+) -> WeightedLayer | None:
     from onnx import numpy_helper
 
     weight = graph.initializers.get(node.input[1]) if len(node.input) > 1 else None
@@ -168,7 +170,7 @@ def _layer(graph: Graph, read_counts: Mapping[str, int], node: onnx.NodeProto) -
         bias = str(node.input[2])
         if bias not in graph.initializers:
             return None
-    return Layer(
+    return WeightedLayer(
         name=node.name,
         kind=node.op_type,
         input=str(node.input[0]),
@@ -200,32 +202,32 @@ def with_constants(model: onnx.ModelProto, arrays: Mapping[str, NDArray[Any]]) -
     """Return a copy in which the named initializers hold these arrays, as float32."""
     from onnx import numpy_helper
 
-    changed = copied(model)
+    changed = copy_message(model)
     tensors = {
         name: numpy_helper.from_array(np.ascontiguousarray(array, np.float32), name)
         for name, array in arrays.items()
     }
-    update(changed.graph.initializer, tensors)
+    update_tensors(changed.graph.initializer, tensors)
     return changed
 
 
 def with_biases(
-    model: onnx.ModelProto, biases: Iterable[tuple[Layer, NDArray[np.float64]]]
+    model: onnx.ModelProto, biases: Iterable[tuple[WeightedLayer, NDArray[np.float64]]]
 ) -> onnx.ModelProto:
     """Return a copy with these biases [C_out], each in an initializer that no other layer reads.
 
     A MatMul without a bias Add is left as it is.
     """
-    read_counts = users(model.graph)
+    read_counts = count_reads(model.graph)
     used_names = {*read_counts, *(tensor.name for tensor in model.graph.initializer)}
     arrays: dict[str, NDArray[Any]] = {}
-    new_biases: dict[str, tuple[Layer, str]] = {}
+    new_biases: dict[str, tuple[WeightedLayer, str]] = {}
     for layer, values in biases:
         if layer.kind == "MatMul" and not layer.add:
             continue
         name = layer.bias
         if not name or read_counts[name] > 1:
-            name = unused(f"{layer.output}_bias", used_names)
+            name = unique_name(f"{layer.output}_bias", used_names)
             used_names.add(name)
         arrays[name] = values
         new_biases[layer.add or layer.name] = layer, name
@@ -236,7 +238,7 @@ def with_biases(
     return changed
 
 
-def _set_bias(node: onnx.NodeProto, layer: Layer, name: str) -> None:
+def _set_bias(node: onnx.NodeProto, layer: WeightedLayer, name: str) -> None:
     """Make a node read its bias under this name."""
     if layer.add:
         node.input[list(node.input).index(layer.bias)] = name
@@ -251,23 +253,23 @@ _CONVS = ("Conv", "ConvTranspose")
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LayerLink:
     """Two layers in a row: only `second` reads the output of `first`."""
 
-    first: Layer
-    second: Layer
+    first: WeightedLayer
+    second: WeightedLayer
 
 
-def links_of(model: onnx.ModelProto) -> tuple[Link, ...]:
+def find_layer_links(model: onnx.ModelProto) -> tuple[LayerLink, ...]:
     """Return every link, in graph order; a layer may belong to two."""
     graph = Graph(model)
-    layers = layers_of(model)
+    layers = find_weighted_layers(model)
     by_name = {layer.name: layer for layer in layers}
     links = (_link(graph, by_name, layer) for layer in layers)
     return tuple(link for link in links if link is not None)
 
 
-def _link(graph: Graph, layers: dict[str, Layer], first: Layer) -> Link | None:
+def _link(graph: Graph, layers: dict[str, WeightedLayer], first: WeightedLayer) -> LayerLink | None:
     path = list(_path(graph, first.output))
     last = path[-1] if path else None
     second = layers.get(last.name) if last is not None else None
@@ -277,7 +279,7 @@ def _link(graph: Graph, layers: dict[str, Layer], first: Layer) -> Link | None:
     fits = convs in ((True, True), (False, False)) and first.outputs == second.inputs
     pools = any(node.op_type in ("MaxPool", "AveragePool") for node in path[:-1])
     exclusive = first.alone and second.alone and not (pools and not all(convs))
-    return Link(first, second) if fits and exclusive else None
+    return LayerLink(first, second) if fits and exclusive else None
 
 
 def _path(graph: Graph, tensor: str) -> Iterator[onnx.NodeProto]:
@@ -309,7 +311,7 @@ _FAKE_QUANT = ("Sub", "Clip", "Add", "Round", "Mul")  # upstream from a layer's 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Written:
+class LayerQuantization:
     """Quantization of a layer in the int8 model.
 
     Attributes:
@@ -330,20 +332,22 @@ class Written:
     grid: Grid = INT8
     nearest: bool = True
 
-    def weights(self, layer: Layer) -> Float64Array:
+    def weights(self, layer: WeightedLayer) -> Float64Array:
         """Return a layer's weight after quantization, in ONNX layout."""
-        steps = rounded(layer.array / self.weight, self.grid)
+        steps = round_to_grid(layer.array / self.weight, self.grid)
         return np.asarray(steps * self.weight, np.float64)
 
     def inputs(self, values: NDArray[np.floating]) -> NDArray[np.float32]:
         """Return input values after quantization."""
         steps = np.asarray(values, np.float32) / np.float32(self.input)
-        steps = rounded(steps, self.grid) + np.float32(self.zero)
+        steps = round_to_grid(steps, self.grid) + np.float32(self.zero)
         clipped = np.clip(steps, self.low, self.high) - self.zero
         return np.asarray(clipped * np.float32(self.input), np.float32)
 
 
-def written_in(graph: Graph, node: onnx.NodeProto, layer: Layer) -> Written | None:
+def read_quantization(
+    graph: Graph, node: onnx.NodeProto, layer: WeightedLayer
+) -> LayerQuantization | None:
     """Read the quantization of a layer from an int8 model.
 
     Args:
@@ -364,7 +368,9 @@ def written_in(graph: Graph, node: onnx.NodeProto, layer: Layer) -> Written | No
     return None
 
 
-def _from_pairs(graph: Graph, node: onnx.NodeProto, layer: Layer) -> Written | None:
+def _from_pairs(
+    graph: Graph, node: onnx.NodeProto, layer: WeightedLayer
+) -> LayerQuantization | None:
     from onnx import TensorProto
 
     input_dq, weight_dq = (graph.producer[name] for name in node.input[:2])
@@ -383,7 +389,7 @@ def _from_pairs(graph: Graph, node: onnx.NodeProto, layer: Layer) -> Written | N
     low, high = (
         (FP8.qmin, FP8.qmax) if fp8 else (np.iinfo(zero.dtype).min, np.iinfo(zero.dtype).max)
     )
-    return Written(
+    return LayerQuantization(
         weight=scales.reshape([-1 if a == axis else 1 for a in range(rank)]),
         input=float(step.reshape(-1)[0]),
         zero=int(zero.reshape(-1)[0]),
@@ -393,7 +399,9 @@ def _from_pairs(graph: Graph, node: onnx.NodeProto, layer: Layer) -> Written | N
     )
 
 
-def _from_fake_quant(graph: Graph, node: onnx.NodeProto, layer: Layer) -> Written | None:
+def _from_fake_quant(
+    graph: Graph, node: onnx.NodeProto, layer: WeightedLayer
+) -> LayerQuantization | None:
     chain = _fake_quant_chain(graph, node)
     after = _only_reader(graph, node.output[0])
     if after is not None and after.op_type == "Add":
@@ -410,7 +418,7 @@ def _from_fake_quant(graph: Graph, node: onnx.NodeProto, layer: Layer) -> Writte
     groups = layer.by_channel.shape[0]
     columns = np.broadcast_to(scales, layer.outputs).reshape(groups, -1, 1, 1)
     wide = layer.from_channels(np.ones(layer.by_channel.shape) * columns).astype(np.float64)
-    return Written(
+    return LayerQuantization(
         weight=wide,
         input=1 / inverse,
         zero=int(_array(graph, add.input[1])),
@@ -420,7 +428,7 @@ def _from_fake_quant(graph: Graph, node: onnx.NodeProto, layer: Layer) -> Writte
     )
 
 
-def _is_nearest(codes: NDArray[Any], layer: Layer, scales: Float64Array) -> bool:
+def _is_nearest(codes: NDArray[Any], layer: WeightedLayer, scales: Float64Array) -> bool:
     stored = codes.T if layer.turned else codes
     steps = np.clip(layer.array / scales, INT8.qmin, INT8.qmax)
     return bool(np.abs(steps - stored).max() < _HALF)
@@ -448,14 +456,15 @@ def _array(graph: Graph, name: str) -> NDArray[Any]:
     return np.asarray(numpy_helper.to_array(graph.constants[name]))
 
 
-def all_written(
-    int8: onnx.ModelProto, layers: tuple[Layer, ...]
-) -> dict[str, tuple[Layer, Written]]:
+def read_all_quantizations(
+    int8: onnx.ModelProto, layers: tuple[WeightedLayer, ...]
+) -> dict[str, tuple[WeightedLayer, LayerQuantization]]:
     """Return the layers that an int8 model runs in integers, by name."""
     graph = Graph(int8)
     nodes = {node.name: node for node in graph.nodes}
     return {
         layer.name: (layer, how)
         for layer in layers
-        if layer.name in nodes and (how := written_in(graph, nodes[layer.name], layer)) is not None
+        if layer.name in nodes
+        and (how := read_quantization(graph, nodes[layer.name], layer)) is not None
     }

@@ -13,30 +13,30 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrators.rounding import patches as drawn_patches
-from deploy.feed.parallel import Sample, in_order
-from deploy.graph.bounds import window_of
-from deploy.graph.edit import with_outputs
-from deploy.metrics.accuracy import Accuracy, Comparison, Said
+from calibrators.rounding import extract_patches as drawn_patches
+from deploy.feed.parallel import Sample, run_in_order
+from deploy.graph.bounds import make_window
+from deploy.graph.edit import copy_with_outputs
+from deploy.metrics.accuracy import Accuracy, Comparison, StoredOutputs
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array
-from deploy.tuning.repairs.repair_layers import FloatArray, Layer
+from deploy.tuning.repairs.repair_layers import FloatArray, WeightedLayer
 
 if TYPE_CHECKING:
     import onnx
 
 
-Taken = TypeVar("Taken")
+TapResult = TypeVar("TapResult")
 
 
-def tapped(
+def run_with_taps(
     model: onnx.ModelProto,
     tensors: Iterable[str],
     samples: Sequence[Sample],
-    take: Callable[[int, str, Array], Taken],
+    take: Callable[[int, str, Array], TapResult],
     *,
     threads: int,
-) -> list[dict[str, Taken]]:
+) -> list[dict[str, TapResult]]:
     """Run the model and return {tensor: take(sample number, tensor, value)} for each sample.
 
     A Q/DQ model is computed as written, in float between its Q/DQ pairs.
@@ -48,18 +48,18 @@ def tapped(
     names = list(dict.fromkeys(tensors))
     fed, outputs = [n for n in names if n in inputs], [n for n in names if n not in inputs]
     session = OrtSession.open(
-        with_outputs(model, outputs), threads=1, spin=False, keep=True, int8_kernels=False
+        copy_with_outputs(model, outputs), threads=1, spin=False, keep=True, int8_kernels=False
     )
-    results: list[dict[str, Taken]] = []
+    results: list[dict[str, TapResult]] = []
 
-    def work(_: int, number: int, sample: Sample) -> dict[str, Taken]:
+    def work(_: int, number: int, sample: Sample) -> dict[str, TapResult]:
         values = session.run(sample)
         return {
             **{name: take(number, name, sample[name]) for name in fed},
             **{name: take(number, name, values[name]) for name in outputs},
         }
 
-    in_order(samples, work, lambda _, one: results.append(one), threads=threads)
+    run_in_order(samples, work, lambda _, one: results.append(one), threads=threads)
     return results
 
 
@@ -71,7 +71,7 @@ def channel_maxima(
     def take(_: int, name: str, value: Array) -> NDArray[np.float64]:
         return np.asarray(np.abs(_rows(value, axes[name])).max(axis=0), np.float64)
 
-    runs = tapped(model, axes, samples, take, threads=threads)
+    runs = run_with_taps(model, axes, samples, take, threads=threads)
     return {name: np.max([run[name] for run in runs], axis=0) for name in axes}
 
 
@@ -80,7 +80,7 @@ def _rows(value: Array, axis: int) -> Array:
     return np.moveaxis(value, axis, -1).reshape(-1, value.shape[axis])
 
 
-class Judge:
+class SampleComparison:
     """Compares models with the float model on the same few samples; the float model runs once.
 
     Args:
@@ -111,7 +111,7 @@ class Judge:
             BackendError: ONNX Runtime refused the model or a sample.
         """
         session = OrtSession.open(model, threads=1, spin=False, keep=True, int8_kernels=kernels)
-        comparison = Comparison(Said(self._outputs[0]), session)
+        comparison = Comparison(StoredOutputs(self._outputs[0]), session)
         outputs = _ran(session, self._samples, self._threads)
         for sample, reference, candidate in zip(self._samples, self._outputs, outputs, strict=True):
             comparison.add(sample, reference, candidate)
@@ -120,7 +120,7 @@ class Judge:
 
 def _ran(session: OrtSession, samples: Sequence[Sample], threads: int) -> list[Mapping[str, Array]]:
     outputs: list[Mapping[str, Array]] = []
-    in_order(
+    run_in_order(
         samples,
         lambda _, __, sample: session.run(sample),
         lambda _, ran: outputs.append(ran),
@@ -129,16 +129,16 @@ def _ran(session: OrtSession, samples: Sequence[Sample], threads: int) -> list[M
     return outputs
 
 
-def figures(accuracy: Accuracy) -> dict[str, float]:
+def sqnr_by_slice(accuracy: Accuracy) -> dict[str, float]:
     """Return the SQNR in dB of each output slice; -inf where it is NaN."""
     sqnr = {part.label: part.sqnr_db for part in accuracy.parts}
     sqnr |= {one.name: one.sqnr_db for one in accuracy.outputs if math.isnan(one.sqnr_db)}
     return {name: -math.inf if math.isnan(db) else db for name, db in sqnr.items()}
 
 
-def worst(accuracy: Accuracy) -> float:
+def worst_sqnr_db(accuracy: Accuracy) -> float:
     """Return the SQNR in dB of the worst output slice."""
-    return min(figures(accuracy).values(), default=-math.inf)
+    return min(sqnr_by_slice(accuracy).values(), default=-math.inf)
 
 
 GAIN_DB, _LOSS_DB = 0.1, 0.5
@@ -146,12 +146,12 @@ GAIN_DB, _LOSS_DB = 0.1, 0.5
 
 def helps(before: Accuracy, after: Accuracy, *, least: float = GAIN_DB) -> bool:
     """Whether the worst output slice gains `least` dB or more and no slice loses over 0.5 dB."""
-    return worst(after) >= worst(before) + least and not harms(before, after)
+    return worst_sqnr_db(after) >= worst_sqnr_db(before) + least and not harms(before, after)
 
 
 def harms(before: Accuracy, after: Accuracy) -> bool:
     """Whether an output slice loses more than 0.5 dB."""
-    old, new = figures(before), figures(after)
+    old, new = sqnr_by_slice(before), sqnr_by_slice(after)
     return any(new.get(name, -math.inf) < old[name] - _LOSS_DB for name in old)
 
 
@@ -159,14 +159,14 @@ _NOTSET = b"NOTSET"
 _MOST_VALUES = 1 << 25  # in memory at a time; further layers need another run of the model
 
 
-def inputs_of(
+def layer_patches(
     model: onnx.ModelProto,
-    layers: Sequence[Layer],
+    layers: Sequence[WeightedLayer],
     samples: Sequence[Sample],
     *,
     most: int,
     threads: int,
-) -> Iterator[tuple[Layer, list[FloatArray]]]:
+) -> Iterator[tuple[WeightedLayer, list[FloatArray]]]:
     """Yield each layer with its input patches, [groups, K, P] per sample, about `most` in all.
 
     A ConvTranspose whose pads follow from its output's size is left out.
@@ -177,12 +177,12 @@ def inputs_of(
         by_name = {layer.name: layer for layer in batch}
 
         def take(
-            number: int, name: str, value: Array, batch: Sequence[Layer] = batch
+            number: int, name: str, value: Array, batch: Sequence[WeightedLayer] = batch
         ) -> list[Array]:
             return [patches(one, value, number, per_sample) for one in batch if one.input == name]
 
-        runs = tapped(model, [one.input for one in batch], samples, take, threads=threads)
-        by_input: dict[str, list[Layer]] = {}
+        runs = run_with_taps(model, [one.input for one in batch], samples, take, threads=threads)
+        by_input: dict[str, list[WeightedLayer]] = {}
         for layer in by_name.values():
             by_input.setdefault(layer.input, []).append(layer)
         for tensor, same_input in by_input.items():
@@ -190,14 +190,14 @@ def inputs_of(
                 yield layer, [run[tensor][place] for run in runs]
 
 
-def _fitted(layer: Layer) -> bool:
+def _fitted(layer: WeightedLayer) -> bool:
     """Whether the pads of a ConvTranspose follow from the size of its output."""
     return "output_shape" in layer.given or layer.given.get("auto_pad", _NOTSET) != _NOTSET
 
 
-def _portions(layers: Sequence[Layer], most: int) -> Iterator[list[Layer]]:
+def _portions(layers: Sequence[WeightedLayer], most: int) -> Iterator[list[WeightedLayer]]:
     """Split the layers, in order, so that the patches of each portion fit into memory."""
-    portion: list[Layer] = []
+    portion: list[WeightedLayer] = []
     values = 0
     for layer in layers:
         size = most * math.prod(layer.by_channel.shape) // max(layer.by_channel.shape[1], 1)
@@ -210,9 +210,9 @@ def _portions(layers: Sequence[Layer], most: int) -> Iterator[list[Layer]]:
         yield portion
 
 
-def patches(layer: Layer, value: Array, number: int, most: int) -> FloatArray:
+def patches(layer: WeightedLayer, value: Array, number: int, most: int) -> FloatArray:
     """Return at most `most` patches of one input of a layer (`calibrators.rounding`)."""
     window = None
     if layer.kind in ("Conv", "ConvTranspose"):
-        window = window_of(layer.given, layer.array.shape[2:], transposed=layer.transposed)
+        window = make_window(layer.given, layer.array.shape[2:], transposed=layer.transposed)
     return drawn_patches(value, window, number, most)

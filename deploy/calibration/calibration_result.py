@@ -1,0 +1,315 @@
+"""Calibration result: ranges with their model and feed; or the ranges of a quantized model.
+
+A Q/DQ model needs no calibration: nothing is observed, its own scales are used::
+
+    LoadedModel.trained --> TrainedRanges --> targets, as after a calibration
+    images, or random samples --> the built models are run, and with images also measured
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from calibrators.grids import Grid
+from deploy.calibration.observation import (
+    CalibrationSubject,
+    Observation,
+    ObservedStatistics,
+    unique_observations,
+)
+from deploy.calibration.ranges import NoScaleReason, Ranges, RangeSet
+from deploy.calibration.reference_outputs import EvaluationSet
+from deploy.calibration.sample_checks import HalvesAgreement, Peaks
+from deploy.errors import ConfigError
+from deploy.feed.samples import Feed
+from deploy.frontends import LoadedModel
+from deploy.graph.placement import WEIGHTED
+from deploy.method import Choices, Method
+from deploy.metrics.bench_inputs import random_feeds
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.feed.feed import FeedSource
+    from deploy.frontends.base import QdqCalibration
+    from deploy.tensors import Array
+
+RANDOM_SAMPLES = "random numbers"
+_TRIED = 2  # number of random samples
+_UNMEASURED = (
+    "No images were given: neither accuracy nor speed was measured, and trial builds"
+    " ran on random samples; --images measures both."
+)
+_TAKEN_OUT = (
+    "FP32 is the float model extracted from {}, whose weights are multiples of their scales;"
+    " --float names the one that it was made from."
+)
+_STORED = (
+    "FP32 is the float model that {} stands for, whose weights alone are stored as integers; speed"
+    " and size are reported next to it."
+)
+_WIDENED = (
+    "FP32 is the float32 model that {} stands for, which computes in float16; speed and size are"
+    " reported next to it."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationResult:
+    """A calibration with its model and feed, and how it was obtained.
+
+    Attributes:
+        subject: the model, its forms, the method.
+        images: source of the images, as text.
+        feed: the calibration images.
+        ranges: the statistics and the clip ranges found in them.
+        wanted: target -> observations it needs.
+        failed: target -> why it cannot be built, as a sentence.
+        observed_now: observations for which the model was run.
+        reused: whether nothing had to be run.
+        reason: why the cache was reused or not, in one sentence.
+        seconds: time of observing and searching.
+        runs: variant of the model -> number of inferences.
+        notes: notes for the reader of the cache.
+        doubts: signs that the images differ from the model's training data.
+        warnings: unobserved parts of the model and suspicious ranges.
+        cache: path of the cache.
+        repairs: notes on repairs that were tried before observing.
+        peaks: the largest samples of every tensor that was observed now.
+        checkpoint: checkpoint of the run; the caller removes it once the result is stored.
+        resumed: notes on where the run resumed, or why it did not.
+        judges: evaluation samples with the float model's outputs.
+        agreement: how far halves of the samples agree; None if no observation shows it.
+    """
+
+    subject: CalibrationSubject
+    images: str
+    feed: Feed
+    ranges: Ranges
+    judges: EvaluationSet = field(repr=False)
+    wanted: Mapping[str, tuple[Observation, ...]]
+    failed: Mapping[str, str]
+    observed_now: tuple[Observation, ...]
+    reused: bool
+    reason: str
+    seconds: float
+    runs: Mapping[str, int]
+    notes: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    cache: Path | None = None
+    repairs: tuple[str, ...] = ()
+    peaks: Peaks = field(default_factory=Peaks, repr=False)
+    checkpoint: Path | None = None
+    resumed: tuple[str, ...] = ()
+    agreement: HalvesAgreement | None = None
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model."""
+        return self.subject.loaded
+
+    @property
+    def method(self) -> Method:
+        """The search that the user chose."""
+        return self.subject.method
+
+    @property
+    def found(self) -> RangeSet:
+        """Ranges of every tensor that a target searches with the method."""
+        return self.ranges.of(self.searched)
+
+    @property
+    def observations(self) -> tuple[Observation, ...]:
+        """Observations of all targets, without duplicates."""
+        return unique_observations(self.wanted)
+
+    @property
+    def searched(self) -> tuple[Observation, ...]:
+        """Observations that the method searches, without duplicates."""
+        statistic = self.subject.statistic
+        return tuple(o for o in self.observations if o.statistic == statistic)
+
+    def to_json(self) -> dict[str, object]:
+        """Return plain JSON types; a range is [lowest, highest] in real units."""
+        scales = self.found.scales
+        return {
+            "cache": None if self.cache is None else str(self.cache),
+            "images": {"source": self.images, "count": self.feed.count},
+            "method": self.method.label,
+            "reused": self.reused,
+            "reason": self.reason,
+            "seconds": self.seconds,
+            "targets": {name: len(own) for name, own in self.wanted.items()},
+            "failed": dict(self.failed),
+            "ranges": {name: [float(one.lo), float(one.hi)] for name, one in scales.items()},
+            "without_range": dict(self.found.reasons),
+            "agreement": None if self.agreement is None else asdict(self.agreement),
+            "work": {"decodes": self.feed.decodes, "calibration_runs": dict(self.runs)},
+            "notes": [*self.doubts, *self.warnings, *self.resumed, *self.notes, *self.feed.notes],
+        }
+
+    @property
+    def cost(self) -> str:
+        """Work as text: "decoded 8 images, ran 8 inferences of the model folded"."""
+        words = (f"{count} inferences of the model {form}" for form, count in self.runs.items())
+        ran = ", ".join(words) or "no inference"
+        return f"decoded {self.feed.decodes} images, ran {ran}"
+
+
+class QdqModelRanges(Ranges):
+    """The ranges of a model's own Q/DQ pairs, which no search changes."""
+
+    def __init__(self, trained: QdqCalibration, subject: CalibrationSubject) -> None:
+        known = RangeSet(scales=trained.scales, troubles={})
+        super().__init__(ObservedStatistics({}), subject.method, subject.reaches, trusted=known)
+        self.trained = trained
+
+    def choosing(self, choices: Choices) -> Ranges:
+        """Return these ranges: choices do not change them."""
+        return self
+
+    @property
+    def chosen_by(self) -> str:
+        """Source of the ranges, for the report."""
+        return f"the scales of {self.trained.name}"
+
+    def of(self, observations: Iterable[Observation], *, symmetric: Grid | None = None) -> RangeSet:
+        """Return the ranges of the pairs; a tensor without a pair has none."""
+        scales = self.trained.scales
+        missing = (o.tensor for o in observations if o.tensor not in scales)
+        without = NoScaleReason(f"has no pair in {Path(self.trained.name).name}", unknown=True)
+        return RangeSet(scales=scales, troubles=dict.fromkeys(missing, without))
+
+
+def make_subject(loaded: LoadedModel, feed: Feed, trt_version: str | None) -> CalibrationSubject:
+    """Return the subject of a model with a feed, without the model as the user gave it."""
+    return CalibrationSubject(
+        loaded=loaded,
+        samples=len(feed),
+        batch=feed.batch,
+        filled=feed.filled,
+        method=Method.of(),
+        trt_version=trt_version,
+    )
+
+
+def result_of_quantized(
+    trained: QdqCalibration,
+    subject: CalibrationSubject,
+    feed: Feed,
+    judges: EvaluationSet,
+    images: str,
+    failed: Mapping[str, str],
+) -> CalibrationResult:
+    """Return the ranges of a model's pairs as a calibration without any run."""
+    return CalibrationResult(
+        subject=subject,
+        images=images,
+        feed=feed,
+        ranges=QdqModelRanges(trained, subject),
+        judges=judges,
+        wanted={},
+        failed=failed,
+        observed_now=(),
+        reused=False,
+        reason="the model is quantized already, and its Q/DQ pairs give every range",
+        seconds=0.0,
+        runs={},
+    )
+
+
+def make_random_samples(loaded: LoadedModel) -> list[dict[str, Array]]:
+    """Return random samples for a run without images; they are not used for accuracy.
+
+    Raises:
+        ConfigError: a dimension is dynamic.
+    """
+    return random_feeds(loaded.inputs, count=_TRIED)
+
+
+def keep_float_layers(trained: QdqCalibration, loaded: LoadedModel) -> Choices:
+    """Return choices that keep the float layers of a Q/DQ model in float on every target."""
+    layers = {node.name for node in loaded.model.graph.node if node.op_type in WEIGHTED}
+    name = Path(trained.name).name
+    floats = {n: f"float in {name}: {why}" for n, why in trained.floats.items() if n in layers}
+    return Choices(float_nodes=floats)
+
+
+def find_reference_model(
+    loaded: LoadedModel,
+    other: str | Path | onnx.ModelProto | None,
+    images: FeedSource | None,
+) -> tuple[LoadedModel, tuple[str, ...]]:
+    """Return the float reference model, and notes on what it is.
+
+    Args:
+        loaded: the model to build.
+        other: the float model of a Q/DQ model, if the user named it.
+        images: the images for accuracy; None without any.
+
+    Raises:
+        ConfigError: images are missing, or `other` is of no use or does not match the model.
+    """
+    from deploy.frontends import load
+
+    if loaded.trained is None:
+        if images is None:
+            raise ConfigError(
+                f"a float model is calibrated on images, got none for {loaded.name}; give --images"
+            )
+        if other is not None:
+            raise ConfigError(
+                f"--float names the float reference of a Q/DQ model, got it for {loaded.name},"
+                " which is a float model itself; leave it away"
+            )
+        return loaded, tuple(_otherwise(loaded))
+    if images is None:
+        if other is not None:
+            raise ConfigError(
+                "--float needs images to compare on, got none; give --images too, or leave it away"
+            )
+        return loaded, (_UNMEASURED,)
+    if other is None:
+        return loaded, (_TAKEN_OUT.format(Path(loaded.trained.name).name),)
+    reference = load(other)
+    for what, ours, theirs in (
+        ("inputs", loaded.inputs, reference.inputs),
+        ("outputs", loaded.outputs, reference.outputs),
+    ):
+        wanted, got = (", ".join(spec.name for spec in each) for each in (ours, theirs))
+        if wanted != got:
+            raise ConfigError(
+                f"--float must have the {what} of the Q/DQ model, {wanted}, got {got} in"
+                f" {reference.source or reference.name}; name the model that it was made from"
+            )
+    return reference, (f"FP32 is {reference.source or reference.name}.",)
+
+
+def _otherwise(loaded: LoadedModel) -> Iterator[str]:
+    """Yield notes on the FP32 model if it is not the one in the file."""
+    if loaded.restored:
+        yield _STORED.format(loaded.name)
+    if loaded.widened:
+        yield _WIDENED.format(loaded.name)
+
+
+def refuse_calibration_options(trained: QdqCalibration, asked: Sequence[str]) -> None:
+    """Refuse calibration options for a model that is already quantized.
+
+    Args:
+        trained: the model.
+        asked: the options that were given, as text.
+
+    Raises:
+        ConfigError: at least one was given.
+    """
+    if asked:
+        raise ConfigError(
+            f"{trained.name} is quantized already, and its own scales are used, got"
+            f" {' and '.join(asked)}; leave {'it' if len(asked) == 1 else 'them'} away, or give the"
+            " float model"
+        )

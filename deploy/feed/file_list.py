@@ -1,0 +1,186 @@
+"""Compact storage for the files of a dataset: names, labels and sha256 digests.
+
+A path and a name as Python objects take half a kilobyte per image, and a dataset may have
+100,000. `Listing` stores them in three arrays::
+
+    names    a.jpgb.jpgsub/c.jpg      all names in one buffer
+    ends     5 10 19                  where each name ends
+    labels   -1 -1 -1                 class numbers; -1 for none
+
+`Seen` stores one digest per sample, so that every read returns the bytes of the first read::
+
+    file --read once--> bytes --sha256--> Seen: equal to the first digest? -- no --> Changed
+                          '--decode--> sample                              '-- yes --> used
+
+A pass collects the digests of all it decodes. A file is read for its digest alone only if the
+digest is needed before the pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+
+from deploy.errors import FeedError
+from deploy.tensors import Array
+
+_NONE = -1  # no label
+_ERRORS = "surrogatepass"  # file names may hold bytes that are not valid text
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFile:
+    """A file, its name in messages and digests, and its label if the list has one."""
+
+    path: Path
+    name: str
+    label: int | None = None
+
+
+class FileList(Sequence[ImageFile]):
+    """The files of one folder; of any folder if the names are complete paths."""
+
+    def __init__(
+        self, folder: Path | str, names: Iterable[str] = (), labels: Iterable[int] | None = None
+    ) -> None:
+        self._folder = Path(folder)
+        self._names = bytearray()
+        self._ends = array("Q")
+        self._labels = array("i")
+        if labels is None:
+            for name in names:
+                self.add(name)
+        else:
+            for name, label in zip(names, labels, strict=True):
+                self.add(name, label)
+
+    def add(self, name: str, label: int | None = None) -> None:
+        """Append a file."""
+        self._names += name.encode(errors=_ERRORS)
+        self._ends.append(len(self._names))
+        self._labels.append(_NONE if label is None else label)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> ImageFile: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ImageFile]: ...
+    def __getitem__(self, index: int | slice) -> ImageFile | list[ImageFile]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        name, label = self.name(index), self._labels[index]
+        return ImageFile(self._folder / name, name, None if label == _NONE else label)
+
+    def path(self, index: int) -> Path:
+        """Return the path only."""
+        return self._folder / self.name(index)
+
+    def name(self, index: int) -> str:
+        """Return the name only: a third of the work of `[index]`."""
+        place = range(len(self))[index]
+        begin = self._ends[place - 1] if place else 0
+        return self._names[begin : self._ends[place]].decode(errors=_ERRORS)
+
+    @property
+    def labels(self) -> tuple[int, ...] | None:
+        """One label per file; None if a file has none."""
+        return None if _NONE in self._labels else tuple(self._labels)
+
+
+_BYTES = 32  # length of a sha256
+
+UNREADABLE = hashlib.sha256().digest()  # stands for a file that cannot be read: no bytes
+
+
+class SampleChangedError(FeedError):
+    """A sample differs from its first read; never skipped as a bad sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawSample:
+    """An undecoded sample.
+
+    Attributes:
+        digest: sha256 of the file's or the arrays' bytes; 32 bytes.
+        decode: returns the sample, {input: array}, decoded from these bytes.
+        picture: returns the image before preprocessing, uint8 [H, W, 3] BGR; None for arrays.
+    """
+
+    digest: bytes
+    decode: Callable[[], dict[str, Array]]
+    picture: Callable[[], Array] | None = None
+
+
+class SampleDigests:
+    """The digest of every sample at its first read: 33 bytes per sample in one buffer."""
+
+    def __init__(self, count: int) -> None:
+        """Args: count: samples; a buffer page that is never written takes no memory."""
+        self._known = bytearray(count)
+        self._digests = bytearray(count * _BYTES)
+
+    def __contains__(self, index: int) -> bool:
+        return bool(self._known[index])
+
+    def note(self, index: int, digest: bytes, name: str) -> None:
+        """Store a digest, or compare it with the stored one.
+
+        Raises:
+            Changed: the sample has another digest than before.
+        """
+        place = slice(index * _BYTES, (index + 1) * _BYTES)
+        if not self._known[index]:
+            self._digests[place] = digest
+            self._known[index] = 1
+        elif self._digests[place] != digest:
+            raise SampleChangedError(
+                f"{name} changed while calib8 ran, so not all of the run used the same data; do not"
+                " change the data during a run, and run again"
+            )
+
+    def of(self, index: int) -> bytes:
+        """Return the digest of a sample that was read."""
+        assert self._known[index]
+        return bytes(self._digests[index * _BYTES : (index + 1) * _BYTES])
+
+    def copies(self, indices: Iterable[int]) -> int:
+        """Count the samples read so far that are byte-for-byte copies of another one."""
+        digests = [self.of(index) for index in indices if index in self]
+        return len(digests) - len(set(digests))
+
+    def hex(self, indices: Iterable[int]) -> Iterator[str]:
+        """Yield the digests of several samples in hexadecimal."""
+        return (self.of(index).hex() for index in indices)
+
+    def combined(self, indices: Sequence[int], *, by_size: bool = False) -> str:
+        """Return the sha256 (hex) over the digests of samples that were read.
+
+        Args:
+            indices: of the samples.
+            by_size: hash the digests in sorted order, not in the order of `indices`.
+        """
+        assert all(map(self.__contains__, indices))
+        rows = np.frombuffer(self._digests, f"S{_BYTES}")[np.fromiter(indices, np.intp)]
+        return hashlib.sha256((np.sort(rows) if by_size else rows).data).hexdigest()
+
+
+def bytes_digest(data: bytes) -> bytes:
+    """Return the sha256 of a file's bytes."""
+    return hashlib.sha256(data).digest()
+
+
+def sample_digest(sample: Mapping[str, Array]) -> bytes:
+    """Return the sha256 over (input name, dtype, shape, C-order bytes) of every array."""
+    digest = hashlib.sha256()
+    for name, values in sample.items():
+        digest.update(f"{name}\0{values.dtype.str}\0{list(values.shape)}\0".encode())
+        digest.update(np.ascontiguousarray(values).data)
+    return digest.digest()

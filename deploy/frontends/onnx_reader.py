@@ -1,0 +1,216 @@
+"""Read an `onnx.ModelProto` with all its weights, or report what the file is instead."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.errors import ModelError
+from deploy.files.manifest import sha256
+from deploy.files.reading import open_regular_file, read_bytes
+from deploy.graph.index import all_nodes, subgraphs
+
+if TYPE_CHECKING:
+    import onnx
+
+_LIMIT = 2**31 - 1  # bytes of one protobuf message
+
+# (offset, magic bytes, kind of file, remedy)
+_SIGNS: tuple[tuple[int, bytes, str, str], ...] = (
+    (0, b"version https://git-lfs", "a Git LFS pointer", "run 'git lfs pull'"),
+    (0, b"PK\x03\x04", "a zip archive, as torch.save writes", "export the model to ONNX"),
+    (0, b"\x80\x02", "a Python pickle, as torch.save writes", "export the model to ONNX"),
+    (0, b"\x80\x03", "a Python pickle", "export the model to ONNX"),
+    (0, b"\x80\x04", "a Python pickle", "export the model to ONNX"),
+    (0, b"\x80\x05", "a Python pickle", "export the model to ONNX"),
+    (0, b"\x1f\x8b", "gzip-compressed", "unpack it first"),
+    (0, b"\x89HDF", "an HDF5 file", "export the model to ONNX"),
+    (4, b"ORTM", "in onnxruntime's own ORT format", "give the ONNX model it was made from"),
+    (4, b"TFL3", "a TensorFlow Lite model", "export the model to ONNX"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStamp:
+    """Digests of the bytes that a model was read from.
+
+    Attributes:
+        file: sha256 (hex) of the ONNX file.
+        weights: sha256 (hex) of its external data; "" without any. It covers, per piece in the
+            order of (location, offset, length): the location's UTF-8 and a zero byte, offset and
+            length in 8 bytes each, little-endian, and the sha256 of the bytes; as in C++.
+    """
+
+    file: str
+    weights: str = ""
+
+
+def stamp_of(data: bytes) -> ModelStamp:
+    """Return the stamp of a file without external data."""
+    return ModelStamp(sha256(data))
+
+
+def read_model(path: Path) -> onnx.ModelProto:
+    """Read an ONNX file and its external data.
+
+    Raises:
+        ModelError: no such file, not ONNX, truncated, too large, or bad external data.
+    """
+    return read_model_and_stamp(path)[0]
+
+
+def read_model_and_stamp(path: Path) -> tuple[onnx.ModelProto, ModelStamp]:
+    """Return `read_model`'s result and the stamp of the bytes that were parsed."""
+    data = model_bytes(path)
+    model = parse_model(data, str(path))
+    return model, ModelStamp(stamp_of(data).file, _read_external(model, path))
+
+
+def parse_model(data: bytes, shown: str) -> onnx.ModelProto:
+    """Parse the bytes of an ONNX model; `shown` is its name in messages."""
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    _refuse_others(data, shown)
+    try:
+        model = onnx.ModelProto()
+        model.ParseFromString(data)
+    except DecodeError as error:
+        raise ModelError(
+            f"{shown} must be an ONNX model, got {_describe(data)}; export or copy it again"
+        ) from error
+    if not model.HasField("graph") or not model.opset_import or not model.ir_version:
+        raise ModelError(
+            f"{shown} must be an ONNX model, got a file without graph, opset or IR version; "
+            "export or copy it again"
+        )
+    return model
+
+
+def refuse_external(model: onnx.ModelProto) -> None:
+    """Refuse a model in memory whose weights are not in memory."""
+    tensor = next(_external_tensors(model), None)
+    if tensor is not None:
+        raise ModelError(
+            f"a model given in memory must hold its weights, got '{tensor.name}' in an external "
+            "file; give the path of the model, or call onnx.load_external_data_for_model first"
+        )
+
+
+def model_bytes(path: Path) -> bytes:
+    """Return the bytes of a model's file.
+
+    Raises:
+        ModelError: the file is not readable, or over 2 GB.
+    """
+    return read_bytes(path, what="an ONNX file", error=ModelError, most=_LIMIT)
+
+
+def _refuse_others(data: bytes, shown: str) -> None:
+    if not data:
+        raise ModelError(f"{shown} must be an ONNX model, got an empty file; copy it again")
+    for start, magic, kind, remedy in _SIGNS:
+        if data[start : start + len(magic)] == magic:
+            raise ModelError(f"{shown} must be an ONNX model, got a file that is {kind}; {remedy}")
+
+
+def _describe(data: bytes) -> str:
+    """Describe bytes that are not protobuf."""
+    head = data[:512]
+    if all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in head):
+        return "a text file"
+    return "bytes that do not parse (not ONNX, or truncated)"
+
+
+def _external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    import onnx
+
+    nodes = [*all_nodes(model.graph)]
+    for function in model.functions:
+        nodes += [inner for node in function.node for inner in (node, *_nodes_in_subgraphs(node))]
+    graphs = [model.graph, *(body for node in nodes for body in subgraphs(node))]
+    attributes = [attribute for node in nodes for attribute in node.attribute]
+    tensors = (
+        *(tensor for graph in graphs for tensor in graph.initializer),
+        *(attribute.t for attribute in attributes if attribute.HasField("t")),
+        *(tensor for attribute in attributes for tensor in attribute.tensors),
+    )
+    yield from (t for t in tensors if t.data_location == onnx.TensorProto.EXTERNAL)
+
+
+def _nodes_in_subgraphs(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    for body in subgraphs(node):
+        yield from all_nodes(body)
+
+
+def _read_external(model: onnx.ModelProto, path: Path) -> str:
+    """Move external data into the tensors; no file outside the model's folder is opened.
+
+    Returns:
+        sha256 (hex) of the data; "" without any.
+    """
+    import onnx
+
+    total = model.ByteSize()
+    pieces: dict[tuple[bytes, int, int], bytes] = {}
+    for tensor in _external_tensors(model):
+        entry = {pair.key: pair.value for pair in tensor.external_data}
+        offset, data = _slice_of(path, tensor.name, entry, _LIMIT - total)
+        total += len(data)
+        key = (entry["location"].encode(), offset, len(data))
+        pieces[key] = hashlib.sha256(data).digest()
+        tensor.raw_data = data
+        del tensor.external_data[:]
+        tensor.data_location = onnx.TensorProto.DEFAULT
+    return _digest_of(pieces) if pieces else ""
+
+
+def _digest_of(pieces: Mapping[tuple[bytes, int, int], bytes]) -> str:
+    """Return the sha256 (hex) of external data, see `Stamp.weights`."""
+    state = hashlib.sha256()
+    for (location, offset, length), digest in sorted(pieces.items()):
+        state.update(location + b"\0")
+        state.update(offset.to_bytes(8, "little") + length.to_bytes(8, "little") + digest)
+    return state.hexdigest()
+
+
+def _slice_of(path: Path, name: str, entry: dict[str, str], room: int) -> tuple[int, bytes]:
+    """Return (offset, bytes) of one tensor's external data."""
+    location = entry.get("location", "")
+    try:
+        offset, length = int(entry.get("offset", 0)), int(entry.get("length", -1))
+    except ValueError:
+        offset, length = -1, -1
+    file = _external_file(path, name, location)
+    with open_regular_file(
+        file, what=f"the external data of '{name}', beside the model", error=ModelError
+    ) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        length = size - offset if length < 0 else length
+        if offset < 0 or length < 0 or offset + length > size:
+            raise ModelError(
+                f"external data of '{name}' must lie within its file, got bytes {offset} to "
+                f"{offset + length} of {size} in {file}; copy the file again, it may be truncated"
+            )
+        if length > room:
+            raise ModelError(
+                f"{path} with its external data must be below 2 GB, got more; use a smaller model"
+            )
+        stream.seek(offset)
+        return offset, stream.read(length)
+
+
+def _external_file(path: Path, name: str, location: str) -> Path:
+    folder = Path(os.path.realpath(path.parent))
+    # Links are resolved first: a link out of the folder would escape it like "..".
+    file = Path(os.path.realpath(folder / location)) if "\0" not in location else folder
+    if not location or Path(location).is_absolute() or folder not in file.parents:
+        raise ModelError(
+            f"external data of '{name}' must lie in the model's folder, got {location!a}; "
+            "put the file itself, not a link to it, beside the model and save its relative location"
+        )
+    return file

@@ -1,0 +1,296 @@
+"""Remove the activation pairs of a Q/DQ model, which leaves its float model.
+
+::
+
+    Conv --> x --> Q --> DQ --> Conv     becomes     Conv --> x ------------> Conv, in the record
+                         '---> Add                           '--> Round ... --> Add
+
+An int8 layer rounds and saturates its input itself. Other readers of a pair are float on Ascend:
+they get Div, Round, Clip and Mul instead, or no rounding if that is requested. Without rounding, a
+Clip stays if the pair replaced a Relu or Clip that the quantizer removed: then the codes begin at 0
+although the pair's input may be negative. A tensor whose name went to its pair gets it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deploy.errors import ModelError
+from deploy.frontends.pairs import DQ, VALUE_KEEPING, PairGrid, Q, find_pair_grid
+from deploy.graph.edit import (
+    copy_message,
+    drop_initializer_inputs,
+    name_nodes,
+    rebuild,
+    rename_reads,
+    unique_name,
+)
+from deploy.graph.index import Graph, all_nodes, iter_reads
+from deploy.graph.placement import MOVES, POOLS, WEIGHTED
+
+if TYPE_CHECKING:
+    import onnx
+
+Nodes = list["onnx.NodeProto"]
+_OLDEST = 11  # since this opset the limits of Clip are inputs
+_POSITIVE = frozenset({"Relu", "Sigmoid", "Softmax", "HardSigmoid"})
+_ADDING = frozenset({"Add", "Mul", "Max", "Concat", "Resize"})  # not negative for such inputs
+
+
+@dataclass(frozen=True, slots=True)
+class StrippedModel:
+    """The result of `without_pairs`.
+
+    Attributes:
+        model: the float model.
+        loose: number of pairs read by float operators.
+        grids: tensor of the float model -> the grids of its pairs.
+    """
+
+    model: onnx.ModelProto
+    loose: int
+    grids: Mapping[str, tuple[PairGrid, ...]]
+
+
+def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of a Q/DQ model with inlined functions and a name for each node.
+
+    Raises:
+        ModelError: not a valid model, an opset before 11, or no pairs.
+    """
+    from deploy.frontends import checks
+    from deploy.frontends.fold import remove_identity
+    from deploy.frontends.onnx_file import inline_functions
+    from deploy.frontends.plugins import check_part_valid
+
+    checks.check_names(quantized)
+    opset = checks.opset_of(quantized)
+    if opset < _OLDEST:
+        raise ModelError(
+            f"a Q/DQ model must use ONNX opset {_OLDEST} or newer, got {opset}; export it again"
+        )
+    check_part_valid(quantized)
+    model = copy_message(quantized)
+    if model.functions:
+        model, _ = inline_functions(model)
+    drop_initializer_inputs(model.graph)
+    if not any(node.op_type in (Q, DQ) for node in model.graph.node):
+        raise ModelError(
+            "a Q/DQ model must hold QuantizeLinear and DequantizeLinear nodes, got none; calib8"
+            " build quantizes a float model"
+        )
+    remove_identity(model.graph)
+    name_nodes(model.graph)
+    return model
+
+
+def remove_pairs(
+    model: onnx.ModelProto, taken: Collection[str], *, keep_rounding: bool
+) -> StrippedModel:
+    """Return a float copy, and the grids of the removed pairs.
+
+    Args:
+        model: with unique node names.
+        taken: names of the layers that round and saturate their input themselves.
+        keep_rounding: round the inputs of all other readers.
+
+    Raises:
+        ModelError: integer operators, or pairs that cannot be removed.
+    """
+    from deploy.frontends.fold import fold_constants
+
+    out = copy_message(model)
+    work = _Stripper(out, taken, keep_rounding=keep_rounding)
+    work.run()
+    fold_constants(out)
+    remaining = next((node for node in all_nodes(out.graph) if node.op_type in (Q, DQ)), None)
+    if remaining is not None:
+        raise ModelError(
+            "QuantizeLinear and DequantizeLinear of ONNX's own domain must form pairs on float"
+            f" tensors of the main graph, got {remaining.op_type} {remaining.name!r}; export the"
+            " model in that form, with float inputs and outputs"
+        )
+    grids = {work.renamed.get(name, name): tuple(found) for name, found in work.grids.items()}
+    return StrippedModel(out, work.loose, grids)
+
+
+class _Stripper:
+    """Removes the activation pairs of one model."""
+
+    def __init__(
+        self, model: onnx.ModelProto, taken: Collection[str], *, keep_rounding: bool
+    ) -> None:
+        self.graph, self.index, self.keep_rounding = model.graph, Graph(model), keep_rounding
+        self.int8_names = _int8_nodes(self.index, taken)
+        self.loose = 0
+        self.grids: dict[str, list[PairGrid]] = {}  # float tensor -> grids of its pairs
+        self.fixed = set(self.index.constants)  # tensors that do not depend on the inputs
+        self.positive: set[str] = set()  # tensors that cannot be negative
+        self.float_of: dict[str, str] = {}  # output of a pair -> tensor that its readers now read
+        self.renamed: dict[str, str] = {}  # tensor -> its new name
+        self.names = {*self.index.producer, *self.index.constants, *self.index.inputs}
+
+    def run(self) -> None:
+        """Rewire every reader of a pair, then drop the pairs."""
+        nodes: Nodes = []
+        gone: set[str] = set()
+        for node in self.graph.node:
+            if all(name in self.fixed for name in iter_reads(node)):
+                self.fixed.update(node.output)
+            elif node.op_type == Q:
+                gone.add(node.output[0])
+                self._refuse_integers(node)
+                continue
+            elif node.op_type == DQ and node.input[0] in gone:
+                nodes += self._replace_pair(node)
+                continue
+            elif self._cannot_be_negative(node):
+                self.positive.update(node.output)
+            nodes.append(node)
+        rename_reads(nodes, self.float_of)
+        self._name_weights()
+        rename_reads(nodes, self.renamed)
+        for node in nodes:
+            for place, name in enumerate(node.output):
+                node.output[place] = self.renamed.get(name, name)
+        rebuild(self.graph, nodes)
+
+    def _replace_pair(self, node: onnx.NodeProto) -> Nodes:
+        """Return a pair's replacement: nothing, its rounding, or an Identity that keeps a name."""
+        from onnx import helper
+
+        quantized_tensor, output = self.index.producer[node.input[0]].input[0], node.output[0]
+        source = self.float_of.get(quantized_tensor, quantized_tensor)
+        is_output = output in self.index.outputs
+        readers = self.index.readers.get(output, [])
+        int8 = [n for n in readers if n.name in self.int8_names and n.input[0] == output]
+        in_float = is_output or output in self.index.captured or len(int8) < len(readers)
+        steps = self._float_steps(node, source) if in_float else {}
+        self.loose += in_float
+        if steps:
+            for reader in int8:
+                reader.input[0] = source
+            end = output if is_output else self._new_name(f"{source}/{'-'.join(steps).lower()}")
+            self.float_of[output] = end
+            self._add_grid(end, node)
+            return self._chain(source, end, steps, node.name)
+        self._add_grid(source, node)
+        if is_output and not self._can_be_renamed(source):
+            return [helper.make_node("Identity", [source], [output], name=f"{node.name}/float")]
+        if is_output:
+            self.renamed[source] = output
+        else:
+            self.float_of[output] = source
+            if source == f"{output}/float" and self._can_be_renamed(source):
+                self.renamed[source] = output
+        return []
+
+    def _add_grid(self, tensor: str, node: onnx.NodeProto) -> None:
+        grid = find_pair_grid(node, self.index)
+        if grid is not None:
+            self.grids.setdefault(tensor, []).append(grid)
+
+    def _float_steps(self, node: onnx.NodeProto, source: str) -> dict[str, tuple[float, ...]]:
+        """Return operators with their constants that a pair's float readers need instead of it."""
+        grid = find_pair_grid(node, self.index)
+        if grid is None or not grid.single:
+            raise ModelError(
+                "a pair read by float operators must have one constant scale and integer codes,"
+                f" got another on {source!r}; export the model in that form"
+            )
+        scale, zero = float(grid.scale.reshape(-1)[0]), int(grid.zero.reshape(-1)[0])
+        low, high = grid.least - zero, grid.most - zero
+        lost = low == 0 and source not in self.positive
+        if low == 0:
+            self.positive.add(node.output[0])
+        if self.keep_rounding:
+            codes = (float(low), float(high))
+            return {"Div": (scale,), "Round": (), "Clip": codes, "Mul": (scale,)}
+        return {"Clip": (0.0, scale * high)} if lost else {}
+
+    def _chain(
+        self, start: str, end: str, steps: Mapping[str, tuple[float, ...]], name: str
+    ) -> Nodes:
+        from onnx import helper
+
+        nodes: Nodes = []
+        for place, (op, values) in enumerate(steps.items(), start=1):
+            constants = [self._add_constant(f"{end}/{op}", value) for value in values]
+            output = end if place == len(steps) else self._new_name(f"{end}/{op}")
+            node = helper.make_node(op, [start, *constants], [output], name=f"{name}/{op}")
+            nodes.append(node)
+            start = output
+        return nodes
+
+    def _name_weights(self) -> None:
+        """Name quantized weights and biases after their layer, not after their pair."""
+        for node in self.index.nodes:
+            if node.op_type not in WEIGHTED:
+                continue
+            for name, word in zip(node.input[1:], ("weight", "bias"), strict=False):
+                is_computed = name in self.fixed and name not in self.index.constants
+                if is_computed and self.index.only_reader(name) is not None:
+                    self.renamed[name] = self._new_name(f"{node.name}.{word}")
+
+    def _can_be_renamed(self, source: str) -> bool:
+        """Return whether a tensor may take the name of an output."""
+        return (
+            source in self.index.producer
+            and source not in self.index.outputs
+            and source not in self.renamed
+            and source not in self.index.captured
+        )
+
+    def _new_name(self, wanted: str) -> str:
+        """Return an unused tensor name."""
+        name = unique_name(wanted, self.names)
+        self.names.add(name)
+        return name
+
+    def _add_constant(self, wanted: str, value: float) -> str:
+        from onnx import numpy_helper
+
+        name = self._new_name(wanted)
+        self.graph.initializer.append(numpy_helper.from_array(np.asarray(value, np.float32), name))
+        return name
+
+    def _cannot_be_negative(self, node: onnx.NodeProto) -> bool:
+        if node.op_type in _POSITIVE:
+            return True
+        if node.op_type == "Clip":
+            return self.index.holds_zero(node)
+        if node.op_type in MOVES | POOLS:
+            return node.input[0] in self.positive
+        positive = self.positive
+        return node.op_type in _ADDING and all(n in positive for n in self.index.data_inputs(node))
+
+    def _refuse_integers(self, node: onnx.NodeProto) -> None:
+        """Refuse quantized tensors that anything but a DequantizeLinear reads."""
+        output = node.output[0]
+        others = [n.op_type for n in self.index.readers.get(output, []) if n.op_type != DQ]
+        if output in self.index.outputs:
+            others.append("the user, as an output")
+        if others:
+            raise ModelError(
+                "a Q/DQ model computes in float between QuantizeLinear and DequantizeLinear, but"
+                f" {output!r} is read by {others[0]}; export the model in the Q/DQ form"
+            )
+
+
+def _int8_nodes(index: Graph, taken: Collection[str]) -> set[str]:
+    """Return the names of int8 layers, and of nodes that pass values on to them only."""
+    names = {node.name for node in index.nodes if node.name in taken}
+    for node in reversed(index.nodes):
+        if node.op_type not in VALUE_KEEPING:
+            continue
+        output = node.output[0]
+        is_needed = output in index.outputs or output in index.captured
+        readers = index.readers.get(output, [])
+        only = all(n.name in names and n.input[0] == output for n in readers)
+        if readers and not is_needed and only:
+            names.add(node.name)
+    return names

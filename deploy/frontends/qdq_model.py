@@ -1,0 +1,291 @@
+"""Load a Q/DQ model, trained or calibrated by any tool, as a model that needs no calibration.
+
+Its pairs are removed (`deploy.frontends.pair_removal`), and their data is stored (`Trained`). The
+forms of ModelOpt, torchao, NNCF, ONNX Runtime and calib8 are all accepted: float weights with a
+pair or integer weights before a DequantizeLinear, int32 biases, constants as nodes, omitted zero
+points, pairs of ONNX Runtime's own domain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from calibrators.scales import Scale, Scales
+from deploy.errors import ModelError
+from deploy.frontends.base import QdqCalibration
+from deploy.frontends.pair_removal import prepare_qdq_model, remove_pairs
+from deploy.frontends.pairs import (
+    DQ,
+    PairGrid,
+    Q,
+    UnfitError,
+    input_grid,
+    read_pair_grid,
+    spread_ranges,
+    weight_grid,
+)
+from deploy.graph.index import Graph
+from deploy.graph.placement import WEIGHTED
+from deploy.graph.plan import never_negative
+
+if TYPE_CHECKING:
+    import numpy as np
+    import onnx
+    from numpy.typing import NDArray
+
+    from deploy.frontends.base import LoadedModel
+
+_METHOD = "trained"
+_INTEGER_OPS = ("QLinear", "QGemm", "QAttention", "ConvInteger", "MatMulInteger", "DynamicQuant")
+_CONTRIB = "com.microsoft"
+_TAILS = frozenset({"Relu", "Clip"})
+
+
+def load_qdq(source: str | Path | onnx.ModelProto) -> LoadedModel:
+    """Load a Q/DQ model as its float model, with the data of its pairs.
+
+    Args:
+        source: an ONNX file, or a model in memory, which is not changed.
+
+    Raises:
+        ModelError: it cannot be read, or its pairs cannot serve as a calibration.
+    """
+    from deploy.frontends.base import model_digest
+    from deploy.frontends.metadata import read_metadata_preprocess
+    from deploy.frontends.onnx_file import load_onnx
+    from deploy.frontends.onnx_reader import read_model_and_stamp, refuse_external
+
+    path, stamp = None, None
+    if isinstance(source, str | Path):
+        path = Path(source)
+        original, stamp = read_model_and_stamp(path)
+    else:
+        original = source
+        refuse_external(original)
+    name = path.stem if path else original.graph.name or "model"
+    model = prepare_qdq_model(_with_onnx_pairs(original))
+    index = Graph(model)
+    stored = tuple(_check_pairs(model, index))
+    plain = remove_pairs(model, (), keep_rounding=False)
+    loaded = load_onnx(plain.model, False)  # folding norms would change weights
+    if loaded.behind is not None:
+        raise ModelError(
+            f"ONNX Runtime must know every operator of a Q/DQ model, got {loaded.behind.stranger};"
+            " build the float model, whose other operators the files for TensorRT and Ascend keep"
+        )
+    trained = _read_pairs(model, str(path or name), index, loaded.model, plain.grids, stored)
+    several = sum(len(found) > 1 for found in _different_grids(plain.grids).values())
+    return replace(
+        loaded,
+        source=path,
+        name=name,
+        digest=model_digest(original),
+        stamp=stamp,
+        carried=read_metadata_preprocess(original, path),
+        notes=(*_notes(trained, several), *loaded.notes),
+        trained=trained,
+    )
+
+
+def _with_onnx_pairs(original: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy whose pairs of ONNX Runtime's domain are ONNX's, which mean the same.
+
+    Raises:
+        ModelError: the model has integer operators.
+    """
+    from deploy.graph.edit import copy_message
+    from deploy.graph.index import all_nodes
+
+    model = copy_message(original)
+    for node in all_nodes(model.graph):
+        if node.op_type.startswith(_INTEGER_OPS):
+            raise ModelError(
+                "a quantized model must be in the Q/DQ form, got the integer operator"
+                f" {node.op_type} '{node.name}'; export it with QuantizeLinear and"
+                " DequantizeLinear (onnxruntime: QuantFormat.QDQ), or give the float model"
+            )
+        if node.op_type in (Q, DQ) and node.domain == _CONTRIB:
+            node.domain = ""
+    return model
+
+
+def _check_pairs(model: onnx.ModelProto, index: Graph) -> Iterator[PairGrid]:
+    """Check every pair, and yield the grids of those on constants.
+
+    Raises:
+        ModelError: an incomplete pair, or a grid that no target supports.
+    """
+    fixed = set(index.constants)
+    for node in model.graph.node:
+        if node.op_type not in (Q, DQ):
+            if node.input and all(name in fixed for name in node.input if name):
+                fixed.update(node.output)
+            continue
+        grid = _grid(node, index)
+        if node.input[0] in fixed:
+            fixed.update(node.output)
+            if grid.dtype not in ("int8", "uint8", "int32"):
+                raise _refused(node, f"it is quantized to {grid.dtype}")
+            yield grid
+            continue
+        if not grid.single:
+            raise _refused(node, "it has a scale a channel")
+        if not grid.bits8:
+            raise _refused(node, f"it is quantized to {grid.dtype}")
+        _check_partner(node, grid, index)
+
+
+def _grid(node: onnx.NodeProto, index: Graph) -> PairGrid:
+    try:
+        return read_pair_grid(node, index)
+    except UnfitError as error:
+        raise _refused(node, str(error)) from error
+
+
+def _check_partner(node: onnx.NodeProto, grid: PairGrid, index: Graph) -> None:
+    """Refuse half a pair, and a pair whose halves have different grids."""
+    maker = index.producer.get(node.input[0])
+    if node.op_type == Q:
+        readers = index.readers.get(node.output[0], [])
+        if not any(reader.op_type == DQ for reader in readers):
+            raise _refused(node, "no DequantizeLinear reads it")
+    elif maker is None or maker.op_type != Q:
+        raise _refused(node, "no QuantizeLinear stands before it")
+    elif not _grid(maker, index).same(grid):
+        raise _refused(node, "the QuantizeLinear before it has another scale or zero point")
+
+
+def _refused(node: onnx.NodeProto, got: str) -> ModelError:
+    return ModelError(
+        "activations of a Q/DQ model must form pairs of one constant scale in int8 or uint8, and"
+        " its weights must be int8 or uint8 with constant scales, got"
+        f" {node.op_type} '{node.name}': {got}; quantize it again in that form, or give the float"
+        " model"
+    )
+
+
+def _read_pairs(
+    model: onnx.ModelProto,
+    name: str,
+    index: Graph,
+    plain: onnx.ModelProto,
+    grids: Mapping[str, tuple[PairGrid, ...]],
+    stored: tuple[PairGrid, ...],
+) -> QdqCalibration:
+    graph, positive = Graph(plain), never_negative(plain)
+    known = {t for node in plain.graph.node for t in node.output} | set(graph.inputs)
+    grids = {tensor: found for tensor, found in grids.items() if tensor in known}
+    scales = {tensor: _widest_range(found, tensor in positive) for tensor, found in grids.items()}
+    weights, why, written = _read_layers(index, graph)
+    return QdqCalibration(
+        model=model,
+        name=name,
+        scales=Scales(spread_ranges(graph, scales)),
+        weights=weights,
+        floats=why,
+        written=written,
+        grids=grids,
+        stored=stored,
+    )
+
+
+def _different_grids(grids: Mapping[str, tuple[PairGrid, ...]]) -> dict[str, set[bytes]]:
+    """Return tensor -> its different grids, as bytes."""
+    return {
+        tensor: {g.scale.tobytes() + g.zero.tobytes() + g.dtype.encode() for g in pair_grids}
+        for tensor, pair_grids in grids.items()
+    }
+
+
+def _widest_range(pair_grids: tuple[PairGrid, ...], positive: bool) -> Scale:
+    """Return the range of a tensor's pair, the widest if it has several."""
+    return max((_range(grid, positive) for grid in pair_grids), key=lambda one: one.hi - one.lo)
+
+
+def _range(grid: PairGrid, positive: bool) -> Scale:
+    """Return a grid's range, from which an affine or a symmetric 8-bit grid is restored exactly."""
+    step, zero = float(grid.scale.reshape(-1)[0]), int(grid.zero.reshape(-1)[0])
+    lo, hi = (grid.least - zero) * step, (grid.most - zero) * step
+    symmetric = not grid.offset.any()
+    amax = hi if symmetric else max(-lo, hi)
+    if symmetric and positive:  # half of the codes are unused
+        lo = 0.0
+    return Scale(lo=lo, hi=hi, amax=amax, observed_min=lo, observed_max=hi, method=_METHOD)
+
+
+def _read_layers(
+    index: Graph, graph: Graph
+) -> tuple[dict[str, NDArray[np.float32]], dict[str, str], frozenset[str]]:
+    """Return (scales of weights, why nodes are float, nodes whose output goes through a pair)."""
+    weights: dict[str, NDArray[np.float32]] = {}
+    why: dict[str, str] = {}
+    written = frozenset(n.name for n in index.nodes if _has_output_pair(n, index))
+    by_name = {node.name: node for node in index.nodes}
+    for node in graph.nodes:
+        pair_node = by_name.get(node.name)
+        if _is_int8_tail(node, graph, why):
+            continue
+        try:
+            if pair_node is None:  # a Clip inserted for a pair
+                raise UnfitError("it stands for the limits of a pair")
+            if node.op_type not in WEIGHTED:
+                _check_pairs_around(pair_node, index, written)
+            elif (scales := _weight_scales(pair_node, index)) is not None:
+                weights[node.name] = scales
+        except UnfitError as error:
+            why[node.name] = str(error)
+    return weights, why, written
+
+
+def _weight_scales(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32] | None:
+    """Return the scales of a layer's symmetric weight; None without one, or with a zero point."""
+    input_grid(node, index)
+    try:
+        grid, scales = weight_grid(node, index)
+    except UnfitError:
+        if node.op_type != "MatMul":
+            raise
+        input_grid(node, index, 1)  # a MatMul of two activations
+        return None
+    return scales if grid.bits8 and not grid.offset.any() else None
+
+
+def _is_int8_tail(node: onnx.NodeProto, graph: Graph, why: Mapping[str, str]) -> bool:
+    """Return whether a node is the Relu or Clip after a node that runs in int8."""
+    head = graph.producer.get(node.input[0]) if node.op_type in _TAILS else None
+    return head is not None and head.name not in why and graph.tail(head) == node.output[0]
+
+
+def _check_pairs_around(node: onnx.NodeProto, index: Graph, written: frozenset[str]) -> None:
+    """Refuse a node without pairs on its inputs and its output."""
+    read = index.data_inputs(node)
+    if not read:
+        raise UnfitError("all its inputs are constant")
+    if any((maker := index.producer.get(t)) is None or maker.op_type != DQ for t in read):
+        raise UnfitError("no pair stands on what it reads")
+    if node.name not in written:
+        raise UnfitError("no pair stands on what it makes")
+
+
+def _has_output_pair(node: onnx.NodeProto, index: Graph) -> bool:
+    """Return whether a pair follows a node, or the Relu or Clip that reads it."""
+    if not node.output or node.op_type in (Q, DQ):
+        return False
+    ends = (node.output[0], index.tail(node))
+    return any(n.op_type == Q for end in ends for n in index.readers.get(end, []))
+
+
+def _notes(trained: QdqCalibration, several: int) -> Iterator[str]:
+    yield (
+        f"Quantized already: took the ranges of {len(trained.grids)} activations"
+        f" ({trained.kinds or 'none'}) and the scales of {len(trained.weights)} weights from its"
+        " pairs, and removed the pairs from the float model."
+    )
+    if several:
+        yield (
+            f"{several} tensors have pairs with several scales; for a target with one scale per"
+            " tensor the widest is used."
+        )

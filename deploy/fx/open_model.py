@@ -1,0 +1,185 @@
+"""Export a PyTorch model given as `file.py:factory` or by name, or write its fused form to a file.
+
+A fused model is written as ONNX, or as a .pt2 file for torch.export.load.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from deploy.errors import ConfigError, ExportError, ModelError, first_line
+from deploy.files.atomic import write_bytes
+from deploy.frontends.base import LoadedModel
+from deploy.frontends.onnx_file import load_onnx
+from deploy.frontends.torch_model import missing_shape_error
+from deploy.fx.device import quiet
+from deploy.fx.export import check_float_export, to_onnx
+from deploy.fx.fuse import fuse_for_export
+from deploy.fx.model_inputs import (
+    accept_named_inputs,
+    convert_to_float32,
+    dict_input_note,
+    example_inputs,
+)
+from deploy.fx.profile import NEAR, largest_difference, largest_magnitude, tensors_of
+from deploy.fx.source import load_module, random_weights_note, user_code_line
+from deploy.terminal import phase
+
+if TYPE_CHECKING:
+    import onnx
+
+
+@phase("exporting the PyTorch model")
+def export_torch(
+    spec: str,
+    inputs: Sequence[tuple[int, ...]],
+    *,
+    dtypes: Sequence[str | None] = (),
+    names: Sequence[str | None] = (),
+    weights: Path | None = None,
+    dynamic_batch: bool = True,
+    notes: list[str] | None = None,
+) -> onnx.ModelProto:
+    """Export the float model of `file.py:factory` to ONNX, fused, and check it against torch.
+
+    Args:
+        spec: file and function, whose code is run; or a named model.
+        inputs: shape of each input of forward, batch first.
+        dtypes: dtype of each input; None for the model's floating dtype.
+        names: name of each input for `deploy.fx.model_inputs.accept_named_inputs`; empty for
+        positional.
+        weights: a state dict to load, tensors only.
+        dynamic_batch: make the batch dynamic.
+        notes: list to which notes for the user are appended.
+
+    Raises:
+        SdkMissingError: torch, or the package of a named model, is not installed.
+        ConfigError: the spec or a shape is not valid.
+        ModelError: the file, the factory, the weights or the export failed.
+        ExportError: the outputs of ONNX Runtime and torch differ.
+    """
+    if not inputs:
+        raise missing_shape_error(spec)
+    model = load_module(spec, weights)
+    order = accept_named_inputs(model, names or [None] * len(inputs))
+    messages = [
+        random_weights_note(spec, weights),
+        convert_to_float32(model),
+        dict_input_note(model),
+    ]
+    examples = example_inputs(inputs, dtypes)
+    ordered = (examples[i] for i in order)
+    tensors = tuple(x.float() if x.is_floating_point() else x for x in ordered)
+    exported = to_onnx(fuse_for_export(model, tensors), tensors, dynamic_batch=dynamic_batch)
+    messages.append(check_float_export(exported, model, tensors).untold)
+    if notes is not None:
+        notes += [message for message in messages if message]
+    return exported
+
+
+def open_torch(
+    spec: str,
+    inputs: Sequence[tuple[int, ...]],
+    *,
+    dtypes: Sequence[str | None] = (),
+    names: Sequence[str | None] = (),
+    weights: Path | None = None,
+) -> LoadedModel:
+    """Export with `export_torch` and load the result like any other ONNX model.
+
+    Raises:
+        SdkMissingError, ConfigError, ModelError, ExportError: as `export_torch`.
+    """
+    file, _, factory = spec.rpartition(":")
+    notes = list[str]()
+    exported = export_torch(spec, inputs, dtypes=dtypes, names=names, weights=weights, notes=notes)
+    loaded = load_onnx(exported, True)
+    origin = f"Exported by torch from {Path(file).name}:{factory} and checked against it."
+    name = f"{Path(file).stem}-{Path(factory).stem}"
+    sentences = (f"{note[0].upper()}{note[1:]}." for note in notes)
+    return replace(loaded, name=name, notes=(origin, *sentences, *loaded.notes))
+
+
+SUFFIXES = (".onnx", ".pt2")
+
+
+def check_suffix(path: Path) -> None:
+    """Raise `ConfigError` if the suffix is not in `SUFFIXES`."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise ConfigError(
+            f"a fused model is written as {' or '.join(SUFFIXES)}, got {path}; a state dict alone"
+            " would not fit your model, since fusing changes its modules"
+        )
+
+
+def write_fused(
+    path: Path, fused: nn.Module, model: nn.Module, inputs: Sequence[torch.Tensor]
+) -> str:
+    """Write a fused model with a dynamic batch; return a sentence on its agreement with the model.
+
+    Args:
+        path: with one of `SUFFIXES`.
+        fused: result of `deploy.fx.fuse.fuse`.
+        model: the user's model.
+        inputs: of one run, batch first.
+
+    Raises:
+        ModelError: torch.export cannot follow it.
+        ExportError: its outputs differ from the model's, or the file cannot be written.
+    """
+    if path.suffix.lower() == ".onnx":
+        exported = to_onnx(fused, inputs)
+        sentence = str(check_float_export(exported, model, inputs))
+        write_bytes(path, exported.SerializeToString(deterministic=True))
+        return sentence
+    program = _export_program(fused, inputs)
+    largest = _check_difference(program, model, inputs)
+    data = io.BytesIO()
+    torch.export.save(program, data)
+    write_bytes(path, data.getvalue())
+    return f"the program against the model: largest difference {largest:.3g}"
+
+
+def _export_program(
+    fused: nn.Module, inputs: Sequence[torch.Tensor]
+) -> torch.export.ExportedProgram:
+    batch = torch.export.Dim("batch")
+    # torch.export would take a batch of 1 for a constant
+    repeated = tuple(x if len(x) > 1 else torch.cat([x, x]) for x in inputs)
+    shapes = tuple({0: batch} for _ in repeated)
+    try:
+        with quiet():
+            program = torch.export.export(fused, repeated, dynamic_shapes=shapes)
+    except Exception as error:  # torch.export has no error class of its own
+        where = user_code_line(error)
+        raise ModelError(
+            f"torch.export must be able to follow the model, got {type(error).__name__}:"
+            f" {first_line(error)}" + (f" at {where}" if where else "") + "; write .onnx with a"
+            " batch that the model does not fix, or rewrite what depends on data"
+        ) from error
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # has paths of this machine
+    return program
+
+
+def _check_difference(
+    program: torch.export.ExportedProgram, model: nn.Module, inputs: Sequence[torch.Tensor]
+) -> float:
+    with torch.no_grad():
+        expected, got = model(*inputs), program.module()(*inputs)
+    pairs = zip(tensors_of(expected), tensors_of(got), strict=True)
+    largest = max((largest_difference(a, b) for a, b in pairs), default=0.0)
+    if not largest <= NEAR * largest_magnitude(expected):
+        raise ExportError(
+            "an exported model must compute what torch computes, got a largest difference of"
+            f" {largest:.3g} (largest output {largest_magnitude(expected):.3g}); report it with"
+            " the model"
+        )
+    return largest

@@ -1,0 +1,354 @@
+"""Form of a model's outputs (slices and task), and the running figures of both.
+
+One SQNR per output lets boxes of 0..640 hide scores of 0..1, and no SQNR says how many boxes are
+lost. So each output is split into slices, and its task is recognised.
+
+The form is derived from the float model's first four samples, whatever the batch, and holds for
+every candidate: the figures must not depend on the candidate's values.
+Until then samples are buffered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from deploy.errors import FeedError
+from deploy.metrics.output_errors import (
+    USUAL,
+    OutputAccuracy,
+    RunningError,
+    find_repeated_input,
+    find_usual_values,
+    json_number,
+    subtract_input,
+    subtract_usual,
+)
+from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
+from deploy.metrics.rows import Outputs, batch_length, split_batch
+from deploy.metrics.slices import SAMPLES, OutputSlice, split_output, weight_by_scores
+from deploy.metrics.tasks import (
+    EvaluationTask,
+    FirstSamples,
+    Metric,
+    Tally,
+    TaskFigure,
+    recognise_task,
+)
+from deploy.metrics.tasks.boxes import BoxDetection
+from deploy.metrics.tasks.classes import Classes
+from deploy.metrics.tasks.evaluation_task import Example, SelectsExamples, find_states
+from deploy.tensors import Array
+
+
+@dataclass(frozen=True, slots=True)
+class OutputForm:
+    """Slices and task of a model's outputs.
+
+    Attributes:
+        parts: slices of all outputs, in the outputs' order.
+        task: the task; None if not recognised.
+        carried: state outputs -> the inputs of the next call that take them.
+        usual: outputs that deviate little from their mean -> that mean.
+    """
+
+    parts: tuple[OutputSlice, ...] = ()
+    task: EvaluationTask | None = None
+    carried: Mapping[str, str] = field(default_factory=dict)
+    usual: Mapping[str, Array] = field(default_factory=dict)
+
+    def told(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
+        """Return outputs ready to be sliced: minus an input or mean, or weighted by scores.
+
+        Args:
+            outputs: of either model.
+            inputs: the sample's inputs.
+            reference: the float model's outputs for the same inputs.
+        """
+        measured = {
+            part.output: self._of_part(part, outputs[part.output], inputs, reference)
+            for part in self.parts
+            if part.less or part.at
+        }
+        return {**outputs, **measured} if measured else outputs
+
+    def _of_part(
+        self, part: OutputSlice, value: Array, inputs: Outputs, reference: Outputs
+    ) -> Array:
+        if part.at:
+            return weight_by_scores(value, reference[part.at], raw=part.raw)
+        if part.output in self.usual:
+            return subtract_usual(value, self.usual[part.output])
+        return subtract_input(value, inputs[part.less])
+
+
+def derive_form(
+    reference_outputs: Sequence[Outputs], *, inputs: Sequence[Outputs] = ()
+) -> OutputForm:
+    """Return the form, derived from the first samples.
+
+    Args:
+        reference_outputs: the float model's outputs, one mapping per sample or batch.
+        inputs: their inputs; without them each mapping is one sample, and tasks that need the
+            picture's size are not recognised.
+    """
+    samples = _seen(reference_outputs, inputs)
+    first = FirstSamples(samples.inputs[:SAMPLES], samples.outputs[:SAMPLES])
+    if not first.outputs:
+        return OutputForm()
+    task = recognise_task(first)
+    task_parts: Mapping[str, tuple[OutputSlice, ...]] = {} if task is None else task.parts
+    names = list(reference_outputs[0])
+    usual = dict(_usual(samples, task))
+    by_name = {
+        name: (OutputSlice(output=name, less=USUAL),)
+        if name in usual
+        else task_parts[name]
+        if name in task_parts
+        else _parts(name, first)
+        for name in names
+    }
+    parts = tuple(part for name in names for part in by_name[name])
+    if not parts and task is None:
+        parts = tuple(OutputSlice(output=name) for name in names)
+    return OutputForm(parts, task, find_states(first), usual)
+
+
+def _usual(seen: FirstSamples, task: EvaluationTask | None) -> Iterator[tuple[str, Array]]:
+    """Yield (output, its mean) for outputs outside the task that deviate little from their mean.
+
+    All samples count, not only the first: a search puts similar ones first.
+    """
+    for name in seen.names:
+        in_task = task is not None and name not in getattr(task, "beside", ())
+        mean = None if in_task else find_usual_values(seen.arrays(name))
+        if mean is not None:
+            yield name, mean
+
+
+def _parts(name: str, seen: FirstSamples) -> tuple[OutputSlice, ...]:
+    if name not in seen.every:
+        return (OutputSlice(output=name),)
+    samples = seen.arrays(name)
+    fed = find_repeated_input(samples, seen.inputs)
+    if fed:
+        return (OutputSlice(output=name, less=fed),)
+    if not np.issubdtype(samples[0].dtype, np.floating):  # class numbers or counts: no signal
+        return ()
+    return split_output(name, samples)
+
+
+def _seen(outputs: Sequence[Outputs], inputs: Sequence[Outputs]) -> FirstSamples:
+    """Split batches into single samples."""
+    fed = list(inputs) or [{} for _ in outputs]
+    batches = [batch_length(one) for one in fed[: len(outputs)]]
+    output_rows = [
+        row for one, n in zip(outputs, batches, strict=False) for row in split_batch(one, n)
+    ]
+    input_rows = [row for one, n in zip(fed, batches, strict=False) for row in split_batch(one, n)]
+    return FirstSamples(input_rows, output_rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceAccuracy:
+    """Errors of one slice of an output.
+
+    Attributes:
+        label: such as "scores" or "output0[4:22]".
+        output: name of the output.
+        sqnr_db, cosine_mean, cosine_min, max_abs_error: as in `OutputAccuracy`.
+        less: what was subtracted first: an input, or `USUAL` for the mean; "" for nothing.
+    """
+
+    label: str
+    output: str
+    sqnr_db: float
+    cosine_mean: float
+    cosine_min: float
+    max_abs_error: float
+    less: str = ""
+
+
+class OutputTally:
+    """Running figures of all slices and of the task, in constant memory."""
+
+    def __init__(
+        self,
+        form: OutputForm | None = None,
+        *,
+        metric: Metric | None = None,
+        labels: Sequence[int] | None = None,
+        objects: GroundTruth | None = None,
+    ) -> None:
+        """Start with no samples.
+
+        Args:
+            form: slices and task; None derives them from the first samples.
+            metric: the user's metric, which replaces the task's.
+            labels: class of each sample, for the metric only.
+            objects: annotated objects, for detectors.
+        """
+        self._objects = objects
+        self._precision: PrecisionTally | None = None
+        self._metric = None if metric is None else metric.tally(labels)
+        self._waiting: list[tuple[Outputs, Outputs, Outputs, int]] = []
+        self._form = form
+        self._errors: dict[OutputSlice, RunningError] = {}
+        self._tally: Tally | None = None
+        self._own: Tally | None = None  # the task's, which selects examples; counts if no metric
+        if form is not None:
+            self._begin(form)
+
+    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs, batch: int) -> None:
+        """Add one batch."""
+        if self._form is not None:
+            self._count(inputs, reference, candidate, batch)
+            return
+        self._waiting.append((inputs, reference, candidate, batch))
+        if sum(one[3] for one in self._waiting) >= SAMPLES:
+            self._settle()
+
+    def parts(self, outputs: Sequence[OutputAccuracy]) -> tuple[SliceAccuracy, ...]:
+        """Return the slices' figures, the worst first; NaN is the worst of all.
+
+        Args:
+            outputs: figures of the complete outputs, which are not computed twice.
+        """
+        form = self._settle()
+        figures_of = {OutputSlice(output=output.name): output for output in outputs}
+        figures_of |= {part: error.result() for part, error in self._errors.items()}
+        figures = [
+            SliceAccuracy(
+                label=part.label,
+                output=part.output,
+                sqnr_db=figures_of[part].sqnr_db,
+                cosine_mean=figures_of[part].cosine_mean,
+                cosine_min=figures_of[part].cosine_min,
+                max_abs_error=figures_of[part].max_abs_error,
+                less=part.less,
+            )
+            for part in form.parts
+        ]
+        return tuple(sorted(figures, key=_badness))
+
+    @property
+    def lists(self) -> frozenset[str]:
+        """Outputs whose values are not compared, so that their length may differ."""
+        task = self._settle().task
+        return (
+            frozenset()
+            if task is None
+            else frozenset(n for n, parts in task.parts.items() if not parts)
+        )
+
+    @property
+    def carried(self) -> Mapping[str, str]:
+        """State outputs -> the inputs of the next call that take them."""
+        return self._settle().carried
+
+    @property
+    def kind(self) -> str:
+        """Name of the task; "" if not recognised."""
+        task = self._settle().task
+        return "" if task is None else task.name
+
+    @property
+    def classes(self) -> str:
+        """The (first) classification output; "" if none is known."""
+        task = self._settle().task
+        return task.outputs[0] if isinstance(task, Classes) else ""
+
+    def reading(self) -> str:
+        """Return how the outputs were interpreted, as text."""
+        task = self._settle().task
+        if task is None:
+            return "the form of the outputs does not tell what they are for"
+        nothing = "; FP32 finds next to nothing on these samples" if self.silent else ""
+        return task.form + nothing
+
+    @property
+    def silent(self) -> bool:
+        """Whether the task was recognised, but the float model predicts next to nothing."""
+        known = self._settle().task is not None
+        return known and self._metric is None and self.task() is None
+
+    def task(self) -> TaskFigure | None:
+        """Return the task's or the user metric's figure; None if there is none."""
+        self._settle()
+        return None if self._tally is None else self._tally.result()
+
+    @property
+    def watched(self) -> frozenset[int]:
+        """Indices of the samples whose pictures `shown` may need."""
+        if self._form is None:
+            return frozenset(range(sum(one[3] for one in self._waiting)))
+        return self._own.watched if isinstance(self._own, SelectsExamples) else frozenset()
+
+    def shown(self) -> tuple[Example, ...]:
+        """Return a few samples where both models differ most, if the task selects any."""
+        self._settle()
+        return self._own.shown() if isinstance(self._own, SelectsExamples) else ()
+
+    def precision(self) -> MeanPrecision | None:
+        """Return mean average precision of both models, if annotated objects were given."""
+        self._settle()
+        return None if self._precision is None else self._precision.result()
+
+    def _settle(self) -> OutputForm:
+        """Derive the form if it is unknown, and count the buffered samples."""
+        if self._form is None:
+            buffered, self._waiting = self._waiting, []
+            self._form = derive_form(
+                [one[1] for one in buffered], inputs=[one[0] for one in buffered]
+            )
+            self._begin(self._form)
+            for inputs, reference, candidate, batch in buffered:
+                self._count(inputs, reference, candidate, batch)
+        return self._form
+
+    def _begin(self, form: OutputForm) -> None:
+        rows = [part for part in form.parts if part != OutputSlice(output=part.output)]
+        self._errors = {part: RunningError(part.label) for part in rows}
+        self._own = None if form.task is None else form.task.tally()
+        self._tally = self._own if self._metric is None else self._metric
+        if self._objects is not None:
+            if not isinstance(form.task, BoxDetection) or not form.task.decoder.placed:
+                raise FeedError(
+                    "annotations of boxes need a model whose boxes can be read from its outputs;"
+                    " this one's cannot, so leave the labels out or give a metric of your own"
+                )
+            self._precision = PrecisionTally(form.task.decoder, self._objects)
+
+    def _count(self, inputs: Outputs, left: Outputs, right: Outputs, batch: int) -> None:
+        assert self._form is not None
+        own, others = (self._form.told(one, inputs, left) for one in (left, right))
+        for part, error in self._errors.items():
+            error.add(part.of(own[part.output]), part.of(others[part.output]), batch)
+        counting = (self._metric, self._own, self._precision)
+        tallies = [one for one in counting if one is not None]
+        if tallies:
+            rows = [split_batch(one, batch) for one in (inputs, left, right)]
+            for sample in zip(*rows, strict=True):
+                for tally in tallies:
+                    tally.add(*sample)
+
+
+def _badness(part: SliceAccuracy) -> float:
+    return -math.inf if math.isnan(part.sqnr_db) else part.sqnr_db
+
+
+def slice_json(part: SliceAccuracy) -> dict[str, object]:
+    """Return plain JSON types."""
+    return _plain(asdict(part).items())
+
+
+def task_json(task: TaskFigure) -> dict[str, object]:
+    """Return plain JSON types."""
+    return _plain(asdict(task).items())
+
+
+def _plain(items: Iterable[tuple[str, object]]) -> dict[str, object]:
+    return {key: json_number(value) if isinstance(value, float) else value for key, value in items}

@@ -1,0 +1,177 @@
+"""Slices of an output: rows or channels with a unit of their own, derived from the data.
+
+A detector may put boxes of 0..640 and scores of 0..1 into one tensor; an SQNR over both is that of
+the boxes. `parts_of` splits such a tensor where its unit changes::
+
+    [1, 22, 2100]   rows 0..3    0..640     boxes    ->  output0[0:4]
+                    rows 4..21   0..1       scores   ->  output0[4:22]
+
+Rows of one unit differ in magnitude too: the probability of an absent class is 1e-6, that of a
+present one 0.5. So a gap in magnitude alone is no border; see `_gap`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deploy.tensors import Array
+
+SAMPLES = 4  # samples from which the form of the outputs is derived, whatever the batch
+_FACTOR = 8.0  # least ratio between every row of the larger unit and any of the smaller
+_SILENT = 0.01  # rows whose peak stays below it show no unit
+_VALUES = 16  # fewer values per row (as in [N, classes]) do not show its range
+_MOST_ROWS = 1024
+_TOLERANCE = 1e-3  # rounding of a probability
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputSlice:
+    """A slice of an output, the complete output, or its difference from an input or its mean.
+
+    Attributes:
+        output: name of the output.
+        axis: 1 or -1, the dimension of the rows; None for the complete output.
+        start, stop: the rows, half open.
+        less: name of the input, or `USUAL` for the mean, that is subtracted from the output first.
+        at: output of scores on the same grid. Each cell is weighted by its best score, since
+            values of cells without an object are not used.
+        raw: whether these scores are logits, before the Sigmoid.
+    """
+
+    output: str
+    axis: int | None = None
+    start: int = 0
+    stop: int = 0
+    less: str = ""
+    at: str = ""
+    raw: bool = False
+
+    @property
+    def label(self) -> str:
+        """Such as output0[4:22], or output0[..., 4:22] if the rows are the last dimension."""
+        if self.less:
+            return f"{self.output} - {self.less}"
+        if self.at:
+            return f"{self.output} where {self.at} is high"
+        if self.axis is None:
+            return self.output
+        dots = "..., " if self.axis == -1 else ""
+        return f"{self.output}[{dots}{self.start}:{self.stop}]"
+
+    def of(self, value: Array) -> Array:
+        """Return the slice of an array of the output, with all its dimensions."""
+        if self.axis is None or value.ndim < 2:
+            return value
+        rows = slice(self.start, self.stop)
+        return value[..., rows] if self.axis == -1 else value[:, rows]
+
+
+def weight_by_scores(value: Array, scores: Array, *, raw: bool) -> Array:
+    """Return values of cells [N, C, H, W] times the best of their scores [N, K, H, W].
+
+    Args:
+        value: returned unchanged if its grid is another.
+        scores: of the float model, whichever model the values are of.
+        raw: whether the scores are logits, before the Sigmoid.
+    """
+    best = scores.max(axis=1, keepdims=True)
+    if value.shape[:1] + value.shape[2:] != best.shape[:1] + best.shape[2:]:
+        return value
+    with np.errstate(over="ignore"):
+        return np.asarray(value * (1 / (1 + np.exp(-best)) if raw else best))
+
+
+def split_output(output: str, samples: Sequence[Array]) -> tuple[OutputSlice, ...]:
+    """Return the slices of one output, from the reference's values; the output itself if uniform.
+
+    Args:
+        output: name of the output.
+        samples: its arrays for the first few samples, each [1, ...] or without a batch.
+    """
+    candidates: list[tuple[float, tuple[OutputSlice, ...]]] = []
+    for axis in (1, -1):
+        rows = _rows(samples, axis)
+        if rows is None or (axis == -1 and samples[0].ndim == 2 and candidates):
+            continue
+        spans = list(_spans(rows, 0, len(rows.peak)))
+        if len(spans) > 1:
+            slices = tuple(OutputSlice(output=output, axis=axis, start=a, stop=b) for a, b in spans)
+            candidates.append((_gap(rows, spans[0][0], spans[0][1], spans[1][1]), slices))
+    if not candidates:
+        return (OutputSlice(output=output),)
+    return max(candidates, key=lambda one: one[0])[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Peak magnitude of each row; whether all its values are in [0, 1], or integers beyond that."""
+
+    peak: NDArray[np.float64]
+    share: NDArray[np.bool_]
+    number: NDArray[np.bool_]
+
+    def top(self, rows: slice) -> float:
+        """Peak of these rows, without class numbers unless the other rows are silent."""
+        peaks = self.peak[rows]
+        others = float(peaks[~self.number[rows]].max(initial=0.0))
+        return others if others >= _SILENT else float(peaks.max())
+
+
+def _rows(samples: Sequence[Array], axis: int) -> _Rows | None:
+    """Return peaks and units along an axis; None if its rows cannot be told apart."""
+    peaks: list[NDArray[np.float64]] = []
+    shares: list[NDArray[np.bool_]] = []
+    numbers: list[NDArray[np.bool_]] = []
+    values = 0
+    for sample in samples:
+        if sample.ndim < 2 or not np.issubdtype(sample.dtype, np.floating) or sample.size == 0:
+            return None
+        rows = np.moveaxis(sample, axis, 0).reshape(sample.shape[axis], -1)
+        if not 2 <= len(rows) <= _MOST_ROWS or (peaks and len(rows) != len(peaks[0])):
+            return None
+        low, high = rows.min(axis=1).astype(np.float64), rows.max(axis=1).astype(np.float64)
+        if not np.isfinite(low + high).all():
+            return None
+        values += rows.shape[1]
+        peaks.append(np.maximum(np.abs(low), np.abs(high)))
+        shares.append((low >= -_TOLERANCE) & (high <= 1 + _TOLERANCE))
+        numbers.append((rows == np.rint(rows)).all(axis=1))
+    if not peaks or values < _VALUES:
+        return None
+    share = np.all(shares, axis=0)
+    return _Rows(np.max(peaks, axis=0), share, np.all(numbers, axis=0) & ~share)
+
+
+def _spans(rows: _Rows, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield [start, stop) split recursively at its widest gap; unsplit if there is none."""
+    gaps = [_gap(rows, start, cut, stop) for cut in range(start + 1, stop)]
+    widest = max(gaps, default=0.0)
+    if widest < _FACTOR:
+        yield start, stop
+        return
+    cut = start + 1 + gaps.index(widest)
+    yield from _spans(rows, start, cut)
+    yield from _spans(rows, cut, stop)
+
+
+def _gap(rows: _Rows, start: int, cut: int, stop: int) -> float:
+    """Return the least peak of the larger rows over the largest of the smaller; 0 if units match.
+
+    Every row of the larger side must leave [0, 1]. The smaller side must be probabilities that are
+    not silent; if it is of another unit, both sides must have two rows or more, since a single
+    channel of a feature map may well stand out. Class numbers on the smaller side do not count in
+    its magnitude: boxes of 0..320 may share a tensor with a score and classes 0..79.
+    """
+    left, right = slice(start, cut), slice(cut, stop)
+    large, small = (left, right) if rows.peak[left].min() > rows.top(right) else (right, left)
+    top = rows.top(small)
+    if top < _SILENT or bool(rows.share[large].any()):
+        return 0.0
+    single_row = min(cut - start, stop - cut) < 2
+    if single_row and not bool(rows.share[small].all()):
+        return 0.0
+    return float(rows.peak[large].min()) / top

@@ -1,0 +1,392 @@
+"""Protocols and helpers shared by all tasks.
+
+`Task` and `Tally` are what a module of this package provides: a form of outputs, and a running
+comparison of two models. `Foremost` selects the few samples to show: those where the models differ
+most, and one where they agree. Only numbers and boxes of a few samples are stored, so memory stays
+constant.
+
+`carried` finds states: outputs that are fed to the next call of a recurrent or streaming model.
+`unrolled` and `best_of` find outputs that repeat others, such as scores and their Softmax, or
+scores and their ArgMax. Classifiers of scikit-learn, text and sound often have both; each
+recogniser expects only one of them.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deploy.metrics.rows import Outputs
+from deploy.metrics.slices import OutputSlice
+from deploy.metrics.tasks.detections import Detections
+from deploy.tensors import Array
+
+MOST = 4  # samples shown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BoxExample:
+    """Boxes of both models in one sample above a threshold, in pixels of the model's input.
+
+    Attributes:
+        number: index of the sample, from 0.
+        size: (height, width) of the model's input.
+        threshold: of the score.
+        kept: FP32 boxes that the candidate finds too.
+        found: the candidate's boxes that match them, in the same order.
+        lost: boxes of FP32 only.
+        new: boxes of the candidate only.
+    """
+
+    number: int
+    size: tuple[int, int]
+    threshold: float
+    kept: Detections
+    found: Detections
+    lost: Detections
+    new: Detections
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassExample:
+    """One sample to which the two models assign different classes.
+
+    Attributes:
+        number: index of the sample, from 0.
+        output: name of the classification output.
+        reference, candidate: (class, its score) by FP32 and by the candidate.
+    """
+
+    number: int
+    output: str
+    reference: tuple[int, float]
+    candidate: tuple[int, float]
+
+
+Example = BoxExample | ClassExample
+E = TypeVar("E", bound=Example)
+
+
+@dataclass(slots=True)
+class ExampleSelection(Generic[E]):
+    """Keeps the `MOST` samples that differ most, and as many that agree."""
+
+    differing: list[tuple[float, int, E]] = field(default_factory=list)
+    agreeing: list[tuple[float, int, E]] = field(default_factory=list)
+
+    def offer(self, example: E, *, differs: float, says: float) -> None:
+        """Consider a sample: by how much the models differ, and how much FP32 predicts at all."""
+        if differs > 0:
+            _insert(self.differing, (-differs, example.number, example))
+        elif says > 0:
+            _insert(self.agreeing, (-says, example.number, example))
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        """Indices of the samples kept so far."""
+        return frozenset(number for _, number, _ in (*self.differing, *self.agreeing))
+
+    def result(self) -> tuple[E, ...]:
+        """Return the differing samples, the worst first, and at least one that agrees, if any."""
+        room = MOST - 1 if self.agreeing else MOST
+        first = self.differing[:room]
+        rest = self.agreeing[: MOST - len(first)]
+        return tuple(example for _, _, example in [*first, *rest])
+
+
+def _insert(row: list[tuple[float, int, E]], entry: tuple[float, int, E]) -> None:
+    bisect.insort(row, entry, key=lambda one: one[:2])
+    del row[MOST:]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFigure:
+    """Figure of a task: how much of the float model's predictions the candidate reproduces.
+
+    Attributes:
+        task: name of the task, such as "boxes" or "classes".
+        figure: name of the figure, such as "boxes kept".
+        value: more is better; 1 for full agreement, any scale for a user's metric.
+        reference: the float model's own value.
+        count: the figure in short, such as "84 of 88".
+        words: the figure as text.
+        samples: number of samples.
+        form: how the outputs were interpreted, as text.
+        beside: outputs that the task does not cover.
+    """
+
+    task: str
+    figure: str
+    value: float
+    words: str
+    count: str
+    samples: int
+    reference: float = 1.0
+    form: str = ""
+    beside: tuple[str, ...] = ()
+
+    @property
+    def lost(self) -> float:
+        """The loss: reference - value, relative to the reference if that exceeds 1."""
+        return (self.reference - self.value) / max(1.0, abs(self.reference))
+
+
+def dice_figure(
+    task: str, counts: Sequence[int], *, above: str, samples: int, form: str
+) -> TaskFigure:
+    """Return the Dice coefficient of detected things, such as boxes or labels.
+
+    Args:
+        task: what is detected, in the plural.
+        counts: number found by FP32, by the candidate, by both.
+        above: condition from which a thing counts, as text.
+        samples: number of samples.
+        form: how the outputs were interpreted, as text.
+    """
+    fp32, candidate, both = counts
+    return TaskFigure(
+        task=task,
+        figure=f"{task} kept",
+        value=2 * both / (fp32 + candidate),
+        count=f"{both} of {fp32}",
+        words=f"{both} of {fp32} {task} of FP32 kept, {candidate - both} new ({above})",
+        samples=samples,
+        form=form,
+    )
+
+
+def top1_figure(
+    same: int, samples: int, among: str, *, compared: int, form: str, beside: tuple[str, ...] = ()
+) -> TaskFigure:
+    """Return the top-1 agreement.
+
+    Args:
+        same: number of equal top-1 classes.
+        samples: number of samples.
+        among: top-5 agreement as text; "" to leave it out.
+        compared: number of FP32's top-1 classes.
+        form: how the outputs were interpreted, as text.
+        beside: outputs that the task does not cover.
+    """
+    return TaskFigure(
+        task="classes",
+        figure="top-1 agreement",
+        value=same / compared,
+        count=f"{same} of {compared}",
+        words=f"{same} of {compared} best classes as FP32's{among and f', {among}'}",
+        samples=samples,
+        form=form,
+        beside=beside,
+    )
+
+
+class Tally(Protocol):
+    """A running comparison in constant memory."""
+
+    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        """Add one sample: arrays with a batch of 1 (or none)."""
+        ...
+
+    def result(self) -> TaskFigure | None:
+        """Return the figure; None if the float model predicted nothing to compare with."""
+        ...
+
+
+@runtime_checkable
+class SelectsExamples(Protocol):
+    """A tally that selects a few samples to show."""
+
+    @property
+    def watched(self) -> frozenset[int]:
+        """Indices of the samples that `shown` may still return."""
+        ...
+
+    def shown(self) -> tuple[Example, ...]:
+        """Return the samples, those where both models differ most first."""
+        ...
+
+
+class EvaluationTask(Protocol):
+    """A recognised task: a frozen value."""
+
+    @property
+    def name(self) -> str:
+        """Name of the task."""
+        ...
+
+    @property
+    def form(self) -> str:
+        """How the outputs are interpreted, as text."""
+        ...
+
+    @property
+    def parts(self) -> Mapping[str, tuple[OutputSlice, ...]]:
+        """Output -> its slices, if the task knows them better than the data shows.
+
+        An output without slices is not compared value by value, such as a list of detections in
+        varying order.
+        """
+        ...
+
+    def tally(self) -> Tally:
+        """Return a new, empty tally."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FirstSamples:
+    """The float model's first samples, from which a task is recognised.
+
+    Attributes:
+        inputs: one mapping per sample, with a batch of 1.
+        outputs: the same for floating-point and integer outputs.
+    """
+
+    inputs: Sequence[Outputs]
+    outputs: Sequence[Outputs] = field(default_factory=tuple)
+
+    def arrays(self, name: str) -> list[Array]:
+        """Return one output's array of every sample."""
+        return [one[name] for one in self.outputs]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Outputs that have values in every sample."""
+        return tuple(n for n in self.every if all(np.size(one[n]) for one in self.outputs))
+
+    @property
+    def every(self) -> tuple[str, ...]:
+        """Outputs that every sample has, possibly empty."""
+        first = self.outputs[0] if self.outputs else {}
+        return tuple(name for name in first if all(name in one for one in self.outputs))
+
+
+_PICTURE = 4  # dimensions of a picture
+_CHANNELS = (1, 3, 4)
+
+
+def find_states(seen: FirstSamples) -> dict[str, str]:
+    """Return state outputs -> their inputs; none if there are no other outputs or inputs."""
+    states: dict[str, str] = {}
+    for name in seen.names:
+        source = next(_sources(name, seen, set(states.values())), None)
+        if source is not None:
+            states[name] = source
+    inputs = {name for fed in seen.inputs for name in fed}
+    only_states = len(states) == len(seen.every) or len(states) == len(inputs)
+    return {} if only_states else states
+
+
+def drop_outputs(seen: FirstSamples, states: Collection[str]) -> FirstSamples:
+    """Return the samples without these outputs."""
+    rows = [{name: one[name] for name in one if name not in states} for one in seen.outputs]
+    return FirstSamples(seen.inputs, rows)
+
+
+def _sources(name: str, seen: FirstSamples, taken: set[str]) -> Iterator[str]:
+    """Yield inputs with the output's shape and type in every sample; no scalars, no pictures."""
+    for source in seen.inputs[0] if seen.inputs else ():
+        pairs = zip(seen.arrays(name), seen.inputs, strict=False)
+        if source not in taken and all(_takes(fed.get(source), value) for value, fed in pairs):
+            yield source
+
+
+def _takes(fed: Array | None, value: Array) -> bool:
+    if fed is None or fed.shape != value.shape or fed.dtype != value.dtype:
+        return False
+    picture = value.ndim == _PICTURE and {value.shape[1], value.shape[3]} & set(_CHANNELS)
+    return bool(np.issubdtype(value.dtype, np.floating) and value.size > 1 and not picture)
+
+
+_CLOSE = 1e-4  # tolerance between two computations of a probability in float16 or float32
+
+Floats = NDArray[np.float64]
+
+
+def find_logits(seen: FirstSamples) -> frozenset[str]:
+    """Return outputs of raw scores whose Softmax, LogSoftmax or Sigmoid is another output.
+
+    The other one of each pair is used: its values are known to be probabilities.
+    """
+    names = [name for name in seen.names if all(map(_is_floating, seen.arrays(name)))]
+    logits: set[str] = set()
+    for raw in names:
+        others = (name for name in names if name != raw and name not in logits)
+        if any(_is_activated(seen.arrays(raw), seen.arrays(name)) for name in others):
+            logits.add(raw)
+    return frozenset(logits)
+
+
+def find_argmax_outputs(seen: FirstSamples) -> dict[str, str]:
+    """Return ArgMax output -> the output of its scores."""
+    argmax_of: dict[str, str] = {}
+    for name in seen.names:
+        places = seen.arrays(name)
+        if all(np.issubdtype(one.dtype, np.integer) for one in places):
+            scores = (
+                other
+                for other in seen.names
+                if all(map(_is_floating, seen.arrays(other)))
+                and _are_argmax(places, seen.arrays(other))
+            )
+            source = next(scores, None)
+            if source is not None:
+                argmax_of[name] = source
+    return argmax_of
+
+
+def _is_floating(value: Array) -> bool:
+    return bool(np.issubdtype(value.dtype, np.floating) and value.size)
+
+
+def _is_activated(raw: Sequence[Array], others: Sequence[Array]) -> bool:
+    """Whether `others` are the same Softmax, LogSoftmax or Sigmoid of `raw` in every sample."""
+    pairs = list(zip(raw, others, strict=True))
+    if any(one.shape != other.shape or one.size < 2 for one, other in pairs):
+        return False
+    if not all(np.isfinite(one).all() for pair in pairs for one in pair):
+        return False
+    axes = (axis for axis, size in enumerate(raw[0].shape) if size > 1)
+    functions: list[str | int] = ["sigmoid", *axes]
+    return any(all(_fits(one, other, function) for one, other in pairs) for function in functions)
+
+
+def _fits(raw: Array, other: Array, function: str | int) -> bool:
+    values, wanted = raw.astype(np.float64), other.astype(np.float64)
+    if np.ptp(wanted) == 0:  # a constant would match any other constant
+        return False
+    if function == "sigmoid":
+        sigmoid = 1 / (1 + np.exp(-np.clip(values, -700, 700)))
+        return _near(sigmoid, wanted)
+    logarithms = _log_softmax(values, int(function))
+    return _near(np.exp(logarithms), wanted) or _near(logarithms, wanted)
+
+
+def _log_softmax(values: Floats, axis: int) -> Floats:
+    shifted = values - values.max(axis=axis, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=axis, keepdims=True)))
+
+
+def _near(made: Floats, wanted: Floats) -> bool:
+    """Whether both are equal within rounding."""
+    return bool((np.abs(made - wanted) <= _CLOSE * np.maximum(1, np.abs(wanted))).all())
+
+
+def _are_argmax(places: Sequence[Array], scores: Sequence[Array]) -> bool:
+    """Whether `places` are the ArgMax of `scores` along one axis, which may be kept as 1."""
+    pairs = list(zip(places, scores, strict=True))
+    axes = range(min(one.ndim for one in scores))
+    return any(all(_is_argmax(one, other, axis) for one, other in pairs) for axis in axes)
+
+
+def _is_argmax(places: Array, scores: Array, axis: int) -> bool:
+    if scores.shape[axis] < 2 or places.size * scores.shape[axis] != scores.size:
+        return False
+    best = scores.argmax(axis=axis)
+    shapes = best.shape, (*best.shape[:axis], 1, *best.shape[axis:])
+    return places.shape in shapes and bool(np.array_equal(places.reshape(-1), best.reshape(-1)))

@@ -1,0 +1,288 @@
+"""The options of a calibration and of a build, and a build that is ready to run.
+
+`CalibrationOptions` and `BuildOptions` hold what the user asked for; the command line and the
+Python API both make them. `prepare_build` loads the model and opens the evaluation images, and
+refuses what can be refused before anything is run or written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.calibration import one_pass, store
+from deploy.calibration.calibration_result import find_reference_model, refuse_calibration_options
+from deploy.calibration.cluster_jobs import Cluster
+from deploy.calibration.reuse import CachePolicy
+from deploy.errors import ConfigError
+from deploy.feed.calibrator import CalibratorScript
+from deploy.feed.evaluation import BY_FOLDER, apply_labels
+from deploy.feed.feed import Dataset, is_array_source
+from deploy.feed.samples import Feed
+from deploy.files import manifest
+from deploy.frontends import LoadedModel, load_float_or_qdq
+from deploy.machine import default_threads
+from deploy.method import Method
+from deploy.metrics.precision import Annotations, GroundTruth
+from deploy.metrics.tasks import Metric, metric_of
+from deploy.report.verdict import Gates
+from deploy.targets import Target
+from deploy.tuning.search_options import DEFAULT_EFFORT, Tuning
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.metrics.tasks.metric import Function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationOptions:
+    """How a model is calibrated; `deploy.pipeline.calibrate` describes the fields."""
+
+    method: str | Method | None = None
+    cache: CachePolicy = field(default_factory=CachePolicy)
+    until_stable: float | None = None
+    threads: int | None = None
+    float_nodes: tuple[str, ...] = ()
+    scheduler: str | Cluster | None = None
+    resume: bool = False
+    checkpoint: Path | None = None
+
+    @property
+    def workers(self) -> int:
+        """Worker threads."""
+        return self.threads or default_threads()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildOptions:
+    """How a model is built and measured; `deploy.pipeline.build` describes the fields."""
+
+    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
+    targets: Sequence[Target]
+    out: Path
+    float_model: str | Path | onnx.ModelProto | None = None
+    evaluation: Dataset | None = None
+    labels: Sequence[int] | Annotations | str | None = None
+    metric: str | Function | None = None
+    duration_s: float = 3.0
+    tuning: Tuning = field(default_factory=Tuning)
+    gates: Gates = field(default_factory=Gates)
+    repairs: Sequence[str] | None = None
+    settings: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedBuild:
+    """A build whose model is loaded and whose evaluation images are opened.
+
+    Attributes:
+        options: what the user asked for, completed: the cache has a path, a Q/DQ model no search.
+        loaded: the model.
+        given: the model as it can be read again with nothing folded.
+        reference: the float model that engines are compared with.
+        notes: which float model that is and why; and notes on the labels.
+        dataset: the calibration images, or those a Q/DQ model is measured on; None without images.
+        evaluation: the evaluation images; None where some of the calibration images serve.
+        objects: annotated objects of the evaluation images; class numbers are the feed's own.
+        metric: the user's figure.
+        repairs: names of the repairs to try.
+        duration_s: seconds of latency runs a model; 0 leaves them out.
+    """
+
+    options: BuildOptions
+    loaded: LoadedModel
+    given: str | Path | onnx.ModelProto | None
+    reference: LoadedModel
+    notes: tuple[str, ...]
+    dataset: Dataset | None
+    evaluation: Feed | None
+    objects: GroundTruth | None
+    metric: Metric | None
+    repairs: Sequence[str]
+    duration_s: float
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The phases of the build, as its progress counts them."""
+        tuning = self.options.tuning
+        before = () if self.loaded.trained else ("calibration",)
+        search = ("search",) if tuning.effort and tuning.plan is None else ()
+        accuracy = ("layers", "accuracy") if self.dataset is not None else ()
+        latency = ("latency",) if self.duration_s > 0 else ()
+        return (*before, *search, "targets", *accuracy, *latency, "report")
+
+    @property
+    def is_labelled(self) -> bool:
+        """Whether the evaluation images have labels; the samples of a search have none."""
+        own = self.evaluation.labels if self.evaluation is not None else None
+        return self.objects is not None or own is not None
+
+    @property
+    def outside_cache(self) -> Path | None:
+        """The calibration cache, where it is used and lies outside the build's folder."""
+        path = self.options.calibration.cache.path
+        inside = path is None or path.parent.resolve() == self.options.out.resolve()
+        return None if inside or self.loaded.trained is not None else path
+
+    @property
+    def own_files(self) -> tuple[str, ...]:
+        """Names of the cache's files and of the plan, which say themselves that calib8 wrote."""
+        path = self.options.calibration.cache.path
+        assert path is not None
+        return (*(one.name for one in store.cache_files(path)), _plan_name(self.loaded))
+
+
+def prepare_build(
+    model: str | Path | onnx.ModelProto | LoadedModel,
+    dataset: Dataset | None,
+    options: BuildOptions,
+) -> PreparedBuild:
+    """Load the model, open the evaluation images and check the options of `deploy.pipeline.build`.
+
+    Raises:
+        Calib8Error: as `build`, for everything that shows before something is run.
+    """
+    from deploy.tuning.repairs import DEFAULT, parse_repairs
+
+    metric = None if options.metric is None else metric_of(options.metric)
+    loaded = model if isinstance(model, LoadedModel) else load_float_or_qdq(model)
+    images = None if dataset is None else dataset.source
+    reference, notes = find_reference_model(loaded, options.float_model, images)
+    if dataset is None:
+        _refuse_unmeasured(options)
+    evaluation = options.evaluation
+    if loaded.trained is not None:
+        refuse_calibration_options(loaded.trained, _idle_flags(images, options))
+        options = replace(options, tuning=replace(options.tuning, effort=0))
+        evaluation = evaluation or dataset
+    repairs = options.repairs
+    if repairs is None:
+        repairs = DEFAULT if options.tuning.effort else ()
+    repairs = parse_repairs(repairs)
+    options = _with_cache_path(options, loaded)
+    _refuse_foreign(options, loaded)
+    dataset, evaluation = _without_idle_preprocess(dataset, evaluation, loaded)
+    feed = None
+    if evaluation is not None:  # opened first: a wrong path is reported before anything is run
+        feed = evaluation.open(
+            loaded.inputs,
+            carried=loaded.carried,
+            labels_by_folder=options.labels == BY_FOLDER,
+        )
+    objects = apply_labels(options.labels, feed)
+    one_pass.refuse_full_disk(options.out, loaded.model, len(options.targets))
+    return PreparedBuild(
+        options=options,
+        loaded=loaded,
+        given=rereadable_model(model),
+        reference=reference,
+        notes=(*notes, *(objects.notes if objects is not None else ())),
+        dataset=dataset,
+        evaluation=feed,
+        objects=objects,
+        metric=metric,
+        repairs=repairs,
+        duration_s=options.duration_s if dataset is not None else 0.0,
+    )
+
+
+def rereadable_model(
+    model: str | Path | onnx.ModelProto | LoadedModel,
+) -> str | Path | onnx.ModelProto | None:
+    """The model as it can be read again with nothing folded."""
+    if not isinstance(model, LoadedModel):
+        return model
+    onnx_file = model.source is not None and model.source.suffix.lower() == ".onnx"
+    return model.source if onnx_file else None
+
+
+def written_names(targets: Iterable[Target], name: str) -> list[str]:
+    """Names of the files that a build of a model may write, without its cache and plan."""
+    endings = [ending for target in targets for ending in target.writes]
+    return [manifest.MANIFEST_NAME, *manifest.PAGES, *(f"{name}{ending}" for ending in endings)]
+
+
+def _with_cache_path(options: BuildOptions, loaded: LoadedModel) -> BuildOptions:
+    """The options, with the default path of the cache where none is given."""
+    cache = options.calibration.cache
+    cache = replace(cache, path=cache.path or options.out / f"{loaded.name}.cache")
+    return replace(options, calibration=replace(options.calibration, cache=cache))
+
+
+def _without_idle_preprocess(
+    dataset: Dataset | None, evaluation: Dataset | None, loaded: LoadedModel
+) -> tuple[Dataset | None, Dataset | None]:
+    """Both datasets; where one is pictures and one arrays, preprocessing is for the pictures."""
+    if dataset is None or evaluation is None or dataset is evaluation:
+        return dataset, evaluation
+    if dataset.preprocess is None or evaluation.preprocess is None:
+        return dataset, evaluation
+    arrays, judged_arrays = (
+        is_array_source(one.source, loaded.inputs) for one in (dataset, evaluation)
+    )
+    if arrays and not judged_arrays:
+        return replace(dataset, preprocess=None), evaluation
+    if judged_arrays and not arrays:
+        return dataset, replace(evaluation, preprocess=None)
+    return dataset, evaluation
+
+
+def _plan_name(loaded: LoadedModel) -> str:
+    return f"{loaded.name}.plan.toml"
+
+
+def _refuse_foreign(options: BuildOptions, loaded: LoadedModel) -> None:
+    """Refuse to overwrite files that no build wrote.
+
+    Raises:
+        ExportError: such a file is in the folder.
+    """
+    cache = options.calibration.cache
+    if cache.force:
+        return
+    names = written_names(options.targets, loaded.name)
+    if cache.refresh:  # else the plan is read, and must be one
+        names.append(_plan_name(loaded))
+    if options.settings is not None:
+        names.append(manifest.SETTINGS)
+    manifest.refuse_foreign(options.out, names)
+
+
+def _refuse_unmeasured(options: BuildOptions) -> None:
+    """Refuse options on how a Q/DQ model is measured, where there are no images."""
+    asked = {
+        "--eval-images": options.evaluation,
+        "--labels": options.labels,
+        "--metric": options.metric,
+    }
+    for flag, value in asked.items():
+        if value is not None:
+            raise ConfigError(
+                f"{flag} is of what is measured on images, which were not given; give --images too,"
+                " or leave it away"
+            )
+
+
+def _idle_flags(images: object, options: BuildOptions) -> list[str]:
+    """Options that say how a float model is calibrated, as the command line calls them."""
+    calibration, tuning = options.calibration, options.tuning
+    repairs = tuple(options.repairs or ())
+    given = {
+        "--calibrator-script": isinstance(images, CalibratorScript),
+        "--method": calibration.method is not None,
+        "--cache": calibration.cache.path is not None,
+        "--require-cache": calibration.cache.require,
+        "--trust-cache": calibration.cache.trust,
+        "--refresh": calibration.cache.refresh,
+        "--keep-float": bool(calibration.float_nodes),
+        "--effort": tuning.effort not in (0, DEFAULT_EFFORT),
+        "--plan": tuning.plan is not None,
+        "--until-stable": calibration.until_stable is not None,
+        "--repair": bool(repairs) and repairs != ("none",),
+        "--scheduler": calibration.scheduler is not None,
+        "--resume": calibration.resume,
+    }
+    return [flag for flag, is_given in given.items() if is_given]

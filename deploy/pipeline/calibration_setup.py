@@ -1,0 +1,302 @@
+"""Prepare a calibration of a loaded model, check its options, and run it.
+
+::
+
+    open_images --> repairs --> what the targets demand --> CalibrationRun --> Calibrated
+
+`already_calibrated` takes what the pairs of a Q/DQ model say instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from calibrators.searches import DEFAULT_METHOD
+from deploy.calibration import store
+from deploy.calibration.calibration_result import (
+    RANDOM_SAMPLES,
+    CalibrationResult,
+    make_random_samples,
+    make_subject,
+    result_of_quantized,
+)
+from deploy.calibration.checkpoint import checkpoint_path
+from deploy.calibration.cluster_jobs import as_cluster
+from deploy.calibration.observation import CalibrationSubject, Observation, unique_observations
+from deploy.calibration.ranges import Ranges
+from deploy.calibration.reference_outputs import make_evaluation_set
+from deploy.calibration.reuse import CachePolicy, cached_trt_version
+from deploy.calibration.sample_checks import StabilityRule
+from deploy.calibration.shards import ShardSet, refuse_ordered
+from deploy.calibration.stability import StabilityMonitor, refuse_until_stable
+from deploy.errors import Calib8Error, ConfigError, ModelError
+from deploy.feed.feed import Dataset
+from deploy.feed.preview import PREVIEW_COUNT
+from deploy.feed.samples import Feed
+from deploy.files.staging import Stage, recover
+from deploy.frontends import LoadedModel
+from deploy.graph.index import match_nodes
+from deploy.method import Method
+from deploy.pipeline.build_options import CalibrationOptions
+from deploy.pipeline.calibration_run import (
+    CalibrationRun,
+    calibrate_run,
+    open_images,
+    source_name,
+    take_trusted,
+)
+from deploy.targets import Target
+from deploy.targets.base import WritesCache
+from deploy.terminal import phase
+from deploy.tuning.search_samples import CANDIDATES
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.frontends.base import QdqCalibration
+
+
+@phase("calibration")
+def calibrate_loaded(
+    loaded: LoadedModel,
+    given: str | Path | onnx.ModelProto | None,
+    images: Dataset | ShardSet,
+    options: CalibrationOptions,
+    *,
+    targets: Sequence[Target],
+    judging: int,
+    repairs: Sequence[str] = (),
+    stage: Stage | None = None,
+) -> CalibrationResult:
+    """Calibrate a model that is loaded; `deploy.pipeline.calibrate` describes the options.
+
+    Args:
+        loaded: the model.
+        given: the model as the user gave it.
+        images: the calibration images, or shards to merge.
+        options: how it is calibrated.
+        targets: the targets, whose observations are made.
+        judging: number of evaluation samples, at most.
+        repairs: names of `REPAIRS`; those that work before observing are tried.
+        stage: where the files of a build wait; a cache in the same folder appears with them.
+
+    Raises:
+        Calib8Error: as `calibrate`.
+    """
+    from deploy.tuning.repairs.apply import refuse_model_repairs, repair_model, repair_notes
+
+    policy, cluster = options.cache, as_cluster(options.scheduler)
+    source = open_images(loaded, images, cluster=cluster)
+    feed = source.feed
+    feed.remember(0, judging, PREVIEW_COUNT)
+    checkpoint = _checkpoint_path(options)
+    _refuse_foreign(policy)
+    subject = CalibrationSubject(
+        loaded=loaded,
+        given=given,
+        samples=len(feed),
+        batch=feed.batch,
+        filled=feed.filled,
+        method=_method(options.method),
+        float_nodes=match_nodes(loaded.model, options.float_nodes),
+        trt_version=policy.trt_version or _builds_here(targets) or cached_trt_version(policy),
+    )
+    if policy.trust:
+        refuse_model_repairs(repairs)
+    folder = Path() if stage is None else stage.folder
+    subject, tried = repair_model(
+        targets, subject, repairs, feed, folder=folder, threads=options.workers
+    )
+    wanted, failed = _demands(targets, subject)
+    _refuse_idle_method(options.method, subject, wanted)
+    if source.shard is not None:
+        refuse_ordered(unique_observations(wanted), source.shard)
+    until = None
+    if options.until_stable is not None:
+        until = StabilityRule(options.until_stable, subject.method.label)
+    if cluster is not None:
+        _refuse_cluster(options)
+    run = CalibrationRun(
+        subject=subject,
+        images=source,
+        wanted=wanted,
+        failed=failed,
+        policy=policy,
+        until=until,
+        watch=_watch(subject, wanted, feed, until, trusted=policy.trust),
+        judges=make_evaluation_set(feed, subject.model, judging),
+        judging=judging,
+        threads=options.workers,
+        checkpoint=checkpoint,
+        resume=options.resume,
+        repairs=tuple(repair_notes(tried)),
+    )
+    if policy.trust:
+        return take_trusted(run)
+    return calibrate_run(run, targets=targets, stage=stage)
+
+
+def already_calibrated(
+    loaded: LoadedModel,
+    trained: QdqCalibration,
+    dataset: Dataset | None,
+    *,
+    targets: Sequence[Target],
+    trt_version: str | None,
+) -> CalibrationResult:
+    """Return the calibration that the pairs of a Q/DQ model hold.
+
+    Args:
+        loaded: the model.
+        trained: what its pairs say.
+        dataset: images to try it on; None makes samples up.
+        targets: the targets to build for.
+        trt_version: TensorRT that is to read the cache; None for the one that builds here.
+
+    Raises:
+        Calib8Error: no target can be built for, or the images cannot be opened.
+    """
+    opened = Dataset(source=make_random_samples(loaded)) if dataset is None else dataset
+    feed = opened.open(loaded.inputs, carried=loaded.carried)
+    feed.remember(0, CANDIDATES, PREVIEW_COUNT)
+    subject = make_subject(loaded, feed, trt_version or _builds_here(targets))
+    failed: dict[str, Calib8Error] = {}
+    for target in targets:
+        try:
+            target.demand(subject)
+        except Calib8Error as error:
+            failed[target.name] = error
+    if len(failed) == len(targets):
+        raise next(iter(failed.values()))
+    name = RANDOM_SAMPLES if dataset is None else source_name(dataset.source)
+    reasons = {target: str(error) for target, error in failed.items()}
+    return result_of_quantized(
+        trained, subject, feed, make_evaluation_set(feed, subject.model, CANDIDATES), name, reasons
+    )
+
+
+def _method(method: str | Method | None) -> Method:
+    return method if isinstance(method, Method) else Method.of(method or DEFAULT_METHOD)
+
+
+def _demands(
+    targets: Iterable[Target], subject: CalibrationSubject
+) -> tuple[dict[str, tuple[Observation, ...]], dict[str, str]]:
+    """(target -> its observations, target -> why it cannot be built for, where others can).
+
+    Raises:
+        Calib8Error: no target can be built for.
+        ModelError: no target wants anything.
+    """
+    wanted: dict[str, tuple[Observation, ...]] = {}
+    failed: dict[str, Calib8Error] = {}
+    for target in targets:
+        try:
+            wanted[target.name] = target.demand(subject)
+        except Calib8Error as error:
+            failed[target.name] = error
+    if failed and not wanted:
+        raise next(iter(failed.values()))
+    if not any(wanted.values()):
+        raise ModelError(
+            "at least one node of the model must be able to run in int8, got none in"
+            f" {subject.loaded.name} (only the main graph counts, not If and Loop bodies);"
+            " `calib8 inspect` says why"
+        )
+    return wanted, {name: str(error) for name, error in failed.items()}
+
+
+def _refuse_foreign(policy: CachePolicy) -> None:
+    """Finish or undo an interrupted write, then refuse to overwrite a file that is no cache."""
+    if policy.path is not None and not (policy.trust or policy.require):
+        recover(policy.path.parent)
+        store.refuse_foreign(policy.path, force=policy.force)
+
+
+def _refuse_idle_method(
+    method: str | Method | None,
+    subject: CalibrationSubject,
+    wanted: Mapping[str, tuple[Observation, ...]],
+) -> None:
+    """Refuse a method that no target searches by."""
+    if method is None or any(o.statistic == subject.statistic for o in unique_observations(wanted)):
+        return
+    raise ConfigError(
+        f"a method is for targets that search by it, got {subject.method.label} for"
+        f" {', '.join(wanted)} alone, which has searches of its own; leave the method away"
+    )
+
+
+def _refuse_cluster(options: CalibrationOptions) -> None:
+    """Refuse options that the workers of a scheduler cannot follow."""
+    if options.resume:
+        raise ConfigError(
+            "--resume goes on with a run of this machine, got --scheduler, which keeps no"
+            " checkpoint; leave one of them away"
+        )
+    if options.until_stable is not None:
+        raise ConfigError(
+            "--until-stable looks at images one after the other, got --scheduler, whose workers"
+            " share all of them out; leave one of them away"
+        )
+
+
+def _checkpoint_path(options: CalibrationOptions) -> Path | None:
+    """Path of the checkpoint; None with --until-stable, which looks at few samples.
+
+    Raises:
+        ConfigError: --resume without a checkpoint, or with an option that observes nothing.
+    """
+    policy, checkpoint, resume = options.cache, options.checkpoint, options.resume
+    if resume and (policy.require or policy.trust):
+        flag = "--require-cache" if policy.require else "--trust-cache"
+        raise ConfigError(
+            f"--resume goes on observing and {flag} takes a cache as it is; leave one of them away"
+        )
+    if options.until_stable is not None:
+        if resume:
+            raise ConfigError(
+                "--resume goes on with a run over all samples, got --until-stable, which looks at"
+                " as few as it takes and keeps no checkpoint; leave one of them away"
+            )
+        return None
+    if checkpoint is None and policy.path is not None:
+        return checkpoint_path(policy.path)
+    if resume and checkpoint is None:
+        raise ConfigError(
+            "to go on with a run there must be a cache beside which its checkpoint stands, or the"
+            " checkpoint itself, got neither; name one"
+        )
+    return checkpoint
+
+
+def _watch(
+    subject: CalibrationSubject,
+    wanted: Mapping[str, tuple[Observation, ...]],
+    feed: Feed,
+    until: StabilityRule | None,
+    *,
+    trusted: bool,
+) -> StabilityMonitor:
+    """What compares halves of the samples; with `until` the samples come spread over the feed.
+
+    Raises:
+        ConfigError: `until` is asked for where it cannot decide.
+    """
+    listed = unique_observations(wanted)
+    searched = [o for o in listed if o.statistic == subject.statistic and not o.by_order]
+    if until is not None:
+        refuse_until_stable(feed, listed, searched, trusted=trusted)
+        feed.scatter()
+    alone = searched if feed.share is None else ()  # half of a shard tells nothing of all images
+    return StabilityMonitor(
+        alone, lambda seen: Ranges(seen, subject.method, subject.reaches), until
+    )
+
+
+def _builds_here(targets: Iterable[Target]) -> str | None:
+    """The version of TensorRT that builds on this machine, where there is one."""
+    versions = (target.cache_version() for target in targets if isinstance(target, WritesCache))
+    return next((version for version in versions if version is not None), None)

@@ -1,0 +1,362 @@
+"""Evaluate the built engines: compare each with the float model, in one pass.
+
+Each engine runs every evaluation sample once, in sessions of one thread that run in parallel; the
+float model runs only the samples whose outputs the calibration did not store::
+
+    sample            1    2    3    4    5 ...      spread over the feed
+    float outputs     stored, or run
+    engines           run  run  run  run  run
+    inner tensors     of both, for a few of them     the float model's outputs come with these
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, overload
+
+from deploy.calibration.reference_outputs import ReferenceOutputs
+from deploy.errors import BackendError
+from deploy.feed.evaluation import EvaluationSubset
+from deploy.feed.parallel import Sample, run_in_order
+from deploy.feed.preview import CandidateImages
+from deploy.frontends.base import read_model_file
+from deploy.frontends.onnx_reader import parse_model
+from deploy.graph.edit import copy_with_outputs, drop_initializer_inputs, name_nodes
+from deploy.metrics.accuracy import Accuracy, Comparison, TensorComparison
+from deploy.metrics.layerwise import shared_tensors
+from deploy.metrics.output_errors import OutputAccuracy
+from deploy.metrics.precision import GroundTruth
+from deploy.metrics.tasks import Metric
+from deploy.metrics.tasks.evaluation_task import Example
+from deploy.runtimes.ort import OrtSession
+from deploy.targets.base import BuildResult
+from deploy.tensors import Array, Samples, Session
+from deploy.terminal import phase
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.frontends import LoadedModel
+
+LAYER_SAMPLES = 4  # samples on which all inner tensors of both models are compared
+CALIBRATION_SAMPLES = 100  # calibration images to evaluate on, without evaluation images
+
+
+def open_single_thread(model: Path | bytes | onnx.ModelProto, *, stand_in: bool = False) -> Session:
+    """Open a session of one thread without spinning; samples run in parallel instead."""
+    return OrtSession.open(model, threads=1, spin=False, keep=True, int8_kernels=not stand_in)
+
+
+class InnerTensors:
+    """Compares inner tensors of both models on a few samples, one sample in memory at a time.
+
+    Attributes:
+        places: numbers, from 1, of the samples that are compared.
+        samples: number of samples compared so far.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        built: Sequence[BuildResult],
+        engines: Mapping[str, Session | None],
+        samples: int,
+        *,
+        speaks: bool = True,
+    ) -> None:
+        """Open both models with all shared tensors as outputs.
+
+        Args:
+            loaded: the float model.
+            built: the result of each target.
+            engines: target whose engine can be opened here -> its session if a device runs it,
+                None if ONNX Runtime does.
+            samples: number of evaluation samples.
+            speaks: whether engines are compared with `loaded` itself, without repairs.
+        """
+        self.samples = 0
+        self._speaks = speaks
+        self._looking = threading.Lock()
+        self._taps: dict[str, Session] = {}
+        self._figures: dict[str, TensorComparison] = {}
+        for result in built:
+            if result.runnable is not None and any(d.quantized for d in result.decisions):
+                self._tap(loaded, result, stand_in=result.target not in engines)
+        self.places: frozenset[int] = frozenset()
+        if self._taps:
+            tensors = dict.fromkeys(t for one in self._figures.values() for t in one.pairs)
+            self._names = [spec.name for spec in loaded.outputs]
+            self._reference = open_single_thread(copy_with_outputs(loaded.model, tensors))
+            few = min(LAYER_SAMPLES, samples)
+            self.places = frozenset(1 + at * samples // few for at in range(few))
+
+    def _tap(self, loaded: LoadedModel, result: BuildResult, *, stand_in: bool) -> None:
+        import onnx
+
+        assert result.runnable is not None
+        model = onnx.load(result.runnable)
+        shared = shared_tensors(loaded.model, model)
+        if shared:  # a fake-quant model has no DequantizeLinear
+            tapped = copy_with_outputs(model, shared.values())
+            self._taps[result.target] = open_single_thread(tapped, stand_in=stand_in)
+            self._figures[result.target] = TensorComparison(shared)
+
+    def look(self, sample: Sample) -> Mapping[str, Array] | None:
+        """Compare the tensors of one sample.
+
+        Returns the float model's outputs, so that it need not run again; None if engines are
+        compared with another model.
+        """
+        with self._looking:
+            left = self._reference.run(sample)
+            for name, tap in list(self._taps.items()):
+                try:
+                    self._figures[name].add(sample, left, tap.run(sample))
+                except BackendError:  # the engine itself reports the error
+                    del self._taps[name], self._figures[name]
+            self.samples += 1
+        return {name: left[name] for name in self._names} if self._speaks else None
+
+    @property
+    def layers(self) -> dict[str, tuple[OutputAccuracy, ...]]:
+        """Target -> figures of its inner tensors."""
+        return {name: one.result() for name, one in self._figures.items() if self.samples}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What is evaluated for a target: its engine, or a model that stands in for it.
+
+    Attributes:
+        session: the opened engine or model.
+        alone: whether the session takes one sample at a time, as a device does.
+    """
+
+    session: Session
+    alone: bool
+
+
+def find_candidates(
+    built: Sequence[BuildResult],
+    engines: Mapping[str, Session | None],
+    opened: Mapping[str, Session],
+    failed: dict[str, str],
+) -> dict[str, Candidate]:
+    """Return target -> what can be run of it here; add to `failed` why others cannot.
+
+    Args:
+        built: the result of each target.
+        engines: as `InnerTensors` takes them.
+        opened: target -> session of its runnable file, if it is open already, in one thread.
+        failed: target -> why its engine cannot be run.
+    """
+    found = {}
+    for result in built:
+        engine = engines.get(result.target)
+        if engine is not None:
+            found[result.target] = Candidate(engine, alone=True)
+            continue
+        stand_in = result.target not in engines
+        path = result.runnable if stand_in else result.runnable or result.engine
+        if path is None:
+            continue
+        try:
+            session = opened.get(result.target) or open_single_thread(path, stand_in=stand_in)
+            found[result.target] = Candidate(session, alone=False)
+        except BackendError as error:
+            failed[result.target] = str(error)
+    return found
+
+
+@dataclass(slots=True)
+class EvaluationResult:
+    """Result of the evaluation pass.
+
+    Attributes:
+        accuracy: candidate -> its figures.
+        failed: candidate -> why it could not be run.
+        reference_runs: inferences of the float model.
+        engine_runs: candidate -> inferences.
+        examples: candidate -> a few samples on which it and the float model differ most.
+        looks: sample number -> name and picture of each example, uint8 [h, w, 3].
+    """
+
+    accuracy: dict[str, Accuracy] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    reference_runs: int = 0
+    engine_runs: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, tuple[Example, ...]] = field(default_factory=dict)
+    looks: Mapping[int, tuple[str, Array]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Ran:
+    """One sample's outputs: the float model's and each candidate's."""
+
+    sample: Sample
+    reference: Mapping[str, Array]
+    outputs: dict[str, Mapping[str, Array]] = field(default_factory=dict)
+
+
+def evaluate(
+    reference: ReferenceOutputs,
+    candidates: Mapping[str, Candidate],
+    over: Evaluation,
+    inside: InnerTensors,
+    *,
+    threads: int,
+) -> EvaluationResult:
+    """Run all candidates over the evaluation samples, and compare with the float model."""
+    found = EvaluationResult()
+    if not candidates:
+        return found
+    before = reference.runs
+    figures = {
+        name: Comparison(reference, one.session, labels=over.labels, metric=over.metric)
+        for name, one in candidates.items()
+    }
+
+    def attempt(name: str, sample: Sample, ran: _Ran) -> None:
+        if name in found.failed:
+            return
+        try:
+            ran.outputs[name] = candidates[name].session.run(sample)
+        except BackendError as error:
+            found.failed[name] = str(error)
+
+    def work(_: int, number: int, sample: Sample) -> _Ran:
+        inner = inside.look(sample) if number in inside.places else None
+        ran = _Ran(sample, inner or reference.of(over.key(number), sample))
+        for name, one in candidates.items():
+            if not one.alone:
+                attempt(name, sample, ran)
+        return ran
+
+    looks = CandidateImages(over.feed)
+
+    def take(_: int, ran: _Ran) -> None:
+        for name, one in candidates.items():
+            if one.alone:
+                attempt(name, ran.sample, ran)
+            if name in ran.outputs:
+                found.engine_runs[name] += 1
+                figures[name].add(ran.sample, ran.reference, ran.outputs[name], count=over.count)
+        looks.add(ran.sample, {n for figure in figures.values() for n in figure.watched})
+        step()
+
+    most = over.samples
+    with phase("accuracy", most, "samples") as step, over.feed.samples() as samples:
+        run_in_order(itertools.islice(samples, most), work, take, threads=threads)
+    found.reference_runs = reference.runs - before + inside.samples
+    for name, figure in figures.items():
+        if name not in found.failed:
+            found.accuracy[name] = figure.result()
+            found.examples[name] = figure.shown()
+    found.looks = looks.of(one.number for own in found.examples.values() for one in own)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What the engines are evaluated on.
+
+    Attributes:
+        feed: the samples.
+        samples: number of samples to use, at most.
+        most: number of images in them, at most.
+        labels: class of each sample, or the objects on it.
+        key: number of a sample in a pass, from 1 -> its key among stored outputs.
+        metric: the user's figure.
+    """
+
+    feed: Samples
+    samples: int
+    most: int
+    labels: Sequence[int] | GroundTruth | None
+    key: Callable[[int], int] = int
+    metric: Metric | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of good images so far; a fixed batch may be filled up with copies."""
+        return min(self.most, self.feed.count)
+
+
+class _Labels(Sequence[int]):
+    """Labels of a feed's good images; bad images show only while they are read."""
+
+    def __init__(self, feed: Samples) -> None:
+        self._feed = feed
+
+    def __len__(self) -> int:
+        return len(self._feed.labels or ())
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, place: int | slice) -> int | Sequence[int]:
+        return (self._feed.labels or ())[place]
+
+
+def evaluation_of(
+    part: EvaluationSubset,
+    evaluation: Samples | None,
+    labels: Sequence[int] | GroundTruth | None,
+    metric: Metric | None = None,
+) -> Evaluation:
+    """The evaluation samples; without them part of the calibration samples, without labels."""
+    if evaluation is None:
+        return Evaluation(
+            feed=part,
+            samples=len(part),
+            most=part.count,
+            labels=None,
+            key=part.key,
+            metric=metric,
+        )
+    known: Sequence[int] | GroundTruth | None = labels
+    if labels is None and evaluation.labels is not None:
+        known = _Labels(evaluation)
+    return Evaluation(
+        feed=evaluation,
+        samples=len(evaluation),
+        most=evaluation.count,
+        labels=known,
+        metric=metric,
+    )
+
+
+def float_model(loaded: LoadedModel) -> bytes:
+    """The user's file as it was loaded, so that int8 is compared with what the user runs today.
+
+    Nodes that share a name are renamed, which ONNX Runtime requires, and weights are removed from
+    the list of inputs: ONNX Runtime does not optimize weights that may be fed, and int8 would look
+    better than it is.
+
+    Other models are replaced by the float32 model that was loaded: a float16 file (the CPU casts
+    around each node), a file with unknown operators (the part before them), a Q/DQ model, and a
+    model whose weights are stored as integers.
+
+    Raises:
+        ModelError: the file changed since.
+    """
+    taken = loaded.trained is not None or loaded.restored
+    if loaded.widened or loaded.behind is not None or taken:
+        return bytes(loaded.model.SerializeToString())
+    data = read_model_file(loaded)
+    if not loaded.renamed and not loaded.listed:
+        return data
+    given = parse_model(data, str(loaded.source))
+    if loaded.renamed:
+        name_nodes(given.graph)
+    if loaded.listed:
+        drop_initializer_inputs(given.graph)
+    return bytes(given.SerializeToString())

@@ -1,0 +1,214 @@
+"""Stand-ins for `tensorrt` (calibrator base classes, logger, types), and the swap of all of them.
+
+`StandIns.installed` replaces the modules while a user's code runs, whether the real ones are
+installed or not: the same script gives the same bytes on every machine, and no GPU is used.
+Afterwards the real modules are restored, and the engine is built by the real TensorRT.
+
+A calibrator's base class determines the calibration algorithm. Source: NVIDIA/TensorRT
+python/src/infer/pyInt8.cpp and python/packaging/bindings_wheel/__init__.py at 8.6.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from math import prod
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from deploy.standins import cuda_modules
+from deploy.standins.cuda_modules import make_cdll
+from deploy.standins.memory import Memory, make_module
+
+VERSION = "10.3.0"  # a version that has calibrators
+
+
+class CalibrationAlgoType(enum.IntEnum):
+    """Calibration algorithms, as TensorRT numbers them."""
+
+    LEGACY_CALIBRATION = 0
+    ENTROPY_CALIBRATION = 1
+    ENTROPY_CALIBRATION_2 = 2
+    MINMAX_CALIBRATION = 3
+
+
+class DataType(enum.Enum):
+    """Tensor types, with numpy's names."""
+
+    FLOAT = "float32"
+    HALF = "float16"
+    INT8 = "int8"
+    INT32 = "int32"
+    INT64 = "int64"
+    BOOL = "bool"
+    UINT8 = "uint8"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per value."""
+        return np.dtype(self.value).itemsize
+
+
+class Severity(enum.IntEnum):
+    """Severity of a log message."""
+
+    INTERNAL_ERROR = 0
+    ERROR = 1
+    WARNING = 2
+    INFO = 3
+    VERBOSE = 4
+
+
+class ILogger:
+    """Base class of loggers."""
+
+    Severity = Severity
+    INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = Severity
+
+    def __init__(self) -> None:
+        pass
+
+
+class Logger(ILogger):
+    """A logger that discards all messages."""
+
+    def __init__(self, min_severity: Severity = Severity.WARNING) -> None:
+        self.min_severity = min_severity
+
+    def log(self, severity: Severity, msg: str) -> None:
+        """Do nothing."""
+
+
+class IInt8Calibrator:
+    """Base class of all calibrators, without a cache."""
+
+    def __init__(self) -> None:
+        pass
+
+    def read_calibration_cache(self) -> Any:
+        """Return None: there is no cache."""
+        return None
+
+    def write_calibration_cache(self, cache: Any) -> None:
+        """Do nothing."""
+
+
+class IInt8LegacyCalibrator(IInt8Calibrator):
+    """Calibrates by a quantile."""
+
+    def get_algorithm(self) -> CalibrationAlgoType:
+        """Return LEGACY_CALIBRATION."""
+        return CalibrationAlgoType.LEGACY_CALIBRATION
+
+
+class IInt8EntropyCalibrator(IInt8Calibrator):
+    """Calibrates by the first entropy algorithm."""
+
+    def get_algorithm(self) -> CalibrationAlgoType:
+        """Return ENTROPY_CALIBRATION."""
+        return CalibrationAlgoType.ENTROPY_CALIBRATION
+
+
+class IInt8EntropyCalibrator2(IInt8Calibrator):
+    """Calibrates by the second entropy algorithm."""
+
+    def get_algorithm(self) -> CalibrationAlgoType:
+        """Return ENTROPY_CALIBRATION_2."""
+        return CalibrationAlgoType.ENTROPY_CALIBRATION_2
+
+
+class IInt8MinMaxCalibrator(IInt8Calibrator):
+    """Calibrates by the largest |x|."""
+
+    def get_algorithm(self) -> CalibrationAlgoType:
+        """Return MINMAX_CALIBRATION."""
+        return CalibrationAlgoType.MINMAX_CALIBRATION
+
+
+def volume(shape: Any) -> int:
+    """Return the number of values of a shape."""
+    return prod(shape)
+
+
+def nptype(kind: DataType) -> type:
+    """Return the numpy type."""
+    return np.dtype(kind.value).type
+
+
+def init_libnvinfer_plugins(logger: Any, namespace: str) -> bool:
+    """Do nothing: no network is built."""
+    return True
+
+
+def tensorrt_modules() -> dict[str, ModuleType]:
+    """Return the module `tensorrt`."""
+    kinds = (
+        CalibrationAlgoType, DataType, ILogger, Logger, IInt8Calibrator, IInt8LegacyCalibrator,
+        IInt8EntropyCalibrator, IInt8EntropyCalibrator2, IInt8MinMaxCalibrator, volume, nptype,
+        init_libnvinfer_plugins,
+    )  # fmt: skip
+    dtypes = {"FLOAT": "float32", "HALF": "float16", "INT8": "int8", "INT32": "int32"}
+    names: dict[str, Any] = {kind.__name__: kind for kind in kinds}
+    names |= {name: DataType[kind] for kind, name in dtypes.items()} | {"bool": DataType.BOOL}
+    return {"tensorrt": make_module("tensorrt", {**names, "__version__": VERSION})}
+
+
+_NAMES = ("tensorrt", "pycuda", "cuda")
+
+
+class StandIns:
+    """The stand-in modules of one script, all on one memory."""
+
+    def __init__(self) -> None:
+        self.memory = Memory()
+        self._modules = {
+            **tensorrt_modules(),
+            **cuda_modules.pycuda_modules(self.memory),
+            **cuda_modules.cudart_modules(self.memory),
+        }
+        self._library = make_cdll(self.memory)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Replace the real modules while the context is active; not thread-safe."""
+        with ExitStack() as stack:
+            stack.enter_context(_replaced(self._modules))
+            stack.enter_context(_libraries(self._library))
+            if "torch" in sys.modules:
+                from deploy.standins.torch_on_cpu import CudaOnCpu
+
+                stack.enter_context(CudaOnCpu(self.memory))
+            yield
+
+
+@contextmanager
+def _replaced(modules: dict[str, ModuleType]) -> Iterator[None]:
+    """Replace all modules and submodules of `_NAMES` in `sys.modules`."""
+    originals = {
+        name: loaded for name, loaded in sys.modules.items() if name.split(".")[0] in _NAMES
+    }
+    for name in originals:
+        del sys.modules[name]
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] in _NAMES]:
+            del sys.modules[name]
+        sys.modules.update(originals)
+
+
+@contextmanager
+def _libraries(kind: type[ctypes.CDLL]) -> Iterator[None]:
+    """Replace `ctypes.CDLL` and the loader that uses it."""
+    originals = ctypes.CDLL, ctypes.cdll
+    ctypes.CDLL, ctypes.cdll = kind, ctypes.LibraryLoader(kind)  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        ctypes.CDLL, ctypes.cdll = originals  # type: ignore[misc]

@@ -1,0 +1,386 @@
+"""Existing files of an Ascend deployment: recipes from a record or TensorRT cache, and file checks.
+
+Weight scales depend on whether a BatchNormalization was folded into its layer when they were made.
+The model is brought to the same form: folded, unless the record (skip_fusion), the configuration
+(do_fusion, skip_fusion_layers) or the scales themselves show otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from calibrators.amct.arq import arq
+from deploy.errors import CacheError, ConfigError, ModelError
+from deploy.files.reading import read_text
+from deploy.graph.index import Graph, attributes
+from deploy.targets.ascend.config import read_config, resolve_config
+from deploy.targets.ascend.config_keys import QuantConfig
+from deploy.targets.ascend.layers import LayerGraph
+from deploy.targets.ascend.proto import parse_text
+from deploy.targets.ascend.recipe import Recipe
+from deploy.targets.ascend.simple_config import read_simple_config
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.calibration.observation import CalibrationSubject
+    from deploy.targets.ascend.record import LayerRecord
+
+
+_WHAT = "a text file of an Ascend deployment"
+
+
+def read_any_config(path: Path, graph: LayerGraph) -> QuantConfig:
+    """Read a quant config JSON or a simplified configuration; suffix or first "{" decides which.
+
+    Raises:
+        ConfigError: the file cannot be read or breaks a rule.
+    """
+    text = read_text(path, what=_WHAT, error=ConfigError)
+    if path.suffix == ".json" or text.lstrip().startswith("{"):
+        return resolve_config(read_config(text, str(path)), graph)
+    return read_simple_config(text, graph, str(path))
+
+
+def check_file(path: Path, graph: LayerGraph | None = None) -> str:
+    """Check a file of any of the kinds that `calib8 build --target ascend` writes.
+
+    Args:
+        path: record, quant config JSON, simplified .cfg, AIPP configuration or deploy model.
+        graph: layers of the file's float model; None checks less.
+
+    Returns:
+        One sentence on the file's content.
+
+    Raises:
+        ConfigError, ModelError: the file is invalid.
+    """
+    from deploy.targets.ascend.models import is_fusion_mapping
+    from deploy.targets.ascend.record import check_record, describe_ignored_entries, read_record
+
+    if path.suffix == ".onnx":
+        return check_deploy_model(path)
+    text = read_text(path, what=_WHAT, error=ConfigError)
+    if path.suffix == ".json" or text.lstrip().startswith("{"):
+        if is_fusion_mapping(text):
+            return "a fusion mapping, by which CANN's accuracy comparison pairs nodes"
+        config = read_config(text, str(path))
+        config = resolve_config(config, graph) if graph else config
+        return f"a sound quant config, {_wanted(config)}"
+    key = _first_key(text)
+    if key in ("record", "prune_record"):
+        records, ignored = read_record(text, str(path)), describe_ignored_entries(text, str(path))
+        if graph is not None:
+            check_record(records, graph)
+        rest = f"; calib8 does not deploy the rest: {', '.join(ignored)}" if ignored else ""
+        inputs = sum(one.tensor for one in records.values())
+        and_inputs = f" and {inputs} inputs of tensor_quantize" if inputs else ""
+        return f"a sound record of {len(records) - inputs} layers{and_inputs}{rest}"
+    if key in ("aipp_op", "multi_shape_op"):
+        parse_text("InsertNewOps", text, str(path))
+        return "a sound AIPP configuration"
+    if graph is not None:
+        config = read_simple_config(text, graph, str(path))
+        return f"a sound simplified configuration, {_wanted(config)}"
+    parse_text("AMCTConfig", text, str(path))
+    return "a simplified configuration that parses; --model checks its layers"
+
+
+def _wanted(config: QuantConfig) -> str:
+    """Describe how much a config quantizes, and which of its settings have no effect."""
+    count = _count(len(config.enabled()), len(config.tensors))
+    return ". ".join([count, *config.told]).rstrip(".")
+
+
+def _count(layers: int, inputs: int, grid: str = "int8") -> str:
+    """Describe the number of quantized layers and inputs."""
+    return f"{layers} layers in {grid}" + (f", {inputs} inputs moved in int8" if inputs else "")
+
+
+def _first_key(text: str) -> str:
+    """Return the first key of protobuf text after comments, or ""."""
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    first = next((line for line in lines if line), "")
+    key = re.match(r"\w+", first)
+    return key[0] if key else ""
+
+
+def check_deploy_model(path: Path) -> str:
+    """Check a deploy model's AscendQuant and AscendDequant nodes by ATC's rules; describe it.
+
+    Raises:
+        ModelError: not an ONNX file, no quantized layer, or an invalid one.
+    """
+    from deploy.frontends.onnx_reader import read_model
+    from deploy.targets.ascend.executor import malformed_as_model_error, to_integer_model
+
+    model = read_model(path)
+    ops = Counter(node.op_type for node in model.graph.node)
+    dequants = ops["AscendDequant"] + ops["AscendAntiQuant"]
+    if not ops["AscendQuant"] or not dequants:
+        raise ModelError(
+            f"{path} must have AscendQuant and AscendDequant nodes, got {ops['AscendQuant']} and"
+            f" {dequants}; give the deploy model"
+        )
+    constants = Graph(model).initializers
+    with malformed_as_model_error():
+        for node in model.graph.node:
+            if node.op_type == "AscendDequant":
+                _check_parameter(node, constants)
+    to_integer_model(model)
+    count = _count(ops["AscendDequant"], ops["AscendAntiQuant"], _grids(model))
+    return f"a sound deploy model, {count}"
+
+
+def _grids(model: onnx.ModelProto) -> str:
+    """Return the output types of the AscendQuants, such as "int8" or "int8 and int16"."""
+    types = {_output_type(node) for node in model.graph.node if node.op_type == "AscendQuant"}
+    return " and ".join(sorted(types, key=lambda name: int(name[3:])))
+
+
+def _output_type(node: onnx.NodeProto) -> str:
+    kind: bytes = attributes(node).get("dst_type", b"INT8")
+    return kind.decode().lower()
+
+
+def _check_parameter(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> None:
+    """Check the packed parameter of an AscendDequant (see `deploy_model`)."""
+    from onnx import numpy_helper
+
+    from deploy.targets.ascend.deploy_model import unpack_dequant_scales
+
+    parameter = constants.get(node.input[-1])
+    if len(node.input) != 2 or parameter is None or parameter.data_type != 13:
+        raise ModelError(f"{node.name!r} must have a uint64 parameter as its second input")
+    values = numpy_helper.to_array(parameter)
+    scales = unpack_dequant_scales(values)
+    if not (np.isfinite(scales) & (scales > 0)).all():
+        raise ModelError(f"{node.name!r} must have finite scales above 0, got {scales.min()}")
+    if (values >> np.uint64(40)).any():
+        raise ModelError(f"{node.name!r} must have offset_w 0, got another")
+
+
+def recipe_from_record(
+    subject: CalibrationSubject, path: Path, *, config: Path | None = None
+) -> Recipe:
+    """Return the recipe of a model with the scales of a record.
+
+    Args:
+        subject: the model.
+        path: path of the record.
+        config: quant config or simplified configuration that the record was made with; it decides
+            the form of the model, and is written again without the layers that the record lacks.
+
+    Raises:
+        ConfigError: a file that cannot be read, breaks a rule, or belongs to another model.
+        ExportError: a scale or bias exceeds the limits of the hardware.
+    """
+    from deploy.targets.ascend.deploy_model import find_unrounded_layers
+    from deploy.targets.ascend.preparation import disable_layers
+    from deploy.targets.ascend.quant_layer import quantize_layers
+    from deploy.targets.ascend.record import (
+        describe_ignored_entries,
+        read_adaround_layers,
+        read_record,
+    )
+
+    text = read_text(path, what="AMCT's record of scales", error=ConfigError)
+    records = read_record(text, str(path))
+    ignored = describe_ignored_entries(text, str(path))
+    if not records:
+        raise ConfigError(
+            f"a record to deploy must have a layer with its scales, got only {', '.join(ignored)}"
+            f" in {path}; give the record of a calibration"
+        )
+    model, graph, settled, bare = _formed(subject, records, config)
+    _check_types(records, graph, subject)
+    layers = quantize_layers(model, graph, records)
+    lacking = tuple(name for name in graph.layers if name not in records)
+    if settled is not None:
+        _refuse_disabled(records, settled)
+        unused = (name for name in settled.entries() if name not in records)
+        settled = disable_layers(settled, (*lacking, *unused))
+    notes = [f"Scales: {path}, unchanged; nothing was calibrated."]
+    if bare:
+        notes.append(
+            "By its scales, the record was made before anything was folded into these layers, so"
+            f" what follows them stays apart: {', '.join(bare)}."
+        )
+    nearest = find_unrounded_layers(model, graph, records, read_adaround_layers(text))
+    if nearest:
+        notes.append(
+            f"AdaRound rounded the weights of {len(nearest)} layers ({', '.join(nearest[:3])}). A"
+            " record does not hold that rounding, so here they are rounded to nearest; instead of"
+            " the model, give the _modified_model.onnx that was written with the record."
+        )
+    if ignored:
+        notes.append(f"Entries of the record that were not deployed: {', '.join(ignored)}.")
+    return Recipe(
+        model=model,
+        graph=graph,
+        records=records,
+        layers=layers,
+        config=settled,
+        method="a record",
+        why=dict.fromkeys(lacking, "the record has no scales for it"),
+        notes=tuple(notes),
+    )
+
+
+def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
+    """Return the recipe of a model with a TensorRT cache's activation scales; weights by ARQ.
+
+    The scales are symmetric and without offset.
+
+    Raises:
+        CacheError: the file cannot be read, or has no usable scale for any layer of the model.
+        ConfigError: the model has no layer that Ascend quantizes.
+    """
+    from deploy.calibration.observation import ObservedStatistics
+    from deploy.graph.placement import ASCEND
+    from deploy.targets.ascend.amct_calibration import RecordPlan
+    from deploy.targets.ascend.config import default_config
+    from deploy.targets.ascend.preparation import prepare_model
+    from deploy.targets.ascend.quant_layer import quantize_fitting
+    from deploy.targets.ascend.record import LayerRecord
+    from deploy.targets.tensorrt.cache_match import match_cache
+    from deploy.targets.tensorrt.cache_tools import read_cache
+
+    cache = read_cache(path)
+    model, graph = prepare_model(subject.model)
+    matched = match_cache(cache, subject.model, original=subject.original, placement=ASCEND)
+    config = default_config(graph, activation_offset=False)
+    weights = RecordPlan(model=model, graph=graph, config=config, base="", samples=1).weights(
+        ObservedStatistics({})
+    )
+    records = {
+        name: LayerRecord(
+            scale_d=matched.scales[layer.input],
+            scale_w=weights[name][0],
+            weighted=bool(layer.weight),
+        )
+        for name, layer in graph.layers.items()
+        if layer.input in matched.scales
+    }
+    layers, why = quantize_fitting(model, graph, records)
+    if not layers:
+        wanted = list(dict.fromkeys(layer.input for layer in graph.layers.values()))
+        raise CacheError(
+            f"a cache must have scales for the inputs of the model's layers, got a usable scale in"
+            f" {path} for none of {len(wanted)} (such as {', '.join(wanted[:2])}); give the model's"
+            " own cache (`calib8 cache check --model` tells more)"
+        )
+    reasons = {cover.tensor: cover.reason for cover in matched.tensors if not cover.covered}
+    lacking = {
+        name: f"its input {reasons.get(layer.input) or f'has no scale in {path.name}'}"
+        for name, layer in graph.layers.items()
+        if name not in records
+    }
+    return Recipe(
+        model=model,
+        graph=graph,
+        records={name: records[name] for name in layers},
+        layers=layers,
+        method="ARQ, and a TensorRT cache",
+        why={**lacking, **why},
+        notes=(
+            f"Scales: {path} for {len(layers)} of {len(graph.layers)} layers, symmetric, without"
+            " offset; weights by ARQ; nothing was calibrated.",
+        ),
+    )
+
+
+def _formed(
+    subject: CalibrationSubject, records: Mapping[str, LayerRecord], path: Path | None
+) -> tuple[onnx.ModelProto, LayerGraph, QuantConfig | None, tuple[str, ...]]:
+    """Return the model in the form of the record, its layers, the configuration, and `_bare`."""
+    from deploy.targets.ascend.preparation import prepare_model, unfuse_batchnorms
+
+    model, graph = prepare_model(subject.model)
+    config = None if path is None else read_any_config(path, graph)
+    fusion = config or QuantConfig()
+    skipped = (*fusion.skip_fusion_layers, *(n for n, one in records.items() if one.skip_fusion))
+    bare = _bare(subject, records) if fusion.do_fusion else ()
+    if not fusion.do_fusion or skipped or bare:
+        fusion = replace(fusion, skip_fusion_layers=skipped)
+        model, graph = unfuse_batchnorms(subject, fusion, bare=bare)
+        config = None if path is None else read_any_config(path, graph)
+    return model, graph, config, bare
+
+
+def _bare(subject: CalibrationSubject, records: Mapping[str, LayerRecord]) -> tuple[str, ...]:
+    """Return the layers whose scales fit the weights before folding better than those after it.
+
+    AMCT folds a BatchNormalization only into a Conv; calib8 also into ConvTranspose and Gemm, and
+    constant Muls and Adds into all three. The scales show which tool made the record.
+    """
+    from deploy.targets.ascend.preparation import prepare_model
+
+    forms = [
+        _ModelWeights(*prepare_model(model)) for model in (subject.model, subject.unfolded.model)
+    ]
+    bare = []
+    for name, record in records.items():
+        folded, unfolded = (form.distance(name, record) for form in forms)
+        if folded is not None and unfolded is not None and unfolded < folded:
+            bare.append(name)
+    return tuple(bare)
+
+
+class _ModelWeights:
+    """The weights of one form of a model."""
+
+    def __init__(self, model: onnx.ModelProto, graph: LayerGraph) -> None:
+        self.index, self.layers = Graph(model), graph.layers
+
+    def distance(self, name: str, record: LayerRecord) -> float | None:
+        """Return the mean distance of a record's scales from ARQ's in octaves; None if unfit."""
+        from deploy.targets.ascend.quant_layer import balanced_weight, read_constant, to_rows
+
+        layer = self.layers.get(name)
+        if layer is None or not layer.weight:
+            return None
+        weight = read_constant(self.index, layer.weight)
+        try:
+            rows = to_rows(balanced_weight(weight, layer, record.factors), layer)
+        except ValueError:  # DMQ factors for another number of channels
+            return None
+        scales, _ = arq(rows, bits=record.weight_bits, channel_wise=record.scale_w.size > 1)
+        if scales.size != record.scale_w.size:
+            return None
+        return float(np.abs(np.log2(record.scale_w / scales)).mean())
+
+
+def _check_types(
+    records: Mapping[str, LayerRecord], graph: LayerGraph, subject: CalibrationSubject
+) -> None:
+    """Refuse a record whose op_data_type differs from the model's."""
+    from deploy.targets.ascend.float16 import find_float16_tensors
+
+    recorded = {name: one.half for name, one in records.items() if one.half is not None}
+    float16 = find_float16_tensors(subject) if recorded else frozenset[str]()
+    for name, half in recorded.items():
+        if name in graph.layers and half != (graph.layers[name].output in float16):
+            kinds = ("float16", "float32") if half else ("float32", "float16")
+            raise ConfigError(
+                f"op_data_type must be the layer's own, got that of {kinds[0]} for {name!r}, which"
+                f" gives {kinds[1]} in the model's file; take it out"
+            )
+
+
+def _refuse_disabled(records: Mapping[str, LayerRecord], config: QuantConfig) -> None:
+    """Refuse a record and a configuration that contradict each other."""
+    enabled = config.entries()
+    name = next((name for name in records if name not in enabled), None)
+    if name is not None:
+        raise ConfigError(
+            f"a configuration must enable every layer of its record, got {name!r} disabled; take"
+            " it out of the record, or enable it"
+        )

@@ -1,0 +1,214 @@
+"""int8 gates (Hard-Swish, squeeze-excite) on uint8 tensors, and shifted uint8 parameters for them.
+
+A gate computes factor * gain * clip(source + shift, 0, top) + offset (`deploy.graph.placement`).
+ONNX Runtime fuses an Add or Mul between Q/DQ pairs into one integer kernel. Three pairs here have
+different parameters in Q and DQ, which computes a Mul or Add without a node::
+
+    Q(scale, zero) -> DQ(scale * gain, zero)               times gain
+    Q(scale, zero + steps) -> DQ(scale, zero)              plus steps * scale
+    Q(scale, zero) -> DQ(scale, zero - steps)              the same, for one of its readers
+
+A shift must be an integer number of steps. Widening the step until it is one loses less than a
+second rounding would.
+
+Source: ONNX operators QuantizeLinear-13 and DequantizeLinear-13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper
+
+from calibrators.grids import UINT8, affine_params
+from calibrators.scales import Scale
+from deploy.graph.placement import Gate
+
+_LEAST_STEPS = 3  # with 3 steps or more, the step grows by at most a third
+_WIDEST = 1 + 1 / _LEAST_STEPS
+
+
+@dataclass(frozen=True, slots=True)
+class ShiftedParams:
+    """uint8 parameters of a tensor, and the distance to the zero point of its shifted form.
+
+    Attributes:
+        scale: scale.
+        zero: zero point.
+        steps: steps between the two zero points; 0 if the shift cannot be expressed in steps.
+    """
+
+    scale: np.float32
+    zero: int
+    steps: int = 0
+
+
+def fit_output_offset(scale: np.float32, zero: int, offset: float) -> ShiftedParams:
+    """Adjust parameters of y + offset such that y has the same scale and another zero point.
+
+    Returns:
+        The parameters of y + offset, and the steps from its zero point to that of y.
+    """
+    steps = int(abs(offset) / float(scale))
+    if steps >= _LEAST_STEPS:
+        widened = np.float32(abs(offset) / steps)
+        moved = int(np.rint(zero * float(scale) / float(widened)))
+        signed_steps = steps if offset > 0 else -steps
+        if 0 <= moved + signed_steps <= 255:
+            return ShiftedParams(widened, moved, signed_steps)
+    return ShiftedParams(scale, zero)
+
+
+def fit_input_shift(scale: np.float32, zero: int, shift: float) -> ShiftedParams:
+    """Choose parameters of x such that x + shift has the same integers and a lower zero point.
+
+    The range of x is extended down to -shift, where x + shift is 0::
+
+        x            |0 ........... zero ........... 255|
+        x + shift    |0 .. zero - steps ............ 255|     the same integers
+
+    A range that starts at 0 keeps its zero point 0, since that clip stands for a fused Relu.
+
+    Args:
+        scale: scale of the range of x.
+        zero: zero point of that range.
+        shift: the number that is added; only a positive one gives steps.
+
+    Returns:
+        The parameters of x, and the steps from the zero point of x + shift to that of x.
+    """
+    low, high = zero * float(scale), (255 - zero) * float(scale)
+    least = (high + max(low, shift)) / 255
+    steps = int(shift / least)
+    if not zero or steps < _LEAST_STEPS or shift / steps > float(scale) * _WIDEST:
+        return ShiftedParams(scale, zero)
+    widened = np.float32(shift / steps)
+    return ShiftedParams(widened, max(steps, int(np.rint(low / float(widened)))), steps)
+
+
+class GateWriter:
+    """Writer of the int8 gates and scalar operands of one model.
+
+    Attributes:
+        constant: adds an initializer once, and returns its name.
+        before: nodes that read only constants; scalars are appended here.
+    """
+
+    def __init__(
+        self, constant: Callable[[str, NDArray[np.generic]], str], before: list[onnx.NodeProto]
+    ) -> None:
+        self.constant = constant
+        self.before = before
+        self._numbers: dict[float, str] = {}  # number -> float tensor that holds it
+
+    def number(self, value: float) -> str:
+        """Return a dequantized tensor of one value, exact: 128 steps of |value| / 128."""
+        if value not in self._numbers:
+            name = self._numbers[value] = f"calib8/number/{value!r}"
+            quantized = np.array(128 if value > 0 else 0, np.uint8)
+            inputs = [
+                self.constant(f"{name}/quantized", quantized),
+                *self._parameters(name, abs(value) / 128, 128 - int(quantized)),
+            ]
+            self.before.append(_node("DequantizeLinear", inputs, name, f"{name}/DQ"))
+        return self._numbers[value]
+
+    def gate(
+        self,
+        gate: Gate,
+        nodes: Sequence[onnx.NodeProto],
+        quantize: onnx.NodeProto,
+        output_range: Scale,
+        *,
+        shifted: str = "",
+        source: ShiftedParams | None = None,
+    ) -> list[onnx.NodeProto]:
+        """Return the int8 nodes of a gate: the clip, a Mul and, if needed, an Add of the offset.
+
+        Args:
+            gate: the gate.
+            nodes: its float nodes, whose inputs are the outputs of the pairs upstream.
+            quantize: the QuantizeLinear of its output; its zero point may be replaced.
+            output_range: range of the gate's output.
+            shifted: float tensor source + shift if the layer upstream computes it, else "".
+            source: parameters of the source if its integers are clipped directly, else None.
+        """
+        read = {n.removesuffix("/dequantized"): n for node in nodes for n in node.input}
+        if source is not None:
+            clipped = self._clipped_integers(gate, source)
+        else:
+            clipped = self._clipped(gate, read[gate.source], shifted)
+        product, add = self._offset(gate, nodes[-1].output[0], quantize, output_range)
+        operands = [read[gate.factor], clipped[-1].output[0]]
+        return [*clipped, _node("Mul", operands, product, gate.name), *add]
+
+    def _clipped(self, gate: Gate, source: str, shifted: str) -> list[onnx.NodeProto]:
+        """Return the Add of the shift, unless `shifted` has it, and a pair.
+
+        Q saturates where the Clip does, and DQ multiplies by the gain.
+        """
+        name, step = f"{gate.name}/gate", gate.top / 255
+        written = self._parameters(f"{name}/written", step, 0)
+        scaled = self._parameters(f"{name}/read", step * gate.gain, 0)
+        add: list[onnx.NodeProto] = []
+        if not shifted:
+            shifted = f"{name}/shifted"
+            add = [_node("Add", [source, self.number(gate.shift)], shifted, f"{name}/Add")]
+        return [
+            *add,
+            _node("QuantizeLinear", [shifted, *written], f"{name}/quantized", f"{name}/Q"),
+            _node("DequantizeLinear", [f"{name}/quantized", *scaled], name, f"{name}/DQ"),
+        ]
+
+    def _clipped_integers(self, gate: Gate, source: ShiftedParams) -> list[onnx.NodeProto]:
+        """Return a Clip of the source's integers, unless it has no effect on 0..255, and a DQ.
+
+        DQ adds the shift by its zero point and multiplies by the gain.
+        """
+        name, low = f"{gate.name}/gate", source.zero - source.steps
+        high, clip = low + round(gate.top / float(source.scale)), list[onnx.NodeProto]()
+        integers = f"{gate.source}/quantized"
+        if low > 0 or high < 255:
+            ends = {"low": low, "high": min(high, 255)}
+            inputs = [self.constant(f"{name}/{k}", np.array(v, np.uint8)) for k, v in ends.items()]
+            clip = [_node("Clip", [integers, *inputs], f"{name}/quantized", f"{name}/Clip")]
+            integers = f"{name}/quantized"
+        scaled = self._parameters(f"{name}/read", float(source.scale) * gate.gain, low)
+        return [*clip, _node("DequantizeLinear", [integers, *scaled], name, f"{name}/DQ")]
+
+    def _offset(
+        self, gate: Gate, output: str, quantize: onnx.NodeProto, output_range: Scale
+    ) -> tuple[str, list[onnx.NodeProto]]:
+        """Return the output tensor of a gate's Mul, and the nodes that add the offset to it.
+
+        There are none if the zero point of `quantize` adds it, else a pair and an int8 Add.
+        """
+        if not gate.offset:
+            return output, []
+        shifted = fit_output_offset(*output_range.on(UINT8), gate.offset)
+        name = f"{gate.name}/product"
+        if shifted.steps:
+            zero = np.array(shifted.zero + shifted.steps, np.uint8)
+            quantize.input[2] = self.constant(f"{name}/zero_point", zero)
+            return output, []
+        product = affine_params(output_range.lo - gate.offset, output_range.hi - gate.offset)
+        pair = self._parameters(name, float(product[0]), product[1])
+        return f"{name}/float", [
+            _node("QuantizeLinear", [f"{name}/float", *pair], f"{name}/quantized", f"{name}/Q"),
+            _node("DequantizeLinear", [f"{name}/quantized", *pair], name, f"{name}/DQ"),
+            _node("Add", [name, self.number(gate.offset)], output, f"{name}/Add"),
+        ]
+
+    def _parameters(self, name: str, scale: float, zero: int) -> list[str]:
+        return [
+            self.constant(f"{name}/scale", np.array(scale, np.float32)),
+            self.constant(f"{name}/zero_point", np.array(zero, np.uint8)),
+        ]
+
+
+def _node(op_type: str, inputs: list[str], output: str, name: str) -> onnx.NodeProto:
+    return helper.make_node(op_type, inputs, [output], name=name)

@@ -1,0 +1,173 @@
+"""Scales of stored weights, and how much of the integer grid each output channel uses.
+
+`scales_of` computes the scales before a weight is written; `stored_in` reads the weights back from
+a written Q/DQ model, so the report shows what the files hold::
+
+    one scale a channel    |#######|  |#######|  |#######|      each channel uses the complete grid
+    one scale for all      |#######|  |###    |  |#      |      a small channel has few steps left
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import numpy_helper
+
+from calibrators.amct.arq import channels_first
+from calibrators.grids import Grid, weight_scales
+from calibrators.weights import PAIR_LIMIT, PAIR_ROUNDING, is_depthwise, pair_scales, pair_sums
+from deploy.graph.index import Graph, attributes
+from deploy.graph.placement import WEIGHTED
+
+if TYPE_CHECKING:
+    import onnx
+
+Float64Array = NDArray[np.float64]
+
+
+def compute_weight_scales(
+    tensor: onnx.TensorProto, axis: int | None, grid: Grid, *, fits: onnx.NodeProto | None
+) -> NDArray[np.float32]:
+    """Return the scales of a weight, float32 [C] along `axis` or [1].
+
+    Args:
+        tensor: the weight in real units.
+        axis: axis of the output channels; None for one scale.
+        grid: integer or fp8 grid that stores it.
+        fits: the node that reads the weight, to choose scales at which no x86 CPU saturates sums
+            of two products; None allows saturation.
+
+    Raises:
+        CalibrationError: the weight is empty, or holds NaN or Inf.
+    """
+    weight = numpy_helper.to_array(tensor)
+    scales = weight_scales(weight, axis, grid=grid)
+    if fits is None or _depthwise(weight, fits):
+        return scales
+    return pair_scales(channel_rows(weight, fits), scales)
+
+
+def largest_pairs(stored: NDArray[Any], node: onnx.NodeProto) -> Float64Array | None:
+    """Return each channel's largest sum of a weight pair in steps, [C]; None if never paired.
+
+    x86 CPUs without VNNI add two products in 16 bits (see `calibrators.weights`).
+    """
+    if stored.dtype != np.int8 or _depthwise(stored, node):
+        return None
+    sums = pair_sums(channel_rows(stored, node))
+    return np.asarray(sums.max(axis=1, initial=0.0), np.float64)
+
+
+def channel_rows(weight: NDArray[Any], node: onnx.NodeProto) -> NDArray[Any]:
+    """Return a node's weight with output channels first, [C_out, C_in / groups, ...]."""
+    attrs = attributes(node)
+    if node.op_type == "ConvTranspose":
+        return channels_first(weight, int(attrs.get("group", 1)))
+    if weight.ndim == 1:  # a MatMul with a vector has one channel
+        return weight[None]
+    channels_last = node.op_type != "Conv" and not attrs.get("transB", 0)
+    return np.moveaxis(weight, -1, 0) if channels_last else weight
+
+
+def _depthwise(weight: NDArray[Any], node: onnx.NodeProto) -> bool:
+    """Whether the weight is a depthwise Conv's; vectors and matrices have no groups."""
+    groups = int(attributes(node).get("group", 1))
+    return weight.ndim > 2 and is_depthwise(groups, *weight.shape[:2])
+
+
+_COMPLETE = 0.99  # share of the grid that counts as all: on [-128, 127], 127 steps are all too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StoredWeight:
+    """One weight as a target's files hold it.
+
+    Attributes:
+        node: the node that reads it.
+        op: operator of that node.
+        amax: largest |w| of each output channel in real units, float64 [C]; 0 for a channel
+            stored as zeros.
+        scales: real value of a stored 1, float64 [C], or [1] for all channels.
+        pairs: each channel's largest sum of a weight pair in steps, float64 [C], where CPU kernels
+            add two products in 16 bits (`calibrators.weights`); None elsewhere.
+    """
+
+    node: str
+    op: str
+    amax: Float64Array
+    scales: Float64Array
+    pairs: Float64Array | None = None
+
+    @property
+    def used(self) -> Float64Array:
+        """Share of the grid that each channel's largest weight or pair uses, 0 to 1, [C]."""
+        steps = self.amax / self.scales
+        share = steps / max(float(steps.max(initial=0.0)), np.finfo(np.float64).tiny)
+        if self.pairs is not None:
+            share = np.maximum(share, self.pairs / (PAIR_LIMIT - PAIR_ROUNDING))
+        return np.where(share > _COMPLETE, 1.0, share)
+
+    @property
+    def saturates(self) -> bool:
+        """Whether products with this weight may saturate on x86 CPUs without VNNI."""
+        return self.pairs is not None and bool((self.pairs > PAIR_LIMIT).any())
+
+
+def make_stored_weight(
+    node: str,
+    op: str,
+    rows: NDArray[Any],
+    scales: NDArray[Any],
+    *,
+    real: bool = False,
+    pairs: Float64Array | None = None,
+) -> StoredWeight:
+    """Return the `StoredWeight` of stored values and scales.
+
+    Args:
+        node: the node that reads the weight.
+        op: operator of that node.
+        rows: stored values, output channels first, [C, ...].
+        scales: [C], or [1].
+        real: `rows` holds real values, quantized only when the model runs.
+        pairs: see `StoredWeight`.
+    """
+    if rows.dtype.kind not in "iuf":  # fp8, which numpy itself cannot compare
+        rows = rows.astype(np.float32)
+    inside = tuple(range(1, rows.ndim))
+    largest = rows.max(axis=inside).astype(np.float64)
+    least = rows.min(axis=inside).astype(np.float64)
+    steps = np.asarray(scales, np.float64).reshape(-1)
+    amax = np.maximum(largest, -least) * (1.0 if real else steps)
+    return StoredWeight(node=node, op=op, amax=amax, scales=steps, pairs=pairs)
+
+
+def read_stored_weights(
+    model: onnx.ModelProto, *, on_cpus: bool = False
+) -> tuple[StoredWeight, ...]:
+    """Return the weights that a Q/DQ model reads through a DequantizeLinear, in node order.
+
+    Args:
+        model: Q/DQ model.
+        on_cpus: whether CPU kernels run the model.
+    """
+    return tuple(_read(Graph(model), on_cpus))
+
+
+def _read(graph: Graph, on_cpus: bool) -> Iterator[StoredWeight]:
+    for node in graph.nodes:
+        pair = graph.producer.get(node.input[1]) if node.op_type in WEIGHTED else None
+        if pair is None or pair.op_type != "DequantizeLinear":
+            continue
+        quantize = graph.producer.get(pair.input[0])  # of a float weight quantized at run time
+        name = pair.input[0] if quantize is None else quantize.input[0]
+        if name in graph.constants:
+            array = numpy_helper.to_array(graph.constants[name])
+            rows, real = channel_rows(array, node), quantize is not None
+            scales = numpy_helper.to_array(graph.constants[pair.input[1]])
+            pairs = largest_pairs(array, node) if on_cpus and not real else None
+            yield make_stored_weight(node.name, node.op_type, rows, scales, real=real, pairs=pairs)

@@ -1,0 +1,428 @@
+"""Contents of a TensorRT calibration cache: tensors, their names, and their scales.
+
+Entropy2 and MinMax calibrate before fusion, so a cache lists every float activation of the network
+that the parser built, including the output of a Conv before its Relu or BatchNormalization. Tensors
+have their ONNX names, except those that the parser creates inside one ONNX node::
+
+    ONNX parser of 7.x to 8.3          Gemm = Shuffle -> Fully Connected -> Shuffle
+        (Unnamed Layer* 5) [Shuffle]_output, (Unnamed Layer* 6) [Fully Connected]_output, fc1
+    ONNX parser from 10                Gemm = MatrixMultiply -> + bias, Softmax = Softmax -> Shuffle
+        <name of the node>_output, fc1
+    Caffe parser (taken before 8)      no Flatten; a Relu in place takes the name of its layer
+        (Unnamed Layer* 4) [Fully Connected]_output, ip1
+
+The number is the layer's index in the network, so all preceding layers must be counted. If the
+number of layers of a preceding operator is not known, the tensor is left out: TensorRT then prints
+a harmless "missing scale" warning, since the tensor is inside one node. Outputs of pools have the
+scale of the pool's input; their own values are not observed.
+
+Two methods reproduce TensorRT's own calibrators. They observe every tensor that TensorRT's parser
+names, in ONNX Runtime on the CPU, with BatchNormalization not folded::
+
+    entropy-tensorrt    the first calibration batch sets each tensor's range, which then only
+                        doubles: the scales depend on the batch size and the order of the images
+    legacy              the quantile of |x| that the legacy form's header states
+
+The entropy search is reproduced exactly (its tables are equal index by index); the regression of
+the legacy calibrator is not documented and left out. All other methods observe the cleaned model,
+so they share observations with other targets.
+
+Sources: onnx/onnx-tensorrt, builtin_op_importers.cpp at release/7.2.1 to 8.2 (Gemm) and
+onnxOpImporters.cpp at 10.1; caches written by TensorRT 7.2.1 (VGG16, layer counts), 7.2.2 (LeNet
+by the Caffe parser, pooling), 10.3.0, 10.10.0 (Gemm and Softmax) and 10.14.1 (YOLOv8n: all of its
+backbone and neck, pooling).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from calibrators.percentile import QUANTILE
+from deploy.calibration import DEFAULT_TRT_VERSION, trt_cache
+from deploy.calibration.observation import (
+    CalibrationSubject,
+    Observation,
+    ObservedStatistics,
+    Variant,
+    note_left_out,
+)
+from deploy.calibration.trt_cache import version_label
+from deploy.errors import ExportError
+from deploy.graph.edit import copy_message, replace_nodes
+from deploy.graph.index import Graph, attributes, runtime_inputs
+
+if TYPE_CHECKING:
+    import onnx
+
+    from calibrators.scales import Scale
+    from deploy.calibration.ranges import RangeSet
+
+
+ONNX, CAFFE = "onnx", "caffe"
+POOLS = frozenset({"MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool"})
+_SAME = frozenset({"Identity", "Dropout"})
+_FLOAT = 1
+# ONNX operator -> TensorRT's name for the single layer that it becomes.
+_LAYER_WORDS = {
+    "Conv": "Convolution",
+    "ConvTranspose": "Deconvolution",
+    "MaxPool": "Pooling",
+    "AveragePool": "Pooling",
+    "Relu": "Activation",
+    "LeakyRelu": "Activation",
+    "Sigmoid": "Activation",
+    "Tanh": "Activation",
+    "Clip": "Activation",
+    "BatchNormalization": "Scale",
+    "Add": "ElementWise",
+    "Sum": "ElementWise",
+    "Concat": "Concatenation",
+    "Flatten": "Shuffle",
+    "GlobalAveragePool": "Reduce",
+    "Softmax": "Softmax",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTensor:
+    """One entry of a calibration cache.
+
+    Attributes:
+        name: key in the cache.
+        source: ONNX tensor with the same values.
+        shares: ONNX tensor whose scale it copies (the input of a pool), or None.
+    """
+
+    name: str
+    source: str
+    shares: str | None = None
+
+
+def trt_tensors(model: onnx.ModelProto) -> list[str]:
+    """List the float inputs and float node outputs of a model: what a TensorRT cache lists.
+
+    `model` is cleaned but keeps its BatchNormalization nodes (`load(..., fold_batchnorm=False)`).
+    """
+    graph = Graph(model)
+    # a tensor whose type could not be inferred counts as float
+    return [n for n in [*graph.inputs, *graph.producer] if graph.dtypes.get(n, 0) in (0, _FLOAT)]
+
+
+def cache_tensors(
+    model: onnx.ModelProto,
+    *,
+    version: str,
+    parser: str | None = None,
+    original: onnx.ModelProto | None = None,
+) -> list[CacheTensor]:
+    """List the entries of the cache that TensorRT `version` would write for `model`.
+
+    Args:
+        model: cleaned, with its BatchNormalization nodes.
+        version: "X.Y.Z".
+        parser: ONNX or CAFFE; None for `likely_parser`.
+        original: the model as TensorRT reads it, for node names and for the tensors of Identity,
+            Dropout and no-op Cast nodes, which cleaning removes; None for `model`.
+    """
+    read = original if original is not None else model
+    if (parser or likely_parser(read, version)) == CAFFE:
+        return _caffe_tensors(model)
+    return _onnx_tensors(model, read, version_label(version))
+
+
+def scale_owners(tensors: Iterable[CacheTensor]) -> dict[str, str]:
+    """Map each entry name to the ONNX tensor whose scale it has: its own, or a pool's input."""
+    listed = list(tensors)
+    pooled = {tensor.source: tensor.shares for tensor in listed if tensor.shares is not None}
+    owners = {}
+    for tensor in listed:
+        owner = tensor.source
+        while owner in pooled:
+            owner = pooled[owner]
+        owners[tensor.name] = owner
+    return owners
+
+
+def likely_parser(model: onnx.ModelProto, version: str) -> str:
+    """Return CAFFE for a network converted from Caffe and a TensorRT before 8, else ONNX.
+
+    A model counts as converted from Caffe if it has no producer name, no node names, and a single
+    input called "data", Caffe's usual name.
+    """
+    unsigned = not model.producer_name and not any(node.name for node in model.graph.node)
+    inputs = [value.name for value in runtime_inputs(model.graph)]
+    caffe = unsigned and inputs == ["data"] and version_label(version) < 8000
+    return CAFFE if caffe else ONNX
+
+
+def unnamed_layer_output(index: int, word: str) -> str:
+    """Return TensorRT's name for the first output of its layer `index`, up to version 9."""
+    return f"(Unnamed Layer* {index}) [{word}]_output"
+
+
+def inner_tensor_name(name: str, output: str) -> str:
+    """Return TensorRT's name, from version 10, for the output of the first layer of node `name`.
+
+    For a Gemm that is the product before the bias, for a Softmax the result before its reshape.
+    """
+    return f"{name or f'node_of_{output}'}_output"
+
+
+def _onnx_tensors(model: onnx.ModelProto, read: onnx.ModelProto, label: int) -> list[CacheTensor]:
+    """List the entries by the ONNX parser, which reads the uncleaned model `read`."""
+    graph, listed = Graph(model), trt_tensors(model)
+    present, pool_inputs = set(listed), _pool_inputs(graph)
+    names = {node.output[0]: node.name for node in read.graph.node if node.output}
+    layers = _layer_indices(read, label)
+    tensors = [CacheTensor(n, n) for n in listed if n not in graph.producer]
+    for node in graph.nodes:
+        first = node.output[0]
+        if node.op_type in ("Gemm", "Softmax") and {node.input[0], first} <= present:
+            tensors += _inner_tensors(node, layers.get(first), label, names.get(first, ""))
+        tensors += [CacheTensor(n, n, pool_inputs.get(n)) for n in node.output if n in present]
+    for copy, source in _removed_copies(read, present).items():
+        index = max(i for i, tensor in enumerate(tensors) if tensor.source == source)
+        tensors.insert(index + 1, CacheTensor(copy, source))
+    return tensors
+
+
+def _inner_tensors(
+    node: onnx.NodeProto, layer: int | None, label: int, name: str
+) -> list[CacheTensor]:
+    """List the tensors that the parser creates inside a Gemm or Softmax, if their name is known."""
+    if label >= 100000:
+        inner = inner_tensor_name(name, node.output[0])
+        if node.op_type == "Softmax":
+            return [CacheTensor(inner, node.output[0])]
+        return [CacheTensor(inner, inner)] if len(node.input) > 2 and node.input[2] else []
+    if label >= 8400 or layer is None or node.op_type == "Softmax":
+        return []
+    return [
+        CacheTensor(unnamed_layer_output(layer, "Shuffle"), node.input[0]),
+        CacheTensor(unnamed_layer_output(layer + 1, "Fully Connected"), node.output[0]),
+    ]
+
+
+def _layer_indices(model: onnx.ModelProto, label: int) -> dict[str, int]:
+    """Map a node's first output to its first layer index, up to a node of unknown layer count."""
+    indices: dict[str, int] = {}
+    layers = 0
+    for node in model.graph.node if label < 8400 else []:
+        if node.op_type == "Constant":
+            continue
+        indices[node.output[0]] = layers
+        if node.op_type == "Gemm":
+            layers += 3
+        elif (node.op_type in _LAYER_WORDS or node.op_type in _SAME) and node.op_type != "Softmax":
+            layers += 1
+        else:
+            break
+    return indices
+
+
+def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
+    """List the entries by the Caffe parser.
+
+    Inner products flatten their input, and a Relu works in place: it takes the name of the layer
+    before it, which is listed by its index.
+    """
+    graph, listed = Graph(model), trt_tensors(model)
+    present, pool_inputs = set(listed), _pool_inputs(graph)
+    tensors = [CacheTensor(n, n) for n in listed if n not in graph.producer]
+    layers: int | None = 0
+    for node in graph.nodes:
+        out = node.output[0]
+        ops = [n.op_type for n in graph.readers.get(out, [])]
+        if node.op_type in {"Flatten", "Reshape"} and set(ops) == {"Gemm"}:
+            continue
+        word = "Fully Connected" if node.op_type == "Gemm" else _LAYER_WORDS.get(node.op_type)
+        name: str | None = out
+        if ops == ["Relu"]:
+            name = unnamed_layer_output(layers, word) if layers is not None and word else None
+        if name is not None and out in present:
+            tensors.append(CacheTensor(name, out, pool_inputs.get(out)))
+        layers = layers + 1 if layers is not None and word else None
+    return tensors
+
+
+def _pool_inputs(graph: Graph) -> dict[str, str]:
+    """Map the output of each pool to its input."""
+    return {n.output[0]: n.input[0] for n in graph.nodes if n.op_type in POOLS}
+
+
+def _removed_copies(original: onnx.ModelProto, present: Collection[str]) -> dict[str, str]:
+    """Map the outputs of no-op nodes that cleaning removed to the equal tensor."""
+    copies: dict[str, str] = {}
+    for node in original.graph.node:
+        if _is_noop(node) and node.output[0] not in present:
+            source = copies.get(node.input[0], node.input[0])
+            if source in present:
+                copies[node.output[0]] = source
+    return copies
+
+
+def _is_noop(node: onnx.NodeProto) -> bool:
+    """Return whether a node does not change float tensors."""
+    return node.op_type in _SAME or (
+        node.op_type == "Cast" and attributes(node).get("to") == _FLOAT
+    )
+
+
+def cache_of(model: onnx.ModelProto, ranges: RangeSet, version: str) -> trt_cache.CalibrationCache:
+    """Return the cache of the cleaned model from calibrated ranges.
+
+    The header names EntropyCalibration2 whatever the method was: `trtexec --calib` reads no other,
+    and scales have the same meaning in all.
+    """
+    scales = ranges.symmetric
+    owners = _owners(model, version)
+    entries = {name: scales[owner] for name, owner in owners.items() if owner in scales}
+    return trt_cache.from_scales(entries, version=version, algorithm=trt_cache.ENTROPY2)
+
+
+def _owners(model: onnx.ModelProto, version: str) -> dict[str, str]:
+    """Map each cache entry of the cleaned model to the tensor whose scale it has."""
+    return scale_owners(cache_tensors(model, version=version, parser=ONNX))
+
+
+def cache_ranges(model: onnx.ModelProto, ranges: RangeSet, version: str) -> dict[str, Scale]:
+    """Return the range of each cache entry, symmetric around 0."""
+    owners = _owners(model, version)
+    both = {n: replace(one, lo=-one.amax, hi=one.amax) for n, one in ranges.scales.items()}
+    return {name: both[owner] for name, owner in owners.items() if owner in both}
+
+
+def largest_magnitudes(ranges: RangeSet) -> dict[str, float]:
+    """Return tensor -> largest |x| observed."""
+    largest = {n: max(-one.observed_min, one.observed_max) for n, one in ranges.scales.items()}
+    return largest | {n: math.inf for n, trouble in ranges.troubles.items() if trouble.infinite}
+
+
+# Method -> the calibrator in the cache's header. TensorRT has no percentile or MSE calibrator;
+# their scales get the header of the one that `trtexec --calib` reads.
+ALGORITHMS = {"minmax": trt_cache.MINMAX, "legacy": trt_cache.LEGACY}
+UNFOLDED_METHODS = frozenset(
+    {"entropy-tensorrt", "legacy"}
+)  # methods that observe the unfolded model
+
+
+def reading_version(subject: CalibrationSubject) -> str:
+    """Return the version of the TensorRT that will read the cache."""
+    return subject.trt_version or DEFAULT_TRT_VERSION
+
+
+def tensorrt_observations(
+    subject: CalibrationSubject, parser: str | None
+) -> tuple[Observation, ...] | None:
+    """Return the observations of a method in `AS_PARSED`; None for every other method.
+
+    Raises:
+        ConfigError: the model was given in memory, already cleaned.
+    """
+    if subject.method.name not in UNFOLDED_METHODS:
+        return None
+    listed = list_cache_entries(subject, parser)
+    split = gemm_products(listed, subject.unfolded.model)
+    key = "as TensorRT reads it" + (", Gemm products apart" if split else "")
+
+    def make(_: ObservedStatistics) -> onnx.ModelProto:
+        return split_gemms(subject.unfolded.model, split)
+
+    variant = Variant(key, make)
+    sources = dict.fromkeys(t.source for t in listed if t.shares is None)
+    return tuple(Observation(variant, source, subject.statistic) for source in sources)
+
+
+def list_cache_entries(subject: CalibrationSubject, parser: str | None) -> list[CacheTensor]:
+    """List the entries of the cache that TensorRT would write for the file."""
+    as_parsed = subject.method.name in UNFOLDED_METHODS
+    original = subject.original
+    model = subject.unfolded.model if as_parsed else subject.model
+    return cache_tensors(model, version=reading_version(subject), parser=parser, original=original)
+
+
+def refuse_names(model: onnx.ModelProto) -> None:
+    """Refuse tensor names that a cache cannot hold, before anything is observed.
+
+    Raises:
+        ExportError: a tensor's name has a line break.
+    """
+    names = [name for node in model.graph.node for name in node.output if name]
+    for name in (*(value.name for value in model.graph.input), *names):
+        if not trt_cache.can_hold_name(name):
+            raise ExportError(
+                f"TensorRT's cache has one line per tensor, so a tensor name cannot have a line"
+                f" break, got {name!r}; rename the tensor in the model, or leave the target out"
+            )
+
+
+def cache_bytes(subject: CalibrationSubject, ranges: RangeSet, parser: str | None) -> bytes:
+    """Return the bytes of TensorRT's cache for the file."""
+    scales = ranges.symmetric
+    owners = scale_owners(list_cache_entries(subject, parser))
+    cache = trt_cache.from_scales(
+        {name: scales[owner] for name, owner in owners.items() if owner in scales},
+        version=reading_version(subject),
+        algorithm=ALGORITHMS.get(subject.method.name, trt_cache.ENTROPY2),
+        quantile=QUANTILE,
+    )
+    return trt_cache.dump(cache)
+
+
+def cache_notes(
+    subject: CalibrationSubject, ranges: RangeSet, parser: str | None
+) -> tuple[str, ...]:
+    """Return notes on the cache for the user."""
+    lines = []
+    original = subject.original
+    if (parser or likely_parser(original or subject.model, reading_version(subject))) == CAFFE:
+        lines.append("Tensors are named as TensorRT's Caffe parser names them.")
+    if subject.statistic.first:
+        lines.extend(note_left_out(subject.samples, subject.statistic.first, filled=subject.filled))
+    infinite = [name for name, trouble in ranges.troubles.items() if trouble.infinite]
+    if infinite:
+        lines.append(
+            f"{len(infinite)} tensors held infinity ({', '.join(infinite[:3])}); TensorRT leaves"
+            " such tensors in float."
+        )
+    if subject.method.name == "legacy":
+        lines.append(
+            "Only the quantile of the legacy calibrator is applied; its regression is not"
+            " documented."
+        )
+    return tuple(lines)
+
+
+def gemm_products(wanted: Iterable[CacheTensor], model: onnx.ModelProto) -> dict[str, str]:
+    """Map Gemm outputs to the name of the product before the bias, for products in `wanted`.
+
+    `cache_tensors` lists a product right before its Gemm's output.
+    """
+    tensors = list(wanted)
+    outputs = {name for node in model.graph.node for name in node.output}
+    missing = {t.source for t in tensors} - outputs - {value.name for value in model.graph.input}
+    pairs = pairwise(tensors)
+    return {after.source: tensor.source for tensor, after in pairs if tensor.source in missing}
+
+
+def split_gemms(model: onnx.ModelProto, split: Mapping[str, str]) -> onnx.ModelProto:
+    """Return the model with each Gemm in `split` (see `products`) written as Gemm and Add."""
+    from onnx import helper
+
+    if not split:
+        return model
+    result = copy_message(model)
+    nodes = []
+    for node in result.graph.node:
+        nodes.append(node)
+        product = split.get(node.output[0])
+        if product is not None:
+            bias, out = node.input.pop(), node.output[0]
+            node.output[0] = product
+            nodes.append(helper.make_node("Add", [product, bias], [out], name=f"{node.name}/bias"))
+    replace_nodes(result.graph, nodes)
+    return result

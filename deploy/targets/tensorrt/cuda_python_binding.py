@@ -1,0 +1,151 @@
+"""`Cuda` on top of cuda-python, NVIDIA's binding of the CUDA runtime API.
+
+Each call returns a tuple that starts with the error code. The module is `cuda.bindings.runtime`
+since 12.6; before it was `cuda.cudart`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from deploy.errors import BackendError, SdkMissingError
+from deploy.targets.tensorrt.cuda import REFUSED, WAY_OUT, CudaStream, format_cuda_version
+from deploy.tensors import Array
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs.
+
+    Raises:
+        ImportError, OSError: cuda-python is missing.
+        SdkMissingError: CUDA does not start, or has no GPU.
+    """
+    code, gpus = _runtime().cudaGetDeviceCount()
+    if int(code) != 0:
+        raise SdkMissingError(_error_text(code))
+    if gpus == 0:
+        raise SdkMissingError("no GPU")
+    return int(gpus)
+
+
+def _runtime() -> Any:
+    try:
+        from cuda.bindings import runtime
+    except ImportError:
+        from cuda import cudart as runtime
+    return runtime
+
+
+def _check(result: Sequence[Any]) -> Any:
+    """Return the value of a call, or None if it has none.
+
+    Raises:
+        BackendError: the error code is not cudaSuccess.
+    """
+    code, *values = result
+    if int(code) != 0:
+        raise BackendError(f"{REFUSED}: {_error_text(code)}; {WAY_OUT}")
+    return values[0] if values else None
+
+
+def _error_text(code: Any) -> str:
+    _, text = _runtime().cudaGetErrorString(code)
+    return f"{text.decode() if isinstance(text, bytes) else text} ({int(code)})"
+
+
+@dataclass(frozen=True)
+class _Event:
+    """An event, destroyed with the last reference to this object."""
+
+    own: Any
+
+
+class CudaPython:
+    """One GPU; see `Cuda` for the methods."""
+
+    def __init__(self, number: int) -> None:
+        self._rt = _runtime()
+        self._number = number
+        about = _check(self._rt.cudaGetDeviceProperties(number))
+        name = about.name.decode() if isinstance(about.name, bytes) else about.name
+        self.name = f"{name.rstrip(chr(0))} sm_{about.major}{about.minor}"
+        self.newest = format_cuda_version(int(_check(self._rt.cudaDriverGetVersion())))
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Set the thread's device; restore the previous one at exit."""
+        before = _check(self._rt.cudaGetDevice())
+        _check(self._rt.cudaSetDevice(self._number))
+        try:
+            yield
+        finally:
+            _check(self._rt.cudaSetDevice(before))
+
+    def allocate(self, size: int) -> int:
+        """`cudaMalloc`."""
+        return int(_check(self._rt.cudaMalloc(max(size, 1))))
+
+    def free(self, address: int) -> None:
+        """`cudaFree`."""
+        with self.current():
+            _check(self._rt.cudaFree(address))
+
+    def pinned(self, shape: Sequence[int], dtype: str) -> Array:
+        """`cudaHostAlloc`; freed with the last array that views it."""
+        count, element = prod(shape), np.dtype(dtype)
+        size = max(count, 1) * element.itemsize
+        address = int(_check(self._rt.cudaHostAlloc(size, 0)))
+        memory = (ctypes.c_uint8 * size).from_address(address)
+        weakref.finalize(memory, self._rt.cudaFreeHost, address).atexit = False
+        flat: Array = np.frombuffer(memoryview(memory), element)
+        return flat[:count].reshape(tuple(shape))
+
+    def copy_in(self, address: int, array: Array) -> None:
+        """`cudaMemcpy`."""
+        kind = self._rt.cudaMemcpyKind.cudaMemcpyHostToDevice
+        _check(self._rt.cudaMemcpy(address, array.ctypes.data, array.nbytes, kind))
+
+    def copy_in_later(self, address: int, array: Array, stream: CudaStream) -> None:
+        """`cudaMemcpyAsync`."""
+        kind = self._rt.cudaMemcpyKind.cudaMemcpyHostToDevice
+        size = array.nbytes
+        _check(self._rt.cudaMemcpyAsync(address, array.ctypes.data, size, kind, stream.own))
+
+    def copy_out_later(self, array: Array, address: int, stream: CudaStream) -> None:
+        """`cudaMemcpyAsync`."""
+        kind = self._rt.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        size = array.nbytes
+        _check(self._rt.cudaMemcpyAsync(array.ctypes.data, address, size, kind, stream.own))
+
+    def stream(self) -> CudaStream:
+        """`cudaStreamCreate`."""
+        own = _check(self._rt.cudaStreamCreate())
+        stream = CudaStream(int(own), own)
+        weakref.finalize(stream, self._rt.cudaStreamDestroy, own).atexit = False
+        return stream
+
+    def wait(self, stream: CudaStream) -> None:
+        """`cudaStreamSynchronize`."""
+        _check(self._rt.cudaStreamSynchronize(stream.own))
+
+    def event(self) -> _Event:
+        """`cudaEventCreate`."""
+        event = _Event(_check(self._rt.cudaEventCreate()))
+        weakref.finalize(event, self._rt.cudaEventDestroy, event.own).atexit = False
+        return event
+
+    def record(self, event: _Event, stream: CudaStream) -> None:
+        """`cudaEventRecord`."""
+        _check(self._rt.cudaEventRecord(event.own, stream.own))
+
+    def between_ms(self, first: _Event, last: _Event) -> float:
+        """`cudaEventElapsedTime`."""
+        return float(_check(self._rt.cudaEventElapsedTime(first.own, last.own)))
