@@ -21,7 +21,7 @@ from the start. There are two range rules:
 Memory is 8 * (2 * BINS + 1) bytes per tensor. This module defines the counts; `calibrators.kernel`
 gives the same counts in C if it is built.
 
-`Together` counts the tensors of a sample in one call of the kernel, since in a small network
+`HistogramGroup` counts the tensors of a sample in one call of the kernel, since in a small network
 counting a tensor takes only microseconds, as long as a call from Python::
 
     histogram 0 --.                       array 0 --.

@@ -68,7 +68,7 @@ class CountingKernel:
 
 
 def load_kernels(library: Path) -> tuple[CountingKernel, ...]:
-    """Load a library; return one `Kernel` per instruction set of this CPU, fastest last.
+    """Load a library; return one `CountingKernel` per instruction set of this CPU, fastest last.
 
     Raises:
         OSError: there is no such library, or it is for another platform or version.

@@ -11,9 +11,9 @@ Learning Inference", arXiv:2004.09602, 3.3.
 regression. Source: the header of the legacy table that comes with TensorRT 6 states the quantile;
 the use of its cutoff is not published.
 
-**Extrapolation** (`with_room`): the more images, the larger the maximum. If the largest values thin
-out exponentially, a hundred times as many values reach further by the distance from the hundredth
-largest value to the maximum::
+**Extrapolation** (`extend_by_tail`): the more images, the larger the maximum. If the largest values
+thin out exponentially, a hundred times as many values reach further by the distance from the
+hundredth largest value to the maximum::
 
     values above x
       100 |     *

@@ -14,7 +14,7 @@ Sources: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantiza
 equation 13; Zhang et al., "COMQ: A Backpropagation-Free Algorithm for Post-Training Quantization"
 (2024), for coordinate descent instead of gradients.
 
-The inputs are patches at sampled positions of the output (`patches`)::
+The inputs are patches at sampled positions of the output (`extract_patches`)::
 
     Conv input [N, C, H, W]  -->  P positions of the output  -->  [groups, C of a group * taps, P]
     matrix product  [..., K] -->  P rows                     -->  [1, K, P]

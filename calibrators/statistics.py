@@ -253,7 +253,7 @@ def search_scale(
     search: Any,
     reach: tuple[float, float, float] | None = None,
 ) -> Scale:
-    """Search the clip range of a tensor that has no `trouble`.
+    """Search the clip range of a tensor that has no `find_trouble`.
 
     Args:
         histogram: its statistics.

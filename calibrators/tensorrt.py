@@ -92,7 +92,7 @@ def to_device(array: Array, dtype: str) -> Array:
 
 
 def from_device(bits: Array, dtype: str) -> Array:
-    """Convert an array from the device format of `dtype` (inverse of `stored`); return a copy."""
+    """Convert an array from the device format of `dtype` (inverse of `to_device`) to a copy."""
     if dtype == "bfloat16":
         wide: Array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return wide

@@ -81,7 +81,7 @@ def say(line: str = "", *, err: bool = False) -> None:
 
 
 def say_lines(text: str) -> None:
-    """Print lines from `page`, whose names are visible already, and a final line break."""
+    """Print lines from `join_visible`, whose names are visible already, and a final line break."""
     if _TEXT.get():
         say_data(text)
 

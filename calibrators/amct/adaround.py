@@ -11,7 +11,7 @@ between codes, and a regularizer that grows steeper drives them to an end::
 x are inputs in the float model, x~ those in the model whose earlier layers are rounded. Each
 iteration is one Adam step on 256 of the sampled positions (AMCT: all positions of 32 images).
 Output channels are independent, so they are searched in blocks of 64. The loss looks through the
-activation after the layer (`Activation`).
+activation after the layer (`AdaActivation`).
 
 Sources: Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization" (ICML 2020);
 hicann/amct, graph_based ada_round/ada_round_optimize.py and custom_op/ada_round_quant.py, for

@@ -126,7 +126,7 @@ class AllValues:
         return ifmr(np.concatenate(self._kept), params)
 
     def to_arrays(self) -> Arrays:
-        """Return {}: see `ExactOf.restore`."""
+        """Return {}: see `AllValuesOf.restore`."""
         return {}
 
 

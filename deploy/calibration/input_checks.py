@@ -204,7 +204,7 @@ class _Moments:
 
 
 def check_feed_inputs(subject: CalibrationSubject, feed: Feed) -> list[str]:
-    """Return the `oddities` of the samples that a report shows, so that no others are read.
+    """Return `check_input_samples` of the samples that a report shows; no others are read.
 
     Raises:
         FeedError: a sample cannot be read.

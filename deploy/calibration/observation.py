@@ -8,7 +8,8 @@ checked separately when a cache is reused::
                   (as its parser reads,  tensor, histogram of the first batch's range)
     Ascend        (weights fake-quantized, tensor, ifmr or hfmg histogram)
 
-`Subject` is the model to calibrate with its forms and method, before anything is observed.
+`CalibrationSubject` is the model to calibrate with its forms and method, before anything is
+observed.
 
 TensorRT calibrates with the profile's OPT shape only, so a smaller last batch cannot be used. The
 rule is the same on GPU, CPU and in C++: samples that do not fill a batch are left out, with a note.

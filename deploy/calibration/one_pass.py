@@ -161,7 +161,7 @@ class _Pass:
         split: bool,
         looked: bool,
     ) -> None:
-        """Args beyond those of `one_pass`: split: record halves; looked: `look` will be called."""
+        """Args beyond those of `run_pass`: split: record halves; looked: `look` will be called."""
         self.lines = make_runners(observations, known)
         self._observations = observations
         self._known = known
@@ -326,7 +326,8 @@ def observe(
     Args:
         wanted: the observations; those that their variants need are recorded too.
         samples: {input: array} of one inference each, in feed order; iterated once. If a keeper
-            has counted some, these are left out, except the first ones that `planned` asks for.
+            has counted some, these are left out, except the first ones that `schedule_observations`
+            asks for.
         known: statistics from a cache, from which variants are made if possible.
         threads: worker threads, each running one sample at a time.
         progress: called after every sample.

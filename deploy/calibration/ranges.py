@@ -1,6 +1,6 @@
 """Clip ranges: search them in observed statistics, each observation once, or read a foreign cache.
 
-`Found` holds the ranges of a model's tensors, and why some tensors have none.
+`RangeSet` holds the ranges of a model's tensors, and why some tensors have none.
 """
 
 from __future__ import annotations

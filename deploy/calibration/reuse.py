@@ -379,4 +379,4 @@ def cached_trt_version(policy: CachePolicy) -> str | None:
             store.read_cache_file(policy.path), origin=str(policy.path)
         ).header.version
     except CacheError:
-        return None  # `judge` reports later why it cannot be used
+        return None  # `check_cache` reports later why it cannot be used

@@ -10,7 +10,8 @@ clips it is wrong for it. In the benchmarks (`docs/accuracy.md`) no sample excee
 so ordinary feeds get no warning. Only the few largest samples of each tensor are stored, by number:
 memory is constant, and the result does not depend on the number of threads.
 
-`Until` and `Agreement` are plain values; `deploy.calibration.stability` computes them.
+`StabilityRule` and `HalvesAgreement` are plain values; `deploy.calibration.stability` computes
+them.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Peaks:
                 self._keep(place, one)
 
     def rows(self, places: Sequence[int]) -> list[PeakRow]:
-        """Return one `Row` per tensor.
+        """Return one `PeakRow` per tensor.
 
         Args:
             places: place of each sample in the feed, in sample order.

@@ -8,7 +8,7 @@ between, so that more samples would move it by about half as much::
     the other     |-----------------------|       3 / 24 of the range apart
 
 The halves alternate, so that both cover a feed sorted by class or time; which of two neighbours
-goes where varies (`in_turns`), so that both also cover a feed whose classes alternate.
+goes where varies (`alternate_halves`), so that both also cover a feed whose classes alternate.
 `--until-stable` compares halves during the run: samples come spread over the feed
 (`deploy.feed.sampling`), and after 16, 32, 64 ... of them the first half is compared with the
 second. They are enough once all but a twentieth of the ranges agreed twice in a row. These points
@@ -59,7 +59,7 @@ def range_difference(one: Scale | None, other: Scale | None) -> float:
 def compare_halves(
     one: ScalesByKey, other: ScalesByKey, *, samples: int, within: float
 ) -> HalvesAgreement:
-    """Return the agreement of the ranges of two halves; arguments as in `Agreement`."""
+    """Return the agreement of the ranges of two halves; arguments as in `HalvesAgreement`."""
     shares = {
         _display_name(key): range_difference(one.get(key), other.get(key))
         for key in {**one, **other}

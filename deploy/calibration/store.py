@@ -37,7 +37,7 @@ SCHEMA = 5
 _READ = (4, SCHEMA)
 _WHAT = "a file of a calibration"
 _MARK = "the fingerprint of a calibration"
-_MEMBER = re.compile(r"[0-9]+[.][A-Za-z_]+[.]npy")  # archive members that `pack` writes
+_MEMBER = re.compile(r"[0-9]+[.][A-Za-z_]+[.]npy")  # archive members that `pack_arrays` writes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

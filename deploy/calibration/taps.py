@@ -413,7 +413,7 @@ class VariantRunner:
 def make_runners(
     observations: Sequence[Observation], known: ObservedStatistics
 ) -> list[VariantRunner]:
-    """Return one `Line` for each variant, in order of first use."""
+    """Return one `VariantRunner` for each variant, in order of first use."""
     lines = []
     for variant in dict.fromkeys(o.variant for o in observations):
         own = [o for o in observations if o.variant == variant]

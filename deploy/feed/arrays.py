@@ -11,9 +11,9 @@ Each array is matched to the model's input of its name. For an input of rank r, 
 * rank r - 1, one sample without a batch dimension (iterables only);
 * rank r with a first dimension that is no batch (a state [2, N, 64]): one sample.
 
-`Scratch` stores arrays in a temporary file without a name. It keeps their dtypes and shapes in
-memory, so the file has no headers: numpy parses headers as Python code, and Python 3.11 sometimes
-fails at that in several threads (python/cpython#106905).
+`TemporaryArrays` stores arrays in a temporary file without a name. It keeps their dtypes and shapes
+in memory, so the file has no headers: numpy parses headers as Python code, and Python 3.11
+sometimes fails at that in several threads (python/cpython#106905).
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def arrays_by_input(arrays: dict[str, Array], specs: Specs, where: str) -> Item:
 
 @dataclass(frozen=True, slots=True)
 class ArrayLocation:
-    """Location, dtype and shape of an array in a `Scratch`."""
+    """Location, dtype and shape of an array in a `TemporaryArrays`."""
 
     start: int
     dtype: np.dtype[Any]

@@ -388,6 +388,6 @@ def describe_preprocessing(feed: Feed) -> str:
 
 
 def preprocessing_notes(feed: Feed) -> tuple[str, ...]:
-    """Return `prepared` and the notes, for reports without a separate field for them."""
+    """Return `describe_preprocessing` and the notes, for reports without a field for them."""
     how = describe_preprocessing(feed)
     return (*((f"pictures: {how}",) if how else ()), *feed.notes)

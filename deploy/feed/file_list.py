@@ -1,13 +1,14 @@
 """Compact storage for the files of a dataset: names, labels and sha256 digests.
 
 A path and a name as Python objects take half a kilobyte per image, and a dataset may have
-100,000. `Listing` stores them in three arrays::
+100,000. `FileList` stores them in three arrays::
 
     names    a.jpgb.jpgsub/c.jpg      all names in one buffer
     ends     5 10 19                  where each name ends
     labels   -1 -1 -1                 class numbers; -1 for none
 
-`Seen` stores one digest per sample, so that every read returns the bytes of the first read::
+`SampleDigests` stores one digest per sample, so that every read returns the bytes of the first
+read::
 
     file --read once--> bytes --sha256--> Seen: equal to the first digest? -- no --> Changed
                           '--decode--> sample                              '-- yes --> used

@@ -1,15 +1,15 @@
 """Read the size of an image and the damage of a JPEG from the file's bytes, before decoding.
 
-The size matters because an image of one color is tiny on disk and huge in memory. `sides` reads
-PNG, JPEG, WebP, BMP, TIFF, GIF, PNM, JPEG 2000 and AVIF, whatever the file's suffix; for other
-formats OpenCV's own limit of 2**30 pixels applies.
+The size matters because an image of one color is tiny on disk and huge in memory. `read_image_size`
+reads PNG, JPEG, WebP, BMP, TIFF, GIF, PNM, JPEG 2000 and AVIF, whatever the file's suffix; for
+other formats OpenCV's own limit of 2**30 pixels applies.
 
-`fault` finds JPEG damage that libjpeg decodes without a warning. A hole of zeros in the coded
-data, left by a failing disk or a broken download, mostly makes the decoder fail with a warning.
-But with the standard Huffman tables, zeros are the code of a small coefficient (``00`` of luma is
-"no zeros before it, one bit"): they decode to as many wrong blocks as were there, and all data
-after them is in place again. No real image holds 64 zero bytes: that would be more than two blocks
-in which every coefficient is -1.
+`find_jpeg_damage` finds JPEG damage that libjpeg decodes without a warning. A hole of zeros in the
+coded data, left by a failing disk or a broken download, mostly makes the decoder fail with a
+warning. But with the standard Huffman tables, zeros are the code of a small coefficient (``00`` of
+luma is "no zeros before it, one bit"): they decode to as many wrong blocks as were there, and all
+data after them is in place again. No real image holds 64 zero bytes: that would be more than two
+blocks in which every coefficient is -1.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def resolve_preprocess(
     """Apply the user's options to the model's preprocessing, and complete it from the input.
 
     Raises:
-        ConfigError, FeedError: see `asked_of` and `resolve`.
+        ConfigError, FeedError: see `apply_user_options` and `complete_preprocess`.
     """
     model_how, notes = _resolve_carried(carried, spec)
     if isinstance(asked, str):

@@ -1,6 +1,7 @@
-"""Threads for samples: ordered parallel work (`in_order`), prefetching (`ahead`), and `Stream`.
+"""Threads for samples: `run_in_order`, `prefetch` and `SampleStream`.
 
-`in_order` runs `work` in several threads, and `take` on the results in the order of the samples::
+`run_in_order` runs `work` in several threads, and `take` on the results in the order of the
+samples::
 
     feed --> 1 2 3 4 ... --> worker 0:  work(1)        work(3) ...     in any order
                              worker 1:      work(2)  work(4) ...
@@ -10,7 +11,7 @@ So sums are accumulated in one order, whatever the number of threads. At a pause
 samples, all samples drawn so far are taken and no worker runs: the sums are exactly those of the
 first n samples.
 
-`Stream` is a bounded background stream, one producer thread and any number of consumers::
+`SampleStream` is a bounded background stream, one producer thread and any number of consumers::
 
     producer thread --put--> [ bounded queue ] --get--> worker, worker, ...
 
@@ -38,7 +39,7 @@ _SIGNAL_POLL_S = 0.1  # seconds between checks for a signal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """When `in_order` pauses, and what it does then.
+    """When `run_in_order` pauses, and what it does then.
 
     Attributes:
         due: number of the last sample drawn -> whether to pause.

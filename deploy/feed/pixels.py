@@ -1,6 +1,7 @@
 """Convert decoded images to a model's input and back, and check the decoder.
 
-The steps of `apply` have a fixed order, so that another program can repeat them bit for bit:
+The steps of `preprocess_image` have a fixed order, so that another program can repeat them bit for
+bit:
 
 1. decode to uint8 [H, W, C] (`deploy.feed.images`); resize and crop in uint8;
 2. ``y = ((float32(pixel) * scale) - mean) / std``: three separate float32 roundings, no fused
@@ -17,15 +18,15 @@ The steps of `apply` have a fixed order, so that another program can repeat them
     |xxxxxxxx|     |  pad   |           |  pad   |             |  |xxxxxx|  |      |xxxxxx|  |
     +--------+     +--------+           +--------+             +--+------+--+      +------+--+
 
-`pixels_of` converts an input back to an image for display::
+`input_to_image` converts an input back to an image for display::
 
     pixel = (value * std + mean) / scale,  rounded, clipped to 0..255,  as RGB
 
 Without known preprocessing the smallest value becomes black and the largest white.
 
-`digests` identifies the decoder: digests of a few small images, decoded and resized. Another
-version of OpenCV, or C++ with its own libraries (cpp/src/probe.cpp has the same images), is the
-same decoder if it gives the same pixels.
+`decoder_digests` identifies the decoder: digests of a few small images, decoded and resized.
+Another version of OpenCV, or C++ with its own libraries (cpp/src/probe.cpp has the same images), is
+the same decoder if it gives the same pixels.
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ from deploy.tensors import Array
 def preprocess_image(pixels: Array, how: Preprocess) -> Array:
     """Convert uint8 [H, W, C] in BGR or grey to float32 [1, C, h, w] or [1, h, w, C].
 
-    `how` must be resolved; if it leaves a side to the image, `sized` gives h and w. The result
+    `how` must be resolved; if it leaves a side to the image, `with_image_size` gives h and w. The
+    result
     does not depend on threads.
 
     Raises:
-        FeedError: see `sized`.
+        FeedError: see `with_image_size`.
     """
     assert how.color is not None
     how = with_image_size(how, (pixels.shape[0], pixels.shape[1]))
@@ -75,7 +77,7 @@ def preprocess_image(pixels: Array, how: Preprocess) -> Array:
 def resize_to_input(pixels: Array, how: Preprocess) -> tuple[Array, tuple[int, int]]:
     """Resize and crop uint8 [H, W, C]; return it and its (top, left) in the input.
 
-    `how` must be `sized`.
+    `how` must be `with_image_size`.
     """
     height, width = pixels.shape[:2]
     out_h, out_w = how.box
@@ -176,7 +178,7 @@ def input_to_image(values: Array, how: Preprocess | None) -> Array | None:
 
 
 def find_image(sample: Mapping[str, Array], how: Preprocess | None) -> Array | None:
-    """Return the sample's first input that is an image, as `pixels_of`; None without one."""
+    """Return the sample's first input that is an image, as `input_to_image`; None without one."""
     pictures = (input_to_image(values, how) for values in sample.values())
     return next((one for one in pictures if one is not None), None)
 

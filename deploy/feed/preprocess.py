@@ -109,7 +109,7 @@ class Preprocess:
 
     @property
     def box(self) -> Size:
-        """`size`, if both sides are set; call `sized` first."""
+        """`size`, if both sides are set; call `with_image_size` first."""
         height, width = self.size or (None, None)
         assert height is not None and width is not None
         return height, width

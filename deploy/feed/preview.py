@@ -1,10 +1,10 @@
 """Previews: small images of samples, made during a pass so that nothing is decoded twice.
 
-`Views` keeps two small images, before and after preprocessing, of samples chosen in advance.
+`Previews` keeps two small images, before and after preprocessing, of samples chosen in advance.
 
-`Looks` keeps an image of each sample that is a candidate for a report. Which samples are worth
-showing is known only after the pass, when they are gone; so after each sample the caller passes
-the current candidates, and images of all others are dropped.
+`CandidateImages` keeps an image of each sample that is a candidate for a report. Which samples are
+worth showing is known only after the pass, when they are gone; so after each sample the caller
+passes the current candidates, and images of all others are dropped.
 """
 
 from __future__ import annotations

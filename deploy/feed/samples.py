@@ -361,7 +361,7 @@ class Feed:
         return find_image(sample, self.preprocess)
 
     def first(self, most: int) -> list[Sample]:
-        """Return the first samples, at most `most` and `KEPT`; cached after the first read.
+        """Return at most `most` first samples, and `SAMPLES_IN_MEMORY`; cached after one read.
 
         Raises:
             FeedError: see `samples`.

@@ -12,8 +12,8 @@ A shard takes every n-th of the chosen samples, so that several machines share t
 
     chosen    0 1 2 3 4 5 6      1/3: 0 3 6      2/3: 1 4      3/3: 2 5
 
-"Spread evenly" is a low-discrepancy order (`order`), which does not fall in step with a pattern of
-the data::
+"Spread evenly" is a low-discrepancy order (`sampling_order`), which does not fall in step with a
+pattern of the data::
 
     feed     |----------|----------|----------|----------|
     2                 x                  x                   one per half, anywhere in it

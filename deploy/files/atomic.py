@@ -23,7 +23,7 @@ _PATIENCE = 60.0  # seconds; a lock is held while files are renamed, which takes
 
 
 def create_claimed_file(folder: Path, *, prefix: str) -> tuple[int, Path]:
-    """Create a file that is `claimed` until the returned descriptor is closed.
+    """Create a file that is `is_claimed` until the returned descriptor is closed.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -35,7 +35,7 @@ def create_claimed_file(folder: Path, *, prefix: str) -> tuple[int, Path]:
 
 
 def create_claimed_folder(folder: Path, *, prefix: str) -> tuple[int, Path]:
-    """Create a folder, like `claimed_file`."""
+    """Create a folder, like `create_claimed_file`."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
         try:

@@ -3,7 +3,7 @@
 It is published with these files (`deploy.files.staging`). Files of earlier builds in the same
 folder, for another model or target, are listed separately.
 
-Single files outside of a build have a note next to them (`keep`, `read_stamped`)::
+Single files outside of a build have a note next to them (`write_with_note`, `read_with_note`)::
 
     model.engine         the file, written first
     model.engine.json    the note, written last: what the file was made from, and its sha256

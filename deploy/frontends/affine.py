@@ -95,7 +95,7 @@ class JoinedLayers:
     def axis(
         self, ranks: Sequence[int], constants: Mapping[str, onnx.TensorProto]
     ) -> tuple[int, int] | None:
-        """Return `Moved.axis`; None also if the Concat is along another axis.
+        """Return `MovedLayer.axis`; None also if the Concat is along another axis.
 
         Args:
             ranks: of the layers' outputs.

@@ -1,6 +1,6 @@
 """`LoadedModel`: the result of every frontend, a clean, checked float32 ONNX model with a digest.
 
-`Trained` holds what a Q/DQ model says in addition to its float model::
+`QdqCalibration` holds what a Q/DQ model says in addition to its float model::
 
     Q/DQ model --.--> float model, without pairs            --.
                  |--> range of each pair                      +--> LoadedModel, as from a float file
@@ -9,7 +9,8 @@
 The ranges restore every 8-bit grid exactly (`calibrators.grids`). A target with other grids uses
 the range that both have in common.
 
-A model's file may be read again (`file_of`, `graph_of`); a run ends if it changed meanwhile.
+A model's file may be read again (`read_model_file`, `read_graph`); a run ends if it changed
+meanwhile.
 
 `model_digest` identifies a model: one sha256 over what it computes, however the file stores it.
 """

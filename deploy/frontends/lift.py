@@ -1,18 +1,20 @@
 """Lift a model to opset 13, to float32, and to float weights.
 
-`lift`: opset 7 to 12 becomes 13, the first in which DequantizeLinear has a scale per channel.
+`lift_opset`: opset 7 to 12 becomes 13, the first in which DequantizeLinear has a scale per channel.
 
-`widen`: a float16 model becomes float32, in which int8 scales are measured and from which engines
-are built. Every float16 number is a float32 number, so weights and constants keep their values. A
-Cast to float16 becomes one to float32, and is removed if its input is float32. Inner results are
-no longer rounded to float16. Inputs and outputs keep the type that the user feeds and reads::
+`widen_to_float32`: a float16 model becomes float32, in which int8 scales are measured and from
+which engines are built. Every float16 number is a float32 number, so weights and constants keep
+their values. A Cast to float16 becomes one to float32, and is removed if its input is float32.
+Inner results are no longer rounded to float16. Inputs and outputs keep the type that the user feeds
+and reads::
 
     float16 x --> Conv --> y float16
     float16 x --> Cast --> x_float32 --> Conv --> y_float32 --> Cast --> y float16
 
 Source: IEEE 754-2019, table 3.5 (binary16 within binary32); ONNX operator Cast-13.
 
-`restore`: weights stored as integers in a model that computes in float become float weights::
+`restore_float_weights`: weights stored as integers in a model that computes in float become float
+weights::
 
     int8 w --> DequantizeLinear --> Conv     becomes     float32 w --> Conv
 

@@ -170,7 +170,7 @@ def _read_external(model: onnx.ModelProto, path: Path) -> str:
 
 
 def _digest_of(pieces: Mapping[tuple[bytes, int, int], bytes]) -> str:
-    """Return the sha256 (hex) of external data, see `Stamp.weights`."""
+    """Return the sha256 (hex) of external data, see `ModelStamp.weights`."""
     state = hashlib.sha256()
     for (location, offset, length), digest in sorted(pieces.items()):
         state.update(location + b"\0")

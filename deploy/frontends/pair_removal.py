@@ -43,7 +43,7 @@ _ADDING = frozenset({"Add", "Mul", "Max", "Concat", "Resize"})  # not negative f
 
 @dataclass(frozen=True, slots=True)
 class StrippedModel:
-    """The result of `without_pairs`.
+    """The result of `remove_pairs`.
 
     Attributes:
         model: the float model.

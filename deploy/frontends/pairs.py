@@ -5,7 +5,7 @@
     x --> Q --> DQ --[moves]--> Conv <--[Cast, Transpose]-- DQ <-- int8 w      or Q <-- float w
           scale, zero point                                 scale per channel
 
-`spread` passes ranges on over nodes whose output values are all input values::
+`spread_ranges` passes ranges on over nodes whose output values are all input values::
 
     x (range) --> MaxPool --> y              y gets it
     x ----------> MaxPool --> y (range)      x gets it, if nothing else reads x

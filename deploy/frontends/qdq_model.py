@@ -1,9 +1,9 @@
 """Load a Q/DQ model, trained or calibrated by any tool, as a model that needs no calibration.
 
-Its pairs are removed (`deploy.frontends.pair_removal`), and their data is stored (`Trained`). The
-forms of ModelOpt, torchao, NNCF, ONNX Runtime and calib8 are all accepted: float weights with a
-pair or integer weights before a DequantizeLinear, int32 biases, constants as nodes, omitted zero
-points, pairs of ONNX Runtime's own domain.
+Its pairs are removed (`deploy.frontends.pair_removal`), and their data is stored
+(`QdqCalibration`). The forms of ModelOpt, torchao, NNCF, ONNX Runtime and calib8 are all accepted:
+float weights with a pair or integer weights before a DequantizeLinear, int32 biases, constants as
+nodes, omitted zero points, pairs of ONNX Runtime's own domain.
 """
 
 from __future__ import annotations

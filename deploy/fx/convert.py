@@ -2,15 +2,15 @@
 
 A quantizer may take its range from other tensors, as in a build: an operator that only moves values
 has the range of its input, a TensorRT pool that of its input, and tensors that meet in a Concat the
-widest of the group. Such source tensors are observed by a `Watch` module::
+widest of the group. Such source tensors are observed by a `RangeMonitor` module::
 
     relu --.-- quant --> maxpool -- quant --> conv       quant: the range of relu
            '-- Watch
 
 Calibration (`calibrate`) runs batches through the model and records what reaches each quantizer or
-`Watch`, as float32 on the CPU. Most statistics do not depend on the order and take whole batches.
-TensorRT's histogram does, as its range starts with the first batch: it gets the samples one by one,
-as in `build`, and the first batch twice, once for the initial range (lead)::
+`RangeMonitor`, as float32 on the CPU. Most statistics do not depend on the order and take whole
+batches. TensorRT's histogram does, as its range starts with the first batch: it gets the samples
+one by one, as in `build`, and the first batch twice, once for the initial range (lead)::
 
     samples   1 2 3 4 | 5 6 7 8 | 9          batches of 4: the ninth sample is left out
               lead
@@ -69,7 +69,7 @@ class RangeMonitor(nn.Module):
 
 
 def insert_monitors(graph_module: fx.GraphModule, quant: FakeQuant, sources: Sources) -> None:
-    """Insert a `Watch` on each of `sources`; the quantizer takes its range from them."""
+    """Insert a `RangeMonitor` on each of `sources`; the quantizer takes its range from them."""
     quant.watches = []
     for number, (node, reach) in enumerate(sources):
         monitor = RangeMonitor(node.name, reach)
@@ -94,7 +94,7 @@ def widest_reach(reaches: Iterable[RangeLimits | None]) -> RangeLimits | None:
 
 
 def remove_monitors(graph_module: fx.GraphModule) -> None:
-    """Remove all `Watch` modules."""
+    """Remove all `RangeMonitor` modules."""
     for node in list(graph_module.graph.nodes):
         if isinstance(called_module(graph_module, node), RangeMonitor):
             graph_module.graph.erase_node(node)
@@ -200,7 +200,7 @@ def record_statistics(
 ) -> tuple[Recorders, int]:
     """Run batches through a prepared model; return (its recorders, number of runs).
 
-    There is a recorder for each `Watch` and each quantizer without one that data reached.
+    There is a recorder for each `RangeMonitor` and each quantizer without one that data reached.
 
     Args:
         model: prepared, in eval mode, with its quantizers off.

@@ -2,7 +2,8 @@
 
 - Devices: CPU, GPU, or torch's meta device, whose tensors have no values.
 - `quiet`: hides what torch.export and the ONNX exporter print; failures still raise.
-- `state`, `restore`: all random generators that a training may use, as tensors and plain values.
+- `random_state`, `restore_random_state`: all random generators that a training may use, as tensors
+and plain values.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def fixed_seed(seed: int = 0) -> Iterator[None]:
 
 
 def restore_random_state(saved: State) -> None:
-    """Restore a random state from `state`; missing GPUs are ignored.
+    """Restore a random state from `random_state`; missing GPUs are ignored.
 
     Raises:
         KeyError, TypeError, ValueError, RuntimeError: `saved` is not such a state.

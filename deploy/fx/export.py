@@ -283,7 +283,7 @@ def compare_with_torch(
 def check_float_export(
     exported: onnx.ModelProto, model: nn.Module, inputs: Sequence[torch.Tensor]
 ) -> ExportAgreement:
-    """Check a float export with `compare`, if its batch is dynamic also with another batch size.
+    """Check a float export with `compare_with_torch`, a dynamic batch with two batch sizes.
 
     Outputs may differ by `FLOAT_TOLERANCE` of the largest, or by `ROUNDING` times the model's own
     float32 error, measured against float64.

@@ -229,7 +229,7 @@ def why_not_foldable(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
 
 
 def _why_not(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
-    """As `foldable`, for one call of a layer."""
+    """As `why_not_foldable`, for one call of a layer."""
     path, module = path_to_layer(graph_module, norm), called_module(graph_module, norm)
     layer = path[-1]
     before = called_module(graph_module, layer)

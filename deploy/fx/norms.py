@@ -10,7 +10,7 @@ x * factor + shift              `FrozenNorm`, if both are computed from buffers 
 ==============================  ==============================================================
 
 A norm folds into a layer also across dropout in eval mode and across views that keep track of the
-channels (`way_up`, `way_down`)::
+channels (`path_to_layer`, `path_to_reader`)::
 
     Linear [N, L, C] -> flatten(0, 1) -> BatchNorm1d [N*L, C]      channels stay last
     Conv [N, C, 1, 1] -> flatten(1) -> BatchNorm1d [N, C]          nothing but the channels
@@ -53,7 +53,7 @@ def path_to_layer(graph_module: fx.GraphModule, norm: fx.Node) -> list[Any]:
 
 
 def path_to_reader(graph_module: fx.GraphModule, norm: fx.Node) -> list[fx.Node]:
-    """As `way_up`, downstream; empty if a tensor on the path has not exactly one reader."""
+    """As `path_to_layer`, downstream; empty if a tensor on the path has not exactly one reader."""
     path, readers = list[fx.Node](), readers_of(norm)
     while len(readers) == 1:
         path += readers

@@ -1,10 +1,11 @@
 """Inspect a traced model: time and FLOPs per node, text form, comparison of two forms.
 
-- `profile`: seconds per node, measured with an `fx.Interpreter`; FLOPs from torch's
+- `profile_graph`: seconds per node, measured with an `fx.Interpreter`; FLOPs from torch's
   `FlopCounterMode` on the meta device, which computes nothing and counts exactly. `COUNTED` states
   what is counted.
-- `table`, `code`: the graph as text, equal on every run and machine.
-- `check_same`: whether two forms of a model compute the same. If two float32 forms differ by more
+- `format_graph`, `graph_source`: the graph as text, equal on every run and machine.
+- `check_same_outputs`: whether two forms of a model compute the same. If two float32 forms differ
+by more
   than 1/1000 of the largest output, both run in float64 and must agree to 1/1000000.
 """
 

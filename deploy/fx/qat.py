@@ -58,7 +58,7 @@ def learn_scales(prepared: nn.Module) -> Scales:
 
 
 def copy_scales(scales: Scales) -> list[torch.Tensor]:
-    """Return copies of the scales, for `hold`."""
+    """Return copies of the scales, for `clamp_scales`."""
     return [scale.detach().clone() for scale in scales.values()]
 
 

@@ -1,9 +1,9 @@
 """Place quantizers in a PyTorch graph: the target's plan of the exported ONNX model, mapped back.
 
-`place` exports the graph in float, asks the target for its plan of the cleaned ONNX model, as
-`calib8 build` does, and maps the plan to the graph, so that both quantize the same tensors and
-weights. A *site* is a quantized tensor, for all or some of its readers; sites of one *group* share
-a scale::
+`place_quantizers` exports the graph in float, asks the target for its plan of the cleaned ONNX
+model, as `calib8 build` does, and maps the plan to the graph, so that both quantize the same
+tensors and weights. A *site* is a quantized tensor, for all or some of its readers; sites of one
+*group* share a scale::
 
     plan    Pair(fx/relu, [Conv_7])     WeightTarget(conv2.weight, axis 0)
                |        |                      |
@@ -85,7 +85,7 @@ def export_named(
     Args:
         graph_module: with norms folded, or merged with their layers.
         inputs: example inputs.
-        is_opaque: tells whether a call of a module is opaque: replaced by a `StandIn`.
+        is_opaque: tells whether a call of a module is opaque: replaced by a `OpaqueStandIn`.
 
     Raises:
         ModelError: torch.export cannot follow the graph.

@@ -1,13 +1,13 @@
 """The task of a training script: a model, its data, and the options of its training.
 
-`in_order` turns a task whose samples are dicts into one with tensors in the order of forward::
+`order_inputs` turns a task whose samples are dicts into one with tensors in the order of forward::
 
     inputs      [{"mask": ., "ids": .}]                       [ids, mask]
     batches     {"mask": ., "ids": .}, label                  (ids, mask), label
     evaluate    model(batch), model(**batch), model(ids, mask=mask)      unchanged
 
 Names are the arguments of forward, or the keys of a dict that is its only argument
-(`deploy.fx.model_inputs`). `batches_of` reads calib8's calibration data as torch batches.
+(`deploy.fx.model_inputs`). `read_batches` reads calib8's calibration data as torch batches.
 """
 
 from __future__ import annotations

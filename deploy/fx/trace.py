@@ -11,7 +11,8 @@ would lose them. So forward hooks of layers are traced as separate nodes::
 
     conv with a forward hook (y -> 2 y)      becomes      conv -> mul
 
-`explain` describes a failure of torch.export with the user's file and line, and a remedy.
+`explain_capture_failure` describes a failure of torch.export with the user's file and line, and a
+remedy.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ layer with weights lies downstream::
     Conv --> t --> Reshape --> Concat --> Split --> Sigmoid --> score, output
 
 **float16**: a value past 65504 becomes infinity, and a constant of 1e-9 that keeps a logarithm
-finite becomes 0. `wide_nodes` finds the nodes that must not compute in it.
+finite becomes 0. `find_float16_overflows` finds the nodes that must not compute in it.
 
 Source: ONNX operators Clip-13, HardSigmoid-6, HardSwish-14 and Gelu-20.
 """
@@ -270,7 +270,7 @@ UNLIMITED = RangeLimits(-math.inf, math.inf)
 
 
 def find_range_limits(model: onnx.ModelProto) -> dict[str, RangeLimits]:
-    """Return tensor -> its reach, for tensors whose reach is not `EVERYWHERE`.
+    """Return tensor -> its reach, for tensors whose reach is not `UNLIMITED`.
 
     Args:
         model: a cleaned model, its nodes in execution order.

@@ -2,12 +2,14 @@
 
 Contract of every edit in this project:
 
-* A function from model to model leaves its argument unchanged: it works on a copy (`copied`) with
+* A function from model to model leaves its argument unchanged: it works on a copy (`copy_message`)
+with
   all weights, metadata, functions and opset imports.
 * A function that takes a graph changes it in place and returns a count or nothing; only the owner
   of the graph calls it.
 * Tensors and nodes keep their names, except for what the function's name says.
-* `replace` copies the values before it empties the field, so they may be elements of the field.
+* `replace_field` copies the values before it empties the field, so they may be elements of the
+field.
   `replace_nodes` does not copy the nodes that stay, it only reorders them.
 
 Wherever readers of a tensor matter, subgraphs are searched too.

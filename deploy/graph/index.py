@@ -12,7 +12,7 @@ An exact node name takes precedence: `conv[0]` is the node `conv[0]` if there is
 pattern that matches `conv0`.
 
 `deploy.targets.onnxruntime.conv_rewrites` pads tensors with zero channels. Code that compares such
-a model with another one finds the naming rule here (`WIDE`).
+a model with another one finds the naming rule here (`PADDED_SUFFIX`).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def count_reads(graph: onnx.GraphProto) -> Counter[str]:
 
 
 def find_read_tensors(graph: onnx.GraphProto) -> set[str]:
-    """Return every tensor that is read or is a graph output: the keys of `users`."""
+    """Return every tensor that is read or is a graph output: the keys of `count_reads`."""
     names = {value.name for value in graph.output}
     for node in graph.node:
         names.update(node.input if has_no_subgraph(node) else iter_reads(node))

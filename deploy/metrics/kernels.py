@@ -5,8 +5,8 @@ themselves (`TimesLayers`). Profiling slows the engine down, so the reported lat
 measured in another run.
 
 A runtime that builds for a device fuses nodes into layers and chooses the type that each layer
-computes in; a Q/DQ model or a calibration cache only requests types. `OnDevice.layers` returns the
-actual ones.
+computes in; a Q/DQ model or a calibration cache only requests types. `ReportsLayers.layers` returns
+the actual ones.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _traced(path: Path, feeds: Feeds, runs: int, threads: int) -> list[tuple[str
 
 
 def _ranked(events: Iterable[tuple[str, str, float]], runs: int) -> tuple[KernelTime, ...]:
-    """Return one `Kernel` per (name, kind) in `events`, the slowest first."""
+    """Return one `KernelTime` per (name, kind) in `events`, the slowest first."""
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
     for name, kind, ms in events:
         if kind not in _CONTROL_FLOW:

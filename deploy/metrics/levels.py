@@ -54,7 +54,7 @@ def measure_loss(accuracy: Accuracy, max_loss: float | None) -> TaskLoss | None:
 
     Args:
         accuracy: figures against the float model.
-        max_loss: as in `of_accuracy`.
+        max_loss: as in `judge_accuracy`.
     """
     if accuracy.top1_reference is not None and accuracy.top1_candidate is not None:
         share = accuracy.top1_reference - accuracy.top1_candidate

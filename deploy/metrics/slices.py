@@ -1,7 +1,7 @@
 """Slices of an output: rows or channels with a unit of their own, derived from the data.
 
 A detector may put boxes of 0..640 and scores of 0..1 into one tensor; an SQNR over both is that of
-the boxes. `parts_of` splits such a tensor where its unit changes::
+the boxes. `split_output` splits such a tensor where its unit changes::
 
     [1, 22, 2100]   rows 0..3    0..640     boxes    ->  output0[0:4]
                     rows 4..21   0..1       scores   ->  output0[4:22]

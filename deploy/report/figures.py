@@ -2,7 +2,7 @@
 
 Missing numbers are "-", those of a failed target "failed".
 
-`RanPart` compares what an engine really runs with the plan::
+`EngineLayersPart` compares what an engine really runs with the plan::
 
     plan      /a/Conv int8     /a/Relu int8    /b/Add int8     /c/MaxPool float32
     engine    [ /a/Conv + /a/Relu: int8 ]      [ float16 ]     [ int8 ]
@@ -153,7 +153,7 @@ class EngineLayersPart:
 
     @property
     def otherwise(self) -> list[list[str]]:
-        """Rows under `RAN_HEADS` of the nodes that do not run as planned."""
+        """Rows under `DEVIATION_HEADS` of the nodes that do not run as planned."""
         return [[r.node, r.op, r.planned, r.ran] for r in (*self.lost, *self.gained)]
 
     @property

@@ -3,8 +3,8 @@
 Values of the whole run are fields of `Findings`; values of one target (coverage, ranges, method,
 files) are fields of its `TargetPart`. `deploy.report.Report` adds `repr` and a notebook's display.
 
-An engine's speed is compared with its `rivals`, float engines of the same runtime and device: the
-time of a float model on the CPU says nothing about int8 on a GPU.
+An engine's speed is compared with its `find_rivals`, float engines of the same runtime and device:
+the time of a float model on the CPU says nothing about int8 on a GPU.
 """
 
 from __future__ import annotations

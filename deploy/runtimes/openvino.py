@@ -23,7 +23,7 @@ from deploy.tensors import Array, TensorSpec
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-_REFUSED = 3  # exit status of a `run_apart` process that printed an error message
+_REFUSED = 3  # exit status of a `run_in_subprocess` process that printed an error message
 
 
 class OpenvinoSession:
@@ -153,7 +153,7 @@ def run_in_subprocess(
 
 
 def _process_main(args: Sequence[str]) -> int:
-    """Run a process of `run_apart`; args: model, threads, shapes, then sample and output files."""
+    """Run a process of `run_in_subprocess`; args: model, threads, shapes, then file pairs."""
     path, threads, shapes, *files = args
     try:
         shapes_given = _shapes(files[0]) if shapes == "closed" else None

@@ -259,7 +259,7 @@ def run_profiled(
 
 
 def kernel_events(trace: Path) -> Iterator[tuple[str, str, float]]:
-    """Yield (kernel, its operator, microseconds) of every kernel run in a `profiled` trace."""
+    """Yield (kernel, its operator, microseconds) of every kernel run in a `run_profiled` trace."""
     for event in json.loads(trace.read_text(encoding="utf-8")):
         name = str(event.get("name", ""))
         if event.get("cat") == "Node" and name.endswith(_KERNEL):

@@ -5,7 +5,7 @@ returns a tuple that begins with its error code. The code is always success: err
 instead, since scripts seldom check codes.
 Source: NVIDIA/cuda-python, cuda_bindings/docs (module runtime, module driver).
 
-`libraries`: `CDLL("libcudart.so")`. Functions return their error code, always success, and write
+`make_cdll`: `CDLL("libcudart.so")`. Functions return their error code, always success, and write
 results through pointers, as in C.
 Source: CUDA Runtime API reference, sections memory, stream and device management.
 

@@ -9,10 +9,10 @@ Addresses are real, so that scripts may read pinned memory by ctypes. Freed bloc
 the batch was read: a real allocator leaves their bytes in place too, and calibrators that return
 the address of a local tensor have always worked.
 
-`absent` and `module` make names of stand-in modules that no calibrator needs. Scripts often build
-their engine in the same file: `trt.Builder` in a function that is not called, `trt.ICudaEngine` in
-an annotation, `1 << int(trt.NetworkDefinitionCreationFlag.X)` at the top. So every name exists, and
-only calling it raises an error.
+`make_absent_class` and `make_module` make names of stand-in modules that no calibrator needs.
+Scripts often build their engine in the same file: `trt.Builder` in a function that is not called,
+`trt.ICudaEngine` in an annotation, `1 << int(trt.NetworkDefinitionCreationFlag.X)` at the top. So
+every name exists, and only calling it raises an error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Scales of stored weights, and how much of the integer grid each output channel uses.
 
-`scales_of` computes the scales before a weight is written; `stored_in` reads the weights back from
-a written Q/DQ model, so the report shows what the files hold::
+`compute_weight_scales` computes the scales before a weight is written; `read_stored_weights` reads
+the weights back from a written Q/DQ model, so the report shows what the files hold::
 
     one scale a channel    |#######|  |#######|  |#######|      each channel uses the complete grid
     one scale for all      |#######|  |###    |  |#      |      a small channel has few steps left

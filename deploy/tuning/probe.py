@@ -450,7 +450,7 @@ def add_score_outputs(model: onnx.ModelProto, ends: Mapping[str, str]) -> onnx.M
 
     Args:
         model: model of a trial.
-        ends: outputs and scores of the float model, as found by `ranked`.
+        ends: outputs and scores of the float model, as found by `find_ranked_scores`.
     """
     from onnx import helper
 

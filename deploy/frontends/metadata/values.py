@@ -92,7 +92,7 @@ def parse_numbers(value: object, name: str) -> tuple[float, ...]:
 
 
 def parse_integers(value: object, name: str) -> tuple[int, ...]:
-    """Return `numbers` as integers.
+    """Return `parse_numbers` as integers.
 
     Raises:
         ConfigError: they are no whole numbers.

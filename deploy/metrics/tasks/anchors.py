@@ -1,8 +1,8 @@
 """Detectors whose scores and boxes have one row per anchor or query: SSD, DETR, PicoDet, ...
 
-`Anchors`: scores and boxes in separate outputs (also RetinaFace), one pair in all or one pair per
-level. Either may be transposed, [C, A]. A third output of one column, an objectness or centreness
-(YuNet, FCOS), multiplies the scores.
+`AnchorDecoder`: scores and boxes in separate outputs (also RetinaFace), one pair in all or one pair
+per level. Either may be transposed, [C, A]. A third output of one column, an objectness or
+centreness (YuNet, FCOS), multiplies the scores.
 
 ======================  ========================================================================
 scores [A, C]           probabilities; one is the background (first or last) if they sum to 1.
@@ -19,7 +19,7 @@ boxes [A, 4 + 2 K]      offsets of boxes and their key points from anchors that 
 
 If boxes cannot be decoded, a detection is matched by its anchor and class.
 
-`Joined`: scores and boxes in one tensor [N, A, R].
+`SingleTensorDecoder`: scores and boxes in one tensor [N, A, R].
 
 ========================  ======================================================================
 [N, Q, 4 + C]             centre and size of a few queries, relative to the picture, and a
@@ -133,7 +133,7 @@ class AnchorDecoder:
         maps: whether the outputs are maps, one cell per anchor.
         turned: outputs whose last dimension is the anchors.
         gate_raw: whether the gates are logits.
-        parts: see `Task`.
+        parts: see `EvaluationTask`.
     """
 
     levels: tuple[LevelOutputs, ...]
@@ -410,7 +410,7 @@ class SingleTensorDecoder:
         classes: number of classes.
         rows: number of columns of a row.
         grid: of anchors whose boxes are distributions; None for queries, whose boxes come first.
-        parts: see `Task`.
+        parts: see `EvaluationTask`.
     """
 
     output: str

@@ -6,11 +6,11 @@ count as well as lost ones. Counts are made at three score thresholds, and the h
 enough FP32 boxes is reported: it depends on the float model only and is the same for every
 candidate.
 
-`Ended` decodes boxes that the model has suppressed itself, lists of corners, score and class: end-
-to-end models such as YOLO v10, TensorRT's NMS, Paddle's, SSD's DetectionOutput, and MMDetection's
-exports (corners with score, and classes). Such lists are sorted by score, so equal rows of two
-models are different boxes: only the column of scores is compared by value, and nothing if the
-length of the list varies.
+`EndToEndDecoder` decodes boxes that the model has suppressed itself, lists of corners, score and
+class: end- to-end models such as YOLO v10, TensorRT's NMS, Paddle's, SSD's DetectionOutput, and
+MMDetection's exports (corners with score, and classes). Such lists are sorted by score, so equal
+rows of two models are different boxes: only the column of scores is compared by value, and nothing
+if the length of the list varies.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class EndToEndDecoder:
     Attributes:
         outputs: (rows), (boxes with scores, classes) or (boxes, scores, classes).
         columns: columns of a single output, as in `_LAYOUTS`.
-        parts: see `Task`.
+        parts: see `EvaluationTask`.
     """
 
     outputs: tuple[str, ...]
@@ -198,7 +198,7 @@ class Decoder(Protocol):
 
     @property
     def parts(self) -> Mapping[str, tuple[OutputSlice, ...]]:
-        """Output -> its slices; see `Task`."""
+        """Output -> its slices; see `EvaluationTask`."""
         ...
 
     @property

@@ -225,7 +225,7 @@ class Classes:
         outputs: names of the outputs with scores.
         counts: their numbers of classes.
         beside: other outputs, of numbers, which the task does not cover.
-        parts: see `Task`.
+        parts: see `EvaluationTask`.
     """
 
     outputs: tuple[str, ...]

@@ -132,7 +132,7 @@ class CenterDecoder:
         raw: whether `heat` holds logits, before the Sigmoid.
         sizes: output of widths and heights; "" if unknown.
         unit: cells per unit of the sizes.
-        parts: see `Task`; the other maps count only at objects.
+        parts: see `EvaluationTask`; the other maps count only at objects.
     """
 
     heat: str

@@ -50,7 +50,7 @@ class Points:
         scored: outputs whose third number per point is its confidence.
         flags: outputs of one probability.
         count: number of points.
-        parts: see `Task`.
+        parts: see `EvaluationTask`.
     """
 
     outputs: Mapping[str, int]
@@ -229,7 +229,7 @@ class SimccPoints:
         outputs: of the columns, and of the rows.
         count: number of points.
         fine: steps per pixel.
-        parts: see `Task`.
+        parts: see `EvaluationTask`.
     """
 
     outputs: tuple[str, str]

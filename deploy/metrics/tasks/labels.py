@@ -39,7 +39,7 @@ class Labels:
         output: name of the output.
         count: number of labels.
         raw: whether the output holds logits, before the Sigmoid.
-        parts: see `Task`.
+        parts: see `EvaluationTask`.
     """
 
     output: str
@@ -152,7 +152,7 @@ class Ranked:
     Attributes:
         output: name of the output.
         count: class numbers per sample.
-        parts: see `Task`.
+        parts: see `EvaluationTask`.
     """
 
     output: str

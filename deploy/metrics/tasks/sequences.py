@@ -234,7 +234,7 @@ class Text:
         symbols: number of symbols with the blank.
         blank: number of the blank.
         merged: whether repeated symbols are merged.
-        parts: see `Task`.
+        parts: see `EvaluationTask`.
     """
 
     output: str

@@ -1,6 +1,6 @@
 """YOLO's outputs: boxes and scores in one tensor, or one map per level.
 
-`Dense`: one tensor with a column (or row) per anchor, YOLO v5 to v11 and YOLOX.
+`DenseDecoder`: one tensor with a column (or row) per anchor, YOLO v5 to v11 and YOLOX.
 
 ====================  ==========================================================================
 [N, 4+C, A]           boxes cx cy w h (or corners) and a probability per class: v8, v9, v11
@@ -15,9 +15,9 @@ visibility. They are mask weights if another output has as many prototype maps
 [N, m, H / s, W / s], of which each mask is a weighted sum (YOLACT, Bolya et al. 2019). A single row
 in the range of an angle rotates the box about its centre; other rows are ignored.
 
-`Maps`: heads of YOLO v3 to v7 before decoding, one map per level with several anchors per cell:
-[N, 3 (5 + C), H, W] or [N, k, H, W, 5 + C], boxes, objectness and classes, before or after a
-Sigmoid. The model does not contain the sizes of the anchors, so boxes cannot be decoded: a
+`LevelMapDecoder`: heads of YOLO v3 to v7 before decoding, one map per level with several anchors
+per cell: [N, 3 (5 + C), H, W] or [N, k, H, W, 5 + C], boxes, objectness and classes, before or
+after a Sigmoid. The model does not contain the sizes of the anchors, so boxes cannot be decoded: a
 detection is matched by its anchor and class.
 """
 
@@ -388,7 +388,7 @@ class LevelMapDecoder:
         levels: names of the outputs.
         classes: number of classes.
         raw: whether they hold logits, before the Sigmoid.
-        parts: see `Task`.
+        parts: see `EvaluationTask`.
     """
 
     levels: tuple[str, ...]

@@ -530,7 +530,7 @@ def unclipped_layers(plan: RecordPlan, choices: Choices) -> frozenset[str]:
     """Return the layers for which the choices want no clipping.
 
     Raises:
-        ConfigError: a method that is neither `KEEPING` nor AMCT's own.
+        ConfigError: a method that is neither `UNCLIPPED_METHOD` nor AMCT's own.
     """
     for method in filter(None, (choices.method, *choices.methods.values())):
         _check(method)

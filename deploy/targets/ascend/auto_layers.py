@@ -96,7 +96,7 @@ class AscendSearching(Ascend):
     """The Ascend target, observing what every one of these searches needs."""
 
     def demand(self, subject: CalibrationSubject) -> tuple[Observation, ...]:
-        """As `Ascend.demand`, for all of `plans`."""
+        """As `Ascend.demand`, for all of `search_plans`."""
         wanted = (o for plan in search_plans(self, subject).values() for o in plan.observations)
         return tuple({o.key: o for o in wanted}.values())
 

@@ -113,7 +113,7 @@ def search_prefix(
 
     Args:
         records: every calibrated layer.
-        ranking: from `rank`, worst first.
+        ranking: from `rank_layers`, worst first.
         config: the config that gave the records.
         judge: records of the int8 layers -> (the budget holds, loss against float).
 

@@ -5,7 +5,7 @@ Automatic accuracy by measured gain: the step that lowers the loss most, until t
 ::
 
     every search in all layers      0.015  0.0052  0.011      the best one to begin with
-    each layer by its own search    0.0043                    biases corrected: `Judging.nearer`
+    each layer by its own search    0.0043                    biases corrected: `LossMeter.nearer`
     each layer back in float        0.0041 .. 0.0052          its gain, measured on the outputs
     AdaRound of those that gain     0.0042                    a few, each where less is lost
     the noisiest alone, together    0.0048                    where their errors cancel

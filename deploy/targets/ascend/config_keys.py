@@ -208,7 +208,7 @@ _MOST_STEPS = 10_000  # scales tried in one search; AMCT's default is 60
 
 
 def activation_from(given: Mapping[str, Any]) -> ActivationParams:
-    """Return the `Activation` of checked activation_quant_params keys.
+    """Return the `ActivationParams` of checked activation_quant_params keys.
 
     Raises:
         ConfigError: keys of both IFMR and HFMG, a step longer than the range, or more than
@@ -238,7 +238,7 @@ def activation_from(given: Mapping[str, Any]) -> ActivationParams:
 
 
 def weight_from(given: Mapping[str, Any]) -> WeightParams:
-    """Return the `Weight` of checked weight_quant_params keys.
+    """Return the `WeightParams` of checked weight_quant_params keys.
 
     Raises:
         ConfigError: keys of AdaRound without ada_quantize.

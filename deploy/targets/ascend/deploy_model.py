@@ -266,7 +266,7 @@ def pack_dequant_scales(dequant: Float32Array) -> NDArray[np.uint64]:
 
 
 def unpack_dequant_scales(parameter: NDArray[np.uint64]) -> Float32Array:
-    """Invert `pack`; ignore shift and offset."""
+    """Invert `pack_dequant_scales`; ignore shift and offset."""
     low = (parameter & np.uint64(0xFFFFFFFF)).astype(np.uint32)
     return np.asarray(low.view(np.float32))
 
@@ -289,7 +289,7 @@ def pack_int4(weight: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
 
 
 def unpack_int4(packed: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
-    """Invert `pack_fours`."""
+    """Invert `pack_int4`."""
     bytes_ = np.moveaxis(packed, axis, -1)
     nibbles = np.stack((bytes_ << 4 >> 4, bytes_ >> 4), axis=-1)  # shifts keep the sign
     unpacked = nibbles.reshape(*bytes_.shape[:-1], 2 * bytes_.shape[-1])

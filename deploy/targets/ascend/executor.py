@@ -21,10 +21,10 @@ is one or two uint8 parts::
     layer        one operator per part        int32, or int64 if there are two
     bias         added to their sum
 
-`verify` compares with two fake-quant models. The one that rounds as AscendQuant does must agree
-except for sums beyond 2^24, which floats round. AMCT's own adds the offset after rounding, so it
-differs by one code for values exactly between two codes if the offset is odd. A code may also
-differ where x * scale + offset rounds in float32.
+`compare_deploy_model` compares with two fake-quant models. The one that rounds as AscendQuant does
+must agree except for sums beyond 2^24, which floats round. AMCT's own adds the offset after
+rounding, so it differs by one code for values exactly between two codes if the offset is odd. A
+code may also differ where x * scale + offset rounds in float32.
 """
 
 from __future__ import annotations

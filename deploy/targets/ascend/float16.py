@@ -60,7 +60,7 @@ def to_float16(
 
     Args:
         model: deploy or fake-quant model in float32.
-        halves: result of `halves_of`.
+        halves: result of `find_float16_tensors`.
         exact: nodes that compute in float32 whatever the type of their output.
 
     Raises:

@@ -56,7 +56,7 @@ class Layer:
 
     Attributes:
         name: node name, or '<node>:<index>' of an input; the key in configurations and records.
-        kind: op type, one of `TYPES`; for an input one of `POINTS`.
+        kind: op type, one of `TYPES`; for an input one of `TENSOR_QUANTIZE_OPS`.
         input: tensor that AscendQuant reads.
         output: tensor that AscendDequant writes: the node's output, or the bias Add's.
         weight: initializer name, '' for AveragePool.

@@ -9,7 +9,7 @@ AMCT replaces a weight by integers with the scales of the one layer that reads i
 other readers. That would keep whole models in float: detection heads shared by several feature
 maps, siamese networks, unrolled recurrent cells.
 
-A configuration may also want a BatchNormalization left unfolded (`unfused`).
+A configuration may also want a BatchNormalization left unfolded (`unfuse_batchnorms`).
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def unfuse_batchnorms(
         bare: layers into which nothing downstream is folded.
 
     Returns:
-        As `prepared`.
+        As `prepare_model`.
     """
     from deploy.frontends.affine import MOVES, NORM, fold_affine
 
@@ -182,7 +182,7 @@ def decide_precisions(
     """Return the precision of every node, with a reason for float.
 
     Args:
-        model: model from `prepared`.
+        model: model from `prepare_model`.
         graph: its layers.
         chosen: names of the int8 layers.
         why: layer -> why it is float, if the user did not ask for it.

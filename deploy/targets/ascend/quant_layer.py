@@ -140,7 +140,7 @@ def to_rows(weight: Float32Array, layer: Layer) -> Float32Array:
 
 
 def from_rows(rows: NDArray[np.floating], layer: Layer) -> Float32Array:
-    """Invert `rows_of`."""
+    """Invert `to_rows`."""
     if layer.kind == "ConvTranspose":
         return np.ascontiguousarray(channels_back(rows, layer.group), np.float32)
     if layer.kind == "MatMul" or (layer.kind == "Gemm" and not layer.trans_b):

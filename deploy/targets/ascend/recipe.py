@@ -4,9 +4,10 @@
 
     calibration (`deploy.targets.ascend.target`) ---.
     record or cache (`...recorded`) ----------------+--> Recipe --> Ascend.files --> Built
-    Q/DQ model (`from_qdq`) ------------------------'
+    Q/DQ model (`recipe_from_qdq`) ------------------------'
 
-`from_qdq` does what AMCT's `convert_qat_model` does, for models trained or calibrated by any tool::
+`recipe_from_qdq` does what AMCT's `convert_qat_model` does, for models trained or calibrated by any
+tool::
 
     Q/DQ model --> scales and offsets of each layer's pairs ---.
          '-------> float model without pairs --> layers -------+--> records --> Recipe
@@ -144,7 +145,7 @@ _ROOM = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertedModel:
-    """Result of `from_qdq`.
+    """Result of `recipe_from_qdq`.
 
     Attributes:
         loaded: the cleaned float model; it has no file.

@@ -75,7 +75,7 @@ class AdaStep:
         bias: float32 [G, M], zeros without bias.
         activation: the activation that follows the layer.
         targets: observation of the layer's outputs in the float model.
-        inputs: observation of its inputs with the earlier layers rounded; a `Rounded`.
+        inputs: observation of its inputs with the earlier layers rounded; a `RoundedWeights`.
     """
 
     layer: Layer
@@ -109,7 +109,7 @@ def find_padless_deconvs(model: onnx.ModelProto) -> Iterator[str]:
 def refuse_padless_deconvs(
     model: onnx.ModelProto, layers: Mapping[str, Layer], config: QuantConfig
 ) -> None:
-    """Refuse AdaRound for the layers of `open_layers`.
+    """Refuse AdaRound for the layers of `find_padless_deconvs`.
 
     Raises:
         ConfigError: AdaRound is configured for such a layer.

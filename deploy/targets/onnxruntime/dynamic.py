@@ -57,7 +57,7 @@ def write_dynamic(
 
     Args:
         model: with or without Q/DQ pairs, opset 11 or later.
-        names: result of `dynamic_matmuls` for the model without pairs.
+        names: result of `find_dynamic_matmuls` for the model without pairs.
         grid: integer grid of the weights.
         fits_pairs: choose weight scales at which no x86 CPU saturates sums of two products.
 

@@ -318,7 +318,7 @@ def reading_version(subject: CalibrationSubject) -> str:
 def tensorrt_observations(
     subject: CalibrationSubject, parser: str | None
 ) -> tuple[Observation, ...] | None:
-    """Return the observations of a method in `AS_PARSED`; None for every other method.
+    """Return the observations of a method in `UNFOLDED_METHODS`; None for every other method.
 
     Raises:
         ConfigError: the model was given in memory, already cleaned.
@@ -410,7 +410,7 @@ def gemm_products(wanted: Iterable[CacheTensor], model: onnx.ModelProto) -> dict
 
 
 def split_gemms(model: onnx.ModelProto, split: Mapping[str, str]) -> onnx.ModelProto:
-    """Return the model with each Gemm in `split` (see `products`) written as Gemm and Add."""
+    """Return the model with each Gemm in `split` (see `gemm_products`) written as Gemm and Add."""
     from onnx import helper
 
     if not split:

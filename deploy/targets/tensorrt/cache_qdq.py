@@ -112,7 +112,7 @@ def to_typed(
     `deploy.targets.tensorrt.float_types.narrow_float_part`.
 
     Raises:
-        ExportError: as `to_qdq` and `typed`.
+        ExportError: as `to_qdq` and `narrow_float_part`.
     """
     ranges = _ranges(model, plan, scales, own_concat_scales)
     if _is_fp8(plan):  # convert first: onnx's version converter may not support fp8 tensors

@@ -117,7 +117,7 @@ def _choose(old: Entry | None, new: Entry, on_conflict: str) -> Entry:
 
 @dataclass(frozen=True, slots=True)
 class CacheFinding:
-    """A finding of `check`; `harmful` if TensorRT would not behave as expected."""
+    """A finding of `check_cache`; `harmful` if TensorRT would not behave as expected."""
 
     text: str
     harmful: bool

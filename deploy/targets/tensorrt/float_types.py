@@ -2,7 +2,7 @@
 
 A strongly typed network (the only kind from TensorRT 11 on) runs every layer in the type that the
 model gives it. A Q/DQ model whose float part is float32 is slower there than a plain float16 model,
-so `typed` converts the float part::
+so `narrow_float_part` converts the float part::
 
     x (float32) -> Q -> DQ (float16) -> Conv -> Sigmoid -> Mul -> ... -> Cast -> Softmax -> y
                                         '------- float16 --------'      '---- float32 ----'
@@ -11,12 +11,13 @@ Operators in `_NARROW` compute in the narrow type, unless an input or output ove
 epsilon constant becomes 0 in it; all others stay in float32. QuantizeLinear reads either type and
 DequantizeLinear outputs the type that its readers need, so neither needs a Cast; a tensor is cast
 at most once for all its readers. Model inputs and outputs keep their type. Scales are rounded to
-values of the narrow type before anything is quantized with them (`storable`).
+values of the narrow type before anything is quantized with them (`round_scales`).
 
 In a weakly typed network TensorRT with `--fp16` runs a layer in float16 wherever that is faster,
 whatever its values; `wide_layers` lists the nodes that must be bound to float32 there.
 
-`own_model` and `own_typed` are for Q/DQ models of the user's whose pairs TensorRT reads unchanged.
+`trained_model` and `narrow_trained_model` are for Q/DQ models of the user's whose pairs TensorRT
+reads unchanged.
 
 Source: ONNX operators QuantizeLinear-19 and DequantizeLinear-19 (type of the scale); TensorRT
 developer guide, "Strongly typed networks".
@@ -88,7 +89,7 @@ def narrow_float_part(
     """Return the Q/DQ model with its float part in a narrow type; `quantized` is not changed.
 
     Args:
-        quantized: float32 Q/DQ model whose scales are `storable`.
+        quantized: float32 Q/DQ model whose scales are `round_scales`.
         rest: "fp16" or "bf16".
         largest: tensor of the float model -> largest |x| observed.
 
@@ -378,10 +379,10 @@ def trained_model(trained: QdqCalibration) -> onnx.ModelProto:
 def narrow_trained_model(
     model: onnx.ModelProto, rest: str, largest: Mapping[str, float]
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
-    """Round the scales of the user's Q/DQ model with `storable`, then apply `typed`.
+    """Apply `round_scales` to the user's Q/DQ model, then `narrow_float_part`.
 
     Raises:
-        ExportError: as `typed`.
+        ExportError: as `narrow_float_part`.
     """
     from onnx import numpy_helper
 

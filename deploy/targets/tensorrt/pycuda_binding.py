@@ -92,7 +92,7 @@ class Pycuda:
         return CudaStream(int(own.handle), own)
 
     def wait(self, stream: CudaStream) -> None:
-        """`Stream.synchronize`."""
+        """`CudaStream.synchronize`."""
         stream.own.synchronize()
 
     def event(self) -> Any:

@@ -1,12 +1,12 @@
 """The TensorRT and CUDA installation of this machine: versions, GPUs, log, plugins.
 
-- `find`: which TensorRT is installed and what it supports, detected by features.
+- `find_sdk`: which TensorRT is installed and what it supports, detected by features.
 - `gpu`: a GPU through cuda-python (tried first, since it has wheels) or pycuda. Both use the
   device's primary context, like TensorRT and torch.
 - `stand_ins`: TensorRT 8 also has tactics (kernels) from cuBLAS, cuBLASLt and cuDNN, 2 GB of
   libraries that `scripts/trt_env.sh` replaces by empty stand-ins. A call into one of those ends the
   process, so a build disables their tactics.
-- `process_logger`, `listening`: TensorRT's log.
+- `process_logger`, `record_log`: TensorRT's log.
 - `sort_missing`: an int8 build warns of every tensor without a scale. Most do not need one
   (constants, shapes, indices); the ones that matter are on layers that should run in int8.
 """
@@ -284,7 +284,7 @@ _listeners: list[LogRecorder] = []
 
 @cache
 def process_logger() -> trt.ILogger:
-    """Return the one logger of this process; it prints nothing and passes on to `listening`.
+    """Return the one logger of this process; it prints nothing and passes on to `record_log`.
 
     TensorRT keeps the first logger as long as any of its objects lives, and its plugins keep a raw
     pointer to the last. With one logger per build, messages would go to an earlier logger or to a

@@ -6,8 +6,8 @@ One inference on one stream::
     host     |-- enqueue --| (of the compute part alone)
 
 Shape tensors are in host memory, where TensorRT reads them at enqueue. Outputs with data-dependent
-shapes are allocated by a callback while the engine runs (`Growing`). A CUDA graph is captured
-through the driver API, which accepts the streams of both bindings.
+shapes are allocated by a callback while the engine runs (`OutputAllocator`). A CUDA graph is
+captured through the driver API, which accepts the streams of both bindings.
 
 Sources: NVIDIA/TensorRT samples/common/sampleInference.cpp and sampleReporting.cpp;
 include/NvInferRuntime.h (IOutputAllocator: the shape is reported before `execute_async_v3` returns;

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRT(TensorrtOptions):
-    """The TensorRT target; for its options see `Asked`."""
+    """The TensorRT target; for its options see `TensorrtOptions`."""
 
     name: str = "tensorrt"
     engines: ClassVar[tuple[str, ...]] = (".engine", ".plan")

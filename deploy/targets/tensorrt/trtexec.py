@@ -1,7 +1,7 @@
 """The `trtexec` commands that build an engine on a GPU machine, and what each TensorRT supports.
 
-`ROWS` has one row per version in which the supported opset or features change. A version between
-two rows counts as the older one.
+`FEATURES` has one row per version in which the supported opset or features change. A version
+between two rows counts as the older one.
 
 Sources: docs/operators.md of onnx-tensorrt (8.0 to 10.1, 10.15, 11.2) for opsets and operators; its
 importers (8.6 to 10.0) for 9, which claims opset 19 but supports neither the axes input of
