@@ -511,7 +511,7 @@ def test_a_device_or_a_folder_is_never_replaced(make, tmp_path):
 def test_what_stands_in_dev_is_a_device_wherever_it_leads(tmp_path):
     """`-o /dev/stdout > file` leads to a plain file; a rename would put one in the link's place."""
     with (tmp_path / "said").open("w") as file:
-        program = "from deploy.files.reading import refuse; refuse('/dev/stdout')"
+        program = "from deploy.files.reading import refuse_output; refuse_output('/dev/stdout')"
         root = Path(__file__).parents[1]
         done = subprocess.run(
             [sys.executable, "-c", program], cwd=root, stdout=file, stderr=subprocess.PIPE,

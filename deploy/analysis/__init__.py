@@ -1,1 +1,6 @@
-"""Analysis of models and builds: benchmarks, comparisons of models and of builds, explanations."""
+"""What users look at: `benchmark`, `comparison`, `explain_build`, `inspection` and others.
+
+Each module is one question about models or finished builds, and returns values that print
+themselves; commands import the module they need. Nothing here calibrates or builds, and nothing
+below (pipeline, targets, feed ...) imports it.
+"""

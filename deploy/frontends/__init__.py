@@ -49,10 +49,10 @@ def load_float_or_qdq(source: str | Path | onnx.ModelProto) -> LoadedModel:
     try:
         return load(source)
     except QuantizedError:
-        from deploy.frontends.qdq_model import load_qdq
+        from deploy.frontends.qdq_model import read_qdq_model
 
         with phase("model"):
-            return load_qdq(source)
+            return read_qdq_model(source)
 
 
 def is_quantized(path: Path) -> bool:

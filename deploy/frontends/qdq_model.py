@@ -44,7 +44,7 @@ _CONTRIB = "com.microsoft"
 _TAILS = frozenset({"Relu", "Clip"})
 
 
-def load_qdq(source: str | Path | onnx.ModelProto) -> LoadedModel:
+def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
     """Load a Q/DQ model as its float model, with the data of its pairs.
 
     Args:

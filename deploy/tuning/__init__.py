@@ -1,1 +1,7 @@
-"""What stays float and which search finds which range: by error and by time, for each target."""
+"""What stays float and which search finds which range: by error and by time, for each target.
+
+`tune` plans one target, from its plan file or by a search (`search`, on trial models of `probe`,
+prices and timing); `plan_file` reads and writes the plan; `repairs` changes the float model's
+constants where that helps. Only the pipeline and analysis import from here. No module knows a
+target by name: all go through `deploy.targets.base.Target`.
+"""
