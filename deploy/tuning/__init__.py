@@ -2,6 +2,6 @@
 
 `tune` plans one target, from its plan file or by a search (`search`, on trial models of `probe`,
 prices and timing); `plan_file` reads and writes the plan; `repairs` changes the float model's
-constants where that helps. Only the pipeline and analysis import from here. No module knows a
-target by name: all go through `deploy.targets.base.Target`.
+constants where that helps. Rooms above (report, pipeline, analysis) import it. No module
+knows a target by name: all go through `deploy.targets.base.Target`.
 """
