@@ -126,7 +126,7 @@ TORN = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from deploy import atomic, staging
+from deploy.files import atomic, staging
 from scripts.attacks import __main__, crew, faults
 
 def plainly(path, fill):

@@ -146,7 +146,7 @@ def test_several_inputs(agree, tmp_path):
     assert "exactly the inputs" in agree(tmp_path / "a.npz", IMAGE, STATE)["message"]
     assert "exactly the inputs" in agree(folder / "state" / "0.npy", *specs)["message"]
     np.savez(tmp_path / "few.npz", **arrays | {"state": batch("int64", (3, 2))})
-    assert "as many samples" in agree(tmp_path / "few.npz", *specs)["message"]
+    assert "equally many samples" in agree(tmp_path / "few.npz", *specs)["message"]
 
 
 def test_the_tool_writes_arrays(calib8_cache, tmp_path):

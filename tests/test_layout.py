@@ -135,7 +135,7 @@ def test_an_import_of_any_form_is_an_arrow(tmp_path, line):
 def test_the_drawing_holds_every_room():
     drawn = house.dot(MODULES, arrows())
     assert all(f'"{house.room(module)}"' in drawn for module in MODULES)
-    assert house.figures(MODULES, arrows()).startswith("rooms ")
+    assert house.figures(MODULES, arrows()).startswith("files: ")
 
 
 @pytest.mark.slow

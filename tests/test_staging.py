@@ -103,7 +103,7 @@ def test_a_rename_that_fails_is_tried_again_and_then_left_to_the_next_run(tmp_pa
 KILLED = """
 import os, sys
 from pathlib import Path
-from deploy import atomic, staging
+from deploy.files import atomic, staging
 
 at = calls = 0
 
@@ -120,7 +120,7 @@ def publish(out):
     for name in ("replace", "unlink", "mkdir", "chmod"):
         setattr(Path, name, counted(getattr(Path, name)))
     os.fsync = counted(os.fsync)
-    with staging.staged(out) as stage:
+    with staging.stage_files(out) as stage:
         for name in "abc":
             atomic.write_text(stage.inside / name, "new")
         stage.publish()
@@ -563,8 +563,8 @@ def slow(tmp_path):
 
 
 TELLING = """
-from deploy import cli, progress
-progress.LASTING_S = progress.TICK_S = progress.EVERY_S = 0.01
+from deploy import cli, terminal
+terminal.LASTING_S = terminal.TICK_S = terminal.EVERY_S = 0.01
 cli.main()
 """
 

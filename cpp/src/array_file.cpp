@@ -140,15 +140,15 @@ Arrays load_raw(const fs::path& path, const std::vector<TensorSpec>& specs) {
   if (specs.size() != 1) {
     throw FeedError(name + " holds the values of one input, the model has " +
                     std::to_string(specs.size()) +
-                    "; put one folder an input, named as the input, into the folder");
+                    "; put one subfolder per input, named as the input, into the folder");
   }
   npy::Header header = header_of(name, specs.front());
   const auto file = std::make_shared<const PlacedFile>(path);
   const std::uint64_t got = file->size();
   if (got == 0 || got % header.bytes != 0) {
-    throw FeedError(name + " must hold whole samples of the input " + specs.front().describe() +
+    throw FeedError(name + " must hold complete samples of the input " + specs.front().describe() +
                     ", " + with_commas(header.bytes) + " bytes each, got " + with_commas(got) +
-                    " bytes; it is of another shape or dtype");
+                    " bytes; check its shape and dtype");
   }
   header.shape.front() = static_cast<std::int64_t>(got / header.bytes);
   header.bytes = got;
@@ -185,7 +185,8 @@ std::vector<int> labels_in(const std::string& key, const StoredArray& array) {
   const std::string kind = header.describe();
   const std::string got = least < 0 ? std::to_string(least) : kind.substr(0, kind.rfind(" ["));
   throw FeedError(text::repr(key) + " must be whole numbers from 0, got " + got +
-                  "; number the classes as the model's outputs are, and leave out samples of none");
+                  "; number the classes in the order of the model's outputs, and leave out samples"
+                  " without a class");
 }
 
 std::optional<std::vector<int>> take_labels(Arrays& arrays, const std::vector<TensorSpec>& specs) {
@@ -277,7 +278,7 @@ void PlacedFile::append(std::string_view data) {
     if (written < 0 && errno == EINTR) continue;
     if (written < 0) {
       throw FeedError("it must fit into a temporary file, got: " + reason(errno) +
-                      "; free some of the disk, or set TMPDIR to another");
+                      "; free some disk space, or set TMPDIR to another disk");
     }
     data.remove_prefix(static_cast<std::size_t>(written));
   }

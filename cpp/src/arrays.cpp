@@ -78,7 +78,7 @@ std::size_t rows(const Arrays& arrays, const Specs& specs, const std::string& wh
     for (const auto& [name, count] : counts) {
       listed += (listed.empty() ? "" : ", ") + name + ": " + std::to_string(count);
     }
-    throw FeedError("all inputs of " + where + " must have as many samples, got " + listed);
+    throw FeedError("all inputs of " + where + " must have equally many samples, got " + listed);
   }
   return counts.empty() ? 1 : static_cast<std::size_t>(counts.front().second);
 }
@@ -225,7 +225,7 @@ class ArraySource final : public Source {
     const std::shared_ptr<const Held> held = held_of(parts[where], specs);
     const std::size_t count = ends[where] - (where > 0 ? ends[where - 1] : 0);
     if (rows(held->arrays, specs, called[where]) < count) {
-      throw Changed(called[where] + " changed while calib8 ran; leave it alone meanwhile");
+      throw Changed(called[where] + " changed while calib8 ran; do not change it during a run");
     }
     keep(where, held);
     return held;

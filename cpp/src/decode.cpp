@@ -88,7 +88,7 @@ Pixels decode(std::string_view data, const std::string& name, bool grey) {
   }
   if (!made.pixels.data.empty()) return std::move(made.pixels);
   refuse(data, name,
-         "damaged or of an unknown kind" + (made.said.empty() ? "" : ": " + made.said.back()));
+         "damaged or of an unknown format" + (made.said.empty() ? "" : ": " + made.said.back()));
 }
 
 std::string decoder_version() { return codec::version(); }

@@ -84,7 +84,7 @@ bool hold_arrays(const Files& given) {
   if (held.empty() || held.size() == given.files.size()) return !held.empty();
   throw FeedError(given.title + " must be of images or of arrays, got " +
                   std::to_string(held.size()) + " of " + std::to_string(given.files.size()) +
-                  " with arrays: " + summary(held) + "; leave one kind away");
+                  " with arrays: " + summary(held) + "; leave one kind out");
 }
 
 void check_present(const std::vector<Picture>& pictures, const std::string& title) {

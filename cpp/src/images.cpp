@@ -76,8 +76,7 @@ Picture parse_line(const fs::path& listing, std::size_t number, std::string_view
   if (is_file(folder / name)) {
     throw FeedError("a label must be a whole number from 0, got " + text::repr(token) +
                     " on line " + std::to_string(number) + " of " + text::shown(listing.string()) +
-                    "; number the classes as the model's outputs"
-                    " are");
+                    "; number the classes in the order of the model's outputs");
   }
   return {folder / whole, whole, std::nullopt};
 }
@@ -124,7 +123,7 @@ std::vector<Picture> read_list(const fs::path& path) {
   }
   if (pictures.empty()) {
     throw FeedError(text::shown(path.string()) +
-                    " must list images, got no line; write one path a line");
+                    " must list images, got no line; write one path per line");
   }
   check_labels(path, unlabelled, pictures.size());
   return pictures;

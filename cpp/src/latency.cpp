@@ -26,9 +26,9 @@ std::vector<double> stage(const std::vector<DeviceTimes>& device, double DeviceT
 std::vector<std::string> warnings_of(const Latency& found) {
   std::vector<std::string> warnings;
   if (found.queries < kFew) {
-    warnings.emplace_back("measured over " + std::to_string(found.queries) + " iteration" +
+    warnings.emplace_back("measured over only " + std::to_string(found.queries) + " iteration" +
                           (found.queries == 1 ? "" : "s") +
-                          " alone, whose slowest is p95 and p99; a longer duration tells more");
+                          ", so p95 and p99 are the slowest one; measure for longer");
   }
   if (found.latency.cv_percent > kUnstablePercent) {
     warnings.emplace_back("unstable latency, its coefficient of variance is over 2.5 %");

@@ -100,7 +100,7 @@ class Literal {
     std::size_t digits = 0;
     std::int64_t value = 0;
     while (digits < text_.size() && text_[digits] >= '0' && text_[digits] <= '9') {
-      if (++digits > 18) throw Broken("its header tells of more than is there");
+      if (++digits > 18) throw Broken("its header claims more than is there");
       value = value * 10 + (text_[digits - 1] - '0');
     }
     const bool leading_zero = digits > 1 && text_.front() == '0';
@@ -137,11 +137,11 @@ void set_bytes(Header& header, std::uint64_t room) {
       header.bytes = 0;
       return;
     }
-    if (total > (UINT64_MAX >> 1U) / count) throw Broken("its header tells of more than is there");
+    if (total > (UINT64_MAX >> 1U) / count) throw Broken("its header claims more than is there");
     total *= count;
   }
   if (total > room) {
-    throw Broken("its header tells of " + header.describe() + ", which is more than is there");
+    throw Broken("its header claims " + header.describe() + ", which is more than is there");
   }
   header.bytes = total;
 }

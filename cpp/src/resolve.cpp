@@ -38,9 +38,9 @@ Size resolve_size(const Preprocess& how, const Dim& height, const Dim& width,
                     width.size.value_or(size.width) == size.width;
   if (!fits) {
     throw FeedError("the size must fit the input " + spec.describe() +
-                    ", which runs no other, got " + shown(size) +
-                    "; leave the size away to take the model's own, or declare the sides of its" +
-                    " inputs and outputs open (dim_param) where all of it is convolutional");
+                    ", which accepts no other, got " + shown(size) +
+                    "; leave the size out to use the model's own, or, if the model is fully" +
+                    " convolutional, declare the sides of its inputs and outputs open (dim_param)");
   }
   return size;
 }
@@ -68,8 +68,8 @@ void check_mean(const Preprocess& how) {
   std::vector<double> own = how.mean;
   for (double& value : own) value *= how.scale;
   throw ConfigError("mean is taken from scaled pixels, which go from 0 to " + listed({top}, 4) +
-                    ", got " + listed(how.mean, 6) + "; give scale 1 where it is one of pixels as" +
-                    " they are, or the mean of scaled ones, such as " + listed(own, 4));
+                    ", got " + listed(how.mean, 6) + "; give scale 1 if it is a mean of raw" +
+                    " pixels, or the mean of scaled ones, such as " + listed(own, 4));
 }
 
 void check_color(const Preprocess& how, const Dim& channels, const TensorSpec& spec) {

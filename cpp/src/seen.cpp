@@ -11,8 +11,8 @@ void Seen::note(std::size_t index, const std::string& digest, const std::string&
   const std::lock_guard lock(mutex_);
   if (digests_.emplace(index, digest).first->second == digest) return;
   throw Changed(name +
-                " changed while calib8 ran, so that not all of the run saw the same; leave the data"
-                " alone meanwhile and run again");
+                " changed while calib8 ran, so not all of the run used the same data; do not"
+                " change the data during a run, and run again");
 }
 
 std::string Seen::of(std::size_t index) const {
