@@ -161,8 +161,8 @@ def test_a_piece_that_the_system_failed_is_tried_again(cluster, calibrated, run,
 
 PATIENT = """
 from deploy import cli
-from deploy.calibration.cluster import connect, run
-connect.CONNECT_S = run.ANSWER_S = run._STOP_S = 300
+from deploy.calibration import cluster
+cluster.CONNECT_S = cluster.ANSWER_S = cluster._STOP_S = 300
 cli.main()
 """
 
