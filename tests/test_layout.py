@@ -168,6 +168,57 @@ def test_commands_import_nothing_heavy_at_their_top():
     assert not wrong
 
 
+def test_the_house_keeps_its_figures():
+    found = house.counts(MODULES, arrows())
+    over = [f"{what}: {found[what]}, limit {most}" for what, most in house.LIMITS.items()
+            if found[what] > most]  # fmt: skip
+    assert not over, f"see `python scripts/house.py`:{listed(over)}"
+
+
+NO_NAMES = frozenset(
+    [
+        "found",
+        "told",
+        "said",
+        "asked",
+        "kept",
+        "seen",
+        "heard",
+        "strewn",
+        "whole",
+        "settled",
+        "posted",
+        "wish",
+        "spool",
+        "looks",
+        "shown",
+        "carried",
+        "again",
+        "keep",
+        "apart",
+        "beside",
+        "behind",
+    ]
+)
+
+
+def test_names_are_words_of_the_field():
+    """Participles and riddles name no module, class or public function."""
+    wrong = [f"module {name}" for name in MODULES if name.rpartition(".")[2] in NO_NAMES]
+    for module in MODULES:
+        for node in tree(module).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name.lower() in NO_NAMES:
+                wrong.append(f"{module}.{node.name}")
+    assert not wrong, f"name what it is or does:{listed(wrong)}"
+
+
+def test_no_module_name_stands_twice():
+    """But for the faces of packages and what each room has of one kind."""
+    files = [p.stem for p in MODULES.values() if p.stem not in ("__init__", "base", "target")]
+    twice = sorted({name for name in files if files.count(name) > 1} - {"errors"})
+    assert files and not twice, f"module names twice: {twice}"
+
+
 def functions(module: str) -> dict[str, ast.FunctionDef]:
     return {n.name: n for n in tree(module).body if isinstance(n, ast.FunctionDef)}
 
