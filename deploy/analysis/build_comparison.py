@@ -9,11 +9,11 @@ from html import escape
 from deploy.analysis.build_reader import StoredBuild
 from deploy.errors import ConfigError
 from deploy.report import EngineRow, figures, model
-from deploy.report import page as markup
-from deploy.report import tables as tables_module
-from deploy.report.model import to_plain
-from deploy.report.page import Section, page, render_sections
-from deploy.report.screen import entry
+from deploy.report.blocks import Bullets, Section, Table, block_html, sections_html
+from deploy.report.model import to_plain_object
+from deploy.report.page import page, verdicts
+from deploy.report.screen import aligned, entries
+from deploy.report.tables import worst_figure
 from deploy.report.verdict import Verdict
 from deploy.terminal import join_visible as lines_of
 
@@ -124,7 +124,7 @@ def _line(build: StoredBuild, engine: EngineRow, effort: str) -> EngineSummary:
         p50_ms=engine.latency.latency.p50 if engine.latency else None,
         size_bytes=engine.size_bytes,
         task=_task(engine),
-        sqnr_db=tables_module.sqnr(accuracy)
+        sqnr_db=worst_figure(accuracy, "sqnr_db")
         if accuracy and (accuracy.parts or accuracy.outputs)
         else None,
         quantized=sum(node.quantized for node in target.nodes) if target else 0,
@@ -185,9 +185,9 @@ def to_screen(builds: BuildComparison) -> str:
     blocks = [
         [f"{figures.count(len(builds.names), 'build')} compared"],
         list(_engines(builds)),
-        list(_reasons(builds)),
-        list(_difference_lines(builds)),
-        [line for n, note in enumerate(builds.notes) for line in entry("" if n else "Notes", note)],
+        list(entries("Why", _reasons(builds))),
+        list(entries("They differ", _difference_lines(builds))),
+        list(entries("Notes", builds.notes)),
     ]
     return "\n\n".join(lines_of(block) for block in blocks if block) + "\n"
 
@@ -199,20 +199,17 @@ def to_html(builds: BuildComparison) -> str:
     troubles = [f"{_engine_name(one)} failed: {one.error}" for one in builds.engines if one.error]
     body = (
         f"<h1>{escape(title)}</h1>",
-        markup.verdicts(judged) if judged else "",
-        markup.bullets(troubles, "troubles") if troubles else "",
-        markup.bullets(builds.notes, "notes") if builds.notes else "",
-        *render_sections(list(_sections(builds))),
+        verdicts(judged),
+        block_html(Bullets(troubles, "troubles")) if troubles else "",
+        block_html(Bullets(builds.notes)) if builds.notes else "",
+        *sections_html(list(_sections(builds))),
     )
     return page(title, "\n".join(body))
 
 
 def to_json(builds: BuildComparison) -> dict[str, object]:
     """Return plain JSON types; infinite and NaN numbers become "inf", "-inf" or "nan"."""
-    held = {"schema": BUILDS_SCHEMA, **asdict(builds)}
-    made = to_plain(held)
-    assert isinstance(made, dict)
-    return made
+    return to_plain_object({"schema": BUILDS_SCHEMA, **asdict(builds)})
 
 
 def _cells(one: EngineSummary) -> list[str]:
@@ -238,35 +235,32 @@ def _engines(builds: BuildComparison) -> Iterator[str]:
     """Yield the table of engines, without empty columns."""
     rows = [["build", *_HEADS], *([one.build, *_cells(one)] for one in builds.engines)]
     filled = [c for c in range(len(rows[0])) if any(row[c] for row in rows[1:])]
-    widths = {c: max(len(row[c]) for row in rows) for c in filled}
-    for row in rows:
-        name, *cells = (row[c].ljust(widths[c]) if c in _LEFT else row[c].rjust(widths[c])
-                        for c in filled)  # fmt: skip
-        yield "  ".join([name, *cells]).rstrip()
+    left = [at for at, column in enumerate(filled) if column in _LEFT]
+    yield from aligned([[row[c] for c in filled] for row in rows], left)
 
 
 def _reasons(builds: BuildComparison) -> Iterator[str]:
     """Yield the reasons of every verdict and of every failure."""
-    for number, one in enumerate(builds.engines):
+    for one in builds.engines:
         said = one.error or (one.verdict.words if one.verdict else "nothing was measured")
-        yield from entry("" if number else "Why", f"{_engine_name(one)}: {said}")
+        yield f"{_engine_name(one)}: {said}"
 
 
 def _difference_lines(builds: BuildComparison) -> Iterator[str]:
     """Yield one sentence per difference; builds with equal values are listed together."""
-    for number, line in enumerate(builds.differences):
+    for line in builds.differences:
         by_value: dict[str, list[str]] = {}
         for name, value in zip(builds.names, line.values, strict=True):
             by_value.setdefault(value or figures.NONE, []).append(name)
         said = "; ".join(f"{value} ({', '.join(names)})" for value, names in by_value.items())
-        yield from entry("" if number else "They differ", f"{line.name}: {said}")
+        yield f"{line.name}: {said}"
 
 
 def _sections(builds: BuildComparison) -> Iterator[Section]:
     rows = [[one.build, *_cells(one)] for one in builds.engines]
-    table = markup.table(["build", *_HEADS], rows, "builds")
-    yield Section(title="Engines", html=table, rows=len(rows), folded=False)
+    table = Table(["build", *_HEADS], rows, "builds")
+    yield Section("Engines", (table,), len(rows), folded=False)
     lines = [[d.name, *(value or figures.NONE for value in d.values)] for d in builds.differences]
     if lines:
-        table = markup.table(["", *builds.names], lines, "words")
-        yield Section(title="They differ in", html=table, rows=len(lines), folded=False)
+        table = Table(["", *builds.names], lines, "words")
+        yield Section("They differ in", (table,), len(lines), folded=False)

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import PurePath
 
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import Latency
+from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy
-from deploy.report import figures, model, page
+from deploy.report import figures, model
 from deploy.report.figures import EngineLayersPart, quantized_layers
 from deploy.report.model import Findings
-from deploy.report.page import Section
 from deploy.report.parts import (
     CalibrationPart,
     EngineRow,
@@ -30,7 +29,8 @@ from deploy.report.parts import (
     WorkPart,
 )
 
-PART_HEADS = ("part", "SQNR", "cosine", "worst cosine", "max abs error")
+ACCURACY_HEADS = ("SQNR", "cosine", "worst cosine", "max abs error")
+LAYER_HEADS = ("tensor", "SQNR", "cosine")
 
 
 def has_slices(accuracy: Accuracy) -> bool:
@@ -38,31 +38,18 @@ def has_slices(accuracy: Accuracy) -> bool:
     return any(one.label != one.output for one in accuracy.parts)
 
 
-def sqnr(accuracy: Accuracy) -> float | None:
-    """Return the SQNR of the worst slice, else of the worst output; None for lists of boxes."""
+def worst_figure(accuracy: Accuracy, name: str) -> float | None:
+    """Return a figure of the worst slice, else of the worst output; None for lists of boxes.
+
+    Args:
+        accuracy: of an engine.
+        name: "sqnr_db", "cosine_mean" or "cosine_min".
+    """
     if accuracy.task and not accuracy.parts:
         return None
     if accuracy.worst is not None:
-        return accuracy.worst.sqnr_db
-    return figures.nan_aware_min(output.sqnr_db for output in accuracy.outputs)
-
-
-def cosine(accuracy: Accuracy) -> float | None:
-    """Return the mean cosine of the worst slice, else of the worst output."""
-    if accuracy.task and not accuracy.parts:
-        return None
-    if accuracy.worst is not None:
-        return accuracy.worst.cosine_mean
-    return figures.nan_aware_min(output.cosine_mean for output in accuracy.outputs)
-
-
-def cosine_min(accuracy: Accuracy) -> float | None:
-    """Return the worst sample's cosine of the worst slice, else of the worst output."""
-    if accuracy.task and not accuracy.parts:
-        return None
-    if accuracy.worst is not None:
-        return accuracy.worst.cosine_min
-    return figures.nan_aware_min(output.cosine_min for output in accuracy.outputs)
+        return float(getattr(accuracy.worst, name))
+    return figures.nan_aware_min(getattr(output, name) for output in accuracy.outputs)
 
 
 def worst_label(accuracy: Accuracy) -> str:
@@ -85,15 +72,20 @@ def own_metric_value(accuracy: Accuracy) -> str:
     return f"{task.reference:.4g}" if task is not None and task.task == "metric" else ""
 
 
-def part_row(part: SliceAccuracy) -> list[str]:
-    """Return one slice under `PART_HEADS`."""
+def accuracy_row(name: str, one: OutputAccuracy | SliceAccuracy) -> list[str]:
+    """Return the name of an output or slice and its figures under `ACCURACY_HEADS`."""
     return [
-        part.label,
-        figures.decibels(part.sqnr_db),
-        figures.cosine(part.cosine_mean),
-        figures.cosine(part.cosine_min),
-        figures.real(part.max_abs_error),
+        name,
+        figures.decibels(one.sqnr_db),
+        figures.cosine(one.cosine_mean),
+        figures.cosine(one.cosine_min),
+        figures.real(one.max_abs_error),
     ]
+
+
+def layer_row(layer: OutputAccuracy) -> list[str]:
+    """Return an inner tensor under `LAYER_HEADS`."""
+    return accuracy_row(layer.name, layer)[: len(LAYER_HEADS)]
 
 
 def accuracy_notes(accuracy: Accuracy) -> tuple[str, ...]:
@@ -250,9 +242,13 @@ def _accuracy(report: Findings) -> Iterator[ComparisonLine]:
     yield line("Top-1 agreement", lambda x: figures.percent(x.top1_agreement))
     parts = dict.fromkeys(filter(None, map(worst_label, measured)))
     detail = f"of {', '.join(parts)}" if parts else ""
-    yield line("SQNR, worst part" if parts else "SQNR", lambda x: figures.decibels(sqnr(x)), detail)
-    yield line("Cosine", lambda x: figures.cosine(cosine(x)))
-    yield line("Cosine, worst", lambda x: figures.cosine(cosine_min(x)))
+    yield line(
+        "SQNR, worst part" if parts else "SQNR",
+        lambda x: figures.decibels(worst_figure(x, "sqnr_db")),
+        detail,
+    )
+    yield line("Cosine", lambda x: figures.cosine(worst_figure(x, "cosine_mean")))
+    yield line("Cosine, worst", lambda x: figures.cosine(worst_figure(x, "cosine_min")))
 
 
 def _precision(report: Findings, label: str, at: str) -> Iterator[ComparisonLine]:
@@ -293,7 +289,7 @@ def _faster(report: Findings) -> str:
 
 
 PLAN = "plan"  # role of the plan among the report's files
-TRIAL_HEADS = ("SQNR", "time, FP32 = 1", "built", "tried whole")
+TRIAL_HEADS = ("tried whole", "SQNR", "time, FP32 = 1", "built")
 WEIGHT_HEADS = (
     "weight",
     "channels",
@@ -361,7 +357,7 @@ def search_words(search: SearchPart) -> str:
 def trial_row(trial: TrialRow) -> list[str]:
     """Return one trial under `TRIAL_HEADS`."""
     built = "yes" if trial.taken else ""
-    return [figures.decibels(trial.sqnr_db), f"{trial.time:.2f}", built, trial.what]
+    return [trial.what, figures.decibels(trial.sqnr_db), f"{trial.time:.2f}", built]
 
 
 def weight_row(row: WeightRow) -> list[str]:
@@ -384,14 +380,14 @@ def plan_name(report: Findings) -> str:
     return PurePath(paths[0]).name if paths else ""
 
 
-KERNEL_HEADS = ("time", "share", "kind", "kernel")
+KERNEL_HEADS = ("kernel", "time", "share", "kind")
 
 
 def kernel_rows(engine: EngineRow, most: int | None = None) -> list[list[str]]:
     """Return at most `most` of an engine's kernels under `KERNEL_HEADS`, the slowest first."""
     total = sum(kernel.ms for kernel in engine.kernels)
     return [
-        [figures.milliseconds(kernel.ms), _share(kernel.ms, total), kernel.kind, kernel.name]
+        [kernel.name, figures.milliseconds(kernel.ms), _share(kernel.ms, total), kernel.kind]
         for kernel in engine.kernels[:most]
     ]
 
@@ -416,31 +412,15 @@ def kind_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]]
     kinds = {kind for one in by_kind for kind in one if kind}
     slowest = {kind: max(sum(one.get(kind, ())) for one in by_kind) for kind in kinds}
     rows = [
-        [*(_cell(one.get(kind, ())) for one in by_kind), kind]
+        [kind, *(_cell(one.get(kind, ())) for one in by_kind)]
         for kind in sorted(kinds, key=lambda kind: (-slowest[kind], kind))
     ]
-    return [*(engine.label for engine in timed), "kind"], rows
+    return ["kind", *(engine.label for engine in timed)], rows
 
 
 def timed_engines(engines: Sequence[EngineRow]) -> list[EngineRow]:
     """Return the engines whose kernels were timed."""
     return [engine for engine in engines if engine.kernels]
-
-
-def kernel_section(report: Findings) -> Iterator[Section]:
-    """Yield the page's tables: by kind, then every kernel of each engine."""
-    timed = timed_engines(report.engines)
-    if not timed:
-        return
-    heads, rows = kind_table(timed)
-    html = []
-    if rows:
-        html.append(page.table([heads[-1], *heads[:-1]], ([r[-1], *r[:-1]] for r in rows)))
-    for engine in timed:
-        table = page.table(KERNEL_HEADS, kernel_rows(engine), "words")
-        html += [f"<h3>{escape(engine.label)}</h3>", table]
-    most = max(len(engine.kernels) for engine in timed)
-    yield Section(title="Kernels", html="\n".join(html), rows=most)
 
 
 def _by_kind(engine: EngineRow) -> dict[str, list[float]]:
