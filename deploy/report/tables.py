@@ -7,16 +7,16 @@ search as text, and kernels: the slowest first, and by kind for several engines.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import TypeVar
 
 from deploy.metrics.accuracy import Accuracy
-from deploy.metrics.latency import Latency
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy
 from deploy.report import figures, model
-from deploy.report.figures import EngineLayersPart, quantized_layers
+from deploy.report.figures import quantized_layers
 from deploy.report.model import Findings
 from deploy.report.parts import (
     CalibrationPart,
@@ -28,6 +28,8 @@ from deploy.report.parts import (
     WeightRow,
     WorkPart,
 )
+
+Part = TypeVar("Part")
 
 ACCURACY_HEADS = ("SQNR", "cosine", "worst cosine", "max abs error")
 LAYER_HEADS = ("tensor", "SQNR", "cosine")
@@ -170,9 +172,7 @@ def _size(report: Findings) -> Iterator[ComparisonLine]:
         tuple(_size_or_failure(report, engine) for engine in report.engines),
         _change(factor, lambda f: " ".join(figures.size_change(f)).strip()),
     )
-    yield ComparisonLine(
-        "Load", tuple(figures.milliseconds(engine.load_ms) for engine in report.engines)
-    )
+    yield _line("Load", [engine.load_ms for engine in report.engines], figures.milliseconds)
 
 
 def _size_or_failure(report: Findings, engine: EngineRow) -> str:
@@ -180,38 +180,37 @@ def _size_or_failure(report: Findings, engine: EngineRow) -> str:
     return figures.FAILED if target and target.error else figures.size(engine.size_bytes)
 
 
-def _latency(report: Findings) -> Iterator[ComparisonLine]:
-    def line(label: str, get: Callable[[Latency], str], change: str = "") -> ComparisonLine:
-        cells = (get(e.latency) if e.latency else figures.NONE for e in report.engines)
-        return ComparisonLine(label, tuple(cells), change)
+def _line(
+    label: str, parts: Iterable[Part | None], get: Callable[[Part], str], change: str = ""
+) -> ComparisonLine:
+    """Return a line with a cell per engine, given its part; "-" for an engine without the part."""
+    cells = (figures.NONE if part is None else get(part) for part in parts)
+    return ComparisonLine(label, tuple(cells), change)
 
+
+def _latency(report: Findings) -> Iterator[ComparisonLine]:
     ms = figures.milliseconds
+    parts = [engine.latency for engine in report.engines]
     if any(engine.sweep for engine in report.engines):
-        batches = (str(e.sweep[0].batch) if e.sweep else figures.NONE for e in report.engines)
-        yield ComparisonLine("Batch", tuple(batches))
-    yield line("Latency p50", lambda x: ms(x.latency.p50), _faster(report))
-    yield line("Latency p90", lambda x: ms(x.latency.p90))
-    yield line("Latency p95", lambda x: ms(x.latency.p95))
-    yield line("Latency p99", lambda x: ms(x.latency.p99))
-    yield line("Latency mean", lambda x: ms(x.latency.mean))
-    yield line("Variation", lambda x: f"{x.latency.cv_percent:.3g} %")
-    yield line("Enqueue", lambda x: ms(x.enqueue.p50 if x.enqueue else None))
-    yield line("H2D", lambda x: ms(x.h2d.p50 if x.h2d else None))
-    yield line("GPU compute", lambda x: ms(x.gpu_compute.p50 if x.gpu_compute else None))
-    yield line("D2H", lambda x: ms(x.d2h.p50 if x.d2h else None))
-    yield line("Throughput", lambda x: figures.rate(x.throughput_qps))
+        yield _line("Batch", [e.sweep or None for e in report.engines], lambda x: str(x[0].batch))
+    yield _line("Latency p50", parts, lambda x: ms(x.latency.p50), _faster(report))
+    yield _line("Latency p90", parts, lambda x: ms(x.latency.p90))
+    yield _line("Latency p95", parts, lambda x: ms(x.latency.p95))
+    yield _line("Latency p99", parts, lambda x: ms(x.latency.p99))
+    yield _line("Latency mean", parts, lambda x: ms(x.latency.mean))
+    yield _line("Variation", parts, lambda x: f"{x.latency.cv_percent:.3g} %")
+    yield _line("Enqueue", parts, lambda x: ms(x.enqueue.p50 if x.enqueue else None))
+    yield _line("H2D", parts, lambda x: ms(x.h2d.p50 if x.h2d else None))
+    yield _line("GPU compute", parts, lambda x: ms(x.gpu_compute.p50 if x.gpu_compute else None))
+    yield _line("D2H", parts, lambda x: ms(x.d2h.p50 if x.d2h else None))
+    yield _line("Throughput", parts, lambda x: figures.rate(x.throughput_qps))
 
 
 def _ran(report: Findings) -> Iterator[ComparisonLine]:
     """Yield the numbers of layers, if the runtime reports them."""
-
-    def line(label: str, get: Callable[[EngineLayersPart], str]) -> ComparisonLine:
-        return ComparisonLine(
-            label, tuple(get(e.ran) if e.ran else figures.NONE for e in report.engines)
-        )
-
-    yield line("Quantized layers", quantized_layers)
-    yield line("Reformats", lambda part: str(part.reformats))
+    parts = [engine.ran for engine in report.engines]
+    yield _line("Quantized layers", parts, quantized_layers)
+    yield _line("Reformats", parts, lambda part: str(part.reformats))
 
 
 def _accuracy(report: Findings) -> Iterator[ComparisonLine]:
@@ -223,32 +222,29 @@ def _accuracy(report: Findings) -> Iterator[ComparisonLine]:
     change = words + figures.points(min(lost)) if lost else ""
     yield ComparisonLine("Top-1", tuple(figures.percent(share) for share in shares), change)
 
-    measured = [engine.accuracy for engine in report.engines if engine.accuracy]
+    judged = [engine.accuracy for engine in report.engines]
+    measured = [accuracy for accuracy in judged if accuracy]
     yield from _precision(report, "mAP .50:.95", "")
     yield from _precision(report, "mAP .50", "_50")
-
-    def line(label: str, get: Callable[[Accuracy], str], change: str = "") -> ComparisonLine:
-        cells = (get(e.accuracy) if e.accuracy else figures.NONE for e in report.engines)
-        return ComparisonLine(label, tuple(cells), change)
-
     for label in dict.fromkeys(filter(None, map(task_label, measured))):
-        task = line(label, lambda x: x.task.count if x.task else figures.NONE)
+        task = _line(label, judged, lambda x: x.task.count if x.task else figures.NONE)
         fp32 = dict.fromkeys(filter(None, map(own_metric_value, measured)))
         cells = (
             next(iter(fp32), cell) if engine.reference else cell
             for engine, cell in zip(report.engines, task.cells, strict=True)
         )
         yield ComparisonLine(label, tuple(cells))
-    yield line("Top-1 agreement", lambda x: figures.percent(x.top1_agreement))
+    yield _line("Top-1 agreement", judged, lambda x: figures.percent(x.top1_agreement))
     parts = dict.fromkeys(filter(None, map(worst_label, measured)))
     detail = f"of {', '.join(parts)}" if parts else ""
-    yield line(
-        "SQNR, worst part" if parts else "SQNR",
-        lambda x: figures.decibels(worst_figure(x, "sqnr_db")),
-        detail,
-    )
-    yield line("Cosine", lambda x: figures.cosine(worst_figure(x, "cosine_mean")))
-    yield line("Cosine, worst", lambda x: figures.cosine(worst_figure(x, "cosine_min")))
+
+    def worst(name: str) -> list[float | None]:
+        return [None if accuracy is None else worst_figure(accuracy, name) for accuracy in judged]
+
+    sqnr = tuple(map(figures.decibels, worst("sqnr_db")))
+    yield ComparisonLine("SQNR, worst part" if parts else "SQNR", sqnr, detail)
+    yield ComparisonLine("Cosine", tuple(map(figures.cosine, worst("cosine_mean"))))
+    yield ComparisonLine("Cosine, worst", tuple(map(figures.cosine, worst("cosine_min"))))
 
 
 def _precision(report: Findings, label: str, at: str) -> Iterator[ComparisonLine]:
