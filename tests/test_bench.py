@@ -223,7 +223,7 @@ def test_kernels_without_a_kind_are_told_one_by_one():
     assert screen.count("k0") == 2 and "2 more kernels of 3.8 %" in screen
     page = to_html(Report(engines=rows))
     assert len(re.findall(r"<td[^>]*>k11</td>", page)) == 2 and "by kind" not in page
-    assert "## Kernels of b" in to_markdown(Report(engines=rows))
+    assert "\n### b\n" in to_markdown(Report(engines=rows))
 
 
 # ---- shapes of the build --------------------------------------------------------------------

@@ -29,7 +29,7 @@ from deploy.report import (
     WeightRow,
     to_html,
 )
-from deploy.report.page import PRINTED
+from deploy.report.blocks import PRINTED
 from deploy.report.verdict import Verdict
 from scripts.chromium import browser, found
 

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 from onnx import TensorProto, numpy_helper
 
-from deploy.analysis.build_comparison import read_stored_build
+from deploy.analysis.build_reader import read_stored_build
 from deploy.analysis.comparison import compare
 from deploy.analysis.explain_build import ChannelSums, explain
 from deploy.cli import cli
@@ -127,10 +127,8 @@ def test_one_target_alone_is_told_of(built):
 
 
 def rows(label, count):
-    return [
-        {"name": f"{label}{i:02d}", "sqnr_db": 40.0 - i, "cosine_mean": 0.9, "cosine_min": 0.8}
-        for i in range(count)
-    ]
+    figures = {"cosine_mean": 0.9, "cosine_min": 0.8, "max_abs_error": 0.1}
+    return [{"name": f"{label}{i:02d}", "sqnr_db": 40.0 - i, **figures} for i in range(count)]
 
 
 def test_ten_rows_are_told_and_all_where_asked(copied):
@@ -813,19 +811,24 @@ def test_a_page_of_one_build_is_there_already(run, built_builds, tmp_path):
 
 WRONG = [
     (("schema", "calib8-report/1"), f"a report must be of schema {SCHEMA}, got 'calib8-report/1'"),
-    (("title", 3), "title of a report must be a string, got 3"),
-    (("engines", 5), "engines of a report must be a list, got 5"),
-    (("engines", 0, None), "engines[0] of a report must be an object, got nothing"),
-    (("engines", 1, "reference", "no"), "engines[1].reference of a report must be true or false"),
-    (("engines", 1, "size_bytes", 1 << 70), "engines[1].size_bytes of a report must be a"),
+    (("title", 3), "Expected `str`, got `int` - at `$.title`"),
+    (("engines", 5), "Expected `array`, got `int` - at `$.engines`"),
+    (("engines", 0, None), "Expected `object`, got `null` - at `$.engines[0]`"),
+    (("engines", 1, "reference", "no"), "Expected `bool`, got `str` - at `$.engines[1].reference`"),
+    (("engines", 1, "size_bytes", 1 << 70), "size_bytes of a report must be a number of 64 bits"),
+    (("targets", 0, "files", 0, "size_bytes", -(10**400)), "of 64 bits, got -1000"),
     (("engines", 1, "verdict", {"level": "x", "reasons": []}), "a verdict must be one of good,"),
-    (("engines", 1, "verdict", {"level": "good"}), "engines[1].verdict.reasons of a report must"),
+    (("engines", 1, "verdict", {"level": "good"}), "required field `reasons` - at `$.engines[1].v"),
     (("engines", 1, "latency", latency(0.0)), "latencies must be over 0, got 0.0"),
     (("engines", 1, "latency", latency("nan")), "latencies must be over 0, got nan"),
-    (("engines", 1, "latency", latency("fast")), "engines[1].latency.latency.min of a report must"),
-    (("targets", 0, "tensors", 0, "lo", 10**400), "targets[0].tensors[0].lo of a report must be a"),
-    (("targets", 0, "layers", 0, "not_finite", [1]), "not_finite of a report must be a list of 2"),
-    (("machine", "versions", {"x": 1}), "machine.versions.x of a report must be a string, got 1"),
+    (("engines", 1, "latency", latency("fast")), "`str` - at `$.engines[1].latency.latency.min`"),
+    (("engines", 1, "latency", latency("\ud800")), "surrogates not allowed"),
+    (("targets", 0, "tensors", 0, "lo", 10**400), "out of range - at `$.targets[0].tensors[0].lo`"),
+    (
+        ("targets", 0, "layers", 0, "not_finite", [1]),
+        "got 1 - at `$.targets[0].layers[0].n",
+    ),
+    (("machine", "versions", {"x": 1}), "Expected `str`, got `int` - at `$.machine.versions[...]`"),
 ]
 
 

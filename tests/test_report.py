@@ -44,18 +44,17 @@ from deploy.report import (
     to_markdown,
     to_screen,
 )
-from deploy.report.charts import latency_figure, range_bar
-from deploy.report.model import by_fastest
-from deploy.report.page import (
-    POLICY,
+from deploy.report.blocks import (
     PRINTED,
-    SCRIPT,
-    STYLE,
+    Drawing,
     Section,
     breakable,
-    render_sections,
+    sections_html,
     table_of_contents,
 )
+from deploy.report.charts import latency_figure, range_bar
+from deploy.report.model import by_fastest
+from deploy.report.page import POLICY, SCRIPT, STYLE
 from deploy.report.report_rows import float_groups, worst_first, worst_rows
 from deploy.targets import OnnxRuntime
 from deploy.targets.base import BuildResult
@@ -392,7 +391,7 @@ def test_what_a_run_cost_is_told_when_asked():
         "reference_runs": 400,
         "engine_runs": {"onnxruntime": 400},
     }
-    assert "<details><summary>Work</summary>" in to_markdown(report)
+    assert "\n## Work\n" in to_markdown(report)
     assert '<details>\n<summary><h2 id="work">Work</h2></summary>' in to_html(report)
 
 
@@ -654,11 +653,11 @@ def test_float_nodes_stand_by_what_they_cost():
 
 def test_sections_have_ids_of_their_own_and_a_place_in_the_contents():
     titles = ("Tensors of a", "Tensors  of <a>", "...", "!", "Notes")
-    sections = [Section(title=title, html="<p>x</p>", rows=3) for title in titles]
-    ids = re.findall(r'<h2 id="(.+?)"', "".join(render_sections(sections)))
+    sections = [Section(title, (Drawing("<p>x</p>"),), rows=3) for title in titles]
+    ids = re.findall(r'<h2 id="(.+?)"', "".join(sections_html(sections)))
     assert ids == ["tensors-of-a", "tensors-of-a-1", "section", "section-1", "notes"]
     assert re.findall(r'href="#(.+?)"', table_of_contents(sections)) == ids
-    assert "Tensors  of &lt;a&gt; (3)</h2>" in "".join(render_sections(sections))
+    assert "Tensors  of &lt;a&gt; (3)</h2>" in "".join(sections_html(sections))
     assert table_of_contents(sections[:2]) == ""
 
 

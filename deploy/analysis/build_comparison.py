@@ -1,237 +1,28 @@
-"""Reads builds back and compares their engines and options, as text, page and JSON.
-
-The JSON may have been edited, so every value of the report's dataclasses is checked by its type::
-
-    {"label": "FP32", "reference": true}      ->  EngineRow(label="FP32", reference=True)
-    {"label": 3}                              ->  engines[0].label of a report must be a string, ...
-
-Keys that a dataclass does not have are ignored; a missing required one is an error.
-"""
+"""Compares the engines and options of builds, as text, page and JSON."""
 
 from __future__ import annotations
 
-import math
-import os
-import types
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
-from functools import cache
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from html import escape
-from pathlib import Path
-from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from deploy.analysis.build_reader import StoredBuild
 from deploy.errors import ConfigError
-from deploy.files import toml
-from deploy.files.manifest import PAGES, SETTINGS
-from deploy.files.reading import read_json
-from deploy.metrics.levels import LEVELS
-from deploy.report import EngineRow, Report, figures, model
-from deploy.report import page as markup
-from deploy.report import tables as tables_module
-from deploy.report.model import SCHEMA, to_plain
-from deploy.report.page import Section, page, render_sections
-from deploy.report.screen import entry
+from deploy.report import EngineRow, figures, model
+from deploy.report.blocks import Bullets, Section, Table, block_html, sections_html
+from deploy.report.model import to_plain_object
+from deploy.report.page import page, verdicts
+from deploy.report.screen import aligned, entries
+from deploy.report.tables import worst_figure
 from deploy.report.verdict import Verdict
 from deploy.terminal import join_visible as lines_of
 
 BUILDS_SCHEMA = "calib8-builds/1"
-_LARGEST_INTEGER = 1 << 63
-_MOST_BYTES = 1 << 30  # of a report, which has a row for every tensor
-_WIDE = 60  # characters of an option's value
 _DEFAULT = "default"
 _COLUMNS = frozenset(("effort", "method"))  # options shown as columns of the engines
 _HEADS = ("target", "verdict", "speed-up", "p50", "size", "task", "worst SQNR", "int8 nodes",
           "method", "effort")  # fmt: skip
 _LEFT = (0, 1, 2)  # left-aligned columns
-
-Value = TypeVar("Value")
-
-
-def decode_dataclass(kind: type[Value], value: object, path: Path) -> Value:
-    """Decode a JSON value into a dataclass.
-
-    Args:
-        kind: the dataclass.
-        value: the JSON value.
-        path: the file, for messages.
-
-    Raises:
-        ConfigError: something is missing, or has another type.
-    """
-    result: Value = _decode(kind, value, "", path)
-    return result
-
-
-def _decode(kind: Any, value: object, place: str, path: Path) -> Any:
-    if isinstance(kind, type) and is_dataclass(kind):
-        return _dataclass(kind, value, place, path)
-    origin = get_origin(kind)
-    if origin in (Union, types.UnionType):
-        (one,) = (each for each in get_args(kind) if each is not type(None))
-        return None if value is None else _decode(one, value, place, path)
-    if origin is tuple:
-        return _tuple(get_args(kind), value, place, path)
-    if origin in (dict, Mapping):
-        return _mapping(get_args(kind)[1], value, place, path)
-    return _plain(kind, value, place, path)
-
-
-def _dataclass(kind: Any, value: object, place: str, path: Path) -> Any:
-    if not isinstance(value, dict):
-        _refuse("an object", value, place, path)
-    held = {}
-    for field, hint in _fields(kind):
-        at = f"{place}.{field.name}" if place else field.name
-        if field.name in value:
-            held[field.name] = _decode(hint, value[field.name], at, path)
-        elif field.default is MISSING and field.default_factory is MISSING:
-            if type(None) not in get_args(hint):  # a report omits fields that are None
-                _refuse("given", None, at, path)
-            held[field.name] = None
-    return kind(**held)
-
-
-@cache
-def _fields(kind: Any) -> tuple[tuple[Field[Any], Any], ...]:
-    hints = get_type_hints(kind)
-    return tuple((field, hints[field.name]) for field in fields(kind))
-
-
-def _tuple(kinds: tuple[Any, ...], value: object, place: str, path: Path) -> tuple[Any, ...]:
-    several = len(kinds) == 2 and kinds[1] is Ellipsis
-    if not isinstance(value, list):
-        _refuse("a list", value, place, path)
-    if not several and len(value) != len(kinds):
-        _refuse(f"a list of {len(kinds)}", value, place, path)
-    each = [kinds[0]] * len(value) if several else kinds
-    return tuple(
-        _decode(kind, one, f"{place}[{at}]", path)
-        for at, (kind, one) in enumerate(zip(each, value, strict=True))
-    )
-
-
-def _mapping(kind: Any, value: object, place: str, path: Path) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        _refuse("an object", value, place, path)
-    return {key: _decode(kind, one, f"{place}.{key}", path) for key, one in value.items()}
-
-
-def _plain(kind: Any, value: object, place: str, path: Path) -> Any:
-    if kind is object:
-        return value
-    if kind is float:
-        return _number(value, place, path)
-    if kind is int and isinstance(value, int) and not isinstance(value, bool):
-        return (
-            value
-            if abs(value) < _LARGEST_INTEGER
-            else _refuse("a number of 64 bits", value, place, path)
-        )
-    if kind in (str, bool) and isinstance(value, kind):
-        return value
-    words = {str: "a string", bool: "true or false", int: "a whole number"}
-    return _refuse(words[kind], value, place, path)
-
-
-def _number(value: object, place: str, path: Path) -> float:
-    """Return a float, also for the strings that stand for inf and NaN in JSON."""
-    if isinstance(value, int | float | str) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except (ValueError, OverflowError):
-            pass
-    return _refuse("a number", value, place, path)
-
-
-def _refuse(rule: str, value: object, place: str, path: Path) -> NoReturn:
-    got = "nothing" if value is None else repr(value)
-    got = got if len(got) <= 60 else f"{got[:60]}..."
-    raise ConfigError(
-        f"{place or 'what stands in it'} of a report must be {rule}, got {got} in {path}; build"
-        " again"
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredBuild:
-    """A build that was read back.
-
-    Attributes:
-        name: its folder, as the user gave it.
-        report: its report, without the latency samples, which no file stores.
-        options: flag without dashes -> value as text, from `calib8.toml`; None without that file.
-    """
-
-    name: str
-    report: Report
-    options: Mapping[str, str] | None = None
-
-
-def read_stored_build(folder: Path | str) -> StoredBuild:
-    """Read a build.
-
-    Args:
-        folder: output folder of the build, or its report.json.
-
-    Raises:
-        ConfigError: no such folder, no report in it, or one that is broken or of another version.
-    """
-    named = Path(folder)
-    path = named if named.suffix == ".json" else named / PAGES[0]
-    if not os.path.isfile(path):
-        raise ConfigError(
-            f"a build must be a folder that `calib8 build` wrote, got {named} without a {PAGES[0]};"
-            " build first, or name the folder that --out named"
-        )
-    return StoredBuild(
-        name=str(folder), report=_report(path), options=_options(path.with_name(SETTINGS))
-    )
-
-
-def _report(path: Path) -> Report:
-    what = "the report of a build, as calib8 wrote it"
-    held = read_json(path, what=what, error=ConfigError, most=_MOST_BYTES)
-    found = held.get("schema") if isinstance(held, dict) else None
-    if found != SCHEMA:
-        got = repr(found)[:_WIDE]
-        raise ConfigError(
-            f"a report must be of schema {SCHEMA}, got {got} in {path}; build again with this"
-            " calib8"
-        )
-    report = decode_dataclass(Report, held, path)
-    for engine in report.engines:
-        if engine.latency is not None and not 0 < engine.latency.latency.p50 < math.inf:
-            raise _wrong(path, "latencies must be over 0", engine.latency.latency.p50)
-        if engine.verdict is not None and engine.verdict.level not in LEVELS:
-            raise _wrong(
-                path, f"a verdict must be one of {', '.join(LEVELS)}", engine.verdict.level
-            )
-    return report
-
-
-def _wrong(path: Path, rule: str, got: object) -> ConfigError:
-    return ConfigError(f"{rule}, got {repr(got)[:_WIDE]} in {path}; build again")
-
-
-def _options(path: Path) -> dict[str, str] | None:
-    """Read the options file next to a report; None if there is none.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    if not os.path.isfile(path):
-        return None
-    what = "the options of a build, as calib8 wrote them"
-    tables = toml.read_toml(path, what=what, way_out="build again")
-    table = tables.get("build", {})
-    return (
-        {name: _as_text(value) for name, value in table.items()} if isinstance(table, dict) else {}
-    )
-
-
-def _as_text(value: Any) -> str:
-    said = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return said if len(said) <= _WIDE else f"{said[:_WIDE]}..."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,7 +124,7 @@ def _line(build: StoredBuild, engine: EngineRow, effort: str) -> EngineSummary:
         p50_ms=engine.latency.latency.p50 if engine.latency else None,
         size_bytes=engine.size_bytes,
         task=_task(engine),
-        sqnr_db=tables_module.sqnr(accuracy)
+        sqnr_db=worst_figure(accuracy, "sqnr_db")
         if accuracy and (accuracy.parts or accuracy.outputs)
         else None,
         quantized=sum(node.quantized for node in target.nodes) if target else 0,
@@ -394,9 +185,9 @@ def to_screen(builds: BuildComparison) -> str:
     blocks = [
         [f"{figures.count(len(builds.names), 'build')} compared"],
         list(_engines(builds)),
-        list(_reasons(builds)),
-        list(_difference_lines(builds)),
-        [line for n, note in enumerate(builds.notes) for line in entry("" if n else "Notes", note)],
+        list(entries("Why", _reasons(builds))),
+        list(entries("They differ", _difference_lines(builds))),
+        list(entries("Notes", builds.notes)),
     ]
     return "\n\n".join(lines_of(block) for block in blocks if block) + "\n"
 
@@ -408,20 +199,17 @@ def to_html(builds: BuildComparison) -> str:
     troubles = [f"{_engine_name(one)} failed: {one.error}" for one in builds.engines if one.error]
     body = (
         f"<h1>{escape(title)}</h1>",
-        markup.verdicts(judged) if judged else "",
-        markup.bullets(troubles, "troubles") if troubles else "",
-        markup.bullets(builds.notes, "notes") if builds.notes else "",
-        *render_sections(list(_sections(builds))),
+        verdicts(judged),
+        block_html(Bullets(troubles, "troubles")) if troubles else "",
+        block_html(Bullets(builds.notes)) if builds.notes else "",
+        *sections_html(list(_sections(builds))),
     )
     return page(title, "\n".join(body))
 
 
 def to_json(builds: BuildComparison) -> dict[str, object]:
     """Return plain JSON types; infinite and NaN numbers become "inf", "-inf" or "nan"."""
-    held = {"schema": BUILDS_SCHEMA, **asdict(builds)}
-    made = to_plain(held)
-    assert isinstance(made, dict)
-    return made
+    return to_plain_object({"schema": BUILDS_SCHEMA, **asdict(builds)})
 
 
 def _cells(one: EngineSummary) -> list[str]:
@@ -447,35 +235,32 @@ def _engines(builds: BuildComparison) -> Iterator[str]:
     """Yield the table of engines, without empty columns."""
     rows = [["build", *_HEADS], *([one.build, *_cells(one)] for one in builds.engines)]
     filled = [c for c in range(len(rows[0])) if any(row[c] for row in rows[1:])]
-    widths = {c: max(len(row[c]) for row in rows) for c in filled}
-    for row in rows:
-        name, *cells = (row[c].ljust(widths[c]) if c in _LEFT else row[c].rjust(widths[c])
-                        for c in filled)  # fmt: skip
-        yield "  ".join([name, *cells]).rstrip()
+    left = [at for at, column in enumerate(filled) if column in _LEFT]
+    yield from aligned([[row[c] for c in filled] for row in rows], left)
 
 
 def _reasons(builds: BuildComparison) -> Iterator[str]:
     """Yield the reasons of every verdict and of every failure."""
-    for number, one in enumerate(builds.engines):
+    for one in builds.engines:
         said = one.error or (one.verdict.words if one.verdict else "nothing was measured")
-        yield from entry("" if number else "Why", f"{_engine_name(one)}: {said}")
+        yield f"{_engine_name(one)}: {said}"
 
 
 def _difference_lines(builds: BuildComparison) -> Iterator[str]:
     """Yield one sentence per difference; builds with equal values are listed together."""
-    for number, line in enumerate(builds.differences):
+    for line in builds.differences:
         by_value: dict[str, list[str]] = {}
         for name, value in zip(builds.names, line.values, strict=True):
             by_value.setdefault(value or figures.NONE, []).append(name)
         said = "; ".join(f"{value} ({', '.join(names)})" for value, names in by_value.items())
-        yield from entry("" if number else "They differ", f"{line.name}: {said}")
+        yield f"{line.name}: {said}"
 
 
 def _sections(builds: BuildComparison) -> Iterator[Section]:
     rows = [[one.build, *_cells(one)] for one in builds.engines]
-    table = markup.table(["build", *_HEADS], rows, "builds")
-    yield Section(title="Engines", html=table, rows=len(rows), folded=False)
+    table = Table(["build", *_HEADS], rows, "builds")
+    yield Section("Engines", (table,), len(rows), folded=False)
     lines = [[d.name, *(value or figures.NONE for value in d.values)] for d in builds.differences]
     if lines:
-        table = markup.table(["", *builds.names], lines, "words")
-        yield Section(title="They differ in", html=table, rows=len(lines), folded=False)
+        table = Table(["", *builds.names], lines, "words")
+        yield Section("They differ in", (table,), len(lines), folded=False)

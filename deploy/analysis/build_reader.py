@@ -1,12 +1,19 @@
-"""Reads a build's report and plan into an `Explanation`; every JSON value is checked when read."""
+"""Reads a stored build: its report, its options, and its plan for an `Explanation`.
+
+The JSON may have been edited: msgspec checks every value by its type in the report's dataclasses.
+Unknown keys are ignored.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from deploy.analysis.explanation import (
     ClippedRange,
@@ -16,10 +23,15 @@ from deploy.analysis.explanation import (
     TensorAccuracy,
 )
 from deploy.errors import ConfigError
+from deploy.files import toml
+from deploy.files.manifest import PAGES, SETTINGS
 from deploy.files.reading import read_json
 from deploy.method import NO_CHOICES
+from deploy.metrics.levels import LEVELS
+from deploy.metrics.output_errors import OutputAccuracy
+from deploy.metrics.output_form import SliceAccuracy
 from deploy.pipeline.results import trial_rows
-from deploy.report import NodeRow, TrialRow
+from deploy.report import EngineRow, NodeRow, Report, TargetPart, TrialRow
 from deploy.report.model import SCHEMA
 from deploy.report.tables import PLAN
 from deploy.tuning.plan_file import (
@@ -36,111 +48,96 @@ from deploy.tuning.plan_file import (
 )
 from deploy.tuning.repairs import REPAIRS
 
-_MOST = 1 << 30  # bytes of a report, which has a row for every tensor
+_MOST_BYTES = 1 << 30  # of a report, which has a row for every tensor
+_LARGEST_SIZE = 1 << 63  # bytes of a file
+_WIDE = 60  # characters of a value in a message, and of an option's value
 _ORDER = (NOISE, TIME, CONSEQUENCE, WHOLE, RULE)
 
 
-@dataclass(frozen=True, slots=True)
-class JsonObject:
-    """One object of a JSON file.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBuild:
+    """A build that was read back.
 
     Attributes:
-        held: its keys and values.
-        place: its path in the file, such as targets[0].nodes[3].
-        path: the file.
+        name: its folder, as the user gave it.
+        path: its report.json.
+        report: its report, without the latency samples, which no file stores.
+        options: flag without dashes -> value as text, from `calib8.toml`; None without that file.
     """
 
-    held: dict[str, object]
-    place: str
+    name: str
     path: Path
-
-    def text(self, key: str, default: str = "") -> str:
-        """Return a string, or the default if it is missing.
-
-        Raises:
-            ConfigError: it has another type, as in the other methods.
-        """
-        value = self.held.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise self._error(key, "a string", value)
-        return value
-
-    def number(self, key: str) -> float | None:
-        """Return a float, also for the strings of inf and NaN in JSON; None if it is missing."""
-        value = self.held.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float | str):
-            raise self._error(key, "a number", value)
-        try:
-            return float(value)
-        except (ValueError, OverflowError) as error:
-            raise self._error(key, "a number", value) from error
-
-    def flag(self, key: str) -> bool:
-        """Return a boolean, False if it is missing."""
-        value = self.held.get(key, False)
-        if not isinstance(value, bool):
-            raise self._error(key, "true or false", value)
-        return value
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        """Return a list of strings."""
-        value = self.held.get(key, [])
-        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            raise self._error(key, "a list of strings", value)
-        return tuple(value)
-
-    def part(self, key: str) -> JsonObject | None:
-        """Return an object; None if it is missing."""
-        value = self.held.get(key)
-        return None if value is None else self._fields(value, self._place_of(key))
-
-    def rows(self, key: str) -> list[JsonObject]:
-        """Return a list of objects."""
-        value = self.held.get(key, [])
-        if not isinstance(value, list):
-            raise self._error(key, "a list", value)
-        return [self._fields(one, f"{self._place_of(key)}[{i}]") for i, one in enumerate(value)]
-
-    def _fields(self, value: object, place: str) -> JsonObject:
-        if not isinstance(value, dict):
-            raise ConfigError(_message(place, "an object", value, self.path))
-        return JsonObject(value, place, self.path)
-
-    def _place_of(self, key: str) -> str:
-        return f"{self.place}.{key}" if self.place else key
-
-    def _error(self, key: str, rule: str, value: object) -> ConfigError:
-        return ConfigError(_message(self._place_of(key), rule, value, self.path))
+    report: Report
+    options: Mapping[str, str] | None = None
 
 
-def read_json_object(path: Path, schema: str) -> JsonObject:
-    """Read a JSON file of this schema.
+def read_stored_build(folder: Path | str) -> StoredBuild:
+    """Read a build.
+
+    Args:
+        folder: output folder of the build, or its report.json.
 
     Raises:
-        ConfigError: it cannot be read, or has another schema.
+        ConfigError: no such folder, no report in it, or one that is broken or of another version.
     """
-    what = "the report of a build to explain, as calib8 wrote it"
-    held = read_json(path, what=what, error=ConfigError, most=_MOST)
-    found = held.get("schema") if isinstance(held, dict) else None
-    if not isinstance(held, dict) or found != schema:
+    named = Path(folder)
+    path = named if named.suffix == ".json" else named / PAGES[0]
+    if not is_file(path):
         raise ConfigError(
-            f"a report must be of schema {schema}, got {_short(found)} in {path}; build again with"
-            " this calib8"
+            f"a build must be a folder that `calib8 build` wrote, got {named} without a {PAGES[0]};"
+            " build first, or name the folder that --out named"
         )
-    return JsonObject(held, "", path)
+    options = _options(path.with_name(SETTINGS))
+    return StoredBuild(name=str(folder), path=path, report=_report(path), options=options)
 
 
-def _message(place: str, rule: str, value: object, path: Path) -> str:
-    return f"{place} of a report must be {rule}, got {_short(value)} in {path}; build again"
+def _report(path: Path) -> Report:
+    what = "the report of a build, as calib8 wrote it"
+    held = read_json(path, what=what, error=ConfigError, most=_MOST_BYTES)
+    schema = held.get("schema") if isinstance(held, dict) else None
+    if schema != SCHEMA:
+        raise _broken(path, f"a report must be of schema {SCHEMA}, got {repr(schema)[:_WIDE]}")
+    try:
+        report = msgspec.convert(held, Report, strict=False)  # numbers may be "inf" or "nan"
+    except ValueError as wrong:  # also a key that is not Unicode
+        raise _broken(path, f"a report must be as calib8 wrote it, got: {wrong}") from wrong
+    sizes = (*(e.size_bytes for e in report.engines), *(f.size_bytes for f in report.written))
+    for size in sizes:
+        if abs(size or 0) >= _LARGEST_SIZE:
+            got = repr(size)[:_WIDE]
+            raise _broken(path, f"size_bytes of a report must be a number of 64 bits, got {got}")
+    for engine in report.engines:
+        if engine.latency is not None and not 0 < engine.latency.latency.p50 < math.inf:
+            raise _broken(path, f"latencies must be over 0, got {engine.latency.latency.p50}")
+        if engine.verdict is not None and engine.verdict.level not in LEVELS:
+            got = repr(engine.verdict.level)[:_WIDE]
+            raise _broken(path, f"a verdict must be one of {', '.join(LEVELS)}, got {got}")
+    return report
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+def _broken(path: Path, message: str) -> ConfigError:
+    return ConfigError(f"{message} in {path}; build again with this calib8")
+
+
+def _options(path: Path) -> dict[str, str] | None:
+    """Read the options file next to a report; None if there is none.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if not os.path.isfile(path):
+        return None
+    what = "the options of a build, as calib8 wrote them"
+    tables = toml.read_toml(path, what=what, way_out="build again")
+    table = tables.get("build", {})
+    return (
+        {name: _as_text(value) for name, value in table.items()} if isinstance(table, dict) else {}
+    )
+
+
+def _as_text(value: Any) -> str:
+    said = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return said if len(said) <= _WIDE else f"{said[:_WIDE]}..."
 
 
 def read_explanation(folder: Path) -> Explanation:
@@ -152,29 +149,20 @@ def read_explanation(folder: Path) -> Explanation:
     Raises:
         ConfigError: no such folder, no report in it, or a broken report or plan.
     """
-    path = folder if folder.suffix == ".json" else folder / "report.json"
-    if not is_file(path):
-        raise ConfigError(
-            f"a build to explain must be a folder that `calib8 build` wrote, got {folder} without"
-            " a report.json; build first, or name the folder that --out named"
-        )
-    report = read_json_object(path, SCHEMA)
-    plan_path = _plan_path(report)
+    build = read_stored_build(folder)
+    report = build.report
+    plan_path = _plan_path(build)
     plan = PlanFile() if plan_path is None else read_plan(plan_path)
-    model, feed = report.part("model"), report.part("feed")
-    preprocess = feed.part("preprocess") if feed else None
-    notes = report.texts("notes")
-    int8 = [e for e in report.rows("engines") if not (e.flag("reference") or e.flag("baseline"))]
-    engines = {e.text("target"): e for e in int8}
+    engines = {e.target: e for e in report.engines if not (e.reference or e.baseline)}
     return Explanation(
-        title=report.text("title"),
-        report=str(path),
+        title=report.title,
+        report=str(build.path),
         plan=str(plan_path) if plan_path else None,
-        model=model.text("path") if model else "",
-        preprocess=preprocess.held if preprocess else {},
+        model=report.model.path if report.model else "",
+        preprocess=report.feed.preprocess if report.feed else {},
         targets=tuple(
-            _target(row, engines.get(row.text("name")), plan, notes)
-            for row in report.rows("targets")
+            _target(target, engines.get(target.name), plan, report.notes)
+            for target in report.targets
         ),
     )
 
@@ -198,91 +186,63 @@ def is_file(path: Path) -> bool:
     return os.path.isfile(path)
 
 
-def _plan_path(report: JsonObject) -> Path | None:
-    named = [row.text("path") for row in report.rows("files") if row.text("role") == PLAN]
-    path = path_in_build(named[0], report.path) if named else None
+def _plan_path(build: StoredBuild) -> Path | None:
+    named = [file.path for file in build.report.files if file.role == PLAN]
+    path = path_in_build(named[0], build.path) if named else None
     return path if path is not None and is_file(path) else None
 
 
 def _target(
-    row: JsonObject, engine: JsonObject | None, plan: PlanFile, notes: tuple[str, ...]
+    target: TargetPart, engine: EngineRow | None, plan: PlanFile, notes: tuple[str, ...]
 ) -> TargetExplanation:
-    name = row.text("name")
-    verdict = engine.part("verdict") if engine else None
-    accuracy = engine.part("accuracy") if engine else None
-    task = accuracy.part("task") if accuracy else None
-    own = plan.targets.get(name, TargetPlan(choices=NO_CHOICES))
-    settled, tried = _chosen_and_tried(row.part("search"), own)
-    nodes = [_node(one) for one in row.rows("nodes")]
-    runnable = row.text("runnable") or None
+    verdict = engine.verdict if engine else None
+    accuracy = engine.accuracy if engine else None
+    own = plan.targets.get(target.name, TargetPlan(choices=NO_CHOICES))
+    settled, tried = _chosen_and_tried(target, own)
     return TargetExplanation(
-        name=name,
-        error=row.text("error"),
-        level=verdict.text("level") if verdict else "",
-        reasons=verdict.texts("reasons") if verdict else (),
-        parts=_losses(accuracy, "parts", "label") or _losses(accuracy, "outputs", "name"),
-        task=task.text("words") if task else "",
-        nodes=len(nodes),
-        kept=tuple(_float_groups(nodes)),
-        layers=_losses(row, "layers", "name"),
-        repairs=tuple(_repair_notes((*notes, *row.texts("notes")))),
+        name=target.name,
+        error=target.error,
+        level=verdict.level if verdict else "",
+        reasons=verdict.reasons if verdict else (),
+        parts=_losses((accuracy.parts or accuracy.outputs) if accuracy else ()),
+        task=accuracy.task.words if accuracy and accuracy.task else "",
+        nodes=len(target.nodes),
+        kept=tuple(_float_groups(target.nodes)),
+        layers=_losses(target.layers),
+        repairs=tuple(_repair_notes((*notes, *target.notes))),
         settled=settled,
         tried=tried,
         methods={tensor: method.label for tensor, method in own.choices.methods.items()},
-        clipped=tuple(_clipped_ranges(row)),
-        runnable=runnable,
-        native=engine is not None and runnable is not None and engine.text("path") == runnable,
+        clipped=tuple(_clipped_ranges(target)),
+        runnable=target.runnable or None,
+        native=engine is not None and bool(target.runnable) and engine.path == target.runnable,
     )
 
 
-def _node(row: JsonObject) -> NodeRow:
-    return NodeRow(
-        name=row.text("name"),
-        op=row.text("op"),
-        precision=row.text("precision", "int8"),
-        reason=row.text("reason"),
-    )
-
-
-def _chosen_and_tried(
-    search: JsonObject | None, own: TargetPlan
-) -> tuple[str, tuple[TrialRow, ...]]:
+def _chosen_and_tried(target: TargetPart, own: TargetPlan) -> tuple[str, tuple[TrialRow, ...]]:
     """Return the chosen trial and all trials, from the report or else from the plan."""
-    if search is None:
+    if target.search is None:
         return own.settled, tuple(trial_rows(own))
-    rows = tuple(
-        TrialRow(
-            what=one.text("what"),
-            sqnr_db=_nan_if_none(one.number("sqnr_db")),
-            time=_nan_if_none(one.number("time")),
-            taken=one.flag("taken"),
-        )
-        for one in search.rows("tried")
-    )
-    return search.text("settled"), rows
+    return target.search.settled, target.search.tried
 
 
-def _losses(held: JsonObject | None, key: str, name: str) -> tuple[TensorAccuracy, ...]:
+def _losses(rows: Iterable[OutputAccuracy | SliceAccuracy]) -> tuple[TensorAccuracy, ...]:
     """Return the rows sorted by SQNR, lowest first; NaN comes before all."""
-    rows = [
+    losses = [
         TensorAccuracy(
-            name=row.text(name),
-            sqnr_db=_nan_if_none(row.number("sqnr_db")),
-            cosine_mean=_nan_if_none(row.number("cosine_mean")),
-            cosine_min=_nan_if_none(row.number("cosine_min")),
+            name=row.label if isinstance(row, SliceAccuracy) else row.name,
+            sqnr_db=row.sqnr_db,
+            cosine_mean=row.cosine_mean,
+            cosine_min=row.cosine_min,
         )
-        for row in (held.rows(key) if held else ())
+        for row in rows
     ]
-    return tuple(sorted(rows, key=lambda loss: by_sqnr(loss.sqnr_db)))
+    return tuple(sorted(losses, key=lambda loss: by_sqnr(loss.sqnr_db)))
 
 
 def by_sqnr(decibels: float) -> float:
     """Return a sort key: lowest SQNR first, NaN before all."""
     return -math.inf if math.isnan(decibels) else decibels
-
-
-def _nan_if_none(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def _float_groups(nodes: Iterable[NodeRow]) -> Iterator[FloatNodeGroup]:
@@ -313,21 +273,15 @@ def _repair_notes(notes: Iterable[str]) -> Iterator[str]:
     return (note for note in notes if any(f"{one}: " in note for one in words))
 
 
-def _clipped_ranges(row: JsonObject) -> Iterator[ClippedRange]:
-    found = []
-    for tensor in row.rows("tensors"):
-        share = tensor.number("clipped")
-        if share is not None and share > 0:
-            ends = [
-                _nan_if_none(tensor.number(key))
-                for key in ("observed_min", "observed_max", "lo", "hi")
-            ]
-            found.append(
-                ClippedRange(
-                    tensor=tensor.text("name"),
-                    share=share,
-                    seen=(ends[0], ends[1]),
-                    kept=(ends[2], ends[3]),
-                )
-            )
-    return iter(sorted(found, key=lambda one: -one.share))
+def _clipped_ranges(target: TargetPart) -> list[ClippedRange]:
+    clipped = [
+        ClippedRange(
+            tensor=row.name,
+            share=row.clipped,
+            seen=(row.observed_min, row.observed_max),
+            kept=(row.lo, row.hi),
+        )
+        for row in target.tensors
+        if row.clipped is not None and row.clipped > 0
+    ]
+    return sorted(clipped, key=lambda one: -one.share)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from deploy.graph.edit import copy_with_outputs, extract_output
 from deploy.metrics.accuracy import TensorComparison
 from deploy.metrics.layerwise import shared_by_name
 from deploy.metrics.output_errors import OutputAccuracy
+from deploy.report.model import to_plain_object
 from deploy.runtimes.openvino import run_in_subprocess
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array, Samples
@@ -119,18 +120,20 @@ class ModelComparison:
     def to_json(self) -> dict[str, object]:
         """Return plain JSON types; infinite and NaN numbers become "inf" or "nan"."""
         parting = self.parts_at
-        return {
-            "first": self.first,
-            "second": self.second,
-            "samples": self.samples,
-            "min_sqnr_db": self.min_sqnr_db,
-            "cut": self.cut,
-            "looked": list(self.looked),
-            "parts_at": None if parting is None else parting.tensor,
-            "layers": [_json(one) for one in self.layers],
-            "outputs": [_json(one) for one in self.outputs],
-            "notes": list(self.notes),
-        }
+        return to_plain_object(
+            {
+                "first": self.first,
+                "second": self.second,
+                "samples": self.samples,
+                "min_sqnr_db": self.min_sqnr_db,
+                "cut": self.cut,
+                "looked": self.looked,
+                "parts_at": None if parting is None else parting.tensor,
+                "layers": [_json(one) for one in self.layers],
+                "outputs": [_json(one) for one in self.outputs],
+                "notes": self.notes,
+            }
+        )
 
 
 def _screen_line(one: TensorDifference) -> str:
@@ -142,22 +145,9 @@ def _screen_line(one: TensorDifference) -> str:
 
 
 def _json(one: TensorDifference) -> dict[str, object]:
-    figures = one.figures
-    return {
-        "tensor": one.tensor,
-        "node": one.node,
-        "operator": one.operator,
-        "sqnr_db": _number(figures.sqnr_db),
-        "cosine_mean": _number(figures.cosine_mean),
-        "cosine_min": _number(figures.cosine_min),
-        "max_abs_error": _number(figures.max_abs_error),
-        "not_finite": list(figures.not_finite),
-        "other_shape": figures.other_shape,
-    }
-
-
-def _number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
+    made_by = {"tensor": one.tensor, "node": one.node, "operator": one.operator}
+    measured = {key: v for key, v in asdict(one.figures).items() if key not in ("name", "zeros")}
+    return {**made_by, **measured}
 
 
 class PairErrors:

@@ -31,7 +31,8 @@ from deploy.files.reading import from_json, open_regular_file, read_array
 from deploy.method import Method
 from deploy.metrics.output_errors import sqnr_db
 from deploy.report.figures import count, decibels
-from deploy.report.model import to_plain
+from deploy.report.model import to_plain_object
+from deploy.report.screen import aligned
 from deploy.terminal import join_visible
 
 SCHEMA = "calib8-quantize/1"
@@ -78,7 +79,7 @@ class Experiment:
 
     def to_json(self) -> dict[str, object]:
         """Return plain JSON types; infinite and NaN numbers become "inf", "-inf" or "nan"."""
-        made = to_plain(
+        return to_plain_object(
             {
                 "schema": SCHEMA,
                 "dtype": self.dtype,
@@ -94,8 +95,6 @@ class Experiment:
                 **self._figures(),
             }
         )
-        assert isinstance(made, dict)
-        return made
 
     def to_text(self) -> str:
         """Return the scales, a table of the first values, and the error over all of them."""
@@ -135,9 +134,7 @@ class Experiment:
             (f"{value:.6g}", str(integer), f"{back:.6g}", f"{error:.3g}")
             for value, integer, back, error in zip(*columns, strict=True)
         ]
-        widths = [max(map(len, column)) for column in zip(_HEADS, *rows, strict=True)]
-        for row in (_HEADS, *rows):
-            yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        yield from aligned((_HEADS, *rows), ())
         if self.values.size > SHOWN:
             yield f"and {count(self.values.size - SHOWN, 'value')} more"
 

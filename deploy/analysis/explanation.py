@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from deploy.report import TrialRow, figures
-from deploy.report.model import to_plain
-from deploy.report.screen import columns, entry
+from deploy.report.model import to_plain_object
+from deploy.report.screen import columns, entries, entry
 from deploy.report.tables import TRIAL_HEADS, trial_row
 from deploy.terminal import join_visible
 from deploy.tuning.plan_file import CONSEQUENCE, NOISE, RULE, TIME, WHOLE
@@ -200,9 +200,7 @@ def to_screen(explanation: Explanation, *, everything: bool = False) -> str:
 
 def to_json(explanation: Explanation) -> dict[str, object]:
     """Return plain JSON types; infinite and NaN numbers become "inf", "-inf" or "nan"."""
-    made = to_plain({"schema": SCHEMA, **asdict(explanation)})
-    assert isinstance(made, dict)
-    return made
+    return to_plain_object({"schema": SCHEMA, **asdict(explanation)})
 
 
 def _target(one: TargetExplanation, most: int | None) -> Iterator[str]:
@@ -210,22 +208,23 @@ def _target(one: TargetExplanation, most: int | None) -> Iterator[str]:
     if one.error:
         yield from entry("Why", one.error)
         return
-    for number, reason in enumerate(one.reasons):
-        yield from entry("" if number else "Why", reason)
+    yield from entries("Why", one.reasons)
     if one.task and one.task not in one.reasons:
         yield from entry("Task", one.task)
-    yield from _parts(one, most)
+    yield from _losses("Parts", "part of the outputs", one.parts, most)
     yield from _float(one, most)
-    yield from _layers(one, most)
+    yield from _losses("Layers", "inner tensor, the worst first", one.layers, most)
     yield from _tried(one)
     yield from _clipping(one, most)
     if one.held is not None:
         yield from _held(one.held)
 
 
-def _parts(one: TargetExplanation, most: int | None) -> Iterator[str]:
-    rows = [[figures.decibels(p.sqnr_db), figures.cosine(p.cosine_mean), p.name] for p in one.parts]
-    yield from _table("Parts", ["SQNR", "cosine", "part of the outputs"], rows, most)
+def _losses(
+    label: str, name: str, rows: Sequence[TensorAccuracy], most: int | None
+) -> Iterator[str]:
+    cells = [[r.name, figures.decibels(r.sqnr_db), figures.cosine(r.cosine_mean)] for r in rows]
+    yield from _table(label, [name, "SQNR", "cosine"], cells, most)
 
 
 def _float(one: TargetExplanation, most: int | None) -> Iterator[str]:
@@ -234,8 +233,7 @@ def _float(one: TargetExplanation, most: int | None) -> Iterator[str]:
     for kind, label in _KINDS.items():
         groups = [group for group in one.kept if group.kind == kind]
         few = None if most is None else most // 2
-        for number, group in enumerate(groups[:few]):
-            yield from entry("" if number else label, _kept(group, most))
+        yield from entries(label, (_kept(group, most) for group in groups[:few]))
         yield from _more(groups, few)
 
 
@@ -247,14 +245,6 @@ def _kept(group: FloatNodeGroup, most: int | None) -> str:
     return f"{types} {', '.join(shown)}{rest}: {group.reason or 'no reason given'}"
 
 
-def _layers(one: TargetExplanation, most: int | None) -> Iterator[str]:
-    rows = [
-        [figures.decibels(layer.sqnr_db), figures.cosine(layer.cosine_mean), layer.name]
-        for layer in one.layers
-    ]
-    yield from _table("Layers", ["SQNR", "cosine", "inner tensor, the worst first"], rows, most)
-
-
 def _tried(one: TargetExplanation) -> Iterator[str]:
     rows = [trial_row(trial) for trial in one.tried]
     yield from _table("Tried", TRIAL_HEADS, rows, None)
@@ -263,16 +253,15 @@ def _tried(one: TargetExplanation) -> Iterator[str]:
     if one.methods:
         names = ", ".join(f"{tensor} by {method}" for tensor, method in one.methods.items())
         yield from entry("", f"ranges by methods of their own: {names}")
-    for number, said in enumerate(one.repairs):
-        yield from entry("" if number else "Repairs", said)
+    yield from entries("Repairs", one.repairs)
 
 
 def _clipping(one: TargetExplanation, most: int | None) -> Iterator[str]:
     rows = [
-        [figures.percent(row.share), _span(row.kept), _span(row.seen), row.tensor]
+        [row.tensor, figures.percent(row.share), _span(row.kept), _span(row.seen)]
         for row in one.clipped
     ]
-    yield from _table("Clipped", ["values", "range kept", "range seen", "tensor"], rows, most)
+    yield from _table("Clipped", ["tensor", "values", "range kept", "range seen"], rows, most)
 
 
 def _span(ends: tuple[float, float]) -> str:
@@ -280,17 +269,16 @@ def _span(ends: tuple[float, float]) -> str:
 
 
 def _held(held: ImageResults) -> Iterator[str]:
-    rows = [[figures.decibels(i.sqnr_db), i.part, i.task, i.name] for i in held.images]
-    heads = ["SQNR", "in", "as FP32", f"image, the worst of {held.samples}"]
+    rows = [[i.name, figures.decibels(i.sqnr_db), i.part, i.task] for i in held.images]
+    heads = [f"image, the worst of {held.samples}", "SQNR", "in", "as FP32"]
     yield from _table("Images", heads, rows, None)
     channels = [
-        [figures.decibels(c.sqnr_db), figures.percent(c.noise), str(c.channel), c.tensor]
+        [c.tensor, figures.decibels(c.sqnr_db), figures.percent(c.noise), str(c.channel)]
         for c in held.channels
     ]
-    heads = ["SQNR", "of its noise", "channel", "inner tensor"]
+    heads = ["inner tensor", "SQNR", "of its noise", "channel"]
     yield from _table("Channels", heads, channels, None)
-    for note in held.notes:
-        yield from entry("", note)
+    yield from entries("", held.notes)
 
 
 def _table(

@@ -264,13 +264,8 @@ def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | 
       calib8 report a/ b/ --html both.html
     """  # noqa: D301 (click reads the backspace)
     from deploy import report as one
-    from deploy.analysis.build_comparison import (
-        compare_builds,
-        read_stored_build,
-        to_html,
-        to_json,
-        to_screen,
-    )
+    from deploy.analysis.build_comparison import compare_builds, to_html, to_json, to_screen
+    from deploy.analysis.build_reader import read_stored_build
     from deploy.files.atomic import write_text
 
     builds = [read_stored_build(folder) for folder in folders]

@@ -1,11 +1,10 @@
 """A run's results as JSON, Markdown, an HTML page and one screen of text.
 
-`Findings` (in `model`, made of `parts`) holds plain values; each output format is a module of pure
-functions; `Report` adds `repr` and the notebook's display.
+`Findings` (in `model`, made of `parts`) holds plain values. `sections` turns them into blocks,
+which `documents` writes as a page and as Markdown; `Report` adds `repr` and the notebook's display.
 """
 
-from deploy.report.html import to_html
-from deploy.report.markdown import to_markdown
+from deploy.report.documents import Report, to_html, to_markdown
 from deploy.report.model import to_json
 from deploy.report.parts import (
     CalibrationPart,
@@ -26,7 +25,6 @@ from deploy.report.parts import (
     node_rows,
     tensor_rows,
 )
-from deploy.report.report import Report
 from deploy.report.screen import to_screen
 
 __all__ = [

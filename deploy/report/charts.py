@@ -22,6 +22,16 @@ Histograms of the worst tensors and their clip ranges::
     ___|||||||:||:|:|__.__
       0       lo        hi
 
+Trials of a search, side by side::
+
+    |##############------|   bar: SQNR of the worst output slice, relative to the best
+    |____________        |   line: time, relative to the longest
+
+Weights by channel::
+
+    |  | |      || |         largest |w| of each channel, logarithmic, relative to the
+    |||| |||..|||||||..|     largest of the weight
+
 Batch sweep: p50 and throughput of engines by batch, as a table and a chart.
 """
 
@@ -35,12 +45,16 @@ from string import ascii_uppercase
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.report import figures, page
-from deploy.report.model import Findings
-from deploy.report.page import Section
-from deploy.report.parts import BatchRow, EngineRow, HistogramPart, TensorRow
-from deploy.report.report_rows import worst_first
-from deploy.report.tables import target_suffix
+from deploy.report import figures
+from deploy.report.blocks import breakable
+from deploy.report.parts import (
+    BatchRow,
+    EngineRow,
+    HistogramPart,
+    TensorRow,
+    TrialRow,
+    WeightRow,
+)
 
 _BAR_WIDTH, _BAR_HEIGHT = 190, 16
 
@@ -76,6 +90,54 @@ def drawing(width: int, height: int, label: str, body: str, kind: str, *, desc: 
         f'<svg class="{kind}" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
         f' role="img"><title>{escape(label)}</title>{description}{body}</svg>'
     )
+
+
+_TRIAL_WIDTH, _TRIAL_HEIGHT = 120, 16
+
+
+def trial_bar(trial: TrialRow, best: float, longest: float) -> str:
+    """Draw SQNR and time of one trial; exact has full length, below 0 dB or NaN none."""
+    label = f"{trial.what}: {figures.decibels(trial.sqnr_db)}, time {trial.time:.2f} of FP32"
+    body = "".join(
+        f'<rect class="{kind}" width="{_TRIAL_WIDTH * _trial_share(value, most):.1f}" y="{y}"'
+        f' height="{high}"/>'
+        for kind, value, most, y, high in (
+            ("kept" if trial.taken else "tried", trial.sqnr_db, best, 2, 8),
+            ("time", trial.time, longest, 12, 2),
+        )
+    )
+    return drawing(_TRIAL_WIDTH, _TRIAL_HEIGHT, label, body, "bar")
+
+
+def _trial_share(value: float, most: float) -> float:
+    if value == math.inf:
+        return 1.0
+    return max(value / most, 0.0) if most > 0 and not math.isnan(value) else 0.0
+
+
+_STRIP_WIDTH, _STRIP_HEIGHT = 120, 26
+_DECADES = 4  # range of a strip's logarithmic scale, below the largest
+
+
+def weight_strip(row: WeightRow) -> str:
+    """Draw a weight's channels as bars on a logarithmic scale; "" if not in the row."""
+    if not row.strip or not row.largest > 0:
+        return ""
+    step = _STRIP_WIDTH / len(row.strip)
+    path = "".join(
+        f"M{place * step:.1f},{_STRIP_HEIGHT}v-{_STRIP_HEIGHT * _height(value, row.largest):.1f}"
+        f"h{max(step - 0.4, 0.6):.1f}V{_STRIP_HEIGHT}z"
+        for place, value in enumerate(row.strip)
+    )
+    ends = f"{figures.real(row.least)} to {figures.real(row.largest)}"
+    runs = "" if len(row.strip) == row.channels else "; each bar is the least of a run of channels"
+    label = f"{row.node}: largest |w| of {row.channels} channels, {ends}{runs}"
+    return drawing(_STRIP_WIDTH, _STRIP_HEIGHT, label, f'<path class="kept" d="{path}"/>', "bar")
+
+
+def _height(value: float, largest: float) -> float:
+    """Return a value's height, 0 to 1, on the logarithmic scale."""
+    return max(1 + math.log10(value / largest) / _DECADES, 0.02) if value > 0 else 0.0
 
 
 Float64Array = NDArray[np.float64]
@@ -206,27 +268,12 @@ def _mark(letter: str, p50: float, lo: float, hi: float, colour: str, place: int
 _HIST_WIDTH, _HIST_HEIGHT, _HIST_TOP, _HIST_FLOOR = 320, 104, 14, 86
 _SIDE = 6  # margin beside the axis
 _HIST_ROOM = 0.3  # a clip line further outside the observed range, relative to it, is not drawn
-_WORDS = (
-    "Bars: how often values were seen, by the logarithm. Dashed: the ends of the range that is"
-    " kept; bars of another colour lie beyond, and count as clipped where a reader looks. Marks on"
-    " top: what other searches find in the same histogram. Each drawing has its own scales."
-)
 
 
-def histograms(report: Findings) -> Iterator[Section]:
-    """Yield the histograms of each target's worst tensors, the worst first."""
-    for target in report.targets:
-        rows = [row for row in worst_first(target.tensors) if row.histogram is not None]
-        if rows:
-            of_target = target_suffix(report, target.name)
-            drawn = "\n".join(_figure(row, row.histogram) for row in rows if row.histogram)
-            html = f'<p class="sub">{_WORDS}</p>\n<div class="drawn">{drawn}</div>'
-            yield Section(title=f"Histograms{of_target}", html=html, rows=len(rows))
-
-
-def _figure(row: TensorRow, part: HistogramPart) -> str:
-    caption = page.breakable("; ".join(_words(row, part)))
-    name = f"<b>{page.breakable(row.name)}</b>"
+def histogram_figure(row: TensorRow, part: HistogramPart) -> str:
+    """Return a tensor's name, its histogram, and its ranges as text."""
+    caption = breakable("; ".join(_words(row, part)))
+    name = f"<b>{breakable(row.name)}</b>"
     return f"<figure>{name}{histogram(row, part)}<figcaption>{caption}</figcaption></figure>"
 
 
@@ -335,17 +382,6 @@ def _description(row: TensorRow, part: HistogramPart) -> str:
 _SW_WIDTH, _SW_HEIGHT = 480, 240
 _SW_LEFT, _SW_RIGHT, _SW_TOP, _SW_BOTTOM = 16, 170, 24, 34
 _ROW, _LETTERS = 15, 22  # px between names; letters of a name
-
-
-def sweep_section(report: Findings) -> Iterator[Section]:
-    """Yield the page's chart and table of the batch sweep."""
-    heads, rows = sweep_table(report.engines)
-    if not rows:
-        return
-    words = "Items a second, the batch over p50; the larger point is the best."
-    figure = sweep_figure(report.engines)
-    drawn = f"<figure>{figure}<figcaption>{words}</figcaption></figure>" if figure else ""
-    yield Section(title="Batches", html=drawn + page.table(heads, rows), folded=False)
 
 
 def sweep_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]]]:

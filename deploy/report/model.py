@@ -220,9 +220,14 @@ def to_json(report: Findings) -> dict[str, object]:
 
     Non-finite numbers become "inf", "-inf" or "nan".
     """
-    data = to_plain(report)
-    assert isinstance(data, dict)
-    return {"schema": SCHEMA, **data}
+    return {"schema": SCHEMA, **to_plain_object(report)}
+
+
+def to_plain_object(value: object) -> dict[str, object]:
+    """Return a mapping or dataclass as a JSON object, see `to_plain`."""
+    plain = to_plain(value)
+    assert isinstance(plain, dict)
+    return plain
 
 
 def to_plain(value: object) -> object:

@@ -1,4 +1,4 @@
-"""Frame of every HTML page: style, script, content policy, and helpers that build its markup.
+"""Frame of every HTML page: style, script, content policy, verdicts and main figures.
 
 `STYLE` is one sheet: colours are variables, light or dark as the reader's system asks. On a narrow
 screen table rows become cards; on paper long tables are cut and folded parts stay folded.
@@ -6,23 +6,17 @@ screen table rows become cards; on paper long tables are cut and folded parts st
 `SCRIPT` sorts tables by their heads and filters them. The page is complete without it: the script
 itself creates the buttons and boxes. The Content-Security-Policy allows only this sheet and this
 script, by hash, and no requests: a `style` attribute or `onclick` would not work.
-
-Helpers that take text escape it. A page is a list of `Section`s under a table of contents::
-
-    Speed          open: the main results            contents: links to all headings
-    Tensors (23)   folded: everything else; the browser's own search finds it all the same
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from html import escape
 
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
+from deploy.report.blocks import PRINTED
 from deploy.report.figures import encodable
 from deploy.report.verdict import Verdict
 
@@ -50,8 +44,6 @@ svg.boxes .lost {{ stroke: #ff4d4d; stroke-dasharray: 7 4; }}
 svg.boxes .new {{ stroke: #ffb020; stroke-dasharray: 2 3; }}
 @media print {{ .views img {{ width: 24mm; height: 24mm; }} .beside {{ width: 88mm; }} }}
 """
-
-PRINTED = 25  # rows of a table on paper, at most
 
 _SCREEN = """
 :root { color-scheme: light dark;
@@ -330,134 +322,25 @@ POLICY = (
 )
 
 _MARKS = {GOOD: "good", FLOAT: "float", DOUBTFUL: "doubtful", UNUSABLE: "unusable"}
-_FEW = 8  # names shown unfolded in a cell
-_RUN = 20  # letters without a break before a name may be broken anywhere
-_PIECE = re.compile(rf".{{1,{_RUN}}}?(?:[/._:,;\-]+|$)|.{{1,{_RUN}}}", re.DOTALL)
-
-
-def bullets(sentences: Iterable[str], kind: str) -> str:
-    """Return a list of sentences."""
-    items = "".join(f"<li>{escape(text)}</li>" for text in sentences)
-    return f'<ul class="{kind}">{items}</ul>'
 
 
 def verdicts(judged: Iterable[tuple[str, Verdict]]) -> str:
-    """Return one line per engine: the level as a mark, its label, the reasons."""
+    """Return one line per engine: the level as a mark, its label, the reasons; "" without any."""
     rows = "".join(
         f'<p class="verdict {_MARKS[one.level]}"><b>{escape(one.level)}</b>'
         f" {escape(label)}: {escape('; '.join(one.reasons))}</p>"
         for label, one in judged
     )
-    return f'<div class="verdicts">{rows}</div>'
+    return f'<div class="verdicts">{rows}</div>' if rows else ""
 
 
-def breakable(text: str) -> str:
-    """Return escaped text that may be broken after slashes and dots, and inside long runs."""
-    return " ".join(
-        "<wbr>".join(map(escape, _PIECE.findall(word))) if len(word) > _RUN else escape(word)
-        for word in text.split(" ")
+def tiles(main_figures: Iterable[tuple[str, str]]) -> str:
+    """Return the main figures, each a value over its label; "" without any."""
+    cells = "".join(
+        f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>"
+        for value, label in main_figures
     )
-
-
-def nodes(names: Sequence[str]) -> str:
-    """Return a cell of node names, folded if there are many."""
-    text = breakable(", ".join(names))
-    if len(names) <= _FEW:
-        return text
-    return f"<details><summary>{len(names)} nodes</summary>{text}</details>"
-
-
-def facts(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return a list of terms and their values."""
-    rows = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in pairs)
-    return f"<dl>{rows}</dl>"
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "figures") -> str:
-    """Return a table of text."""
-    return raw_table(heads, ([breakable(cell) for cell in row] for row in rows), kind)
-
-
-def raw_table(heads: Sequence[str], rows: Iterable[Sequence[str]], kind: str) -> str:
-    """Return a table of cells that are already HTML; the heads are escaped here.
-
-    Every cell contains the name of its column, since a narrow screen shows rows as cards without
-    heads.
-    """
-    head = "".join(f'<th scope="col">{breakable(text)}</th>' for text in heads)
-    lines = [f"<tr>{''.join(_cells(heads, row))}</tr>" for row in rows]
-    body = "\n".join(lines)
-    return (
-        f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead>\n'
-        f"<tbody>{body}</tbody></table></div>{_unprinted(len(lines))}"
-    )
-
-
-def _cells(heads: Sequence[str], row: Sequence[str]) -> Iterator[str]:
-    for head, cell in zip(heads, row, strict=True):
-        head_attribute = f' data-head="{escape(head)}"' if head and cell else ""
-        yield f"<td{head_attribute}>{cell}</td>"
-
-
-def _unprinted(rows: int) -> str:
-    """Return the note below a long table on paper."""
-    if rows <= PRINTED:
-        return ""
-    return f'<p class="unprinted">and <span>{rows - PRINTED}</span> more rows, not printed</p>'
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
-    """A section of the page.
-
-    Attributes:
-        title: heading, plain text.
-        html: contents.
-        rows: number of rows or sentences, shown in the heading; 0 shows nothing.
-        folded: whether it is closed until the reader opens it.
-    """
-
-    title: str
-    html: str
-    rows: int = 0
-    folded: bool = True
-
-    @property
-    def heading(self) -> str:
-        """The title with the number of rows."""
-        return f"{self.title} ({self.rows})" if self.rows else self.title
-
-
-def table_of_contents(sections: Sequence[Section]) -> str:
-    """Return links to every section; "" for fewer than three."""
-    if len(sections) < 3:
-        return ""
-    links = "".join(
-        f'<li><a href="#{anchor}">{escape(section.title)}</a></li>'
-        for anchor, section in _anchored(sections)
-    )
-    return f'<nav aria-label="Contents"><ul>{links}</ul></nav>'
-
-
-def render_sections(sections: Sequence[Section]) -> Iterator[str]:
-    """Yield every section as HTML."""
-    for anchor, section in _anchored(sections):
-        head = f'<h2 id="{anchor}">{escape(section.heading)}</h2>'
-        if section.folded:
-            yield f"<details>\n<summary>{head}</summary>\n{section.html}\n</details>"
-        else:
-            yield f"<section>\n{head}\n{section.html}\n</section>"
-
-
-def _anchored(sections: Sequence[Section]) -> Iterator[tuple[str, Section]]:
-    """Yield each section with a unique id made of its title."""
-    used: set[str] = set()
-    for section in sections:
-        plain = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-") or "section"
-        names = (f"{plain}-{number}" if number else plain for number in range(len(sections)))
-        anchor = next(name for name in names if name not in used)
-        used.add(anchor)
-        yield anchor, section
+    return f'<div class="tiles">{cells}</div>' if cells else ""
 
 
 def page(title: str, body: str) -> str:

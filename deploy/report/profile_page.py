@@ -20,8 +20,8 @@ from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 from deploy.report import figures
-from deploy.report import page as markup
-from deploy.report.page import Section, page, render_sections
+from deploy.report.blocks import Bullets, Drawing, Section, Table, block_html, sections_html
+from deploy.report.page import page, tiles
 
 if TYPE_CHECKING:
     from deploy.fx.profile import GraphProfile, NodeCost
@@ -169,15 +169,11 @@ def profile_page(found: GraphProfile, *, name: str, notes: Sequence[str] = ()) -
         notes: sentences on how it was measured.
     """
     title = f"Profile of {name}"
-    tiles = "".join(
-        f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>"
-        for value, label in _figures(found)
-    )
     body = (
         f"<h1>{escape(title)}</h1>",
-        f'<div class="tiles">{tiles}</div>',
-        markup.bullets(notes, "notes") if notes else "",
-        *render_sections(list(_sections(found))),
+        tiles(_figures(found)),
+        block_html(Bullets(notes)) if notes else "",
+        *sections_html(list(_sections(found))),
     )
     return page(title, "\n".join(body))
 
@@ -191,12 +187,10 @@ def _figures(found: GraphProfile) -> Iterator[tuple[str, str]]:
 def _sections(found: GraphProfile) -> Iterator[Section]:
     picture = tree_map(_tiles(found.nodes, ()), "Time by module")
     if picture:
-        drawn = f"<figure>{picture}{_LEGEND}</figure>"
-        yield Section(title="Time by module", html=drawn, folded=False)
-    slowest = sorted(found.nodes, key=lambda node: -node.seconds)
-    rows = [_row(node) for node in slowest]
-    table = markup.table(_HEADS, rows)
-    yield Section(title="Nodes, slowest first", html=table, rows=len(rows))
+        drawn = Drawing(f"<figure>{picture}{_LEGEND}</figure>")
+        yield Section("Time by module", (drawn,), folded=False)
+    rows = [_row(node) for node in sorted(found.nodes, key=lambda node: -node.seconds)]
+    yield Section("Nodes, slowest first", (Table(_HEADS, rows),), len(rows))
 
 
 _LEGEND = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from deploy.metrics.levels import DOUBTFUL, UNUSABLE
 from deploy.report import figures
@@ -46,19 +46,30 @@ def entry(label: str, text: str) -> Iterator[str]:
         yield f"{'' if number else label:<{MARGIN}}{line}"
 
 
+def entries(label: str, texts: Iterable[str]) -> Iterator[str]:
+    """Yield the entries of several texts, only the first with the label."""
+    for number, text in enumerate(texts):
+        yield from entry("" if number else label, text)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> Iterator[str]:
+    """Yield rows as lines with columns of equal width, aligned to the right except for `left`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        padded = (c.ljust(w) if at in left else c.rjust(w) for at, (c, w) in enumerate(cells))
+        yield "  ".join(padded).rstrip()
+
+
 def columns(label: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield a label and a table next to it, whose last column is left-aligned.
+    """Yield a label and a table next to it, with the names of the first column at the right.
 
     Columns that are empty in every row are left out; without rows nothing is yielded.
     """
-    if not rows:
-        return
-    filled = [c for c in range(len(heads)) if any(row[c] for row in rows)]
-    shown = [[row[c] for c in filled] for row in (heads, *rows)]
-    widths = [max(len(row[c]) for row in shown) for c in range(len(filled) - 1)]
-    for number, row in enumerate(shown):
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=False)]
-        yield f"{'' if number else label:<{MARGIN}}{'  '.join([*cells, row[-1]])}"
+    if rows:
+        filled = [c for c in (*range(1, len(heads)), 0) if any(row[c] for row in rows)]
+        lines = aligned([[row[c] for c in filled] for row in (heads, *rows)], (len(filled) - 1,))
+        yield from (f"{'' if at else label:<{MARGIN}}{line}" for at, line in enumerate(lines))
 
 
 _MOST_GROUPS = 5
@@ -100,9 +111,8 @@ def serious_findings(report: Findings) -> Iterator[str]:
 def _verdicts(report: Findings) -> Iterator[str]:
     """Yield one line per engine, with its name if there are several."""
     judged = [(engine.label, engine.verdict) for engine in report.engines if engine.verdict]
-    for number, (label, one) in enumerate(judged):
-        words = one.words if len(judged) == 1 else f"{label}: {one.words}"
-        yield from entry("" if number else "Verdict", words)
+    alone = len(judged) == 1
+    yield from entries("Verdict", (v.words if alone else f"{e}: {v.words}" for e, v in judged))
 
 
 def _how(report: Findings) -> Iterator[str]:
@@ -127,8 +137,7 @@ def _how(report: Findings) -> Iterator[str]:
 
 def _cost(report: Findings) -> Iterator[str]:
     groups = report.calibration.groups if report.calibration else ()
-    for number, group in enumerate(groups):
-        yield from entry("" if number else "Observed", group_words(group))
+    yield from entries("Observed", map(group_words, groups))
     if report.work:
         yield from entry("Work", "; ".join(work_words(report.work)))
     for target in report.targets:
@@ -139,22 +148,19 @@ def _tried(target: TargetPart, *, alone: bool) -> Iterator[str]:
     """Yield all candidates that were run as complete models."""
     rows = [trial_row(trial) for trial in (target.search.tried if target.search else ())]
     if rows:
-        last = TRIAL_HEADS[-1] if alone else f"{TRIAL_HEADS[-1]} for {target.name}"
-        yield from columns("Tried", [*TRIAL_HEADS[:-1], last], rows)
+        name = TRIAL_HEADS[0] if alone else f"{TRIAL_HEADS[0]} for {target.name}"
+        yield from columns("Tried", [name, *TRIAL_HEADS[1:]], rows)
 
 
 def _searched(report: Findings) -> Iterator[str]:
     """Yield the result of the search, a line per target."""
-    searches = [(t.name, t.search) for t in report.targets if t.search is not None]
-    for number, (name, search) in enumerate(searches):
-        words = search_words(search)
-        words = words if len(report.targets) == 1 else f"{name}: {words}"
-        yield from entry("" if number else "Search", words)
+    names = {t.name: "" if len(report.targets) == 1 else f"{t.name}: " for t in report.targets}
+    searches = [(names[t.name], t.search) for t in report.targets if t.search is not None]
+    yield from entries("Search", (f"{name}{search_words(one)}" for name, one in searches))
 
 
 def _failures(report: Findings) -> Iterator[str]:
-    for number, target in enumerate(failures(report)):
-        yield from entry("" if number else "Failed", f"{target.name}: {target.error}")
+    yield from entries("Failed", (f"{one.name}: {one.error}" for one in failures(report)))
 
 
 def _coverage(report: Findings) -> Iterator[str]:
@@ -210,19 +216,13 @@ def _table(report: Findings) -> Iterator[str]:
     lines = engine_lines(report)
     if not lines:
         return
-    heads = ("", *(engine.label for engine in report.engines))
-    rows = [heads, *((line.label, *line.cells) for line in lines)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-    changes = ("", *(line.change for line in lines))
-    for row, change in zip(rows, changes, strict=True):
-        cells = "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        label = row[0].ljust(max(widths[0], MARGIN))
-        yield f"{label}{cells[widths[0] :]}   {change}".rstrip()
+    heads = (" " * MARGIN, *(engine.label for engine in report.engines), "")
+    rows = [heads, *((line.label, *line.cells, f" {line.change}") for line in lines)]
+    yield from aligned(rows, (0, len(heads) - 1))
 
 
 def _swept(report: Findings) -> Iterator[str]:
-    heads, rows = sweep_table(report.engines)
-    yield from columns("Batches", [*heads[1:], heads[0]], [[*row[1:], row[0]] for row in rows])
+    yield from columns("Batches", *sweep_table(report.engines))
 
 
 def _kernels(report: Findings) -> Iterator[str]:
@@ -246,9 +246,8 @@ def _where(report: Findings) -> Iterator[str]:
         used = f", {figures.count(threads[-1], 'thread')} used" if threads else ""
         cores = figures.count(report.machine.cores, "core")
         yield from entry("Machine", f"{report.machine.cpu}, {cores}{used}, {int8}")
-    for number, file in enumerate(report.written):
-        text = f"{file.path}  ({file.role}{_bytes(file.size_bytes)})"
-        yield from entry("" if number else "Files", text)
+    files = (f"{f.path}  ({f.role}{_bytes(f.size_bytes)})" for f in report.written)
+    yield from entries("Files", files)
 
 
 def _bytes(value: int | None) -> str:
@@ -257,7 +256,6 @@ def _bytes(value: int | None) -> str:
 
 def _notes(report: Findings) -> Iterator[str]:
     warnings = report.warnings
-    for number, text in enumerate(warnings[:_MOST_NOTES]):
-        yield from entry("" if number else "Notes", text)
+    yield from entries("Notes", warnings[:_MOST_NOTES])
     if len(warnings) > _MOST_NOTES:
         yield from entry("", f"and {len(warnings) - _MOST_NOTES} more; the report has all")

@@ -1,14 +1,4 @@
-"""Sections of the page: trials, worst layers, coverage, ranges, weights, pictures, examples.
-
-Trials of a search, side by side::
-
-    |##############------|   bar: SQNR of the worst output slice, relative to the best
-    |____________        |   line: time, relative to the longest
-
-Weights by channel::
-
-    |  | |      || |         largest |w| of each channel, logarithmic, relative to the
-    |||| |||..|||||||..|     largest of the weight
+"""Sections of the report, each a function that yields them from the findings.
 
 Samples where the float model and an engine differ, with boxes drawn over the picture::
 
@@ -24,248 +14,296 @@ Each picture is in the page once, however many engines are drawn over it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
-from urllib.parse import quote
 
-from deploy.report import figures, page
-from deploy.report.charts import drawing, range_bar
+from deploy.report import charts, figures, tables
+from deploy.report.blocks import (
+    Block,
+    Bullets,
+    Cell,
+    Drawing,
+    Facts,
+    Heading,
+    Paragraph,
+    Section,
+    Table,
+    breakable,
+)
 from deploy.report.figures import DEVIATION_HEADS, encodable, engine_layers_words
 from deploy.report.model import Findings
-from deploy.report.page import BOX, LONG, Section, breakable
-from deploy.report.parts import TargetPart, TrialRow, WeightRow
+from deploy.report.page import BOX, LONG
+from deploy.report.parts import TrialRow
 from deploy.report.previews import BoxRow, ClassRow, DrawnBox, DrawnBoxes, Raster, ViewRow
 from deploy.report.report_rows import float_groups, worst_first, worst_rows, worst_weights
-from deploy.report.tables import (
-    TRIAL_HEADS,
-    WEIGHT_HEADS,
-    built_targets,
-    coverage,
-    plan_name,
-    quantized_operators,
-    search_words,
-    target_suffix,
-    trial_row,
-    weight_row,
-)
+from deploy.report.tables import target_suffix
 
-_TRIAL_WIDTH, _TRIAL_HEIGHT = 120, 16
-_TRIAL_TEXT = (
-    "Bar: SQNR of the worst part, beside the best of all; a higher one is nearer to FP32. Line"
-    " below it: the time, beside the longest."
-)
-
-
-def trials(tried: Sequence[TrialRow]) -> str:
-    """Return a table of the trials, with the one that was built in another colour."""
-    best = max((t.sqnr_db for t in tried if math.isfinite(t.sqnr_db)), default=0.0)
-    longest = max((t.time for t in tried if math.isfinite(t.time)), default=0.0)
-    rows = []
-    for trial in tried:
-        *cells, what = map(page.breakable, trial_row(trial))
-        rows.append([what, _bar(trial, best, longest), *cells])
-    heads = [TRIAL_HEADS[-1], "side by side", *TRIAL_HEADS[:-1]]
-    return f'<p class="sub">{_TRIAL_TEXT}</p>' + page.raw_table(heads, rows, "tensors")
-
-
-def _bar(trial: TrialRow, best: float, longest: float) -> str:
-    """Draw SQNR and time of one trial; exact has full length, below 0 dB or NaN none."""
-    label = f"{trial.what}: {figures.decibels(trial.sqnr_db)}, time {trial.time:.2f} of FP32"
-    body = "".join(
-        f'<rect class="{kind}" width="{_TRIAL_WIDTH * _trial_share(value, most):.1f}" y="{y}"'
-        f' height="{high}"/>'
-        for kind, value, most, y, high in (
-            ("kept" if trial.taken else "tried", trial.sqnr_db, best, 2, 8),
-            ("time", trial.time, longest, 12, 2),
-        )
-    )
-    return drawing(_TRIAL_WIDTH, _TRIAL_HEIGHT, label, body, "bar")
-
-
-def _trial_share(value: float, most: float) -> float:
-    if value == math.inf:
-        return 1.0
-    return max(value / most, 0.0) if most > 0 and not math.isnan(value) else 0.0
-
+Sections = Iterator[Section]
 
 _MOST = 10  # worst layers shown
 _MOST_OF_EACH = 5  # of each target, if there are several
-
-
-def worst(report: Findings) -> Iterator[Section]:
-    """Yield the inner tensors that lose most on each target."""
-    with_layers = [target for target in report.targets if target.layers]
-    alone = len(report.targets) == 1
-    rows = []
-    for target in with_layers:
-        ranges = {row.name: row for row in target.tensors}
-        for layer in worst_rows(target.layers, _MOST if alone else _MOST_OF_EACH):
-            held = ranges.get(layer.name)
-            cells = [
-                page.breakable(layer.name),
-                range_bar(held) if held else "",
-                escape(figures.decibels(layer.sqnr_db)),
-                escape(figures.cosine(layer.cosine_mean)),
-                escape(figures.percent(held.clipped) if held else figures.NONE),
-            ]
-            rows.append(cells if alone else [*cells, escape(target.name)])
-    if rows:
-        heads = ["tensor", "range", "SQNR", "cosine", "clipped", *([] if alone else ["on"])]
-        html = f'<p class="sub">{_RANGE_WORDS}</p>{page.raw_table(heads, rows, "tensors")}'
-        yield Section(title="Worst layers", html=html, folded=False)
-
-
 _RANGE_WORDS = (
     "Thin line: values seen. Bar: range kept by the scale. Tick: zero."
     " Each drawing has its own scale."
 )
-
-
-def search(report: Findings) -> Iterator[Section]:
-    """Yield the trials of each target's search, with a link to the plan file."""
-    name = plan_name(report)
-    link = f'<a href="{escape(quote(encodable(name)))}">{escape(name)}</a>'
-    for target in report.targets:
-        if target.search is not None:
-            own = target_suffix(report, target.name, " for ")
-            kept = f" It is kept in {link}." if name else ""
-            html = f"<p>Built: {escape(search_words(target.search))}.{kept}</p>"
-            tried = target.search.tried
-            html += trials(tried) if tried else ""
-            yield Section(title=f"Search{own}", html=html, rows=len(tried))
-
-
-def nodes(report: Findings) -> Iterator[Section]:
-    """Yield the coverage of each target, and why other nodes stay float."""
-    targets = built_targets(report)
-    if not targets:
-        return
-    alone = len(report.targets) == 1
-    html = [
-        _covered_alone(targets[0]) if alone else _covered(targets),
-        _float(targets, alone=alone),
-    ]
-    yield Section(title="Nodes", html="\n".join(filter(None, html)))
-
-
-def _covered_alone(target: TargetPart) -> str:
-    operators = quantized_operators(target)
-    words = f"<p>{escape(coverage(target) + (': ' + operators if operators else ''))}.</p>"
-    return words + (f"<p>Options: {escape(target.typed)}.</p>" if target.typed else "")
-
-
-def _covered(targets: Sequence[TargetPart]) -> str:
-    rows = ([t.name, coverage(t), quantized_operators(t), t.method, t.typed] for t in targets)
-    return page.table(["target", "nodes", "operators", "ranges by", "options"], rows, "words")
-
-
-def _float(targets: Sequence[TargetPart], *, alone: bool) -> str:
-    """Return a table of the reasons for float nodes, each reason once, with its nodes."""
-    heads = ["float operator", "nodes", "why it stays float"]
-    rows = []
-    for group in float_groups(targets):
-        where = group.places
-        names = "<br>".join(page.nodes(names) for names, _ in where)
-        on = "<br>".join(escape(", ".join(on)) for _, on in where)
-        cells = [page.breakable(group.op), names, page.breakable(group.reason)]
-        rows.append([*cells, *([] if alone else [on])])
-    return page.raw_table(heads if alone else [*heads, "on"], rows, "words") if rows else ""
-
-
-def engine_layers(report: Findings) -> Iterator[Section]:
-    """Yield the comparison of each engine's layers with its plan."""
-    for engine in report.engines:
-        words = engine_layers_words(engine.ran) if engine.ran else ""
-        if engine.ran and words:
-            rows = engine.ran.otherwise
-            html = f"<p>{escape(words)}.</p>"
-            html += page.table(DEVIATION_HEADS, rows, "words") if rows else ""
-            title = f"In the engine of {engine.target}"
-            yield Section(title=title, html=html, rows=len(rows))
-
-
-def tensors(report: Findings) -> Iterator[Section]:
-    """Yield the ranges in each target's files, the worst first."""
-    shown = [target for target in report.targets if target.tensors]
-    for number, target in enumerate(shown):
-        own = target_suffix(report, target.name)
-        words = "" if number else f'<p class="sub">{_RANGE_WORDS}</p>'
-        html = words + _ranges(target)
-        yield Section(title=f"Tensors{own}", html=html, rows=len(target.tensors))
-
-
-def _ranges(target: TargetPart) -> str:
-    heads = ["tensor", "range", "SQNR", "clipped", "min", "max", "low", "high", "amax", "method"]
-    rows = []
-    for row in worst_first(target.tensors):
-        numbers = (row.observed_min, row.observed_max, row.lo, row.hi, row.amax)
-        cells = [figures.decibels(row.sqnr_db), figures.percent(row.clipped)]
-        cells += [*map(figures.real, numbers), row.method]
-        rows.append([page.breakable(row.name), range_bar(row), *map(page.breakable, cells)])
-    return page.raw_table(heads, rows, "tensors")
-
-
-def layers(report: Findings) -> Iterator[Section]:
-    """Yield a target's inner tensors, the worst first, unless its table of ranges has them all."""
-    for target in report.targets:
-        shown = {row.name for row in target.tensors}
-        if not shown.issuperset(row.name for row in target.layers):
-            own = target_suffix(report, target.name)
-            rows = [
-                [row.name, figures.decibels(row.sqnr_db), figures.cosine(row.cosine_mean)]
-                for row in worst_first(target.layers)
-            ]
-            html = page.table(["tensor", "SQNR", "cosine"], rows)
-            yield Section(title=f"Inner tensors{own}", html=html, rows=len(rows))
-
-
-_WIDTH, _HEIGHT = 120, 26
-_DECADES = 4  # range of a strip's logarithmic scale, below the largest
-_WORDS = (
+_TRIAL_TEXT = (
+    "Bar: SQNR of the worst part, beside the best of all; a higher one is nearer to FP32. Line"
+    " below it: the time, beside the longest."
+)
+_WEIGHT_WORDS = (
     "Largest |w| of each output channel: the least, the median and the largest of them, the ratio"
     " of the largest to the least, and the channel that lies lowest. Used: of the grid's steps, by"
     " the lowest channel; few where all share one scale, all where each has its own and no bias"
     " wants a wider one. Dead channels, below a millionth of the largest, are in no other figure."
 )
+_HISTOGRAM_WORDS = (
+    "Bars: how often values were seen, by the logarithm. Dashed: the ends of the range that is"
+    " kept; bars of another colour lie beyond, and count as clipped where a reader looks. Marks on"
+    " top: what other searches find in the same histogram. Each drawing has its own scales."
+)
 
 
-def weights(report: Findings) -> Iterator[Section]:
+def _engines(report: Findings) -> Sections:
+    lines = tables.engine_lines(report)
+    if lines:
+        curves = [
+            Drawing(figure, charts.LATENCY_WORDS)
+            for on_device in (False, True)  # on separate axes
+            if (figure := charts.latency_figure(report.engines, on_device=on_device))
+        ]
+        heads = ["", *(engine.label for engine in report.engines), ""]
+        rows = [[line.label, *line.cells, line.change] for line in lines]
+        yield Section("Engines", (*curves, Table(heads, rows, "engines")), folded=False)
+
+
+def _batches(report: Findings) -> Sections:
+    heads, rows = charts.sweep_table(report.engines)
+    if rows:
+        figure = charts.sweep_figure(report.engines)
+        words = "Items a second, the batch over p50; the larger point is the best."
+        chart = [Drawing(figure, words)] if figure else []
+        yield Section("Batches", (*chart, Table(heads, rows)), folded=False)
+
+
+def _kernels(report: Findings) -> Sections:
+    """Yield kernels by kind, then every kernel of each engine."""
+    timed = tables.timed_engines(report.engines)
+    heads, kinds = tables.kind_table(timed)
+    blocks: list[Block] = [Table(heads, kinds)] if kinds else []
+    for engine in timed:
+        kernels = Table(tables.KERNEL_HEADS, tables.kernel_rows(engine), "words")
+        blocks += [Heading(engine.label), kernels]
+    if blocks:
+        yield Section("Kernels", blocks, max(len(engine.kernels) for engine in timed))
+
+
+def _accuracy(report: Findings) -> Sections:
+    compared = [(e.label, e.accuracy) for e in report.engines if e.accuracy]
+    if not compared:
+        return
+    over = " and ".join(dict.fromkeys(figures.count(a.samples, "sample") for _, a in compared))
+    blocks: list[Block] = [Paragraph(f"Over {over}, against the float model.", note=True)]
+    notes = [f"{label}: {text}" for label, one in compared for text in tables.accuracy_notes(one)]
+    slices = [
+        [label, *tables.accuracy_row(part.label, part)]
+        for label, one in compared
+        for part in (one.parts if tables.has_slices(one) else ())
+    ]
+    outputs = [
+        [label, *tables.accuracy_row(output.name, output)]
+        for label, one in compared
+        for output in one.outputs
+    ]
+    blocks += [Bullets(notes)] if notes else []
+    blocks += [Table(["engine", "part", *tables.ACCURACY_HEADS], slices)] if slices else []
+    blocks += [Table(["engine", "output", *tables.ACCURACY_HEADS], outputs)]
+    yield Section("Accuracy", blocks, folded=False)
+
+
+def _worst(report: Findings) -> Sections:
+    """Yield the inner tensors that lose most on each target."""
+    alone = len(report.targets) == 1
+    rows, bars = [], []
+    for target in report.targets:
+        ranges = {row.name: row for row in target.tensors}
+        for layer in worst_rows(target.layers, _MOST if alone else _MOST_OF_EACH):
+            held = ranges.get(layer.name)
+            bars.append(charts.range_bar(held) if held else "")
+            clipped = figures.percent(held.clipped if held else None)
+            rows.append([*tables.layer_row(layer), clipped, *([] if alone else [target.name])])
+    if rows:
+        heads = [*tables.LAYER_HEADS, "clipped", *([] if alone else ["on"])]
+        table = Table(heads, rows, "tensors", ("range", bars, _RANGE_WORDS))
+        yield Section("Worst layers", (table,), folded=False)
+
+
+def _histograms(report: Findings) -> Sections:
+    """Yield the histograms of each target's worst tensors, the worst first."""
+    for target in report.targets:
+        drawn = [
+            charts.histogram_figure(row, row.histogram)
+            for row in worst_first(target.tensors)
+            if row.histogram is not None
+        ]
+        if drawn:
+            body = (
+                f'<p class="sub">{_HISTOGRAM_WORDS}</p>\n<div class="drawn">{"".join(drawn)}</div>'
+            )
+            title = f"Histograms{target_suffix(report, target.name)}"
+            yield Section(title, (Drawing(body),), len(drawn))
+
+
+def _notes(report: Findings) -> Sections:
+    if report.warnings:
+        yield Section("Notes", (Bullets(report.warnings),), len(report.warnings))
+
+
+def _setup(report: Findings) -> Sections:
+    facts: list[tuple[str, str]] = []
+    apart: Sequence[Sequence[str]] = ()
+    if report.calibration:
+        part = report.calibration
+        facts.append(("Calibration", tables.calibration_words(report)))
+        if part.agreement:
+            facts.append(("Ranges", part.agreement.words))
+            apart = [[name, figures.percent(share)] for name, share in part.agreement.apart.items()]
+        facts += [("Observed", tables.group_words(group)) for group in part.groups]
+        facts += [("Cache", part.cache)] if part.cache else []
+    if report.feed:
+        samples = figures.count(report.feed.samples, "sample")
+        facts.append(("Feed", f"{samples} from {report.feed.source}"))
+        facts += [(k, str(v)) for k, v in report.feed.preprocess.items() if v is not None]
+        facts += [("Skipped", text) for text in report.feed.skipped]
+    facts += [(step, f"{seconds:.1f} s") for step, seconds in report.seconds.items()]
+    if facts:
+        halves = [Table(["tensor", "halves differ by"], apart)] if apart else []
+        yield Section("Calibration", (Facts(facts), *halves))
+
+
+def _search(report: Findings) -> Sections:
+    """Yield the trials of each target's search, with a link to the plan file."""
+    plan = tables.plan_name(report)
+    for target in report.targets:
+        if target.search is not None:
+            kept = " It is kept in" if plan else ""
+            built = Paragraph(f"Built: {tables.search_words(target.search)}.{kept}", link=plan)
+            tried = target.search.tried
+            blocks = (built, trials(tried)) if tried else (built,)
+            title = f"Search{target_suffix(report, target.name, ' for ')}"
+            yield Section(title, blocks, len(tried))
+
+
+def trials(tried: Sequence[TrialRow]) -> Table:
+    """Return a table of the trials, with the one that was built in another colour."""
+    best = max((t.sqnr_db for t in tried if math.isfinite(t.sqnr_db)), default=0.0)
+    longest = max((t.time for t in tried if math.isfinite(t.time)), default=0.0)
+    bars = [charts.trial_bar(trial, best, longest) for trial in tried]
+    rows = [tables.trial_row(trial) for trial in tried]
+    return Table(tables.TRIAL_HEADS, rows, "tensors", ("side by side", bars, _TRIAL_TEXT))
+
+
+def _nodes(report: Findings) -> Sections:
+    """Yield the coverage of each target, and why other nodes stay float."""
+    targets = tables.built_targets(report)
+    if not targets:
+        return
+    heads = ["target", "nodes", "operators", "ranges by", "options"]
+    rows = [
+        [t.name, tables.coverage(t), tables.quantized_operators(t), t.method, t.typed]
+        for t in targets
+    ]
+    blocks: list[Block] = [Table(heads, rows, "words")]
+    floats: list[list[Cell]] = [
+        [group.op, names, group.reason, *([", ".join(on)] if len(report.targets) > 1 else [])]
+        for group in float_groups(targets)
+        for names, on in group.places
+    ]
+    if floats:
+        heads = ["float operator", "nodes", "why it stays float", "on"][: len(floats[0])]
+        blocks.append(Table(heads, floats, "words"))
+    yield Section("Nodes", blocks)
+
+
+def _engine_layers(report: Findings) -> Sections:
+    """Yield the comparison of each engine's layers with its plan."""
+    for engine in report.engines:
+        words = engine_layers_words(engine.ran) if engine.ran else ""
+        if engine.ran and words:
+            rows = engine.ran.otherwise
+            table = [Table(DEVIATION_HEADS, rows, "words")] if rows else []
+            title = f"In the engine of {engine.target}"
+            yield Section(title, (Paragraph(f"{words}."), *table), len(rows))
+
+
+def tensors(report: Findings) -> Sections:
+    """Yield the ranges in each target's files, the worst first."""
+    heads = ["tensor", "SQNR", "clipped", "min", "max", "low", "high", "amax", "method"]
+    for target in report.targets:
+        if target.tensors:
+            shown = worst_first(target.tensors)
+            rows = [
+                [
+                    row.name,
+                    figures.decibels(row.sqnr_db),
+                    figures.percent(row.clipped),
+                    *map(figures.real, (row.observed_min, row.observed_max)),
+                    *map(figures.real, (row.lo, row.hi, row.amax)),
+                    row.method,
+                ]
+                for row in shown
+            ]
+            bars = ("range", [charts.range_bar(row) for row in shown], _RANGE_WORDS)
+            title = f"Tensors{target_suffix(report, target.name)}"
+            yield Section(title, (Table(heads, rows, "tensors", bars),), len(rows))
+
+
+def _layers(report: Findings) -> Sections:
+    """Yield a target's inner tensors, the worst first, unless its table of ranges has them all."""
+    for target in report.targets:
+        shown = {row.name for row in target.tensors}
+        if not shown.issuperset(row.name for row in target.layers):
+            rows = [tables.layer_row(row) for row in worst_first(target.layers)]
+            title = f"Inner tensors{target_suffix(report, target.name)}"
+            yield Section(title, (Table(tables.LAYER_HEADS, rows),), len(rows))
+
+
+def _weights(report: Findings) -> Sections:
     """Yield the weights of each target, the worst first."""
-    shown = [target for target in report.targets if target.weights]
-    for number, target in enumerate(shown):
-        own = target_suffix(report, target.name)
-        words = "" if number else f'<p class="sub">{escape(_WORDS)}</p>'
-        rows = []
-        for row in worst_weights(target.weights):
-            name, *cells = map(page.breakable, weight_row(row))
-            rows.append([name, strip(row), *cells])
-        heads = [WEIGHT_HEADS[0], "by channel", *WEIGHT_HEADS[1:]]
-        html = words + page.raw_table(heads, rows, "tensors")
-        yield Section(title=f"Weights{own}", html=html, rows=len(rows))
+    for target in report.targets:
+        if target.weights:
+            shown = worst_weights(target.weights)
+            rows = [tables.weight_row(row) for row in shown]
+            strips = ("by channel", [charts.weight_strip(row) for row in shown], "")
+            table = Table(tables.WEIGHT_HEADS, rows, "tensors", strips)
+            title = f"Weights{target_suffix(report, target.name)}"
+            yield Section(title, (Paragraph(_WEIGHT_WORDS, note=True), table), len(rows))
 
 
-def strip(row: WeightRow) -> str:
-    """Draw a weight's channels as bars on a logarithmic scale; "" if not in the row."""
-    if not row.strip or not row.largest > 0:
-        return ""
-    step = _WIDTH / len(row.strip)
-    path = "".join(
-        f"M{place * step:.1f},{_HEIGHT}v-{_HEIGHT * _share(value, row.largest):.1f}"
-        f"h{max(step - 0.4, 0.6):.1f}V{_HEIGHT}z"
-        for place, value in enumerate(row.strip)
-    )
-    ends = f"{figures.real(row.least)} to {figures.real(row.largest)}"
-    runs = "" if len(row.strip) == row.channels else "; each bar is the least of a run of channels"
-    label = f"{row.node}: largest |w| of {row.channels} channels, {ends}{runs}"
-    return drawing(_WIDTH, _HEIGHT, label, f'<path class="kept" d="{path}"/>', "bar")
+def _machine(report: Findings) -> Sections:
+    if report.machine:
+        machine = report.machine
+        facts = [
+            ("CPU", f"{machine.cpu}, {figures.count(machine.cores, 'core')}"),
+            ("int8 instructions", ", ".join(machine.int8) or "none found"),
+            *(("Device", device.words) for device in machine.devices),
+            ("System", machine.os),
+            ("Versions", ", ".join(f"{k} {v}" for k, v in machine.versions.items())),
+        ]
+        yield Section("Machine", (Facts(facts),))
 
 
-def _share(value: float, largest: float) -> float:
-    """Return a value's height, 0 to 1, on the logarithmic scale."""
-    return max(1 + math.log10(value / largest) / _DECADES, 0.02) if value > 0 else 0.0
+def _files(report: Findings) -> Sections:
+    rows = [[file.path, file.role, figures.size(file.size_bytes)] for file in report.written]
+    if rows:
+        yield Section("Files", (Table(["file", "what it is", "size"], rows, "words"),), len(rows))
 
 
-def views(report: Findings) -> Iterator[Section]:
+def _work(report: Findings) -> Sections:
+    if report.work:
+        yield Section("Work", (Bullets([*tables.work_words(report.work)]),))
+
+
+def _views(report: Findings) -> Iterator[Section]:
     """Yield pictures of the calibration data, original and model input; none without pictures."""
     part = report.feed.pictures if report.feed else None
     if part is None or not part.views:
@@ -274,8 +312,8 @@ def views(report: Findings) -> Iterator[Section]:
     left = "Left the file, right " if both else ""
     words = left + part.how if both else _capital(part.how)
     shown = f'<div class="views">{"".join(map(_view, part.views))}</div>'
-    html = f'<p class="sub">{escape(words)}.</p>{shown}'
-    yield Section(title="What the model sees", html=html, folded=False)
+    blocks = (Drawing(f'<p class="sub">{escape(words)}.</p>{shown}'),)
+    yield Section("What the model sees", blocks, folded=False)
 
 
 def _view(row: ViewRow) -> str:
@@ -306,7 +344,7 @@ def _capital(words: str) -> str:
 _MOST_DRAWN = 100  # boxes of a kind in one drawing, the best by score
 
 
-def examples(report: Findings) -> Iterator[Section]:
+def _examples(report: Findings) -> Iterator[Section]:
     """Yield a section per engine with such samples; the first one's boxes are unfolded."""
     in_page: set[int] = set()  # samples whose picture is in the page already
     for engine in report.engines:
@@ -314,12 +352,12 @@ def examples(report: Findings) -> Iterator[Section]:
         changed = [row for row in engine.changed if row.picture is not None]
         if boxes:
             folded = bool(in_page)
-            title = f"Boxes of FP32 and {engine.label}"
-            yield Section(title=title, html=_pairs(boxes, engine.label, in_page), folded=folded)
+            drawn = Drawing(_pairs(boxes, engine.label, in_page))
+            yield Section(f"Boxes of FP32 and {engine.label}", (drawn,), folded=folded)
         if changed:
             shown = "".join(_changed(row, engine.label) for row in changed)
-            title = f"Samples of another class in {engine.label}"
-            yield Section(title=title, html=f'<div class="views">{shown}</div>')
+            drawn = Drawing(f'<div class="views">{shown}</div>')
+            yield Section(f"Samples of another class in {engine.label}", (drawn,))
 
 
 def _pairs(rows: Sequence[BoxRow], label: str, in_page: set[int]) -> str:
@@ -402,3 +440,27 @@ def _changed(row: ClassRow, label: str) -> str:
     name = encodable(row.sample)
     picture = "" if row.picture is None else image(row.picture, escape(name))
     return f"<div>{picture}<p>{breakable(name)}<br>{escape(encodable(words))}</p></div>"
+
+
+# In the order of the report. A new section is a function that yields it, and its entry here.
+SECTIONS: tuple[Callable[[Findings], Sections], ...] = (
+    _engines,
+    _batches,
+    _kernels,
+    _accuracy,
+    _examples,
+    _worst,
+    _histograms,
+    _views,
+    _notes,
+    _setup,
+    _search,
+    _nodes,
+    _engine_layers,
+    tensors,
+    _layers,
+    _weights,
+    _machine,
+    _files,
+    _work,
+)

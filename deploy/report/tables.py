@@ -7,18 +7,17 @@ search as text, and kernels: the slowest first, and by kind for several engines.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import PurePath
+from typing import TypeVar
 
 from deploy.metrics.accuracy import Accuracy
-from deploy.metrics.latency import Latency
+from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy
-from deploy.report import figures, model, page
-from deploy.report.figures import EngineLayersPart, quantized_layers
+from deploy.report import figures, model
+from deploy.report.figures import quantized_layers
 from deploy.report.model import Findings
-from deploy.report.page import Section
 from deploy.report.parts import (
     CalibrationPart,
     EngineRow,
@@ -30,7 +29,10 @@ from deploy.report.parts import (
     WorkPart,
 )
 
-PART_HEADS = ("part", "SQNR", "cosine", "worst cosine", "max abs error")
+Part = TypeVar("Part")
+
+ACCURACY_HEADS = ("SQNR", "cosine", "worst cosine", "max abs error")
+LAYER_HEADS = ("tensor", "SQNR", "cosine")
 
 
 def has_slices(accuracy: Accuracy) -> bool:
@@ -38,31 +40,18 @@ def has_slices(accuracy: Accuracy) -> bool:
     return any(one.label != one.output for one in accuracy.parts)
 
 
-def sqnr(accuracy: Accuracy) -> float | None:
-    """Return the SQNR of the worst slice, else of the worst output; None for lists of boxes."""
+def worst_figure(accuracy: Accuracy, name: str) -> float | None:
+    """Return a figure of the worst slice, else of the worst output; None for lists of boxes.
+
+    Args:
+        accuracy: of an engine.
+        name: "sqnr_db", "cosine_mean" or "cosine_min".
+    """
     if accuracy.task and not accuracy.parts:
         return None
     if accuracy.worst is not None:
-        return accuracy.worst.sqnr_db
-    return figures.nan_aware_min(output.sqnr_db for output in accuracy.outputs)
-
-
-def cosine(accuracy: Accuracy) -> float | None:
-    """Return the mean cosine of the worst slice, else of the worst output."""
-    if accuracy.task and not accuracy.parts:
-        return None
-    if accuracy.worst is not None:
-        return accuracy.worst.cosine_mean
-    return figures.nan_aware_min(output.cosine_mean for output in accuracy.outputs)
-
-
-def cosine_min(accuracy: Accuracy) -> float | None:
-    """Return the worst sample's cosine of the worst slice, else of the worst output."""
-    if accuracy.task and not accuracy.parts:
-        return None
-    if accuracy.worst is not None:
-        return accuracy.worst.cosine_min
-    return figures.nan_aware_min(output.cosine_min for output in accuracy.outputs)
+        return float(getattr(accuracy.worst, name))
+    return figures.nan_aware_min(getattr(output, name) for output in accuracy.outputs)
 
 
 def worst_label(accuracy: Accuracy) -> str:
@@ -85,15 +74,20 @@ def own_metric_value(accuracy: Accuracy) -> str:
     return f"{task.reference:.4g}" if task is not None and task.task == "metric" else ""
 
 
-def part_row(part: SliceAccuracy) -> list[str]:
-    """Return one slice under `PART_HEADS`."""
+def accuracy_row(name: str, one: OutputAccuracy | SliceAccuracy) -> list[str]:
+    """Return the name of an output or slice and its figures under `ACCURACY_HEADS`."""
     return [
-        part.label,
-        figures.decibels(part.sqnr_db),
-        figures.cosine(part.cosine_mean),
-        figures.cosine(part.cosine_min),
-        figures.real(part.max_abs_error),
+        name,
+        figures.decibels(one.sqnr_db),
+        figures.cosine(one.cosine_mean),
+        figures.cosine(one.cosine_min),
+        figures.real(one.max_abs_error),
     ]
+
+
+def layer_row(layer: OutputAccuracy) -> list[str]:
+    """Return an inner tensor under `LAYER_HEADS`."""
+    return accuracy_row(layer.name, layer)[: len(LAYER_HEADS)]
 
 
 def accuracy_notes(accuracy: Accuracy) -> tuple[str, ...]:
@@ -178,9 +172,7 @@ def _size(report: Findings) -> Iterator[ComparisonLine]:
         tuple(_size_or_failure(report, engine) for engine in report.engines),
         _change(factor, lambda f: " ".join(figures.size_change(f)).strip()),
     )
-    yield ComparisonLine(
-        "Load", tuple(figures.milliseconds(engine.load_ms) for engine in report.engines)
-    )
+    yield _line("Load", [engine.load_ms for engine in report.engines], figures.milliseconds)
 
 
 def _size_or_failure(report: Findings, engine: EngineRow) -> str:
@@ -188,38 +180,37 @@ def _size_or_failure(report: Findings, engine: EngineRow) -> str:
     return figures.FAILED if target and target.error else figures.size(engine.size_bytes)
 
 
-def _latency(report: Findings) -> Iterator[ComparisonLine]:
-    def line(label: str, get: Callable[[Latency], str], change: str = "") -> ComparisonLine:
-        cells = (get(e.latency) if e.latency else figures.NONE for e in report.engines)
-        return ComparisonLine(label, tuple(cells), change)
+def _line(
+    label: str, parts: Iterable[Part | None], get: Callable[[Part], str], change: str = ""
+) -> ComparisonLine:
+    """Return a line with a cell per engine, given its part; "-" for an engine without the part."""
+    cells = (figures.NONE if part is None else get(part) for part in parts)
+    return ComparisonLine(label, tuple(cells), change)
 
+
+def _latency(report: Findings) -> Iterator[ComparisonLine]:
     ms = figures.milliseconds
+    parts = [engine.latency for engine in report.engines]
     if any(engine.sweep for engine in report.engines):
-        batches = (str(e.sweep[0].batch) if e.sweep else figures.NONE for e in report.engines)
-        yield ComparisonLine("Batch", tuple(batches))
-    yield line("Latency p50", lambda x: ms(x.latency.p50), _faster(report))
-    yield line("Latency p90", lambda x: ms(x.latency.p90))
-    yield line("Latency p95", lambda x: ms(x.latency.p95))
-    yield line("Latency p99", lambda x: ms(x.latency.p99))
-    yield line("Latency mean", lambda x: ms(x.latency.mean))
-    yield line("Variation", lambda x: f"{x.latency.cv_percent:.3g} %")
-    yield line("Enqueue", lambda x: ms(x.enqueue.p50 if x.enqueue else None))
-    yield line("H2D", lambda x: ms(x.h2d.p50 if x.h2d else None))
-    yield line("GPU compute", lambda x: ms(x.gpu_compute.p50 if x.gpu_compute else None))
-    yield line("D2H", lambda x: ms(x.d2h.p50 if x.d2h else None))
-    yield line("Throughput", lambda x: figures.rate(x.throughput_qps))
+        yield _line("Batch", [e.sweep or None for e in report.engines], lambda x: str(x[0].batch))
+    yield _line("Latency p50", parts, lambda x: ms(x.latency.p50), _faster(report))
+    yield _line("Latency p90", parts, lambda x: ms(x.latency.p90))
+    yield _line("Latency p95", parts, lambda x: ms(x.latency.p95))
+    yield _line("Latency p99", parts, lambda x: ms(x.latency.p99))
+    yield _line("Latency mean", parts, lambda x: ms(x.latency.mean))
+    yield _line("Variation", parts, lambda x: f"{x.latency.cv_percent:.3g} %")
+    yield _line("Enqueue", parts, lambda x: ms(x.enqueue.p50 if x.enqueue else None))
+    yield _line("H2D", parts, lambda x: ms(x.h2d.p50 if x.h2d else None))
+    yield _line("GPU compute", parts, lambda x: ms(x.gpu_compute.p50 if x.gpu_compute else None))
+    yield _line("D2H", parts, lambda x: ms(x.d2h.p50 if x.d2h else None))
+    yield _line("Throughput", parts, lambda x: figures.rate(x.throughput_qps))
 
 
 def _ran(report: Findings) -> Iterator[ComparisonLine]:
     """Yield the numbers of layers, if the runtime reports them."""
-
-    def line(label: str, get: Callable[[EngineLayersPart], str]) -> ComparisonLine:
-        return ComparisonLine(
-            label, tuple(get(e.ran) if e.ran else figures.NONE for e in report.engines)
-        )
-
-    yield line("Quantized layers", quantized_layers)
-    yield line("Reformats", lambda part: str(part.reformats))
+    parts = [engine.ran for engine in report.engines]
+    yield _line("Quantized layers", parts, quantized_layers)
+    yield _line("Reformats", parts, lambda part: str(part.reformats))
 
 
 def _accuracy(report: Findings) -> Iterator[ComparisonLine]:
@@ -231,28 +222,29 @@ def _accuracy(report: Findings) -> Iterator[ComparisonLine]:
     change = words + figures.points(min(lost)) if lost else ""
     yield ComparisonLine("Top-1", tuple(figures.percent(share) for share in shares), change)
 
-    measured = [engine.accuracy for engine in report.engines if engine.accuracy]
+    judged = [engine.accuracy for engine in report.engines]
+    measured = [accuracy for accuracy in judged if accuracy]
     yield from _precision(report, "mAP .50:.95", "")
     yield from _precision(report, "mAP .50", "_50")
-
-    def line(label: str, get: Callable[[Accuracy], str], change: str = "") -> ComparisonLine:
-        cells = (get(e.accuracy) if e.accuracy else figures.NONE for e in report.engines)
-        return ComparisonLine(label, tuple(cells), change)
-
     for label in dict.fromkeys(filter(None, map(task_label, measured))):
-        task = line(label, lambda x: x.task.count if x.task else figures.NONE)
+        task = _line(label, judged, lambda x: x.task.count if x.task else figures.NONE)
         fp32 = dict.fromkeys(filter(None, map(own_metric_value, measured)))
         cells = (
             next(iter(fp32), cell) if engine.reference else cell
             for engine, cell in zip(report.engines, task.cells, strict=True)
         )
         yield ComparisonLine(label, tuple(cells))
-    yield line("Top-1 agreement", lambda x: figures.percent(x.top1_agreement))
+    yield _line("Top-1 agreement", judged, lambda x: figures.percent(x.top1_agreement))
     parts = dict.fromkeys(filter(None, map(worst_label, measured)))
     detail = f"of {', '.join(parts)}" if parts else ""
-    yield line("SQNR, worst part" if parts else "SQNR", lambda x: figures.decibels(sqnr(x)), detail)
-    yield line("Cosine", lambda x: figures.cosine(cosine(x)))
-    yield line("Cosine, worst", lambda x: figures.cosine(cosine_min(x)))
+
+    def worst(name: str) -> list[float | None]:
+        return [None if accuracy is None else worst_figure(accuracy, name) for accuracy in judged]
+
+    sqnr = tuple(map(figures.decibels, worst("sqnr_db")))
+    yield ComparisonLine("SQNR, worst part" if parts else "SQNR", sqnr, detail)
+    yield ComparisonLine("Cosine", tuple(map(figures.cosine, worst("cosine_mean"))))
+    yield ComparisonLine("Cosine, worst", tuple(map(figures.cosine, worst("cosine_min"))))
 
 
 def _precision(report: Findings, label: str, at: str) -> Iterator[ComparisonLine]:
@@ -293,7 +285,7 @@ def _faster(report: Findings) -> str:
 
 
 PLAN = "plan"  # role of the plan among the report's files
-TRIAL_HEADS = ("SQNR", "time, FP32 = 1", "built", "tried whole")
+TRIAL_HEADS = ("tried whole", "SQNR", "time, FP32 = 1", "built")
 WEIGHT_HEADS = (
     "weight",
     "channels",
@@ -361,7 +353,7 @@ def search_words(search: SearchPart) -> str:
 def trial_row(trial: TrialRow) -> list[str]:
     """Return one trial under `TRIAL_HEADS`."""
     built = "yes" if trial.taken else ""
-    return [figures.decibels(trial.sqnr_db), f"{trial.time:.2f}", built, trial.what]
+    return [trial.what, figures.decibels(trial.sqnr_db), f"{trial.time:.2f}", built]
 
 
 def weight_row(row: WeightRow) -> list[str]:
@@ -384,14 +376,14 @@ def plan_name(report: Findings) -> str:
     return PurePath(paths[0]).name if paths else ""
 
 
-KERNEL_HEADS = ("time", "share", "kind", "kernel")
+KERNEL_HEADS = ("kernel", "time", "share", "kind")
 
 
 def kernel_rows(engine: EngineRow, most: int | None = None) -> list[list[str]]:
     """Return at most `most` of an engine's kernels under `KERNEL_HEADS`, the slowest first."""
     total = sum(kernel.ms for kernel in engine.kernels)
     return [
-        [figures.milliseconds(kernel.ms), _share(kernel.ms, total), kernel.kind, kernel.name]
+        [kernel.name, figures.milliseconds(kernel.ms), _share(kernel.ms, total), kernel.kind]
         for kernel in engine.kernels[:most]
     ]
 
@@ -416,31 +408,15 @@ def kind_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]]
     kinds = {kind for one in by_kind for kind in one if kind}
     slowest = {kind: max(sum(one.get(kind, ())) for one in by_kind) for kind in kinds}
     rows = [
-        [*(_cell(one.get(kind, ())) for one in by_kind), kind]
+        [kind, *(_cell(one.get(kind, ())) for one in by_kind)]
         for kind in sorted(kinds, key=lambda kind: (-slowest[kind], kind))
     ]
-    return [*(engine.label for engine in timed), "kind"], rows
+    return ["kind", *(engine.label for engine in timed)], rows
 
 
 def timed_engines(engines: Sequence[EngineRow]) -> list[EngineRow]:
     """Return the engines whose kernels were timed."""
     return [engine for engine in engines if engine.kernels]
-
-
-def kernel_section(report: Findings) -> Iterator[Section]:
-    """Yield the page's tables: by kind, then every kernel of each engine."""
-    timed = timed_engines(report.engines)
-    if not timed:
-        return
-    heads, rows = kind_table(timed)
-    html = []
-    if rows:
-        html.append(page.table([heads[-1], *heads[:-1]], ([r[-1], *r[:-1]] for r in rows)))
-    for engine in timed:
-        table = page.table(KERNEL_HEADS, kernel_rows(engine), "words")
-        html += [f"<h3>{escape(engine.label)}</h3>", table]
-    most = max(len(engine.kernels) for engine in timed)
-    yield Section(title="Kernels", html="\n".join(html), rows=most)
 
 
 def _by_kind(engine: EngineRow) -> dict[str, list[float]]:
