@@ -104,6 +104,12 @@ def is_floating(value: Array) -> bool:
     return bool(np.issubdtype(value.dtype, np.floating) and np.isfinite(value).all())
 
 
+def to_shares(scores: Array, *, raw: bool = True) -> NDArray[np.float64]:
+    """Return probabilities: of `raw` logits by the Sigmoid, of others unchanged."""
+    with np.errstate(over="ignore"):
+        return np.asarray(1 / (1 + np.exp(-scores))) if raw else scores
+
+
 def are_ranked(scores: Array, batch: int) -> bool:
     """Whether each row of [N, C >= 3] descends, as TopK's values do."""
     rows = scores.reshape(batch, -1)

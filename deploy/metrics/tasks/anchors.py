@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Outputs, image_size, sums_to_one
+from deploy.metrics.rows import Outputs, image_size, sums_to_one, to_shares
 from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.detections import (
     LOWEST,
@@ -232,9 +232,7 @@ def _gates(levels: Sequence[LevelOutputs], outputs: Outputs, *, raw: bool) -> Fl
     gates = [one for one in columns if one is not None]
     if len(gates) != len(columns):
         return None
-    with np.errstate(over="ignore"):
-        values = np.concatenate(gates)
-        return np.asarray(1 / (1 + np.exp(-values))) if raw else values
+    return to_shares(np.concatenate(gates), raw=raw)
 
 
 def _stacked(name: str, seen: FirstSamples) -> Floats:
@@ -353,7 +351,7 @@ def _shares(rows: Floats, how: AnchorDecoder) -> Floats:
     """Return probabilities without the background's."""
     with np.errstate(over="ignore", invalid="ignore"):
         if how.activation == "sigmoid":
-            rows = 1 / (1 + np.exp(-rows))
+            rows = to_shares(rows)
         elif how.activation == "softmax":
             rows = _softmax(rows)
     return rows if how.background is None else np.delete(rows, how.background, axis=1)

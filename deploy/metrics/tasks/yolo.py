@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Outputs, image_size
+from deploy.metrics.rows import Outputs, image_size, to_shares
 from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.detections import (
     LOWEST,
@@ -414,9 +414,7 @@ class LevelMapDecoder:
         if len(fitting) != len(rows):
             return None
         scores = np.concatenate(fitting)[:, 4:]
-        if self.raw:
-            with np.errstate(over="ignore"):
-                scores = 1 / (1 + np.exp(-scores))
+        scores = to_shares(scores, raw=self.raw)
         return detections_by_anchor(scores[:, 1:] * scores[:, :1])
 
 
