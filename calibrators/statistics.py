@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -173,21 +173,13 @@ class AmaxOf:
     """The largest |x| of the first samples."""
 
     samples: int
+    ordered: ClassVar[bool] = False
+    lead: ClassVar[Statistic | None] = None
 
     @property
     def key(self) -> str:
         """Name with the number of samples."""
         return f"largest |x| of the first {self.samples}"
-
-    @property
-    def ordered(self) -> bool:
-        """False: a maximum is order-independent."""
-        return False
-
-    @property
-    def lead(self) -> Statistic | None:
-        """None."""
-        return None
 
     def recorder(self, lead: Recorder | None) -> Amax:
         """Return an empty recorder."""

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -416,11 +417,7 @@ class SingleTensorDecoder:
     rows: int
     grid: AnchorGrid | None
     parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
-
-    @property
-    def placed(self) -> bool:
-        """Boxes are always decoded."""
-        return True
+    placed: ClassVar[bool] = True
 
     @property
     def form(self) -> str:

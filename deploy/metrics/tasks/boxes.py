@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -64,11 +64,7 @@ class EndToEndDecoder:
     outputs: tuple[str, ...]
     columns: tuple[int, int, int] = (0, 4, 5)
     parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
-
-    @property
-    def placed(self) -> bool:
-        """Boxes are always decoded."""
-        return True
+    placed: ClassVar[bool] = True
 
     @property
     def classes(self) -> None:

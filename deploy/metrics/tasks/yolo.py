@@ -26,6 +26,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,11 +146,7 @@ class DenseDecoder:
     point: int = 0
     maps: str = ""
     turned: bool = False
-
-    @property
-    def placed(self) -> bool:
-        """Boxes are always decoded."""
-        return True
+    placed: ClassVar[bool] = True
 
     @property
     def classes(self) -> int:
@@ -395,11 +392,7 @@ class LevelMapDecoder:
     classes: int
     raw: bool
     parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
-
-    @property
-    def placed(self) -> bool:
-        """Boxes are not decoded, only matched by anchor."""
-        return False
+    placed: ClassVar[bool] = False
 
     @property
     def form(self) -> str:
