@@ -134,13 +134,7 @@ def _reverse_cumsum(rows: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def mse(histogram: Histogram, *, symmetric: Grid = INT8, affine: Grid = UINT8) -> Scale:
-    """Return the ranges of a tensor with the least squared quantization error.
-
-    Args:
-        histogram: statistics of the tensor.
-        symmetric: grid that `amax` is chosen for.
-        affine: grid that `lo` and `hi` are chosen for.
-    """
+    """Return the ranges of a tensor with the least squared quantization error."""
     return least_error(histogram, power=2.0, symmetric=symmetric, affine=affine, method="mse")
 
 

@@ -105,9 +105,6 @@ def pair_scales(rows: NDArray[np.floating], scales: NDArray[np.float32]) -> NDAr
     Args:
         rows: weight in real units, [C_out, C_in of a group, ...].
         scales: its scales, float32 [C_out], or [1] per tensor.
-
-    Returns:
-        float32 of the shape of `scales`.
     """
     largest = pair_sums(rows).max(axis=1, initial=0.0)
     if scales.size == 1:

@@ -329,7 +329,6 @@ def _check_size(data: bytes, name: str) -> None:
 
 
 def _decoded(data: bytes, grey: bool) -> tuple[Array | None, list[str]]:
-    """Return OpenCV's pixels and the decoder's warnings."""
     cv2 = opencv()
     flag = cv2.IMREAD_GRAYSCALE if grey else cv2.IMREAD_COLOR
 

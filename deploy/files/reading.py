@@ -65,7 +65,6 @@ class _FileInodes:
             self._inodes.append(0 if state is None else state.st_ino)
 
     def paths(self, inode: _Inode) -> Iterator[Path]:
-        """Yield the paths of files with this inode."""
         for index, number in enumerate(self._inodes):
             if number == inode[1] and self._devices[index] == inode[0]:
                 yield self._path(index)
@@ -73,8 +72,6 @@ class _FileInodes:
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """The inputs of a run."""
-
     files: dict[_Inode, str] = field(default_factory=dict)  # -> path
     file_lists: list[_FileInodes] = field(default_factory=list)
 
@@ -82,7 +79,6 @@ class _Inputs:
         return _Inputs(dict(self.files), list(self.file_lists))
 
     def paths(self, inode: _Inode) -> Iterator[Path | str]:
-        """Yield the paths of inputs with this inode."""
         if inode in self.files:
             yield self.files[inode]
         for one in self.file_lists:

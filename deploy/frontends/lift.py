@@ -243,7 +243,6 @@ _END = "float16 end"  # doc_string of the casts at the ends, while they are inse
 
 
 def _insert_casts(graph: onnx.GraphProto) -> None:
-    """Insert casts after float16 inputs and before float16 outputs."""
     from onnx import helper
 
     taken = {name for node in graph.node for name in (*node.input, *node.output)}
@@ -291,7 +290,6 @@ def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
 
 
 def _count(graph: onnx.GraphProto) -> int:
-    """Count the float16 constants and the nodes that produce float16."""
     typed = (a for node in all_nodes(graph) for a in node.attribute if a.name in _TYPED)
     return sum(1 for _ in _tensors(graph)) + sum(1 for a in typed if a.i == _HALF)
 

@@ -90,7 +90,6 @@ def clean_model(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _count_shared_names(graph: onnx.GraphProto) -> int:
-    """Count the nodes whose name an earlier node has."""
     names = [node.name for node in graph.node if node.name]
     return len(names) - len(set(names))
 

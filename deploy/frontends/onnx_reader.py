@@ -119,7 +119,6 @@ def _refuse_others(data: bytes, shown: str) -> None:
 
 
 def _describe(data: bytes) -> str:
-    """Describe bytes that are not protobuf."""
     head = data[:512]
     if all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in head):
         return "a text file"

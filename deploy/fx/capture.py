@@ -170,7 +170,6 @@ class _Lifter:
                 self._add_layer(name.partition("@")[0], source, layer_nodes)
 
     def add_outputs(self) -> None:
-        """Add the output node, with the model's own containers."""
         output = self.program.graph.output_node()
         values = fx.node.map_arg(output.args[0], self._value)
         spec = self.program.call_spec.out_spec

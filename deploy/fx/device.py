@@ -115,11 +115,9 @@ class _ThreadStderr:
         self._silenced, self._stream = threading.get_ident(), sys.stderr
 
     def write(self, text: str) -> int:
-        """Write to stderr, except from the silenced thread."""
         return len(text) if threading.get_ident() == self._silenced else self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
-        """Delegate to stderr."""
         return getattr(self._stream, name)
 
 

@@ -73,7 +73,6 @@ def name_outputs(model: onnx.ModelProto, program: ExportedProgram | None) -> Non
 
 
 def _paths(spec: Any) -> list[Sequence[Any]]:
-    """Return the pytree path of each leaf of an output."""
     numbered = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
     return [path for path, _ in pytree.tree_flatten_with_path(numbered)[0]]
 

@@ -124,12 +124,6 @@ def write_fused(
 ) -> str:
     """Write a fused model with a dynamic batch; return a sentence on its agreement with the model.
 
-    Args:
-        path: with one of `SUFFIXES`.
-        fused: result of `deploy.fx.fuse.fuse`.
-        model: the user's model.
-        inputs: of one run, batch first.
-
     Raises:
         ModelError: torch.export cannot follow it.
         ExportError: its outputs differ from the model's, or the file cannot be written.

@@ -206,12 +206,7 @@ class ForwardArguments:
 
 
 class NamedInputsModel(nn.Module):
-    """Wraps a model that takes tensors in order, to be called like the user's model.
-
-    Args:
-        model: takes tensors in order.
-        arguments: of the user's model.
-    """
+    """Wraps a model that takes tensors in order, to be called like the user's model."""
 
     def __init__(self, model: nn.Module, arguments: ForwardArguments):
         super().__init__()

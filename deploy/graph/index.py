@@ -122,11 +122,9 @@ class Graph:
     """Index of the main graph of a model, as it was at construction.
 
     Attributes:
-        nodes: in graph order.
         initializers: name -> tensor.
         constants: initializers and the tensors of Constant nodes, by name.
         inputs: names of the graph inputs that are not initializers.
-        outputs: names of the graph outputs.
         producer: tensor -> the node that makes it.
         readers: tensor -> the nodes that have it as an input, each once.
         captured: tensors that a node reads inside a subgraph.

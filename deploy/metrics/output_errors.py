@@ -176,7 +176,6 @@ class _Sums:
 
     @property
     def cosine(self) -> float:
-        """Cosine of the two rows."""
         return _cosine(self.left, self.right, self.product)
 
 

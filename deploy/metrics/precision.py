@@ -170,7 +170,6 @@ class GroundTruth:
     Attributes:
         objects: per sample in order, in pixels of the input.
         categories: category ids, ascending.
-        notes: sentences on how the objects were mapped to the input.
     """
 
     objects: Sequence[Objects]
@@ -258,12 +257,7 @@ def _precision(counts: NDArray[np.int32], objects: int) -> float:
 
 @dataclass(slots=True)
 class PrecisionTally:
-    """Counts boxes of both models against the annotated objects.
-
-    Attributes:
-        decoder: reads boxes from the outputs.
-        truth: annotated objects of all samples.
-    """
+    """Counts boxes of both models against the annotated objects."""
 
     decoder: Decoder
     truth: GroundTruth

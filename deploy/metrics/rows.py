@@ -298,9 +298,6 @@ class Top1:
     def result(self, kind: str) -> Top1Figures:
         """Return the shares.
 
-        Args:
-            kind: name of the task; "" if unknown.
-
         Raises:
             FeedError: labels that do not fit.
         """

@@ -27,7 +27,6 @@ class ModelMetadata:
         properties: metadata in the model; values longer than `LONGEST` are cut after one more
             character.
         folder: that contains the model, None for a model in memory.
-        shape: of the model's first input.
     """
 
     properties: Mapping[str, str]

@@ -134,7 +134,6 @@ class AnchorDecoder:
         maps: whether the outputs are maps, one cell per anchor.
         turned: outputs whose last dimension is the anchors.
         gate_raw: whether the gates are logits.
-        parts: see `EvaluationTask`.
     """
 
     levels: tuple[LevelOutputs, ...]
@@ -405,11 +404,8 @@ class SingleTensorDecoder:
     """Decoder of scores and boxes in one tensor.
 
     Attributes:
-        output: name of the output.
-        classes: number of classes.
         rows: number of columns of a row.
         grid: of anchors whose boxes are distributions; None for queries, whose boxes come first.
-        parts: see `EvaluationTask`.
     """
 
     output: str
@@ -488,7 +484,6 @@ def _cells(name: str, samples: list[Floats], size: tuple[int, int]) -> SingleTen
 
 
 def _rarely_detect(scores: Floats) -> bool:
-    """Whether most rows detect nothing."""
     return bool(np.median(scores.max(axis=1)) < _QUIET)
 
 

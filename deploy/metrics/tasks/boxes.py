@@ -58,7 +58,6 @@ class EndToEndDecoder:
     Attributes:
         outputs: (rows), (boxes with scores, classes) or (boxes, scores, classes).
         columns: columns of a single output, as in `_LAYOUTS`.
-        parts: see `EvaluationTask`.
     """
 
     outputs: tuple[str, ...]

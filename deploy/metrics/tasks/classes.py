@@ -271,7 +271,6 @@ class Classes(EvaluationTask):
     """Classification in one output or several heads.
 
     Attributes:
-        outputs: names of the outputs with scores.
         counts: their numbers of classes.
         beside: other outputs, of numbers, which the task does not cover.
     """

@@ -37,7 +37,6 @@ class BoxExample:
     Attributes:
         number: index of the sample, from 0.
         size: (height, width) of the model's input.
-        threshold: of the score.
         kept: FP32 boxes that the candidate finds too.
         found: the candidate's boxes that match them, in the same order.
         lost: boxes of FP32 only.
@@ -59,7 +58,6 @@ class ClassExample:
 
     Attributes:
         number: index of the sample, from 0.
-        output: name of the classification output.
         reference, candidate: (class, its score) by FP32 and by the candidate.
     """
 
@@ -116,7 +114,6 @@ class TaskFigure:
         reference: the float model's own value.
         count: the figure in short, such as "84 of 88".
         words: the figure as text.
-        samples: number of samples.
         form: how the outputs were interpreted, as text.
         beside: outputs that the task does not cover.
     """
@@ -194,12 +191,7 @@ T = TypeVar("T", bound=EvaluationTask)
 
 @dataclass(slots=True)
 class TaskTally(ABC, Generic[T]):
-    """A `Tally` of a task; in outputs with NaN or of another shape the candidate has nothing.
-
-    Attributes:
-        task: the task.
-        samples: number of samples.
-    """
+    """A `Tally` of a task; in outputs with NaN or of another shape the candidate has nothing."""
 
     task: T
     samples: int = 0
@@ -435,7 +427,6 @@ def _log_softmax(values: Floats, axis: int) -> Floats:
 
 
 def _near(made: Floats, wanted: Floats) -> bool:
-    """Whether both are equal within rounding."""
     return bool((np.abs(made - wanted) <= _CLOSE * np.maximum(1, np.abs(wanted))).all())
 
 

@@ -107,8 +107,6 @@ class CenterDecoder:
     """Decoder of a map of centres and its accompanying maps.
 
     Attributes:
-        heat: output of the centres.
-        beside: the other outputs.
         classes: number of classes, the channels of `heat`.
         raw: whether `heat` holds logits, before the Sigmoid.
         sizes: output of widths and heights; "" if unknown.

@@ -86,7 +86,6 @@ class Points(EvaluationTask):
         outputs: output of points -> numbers per point.
         scored: outputs whose third number per point is its confidence.
         flags: outputs of one probability.
-        count: number of points.
     """
 
     outputs: Mapping[str, int]
@@ -185,7 +184,6 @@ def _has_scores(samples: Sequence[Array], numbers: int) -> bool:
 
 
 def _is_share(value: Array) -> bool:
-    """Whether it is a single probability."""
     return value.size == 1 and is_floating(value) and 0 <= float(value.reshape(())) <= 1
 
 
@@ -233,7 +231,6 @@ class SimccPoints(EvaluationTask):
 
     Attributes:
         outputs: of the columns, and of the rows.
-        count: number of points.
         fine: steps per pixel.
     """
 

@@ -63,8 +63,6 @@ class Labels(EvaluationTask):
     """One probability per label.
 
     Attributes:
-        output: name of the output.
-        count: number of labels.
         raw: whether the output holds logits, before the Sigmoid.
     """
 
@@ -145,12 +143,7 @@ class _RankedTally(TaskTally["Ranked"]):
 
 @dataclass(frozen=True, slots=True)
 class Ranked(EvaluationTask):
-    """Class numbers, the best first.
-
-    Attributes:
-        output: name of the output.
-        count: class numbers per sample.
-    """
+    """Class numbers, the best first."""
 
     output: str
     count: int

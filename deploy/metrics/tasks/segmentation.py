@@ -130,7 +130,6 @@ def _channels_first(value: Array) -> Array:
 
 
 def _are_classes(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
-    """Whether they are probabilities or logits of classes."""
     if not all(map(_is_scores, samples)) or len({one.shape[1] for one in samples}) != 1:
         return False
     return all(are_probabilities(one, 1) for one in samples) or _are_logits(samples, inputs)
@@ -169,7 +168,6 @@ def _fits(value: Array, fed: Outputs) -> bool:
 
 
 def _are_logits(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
-    """Whether they are logits of classes per pixel."""
     classes: set[int] = set()
     if not all(map(_fits, samples, inputs)):
         return False

@@ -111,7 +111,6 @@ class Steps(EvaluationTask):
     """Classes of steps.
 
     Attributes:
-        outputs: names of the outputs.
         classes: number of classes of each; 2 for independent probabilities, the sides of 0.5.
         axis: dimension of the classes, 1 or 2; None for independent probabilities.
         raw: whether these are logits, before the Sigmoid.
@@ -245,7 +244,6 @@ class Text(EvaluationTask):
     """One text per sample.
 
     Attributes:
-        output: name of the output.
         symbols: number of symbols with the blank.
         blank: number of the blank.
         merged: whether repeated symbols are merged.

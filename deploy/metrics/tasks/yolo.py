@@ -124,12 +124,10 @@ class DenseDecoder:
     """Decoder of one tensor of all anchors.
 
     Attributes:
-        output: name of the output.
         axis: dimension of its rows, 1 or -1.
         coding: "centre" cx cy w h, "corners" x1 y1 x2 y2, or "cell" (YOLOX).
         objectness: whether row 4 multiplies all classes.
         scores: number of rows of scores from row 4 on, objectness included.
-        rows: number of rows.
         grid: places of the anchors.
         point: rows per key point, 2 or 3, which come last; 0 without.
         maps: output of the masks' prototypes; "" without.
@@ -382,10 +380,7 @@ class LevelMapDecoder:
     """Decoder of one map per level.
 
     Attributes:
-        levels: names of the outputs.
-        classes: number of classes.
         raw: whether they hold logits, before the Sigmoid.
-        parts: see `EvaluationTask`.
     """
 
     levels: tuple[str, ...]

@@ -139,7 +139,6 @@ class _Repeated:
         )
 
     def nodes(self, source: str, output: str) -> list[onnx.NodeProto]:
-        """The nodes, in their order."""
         down, across = self.down, self.across
         shape, reshaped = self._shape(source)
         one = self._constant("axes", [2, 4])
@@ -221,7 +220,6 @@ class _Fused:
         self.affine = gate.offset != 0 or not math.isclose(self.scale, 1.0, rel_tol=_EQUAL)
 
     def nodes(self) -> list[onnx.NodeProto]:
-        """The nodes, in their order."""
         if not self.affine:
             return self._gated(self.gate.name, self.output)
         gated = f"{self.gate.name}/gated"
@@ -243,7 +241,6 @@ class _Fused:
         ]
 
     def _scaled(self, gated: str) -> list[onnx.NodeProto]:
-        """The nodes that apply gain and offset."""
         scale, shift = np.float32(self.scale), np.float32(self.gate.offset)
         name = self.gate.name
         if not self.channels:

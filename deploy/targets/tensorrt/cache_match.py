@@ -36,7 +36,6 @@ class EntryUse:
     """One entry of the cache.
 
     Attributes:
-        name: the entry's key.
         tensor: the model's tensor that it belongs to, or None.
         used: whether a Q/DQ pair uses its scale.
         reason: how it was matched; if unused, why.
@@ -62,10 +61,8 @@ class CacheMatch:
     """A cache matched to a model, with the plan and scales for the Q/DQ writer.
 
     Attributes:
-        entries: every entry of the cache, in its order.
         tensors: every tensor that TensorRT's placement would quantize, in the model's order.
         plan: the placement, restricted to covered tensors.
-        scales: tensor -> scale, for `plan.activations`.
     """
 
     entries: tuple[EntryUse, ...]

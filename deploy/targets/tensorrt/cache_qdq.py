@@ -276,7 +276,6 @@ class PlainModel:
     """A float model extracted from a Q/DQ model by `from_qdq`.
 
     Attributes:
-        model: the float model, without Q and DQ nodes.
         scales: activation tensor -> float32 scale of its pair, in the model's order.
         weights: names of weights that were stored as integers and have been dequantized.
     """
@@ -313,7 +312,6 @@ class _PairRemover:
         self.renamed: dict[str, str] = {}  # output of a node -> its name before quantization
 
     def run(self) -> PlainModel:
-        """Read every pair, then rewire the graph."""
         self._refuse_integers()
         for node in self.graph.node:
             if node.op_type == _DQ:

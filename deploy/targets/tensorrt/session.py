@@ -57,7 +57,6 @@ class OutputAllocator:
 
     Attributes:
         buffer: current device memory; None before the first run.
-        shape: output shape of the last run.
         error: exception of a callback, which TensorRT does not report.
     """
 
