@@ -135,11 +135,16 @@ def _reverse_cumsum(rows: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def mse(histogram: Histogram, *, symmetric: Grid = INT8, affine: Grid = UINT8) -> Scale:
     """Return the ranges of a tensor with the least squared quantization error."""
-    return least_error(histogram, power=2.0, symmetric=symmetric, affine=affine, method="mse")
+    return lp(histogram, power=2.0, symmetric=symmetric, affine=affine, method="mse")
 
 
-def least_error(
-    histogram: Histogram, *, power: float, symmetric: Grid, affine: Grid, method: str
+def lp(
+    histogram: Histogram,
+    *,
+    power: float,
+    symmetric: Grid = INT8,
+    affine: Grid = UINT8,
+    method: str = "",
 ) -> Scale:
     """Return the ranges of a tensor with the least sum of |error|^power.
 
@@ -148,7 +153,7 @@ def least_error(
         power: 2 for the squared error; the greater, the more a clipped value weighs.
         symmetric: grid that `amax` is chosen for.
         affine: grid that `lo` and `hi` are chosen for.
-        method: name of the method, for the scale.
+        method: name of the method, for the scale; "" for that of the power.
     """
     amax = _symmetric(histogram, symmetric, power)
     low, high = _affine(histogram, affine, power)
@@ -158,7 +163,7 @@ def least_error(
         amax=amax,
         observed_min=histogram.minimum,
         observed_max=histogram.maximum,
-        method=method,
+        method=method or f"lp-{power:g}",
     )
 
 
@@ -381,19 +386,3 @@ def _occupied(
     """Return the occupied bins, without the one around 0, which clipping does not affect."""
     inside = (counts > 0) & (np.abs(centres) > 0)
     return centres[inside], counts[inside]
-
-
-def lp(
-    histogram: Histogram, *, power: float, symmetric: Grid = INT8, affine: Grid = UINT8
-) -> Scale:
-    """Return the ranges of a tensor with the least sum of |error|^power.
-
-    Args:
-        histogram: statistics of the tensor.
-        power: p, as `searches.LpParams` checks it.
-        symmetric: grid that `amax` is chosen for.
-        affine: grid that `lo` and `hi` are chosen for.
-    """
-    return least_error(
-        histogram, power=power, symmetric=symmetric, affine=affine, method=f"lp-{power:g}"
-    )

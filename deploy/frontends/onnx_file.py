@@ -294,7 +294,8 @@ def _without_values(model: onnx.ModelProto) -> onnx.ModelProto | None:
     Inference also fills in subgraphs, so a model with subgraphs is used as it is.
     """
     graph = model.graph
-    large = {t.name for t in graph.initializer if t.data_type == _FLOAT and _size(t) > _LARGE}
+    floats = (t for t in graph.initializer if t.data_type == _FLOAT)
+    large = {t.name for t in floats if math.prod(t.dims) > _LARGE}
     if not large or not all(map(has_no_subgraph, graph.node)):
         return None
     light = copy_without_initializers(model, large)
@@ -304,10 +305,6 @@ def _without_values(model: onnx.ModelProto) -> onnx.ModelProto | None:
                 name=tensor.name, dims=tensor.dims, data_type=tensor.data_type
             )
     return light
-
-
-def _size(tensor: onnx.TensorProto) -> int:
-    return math.prod(tensor.dims)
 
 
 def _check_runs(model: onnx.ModelProto) -> None:

@@ -19,6 +19,7 @@ from deploy.files.atomic import write_bytes
 from deploy.frontends.base import LoadedModel
 from deploy.frontends.onnx_file import load_onnx
 from deploy.frontends.torch_model import missing_shape_error
+from deploy.fx.capture import at_least_two
 from deploy.fx.device import quiet
 from deploy.fx.export import check_float_export, to_onnx
 from deploy.fx.fuse import fuse_for_export
@@ -145,8 +146,7 @@ def _export_program(
     fused: nn.Module, inputs: Sequence[torch.Tensor]
 ) -> torch.export.ExportedProgram:
     batch = torch.export.Dim("batch")
-    # torch.export would take a batch of 1 for a constant
-    repeated = tuple(x if len(x) > 1 else torch.cat([x, x]) for x in inputs)
+    repeated = tuple(map(at_least_two, inputs))
     shapes = tuple({0: batch} for _ in repeated)
     try:
         with quiet():

@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 from calibrators.grids import Grid
 from deploy.errors import ConfigError, ModelError
 from deploy.frontends.onnx_file import clean_model
+from deploy.fx.capture import has_batch
 from deploy.fx.convert import Sources
 from deploy.fx.device import quiet
 from deploy.fx.export import OPSET, clean_exported, explain_export_failure
@@ -195,7 +196,7 @@ def is_float(node: fx.Node) -> bool:
 def _export(own: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
     """Return the exporter's program, not optimized, with a dynamic batch if possible."""
     batch = torch.export.Dim.AUTO
-    shapes = pytree.tree_map(lambda leaf: {0: batch} if _has_batch(leaf) else None, inputs)
+    shapes = pytree.tree_map(lambda leaf: {0: batch} if has_batch(leaf) else None, inputs)
     first: Exception | None = None
     for dynamic in (shapes, None):
         try:
@@ -214,10 +215,6 @@ def _export(own: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
             first = first or error
     assert first is not None
     raise ModelError(explain_export_failure(first, dynamic_batch=False)) from first
-
-
-def _has_batch(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
 def _remove_markers(model: Any) -> dict[str, str]:
@@ -284,13 +281,9 @@ def _indexed(
             if own is not None:
                 graph_nodes.add(own)
             else:  # inside a graph node, or the second name of a tensor that is an output twice
-                graph_nodes |= _union(homes[reader.name] for reader in graph.readers.get(name, []))
+                graph_nodes.update(*(homes[reader.name] for reader in graph.readers.get(name, [])))
         homes[node.name] = frozenset(graph_nodes)
     return ExportedGraph(model, tensors, homes)
-
-
-def _union(sets: Iterable[frozenset[fx.Node]]) -> set[fx.Node]:
-    return {node for one in sets for node in one}
 
 
 SHARES = {

@@ -424,13 +424,9 @@ def find_yolo_maps(seen: FirstSamples) -> LevelMapDecoder | None:
 def _is_level(name: str, seen: FirstSamples) -> bool:
     """Whether its cells are those of a stride, in every sample."""
     return all(
-        size is not None and _sides(value) in _cells(size)
+        size is not None and value.shape[2:4] in _cells(size)
         for value, size in zip(seen.arrays(name), map(image_size, seen.inputs), strict=True)
     )
-
-
-def _sides(value: Array) -> tuple[int, ...]:
-    return value.shape[2:4]
 
 
 def _cells(size: tuple[int, int]) -> Sequence[tuple[int, int]]:

@@ -107,7 +107,8 @@ def match_cache(
     scales, flaws = cache.scales(), cache.flaws()
     version = cache.header.version or _OLDEST
     listed = cache_tensors(model, version=version, parser=parser, original=original)
-    file_tensors = _all_tensors(original) if original is not None else set()
+    nodes = original.graph.node if original is not None else ()
+    file_tensors = {name for node in nodes for name in (*node.input, *node.output)}
     matches = _match_entries(list(scales), listed, scales, file_tensors)
     usable = {tensor: scales[name] for name, (tensor, _) in matches.items() if name not in flaws}
     why = {tensor: f"has a {flaws[n]} scale" for n, (tensor, _) in matches.items() if n in flaws}
@@ -201,10 +202,6 @@ def _match_by_position(
         if k - i == m - j and not any(name in file_tensors for name in between):
             renamed |= dict(zip(between, listed[j + 1 : m], strict=True))
     return renamed
-
-
-def _all_tensors(model: onnx.ModelProto) -> set[str]:
-    return {name for node in model.graph.node for name in [*node.input, *node.output]}
 
 
 def _pools_agree(
