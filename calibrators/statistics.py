@@ -15,7 +15,6 @@ samples, before it can start.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -232,12 +231,6 @@ def find_trouble(histogram: Histogram) -> str | None:
     if histogram.amax == 0:
         return "was 0 in every sample"
     return None
-
-
-def find_troubles(histograms: Mapping[str, Histogram]) -> dict[str, str]:
-    """Return tensor name -> why it gets no scale, as a predicate; without those that get one."""
-    reasons = {name: find_trouble(histogram) for name, histogram in histograms.items()}
-    return {name: why for name, why in reasons.items() if why is not None}
 
 
 def search_scale(

@@ -281,13 +281,13 @@ def from_json(
     raise error(f"{rule}, got invalid JSON: {reason}; write it again")
 
 
-def is_too_nested(text: str, most: int = MOST_NESTING) -> bool:
-    """Return whether a JSON text is nested deeper than `most`, without recursion."""
+def is_too_nested(text: str) -> bool:
+    """Return whether a JSON text is nested deeper than `MOST_NESTING`, without recursion."""
     data = text.encode("utf-8", "surrogatepass").replace(b"\\\\", b"").replace(b'\\"', b"")
     left = re.sub(rb'"[^"]*"', b"", data.translate(_ONE_BRACKET_KIND, _OTHER_BYTES))
-    for _ in range(most):  # each round removes the innermost pairs
+    for _ in range(MOST_NESTING):  # each round removes the innermost pairs
         left = left.replace(b"[]", b"")
-    return b"[]" in left or left.count(b"[") > most
+    return b"[]" in left or left.count(b"[") > MOST_NESTING
 
 
 def _decoded(data: bytes, rule: str, error: type[Calib8Error]) -> str:
@@ -295,6 +295,14 @@ def _decoded(data: bytes, rule: str, error: type[Calib8Error]) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as wrong:
         raise error(f"{rule} in UTF-8, got other bytes; save it as UTF-8") from wrong
+
+
+def is_file(path: Path) -> bool:
+    """Return whether a path is a regular file; False for a path that no system accepts."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def refuse_irregular(path: FilePath, *, what: str, error: type[Calib8Error]) -> None:

@@ -45,7 +45,6 @@ def export_torch(
     dtypes: Sequence[str | None] = (),
     names: Sequence[str | None] = (),
     weights: Path | None = None,
-    dynamic_batch: bool = True,
     notes: list[str] | None = None,
 ) -> onnx.ModelProto:
     """Export the float model of `file.py:factory` to ONNX, fused, and check it against torch.
@@ -57,7 +56,6 @@ def export_torch(
         names: name of each input for `deploy.fx.model_inputs.accept_named_inputs`; empty for
         positional.
         weights: a state dict to load, tensors only.
-        dynamic_batch: make the batch dynamic.
         notes: list to which notes for the user are appended.
 
     Raises:
@@ -78,7 +76,7 @@ def export_torch(
     examples = example_inputs(inputs, dtypes)
     ordered = (examples[i] for i in order)
     tensors = tuple(x.float() if x.is_floating_point() else x for x in ordered)
-    exported = to_onnx(fuse_for_export(model, tensors), tensors, dynamic_batch=dynamic_batch)
+    exported = to_onnx(fuse_for_export(model, tensors), tensors)
     messages.append(check_float_export(exported, model, tensors).untold)
     if notes is not None:
         notes += [message for message in messages if message]

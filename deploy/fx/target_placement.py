@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from calibrators.grids import Grid
 from deploy.errors import ConfigError, ModelError
 from deploy.frontends.onnx_file import clean_model
-from deploy.fx.capture import has_batch
+from deploy.fx.capture import at_least_two, has_batch
 from deploy.fx.convert import Sources
 from deploy.fx.device import quiet
 from deploy.fx.export import OPSET, clean_exported, explain_export_failure
@@ -122,9 +122,7 @@ def _on_cpu(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     leaf = torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.cpu()
-    leaf = leaf.float() if leaf.is_floating_point() else leaf
-    # torch.export would take a batch of 1 for a constant
-    return torch.cat([leaf, leaf]) if leaf.dim() and len(leaf) == 1 else leaf
+    return at_least_two(leaf.float() if leaf.is_floating_point() else leaf)
 
 
 class OpaqueStandIn(nn.Module):
@@ -367,12 +365,17 @@ def place_quantizers(
     }
     plan = _expressible_plan(graph_module, exported, target, kept)
     groups = _groups(exported.model, plan, share)
+
+    def layers(node: str) -> Iterator[str]:
+        return _layers(graph_module, exported, exported.homes[node])
+
+    heavy = [d for d in plan.decisions if d.reason and d.op_type in plan.placement.heavy]
     return GraphPlacement(
         grid=plan.placement.grid,
         sites=_sites(graph_module, exported, plan, groups),
         sources=_sources(exported, plan, groups),
-        weights=dict(_weights(graph_module, exported, plan)),
-        reasons=dict(_reasons(graph_module, exported, plan)),
+        weights={name: w.axis is not None for w in plan.weights for name in layers(w.node)},
+        reasons={n: d.reason.replace(NODE_PREFIX, "") for d in heavy for n in layers(d.node)},
         fits_pairs=plan.placement.fits_pairs,
     )
 
@@ -422,25 +425,6 @@ def _layers(
             continue
         missing = [n for n in home.all_input_nodes if is_float(n) and n not in exported.tensors]
         yield from _layers(graph_module, exported, missing)
-
-
-def _weights(
-    graph_module: fx.GraphModule, exported: ExportedGraph, plan: Plan
-) -> Iterator[tuple[str, bool]]:
-    for weight in plan.weights:
-        for name in _layers(graph_module, exported, exported.homes[weight.node]):
-            yield name, weight.axis is not None
-
-
-def _reasons(
-    graph_module: fx.GraphModule, exported: ExportedGraph, plan: Plan
-) -> Iterator[tuple[str, str]]:
-    """Yield (layer, why it stays in float), as in a build."""
-    for decision in plan.decisions:
-        if not decision.reason or decision.op_type not in plan.placement.heavy:
-            continue
-        for name in _layers(graph_module, exported, exported.homes[decision.node]):
-            yield name, decision.reason.replace(NODE_PREFIX, "")
 
 
 def _groups(model: onnx.ModelProto, plan: Plan, share: Sequence[str]) -> dict[str, str]:

@@ -29,7 +29,7 @@ that compute on integers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -197,17 +197,6 @@ def _before_pools(graph: Graph, tensor: str) -> str:
     while (maker := graph.producer.get(tensor)) is not None and maker.op_type in POOLS:
         tensor = str(maker.input[0])
     return tensor
-
-
-def scale_nodes(model: onnx.ModelProto) -> Iterable[tuple[str, np.float32]]:
-    """Yield (tensor, scale) for every QuantizeLinear that `to_qdq` put on an activation."""
-    from onnx import numpy_helper
-
-    constants = Graph(model).initializers
-    for node in model.graph.node:
-        if node.op_type == "QuantizeLinear" and node.input[0] not in constants:
-            value = numpy_helper.to_array(constants[node.input[1]])
-            yield node.input[0].removesuffix("/float"), np.float32(value)
 
 
 def _symmetric(scale: np.float32) -> Scale:

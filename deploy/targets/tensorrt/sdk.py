@@ -335,3 +335,14 @@ def plugin_digests(libraries: Iterable[Path]) -> dict[str, str]:
     """
     what = "a plugin library"
     return {p.name: sha256(read_bytes(p, what=what, error=ConfigError)) for p in libraries}
+
+
+def start(kind: str, log: LogRecorder, what: str) -> Any:
+    """Create TensorRT's Builder or Runtime; `what` fails on a machine whose driver does not fit."""
+    import tensorrt as trt
+
+    try:
+        return getattr(trt, kind)(process_logger())
+    except (TypeError, RuntimeError) as error:  # null object: the driver does not fit
+        cause = log.words() if log.lines else error
+        raise BackendError(f"TensorRT could not {what} on this machine: {cause}") from error
