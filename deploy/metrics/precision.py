@@ -21,12 +21,11 @@ from numpy.typing import NDArray
 
 from deploy.errors import FeedError
 from deploy.files.reading import read_json
-from deploy.metrics.rows import Outputs, image_size
+from deploy.metrics.rows import Floats, Outputs, image_size
 from deploy.metrics.tasks.boxes import Decoder
 from deploy.metrics.tasks.detections import (
     NOTHING,
     Detections,
-    Floats,
     box_ious,
     scale_to_pixels,
     suppress_overlaps,

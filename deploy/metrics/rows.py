@@ -23,6 +23,7 @@ from deploy.errors import FeedError
 from deploy.tensors import Array
 
 Outputs = Mapping[str, Array]
+Floats = NDArray[np.float64]
 
 
 def batch_length(feed: Outputs) -> int:
@@ -104,7 +105,7 @@ def is_floating(value: Array) -> bool:
     return bool(np.issubdtype(value.dtype, np.floating) and np.isfinite(value).all())
 
 
-def to_shares(scores: Array, *, raw: bool = True) -> NDArray[np.float64]:
+def to_shares(scores: Array, *, raw: bool = True) -> Floats:
     """Return probabilities: of `raw` logits by the Sigmoid, of others unchanged."""
     with np.errstate(over="ignore"):
         return np.asarray(1 / (1 + np.exp(-scores))) if raw else scores

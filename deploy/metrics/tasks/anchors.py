@@ -37,12 +37,11 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Outputs, image_size, sums_to_one, to_shares
+from deploy.metrics.rows import Floats, Outputs, image_size, sums_to_one, to_shares
 from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.detections import (
     LOWEST,
     Detections,
-    Floats,
     detections_by_anchor,
     detections_by_score,
 )

@@ -21,13 +21,12 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from deploy.metrics.rows import Outputs, image_size
+from deploy.metrics.rows import Floats, Outputs, image_size
 from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks import anchors, heatmaps, yolo
 from deploy.metrics.tasks.detections import (
     NOTHING,
     Detections,
-    Floats,
     match_detections,
     scale_to_pixels,
     suppress_overlaps,

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Outputs, are_probabilities_or_logs, image_size
+from deploy.metrics.rows import Floats, Outputs, are_probabilities_or_logs, image_size
 from deploy.metrics.tasks.embeddings import are_features, of_unit_length
 from deploy.metrics.tasks.evaluation_task import (
     ClassExample,
@@ -50,8 +50,6 @@ _UNDECIDED = 0.05  # share of probabilities between 0.3 and 0.7, at most, in sev
 _ON = 0.25  # share of them above 0.5, at most
 _APART = 5.0  # distance of positive and negative logits, in their own deviations, at least
 _RAW = 40.0  # magnitude of a logit, at most: more is another unit
-
-Floats = NDArray[np.float64]
 
 
 def find_class_axis(samples: Sequence[Array], *, raw: bool) -> int | None:
@@ -326,7 +324,7 @@ def _are_numbers(samples: Sequence[Array]) -> bool:
     )
 
 
-def _rows(samples: Sequence[Array]) -> list[NDArray[np.float64]]:
+def _rows(samples: Sequence[Array]) -> list[Floats]:
     return [np.asarray(one, np.float64).reshape(-1) for one in samples if _is_vector(one)]
 
 
@@ -345,7 +343,7 @@ def _scores(samples: Sequence[Array], *, alone: bool) -> bool:
     return bool(_stand_out(np.stack(rows)).all()) and not all(map(of_unit_length, rows))
 
 
-def _about_zero(rows: NDArray[np.float64]) -> bool:
+def _about_zero(rows: Floats) -> bool:
     """Whether few logits differ among themselves, not in their mean, and leave [-1, 1]."""
     spread = float(rows.std(axis=1).mean())
     wide = rows.min() < 0 < rows.max() and np.abs(rows).max() > _BOUND
@@ -354,14 +352,14 @@ def _about_zero(rows: NDArray[np.float64]) -> bool:
     return bool(wide and steady and sure)
 
 
-def _move_against(rows: NDArray[np.float64]) -> bool:
+def _move_against(rows: Floats) -> bool:
     """Whether some of the numbers fall while others rise, over the samples."""
     moved = rows - rows.mean(axis=0)
     independent = float(moved.var(axis=1).mean()) / (rows.shape[1] - 1)
     return bool(moved.mean(axis=1).var() < _TOGETHER * independent)
 
 
-def _one_wins(rows: NDArray[np.float64]) -> bool:
+def _one_wins(rows: Floats) -> bool:
     """Whether on average one number stands off from the rest, as that of a confident class."""
     if rows.shape[1] < 3:
         return False

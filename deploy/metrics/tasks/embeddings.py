@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Outputs, image_size
+from deploy.metrics.rows import Floats, Outputs, image_size
 from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
 from deploy.tensors import Array
 
@@ -37,7 +37,7 @@ class _EmbeddingTally(TaskTally["Embeddings"]):
     """Mean cosine of all samples, and the first vectors."""
 
     cosines: float = 0.0
-    kept: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = field(default_factory=list)
+    kept: list[tuple[Floats, Floats]] = field(default_factory=list)
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         left = _unit(reference[self.task.output])
@@ -114,7 +114,7 @@ def are_features(samples: Sequence[Array]) -> bool:
     return bool(wide and values.min() >= _BELOW and values.max(axis=1).min() > _SHARE)
 
 
-def of_unit_length(vector: NDArray[np.float64]) -> bool:
+def of_unit_length(vector: Floats) -> bool:
     """Whether a vector was normalised to L2 length 1, and is not a few probabilities."""
     alike = abs(float(np.linalg.norm(vector)) - 1) < _ALIKE
     return alike and float(np.abs(vector).sum()) > _SPREAD
@@ -126,7 +126,7 @@ def _is_vector(value: Array) -> bool:
     return bool(long and np.issubdtype(value.dtype, np.floating) and np.isfinite(value).all())
 
 
-def _are_points(vectors: Sequence[NDArray[np.float64]]) -> bool:
+def _are_points(vectors: Sequence[Floats]) -> bool:
     """Whether numbers correlate with those 1 to 3 before them, as points in order do."""
     if any(one.std() == 0 for one in vectors):
         return False
@@ -137,7 +137,7 @@ def _are_points(vectors: Sequence[NDArray[np.float64]]) -> bool:
     return bool(max(along) > _IN_ORDER)
 
 
-def _about_zero(vector: NDArray[np.float64]) -> bool:
+def _about_zero(vector: Floats) -> bool:
     spread = float(vector.std())
     high, low = float(vector.max()), float(-vector.min())
     usual = 1.5 * math.sqrt(2 * math.log(len(vector)))
@@ -148,13 +148,13 @@ def _about_zero(vector: NDArray[np.float64]) -> bool:
     )
 
 
-def _unit(value: Array) -> NDArray[np.float64]:
+def _unit(value: Array) -> Floats:
     vector = value.astype(np.float64).reshape(-1)
     with np.errstate(invalid="ignore", divide="ignore"):
         return vector / max(float(np.linalg.norm(vector)), 1e-30)
 
 
-def _nearest(rows: NDArray[np.float64]) -> NDArray[np.int64]:
+def _nearest(rows: Floats) -> NDArray[np.int64]:
     """Return the index of each row's nearest other row by cosine."""
     near = rows @ rows.T
     np.fill_diagonal(near, -np.inf)

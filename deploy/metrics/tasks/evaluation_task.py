@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 
-from deploy.metrics.rows import Outputs
+from deploy.metrics.rows import Floats, Outputs
 from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.detections import Detections
 from deploy.tensors import Array
@@ -358,8 +357,6 @@ def _takes(fed: Array | None, value: Array) -> bool:
 
 
 _CLOSE = 1e-4  # tolerance between two computations of a probability in float16 or float32
-
-Floats = NDArray[np.float64]
 
 
 def find_logits(seen: FirstSamples) -> frozenset[str]:

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Outputs, image_size, to_shares
+from deploy.metrics.rows import Floats, Outputs, image_size, to_shares
 from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks import segmentation
-from deploy.metrics.tasks.detections import LOWEST, Detections, Floats
+from deploy.metrics.tasks.detections import LOWEST, Detections
 from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
 from deploy.tensors import Array
 

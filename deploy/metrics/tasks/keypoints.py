@@ -18,9 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from deploy.metrics.rows import Outputs, image_size, is_floating
+from deploy.metrics.rows import Floats, Outputs, image_size, is_floating
 from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
 from deploy.tensors import Array
 
@@ -36,8 +35,6 @@ _SHARES = 1.5  # largest relative coordinate
 _ENDS = 0.02  # values so near 0 or 1 are probabilities
 _SURE = 0.2  # confidence of a point that is present
 _NEAR = 0.03  # distance of matching points, at most, relative to the extent of a sample's points
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Outputs, find_indices, image_size, sums_to_one, to_shares
+from deploy.metrics.rows import Floats, Outputs, find_indices, image_size, sums_to_one, to_shares
 from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.classes import are_raw_tracks, are_tracks
 from deploy.metrics.tasks.evaluation_task import (
@@ -33,8 +33,6 @@ _BETWEEN = 0.25  # share of probabilities between 0.1 and 0.9, at most
 _OFF = 0.5  # share of them below 0.1, at least
 _BELOW = 0.75  # distance of the mean logit below 0, in standard deviations, at least
 _ENOUGH = ((0.5, 20), (0.3, 5), (0.1, 5))  # threshold, FP32 labels required to use it
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(slots=True)
