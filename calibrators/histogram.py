@@ -369,11 +369,7 @@ class Histogram(HistogramState):
 
 
 class ArrayRefused(CalibrationError):
-    """An array cannot be counted; those before it were counted.
-
-    Attributes:
-        place: index of the array.
-    """
+    """An array cannot be counted; those before it were counted."""
 
     def __init__(self, message: str, place: int) -> None:
         super().__init__(message)
@@ -381,11 +377,7 @@ class ArrayRefused(CalibrationError):
 
 
 class LocatedArrays:
-    """Arrays and their addresses, for values that arrive repeatedly in the same memory.
-
-    Attributes:
-        arrays: the arrays as the kernel reads them.
-    """
+    """Arrays and their addresses, for values that arrive repeatedly in the same memory."""
 
     def __init__(self, arrays: Iterable[NDArray[np.floating]]) -> None:
         self.arrays = [as_kernel_array(x) for x in arrays]

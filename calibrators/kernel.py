@@ -57,7 +57,6 @@ class CountingKernel:
         observe_each: `calib8_observe_each`; releases the GIL.
         round_rows: `calib8_round`.
         way: number of the instruction set.
-        name: its name: "plain", "neon", "avx2" or "avx512".
     """
 
     observe: Callable[..., int]

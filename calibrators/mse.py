@@ -49,6 +49,8 @@ from calibrators.grids import INT8, UINT8, Grid, round_to_grid
 from calibrators.histogram import BINS, Histogram
 from calibrators.scales import Scale
 
+FloatArray = NDArray[np.float64]
+
 TOLERANCE = 1e-11  # of the sum of squares; closer candidates are summed over bins
 _RAMPS_TOGETHER = 40  # ranges per block, whose levels fit in a core's cache
 _RATIOS = np.concatenate([np.arange(100, 20, -1), np.arange(20, 0, -0.5)]) / 100
@@ -68,8 +70,8 @@ class Ramps:
         squares: sum of counts * c^2.
     """
 
-    heights: NDArray[np.float64]
-    slopes: NDArray[np.float64]
+    heights: FloatArray
+    slopes: FloatArray
     squares: float
 
     @classmethod
@@ -83,12 +85,7 @@ class Ramps:
         heights = _reverse_cumsum(slopes).ravel().astype(np.float64)
         return cls(heights, slopes.ravel().astype(np.float64), squares)
 
-    def errors(
-        self,
-        steps: NDArray[np.float64],
-        lowest: NDArray[np.float64],
-        highest: NDArray[np.float64],
-    ) -> NDArray[np.float64]:
+    def errors(self, steps: FloatArray, lowest: FloatArray, highest: FloatArray) -> FloatArray:
         """Return the summed squared errors of K ranges, [K], in squared bins.
 
         Args:
@@ -106,12 +103,7 @@ class Ramps:
         ]
         return np.asarray(self.squares - 2 * steps * np.concatenate(sums), np.float64)
 
-    def _sums(
-        self,
-        steps: NDArray[np.float64],
-        lowest: NDArray[np.float64],
-        highest: NDArray[np.float64],
-    ) -> NDArray[np.float64]:
+    def _sums(self, steps: FloatArray, lowest: FloatArray, highest: FloatArray) -> FloatArray:
         """Return the sums of G over all midpoints of each range, [k]."""
         side = self.heights.size // 2
         levels = (highest[: steps.size] - lowest)[:, None]
@@ -134,18 +126,17 @@ def _reverse_cumsum(rows: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def mse(histogram: Histogram, *, symmetric: Grid = INT8, affine: Grid = UINT8) -> Scale:
-    """Return the ranges of a tensor with the least squared quantization error.
-
-    Args:
-        histogram: statistics of the tensor.
-        symmetric: grid that `amax` is chosen for.
-        affine: grid that `lo` and `hi` are chosen for.
-    """
-    return least_error(histogram, power=2.0, symmetric=symmetric, affine=affine, method="mse")
+    """Return the ranges of a tensor with the least squared quantization error."""
+    return lp(histogram, power=2.0, symmetric=symmetric, affine=affine, method="mse")
 
 
-def least_error(
-    histogram: Histogram, *, power: float, symmetric: Grid, affine: Grid, method: str
+def lp(
+    histogram: Histogram,
+    *,
+    power: float,
+    symmetric: Grid = INT8,
+    affine: Grid = UINT8,
+    method: str = "",
 ) -> Scale:
     """Return the ranges of a tensor with the least sum of |error|^power.
 
@@ -154,7 +145,7 @@ def least_error(
         power: 2 for the squared error; the greater, the more a clipped value weighs.
         symmetric: grid that `amax` is chosen for.
         affine: grid that `lo` and `hi` are chosen for.
-        method: name of the method, for the scale.
+        method: name of the method, for the scale; "" for that of the power.
     """
     amax = _symmetric(histogram, symmetric, power)
     low, high = _affine(histogram, affine, power)
@@ -164,18 +155,18 @@ def least_error(
         amax=amax,
         observed_min=histogram.minimum,
         observed_max=histogram.maximum,
-        method=method,
+        method=method or f"lp-{power:g}",
     )
 
 
 def range_errors(
-    centres: NDArray[np.float64],
+    centres: FloatArray,
     counts: NDArray[np.int64],
-    lows: NDArray[np.float64],
-    highs: NDArray[np.float64],
+    lows: FloatArray,
+    highs: FloatArray,
     grid: Grid,
     power: float = 2.0,
-) -> NDArray[np.float64]:
+) -> FloatArray:
     """Return the sums of |error|^power, [K], of [B] bin centres on `grid` for each of [K] ranges.
 
     0 is assumed to be a stored value, as on every grid.
@@ -189,13 +180,13 @@ def range_errors(
 
 
 def _errors(
-    centres: NDArray[np.float64],
+    centres: FloatArray,
     counts: NDArray[np.int64],
-    lows: NDArray[np.float64],
-    highs: NDArray[np.float64],
+    lows: FloatArray,
+    highs: FloatArray,
     grid: Grid,
     power: float,
-) -> NDArray[np.float64]:
+) -> FloatArray:
     scale = _steps(lows, highs, grid)[:, None]
     error = np.clip(centres[None, :], lows[:, None], highs[:, None])
     error = round_to_grid(error / scale, grid) * scale
@@ -206,9 +197,7 @@ def _errors(
     return np.asarray(weight.sum(axis=1), np.float64)
 
 
-def _steps(
-    lows: NDArray[np.float64], highs: NDArray[np.float64], grid: Grid
-) -> NDArray[np.float64]:
+def _steps(lows: FloatArray, highs: FloatArray, grid: Grid) -> FloatArray:
     scale = (highs - lows) / grid.steps
     return np.where(scale > 0, scale, 1.0)
 
@@ -225,14 +214,14 @@ class _Bins:
         width: width of a bin, in real units.
     """
 
-    centres: NDArray[np.float64]
+    centres: FloatArray
     counts: NDArray[np.int64]
     grid: Grid
     power: float
     ramps: Ramps | None
     width: float
 
-    def best(self, lows: NDArray[np.float64], highs: NDArray[np.float64]) -> int:
+    def best(self, lows: FloatArray, highs: FloatArray) -> int:
         """Return the index of the [K] range with the least error; the first on ties."""
         if (lows == lows[0]).all() and (highs == highs[0]).all():
             return 0
@@ -244,7 +233,7 @@ class _Bins:
         )
         return int(near[np.argmin(tried)])
 
-    def _near(self, lows: NDArray[np.float64], highs: NDArray[np.float64]) -> NDArray[np.intp]:
+    def _near(self, lows: FloatArray, highs: FloatArray) -> NDArray[np.intp]:
         """Return the indices of the ranges that may be best."""
         if self.ramps is None:
             return self._near_in_float32(lows, highs)
@@ -253,9 +242,7 @@ class _Bins:
         sums = self.ramps.errors(steps / self.width, lowest, highest)
         return np.flatnonzero(sums <= sums.min() + TOLERANCE * self.ramps.squares)
 
-    def _near_in_float32(
-        self, lows: NDArray[np.float64], highs: NDArray[np.float64]
-    ) -> NDArray[np.intp]:
+    def _near_in_float32(self, lows: FloatArray, highs: FloatArray) -> NDArray[np.intp]:
         """Return the indices of the ranges with nearly the least error in float32.
 
         Ranges must shrink with their index. For float and wide integer grids return all indices.
@@ -271,7 +258,7 @@ class _Bins:
         outer = [(lows - steps / 2) / unit, (highs + steps / 2) / unit]
         widths = (steps / unit).astype(np.float32)
         some = max(_TOGETHER // max(centres.size, 1), 1)
-        blocks: list[NDArray[np.float64]] = []
+        blocks: list[FloatArray] = []
         least = np.inf
         for at in range(0, lows.size, some):
             if _clipped(centres, counts, outer[0][at], outer[1][at], self.power) > near * least:
@@ -292,7 +279,7 @@ def _quick_errors(
     lowest: NDArray[np.float32],
     highest: NDArray[np.float32],
     power: float,
-) -> NDArray[np.float64]:
+) -> FloatArray:
     """Return `_errors` in float32, with given levels at both ends of the ranges."""
     error = centres[None, :] * (1 / steps)[:, None]
     np.rint(error, out=error)
@@ -310,11 +297,7 @@ def _quick_errors(
 
 
 def _clipped(
-    centres: NDArray[np.float32],
-    counts: NDArray[np.float32],
-    low: float,
-    high: float,
-    power: float,
+    centres: NDArray[np.float32], counts: NDArray[np.float32], low: float, high: float, power: float
 ) -> float:
     """Return the error of the values beyond two bounds; `centres` ascend."""
     below, above = np.searchsorted(centres, (low, high))
@@ -382,24 +365,8 @@ def _sides(counts: NDArray[np.int64]) -> Ramps:
 
 
 def _occupied(
-    centres: NDArray[np.float64], counts: NDArray[np.int64]
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    centres: FloatArray, counts: NDArray[np.int64]
+) -> tuple[FloatArray, NDArray[np.int64]]:
     """Return the occupied bins, without the one around 0, which clipping does not affect."""
     inside = (counts > 0) & (np.abs(centres) > 0)
     return centres[inside], counts[inside]
-
-
-def lp(
-    histogram: Histogram, *, power: float, symmetric: Grid = INT8, affine: Grid = UINT8
-) -> Scale:
-    """Return the ranges of a tensor with the least sum of |error|^power.
-
-    Args:
-        histogram: statistics of the tensor.
-        power: p, as `searches.LpParams` checks it.
-        symmetric: grid that `amax` is chosen for.
-        affine: grid that `lo` and `hi` are chosen for.
-    """
-    return least_error(
-        histogram, power=power, symmetric=symmetric, affine=affine, method=f"lp-{power:g}"
-    )

@@ -96,12 +96,6 @@ def _add_blocks(strip: FloatArray, block: NDArray[Any], right: NDArray[Any]) -> 
         strip[:, :, full:] += block @ right[:, :, full:]
 
 
-def output_error(steps: FloatArray, integers: FloatArray, products: FloatArray) -> FloatArray:
-    """Return (q - w) H (q - w)^T of every row, [G, C], from w and q [G, C, K] and H [G, K, K]."""
-    error = integers - steps
-    return np.asarray((block_products(error, products) * error).sum(axis=2))
-
-
 def round_by_output(
     steps: FloatArray,
     products: FloatArray,

@@ -15,9 +15,8 @@ samples, before it can start.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -173,21 +172,13 @@ class AmaxOf:
     """The largest |x| of the first samples."""
 
     samples: int
+    ordered: ClassVar[bool] = False
+    lead: ClassVar[Statistic | None] = None
 
     @property
     def key(self) -> str:
         """Name with the number of samples."""
         return f"largest |x| of the first {self.samples}"
-
-    @property
-    def ordered(self) -> bool:
-        """False: a maximum is order-independent."""
-        return False
-
-    @property
-    def lead(self) -> Statistic | None:
-        """None."""
-        return None
 
     def recorder(self, lead: Recorder | None) -> Amax:
         """Return an empty recorder."""
@@ -240,12 +231,6 @@ def find_trouble(histogram: Histogram) -> str | None:
     if histogram.amax == 0:
         return "was 0 in every sample"
     return None
-
-
-def find_troubles(histograms: Mapping[str, Histogram]) -> dict[str, str]:
-    """Return tensor name -> why it gets no scale, as a predicate; without those that get one."""
-    reasons = {name: find_trouble(histogram) for name, histogram in histograms.items()}
-    return {name: why for name, why in reasons.items() if why is not None}
 
 
 def search_scale(

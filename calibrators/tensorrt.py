@@ -338,49 +338,24 @@ def _subclass(algorithm: str, *, quantile: float, cutoff: float) -> type[Callbac
     """
     import tensorrt as trt
 
-    made: type[Callbacks]
-    if algorithm == "entropy2":
+    base: Any = getattr(trt, CLASSES[algorithm])
 
-        class Entropy2(Callbacks, trt.IInt8EntropyCalibrator2):
-            def __init__(self, *args: Any, **options: Any) -> None:
-                trt.IInt8EntropyCalibrator2.__init__(self)
-                Callbacks.__init__(self, *args, **options)
+    class Calibrator(Callbacks, base):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            base.__init__(self)
+            Callbacks.__init__(self, *args, **options)
 
-        made = Entropy2
-    elif algorithm == "entropy":
+    class Legacy(Calibrator):
+        def get_quantile(self) -> float:
+            return quantile
 
-        class Entropy(Callbacks, trt.IInt8EntropyCalibrator):
-            def __init__(self, *args: Any, **options: Any) -> None:
-                trt.IInt8EntropyCalibrator.__init__(self)
-                Callbacks.__init__(self, *args, **options)
+        def get_regression_cutoff(self) -> float:
+            return cutoff
 
-        made = Entropy
-    elif algorithm == "minmax":
+        def read_histogram_cache(self, length: int) -> None:
+            return None
 
-        class MinMax(Callbacks, trt.IInt8MinMaxCalibrator):
-            def __init__(self, *args: Any, **options: Any) -> None:
-                trt.IInt8MinMaxCalibrator.__init__(self)
-                Callbacks.__init__(self, *args, **options)
+        def write_histogram_cache(self, pointer: Any, length: int) -> None:
+            return None
 
-        made = MinMax
-    else:
-
-        class Legacy(Callbacks, trt.IInt8LegacyCalibrator):
-            def __init__(self, *args: Any, **options: Any) -> None:
-                trt.IInt8LegacyCalibrator.__init__(self)
-                Callbacks.__init__(self, *args, **options)
-
-            def get_quantile(self) -> float:
-                return quantile
-
-            def get_regression_cutoff(self) -> float:
-                return cutoff
-
-            def read_histogram_cache(self, length: int) -> None:
-                return None
-
-            def write_histogram_cache(self, pointer: Any, length: int) -> None:
-                return None
-
-        made = Legacy
-    return made
+    return Legacy if algorithm == "legacy" else Calibrator

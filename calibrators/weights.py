@@ -6,9 +6,8 @@ is between them::
 
     W2 f(W1 x + b1)  =  (W2 S) f(S^-1 W1 x + S^-1 b1)          f(s x) = s f(x) for s > 0
 
-Sources: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction"
-(ICCV 2019), equations 11 (factors) and 15 (absorbed biases); Xiao et al., "SmoothQuant" (ICML
-2023), equation 4.
+Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction"
+(ICCV 2019), equation 11.
 
 **Bias correction** estimates from a few samples how far quantization shifts the mean of a channel.
 Source: Nagel et al., section 4.2; the shrinkage is calib8's.
@@ -62,41 +61,16 @@ def equal_factors(first: FloatArray, second: FloatArray) -> FloatArray:
     Raises:
         CalibrationError: ranges of different lengths, negative or not finite.
     """
-    return smooth_factors(first, second, strength=0.5)
-
-
-def smooth_factors(
-    activations: FloatArray, weights: FloatArray, *, strength: float = 0.5
-) -> FloatArray:
-    """Return a^strength / w^(1 - strength), [C], from the largest |x| and |w| of each channel [C].
-
-    The activations are to be divided by these factors and the weights multiplied.
-
-    Raises:
-        CalibrationError: ranges of different lengths, negative or not finite; a strength outside
-            0..1.
-    """
-    if not 0 <= strength <= 1:
-        raise CalibrationError(f"a strength must be from 0 to 1, got {strength}")
-    a, w = np.asarray(activations, np.float64), np.asarray(weights, np.float64)
-    sound = a.shape == w.shape and np.isfinite(a + w).all() and (a >= 0).all() and (w >= 0).all()
+    a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    sound = a.shape == b.shape and np.isfinite(a + b).all() and (a >= 0).all() and (b >= 0).all()
     if not sound:
         raise CalibrationError(
             "ranges of channels must be finite, not negative and of one length, got shapes"
-            f" {list(a.shape)} and {list(w.shape)}"
+            f" {list(a.shape)} and {list(b.shape)}"
         )
-    both = (a > 0) & (w > 0)
-    safe_a, safe_w = np.where(both, a, 1.0), np.where(both, w, 1.0)
-    factors = safe_a**strength / safe_w ** (1 - strength)
+    both = (a > 0) & (b > 0)
+    factors = np.where(both, a, 1.0) ** 0.5 / np.where(both, b, 1.0) ** 0.5
     return np.clip(factors, 1 / _MOST, _MOST)
-
-
-def absorbable(mean: FloatArray, deviation: FloatArray) -> FloatArray:
-    """Return the absorbable bias [C] >= 0 from each channel's mean and deviation before its Relu.
-
-    It is max(0, mean - 3 deviations): without it nearly all values are still above 0.
-    """
-    return np.maximum(np.asarray(mean, np.float64) - 3 * np.asarray(deviation, np.float64), 0.0)
 
 
 def shrunk_mean(differences: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -131,9 +105,6 @@ def pair_scales(rows: NDArray[np.floating], scales: NDArray[np.float32]) -> NDAr
     Args:
         rows: weight in real units, [C_out, C_in of a group, ...].
         scales: its scales, float32 [C_out], or [1] per tensor.
-
-    Returns:
-        float32 of the shape of `scales`.
     """
     largest = pair_sums(rows).max(axis=1, initial=0.0)
     if scales.size == 1:

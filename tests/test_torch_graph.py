@@ -2,6 +2,7 @@
 # ruff: noqa: E402 (torch may be missing)
 
 import builtins
+import copy
 import json
 import json.decoder
 import math
@@ -22,7 +23,14 @@ from deploy.fx.fuse import fold_batch_norms, fuse
 from deploy.fx.norms import is_norm, propagate_shapes, replace_op, replace_pattern
 from deploy.fx.profile import count_flops, format_graph, graph_source, max_difference, profile_graph
 from deploy.fx.source import load_factory, load_module, user_code_line
-from deploy.fx.trace import failing_line, find_function, global_wrap, trace, trace_only
+from deploy.fx.trace import (
+    failing_line,
+    find_function,
+    global_wrap,
+    replace_submodule,
+    submodule,
+    trace,
+)
 
 torch.set_num_threads(1)
 
@@ -512,13 +520,14 @@ def test_only_a_submodule_is_traced_and_leaves_must_exist():
             return self.backbone(x) if x.sum() > 0 else self.backbone(-x)
 
     model = Wrapper()
-    part = trace_only(model, "backbone")
+    part = copy.deepcopy(model)
+    replace_submodule(part, "backbone", trace(submodule(part, "backbone")))
     assert isinstance(part.backbone, fx.GraphModule)
     assert not isinstance(model.backbone, fx.GraphModule)
     for x in torch.randn(4, 1, 3, 2, 2):
         assert torch.equal(part(x), model(x))
     with pytest.raises(ConfigError, match="its children: backbone"):
-        trace_only(model, "head")
+        submodule(model, "head")
     with pytest.raises(ConfigError, match="nowhere"):
         trace(Holder(DataDependent()), leaves=["nowhere"])
 

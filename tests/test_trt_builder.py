@@ -39,7 +39,6 @@ from deploy.targets.tensorrt.builder import (
     profiles_for,
     store_engine,
 )
-from deploy.targets.tensorrt.cache_qdq import scale_nodes
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq
 from deploy.targets.tensorrt.sdk import (
     LogRecorder,
@@ -51,7 +50,7 @@ from deploy.targets.tensorrt.sdk import (
 )
 from deploy.targets.tensorrt.target import TensorRT
 from deploy.tuning.search_options import Tuning
-from tests.vendor_models import build_net
+from tests.vendor_models import build_net, scale_nodes
 
 CACHE = b"TRT-8503-EntropyCalibration2\nx: 3c008912\n"
 

@@ -21,11 +21,11 @@ from deploy.runtimes.ort import OrtSession
 from deploy.targets import TensorRT
 from deploy.targets.tensorrt.cache_contents import trt_tensors
 from deploy.targets.tensorrt.cache_match import match_cache
-from deploy.targets.tensorrt.cache_qdq import from_qdq, scale_nodes
+from deploy.targets.tensorrt.cache_qdq import from_qdq
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq, qdq_to_cache
 from deploy.targets.tensorrt.infer_scales import infer_missing_scales
 from deploy.tuning.search_options import Tuning
-from tests.vendor_models import build_net, save_net
+from tests.vendor_models import build_net, save_net, scale_nodes
 
 FEED = {"x": np.random.default_rng(11).standard_normal((2, 3, 8, 8)).astype(np.float32)}
 

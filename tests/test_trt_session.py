@@ -241,7 +241,7 @@ def test_bindings_that_are_missing_or_do_not_start(tensorrt, monkeypatch, tmp_pa
     runtime.cudaGetDeviceCount = lambda: (cuda.Code.cudaErrorInvalidValue, None)
     for name, module in broken.items():
         monkeypatch.setitem(sys.modules, name, module)
-    assert type(gpu()).__name__ == "Pycuda"
+    assert type(gpu()).__name__ == "_Pycuda"
     tensorrt(TEN, "")
     with pytest.raises(SdkMissingError, match=r"cuda-python: .*; pycuda: .*: pip install cuda-py"):
         gpu()

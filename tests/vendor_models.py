@@ -57,3 +57,12 @@ def tensors(arrays):
         numpy_helper.from_array(a.astype(np.float32) if a.dtype == np.float64 else a, name)
         for name, a in held.items()
     ]
+
+
+def scale_nodes(model):
+    """Yield (tensor, scale) for every QuantizeLinear that `to_qdq` put on an activation."""
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type == "QuantizeLinear" and node.input[0] not in constants:
+            value = numpy_helper.to_array(constants[node.input[1]])
+            yield node.input[0].removesuffix("/float"), np.float32(value)

@@ -299,7 +299,6 @@ class IfmrHistogram:
     int8 step covers at least 128 of them. Batches and their order do not matter.
 
     Attributes:
-        total: number of values.
         minimum, maximum: extremes in real units (inf, -inf while empty).
         full_range: R in real units; 0 before counting, or while there are only zeros.
         counts: [2 * FINE_BINS + 1] int64; empty while the data are stored.

@@ -9,6 +9,7 @@ sample decides. They are held until the layer is rounded; only the result is sto
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,16 +33,8 @@ class _Ordered:
     """
 
     samples: int | None = None
-
-    @property
-    def ordered(self) -> bool:
-        """True: AMCT's batches are consecutive."""
-        return True
-
-    @property
-    def lead(self) -> Statistic | None:
-        """None."""
-        return None
+    ordered: ClassVar[bool] = True  # AMCT's batches are consecutive
+    lead: ClassVar[Statistic | None] = None
 
     def _key(self, name: str) -> str:
         return name if self.samples is None else f"{name}, first {self.samples} batches"
@@ -219,16 +212,8 @@ class _Places:
 
     samples: int
     most: int
-
-    @property
-    def ordered(self) -> bool:
-        """True: the number of the sample decides the positions."""
-        return True
-
-    @property
-    def lead(self) -> Statistic | None:
-        """None."""
-        return None
+    ordered: ClassVar[bool] = True  # the number of the sample decides the positions
+    lead: ClassVar[Statistic | None] = None
 
     @property
     def _where(self) -> str:

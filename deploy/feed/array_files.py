@@ -81,13 +81,7 @@ def open_array_file(path: Path, specs: Specs) -> ArraySource:
 
 @dataclass(slots=True)
 class ArrayFileContents:
-    """Contents of a file of arrays.
-
-    Attributes:
-        item: the arrays by input name.
-        labels: of the samples; None without labels.
-        notes: for the user.
-    """
+    """Contents of a file of arrays."""
 
     item: Item
     labels: tuple[int, ...] | None = None
@@ -225,7 +219,6 @@ class FileItems:
 
     Attributes:
         parts: per item, input name -> its file, or "" -> the file of all inputs.
-        specs: the inputs.
     """
 
     parts: tuple[Mapping[str, Path], ...]

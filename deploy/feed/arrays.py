@@ -217,12 +217,7 @@ class ArraySource:
     """Samples in items: sample index -> (item, row).
 
     Attributes:
-        specs: the model's inputs.
-        items: arrays by input.
         ends: per item, the number of samples up to its end.
-        name: of the source, in messages.
-        labels: of the samples.
-        notes: for the user.
         called: names of the items; empty if they have none.
     """
 
@@ -279,11 +274,6 @@ def open_iterable(
     tuple is used directly. Anything else is read once, one item at a time, into a temporary file,
     since samples are needed twice: for their digest and for the run. Values that belong to no
     input, such as labels, are ignored; a note lists them.
-
-    Args:
-        source: of items.
-        specs: the model's inputs.
-        name: of the source, in messages.
 
     Raises:
         FeedError: an item does not fit the inputs, or there are no samples.

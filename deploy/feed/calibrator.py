@@ -35,12 +35,7 @@ _NUMBERS = frozenset(np.dtype(code).name for code in "?bhiqBHIQefd")
 
 
 class CalibratorBatches:
-    """Converts the batches of a script from addresses to arrays.
-
-    Attributes:
-        samples: number of samples read so far.
-        where: name of the current batch in messages.
-    """
+    """Converts the batches of a script from addresses to arrays."""
 
     def __init__(
         self, script: str, memory: Memory, specs: tuple[TensorSpec, ...], batch: int
@@ -210,7 +205,6 @@ class CalibratorScript:
     """The calibrator that `file.py:function` returns.
 
     Attributes:
-        spec: as the user gave it.
         algorithm: of its base class: "entropy2", "entropy", "minmax" or "legacy"; else None.
         quantile: a legacy calibrator's `get_quantile`; else None.
         known: the bytes that its `read_calibration_cache` returns; None without.
@@ -277,7 +271,6 @@ class CalibratorScript:
         return result
 
     def _attribute(self, name: str) -> Any:
-        """Return the calibrator's attribute, or None."""
         return self._call(getattr, self._calibrator, name, None)
 
     def _batch_size(self) -> int:
@@ -315,7 +308,6 @@ class CalibratorScript:
     def _batches(
         self, specs: tuple[TensorSpec, ...], limit: int | None, notes: list[str]
     ) -> Iterator[Item]:
-        """Yield the batches; append to `notes`."""
         batches = CalibratorBatches(str(self), self._stand_ins.memory, specs, self.batch)
         while (item := self._next(batches, specs)) is not None:
             beyond = batches.samples - (MOST_SAMPLES if limit is None else limit)
@@ -331,7 +323,6 @@ class CalibratorScript:
         notes += batches.notes
 
     def _next(self, batches: CalibratorBatches, specs: tuple[TensorSpec, ...]) -> Item | None:
-        """Return the next batch; None at the end."""
         self._stand_ins.memory.settle()
         pointers = self._call(self._pointers, [spec.name for spec in specs])
         is_sequence = isinstance(pointers, list | tuple | np.ndarray)

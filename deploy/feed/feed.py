@@ -68,9 +68,7 @@ class OpenedSource:
     """An opened source.
 
     Attributes:
-        source: gives access to all samples.
         kind: of the samples, as manifests store it.
-        notes: for the user, on how the samples are read.
         settled: the preprocessing of images; None for arrays.
         usual: default step N of "every N-th sample".
     """
@@ -84,15 +82,7 @@ class OpenedSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOpener:
-    """Options for opening a source for a model.
-
-    Attributes:
-        specs: the model's inputs.
-        preprocess: image preprocessing given by the user.
-        carried: image preprocessing stored in the model.
-        skip_bad: skip bad samples.
-        choice: which samples to use.
-    """
+    """Options for opening a source for a model."""
 
     specs: tuple[TensorSpec, ...]
     preprocess: PreprocessRequest

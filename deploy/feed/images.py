@@ -45,7 +45,7 @@ from deploy.errors import FeedError
 from deploy.feed import headers
 from deploy.feed.file_list import FileList, ImageFile
 from deploy.feed.headers import read_image_size
-from deploy.files.reading import read_bytes
+from deploy.files.reading import is_file, read_bytes
 from deploy.tensors import Array
 
 T = TypeVar("T")
@@ -329,7 +329,6 @@ def _check_size(data: bytes, name: str) -> None:
 
 
 def _decoded(data: bytes, grey: bool) -> tuple[Array | None, list[str]]:
-    """Return OpenCV's pixels and the decoder's warnings."""
     cv2 = opencv()
     flag = cv2.IMREAD_GRAYSCALE if grey else cv2.IMREAD_COLOR
 
@@ -406,25 +405,18 @@ def _not_a_list(path: Path) -> FeedError:
 def _parse_line(listing: Path, number: int, line: str) -> tuple[str, int | None]:
     folder = listing.parent
     parts = line.rsplit(None, 1)
-    if len(parts) == 1 or _is_file(folder / line):
+    if len(parts) == 1 or is_file(folder / line):
         return line, None
     name, token = parts
     if re.fullmatch(r"\d{1,9}", token, re.ASCII):
         return name, int(token)
-    if _is_file(folder / name):
+    if is_file(folder / name):
         raise FeedError(
             f"a label must be a whole number from 0, got {token!r} on line {number} of"
             f" {printable_name(str(listing))}; number the classes in the order of the model's"
             " outputs"
         )
     return line, None
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
 
 
 def _fault(data: bytes) -> str | None:

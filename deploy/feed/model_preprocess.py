@@ -43,9 +43,7 @@ class ResolvedPreprocess:
     """Preprocessing that is complete.
 
     Attributes:
-        how: resolved.
         origin: source of the preprocessing if it is the model.
-        notes: for the user.
     """
 
     how: Preprocess

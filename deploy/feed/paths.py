@@ -49,7 +49,6 @@ class SourceFiles:
         files: in the order in which they are fed.
         name: of all of them, in messages.
         folder: that holds them; None if the source was no folder.
-        notes: for the user.
     """
 
     files: FileList
@@ -283,8 +282,6 @@ class ConvertedSource:
     """Samples of raw files, converted to the input.
 
     Attributes:
-        source: of the values in the files, [1, ...] each.
-        name: of the input.
         make: converts the values of a sample to the input's array.
     """
 

@@ -307,7 +307,6 @@ def decoder_digests() -> dict[str, str]:
 
 
 def _resized_pattern(case: tuple[str, tuple[int, int]]) -> Array:
-    """Resize a test pattern of 23x29."""
     interpolation, size = case
     y, x, c = np.indices((23, 29, 3))
     pattern = ((y * 37 + x * 91 + c * 53 + y * x * 7) % 256).astype(np.uint8)

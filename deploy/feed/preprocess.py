@@ -343,7 +343,6 @@ def _resolve_size(
 
 
 def _examples(model_sides: tuple[int | str | None, int | str | None]) -> str:
-    """Return example sizes for an input with an open side."""
     fixed_sides = [side if isinstance(side, int) else None for side in model_sides]
     example = format_size((fixed_sides[0] or 224, fixed_sides[1] or 224))
     if fixed_sides == [None, None]:
@@ -440,11 +439,7 @@ def find_preset(name: str) -> Preprocess:
 
 
 def describe_preprocess(how: Preprocess) -> str:
-    """Describe preprocessing in one line, for the top of a report; a preset's name comes first.
-
-    Args:
-        how: resolved.
-    """
+    """Describe preprocessing in one line, for the top of a report; a preset's name comes first."""
     presets = [name for name, one in PRESETS.items() if _equals_preset(one, how)]
     size = format_size(how.size) if how.size else ""
     size += f" in multiples of {how.multiple}" if how.multiple > 1 else ""
@@ -458,7 +453,6 @@ def describe_preprocess(how: Preprocess) -> str:
 
 
 def _equals_preset(preset_how: Preprocess, how: Preprocess) -> bool:
-    """Return whether a preset, completed from the model's input, equals `how`."""
     completed = dataclasses.replace(
         preset_how,
         size=how.size,

@@ -92,13 +92,11 @@ class CandidateImages:
     """Images of the current candidate samples."""
 
     def __init__(self, feed: Samples) -> None:
-        """Args: feed: source of the samples."""
         self._feed = feed
         self._sample_count = 0
         self._stored: dict[int, Array] = {}
 
     def __len__(self) -> int:
-        """Number of images stored."""
         return len(self._stored)
 
     def add(self, sample: Mapping[str, Array], watched: Collection[int]) -> None:

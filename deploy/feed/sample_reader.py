@@ -47,7 +47,6 @@ class SampleCache:
         self._using = threading.Lock()
 
     def __contains__(self, index: object) -> bool:
-        """Return whether a sample is cached."""
         return index in self._places
 
     def add(self, index: int, sample: Mapping[str, Array]) -> None:
@@ -90,7 +89,6 @@ class SampleReader:
     """Reads samples and keeps the first few in memory.
 
     Attributes:
-        skip_bad: skip bad samples.
         seen: digests of the samples read.
         views: previews of the samples read, as far as they are wanted.
         decodes: number of images or rows read for a run so far.

@@ -353,11 +353,7 @@ class Feed:
         return views.found()
 
     def picture(self, sample: Mapping[str, Array]) -> Array | None:
-        """Return the model's view of one sample, uint8 [H, W, 3]; None if it is no image.
-
-        Args:
-            sample: arrays with a batch of 1.
-        """
+        """Return the model's view of one sample, uint8 [H, W, 3]; None if it is no image."""
         return find_image(sample, self.preprocess)
 
     def first(self, most: int) -> list[Sample]:

@@ -67,7 +67,6 @@ class Share:
         return range(self.number - 1, self.count, self.of)
 
     def __str__(self) -> str:
-        """Return it as the user writes it: "2/3"."""
         return f"{self.number}/{self.of}"
 
 

@@ -77,7 +77,6 @@ class VideoSource:
     """The frames of a video for one input.
 
     Attributes:
-        labels: none.
         a_second: frames per second; 1 if the file does not say.
 
     Raises:
@@ -318,7 +317,6 @@ class RemoteSample:
     """One sample to be sent to another machine.
 
     Attributes:
-        name: of the sample.
         told: its name in messages.
         digest: of the sample as read; 32 bytes.
         held: the bytes of an image file; or arrays by input; or the reason why there are none.
@@ -359,24 +357,13 @@ def _posted(source: SampleSource, index: int) -> RemoteSample:
 
 
 class RemoteSource:
-    """Samples received from another machine.
-
-    Attributes:
-        labels: none.
-    """
+    """Samples received from another machine."""
 
     labels: tuple[int, ...] | None = None
 
     def __init__(
         self, samples: Sequence[RemoteSample], specs: Sequence[TensorSpec], how: Preprocess | None
     ) -> None:
-        """Store the samples.
-
-        Args:
-            samples: in feed order.
-            specs: the model's inputs.
-            how: the complete preprocessing; None if no sample is an image.
-        """
         self._samples = samples
         named = FileList("", (one.name for one in samples))
         self._pictures = None if how is None else ImageSource(named, specs[0], how)

@@ -117,7 +117,7 @@ def write_bytes(path: Path, data: bytes) -> Path:
     Raises:
         ExportError: the folder cannot be created or written to.
     """
-    return write_with(path, lambda temporary: _write_all(temporary, data))
+    return write_with(path, lambda temporary: temporary.write_bytes(data))
 
 
 def write_text(path: Path, text: str) -> Path:
@@ -166,10 +166,6 @@ def remove_leftovers(folder: Path) -> int:
         except OSError:  # another process removed it first
             continue
     return removed
-
-
-def _write_all(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
 
 
 def flush_names(folder: Path) -> None:

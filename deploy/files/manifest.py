@@ -234,7 +234,6 @@ def _is_table(value: object) -> bool:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; {} without one."""
     try:
         document = read_json(path, what="what a build is", error=CacheError, own=True)
     except CacheError:

@@ -65,7 +65,6 @@ class _FileInodes:
             self._inodes.append(0 if state is None else state.st_ino)
 
     def paths(self, inode: _Inode) -> Iterator[Path]:
-        """Yield the paths of files with this inode."""
         for index, number in enumerate(self._inodes):
             if number == inode[1] and self._devices[index] == inode[0]:
                 yield self._path(index)
@@ -73,8 +72,6 @@ class _FileInodes:
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """The inputs of a run."""
-
     files: dict[_Inode, str] = field(default_factory=dict)  # -> path
     file_lists: list[_FileInodes] = field(default_factory=list)
 
@@ -82,7 +79,6 @@ class _Inputs:
         return _Inputs(dict(self.files), list(self.file_lists))
 
     def paths(self, inode: _Inode) -> Iterator[Path | str]:
-        """Yield the paths of inputs with this inode."""
         if inode in self.files:
             yield self.files[inode]
         for one in self.file_lists:
@@ -285,13 +281,13 @@ def from_json(
     raise error(f"{rule}, got invalid JSON: {reason}; write it again")
 
 
-def is_too_nested(text: str, most: int = MOST_NESTING) -> bool:
-    """Return whether a JSON text is nested deeper than `most`, without recursion."""
+def is_too_nested(text: str) -> bool:
+    """Return whether a JSON text is nested deeper than `MOST_NESTING`, without recursion."""
     data = text.encode("utf-8", "surrogatepass").replace(b"\\\\", b"").replace(b'\\"', b"")
     left = re.sub(rb'"[^"]*"', b"", data.translate(_ONE_BRACKET_KIND, _OTHER_BYTES))
-    for _ in range(most):  # each round removes the innermost pairs
+    for _ in range(MOST_NESTING):  # each round removes the innermost pairs
         left = left.replace(b"[]", b"")
-    return b"[]" in left or left.count(b"[") > most
+    return b"[]" in left or left.count(b"[") > MOST_NESTING
 
 
 def _decoded(data: bytes, rule: str, error: type[Calib8Error]) -> str:
@@ -299,6 +295,14 @@ def _decoded(data: bytes, rule: str, error: type[Calib8Error]) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as wrong:
         raise error(f"{rule} in UTF-8, got other bytes; save it as UTF-8") from wrong
+
+
+def is_file(path: Path) -> bool:
+    """Return whether a path is a regular file; False for a path that no system accepts."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def refuse_irregular(path: FilePath, *, what: str, error: type[Calib8Error]) -> None:

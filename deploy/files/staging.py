@@ -217,7 +217,6 @@ def _keep_calibration(stage: Path, folder: Path) -> None:
 
 
 def _calibrations(stage: Path) -> Iterator[list[str]]:
-    """Yield the file names of each complete calibration in a stage."""
     for last in list(stage.glob(f"*{_CACHE[-1]}")):
         stem = last.name.removesuffix(_CACHE[-1])
         names = [f"{stem}{ending}" for ending in (_CACHE[1:] if stem.endswith(_GPU) else _CACHE)]

@@ -44,7 +44,6 @@ class MovedLayer:
 
     Attributes:
         layer: produces the input of the first move.
-        moves: in order.
     """
 
     layer: onnx.NodeProto
@@ -95,12 +94,7 @@ class JoinedLayers:
     def axis(
         self, ranks: Sequence[int], constants: Mapping[str, onnx.TensorProto]
     ) -> tuple[int, int] | None:
-        """Return `MovedLayer.axis`; None also if the Concat is along another axis.
-
-        Args:
-            ranks: of the layers' outputs.
-            constants: hold the axes of Squeeze and Unsqueeze.
-        """
+        """Return `MovedLayer.axis`; None also if the Concat is along another axis."""
         places = {part.axis(rank, constants) for part, rank in zip(self.parts, ranks, strict=True)}
         place = places.pop()
         if places or place is None or self.concat is None:

@@ -52,7 +52,6 @@ class QdqCalibration:
 
     Attributes:
         model: the Q/DQ model, functions inlined, weights inside, nodes named.
-        name: for messages.
         scales: tensor of the float model -> its range, also for tensors that only pass values on.
         weights: node -> float32 scales of its symmetric weight, [C_out] or [1].
         floats: node of the float model -> why it computes in float; all others run in int8.
@@ -101,8 +100,6 @@ class LoadedModel:
             file stores them (external data, raw or typed fields, order of initializers, names of
             nodes, documentation, metadata).
         notes: one sentence per change, or per part left as it was.
-        inputs: in the model's order.
-        outputs: in the model's order.
         widened: whether the original computes in float16 what `model` computes in float32.
         renamed: whether nodes of the original share names, which ONNX Runtime does not load.
         listed: number of weights of the original that are inputs too: ONNX Runtime skips

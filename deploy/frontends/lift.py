@@ -42,7 +42,14 @@ from deploy.graph.edit import (
     replace_nodes,
     unique_name,
 )
-from deploy.graph.index import Graph, all_nodes, attributes, find_read_tensors, subgraphs
+from deploy.graph.index import (
+    Graph,
+    all_nodes,
+    attributes,
+    find_read_tensors,
+    nested_nodes,
+    subgraphs,
+)
 
 if TYPE_CHECKING:
     import onnx
@@ -158,14 +165,9 @@ def find_changed_operators(nodes: Iterable[onnx.NodeProto], own: int, opset: int
         except defs.SchemaError:
             return not defs.has(op_type)  # not an ONNX operator
 
-    all_inner = (inner for node in nodes for inner in (node, *_nodes_in_subgraphs(node)))
+    all_inner = (inner for node in nodes for inner in nested_nodes(node))
     used = {node.op_type for node in all_inner if node.domain in ("", "ai.onnx")}
     return sorted(op_type for op_type in used if not same(op_type))
-
-
-def _nodes_in_subgraphs(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-    for body in subgraphs(node):
-        yield from all_nodes(body)
 
 
 def set_opset(model: onnx.ModelProto, version: int) -> None:
@@ -191,7 +193,7 @@ def widen_to_float32(model: onnx.ModelProto) -> str | None:
     count = _count(graph)
     if not count and not ends:
         return None
-    if model.ByteSize() + sum(_bytes_of_half(t) for t in _tensors(graph)) > _LIMIT:
+    if model.ByteSize() + sum(2 * math.prod(t.dims) for t in _tensors(graph)) > _LIMIT:
         raise ModelError(
             "weights must be below 2 GB in float32, the limit of one protobuf message, got"
             f" {model.ByteSize() / 2**30:.1f} GB of them in float16; use a smaller model"
@@ -243,7 +245,6 @@ _END = "float16 end"  # doc_string of the casts at the ends, while they are inse
 
 
 def _insert_casts(graph: onnx.GraphProto) -> None:
-    """Insert casts after float16 inputs and before float16 outputs."""
     from onnx import helper
 
     taken = {name for node in graph.node for name in (*node.input, *node.output)}
@@ -291,13 +292,8 @@ def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
 
 
 def _count(graph: onnx.GraphProto) -> int:
-    """Count the float16 constants and the nodes that produce float16."""
     typed = (a for node in all_nodes(graph) for a in node.attribute if a.name in _TYPED)
     return sum(1 for _ in _tensors(graph)) + sum(1 for a in typed if a.i == _HALF)
-
-
-def _bytes_of_half(tensor: onnx.TensorProto) -> int:
-    return 2 * int(math.prod(tensor.dims))
 
 
 def _widen_tensor(tensor: onnx.TensorProto) -> None:

@@ -90,7 +90,6 @@ def clean_model(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _count_shared_names(graph: onnx.GraphProto) -> int:
-    """Count the nodes whose name an earlier node has."""
     names = [node.name for node in graph.node if node.name]
     return len(names) - len(set(names))
 
@@ -295,7 +294,8 @@ def _without_values(model: onnx.ModelProto) -> onnx.ModelProto | None:
     Inference also fills in subgraphs, so a model with subgraphs is used as it is.
     """
     graph = model.graph
-    large = {t.name for t in graph.initializer if t.data_type == _FLOAT and _size(t) > _LARGE}
+    floats = (t for t in graph.initializer if t.data_type == _FLOAT)
+    large = {t.name for t in floats if math.prod(t.dims) > _LARGE}
     if not large or not all(map(has_no_subgraph, graph.node)):
         return None
     light = copy_without_initializers(model, large)
@@ -305,10 +305,6 @@ def _without_values(model: onnx.ModelProto) -> onnx.ModelProto | None:
                 name=tensor.name, dims=tensor.dims, data_type=tensor.data_type
             )
     return light
-
-
-def _size(tensor: onnx.TensorProto) -> int:
-    return math.prod(tensor.dims)
 
 
 def _check_runs(model: onnx.ModelProto) -> None:

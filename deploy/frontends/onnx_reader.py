@@ -119,7 +119,6 @@ def _refuse_others(data: bytes, shown: str) -> None:
 
 
 def _describe(data: bytes) -> str:
-    """Describe bytes that are not protobuf."""
     head = data[:512]
     if all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in head):
         return "a text file"
@@ -129,9 +128,7 @@ def _describe(data: bytes) -> str:
 def _external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     import onnx
 
-    nodes = [*all_nodes(model.graph)]
-    for function in model.functions:
-        nodes += [inner for node in function.node for inner in (node, *_nodes_in_subgraphs(node))]
+    nodes = [node for graph in (model.graph, *model.functions) for node in all_nodes(graph)]
     graphs = [model.graph, *(body for node in nodes for body in subgraphs(node))]
     attributes = [attribute for node in nodes for attribute in node.attribute]
     tensors = (
@@ -140,11 +137,6 @@ def _external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
         *(tensor for attribute in attributes for tensor in attribute.tensors),
     )
     yield from (t for t in tensors if t.data_location == onnx.TensorProto.EXTERNAL)
-
-
-def _nodes_in_subgraphs(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-    for body in subgraphs(node):
-        yield from all_nodes(body)
 
 
 def _read_external(model: onnx.ModelProto, path: Path) -> str:

@@ -46,7 +46,6 @@ class StrippedModel:
     """The result of `remove_pairs`.
 
     Attributes:
-        model: the float model.
         loose: number of pairs read by float operators.
         grids: tensor of the float model -> the grids of its pairs.
     """
@@ -119,8 +118,6 @@ def remove_pairs(
 
 
 class _Stripper:
-    """Removes the activation pairs of one model."""
-
     def __init__(
         self, model: onnx.ModelProto, taken: Collection[str], *, keep_rounding: bool
     ) -> None:
@@ -246,7 +243,6 @@ class _Stripper:
         )
 
     def _new_name(self, wanted: str) -> str:
-        """Return an unused tensor name."""
         name = unique_name(wanted, self.names)
         self.names.add(name)
         return name

@@ -181,7 +181,6 @@ def _source_node(
 
 
 def _code_limits(dtype: np.dtype[Any]) -> tuple[int, int] | None:
-    """Return the smallest and the largest code of a type; None if it is not an integer type."""
     match = re.fullmatch(r"(u?)int(\d+)", str(dtype))  # numpy knows no int4, ml_dtypes does
     if match is None:
         return None
@@ -190,7 +189,6 @@ def _code_limits(dtype: np.dtype[Any]) -> tuple[int, int] | None:
 
 
 def _zero_points(node: onnx.NodeProto, index: Graph, scale: NDArray[np.float32]) -> NDArray[Any]:
-    """Return the zero points in the stored type."""
     from onnx import helper
 
     if len(node.input) > 2 and node.input[2]:

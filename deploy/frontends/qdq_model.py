@@ -47,9 +47,6 @@ _TAILS = frozenset({"Relu", "Clip"})
 def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
     """Load a Q/DQ model as its float model, with the data of its pairs.
 
-    Args:
-        source: an ONNX file, or a model in memory, which is not changed.
-
     Raises:
         ModelError: it cannot be read, or its pairs cannot serve as a calibration.
     """

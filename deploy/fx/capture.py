@@ -170,7 +170,6 @@ class _Lifter:
                 self._add_layer(name.partition("@")[0], source, layer_nodes)
 
     def add_outputs(self) -> None:
-        """Add the output node, with the model's own containers."""
         output = self.program.graph.output_node()
         values = fx.node.map_arg(output.args[0], self._value)
         spec = self.program.call_spec.out_spec
@@ -275,7 +274,8 @@ class _Lifter:
 
     def _add_region(self, node: fx.Node) -> None:
         """Inline a region under `torch.no_grad()` or autocast."""
-        index = next(i for i, arg in enumerate(node.args) if _is_graph(arg))
+        is_graph = [isinstance(arg, fx.Node) and arg.op == "get_attr" for arg in node.args]
+        index = is_graph.index(True)
         region = getattr(self.program.graph_module, str(node.args[index].target))  # type: ignore[union-attr]
         for inner, outer in zip(_placeholders(region.graph), node.args[index + 1 :], strict=True):
             self.new[inner] = self._value(outer) if isinstance(outer, fx.Node) else outer
@@ -303,10 +303,6 @@ def argument_names(model: nn.Module, count: int) -> list[str]:
     plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
     return (plain + [f"{variadic}_{i}" for i in range(count)])[:count]
-
-
-def _is_graph(arg: object) -> bool:
-    return isinstance(arg, fx.Node) and arg.op == "get_attr"
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -420,7 +416,7 @@ def _run(model: nn.Module, inputs: Sequence[Any]) -> list[torch.Tensor]:
 
 def _capture(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
     """Capture with a dynamic batch, else with a fixed one; report the first failure."""
-    widened = pytree.tree_map(_at_least_two, tuple(inputs))
+    widened = pytree.tree_map(at_least_two, tuple(inputs))
     try:
         program = _export(model, widened, torch.export.Dim.AUTO)
         if _is_batch_dynamic(program, inputs, widened):
@@ -438,23 +434,14 @@ def _capture(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
 def _export(model: nn.Module, inputs: tuple[Any, ...], batch: Any) -> torch.export.ExportedProgram:
     shapes = None
     if batch is not None:
-        shapes = pytree.tree_map(lambda leaf: {0: batch} if _has_batch(leaf) else None, inputs)
-        if _is_variadic(model, len(inputs)):
-            shapes = _variadic(model, shapes)
+        shapes = pytree.tree_map(lambda leaf: {0: batch} if has_batch(leaf) else None, inputs)
+        named = len(_positional(model))
+        if len(inputs) > named:  # torch.export expects those of `*args` in one tuple
+            shapes = (*shapes[:named], shapes[named:])
     # copies, because the same tensor twice would become one input
     own = pytree.tree_map_only(torch.Tensor, torch.clone, inputs)
     with quiet(), torch.enable_grad():  # without grad, attention becomes one fused kernel
         return torch.export.export(model, own, dynamic_shapes=shapes, strict=False)
-
-
-def _is_variadic(model: nn.Module, count: int) -> bool:
-    return count > len(_positional(model))
-
-
-def _variadic(model: nn.Module, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Put the shapes of `*args` in one tuple, as torch.export expects them."""
-    named = len(_positional(model))
-    return (*shapes[:named], shapes[named:])
 
 
 def _positional(model: nn.Module) -> list[inspect.Parameter]:
@@ -463,13 +450,14 @@ def _positional(model: nn.Module) -> list[inspect.Parameter]:
     return [p for p in parameters if p.kind in plain]
 
 
-def _has_batch(leaf: Any) -> bool:
+def has_batch(leaf: Any) -> bool:
+    """Return whether a leaf of the inputs is a tensor with a batch."""
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
-def _at_least_two(leaf: Any) -> Any:
+def at_least_two(leaf: Any) -> Any:
     """Repeat a batch of 1, which torch.export would take for a constant."""
-    return torch.cat([leaf, leaf]) if _has_batch(leaf) and leaf.shape[0] == 1 else leaf
+    return torch.cat([leaf, leaf]) if has_batch(leaf) and leaf.shape[0] == 1 else leaf
 
 
 def _is_batch_dynamic(program: Any, inputs: Sequence[Any], widened: Any) -> bool:

@@ -54,7 +54,6 @@ class RangeMonitor(nn.Module):
     """Identity module whose input is observed; its output has no readers.
 
     Attributes:
-        name: the tensor's name, for messages.
         reach: range beyond which all readers saturate; None if they do not.
     """
 

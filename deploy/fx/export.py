@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from deploy.errors import BackendError, ExportError, ModelError, first_line
+from deploy.fx.capture import at_least_two
 from deploy.fx.device import quiet
 from deploy.fx.fakequant import DynamicQuant, FakeQuant, FixedQuant
 from deploy.fx.int8_layers import IntLayer
@@ -73,7 +74,6 @@ def name_outputs(model: onnx.ModelProto, program: ExportedProgram | None) -> Non
 
 
 def _paths(spec: Any) -> list[Sequence[Any]]:
-    """Return the pytree path of each leaf of an output."""
     numbered = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
     return [path for path, _ in pytree.tree_flatten_with_path(numbered)[0]]
 
@@ -104,7 +104,8 @@ def _rename(graph: onnx.GraphProto, new: dict[str, str]) -> None:
 
 
 def _restore_global_pools(graph: onnx.GraphProto) -> None:
-    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in _values(graph)}
+    values = (*graph.input, *graph.value_info, *graph.output)
+    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in values}
     constants = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type == "ReduceMean" and _is_global_pool(node, ranks, constants):
@@ -125,10 +126,6 @@ def _is_global_pool(
         return False
     axes = np.asarray(numpy_helper.to_array(constants[node.input[1]])).reshape(-1)
     return ranks.get(node.input[0]) == 4 and sorted(int(a) % 4 for a in axes) == [2, 3]
-
-
-def _values(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
-    return [*graph.input, *graph.value_info, *graph.output]
 
 
 OPSET = 18
@@ -160,7 +157,7 @@ def to_onnx(
     """
     refuse_prepared(model)
     # copies, because the same tensor twice would become one input
-    inputs = [_at_least_two(x) if dynamic_batch else x.clone() for x in inputs]
+    inputs = [at_least_two(x) if dynamic_batch else x for x in map(torch.clone, inputs)]
     batch = torch.export.Dim("batch")
     shapes = tuple({0: batch} for _ in inputs) if dynamic_batch else None
     exportable = _exportable(model)
@@ -342,11 +339,6 @@ def refuse_prepared(model: nn.Module) -> None:
     """Raise `ExportError` for a model that is prepared but not converted."""
     if any(isinstance(module, FakeQuant) for module in model.modules()):
         raise ExportError("a prepared model must be converted before export: convert(prepared)")
-
-
-def _at_least_two(x: torch.Tensor) -> torch.Tensor:
-    """Repeat a batch of 1, which torch.export would take for a constant."""
-    return x.clone() if x.shape[0] > 1 else torch.cat([x, x])
 
 
 def _exportable(model: nn.Module) -> nn.Module:

@@ -41,7 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -168,6 +168,7 @@ class MethodSearch:
 
     method: Method
     bounded: bool = True
+    rounded_weights: ClassVar[bool] = False  # as in `build`
 
     @property
     def label(self) -> str:
@@ -178,11 +179,6 @@ class MethodSearch:
     def statistic(self) -> Statistic:
         """Statistic of the method."""
         return self.method.statistic
-
-    @property
-    def rounded_weights(self) -> bool:
-        """False, as in `build`."""
-        return False
 
     def check(self, grid: Grid) -> None:
         """Raise `ConfigError` if the method is defined for 8 bits only and the grid has others."""
@@ -211,20 +207,13 @@ BY_DEFAULT: ActivationSearch = MethodSearch(Method.of())
 class IfmrSearch:
     """AMCT's IFMR search of activation ranges, with AMCT's defaults."""
 
-    @property
-    def label(self) -> str:
-        """AMCT's name."""
-        return "AMCT's IFMR"
+    rounded_weights: ClassVar[bool] = True  # AMCT rounds the weights before it calibrates
+    label: ClassVar[str] = "AMCT's IFMR"
 
     @property
     def statistic(self) -> Statistic:
         """Streaming histogram, of constant memory."""
         return IfmrOf()
-
-    @property
-    def rounded_weights(self) -> bool:
-        """True: AMCT rounds the weights before it calibrates."""
-        return True
 
     def check(self, grid: Grid) -> None:
         """Accept any grid."""

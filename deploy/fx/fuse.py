@@ -103,10 +103,6 @@ def fold_batch_norms(
 ) -> tuple[fx.GraphModule, FuseReport]:
     """Return a graph of a copy of `model` with BatchNorms folded into layers, and a report.
 
-    Args:
-        model: in eval mode; not changed.
-        inputs: as for `fuse`.
-
     Raises:
         ModelError: the model cannot be captured, or is in train mode, where norms use the
             statistics of the batch.
@@ -250,7 +246,6 @@ def _why_not(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
 
 
 def _calls(graph_module: fx.GraphModule, layer: fx.Node) -> list[fx.Node]:
-    """Return all calls of the module that `layer` calls."""
     module = called_module(graph_module, layer)
     return [n for n in graph_module.graph.nodes if called_module(graph_module, n) is module]
 

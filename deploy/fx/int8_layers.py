@@ -128,7 +128,6 @@ class WeightQuant(nn.Module):
         return self._apply_limits(torch.where(steps > 0, steps, 1.0).float(), weight)
 
     def _apply_limits(self, scales: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Raise scales to their lower limits."""
         least = None if self.least is None else self.least(weight)
         if least is None:
             return scales

@@ -158,7 +158,6 @@ class _ReadTensors(TorchFunctionMode):
         self.read: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record the arguments and call the function."""
         self.read |= {id(leaf) for leaf in tree_leaves((args, kwargs))}
         return func(*args, **(kwargs or {}))
 

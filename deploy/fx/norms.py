@@ -260,11 +260,7 @@ class ChannelNorm(_BatchNorm):
 
 
 class FrozenNorm(nn.Module):
-    """Frozen BatchNorm of [N, C, H, W]: x * factor + shift per channel, both constant.
-
-    Args:
-        factor, shift: [C].
-    """
+    """Frozen BatchNorm of [N, C, H, W]: x * factor + shift per channel, both constant."""
 
     factor: torch.Tensor
     shift: torch.Tensor
@@ -323,11 +319,7 @@ def channel_norm(tensors: dict[str, torch.Tensor | None], options: dict[str, Any
 
 
 def freeze_affines(graph_module: fx.GraphModule) -> int:
-    """Replace each x * factor + shift with per-channel constants by a `FrozenNorm`, in place.
-
-    Returns:
-        How many were replaced.
-    """
+    """Replace each x * factor + shift with per-channel constants by a `FrozenNorm`; count them."""
     count, constants = 0, _constants(graph_module)
     for node in list(graph_module.graph.nodes):
         affine = _affine(constants, node)

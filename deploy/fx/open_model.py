@@ -19,6 +19,7 @@ from deploy.files.atomic import write_bytes
 from deploy.frontends.base import LoadedModel
 from deploy.frontends.onnx_file import load_onnx
 from deploy.frontends.torch_model import missing_shape_error
+from deploy.fx.capture import at_least_two
 from deploy.fx.device import quiet
 from deploy.fx.export import check_float_export, to_onnx
 from deploy.fx.fuse import fuse_for_export
@@ -44,7 +45,6 @@ def export_torch(
     dtypes: Sequence[str | None] = (),
     names: Sequence[str | None] = (),
     weights: Path | None = None,
-    dynamic_batch: bool = True,
     notes: list[str] | None = None,
 ) -> onnx.ModelProto:
     """Export the float model of `file.py:factory` to ONNX, fused, and check it against torch.
@@ -56,7 +56,6 @@ def export_torch(
         names: name of each input for `deploy.fx.model_inputs.accept_named_inputs`; empty for
         positional.
         weights: a state dict to load, tensors only.
-        dynamic_batch: make the batch dynamic.
         notes: list to which notes for the user are appended.
 
     Raises:
@@ -77,7 +76,7 @@ def export_torch(
     examples = example_inputs(inputs, dtypes)
     ordered = (examples[i] for i in order)
     tensors = tuple(x.float() if x.is_floating_point() else x for x in ordered)
-    exported = to_onnx(fuse_for_export(model, tensors), tensors, dynamic_batch=dynamic_batch)
+    exported = to_onnx(fuse_for_export(model, tensors), tensors)
     messages.append(check_float_export(exported, model, tensors).untold)
     if notes is not None:
         notes += [message for message in messages if message]
@@ -124,12 +123,6 @@ def write_fused(
 ) -> str:
     """Write a fused model with a dynamic batch; return a sentence on its agreement with the model.
 
-    Args:
-        path: with one of `SUFFIXES`.
-        fused: result of `deploy.fx.fuse.fuse`.
-        model: the user's model.
-        inputs: of one run, batch first.
-
     Raises:
         ModelError: torch.export cannot follow it.
         ExportError: its outputs differ from the model's, or the file cannot be written.
@@ -151,8 +144,7 @@ def _export_program(
     fused: nn.Module, inputs: Sequence[torch.Tensor]
 ) -> torch.export.ExportedProgram:
     batch = torch.export.Dim("batch")
-    # torch.export would take a batch of 1 for a constant
-    repeated = tuple(x if len(x) > 1 else torch.cat([x, x]) for x in inputs)
+    repeated = tuple(map(at_least_two, inputs))
     shapes = tuple({0: batch} for _ in repeated)
     try:
         with quiet():

@@ -281,12 +281,7 @@ def target_of(target: str | Target) -> Target:
 
 
 class _OpaqueCalls:
-    """Predicate of `call_module` nodes that stay one node: leaves and unknown modules.
-
-    Args:
-        graph_module: the graph with the calls.
-        leaves: module names, class names, or classes.
-    """
+    """Predicate of `call_module` nodes that stay one node: leaves and unknown modules."""
 
     def __init__(self, graph_module: fx.GraphModule, leaves: Sequence[str | type[nn.Module]]):
         self.graph_module = graph_module

@@ -65,10 +65,6 @@ def copy_scales(scales: Scales) -> list[torch.Tensor]:
 def clamp_scales(scales: Scales, before: list[torch.Tensor]) -> None:
     """Clamp scales after an optimizer step to at least half of their previous value.
 
-    Args:
-        scales: after the step.
-        before: `values_of(scales)` before the step.
-
     Raises:
         CalibrationError: a scale is not finite or not positive.
     """

@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 from calibrators.grids import Grid
 from deploy.errors import ConfigError, ModelError
 from deploy.frontends.onnx_file import clean_model
+from deploy.fx.capture import at_least_two, has_batch
 from deploy.fx.convert import Sources
 from deploy.fx.device import quiet
 from deploy.fx.export import OPSET, clean_exported, explain_export_failure
@@ -121,9 +122,7 @@ def _on_cpu(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     leaf = torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.cpu()
-    leaf = leaf.float() if leaf.is_floating_point() else leaf
-    # torch.export would take a batch of 1 for a constant
-    return torch.cat([leaf, leaf]) if leaf.dim() and len(leaf) == 1 else leaf
+    return at_least_two(leaf.float() if leaf.is_floating_point() else leaf)
 
 
 class OpaqueStandIn(nn.Module):
@@ -195,7 +194,7 @@ def is_float(node: fx.Node) -> bool:
 def _export(own: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
     """Return the exporter's program, not optimized, with a dynamic batch if possible."""
     batch = torch.export.Dim.AUTO
-    shapes = pytree.tree_map(lambda leaf: {0: batch} if _has_batch(leaf) else None, inputs)
+    shapes = pytree.tree_map(lambda leaf: {0: batch} if has_batch(leaf) else None, inputs)
     first: Exception | None = None
     for dynamic in (shapes, None):
         try:
@@ -214,10 +213,6 @@ def _export(own: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
             first = first or error
     assert first is not None
     raise ModelError(explain_export_failure(first, dynamic_batch=False)) from first
-
-
-def _has_batch(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
 def _remove_markers(model: Any) -> dict[str, str]:
@@ -284,13 +279,9 @@ def _indexed(
             if own is not None:
                 graph_nodes.add(own)
             else:  # inside a graph node, or the second name of a tensor that is an output twice
-                graph_nodes |= _union(homes[reader.name] for reader in graph.readers.get(name, []))
+                graph_nodes.update(*(homes[reader.name] for reader in graph.readers.get(name, [])))
         homes[node.name] = frozenset(graph_nodes)
     return ExportedGraph(model, tensors, homes)
-
-
-def _union(sets: Iterable[frozenset[fx.Node]]) -> set[fx.Node]:
-    return {node for one in sets for node in one}
 
 
 SHARES = {
@@ -374,12 +365,17 @@ def place_quantizers(
     }
     plan = _expressible_plan(graph_module, exported, target, kept)
     groups = _groups(exported.model, plan, share)
+
+    def layers(node: str) -> Iterator[str]:
+        return _layers(graph_module, exported, exported.homes[node])
+
+    heavy = [d for d in plan.decisions if d.reason and d.op_type in plan.placement.heavy]
     return GraphPlacement(
         grid=plan.placement.grid,
         sites=_sites(graph_module, exported, plan, groups),
         sources=_sources(exported, plan, groups),
-        weights=dict(_weights(graph_module, exported, plan)),
-        reasons=dict(_reasons(graph_module, exported, plan)),
+        weights={name: w.axis is not None for w in plan.weights for name in layers(w.node)},
+        reasons={n: d.reason.replace(NODE_PREFIX, "") for d in heavy for n in layers(d.node)},
         fits_pairs=plan.placement.fits_pairs,
     )
 
@@ -429,25 +425,6 @@ def _layers(
             continue
         missing = [n for n in home.all_input_nodes if is_float(n) and n not in exported.tensors]
         yield from _layers(graph_module, exported, missing)
-
-
-def _weights(
-    graph_module: fx.GraphModule, exported: ExportedGraph, plan: Plan
-) -> Iterator[tuple[str, bool]]:
-    for weight in plan.weights:
-        for name in _layers(graph_module, exported, exported.homes[weight.node]):
-            yield name, weight.axis is not None
-
-
-def _reasons(
-    graph_module: fx.GraphModule, exported: ExportedGraph, plan: Plan
-) -> Iterator[tuple[str, str]]:
-    """Yield (layer, why it stays in float), as in a build."""
-    for decision in plan.decisions:
-        if not decision.reason or decision.op_type not in plan.placement.heavy:
-            continue
-        for name in _layers(graph_module, exported, exported.homes[decision.node]):
-            yield name, decision.reason.replace(NODE_PREFIX, "")
 
 
 def _groups(model: onnx.ModelProto, plan: Plan, share: Sequence[str]) -> dict[str, str]:

@@ -118,14 +118,15 @@ def order_inputs(task: Task) -> Task:
             " tensor its own key, and build other containers in the model's forward"
         )
     arguments = ForwardArguments.of(task.model, inputs[0])
+    samples, evaluate = task.calibration, task.evaluate
     return replace(
         task,
         model=arguments.taken_by(task.model),
         teacher=None if task.teacher is None else arguments.taken_by(task.teacher),
         inputs=list(arguments.tensors(inputs[0])),
         batches=lambda epoch: arguments.pairs(task.batches(epoch)),
-        calibration=_ordered_calibration(task.calibration, arguments),
-        evaluate=_wrapped_evaluate(task.evaluate, arguments),
+        calibration=samples and (lambda: (arguments.tensors(*as_inputs(x)) for x in samples())),
+        evaluate=evaluate and (lambda model: evaluate(NamedInputsModel(model, arguments).eval())),
     )
 
 
@@ -206,12 +207,7 @@ class ForwardArguments:
 
 
 class NamedInputsModel(nn.Module):
-    """Wraps a model that takes tensors in order, to be called like the user's model.
-
-    Args:
-        model: takes tensors in order.
-        arguments: of the user's model.
-    """
+    """Wraps a model that takes tensors in order, to be called like the user's model."""
 
     def __init__(self, model: nn.Module, arguments: ForwardArguments):
         super().__init__()
@@ -225,22 +221,6 @@ class NamedInputsModel(nn.Module):
 
 def _is_dict(value: Any) -> bool:
     return isinstance(value, Mapping)
-
-
-def _ordered_calibration(
-    calibration: Callable[[], Iterable[Any]] | None, arguments: ForwardArguments
-) -> Callable[[], Iterable[Tensors]] | None:
-    if calibration is None:
-        return None
-    return lambda: (arguments.tensors(*as_inputs(samples)) for samples in calibration())
-
-
-def _wrapped_evaluate(
-    evaluate: Callable[[nn.Module], float] | None, arguments: ForwardArguments
-) -> Callable[[nn.Module], float] | None:
-    if evaluate is None:
-        return None
-    return lambda model: evaluate(NamedInputsModel(model, arguments).eval())
 
 
 def read_batches(

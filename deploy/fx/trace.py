@@ -290,20 +290,6 @@ def trace(
     return graph_module
 
 
-def trace_only(
-    model: nn.Module, only: str, *, leaves: Sequence[str | type[nn.Module]] = ()
-) -> nn.Module:
-    """Return a copy of `model` with only its submodule `only` traced.
-
-    Raises:
-        ConfigError: there is no such submodule.
-        ModelError: the submodule cannot be traced.
-    """
-    model = copy.deepcopy(model)
-    replace_submodule(model, only, trace(submodule(model, only), leaves=leaves))
-    return model
-
-
 def submodule(model: nn.Module, name: str) -> nn.Module:
     """Return the submodule with this qualified name.
 

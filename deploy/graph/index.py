@@ -69,12 +69,17 @@ def has_no_subgraph(node: onnx.NodeProto) -> bool:
     return not held or all(attribute.type not in _BODIES for attribute in held)
 
 
-def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """Yield the nodes of the graph and of all its subgraphs."""
+def nested_nodes(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    """Yield a node and all nodes of its subgraphs."""
+    yield node
+    for body in subgraphs(node):
+        yield from all_nodes(body)
+
+
+def all_nodes(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.NodeProto]:
+    """Yield the nodes of the graph or function and of all its subgraphs."""
     for node in graph.node:
-        yield node
-        for body in subgraphs(node):
-            yield from all_nodes(body)
+        yield from nested_nodes(node)
 
 
 def iter_reads(node: onnx.NodeProto) -> Iterator[str]:
@@ -122,11 +127,9 @@ class Graph:
     """Index of the main graph of a model, as it was at construction.
 
     Attributes:
-        nodes: in graph order.
         initializers: name -> tensor.
         constants: initializers and the tensors of Constant nodes, by name.
         inputs: names of the graph inputs that are not initializers.
-        outputs: names of the graph outputs.
         producer: tensor -> the node that makes it.
         readers: tensor -> the nodes that have it as an input, each once.
         captured: tensors that a node reads inside a subgraph.

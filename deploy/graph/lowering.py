@@ -56,10 +56,7 @@ class _Decomposition:
     """Builder of the nodes that replace one node.
 
     Attributes:
-        node: the node to replace.
         places: opsets and tensors in scope.
-        given: attributes of the node.
-        nodes: the nodes so far.
     """
 
     def __init__(self, node: onnx.NodeProto, places: OpsetScope) -> None:
@@ -70,7 +67,6 @@ class _Decomposition:
 
     @property
     def source(self) -> str:
-        """Name of the first input."""
         return str(self.node.input[0])
 
     def add(self, op_type: str, *inputs: str, given: Mapping[str, Any] | None = None) -> str:
@@ -231,7 +227,6 @@ class LoweredModel:
     """A model lowered to an older opset.
 
     Attributes:
-        model: the model.
         rewritten: operator -> number of its nodes that were changed.
     """
 

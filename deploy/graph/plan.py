@@ -52,8 +52,6 @@ class Decision:
     """Precision of one node.
 
     Attributes:
-        node: its name.
-        op_type: its operator.
         precision: name of the grid of its activations ("int8", "uint8"), or of a float type.
         reason: why it is float; "" if it is not.
     """
@@ -142,11 +140,7 @@ class Plan:
 
 
 class ModelAnalysis:
-    """Analysis of an unchanging model that does not depend on the plan; shared by many plans.
-
-    Attributes:
-        graph: the model's index.
-    """
+    """Analysis of an unchanging model that does not depend on the plan; shared by many plans."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self.graph = CachedGraph(model)

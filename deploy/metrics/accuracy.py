@@ -253,7 +253,6 @@ class TensorComparison:
     """
 
     def __init__(self, pairs: Mapping[str, str]) -> None:
-        """Raise ConfigError if there is no pair."""
         if not pairs:
             raise ConfigError("a comparison of tensors needs at least one pair of names, got none")
         self.pairs = dict(pairs)

@@ -135,7 +135,6 @@ class EngineLayer:
     """One layer of an engine.
 
     Attributes:
-        name: the runtime's name.
         kind: operation type, in the runtime's terms.
         precision: dtype of its first input, which it computes in, such as "int8" or "float16";
             "" if unknown.

@@ -50,12 +50,7 @@ class TaskLoss:
 
 
 def measure_loss(accuracy: Accuracy, max_loss: float | None) -> TaskLoss | None:
-    """Return the loss on the task; None if nothing measures it and no limit is given.
-
-    Args:
-        accuracy: figures against the float model.
-        max_loss: as in `judge_accuracy`.
-    """
+    """Return the loss on the task; None if nothing measures it and no limit is given."""
     if accuracy.top1_reference is not None and accuracy.top1_candidate is not None:
         share = accuracy.top1_reference - accuracy.top1_candidate
         words = f"{100 * share:.2f} points of top-1 lost"

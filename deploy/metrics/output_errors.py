@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 import cv2
 import numpy as np
 
-from deploy.metrics.rows import Outputs
+from deploy.metrics.rows import Outputs, is_floating
 from deploy.tensors import Array
 
 _BLOCK = 1 << 13  # values of a row summed at a time; for more, BLAS wakes its threads
@@ -176,7 +176,6 @@ class _Sums:
 
     @property
     def cosine(self) -> float:
-        """Cosine of the two rows."""
         return _cosine(self.left, self.right, self.product)
 
 
@@ -329,7 +328,7 @@ def find_usual_values(samples: Sequence[Array]) -> Array | None:
     first = samples[0]
     if len(samples) < 2 or not 0 < first.size <= _FEW or first.size != max(first.shape, default=0):
         return None
-    if any(one.shape != first.shape or not _is_numbers(one) for one in samples):
+    if any(one.shape != first.shape or not is_floating(one) for one in samples):
         return None
     values = np.stack(samples).astype(np.float64)
     if values.min() >= 0 and values.max() <= 1:  # probabilities near 1 deviate little anyway
@@ -346,7 +345,3 @@ def subtract_usual(value: Array, usual: Array) -> Array:
     if value.shape[1:] != usual.shape[1:]:
         return value
     return np.asarray(np.subtract(value, usual, dtype=np.float32))
-
-
-def _is_numbers(value: Array) -> bool:
-    return bool(np.issubdtype(value.dtype, np.floating) and np.isfinite(value).all())

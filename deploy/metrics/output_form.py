@@ -50,7 +50,6 @@ class OutputForm:
 
     Attributes:
         parts: slices of all outputs, in the outputs' order.
-        task: the task; None if not recognised.
         carried: state outputs -> the inputs of the next call that take them.
         usual: outputs that deviate little from their mean -> that mean.
     """
@@ -61,13 +60,7 @@ class OutputForm:
     usual: Mapping[str, Array] = field(default_factory=dict)
 
     def told(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
-        """Return outputs ready to be sliced: minus an input or mean, or weighted by scores.
-
-        Args:
-            outputs: of either model.
-            inputs: the sample's inputs.
-            reference: the float model's outputs for the same inputs.
-        """
+        """Return outputs ready to be sliced: minus an input or mean, or weighted by scores."""
         measured = {
             part.output: self._of_part(part, outputs[part.output], inputs, reference)
             for part in self.parts
@@ -158,7 +151,6 @@ class SliceAccuracy:
 
     Attributes:
         label: such as "scores" or "output0[4:22]".
-        output: name of the output.
         sqnr_db, cosine_mean, cosine_min, max_abs_error: as in `OutputAccuracy`.
         less: what was subtracted first: an input, or `USUAL` for the mean; "" for nothing.
     """

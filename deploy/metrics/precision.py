@@ -21,12 +21,11 @@ from numpy.typing import NDArray
 
 from deploy.errors import FeedError
 from deploy.files.reading import read_json
-from deploy.metrics.rows import Outputs, image_size
+from deploy.metrics.rows import Floats, Outputs, image_size
 from deploy.metrics.tasks.boxes import Decoder
 from deploy.metrics.tasks.detections import (
     NOTHING,
     Detections,
-    Floats,
     box_ious,
     scale_to_pixels,
     suppress_overlaps,
@@ -170,7 +169,6 @@ class GroundTruth:
     Attributes:
         objects: per sample in order, in pixels of the input.
         categories: category ids, ascending.
-        notes: sentences on how the objects were mapped to the input.
     """
 
     objects: Sequence[Objects]
@@ -258,12 +256,7 @@ def _precision(counts: NDArray[np.int32], objects: int) -> float:
 
 @dataclass(slots=True)
 class PrecisionTally:
-    """Counts boxes of both models against the annotated objects.
-
-    Attributes:
-        decoder: reads boxes from the outputs.
-        truth: annotated objects of all samples.
-    """
+    """Counts boxes of both models against the annotated objects."""
 
     decoder: Decoder
     truth: GroundTruth

@@ -23,6 +23,7 @@ from deploy.errors import FeedError
 from deploy.tensors import Array
 
 Outputs = Mapping[str, Array]
+Floats = NDArray[np.float64]
 
 
 def batch_length(feed: Outputs) -> int:
@@ -102,6 +103,12 @@ def are_regression_values(scores: Array, batch: int) -> bool:
 def is_floating(value: Array) -> bool:
     """Whether an array is floating-point and finite."""
     return bool(np.issubdtype(value.dtype, np.floating) and np.isfinite(value).all())
+
+
+def to_shares(scores: Array, *, raw: bool = True) -> Floats:
+    """Return probabilities: of `raw` logits by the Sigmoid, of others unchanged."""
+    with np.errstate(over="ignore"):
+        return np.asarray(1 / (1 + np.exp(-scores))) if raw else scores
 
 
 def are_ranked(scores: Array, batch: int) -> bool:
@@ -291,9 +298,6 @@ class Top1:
 
     def result(self, kind: str) -> Top1Figures:
         """Return the shares.
-
-        Args:
-            kind: name of the task; "" if unknown.
 
         Raises:
             FeedError: labels that do not fit.

@@ -17,7 +17,7 @@ import numpy as np
 
 from deploy.errors import BackendError, SdkMissingError, first_line
 from deploy.machine import usable_cores
-from deploy.runtimes.ort import model_source
+from deploy.runtimes.ort import CpuSession, Model, model_source
 from deploy.tensors import Array, TensorSpec
 
 if TYPE_CHECKING:
@@ -26,19 +26,27 @@ if TYPE_CHECKING:
 _REFUSED = 3  # exit status of a `run_in_subprocess` process that printed an error message
 
 
-class OpenvinoSession:
-    """An ONNX model loaded in OpenVINO; created by `open`."""
+class OpenvinoSession(CpuSession):
+    """An ONNX model loaded in OpenVINO."""
+
+    _runtime = "OpenVINO"
 
     def __init__(self, compiled: Any, *, threads: int) -> None:
-        self._compiled = compiled
         self.threads = threads
-        self._inputs = [_spec(port) for port in compiled.inputs]
-        self._outputs = [_spec(port) for port in compiled.outputs]
+        self.inputs = [_spec(port) for port in compiled.inputs]
+        self.outputs = [_spec(port) for port in compiled.outputs]
+
+        def infer(feed: dict[str, Array]) -> list[Array]:
+            values = compiled(feed)
+            # copied: the arrays are the request's memory, which the next run overwrites
+            return [np.array(values[number]) for number in range(len(self.outputs))]
+
+        self._infer = infer
 
     @classmethod
     def open(
         cls,
-        model: Path | str | bytes | ModelProto,
+        model: Model,
         *,
         threads: int | None = None,
         shapes: Mapping[str, Sequence[int]] | None = None,
@@ -59,7 +67,6 @@ class OpenvinoSession:
         """
         openvino = _openvino()
         threads = usable_cores() if threads is None else threads
-        what = str(model) if isinstance(model, Path | str) else "the model"
         settings = {
             "INFERENCE_NUM_THREADS": threads,
             "INFERENCE_PRECISION_HINT": "f32",
@@ -73,34 +80,15 @@ class OpenvinoSession:
                 read.reshape({name: list(shape) for name, shape in shapes.items()})
             compiled = core.compile_model(read, "CPU", settings)
         except Exception as error:  # OpenVINO's exceptions share no base but RuntimeError
-            raise BackendError(
-                f"{what} must be a model that OpenVINO {openvino.__version__} can load, got:"
-                f" {_sentence(error)}; run it in ONNX Runtime only"
-            ) from error
+            refused = cls._open_error(model, openvino.__version__, error)
+            raise BackendError(f"{refused}; run it in ONNX Runtime only") from error
         return cls(compiled, threads=threads)
 
-    @property
-    def inputs(self) -> Sequence[TensorSpec]:
-        """Specs of the inputs, in the model's order."""
-        return self._inputs
-
-    @property
-    def outputs(self) -> Sequence[TensorSpec]:
-        """Specs of the outputs, in the model's order."""
-        return self._outputs
-
-    def run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
-        """Run one inference: input name -> array in, output name -> array out.
-
-        Raises:
-            BackendError: a missing or unknown input, a wrong dtype or shape, or a failing operator.
-        """
-        try:
-            values = self._compiled(dict(feed))
-        except Exception as error:  # OpenVINO's exceptions share no base but RuntimeError
-            raise BackendError(f"OpenVINO could not run the model: {_sentence(error)}") from error
-        # copied: the arrays are the request's memory, which the next run overwrites
-        return {spec.name: np.array(values[number]) for number, spec in enumerate(self._outputs)}
+    @staticmethod
+    def _sentence(error: Exception) -> str:
+        """Return the message's last line with text; the lines before are locations in OpenVINO."""
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return first_line(RuntimeError(lines[-1] if lines else type(error).__name__))
 
 
 def run_in_subprocess(
@@ -193,12 +181,6 @@ def _spec(port: Any) -> TensorSpec:
     return TensorSpec(
         str(port.get_any_name()), np.dtype(port.get_element_type().to_dtype()).name, dims
     )
-
-
-def _sentence(error: Exception) -> str:
-    """Return the message's last line with text; the lines before are locations in OpenVINO."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return first_line(RuntimeError(lines[-1] if lines else type(error).__name__))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -40,6 +42,9 @@ _MOST_TRACED = 64  # maximum number of runs of a timed profile
 _LARGE = 1 << 12  # bytes; larger weights go to a separate file when a model is saved
 
 _LINE = 64  # bytes of a cache line, and of the widest vector
+
+Model: TypeAlias = "Path | str | bytes | ModelProto"
+ArrayForm = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype
 
 _LOG_FATAL = 4  # errors arrive as exceptions; everything else would clutter the user's screen
 
@@ -74,19 +79,68 @@ def _create_session(
         return session([*without, _OUTPUT_LOSING_OPTIMIZER])
 
 
-class OrtSession:
-    """An ONNX model loaded in ONNX Runtime; created by `open`."""
+class CpuSession(ABC):
+    """An ONNX model loaded in a runtime on the CPU; created by a subclass's `open`.
+
+    Attributes:
+        inputs: specs of the inputs, in the model's order.
+        outputs: specs of the outputs that are tensors, not sequences or maps, in the model's order.
+        threads: threads of one inference.
+    """
+
+    _runtime: ClassVar[str]
+
+    inputs: Sequence[TensorSpec]
+    outputs: Sequence[TensorSpec]
+    threads: int
+    _infer: Callable[[dict[str, Array]], Iterable[Array]]
+
+    def run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
+        """Run one inference: input name -> array in, output name -> array out.
+
+        Raises:
+            BackendError: a missing or unknown input, a wrong dtype or shape, or a failing operator.
+        """
+        try:
+            values = self._infer(dict(feed))
+        except Exception as error:  # the runtimes' exceptions share no base but Exception
+            raise self.run_error(error) from error
+        return dict(zip([spec.name for spec in self.outputs], values, strict=True))
+
+    @staticmethod
+    @abstractmethod
+    def _sentence(error: Exception) -> str: ...
+
+    @classmethod
+    def run_error(cls, error: Exception) -> BackendError:
+        """Return the error of a run that fails."""
+        return BackendError(f"{cls._runtime} could not run the model: {cls._sentence(error)}")
+
+    @classmethod
+    def _open_error(cls, model: Model, version: str, error: Exception) -> BackendError:
+        name = str(model) if isinstance(model, Path | str) else "the model"
+        return BackendError(
+            f"{name} must be a model that {cls._runtime} {version} can load,"
+            f" got: {cls._sentence(error)}"
+        )
+
+
+class OrtSession(CpuSession):
+    """An ONNX model loaded in ONNX Runtime."""
+
+    _runtime = "ONNX Runtime"
 
     def __init__(self, session: onnxruntime.InferenceSession, *, threads: int) -> None:
-        self._session = session
         self.threads = threads
-        self._inputs = [_spec(node) for node in session.get_inputs()]
-        self._outputs = [_spec(node) for node in session.get_outputs() if _is_tensor(node)]
+        self.inputs = [_spec(node) for node in session.get_inputs()]
+        self.outputs = [_spec(node) for node in session.get_outputs() if _is_tensor(node)]
+        self._session = session
+        self._infer = partial(session.run, [spec.name for spec in self.outputs])
 
     @classmethod
     def open(
         cls,
-        model: Path | str | bytes | ModelProto,
+        model: Model,
         *,
         threads: int | None = None,
         optimize: bool = True,
@@ -119,7 +173,6 @@ class OrtSession:
         import onnxruntime
 
         threads = usable_cores() if threads is None else threads
-        what = str(model) if isinstance(model, Path | str) else "the model"
         source = model_source(model)
         int8_kernels = int8_kernels and not _is_fp8(model)
         options = _options(
@@ -128,42 +181,23 @@ class OrtSession:
         try:
             session = _create_session(source, options, () if int8_kernels else _CLIP_DROPPERS)
         except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
-            raise BackendError(
-                f"{what} must be a model that ONNX Runtime {onnxruntime.__version__} can load,"
-                f" got: {_sentence(error)}"
-            ) from error
+            raise cls._open_error(model, onnxruntime.__version__, error) from error
         return cls(session, threads=threads)
-
-    @property
-    def inputs(self) -> Sequence[TensorSpec]:
-        """Specs of the inputs, in the model's order."""
-        return self._inputs
-
-    @property
-    def outputs(self) -> Sequence[TensorSpec]:
-        """Specs of the outputs that are tensors, not sequences or maps, in the model's order."""
-        return self._outputs
 
     def end_trace(self) -> str:
         """Stop profiling and return the path of the trace."""
         return str(self._session.end_profiling())
 
-    def run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
-        """Run one inference: input name -> array in, output name -> array out.
+    @staticmethod
+    def _sentence(error: Exception) -> str:
+        """Return the message on one line, without its "[ONNXRuntimeError] : 7 : ..." prefix."""
+        text = " ".join(str(error).split()) or type(error).__name__
+        message = text.split(" : ", 3)[-1] if text.startswith("[ONNXRuntimeError]") else text
+        if "No Op registered for Ascend" in message:
+            return f"{message}; only Ascend's atc reads it, so give its fake-quant model"
+        return message
 
-        Raises:
-            BackendError: a missing or unknown input, a wrong dtype or shape, or a failing operator.
-        """
-        names = [spec.name for spec in self._outputs]
-        try:
-            values = self._session.run(names, dict(feed))
-        except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
-            raise BackendError(f"ONNX Runtime could not run the model: {_sentence(error)}") from (
-                error
-            )
-        return dict(zip(names, values, strict=True))
-
-    def bound(self, like: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> BoundSession:
+    def bound(self, like: Mapping[str, ArrayForm]) -> BoundSession:
         """Prepare runs on samples of one shape that write the outputs to the same memory.
 
         Args:
@@ -183,9 +217,7 @@ class BoundSession:
     """
 
     def __init__(
-        self,
-        session: onnxruntime.InferenceSession,
-        like: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]],
+        self, session: onnxruntime.InferenceSession, like: Mapping[str, ArrayForm]
     ) -> None:
         self._session = session
         self._binding = session.io_binding()
@@ -194,7 +226,7 @@ class BoundSession:
             for name, x in self.outputs.items():
                 self._binding.bind_output(name, "cpu", 0, x.dtype.type, x.shape, x.ctypes.data)
         except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
-            raise BackendError(f"outputs cannot be bound: {_sentence(error)}") from error
+            raise BackendError(f"outputs cannot be bound: {OrtSession._sentence(error)}") from error
 
     def run(self, feed: Mapping[str, Array]) -> None:
         """Run one inference.
@@ -207,16 +239,12 @@ class BoundSession:
                 self._binding.bind_cpu_input(name, array)
             self._session.run_with_iobinding(self._binding)
         except Exception as error:  # as above
-            raise BackendError(f"ONNX Runtime could not run the model: {_sentence(error)}") from (
-                error
-            )
+            raise OrtSession.run_error(error) from error
         finally:
             self._binding.clear_binding_inputs()  # or they would replace inputs missing next time
 
 
-def _allocate_outputs(
-    like: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]],
-) -> dict[str, Array]:
+def _allocate_outputs(like: Mapping[str, ArrayForm]) -> dict[str, Array]:
     """Allocate arrays in one block of memory, each aligned to a cache line."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in like.items()}
     block = np.empty(sum(size + _LINE for size in sizes.values()) + _LINE, np.uint8)
@@ -267,7 +295,7 @@ def kernel_events(trace: Path) -> Iterator[tuple[str, str, float]]:
             yield name.removesuffix(_KERNEL), str(kind), float(event["dur"])
 
 
-def model_source(model: Path | str | bytes | ModelProto) -> str | bytes:
+def model_source(model: Model) -> str | bytes:
     """Return a model in a form for runtimes in C++: a path in UTF-8, or bytes.
 
     Raises:
@@ -279,7 +307,7 @@ def model_source(model: Path | str | bytes | ModelProto) -> str | bytes:
     return model if isinstance(model, bytes) else bytes(model.SerializeToString())
 
 
-def _is_fp8(model: Path | str | bytes | ModelProto) -> bool:
+def _is_fp8(model: Model) -> bool:
     """Return whether a model in memory holds fp8 values; False for files and bytes."""
     if isinstance(model, Path | str | bytes):
         return False
@@ -347,12 +375,3 @@ def _spec(node: onnxruntime.NodeArg) -> TensorSpec:
     if _is_tensor(node):
         element = element[len("tensor(") : -1]
     return TensorSpec(node.name, _NUMPY_NAMES.get(element, element), tuple(node.shape))
-
-
-def _sentence(error: Exception) -> str:
-    """Return the message on one line, without its "[ONNXRuntimeError] : 7 : ..." prefix."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    message = text.split(" : ", 3)[-1] if text.startswith("[ONNXRuntimeError]") else text
-    if "No Op registered for Ascend" in message:
-        return f"{message}; only Ascend's atc reads it, so give its fake-quant model"
-    return message

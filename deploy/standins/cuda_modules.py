@@ -77,91 +77,98 @@ def cudart_modules(memory: Memory) -> dict[str, ModuleType]:
     return {"cuda": top, **{f"cuda.{name}": part for name, part in parts.items()}}
 
 
-def runtime_names(memory: Memory) -> dict[str, Any]:
-    """Return the names of the runtime API."""
-    success = cudaError_t.cudaSuccess
+def _calls(
+    memory: Memory, errors: type[enum.IntEnum], pointer: type[int], prefix: str, *calls: str
+) -> dict[str, Any]:
+    """Return name -> function of one of the two APIs.
+
+    Args:
+        memory: behind all pointers.
+        errors: the API's error codes; the first is success.
+        pointer: class of the allocated addresses.
+        prefix: of all names.
+        calls: names of the functions that allocate, free, copy, give a handle, do nothing, and
+            name an error.
+    """
+    success = errors(0)
 
     def allocate(size: Any, *more: Any) -> tuple[Any, int]:
-        return success, memory.alloc(size)
+        return success, pointer(memory.alloc(size))
 
-    def free(pointer: Any, *more: Any) -> tuple[Any]:
-        memory.free(pointer)
+    def free(address: Any, *more: Any) -> tuple[Any]:
+        memory.free(address)
         return (success,)
 
     def copy(to: Any, source: Any, count: Any, *kind_and_stream: Any) -> tuple[Any]:
         memory.copy(to, source, int(count))
         return (success,)
 
+    def handle(*given: Any) -> tuple[Any, Handle]:
+        return success, Handle(0)
+
+    def nothing(*given: Any) -> tuple[Any]:
+        return (success,)
+
+    def word(error: Any) -> tuple[Any, bytes]:
+        return success, errors(error).name.encode()
+
+    functions = (allocate, free, copy, handle, nothing, word)
+    return {
+        f"{prefix}{name}": function
+        for function, names in zip(functions, calls, strict=True)
+        for name in names.split()
+    }
+
+
+def runtime_names(memory: Memory) -> dict[str, Any]:
+    """Return the names of the runtime API."""
+    success = cudaError_t.cudaSuccess
+
     def fill(to: Any, value: int, count: int, *stream: Any) -> tuple[Any]:
         memory.copy(to, bytes([value & 255]) * count)
         return (success,)
 
-    def nothing(*given: Any) -> tuple[Any]:
-        return (success,)
-
-    def stream(*flags: Any) -> tuple[Any, Handle]:
-        return success, Handle(0)
-
-    def word(error: Any) -> tuple[Any, bytes]:
-        return success, cudaError_t(error).name.encode()
-
-    names: dict[str, Any] = {"cudaError_t": cudaError_t, "cudaMemcpyKind": cudaMemcpyKind}
-    for function, called in (
-        (allocate, "Malloc MallocAsync MallocHost HostAlloc MallocManaged"),
-        (free, "Free FreeAsync FreeHost"),
-        (copy, "Memcpy MemcpyAsync"),
-        (fill, "Memset MemsetAsync"),
-        (stream, "StreamCreate StreamCreateWithFlags"),
-        (nothing, "StreamSynchronize StreamDestroy DeviceSynchronize SetDevice GetLastError"),
-        (word, "GetErrorName GetErrorString"),
-    ):
-        names |= {f"cuda{name}": function for name in called.split()}
-    names["cudaGetDevice"] = lambda: (success, 0)
-    names["cudaGetDeviceCount"] = lambda: (success, 1)
-    names["cudaStream_t"] = Handle
-    return names
+    return {
+        **_calls(
+            memory,
+            cudaError_t,
+            int,
+            "cuda",
+            "Malloc MallocAsync MallocHost HostAlloc MallocManaged",
+            "Free FreeAsync FreeHost",
+            "Memcpy MemcpyAsync",
+            "StreamCreate StreamCreateWithFlags",
+            "StreamSynchronize StreamDestroy DeviceSynchronize SetDevice GetLastError",
+            "GetErrorName GetErrorString",
+        ),
+        **dict.fromkeys(("cudaMemset", "cudaMemsetAsync"), fill),
+        "cudaGetDevice": lambda: (success, 0),
+        "cudaGetDeviceCount": lambda: (success, 1),
+        "cudaError_t": cudaError_t,
+        "cudaMemcpyKind": cudaMemcpyKind,
+        "cudaStream_t": Handle,
+    }
 
 
 def driver_names(memory: Memory) -> dict[str, Any]:
     """Return the names of the driver API."""
-    success = CUresult.CUDA_SUCCESS
-
-    def allocate(size: Any, *more: Any) -> tuple[Any, Handle]:
-        return success, Handle(memory.alloc(size))
-
-    def free(pointer: Any, *more: Any) -> tuple[Any]:
-        memory.free(pointer)
-        return (success,)
-
-    def copy(to: Any, source: Any, count: Any, *stream: Any) -> tuple[Any]:
-        memory.copy(to, source, int(count))
-        return (success,)
-
-    def nothing(*given: Any) -> tuple[Any]:
-        return (success,)
-
-    def handle(*given: Any) -> tuple[Any, Handle]:
-        return success, Handle(0)
-
-    def word(error: Any) -> tuple[Any, bytes]:
-        return success, CUresult(error).name.encode()
-
-    names: dict[str, Any] = {"CUresult": CUresult}
-    names |= dict.fromkeys(("CUdeviceptr", "CUstream", "CUdevice", "CUcontext"), Handle)
-    for function, called in (
-        (allocate, "MemAlloc MemAllocHost MemAllocManaged"),
-        (free, "MemFree MemFreeHost"),
-        (copy, "MemcpyHtoD MemcpyHtoDAsync MemcpyDtoH MemcpyDtoHAsync MemcpyDtoD"),
-        (handle, "DeviceGet CtxCreate DevicePrimaryCtxRetain StreamCreate CtxGetCurrent"),
-        (
-            nothing,
+    return {
+        **_calls(
+            memory,
+            CUresult,
+            Handle,
+            "cu",
+            "MemAlloc MemAllocHost MemAllocManaged",
+            "MemFree MemFreeHost",
+            "MemcpyHtoD MemcpyHtoDAsync MemcpyDtoH MemcpyDtoHAsync MemcpyDtoD",
+            "DeviceGet CtxCreate DevicePrimaryCtxRetain StreamCreate CtxGetCurrent",
             "Init CtxPushCurrent CtxPopCurrent CtxSetCurrent CtxSynchronize CtxDestroy"
             " StreamSynchronize StreamDestroy",
+            "GetErrorName GetErrorString",
         ),
-        (word, "GetErrorName GetErrorString"),
-    ):
-        names |= {f"cu{name}": function for name in called.split()}
-    return names
+        **dict.fromkeys(("CUdeviceptr", "CUstream", "CUdevice", "CUcontext"), Handle),
+        "CUresult": CUresult,
+    }
 
 
 _FILE = re.compile(r"(.*[/\\])?(lib)?cudart(64_\d+)?(-[0-9a-f]+)?\.(so|dll|dylib)[.\d]*")
@@ -169,7 +176,7 @@ _FILE = re.compile(r"(.*[/\\])?(lib)?cudart(64_\d+)?(-[0-9a-f]+)?\.(so|dll|dylib
 
 def make_cdll(memory: Memory) -> type[ctypes.CDLL]:
     """Return a `ctypes.CDLL` that loads a stand-in for libcudart, and other libraries as usual."""
-    library = CudartLibrary(memory)
+    library = _CudartLibrary(memory)
 
     class CDLL(ctypes.CDLL):
         """The libraries of this machine, and the stand-in."""
@@ -182,7 +189,7 @@ def make_cdll(memory: Memory) -> type[ctypes.CDLL]:
     return CDLL
 
 
-class LibraryFunction:
+class _LibraryFunction:
     """One function of the library; argument types declared for ctypes are ignored."""
 
     argtypes: Any = None
@@ -192,12 +199,11 @@ class LibraryFunction:
         self._run = run
 
     def __call__(self, *given: Any) -> int:
-        """Run the function and return success."""
         self._run(*given)
         return 0
 
 
-class CudartLibrary:
+class _CudartLibrary:
     """The functions of libcudart; each name is the same object every time."""
 
     def __init__(self, memory: Memory) -> None:
@@ -229,7 +235,7 @@ class CudartLibrary:
             (one, "GetDeviceCount"),
             (nothing, "StreamSynchronize StreamDestroy DeviceSynchronize SetDevice GetLastError"),
         ):
-            vars(self).update({f"cuda{name}": LibraryFunction(run) for name in called.split()})
+            vars(self).update({f"cuda{name}": _LibraryFunction(run) for name in called.split()})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -250,19 +256,17 @@ Array = NDArray[Any]
 
 def pycuda_modules(memory: Memory) -> dict[str, ModuleType]:
     """Return dotted name -> module, all on this memory."""
-    driver = PycudaDriver(memory)
-    arrays = GpuArrayFunctions(memory)
+    driver = _Driver(memory)
+    arrays = _GpuArrayFunctions(memory)
     parts = {
         "driver": make_module("pycuda.driver", driver.names()),
-        "autoinit": make_module(
-            "pycuda.autoinit", {"device": PycudaDevice(), "context": Context()}
-        ),
+        "autoinit": make_module("pycuda.autoinit", {"device": _Device(), "context": _Context()}),
         "autoprimaryctx": make_module(
-            "pycuda.autoprimaryctx", {"device": PycudaDevice(), "context": Context()}
+            "pycuda.autoprimaryctx", {"device": _Device(), "context": _Context()}
         ),
         "gpuarray": make_module("pycuda.gpuarray", arrays.names()),
         "compiler": make_module("pycuda.compiler", {}),
-        "tools": make_module("pycuda.tools", {"make_default_context": Context}),
+        "tools": make_module("pycuda.tools", {"make_default_context": _Context}),
     }
     top = make_module("pycuda", {"VERSION": (2024, 1), "VERSION_TEXT": "2024.1", **parts})
     return {"pycuda": top, **{f"pycuda.{name}": part for name, part in parts.items()}}
@@ -295,7 +299,7 @@ class DeviceAllocation:
         self.free()
 
 
-class PycudaDevice:
+class _Device:
     """The only device."""
 
     def __init__(self, ordinal: object = 0) -> None:
@@ -303,21 +307,19 @@ class PycudaDevice:
 
     @staticmethod
     def count() -> int:
-        """Return 1."""
         return 1
 
     def name(self) -> str:
-        """Return the device's name."""
         return "host memory"
 
-    def make_context(self, *flags: object) -> Context:
+    def make_context(self, *flags: object) -> _Context:
         """Return a context, which is not needed."""
-        return Context()
+        return _Context()
 
     retain_primary_context = make_context
 
 
-class Context:
+class _Context:
     """A context without any state."""
 
     def push(self) -> None:
@@ -335,12 +337,11 @@ class Context:
         """Do nothing."""
 
     @staticmethod
-    def get_device() -> PycudaDevice:
-        """Return the only device."""
-        return PycudaDevice()
+    def get_device() -> _Device:
+        return _Device()
 
 
-class PycudaStream:
+class _Stream:
     """A stream, which is always idle."""
 
     handle = 0
@@ -352,21 +353,19 @@ class PycudaStream:
         """Do nothing."""
 
     def is_done(self) -> bool:
-        """Return True."""
         return True
 
 
-class PycudaDriver:
+class _Driver:
     """The functions of `pycuda.driver`."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
 
     def names(self) -> dict[str, Any]:
-        """Return every name of the module."""
-        names = {name: getattr(self, name) for name in vars(PycudaDriver) if name[0] != "_"}
+        names = {name: getattr(self, name) for name in vars(_Driver) if name[0] != "_"}
         errors = {name: type(name, (Exception,), {}) for name in ("Error", "LogicError")}
-        names |= {"Device": PycudaDevice, "Context": Context, "Stream": PycudaStream}
+        names |= {"Device": _Device, "Context": _Context, "Stream": _Stream}
         names |= {"DeviceAllocation": DeviceAllocation} | errors
         del names["names"]
         return names
@@ -375,21 +374,17 @@ class PycudaDriver:
         """Do nothing."""
 
     def mem_alloc(self, size: object) -> DeviceAllocation:
-        """Allocate `size` bytes."""
         return DeviceAllocation(self._memory, size)
 
     def mem_alloc_like(self, array: Array) -> DeviceAllocation:
-        """Allocate as many bytes as an array has."""
         return self.mem_alloc(array.nbytes)
 
     def to_device(self, array: Any) -> DeviceAllocation:
-        """Allocate a copy of an array."""
         allocation = self.mem_alloc(memoryview(array).nbytes)
         self._memory.copy(allocation, array)
         return allocation
 
     def memcpy_htod(self, to: object, source: Any) -> None:
-        """Copy a complete array to an address."""
         self._memory.copy(to, source)
 
     def memcpy_htod_async(self, to: object, source: Any, stream: object = None) -> None:
@@ -397,7 +392,6 @@ class PycudaDriver:
         self._memory.copy(to, source)
 
     def memcpy_dtoh(self, to: Any, source: object) -> None:
-        """Fill a complete array from an address."""
         self._memory.copy(to, source, to.nbytes)
 
     def memcpy_dtoh_async(self, to: Any, source: object, stream: object = None) -> None:
@@ -405,27 +399,22 @@ class PycudaDriver:
         self.memcpy_dtoh(to, source)
 
     def memcpy_dtod(self, to: object, source: object, size: int) -> None:
-        """Copy bytes between addresses."""
         self._memory.copy(to, source, size)
 
     def memset_d8(self, to: object, value: int, count: int) -> None:
-        """Set bytes."""
         self._memory.copy(to, bytes([value & 255]) * count)
 
     def pagelocked_empty(
         self, shape: Any, dtype: DTypeLike, order: Any = "C", mem_flags: int = 0
     ) -> Array:
-        """Return an ordinary array."""
         return np.zeros(shape, dtype, order)
 
     pagelocked_zeros = pagelocked_empty
 
     def pagelocked_empty_like(self, array: Array, mem_flags: int = 0) -> Array:
-        """Return an ordinary array like another one."""
         return np.zeros_like(array)
 
     def register_host_memory(self, array: Array, flags: int = 0) -> Array:
-        """Return the array unchanged."""
         return array
 
 
@@ -455,21 +444,19 @@ class GPUArray:
         return array
 
 
-class GpuArrayFunctions:
+class _GpuArrayFunctions:
     """The functions of `pycuda.gpuarray`."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
 
     def names(self) -> dict[str, Any]:
-        """Return every name of the module."""
         functions = {
             name: getattr(self, name) for name in ("to_gpu", "to_gpu_async", "zeros", "empty")
         }
         return {**functions, "GPUArray": GPUArray}
 
     def to_gpu(self, array: Array) -> GPUArray:
-        """Return a copy of an array."""
         return GPUArray(self._memory, array)
 
     def to_gpu_async(self, array: Array, stream: object = None) -> GPUArray:
@@ -477,7 +464,6 @@ class GpuArrayFunctions:
         return self.to_gpu(array)
 
     def zeros(self, shape: Any, dtype: DTypeLike) -> GPUArray:
-        """Return zeros."""
         return self.to_gpu(np.zeros(shape, dtype))
 
     empty = zeros

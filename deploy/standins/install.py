@@ -98,36 +98,8 @@ class IInt8Calibrator:
         """Do nothing."""
 
 
-class IInt8LegacyCalibrator(IInt8Calibrator):
-    """Calibrates by a quantile."""
-
-    def get_algorithm(self) -> CalibrationAlgoType:
-        """Return LEGACY_CALIBRATION."""
-        return CalibrationAlgoType.LEGACY_CALIBRATION
-
-
-class IInt8EntropyCalibrator(IInt8Calibrator):
-    """Calibrates by the first entropy algorithm."""
-
-    def get_algorithm(self) -> CalibrationAlgoType:
-        """Return ENTROPY_CALIBRATION."""
-        return CalibrationAlgoType.ENTROPY_CALIBRATION
-
-
-class IInt8EntropyCalibrator2(IInt8Calibrator):
-    """Calibrates by the second entropy algorithm."""
-
-    def get_algorithm(self) -> CalibrationAlgoType:
-        """Return ENTROPY_CALIBRATION_2."""
-        return CalibrationAlgoType.ENTROPY_CALIBRATION_2
-
-
-class IInt8MinMaxCalibrator(IInt8Calibrator):
-    """Calibrates by the largest |x|."""
-
-    def get_algorithm(self) -> CalibrationAlgoType:
-        """Return MINMAX_CALIBRATION."""
-        return CalibrationAlgoType.MINMAX_CALIBRATION
+def _calibrator_class(name: str, algorithm: CalibrationAlgoType) -> type[IInt8Calibrator]:
+    return type(name, (IInt8Calibrator,), {"get_algorithm": lambda self: algorithm})
 
 
 def volume(shape: Any) -> int:
@@ -148,9 +120,12 @@ def init_libnvinfer_plugins(logger: Any, namespace: str) -> bool:
 def tensorrt_modules() -> dict[str, ModuleType]:
     """Return the module `tensorrt`."""
     kinds = (
-        CalibrationAlgoType, DataType, ILogger, Logger, IInt8Calibrator, IInt8LegacyCalibrator,
-        IInt8EntropyCalibrator, IInt8EntropyCalibrator2, IInt8MinMaxCalibrator, volume, nptype,
-        init_libnvinfer_plugins,
+        CalibrationAlgoType, DataType, ILogger, Logger, IInt8Calibrator,
+        _calibrator_class("IInt8LegacyCalibrator", CalibrationAlgoType.LEGACY_CALIBRATION),
+        _calibrator_class("IInt8EntropyCalibrator", CalibrationAlgoType.ENTROPY_CALIBRATION),
+        _calibrator_class("IInt8EntropyCalibrator2", CalibrationAlgoType.ENTROPY_CALIBRATION_2),
+        _calibrator_class("IInt8MinMaxCalibrator", CalibrationAlgoType.MINMAX_CALIBRATION),
+        volume, nptype, init_libnvinfer_plugins,
     )  # fmt: skip
     dtypes = {"FLOAT": "float32", "HALF": "float16", "INT8": "int8", "INT32": "int32"}
     names: dict[str, Any] = {kind.__name__: kind for kind in kinds}

@@ -157,7 +157,6 @@ def read_huggingface(metadata: ModelMetadata) -> StoredPreprocess | None:
 
 
 def _add_arithmetic(how: Preprocess, data: Mapping[str, Any]) -> Preprocess:
-    """Add the arithmetic and the order of channels."""
     scaled, normal = _flag(data, "do_rescale", True), _flag(data, "do_normalize", True)
     factor = data.get("rescale_factor")
     return replace(
@@ -174,7 +173,6 @@ def _add_arithmetic(how: Preprocess, data: Mapping[str, Any]) -> Preprocess:
 
 
 def _resize_of(data: Mapping[str, Any], kind: str) -> Preprocess:
-    """Return how an image is resized and cropped."""
     resample = parse_number(data.get("resample", 2), "resample")
     size, crop = data.get("size"), _flag(data, "do_center_crop", False)
     if not _flag(data, "do_resize", True) or resample not in range(len(_RESAMPLE)):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from deploy.errors import ConfigError
 from deploy.feed.preprocess import Preprocess
-from deploy.files.reading import from_json, read_text
+from deploy.files.reading import from_json, is_file, read_text
 
 LONGEST = 1 << 12  # maximum number of characters of a value
 _LARGEST = 1 << 18  # maximum size in bytes of a file next to the model
@@ -27,7 +27,6 @@ class ModelMetadata:
         properties: metadata in the model; values longer than `LONGEST` are cut after one more
             character.
         folder: that contains the model, None for a model in memory.
-        shape: of the model's first input.
     """
 
     properties: Mapping[str, str]
@@ -52,7 +51,7 @@ class ModelMetadata:
             ConfigError: the file is too large, or not text.
         """
         for path in (self.folder / name for name in names) if self.folder else ():
-            if _is_file(path):
+            if is_file(path):
                 return read_text(path, what="text", error=ConfigError, most=_LARGEST)
         return None
 
@@ -135,10 +134,3 @@ def _finite(value: object) -> float | None:
     except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False

@@ -32,16 +32,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Outputs, image_size, sums_to_one
+from deploy.metrics.rows import Floats, Outputs, image_size, sums_to_one, to_shares
 from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.detections import (
     LOWEST,
     Detections,
-    Floats,
     detections_by_anchor,
     detections_by_score,
 )
@@ -133,7 +133,6 @@ class AnchorDecoder:
         maps: whether the outputs are maps, one cell per anchor.
         turned: outputs whose last dimension is the anchors.
         gate_raw: whether the gates are logits.
-        parts: see `EvaluationTask`.
     """
 
     levels: tuple[LevelOutputs, ...]
@@ -232,9 +231,7 @@ def _gates(levels: Sequence[LevelOutputs], outputs: Outputs, *, raw: bool) -> Fl
     gates = [one for one in columns if one is not None]
     if len(gates) != len(columns):
         return None
-    with np.errstate(over="ignore"):
-        values = np.concatenate(gates)
-        return np.asarray(1 / (1 + np.exp(-values))) if raw else values
+    return to_shares(np.concatenate(gates), raw=raw)
 
 
 def _stacked(name: str, seen: FirstSamples) -> Floats:
@@ -353,7 +350,7 @@ def _shares(rows: Floats, how: AnchorDecoder) -> Floats:
     """Return probabilities without the background's."""
     with np.errstate(over="ignore", invalid="ignore"):
         if how.activation == "sigmoid":
-            rows = 1 / (1 + np.exp(-rows))
+            rows = to_shares(rows)
         elif how.activation == "softmax":
             rows = _softmax(rows)
     return rows if how.background is None else np.delete(rows, how.background, axis=1)
@@ -406,11 +403,8 @@ class SingleTensorDecoder:
     """Decoder of scores and boxes in one tensor.
 
     Attributes:
-        output: name of the output.
-        classes: number of classes.
         rows: number of columns of a row.
         grid: of anchors whose boxes are distributions; None for queries, whose boxes come first.
-        parts: see `EvaluationTask`.
     """
 
     output: str
@@ -418,11 +412,7 @@ class SingleTensorDecoder:
     rows: int
     grid: AnchorGrid | None
     parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
-
-    @property
-    def placed(self) -> bool:
-        """Boxes are always decoded."""
-        return True
+    placed: ClassVar[bool] = True
 
     @property
     def form(self) -> str:
@@ -493,7 +483,6 @@ def _cells(name: str, samples: list[Floats], size: tuple[int, int]) -> SingleTen
 
 
 def _rarely_detect(scores: Floats) -> bool:
-    """Whether most rows detect nothing."""
     return bool(np.median(scores.max(axis=1)) < _QUIET)
 
 

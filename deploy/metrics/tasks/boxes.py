@@ -17,27 +17,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
-from deploy.metrics.rows import Outputs, image_size
+from deploy.metrics.rows import Floats, Outputs, image_size
 from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks import anchors, heatmaps, yolo
 from deploy.metrics.tasks.detections import (
     NOTHING,
     Detections,
-    Floats,
     match_detections,
     scale_to_pixels,
     suppress_overlaps,
 )
 from deploy.metrics.tasks.evaluation_task import (
     BoxExample,
+    EvaluationTask,
     ExampleSelection,
     FirstSamples,
     TaskFigure,
-    dice_figure,
+    ThresholdTally,
 )
 from deploy.tensors import Array
 
@@ -57,17 +57,12 @@ class EndToEndDecoder:
     Attributes:
         outputs: (rows), (boxes with scores, classes) or (boxes, scores, classes).
         columns: columns of a single output, as in `_LAYOUTS`.
-        parts: see `EvaluationTask`.
     """
 
     outputs: tuple[str, ...]
     columns: tuple[int, int, int] = (0, 4, 5)
     parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
-
-    @property
-    def placed(self) -> bool:
-        """Boxes are always decoded."""
-        return True
+    placed: ClassVar[bool] = True
 
     @property
     def classes(self) -> None:
@@ -227,26 +222,55 @@ DECODERS: tuple[Callable[[FirstSamples], Decoder | None], ...] = (
 )
 
 
+@dataclass(slots=True)
+class _BoxTally(ThresholdTally["BoxDetection"]):
+    """Counts of boxes at each threshold: FP32's, the candidate's, both's."""
+
+    enough = _ENOUGH
+    examples: dict[float, ExampleSelection[BoxExample]] = field(
+        default_factory=lambda: {threshold: ExampleSelection() for threshold, _ in _ENOUGH}
+    )
+
+    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        left = self.task.decoder.boxes(inputs, reference)
+        right = self.task.decoder.boxes(inputs, candidate)
+        left, right = (NOTHING if one is None else suppress_overlaps(one) for one in (left, right))
+        both = match_detections(left, right, tuple(self.counts))
+        size = image_size(inputs) if self.task.decoder.placed else None
+        for threshold, pairs in zip(self.counts, both, strict=True):
+            own, others = left.above(threshold), right.above(threshold)
+            self.count(threshold, len(own.scores), len(others.scores), len(pairs))
+            if size is not None:
+                example = _example(self.samples - 1, size, threshold, own, others, pairs)
+                differs = len(example.lost.scores) + len(example.new.scores)
+                self.examples[threshold].offer(example, differs=differs, says=len(pairs))
+
+    @property
+    def watched(self) -> frozenset[int]:
+        """Indices of the samples that `shown` may still return."""
+        return frozenset().union(*(one.numbers for one in self.examples.values()))
+
+    def shown(self) -> tuple[BoxExample, ...]:
+        """Return the samples at the figure's threshold."""
+        threshold = self.threshold
+        return () if threshold is None else self.examples[threshold].result()
+
+    def result(self) -> TaskFigure | None:
+        return self.dice("score")
+
+
 @dataclass(frozen=True, slots=True)
-class BoxDetection:
+class BoxDetection(EvaluationTask):
     """Object detection."""
 
     decoder: Decoder
-    name: str = "boxes"
+    name = "boxes"
+    tally_type = _BoxTally
 
     @property
     def form(self) -> str:
         """How the outputs are interpreted."""
         return self.decoder.form
-
-    @property
-    def parts(self) -> Mapping[str, tuple[OutputSlice, ...]]:
-        """Output -> its slices: boxes and scores are separate."""
-        return self.decoder.parts
-
-    def tally(self) -> BoxTally:
-        """Return a new, empty tally."""
-        return BoxTally(self.decoder)
 
 
 def find_boxes(seen: FirstSamples) -> BoxDetection | None:
@@ -260,68 +284,8 @@ def find_boxes(seen: FirstSamples) -> BoxDetection | None:
     for decoder in DECODERS:
         recognised = decoder(seen)
         if recognised is not None:
-            return BoxDetection(recognised)
+            return BoxDetection(recognised, parts=recognised.parts)
     return None
-
-
-@dataclass(slots=True)
-class BoxTally:
-    """Counts of boxes at each threshold: FP32's, the candidate's, both's."""
-
-    decoder: Decoder
-    samples: int = 0
-    counts: dict[float, list[int]] = field(
-        default_factory=lambda: {threshold: [0, 0, 0] for threshold, _ in _ENOUGH}
-    )
-    examples: dict[float, ExampleSelection[BoxExample]] = field(
-        default_factory=lambda: {threshold: ExampleSelection() for threshold, _ in _ENOUGH}
-    )
-
-    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        """Add one sample."""
-        self.samples += 1
-        left = self.decoder.boxes(inputs, reference)
-        right = self.decoder.boxes(inputs, candidate)
-        left, right = (NOTHING if one is None else suppress_overlaps(one) for one in (left, right))
-        both = match_detections(left, right, tuple(self.counts))
-        size = image_size(inputs) if self.decoder.placed else None
-        for (threshold, count), pairs in zip(self.counts.items(), both, strict=True):
-            own, others = left.above(threshold), right.above(threshold)
-            count[0] += len(own.scores)
-            count[1] += len(others.scores)
-            count[2] += len(pairs)
-            if size is not None:
-                example = _example(self.samples - 1, size, threshold, own, others, pairs)
-                differs = len(example.lost.scores) + len(example.new.scores)
-                self.examples[threshold].offer(example, differs=differs, says=len(pairs))
-
-    @property
-    def threshold(self) -> float | None:
-        """The highest threshold with enough FP32 boxes; None without any."""
-        enough = (threshold for threshold, least in _ENOUGH if self.counts[threshold][0] >= least)
-        return next(enough, None)
-
-    @property
-    def watched(self) -> frozenset[int]:
-        """Indices of the samples that `shown` may still return."""
-        return frozenset().union(*(one.numbers for one in self.examples.values()))
-
-    def shown(self) -> tuple[BoxExample, ...]:
-        """Return the samples at the figure's threshold."""
-        threshold = self.threshold
-        return () if threshold is None else self.examples[threshold].result()
-
-    def result(self) -> TaskFigure | None:
-        """Return the figure at that threshold."""
-        if self.threshold is None:
-            return None
-        return dice_figure(
-            "boxes",
-            self.counts[self.threshold],
-            above=f"score above {self.threshold:g}",
-            samples=self.samples,
-            form=self.decoder.form,
-        )
 
 
 def _example(

@@ -18,21 +18,21 @@ The first half of the file recognises outputs that hold classes per step, for se
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Outputs, are_probabilities_or_logs, image_size
-from deploy.metrics.slices import OutputSlice
+from deploy.metrics.rows import Floats, Outputs, are_probabilities_or_logs, image_size
 from deploy.metrics.tasks.embeddings import are_features, of_unit_length
 from deploy.metrics.tasks.evaluation_task import (
     ClassExample,
+    EvaluationTask,
     ExampleSelection,
     FirstSamples,
     TaskFigure,
-    top1_figure,
+    TaskTally,
 )
 from deploy.tensors import Array
 
@@ -50,8 +50,6 @@ _UNDECIDED = 0.05  # share of probabilities between 0.3 and 0.7, at most, in sev
 _ON = 0.25  # share of them above 0.5, at most
 _APART = 5.0  # distance of positive and negative logits, in their own deviations, at least
 _RAW = 40.0  # magnitude of a logit, at most: more is another unit
-
-Floats = NDArray[np.float64]
 
 
 def find_class_axis(samples: Sequence[Array], *, raw: bool) -> int | None:
@@ -217,32 +215,75 @@ _SURE = 0.5  # mean probability of the best class, of few logits in several outp
 _LEAST = 1e-12  # another class is a difference, even if both scores are equal
 
 
+@dataclass(slots=True)
+class _ClassTally(TaskTally["Classes"]):
+    """Counts samples with equal classes."""
+
+    compared: int = 0
+    first: int = 0
+    five: int = 0
+    examples: ExampleSelection[ClassExample] = field(default_factory=ExampleSelection)
+
+    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        for name in self.task.outputs:
+            left = np.asarray(reference[name], np.float64).reshape(-1)
+            right = np.asarray(candidate[name], np.float64).reshape(-1)
+            self.compared += 1
+            if left.shape != right.shape or not np.isfinite(left + right).all():
+                continue
+            wanted = int(left.argmax())
+            ranked = np.argsort(-right, kind="stable")[:5]
+            self.first += int(ranked[0] == wanted)
+            self.five += int(wanted in ranked)
+            self._offer(name, left, right, int(ranked[0]))
+
+    def _offer(self, name: str, left: Array, right: Array, other: int) -> None:
+        """Offer a sample whose class changes; it differs by FP32's margin."""
+        own = int(left.argmax())
+        if other != own:
+            example = ClassExample(
+                number=self.samples - 1,
+                output=name,
+                reference=(own, float(left[own])),
+                candidate=(other, float(right[other])),
+            )
+            sure = float(left[own] - left[other])
+            self.examples.offer(example, differs=max(sure, _LEAST), says=0)
+
+    @property
+    def watched(self) -> frozenset[int]:
+        """Indices of the samples that `shown` may still return."""
+        return self.examples.numbers
+
+    def shown(self) -> tuple[ClassExample, ...]:
+        """Return samples whose class changes, FP32's largest margin first."""
+        return self.examples.result()
+
+    def result(self) -> TaskFigure | None:
+        among = f"{self.five} among the best five" if max(self.task.counts) > 10 else ""
+        return self.top1(self.first, self.compared, among, self.task.beside)
+
+
 @dataclass(frozen=True, slots=True)
-class Classes:
+class Classes(EvaluationTask):
     """Classification in one output or several heads.
 
     Attributes:
-        outputs: names of the outputs with scores.
         counts: their numbers of classes.
         beside: other outputs, of numbers, which the task does not cover.
-        parts: see `EvaluationTask`.
     """
 
     outputs: tuple[str, ...]
     counts: tuple[int, ...]
     beside: tuple[str, ...] = ()
-    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
-    name: str = "classes"
+    name = "classes"
+    tally_type = _ClassTally
 
     @property
     def form(self) -> str:
         """How the outputs are interpreted."""
         counts = [str(count) for count in dict.fromkeys(self.counts)]
         return f"{', '.join(self.outputs)}: {' and '.join(counts)} classes"
-
-    def tally(self) -> ClassTally:
-        """Return a new, empty tally."""
-        return ClassTally(self)
 
 
 def find_classes(seen: FirstSamples) -> Classes | None:
@@ -283,7 +324,7 @@ def _are_numbers(samples: Sequence[Array]) -> bool:
     )
 
 
-def _rows(samples: Sequence[Array]) -> list[NDArray[np.float64]]:
+def _rows(samples: Sequence[Array]) -> list[Floats]:
     return [np.asarray(one, np.float64).reshape(-1) for one in samples if _is_vector(one)]
 
 
@@ -302,7 +343,7 @@ def _scores(samples: Sequence[Array], *, alone: bool) -> bool:
     return bool(_stand_out(np.stack(rows)).all()) and not all(map(of_unit_length, rows))
 
 
-def _about_zero(rows: NDArray[np.float64]) -> bool:
+def _about_zero(rows: Floats) -> bool:
     """Whether few logits differ among themselves, not in their mean, and leave [-1, 1]."""
     spread = float(rows.std(axis=1).mean())
     wide = rows.min() < 0 < rows.max() and np.abs(rows).max() > _BOUND
@@ -311,14 +352,14 @@ def _about_zero(rows: NDArray[np.float64]) -> bool:
     return bool(wide and steady and sure)
 
 
-def _move_against(rows: NDArray[np.float64]) -> bool:
+def _move_against(rows: Floats) -> bool:
     """Whether some of the numbers fall while others rise, over the samples."""
     moved = rows - rows.mean(axis=0)
     independent = float(moved.var(axis=1).mean()) / (rows.shape[1] - 1)
     return bool(moved.mean(axis=1).var() < _TOGETHER * independent)
 
 
-def _one_wins(rows: NDArray[np.float64]) -> bool:
+def _one_wins(rows: Floats) -> bool:
     """Whether on average one number stands off from the rest, as that of a confident class."""
     if rows.shape[1] < 3:
         return False
@@ -330,66 +371,3 @@ def _is_vector(value: Array) -> bool:
     """Whether it is [1, C] or [1, C, 1, 1] of floating-point numbers."""
     floating = np.issubdtype(value.dtype, np.floating)
     return floating and value.ndim >= 2 and value.shape[1] >= 2 and value.size == value.shape[1]
-
-
-@dataclass(slots=True)
-class ClassTally:
-    """Counts samples with equal classes."""
-
-    task: Classes
-    samples: int = 0
-    compared: int = 0
-    first: int = 0
-    five: int = 0
-    examples: ExampleSelection[ClassExample] = field(default_factory=ExampleSelection)
-
-    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        """Add one sample."""
-        self.samples += 1
-        for name in self.task.outputs:
-            left = np.asarray(reference[name], np.float64).reshape(-1)
-            right = np.asarray(candidate[name], np.float64).reshape(-1)
-            self.compared += 1
-            if left.shape != right.shape or not np.isfinite(left + right).all():
-                continue
-            wanted = int(left.argmax())
-            ranked = np.argsort(-right, kind="stable")[:5]
-            self.first += int(ranked[0] == wanted)
-            self.five += int(wanted in ranked)
-            self._offer(name, left, right, int(ranked[0]))
-
-    def _offer(self, name: str, left: Array, right: Array, other: int) -> None:
-        """Offer a sample whose class changes; it differs by FP32's margin."""
-        own = int(left.argmax())
-        if other != own:
-            example = ClassExample(
-                number=self.samples - 1,
-                output=name,
-                reference=(own, float(left[own])),
-                candidate=(other, float(right[other])),
-            )
-            sure = float(left[own] - left[other])
-            self.examples.offer(example, differs=max(sure, _LEAST), says=0)
-
-    @property
-    def watched(self) -> frozenset[int]:
-        """Indices of the samples that `shown` may still return."""
-        return self.examples.numbers
-
-    def shown(self) -> tuple[ClassExample, ...]:
-        """Return samples whose class changes, FP32's largest margin first."""
-        return self.examples.result()
-
-    def result(self) -> TaskFigure | None:
-        """Return top-1 agreement, with top-5 as text if there are more than 10 classes."""
-        if not self.compared:
-            return None
-        among = f"{self.five} among the best five" if max(self.task.counts) > 10 else ""
-        return top1_figure(
-            self.first,
-            self.samples,
-            among,
-            compared=self.compared,
-            form=self.task.form,
-            beside=self.task.beside,
-        )

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from deploy.metrics.rows import Floats
 from deploy.tensors import Array
 
 _STRIDES = (2, 4, 8)  # pixels per cell of a mask
 _WIDE, _HIGH = np.array([-1, 1, 1, -1]), np.array([-1, -1, 1, 1])  # corners, in half sides
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

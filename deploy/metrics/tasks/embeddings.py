@@ -10,15 +10,14 @@ the float model's.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Outputs, image_size
-from deploy.metrics.slices import OutputSlice
-from deploy.metrics.tasks.evaluation_task import FirstSamples, TaskFigure
+from deploy.metrics.rows import Floats, Outputs, image_size
+from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
 from deploy.tensors import Array
 
 _LONG = 32  # numbers of an embedding, at least
@@ -33,23 +32,53 @@ _KEPT = 64  # vectors stored
 _ENOUGH = 8  # vectors needed for a nearest-neighbour figure
 
 
+@dataclass(slots=True)
+class _EmbeddingTally(TaskTally["Embeddings"]):
+    """Mean cosine of all samples, and the first vectors."""
+
+    cosines: float = 0.0
+    kept: list[tuple[Floats, Floats]] = field(default_factory=list)
+
+    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        left = _unit(reference[self.task.output])
+        right = _unit(candidate[self.task.output])
+        if right.shape != left.shape or not np.isfinite(right).all():
+            right = np.zeros_like(left)
+        self.cosines += float(left @ right)
+        if len(self.kept) < _KEPT:
+            self.kept.append((left, right))
+
+    def result(self) -> TaskFigure | None:
+        if not self.samples:
+            return None
+        cosine = self.cosines / self.samples
+        stored = len(self.kept)
+        words, figure, value = f"mean cosine {cosine:.4f}", "mean cosine", cosine
+        count = f"{cosine:.4f}"
+        if stored >= _ENOUGH:
+            reference, candidate = (
+                _nearest(np.stack(rows)) for rows in zip(*self.kept, strict=True)
+            )
+            alike = int((reference == candidate).sum())
+            figure, value = "neighbours alike", alike / stored
+            count = f"{alike} of {stored}"
+            words = f"{count} nearest neighbours as FP32's, {words}"
+        return self.figure(figure, value, count, words)
+
+
 @dataclass(frozen=True, slots=True)
-class Embeddings:
+class Embeddings(EvaluationTask):
     """One embedding per sample."""
 
     output: str
     length: int
-    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
-    name: str = "embeddings"
+    name = "embeddings"
+    tally_type = _EmbeddingTally
 
     @property
     def form(self) -> str:
         """How the output is interpreted."""
         return f"{self.output}: embeddings of {self.length} numbers"
-
-    def tally(self) -> EmbeddingTally:
-        """Return a new, empty tally."""
-        return EmbeddingTally(self)
 
 
 def find_embeddings(seen: FirstSamples) -> Embeddings | None:
@@ -85,7 +114,7 @@ def are_features(samples: Sequence[Array]) -> bool:
     return bool(wide and values.min() >= _BELOW and values.max(axis=1).min() > _SHARE)
 
 
-def of_unit_length(vector: NDArray[np.float64]) -> bool:
+def of_unit_length(vector: Floats) -> bool:
     """Whether a vector was normalised to L2 length 1, and is not a few probabilities."""
     alike = abs(float(np.linalg.norm(vector)) - 1) < _ALIKE
     return alike and float(np.abs(vector).sum()) > _SPREAD
@@ -97,7 +126,7 @@ def _is_vector(value: Array) -> bool:
     return bool(long and np.issubdtype(value.dtype, np.floating) and np.isfinite(value).all())
 
 
-def _are_points(vectors: Sequence[NDArray[np.float64]]) -> bool:
+def _are_points(vectors: Sequence[Floats]) -> bool:
     """Whether numbers correlate with those 1 to 3 before them, as points in order do."""
     if any(one.std() == 0 for one in vectors):
         return False
@@ -108,7 +137,7 @@ def _are_points(vectors: Sequence[NDArray[np.float64]]) -> bool:
     return bool(max(along) > _IN_ORDER)
 
 
-def _about_zero(vector: NDArray[np.float64]) -> bool:
+def _about_zero(vector: Floats) -> bool:
     spread = float(vector.std())
     high, low = float(vector.max()), float(-vector.min())
     usual = 1.5 * math.sqrt(2 * math.log(len(vector)))
@@ -119,60 +148,13 @@ def _about_zero(vector: NDArray[np.float64]) -> bool:
     )
 
 
-@dataclass(slots=True)
-class EmbeddingTally:
-    """Mean cosine of all samples, and the first vectors."""
-
-    task: Embeddings
-    samples: int = 0
-    cosines: float = 0.0
-    kept: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = field(default_factory=list)
-
-    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        """Add one sample; a candidate with NaN or of another length has cosine 0."""
-        self.samples += 1
-        left = _unit(reference[self.task.output])
-        right = _unit(candidate[self.task.output])
-        if right.shape != left.shape or not np.isfinite(right).all():
-            right = np.zeros_like(left)
-        self.cosines += float(left @ right)
-        if len(self.kept) < _KEPT:
-            self.kept.append((left, right))
-
-    def result(self) -> TaskFigure | None:
-        """Return the share of equal nearest neighbours; the mean cosine if samples are few."""
-        if not self.samples:
-            return None
-        cosine = self.cosines / self.samples
-        stored = len(self.kept)
-        words, figure, value = f"mean cosine {cosine:.4f}", "mean cosine", cosine
-        count = f"{cosine:.4f}"
-        if stored >= _ENOUGH:
-            reference, candidate = (
-                _nearest(np.stack(rows)) for rows in zip(*self.kept, strict=True)
-            )
-            alike = int((reference == candidate).sum())
-            figure, value = "neighbours alike", alike / stored
-            count = f"{alike} of {stored}"
-            words = f"{count} nearest neighbours as FP32's, {words}"
-        return TaskFigure(
-            task="embeddings",
-            figure=figure,
-            value=value,
-            count=count,
-            words=words,
-            samples=self.samples,
-            form=self.task.form,
-        )
-
-
-def _unit(value: Array) -> NDArray[np.float64]:
+def _unit(value: Array) -> Floats:
     vector = value.astype(np.float64).reshape(-1)
     with np.errstate(invalid="ignore", divide="ignore"):
         return vector / max(float(np.linalg.norm(vector)), 1e-30)
 
 
-def _nearest(rows: NDArray[np.float64]) -> NDArray[np.int64]:
+def _nearest(rows: Floats) -> NDArray[np.int64]:
     """Return the index of each row's nearest other row by cosine."""
     near = rows @ rows.T
     np.fill_diagonal(near, -np.inf)

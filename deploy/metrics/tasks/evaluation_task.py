@@ -14,14 +14,14 @@ each recogniser expects only one of them.
 from __future__ import annotations
 
 import bisect
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 
-from deploy.metrics.rows import Outputs
+from deploy.metrics.rows import Floats, Outputs
 from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.detections import Detections
 from deploy.tensors import Array
@@ -36,7 +36,6 @@ class BoxExample:
     Attributes:
         number: index of the sample, from 0.
         size: (height, width) of the model's input.
-        threshold: of the score.
         kept: FP32 boxes that the candidate finds too.
         found: the candidate's boxes that match them, in the same order.
         lost: boxes of FP32 only.
@@ -58,7 +57,6 @@ class ClassExample:
 
     Attributes:
         number: index of the sample, from 0.
-        output: name of the classification output.
         reference, candidate: (class, its score) by FP32 and by the candidate.
     """
 
@@ -115,7 +113,6 @@ class TaskFigure:
         reference: the float model's own value.
         count: the figure in short, such as "84 of 88".
         words: the figure as text.
-        samples: number of samples.
         form: how the outputs were interpreted, as text.
         beside: outputs that the task does not cover.
     """
@@ -134,55 +131,6 @@ class TaskFigure:
     def lost(self) -> float:
         """The loss: reference - value, relative to the reference if that exceeds 1."""
         return (self.reference - self.value) / max(1.0, abs(self.reference))
-
-
-def dice_figure(
-    task: str, counts: Sequence[int], *, above: str, samples: int, form: str
-) -> TaskFigure:
-    """Return the Dice coefficient of detected things, such as boxes or labels.
-
-    Args:
-        task: what is detected, in the plural.
-        counts: number found by FP32, by the candidate, by both.
-        above: condition from which a thing counts, as text.
-        samples: number of samples.
-        form: how the outputs were interpreted, as text.
-    """
-    fp32, candidate, both = counts
-    return TaskFigure(
-        task=task,
-        figure=f"{task} kept",
-        value=2 * both / (fp32 + candidate),
-        count=f"{both} of {fp32}",
-        words=f"{both} of {fp32} {task} of FP32 kept, {candidate - both} new ({above})",
-        samples=samples,
-        form=form,
-    )
-
-
-def top1_figure(
-    same: int, samples: int, among: str, *, compared: int, form: str, beside: tuple[str, ...] = ()
-) -> TaskFigure:
-    """Return the top-1 agreement.
-
-    Args:
-        same: number of equal top-1 classes.
-        samples: number of samples.
-        among: top-5 agreement as text; "" to leave it out.
-        compared: number of FP32's top-1 classes.
-        form: how the outputs were interpreted, as text.
-        beside: outputs that the task does not cover.
-    """
-    return TaskFigure(
-        task="classes",
-        figure="top-1 agreement",
-        value=same / compared,
-        count=f"{same} of {compared}",
-        words=f"{same} of {compared} best classes as FP32's{among and f', {among}'}",
-        samples=samples,
-        form=form,
-        beside=beside,
-    )
 
 
 class Tally(Protocol):
@@ -211,31 +159,136 @@ class SelectsExamples(Protocol):
         ...
 
 
-class EvaluationTask(Protocol):
-    """A recognised task: a frozen value."""
+@dataclass(frozen=True, slots=True)
+class EvaluationTask(ABC):
+    """A recognised task: a form of outputs.
+
+    Attributes:
+        name: name of the task.
+        tally_type: class of its tallies.
+        parts: output -> its slices, if the task knows them better than the data shows. An output
+            without slices is not compared value by value, such as a list of detections in varying
+            order.
+    """
+
+    name: ClassVar[str]
+    tally_type: ClassVar[type[TaskTally[Any]]]
+    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict, kw_only=True)
 
     @property
-    def name(self) -> str:
-        """Name of the task."""
-        ...
-
-    @property
+    @abstractmethod
     def form(self) -> str:
         """How the outputs are interpreted, as text."""
-        ...
-
-    @property
-    def parts(self) -> Mapping[str, tuple[OutputSlice, ...]]:
-        """Output -> its slices, if the task knows them better than the data shows.
-
-        An output without slices is not compared value by value, such as a list of detections in
-        varying order.
-        """
-        ...
 
     def tally(self) -> Tally:
         """Return a new, empty tally."""
-        ...
+        return self.tally_type(self)
+
+
+T = TypeVar("T", bound=EvaluationTask)
+
+
+@dataclass(slots=True)
+class TaskTally(ABC, Generic[T]):
+    """A `Tally` of a task; in outputs with NaN or of another shape the candidate has nothing."""
+
+    task: T
+    samples: int = 0
+
+    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        """Add one sample: arrays with a batch of 1 (or none)."""
+        self.samples += 1
+        self._add(inputs, reference, candidate)
+
+    @abstractmethod
+    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None: ...
+
+    @abstractmethod
+    def result(self) -> TaskFigure | None:
+        """Return the figure; None if the float model predicted nothing to compare with."""
+
+    def figure(
+        self, figure: str, value: float, count: str, words: str, beside: tuple[str, ...] = ()
+    ) -> TaskFigure:
+        """Return a figure of the task; the arguments are those of `TaskFigure`."""
+        return TaskFigure(
+            task=self.task.name,
+            figure=figure,
+            value=value,
+            count=count,
+            words=words,
+            samples=self.samples,
+            form=self.task.form,
+            beside=beside,
+        )
+
+    def figure_of_kept(self, things: str, kept: int, total: int, words: str) -> TaskFigure | None:
+        """Return the share of FP32's things that the candidate keeps; None if it has none.
+
+        Args:
+            things: what is kept, in the plural.
+            kept: number kept.
+            total: number of FP32's.
+            words: when one is kept, as text.
+        """
+        if not total:
+            return None
+        count = f"{kept} of {total}"
+        text = f"{count} {things} of FP32 {words}"
+        return self.figure(f"{things} kept", kept / total, count, text)
+
+    def top1(
+        self, same: int, compared: int, among: str, beside: tuple[str, ...] = ()
+    ) -> TaskFigure | None:
+        """Return the top-1 agreement; None if nothing is compared.
+
+        Args:
+            same: number of equal top-1 classes.
+            compared: number of FP32's top-1 classes.
+            among: top-5 agreement as text; "" to leave it out.
+            beside: outputs that the task does not cover.
+        """
+        if not compared:
+            return None
+        count = f"{same} of {compared}"
+        words = f"{count} best classes as FP32's{among and f', {among}'}"
+        return self.figure("top-1 agreement", same / compared, count, words, beside)
+
+
+@dataclass(slots=True)
+class ThresholdTally(TaskTally[T]):
+    """A tally of detected things, such as boxes or labels, above each threshold.
+
+    Attributes:
+        counts: threshold -> numbers of FP32's, of the candidate's, and of both's.
+    """
+
+    counts: dict[float, list[int]] = field(init=False)
+    enough: ClassVar[tuple[tuple[float, int], ...]]  # threshold, FP32's required to use it
+
+    def __post_init__(self) -> None:
+        self.counts = {threshold: [0, 0, 0] for threshold, _ in self.enough}
+
+    def count(self, threshold: float, reference: int, candidate: int, both: int) -> None:
+        """Add the numbers of one sample."""
+        for place, number in enumerate((reference, candidate, both)):
+            self.counts[threshold][place] += number
+
+    @property
+    def threshold(self) -> float | None:
+        """The highest threshold with enough of FP32's; None without any."""
+        fits = (low for low, least in self.enough if self.counts[low][0] >= least)
+        return next(fits, None)
+
+    def dice(self, measure: str) -> TaskFigure | None:
+        """Return the Dice coefficient at that threshold of a measure, such as the score."""
+        if self.threshold is None:
+            return None
+        fp32, candidate, both = self.counts[self.threshold]
+        count, things = f"{both} of {fp32}", self.task.name
+        new = f"{candidate - both} new ({measure} above {self.threshold:g})"
+        words = f"{count} {things} of FP32 kept, {new}"
+        return self.figure(f"{things} kept", 2 * both / (fp32 + candidate), count, words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,8 +358,6 @@ def _takes(fed: Array | None, value: Array) -> bool:
 
 _CLOSE = 1e-4  # tolerance between two computations of a probability in float16 or float32
 
-Floats = NDArray[np.float64]
-
 
 def find_logits(seen: FirstSamples) -> frozenset[str]:
     """Return outputs of raw scores whose Softmax, LogSoftmax or Sigmoid is another output.
@@ -373,7 +424,6 @@ def _log_softmax(values: Floats, axis: int) -> Floats:
 
 
 def _near(made: Floats, wanted: Floats) -> bool:
-    """Whether both are equal within rounding."""
     return bool((np.abs(made - wanted) <= _CLOSE * np.maximum(1, np.abs(wanted))).all())
 
 

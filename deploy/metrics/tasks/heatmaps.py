@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Outputs, image_size
+from deploy.metrics.rows import Floats, Outputs, image_size, to_shares
 from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks import segmentation
-from deploy.metrics.tasks.detections import LOWEST, Detections, Floats
-from deploy.metrics.tasks.evaluation_task import FirstSamples, TaskFigure
+from deploy.metrics.tasks.detections import LOWEST, Detections
+from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
 from deploy.tensors import Array
 
 _SIDE = 16  # cells of a map, at least
@@ -31,23 +31,38 @@ _PEAK = 0.2  # peak of a channel whose key point is present, at least
 _NARROW = 0.05  # share of a channel's pixels above half of its peak, at most
 
 
+@dataclass(slots=True)
+class _HeatTally(TaskTally["HeatMaps"]):
+    """Counts peaks at the same place, within a pixel."""
+
+    peaks: int = 0
+    kept: int = 0
+
+    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        left, right = reference[self.task.output], candidate[self.task.output]
+        present = left[0].max(axis=(1, 2)) > _PEAK
+        self.peaks += int(present.sum())
+        if left.shape == right.shape and np.isfinite(right).all():
+            near = np.abs(_places(left) - _places(right)).max(axis=1) <= 1
+            self.kept += int((near & present).sum())
+
+    def result(self) -> TaskFigure | None:
+        return self.figure_of_kept("peaks", self.kept, self.peaks, "within a pixel")
+
+
 @dataclass(frozen=True, slots=True)
-class HeatMaps:
+class HeatMaps(EvaluationTask):
     """One key point per channel."""
 
     output: str
     count: int
-    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
-    name: str = "heat maps"
+    name = "heat maps"
+    tally_type = _HeatTally
 
     @property
     def form(self) -> str:
         """How the output is interpreted."""
         return f"{self.output}: {self.count} heat maps"
-
-    def tally(self) -> HeatTally:
-        """Return a new, empty tally."""
-        return HeatTally(self)
 
 
 def find_heatmaps(seen: FirstSamples) -> HeatMaps | None:
@@ -72,40 +87,6 @@ def _is_heat(samples: list[Array]) -> bool:
     return bool(np.mean(clear) > 0.5)
 
 
-@dataclass(slots=True)
-class HeatTally:
-    """Counts peaks at the same place, within a pixel."""
-
-    task: HeatMaps
-    samples: int = 0
-    peaks: int = 0
-    kept: int = 0
-
-    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        """Add one sample."""
-        self.samples += 1
-        left, right = reference[self.task.output], candidate[self.task.output]
-        present = left[0].max(axis=(1, 2)) > _PEAK
-        self.peaks += int(present.sum())
-        if left.shape == right.shape and np.isfinite(right).all():
-            near = np.abs(_places(left) - _places(right)).max(axis=1) <= 1
-            self.kept += int((near & present).sum())
-
-    def result(self) -> TaskFigure | None:
-        """Return the share of FP32's peaks that the candidate keeps."""
-        if not self.peaks:
-            return None
-        return TaskFigure(
-            task="heat maps",
-            figure="peaks kept",
-            value=self.kept / self.peaks,
-            count=f"{self.kept} of {self.peaks}",
-            words=f"{self.kept} of {self.peaks} peaks of FP32 within a pixel",
-            samples=self.samples,
-            form=self.task.form,
-        )
-
-
 def _places(value: Array) -> NDArray[np.int64]:
     """Return row and column of each channel's peak: [1, K, H, W] -> [K, 2]."""
     flat = value[0].reshape(value.shape[1], -1).argmax(axis=1)
@@ -126,8 +107,6 @@ class CenterDecoder:
     """Decoder of a map of centres and its accompanying maps.
 
     Attributes:
-        heat: output of the centres.
-        beside: the other outputs.
         classes: number of classes, the channels of `heat`.
         raw: whether `heat` holds logits, before the Sigmoid.
         sizes: output of widths and heights; "" if unknown.
@@ -163,7 +142,7 @@ class CenterDecoder:
         cells = maps[0].shape[1:]
         if any(one is None or one.shape[1:] != cells for one in maps):
             return None
-        kinds, rows, columns, scores = find_peaks(_shares(maps[0], raw=self.raw))
+        kinds, rows, columns, scores = find_peaks(to_shares(maps[0], raw=self.raw))
         half = np.full((len(rows), 2), _AROUND)
         if self.sizes:
             size_map = _map(outputs[self.sizes])
@@ -227,11 +206,6 @@ def _same_cells(maps: Sequence[Sequence[Floats | None]], seen: FirstSamples) -> 
     return bool(maps[0])
 
 
-def _shares(scores: Floats, *, raw: bool) -> Floats:
-    with np.errstate(over="ignore"):
-        return np.asarray(1 / (1 + np.exp(-scores))) if raw else scores
-
-
 def _is_center_heat(samples: Sequence[Floats], *, raw: bool) -> bool:
     """Whether values are near 0 except for narrow peaks, which some samples have."""
     tops = []
@@ -239,7 +213,7 @@ def _is_center_heat(samples: Sequence[Floats], *, raw: bool) -> bool:
         within = one.min() >= -1e-3 and one.max() <= 1 + 1e-3
         if not np.isfinite(one).all() or (within == raw) or len(one) != len(samples[0]):
             return False
-        shares = _shares(one, raw=raw)
+        shares = to_shares(one, raw=raw)
         if shares.mean() > _QUIET or np.mean(shares.max(axis=0) > _SEEN) > _WIDE:
             return False
         tops.append(float(shares.max()))
@@ -281,6 +255,6 @@ def _sizes(
 
 
 def _at_peaks(one: Floats, heat: Floats, *, raw: bool) -> Floats:
-    _, rows, columns, scores = find_peaks(_shares(heat, raw=raw))
+    _, rows, columns, scores = find_peaks(to_shares(heat, raw=raw))
     clear = scores > _SEEN
     return one[:, rows[clear], columns[clear]]

@@ -15,14 +15,12 @@ are the same before and after a Softmax.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from deploy.metrics.rows import Outputs, image_size, is_floating
-from deploy.metrics.slices import OutputSlice
-from deploy.metrics.tasks.evaluation_task import FirstSamples, TaskFigure
+from deploy.metrics.rows import Floats, Outputs, image_size, is_floating
+from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
 from deploy.tensors import Array
 
 _FEWEST, _MOST = 4, 600  # points
@@ -38,36 +36,66 @@ _ENDS = 0.02  # values so near 0 or 1 are probabilities
 _SURE = 0.2  # confidence of a point that is present
 _NEAR = 0.03  # distance of matching points, at most, relative to the extent of a sample's points
 
-Floats = NDArray[np.float64]
+
+@dataclass(slots=True)
+class _PointTally(TaskTally["Points"]):
+    """Counts points near FP32's, relative to the extent of each sample's points."""
+
+    points: int = 0
+    kept: int = 0
+
+    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        reference_flags = [_on(reference[name]) for name in self.task.flags]
+        candidate_flags = [_on(candidate[name]) for name in self.task.flags]
+        if (
+            len(reference_flags) == 1
+            and not reference_flags[0]
+            and reference_flags == candidate_flags
+        ):
+            return
+        for name, numbers in self.task.outputs.items():
+            count, near = self._near(name, numbers, reference[name], candidate[name])
+            self.points += count
+            self.kept += near if reference_flags == candidate_flags else 0
+
+    def _near(self, name: str, numbers: int, own: Array, other: Array) -> tuple[int, int]:
+        """Return the number of FP32's present points, and of the candidate's near them."""
+        left = own.reshape(-1, numbers).astype(np.float64)
+        present = left[:, 2] > _SURE if name in self.task.scored else np.ones(len(left), bool)
+        if not present.any() or other.shape != own.shape or not np.isfinite(other).all():
+            return int(present.sum()), 0
+        right = other.reshape(left.shape).astype(np.float64)
+        places = left[present, :2]
+        extent = float(np.ptp(places, axis=0).max())
+        distance = np.linalg.norm(places - right[present, :2], axis=1)
+        return int(present.sum()), int((distance <= _NEAR * extent).sum())
+
+    def result(self) -> TaskFigure | None:
+        within = f"within {100 * _NEAR:g} % of their extent"
+        return self.figure_of_kept("key points", self.kept, self.points, within)
 
 
 @dataclass(frozen=True, slots=True)
-class Points:
+class Points(EvaluationTask):
     """Key points as coordinates.
 
     Attributes:
         outputs: output of points -> numbers per point.
         scored: outputs whose third number per point is its confidence.
         flags: outputs of one probability.
-        count: number of points.
-        parts: see `EvaluationTask`.
     """
 
     outputs: Mapping[str, int]
     scored: frozenset[str]
     flags: tuple[str, ...]
     count: int
-    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
-    name: str = "key points"
+    name = "key points"
+    tally_type = _PointTally
 
     @property
     def form(self) -> str:
         """How the outputs are interpreted."""
         return f"{', '.join(self.outputs)}: {self.count} key points"
-
-    def tally(self) -> PointTally:
-        """Return a new, empty tally."""
-        return PointTally(self)
 
 
 def find_keypoints(seen: FirstSamples) -> Points | None:
@@ -82,7 +110,7 @@ def find_keypoints(seen: FirstSamples) -> Points | None:
     scored = frozenset(name for name in points if _has_scores(seen.arrays(name), points[name]))
     flags = tuple(name for name in seen.names if all(map(_is_share, seen.arrays(name))))
     count = sum(seen.arrays(name)[0].size // numbers for name, numbers in points.items())
-    return Points(points, scored, flags, count, dict.fromkeys(flags, ()))
+    return Points(points, scored, flags, count, parts=dict.fromkeys(flags, ()))
 
 
 def _numbers(samples: Sequence[Array], sizes: Sequence[tuple[int, int]]) -> int | None:
@@ -153,61 +181,7 @@ def _has_scores(samples: Sequence[Array], numbers: int) -> bool:
 
 
 def _is_share(value: Array) -> bool:
-    """Whether it is a single probability."""
     return value.size == 1 and is_floating(value) and 0 <= float(value.reshape(())) <= 1
-
-
-@dataclass(slots=True)
-class PointTally:
-    """Counts points near FP32's, relative to the extent of each sample's points."""
-
-    task: Points
-    samples: int = 0
-    points: int = 0
-    kept: int = 0
-
-    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        """Add one sample; a candidate with NaN or of another shape has no points."""
-        self.samples += 1
-        reference_flags = [_on(reference[name]) for name in self.task.flags]
-        candidate_flags = [_on(candidate[name]) for name in self.task.flags]
-        if (
-            len(reference_flags) == 1
-            and not reference_flags[0]
-            and reference_flags == candidate_flags
-        ):
-            return
-        for name, numbers in self.task.outputs.items():
-            count, near = self._near(name, numbers, reference[name], candidate[name])
-            self.points += count
-            self.kept += near if reference_flags == candidate_flags else 0
-
-    def _near(self, name: str, numbers: int, own: Array, other: Array) -> tuple[int, int]:
-        """Return the number of FP32's present points, and of the candidate's near them."""
-        left = own.reshape(-1, numbers).astype(np.float64)
-        present = left[:, 2] > _SURE if name in self.task.scored else np.ones(len(left), bool)
-        if not present.any() or other.shape != own.shape or not np.isfinite(other).all():
-            return int(present.sum()), 0
-        right = other.reshape(left.shape).astype(np.float64)
-        places = left[present, :2]
-        extent = float(np.ptp(places, axis=0).max())
-        distance = np.linalg.norm(places - right[present, :2], axis=1)
-        return int(present.sum()), int((distance <= _NEAR * extent).sum())
-
-    def result(self) -> TaskFigure | None:
-        """Return the share of FP32's points that the candidate keeps."""
-        if not self.points:
-            return None
-        kept = f"{self.kept} of {self.points} key points of FP32"
-        return TaskFigure(
-            task="key points",
-            figure="key points kept",
-            value=self.kept / self.points,
-            count=f"{self.kept} of {self.points}",
-            words=f"{kept} within {100 * _NEAR:g} % of their extent",
-            samples=self.samples,
-            form=self.task.form,
-        )
 
 
 def _on(value: Array) -> bool:
@@ -221,31 +195,52 @@ _THERE = 0.25  # peak of a point that is present, relative to the sample's highe
 _NEAR_BINS = 2  # distance of matching points in pixels, at most
 
 
+@dataclass(slots=True)
+class _AxisTally(TaskTally["SimccPoints"]):
+    """Counts points at the same place, within two pixels."""
+
+    points: int = 0
+    kept: int = 0
+
+    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        left, right = ([one[name] for name in self.task.outputs] for one in (reference, candidate))
+        peaks = sum(_above_median(one).max(axis=1) for one in left)
+        present = peaks > _THERE * np.max(peaks)
+        self.points += int(present.sum())
+        for reference_rows, candidate_rows in zip(left, right, strict=True):
+            if (
+                reference_rows.shape != candidate_rows.shape
+                or not np.isfinite(candidate_rows).all()
+            ):
+                return
+            distance = np.abs(reference_rows[0].argmax(axis=1) - candidate_rows[0].argmax(axis=1))
+            present = present & (distance <= _NEAR_BINS * self.task.fine)
+        self.kept += int(present.sum())
+
+    def result(self) -> TaskFigure | None:
+        within = f"within {_NEAR_BINS} pixels"
+        return self.figure_of_kept("key points", self.kept, self.points, within)
+
+
 @dataclass(frozen=True, slots=True)
-class SimccPoints:
+class SimccPoints(EvaluationTask):
     """Key points as distributions over columns and rows.
 
     Attributes:
         outputs: of the columns, and of the rows.
-        count: number of points.
         fine: steps per pixel.
-        parts: see `EvaluationTask`.
     """
 
     outputs: tuple[str, str]
     count: int
     fine: float
-    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
-    name: str = "key points"
+    name = "key points"
+    tally_type = _AxisTally
 
     @property
     def form(self) -> str:
         """How the outputs are interpreted."""
         return f"{', '.join(self.outputs)}: columns and rows of {self.count} key points"
-
-    def tally(self) -> AxisTally:
-        """Return a new, empty tally."""
-        return AxisTally(self)
 
 
 def find_simcc(seen: FirstSamples) -> SimccPoints | None:
@@ -286,44 +281,3 @@ def _above_median(value: Array) -> Floats:
     """Subtract the median of each row: [1, K, L] -> [K, L]."""
     rows = value[0].astype(np.float64)
     return np.asarray(rows - np.median(rows, axis=1, keepdims=True))
-
-
-@dataclass(slots=True)
-class AxisTally:
-    """Counts points at the same place, within two pixels."""
-
-    task: SimccPoints
-    samples: int = 0
-    points: int = 0
-    kept: int = 0
-
-    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        """Add one sample; a candidate with NaN or of another shape has no points."""
-        self.samples += 1
-        left, right = ([one[name] for name in self.task.outputs] for one in (reference, candidate))
-        peaks = sum(_above_median(one).max(axis=1) for one in left)
-        present = peaks > _THERE * np.max(peaks)
-        self.points += int(present.sum())
-        for reference_rows, candidate_rows in zip(left, right, strict=True):
-            if (
-                reference_rows.shape != candidate_rows.shape
-                or not np.isfinite(candidate_rows).all()
-            ):
-                return
-            distance = np.abs(reference_rows[0].argmax(axis=1) - candidate_rows[0].argmax(axis=1))
-            present = present & (distance <= _NEAR_BINS * self.task.fine)
-        self.kept += int(present.sum())
-
-    def result(self) -> TaskFigure | None:
-        """Return the share of FP32's points that the candidate keeps."""
-        if not self.points:
-            return None
-        return TaskFigure(
-            task="key points",
-            figure="key points kept",
-            value=self.kept / self.points,
-            count=f"{self.kept} of {self.points}",
-            words=f"{self.kept} of {self.points} key points of FP32 within {_NEAR_BINS} pixels",
-            samples=self.samples,
-            form=self.task.form,
-        )

@@ -10,16 +10,22 @@ how often FP32's class is among the candidate's best k.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Outputs, find_indices, image_size, sums_to_one
+from deploy.metrics.rows import Floats, Outputs, find_indices, image_size, sums_to_one, to_shares
 from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.classes import are_raw_tracks, are_tracks
-from deploy.metrics.tasks.evaluation_task import FirstSamples, TaskFigure, dice_figure, top1_figure
+from deploy.metrics.tasks.evaluation_task import (
+    EvaluationTask,
+    FirstSamples,
+    TaskFigure,
+    TaskTally,
+    ThresholdTally,
+)
 from deploy.tensors import Array
 
 _FEWEST = 4  # number of labels, at least
@@ -28,35 +34,47 @@ _OFF = 0.5  # share of them below 0.1, at least
 _BELOW = 0.75  # distance of the mean logit below 0, in standard deviations, at least
 _ENOUGH = ((0.5, 20), (0.3, 5), (0.1, 5))  # threshold, FP32 labels required to use it
 
-Floats = NDArray[np.float64]
+
+@dataclass(slots=True)
+class _LabelTally(ThresholdTally["Labels"]):
+    """Counts labels above each threshold: FP32's, the candidate's, both's."""
+
+    enough = _ENOUGH
+
+    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        rows = (_vector(one[self.task.output]) for one in (reference, candidate))
+        none = np.full(self.task.count, -np.inf)
+        left, right = (
+            to_shares(none if row is None or row.shape != none.shape else row, raw=self.task.raw)
+            for row in rows
+        )
+        for threshold in self.counts:
+            on, other_on = left > threshold, right > threshold
+            self.count(threshold, int(on.sum()), int(other_on.sum()), int((on & other_on).sum()))
+
+    def result(self) -> TaskFigure | None:
+        return self.dice("probability")
 
 
 @dataclass(frozen=True, slots=True)
-class Labels:
+class Labels(EvaluationTask):
     """One probability per label.
 
     Attributes:
-        output: name of the output.
-        count: number of labels.
         raw: whether the output holds logits, before the Sigmoid.
-        parts: see `EvaluationTask`.
     """
 
     output: str
     count: int
     raw: bool
-    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
-    name: str = "labels"
+    name = "labels"
+    tally_type = _LabelTally
 
     @property
     def form(self) -> str:
         """How the output is interpreted."""
         raw = "raw scores" if self.raw else "probabilities"
         return f"{self.output}: {raw} of {self.count} labels, each its own"
-
-    def tally(self) -> LabelTally:
-        """Return a new, empty tally."""
-        return LabelTally(self)
 
 
 def find_labels(seen: FirstSamples) -> Labels | None:
@@ -85,7 +103,7 @@ def _vector(value: Array) -> Floats | None:
 
 
 def _are_labels(rows: Sequence[Floats], *, raw: bool) -> bool:
-    shares = [_shares(row, raw=raw) for row in rows]
+    shares = [to_shares(row, raw=raw) for row in rows]
     if max(float(share.max()) for share in shares) > 1 + 1e-6:
         return False
     if not raw and all(map(sums_to_one, shares)):
@@ -100,75 +118,41 @@ def _are_labels(rows: Sequence[Floats], *, raw: bool) -> bool:
     return bool(several and between < _BETWEEN and np.mean(values < 0.1) >= _OFF)
 
 
-def _shares(scores: Floats, *, raw: bool) -> Floats:
-    with np.errstate(over="ignore"):
-        return np.asarray(1 / (1 + np.exp(-scores))) if raw else scores
-
-
 @dataclass(slots=True)
-class LabelTally:
-    """Counts labels above each threshold: FP32's, the candidate's, both's."""
+class _RankedTally(TaskTally["Ranked"]):
+    """Counts samples with equal classes."""
 
-    task: Labels
-    samples: int = 0
-    counts: dict[float, list[int]] = field(
-        default_factory=lambda: {threshold: [0, 0, 0] for threshold, _ in _ENOUGH}
-    )
+    first: int = 0
+    among: int = 0
 
-    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        """Add one sample; a candidate with NaN or of another shape has no labels."""
-        self.samples += 1
-        rows = (_vector(one[self.task.output]) for one in (reference, candidate))
-        none = np.full(self.task.count, -np.inf)
-        left, right = (
-            _shares(none if row is None or row.shape != none.shape else row, raw=self.task.raw)
-            for row in rows
+    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        reference_classes, candidate_classes = (
+            _numbers(one[self.task.output]) for one in (reference, candidate)
         )
-        for threshold, count in self.counts.items():
-            reference_on, candidate_on = left > threshold, right > threshold
-            count[0] += int(reference_on.sum())
-            count[1] += int(candidate_on.sum())
-            count[2] += int((reference_on & candidate_on).sum())
+        if reference_classes.size and candidate_classes.size:
+            self.first += int(reference_classes[0] == candidate_classes[0])
+            self.among += int(reference_classes[0] in candidate_classes)
 
     def result(self) -> TaskFigure | None:
-        """Return the Dice coefficient at the highest threshold with enough FP32 labels."""
-        enough = (low for low, least in _ENOUGH if self.counts[low][0] >= least)
-        threshold = next(enough, None)
-        if threshold is None:
-            return None
-        return dice_figure(
-            "labels",
-            self.counts[threshold],
-            above=f"probability above {threshold:g}",
-            samples=self.samples,
-            form=self.task.form,
-        )
+        k = self.task.count
+        among = f"{self.among} among the best {k}" if k > 1 else ""
+        return self.top1(self.first, self.samples, among)
 
 
 @dataclass(frozen=True, slots=True)
-class Ranked:
-    """Class numbers, the best first.
-
-    Attributes:
-        output: name of the output.
-        count: class numbers per sample.
-        parts: see `EvaluationTask`.
-    """
+class Ranked(EvaluationTask):
+    """Class numbers, the best first."""
 
     output: str
     count: int
-    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
-    name: str = "classes"
+    name = "classes"
+    tally_type = _RankedTally
 
     @property
     def form(self) -> str:
         """How the outputs are interpreted."""
         best = "the best class" if self.count == 1 else f"the best {self.count} classes"
         return f"{self.output}: {best}"
-
-    def tally(self) -> RankedTally:
-        """Return a new, empty tally."""
-        return RankedTally(self)
 
 
 def find_ranked(seen: FirstSamples) -> Ranked | None:
@@ -182,9 +166,8 @@ def find_ranked(seen: FirstSamples) -> Ranked | None:
     if count == 1 and not (pictures and all(map(_is_one, seen.arrays(places)))):
         return None
     others = {name: (OutputSlice(output=name),) for name in names if name != places}
-    return Ranked(
-        places, count, {places: (), **others} if others else {places: (OutputSlice(output=places),)}
-    )
+    parts = {places: (), **others} if others else {places: (OutputSlice(output=places),)}
+    return Ranked(places, count, parts=parts)
 
 
 def _places(seen: FirstSamples, names: Sequence[str]) -> str | None:
@@ -201,36 +184,6 @@ def _is_one(value: Array) -> bool:
     """Whether it is one integer, [1] or [1, 1], that may be a class."""
     whole = value.dtype.kind in "iu" and value.ndim > 0
     return whole and value.size == 1 and int(value.reshape(-1)[0]) >= 0
-
-
-@dataclass(slots=True)
-class RankedTally:
-    """Counts samples with equal classes."""
-
-    task: Ranked
-    samples: int = 0
-    first: int = 0
-    among: int = 0
-
-    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        """Add one sample."""
-        self.samples += 1
-        reference_classes, candidate_classes = (
-            _numbers(one[self.task.output]) for one in (reference, candidate)
-        )
-        if reference_classes.size and candidate_classes.size:
-            self.first += int(reference_classes[0] == candidate_classes[0])
-            self.among += int(reference_classes[0] in candidate_classes)
-
-    def result(self) -> TaskFigure | None:
-        """Return the top-1 agreement, with the best k as text."""
-        if not self.samples:
-            return None
-        k = self.task.count
-        among = f"{self.among} among the best {k}" if k > 1 else ""
-        return top1_figure(
-            self.first, self.samples, among, compared=self.samples, form=self.task.form
-        )
 
 
 def _numbers(value: Array) -> NDArray[np.int64]:

@@ -33,7 +33,6 @@ class Metric:
     """A user's metric.
 
     Attributes:
-        function: the user's function.
         name: `file.py:function` or the function's name.
         digest: SHA-256 of the file; "" for a function object.
     """

@@ -18,15 +18,14 @@ the pixels above a threshold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deploy.metrics.rows import Outputs, are_probabilities, image_size, sums_to_one
-from deploy.metrics.slices import OutputSlice
-from deploy.metrics.tasks.evaluation_task import FirstSamples, TaskFigure
+from deploy.metrics.tasks.evaluation_task import EvaluationTask, FirstSamples, TaskFigure, TaskTally
 from deploy.tensors import Array
 
 _SIDE = 16  # pixels of a side, at least
@@ -39,24 +38,69 @@ _FEW = 16  # pixels of a class, at least, if fewer than two exceed it
 _MOST = 1024  # classes
 
 
+@dataclass(slots=True)
+class _PixelTally(TaskTally["Pixels"]):
+    """Confusion matrix of pixels: FP32's class by the candidate's."""
+
+    counts: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counts = np.zeros((self.task.classes, self.task.classes + 1), np.int64)
+
+    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        left = self._classes(reference[self.task.output])
+        right = self._classes(candidate[self.task.output])
+        if right.shape != left.shape:
+            right = np.full_like(left, self.task.classes)
+        valid = left < self.task.classes
+        place = left[valid] * (self.task.classes + 1) + right[valid]
+        self.counts += np.bincount(place, minlength=self.counts.size).reshape(self.counts.shape)
+
+    def _classes(self, value: Array) -> NDArray[np.int64]:
+        none = self.task.classes
+        if np.issubdtype(value.dtype, np.integer):
+            numbers = value.reshape(-1).astype(np.int64)
+            return np.where((numbers < 0) | (numbers > none), none, numbers)
+        value = _channels_first(value) if self.task.last else value
+        if value.ndim != 4 or value.shape[1] != none:
+            return np.zeros(0, np.int64)
+        best = np.asarray(value.argmax(axis=1), np.int64)
+        best[np.isnan(value).any(axis=1)] = none
+        return best.reshape(-1)
+
+    def result(self) -> TaskFigure | None:
+        """Return the mean IoU of FP32's classes, with the share of equal pixels as text.
+
+        None if FP32 sees fewer than two: agreement on background alone means nothing.
+        """
+        total = int(self.counts.sum())
+        both = np.diagonal(self.counts).astype(np.float64)
+        reference, candidate = self.counts.sum(axis=1), self.counts.sum(axis=0)[:-1]
+        counted = reference > _RARE * total
+        if counted.sum() < 2:
+            counted = reference >= _FEW
+        if counted.sum() < 2:
+            return None
+        ious = both[counted] / (reference + candidate - both)[counted]
+        mean, equal = ious.mean(), 100 * both.sum() / total
+        words = f"mIoU {mean:.3f} of {int(counted.sum())} classes, {equal:.1f} % of pixels of"
+        return self.figure("mIoU with FP32", float(mean), f"{mean:.3f}", f"{words} FP32's class")
+
+
 @dataclass(frozen=True, slots=True)
-class Pixels:
+class Pixels(EvaluationTask):
     """A class per pixel, in one output."""
 
     output: str
     classes: int
     last: bool = False  # whether classes are the last dimension
-    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
-    name: str = "segmentation"
+    name = "segmentation"
+    tally_type = _PixelTally
 
     @property
     def form(self) -> str:
         """How the output is interpreted."""
         return f"{self.output}: {self.classes} classes a pixel"
-
-    def tally(self) -> PixelTally:
-        """Return a new, empty tally."""
-        return PixelTally(self)
 
 
 def find_segmentation(seen: FirstSamples) -> Pixels | None:
@@ -86,7 +130,6 @@ def _channels_first(value: Array) -> Array:
 
 
 def _are_classes(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
-    """Whether they are probabilities or logits of classes."""
     if not all(map(_is_scores, samples)) or len({one.shape[1] for one in samples}) != 1:
         return False
     return all(are_probabilities(one, 1) for one in samples) or _are_logits(samples, inputs)
@@ -125,7 +168,6 @@ def _fits(value: Array, fed: Outputs) -> bool:
 
 
 def _are_logits(samples: Sequence[Array], inputs: Sequence[Outputs]) -> bool:
-    """Whether they are logits of classes per pixel."""
     classes: set[int] = set()
     if not all(map(_fits, samples, inputs)):
         return False
@@ -148,66 +190,6 @@ def _about_zero(scores: Array) -> bool:
     return bool(mean.std() < _STEADY * spread.mean() and above >= _ABOVE)
 
 
-@dataclass(slots=True)
-class PixelTally:
-    """Confusion matrix of pixels: FP32's class by the candidate's."""
-
-    task: Pixels
-    samples: int = 0
-    counts: NDArray[np.int64] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.counts = np.zeros((self.task.classes, self.task.classes + 1), np.int64)
-
-    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        """Add one sample; NaN, unknown classes and other shapes count as no class."""
-        self.samples += 1
-        left = self._classes(reference[self.task.output])
-        right = self._classes(candidate[self.task.output])
-        if right.shape != left.shape:
-            right = np.full_like(left, self.task.classes)
-        valid = left < self.task.classes
-        place = left[valid] * (self.task.classes + 1) + right[valid]
-        self.counts += np.bincount(place, minlength=self.counts.size).reshape(self.counts.shape)
-
-    def _classes(self, value: Array) -> NDArray[np.int64]:
-        none = self.task.classes
-        if np.issubdtype(value.dtype, np.integer):
-            numbers = value.reshape(-1).astype(np.int64)
-            return np.where((numbers < 0) | (numbers > none), none, numbers)
-        value = _channels_first(value) if self.task.last else value
-        if value.ndim != 4 or value.shape[1] != none:
-            return np.zeros(0, np.int64)
-        best = np.asarray(value.argmax(axis=1), np.int64)
-        best[np.isnan(value).any(axis=1)] = none
-        return best.reshape(-1)
-
-    def result(self) -> TaskFigure | None:
-        """Return the mean IoU of FP32's classes, with the share of equal pixels as text.
-
-        None if FP32 sees fewer than two: agreement on background alone means nothing.
-        """
-        total = int(self.counts.sum())
-        both = np.diagonal(self.counts).astype(np.float64)
-        reference, candidate = self.counts.sum(axis=1), self.counts.sum(axis=0)[:-1]
-        counted = reference > _RARE * total
-        if counted.sum() < 2:
-            counted = reference >= _FEW
-        if counted.sum() < 2:
-            return None
-        ious = both[counted] / (reference + candidate - both)[counted]
-        return TaskFigure(
-            task="segmentation",
-            figure="mIoU with FP32",
-            value=float(ious.mean()),
-            count=f"{ious.mean():.3f}",
-            words=f"mIoU {ious.mean():.3f} of {int(counted.sum())} classes,"
-            f" {100 * both.sum() / total:.1f} % of pixels of FP32's class",
-            samples=self.samples,
-            form=self.task.form,
-        )
-
-
 _CHANNELS = 4  # at most
 _MASK_SMALLER = 8  # scale of the input to the masks, at most
 _BETWEEN = 0.25  # share of values between 0.1 and 0.9, at most
@@ -217,23 +199,51 @@ _BEYOND = 0.15  # distance to [0, 1] of values without a final Sigmoid, at most
 _THRESHOLDS = ((0.5, 2e-3), (0.3, 1e-3), (0.1, 5e-4))  # threshold, share of pixels required
 
 
+@dataclass(slots=True)
+class _MaskTally(TaskTally["MaskMaps"]):
+    """Counts pixels above each threshold: FP32's, the candidate's, both's."""
+
+    pixels: int = 0
+    counts: dict[float, list[int]] = field(
+        default_factory=lambda: {threshold: [0, 0, 0] for threshold, _ in _THRESHOLDS}
+    )
+
+    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        for name in self.task.outputs:
+            self._count(reference[name], candidate[name])
+
+    def _count(self, left: Array, right: Array) -> None:
+        self.pixels += left.size
+        for threshold, count in self.counts.items():
+            one, other = left > threshold, right > threshold
+            count[0] += int(one.sum())
+            count[1] += int(other.sum())
+            count[2] += int((one & other).sum()) if one.shape == other.shape else 0
+
+    def result(self) -> TaskFigure | None:
+        """Return the IoU at the highest threshold with enough FP32 pixels."""
+        for threshold, share in _THRESHOLDS:
+            reference, candidate, both = self.counts[threshold]
+            if reference > share * self.pixels:
+                iou = both / (reference + candidate - both)
+                words = f"IoU {iou:.3f} of the pixels above {threshold:g}"
+                return self.figure("IoU with FP32", iou, f"{iou:.3f}", words)
+        return None
+
+
 @dataclass(frozen=True, slots=True)
-class MaskMaps:
+class MaskMaps(EvaluationTask):
     """One or a few masks, in one output or several."""
 
     outputs: tuple[str, ...]
-    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
-    name: str = "masks"
+    name = "masks"
+    tally_type = _MaskTally
 
     @property
     def form(self) -> str:
         """How the outputs are interpreted."""
         several = len(self.outputs) > 1
         return f"{', '.join(self.outputs)}: {'maps' if several else 'a map'} of 0 to 1"
-
-    def tally(self) -> MaskTally:
-        """Return a new, empty tally."""
-        return MaskTally(self)
 
 
 def find_masks(seen: FirstSamples) -> MaskMaps | None:
@@ -274,46 +284,3 @@ def _is_picture(value: Array, fed: Outputs) -> bool:
             if float(along[0, 1]) > _ALIKE:
                 return True
     return False
-
-
-@dataclass(slots=True)
-class MaskTally:
-    """Counts pixels above each threshold: FP32's, the candidate's, both's."""
-
-    task: MaskMaps
-    samples: int = 0
-    pixels: int = 0
-    counts: dict[float, list[int]] = field(
-        default_factory=lambda: {threshold: [0, 0, 0] for threshold, _ in _THRESHOLDS}
-    )
-
-    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        """Add one sample; a candidate of another shape has no pixels in common."""
-        self.samples += 1
-        for name in self.task.outputs:
-            self._count(reference[name], candidate[name])
-
-    def _count(self, left: Array, right: Array) -> None:
-        self.pixels += left.size
-        for threshold, count in self.counts.items():
-            one, other = left > threshold, right > threshold
-            count[0] += int(one.sum())
-            count[1] += int(other.sum())
-            count[2] += int((one & other).sum()) if one.shape == other.shape else 0
-
-    def result(self) -> TaskFigure | None:
-        """Return the IoU at the highest threshold with enough FP32 pixels."""
-        for threshold, share in _THRESHOLDS:
-            reference, candidate, both = self.counts[threshold]
-            if reference > share * self.pixels:
-                iou = both / (reference + candidate - both)
-                return TaskFigure(
-                    task="masks",
-                    figure="IoU with FP32",
-                    value=iou,
-                    count=f"{iou:.3f}",
-                    words=f"IoU {iou:.3f} of the pixels above {threshold:g}",
-                    samples=self.samples,
-                    form=self.task.form,
-                )
-        return None

@@ -18,14 +18,13 @@ of a symbol, as in number plates, and repeats stay.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deploy.metrics.rows import Outputs, are_probabilities_or_logs, image_size, is_floating
-from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.classes import (
     are_decisions,
     are_heads,
@@ -35,18 +34,83 @@ from deploy.metrics.tasks.classes import (
     find_class_axis,
     to_steps,
 )
-from deploy.metrics.tasks.evaluation_task import FirstSamples, TaskFigure, find_states
+from deploy.metrics.tasks.evaluation_task import (
+    EvaluationTask,
+    FirstSamples,
+    TaskFigure,
+    TaskTally,
+    find_states,
+)
 from deploy.tensors import Array
 
 _USUAL = 0.75  # share of FP32's steps in one class above which only the others are counted
 
 
+@dataclass(slots=True)
+class _StepTally(TaskTally["Steps"]):
+    """Counts steps by class and output: FP32's, both's; and the worst sample."""
+
+    worst: float = 1.0
+    own: list[NDArray[np.int64]] = field(init=False)
+    both: list[NDArray[np.int64]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.own = [np.zeros(count, np.int64) for count in self.task.classes]
+        self.both = [np.zeros_like(one) for one in self.own]
+
+    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        counted = [
+            self._add_output(number, reference[name], candidate[name])
+            for number, name in enumerate(self.task.outputs)
+        ]
+        valid, alike = (sum(side) for side in zip(*counted, strict=True))
+        if valid:
+            self.worst = min(self.worst, alike / valid)
+
+    def _add_output(self, number: int, reference: Array, candidate: Array) -> tuple[int, int]:
+        """Return the number of steps of one output with a valid class, and of equal ones."""
+        none = self.task.classes[number]
+        left, right = (step_classes(one, self.task, number) for one in (reference, candidate))
+        right = right if right.shape == left.shape else np.full_like(left, none)
+        valid = left < none
+        alike = valid & (left == right)
+        self.own[number] += np.bincount(left[valid], minlength=none)
+        self.both[number] += np.bincount(left[alike], minlength=none)
+        return int(valid.sum()), int(alike.sum())
+
+    def result(self) -> TaskFigure | None:
+        """Return the share of equal steps.
+
+        If FP32 gives nearly all steps to one class, such as silence, a constant candidate would
+        have most of them: then only steps that either model gives to another class count. None if
+        FP32 gives all of them to one class.
+        """
+        total, alike = (sum(int(one.sum()) for one in side) for side in (self.own, self.both))
+        usual = [int(one.argmax()) for one in self.own]
+        rest = total - sum(int(one[k]) for one, k in zip(self.own, usual, strict=True))
+        if not rest:
+            return None
+        words, worst = f"{alike} of {total} {self.task.agreement}", ""
+        if total > self.samples:
+            worst = f", {100 * self.worst:.1f} % in the worst sample"
+        figure, value, count = "steps alike", alike / total, f"{alike} of {total}"
+        if rest < (1 - _USUAL) * total:
+            shared = sum(int(one[k]) for one, k in zip(self.both, usual, strict=True))
+            others, counted = alike - shared, total - shared
+            figure, value, count = (
+                "steps alike but the usual",
+                others / counted,
+                f"{others} of {counted}",
+            )
+            words += f", {count} of those that are not in both models of {_usual(usual)}"
+        return self.figure(figure, value, count, words + worst)
+
+
 @dataclass(frozen=True, slots=True)
-class Steps:
+class Steps(EvaluationTask):
     """Classes of steps.
 
     Attributes:
-        outputs: names of the outputs.
         classes: number of classes of each; 2 for independent probabilities, the sides of 0.5.
         axis: dimension of the classes, 1 or 2; None for independent probabilities.
         raw: whether these are logits, before the Sigmoid.
@@ -56,8 +120,8 @@ class Steps:
     classes: tuple[int, ...]
     axis: int | None
     raw: bool = False
-    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
-    name: str = "steps"
+    name = "steps"
+    tally_type = _StepTally
 
     @property
     def form(self) -> str:
@@ -74,10 +138,6 @@ class Steps:
         if self.axis is not None:
             return "steps of FP32's class"
         return "scores on FP32's side of 0" if self.raw else "probabilities on FP32's side of 0.5"
-
-    def tally(self) -> StepTally:
-        """Return a new, empty tally."""
-        return StepTally(self)
 
 
 def find_steps(seen: FirstSamples) -> Steps | None:
@@ -139,78 +199,6 @@ def step_classes(value: Array, task: Steps, number: int) -> NDArray[np.int64]:
     return best
 
 
-@dataclass(slots=True)
-class StepTally:
-    """Counts steps by class and output: FP32's, both's; and the worst sample."""
-
-    task: Steps
-    samples: int = 0
-    worst: float = 1.0
-    own: list[NDArray[np.int64]] = field(init=False)
-    both: list[NDArray[np.int64]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.own = [np.zeros(count, np.int64) for count in self.task.classes]
-        self.both = [np.zeros_like(one) for one in self.own]
-
-    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        """Add one sample; steps of NaN or of another shape have no class."""
-        self.samples += 1
-        counted = [
-            self._add(number, reference[name], candidate[name])
-            for number, name in enumerate(self.task.outputs)
-        ]
-        valid, alike = (sum(side) for side in zip(*counted, strict=True))
-        if valid:
-            self.worst = min(self.worst, alike / valid)
-
-    def _add(self, number: int, reference: Array, candidate: Array) -> tuple[int, int]:
-        """Return the number of steps of one output with a valid class, and of equal ones."""
-        none = self.task.classes[number]
-        left, right = (step_classes(one, self.task, number) for one in (reference, candidate))
-        right = right if right.shape == left.shape else np.full_like(left, none)
-        valid = left < none
-        alike = valid & (left == right)
-        self.own[number] += np.bincount(left[valid], minlength=none)
-        self.both[number] += np.bincount(left[alike], minlength=none)
-        return int(valid.sum()), int(alike.sum())
-
-    def result(self) -> TaskFigure | None:
-        """Return the share of equal steps.
-
-        If FP32 gives nearly all steps to one class, such as silence, a constant candidate would
-        have most of them: then only steps that either model gives to another class count. None if
-        FP32 gives all of them to one class.
-        """
-        total, alike = (sum(int(one.sum()) for one in side) for side in (self.own, self.both))
-        usual = [int(one.argmax()) for one in self.own]
-        rest = total - sum(int(one[k]) for one, k in zip(self.own, usual, strict=True))
-        if not rest:
-            return None
-        words, worst = f"{alike} of {total} {self.task.agreement}", ""
-        if total > self.samples:
-            worst = f", {100 * self.worst:.1f} % in the worst sample"
-        figure, value, count = "steps alike", alike / total, f"{alike} of {total}"
-        if rest < (1 - _USUAL) * total:
-            shared = sum(int(one[k]) for one, k in zip(self.both, usual, strict=True))
-            others, counted = alike - shared, total - shared
-            figure, value, count = (
-                "steps alike but the usual",
-                others / counted,
-                f"{others} of {counted}",
-            )
-            words += f", {count} of those that are not in both models of {_usual(usual)}"
-        return TaskFigure(
-            task="steps",
-            figure=figure,
-            value=value,
-            count=count,
-            words=words + worst,
-            samples=self.samples,
-            form=self.task.form,
-        )
-
-
 def _usual(classes: Sequence[int]) -> str:
     """Return the most frequent class, or that of each output, as text."""
     if len(set(classes)) == 1:
@@ -225,34 +213,54 @@ _TOKENS = 4  # token ids of an input, at least
 _AWAY = 16  # mean length of runs without the blank, at most
 
 
+@dataclass(slots=True)
+class _TextTally(TaskTally["Text"]):
+    """Counts equal texts, FP32's symbols and edits."""
+
+    alike: int = 0
+    symbols: int = 0
+    edits: int = 0
+
+    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        left, right = (_steps(one[self.task.output]) for one in (reference, candidate))
+        reference_text, candidate_text = (
+            [] if one is None else decode_greedily(one, self.task.blank, merged=self.task.merged)
+            for one in (left, right)
+        )
+        self.alike += int(reference_text == candidate_text and right is not None)
+        self.symbols += len(reference_text)
+        self.edits += edit_distance(reference_text, candidate_text)
+
+    def result(self) -> TaskFigure | None:
+        if not self.symbols:
+            return None
+        count = f"{self.alike} of {self.samples}"
+        words = f"{count} texts as FP32's, {self.edits} edits in {self.symbols} symbols"
+        return self.figure("texts alike", self.alike / self.samples, count, words)
+
+
 @dataclass(frozen=True, slots=True)
-class Text:
+class Text(EvaluationTask):
     """One text per sample.
 
     Attributes:
-        output: name of the output.
         symbols: number of symbols with the blank.
         blank: number of the blank.
         merged: whether repeated symbols are merged.
-        parts: see `EvaluationTask`.
     """
 
     output: str
     symbols: int
     blank: int
     merged: bool = True
-    parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
-    name: str = "text"
+    name = "text"
+    tally_type = _TextTally
 
     @property
     def form(self) -> str:
         """How the output is interpreted."""
         slots = "" if self.merged else ", one a slot"
         return f"{self.output}: text of {self.symbols - 1} symbols, blank {self.blank}{slots}"
-
-    def tally(self) -> TextTally:
-        """Return a new, empty tally."""
-        return TextTally(self)
 
 
 def find_text(seen: FirstSamples) -> Text | None:
@@ -348,41 +356,3 @@ def edit_distance(one: Sequence[int], other: Sequence[int]) -> int:
         for j, right in enumerate(other, 1):
             before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (left != right))
     return row[-1]
-
-
-@dataclass(slots=True)
-class TextTally:
-    """Counts equal texts, FP32's symbols and edits."""
-
-    task: Text
-    samples: int = 0
-    alike: int = 0
-    symbols: int = 0
-    edits: int = 0
-
-    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        """Add one sample; a candidate of another form or with NaN has an empty text."""
-        self.samples += 1
-        left, right = (_steps(one[self.task.output]) for one in (reference, candidate))
-        reference_text, candidate_text = (
-            [] if one is None else decode_greedily(one, self.task.blank, merged=self.task.merged)
-            for one in (left, right)
-        )
-        self.alike += int(reference_text == candidate_text and right is not None)
-        self.symbols += len(reference_text)
-        self.edits += edit_distance(reference_text, candidate_text)
-
-    def result(self) -> TaskFigure | None:
-        """Return the share of equal texts; None if FP32 reads no symbol at all."""
-        if not self.symbols:
-            return None
-        return TaskFigure(
-            task="text",
-            figure="texts alike",
-            value=self.alike / self.samples,
-            count=f"{self.alike} of {self.samples}",
-            words=f"{self.alike} of {self.samples} texts as FP32's,"
-            f" {self.edits} edits in {self.symbols} symbols",
-            samples=self.samples,
-            form=self.task.form,
-        )

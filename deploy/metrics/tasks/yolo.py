@@ -26,16 +26,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.metrics.rows import Outputs, image_size
+from deploy.metrics.rows import Floats, Outputs, image_size, to_shares
 from deploy.metrics.slices import OutputSlice
 from deploy.metrics.tasks.detections import (
     LOWEST,
     Detections,
-    Floats,
     are_angles,
     detections_by_anchor,
     detections_by_score,
@@ -123,12 +123,10 @@ class DenseDecoder:
     """Decoder of one tensor of all anchors.
 
     Attributes:
-        output: name of the output.
         axis: dimension of its rows, 1 or -1.
         coding: "centre" cx cy w h, "corners" x1 y1 x2 y2, or "cell" (YOLOX).
         objectness: whether row 4 multiplies all classes.
         scores: number of rows of scores from row 4 on, objectness included.
-        rows: number of rows.
         grid: places of the anchors.
         point: rows per key point, 2 or 3, which come last; 0 without.
         maps: output of the masks' prototypes; "" without.
@@ -145,11 +143,7 @@ class DenseDecoder:
     point: int = 0
     maps: str = ""
     turned: bool = False
-
-    @property
-    def placed(self) -> bool:
-        """Boxes are always decoded."""
-        return True
+    placed: ClassVar[bool] = True
 
     @property
     def classes(self) -> int:
@@ -385,21 +379,14 @@ class LevelMapDecoder:
     """Decoder of one map per level.
 
     Attributes:
-        levels: names of the outputs.
-        classes: number of classes.
         raw: whether they hold logits, before the Sigmoid.
-        parts: see `EvaluationTask`.
     """
 
     levels: tuple[str, ...]
     classes: int
     raw: bool
     parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
-
-    @property
-    def placed(self) -> bool:
-        """Boxes are not decoded, only matched by anchor."""
-        return False
+    placed: ClassVar[bool] = False
 
     @property
     def form(self) -> str:
@@ -414,9 +401,7 @@ class LevelMapDecoder:
         if len(fitting) != len(rows):
             return None
         scores = np.concatenate(fitting)[:, 4:]
-        if self.raw:
-            with np.errstate(over="ignore"):
-                scores = 1 / (1 + np.exp(-scores))
+        scores = to_shares(scores, raw=self.raw)
         return detections_by_anchor(scores[:, 1:] * scores[:, :1])
 
 
@@ -438,13 +423,9 @@ def find_yolo_maps(seen: FirstSamples) -> LevelMapDecoder | None:
 def _is_level(name: str, seen: FirstSamples) -> bool:
     """Whether its cells are those of a stride, in every sample."""
     return all(
-        size is not None and _sides(value) in _cells(size)
+        size is not None and value.shape[2:4] in _cells(size)
         for value, size in zip(seen.arrays(name), map(image_size, seen.inputs), strict=True)
     )
-
-
-def _sides(value: Array) -> tuple[int, ...]:
-    return value.shape[2:4]
 
 
 def _cells(size: tuple[int, int]) -> Sequence[tuple[int, int]]:

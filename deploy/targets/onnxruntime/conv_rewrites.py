@@ -385,7 +385,7 @@ def with_tiles(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelPro
         sizes = like.shapes.get(node.output[0].removesuffix("/float"))
         instead[quantize.name] = [quantize, *own.moves(quantize, sizes or (None,) * 4)]
         model.graph.initializer.extend(own.constants)
-        known.append(own.said)
+        known.append(own.rows(own.channels))
     if instead:
         replace_nodes(model.graph, [n for old in graph.nodes for n in instead.get(old.name, [old])])
         drop_dead(model.graph)
@@ -430,17 +430,36 @@ def _stored(graph: Graph, node: onnx.NodeProto, place: int) -> onnx.TensorProto 
     return graph.initializers.get(maker.input[0])
 
 
-class _Tiled:
+class ReplacementNodes:
+    """The nodes in place of one node, named after it, and their constants."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.constants: list[onnx.TensorProto] = []
+
+    def make(self, op_type: str, inputs: Sequence[str], what: str, **given: Any) -> onnx.NodeProto:
+        """A node with one output; both are called `what`."""
+        name = f"{self.name}/{what}"
+        return helper.make_node(op_type, inputs, [name], name=name, **given)
+
+    def constant(self, what: str, values: Sequence[int] | NDArray[Any] | np.float32) -> str:
+        """The name of a new constant: int64 numbers, or an array as it is."""
+        name = f"{self.name}/{what}"
+        self.constants.append(numpy_helper.from_array(np.array(values, order="C"), name))
+        return name
+
+    def rows(self, channels: int | None) -> onnx.ValueInfoProto:
+        """The rank of `rows`, which ONNX Runtime must know to change the next Convs' layout."""
+        sizes = [None, None, None, channels]
+        return helper.make_tensor_value_info(f"{self.name}/rows", onnx.TensorProto.UINT8, sizes)
+
+
+class _Tiled(ReplacementNodes):
     """The nodes in place of one ConvTranspose, and their constants."""
 
     def __init__(self, graph: Graph, node: onnx.NodeProto, tile: Tile, channels: int) -> None:
         self.graph, self.node, self.tile, self.channels = graph, node, tile, channels
-        self.name = node.name
-        self.constants: list[onnx.TensorProto] = []
-        # ONNX Runtime changes the layout of the next Convs only if it knows this rank
-        self.said = helper.make_tensor_value_info(
-            f"{self.name}/rows", onnx.TensorProto.UINT8, [None, None, None, channels]
-        )
+        super().__init__(node.name)
 
     def layer(self, quantize: onnx.NodeProto) -> list[onnx.NodeProto]:
         """The Conv and its constants; its tail and the QuantizeLinear now read the tiles."""
@@ -462,7 +481,7 @@ class _Tiled:
         arrays = [numpy_helper.to_array(self.graph.initializers[name]) for name in old.input]
         what = f"{self.name}/{_CONSTANTS[place]}"
         names = [
-            self._constant(f"{_CONSTANTS[place]}{end}", tiled(array, self.tile))
+            self.constant(f"{_CONSTANTS[place]}{end}", tiled(array, self.tile))
             for end, array in zip(("/quantized", "/scale", "/zero_point"), arrays, strict=True)
         ]
         node = helper.make_node("DequantizeLinear", names, [what], name=f"{what}/DQ")
@@ -477,20 +496,16 @@ class _Tiled:
         whole = str(quantize.output[0])
         made = quantize.output[0] = f"{whole}{TILES}"
         down, across = self.tile
-        apart = self._numbers("apart", [0, 0, 0, down, across * self.channels])
+        apart = self.constant("apart", [0, 0, 0, down, across * self.channels])
         shape, reshaped = self._shape(made, sizes)
         return [
-            self._node("Transpose", [made], "turned", perm=[0, 2, 3, 1]),
-            self._node("Reshape", [f"{self.name}/turned", apart], "cut"),
-            self._node("Transpose", [f"{self.name}/cut"], "moved", perm=[0, 1, 3, 2, 4]),
+            self.make("Transpose", [made], "turned", perm=[0, 2, 3, 1]),
+            self.make("Reshape", [f"{self.name}/turned", apart], "cut"),
+            self.make("Transpose", [f"{self.name}/cut"], "moved", perm=[0, 1, 3, 2, 4]),
             *shape,
-            self._node("Reshape", [f"{self.name}/moved", reshaped], "rows"),
+            self.make("Reshape", [f"{self.name}/moved", reshaped], "rows"),
             helper.make_node(
-                "Transpose",
-                [f"{self.name}/rows"],
-                [whole],
-                name=f"{self.name}/whole",
-                perm=[0, 3, 1, 2],
+                "Transpose", [f"{self.name}/rows"], [whole], f"{self.name}/whole", perm=[0, 3, 1, 2]
             ),
         ]
 
@@ -500,33 +515,14 @@ class _Tiled:
         """(nodes that compute the shape of the rows, its name); no nodes if sizes are known."""
         height, width = sizes[2:]
         if isinstance(height, int) and isinstance(width, int):
-            return [], self._numbers("shape", [-1, height, width, self.channels])
-        order = self._numbers("order", [0, 2, 3])
-        times = self._numbers("times", [1, *self.tile])
-        channels = self._numbers("channels", [self.channels])
-        concat = self._node("Concat", [f"{self.name}/larger", channels], "shape")
-        concat.attribute.append(helper.make_attribute("axis", 0))
+            return [], self.constant("shape", [-1, height, width, self.channels])
+        order = self.constant("order", [0, 2, 3])
+        times = self.constant("times", [1, *self.tile])
+        channels = self.constant("channels", [self.channels])
         nodes = [
-            self._node("Shape", [made], "sizes"),
-            self._node("Gather", [f"{self.name}/sizes", order], "ordered"),
-            self._node("Mul", [f"{self.name}/ordered", times], "larger"),
-            concat,
+            self.make("Shape", [made], "sizes"),
+            self.make("Gather", [f"{self.name}/sizes", order], "ordered"),
+            self.make("Mul", [f"{self.name}/ordered", times], "larger"),
+            self.make("Concat", [f"{self.name}/larger", channels], "shape", axis=0),
         ]
         return nodes, f"{self.name}/shape"
-
-    def _node(
-        self, op_type: str, inputs: Sequence[str], what: str, perm: Sequence[int] = ()
-    ) -> onnx.NodeProto:
-        name = f"{self.name}/{what}"
-        node = helper.make_node(op_type, inputs, [name], name=name)
-        if perm:
-            node.attribute.append(helper.make_attribute("perm", perm))
-        return node
-
-    def _numbers(self, what: str, values: Sequence[int]) -> str:
-        return self._constant(what, np.array(values, np.int64))
-
-    def _constant(self, what: str, array: NDArray[Any]) -> str:
-        name = f"{self.name}/{what}"
-        self.constants.append(numpy_helper.from_array(array.copy(), name))
-        return name

@@ -30,7 +30,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from deploy.frontends.checks import opset_of
@@ -38,7 +37,7 @@ from deploy.frontends.lift import set_opset
 from deploy.graph.edit import drop_dead, rebuild
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import Gate, resize_mode
-from deploy.targets.onnxruntime.conv_rewrites import RewriteContext
+from deploy.targets.onnxruntime.conv_rewrites import ReplacementNodes, RewriteContext
 
 _HALF = ("half_pixel", "pytorch_half_pixel")  # an input pixel lies in the middle of its copies
 
@@ -61,7 +60,7 @@ def write_upsampling(model: onnx.ModelProto, context: RewriteContext) -> None:
         instead[node.name] = own.nodes(*ends)
         instead[graph.readers[node.output[0]][0].name] = []
         model.graph.initializer.extend(own.constants)
-        known.append(own.said)
+        known.append(own.rows(sizes[1] if isinstance(sizes[1], int) else None))
     if instead:
         rebuild(model.graph, [n for old in graph.nodes for n in instead.get(old.name, [old])])
         drop_dead(model.graph)  # DequantizeLinears that only the Resize read
@@ -124,32 +123,26 @@ def _grid(graph: Graph, node: onnx.NodeProto) -> list[list[float]] | None:
     return [array.tolist() for array in arrays] if len(arrays) == len(held) else None
 
 
-class _Repeated:
+class _Repeated(ReplacementNodes):
     """The nodes in place of one Resize, their constants and the shape they need."""
 
     def __init__(
         self, name: str, factors: tuple[int, ...], sizes: Sequence[int | str | None]
     ) -> None:
-        self.name, (self.down, self.across), self.sizes = name, factors, sizes
-        self.constants: list[onnx.TensorProto] = []
-        channels = sizes[1] if isinstance(sizes[1], int) else None
-        # ONNX Runtime changes the layout of the next Convs only if it knows this rank
-        self.said = helper.make_tensor_value_info(
-            f"{name}/rows", onnx.TensorProto.UINT8, [None, None, None, channels]
-        )
+        super().__init__(name)
+        (self.down, self.across), self.sizes = factors, sizes
 
     def nodes(self, source: str, output: str) -> list[onnx.NodeProto]:
-        """The nodes, in their order."""
         down, across = self.down, self.across
         shape, reshaped = self._shape(source)
-        one = self._constant("axes", [2, 4])
-        often = self._constant("often", [1, 1, down, 1, across, 1])
+        one = self.constant("axes", [2, 4])
+        often = self.constant("often", [1, 1, down, 1, across, 1])
         return [
-            self._node("Transpose", [source], "turned", perm=[0, 2, 3, 1]),
-            self._node("Unsqueeze", [f"{self.name}/turned", one], "apart"),
-            self._node("Tile", [f"{self.name}/apart", often], "repeated"),
+            self.make("Transpose", [source], "turned", perm=[0, 2, 3, 1]),
+            self.make("Unsqueeze", [f"{self.name}/turned", one], "apart"),
+            self.make("Tile", [f"{self.name}/apart", often], "repeated"),
             *shape,
-            self._node("Reshape", [f"{self.name}/repeated", reshaped], "rows"),
+            self.make("Reshape", [f"{self.name}/repeated", reshaped], "rows"),
             helper.make_node(
                 "Transpose", [f"{self.name}/rows"], [output], name=self.name, perm=[0, 3, 1, 2]
             ),
@@ -160,29 +153,15 @@ class _Repeated:
         _, channels, height, width = self.sizes
         if isinstance(channels, int) and isinstance(height, int) and isinstance(width, int):
             rows = [-1, height * self.down, width * self.across, channels]
-            return [], self._constant("shape", rows)
-        order = self._constant("order", [0, 2, 3, 1])
-        times = self._constant("times", [1, self.down, self.across, 1])
+            return [], self.constant("shape", rows)
+        order = self.constant("order", [0, 2, 3, 1])
+        times = self.constant("times", [1, self.down, self.across, 1])
         made = [
-            self._node("Shape", [source], "sizes"),
-            self._node("Gather", [f"{self.name}/sizes", order], "ordered"),
-            self._node("Mul", [f"{self.name}/ordered", times], "shape"),
+            self.make("Shape", [source], "sizes"),
+            self.make("Gather", [f"{self.name}/sizes", order], "ordered"),
+            self.make("Mul", [f"{self.name}/ordered", times], "shape"),
         ]
         return made, f"{self.name}/shape"
-
-    def _node(
-        self, op_type: str, inputs: Sequence[str], what: str, perm: Sequence[int] | None = None
-    ) -> onnx.NodeProto:
-        name = f"{self.name}/{what}"
-        node = helper.make_node(op_type, inputs, [name], name=name)
-        if perm is not None:
-            node.attribute.append(helper.make_attribute("perm", perm))
-        return node
-
-    def _constant(self, what: str, values: Sequence[int]) -> str:
-        name = f"{self.name}/{what}"
-        self.constants.append(numpy_helper.from_array(np.array(values, np.int64), name))
-        return name
 
 
 _OPSET = 14  # the first with HardSwish; since 13 no operator means another thing
@@ -208,12 +187,12 @@ def fuse_gates(model: onnx.ModelProto, context: RewriteContext) -> None:
         set_opset(model, _OPSET)
 
 
-class _Fused:
+class _Fused(ReplacementNodes):
     """The new nodes of one gate, and their constants."""
 
     def __init__(self, gate: Gate, own: Sequence[onnx.NodeProto], channels: int) -> None:
+        super().__init__(gate.name)
         self.gate, self.channels = gate, channels
-        self.constants: list[onnx.TensorProto] = []
         read = {n.removesuffix("/dequantized"): n for node in own for n in node.input}
         self.source, self.factor = read[gate.source], read[gate.factor]
         self.output = str(own[-1].output[0])
@@ -221,7 +200,6 @@ class _Fused:
         self.affine = gate.offset != 0 or not math.isclose(self.scale, 1.0, rel_tol=_EQUAL)
 
     def nodes(self) -> list[onnx.NodeProto]:
-        """The nodes, in their order."""
         if not self.affine:
             return self._gated(self.gate.name, self.output)
         gated = f"{self.gate.name}/gated"
@@ -234,41 +212,28 @@ class _Fused:
         swish = math.isclose(alpha, 1 / 6, rel_tol=_EQUAL) and math.isclose(beta, 0.5)
         if swish and gate.source == gate.factor:
             return [helper.make_node("HardSwish", [self.source], [output], name=name)]
-        open_ = f"{gate.name}/open"
-        return [
-            helper.make_node(
-                "HardSigmoid", [self.source], [open_], name=open_, alpha=alpha, beta=beta
-            ),
-            helper.make_node("Mul", [self.factor, open_], [output], name=name),
-        ]
+        opened = self.make("HardSigmoid", [self.source], "open", alpha=alpha, beta=beta)
+        inputs = [self.factor, opened.output[0]]
+        return [opened, helper.make_node("Mul", inputs, [output], name=name)]
 
     def _scaled(self, gated: str) -> list[onnx.NodeProto]:
-        """The nodes that apply gain and offset."""
         scale, shift = np.float32(self.scale), np.float32(self.gate.offset)
         name = self.gate.name
         if not self.channels:
-            product = f"{name}/product"
-            times, plus = self._constant("scale", scale), self._constant("shift", shift)
-            return [
-                helper.make_node("Mul", [gated, times], [product], name=product),
-                helper.make_node("Add", [product, plus], [self.output], name=name),
-            ]
+            product = self.make("Mul", [gated, self.constant("scale", scale)], "product")
+            inputs = [product.output[0], self.constant("shift", shift)]
+            return [product, helper.make_node("Add", inputs, [self.output], name=name)]
         every = np.ones(self.channels, np.float32)
         inputs = [
-            self._constant("scale", every * scale),
-            self._constant("shift", every * shift),
-            self._constant("mean", every * 0),
-            self._constant("variance", every),
+            self.constant("scale", every * scale),
+            self.constant("shift", every * shift),
+            self.constant("mean", every * 0),
+            self.constant("variance", every),
         ]
         node = helper.make_node(
             "BatchNormalization", [gated, *inputs], [self.output], name=name, epsilon=0.0
         )
         return [node]
-
-    def _constant(self, what: str, array: NDArray[np.float32] | np.float32) -> str:
-        name = f"{self.gate.name}/{what}"
-        self.constants.append(numpy_helper.from_array(np.asarray(array), name))
-        return name
 
 
 def _channels(like: Graph, gate: Gate) -> int:

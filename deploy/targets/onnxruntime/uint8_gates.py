@@ -37,8 +37,6 @@ class ShiftedParams:
     """uint8 parameters of a tensor, and the distance to the zero point of its shifted form.
 
     Attributes:
-        scale: scale.
-        zero: zero point.
         steps: steps between the two zero points; 0 if the shift cannot be expressed in steps.
     """
 

@@ -34,6 +34,7 @@ from deploy.targets.tensorrt.sdk import (
     record_log,
     shape_of,
     stand_ins,
+    start,
 )
 from deploy.terminal import phase
 
@@ -124,7 +125,7 @@ def build_engine(
     on_device = nullcontext() if cuda is None else cuda.current()
     with on_device, record_log(verbose=settings.verbose) as log:
         load_plugins(settings.plugins)
-        builder = _create_builder(log)
+        builder: trt.Builder = start("Builder", log, "make a builder")
         network = builder.create_network(_network_flags(typed=settings.typed))
         _parse(network, model, log)
         config = _create_config(builder, network, settings, calibrator)
@@ -243,16 +244,6 @@ def _used_cache(
     if trouble:
         raise CalibrationError(f"{trouble}; TensorRT said: {log.words()}")
     return calibrator.check() if calibrator is not None else None
-
-
-def _create_builder(log: LogRecorder) -> trt.Builder:
-    import tensorrt as trt
-
-    try:
-        return trt.Builder(process_logger())
-    except (TypeError, RuntimeError) as error:  # null builder: the driver does not fit
-        cause = log.words() if log.lines else error
-        raise BackendError(f"TensorRT could not make a builder on this machine: {cause}") from error
 
 
 def _network_flags(*, typed: bool) -> int:

@@ -36,7 +36,6 @@ class EntryUse:
     """One entry of the cache.
 
     Attributes:
-        name: the entry's key.
         tensor: the model's tensor that it belongs to, or None.
         used: whether a Q/DQ pair uses its scale.
         reason: how it was matched; if unused, why.
@@ -62,10 +61,8 @@ class CacheMatch:
     """A cache matched to a model, with the plan and scales for the Q/DQ writer.
 
     Attributes:
-        entries: every entry of the cache, in its order.
         tensors: every tensor that TensorRT's placement would quantize, in the model's order.
         plan: the placement, restricted to covered tensors.
-        scales: tensor -> scale, for `plan.activations`.
     """
 
     entries: tuple[EntryUse, ...]
@@ -110,7 +107,8 @@ def match_cache(
     scales, flaws = cache.scales(), cache.flaws()
     version = cache.header.version or _OLDEST
     listed = cache_tensors(model, version=version, parser=parser, original=original)
-    file_tensors = _all_tensors(original) if original is not None else set()
+    nodes = original.graph.node if original is not None else ()
+    file_tensors = {name for node in nodes for name in (*node.input, *node.output)}
     matches = _match_entries(list(scales), listed, scales, file_tensors)
     usable = {tensor: scales[name] for name, (tensor, _) in matches.items() if name not in flaws}
     why = {tensor: f"has a {flaws[n]} scale" for n, (tensor, _) in matches.items() if n in flaws}
@@ -204,10 +202,6 @@ def _match_by_position(
         if k - i == m - j and not any(name in file_tensors for name in between):
             renamed |= dict(zip(between, listed[j + 1 : m], strict=True))
     return renamed
-
-
-def _all_tensors(model: onnx.ModelProto) -> set[str]:
-    return {name for node in model.graph.node for name in [*node.input, *node.output]}
 
 
 def _pools_agree(

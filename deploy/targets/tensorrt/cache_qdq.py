@@ -29,7 +29,7 @@ that compute on integers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -199,17 +199,6 @@ def _before_pools(graph: Graph, tensor: str) -> str:
     return tensor
 
 
-def scale_nodes(model: onnx.ModelProto) -> Iterable[tuple[str, np.float32]]:
-    """Yield (tensor, scale) for every QuantizeLinear that `to_qdq` put on an activation."""
-    from onnx import numpy_helper
-
-    constants = Graph(model).initializers
-    for node in model.graph.node:
-        if node.op_type == "QuantizeLinear" and node.input[0] not in constants:
-            value = numpy_helper.to_array(constants[node.input[1]])
-            yield node.input[0].removesuffix("/float"), np.float32(value)
-
-
 def _symmetric(scale: np.float32) -> Scale:
     """Return a range whose symmetric scale is exactly `scale`: (s * 127) / 127 in float64."""
     amax = float(scale) * INT8.qmax
@@ -276,7 +265,6 @@ class PlainModel:
     """A float model extracted from a Q/DQ model by `from_qdq`.
 
     Attributes:
-        model: the float model, without Q and DQ nodes.
         scales: activation tensor -> float32 scale of its pair, in the model's order.
         weights: names of weights that were stored as integers and have been dequantized.
     """
@@ -313,7 +301,6 @@ class _PairRemover:
         self.renamed: dict[str, str] = {}  # output of a node -> its name before quantization
 
     def run(self) -> PlainModel:
-        """Read every pair, then rewire the graph."""
         self._refuse_integers()
         for node in self.graph.node:
             if node.op_type == _DQ:

@@ -369,12 +369,7 @@ def method_of_calibrator(script: CalibratorScript) -> tuple[Method, str] | None:
 
 
 def compare_with_script_cache(known: bytes, made: trt_cache.CalibrationCache) -> str:
-    """Compare the cache that a script reads with the new one; return one sentence.
-
-    Args:
-        known: bytes of the script's cache.
-        made: the new cache.
-    """
+    """Compare the cache that a script reads with the new one; return one sentence."""
     try:
         old = trt_cache.parse(known, origin="the cache that the script reads")
         differences = compare_caches(old, made)
@@ -408,12 +403,6 @@ def write_cache_note(
     request: BuildRequest, cache: Path, text: bytes, model: onnx.ModelProto
 ) -> Path | None:
     """Write the sidecar note of a cache: its model and what the calibration depended on.
-
-    Args:
-        request: the build.
-        cache: path of the cache file.
-        text: bytes of the cache file.
-        model: the model as written, which the cache is for.
 
     Returns:
         Path of the note; None if the ranges came from a file whose origin is unknown.

@@ -104,12 +104,7 @@ def format_cuda_version(number: int) -> str:
 
 
 class DeviceBuffer:
-    """Device memory, freed with the last reference to this object.
-
-    Attributes:
-        size: bytes.
-        address: device address.
-    """
+    """Device memory, freed with the last reference to this object."""
 
     def __init__(self, cuda: Cuda, size: int) -> None:
         self.size = max(size, 1)

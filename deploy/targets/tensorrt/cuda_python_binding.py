@@ -68,7 +68,7 @@ class _Event:
     own: Any
 
 
-class CudaPython:
+class _CudaPython:
     """One GPU; see `Cuda` for the methods."""
 
     def __init__(self, number: int) -> None:
@@ -90,11 +90,9 @@ class CudaPython:
             _check(self._rt.cudaSetDevice(before))
 
     def allocate(self, size: int) -> int:
-        """`cudaMalloc`."""
         return int(_check(self._rt.cudaMalloc(max(size, 1))))
 
     def free(self, address: int) -> None:
-        """`cudaFree`."""
         with self.current():
             _check(self._rt.cudaFree(address))
 
@@ -109,43 +107,38 @@ class CudaPython:
         return flat[:count].reshape(tuple(shape))
 
     def copy_in(self, address: int, array: Array) -> None:
-        """`cudaMemcpy`."""
         kind = self._rt.cudaMemcpyKind.cudaMemcpyHostToDevice
         _check(self._rt.cudaMemcpy(address, array.ctypes.data, array.nbytes, kind))
 
     def copy_in_later(self, address: int, array: Array, stream: CudaStream) -> None:
-        """`cudaMemcpyAsync`."""
         kind = self._rt.cudaMemcpyKind.cudaMemcpyHostToDevice
         size = array.nbytes
         _check(self._rt.cudaMemcpyAsync(address, array.ctypes.data, size, kind, stream.own))
 
     def copy_out_later(self, array: Array, address: int, stream: CudaStream) -> None:
-        """`cudaMemcpyAsync`."""
         kind = self._rt.cudaMemcpyKind.cudaMemcpyDeviceToHost
         size = array.nbytes
         _check(self._rt.cudaMemcpyAsync(array.ctypes.data, address, size, kind, stream.own))
 
     def stream(self) -> CudaStream:
-        """`cudaStreamCreate`."""
         own = _check(self._rt.cudaStreamCreate())
         stream = CudaStream(int(own), own)
         weakref.finalize(stream, self._rt.cudaStreamDestroy, own).atexit = False
         return stream
 
     def wait(self, stream: CudaStream) -> None:
-        """`cudaStreamSynchronize`."""
         _check(self._rt.cudaStreamSynchronize(stream.own))
 
     def event(self) -> _Event:
-        """`cudaEventCreate`."""
         event = _Event(_check(self._rt.cudaEventCreate()))
         weakref.finalize(event, self._rt.cudaEventDestroy, event.own).atexit = False
         return event
 
     def record(self, event: _Event, stream: CudaStream) -> None:
-        """`cudaEventRecord`."""
         _check(self._rt.cudaEventRecord(event.own, stream.own))
 
     def between_ms(self, first: _Event, last: _Event) -> float:
-        """`cudaEventElapsedTime`."""
         return float(_check(self._rt.cudaEventElapsedTime(first.own, last.own)))
+
+
+open_gpu = _CudaPython

@@ -181,7 +181,6 @@ class _TypeConverter:
         self.nodes: list[onnx.NodeProto] = []
 
     def run(self) -> list[onnx.NodeProto]:
-        """Return the nodes with the casts between them."""
         unknown = next((n for n in self.index.producer if not self.types.get(n)), None)
         if unknown is not None:
             raise ExportError(

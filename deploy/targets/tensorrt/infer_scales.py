@@ -90,8 +90,6 @@ class KnownRanges:
     """Ranges of a model's tensors, as far as they are known.
 
     Attributes:
-        graph: index of the model, with inferred types.
-        at: tensor -> its range.
         constants: constant -> its largest |x|.
         saturated: tensor -> the |x| beyond which all of its readers saturate.
         gated: tensor that only a Hard-Swish or SiLU reads -> (its output, its two numbers).
@@ -279,7 +277,6 @@ class InferredScales:
     Attributes:
         scales: tensor -> float32 scale, in the model's order.
         sure: tensor with an inferred scale -> "equal", "bound" or "guess".
-        missing: tensors without a scale.
     """
 
     scales: dict[str, np.float32]

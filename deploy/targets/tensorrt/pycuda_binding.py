@@ -33,7 +33,7 @@ def count_gpus() -> int:
     return gpus
 
 
-class Pycuda:
+class _Pycuda:
     """One GPU; see `Cuda` for the methods."""
 
     def __init__(self, number: int) -> None:
@@ -59,13 +59,11 @@ class Pycuda:
             self._context.pop()
 
     def allocate(self, size: int) -> int:
-        """`mem_alloc`."""
         allocation = self._cuda.mem_alloc(max(size, 1))
         self._allocations[int(allocation)] = allocation
         return int(allocation)
 
     def free(self, address: int) -> None:
-        """`DeviceAllocation.free`."""
         with self.current():
             self._allocations.pop(address).free()
 
@@ -75,34 +73,29 @@ class Pycuda:
         return flat[: prod(shape)].reshape(tuple(shape))
 
     def copy_in(self, address: int, array: Array) -> None:
-        """`memcpy_htod`."""
         self._cuda.memcpy_htod(self._allocations[address], array)
 
     def copy_in_later(self, address: int, array: Array, stream: CudaStream) -> None:
-        """`memcpy_htod_async`."""
         self._cuda.memcpy_htod_async(self._allocations[address], array, stream.own)
 
     def copy_out_later(self, array: Array, address: int, stream: CudaStream) -> None:
-        """`memcpy_dtoh_async`."""
         self._cuda.memcpy_dtoh_async(array, self._allocations[address], stream.own)
 
     def stream(self) -> CudaStream:
-        """`pycuda.driver.Stream`."""
         own = self._cuda.Stream()
         return CudaStream(int(own.handle), own)
 
     def wait(self, stream: CudaStream) -> None:
-        """`CudaStream.synchronize`."""
         stream.own.synchronize()
 
     def event(self) -> Any:
-        """`pycuda.driver.Event`."""
         return self._cuda.Event()
 
     def record(self, event: Any, stream: CudaStream) -> None:
-        """`Event.record`."""
         event.record(stream.own)
 
     def between_ms(self, first: Any, last: Any) -> float:
-        """`Event.time_till`."""
         return float(first.time_till(last))
+
+
+open_gpu = _Pycuda

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -29,6 +29,7 @@ from deploy.files.reading import read_bytes
 from deploy.graph.index import Graph
 from deploy.graph.placement import TENSORRT
 from deploy.graph.plan import analyse
+from deploy.targets.tensorrt import cuda_python_binding, pycuda_binding
 from deploy.targets.tensorrt.cuda import Cuda
 
 if TYPE_CHECKING:
@@ -67,9 +68,9 @@ def gpu(number: int = 0) -> Cuda:
         ConfigError: no GPU has this index.
     """
     failed = []
-    for name, load_binding in (("cuda-python", _cuda_python), ("pycuda", _pycuda)):
+    for name, binding in (("cuda-python", cuda_python_binding), ("pycuda", pycuda_binding)):
         try:
-            count, open_gpu = load_binding()
+            count = binding.count_gpus()
         except (ImportError, OSError, SdkMissingError) as error:
             failed.append(f"{name}: {first_line(error)}")
             continue
@@ -77,25 +78,13 @@ def gpu(number: int = 0) -> Cuda:
             raise ConfigError(
                 f"a device is one of the {count} GPUs of this machine, counted from 0, got {number}"
             )
-        return open_gpu(number)
+        opened: Cuda = binding.open_gpu(number)
+        return opened
     raise SdkMissingError(
         f"an engine is built and run on an NVIDIA GPU by way of cuda-python or pycuda, and neither"
         f" works here ({'; '.join(failed)}); on a machine with a GPU and its driver: pip install"
         " cuda-python, or pycuda"
     )
-
-
-def _cuda_python() -> tuple[int, Callable[[int], Cuda]]:
-    """Return (number of GPUs, function that opens one)."""
-    from deploy.targets.tensorrt import cuda_python_binding
-
-    return cuda_python_binding.count_gpus(), cuda_python_binding.CudaPython
-
-
-def _pycuda() -> tuple[int, Callable[[int], Cuda]]:
-    from deploy.targets.tensorrt import pycuda_binding
-
-    return pycuda_binding.count_gpus(), pycuda_binding.Pycuda
 
 
 _INSTALL = "pip install 'tensorrt>=10,<11' cuda-python"
@@ -346,3 +335,14 @@ def plugin_digests(libraries: Iterable[Path]) -> dict[str, str]:
     """
     what = "a plugin library"
     return {p.name: sha256(read_bytes(p, what=what, error=ConfigError)) for p in libraries}
+
+
+def start(kind: str, log: LogRecorder, what: str) -> Any:
+    """Create TensorRT's Builder or Runtime; `what` fails on a machine whose driver does not fit."""
+    import tensorrt as trt
+
+    try:
+        return getattr(trt, kind)(process_logger())
+    except (TypeError, RuntimeError) as error:  # null object: the driver does not fit
+        cause = log.words() if log.lines else error
+        raise BackendError(f"TensorRT could not {what} on this machine: {cause}") from error

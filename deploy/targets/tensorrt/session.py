@@ -39,9 +39,9 @@ from deploy.targets.tensorrt.sdk import (
     find_sdk,
     gpu,
     load_plugins,
-    process_logger,
     record_log,
     shape_of,
+    start,
 )
 from deploy.tensors import Array, TensorSpec
 
@@ -57,7 +57,6 @@ class OutputAllocator:
 
     Attributes:
         buffer: current device memory; None before the first run.
-        shape: output shape of the last run.
         error: exception of a callback, which TensorRT does not report.
     """
 
@@ -253,7 +252,8 @@ class TensorrtSession:
         data = read_bytes(path, what="a TensorRT engine", error=BackendError)
         with cuda.current(), record_log() as log:
             load_plugins(plugins)
-            engine = _create_runtime(log).deserialize_cuda_engine(data)
+            runtime: trt.Runtime = start("Runtime", log, "start")
+            engine = runtime.deserialize_cuda_engine(data)
             if engine is None:
                 raise BackendError(
                     f"{path.name} must be an engine that TensorRT {sdk.version} built on {sdk.gpu}:"
@@ -414,16 +414,6 @@ class TensorrtSession:
         elif self._graph is not None:  # the first run with new shapes may allocate: capture later
             self._cuda.wait(self._stream)
             self._graph.capture(lambda: self._context.execute_async_v3(self._stream.handle))
-
-
-def _create_runtime(log: LogRecorder) -> trt.Runtime:
-    import tensorrt as trt
-
-    try:
-        return trt.Runtime(process_logger())
-    except (TypeError, RuntimeError) as error:  # null runtime: the driver does not fit
-        cause = log.words() if log.lines else error
-        raise BackendError(f"TensorRT could not start on this machine: {cause}") from error
 
 
 def _tensor(engine: trt.ICudaEngine, index: int) -> _Tensor:

@@ -43,7 +43,6 @@ class TensorrtFeatures:
     """Features of TensorRT from a version on.
 
     Attributes:
-        since: first version.
         opset: newest opset of its ONNX parser.
         calibrators: whether it has int8 calibrators and reads their caches.
         typed: whether it has strongly typed networks.
