@@ -164,12 +164,15 @@ class Choices:
         method: the search for every tensor; None is the calibration's own.
         methods: tensor -> its own search.
         rounded: whether weights are rounded by output error; None if no plan decides it.
+        searches: layer -> which of the target's own searches calibrates it, for a target that has
+            several.
     """
 
     float_nodes: Mapping[str, str] = field(default_factory=dict)
     method: Method | None = None
     methods: Mapping[str, Method] = field(default_factory=dict)
     rounded: bool | None = None
+    searches: Mapping[str, str] = field(default_factory=dict)
 
 
 NO_CHOICES = Choices()

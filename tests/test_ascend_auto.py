@@ -1,175 +1,34 @@
-"""`calib8 ascend auto`: by gain, by each layer's own search, with AdaRound."""
+"""`calib8 ascend auto`: each layer's own search, repairs, the fewest layers in float."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
-from calibrators.errors import CalibrationError
-from deploy.calibration.observation import ObservedStatistics
+from deploy.method import Choices
+from deploy.pipeline.ascend_auto import FINAL, HISTORY, RANKING
 from deploy.runtimes.ort import OrtSession
-from deploy.targets.ascend.amct_calibration import RecordPlan, calibrate_amct
-from deploy.targets.ascend.auto_layers import (
-    CONFIGURED,
-    Rounder,
-    config_of,
-    corrected_biases,
-    with_biases,
-)
-from deploy.targets.ascend.auto_losses import (
-    FINAL,
-    HISTORY,
-    RANKING,
-    _best,
-    choose_searches,
-    own_errors,
-)
-from deploy.targets.ascend.autocalibrate import GainSearch
+from deploy.targets.ascend.amct_calibration import calibrate_amct
 from deploy.targets.ascend.config import default_config, read_config
 from deploy.targets.ascend.fake_quant import fake_quant_model
+from deploy.targets.ascend.layer_searches import (
+    CONFIGURED,
+    _best,
+    config_of,
+    nearest_searches,
+    own_errors,
+)
 from deploy.targets.ascend.layers import find_layers, name_nodes
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import read_record
-from tests.vendor_models import build_net, save_net
-
-LAYERS = [f"l{n}" for n in range(12)]
-
-
-class Made:
-    """Losses that add up, a layer's own under each search; what was asked is noted.
-
-    `near` is what each layer is nearest by, and `taken` the share that correcting biases takes.
-    """
-
-    def __init__(self, own, budget, *, full=1.0, near=None, taken=0.0):
-        self.own, self.budget, self.full = own, budget, full
-        self.near, self.taken = near, taken
-        self.asked, self.corrected = [], False
-
-    def nearer(self, variants):
-        self.corrected = True
-        return self.near or dict.fromkeys(LAYERS, next(iter(variants)))
-
-    def plain(self):
-        self.corrected = False
-
-    def rounded(self, chosen, records, worst):
-        return {}
-
-    def hold(self):
-        self.asked.append("hold")
-
-    def of(self, forms):
-        self.asked += [len(form) for form in forms]
-        return [self._loss(form) for form in forms]
-
-    def judge(self, records):
-        loss = self.full * self._loss(records)
-        return loss <= self.budget, loss
-
-    def _loss(self, form):
-        plain = sum(self.own[name][search] for name, search in form.items())
-        return plain * (1 - self.taken * self.corrected)
-
-
-def variants(*names):
-    """Records that are the search's name, so that losses can tell them apart."""
-    return {name: dict.fromkeys(LAYERS, name) for name in names}
-
-
-def searched(own, budget, *names, **how):
-    losses = Made(own, budget, **how)
-    more = {"dmq 0.5": {"l2": "dmq 0.5"}} if how.get("near") else {}
-    work = GainSearch(variants=variants(*names) | more, losses=losses, budget=budget)
-    return work.run(), work, losses
-
-
-def test_a_layer_that_loses_takes_another_search_before_float():
-    own = {name: {"a": 1e-5} for name in LAYERS}
-    own["l3"]["a"], own["l7"]["a"] = 0.1, 0.2
-    chosen, work, _ = searched(own, 0.01, "a")
-    assert set(LAYERS) - set(chosen) == {"l3", "l7"}
-    assert [name for name, _ in sorted(work.ranking.items(), key=lambda e: -e[1])][:1] == ["l7"]
-    own = {name: {"a": 1e-5, "b": 1e-3} for name in LAYERS}
-    own["l6"] = {"a": 0.02, "b": 1e-5}  # all in a lose 0.0201, all in b 0.011
-    chosen, _, _ = searched(own, 0.01, "a", "b")
-    assert len(chosen) == len(LAYERS) and chosen["l6"] == "b" and "a" in chosen.values()
-    own["l6"] = {"a": 0.005, "b": 1e-5}  # now all in a lose 0.0051
-    chosen, _, _ = searched(own, 0.004, "a", "b")
-    assert chosen == {name: "b" if name == "l6" else "a" for name in LAYERS}
-
-
-def test_a_budget_that_holds_at_once_or_never():
-    _, work, losses = searched({name: {"a": 0.0} for name in LAYERS}, 0.01, "a")
-    assert losses.asked == ["hold", 12] and len(work.history) == 1 and not work.ranking
-    chosen, work, _ = searched({name: {"a": 1.0} for name in LAYERS}, 0.01, "a")
-    assert chosen == {} and work.records == {}
-
-
-def test_biases_are_corrected_and_each_layer_takes_its_own_search_before_float():
-    own = {name: {"a": 0.002, "b": 0.002, "dmq 0.5": 0.001} for name in LAYERS}
-    near = {name: "dmq 0.5" if name == "l2" else "b" for name in LAYERS}
-    chosen, work, losses = searched(own, 0.01, "a", "b", near=near, taken=0.6)
-    assert chosen == near and losses.corrected  # 0.024 in all, 0.0092 so
-    assert len(work.history) == 2
-    near = dict.fromkeys(LAYERS, "b")
-    chosen, _, losses = searched(own, 0.01, "a", "b", near=near, taken=-0.1)
-    assert not losses.corrected and len(chosen) == 5  # more was lost so, and it is not kept
-
-
-def test_a_search_that_a_layer_lacks_is_not_tried_for_it():
-    """Balancing helps the one layer that it can be done to, and begins nowhere."""
-    own = {name: {"a": 1e-5, "dmq 0.5": 0.0} for name in LAYERS}
-    own["l6"] = {"a": 0.02, "dmq 0.5": 1e-5}
-    losses = Made(own, 0.01)
-    searches = {"a": dict.fromkeys(LAYERS, "a"), "dmq 0.5": {"l6": "dmq 0.5"}}
-    work = GainSearch(variants=searches, losses=losses, budget=0.01)
-    assert work.run() == {name: "dmq 0.5" if name == "l6" else "a" for name in LAYERS}
-    assert losses.asked[:2] == ["hold", 12]
-
-
-def test_all_images_have_the_last_word():
-    """On the held images half as much is lost as on all of them."""
-    own = {name: {"a": 0.001} for name in LAYERS}
-    chosen, work, losses = searched(own, 0.01, "a", full=2.0)
-    assert losses.judge(work.records)[0] and 4 <= len(chosen) <= 5
-
-
-def test_layers_whose_errors_cancel_go_together():
-    """Two layers that make good for each other: each alone costs, both together do not."""
-
-    class Cancelling(Made):
-        def _loss(self, form):
-            both = ("l0" in form) == ("l1" in form)
-            return super()._loss(form) + (0.0 if both else 0.02)
-
-    own = {name: {"a": 1e-4} for name in LAYERS}
-    own["l2"]["a"] = 0.05
-    losses = Cancelling(own, 0.01)
-    chosen = GainSearch(variants=variants("a"), losses=losses, budget=0.01).run()
-    assert set(LAYERS) - set(chosen) == {"l2"}
-
-    # Each of two layers alone loses much, both together nothing more than in their sum.
-    class Cancelling(Made):
-        def _loss(self, form):
-            return super()._loss(form) + abs(("l0" in form) * 0.5 - ("l1" in form) * 0.49)
-
-    own = {name: {"a": 1e-4} for name in LAYERS}
-    losses = Cancelling(own, 0.005)
-    chosen = GainSearch(variants=variants("a"), losses=losses, budget=0.005).run()
-    assert set(LAYERS) - set(chosen) == {"l0", "l1"}
-
-
-def test_a_form_is_run_once():
-    own = {name: {"a": 0.001, "b": 0.002} for name in LAYERS}
-    losses = Made(own, 0.004)
-    seen = []
-    plain = losses.of
-    losses.of = lambda forms: seen.extend(frozenset(f.items()) for f in forms) or plain(forms)
-    GainSearch(variants=variants("a", "b"), losses=losses, budget=0.004).run()
-    assert len(seen[2:]) == len(set(seen[2:]))  # the first two are the searches themselves
+from deploy.tuning.budget import BudgetSearch
+from deploy.tuning.probe import Noise
+from deploy.tuning.repairs.repair_layers import find_weighted_layers, read_all_quantizations
+from deploy.tuning.search_options import Trial
+from tests.vendor_models import save_net
 
 
 @pytest.fixture(scope="module")
@@ -177,11 +36,6 @@ def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "data.npy"
     np.save(path, np.random.default_rng(11).normal(size=(6, 3, 16, 16)).astype(np.float32))
     return path
-
-
-@pytest.fixture(autouse=True)
-def few_iterations(monkeypatch):
-    monkeypatch.setattr("deploy.targets.ascend.auto_layers.ITERATIONS", 10)
 
 
 def auto(run, small_cnn, data, out, *words):
@@ -195,7 +49,8 @@ def test_the_command_says_what_it_chose(run, small_cnn, data, tmp_path):
     kept = set(config.enabled())
     assert f"{len(kept)} layers in int8" in out and kept < set(config.layers)
     history = json.loads((tmp_path / HISTORY).read_text())
-    assert history[-1]["metric_eval"][0] is True or history[-2]["metric_eval"][0] is True
+    held = [entry for entry in history if entry["metric_eval"][0]]
+    assert kept in [{n for n, b in one["roll_back_config"].items() if not b} for one in held]
     gains = json.loads((tmp_path / RANKING).read_text())
     assert [g for _, g in gains] == sorted((g for _, g in gains), reverse=True)
     made = onnx.load(tmp_path / "small_cnn_deploy_model.onnx")
@@ -312,7 +167,7 @@ def parts(uneven, images):
 
 def test_a_depthwise_layer_of_uneven_channels_is_balanced(parts):
     model, graph, records, samples = parts
-    chosen = choose_searches(model, graph, records, samples[:4], threads=2)
+    chosen = nearest_searches(model, graph, records, samples[:4], threads=2)
     assert list(chosen) == list(graph.layers)
     assert chosen["dw"] == "dmq 0.5"  # each channel keeps its weights' steps, and wins input's
     errors = own_errors(
@@ -328,39 +183,6 @@ def test_dmq_must_halve_the_error_as_it_costs_an_operator():
     assert _best({"as configured": 1.0, "hfmg": 1.0}) == "as configured"
 
 
-def channel_means(model, samples, tensors):
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
-    del made.graph.output[:]
-    made.graph.output.extend(onnx.ValueInfoProto(name=name) for name in tensors)
-    session = OrtSession.open(made, threads=1)
-    runs = [session.run(sample) for sample in samples]
-    rows = {t: np.concatenate([np.moveaxis(run[t], 1, -1) for run in runs]) for t in tensors}
-    return {t: value.reshape(-1, value.shape[-1]).mean(axis=0) for t, value in rows.items()}
-
-
-def test_corrected_layers_keep_the_means_of_their_channels(parts):
-    """Behind each other too, with a bias, without one, with a shared one, and in an Add."""
-    model, graph, records, samples = parts
-    own = records["as configured"]
-    biases = corrected_biases(model, graph, own, samples, threads=2)
-    assert list(biases) == ["dw", "one", "two", "mat"] and biases["dw"].shape == (8,)
-    changed = with_biases(model, graph, biases)
-    onnx.checker.check_model(changed)
-    tensors = ["d", "c2", "c3", "y"]
-    wanted = channel_means(model, samples, tensors)
-
-    def moved(form):
-        layers = quantize_layers(form, find_layers(form), own)
-        found = channel_means(fake_quant_model(form, layers), samples, tensors)
-        return {t: np.abs(found[t] - wanted[t]).max() for t in tensors}
-
-    before, after = moved(model), moved(changed)
-    assert all(after[t] < 0.3 * before[t] for t in tensors), (before, after)
-    alone = corrected_biases(model, graph, own, samples, threads=1)
-    assert all((alone[name] == one).all() for name, one in biases.items())
-
-
 def auto_uneven(run, model, images, out, *words):
     return run("ascend", "auto", model, "--images", images, "-o", out, *words)
 
@@ -371,7 +193,7 @@ def test_the_command_balances_and_corrects_before_it_leaves_a_layer(run, uneven,
     assert "4 layers in int8, 0 in float" in said
     assert "DMQ balances 1 layers, with a multiplication more in front of each, by the" in said
     assert "largest values of 12 images." in said
-    assert "biases of 4 layers are corrected" in said and "uneven_corrected.onnx" in said
+    assert "bias correction: worst part" in said and "uneven_corrected.onnx is the" in said
     layers = read_config((tmp_path / FINAL).read_text()).layers
     assert layers["dw"].dmq_balancer_param and not layers["one"].dmq_balancer_param
     deployed = onnx.load(tmp_path / "uneven_deploy_model.onnx")
@@ -520,103 +342,3 @@ def test_without_adaround_or_where_it_fails_the_search_goes_on(auto_rounded, mon
     monkeypatch.setattr(Rounder, "able", lambda *_: [])
     said, _ = auto_rounded()
     assert "3 layers in int8, 0 in float" not in said and "AdaRound" not in said
-
-
-# -- which layers ----------------------------------------------------------------------------
-
-
-def rounder_of(nodes, weights, shape):
-    model = build_net(
-        nodes,
-        {"x": shape},
-        {"y": None},
-        [
-            numpy_helper.from_array(np.ones(dims, np.float32), name)
-            for name, dims in weights.items()
-        ],
-        opset=14,
-    )
-    layers = find_layers(model)
-    plan = RecordPlan(
-        model=model, graph=layers, config=default_config(layers), base="float", samples=1
-    )
-    return Rounder(plan=plan, observed=ObservedStatistics({}), calibration=None, threads=1)
-
-
-def test_pools_and_open_convolutions_are_not_offered():
-    make = helper.make_node
-    nodes = [
-        make("Conv", ["x", "w1"], ["a"], name="conv"),
-        make("AveragePool", ["a"], ["b"], name="pool", kernel_shape=[2, 2]),
-        make("ConvTranspose", ["b", "w2"], ["c"], name="open", auto_pad="SAME_UPPER"),
-        make("ConvTranspose", ["c", "w3"], ["y"], name="turned"),
-    ]
-    sizes = {"w1": (2, 3, 1, 1), "w2": (2, 2, 3, 3), "w3": (2, 2, 3, 3)}
-    rounder = rounder_of(nodes, sizes, [1, 3, 8, 8])
-    assert rounder.able(["pool", "turned", "open", "conv"]) == ["turned", "conv"]
-
-
-def test_the_layers_are_few_and_have_not_too_many_weights():
-    wide = [f"l{n}" for n in range(9)]
-    nodes = [
-        helper.make_node("Gemm", [f"t{n}" if n else "x", f"w{n}"], [f"t{n + 1}"], name=name)
-        for n, name in enumerate(wide)
-    ]
-    nodes[-1].output[0] = "y"
-    sizes = {f"w{n}": (4, 4) for n in range(9)} | {
-        "w0": (1100, 1000),
-        "w1": (1000, 1000),
-        "w2": (1000, 100),
-    }
-    sizes["w3"] = (100, 4)
-    rounder = rounder_of(nodes, sizes, [1, 1100])
-    assert rounder.able(wide) == ["l1", *wide[3:8]]
-    assert rounder.able(wide[2:]) == wide[2:8]
-
-
-class MadeRounded:
-    """Losses that add up; AdaRound halves that of l1 and doubles that of l2.
-
-    `apart` is lost where l1 is rounded and l2 in float.
-    """
-
-    def __init__(self, apart=0.0):
-        self.own, self.apart = {"l1": 0.01, "l2": 0.005, "l3": 0.0}, apart
-
-    def hold(self):
-        pass
-
-    def plain(self):
-        pass
-
-    def nearer(self, variants):
-        return dict.fromkeys(self.own, "a")
-
-    def rounded(self, chosen, records, worst):
-        assert worst == ["l1", "l2"]  # none that gains nothing in float
-        return {"a, AdaRound": {name: "a, AdaRound" for name in worst}}
-
-    def of(self, forms):
-        share = {("l1", "a, AdaRound"): 0.5, ("l2", "a, AdaRound"): 2.0}
-        return [
-            sum(self.own[n] * share.get((n, how), 1) for n, how in form.items())
-            + self.apart * (form.get("l1") == "a, AdaRound" and "l2" not in form)
-            for form in forms
-        ]
-
-    def judge(self, records):
-        (loss,) = self.of([records])
-        return loss <= 0.01, loss
-
-
-def test_adaround_is_kept_only_where_less_is_lost():
-    work = GainSearch(
-        variants={"a": dict.fromkeys(("l1", "l2", "l3"), "a")}, losses=MadeRounded(), budget=0.01
-    )
-    assert work.run() == {"l1": "a, AdaRound", "l2": "a", "l3": "a"}
-    assert [entry["metric_eval"][0] for entry in work.history] == [False, True]
-    # With AdaRound l1 and l2 go in the end, without it l1 alone.
-    losses = MadeRounded(apart=0.5)
-    losses.own["l2"] = 0.0055
-    work = GainSearch(variants={"a": dict.fromkeys(losses.own, "a")}, losses=losses, budget=0.0056)
-    assert work.run() == {"l2": "a", "l3": "a"}

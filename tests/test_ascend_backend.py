@@ -1,6 +1,5 @@
 """The Ascend target end to end, its executor, Q/DQ, AIPP, atc, automatic calibration, commands."""
 
-import json
 import os
 import stat
 import subprocess
@@ -20,25 +19,18 @@ from deploy.errors import BackendError, Calib8Error, ConfigError, ModelError, Sd
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends import load
 from deploy.pipeline import build
+from deploy.pipeline.ascend_auto import FINAL, HISTORY, RANKING
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import Ascend
 from deploy.targets.ascend.aipp import write_aipp
 from deploy.targets.ascend.amct_calibration import calibrate_amct
 from deploy.targets.ascend.atc import CHIP, AippSource, AtcOptions, atc_command, check_flag
-from deploy.targets.ascend.auto_losses import (
-    FINAL,
-    HISTORY,
-    RANKING,
-    isolated_model,
-    rank_layers,
-    search_prefix,
-    similarity,
-)
-from deploy.targets.ascend.config import default_config, read_config
+from deploy.targets.ascend.config import default_config
 from deploy.targets.ascend.deploy_model import deploy_model
 from deploy.targets.ascend.executor import compare_deploy_model, open_deploy, to_integer_model
 from deploy.targets.ascend.existing_files import check_file
 from deploy.targets.ascend.fake_quant import amct_qdq_model, fake_quant_model
+from deploy.targets.ascend.layer_searches import isolated_model, rank_layers, similarity
 from deploy.targets.ascend.layers import find_layers, name_nodes
 from deploy.targets.ascend.proto import parse_text
 from deploy.targets.ascend.quant_layer import quantize_layers
@@ -333,7 +325,7 @@ def test_similarity_ranks_isolated_layers(small):
     assert similarity(0 * a, a) == 1 and similarity(a, 0 * a) == 0
     model, graph, records = small
     layers = quantize_layers(model, graph, records)
-    ranking = rank_layers(model, layers, [{"x": DATA[:1]}])
+    ranking = rank_layers(model, layers, [{"x": DATA[:1]}], threads=1)
     assert [name for name, _ in ranking] != [] and len(ranking) == len(layers)
     assert [score for _, score in ranking] == sorted(score for _, score in ranking)
     assert 0.99 < ranking[0][1] <= ranking[-1][1] <= 1
@@ -341,32 +333,6 @@ def test_similarity_ranks_isolated_layers(small):
     onnx.checker.check_model(both)
     session = ort.InferenceSession(both.SerializeToString())
     assert session.get_outputs()[0].name == model.graph.output[0].name
-
-
-@pytest.mark.parametrize("needed", range(5))
-def test_the_shortest_prefix_goes_back(small, needed):
-    _, graph, records = small
-    ranking = [(name, 0.9 + i / 100) for i, name in enumerate(records)]
-    bad = {name for name, _ in ranking[:needed]}
-
-    def judge(kept):
-        return not (bad & set(kept)), float(len(bad & set(kept)))
-
-    found = search_prefix(records, ranking, default_config(graph), judge)
-    kept = set(found.records or {})
-    assert kept == set(records) - bad
-    disabled = {n for n, layer in found.config.layers.items() if not layer.quant_enable}
-    assert disabled == bad
-    files = found.files()
-    assert [n for n, _ in json.loads(files[RANKING])] == list(records)
-    assert len(json.loads(files[HISTORY])) == len(found.history)
-    assert set(read_config(files[FINAL]).enabled()) == kept
-
-
-def test_a_budget_that_nothing_holds(small):
-    _, graph, records = small
-    with pytest.raises(ConfigError, match="against itself"):
-        search_prefix(records, [], default_config(graph), lambda kept: (False, 1.0))
 
 
 # -- the whole line ---------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from onnx import TensorProto, helper, numpy_helper
 from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, hfmg
 from calibrators.amct.ifmr import IfmrParams, ifmr
 from deploy.errors import ModelError
+from deploy.pipeline.ascend_auto import FINAL, RANKING
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.amct_calibration import calibrate_amct
-from deploy.targets.ascend.auto_losses import FINAL, RANKING
 from deploy.targets.ascend.config import default_config, resolve_config
 from deploy.targets.ascend.config_keys import (
     ActivationParams,

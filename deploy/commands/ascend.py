@@ -265,15 +265,11 @@ def auto(
     """Leave layers of MODEL in float, as few as hold the budget; write them, and how it went."""
     from deploy.calibration.reuse import CachePolicy
     from deploy.pipeline import calibrate_with
+    from deploy.pipeline.ascend_auto import GAIN, auto_calibrate
     from deploy.pipeline.build_options import CalibrationOptions
-    from deploy.targets.ascend.auto_layers import AscendSearching, search_plans
-    from deploy.targets.ascend.auto_losses import LossBudget
-    from deploy.targets.ascend.autocalibrate import auto_calibrate
-    from deploy.targets.ascend.target import Ascend
+    from deploy.targets.ascend.layer_searches import AscendSearching
 
-    target = (AscendSearching if strategy == "gain" else Ascend)(
-        config=ascend_config, amct_batch=amct_batch
-    )
+    target = AscendSearching(config=ascend_config, amct_batch=amct_batch, several=strategy == GAIN)
     path = out / f"{model.stem}.cache"
     policy = CachePolicy(path=path, require=require_cache, refresh=refresh)
     refuse_both_ways(policy)
@@ -284,29 +280,27 @@ def auto(
     evaluation = found.feed
     if held := images.evaluation(eval_images):
         evaluation = held.open(found.loaded.inputs, carried=found.loaded.carried)
-    result, written = auto_calibrate(
-        search_plans(target, found.subject),
-        found.ranges.observed,
+    made = auto_calibrate(
+        target,
+        found,
         evaluation,
-        calibration=found.feed,
         folder=out,
-        subject=found.subject,
-        budget=LossBudget(max_loss=max_loss, threads=images.threads),
+        max_loss=max_loss,
         strategy=strategy,
+        threads=images.threads,
         say=say,
     )
-    for sentence in result.config.told:
+    for sentence in made.config.told:
         say(sentence)
-    float_layers = [n for n, layer in result.config.layers.items() if not layer.quant_enable]
-    if result.records is None:
+    if made.in_int8 is not None:
+        in_float = sum(not layer.quant_enable for layer in made.config.layers.values())
+        say(f"{made.in_int8} layers in int8, {in_float} in float.")
+        for note in made.notes:
+            say(note)
+    else:
         sentence = "No layer can stay in int8 within this budget; no model was written."
         say(sentence, err=is_text_suppressed())
-    else:
-        count = sum(not one.tensor for one in result.records.values())
-        say(f"{count} layers in int8, {len(float_layers)} in float.")
-        for note in result.notes:
-            say(note)
-    for path in written:
+    for path in made.written:
         say(f"  {path}")
 
 

@@ -401,7 +401,8 @@ def _power(wanted: Array, found: Array, usual: float) -> float:
 def _key(choices: Choices) -> object:
     methods = tuple(sorted((tensor, m.label) for tensor, m in choices.methods.items()))
     method = choices.method.label if choices.method else ""
-    return frozenset(choices.float_nodes), method, methods, choices.rounded
+    searches = tuple(sorted(choices.searches.items()))
+    return frozenset(choices.float_nodes), method, methods, choices.rounded, searches
 
 
 def find_ranked_scores(model: onnx.ModelProto) -> dict[str, str]:

@@ -231,6 +231,20 @@ class Search:
     def _shares(self) -> dict[str, float]:
         return self.sensitivity.shares if self.sensitivity is not None else {}
 
+    def tried(
+        self, choices: Mapping[str, Choices], in_float: frozenset[str] = frozenset()
+    ) -> list[Trial]:
+        """Try choices, each with its description, with these units in float; skip what fails."""
+        with_float = [self._with_float(one, in_float) for one in choices.values()]
+        trials = self._try([*choices], [in_float] * len(choices), with_float)
+        return [trial for trial in trials if trial is not None]
+
+    def shares_of(self, base: Trial) -> dict[str, float]:
+        """Return the loss that each layer adds with a trial's choices; measured once."""
+        if self.sensitivity is None:
+            self._measure_groups(base)
+        return self._shares
+
     def is_float(self, in_float: frozenset[str]) -> bool:
         """Whether a split is the float model."""
         return in_float >= frozenset(self.units.members)
@@ -261,10 +275,23 @@ class Search:
         if self.sensitivity is None:
             self._measure_groups(than)
         splits = self._below(than.in_float, within)
+        return self.first_usable(than, splits, usable, can_go_on)
+
+    def first_usable(
+        self,
+        base: Trial,
+        splits: Sequence[frozenset[str]],
+        usable: Callable[[Trial], bool],
+        can_go_on: Callable[[], bool] = lambda: True,
+    ) -> Trial | None:
+        """Return the first usable of some splits, with the choices of a trial; None without one.
+
+        They are searched by halving while `can_go_on`, assuming that all after it are usable too.
+        """
         first, last, found = 0, len(splits), None
         while first < last and can_go_on():
             middle = (first + last) // 2
-            trial = self._try_split(than, splits[middle])
+            trial = self._try_split(base, splits[middle])
             if trial is not None and usable(trial):
                 last, found = middle, trial
             else:

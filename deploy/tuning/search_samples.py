@@ -262,8 +262,16 @@ class GrowingComparison:
         metric: Metric | None = None,
         *,
         kernels: bool,
+        labels: Sequence[int] | None = None,
     ) -> None:
-        """Load the model; `metric` replaces the task's own.
+        """Load the model.
+
+        Args:
+            model: the model.
+            judges: the evaluation samples.
+            metric: replaces the task's own.
+            kernels: whether ONNX Runtime's int8 kernels run the model.
+            labels: class of each image, for top-1 accuracy on all samples.
 
         Raises:
             BackendError: ONNX Runtime refused the model.
@@ -271,7 +279,7 @@ class GrowingComparison:
         self._session = OrtSession.open(
             model, threads=1, spin=False, keep=True, int8_kernels=kernels
         )
-        self._judges, self._metric = judges, metric
+        self._judges, self._metric, self._labels = judges, metric, labels
         self._comparison: Comparison | None = None
         self.keys: list[int] = []
 
@@ -297,7 +305,9 @@ class GrowingComparison:
 
     def _take(self, _: int, ran: Sequence[Mapping[str, Array]]) -> None:
         if self._comparison is None:
-            self._comparison = Comparison(self._judges.outputs, self._session, metric=self._metric)
+            self._comparison = Comparison(
+                self._judges.outputs, self._session, labels=self._labels, metric=self._metric
+            )
         self._comparison.add(*ran, count=self._judges.part.count)
 
 

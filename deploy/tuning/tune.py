@@ -98,6 +98,8 @@ class SearchSetup:
         method_fixed: whether the range method must stay: the user chose it or trusts a cache.
         trial: builds the trial model of a request.
         rounded: whether trials have rounded weights; None without that repair.
+        held_out: whether ranges of trials come from other samples than their own, which are
+            samples of the calibration.
     """
 
     target: Target
@@ -106,6 +108,7 @@ class SearchSetup:
     method_fixed: bool
     trial: Callable[[BuildRequest], onnx.ModelProto]
     rounded: bool | None
+    held_out: bool = True
 
     @property
     def effort(self) -> Effort:
@@ -142,7 +145,7 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         return TargetPlan(choices=NO_CHOICES), 0
     samples = _search_samples(setup)
     allowance = SearchBudget.of(setup.effort.calibrations, len(setup.request.feed))
-    prober = _make_prober(setup, samples, step, allowance)
+    prober = make_prober(setup, samples, step, allowance)
     timed = same_shape_samples([sample for sample, _ in samples])
     search = Search(
         units=units,
@@ -175,10 +178,15 @@ def _search_samples(setup: SearchSetup) -> Sequence[ReferenceSample]:
     return request.ranges.once((select_samples, few), lambda: select_samples(judges, few))
 
 
-def _make_prober(
+def make_prober(
     setup: SearchSetup, heard: Sequence[ReferenceSample], step: Step, allowance: SearchBudget
 ) -> Prober:
-    """Return the prober; the ranges of its trials come from other samples than its own."""
+    """Return the prober of a search on some samples, of which the float model's outputs are known.
+
+    Raises:
+        BackendError: ONNX Runtime refused the float model with the scores that it ranks.
+    """
+    request, spent = setup.request, allowance.spend
     few, effort, model = len(heard), setup.effort, setup.request.model
     trial, ends = setup.trial, find_ranked_scores(model)
     if ends:
@@ -189,11 +197,11 @@ def _make_prober(
         def trial(request: BuildRequest) -> onnx.ModelProto:
             return add_score_outputs(setup.trial(request), ends)
 
+    if setup.held_out:
+        request = with_held_out_ranges(setup.target, request, [one for one, _ in heard], spent)
     return Prober(
         trial,
-        with_held_out_ranges(
-            setup.target, setup.request, [sample for sample, _ in heard], allowance.spend
-        ),
+        request,
         heard,
         runs_here=setup.target.runs_here,
         threads=setup.request.threads,
@@ -201,7 +209,7 @@ def _make_prober(
         by_task=setup.options.max_loss is not None,
         metric=setup.options.metric,
         progress=step,
-        ran=allowance.spend,
+        ran=spent,
     )
 
 

@@ -232,7 +232,7 @@ class Ascend:
         """Return the fake-quant model."""
         from deploy.targets.ascend.fake_quant import fake_quant_model
 
-        plan, _, layers, _ = self._quantized(request)
+        plan, _, layers, _ = self.quantized(request)
         return fake_quant_model(plan.model, layers)
 
     def _recorded(self, request: BuildRequest) -> tuple[RecordPlan, CalibrationRecord, QuantConfig]:
@@ -259,7 +259,7 @@ class Ascend:
             records = replace_records(plan, records, unclipped, layers)
         return plan, records, disable_clipping(plan.config, layers)
 
-    def _quantized(
+    def quantized(
         self, request: BuildRequest
     ) -> tuple[RecordPlan, CalibrationRecord, dict[str, QuantLayer], QuantConfig]:
         """Return the plan, the records of the int8 layers, these layers, and their config.
@@ -292,7 +292,7 @@ class Ascend:
         """
         if request.trained is not None:
             return self._of_trained(request.trained, request)
-        plan, calibrated, layers, config = self._quantized(request)
+        plan, calibrated, layers, config = self.quantized(request)
         from deploy.targets.ascend.recipe import Recipe
 
         recipe = Recipe(

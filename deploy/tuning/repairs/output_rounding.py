@@ -74,7 +74,11 @@ def round_weights(request: BuildRequest, making: RepairInput) -> tuple[BuildRequ
     """
     all_rounded = round_all_weights(request, making)
     quantized = read_all_quantizations(making.target.trial(request), _exclusive(request.model))
-    names = [one.weight for one, _ in quantized.values() if one.weight in all_rounded]
+    names = [
+        one.weight
+        for one, how in quantized.values()
+        if one.weight in all_rounded and how.factors is None
+    ]
     changed = {name: all_rounded[name] for name in names if all_rounded[name].left != 1}
     if not changed:
         return None
@@ -150,7 +154,7 @@ def _rounded(request: BuildRequest, making: RepairInput) -> dict[str, RoundedWei
     results = {}
     for layer, patches in layer_patches(
         making.reference,
-        [layer for layer, how in quantized.values() if how.nearest],
+        [layer for layer, how in quantized.values() if how.nearest and how.factors is None],
         [*making.samples, *making.apart],
         most=_PATCHES * (count + len(making.apart)) // count,
         threads=making.threads,

@@ -9,8 +9,8 @@ The quantization grid of a layer's weight and input is read from the target's in
     Q/DQ          x -> Q -> DQ -.
                                  Conv                 integers and scales stand in the pairs
                   w -> [Q] -> DQ'
-    fake quant    x -> Mul -> Round -> Add -> Clip -> Sub -> Conv -> [Add] -> Mul
-                    1/scale_d                                         scale_d scale_w
+    fake quant    x -> [Mul] -> Mul -> Round -> Add -> Clip -> Sub -> Conv -> [Add] -> Mul
+                    1/factors 1/scale_d                                       scale_d scale_w
 
 so a repair works for any target that writes one of these two forms.
 """
@@ -238,6 +238,37 @@ def with_biases(
     return changed
 
 
+def original_constants(
+    model: onnx.ModelProto, repaired: onnx.ModelProto
+) -> dict[str, dict[str, onnx.TensorProto]]:
+    """Return layer -> its weight and bias before the repairs, under their names after them."""
+    from onnx import numpy_helper
+
+    graph, before = Graph(model), {layer.name: layer for layer in find_weighted_layers(model)}
+    result = {}
+    for layer in find_weighted_layers(repaired):
+        own = before[layer.name]
+        result[layer.name] = {layer.weight: graph.initializers[own.weight]}
+        if layer.bias == own.bias and layer.bias:
+            result[layer.name][layer.bias] = graph.initializers[own.bias]
+        elif layer.bias:
+            bias = np.asarray(own.bias_of(graph), np.float32)
+            result[layer.name][layer.bias] = numpy_helper.from_array(bias, layer.bias)
+    return result
+
+
+def restore_constants(
+    model: onnx.ModelProto,
+    originals: Mapping[str, Mapping[str, onnx.TensorProto]],
+    layers: Iterable[str],
+) -> None:
+    """Give layers of a model their `original_constants` back, in place."""
+    present = {tensor.name for tensor in model.graph.initializer}
+    own = [originals[name] for name in layers if name in originals]
+    restored = {n: tensor for one in own for n, tensor in one.items() if n in present}
+    update_tensors(model.graph.initializer, restored)
+
+
 def _set_bias(node: onnx.NodeProto, layer: WeightedLayer, name: str) -> None:
     """Make a node read its bias under this name."""
     if layer.add:
@@ -322,6 +353,8 @@ class LayerQuantization:
         grid: integer or FP8 grid whose rounding rule applies to both.
         nearest: whether the weight is rounded to nearest; False for weights rounded by AMCT's
             AdaRound, which stay as they are.
+        factors: what AMCT's DMQ divides the input by, [groups, K, 1], and multiplies the weight by
+            before both are rounded; None without DMQ.
     """
 
     weight: Float64Array
@@ -331,6 +364,7 @@ class LayerQuantization:
     high: float
     grid: Grid = INT8
     nearest: bool = True
+    factors: FloatArray | None = None
 
     def weights(self, layer: WeightedLayer) -> Float64Array:
         """Return a layer's weight after quantization, in ONNX layout."""
@@ -339,10 +373,12 @@ class LayerQuantization:
 
     def inputs(self, values: NDArray[np.floating]) -> NDArray[np.float32]:
         """Return input values after quantization."""
-        steps = np.asarray(values, np.float32) / np.float32(self.input)
+        balanced = values if self.factors is None else values / self.factors
+        steps = np.asarray(balanced, np.float32) / np.float32(self.input)
         steps = round_to_grid(steps, self.grid) + np.float32(self.zero)
         clipped = np.clip(steps, self.low, self.high) - self.zero
-        return np.asarray(clipped * np.float32(self.input), np.float32)
+        result = np.asarray(clipped * np.float32(self.input), np.float32)
+        return result if self.factors is None else result * self.factors
 
 
 def read_quantization(
@@ -409,14 +445,15 @@ def _from_fake_quant(
     if chain is None or after is None or after.op_type != "Mul":
         return None
     _, clip, add, _, mul = chain
-    if mul.input[0].endswith(".mul.output0"):  # DMQ scaled the weights before rounding
-        return None
     inverse = float(_array(graph, mul.input[1]))
     scales = _array(graph, after.input[1]).astype(np.float64).reshape(-1) * inverse
     if scales.size not in (1, layer.outputs):
         return None
     groups = layer.by_channel.shape[0]
     columns = np.broadcast_to(scales, layer.outputs).reshape(groups, -1, 1, 1)
+    inverse_factors = _inverse_factors(graph, node, mul)
+    if inverse_factors is not None:
+        columns = columns * inverse_factors.reshape(groups, 1, -1, 1)
     wide = layer.from_channels(np.ones(layer.by_channel.shape) * columns).astype(np.float64)
     return LayerQuantization(
         weight=wide,
@@ -425,7 +462,24 @@ def _from_fake_quant(
         low=int(_array(graph, clip.input[1])),
         high=int(_array(graph, clip.input[2])),
         nearest=_is_nearest(_array(graph, node.input[1]), layer, wide),
+        factors=None if inverse_factors is None else _factors(inverse_factors, layer),
     )
+
+
+def _inverse_factors(
+    graph: Graph, node: onnx.NodeProto, first: onnx.NodeProto
+) -> FloatArray | None:
+    """Return 1 / DMQ's factors of a node's input channels, [C_in]; None without DMQ."""
+    if first.input[0] != f"{node.name}.mul.output0":
+        return None
+    balancing = graph.producer[first.input[0]]
+    return np.asarray(_array(graph, balancing.input[1]), np.float32).reshape(-1)
+
+
+def _factors(inverse: FloatArray, layer: WeightedLayer) -> FloatArray:
+    """Return DMQ's factors as [groups, K, 1], for patches of the input."""
+    groups, places = layer.by_channel.shape[0], layer.by_channel.shape[3]
+    return np.asarray(np.float32(1) / inverse, np.float32).repeat(places).reshape(groups, -1, 1)
 
 
 def _is_nearest(codes: NDArray[Any], layer: WeightedLayer, scales: Float64Array) -> bool:

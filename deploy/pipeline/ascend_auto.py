@@ -1,0 +1,183 @@
+"""`calib8 ascend auto`: AMCT's accuracy-based calibration by the search of `deploy.tuning.budget`.
+
+::
+
+    model, images --> statistics of all searches --> layers in float, searches, repairs --> files
+
+The ranking, the history and the final configuration are written under AMCT's names and in its
+layout (hicann/amct, common/auto_calibration).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.calibration.reference_outputs import make_evaluation_set
+from deploy.files import atomic
+from deploy.targets.ascend.atc import strip_metadata
+from deploy.targets.ascend.config import write_config
+from deploy.targets.ascend.float16 import find_float16_tensors
+from deploy.targets.ascend.layer_searches import (
+    AscendSearching,
+    balanced_over,
+    config_of,
+    is_balanced,
+    nearest_searches,
+    rank_layers,
+)
+from deploy.targets.ascend.models import write_models
+from deploy.targets.ascend.preparation import find_weight_sharers
+from deploy.targets.base import BuildRequest
+from deploy.terminal import phase
+from deploy.tuning.budget import BudgetSearch
+
+if TYPE_CHECKING:
+    from deploy.calibration.calibration_result import CalibrationResult
+    from deploy.feed.samples import Feed
+    from deploy.targets.ascend.amct_calibration import RecordPlan
+    from deploy.targets.ascend.config_keys import QuantConfig
+
+RANKING = "accuracy_based_auto_calibration_ranking_information.json"
+HISTORY = "accuracy_based_auto_calibration_record.json"
+FINAL = "accuracy_based_auto_calibration_final_config.json"
+REPAIRED = "_corrected.onnx"  # the float model that the int8 ones are made of
+
+GAIN, BINARY = "gain", "binary-search"  # strategies
+_REPAIRING, _RANKED = 16, 8  # calibration images
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoCalibration:
+    """What was chosen and written.
+
+    Attributes:
+        config: the final configuration.
+        in_int8: number of layers in int8, tensors not counted; None where no model was written.
+        notes: sentences on what was done to these layers beside searching their ranges.
+        written: paths of all files.
+    """
+
+    config: QuantConfig
+    in_int8: int | None
+    notes: tuple[str, ...]
+    written: tuple[Path, ...]
+
+
+def auto_calibrate(
+    target: AscendSearching,
+    calibrated: CalibrationResult,
+    evaluation: Feed,
+    *,
+    folder: Path,
+    max_loss: float,
+    strategy: str = GAIN,
+    threads: int,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> AutoCalibration:
+    """Search, and write the files.
+
+    Args:
+        target: the target that was calibrated for.
+        calibrated: its calibration.
+        evaluation: samples to evaluate on, with `labels` or without.
+        folder: output folder.
+        max_loss: largest loss, see `deploy.tuning.budget.loss_of`.
+        strategy: `GAIN`, or `BINARY`, which is AMCT's own rule.
+        threads: samples or trials that run in parallel.
+        say: called with sentences on the progress.
+
+    Raises:
+        ConfigError, CalibrationError, FeedError, ExportError: as the Ascend target's `build`.
+    """
+    feed, subject = calibrated.feed, calibrated.subject
+    request = BuildRequest(
+        subject=subject,
+        folder=folder,
+        ranges=calibrated.ranges,
+        feed=feed,
+        manifest=feed.manifest(),
+        judges=make_evaluation_set(feed, subject.model, _REPAIRING),
+        threads=threads,
+    )
+    plan, _, layers, _ = target.quantized(request)
+    records = target.records(request)
+
+    def nearest() -> dict[str, str]:
+        samples = list(feed.spread(_REPAIRING))[::2]
+        return nearest_searches(plan.model, plan.graph, records, samples, threads=threads)
+
+    ranking: list[tuple[str, float]] = []
+    if strategy == BINARY:
+        with phase("ranking the layers"):
+            first = evaluation.first(_RANKED)
+            ranking = rank_layers(plan.model, layers, first, threads=threads)
+    search = BudgetSearch(
+        target=target,
+        request=request,
+        evaluation=evaluation,
+        max_loss=max_loss,
+        layers=tuple(plan.layers),
+        uncounted=[name for name, layer in plan.layers.items() if layer.at is not None],
+        searches=records,
+        everywhere=[how for how in records if not is_balanced(how)],
+        nearest=nearest,
+        say=say,
+        ranking=ranking,
+    )
+    return _written(target, search, search.run(), plan)
+
+
+def _written(
+    target: AscendSearching, search: BudgetSearch, found: BuildRequest | None, plan: RecordPlan
+) -> AutoCalibration:
+    """Write ranking, history and config; models and record if a layer stays in int8."""
+    config = config_of(plan.config, {})
+    if found is not None:
+        made, calibrated, layers, config = target.quantized(found)
+    texts = {
+        RANKING: json.dumps([list(entry) for entry in search.ranking], indent=4),
+        HISTORY: json.dumps(search.history, indent=4),
+        FINAL: write_config(config),
+    }
+    written = [atomic.write_text(search.request.folder / n, text) for n, text in texts.items()]
+    if found is None:
+        return AutoCalibration(config=config, in_int8=None, notes=(), written=tuple(written))
+    if search.repairs:
+        data = strip_metadata(found.whole(made.model)).SerializeToString(deterministic=True)
+        written.append(atomic.write_bytes(found.folder / f"{found.name}{REPAIRED}", data))
+    models = write_models(
+        made.model,
+        layers,
+        config,
+        calibrated.records,
+        found.folder,
+        found.subject,
+        halves=find_float16_tensors(found.subject),
+        shared=find_weight_sharers(plan.graph.layers.values(), plan.graph),
+    )
+    return AutoCalibration(
+        config=config,
+        in_int8=sum(not one.tensor for one in calibrated.records.values()),
+        notes=tuple(_notes(search, found, plan)),
+        written=(*written, *models.values()),
+    )
+
+
+def _notes(search: BudgetSearch, found: BuildRequest, plan: RecordPlan) -> Iterator[str]:
+    """Yield sentences on what was done to the layers in int8 beside searching their ranges."""
+    searches, in_float = found.choices.searches, found.choices.float_nodes
+    if count := sum(is_balanced(how) for name, how in searches.items() if name not in in_float):
+        yield (
+            f"DMQ balances {count} layers, with a multiplication more in front of each, by the"
+            f" largest values of {balanced_over(plan) * plan.images} images."
+        )
+    yield from (f"{one.sentence}." for one in search.repairs)
+    if search.repairs:
+        yield (
+            f"{found.name}{REPAIRED} is the float model with these repairs, and goes with the"
+            " configuration and the record."
+        )

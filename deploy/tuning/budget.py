@@ -1,0 +1,267 @@
+"""The search within a loss budget: as few layers in float as hold it on all evaluation samples.
+
+Its trials, their samples and the losses of layers are those of `deploy.tuning.search`, its repairs
+those of a build. It differs in what it minimizes, layers in float instead of time and loss::
+
+    searches of the target, each in all layers          the one that loses least
+    each layer by the search nearest to float, repairs  kept if less is lost
+    each layer alone in int8                            its loss, the worst first
+    the worst n of them in float                        the least n that holds, by halving
+    each of these in int8 again, by any search          where it is not missed
+
+The search ends as soon as the budget holds. A ranking that is given replaces the losses; then
+nothing but its n worst is tried.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from deploy.calibration.reference_outputs import make_evaluation_set
+from deploy.errors import BackendError
+from deploy.graph.edit import copy_message
+from deploy.method import Choices
+from deploy.terminal import phase
+from deploy.tuning.prices import Prices, Units
+from deploy.tuning.repairs import ROUNDING
+from deploy.tuning.repairs.apply import repair_request, repair_samples
+from deploy.tuning.repairs.base import with_model
+from deploy.tuning.repairs.repair_layers import original_constants, restore_constants
+from deploy.tuning.search import Search
+from deploy.tuning.search_options import EFFORTS, SearchBudget, Trial, Tuning
+from deploy.tuning.search_samples import GrowingComparison, enough_samples, select_samples
+from deploy.tuning.tune import SearchSetup, make_prober
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploy.calibration.reference_outputs import EvaluationSet
+    from deploy.feed.samples import Feed
+    from deploy.metrics.accuracy import Accuracy
+    from deploy.targets.base import BuildRequest, Target
+    from deploy.terminal import Step
+    from deploy.tuning.probe import ReferenceSample
+    from deploy.tuning.repairs.base import RepairResult
+
+_EFFORT = 3  # losses of up to 64 layers are measured one by one
+_SAMPLES = 32  # of each trial
+
+
+@dataclass(slots=True, kw_only=True)
+class BudgetSearch:
+    """State of one search.
+
+    Attributes:
+        target: the target.
+        request: its build request, with calibration samples for the repairs as judges.
+        evaluation: the samples that must hold the budget, with labels or without.
+        max_loss: the budget, see `loss_of`.
+        layers: what may be float, in the model's order.
+        uncounted: those of `layers` that are only tensors.
+        searches: search of the target -> the layers that have it.
+        everywhere: those of `searches` that all layers have and that cost no time.
+        nearest: returns the search of each layer that is nearest to float.
+        say: called with sentences on the progress.
+        ranking: what goes to float first, with a figure; empty until it is measured.
+        history: for each evaluation the layers in float, whether the budget held, and the loss.
+        repairs: the repairs that were kept.
+    """
+
+    target: Target
+    request: BuildRequest
+    evaluation: Feed
+    max_loss: float
+    layers: Sequence[str]
+    uncounted: Collection[str] = ()
+    searches: Mapping[str, Collection[str]]
+    everywhere: Sequence[str]
+    nearest: Callable[[], Mapping[str, str]]
+    say: Callable[[str], None]
+    ranking: Sequence[tuple[str, float]] = ()
+    history: list[dict[str, Any]] = field(default_factory=list)
+    repairs: tuple[RepairResult, ...] = ()
+    _judges: EvaluationSet = field(init=False)
+    _heard: Sequence[ReferenceSample] = field(init=False)
+    _builder: RepairedBuilder = field(init=False)
+
+    def __post_init__(self) -> None:
+        feed = self.evaluation
+        self._builder = RepairedBuilder(self.target, self.request, self.request)
+        self._judges = make_evaluation_set(feed, self.request.model, feed.count)
+        with phase("running the float model"):
+            most = max(min(_SAMPLES, enough_samples(self._judges)), 1)
+            self._heard = select_samples(self._judges, most)
+
+    def run(self) -> BuildRequest | None:
+        """Return the request that holds the budget; None if only float holds it.
+
+        Raises:
+            BackendError: the int8 model cannot be run.
+            Calib8Error: what the target raises for its trial.
+        """
+        with phase("trying layers", len(self.layers), "trials", about=True) as step:
+            found = self._found(step)
+        return None if found is None else self._builder.final(found.choices)
+
+    def _found(self, step: Step) -> Trial | None:
+        search = self._search(self._builder, step)
+        base = self._least(search)
+        if self._holds(base):
+            return base
+        if self.ranking:
+            return self._shortest(search, base)
+        repaired = self._repaired(base, step)
+        if repaired is not None:
+            search, base = repaired
+            if self._holds(base):
+                return base
+        losses = search.shares_of(base)
+        ranked = {name: losses.get(name, 0.0) for name in self.layers}
+        self.ranking = sorted(ranked.items(), key=lambda entry: -entry[1])
+        found = self._shortest(search, base)
+        return None if found is None else self._given_back(search, found)
+
+    def _search(self, builder: RepairedBuilder, step: Step) -> Search:
+        """Return a search on the evaluation samples whose units are the layers, at equal prices."""
+        setup = SearchSetup(
+            target=self.target,
+            request=self.request,
+            options=Tuning(effort=_EFFORT, max_loss=self.max_loss),
+            method_fixed=True,
+            trial=builder.trial,
+            rounded=None,
+            held_out=False,
+        )
+        members = {name: (name,) for name in self.layers}
+        prices = dict.fromkeys(members, (0.0, 1.0))
+        return Search(
+            units=Units(members=members, edges=(), inlets=(), outlets=(), layers=(*members,)),
+            prices=Prices(units=prices, turning={}, outside=0.0, measured=False),
+            prober=make_prober(setup, self._heard, step, SearchBudget(math.inf)),
+            methods=[None],
+            effort=EFFORTS[_EFFORT],
+        )
+
+    def _least(self, search: Search) -> Trial:
+        """Return the trial of least loss with one search in all layers."""
+        trials = search.tried(
+            {how: Choices(searches=dict.fromkeys(self.layers, how)) for how in self.everywhere}
+        )
+        if not trials:
+            raise BackendError(
+                f"a search must be able to run the int8 model, got: {search.prober.errors[0]}"
+            )
+        return min(trials, key=_figure)
+
+    def _repaired(self, base: Trial, step: Step) -> tuple[Search, Trial] | None:
+        """Return a search and its trial with each layer's nearest search, and with the repairs.
+
+        None if they lose no less. Where the target has one search alone, as the user configured,
+        only biases are repaired.
+        """
+        names = ("bias",) if len(self.searches) == 1 else (ROUNDING, "bias")
+        chosen = self.request.choosing(replace(base.choices, searches=self.nearest()))
+        samples = repair_samples(self.request.judges)
+        request, results = repair_request(self.target, chosen, names, samples)
+        builder = RepairedBuilder(self.target, self.request, request)
+        search = self._search(builder, step)
+        trials = search.tried({"repaired": request.choices})
+        if not trials or _figure(trials[0]) >= _figure(base):
+            return None
+        self._builder, self.repairs = builder, tuple(one for one in results if one.kept)
+        return search, trials[0]
+
+    def _shortest(self, search: Search, base: Trial) -> Trial | None:
+        """Return the trial with the fewest of the first layers of the ranking in float."""
+        order = [name for name, _ in self.ranking]
+        prefixes = [frozenset(order[:count]) for count in range(1, len(order))]
+        return search.first_usable(base, prefixes, self._holds)
+
+    def _given_back(self, search: Search, found: Trial) -> Trial:
+        """Return a trial with fewer layers in float if it holds the budget too, else `found`."""
+        loss = next(loss for back, loss in self._evaluated() if back == found.in_float)
+        goal = _figure(found) * (self.max_loss / loss if loss > 0 else 1)
+        best = found
+        for name in [name for name, _ in reversed(self.ranking) if name in found.in_float]:
+            trials = search.tried(
+                {
+                    how: replace(best.choices, searches={**best.choices.searches, name: how})
+                    for how, own in self.searches.items()
+                    if name in own
+                },
+                best.in_float - {name},
+            )
+            least = min(trials, key=_figure, default=best)
+            best = least if _figure(least) <= goal else best
+        return best if best is found or self._holds(best) else found
+
+    def _evaluated(self) -> list[tuple[frozenset[str], float]]:
+        """Return (layers in float, loss) of each evaluation, the last first."""
+        return [
+            (
+                frozenset(name for name, back in entry["roll_back_config"].items() if back),
+                entry["metric_eval"][1],
+            )
+            for entry in reversed(self.history)
+        ]
+
+    def _holds(self, trial: Trial) -> bool:
+        """Whether a trial holds the budget on all evaluation samples."""
+        kept = [n for n in self.layers if n not in trial.in_float and n not in self.uncounted]
+        what = f"{len(kept)} layers in int8"
+        with phase(what):
+            comparison = GrowingComparison(
+                self._builder.trial(self.request.choosing(trial.choices)),
+                self._judges,
+                kernels=self.target.runs_here,
+                labels=self.evaluation.labels,
+            )
+            accuracy = comparison.on(len(self._judges.part), threads=self.request.threads)
+        loss = loss_of(accuracy)
+        good = bool(loss <= self.max_loss)
+        self.say(f"{what}: loss {loss:.5f}, {'held' if good else 'too much'}")
+        rolled = {name: name in trial.in_float for name in self.layers}
+        self.history.append({"roll_back_config": rolled, "metric_eval": [good, float(loss)]})
+        return good
+
+
+class RepairedBuilder:
+    """Builds trials of a repaired model in which layers in float have their own constants.
+
+    Args:
+        target: the target.
+        request: the request before the repairs.
+        repaired: the request after them.
+    """
+
+    def __init__(self, target: Target, request: BuildRequest, repaired: BuildRequest) -> None:
+        self._target, self._repaired = target, repaired
+        self._originals = original_constants(request.model, repaired.model)
+
+    def trial(self, request: BuildRequest) -> onnx.ModelProto:
+        """Return the trial model of a request's choices."""
+        model = self._target.trial(self._repaired.choosing(request.choices))
+        restore_constants(model, self._originals, request.choices.float_nodes)
+        return model
+
+    def final(self, choices: Choices) -> BuildRequest:
+        """Return the request to build."""
+        model = copy_message(self._repaired.model)
+        restore_constants(model, self._originals, choices.float_nodes)
+        return with_model(self._repaired.choosing(choices), model)
+
+
+def loss_of(accuracy: Accuracy) -> float:
+    """Return the loss of top-1 accuracy if there are labels, else of the worst mean cosine."""
+    if accuracy.top1_reference is not None and accuracy.top1_candidate is not None:
+        return accuracy.top1_reference - accuracy.top1_candidate
+    return 1.0 - min(output.cosine_mean for output in accuracy.outputs)
+
+
+def _figure(trial: Trial) -> float:
+    """Return the loss of a trial on its few samples; infinite if it is not a number."""
+    loss = math.inf if trial.noise.accuracy is None else loss_of(trial.noise.accuracy)
+    return loss if math.isfinite(loss) else math.inf
