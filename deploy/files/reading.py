@@ -26,14 +26,10 @@ Outside of a run nothing is remembered: one run may write what another one reads
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
 import threading
-import tokenize
-import warnings
-import zipfile
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -268,6 +264,8 @@ def from_json(
     Raises:
         error: no JSON, or nested deeper than `MOST_NESTING`.
     """
+    import json
+
     if isinstance(text, bytes):
         text = _decoded(text, rule, error)
     if is_too_nested(text):
@@ -408,6 +406,8 @@ def check_archive(
         error: too many entries or bytes.
         BadZipFile: no zip archive.
     """
+    import zipfile
+
     rule = (
         f"{os.fspath(path)} must be {what} of at most {entries:,} entries and {format_bytes(most)}"
     )
@@ -436,6 +436,9 @@ def array_header(stream: IO[bytes], room: int) -> Header:
     Raises:
         ValueError: not numpy's format, Python objects, or more values than bytes.
     """
+    import tokenize
+    import warnings
+
     import numpy as np
 
     version = np.lib.format.read_magic(stream)
