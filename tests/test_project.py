@@ -59,7 +59,7 @@ def loaded_by(statement: str) -> set[str]:
     ["import deploy", "import deploy.cli", "import calib8", "import calib8; dir(calib8)"],
 )
 def test_importing_deploy_loads_no_heavy_library(statement):
-    heavy = {"numpy", "onnx", "onnxruntime", "cv2", "torch", "tensorrt", "tqdm"}
+    heavy = {"numpy", "onnx", "onnxruntime", "cv2", "torch", "tensorrt", "tqdm", "msgspec"}
     assert not loaded_by(statement) & heavy
 
 
