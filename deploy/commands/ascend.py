@@ -239,8 +239,8 @@ def check(path: Path, model: Path | None) -> None:
     type=click.Choice(["gain", "binary-search"]),
     default="gain",
     show_default=True,
-    help="How layers are picked: by what the outputs gain, other searches, DMQ, corrected biases"
-    " and AdaRound being tried before float; or by AMCT's ranking of layers alone, of which a"
+    help="How layers are picked: by what the outputs lose, other searches, DMQ, rounded weights and"
+    " corrected biases being tried before float; or by AMCT's ranking of layers alone, of which a"
     " prefix goes to float.",
 )
 @image_options

@@ -47,7 +47,8 @@ FINAL = "accuracy_based_auto_calibration_final_config.json"
 REPAIRED = "_corrected.onnx"  # the float model that the int8 ones are made of
 
 GAIN, BINARY = "gain", "binary-search"  # strategies
-_REPAIRING, _RANKED = 16, 8  # calibration images
+_REPAIRING, _NEAREST = 64, 8  # calibration images
+_RANKED = 8  # evaluation samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,7 @@ def auto_calibrate(
     records = target.records(request)
 
     def nearest() -> dict[str, str]:
-        samples = list(feed.spread(_REPAIRING))[::2]
+        samples = list(feed.spread(_NEAREST))
         return nearest_searches(plan.model, plan.graph, records, samples, threads=threads)
 
     ranking: list[tuple[str, float]] = []

@@ -6,6 +6,7 @@ those of a build. It differs in what it minimizes, layers in float instead of ti
     searches of the target, each in all layers          the one that loses least
     each layer by the search nearest to float, repairs  kept if less is lost
     each layer alone in int8                            its loss, the worst first
+    other searches for the worst                        those that lose less
     the worst n of them in float                        the least n that holds, by halving
     each of these in int8 again, by any search          where it is not missed
 
@@ -27,7 +28,7 @@ from deploy.method import Choices
 from deploy.terminal import phase
 from deploy.tuning.prices import Prices, Units
 from deploy.tuning.repairs import ROUNDING
-from deploy.tuning.repairs.apply import repair_request, repair_samples
+from deploy.tuning.repairs.apply import repair_request
 from deploy.tuning.repairs.base import with_model
 from deploy.tuning.repairs.repair_layers import original_constants, restore_constants
 from deploy.tuning.search import Search
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 _EFFORT = 3  # losses of up to 64 layers are measured one by one
 _SAMPLES = 32  # of each trial
+_SWAPPED = 16  # layers for which other searches are tried
+_WORTH = 0.97  # share of the loss: another search must leave less
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,7 +124,10 @@ class BudgetSearch:
         losses = search.shares_of(base)
         ranked = {name: losses.get(name, 0.0) for name in self.layers}
         self.ranking = sorted(ranked.items(), key=lambda entry: -entry[1])
-        found = self._shortest(search, base)
+        swapped = self._swapped(search, base)
+        if swapped is not base and self._holds(swapped):
+            return swapped
+        found = self._shortest(search, swapped)
         return None if found is None else self._given_back(search, found)
 
     def _search(self, builder: RepairedBuilder, step: Step) -> Search:
@@ -164,7 +170,8 @@ class BudgetSearch:
         """
         names = ("bias",) if len(self.searches) == 1 else (ROUNDING, "bias")
         chosen = self.request.choosing(replace(base.choices, searches=self.nearest()))
-        samples = repair_samples(self.request.judges)
+        assert chosen.judges is not None
+        samples = list(chosen.judges.heard(len(chosen.judges.part)))
         request, results = repair_request(self.target, chosen, names, samples)
         builder = RepairedBuilder(self.target, self.request, request)
         search = self._search(builder, step)
@@ -180,23 +187,35 @@ class BudgetSearch:
         prefixes = [frozenset(order[:count]) for count in range(1, len(order))]
         return search.first_usable(base, prefixes, self._holds)
 
+    def _swapped(self, search: Search, base: Trial) -> Trial:
+        """Return a trial in which the layers that lose most have another search that loses less."""
+        best = base
+        for name, _ in self.ranking[:_SWAPPED]:
+            trial = self._by_any_search(search, best, name, best.in_float)
+            best = trial if _figure(trial) < _WORTH * _figure(best) else best
+        return best
+
     def _given_back(self, search: Search, found: Trial) -> Trial:
         """Return a trial with fewer layers in float if it holds the budget too, else `found`."""
         loss = next(loss for back, loss in self._evaluated() if back == found.in_float)
         goal = _figure(found) * (self.max_loss / loss if loss > 0 else 1)
         best = found
         for name in [name for name, _ in reversed(self.ranking) if name in found.in_float]:
-            trials = search.tried(
-                {
-                    how: replace(best.choices, searches={**best.choices.searches, name: how})
-                    for how, own in self.searches.items()
-                    if name in own
-                },
-                best.in_float - {name},
-            )
-            least = min(trials, key=_figure, default=best)
-            best = least if _figure(least) <= goal else best
+            trial = self._by_any_search(search, best, name, best.in_float - {name})
+            best = trial if _figure(trial) <= goal else best
         return best if best is found or self._holds(best) else found
+
+    def _by_any_search(
+        self, search: Search, base: Trial, name: str, in_float: frozenset[str]
+    ) -> Trial:
+        """Return the trial of least loss with some search of a layer, else `base`."""
+        searches = base.choices.searches
+        choices = {
+            how: replace(base.choices, searches={**searches, name: how})
+            for how, own in self.searches.items()
+            if name in own
+        }
+        return min(search.tried(choices, in_float), key=_figure, default=base)
 
     def _evaluated(self) -> list[tuple[frozenset[str], float]]:
         """Return (layers in float, loss) of each evaluation, the last first."""
