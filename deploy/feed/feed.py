@@ -197,8 +197,7 @@ class SourceOpener:
             raise FeedError(
                 f"images feed one input, the model has {len(self.specs)}:"
                 f" {summarize_names([describe(spec) for spec in self.specs])}; give a folder of"
-                " .npz files"
-                " with one array an input, or one folder of .npy files an input"
+                " .npz files with one array an input, or one folder of .npy files an input"
             )
         resolved = resolve_preprocess(self.preprocess, self.carried, self.specs[0])
         check_dtype(self.specs[0], resolved.how)

@@ -476,8 +476,7 @@ def refuse_unquantized(coverage: LayerCoverage) -> None:
     """Raise `ExportError` if no layer was quantized."""
     if not coverage.quantized:
         raise ExportError(
-            "a quantized model must have layers in int8, and none of"
-            f" {len(coverage.left)} layers with weights is:"
-            f" {coverage.named() or 'there are no weights'}; choose another --mode or"
-            " fewer --keep-float, or export it in float"
+            f"a quantized model must have layers in int8, and none of {len(coverage.left)} layers"
+            f" with weights is: {coverage.named() or 'there are no weights'}; choose another --mode"
+            " or fewer --keep-float, or export it in float"
         )
