@@ -112,9 +112,8 @@ def kernel() -> CountingKernel | None:
     available, why = _here()
     if available is None and wanted == "c":
         raise CalibrationError(
-            f"{KERNEL_VARIABLE}=c needs the C kernel, which {why}; install calib8 where there is"
-            " a C"
-            " compiler, or unset it"
+            f"{KERNEL_VARIABLE}=c needs the C kernel, which {why}; install calib8 where there is a"
+            " C compiler, or unset it"
         )
     return available
 

@@ -27,7 +27,7 @@ from deploy.errors import (
     FeedError,
     ModelError,
 )
-from deploy.fx.convert import calibrate, convert, observers_of, scale_table
+from deploy.fx.convert import calibrate, convert, scale_table
 from deploy.fx.distill import Distiller, channel_wise_loss, logit_loss
 from deploy.fx.export import check_float_export, compare_with_torch, to_onnx
 from deploy.fx.fakequant import lsq_round
@@ -36,6 +36,7 @@ from deploy.fx.prepare import prepare
 from deploy.fx.qat import Task, clamp_scales, copy_scales, learn_scales, train
 from deploy.fx.source import load_module
 from deploy.targets import OnnxRuntime
+from tests.torch_placed import observers_of
 
 torch.set_num_threads(1)
 

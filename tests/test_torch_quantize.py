@@ -19,7 +19,7 @@ from calibrators.errors import CalibrationError
 from calibrators.grids import UINT8, quantize_per_tensor, quantize_weight, weight_scales
 from calibrators.weights import PAIR_LIMIT, pair_scales, pair_sums
 from deploy.errors import ConfigError, ExportError, FeedError, ModelError
-from deploy.fx.convert import calibrate, convert, freeze_norms, observers_of, scale_table, set_phase
+from deploy.fx.convert import calibrate, convert, freeze_norms, scale_table, set_phase
 from deploy.fx.export import compare_with_torch, to_onnx
 from deploy.fx.fakequant import FakeQuant, FixedQuant, scale_on_grid, search_for
 from deploy.fx.int8_layers import IntLayer, QatConvBn, weight_quantizer
@@ -29,6 +29,7 @@ from deploy.fx.source import load_module
 from deploy.graph.placement import ASCEND, ONNXRUNTIME, TENSORRT
 from deploy.targets import TARGETS, OnnxRuntime
 from deploy.targets.stored_weights import read_stored_weights
+from tests.torch_placed import observers_of
 
 torch.set_num_threads(1)
 

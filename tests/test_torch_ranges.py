@@ -19,12 +19,13 @@ from calibrators.scales import Scale
 from calibrators.searches import SEARCHES
 from deploy.cli import cli
 from deploy.errors import CalibrationError, ConfigError, FeedError, ModelError
-from deploy.fx.convert import calibrate, convert, observers_of, scale_table, set_phase
+from deploy.fx.convert import calibrate, convert, scale_table, set_phase
 from deploy.fx.fakequant import FakeQuant, IfmrSearch, scale_on_grid, search_for
 from deploy.fx.prepare import at_bits, prepare
 from deploy.targets import TARGETS
 from deploy.targets.ascend.config_keys import ActivationParams, LayerConfig
 from deploy.targets.ascend.record import search_params
+from tests.torch_placed import observers_of
 
 torch.set_num_threads(1)
 NET = """

@@ -18,7 +18,7 @@ from deploy.cli import cli
 from deploy.errors import CacheError, ExportError, ModelError
 from deploy.fx import device
 from deploy.fx.capture import capture
-from deploy.fx.convert import calibrate, float_form, observers_of
+from deploy.fx.convert import calibrate, float_form
 from deploy.fx.export import check_float_export, to_onnx, with_more_samples
 from deploy.fx.fakequant import scale_on_grid, search_for
 from deploy.fx.fuse import fold_batch_norms, fuse, norms_in_float
@@ -31,6 +31,7 @@ from deploy.fx.qat import Task, train
 from deploy.fx.source import computed_weights, load_module, plain_copy, unwrap
 from deploy.fx.trace import trace
 from deploy.targets import OnnxRuntime
+from tests.torch_placed import observers_of
 
 torch.set_num_threads(1)
 

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from deploy.fx.fakequant import FakeQuant
+
 
 class Residual(nn.Module):
     """A ResNet in small: a stem with a pool, a block, a classifier."""
@@ -166,3 +168,8 @@ KINDS = (Residual, Mobile, Detector, Attention, Pooled, Causal, Parameters, Join
 residual, mobile, detector, attention, pooled, causal, parameters, joined = (
     partial(_made, kind) for kind in KINDS
 )
+
+
+def observers_of(prepared):
+    """Return tensor name -> its `FakeQuant`, in the model's order."""
+    return {quant.name: quant for quant in prepared.modules() if isinstance(quant, FakeQuant)}

@@ -202,7 +202,7 @@ class ChannelMax:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Places:
+class _Places(_Ordered):
     """Base of the statistics at sampled positions.
 
     Attributes:
@@ -210,10 +210,8 @@ class _Places:
         most: largest number of positions per sample.
     """
 
-    samples: int
+    samples: int  # whose number decides the positions
     most: int
-    ordered: ClassVar[bool] = True  # the number of the sample decides the positions
-    lead: ClassVar[Statistic | None] = None
 
     @property
     def _where(self) -> str:

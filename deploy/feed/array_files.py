@@ -246,8 +246,7 @@ def _load_raw(path: Path, specs: Specs) -> Array:
     if len(specs) != 1:
         raise FeedError(
             f"{printable_name(path.name)} holds the values of one input, the model has"
-            f" {len(specs)}; put"
-            " one subfolder per input, named as the input, into the folder"
+            f" {len(specs)}; put one subfolder per input, named as the input, into the folder"
         )
     (spec,) = specs
     inner = tuple(d for d in spec.shape[1:] if isinstance(d, int))

@@ -132,19 +132,16 @@ class SourceOpener:
         (spec,) = self.specs
         arrays = self._arrays(raw.path, files, (raw.held(spec),))
         if raw.pictures(spec, asked=self.preprocess is not None):
-            return self._raw_pictures(arrays)
+            resolved = self._how()
+            return OpenedSource(
+                source=convert_images(arrays, spec, resolved.how),
+                kind="raw pictures",
+                notes=arrays.notes,
+                settled=resolved,
+            )
         if self.preprocess is not None:
             raise ConfigError(_AS_THEY_ARE)
         return OpenedSource(source=convert_arrays(arrays, spec), kind="arrays", notes=arrays.notes)
-
-    def _raw_pictures(self, arrays: ArraySource) -> OpenedSource:
-        resolved = self._how()
-        return OpenedSource(
-            source=convert_images(arrays, self.specs[0], resolved.how),
-            kind="raw pictures",
-            notes=arrays.notes,
-            settled=resolved,
-        )
 
     def _handed_over(self, script: CalibratorScript) -> ArraySource:
         """Read a calibrator's batches; stop after the first samples if only a limit is set."""
@@ -197,8 +194,7 @@ class SourceOpener:
             raise FeedError(
                 f"images feed one input, the model has {len(self.specs)}:"
                 f" {summarize_names([describe(spec) for spec in self.specs])}; give a folder of"
-                " .npz files"
-                " with one array an input, or one folder of .npy files an input"
+                " .npz files with one array an input, or one folder of .npy files an input"
             )
         resolved = resolve_preprocess(self.preprocess, self.carried, self.specs[0])
         check_dtype(self.specs[0], resolved.how)

@@ -263,9 +263,8 @@ def read_list(path: Path) -> FileList:
         )
     if 0 < unlabelled < len(pictures):
         raise FeedError(
-            f"every line of {printable_name(str(path))} or none must have a label, got"
-            f" {unlabelled} of {len(pictures)} without, the first on line {first};"
-            " add them or remove all labels"
+            f"every line of {printable_name(str(path))} or none must have a label, got {unlabelled}"
+            f" of {len(pictures)} without, the first on line {first}; add them or remove all labels"
         )
     return pictures
 
@@ -284,9 +283,8 @@ def read_image_file(picture: ImageFile) -> bytes:
             )
         if state.st_size > LARGEST_FILE:
             raise FeedError(
-                f"image {printable_name(picture.name)} must be of at most {LARGEST_FILE >> 30}"
-                " GB, got"
-                f" {state.st_size / 2**30:.1f} GB"
+                f"image {printable_name(picture.name)} must be of at most {LARGEST_FILE >> 30} GB,"
+                f" got {state.st_size / 2**30:.1f} GB"
             )
         data = picture.path.read_bytes()
     except (OSError, ValueError) as error:

@@ -138,9 +138,8 @@ def _in_folder(folder: Path) -> SourceFiles:
     if not names:
         way = "give another folder or a list file"
         raise FeedError(
-            f"{printable_name(str(folder))} must hold images (such as .jpg, .png) or arrays"
-            " (.npy, .npz,"
-            f" .bin, .raw), got {_unsupported(others) if others else f'none; {way}'}"
+            f"{printable_name(str(folder))} must hold images (such as .jpg, .png) or arrays (.npy,"
+            f" .npz, .bin, .raw), got {_unsupported(others) if others else f'none; {way}'}"
         )
     pictures = [name for name in names if is_image(name)]
     left = len(names) - len(pictures)
@@ -184,8 +183,7 @@ def _in_coco(path: Path) -> SourceFiles:
     if not names or len(names) < len(file_names):
         raise FeedError(
             f"{printable_name(str(path))} must be COCO annotations with `images` that have a"
-            " `file_name`,"
-            " got others; give a folder or a list file"
+            " `file_name`, got others; give a folder or a list file"
         )
     inside = path.parent / "images"
     base = inside if (inside / names[0]).exists() else path.parent

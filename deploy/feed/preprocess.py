@@ -446,9 +446,8 @@ def describe_preprocess(how: Preprocess) -> str:
     title = f"{presets[0]}: " if presets else ""
     factor = f"/ {1 / how.scale:g}" if how.scale != 1 else "as they are"
     return (
-        f"{title}{how.color} {size}, {how.resize} ({how.interpolation}),"
-        f" pixels {factor}, mean {_join_numbers(how.mean)}, std {_join_numbers(how.std)},"
-        f" {how.layout}"
+        f"{title}{how.color} {size}, {how.resize} ({how.interpolation}), pixels {factor}, mean"
+        f" {_join_numbers(how.mean)}, std {_join_numbers(how.std)}, {how.layout}"
     )
 
 

@@ -97,8 +97,7 @@ class VideoSource:
         if self._count < 1:
             raise FeedError(
                 f"video {images.printable_name(str(path))} must say how many frames it has, got"
-                " none;"
-                " encode it again, or give its frames as images"
+                " none; encode it again, or give its frames as images"
             )
 
     def __len__(self) -> int:
@@ -156,8 +155,7 @@ def _open_capture(path: Path) -> Any:
     if not capture.isOpened():
         raise FeedError(
             f"video {images.printable_name(str(path))} cannot be read by this OpenCV; encode it"
-            " again, or"
-            " give its frames as images"
+            " again, or give its frames as images"
         )
     return capture
 

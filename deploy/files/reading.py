@@ -355,8 +355,7 @@ def _refused(path: FilePath, what: str, refused: OSError | ValueError) -> str:
 def _too_large(path: FilePath, what: str, got: int, most: int) -> str:
     return (
         f"{os.fspath(path)} must be {what} of at most {format_bytes(most)}, got"
-        f" {format_bytes(got)}; check that it"
-        " is the right file"
+        f" {format_bytes(got)}; check that it is the right file"
     )
 
 

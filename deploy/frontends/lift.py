@@ -202,8 +202,9 @@ def widen_to_float32(model: onnx.ModelProto) -> str | None:
     for tensor in _tensors(graph):
         _widen_tensor(tensor)
     for node in all_nodes(graph):
+        is_end_cast = node.op_type == "Cast" and node.doc_string == _END
         for attribute in node.attribute:
-            if attribute.name in _TYPED and attribute.i == _HALF and not _is_end_cast(node):
+            if attribute.name in _TYPED and attribute.i == _HALF and not is_end_cast:
                 attribute.i = _FLOAT
     for body in _bodies(graph):
         declared = [*body.value_info, *(() if body is graph else (*body.input, *body.output))]
@@ -265,10 +266,6 @@ def _insert_casts(graph: onnx.GraphProto) -> None:
         for position, name in enumerate(node.output):
             node.output[position] = new_name.get(name, name)
     replace_nodes(graph, [*first, *nodes, *last])
-
-
-def _is_end_cast(node: onnx.NodeProto) -> bool:
-    return node.op_type == "Cast" and node.doc_string == _END
 
 
 def _is_half(value: onnx.ValueInfoProto) -> bool:

@@ -158,9 +158,8 @@ def _check_partner(node: onnx.NodeProto, grid: PairGrid, index: Graph) -> None:
 def _refused(node: onnx.NodeProto, got: str) -> ModelError:
     return ModelError(
         "activations of a Q/DQ model must form pairs of one constant scale in int8 or uint8, and"
-        " its weights must be int8 or uint8 with constant scales, got"
-        f" {node.op_type} '{node.name}': {got}; quantize it again in that form, or give the float"
-        " model"
+        f" its weights must be int8 or uint8 with constant scales, got {node.op_type}"
+        f" '{node.name}': {got}; quantize it again in that form, or give the float model"
     )
 
 

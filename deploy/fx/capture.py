@@ -72,11 +72,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = (
 _CHECKS = ("_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range_for_size")
 
 
-def is_check(node: fx.Node) -> bool:
-    """Return whether `node` is only an assertion that torch.export added."""
-    return _name(node.target) in _CHECKS
-
-
 def add_call(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     """Add to `graph` a node that computes what `node` of an exported program does."""
     name = _name(node.target)
@@ -158,7 +153,8 @@ class _Lifter:
 
     def add_nodes(self, nodes: Iterable[fx.Node]) -> None:
         """Add the calls; those of one layer become one `call_module`."""
-        calls = [node for node in nodes if node.op == "call_function" and not is_check(node)]
+        functions = (node for node in nodes if node.op == "call_function")
+        calls = [node for node in functions if _name(node.target) not in _CHECKS]
         for name, group in groupby(calls, self._layer_of):
             layer_nodes = list(group)
             source = self._single_input(name, layer_nodes) if name is not None else None

@@ -381,8 +381,3 @@ def freeze_norms(prepared: nn.Module) -> int:
     for layer in layers:
         layer.frozen = True
     return len(layers)
-
-
-def observers_of(prepared: nn.Module) -> dict[str, FakeQuant]:
-    """Return tensor name -> its `FakeQuant`, in the model's order."""
-    return {quant.name: quant for quant in prepared.modules() if isinstance(quant, FakeQuant)}

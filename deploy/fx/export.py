@@ -21,8 +21,7 @@ from torch.utils import _pytree as pytree
 from deploy.errors import BackendError, ExportError, ModelError, first_line
 from deploy.fx.capture import at_least_two
 from deploy.fx.device import quiet
-from deploy.fx.fakequant import DynamicQuant, FakeQuant, FixedQuant
-from deploy.fx.int8_layers import IntLayer
+from deploy.fx.fakequant import ExportedModule, FakeQuant, FixedQuant
 from deploy.fx.profile import largest_difference, largest_magnitude, tensors_of
 from deploy.fx.trace import failing_line
 from deploy.graph.edit import copy_message, drop_unread
@@ -345,7 +344,7 @@ def _exportable(model: nn.Module) -> nn.Module:
     """Return a copy of `model` whose quantizers emit ONNX operators."""
     exportable = copy.deepcopy(model).eval()
     for module in exportable.modules():
-        if isinstance(module, FixedQuant | DynamicQuant | IntLayer):
+        if isinstance(module, ExportedModule):
             module.start_export()
     return exportable
 

@@ -383,7 +383,17 @@ class FakeQuant(nn.Module):
         return torch.fake_quantize_per_tensor_affine(x.float(), scale, zero, *ends)
 
 
-class DynamicQuant(nn.Module):
+class ExportedModule(nn.Module):
+    """A module that emits ONNX operators in an export."""
+
+    exporting = False
+
+    def start_export(self) -> None:
+        """Make `forward` emit ONNX operators from now on; cannot be undone."""
+        self.exporting = True
+
+
+class DynamicQuant(ExportedModule):
     """Dynamic quantizer of an activation: uint8 with the range of each batch.
 
     Source: ONNX operator spec, DynamicQuantizeLinear.
@@ -392,7 +402,6 @@ class DynamicQuant(nn.Module):
     def __init__(self, name: str):
         super().__init__()
         self.name = name
-        self.exporting = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Round x to 256 levels between its extremes, with 0 in the range."""
@@ -404,10 +413,6 @@ class DynamicQuant(nn.Module):
         scale = torch.where(scale > 0, scale, 1.0)
         zero = torch.round(-lo / scale).clamp(0, UINT8_MAX)
         return (torch.clamp(torch.round(x / scale) + zero, 0, UINT8_MAX) - zero) * scale
-
-    def start_export(self) -> None:
-        """Make `forward` emit ONNX operators from now on; cannot be undone."""
-        self.exporting = True
 
     def symbolic(self, x: torch.Tensor) -> torch.Tensor:
         """Emit the ONNX form; only inside an export, where nothing is computed."""
@@ -423,7 +428,7 @@ class DynamicQuant(nn.Module):
         )
 
 
-class FixedQuant(nn.Module):
+class FixedQuant(ExportedModule):
     """Activation quantizer with constant scale and zero point.
 
     It divides by the scale as ONNX QuantizeLinear does, unlike torch's fake quantization, which
@@ -437,7 +442,6 @@ class FixedQuant(nn.Module):
         super().__init__()
         self.grid = grid
         self.name = name
-        self.exporting = False
         self.ends = (0.0, 0.0)
         self.register_buffer("scale", scale.detach().float().clone())
         self.register_buffer("zero_point", zero.detach().to(getattr(torch, grid.dtype)).clone())
@@ -451,8 +455,8 @@ class FixedQuant(nn.Module):
         return (steps.clamp(self.grid.qmin, self.grid.qmax) - zero) * self.scale
 
     def start_export(self) -> None:
-        """Make `forward` emit ONNX operators from now on; cannot be undone."""
-        self.exporting = True
+        """See `ExportedModule`; the ends must be constants by then."""
+        super().start_export()
         scale, zero = float(self.scale), int(self.zero_point)
         self.ends = ((self.grid.qmin - zero) * scale, (self.grid.qmax - zero) * scale)
 

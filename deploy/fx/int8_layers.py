@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from calibrators.weights import PAIR_LIMIT, PAIR_ROUNDING, is_depthwise, pair_stride
 from deploy.errors import CalibrationError, ExportError
-from deploy.fx.fakequant import DynamicQuant, FixedQuant, lsq_round
+from deploy.fx.fakequant import DynamicQuant, ExportedModule, FixedQuant, lsq_round
 from deploy.fx.fuse import CONVS, TRANSPOSED, scale_outputs
 from deploy.fx.trace import refuse_hooks
 
@@ -252,7 +252,7 @@ def folded_layer(trained: QatLayer) -> nn.Module:
     return layer
 
 
-class IntLayer(nn.Module):
+class IntLayer(ExportedModule):
     """A layer with an int8 weight, exported as integers.
 
     Attributes:
@@ -272,7 +272,6 @@ class IntLayer(nn.Module):
             raise CalibrationError(f"a weight must be finite, got NaN or Inf in {name}")
         quant = trained.weight_quant
         self.axis = quant.axis
-        self.exporting = False
         self.layer = _without_weight(trained.layer)
         self.register_buffer("weight_scale", quant.scales(weight))
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
@@ -308,10 +307,6 @@ class IntLayer(nn.Module):
             return self.symbolic()
         scale = self._broadcast(self.weight_scale, self.weight_int.dim())
         return self.weight_int.to(scale.dtype) * scale
-
-    def start_export(self) -> None:
-        """Make `forward` emit ONNX operators from now on; cannot be undone."""
-        self.exporting = True
 
     def symbolic(self) -> torch.Tensor:
         """Emit the ONNX form: an int8 constant and DequantizeLinear; only inside an export."""
@@ -476,8 +471,7 @@ def refuse_unquantized(coverage: LayerCoverage) -> None:
     """Raise `ExportError` if no layer was quantized."""
     if not coverage.quantized:
         raise ExportError(
-            "a quantized model must have layers in int8, and none of"
-            f" {len(coverage.left)} layers with weights is:"
-            f" {coverage.named() or 'there are no weights'}; choose another --mode or"
-            " fewer --keep-float, or export it in float"
+            f"a quantized model must have layers in int8, and none of {len(coverage.left)} layers"
+            f" with weights is: {coverage.named() or 'there are no weights'}; choose another --mode"
+            " or fewer --keep-float, or export it in float"
         )

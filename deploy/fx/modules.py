@@ -192,22 +192,20 @@ def _module(graph_module: fx.GraphModule, kind: Any, options: dict[str, Any]) ->
     bias = _attribute(graph_module, options["bias"]) if options["bias"] else None
     has_bias = bias is not None
     if options.get("transposed"):
-        weight = nn.Parameter(weight.detach().t().contiguous(), _is_trained(weight))
+        is_trained = isinstance(weight, nn.Parameter) and weight.requires_grad
+        weight = nn.Parameter(weight.detach().t().contiguous(), is_trained)
     if kind is nn.Linear:
         module = kind(weight.shape[1], weight.shape[0], bias=has_bias, device="meta")
     else:
         groups = options["groups"]
         sizes = (weight.shape[1] * groups, weight.shape[0], tuple(weight.shape[2:]))
         hyper = {key: options[key] for key in ("stride", "padding", "dilation", "groups")}
-        module = kind(*sizes, bias=has_bias, device="meta", **_with_tuples(hyper))
+        # torch.fx's immutable lists become tuples, which the modules take
+        hyper = {key: tuple(v) if isinstance(v, list) else v for key, v in hyper.items()}
+        module = kind(*sizes, bias=has_bias, device="meta", **hyper)
     module.register_parameter("weight", _parameter(weight))
     module.register_parameter("bias", _parameter(bias) if bias is not None else None)
     return module.train(graph_module.training)
-
-
-def _with_tuples(options: dict[str, Any]) -> dict[str, Any]:
-    """Convert torch.fx's immutable lists to tuples, which the modules take."""
-    return {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
 
 
 def _attribute(graph_module: fx.GraphModule, name: str) -> torch.Tensor:
@@ -215,10 +213,6 @@ def _attribute(graph_module: fx.GraphModule, name: str) -> torch.Tensor:
     for part in name.split("."):
         value = getattr(value, part)
     return value
-
-
-def _is_trained(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
 def _parameter(tensor: torch.Tensor) -> nn.Parameter:

@@ -111,7 +111,7 @@ def order_inputs(task: Task) -> Task:
     inputs = list(task.inputs)
     if all(isinstance(one, torch.Tensor) for one in inputs):
         return task
-    if len(inputs) != 1 or not _is_dict(inputs[0]):
+    if len(inputs) != 1 or not isinstance(inputs[0], Mapping):
         kinds = ", ".join(type(one).__name__ for one in inputs)
         raise ConfigError(
             f"the inputs of a task are tensors, or one dict of tensors, got {kinds}; give each"
@@ -188,7 +188,7 @@ class ForwardArguments:
 
     def _by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of a call by name, without arguments equal to their default."""
-        if len(args) == 1 and not kwargs and _is_dict(args[0]):
+        if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
             return dict(args[0])
         try:
             bound = self.signature.bind(*args, **kwargs).arguments
@@ -217,10 +217,6 @@ class NamedInputsModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output."""
         return self.model(*self.arguments.tensors(*args, **kwargs))
-
-
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, Mapping)
 
 
 def read_batches(

@@ -94,19 +94,14 @@ def _uses(function: Function) -> Iterator[tuple[dict[str, Any], str]]:
 def _recording(function: Function) -> Function:
     @functools.wraps(function)
     def record(*args: Any, **kwargs: Any) -> Any:
-        proxies: list[fx.Proxy] = []
-        fx.node.map_aggregate((args, kwargs), lambda value: _keep_proxy(value, proxies))
-        if not proxies:
+        leaves: list[Any] = []
+        fx.node.map_aggregate((args, kwargs), leaves.append)
+        proxy = next((leaf for leaf in leaves if isinstance(leaf, fx.Proxy)), None)
+        if proxy is None:
             return function(*args, **kwargs)
-        return proxies[0].tracer.create_proxy("call_function", function, args, kwargs)
+        return proxy.tracer.create_proxy("call_function", function, args, kwargs)
 
     return record
-
-
-def _keep_proxy(value: Any, proxies: list[fx.Proxy]) -> Any:
-    if isinstance(value, fx.Proxy):
-        proxies.append(value)
-    return value
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

@@ -231,9 +231,8 @@ def sort_nodes(graph: onnx.GraphProto) -> bool:
                 later.append(node)
         if len(later) == len(waiting):
             raise ModelError(
-                "a graph must have no cycle, got one through "
-                f"{later[0].op_type} '{later[0].name or ', '.join(later[0].output)}'; "
-                "export the model again"
+                f"a graph must have no cycle, got one through {later[0].op_type}"
+                f" '{later[0].name or ', '.join(later[0].output)}'; export the model again"
             )
         waiting = later
     moved = any(a is not b for a, b in zip(order, graph.node, strict=True))

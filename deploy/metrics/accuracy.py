@@ -22,7 +22,7 @@ from deploy.metrics.output_errors import (
     output_json,
     sqnr_db,
 )
-from deploy.metrics.output_form import OutputForm, OutputTally, SliceAccuracy, slice_json, task_json
+from deploy.metrics.output_form import OutputForm, OutputTally, SliceAccuracy, plain_json
 from deploy.metrics.precision import GroundTruth, MeanPrecision
 from deploy.metrics.rows import Top1, batch_length
 from deploy.metrics.tasks import Metric, TaskFigure
@@ -88,8 +88,8 @@ class Accuracy:
             "favourite": self.favourite,
             "problems": list(self.problems),
             "reading": self.reading,
-            "parts": [slice_json(part) for part in self.parts],
-            "task": None if self.task is None else task_json(self.task),
+            "parts": [plain_json(part) for part in self.parts],
+            "task": None if self.task is None else plain_json(self.task),
             "precision": None if self.precision is None else asdict(self.precision),
         }
 

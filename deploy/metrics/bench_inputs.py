@@ -136,8 +136,7 @@ def _refuse_too_much(needed: int) -> None:
     if memory is not None and needed > memory:
         raise ConfigError(
             f"random inputs must fit into the memory, got {format_bytes(needed)} of them and a"
-            " machine of"
-            f" {format_bytes(memory)}; give a smaller --shape or --batch"
+            f" machine of {format_bytes(memory)}; give a smaller --shape or --batch"
         )
 
 

@@ -11,7 +11,7 @@ Until then samples are buffered.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -332,15 +332,7 @@ def _badness(part: SliceAccuracy) -> float:
     return -math.inf if math.isnan(part.sqnr_db) else part.sqnr_db
 
 
-def slice_json(part: SliceAccuracy) -> dict[str, object]:
+def plain_json(figures: SliceAccuracy | TaskFigure) -> dict[str, object]:
     """Return plain JSON types."""
-    return _plain(asdict(part).items())
-
-
-def task_json(task: TaskFigure) -> dict[str, object]:
-    """Return plain JSON types."""
-    return _plain(asdict(task).items())
-
-
-def _plain(items: Iterable[tuple[str, object]]) -> dict[str, object]:
+    items = asdict(figures).items()
     return {key: json_number(value) if isinstance(value, float) else value for key, value in items}

@@ -274,7 +274,8 @@ class _QdqWriter:
             scales = _room_for_bias(scales, bias, self._input_scale(node))
         if target.node in self.known:  # a trained weight may use the lowest integer, -128
             array = numpy_helper.to_array(tensor)
-            integers = quantize(array, broadcast_scales(scales, array.ndim, target.axis), 0, grid)
+            shape = [-1 if place == target.axis else 1 for place in range(array.ndim)]
+            integers = quantize(array, scales.reshape(shape), 0, grid)
         else:
             integers = self.stored.of(
                 (target.name, target.axis, grid, scales.tobytes()),
@@ -411,11 +412,6 @@ def matching_scales(
     if axis is None or known.size == shape[axis]:
         return known
     return np.broadcast_to(known, shape[axis : axis + 1]).copy() if known.size == 1 else None
-
-
-def broadcast_scales(scales: Scales32, rank: int, axis: int | None) -> Scales32:
-    """Return scales [C] reshaped to broadcast over a weight of this rank."""
-    return scales.reshape([-1 if place == axis else 1 for place in range(rank)])
 
 
 def _plain(name: str, array: NDArray[np.generic]) -> onnx.TensorProto:

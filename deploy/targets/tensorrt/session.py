@@ -197,6 +197,8 @@ class TensorrtSession:
     """An engine loaded on a GPU, made by `open`.
 
     Attributes:
+        inputs: specs in the engine's order; bfloat16 and float8 appear as float32.
+        outputs: specs in the engine's order.
         threads: host threads of an inference.
         device: the GPU, its driver and TensorRT.
     """
@@ -230,6 +232,8 @@ class TensorrtSession:
         tensors = [_tensor(engine, index) for index in range(engine.num_io_tensors)]
         self._inputs = [tensor for tensor in tensors if tensor.is_input]
         self._outputs = [tensor for tensor in tensors if not tensor.is_input]
+        self.inputs: Sequence[TensorSpec] = [tensor.spec for tensor in self._inputs]
+        self.outputs: Sequence[TensorSpec] = [tensor.spec for tensor in self._outputs]
 
     @classmethod
     def open(
@@ -264,16 +268,6 @@ class TensorrtSession:
                 raise BackendError(f"TensorRT could not load {path.name}: {log.words()}")
             about = describe_device(sdk, cuda)
             return cls(engine, context, cuda, device=about, cuda_graph=cuda_graph)
-
-    @property
-    def inputs(self) -> Sequence[TensorSpec]:
-        """Specs of the inputs, in the engine's order; bfloat16 and float8 appear as float32."""
-        return [tensor.spec for tensor in self._inputs]
-
-    @property
-    def outputs(self) -> Sequence[TensorSpec]:
-        """Specs of the outputs, in the engine's order."""
-        return [tensor.spec for tensor in self._outputs]
 
     def run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
         """Run one inference: input name -> array in, output name -> array out.
