@@ -240,9 +240,7 @@ def keep_float_layers(trained: QdqCalibration, loaded: LoadedModel) -> Choices:
 
 
 def find_reference_model(
-    loaded: LoadedModel,
-    other: str | Path | onnx.ModelProto | None,
-    images: FeedSource | None,
+    loaded: LoadedModel, other: str | Path | onnx.ModelProto | None, images: FeedSource | None
 ) -> tuple[LoadedModel, tuple[str, ...]]:
     """Return the float reference model, and notes on what it is.
 

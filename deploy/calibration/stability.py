@@ -143,11 +143,7 @@ class StabilityMonitor:
 
 
 def refuse_until_stable(
-    feed: Feed,
-    wanted: Iterable[Observation],
-    searched: Iterable[Observation],
-    *,
-    trusted: bool,
+    feed: Feed, wanted: Iterable[Observation], searched: Iterable[Observation], *, trusted: bool
 ) -> None:
     """Refuse options that --until-stable cannot work with.
 

@@ -259,9 +259,7 @@ def to_qdq(
     f" {DEFAULT_TRT_VERSION}]",
 )
 @click.option(
-    "--dla",
-    is_flag=True,
-    help="Also infer the scales of tensors without a pair, which DLA needs.",
+    "--dla", is_flag=True, help="Also infer the scales of tensors without a pair, which DLA needs."
 )
 @click.option(
     "--no-guesses",

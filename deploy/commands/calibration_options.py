@@ -203,16 +203,10 @@ keep_float_option = base.option(
 
 
 require_cache_option = base.option(
-    "--require-cache",
-    section=base.CACHE,
-    is_flag=True,
-    help="Fail if the cache does not fit.",
+    "--require-cache", section=base.CACHE, is_flag=True, help="Fail if the cache does not fit."
 )
 refresh_option = base.option(
-    "--refresh",
-    section=base.CACHE,
-    is_flag=True,
-    help="Calibrate even if the cache fits.",
+    "--refresh", section=base.CACHE, is_flag=True, help="Calibrate even if the cache fits."
 )
 
 

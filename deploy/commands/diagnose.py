@@ -236,13 +236,7 @@ def explain(
 
     if json_path == Path("-"):
         base.refuse_without("the text", base.given_flags("everything"))
-    found = run(
-        folder,
-        target=target,
-        images=dataset,
-        model=model,
-        threads=threads,
-    )
+    found = run(folder, target=target, images=dataset, model=model, threads=threads)
     put_json(json_path, lambda: to_json(found))
     say_lines(to_screen(found, everything=everything))
 

@@ -63,11 +63,7 @@ def preprocess_options(command: Command) -> Command:
     """Add the options of `preprocess`."""
     for flag, name, text in reversed(PREPROCESS):
         command = base.option(
-            flag,
-            name,
-            section=base.IMAGES,
-            help=text,
-            shell_complete=_NAMES.get(name),
+            flag, name, section=base.IMAGES, help=text, shell_complete=_NAMES.get(name)
         )(command)
     return command
 
@@ -300,10 +296,7 @@ class ImageArguments:
 
 
 skip_bad_option = base.option(
-    "--skip-bad",
-    section=base.IMAGES,
-    is_flag=True,
-    help="Skip unreadable images.",
+    "--skip-bad", section=base.IMAGES, is_flag=True, help="Skip unreadable images."
 )
 
 

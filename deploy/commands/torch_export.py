@@ -46,10 +46,7 @@ QDQ = "Quantization"  # section of options that need --qdq
     help="Opset of the ONNX domain.",
 )
 @base.option(
-    "--static-batch",
-    section=base.GENERAL,
-    is_flag=True,
-    help="Keep the batch of --input fixed.",
+    "--static-batch", section=base.GENERAL, is_flag=True, help="Keep the batch of --input fixed."
 )
 @base.option(
     "--qdq",
@@ -67,10 +64,7 @@ QDQ = "Quantization"  # section of options that need --qdq
 )
 @base.option("--images", section=base.IMAGES, metavar="PATH", help="Images to calibrate with.")
 @base.option(
-    "--limit",
-    section=base.IMAGES,
-    type=click.IntRange(min=1),
-    help="Use at most so many images.",
+    "--limit", section=base.IMAGES, type=click.IntRange(min=1), help="Use at most so many images."
 )
 @base.option(
     "--leaf",
@@ -92,10 +86,7 @@ QDQ = "Quantization"  # section of options that need --qdq
 @base.retired_option("--ranges", "--method names the search, as for build")
 @base.option("--only", section=QDQ, metavar="SUBMODULE", help="Quantize this part alone.")
 @base.option(
-    "--scales",
-    section=QDQ,
-    is_flag=True,
-    help="Print every activation's scale and zero point.",
+    "--scales", section=QDQ, is_flag=True, help="Print every activation's scale and zero point."
 )
 @base.option("--modes", "all_modes", section=QDQ, is_flag=True, help="Compare all modes too.")
 @preprocess_options

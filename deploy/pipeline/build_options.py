@@ -168,9 +168,7 @@ def prepare_build(
     feed = None
     if evaluation is not None:  # opened first: a wrong path is reported before anything is run
         feed = evaluation.open(
-            loaded.inputs,
-            carried=loaded.carried,
-            labels_by_folder=options.labels == BY_FOLDER,
+            loaded.inputs, carried=loaded.carried, labels_by_folder=options.labels == BY_FOLDER
         )
     objects = apply_labels(options.labels, feed)
     one_pass.refuse_full_disk(options.out, loaded.model, len(options.targets))

@@ -299,12 +299,7 @@ def _refuse_early(
 
 
 def _beside(
-    quantized: onnx.ModelProto,
-    path: Path,
-    built: BuildResult,
-    feed: Feed,
-    *,
-    threads: int,
+    quantized: onnx.ModelProto, path: Path, built: BuildResult, feed: Feed, *, threads: int
 ) -> tuple[EngineRow, ...]:
     """Rows of the Q/DQ model in ONNX Runtime and of the deploy model, compared with it."""
     from deploy.frontends.onnx_reader import read_model

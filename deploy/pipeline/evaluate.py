@@ -315,22 +315,13 @@ def evaluation_of(
     """The evaluation samples; without them part of the calibration samples, without labels."""
     if evaluation is None:
         return Evaluation(
-            feed=part,
-            samples=len(part),
-            most=part.count,
-            labels=None,
-            key=part.key,
-            metric=metric,
+            feed=part, samples=len(part), most=part.count, labels=None, key=part.key, metric=metric
         )
     known: Sequence[int] | GroundTruth | None = labels
     if labels is None and evaluation.labels is not None:
         known = _Labels(evaluation)
     return Evaluation(
-        feed=evaluation,
-        samples=len(evaluation),
-        most=evaluation.count,
-        labels=known,
-        metric=metric,
+        feed=evaluation, samples=len(evaluation), most=evaluation.count, labels=known, metric=metric
     )
 
 

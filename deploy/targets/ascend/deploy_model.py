@@ -386,10 +386,7 @@ def modified_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> 
 
 
 def find_unrounded_layers(
-    model: onnx.ModelProto,
-    graph: LayerGraph,
-    records: Mapping[str, LayerRecord],
-    names: list[str],
+    model: onnx.ModelProto, graph: LayerGraph, records: Mapping[str, LayerRecord], names: list[str]
 ) -> list[str]:
     """Return those AdaRound layers `names` whose weights are not integers times their scale."""
     index, off_grid = Graph(model), []

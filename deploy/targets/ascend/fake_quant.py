@@ -63,12 +63,7 @@ def fake_quant_model(
 def _quant(q: QuantLayer, start: str, *, npu_rounding: bool) -> tuple[Nodes, str]:
     name = f"{q.layer.stem}.quant.fakequant"
     low, high = ascend_range(q.record.act_bits)
-    values = {
-        "scale": float(q.scale),
-        "offset": q.record.offset_d,
-        "min_val": low,
-        "max_val": high,
-    }
+    values = {"scale": float(q.scale), "offset": q.record.offset_d, "min_val": low, "max_val": high}
     constants = [make_constant(f"{name}.{k}", np.float32(v)) for k, v in values.items()]
     scale, offset, least, most = (node.output[0] for node in constants)
     steps = [

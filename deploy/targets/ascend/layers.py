@@ -326,11 +326,7 @@ def _refuse_weight(
 
 
 def _refuse_bias(
-    bias: str,
-    weight: onnx.TensorProto,
-    given: dict[str, Any],
-    node: onnx.NodeProto,
-    index: Graph,
+    bias: str, weight: onnx.TensorProto, given: dict[str, Any], node: onnx.NodeProto, index: Graph
 ) -> str:
     """Return why a bias keeps its node in float, or ''; it must be constant, one per channel."""
     if not bias:
