@@ -70,7 +70,6 @@ class TappedSession:
     """An open session with inner tensors among its outputs.
 
     Attributes:
-        session: the ONNX Runtime session.
         blocked: tensor -> output that holds its values in NCHWc, of the tensors in that layout.
     """
 
@@ -87,11 +86,7 @@ def open_tapped(
 ) -> TappedSession:
     """Open a model with these tensors as outputs.
 
-    Args:
-        model: the model variant.
-        tensors: outputs of its nodes.
-        in_any_order: tensors whose values may come in any order; graph outputs never do.
-        threads: intra-op threads.
+    `in_any_order`: tensors whose values may come in any order; graph outputs never do.
 
     Raises:
         BackendError: ONNX Runtime cannot load the model.
@@ -360,10 +355,7 @@ class VariantRunner:
     """A model variant in the pass.
 
     Attributes:
-        key: key of the variant.
-        tap: its session.
         counted: observations by a histogram of all samples in any order.
-        others: all other observations.
         limit: number of samples to run; None for all.
     """
 

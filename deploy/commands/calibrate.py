@@ -120,11 +120,7 @@ def calibrate(
 
 
 def _shard(text: str, policy: CachePolicy) -> tuple[int, int]:
-    """Parse I/N.
-
-    Raises:
-        ConfigError: another text, or an option that is about a cache.
-    """
+    """Parse I/N."""
     number, slash, of = text.partition("/")
     if not (slash and number.isdecimal() and of.isdecimal() and len(text) < 16):
         raise ConfigError(f"--shard must read I/N, such as 2/3, got {text!r}")

@@ -118,11 +118,8 @@ class CalibrationArguments:
     """How ranges are searched and stored, as a command line says it.
 
     Attributes:
-        method: the search.
         asked: flags of the search that were typed; empty for the default search.
         keep_float: nodes, patterns, `op:` types and `@` files to keep in float.
-        cache: when a cache is used again; each command adds the path.
-        verbose: whether to print what was counted.
     """
 
     method: Method
@@ -140,11 +137,8 @@ class CalibrationArguments:
     ) -> CalibrationOptions:
         """The options of a calibration.
 
-        Args:
-            path: the cache; None for the default one, or for none.
-            method: the search; None for the default one.
-            images: the images, with worker threads.
-            **more: fields of `CalibrationOptions` that are options of one command.
+        `path`: the cache; None for the default one, or for none.
+        `**more`: fields of `CalibrationOptions` that are options of one command.
         """
         from deploy.pipeline.build_options import CalibrationOptions
 
@@ -321,11 +315,7 @@ def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _cluster(address: str, asked: dict[str, Any]) -> Cluster:
-    """The cluster with its options; `--threads` is the number for each piece.
-
-    Raises:
-        ConfigError: another option observes nothing, or observes here.
-    """
+    """The cluster with its options; `--threads` is the number for each piece."""
     from deploy.calibration.cluster_jobs import Cluster
 
     idle = base.given_flags("require_cache", "trust_cache", "shard")

@@ -276,7 +276,6 @@ class ImageArguments:
         dataset: the images, and how they are read; its source is "" where none are given.
         script: `file.py:function` of a TensorRT calibrator in place of images; else "".
         until_stable: share of a range by which halves may differ; None looks at all images.
-        threads: worker threads.
     """
 
     dataset: Dataset

@@ -80,15 +80,10 @@ class PreparedBuild:
 
     Attributes:
         options: what the user asked for, completed: the cache has a path, a Q/DQ model no search.
-        loaded: the model.
         given: the model as it can be read again with nothing folded.
-        reference: the float model that engines are compared with.
-        notes: which float model that is and why; and notes on the labels.
         dataset: the calibration images, or those a Q/DQ model is measured on; None without images.
         evaluation: the evaluation images; None where some of the calibration images serve.
         objects: annotated objects of the evaluation images; class numbers are the feed's own.
-        metric: the user's figure.
-        repairs: names of the repairs to try.
         duration_s: seconds of latency runs a model; 0 leaves them out.
     """
 
@@ -233,11 +228,7 @@ def _plan_name(loaded: LoadedModel) -> str:
 
 
 def _refuse_foreign(options: BuildOptions, loaded: LoadedModel) -> None:
-    """Refuse to overwrite files that no build wrote.
-
-    Raises:
-        ExportError: such a file is in the folder.
-    """
+    """Refuse to overwrite files that no build wrote."""
     cache = options.calibration.cache
     if cache.force:
         return

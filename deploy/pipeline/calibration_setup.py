@@ -72,15 +72,7 @@ def calibrate_loaded(
 ) -> CalibrationResult:
     """Calibrate a model that is loaded; `deploy.pipeline.calibrate` describes the options.
 
-    Args:
-        loaded: the model.
-        given: the model as the user gave it.
-        images: the calibration images, or shards to merge.
-        options: how it is calibrated.
-        targets: the targets, whose observations are made.
-        judging: number of evaluation samples, at most.
-        repairs: names of `REPAIRS`; those that work before observing are tried.
-        stage: where the files of a build wait; a cache in the same folder appears with them.
+    `stage`: where the files of a build wait; a cache in the same folder appears with them.
 
     Raises:
         Calib8Error: as `calibrate`.
@@ -148,12 +140,8 @@ def already_calibrated(
 ) -> CalibrationResult:
     """Return the calibration that the pairs of a Q/DQ model hold.
 
-    Args:
-        loaded: the model.
-        trained: what its pairs say.
-        dataset: images to try it on; None makes samples up.
-        targets: the targets to build for.
-        trt_version: TensorRT that is to read the cache; None for the one that builds here.
+    `dataset`: images to try it on; None makes samples up.
+    `trt_version`: TensorRT that is to read the cache; None for the one that builds here.
 
     Raises:
         Calib8Error: no target can be built for, or the images cannot be opened.
@@ -184,12 +172,7 @@ def _method(method: str | Method | None) -> Method:
 def _demands(
     targets: Iterable[Target], subject: CalibrationSubject
 ) -> tuple[dict[str, tuple[Observation, ...]], dict[str, str]]:
-    """(target -> its observations, target -> why it cannot be built for, where others can).
-
-    Raises:
-        Calib8Error: no target can be built for.
-        ModelError: no target wants anything.
-    """
+    """(target -> its observations, target -> why it cannot be built for, where others can)."""
     wanted: dict[str, tuple[Observation, ...]] = {}
     failed: dict[str, Calib8Error] = {}
     for target in targets:
@@ -244,11 +227,7 @@ def _refuse_cluster(options: CalibrationOptions) -> None:
 
 
 def _checkpoint_path(options: CalibrationOptions) -> Path | None:
-    """Path of the checkpoint; None with --until-stable, which looks at few samples.
-
-    Raises:
-        ConfigError: --resume without a checkpoint, or with an option that observes nothing.
-    """
+    """Path of the checkpoint; None with --until-stable, which looks at few samples."""
     policy, checkpoint, resume = options.cache, options.checkpoint, options.resume
     if resume and (policy.require or policy.trust):
         flag = "--require-cache" if policy.require else "--trust-cache"
@@ -280,11 +259,7 @@ def _watch(
     *,
     trusted: bool,
 ) -> StabilityMonitor:
-    """What compares halves of the samples; with `until` the samples come spread over the feed.
-
-    Raises:
-        ConfigError: `until` is asked for where it cannot decide.
-    """
+    """What compares halves of the samples; with `until` the samples come spread over the feed."""
     listed = unique_observations(wanted)
     searched = [o for o in listed if o.statistic == subject.statistic and not o.by_order]
     if until is not None:

@@ -98,16 +98,8 @@ def deploy(
 ) -> Report:
     """Write the files of a float model by the scales of a record or a TensorRT cache.
 
-    Args:
-        model: path of the float ONNX model.
-        record: AMCT's record.
-        out: folder of everything that is written.
-        cache: TensorRT's calibration cache, in place of a record.
-        config: configuration that the record was made with, where it kept BatchNormalization apart.
-        target: with the options that do not calibrate.
-        inputs: what to run it on; with images it is compared with `model`.
-        threads: worker threads, None for up to 4 cores.
-        force: write over files that calib8 did not write.
+    `config`: configuration that the record was made with, where it kept BatchNormalization apart.
+    `target`: with the options that do not calibrate.
 
     Raises:
         ConfigError: neither of record and cache, or both; a record that breaks a rule or is another

@@ -53,13 +53,7 @@ class Figures:
     Attributes:
         engines: the float model first, then each target's baselines and its own engine.
         layers: target -> its inner tensors compared with the float model's.
-        failed: target or baseline -> why its engine could not be run, as a sentence.
-        notes: sentences on what the figures stand on.
-        devices: accelerators that engines ran on.
         decodes: number of images decoded for the evaluation only.
-        reference_runs: inferences of the float model for the accuracy figures.
-        engine_runs: target -> inferences for the accuracy figures.
-        examples: target -> a few samples on which it and the float model differ most.
         looks: sample number -> name and picture of each example, uint8 [h, w, 3].
     """
 
@@ -93,18 +87,11 @@ def measure_engines(
     Each engine runs every evaluation sample once, the float model only those whose outputs were
     not stored; inner tensors are compared on a few of these samples.
 
-    Args:
-        loaded: the float model.
-        targets: the targets.
-        built: the result of each target, in the same order.
-        calibration: calibration samples, used if there are no evaluation samples.
-        evaluation: evaluation samples.
-        labels: class of each evaluation sample, or the objects on it.
-        metric: the user's figure.
-        outputs: stored outputs of the float model on the calibration samples; None if another
-            model was observed than the one loaded.
-        duration_s: seconds of latency runs a model; 0 leaves them out.
-        threads: threads inside one inference.
+    `calibration`: calibration samples, used if there are no evaluation samples.
+    `outputs`: stored outputs of the float model on the calibration samples; None if another model
+    was observed than the one loaded.
+    `duration_s`: seconds of latency runs a model; 0 leaves them out.
+    `threads`: threads inside one inference.
 
     Raises:
         ModelError: the float model's file changed since it was loaded.
@@ -176,7 +163,6 @@ class _Timed:
 
     Attributes:
         session: None once it was closed.
-        load_ms: loading time in milliseconds.
         on_device: whether another runtime than ONNX Runtime runs it.
         judges: whether it is opened for accuracy only: in one thread, and not timed.
     """

@@ -97,10 +97,7 @@ def build_origin(
 ) -> dict[str, Any]:
     """What a build was made from, for its manifest.
 
-    Args:
-        calibrated: the calibration.
-        targets: the targets that were built.
-        cache: the calibration cache, if it lies outside the build's folder.
+    `cache`: the calibration cache, if it lies outside the build's folder.
     """
     fed = calibrated.feed.manifest()
     there = cache is not None and cache.is_file()
@@ -121,10 +118,7 @@ def publish_build(
 ) -> None:
     """Move a build into its folder, with its manifest.
 
-    Args:
-        made_from: what it was built from and for.
-        stage: where its files were written.
-        replacing: names that may be replaced although no manifest lists them; None for all.
+    `replacing`: names that may be replaced although no manifest lists them; None for all.
 
     Raises:
         ExportError: another file would be replaced, or the disk refuses.
@@ -150,17 +144,7 @@ def gather_report(
     plan: Path | None = None,
     gates: Gates | None = None,
 ) -> Report:
-    """Gather the report of a build.
-
-    Args:
-        calibrated: the calibration.
-        built: the result of each target, or why it failed.
-        figures: speed and accuracy.
-        stage: where the files were written, and where they will be.
-        plans: target -> its plan.
-        plan: the plan file; None without one.
-        gates: what the user demands of the engines.
-    """
+    """Gather the report of a build."""
     settled = plans or {}
     loaded, feed = calibrated.loaded, calibrated.feed
     kept = {"calibration cache": _cache_now(calibrated, stage), PLAN: plan}
@@ -233,15 +217,7 @@ def engine_rows(
     *,
     fed_wrong: bool = False,
 ) -> tuple[EngineRow, ...]:
-    """The engines' rows, each with its verdict; float and failed engines have none.
-
-    Args:
-        figures: speed and accuracy.
-        built: the result of each target.
-        gates: what the user demands.
-        stage: where the files were written, and where they will be.
-        fed_wrong: whether the images seem unlike what the model was trained on.
-    """
+    """The engines' rows, each with its verdict; float and failed engines have none."""
     reference, *others = figures.engines
     rows = [_with_examples(replace(row, path=_final(row.path, stage)), figures) for row in others]
     int8 = {one.target: any(d.quantized for d in one.decisions) for one in built if not one.error}

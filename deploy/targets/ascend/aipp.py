@@ -110,7 +110,6 @@ class AippConfig:
     """An AIPP configuration, and the preprocessing left to the host.
 
     Attributes:
-        text: the configuration file.
         op: the parameters, an AippOpParams; for dynamic AIPP, those that the host has to set.
         host: sentences: the steps left to the host, and the error of AIPP's arithmetic.
     """
@@ -123,9 +122,7 @@ class AippConfig:
 def write_aipp(how: Preprocess, source: AippSource | None = None) -> AippConfig:
     """Return the AIPP configuration of a resolved `Preprocess` (size, color and layout set).
 
-    Args:
-        how: the preprocessing of the calibration samples.
-        source: format of the .om's input images; None for RGB of the model's size.
+    `source`: format of the .om's input images; None for RGB of the model's size.
 
     Raises:
         ExportError: AIPP cannot express the arithmetic, the layout or the crop.
@@ -298,11 +295,7 @@ def measure_aipp_error(
 
     The image is recovered exactly from the calibration sample and converted to the .om's format.
 
-    Args:
-        aipp: result of `write_aipp`.
-        how: the preprocessing of the calibration samples.
-        source: format of the .om's input images.
-        sample: input name -> array; AIPP makes the first input.
+    `sample`: input name -> array; AIPP makes the first input.
 
     Returns:
         The largest mean absolute error of an image in the batch; None if `sample` has no images.

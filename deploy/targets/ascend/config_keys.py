@@ -96,7 +96,6 @@ class QuantConfig:
     """A complete quant config.
 
     Attributes:
-        layers: layer name -> its entry.
         told: sentences on settings that a layer does not support; never written to the file.
     """
 

@@ -89,10 +89,7 @@ def rewrite_layers(
 
     All float tensors keep their names; a layer's integer output is '<layer>_output0'.
 
-    Args:
-        model: float model, nodes named.
-        layers: node, or '<node>:<index>' of a tensor_quantize input -> its integers.
-        form: the replacement of a layer.
+    `layers`: node, or '<node>:<index>' of a tensor_quantize input -> its integers.
     """
     out = copy_message(model)
     surgery = _Surgery(out, form)

@@ -76,11 +76,7 @@ class Uint8Part:
 
 
 class DeployConstants:
-    """Constants of a deploy model, and new ones to add.
-
-    Attributes:
-        new: name -> value.
-    """
+    """Constants of a deploy model, and new ones to add."""
 
     def __init__(self, index: Graph) -> None:
         self._existing = index.constants
@@ -344,10 +340,7 @@ def open_deploy(
 ) -> Session:
     """Open a deploy model on the CPU, with the inputs and outputs that it has on the NPU.
 
-    Args:
-        model: the deploy model.
-        threads: threads per operator.
-        shown: int64 sums of layers with 16-bit activations, added to the outputs.
+    `shown`: int64 sums of layers with 16-bit activations, added to the outputs.
 
     Raises:
         ModelError: the model cannot be rewritten.
@@ -475,7 +468,6 @@ class DeployComparison:
     """Differences between the outputs of the deploy model and of the fake-quant models.
 
     Attributes:
-        samples: number of samples compared.
         same_rounding: largest difference from the model that rounds as AscendQuant, relative to the
             largest value of that output.
         amct_cosine: lowest cosine of an output with that of AMCT's fake-quant model.
@@ -520,12 +512,6 @@ def compare_deploy_model(
     threads: int | None = None,
 ) -> DeployComparison:
     """Run the deploy model and the fake-quant models on the same samples.
-
-    Args:
-        model: float model, nodes named.
-        layers: node name -> its integers.
-        samples: input name -> array.
-        threads: threads per inference.
 
     Raises:
         BackendError: ONNX Runtime refuses a model or a sample.

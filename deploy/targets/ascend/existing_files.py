@@ -52,9 +52,7 @@ def read_any_config(path: Path, graph: LayerGraph) -> QuantConfig:
 def check_file(path: Path, graph: LayerGraph | None = None) -> str:
     """Check a file of any of the kinds that `calib8 build --target ascend` writes.
 
-    Args:
-        path: record, quant config JSON, simplified .cfg, AIPP configuration or deploy model.
-        graph: layers of the file's float model; None checks less.
+    `graph`: layers of the file's float model; None checks less.
 
     Returns:
         One sentence on the file's content.
@@ -172,11 +170,8 @@ def recipe_from_record(
 ) -> Recipe:
     """Return the recipe of a model with the scales of a record.
 
-    Args:
-        subject: the model.
-        path: path of the record.
-        config: quant config or simplified configuration that the record was made with; it decides
-            the form of the model, and is written again without the layers that the record lacks.
+    `config`: quant config or simplified configuration that the record was made with; it decides the
+    form of the model, and is written again without the layers that the record lacks.
 
     Raises:
         ConfigError: a file that cannot be read, breaks a rule, or belongs to another model.

@@ -47,11 +47,8 @@ def fake_quant_model(
 ) -> onnx.ModelProto:
     """Return a model of the same numerics in standard operators.
 
-    Args:
-        model: float model, nodes named.
-        layers: node name -> its integers.
-        npu_rounding: add the offset before rounding, as AscendQuant does; by default after it, as
-            AMCT's own fake-quant models do.
+    `npu_rounding`: add the offset before rounding, as AscendQuant does; by default after it, as
+    AMCT's own fake-quant models do.
     """
     before = partial(_quant, npu_rounding=npu_rounding)
     form = LayerReplacement(
@@ -115,9 +112,7 @@ def _bias(name: str, q: QuantLayer) -> onnx.TensorProto:
 def amct_qdq_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
     """Return the Q/DQ model of a float model and its integers.
 
-    Args:
-        model: float model, nodes named; opset 13 or later if weights are per channel.
-        layers: node name -> its integers.
+    `model`: float model, nodes named; opset 13 or later if weights are per channel.
     """
     out = copy_message(model)
     writer = _AmctQdqWriter({name: q for name, q in layers.items() if _expressible(q)})

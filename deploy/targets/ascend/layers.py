@@ -57,12 +57,10 @@ class Layer:
     Attributes:
         name: node name, or '<node>:<index>' of an input; the key in configurations and records.
         kind: op type, one of `TYPES`; for an input one of `TENSOR_QUANTIZE_OPS`.
-        input: tensor that AscendQuant reads.
         output: tensor that AscendDequant writes: the node's output, or the bias Add's.
         weight: initializer name, '' for AveragePool.
         bias: initializer name, '' without bias.
         bias_add: name of the Add that holds a MatMul's bias, '' if there is none.
-        group: groups of a convolution.
         rank: spatial rank of a convolution's or pool's kernel, 0 elsewhere.
         trans_b: the Gemm's weight is stored [C_out, C_in].
         channels_in: input channels, over all groups; 0 without weight.
@@ -143,8 +141,6 @@ class LayerGraph:
 
     Attributes:
         layers: name -> layer that is quantized by default.
-        refused: name -> reason why the node is float.
-        ops: node name -> op type, of all nodes.
         offered: name -> layer or input that is quantized only if named.
         unfit: input of Add or MaxPool -> reason why it cannot be quantized.
         shared: copied weight of a layer -> the shared weight that it copies.

@@ -35,7 +35,6 @@ class QuantLayer:
     """The integers of one layer.
 
     Attributes:
-        layer, record: the layer and its scales.
         scale: factor of AscendQuant, float32: 1 / scale_d.
         weight: integers of record.weight_bits, int8 in the deploy model's layout (a Gemm's is
             [C_in, C_out]), one per byte; None for a pool.

@@ -70,10 +70,7 @@ class AdaStep:
     """One layer that AdaRound rounds.
 
     Attributes:
-        layer: the layer.
-        params: parameters of the search.
         bias: float32 [G, M], zeros without bias.
-        activation: the activation that follows the layer.
         targets: observation of the layer's outputs in the float model.
         inputs: observation of its inputs with the earlier layers rounded; a `RoundedWeights`.
     """
@@ -134,14 +131,7 @@ def make_adaround_steps(
 ) -> dict[str, AdaStep]:
     """Return layer -> its AdaRound step, in the model's order.
 
-    Args:
-        model: float model, nodes named.
-        layers: the layers to quantize, in the model's order.
-        config: their resolved configuration.
-        key: text that contains all that the observed models depend on.
-        samples: number of samples that the configuration uses.
-        needs: observations of DMQ's channel maxima.
-        prepared: makes a model to observe.
+    `key`: text that contains all that the observed models depend on.
     """
     index = Graph(model)
     nodes = {node.name: node for node in model.graph.node}
@@ -260,11 +250,7 @@ def round_layer(
 ) -> RoundedWeights:
     """Return a layer's rounding; search it unless it is known.
 
-    Args:
-        step: the layer's step.
-        weight: its weight times DMQ factors, output channels first.
-        observed: statistics with those of the step.
-        place: text for the progress display, "<number> of <total>: <layer>".
+    `weight`: its weight times DMQ factors, output channels first.
 
     Raises:
         CalibrationError: weights or outputs are too large.
