@@ -278,11 +278,7 @@ def _otherwise(loaded: LoadedModel) -> Iterator[str]:
 
 
 def refuse_calibration_options(trained: QdqCalibration, asked: Sequence[str]) -> None:
-    """Refuse calibration options for a model that is already quantized.
-
-    Raises:
-        ConfigError: at least one was given.
-    """
+    """Refuse calibration options for a model that is already quantized."""
     if asked:
         raise ConfigError(
             f"{trained.name} is quantized already, and its own scales are used, got"

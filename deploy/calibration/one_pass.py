@@ -442,11 +442,7 @@ def count_workers(wanted: Iterable[Observation], model: onnx.ModelProto, threads
 
 
 def refuse_full_disk(folder: Path, model: onnx.ModelProto, targets: int) -> None:
-    """Refuse a folder whose disk has too little space for the int8 weights of each target.
-
-    Raises:
-        ExportError: there is too little space.
-    """
+    """Refuse a folder whose disk has too little space for the int8 weights of each target."""
     there = next((p for p in (folder, *folder.absolute().parents) if p.is_dir()), None)
     if there is None:
         return

@@ -242,11 +242,7 @@ def _digest(document: Mapping[str, Any]) -> str:
 
 
 def refuse_ordered(wanted: Iterable[Observation], what: str) -> None:
-    """Refuse order-dependent statistics, which cannot be merged from shards.
-
-    Raises:
-        ConfigError: there are some.
-    """
+    """Refuse order-dependent statistics, which cannot be merged from shards."""
     ordered = dict.fromkeys(o.statistic.key for o in wanted if o.by_order)
     if ordered:
         raise ConfigError(

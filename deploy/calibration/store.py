@@ -342,9 +342,5 @@ def _document(raw: bytes, path: Path) -> dict[str, Any]:
 
 
 def read_cache_file(path: Path) -> bytes:
-    """Return the bytes of one of the files.
-
-    Raises:
-        CacheError: it cannot be read.
-    """
+    """Return the bytes of one of the files."""
     return read_bytes(path, what=_WHAT, error=CacheError, own=True)

@@ -181,11 +181,7 @@ class BufferedSession:
         self._trimmed = False
 
     def run(self, sample: Sample) -> Mapping[str, Array]:
-        """Run a sample; return the outputs. If `lasting`, the next run overwrites them.
-
-        Raises:
-            BackendError: as `OrtSession.run`.
-        """
+        """Run a sample; return the outputs. If `lasting`, the next run overwrites them."""
         if not (self._able and _form(sample) == self._fed):
             return self._ordinary(sample)
         try:
@@ -318,22 +314,14 @@ class VariantRecorders:
         self._together = HistogramGroup([one for one in recorders if isinstance(one, Histogram)])
 
     def count(self, number: int, located: LocatedArrays) -> None:
-        """Record the tensors whose histograms count all samples.
-
-        Raises:
-            CalibrationError: as `record`.
-        """
+        """Record the tensors whose histograms count all samples."""
         try:
             self._together.observe(located)
         except ArrayRefused as error:
             raise name_tensor_and_sample(error, self._counted[error.place], number) from error
 
     def others(self, number: int, values: Mapping[str, Array]) -> list[Waiting]:
-        """Record the other order-free statistics; return the values that must wait their turn.
-
-        Raises:
-            CalibrationError: as `record`.
-        """
+        """Record the other order-free statistics; return the values that must wait their turn."""
         waiting = []
         for observation, recorder in self._others:
             if not is_within_limit(observation.statistic.samples, number):

@@ -34,16 +34,11 @@ if TYPE_CHECKING:
 @click.command(cls=base.SectionedCommand)
 @quietable()
 @click.argument("model", type=click.Path(path_type=Path))
-@base.option(
-    "-o",
-    "--out",
-    section=base.GENERAL,
-    type=click.Path(path_type=Path),
-    help="Cache file.  [default: MODEL.cache]",
+@base.general_option(
+    "-o", "--out", type=click.Path(path_type=Path), help="Cache file.  [default: MODEL.cache]"
 )
-@base.option(
+@base.image_option(
     "--shard",
-    section=base.IMAGES,
     metavar="I/N",
     help="Observe the I-th of N parts of the images, for calib8 merge; -o names the shard's file."
     "  [default of -o: MODEL.I-of-N.shard]",
@@ -141,12 +136,8 @@ def _shard(text: str, policy: CachePolicy) -> tuple[int, int]:
 @quietable()
 @click.argument("model", type=click.Path(path_type=Path))
 @click.argument("shards", nargs=-1, required=True, type=click.Path(path_type=Path))
-@base.option(
-    "-o",
-    "--out",
-    section=base.GENERAL,
-    type=click.Path(path_type=Path),
-    help="Cache file.  [default: MODEL.cache]",
+@base.general_option(
+    "-o", "--out", type=click.Path(path_type=Path), help="Cache file.  [default: MODEL.cache]"
 )
 @target_options(lambda option: option.observes)
 @model_options

@@ -85,12 +85,10 @@ def method_options(command: Command) -> Command:
     wrapped: Command = gathered
     for parameter in reversed(known):
         wrapped = _option(parameter)(wrapped)
-    return base.option(
+    return base.calibration_option(
         "--method",
-        section=base.CALIBRATION,
         type=click.Choice(list(SEARCHES)),
         default=DEFAULT_METHOD,
-        show_default=True,
         help=f"How clip ranges are searched: {'; '.join(_said())}.",
     )(wrapped)
 
@@ -101,10 +99,9 @@ def _said() -> list[str]:
 
 def _option(parameter: Parameter) -> Callable[[Command], Command]:
     flag = parameter.kind is bool
-    return base.option(
+    return base.calibration_option(
         parameter.flag,
         parameter.name,
-        section=base.CALIBRATION,
         type=None if flag else parameter.kind,
         is_flag=flag,
         default=None,
@@ -174,11 +171,7 @@ class CalibrationArguments:
 
 
 def refuse_both_ways(policy: CachePolicy) -> None:
-    """Refuse --refresh with an option that uses the cache.
-
-    Raises:
-        ConfigError: both are given.
-    """
+    """Refuse --refresh with an option that uses the cache."""
     if policy.refresh and (policy.require or policy.trust):
         other = "--require-cache" if policy.require else "--trust-cache"
         raise ConfigError(
@@ -186,9 +179,8 @@ def refuse_both_ways(policy: CachePolicy) -> None:
         )
 
 
-keep_float_option = base.option(
+keep_float_option = base.calibration_option(
     "--keep-float",
-    section=base.CALIBRATION,
     multiple=True,
     metavar="NODES",
     help="Nodes to keep in float: a name, a pattern such as '/model.22/*', op:Sigmoid, or @FILE"
@@ -196,17 +188,16 @@ keep_float_option = base.option(
 )
 
 
-require_cache_option = base.option(
-    "--require-cache", section=base.CACHE, is_flag=True, help="Fail if the cache does not fit."
+require_cache_option = base.cache_option(
+    "--require-cache", is_flag=True, help="Fail if the cache does not fit."
 )
-refresh_option = base.option(
-    "--refresh", section=base.CACHE, is_flag=True, help="Calibrate even if the cache fits."
+refresh_option = base.cache_option(
+    "--refresh", is_flag=True, help="Calibrate even if the cache fits."
 )
 
 
-resume_option = base.option(
+resume_option = base.cache_option(
     "--resume",
-    section=base.CACHE,
     is_flag=True,
     help="Continue an interrupted calibration from the checkpoint beside its cache.",
 )
@@ -238,22 +229,15 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
         method_options,
         keep_float_option,
         require_cache_option,
-        base.option(
-            "--trust-cache",
-            section=base.CACHE,
-            is_flag=True,
-            help="Use a cache without a fingerprint as it is.",
+        base.cache_option(
+            "--trust-cache", is_flag=True, help="Use a cache without a fingerprint as it is."
         ),
         refresh_option,
-        base.option(
-            "--force",
-            section=base.CACHE,
-            is_flag=True,
-            help="Overwrite a file that calib8 did not write.",
+        base.cache_option(
+            "--force", is_flag=True, help="Overwrite a file that calib8 did not write."
         ),
-        base.option(
+        base.cache_option(
             "--trt-version",
-            section=base.CACHE,
             metavar="X.Y.Z",
             help="TensorRT that is to read the cache.  [default: the TensorRT that builds here,"
             f" else that of the cache that is there, else {DEFAULT_TRT_VERSION}]",
@@ -335,9 +319,6 @@ def feed_of(
     """(calibration samples, the search; None where none is asked for).
 
     A calibrator's script feeds its own batches, and its kind of calibrator chooses the search.
-
-    Raises:
-        ConfigError, FeedError: as `CalibratorScript`.
     """
     asked = calibration.method if calibration.asked else None
     if not images.script:

@@ -33,10 +33,9 @@ if TYPE_CHECKING:
 @click.command(cls=base.SectionedCommand)
 @quietable("--json")
 @click.argument("path", type=click.Path(path_type=Path))
-@base.option(
+@base.general_option(
     "--all",
     "everything",
-    section=base.GENERAL,
     is_flag=True,
     help="List every node of a model, not only how many of each kind.",
 )
@@ -116,26 +115,21 @@ _IMAGES = 8  # where --limit says nothing: which tensor parts is plain after a f
 @click.argument("first", type=click.Path(path_type=Path))
 @click.argument("second", type=click.Path(path_type=Path), required=False)
 @image_options
-@base.option(
+@base.model_option(
     "--runtime",
-    section=base.MODEL,
     type=click.Choice(["onnxruntime", "openvino"]),
     default="onnxruntime",
-    show_default=True,
     help="What runs SECOND, or FIRST again where no SECOND is given; FIRST runs in ONNX Runtime.",
 )
-@base.option(
+@base.measuring_option(
     "--min-sqnr",
-    section=base.MEASURING,
     type=Real(),
     default=20.0,
-    show_default=True,
     metavar="DB",
     help="The first tensor below so many dB is where the two part.",
 )
-@base.option(
+@base.measuring_option(
     "--every",
-    section=base.MEASURING,
     is_flag=True,
     help="With another runtime, look at every tensor, not only at as many as it takes.",
 )
@@ -181,22 +175,16 @@ def compare(
 @click.command(cls=base.SectionedCommand)
 @quietable("--json")
 @click.argument("folder", type=click.Path(path_type=Path))
-@base.option(
+@base.general_option(
     "--target",
-    section=base.GENERAL,
     metavar="NAME",
     help="Tell of this target alone.  [default: every target of the build]",
 )
-@base.option(
-    "--all",
-    "everything",
-    section=base.GENERAL,
-    is_flag=True,
-    help="Every row of every table, not the worst ones alone.",
+@base.general_option(
+    "--all", "everything", is_flag=True, help="Every row of every table, not the worst ones alone."
 )
-@base.option(
+@base.image_option(
     "--model",
-    section=base.IMAGES,
     type=click.Path(path_type=Path),
     help="The float model, where it is no longer where the report says.",
 )
@@ -204,9 +192,8 @@ def compare(
     "Run the float model and the int8 models on these, and tell the images and the channels that"
     " lose most"
 )
-@base.option(
+@base.image_option(
     "--threads",
-    section=base.IMAGES,
     type=THREADS,
     help="Worker threads; results do not depend on it.  [default: up to 4 cores]",
 )

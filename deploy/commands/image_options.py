@@ -62,9 +62,7 @@ _NAMES = {
 def preprocess_options(command: Command) -> Command:
     """Add the options of `preprocess`."""
     for flag, name, text in reversed(PREPROCESS):
-        command = base.option(
-            flag, name, section=base.IMAGES, help=text, shell_complete=_NAMES.get(name)
-        )(command)
+        command = base.image_option(flag, name, help=text, shell_complete=_NAMES.get(name))(command)
     return command
 
 
@@ -112,11 +110,7 @@ def parse_size_option(text: str) -> Sides:
 
 
 def parse_integer(flag: str, text: str) -> int:
-    """Parse the integer of a flag.
-
-    Raises:
-        ConfigError: it is no integer.
-    """
+    """Parse the integer of a flag."""
     try:
         return int(text)
     except ValueError as error:
@@ -133,16 +127,14 @@ def _number(flag: str, text: str) -> float:
 
 
 _RAW = (
-    base.option(
+    base.image_option(
         "--raw-shape",
-        section=base.IMAGES,
         metavar="DIMS",
         help="Shape of a sample in .bin and .raw files, such as 1x3x224x224, or 480x640x3 for"
         " pictures.  [default: the input's]",
     ),
-    base.option(
+    base.image_option(
         "--raw-dtype",
-        section=base.IMAGES,
         metavar="NAME",
         shell_complete=complete_names_of("deploy.feed.paths", "DTYPES"),
         help="Their dtype, little-endian, such as float16; uint8 files are pictures, unless the"
@@ -157,11 +149,7 @@ def raw_options(command: Command) -> Command:
 
 
 def raw_from(words: dict[str, Any], source: str) -> str | RawFiles:
-    """Take the values of `raw_options` out of `words`; return the source as they describe it.
-
-    Raises:
-        ConfigError: as `RawFiles`, or no shape.
-    """
+    """Take the values of `raw_options` out of `words`; return the source as they describe it."""
     shape, dtype = words.pop("raw_shape"), words.pop("raw_dtype")
     if shape is None and dtype is None:
         return source
@@ -179,27 +167,17 @@ def raw_from(words: dict[str, Any], source: str) -> str | RawFiles:
 
 
 _CHOICE = (
-    base.option(
-        "--limit",
-        section=base.IMAGES,
-        type=click.IntRange(min=1),
-        help="Use at most N images, spread evenly over all.",
+    base.image_option(
+        "--limit", type=click.IntRange(min=1), help="Use at most N images, spread evenly over all."
     ),
-    base.option(
-        "--sample",
-        section=base.IMAGES,
-        type=click.IntRange(min=1),
-        help="Use at most N images, drawn at random.",
+    base.image_option(
+        "--sample", type=click.IntRange(min=1), help="Use at most N images, drawn at random."
     ),
-    base.option(
-        "--sample-seed",
-        section=base.IMAGES,
-        type=click.IntRange(min=0),
-        help="Random seed for --sample.  [default: 0]",
+    base.image_option(
+        "--sample-seed", type=click.IntRange(min=0), help="Random seed for --sample.  [default: 0]"
     ),
-    base.option(
+    base.image_option(
         "--stride",
-        section=base.IMAGES,
         type=click.IntRange(min=1),
         help="Use every N-th image or video frame only.  [default: 1; one a second of a video]",
     ),
@@ -229,16 +207,14 @@ def limit_from(words: dict[str, Any]) -> Limit:
 
 
 STABLE = (
-    base.option(
+    base.image_option(
         "--until-stable",
-        section=base.IMAGES,
         is_flag=True,
         help="Use 16, 32, 64 ... images, spread evenly over all, until both halves of them give the"
         " same ranges.",
     ),
-    base.option(
+    base.image_option(
         "--stable-within",
-        section=base.IMAGES,
         type=Real(),
         help="For --until-stable: by which share of its range the halves may differ."
         "  [default: 0.2]",
@@ -294,14 +270,11 @@ class ImageArguments:
         return replace(self.dataset, source=source, limit=None)
 
 
-skip_bad_option = base.option(
-    "--skip-bad", section=base.IMAGES, is_flag=True, help="Skip unreadable images."
-)
+skip_bad_option = base.image_option("--skip-bad", is_flag=True, help="Skip unreadable images.")
 
 
-calibrator_script_option = base.option(
+calibrator_script_option = base.image_option(
     "--calibrator-script",
-    section=base.IMAGES,
     metavar="FILE.py:FUNCTION",
     help="In place of --images: a function that returns your TensorRT calibrator (IInt8...); its"
     " batches are read without TensorRT and a GPU.",
@@ -347,22 +320,15 @@ def _image_options(
         command(images=images, **words)
 
     options = (
-        base.option(
-            "--images",
-            section=base.IMAGES,
-            required=not scripts,
-            metavar="PATH",
-            help=f"{SOURCES}.",
-        ),
+        base.image_option("--images", required=not scripts, metavar="PATH", help=f"{SOURCES}."),
         *((calibrator_script_option,) if scripts else ()),
         preprocess_options,
         raw_options,
         limit_options,
         *(STABLE if scripts else ()),
         skip_bad_option,
-        base.option(
+        base.general_option(
             "--threads",
-            section=base.GENERAL,
             type=THREADS,
             help="Worker threads; results do not depend on them.  [default: up to 4 cores]",
         ),
@@ -392,10 +358,9 @@ CommandFunction = Callable[..., None]
 
 def shape_option(ending: str = "") -> Callable[[CommandFunction], CommandFunction]:
     """Add --shape, which may be repeated, as `shapes`; `ending` ends its help."""
-    return base.option(
+    return base.model_option(
         "--shape",
         "shapes",
-        section=base.MODEL,
         multiple=True,
         metavar="NAME:DIMS",
         help="Shape of an input that the model leaves open, e.g. images:1x3x224x224; may be"
@@ -442,11 +407,8 @@ def input_options(purpose: str) -> Callable[[CommandFunction], CommandFunction]:
 
 def _options(purpose: str) -> list[Callable[[CommandFunction], CommandFunction]]:
     return [
-        base.option(
-            "--images",
-            section=base.IMAGES,
-            metavar="PATH",
-            help=f"{purpose}: {SOURCES[0].lower()}{SOURCES[1:]}.",
+        base.image_option(
+            "--images", metavar="PATH", help=f"{purpose}: {SOURCES[0].lower()}{SOURCES[1:]}."
         ),
         preprocess_options,
         raw_options,

@@ -29,43 +29,23 @@ QDQ = "Quantization"  # section of options that need --qdq
 @quietable()
 @click.argument("model")
 @torch_options
-@base.option(
-    "-o",
-    "--out",
-    section=base.GENERAL,
-    type=click.Path(path_type=Path),
-    required=True,
-    help="ONNX file to write.",
+@base.general_option(
+    "-o", "--out", type=click.Path(path_type=Path), required=True, help="ONNX file to write."
 )
-@base.option(
-    "--opset",
-    section=base.GENERAL,
-    default=18,
-    show_default=True,
-    type=int,
-    help="Opset of the ONNX domain.",
-)
-@base.option(
-    "--static-batch", section=base.GENERAL, is_flag=True, help="Keep the batch of --input fixed."
-)
-@base.option(
-    "--qdq",
-    section=base.GENERAL,
-    is_flag=True,
-    help="Quantize, with QuantizeLinear and DequantizeLinear.",
+@base.general_option("--opset", default=18, type=int, help="Opset of the ONNX domain.")
+@base.general_option("--static-batch", is_flag=True, help="Keep the batch of --input fixed.")
+@base.general_option(
+    "--qdq", is_flag=True, help="Quantize, with QuantizeLinear and DequantizeLinear."
 )
 @one_target(QDQ)
 @base.option(
     "--mode",
     section=QDQ,
     default="static",
-    show_default=True,
     help="Kind of quantization: static, dynamic or weight-only.",
 )
-@base.option("--images", section=base.IMAGES, metavar="PATH", help="Images to calibrate with.")
-@base.option(
-    "--limit", section=base.IMAGES, type=click.IntRange(min=1), help="Use at most so many images."
-)
+@base.image_option("--images", metavar="PATH", help="Images to calibrate with.")
+@base.image_option("--limit", type=click.IntRange(min=1), help="Use at most so many images.")
 @base.option(
     "--leaf",
     "leaves",

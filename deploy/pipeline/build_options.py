@@ -135,11 +135,7 @@ def prepare_build(
     dataset: Dataset | None,
     options: BuildOptions,
 ) -> PreparedBuild:
-    """Load the model, open the evaluation images and check the options of `deploy.pipeline.build`.
-
-    Raises:
-        Calib8Error: as `build`, for everything that shows before something is run.
-    """
+    """Load the model, open the evaluation images, check the options of `deploy.pipeline.build`."""
     from deploy.tuning.repairs import DEFAULT, parse_repairs
 
     metric = None if options.metric is None else metric_of(options.metric)

@@ -143,9 +143,6 @@ def open_images(
     """Open the images of a calibration, or the shards that were observed of them.
 
     `cluster`: the scheduler whose workers observe; None observes here.
-
-    Raises:
-        FeedError, ConfigError: as `deploy.feed.feed.open_feed`.
     """
     if isinstance(images, ShardSet):
         return CalibrationImages(
@@ -304,11 +301,7 @@ def take_trusted(run: CalibrationRun) -> CalibrationResult:
 def calibrate_run(
     run: CalibrationRun, *, targets: Sequence[Target], stage: Stage | None
 ) -> CalibrationResult:
-    """Observe what the cache lacks, search all ranges, and store the calibration.
-
-    Raises:
-        Calib8Error: as `deploy.pipeline.calibrate`.
-    """
+    """Observe what the cache lacks, search all ranges, and store the calibration."""
     subject, feed, watch = run.subject, run.feed, run.watch
     verdict = check_cache(
         run.policy,

@@ -73,9 +73,6 @@ def calibrate_loaded(
     """Calibrate a model that is loaded; `deploy.pipeline.calibrate` describes the options.
 
     `stage`: where the files of a build wait; a cache in the same folder appears with them.
-
-    Raises:
-        Calib8Error: as `calibrate`.
     """
     from deploy.tuning.repairs.apply import refuse_model_repairs, repair_model, repair_notes
 

@@ -320,11 +320,7 @@ def to_integer_model(model: onnx.ModelProto) -> onnx.ModelProto:
 
 @contextmanager
 def malformed_as_model_error() -> Iterator[None]:
-    """Raise ModelError for the errors that malformed nodes cause.
-
-    Raises:
-        ModelError: instead of IndexError, KeyError and similar errors.
-    """
+    """Raise ModelError for the errors that malformed nodes cause."""
     try:
         yield
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:

@@ -141,11 +141,7 @@ def read_record(text: str, what: str = "the record") -> dict[str, LayerRecord]:
 
 
 def describe_ignored_entries(text: str, what: str = "the record") -> tuple[str, ...]:
-    """Describe the record's entries that calib8 does not deploy, after AMCT's checks.
-
-    Raises:
-        ConfigError: as `read_record`.
-    """
+    """Describe the record's entries that calib8 does not deploy, after AMCT's checks."""
     message: Any = parse_text("ScaleOffsetRecord", text, what)
     caches = [entry for entry in message.record if entry.HasField("kv_cache_value")]
     recurrent = [entry for entry in message.record if entry.value.HasField("scale_h")]

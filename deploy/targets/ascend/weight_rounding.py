@@ -106,11 +106,7 @@ def find_padless_deconvs(model: onnx.ModelProto) -> Iterator[str]:
 def refuse_padless_deconvs(
     model: onnx.ModelProto, layers: Mapping[str, Layer], config: QuantConfig
 ) -> None:
-    """Refuse AdaRound for the layers of `find_padless_deconvs`.
-
-    Raises:
-        ConfigError: AdaRound is configured for such a layer.
-    """
+    """Refuse AdaRound for the layers of `find_padless_deconvs`."""
     for name in find_padless_deconvs(model):
         if name in layers and uses_adaround(config, name):
             raise ConfigError(
