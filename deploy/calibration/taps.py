@@ -93,17 +93,12 @@ def open_tapped(
     """
     exposed = copy_with_outputs(model, tensors)
     wanted = set(in_any_order).difference(o.name for o in model.graph.output)
-    if wanted and _may_block(model):
+    if wanted and any(node.op_type == "Conv" for node in model.graph.node):  # only it makes blocks
         try:
             return _blocked(exposed, wanted, threads)
         except (BackendError, OSError):  # the disk is full, or the saved model cannot be reloaded
             pass
     return TappedSession(OrtSession.open(exposed, threads=threads, spin=False), {})
-
-
-def _may_block(model: onnx.ModelProto) -> bool:
-    """Whether a model can have blocked tensors: only convolutions make them."""
-    return any(node.op_type == "Conv" for node in model.graph.node)
 
 
 def _blocked(model: onnx.ModelProto, wanted: Collection[str], threads: int | None) -> TappedSession:
@@ -186,7 +181,9 @@ class BufferedSession:
             return self._ordinary(sample)
         try:
             if self._bound is None:
-                self._give_back()
+                if not self._trimmed:  # the memory of the first run; shapes may change often
+                    trim_memory()
+                self._trimmed = True
                 self._bound = self._session.bound(self._made)
             self._bound.run(sample)
         except BackendError:  # the shape of an output depends on values
@@ -194,12 +191,6 @@ class BufferedSession:
             return self._ordinary(sample)
         self.lasting = True
         return self._bound.outputs
-
-    def _give_back(self) -> None:
-        """Free the memory of the first run; only once, since shapes may change often."""
-        if not self._trimmed:
-            trim_memory()
-        self._trimmed = True
 
     def _ordinary(self, sample: Sample) -> Mapping[str, Array]:
         self._bound, self.lasting, self._fed = None, False, None

@@ -15,6 +15,7 @@ import click
 
 from deploy.commands import base
 from deploy.commands.base import (
+    FILE,
     THREADS,
     Real,
     json_option,
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from deploy.targets.ascend.layers import LayerGraph
 
 
-FILE = click.Path(path_type=Path)
 _FILES = frozenset(option.flag for option in declared_options(Ascend) if not option.observes)
 
 

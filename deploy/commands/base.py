@@ -28,6 +28,9 @@ SEARCH, TARGETS, MEASURING, GENERAL = "Search", "Targets", "Measuring", "General
 _FIRST = (MODEL, IMAGES, CALIBRATION, CACHE, SEARCH, TARGETS)
 _LAST = (MEASURING, GENERAL)
 
+THREADS = click.IntRange(1, 1024)
+FILE = click.Path(path_type=Path)
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _NUMBERS = {"integer": "N", "float": "X"}  # click's name of a type -> metavar
@@ -120,7 +123,6 @@ def section_position(title: str) -> int:
     return _FIRST.index(title) if title in _FIRST else len(_FIRST)
 
 
-THREADS = click.IntRange(1, 1024)
 MOST_BATCH = 65_536
 
 
@@ -219,11 +221,7 @@ json_option = general_option(
     help="Write the results as JSON; - prints it in place of the text.",
 )
 html_option = general_option(
-    "--html",
-    "html_path",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write the results as an HTML page.",
+    "--html", "html_path", type=FILE, metavar="FILE", help="Write the results as an HTML page."
 )
 _quiet_option = general_option(
     "-q",

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @click.command(cls=base.SectionedCommand, short_help="Latency of one or two models, side by side.")
 @quietable("--json", "--html")
-@click.argument("engine", type=click.Path(path_type=Path))
+@click.argument("engine", type=base.FILE)
 @base.model_option(
     "--against",
-    type=click.Path(path_type=Path),
+    type=base.FILE,
     metavar="MODEL",
     help="A second model, run in turn with ENGINE so that noise falls on both; usually the float"
     " model that ENGINE was built from.",

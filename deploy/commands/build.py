@@ -34,13 +34,9 @@ if TYPE_CHECKING:
 
 @click.command(cls=ConfiguredCommand)
 @quietable()
-@click.argument("model", type=click.Path(path_type=Path))
-@base.general_option(
-    "--out", type=click.Path(path_type=Path), default=Path("build"), help="Output folder."
-)
-@base.cache_option(
-    "--cache", type=click.Path(path_type=Path), help="Calibration cache.  [default: in --out]"
-)
+@click.argument("model", type=base.FILE)
+@base.general_option("--out", type=base.FILE, default=Path("build"), help="Output folder.")
+@base.cache_option("--cache", type=base.FILE, help="Calibration cache.  [default: in --out]")
 @base.measuring_option(
     "--eval-images",
     metavar="PATH",
@@ -49,13 +45,13 @@ if TYPE_CHECKING:
 @base.measuring_option(
     "--float",
     "float_model",
-    type=click.Path(path_type=Path),
+    type=base.FILE,
     metavar="FILE",
     help="Float model to compare a Q/DQ model with.  [default: the model without its pairs]",
 )
 @base.measuring_option(
     "--labels",
-    type=click.Path(path_type=Path),
+    type=base.FILE,
     help="Labels of the evaluation images: a file with one class number a line, in order; a COCO"
     " json of objects, by file name; or the word folders, if each class has a folder.",
 )

@@ -33,10 +33,8 @@ if TYPE_CHECKING:
 
 @click.command(cls=base.SectionedCommand)
 @quietable()
-@click.argument("model", type=click.Path(path_type=Path))
-@base.general_option(
-    "-o", "--out", type=click.Path(path_type=Path), help="Cache file.  [default: MODEL.cache]"
-)
+@click.argument("model", type=base.FILE)
+@base.general_option("-o", "--out", type=base.FILE, help="Cache file.  [default: MODEL.cache]")
 @base.image_option(
     "--shard",
     metavar="I/N",
@@ -134,11 +132,9 @@ def _shard(text: str, policy: CachePolicy) -> tuple[int, int]:
 
 @click.command(cls=base.SectionedCommand)
 @quietable()
-@click.argument("model", type=click.Path(path_type=Path))
-@click.argument("shards", nargs=-1, required=True, type=click.Path(path_type=Path))
-@base.general_option(
-    "-o", "--out", type=click.Path(path_type=Path), help="Cache file.  [default: MODEL.cache]"
-)
+@click.argument("model", type=base.FILE)
+@click.argument("shards", nargs=-1, required=True, type=base.FILE)
+@base.general_option("-o", "--out", type=base.FILE, help="Cache file.  [default: MODEL.cache]")
 @target_options(lambda option: option.observes)
 @model_options
 @calibration_options

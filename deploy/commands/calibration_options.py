@@ -85,16 +85,13 @@ def method_options(command: Command) -> Command:
     wrapped: Command = gathered
     for parameter in reversed(known):
         wrapped = _option(parameter)(wrapped)
+    said = (f"{name} {search.help}" for name, search in SEARCHES.items())
     return base.calibration_option(
         "--method",
         type=click.Choice(list(SEARCHES)),
         default=DEFAULT_METHOD,
-        help=f"How clip ranges are searched: {'; '.join(_said())}.",
+        help=f"How clip ranges are searched: {'; '.join(said)}.",
     )(wrapped)
-
-
-def _said() -> list[str]:
-    return [f"{name} {search.help}" for name, search in SEARCHES.items()]
 
 
 def _option(parameter: Parameter) -> Callable[[Command], Command]:

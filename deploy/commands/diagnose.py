@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @click.command(cls=base.SectionedCommand)
 @quietable("--json")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=base.FILE)
 @base.general_option(
     "--all",
     "everything",
@@ -112,8 +112,8 @@ _IMAGES = 8  # where --limit says nothing: which tensor parts is plain after a f
 
 @click.command(cls=base.SectionedCommand)
 @quietable("--json")
-@click.argument("first", type=click.Path(path_type=Path))
-@click.argument("second", type=click.Path(path_type=Path), required=False)
+@click.argument("first", type=base.FILE)
+@click.argument("second", type=base.FILE, required=False)
 @image_options
 @base.model_option(
     "--runtime",
@@ -174,7 +174,7 @@ def compare(
 
 @click.command(cls=base.SectionedCommand)
 @quietable("--json")
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=base.FILE)
 @base.general_option(
     "--target",
     metavar="NAME",
@@ -184,9 +184,7 @@ def compare(
     "--all", "everything", is_flag=True, help="Every row of every table, not the worst ones alone."
 )
 @base.image_option(
-    "--model",
-    type=click.Path(path_type=Path),
-    help="The float model, where it is no longer where the report says.",
+    "--model", type=base.FILE, help="The float model, where it is no longer where the report says."
 )
 @input_options(
     "Run the float model and the int8 models on these, and tell the images and the channels that"
@@ -230,7 +228,7 @@ def explain(
 
 @click.command(cls=base.SectionedCommand)
 @quietable("--html", "--json")
-@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("folders", nargs=-1, required=True, type=base.FILE)
 @html_option
 @json_option
 def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | None) -> None:
@@ -263,7 +261,7 @@ def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | 
 
 @click.command()
 @shows_progress
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=base.FILE)
 def verify(folder: Path) -> None:
     """Tell whether the files in FOLDER are those of one build, as it wrote them.
 

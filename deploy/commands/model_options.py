@@ -34,7 +34,7 @@ def model_options(command: Command) -> Command:
     """Add the options of a PyTorch model: `shapes` and `weights`."""
     weights = base.model_option(
         "--weights",
-        type=click.Path(path_type=Path),
+        type=base.FILE,
         help="State dict for a model given as file.py:factory or timm:NAME.",
     )
     shapes = base.model_option(
@@ -100,15 +100,13 @@ def torch_options(command: Command) -> Command:
         ),
         base.model_option(
             "--sample",
-            type=click.Path(path_type=Path),
+            type=base.FILE,
             metavar="FILE",
             help="Inputs of one run in place of random ones: .npy, or .npz with one array for each"
             " input.",
         ),
         base.model_option(
-            "--weights",
-            type=click.Path(path_type=Path),
-            help="State dict, or a checkpoint that holds one, to load.",
+            "--weights", type=base.FILE, help="State dict, or a checkpoint that holds one, to load."
         ),
         base.model_option(
             "--device",
@@ -313,7 +311,7 @@ def _type(option: Option) -> click.ParamType[Any]:
         return click.IntRange(_whole(option.least), _whole(option.most))
     if option.kind is float:
         return Real(option.least, option.most)
-    return click.Path(path_type=Path) if option.kind is Path else click.STRING
+    return base.FILE if option.kind is Path else click.STRING
 
 
 def _whole(limit: float | None) -> int | None:

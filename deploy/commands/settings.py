@@ -38,7 +38,7 @@ _META = "calib8.asked"
 config_option = option(
     "--config",
     section=GENERAL,
-    type=click.Path(path_type=Path),
+    type=base.FILE,
     expose_value=False,
     help=f"Read options from a TOML file, such as the {SETTINGS} of a build; options on the"
     " command line override it.",
@@ -218,7 +218,7 @@ def _options() -> list[Callable[[Command], Command]]:
         base.search_option(
             "--plan",
             metavar="FILE",
-            type=click.Path(path_type=Path),
+            type=base.FILE,
             help="Plan of an earlier build to follow.  [default: the one in --out, if it fits]",
         ),
         base.search_option(

@@ -29,9 +29,7 @@ QDQ = "Quantization"  # section of options that need --qdq
 @quietable()
 @click.argument("model")
 @torch_options
-@base.general_option(
-    "-o", "--out", type=click.Path(path_type=Path), required=True, help="ONNX file to write."
-)
+@base.general_option("-o", "--out", type=base.FILE, required=True, help="ONNX file to write.")
 @base.general_option("--opset", default=18, type=int, help="Opset of the ONNX domain.")
 @base.general_option("--static-batch", is_flag=True, help="Keep the batch of --input fixed.")
 @base.general_option(
@@ -192,16 +190,12 @@ def export(
 )
 @click.option("--epochs", type=click.IntRange(min=0), help="In place of the task's own.")
 @click.option("--teacher", metavar="FILE.PY:FACTORY", help="Float model to distil from.")
-@click.option(
-    "--teacher-weights", type=click.Path(path_type=Path), help="State dict of the teacher."
-)
+@click.option("--teacher-weights", type=base.FILE, help="State dict of the teacher.")
 @click.option(
     "--distil", multiple=True, metavar="STUDENT=TEACHER", help="Modules whose outputs are compared."
 )
 @click.option(
-    "--checkpoint",
-    type=click.Path(path_type=Path),
-    help="Checkpoint, written after each epoch and resumed from.",
+    "--checkpoint", type=base.FILE, help="Checkpoint, written after each epoch and resumed from."
 )
 @click.option(
     "--device",
@@ -211,9 +205,7 @@ def export(
 )
 @click.option("--amp", is_flag=True, help="Train with torch.autocast in bfloat16.")
 @click.option("--scales", is_flag=True, help="Print every activation's scale and zero point.")
-@click.option(
-    "-o", "--out", type=click.Path(path_type=Path), required=True, help="ONNX file to write."
-)
+@click.option("-o", "--out", type=base.FILE, required=True, help="ONNX file to write.")
 @method_options
 def qat(
     script: str,

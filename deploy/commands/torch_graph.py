@@ -92,7 +92,7 @@ def trace(
 @base.general_option(
     "-o",
     "--out",
-    type=click.Path(path_type=Path),
+    type=base.FILE,
     metavar="FILE",
     help="Write the fused model: .onnx, or .pt2 for torch.export.load.",
 )

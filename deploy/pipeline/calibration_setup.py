@@ -82,13 +82,14 @@ def calibrate_loaded(
     feed.remember(0, judging, PREVIEW_COUNT)
     checkpoint = _checkpoint_path(options)
     _refuse_foreign(policy)
+    asked = options.method
     subject = CalibrationSubject(
         loaded=loaded,
         given=given,
         samples=len(feed),
         batch=feed.batch,
         filled=feed.filled,
-        method=_method(options.method),
+        method=asked if isinstance(asked, Method) else Method.of(asked or DEFAULT_METHOD),
         float_nodes=match_nodes(loaded.model, options.float_nodes),
         trt_version=policy.trt_version or _builds_here(targets) or cached_trt_version(policy),
     )
@@ -160,10 +161,6 @@ def already_calibrated(
     return result_of_quantized(
         trained, subject, feed, make_evaluation_set(feed, subject.model, CANDIDATES), name, reasons
     )
-
-
-def _method(method: str | Method | None) -> Method:
-    return method if isinstance(method, Method) else Method.of(method or DEFAULT_METHOD)
 
 
 def _demands(

@@ -201,11 +201,12 @@ class _Deployment:
             built = self.target.files(self.recipe, self.request(feed, stage))
             report = self.report(built, feed, stage, scales)
             write_pages(report, stage)
+            data = read_bytes(scales, what="a file of scales", error=ConfigError)
             made_from = {
                 "versions": {"calib8": __version__},
                 "model": source,
                 "shapes": {name: array.shape for name, array in feed.first(1)[0].items()},
-                "scales": {"name": scales.name, "sha256": _digest(scales)},
+                "scales": {"name": scales.name, "sha256": sha256(data)},
                 "targets": [self.target.name],
             }
             publish_build(made_from, stage, replacing=None if force else ())
@@ -253,10 +254,6 @@ _MADE_UP = (
     "No images were given: the deploy model was tried on made-up samples, and nothing tells how"
     " good its outputs are; --images does."
 )
-
-
-def _digest(path: Path) -> str:
-    return sha256(read_bytes(path, what="a file of scales", error=ConfigError))
 
 
 def _one_of(record: Path | None, cache: Path | None, config: Path | None) -> Path:

@@ -230,7 +230,8 @@ def _open_engines(
     """Open all engines and add them to `timed`; return name -> why it cannot be opened."""
     failed = {}
     for target, result in zip(targets, built, strict=True):
-        for label, path in _engines_of(result).items():
+        own = {} if result.engine is None else {result.target: result.engine}
+        for label, path in {**result.baselines, **own}.items():
             judges = alone and target.runs_here and path == result.runnable
             usual = partial(target.open, path, threads=threads)
             try:
@@ -268,20 +269,13 @@ def _lossy_layers(
 
 def _clamped(limits: Mapping[str, Bounds], ranges: Mapping[str, Scale]) -> set[str]:
     """Tensors clipped by design, where their readers cannot tell values apart."""
-    own = {name: ranges.get(name) for name in limits}
     return {
         name
-        for name, scale in own.items()
-        if scale is None
-        or scale.observed_min < limits[name][0]
-        or scale.observed_max > limits[name][1]
+        for name, (low, high) in limits.items()
+        if (scale := ranges.get(name)) is None
+        or scale.observed_min < low
+        or scale.observed_max > high
     }
-
-
-def _engines_of(built: BuildResult) -> dict[str, Path]:
-    """Name -> engine: baselines by their labels, the target's engine by the target's name."""
-    own = {} if built.engine is None else {built.target: built.engine}
-    return {**built.baselines, **own}
 
 
 def _alone(

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,8 +151,10 @@ def gather_report(
     kept = {"calibration cache": _cache_now(calibrated, stage), PLAN: plan}
     common = {role: path for role, path in kept.items() if path is not None}
     report_page = FileRow(role="report", path=str(stage.folder / "report.html"))
+    words = sorted({one.word for one in built}, reverse=True)
+    names = ", ".join(result.target for result in built)
     return Report(
-        title=_title(loaded.name, built),
+        title=f"calib8: {loaded.name} in {' and '.join(words)} for {names}",
         model=model_part(loaded),
         feed=feed_part(feed, calibrated.images),
         calibration=_calibration(calibrated, built),
@@ -204,11 +207,6 @@ def feed_part(feed: Feed, source: str) -> FeedPart:
     )
 
 
-def _title(name: str, built: Sequence[BuildResult]) -> str:
-    words = sorted({one.word for one in built}, reverse=True)
-    return f"calib8: {name} in {' and '.join(words)} for {', '.join(r.target for r in built)}"
-
-
 def engine_rows(
     figures: Figures,
     built: Sequence[BuildResult],
@@ -222,18 +220,14 @@ def engine_rows(
     rows = [_with_examples(replace(row, path=_final(row.path, stage)), figures) for row in others]
     int8 = {one.target: any(d.quantized for d in one.decisions) for one in built if not one.error}
     failed = figures.failed
-    judged = (
-        replace(
-            row,
-            verdict=_verdict(
-                row, figures.engines, int8=int8[row.target], gates=gates, fed_wrong=fed_wrong
-            ),
-        )
-        if row.target in int8 and row.target not in failed and not row.baseline
-        else row
-        for row in rows
-    )
-    return reference, *judged
+    judged = [reference]
+    for row in rows:
+        if row.target in int8 and row.target not in failed and not row.baseline:
+            own = int8[row.target]
+            said = _verdict(row, figures.engines, int8=own, gates=gates, fed_wrong=fed_wrong)
+            row = replace(row, verdict=said)
+        judged.append(row)
+    return tuple(judged)
 
 
 def _with_examples(row: EngineRow, figures: Figures) -> EngineRow:
@@ -248,30 +242,16 @@ def _verdict(
 ) -> Verdict:
     """The verdict on one engine; its speed is compared with the first of its rivals."""
     rival = next(iter(model.find_rivals(engines, row)), None)
+    judge = partial(verdict, accuracy=row.accuracy, int8=int8, gates=gates, fed_wrong=fed_wrong)
     if rival is None:
-        return verdict(
-            accuracy=row.accuracy,
-            speed_up=None,
-            int8=int8,
-            gates=gates,
-            rival=_rival_of(row),
-            fed_wrong=fed_wrong,
-        )
-    return verdict(
-        accuracy=row.accuracy,
+        wanted = "a float engine on its device" if row.on_device else "FP32"
+        return judge(speed_up=None, rival=wanted)
+    return judge(
         speed_up=model.speed_up(rival, row),
         slower_ms=math.inf if row.on_device else model.slower_ms(rival, row),
         by_fastest=model.by_fastest(rival, row),
-        int8=int8,
-        gates=gates,
         rival="FP32" if rival.reference else rival.label,
-        fed_wrong=fed_wrong,
     )
-
-
-def _rival_of(row: EngineRow) -> str:
-    """What an engine without rivals would be compared with."""
-    return "a float engine on its device" if row.on_device else "FP32"
 
 
 def _work(calibrated: CalibrationResult, figures: Figures) -> WorkPart:

@@ -535,7 +535,8 @@ def compare_deploy_model(
         for tensor, name in wide.items():
             sums[name] = max(sums[name], float(np.abs(got.pop(tensor)).max()) / _END)
         for name in _comparable(got, like_amct):
-            same = max(same, _distance(got[name], like_npu[name]))
+            largest = float(np.abs(got[name]).max()) or 1.0
+            same = max(same, float(np.abs(got[name] - like_npu[name]).max()) / largest)
             lowest = min(lowest, cosine(got[name], like_amct[name]))
     return DeployComparison(samples=count, same_rounding=same, amct_cosine=lowest, sums=sums)
 
@@ -547,10 +548,6 @@ def _comparable(got: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any
         for name, value in got.items()
         if value.dtype.kind == "f" and value.size and other[name].shape == value.shape
     ]
-
-
-def _distance(got: NDArray[Any], other: NDArray[Any]) -> float:
-    return float(np.abs(got - other).max()) / (float(np.abs(got).max()) or 1.0)
 
 
 def deploy_model_note(

@@ -139,13 +139,9 @@ def check_deploy_model(path: Path) -> str:
 
 def _grids(model: onnx.ModelProto) -> str:
     """Return the output types of the AscendQuants, such as "int8" or "int8 and int16"."""
-    types = {_output_type(node) for node in model.graph.node if node.op_type == "AscendQuant"}
+    quants = (node for node in model.graph.node if node.op_type == "AscendQuant")
+    types = {attributes(node).get("dst_type", b"INT8").decode().lower() for node in quants}
     return " and ".join(sorted(types, key=lambda name: int(name[3:])))
-
-
-def _output_type(node: onnx.NodeProto) -> str:
-    kind: bytes = attributes(node).get("dst_type", b"INT8")
-    return kind.decode().lower()
 
 
 def _check_parameter(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> None:

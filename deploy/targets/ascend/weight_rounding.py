@@ -260,7 +260,8 @@ def round_layer(
         assert isinstance(statistic, RoundedWeightsOf)
         scale = kl_scale(weight, channel_wise=statistic.scales > 1)
         problem = _problem(step, weight.reshape(statistic.shape), scale, rounded, targets)
-        with phase(f"AdaRound {place}", _steps(problem, step.params), "steps") as progress:
+        steps = len(problem.blocks()) * step.params.num_iteration
+        with phase(f"AdaRound {place}", steps, "steps") as progress:
             integers = join_blocks(problem, _search_blocks(problem, step.params, progress))
         errors = output_error(problem, round_to_nearest(problem)), output_error(problem, integers)
         rounded.keep(integers, scale, errors)
@@ -286,10 +287,6 @@ def _problem(
         activation=step.activation,
         share=targets.share,
     )
-
-
-def _steps(problem: AdaProblem, params: AdaParams) -> int:
-    return len(problem.blocks()) * params.num_iteration
 
 
 def _search_blocks(
