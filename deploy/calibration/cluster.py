@@ -43,7 +43,6 @@ from deploy.terminal import phase, say_progress
 if TYPE_CHECKING:
     from distributed import Client, Future
 
-
 CONNECT_S = 10.0  # timeout of the connection
 ANSWER_S = 30.0  # timeout of later calls, when the scheduler may be busy
 _CLOSE_S = 2.0  # timeout of closing

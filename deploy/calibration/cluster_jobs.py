@@ -55,7 +55,6 @@ from deploy.tensors import TensorSpec
 if TYPE_CHECKING:
     import onnx
 
-
 _ADDRESS = re.compile(r"((tcp|tls|ws|wss)://)?([^\s/:\[\]]+|\[[0-9a-fA-F:.%\w]+\]):[0-9]{1,5}")
 SENDS = ("nothing", "model", "images", "all")
 RETRIES = 2

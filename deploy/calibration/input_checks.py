@@ -48,7 +48,6 @@ from deploy.tensors import Array
 if TYPE_CHECKING:
     import onnx
 
-
 Floats = NDArray[np.float64]
 _PASSED = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Pad", "Sub", "Transpose"})
 _MOVING = frozenset({"Reshape", "Slice", "SpaceToDepth"})  # every second row: YOLOX's first nodes

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from deploy.frontends import LoadedModel
 
-
 Key = tuple[str, str, str]
 FOLDED = "folded"  # key of the cleaned model, BatchNormalizations folded into their Convs
 

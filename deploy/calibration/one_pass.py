@@ -63,7 +63,6 @@ from deploy.terminal import phase
 if TYPE_CHECKING:
     import onnx
 
-
 Progress = Callable[[], None]
 StopCallback = Callable[[int, ObservedStatistics, ObservedStatistics], bool]
 _Part = dict[Observation, Recorder]

@@ -47,7 +47,6 @@ from deploy.files.staging import Stage, stage_files
 if TYPE_CHECKING:
     import numpy as np
 
-
 _SEARCH = {"method", "rule"}  # parts that affect the search only, not the statistics
 _SOME = {"order"}  # parts that affect some observations only
 _SHOWN = 5  # kinds of observations that a message lists

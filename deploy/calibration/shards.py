@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from deploy.calibration.calibration_result import CalibrationResult
     from deploy.frontends import LoadedModel
 
-
 SCHEMA = "calib8-shard/1"
 _WHAT = "a shard of a calibration, as calib8 calibrate --shard writes it"
 _DOCUMENT, _STATISTICS = "shard.json", "statistics.npz"

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from deploy.pipeline.deployment import TrialInputs
     from deploy.targets.ascend.layers import LayerGraph
 
-
 _FILES = frozenset(option.flag for option in declared_options(Ascend) if not option.observes)
 
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from deploy.pipeline.build_options import CalibrationOptions
     from deploy.targets import Target
 
-
 Command = Callable[..., None]
 
 
@@ -184,14 +183,12 @@ keep_float_option = base.calibration_option(
     " with one of these a line. May be repeated.",
 )
 
-
 require_cache_option = base.cache_option(
     "--require-cache", is_flag=True, help="Fail if the cache does not fit."
 )
 refresh_option = base.cache_option(
     "--refresh", is_flag=True, help="Calibrate even if the cache fits."
 )
-
 
 resume_option = base.cache_option(
     "--resume",

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from deploy.feed.preprocess import PreprocessRequest, Sides
     from deploy.feed.sampling import Limit
 
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 PRESET_NAMES = (  # of `deploy.feed.preprocess`, repeated here so that --help imports nothing
@@ -48,7 +47,6 @@ PREPROCESS = (
     ("--pad", "pad", "Letterbox border as a pixel value of 0..255."),
     ("--layout", "layout", "Order of the axes: nchw or nhwc."),
 )
-
 
 _NAMES = {
     "preset": complete_names_of("deploy.feed.preprocess", "PRESETS"),
@@ -271,7 +269,6 @@ class ImageArguments:
 
 
 skip_bad_option = base.image_option("--skip-bad", is_flag=True, help="Skip unreadable images.")
-
 
 calibrator_script_option = base.image_option(
     "--calibrator-script",

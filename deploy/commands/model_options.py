@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from deploy.frontends.base import LoadedModel
 
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 

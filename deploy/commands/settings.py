@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from deploy.report.verdict import Gates
     from deploy.tuning.search_options import Tuning
 
-
 _HEAD = "# The options of a build: calib8 {} --config {}"
 _APART = frozenset(("config", "force", "resume", "help"))  # of one run only, never in a file
 _UNSAID = frozenset(

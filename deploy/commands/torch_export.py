@@ -21,7 +21,6 @@ from deploy.terminal import say, say_lines
 if TYPE_CHECKING:
     from deploy.method import Method
 
-
 QDQ = "Quantization"  # section of options that need --qdq
 
 

@@ -44,7 +44,6 @@ from deploy.targets.ascend.proto import message_class, parse_text, print_text
 if TYPE_CHECKING:
     from deploy.targets.base import BuildRequest
 
-
 Bytes = NDArray[np.uint8]
 Matrix = tuple[tuple[int, int, int], ...]
 

@@ -86,7 +86,6 @@ if TYPE_CHECKING:
 
     from deploy.method import Choices, Method
 
-
 Factors = Mapping[str, NDArray[np.float32]]
 Weights = dict[str, tuple[NDArray[np.float32], NDArray[np.int32]]]
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from deploy.targets.base import BuildRequest
 
-
 CHIP = "<chip>"  # placeholder in the command if the chip is not known
 
 # Values of --soc_version, used only to correct their spelling: other names pass unchanged.

@@ -202,7 +202,6 @@ WEIGHT = {
     **_ADA,
 }
 
-
 _MOST_STEPS = 10_000  # scales tried in one search; AMCT's default is 60
 
 

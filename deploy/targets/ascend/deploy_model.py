@@ -51,7 +51,6 @@ from deploy.targets.ascend.record import LayerRecord
 if TYPE_CHECKING:
     from deploy.targets.ascend.layers import LayerGraph
 
-
 Nodes = list[onnx.NodeProto]
 Before = Callable[[QuantLayer, str], tuple[Nodes, str]]
 After = Callable[[QuantLayer, str, str], Nodes]

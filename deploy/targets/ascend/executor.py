@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from deploy.targets.base import BuildRequest
     from deploy.tensors import Session
 
-
 SHIFT = 128  # from int8 to uint8
 _EXACT = 2**24  # float32 adds integers below this without rounding
 _TYPES = {b"INT4": 4, b"INT8": 8, b"INT16": 16}

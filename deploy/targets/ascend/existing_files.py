@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from deploy.calibration.observation import CalibrationSubject
     from deploy.targets.ascend.record import LayerRecord
 
-
 _WHAT = "a text file of an Ascend deployment"
 
 

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from deploy.targets.ascend.record import LayerRecord
     from deploy.targets.base import BuildRequest
 
-
 Found = TypeVar("Found")
 Records = Mapping[str, "LayerRecord"]
 

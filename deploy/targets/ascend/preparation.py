@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from deploy.targets.ascend.layers import Layer, LayerGraph
     from deploy.targets.ascend.quant_layer import QuantLayer
 
-
 _MOST = 1 << 29  # bytes of copied float32 weights; an ONNX file holds 2 GiB
 _MOVED = "it computes in float; by tensor_quantize its input is moved in int8"
 

@@ -55,7 +55,6 @@ from deploy.terminal import Step, phase
 if TYPE_CHECKING:
     import onnx
 
-
 MOST_SAMPLES = 64
 MOST_PLACES = 4096  # sampled positions of a layer
 _LEAST, _BYTES = 256, 32 * 2**20  # positions always kept; bytes of the inputs of further ones
