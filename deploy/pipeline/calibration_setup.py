@@ -100,6 +100,12 @@ def calibrate_loaded(
         targets, subject, repairs, feed, folder=folder, threads=options.workers
     )
     wanted, failed = _demands(targets, subject)
+    if not any(wanted.values()):
+        raise ModelError(
+            "at least one node of the model must be able to run in int8, got none in"
+            f" {subject.loaded.name} (only the main graph counts, not If and Loop bodies);"
+            " `calib8 inspect` says why"
+        )
     _refuse_idle_method(options.method, subject, wanted)
     if source.shard is not None:
         refuse_ordered(unique_observations(wanted), source.shard)
@@ -148,16 +154,8 @@ def already_calibrated(
     feed = opened.open(loaded.inputs, carried=loaded.carried)
     feed.remember(0, CANDIDATES, PREVIEW_COUNT)
     subject = make_subject(loaded, feed, trt_version or _builds_here(targets))
-    failed: dict[str, Calib8Error] = {}
-    for target in targets:
-        try:
-            target.demand(subject)
-        except Calib8Error as error:
-            failed[target.name] = error
-    if len(failed) == len(targets):
-        raise next(iter(failed.values()))
+    _, reasons = _demands(targets, subject)
     name = RANDOM_SAMPLES if dataset is None else source_name(dataset.source)
-    reasons = {target: str(error) for target, error in failed.items()}
     return result_of_quantized(
         trained, subject, feed, make_evaluation_set(feed, subject.model, CANDIDATES), name, reasons
     )
@@ -166,7 +164,7 @@ def already_calibrated(
 def _demands(
     targets: Iterable[Target], subject: CalibrationSubject
 ) -> tuple[dict[str, tuple[Observation, ...]], dict[str, str]]:
-    """(target -> its observations, target -> why it cannot be built for, where others can)."""
+    """(target -> its observations, target -> why it cannot be built for); one target can."""
     wanted: dict[str, tuple[Observation, ...]] = {}
     failed: dict[str, Calib8Error] = {}
     for target in targets:
@@ -176,12 +174,6 @@ def _demands(
             failed[target.name] = error
     if failed and not wanted:
         raise next(iter(failed.values()))
-    if not any(wanted.values()):
-        raise ModelError(
-            "at least one node of the model must be able to run in int8, got none in"
-            f" {subject.loaded.name} (only the main graph counts, not If and Loop bodies);"
-            " `calib8 inspect` says why"
-        )
     return wanted, {name: str(error) for name, error in failed.items()}
 
 
