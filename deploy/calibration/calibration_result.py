@@ -62,26 +62,13 @@ class CalibrationResult:
     """A calibration with its model and feed, and how it was obtained.
 
     Attributes:
-        subject: the model, its forms, the method.
-        images: source of the images, as text.
-        feed: the calibration images.
-        ranges: the statistics and the clip ranges found in them.
         wanted: target -> observations it needs.
         failed: target -> why it cannot be built, as a sentence.
-        observed_now: observations for which the model was run.
-        reused: whether nothing had to be run.
-        reason: why the cache was reused or not, in one sentence.
-        seconds: time of observing and searching.
         runs: variant of the model -> number of inferences.
-        notes: notes for the reader of the cache.
         doubts: signs that the images differ from the model's training data.
         warnings: unobserved parts of the model and suspicious ranges.
-        cache: path of the cache.
-        repairs: notes on repairs that were tried before observing.
         peaks: the largest samples of every tensor that was observed now.
         checkpoint: checkpoint of the run; the caller removes it once the result is stored.
-        resumed: notes on where the run resumed, or why it did not.
-        judges: evaluation samples with the float model's outputs.
         agreement: how far halves of the samples agree; None if no observation shows it.
     """
 
@@ -240,16 +227,9 @@ def keep_float_layers(trained: QdqCalibration, loaded: LoadedModel) -> Choices:
 
 
 def find_reference_model(
-    loaded: LoadedModel,
-    other: str | Path | onnx.ModelProto | None,
-    images: FeedSource | None,
+    loaded: LoadedModel, other: str | Path | onnx.ModelProto | None, images: FeedSource | None
 ) -> tuple[LoadedModel, tuple[str, ...]]:
     """Return the float reference model, and notes on what it is.
-
-    Args:
-        loaded: the model to build.
-        other: the float model of a Q/DQ model, if the user named it.
-        images: the images for accuracy; None without any.
 
     Raises:
         ConfigError: images are missing, or `other` is of no use or does not match the model.
@@ -298,15 +278,7 @@ def _otherwise(loaded: LoadedModel) -> Iterator[str]:
 
 
 def refuse_calibration_options(trained: QdqCalibration, asked: Sequence[str]) -> None:
-    """Refuse calibration options for a model that is already quantized.
-
-    Args:
-        trained: the model.
-        asked: the options that were given, as text.
-
-    Raises:
-        ConfigError: at least one was given.
-    """
+    """Refuse calibration options for a model that is already quantized."""
     if asked:
         raise ConfigError(
             f"{trained.name} is quantized already, and its own scales are used, got"

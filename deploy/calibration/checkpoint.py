@@ -61,9 +61,7 @@ class Checkpoint:
     """The checkpoint of a run: reads that of an earlier run, writes its own.
 
     Attributes:
-        path: path of the file.
         counted: number of samples that the earlier run counted; they are not run again.
-        notes: notes for the user.
     """
 
     def __init__(
@@ -79,15 +77,10 @@ class Checkpoint:
     ) -> None:
         """Look for a checkpoint, and resume from it if wanted.
 
-        Args:
-            path: path of the file.
-            subject: the model and its repairs.
-            feed: the samples; those that were counted are only hashed.
-            wanted: the observations of the pass.
-            peaks: peaks of the pass; those of the counted samples are added.
-            resume: resume from the checkpoint; else a new run starts, which replaces it once it
-                has counted as many samples.
-            force: replace a file that is not a checkpoint.
+        `feed`: the samples; those that were counted are only hashed.
+        `peaks`: peaks of the pass; those of the counted samples are added.
+        `resume`: resume from the checkpoint; else a new run starts, which replaces it once it has
+        counted as many samples.
 
         Raises:
             CacheError: the file is not a checkpoint, is broken, or (to resume) of another run.
@@ -209,12 +202,7 @@ class Checkpoint:
         return found
 
     def _take_up(self, found: Shard) -> None:
-        """Resume from a checkpoint.
-
-        Raises:
-            CacheError: it belongs to another run.
-            FeedError: as `Feed.take_up`.
-        """
+        """Resume from a checkpoint."""
         if other := self._differs(found):
             raise CacheError(
                 f"a run goes on from its own checkpoint, got {self.path} of another one: {other};"

@@ -43,7 +43,6 @@ from deploy.terminal import phase, say_progress
 if TYPE_CHECKING:
     from distributed import Client, Future
 
-
 CONNECT_S = 10.0  # timeout of the connection
 ANSWER_S = 30.0  # timeout of later calls, when the scheduler may be busy
 _CLOSE_S = 2.0  # timeout of closing
@@ -204,9 +203,6 @@ class ShardMerger:
     def end(self, peaks: Peaks) -> ObservedStatistics:
         """Return the merged statistics of all pieces.
 
-        Args:
-            peaks: receives the largest values of all samples.
-
         Raises:
             FeedError: all samples were skipped.
         """
@@ -233,15 +229,9 @@ def observe_on(
 ) -> tuple[ObservedStatistics, tuple[str, ...]]:
     """Observe on the workers of a scheduler, with the result of one pass on this machine.
 
-    Args:
-        cluster: the scheduler.
-        wanted: the observations, all order-free.
-        feed: the images; every sample is registered with it as in a local pass.
-        subject: the model.
-        images: the images that the feed was opened from.
-        limit: which of them are used.
-        peaks: receives the largest |x| of every tensor.
-        runs: variant key -> number of inferences, incremented.
+    `wanted`: the observations, all order-free.
+    `peaks`: receives the largest |x| of every tensor.
+    `runs`: variant key -> number of inferences, incremented.
 
     Returns:
         (the wanted statistics, notes on where they were observed).
@@ -286,11 +276,7 @@ def _pieces(cluster: Cluster, feed: Feed, everything: Share, threads: int) -> in
 
 
 class ClusterRun:
-    """A job running on a scheduler's workers.
-
-    Attributes:
-        lost: addresses of workers that disappeared.
-    """
+    """A job running on a scheduler's workers."""
 
     def __init__(self, client: Client, job: ClusterJob, cluster: Cluster, feed: Feed) -> None:
         self._client = client
@@ -383,11 +369,7 @@ class ClusterRun:
         return (f"{by} of {self._cluster.address}", *((lost,) if self.lost else ()))
 
     def _look(self, *, anew: bool = False) -> bool:
-        """Poll the workers if the last poll is old or `anew`; return whether there are any.
-
-        Raises:
-            BackendError: there has been none for `WORKERS_S`.
-        """
+        """Poll the workers if the last poll is old or `anew`; return whether there are any."""
         now = time.monotonic()
         if not anew and self._there and now - self._looked < TICK_S:
             return True
@@ -448,11 +430,7 @@ class ClusterRun:
                 yield share, worker, found
 
     def _retry(self, share: Share, failure: cluster_jobs.PieceFailure) -> None:
-        """Submit a failed piece again.
-
-        Raises:
-            Calib8Error: its error is permanent, or it failed too often.
-        """
+        """Submit a failed piece again."""
         if not failure.may_pass or self._tries[share] >= self._cluster.retries:
             raise failure.error
         self._tries[share] += 1

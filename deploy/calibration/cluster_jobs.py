@@ -55,7 +55,6 @@ from deploy.tensors import TensorSpec
 if TYPE_CHECKING:
     import onnx
 
-
 _ADDRESS = re.compile(r"((tcp|tls|ws|wss)://)?([^\s/:\[\]]+|\[[0-9a-fA-F:.%\w]+\]):[0-9]{1,5}")
 SENDS = ("nothing", "model", "images", "all")
 RETRIES = 2
@@ -71,12 +70,10 @@ class Cluster:
     """A scheduler of dask.distributed and its options.
 
     Attributes:
-        address: address of the scheduler, such as "tcp://host:8786".
         send: what is sent to the workers as bytes: "nothing" if they see the same paths as this
             machine, "model", "images" or "all". A model without an ONNX file is always sent.
         pieces: number of pieces to split the images into; None for several per worker thread.
         retries: how often a piece is retried after a system error.
-        threads: threads for one piece on its worker.
 
     Raises:
         ConfigError: an invalid address, number or value of `send`.
@@ -138,20 +135,11 @@ class ClusterJob:
     """A calibration, as sent to every task.
 
     Attributes:
-        key: unique key of the run.
-        versions: versions of the client's programs, which the worker must have too.
         model: path of the model's file; "" if the model is sent.
         digest: digest of the model (`LoadedModel.digest`).
         held: variant -> bytes of its ONNX model, if it is sent.
-        identities: identities of the model, as in `LoadedModel.identities`.
-        taps: the observations.
-        specs: the model's inputs.
         images: paths of all images; None if they are sent.
-        kind: kind of the feed.
-        choice: which images are used.
         how: the complete preprocessing; None for arrays.
-        skip_bad: whether to skip unreadable images.
-        threads: threads for one piece.
     """
 
     key: str
@@ -281,7 +269,6 @@ class PieceFailure:
     """Why a piece gave no shard.
 
     Attributes:
-        error: the error, which names the worker.
         may_pass: whether it is a system error, so that a retry may succeed.
     """
 
@@ -293,11 +280,6 @@ def observe_piece(
     job: ClusterJob, share: Share, samples: Sequence[RemoteSample] | None
 ) -> tuple[str, bytes | PieceFailure]:
     """Observe a share of the images; the task that runs on a worker.
-
-    Args:
-        job: the calibration.
-        share: the share of its images.
-        samples: the images, if they are sent.
 
     Returns:
         (name of the worker, bytes of a shard or the failure). Errors are returned, since dask waits

@@ -17,8 +17,9 @@ The arrays of recorders are stored in one archive: equal arrays give equal bytes
 from __future__ import annotations
 
 import io
+import operator
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,6 @@ class Fingerprint:
         rule: "histogram", or the rule by which batches decide a range.
         method: search and its parameters, or TensorRT's calibrator as in a cache's first line.
         numbers: versions of calib8's arithmetic; {} if TensorRT calibrated.
-        versions: versions of the programs involved.
     """
 
     model: Mapping[str, str]
@@ -118,7 +118,7 @@ class Fingerprint:
         changed: dict[str, str] = {}
         for part, noun in _NAMES.items():
             before, now = getattr(old, part), getattr(self, part)
-            if _SAME.get(part, _equal)(before, now):
+            if _SAME.get(part, operator.eq)(before, now):
                 continue
             detail = _weights(before, now) if part == "model" else _difference(before, now)
             changed[part] = f"{noun} changed{f' ({detail})' if detail else ''}"
@@ -151,10 +151,6 @@ def _of_schema_4(data: object) -> dict[str, Any]:
     theirs = {k: one for k, one in versions.items() if k not in (*numbers, "decoding", "opencv")}
     own = {"program": CALIB8, "numbers": numbers, "versions": theirs}
     return {**parts, **own, "model": {"graph": model}, "decoder": decoder}
-
-
-def _equal(before: object, now: object) -> bool:
-    return before == now
 
 
 def _same_model(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
@@ -230,16 +226,11 @@ def unpack_arrays(archive: zipfile.ZipFile, place: int) -> Arrays:
         KeyError, ValueError, BadZipFile: it is not such an archive.
     """
     arrays = {}
-    for name in _members(archive, place):
+    for name in (name for name in archive.namelist() if name.startswith(f"{place}.")):
         with archive.open(name) as stream:
             size = archive.getinfo(name).file_size
             arrays[name.split(".")[1]] = reading.read_array(stream, size)
     return arrays
-
-
-def _members(archive: zipfile.ZipFile, place: int) -> Iterator[str]:
-    start = f"{place}."
-    return (name for name in archive.namelist() if name.startswith(start))
 
 
 def feed_versions(kind: str) -> dict[str, str | int]:

@@ -48,7 +48,6 @@ from deploy.tensors import Array
 if TYPE_CHECKING:
     import onnx
 
-
 Floats = NDArray[np.float64]
 _PASSED = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Pad", "Sub", "Transpose"})
 _MOVING = frozenset({"Reshape", "Slice", "SpaceToDepth"})  # every second row: YOLOX's first nodes
@@ -71,7 +70,6 @@ class FirstLayer:
     """The layer that reads the input.
 
     Attributes:
-        model: a model of only its nodes, from the input to `tensor`.
         tensor: output of the Conv, or input of the BatchNormalization.
         node: name of the BatchNormalization, or else of the Conv.
         mean, variance: training statistics per channel; None without a BatchNormalization.
@@ -228,10 +226,7 @@ def check_input_samples(
 ) -> list[str]:
     """Return a warning on the first image input, as a list of one sentence; empty if it is fine.
 
-    Args:
-        samples: a few samples, {input: array}.
-        how: the feed's preprocessing; None for arrays.
-        model: the model before cleaning, with its BatchNormalizations.
+    `model`: the model before cleaning, with its BatchNormalizations.
     """
     name = _picture_input(samples)
     if name is None:

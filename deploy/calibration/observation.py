@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from deploy.frontends import LoadedModel
 
-
 Key = tuple[str, str, str]
 FOLDED = "folded"  # key of the cleaned model, BatchNormalizations folded into their Convs
 
@@ -156,11 +155,7 @@ def full_batches(
 
 
 def _joined(arrays: list[Array]) -> Array:
-    """Join arrays along axis 0; of scalars, which have no axis, return the first.
-
-    Raises:
-        ConfigError: the arrays differ in shape.
-    """
+    """Join arrays along axis 0; of scalars, which have no axis, return the first."""
     shapes = sorted({array.shape for array in arrays})
     if len(shapes) > 1:
         raise ConfigError(
@@ -173,10 +168,7 @@ def _joined(arrays: list[Array]) -> Array:
 def count_in_full_batches(samples: int, samples_a_batch: int, *, filled: int = 0) -> int:
     """Return how many samples are in full batches.
 
-    Args:
-        samples: number of samples of the feed.
-        samples_a_batch: samples per batch.
-        filled: number of repeated samples at the end, which fill the model's fixed batch.
+    `filled`: number of repeated samples at the end, which fill the model's fixed batch.
 
     Raises:
         ConfigError: there is no full batch.
@@ -206,12 +198,8 @@ class CalibrationSubject:
     """A model to calibrate.
 
     Attributes:
-        loaded: the cleaned model.
-        samples: number of samples of the feed.
         batch: images per sample.
         filled: number of samples at the end with repeated images, which fill that batch.
-        method: the search that the user chose.
-        float_nodes: names of the nodes that the user keeps in float.
         trt_version: TensorRT version "X.Y.Z" that will read the calibration cache; None for any.
         given: the model from the user: a path, or a model in memory; None if only the cleaned
             model is available.

@@ -63,7 +63,6 @@ from deploy.terminal import phase
 if TYPE_CHECKING:
     import onnx
 
-
 Progress = Callable[[], None]
 StopCallback = Callable[[int, ObservedStatistics, ObservedStatistics], bool]
 _Part = dict[Observation, Recorder]
@@ -145,11 +144,7 @@ def run_pass(
 
 
 class _Pass:
-    """State of a pass: the recorders, by worker.
-
-    Attributes:
-        lines: one for each variant.
-    """
+    """State of a pass: the recorders, by worker."""
 
     def __init__(
         self,
@@ -230,11 +225,7 @@ class _Pass:
         return _by_key(new), _by_key(self._seen[0])
 
     def end(self) -> None:
-        """Finish after the last sample.
-
-        Raises:
-            CalibrationError: an incomplete last batch cannot be recorded.
-        """
+        """Finish after the last sample."""
         self._merge_peaks()
         for observation, recorder in self._ordered.items():
             if isinstance(recorder, BatchRecorder):
@@ -323,21 +314,15 @@ def observe(
 ) -> ObservedStatistics:
     """Record every wanted observation in one pass.
 
-    Args:
-        wanted: the observations; those that their variants need are recorded too.
-        samples: {input: array} of one inference each, in feed order; iterated once. If a keeper
-            has counted some, these are left out, except the first ones that `schedule_observations`
-            asks for.
-        known: statistics from a cache, from which variants are made if possible.
-        threads: worker threads, each running one sample at a time.
-        progress: called after every sample.
-        runs: variant key -> number of inferences, incremented.
-        peaks: collects the largest |x| of every observed tensor, by sample.
-        keeper: stores the state; `peaks` must already hold the peaks that it knows.
-        keep: called with (sample number, outputs of the cleaned model for it, possibly more).
-        halves: receives the order-free statistics of each half of the samples.
-        enough: stop rule, called after 8, 16, 32 ... samples with (number of samples, order-free
-            statistics since the last call, of all samples).
+    `samples`: {input: array} of one inference each, in feed order; iterated once. If a keeper has
+    counted some, these are left out, except the first ones that `schedule_observations` asks for.
+    `known`: statistics from a cache, from which variants are made if possible.
+    `threads`: worker threads, each running one sample at a time.
+    `keeper`: stores the state; `peaks` must already hold the peaks that it knows.
+    `keep`: called with (sample number, outputs of the cleaned model for it, possibly more).
+    `halves`: receives the order-free statistics of each half of the samples.
+    `enough`: stop rule, called after 8, 16, 32 ... samples with (number of samples, order-free
+    statistics since the last call, of all samples).
 
     Returns:
         The wanted statistics and those that they needed.
@@ -377,9 +362,7 @@ class ObservationSchedule:
     """Schedule of the observations.
 
     Attributes:
-        listed: all missing observations, needs first.
         early: those recorded on the first samples before the pass.
-        late: those recorded in the pass.
         first: number of samples to run before the pass.
     """
 
@@ -432,10 +415,7 @@ def _prepared(
 def count_workers(wanted: Iterable[Observation], model: onnx.ModelProto, threads: int) -> int:
     """Return how many workers fit into memory, at most `threads`.
 
-    Args:
-        wanted: the observations.
-        model: the cleaned model with shapes; tensors of other variants are not counted.
-        threads: number of workers wanted.
+    `model`: the cleaned model with shapes; tensors of other variants are not counted.
 
     Raises:
         CalibrationError: the observed tensors of one sample exceed the memory.
@@ -461,11 +441,7 @@ def count_workers(wanted: Iterable[Observation], model: onnx.ModelProto, threads
 
 
 def refuse_full_disk(folder: Path, model: onnx.ModelProto, targets: int) -> None:
-    """Refuse a folder whose disk has too little space for the int8 weights of each target.
-
-    Raises:
-        ExportError: there is too little space.
-    """
+    """Refuse a folder whose disk has too little space for the int8 weights of each target."""
     there = next((p for p in (folder, *folder.absolute().parents) if p.is_dir()), None)
     if there is None:
         return

@@ -44,12 +44,7 @@ class NoScaleReason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeSet:
-    """Clip ranges of tensors, and why others have none.
-
-    Attributes:
-        scales: tensor -> clip range.
-        troubles: tensor -> why it has no scale.
-    """
+    """Clip ranges of tensors, and why others have none."""
 
     scales: Scales
     troubles: Mapping[str, NoScaleReason]
@@ -76,10 +71,7 @@ def read_foreign_ranges(
 ) -> RangeSet:
     """Read the ranges of a cache without a fingerprint: symmetric, amax = 127 * scale.
 
-    Args:
-        path: cache in TensorRT's text format, from any tool.
-        wanted: tensors that need a scale.
-        non_negative: tensors that cannot be negative, whose range starts at 0.
+    `non_negative`: tensors that cannot be negative, whose range starts at 0.
 
     Raises:
         CacheError: the file is not such a cache, or has no usable entry for this model.
@@ -115,8 +107,6 @@ class Ranges:
     """Clip ranges that one method finds in observed statistics; searched on demand and cached.
 
     Attributes:
-        observed: the statistics.
-        method: the search, with its parameters.
         reaches: tensor of the cleaned model -> limits of its range.
         trusted: ranges of a foreign cache, which replace any search.
     """
@@ -167,9 +157,7 @@ class Ranges:
     def of(self, observations: Iterable[Observation], *, symmetric: Grid | None = None) -> RangeSet:
         """Return the ranges of observed tensors, and why others have none.
 
-        Args:
-            observations: statistics of the tensors.
-            symmetric: grid that the thresholds are for; None for int8.
+        `symmetric`: grid that the thresholds are for; None for int8.
         """
         if self.trusted is not None:
             return self.trusted

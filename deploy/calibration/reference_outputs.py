@@ -48,10 +48,7 @@ class ReferenceOutputs:
     ) -> None:
         """Start with nothing stored.
 
-        Args:
-            open_session: opens a single-threaded session of the model; called on first use.
-            names: the model's outputs.
-            keys: samples whose outputs are stored; those of others are computed each time.
+        `keys`: samples whose outputs are stored; those of others are computed each time.
         """
         self.runs = 0
         self._open = open_session
@@ -70,9 +67,7 @@ class ReferenceOutputs:
     def add(self, key: int, values: Mapping[str, Array]) -> None:
         """Store a sample's outputs.
 
-        Args:
-            key: key of the sample.
-            values: name -> array of a run; tensors that are not outputs are ignored.
+        `values`: name -> array of a run; tensors that are not outputs are ignored.
         """
         own = {name: values[name] for name in self._names if name in values}
         plain = all(value.dtype.kind in _NUMBERS for value in own.values())

@@ -47,7 +47,6 @@ from deploy.files.staging import Stage, stage_files
 if TYPE_CHECKING:
     import numpy as np
 
-
 _SEARCH = {"method", "rule"}  # parts that affect the search only, not the statistics
 _SOME = {"order"}  # parts that affect some observations only
 _SHOWN = 5  # kinds of observations that a message lists
@@ -62,9 +61,7 @@ class CachePolicy:
         path: the cache file; its fingerprint and statistics lie next to it.
         require: fail instead of calibrating if the cache does not fit.
         trust: use a cache that has no fingerprint as it is.
-        refresh: calibrate even if the cache fits.
         trt_version: TensorRT version that will read the cache; None for the default.
-        force: overwrite a file that calib8 did not write.
     """
 
     path: Path | None = None
@@ -87,9 +84,6 @@ class CacheDecision:
     """Result of the cache check.
 
     Attributes:
-        reason: why the cache is used or not, in one sentence.
-        observed: the wanted observations that it holds.
-        missing: observations that must be made now.
         stored: the files if they fit, else None.
     """
 
@@ -130,13 +124,10 @@ def check_cache(
 ) -> CacheDecision:
     """Check the cache of `policy` for these observations with this fingerprint.
 
-    Args:
-        policy: where the cache is.
-        fingerprint: computes the fingerprint of the first N images, or of all (None); called only
-            if there is a cache, since it reads the images.
-        wanted: the observations.
-        until: stop rule of the observation; a cache fits if it stopped by the same rule and holds
-            all observations.
+    `fingerprint`: computes the fingerprint of the first N images, or of all (None); called only if
+    there is a cache, since it reads the images.
+    `until`: stop rule of the observation; a cache fits if it stopped by the same rule and holds all
+    observations.
 
     Raises:
         FeedError: an image cannot be read.
@@ -264,14 +255,8 @@ def update_cache(
 ) -> None:
     """Write the cache, unless the files are already up to date.
 
-    Args:
-        policy: where to store it.
-        subject: the model.
-        verdict: what the cache held.
-        calibration: what to store.
-        ranges: the ranges found in it.
-        text: TensorRT's text if a target has its own form; None for the text of every tensor.
-        stage: staged files of a build, with which a cache in the same folder appears.
+    `text`: TensorRT's text if a target has its own form; None for the text of every tensor.
+    `stage`: staged files of a build, with which a cache in the same folder appears.
     """
     if policy.path is None:
         return

@@ -47,8 +47,6 @@ class Outlier:
     """A sample that stands out in a tensor.
 
     Attributes:
-        variant: key of the model variant.
-        tensor: name of the tensor.
         digests: sha256 (hex) of each of the sample's images or rows.
         times: ratio of its largest |x| to that of the largest other sample.
     """
@@ -98,9 +96,7 @@ class Peaks:
     def add_rows(self, rows: Iterable[PeakRow], numbers: Mapping[int, int]) -> None:
         """Add the `rows` of other peaks.
 
-        Args:
-            rows: rows of some of the samples.
-            numbers: place in the feed -> number of the sample here.
+        `numbers`: place in the feed -> number of the sample here.
         """
         for variant, tensor, seen, listed in rows:
             key = (variant, tensor)
@@ -134,9 +130,7 @@ def identify_outliers(
 ) -> tuple[Outlier, ...]:
     """Return the outliers of a pass, identified by digest instead of sample number.
 
-    Args:
-        peaks: peaks of the pass.
-        digests: number of a sample -> sha256 (hex) of each of its images or rows.
+    `digests`: number of a sample -> sha256 (hex) of each of its images or rows.
     """
     return tuple(
         Outlier(*place, digests(number), times) for place, number, times in peaks.outliers()
@@ -146,9 +140,7 @@ def identify_outliers(
 def describe_outliers(outliers: Iterable[Outlier], names: Mapping[str, str]) -> str:
     """Return one sentence for the report, worst sample first.
 
-    Args:
-        outliers: outliers of all tensors; at least one.
-        names: digest -> name of the image or row.
+    `names`: digest -> name of the image or row.
     """
     samples: dict[tuple[str, ...], _Sample] = {}
     for one in outliers:
@@ -195,7 +187,6 @@ class StabilityRule:
 
     Attributes:
         within: share of the range by which two halves may differ.
-        method: the search, with its parameters.
 
     Raises:
         ConfigError: the share is not between 0 and 1.
@@ -223,10 +214,8 @@ class HalvesAgreement:
     Attributes:
         samples: number of samples in both halves.
         within: share of a range by which they may differ.
-        tensors: number of tensors compared.
         apart: tensor -> difference as a share of its range, of those that differ by `within` or
             more, largest first.
-        stopped: whether agreement ended the observation.
     """
 
     samples: int

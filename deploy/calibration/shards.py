@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from deploy.calibration.calibration_result import CalibrationResult
     from deploy.frontends import LoadedModel
 
-
 SCHEMA = "calib8-shard/1"
 _WHAT = "a shard of a calibration, as calib8 calibrate --shard writes it"
 _DOCUMENT, _STATISTICS = "shard.json", "statistics.npz"
@@ -79,14 +78,10 @@ class Shard:
     """A shard as stored in its file.
 
     Attributes:
-        share: which samples of which feed.
         made_from: its fingerprint; the images are those of the entire feed, without digests.
         digests: sha256 (hex) of its images or rows in order, skipped ones included; of a
             checkpoint, of those counted so far.
         skipped: place in the feed -> why the sample was skipped.
-        peaks: rows as from `deploy.calibration.sample_checks.Peaks.rows`.
-        keys: the stored observations.
-        path: path of the file.
         counted: number of samples in a checkpoint; None for a complete shard.
     """
 
@@ -155,10 +150,6 @@ def serialize_shard(
 
 def load_shard(path: Path, *, what: str = _WHAT) -> Shard:
     """Read a shard.
-
-    Args:
-        path: path of the file.
-        what: kind of file to name in an error.
 
     Raises:
         CacheError: the file is not a shard, is broken, or was changed after it was written.
@@ -250,15 +241,7 @@ def _digest(document: Mapping[str, Any]) -> str:
 
 
 def refuse_ordered(wanted: Iterable[Observation], what: str) -> None:
-    """Refuse order-dependent statistics, which cannot be merged from shards.
-
-    Args:
-        wanted: the observations.
-        what: what would be merged, for the error, such as "a shard (got 1/2)".
-
-    Raises:
-        ConfigError: there are some.
-    """
+    """Refuse order-dependent statistics, which cannot be merged from shards."""
     ordered = dict.fromkeys(o.statistic.key for o in wanted if o.by_order)
     if ordered:
         raise ConfigError(
@@ -270,10 +253,6 @@ def refuse_ordered(wanted: Iterable[Observation], what: str) -> None:
 
 def write_shard(found: CalibrationResult, path: Path) -> None:
     """Write the result of a run over a shard.
-
-    Args:
-        found: the result; its feed is a share.
-        path: path of the file.
 
     Raises:
         ExportError: the folder is not writable.
@@ -288,14 +267,7 @@ def write_shard(found: CalibrationResult, path: Path) -> None:
 def make_shard(
     feed: Feed, model: Mapping[str, str], peaks: Peaks, observed: ObservedStatistics
 ) -> bytes:
-    """Return the bytes of the shard file of a pass over a share.
-
-    Args:
-        feed: the share.
-        model: identities of the model, as in `LoadedModel.identities`.
-        peaks: peaks of the pass.
-        observed: statistics of the pass.
-    """
+    """Return the bytes of the shard file of a pass over a share."""
     assert feed.share is not None
     return serialize_shard(
         share=feed.share,
@@ -326,10 +298,6 @@ class ShardSet:
     def __init__(self, paths: Sequence[Path], loaded: LoadedModel) -> None:
         """Read the shards.
 
-        Args:
-            paths: paths of their files, in any order.
-            loaded: the model.
-
         Raises:
             CacheError: a shard is broken, missing, duplicate, or of another feed or model.
         """
@@ -347,10 +315,6 @@ class ShardSet:
 
     def observed(self, wanted: Iterable[Observation], peaks: Peaks) -> ObservedStatistics:
         """Return the merged statistics, as one run over all samples would give them.
-
-        Args:
-            wanted: the observations.
-            peaks: receives the largest values of all samples.
 
         Raises:
             CacheError: a shard lacks an observation.

@@ -79,8 +79,6 @@ class StabilityMonitor:
     Attributes:
         halves: statistics of both halves, filled by `observe`; None if they are not needed.
         decides: whether `enough` is to be called, and may end the pass.
-        samples: number of samples at the last point.
-        stopped: whether the pass was ended.
     """
 
     def __init__(
@@ -91,10 +89,7 @@ class StabilityMonitor:
     ) -> None:
         """Start before the first sample.
 
-        Args:
-            searched: the order-free observations whose ranges are compared.
-            ranges: searches ranges in statistics.
-            until: the stop rule; None for all samples.
+        `until`: the stop rule; None for all samples.
         """
         self._searched = tuple(searched)
         self._ranges = ranges
@@ -112,10 +107,8 @@ class StabilityMonitor:
     def enough(self, samples: int, new: ObservedStatistics, whole: ObservedStatistics) -> bool:
         """Return whether the samples are enough.
 
-        Args:
-            samples: number of samples so far, twice that of the last point.
-            new: statistics of the samples since the last point.
-            whole: statistics of all samples.
+        `samples`: number of samples so far, twice that of the last point.
+        `new`: statistics of the samples since the last point.
         """
         if self._before:
             self._last = self._between(self._before, self._in(new), samples)
@@ -143,19 +136,9 @@ class StabilityMonitor:
 
 
 def refuse_until_stable(
-    feed: Feed,
-    wanted: Iterable[Observation],
-    searched: Iterable[Observation],
-    *,
-    trusted: bool,
+    feed: Feed, wanted: Iterable[Observation], searched: Iterable[Observation], *, trusted: bool
 ) -> None:
     """Refuse options that --until-stable cannot work with.
-
-    Args:
-        feed: the samples.
-        wanted: all observations.
-        searched: observations whose ranges are compared.
-        trusted: whether the ranges come from a trusted cache.
 
     Raises:
         ConfigError: a trusted cache, a shard, several images per sample, order-dependent

@@ -45,9 +45,6 @@ class Calibration:
     """The result of a calibration.
 
     Attributes:
-        observed: every statistic.
-        fingerprint: what the statistics were made from.
-        outliers: samples that stand out in some tensors.
         until: rule that ended the observation; None if the samples were chosen beforehand.
     """
 
@@ -59,16 +56,7 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredCalibration:
-    """The three files as read: complete and consistent; the arrays are not parsed yet.
-
-    Attributes:
-        text: TensorRT's text.
-        fingerprint: what the cache was made from.
-        keys: the stored observations.
-        outliers: samples that stand out in some tensors.
-        until: as in `Calibration`.
-        path: path of the cache.
-    """
+    """The three files as read: complete and consistent; the arrays are not parsed yet."""
 
     text: bytes
     fingerprint: Fingerprint
@@ -161,11 +149,7 @@ def save_calibration(
 ) -> None:
     """Write the three files.
 
-    Args:
-        calibration: observations and their fingerprint.
-        path: path of the cache.
-        text: TensorRT's text.
-        carried: arrays of further observations, from the previous cache.
+    `carried`: arrays of further observations, from the previous cache.
 
     Raises:
         ExportError: the folder is not writable.
@@ -223,10 +207,6 @@ def _is_intact(raw: bytes, document: Mapping[str, Any]) -> bool:
 
 def refuse_foreign(path: Path, *, force: bool) -> None:
     """Refuse a path for a cache that another file occupies, before anything is run.
-
-    Args:
-        path: path of the cache.
-        force: allow replacing a file that calib8 did not write.
 
     Raises:
         ExportError: it is an input of this run, a folder or a device.
@@ -362,9 +342,5 @@ def _document(raw: bytes, path: Path) -> dict[str, Any]:
 
 
 def read_cache_file(path: Path) -> bytes:
-    """Return the bytes of one of the files.
-
-    Raises:
-        CacheError: it cannot be read.
-    """
+    """Return the bytes of one of the files."""
     return read_bytes(path, what=_WHAT, error=CacheError, own=True)

@@ -70,7 +70,6 @@ class TappedSession:
     """An open session with inner tensors among its outputs.
 
     Attributes:
-        session: the ONNX Runtime session.
         blocked: tensor -> output that holds its values in NCHWc, of the tensors in that layout.
     """
 
@@ -87,28 +86,19 @@ def open_tapped(
 ) -> TappedSession:
     """Open a model with these tensors as outputs.
 
-    Args:
-        model: the model variant.
-        tensors: outputs of its nodes.
-        in_any_order: tensors whose values may come in any order; graph outputs never do.
-        threads: intra-op threads.
+    `in_any_order`: tensors whose values may come in any order; graph outputs never do.
 
     Raises:
         BackendError: ONNX Runtime cannot load the model.
     """
     exposed = copy_with_outputs(model, tensors)
     wanted = set(in_any_order).difference(o.name for o in model.graph.output)
-    if wanted and _may_block(model):
+    if wanted and any(node.op_type == "Conv" for node in model.graph.node):  # only it makes blocks
         try:
             return _blocked(exposed, wanted, threads)
         except (BackendError, OSError):  # the disk is full, or the saved model cannot be reloaded
             pass
     return TappedSession(OrtSession.open(exposed, threads=threads, spin=False), {})
-
-
-def _may_block(model: onnx.ModelProto) -> bool:
-    """Whether a model can have blocked tensors: only convolutions make them."""
-    return any(node.op_type == "Conv" for node in model.graph.node)
 
 
 def _blocked(model: onnx.ModelProto, wanted: Collection[str], threads: int | None) -> TappedSession:
@@ -186,16 +176,14 @@ class BufferedSession:
         self._trimmed = False
 
     def run(self, sample: Sample) -> Mapping[str, Array]:
-        """Run a sample; return the outputs. If `lasting`, the next run overwrites them.
-
-        Raises:
-            BackendError: as `OrtSession.run`.
-        """
+        """Run a sample; return the outputs. If `lasting`, the next run overwrites them."""
         if not (self._able and _form(sample) == self._fed):
             return self._ordinary(sample)
         try:
             if self._bound is None:
-                self._give_back()
+                if not self._trimmed:  # the memory of the first run; shapes may change often
+                    trim_memory()
+                self._trimmed = True
                 self._bound = self._session.bound(self._made)
             self._bound.run(sample)
         except BackendError:  # the shape of an output depends on values
@@ -203,12 +191,6 @@ class BufferedSession:
             return self._ordinary(sample)
         self.lasting = True
         return self._bound.outputs
-
-    def _give_back(self) -> None:
-        """Free the memory of the first run; only once, since shapes may change often."""
-        if not self._trimmed:
-            trim_memory()
-        self._trimmed = True
 
     def _ordinary(self, sample: Sample) -> Mapping[str, Array]:
         self._bound, self.lasting, self._fed = None, False, None
@@ -323,22 +305,14 @@ class VariantRecorders:
         self._together = HistogramGroup([one for one in recorders if isinstance(one, Histogram)])
 
     def count(self, number: int, located: LocatedArrays) -> None:
-        """Record the tensors whose histograms count all samples.
-
-        Raises:
-            CalibrationError: as `record`.
-        """
+        """Record the tensors whose histograms count all samples."""
         try:
             self._together.observe(located)
         except ArrayRefused as error:
             raise name_tensor_and_sample(error, self._counted[error.place], number) from error
 
     def others(self, number: int, values: Mapping[str, Array]) -> list[Waiting]:
-        """Record the other order-free statistics; return the values that must wait their turn.
-
-        Raises:
-            CalibrationError: as `record`.
-        """
+        """Record the other order-free statistics; return the values that must wait their turn."""
         waiting = []
         for observation, recorder in self._others:
             if not is_within_limit(observation.statistic.samples, number):
@@ -360,10 +334,7 @@ class VariantRunner:
     """A model variant in the pass.
 
     Attributes:
-        key: key of the variant.
-        tap: its session.
         counted: observations by a histogram of all samples in any order.
-        others: all other observations.
         limit: number of samples to run; None for all.
     """
 

@@ -142,11 +142,9 @@ class Header:
     """The first line.
 
     Attributes:
-        text: the line as written, without the line end.
         label: TensorRT's version label; None in the legacy form, which has none.
         algorithm: name of the calibrator, such as "EntropyCalibration2".
         cutoff, quantile: parameters of the legacy form, else None.
-        end: the line end.
     """
 
     text: str

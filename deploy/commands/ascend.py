@@ -15,6 +15,7 @@ import click
 
 from deploy.commands import base
 from deploy.commands.base import (
+    FILE,
     THREADS,
     Real,
     json_option,
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
     from deploy.pipeline.deployment import TrialInputs
     from deploy.targets.ascend.layers import LayerGraph
 
-
-FILE = click.Path(path_type=Path)
 _FILES = frozenset(option.flag for option in declared_options(Ascend) if not option.observes)
 
 
@@ -96,29 +95,19 @@ def where_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 _OPTIONS: Sequence[Callable[[Callable[..., None]], Callable[..., None]]] = (
-    base.option(
-        "-o",
-        "--out",
-        section=base.GENERAL,
-        type=FILE,
-        required=True,
-        help="Folder of everything that is written.",
+    base.general_option(
+        "-o", "--out", type=FILE, required=True, help="Folder of everything that is written."
     ),
     shape_option(),
     input_options("Run on these, and tell how far the outputs are from the model's"),
     own_options(lambda option: option.flag in _FILES),
-    base.option(
+    base.general_option(
         "--threads",
-        section=base.GENERAL,
         type=THREADS,
-        metavar="N",
         help="Worker threads; the files do not depend on it.  [default: up to 4 cores]",
     ),
-    base.option(
-        "--force",
-        section=base.GENERAL,
-        is_flag=True,
-        help="Write over files that calib8 did not write.",
+    base.general_option(
+        "--force", is_flag=True, help="Write over files that calib8 did not write."
     ),
 )
 
@@ -197,48 +186,30 @@ def check(path: Path, model: Path | None) -> None:
 )
 @quietable()
 @click.argument("model", type=FILE)
-@base.option(
-    "-o",
-    "--out",
-    section=base.GENERAL,
-    type=FILE,
-    default=Path("build"),
-    show_default=True,
-    help="Folder of everything that is written.",
+@base.general_option(
+    "-o", "--out", type=FILE, default=Path("build"), help="Folder of everything that is written."
 )
-@base.option(
-    "--ascend-config",
-    section=base.CALIBRATION,
-    type=FILE,
-    help="AMCT's simplified .cfg, or its quant config JSON.",
+@base.calibration_option(
+    "--ascend-config", type=FILE, help="AMCT's simplified .cfg, or its quant config JSON."
 )
-@base.option(
+@base.calibration_option(
     "--amct-batch",
-    section=base.CALIBRATION,
     type=click.IntRange(min=1),
-    metavar="N",
     help="Images of one of AMCT's batches, by which HFMG, DMQ and batch_num go.",
 )
-@base.option(
-    "--eval-images",
-    section=base.MEASURING,
-    metavar="PATH",
-    help="Images to judge on; a list may hold labels.",
+@base.measuring_option(
+    "--eval-images", metavar="PATH", help="Images to judge on; a list may hold labels."
 )
-@base.option(
+@base.measuring_option(
     "--max-loss",
-    section=base.MEASURING,
     type=Real(0, 1),
     default=0.01,
-    show_default=True,
     help="Loss that is allowed: of top-1 accuracy with labels, else of mean cosine of the outputs.",
 )
-@base.option(
+@base.calibration_option(
     "--strategy",
-    section=base.CALIBRATION,
     type=click.Choice(["gain", "binary-search"]),
     default="gain",
-    show_default=True,
     help="How layers are picked: by what the outputs lose, other searches, DMQ, rounded weights and"
     " corrected biases being tried before float; or by AMCT's ranking of layers alone, of which a"
     " prefix goes to float.",
@@ -308,17 +279,15 @@ def auto(
 @quietable()
 @click.argument("model", type=FILE)
 @click.argument("record", type=FILE, required=False)
-@base.option(
+@base.calibration_option(
     "--cache",
-    section=base.CALIBRATION,
     type=FILE,
     metavar="FILE",
     help="In place of RECORD: a TensorRT calibration cache, whose scales the inputs of the layers"
     " get, symmetric; weights get theirs by ARQ.",
 )
-@base.option(
+@base.calibration_option(
     "--ascend-config",
-    section=base.CALIBRATION,
     type=FILE,
     metavar="FILE",
     help="Configuration that RECORD was made with, where it kept BatchNormalization apart.",
@@ -365,11 +334,9 @@ def deploy_scales(
 @ascend.command("convert", cls=base.SectionedCommand, short_help="Files of a Q/DQ model.")
 @quietable()
 @click.argument("model", type=FILE, metavar="MODEL.QDQ.ONNX")
-@base.option(
+@base.calibration_option(
     "--keep-rounding/--no-keep-rounding",
-    section=base.CALIBRATION,
     default=True,
-    show_default=True,
     help="Round what float operators read, such as the shortcut of an Add, as the model's pairs do;"
     " without it four operators less for each such tensor, and a little farther from the model.",
 )

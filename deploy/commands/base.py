@@ -28,15 +28,20 @@ SEARCH, TARGETS, MEASURING, GENERAL = "Search", "Targets", "Measuring", "General
 _FIRST = (MODEL, IMAGES, CALIBRATION, CACHE, SEARCH, TARGETS)
 _LAST = (MEASURING, GENERAL)
 
+THREADS = click.IntRange(1, 1024)
+FILE = click.Path(path_type=Path)
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _NUMBERS = {"integer": "N", "float": "X"}  # click's name of a type -> metavar
 
 
 class SectionOption(click.Option):
-    """A click option with the section of the help that lists it."""
+    """A click option with the section of the help that lists it, which shows its default."""
 
     def __init__(self, *words: Any, section: str, **rest: Any) -> None:
+        if rest.get("default") is not None:
+            rest.setdefault("show_default", True)
         super().__init__(*words, **rest)
         self.section = section
         if self.metavar is None and not self.is_flag and self.type.name.split()[0] in _NUMBERS:
@@ -44,6 +49,14 @@ class SectionOption(click.Option):
 
 
 option = partial(click.option, cls=SectionOption)
+model_option = partial(option, section=MODEL)
+image_option = partial(option, section=IMAGES)
+calibration_option = partial(option, section=CALIBRATION)
+cache_option = partial(option, section=CACHE)
+search_option = partial(option, section=SEARCH)
+target_option = partial(option, section=TARGETS)
+measuring_option = partial(option, section=MEASURING)
+general_option = partial(option, section=GENERAL)
 
 
 def add_options(command: Command, options: Sequence[Callable[..., Any]]) -> Command:
@@ -110,7 +123,6 @@ def section_position(title: str) -> int:
     return _FIRST.index(title) if title in _FIRST else len(_FIRST)
 
 
-THREADS = click.IntRange(1, 1024)
 MOST_BATCH = 65_536
 
 
@@ -170,11 +182,7 @@ def given_flags_in(section: str) -> list[str]:
 
 
 def refuse_without(flag: str, flags: list[str]) -> None:
-    """Refuse `flags`, if there are any, since they have no effect without `flag`.
-
-    Raises:
-        ConfigError: there are some.
-    """
+    """Refuse `flags`, if there are any, since they have no effect without `flag`."""
     if flags:
         many = len(flags) > 1
         raise ConfigError(
@@ -202,33 +210,22 @@ _SCREEN = Path("-")
 
 CommandFunction = Callable[..., None]
 
-verbose_option = option(
-    "-v",
-    "--verbose",
-    section=GENERAL,
-    is_flag=True,
-    help="Print counts: images decoded, inferences run.",
+verbose_option = general_option(
+    "-v", "--verbose", is_flag=True, help="Print counts: images decoded, inferences run."
 )
-json_option = option(
+json_option = general_option(
     "--json",
     "json_path",
-    section=GENERAL,
     type=click.Path(path_type=Path, allow_dash=True),
     metavar="FILE",
     help="Write the results as JSON; - prints it in place of the text.",
 )
-html_option = option(
-    "--html",
-    "html_path",
-    section=GENERAL,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write the results as an HTML page.",
+html_option = general_option(
+    "--html", "html_path", type=FILE, metavar="FILE", help="Write the results as an HTML page."
 )
-_quiet_option = option(
+_quiet_option = general_option(
     "-q",
     "--quiet",
-    section=GENERAL,
     is_flag=True,
     help="Print errors and warnings only; files are written all the same.",
 )

@@ -21,80 +21,58 @@ if TYPE_CHECKING:
 
 @click.command(cls=base.SectionedCommand, short_help="Latency of one or two models, side by side.")
 @quietable("--json", "--html")
-@click.argument("engine", type=click.Path(path_type=Path))
-@base.option(
+@click.argument("engine", type=base.FILE)
+@base.model_option(
     "--against",
-    section=base.MODEL,
-    type=click.Path(path_type=Path),
+    type=base.FILE,
     metavar="MODEL",
     help="A second model, run in turn with ENGINE so that noise falls on both; usually the float"
     " model that ENGINE was built from.",
 )
-@base.option(
+@base.model_option(
     "--runtime",
-    section=base.MODEL,
     type=click.Choice(["onnxruntime", "openvino"]),
     default="onnxruntime",
-    show_default=True,
     help="With openvino, ENGINE runs there too, beside ONNX Runtime.",
 )
-@base.option(
-    "--threads",
-    section=base.MEASURING,
-    type=THREADS,
-    metavar="N",
-    help="Threads of an engine on the CPU.  [default: every core]",
+@base.measuring_option(
+    "--threads", type=THREADS, help="Threads of an engine on the CPU.  [default: every core]"
 )
-@base.option(
+@base.measuring_option(
     "--warmup",
-    section=base.MEASURING,
     type=Real(min=0),
     default=200,
-    show_default=True,
     metavar="MS",
     help="Time thrown away first, in milliseconds, for each model.",
 )
-@base.option(
+@base.measuring_option(
     "--duration",
-    section=base.MEASURING,
     type=Real(min=0),
     default=3,
-    show_default=True,
     metavar="S",
     help="Time measured, in seconds, for each model; 10 runs at the least.",
 )
 @shape_option("  [default: what the build beside ENGINE calibrated with]")
-@base.option(
-    "--seed",
-    section=base.MEASURING,
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    metavar="N",
-    help="Seed of the random inputs.",
+@base.measuring_option(
+    "--seed", type=click.IntRange(min=0), default=0, help="Seed of the random inputs."
 )
-@base.option(
+@base.measuring_option(
     "--streams",
-    section=base.MEASURING,
     type=click.IntRange(min=1),
     default=1,
-    show_default=True,
-    metavar="N",
     help="Measure the throughput of N sessions at once too, each on a stream of its own; on a CPU"
     " they share its cores.",
 )
-@base.option(
+@base.measuring_option(
     "--batch",
     "batches",
-    section=base.MEASURING,
     callback=batches_of,
     metavar="N,N,...",
     help="Measure at each of these batches, such as 1,2,4,8, of a model that leaves its batch open;"
     " what else is told is of the smallest.",
 )
-@base.option(
+@base.measuring_option(
     "--profile",
-    section=base.MEASURING,
     is_flag=True,
     help="Tell what each kernel takes too, the slowest first, and of two models what each kind"
     " takes; in runs of their own.",

@@ -34,62 +34,43 @@ if TYPE_CHECKING:
 
 @click.command(cls=ConfiguredCommand)
 @quietable()
-@click.argument("model", type=click.Path(path_type=Path))
-@base.option(
-    "--out",
-    section=base.GENERAL,
-    type=click.Path(path_type=Path),
-    default=Path("build"),
-    show_default=True,
-    help="Output folder.",
-)
-@base.option(
-    "--cache",
-    section=base.CACHE,
-    type=click.Path(path_type=Path),
-    help="Calibration cache.  [default: in --out]",
-)
-@base.option(
+@click.argument("model", type=base.FILE)
+@base.general_option("--out", type=base.FILE, default=Path("build"), help="Output folder.")
+@base.cache_option("--cache", type=base.FILE, help="Calibration cache.  [default: in --out]")
+@base.measuring_option(
     "--eval-images",
-    section=base.MEASURING,
     metavar="PATH",
     help="Evaluation images, as --images; a list file may hold labels.",
 )
-@base.option(
+@base.measuring_option(
     "--float",
     "float_model",
-    section=base.MEASURING,
-    type=click.Path(path_type=Path),
+    type=base.FILE,
     metavar="FILE",
     help="Float model to compare a Q/DQ model with.  [default: the model without its pairs]",
 )
-@base.option(
+@base.measuring_option(
     "--labels",
-    section=base.MEASURING,
-    type=click.Path(path_type=Path),
+    type=base.FILE,
     help="Labels of the evaluation images: a file with one class number a line, in order; a COCO"
     " json of objects, by file name; or the word folders, if each class has a folder.",
 )
-@base.option(
+@base.measuring_option(
     "--metric",
-    section=base.MEASURING,
     metavar="FILE.py:FUNCTION",
     help="Your own metric: (FP32 outputs, int8 outputs, label or None) of a sample -> number,"
     " more is better; the report shows the mean.",
 )
-@base.option(
+@base.measuring_option(
     "--duration",
-    section=base.MEASURING,
     type=Real(min=0),
     default=3.0,
-    show_default=True,
     help="Seconds of latency runs for each model; 0 skips them.",
 )
 @tuning_options
-@base.option(
+@base.calibration_option(
     "--repair",
     "repairs",
-    section=base.CALIBRATION,
     multiple=True,
     metavar="NAMES",
     shell_complete=complete_names_of("deploy.tuning.repairs", "REPAIRS", "all", "none"),

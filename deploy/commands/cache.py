@@ -9,7 +9,7 @@ import click
 
 from deploy.calibration import DEFAULT_TRT_VERSION
 from deploy.commands import base
-from deploy.commands.base import shows_progress
+from deploy.commands.base import FILE, shows_progress
 from deploy.terminal import say, say_lines
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from deploy.targets.tensorrt.cache_match import CacheMatch
     from deploy.targets.tensorrt.infer_scales import InferredScales
 
-FILE = click.Path(path_type=Path)
 _OUT = click.option("-o", "--out", type=FILE, required=True, metavar="FILE", help="File to write.")
 _ALGORITHMS = ("EntropyCalibration2", "MinMaxCalibration", "EntropyCalibration")
 _ALGORITHM = click.option(
@@ -259,9 +258,7 @@ def to_qdq(
     f" {DEFAULT_TRT_VERSION}]",
 )
 @click.option(
-    "--dla",
-    is_flag=True,
-    help="Also infer the scales of tensors without a pair, which DLA needs.",
+    "--dla", is_flag=True, help="Also infer the scales of tensors without a pair, which DLA needs."
 )
 @click.option(
     "--no-guesses",

@@ -33,17 +33,10 @@ if TYPE_CHECKING:
 
 @click.command(cls=base.SectionedCommand)
 @quietable()
-@click.argument("model", type=click.Path(path_type=Path))
-@base.option(
-    "-o",
-    "--out",
-    section=base.GENERAL,
-    type=click.Path(path_type=Path),
-    help="Cache file.  [default: MODEL.cache]",
-)
-@base.option(
+@click.argument("model", type=base.FILE)
+@base.general_option("-o", "--out", type=base.FILE, help="Cache file.  [default: MODEL.cache]")
+@base.image_option(
     "--shard",
-    section=base.IMAGES,
     metavar="I/N",
     help="Observe the I-th of N parts of the images, for calib8 merge; -o names the shard's file."
     "  [default of -o: MODEL.I-of-N.shard]",
@@ -120,11 +113,7 @@ def calibrate(
 
 
 def _shard(text: str, policy: CachePolicy) -> tuple[int, int]:
-    """Parse I/N.
-
-    Raises:
-        ConfigError: another text, or an option that is about a cache.
-    """
+    """Parse I/N."""
     number, slash, of = text.partition("/")
     if not (slash and number.isdecimal() and of.isdecimal() and len(text) < 16):
         raise ConfigError(f"--shard must read I/N, such as 2/3, got {text!r}")
@@ -143,15 +132,9 @@ def _shard(text: str, policy: CachePolicy) -> tuple[int, int]:
 
 @click.command(cls=base.SectionedCommand)
 @quietable()
-@click.argument("model", type=click.Path(path_type=Path))
-@click.argument("shards", nargs=-1, required=True, type=click.Path(path_type=Path))
-@base.option(
-    "-o",
-    "--out",
-    section=base.GENERAL,
-    type=click.Path(path_type=Path),
-    help="Cache file.  [default: MODEL.cache]",
-)
+@click.argument("model", type=base.FILE)
+@click.argument("shards", nargs=-1, required=True, type=base.FILE)
+@base.general_option("-o", "--out", type=base.FILE, help="Cache file.  [default: MODEL.cache]")
 @target_options(lambda option: option.observes)
 @model_options
 @calibration_options

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from deploy.pipeline.build_options import CalibrationOptions
     from deploy.targets import Target
 
-
 Command = Callable[..., None]
 
 
@@ -85,26 +84,20 @@ def method_options(command: Command) -> Command:
     wrapped: Command = gathered
     for parameter in reversed(known):
         wrapped = _option(parameter)(wrapped)
-    return base.option(
+    said = (f"{name} {search.help}" for name, search in SEARCHES.items())
+    return base.calibration_option(
         "--method",
-        section=base.CALIBRATION,
         type=click.Choice(list(SEARCHES)),
         default=DEFAULT_METHOD,
-        show_default=True,
-        help=f"How clip ranges are searched: {'; '.join(_said())}.",
+        help=f"How clip ranges are searched: {'; '.join(said)}.",
     )(wrapped)
-
-
-def _said() -> list[str]:
-    return [f"{name} {search.help}" for name, search in SEARCHES.items()]
 
 
 def _option(parameter: Parameter) -> Callable[[Command], Command]:
     flag = parameter.kind is bool
-    return base.option(
+    return base.calibration_option(
         parameter.flag,
         parameter.name,
-        section=base.CALIBRATION,
         type=None if flag else parameter.kind,
         is_flag=flag,
         default=None,
@@ -118,11 +111,8 @@ class CalibrationArguments:
     """How ranges are searched and stored, as a command line says it.
 
     Attributes:
-        method: the search.
         asked: flags of the search that were typed; empty for the default search.
         keep_float: nodes, patterns, `op:` types and `@` files to keep in float.
-        cache: when a cache is used again; each command adds the path.
-        verbose: whether to print what was counted.
     """
 
     method: Method
@@ -140,11 +130,8 @@ class CalibrationArguments:
     ) -> CalibrationOptions:
         """The options of a calibration.
 
-        Args:
-            path: the cache; None for the default one, or for none.
-            method: the search; None for the default one.
-            images: the images, with worker threads.
-            **more: fields of `CalibrationOptions` that are options of one command.
+        `path`: the cache; None for the default one, or for none.
+        `**more`: fields of `CalibrationOptions` that are options of one command.
         """
         from deploy.pipeline.build_options import CalibrationOptions
 
@@ -180,11 +167,7 @@ class CalibrationArguments:
 
 
 def refuse_both_ways(policy: CachePolicy) -> None:
-    """Refuse --refresh with an option that uses the cache.
-
-    Raises:
-        ConfigError: both are given.
-    """
+    """Refuse --refresh with an option that uses the cache."""
     if policy.refresh and (policy.require or policy.trust):
         other = "--require-cache" if policy.require else "--trust-cache"
         raise ConfigError(
@@ -192,33 +175,23 @@ def refuse_both_ways(policy: CachePolicy) -> None:
         )
 
 
-keep_float_option = base.option(
+keep_float_option = base.calibration_option(
     "--keep-float",
-    section=base.CALIBRATION,
     multiple=True,
     metavar="NODES",
     help="Nodes to keep in float: a name, a pattern such as '/model.22/*', op:Sigmoid, or @FILE"
     " with one of these a line. May be repeated.",
 )
 
-
-require_cache_option = base.option(
-    "--require-cache",
-    section=base.CACHE,
-    is_flag=True,
-    help="Fail if the cache does not fit.",
+require_cache_option = base.cache_option(
+    "--require-cache", is_flag=True, help="Fail if the cache does not fit."
 )
-refresh_option = base.option(
-    "--refresh",
-    section=base.CACHE,
-    is_flag=True,
-    help="Calibrate even if the cache fits.",
+refresh_option = base.cache_option(
+    "--refresh", is_flag=True, help="Calibrate even if the cache fits."
 )
 
-
-resume_option = base.option(
+resume_option = base.cache_option(
     "--resume",
-    section=base.CACHE,
     is_flag=True,
     help="Continue an interrupted calibration from the checkpoint beside its cache.",
 )
@@ -250,22 +223,15 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
         method_options,
         keep_float_option,
         require_cache_option,
-        base.option(
-            "--trust-cache",
-            section=base.CACHE,
-            is_flag=True,
-            help="Use a cache without a fingerprint as it is.",
+        base.cache_option(
+            "--trust-cache", is_flag=True, help="Use a cache without a fingerprint as it is."
         ),
         refresh_option,
-        base.option(
-            "--force",
-            section=base.CACHE,
-            is_flag=True,
-            help="Overwrite a file that calib8 did not write.",
+        base.cache_option(
+            "--force", is_flag=True, help="Overwrite a file that calib8 did not write."
         ),
-        base.option(
+        base.cache_option(
             "--trt-version",
-            section=base.CACHE,
             metavar="X.Y.Z",
             help="TensorRT that is to read the cache.  [default: the TensorRT that builds here,"
             f" else that of the cache that is there, else {DEFAULT_TRT_VERSION}]",
@@ -327,11 +293,7 @@ def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _cluster(address: str, asked: dict[str, Any]) -> Cluster:
-    """The cluster with its options; `--threads` is the number for each piece.
-
-    Raises:
-        ConfigError: another option observes nothing, or observes here.
-    """
+    """The cluster with its options; `--threads` is the number for each piece."""
     from deploy.calibration.cluster_jobs import Cluster
 
     idle = base.given_flags("require_cache", "trust_cache", "shard")
@@ -351,9 +313,6 @@ def feed_of(
     """(calibration samples, the search; None where none is asked for).
 
     A calibrator's script feeds its own batches, and its kind of calibrator chooses the search.
-
-    Raises:
-        ConfigError, FeedError: as `CalibratorScript`.
     """
     asked = calibration.method if calibration.asked else None
     if not images.script:

@@ -32,11 +32,10 @@ if TYPE_CHECKING:
 
 @click.command(cls=base.SectionedCommand)
 @quietable("--json")
-@click.argument("path", type=click.Path(path_type=Path))
-@base.option(
+@click.argument("path", type=base.FILE)
+@base.general_option(
     "--all",
     "everything",
-    section=base.GENERAL,
     is_flag=True,
     help="List every node of a model, not only how many of each kind.",
 )
@@ -113,29 +112,24 @@ _IMAGES = 8  # where --limit says nothing: which tensor parts is plain after a f
 
 @click.command(cls=base.SectionedCommand)
 @quietable("--json")
-@click.argument("first", type=click.Path(path_type=Path))
-@click.argument("second", type=click.Path(path_type=Path), required=False)
+@click.argument("first", type=base.FILE)
+@click.argument("second", type=base.FILE, required=False)
 @image_options
-@base.option(
+@base.model_option(
     "--runtime",
-    section=base.MODEL,
     type=click.Choice(["onnxruntime", "openvino"]),
     default="onnxruntime",
-    show_default=True,
     help="What runs SECOND, or FIRST again where no SECOND is given; FIRST runs in ONNX Runtime.",
 )
-@base.option(
+@base.measuring_option(
     "--min-sqnr",
-    section=base.MEASURING,
     type=Real(),
     default=20.0,
-    show_default=True,
     metavar="DB",
     help="The first tensor below so many dB is where the two part.",
 )
-@base.option(
+@base.measuring_option(
     "--every",
-    section=base.MEASURING,
     is_flag=True,
     help="With another runtime, look at every tensor, not only at as many as it takes.",
 )
@@ -180,33 +174,24 @@ def compare(
 
 @click.command(cls=base.SectionedCommand)
 @quietable("--json")
-@click.argument("folder", type=click.Path(path_type=Path))
-@base.option(
+@click.argument("folder", type=base.FILE)
+@base.general_option(
     "--target",
-    section=base.GENERAL,
     metavar="NAME",
     help="Tell of this target alone.  [default: every target of the build]",
 )
-@base.option(
-    "--all",
-    "everything",
-    section=base.GENERAL,
-    is_flag=True,
-    help="Every row of every table, not the worst ones alone.",
+@base.general_option(
+    "--all", "everything", is_flag=True, help="Every row of every table, not the worst ones alone."
 )
-@base.option(
-    "--model",
-    section=base.IMAGES,
-    type=click.Path(path_type=Path),
-    help="The float model, where it is no longer where the report says.",
+@base.image_option(
+    "--model", type=base.FILE, help="The float model, where it is no longer where the report says."
 )
 @input_options(
     "Run the float model and the int8 models on these, and tell the images and the channels that"
     " lose most"
 )
-@base.option(
+@base.image_option(
     "--threads",
-    section=base.IMAGES,
     type=THREADS,
     help="Worker threads; results do not depend on it.  [default: up to 4 cores]",
 )
@@ -236,20 +221,14 @@ def explain(
 
     if json_path == Path("-"):
         base.refuse_without("the text", base.given_flags("everything"))
-    found = run(
-        folder,
-        target=target,
-        images=dataset,
-        model=model,
-        threads=threads,
-    )
+    found = run(folder, target=target, images=dataset, model=model, threads=threads)
     put_json(json_path, lambda: to_json(found))
     say_lines(to_screen(found, everything=everything))
 
 
 @click.command(cls=base.SectionedCommand)
 @quietable("--html", "--json")
-@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("folders", nargs=-1, required=True, type=base.FILE)
 @html_option
 @json_option
 def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | None) -> None:
@@ -282,7 +261,7 @@ def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | 
 
 @click.command()
 @shows_progress
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=base.FILE)
 def verify(folder: Path) -> None:
     """Tell whether the files in FOLDER are those of one build, as it wrote them.
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from deploy.feed.preprocess import PreprocessRequest, Sides
     from deploy.feed.sampling import Limit
 
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 PRESET_NAMES = (  # of `deploy.feed.preprocess`, repeated here so that --help imports nothing
@@ -49,7 +48,6 @@ PREPROCESS = (
     ("--layout", "layout", "Order of the axes: nchw or nhwc."),
 )
 
-
 _NAMES = {
     "preset": complete_names_of("deploy.feed.preprocess", "PRESETS"),
     "resize": complete_names_of("deploy.feed.preprocess", "RESIZES"),
@@ -62,13 +60,7 @@ _NAMES = {
 def preprocess_options(command: Command) -> Command:
     """Add the options of `preprocess`."""
     for flag, name, text in reversed(PREPROCESS):
-        command = base.option(
-            flag,
-            name,
-            section=base.IMAGES,
-            help=text,
-            shell_complete=_NAMES.get(name),
-        )(command)
+        command = base.image_option(flag, name, help=text, shell_complete=_NAMES.get(name))(command)
     return command
 
 
@@ -116,11 +108,7 @@ def parse_size_option(text: str) -> Sides:
 
 
 def parse_integer(flag: str, text: str) -> int:
-    """Parse the integer of a flag.
-
-    Raises:
-        ConfigError: it is no integer.
-    """
+    """Parse the integer of a flag."""
     try:
         return int(text)
     except ValueError as error:
@@ -137,16 +125,14 @@ def _number(flag: str, text: str) -> float:
 
 
 _RAW = (
-    base.option(
+    base.image_option(
         "--raw-shape",
-        section=base.IMAGES,
         metavar="DIMS",
         help="Shape of a sample in .bin and .raw files, such as 1x3x224x224, or 480x640x3 for"
         " pictures.  [default: the input's]",
     ),
-    base.option(
+    base.image_option(
         "--raw-dtype",
-        section=base.IMAGES,
         metavar="NAME",
         shell_complete=complete_names_of("deploy.feed.paths", "DTYPES"),
         help="Their dtype, little-endian, such as float16; uint8 files are pictures, unless the"
@@ -161,11 +147,7 @@ def raw_options(command: Command) -> Command:
 
 
 def raw_from(words: dict[str, Any], source: str) -> str | RawFiles:
-    """Take the values of `raw_options` out of `words`; return the source as they describe it.
-
-    Raises:
-        ConfigError: as `RawFiles`, or no shape.
-    """
+    """Take the values of `raw_options` out of `words`; return the source as they describe it."""
     shape, dtype = words.pop("raw_shape"), words.pop("raw_dtype")
     if shape is None and dtype is None:
         return source
@@ -183,27 +165,17 @@ def raw_from(words: dict[str, Any], source: str) -> str | RawFiles:
 
 
 _CHOICE = (
-    base.option(
-        "--limit",
-        section=base.IMAGES,
-        type=click.IntRange(min=1),
-        help="Use at most N images, spread evenly over all.",
+    base.image_option(
+        "--limit", type=click.IntRange(min=1), help="Use at most N images, spread evenly over all."
     ),
-    base.option(
-        "--sample",
-        section=base.IMAGES,
-        type=click.IntRange(min=1),
-        help="Use at most N images, drawn at random.",
+    base.image_option(
+        "--sample", type=click.IntRange(min=1), help="Use at most N images, drawn at random."
     ),
-    base.option(
-        "--sample-seed",
-        section=base.IMAGES,
-        type=click.IntRange(min=0),
-        help="Random seed for --sample.  [default: 0]",
+    base.image_option(
+        "--sample-seed", type=click.IntRange(min=0), help="Random seed for --sample.  [default: 0]"
     ),
-    base.option(
+    base.image_option(
         "--stride",
-        section=base.IMAGES,
         type=click.IntRange(min=1),
         help="Use every N-th image or video frame only.  [default: 1; one a second of a video]",
     ),
@@ -233,16 +205,14 @@ def limit_from(words: dict[str, Any]) -> Limit:
 
 
 STABLE = (
-    base.option(
+    base.image_option(
         "--until-stable",
-        section=base.IMAGES,
         is_flag=True,
         help="Use 16, 32, 64 ... images, spread evenly over all, until both halves of them give the"
         " same ranges.",
     ),
-    base.option(
+    base.image_option(
         "--stable-within",
-        section=base.IMAGES,
         type=Real(),
         help="For --until-stable: by which share of its range the halves may differ."
         "  [default: 0.2]",
@@ -280,7 +250,6 @@ class ImageArguments:
         dataset: the images, and how they are read; its source is "" where none are given.
         script: `file.py:function` of a TensorRT calibrator in place of images; else "".
         until_stable: share of a range by which halves may differ; None looks at all images.
-        threads: worker threads.
     """
 
     dataset: Dataset
@@ -299,17 +268,10 @@ class ImageArguments:
         return replace(self.dataset, source=source, limit=None)
 
 
-skip_bad_option = base.option(
-    "--skip-bad",
-    section=base.IMAGES,
-    is_flag=True,
-    help="Skip unreadable images.",
-)
+skip_bad_option = base.image_option("--skip-bad", is_flag=True, help="Skip unreadable images.")
 
-
-calibrator_script_option = base.option(
+calibrator_script_option = base.image_option(
     "--calibrator-script",
-    section=base.IMAGES,
     metavar="FILE.py:FUNCTION",
     help="In place of --images: a function that returns your TensorRT calibrator (IInt8...); its"
     " batches are read without TensorRT and a GPU.",
@@ -355,22 +317,15 @@ def _image_options(
         command(images=images, **words)
 
     options = (
-        base.option(
-            "--images",
-            section=base.IMAGES,
-            required=not scripts,
-            metavar="PATH",
-            help=f"{SOURCES}.",
-        ),
+        base.image_option("--images", required=not scripts, metavar="PATH", help=f"{SOURCES}."),
         *((calibrator_script_option,) if scripts else ()),
         preprocess_options,
         raw_options,
         limit_options,
         *(STABLE if scripts else ()),
         skip_bad_option,
-        base.option(
+        base.general_option(
             "--threads",
-            section=base.GENERAL,
             type=THREADS,
             help="Worker threads; results do not depend on them.  [default: up to 4 cores]",
         ),
@@ -400,10 +355,9 @@ CommandFunction = Callable[..., None]
 
 def shape_option(ending: str = "") -> Callable[[CommandFunction], CommandFunction]:
     """Add --shape, which may be repeated, as `shapes`; `ending` ends its help."""
-    return base.option(
+    return base.model_option(
         "--shape",
         "shapes",
-        section=base.MODEL,
         multiple=True,
         metavar="NAME:DIMS",
         help="Shape of an input that the model leaves open, e.g. images:1x3x224x224; may be"
@@ -450,11 +404,8 @@ def input_options(purpose: str) -> Callable[[CommandFunction], CommandFunction]:
 
 def _options(purpose: str) -> list[Callable[[CommandFunction], CommandFunction]]:
     return [
-        base.option(
-            "--images",
-            section=base.IMAGES,
-            metavar="PATH",
-            help=f"{purpose}: {SOURCES[0].lower()}{SOURCES[1:]}.",
+        base.image_option(
+            "--images", metavar="PATH", help=f"{purpose}: {SOURCES[0].lower()}{SOURCES[1:]}."
         ),
         preprocess_options,
         raw_options,

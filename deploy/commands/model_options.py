@@ -26,22 +26,19 @@ if TYPE_CHECKING:
 
     from deploy.frontends.base import LoadedModel
 
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def model_options(command: Command) -> Command:
     """Add the options of a PyTorch model: `shapes` and `weights`."""
-    weights = base.option(
+    weights = base.model_option(
         "--weights",
-        section=base.MODEL,
-        type=click.Path(path_type=Path),
+        type=base.FILE,
         help="State dict for a model given as file.py:factory or timm:NAME.",
     )
-    shapes = base.option(
+    shapes = base.model_option(
         "--input",
         "shapes",
-        section=base.MODEL,
         multiple=True,
         metavar="[NAME=]SHAPE[:DTYPE]",
         help="Input of a model given as file.py:factory or timm:NAME, such as 1x3x224x224 or"
@@ -79,10 +76,9 @@ def model_from(model: Path, shapes: tuple[str, ...], weights: Path | None) -> Pa
 
 def leaf_option(command: Command) -> Command:
     """Add `leaves`: modules of a PyTorch model that are not traced into."""
-    added = base.option(
+    added = base.model_option(
         "--leaf",
         "leaves",
-        section=base.MODEL,
         multiple=True,
         metavar="NAME|CLASS",
         help="Module not to trace into, by its name or class.",
@@ -93,34 +89,27 @@ def leaf_option(command: Command) -> Command:
 def torch_options(command: Command) -> Command:
     """Add the options of commands for PyTorch models only: inputs, weights, device."""
     added = (
-        base.option(
+        base.model_option(
             "--input",
             "shapes",
-            section=base.MODEL,
             multiple=True,
             metavar="[NAME=]SHAPE[:DTYPE]",
             help="Input, batch first, such as 1x3x224x224 or ids=1x128:int64; once for each, by an"
             " argument of forward or a key of the dict that it takes.",
         ),
-        base.option(
+        base.model_option(
             "--sample",
-            section=base.MODEL,
-            type=click.Path(path_type=Path),
+            type=base.FILE,
             metavar="FILE",
             help="Inputs of one run in place of random ones: .npy, or .npz with one array for each"
             " input.",
         ),
-        base.option(
-            "--weights",
-            section=base.MODEL,
-            type=click.Path(path_type=Path),
-            help="State dict, or a checkpoint that holds one, to load.",
+        base.model_option(
+            "--weights", type=base.FILE, help="State dict, or a checkpoint that holds one, to load."
         ),
-        base.option(
+        base.model_option(
             "--device",
-            section=base.MODEL,
             default="cpu",
-            show_default=True,
             help="Device to run on: cpu, cuda, cuda:1; meta computes nothing.",
         ),
     )
@@ -128,11 +117,7 @@ def torch_options(command: Command) -> Command:
 
 
 def torch_model(model: str, weights: Path | None, device: str) -> nn.Module:
-    """Load a PyTorch model on its device, and print notes on it.
-
-    Raises:
-        SdkMissingError, ConfigError, ModelError: as `deploy.fx.source.load_module`.
-    """
+    """Load a PyTorch model on its device, and print notes on it."""
     from deploy.fx.device import find_device
     from deploy.fx.source import load_module, random_weights_note
 
@@ -199,14 +184,12 @@ def target_options(
         def gathered(names: tuple[str, ...], given: Given, **words: Any) -> None:
             command(targets=_made(names, given), **words)
 
-        return base.option(
+        return base.target_option(
             "--target",
             "names",
-            section=base.TARGETS,
             multiple=True,
             metavar="NAME,...",
             default=("onnxruntime",),
-            show_default=True,
             callback=_names,
             shell_complete=complete_names(lambda: TARGETS),
             help=f"Any of {', '.join(TARGETS)}, by commas or repeated; one calibration serves all.",
@@ -233,7 +216,6 @@ def one_target(section: str) -> Callable[[CommandFunction], CommandFunction]:
             section=section,
             metavar="NAME",
             default="onnxruntime",
-            show_default=True,
             callback=lambda context, param, name: find_target(name) and name,
             shell_complete=complete_names(lambda: TARGETS),
             help=f"Target that decides where pairs go and on which grid: {', '.join(TARGETS)}.",
@@ -328,7 +310,7 @@ def _type(option: Option) -> click.ParamType[Any]:
         return click.IntRange(_whole(option.least), _whole(option.most))
     if option.kind is float:
         return Real(option.least, option.most)
-    return click.Path(path_type=Path) if option.kind is Path else click.STRING
+    return base.FILE if option.kind is Path else click.STRING
 
 
 def _whole(limit: float | None) -> int | None:

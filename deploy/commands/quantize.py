@@ -59,7 +59,6 @@ class _Quantize(base.SectionedCommand):
     section=GRID,
     type=click.Choice(["quint8", "qint8", "qint32"]),
     default="quint8",
-    show_default=True,
     help="Integers to store, by torch's name: 0..255, -128..127 or 32 bits.",
 )
 @base.option(

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from deploy.report.verdict import Gates
     from deploy.tuning.search_options import Tuning
 
-
 _HEAD = "# The options of a build: calib8 {} --config {}"
 _APART = frozenset(("config", "force", "resume", "help"))  # of one run only, never in a file
 _UNSAID = frozenset(
@@ -38,7 +37,7 @@ _META = "calib8.asked"
 config_option = option(
     "--config",
     section=GENERAL,
-    type=click.Path(path_type=Path),
+    type=base.FILE,
     expose_value=False,
     help=f"Read options from a TOML file, such as the {SETTINGS} of a build; options on the"
     " command line override it.",
@@ -209,38 +208,31 @@ def tuning_options(command: Command) -> Command:
 
 def _options() -> list[Callable[[Command], Command]]:
     return [
-        base.option(
+        base.search_option(
             "--effort",
-            section=base.SEARCH,
             type=click.IntRange(0, 3),
             help="Search effort for what stays float and which method finds each range: 0 searches"
             " nothing, 3 goes on as long as it finds something.  [default: 1]",
         ),
-        base.option(
+        base.search_option(
             "--plan",
-            section=base.SEARCH,
             metavar="FILE",
-            type=click.Path(path_type=Path),
+            type=base.FILE,
             help="Plan of an earlier build to follow.  [default: the one in --out, if it fits]",
         ),
-        base.option(
+        base.search_option(
             "--max-loss",
-            section=base.SEARCH,
             type=Real(0, 1),
             help="Largest loss of accuracy, or of agreement with FP32 (0.01 is one in a hundred);"
             " an engine that loses more is unusable.",
         ),
-        base.option(
+        base.search_option(
             "--min-speedup",
-            section=base.SEARCH,
             type=Real(min=0),
             help="Least speed-up over FP32, on a GPU over its runtime's FP16; a slower engine is"
             " unusable.",
         ),
-        base.option(
-            "--accept",
-            section=base.SEARCH,
-            is_flag=True,
-            help="Exit with code 0 even if an engine is unusable.",
+        base.search_option(
+            "--accept", is_flag=True, help="Exit with code 0 even if an engine is unusable."
         ),
     ]

@@ -21,7 +21,6 @@ from deploy.terminal import say, say_lines
 if TYPE_CHECKING:
     from deploy.method import Method
 
-
 QDQ = "Quantization"  # section of options that need --qdq
 
 
@@ -29,49 +28,21 @@ QDQ = "Quantization"  # section of options that need --qdq
 @quietable()
 @click.argument("model")
 @torch_options
-@base.option(
-    "-o",
-    "--out",
-    section=base.GENERAL,
-    type=click.Path(path_type=Path),
-    required=True,
-    help="ONNX file to write.",
-)
-@base.option(
-    "--opset",
-    section=base.GENERAL,
-    default=18,
-    show_default=True,
-    type=int,
-    help="Opset of the ONNX domain.",
-)
-@base.option(
-    "--static-batch",
-    section=base.GENERAL,
-    is_flag=True,
-    help="Keep the batch of --input fixed.",
-)
-@base.option(
-    "--qdq",
-    section=base.GENERAL,
-    is_flag=True,
-    help="Quantize, with QuantizeLinear and DequantizeLinear.",
+@base.general_option("-o", "--out", type=base.FILE, required=True, help="ONNX file to write.")
+@base.general_option("--opset", default=18, type=int, help="Opset of the ONNX domain.")
+@base.general_option("--static-batch", is_flag=True, help="Keep the batch of --input fixed.")
+@base.general_option(
+    "--qdq", is_flag=True, help="Quantize, with QuantizeLinear and DequantizeLinear."
 )
 @one_target(QDQ)
 @base.option(
     "--mode",
     section=QDQ,
     default="static",
-    show_default=True,
     help="Kind of quantization: static, dynamic or weight-only.",
 )
-@base.option("--images", section=base.IMAGES, metavar="PATH", help="Images to calibrate with.")
-@base.option(
-    "--limit",
-    section=base.IMAGES,
-    type=click.IntRange(min=1),
-    help="Use at most so many images.",
-)
+@base.image_option("--images", metavar="PATH", help="Images to calibrate with.")
+@base.image_option("--limit", type=click.IntRange(min=1), help="Use at most so many images.")
 @base.option(
     "--leaf",
     "leaves",
@@ -92,10 +63,7 @@ QDQ = "Quantization"  # section of options that need --qdq
 @base.retired_option("--ranges", "--method names the search, as for build")
 @base.option("--only", section=QDQ, metavar="SUBMODULE", help="Quantize this part alone.")
 @base.option(
-    "--scales",
-    section=QDQ,
-    is_flag=True,
-    help="Print every activation's scale and zero point.",
+    "--scales", section=QDQ, is_flag=True, help="Print every activation's scale and zero point."
 )
 @base.option("--modes", "all_modes", section=QDQ, is_flag=True, help="Compare all modes too.")
 @preprocess_options
@@ -221,16 +189,12 @@ def export(
 )
 @click.option("--epochs", type=click.IntRange(min=0), help="In place of the task's own.")
 @click.option("--teacher", metavar="FILE.PY:FACTORY", help="Float model to distil from.")
-@click.option(
-    "--teacher-weights", type=click.Path(path_type=Path), help="State dict of the teacher."
-)
+@click.option("--teacher-weights", type=base.FILE, help="State dict of the teacher.")
 @click.option(
     "--distil", multiple=True, metavar="STUDENT=TEACHER", help="Modules whose outputs are compared."
 )
 @click.option(
-    "--checkpoint",
-    type=click.Path(path_type=Path),
-    help="Checkpoint, written after each epoch and resumed from.",
+    "--checkpoint", type=base.FILE, help="Checkpoint, written after each epoch and resumed from."
 )
 @click.option(
     "--device",
@@ -240,9 +204,7 @@ def export(
 )
 @click.option("--amp", is_flag=True, help="Train with torch.autocast in bfloat16.")
 @click.option("--scales", is_flag=True, help="Print every activation's scale and zero point.")
-@click.option(
-    "-o", "--out", type=click.Path(path_type=Path), required=True, help="ONNX file to write."
-)
+@click.option("-o", "--out", type=base.FILE, required=True, help="ONNX file to write.")
 @method_options
 def qat(
     script: str,

@@ -86,17 +86,13 @@ def trace(
 @click.argument("model")
 @torch_options
 @leaf_option
-@base.option(
-    "--bench",
-    section=base.MEASURING,
-    is_flag=True,
-    help="Time it before and after, and compare the outputs.",
+@base.measuring_option(
+    "--bench", is_flag=True, help="Time it before and after, and compare the outputs."
 )
-@base.option(
+@base.general_option(
     "-o",
     "--out",
-    section=base.GENERAL,
-    type=click.Path(path_type=Path),
+    type=base.FILE,
     metavar="FILE",
     help="Write the fused model: .onnx, or .pt2 for torch.export.load.",
 )
@@ -162,22 +158,10 @@ def fuse(
 @click.argument("model")
 @torch_options
 @leaf_option
-@base.option(
-    "--warm-up",
-    section=base.MEASURING,
-    default=5,
-    show_default=True,
-    type=click.IntRange(0),
-    help="Untimed runs before the timed ones.",
+@base.measuring_option(
+    "--warm-up", default=5, type=click.IntRange(0), help="Untimed runs before the timed ones."
 )
-@base.option(
-    "--runs",
-    section=base.MEASURING,
-    default=20,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Timed runs.",
-)
+@base.measuring_option("--runs", default=20, type=click.IntRange(1), help="Timed runs.")
 @json_option
 @html_option
 def profile(

@@ -270,13 +270,7 @@ def build_with(
         results = _built(build, calibration, plans, stage)
         figures = _measured(build, calibration, results)
         report = write_report(
-            calibration,
-            results,
-            figures,
-            stage,
-            plans=plans,
-            plan=plan,
-            gates=build.options.gates,
+            calibration, results, figures, stage, plans=plans, plan=plan, gates=build.options.gates
         )
         _published(build, calibration, stage)
     return report
@@ -389,10 +383,7 @@ def _measured(
             duration_s=build.duration_s,
             threads=build.options.calibration.workers,
         )
-    return replace(
-        figures,
-        notes=(*build.notes, *figures.notes, *_notes(build, calibration)),
-    )
+    return replace(figures, notes=(*build.notes, *figures.notes, *_notes(build, calibration)))
 
 
 def _notes(build: PreparedBuild, calibration: CalibrationResult) -> list[str]:

@@ -80,15 +80,10 @@ class PreparedBuild:
 
     Attributes:
         options: what the user asked for, completed: the cache has a path, a Q/DQ model no search.
-        loaded: the model.
         given: the model as it can be read again with nothing folded.
-        reference: the float model that engines are compared with.
-        notes: which float model that is and why; and notes on the labels.
         dataset: the calibration images, or those a Q/DQ model is measured on; None without images.
         evaluation: the evaluation images; None where some of the calibration images serve.
         objects: annotated objects of the evaluation images; class numbers are the feed's own.
-        metric: the user's figure.
-        repairs: names of the repairs to try.
         duration_s: seconds of latency runs a model; 0 leaves them out.
     """
 
@@ -140,11 +135,7 @@ def prepare_build(
     dataset: Dataset | None,
     options: BuildOptions,
 ) -> PreparedBuild:
-    """Load the model, open the evaluation images and check the options of `deploy.pipeline.build`.
-
-    Raises:
-        Calib8Error: as `build`, for everything that shows before something is run.
-    """
+    """Load the model, open the evaluation images, check the options of `deploy.pipeline.build`."""
     from deploy.tuning.repairs import DEFAULT, parse_repairs
 
     metric = None if options.metric is None else metric_of(options.metric)
@@ -168,9 +159,7 @@ def prepare_build(
     feed = None
     if evaluation is not None:  # opened first: a wrong path is reported before anything is run
         feed = evaluation.open(
-            loaded.inputs,
-            carried=loaded.carried,
-            labels_by_folder=options.labels == BY_FOLDER,
+            loaded.inputs, carried=loaded.carried, labels_by_folder=options.labels == BY_FOLDER
         )
     objects = apply_labels(options.labels, feed)
     one_pass.refuse_full_disk(options.out, loaded.model, len(options.targets))
@@ -235,11 +224,7 @@ def _plan_name(loaded: LoadedModel) -> str:
 
 
 def _refuse_foreign(options: BuildOptions, loaded: LoadedModel) -> None:
-    """Refuse to overwrite files that no build wrote.
-
-    Raises:
-        ExportError: such a file is in the folder.
-    """
+    """Refuse to overwrite files that no build wrote."""
     cache = options.calibration.cache
     if cache.force:
         return

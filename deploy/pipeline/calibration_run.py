@@ -73,8 +73,6 @@ class PassResult:
     """What the cache held and what was observed now.
 
     Attributes:
-        observed: all of it.
-        notes: where and how it was observed, in sentences.
         checkpoint: the checkpoint of the pass; None where no state was kept.
     """
 
@@ -88,10 +86,7 @@ class CalibrationImages:
     """The images of a calibration, and what observes them.
 
     Attributes:
-        feed: the images.
-        name: where they came from.
         shard: which shard they are, or that they are merged shards; None for neither.
-        is_readable: whether they can be decoded here.
         observe: (run, what the cache holds, worker threads that memory suffices for) -> result.
     """
 
@@ -107,21 +102,10 @@ class CalibrationRun:
     """One calibration: what is observed of which model on which images, and its running state.
 
     Attributes:
-        subject: the model, its forms, the method.
-        images: the calibration images.
         wanted: target -> its observations.
-        failed: target -> why it cannot be built for.
-        policy: where the calibration is stored.
         until: when there are enough images; None uses all.
-        watch: compares halves of the images, and says whether they are enough.
         judges: evaluation samples; the float model's outputs of them are stored meanwhile.
-        judging: number of evaluation samples, at most.
-        threads: worker threads that the user asked for.
         checkpoint: path of the checkpoint; None keeps none.
-        resume: whether to go on from the checkpoint.
-        repairs: notes on the repairs tried before observing.
-        peaks: receives the largest |x| of every tensor.
-        runs: counts inferences by the variant's key.
         started: `time.perf_counter()` at its start.
     """
 
@@ -158,13 +142,7 @@ def open_images(
 ) -> CalibrationImages:
     """Open the images of a calibration, or the shards that were observed of them.
 
-    Args:
-        loaded: the model.
-        images: what to open.
-        cluster: the scheduler whose workers observe; None observes here.
-
-    Raises:
-        FeedError, ConfigError: as `deploy.feed.feed.open_feed`.
+    `cluster`: the scheduler whose workers observe; None observes here.
     """
     if isinstance(images, ShardSet):
         return CalibrationImages(
@@ -323,11 +301,7 @@ def take_trusted(run: CalibrationRun) -> CalibrationResult:
 def calibrate_run(
     run: CalibrationRun, *, targets: Sequence[Target], stage: Stage | None
 ) -> CalibrationResult:
-    """Observe what the cache lacks, search all ranges, and store the calibration.
-
-    Raises:
-        Calib8Error: as `deploy.pipeline.calibrate`.
-    """
+    """Observe what the cache lacks, search all ranges, and store the calibration."""
     subject, feed, watch = run.subject, run.feed, run.watch
     verdict = check_cache(
         run.policy,

@@ -72,18 +72,7 @@ def calibrate_loaded(
 ) -> CalibrationResult:
     """Calibrate a model that is loaded; `deploy.pipeline.calibrate` describes the options.
 
-    Args:
-        loaded: the model.
-        given: the model as the user gave it.
-        images: the calibration images, or shards to merge.
-        options: how it is calibrated.
-        targets: the targets, whose observations are made.
-        judging: number of evaluation samples, at most.
-        repairs: names of `REPAIRS`; those that work before observing are tried.
-        stage: where the files of a build wait; a cache in the same folder appears with them.
-
-    Raises:
-        Calib8Error: as `calibrate`.
+    `stage`: where the files of a build wait; a cache in the same folder appears with them.
     """
     from deploy.tuning.repairs.apply import refuse_model_repairs, repair_model, repair_notes
 
@@ -93,13 +82,14 @@ def calibrate_loaded(
     feed.remember(0, judging, PREVIEW_COUNT)
     checkpoint = _checkpoint_path(options)
     _refuse_foreign(policy)
+    asked = options.method
     subject = CalibrationSubject(
         loaded=loaded,
         given=given,
         samples=len(feed),
         batch=feed.batch,
         filled=feed.filled,
-        method=_method(options.method),
+        method=asked if isinstance(asked, Method) else Method.of(asked or DEFAULT_METHOD),
         float_nodes=match_nodes(loaded.model, options.float_nodes),
         trt_version=policy.trt_version or _builds_here(targets) or cached_trt_version(policy),
     )
@@ -110,6 +100,12 @@ def calibrate_loaded(
         targets, subject, repairs, feed, folder=folder, threads=options.workers
     )
     wanted, failed = _demands(targets, subject)
+    if not any(wanted.values()):
+        raise ModelError(
+            "at least one node of the model must be able to run in int8, got none in"
+            f" {subject.loaded.name} (only the main graph counts, not If and Loop bodies);"
+            " `calib8 inspect` says why"
+        )
     _refuse_idle_method(options.method, subject, wanted)
     if source.shard is not None:
         refuse_ordered(unique_observations(wanted), source.shard)
@@ -148,12 +144,8 @@ def already_calibrated(
 ) -> CalibrationResult:
     """Return the calibration that the pairs of a Q/DQ model hold.
 
-    Args:
-        loaded: the model.
-        trained: what its pairs say.
-        dataset: images to try it on; None makes samples up.
-        targets: the targets to build for.
-        trt_version: TensorRT that is to read the cache; None for the one that builds here.
+    `dataset`: images to try it on; None makes samples up.
+    `trt_version`: TensorRT that is to read the cache; None for the one that builds here.
 
     Raises:
         Calib8Error: no target can be built for, or the images cannot be opened.
@@ -162,34 +154,17 @@ def already_calibrated(
     feed = opened.open(loaded.inputs, carried=loaded.carried)
     feed.remember(0, CANDIDATES, PREVIEW_COUNT)
     subject = make_subject(loaded, feed, trt_version or _builds_here(targets))
-    failed: dict[str, Calib8Error] = {}
-    for target in targets:
-        try:
-            target.demand(subject)
-        except Calib8Error as error:
-            failed[target.name] = error
-    if len(failed) == len(targets):
-        raise next(iter(failed.values()))
+    _, reasons = _demands(targets, subject)
     name = RANDOM_SAMPLES if dataset is None else source_name(dataset.source)
-    reasons = {target: str(error) for target, error in failed.items()}
     return result_of_quantized(
         trained, subject, feed, make_evaluation_set(feed, subject.model, CANDIDATES), name, reasons
     )
 
 
-def _method(method: str | Method | None) -> Method:
-    return method if isinstance(method, Method) else Method.of(method or DEFAULT_METHOD)
-
-
 def _demands(
     targets: Iterable[Target], subject: CalibrationSubject
 ) -> tuple[dict[str, tuple[Observation, ...]], dict[str, str]]:
-    """(target -> its observations, target -> why it cannot be built for, where others can).
-
-    Raises:
-        Calib8Error: no target can be built for.
-        ModelError: no target wants anything.
-    """
+    """(target -> its observations, target -> why it cannot be built for); one target can."""
     wanted: dict[str, tuple[Observation, ...]] = {}
     failed: dict[str, Calib8Error] = {}
     for target in targets:
@@ -199,12 +174,6 @@ def _demands(
             failed[target.name] = error
     if failed and not wanted:
         raise next(iter(failed.values()))
-    if not any(wanted.values()):
-        raise ModelError(
-            "at least one node of the model must be able to run in int8, got none in"
-            f" {subject.loaded.name} (only the main graph counts, not If and Loop bodies);"
-            " `calib8 inspect` says why"
-        )
     return wanted, {name: str(error) for name, error in failed.items()}
 
 
@@ -244,11 +213,7 @@ def _refuse_cluster(options: CalibrationOptions) -> None:
 
 
 def _checkpoint_path(options: CalibrationOptions) -> Path | None:
-    """Path of the checkpoint; None with --until-stable, which looks at few samples.
-
-    Raises:
-        ConfigError: --resume without a checkpoint, or with an option that observes nothing.
-    """
+    """Path of the checkpoint; None with --until-stable, which looks at few samples."""
     policy, checkpoint, resume = options.cache, options.checkpoint, options.resume
     if resume and (policy.require or policy.trust):
         flag = "--require-cache" if policy.require else "--trust-cache"
@@ -280,11 +245,7 @@ def _watch(
     *,
     trusted: bool,
 ) -> StabilityMonitor:
-    """What compares halves of the samples; with `until` the samples come spread over the feed.
-
-    Raises:
-        ConfigError: `until` is asked for where it cannot decide.
-    """
+    """What compares halves of the samples; with `until` the samples come spread over the feed."""
     listed = unique_observations(wanted)
     searched = [o for o in listed if o.statistic == subject.statistic and not o.by_order]
     if until is not None:

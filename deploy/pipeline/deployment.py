@@ -98,16 +98,8 @@ def deploy(
 ) -> Report:
     """Write the files of a float model by the scales of a record or a TensorRT cache.
 
-    Args:
-        model: path of the float ONNX model.
-        record: AMCT's record.
-        out: folder of everything that is written.
-        cache: TensorRT's calibration cache, in place of a record.
-        config: configuration that the record was made with, where it kept BatchNormalization apart.
-        target: with the options that do not calibrate.
-        inputs: what to run it on; with images it is compared with `model`.
-        threads: worker threads, None for up to 4 cores.
-        force: write over files that calib8 did not write.
+    `config`: configuration that the record was made with, where it kept BatchNormalization apart.
+    `target`: with the options that do not calibrate.
 
     Raises:
         ConfigError: neither of record and cache, or both; a record that breaks a rule or is another
@@ -209,11 +201,12 @@ class _Deployment:
             built = self.target.files(self.recipe, self.request(feed, stage))
             report = self.report(built, feed, stage, scales)
             write_pages(report, stage)
+            data = read_bytes(scales, what="a file of scales", error=ConfigError)
             made_from = {
                 "versions": {"calib8": __version__},
                 "model": source,
                 "shapes": {name: array.shape for name, array in feed.first(1)[0].items()},
-                "scales": {"name": scales.name, "sha256": _digest(scales)},
+                "scales": {"name": scales.name, "sha256": sha256(data)},
                 "targets": [self.target.name],
             }
             publish_build(made_from, stage, replacing=None if force else ())
@@ -263,10 +256,6 @@ _MADE_UP = (
 )
 
 
-def _digest(path: Path) -> str:
-    return sha256(read_bytes(path, what="a file of scales", error=ConfigError))
-
-
 def _one_of(record: Path | None, cache: Path | None, config: Path | None) -> Path:
     """The file that holds the scales."""
     if record is not None and cache is not None:
@@ -299,12 +288,7 @@ def _refuse_early(
 
 
 def _beside(
-    quantized: onnx.ModelProto,
-    path: Path,
-    built: BuildResult,
-    feed: Feed,
-    *,
-    threads: int,
+    quantized: onnx.ModelProto, path: Path, built: BuildResult, feed: Feed, *, threads: int
 ) -> tuple[EngineRow, ...]:
     """Rows of the Q/DQ model in ONNX Runtime and of the deploy model, compared with it."""
     from deploy.frontends.onnx_reader import read_model

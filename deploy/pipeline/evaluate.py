@@ -57,7 +57,6 @@ class InnerTensors:
 
     Attributes:
         places: numbers, from 1, of the samples that are compared.
-        samples: number of samples compared so far.
     """
 
     def __init__(
@@ -71,13 +70,9 @@ class InnerTensors:
     ) -> None:
         """Open both models with all shared tensors as outputs.
 
-        Args:
-            loaded: the float model.
-            built: the result of each target.
-            engines: target whose engine can be opened here -> its session if a device runs it,
-                None if ONNX Runtime does.
-            samples: number of evaluation samples.
-            speaks: whether engines are compared with `loaded` itself, without repairs.
+        `engines`: target whose engine can be opened here -> its session if a device runs it, None
+        if ONNX Runtime does.
+        `speaks`: whether engines are compared with `loaded` itself, without repairs.
         """
         self.samples = 0
         self._speaks = speaks
@@ -133,7 +128,6 @@ class Candidate:
     """What is evaluated for a target: its engine, or a model that stands in for it.
 
     Attributes:
-        session: the opened engine or model.
         alone: whether the session takes one sample at a time, as a device does.
     """
 
@@ -149,11 +143,7 @@ def find_candidates(
 ) -> dict[str, Candidate]:
     """Return target -> what can be run of it here; add to `failed` why others cannot.
 
-    Args:
-        built: the result of each target.
-        engines: as `InnerTensors` takes them.
-        opened: target -> session of its runnable file, if it is open already, in one thread.
-        failed: target -> why its engine cannot be run.
+    `opened`: target -> session of its runnable file, if it is open already, in one thread.
     """
     found = {}
     for result in built:
@@ -178,11 +168,6 @@ class EvaluationResult:
     """Result of the evaluation pass.
 
     Attributes:
-        accuracy: candidate -> its figures.
-        failed: candidate -> why it could not be run.
-        reference_runs: inferences of the float model.
-        engine_runs: candidate -> inferences.
-        examples: candidate -> a few samples on which it and the float model differ most.
         looks: sample number -> name and picture of each example, uint8 [h, w, 3].
     """
 
@@ -266,12 +251,9 @@ class Evaluation:
     """What the engines are evaluated on.
 
     Attributes:
-        feed: the samples.
         samples: number of samples to use, at most.
-        most: number of images in them, at most.
         labels: class of each sample, or the objects on it.
         key: number of a sample in a pass, from 1 -> its key among stored outputs.
-        metric: the user's figure.
     """
 
     feed: Samples
@@ -315,22 +297,13 @@ def evaluation_of(
     """The evaluation samples; without them part of the calibration samples, without labels."""
     if evaluation is None:
         return Evaluation(
-            feed=part,
-            samples=len(part),
-            most=part.count,
-            labels=None,
-            key=part.key,
-            metric=metric,
+            feed=part, samples=len(part), most=part.count, labels=None, key=part.key, metric=metric
         )
     known: Sequence[int] | GroundTruth | None = labels
     if labels is None and evaluation.labels is not None:
         known = _Labels(evaluation)
     return Evaluation(
-        feed=evaluation,
-        samples=len(evaluation),
-        most=evaluation.count,
-        labels=known,
-        metric=metric,
+        feed=evaluation, samples=len(evaluation), most=evaluation.count, labels=known, metric=metric
     )
 
 

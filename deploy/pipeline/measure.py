@@ -53,13 +53,7 @@ class Figures:
     Attributes:
         engines: the float model first, then each target's baselines and its own engine.
         layers: target -> its inner tensors compared with the float model's.
-        failed: target or baseline -> why its engine could not be run, as a sentence.
-        notes: sentences on what the figures stand on.
-        devices: accelerators that engines ran on.
         decodes: number of images decoded for the evaluation only.
-        reference_runs: inferences of the float model for the accuracy figures.
-        engine_runs: target -> inferences for the accuracy figures.
-        examples: target -> a few samples on which it and the float model differ most.
         looks: sample number -> name and picture of each example, uint8 [h, w, 3].
     """
 
@@ -93,18 +87,11 @@ def measure_engines(
     Each engine runs every evaluation sample once, the float model only those whose outputs were
     not stored; inner tensors are compared on a few of these samples.
 
-    Args:
-        loaded: the float model.
-        targets: the targets.
-        built: the result of each target, in the same order.
-        calibration: calibration samples, used if there are no evaluation samples.
-        evaluation: evaluation samples.
-        labels: class of each evaluation sample, or the objects on it.
-        metric: the user's figure.
-        outputs: stored outputs of the float model on the calibration samples; None if another
-            model was observed than the one loaded.
-        duration_s: seconds of latency runs a model; 0 leaves them out.
-        threads: threads inside one inference.
+    `calibration`: calibration samples, used if there are no evaluation samples.
+    `outputs`: stored outputs of the float model on the calibration samples; None if another model
+    was observed than the one loaded.
+    `duration_s`: seconds of latency runs a model; 0 leaves them out.
+    `threads`: threads inside one inference.
 
     Raises:
         ModelError: the float model's file changed since it was loaded.
@@ -176,7 +163,6 @@ class _Timed:
 
     Attributes:
         session: None once it was closed.
-        load_ms: loading time in milliseconds.
         on_device: whether another runtime than ONNX Runtime runs it.
         judges: whether it is opened for accuracy only: in one thread, and not timed.
     """
@@ -244,7 +230,8 @@ def _open_engines(
     """Open all engines and add them to `timed`; return name -> why it cannot be opened."""
     failed = {}
     for target, result in zip(targets, built, strict=True):
-        for label, path in _engines_of(result).items():
+        own = {} if result.engine is None else {result.target: result.engine}
+        for label, path in {**result.baselines, **own}.items():
             judges = alone and target.runs_here and path == result.runnable
             usual = partial(target.open, path, threads=threads)
             try:
@@ -282,20 +269,13 @@ def _lossy_layers(
 
 def _clamped(limits: Mapping[str, Bounds], ranges: Mapping[str, Scale]) -> set[str]:
     """Tensors clipped by design, where their readers cannot tell values apart."""
-    own = {name: ranges.get(name) for name in limits}
     return {
         name
-        for name, scale in own.items()
-        if scale is None
-        or scale.observed_min < limits[name][0]
-        or scale.observed_max > limits[name][1]
+        for name, (low, high) in limits.items()
+        if (scale := ranges.get(name)) is None
+        or scale.observed_min < low
+        or scale.observed_max > high
     }
-
-
-def _engines_of(built: BuildResult) -> dict[str, Path]:
-    """Name -> engine: baselines by their labels, the target's engine by the target's name."""
-    own = {} if built.engine is None else {built.target: built.engine}
-    return {**built.baselines, **own}
 
 
 def _alone(

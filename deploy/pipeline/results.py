@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,10 +98,7 @@ def build_origin(
 ) -> dict[str, Any]:
     """What a build was made from, for its manifest.
 
-    Args:
-        calibrated: the calibration.
-        targets: the targets that were built.
-        cache: the calibration cache, if it lies outside the build's folder.
+    `cache`: the calibration cache, if it lies outside the build's folder.
     """
     fed = calibrated.feed.manifest()
     there = cache is not None and cache.is_file()
@@ -121,10 +119,7 @@ def publish_build(
 ) -> None:
     """Move a build into its folder, with its manifest.
 
-    Args:
-        made_from: what it was built from and for.
-        stage: where its files were written.
-        replacing: names that may be replaced although no manifest lists them; None for all.
+    `replacing`: names that may be replaced although no manifest lists them; None for all.
 
     Raises:
         ExportError: another file would be replaced, or the disk refuses.
@@ -150,24 +145,16 @@ def gather_report(
     plan: Path | None = None,
     gates: Gates | None = None,
 ) -> Report:
-    """Gather the report of a build.
-
-    Args:
-        calibrated: the calibration.
-        built: the result of each target, or why it failed.
-        figures: speed and accuracy.
-        stage: where the files were written, and where they will be.
-        plans: target -> its plan.
-        plan: the plan file; None without one.
-        gates: what the user demands of the engines.
-    """
+    """Gather the report of a build."""
     settled = plans or {}
     loaded, feed = calibrated.loaded, calibrated.feed
     kept = {"calibration cache": _cache_now(calibrated, stage), PLAN: plan}
     common = {role: path for role, path in kept.items() if path is not None}
     report_page = FileRow(role="report", path=str(stage.folder / "report.html"))
+    words = sorted({one.word for one in built}, reverse=True)
+    names = ", ".join(result.target for result in built)
     return Report(
-        title=_title(loaded.name, built),
+        title=f"calib8: {loaded.name} in {' and '.join(words)} for {names}",
         model=model_part(loaded),
         feed=feed_part(feed, calibrated.images),
         calibration=_calibration(calibrated, built),
@@ -220,11 +207,6 @@ def feed_part(feed: Feed, source: str) -> FeedPart:
     )
 
 
-def _title(name: str, built: Sequence[BuildResult]) -> str:
-    words = sorted({one.word for one in built}, reverse=True)
-    return f"calib8: {name} in {' and '.join(words)} for {', '.join(r.target for r in built)}"
-
-
 def engine_rows(
     figures: Figures,
     built: Sequence[BuildResult],
@@ -233,31 +215,19 @@ def engine_rows(
     *,
     fed_wrong: bool = False,
 ) -> tuple[EngineRow, ...]:
-    """The engines' rows, each with its verdict; float and failed engines have none.
-
-    Args:
-        figures: speed and accuracy.
-        built: the result of each target.
-        gates: what the user demands.
-        stage: where the files were written, and where they will be.
-        fed_wrong: whether the images seem unlike what the model was trained on.
-    """
+    """The engines' rows, each with its verdict; float and failed engines have none."""
     reference, *others = figures.engines
     rows = [_with_examples(replace(row, path=_final(row.path, stage)), figures) for row in others]
     int8 = {one.target: any(d.quantized for d in one.decisions) for one in built if not one.error}
     failed = figures.failed
-    judged = (
-        replace(
-            row,
-            verdict=_verdict(
-                row, figures.engines, int8=int8[row.target], gates=gates, fed_wrong=fed_wrong
-            ),
-        )
-        if row.target in int8 and row.target not in failed and not row.baseline
-        else row
-        for row in rows
-    )
-    return reference, *judged
+    judged = [reference]
+    for row in rows:
+        if row.target in int8 and row.target not in failed and not row.baseline:
+            own = int8[row.target]
+            said = _verdict(row, figures.engines, int8=own, gates=gates, fed_wrong=fed_wrong)
+            row = replace(row, verdict=said)
+        judged.append(row)
+    return tuple(judged)
 
 
 def _with_examples(row: EngineRow, figures: Figures) -> EngineRow:
@@ -272,30 +242,16 @@ def _verdict(
 ) -> Verdict:
     """The verdict on one engine; its speed is compared with the first of its rivals."""
     rival = next(iter(model.find_rivals(engines, row)), None)
+    judge = partial(verdict, accuracy=row.accuracy, int8=int8, gates=gates, fed_wrong=fed_wrong)
     if rival is None:
-        return verdict(
-            accuracy=row.accuracy,
-            speed_up=None,
-            int8=int8,
-            gates=gates,
-            rival=_rival_of(row),
-            fed_wrong=fed_wrong,
-        )
-    return verdict(
-        accuracy=row.accuracy,
+        wanted = "a float engine on its device" if row.on_device else "FP32"
+        return judge(speed_up=None, rival=wanted)
+    return judge(
         speed_up=model.speed_up(rival, row),
         slower_ms=math.inf if row.on_device else model.slower_ms(rival, row),
         by_fastest=model.by_fastest(rival, row),
-        int8=int8,
-        gates=gates,
         rival="FP32" if rival.reference else rival.label,
-        fed_wrong=fed_wrong,
     )
-
-
-def _rival_of(row: EngineRow) -> str:
-    """What an engine without rivals would be compared with."""
-    return "a float engine on its device" if row.on_device else "FP32"
 
 
 def _work(calibrated: CalibrationResult, figures: Figures) -> WorkPart:

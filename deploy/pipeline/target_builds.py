@@ -53,12 +53,7 @@ def search_targets(
         try:
             with phase(target.name):
                 found[target.name] = plan_target(
-                    target,
-                    request,
-                    wish,
-                    known,
-                    method_asked=method_asked,
-                    repairs=repairs,
+                    target, request, wish, known, method_asked=method_asked, repairs=repairs
                 )
         except (BackendError, CalibrationError, ExportError) as error:
             found[target.name] = PlannedTarget(

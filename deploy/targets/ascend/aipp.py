@@ -44,7 +44,6 @@ from deploy.targets.ascend.proto import message_class, parse_text, print_text
 if TYPE_CHECKING:
     from deploy.targets.base import BuildRequest
 
-
 Bytes = NDArray[np.uint8]
 Matrix = tuple[tuple[int, int, int], ...]
 
@@ -110,7 +109,6 @@ class AippConfig:
     """An AIPP configuration, and the preprocessing left to the host.
 
     Attributes:
-        text: the configuration file.
         op: the parameters, an AippOpParams; for dynamic AIPP, those that the host has to set.
         host: sentences: the steps left to the host, and the error of AIPP's arithmetic.
     """
@@ -123,9 +121,7 @@ class AippConfig:
 def write_aipp(how: Preprocess, source: AippSource | None = None) -> AippConfig:
     """Return the AIPP configuration of a resolved `Preprocess` (size, color and layout set).
 
-    Args:
-        how: the preprocessing of the calibration samples.
-        source: format of the .om's input images; None for RGB of the model's size.
+    `source`: format of the .om's input images; None for RGB of the model's size.
 
     Raises:
         ExportError: AIPP cannot express the arithmetic, the layout or the crop.
@@ -144,7 +140,8 @@ def write_aipp(how: Preprocess, source: AippSource | None = None) -> AippConfig:
     written = op
     if source.dynamic:
         written = _dynamic(op, source)
-        host.append(f"Dynamic AIPP: the host sets, by aclmdlSetAIPP..., {_one_line(op)}.")
+        words = print_text(op).replace("\n", ", ").strip(", ").removeprefix("aipp_mode: static, ")
+        host.append(f"Dynamic AIPP: the host sets, by aclmdlSetAIPP..., {words}.")
     message = message_class("InsertNewOps")()
     message.aipp_op.append(written)
     text = print_text(message)
@@ -186,11 +183,6 @@ def _dynamic(op: Any, source: AippSource) -> Any:
     pixels = op.src_image_size_w * op.src_image_size_h
     dynamic.max_src_image_size = int(pixels * (1 if grey else _BYTES[source.color]))
     return dynamic
-
-
-def _one_line(op: Any) -> str:
-    words = print_text(op).replace("\n", ", ").strip(", ")
-    return words.removeprefix("aipp_mode: static, ")
 
 
 def _place(op: Any, how: Preprocess, source: AippSource) -> list[str]:
@@ -278,7 +270,7 @@ def run_aipp(op: Any, picture: Bytes) -> NDArray[np.float32]:
     """
     pixels = _unpacked(op, picture)
     if op.rbuv_swap_switch:
-        pixels = _swapped(pixels, yuv=op.input_format == 1)
+        pixels = pixels[..., [0, 2, 1]] if op.input_format == 1 else pixels[..., ::-1]
     if op.crop:
         top, left = op.load_start_pos_h, op.load_start_pos_w
         pixels = pixels[top : top + op.crop_size_h, left : left + op.crop_size_w]
@@ -298,11 +290,7 @@ def measure_aipp_error(
 
     The image is recovered exactly from the calibration sample and converted to the .om's format.
 
-    Args:
-        aipp: result of `write_aipp`.
-        how: the preprocessing of the calibration samples.
-        source: format of the .om's input images.
-        sample: input name -> array; AIPP makes the first input.
+    `sample`: input name -> array; AIPP makes the first input.
 
     Returns:
         The largest mean absolute error of an image in the batch; None if `sample` has no images.
@@ -351,10 +339,6 @@ def _unpacked(op: Any, picture: Bytes) -> NDArray[np.int32]:
         planes = pairs.repeat(2, axis=0).repeat(2, axis=1)
         return np.concatenate([picture[:height, :, None], planes], axis=-1).astype(np.int32)
     return (picture[..., None] if picture.ndim == 2 else picture).astype(np.int32)
-
-
-def _swapped(pixels: NDArray[np.int32], *, yuv: bool) -> NDArray[np.int32]:
-    return pixels[..., [0, 2, 1]] if yuv else pixels[..., ::-1]
 
 
 def _converted(op: Any, pixels: NDArray[np.int32]) -> NDArray[np.int32]:

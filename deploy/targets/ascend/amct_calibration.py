@@ -86,7 +86,6 @@ if TYPE_CHECKING:
 
     from deploy.method import Choices, Method
 
-
 Factors = Mapping[str, NDArray[np.float32]]
 Weights = dict[str, tuple[NDArray[np.float32], NDArray[np.int32]]]
 
@@ -136,9 +135,6 @@ class CalibrationRecord:
     """Result of the calibration.
 
     Attributes:
-        records: layer name -> scales, in the model's order.
-        ranges: tensor -> clip range of the layers that read it.
-        kept_bytes: size of the activations that exact IFMR kept in memory.
         adaround: (least, greatest) ratio of a layer's output error with AdaRound to that with
             rounding to nearest, at the sampled positions; None without AdaRound layers.
         dead: layers whose input was always zero; their scale is 1 and means nothing.
@@ -158,9 +154,6 @@ class RecordPlan:
     """The observations of a resolved config, and the record computed from them.
 
     Attributes:
-        model: float model, nodes named.
-        graph: its layers.
-        config: result of `deploy.targets.ascend.config.resolve_config`.
         base: key of `model` among the model variants that are run.
         samples: number of calibration samples; `config.batch_num` batches of them are used.
         images: images per sample, for models with a fixed batch.
@@ -484,12 +477,8 @@ def calibrate_amct(
 ) -> CalibrationRecord:
     """Observe a model on these batches and compute the record.
 
-    Args:
-        model: float model, nodes named.
-        graph: its layers.
-        batches: one dict of input name -> array per batch; `config.batch_num` of them are used.
-        config: result of `deploy.targets.ascend.config.resolve_config`.
-        exact: run IFMR on all values, kept in memory.
+    `batches`: one dict of input name -> array per batch; `config.batch_num` of them are used.
+    `exact`: run IFMR on all values, kept in memory.
 
     Raises:
         As `RecordPlan`, `RecordPlan.record` and `deploy.calibration.one_pass.observe`.

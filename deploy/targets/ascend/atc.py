@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from deploy.targets.base import BuildRequest
 
-
 CHIP = "<chip>"  # placeholder in the command if the chip is not known
 
 # Values of --soc_version, used only to correct their spelling: other names pass unchanged.
@@ -131,13 +130,8 @@ def atc_command(
 ) -> list[str]:
     """Return the command line of `atc` as a list.
 
-    Args:
-        model: deploy model.
-        output: path of the .om without its suffix, which atc adds.
-        shapes: input name -> fixed shape.
-        options: chip and further flags.
-        aipp: AIPP configuration.
-        compression: options file for int8 in the first layer; adds --enable_small_channel.
+    `output`: path of the .om without its suffix, which atc adds.
+    `compression`: options file for int8 in the first layer; adds --enable_small_channel.
 
     Raises:
         ConfigError: a shape is not fixed.
@@ -194,11 +188,7 @@ def shell_line(command: Sequence[str]) -> str:
 
 
 def write_compression_options(*, first_layer: bool) -> str:
-    """Return the text of atc's --compression_optimize_conf file.
-
-    Args:
-        first_layer: run AIPP and the first convolution fused in int8.
-    """
+    """Return the text of atc's --compression_optimize_conf file."""
     message = message_class("CompressionOptions")()
     message.enable_first_layer_quantization = first_layer
     return print_text(message)
@@ -209,12 +199,7 @@ def readme_text(
 ) -> str:
     """Return the text of <model>_README.txt: what to do with the folder on the NPU's machine.
 
-    Args:
-        name: stem of the files.
-        files: role -> path of every other file.
-        options: options of atc.
-        cann: CANN version whose parser reads the models.
-        notes: steps that the host has to do before the .om.
+    `files`: role -> path of every other file.
     """
     script, om = shlex.quote(f"{name}_atc.sh"), shlex.quote(f"{name}.om")
     chip = options.soc or f"{CHIP}: name it with --soc, or edit {name}_atc.sh"
@@ -354,9 +339,7 @@ class AippSource:
     """Format of the input images of an .om with AIPP.
 
     Attributes:
-        color: one of `COLORS`.
         size: (height, width) if AIPP crops the center; None for the model's input size.
-        standard: color standard of nv12 and nv21, one of `STANDARDS`.
         dynamic: the program that runs the .om sets all AIPP parameters at every inference.
     """
 
@@ -399,7 +382,6 @@ class OnnxParserLimits:
     """The ONNX versions that one CANN's parser reads.
 
     Attributes:
-        opset: newest opset of ai.onnx.
         ir: newest IR version, the one of the ONNX release that the parser was made for.
     """
 

@@ -96,7 +96,6 @@ class QuantConfig:
     """A complete quant config.
 
     Attributes:
-        layers: layer name -> its entry.
         told: sentences on settings that a layer does not support; never written to the file.
     """
 
@@ -203,7 +202,6 @@ WEIGHT = {
     **_ADA,
 }
 
-
 _MOST_STEPS = 10_000  # scales tried in one search; AMCT's default is 60
 
 
@@ -291,11 +289,7 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 
 
 def check_value(key: str, value: Any, rule: _Rule) -> Any:
-    """Return the value if it has the type and range of its rule.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Return the value if it has the type and range of its rule."""
     if not _TYPES[rule.type_](value):
         raise ConfigError(f"{key} must be of type {rule.type_}, got {json.dumps(value)[:80]}")
     if not rule.fits(value):
@@ -304,11 +298,7 @@ def check_value(key: str, value: Any, rule: _Rule) -> Any:
 
 
 def refuse_repeats(names: Any, where: str) -> None:
-    """Refuse repeated names.
-
-    Raises:
-        ConfigError: a name is repeated.
-    """
+    """Refuse repeated names."""
     repeated = sorted({name for name in names if list(names).count(name) > 1})
     if repeated:
         raise ConfigError(f"{where} must name each once, got {repeated[:3]} repeated")

@@ -51,7 +51,6 @@ from deploy.targets.ascend.record import LayerRecord
 if TYPE_CHECKING:
     from deploy.targets.ascend.layers import LayerGraph
 
-
 Nodes = list[onnx.NodeProto]
 Before = Callable[[QuantLayer, str], tuple[Nodes, str]]
 After = Callable[[QuantLayer, str, str], Nodes]
@@ -89,10 +88,7 @@ def rewrite_layers(
 
     All float tensors keep their names; a layer's integer output is '<layer>_output0'.
 
-    Args:
-        model: float model, nodes named.
-        layers: node, or '<node>:<index>' of a tensor_quantize input -> its integers.
-        form: the replacement of a layer.
+    `layers`: node, or '<node>:<index>' of a tensor_quantize input -> its integers.
     """
     out = copy_message(model)
     surgery = _Surgery(out, form)
@@ -386,10 +382,7 @@ def modified_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> 
 
 
 def find_unrounded_layers(
-    model: onnx.ModelProto,
-    graph: LayerGraph,
-    records: Mapping[str, LayerRecord],
-    names: list[str],
+    model: onnx.ModelProto, graph: LayerGraph, records: Mapping[str, LayerRecord], names: list[str]
 ) -> list[str]:
     """Return those AdaRound layers `names` whose weights are not integers times their scale."""
     index, off_grid = Graph(model), []

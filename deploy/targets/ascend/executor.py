@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from deploy.targets.base import BuildRequest
     from deploy.tensors import Session
 
-
 SHIFT = 128  # from int8 to uint8
 _EXACT = 2**24  # float32 adds integers below this without rounding
 _TYPES = {b"INT4": 4, b"INT8": 8, b"INT16": 16}
@@ -76,11 +75,7 @@ class Uint8Part:
 
 
 class DeployConstants:
-    """Constants of a deploy model, and new ones to add.
-
-    Attributes:
-        new: name -> value.
-    """
+    """Constants of a deploy model, and new ones to add."""
 
     def __init__(self, index: Graph) -> None:
         self._existing = index.constants
@@ -324,11 +319,7 @@ def to_integer_model(model: onnx.ModelProto) -> onnx.ModelProto:
 
 @contextmanager
 def malformed_as_model_error() -> Iterator[None]:
-    """Raise ModelError for the errors that malformed nodes cause.
-
-    Raises:
-        ModelError: instead of IndexError, KeyError and similar errors.
-    """
+    """Raise ModelError for the errors that malformed nodes cause."""
     try:
         yield
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -344,10 +335,7 @@ def open_deploy(
 ) -> Session:
     """Open a deploy model on the CPU, with the inputs and outputs that it has on the NPU.
 
-    Args:
-        model: the deploy model.
-        threads: threads per operator.
-        shown: int64 sums of layers with 16-bit activations, added to the outputs.
+    `shown`: int64 sums of layers with 16-bit activations, added to the outputs.
 
     Raises:
         ModelError: the model cannot be rewritten.
@@ -475,7 +463,6 @@ class DeployComparison:
     """Differences between the outputs of the deploy model and of the fake-quant models.
 
     Attributes:
-        samples: number of samples compared.
         same_rounding: largest difference from the model that rounds as AscendQuant, relative to the
             largest value of that output.
         amct_cosine: lowest cosine of an output with that of AMCT's fake-quant model.
@@ -521,12 +508,6 @@ def compare_deploy_model(
 ) -> DeployComparison:
     """Run the deploy model and the fake-quant models on the same samples.
 
-    Args:
-        model: float model, nodes named.
-        layers: node name -> its integers.
-        samples: input name -> array.
-        threads: threads per inference.
-
     Raises:
         BackendError: ONNX Runtime refuses a model or a sample.
         ModelError: the sums of a layer are too large to be exact.
@@ -553,7 +534,8 @@ def compare_deploy_model(
         for tensor, name in wide.items():
             sums[name] = max(sums[name], float(np.abs(got.pop(tensor)).max()) / _END)
         for name in _comparable(got, like_amct):
-            same = max(same, _distance(got[name], like_npu[name]))
+            largest = float(np.abs(got[name]).max()) or 1.0
+            same = max(same, float(np.abs(got[name] - like_npu[name]).max()) / largest)
             lowest = min(lowest, cosine(got[name], like_amct[name]))
     return DeployComparison(samples=count, same_rounding=same, amct_cosine=lowest, sums=sums)
 
@@ -565,10 +547,6 @@ def _comparable(got: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any
         for name, value in got.items()
         if value.dtype.kind == "f" and value.size and other[name].shape == value.shape
     ]
-
-
-def _distance(got: NDArray[Any], other: NDArray[Any]) -> float:
-    return float(np.abs(got - other).max()) / (float(np.abs(got).max()) or 1.0)
 
 
 def deploy_model_note(

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from deploy.calibration.observation import CalibrationSubject
     from deploy.targets.ascend.record import LayerRecord
 
-
 _WHAT = "a text file of an Ascend deployment"
 
 
@@ -52,9 +51,7 @@ def read_any_config(path: Path, graph: LayerGraph) -> QuantConfig:
 def check_file(path: Path, graph: LayerGraph | None = None) -> str:
     """Check a file of any of the kinds that `calib8 build --target ascend` writes.
 
-    Args:
-        path: record, quant config JSON, simplified .cfg, AIPP configuration or deploy model.
-        graph: layers of the file's float model; None checks less.
+    `graph`: layers of the file's float model; None checks less.
 
     Returns:
         One sentence on the file's content.
@@ -141,13 +138,9 @@ def check_deploy_model(path: Path) -> str:
 
 def _grids(model: onnx.ModelProto) -> str:
     """Return the output types of the AscendQuants, such as "int8" or "int8 and int16"."""
-    types = {_output_type(node) for node in model.graph.node if node.op_type == "AscendQuant"}
+    quants = (node for node in model.graph.node if node.op_type == "AscendQuant")
+    types = {attributes(node).get("dst_type", b"INT8").decode().lower() for node in quants}
     return " and ".join(sorted(types, key=lambda name: int(name[3:])))
-
-
-def _output_type(node: onnx.NodeProto) -> str:
-    kind: bytes = attributes(node).get("dst_type", b"INT8")
-    return kind.decode().lower()
 
 
 def _check_parameter(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> None:
@@ -172,11 +165,8 @@ def recipe_from_record(
 ) -> Recipe:
     """Return the recipe of a model with the scales of a record.
 
-    Args:
-        subject: the model.
-        path: path of the record.
-        config: quant config or simplified configuration that the record was made with; it decides
-            the form of the model, and is written again without the layers that the record lacks.
+    `config`: quant config or simplified configuration that the record was made with; it decides the
+    form of the model, and is written again without the layers that the record lacks.
 
     Raises:
         ConfigError: a file that cannot be read, breaks a rule, or belongs to another model.

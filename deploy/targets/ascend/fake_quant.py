@@ -47,11 +47,8 @@ def fake_quant_model(
 ) -> onnx.ModelProto:
     """Return a model of the same numerics in standard operators.
 
-    Args:
-        model: float model, nodes named.
-        layers: node name -> its integers.
-        npu_rounding: add the offset before rounding, as AscendQuant does; by default after it, as
-            AMCT's own fake-quant models do.
+    `npu_rounding`: add the offset before rounding, as AscendQuant does; by default after it, as
+    AMCT's own fake-quant models do.
     """
     before = partial(_quant, npu_rounding=npu_rounding)
     form = LayerReplacement(
@@ -63,12 +60,7 @@ def fake_quant_model(
 def _quant(q: QuantLayer, start: str, *, npu_rounding: bool) -> tuple[Nodes, str]:
     name = f"{q.layer.stem}.quant.fakequant"
     low, high = ascend_range(q.record.act_bits)
-    values = {
-        "scale": float(q.scale),
-        "offset": q.record.offset_d,
-        "min_val": low,
-        "max_val": high,
-    }
+    values = {"scale": float(q.scale), "offset": q.record.offset_d, "min_val": low, "max_val": high}
     constants = [make_constant(f"{name}.{k}", np.float32(v)) for k, v in values.items()]
     scale, offset, least, most = (node.output[0] for node in constants)
     steps = [
@@ -120,9 +112,7 @@ def _bias(name: str, q: QuantLayer) -> onnx.TensorProto:
 def amct_qdq_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
     """Return the Q/DQ model of a float model and its integers.
 
-    Args:
-        model: float model, nodes named; opset 13 or later if weights are per channel.
-        layers: node name -> its integers.
+    `model`: float model, nodes named; opset 13 or later if weights are per channel.
     """
     out = copy_message(model)
     writer = _AmctQdqWriter({name: q for name, q in layers.items() if _expressible(q)})

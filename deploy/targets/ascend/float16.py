@@ -58,10 +58,7 @@ def to_float16(
 ) -> onnx.ModelProto:
     """Return a copy whose tensors in `halves` are float16, except for integers and their scales.
 
-    Args:
-        model: deploy or fake-quant model in float32.
-        halves: result of `find_float16_tensors`.
-        exact: nodes that compute in float32 whatever the type of their output.
+    `exact`: nodes that compute in float32 whatever the type of their output.
 
     Raises:
         ExportError: a constant exceeds float16.

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from deploy.targets.ascend.record import LayerRecord
     from deploy.targets.base import BuildRequest
 
-
 Found = TypeVar("Found")
 Records = Mapping[str, "LayerRecord"]
 
@@ -69,11 +68,7 @@ _BALANCED_OVER = 32  # samples, kept in memory while they are run twice
 
 @dataclass(frozen=True, kw_only=True)
 class AscendSearching(Ascend):
-    """The Ascend target with a search for each layer, by `Choices.searches`.
-
-    Attributes:
-        several: whether there are others than the default.
-    """
+    """The Ascend target with a search for each layer, by `Choices.searches`."""
 
     several: bool = True
 
@@ -196,12 +191,7 @@ def nearest_searches(
 ) -> dict[str, str]:
     """Return layer -> the search with the smallest error of the layer by itself.
 
-    Args:
-        model: float model, nodes named.
-        graph: its layers.
-        records: search -> records; the first has all layers.
-        samples: a few samples.
-        threads: samples that run in parallel.
+    `records`: search -> records; the first has all layers.
 
     Raises:
         ExportError: a layer exceeds the limits of the hardware.

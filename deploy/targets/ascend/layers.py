@@ -20,7 +20,7 @@ its name, and an input of an Add or MaxPool (tensor_quantize), by '<node>:<index
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -57,12 +57,10 @@ class Layer:
     Attributes:
         name: node name, or '<node>:<index>' of an input; the key in configurations and records.
         kind: op type, one of `TYPES`; for an input one of `TENSOR_QUANTIZE_OPS`.
-        input: tensor that AscendQuant reads.
         output: tensor that AscendDequant writes: the node's output, or the bias Add's.
         weight: initializer name, '' for AveragePool.
         bias: initializer name, '' without bias.
         bias_add: name of the Add that holds a MatMul's bias, '' if there is none.
-        group: groups of a convolution.
         rank: spatial rank of a convolution's or pool's kernel, 0 elsewhere.
         trans_b: the Gemm's weight is stored [C_out, C_in].
         channels_in: input channels, over all groups; 0 without weight.
@@ -143,8 +141,6 @@ class LayerGraph:
 
     Attributes:
         layers: name -> layer that is quantized by default.
-        refused: name -> reason why the node is float.
-        ops: node name -> op type, of all nodes.
         offered: name -> layer or input that is quantized only if named.
         unfit: input of Add or MaxPool -> reason why it cannot be quantized.
         shared: copied weight of a layer -> the shared weight that it copies.
@@ -207,7 +203,10 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
         else:
             graph.refused[node.name] = layer
         if layer == _TWO_ACTIVATIONS:
-            graph.offered[node.name] = _two_activations(node)
+            name, (first, second), (output,) = node.name, node.input, node.output
+            graph.offered[name] = Layer(
+                name=name, kind=node.op_type, input=first, output=output, others=(second,)
+            )
     return graph
 
 
@@ -216,14 +215,6 @@ def _multiplies(node: onnx.NodeProto, index: Graph) -> bool:
     shapes = (index.shapes.get(tensor) for tensor in node.input)
     matrices = all(shape is None or len(shape) > 1 for shape in shapes)
     return node.op_type == "MatMul" and matrices and all(map(index.is_float, node.input))
-
-
-def _two_activations(node: onnx.NodeProto) -> Layer:
-    """Return the layer of a MatMul of two activations."""
-    first, second = node.input
-    return Layer(
-        name=node.name, kind=node.op_type, input=first, output=node.output[0], others=(second,)
-    )
 
 
 def _offer_inputs(node: onnx.NodeProto, index: Graph, graph: LayerGraph) -> None:
@@ -238,21 +229,15 @@ def _offer_inputs(node: onnx.NodeProto, index: Graph, graph: LayerGraph) -> None
         elif node.name in biases:
             graph.unfit[name] = f"this Add is the bias of {biases[node.name]!r}"
         else:
+            others = (*node.input[:place], *node.input[place + 1 :])
             graph.offered[name] = Layer(
                 name=name,
                 kind=node.op_type,
                 input=tensor,
                 output=node.output[0],
-                others=tuple(_computed(node, index, but=place)),
+                others=tuple(other for other in others if other not in index.constants),
                 at=place,
             )
-
-
-def _computed(node: onnx.NodeProto, index: Graph, *, but: int) -> Iterator[str]:
-    """Yield the inputs of a node that are not constant, except input `but`."""
-    for place, tensor in enumerate(node.input):
-        if place != but and tensor not in index.constants:
-            yield tensor
 
 
 def _layer_or_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
@@ -326,11 +311,7 @@ def _refuse_weight(
 
 
 def _refuse_bias(
-    bias: str,
-    weight: onnx.TensorProto,
-    given: dict[str, Any],
-    node: onnx.NodeProto,
-    index: Graph,
+    bias: str, weight: onnx.TensorProto, given: dict[str, Any], node: onnx.NodeProto, index: Graph
 ) -> str:
     """Return why a bias keeps its node in float, or ''; it must be constant, one per channel."""
     if not bias:

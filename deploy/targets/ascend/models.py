@@ -36,13 +36,7 @@ if TYPE_CHECKING:
 
 
 def fusion_mapping(deploy: onnx.ModelProto, original: onnx.ModelProto, *, name: str) -> str:
-    """Return JSON text: each node of the deploy model with its original nodes.
-
-    Args:
-        deploy: result of `deploy_model`.
-        original: the user's model.
-        name: name of the graph.
-    """
+    """Return JSON text: each node of the deploy model with its original nodes."""
     ends = {n.input[0]: n.output[0] for n in deploy.graph.node if n.op_type == "AscendDequant"}
     makers = {t: (n.name, k) for n in deploy.graph.node for k, t in enumerate(n.output)}
     starts = [value.name for value in runtime_inputs(deploy.graph)]
@@ -150,18 +144,10 @@ def write_models(
 ) -> dict[str, Path]:
     """Write config, record, models and mapping; nothing is written if making one of them fails.
 
-    Args:
-        model: the float model.
-        layers: the integers of the int8 layers.
-        config: quant config of these layers; None writes none.
-        records: scales of these layers.
-        folder: output folder.
-        subject: the model that `model` was made from; it has the files' stem, and the nodes that
-            ONNX Runtime does not know, which are put back into the models for atc and AMCT.
-        cann: CANN version whose parser reads the models for atc and AMCT.
-        halves: tensors that stay in float16, from
-        `deploy.targets.ascend.float16.find_float16_tensors`.
-        shared: layers that share their weight in the original model.
+    `config`: quant config of these layers; None writes none.
+    `subject`: the model that `model` was made from; it has the files' stem, and the nodes that ONNX
+    Runtime does not know, which are put back into the models for atc and AMCT.
+    `shared`: layers that share their weight in the original model.
 
     Returns:
         Role -> path.

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from deploy.targets.ascend.layers import Layer, LayerGraph
     from deploy.targets.ascend.quant_layer import QuantLayer
 
-
 _MOST = 1 << 29  # bytes of copied float32 weights; an ONNX file holds 2 GiB
 _MOVED = "it computes in float; by tensor_quantize its input is moved in int8"
 
@@ -44,9 +43,7 @@ def unshare_weights(model: onnx.ModelProto, nodes: Collection[str]) -> dict[str,
     All nodes that share a weight get a copy, or none does if the copies would be too large, as for
     a cell unrolled over hundreds of steps.
 
-    Args:
-        model: each node has a unique name.
-        nodes: names of the nodes whose second input is a shared weight.
+    `nodes`: names of the nodes whose second input is a shared weight.
 
     Returns:
         Name of a new weight -> the weight that it copies.
@@ -113,10 +110,8 @@ def unfuse_batchnorms(
 ) -> tuple[onnx.ModelProto, LayerGraph]:
     """Return the model without the BatchNormalization folding that the config forbids.
 
-    Args:
-        subject: the model.
-        config: its do_fusion and skip_fusion_layers are used.
-        bare: layers into which nothing downstream is folded.
+    `config`: its do_fusion and skip_fusion_layers are used.
+    `bare`: layers into which nothing downstream is folded.
 
     Returns:
         As `prepare_model`.
@@ -181,11 +176,7 @@ def decide_precisions(
 ) -> tuple[Decision, ...]:
     """Return the precision of every node, with a reason for float.
 
-    Args:
-        model: model from `prepare_model`.
-        graph: its layers.
-        chosen: names of the int8 layers.
-        why: layer -> why it is float, if the user did not ask for it.
+    `why`: layer -> why it is float, if the user did not ask for it.
     """
     from deploy.graph.placement import ASCEND
     from deploy.graph.plan import FLOAT32, FLOAT_BY_USER, Decision

@@ -77,9 +77,7 @@ ENUMS: dict[str, dict[str, int]] = {
 }
 
 _ACTIVATIONS = _choice(
-    "activations",
-    ("ifmr_quantize", 100, "FMRQuantize"),
-    ("hfmg_quantize", 101, "HFMGQuantize"),
+    "activations", ("ifmr_quantize", 100, "FMRQuantize"), ("hfmg_quantize", 101, "HFMGQuantize")
 )
 _CALIBRATION: tuple[ProtoField, ...] = (
     *_choice("weights", ("arq_quantize", 13, "ARQuantize"), ("ada_quantize", 15, "ADAquantize")),
@@ -130,10 +128,7 @@ MESSAGES: dict[str, tuple[ProtoField, ...]] = {
         *_one("bool", asymmetric=2),
         *_one("DataType", dst_type=10),
     ),
-    "ScaleOffsetRecord": (
-        *_many("MapFiledEntry", record=1),
-        *_many("PruneRecord", prune_record=2),
-    ),
+    "ScaleOffsetRecord": (*_many("MapFiledEntry", record=1), *_many("PruneRecord", prune_record=2)),
     "MapFiledEntry": (
         *_one("string", key=1),
         *_one("SingleLayerRecord", value=2),

@@ -35,7 +35,6 @@ class QuantLayer:
     """The integers of one layer.
 
     Attributes:
-        layer, record: the layer and its scales.
         scale: factor of AscendQuant, float32: 1 / scale_d.
         weight: integers of record.weight_bits, int8 in the deploy model's layout (a Gemm's is
             [C_in, C_out]), one per byte; None for a pool.
@@ -160,9 +159,8 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
     shape = (1, channels, *[1] * layer.rank)
     inverse = (np.float32(1) / record.factors).reshape(shape) if channels else None
     dequant = dequant_scales(record)
-    weight = None
-    if layer.weight:
-        weight = _integers(read_constant(index, layer.weight), layer, record)
+    stored = read_constant(index, layer.weight) if layer.weight else None
+    weight = None if stored is None else _integers(stored, layer, record)
     bias = quantize_bias(read_constant(index, layer.bias), dequant) if layer.bias else None
     if weight is not None and record.act_bits < 16:
         _check_sums(weight, bias, layer, record.act_bits)

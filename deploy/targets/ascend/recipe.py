@@ -54,15 +54,8 @@ class Recipe:
     """A float model and the scales of its int8 layers.
 
     Attributes:
-        model: float model, nodes named.
-        graph: its layers.
-        records: int8 layer -> its scales.
-        layers: int8 layer -> its integers.
         config: the quant config of the calibration; None if AMCT's searches did not run.
-        method: text: the origin of the scales.
-        ranges: tensor -> clip range of its scale, if known.
         why: layer -> why it is float, if the user did not ask for it.
-        notes: sentences for the user.
     """
 
     model: onnx.ModelProto
@@ -91,11 +84,7 @@ class QdqLayerParams:
 
 
 def read_qdq_layers(index: Graph) -> tuple[dict[str, QdqLayerParams], dict[str, str]]:
-    """Return layer -> parameters, and layer -> why Ascend cannot use its pairs.
-
-    Args:
-        index: index of a Q/DQ model whose nodes have unique names.
-    """
+    """Return layer -> parameters, and layer -> why Ascend cannot use its pairs."""
     taken, why = {}, {}
     for node in index.nodes:
         if node.op_type not in TYPES:
@@ -149,7 +138,6 @@ class ConvertedModel:
 
     Attributes:
         loaded: the cleaned float model; it has no file.
-        recipe: its layers and their scales.
     """
 
     loaded: LoadedModel
@@ -161,10 +149,7 @@ def recipe_from_qdq(
 ) -> ConvertedModel:
     """Convert a Q/DQ model to a float model and the records of its pairs.
 
-    Args:
-        quantized: a model with QuantizeLinear and DequantizeLinear nodes; not modified.
-        path: its file.
-        keep_rounding: keep the rounding of tensors that float operators read through a pair.
+    `keep_rounding`: keep the rounding of tensors that float operators read through a pair.
 
     Raises:
         ModelError: the model is invalid, uses integer operators, or has pairs that cannot be
@@ -342,9 +327,7 @@ def bit_width_notes(records: Mapping[str, LayerRecord]) -> Iterator[str]:
 def float16_overflow_notes(recipe: Recipe, flags: Collection[str]) -> Iterator[str]:
     """Yield a note on float nodes whose values exceed float16, in which atc computes them.
 
-    Args:
-        recipe: the recipe being built.
-        flags: flags of atc; with one that sets the precision there is no note.
+    `flags`: flags of atc; with one that sets the precision there is no note.
     """
     if any(flag.partition("=")[0] in _TYPE_FLAGS for flag in flags):
         return
@@ -359,12 +342,7 @@ def float16_overflow_notes(recipe: Recipe, flags: Collection[str]) -> Iterator[s
 
 
 def shared_weight_notes(names: Collection[str], model: str) -> Iterator[str]:
-    """Yield a note on layers with shared weights, and the model that AMCT needs for them.
-
-    Args:
-        names: names of these layers.
-        model: stem of the written files.
-    """
+    """Yield a note on layers with shared weights, and the model that AMCT needs for them."""
     if names:
         yield (
             f"{summarize_layers(names)} share weights with other nodes, and have copies of them"

@@ -52,7 +52,6 @@ class LayerRecord:
 
     Attributes:
         scale_d: activation scale; None before calibration is complete.
-        offset_d: activation offset.
         scale_w: weight scales, float32 [C_out] or [1]; empty if the record has none.
         factors: DMQ factors by input channel, float32 [C_in]; empty without DMQ.
         weighted: the layer has a weight (AveragePool has none, but records scale_w 1).
@@ -60,7 +59,6 @@ class LayerRecord:
         tensor: the record is for an input of an Add or MaxPool (tensor_quantize); no scale_w.
         rounded: AdaRound's integers of the weight, int8, output channels first; None for rounding
             to nearest. AMCT stores them in its modified float model, not in the record.
-        act_bits, weight_bits: bit widths.
         force_fp16: scale_d is a float16 number; dequantization scales are truncated for Nano chips.
         half: the layer's input and output are float16; None if unknown.
     """
@@ -143,11 +141,7 @@ def read_record(text: str, what: str = "the record") -> dict[str, LayerRecord]:
 
 
 def describe_ignored_entries(text: str, what: str = "the record") -> tuple[str, ...]:
-    """Describe the record's entries that calib8 does not deploy, after AMCT's checks.
-
-    Raises:
-        ConfigError: as `read_record`.
-    """
+    """Describe the record's entries that calib8 does not deploy, after AMCT's checks."""
     message: Any = parse_text("ScaleOffsetRecord", text, what)
     caches = [entry for entry in message.record if entry.HasField("kv_cache_value")]
     recurrent = [entry for entry in message.record if entry.value.HasField("scale_h")]

@@ -52,9 +52,8 @@ def read_simple_config(text: str, graph: LayerGraph, what: str = "the config") -
             entry = _merged(parts, layer, common)
         except ConfigError as error:
             raise ConfigError(f"{error} (in layer {name!r})") from None
-        if _common_decides(parts, common) and not takes_activations(
-            layer, entry.activation.num_bits
-        ):
+        deciding = next((part for part in parts if part.WhichOneof("activations")), None)
+        if deciding is common and not takes_activations(layer, entry.activation.num_bits):
             entry = replace(entry, activation=replace(entry.activation, num_bits=8))
             lowered += [name] if name not in skipped else []
         layers[name] = replace(entry, quant_enable=name not in skipped)
@@ -179,11 +178,6 @@ def _complete(override: Any, key: str, where: str, other: str = "calibration_con
     for needed in (key, other):
         if not override.HasField(needed):
             raise ConfigError(f"each of {where} must hold {needed}, got one without")
-
-
-def _common_decides(parts: list[Any], common: Any) -> bool:
-    """Whether common_config decides the activation search."""
-    return next((part for part in parts if part.WhichOneof("activations")), None) is common
 
 
 def _merged(parts: list[Any], layer: Layer, common: Any) -> LayerConfig:

@@ -169,11 +169,7 @@ class Ascend:
         return AtcOptions(soc=self.soc, extra=self.atc_flags)
 
     def _source(self) -> AippSource:
-        """Return the format of the .om's input images.
-
-        Raises:
-            ConfigError: a format is given without AIPP, or a YUV standard for another format.
-        """
+        """Return the format of the .om's input images."""
         options = {
             "source_color": self.source_color != "rgb" and self.source_color,
             "source_size": self.source_size,
@@ -438,11 +434,7 @@ class Ascend:
         )
 
     def _together(self, subject: CalibrationSubject) -> int:
-        """Return the number of samples in one AMCT batch.
-
-        Raises:
-            ConfigError: --amct-batch is not a multiple of the model's batch size.
-        """
+        """Return the number of samples in one AMCT batch."""
         images = self.amct_batch or subject.batch
         if images % subject.batch:
             raise ConfigError(

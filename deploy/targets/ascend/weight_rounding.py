@@ -55,7 +55,6 @@ from deploy.terminal import Step, phase
 if TYPE_CHECKING:
     import onnx
 
-
 MOST_SAMPLES = 64
 MOST_PLACES = 4096  # sampled positions of a layer
 _LEAST, _BYTES = 256, 32 * 2**20  # positions always kept; bytes of the inputs of further ones
@@ -70,10 +69,7 @@ class AdaStep:
     """One layer that AdaRound rounds.
 
     Attributes:
-        layer: the layer.
-        params: parameters of the search.
         bias: float32 [G, M], zeros without bias.
-        activation: the activation that follows the layer.
         targets: observation of the layer's outputs in the float model.
         inputs: observation of its inputs with the earlier layers rounded; a `RoundedWeights`.
     """
@@ -109,11 +105,7 @@ def find_padless_deconvs(model: onnx.ModelProto) -> Iterator[str]:
 def refuse_padless_deconvs(
     model: onnx.ModelProto, layers: Mapping[str, Layer], config: QuantConfig
 ) -> None:
-    """Refuse AdaRound for the layers of `find_padless_deconvs`.
-
-    Raises:
-        ConfigError: AdaRound is configured for such a layer.
-    """
+    """Refuse AdaRound for the layers of `find_padless_deconvs`."""
     for name in find_padless_deconvs(model):
         if name in layers and uses_adaround(config, name):
             raise ConfigError(
@@ -134,14 +126,7 @@ def make_adaround_steps(
 ) -> dict[str, AdaStep]:
     """Return layer -> its AdaRound step, in the model's order.
 
-    Args:
-        model: float model, nodes named.
-        layers: the layers to quantize, in the model's order.
-        config: their resolved configuration.
-        key: text that contains all that the observed models depend on.
-        samples: number of samples that the configuration uses.
-        needs: observations of DMQ's channel maxima.
-        prepared: makes a model to observe.
+    `key`: text that contains all that the observed models depend on.
     """
     index = Graph(model)
     nodes = {node.name: node for node in model.graph.node}
@@ -260,11 +245,7 @@ def round_layer(
 ) -> RoundedWeights:
     """Return a layer's rounding; search it unless it is known.
 
-    Args:
-        step: the layer's step.
-        weight: its weight times DMQ factors, output channels first.
-        observed: statistics with those of the step.
-        place: text for the progress display, "<number> of <total>: <layer>".
+    `weight`: its weight times DMQ factors, output channels first.
 
     Raises:
         CalibrationError: weights or outputs are too large.
@@ -278,7 +259,8 @@ def round_layer(
         assert isinstance(statistic, RoundedWeightsOf)
         scale = kl_scale(weight, channel_wise=statistic.scales > 1)
         problem = _problem(step, weight.reshape(statistic.shape), scale, rounded, targets)
-        with phase(f"AdaRound {place}", _steps(problem, step.params), "steps") as progress:
+        steps = len(problem.blocks()) * step.params.num_iteration
+        with phase(f"AdaRound {place}", steps, "steps") as progress:
             integers = join_blocks(problem, _search_blocks(problem, step.params, progress))
         errors = output_error(problem, round_to_nearest(problem)), output_error(problem, integers)
         rounded.keep(integers, scale, errors)
@@ -304,10 +286,6 @@ def _problem(
         activation=step.activation,
         share=targets.share,
     )
-
-
-def _steps(problem: AdaProblem, params: AdaParams) -> int:
-    return len(problem.blocks()) * params.num_iteration
 
 
 def _search_blocks(
