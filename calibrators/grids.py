@@ -373,11 +373,7 @@ def quantize_per_channel(
 
 
 def _quantize(
-    x: ArrayLike,
-    scales: Sequence[float],
-    zero_points: Sequence[int],
-    axis: int | None,
-    dtype: str,
+    x: ArrayLike, scales: Sequence[float], zero_points: Sequence[int], axis: int | None, dtype: str
 ) -> QuantizedTensor:
     real = np.asarray(x, np.float32)
     if axis is not None:

@@ -92,12 +92,7 @@ def minmax(histogram: Histogram) -> Scale:
     """Return the range of a tensor's data, unclipped."""
     low, high = histogram.minimum, histogram.maximum
     return Scale(
-        lo=low,
-        hi=high,
-        amax=histogram.amax,
-        observed_min=low,
-        observed_max=high,
-        method="minmax",
+        lo=low, hi=high, amax=histogram.amax, observed_min=low, observed_max=high, method="minmax"
     )
 
 

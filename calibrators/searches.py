@@ -134,10 +134,7 @@ def _percentile(histogram: Histogram, params: PercentileParams) -> Scale:
 
 
 def _mse(
-    histogram: Histogram,
-    params: Params,
-    symmetric: Grid | None = None,
-    affine: Grid | None = None,
+    histogram: Histogram, params: Params, symmetric: Grid | None = None, affine: Grid | None = None
 ) -> Scale:
     from calibrators.grids import INT8, UINT8
     from calibrators.mse import mse
@@ -225,10 +222,7 @@ SEARCHES: dict[str, RangeSearch[Any]] = {
         _mse, Params, "takes the least squared error of the quantized values", by_grid=_mse
     ),
     "lp": RangeSearch(
-        _lp,
-        LpParams,
-        "takes the least error to a higher power: clips less than mse",
-        by_grid=_lp,
+        _lp, LpParams, "takes the least error to a higher power: clips less than mse", by_grid=_lp
     ),
     "entropy-tensorrt": RangeSearch(
         _entropy,

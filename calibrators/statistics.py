@@ -234,9 +234,7 @@ def find_trouble(histogram: Histogram) -> str | None:
 
 
 def search_scale(
-    histogram: Histogram,
-    search: Any,
-    reach: tuple[float, float, float] | None = None,
+    histogram: Histogram, search: Any, reach: tuple[float, float, float] | None = None
 ) -> Scale:
     """Search the clip range of a tensor that has no `find_trouble`.
 

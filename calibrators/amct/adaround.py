@@ -360,11 +360,7 @@ def regularizer_slope(up: FloatArray, reg_param: float, beta: float) -> FloatArr
 
 
 def error_slope(
-    part: AdaProblem,
-    tiles: Tiles,
-    codes: FloatArray,
-    wanted: FloatArray,
-    places: NDArray[np.int64],
+    part: AdaProblem, tiles: Tiles, codes: FloatArray, wanted: FloatArray, places: NDArray[np.int64]
 ) -> FloatArray:
     """Return the derivative of the output's mean squared error at some positions by the codes.
 

@@ -323,10 +323,7 @@ TOLERANCE = 1e-4  # relative to the largest output
 
 
 def graph_of(
-    model: nn.Module,
-    inputs: Sequence[Any] | None,
-    *,
-    leaves: Sequence[str | type[nn.Module]] = (),
+    model: nn.Module, inputs: Sequence[Any] | None, *, leaves: Sequence[str | type[nn.Module]] = ()
 ) -> fx.GraphModule:
     """Return a graph of a copy of `model`: captured with torch.export, or else traced symbolically.
 

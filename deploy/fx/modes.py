@@ -93,10 +93,7 @@ def quantize_model(
 
 
 def measure_mode(
-    mode: str,
-    model: nn.Module,
-    converted: nn.Module,
-    batches: Sequence[Sequence[torch.Tensor]],
+    mode: str, model: nn.Module, converted: nn.Module, batches: Sequence[Sequence[torch.Tensor]]
 ) -> ModeResult:
     """Return size and error of a converted model against the float model, on `batches`.
 

@@ -258,10 +258,7 @@ class LeafTracer(fx.Tracer):
 
 
 def trace(
-    model: nn.Module,
-    *,
-    leaves: Sequence[str | type[nn.Module]] = (),
-    wrap: Sequence[Function] = (),
+    model: nn.Module, *, leaves: Sequence[str | type[nn.Module]] = (), wrap: Sequence[Function] = ()
 ) -> fx.GraphModule:
     """Trace `model` symbolically; the graph module shares its parameters.
 

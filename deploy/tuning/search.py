@@ -330,12 +330,7 @@ class Search:
         every = frozenset(self.units.members)
         choices = self._with_float(NO_CHOICES, every)
         return Trial(
-            what="float",
-            in_float=every,
-            choices=choices,
-            noise=Noise({}),
-            time=1.0,
-            is_float=True,
+            what="float", in_float=every, choices=choices, noise=Noise({}), time=1.0, is_float=True
         )
 
     def _try_int8(self) -> None:

@@ -213,11 +213,7 @@ def _pools_agree(
 
 
 def _entry(
-    name: str,
-    matched: tuple[str, str] | None,
-    flaw: str | None,
-    used: Collection[str],
-    word: str,
+    name: str, matched: tuple[str, str] | None, flaw: str | None, used: Collection[str], word: str
 ) -> EntryUse:
     if matched is None:
         return EntryUse(name, None, False, "")
@@ -249,10 +245,7 @@ def _why_unmatched(name: str, model: onnx.ModelProto, original: onnx.ModelProto 
 
 
 def _cover(
-    tensor: str,
-    owners: Mapping[str, str],
-    chosen: Mapping[str, np.float32],
-    why: Mapping[str, str],
+    tensor: str, owners: Mapping[str, str], chosen: Mapping[str, np.float32], why: Mapping[str, str]
 ) -> TensorCoverage:
     if tensor in chosen:
         owner = owners[tensor]

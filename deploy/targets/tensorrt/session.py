@@ -153,10 +153,7 @@ _TIMEOUT_S = 20
 def describe_device(here: Sdk, cuda: Cuda) -> AcceleratorInfo:
     """Describe the GPU, driver, CUDA and TensorRT for the head of a report."""
     return AcceleratorInfo(
-        name=here.gpu,
-        runtime=f"TensorRT {here.version}",
-        driver=driver_version(),
-        cuda=cuda.newest,
+        name=here.gpu, runtime=f"TensorRT {here.version}", driver=driver_version(), cuda=cuda.newest
     )
 
 
@@ -233,12 +230,7 @@ class TensorrtSession:
 
     @classmethod
     def open(
-        cls,
-        path: Path,
-        *,
-        cuda_graph: bool = False,
-        device: int = 0,
-        plugins: Sequence[Path] = (),
+        cls, path: Path, *, cuda_graph: bool = False, device: int = 0, plugins: Sequence[Path] = ()
     ) -> TensorrtSession:
         """Load an engine file on a GPU, after these plugin libraries.
 

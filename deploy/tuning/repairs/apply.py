@@ -98,10 +98,7 @@ def _most_samples(samples: Sequence[Sample]) -> int:
 
 
 def repair_request(
-    target: Target,
-    request: BuildRequest,
-    names: Sequence[str],
-    heard: Sequence[EvaluationSample],
+    target: Target, request: BuildRequest, names: Sequence[str], heard: Sequence[EvaluationSample]
 ) -> tuple[BuildRequest, list[RepairResult]]:
     """Try the named after-repairs for one target.
 
@@ -385,8 +382,5 @@ def _result(name: str, target: str, now: Accuracy, after: Accuracy, *, kept: boo
 
 def _no_change(name: str, target: str = "", why: str = "nothing to repair") -> RepairResult:
     return RepairResult(
-        name=name,
-        target=target,
-        kept=False,
-        sentence=f"{REPAIRS[name].words}: {why}",
+        name=name, target=target, kept=False, sentence=f"{REPAIRS[name].words}: {why}"
     )

@@ -208,11 +208,7 @@ def round_weight(
         if not np.isfinite(products).all():  # the squares overflow float32: round to nearest
             continue
         integers[:, :, part] = round_by_output(
-            steps[:, :, part],
-            products,
-            fixed=fixed[:, :, part],
-            sweeps=_SWEEPS,
-            grid=grid,
+            steps[:, :, part], products, fixed=fixed[:, :, part], sweeps=_SWEEPS, grid=grid
         )
     left = math.nan if (integers != nearest).any() else 1.0
     if apart is not None:
