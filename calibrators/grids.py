@@ -67,7 +67,6 @@ class Grid:
     """The values that a target stores for a quantized tensor.
 
     Attributes:
-        name: name in options, reports and files.
         bits: bits per stored value.
         qmin, qmax: lowest and highest stored value.
         symmetric: whether the zero_point is always 0.
@@ -202,10 +201,8 @@ def round_to_grid(
     Integer grids round to integers, float grids to their mantissa, in the dtype of x, where every
     step but the rounding is exact.
 
-    Args:
-        x: values / scale, of any shape.
-        grid: the grid.
-        to: np.floor or np.ceil to round down or up instead of to nearest.
+    `x`: values / scale, of any shape. `to`: np.floor or np.ceil to round down or up instead of to
+    nearest.
     """
     if grid.kind == "integer":
         return np.asarray(to(x), x.dtype)

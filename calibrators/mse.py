@@ -208,8 +208,6 @@ class _Bins:
 
     Attributes:
         centres, counts: [B] centres in real units and counts of the occupied bins.
-        grid: grid of the range.
-        power: power of the error.
         ramps: the bins for the fast squared error; None for another grid or power.
         width: width of a bin, in real units.
     """

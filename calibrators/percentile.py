@@ -104,10 +104,7 @@ def legacy(histogram: Histogram) -> Scale:
 def extend_by_tail(scale: Scale, histogram: Histogram, most: float) -> Scale:
     """Return the scale with the upper end of its affine range extended by the tail.
 
-    Args:
-        scale: result of a search.
-        histogram: statistics of the tensor.
-        most: limit of the extension, in real units; observed values up to it are not clipped.
+    `most`: limit of the extension, in real units; observed values up to it are not clipped.
     """
     return replace(scale, hi=max(scale.hi, min(histogram.maximum + tail_length(histogram), most)))
 

@@ -198,8 +198,6 @@ class ConvWindow:
     Attributes:
         kernel, strides, dilations: as in ONNX.
         pads: at the start of every axis, then at the end of every axis; unused if `auto` is set.
-        auto: ONNX's auto_pad.
-        group: number of channel groups.
         transposed: whether it is a ConvTranspose, which needs explicit pads.
         more: output_padding of a ConvTranspose.
     """
@@ -257,11 +255,8 @@ def extract_patches(
 ) -> Float32Array:
     """Return at most `most` patches of one input, float32 [groups, K, P].
 
-    Args:
-        value: the input, [N, C, ...] of a convolution, [..., K] of a matrix product.
-        window: window of a convolution; None for a matrix product.
-        number: number of the sample, the seed of the positions.
-        most: largest number of patches.
+    `value`: the input, [N, C, ...] of a convolution, [..., K] of a matrix product. `window`: window
+    of a convolution; None for a matrix product.
     """
     if window is None:
         rows = np.asarray(value, np.float32).reshape(-1, value.shape[-1])

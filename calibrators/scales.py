@@ -24,7 +24,6 @@ class Scale:
         lo, hi: clip range for an affine grid; lo <= hi, both finite.
         amax: threshold for a symmetric grid, >= 0; 0 for a tensor that is always zero.
         observed_min, observed_max: extremes of the data, unclipped.
-        method: name of the search that chose the range.
     """
 
     lo: float

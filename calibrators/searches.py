@@ -77,7 +77,6 @@ class RangeSearch(Generic[P]):
 
     Attributes:
         function: (statistics of one tensor, parameters) -> its clip range.
-        params: type of the parameters.
         help: predicate of a sentence whose subject is the method's name.
         statistic: parameters -> statistic to record of every tensor.
         by_grid: as `function`, with the symmetric grid of the threshold and the affine grid of the

@@ -238,11 +238,9 @@ def search_scale(
 ) -> Scale:
     """Search the clip range of a tensor that has no `find_trouble`.
 
-    Args:
-        histogram: its statistics.
-        search: histogram -> range.
-        reach: (floor, ceiling, followed) in real units: clamp the values to the first two, then
-            extend the range for rare large values up to the third (`calibrators.percentile`).
+    `search`: histogram -> range. `reach`: (floor, ceiling, followed) in real units: clamp the
+    values to the first two, then extend the range for rare large values up to the third
+    (`calibrators.percentile`).
     """
     scale: Scale
     if reach is None:

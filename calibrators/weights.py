@@ -91,10 +91,7 @@ def shrunk_mean(differences: NDArray[np.float64]) -> NDArray[np.float64]:
 def is_depthwise(groups: int, outputs: int, inputs: int) -> bool:
     """Whether a Conv is depthwise; its kernels sum in 32 bits, so that pairs do not matter.
 
-    Args:
-        groups: groups of the Conv.
-        outputs: output channels of all groups.
-        inputs: input channels of a group.
+    `outputs`: output channels of all groups. `inputs`: input channels of a group.
     """
     return groups > 1 and outputs == groups and inputs == 1
 

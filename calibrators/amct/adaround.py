@@ -203,8 +203,6 @@ class AdaParams:
     """AMCT's parameters of ada_quantize.
 
     Attributes:
-        num_iteration: number of steps.
-        reg_param: weight of the regularizer.
         beta_range: exponent of the regularizer at its start and at the end.
         warm_start: share of the iterations without the regularizer.
     """
@@ -225,7 +223,6 @@ class AdaProblem:
         inputs: inputs of the layer downstream of rounded layers, float32 [P, G, K].
         targets: outputs of the float layer, float32 [P, G, M].
         bias: bias included in the targets, float32 [G, M].
-        activation: activation after the layer.
         share: factor of the output's error, relative to AMCT's mean over positions.
     """
 

@@ -59,9 +59,7 @@ class HfmgParams:
 class HfmgHistogram:
     """AMCT's histogram of one tensor over its calibration batches.
 
-    Args:
-        nbins: number of bins.
-        together: samples per batch; those of an incomplete batch are held.
+    `together`: samples per batch; those of an incomplete batch are held.
 
     Attributes:
         counts: [nbins] int32; None before the first batch.

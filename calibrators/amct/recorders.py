@@ -162,7 +162,6 @@ class ChannelMaxOf(_Ordered):
 
     Attributes:
         axis: axis of the channels.
-        samples: number of samples in the batch.
     """
 
     axis: int = 1
@@ -206,7 +205,6 @@ class _Places:
     """Base of the statistics at sampled positions.
 
     Attributes:
-        samples: number of samples to record.
         most: largest number of positions per sample.
     """
 
@@ -279,8 +277,6 @@ class RoundedWeightsOf(_Places):
     Attributes:
         window: window of a convolution; None for a matrix product.
         shape: shape of the integers: groups, output channels of a group, values of a patch.
-        scales: number of scales of the weight.
-        params: parameters of the search.
     """
 
     window: ConvWindow | None

@@ -30,17 +30,11 @@ class EngineSummary:
     """One engine of one build.
 
     Attributes:
-        build: name of the build.
-        target: its target.
         verdict: its verdict; None without one.
         error: why it could not be built; "" where it was.
         speed_up: over the float engine that it is compared with in its own build.
-        p50_ms: median latency.
-        size_bytes: size of its file.
         task: figure of the task as text; "" if unknown.
         sqnr_db: SQNR of the worst output slice.
-        quantized, nodes: number of quantized nodes, and of all nodes.
-        method: method of its ranges.
         effort: effort of the search; "" if unknown.
     """
 
@@ -72,10 +66,7 @@ class BuildComparison:
     """Comparison of several builds.
 
     Attributes:
-        names: names of the builds, as the user gave them.
         engines: one line per engine.
-        differences: options and circumstances in which they differ.
-        notes: notes to the reader.
     """
 
     names: tuple[str, ...]

@@ -59,8 +59,6 @@ class StoredBuild:
     """A build that was read back.
 
     Attributes:
-        name: its folder, as the user gave it.
-        path: its report.json.
         report: its report, without the latency samples, which no file stores.
         options: flag without dashes -> value as text, from `calib8.toml`; None without that file.
     """

@@ -44,9 +44,7 @@ class TensorDifference:
     """Comparison of one tensor of both models.
 
     Attributes:
-        tensor: its name.
         node: name of the first model's node that makes it.
-        operator: type of that node.
         figures: accuracy of the second model's tensor against the first's.
     """
 
@@ -62,7 +60,6 @@ class ModelComparison:
 
     Attributes:
         first, second: "file in runtime" of the two sides.
-        samples: number of samples.
         min_sqnr_db: limit below which a tensor differs.
         layers: shared inner tensors, in the first model's order.
         outputs: shared outputs, in the first model's order.

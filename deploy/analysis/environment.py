@@ -26,8 +26,6 @@ class EnvironmentCheck:
     """Result of one check.
 
     Attributes:
-        what: name of the component.
-        there: whether it is present and works.
         words: its version, or its purpose and how to get it.
     """
 

@@ -52,7 +52,6 @@ class Experiment:
 
     Attributes:
         values: float32, of any shape.
-        quantized: their integers, scales and zero points.
         dtype: torch's name of the integer type.
         found: "given", or the method that found the scale.
     """

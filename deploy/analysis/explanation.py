@@ -41,9 +41,6 @@ class FloatNodeGroup:
 
     Attributes:
         kind: kind of the reason, see `deploy.tuning.plan_file`.
-        reason: the reason as text.
-        operators: operator types of the nodes.
-        nodes: node names.
     """
 
     kind: str
@@ -84,7 +81,6 @@ class ChannelLoss:
     """Loss of one channel (axis 1) of an inner tensor.
 
     Attributes:
-        tensor, channel: the tensor, and the index of the channel.
         sqnr_db: SQNR of the channel alone.
         noise: its share of the tensor's noise, 0 to 1.
     """
@@ -100,10 +96,8 @@ class ImageResults:
     """Results of running images on one target.
 
     Attributes:
-        samples: number of samples that were run.
         images: the images of lowest SQNR, the worst first.
         channels: the channels of lowest SQNR, by tensor.
-        notes: notes on results that are missing.
     """
 
     samples: int
@@ -117,7 +111,6 @@ class TargetExplanation:
     """Explanation of one target.
 
     Attributes:
-        name: name of the target.
         error: why it could not be built; "" where it was.
         level, reasons: level and reasons of the verdict; "" without one.
         parts: output slices, the worst first.
@@ -125,14 +118,11 @@ class TargetExplanation:
         nodes: number of nodes of the model as this target runs it.
         kept: groups of float nodes: by noise, then time, consequence, rules.
         layers: inner tensors, the worst first.
-        repairs: notes on the repairs.
         settled: description of the trial that was built.
-        tried: trials of the search.
         methods: tensor -> range method, where it differs from the others.
         clipped: ranges that clip values, the largest share first.
         runnable: file that ONNX Runtime can run with the target's numerics.
         native: whether ONNX Runtime is the target.
-        held: results on images.
     """
 
     name: str
@@ -163,11 +153,7 @@ class Explanation:
     """Explanation of a build.
 
     Attributes:
-        title: title of the report.
-        report: path of the report.
         plan: path of the plan; None without one.
-        model: path of the float model, from the report.
-        preprocess: preprocessing of the images, from the report.
         targets: one entry per target.
     """
 
@@ -180,12 +166,7 @@ class Explanation:
 
 
 def to_screen(explanation: Explanation, *, everything: bool = False) -> str:
-    """Return the explanation as plain text, without colours.
-
-    Args:
-        explanation: the explanation.
-        everything: whether to show every row of every table.
-    """
+    """Return the explanation as plain text, without colours."""
     most = None if everything else FEW
     blocks = [
         [

@@ -29,12 +29,8 @@ class Inspection:
 
     Attributes:
         model: its file, or its name if it was given in memory.
-        target: name of the target.
         nodes: every node, its precision, and the reason if it is float.
         tensors: names of the tensors that need a scale.
-        inputs: inputs of the model.
-        outputs: outputs of the model.
-        notes: what was changed in the model to prepare it.
     """
 
     model: str

@@ -112,10 +112,8 @@ def lift_program(
 ) -> fx.GraphModule:
     """Return the graph of `program` over the modules of `model`.
 
-    Args:
-        program: from torch.export, not decomposed.
-        model: the exported model; its modules and parameters keep their names.
-        inputs: positional arguments of the export: tensors, or containers of them.
+    `model`: the exported model; its modules and parameters keep their names. `inputs`: positional
+    arguments of the export: tensors, or containers of them.
 
     Raises:
         ModelError: an output is not a tensor, a number, or a tuple, list or dict of them.

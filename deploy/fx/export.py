@@ -188,13 +188,11 @@ class ExportAgreement:
     """Comparison of an ONNX model's outputs with those of the torch model it was exported from.
 
     Attributes:
-        samples: number of samples compared.
         max_difference: largest absolute difference of any output value.
         max_output: largest absolute value of the torch model's outputs.
         argmax: fraction of the last output's rows with the same arg-max along dimension 1.
         codes: max_difference in steps of the last quantized tensor; None for a float model or
             several outputs.
-        batches: batch sizes that were run.
         telling: whether an output depends on the input; if not, agreement proves nothing.
         rows: rows of `argmax`; 0 or the number of samples if each sample has one.
     """

@@ -162,7 +162,6 @@ class MethodSearch:
     """A search of `calibrators.searches.SEARCHES`.
 
     Attributes:
-        method: the method, with its parameters.
         bounded: whether ranges are clipped to where their readers saturate.
     """
 
@@ -256,13 +255,9 @@ def no_range_error(name: str) -> CalibrationError:
 class FakeQuant(nn.Module):
     """Fake quantizer of an activation.
 
-    Args:
-        grid: integer grid of the target.
-        name: the tensor's name, for messages.
-        momentum: weight of a new batch in the moving average of min and max with `observe`; 1
-            takes the extremes of all batches.
-        reach: range beyond which the readers saturate (`deploy.graph.bounds`), a limit of the clip
-            range; None for no limit.
+    `momentum`: weight of a new batch in the moving average of min and max with `observe`; 1 takes
+    the extremes of all batches. `reach`: range beyond which the readers saturate
+    (`deploy.graph.bounds`), a limit of the clip range; None for no limit.
     """
 
     lo: torch.Tensor

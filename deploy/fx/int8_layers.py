@@ -30,10 +30,7 @@ def minimum_scales(
 ) -> torch.Tensor | None:
     """Return the lower limits of a weight's scales, float32 [C_out]; None if there are none.
 
-    Args:
-        weight: of a Conv, ConvTranspose or Linear, in real units.
-        transposed: whether it belongs to a ConvTranspose.
-        groups: of the layer.
+    `weight`: of a Conv, ConvTranspose or Linear, in real units.
     """
     if is_depthwise(groups, *weight.shape[:2]) or (transposed and groups > 1):
         return None  # a grouped ConvTranspose stays in float
@@ -362,7 +359,6 @@ class LayerCoverage:
         left: (qualified name, class) of layers with float weights of two or more dimensions, and
             of parameters that a product reads without a layer. Parameters that are only added or
             scaled by, such as position embeddings, do not count as weights.
-        activations: number of quantized activations.
         reasons: qualified name of a layer in float -> why, as in a build.
     """
 
@@ -395,10 +391,8 @@ def measure_coverage(
 ) -> LayerCoverage:
     """Return which layers of a converted model have int8 weights.
 
-    Args:
-        converted: result of `deploy.fx.convert.convert`.
-        model: the user's model, for class names that the graph has lost.
-        own: the user's own classes of quantized modules.
+    `converted`: result of `deploy.fx.convert.convert`. `model`: the user's model, for class names
+    that the graph has lost.
     """
     kinds = {name: type(module) for name, module in model.named_modules()}
     quantized, left, inside = list[str](), list[tuple[str, str]](), tuple[str, ...]()

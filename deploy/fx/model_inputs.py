@@ -173,10 +173,7 @@ def example_inputs(
     Values are standard normal for floats, 0 to 255 for uint8 (pixels), and 0 or 1 for bool and
     other integers (valid as mask and in every vocabulary).
 
-    Args:
-        shapes: of the inputs.
-        dtypes: torch dtype name of each input; None or missing for `floating`.
-        floating: the model's floating dtype.
+    `dtypes`: torch dtype name of each input; None or missing for `floating`.
     """
     generator = torch.Generator().manual_seed(0)
     names = [*dtypes, *[None] * (len(shapes) - len(dtypes))]

@@ -338,11 +338,7 @@ def check_same_outputs(
 ) -> float:
     """Return the largest difference of the outputs of two forms of a model, in eval mode.
 
-    Args:
-        before: the user's model.
-        after: its rewritten form.
-        inputs: of one run.
-        what: the rewriting, such as "folding BatchNorm".
+    `what`: the rewriting, such as "folding BatchNorm".
 
     Raises:
         ModelError: they differ by more than rounding errors.

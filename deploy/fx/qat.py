@@ -85,9 +85,7 @@ class TrainingResult:
     Both models take tensors in order, also if the task's inputs are a dict.
 
     Attributes:
-        prepared: the trained model with fake quantizers.
         converted: its int8 form, for export.
-        losses: mean loss of each epoch.
         start: result of `evaluate` after calibration and before training (PTQ), or None.
         end: result of `evaluate` for `converted`, or None.
     """

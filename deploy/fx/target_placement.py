@@ -60,7 +60,6 @@ class ExportedGraph:
     """The cleaned ONNX model of a graph, with its correspondence to the graph.
 
     Attributes:
-        model: the ONNX model, ready for a target's plan.
         tensors: graph node -> ONNX tensor, if the model has it.
         homes: ONNX node -> the graph nodes that it implements, wholly or in part.
     """
@@ -83,10 +82,7 @@ def export_named(
 ) -> ExportedGraph:
     """Export a graph whose shapes are known (`propagate_shapes`) to a cleaned float ONNX model.
 
-    Args:
-        graph_module: with norms folded, or merged with their layers.
-        inputs: example inputs.
-        is_opaque: tells whether a call of a module is opaque: replaced by a `OpaqueStandIn`.
+    `is_opaque`: tells whether a call of a module is opaque: replaced by a `OpaqueStandIn`.
 
     Raises:
         ModelError: torch.export cannot follow the graph.
@@ -128,9 +124,7 @@ def _on_cpu(leaf: Any) -> Any:
 class OpaqueStandIn(nn.Module):
     """Replaces an opaque module for the export: outputs of the same shapes, nothing to quantize.
 
-    Args:
-        outputs: tensor metadata of the module's outputs.
-        batch: first dimension of its first input; outputs with this first dimension follow it.
+    `batch`: first dimension of its first input; outputs with this first dimension follow it.
     """
 
     def __init__(self, outputs: Any, batch: int | None):
@@ -300,7 +294,6 @@ class QuantizationSite:
     """A quantized tensor.
 
     Attributes:
-        tensor: the node whose output it is.
         readers: nodes that read it quantized; None for all.
         group: sites of the same group share a scale.
     """
@@ -315,7 +308,6 @@ class GraphPlacement:
     """A target's quantization plan for a graph.
 
     Attributes:
-        grid: of the activations.
         sites: quantized tensors, in the graph's order.
         sources: group -> the tensors whose ranges determine its scale, each with its reach.
         weights: qualified name of a layer -> whether its weight has a scale per channel.

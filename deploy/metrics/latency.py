@@ -97,14 +97,12 @@ class Latency:
 
     Attributes:
         queries: measured iterations, without warm-up.
-        warmup_queries: warm-up iterations.
         total_host_walltime_s: sum of this session's own iterations by the host's clock.
         throughput_qps: queries / total host walltime.
         latency: h2d + compute + d2h if the session times its device, else the host's time.
         host: time of `run` by the host's clock.
         enqueue, h2d, gpu_compute, d2h: None unless the session times its device.
         samples_ms: latency of every measured iteration, in order.
-        warnings: sentences on what makes these figures less reliable.
     """
 
     queries: int

@@ -177,11 +177,8 @@ class OutputTally:
     ) -> None:
         """Start with no samples.
 
-        Args:
-            form: slices and task; None derives them from the first samples.
-            metric: the user's metric, which replaces the task's.
-            labels: class of each sample, for the metric only.
-            objects: annotated objects, for detectors.
+        `form`: slices and task; None derives them from the first samples. `labels`: class of each
+        sample, for the metric only.
         """
         self._objects = objects
         self._precision: PrecisionTally | None = None

@@ -199,9 +199,7 @@ class Top1:
     def __init__(self, labels: Sequence[int] | None, name: str | None = None) -> None:
         """Start at 0 samples.
 
-        Args:
-            labels: class of each sample.
-            name: output to read the class from; None derives it from the first batch.
+        `name`: output to read the class from; None derives it from the first batch.
         """
         self.labels = labels
         self.trouble: FeedError | None = None  # not raised: labels may be for another output

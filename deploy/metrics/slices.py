@@ -33,7 +33,6 @@ class OutputSlice:
     """A slice of an output, the complete output, or its difference from an input or its mean.
 
     Attributes:
-        output: name of the output.
         axis: 1 or -1, the dimension of the rows; None for the complete output.
         start, stop: the rows, half open.
         less: name of the input, or `USUAL` for the mean, that is subtracted from the output first.
@@ -88,9 +87,7 @@ def weight_by_scores(value: Array, scores: Array, *, raw: bool) -> Array:
 def split_output(output: str, samples: Sequence[Array]) -> tuple[OutputSlice, ...]:
     """Return the slices of one output, from the reference's values; the output itself if uniform.
 
-    Args:
-        output: name of the output.
-        samples: its arrays for the first few samples, each [1, ...] or without a batch.
+    `samples`: its arrays for the first few samples, each [1, ...] or without a batch.
     """
     candidates: list[tuple[float, tuple[OutputSlice, ...]]] = []
     for axis in (1, -1):

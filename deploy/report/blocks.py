@@ -66,7 +66,6 @@ class Table:
     """A table, whose first column has the names.
 
     Attributes:
-        heads: of the columns.
         rows: one cell per column.
         kind: class of the table in the page.
         drawn: a second column on the page: its head, the drawings as SVG, and their legend.
@@ -94,8 +93,6 @@ class Section:
     """A section of the report.
 
     Attributes:
-        title: heading, plain text.
-        blocks: contents.
         rows: number of rows or sentences, shown in the page's heading; 0 shows nothing.
         folded: whether the page shows it closed until the reader opens it.
     """

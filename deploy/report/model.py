@@ -100,12 +100,9 @@ class Findings:
     """All results of a run.
 
     Attributes:
-        title: what was done, in one line.
         targets: results per target, in the order requested.
         files: files written for no single target.
         seconds: step -> its duration.
-        work: cost of the run, counted.
-        notes: sentences that the reader must know.
     """
 
     title: str = "calib8"

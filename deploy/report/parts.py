@@ -55,7 +55,6 @@ class GroupRow:
     Attributes:
         variant: model that ran, such as "folded" or "unfolded".
         statistic: statistic of each tensor, such as "histogram".
-        tensors: number of tensors.
         reused: True if read from a cache, False if observed in this run.
     """
 
@@ -75,8 +74,6 @@ class CalibrationPart:
         reused: True if the cache was used and nothing was run.
         reason: why it was reused, or why not, in one sentence.
         seconds: duration of observing and searching; None if reused.
-        cache: path of the cache.
-        groups: what was observed, and which of it was reused.
         by_model: whether the ranges are those of a quantized model, and nothing was observed.
         agreement: agreement of halves of the samples; None if unknown.
     """
@@ -96,7 +93,6 @@ class WorkPart:
     """Cost of a run in inferences and decoded images, which can be compared between machines.
 
     Attributes:
-        decodes: number of decoded images.
         calibration_runs: variant of the model -> inferences for its statistics.
         reference_runs: further inferences of the float model, to judge engines.
         engine_runs: target -> inferences of its engine, or of the model that replaces it.
@@ -173,9 +169,6 @@ class WeightRow:
     """One quantized weight, by its output channels.
 
     Attributes:
-        node: node that reads it.
-        op: its operator.
-        channels: number of channels.
         scales: number of scales: one per channel, or one.
         least, median, largest: of the channels' largest |w|, in real units.
         ratio: the largest over the least.
@@ -206,9 +199,7 @@ class BatchRow:
     """An engine's measurement at one batch.
 
     Attributes:
-        batch: first dimension of its inputs.
         items_qps: items per second: the batch over the host's p50.
-        latency: the measurement.
     """
 
     batch: int
@@ -273,10 +264,8 @@ class TrialRow:
     """One candidate that the search ran as a complete model.
 
     Attributes:
-        what: description of the candidate.
         sqnr_db: of the worst output slice, over the few samples of the search.
         time: relative to the float model's, predicted or measured.
-        taken: whether it was built.
     """
 
     what: str
@@ -291,7 +280,6 @@ class SearchPart:
 
     Attributes:
         reused: whether the result came from the plan and nothing was tried.
-        probes: number of trial models run.
         settled: description of what was built; "" if the plan has none.
         tried: candidates run as complete models, in order.
     """
@@ -307,15 +295,10 @@ class TargetPart:
     """Results of one target.
 
     Attributes:
-        name: of the target.
         method: calibration method of its ranges, such as "mse" or "ARQ and IFMR"; "" if unknown.
         options: flag -> its value as text.
         reused: True if everything it needed was in the cache.
-        nodes: every node with its precision on this target.
-        tensors: ranges in this target's files.
-        weights: quantized weights in them.
         layers: inner tensors of its engine against the float model's, in the model's order.
-        files: files written for it.
         runnable: file with its numerics that ONNX Runtime can run; None without.
         search: the search before it was built; None without.
         notes: sentences on what was left out, with the command that does it.

@@ -63,7 +63,6 @@ class ViewRow:
     """One sample: its original picture, if it had one, and the model's input.
 
     Attributes:
-        name: of the sample.
         fed, given: the model's input and the original, as pictures.
         fed_size, given_size: (height, width) in pixels, before downscaling.
     """
@@ -99,7 +98,6 @@ class DrawnBoxes:
 
     Attributes:
         number: index of the sample, from 0.
-        picture: the model's input.
         size: (height, width) of the model's input.
         kept: boxes of the float model that the engine finds too.
         found: the engine's boxes that match them.
@@ -164,9 +162,7 @@ def box_rows(
 ) -> tuple[BoxRow, ...]:
     """Return rows of the box examples whose picture is available.
 
-    Args:
-        examples: of one engine.
-        looks: index of a sample -> its name and picture, uint8 [h, w, 3].
+    `looks`: index of a sample -> its name and picture, uint8 [h, w, 3].
     """
     pictured = (one for one in examples if isinstance(one, BoxExample) and one.number in looks)
     return tuple(_box_row(one, *looks[one.number]) for one in pictured)

@@ -39,11 +39,8 @@ class Tile:
     """A node of the tree map.
 
     Attributes:
-        name: text in the area.
         value: its size in any unit; with parts, the sum of theirs.
-        said: tooltip.
         kind: 0 to 3, the colour.
-        parts: its children.
     """
 
     name: str
@@ -163,10 +160,7 @@ _PRODUCTS, _REST = 1, 0  # colours of the page's style
 def profile_page(found: GraphProfile, *, name: str, notes: Sequence[str] = ()) -> str:
     """Return the complete page.
 
-    Args:
-        found: result of `deploy.fx.profile.profile_graph`.
-        name: of the model.
-        notes: sentences on how it was measured.
+    `found`: result of `deploy.fx.profile.profile_graph`.
     """
     title = f"Profile of {name}"
     body = (

@@ -177,11 +177,8 @@ def clip_rows(
 def clipped_share(histogram: Histogram, scale: Scale, seen: RangeLimits = UNLIMITED) -> float:
     """Return the share (0 to 1) of values in bins completely outside [lo, hi].
 
-    Args:
-        histogram: of the tensor.
-        scale: its range.
-        seen: values that its readers distinguish; clipping others, as below 0 before a Relu, is
-            no loss.
+    `seen`: values that its readers distinguish; clipping others, as below 0 before a Relu, is no
+    loss.
     """
     edges, counts = histogram.edges(), histogram.signed()
     outside = (edges[1:] <= scale.lo) | (edges[:-1] >= scale.hi)
@@ -265,9 +262,6 @@ class FloatGroup:
     """Float nodes that share an operator and a reason, on one or several targets.
 
     Attributes:
-        op: the operator.
-        precision: float type of the nodes.
-        reason: why they are not quantized.
         nodes: target -> names of its nodes.
     """
 

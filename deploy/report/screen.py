@@ -81,9 +81,7 @@ _MOST_KERNELS = 10
 def to_screen(report: Findings, *, verbose: bool = False) -> str:
     """Return plain text without colours, at most `WIDTH` columns if names allow.
 
-    Args:
-        report: the findings.
-        verbose: include what was observed, reused and tried, and the cost of the run.
+    `verbose`: include what was observed, reused and tried, and the cost of the run.
     """
     blocks = (
         (report.title,),

@@ -55,7 +55,6 @@ class BudgetSearch:
     """State of one search.
 
     Attributes:
-        target: the target.
         request: its build request, with calibration samples for the repairs as judges.
         evaluation: the samples that must hold the budget, with labels or without.
         max_loss: the budget, see `loss_of`.
@@ -67,7 +66,6 @@ class BudgetSearch:
         say: called with sentences on the progress.
         ranking: what goes to float first, with a figure; empty until it is measured.
         history: for each evaluation the layers in float, whether the budget held, and the loss.
-        repairs: the repairs that were kept.
     """
 
     target: Target
@@ -229,13 +227,7 @@ class BudgetSearch:
 
 
 class RepairedBuilder:
-    """Builds trials of a repaired model in which layers in float have their own constants.
-
-    Args:
-        target: the target.
-        request: the request before the repairs.
-        repaired: the request after them.
-    """
+    """Builds trials of a repaired model in which layers in float have their own constants."""
 
     def __init__(self, target: Target, request: BuildRequest, repaired: BuildRequest) -> None:
         self._target, self._repaired = target, repaired

@@ -65,7 +65,6 @@ class TargetPlan:
     """What was chosen for one target.
 
     Attributes:
-        choices: nodes in float, range methods.
         made_from: digest of all that the choice depends on; "" for a plan written by hand.
         precision: "int8" or "fp8", the grid it was chosen for; "" if unknown.
         settled: description of the trial that was built.
@@ -74,7 +73,6 @@ class TargetPlan:
         worthless: how to build the float model, where that should have been built but could not be;
             "" otherwise.
         failed: number of trials that could not run and why the first could not; "" where all ran.
-        tried: the trials, as text and figures.
     """
 
     choices: Choices

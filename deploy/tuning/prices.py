@@ -336,7 +336,6 @@ class Prices:
     Attributes:
         units: unit -> (price in int8, price in float).
         turning: tensor -> price of converting it between int8 and float.
-        outside: price of the nodes that are always float.
         measured: whether prices are times on this machine.
         plain: time of all kernels with all units in int8; less than the sum of the prices where
             many small units and borders lie side by side.
@@ -371,12 +370,7 @@ def cheapest_float_units(
 ) -> frozenset[str]:
     """Return the units to run in float for the least price plus weighted noise.
 
-    Args:
-        prices: price of every unit.
-        units: the units and the tensors between them.
-        noise: unit -> its noise in int8, 0 if missing.
-        weight: price of one unit of noise.
-        pinned: units that must be float.
+    `noise`: unit -> its noise in int8, 0 if missing.
     """
     by_unit = {
         unit: (int8 + weight * noise.get(unit, 0.0), float32)

@@ -158,7 +158,6 @@ class Prober:
         ran: called with the number of samples that are run.
 
     Attributes:
-        tried: number of trial models that were made.
         errors: errors of trials that could not run, in the order of the trials.
         unjudged: error of the user's metric, if it failed.
     """
@@ -426,12 +425,6 @@ def replace_by_scores(
 ) -> list[ReferenceSample]:
     """Replace the float model's ranked outputs by the scores that they are made of.
 
-    Args:
-        model: the float model.
-        heard: samples, each with the outputs of the model.
-        every: whether the ranked outputs stay too.
-        threads: threads of one inference.
-
     Raises:
         BackendError: ONNX Runtime refused the model or a sample.
     """
@@ -449,9 +442,7 @@ def replace_by_scores(
 def add_score_outputs(model: onnx.ModelProto, ends: Mapping[str, str]) -> onnx.ModelProto:
     """Return a trial model with the scores as outputs too, under the float model's names.
 
-    Args:
-        model: model of a trial.
-        ends: outputs and scores of the float model, as found by `find_ranked_scores`.
+    `ends`: outputs and scores of the float model, as found by `find_ranked_scores`.
     """
     from onnx import helper
 

@@ -117,11 +117,8 @@ def measure_sensitivity(
 ) -> Sensitivity:
     """Find the noisy layers by halving groups.
 
-    Args:
-        layers: units with weights, in the model's order.
-        alone: groups -> noise of each with all else in float; None where it cannot run.
-        groups: number of groups to begin with.
-        most: number of groups to try at most.
+    `layers`: units with weights, in the model's order. `alone`: groups -> noise of each with all
+    else in float; None where it cannot run.
     """
     first = split_into_groups(layers, groups)
     noises = _runnable(first, alone(first))
@@ -167,20 +164,13 @@ class Search:
     """State of one search.
 
     Attributes:
-        units: units of the model on the target.
-        prices: their prices.
-        prober: runs the trials.
         methods: range methods to choose among, the calibration's first; None is a target's own
             method.
-        own: name of a target's own method.
         word: precision of the quantized nodes, such as int8.
-        effort: how many trials of each kind.
         weight: weight of loss against time, see `COMMON_WEIGHT`.
         rounded: whether trials have rounded weights; None without that repair.
-        or_float: whether the float model may be chosen.
         sums: units of Adds without weights: the residual stream.
         trials: the trials that ran, in order.
-        sensitivity: noise of the groups, once measured.
         refused: layers that stay float since they cannot run otherwise.
         kept_sums: those of `sums` that stay float for their common loss, and the reason.
     """

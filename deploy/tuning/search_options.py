@@ -110,10 +110,6 @@ class Trial:
     """One split with its range methods, run on the samples of the search.
 
     Attributes:
-        what: its description.
-        in_float: units in float.
-        choices: what it was built with.
-        noise: its noise.
         time: predicted time, as a share of the float model's.
         is_float: whether it is the float model, which clips nothing.
     """

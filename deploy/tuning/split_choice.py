@@ -69,7 +69,6 @@ class ChosenSplit:
     """The trial to build, and why.
 
     Attributes:
-        trial: the trial.
         told: rows of what was timed.
         unusable: why the trial of least cost would be unusable; "" where it is built.
         doubtful: why it would be doubtful; "" where it is built or unusable.
@@ -84,10 +83,7 @@ class ChosenSplit:
 def choose_split(search: Search, hooks: SplitHooks, *, or_float: bool) -> ChosenSplit:
     """Choose what to build.
 
-    Args:
-        search: a finished search.
-        hooks: how trials are timed and judged.
-        or_float: whether to build the float model where no split is usable.
+    `or_float`: whether to build the float model where no split is usable.
     """
     likely = search.likely(_TIMED)
     if search.best_without_float not in likely:
@@ -176,14 +172,8 @@ def choose_by_time(
 ) -> tuple[Trial, TimedRows]:
     """Time splits and the float model; return the trial to build and rows of what was timed.
 
-    Args:
-        search: a finished search.
-        likely: splits, the likeliest first.
-        samples: inputs, used in turn.
-        written: builds the model of a split as it would be deployed.
-        given: the float model as the user gave it.
-        options: options with the minimum speed-up and the largest loss.
-        threads: threads inside one operator.
+    `likely`: splits, the likeliest first. `written`: builds the model of a split as it would be
+    deployed.
     """
     models = [written(trial) for trial in (*likely, search.all_in_float)]
     extra = [given] if options.min_speedup > 1 else []

@@ -205,10 +205,7 @@ def quickest_ms(
 ) -> float:
     """Return the milliseconds of the quickest inference.
 
-    Args:
-        model: float or int8 model.
-        feeds: inputs, used in turn.
-        threads: threads inside one operator.
+    `model`: float or int8 model.
 
     Raises:
         BackendError: ONNX Runtime refused the model or a sample.

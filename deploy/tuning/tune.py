@@ -92,11 +92,8 @@ class SearchSetup:
     """Input of one search.
 
     Attributes:
-        target: the target.
-        request: its build request.
         options: options of the search, with an effort of at least 1.
         method_fixed: whether the range method must stay: the user chose it or trusts a cache.
-        trial: builds the trial model of a request.
         rounded: whether trials have rounded weights; None without that repair.
         held_out: whether ranges of trials come from other samples than their own, which are
             samples of the calibration.
@@ -129,10 +126,6 @@ class SearchSetup:
 
 def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     """Run a search; return its plan and the number of trial models that ran.
-
-    Args:
-        setup: input of the search.
-        step: called after every trial.
 
     Raises:
         Calib8Error: what the target raises for the unrepaired model.
@@ -340,10 +333,8 @@ class PlannedTarget:
     """Plan of one target and where it came from.
 
     Attributes:
-        plan: choices and trials.
         reused: whether an existing plan was used without a search.
         searched: whether the plan comes from a search, this one or an earlier one.
-        probes: number of trial models that ran.
         note: note on an existing plan that was not used; "" for none.
     """
 
@@ -365,13 +356,7 @@ def plan_target(
 ) -> PlannedTarget:
     """Return the plan of a target: an existing one that fits, else the result of a search.
 
-    Args:
-        target: the target.
-        request: its build request.
-        options: options of the search.
-        known: existing plan file.
-        method_asked: whether the user chose the range method, which then stays.
-        repairs: repairs that will be tried after the search.
+    `method_asked`: whether the user chose the range method, which then stays.
 
     Raises:
         ConfigError: a plan with nodes that the model does not have, or made for another grid.

@@ -269,7 +269,6 @@ class Classes(EvaluationTask):
     """Classification in one output or several heads.
 
     Attributes:
-        counts: their numbers of classes.
         beside: other outputs, of numbers, which the task does not cover.
     """
 

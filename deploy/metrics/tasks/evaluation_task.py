@@ -112,8 +112,6 @@ class TaskFigure:
         value: more is better; 1 for full agreement, any scale for a user's metric.
         reference: the float model's own value.
         count: the figure in short, such as "84 of 88".
-        words: the figure as text.
-        form: how the outputs were interpreted, as text.
         beside: outputs that the task does not cover.
     """
 
@@ -164,8 +162,6 @@ class EvaluationTask(ABC):
     """A recognised task: a form of outputs.
 
     Attributes:
-        name: name of the task.
-        tally_type: class of its tallies.
         parts: output -> its slices, if the task knows them better than the data shows. An output
             without slices is not compared value by value, such as a list of detections in varying
             order.
@@ -225,11 +221,7 @@ class TaskTally(ABC, Generic[T]):
     def figure_of_kept(self, things: str, kept: int, total: int, words: str) -> TaskFigure | None:
         """Return the share of FP32's things that the candidate keeps; None if it has none.
 
-        Args:
-            things: what is kept, in the plural.
-            kept: number kept.
-            total: number of FP32's.
-            words: when one is kept, as text.
+        `total`: number of FP32's. `words`: when one is kept, as text.
         """
         if not total:
             return None

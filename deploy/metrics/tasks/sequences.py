@@ -245,7 +245,6 @@ class Text(EvaluationTask):
 
     Attributes:
         symbols: number of symbols with the blank.
-        blank: number of the blank.
         merged: whether repeated symbols are merged.
     """
 

@@ -90,10 +90,8 @@ def find_grids(
 ) -> Iterator[AnchorGrid]:
     """Yield grids of adjacent strides with exactly this many anchors, fewest per cell first.
 
-    Args:
-        anchors: number of anchors of all levels.
-        size: (height, width) of the image in pixels.
-        levels: number of strides; None for two or more.
+    `size`: (height, width) of the image in pixels. `levels`: number of strides; None for two or
+    more.
     """
     lengths = range(2, len(STRIDES) + 1) if levels is None else (levels,)
     runs = [
@@ -127,7 +125,6 @@ class DenseDecoder:
         coding: "centre" cx cy w h, "corners" x1 y1 x2 y2, or "cell" (YOLOX).
         objectness: whether row 4 multiplies all classes.
         scores: number of rows of scores from row 4 on, objectness included.
-        grid: places of the anchors.
         point: rows per key point, 2 or 3, which come last; 0 without.
         maps: output of the masks' prototypes; "" without.
         turned: whether the last row is an angle.

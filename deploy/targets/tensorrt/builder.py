@@ -68,10 +68,8 @@ class BuilderSettings:
         workspace_mib: workspace limit in MiB; None for TensorRT's default.
         profiles: dynamic input -> its shapes.
         values: integer input -> its values, for inputs that shapes may depend on.
-        plugins: plugin libraries that the model needs.
         timing_cache: timing cache file to write; it makes the next build faster.
         known_timing: timing cache file to read; None to read `timing_cache`.
-        verbose: record TensorRT's verbose messages too.
     """
 
     int8: bool = True
@@ -198,11 +196,8 @@ def profiles_for(
     Dynamic dimensions cover every size of the samples; a dynamic batch (dimension 0) covers 1 to
     `most_batch`.
 
-    Args:
-        shapes: input shapes of the model.
-        fed: input shapes that the engine is tuned for.
-        most_batch: largest batch of a dynamic batch dimension.
-        span: smallest and largest shapes of all samples; None if all are as `fed`.
+    `fed`: input shapes that the engine is tuned for. `span`: smallest and largest shapes of all
+    samples; None if all are as `fed`.
 
     Raises:
         ConfigError: `fed` does not fit a fixed dimension.

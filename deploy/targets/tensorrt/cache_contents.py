@@ -92,7 +92,6 @@ class CacheTensor:
     """One entry of a calibration cache.
 
     Attributes:
-        name: key in the cache.
         source: ONNX tensor with the same values.
         shares: ONNX tensor whose scale it copies (the input of a pool), or None.
     """

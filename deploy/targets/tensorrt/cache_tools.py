@@ -132,11 +132,8 @@ def check_cache(
 ) -> list[CacheFinding]:
     """Check a cache before a build.
 
-    Args:
-        cache: the cache.
-        version: "X.Y.Z" of the TensorRT that will read it.
-        algorithm: of the calibrator that will read it; `trtexec --calib` needs ENTROPY2.
-        matched: the cache matched against a model.
+    `version`: "X.Y.Z" of the TensorRT that will read it. `algorithm`: of the calibrator that will
+    read it; `trtexec --calib` needs ENTROPY2.
     """
     findings = [CacheFinding(_flaw_text(n, f), f in ("NaN", "negative")) for n, f in _flaws(cache)]
     if cache.duplicates():

@@ -289,10 +289,8 @@ def infer_missing_scales(
 ) -> InferredScales:
     """Infer the scales of all tensors that a TensorRT cache lists.
 
-    Args:
-        model: plain float model.
-        scales: tensor -> float32 scale of its pair; returned bit for bit.
-        guesses: also infer scales that may clip values.
+    `scales`: tensor -> float32 scale of its pair; returned bit for bit. `guesses`: also infer
+    scales that may clip values.
 
     Raises:
         ModelError: shapes in the model contradict each other.

@@ -97,7 +97,6 @@ class Sdk:
     Attributes:
         version: "X.Y.Z" or "X.Y.Z.B".
         calibrators: whether it has int8 calibrators (8.x to 10.16).
-        gpu: name and compute capability of the device.
         stand_ins: tactic sources to disable because their libraries are empty stand-ins.
     """
 

@@ -174,9 +174,7 @@ class _Tensor:
     """An input or output of an engine.
 
     Attributes:
-        spec: name, numpy dtype and shape.
         dtype: TensorRT's dtype.
-        is_input: whether it is an input.
         on_host: whether TensorRT reads or writes it in host memory.
     """
 
@@ -191,12 +189,7 @@ class _Tensor:
 
 
 class TensorrtSession:
-    """An engine loaded on a GPU, made by `open`.
-
-    Attributes:
-        threads: host threads of an inference.
-        device: the GPU, its driver and TensorRT.
-    """
+    """An engine loaded on a GPU, made by `open`."""
 
     threads = 1
 

@@ -43,9 +43,7 @@ class TensorrtFeatures:
     """Features of TensorRT from a version on.
 
     Attributes:
-        opset: newest opset of its ONNX parser.
         calibrators: whether it has int8 calibrators and reads their caches.
-        typed: whether it has strongly typed networks.
         fp8: whether strongly typed networks can have FP8 convolutions.
     """
 
@@ -155,7 +153,6 @@ class TrtexecCommand:
     """One trtexec command that builds the engine.
 
     Attributes:
-        name: its name in the script.
         when: the TensorRT versions that it is for.
         words: the command line; empty if no TensorRT can build it, then `when` says why.
     """

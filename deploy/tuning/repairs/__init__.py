@@ -32,7 +32,6 @@ class Repair:
     """One repair; exactly one of `before`, `after` and `by_layers` is set.
 
     Attributes:
-        words: its name in a report.
         before: changes the model before calibration.
         after: changes the build request after calibration; kept or not by the error of the outputs.
         by_layers: likewise, but decides layer by layer by itself.

@@ -59,10 +59,8 @@ def trial_builder(
 ) -> Callable[[BuildRequest], onnx.ModelProto]:
     """Return a builder of a target's trial models, with rounded weights if that repair is chosen.
 
-    Args:
-        target: the target.
-        request: build request; its choices are replaced in each trial.
-        names: repairs, keys of `REPAIRS`.
+    `request`: build request; its choices are replaced in each trial. `names`: repairs, keys of
+    `REPAIRS`.
 
     Raises:
         Calib8Error: what the target raises for the unrepaired model.
@@ -102,12 +100,8 @@ def repair_request(
 ) -> tuple[BuildRequest, list[RepairResult]]:
     """Try the named after-repairs for one target.
 
-    Args:
-        target: the target.
-        request: build request.
-        names: keys of `REPAIRS`; before-repairs are skipped.
-        heard: a few samples with the float model's outputs; half compute the repairs, half evaluate
-            them.
+    `names`: keys of `REPAIRS`; before-repairs are skipped. `heard`: a few samples with the float
+    model's outputs; half compute the repairs, half evaluate them.
 
     Returns:
         The repaired request and the result of each repair.
@@ -224,13 +218,8 @@ def repair_model(
     Each candidate is calibrated for each target on a few samples and its int8 model compared with
     the float outputs. The best candidate of a repair is kept if some target gains and none loses.
 
-    Args:
-        targets: the targets; those that cannot be built for are ignored.
-        subject: the original model.
-        names: keys of `REPAIRS`; after-repairs are skipped.
-        feed: the calibration samples.
-        folder: output folder of the targets.
-        threads: samples that run in parallel.
+    `targets`: the targets; those that cannot be built for are ignored. `names`: keys of `REPAIRS`;
+    after-repairs are skipped.
 
     Returns:
         The repaired subject and the result of each repair.

@@ -24,11 +24,8 @@ class RepairInput:
     Attributes:
         target: target whose int8 model is repaired.
         reference: float model before any repair; its outputs are the reference.
-        samples: a few samples to compute the repair from.
         apart: held-out samples that accept or reject each change of a layer; empty where there are
             too few samples.
-        threads: samples that run in parallel.
-        progress: called after each layer.
     """
 
     target: Target
@@ -57,10 +54,6 @@ class RepairResult:
     """Result of one repair on one target.
 
     Attributes:
-        name: the repair.
-        target: the target.
-        kept: whether the build uses it.
-        sentence: the result as text.
         before_db, after_db: SQNR of the worst output slice without and with it; None where there
             was nothing to repair, or where it decides layer by layer.
     """

@@ -252,11 +252,7 @@ def output_error(
 
     The weights are float.
 
-    Args:
-        layer: the layer.
-        inputs: input patches [groups, K, P].
-        scale: range of the input.
-        grid: grid of the input.
+    `inputs`: input patches [groups, K, P].
     """
     step, zero = scale.on(grid)
     if not step > 0:

@@ -43,16 +43,11 @@ class WeightedLayer:
     """A layer with constant weights.
 
     Attributes:
-        name: node name.
         kind: operator type, one of `HEAVY`.
-        input: tensor that it reads.
         output: tensor that it makes, after the bias Add of a MatMul.
-        weight: initializer of the weight.
         array: the weight, float32 in ONNX layout.
         bias: initializer of the bias, "" for none.
         add: name of the bias Add of a MatMul, "" for none.
-        group: groups of a convolution.
-        given: the node's attributes.
         alone: whether no other node reads the weight.
     """
 
@@ -347,8 +342,6 @@ class LayerQuantization:
 
     Attributes:
         weight: weight scales, shaped to broadcast over the float weight.
-        input: scale of the input.
-        zero: zero point of the input.
         low, high: smallest and largest stored value of the input.
         grid: integer or FP8 grid whose rounding rule applies to both.
         nearest: whether the weight is rounded to nearest; False for weights rounded by AMCT's
@@ -386,10 +379,7 @@ def read_quantization(
 ) -> LayerQuantization | None:
     """Read the quantization of a layer from an int8 model.
 
-    Args:
-        graph: the int8 model.
-        node: the layer's node in it.
-        layer: the layer in the float model.
+    `graph`: the int8 model.
 
     Returns:
         None where the node does not run in integers, or in an unknown form.

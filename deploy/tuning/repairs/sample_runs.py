@@ -83,11 +83,7 @@ def _rows(value: Array, axis: int) -> Array:
 class SampleComparison:
     """Compares models with the float model on the same few samples; the float model runs once.
 
-    Args:
-        reference: the float model.
-        samples: a few samples.
-        threads: samples that run in parallel.
-        said: the float model's outputs on them, if they are available.
+    `said`: the float model's outputs on them, if they are available.
     """
 
     def __init__(
