@@ -114,23 +114,14 @@ def sigmoid(x: FloatArray) -> FloatArray:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """At most 64 output channels of a layer.
+    """At most 64 output channels of a layer."""
 
-    Attributes:
-        weight: float32 [G, A, M, T], A tiles of T values of K.
-        scale: float32 [G, 1, M, 1].
-        bias: float32 [G, 1, M, 1].
-        inputs: float32 [P, G, A * T].
-        width: K.
-        batch: (tiles, positions per tile) of an iteration.
-    """
-
-    weight: FloatArray
-    scale: FloatArray
-    bias: FloatArray
-    inputs: FloatArray
-    width: int
-    batch: tuple[int, int]
+    weight: FloatArray  # float32 [G, A, M, T], A tiles of T values of K
+    scale: FloatArray  # float32 [G, 1, M, 1]
+    bias: FloatArray  # float32 [G, 1, M, 1]
+    inputs: FloatArray  # float32 [P, G, A * T]
+    width: int  # K
+    batch: tuple[int, int]  # (tiles, positions per tile) of an iteration
 
     @classmethod
     def of(
@@ -215,24 +206,15 @@ class AdaParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaProblem:
-    """Input of AdaRound for a layer with G groups of M output channels, at P positions.
+    """Input of AdaRound for a layer with G groups of M output channels, at P positions."""
 
-    Attributes:
-        weight: float32 [G, M, K].
-        scale: scale of each channel, float32 [G, M, 1].
-        inputs: inputs of the layer downstream of rounded layers, float32 [P, G, K].
-        targets: outputs of the float layer, float32 [P, G, M].
-        bias: bias included in the targets, float32 [G, M].
-        share: factor of the output's error, relative to AMCT's mean over positions.
-    """
-
-    weight: FloatArray
-    scale: FloatArray
-    inputs: FloatArray
-    targets: FloatArray
-    bias: FloatArray
+    weight: FloatArray  # float32 [G, M, K]
+    scale: FloatArray  # scale of each channel, float32 [G, M, 1]
+    inputs: FloatArray  # inputs of the layer downstream of rounded layers, float32 [P, G, K]
+    targets: FloatArray  # outputs of the float layer, float32 [P, G, M]
+    bias: FloatArray  # bias included in the targets, float32 [G, M]
     activation: AdaActivation = field(default_factory=AdaActivation)
-    share: float = 1.0
+    share: float = 1.0  # factor of the output's error, relative to AMCT's mean over positions
 
     def blocks(self) -> list[AdaProblem]:
         """Split into independent problems of at most 64 output channels."""

@@ -414,20 +414,15 @@ def ifmr_streaming(histogram: IfmrHistogram, params: IfmrParams | None = None) -
 
 @dataclass(frozen=True, slots=True)
 class _Spread:
-    """A histogram as a density: the data of bin b are spread evenly over [lows[b], highs[b]].
+    """A histogram as a density: the data of bin b are spread evenly over [lows[b], highs[b]]."""
 
-    Attributes:
-        edges: [B + 1] edges of the bins.
-        numbers, sums: [B + 1] number and sum of the data below each edge.
-        squares: sum of the squares of all data.
-    """
-
-    edges: Float64Array
+    edges: Float64Array  # [B + 1] edges of the bins
     lows: Float64Array
     highs: Float64Array
+    # numbers, sums: [B + 1] number and sum of the data below each edge
     numbers: Float64Array
     sums: Float64Array
-    squares: float
+    squares: float  # sum of the squares of all data
 
     @classmethod
     def of(cls, histogram: IfmrHistogram) -> _Spread:

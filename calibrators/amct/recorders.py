@@ -26,13 +26,9 @@ from calibrators.statistics import Arrays, Recorder, Statistic, read_numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ordered:
-    """Base of the ordered statistics without a lead.
+    """Base of the ordered statistics without a lead."""
 
-    Attributes:
-        samples: number of samples to record, AMCT's `batch_num`; None for all.
-    """
-
-    samples: int | None = None
+    samples: int | None = None  # number of samples to record, AMCT's `batch_num`; None for all
     ordered: ClassVar[bool] = True  # AMCT's batches are consecutive
     lead: ClassVar[Statistic | None] = None
 
@@ -125,15 +121,10 @@ class AllValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfmgOf(_Ordered):
-    """An `HfmgHistogram`.
+    """An `HfmgHistogram`."""
 
-    Attributes:
-        nbins: 1024, 2048, 4096 or 8192.
-        together: samples per batch.
-    """
-
-    nbins: int = 4096
-    together: int = 1
+    nbins: int = 4096  # 1024, 2048, 4096 or 8192
+    together: int = 1  # samples per batch
 
     @property
     def key(self) -> str:
@@ -158,13 +149,9 @@ class HfmgOf(_Ordered):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelMaxOf(_Ordered):
-    """The largest |x| of each channel of the first batch, for DMQ.
+    """The largest |x| of each channel of the first batch, for DMQ."""
 
-    Attributes:
-        axis: axis of the channels.
-    """
-
-    axis: int = 1
+    axis: int = 1  # axis of the channels
     samples: int | None = 1
 
     @property
@@ -202,14 +189,10 @@ class ChannelMax:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Places:
-    """Base of the statistics at sampled positions.
-
-    Attributes:
-        most: largest number of positions per sample.
-    """
+    """Base of the statistics at sampled positions."""
 
     samples: int
-    most: int
+    most: int  # largest number of positions per sample
     ordered: ClassVar[bool] = True  # the number of the sample decides the positions
     lead: ClassVar[Statistic | None] = None
 
@@ -220,13 +203,9 @@ class _Places:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetsOf(_Places):
-    """Outputs of the float layer at sampled positions; never stored.
+    """Outputs of the float layer at sampled positions; never stored."""
 
-    Attributes:
-        last: whether the output channels are the last axis, else the second.
-    """
-
-    last: bool
+    last: bool  # whether the output channels are the last axis, else the second
 
     @property
     def key(self) -> str:

@@ -159,14 +159,10 @@ def search_for(target: str | Target, method: Method | str | None = None) -> Acti
 
 @dataclass(frozen=True, slots=True)
 class MethodSearch:
-    """A search of `calibrators.searches.SEARCHES`.
-
-    Attributes:
-        bounded: whether ranges are clipped to where their readers saturate.
-    """
+    """A search of `calibrators.searches.SEARCHES`."""
 
     method: Method
-    bounded: bool = True
+    bounded: bool = True  # whether ranges are clipped to where their readers saturate
     rounded_weights: ClassVar[bool] = False  # as in `build`
 
     @property

@@ -250,15 +250,10 @@ def folded_layer(trained: QatLayer) -> nn.Module:
 
 
 class IntLayer(nn.Module):
-    """A layer with an int8 weight, exported as integers.
+    """A layer with an int8 weight, exported as integers."""
 
-    Attributes:
-        weight_int: int8, the shape of the layer's weight.
-        weight_scale: float32 [C] or [1].
-    """
-
-    weight_int: torch.Tensor
-    weight_scale: torch.Tensor
+    weight_int: torch.Tensor  # int8, the shape of the layer's weight
+    weight_scale: torch.Tensor  # float32 [C] or [1]
     bias: torch.Tensor | None
 
     def __init__(self, trained: QatLayer, name: str):

@@ -97,25 +97,17 @@ _CALLS = re.compile(r"@[0-9]+")  # torch.export numbers the calls of a module
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
-    """Cost of one node of the graph.
+    """Cost of one node of the graph."""
 
-    Attributes:
-        opcode, name, target: as in the table of `calib8 trace`.
-        module: qualified name of the module that it belongs to; "" for the model itself.
-        seconds: mean of the timed runs.
-        percent: share of the entire run.
-        flops: floating-point operations, two per multiply-accumulate.
-        parameters: number of parameters that it uses; shared ones count for the first node.
-    """
-
+    # opcode, name, target: as in the table of `calib8 trace`
     opcode: str
     name: str
     target: str
-    module: str
-    seconds: float
-    percent: float
-    flops: int
-    parameters: int
+    module: str  # qualified name of the module that it belongs to; "" for the model itself
+    seconds: float  # mean of the timed runs
+    percent: float  # share of the entire run
+    flops: int  # floating-point operations, two per multiply-accumulate
+    parameters: int  # number of parameters that it uses; shared ones count for the first node
 
     @property
     def macs(self) -> int:

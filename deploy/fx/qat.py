@@ -83,18 +83,13 @@ class TrainingResult:
     """Result of `train`.
 
     Both models take tensors in order, also if the task's inputs are a dict.
-
-    Attributes:
-        converted: its int8 form, for export.
-        start: result of `evaluate` after calibration and before training (PTQ), or None.
-        end: result of `evaluate` for `converted`, or None.
     """
 
     prepared: nn.Module
-    converted: nn.Module
+    converted: nn.Module  # its int8 form, for export
     losses: tuple[float, ...]
-    start: float | None
-    end: float | None
+    start: float | None  # result of `evaluate` after calibration and before training (PTQ), or None
+    end: float | None  # result of `evaluate` for `converted`, or None
 
 
 def train(

@@ -291,16 +291,11 @@ _ROUNDS = 16  # each round keeps more nodes in float
 
 @dataclass(slots=True)
 class QuantizationSite:
-    """A quantized tensor.
-
-    Attributes:
-        readers: nodes that read it quantized; None for all.
-        group: sites of the same group share a scale.
-    """
+    """A quantized tensor."""
 
     tensor: fx.Node
-    readers: set[fx.Node] | None
-    group: str
+    readers: set[fx.Node] | None  # nodes that read it quantized; None for all
+    group: str  # sites of the same group share a scale
 
 
 @dataclass(frozen=True, slots=True)

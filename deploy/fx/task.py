@@ -132,15 +132,10 @@ def order_inputs(task: Task) -> Task:
 
 @dataclass(frozen=True, slots=True)
 class ForwardArguments:
-    """Named arguments of a forward.
+    """Named arguments of a forward."""
 
-    Attributes:
-        names: of its tensors, in order.
-        into: the argument that takes a dict of them; None if they are separate arguments.
-    """
-
-    names: tuple[str, ...]
-    into: str | None
+    names: tuple[str, ...]  # of its tensors, in order
+    into: str | None  # the argument that takes a dict of them; None if they are separate arguments
     signature: inspect.Signature
 
     @classmethod

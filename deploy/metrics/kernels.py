@@ -34,17 +34,11 @@ _CONTROL_FLOW = frozenset({"If", "Loop", "Scan"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTime:
-    """A kernel or layer of an engine.
+    """A kernel or layer of an engine."""
 
-    Attributes:
-        name: the runtime's name; of fused nodes often the name of one of them.
-        kind: operation type, in the runtime's terms; "" if unknown.
-        ms: p50 of its time per inference.
-    """
-
-    name: str
-    kind: str
-    ms: float
+    name: str  # the runtime's name; of fused nodes often the name of one of them
+    kind: str  # operation type, in the runtime's terms; "" if unknown
+    ms: float  # p50 of its time per inference
 
 
 @runtime_checkable

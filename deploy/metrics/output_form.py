@@ -147,21 +147,16 @@ def _seen(outputs: Sequence[Outputs], inputs: Sequence[Outputs]) -> FirstSamples
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceAccuracy:
-    """Errors of one slice of an output.
+    """Errors of one slice of an output."""
 
-    Attributes:
-        label: such as "scores" or "output0[4:22]".
-        sqnr_db, cosine_mean, cosine_min, max_abs_error: as in `OutputAccuracy`.
-        less: what was subtracted first: an input, or `USUAL` for the mean; "" for nothing.
-    """
-
-    label: str
+    label: str  # such as "scores" or "output0[4:22]"
     output: str
+    # sqnr_db, cosine_mean, cosine_min, max_abs_error: as in `OutputAccuracy`
     sqnr_db: float
     cosine_mean: float
     cosine_min: float
     max_abs_error: float
-    less: str = ""
+    less: str = ""  # what was subtracted first: an input, or `USUAL` for the mean; "" for nothing
 
 
 class OutputTally:

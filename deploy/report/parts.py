@@ -50,18 +50,12 @@ class FeedPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRow:
-    """Observations of one kind: a statistic of some tensors of one variant of the model.
+    """Observations of one kind: a statistic of some tensors of one variant of the model."""
 
-    Attributes:
-        variant: model that ran, such as "folded" or "unfolded".
-        statistic: statistic of each tensor, such as "histogram".
-        reused: True if read from a cache, False if observed in this run.
-    """
-
-    variant: str
-    statistic: str
+    variant: str  # model that ran, such as "folded" or "unfolded"
+    statistic: str  # statistic of each tensor, such as "histogram"
     tensors: int
-    reused: bool
+    reused: bool  # True if read from a cache, False if observed in this run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,19 +124,12 @@ class RangeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistogramPart:
-    """Histogram of a tensor in adjacent bars.
+    """Histogram of a tensor in adjacent bars."""
 
-    Attributes:
-        start: lower edge of the first bar, in real units.
-        width: width of every bar; 0 if all values equal `start`.
-        counts: number of values per bar.
-        others: ranges that other methods find on the same histogram.
-    """
-
-    start: float
-    width: float
-    counts: tuple[int, ...]
-    others: tuple[RangeRow, ...] = ()
+    start: float  # lower edge of the first bar, in real units
+    width: float  # width of every bar; 0 if all values equal `start`
+    counts: tuple[int, ...]  # number of values per bar
+    others: tuple[RangeRow, ...] = ()  # ranges that other methods find on the same histogram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,14 +183,10 @@ class WeightRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
-    """An engine's measurement at one batch.
-
-    Attributes:
-        items_qps: items per second: the batch over the host's p50.
-    """
+    """An engine's measurement at one batch."""
 
     batch: int
-    items_qps: float
+    items_qps: float  # items per second: the batch over the host's p50
     latency: Latency
 
 
@@ -261,63 +244,43 @@ class FileRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRow:
-    """One candidate that the search ran as a complete model.
-
-    Attributes:
-        sqnr_db: of the worst output slice, over the few samples of the search.
-        time: relative to the float model's, predicted or measured.
-    """
+    """One candidate that the search ran as a complete model."""
 
     what: str
-    sqnr_db: float
-    time: float
+    sqnr_db: float  # of the worst output slice, over the few samples of the search
+    time: float  # relative to the float model's, predicted or measured
     taken: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchPart:
-    """The search before a target was built.
+    """The search before a target was built."""
 
-    Attributes:
-        reused: whether the result came from the plan and nothing was tried.
-        settled: description of what was built; "" if the plan has none.
-        tried: candidates run as complete models, in order.
-    """
-
-    reused: bool
+    reused: bool  # whether the result came from the plan and nothing was tried
     probes: int
-    settled: str
-    tried: tuple[TrialRow, ...]
+    settled: str  # description of what was built; "" if the plan has none
+    tried: tuple[TrialRow, ...]  # candidates run as complete models, in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetPart:
-    """Results of one target.
-
-    Attributes:
-        method: calibration method of its ranges, such as "mse" or "ARQ and IFMR"; "" if unknown.
-        options: flag -> its value as text.
-        reused: True if everything it needed was in the cache.
-        layers: inner tensors of its engine against the float model's, in the model's order.
-        runnable: file with its numerics that ONNX Runtime can run; None without.
-        search: the search before it was built; None without.
-        notes: sentences on what was left out, with the command that does it.
-        error: why it failed, in one sentence; "" on success.
-    """
+    """Results of one target."""
 
     name: str
+    # calibration method of its ranges, such as "mse" or "ARQ and IFMR"; "" if unknown
     method: str = ""
-    options: Mapping[str, str] = field(default_factory=dict)
-    reused: bool = False
+    options: Mapping[str, str] = field(default_factory=dict)  # flag -> its value as text
+    reused: bool = False  # True if everything it needed was in the cache
     nodes: tuple[NodeRow, ...] = ()
     tensors: tuple[TensorRow, ...] = ()
     weights: tuple[WeightRow, ...] = ()
+    # inner tensors of its engine against the float model's, in the model's order
     layers: tuple[OutputAccuracy, ...] = ()
     files: tuple[FileRow, ...] = ()
-    runnable: str | None = None
-    search: SearchPart | None = None
-    notes: tuple[str, ...] = ()
-    error: str = ""
+    runnable: str | None = None  # file with its numerics that ONNX Runtime can run; None without
+    search: SearchPart | None = None  # the search before it was built; None without
+    notes: tuple[str, ...] = ()  # sentences on what was left out, with the command that does it
+    error: str = ""  # why it failed, in one sentence; "" on success
 
     @property
     def typed(self) -> str:

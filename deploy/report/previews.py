@@ -24,16 +24,11 @@ _QUALITY = 85  # JPEG quality
 
 @dataclass(frozen=True, slots=True)
 class Raster:
-    """An encoded picture.
+    """An encoded picture."""
 
-    Attributes:
-        kind: "png" or "jpeg".
-        data: bytes of the file.
-        width, height: in pixels.
-    """
-
-    kind: str
-    data: bytes
+    kind: str  # "png" or "jpeg"
+    data: bytes  # bytes of the file
+    # width, height: in pixels
     width: int
     height: int
 
@@ -94,21 +89,14 @@ class DrawnBox:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnBoxes:
-    """Boxes of the float model and an engine in one sample, and the picture below them.
+    """Boxes of the float model and an engine in one sample, and the picture below them."""
 
-    Attributes:
-        number: index of the sample, from 0.
-        size: (height, width) of the model's input.
-        kept: boxes of the float model that the engine finds too.
-        found: the engine's boxes that match them.
-        lost, new: boxes of the float model only, and of the engine only.
-    """
-
-    number: int
+    number: int  # index of the sample, from 0
     picture: Raster
-    size: tuple[int, int]
-    kept: tuple[DrawnBox, ...] = ()
-    found: tuple[DrawnBox, ...] = ()
+    size: tuple[int, int]  # (height, width) of the model's input
+    kept: tuple[DrawnBox, ...] = ()  # boxes of the float model that the engine finds too
+    found: tuple[DrawnBox, ...] = ()  # the engine's boxes that match them
+    # lost, new: boxes of the float model only, and of the engine only
     lost: tuple[DrawnBox, ...] = ()
     new: tuple[DrawnBox, ...] = ()
 

@@ -36,17 +36,12 @@ _SMALL = 0.6  # smaller sides are not drawn
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A node of the tree map.
-
-    Attributes:
-        value: its size in any unit; with parts, the sum of theirs.
-        kind: 0 to 3, the colour.
-    """
+    """A node of the tree map."""
 
     name: str
-    value: float
+    value: float  # its size in any unit; with parts, the sum of theirs
     said: str
-    kind: int = 0
+    kind: int = 0  # 0 to 3, the colour
     parts: tuple[Tile, ...] = ()
 
 

@@ -259,16 +259,12 @@ _ANY_NO_FLOAT = f"a tensor of it{_NO_FLOAT}"
 
 @dataclass(frozen=True, slots=True)
 class FloatGroup:
-    """Float nodes that share an operator and a reason, on one or several targets.
-
-    Attributes:
-        nodes: target -> names of its nodes.
-    """
+    """Float nodes that share an operator and a reason, on one or several targets."""
 
     op: str
     precision: str
     reason: str
-    nodes: Mapping[str, tuple[str, ...]]
+    nodes: Mapping[str, tuple[str, ...]]  # target -> names of its nodes
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -52,33 +52,22 @@ _SAMPLES = 32  # of each trial
 
 @dataclass(slots=True, kw_only=True)
 class BudgetSearch:
-    """State of one search.
-
-    Attributes:
-        request: its build request, with calibration samples for the repairs as judges.
-        evaluation: the samples that must hold the budget, with labels or without.
-        max_loss: the budget, see `loss_of`.
-        layers: what may be float, in the model's order.
-        uncounted: those of `layers` that are only tensors.
-        searches: search of the target -> the layers that have it.
-        everywhere: those of `searches` that all layers have and that cost no time.
-        nearest: returns the search of each layer that is nearest to float.
-        say: called with sentences on the progress.
-        ranking: what goes to float first, with a figure; empty until it is measured.
-        history: for each evaluation the layers in float, whether the budget held, and the loss.
-    """
+    """State of one search."""
 
     target: Target
-    request: BuildRequest
-    evaluation: Feed
-    max_loss: float
-    layers: Sequence[str]
-    uncounted: Collection[str] = ()
-    searches: Mapping[str, Collection[str]]
-    everywhere: Sequence[str]
+    request: BuildRequest  # its build request, with calibration samples for the repairs as judges
+    evaluation: Feed  # the samples that must hold the budget, with labels or without
+    max_loss: float  # the budget, see `loss_of`
+    layers: Sequence[str]  # what may be float, in the model's order
+    uncounted: Collection[str] = ()  # those of `layers` that are only tensors
+    searches: Mapping[str, Collection[str]]  # search of the target -> the layers that have it
+    everywhere: Sequence[str]  # those of `searches` that all layers have and that cost no time
+    # returns the search of each layer that is nearest to float
     nearest: Callable[[], Mapping[str, str]]
-    say: Callable[[str], None]
+    say: Callable[[str], None]  # called with sentences on the progress
+    # what goes to float first, with a figure; empty until it is measured
     ranking: Sequence[tuple[str, float]] = ()
+    # for each evaluation the layers in float, whether the budget held, and the loss
     history: list[dict[str, Any]] = field(default_factory=list)
     repairs: tuple[RepairResult, ...] = ()
     _judges: EvaluationSet = field(init=False)

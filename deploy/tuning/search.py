@@ -161,34 +161,24 @@ def _next_to_halve(noises: dict[Group, Noise], unsplit: Collection[Group]) -> Gr
 
 @dataclass(slots=True, kw_only=True)
 class Search:
-    """State of one search.
-
-    Attributes:
-        methods: range methods to choose among, the calibration's first; None is a target's own
-            method.
-        word: precision of the quantized nodes, such as int8.
-        weight: weight of loss against time, see `COMMON_WEIGHT`.
-        rounded: whether trials have rounded weights; None without that repair.
-        sums: units of Adds without weights: the residual stream.
-        trials: the trials that ran, in order.
-        refused: layers that stay float since they cannot run otherwise.
-        kept_sums: those of `sums` that stay float for their common loss, and the reason.
-    """
+    """State of one search."""
 
     units: Units
     prices: Prices
     prober: Prober
+    # range methods to choose among, the calibration's first; None is a target's own method
     methods: Sequence[Method | None]
     own: str = ""
-    word: str = "int8"
+    word: str = "int8"  # precision of the quantized nodes, such as int8
     effort: Effort
-    weight: float = COMMON_WEIGHT
-    rounded: bool | None = None
+    weight: float = COMMON_WEIGHT  # weight of loss against time, see `COMMON_WEIGHT`
+    rounded: bool | None = None  # whether trials have rounded weights; None without that repair
     or_float: bool = True
-    sums: frozenset[str] = frozenset()
-    trials: list[Trial] = field(default_factory=list)
+    sums: frozenset[str] = frozenset()  # units of Adds without weights: the residual stream
+    trials: list[Trial] = field(default_factory=list)  # the trials that ran, in order
     sensitivity: Sensitivity | None = None
-    refused: frozenset[str] = frozenset()
+    refused: frozenset[str] = frozenset()  # layers that stay float since they cannot run otherwise
+    # those of `sums` that stay float for their common loss, and the reason
     kept_sums: Mapping[str, str] = field(default_factory=dict)
 
     def run(self) -> Trial:

@@ -171,15 +171,10 @@ def _selection(signals: NDArray[np.float64], most: int) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedVerdict:
-    """The expected verdict on an engine.
+    """The expected verdict on an engine."""
 
-    Attributes:
-        unusable: why it would be unusable; "" where it would not.
-        lost: loss of the task; None where it is not measured.
-    """
-
-    unusable: str = ""
-    lost: TaskLoss | None = None
+    unusable: str = ""  # why it would be unusable; "" where it would not
+    lost: TaskLoss | None = None  # loss of the task; None where it is not measured
 
     @property
     def doubtful(self) -> str:

@@ -51,33 +51,22 @@ _SLOWER = 1.02  # times float's time: int8 that is slower gains nothing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitHooks:
-    """Hooks that time and judge trials.
+    """Hooks that time and judge trials."""
 
-    Attributes:
-        choose: picks one of some trials, the likeliest first; returns it and what was timed.
-        judge: returns the expected verdict of a trial.
-        can_go_on: whether the budget allows judging another trial.
-    """
-
+    # picks one of some trials, the likeliest first; returns it and what was timed
     choose: Callable[[Sequence[Trial]], tuple[Trial, TimedRows]]
-    judge: Callable[[Trial], ExpectedVerdict]
-    can_go_on: Callable[[], bool]
+    judge: Callable[[Trial], ExpectedVerdict]  # returns the expected verdict of a trial
+    can_go_on: Callable[[], bool]  # whether the budget allows judging another trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenSplit:
-    """The trial to build, and why.
-
-    Attributes:
-        told: rows of what was timed.
-        unusable: why the trial of least cost would be unusable; "" where it is built.
-        doubtful: why it would be doubtful; "" where it is built or unusable.
-    """
+    """The trial to build, and why."""
 
     trial: Trial
-    told: TimedRows
-    unusable: str = ""
-    doubtful: str = ""
+    told: TimedRows  # rows of what was timed
+    unusable: str = ""  # why the trial of least cost would be unusable; "" where it is built
+    doubtful: str = ""  # why it would be doubtful; "" where it is built or unusable
 
 
 def choose_split(search: Search, hooks: SplitHooks, *, or_float: bool) -> ChosenSplit:

@@ -330,19 +330,13 @@ def _trial_rows(trials: Sequence[Trial]) -> list[dict[str, str | float]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTarget:
-    """Plan of one target and where it came from.
-
-    Attributes:
-        reused: whether an existing plan was used without a search.
-        searched: whether the plan comes from a search, this one or an earlier one.
-        note: note on an existing plan that was not used; "" for none.
-    """
+    """Plan of one target and where it came from."""
 
     plan: TargetPlan
-    reused: bool = False
-    searched: bool = True
+    reused: bool = False  # whether an existing plan was used without a search
+    searched: bool = True  # whether the plan comes from a search, this one or an earlier one
     probes: int = 0
-    note: str = ""
+    note: str = ""  # note on an existing plan that was not used; "" for none
 
 
 def plan_target(

@@ -266,15 +266,11 @@ class _ClassTally(TaskTally["Classes"]):
 
 @dataclass(frozen=True, slots=True)
 class Classes(EvaluationTask):
-    """Classification in one output or several heads.
-
-    Attributes:
-        beside: other outputs, of numbers, which the task does not cover.
-    """
+    """Classification in one output or several heads."""
 
     outputs: tuple[str, ...]
     counts: tuple[int, ...]
-    beside: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()  # other outputs, of numbers, which the task does not cover
     name = "classes"
     tally_type = _ClassTally
 

@@ -31,24 +31,15 @@ MOST = 4  # samples shown
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BoxExample:
-    """Boxes of both models in one sample above a threshold, in pixels of the model's input.
+    """Boxes of both models in one sample above a threshold, in pixels of the model's input."""
 
-    Attributes:
-        number: index of the sample, from 0.
-        size: (height, width) of the model's input.
-        kept: FP32 boxes that the candidate finds too.
-        found: the candidate's boxes that match them, in the same order.
-        lost: boxes of FP32 only.
-        new: boxes of the candidate only.
-    """
-
-    number: int
-    size: tuple[int, int]
+    number: int  # index of the sample, from 0
+    size: tuple[int, int]  # (height, width) of the model's input
     threshold: float
-    kept: Detections
-    found: Detections
-    lost: Detections
-    new: Detections
+    kept: Detections  # FP32 boxes that the candidate finds too
+    found: Detections  # the candidate's boxes that match them, in the same order
+    lost: Detections  # boxes of FP32 only
+    new: Detections  # boxes of the candidate only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,26 +95,17 @@ def _insert(row: list[tuple[float, int, E]], entry: tuple[float, int, E]) -> Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFigure:
-    """Figure of a task: how much of the float model's predictions the candidate reproduces.
+    """Figure of a task: how much of the float model's predictions the candidate reproduces."""
 
-    Attributes:
-        task: name of the task, such as "boxes" or "classes".
-        figure: name of the figure, such as "boxes kept".
-        value: more is better; 1 for full agreement, any scale for a user's metric.
-        reference: the float model's own value.
-        count: the figure in short, such as "84 of 88".
-        beside: outputs that the task does not cover.
-    """
-
-    task: str
-    figure: str
-    value: float
+    task: str  # name of the task, such as "boxes" or "classes"
+    figure: str  # name of the figure, such as "boxes kept"
+    value: float  # more is better; 1 for full agreement, any scale for a user's metric
     words: str
-    count: str
+    count: str  # the figure in short, such as "84 of 88"
     samples: int
-    reference: float = 1.0
+    reference: float = 1.0  # the float model's own value
     form: str = ""
-    beside: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()  # outputs that the task does not cover
 
     @property
     def lost(self) -> float:

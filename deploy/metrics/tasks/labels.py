@@ -58,15 +58,11 @@ class _LabelTally(ThresholdTally["Labels"]):
 
 @dataclass(frozen=True, slots=True)
 class Labels(EvaluationTask):
-    """One probability per label.
-
-    Attributes:
-        raw: whether the output holds logits, before the Sigmoid.
-    """
+    """One probability per label."""
 
     output: str
     count: int
-    raw: bool
+    raw: bool  # whether the output holds logits, before the Sigmoid
     name = "labels"
     tally_type = _LabelTally
 

@@ -33,18 +33,12 @@ _OLDEST = "6.0.1"  # version assumed for the legacy form, whose header has none
 
 @dataclass(frozen=True, slots=True)
 class EntryUse:
-    """One entry of the cache.
-
-    Attributes:
-        tensor: the model's tensor that it belongs to, or None.
-        used: whether a Q/DQ pair uses its scale.
-        reason: how it was matched; if unused, why.
-    """
+    """One entry of the cache."""
 
     name: str
-    tensor: str | None
-    used: bool
-    reason: str
+    tensor: str | None  # the model's tensor that it belongs to, or None
+    used: bool  # whether a Q/DQ pair uses its scale
+    reason: str  # how it was matched; if unused, why
 
 
 @dataclass(frozen=True, slots=True)

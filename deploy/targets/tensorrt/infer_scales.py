@@ -272,15 +272,10 @@ def _largest(constant: onnx.TensorProto) -> float:
 
 @dataclass(frozen=True, slots=True)
 class InferredScales:
-    """Scales of a model's tensors, those of its pairs and inferred ones.
+    """Scales of a model's tensors, those of its pairs and inferred ones."""
 
-    Attributes:
-        scales: tensor -> float32 scale, in the model's order.
-        sure: tensor with an inferred scale -> "equal", "bound" or "guess".
-    """
-
-    scales: dict[str, np.float32]
-    sure: dict[str, str]
+    scales: dict[str, np.float32]  # tensor -> float32 scale, in the model's order
+    sure: dict[str, str]  # tensor with an inferred scale -> "equal", "bound" or "guess"
     missing: tuple[str, ...]
 
 

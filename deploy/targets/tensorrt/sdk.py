@@ -92,17 +92,12 @@ _INSTALL = "pip install 'tensorrt>=10,<11' cuda-python"
 
 @dataclass(frozen=True, slots=True)
 class Sdk:
-    """The installed TensorRT and a GPU.
+    """The installed TensorRT and a GPU."""
 
-    Attributes:
-        version: "X.Y.Z" or "X.Y.Z.B".
-        calibrators: whether it has int8 calibrators (8.x to 10.16).
-        stand_ins: tactic sources to disable because their libraries are empty stand-ins.
-    """
-
-    version: str
-    calibrators: bool
+    version: str  # "X.Y.Z" or "X.Y.Z.B"
+    calibrators: bool  # whether it has int8 calibrators (8.x to 10.16)
     gpu: str
+    # tactic sources to disable because their libraries are empty stand-ins
     stand_ins: tuple[str, ...] = ()
 
     @property

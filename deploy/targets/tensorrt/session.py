@@ -171,17 +171,12 @@ def driver_version() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """An input or output of an engine.
-
-    Attributes:
-        dtype: TensorRT's dtype.
-        on_host: whether TensorRT reads or writes it in host memory.
-    """
+    """An input or output of an engine."""
 
     spec: TensorSpec
-    dtype: str
+    dtype: str  # TensorRT's dtype
     is_input: bool
-    on_host: bool
+    on_host: bool  # whether TensorRT reads or writes it in host memory
 
     @property
     def name(self) -> str:

@@ -40,18 +40,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TensorrtFeatures:
-    """Features of TensorRT from a version on.
-
-    Attributes:
-        calibrators: whether it has int8 calibrators and reads their caches.
-        fp8: whether strongly typed networks can have FP8 convolutions.
-    """
+    """Features of TensorRT from a version on."""
 
     since: str
     opset: int
-    calibrators: bool
+    calibrators: bool  # whether it has int8 calibrators and reads their caches
     typed: bool
-    fp8: bool = False
+    fp8: bool = False  # whether strongly typed networks can have FP8 convolutions
 
 
 FEATURES = (
@@ -108,15 +103,10 @@ def unsupported_operators(version: str) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class ParserRequirements:
-    """Opset and operators that a parser must support to read a model.
+    """Opset and operators that a parser must support to read a model."""
 
-    Attributes:
-        opset: of the default domain.
-        operators: operators of the default domain; plugins are ignored.
-    """
-
-    opset: int
-    operators: frozenset[str] = frozenset()
+    opset: int  # of the default domain
+    operators: frozenset[str] = frozenset()  # operators of the default domain; plugins are ignored
 
     @classmethod
     def of(cls, model: onnx.ModelProto) -> ParserRequirements:

@@ -40,28 +40,19 @@ _FLOAT = 1  # onnx.TensorProto.FLOAT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedLayer:
-    """A layer with constant weights.
-
-    Attributes:
-        kind: operator type, one of `HEAVY`.
-        output: tensor that it makes, after the bias Add of a MatMul.
-        array: the weight, float32 in ONNX layout.
-        bias: initializer of the bias, "" for none.
-        add: name of the bias Add of a MatMul, "" for none.
-        alone: whether no other node reads the weight.
-    """
+    """A layer with constant weights."""
 
     name: str
-    kind: str
+    kind: str  # operator type, one of `HEAVY`
     input: str
-    output: str
+    output: str  # tensor that it makes, after the bias Add of a MatMul
     weight: str
-    array: FloatArray
-    bias: str
-    add: str
+    array: FloatArray  # the weight, float32 in ONNX layout
+    bias: str  # initializer of the bias, "" for none
+    add: str  # name of the bias Add of a MatMul, "" for none
     group: int
     given: Mapping[str, Any]
-    alone: bool
+    alone: bool  # whether no other node reads the weight
 
     @property
     def out_axis(self) -> int:
