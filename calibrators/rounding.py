@@ -193,23 +193,18 @@ def _sweep(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvWindow:
-    """Window of a convolution; each tuple has one value per axis.
+    """Window of a convolution; each tuple has one value per axis."""
 
-    Attributes:
-        kernel, strides, dilations: as in ONNX.
-        pads: at the start of every axis, then at the end of every axis; unused if `auto` is set.
-        transposed: whether it is a ConvTranspose, which needs explicit pads.
-        more: output_padding of a ConvTranspose.
-    """
-
+    # kernel, strides, dilations: as in ONNX
     kernel: tuple[int, ...]
     strides: tuple[int, ...]
     dilations: tuple[int, ...]
+    # at the start of every axis, then at the end of every axis; unused if `auto` is set
     pads: tuple[int, ...]
     auto: str = "NOTSET"
     group: int = 1
-    transposed: bool = False
-    more: tuple[int, ...] = ()
+    transposed: bool = False  # whether it is a ConvTranspose, which needs explicit pads
+    more: tuple[int, ...] = ()  # output_padding of a ConvTranspose
 
     @property
     def spans(self) -> list[int]:

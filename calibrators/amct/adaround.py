@@ -55,14 +55,10 @@ _RATE, _BETA1, _BETA2, _EPSILON = 0.001, 0.9, 0.999, np.float32(1e-8)  # default
 
 @dataclass(frozen=True, slots=True)
 class AdaActivation:
-    """Elementwise activation of layers with G groups of M output channels.
+    """Elementwise activation of layers with G groups of M output channels."""
 
-    Attributes:
-        kind: one of this module's names.
-        slope: slope of negative values for LEAKY, float32 [1, 1] or [G, M].
-    """
-
-    kind: str = NONE
+    kind: str = NONE  # one of this module's names
+    # slope of negative values for LEAKY, float32 [1, 1] or [G, M]
     slope: FloatArray = field(default_factory=lambda: np.zeros((1, 1), np.float32))
 
     def of_part(self, groups: slice, rows: slice) -> AdaActivation:
@@ -191,17 +187,13 @@ def tile_layout(count: int, *, whole: bool = False) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaParams:
-    """AMCT's parameters of ada_quantize.
-
-    Attributes:
-        beta_range: exponent of the regularizer at its start and at the end.
-        warm_start: share of the iterations without the regularizer.
-    """
+    """AMCT's parameters of ada_quantize."""
 
     num_iteration: int = 10000
     reg_param: float = 0.01
+    # exponent of the regularizer at its start and at the end
     beta_range: tuple[float, float] = (20.0, 2.0)
-    warm_start: float = 0.2
+    warm_start: float = 0.2  # share of the iterations without the regularizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

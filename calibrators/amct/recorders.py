@@ -251,14 +251,10 @@ class Targets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedWeightsOf(_Places):
-    """A layer's inputs at sampled positions, then its rounded weights.
+    """A layer's inputs at sampled positions, then its rounded weights."""
 
-    Attributes:
-        window: window of a convolution; None for a matrix product.
-        shape: shape of the integers: groups, output channels of a group, values of a patch.
-    """
-
-    window: ConvWindow | None
+    window: ConvWindow | None  # window of a convolution; None for a matrix product
+    # shape of the integers: groups, output channels of a group, values of a patch
     shape: tuple[int, int, int]
     scales: int
     params: AdaParams

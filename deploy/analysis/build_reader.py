@@ -56,16 +56,12 @@ _ORDER = (NOISE, TIME, CONSEQUENCE, WHOLE, RULE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBuild:
-    """A build that was read back.
-
-    Attributes:
-        report: its report, without the latency samples, which no file stores.
-        options: flag without dashes -> value as text, from `calib8.toml`; None without that file.
-    """
+    """A build that was read back."""
 
     name: str
     path: Path
-    report: Report
+    report: Report  # its report, without the latency samples, which no file stores
+    # flag without dashes -> value as text, from `calib8.toml`; None without that file
     options: Mapping[str, str] | None = None
 
 

@@ -57,15 +57,11 @@ DOMAIN, MARKER = "calib8", "Named"
 
 @dataclass(frozen=True, slots=True)
 class ExportedGraph:
-    """The cleaned ONNX model of a graph, with its correspondence to the graph.
-
-    Attributes:
-        tensors: graph node -> ONNX tensor, if the model has it.
-        homes: ONNX node -> the graph nodes that it implements, wholly or in part.
-    """
+    """The cleaned ONNX model of a graph, with its correspondence to the graph."""
 
     model: onnx.ModelProto
-    tensors: Mapping[fx.Node, str]
+    tensors: Mapping[fx.Node, str]  # graph node -> ONNX tensor, if the model has it
+    # ONNX node -> the graph nodes that it implements, wholly or in part
     homes: Mapping[str, frozenset[fx.Node]] = field(repr=False)
 
     def nodes_of(self, tensor: str) -> list[fx.Node]:

@@ -126,20 +126,14 @@ def _p50(times: Sequence[float], runs: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLayer:
-    """One layer of an engine.
-
-    Attributes:
-        kind: operation type, in the runtime's terms.
-        precision: dtype of its first input, which it computes in, such as "int8" or "float16";
-            "" if unknown.
-        nodes: names of the model's nodes it runs, as far as known.
-        reformat: whether it only changes the type or layout of a tensor for the next layer.
-    """
+    """One layer of an engine."""
 
     name: str
-    kind: str = ""
+    kind: str = ""  # operation type, in the runtime's terms
+    # dtype of its first input, which it computes in, such as "int8" or "float16"; "" if unknown
     precision: str = ""
-    nodes: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()  # names of the model's nodes it runs, as far as known
+    # whether it only changes the type or layout of a tensor for the next layer
     reformat: bool = False
 
 

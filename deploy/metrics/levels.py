@@ -33,18 +33,13 @@ _FINDS = 0.01  # mAP .50 of the float model below which it finds next to nothing
 
 @dataclass(frozen=True, slots=True)
 class TaskLoss:
-    """Loss of an engine on the task, by labels or by agreement with the float model.
+    """Loss of an engine on the task, by labels or by agreement with the float model."""
 
-    Attributes:
-        share: lost share from 0 to 1, which `max_loss` limits.
-        level: GOOD, DOUBTFUL or UNUSABLE.
-        sure: whether more samples would hardly change the level: twice the loss would still be
-            good, or half of it still unusable.
-    """
-
-    share: float
-    level: str
+    share: float  # lost share from 0 to 1, which `max_loss` limits
+    level: str  # GOOD, DOUBTFUL or UNUSABLE
     words: str
+    # whether more samples would hardly change the level: twice the loss would still be good, or
+    # half of it still unusable
     sure: bool = True
 
 

@@ -60,26 +60,19 @@ class GroupRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationPart:
-    """How the scales were determined.
+    """How the scales were determined."""
 
-    Attributes:
-        method: requested calibration method; "" if no target used it. The methods actually used
-            are in the `TargetPart`s.
-        reused: True if the cache was used and nothing was run.
-        reason: why it was reused, or why not, in one sentence.
-        seconds: duration of observing and searching; None if reused.
-        by_model: whether the ranges are those of a quantized model, and nothing was observed.
-        agreement: agreement of halves of the samples; None if unknown.
-    """
-
+    # requested calibration method; "" if no target used it. The methods actually used are in the
+    # `TargetPart`s
     method: str = ""
-    reused: bool = False
-    reason: str = ""
-    seconds: float | None = None
+    reused: bool = False  # True if the cache was used and nothing was run
+    reason: str = ""  # why it was reused, or why not, in one sentence
+    seconds: float | None = None  # duration of observing and searching; None if reused
     cache: str | None = None
     groups: tuple[GroupRow, ...] = ()
+    # whether the ranges are those of a quantized model, and nothing was observed
     by_model: bool = False
-    agreement: HalvesAgreement | None = None
+    agreement: HalvesAgreement | None = None  # agreement of halves of the samples; None if unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,38 +185,28 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRow:
-    """One model or engine that was measured.
+    """One model or engine that was measured."""
 
-    Attributes:
-        label: column head: "FP32", "int8", or the target's name if there are several.
-        reference: True for the float model that the others are compared with.
-        baseline: True for a float engine built for the target, to compare speeds.
-        size_bytes: size of the file and its external data.
-        load_ms: time from the file to a session ready to run.
-        sweep: measurements by ascending batch; `latency` is that of the first.
-        kernels: time of each kernel, the slowest first.
-        verdict: None for the float model and for baselines.
-        ran: its layers compared with the plan; None if its runtime does not report them.
-        boxes: samples whose boxes differ most from the float model's, and one that agrees.
-        changed: samples of another class than FP32's, FP32's largest margin first.
-    """
-
-    label: str
-    reference: bool = False
-    baseline: bool = False
+    label: str  # column head: "FP32", "int8", or the target's name if there are several
+    reference: bool = False  # True for the float model that the others are compared with
+    baseline: bool = False  # True for a float engine built for the target, to compare speeds
     target: str = "onnxruntime"
     path: str | None = None
-    size_bytes: int | None = None
-    load_ms: float | None = None
+    size_bytes: int | None = None  # size of the file and its external data
+    load_ms: float | None = None  # time from the file to a session ready to run
     threads: int | None = None
     latency: Latency | None = None
+    # measurements by ascending batch; `latency` is that of the first
     sweep: tuple[BatchRow, ...] = ()
-    kernels: tuple[KernelTime, ...] = ()
+    kernels: tuple[KernelTime, ...] = ()  # time of each kernel, the slowest first
     accuracy: Accuracy | None = None
-    verdict: Verdict | None = None
+    verdict: Verdict | None = None  # None for the float model and for baselines
+    # its layers compared with the plan; None if its runtime does not report them
     ran: EngineLayersPart | None = None
     notes: tuple[str, ...] = ()
+    # samples whose boxes differ most from the float model's, and one that agrees
     boxes: tuple[BoxRow, ...] = ()
+    # samples of another class than FP32's, FP32's largest margin first
     changed: tuple[ClassRow, ...] = ()
 
     @property

@@ -67,16 +67,12 @@ Group = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """Noise of groups of layers, each alone in int8.
+    """Noise of groups of layers, each alone in int8."""
 
-    Attributes:
-        groups: group of units -> its noise, in the model's order; all layers but those that could
-            not run alone.
-        scale: factor from the summed power to the measured one.
-    """
-
+    # group of units -> its noise, in the model's order; all layers but those that could not run
+    # alone
     groups: dict[Group, Noise]
-    scale: float = 1.0
+    scale: float = 1.0  # factor from the summed power to the measured one
 
     @property
     def shares(self) -> dict[str, float]:

@@ -51,15 +51,11 @@ _QUICKER = 0.98  # of the time before; a smaller gain is clock noise
 
 @dataclass(frozen=True, slots=True)
 class KernelTimes:
-    """Least time of each kernel of a model, in microseconds.
+    """Least time of each kernel of a model, in microseconds."""
 
-    Attributes:
-        nodes: node of the model -> time of its kernel; 0 for a node that was folded away.
-        rest: time of kernels that belong to no node.
-    """
-
+    # node of the model -> time of its kernel; 0 for a node that was folded away
     nodes: Mapping[str, float]
-    rest: float
+    rest: float  # time of kernels that belong to no node
 
     @property
     def total(self) -> float:

@@ -89,22 +89,16 @@ _VERSION = 16  # raised when a search of the same input would give another plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSetup:
-    """Input of one search.
-
-    Attributes:
-        options: options of the search, with an effort of at least 1.
-        method_fixed: whether the range method must stay: the user chose it or trusts a cache.
-        rounded: whether trials have rounded weights; None without that repair.
-        held_out: whether ranges of trials come from other samples than their own, which are
-            samples of the calibration.
-    """
+    """Input of one search."""
 
     target: Target
     request: BuildRequest
-    options: Tuning
-    method_fixed: bool
+    options: Tuning  # options of the search, with an effort of at least 1
+    method_fixed: bool  # whether the range method must stay: the user chose it or trusts a cache
     trial: Callable[[BuildRequest], onnx.ModelProto]
-    rounded: bool | None
+    rounded: bool | None  # whether trials have rounded weights; None without that repair
+    # whether ranges of trials come from other samples than their own, which are samples of the
+    # calibration
     held_out: bool = True
 
     @property

@@ -389,16 +389,12 @@ _NEARLY_ALL = 0.95
 
 @dataclass(frozen=True, slots=True)
 class SingleTensorDecoder:
-    """Decoder of scores and boxes in one tensor.
-
-    Attributes:
-        rows: number of columns of a row.
-        grid: of anchors whose boxes are distributions; None for queries, whose boxes come first.
-    """
+    """Decoder of scores and boxes in one tensor."""
 
     output: str
     classes: int
-    rows: int
+    rows: int  # number of columns of a row
+    # of anchors whose boxes are distributions; None for queries, whose boxes come first
     grid: AnchorGrid | None
     parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
     placed: ClassVar[bool] = True

@@ -44,15 +44,11 @@ class BoxExample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassExample:
-    """One sample to which the two models assign different classes.
+    """One sample to which the two models assign different classes."""
 
-    Attributes:
-        number: index of the sample, from 0.
-        reference, candidate: (class, its score) by FP32 and by the candidate.
-    """
-
-    number: int
+    number: int  # index of the sample, from 0
     output: str
+    # reference, candidate: (class, its score) by FP32 and by the candidate
     reference: tuple[int, float]
     candidate: tuple[int, float]
 
@@ -267,14 +263,10 @@ class ThresholdTally(TaskTally[T]):
 
 @dataclass(frozen=True, slots=True)
 class FirstSamples:
-    """The float model's first samples, from which a task is recognised.
+    """The float model's first samples, from which a task is recognised."""
 
-    Attributes:
-        inputs: one mapping per sample, with a batch of 1.
-        outputs: the same for floating-point and integer outputs.
-    """
-
-    inputs: Sequence[Outputs]
+    inputs: Sequence[Outputs]  # one mapping per sample, with a batch of 1
+    # the same for floating-point and integer outputs
     outputs: Sequence[Outputs] = field(default_factory=tuple)
 
     def arrays(self, name: str) -> list[Array]:

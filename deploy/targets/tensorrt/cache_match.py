@@ -52,16 +52,12 @@ class TensorCoverage:
 
 @dataclass(frozen=True, slots=True)
 class CacheMatch:
-    """A cache matched to a model, with the plan and scales for the Q/DQ writer.
-
-    Attributes:
-        tensors: every tensor that TensorRT's placement would quantize, in the model's order.
-        plan: the placement, restricted to covered tensors.
-    """
+    """A cache matched to a model, with the plan and scales for the Q/DQ writer."""
 
     entries: tuple[EntryUse, ...]
+    # every tensor that TensorRT's placement would quantize, in the model's order
     tensors: tuple[TensorCoverage, ...]
-    plan: Plan
+    plan: Plan  # the placement, restricted to covered tensors
     scales: Mapping[str, np.float32]
 
     @property

@@ -140,15 +140,11 @@ _OLDEST = {FP16: "8.5.0", FP32: "8.5.0", BF16: "9.0.0"}  # first supported versi
 
 @dataclass(frozen=True, slots=True)
 class TrtexecCommand:
-    """One trtexec command that builds the engine.
-
-    Attributes:
-        when: the TensorRT versions that it is for.
-        words: the command line; empty if no TensorRT can build it, then `when` says why.
-    """
+    """One trtexec command that builds the engine."""
 
     name: str
-    when: str
+    when: str  # the TensorRT versions that it is for
+    # the command line; empty if no TensorRT can build it, then `when` says why
     words: tuple[str, ...] = ()
 
     @property

@@ -19,18 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairInput:
-    """Input of an after-repair.
+    """Input of an after-repair."""
 
-    Attributes:
-        target: target whose int8 model is repaired.
-        reference: float model before any repair; its outputs are the reference.
-        apart: held-out samples that accept or reject each change of a layer; empty where there are
-            too few samples.
-    """
-
-    target: Target
-    reference: onnx.ModelProto
+    target: Target  # target whose int8 model is repaired
+    reference: onnx.ModelProto  # float model before any repair; its outputs are the reference
     samples: Sequence[Sample]
+    # held-out samples that accept or reject each change of a layer; empty where there are too few
+    # samples
     apart: Sequence[Sample]
     threads: int
     progress: Callable[[], None] = lambda: None
