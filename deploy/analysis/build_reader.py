@@ -114,11 +114,7 @@ def _broken(path: Path, message: str) -> ConfigError:
 
 
 def _options(path: Path) -> dict[str, str] | None:
-    """Read the options file next to a report; None if there is none.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Read the options file next to a report; None if there is none."""
     if not os.path.isfile(path):
         return None
     what = "the options of a build, as calib8 wrote them"

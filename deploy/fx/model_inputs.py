@@ -96,11 +96,7 @@ def _with_positional(model: nn.Module, names: Sequence[str | None]) -> list[str]
 
 
 def _dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
-    """Return the single argument that takes `names` as a dict; None if they are keywords.
-
-    Raises:
-        ConfigError: they are neither.
-    """
+    """Return the single argument that takes `names` as a dict; None if they are keywords."""
     parameters = _parameters(model)
     fixed = [p for p in parameters if p.kind in (*_PLAIN, Parameter.KEYWORD_ONLY)]
     needed = [p for p in fixed if p.default is Parameter.empty]

@@ -192,7 +192,8 @@ def _module(graph_module: fx.GraphModule, kind: Any, options: dict[str, Any]) ->
     bias = _attribute(graph_module, options["bias"]) if options["bias"] else None
     has_bias = bias is not None
     if options.get("transposed"):
-        weight = nn.Parameter(weight.detach().t().contiguous(), _is_trained(weight))
+        trained = isinstance(weight, nn.Parameter) and weight.requires_grad
+        weight = nn.Parameter(weight.detach().t().contiguous(), trained)
     if kind is nn.Linear:
         module = kind(weight.shape[1], weight.shape[0], bias=has_bias, device="meta")
     else:
@@ -215,10 +216,6 @@ def _attribute(graph_module: fx.GraphModule, name: str) -> torch.Tensor:
     for part in name.split("."):
         value = getattr(value, part)
     return value
-
-
-def _is_trained(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
 def _parameter(tensor: torch.Tensor) -> nn.Parameter:

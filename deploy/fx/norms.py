@@ -280,7 +280,7 @@ def is_norm(module: nn.Module | None) -> bool:
     """
     if isinstance(module, ChannelNorm | FrozenNorm):
         return True
-    return any(isinstance(module, kind) and _forward(module) is kind.forward for kind in STOCK)
+    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in STOCK)
 
 
 def norm_factors(norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -389,7 +389,3 @@ def _is_pure_call(node: fx.Node) -> bool:
     in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
     calls = node.op in ("call_function", "call_method") and bool(node.all_input_nodes)
     return calls and not in_place
-
-
-def _forward(module: nn.Module | None) -> Any:
-    return getattr(type(module), "forward", None)

@@ -216,7 +216,9 @@ class OutputTally:
             )
             for part in form.parts
         ]
-        return tuple(sorted(figures, key=_badness))
+        return tuple(
+            sorted(figures, key=lambda f: -math.inf if math.isnan(f.sqnr_db) else f.sqnr_db)
+        )
 
     @property
     def lists(self) -> frozenset[str]:
@@ -318,10 +320,6 @@ class OutputTally:
             for sample in zip(*rows, strict=True):
                 for tally in tallies:
                     tally.add(*sample)
-
-
-def _badness(part: SliceAccuracy) -> float:
-    return -math.inf if math.isnan(part.sqnr_db) else part.sqnr_db
 
 
 def slice_json(part: SliceAccuracy) -> dict[str, object]:

@@ -151,7 +151,8 @@ def _lie_inside(rows: Floats, size: tuple[int, int], *, flat: bool) -> bool:
     if not (_FLAT if flat else _FEWEST) <= places.shape[1] <= _MOST:
         return False
     shares = bool(np.abs(places).max() <= _SHARES)
-    if shares and (np.ptp(rows.sum(axis=2)) < _ENDS or _at_ends(places)):
+    at_ends = np.mean((places < _ENDS) | (places > 1 - _ENDS)) > 0.25
+    if shares and (np.ptp(rows.sum(axis=2)) < _ENDS or at_ends):
         return False  # class probabilities, or independent ones
     places = places if shares else places / max(size)
     inside = np.mean((places > -_AROUND) & (places < 1 + _AROUND)) > 0.99
@@ -160,10 +161,6 @@ def _lie_inside(rows: Floats, size: tuple[int, int], *, flat: bool) -> bool:
     least, most = _SPREAD
     central = (middles > low).all() and (middles < high).all()
     return bool(inside and central and (spread > least).all() and (spread < most).all())
-
-
-def _at_ends(places: Floats) -> bool:
-    return bool(np.mean((places < _ENDS) | (places > 1 - _ENDS)) > 0.25)
 
 
 def _has_scores(samples: Sequence[Array], numbers: int) -> bool:

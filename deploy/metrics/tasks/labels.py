@@ -123,7 +123,8 @@ class _RankedTally(TaskTally["Ranked"]):
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         reference_classes, candidate_classes = (
-            _numbers(one[self.task.output]) for one in (reference, candidate)
+            np.asarray(one[self.task.output], np.int64).reshape(-1)
+            for one in (reference, candidate)
         )
         if reference_classes.size and candidate_classes.size:
             self.first += int(reference_classes[0] == candidate_classes[0])

@@ -311,14 +311,10 @@ def _path(graph: Graph, tensor: str) -> Iterator[onnx.NodeProto]:
         if (
             node.op_type not in _COMMUTES
             or len(node.output) != 1
-            or not _other_inputs_constant(graph, node)
+            or any(name not in graph.constants for name in node.input[1:])
         ):
             return
         tensor = str(node.output[0])
-
-
-def _other_inputs_constant(graph: Graph, node: onnx.NodeProto) -> bool:
-    return all(name in graph.constants for name in node.input[1:])
 
 
 Float64Array = NDArray[np.float64]
