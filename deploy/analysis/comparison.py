@@ -1,8 +1,7 @@
 """Compares two models, or one model in two runtimes, tensor by tensor over a feed (`compare`).
 
-Two models in ONNX Runtime run once per sample, with all shared tensors as outputs. For OpenVINO
-each tensor is the output of a model that is cut off after it, since an added output would change
-what the runtime fuses.
+For OpenVINO each tensor is the output of a model that is cut off after it, since an added output
+would change what the runtime fuses.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Explains a build (`explain`): from its files, and by running images through its models.
 
-With images, the float model and a model with the target's numerics each run every image once. The
-result is the images with the lowest SQNR of their worst output slice and, in the worst inner
-tensors, the worst channels. Channel figures are sums over all images, so memory does not grow with
-their number.
+With images, the float model and a model with the target's numerics each run every image once.
+Channel figures are sums over all images, so memory does not grow with their number.
 """
 
 from __future__ import annotations

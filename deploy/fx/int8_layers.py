@@ -1,9 +1,8 @@
 """Layers with quantized weights: fake-quantized, trained with their BatchNorm, and in int8.
 
 Weights are symmetric: scale = max|w| / (2^(bits-1) - 1), per output channel or per tensor; in
-training the scale may be learned (`deploy.fx.qat`). `minimum_scales` limits the scales so that no
-x86 CPU saturates, as in `calibrators.weights`, but on torch tensors of any device. `coverage`
-reports which layers of a converted model run in int8.
+training the scale may be learned (`deploy.fx.qat`). Scales may be limited so that no x86 CPU
+saturates, as in `calibrators.weights`, but on torch tensors of any device.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Inspect a traced model: time and FLOPs per node, text form, comparison of two forms.
 
-- `profile_graph`: seconds per node, measured with an `fx.Interpreter`; FLOPs from torch's
-  `FlopCounterMode` on the meta device, which computes nothing and counts exactly. `COUNTED` states
-  what is counted.
-- `format_graph`, `graph_source`: the graph as text, equal on every run and machine.
-- `check_same_outputs`: whether two forms of a model compute the same. If two float32 forms differ
-by more
-  than 1/1000 of the largest output, both run in float64 and must agree to 1/1000000.
+FLOPs are from torch's `FlopCounterMode` on the meta device, which computes nothing and counts
+exactly; `COUNTED` states what. If two float32 forms of a model differ by more than 1/1000 of the
+largest output, both run in float64 and must agree to 1/1000000.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
   time; nothing is downloaded or unpickled.
 - Weights come from a file (`--weights`), through `torch.load(weights_only=True)` or safetensors.
   State dicts are also found inside checkpoints and under a wrapper's prefix.
-- `plain_copy` makes a copy that can be changed: without torch.compile and DataParallel wrappers,
-  and with computed weights (parametrizations, weight and spectral norm, pruning) as parameters.
+- A plain copy has computed weights (parametrizations, weight and spectral norm, pruning) as
+  parameters.
 """
 
 from __future__ import annotations

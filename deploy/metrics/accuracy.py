@@ -1,8 +1,7 @@
 """Accuracy of an engine against the float model, in one pass and constant memory.
 
-`Comparison` measures each output (formulas: `deploy.metrics.output_errors`), its slices and the
-task that the outputs serve (`deploy.metrics.output_form`). NaN and Inf are never averaged away:
-they are reported in `Accuracy.problems`.
+NaN and Inf are never averaged away: they are reported in `Accuracy.problems`. Formulas:
+`deploy.metrics.output_errors`.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ ONNX Runtime writes a profile of its kernels; sessions of other runtimes may tim
 themselves (`TimesLayers`). Profiling slows the engine down, so the reported latency is always
 measured in another run.
 
-A runtime that builds for a device fuses nodes into layers and chooses the type that each layer
-computes in; a Q/DQ model or a calibration cache only requests types. `ReportsLayers.layers` returns
-the actual ones.
+A runtime that builds for a device chooses the type that each layer computes in; a Q/DQ model or a
+calibration cache only requests types.
 """
 
 from __future__ import annotations

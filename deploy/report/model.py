@@ -1,8 +1,5 @@
 """`Findings`: all results of a run as plain frozen values, every one of them optional.
 
-Values of the whole run are fields of `Findings`; values of one target (coverage, ranges, method,
-files) are fields of its `TargetPart`. `deploy.report.Report` adds `repr` and a notebook's display.
-
 An engine's speed is compared with its `find_rivals`, float engines of the same runtime and device:
 the time of a float model on the CPU says nothing about int8 on a GPU.
 """

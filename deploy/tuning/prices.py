@@ -12,8 +12,8 @@ vendors state 0.5 of fp16, the bound of layers that only multiply; others wait f
 price of a conversion between int8 and float is unknown there and counts 0, so that a layer is float
 only for its loss.
 
-Every unit runs in int8 or in float at a price for each, and a tensor between the two sides adds the
-price of its conversion. The split of least total price is a minimum cut, found exactly::
+A tensor between the two sides adds the price of its conversion, and the split of least total price
+is a minimum cut, found exactly::
 
     int8 end ==float's price==> unit ==int8's price==> float end     the cut pays what it cuts
                                  |^

@@ -281,7 +281,10 @@ class Prober:
         )
         inputs = [spec.name for spec in session.inputs]
         listed = not self._form.parts and self._form.task is not None
-        figures = self._new_comparison(session, heard[0][1]) if judged or listed else None
+        figures = None
+        if judged or listed:
+            known = StoredOutputs(heard[0][1])
+            figures = Comparison(known, session, form=self._form, metric=self._metric)
         powers, to_slices = [], self._form.told
         for sample, wanted in heard:
             if self._stopped:
@@ -305,9 +308,6 @@ class Prober:
     def _slices(self, heard: Sequence[ReferenceSample]) -> list[Mapping[str, Array]]:
         """Return the float model's outputs in the form in which slices are measured."""
         return [self._form.told(wanted, sample, wanted) for sample, wanted in heard]
-
-    def _new_comparison(self, session: OrtSession, wanted: Mapping[str, Array]) -> Comparison:
-        return Comparison(StoredOutputs(wanted), session, form=self._form, metric=self._metric)
 
     def _add_to(
         self,

@@ -1,9 +1,8 @@
 """The search for one target: which units stay float, and which method finds each range.
 
-A unit is a group of nodes that run in float or in int8 together (`Units`), a split is a choice of
-units in float, a trial is a split with range methods, built and run on a few samples.
-
 Terms:
+    unit: nodes that run in float or in int8 together; a split is a choice of units in float.
+    trial: a split with range methods, built and run on a few samples.
     noise: power of the errors of an output slice over the power of its signal.
     loss: share of the worst output slice, or of the task, that noise destroys, 0 to 1.
     price: time of a unit, or its products where time is not measured.

@@ -12,8 +12,7 @@ so a kernel belongs to the node with the longest name, or output name, that its 
 For a Conv with nodes fused into it that is the last node. The time is counted to the Conv: a
 LeakyRelu fused into a float Conv stays float where nothing after it is int8.
 
-Models are timed one at a time, since the idle threads of another open session spin and disturb it,
-and the quickest of several runs is taken, the one that nothing else disturbed.
+Models are timed one at a time, since the idle threads of another open session spin and disturb it.
 """
 
 from __future__ import annotations

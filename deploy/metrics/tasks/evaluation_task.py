@@ -1,13 +1,10 @@
 """Protocols and helpers shared by all tasks.
 
-`EvaluationTask` and `Tally` are what a module of this package provides: a form of outputs, and a
-running comparison of two models. `ExampleSelection` selects the few samples to show: those where
-the models differ most, and one where they agree. Only numbers and boxes of a few samples are
-stored, so memory stays constant.
+A module of this package provides an `EvaluationTask`, a form of outputs, and its `Tally`, a running
+comparison of two models. Only numbers and boxes of a few samples are stored, so memory stays
+constant.
 
-`find_states` finds states: outputs that are fed to the next call of a recurrent or streaming model.
-`find_logits` and `find_argmax_outputs` find outputs that repeat others, such as scores and their
-Softmax, or scores and their ArgMax. Classifiers of scikit-learn, text and sound often have both;
+Classifiers of scikit-learn, text and sound often output both scores and their Softmax or ArgMax;
 each recogniser expects only one of them.
 """
 

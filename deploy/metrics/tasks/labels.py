@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deploy.metrics.rows import Floats, Outputs, find_indices, image_size, sums_to_one, to_shares
 from deploy.metrics.slices import OutputSlice
@@ -181,7 +180,3 @@ def _is_one(value: Array) -> bool:
     """Whether it is one integer, [1] or [1, 1], that may be a class."""
     whole = value.dtype.kind in "iu" and value.ndim > 0
     return whole and value.size == 1 and int(value.reshape(-1)[0]) >= 0
-
-
-def _numbers(value: Array) -> NDArray[np.int64]:
-    return np.asarray(value, np.int64).reshape(-1)

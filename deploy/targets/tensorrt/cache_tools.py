@@ -1,8 +1,7 @@
 """Tools for TensorRT calibration caches: compare, merge, check, convert (`calib8 cache`).
 
-Also here: the calib8 method that corresponds to a user's calibrator script, and the sidecar note
-that a build writes next to its cache. With model, cache and note, the C++ `calib8-build` can build
-an engine on a device without the calibration data.
+With model, cache and the note that a build writes next to it, the C++ `calib8-build` can build an
+engine on a device without the calibration data.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """The TensorRT and CUDA installation of this machine: versions, GPUs, log, plugins.
 
-- `find_sdk`: which TensorRT is installed and what it supports, detected by features.
-- `gpu`: a GPU through cuda-python (tried first, since it has wheels) or pycuda. Both use the
-  device's primary context, like TensorRT and torch.
+- `gpu`: cuda-python is tried first, since it has wheels. Like pycuda it uses the device's primary
+  context, as TensorRT and torch do.
 - `stand_ins`: TensorRT 8 also has tactics (kernels) from cuBLAS, cuBLASLt and cuDNN, 2 GB of
   libraries that `scripts/trt_env.sh` replaces by empty stand-ins. A call into one of those ends the
   process, so a build disables their tactics.
-- `process_logger`, `record_log`: TensorRT's log.
 - `sort_missing`: an int8 build warns of every tensor without a scale. Most do not need one
   (constants, shapes, indices); the ones that matter are on layers that should run in int8.
 """

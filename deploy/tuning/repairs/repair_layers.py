@@ -1,8 +1,7 @@
 """Layers with constant weights, and their quantization in a target's int8 model.
 
-A repair changes constants of the float model, so every target picks it up. The layers are Conv,
-ConvTranspose, Gemm, and MatMul with a bias Add. A link is two layers in a row with only operators
-between them that commute with a positive factor per channel.
+The layers are Conv, ConvTranspose, Gemm, and MatMul with a bias Add. A link is two layers in a row
+with only operators between them that commute with a positive factor per channel.
 
 The quantization grid of a layer's weight and input is read from the target's int8 model::
 
