@@ -49,9 +49,8 @@ _SHARE = 100  # and at most 1 / 100 of all values
 def percentile(histogram: Histogram, *, percent: float) -> Scale:
     """Return the range that holds `percent` of a tensor's values.
 
-    Args:
-        histogram: statistics of the tensor; values count as evenly spread within a bin.
-        percent: 50 < percent <= 100, as `searches.PercentileParams` checks.
+    Values count as evenly spread within a bin. `searches.PercentileParams` checks that 50 < percent
+    <= 100.
     """
     keep = percent / 100
     amax = quantile(histogram.magnitudes(BINS), keep) * histogram.full_range / BINS

@@ -106,12 +106,9 @@ def round_by_output(
 ) -> FloatArray:
     """Round each weight up or down for the least output error.
 
-    Args:
-        steps: weight / scale, [G, C, K]: groups, output channels, values of an input patch.
-        products: `gram` of the inputs, [G, K, K].
-        fixed: mask of weights to round to nearest, such as the extremes that set the scale.
-        sweeps: maximum number of passes over all weights.
-        grid: integer or float grid that stores the weights.
+    `steps`: weight / scale, [G, C, K]: groups, output channels, values of an input patch.
+    `products`: `gram` of the inputs, [G, K, K]. `fixed`: mask of weights to round to nearest, such
+    as the extremes that set the scale.
 
     Returns:
         [G, C, K], each entry the grid's value below or above its weight.

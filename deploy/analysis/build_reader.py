@@ -68,8 +68,7 @@ class StoredBuild:
 def read_stored_build(folder: Path | str) -> StoredBuild:
     """Read a build.
 
-    Args:
-        folder: output folder of the build, or its report.json.
+    `folder`: output folder of the build, or its report.json.
 
     Raises:
         ConfigError: no such folder, no report in it, or one that is broken or of another version.
@@ -133,8 +132,7 @@ def _as_text(value: Any) -> str:
 def read_explanation(folder: Path) -> Explanation:
     """Read the report and the plan of a build.
 
-    Args:
-        folder: output folder of the build, or its report.json.
+    `folder`: output folder of the build, or its report.json.
 
     Raises:
         ConfigError: no such folder, no report in it, or a broken report or plan.

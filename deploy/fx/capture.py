@@ -360,9 +360,8 @@ def capture(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
     The batch, dimension 0 of each input, stays dynamic unless the model fixes it; other sizes are
     those of `inputs`. Dropout and norms still follow `train()` and `eval()`.
 
-    Args:
-        model: any module whose control flow does not depend on tensor values; not changed.
-        inputs: positional arguments: tensors, or tuples, lists and dicts of them.
+    `model`: any module whose control flow does not depend on tensor values; not changed. `inputs`:
+    positional arguments: tensors, or tuples, lists and dicts of them.
 
     Raises:
         ModelError: torch.export cannot follow the model, or its graph gives other values.

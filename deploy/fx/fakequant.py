@@ -139,10 +139,9 @@ class ActivationSearch(Protocol):
 def search_for(target: str | Target, method: Method | str | None = None) -> ActivationSearch:
     """Return the range search for a target.
 
-    Args:
-        target: a target of `deploy.targets`, or its name.
-        method: a method of `calibrators.searches`, such as "mse" or "percentile 99.9"; None for
-            the default of `build` for the target.
+    `target`: a target of `deploy.targets`, or its name. `method`: a method of
+    `calibrators.searches`, such as "mse" or "percentile 99.9"; None for the default of `build` for
+    the target.
 
     Raises:
         ConfigError: there is no such target or method.

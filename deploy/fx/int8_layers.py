@@ -346,19 +346,15 @@ _PRODUCTS = ("linear", "matmul", "mm", "conv", "einsum", "embedding", "attention
 
 @dataclass(frozen=True, slots=True)
 class LayerCoverage:
-    """Quantized and float layers of a converted model.
+    """Quantized and float layers of a converted model."""
 
-    Attributes:
-        quantized: qualified names of layers with int8 weights.
-        left: (qualified name, class) of layers with float weights of two or more dimensions, and
-            of parameters that a product reads without a layer. Parameters that are only added or
-            scaled by, such as position embeddings, do not count as weights.
-        reasons: qualified name of a layer in float -> why, as in a build.
-    """
-
-    quantized: tuple[str, ...]
+    quantized: tuple[str, ...]  # qualified names of layers with int8 weights
+    # (qualified name, class) of layers with float weights of two or more dimensions, and of
+    # parameters that a product reads without a layer. Parameters that are only added or scaled by,
+    # such as position embeddings, do not count as weights
     left: tuple[tuple[str, str], ...]
     activations: int
+    # qualified name of a layer in float -> why, as in a build
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:

@@ -38,9 +38,8 @@ def accept_named_inputs(model: nn.Module, names: Sequence[str | None]) -> list[i
     The names are arguments of forward, or the keys of a dict if forward takes a single argument of
     another name.
 
-    Args:
-        model: its class is changed in place, unless its forward already takes these in order.
-        names: input names; None for the first inputs, which are positional.
+    `model`: its class is changed in place, unless its forward already takes these in order.
+    `names`: input names; None for the first inputs, which are positional.
 
     Raises:
         ConfigError: the forward does not take a name, a name is given twice, or one is missing.

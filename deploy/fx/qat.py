@@ -165,8 +165,7 @@ def train(
 def first_batches(task: Task) -> list[tuple[Any, ...]]:
     """Return the inputs of the first batches of epoch 0 on the CPU.
 
-    Args:
-        task: with tensors in order (`deploy.fx.task.order_inputs`).
+    `task`: with tensors in order (`deploy.fx.task.order_inputs`).
     """
     return [move_tensors(as_inputs(x), CPU) for x in _first_inputs(task)]
 

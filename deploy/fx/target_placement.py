@@ -296,22 +296,17 @@ class QuantizationSite:
 
 @dataclass(frozen=True, slots=True)
 class GraphPlacement:
-    """A target's quantization plan for a graph.
-
-    Attributes:
-        sites: quantized tensors, in the graph's order.
-        sources: group -> the tensors whose ranges determine its scale, each with its reach.
-        weights: qualified name of a layer -> whether its weight has a scale per channel.
-        reasons: qualified name of a layer in float -> why.
-        fits_pairs: whether weight scales are limited so that no CPU saturates.
-    """
+    """A target's quantization plan for a graph."""
 
     grid: Grid
-    sites: tuple[QuantizationSite, ...]
+    sites: tuple[QuantizationSite, ...]  # quantized tensors, in the graph's order
+    # group -> the tensors whose ranges determine its scale, each with its reach
     sources: Mapping[str, Sources]
+    # qualified name of a layer -> whether its weight has a scale per channel
     weights: Mapping[str, bool]
+    # qualified name of a layer in float -> why
     reasons: Mapping[str, str] = field(default_factory=dict)
-    fits_pairs: bool = False
+    fits_pairs: bool = False  # whether weight scales are limited so that no CPU saturates
 
 
 def place_quantizers(
@@ -325,14 +320,9 @@ def place_quantizers(
 ) -> GraphPlacement:
     """Return a target's quantization plan for a graph with known shapes (`propagate_shapes`).
 
-    Args:
-        graph_module: the graph, with norms folded or merged with their layers.
-        inputs: example inputs.
-        target: the target.
-        skip: names of layers to leave in float.
-        share: kinds of operators whose inputs and output share a scale, in addition to those of
-            the target: add, concat, pool, keep.
-        is_opaque: tells whether a call of a module is opaque and stays in float.
+    `graph_module`: the graph, with norms folded or merged with their layers. `share`: kinds of
+    operators whose inputs and output share a scale, in addition to those of the target: add,
+    concat, pool, keep. `is_opaque`: tells whether a call of a module is opaque and stays in float.
 
     Raises:
         ConfigError: `share` has an unknown kind.

@@ -138,12 +138,9 @@ class Comparison:
     ) -> None:
         """Start with no samples.
 
-        Args:
-            reference: the float model, or its stored outputs.
-            candidate: the engine, or its stored outputs.
-            labels: classes of the samples, or annotated objects for a detector.
-            form: slices and task of the outputs; None derives them from the first samples.
-            metric: the user's metric, which replaces the task's; class labels are passed to it.
+        `labels`: classes of the samples, or annotated objects for a detector. `form`: slices and
+        task of the outputs; None derives them from the first samples. `metric`: the user's metric,
+        which replaces the task's; class labels are passed to it.
 
         Raises:
             ConfigError: outputs whose names differ.

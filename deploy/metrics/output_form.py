@@ -46,17 +46,13 @@ from deploy.tensors import Array
 
 @dataclass(frozen=True, slots=True)
 class OutputForm:
-    """Slices and task of a model's outputs.
+    """Slices and task of a model's outputs."""
 
-    Attributes:
-        parts: slices of all outputs, in the outputs' order.
-        carried: state outputs -> the inputs of the next call that take them.
-        usual: outputs that deviate little from their mean -> that mean.
-    """
-
-    parts: tuple[OutputSlice, ...] = ()
+    parts: tuple[OutputSlice, ...] = ()  # slices of all outputs, in the outputs' order
     task: EvaluationTask | None = None
+    # state outputs -> the inputs of the next call that take them
     carried: Mapping[str, str] = field(default_factory=dict)
+    # outputs that deviate little from their mean -> that mean
     usual: Mapping[str, Array] = field(default_factory=dict)
 
     def told(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
@@ -83,10 +79,9 @@ def derive_form(
 ) -> OutputForm:
     """Return the form, derived from the first samples.
 
-    Args:
-        reference_outputs: the float model's outputs, one mapping per sample or batch.
-        inputs: their inputs; without them each mapping is one sample, and tasks that need the
-            picture's size are not recognised.
+    `reference_outputs`: the float model's outputs, one mapping per sample or batch. `inputs`: their
+    inputs; without them each mapping is one sample, and tasks that need the picture's size are not
+    recognised.
     """
     samples = _seen(reference_outputs, inputs)
     first = FirstSamples(samples.inputs[:SAMPLES], samples.outputs[:SAMPLES])
@@ -198,8 +193,7 @@ class OutputTally:
     def parts(self, outputs: Sequence[OutputAccuracy]) -> tuple[SliceAccuracy, ...]:
         """Return the slices' figures, the worst first; NaN is the worst of all.
 
-        Args:
-            outputs: figures of the complete outputs, which are not computed twice.
+        `outputs`: figures of the complete outputs, which are not computed twice.
         """
         form = self._settle()
         figures_of = {OutputSlice(output=output.name): output for output in outputs}

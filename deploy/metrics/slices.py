@@ -30,24 +30,19 @@ _TOLERANCE = 1e-3  # rounding of a probability
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSlice:
-    """A slice of an output, the complete output, or its difference from an input or its mean.
-
-    Attributes:
-        axis: 1 or -1, the dimension of the rows; None for the complete output.
-        start, stop: the rows, half open.
-        less: name of the input, or `USUAL` for the mean, that is subtracted from the output first.
-        at: output of scores on the same grid. Each cell is weighted by its best score, since
-            values of cells without an object are not used.
-        raw: whether these scores are logits, before the Sigmoid.
-    """
+    """A slice of an output, the complete output, or its difference from an input or its mean."""
 
     output: str
-    axis: int | None = None
+    axis: int | None = None  # 1 or -1, the dimension of the rows; None for the complete output
+    # start, stop: the rows, half open
     start: int = 0
     stop: int = 0
+    # name of the input, or `USUAL` for the mean, that is subtracted from the output first
     less: str = ""
+    # output of scores on the same grid. Each cell is weighted by its best score, since values of
+    # cells without an object are not used
     at: str = ""
-    raw: bool = False
+    raw: bool = False  # whether these scores are logits, before the Sigmoid
 
     @property
     def label(self) -> str:

@@ -77,17 +77,13 @@ class CalibrationPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkPart:
-    """Cost of a run in inferences and decoded images, which can be compared between machines.
-
-    Attributes:
-        calibration_runs: variant of the model -> inferences for its statistics.
-        reference_runs: further inferences of the float model, to judge engines.
-        engine_runs: target -> inferences of its engine, or of the model that replaces it.
-    """
+    """Cost of a run in inferences and decoded images, which can be compared between machines."""
 
     decodes: int = 0
+    # variant of the model -> inferences for its statistics
     calibration_runs: Mapping[str, int] = field(default_factory=dict)
-    reference_runs: int = 0
+    reference_runs: int = 0  # further inferences of the float model, to judge engines
+    # target -> inferences of its engine, or of the model that replaces it
     engine_runs: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -146,31 +142,24 @@ class TensorRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightRow:
-    """One quantized weight, by its output channels.
-
-    Attributes:
-        scales: number of scales: one per channel, or one.
-        least, median, largest: of the channels' largest |w|, in real units.
-        ratio: the largest over the least.
-        used: least share of the quantization grid that a channel uses, 0 to 1.
-        dead: number of channels whose largest |w| is below a millionth of the weight's, or stored
-            as 0; they are left out of the other figures.
-        worst: indices of the channels that use least of the grid, the worst first.
-        strip: for the worst weights, largest |w| along the channels, or the least of each run of
-            channels.
-    """
+    """One quantized weight, by its output channels."""
 
     node: str
     op: str
     channels: int
-    scales: int
+    scales: int  # number of scales: one per channel, or one
+    # least, median, largest: of the channels' largest |w|, in real units
     least: float
     median: float
     largest: float
-    ratio: float
-    used: float
+    ratio: float  # the largest over the least
+    used: float  # least share of the quantization grid that a channel uses, 0 to 1
+    # number of channels whose largest |w| is below a millionth of the weight's, or stored as 0;
+    # they are left out of the other figures
     dead: int = 0
+    # indices of the channels that use least of the grid, the worst first
     worst: tuple[int, ...] = ()
+    # for the worst weights, largest |w| along the channels, or the least of each run of channels
     strip: tuple[float, ...] = ()
 
 

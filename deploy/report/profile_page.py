@@ -68,9 +68,7 @@ def tree_map(tiles: Sequence[Tile], title: str) -> str:
 def squarify(values: Sequence[float], area: Area) -> list[Area]:
     """Return a rectangle for each value, which together fill the area.
 
-    Args:
-        values: positive, descending.
-        area: rectangle to divide.
+    `values`: positive, descending. `area`: rectangle to divide.
     """
     remaining, scale = area, area.width * area.height / sum(values) if values else 0.0
     sizes, areas, row = [value * scale for value in values], list[Area](), list[float]()

@@ -66,17 +66,12 @@ _MOVING = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Un
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Relative noise power of every output slice in every sample.
+    """Relative noise power of every output slice in every sample."""
 
-    Attributes:
-        parts: slice -> [samples] noise power over signal power.
-        said: slice -> share of the samples in which the float model's output has a signal; 1 if
-            missing.
-        accuracy: accuracy on the same samples; None for a sum, or where it was not asked for.
-    """
-
-    parts: Mapping[str, Powers]
+    parts: Mapping[str, Powers]  # slice -> [samples] noise power over signal power
+    # slice -> share of the samples in which the float model's output has a signal; 1 if missing
     said: Mapping[str, float] = field(default_factory=dict)
+    # accuracy on the same samples; None for a sum, or where it was not asked for
     accuracy: Accuracy | None = None
 
     @property
@@ -206,9 +201,7 @@ class Prober:
 
         Only the nodes downstream of the int8 nodes run, from stored values of the float model.
 
-        Args:
-            trials: choices that keep everything else in float.
-            int8: the int8 nodes of each trial.
+        `trials`: choices that keep everything else in float. `int8`: the int8 nodes of each trial.
         """
         if self._stored is None:
             self._stored = self._store_values(int8)

@@ -80,13 +80,9 @@ def kernel_times(
 
     With several threads the times would depend on other processes.
 
-    Args:
-        model: as it would be deployed.
-        made_from: the float model, to whose nodes the time is counted; Q/DQ nodes count for
-            themselves.
-        feeds: inputs, used in turn.
-        runs: least number of runs, after two that do not count.
-        seconds: least time; a small model runs more often.
+    `made_from`: the float model, to whose nodes the time is counted; Q/DQ nodes count for
+    themselves. `runs`: least number of runs, after two that do not count. `seconds`: least time; a
+    small model runs more often.
 
     Raises:
         BackendError: ONNX Runtime refused the model or a sample.

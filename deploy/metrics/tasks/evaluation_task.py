@@ -134,16 +134,12 @@ class SelectsExamples(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationTask(ABC):
-    """A recognised task: a form of outputs.
-
-    Attributes:
-        parts: output -> its slices, if the task knows them better than the data shows. An output
-            without slices is not compared value by value, such as a list of detections in varying
-            order.
-    """
+    """A recognised task: a form of outputs."""
 
     name: ClassVar[str]
     tally_type: ClassVar[type[TaskTally[Any]]]
+    # output -> its slices, if the task knows them better than the data shows. An output without
+    # slices is not compared value by value, such as a list of detections in varying order
     parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict, kw_only=True)
 
     @property
@@ -224,12 +220,9 @@ class TaskTally(ABC, Generic[T]):
 
 @dataclass(slots=True)
 class ThresholdTally(TaskTally[T]):
-    """A tally of detected things, such as boxes or labels, above each threshold.
+    """A tally of detected things, such as boxes or labels, above each threshold."""
 
-    Attributes:
-        counts: threshold -> numbers of FP32's, of the candidate's, and of both's.
-    """
-
+    # threshold -> numbers of FP32's, of the candidate's, and of both's
     counts: dict[float, list[int]] = field(init=False)
     enough: ClassVar[tuple[tuple[float, int], ...]]  # threshold, FP32's required to use it
 

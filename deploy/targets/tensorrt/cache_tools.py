@@ -79,10 +79,8 @@ def merge_caches(
 ) -> CalibrationCache:
     """Return the union of caches, in order of first occurrence, with the first cache's header.
 
-    Args:
-        caches: at least one.
-        on_conflict: which of two different scales of a tensor to take: "first", "last" or "max";
-            "error" raises.
+    `caches`: at least one. `on_conflict`: which of two different scales of a tensor to take:
+    "first", "last" or "max"; "error" raises.
 
     Raises:
         CacheError: the headers differ, or a conflict with "error".

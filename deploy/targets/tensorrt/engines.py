@@ -93,16 +93,9 @@ def build_baselines(
 ) -> Baselines:
     """Build float engines; an unchanged one of an earlier build is reused.
 
-    Args:
-        names: keys of `LABELS`.
-        request: the build.
-        installed: TensorRT and GPU.
-        cuda: the GPU to build on.
-        settings: of the quantized engine.
-        against: the float model.
-        model: its file.
-        by_type: whether the engine takes its types from the model, not from builder flags.
-        largest: tensor -> largest |x| observed; nodes that overflow float16 stay float32.
+    `names`: keys of `LABELS`. `by_type`: whether the engine takes its types from the model, not
+    from builder flags. `largest`: tensor -> largest |x| observed; nodes that overflow float16 stay
+    float32.
     """
     engines: dict[str, Path] = {}
     files: dict[str, Path] = {}

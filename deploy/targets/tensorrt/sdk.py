@@ -201,9 +201,7 @@ def missing_tensors(lines: Iterable[str]) -> list[str]:
 def sort_missing(names: Iterable[str], model: onnx.ModelProto) -> list[MissingScale]:
     """Classify tensors without a scale by their place in the model, harmful ones first.
 
-    Args:
-        names: from `missing_tensors`.
-        model: cleaned float model that was built.
+    `names`: from `missing_tensors`. `model`: cleaned float model that was built.
     """
     graph = Graph(model)
     plan = analyse(model, TENSORRT)

@@ -46,17 +46,14 @@ LayerwiseRepair = Callable[["BuildRequest", RepairInput], "tuple[BuildRequest, s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairResult:
-    """Result of one repair on one target.
-
-    Attributes:
-        before_db, after_db: SQNR of the worst output slice without and with it; None where there
-            was nothing to repair, or where it decides layer by layer.
-    """
+    """Result of one repair on one target."""
 
     name: str
     target: str
     kept: bool
     sentence: str
+    # before_db, after_db: SQNR of the worst output slice without and with it; None where there was
+    # nothing to repair, or where it decides layer by layer
     before_db: float | None = None
     after_db: float | None = None
 

@@ -324,25 +324,20 @@ _FAKE_QUANT = ("Sub", "Clip", "Add", "Round", "Mul")  # upstream from a layer's 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerQuantization:
-    """Quantization of a layer in the int8 model.
+    """Quantization of a layer in the int8 model."""
 
-    Attributes:
-        weight: weight scales, shaped to broadcast over the float weight.
-        low, high: smallest and largest stored value of the input.
-        grid: integer or FP8 grid whose rounding rule applies to both.
-        nearest: whether the weight is rounded to nearest; False for weights rounded by AMCT's
-            AdaRound, which stay as they are.
-        factors: what AMCT's DMQ divides the input by, [groups, K, 1], and multiplies the weight by
-            before both are rounded; None without DMQ.
-    """
-
-    weight: Float64Array
+    weight: Float64Array  # weight scales, shaped to broadcast over the float weight
     input: float
     zero: int
+    # low, high: smallest and largest stored value of the input
     low: float
     high: float
-    grid: Grid = INT8
+    grid: Grid = INT8  # integer or FP8 grid whose rounding rule applies to both
+    # whether the weight is rounded to nearest; False for weights rounded by AMCT's AdaRound, which
+    # stay as they are
     nearest: bool = True
+    # what AMCT's DMQ divides the input by, [groups, K, 1], and multiplies the weight by before both
+    # are rounded; None without DMQ
     factors: FloatArray | None = None
 
     def weights(self, layer: WeightedLayer) -> Float64Array:
