@@ -64,30 +64,19 @@ DTYPES: dict[str, type[np.integer]] = {"quint8": np.uint8, "qint8": np.int8, "qi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The values that a target stores for a quantized tensor.
-
-    Attributes:
-        name: name in options, reports and files.
-        bits: bits per stored value.
-        qmin, qmax: lowest and highest stored value.
-        symmetric: whether the zero_point is always 0.
-        kind: "integer", or "float" if the steps grow with the value.
-        dtype: numpy type of the stored values in memory; it may be wider than `bits`.
-        mantissa: explicit mantissa bits of a float.
-        least_exponent: exponent of a float's smallest normal number.
-        scaled: whether a clip range sets the scale; wide floats store real values.
-    """
+    """The values that a target stores for a quantized tensor."""
 
     name: str
-    bits: int
+    bits: int  # bits per stored value
+    # qmin, qmax: lowest and highest stored value
     qmin: float
     qmax: float
-    symmetric: bool
-    kind: Literal["integer", "float"]
-    dtype: str
-    mantissa: int = 0
-    least_exponent: int = 0
-    scaled: bool = True
+    symmetric: bool  # whether the zero_point is always 0
+    kind: Literal["integer", "float"]  # "integer", or "float" if the steps grow with the value
+    dtype: str  # numpy type of the stored values in memory; it may be wider than `bits`
+    mantissa: int = 0  # explicit mantissa bits of a float
+    least_exponent: int = 0  # exponent of a float's smallest normal number
+    scaled: bool = True  # whether a clip range sets the scale; wide floats store real values
 
     @property
     def steps(self) -> float:
@@ -202,10 +191,8 @@ def round_to_grid(
     Integer grids round to integers, float grids to their mantissa, in the dtype of x, where every
     step but the rounding is exact.
 
-    Args:
-        x: values / scale, of any shape.
-        grid: the grid.
-        to: np.floor or np.ceil to round down or up instead of to nearest.
+    `x`: values / scale, of any shape. `to`: np.floor or np.ceil to round down or up instead of to
+    nearest.
     """
     if grid.kind == "integer":
         return np.asarray(to(x), x.dtype)
@@ -305,19 +292,12 @@ def quantize_weight(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedTensor:
-    """Stored integers with their scale and zero point.
+    """Stored integers with their scale and zero point."""
 
-    Attributes:
-        stored: uint8, int8 or int32, of any shape.
-        scale: float32 [1], or [C] along `axis`.
-        zero_point: int64 [1], or [C] along `axis`.
-        axis: the channel axis; None for per-tensor quantization.
-    """
-
-    stored: NDArray[np.integer]
-    scale: NDArray[np.float32]
-    zero_point: NDArray[np.int64]
-    axis: int | None = None
+    stored: NDArray[np.integer]  # uint8, int8 or int32, of any shape
+    scale: NDArray[np.float32]  # float32 [1], or [C] along `axis`
+    zero_point: NDArray[np.int64]  # int64 [1], or [C] along `axis`
+    axis: int | None = None  # the channel axis; None for per-tensor quantization
 
     def int_repr(self) -> NDArray[np.integer]:
         """Return a copy of the stored integers."""
@@ -373,11 +353,7 @@ def quantize_per_channel(
 
 
 def _quantize(
-    x: ArrayLike,
-    scales: Sequence[float],
-    zero_points: Sequence[int],
-    axis: int | None,
-    dtype: str,
+    x: ArrayLike, scales: Sequence[float], zero_points: Sequence[int], axis: int | None, dtype: str
 ) -> QuantizedTensor:
     real = np.asarray(x, np.float32)
     if axis is not None:

@@ -157,7 +157,6 @@ class Histogram(HistogramState):
     Attributes:
         full_range: R in real units; 0 while there are only zeros.
         minimum, maximum: extremes of the finite values (inf, -inf while empty).
-        total: number of finite values.
         infinite: number of +-Inf values; they are in no bin.
         latest: largest finite |x| of the last batch.
     """

@@ -50,19 +50,12 @@ class HistogramState(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class CountingKernel:
-    """A loaded library with one of its instruction sets.
+    """A loaded library with one of its instruction sets."""
 
-    Attributes:
-        observe: `calib8_observe`; releases the GIL.
-        observe_each: `calib8_observe_each`; releases the GIL.
-        round_rows: `calib8_round`.
-        way: number of the instruction set.
-    """
-
-    observe: Callable[..., int]
-    observe_each: Callable[..., int]
-    round_rows: Callable[..., int]
-    way: int
+    observe: Callable[..., int]  # `calib8_observe`; releases the GIL
+    observe_each: Callable[..., int]  # `calib8_observe_each`; releases the GIL
+    round_rows: Callable[..., int]  # `calib8_round`
+    way: int  # number of the instruction set
     name: str
 
 

@@ -62,17 +62,11 @@ _QUICK_LEAST = 1e-30  # smaller errors are near the float32 minimum
 
 @dataclass(frozen=True, slots=True)
 class Ramps:
-    """G on both sides of 0, for one tensor.
+    """G on both sides of 0, for one tensor."""
 
-    Attributes:
-        heights: [2 * (B + 1)] G at -1/2, 1/2, 3/2, ... bins; values above 0 first.
-        slopes: [2 * (B + 1)] decrease of G from there to the next bin.
-        squares: sum of counts * c^2.
-    """
-
-    heights: FloatArray
-    slopes: FloatArray
-    squares: float
+    heights: FloatArray  # [2 * (B + 1)] G at -1/2, 1/2, 3/2, ... bins; values above 0 first
+    slopes: FloatArray  # [2 * (B + 1)] decrease of G from there to the next bin
+    squares: float  # sum of counts * c^2
 
     @classmethod
     def of(cls, above: NDArray[np.int64], below: NDArray[np.int64]) -> Ramps:
@@ -204,22 +198,15 @@ def _steps(lows: FloatArray, highs: FloatArray, grid: Grid) -> FloatArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bins:
-    """Input of a range search: the occupied bins, the grid and the power of the error.
+    """Input of a range search: the occupied bins, the grid and the power of the error."""
 
-    Attributes:
-        centres, counts: [B] centres in real units and counts of the occupied bins.
-        grid: grid of the range.
-        power: power of the error.
-        ramps: the bins for the fast squared error; None for another grid or power.
-        width: width of a bin, in real units.
-    """
-
+    # centres, counts: [B] centres in real units and counts of the occupied bins
     centres: FloatArray
     counts: NDArray[np.int64]
     grid: Grid
     power: float
-    ramps: Ramps | None
-    width: float
+    ramps: Ramps | None  # the bins for the fast squared error; None for another grid or power
+    width: float  # width of a bin, in real units
 
     def best(self, lows: FloatArray, highs: FloatArray) -> int:
         """Return the index of the [K] range with the least error; the first on ties."""

@@ -49,9 +49,8 @@ _SHARE = 100  # and at most 1 / 100 of all values
 def percentile(histogram: Histogram, *, percent: float) -> Scale:
     """Return the range that holds `percent` of a tensor's values.
 
-    Args:
-        histogram: statistics of the tensor; values count as evenly spread within a bin.
-        percent: 50 < percent <= 100, as `searches.PercentileParams` checks.
+    Values count as evenly spread within a bin. `searches.PercentileParams` checks that 50 < percent
+    <= 100.
     """
     keep = percent / 100
     amax = quantile(histogram.magnitudes(BINS), keep) * histogram.full_range / BINS
@@ -92,12 +91,7 @@ def minmax(histogram: Histogram) -> Scale:
     """Return the range of a tensor's data, unclipped."""
     low, high = histogram.minimum, histogram.maximum
     return Scale(
-        lo=low,
-        hi=high,
-        amax=histogram.amax,
-        observed_min=low,
-        observed_max=high,
-        method="minmax",
+        lo=low, hi=high, amax=histogram.amax, observed_min=low, observed_max=high, method="minmax"
     )
 
 
@@ -109,10 +103,7 @@ def legacy(histogram: Histogram) -> Scale:
 def extend_by_tail(scale: Scale, histogram: Histogram, most: float) -> Scale:
     """Return the scale with the upper end of its affine range extended by the tail.
 
-    Args:
-        scale: result of a search.
-        histogram: statistics of the tensor.
-        most: limit of the extension, in real units; observed values up to it are not clipped.
+    `most`: limit of the extension, in real units; observed values up to it are not clipped.
     """
     return replace(scale, hi=max(scale.hi, min(histogram.maximum + tail_length(histogram), most)))
 

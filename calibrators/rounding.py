@@ -106,12 +106,9 @@ def round_by_output(
 ) -> FloatArray:
     """Round each weight up or down for the least output error.
 
-    Args:
-        steps: weight / scale, [G, C, K]: groups, output channels, values of an input patch.
-        products: `gram` of the inputs, [G, K, K].
-        fixed: mask of weights to round to nearest, such as the extremes that set the scale.
-        sweeps: maximum number of passes over all weights.
-        grid: integer or float grid that stores the weights.
+    `steps`: weight / scale, [G, C, K]: groups, output channels, values of an input patch.
+    `products`: `gram` of the inputs, [G, K, K]. `fixed`: mask of weights to round to nearest, such
+    as the extremes that set the scale.
 
     Returns:
         [G, C, K], each entry the grid's value below or above its weight.
@@ -193,25 +190,18 @@ def _sweep(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvWindow:
-    """Window of a convolution; each tuple has one value per axis.
+    """Window of a convolution; each tuple has one value per axis."""
 
-    Attributes:
-        kernel, strides, dilations: as in ONNX.
-        pads: at the start of every axis, then at the end of every axis; unused if `auto` is set.
-        auto: ONNX's auto_pad.
-        group: number of channel groups.
-        transposed: whether it is a ConvTranspose, which needs explicit pads.
-        more: output_padding of a ConvTranspose.
-    """
-
+    # kernel, strides, dilations: as in ONNX
     kernel: tuple[int, ...]
     strides: tuple[int, ...]
     dilations: tuple[int, ...]
+    # at the start of every axis, then at the end of every axis; unused if `auto` is set
     pads: tuple[int, ...]
     auto: str = "NOTSET"
     group: int = 1
-    transposed: bool = False
-    more: tuple[int, ...] = ()
+    transposed: bool = False  # whether it is a ConvTranspose, which needs explicit pads
+    more: tuple[int, ...] = ()  # output_padding of a ConvTranspose
 
     @property
     def spans(self) -> list[int]:
@@ -257,11 +247,8 @@ def extract_patches(
 ) -> Float32Array:
     """Return at most `most` patches of one input, float32 [groups, K, P].
 
-    Args:
-        value: the input, [N, C, ...] of a convolution, [..., K] of a matrix product.
-        window: window of a convolution; None for a matrix product.
-        number: number of the sample, the seed of the positions.
-        most: largest number of patches.
+    `value`: the input, [N, C, ...] of a convolution, [..., K] of a matrix product. `window`: window
+    of a convolution; None for a matrix product.
     """
     if window is None:
         rows = np.asarray(value, np.float32).reshape(-1, value.shape[-1])

@@ -18,18 +18,13 @@ from calibrators.grids import Grid, affine_params, symmetric_scale
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """The clip range of one activation tensor, in real units.
+    """The clip range of one activation tensor, in real units."""
 
-    Attributes:
-        lo, hi: clip range for an affine grid; lo <= hi, both finite.
-        amax: threshold for a symmetric grid, >= 0; 0 for a tensor that is always zero.
-        observed_min, observed_max: extremes of the data, unclipped.
-        method: name of the search that chose the range.
-    """
-
+    # lo, hi: clip range for an affine grid; lo <= hi, both finite
     lo: float
     hi: float
-    amax: float
+    amax: float  # threshold for a symmetric grid, >= 0; 0 for a tensor that is always zero
+    # observed_min, observed_max: extremes of the data, unclipped
     observed_min: float
     observed_max: float
     method: str

@@ -73,24 +73,18 @@ def _as_a_histogram(params: Params) -> HistogramOf:
 
 @dataclass(frozen=True, slots=True)
 class RangeSearch(Generic[P]):
-    """A method to choose a clip range.
+    """A method to choose a clip range."""
 
-    Attributes:
-        function: (statistics of one tensor, parameters) -> its clip range.
-        params: type of the parameters.
-        help: predicate of a sentence whose subject is the method's name.
-        statistic: parameters -> statistic to record of every tensor.
-        by_grid: as `function`, with the symmetric grid of the threshold and the affine grid of the
-            range (None for int8 and uint8); None if the grid does not matter.
-        integer: whether the method is defined for int8 only.
-    """
-
+    # (statistics of one tensor, parameters) -> its clip range
     function: Callable[[Histogram, P], Scale]
     params: type[P]
-    help: str
+    help: str  # predicate of a sentence whose subject is the method's name
+    # parameters -> statistic to record of every tensor
     statistic: Callable[[P], HistogramOf] = _as_a_histogram
+    # as `function`, with the symmetric grid of the threshold and the affine grid of the range (None
+    # for int8 and uint8); None if the grid does not matter
     by_grid: Callable[[Histogram, P, Grid | None, Grid | None], Scale] | None = None
-    integer: bool = False
+    integer: bool = False  # whether the method is defined for int8 only
 
 
 def _minmax(histogram: Histogram, params: Params) -> Scale:
@@ -109,13 +103,11 @@ def _entropy(histogram: Histogram, params: Params) -> Scale:
 class PercentileParams(Params):
     """Parameters of the percentile search.
 
-    Attributes:
-        percent: share of the values to keep, 50 < percent <= 100.
-
     Raises:
         CalibrationError: percent is not a number or out of range.
     """
 
+    # share of the values to keep, 50 < percent <= 100
     percent: float = field(
         default=DEFAULT_PERCENT, metadata={"help": "Share of the values to keep, in percent."}
     )
@@ -134,10 +126,7 @@ def _percentile(histogram: Histogram, params: PercentileParams) -> Scale:
 
 
 def _mse(
-    histogram: Histogram,
-    params: Params,
-    symmetric: Grid | None = None,
-    affine: Grid | None = None,
+    histogram: Histogram, params: Params, symmetric: Grid | None = None, affine: Grid | None = None
 ) -> Scale:
     from calibrators.grids import INT8, UINT8
     from calibrators.mse import mse
@@ -149,13 +138,11 @@ def _mse(
 class LpParams(Params):
     """Parameters of the Lp search.
 
-    Attributes:
-        power: p of |error|^p, 1 <= power <= 16.
-
     Raises:
         CalibrationError: power is not a number or out of range.
     """
 
+    # p of |error|^p, 1 <= power <= 16
     power: float = field(
         default=DEFAULT_POWER,
         metadata={"help": "Power of the error: the greater, the more a clipped value weighs."},
@@ -182,13 +169,11 @@ def _lp(
 class EntropyTensorrtParams(Params):
     """Parameters of the entropy search on TensorRT's histogram.
 
-    Attributes:
-        batch_size: images in TensorRT's calibration batch, 1 or more.
-
     Raises:
         CalibrationError: batch_size is not an int or below 1.
     """
 
+    # images in TensorRT's calibration batch, 1 or more
     batch_size: int = field(
         default=1, metadata={"help": "Images in the first batch, whose maximum starts the range."}
     )
@@ -225,10 +210,7 @@ SEARCHES: dict[str, RangeSearch[Any]] = {
         _mse, Params, "takes the least squared error of the quantized values", by_grid=_mse
     ),
     "lp": RangeSearch(
-        _lp,
-        LpParams,
-        "takes the least error to a higher power: clips less than mse",
-        by_grid=_lp,
+        _lp, LpParams, "takes the least error to a higher power: clips less than mse", by_grid=_lp
     ),
     "entropy-tensorrt": RangeSearch(
         _entropy,

@@ -59,13 +59,9 @@ class HasExtremes(Protocol):
 
 @runtime_checkable
 class BatchRecorder(Protocol):
-    """A recorder that joins samples to batches.
+    """A recorder that joins samples to batches."""
 
-    Attributes:
-        together: samples per batch; `to_arrays` is complete only after a full batch.
-    """
-
-    together: int
+    together: int  # samples per batch; `to_arrays` is complete only after a full batch
 
     def end(self) -> None:
         """Record the waiting samples as the last batch, which may be smaller.
@@ -114,15 +110,10 @@ class Statistic(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HistogramOf:
-    """A `Histogram`: order-independent, or by TensorRT's rule, whose first batch sets the range.
+    """A `Histogram`: order-independent, or by TensorRT's rule, whose first batch sets the range."""
 
-    Attributes:
-        first: number of samples in that batch; 0 for the order-independent range.
-        most: number of samples to record, those in full batches; 0 for all.
-    """
-
-    first: int = 0
-    most: int = 0
+    first: int = 0  # number of samples in that batch; 0 for the order-independent range
+    most: int = 0  # number of samples to record, those in full batches; 0 for all
 
     @property
     def key(self) -> str:
@@ -234,17 +225,13 @@ def find_trouble(histogram: Histogram) -> str | None:
 
 
 def search_scale(
-    histogram: Histogram,
-    search: Any,
-    reach: tuple[float, float, float] | None = None,
+    histogram: Histogram, search: Any, reach: tuple[float, float, float] | None = None
 ) -> Scale:
     """Search the clip range of a tensor that has no `find_trouble`.
 
-    Args:
-        histogram: its statistics.
-        search: histogram -> range.
-        reach: (floor, ceiling, followed) in real units: clamp the values to the first two, then
-            extend the range for rare large values up to the third (`calibrators.percentile`).
+    `search`: histogram -> range. `reach`: (floor, ceiling, followed) in real units: clamp the
+    values to the first two, then extend the range for rare large values up to the third
+    (`calibrators.percentile`).
     """
     scale: Scale
     if reach is None:

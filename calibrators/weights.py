@@ -91,10 +91,7 @@ def shrunk_mean(differences: NDArray[np.float64]) -> NDArray[np.float64]:
 def is_depthwise(groups: int, outputs: int, inputs: int) -> bool:
     """Whether a Conv is depthwise; its kernels sum in 32 bits, so that pairs do not matter.
 
-    Args:
-        groups: groups of the Conv.
-        outputs: output channels of all groups.
-        inputs: input channels of a group.
+    `outputs`: output channels of all groups. `inputs`: input channels of a group.
     """
     return groups > 1 and outputs == groups and inputs == 1
 
@@ -102,9 +99,8 @@ def is_depthwise(groups: int, outputs: int, inputs: int) -> bool:
 def pair_scales(rows: NDArray[np.floating], scales: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return scales with which the pairs of a weight fit, no smaller than before.
 
-    Args:
-        rows: weight in real units, [C_out, C_in of a group, ...].
-        scales: its scales, float32 [C_out], or [1] per tensor.
+    `rows`: weight in real units, [C_out, C_in of a group, ...]. `scales`: its scales, float32
+    [C_out], or [1] per tensor.
     """
     largest = pair_sums(rows).max(axis=1, initial=0.0)
     if scales.size == 1:
@@ -116,8 +112,7 @@ def pair_scales(rows: NDArray[np.floating], scales: NDArray[np.float32]) -> NDAr
 def pair_sums(rows: NDArray[np.generic]) -> NDArray[np.float32]:
     """Return |w| + |w'| of each pair of equal sign, else the larger |w|: [C_out, pairs].
 
-    Args:
-        rows: [C_out, C_in of a group, ...], in real units or in steps.
+    `rows`: [C_out, C_in of a group, ...], in real units or in steps.
     """
     wide = np.pad(_flat(rows), ((0, 0), (0, 2))).astype(np.float32)  # 0 after the last weight
     step = pair_stride(rows.shape)
@@ -138,8 +133,7 @@ def pair_stride(shape: Sequence[int]) -> int:
 def tight_pair_mask(steps: NDArray[np.floating]) -> NDArray[np.bool_]:
     """Return a mask of weights in pairs that may not fit, or change the scale, if rounded up.
 
-    Args:
-        steps: weight / scale of `pair_scales`, [C_out, C_in of a group, ...].
+    `steps`: weight / scale of `pair_scales`, [C_out, C_in of a group, ...].
 
     Returns:
         bool of the shape of `steps`. If these weights are rounded to nearest, the largest pair of

@@ -55,14 +55,10 @@ _RATE, _BETA1, _BETA2, _EPSILON = 0.001, 0.9, 0.999, np.float32(1e-8)  # default
 
 @dataclass(frozen=True, slots=True)
 class AdaActivation:
-    """Elementwise activation of layers with G groups of M output channels.
+    """Elementwise activation of layers with G groups of M output channels."""
 
-    Attributes:
-        kind: one of this module's names.
-        slope: slope of negative values for LEAKY, float32 [1, 1] or [G, M].
-    """
-
-    kind: str = NONE
+    kind: str = NONE  # one of this module's names
+    # slope of negative values for LEAKY, float32 [1, 1] or [G, M]
     slope: FloatArray = field(default_factory=lambda: np.zeros((1, 1), np.float32))
 
     def of_part(self, groups: slice, rows: slice) -> AdaActivation:
@@ -114,23 +110,14 @@ def sigmoid(x: FloatArray) -> FloatArray:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """At most 64 output channels of a layer.
+    """At most 64 output channels of a layer."""
 
-    Attributes:
-        weight: float32 [G, A, M, T], A tiles of T values of K.
-        scale: float32 [G, 1, M, 1].
-        bias: float32 [G, 1, M, 1].
-        inputs: float32 [P, G, A * T].
-        width: K.
-        batch: (tiles, positions per tile) of an iteration.
-    """
-
-    weight: FloatArray
-    scale: FloatArray
-    bias: FloatArray
-    inputs: FloatArray
-    width: int
-    batch: tuple[int, int]
+    weight: FloatArray  # float32 [G, A, M, T], A tiles of T values of K
+    scale: FloatArray  # float32 [G, 1, M, 1]
+    bias: FloatArray  # float32 [G, 1, M, 1]
+    inputs: FloatArray  # float32 [P, G, A * T]
+    width: int  # K
+    batch: tuple[int, int]  # (tiles, positions per tile) of an iteration
 
     @classmethod
     def of(
@@ -200,42 +187,26 @@ def tile_layout(count: int, *, whole: bool = False) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaParams:
-    """AMCT's parameters of ada_quantize.
-
-    Attributes:
-        num_iteration: number of steps.
-        reg_param: weight of the regularizer.
-        beta_range: exponent of the regularizer at its start and at the end.
-        warm_start: share of the iterations without the regularizer.
-    """
+    """AMCT's parameters of ada_quantize."""
 
     num_iteration: int = 10000
     reg_param: float = 0.01
+    # exponent of the regularizer at its start and at the end
     beta_range: tuple[float, float] = (20.0, 2.0)
-    warm_start: float = 0.2
+    warm_start: float = 0.2  # share of the iterations without the regularizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaProblem:
-    """Input of AdaRound for a layer with G groups of M output channels, at P positions.
+    """Input of AdaRound for a layer with G groups of M output channels, at P positions."""
 
-    Attributes:
-        weight: float32 [G, M, K].
-        scale: scale of each channel, float32 [G, M, 1].
-        inputs: inputs of the layer downstream of rounded layers, float32 [P, G, K].
-        targets: outputs of the float layer, float32 [P, G, M].
-        bias: bias included in the targets, float32 [G, M].
-        activation: activation after the layer.
-        share: factor of the output's error, relative to AMCT's mean over positions.
-    """
-
-    weight: FloatArray
-    scale: FloatArray
-    inputs: FloatArray
-    targets: FloatArray
-    bias: FloatArray
+    weight: FloatArray  # float32 [G, M, K]
+    scale: FloatArray  # scale of each channel, float32 [G, M, 1]
+    inputs: FloatArray  # inputs of the layer downstream of rounded layers, float32 [P, G, K]
+    targets: FloatArray  # outputs of the float layer, float32 [P, G, M]
+    bias: FloatArray  # bias included in the targets, float32 [G, M]
     activation: AdaActivation = field(default_factory=AdaActivation)
-    share: float = 1.0
+    share: float = 1.0  # factor of the output's error, relative to AMCT's mean over positions
 
     def blocks(self) -> list[AdaProblem]:
         """Split into independent problems of at most 64 output channels."""
@@ -360,11 +331,7 @@ def regularizer_slope(up: FloatArray, reg_param: float, beta: float) -> FloatArr
 
 
 def error_slope(
-    part: AdaProblem,
-    tiles: Tiles,
-    codes: FloatArray,
-    wanted: FloatArray,
-    places: NDArray[np.int64],
+    part: AdaProblem, tiles: Tiles, codes: FloatArray, wanted: FloatArray, places: NDArray[np.int64]
 ) -> FloatArray:
     """Return the derivative of the output's mean squared error at some positions by the codes.
 

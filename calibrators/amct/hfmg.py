@@ -39,17 +39,11 @@ Float64Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfmgParams:
-    """Parameters of the search, with AMCT's defaults.
+    """Parameters of the search, with AMCT's defaults."""
 
-    Attributes:
-        nbins: number of bins: 1024, 2048, 4096 or 8192.
-        bits: 4, 8 or 16.
-        with_offset: whether the grid is affine, else symmetric.
-    """
-
-    nbins: int = 4096
-    bits: int = 8
-    with_offset: bool = True
+    nbins: int = 4096  # number of bins: 1024, 2048, 4096 or 8192
+    bits: int = 8  # 4, 8 or 16
+    with_offset: bool = True  # whether the grid is affine, else symmetric
 
     def __post_init__(self) -> None:
         if self.nbins not in NBINS:
@@ -59,9 +53,7 @@ class HfmgParams:
 class HfmgHistogram:
     """AMCT's histogram of one tensor over its calibration batches.
 
-    Args:
-        nbins: number of bins.
-        together: samples per batch; those of an incomplete batch are held.
+    `together`: samples per batch; those of an incomplete batch are held.
 
     Attributes:
         counts: [nbins] int32; None before the first batch.

@@ -58,24 +58,18 @@ FINE_BINS = 1 << 15  # bins per side of the streaming histogram
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IfmrParams:
-    """Parameters of the search, with AMCT's defaults.
+    """Parameters of the search, with AMCT's defaults."""
 
-    Attributes:
-        max_percentile, min_percentile: share of the data inside the initial range, (0, 1]
-            (configurations allow (0.5, 1]).
-        search_range: (start, end) of the ratios, 0 < start < end; the end is a candidate only by
-            rounding, as with the defaults.
-        search_step: step between ratios, 0 < step <= end - start.
-        bits: 4, 8 or 16.
-        with_offset: whether the grid is affine, else symmetric.
-    """
-
+    # max_percentile, min_percentile: share of the data inside the initial range, (0, 1]
+    # (configurations allow (0.5, 1])
     max_percentile: float = 0.999999
     min_percentile: float = 0.999999
+    # (start, end) of the ratios, 0 < start < end; the end is a candidate only by rounding, as with
+    # the defaults
     search_range: tuple[float, float] = (0.7, 1.3)
-    search_step: float = 0.01
-    bits: int = 8
-    with_offset: bool = False
+    search_step: float = 0.01  # step between ratios, 0 < step <= end - start
+    bits: int = 8  # 4, 8 or 16
+    with_offset: bool = False  # whether the grid is affine, else symmetric
 
     def __post_init__(self) -> None:
         start, end = self.search_range
@@ -414,20 +408,15 @@ def ifmr_streaming(histogram: IfmrHistogram, params: IfmrParams | None = None) -
 
 @dataclass(frozen=True, slots=True)
 class _Spread:
-    """A histogram as a density: the data of bin b are spread evenly over [lows[b], highs[b]].
+    """A histogram as a density: the data of bin b are spread evenly over [lows[b], highs[b]]."""
 
-    Attributes:
-        edges: [B + 1] edges of the bins.
-        numbers, sums: [B + 1] number and sum of the data below each edge.
-        squares: sum of the squares of all data.
-    """
-
-    edges: Float64Array
+    edges: Float64Array  # [B + 1] edges of the bins
     lows: Float64Array
     highs: Float64Array
+    # numbers, sums: [B + 1] number and sum of the data below each edge
     numbers: Float64Array
     sums: Float64Array
-    squares: float
+    squares: float  # sum of the squares of all data
 
     @classmethod
     def of(cls, histogram: IfmrHistogram) -> _Spread:

@@ -26,13 +26,9 @@ from calibrators.statistics import Arrays, Recorder, Statistic, read_numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ordered:
-    """Base of the ordered statistics without a lead.
+    """Base of the ordered statistics without a lead."""
 
-    Attributes:
-        samples: number of samples to record, AMCT's `batch_num`; None for all.
-    """
-
-    samples: int | None = None
+    samples: int | None = None  # number of samples to record, AMCT's `batch_num`; None for all
     ordered: ClassVar[bool] = True  # AMCT's batches are consecutive
     lead: ClassVar[Statistic | None] = None
 
@@ -125,15 +121,10 @@ class AllValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfmgOf(_Ordered):
-    """An `HfmgHistogram`.
+    """An `HfmgHistogram`."""
 
-    Attributes:
-        nbins: 1024, 2048, 4096 or 8192.
-        together: samples per batch.
-    """
-
-    nbins: int = 4096
-    together: int = 1
+    nbins: int = 4096  # 1024, 2048, 4096 or 8192
+    together: int = 1  # samples per batch
 
     @property
     def key(self) -> str:
@@ -158,14 +149,9 @@ class HfmgOf(_Ordered):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelMaxOf(_Ordered):
-    """The largest |x| of each channel of the first batch, for DMQ.
+    """The largest |x| of each channel of the first batch, for DMQ."""
 
-    Attributes:
-        axis: axis of the channels.
-        samples: number of samples in the batch.
-    """
-
-    axis: int = 1
+    axis: int = 1  # axis of the channels
     samples: int | None = 1
 
     @property
@@ -203,15 +189,10 @@ class ChannelMax:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Places(_Ordered):
-    """Base of the statistics at sampled positions.
-
-    Attributes:
-        samples: number of samples to record.
-        most: largest number of positions per sample.
-    """
+    """Base of the statistics at sampled positions."""
 
     samples: int  # whose number decides the positions
-    most: int
+    most: int  # largest number of positions per sample
 
     @property
     def _where(self) -> str:
@@ -220,13 +201,9 @@ class _Places(_Ordered):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetsOf(_Places):
-    """Outputs of the float layer at sampled positions; never stored.
+    """Outputs of the float layer at sampled positions; never stored."""
 
-    Attributes:
-        last: whether the output channels are the last axis, else the second.
-    """
-
-    last: bool
+    last: bool  # whether the output channels are the last axis, else the second
 
     @property
     def key(self) -> str:
@@ -272,16 +249,10 @@ class Targets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedWeightsOf(_Places):
-    """A layer's inputs at sampled positions, then its rounded weights.
+    """A layer's inputs at sampled positions, then its rounded weights."""
 
-    Attributes:
-        window: window of a convolution; None for a matrix product.
-        shape: shape of the integers: groups, output channels of a group, values of a patch.
-        scales: number of scales of the weight.
-        params: parameters of the search.
-    """
-
-    window: ConvWindow | None
+    window: ConvWindow | None  # window of a convolution; None for a matrix product
+    # shape of the integers: groups, output channels of a group, values of a patch
     shape: tuple[int, int, int]
     scales: int
     params: AdaParams

@@ -27,36 +27,21 @@ _LEFT = (0, 1, 2)  # left-aligned columns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSummary:
-    """One engine of one build.
-
-    Attributes:
-        build: name of the build.
-        target: its target.
-        verdict: its verdict; None without one.
-        error: why it could not be built; "" where it was.
-        speed_up: over the float engine that it is compared with in its own build.
-        p50_ms: median latency.
-        size_bytes: size of its file.
-        task: figure of the task as text; "" if unknown.
-        sqnr_db: SQNR of the worst output slice.
-        quantized, nodes: number of quantized nodes, and of all nodes.
-        method: method of its ranges.
-        effort: effort of the search; "" if unknown.
-    """
+    """One engine of one build."""
 
     build: str
     target: str
-    verdict: Verdict | None = None
-    error: str = ""
-    speed_up: float | None = None
+    verdict: Verdict | None = None  # its verdict; None without one
+    error: str = ""  # why it could not be built; "" where it was
+    speed_up: float | None = None  # over the float engine that it is compared with in its own build
     p50_ms: float | None = None
     size_bytes: int | None = None
-    task: str = ""
-    sqnr_db: float | None = None
+    task: str = ""  # figure of the task as text; "" if unknown
+    sqnr_db: float | None = None  # SQNR of the worst output slice
     quantized: int = 0
     nodes: int = 0
     method: str = ""
-    effort: str = ""
+    effort: str = ""  # effort of the search; "" if unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +54,10 @@ class SettingDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildComparison:
-    """Comparison of several builds.
-
-    Attributes:
-        names: names of the builds, as the user gave them.
-        engines: one line per engine.
-        differences: options and circumstances in which they differ.
-        notes: notes to the reader.
-    """
+    """Comparison of several builds."""
 
     names: tuple[str, ...]
-    engines: tuple[EngineSummary, ...]
+    engines: tuple[EngineSummary, ...]  # one line per engine
     differences: tuple[SettingDifference, ...]
     notes: tuple[str, ...] = ()
 

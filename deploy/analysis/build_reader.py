@@ -56,26 +56,19 @@ _ORDER = (NOISE, TIME, CONSEQUENCE, WHOLE, RULE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBuild:
-    """A build that was read back.
-
-    Attributes:
-        name: its folder, as the user gave it.
-        path: its report.json.
-        report: its report, without the latency samples, which no file stores.
-        options: flag without dashes -> value as text, from `calib8.toml`; None without that file.
-    """
+    """A build that was read back."""
 
     name: str
     path: Path
-    report: Report
+    report: Report  # its report, without the latency samples, which no file stores
+    # flag without dashes -> value as text, from `calib8.toml`; None without that file
     options: Mapping[str, str] | None = None
 
 
 def read_stored_build(folder: Path | str) -> StoredBuild:
     """Read a build.
 
-    Args:
-        folder: output folder of the build, or its report.json.
+    `folder`: output folder of the build, or its report.json.
 
     Raises:
         ConfigError: no such folder, no report in it, or one that is broken or of another version.
@@ -120,11 +113,7 @@ def _broken(path: Path, message: str) -> ConfigError:
 
 
 def _options(path: Path) -> dict[str, str] | None:
-    """Read the options file next to a report; None if there is none.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Read the options file next to a report; None if there is none."""
     if not os.path.isfile(path):
         return None
     what = "the options of a build, as calib8 wrote them"
@@ -143,8 +132,7 @@ def _as_text(value: Any) -> str:
 def read_explanation(folder: Path) -> Explanation:
     """Read the report and the plan of a build.
 
-    Args:
-        folder: output folder of the build, or its report.json.
+    `folder`: output folder of the build, or its report.json.
 
     Raises:
         ConfigError: no such folder, no report in it, or a broken report or plan.

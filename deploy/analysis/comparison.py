@@ -1,8 +1,7 @@
 """Compares two models, or one model in two runtimes, tensor by tensor over a feed (`compare`).
 
-Two models in ONNX Runtime run once per sample, with all shared tensors as outputs. For OpenVINO
-each tensor is the output of a model that is cut off after it, since an added output would change
-what the runtime fuses.
+For OpenVINO each tensor is the output of a model that is cut off after it, since an added output
+would change what the runtime fuses.
 """
 
 from __future__ import annotations
@@ -41,45 +40,28 @@ Figures = dict[str, OutputAccuracy]  # tensor -> accuracy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:
-    """Comparison of one tensor of both models.
-
-    Attributes:
-        tensor: its name.
-        node: name of the first model's node that makes it.
-        operator: type of that node.
-        figures: accuracy of the second model's tensor against the first's.
-    """
+    """Comparison of one tensor of both models."""
 
     tensor: str
-    node: str
+    node: str  # name of the first model's node that makes it
     operator: str
-    figures: OutputAccuracy
+    figures: OutputAccuracy  # accuracy of the second model's tensor against the first's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ModelComparison:
-    """Result of `compare`; `repr` is its text for a screen.
+    """Result of `compare`; `repr` is its text for a screen."""
 
-    Attributes:
-        first, second: "file in runtime" of the two sides.
-        samples: number of samples.
-        min_sqnr_db: limit below which a tensor differs.
-        layers: shared inner tensors, in the first model's order.
-        outputs: shared outputs, in the first model's order.
-        cut: whether each tensor comes from a model cut off after it.
-        looked: number of tensors compared, and of all shared tensors.
-        notes: how the images were read, and what could not be compared.
-    """
-
+    # first, second: "file in runtime" of the two sides
     first: str
     second: str
     samples: int
-    min_sqnr_db: float
-    layers: tuple[TensorDifference, ...]
-    outputs: tuple[TensorDifference, ...]
-    cut: bool
-    looked: tuple[int, int]
-    notes: tuple[str, ...] = ()
+    min_sqnr_db: float  # limit below which a tensor differs
+    layers: tuple[TensorDifference, ...]  # shared inner tensors, in the first model's order
+    outputs: tuple[TensorDifference, ...]  # shared outputs, in the first model's order
+    cut: bool  # whether each tensor comes from a model cut off after it
+    looked: tuple[int, int]  # number of tensors compared, and of all shared tensors
+    notes: tuple[str, ...] = ()  # how the images were read, and what could not be compared
 
     @property
     def parts_at(self) -> TensorDifference | None:

@@ -23,17 +23,11 @@ _OPTIONAL = {
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentCheck:
-    """Result of one check.
-
-    Attributes:
-        what: name of the component.
-        there: whether it is present and works.
-        words: its version, or its purpose and how to get it.
-    """
+    """Result of one check."""
 
     what: str
     there: bool
-    words: str
+    words: str  # its version, or its purpose and how to get it
 
 
 def check_environment() -> tuple[EnvironmentCheck, ...]:

@@ -48,19 +48,12 @@ Real = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experiment:
-    """Values and their quantized form.
+    """Values and their quantized form."""
 
-    Attributes:
-        values: float32, of any shape.
-        quantized: their integers, scales and zero points.
-        dtype: torch's name of the integer type.
-        found: "given", or the method that found the scale.
-    """
-
-    values: Real
+    values: Real  # float32, of any shape
     quantized: QuantizedTensor
-    dtype: str
-    found: str
+    dtype: str  # torch's name of the integer type
+    found: str  # "given", or the method that found the scale
 
     @property
     def error(self) -> NDArray[np.float64]:

@@ -1,9 +1,7 @@
 """Explains a build (`explain`): from its files, and by running images through its models.
 
-With images, the float model and a model with the target's numerics each run every image once. The
-result is the images with the lowest SQNR of their worst output slice and, in the worst inner
-tensors, the worst channels. Channel figures are sums over all images, so memory does not grow with
-their number.
+With images, the float model and a model with the target's numerics each run every image once.
+Channel figures are sums over all images, so memory does not grow with their number.
 """
 
 from __future__ import annotations
@@ -73,13 +71,9 @@ def run_images(
 ) -> ImageResults:
     """Run images on one target; return the worst images and channels.
 
-    Args:
-        loaded: the float model.
-        runnable: model that ONNX Runtime runs with the target's numerics.
-        layers: inner tensors, the worst first; channels are measured in the first few.
-        feed: the images.
-        native: whether ONNX Runtime is the target, so that its int8 kernels are used.
-        threads: samples that run in parallel; the result does not depend on it.
+    `layers`: inner tensors, the worst first; channels are measured in the first few. `native`:
+    whether ONNX Runtime is the target, so that its int8 kernels are used. `threads`: samples that
+    run in parallel; the result does not depend on it.
 
     Raises:
         ConfigError: the file belongs to another model.

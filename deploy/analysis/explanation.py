@@ -37,16 +37,9 @@ class TensorAccuracy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloatNodeGroup:
-    """Nodes that stay float for one reason.
+    """Nodes that stay float for one reason."""
 
-    Attributes:
-        kind: kind of the reason, see `deploy.tuning.plan_file`.
-        reason: the reason as text.
-        operators: operator types of the nodes.
-        nodes: node names.
-    """
-
-    kind: str
+    kind: str  # kind of the reason, see `deploy.tuning.plan_file`
     reason: str
     operators: tuple[str, ...]
     nodes: tuple[str, ...]
@@ -64,93 +57,57 @@ class ClippedRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLoss:
-    """Loss on one image.
+    """Loss on one image."""
 
-    Attributes:
-        name: file name, or index in an array.
-        part: output slice of lowest SQNR; "" where no slice can be compared.
-        sqnr_db: SQNR of that slice.
-        task: agreement of int8 with FP32 on the task, such as "3 of 4"; "" without a task.
-    """
-
-    name: str
-    part: str
-    sqnr_db: float
-    task: str
+    name: str  # file name, or index in an array
+    part: str  # output slice of lowest SQNR; "" where no slice can be compared
+    sqnr_db: float  # SQNR of that slice
+    task: str  # agreement of int8 with FP32 on the task, such as "3 of 4"; "" without a task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelLoss:
-    """Loss of one channel (axis 1) of an inner tensor.
-
-    Attributes:
-        tensor, channel: the tensor, and the index of the channel.
-        sqnr_db: SQNR of the channel alone.
-        noise: its share of the tensor's noise, 0 to 1.
-    """
+    """Loss of one channel (axis 1) of an inner tensor."""
 
     tensor: str
     channel: int
-    sqnr_db: float
-    noise: float
+    sqnr_db: float  # SQNR of the channel alone
+    noise: float  # its share of the tensor's noise, 0 to 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageResults:
-    """Results of running images on one target.
-
-    Attributes:
-        samples: number of samples that were run.
-        images: the images of lowest SQNR, the worst first.
-        channels: the channels of lowest SQNR, by tensor.
-        notes: notes on results that are missing.
-    """
+    """Results of running images on one target."""
 
     samples: int
-    images: tuple[ImageLoss, ...] = ()
-    channels: tuple[ChannelLoss, ...] = ()
+    images: tuple[ImageLoss, ...] = ()  # the images of lowest SQNR, the worst first
+    channels: tuple[ChannelLoss, ...] = ()  # the channels of lowest SQNR, by tensor
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetExplanation:
-    """Explanation of one target.
-
-    Attributes:
-        name: name of the target.
-        error: why it could not be built; "" where it was.
-        level, reasons: level and reasons of the verdict; "" without one.
-        parts: output slices, the worst first.
-        task: figure of the task as text; "" without one.
-        nodes: number of nodes of the model as this target runs it.
-        kept: groups of float nodes: by noise, then time, consequence, rules.
-        layers: inner tensors, the worst first.
-        repairs: notes on the repairs.
-        settled: description of the trial that was built.
-        tried: trials of the search.
-        methods: tensor -> range method, where it differs from the others.
-        clipped: ranges that clip values, the largest share first.
-        runnable: file that ONNX Runtime can run with the target's numerics.
-        native: whether ONNX Runtime is the target.
-        held: results on images.
-    """
+    """Explanation of one target."""
 
     name: str
-    error: str = ""
+    error: str = ""  # why it could not be built; "" where it was
+    # level, reasons: level and reasons of the verdict; "" without one
     level: str = ""
     reasons: tuple[str, ...] = ()
-    parts: tuple[TensorAccuracy, ...] = ()
-    task: str = ""
-    nodes: int = 0
+    parts: tuple[TensorAccuracy, ...] = ()  # output slices, the worst first
+    task: str = ""  # figure of the task as text; "" without one
+    nodes: int = 0  # number of nodes of the model as this target runs it
+    # groups of float nodes: by noise, then time, consequence, rules
     kept: tuple[FloatNodeGroup, ...] = ()
-    layers: tuple[TensorAccuracy, ...] = ()
+    layers: tuple[TensorAccuracy, ...] = ()  # inner tensors, the worst first
     repairs: tuple[str, ...] = ()
-    settled: str = ""
+    settled: str = ""  # description of the trial that was built
     tried: tuple[TrialRow, ...] = ()
+    # tensor -> range method, where it differs from the others
     methods: Mapping[str, str] = field(default_factory=dict)
-    clipped: tuple[ClippedRange, ...] = ()
-    runnable: str | None = None
-    native: bool = False
+    clipped: tuple[ClippedRange, ...] = ()  # ranges that clip values, the largest share first
+    runnable: str | None = None  # file that ONNX Runtime can run with the target's numerics
+    native: bool = False  # whether ONNX Runtime is the target
     held: ImageResults | None = None
 
     def on(self, held: ImageResults) -> TargetExplanation:
@@ -160,32 +117,18 @@ class TargetExplanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Explanation of a build.
-
-    Attributes:
-        title: title of the report.
-        report: path of the report.
-        plan: path of the plan; None without one.
-        model: path of the float model, from the report.
-        preprocess: preprocessing of the images, from the report.
-        targets: one entry per target.
-    """
+    """Explanation of a build."""
 
     title: str
     report: str
-    plan: str | None = None
+    plan: str | None = None  # path of the plan; None without one
     model: str = ""
     preprocess: Mapping[str, object] = field(default_factory=dict)
-    targets: tuple[TargetExplanation, ...] = ()
+    targets: tuple[TargetExplanation, ...] = ()  # one entry per target
 
 
 def to_screen(explanation: Explanation, *, everything: bool = False) -> str:
-    """Return the explanation as plain text, without colours.
-
-    Args:
-        explanation: the explanation.
-        everything: whether to show every row of every table.
-    """
+    """Return the explanation as plain text, without colours."""
     most = None if everything else FEW
     blocks = [
         [

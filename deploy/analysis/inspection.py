@@ -25,22 +25,12 @@ _MOST = 24  # rows of nodes on one screen
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Inspection:
-    """What a target would quantize in a model; `repr` is one screen of text.
+    """What a target would quantize in a model; `repr` is one screen of text."""
 
-    Attributes:
-        model: its file, or its name if it was given in memory.
-        target: name of the target.
-        nodes: every node, its precision, and the reason if it is float.
-        tensors: names of the tensors that need a scale.
-        inputs: inputs of the model.
-        outputs: outputs of the model.
-        notes: what was changed in the model to prepare it.
-    """
-
-    model: str
+    model: str  # its file, or its name if it was given in memory
     target: str
-    nodes: tuple[NodeRow, ...]
-    tensors: tuple[str, ...]
+    nodes: tuple[NodeRow, ...]  # every node, its precision, and the reason if it is float
+    tensors: tuple[str, ...]  # names of the tensors that need a scale
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     notes: tuple[str, ...] = ()

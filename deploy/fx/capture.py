@@ -107,10 +107,8 @@ def lift_program(
 ) -> fx.GraphModule:
     """Return the graph of `program` over the modules of `model`.
 
-    Args:
-        program: from torch.export, not decomposed.
-        model: the exported model; its modules and parameters keep their names.
-        inputs: positional arguments of the export: tensors, or containers of them.
+    `model`: the exported model; its modules and parameters keep their names. `inputs`: positional
+    arguments of the export: tensors, or containers of them.
 
     Raises:
         ModelError: an output is not a tensor, a number, or a tuple, list or dict of them.
@@ -319,10 +317,7 @@ TOLERANCE = 1e-4  # relative to the largest output
 
 
 def graph_of(
-    model: nn.Module,
-    inputs: Sequence[Any] | None,
-    *,
-    leaves: Sequence[str | type[nn.Module]] = (),
+    model: nn.Module, inputs: Sequence[Any] | None, *, leaves: Sequence[str | type[nn.Module]] = ()
 ) -> fx.GraphModule:
     """Return a graph of a copy of `model`: captured with torch.export, or else traced symbolically.
 
@@ -361,9 +356,8 @@ def capture(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
     The batch, dimension 0 of each input, stays dynamic unless the model fixes it; other sizes are
     those of `inputs`. Dropout and norms still follow `train()` and `eval()`.
 
-    Args:
-        model: any module whose control flow does not depend on tensor values; not changed.
-        inputs: positional arguments: tensors, or tuples, lists and dicts of them.
+    `model`: any module whose control flow does not depend on tensor values; not changed. `inputs`:
+    positional arguments: tensors, or tuples, lists and dicts of them.
 
     Raises:
         ModelError: torch.export cannot follow the model, or its graph gives other values.

@@ -114,10 +114,8 @@ def scale_table(model: nn.Module) -> list[tuple[str, float, int]]:
 def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Module:
     """Return a copy with fixed scales and int8 weights, in eval mode, ready for export.
 
-    Args:
-        prepared: a calibrated and optionally trained model.
-        custom: observed class (static) or float class (dynamic, weight-only) -> quantized class
-            with `from_observed`, or else `from_float`.
+    `custom`: observed class (static) or float class (dynamic, weight-only) -> quantized class with
+    `from_observed`, or else `from_float`.
 
     Raises:
         CalibrationError: a tensor has no range, or a weight is not finite.
@@ -201,10 +199,8 @@ def record_statistics(
 
     There is a recorder for each `RangeMonitor` and each quantizer without one that data reached.
 
-    Args:
-        model: prepared, in eval mode, with its quantizers off.
-        batches: each a tensor or a tuple of inputs, batch first.
-        statistic: what to observe.
+    `model`: prepared, in eval mode, with its quantizers off. `batches`: each a tensor or a tuple of
+    inputs, batch first.
 
     Raises:
         CalibrationError: NaN or Inf in a tensor.

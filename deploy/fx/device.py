@@ -1,10 +1,4 @@
-"""Devices, silenced output and random state of torch.
-
-- Devices: CPU, GPU, or torch's meta device, whose tensors have no values.
-- `quiet`: hides what torch.export and the ONNX exporter print; failures still raise.
-- `random_state`, `restore_random_state`: all random generators that a training may use, as tensors
-and plain values.
-"""
+"""Devices, silenced output and random state of torch."""
 
 from __future__ import annotations
 

@@ -56,13 +56,9 @@ def logit_loss(
 class Distiller:
     """Runs the teacher on the student's inputs and computes the distillation loss.
 
-    Args:
-        student: a prepared model.
-        teacher: a float model; its norms are folded, so that layers of equal name compare.
-        layers: (student's module, teacher's module) pairs to compare; by default the student's
-            last convolution and the teacher's layer of that name.
-        inputs: example inputs for capturing the teacher.
-        temperature: T above.
+    `teacher`: a float model; its norms are folded, so that layers of equal name compare. `layers`:
+    (student's module, teacher's module) pairs to compare; by default the student's last convolution
+    and the teacher's layer of that name.
 
     Raises:
         ConfigError: one of the models has no such layer.

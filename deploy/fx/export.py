@@ -184,28 +184,18 @@ def to_onnx(
 
 @dataclass(frozen=True, slots=True)
 class ExportAgreement:
-    """Comparison of an ONNX model's outputs with those of the torch model it was exported from.
-
-    Attributes:
-        samples: number of samples compared.
-        max_difference: largest absolute difference of any output value.
-        max_output: largest absolute value of the torch model's outputs.
-        argmax: fraction of the last output's rows with the same arg-max along dimension 1.
-        codes: max_difference in steps of the last quantized tensor; None for a float model or
-            several outputs.
-        batches: batch sizes that were run.
-        telling: whether an output depends on the input; if not, agreement proves nothing.
-        rows: rows of `argmax`; 0 or the number of samples if each sample has one.
-    """
+    """Comparison of an ONNX model's outputs with those of the torch model it was exported from."""
 
     samples: int
-    max_difference: float
-    max_output: float
-    argmax: float
+    max_difference: float  # largest absolute difference of any output value
+    max_output: float  # largest absolute value of the torch model's outputs
+    argmax: float  # fraction of the last output's rows with the same arg-max along dimension 1
+    # max_difference in steps of the last quantized tensor; None for a float model or several
+    # outputs
     codes: float | None
     batches: tuple[int, ...] = ()
-    telling: bool = True
-    rows: int = 0
+    telling: bool = True  # whether an output depends on the input; if not, agreement proves nothing
+    rows: int = 0  # rows of `argmax`; 0 or the number of samples if each sample has one
 
     @property
     def untold(self) -> str | None:

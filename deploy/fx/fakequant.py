@@ -139,10 +139,9 @@ class ActivationSearch(Protocol):
 def search_for(target: str | Target, method: Method | str | None = None) -> ActivationSearch:
     """Return the range search for a target.
 
-    Args:
-        target: a target of `deploy.targets`, or its name.
-        method: a method of `calibrators.searches`, such as "mse" or "percentile 99.9"; None for
-            the default of `build` for the target.
+    `target`: a target of `deploy.targets`, or its name. `method`: a method of
+    `calibrators.searches`, such as "mse" or "percentile 99.9"; None for the default of `build` for
+    the target.
 
     Raises:
         ConfigError: there is no such target or method.
@@ -159,15 +158,10 @@ def search_for(target: str | Target, method: Method | str | None = None) -> Acti
 
 @dataclass(frozen=True, slots=True)
 class MethodSearch:
-    """A search of `calibrators.searches.SEARCHES`.
-
-    Attributes:
-        method: the method, with its parameters.
-        bounded: whether ranges are clipped to where their readers saturate.
-    """
+    """A search of `calibrators.searches.SEARCHES`."""
 
     method: Method
-    bounded: bool = True
+    bounded: bool = True  # whether ranges are clipped to where their readers saturate
     rounded_weights: ClassVar[bool] = False  # as in `build`
 
     @property
@@ -256,13 +250,9 @@ def no_range_error(name: str) -> CalibrationError:
 class FakeQuant(nn.Module):
     """Fake quantizer of an activation.
 
-    Args:
-        grid: integer grid of the target.
-        name: the tensor's name, for messages.
-        momentum: weight of a new batch in the moving average of min and max with `observe`; 1
-            takes the extremes of all batches.
-        reach: range beyond which the readers saturate (`deploy.graph.bounds`), a limit of the clip
-            range; None for no limit.
+    `momentum`: weight of a new batch in the moving average of min and max with `observe`; 1 takes
+    the extremes of all batches. `reach`: range beyond which the readers saturate
+    (`deploy.graph.bounds`), a limit of the clip range; None for no limit.
     """
 
     lo: torch.Tensor

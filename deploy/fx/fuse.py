@@ -86,9 +86,8 @@ def fuse(
 ) -> tuple[fx.GraphModule, FuseReport]:
     """Return a graph of a copy of `model` with norms folded and ReLUs fused, and a report.
 
-    Args:
-        model: in eval mode; not changed.
-        inputs: example inputs to capture the model with; None to trace it symbolically.
+    `model`: in eval mode; not changed. `inputs`: example inputs to capture the model with; None to
+    trace it symbolically.
 
     Raises:
         ModelError: the model cannot be captured, or is in train mode.

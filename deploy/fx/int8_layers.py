@@ -1,9 +1,8 @@
 """Layers with quantized weights: fake-quantized, trained with their BatchNorm, and in int8.
 
 Weights are symmetric: scale = max|w| / (2^(bits-1) - 1), per output channel or per tensor; in
-training the scale may be learned (`deploy.fx.qat`). `minimum_scales` limits the scales so that no
-x86 CPU saturates, as in `calibrators.weights`, but on torch tensors of any device. `coverage`
-reports which layers of a converted model run in int8.
+training the scale may be learned (`deploy.fx.qat`). Scales may be limited so that no x86 CPU
+saturates, as in `calibrators.weights`, but on torch tensors of any device.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ def minimum_scales(
 ) -> torch.Tensor | None:
     """Return the lower limits of a weight's scales, float32 [C_out]; None if there are none.
 
-    Args:
-        weight: of a Conv, ConvTranspose or Linear, in real units.
-        transposed: whether it belongs to a ConvTranspose.
-        groups: of the layer.
+    `weight`: of a Conv, ConvTranspose or Linear, in real units.
     """
     if is_depthwise(groups, *weight.shape[:2]) or (transposed and groups > 1):
         return None  # a grouped ConvTranspose stays in float
@@ -253,15 +249,10 @@ def folded_layer(trained: QatLayer) -> nn.Module:
 
 
 class IntLayer(ExportedModule):
-    """A layer with an int8 weight, exported as integers.
+    """A layer with an int8 weight, exported as integers."""
 
-    Attributes:
-        weight_int: int8, the shape of the layer's weight.
-        weight_scale: float32 [C] or [1].
-    """
-
-    weight_int: torch.Tensor
-    weight_scale: torch.Tensor
+    weight_int: torch.Tensor  # int8, the shape of the layer's weight
+    weight_scale: torch.Tensor  # float32 [C] or [1]
     bias: torch.Tensor | None
 
     def __init__(self, trained: QatLayer, name: str):
@@ -350,20 +341,15 @@ _PRODUCTS = ("linear", "matmul", "mm", "conv", "einsum", "embedding", "attention
 
 @dataclass(frozen=True, slots=True)
 class LayerCoverage:
-    """Quantized and float layers of a converted model.
+    """Quantized and float layers of a converted model."""
 
-    Attributes:
-        quantized: qualified names of layers with int8 weights.
-        left: (qualified name, class) of layers with float weights of two or more dimensions, and
-            of parameters that a product reads without a layer. Parameters that are only added or
-            scaled by, such as position embeddings, do not count as weights.
-        activations: number of quantized activations.
-        reasons: qualified name of a layer in float -> why, as in a build.
-    """
-
-    quantized: tuple[str, ...]
+    quantized: tuple[str, ...]  # qualified names of layers with int8 weights
+    # (qualified name, class) of layers with float weights of two or more dimensions, and of
+    # parameters that a product reads without a layer. Parameters that are only added or scaled by,
+    # such as position embeddings, do not count as weights
     left: tuple[tuple[str, str], ...]
     activations: int
+    # qualified name of a layer in float -> why, as in a build
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -390,10 +376,8 @@ def measure_coverage(
 ) -> LayerCoverage:
     """Return which layers of a converted model have int8 weights.
 
-    Args:
-        converted: result of `deploy.fx.convert.convert`.
-        model: the user's model, for class names that the graph has lost.
-        own: the user's own classes of quantized modules.
+    `converted`: result of `deploy.fx.convert.convert`. `model`: the user's model, for class names
+    that the graph has lost.
     """
     kinds = {name: type(module) for name, module in model.named_modules()}
     quantized, left, inside = list[str](), list[tuple[str, str]](), tuple[str, ...]()

@@ -38,9 +38,8 @@ def accept_named_inputs(model: nn.Module, names: Sequence[str | None]) -> list[i
     The names are arguments of forward, or the keys of a dict if forward takes a single argument of
     another name.
 
-    Args:
-        model: its class is changed in place, unless its forward already takes these in order.
-        names: input names; None for the first inputs, which are positional.
+    `model`: its class is changed in place, unless its forward already takes these in order.
+    `names`: input names; None for the first inputs, which are positional.
 
     Raises:
         ConfigError: the forward does not take a name, a name is given twice, or one is missing.
@@ -96,11 +95,7 @@ def _with_positional(model: nn.Module, names: Sequence[str | None]) -> list[str]
 
 
 def _dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
-    """Return the single argument that takes `names` as a dict; None if they are keywords.
-
-    Raises:
-        ConfigError: they are neither.
-    """
+    """Return the single argument that takes `names` as a dict; None if they are keywords."""
     parameters = _parameters(model)
     fixed = [p for p in parameters if p.kind in (*_PLAIN, Parameter.KEYWORD_ONLY)]
     needed = [p for p in fixed if p.default is Parameter.empty]
@@ -173,10 +168,7 @@ def example_inputs(
     Values are standard normal for floats, 0 to 255 for uint8 (pixels), and 0 or 1 for bool and
     other integers (valid as mask and in every vocabulary).
 
-    Args:
-        shapes: of the inputs.
-        dtypes: torch dtype name of each input; None or missing for `floating`.
-        floating: the model's floating dtype.
+    `dtypes`: torch dtype name of each input; None or missing for `floating`.
     """
     generator = torch.Generator().manual_seed(0)
     names = [*dtypes, *[None] * (len(shapes) - len(dtypes))]

@@ -32,21 +32,14 @@ from deploy.targets import Target
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """One mode's size and error against the float model.
+    """One mode's size and error against the float model."""
 
-    Attributes:
-        mode: its name; "float" for the model itself.
-        size: bytes of weights and constants.
-        ratio: bytes of the float model divided by `size`.
-        max_error: largest absolute difference of any output value.
-        sqnr_db: signal-to-quantization-noise ratio of the outputs in dB; inf if they are equal,
-            NaN if all outputs are 0.
-    """
-
-    mode: str
-    size: int
-    ratio: float
-    max_error: float
+    mode: str  # its name; "float" for the model itself
+    size: int  # bytes of weights and constants
+    ratio: float  # bytes of the float model divided by `size`
+    max_error: float  # largest absolute difference of any output value
+    # signal-to-quantization-noise ratio of the outputs in dB; inf if they are equal, NaN if all
+    # outputs are 0
     sqnr_db: float
 
 
@@ -93,10 +86,7 @@ def quantize_model(
 
 
 def measure_mode(
-    mode: str,
-    model: nn.Module,
-    converted: nn.Module,
-    batches: Sequence[Sequence[torch.Tensor]],
+    mode: str, model: nn.Module, converted: nn.Module, batches: Sequence[Sequence[torch.Tensor]]
 ) -> ModeResult:
     """Return size and error of a converted model against the float model, on `batches`.
 

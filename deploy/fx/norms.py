@@ -168,9 +168,7 @@ def replace_op(graph_module: fx.GraphModule, name: str, new: Callable[..., Any])
 
 
 def replace_pattern(
-    graph_module: fx.GraphModule,
-    pattern: Callable[..., Any],
-    replacement: Callable[..., Any],
+    graph_module: fx.GraphModule, pattern: Callable[..., Any], replacement: Callable[..., Any]
 ) -> int:
     """Replace each match of `pattern` in the graph by `replacement`; return how many.
 

@@ -182,13 +182,7 @@ NORM_NOT_ADJACENT = (
 
 
 class CustomConfig:
-    """Stands in for torch's QConfig as `float_module.qconfig` in a custom module's `from_float`.
-
-    Args:
-        grid: of the activations.
-        name: of the module, for messages.
-        bits: of the weights.
-    """
+    """Stands in for torch's QConfig as `float_module.qconfig` in a custom module's `from_float`."""
 
     def __init__(self, grid: Grid, name: str, bits: int):
         self.grid = grid

@@ -1,12 +1,8 @@
 """Inspect a traced model: time and FLOPs per node, text form, comparison of two forms.
 
-- `profile_graph`: seconds per node, measured with an `fx.Interpreter`; FLOPs from torch's
-  `FlopCounterMode` on the meta device, which computes nothing and counts exactly. `COUNTED` states
-  what is counted.
-- `format_graph`, `graph_source`: the graph as text, equal on every run and machine.
-- `check_same_outputs`: whether two forms of a model compute the same. If two float32 forms differ
-by more
-  than 1/1000 of the largest output, both run in float64 and must agree to 1/1000000.
+FLOPs are from torch's `FlopCounterMode` on the meta device, which computes nothing and counts
+exactly; `COUNTED` states what. If two float32 forms of a model differ by more than 1/1000 of the
+largest output, both run in float64 and must agree to 1/1000000.
 """
 
 from __future__ import annotations
@@ -97,25 +93,17 @@ _CALLS = re.compile(r"@[0-9]+")  # torch.export numbers the calls of a module
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
-    """Cost of one node of the graph.
+    """Cost of one node of the graph."""
 
-    Attributes:
-        opcode, name, target: as in the table of `calib8 trace`.
-        module: qualified name of the module that it belongs to; "" for the model itself.
-        seconds: mean of the timed runs.
-        percent: share of the entire run.
-        flops: floating-point operations, two per multiply-accumulate.
-        parameters: number of parameters that it uses; shared ones count for the first node.
-    """
-
+    # opcode, name, target: as in the table of `calib8 trace`
     opcode: str
     name: str
     target: str
-    module: str
-    seconds: float
-    percent: float
-    flops: int
-    parameters: int
+    module: str  # qualified name of the module that it belongs to; "" for the model itself
+    seconds: float  # mean of the timed runs
+    percent: float  # share of the entire run
+    flops: int  # floating-point operations, two per multiply-accumulate
+    parameters: int  # number of parameters that it uses; shared ones count for the first node
 
     @property
     def macs(self) -> int:
@@ -338,11 +326,7 @@ def check_same_outputs(
 ) -> float:
     """Return the largest difference of the outputs of two forms of a model, in eval mode.
 
-    Args:
-        before: the user's model.
-        after: its rewritten form.
-        inputs: of one run.
-        what: the rewriting, such as "folding BatchNorm".
+    `what`: the rewriting, such as "folding BatchNorm".
 
     Raises:
         ModelError: they differ by more than rounding errors.

@@ -83,20 +83,13 @@ class TrainingResult:
     """Result of `train`.
 
     Both models take tensors in order, also if the task's inputs are a dict.
-
-    Attributes:
-        prepared: the trained model with fake quantizers.
-        converted: its int8 form, for export.
-        losses: mean loss of each epoch.
-        start: result of `evaluate` after calibration and before training (PTQ), or None.
-        end: result of `evaluate` for `converted`, or None.
     """
 
     prepared: nn.Module
-    converted: nn.Module
+    converted: nn.Module  # its int8 form, for export
     losses: tuple[float, ...]
-    start: float | None
-    end: float | None
+    start: float | None  # result of `evaluate` after calibration and before training (PTQ), or None
+    end: float | None  # result of `evaluate` for `converted`, or None
 
 
 def train(
@@ -172,8 +165,7 @@ def train(
 def first_batches(task: Task) -> list[tuple[Any, ...]]:
     """Return the inputs of the first batches of epoch 0 on the CPU.
 
-    Args:
-        task: with tensors in order (`deploy.fx.task.order_inputs`).
+    `task`: with tensors in order (`deploy.fx.task.order_inputs`).
     """
     return [move_tensors(as_inputs(x), CPU) for x in _first_inputs(task)]
 

@@ -5,8 +5,8 @@
   time; nothing is downloaded or unpickled.
 - Weights come from a file (`--weights`), through `torch.load(weights_only=True)` or safetensors.
   State dicts are also found inside checkpoints and under a wrapper's prefix.
-- `plain_copy` makes a copy that can be changed: without torch.compile and DataParallel wrappers,
-  and with computed weights (parametrizations, weight and spectral norm, pruning) as parameters.
+- A plain copy has computed weights (parametrizations, weight and spectral norm, pruning) as
+  parameters.
 """
 
 from __future__ import annotations
@@ -338,9 +338,7 @@ def call_factory(spec: str) -> Any:
 def load_module(spec: str, weights: Path | None = None) -> nn.Module:
     """Load the model of `spec` in eval mode, with `weights` if given.
 
-    Args:
-        spec: `file.py:factory`, or a name such as timm:resnet18.
-        weights: file with a state dict.
+    `spec`: `file.py:factory`, or a name such as timm:resnet18.
 
     Raises:
         ConfigError, ModelError: as `load_factory`; or the result is not a module or is TorchScript,
@@ -379,10 +377,6 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 def read_tensors(path: Path, *, own: bool = False) -> Any:
     """Load a file of `torch.save` that has only tensors and plain containers.
-
-    Args:
-        path: of the file.
-        own: whether it is a checkpoint that this run overwrites.
 
     Raises:
         ModelError: the file is missing, broken, or would run code when unpickled.

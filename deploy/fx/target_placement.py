@@ -57,16 +57,11 @@ DOMAIN, MARKER = "calib8", "Named"
 
 @dataclass(frozen=True, slots=True)
 class ExportedGraph:
-    """The cleaned ONNX model of a graph, with its correspondence to the graph.
-
-    Attributes:
-        model: the ONNX model, ready for a target's plan.
-        tensors: graph node -> ONNX tensor, if the model has it.
-        homes: ONNX node -> the graph nodes that it implements, wholly or in part.
-    """
+    """The cleaned ONNX model of a graph, with its correspondence to the graph."""
 
     model: onnx.ModelProto
-    tensors: Mapping[fx.Node, str]
+    tensors: Mapping[fx.Node, str]  # graph node -> ONNX tensor, if the model has it
+    # ONNX node -> the graph nodes that it implements, wholly or in part
     homes: Mapping[str, frozenset[fx.Node]] = field(repr=False)
 
     def nodes_of(self, tensor: str) -> list[fx.Node]:
@@ -83,10 +78,7 @@ def export_named(
 ) -> ExportedGraph:
     """Export a graph whose shapes are known (`propagate_shapes`) to a cleaned float ONNX model.
 
-    Args:
-        graph_module: with norms folded, or merged with their layers.
-        inputs: example inputs.
-        is_opaque: tells whether a call of a module is opaque: replaced by a `OpaqueStandIn`.
+    `is_opaque`: tells whether a call of a module is opaque: replaced by a `OpaqueStandIn`.
 
     Raises:
         ModelError: torch.export cannot follow the graph.
@@ -128,9 +120,7 @@ def _on_cpu(leaf: Any) -> Any:
 class OpaqueStandIn(nn.Module):
     """Replaces an opaque module for the export: outputs of the same shapes, nothing to quantize.
 
-    Args:
-        outputs: tensor metadata of the module's outputs.
-        batch: first dimension of its first input; outputs with this first dimension follow it.
+    `batch`: first dimension of its first input; outputs with this first dimension follow it.
     """
 
     def __init__(self, outputs: Any, batch: int | None):
@@ -297,38 +287,26 @@ _ROUNDS = 16  # each round keeps more nodes in float
 
 @dataclass(slots=True)
 class QuantizationSite:
-    """A quantized tensor.
-
-    Attributes:
-        tensor: the node whose output it is.
-        readers: nodes that read it quantized; None for all.
-        group: sites of the same group share a scale.
-    """
+    """A quantized tensor."""
 
     tensor: fx.Node
-    readers: set[fx.Node] | None
-    group: str
+    readers: set[fx.Node] | None  # nodes that read it quantized; None for all
+    group: str  # sites of the same group share a scale
 
 
 @dataclass(frozen=True, slots=True)
 class GraphPlacement:
-    """A target's quantization plan for a graph.
-
-    Attributes:
-        grid: of the activations.
-        sites: quantized tensors, in the graph's order.
-        sources: group -> the tensors whose ranges determine its scale, each with its reach.
-        weights: qualified name of a layer -> whether its weight has a scale per channel.
-        reasons: qualified name of a layer in float -> why.
-        fits_pairs: whether weight scales are limited so that no CPU saturates.
-    """
+    """A target's quantization plan for a graph."""
 
     grid: Grid
-    sites: tuple[QuantizationSite, ...]
+    sites: tuple[QuantizationSite, ...]  # quantized tensors, in the graph's order
+    # group -> the tensors whose ranges determine its scale, each with its reach
     sources: Mapping[str, Sources]
+    # qualified name of a layer -> whether its weight has a scale per channel
     weights: Mapping[str, bool]
+    # qualified name of a layer in float -> why
     reasons: Mapping[str, str] = field(default_factory=dict)
-    fits_pairs: bool = False
+    fits_pairs: bool = False  # whether weight scales are limited so that no CPU saturates
 
 
 def place_quantizers(
@@ -342,14 +320,9 @@ def place_quantizers(
 ) -> GraphPlacement:
     """Return a target's quantization plan for a graph with known shapes (`propagate_shapes`).
 
-    Args:
-        graph_module: the graph, with norms folded or merged with their layers.
-        inputs: example inputs.
-        target: the target.
-        skip: names of layers to leave in float.
-        share: kinds of operators whose inputs and output share a scale, in addition to those of
-            the target: add, concat, pool, keep.
-        is_opaque: tells whether a call of a module is opaque and stays in float.
+    `graph_module`: the graph, with norms folded or merged with their layers. `share`: kinds of
+    operators whose inputs and output share a scale, in addition to those of the target: add,
+    concat, pool, keep. `is_opaque`: tells whether a call of a module is opaque and stays in float.
 
     Raises:
         ConfigError: `share` has an unknown kind.

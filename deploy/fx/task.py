@@ -132,16 +132,10 @@ def order_inputs(task: Task) -> Task:
 
 @dataclass(frozen=True, slots=True)
 class ForwardArguments:
-    """Named arguments of a forward.
+    """Named arguments of a forward."""
 
-    Attributes:
-        names: of its tensors, in order.
-        into: the argument that takes a dict of them; None if they are separate arguments.
-        signature: of the forward.
-    """
-
-    names: tuple[str, ...]
-    into: str | None
+    names: tuple[str, ...]  # of its tensors, in order
+    into: str | None  # the argument that takes a dict of them; None if they are separate arguments
     signature: inspect.Signature
 
     @classmethod
@@ -228,12 +222,7 @@ def read_batches(
 ) -> list[tuple[torch.Tensor, ...]]:
     """Read batches of the size of the example inputs, all into memory.
 
-    Args:
-        images: a folder, list, image, .npy or .npz file.
-        inputs: example inputs, for shapes and dtypes.
-        names: of the inputs, as in an .npz file.
-        preprocess: preprocessing of images.
-        limit: number of samples.
+    `images`: a folder, list, image, .npy or .npz file. `names`: of the inputs, as in an .npz file.
 
     Raises:
         FeedError, ConfigError: as `open_feed`.

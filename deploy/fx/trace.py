@@ -10,9 +10,6 @@ torch.fx traces a torch.nn layer as one node, hooks included, and passes that re
 would lose them. So forward hooks of layers are traced as separate nodes::
 
     conv with a forward hook (y -> 2 y)      becomes      conv -> mul
-
-`explain_capture_failure` describes a failure of torch.export with the user's file and line, and a
-remedy.
 """
 
 from __future__ import annotations
@@ -253,10 +250,7 @@ class LeafTracer(fx.Tracer):
 
 
 def trace(
-    model: nn.Module,
-    *,
-    leaves: Sequence[str | type[nn.Module]] = (),
-    wrap: Sequence[Function] = (),
+    model: nn.Module, *, leaves: Sequence[str | type[nn.Module]] = (), wrap: Sequence[Function] = ()
 ) -> fx.GraphModule:
     """Trace `model` symbolically; the graph module shares its parameters.
 

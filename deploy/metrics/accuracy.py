@@ -1,8 +1,7 @@
 """Accuracy of an engine against the float model, in one pass and constant memory.
 
-`Comparison` measures each output (formulas: `deploy.metrics.output_errors`), its slices and the
-task that the outputs serve (`deploy.metrics.output_form`). NaN and Inf are never averaged away:
-they are reported in `Accuracy.problems`.
+NaN and Inf are never averaged away: they are reported in `Accuracy.problems`. Formulas:
+`deploy.metrics.output_errors`.
 """
 
 from __future__ import annotations
@@ -139,12 +138,9 @@ class Comparison:
     ) -> None:
         """Start with no samples.
 
-        Args:
-            reference: the float model, or its stored outputs.
-            candidate: the engine, or its stored outputs.
-            labels: classes of the samples, or annotated objects for a detector.
-            form: slices and task of the outputs; None derives them from the first samples.
-            metric: the user's metric, which replaces the task's; class labels are passed to it.
+        `labels`: classes of the samples, or annotated objects for a detector. `form`: slices and
+        task of the outputs; None derives them from the first samples. `metric`: the user's metric,
+        which replaces the task's; class labels are passed to it.
 
         Raises:
             ConfigError: outputs whose names differ.

@@ -32,12 +32,8 @@ def random_feeds(
 
     An open first dimension becomes a batch of 1; other open dimensions need `shapes`.
 
-    Args:
-        inputs: input specs of the session.
-        shapes: input name -> dimensions, for inputs with open dimensions.
-        batch: first dimension of every input; None leaves it as it is.
-        count: number of inputs to make.
-        seed: seed of the random generator.
+    `shapes`: input name -> dimensions, for inputs with open dimensions. `batch`: first dimension of
+    every input; None leaves it as it is.
 
     Raises:
         ConfigError: an open dimension without a shape, a shape that does not fit, a name that is

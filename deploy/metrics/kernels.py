@@ -4,9 +4,8 @@ ONNX Runtime writes a profile of its kernels; sessions of other runtimes may tim
 themselves (`TimesLayers`). Profiling slows the engine down, so the reported latency is always
 measured in another run.
 
-A runtime that builds for a device fuses nodes into layers and chooses the type that each layer
-computes in; a Q/DQ model or a calibration cache only requests types. `ReportsLayers.layers` returns
-the actual ones.
+A runtime that builds for a device chooses the type that each layer computes in; a Q/DQ model or a
+calibration cache only requests types.
 """
 
 from __future__ import annotations
@@ -34,17 +33,11 @@ _CONTROL_FLOW = frozenset({"If", "Loop", "Scan"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTime:
-    """A kernel or layer of an engine.
+    """A kernel or layer of an engine."""
 
-    Attributes:
-        name: the runtime's name; of fused nodes often the name of one of them.
-        kind: operation type, in the runtime's terms; "" if unknown.
-        ms: p50 of its time per inference.
-    """
-
-    name: str
-    kind: str
-    ms: float
+    name: str  # the runtime's name; of fused nodes often the name of one of them
+    kind: str  # operation type, in the runtime's terms; "" if unknown
+    ms: float  # p50 of its time per inference
 
 
 @runtime_checkable
@@ -132,20 +125,14 @@ def _p50(times: Sequence[float], runs: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLayer:
-    """One layer of an engine.
-
-    Attributes:
-        kind: operation type, in the runtime's terms.
-        precision: dtype of its first input, which it computes in, such as "int8" or "float16";
-            "" if unknown.
-        nodes: names of the model's nodes it runs, as far as known.
-        reformat: whether it only changes the type or layout of a tensor for the next layer.
-    """
+    """One layer of an engine."""
 
     name: str
-    kind: str = ""
+    kind: str = ""  # operation type, in the runtime's terms
+    # dtype of its first input, which it computes in, such as "int8" or "float16"; "" if unknown
     precision: str = ""
-    nodes: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()  # names of the model's nodes it runs, as far as known
+    # whether it only changes the type or layout of a tensor for the next layer
     reformat: bool = False
 
 

@@ -93,31 +93,20 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """Latency figures of one session.
+    """Latency figures of one session."""
 
-    Attributes:
-        queries: measured iterations, without warm-up.
-        warmup_queries: warm-up iterations.
-        total_host_walltime_s: sum of this session's own iterations by the host's clock.
-        throughput_qps: queries / total host walltime.
-        latency: h2d + compute + d2h if the session times its device, else the host's time.
-        host: time of `run` by the host's clock.
-        enqueue, h2d, gpu_compute, d2h: None unless the session times its device.
-        samples_ms: latency of every measured iteration, in order.
-        warnings: sentences on what makes these figures less reliable.
-    """
-
-    queries: int
+    queries: int  # measured iterations, without warm-up
     warmup_queries: int
-    total_host_walltime_s: float
-    throughput_qps: float
-    latency: Timing
-    host: Timing
+    total_host_walltime_s: float  # sum of this session's own iterations by the host's clock
+    throughput_qps: float  # queries / total host walltime
+    latency: Timing  # h2d + compute + d2h if the session times its device, else the host's time
+    host: Timing  # time of `run` by the host's clock
+    # enqueue, h2d, gpu_compute, d2h: None unless the session times its device
     enqueue: Timing | None = None
     h2d: Timing | None = None
     gpu_compute: Timing | None = None
     d2h: Timing | None = None
-    samples_ms: tuple[float, ...] = ()
+    samples_ms: tuple[float, ...] = ()  # latency of every measured iteration, in order
     warnings: tuple[str, ...] = ()
 
     def to_json(self, *, samples: bool = False) -> dict[str, object]:

@@ -33,19 +33,13 @@ _FINDS = 0.01  # mAP .50 of the float model below which it finds next to nothing
 
 @dataclass(frozen=True, slots=True)
 class TaskLoss:
-    """Loss of an engine on the task, by labels or by agreement with the float model.
+    """Loss of an engine on the task, by labels or by agreement with the float model."""
 
-    Attributes:
-        share: lost share from 0 to 1, which `max_loss` limits.
-        level: GOOD, DOUBTFUL or UNUSABLE.
-        words: the loss as text.
-        sure: whether more samples would hardly change the level: twice the loss would still be
-            good, or half of it still unusable.
-    """
-
-    share: float
-    level: str
+    share: float  # lost share from 0 to 1, which `max_loss` limits
+    level: str  # GOOD, DOUBTFUL or UNUSABLE
     words: str
+    # whether more samples would hardly change the level: twice the loss would still be good, or
+    # half of it still unusable
     sure: bool = True
 
 
@@ -86,10 +80,7 @@ def finds_objects(accuracy: Accuracy) -> bool:
 def judge_accuracy(accuracy: Accuracy, max_loss: float | None) -> Iterator[tuple[str, str]]:
     """Yield (level, reason) for everything the figures show.
 
-    Args:
-        accuracy: figures against the float model.
-        max_loss: lost accuracy or share of the task that the user allows; None uses the limits
-            above.
+    `max_loss`: lost accuracy or share of the task that the user allows; None uses the limits above.
     """
     yield from ((UNUSABLE, problem) for problem in accuracy.problems)
     if accuracy.outputs and all(output.zeros for output in accuracy.outputs):

@@ -43,26 +43,19 @@ _BLOCK = 1 << 13  # values of a row summed at a time; for more, BLAS wakes its t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputAccuracy:
-    """Errors of one output (or inner tensor) of the candidate against the reference's.
-
-    Attributes:
-        sqnr_db: signal to quantization noise ratio; inf if both are equal, NaN if not finite.
-        cosine_mean, cosine_min: mean and minimum of the samples' cosines; the cosine over all
-            samples if each has one value.
-        max_abs_error: largest absolute difference of any element, in the tensor's own unit.
-        not_finite: number of samples with NaN or Inf (in the reference, in the candidate).
-        other_shape: number of samples whose shapes differ (such as the number of detections).
-        zeros: whether all values of both are 0, so that equality means nothing.
-    """
+    """Errors of one output (or inner tensor) of the candidate against the reference's."""
 
     name: str
-    sqnr_db: float
+    sqnr_db: float  # signal to quantization noise ratio; inf if both are equal, NaN if not finite
+    # cosine_mean, cosine_min: mean and minimum of the samples' cosines; the cosine over all samples
+    # if each has one value
     cosine_mean: float
     cosine_min: float
-    max_abs_error: float
+    max_abs_error: float  # largest absolute difference of any element, in the tensor's own unit
+    # number of samples with NaN or Inf (in the reference, in the candidate)
     not_finite: tuple[int, int] = (0, 0)
-    other_shape: int = 0
-    zeros: bool = False
+    other_shape: int = 0  # number of samples whose shapes differ (such as the number of detections)
+    zeros: bool = False  # whether all values of both are 0, so that equality means nothing
 
 
 @dataclass(slots=True)

@@ -46,17 +46,13 @@ from deploy.tensors import Array
 
 @dataclass(frozen=True, slots=True)
 class OutputForm:
-    """Slices and task of a model's outputs.
+    """Slices and task of a model's outputs."""
 
-    Attributes:
-        parts: slices of all outputs, in the outputs' order.
-        carried: state outputs -> the inputs of the next call that take them.
-        usual: outputs that deviate little from their mean -> that mean.
-    """
-
-    parts: tuple[OutputSlice, ...] = ()
+    parts: tuple[OutputSlice, ...] = ()  # slices of all outputs, in the outputs' order
     task: EvaluationTask | None = None
+    # state outputs -> the inputs of the next call that take them
     carried: Mapping[str, str] = field(default_factory=dict)
+    # outputs that deviate little from their mean -> that mean
     usual: Mapping[str, Array] = field(default_factory=dict)
 
     def told(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
@@ -83,10 +79,9 @@ def derive_form(
 ) -> OutputForm:
     """Return the form, derived from the first samples.
 
-    Args:
-        reference_outputs: the float model's outputs, one mapping per sample or batch.
-        inputs: their inputs; without them each mapping is one sample, and tasks that need the
-            picture's size are not recognised.
+    `reference_outputs`: the float model's outputs, one mapping per sample or batch. `inputs`: their
+    inputs; without them each mapping is one sample, and tasks that need the picture's size are not
+    recognised.
     """
     samples = _seen(reference_outputs, inputs)
     first = FirstSamples(samples.inputs[:SAMPLES], samples.outputs[:SAMPLES])
@@ -147,21 +142,16 @@ def _seen(outputs: Sequence[Outputs], inputs: Sequence[Outputs]) -> FirstSamples
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceAccuracy:
-    """Errors of one slice of an output.
+    """Errors of one slice of an output."""
 
-    Attributes:
-        label: such as "scores" or "output0[4:22]".
-        sqnr_db, cosine_mean, cosine_min, max_abs_error: as in `OutputAccuracy`.
-        less: what was subtracted first: an input, or `USUAL` for the mean; "" for nothing.
-    """
-
-    label: str
+    label: str  # such as "scores" or "output0[4:22]"
     output: str
+    # sqnr_db, cosine_mean, cosine_min, max_abs_error: as in `OutputAccuracy`
     sqnr_db: float
     cosine_mean: float
     cosine_min: float
     max_abs_error: float
-    less: str = ""
+    less: str = ""  # what was subtracted first: an input, or `USUAL` for the mean; "" for nothing
 
 
 class OutputTally:
@@ -177,11 +167,8 @@ class OutputTally:
     ) -> None:
         """Start with no samples.
 
-        Args:
-            form: slices and task; None derives them from the first samples.
-            metric: the user's metric, which replaces the task's.
-            labels: class of each sample, for the metric only.
-            objects: annotated objects, for detectors.
+        `form`: slices and task; None derives them from the first samples. `labels`: class of each
+        sample, for the metric only.
         """
         self._objects = objects
         self._precision: PrecisionTally | None = None
@@ -206,8 +193,7 @@ class OutputTally:
     def parts(self, outputs: Sequence[OutputAccuracy]) -> tuple[SliceAccuracy, ...]:
         """Return the slices' figures, the worst first; NaN is the worst of all.
 
-        Args:
-            outputs: figures of the complete outputs, which are not computed twice.
+        `outputs`: figures of the complete outputs, which are not computed twice.
         """
         form = self._settle()
         figures_of = {OutputSlice(output=output.name): output for output in outputs}
@@ -224,7 +210,9 @@ class OutputTally:
             )
             for part in form.parts
         ]
-        return tuple(sorted(figures, key=_badness))
+        return tuple(
+            sorted(figures, key=lambda f: -math.inf if math.isnan(f.sqnr_db) else f.sqnr_db)
+        )
 
     @property
     def lists(self) -> frozenset[str]:
@@ -326,10 +314,6 @@ class OutputTally:
             for sample in zip(*rows, strict=True):
                 for tally in tallies:
                     tally.add(*sample)
-
-
-def _badness(part: SliceAccuracy) -> float:
-    return -math.inf if math.isnan(part.sqnr_db) else part.sqnr_db
 
 
 def plain_json(figures: SliceAccuracy | TaskFigure) -> dict[str, object]:

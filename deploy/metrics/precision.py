@@ -36,34 +36,21 @@ _MOST_BYTES = 2 << 30  # the annotations of COCO's training images take 450 MB
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """Annotated objects of one picture.
+    """Annotated objects of one picture."""
 
-    Attributes:
-        size: (height, width) of the picture in pixels.
-        boxes: [n, 4] corners x1 y1 x2 y2 in pixels.
-        categories: [n] category ids of the file.
-        crowds: [n] whether a box is a crowd (iscrowd).
-    """
-
-    size: tuple[int, int]
-    boxes: NDArray[np.float64]
-    categories: NDArray[np.int64]
-    crowds: NDArray[np.bool_]
+    size: tuple[int, int]  # (height, width) of the picture in pixels
+    boxes: NDArray[np.float64]  # [n, 4] corners x1 y1 x2 y2 in pixels
+    categories: NDArray[np.int64]  # [n] category ids of the file
+    crowds: NDArray[np.bool_]  # [n] whether a box is a crowd (iscrowd)
 
 
 @dataclass(frozen=True, slots=True)
 class Annotations:
-    """Contents of an annotation file.
+    """Contents of an annotation file."""
 
-    Attributes:
-        pictures: file name without folders -> its objects.
-        categories: category ids, ascending.
-        twice: file names that occur in several folders.
-    """
-
-    pictures: Mapping[str, Objects]
-    categories: tuple[int, ...]
-    twice: frozenset[str] = frozenset()
+    pictures: Mapping[str, Objects]  # file name without folders -> its objects
+    categories: tuple[int, ...]  # category ids, ascending
+    twice: frozenset[str] = frozenset()  # file names that occur in several folders
 
     def of(self, name: str) -> Objects:
         """Return the objects of a picture, by its file name.
@@ -164,15 +151,10 @@ class MeanPrecision:
 
 @dataclass(frozen=True, slots=True)
 class GroundTruth:
-    """Annotated objects of all samples.
+    """Annotated objects of all samples."""
 
-    Attributes:
-        objects: per sample in order, in pixels of the input.
-        categories: category ids, ascending.
-    """
-
-    objects: Sequence[Objects]
-    categories: tuple[int, ...]
+    objects: Sequence[Objects]  # per sample in order, in pixels of the input
+    categories: tuple[int, ...]  # category ids, ascending
     notes: tuple[str, ...] = ()
 
 

@@ -199,9 +199,7 @@ class Top1:
     def __init__(self, labels: Sequence[int] | None, name: str | None = None) -> None:
         """Start at 0 samples.
 
-        Args:
-            labels: class of each sample.
-            name: output to read the class from; None derives it from the first batch.
+        `name`: output to read the class from; None derives it from the first batch.
         """
         self.labels = labels
         self.trouble: FeedError | None = None  # not raised: labels may be for another output
@@ -239,7 +237,8 @@ class Top1:
         if left is None or right is None or own.shape != other.shape:
             self.classes = False
             return
-        self.count = _class_count(own, batch)
+        holds_class = own.size == batch or are_indices(own, batch)
+        self.count = None if holds_class else own.size // batch
         self.given.update(left.tolist())
         self.values = self.values and are_regression_values(own, batch)
         self.ranked = self.ranked and self.count is not None and are_ranked(own, batch)
@@ -340,11 +339,6 @@ class Top1:
                 f" class, [N] or TopK's places; got {self.name!r} of another shape, so leave the"
                 " labels out, or give a metric of your own"
             )
-
-
-def _class_count(output: Array, batch: int) -> int | None:
-    """Number of classes of a score output; None for an output that holds the class itself."""
-    return None if output.size == batch or are_indices(output, batch) else output.size // batch
 
 
 def _classes(output: Array, batch: int, *, places: bool) -> NDArray[np.int64] | None:

@@ -30,25 +30,19 @@ _TOLERANCE = 1e-3  # rounding of a probability
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSlice:
-    """A slice of an output, the complete output, or its difference from an input or its mean.
-
-    Attributes:
-        output: name of the output.
-        axis: 1 or -1, the dimension of the rows; None for the complete output.
-        start, stop: the rows, half open.
-        less: name of the input, or `USUAL` for the mean, that is subtracted from the output first.
-        at: output of scores on the same grid. Each cell is weighted by its best score, since
-            values of cells without an object are not used.
-        raw: whether these scores are logits, before the Sigmoid.
-    """
+    """A slice of an output, the complete output, or its difference from an input or its mean."""
 
     output: str
-    axis: int | None = None
+    axis: int | None = None  # 1 or -1, the dimension of the rows; None for the complete output
+    # start, stop: the rows, half open
     start: int = 0
     stop: int = 0
+    # name of the input, or `USUAL` for the mean, that is subtracted from the output first
     less: str = ""
+    # output of scores on the same grid. Each cell is weighted by its best score, since values of
+    # cells without an object are not used
     at: str = ""
-    raw: bool = False
+    raw: bool = False  # whether these scores are logits, before the Sigmoid
 
     @property
     def label(self) -> str:
@@ -88,9 +82,7 @@ def weight_by_scores(value: Array, scores: Array, *, raw: bool) -> Array:
 def split_output(output: str, samples: Sequence[Array]) -> tuple[OutputSlice, ...]:
     """Return the slices of one output, from the reference's values; the output itself if uniform.
 
-    Args:
-        output: name of the output.
-        samples: its arrays for the first few samples, each [1, ...] or without a batch.
+    `samples`: its arrays for the first few samples, each [1, ...] or without a batch.
     """
     candidates: list[tuple[float, tuple[OutputSlice, ...]]] = []
     for axis in (1, -1):

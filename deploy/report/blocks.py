@@ -63,18 +63,12 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table, whose first column has the names.
-
-    Attributes:
-        heads: of the columns.
-        rows: one cell per column.
-        kind: class of the table in the page.
-        drawn: a second column on the page: its head, the drawings as SVG, and their legend.
-    """
+    """A table, whose first column has the names."""
 
     heads: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
-    kind: str = "figures"
+    rows: Sequence[Sequence[Cell]]  # one cell per column
+    kind: str = "figures"  # class of the table in the page
+    # a second column on the page: its head, the drawings as SVG, and their legend
     drawn: tuple[str, Sequence[str], str] | None = None
 
 
@@ -91,19 +85,12 @@ Block = Paragraph | Heading | Bullets | Facts | Table | Drawing
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A section of the report.
-
-    Attributes:
-        title: heading, plain text.
-        blocks: contents.
-        rows: number of rows or sentences, shown in the page's heading; 0 shows nothing.
-        folded: whether the page shows it closed until the reader opens it.
-    """
+    """A section of the report."""
 
     title: str
     blocks: Sequence[Block]
-    rows: int = 0
-    folded: bool = True
+    rows: int = 0  # number of rows or sentences, shown in the page's heading; 0 shows nothing
+    folded: bool = True  # whether the page shows it closed until the reader opens it
 
     @property
     def heading(self) -> str:

@@ -47,14 +47,7 @@ from numpy.typing import NDArray
 
 from deploy.report import figures
 from deploy.report.blocks import breakable
-from deploy.report.parts import (
-    BatchRow,
-    EngineRow,
-    HistogramPart,
-    TensorRow,
-    TrialRow,
-    WeightRow,
-)
+from deploy.report.parts import BatchRow, EngineRow, HistogramPart, TensorRow, TrialRow, WeightRow
 
 _BAR_WIDTH, _BAR_HEIGHT = 190, 16
 

@@ -1,8 +1,7 @@
 """The report as an HTML page, as Markdown, and as a value with a `repr` and a notebook's display.
 
-Both texts are made of the same `Section`s. The page has no external resources and is complete
-without its script; its main results are open and first: verdict, speed, size, accuracy, worst
-layers. The rest is folded under headings.
+Both texts are made of the same `Section`s. The page's main results are open and first: verdict,
+speed, size, accuracy, worst layers. The rest is folded under headings.
 """
 
 from __future__ import annotations

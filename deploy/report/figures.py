@@ -129,27 +129,17 @@ class NodeDeviation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLayersPart:
-    """Layers of an engine, as reported by its runtime.
+    """Layers of an engine, as reported by its runtime."""
 
-    Attributes:
-        layers: number of computing layers, each of several nodes.
-        precisions: type -> number of computing layers.
-        reformats: number of layers that only change type or layout.
-        planned: number of nodes planned as quantized; None without a plan.
-        grid: type they were planned in.
-        unnamed: those that no layer names, because they were fused or removed.
-        lost: those that run in float.
-        gained: nodes planned in float that run quantized.
-    """
-
-    layers: int
+    layers: int  # number of computing layers, each of several nodes
+    # type -> number of computing layers
     precisions: Mapping[str, int] = field(default_factory=dict)
-    reformats: int = 0
-    planned: int | None = None
-    grid: str | None = None
-    unnamed: tuple[str, ...] = ()
-    lost: tuple[NodeDeviation, ...] = ()
-    gained: tuple[NodeDeviation, ...] = ()
+    reformats: int = 0  # number of layers that only change type or layout
+    planned: int | None = None  # number of nodes planned as quantized; None without a plan
+    grid: str | None = None  # type they were planned in
+    unnamed: tuple[str, ...] = ()  # those that no layer names, because they were fused or removed
+    lost: tuple[NodeDeviation, ...] = ()  # those that run in float
+    gained: tuple[NodeDeviation, ...] = ()  # nodes planned in float that run quantized
 
     @property
     def otherwise(self) -> list[list[str]]:

@@ -1,8 +1,5 @@
 """`Findings`: all results of a run as plain frozen values, every one of them optional.
 
-Values of the whole run are fields of `Findings`; values of one target (coverage, ranges, method,
-files) are fields of its `TargetPart`. `deploy.report.Report` adds `repr` and a notebook's display.
-
 An engine's speed is compared with its `find_rivals`, float engines of the same runtime and device:
 the time of a float model on the CPU says nothing about int8 on a GPU.
 """
@@ -100,12 +97,9 @@ class Findings:
     """All results of a run.
 
     Attributes:
-        title: what was done, in one line.
         targets: results per target, in the order requested.
         files: files written for no single target.
         seconds: step -> its duration.
-        work: cost of the run, counted.
-        notes: sentences that the reader must know.
     """
 
     title: str = "calib8"

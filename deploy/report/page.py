@@ -346,9 +346,7 @@ def tiles(main_figures: Iterable[tuple[str, str]]) -> str:
 def page(title: str, body: str) -> str:
     """Return a complete HTML page.
 
-    Args:
-        title: plain text.
-        body: HTML.
+    `title`: plain text. `body`: HTML.
     """
     return encodable(
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -50,61 +50,40 @@ class FeedPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRow:
-    """Observations of one kind: a statistic of some tensors of one variant of the model.
+    """Observations of one kind: a statistic of some tensors of one variant of the model."""
 
-    Attributes:
-        variant: model that ran, such as "folded" or "unfolded".
-        statistic: statistic of each tensor, such as "histogram".
-        tensors: number of tensors.
-        reused: True if read from a cache, False if observed in this run.
-    """
-
-    variant: str
-    statistic: str
+    variant: str  # model that ran, such as "folded" or "unfolded"
+    statistic: str  # statistic of each tensor, such as "histogram"
     tensors: int
-    reused: bool
+    reused: bool  # True if read from a cache, False if observed in this run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationPart:
-    """How the scales were determined.
+    """How the scales were determined."""
 
-    Attributes:
-        method: requested calibration method; "" if no target used it. The methods actually used
-            are in the `TargetPart`s.
-        reused: True if the cache was used and nothing was run.
-        reason: why it was reused, or why not, in one sentence.
-        seconds: duration of observing and searching; None if reused.
-        cache: path of the cache.
-        groups: what was observed, and which of it was reused.
-        by_model: whether the ranges are those of a quantized model, and nothing was observed.
-        agreement: agreement of halves of the samples; None if unknown.
-    """
-
+    # requested calibration method; "" if no target used it. The methods actually used are in the
+    # `TargetPart`s
     method: str = ""
-    reused: bool = False
-    reason: str = ""
-    seconds: float | None = None
+    reused: bool = False  # True if the cache was used and nothing was run
+    reason: str = ""  # why it was reused, or why not, in one sentence
+    seconds: float | None = None  # duration of observing and searching; None if reused
     cache: str | None = None
     groups: tuple[GroupRow, ...] = ()
+    # whether the ranges are those of a quantized model, and nothing was observed
     by_model: bool = False
-    agreement: HalvesAgreement | None = None
+    agreement: HalvesAgreement | None = None  # agreement of halves of the samples; None if unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkPart:
-    """Cost of a run in inferences and decoded images, which can be compared between machines.
-
-    Attributes:
-        decodes: number of decoded images.
-        calibration_runs: variant of the model -> inferences for its statistics.
-        reference_runs: further inferences of the float model, to judge engines.
-        engine_runs: target -> inferences of its engine, or of the model that replaces it.
-    """
+    """Cost of a run in inferences and decoded images, which can be compared between machines."""
 
     decodes: int = 0
+    # variant of the model -> inferences for its statistics
     calibration_runs: Mapping[str, int] = field(default_factory=dict)
-    reference_runs: int = 0
+    reference_runs: int = 0  # further inferences of the float model, to judge engines
+    # target -> inferences of its engine, or of the model that replaces it
     engine_runs: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -134,19 +113,12 @@ class RangeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistogramPart:
-    """Histogram of a tensor in adjacent bars.
+    """Histogram of a tensor in adjacent bars."""
 
-    Attributes:
-        start: lower edge of the first bar, in real units.
-        width: width of every bar; 0 if all values equal `start`.
-        counts: number of values per bar.
-        others: ranges that other methods find on the same histogram.
-    """
-
-    start: float
-    width: float
-    counts: tuple[int, ...]
-    others: tuple[RangeRow, ...] = ()
+    start: float  # lower edge of the first bar, in real units
+    width: float  # width of every bar; 0 if all values equal `start`
+    counts: tuple[int, ...]  # number of values per bar
+    others: tuple[RangeRow, ...] = ()  # ranges that other methods find on the same histogram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,86 +142,60 @@ class TensorRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightRow:
-    """One quantized weight, by its output channels.
-
-    Attributes:
-        node: node that reads it.
-        op: its operator.
-        channels: number of channels.
-        scales: number of scales: one per channel, or one.
-        least, median, largest: of the channels' largest |w|, in real units.
-        ratio: the largest over the least.
-        used: least share of the quantization grid that a channel uses, 0 to 1.
-        dead: number of channels whose largest |w| is below a millionth of the weight's, or stored
-            as 0; they are left out of the other figures.
-        worst: indices of the channels that use least of the grid, the worst first.
-        strip: for the worst weights, largest |w| along the channels, or the least of each run of
-            channels.
-    """
+    """One quantized weight, by its output channels."""
 
     node: str
     op: str
     channels: int
-    scales: int
+    scales: int  # number of scales: one per channel, or one
+    # least, median, largest: of the channels' largest |w|, in real units
     least: float
     median: float
     largest: float
-    ratio: float
-    used: float
+    ratio: float  # the largest over the least
+    used: float  # least share of the quantization grid that a channel uses, 0 to 1
+    # number of channels whose largest |w| is below a millionth of the weight's, or stored as 0;
+    # they are left out of the other figures
     dead: int = 0
+    # indices of the channels that use least of the grid, the worst first
     worst: tuple[int, ...] = ()
+    # for the worst weights, largest |w| along the channels, or the least of each run of channels
     strip: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
-    """An engine's measurement at one batch.
-
-    Attributes:
-        batch: first dimension of its inputs.
-        items_qps: items per second: the batch over the host's p50.
-        latency: the measurement.
-    """
+    """An engine's measurement at one batch."""
 
     batch: int
-    items_qps: float
+    items_qps: float  # items per second: the batch over the host's p50
     latency: Latency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRow:
-    """One model or engine that was measured.
+    """One model or engine that was measured."""
 
-    Attributes:
-        label: column head: "FP32", "int8", or the target's name if there are several.
-        reference: True for the float model that the others are compared with.
-        baseline: True for a float engine built for the target, to compare speeds.
-        size_bytes: size of the file and its external data.
-        load_ms: time from the file to a session ready to run.
-        sweep: measurements by ascending batch; `latency` is that of the first.
-        kernels: time of each kernel, the slowest first.
-        verdict: None for the float model and for baselines.
-        ran: its layers compared with the plan; None if its runtime does not report them.
-        boxes: samples whose boxes differ most from the float model's, and one that agrees.
-        changed: samples of another class than FP32's, FP32's largest margin first.
-    """
-
-    label: str
-    reference: bool = False
-    baseline: bool = False
+    label: str  # column head: "FP32", "int8", or the target's name if there are several
+    reference: bool = False  # True for the float model that the others are compared with
+    baseline: bool = False  # True for a float engine built for the target, to compare speeds
     target: str = "onnxruntime"
     path: str | None = None
-    size_bytes: int | None = None
-    load_ms: float | None = None
+    size_bytes: int | None = None  # size of the file and its external data
+    load_ms: float | None = None  # time from the file to a session ready to run
     threads: int | None = None
     latency: Latency | None = None
+    # measurements by ascending batch; `latency` is that of the first
     sweep: tuple[BatchRow, ...] = ()
-    kernels: tuple[KernelTime, ...] = ()
+    kernels: tuple[KernelTime, ...] = ()  # time of each kernel, the slowest first
     accuracy: Accuracy | None = None
-    verdict: Verdict | None = None
+    verdict: Verdict | None = None  # None for the float model and for baselines
+    # its layers compared with the plan; None if its runtime does not report them
     ran: EngineLayersPart | None = None
     notes: tuple[str, ...] = ()
+    # samples whose boxes differ most from the float model's, and one that agrees
     boxes: tuple[BoxRow, ...] = ()
+    # samples of another class than FP32's, FP32's largest margin first
     changed: tuple[ClassRow, ...] = ()
 
     @property
@@ -270,71 +216,43 @@ class FileRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRow:
-    """One candidate that the search ran as a complete model.
-
-    Attributes:
-        what: description of the candidate.
-        sqnr_db: of the worst output slice, over the few samples of the search.
-        time: relative to the float model's, predicted or measured.
-        taken: whether it was built.
-    """
+    """One candidate that the search ran as a complete model."""
 
     what: str
-    sqnr_db: float
-    time: float
+    sqnr_db: float  # of the worst output slice, over the few samples of the search
+    time: float  # relative to the float model's, predicted or measured
     taken: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchPart:
-    """The search before a target was built.
+    """The search before a target was built."""
 
-    Attributes:
-        reused: whether the result came from the plan and nothing was tried.
-        probes: number of trial models run.
-        settled: description of what was built; "" if the plan has none.
-        tried: candidates run as complete models, in order.
-    """
-
-    reused: bool
+    reused: bool  # whether the result came from the plan and nothing was tried
     probes: int
-    settled: str
-    tried: tuple[TrialRow, ...]
+    settled: str  # description of what was built; "" if the plan has none
+    tried: tuple[TrialRow, ...]  # candidates run as complete models, in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetPart:
-    """Results of one target.
-
-    Attributes:
-        name: of the target.
-        method: calibration method of its ranges, such as "mse" or "ARQ and IFMR"; "" if unknown.
-        options: flag -> its value as text.
-        reused: True if everything it needed was in the cache.
-        nodes: every node with its precision on this target.
-        tensors: ranges in this target's files.
-        weights: quantized weights in them.
-        layers: inner tensors of its engine against the float model's, in the model's order.
-        files: files written for it.
-        runnable: file with its numerics that ONNX Runtime can run; None without.
-        search: the search before it was built; None without.
-        notes: sentences on what was left out, with the command that does it.
-        error: why it failed, in one sentence; "" on success.
-    """
+    """Results of one target."""
 
     name: str
+    # calibration method of its ranges, such as "mse" or "ARQ and IFMR"; "" if unknown
     method: str = ""
-    options: Mapping[str, str] = field(default_factory=dict)
-    reused: bool = False
+    options: Mapping[str, str] = field(default_factory=dict)  # flag -> its value as text
+    reused: bool = False  # True if everything it needed was in the cache
     nodes: tuple[NodeRow, ...] = ()
     tensors: tuple[TensorRow, ...] = ()
     weights: tuple[WeightRow, ...] = ()
+    # inner tensors of its engine against the float model's, in the model's order
     layers: tuple[OutputAccuracy, ...] = ()
     files: tuple[FileRow, ...] = ()
-    runnable: str | None = None
-    search: SearchPart | None = None
-    notes: tuple[str, ...] = ()
-    error: str = ""
+    runnable: str | None = None  # file with its numerics that ONNX Runtime can run; None without
+    search: SearchPart | None = None  # the search before it was built; None without
+    notes: tuple[str, ...] = ()  # sentences on what was left out, with the command that does it
+    error: str = ""  # why it failed, in one sentence; "" on success
 
     @property
     def typed(self) -> str:

@@ -24,16 +24,11 @@ _QUALITY = 85  # JPEG quality
 
 @dataclass(frozen=True, slots=True)
 class Raster:
-    """An encoded picture.
+    """An encoded picture."""
 
-    Attributes:
-        kind: "png" or "jpeg".
-        data: bytes of the file.
-        width, height: in pixels.
-    """
-
-    kind: str
-    data: bytes
+    kind: str  # "png" or "jpeg"
+    data: bytes  # bytes of the file
+    # width, height: in pixels
     width: int
     height: int
 
@@ -63,7 +58,6 @@ class ViewRow:
     """One sample: its original picture, if it had one, and the model's input.
 
     Attributes:
-        name: of the sample.
         fed, given: the model's input and the original, as pictures.
         fed_size, given_size: (height, width) in pixels, before downscaling.
     """
@@ -95,22 +89,14 @@ class DrawnBox:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnBoxes:
-    """Boxes of the float model and an engine in one sample, and the picture below them.
+    """Boxes of the float model and an engine in one sample, and the picture below them."""
 
-    Attributes:
-        number: index of the sample, from 0.
-        picture: the model's input.
-        size: (height, width) of the model's input.
-        kept: boxes of the float model that the engine finds too.
-        found: the engine's boxes that match them.
-        lost, new: boxes of the float model only, and of the engine only.
-    """
-
-    number: int
+    number: int  # index of the sample, from 0
     picture: Raster
-    size: tuple[int, int]
-    kept: tuple[DrawnBox, ...] = ()
-    found: tuple[DrawnBox, ...] = ()
+    size: tuple[int, int]  # (height, width) of the model's input
+    kept: tuple[DrawnBox, ...] = ()  # boxes of the float model that the engine finds too
+    found: tuple[DrawnBox, ...] = ()  # the engine's boxes that match them
+    # lost, new: boxes of the float model only, and of the engine only
     lost: tuple[DrawnBox, ...] = ()
     new: tuple[DrawnBox, ...] = ()
 
@@ -164,9 +150,7 @@ def box_rows(
 ) -> tuple[BoxRow, ...]:
     """Return rows of the box examples whose picture is available.
 
-    Args:
-        examples: of one engine.
-        looks: index of a sample -> its name and picture, uint8 [h, w, 3].
+    `looks`: index of a sample -> its name and picture, uint8 [h, w, 3].
     """
     pictured = (one for one in examples if isinstance(one, BoxExample) and one.number in looks)
     return tuple(_box_row(one, *looks[one.number]) for one in pictured)

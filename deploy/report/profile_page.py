@@ -36,20 +36,12 @@ _SMALL = 0.6  # smaller sides are not drawn
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A node of the tree map.
-
-    Attributes:
-        name: text in the area.
-        value: its size in any unit; with parts, the sum of theirs.
-        said: tooltip.
-        kind: 0 to 3, the colour.
-        parts: its children.
-    """
+    """A node of the tree map."""
 
     name: str
-    value: float
+    value: float  # its size in any unit; with parts, the sum of theirs
     said: str
-    kind: int = 0
+    kind: int = 0  # 0 to 3, the colour
     parts: tuple[Tile, ...] = ()
 
 
@@ -76,9 +68,7 @@ def tree_map(tiles: Sequence[Tile], title: str) -> str:
 def squarify(values: Sequence[float], area: Area) -> list[Area]:
     """Return a rectangle for each value, which together fill the area.
 
-    Args:
-        values: positive, descending.
-        area: rectangle to divide.
+    `values`: positive, descending. `area`: rectangle to divide.
     """
     remaining, scale = area, area.width * area.height / sum(values) if values else 0.0
     sizes, areas, row = [value * scale for value in values], list[Area](), list[float]()
@@ -163,10 +153,7 @@ _PRODUCTS, _REST = 1, 0  # colours of the page's style
 def profile_page(found: GraphProfile, *, name: str, notes: Sequence[str] = ()) -> str:
     """Return the complete page.
 
-    Args:
-        found: result of `deploy.fx.profile.profile_graph`.
-        name: of the model.
-        notes: sentences on how it was measured.
+    `found`: result of `deploy.fx.profile.profile_graph`.
     """
     title = f"Profile of {name}"
     body = (

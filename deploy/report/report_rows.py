@@ -177,11 +177,8 @@ def clip_rows(
 def clipped_share(histogram: Histogram, scale: Scale, seen: RangeLimits = UNLIMITED) -> float:
     """Return the share (0 to 1) of values in bins completely outside [lo, hi].
 
-    Args:
-        histogram: of the tensor.
-        scale: its range.
-        seen: values that its readers distinguish; clipping others, as below 0 before a Relu, is
-            no loss.
+    `seen`: values that its readers distinguish; clipping others, as below 0 before a Relu, is no
+    loss.
     """
     edges, counts = histogram.edges(), histogram.signed()
     outside = (edges[1:] <= scale.lo) | (edges[:-1] >= scale.hi)
@@ -262,19 +259,12 @@ _ANY_NO_FLOAT = f"a tensor of it{_NO_FLOAT}"
 
 @dataclass(frozen=True, slots=True)
 class FloatGroup:
-    """Float nodes that share an operator and a reason, on one or several targets.
-
-    Attributes:
-        op: the operator.
-        precision: float type of the nodes.
-        reason: why they are not quantized.
-        nodes: target -> names of its nodes.
-    """
+    """Float nodes that share an operator and a reason, on one or several targets."""
 
     op: str
     precision: str
     reason: str
-    nodes: Mapping[str, tuple[str, ...]]
+    nodes: Mapping[str, tuple[str, ...]]  # target -> names of its nodes
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -81,9 +81,7 @@ _MOST_KERNELS = 10
 def to_screen(report: Findings, *, verbose: bool = False) -> str:
     """Return plain text without colours, at most `WIDTH` columns if names allow.
 
-    Args:
-        report: the findings.
-        verbose: include what was observed, reused and tried, and the cost of the run.
+    `verbose`: include what was observed, reused and tried, and the cost of the run.
     """
     blocks = (
         (report.title,),
@@ -91,7 +89,7 @@ def to_screen(report: Findings, *, verbose: bool = False) -> str:
         tuple(_how(report)),
         tuple(_cost(report)) if verbose else (),
         tuple(_table(report)),
-        tuple(_swept(report)),
+        tuple(columns("Batches", *sweep_table(report.engines))),
         tuple(_kernels(report)),
         tuple(_where(report)),
         tuple(_notes(report)),
@@ -128,7 +126,8 @@ def _how(report: Findings) -> Iterator[str]:
         yield from entry("Calibration", calibration_words(report))
         if report.calibration.agreement:
             yield from entry("  ranges", report.calibration.agreement.words)
-    yield from _failures(report)
+    failed = (f"{one.name}: {one.error}" for one in failures(report))
+    yield from entries("Failed", failed)
     yield from _searched(report)
     yield from _coverage(report)
     yield from _float(report)
@@ -157,10 +156,6 @@ def _searched(report: Findings) -> Iterator[str]:
     names = {t.name: "" if len(report.targets) == 1 else f"{t.name}: " for t in report.targets}
     searches = [(names[t.name], t.search) for t in report.targets if t.search is not None]
     yield from entries("Search", (f"{name}{search_words(one)}" for name, one in searches))
-
-
-def _failures(report: Findings) -> Iterator[str]:
-    yield from entries("Failed", (f"{one.name}: {one.error}" for one in failures(report)))
 
 
 def _coverage(report: Findings) -> Iterator[str]:
@@ -219,10 +214,6 @@ def _table(report: Findings) -> Iterator[str]:
     heads = (" " * MARGIN, *(engine.label for engine in report.engines), "")
     rows = [heads, *((line.label, *line.cells, f" {line.change}") for line in lines)]
     yield from aligned(rows, (0, len(heads) - 1))
-
-
-def _swept(report: Findings) -> Iterator[str]:
-    yield from columns("Batches", *sweep_table(report.engines))
 
 
 def _kernels(report: Findings) -> Iterator[str]:

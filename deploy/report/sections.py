@@ -310,7 +310,7 @@ def _views(report: Findings) -> Iterator[Section]:
         return
     both = any(row.given is not None for row in part.views)
     left = "Left the file, right " if both else ""
-    words = left + part.how if both else _capital(part.how)
+    words = left + part.how if both else part.how[:1].upper() + part.how[1:]
     shown = f'<div class="views">{"".join(map(_view, part.views))}</div>'
     blocks = (Drawing(f'<p class="sub">{escape(words)}.</p>{shown}'),)
     yield Section("What the model sees", blocks, folded=False)
@@ -335,10 +335,6 @@ def image(picture: Raster, words: str) -> str:
 def _size(size: tuple[int, int]) -> str:
     """Format (height, width) as "HxW"."""
     return f"{size[0]}x{size[1]}"
-
-
-def _capital(words: str) -> str:
-    return words[:1].upper() + words[1:]
 
 
 _MOST_DRAWN = 100  # boxes of a kind in one drawing, the best by score

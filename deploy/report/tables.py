@@ -43,9 +43,7 @@ def has_slices(accuracy: Accuracy) -> bool:
 def worst_figure(accuracy: Accuracy, name: str) -> float | None:
     """Return a figure of the worst slice, else of the worst output; None for lists of boxes.
 
-    Args:
-        accuracy: of an engine.
-        name: "sqnr_db", "cosine_mean" or "cosine_min".
+    `name`: "sqnr_db", "cosine_mean" or "cosine_min".
     """
     if accuracy.task and not accuracy.parts:
         return None

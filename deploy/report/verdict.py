@@ -42,15 +42,10 @@ class Gates:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Level of one engine, and why.
+    """Level of one engine, and why."""
 
-    Attributes:
-        level: GOOD, DOUBTFUL, UNUSABLE or FLOAT.
-        reasons: sentences, the most serious first.
-    """
-
-    level: str
-    reasons: tuple[str, ...]
+    level: str  # GOOD, DOUBTFUL, UNUSABLE or FLOAT
+    reasons: tuple[str, ...]  # sentences, the most serious first
 
     @property
     def words(self) -> str:

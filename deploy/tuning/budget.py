@@ -55,35 +55,22 @@ _WORTH = 0.97  # share of the loss: another search must leave less
 
 @dataclass(slots=True, kw_only=True)
 class BudgetSearch:
-    """State of one search.
-
-    Attributes:
-        target: the target.
-        request: its build request, with calibration samples for the repairs as judges.
-        evaluation: the samples that must hold the budget, with labels or without.
-        max_loss: the budget, see `loss_of`.
-        layers: what may be float, in the model's order.
-        uncounted: those of `layers` that are only tensors.
-        searches: search of the target -> the layers that have it.
-        everywhere: those of `searches` that all layers have and that cost no time.
-        nearest: returns the search of each layer that is nearest to float.
-        say: called with sentences on the progress.
-        ranking: what goes to float first, with a figure; empty until it is measured.
-        history: for each evaluation the layers in float, whether the budget held, and the loss.
-        repairs: the repairs that were kept.
-    """
+    """State of one search."""
 
     target: Target
-    request: BuildRequest
-    evaluation: Feed
-    max_loss: float
-    layers: Sequence[str]
-    uncounted: Collection[str] = ()
-    searches: Mapping[str, Collection[str]]
-    everywhere: Sequence[str]
+    request: BuildRequest  # its build request, with calibration samples for the repairs as judges
+    evaluation: Feed  # the samples that must hold the budget, with labels or without
+    max_loss: float  # the budget, see `loss_of`
+    layers: Sequence[str]  # what may be float, in the model's order
+    uncounted: Collection[str] = ()  # those of `layers` that are only tensors
+    searches: Mapping[str, Collection[str]]  # search of the target -> the layers that have it
+    everywhere: Sequence[str]  # those of `searches` that all layers have and that cost no time
+    # returns the search of each layer that is nearest to float
     nearest: Callable[[], Mapping[str, str]]
-    say: Callable[[str], None]
+    say: Callable[[str], None]  # called with sentences on the progress
+    # what goes to float first, with a figure; empty until it is measured
     ranking: Sequence[tuple[str, float]] = ()
+    # for each evaluation the layers in float, whether the budget held, and the loss
     history: list[dict[str, Any]] = field(default_factory=list)
     repairs: tuple[RepairResult, ...] = ()
     _judges: EvaluationSet = field(init=False)
@@ -248,13 +235,7 @@ class BudgetSearch:
 
 
 class RepairedBuilder:
-    """Builds trials of a repaired model in which layers in float have their own constants.
-
-    Args:
-        target: the target.
-        request: the request before the repairs.
-        repaired: the request after them.
-    """
+    """Builds trials of a repaired model in which layers in float have their own constants."""
 
     def __init__(self, target: Target, request: BuildRequest, repaired: BuildRequest) -> None:
         self._target, self._repaired = target, repaired

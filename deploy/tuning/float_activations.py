@@ -32,7 +32,6 @@ class FloatActivations:
     """Stored inner tensors of the float model on a few samples, from which trials start.
 
     Attributes:
-        heard: the samples, each with the float model's outputs.
         values: tensor -> array, for each sample.
     """
 
@@ -56,11 +55,8 @@ class FloatActivations:
     ) -> FloatActivations:
         """Run the float model once per sample and store the tensors that enter changed parts.
 
-        Args:
-            reference: the float model.
-            changed: sets of its nodes; for each, the tensors that enter these nodes and all
-                downstream are stored.
-            heard: a few samples.
+        `changed`: sets of its nodes; for each, the tensors that enter these nodes and all
+        downstream are stored.
 
         Raises:
             BackendError: ONNX Runtime refused the model or a sample.
@@ -130,11 +126,8 @@ def downstream_model(
 ) -> onnx.ModelProto:
     """Return the model that starts from tensors of known values, without the nodes upstream.
 
-    Args:
-        model: a trial model; it is not changed.
-        same: tensors with the same values in the float model.
-        known: tensor -> value, for each sample. A dimension that varies over the samples, such as
-            the length of a text line, is left open.
+    `model`: a trial model; it is not changed. `known`: tensor -> value, for each sample. A
+    dimension that varies over the samples, such as the length of a text line, is left open.
     """
     graph = model.graph
     ends = {value.name for value in graph.output}

@@ -62,28 +62,17 @@ _NOTHING_DB = 60.0  # nor is one that leaves more, whatever its share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetPlan:
-    """What was chosen for one target.
-
-    Attributes:
-        choices: nodes in float, range methods.
-        made_from: digest of all that the choice depends on; "" for a plan written by hand.
-        precision: "int8" or "fp8", the grid it was chosen for; "" if unknown.
-        settled: description of the trial that was built.
-        unusable: why the trial of least cost was not built; "" where it was.
-        doubtful: why the trial of least cost, though usable, was not built; "" where it was.
-        worthless: how to build the float model, where that should have been built but could not be;
-            "" otherwise.
-        failed: number of trials that could not run and why the first could not; "" where all ran.
-        tried: the trials, as text and figures.
-    """
+    """What was chosen for one target."""
 
     choices: Choices
-    made_from: str = ""
-    precision: str = ""
-    settled: str = ""
-    unusable: str = ""
-    doubtful: str = ""
+    made_from: str = ""  # digest of all that the choice depends on; "" for a plan written by hand
+    precision: str = ""  # "int8" or "fp8", the grid it was chosen for; "" if unknown
+    settled: str = ""  # description of the trial that was built
+    unusable: str = ""  # why the trial of least cost was not built; "" where it was
+    doubtful: str = ""  # why the trial of least cost, though usable, was not built; "" where it was
+    # how to build the float model, where that should have been built but could not be; "" otherwise
     worthless: str = ""
+    # number of trials that could not run and why the first could not; "" where all ran
     failed: str = ""
     tried: tuple[Mapping[str, str | float], ...] = ()
 
@@ -102,17 +91,11 @@ class TargetPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFile:
-    """Content of a plan file.
+    """Content of a plan file."""
 
-    Attributes:
-        model: digest of the model; "" if the file has none.
-        float_nodes: patterns of nodes to keep in float on every target.
-        targets: target -> its plan.
-    """
-
-    model: str = ""
-    float_nodes: tuple[str, ...] = ()
-    targets: Mapping[str, TargetPlan] = field(default_factory=dict)
+    model: str = ""  # digest of the model; "" if the file has none
+    float_nodes: tuple[str, ...] = ()  # patterns of nodes to keep in float on every target
+    targets: Mapping[str, TargetPlan] = field(default_factory=dict)  # target -> its plan
 
 
 def write_plan(path: Path, plan: PlanFile) -> Path:

@@ -12,8 +12,8 @@ vendors state 0.5 of fp16, the bound of layers that only multiply; others wait f
 price of a conversion between int8 and float is unknown there and counts 0, so that a layer is float
 only for its loss.
 
-Every unit runs in int8 or in float at a price for each, and a tensor between the two sides adds the
-price of its conversion. The split of least total price is a minimum cut, found exactly::
+A tensor between the two sides adds the price of its conversion, and the split of least total price
+is a minimum cut, found exactly::
 
     int8 end ==float's price==> unit ==int8's price==> float end     the cut pays what it cuts
                                  |^
@@ -168,21 +168,15 @@ _GATE_STEPS = 4  # x -> Add -> Clip -> Div -> Mul is the longest gate that expor
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The int8 nodes of a model, in groups that change sides together.
+    """The int8 nodes of a model, in groups that change sides together."""
 
-    Attributes:
-        members: unit, named after its first node -> its nodes, in the model's order.
-        edges: (unit that makes a tensor, unit that reads it, the tensor), each once.
-        inlets: (unit, tensor that a float node makes for it).
-        outlets: (unit, its tensor that a float node reads).
-        layers: units with weights, in the model's order.
-    """
-
+    # unit, named after its first node -> its nodes, in the model's order
     members: Mapping[str, tuple[str, ...]]
+    # (unit that makes a tensor, unit that reads it, the tensor), each once
     edges: tuple[tuple[str, str, str], ...]
-    inlets: tuple[tuple[str, str], ...]
-    outlets: tuple[tuple[str, str], ...]
-    layers: tuple[str, ...]
+    inlets: tuple[tuple[str, str], ...]  # (unit, tensor that a float node makes for it)
+    outlets: tuple[tuple[str, str], ...]  # (unit, its tensor that a float node reads)
+    layers: tuple[str, ...]  # units with weights, in the model's order
 
     def nodes(self, units: Iterable[str]) -> tuple[str, ...]:
         """Return all nodes of some units."""
@@ -331,21 +325,14 @@ _INT8 = 0.7  # price of an int8 product, in float products, where it is not meas
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """Prices of one model on one target: microseconds if measured, else products.
+    """Prices of one model on one target: microseconds if measured, else products."""
 
-    Attributes:
-        units: unit -> (price in int8, price in float).
-        turning: tensor -> price of converting it between int8 and float.
-        outside: price of the nodes that are always float.
-        measured: whether prices are times on this machine.
-        plain: time of all kernels with all units in int8; less than the sum of the prices where
-            many small units and borders lie side by side.
-    """
-
-    units: Mapping[str, tuple[float, float]]
-    turning: Mapping[str, float]
+    units: Mapping[str, tuple[float, float]]  # unit -> (price in int8, price in float)
+    turning: Mapping[str, float]  # tensor -> price of converting it between int8 and float
     outside: float
-    measured: bool
+    measured: bool  # whether prices are times on this machine
+    # time of all kernels with all units in int8; less than the sum of the prices where many small
+    # units and borders lie side by side
     plain: float = math.inf
 
     def total(self, units: Units, in_float: frozenset[str]) -> float:
@@ -371,12 +358,7 @@ def cheapest_float_units(
 ) -> frozenset[str]:
     """Return the units to run in float for the least price plus weighted noise.
 
-    Args:
-        prices: price of every unit.
-        units: the units and the tensors between them.
-        noise: unit -> its noise in int8, 0 if missing.
-        weight: price of one unit of noise.
-        pinned: units that must be float.
+    `noise`: unit -> its noise in int8, 0 if missing.
     """
     by_unit = {
         unit: (int8 + weight * noise.get(unit, 0.0), float32)

@@ -66,17 +66,12 @@ _MOVING = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Un
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Relative noise power of every output slice in every sample.
+    """Relative noise power of every output slice in every sample."""
 
-    Attributes:
-        parts: slice -> [samples] noise power over signal power.
-        said: slice -> share of the samples in which the float model's output has a signal; 1 if
-            missing.
-        accuracy: accuracy on the same samples; None for a sum, or where it was not asked for.
-    """
-
-    parts: Mapping[str, Powers]
+    parts: Mapping[str, Powers]  # slice -> [samples] noise power over signal power
+    # slice -> share of the samples in which the float model's output has a signal; 1 if missing
     said: Mapping[str, float] = field(default_factory=dict)
+    # accuracy on the same samples; None for a sum, or where it was not asked for
     accuracy: Accuracy | None = None
 
     @property
@@ -158,7 +153,6 @@ class Prober:
         ran: called with the number of samples that are run.
 
     Attributes:
-        tried: number of trial models that were made.
         errors: errors of trials that could not run, in the order of the trials.
         unjudged: error of the user's metric, if it failed.
     """
@@ -207,9 +201,7 @@ class Prober:
 
         Only the nodes downstream of the int8 nodes run, from stored values of the float model.
 
-        Args:
-            trials: choices that keep everything else in float.
-            int8: the int8 nodes of each trial.
+        `trials`: choices that keep everything else in float. `int8`: the int8 nodes of each trial.
         """
         if self._stored is None:
             self._stored = self._store_values(int8)
@@ -282,7 +274,10 @@ class Prober:
         )
         inputs = [spec.name for spec in session.inputs]
         listed = not self._form.parts and self._form.task is not None
-        figures = self._new_comparison(session, heard[0][1]) if judged or listed else None
+        figures = None
+        if judged or listed:
+            known = StoredOutputs(heard[0][1])
+            figures = Comparison(known, session, form=self._form, metric=self._metric)
         powers, to_slices = [], self._form.told
         for sample, wanted in heard:
             if self._stopped:
@@ -306,9 +301,6 @@ class Prober:
     def _slices(self, heard: Sequence[ReferenceSample]) -> list[Mapping[str, Array]]:
         """Return the float model's outputs in the form in which slices are measured."""
         return [self._form.told(wanted, sample, wanted) for sample, wanted in heard]
-
-    def _new_comparison(self, session: OrtSession, wanted: Mapping[str, Array]) -> Comparison:
-        return Comparison(StoredOutputs(wanted), session, form=self._form, metric=self._metric)
 
     def _add_to(
         self,
@@ -426,12 +418,6 @@ def replace_by_scores(
 ) -> list[ReferenceSample]:
     """Replace the float model's ranked outputs by the scores that they are made of.
 
-    Args:
-        model: the float model.
-        heard: samples, each with the outputs of the model.
-        every: whether the ranked outputs stay too.
-        threads: threads of one inference.
-
     Raises:
         BackendError: ONNX Runtime refused the model or a sample.
     """
@@ -449,9 +435,7 @@ def replace_by_scores(
 def add_score_outputs(model: onnx.ModelProto, ends: Mapping[str, str]) -> onnx.ModelProto:
     """Return a trial model with the scores as outputs too, under the float model's names.
 
-    Args:
-        model: model of a trial.
-        ends: outputs and scores of the float model, as found by `find_ranked_scores`.
+    `ends`: outputs and scores of the float model, as found by `find_ranked_scores`.
     """
     from onnx import helper
 

@@ -1,9 +1,8 @@
 """The search for one target: which units stay float, and which method finds each range.
 
-A unit is a group of nodes that run in float or in int8 together (`Units`), a split is a choice of
-units in float, a trial is a split with range methods, built and run on a few samples.
-
 Terms:
+    unit: nodes that run in float or in int8 together; a split is a choice of units in float.
+    trial: a split with range methods, built and run on a few samples.
     noise: power of the errors of an output slice over the power of its signal.
     loss: share of the worst output slice, or of the task, that noise destroys, 0 to 1.
     price: time of a unit, or its products where time is not measured.
@@ -67,16 +66,12 @@ Group = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """Noise of groups of layers, each alone in int8.
+    """Noise of groups of layers, each alone in int8."""
 
-    Attributes:
-        groups: group of units -> its noise, in the model's order; all layers but those that could
-            not run alone.
-        scale: factor from the summed power to the measured one.
-    """
-
+    # group of units -> its noise, in the model's order; all layers but those that could not run
+    # alone
     groups: dict[Group, Noise]
-    scale: float = 1.0
+    scale: float = 1.0  # factor from the summed power to the measured one
 
     @property
     def shares(self) -> dict[str, float]:
@@ -117,11 +112,8 @@ def measure_sensitivity(
 ) -> Sensitivity:
     """Find the noisy layers by halving groups.
 
-    Args:
-        layers: units with weights, in the model's order.
-        alone: groups -> noise of each with all else in float; None where it cannot run.
-        groups: number of groups to begin with.
-        most: number of groups to try at most.
+    `layers`: units with weights, in the model's order. `alone`: groups -> noise of each with all
+    else in float; None where it cannot run.
     """
     first = split_into_groups(layers, groups)
     noises = _runnable(first, alone(first))
@@ -164,41 +156,24 @@ def _next_to_halve(noises: dict[Group, Noise], unsplit: Collection[Group]) -> Gr
 
 @dataclass(slots=True, kw_only=True)
 class Search:
-    """State of one search.
-
-    Attributes:
-        units: units of the model on the target.
-        prices: their prices.
-        prober: runs the trials.
-        methods: range methods to choose among, the calibration's first; None is a target's own
-            method.
-        own: name of a target's own method.
-        word: precision of the quantized nodes, such as int8.
-        effort: how many trials of each kind.
-        weight: weight of loss against time, see `COMMON_WEIGHT`.
-        rounded: whether trials have rounded weights; None without that repair.
-        or_float: whether the float model may be chosen.
-        sums: units of Adds without weights: the residual stream.
-        trials: the trials that ran, in order.
-        sensitivity: noise of the groups, once measured.
-        refused: layers that stay float since they cannot run otherwise.
-        kept_sums: those of `sums` that stay float for their common loss, and the reason.
-    """
+    """State of one search."""
 
     units: Units
     prices: Prices
     prober: Prober
+    # range methods to choose among, the calibration's first; None is a target's own method
     methods: Sequence[Method | None]
     own: str = ""
-    word: str = "int8"
+    word: str = "int8"  # precision of the quantized nodes, such as int8
     effort: Effort
-    weight: float = COMMON_WEIGHT
-    rounded: bool | None = None
+    weight: float = COMMON_WEIGHT  # weight of loss against time, see `COMMON_WEIGHT`
+    rounded: bool | None = None  # whether trials have rounded weights; None without that repair
     or_float: bool = True
-    sums: frozenset[str] = frozenset()
-    trials: list[Trial] = field(default_factory=list)
+    sums: frozenset[str] = frozenset()  # units of Adds without weights: the residual stream
+    trials: list[Trial] = field(default_factory=list)  # the trials that ran, in order
     sensitivity: Sensitivity | None = None
-    refused: frozenset[str] = frozenset()
+    refused: frozenset[str] = frozenset()  # layers that stay float since they cannot run otherwise
+    # those of `sums` that stay float for their common loss, and the reason
     kept_sums: Mapping[str, str] = field(default_factory=dict)
 
     def run(self) -> Trial:
@@ -330,12 +305,7 @@ class Search:
         every = frozenset(self.units.members)
         choices = self._with_float(NO_CHOICES, every)
         return Trial(
-            what="float",
-            in_float=every,
-            choices=choices,
-            noise=Noise({}),
-            time=1.0,
-            is_float=True,
+            what="float", in_float=every, choices=choices, noise=Noise({}), time=1.0, is_float=True
         )
 
     def _try_int8(self) -> None:

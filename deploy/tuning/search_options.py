@@ -23,31 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much the search tries, for one value of `--effort`.
+    """How much the search tries, for one value of `--effort`."""
 
-    Attributes:
-        samples: samples of each trial.
-        few: the most active of them, on which a group runs alone.
-        groups: groups of layers to begin with.
-        alone: most groups to run alone in int8.
-        whole: most splits to try.
-        again: most splits to try again after another range method was found.
-        others: range methods to try again on the best split, those of least loss.
-        swaps: noisy groups to try these methods on.
-        rounds: most rounds; a round starts from the best trial of the one before.
-        calibrations: budget in samples run, as a number of calibrations.
-    """
-
-    samples: int
-    few: int
-    groups: int
-    alone: int
-    whole: int
-    again: int
-    others: int
-    swaps: int
-    rounds: int
-    calibrations: float
+    samples: int  # samples of each trial
+    few: int  # the most active of them, on which a group runs alone
+    groups: int  # groups of layers to begin with
+    alone: int  # most groups to run alone in int8
+    whole: int  # most splits to try
+    again: int  # most splits to try again after another range method was found
+    others: int  # range methods to try again on the best split, those of least loss
+    swaps: int  # noisy groups to try these methods on
+    rounds: int  # most rounds; a round starts from the best trial of the one before
+    calibrations: float  # budget in samples run, as a number of calibrations
 
     @property
     def most(self) -> int:
@@ -76,15 +63,10 @@ _USUAL = 100  # images: with fewer, the budget is that of so many
 
 @dataclass(slots=True)
 class SearchBudget:
-    """Budget of a search, in samples run.
+    """Budget of a search, in samples run."""
 
-    Attributes:
-        most: samples that may be run; the trials alone need far less.
-        ran: samples run so far, each counted once per model that ran it.
-    """
-
-    most: float
-    ran: int = 0
+    most: float  # samples that may be run; the trials alone need far less
+    ran: int = 0  # samples run so far, each counted once per model that ran it
 
     @classmethod
     def of(cls, calibrations: float, samples: int) -> SearchBudget:
@@ -107,23 +89,14 @@ _UNSEEN = 0.02  # loss added for other methods: new inputs are clipped more than
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One split with its range methods, run on the samples of the search.
-
-    Attributes:
-        what: its description.
-        in_float: units in float.
-        choices: what it was built with.
-        noise: its noise.
-        time: predicted time, as a share of the float model's.
-        is_float: whether it is the float model, which clips nothing.
-    """
+    """One split with its range methods, run on the samples of the search."""
 
     what: str
     in_float: frozenset[str]
     choices: Choices
     noise: Noise
-    time: float
-    is_float: bool = False
+    time: float  # predicted time, as a share of the float model's
+    is_float: bool = False  # whether it is the float model, which clips nothing
 
     @property
     def loss(self) -> float:

@@ -171,15 +171,10 @@ def _selection(signals: NDArray[np.float64], most: int) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedVerdict:
-    """The expected verdict on an engine.
+    """The expected verdict on an engine."""
 
-    Attributes:
-        unusable: why it would be unusable; "" where it would not.
-        lost: loss of the task; None where it is not measured.
-    """
-
-    unusable: str = ""
-    lost: TaskLoss | None = None
+    unusable: str = ""  # why it would be unusable; "" where it would not
+    lost: TaskLoss | None = None  # loss of the task; None where it is not measured
 
     @property
     def doubtful(self) -> str:
@@ -202,13 +197,7 @@ class VerdictPredictor:
     ) -> None:
         """Store how models are judged.
 
-        Args:
-            judges: the evaluation samples.
-            kernels: whether ONNX Runtime's int8 kernels run the models.
-            threads: samples that run in parallel.
-            max_loss: largest loss that the user allows.
-            metric: the user's metric, which replaces the task's own.
-            ran: called with the number of samples that were run.
+        `kernels`: whether ONNX Runtime's int8 kernels run the models.
         """
         self._judges, self._kernels, self._threads = judges, kernels, threads
         self._max_loss, self._metric, self._ran = max_loss, metric, ran
@@ -266,12 +255,8 @@ class GrowingComparison:
     ) -> None:
         """Load the model.
 
-        Args:
-            model: the model.
-            judges: the evaluation samples.
-            metric: replaces the task's own.
-            kernels: whether ONNX Runtime's int8 kernels run the model.
-            labels: class of each image, for top-1 accuracy on all samples.
+        `kernels`: whether ONNX Runtime's int8 kernels run the model. `labels`: class of each image,
+        for top-1 accuracy on all samples.
 
         Raises:
             BackendError: ONNX Runtime refused the model.
@@ -319,11 +304,7 @@ def with_held_out_ranges(
 ) -> BuildRequest:
     """Return the request with ranges of all samples but `judges`; unchanged if it cannot be.
 
-    Args:
-        target: target whose observations are made again.
-        request: its build request.
-        judges: samples of the request's feed.
-        ran: called with the number of samples that are run for it.
+    `ran`: called with the number of samples that are run for it.
     """
     count, ranges = len(request.feed), request.ranges
     left = count - len(judges)

@@ -51,43 +51,28 @@ _SLOWER = 1.02  # times float's time: int8 that is slower gains nothing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitHooks:
-    """Hooks that time and judge trials.
+    """Hooks that time and judge trials."""
 
-    Attributes:
-        choose: picks one of some trials, the likeliest first; returns it and what was timed.
-        judge: returns the expected verdict of a trial.
-        can_go_on: whether the budget allows judging another trial.
-    """
-
+    # picks one of some trials, the likeliest first; returns it and what was timed
     choose: Callable[[Sequence[Trial]], tuple[Trial, TimedRows]]
-    judge: Callable[[Trial], ExpectedVerdict]
-    can_go_on: Callable[[], bool]
+    judge: Callable[[Trial], ExpectedVerdict]  # returns the expected verdict of a trial
+    can_go_on: Callable[[], bool]  # whether the budget allows judging another trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenSplit:
-    """The trial to build, and why.
-
-    Attributes:
-        trial: the trial.
-        told: rows of what was timed.
-        unusable: why the trial of least cost would be unusable; "" where it is built.
-        doubtful: why it would be doubtful; "" where it is built or unusable.
-    """
+    """The trial to build, and why."""
 
     trial: Trial
-    told: TimedRows
-    unusable: str = ""
-    doubtful: str = ""
+    told: TimedRows  # rows of what was timed
+    unusable: str = ""  # why the trial of least cost would be unusable; "" where it is built
+    doubtful: str = ""  # why it would be doubtful; "" where it is built or unusable
 
 
 def choose_split(search: Search, hooks: SplitHooks, *, or_float: bool) -> ChosenSplit:
     """Choose what to build.
 
-    Args:
-        search: a finished search.
-        hooks: how trials are timed and judged.
-        or_float: whether to build the float model where no split is usable.
+    `or_float`: whether to build the float model where no split is usable.
     """
     likely = search.likely(_TIMED)
     if search.best_without_float not in likely:
@@ -176,14 +161,8 @@ def choose_by_time(
 ) -> tuple[Trial, TimedRows]:
     """Time splits and the float model; return the trial to build and rows of what was timed.
 
-    Args:
-        search: a finished search.
-        likely: splits, the likeliest first.
-        samples: inputs, used in turn.
-        written: builds the model of a split as it would be deployed.
-        given: the float model as the user gave it.
-        options: options with the minimum speed-up and the largest loss.
-        threads: threads inside one operator.
+    `likely`: splits, the likeliest first. `written`: builds the model of a split as it would be
+    deployed.
     """
     models = [written(trial) for trial in (*likely, search.all_in_float)]
     extra = [given] if options.min_speedup > 1 else []

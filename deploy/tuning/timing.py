@@ -12,8 +12,7 @@ so a kernel belongs to the node with the longest name, or output name, that its 
 For a Conv with nodes fused into it that is the last node. The time is counted to the Conv: a
 LeakyRelu fused into a float Conv stays float where nothing after it is int8.
 
-Models are timed one at a time, since the idle threads of another open session spin and disturb it,
-and the quickest of several runs is taken, the one that nothing else disturbed.
+Models are timed one at a time, since the idle threads of another open session spin and disturb it.
 """
 
 from __future__ import annotations
@@ -51,15 +50,11 @@ _QUICKER = 0.98  # of the time before; a smaller gain is clock noise
 
 @dataclass(frozen=True, slots=True)
 class KernelTimes:
-    """Least time of each kernel of a model, in microseconds.
+    """Least time of each kernel of a model, in microseconds."""
 
-    Attributes:
-        nodes: node of the model -> time of its kernel; 0 for a node that was folded away.
-        rest: time of kernels that belong to no node.
-    """
-
+    # node of the model -> time of its kernel; 0 for a node that was folded away
     nodes: Mapping[str, float]
-    rest: float
+    rest: float  # time of kernels that belong to no node
 
     @property
     def total(self) -> float:
@@ -85,13 +80,9 @@ def kernel_times(
 
     With several threads the times would depend on other processes.
 
-    Args:
-        model: as it would be deployed.
-        made_from: the float model, to whose nodes the time is counted; Q/DQ nodes count for
-            themselves.
-        feeds: inputs, used in turn.
-        runs: least number of runs, after two that do not count.
-        seconds: least time; a small model runs more often.
+    `made_from`: the float model, to whose nodes the time is counted; Q/DQ nodes count for
+    themselves. `runs`: least number of runs, after two that do not count. `seconds`: least time; a
+    small model runs more often.
 
     Raises:
         BackendError: ONNX Runtime refused the model or a sample.
@@ -205,10 +196,7 @@ def quickest_ms(
 ) -> float:
     """Return the milliseconds of the quickest inference.
 
-    Args:
-        model: float or int8 model.
-        feeds: inputs, used in turn.
-        threads: threads inside one operator.
+    `model`: float or int8 model.
 
     Raises:
         BackendError: ONNX Runtime refused the model or a sample.

@@ -89,25 +89,16 @@ _VERSION = 16  # raised when a search of the same input would give another plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSetup:
-    """Input of one search.
-
-    Attributes:
-        target: the target.
-        request: its build request.
-        options: options of the search, with an effort of at least 1.
-        method_fixed: whether the range method must stay: the user chose it or trusts a cache.
-        trial: builds the trial model of a request.
-        rounded: whether trials have rounded weights; None without that repair.
-        held_out: whether ranges of trials come from other samples than their own, which are
-            samples of the calibration.
-    """
+    """Input of one search."""
 
     target: Target
     request: BuildRequest
-    options: Tuning
-    method_fixed: bool
+    options: Tuning  # options of the search, with an effort of at least 1
+    method_fixed: bool  # whether the range method must stay: the user chose it or trusts a cache
     trial: Callable[[BuildRequest], onnx.ModelProto]
-    rounded: bool | None
+    rounded: bool | None  # whether trials have rounded weights; None without that repair
+    # whether ranges of trials come from other samples than their own, which are samples of the
+    # calibration
     held_out: bool = True
 
     @property
@@ -129,10 +120,6 @@ class SearchSetup:
 
 def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     """Run a search; return its plan and the number of trial models that ran.
-
-    Args:
-        setup: input of the search.
-        step: called after every trial.
 
     Raises:
         Calib8Error: what the target raises for the unrepaired model.
@@ -337,21 +324,13 @@ def _trial_rows(trials: Sequence[Trial]) -> list[dict[str, str | float]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTarget:
-    """Plan of one target and where it came from.
-
-    Attributes:
-        plan: choices and trials.
-        reused: whether an existing plan was used without a search.
-        searched: whether the plan comes from a search, this one or an earlier one.
-        probes: number of trial models that ran.
-        note: note on an existing plan that was not used; "" for none.
-    """
+    """Plan of one target and where it came from."""
 
     plan: TargetPlan
-    reused: bool = False
-    searched: bool = True
+    reused: bool = False  # whether an existing plan was used without a search
+    searched: bool = True  # whether the plan comes from a search, this one or an earlier one
     probes: int = 0
-    note: str = ""
+    note: str = ""  # note on an existing plan that was not used; "" for none
 
 
 def plan_target(
@@ -365,13 +344,7 @@ def plan_target(
 ) -> PlannedTarget:
     """Return the plan of a target: an existing one that fits, else the result of a search.
 
-    Args:
-        target: the target.
-        request: its build request.
-        options: options of the search.
-        known: existing plan file.
-        method_asked: whether the user chose the range method, which then stays.
-        repairs: repairs that will be tried after the search.
+    `method_asked`: whether the user chose the range method, which then stays.
 
     Raises:
         ConfigError: a plan with nodes that the model does not have, or made for another grid.

@@ -122,27 +122,16 @@ class LevelOutputs:
 
 @dataclass(frozen=True, slots=True)
 class AnchorDecoder:
-    """Decoder of separate scores and boxes.
+    """Decoder of separate scores and boxes."""
 
-    Attributes:
-        levels: one pair per level.
-        activation: missing activation of the scores: "", "sigmoid" or "softmax".
-        background: class of the background; None without.
-        coding: "corners", "centre", "distribution", or "" if boxes cannot be decoded.
-        classes: number of classes without the background.
-        maps: whether the outputs are maps, one cell per anchor.
-        turned: outputs whose last dimension is the anchors.
-        gate_raw: whether the gates are logits.
-    """
-
-    levels: tuple[LevelOutputs, ...]
-    activation: str
-    background: int | None
-    coding: str
-    classes: int
-    maps: bool = False
-    turned: frozenset[str] = frozenset()
-    gate_raw: bool = False
+    levels: tuple[LevelOutputs, ...]  # one pair per level
+    activation: str  # missing activation of the scores: "", "sigmoid" or "softmax"
+    background: int | None  # class of the background; None without
+    coding: str  # "corners", "centre", "distribution", or "" if boxes cannot be decoded
+    classes: int  # number of classes without the background
+    maps: bool = False  # whether the outputs are maps, one cell per anchor
+    turned: frozenset[str] = frozenset()  # outputs whose last dimension is the anchors
+    gate_raw: bool = False  # whether the gates are logits
     parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
 
     @property
@@ -400,16 +389,12 @@ _NEARLY_ALL = 0.95
 
 @dataclass(frozen=True, slots=True)
 class SingleTensorDecoder:
-    """Decoder of scores and boxes in one tensor.
-
-    Attributes:
-        rows: number of columns of a row.
-        grid: of anchors whose boxes are distributions; None for queries, whose boxes come first.
-    """
+    """Decoder of scores and boxes in one tensor."""
 
     output: str
     classes: int
-    rows: int
+    rows: int  # number of columns of a row
+    # of anchors whose boxes are distributions; None for queries, whose boxes come first
     grid: AnchorGrid | None
     parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
     placed: ClassVar[bool] = True

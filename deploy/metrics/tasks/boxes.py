@@ -52,15 +52,10 @@ _LAYOUTS: Mapping[int, tuple[tuple[int, int, int], ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class EndToEndDecoder:
-    """Decoder of end-to-end lists, in one, two or three outputs.
+    """Decoder of end-to-end lists, in one, two or three outputs."""
 
-    Attributes:
-        outputs: (rows), (boxes with scores, classes) or (boxes, scores, classes).
-        columns: columns of a single output, as in `_LAYOUTS`.
-    """
-
-    outputs: tuple[str, ...]
-    columns: tuple[int, int, int] = (0, 4, 5)
+    outputs: tuple[str, ...]  # (rows), (boxes with scores, classes) or (boxes, scores, classes)
+    columns: tuple[int, int, int] = (0, 4, 5)  # columns of a single output, as in `_LAYOUTS`
     parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
     placed: ClassVar[bool] = True
 

@@ -55,9 +55,7 @@ _RAW = 40.0  # magnitude of a logit, at most: more is another unit
 def find_class_axis(samples: Sequence[Array], *, raw: bool) -> int | None:
     """Return the axis of classes, 1 or 2; None if neither or both fit.
 
-    Args:
-        samples: of one output, with a batch of 1.
-        raw: accept logits, too.
+    `samples`: of one output, with a batch of 1. `raw`: accept logits, too.
     """
     for fits in (_all_shares, _all_raw) if raw else (_all_shares,):
         axes = [axis for axis in (1, 2) if _fits(samples, axis, fits)]
@@ -266,16 +264,11 @@ class _ClassTally(TaskTally["Classes"]):
 
 @dataclass(frozen=True, slots=True)
 class Classes(EvaluationTask):
-    """Classification in one output or several heads.
-
-    Attributes:
-        counts: their numbers of classes.
-        beside: other outputs, of numbers, which the task does not cover.
-    """
+    """Classification in one output or several heads."""
 
     outputs: tuple[str, ...]
     counts: tuple[int, ...]
-    beside: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()  # other outputs, of numbers, which the task does not cover
     name = "classes"
     tally_type = _ClassTally
 

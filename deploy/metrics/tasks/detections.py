@@ -17,17 +17,11 @@ _WIDE, _HIGH = np.array([-1, 1, 1, -1]), np.array([-1, -1, 1, 1])  # corners, in
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InstanceMasks:
-    """Masks of an image's boxes: where a weighted sum of prototype maps is above 0 (YOLACT).
+    """Masks of an image's boxes: where a weighted sum of prototype maps is above 0 (YOLACT)."""
 
-    Attributes:
-        weights: [n, m] weights of the maps, a row per box.
-        maps: [m, h, w] prototypes.
-        stride: side of a cell in the boxes' unit.
-    """
-
-    weights: Floats
-    maps: NDArray[np.floating]
-    stride: float
+    weights: Floats  # [n, m] weights of the maps, a row per box
+    maps: NDArray[np.floating]  # [m, h, w] prototypes
+    stride: float  # side of a cell in the boxes' unit
 
     def at(self, keep: NDArray[np.bool_] | NDArray[np.int64] | list[int]) -> InstanceMasks:
         """Return the masks of some boxes."""
@@ -77,22 +71,14 @@ _MOST = 1000  # boxes of an image before suppression, the best by score
 
 @dataclass(frozen=True, slots=True)
 class Detections:
-    """Boxes of one image, the best score first.
+    """Boxes of one image, the best score first."""
 
-    Attributes:
-        boxes: [n, 4] corners x1 y1 x2 y2, in pixels or relative to the picture.
-        scores: [n] 0 to 1.
-        classes: [n] class numbers.
-        points: [n, K, 2] key points in the same unit, or [n, K, 3] with their visibility; None
-            without.
-        masks: one per box; None without.
-    """
-
-    boxes: Floats
-    scores: Floats
-    classes: NDArray[np.int64]
+    boxes: Floats  # [n, 4] corners x1 y1 x2 y2, in pixels or relative to the picture
+    scores: Floats  # [n] 0 to 1
+    classes: NDArray[np.int64]  # [n] class numbers
+    # [n, K, 2] key points in the same unit, or [n, K, 3] with their visibility; None without
     points: Floats | None = None
-    masks: InstanceMasks | None = None
+    masks: InstanceMasks | None = None  # one per box; None without
 
     @classmethod
     def of(

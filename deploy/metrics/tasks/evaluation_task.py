@@ -1,13 +1,10 @@
 """Protocols and helpers shared by all tasks.
 
-`EvaluationTask` and `Tally` are what a module of this package provides: a form of outputs, and a
-running comparison of two models. `ExampleSelection` selects the few samples to show: those where
-the models differ most, and one where they agree. Only numbers and boxes of a few samples are
-stored, so memory stays constant.
+A module of this package provides an `EvaluationTask`, a form of outputs, and its `Tally`, a running
+comparison of two models. Only numbers and boxes of a few samples are stored, so memory stays
+constant.
 
-`find_states` finds states: outputs that are fed to the next call of a recurrent or streaming model.
-`find_logits` and `find_argmax_outputs` find outputs that repeat others, such as scores and their
-Softmax, or scores and their ArgMax. Classifiers of scikit-learn, text and sound often have both;
+Classifiers of scikit-learn, text and sound often output both scores and their Softmax or ArgMax;
 each recogniser expects only one of them.
 """
 
@@ -31,37 +28,24 @@ MOST = 4  # samples shown
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BoxExample:
-    """Boxes of both models in one sample above a threshold, in pixels of the model's input.
+    """Boxes of both models in one sample above a threshold, in pixels of the model's input."""
 
-    Attributes:
-        number: index of the sample, from 0.
-        size: (height, width) of the model's input.
-        kept: FP32 boxes that the candidate finds too.
-        found: the candidate's boxes that match them, in the same order.
-        lost: boxes of FP32 only.
-        new: boxes of the candidate only.
-    """
-
-    number: int
-    size: tuple[int, int]
+    number: int  # index of the sample, from 0
+    size: tuple[int, int]  # (height, width) of the model's input
     threshold: float
-    kept: Detections
-    found: Detections
-    lost: Detections
-    new: Detections
+    kept: Detections  # FP32 boxes that the candidate finds too
+    found: Detections  # the candidate's boxes that match them, in the same order
+    lost: Detections  # boxes of FP32 only
+    new: Detections  # boxes of the candidate only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassExample:
-    """One sample to which the two models assign different classes.
+    """One sample to which the two models assign different classes."""
 
-    Attributes:
-        number: index of the sample, from 0.
-        reference, candidate: (class, its score) by FP32 and by the candidate.
-    """
-
-    number: int
+    number: int  # index of the sample, from 0
     output: str
+    # reference, candidate: (class, its score) by FP32 and by the candidate
     reference: tuple[int, float]
     candidate: tuple[int, float]
 
@@ -104,28 +88,17 @@ def _insert(row: list[tuple[float, int, E]], entry: tuple[float, int, E]) -> Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFigure:
-    """Figure of a task: how much of the float model's predictions the candidate reproduces.
+    """Figure of a task: how much of the float model's predictions the candidate reproduces."""
 
-    Attributes:
-        task: name of the task, such as "boxes" or "classes".
-        figure: name of the figure, such as "boxes kept".
-        value: more is better; 1 for full agreement, any scale for a user's metric.
-        reference: the float model's own value.
-        count: the figure in short, such as "84 of 88".
-        words: the figure as text.
-        form: how the outputs were interpreted, as text.
-        beside: outputs that the task does not cover.
-    """
-
-    task: str
-    figure: str
-    value: float
+    task: str  # name of the task, such as "boxes" or "classes"
+    figure: str  # name of the figure, such as "boxes kept"
+    value: float  # more is better; 1 for full agreement, any scale for a user's metric
     words: str
-    count: str
+    count: str  # the figure in short, such as "84 of 88"
     samples: int
-    reference: float = 1.0
+    reference: float = 1.0  # the float model's own value
     form: str = ""
-    beside: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()  # outputs that the task does not cover
 
     @property
     def lost(self) -> float:
@@ -161,18 +134,12 @@ class SelectsExamples(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationTask(ABC):
-    """A recognised task: a form of outputs.
-
-    Attributes:
-        name: name of the task.
-        tally_type: class of its tallies.
-        parts: output -> its slices, if the task knows them better than the data shows. An output
-            without slices is not compared value by value, such as a list of detections in varying
-            order.
-    """
+    """A recognised task: a form of outputs."""
 
     name: ClassVar[str]
     tally_type: ClassVar[type[TaskTally[Any]]]
+    # output -> its slices, if the task knows them better than the data shows. An output without
+    # slices is not compared value by value, such as a list of detections in varying order
     parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict, kw_only=True)
 
     @property
@@ -225,11 +192,7 @@ class TaskTally(ABC, Generic[T]):
     def figure_of_kept(self, things: str, kept: int, total: int, words: str) -> TaskFigure | None:
         """Return the share of FP32's things that the candidate keeps; None if it has none.
 
-        Args:
-            things: what is kept, in the plural.
-            kept: number kept.
-            total: number of FP32's.
-            words: when one is kept, as text.
+        `total`: number of FP32's. `words`: when one is kept, as text.
         """
         if not total:
             return None
@@ -257,12 +220,9 @@ class TaskTally(ABC, Generic[T]):
 
 @dataclass(slots=True)
 class ThresholdTally(TaskTally[T]):
-    """A tally of detected things, such as boxes or labels, above each threshold.
+    """A tally of detected things, such as boxes or labels, above each threshold."""
 
-    Attributes:
-        counts: threshold -> numbers of FP32's, of the candidate's, and of both's.
-    """
-
+    # threshold -> numbers of FP32's, of the candidate's, and of both's
     counts: dict[float, list[int]] = field(init=False)
     enough: ClassVar[tuple[tuple[float, int], ...]]  # threshold, FP32's required to use it
 
@@ -293,14 +253,10 @@ class ThresholdTally(TaskTally[T]):
 
 @dataclass(frozen=True, slots=True)
 class FirstSamples:
-    """The float model's first samples, from which a task is recognised.
+    """The float model's first samples, from which a task is recognised."""
 
-    Attributes:
-        inputs: one mapping per sample, with a batch of 1.
-        outputs: the same for floating-point and integer outputs.
-    """
-
-    inputs: Sequence[Outputs]
+    inputs: Sequence[Outputs]  # one mapping per sample, with a batch of 1
+    # the same for floating-point and integer outputs
     outputs: Sequence[Outputs] = field(default_factory=tuple)
 
     def arrays(self, name: str) -> list[Array]:

@@ -104,22 +104,15 @@ _AROUND = 3.0  # half side in cells of an object of unknown size: neighbours ove
 
 @dataclass(frozen=True, slots=True)
 class CenterDecoder:
-    """Decoder of a map of centres and its accompanying maps.
-
-    Attributes:
-        classes: number of classes, the channels of `heat`.
-        raw: whether `heat` holds logits, before the Sigmoid.
-        sizes: output of widths and heights; "" if unknown.
-        unit: cells per unit of the sizes.
-        parts: see `EvaluationTask`; the other maps count only at objects.
-    """
+    """Decoder of a map of centres and its accompanying maps."""
 
     heat: str
     beside: tuple[str, ...]
-    classes: int
-    raw: bool
-    sizes: str
-    unit: float
+    classes: int  # number of classes, the channels of `heat`
+    raw: bool  # whether `heat` holds logits, before the Sigmoid
+    sizes: str  # output of widths and heights; "" if unknown
+    unit: float  # cells per unit of the sizes
+    # see `EvaluationTask`; the other maps count only at objects
     parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
 
     @property

@@ -77,17 +77,11 @@ class _PointTally(TaskTally["Points"]):
 
 @dataclass(frozen=True, slots=True)
 class Points(EvaluationTask):
-    """Key points as coordinates.
+    """Key points as coordinates."""
 
-    Attributes:
-        outputs: output of points -> numbers per point.
-        scored: outputs whose third number per point is its confidence.
-        flags: outputs of one probability.
-    """
-
-    outputs: Mapping[str, int]
-    scored: frozenset[str]
-    flags: tuple[str, ...]
+    outputs: Mapping[str, int]  # output of points -> numbers per point
+    scored: frozenset[str]  # outputs whose third number per point is its confidence
+    flags: tuple[str, ...]  # outputs of one probability
     count: int
     name = "key points"
     tally_type = _PointTally
@@ -221,16 +215,11 @@ class _AxisTally(TaskTally["SimccPoints"]):
 
 @dataclass(frozen=True, slots=True)
 class SimccPoints(EvaluationTask):
-    """Key points as distributions over columns and rows.
+    """Key points as distributions over columns and rows."""
 
-    Attributes:
-        outputs: of the columns, and of the rows.
-        fine: steps per pixel.
-    """
-
-    outputs: tuple[str, str]
+    outputs: tuple[str, str]  # of the columns, and of the rows
     count: int
-    fine: float
+    fine: float  # steps per pixel
     name = "key points"
     tally_type = _AxisTally
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deploy.metrics.rows import Floats, Outputs, find_indices, image_size, sums_to_one, to_shares
 from deploy.metrics.slices import OutputSlice
@@ -58,15 +57,11 @@ class _LabelTally(ThresholdTally["Labels"]):
 
 @dataclass(frozen=True, slots=True)
 class Labels(EvaluationTask):
-    """One probability per label.
-
-    Attributes:
-        raw: whether the output holds logits, before the Sigmoid.
-    """
+    """One probability per label."""
 
     output: str
     count: int
-    raw: bool
+    raw: bool  # whether the output holds logits, before the Sigmoid
     name = "labels"
     tally_type = _LabelTally
 
@@ -127,7 +122,8 @@ class _RankedTally(TaskTally["Ranked"]):
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         reference_classes, candidate_classes = (
-            _numbers(one[self.task.output]) for one in (reference, candidate)
+            np.asarray(one[self.task.output], np.int64).reshape(-1)
+            for one in (reference, candidate)
         )
         if reference_classes.size and candidate_classes.size:
             self.first += int(reference_classes[0] == candidate_classes[0])
@@ -184,7 +180,3 @@ def _is_one(value: Array) -> bool:
     """Whether it is one integer, [1] or [1, 1], that may be a class."""
     whole = value.dtype.kind in "iu" and value.ndim > 0
     return whole and value.size == 1 and int(value.reshape(-1)[0]) >= 0
-
-
-def _numbers(value: Array) -> NDArray[np.int64]:
-    return np.asarray(value, np.int64).reshape(-1)

@@ -30,16 +30,11 @@ Function = Callable[[Outputs, Outputs, int | None], float]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A user's metric.
-
-    Attributes:
-        name: `file.py:function` or the function's name.
-        digest: SHA-256 of the file; "" for a function object.
-    """
+    """A user's metric."""
 
     function: Function
-    name: str
-    digest: str = ""
+    name: str  # `file.py:function` or the function's name
+    digest: str = ""  # SHA-256 of the file; "" for a function object
 
     def tally(self, labels: Sequence[int] | None) -> MetricTally:
         """Return a new tally of the metric."""

@@ -108,18 +108,13 @@ class _StepTally(TaskTally["Steps"]):
 
 @dataclass(frozen=True, slots=True)
 class Steps(EvaluationTask):
-    """Classes of steps.
-
-    Attributes:
-        classes: number of classes of each; 2 for independent probabilities, the sides of 0.5.
-        axis: dimension of the classes, 1 or 2; None for independent probabilities.
-        raw: whether these are logits, before the Sigmoid.
-    """
+    """Classes of steps."""
 
     outputs: tuple[str, ...]
+    # number of classes of each; 2 for independent probabilities, the sides of 0.5
     classes: tuple[int, ...]
-    axis: int | None
-    raw: bool = False
+    axis: int | None  # dimension of the classes, 1 or 2; None for independent probabilities
+    raw: bool = False  # whether these are logits, before the Sigmoid
     name = "steps"
     tally_type = _StepTally
 
@@ -241,18 +236,12 @@ class _TextTally(TaskTally["Text"]):
 
 @dataclass(frozen=True, slots=True)
 class Text(EvaluationTask):
-    """One text per sample.
-
-    Attributes:
-        symbols: number of symbols with the blank.
-        blank: number of the blank.
-        merged: whether repeated symbols are merged.
-    """
+    """One text per sample."""
 
     output: str
-    symbols: int
+    symbols: int  # number of symbols with the blank
     blank: int
-    merged: bool = True
+    merged: bool = True  # whether repeated symbols are merged
     name = "text"
     tally_type = _TextTally
 

@@ -51,17 +51,11 @@ _MOST_ANCHORS = 9  # per cell
 
 @dataclass(frozen=True, slots=True)
 class AnchorGrid:
-    """Levels of cells over an image, `anchors` at each cell, level by level.
+    """Levels of cells over an image, `anchors` at each cell, level by level."""
 
-    Attributes:
-        strides: pixels from cell to cell, per level.
-        anchors: anchors per cell; the order is anchor, then cell, within a level.
-        up: whether a level's last, incomplete cells count.
-    """
-
-    strides: tuple[int, ...]
-    anchors: int
-    up: bool
+    strides: tuple[int, ...]  # pixels from cell to cell, per level
+    anchors: int  # anchors per cell; the order is anchor, then cell, within a level
+    up: bool  # whether a level's last, incomplete cells count
 
     def sides(self, size: tuple[int, int], stride: int) -> tuple[int, int]:
         """Return (rows, columns) of a level."""
@@ -90,10 +84,8 @@ def find_grids(
 ) -> Iterator[AnchorGrid]:
     """Yield grids of adjacent strides with exactly this many anchors, fewest per cell first.
 
-    Args:
-        anchors: number of anchors of all levels.
-        size: (height, width) of the image in pixels.
-        levels: number of strides; None for two or more.
+    `size`: (height, width) of the image in pixels. `levels`: number of strides; None for two or
+    more.
     """
     lengths = range(2, len(STRIDES) + 1) if levels is None else (levels,)
     runs = [
@@ -120,29 +112,18 @@ _QUIET = 0.02  # mean scores, at most, that do not show an objectness
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseDecoder:
-    """Decoder of one tensor of all anchors.
-
-    Attributes:
-        axis: dimension of its rows, 1 or -1.
-        coding: "centre" cx cy w h, "corners" x1 y1 x2 y2, or "cell" (YOLOX).
-        objectness: whether row 4 multiplies all classes.
-        scores: number of rows of scores from row 4 on, objectness included.
-        grid: places of the anchors.
-        point: rows per key point, 2 or 3, which come last; 0 without.
-        maps: output of the masks' prototypes; "" without.
-        turned: whether the last row is an angle.
-    """
+    """Decoder of one tensor of all anchors."""
 
     output: str
-    axis: int
-    coding: str
-    objectness: bool
-    scores: int
+    axis: int  # dimension of its rows, 1 or -1
+    coding: str  # "centre" cx cy w h, "corners" x1 y1 x2 y2, or "cell" (YOLOX)
+    objectness: bool  # whether row 4 multiplies all classes
+    scores: int  # number of rows of scores from row 4 on, objectness included
     rows: int
     grid: AnchorGrid
-    point: int = 0
-    maps: str = ""
-    turned: bool = False
+    point: int = 0  # rows per key point, 2 or 3, which come last; 0 without
+    maps: str = ""  # output of the masks' prototypes; "" without
+    turned: bool = False  # whether the last row is an angle
     placed: ClassVar[bool] = True
 
     @property
@@ -376,15 +357,11 @@ _NOTHING = 0.05  # mean objectness, at most
 
 @dataclass(frozen=True, slots=True)
 class LevelMapDecoder:
-    """Decoder of one map per level.
-
-    Attributes:
-        raw: whether they hold logits, before the Sigmoid.
-    """
+    """Decoder of one map per level."""
 
     levels: tuple[str, ...]
     classes: int
-    raw: bool
+    raw: bool  # whether they hold logits, before the Sigmoid
     parts: Mapping[str, tuple[OutputSlice, ...]] = field(default_factory=dict)
     placed: ClassVar[bool] = False
 

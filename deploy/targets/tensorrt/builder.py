@@ -53,40 +53,29 @@ class InputShapeRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuilderSettings:
-    """Builder settings of one engine.
+    """Builder settings of one engine."""
 
-    Attributes:
-        int8: set the INT8 builder flag, where the version has one.
-        fp16: allow FP16 for layers that do not run in int8 (until 10.16; 11 follows the model).
-        bf16: allow BF16 likewise, from 9.0.
-        typed: strongly typed network: every layer runs in the type the model gives it (from 10.0).
-        tf32: allow TF32, which rounds the operands of float products to 10 mantissa bits.
-        float_layers: node that must not run in int8 -> its output tensor. Both are needed because
-            TensorRT does not name every layer after its node.
-        wide_layers: node that must compute and output float32 -> its output tensor; nodes without
-            a layer in the network are ignored.
-        workspace_mib: workspace limit in MiB; None for TensorRT's default.
-        profiles: dynamic input -> its shapes.
-        values: integer input -> its values, for inputs that shapes may depend on.
-        plugins: plugin libraries that the model needs.
-        timing_cache: timing cache file to write; it makes the next build faster.
-        known_timing: timing cache file to read; None to read `timing_cache`.
-        verbose: record TensorRT's verbose messages too.
-    """
-
-    int8: bool = True
+    int8: bool = True  # set the INT8 builder flag, where the version has one
+    # allow FP16 for layers that do not run in int8 (until 10.16; 11 follows the model)
     fp16: bool = True
-    bf16: bool = False
+    bf16: bool = False  # allow BF16 likewise, from 9.0
+    # strongly typed network: every layer runs in the type the model gives it (from 10.0)
     typed: bool = False
-    tf32: bool = True
+    tf32: bool = True  # allow TF32, which rounds the operands of float products to 10 mantissa bits
+    # node that must not run in int8 -> its output tensor. Both are needed because TensorRT does not
+    # name every layer after its node
     float_layers: Mapping[str, str] = field(default_factory=dict)
+    # node that must compute and output float32 -> its output tensor; nodes without a layer in the
+    # network are ignored
     wide_layers: Mapping[str, str] = field(default_factory=dict)
-    workspace_mib: int | None = None
+    workspace_mib: int | None = None  # workspace limit in MiB; None for TensorRT's default
+    # dynamic input -> its shapes
     profiles: Mapping[str, InputShapeRange] = field(default_factory=dict)
+    # integer input -> its values, for inputs that shapes may depend on
     values: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     plugins: tuple[Path, ...] = ()
-    timing_cache: Path | None = None
-    known_timing: Path | None = None
+    timing_cache: Path | None = None  # timing cache file to write; it makes the next build faster
+    known_timing: Path | None = None  # timing cache file to read; None to read `timing_cache`
     verbose: bool = False
 
 
@@ -198,11 +187,8 @@ def profiles_for(
     Dynamic dimensions cover every size of the samples; a dynamic batch (dimension 0) covers 1 to
     `most_batch`.
 
-    Args:
-        shapes: input shapes of the model.
-        fed: input shapes that the engine is tuned for.
-        most_batch: largest batch of a dynamic batch dimension.
-        span: smallest and largest shapes of all samples; None if all are as `fed`.
+    `fed`: input shapes that the engine is tuned for. `span`: smallest and largest shapes of all
+    samples; None if all are as `fed`.
 
     Raises:
         ConfigError: `fed` does not fit a fixed dimension.

@@ -89,17 +89,11 @@ _LAYER_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
-    """One entry of a calibration cache.
-
-    Attributes:
-        name: key in the cache.
-        source: ONNX tensor with the same values.
-        shares: ONNX tensor whose scale it copies (the input of a pool), or None.
-    """
+    """One entry of a calibration cache."""
 
     name: str
-    source: str
-    shares: str | None = None
+    source: str  # ONNX tensor with the same values
+    shares: str | None = None  # ONNX tensor whose scale it copies (the input of a pool), or None
 
 
 def trt_tensors(model: onnx.ModelProto) -> list[str]:

@@ -33,18 +33,12 @@ _OLDEST = "6.0.1"  # version assumed for the legacy form, whose header has none
 
 @dataclass(frozen=True, slots=True)
 class EntryUse:
-    """One entry of the cache.
-
-    Attributes:
-        tensor: the model's tensor that it belongs to, or None.
-        used: whether a Q/DQ pair uses its scale.
-        reason: how it was matched; if unused, why.
-    """
+    """One entry of the cache."""
 
     name: str
-    tensor: str | None
-    used: bool
-    reason: str
+    tensor: str | None  # the model's tensor that it belongs to, or None
+    used: bool  # whether a Q/DQ pair uses its scale
+    reason: str  # how it was matched; if unused, why
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +52,12 @@ class TensorCoverage:
 
 @dataclass(frozen=True, slots=True)
 class CacheMatch:
-    """A cache matched to a model, with the plan and scales for the Q/DQ writer.
-
-    Attributes:
-        tensors: every tensor that TensorRT's placement would quantize, in the model's order.
-        plan: the placement, restricted to covered tensors.
-    """
+    """A cache matched to a model, with the plan and scales for the Q/DQ writer."""
 
     entries: tuple[EntryUse, ...]
+    # every tensor that TensorRT's placement would quantize, in the model's order
     tensors: tuple[TensorCoverage, ...]
-    plan: Plan
+    plan: Plan  # the placement, restricted to covered tensors
     scales: Mapping[str, np.float32]
 
     @property
@@ -213,11 +203,7 @@ def _pools_agree(
 
 
 def _entry(
-    name: str,
-    matched: tuple[str, str] | None,
-    flaw: str | None,
-    used: Collection[str],
-    word: str,
+    name: str, matched: tuple[str, str] | None, flaw: str | None, used: Collection[str], word: str
 ) -> EntryUse:
     if matched is None:
         return EntryUse(name, None, False, "")
@@ -249,10 +235,7 @@ def _why_unmatched(name: str, model: onnx.ModelProto, original: onnx.ModelProto 
 
 
 def _cover(
-    tensor: str,
-    owners: Mapping[str, str],
-    chosen: Mapping[str, np.float32],
-    why: Mapping[str, str],
+    tensor: str, owners: Mapping[str, str], chosen: Mapping[str, np.float32], why: Mapping[str, str]
 ) -> TensorCoverage:
     if tensor in chosen:
         owner = owners[tensor]

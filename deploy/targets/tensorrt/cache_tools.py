@@ -1,8 +1,7 @@
 """Tools for TensorRT calibration caches: compare, merge, check, convert (`calib8 cache`).
 
-Also here: the calib8 method that corresponds to a user's calibrator script, and the sidecar note
-that a build writes next to its cache. With model, cache and note, the C++ `calib8-build` can build
-an engine on a device without the calibration data.
+With model, cache and the note that a build writes next to it, the C++ `calib8-build` can build an
+engine on a device without the calibration data.
 """
 
 from __future__ import annotations
@@ -80,10 +79,8 @@ def merge_caches(
 ) -> CalibrationCache:
     """Return the union of caches, in order of first occurrence, with the first cache's header.
 
-    Args:
-        caches: at least one.
-        on_conflict: which of two different scales of a tensor to take: "first", "last" or "max";
-            "error" raises.
+    `caches`: at least one. `on_conflict`: which of two different scales of a tensor to take:
+    "first", "last" or "max"; "error" raises.
 
     Raises:
         CacheError: the headers differ, or a conflict with "error".
@@ -132,11 +129,8 @@ def check_cache(
 ) -> list[CacheFinding]:
     """Check a cache before a build.
 
-    Args:
-        cache: the cache.
-        version: "X.Y.Z" of the TensorRT that will read it.
-        algorithm: of the calibrator that will read it; `trtexec --calib` needs ENTROPY2.
-        matched: the cache matched against a model.
+    `version`: "X.Y.Z" of the TensorRT that will read it. `algorithm`: of the calibrator that will
+    read it; `trtexec --calib` needs ENTROPY2.
     """
     findings = [CacheFinding(_flaw_text(n, f), f in ("NaN", "negative")) for n, f in _flaws(cache)]
     if cache.duplicates():

@@ -45,11 +45,7 @@ def _runtime() -> Any:
 
 
 def _check(result: Sequence[Any]) -> Any:
-    """Return the value of a call, or None if it has none.
-
-    Raises:
-        BackendError: the error code is not cudaSuccess.
-    """
+    """Return the value of a call, or None if it has none."""
     code, *values = result
     if int(code) != 0:
         raise BackendError(f"{REFUSED}: {_error_text(code)}; {WAY_OUT}")

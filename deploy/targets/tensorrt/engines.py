@@ -1,17 +1,12 @@
 """Engines that a build makes if TensorRT and a GPU are available.
 
-- The quantized engine (`build_quantized_engine`), from the cache or the Q/DQ model.
-- Float baselines (`build_float_engines`), to compare its speed with. Where builder flags choose the
-types
-  (8.x, and 10.x without strong typing) both are built from the float model, like `trtexec` with and
-  without `--fp16`; else FP16 is built from a strongly typed float16 model. Inputs, profiles and
-  workspace are those of the quantized engine.
-- Calibration by TensorRT itself on the GPU (`calibrate_on_gpu`). Its cache is stored with a
-fingerprint
-  of what it was made from, in the format of the C++ `calib8-build`: TensorRT checks only version
-  and calibrator in the header, so a retrained model or other images would go unnoticed.
-- The models lowered to the opset and operators that a TensorRT version reads
-(`lower_for_tensorrt`).
+Float baselines have the inputs, profiles and workspace of the quantized engine. Where builder flags
+choose the types (8.x, and 10.x without strong typing) both are built from the float model, like
+`trtexec` with and without `--fp16`; else FP16 is built from a strongly typed float16 model.
+
+The cache of a calibration by TensorRT itself is stored with a fingerprint of what it was made from,
+in the format of the C++ `calib8-build`: TensorRT checks only version and calibrator in the header,
+so a retrained model or other images would go unnoticed.
 """
 
 from __future__ import annotations
@@ -98,16 +93,9 @@ def build_baselines(
 ) -> Baselines:
     """Build float engines; an unchanged one of an earlier build is reused.
 
-    Args:
-        names: keys of `LABELS`.
-        request: the build.
-        installed: TensorRT and GPU.
-        cuda: the GPU to build on.
-        settings: of the quantized engine.
-        against: the float model.
-        model: its file.
-        by_type: whether the engine takes its types from the model, not from builder flags.
-        largest: tensor -> largest |x| observed; nodes that overflow float16 stay float32.
+    `names`: keys of `LABELS`. `by_type`: whether the engine takes its types from the model, not
+    from builder flags. `largest`: tensor -> largest |x| observed; nodes that overflow float16 stay
+    float32.
     """
     engines: dict[str, Path] = {}
     files: dict[str, Path] = {}

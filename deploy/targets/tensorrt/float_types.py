@@ -16,9 +16,6 @@ values of the narrow type before anything is quantized with them (`round_scales`
 In a weakly typed network TensorRT with `--fp16` runs a layer in float16 wherever that is faster,
 whatever its values; `wide_layers` lists the nodes that must be bound to float32 there.
 
-`trained_model` and `narrow_trained_model` are for Q/DQ models of the user's whose pairs TensorRT
-reads unchanged.
-
 Source: ONNX operators QuantizeLinear-19 and DequantizeLinear-19 (type of the scale); TensorRT
 developer guide, "Strongly typed networks".
 """

@@ -272,15 +272,10 @@ def _largest(constant: onnx.TensorProto) -> float:
 
 @dataclass(frozen=True, slots=True)
 class InferredScales:
-    """Scales of a model's tensors, those of its pairs and inferred ones.
+    """Scales of a model's tensors, those of its pairs and inferred ones."""
 
-    Attributes:
-        scales: tensor -> float32 scale, in the model's order.
-        sure: tensor with an inferred scale -> "equal", "bound" or "guess".
-    """
-
-    scales: dict[str, np.float32]
-    sure: dict[str, str]
+    scales: dict[str, np.float32]  # tensor -> float32 scale, in the model's order
+    sure: dict[str, str]  # tensor with an inferred scale -> "equal", "bound" or "guess"
     missing: tuple[str, ...]
 
 
@@ -289,10 +284,8 @@ def infer_missing_scales(
 ) -> InferredScales:
     """Infer the scales of all tensors that a TensorRT cache lists.
 
-    Args:
-        model: plain float model.
-        scales: tensor -> float32 scale of its pair; returned bit for bit.
-        guesses: also infer scales that may clip values.
+    `scales`: tensor -> float32 scale of its pair; returned bit for bit. `guesses`: also infer
+    scales that may clip values.
 
     Raises:
         ModelError: shapes in the model contradict each other.

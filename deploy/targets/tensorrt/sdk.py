@@ -1,12 +1,10 @@
 """The TensorRT and CUDA installation of this machine: versions, GPUs, log, plugins.
 
-- `find_sdk`: which TensorRT is installed and what it supports, detected by features.
-- `gpu`: a GPU through cuda-python (tried first, since it has wheels) or pycuda. Both use the
-  device's primary context, like TensorRT and torch.
+- `gpu`: cuda-python is tried first, since it has wheels. Like pycuda it uses the device's primary
+  context, as TensorRT and torch do.
 - `stand_ins`: TensorRT 8 also has tactics (kernels) from cuBLAS, cuBLASLt and cuDNN, 2 GB of
   libraries that `scripts/trt_env.sh` replaces by empty stand-ins. A call into one of those ends the
   process, so a build disables their tactics.
-- `process_logger`, `record_log`: TensorRT's log.
 - `sort_missing`: an int8 build warns of every tensor without a scale. Most do not need one
   (constants, shapes, indices); the ones that matter are on layers that should run in int8.
 """
@@ -92,18 +90,12 @@ _INSTALL = "pip install 'tensorrt>=10,<11' cuda-python"
 
 @dataclass(frozen=True, slots=True)
 class Sdk:
-    """The installed TensorRT and a GPU.
+    """The installed TensorRT and a GPU."""
 
-    Attributes:
-        version: "X.Y.Z" or "X.Y.Z.B".
-        calibrators: whether it has int8 calibrators (8.x to 10.16).
-        gpu: name and compute capability of the device.
-        stand_ins: tactic sources to disable because their libraries are empty stand-ins.
-    """
-
-    version: str
-    calibrators: bool
+    version: str  # "X.Y.Z" or "X.Y.Z.B"
+    calibrators: bool  # whether it has int8 calibrators (8.x to 10.16)
     gpu: str
+    # tactic sources to disable because their libraries are empty stand-ins
     stand_ins: tuple[str, ...] = ()
 
     @property
@@ -209,9 +201,7 @@ def missing_tensors(lines: Iterable[str]) -> list[str]:
 def sort_missing(names: Iterable[str], model: onnx.ModelProto) -> list[MissingScale]:
     """Classify tensors without a scale by their place in the model, harmful ones first.
 
-    Args:
-        names: from `missing_tensors`.
-        model: cleaned float model that was built.
+    `names`: from `missing_tensors`. `model`: cleaned float model that was built.
     """
     graph = Graph(model)
     plan = analyse(model, TENSORRT)

@@ -153,10 +153,7 @@ _TIMEOUT_S = 20
 def describe_device(here: Sdk, cuda: Cuda) -> AcceleratorInfo:
     """Describe the GPU, driver, CUDA and TensorRT for the head of a report."""
     return AcceleratorInfo(
-        name=here.gpu,
-        runtime=f"TensorRT {here.version}",
-        driver=driver_version(),
-        cuda=cuda.newest,
+        name=here.gpu, runtime=f"TensorRT {here.version}", driver=driver_version(), cuda=cuda.newest
     )
 
 
@@ -174,19 +171,12 @@ def driver_version() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """An input or output of an engine.
-
-    Attributes:
-        spec: name, numpy dtype and shape.
-        dtype: TensorRT's dtype.
-        is_input: whether it is an input.
-        on_host: whether TensorRT reads or writes it in host memory.
-    """
+    """An input or output of an engine."""
 
     spec: TensorSpec
-    dtype: str
+    dtype: str  # TensorRT's dtype
     is_input: bool
-    on_host: bool
+    on_host: bool  # whether TensorRT reads or writes it in host memory
 
     @property
     def name(self) -> str:
@@ -194,14 +184,7 @@ class _Tensor:
 
 
 class TensorrtSession:
-    """An engine loaded on a GPU, made by `open`.
-
-    Attributes:
-        inputs: specs in the engine's order; bfloat16 and float8 appear as float32.
-        outputs: specs in the engine's order.
-        threads: host threads of an inference.
-        device: the GPU, its driver and TensorRT.
-    """
+    """An engine loaded on a GPU, made by `open`."""
 
     threads = 1
 
@@ -237,12 +220,7 @@ class TensorrtSession:
 
     @classmethod
     def open(
-        cls,
-        path: Path,
-        *,
-        cuda_graph: bool = False,
-        device: int = 0,
-        plugins: Sequence[Path] = (),
+        cls, path: Path, *, cuda_graph: bool = False, device: int = 0, plugins: Sequence[Path] = ()
     ) -> TensorrtSession:
         """Load an engine file on a GPU, after these plugin libraries.
 

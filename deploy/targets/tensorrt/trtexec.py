@@ -40,20 +40,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TensorrtFeatures:
-    """Features of TensorRT from a version on.
-
-    Attributes:
-        opset: newest opset of its ONNX parser.
-        calibrators: whether it has int8 calibrators and reads their caches.
-        typed: whether it has strongly typed networks.
-        fp8: whether strongly typed networks can have FP8 convolutions.
-    """
+    """Features of TensorRT from a version on."""
 
     since: str
     opset: int
-    calibrators: bool
+    calibrators: bool  # whether it has int8 calibrators and reads their caches
     typed: bool
-    fp8: bool = False
+    fp8: bool = False  # whether strongly typed networks can have FP8 convolutions
 
 
 FEATURES = (
@@ -110,15 +103,10 @@ def unsupported_operators(version: str) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class ParserRequirements:
-    """Opset and operators that a parser must support to read a model.
+    """Opset and operators that a parser must support to read a model."""
 
-    Attributes:
-        opset: of the default domain.
-        operators: operators of the default domain; plugins are ignored.
-    """
-
-    opset: int
-    operators: frozenset[str] = frozenset()
+    opset: int  # of the default domain
+    operators: frozenset[str] = frozenset()  # operators of the default domain; plugins are ignored
 
     @classmethod
     def of(cls, model: onnx.ModelProto) -> ParserRequirements:
@@ -152,16 +140,11 @@ _OLDEST = {FP16: "8.5.0", FP32: "8.5.0", BF16: "9.0.0"}  # first supported versi
 
 @dataclass(frozen=True, slots=True)
 class TrtexecCommand:
-    """One trtexec command that builds the engine.
-
-    Attributes:
-        name: its name in the script.
-        when: the TensorRT versions that it is for.
-        words: the command line; empty if no TensorRT can build it, then `when` says why.
-    """
+    """One trtexec command that builds the engine."""
 
     name: str
-    when: str
+    when: str  # the TensorRT versions that it is for
+    # the command line; empty if no TensorRT can build it, then `when` says why
     words: tuple[str, ...] = ()
 
     @property

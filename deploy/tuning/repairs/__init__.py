@@ -29,19 +29,13 @@ DEFAULT = (ROUNDING,)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """One repair; exactly one of `before`, `after` and `by_layers` is set.
-
-    Attributes:
-        words: its name in a report.
-        before: changes the model before calibration.
-        after: changes the build request after calibration; kept or not by the error of the outputs.
-        by_layers: likewise, but decides layer by layer by itself.
-    """
+    """One repair; exactly one of `before`, `after` and `by_layers` is set."""
 
     words: str
-    before: ModelRepair | None = None
+    before: ModelRepair | None = None  # changes the model before calibration
+    # changes the build request after calibration; kept or not by the error of the outputs
     after: RequestRepair | None = None
-    by_layers: LayerwiseRepair | None = None
+    by_layers: LayerwiseRepair | None = None  # likewise, but decides layer by layer by itself
 
 
 REPAIRS: dict[str, Repair] = {

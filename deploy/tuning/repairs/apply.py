@@ -59,10 +59,8 @@ def trial_builder(
 ) -> Callable[[BuildRequest], onnx.ModelProto]:
     """Return a builder of a target's trial models, with rounded weights if that repair is chosen.
 
-    Args:
-        target: the target.
-        request: build request; its choices are replaced in each trial.
-        names: repairs, keys of `REPAIRS`.
+    `request`: build request; its choices are replaced in each trial. `names`: repairs, keys of
+    `REPAIRS`.
 
     Raises:
         Calib8Error: what the target raises for the unrepaired model.
@@ -98,19 +96,12 @@ def _most_samples(samples: Sequence[Sample]) -> int:
 
 
 def repair_request(
-    target: Target,
-    request: BuildRequest,
-    names: Sequence[str],
-    heard: Sequence[EvaluationSample],
+    target: Target, request: BuildRequest, names: Sequence[str], heard: Sequence[EvaluationSample]
 ) -> tuple[BuildRequest, list[RepairResult]]:
     """Try the named after-repairs for one target.
 
-    Args:
-        target: the target.
-        request: build request.
-        names: keys of `REPAIRS`; before-repairs are skipped.
-        heard: a few samples with the float model's outputs; half compute the repairs, half evaluate
-            them.
+    `names`: keys of `REPAIRS`; before-repairs are skipped. `heard`: a few samples with the float
+    model's outputs; half compute the repairs, half evaluate them.
 
     Returns:
         The repaired request and the result of each repair.
@@ -227,13 +218,8 @@ def repair_model(
     Each candidate is calibrated for each target on a few samples and its int8 model compared with
     the float outputs. The best candidate of a repair is kept if some target gains and none loses.
 
-    Args:
-        targets: the targets; those that cannot be built for are ignored.
-        subject: the original model.
-        names: keys of `REPAIRS`; after-repairs are skipped.
-        feed: the calibration samples.
-        folder: output folder of the targets.
-        threads: samples that run in parallel.
+    `targets`: the targets; those that cannot be built for are ignored. `names`: keys of `REPAIRS`;
+    after-repairs are skipped.
 
     Returns:
         The repaired subject and the result of each repair.
@@ -385,8 +371,5 @@ def _result(name: str, target: str, now: Accuracy, after: Accuracy, *, kept: boo
 
 def _no_change(name: str, target: str = "", why: str = "nothing to repair") -> RepairResult:
     return RepairResult(
-        name=name,
-        target=target,
-        kept=False,
-        sentence=f"{REPAIRS[name].words}: {why}",
+        name=name, target=target, kept=False, sentence=f"{REPAIRS[name].words}: {why}"
     )

@@ -19,21 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairInput:
-    """Input of an after-repair.
+    """Input of an after-repair."""
 
-    Attributes:
-        target: target whose int8 model is repaired.
-        reference: float model before any repair; its outputs are the reference.
-        samples: a few samples to compute the repair from.
-        apart: held-out samples that accept or reject each change of a layer; empty where there are
-            too few samples.
-        threads: samples that run in parallel.
-        progress: called after each layer.
-    """
-
-    target: Target
-    reference: onnx.ModelProto
+    target: Target  # target whose int8 model is repaired
+    reference: onnx.ModelProto  # float model before any repair; its outputs are the reference
     samples: Sequence[Sample]
+    # held-out samples that accept or reject each change of a layer; empty where there are too few
+    # samples
     apart: Sequence[Sample]
     threads: int
     progress: Callable[[], None] = lambda: None
@@ -54,21 +46,14 @@ LayerwiseRepair = Callable[["BuildRequest", RepairInput], "tuple[BuildRequest, s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairResult:
-    """Result of one repair on one target.
-
-    Attributes:
-        name: the repair.
-        target: the target.
-        kept: whether the build uses it.
-        sentence: the result as text.
-        before_db, after_db: SQNR of the worst output slice without and with it; None where there
-            was nothing to repair, or where it decides layer by layer.
-    """
+    """Result of one repair on one target."""
 
     name: str
     target: str
     kept: bool
     sentence: str
+    # before_db, after_db: SQNR of the worst output slice without and with it; None where there was
+    # nothing to repair, or where it decides layer by layer
     before_db: float | None = None
     after_db: float | None = None
 

@@ -82,14 +82,11 @@ def _correct_each(request: BuildRequest, making: RepairInput) -> BuildRequest | 
     ):
         how = quantized[layer.name][1]
         expected = _mean_out(plain[layer.name].rows, patches)
-        actual = _mean_out(_rows(layer, how.weights(layer)), [how.inputs(one) for one in patches])
+        stored = replace(layer, array=np.asarray(how.weights(layer), np.float32))
+        actual = _mean_out(stored.rows, [how.inputs(one) for one in patches])
         change = shrunk_mean(expected - actual)
         biases.append((layer, layer.bias_of(graph) + change))
     return with_model(request, with_biases(request.model, biases)) if biases else None
-
-
-def _rows(layer: WeightedLayer, weight: NDArray[np.float64]) -> NDArray[Any]:
-    return replace(layer, array=np.asarray(weight, np.float32)).rows
 
 
 def _mean_out(rows: NDArray[Any], patches: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
@@ -252,11 +249,7 @@ def output_error(
 
     The weights are float.
 
-    Args:
-        layer: the layer.
-        inputs: input patches [groups, K, P].
-        scale: range of the input.
-        grid: grid of the input.
+    `inputs`: input patches [groups, K, P].
     """
     step, zero = scale.on(grid)
     if not step > 0:

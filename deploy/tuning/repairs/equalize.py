@@ -82,10 +82,7 @@ def _factors(links: Sequence[LayerLink], maxima: Mapping[str, NDArray[np.float64
 
 
 def _scaled(
-    sizes: Mapping[str, NDArray[np.float64]],
-    factors: Factors,
-    before: Mapping[str, str],
-    name: str,
+    sizes: Mapping[str, NDArray[np.float64]], factors: Factors, before: Mapping[str, str], name: str
 ) -> NDArray[np.float64]:
     """Return |weights| [groups, C_out, C_in] of a layer with the current factors applied."""
     size = sizes[name]

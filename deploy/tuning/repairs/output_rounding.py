@@ -55,15 +55,11 @@ _WIDEST = 1200  # values of a patch in one Gram matrix; wider ones are split
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundedWeight:
-    """A layer's weight after rounding.
+    """A layer's weight after rounding."""
 
-    Attributes:
-        weight: float32 in ONNX layout; changed values lie on their integers.
-        left: squared output error on held-out samples, relative to rounding to nearest; 1 where
-            nothing changed, NaN without held-out samples.
-    """
-
-    weight: FloatArray
+    weight: FloatArray  # float32 in ONNX layout; changed values lie on their integers
+    # squared output error on held-out samples, relative to rounding to nearest; 1 where nothing
+    # changed, NaN without held-out samples
     left: float
 
 
@@ -208,11 +204,7 @@ def round_weight(
         if not np.isfinite(products).all():  # the squares overflow float32: round to nearest
             continue
         integers[:, :, part] = round_by_output(
-            steps[:, :, part],
-            products,
-            fixed=fixed[:, :, part],
-            sweeps=_SWEEPS,
-            grid=grid,
+            steps[:, :, part], products, fixed=fixed[:, :, part], sweeps=_SWEEPS, grid=grid
         )
     left = math.nan if (integers != nearest).any() else 1.0
     if apart is not None:

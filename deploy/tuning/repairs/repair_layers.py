@@ -1,8 +1,7 @@
 """Layers with constant weights, and their quantization in a target's int8 model.
 
-A repair changes constants of the float model, so every target picks it up. The layers are Conv,
-ConvTranspose, Gemm, and MatMul with a bias Add. A link is two layers in a row with only operators
-between them that commute with a positive factor per channel.
+The layers are Conv, ConvTranspose, Gemm, and MatMul with a bias Add. A link is two layers in a row
+with only operators between them that commute with a positive factor per channel.
 
 The quantization grid of a layer's weight and input is read from the target's int8 model::
 
@@ -40,33 +39,19 @@ _FLOAT = 1  # onnx.TensorProto.FLOAT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedLayer:
-    """A layer with constant weights.
-
-    Attributes:
-        name: node name.
-        kind: operator type, one of `HEAVY`.
-        input: tensor that it reads.
-        output: tensor that it makes, after the bias Add of a MatMul.
-        weight: initializer of the weight.
-        array: the weight, float32 in ONNX layout.
-        bias: initializer of the bias, "" for none.
-        add: name of the bias Add of a MatMul, "" for none.
-        group: groups of a convolution.
-        given: the node's attributes.
-        alone: whether no other node reads the weight.
-    """
+    """A layer with constant weights."""
 
     name: str
-    kind: str
+    kind: str  # operator type, one of `HEAVY`
     input: str
-    output: str
+    output: str  # tensor that it makes, after the bias Add of a MatMul
     weight: str
-    array: FloatArray
-    bias: str
-    add: str
+    array: FloatArray  # the weight, float32 in ONNX layout
+    bias: str  # initializer of the bias, "" for none
+    add: str  # name of the bias Add of a MatMul, "" for none
     group: int
     given: Mapping[str, Any]
-    alone: bool
+    alone: bool  # whether no other node reads the weight
 
     @property
     def out_axis(self) -> int:
@@ -325,14 +310,10 @@ def _path(graph: Graph, tensor: str) -> Iterator[onnx.NodeProto]:
         if (
             node.op_type not in _COMMUTES
             or len(node.output) != 1
-            or not _other_inputs_constant(graph, node)
+            or any(name not in graph.constants for name in node.input[1:])
         ):
             return
         tensor = str(node.output[0])
-
-
-def _other_inputs_constant(graph: Graph, node: onnx.NodeProto) -> bool:
-    return all(name in graph.constants for name in node.input[1:])
 
 
 Float64Array = NDArray[np.float64]
@@ -343,27 +324,20 @@ _FAKE_QUANT = ("Sub", "Clip", "Add", "Round", "Mul")  # upstream from a layer's 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerQuantization:
-    """Quantization of a layer in the int8 model.
+    """Quantization of a layer in the int8 model."""
 
-    Attributes:
-        weight: weight scales, shaped to broadcast over the float weight.
-        input: scale of the input.
-        zero: zero point of the input.
-        low, high: smallest and largest stored value of the input.
-        grid: integer or FP8 grid whose rounding rule applies to both.
-        nearest: whether the weight is rounded to nearest; False for weights rounded by AMCT's
-            AdaRound, which stay as they are.
-        factors: what AMCT's DMQ divides the input by, [groups, K, 1], and multiplies the weight by
-            before both are rounded; None without DMQ.
-    """
-
-    weight: Float64Array
+    weight: Float64Array  # weight scales, shaped to broadcast over the float weight
     input: float
     zero: int
+    # low, high: smallest and largest stored value of the input
     low: float
     high: float
-    grid: Grid = INT8
+    grid: Grid = INT8  # integer or FP8 grid whose rounding rule applies to both
+    # whether the weight is rounded to nearest; False for weights rounded by AMCT's AdaRound, which
+    # stay as they are
     nearest: bool = True
+    # what AMCT's DMQ divides the input by, [groups, K, 1], and multiplies the weight by before both
+    # are rounded; None without DMQ
     factors: FloatArray | None = None
 
     def weights(self, layer: WeightedLayer) -> Float64Array:
@@ -386,10 +360,7 @@ def read_quantization(
 ) -> LayerQuantization | None:
     """Read the quantization of a layer from an int8 model.
 
-    Args:
-        graph: the int8 model.
-        node: the layer's node in it.
-        layer: the layer in the float model.
+    `graph`: the int8 model.
 
     Returns:
         None where the node does not run in integers, or in an unknown form.

@@ -69,25 +69,18 @@ def channel_maxima(
     """Return max |x| of each channel, [C], over the samples; `axes`: tensor -> channel axis."""
 
     def take(_: int, name: str, value: Array) -> NDArray[np.float64]:
-        return np.asarray(np.abs(_rows(value, axes[name])).max(axis=0), np.float64)
+        axis = axes[name]
+        rows = np.moveaxis(value, axis, -1).reshape(-1, value.shape[axis])
+        return np.asarray(np.abs(rows).max(axis=0), np.float64)
 
     runs = run_with_taps(model, axes, samples, take, threads=threads)
     return {name: np.max([run[name] for run in runs], axis=0) for name in axes}
 
 
-def _rows(value: Array, axis: int) -> Array:
-    """[..., C, ...] -> [values of a channel, C]."""
-    return np.moveaxis(value, axis, -1).reshape(-1, value.shape[axis])
-
-
 class SampleComparison:
     """Compares models with the float model on the same few samples; the float model runs once.
 
-    Args:
-        reference: the float model.
-        samples: a few samples.
-        threads: samples that run in parallel.
-        said: the float model's outputs on them, if they are available.
+    `said`: the float model's outputs on them, if they are available.
     """
 
     def __init__(
