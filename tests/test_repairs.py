@@ -14,7 +14,7 @@ from onnx import helper, numpy_helper
 from calibrators.amct.arq import arq, arq_integers
 from calibrators.errors import CalibrationError
 from calibrators.grids import quantize_weight, weight_scales
-from calibrators.rounding import block_products, gram, output_error, round_by_output
+from calibrators.rounding import block_products, gram, round_by_output
 from calibrators.weights import equal_factors, shrunk_mean
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.reference_outputs import make_evaluation_set
@@ -33,6 +33,12 @@ from deploy.tuning.repairs.sample_runs import patches
 from tests.models import as_float32, make_model, make_node, make_value, save_net
 
 ALL = "onnxruntime,tensorrt,ascend"
+
+
+def output_error(steps, integers, products):
+    """Return each row's squared error of the output (rows, groups)."""
+    error = integers - steps
+    return (block_products(error, products) * error).sum(axis=2)
 
 
 def saved(folder, nodes, constants, *, shape=("batch", 3, 12, 12), name="net"):

@@ -19,13 +19,14 @@ from deploy.cli import cli
 from deploy.errors import ConfigError, ModelError, SdkMissingError
 from deploy.frontends import load
 from deploy.frontends.torch_model import parse_shape
-from deploy.fx.convert import calibrate, observers_of
+from deploy.fx.convert import calibrate
 from deploy.fx.device import DeviceAdapter, device_of, find_device, move_tensors
 from deploy.fx.open_model import export_torch, open_torch
 from deploy.fx.prepare import prepare
 from deploy.fx.profile import profile_graph
 from deploy.fx.qat import Task, train
 from deploy.fx.trace import trace
+from tests.torch_placed import observers_of
 
 torch.set_num_threads(1)
 

@@ -111,7 +111,7 @@ def test_computed_weights_are_said_and_models_that_cannot_be_copied():
     parametrizations.weight_norm(model[0])
     lines = []
     train(task_of(model, epochs=0), report=lines.append)
-    assert any(line.startswith("0.weight is computed in the model") for line in lines)
+    assert any(line.startswith("0.weight is computed from other tensors") for line in lines)
     model.lock = __import__("threading").Lock()
     with pytest.raises(ModelError, match="must be copied before it is changed, got TypeError"):
         prepare(model, [X])
