@@ -386,10 +386,12 @@ class RecordPlan:
 
     def _by_arq(self, factors: Factors) -> Weights:
         if not self._arq:  # the factors follow from the model and the first batch
+            found: Weights = {}
             for name, layer in self.layers.items():
                 if name not in self.adaround:
                     with _in_layer(name):
-                        self._arq[name] = self._weight(layer, factors)
+                        found[name] = self._weight(layer, factors)
+            self._arq.update(found)  # at once: trials in other threads share the plan
         return self._arq
 
     def _factor(self, name: str, maxima: ChannelMax) -> NDArray[np.float32]:
