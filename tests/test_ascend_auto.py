@@ -1,15 +1,19 @@
 """`calib8 ascend auto`: each layer's own search, repairs, the fewest layers in float."""
 
 import json
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
 
+from deploy.calibration.one_pass import observe
 from deploy.pipeline.ascend_auto import FINAL, HISTORY, RANKING
 from deploy.runtimes.ort import OrtSession
-from deploy.targets.ascend.amct_calibration import calibrate_amct
+from deploy.targets.ascend.amct_calibration import RecordPlan, calibrate_amct
 from deploy.targets.ascend.config import default_config, read_config
 from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layer_searches import (
@@ -387,3 +391,24 @@ def test_labels_are_what_may_be_lost_where_there_are_some(run, small_cnn, data, 
     assert code == 0, err
     assert {round(6 * loss) / 6 for loss in losses_of(tmp_path / "o")} == {0.0}
     assert "4 layers in int8: loss 0.00000, held" in said
+
+
+def test_threads_that_share_a_plan_get_all_weights(uneven, images, monkeypatch):
+    model = name_nodes(onnx.load(uneven))
+    graph = find_layers(model)
+    samples = [{"x": row[None]} for row in np.load(images)]
+    config = default_config(graph, batch_num=len(samples))
+    plan = RecordPlan(model=model, graph=graph, config=config, base="float", samples=len(samples))
+    observed = observe(plan.observations, samples, runs=Counter())
+    plain = RecordPlan._weight
+
+    def slowly(*words):
+        time.sleep(0.02)
+        return plain(*words)
+
+    monkeypatch.setattr(RecordPlan, "_weight", slowly)
+    plan._arq.clear()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(plan.record, observed)
+        time.sleep(0.03)
+        assert list(plan.record(observed).records) == list(first.result().records)

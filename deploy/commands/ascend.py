@@ -236,9 +236,8 @@ def auto(
     """Leave layers of MODEL in float, as few as hold the budget; write them, and how it went."""
     from deploy.calibration.reuse import CachePolicy
     from deploy.pipeline import calibrate_with
-    from deploy.pipeline.ascend_auto import GAIN, auto_calibrate
+    from deploy.pipeline.ascend_auto import GAIN, AscendSearching, auto_calibrate
     from deploy.pipeline.build_options import CalibrationOptions
-    from deploy.targets.ascend.layer_searches import AscendSearching
 
     target = AscendSearching(config=ascend_config, amct_batch=amct_batch, several=strategy == GAIN)
     path = out / f"{model.stem}.cache"

@@ -22,24 +22,29 @@ from deploy.targets.ascend.atc import strip_metadata
 from deploy.targets.ascend.config import write_config
 from deploy.targets.ascend.float16 import find_float16_tensors
 from deploy.targets.ascend.layer_searches import (
-    AscendSearching,
+    CONFIGURED,
+    SEARCHES,
     balanced_over,
     config_of,
     is_balanced,
     nearest_searches,
     rank_layers,
+    search_plan,
 )
 from deploy.targets.ascend.models import write_models
 from deploy.targets.ascend.preparation import find_weight_sharers
+from deploy.targets.ascend.target import Ascend
 from deploy.targets.base import BuildRequest
 from deploy.terminal import phase
 from deploy.tuning.budget import BudgetSearch
 
 if TYPE_CHECKING:
     from deploy.calibration.calibration_result import CalibrationResult
+    from deploy.calibration.observation import CalibrationSubject, Observation
     from deploy.feed.samples import Feed
     from deploy.targets.ascend.amct_calibration import RecordPlan
     from deploy.targets.ascend.config_keys import QuantConfig
+    from deploy.targets.ascend.record import LayerRecord
 
 RANKING = "accuracy_based_auto_calibration_ranking_information.json"
 HISTORY = "accuracy_based_auto_calibration_record.json"
@@ -49,6 +54,39 @@ REPAIRED = "_corrected.onnx"  # the float model that the int8 ones are made of
 GAIN, BINARY = "gain", "binary-search"  # strategies
 _REPAIRING, _NEAREST = 64, 8  # calibration images
 _RANKED = 8  # evaluation samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class AscendSearching(Ascend):
+    """The Ascend target with several searches for each layer.
+
+    Attributes:
+        several: whether there are others than the default, if no configuration decides.
+    """
+
+    several: bool = True
+
+    def demand(self, subject: CalibrationSubject) -> tuple[Observation, ...]:
+        """Return the observations of all searches."""
+        own = self.record_plan(subject)
+        plans = [search_plan(own, how) for how in self._searches]
+        return tuple({o.key: o for plan in plans for o in plan.observations}.values())
+
+    def records(self, request: BuildRequest) -> dict[str, dict[str, LayerRecord]]:
+        """Return search -> records of all layers, the default first; DMQ's of those it changes."""
+        found = {how: self.searched(request, how)[1].records for how in self._searches}
+        return {
+            how: {n: one for n, one in own.items() if not is_balanced(how) or _is_changed(one)}
+            for how, own in found.items()
+        }
+
+    @property
+    def _searches(self) -> tuple[str, ...]:
+        return SEARCHES if self.several and self.config is None else (CONFIGURED,)
+
+
+def _is_changed(record: LayerRecord) -> bool:
+    return bool(record.factors.size and (record.factors != 1).any())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,6 +76,7 @@ class BudgetSearch:
     _judges: EvaluationSet = field(init=False)
     _heard: Sequence[ReferenceSample] = field(init=False)
     _builder: RepairedBuilder = field(init=False)
+    _losses: dict[frozenset[str], float] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         feed = self.evaluation
@@ -184,7 +185,7 @@ class BudgetSearch:
 
     def _given_back(self, search: Search, found: Trial) -> Trial:
         """Return a trial with fewer layers in float if it holds the budget too, else `found`."""
-        loss = next(loss for back, loss in self._evaluated() if back == found.in_float)
+        loss = self._losses[found.in_float]
         goal = _figure(found) * (self.max_loss / loss if loss > 0 else 1)
         best = found
         for name in [name for name, _ in reversed(self.ranking) if name in found.in_float]:
@@ -204,16 +205,6 @@ class BudgetSearch:
         }
         return min(search.tried(choices, in_float), key=_figure, default=base)
 
-    def _evaluated(self) -> list[tuple[frozenset[str], float]]:
-        """Return (layers in float, loss) of each evaluation, the last first."""
-        return [
-            (
-                frozenset(name for name, back in entry["roll_back_config"].items() if back),
-                entry["metric_eval"][1],
-            )
-            for entry in reversed(self.history)
-        ]
-
     def _holds(self, trial: Trial) -> bool:
         """Whether a trial holds the budget on all evaluation samples."""
         kept = [n for n in self.layers if n not in trial.in_float and n not in self.uncounted]
@@ -226,7 +217,7 @@ class BudgetSearch:
                 labels=self.evaluation.labels,
             )
             accuracy = comparison.on(len(self._judges.part), threads=self.request.threads)
-        loss = loss_of(accuracy)
+        loss = self._losses[trial.in_float] = loss_of(accuracy)
         good = bool(loss <= self.max_loss)
         self.say(f"{what}: loss {loss:.5f}, {'held' if good else 'too much'}")
         rolled = {name: name in trial.in_float for name in self.layers}

@@ -7,15 +7,6 @@ weights stay float unless AdaRound rounds them), and each algorithm gets `batch_
                                            (AdaRound, one layer after the other, first batches)
 
 A `RecordPlan` defines the observations for that, and computes the record from their statistics.
-
-Besides AMCT's default search, calib8 tries IFMR without clipping. IFMR tries ratios of the observed
-maximum (its 0.999999 percentile) and takes the one of least squared error, which clips rare values
-of the calibration images::
-
-    ratio   0.7 ------ 1.0 ------ 1.3      AMCT's default search_range
-                       1.0 ------ 1.3      nothing is clipped
-
-A search_range that starts at 1 is a valid setting of AMCT's configuration; it is written there.
 """
 
 from __future__ import annotations
@@ -84,13 +75,10 @@ from deploy.targets.ascend.weight_rounding import (
 if TYPE_CHECKING:
     import onnx
 
-    from deploy.method import Choices, Method
 
 Factors = Mapping[str, NDArray[np.float32]]
 Weights = dict[str, tuple[NDArray[np.float32], NDArray[np.int32]]]
 
-UNCLIPPED_METHOD = "minmax"  # name of the method without clipping
-_UNCLIPPED = (1.0, 1.3)  # search_range
 _NONE = np.zeros(0, np.float32)
 
 
@@ -392,10 +380,12 @@ class RecordPlan:
 
     def _by_arq(self, factors: Factors) -> Weights:
         if not self._arq:  # the factors follow from the model and the first batch
+            found: Weights = {}
             for name, layer in self.layers.items():
                 if name not in self.adaround:
                     with _in_layer(name):
-                        self._arq[name] = self._weight(layer, factors)
+                        found[name] = self._weight(layer, factors)
+            self._arq.update(found)  # at once: trials in other threads share the plan
         return self._arq
 
     def _factor(self, name: str, maxima: ChannelMax) -> NDArray[np.float32]:
@@ -513,67 +503,3 @@ def _weight_max(weight: NDArray[np.float32], layer: Layer) -> NDArray[np.float32
     if layer.kind == "MatMul":
         return channel_max(weight, -2)
     return channel_max(weight, 1 if layer.trans_b else 0)
-
-
-def unclipped_layers(plan: RecordPlan, choices: Choices) -> frozenset[str]:
-    """Return the layers for which the choices want no clipping.
-
-    Raises:
-        ConfigError: a method that is neither `UNCLIPPED_METHOD` nor AMCT's own.
-    """
-    for method in filter(None, (choices.method, *choices.methods.values())):
-        _check(method)
-    entries = plan.config.entries()
-    return frozenset(
-        name
-        for name, layer in plan.layers.items()
-        if (choices.methods.get(layer.input) or choices.method) is not None
-        and entries[name].activation.act_algo == "ifmr"
-    )
-
-
-def _check(method: Method) -> None:
-    if method.name != UNCLIPPED_METHOD:
-        raise ConfigError(
-            f"a plan for ascend takes the method {UNCLIPPED_METHOD} or none, got"
-            f" {method.label!r}; delete"
-            " the line, or delete the file to have it rebuilt"
-        )
-
-
-def disable_clipping(config: QuantConfig, layers: Collection[str]) -> QuantConfig:
-    """Return the config with a search_range without clipping for these layers."""
-    changed = {
-        name: replace(one, activation=replace(one.activation, search_range=_UNCLIPPED))
-        if name in layers
-        else one
-        for name, one in config.layers.items()
-    }
-    tensors = (
-        replace(one, activation=replace(one.activation, search_range=_UNCLIPPED))
-        if one.key in layers
-        else one
-        for one in config.tensors
-    )
-    return replace(config, layers=changed, tensors=tuple(tensors))
-
-
-def unclipped_plan(plan: RecordPlan) -> RecordPlan:
-    """Return the plan without clipping in any layer; its observations are the same."""
-    return replace(plan, config=disable_clipping(plan.config, plan.layers))
-
-
-def replace_records(
-    plan: RecordPlan,
-    default: CalibrationRecord,
-    unclipped: CalibrationRecord,
-    layers: Collection[str],
-) -> CalibrationRecord:
-    """Return `default` with the records and ranges of `unclipped` for these layers."""
-    observations = (*plan.activations.items(), *plan.seconds.items())
-    tensors = {observation.tensor for name, observation in observations if name in layers}
-    return replace(
-        default,
-        records={n: (unclipped if n in layers else default).records[n] for n in default.records},
-        ranges={t: (unclipped if t in tensors else default).ranges[t] for t in default.ranges},
-    )

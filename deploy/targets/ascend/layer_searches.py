@@ -9,8 +9,9 @@ All are settings of AMCT's own configuration, and all are computed from one pass
     dmq 0.2, 0.5, 0.8    as configured, the input's channels balanced with the weight's (DMQ), for
                          one multiplication more on the NPU
 
-`Choices.searches` names the search of each layer. With a configuration of the user there is only
-what it says.
+IFMR tries ratios of the observed maximum (its percentile) and takes the one of least squared error,
+which clips rare values of the calibration images. `calib8 build` tries it without clipping too;
+`Choices.searches` names any search of a layer.
 
 Each layer by itself: its int8 twin on the float model's own input of it.
 
@@ -27,83 +28,87 @@ hold it. Source of the ranking: hicann/amct, common/auto_calibration.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from deploy.calibration.taps import Tap
+from deploy.errors import ConfigError
 from deploy.feed.parallel import Sample, run_in_order
-from deploy.graph.edit import copy_message
+from deploy.graph.edit import copy_message, extract_nodes
 from deploy.graph.index import Graph
 from deploy.metrics.output_errors import cosine
+from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.config_keys import ActivationParams, LayerConfig, QuantConfig
+from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.quant_layer import QuantLayer, quantize_layers
-from deploy.targets.ascend.target import Ascend
 from deploy.tensors import Array
 from deploy.terminal import phase
 
 if TYPE_CHECKING:
     import onnx
 
-    from deploy.calibration.observation import CalibrationSubject, Observation
+    from deploy.method import Choices
     from deploy.targets.ascend.amct_calibration import CalibrationRecord, RecordPlan
     from deploy.targets.ascend.layers import Layer, LayerGraph
     from deploy.targets.ascend.record import LayerRecord
-    from deploy.targets.base import BuildRequest
 
 Found = TypeVar("Found")
 Records = Mapping[str, "LayerRecord"]
 
-CONFIGURED = "as configured"
+CONFIGURED, _UNCLIPPED = "as configured", "nothing clipped"
+UNCLIPPED_METHOD = "minmax"  # name of the method without clipping in a plan
 _RANGES: dict[str, Callable[[ActivationParams], ActivationParams]] = {
     CONFIGURED: lambda found: found,
-    "nothing clipped": lambda found: replace(found, search_range=(1.0, 1.3)),
+    _UNCLIPPED: lambda found: replace(found, search_range=(1.0, 1.3)),
     "percentile 0.9999": lambda found: replace(found, max_percentile=0.9999, min_percentile=0.9999),
     "hfmg": lambda found: replace(ActivationParams(), act_algo="hfmg", asymmetric=found.asymmetric),
 }
 _BALANCED = {f"dmq {strength}": strength for strength in (0.2, 0.5, 0.8)}
 _BALANCED_OVER = 32  # samples, kept in memory while they are run twice
+SEARCHES = (*_RANGES, *_BALANCED)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AscendSearching(Ascend):
-    """The Ascend target with a search for each layer, by `Choices.searches`."""
+def chosen_searches(plan: RecordPlan, choices: Choices) -> dict[str, str]:
+    """Return the search of each layer that has another than the default.
 
-    several: bool = True
+    `Choices.searches` names it; a method of `Choices` is that without clipping, for IFMR.
 
-    def demand(self, subject: CalibrationSubject) -> tuple[Observation, ...]:
-        """Return the observations of all searches."""
-        wanted = (o for plan in self._plans(subject).values() for o in plan.observations)
-        return tuple({o.key: o for o in wanted}.values())
+    Raises:
+        ConfigError: a method that is neither `UNCLIPPED_METHOD` nor AMCT's own.
+    """
+    for method in filter(None, (choices.method, *choices.methods.values())):
+        if method.name != UNCLIPPED_METHOD:
+            raise ConfigError(
+                f"a plan for ascend takes the method {UNCLIPPED_METHOD} or none, got"
+                f" {method.label!r}; delete the line, or delete the file to have it rebuilt"
+            )
+    entries = plan.config.entries()
+    unclipped = {
+        name: _UNCLIPPED
+        for name, layer in plan.layers.items()
+        if (choices.methods.get(layer.input) or choices.method) is not None
+        and entries[name].activation.act_algo == "ifmr"
+    }
+    own = {name: how for name, how in choices.searches.items() if how != CONFIGURED}
+    return {**unclipped, **own}
 
-    def records(self, request: BuildRequest) -> dict[str, Records]:
-        """Return search -> records of all layers, the default first; DMQ's of those it changes."""
-        return self._searched(request)[1]
 
-    def _searched(self, request: BuildRequest) -> tuple[RecordPlan, dict[str, Records]]:
-        def make() -> tuple[onnx.ModelProto, RecordPlan, dict[str, Records]]:
-            plans, observed = self._plans(request.subject), request.ranges.observed
-            found = {how: plan.record(observed).records for how, plan in plans.items()}
-            changed = {how: _changed(how, own) for how, own in found.items()}
-            return request.model, plans[CONFIGURED], changed
-
-        key = self, id(request.model), "searches"  # the entry holds the model of this id
-        return request.ranges.once(key, make)[1:]
-
-    def _recorded(self, request: BuildRequest) -> tuple[RecordPlan, CalibrationRecord, QuantConfig]:
-        from deploy.targets.ascend.amct_calibration import CalibrationRecord
-
-        plan, records = self._searched(request)
-        chosen = {name: request.choices.searches.get(name, CONFIGURED) for name in plan.layers}
-        own = {name: records[how][name] for name, how in chosen.items()}
-        return plan, CalibrationRecord(records=own), config_of(plan.config, chosen)
-
-    def _plans(self, subject: CalibrationSubject) -> dict[str, RecordPlan]:
-        own = self.record_plan(subject)
-        several = self.several and self.config is None
-        others = (*_RANGES, *_BALANCED) if several else ()
-        return {CONFIGURED: own, **{how: _plan(own, how) for how in others if how != CONFIGURED}}
+def merge_records(
+    plan: RecordPlan,
+    default: CalibrationRecord,
+    found: Mapping[str, CalibrationRecord],
+    chosen: Mapping[str, str],
+) -> CalibrationRecord:
+    """Return `default` with the records and ranges of the searches chosen for some layers."""
+    observations = (*plan.activations.items(), *plan.seconds.items())
+    by = {o.tensor: found[chosen[name]] for name, o in observations if name in chosen}
+    return replace(
+        default,
+        records=default.records | {name: found[how].records[name] for name, how in chosen.items()},
+        ranges={t: by.get(t, default).ranges.get(t, own) for t, own in default.ranges.items()},
+    )
 
 
 def is_balanced(search: str) -> bool:
@@ -130,22 +135,17 @@ def config_of(config: QuantConfig, chosen: Mapping[str, str]) -> QuantConfig:
     return replace(config, layers=layers, tensors=tuple(tensors))
 
 
-def _plan(own: RecordPlan, how: str) -> RecordPlan:
+def search_plan(own: RecordPlan, how: str) -> RecordPlan:
+    """Return the plan by which all layers are searched so; DMQ balances those with weights."""
+    if how == CONFIGURED:
+        return own
     chosen = {
         name: CONFIGURED if is_balanced(how) and not layer.weight else how
         for name, layer in own.layers.items()
     }
-    config = config_of(own.config, chosen)
-    return replace(own, config=config, balanced_over=balanced_over(own), lenient=True)
-
-
-def _changed(how: str, records: Records) -> Records:
-    """Return the records that a search gives; of DMQ those with a factor other than 1."""
-    return {
-        name: record
-        for name, record in records.items()
-        if not is_balanced(how) or (record.factors.size and (record.factors != 1).any())
-    }
+    made = replace(own, config=config_of(own.config, chosen))
+    over = balanced_over(own)
+    return replace(made, balanced_over=over, lenient=True) if is_balanced(how) else made
 
 
 def _layer(one: LayerConfig, how: str) -> LayerConfig:
@@ -251,69 +251,44 @@ def _compared(
     threads: int,
 ) -> list[dict[str, Found]]:
     """Return layer -> measure(layer, float output, output of its int8 twin) for each sample."""
-    ends = {name: (one.layer.output, f"{name}.isolated") for name, one in layers.items()}
-    tap = Tap(
-        isolated_model(model, layers), sorted({end for pair in ends.values() for end in pair})
-    )
-    runs: list[dict[str, Found]] = []
+    own = {name: q.layer for name, q in layers.items()}
+    fed = {value.name for value in model.graph.input}
+    read = {name: (one.input, *one.others) for name, one in own.items()}
+    ends = {one.output for one in own.values()}.union(*read.values())
+    twins = {name: _twin(model, q) for name, q in layers.items()}
+    tap, runs = Tap(model, sorted(ends - fed)), list[dict[str, Found]]()
 
     def work(_: int, __: int, sample: Sample) -> dict[str, Found]:
-        values = dict(tap.run(sample))
-        return {
-            name: measure(layers[name].layer, values[own], values[twin])
-            for name, (own, twin) in ends.items()
-        }
+        values = {**sample, **dict(tap.run(sample))}
+        found = {}
+        for name, one in own.items():
+            made = twins[name].run({tensor: values[tensor] for tensor in read[name]})
+            found[name] = measure(one, values[one.output], made[one.output])
+        return found
 
     run_in_order(samples, work, lambda _, run: runs.append(run), threads=threads)
     return runs
 
 
-def isolated_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
-    """Return the float model with, beside each layer, its fake-quantized twin on the same input.
+def _twin(model: onnx.ModelProto, q: QuantLayer) -> OrtSession:
+    """Return the int8 form of a layer by itself, with the Add of a MatMul's bias."""
+    from onnx import TensorProto, ValueInfoProto, helper
 
-    The twin's output is '<layer>.isolated'.
-    """
-    from deploy.targets.ascend.fake_quant import fake_quant_model
-
-    out = copy_message(model)
-    for name, q in layers.items():
-        twin = _alone(model, q)
-        quantized = fake_quant_model(twin, {name: q})
-        for tensor in quantized.graph.initializer:
-            tensor.name = f"{name}.twin.{tensor.name}"
-        _prefix(quantized.graph, name, q)
-        out.graph.node.extend(quantized.graph.node)
-        out.graph.initializer.extend(quantized.graph.initializer)
-    return out
-
-
-def _alone(model: onnx.ModelProto, q: QuantLayer) -> onnx.ModelProto:
-    """Return a model of one layer only, with the Add of a MatMul's bias."""
-    from onnx import ValueInfoProto
-
-    wanted = {q.layer.node, q.layer.bias_add} - {""}
-    index = Graph(model)
-    out = type(model)()
-    out.opset_import.extend(model.opset_import)
-    out.ir_version = model.ir_version
-    out.graph.node.extend(n for n in model.graph.node if n.name in wanted)
-    read = {name for node in out.graph.node for name in node.input}
+    wanted, index = {q.layer.node, q.layer.bias_add} - {""}, Graph(model)
+    nodes = [node for node in model.graph.node if node.name in wanted]
+    read = {name for node in nodes for name in node.input}
+    alone = extract_nodes(
+        model,
+        nodes,
+        (),
+        inputs=[
+            helper.make_tensor_value_info(tensor, TensorProto.FLOAT, None)
+            for tensor in dict.fromkeys((q.layer.input, *q.layer.others))
+        ],
+        outputs=[ValueInfoProto(name=q.layer.output)],
+    )
     for name in sorted(read & set(index.constants)):
-        tensor = out.graph.initializer.add()
-        tensor.CopyFrom(index.constants[name])
+        tensor = copy_message(index.constants[name])
         tensor.name = name
-    activations = dict.fromkeys((q.layer.input, *q.layer.others))
-    out.graph.input.extend(ValueInfoProto(name=tensor) for tensor in activations)
-    out.graph.output.append(ValueInfoProto(name=q.layer.output))
-    return out
-
-
-def _prefix(graph: onnx.GraphProto, name: str, q: QuantLayer) -> None:
-    """Give every tensor and node of a twin names of its own, its ends excepted."""
-    read = (q.layer.input, *q.layer.others)
-    ends = {**{one: one for one in read}, q.layer.output: f"{name}.isolated", "": ""}
-    for node in graph.node:
-        node.name = f"{name}.twin.{node.name}"
-        for names in (node.input, node.output):
-            for place, tensor in enumerate(names):
-                names[place] = ends.get(tensor, f"{name}.twin.{tensor}")
+        alone.graph.initializer.append(tensor)
+    return OrtSession.open(fake_quant_model(alone, {q.layer.name: q}), threads=1, spin=False)

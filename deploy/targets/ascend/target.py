@@ -154,7 +154,7 @@ class Ascend:
     @property
     def alternatives(self) -> tuple[str, ...]:
         """IFMR without clipping, if no configuration file sets the search."""
-        from deploy.targets.ascend.amct_calibration import UNCLIPPED_METHOD
+        from deploy.targets.ascend.layer_searches import UNCLIPPED_METHOD
 
         return (UNCLIPPED_METHOD,) if self.config is None else ()
 
@@ -233,27 +233,33 @@ class Ascend:
 
     def _recorded(self, request: BuildRequest) -> tuple[RecordPlan, CalibrationRecord, QuantConfig]:
         """Return the plan, the records by the chosen searches, and the config of these searches."""
-        from deploy.targets.ascend.amct_calibration import (
-            disable_clipping,
-            replace_records,
-            unclipped_layers,
-            unclipped_plan,
+        from deploy.targets.ascend.layer_searches import (
+            CONFIGURED,
+            chosen_searches,
+            config_of,
+            merge_records,
         )
 
-        def make() -> tuple[onnx.ModelProto, RecordPlan, CalibrationRecord]:
-            plan = self.record_plan(request.subject)  # the entry holds the model of this id
-            return request.model, plan, plan.record(request.ranges.observed)
+        plan, default = self.searched(request, CONFIGURED)
+        chosen = chosen_searches(plan, request.choices)
+        if not chosen:
+            return plan, default, plan.config
+        found = {how: self.searched(request, how)[1] for how in {*chosen.values()}}
+        every = {name: chosen.get(name, CONFIGURED) for name in plan.layers}
+        return plan, merge_records(plan, default, found, chosen), config_of(plan.config, every)
 
-        key = self, id(request.model)
-        _, plan, records = request.ranges.once(key, make)
-        layers = unclipped_layers(plan, request.choices)
-        if layers:
-            unclipped: CalibrationRecord = request.ranges.once(
-                (*key, "nothing clipped"),
-                lambda: unclipped_plan(plan).record(request.ranges.observed),
-            )
-            records = replace_records(plan, records, unclipped, layers)
-        return plan, records, disable_clipping(plan.config, layers)
+    def searched(self, request: BuildRequest, how: str) -> tuple[RecordPlan, CalibrationRecord]:
+        """Return the plan, and the records of all layers by a search; made once."""
+        from deploy.targets.ascend.layer_searches import search_plan
+
+        def make() -> tuple[onnx.ModelProto, RecordPlan]:
+            return request.model, self.record_plan(request.subject)
+
+        key = self, id(request.model)  # the entry holds the model of this id
+        plan: RecordPlan = request.ranges.once(key, make)[1]
+        return plan, request.ranges.once(
+            (*key, how), lambda: search_plan(plan, how).record(request.ranges.observed)
+        )
 
     def quantized(
         self, request: BuildRequest
