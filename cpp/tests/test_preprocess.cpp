@@ -106,7 +106,7 @@ TEST_CASE("options that contradict the model are told") {
   refused(crop, {1, 3, 224, 224}, "short_side must reach the crop of 224x224");
   Preprocess unscaled = preset("unit");
   unscaled.mean = {127.5};
-  refused(unscaled, {1, 3, 8, 8}, "from 0 to 1, got 127.5; give scale 1 where");
+  refused(unscaled, {1, 3, 8, 8}, "from 0 to 1, got 127.5; give scale 1 if");
   refused(unscaled, {1, 3, 8, 8}, "such as 0.5");
   unscaled.mean = {1, 0, -1};
   CHECK_NOTHROW(resolve(unscaled, spec({1, 3, 8, 8})));
