@@ -89,8 +89,8 @@ def calibrate(
         preprocess: how images become inputs, or some options of it by name; the rest is what the
             model's metadata says, else what its input tells.
         cache: file to keep the calibration in, or a policy; None keeps nothing.
-        skip_bad: go on without unreadable images.
-        limit: use at most so many images, or a `Choice` of them.
+        skip_bad: leave out unreadable images.
+        limit: the largest number of images to use, or a `Choice` of them.
         until_stable: look at 16, 32, 64 ... of them, spread evenly over all, until the ranges of
             two halves differ by less than this share (`deploy.calibration.stability`); None looks
             at all.
@@ -98,10 +98,10 @@ def calibrate(
         float_nodes: nodes to keep in float, as `deploy.graph.index.match_nodes` reads them.
         scheduler: address of a dask scheduler whose workers observe, or a `Cluster`; None observes
             here. The result does not depend on it.
-        resume: go on with a run that was ended, from its checkpoint.
-        checkpoint: file to keep the state in now and then; None for one beside the cache, where
-            there is one. What is found without a cache is kept by the caller, who removes it.
-        progress: tell on stderr what is going on, where it takes over two seconds.
+        resume: continue an interrupted run from its checkpoint.
+        checkpoint: file to save the state in from time to time; None for one beside the cache, if
+            there is a cache. Without a cache the caller removes it.
+        progress: report steps that take over two seconds on stderr.
 
     Raises:
         ModelError, FeedError, ConfigError, CacheError, CalibrationError, BackendError: each says
