@@ -25,7 +25,7 @@ from deploy.analysis.explanation import (
 from deploy.errors import ConfigError
 from deploy.files import toml
 from deploy.files.manifest import PAGES, SETTINGS
-from deploy.files.reading import read_json
+from deploy.files.reading import is_file, read_json
 from deploy.method import NO_CHOICES
 from deploy.metrics.levels import LEVELS
 from deploy.metrics.output_errors import OutputAccuracy
@@ -114,7 +114,7 @@ def _broken(path: Path, message: str) -> ConfigError:
 
 def _options(path: Path) -> dict[str, str] | None:
     """Read the options file next to a report; None if there is none."""
-    if not os.path.isfile(path):
+    if not is_file(path):
         return None
     what = "the options of a build, as calib8 wrote them"
     tables = toml.read_toml(path, what=what, way_out="build again")
@@ -167,11 +167,6 @@ def path_near_report(written: str, report: Path) -> Path:
     """Return the path of a file outside the build: as in the report, or in the report's folder."""
     path = Path(written)
     return path if os.path.exists(path) else report.parent / path.name
-
-
-def is_file(path: Path) -> bool:
-    """Whether the file exists; False for names that no file can have, where pathlib raises."""
-    return os.path.isfile(path)
 
 
 def _plan_path(build: StoredBuild) -> Path | None:

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from deploy.analysis.build_reader import (
     by_sqnr,
-    is_file,
     path_in_build,
     path_near_report,
     read_explanation,
@@ -35,6 +34,7 @@ from deploy.feed.parallel import Sample, run_in_order
 from deploy.feed.paths import RawFiles
 from deploy.feed.preprocess import Preprocess, PreprocessRequest, apply_user_options
 from deploy.files import manifest
+from deploy.files.reading import is_file
 from deploy.frontends import LoadedModel, load_float_or_qdq
 from deploy.frontends.onnx_reader import read_model
 from deploy.graph.edit import copy_with_outputs

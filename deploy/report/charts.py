@@ -162,14 +162,14 @@ def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> 
     ]
     if not drawn:
         return ""
-    lo, hi = _axis_ends([(_p50(engine), values) for _, engine, values in drawn])
+    lo, hi = _axis_ends([(engine.p50_ms, values) for _, engine, values in drawn])
     beyond = sum(int((values > hi).sum()) for _, _, values in drawn)
     curves = "".join(_curve(values, lo, hi, colour) for colour, _, values in drawn)
     marks, legend = [], []
     for place, (colour, engine, _) in enumerate(drawn):
         letter = _letter(place)
-        marks.append(_mark(letter, _p50(engine), lo, hi, colour, place))
-        label = f"{escape(engine.label)} <b>p50 {figures.milliseconds(_p50(engine))}</b>"
+        marks.append(_mark(letter, engine.p50_ms, lo, hi, colour, place))
+        label = f"{escape(engine.label)} <b>p50 {figures.milliseconds(engine.p50_ms)}</b>"
         legend.append(f'<li><i class="{colour}">{letter}</i> {label}</li>')
     return (
         f'<ul class="legend">{"".join(legend)}</ul>'
@@ -179,11 +179,6 @@ def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> 
         f' viewBox="0 0 {_ACROSS} {_FLOOR - _TOP}">{curves}</svg>'
         f"{''.join(marks)}{_unit(beyond)}</svg>"
     )
-
-
-def _p50(engine: EngineRow) -> float:
-    assert engine.latency is not None
-    return engine.latency.latency.p50
 
 
 def _letter(place: int) -> str:

@@ -47,12 +47,12 @@ def find_rivals(engines: Iterable[EngineRow], engine: EngineRow) -> tuple[Engine
 
 def speed_up(rival: EngineRow, engine: EngineRow) -> float:
     """Return the rival's p50 over the engine's; both must be measured."""
-    return _p50(rival) / _p50(engine)
+    return rival.p50_ms / engine.p50_ms
 
 
 def slower_ms(rival: EngineRow, engine: EngineRow) -> float:
     """Return by how many ms the engine's p50 exceeds its rival's."""
-    return _p50(engine) - _p50(rival)
+    return engine.p50_ms - rival.p50_ms
 
 
 def by_fastest(rival: EngineRow, engine: EngineRow) -> float | None:
@@ -82,11 +82,6 @@ def doubt_note(engines: Iterable[EngineRow], engine: EngineRow) -> str:
 def _fastest(engine: EngineRow) -> float:
     assert engine.latency is not None
     return max(engine.latency.latency.min, 1e-6)  # a coarse clock may measure 0
-
-
-def _p50(engine: EngineRow) -> float:
-    assert engine.latency is not None
-    return engine.latency.latency.p50
 
 
 SCHEMA = "calib8-report/2"  # 2: nodes, tensors and layers moved into their target

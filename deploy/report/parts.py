@@ -199,6 +199,12 @@ class EngineRow:
     changed: tuple[ClassRow, ...] = ()
 
     @property
+    def p50_ms(self) -> float:
+        """The median latency; the engine must have been timed."""
+        assert self.latency is not None
+        return self.latency.latency.p50
+
+    @property
     def on_device(self) -> bool:
         """Whether it was timed by an accelerator's clock."""
         return self.latency is not None and self.latency.gpu_compute is not None

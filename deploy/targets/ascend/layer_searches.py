@@ -255,7 +255,8 @@ def _compared(
     fed = {value.name for value in model.graph.input}
     read = {name: (one.input, *one.others) for name, one in own.items()}
     ends = {one.output for one in own.values()}.union(*read.values())
-    twins = {name: _twin(model, q) for name, q in layers.items()}
+    index = Graph(model)
+    twins = {name: _twin(model, index, q) for name, q in layers.items()}
     tap, runs = Tap(model, sorted(ends - fed)), list[dict[str, Found]]()
 
     def work(_: int, __: int, sample: Sample) -> dict[str, Found]:
@@ -270,11 +271,11 @@ def _compared(
     return runs
 
 
-def _twin(model: onnx.ModelProto, q: QuantLayer) -> OrtSession:
+def _twin(model: onnx.ModelProto, index: Graph, q: QuantLayer) -> OrtSession:
     """Return the int8 form of a layer by itself, with the Add of a MatMul's bias."""
     from onnx import TensorProto, ValueInfoProto, helper
 
-    wanted, index = {q.layer.node, q.layer.bias_add} - {""}, Graph(model)
+    wanted = {q.layer.node, q.layer.bias_add} - {""}
     nodes = [node for node in model.graph.node if node.name in wanted]
     read = {name for node in nodes for name in node.input}
     alone = extract_nodes(
