@@ -13,7 +13,7 @@ from onnx import numpy_helper
 from deploy.calibration.one_pass import observe
 from deploy.pipeline.ascend_auto import FINAL, HISTORY, RANKING
 from deploy.runtimes.ort import OrtSession
-from deploy.targets.ascend.amct_calibration import RecordPlan, calibrate_amct
+from deploy.targets.ascend.amct_calibration import RecordPlan
 from deploy.targets.ascend.config import default_config, read_config
 from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layer_searches import (
@@ -28,7 +28,7 @@ from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import read_record
 from deploy.tuning.budget import BudgetSearch
 from deploy.tuning.repairs.repair_layers import find_weighted_layers, read_all_quantizations
-from tests.vendor_models import save_net
+from tests.vendor_models import calibrate_amct, save_net
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,6 @@ from deploy.pipeline.ascend_auto import FINAL, HISTORY, RANKING
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import Ascend
 from deploy.targets.ascend.aipp import write_aipp
-from deploy.targets.ascend.amct_calibration import calibrate_amct
 from deploy.targets.ascend.atc import CHIP, AippSource, AtcOptions, atc_command, check_flag
 from deploy.targets.ascend.config import default_config
 from deploy.targets.ascend.deploy_model import deploy_model
@@ -35,7 +34,7 @@ from deploy.targets.ascend.proto import parse_text
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import LayerRecord, read_record
 from deploy.tuning.search_options import Tuning
-from tests.vendor_models import build_net
+from tests.vendor_models import build_net, calibrate_amct
 
 CASES = Path(__file__).parent / "golden" / "amct" / "cases"
 DATA = np.random.default_rng(11).normal(size=(6, 3, 16, 16)).astype(np.float32)

@@ -20,7 +20,7 @@ from calibrators.amct.ifmr import IfmrParams, ifmr
 from calibrators.errors import CalibrationError
 from deploy.errors import BackendError, ExportError, FeedError
 from deploy.frontends import load
-from deploy.targets.ascend.amct_calibration import calibrate_amct, observation_model
+from deploy.targets.ascend.amct_calibration import observation_model
 from deploy.targets.ascend.config import default_config, read_config, resolve_config
 from deploy.targets.ascend.deploy_model import (
     deploy_model,
@@ -32,7 +32,7 @@ from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layers import find_layers, name_nodes
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import LayerRecord, read_record
-from tests.vendor_models import build_net
+from tests.vendor_models import build_net, calibrate_amct
 
 CASES = Path(__file__).parent / "golden" / "amct" / "cases"
 

@@ -16,7 +16,6 @@ from calibrators.amct.ifmr import IfmrParams, ifmr
 from deploy.errors import ModelError
 from deploy.pipeline.ascend_auto import FINAL, RANKING
 from deploy.runtimes.ort import OrtSession
-from deploy.targets.ascend.amct_calibration import calibrate_amct
 from deploy.targets.ascend.config import default_config, resolve_config
 from deploy.targets.ascend.config_keys import (
     ActivationParams,
@@ -30,7 +29,7 @@ from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import read_record
-from tests.vendor_models import build_net, save_net
+from tests.vendor_models import build_net, calibrate_amct, save_net
 
 DATA = np.random.default_rng(0).normal(size=(6, 3, 16, 16)).astype(np.float32)
 

@@ -1,8 +1,13 @@
 """Small ONNX models for the tests of targets."""
 
+from collections import Counter
+
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
+
+from deploy.calibration.one_pass import observe
+from deploy.targets.ascend.amct_calibration import RecordPlan
 
 
 def build_net(nodes, inputs, outputs, weights=(), *, opset=13, ir=8, **more):
@@ -66,3 +71,12 @@ def scale_nodes(model):
         if node.op_type == "QuantizeLinear" and node.input[0] not in constants:
             value = numpy_helper.to_array(constants[node.input[1]])
             yield node.input[0].removesuffix("/float"), np.float32(value)
+
+
+def calibrate_amct(model, graph, batches, config, *, exact=False):
+    """Observe a model on these batches, dicts of input name -> array; return AMCT's record."""
+    batches = list(batches)
+    plan = RecordPlan(
+        model=model, graph=graph, config=config, base="float", samples=len(batches), exact=exact
+    )
+    return plan.record(observe(plan.observations, batches, runs=Counter()))

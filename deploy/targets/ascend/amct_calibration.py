@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -46,9 +45,7 @@ from calibrators.errors import CalibrationError
 from calibrators.scales import Scale
 from calibrators.statistics import Statistic
 from deploy.calibration.observation import Observation, ObservedStatistics, Variant
-from deploy.calibration.one_pass import observe
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.parallel import Sample
 from deploy.graph.edit import extract_output
 from deploy.graph.index import Graph
 from deploy.targets.ascend.config_keys import LayerConfig, QuantConfig
@@ -455,29 +452,6 @@ class RecordPlan:
             bins = entry.activation.num_of_bins
             return HfmgOf(nbins=bins, samples=samples, together=self.together)
         return AllValuesOf(samples=samples) if self.exact else IfmrOf(samples=samples)
-
-
-def calibrate_amct(
-    model: onnx.ModelProto,
-    graph: LayerGraph,
-    batches: Iterable[Sample],
-    config: QuantConfig,
-    *,
-    exact: bool = False,
-) -> CalibrationRecord:
-    """Observe a model on these batches and compute the record.
-
-    `batches`: one dict of input name -> array per batch; `config.batch_num` of them are used.
-    `exact`: run IFMR on all values, kept in memory.
-
-    Raises:
-        As `RecordPlan`, `RecordPlan.record` and `deploy.calibration.one_pass.observe`.
-    """
-    listed = list(batches)
-    plan = RecordPlan(
-        model=model, graph=graph, config=config, base="float", samples=len(listed), exact=exact
-    )
-    return plan.record(observe(plan.observations, listed, runs=Counter()))
 
 
 def _weights_of(rounded: RoundedWeights) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
