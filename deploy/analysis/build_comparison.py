@@ -133,7 +133,7 @@ def _differences(builds: Sequence[StoredBuild]) -> Iterator[SettingDifference]:
 
 
 def _circumstances(build: StoredBuild) -> Iterator[tuple[str, str]]:
-    """Yield facts on how a report was made, named like the options where there are such."""
+    """Yield (name, value) of what a report was made from and on."""
     report = build.report
     if report.model:
         yield "model", report.model.path

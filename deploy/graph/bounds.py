@@ -308,7 +308,7 @@ def _before_weights(graph: Graph) -> set[str]:
 
 
 def _is_score(graph: Graph, sigmoid: onnx.NodeProto) -> bool:
-    """Whether the output of a Sigmoid, through moves too, only scales outputs of Sigmoids."""
+    """Whether only outputs of Sigmoids are multiplied by a Sigmoid's output, moved or not."""
     names = [str(sigmoid.output[0])]
     for name in names:  # grows during the loop
         for reader in graph.readers.get(name, []):
@@ -381,7 +381,7 @@ def float16_overflow(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, f
 
 
 def _vanishes(graph: Graph, node: onnx.NodeProto) -> str:
-    """Return which constant of a node, or of the maker of its divisor or moved input, vanishes."""
+    """Return a note on the constant that vanishes, found back through Div and moves; else ""."""
     while node.op_type == "Div" or node.op_type in _PASSES:
         made_by = graph.producer.get(node.input[node.op_type == "Div"])
         if made_by is None:
