@@ -7,30 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import TensorProto, numpy_helper
 
-from calibrators.amct.adaround import (
-    LEAKY,
-    NONE,
-    RELU,
-    RELU6,
-    SIGMOID,
-    TANH,
-    AdaActivation,
-    AdaParams,
-    AdaProblem,
-    Tiles,
-    adaround,
-    alpha_heights,
-    beta_of,
-    error_slope,
-    initial_alpha,
-    output_error,
-    regularizer_slope,
-    round_to_nearest,
-)
+from calibrators.amct import adaround as amct
+from calibrators.amct.adaround import LEAKY, NONE, RELU, RELU6, SIGMOID, TANH
 from calibrators.amct.arq import channels_first, kl_scale
 from calibrators.amct.recorders import RoundedWeightsOf, TargetsOf
 from calibrators.errors import CalibrationError
@@ -40,17 +21,15 @@ from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import LayerRecord
 from deploy.targets.ascend.simple_config import read_simple_config
 from deploy.targets.ascend.weight_rounding import make_adaround_steps
+from tests.models import as_float32, run_net
 from tests.vendor_models import build_net
 
 # by AMCT's AdaRoundQuant, KlOptimize and loss functions in torch 2.13: random layers and inputs,
 # every place in every iteration
 GOLDEN = np.load(Path(__file__).parent / "golden" / "amct" / "adaround.npz")
-PARAMS = AdaParams(num_iteration=300, reg_param=0.02, beta_range=(12.0, 3.0), warm_start=0.3)
+PARAMS = amct.AdaParams(num_iteration=300, reg_param=0.02, beta_range=(12.0, 3.0), warm_start=0.3)
 CONV = ConvWindow(kernel=(3, 3), strides=(2, 2), dilations=(1, 1), pads=(1, 1, 1, 1), group=2)
-TURNED = ConvWindow(
-    kernel=(3, 3), strides=(2, 2), dilations=(1, 1), pads=(1, 1, 1, 1), group=2,
-    transposed=True, more=(1, 1),
-)  # fmt: skip
+TURNED = replace(CONV, transposed=True, more=(1, 1))
 
 
 def golden(case, name):
@@ -59,40 +38,34 @@ def golden(case, name):
 
 def golden_rows(case, window):
     weight = golden(case, "weight")
-    return channels_first(weight, window.group) if window and window.transposed else weight
+    return channels_first(weight, window.group) if window is TURNED else weight
 
 
 def problem_of(case, window, activation):
     """What the recorders make of a golden case, sample by sample."""
-    rows, outputs = golden_rows(case, window), golden(case, "outputs")
+    rows = golden_rows(case, window)
     groups = window.group if window else 1
     shape = (groups, len(rows) // groups, rows[0].size)
     most = {"samples": 99, "most": 999}
     params = {"shape": shape, "scales": len(rows) if window else 1, "params": PARAMS}
     inputs = RoundedWeightsOf(window=window, **most, **params).recorder(None)
     targets = TargetsOf(last=window is None, **most).recorder(None)
-    for x, y in zip(golden(case, "x"), outputs, strict=True):
+    for x, y in zip(golden(case, "x"), golden(case, "outputs"), strict=True):
         inputs.observe(x[None])
         targets.observe(y[None])
-    wide = np.broadcast_to(golden(case, "scale"), len(rows)).reshape(groups, -1, 1)
-    taken = targets.taken()
-    return AdaProblem(
-        weight=rows.reshape(shape),
-        scale=wide,
-        inputs=inputs.taken(),
-        targets=taken.reshape(len(taken), *shape[:2]),
-        bias=golden(case, "bias").reshape(shape[:2]),
-        activation=activation,
-        share=targets.share,
-    )
+    scale = np.broadcast_to(golden(case, "scale"), len(rows)).reshape(groups, -1, 1)
+    values = {"weight": rows.reshape(shape), "scale": scale, "inputs": inputs.taken()}
+    values["targets"] = targets.taken().reshape(-1, *shape[:2])
+    values["bias"] = golden(case, "bias").reshape(shape[:2])
+    return amct.AdaProblem(**values, activation=activation, share=targets.share)
 
 
 LEAK = np.full((1, 1), 0.2, np.float32)
 CASES = {
-    "conv": (CONV, AdaActivation(RELU)),
-    "turned": (TURNED, AdaActivation(NONE)),
-    "matrix": (None, AdaActivation(TANH)),  # 70 channels: two blocks
-    "tokens": (None, AdaActivation(LEAKY, LEAK)),  # [N, T, C]: AMCT sums along T
+    "conv": (CONV, amct.AdaActivation(RELU)),
+    "turned": (TURNED, amct.AdaActivation(NONE)),
+    "matrix": (None, amct.AdaActivation(TANH)),  # 70 channels: two blocks
+    "tokens": (None, amct.AdaActivation(LEAKY, LEAK)),  # [N, T, C]: AMCT sums along T
 }
 
 
@@ -100,8 +73,8 @@ CASES = {
 def test_the_integers_are_amcts(case):
     problem = problem_of(case, *CASES[case])
     wanted = golden(case, "integers").reshape(problem.weight.shape)
-    np.testing.assert_array_equal(adaround(problem, PARAMS), wanted)
-    assert (wanted != round_to_nearest(problem)).any()
+    np.testing.assert_array_equal(amct.adaround(problem, PARAMS), wanted)
+    assert (wanted != amct.round_to_nearest(problem)).any()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -120,12 +93,8 @@ def test_a_channel_of_zeros_has_scale_one_and_what_overflows_is_told():
 def test_the_places_of_an_iteration_are_all_or_drawn():
     rng = np.random.default_rng(0)
     for places, drawn in ((6, False), (100_000, True)):
-        tiles = Tiles.of(
-            np.ones((1, 2, 3), np.float32),
-            np.ones((1, 2, 1), np.float32),
-            np.zeros((1, 2), np.float32),
-            np.ones((places, 1, 3), np.float32),
-        )
+        shapes = ((1, 2, 3), (1, 2, 1), (1, 2), (places, 1, 3))  # weight, scale, bias, inputs
+        tiles = amct.Tiles.of(*(np.ones(shape, np.float32) for shape in shapes))
         got = tiles.draw(rng)
         assert got.size == np.unique(got).size <= places and 0 <= got.min() <= got.max() < places
         assert (got.size < places) == drawn == (not np.array_equal(got, np.arange(got.size)))
@@ -135,23 +104,19 @@ def test_the_places_of_an_iteration_are_all_or_drawn():
 def test_the_slope_is_that_of_the_loss(kind):
     rng = np.random.default_rng(4)
     groups, rows, width, count = 2, 3, 70, 96
-    problem = AdaProblem(
-        weight=rng.normal(size=(groups, rows, width)).astype(np.float32),
-        scale=rng.uniform(0.01, 0.03, (groups, rows, 1)).astype(np.float32),
-        inputs=rng.normal(size=(count, groups, width)).astype(np.float32),
-        targets=rng.normal(size=(count, groups, rows)).astype(np.float32),
-        bias=rng.normal(size=(groups, rows)).astype(np.float32),
-        activation=AdaActivation(kind, rng.uniform(size=(groups, rows)).astype(np.float32)),
-        share=0.5,
-    )
-    tiles = Tiles.of(problem.weight, problem.scale, problem.bias, problem.inputs)
+    shapes = {"weight": (groups, rows, width), "inputs": (count, groups, width)}
+    shapes |= {"targets": (count, groups, rows), "bias": (groups, rows)}
+    values = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    values["scale"] = rng.uniform(0.01, 0.03, (groups, rows, 1))
+    activation = amct.AdaActivation(kind, np.float32(rng.uniform(size=(groups, rows))))
+    problem = amct.AdaProblem(**as_float32(values), activation=activation, share=0.5)
+    tiles = amct.Tiles.of(problem.weight, problem.scale, problem.bias, problem.inputs)
     wanted = tiles.wanted(problem.targets, problem.activation)
-    low, alpha = initial_alpha(tiles.weight, tiles.scale)
+    low, alpha = amct.initial_alpha(tiles.weight, tiles.scale)
     places = tiles.draw(np.random.default_rng(0))
-    up, rise = alpha_heights(alpha)
-    slope = (
-        error_slope(problem, tiles, low + up, wanted, places) + regularizer_slope(up, 0.1, 7.0)
-    ) * rise
+    up, rise = amct.alpha_heights(alpha)
+    slope = amct.error_slope(problem, tiles, low + up, wanted, places)
+    slope = (slope + amct.regularizer_slope(up, 0.1, 7.0)) * rise
 
     def loss(at):
         h = np.clip(1.2 / (1 + np.exp(-at.astype(np.float64))) - 0.1, 0, 1)
@@ -172,37 +137,34 @@ def test_the_slope_is_that_of_the_loss(kind):
 
 
 def test_the_exponent_falls_by_a_cosine():
-    params = AdaParams(num_iteration=100, beta_range=(20.0, 2.0), warm_start=0.2)
-    assert [beta_of(params, at) for at in (20, 60, 100)] == pytest.approx([20, 11, 2])
+    params = amct.AdaParams(num_iteration=100, beta_range=(20.0, 2.0), warm_start=0.2)
+    assert [amct.beta_of(params, at) for at in (20, 60, 100)] == pytest.approx([20, 11, 2])
 
 
 def test_the_error_falls_from_that_of_the_nearest_codes():
     problem = problem_of("conv", *CASES["conv"])
-    found = adaround(problem, AdaParams(num_iteration=0))
-    np.testing.assert_array_equal(found, round_to_nearest(problem))
+    found = amct.adaround(problem, amct.AdaParams(num_iteration=0))
+    np.testing.assert_array_equal(found, amct.round_to_nearest(problem))
     rng = np.random.default_rng(2)
     mixed = rng.normal(size=(300, 1, 5)) @ rng.normal(size=(5, 20))  # inputs that go together
     weight = rng.normal(size=(1, 4, 20)).astype(np.float32)
-    problem = AdaProblem(
-        weight=weight,
-        scale=np.full((1, 4, 1), 0.05, np.float32),
-        inputs=mixed.astype(np.float32),
-        targets=np.einsum("pgk,gmk->pgm", mixed, weight).astype(np.float32),
-        bias=np.zeros((1, 4), np.float32),
-    )
-    found = adaround(problem, AdaParams(num_iteration=1500))
-    assert output_error(problem, found) < 0.3 * output_error(problem, round_to_nearest(problem))
+    values = {"weight": weight, "scale": np.full((1, 4, 1), 0.05), "bias": np.zeros((1, 4))}
+    values |= {"inputs": mixed, "targets": np.einsum("pgk,gmk->pgm", mixed, weight)}
+    problem = amct.AdaProblem(**as_float32(values))
+    found = amct.adaround(problem, amct.AdaParams(num_iteration=1500))
+    nearest = amct.output_error(problem, amct.round_to_nearest(problem))
+    assert amct.output_error(problem, found) < 0.3 * nearest
     assert np.abs(found * 0.05 - weight).max() < 0.05  # up or down, no further
 
 
 @pytest.mark.parametrize("iterations", [1, PARAMS.num_iteration])
 def test_values_that_are_not_finite_squared_are_told(iterations):
     given = problem_of("conv", *CASES["conv"])
-    huge = replace(given, targets=given.targets * np.float32(1e30), activation=AdaActivation())
+    huge = replace(given, targets=given.targets * np.float32(1e30), activation=amct.AdaActivation())
     steps = []
     with pytest.raises(CalibrationError, match="must be finite"):
         params = replace(PARAMS, num_iteration=iterations)
-        adaround(huge, params, step=lambda: steps.append(1))
+        amct.adaround(huge, params, step=lambda: steps.append(1))
     assert len(steps) < 10  # not after all of them
 
 
@@ -220,7 +182,8 @@ def test_weights_times_patches_are_a_transposed_convolution(given):
     x = rng.normal(size=(2, 4, 5, 6)).astype(np.float32)
     weight = rng.normal(size=(4, 3, 3, 2)).astype(np.float32)
     group = given.get("group", 1)
-    wanted = ran(model_of([("ConvTranspose", "x w", "y", given)], {"w": weight}, [2, 4, 5, 6]), x)
+    net = model_of([("ConvTranspose", "x w", "y", given)], {"w": weight}, [2, 4, 5, 6])
+    (wanted,) = run_net(net, x)
     window = make_window(given, weight.shape[2:], transposed=True)
     rows = channels_first(weight, group).reshape(group, -1, 4 // group * 6)
     made = np.einsum("gmk,gkp->pgm", rows, extract_patches(x, window, 1, 10_000))
@@ -238,9 +201,8 @@ def test_the_loss_of_tokens_is_a_mean_over_axis_1_as_amcts(shape, last, share):
 
 
 def test_what_a_store_gives_back():
-    statistic = RoundedWeightsOf(
-        samples=1, most=9, window=None, shape=(1, 2, 3), scales=2, params=AdaParams()
-    )
+    how = {"window": None, "shape": (1, 2, 3), "scales": 2, "params": amct.AdaParams()}
+    statistic = RoundedWeightsOf(samples=1, most=9, **how)
     recorder = statistic.recorder(None)
     assert recorder.to_arrays() == {}  # nothing is found yet
     integers = np.arange(-3, 3, dtype=np.int8).reshape(1, 2, 3)
@@ -256,50 +218,37 @@ def test_what_a_store_gives_back():
 
 
 def model_of(nodes, weights, shape):
-    return build_net(
-        nodes, {"x": shape}, {"y": None}, {k: np.float64(v) for k, v in weights.items()}
-    )
+    return build_net(nodes, {"x": shape}, {"y": None}, as_float32(weights))
 
 
 @pytest.mark.parametrize(
     ("behind", "kind", "slope"),
     [
-        ([("Relu", "c", "y", {})], RELU, None),
-        ([("Sigmoid", "c", "y", {})], SIGMOID, None),
-        ([("Tanh", "c", "y", {})], TANH, None),
-        ([("LeakyRelu", "c", "y", {})], LEAKY, [[0.01]]),
+        ([("Relu", "c", "y")], RELU, None),
+        ([("Sigmoid", "c", "y")], SIGMOID, None),
+        ([("Tanh", "c", "y")], TANH, None),
+        ([("LeakyRelu", "c", "y")], LEAKY, [[0.01]]),
         ([("LeakyRelu", "c", "y", {"alpha": 0.25})], LEAKY, [[0.25]]),
-        ([("PRelu", "c half", "y", {})], LEAKY, [[0.5]]),
-        ([("PRelu", "c four", "y", {})], LEAKY, [[1, 2], [3, 4]]),
-        ([("PRelu", "c grid", "y", {})], NONE, None),
-        ([("Clip", "c zero six", "y", {})], RELU6, None),
-        ([("Clip", "c zero half", "y", {})], NONE, None),
-        ([("Neg", "c", "y", {})], NONE, None),
-        ([("Relu", "c", "r", {}), ("Add", "r c", "y", {})], NONE, None),
+        ([("PRelu", "c half", "y")], LEAKY, [[0.5]]),
+        ([("PRelu", "c four", "y")], LEAKY, [[1, 2], [3, 4]]),
+        ([("PRelu", "c grid", "y")], NONE, None),
+        ([("Clip", "c zero six", "y")], RELU6, None),
+        ([("Clip", "c zero half", "y")], NONE, None),
+        ([("Neg", "c", "y")], NONE, None),
+        ([("Relu", "c", "r"), ("Add", "r c", "y")], NONE, None),
     ],
 )
 def test_the_activation_behind_a_layer_alone_is_part_of_its_loss(behind, kind, slope):
-    weights = {
-        "w": np.ones((4, 2, 1, 1)), "zero": np.zeros(()), "six": np.full((), 6.0),
-        "half": np.full((), 0.5), "four": np.arange(1, 5.0).reshape(4, 1, 1),
-        "grid": np.ones((4, 3, 3)),
-    }  # fmt: skip
-    nodes = [("Conv", "x w", "c", "conv", {"group": 2})]
-    nodes += [(op, given, made, op, more) for op, given, made, more in behind]
+    weights = {"w": np.ones((4, 2, 1, 1)), "zero": 0, "six": 6, "half": 0.5}
+    weights |= {"four": np.arange(1, 5).reshape(4, 1, 1), "grid": np.ones((4, 3, 3))}
+    nodes = [("Conv", "x w", "c", "conv", {"group": 2}), *behind]
     model = model_of(nodes, weights, [1, 4, 3, 3])
     graph = find_layers(model)
-    text = "common_config { ada_quantize { } }"
-    (step,) = make_adaround_steps(
-        model, graph.layers, read_simple_config(text, graph),
-        key="", samples=1, needs=(), prepared=lambda seen, rounded, end: model,
-    ).values()  # fmt: skip
+    config = read_simple_config("common_config { ada_quantize { } }", graph)
+    how = {"key": "", "samples": 1, "needs": (), "prepared": lambda seen, rounded, end: model}
+    (step,) = make_adaround_steps(model, graph.layers, config, **how).values()
     assert step.activation.kind == kind
     assert slope is None or step.activation.slope.tolist() == np.float32(slope).tolist()
-
-
-def ran(model, x):
-    session = onnxruntime.InferenceSession(model.SerializeToString())
-    return session.run(None, {"x": x})[0]
 
 
 @pytest.fixture(scope="module")
@@ -346,16 +295,14 @@ LAYERS = ("first", "apart", "turned", "fc", "mm")
 
 
 def ada(iterations, more=""):
-    return (
-        f"batch_num: 48 common_config {{ ada_quantize {{ num_iteration: {iterations} }} {more} }}"
-    )
+    return f"{ARQ} common_config {{ ada_quantize {{ num_iteration: {iterations} }} {more} }}"
 
 
 def away(path, out, kind="fake_quant"):
     """Mean squared error of a built model against the float one, on the images of the fixture."""
     x = np.load(path.with_suffix(".npy"))
-    made = ran(onnx.load(out / f"kinds_{kind}_model.onnx"), x)
-    return float(np.square(made - ran(onnx.load(path), x)).mean())
+    (made,), (wanted,) = run_net(out / f"kinds_{kind}_model.onnx", x), run_net(path, x)
+    return float(np.square(made - wanted).mean())
 
 
 def integers(out):
@@ -413,27 +360,25 @@ def test_a_record_alone_does_not_hold_the_rounding_and_says_so(
     assert "comment on AdaRound" in err
 
 
-def document(**weight):
-    """A quant config JSON in which every layer that can asks for AdaRound."""
-    layers = {name: {"weight_quant_params": weight} for name in LAYERS}
-    return json.dumps({"version": 1, "batch_num": 48, **layers, "pool": {"quant_enable": True}})
+def document(layers=LAYERS, **weight):
+    """A quant config JSON in which these layers ask for AdaRound."""
+    asked = {"weight_quant_params": {"wts_algo": "ada_quantize", **weight}}
+    made = {"version": 1, "batch_num": 48, "pool": {"quant_enable": True}}
+    return json.dumps(made | dict.fromkeys(layers, asked))
 
 
 @pytest.mark.slow
 def test_both_forms_threads_and_the_cache_give_the_same_bytes(built, monkeypatch):
     _, one = built("one", ada(60))
-    said, two = built(
-        "two", document(wts_algo="ada_quantize", num_iteration=60), ".json", "--threads", 1
-    )
+    said, two = built("two", document(num_iteration=60), ".json", "--threads", 1)
     assert "calibrated anew" in said
     files = [path.name for path in one.iterdir() if path.suffix in (".onnx", ".txt", ".npz")]
     assert len(files) > 5
     for name in files:
         if "README" not in name:
             assert (one / name).read_bytes() == (two / name).read_bytes(), name
-    monkeypatch.setattr(
-        "deploy.targets.ascend.weight_rounding.round_block", lambda *a, **k: pytest.fail("a search")
-    )
+    search = "deploy.targets.ascend.weight_rounding.round_block"
+    monkeypatch.setattr(search, lambda *a, **k: pytest.fail("a search"))
     before = {name: (two / name).read_bytes() for name in files}
     said, two = built("two", ada(60))
     assert "cache reused" in said
@@ -462,24 +407,19 @@ def test_the_layers_are_rounded_one_after_the_other(all_kinds, built, monkeypatc
     monkeypatch.setattr(weight_rounding, "_problem", spy)
     _, out = built("ada", ada(100))
     assert list(seen) == list(LAYERS)
-    tapped = onnx.load(out / "kinds_modified_model.onnx")
-    del tapped.graph.output[:]
-    tapped.graph.output.append(onnx.ValueInfoProto(name="f"))
     x = np.load(all_kinds.with_suffix(".npy"))
-    found = seen["fc"].inputs[:, 0, :512]
     # the pool keeps its place, and its own codes do not show: activations stay float
-    np.testing.assert_allclose(found, ran(tapped, x), rtol=1e-4, atol=1e-5)
-    float_model = onnx.load(all_kinds)
-    float_model.graph.output[0].name = "g"
-    np.testing.assert_allclose(seen["fc"].targets[:, 0], ran(float_model, x), rtol=1e-4, atol=1e-5)
+    (wanted,) = run_net(onnx.load(out / "kinds_modified_model.onnx"), x, ["f"])
+    np.testing.assert_allclose(seen["fc"].inputs[:, 0, :512], wanted, rtol=1e-4, atol=1e-5)
+    (wanted,) = run_net(onnx.load(all_kinds), x, ["g"])
+    np.testing.assert_allclose(seen["fc"].targets[:, 0], wanted, rtol=1e-4, atol=1e-5)
     kinds = {name: problem.activation.kind for name, problem in seen.items()}
     assert kinds == {"first": RELU6, "apart": LEAKY, "turned": RELU, "fc": TANH, "mm": NONE}
 
 
 def test_auto_takes_such_a_configuration(all_kinds, command, tmp_path):
-    config = tmp_path / "ada.cfg"
+    config, out = tmp_path / "ada.cfg", tmp_path / "auto"
     config.write_text(ada(50))
-    out = tmp_path / "auto"
     words = ("--images", all_kinds.with_suffix(".npy"), "--ascend-config", config, "-o", out)
     said = command("ascend", "auto", all_kinds, *words, "--max-loss", 0.5)
     assert (out / "kinds_modified_model.onnx").exists(), said
@@ -495,25 +435,19 @@ def test_repairs_leave_its_layers_as_they_are(built):
     assert (out / name).read_bytes() == (repaired / name).read_bytes()
 
 
-REFUSED = {
-    "a pool": (
-        json.dumps({
-            "version": 1, "pool": {"weight_quant_params": {"wts_algo": "ada_quantize"}},
-        }),
-        "AveragePool; give that layer arq_quantize",
-    ),
-    "7 bits": (document(wts_algo="ada_quantize", num_bits=7)
-               .replace('"first"', '"x"', 1).replace('"x"', '"first"', 1),
-               "rounds weights to 8 bits, got num_bits 7"),
-    "endless": (document(wts_algo="ada_quantize", num_iteration=10**7), "at most 1000000"),
-    "channel_wise": (document(wts_algo="ada_quantize", channel_wise=True), "channel_wise"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_it_cannot_round_is_told_before_any_pass(case, all_kinds, ascend_build, no_pass):
-    text, wanted = REFUSED[case]
-    images = all_kinds.with_suffix(".npy")
+@pytest.mark.parametrize(
+    ("layers", "more", "wanted"),
+    [
+        (["pool"], {}, "AveragePool; give that layer arq_quantize"),
+        (LAYERS, {"num_bits": 7}, "rounds weights to 8 bits, got num_bits 7"),
+        (LAYERS, {"num_iteration": 10**7}, "at most 1000000"),
+        (LAYERS, {"channel_wise": True}, "channel_wise"),
+    ],
+)
+def test_what_it_cannot_round_is_told_before_any_pass(
+    layers, more, wanted, all_kinds, ascend_build, no_pass
+):
+    text, images = document(layers, **more), all_kinds.with_suffix(".npy")
     assert wanted in ascend_build(all_kinds, images, text, suffix=".json", code=1)[0]
 
 
@@ -546,7 +480,7 @@ def test_an_error_in_a_block_ends_the_others():
             raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):
-        _search_blocks(problem, AdaParams(num_iteration=20_000), step)
+        _search_blocks(problem, amct.AdaParams(num_iteration=20_000), step)
     assert len(calls) < 10_000
 
 
