@@ -4,6 +4,7 @@ import json
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import onnx
@@ -11,6 +12,8 @@ import pytest
 from onnx import numpy_helper
 
 from deploy.calibration.one_pass import observe
+from deploy.frontends import load
+from deploy.graph.index import Graph
 from deploy.pipeline.ascend_auto import FINAL, HISTORY, RANKING
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.amct_calibration import RecordPlan
@@ -28,6 +31,7 @@ from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import read_record
 from deploy.tuning.budget import BudgetSearch
 from deploy.tuning.repairs.repair_layers import find_weighted_layers, read_all_quantizations
+from tests.models import run_net
 from tests.vendor_models import calibrate_amct, save_net
 
 
@@ -38,14 +42,29 @@ def data(tmp_path_factory):
     return path
 
 
-def auto(run, small_cnn, data, out, *words):
-    return run("ascend", "auto", small_cnn, "--images", data, "-o", out, *words)
+@pytest.fixture
+def auto(command):
+    """(model, images, folder, words) -> what the command said."""
+
+    def call(model, images, out, *words):
+        return command("ascend", "auto", model, "--images", images, "-o", out, *words)
+
+    return call
 
 
-def test_the_command_says_what_it_chose(run, small_cnn, data, tmp_path):
-    code, out, err = auto(run, small_cnn, data, tmp_path, "--max-loss", "0.00008")
-    assert code == 0, err
-    config = read_config((tmp_path / FINAL).read_text())
+@pytest.fixture
+def auto_small(auto, small_cnn, data):
+    return partial(auto, small_cnn, data)
+
+
+def settled(folder):
+    """The configuration that the command left there."""
+    return read_config((folder / FINAL).read_text())
+
+
+def test_the_command_says_what_it_chose(auto_small, tmp_path):
+    out = auto_small(tmp_path, "--max-loss", "0.00008")
+    config = settled(tmp_path)
     kept = set(config.enabled())
     assert f"{len(kept)} layers in int8" in out and kept < set(config.layers)
     history = json.loads((tmp_path / HISTORY).read_text())
@@ -58,46 +77,33 @@ def test_the_command_says_what_it_chose(run, small_cnn, data, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_config_that_it_leaves_builds_such_a_model(run, small_cnn, data, tmp_path):
-    code, _, _ = auto(run, small_cnn, data, tmp_path / "a", "--max-loss", "0.00008")
+def test_the_config_that_it_leaves_builds_such_a_model(
+    auto_small, command, small_cnn, data, tmp_path
+):
+    auto_small(tmp_path / "a", "--max-loss", "0.00008")
     words = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", tmp_path / "b")
     config = ("--ascend-config", tmp_path / "a" / FINAL)
-    again, _, err = run("build", small_cnn, "--images", data, *words, *config)
-    assert (code, again) == (0, 0), err
-    name = "small_cnn_config.json"
-    assert (tmp_path / "a" / name).read_text() == (tmp_path / "b" / name).read_text()
-    # observed anew with the weights of these layers alone quantized, so near and not equal
-    before, after = (
-        read_record((tmp_path / folder / "small_cnn_record.txt").read_text()) for folder in "ab"
+    command("build", small_cnn, "--images", data, *words, *config)
+    configs, records = (
+        [(tmp_path / folder / f"small_cnn_{name}").read_text() for folder in "ab"]
+        for name in ("config.json", "record.txt")
     )
+    assert configs[0] == configs[1]
+    # observed anew with the weights of these layers alone quantized, so near and not equal
+    before, after = map(read_record, records)
     assert list(before) == list(after)
     for name, one in before.items():
         assert after[name].scale_d == pytest.approx(one.scale_d, rel=0.02)
 
 
-@pytest.mark.slow
-def test_results_do_not_depend_on_threads(run, small_cnn, data, tmp_path):
-    for threads in (1, 3):
-        words = ("--max-loss", "0.00008", "--threads", threads)
-        assert auto(run, small_cnn, data, tmp_path / str(threads), *words)[0] == 0
-    for name in (FINAL, HISTORY, RANKING, "small_cnn_record.txt"):
-        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "3" / name).read_bytes()
-
-
-def test_a_configuration_of_the_user_s_is_the_only_search(run, small_cnn, data, tmp_path):
+def test_a_configuration_of_the_user_s_is_the_only_search(auto_small, tmp_path):
     (tmp_path / "my.cfg").write_text("batch_num: 4\ncommon_config { hfmg_quantize { } }\n")
-    words = ("--ascend-config", tmp_path / "my.cfg", "--max-loss", "0.5")
-    code, _, err = auto(run, small_cnn, data, tmp_path / "o", *words)
-    assert code == 0, err
-    config = read_config((tmp_path / "o" / FINAL).read_text())
-    assert {one.activation.act_algo for one in config.enabled().values()} == {"hfmg"}
+    auto_small(tmp_path / "o", "--ascend-config", tmp_path / "my.cfg", "--max-loss", "0.5")
+    enabled = settled(tmp_path / "o").enabled()
+    assert {one.activation.act_algo for one in enabled.values()} == {"hfmg"}
 
 
 def test_a_config_names_the_search_of_every_layer(small_cnn):
-    from deploy.frontends import load
-    from deploy.targets.ascend.config import default_config
-    from deploy.targets.ascend.layers import find_layers, name_nodes
-
     config = default_config(find_layers(name_nodes(load(small_cnn).model)))
     first, second, *_ = config.layers
     made = config_of(config, {first: "hfmg", second: "nothing clipped"})
@@ -114,28 +120,18 @@ SIZES = np.logspace(0, 2.5, 8)  # how much larger a channel is than the first
 def uneven(tmp_path_factory):
     """A depthwise layer whose channels differ 300 times, without a bias, and layers behind it."""
     rng = np.random.default_rng(3)
-
-    def tensor(name, *shape, spread=1.0):
-        values = rng.normal(scale=spread, size=shape).astype(np.float32)
-        return numpy_helper.from_array(values, name)
-
-    small = (1 / SIZES).reshape(8, 1, 1, 1).astype(np.float32)
-    weights = [
-        numpy_helper.from_array(np.float32(rng.normal(size=(8, 1, 3, 3))) * small, "w1"),
-        tensor("w2", 6, 8, 1, 1), tensor("shared", 6), tensor("w3", 6, 6, 1, 1),
-        tensor("w4", 150, 5, spread=0.1), tensor("b4", 5),
-    ]  # fmt: skip
+    shapes = {"w1": (8, 1, 3, 3), "w2": (6, 8, 1, 1), "shared": 6, "w3": (6, 6, 1, 1)}
+    shapes |= {"w4": (150, 5), "b4": 5}
+    weights = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    weights["w1"] /= SIZES.reshape(8, 1, 1, 1)
+    weights["w4"] *= 0.1
     nodes = [
-        ("Conv", "x w1", "d", "dw", {"group": 8}),
-        ("HardSwish", "d", "h"),
-        ("Conv", "h w2 shared", "c2", "one"),
-        ("HardSwish", "c2", "h2"),
+        ("Conv", "x w1", "d", "dw", {"group": 8}), ("HardSwish", "d", "h"),
+        ("Conv", "h w2 shared", "c2", "one"), ("HardSwish", "c2", "h2"),
         ("Conv", "h2 w3 shared", "c3", "two"),
         ("MaxPool", "c3", "p", {"kernel_shape": [2, 2], "strides": [2, 2]}),
-        ("Flatten", "p", "f"),
-        ("MatMul", "f w4", "m", "mat"),
-        ("Add", "b4 m", "y", "add"),
-    ]
+        ("Flatten", "p", "f"), ("MatMul", "f w4", "m", "mat"), ("Add", "b4 m", "y", "add"),
+    ]  # fmt: skip
     path = tmp_path_factory.mktemp("uneven") / "uneven.onnx"
     return save_net(path, nodes, {"x": ["n", 8, 12, 12]}, {"y": ["n", 5]}, weights, opset=14)
 
@@ -170,11 +166,11 @@ def test_a_depthwise_layer_of_uneven_channels_is_balanced(parts):
     chosen = nearest_searches(model, graph, records, samples[:4], threads=2)
     assert list(chosen) == list(graph.layers)
     assert chosen["dw"] == "dmq 0.5"  # each channel keeps its weights' steps, and wins input's
-    errors = own_errors(
-        model, quantize_layers(model, graph, records["dmq 0.5"]), samples[:4], threads=1
+    balanced, plain = (
+        own_errors(model, quantize_layers(model, graph, records[search]), samples[:4], threads=1)
+        for search in ("dmq 0.5", "as configured")
     )
-    plain = quantize_layers(model, graph, records["as configured"])
-    assert errors["dw"] < 0.1 * own_errors(model, plain, samples[:4], threads=1)["dw"]
+    assert balanced["dw"] < 0.1 * plain["dw"]
 
 
 def test_repairs_read_balanced_layers(parts):
@@ -187,16 +183,14 @@ def test_repairs_read_balanced_layers(parts):
     factors = one.factors.reshape(8, 1, 1)
     np.testing.assert_allclose(how.factors, factors.repeat(9, axis=1), rtol=1e-6)
     steps = layers["dw"].weight.reshape(8, 1, 9) * one.scale_w.reshape(8, 1, 1)
-    np.testing.assert_allclose(
-        how.weights(layer).reshape(8, 1, 9), steps / factors, rtol=1e-5, atol=1e-7
-    )
+    weights = how.weights(layer).reshape(8, 1, 9)
+    np.testing.assert_allclose(weights, steps / factors, rtol=1e-5, atol=1e-7)
     patches = np.float32(samples[0]["x"][0].reshape(8, 1, -1).repeat(9, axis=1))
     steps = np.rint(patches / factors / one.scale_d) + one.offset_d
     wanted = (np.clip(steps, -128, 127) - one.offset_d) * one.scale_d * factors
     np.testing.assert_allclose(how.inputs(patches), wanted, rtol=1e-4, atol=one.scale_d)
-    assert {n for n, (_, one) in found.items() if one.factors is not None} == set(
-        records["dmq 0.5"]
-    )
+    balanced = {name for name, (_, one) in found.items() if one.factors is not None}
+    assert balanced == set(records["dmq 0.5"])
 
 
 def test_dmq_must_halve_the_error_as_it_costs_an_operator():
@@ -205,48 +199,34 @@ def test_dmq_must_halve_the_error_as_it_costs_an_operator():
     assert _best({"as configured": 1.0, "hfmg": 1.0}) == "as configured"
 
 
-def auto_uneven(run, model, images, out, *words):
-    return run("ascend", "auto", model, "--images", images, "-o", out, *words)
-
-
-def test_the_command_balances_and_corrects_before_it_leaves_a_layer(run, uneven, images, tmp_path):
-    code, said, err = auto_uneven(run, uneven, images, tmp_path, "--max-loss", "1e-4")
-    assert code == 0, err
+def test_the_command_balances_and_corrects_before_it_leaves_a_layer(
+    auto, command, uneven, images, tmp_path
+):
+    """The corrected model and the record are what was judged."""
+    said = auto(uneven, images, tmp_path, "--max-loss", "1e-4")
     assert "4 layers in int8, 0 in float" in said
     assert "DMQ balances 1 layers, with a multiplication more in front of each, by the" in said
     assert "largest values of 12 images." in said
     assert "bias correction: worst part" in said and "uneven_corrected.onnx is the" in said
-    layers = read_config((tmp_path / FINAL).read_text()).layers
+    layers = settled(tmp_path).layers
     assert layers["dw"].dmq_balancer_param and not layers["one"].dmq_balancer_param
     deployed = onnx.load(tmp_path / "uneven_deploy_model.onnx")
     assert [n.name for n in deployed.graph.node if n.op_type == "Mul"] == ["dw.mul"]
-
-
-def test_the_corrected_model_and_the_record_are_what_was_judged(
-    run, command, uneven, images, tmp_path
-):
-    assert auto_uneven(run, uneven, images, tmp_path, "--max-loss", "1e-4")[0] == 0
     words = (tmp_path / "uneven_corrected.onnx", tmp_path / "uneven_record.txt")
     command("ascend", "deploy", *words, "-o", tmp_path / "again")
-    first = onnx.load(tmp_path / "uneven_fake_quant_model.onnx")
-    second = onnx.load(tmp_path / "again" / "uneven_corrected_fake_quant_model.onnx")
-    samples = [{"x": row[None]} for row in np.load(images)]
-    for sample in samples:
-        a, b = (OrtSession.open(m, threads=1).run(sample)["y"] for m in (first, second))
-        np.testing.assert_array_equal(a, b)
+    found = outputs(tmp_path / "again" / "uneven_corrected_fake_quant_model.onnx", images)
+    np.testing.assert_array_equal(found, outputs(tmp_path / "uneven_fake_quant_model.onnx", images))
 
 
-def test_a_budget_that_holds_needs_no_dmq_and_a_batch_is_that_of_dmq(run, uneven, images, tmp_path):
-    code, said, err = auto_uneven(run, uneven, images, tmp_path, "--max-loss", "0.5")
-    assert code == 0, err
+def test_a_budget_that_holds_needs_no_dmq_and_a_batch_is_that_of_dmq(
+    auto, uneven, images, tmp_path
+):
+    said = auto(uneven, images, tmp_path, "--max-loss", "0.5")
     assert "corrected" not in said and "DMQ" not in said
     assert not (tmp_path / "uneven_corrected.onnx").exists()
-    code, said, err = auto_uneven(
-        run, uneven, images, tmp_path, "--max-loss", "1e-4", "--amct-batch", 3
-    )
-    assert code == 0, err
+    said = auto(uneven, images, tmp_path, "--max-loss", "1e-4", "--amct-batch", 3)
     assert "largest values of 3 images." in said
-    assert read_config((tmp_path / FINAL).read_text()).batch_num == 4
+    assert settled(tmp_path).batch_num == 4
 
 
 REPAIRED, SWAPPED = 7e-5, 5e-5  # budgets: the best searches lose 7.9e-5, repaired 6.3e-5
@@ -256,11 +236,8 @@ REPAIRED, SWAPPED = 7e-5, 5e-5  # budgets: the best searches lose 7.9e-5, repair
 def coarse(tmp_path_factory):
     """A Gemm whose one scale is coarse for most of its rows, on inputs that go together."""
     rng = np.random.default_rng(22)
-    weight = rng.uniform(-1, 1, size=(10, 192)) * np.logspace(0, -1.5, 10)[:, None]
-    weights = {
-        "w1": rng.normal(scale=0.3, size=(3, 3, 1, 1)), "b1": rng.normal(size=3),
-        "w2": weight, "b2": np.zeros(10),
-    }  # fmt: skip
+    weights = {"w2": rng.uniform(-1, 1, size=(10, 192)) * np.logspace(0, -1.5, 10)[:, None]}
+    weights |= {"w1": rng.normal(scale=0.3, size=(3, 3, 1, 1)), "b1": rng.normal(size=3)}
     nodes = [
         ("Conv", "x w1 b1", "c", "first"),
         ("HardSwish", "c", "h"),
@@ -268,23 +245,21 @@ def coarse(tmp_path_factory):
         ("Flatten", "p", "f"),
         ("Gemm", "f w2 b2", "y", "fc", {"transB": 1}),
     ]
+    weights["b2"] = np.zeros(10)
     path = tmp_path_factory.mktemp("coarse") / "coarse.onnx"
     save_net(path, nodes, {"x": ["n", 3, 8, 8]}, {"y": ["n", 10]}, weights, opset=14)
     flat = rng.normal(size=(32, 3, 2, 2)).repeat(4, axis=2).repeat(4, axis=3)
-    np.save(
-        path.with_suffix(".npy"), (flat + 0.3 * rng.normal(size=(32, 3, 8, 8))).astype(np.float32)
-    )
+    np.save(path.with_suffix(".npy"), np.float32(flat + 0.3 * rng.normal(size=(32, 3, 8, 8))))
     return path
 
 
 @pytest.fixture
-def auto_coarse(coarse, command, tmp_path):
+def auto_coarse(coarse, auto, tmp_path):
     """(folder, budget, words) -> what was said, and the folder."""
 
     def call(folder, budget, *words):
-        out = tmp_path / folder
-        images = ("--images", coarse.with_suffix(".npy"), "-o", out, "--max-loss", budget)
-        return command("ascend", "auto", coarse, *images, *words), out
+        out, images = tmp_path / folder, coarse.with_suffix(".npy")
+        return auto(coarse, images, out, "--max-loss", budget, *words), out
 
     return call
 
@@ -336,19 +311,14 @@ def test_threads_change_no_byte(auto_coarse):
 def test_a_layer_in_float_keeps_its_own_constants(auto_coarse, coarse):
     said, out = auto_coarse("o", 4e-5)
     assert "2 layers in int8, 1 in float." in said
-    kept = read_config((out / FINAL).read_text()).enabled()
-    before, after = (
-        {one.name: one for one in find_weighted_layers(onnx.load(path))}
-        for path in (coarse, out / "coarse_corrected.onnx")
-    )
+    kept = settled(out).enabled()
+    models = [onnx.load(path) for path in (coarse, out / "coarse_corrected.onnx")]
+    before, after = ({one.name: one for one in find_weighted_layers(model)} for model in models)
     (back,) = before.keys() - set(kept)
     assert (after[back].array == before[back].array).all()
     biases = [
-        {t.name: numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}[own]
-        for path, own in (
-            (coarse, before[back].bias),
-            (out / "coarse_corrected.onnx", after[back].bias),
-        )
+        numpy_helper.to_array(Graph(model).constants[layers[back].bias])
+        for model, layers in zip(models, (before, after), strict=True)
     ]
     np.testing.assert_array_equal(*biases)
 
@@ -361,7 +331,7 @@ def test_weights_are_the_user_s_where_the_configuration_is(auto_coarse, tmp_path
 
 @pytest.mark.parametrize("needed", range(5))
 def test_the_shortest_prefix_of_amct_s_ranking_goes_to_float(
-    needed, run, small_cnn, data, tmp_path, monkeypatch
+    needed, auto_small, tmp_path, monkeypatch
 ):
     asked = []
 
@@ -370,33 +340,29 @@ def test_the_shortest_prefix_of_amct_s_ranking_goes_to_float(
         return {name for name, _ in search.ranking[:needed]} <= trial.in_float
 
     monkeypatch.setattr(BudgetSearch, "_holds", holds)
-    code, _, err = auto(run, small_cnn, data, tmp_path, "--strategy", "binary-search")
-    assert code == 0, err
+    auto_small(tmp_path, "--strategy", "binary-search")
     order = [name for name, _ in json.loads((tmp_path / RANKING).read_text())]
-    kept = set(read_config((tmp_path / FINAL).read_text()).enabled())
+    kept = set(settled(tmp_path).enabled())
     assert kept == set(order[needed:]) and len(order) == 4
     assert (tmp_path / "small_cnn_record.txt").exists() == (needed < 4)
     assert len(asked) == len(set(asked)) <= 4
 
 
-def test_labels_are_what_may_be_lost_where_there_are_some(run, small_cnn, data, tmp_path):
+def test_labels_are_what_may_be_lost_where_there_are_some(auto_small, small_cnn, data, tmp_path):
     x = np.load(data)
-    classes = OrtSession.open(onnx.load(small_cnn), threads=1).run({"x": x})["logits"].argmax(1)
+    classes = run_net(small_cnn, x)[0].argmax(axis=1)
     for number, image in enumerate(x):
         np.save(tmp_path / f"{number}.npy", image[None])
     listed = "".join(f"{tmp_path}/{n}.npy {label}\n" for n, label in enumerate(classes))
     (tmp_path / "list.txt").write_text(listed)
     words = ("--eval-images", tmp_path / "list.txt", "--max-loss", 0)
-    code, said, err = auto(run, small_cnn, data, tmp_path / "o", *words)
-    assert code == 0, err
+    said = auto_small(tmp_path / "o", *words)
     assert {round(6 * loss) / 6 for loss in losses_of(tmp_path / "o")} == {0.0}
     assert "4 layers in int8: loss 0.00000, held" in said
 
 
-def test_threads_that_share_a_plan_get_all_weights(uneven, images, monkeypatch):
-    model = name_nodes(onnx.load(uneven))
-    graph = find_layers(model)
-    samples = [{"x": row[None]} for row in np.load(images)]
+def test_threads_that_share_a_plan_get_all_weights(parts, monkeypatch):
+    model, graph, _, samples = parts
     config = default_config(graph, batch_num=len(samples))
     plan = RecordPlan(model=model, graph=graph, config=config, base="float", samples=len(samples))
     observed = observe(plan.observations, samples, runs=Counter())
