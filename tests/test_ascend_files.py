@@ -3,13 +3,14 @@
 import json
 import subprocess
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import cv2
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
 
 from deploy.errors import ExportError
 from deploy.feed.preprocess import Preprocess
@@ -22,10 +23,13 @@ from deploy.targets.ascend.aipp import (
     write_aipp_files,
 )
 from deploy.targets.ascend.atc import COLORS, STANDARDS, AippSource, strip_metadata
+from deploy.targets.ascend.executor import open_deploy
 from deploy.targets.ascend.proto import parse_text
+from tests.models import run_command
 from tests.vendor_models import build_net
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+RGB = Preprocess(size=(32, 48), color="rgb", layout="nchw")
 
 # rows of the documents' tables for RGB: hicann/ge, atc, CSC_config
 DOCUMENTED = {
@@ -79,7 +83,7 @@ def test_the_om_gets_what_the_calibration_got(source, color, standard):
     if (source, color) == ("bgr", "grey"):
         return  # refused: test_what_aipp_does_not_do
     norms = {"mean": (0.4,), "std": (0.3,)} if color == "grey" else IMAGENET
-    how = Preprocess(size=(32, 48), color=color, layout="nchw", **norms)
+    how = replace(RGB, color=color, **norms)
     given = AippSource(color=source, standard=standard)
     made = write_aipp(how, given)
     wanted = prepared(picture(), how)
@@ -92,23 +96,23 @@ def test_the_om_gets_what_the_calibration_got(source, color, standard):
 
 
 def test_a_frame_is_cropped_at_even_places_and_a_wrong_standard_is_seen():
-    how = Preprocess(size=(32, 48), color="rgb", layout="nchw")
-    made = write_aipp(how, AippSource(color="nv12", size=(38, 54), standard="bt709-full"))
+    made = write_aipp(RGB, AippSource(color="nv12", size=(38, 54), standard="bt709-full"))
     assert (made.op.load_start_pos_h, made.op.load_start_pos_w) == (2, 2)
     frame = np.zeros((38, 54, 3), np.uint8)
     frame[2:34, 2:50] = picture()
-    got = run_aipp(made.op, to_yuv(frame, "bt709-full"))
-    assert np.abs(got - prepared(picture(), how)).mean() < 0.02
-    wanted = {"x": prepared(picture(), how)[None]}
+    got, wanted = run_aipp(made.op, to_yuv(frame, "bt709-full")), prepared(picture(), RGB)
+    assert np.abs(got - wanted).mean() < 0.02
     narrow, full = (AippSource(color="nv12", standard=f"bt601-{k}") for k in ("narrow", "full"))
-    right = measure_aipp_error(write_aipp(how, full), how, full, wanted)
-    wrong = measure_aipp_error(write_aipp(how, narrow), how, full, wanted)
+    right, wrong = (
+        measure_aipp_error(write_aipp(RGB, source), RGB, full, {"x": wanted[None]})
+        for source in (full, narrow)
+    )
     assert right is not None and wrong is not None and wrong > 2 * right
 
 
 def test_dynamic_aipp_leaves_the_values_to_the_host_and_arrays_have_none():
-    how = Preprocess(size=(32, 48), color="rgb", layout="nchw", **IMAGENET)
-    made = write_aipp(how, AippSource(color="nv12", size=(64, 64), dynamic=True))
+    source = AippSource(color="nv12", size=(64, 64), dynamic=True)
+    made = write_aipp(replace(RGB, **IMAGENET), source)
     (op,) = parse_text("InsertNewOps", made.text, "it").aipp_op
     assert op.aipp_mode == 2 and op.max_src_image_size == 64 * 64 * 3 // 2
     assert not op.HasField("input_format") and not op.HasField("csc_switch")
@@ -128,16 +132,16 @@ def pictures(tmp_path_factory):
     return folder
 
 
-def aipp(run, small_cnn, pictures, out, *words):
-    settings = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", out)
-    return run("build", small_cnn, "--images", pictures, *settings, "--aipp", *words)
+@pytest.fixture
+def aipp(run, small_cnn, pictures, tmp_path):
+    """(words) -> exit code, stdout and stderr of a build with --aipp."""
+    quick = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", tmp_path)
+    return partial(run, "build", small_cnn, "--images", pictures, *quick, "--aipp")
 
 
-def test_the_command_writes_aipp_and_says_how_near_it_is(
-    run, command, small_cnn, pictures, tmp_path
-):
+def test_the_command_writes_aipp_and_says_how_near_it_is(aipp, command, tmp_path):
     words = ("--source-color", "nv21", "--csc", "bt709-full", "--source-size", "20x24")
-    code, _, err = aipp(run, small_cnn, pictures, tmp_path, *words, "--first-layer-int8")
+    code, _, err = aipp(*words, "--first-layer-int8")
     assert code == 0, err
     text = (tmp_path / "small_cnn_compression.cfg").read_text()
     assert parse_text("CompressionOptions", text, "it").enable_first_layer_quantization
@@ -148,7 +152,7 @@ def test_the_command_writes_aipp_and_says_how_near_it_is(
     readme = (tmp_path / "small_cnn_README.txt").read_text()
     assert "AIPP's arithmetic on 2 samples" in readme and "NV21" in readme
     assert "sound AIPP" in command("ascend", "check", tmp_path / "small_cnn_aipp.cfg")
-    code, _, err = aipp(run, small_cnn, pictures, tmp_path, "--dynamic-aipp")
+    code, _, err = aipp("--dynamic-aipp")
     assert code == 0, err
     assert "max_src_image_size: 768" in (tmp_path / "small_cnn_aipp.cfg").read_text()
 
@@ -161,8 +165,8 @@ def test_the_command_writes_aipp_and_says_how_near_it_is(
         (("--source-color", "hsv"), "nv12"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(words, said, run, small_cnn, pictures, tmp_path):
-    code, _, err = aipp(run, small_cnn, pictures, tmp_path / "b", *words)
+def test_options_that_mean_nothing_are_refused(words, said, aipp):
+    code, _, err = aipp(*words)
     assert code != 0 and said in " ".join(err.split())
 
 
@@ -181,17 +185,11 @@ def test_options_that_mean_nothing_are_refused(words, said, run, small_cnn, pict
     ],
 )
 def test_what_aipp_does_not_do(changes, options, said):
-    how = Preprocess(**{"size": (32, 48), "color": "rgb", "layout": "nchw", **changes})
     with pytest.raises(ExportError, match=said):
-        write_aipp(how, AippSource(**options))
+        write_aipp(replace(RGB, **changes), AippSource(**options))
 
 
 SECRET = "/home/someone/secret/train.py"
-
-
-def tensor(name, *shape):
-    values = np.random.default_rng(len(name)).normal(size=shape).astype(np.float32)
-    return numpy_helper.from_array(np.abs(values) if name.endswith("v") else values, name)
 
 
 @pytest.fixture(scope="module")
@@ -208,9 +206,11 @@ def model(tmp_path_factory):
         ("MatMul", "f w3", "m", "fc"),
         ("Add", "m bias", "y", "plus"),
     ]
-    weights = [tensor("w1", 4, 3, 3, 3), tensor("w2", 4, 4, 3, 3), tensor("w3", 256, 10)]
-    weights += [tensor(f"n{n}{k}", 4) for n in "12" for k in "gbmv"]
-    weights += [tensor("lg", 8), tensor("bias", 10)]
+    shapes = {"w1": (4, 3, 3, 3), "w2": (4, 4, 3, 3), "w3": (256, 10), "lg": 8, "bias": 10}
+    shapes |= {f"n{n}{k}": 4 for n in "12" for k in "gbmv"}
+    rng = np.random.default_rng(0)
+    weights = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    weights |= {name: np.abs(weights[name]) for name in ("n1v", "n2v")}
     made = build_net(nodes, {"x": ["N", 3, 8, 8]}, {"y": ["N", 10]}, weights, opset=20, ir=10)
     made.metadata_props.add(key="author", value=SECRET)
     for node in made.graph.node:
@@ -219,48 +219,34 @@ def model(tmp_path_factory):
     made.graph.initializer[0].doc_string = SECRET
     path = tmp_path_factory.mktemp("net") / "net.onnx"
     onnx.save(made, path)
-    np.save(
-        path.with_suffix(".npy"), np.float32(np.random.default_rng(0).normal(size=(6, 3, 8, 8)))
-    )
+    np.save(path.with_suffix(".npy"), np.float32(rng.normal(size=(6, 3, 8, 8))))
     return path
+
+
+def build(model, out, *words):
+    """Build for Ascend, without a search."""
+    quick = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", out)
+    run_command("build", model, "--images", model.with_suffix(".npy"), *quick, *words)
 
 
 @pytest.fixture(scope="module")
 def folder(model, tmp_path_factory):
     """One build, for all that only reads it."""
-    from deploy.pipeline import build
-    from deploy.targets import Ascend
-    from deploy.tuning.search_options import Tuning
-
     out = tmp_path_factory.mktemp("built")
-    build(
-        model,
-        model.with_suffix(".npy"),
-        out=out,
-        targets=[Ascend(soc="Ascend310P3")],
-        duration_s=0,
-        tuning=Tuning(effort=0),
-    )
+    build(model, out, "--soc", "Ascend310P3")
     return out
 
 
 @pytest.mark.parametrize(("cann", "opset", "ir"), [("5.0", 13, 7), ("7.0", 18, 8), ("8.2", 18, 8)])
-def test_models_are_written_for_the_cann_that_is_named(cann, opset, ir, model, tmp_path, command):
-    words = ("--images", model.with_suffix(".npy"), "--target", "ascend", "--out", tmp_path)
-    command("build", model, *words, "--cann", cann, "--effort", 0, "--duration", 0)
+def test_models_are_written_for_the_cann_that_is_named(cann, opset, ir, model, folder, tmp_path):
+    build(model, tmp_path, "--cann", cann)
     for ending in ("deploy_model", "amct_qdq"):
         made = onnx.load(tmp_path / f"net_{ending}.onnx")
         assert (made.opset_import[0].version, made.ir_version) == (opset, ir)
         types = Counter(node.op_type for node in made.graph.node)
         assert types["LayerNormalization"] == (0 if opset < 17 else 1)
     assert f"CANN {cann} or newer" in (tmp_path / "net_README.txt").read_text()
-
-
-def test_an_older_opset_computes_the_same(model, folder, tmp_path, run):
-    from deploy.targets.ascend.executor import open_deploy
-
-    words = ("--images", model.with_suffix(".npy"), "--target", "ascend", "--out", tmp_path)
-    run("build", model, *words, "--cann", "5.0", "--effort", 0, "--duration", 0)
+    # an older opset computes the same
     x = {"x": np.float32(np.random.default_rng(3).normal(size=(1, 3, 8, 8)))}
     old, new = (
         open_deploy(onnx.load(where / "net_deploy_model.onnx")).run(x)["y"]
@@ -301,14 +287,14 @@ def test_the_mapping_tells_what_every_node_stands_for(folder):
     assert originals["conv2.dequant"] == ["conv2", "bn2"]
     assert originals["conv1.quant"] == [] and originals["relu1"] == ["relu1"]
     assert originals["fc"] == ["fc"] and originals["fc.dequant"] == ["plus"]
+    keys = {"origin_name": "s", "origin_output_index": "i"}.items()
     outputs = {
-        name: [(value(d, "origin_name")["s"], value(d, "origin_output_index")["i"]) for d in shown]
-        for name, shown in ((name, entry["output_desc"]) for name, entry in known.items())
+        name: [tuple(value(shown, key)[kind] for key, kind in keys) for shown in e["output_desc"]]
+        for name, e in known.items()
     }
     assert outputs["conv1.dequant"] == [("BatchNormalization_1", 0)] and outputs["conv1"] == []
     assert outputs["fc.dequant"] == [("plus", 0)] and outputs["x"] == [("x", 0)]
     deploy = onnx.load(folder / "net_deploy_model.onnx")
-    known = entries(folder / "net_quant.json")
     moving = {node.name for node in deploy.graph.node if node.op_type != "Constant"}
     assert set(known) == {"x", *moving}
     assert known["conv1.quant"]["input"] == ["x:0"]
@@ -316,7 +302,7 @@ def test_the_mapping_tells_what_every_node_stands_for(folder):
     assert {edge.rpartition(":")[0] for e in known.values() for edge in e["input"]} <= set(known)
 
 
-def test_the_readme_names_every_file_and_command(folder, model, tmp_path, command):
+def test_the_readme_names_every_file_and_command(folder, model, tmp_path):
     text = (folder / "net_README.txt").read_text()
     for words in ("sh net_atc.sh", "ais_bench --model net.om", "-om net.om -q net_quant.json"):
         assert words in text
@@ -325,7 +311,5 @@ def test_the_readme_names_every_file_and_command(folder, model, tmp_path, comman
     done = subprocess.run(["sh", "-n", folder / "net_atc.sh"], capture_output=True)
     assert done.returncode == 0, done.stderr
     (tmp_path / "switch.cfg").write_text("{}")
-    words = ("--images", model.with_suffix(".npy"), "--target", "ascend", "--out", tmp_path / "b")
-    flag = f"--atc-flag=--fusion_switch_file={tmp_path / 'switch.cfg'}"
-    command("build", model, *words, flag, "--effort", 0, "--duration", 0)
+    build(model, tmp_path / "b", f"--atc-flag=--fusion_switch_file={tmp_path / 'switch.cfg'}")
     assert "take it along" in (tmp_path / "b" / "net_README.txt").read_text()
