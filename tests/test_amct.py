@@ -5,33 +5,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from calibrators.amct import arq
 from calibrators.amct import hfmg as hfmg_module
 from calibrators.amct import ifmr as ifmr_module
-from calibrators.amct.arq import (
-    balance_factors,
-    channel_max,
-    channels_back,
-    channels_first,
-    weight_channel_max,
-)
 from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, candidate_runs, hfmg, redistribute
 from calibrators.amct.ifmr import KEPT, IfmrHistogram, IfmrParams, ifmr, ifmr_streaming, ratios
 from calibrators.errors import CalibrationError
 
+KINDS = {
+    "laplace": lambda rng, size: rng.laplace(0, 1, size),
+    "relu": lambda rng, size: np.maximum(rng.normal(0, 1, size), 0),
+    "relu6": lambda rng, size: np.clip(rng.normal(1, 3, size), 0, 6),
+    "heavy": lambda rng, size: rng.standard_t(3, size),
+    "integers": lambda rng, size: rng.integers(-128, 128, size),
+}
+
 
 def drawn(kind, size, seed):
-    rng = np.random.default_rng(seed)
-    x = {
-        "laplace": rng.laplace(0, 1, size),
-        "relu": np.maximum(rng.normal(0, 1, size), 0),
-        "relu6": np.clip(rng.normal(1, 3, size), 0, 6),
-        "heavy": rng.standard_t(3, size),
-        "integers": rng.integers(-128, 128, size),
-    }[kind]
-    return x.astype(np.float32)
+    return KINDS[kind](np.random.default_rng(seed), size).astype(np.float32)
 
 
-KINDS = ["laplace", "relu", "relu6", "heavy", "integers"]
+def streamed_of(batches):
+    histogram = IfmrHistogram()
+    for batch in batches:
+        histogram.observe(batch)
+    return histogram
 
 
 def direct(x, params):
@@ -67,9 +65,7 @@ def test_losses_are_the_same_a_few_stairs_at_a_time(stairs, monkeypatch):
 def test_streaming_is_within_one_candidate(kind, with_offset):
     params = IfmrParams(with_offset=with_offset)
     x = drawn(kind, 160_000, seed=5)
-    histogram = IfmrHistogram()
-    for batch in np.array_split(x, 7):
-        histogram.observe(batch)
+    histogram = streamed_of(np.array_split(x, 7))
     exact, streamed = ifmr(x, params), ifmr_streaming(histogram, params)
     assert abs(exact.candidate - streamed.candidate) <= 1
     assert abs(exact.offset - streamed.offset) <= 1
@@ -108,16 +104,11 @@ def test_few_values_stream_exactly_and_none_are_refused():
         histogram.observe(np.array([1.0, np.inf], np.float32))
     assert histogram.total == 0
     x = drawn("heavy", KEPT, seed=8)
-    histogram = IfmrHistogram()
-    for batch in np.array_split(x, 5):
-        histogram.observe(batch)
-    exact, streamed = ifmr(x), ifmr_streaming(histogram)
+    exact, streamed = ifmr(x), ifmr_streaming(streamed_of(np.array_split(x, 5)))
     assert (exact.scale, exact.offset) == (streamed.scale, streamed.offset)
     x = drawn("heavy", 160_000, seed=6)
-    histogram = IfmrHistogram()
-    histogram.observe(x)
     params = IfmrParams(max_percentile=0.999, min_percentile=0.999)
-    exact, streamed = ifmr(x, params), ifmr_streaming(histogram, params)
+    exact, streamed = ifmr(x, params), ifmr_streaming(streamed_of([x]), params)
     assert streamed.scale == pytest.approx(float(exact.scale), rel=0.02)
 
 
@@ -125,27 +116,22 @@ def test_few_values_stream_exactly_and_none_are_refused():
 @given(st.integers(1, 9), st.integers(0, 99))
 def test_batches_leave_no_trace(parts, seed):
     x = np.random.default_rng(seed).normal(size=KEPT + 5000).astype(np.float32) * (seed + 1)
-    whole, split = IfmrHistogram(), IfmrHistogram()
-    whole.observe(x)
-    for batch in np.array_split(x[::-1], parts):
-        split.observe(batch)
+    whole, split = streamed_of([x]), streamed_of(np.array_split(x[::-1], parts))
     np.testing.assert_array_equal(whole.counts, split.counts)
     np.testing.assert_array_equal(whole.sums, split.sums)
     assert (whole.full_range, whole.total) == (split.full_range, split.total)
 
 
-def seen(x, nbins=1024, batches=1):
-    histogram = HfmgHistogram(nbins)
-    for batch in np.array_split(np.asarray(x, np.float32), batches):
-        histogram.observe(batch)
+def seen(x):
+    histogram = HfmgHistogram(1024)
+    histogram.observe(np.asarray(x, np.float32))
     return histogram
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("bits", [4, 8])
 def test_fast_losses_match_bin_by_bin(seed, bits):
-    rng = np.random.default_rng(seed)
-    histogram = seen(rng.laplace(0, 1, 30_000))
+    histogram = seen(drawn("laplace", 30_000, seed))
     runs = candidate_runs(histogram.counts)
     width = np.float32((histogram.hi - histogram.lo) / np.float32(1024))
     loss = hfmg_module._loss32
@@ -180,17 +166,13 @@ def test_respreading_loses_no_count(counts, below, above):
 @pytest.mark.parametrize("together", [2, 3, 5])
 def test_samples_that_make_a_batch_are_the_batch(together):
     """Held until it is whole, and the last one as small as it is."""
-    x = (
-        np.random.default_rng(4).laplace(size=(5, 400)).astype(np.float32)
-        * np.arange(1, 6)[:, None]
-    )
-    joined = HfmgHistogram(1024, together=together)
-    for sample in x.astype(np.float32):
+    x = np.float32(drawn("laplace", (5, 400), seed=4) * np.arange(1, 6)[:, None])
+    joined, plain = HfmgHistogram(1024, together=together), HfmgHistogram(1024)
+    for sample in x:
         joined.observe(sample)
     joined.end()
-    plain = HfmgHistogram(1024)
     for start in range(0, 5, together):
-        plain.observe(x[start : start + together].astype(np.float32))
+        plain.observe(x[start : start + together])
     np.testing.assert_array_equal(joined.counts, plain.counts)
     assert joined.extremes == plain.extremes
     joined.end()  # nothing waits
@@ -213,36 +195,35 @@ FLOAT = st.floats(2**-7, 100, width=32)
 
 
 def test_factors_of_known_channels():
-    factor = balance_factors(np.float32([4.0, 9.0]), np.float32([1.0, 0.25]), strength=0.5)
+    factor = arq.balance_factors(np.float32([4.0, 9.0]), np.float32([1.0, 0.25]), strength=0.5)
     np.testing.assert_allclose(factor, [2.0, 6.0])
-    act, weight = np.float32([0, 0, 4, 4]), np.float32([0, 2, 0, 1])
-    factor = balance_factors(act, weight)
+    factor = arq.balance_factors(np.float32([0, 0, 4, 4]), np.float32([0, 2, 0, 1]))
     # the last channel is ordinary: factor 2, so its weight becomes 2 and its activation 2
     np.testing.assert_allclose(factor, [1.0, 1.0, 1.0, 2.0])
     weight = np.arange(1, 9, dtype=np.float32).reshape(4, 2, 1, 1)
-    np.testing.assert_array_equal(weight_channel_max(weight, group=2), [3, 4, 7, 8])
-    np.testing.assert_array_equal(channel_max(weight, 1), [7, 8])
+    np.testing.assert_array_equal(arq.weight_channel_max(weight, group=2), [3, 4, 7, 8])
+    np.testing.assert_array_equal(arq.channel_max(weight, 1), [7, 8])
     with pytest.raises(CalibrationError, match="epsilon"):
-        balance_factors(np.float32([1e20]), np.float32([1e-6]), strength=0.5)
+        arq.balance_factors(np.float32([1e20]), np.float32([1e-6]), strength=0.5)
 
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(FLOAT, FLOAT), min_size=1, max_size=16))
 def test_half_strength_levels_activation_and_weight(pairs):
     act, weight = np.array(pairs, np.float32).T
-    factor = balance_factors(act, weight, strength=0.5)
+    factor = arq.balance_factors(act, weight, strength=0.5)
     np.testing.assert_allclose(act / factor, weight * factor, rtol=1e-5)
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_transposed_channels_round_trip(group):
     weight = np.arange(8 * 3 * 2 * 2, dtype=np.float32).reshape(8, 3, 2, 2)
-    first = channels_first(weight, group)
+    first = arq.channels_first(weight, group)
     assert first.shape == (3 * group, 8 // group, 2, 2)
-    np.testing.assert_array_equal(channels_back(first, group), weight)
+    np.testing.assert_array_equal(arq.channels_back(first, group), weight)
 
 
 @pytest.mark.parametrize("strength", [0.1, 0.9, float("nan")])
 def test_strength_out_of_range(strength):
     with pytest.raises(CalibrationError, match=r"0\.2"):
-        balance_factors(np.float32([1]), np.float32([1]), strength=strength)
+        arq.balance_factors(np.float32([1]), np.float32([1]), strength=strength)

@@ -4,41 +4,35 @@ import json
 
 import numpy as np
 import pytest
-from onnx import numpy_helper
 
 from deploy.targets.ascend.config_keys import ACTIVATION, GLOBAL, LAYER, WEIGHT
 from deploy.targets.ascend.proto import MESSAGES
 from tests.vendor_models import save_net
 
-CONFIGS = ("AMCTConfig", "OverrideLayerType", "OverrideLayer", "CalibrationConfig", "ARQuantize",
-           "ADAquantize", "DMQBalancer", "FMRQuantize", "HFMGQuantize",
-           "TensorQuantize")  # fmt: skip
+BLOCKS = {"ARQuantize": "arq_quantize", "ADAquantize": "ada_quantize"}
+BLOCKS |= {"FMRQuantize": "ifmr_quantize", "HFMGQuantize": "hfmg_quantize"}
+INNER = {"OverrideLayerType", "OverrideLayer", "CalibrationConfig"}
+CONFIGS = {"AMCTConfig", "TensorQuantize", "DMQBalancer", *INNER, *BLOCKS}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """Two Conv+BN and a Gemm, of 4 images."""
     rng = np.random.default_rng(0)
-
-    def tensor(name, *shape):
-        values = rng.normal(size=shape).astype(np.float32)
-        return numpy_helper.from_array(np.abs(values) + 0.1 if name.endswith("v") else values, name)
-
-    def norm(n):
-        return [f"n{n}{k}" for k in "gbmv"]
-
     nodes = [
         ("Conv", "x w1", "c1", "conv1", {"pads": [1] * 4}),
-        ("BatchNormalization", ["c1", *norm(1)], "b1", "bn1"),
+        ("BatchNormalization", "c1 g1 h1 m1 v1", "b1", "bn1"),
         ("Relu", "b1", "r0", "relu"),
         ("MaxPool", "r0", "r1", "pool", {"kernel_shape": [1, 1]}),
         ("Conv", "r1 w2", "c2", "conv2", {"pads": [1] * 4}),
-        ("BatchNormalization", ["c2", *norm(2)], "b2", "bn2"),
+        ("BatchNormalization", "c2 g2 h2 m2 v2", "b2", "bn2"),
         ("Flatten", "b2", "f", "flat"),
         ("Gemm", "f w3 b3", "y", "fc", {"transB": 1}),
     ]
-    weights = [tensor("w1", 4, 3, 3, 3), tensor("w2", 4, 4, 3, 3), tensor("w3", 5, 256)]
-    weights += [tensor("b3", 5), *(tensor(name, 4) for n in (1, 2) for name in norm(n))]
+    shapes = {"w1": (4, 3, 3, 3), "w2": (4, 4, 3, 3), "w3": (5, 256), "b3": 5}
+    shapes |= {f"{kind}{n}": 4 for n in "12" for kind in "ghmv"}
+    weights = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    weights |= {name: np.abs(weights[name]) + 0.1 for name in ("v1", "v2")}
     path = tmp_path_factory.mktemp("keys") / "keys.onnx"
     save_net(path, nodes, {"x": ["N", 3, 8, 8]}, {"y": ["N", 5]}, weights, opset=17)
     np.save(path.with_suffix(".npy"), rng.normal(size=(4, 3, 8, 8)).astype(np.float32))
@@ -136,14 +130,16 @@ REFUSED = {
     ),
     "TensorQuantize.ifmr_quantize": (tensor("ifmr_quantize { search_step: 9 }"), "search_step"),
     "TensorQuantize.hfmg_quantize": (tensor("hfmg_quantize { num_of_bins: 9 }"), "num_of_bins"),
-    "DMQBalancer.migration_strength": (common("dmq_balancer { migration_strength: 0.9 }"), "0.8"),
+    "DMQBalancer.migration_strength": (
+        common("dmq_balancer { migration_strength: 0.9 }"), "0.2, 0.8",
+    ),
 }  # fmt: skip
 for _name in ("arq_quantize", "ada_quantize", "ifmr_quantize", "hfmg_quantize", "dmq_balancer"):
     REFUSED[f"CalibrationConfig.{_name}"] = (common(f"{_name}: 1"), _name)
 # the keys of a search: a value, where the JSON has what; a value that is refused, words of why
 SEARCHES = {
     "ARQuantize.channel_wise": (
-        "false", "conv1.w.channel_wise", False, "true", "channel_wise must be false",
+        "false", "conv1.w.channel_wise", False, "true", "leave channel_wise out",
     ),
     "ARQuantize.quant_bits": ("7", "conv1.w.num_bits", 7, "5", "num_bits must be 4, 6, 7 or 8"),
     "ADAquantize.num_iteration": ("7", "fc.w.num_iteration", 7, "-1", "num_iteration"),
@@ -163,11 +159,10 @@ SEARCHES = {
     "HFMGQuantize.asymmetric": ("false", "fc.a.asymmetric", False, "3", "asymmetric"),
     "HFMGQuantize.dst_type": ("INT16", "fc.a.num_bits", 16, "INT4", "INT4"),
 }  # fmt: skip
-BLOCKS = {"ARQ": "arq_quantize", "ADA": "ada_quantize", "FMR": "ifmr_quantize",
-          "HFM": "hfmg_quantize"}  # fmt: skip
 for _key, (_good, _path, _wanted, _bad, _words) in SEARCHES.items():
-    _block, _name = BLOCKS[_key[:3]], _key.partition(".")[2]
-    _few = " num_iteration: 3" if _key[:3] == "ADA" and _name != "num_iteration" else ""
+    _message, _, _name = _key.partition(".")
+    _block = BLOCKS[_message]
+    _few = " num_iteration: 3" if _block[:3] == "ada" and _name != "num_iteration" else ""
     OBEYED[_key] = (common(f"{_block} {{ {_name}: {_good}{_few} }}"), _path, _wanted)
     REFUSED[_key] = (common(f"{_block} {{ {_name}: {_bad} }}"), _words)
 SHORT = {"a": "activation_quant_params", "w": "weight_quant_params"}
@@ -201,9 +196,7 @@ def test_a_wrong_value_of_the_simplified_form_is_told_before_any_pass(key, built
 def test_every_key_of_both_forms_has_its_test():
     keys = {f"{name}.{field.name}" for name in CONFIGS for field in MESSAGES[name]}
     assert keys == set(REFUSED)
-    inner = {"OverrideLayerType", "OverrideLayer", "CalibrationConfig"}
-    plain = {key for key in keys if key.partition(".")[0] not in inner}
-    assert plain == set(OBEYED)
+    assert {key for key in keys if key.partition(".")[0] not in INNER} == set(OBEYED)
     layer = {f"a.{key}" for key in ACTIVATION} | {f"w.{key}" for key in WEIGHT} | set(LAYER)
     assert set(GLOBAL) | layer == set(JSON_REFUSED)
     refused_always = {"joint_quant", "weight_offset"}

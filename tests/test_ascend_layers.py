@@ -5,7 +5,7 @@ import json
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
 
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.config import read_config
@@ -18,31 +18,26 @@ from tests.vendor_models import build_net
 def two_pictures(*, tied=False):
     """Both inputs through the same Conv and Gemm; `tied`: an Add reads the Gemm's weight too."""
     rng = np.random.default_rng(5)
-    nodes, ends = [], []
+    nodes = []
     for word in ("left", "right"):
         nodes += [
-            helper.make_node("Conv", [word, "w", "b"], [f"{word}_c"], name=f"{word}/conv"),
-            helper.make_node("Relu", [f"{word}_c"], [f"{word}_r"], name=f"{word}/relu"),
-            helper.make_node("GlobalAveragePool", [f"{word}_r"], [f"{word}_p"], name=f"{word}/m"),
-            helper.make_node("Flatten", [f"{word}_p"], [f"{word}_f"], name=f"{word}/flat"),
-            helper.make_node("Gemm", [f"{word}_f", "v"], [f"{word}_g"], name=f"{word}/gemm"),
+            ("Conv", f"{word} w b", f"{word}_c", f"{word}/conv"),
+            ("Relu", f"{word}_c", f"{word}_r", f"{word}/relu"),
+            ("GlobalAveragePool", f"{word}_r", f"{word}_p", f"{word}/m"),
+            ("Flatten", f"{word}_p", f"{word}_f", f"{word}/flat"),
+            ("Gemm", f"{word}_f v", f"{word}_g", f"{word}/gemm"),
         ]
-        ends.append(f"{word}_g")
-    nodes.append(helper.make_node("Sub", ends, ["y"], name="sub"))
+    nodes.append(("Sub", "left_g right_g", "d" if tied else "y", "sub"))
     if tied:
-        nodes += [
-            helper.make_node("ReduceMean", ["v"], ["t"], name="mean", axes=[0]),
-            helper.make_node("Add", ["y", "t"], ["z"], name="add"),
-        ]
+        nodes += [("ReduceMean", "v", "t", "mean", {"axes": [0]}), ("Add", "d t", "y", "add")]
     shapes = {"w": (8, 3, 3, 3), "b": (8,), "v": (8, 6)}
     held = {name: rng.normal(0, 0.4, shape) for name, shape in shapes.items()}
-    return build_net(
-        nodes, {n: ["N", 3, 8, 8] for n in ("left", "right")}, {nodes[-1].output[0]: ["N", 6]}, held
-    )
+    inputs = {word: ["N", 3, 8, 8] for word in ("left", "right")}
+    return build_net(nodes, inputs, {"y": ["N", 6]}, held)
 
 
 def computed(model, fed):
-    return OrtSession.open(model, threads=1).run(fed)
+    return OrtSession.open(model, threads=1).run(fed)["y"]
 
 
 def samples(count=8):
@@ -65,20 +60,25 @@ def pictures_built(command, tmp_path):
     return build
 
 
+def loss(model, made):
+    """The squared error of the fake-quant model, over the squares of the float model's output."""
+    wanted, found = (
+        computed(one, samples()) for one in (model, onnx.load(made("_fake_quant_model.onnx")))
+    )
+    return np.square(wanted - found).mean() / np.square(wanted).mean()
+
+
 @pytest.mark.parametrize("effort", [0, 1])
 def test_every_layer_of_one_weight_is_in_int8(pictures_built, effort):
     """AMCT refuses all of them; two pictures through one network were no model for Ascend."""
-    model, fed = two_pictures(), samples()
+    model = two_pictures()
     out, made = pictures_built(model, effort=effort)
     deploy = onnx.load(made("_deploy_model.onnx"))
     layers = [node for node in deploy.graph.node if node.op_type in ("Conv", "Gemm")]
     tensors = {tensor.name: tensor for tensor in deploy.graph.initializer}
     assert [tensors[n.input[1]].data_type for n in layers] == [TensorProto.INT8] * 4
     assert len({n.input[1] for n in layers}) == 4  # atc gets what it gets from AMCT
-    wanted, found = (
-        computed(one, fed)["y"] for one in (model, onnx.load(made("_fake_quant_model.onnx")))
-    )
-    assert np.square(wanted - found).mean() / np.square(wanted).mean() < 1e-3
+    assert loss(model, made) < 1e-3
     assert "share" in out and "net_modified_model.onnx" in out
 
 
@@ -91,7 +91,7 @@ def test_amct_itself_gets_a_model_whose_layers_share_nothing(pictures_built):
     named = {name for name, value in config.items() if isinstance(value, dict)}
     assert named == {"left/conv", "right/conv", "left/gemm", "right/gemm"}
     assert find_layers(modified).layers.keys() == named
-    np.testing.assert_array_equal(*(computed(one, samples(2))["y"] for one in (model, modified)))
+    np.testing.assert_array_equal(*(computed(one, samples(2)) for one in (model, modified)))
 
 
 @pytest.mark.parametrize("which", ["net.onnx", "o/net_modified_model.onnx"])
@@ -100,21 +100,22 @@ def test_a_record_makes_the_same_models_again_of_either(pictures_built, command,
     record = made("_record.txt")
     command("ascend", "deploy", tmp_path / which, record, "--out", tmp_path / "again")
     (again,) = (tmp_path / "again").glob("*_deploy_model.onnx")
-    arrays = [
-        {n.name: numpy_helper.to_array(t) for n in model.graph.node for t in model.graph.initializer
-         if len(n.input) > 1 and t.name == n.input[1]}
-        for model in map(onnx.load, (made("_deploy_model.onnx"), again))
-    ]  # fmt: skip
-    assert arrays[0].keys() == arrays[1].keys()
-    assert all(np.array_equal(arrays[0][name], arrays[1][name]) for name in arrays[0])
+    one, other = (weights_of(onnx.load(path)) for path in (made("_deploy_model.onnx"), again))
+    assert one.keys() == other.keys()
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def weights_of(model):
+    """Node -> its second input, where that is a constant."""
+    held = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    read = {node.name: node.input[1] for node in model.graph.node if len(node.input) > 1}
+    return {node: held[name] for node, name in read.items() if name in held}
 
 
 def test_what_reads_the_weight_and_is_no_layer_reads_it_in_float(pictures_built):
-    model, fed = two_pictures(tied=True), samples()
+    model = two_pictures(tied=True)
     _, made = pictures_built(model)
-    fake = onnx.load(made("_fake_quant_model.onnx"))
-    wanted, found = computed(model, fed)["z"], computed(fake, fed)["z"]
-    assert np.square(wanted - found).mean() < 1e-3 * np.square(wanted).mean()
+    assert loss(model, made) < 1e-3
 
 
 def test_a_plan_knows_shared_weights_and_copies_that_are_too_large_are_not_made(monkeypatch):
@@ -141,7 +142,6 @@ def test_a_trained_model_of_pairs_keeps_its_layers_of_one_weight_in_int8(
 
 
 HFMG = "common_config { hfmg_quantize { num_of_bins: 1024 } }\n"
-
 DMQ = "common_config { ifmr_quantize { } dmq_balancer { migration_strength: 0.5 } }\n"
 
 
@@ -172,11 +172,9 @@ def made(run, tmp_path):
         np.save(folder / "x.npy", x[:rows].astype(np.float32))
         (folder / "a.cfg").write_text(config)
         given = ("--ascend-config", folder / "a.cfg") if config else ()
-        target = ("--target", "ascend", "--effort", 0, "--duration", 0, *given)
-        out = folder / "out"
-        code, said, err = run(
-            "build", model, "--images", folder / "x.npy", *target, "--out", out, *words
-        )
+        out, target = folder / "out", ("--target", "ascend", "--effort", 0, "--duration", 0)
+        images = ("--images", folder / "x.npy", "--out", out)
+        code, said, err = run("build", model, *images, *target, *given, *words)
         if code:
             return None, None, err
         record = read_record((out / "small_cnn_record.txt").read_text())
