@@ -268,33 +268,29 @@ def losses_of(folder):
     return [entry["metric_eval"][1] for entry in json.loads((folder / HISTORY).read_text())]
 
 
-def test_repairs_and_other_searches_come_before_float(auto_coarse):
-    said, out = auto_coarse("repaired", REPAIRED)
-    assert "3 layers in int8, 0 in float." in said and len(losses_of(out)) == 2
-    assert "weight rounding by output error: 1 layer gives" in said
-    assert "coarse_corrected.onnx is the float model with these repairs, and goes with" in said
-    assert json.loads((out / RANKING).read_text()) == []  # no layer had to be ranked
-    said, out = auto_coarse("swapped", SWAPPED)
-    assert "3 layers in int8, 0 in float." in said and len(losses_of(out)) == 3
-    assert losses_of(out) == sorted(losses_of(out), reverse=True)
-    assert len(json.loads((out / RANKING).read_text())) == 3
-
-
 def outputs(path, images):
     session = OrtSession.open(onnx.load(path), threads=1)
     return np.concatenate([session.run({"x": x[None]})["y"] for x in np.load(images)])
 
 
-@pytest.mark.slow
-def test_the_repaired_model_with_the_record_gives_the_same(auto_coarse, coarse, command, tmp_path):
-    _, out = auto_coarse("o", REPAIRED)
-    words = (out / "coarse_corrected.onnx", out / "coarse_record.txt", "-o", tmp_path / "again")
+def test_repairs_and_other_searches_come_before_float(auto_coarse, coarse, command, tmp_path):
+    """The repaired model and the record give the same files again."""
+    said, out = auto_coarse("repaired", REPAIRED)
+    assert "3 layers in int8, 0 in float." in said and len(losses_of(out)) == 2
+    assert "weight rounding by output error: 1 layer gives" in said
+    assert "coarse_corrected.onnx is the float model with these repairs, and goes with" in said
+    assert json.loads((out / RANKING).read_text()) == []  # no layer had to be ranked
+    again, images = tmp_path / "again", coarse.with_suffix(".npy")
+    words = (out / "coarse_corrected.onnx", out / "coarse_record.txt", "-o", again)
     command("ascend", "deploy", *words)
-    made = tmp_path / "again" / "coarse_corrected_fake_quant_model.onnx"
-    images, wanted = coarse.with_suffix(".npy"), out / "coarse_fake_quant_model.onnx"
-    np.testing.assert_array_equal(outputs(made, images), outputs(wanted, images))
-    deployed = (tmp_path / "again" / "coarse_corrected_deploy_model.onnx").read_bytes()
+    found = outputs(again / "coarse_corrected_fake_quant_model.onnx", images)
+    np.testing.assert_array_equal(found, outputs(out / "coarse_fake_quant_model.onnx", images))
+    deployed = (again / "coarse_corrected_deploy_model.onnx").read_bytes()
     assert deployed == (out / "coarse_deploy_model.onnx").read_bytes()
+    said, out = auto_coarse("swapped", SWAPPED)
+    assert "3 layers in int8, 0 in float." in said and len(losses_of(out)) == 3
+    assert losses_of(out) == sorted(losses_of(out), reverse=True)
+    assert len(json.loads((out / RANKING).read_text())) == 3
 
 
 @pytest.mark.slow

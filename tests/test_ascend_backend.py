@@ -31,7 +31,7 @@ from deploy.targets.ascend.layer_searches import rank_layers, similarity
 from deploy.targets.ascend.layers import find_layers, name_nodes
 from deploy.targets.ascend.proto import parse_text
 from deploy.targets.ascend.quant_layer import quantize_layers
-from deploy.targets.ascend.record import LayerRecord, read_record
+from deploy.targets.ascend.record import LayerRecord
 from deploy.tuning.search_options import Tuning
 from tests.test_ascend_models import CASES, NAMES
 from tests.vendor_models import build_net, calibrate_amct
@@ -255,9 +255,6 @@ def test_atc_command_chips_and_shapes():
     command = atc_command(Path("m"), Path("m"), {"least": ()}, AtcOptions())
     assert f"--soc_version={CHIP}" in command
     assert not [word for word in command if word.startswith("--input_shape")]
-    for wrong in ("310P3; rm -rf", "AscendXYZ"):
-        with pytest.raises(ConfigError, match="Ascend310P3"):
-            AtcOptions(soc=wrong)
     for known in ("Ascend310", "Ascend910ProB", "Ascend910_9391", "Ascend910B4-1"):
         assert AtcOptions(soc=known).soc == known
     with pytest.raises(ConfigError, match="--log twice"):
@@ -371,29 +368,13 @@ def test_the_atc_script_runs_from_any_folder(small_cnn, data, tmp_path, monkeypa
         assert done.returncode == 0, done.stderr
 
 
-def test_a_config_disables_layers_and_limits_batches(small_cnn, data, tmp_path):
-    graph = find_layers(name_nodes(load(small_cnn).model))
-    skipped = next(iter(graph.layers))
-    config = tmp_path / "my.cfg"
-    config.write_text(f'batch_num: 2 skip_layers: "{skipped}"')
-    out = tmp_path / "out"
-    report = build(small_cnn, data, out=out, targets=[Ascend(config=config)], duration_s=0)
-    records = read_record((out / f"{small_cnn.stem}_record.txt").read_text())
-    assert skipped not in records and len(records) == len(graph.layers) - 1
-    assert any("2 of 6 samples" in note for note in report.targets[0].notes)
-
-
-def test_refused_configs_and_options_write_nothing(small_cnn, data, tmp_path):
-    config = tmp_path / "my.json"
-    config.write_text('{"version": 1, "batch_nun": 3}')
-    out = tmp_path / "out"
-    with pytest.raises(ConfigError, match="did you mean 'batch_num'"):
-        build(small_cnn, data, out=out, targets=[Ascend(config=config)], duration_s=0)
-    assert not list(out.glob("*_record.txt")) and not list(out.glob("*.onnx"))
-    with pytest.raises(ConfigError, match="Ascend310P3"):
-        Ascend(soc="P3")
-    with pytest.raises(ConfigError, match="fixed shapes"):
-        Ascend(atc_flags=("--dynamic_dims=1",))
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"soc": "P3"}, "Ascend310P3"), ({"atc_flags": ("--dynamic_dims=1",)}, "fixed shapes")],
+)
+def test_wrong_options_are_refused(options, match):
+    with pytest.raises(ConfigError, match=match):
+        Ascend(**options)
 
 
 # -- commands ---------------------------------------------------------------------------------
