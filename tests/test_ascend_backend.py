@@ -263,22 +263,19 @@ def test_atc_command_chips_and_shapes():
         atc_command(Path("m"), Path("m"), {"x": (-1, 3)}, AtcOptions())
 
 
+FORBIDDEN = {
+    "fixed shapes": "--dynamic_batch_size=1,2 --dynamic_image_size=8,8 --dynamic_dims=1",
+    "int8": "--precision_mode=force_fp32 --precision_mode=must_keep_origin_dtype"
+    " --precision_mode_v2=origin --op_select_implmode=high_precision",
+    "follows from the build": "--framework=5 --input_format=NHWC",
+    "--name=value": "log=error --log=",
+}
+
+
 @pytest.mark.parametrize(
-    ("flag", "match"),
-    [
-        ("--dynamic_batch_size=1,2", "fixed shapes"),
-        ("--dynamic_image_size=8,8", "fixed shapes"),
-        ("--precision_mode=force_fp32", "int8"),
-        ("--precision_mode=must_keep_origin_dtype", "int8"),
-        ("--precision_mode_v2=origin", "int8"),
-        ("--op_select_implmode=high_precision", "int8"),
-        ("--framework=5", "follows from the build"),
-        ("--input_format=NHWC", "follows from the build"),
-        ("log=error", "--name=value"),
-        ("--log=", "--name=value"),
-    ],
+    ("match", "flag"), [(m, flag) for m, flags in FORBIDDEN.items() for flag in flags.split()]
 )
-def test_flags_that_a_quantized_model_forbids(flag, match):
+def test_flags_that_a_quantized_model_forbids(match, flag):
     with pytest.raises(ConfigError, match=match):
         check_flag(flag)
 

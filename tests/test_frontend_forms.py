@@ -41,12 +41,12 @@ F16, F32 = TensorProto.FLOAT16, TensorProto.FLOAT
 IMAGE = (1, 4, 6, 8)
 
 
-def net(op, *constants, opset, shape=IMAGE, outputs=1, kind=F32, given=None):
+def net(op, *constants, opset, shape=IMAGE, outputs=1, kind=F32, **given):
     """One node on x; each constant an array, "" for none, or the name of another tensor."""
     held = {f"k{at}": np.asarray(c) for at, c in enumerate(constants) if not isinstance(c, str)}
     reads = [c if isinstance(c, str) else f"k{at}" for at, c in enumerate(constants)]
     made = [f"y{at}" for at in range(outputs)]
-    nodes = [make_node(op, ["x", *reads], made, name="one", **given or {})]
+    nodes = [make_node(op, ["x", *reads], made, name="one", **given)]
     inputs = [make_value("x", shape, kind)]
     model = make_model(
         nodes, inputs, [onnx.ValueInfoProto(name=name) for name in made], held, opset=opset, ir=10
@@ -75,75 +75,49 @@ I64 = np.int64
 F = np.float32
 KERNEL = np.random.default_rng(5).normal(size=(3, 4, 3, 3)).astype(F)
 GRID = np.random.default_rng(6).uniform(-1, 1, (1, 3, 3, 2)).astype(F)
-CASES = {
+CASES = {  # a node, the older opset, and what computes the same there, where it is no such node
     **{
-        f"Reduce{kind}": (net(f"Reduce{kind}", I64([2, 3]), opset=18), 17, [f"Reduce{kind}"])
+        f"Reduce{kind}": (net(f"Reduce{kind}", I64([2, 3]), opset=18), 17)
         for kind in ["L1", "L2", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare"]
     },
-    "all axes": (net("ReduceMean", opset=18), 17, ["ReduceMean"]),
-    "no axis": (
-        net("ReduceMean", I64([]), opset=18, given={"noop_with_empty_axes": 1}), 17, ["Identity"]
-    ),
-    "a Reduce with types of 20": (net("ReduceMax", I64([1]), opset=20), 18, ["ReduceMax"]),
-    "equal parts": (
-        net("Split", opset=18, outputs=2, given={"axis": 1, "num_outputs": 2}), 17, ["Split"]
-    ),
-    "unequal parts": (
-        net("Split", opset=18, outputs=3, given={"axis": 3, "num_outputs": 3}), 17,
-        ["Constant", "Split"],
-    ),
+    "all axes": (net("ReduceMean", opset=18), 17),
+    "no axis": (net("ReduceMean", I64([]), opset=18, noop_with_empty_axes=1), 17, "Identity"),
+    "a Reduce with types of 20": (net("ReduceMax", I64([1]), opset=20), 18),
+    "equal parts": (net("Split", opset=18, outputs=2, axis=1, num_outputs=2), 17),
+    "unequal": (net("Split", opset=18, outputs=3, axis=3, num_outputs=3), 17, "Constant Split"),
     "Pad of some axes": (
-        net("Pad", I64([1, 2, 0, 3]), F(0.5), I64([3, -2]), opset=19), 17, ["Constant", "Pad"]
+        net("Pad", I64([1, 2, 0, 3]), F(0.5), I64([3, -2]), opset=19), 17, "Constant Pad"
     ),
-    "Pad": (net("Pad", I64([0, 0, 1, 1] * 2), opset=21), 13, ["Pad"]),
+    "Pad": (net("Pad", I64([0, 0, 1, 1] * 2), opset=21), 13),
     "Resize by scales of some axes": (
-        net("Resize", "", F([2, 3]), opset=18, given={"axes": [2, 3]}), 17, ["Constant", "Resize"]
+        net("Resize", "", F([2, 3]), opset=18, axes=[2, 3]), 17, "Constant Resize"
     ),
     "Resize to sizes of some axes": (
-        net("Resize", "", "", I64([9, 9]), opset=19, given={"axes": [-1, 2], "mode": "linear"}),
-        13, ["Constant", "Resize"],
+        net("Resize", "", "", I64([9, 9]), opset=19, axes=[-1, 2], mode="linear"), 13,
+        "Constant Resize",
     ),
     "ScatterElements": (
-        net(
-            "ScatterElements", I64([[[[0]]]]), F([[[[1]]]]), opset=18, given={"reduction": "add"}
-        ),
-        17, ["ScatterElements"],
+        net("ScatterElements", I64([[[[0]]]]), F([[[[1]]]]), opset=18, reduction="add"), 17
     ),
-    "Cast": (net("Cast", opset=19, given={"to": TensorProto.INT32, "saturate": 1}), 13, ["Cast"]),
-    "AveragePool": (
-        net("AveragePool", opset=22, given={"kernel_shape": [2, 2], "dilations": [1, 1]}), 17,
-        ["AveragePool"],
-    ),
-    "Conv": (net("Conv", KERNEL, opset=22), 13, ["Conv"]),
-    "BatchNormalization": (
-        net("BatchNormalization", *[F([1, 2, 3, 4])] * 4, opset=15), 13, ["BatchNormalization"]
-    ),
-    "Reshape": (
-        net("Reshape", I64([0, -1]), opset=21, given={"allowzero": 0}), 13, ["Reshape"]
-    ),
-    "Reshape with a 0 that may stand": (
-        net("Reshape", I64([1, -1]), opset=14, given={"allowzero": 1}), 13, ["Reshape"]
-    ),
-    "GridSample": (
-        net("GridSample", GRID, opset=20, given={"mode": "cubic"}), 16, ["GridSample"],
-    ),
-    "HardSwish": (net("HardSwish", opset=14), 13, ["HardSigmoid", "Mul"]),
-    "Mish": (net("Mish", opset=18), 17, ["Softplus", "Tanh", "Mul"]),
-    "Swish": (net("Swish", opset=24), 17, ["Sigmoid", "Mul"]),
-    "Gelu": (
-        net("Gelu", opset=20), 17,
-        ["Constant", "Div", "Erf", "Constant", "Add", "Mul", "Constant", "Mul"],
-    ),
-    "CastLike": (
-        net("CastLike", np.int32(1), opset=19), 13, ["Cast"]
-    ),
+    "Cast": (net("Cast", opset=19, to=TensorProto.INT32, saturate=1), 13),
+    "AveragePool": (net("AveragePool", opset=22, kernel_shape=[2, 2], dilations=[1, 1]), 17),
+    "Conv": (net("Conv", KERNEL, opset=22), 13),
+    "BatchNormalization": (net("BatchNormalization", *[F([1, 2, 3, 4])] * 4, opset=15), 13),
+    "Reshape": (net("Reshape", I64([0, -1]), opset=21, allowzero=0), 13),
+    "Reshape with a 0 that may stand": (net("Reshape", I64([1, -1]), opset=14, allowzero=1), 13),
+    "GridSample": (net("GridSample", GRID, opset=20, mode="cubic"), 16),
+    "HardSwish": (net("HardSwish", opset=14), 13, "HardSigmoid Mul"),
+    "Mish": (net("Mish", opset=18), 17, "Softplus Tanh Mul"),
+    "Swish": (net("Swish", opset=24), 17, "Sigmoid Mul"),
+    "Gelu": (net("Gelu", opset=20), 17, "Constant Div Erf Constant Add Mul Constant Mul"),
+    "CastLike": (net("CastLike", np.int32(1), opset=19), 13, "Cast"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", CASES)
 def test_an_operator_computes_in_an_older_opset_what_it_computed(what):
-    model, opset, wanted = CASES[what]
-    assert same(model, opset) == wanted
+    model, opset, *wanted = CASES[what]
+    assert same(model, opset) == (wanted or [model.graph.node[0].op_type])[0].split()
 
 
 @pytest.mark.parametrize("axis", [-1, -2, 3, 1])
@@ -151,7 +125,7 @@ def test_an_operator_computes_in_an_older_opset_what_it_computed(what):
 def test_norms_over_the_last_axes(rng, op, axis):
     shape = IMAGE[axis:]
     constants = [rng.normal(size=shape).astype(F) for _ in range(2 if op[0] == "L" else 1)]
-    model = net(op, *constants, opset=24, given={"axis": axis, "epsilon": 1e-3})
+    model = net(op, *constants, opset=24, axis=axis, epsilon=1e-3)
     made = same(model, 17 if op[0] == "R" else 13, tolerance=1e-4)
     assert "ReduceMean" in made and op not in made
     assert made[-1] == ("Add" if op[0] == "L" else "Mul")
@@ -167,14 +141,14 @@ def test_a_norm_that_the_parser_does_not_read_although_the_opset_has_it():
 
 def test_groups_with_a_scale_for_each_channel(rng):
     scale, bias = rng.normal(size=(2, 4)).astype(F)
-    model = net("GroupNormalization", scale, bias, opset=21, given={"num_groups": 2})
+    model = net("GroupNormalization", scale, bias, opset=21, num_groups=2)
     model.graph.output[0].CopyFrom(make_value("y0", IMAGE))
     for opset in (17, 20):  # in 20 the same node would mean a scale for each group
         assert "InstanceNormalization" in same(model, opset, tolerance=1e-4)
 
 
 def test_gelu_by_tanh():
-    made = same(net("Gelu", opset=20, given={"approximate": "tanh"}), 17)
+    made = same(net("Gelu", opset=20, approximate="tanh"), 17)
     assert "Tanh" in made and "Erf" not in made
 
 
@@ -183,13 +157,12 @@ REFUSED = {
         net("ReduceMean", "x", opset=18, kind=TensorProto.INT64, shape=[2]), "axes are not constant"
     ),
     "an attribute that matters": (
-        net("Resize", "", F([1, 1, 0.5, 0.5]), opset=18, given={"antialias": 1, "mode": "linear"}),
+        net("Resize", "", F([1, 1, 0.5, 0.5]), opset=18, antialias=1, mode="linear"),
         "attribute antialias",
     ),
-    "a word that is new": (net("Pad", I64([0] * 8), opset=19, given={"mode": "wrap"}), "wraps"),
+    "a word that is new": (net("Pad", I64([0] * 8), opset=19, mode="wrap"), "wraps"),
     "dilations": (
-        net("AveragePool", opset=19, given={"kernel_shape": [2, 2], "dilations": [2, 2]}),
-        "attribute dilations",
+        net("AveragePool", opset=19, kernel_shape=[2, 2], dilations=[2, 2]), "attribute dilations"
     ),
     "an operator that is new": (
         net("BitwiseNot", opset=18, kind=TensorProto.INT32), "no other operators are known"
@@ -199,13 +172,11 @@ REFUSED = {
         net("ReduceMax", I64([1]), opset=20, kind=TensorProto.BOOL), "must have a form in opset 17"
     ),
     "the largest of several": (
-        net(
-            "ScatterElements", I64([[[[0]]]]), F([[[[1]]]]), opset=18, given={"reduction": "max"}
-        ),
+        net("ScatterElements", I64([[[[0]]]]), F([[[[1]]]]), opset=18, reduction="max"),
         "its reduction is max or min",
     ),
     "a size that is open": (
-        net("Split", opset=18, outputs=2, shape=["n", 4], given={"num_outputs": 2}), "not known"
+        net("Split", opset=18, outputs=2, shape=["n", 4], num_outputs=2), "not known"
     ),
     "an opset of the future": (net("Relu", opset=26), "between opset 13 and 25, got 26 for 17"),
 }  # fmt: skip
@@ -229,7 +200,7 @@ def test_what_cannot_be_written_is_one_sentence(what):
     keep=st.booleans(),
 )
 def test_a_reduction_over_any_axes(axes, keep):
-    model = net("ReduceSumSquare", I64(sorted(axes)), opset=18, given={"keepdims": int(keep)})
+    model = net("ReduceSumSquare", I64(sorted(axes)), opset=18, keepdims=int(keep))
     same(model, 17, tolerance=1e-4)
 
 
@@ -237,9 +208,7 @@ def test_a_reduction_over_any_axes(axes, keep):
 @given(size=st.integers(2, 9), count=st.integers(1, 4))
 def test_any_number_of_parts(size, count):
     if -(-size // count) * (count - 1) < size:  # else the last part would be empty
-        model = net("Split", opset=18, outputs=count, shape=[2, size], given={"axis": -1,
-                    "num_outputs": count})  # fmt: skip
-        same(model, 17)
+        same(net("Split", opset=18, outputs=count, shape=[2, size], axis=-1, num_outputs=count), 17)
 
 
 @settings(max_examples=25)
@@ -250,7 +219,7 @@ def test_any_number_of_parts(size, count):
 )
 def test_pads_of_any_axes(pads, axes, mode):
     shape = [3, 4, 5, 6]
-    same(net("Pad", I64(pads), "", I64(axes), opset=18, shape=shape, given={"mode": mode}), 17)
+    same(net("Pad", I64(pads), "", I64(axes), opset=18, shape=shape, mode=mode), 17)
 
 
 def test_nodes_of_bodies_are_lowered_too_each_with_its_own_constants():
