@@ -214,9 +214,7 @@ def test_what_a_store_gives_back():
         statistic.restore({**recorder.to_arrays(), "integers": np.zeros(5, np.int8)})
 
 
-# -- through the command -----------------------------------------------------------------------
-
-
+# -- through the command
 def model_of(nodes, weights, shape):
     return build_net(nodes, {"x": shape}, {"y": None}, as_float32(weights))
 

@@ -69,9 +69,7 @@ def small(small_cnn):
     return model, quantize_layers(model, graph, found.records)
 
 
-# -- executor ---------------------------------------------------------------------------------
-
-
+# -- executor
 @pytest.mark.parametrize("case", NAMES)
 def test_amcts_deploy_models_compute_what_its_fake_quant_models_do(case):
     arrays = np.load(CASES / case / "io.npz")
@@ -212,9 +210,7 @@ def test_qdq_model_is_near_the_fake_quant_model(small):
     np.testing.assert_allclose(bias / steps, np.rint(bias / steps), atol=1e-3)
 
 
-# -- AIPP and atc -----------------------------------------------------------------------------
-
-
+# -- AIPP and atc
 def aipp_of(how, pixels, **options):
     """AIPP's arithmetic on an RGB picture [H, W, 3], from the text it was written as."""
     text = write_aipp(how, AippSource(**options)).text
@@ -280,9 +276,7 @@ def test_flags_that_a_quantized_model_forbids(match, flag):
         check_flag(flag)
 
 
-# -- automatic calibration --------------------------------------------------------------------
-
-
+# -- automatic calibration
 def test_similarity_ranks_isolated_layers(small):
     a = np.float32([1, 2, 3])
     assert similarity(a, a) == pytest.approx(1) and similarity(a, -a) == pytest.approx(0)
@@ -294,9 +288,7 @@ def test_similarity_ranks_isolated_layers(small):
     assert 0.99 < ranking[0][1] <= ranking[-1][1] <= 1
 
 
-# -- the whole line ---------------------------------------------------------------------------
-
-
+# -- the whole line
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "data.npy"
@@ -374,9 +366,7 @@ def test_wrong_options_are_refused(options, match):
         Ascend(**options)
 
 
-# -- commands ---------------------------------------------------------------------------------
-
-
+# -- commands
 def test_config_and_check_commands(small_cnn, tmp_path, command, refusal):
     for name in ("quant.json", "quant.cfg"):
         path = tmp_path / name

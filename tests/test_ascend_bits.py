@@ -135,9 +135,7 @@ def test_a_records_widths_come_back_byte_for_byte(built, command, tmp_path):
         assert (again / f"float_{name}").read_bytes() == (out / f"float_{name}").read_bytes()
 
 
-# -- what goes back to 8 bits, and is told --------------------------------------------------------
-
-
+# -- what goes back to 8 bits, and is told
 def test_weights_are_of_8_bits_in_layers_that_take_no_fewer(built):
     _, said, out = built(CASES["w4"])
     assert "The weights of 2 layers (conv1, dw) have 8 bits, not 4: only layers" in said
@@ -239,9 +237,7 @@ def test_four_bits_of_a_matmul_with_matrices_for_a_batch(command, rng, tmp_path)
     assert kinds(deploy)["mm.bias_quant"] == ("Cast",)
 
 
-# -- values ----------------------------------------------------------------------------------------
-
-
+# -- values
 def test_pairs_are_packed_low_half_first():
     weight = np.array([[-8, 7, 0, -1], [1, 2, 3, -4]], np.int8)
     packed = pack_int4(weight, 1)

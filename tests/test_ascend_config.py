@@ -273,9 +273,7 @@ def test_record_floats_survive(scale_d, offset_d, scale_w):
     np.testing.assert_array_equal(back.scale_w, record.scale_w)
 
 
-# -- layers -----------------------------------------------------------------------------------
-
-
+# -- layers
 def test_layers_and_their_names():
     assert list(GRAPH.layers) == ["conv1", "conv2", "dw", "pw", "up", "pool", "fc1", "fc2"]
     assert GRAPH.layers["dw"].group == 16 and GRAPH.layers["fc1"].trans_b

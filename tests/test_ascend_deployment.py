@@ -83,9 +83,7 @@ def accuracy_of(folder):
     return json.loads((folder / "report.json").read_text())["engines"][1]["accuracy"]
 
 
-# -- deploy: AMCT's own records -----------------------------------------------------------------
-
-
+# -- deploy: AMCT's own records
 @pytest.mark.parametrize("case", NAMES)
 def test_amcts_records_give_amcts_models(case, done, tmp_path):
     """The same nodes, attributes and values; only constants of the float model are folded.
@@ -142,9 +140,7 @@ def test_a_configuration_says_which_form_the_record_is_of(done, ended, tmp_path)
     assert "'conv1' disabled" in ended(*words, "--ascend-config", off)
 
 
-# -- deploy: calib8's own, and edited -----------------------------------------------------------
-
-
+# -- deploy: calib8's own, and edited
 def test_a_builds_record_gives_its_files_again(small_cnn, built, done, tmp_path):
     stem = small_cnn.stem
     said = done("deploy", small_cnn, built / f"{stem}_record.txt", "-o", tmp_path, "--threads", "1")
@@ -236,9 +232,7 @@ def test_what_the_record_holds_beside_layers_is_told(small_cnn, built, done, tmp
     assert "not deployed: 1 x pruning" in done("deploy", small_cnn, record, "-o", tmp_path / "o")
 
 
-# -- deploy: a TensorRT cache -------------------------------------------------------------------
-
-
+# -- deploy: a TensorRT cache
 def test_a_tensorrt_cache_gives_symmetric_scales(small_cnn, built, done, data, tmp_path):
     """Layers whose inputs it knows; the first, whose line is taken out, stays float."""
     lines = (built / f"{small_cnn.stem}.tensorrt.cache").read_text().splitlines(keepends=True)
@@ -272,9 +266,7 @@ def test_scales_come_from_one_file_that_fits(small_cnn, built, ended, tmp_path):
     assert "TRT-8503" in ended("deploy", small_cnn, "--cache", cache, *out)
 
 
-# -- what both commands share -------------------------------------------------------------------
-
-
+# -- what both commands share
 def test_ascends_options_and_pictures(small_cnn, built, pictures, done, ended, tmp_path):
     record = built / f"{small_cnn.stem}_record.txt"
     words = ("deploy", small_cnn, record, "-o", tmp_path / "o")
@@ -371,9 +363,7 @@ def test_names_that_are_no_utf_8(small_cnn, built, done, tmp_path):
         assert (folder / out / f"{path.stem}_deploy_model.onnx").is_file()
 
 
-# -- convert: models that tools write -----------------------------------------------------------
-
-
+# -- convert: models that tools write
 @pytest.fixture(scope="module")
 def ort_fashion(tmp_path_factory):
     """The demo as ONNX Runtime's quantize_static leaves it: uint8 activations, Relus gone."""
@@ -443,9 +433,7 @@ def test_calib8s_own_models(ending, small_cnn, built, data, done, tmp_path):
             np.testing.assert_array_equal(mine.scale_w, one.scale_w)
 
 
-# -- convert: what Ascend can take over, and what it cannot ---------------------------------------
-
-
+# -- convert: what Ascend can take over, and what it cannot
 MIDDLE, ZERO = np.uint8(128), np.int8(0)
 INTEGERS = np.random.default_rng(5).integers(-127, 128, (4, 3, 3, 3)).astype(np.int8)
 FLOATS = INTEGERS * np.float32(0.02)

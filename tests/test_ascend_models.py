@@ -147,9 +147,7 @@ def test_fake_quant_runs_as_amcts(case):
     np.testing.assert_allclose(wanted, arrays["res_fake_quant_model"], rtol=1e-5)
 
 
-# -- what cannot be done is said --------------------------------------------------------------
-
-
+# -- what cannot be done is said
 def test_what_a_calibration_needs_of_its_batches(default):
     model, graph = default
     config = default_config(graph, batch_num=3)
