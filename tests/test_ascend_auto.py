@@ -16,16 +16,10 @@ from deploy.frontends import load
 from deploy.graph.index import Graph
 from deploy.pipeline.ascend_auto import FINAL, HISTORY, RANKING
 from deploy.runtimes.ort import OrtSession
+from deploy.targets.ascend import layer_searches as searches
 from deploy.targets.ascend.amct_calibration import RecordPlan
 from deploy.targets.ascend.config import default_config, read_config
 from deploy.targets.ascend.fake_quant import fake_quant_model
-from deploy.targets.ascend.layer_searches import (
-    CONFIGURED,
-    _best,
-    config_of,
-    nearest_searches,
-    own_errors,
-)
 from deploy.targets.ascend.layers import find_layers, name_nodes
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import read_record
@@ -106,11 +100,11 @@ def test_a_configuration_of_the_user_s_is_the_only_search(auto_small, tmp_path):
 def test_a_config_names_the_search_of_every_layer(small_cnn):
     config = default_config(find_layers(name_nodes(load(small_cnn).model)))
     first, second, *_ = config.layers
-    made = config_of(config, {first: "hfmg", second: "nothing clipped"})
+    made = searches.config_of(config, {first: "hfmg", second: "nothing clipped"})
     assert set(made.enabled()) == {first, second}
     assert made.layers[first].activation.act_algo == "hfmg"
     assert made.layers[second].activation.search_range == (1.0, 1.3)
-    assert config_of(config, dict.fromkeys(config.layers, CONFIGURED)) == config
+    assert searches.config_of(config, dict.fromkeys(config.layers, searches.CONFIGURED)) == config
 
 
 SIZES = np.logspace(0, 2.5, 8)  # how much larger a channel is than the first
@@ -154,7 +148,7 @@ def parts(uneven, images):
     config = default_config(graph, batch_num=len(samples))
 
     def records(search):
-        own = config_of(config, dict.fromkeys(graph.layers, search))
+        own = searches.config_of(config, dict.fromkeys(graph.layers, search))
         return calibrate_amct(model, graph, samples, own).records
 
     found = {search: records(search) for search in ("as configured", "hfmg", "dmq 0.5")}
@@ -163,11 +157,13 @@ def parts(uneven, images):
 
 def test_a_depthwise_layer_of_uneven_channels_is_balanced(parts):
     model, graph, records, samples = parts
-    chosen = nearest_searches(model, graph, records, samples[:4], threads=2)
+    chosen = searches.nearest_searches(model, graph, records, samples[:4], threads=2)
     assert list(chosen) == list(graph.layers)
     assert chosen["dw"] == "dmq 0.5"  # each channel keeps its weights' steps, and wins input's
     balanced, plain = (
-        own_errors(model, quantize_layers(model, graph, records[search]), samples[:4], threads=1)
+        searches.own_errors(
+            model, quantize_layers(model, graph, records[search]), samples[:4], threads=1
+        )
         for search in ("dmq 0.5", "as configured")
     )
     assert balanced["dw"] < 0.1 * plain["dw"]
@@ -194,9 +190,9 @@ def test_repairs_read_balanced_layers(parts):
 
 
 def test_dmq_must_halve_the_error_as_it_costs_an_operator():
-    assert _best({"as configured": 1.0, "hfmg": 0.9, "dmq 0.5": 0.5}) == "hfmg"
-    assert _best({"as configured": 1.0, "hfmg": 0.9, "dmq 0.5": 0.44}) == "dmq 0.5"
-    assert _best({"as configured": 1.0, "hfmg": 1.0}) == "as configured"
+    assert searches._best({"as configured": 1.0, "hfmg": 0.9, "dmq 0.5": 0.5}) == "hfmg"
+    assert searches._best({"as configured": 1.0, "hfmg": 0.9, "dmq 0.5": 0.44}) == "dmq 0.5"
+    assert searches._best({"as configured": 1.0, "hfmg": 1.0}) == "as configured"
 
 
 def test_the_command_balances_and_corrects_before_it_leaves_a_layer(

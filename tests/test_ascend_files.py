@@ -14,14 +14,7 @@ import pytest
 
 from deploy.errors import ExportError
 from deploy.feed.preprocess import Preprocess
-from deploy.targets.ascend.aipp import (
-    csc_matrix,
-    measure_aipp_error,
-    run_aipp,
-    to_yuv,
-    write_aipp,
-    write_aipp_files,
-)
+from deploy.targets.ascend import aipp
 from deploy.targets.ascend.atc import COLORS, STANDARDS, AippSource, strip_metadata
 from deploy.targets.ascend.executor import open_deploy
 from deploy.targets.ascend.proto import parse_text
@@ -60,15 +53,15 @@ def prepared(pixels, how):
 @pytest.mark.parametrize("standard", STANDARDS)
 def test_the_factors_are_those_of_the_documents(standard):
     rows, bias = DOCUMENTED[standard]
-    assert csc_matrix(standard, "rgb") == (tuple(rows), (bias, 128, 128))
-    assert csc_matrix(standard, "bgr")[0] == tuple(rows[::-1])
+    assert aipp.csc_matrix(standard, "rgb") == (tuple(rows), (bias, 128, 128))
+    assert aipp.csc_matrix(standard, "bgr")[0] == tuple(rows[::-1])
 
 
 def test_yuv_is_that_of_opencv():
     """OpenCV writes BT.601 narrow, its own rounding and its own choice of chroma aside."""
     rgb = picture()
     wanted = cv2.cvtColor(rgb, cv2.COLOR_RGB2YUV_I420)
-    got = to_yuv(rgb, "bt601-narrow")
+    got = aipp.to_yuv(rgb, "bt601-narrow")
     height = rgb.shape[0]
     luma = np.abs(got[:height].astype(int) - wanted[:height])
     assert luma.max() <= 1 and got.shape == wanted.shape
@@ -85,26 +78,26 @@ def test_the_om_gets_what_the_calibration_got(source, color, standard):
     norms = {"mean": (0.4,), "std": (0.3,)} if color == "grey" else IMAGENET
     how = replace(RGB, color=color, **norms)
     given = AippSource(color=source, standard=standard)
-    made = write_aipp(how, given)
+    made = aipp.write_aipp(how, given)
     wanted = prepared(picture(), how)
-    error = measure_aipp_error(made, how, given, {"x": wanted[None]})
+    error = aipp.measure_aipp_error(made, how, given, {"x": wanted[None]})
     assert error is not None and error < (0.02 if given.yuv else 5e-4)
     if given.yuv and color != "grey":  # and not with V for U, nor with another standard's factors
-        other = AippSource(color="nv21" if source == "nv12" else "nv12", standard=standard)
-        swapped = measure_aipp_error(write_aipp(how, other), how, given, {"x": wanted[None]})
+        made = aipp.write_aipp(how, replace(given, color={"nv12": "nv21", "nv21": "nv12"}[source]))
+        swapped = aipp.measure_aipp_error(made, how, given, {"x": wanted[None]})
         assert swapped is not None and swapped > 3 * error
 
 
 def test_a_frame_is_cropped_at_even_places_and_a_wrong_standard_is_seen():
-    made = write_aipp(RGB, AippSource(color="nv12", size=(38, 54), standard="bt709-full"))
+    made = aipp.write_aipp(RGB, AippSource(color="nv12", size=(38, 54), standard="bt709-full"))
     assert (made.op.load_start_pos_h, made.op.load_start_pos_w) == (2, 2)
     frame = np.zeros((38, 54, 3), np.uint8)
     frame[2:34, 2:50] = picture()
-    got, wanted = run_aipp(made.op, to_yuv(frame, "bt709-full")), prepared(picture(), RGB)
+    got, wanted = aipp.run_aipp(made.op, aipp.to_yuv(frame, "bt709-full")), prepared(picture(), RGB)
     assert np.abs(got - wanted).mean() < 0.02
     narrow, full = (AippSource(color="nv12", standard=f"bt601-{k}") for k in ("narrow", "full"))
     right, wrong = (
-        measure_aipp_error(write_aipp(RGB, source), RGB, full, {"x": wanted[None]})
+        aipp.measure_aipp_error(aipp.write_aipp(RGB, source), RGB, full, {"x": wanted[None]})
         for source in (full, narrow)
     )
     assert right is not None and wrong is not None and wrong > 2 * right
@@ -112,7 +105,7 @@ def test_a_frame_is_cropped_at_even_places_and_a_wrong_standard_is_seen():
 
 def test_dynamic_aipp_leaves_the_values_to_the_host_and_arrays_have_none():
     source = AippSource(color="nv12", size=(64, 64), dynamic=True)
-    made = write_aipp(replace(RGB, **IMAGENET), source)
+    made = aipp.write_aipp(replace(RGB, **IMAGENET), source)
     (op,) = parse_text("InsertNewOps", made.text, "it").aipp_op
     assert op.aipp_mode == 2 and op.max_src_image_size == 64 * 64 * 3 // 2
     assert not op.HasField("input_format") and not op.HasField("csc_switch")
@@ -120,7 +113,7 @@ def test_dynamic_aipp_leaves_the_values_to_the_host_and_arrays_have_none():
     assert "matrix_r0c0: 298" in said and "mean_chn_0: 123" in said and "\n" not in said
     files = {}
     request = SimpleNamespace(manifest={"preprocess": None})
-    said = write_aipp_files(request, files, AippSource(), first_layer_int8=False)
+    said = aipp.write_aipp_files(request, files, AippSource(), first_layer_int8=False)
     assert said == ["No AIPP file: the calibration was fed arrays, not pictures."] and not files
 
 
@@ -133,15 +126,15 @@ def pictures(tmp_path_factory):
 
 
 @pytest.fixture
-def aipp(run, small_cnn, pictures, tmp_path):
+def build_with_aipp(run, small_cnn, pictures, tmp_path):
     """(words) -> exit code, stdout and stderr of a build with --aipp."""
     quick = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", tmp_path)
     return partial(run, "build", small_cnn, "--images", pictures, *quick, "--aipp")
 
 
-def test_the_command_writes_aipp_and_says_how_near_it_is(aipp, command, tmp_path):
+def test_the_command_writes_aipp_and_says_how_near_it_is(build_with_aipp, command, tmp_path):
     words = ("--source-color", "nv21", "--csc", "bt709-full", "--source-size", "20x24")
-    code, _, err = aipp(*words, "--first-layer-int8")
+    code, _, err = build_with_aipp(*words, "--first-layer-int8")
     assert code == 0, err
     text = (tmp_path / "small_cnn_compression.cfg").read_text()
     assert parse_text("CompressionOptions", text, "it").enable_first_layer_quantization
@@ -152,7 +145,7 @@ def test_the_command_writes_aipp_and_says_how_near_it_is(aipp, command, tmp_path
     readme = (tmp_path / "small_cnn_README.txt").read_text()
     assert "AIPP's arithmetic on 2 samples" in readme and "NV21" in readme
     assert "sound AIPP" in command("ascend", "check", tmp_path / "small_cnn_aipp.cfg")
-    code, _, err = aipp("--dynamic-aipp")
+    code, _, err = build_with_aipp("--dynamic-aipp")
     assert code == 0, err
     assert "max_src_image_size: 768" in (tmp_path / "small_cnn_aipp.cfg").read_text()
 
@@ -165,8 +158,8 @@ def test_the_command_writes_aipp_and_says_how_near_it_is(aipp, command, tmp_path
         (("--source-color", "hsv"), "nv12"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(words, said, aipp):
-    code, _, err = aipp(*words)
+def test_options_that_mean_nothing_are_refused(words, said, build_with_aipp):
+    code, _, err = build_with_aipp(*words)
     assert code != 0 and said in " ".join(err.split())
 
 
@@ -186,7 +179,7 @@ def test_options_that_mean_nothing_are_refused(words, said, aipp):
 )
 def test_what_aipp_does_not_do(changes, options, said):
     with pytest.raises(ExportError, match=said):
-        write_aipp(replace(RGB, **changes), AippSource(**options))
+        aipp.write_aipp(replace(RGB, **changes), AippSource(**options))
 
 
 SECRET = "/home/someone/secret/train.py"

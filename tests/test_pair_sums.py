@@ -52,9 +52,7 @@ def test_who_meets_whom(shape, pairs):
 
 
 def test_sums_and_scales_of_known_weights():
-    assert pair_sums(np.array([[100.0, -90.0, -60.0, -70.0, 0.0, -5.0]])).tolist() == [
-        [100, 130, 5]
-    ]
+    assert pair_sums(np.float64([[100, -90, -60, -70, 0, -5]])).tolist() == [[100, 130, 5]]
     weight = np.array([[1.0, 1.0], [0.5, -3.0], [2.0, 2.0]])
     assert pair_scales(weight, weight_scales(weight, None)) == pytest.approx(4 / 126)
     weight = np.full((1, 4), np.finfo(np.float32).max, np.float32)
@@ -157,6 +155,11 @@ def built(command, tmp_path):
     return call
 
 
+def stored_weights(model):
+    """Integers of the last layer, [C, K]."""
+    return by_place(numpy_helper.to_array(Graph(model).constants["w/quantized"])).astype(int)
+
+
 def wide_layers(model):
     return [one.node for one in read_stored_weights(model, on_cpus=True) if one.saturates]
 
@@ -165,39 +168,33 @@ def wide_layers(model):
 def test_an_int8_file_computes_the_same_on_every_x86_cpu(built, words):
     int8, notes = built(network(), *words)
     assert wide_layers(int8) == [] and not any("saturate" in note for note in notes)
-    graph = Graph(int8)
-    held = graph.constants["w/quantized"]
-    stored = by_place(numpy_helper.to_array(held))
+    stored = stored_weights(int8)
     patches = np.full((1, stored.shape[1]), 255, np.uint8)
-    assert np.array_equal(saturated(stored, patches)[:, 0], 255 * stored.astype(int).sum(axis=1))
+    assert np.array_equal(saturated(stored, patches)[:, 0], 255 * stored.sum(axis=1))
 
 
 def test_full_weights_are_asked_for_and_told(built):
     int8, notes = built(network(), "--full-weights")
     assert wide_layers(int8) == ["last"]
     (note,) = [note for note in notes if "saturate" in note]
-    assert note.startswith("x86 CPUs without VNNI") and note.endswith(
-        "can saturate in 1 layer of the int8 model, since --full-weights lets weights take all of"
-        " int8"
-    )
-    steps = np.abs(numpy_helper.to_array(Graph(int8).constants["w/quantized"]).astype(int))
-    assert (steps.reshape(16, -1).max(axis=1) == 127).all()
+    why = "since --full-weights lets weights take all of int8"
+    assert note.startswith("x86 CPUs without VNNI")
+    assert note.endswith(f"can saturate in 1 layer of the int8 model, {why}")
+    assert (np.abs(stored_weights(int8)).max(axis=1) == 127).all()
 
 
 def test_a_depthwise_conv_takes_all_of_int8(built):
     """Its kernels sum in 32 bits: see `test_this_cpus_kernels_lose_nothing`."""
     int8, _ = built(network(group=16, channels=16))
-    stored = numpy_helper.to_array(Graph(int8).constants["w/quantized"]).astype(int)
-    assert (np.abs(stored).reshape(16, -1).max(axis=1) == 127).all()
+    assert (np.abs(stored_weights(int8)).max(axis=1) == 127).all()
 
 
 def test_weights_that_a_model_brings_stay_and_are_told(built, refusal, tmp_path):
     int8, _ = built(network(), "--full-weights")
     again, notes = built(int8)
     assert wide_layers(again) == ["last"]
-    assert any(
-        note.endswith("since weights are kept as the given model has them") for note in notes
-    )
+    why = "since weights are kept as the given model has them"
+    assert any(note.endswith(why) for note in notes)
     words = ("build", tmp_path / "net.onnx", "--images", tmp_path / "x.npy", "--full-weights")
     err = refusal(*words, "--out", tmp_path / "o", *QUICK)
     assert "--full-weights decides how onnxruntime quantizes a float model" in err
@@ -207,10 +204,9 @@ def test_weights_that_a_model_brings_stay_and_are_told(built, refusal, tmp_path)
 
 
 def test_matmuls_with_scales_of_their_own_inputs_fit_too():
-    weight = np.random.default_rng(3).uniform(0.5, 1, size=(32, 16)).astype(np.float32)
-    model = build_net(
-        [("MatMul", "x w", "y", "one")], {"x": ["n", 32]}, {"y": ["n", 16]}, {"w": weight}, opset=17
-    )
+    weight = {"w": np.random.default_rng(3).uniform(0.5, 1, size=(32, 16))}
+    ends = {"x": ["n", 32]}, {"y": ["n", 16]}
+    model = build_net([("MatMul", "x w", "y", "one")], *ends, weight, opset=17)
     written = (write_dynamic(model, ["one"], INT8, fits_pairs=fits) for fits in (True, False))
     found = [[one.saturates for one in dynamic_weights(made)] for made in written]
     assert found == [[False], [True]]
