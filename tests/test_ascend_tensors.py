@@ -48,17 +48,22 @@ BOTH = "batch_num: 6\n" + tensor("Add_a", 1) + tensor("MaxPool_p", 0, "hfmg_quan
 KEPT = {}  # what was built once, for all tests that only read it
 
 
-def once(name, build, text):
-    if name not in KEPT:
-        said, folder = build(text)
-        KEPT[name] = said, folder.rename(folder.with_name(name))
-    return KEPT[name]
-
-
 @pytest.fixture
-def both(built):
-    """What is said of `BOTH`, and the folder."""
-    return once("inputs", built, BOTH)
+def kept(built, built_matmul):
+    """(name) -> what is said of `BOTH` or of a build of the attention, and the folder."""
+    builds = {
+        "inputs": lambda: built(BOTH),
+        "plain": lambda: built_matmul("batch_num: 4"),  # no MatMul of two activations is named
+        "matmuls": lambda: built_matmul(named("scores", "context")),
+    }
+
+    def call(name):
+        if name not in KEPT:
+            said, folder = builds[name]()
+            KEPT[name] = said, folder.rename(folder.with_name(name))
+        return KEPT[name]
+
+    return call
 
 
 def nodes_of(path):
@@ -80,8 +85,8 @@ def same_bytes(one, other, stem, *endings):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
-def test_the_inputs_named_are_quantized_and_their_nodes_are_float(both):
-    said, folder = both
+def test_the_inputs_named_are_quantized_and_their_nodes_are_float(kept):
+    said, folder = kept("inputs")
     assert "4 of 10 nodes int8" in said and "within 0 of the fake-quant model" in said
     why = "it computes in float; by tensor_quantize its input is moved in int8"
     assert f"Add (Add_a): {why}" in said
@@ -182,8 +187,8 @@ def test_a_cache_of_the_layers_serves_them_too(built, tmp_path):
 
 
 @pytest.mark.parametrize("attribute", ["scale", "dtype"])
-def test_a_deploy_model_without_the_scale_of_its_antiquant_is_not_run(both, attribute):
-    model = onnx.load(both[1] / "small_cnn_deploy_model.onnx")
+def test_a_deploy_model_without_the_scale_of_its_antiquant_is_not_run(kept, attribute):
+    model = onnx.load(kept("inputs")[1] / "small_cnn_deploy_model.onnx")
     (back,) = (node for node in model.graph.node if node.name == "Add_a.1.anti_quant")
     kept = [one for one in back.attribute if one.name != attribute]
     del back.attribute[:]
@@ -193,8 +198,9 @@ def test_a_deploy_model_without_the_scale_of_its_antiquant_is_not_run(both, attr
         open_deploy(model)
 
 
-def sound(command, folder, stem, model, layers, inputs, again):
+def sound(command, folder, model, layers, inputs, again):
     """Every file is sound, and the record gives the files again; entries of the mapping by name."""
+    stem = model.stem
     for ending, said in (
         ("record.txt", f"a sound record of {layers} layers{inputs[0]}"),
         ("config.json", f"a sound quant config, {layers} layers in int8{inputs[1]}"),
@@ -210,16 +216,16 @@ def sound(command, folder, stem, model, layers, inputs, again):
     return {op["name"]: op for op in mapping["graph"][0]["op"]}
 
 
-def test_check_deploy_and_the_mapping_follow(both, command, small_cnn, tmp_path):
+def test_check_deploy_and_the_mapping_follow(kept, command, small_cnn, tmp_path):
     inputs = (" and 2 inputs of tensor_quantize", ", 2 inputs moved in int8")
-    ops = sound(command, both[1], "small_cnn", small_cnn, 4, inputs, tmp_path / "again")
+    ops = sound(command, kept("inputs")[1], small_cnn, 4, inputs, tmp_path / "again")
     assert ops["Add_a"]["input"] == ["Conv_c2.dequant:0", "Add_a.1.anti_quant:0"]
     assert ops["Add_a"]["attr"][0]["value"]["list"]["s"] == ["Add_a"]
     assert ops["Add_a.1.anti_quant"]["attr"][0]["value"]["list"] == {}
 
 
-def test_an_input_taken_out_of_the_record_is_not_deployed(both, command, small_cnn, tmp_path):
-    _, folder = both
+def test_an_input_taken_out_of_the_record_is_not_deployed(kept, command, small_cnn, tmp_path):
+    _, folder = kept("inputs")
     text = (folder / "small_cnn_record.txt").read_text()
     before, mark, _ = text.partition('record {\n  key: "MaxPool_p:0"')
     assert mark
@@ -245,11 +251,11 @@ EDITS = {  # what stands behind a key of the record, and what takes its place
 
 @pytest.mark.parametrize("key", EDITS)
 def test_a_wrong_record_of_an_input_or_of_two_activations_is_refused(
-    key, request, refusal, tmp_path
+    key, kept, small_cnn, files, refusal, tmp_path
 ):
     place, old, new, said = EDITS[key]
-    fixtures = ("both_matmul", "files") if place == "scores" else ("both", "small_cnn")
-    (_, folder), model = map(request.getfixturevalue, fixtures)
+    name, model = ("matmuls", files) if place == "scores" else ("inputs", small_cnn)
+    _, folder = kept(name)
     text = (folder / f"{model.stem}_record.txt").read_text()
     edited, count = re.subn(f'(?s)(key: "{place}.*?){old}', rf"\g<1>{new}", text, count=1)
     assert count == 1
@@ -432,20 +438,8 @@ def named(*names, inner=""):
     )
 
 
-@pytest.fixture
-def plain(built_matmul):
-    """What is said where no MatMul is named, and the folder."""
-    return once("plain", built_matmul, "batch_num: 4")
-
-
-@pytest.fixture
-def both_matmul(built_matmul):
-    """The same with both MatMuls of two activations."""
-    return once("matmuls", built_matmul, named("scores", "context"))
-
-
-def test_two_activations_are_float_unless_they_are_named(plain):
-    said, folder = plain
+def test_two_activations_are_float_unless_they_are_named(kept):
+    said, folder = kept("plain")
     assert "3 of 8 nodes int8 (MatMul 3)" in said
     assert "neither factor is a constant: int8 only where a configuration names it" in said
     assert "scores" not in config_of(folder)
@@ -453,9 +447,9 @@ def test_two_activations_are_float_unless_they_are_named(plain):
     assert set(default_config(find_layers(attention())).layers) == {"query", "key", "value"}
 
 
-def test_two_activations_are_quantized_where_they_are_named(both_matmul):
+def test_two_activations_are_quantized_where_they_are_named(kept):
     """Both factors symmetric; the second's scale stands in the record where a weight's would."""
-    said, folder = both_matmul
+    said, folder = kept("matmuls")
     assert "5 of 8 nodes int8 (MatMul 5)" in said and "within 0 of the fake-quant model" in said
     assert "MatMuls of two activations in int8: 2. Huawei says that this gains on" in said
     config = config_of(folder)["scores"]
@@ -529,13 +523,13 @@ def test_common_settings_do_not_stand_in_the_way(built_matmul):
     assert found["asymmetric"] is False and found["search_step"] == 0.1
 
 
-def test_check_deploy_and_the_mapping_follow_matmuls(both_matmul, command, files, tmp_path):
-    ops = sound(command, both_matmul[1], "net", files, 5, ("", ""), tmp_path / "again")
+def test_check_deploy_and_the_mapping_follow_matmuls(kept, command, files, tmp_path):
+    ops = sound(command, kept("matmuls")[1], files, 5, ("", ""), tmp_path / "again")
     assert ops["scores"]["attr"][0]["value"]["list"]["s"] == ["scores"]
 
 
-def test_a_weight_of_3_dimensions_has_one_scale_and_keeps_its_layout(plain, files):
-    _, folder = plain
+def test_a_weight_of_3_dimensions_has_one_scale_and_keeps_its_layout(kept, files):
+    _, folder = kept("plain")
     records = records_of(folder)
     weights = {t.name: numpy_helper.to_array(t) for t in attention().graph.initializer}
     deployed = onnx.load(folder / "net_deploy_model.onnx")
