@@ -131,12 +131,10 @@ def uneven(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    rng = np.random.default_rng(5)
-    x = np.abs(rng.normal(size=(12, 8, 12, 12))) * SIZES.reshape(1, 8, 1, 1)
-    path = tmp_path_factory.mktemp("images") / "x.npy"
-    np.save(path, x.astype(np.float32))
-    return path
+def images(uneven):
+    x = np.abs(np.random.default_rng(5).normal(size=(12, 8, 12, 12))) * SIZES.reshape(8, 1, 1)
+    np.save(uneven.with_suffix(".npy"), x.astype(np.float32))
+    return uneven.with_suffix(".npy")
 
 
 @pytest.fixture(scope="module")
@@ -308,10 +306,8 @@ def test_a_layer_in_float_keeps_its_own_constants(auto_coarse, coarse):
     before, after = ({one.name: one for one in find_weighted_layers(model)} for model in models)
     (back,) = before.keys() - set(kept)
     assert (after[back].array == before[back].array).all()
-    biases = [
-        numpy_helper.to_array(Graph(model).constants[layers[back].bias])
-        for model, layers in zip(models, (before, after), strict=True)
-    ]
+    tensors = (Graph(models[0]).constants, before), (Graph(models[1]).constants, after)
+    biases = [numpy_helper.to_array(held[layers[back].bias]) for held, layers in tensors]
     np.testing.assert_array_equal(*biases)
 
 

@@ -13,8 +13,7 @@ import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
 
-from deploy.calibration.trt_cache import dump as cache_text
-from deploy.calibration.trt_cache import from_scales
+from deploy.calibration import trt_cache
 from deploy.metrics.bench_inputs import random_feeds
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.executor import open_deploy
@@ -259,7 +258,8 @@ def test_scales_come_from_one_file_that_fits(small_cnn, built, ended, tmp_path):
     config = ("--ascend-config", record)
     assert "leave the conf" in ended("deploy", small_cnn, "--cache", cache, *config, *out)
     cache = tmp_path / "c.cache"
-    cache.write_bytes(cache_text(from_scales({"other": np.float32(1)}, version="8.6.1")))
+    other = trt_cache.from_scales({"other": np.float32(1)}, version="8.6.1")
+    cache.write_bytes(trt_cache.dump(other))
     error = ended("deploy", small_cnn, "--cache", cache, *out)
     assert "none of 4" in error and "calib8 cache check" in error
     cache.write_text("no cache")

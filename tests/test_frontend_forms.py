@@ -47,10 +47,8 @@ def net(op, *constants, opset, shape=IMAGE, outputs=1, kind=F32, **given):
     reads = [c if isinstance(c, str) else f"k{at}" for at, c in enumerate(constants)]
     made = [f"y{at}" for at in range(outputs)]
     nodes = [make_node(op, ["x", *reads], made, name="one", **given)]
-    inputs = [make_value("x", shape, kind)]
-    model = make_model(
-        nodes, inputs, [onnx.ValueInfoProto(name=name) for name in made], held, opset=opset, ir=10
-    )
+    ends = [make_value("x", shape, kind)], [onnx.ValueInfoProto(name=name) for name in made]
+    model = make_model(nodes, *ends, held, opset=opset, ir=10)
     return onnx.shape_inference.infer_shapes(model)
 
 
@@ -257,9 +255,8 @@ def test_the_count_and_the_version_of_the_file_are_told():
     model = net("Mish", opset=21)
     got = lower_opset(model, opset=17)
     assert got.rewritten == {"Mish": 1} and got.model.ir_version == 8 and model.ir_version == 10
-    assert (
-        lower_opset(model, opset=21).model is model and not lower_opset(model, opset=22).rewritten
-    )
+    assert lower_opset(model, opset=21).model is model
+    assert not lower_opset(model, opset=22).rewritten
 
 
 # --- float16 models, and sizes that are not known: what is loaded, built, and fed.
