@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -281,11 +282,8 @@ def all_kinds(tmp_path_factory):
 
 @pytest.fixture
 def built(all_kinds, ascend_build):
-    """(folder, text, suffix, further words) -> what was said, and the folder."""
-    images = all_kinds.with_suffix(".npy")
-    return lambda folder, text, suffix=".cfg", *words: ascend_build(
-        all_kinds, images, text, *words, suffix=suffix, out=folder
-    )
+    """(text, words; suffix, out) -> what was said, and the folder."""
+    return partial(ascend_build, all_kinds, all_kinds.with_suffix(".npy"))
 
 
 ARQ = "batch_num: 48"
@@ -311,8 +309,8 @@ def integers(out):
 
 @pytest.mark.slow
 def test_every_kind_of_layer_is_rounded_nearer_to_the_float_model(all_kinds, built):
-    _, arq = built("arq", ARQ)
-    said, out = built("ada", ada(2000))
+    _, arq = built(ARQ, out="arq")
+    said, out = built(ada(2000), out="ada")
     assert "AdaRound rounded the weights of 5 layers" in said and "first 48 samples" in said
     assert "AMCT's ARQ and AdaRound and IFMR" in said  # the pool's is ARQ's
     assert away(all_kinds, out) < 0.7 * away(all_kinds, arq)
@@ -326,12 +324,12 @@ def test_every_kind_of_layer_is_rounded_nearer_to_the_float_model(all_kinds, bui
 @pytest.mark.slow
 def test_the_rounding_is_in_every_file(all_kinds, built):
     """Deploy, fake-quant and Q/DQ model hold the same codes, which are not the nearest."""
-    said, out = built("ada", ada(150))
+    said, out = built(ada(150), out="ada")
     assert "within 0 of the fake-quant model" in said  # the integer executor on the deploy model
     codes = integers(out)
     held = {t.name: t for t in onnx.load(out / "kinds_fake_quant_model.onnx").graph.initializer}
     qdq = {t.name: t for t in onnx.load(out / "kinds_amct_qdq.onnx").graph.initializer}
-    _, plain = built("plain", ada(0))
+    _, plain = built(ada(0), out="plain")
     for name, layer in zip(("w1", "w2", "w4", "w5"), ("first", "apart", "fc", "mm"), strict=True):
         np.testing.assert_array_equal(numpy_helper.to_array(held[name]), codes[name])
         found = numpy_helper.to_array(qdq[f"{layer}.weight.int8"])
@@ -344,7 +342,7 @@ def test_the_rounding_is_in_every_file(all_kinds, built):
 def test_a_record_alone_does_not_hold_the_rounding_and_says_so(
     all_kinds, built, command, tmp_path, refusal
 ):
-    _, out = built("ada", ada(100, "dmq_balancer { }"))
+    _, out = built(ada(100, "dmq_balancer { }"), out="ada")
     record, modified = out / "kinds_record.txt", out / "kinds_modified_model.onnx"
     said = command("ascend", "deploy", all_kinds, record, "-o", tmp_path / "a")
     assert "AdaRound rounded the weights of 5 layers" in said
@@ -367,8 +365,8 @@ def document(layers=LAYERS, **weight):
 
 @pytest.mark.slow
 def test_both_forms_threads_and_the_cache_give_the_same_bytes(built, monkeypatch):
-    _, one = built("one", ada(60))
-    said, two = built("two", document(num_iteration=60), ".json", "--threads", 1)
+    _, one = built(ada(60), out="one")
+    said, two = built(document(num_iteration=60), "--threads", 1, suffix=".json", out="two")
     assert "calibrated anew" in said
     files = [path.name for path in one.iterdir() if path.suffix in (".onnx", ".txt", ".npz")]
     assert len(files) > 5
@@ -378,15 +376,15 @@ def test_both_forms_threads_and_the_cache_give_the_same_bytes(built, monkeypatch
     search = "deploy.targets.ascend.weight_rounding.round_block"
     monkeypatch.setattr(search, lambda *a, **k: pytest.fail("a search"))
     before = {name: (two / name).read_bytes() for name in files}
-    said, two = built("two", ada(60))
+    said, two = built(ada(60), out="two")
     assert "cache reused" in said
     assert all((two / name).read_bytes() == data for name, data in before.items())
 
 
 def test_layers_that_do_not_ask_stay_as_arq_has_them(built):
-    _, arq = built("arq", ARQ)
+    _, arq = built(ARQ, out="arq")
     fc = "calibration_config { ada_quantize { num_iteration: 100 } }"
-    said, out = built("ada", f'{ARQ} override_layer_configs {{ layer_name: "fc" {fc} }}')
+    said, out = built(f'{ARQ} override_layer_configs {{ layer_name: "fc" {fc} }}', out="ada")
     assert "of 1 layers" in said and "ARQ and AdaRound" in said
     changed = {n for n, codes in integers(out).items() if (codes != integers(arq)[n]).any()}
     assert changed == {"w4"}
@@ -403,7 +401,7 @@ def test_the_layers_are_rounded_one_after_the_other(all_kinds, built, monkeypatc
         return problem
 
     monkeypatch.setattr(weight_rounding, "_problem", spy)
-    _, out = built("ada", ada(100))
+    _, out = built(ada(100), out="ada")
     assert list(seen) == list(LAYERS)
     x = np.load(all_kinds.with_suffix(".npy"))
     # the pool keeps its place, and its own codes do not show: activations stay float
@@ -425,8 +423,8 @@ def test_auto_takes_such_a_configuration(all_kinds, command, tmp_path):
 
 @pytest.mark.slow
 def test_repairs_leave_its_layers_as_they_are(built):
-    _, out = built("ada", ada(200))
-    again, repaired = built("more", ada(200), ".cfg", "--repair", "bias,adaround")
+    _, out = built(ada(200), out="ada")
+    again, repaired = built(ada(200), "--repair", "bias,adaround", out="more")
     assert "rounding by output error: nothing to repair" in again
     assert "bias correction: nothing to repair" in again
     name = "kinds_deploy_model.onnx"
@@ -442,11 +440,8 @@ def test_repairs_leave_its_layers_as_they_are(built):
         (LAYERS, {"channel_wise": True}, "channel_wise"),
     ],
 )
-def test_what_it_cannot_round_is_told_before_any_pass(
-    layers, more, wanted, all_kinds, ascend_build, no_pass
-):
-    text, images = document(layers, **more), all_kinds.with_suffix(".npy")
-    assert wanted in ascend_build(all_kinds, images, text, suffix=".json", code=1)[0]
+def test_what_it_cannot_round_is_told_before_any_pass(layers, more, wanted, built, no_pass):
+    assert wanted in built(document(layers, **more), suffix=".json", code=1)[0]
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,7 @@ def layer(**changes):
     return {"activation_quant_params": act, "weight_quant_params": wts, **changes}
 
 
+ADA = {"wts_algo": "ada_quantize"}
 BROKEN_JSON = {
     "empty": ("", "must be JSON"),
     "list": ("[]", "JSON object"),
@@ -149,13 +150,11 @@ BROKEN_JSON = {
     "weight bits": (conf(conv1=layer(wts={"num_bits": 5})), "4, 6, 7 or 8"),
     "weight algo": (conf(conv1=layer(wts={"wts_algo": "arq"})), "arq_quantize"),
     "ada keys": (conf(conv1=layer(wts={"reg_param": 0.1})), "ada_quantize"),
-    "ada range": (
-        conf(conv1=layer(wts={"wts_algo": "ada_quantize", "beta_range": [2, 20]})),
-        "start > end",
-    ),
+    "ada range": (conf(conv1=layer(wts=ADA | {"beta_range": [2, 20]})), "start > end"),
     "channel_wise Gemm": (conf(fc1=layer(wts={"channel_wise": True})), "channel_wise must be"),
 }
 
+OF_TYPE = 'override_layer_types { layer_type: "%s" calibration_config {} }'
 BROKEN_CFG = {
     "not text": ("\x00\x01", "protobuf text"),
     "misspelt": ("batchnum: 1", "did you mean 'batch_num'"),
@@ -171,11 +170,7 @@ BROKEN_CFG = {
     "unknown type": ('skip_layer_types: "Conv9d"', "did you mean"),
     "all": (f"skip_layer_types: {json.dumps(sorted(KINDS))}", "leave a type"),
     "unknown": ('override_layer_configs { layer_name: "fc9" calibration_config {} }', "you mean"),
-    "override twice": (
-        'override_layer_types { layer_type: "Conv" calibration_config {} }'
-        'override_layer_types { layer_type: "Conv2d" calibration_config {} }',
-        "once",
-    ),
+    "override twice": (OF_TYPE % "Conv" + OF_TYPE % "Conv2d", "once"),
     "nan": ("common_config { ifmr_quantize { search_step: nan } }", "float"),
 }
 
@@ -204,9 +199,7 @@ BROKEN_RECORD = {
     "no weights": (record("fc1", "scale_d: 1 offset_d: 0", False), "scale_w"),
     "shift": (record("fc1", "shift_bit: 1"), "shift_bit"),
     "type": (record("fc1", 'act_type: "INT9"'), "INT9"),
-    "int16": (
-        record("pool", 'scale_d: 1 offset_d: 0 act_type: "INT16"', False), "INT16 is for Conv",
-    ),
+    "int16": (record("pool", 'scale_d: 1 offset_d: 0 act_type: "INT16"', False), "INT16 is for C"),
     "factor": (record("fc1", "tensor_balance_factor: 0"), "balance"),
     "pool weight": (record("pool"), "AveragePool"),
 }  # fmt: skip

@@ -62,9 +62,8 @@ def pictures_built(command, tmp_path):
 
 def loss(model, made):
     """The squared error of the fake-quant model, over the squares of the float model's output."""
-    wanted, found = (
-        computed(one, samples()) for one in (model, onnx.load(made("_fake_quant_model.onnx")))
-    )
+    fake = onnx.load(made("_fake_quant_model.onnx"))
+    wanted, found = computed(model, samples()), computed(fake, samples())
     return np.square(wanted - found).mean() / np.square(wanted).mean()
 
 
@@ -155,12 +154,9 @@ def fixed(small_cnn, tmp_path_factory):
 @pytest.fixture
 def made(run, tmp_path):
     """(model, rows, words, configuration) -> record, config, what was said; each in its folder."""
-    count = 0
 
     def build(model, rows, *words, config="", again=False):
-        nonlocal count
-        count += not again
-        folder = tmp_path / str(count)
+        folder = tmp_path / str(len(list(tmp_path.iterdir())) - again)
         folder.mkdir(exist_ok=True)
         # brighter from image to image, so that it shows which of them make up a batch
         size = np.geomspace(1, 30, 12).reshape(12, 1, 1, 1)

@@ -18,13 +18,9 @@ from calibrators.amct.ifmr import IfmrParams, ifmr
 from calibrators.errors import CalibrationError
 from deploy.errors import BackendError, ExportError, FeedError
 from deploy.frontends import load
+from deploy.targets.ascend import deploy_model
 from deploy.targets.ascend.amct_calibration import observation_model
 from deploy.targets.ascend.config import default_config, read_config, resolve_config
-from deploy.targets.ascend.deploy_model import (
-    deploy_model,
-    pack_dequant_scales,
-    unpack_dequant_scales,
-)
 from deploy.targets.ascend.executor import compare_deploy_model
 from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layers import find_layers, name_nodes
@@ -201,8 +197,10 @@ def test_sums_beyond_int32_are_told_and_packing_round_trips():
     with pytest.raises(ExportError, match="int32"):
         quantize_layers(model, find_layers(model), {"wide": record})
     scales = np.float32([1e-6, 1.0, 3.5e4])
-    assert (pack_dequant_scales(scales) >> np.uint64(32) == 0).all()
-    np.testing.assert_array_equal(unpack_dequant_scales(pack_dequant_scales(scales)), scales)
+    assert (deploy_model.pack_dequant_scales(scales) >> np.uint64(32) == 0).all()
+    np.testing.assert_array_equal(
+        deploy_model.unpack_dequant_scales(deploy_model.pack_dequant_scales(scales)), scales
+    )
 
 
 def test_a_tensor_two_layers_read_is_quantized_once_and_outputs_keep_their_names():
@@ -215,7 +213,7 @@ def test_a_tensor_two_layers_read_is_quantized_once_and_outputs_keep_their_names
     batch = {"x": np.linspace(-1, 1, 4, dtype=np.float32).reshape(1, 4)}
     records = calibrate_amct(model, layers, [batch], default_config(layers)).records
     quantized = quantize_layers(model, layers, records)
-    deploy = deploy_model(model, quantized)
+    deploy = deploy_model.deploy_model(model, quantized)
     assert [n.op_type for n in deploy.graph.node].count("AscendQuant") == 1
     assert [o.name for o in deploy.graph.output] == ["y", "z"]
     fake = fake_quant_model(model, quantized)

@@ -432,10 +432,9 @@ def built_matmul(files, ascend_build):
 
 
 def named(*names, inner=""):
-    return "batch_num: 4\n" + "\n".join(
-        f'override_layer_configs {{ layer_name: "{name}" calibration_config {{ {inner} }} }}'
-        for name in names
-    )
+    more = f"calibration_config {{ {inner} }}"
+    layers = [f'override_layer_configs {{ layer_name: "{name}" {more} }}\n' for name in names]
+    return "batch_num: 4\n" + "".join(layers)
 
 
 def test_two_activations_are_float_unless_they_are_named(kept):
