@@ -1,7 +1,10 @@
 """Every kind of feed, through the command or as Python hands it over: the same samples, or one
 sentence."""
 
+import functools
+import itertools
 import json
+import re
 import shutil
 
 import cv2
@@ -25,6 +28,7 @@ STATE = TensorSpec("state", "float32", ("batch", 4))
 BATCH = np.random.default_rng(3).normal(size=(6, 3, 16, 16)).astype(np.float32)
 STATES = np.random.default_rng(4).normal(size=(6, 4)).astype(np.float32)
 UNIT = Preprocess(scale=1 / 255)
+QUICK = ("--effort", 0, "--duration", 0, "--accept")
 
 
 def fed(source, *specs, **options):
@@ -42,13 +46,33 @@ def folder_of_arrays(tmp_path, kind):
     folder.mkdir()
     for number, one in enumerate(BATCH):
         path = folder / f"{number}.{kind}"
-        if kind == "npy":
-            np.save(path, one[None])
-        elif kind == "npz":
+        if kind == "npz":
             np.savez(path, x=one[None])
         else:
-            one.astype("<f4").tofile(path)
+            np.save(path, one[None]) if kind == "npy" else one.astype("<f4").tofile(path)
     return folder
+
+
+@pytest.fixture
+def cached(run, small_cnn, tmp_path):
+    """(images, *words) -> the bytes of a new cache that `calib8 calibrate` makes of them."""
+    numbers = itertools.count()
+
+    def call(images, *words, model=small_cnn):
+        path = tmp_path / f"made{next(numbers)}.cache"
+        run.ok("calibrate", model, "--images", images, "--out", path, *words)
+        return path.read_bytes()
+
+    return call
+
+
+@pytest.fixture
+def build(command, refusal, small_cnn, tmp_path):
+    """(*words) -> what a quick build of small_cnn prints, on one line; `fails`: its refusal."""
+    words = ("build", small_cnn, "--out", tmp_path / "o", *QUICK)
+    call = functools.partial(command, *words)
+    call.fails = functools.partial(refusal, *words)
+    return call
 
 
 # ---- files of arrays ------------------------------------------------------------------------
@@ -56,31 +80,22 @@ def folder_of_arrays(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["npy", "npz", "bin", "raw"])
 @pytest.mark.parametrize("form", ["folder", "list", "pattern", "paths"])
-def test_files_of_arrays_feed_as_one_stacked_file(kind, form, tmp_path, run, small_cnn):
-    folder = folder_of_arrays(tmp_path, kind)
-    source = folder
-    if form == "list":
-        source = tmp_path / "list.txt"
-        source.write_text("".join(f"arrays/{number}.{kind}\n" for number in range(6)))
-    if form == "pattern":
-        source = tmp_path / "*" / f"?.{kind}"
-    if form == "paths":
-        source = sorted(folder.iterdir())
+def test_files_of_arrays_feed_as_one_stacked_file(kind, form, tmp_path, cached):
+    folder, listed = folder_of_arrays(tmp_path, kind), tmp_path / "list.txt"
+    listed.write_text("".join(f"arrays/{number}.{kind}\n" for number in range(6)))
+    pattern = tmp_path / "*" / f"?.{kind}"
+    forms = {"folder": folder, "list": listed, "pattern": pattern, "paths": None}
+    source = forms[form] or sorted(folder.iterdir())
     feed, samples = fed(source)
     same(samples)
     np.save(tmp_path / "stacked.npy", BATCH)
     whole = open_feed(tmp_path / "stacked.npy", [X]).manifest()
     assert feed.manifest() == whole  # so that a calibration of the one serves the other
-    if form == "paths":
-        return
-    run.ok("calibrate", small_cnn, "--images", source, "--out", tmp_path / "a.cache")
-    run.ok(
-        "calibrate", small_cnn, "--images", tmp_path / "stacked.npy", "--out", tmp_path / "b.cache"
-    )
-    assert (tmp_path / "a.cache").read_bytes() == (tmp_path / "b.cache").read_bytes()
+    if form != "paths":
+        assert cached(source) == cached(tmp_path / "stacked.npy")
 
 
-def test_a_file_of_several_samples_and_labels_of_a_list(tmp_path):
+def test_labels_of_a_list_of_stacked_files_and_inside_npz_files(tmp_path):
     np.save(tmp_path / "a.npy", BATCH[:4])
     np.save(tmp_path / "b.npy", BATCH[4:])
     (tmp_path / "list.txt").write_text("a.npy 7\nb.npy 2\n")
@@ -88,27 +103,23 @@ def test_a_file_of_several_samples_and_labels_of_a_list(tmp_path):
     same(samples)
     assert feed.labels == (7, 7, 7, 7, 2, 2)
     assert feed.names[0] == "sample 0 of a.npy"
-
-
-def test_labels_inside_npz_files(tmp_path):
-    folder = tmp_path / "arrays"
-    folder.mkdir()
+    (tmp_path / "arrays").mkdir()
     for number, one in enumerate(BATCH):
-        np.savez(folder / f"{number}.npz", x=one[None], labels=np.array([number]))
-    assert fed(folder)[0].labels == tuple(range(6))
+        np.savez(tmp_path / "arrays" / f"{number}.npz", x=one[None], labels=np.array([number]))
+    assert fed(tmp_path / "arrays")[0].labels == tuple(range(6))
 
 
 @pytest.mark.parametrize("form", ["npz", "a folder an input"])
 def test_several_inputs_in_a_folder(form, tmp_path):
-    folder = tmp_path / "arrays"
-    for number in range(6):
+    for name in ("x", "state"):
+        (tmp_path / name).mkdir()
+    for number, (x, state) in enumerate(zip(BATCH[:, None], STATES[:, None], strict=True)):
         if form == "npz":
-            folder.mkdir(exist_ok=True)
-            np.savez(folder / f"{number}.npz", x=BATCH[number][None], state=STATES[number][None])
+            np.savez(tmp_path / "x" / f"{number}.npz", x=x, state=state)
         else:
-            for name, array in (("x", BATCH), ("state", STATES)):
-                (folder / name).mkdir(parents=True, exist_ok=True)
-                np.save(folder / name / f"{number}.npy", array[number][None])
+            np.save(tmp_path / "x" / f"{number}.npy", x)
+            np.save(tmp_path / "state" / f"{number}.npy", state)
+    folder = tmp_path / "x" if form == "npz" else tmp_path
     _, samples = fed(folder, X, STATE)
     same(samples)
     assert np.array_equal(np.concatenate([one["state"] for one in samples]), STATES)
@@ -124,11 +135,10 @@ def test_broken_files_of_arrays_are_told_or_skipped(tmp_path, run, small_cnn):
     with pytest.raises(FeedError, match=r"3\.npy cannot be read as plain numpy arrays"):
         fed(folder)
     feed, samples = fed(folder, skip_bad=True)
-    assert len(samples) == 5
-    assert "3.npy" in feed.notes[0]
+    assert len(samples) == 5 and "3.npy" in feed.notes[0]
     words = "calibrate", small_cnn, "--images", folder, "--out", tmp_path / "c.cache"
     assert "3.npy" in run.fails(*words)
-    assert run(*words, "--skip-bad")[0] == 0
+    run.ok(*words, "--skip-bad")
 
 
 def test_a_file_that_changes_meanwhile_is_told(tmp_path):
@@ -170,132 +180,105 @@ def test_images_and_arrays_together(tmp_path, pictures):
 # ---- images -----------------------------------------------------------------------------------
 
 
-def test_a_pattern_of_images_is_the_folder(pictures, tmp_path, run, small_cnn):
-    for name, source in (("a", pictures), ("b", pictures / "*.png")):
-        out = tmp_path / f"{name}.cache"
-        assert run("calibrate", small_cnn, "--images", source, "--out", out)[0] == 0
-    assert (tmp_path / "a.cache").read_bytes() == (tmp_path / "b.cache").read_bytes()
-    err = run.fails(
-        "calibrate", small_cnn, "--images", pictures / "*.gif", "--out", tmp_path / "c.cache"
-    )
-    assert "got none of 0 files" in err
+def test_a_pattern_of_images_is_the_folder(pictures, cached, tmp_path, run, small_cnn):
+    assert cached(pictures) == cached(pictures / "*.png")
+    words = "calibrate", small_cnn, "--out", tmp_path / "c.cache"
+    assert "got none of 0 files" in run.fails(*words, "--images", pictures / "*.gif")
 
 
-def test_coco_annotations_name_images(pictures, tmp_path, run, small_cnn):
+def test_coco_annotations_name_images(pictures, tmp_path, cached):
     shutil.copytree(pictures, tmp_path / "images")
     listed = [{"id": n, "file_name": f"{n:02}.png"} for n in range(20)]
     (tmp_path / "set.json").write_text(json.dumps({"images": listed, "annotations": []}))
     assert fed(tmp_path / "set.json")[0].names == fed(pictures)[0].names
-    out = tmp_path / "a.cache"
-    assert run("calibrate", small_cnn, "--images", tmp_path / "set.json", "--out", out)[0] == 0
+    cached(tmp_path / "set.json")
     (tmp_path / "other.json").write_text("[1, 2]")
     with pytest.raises(FeedError, match="must be COCO annotations with `images`"):
         fed(tmp_path / "other.json")
 
 
-def test_labels_without_evaluation_images_are_refused_or_told(pictures, tmp_path, run, small_cnn):
+def test_labels_without_evaluation_images_are_refused_or_told(pictures, tmp_path, build):
     """Nobody is to take the figures for those of labels that were never looked at."""
     labels, listed = tmp_path / "labels.txt", tmp_path / "list.txt"
     labels.write_text("1\n" * 20)
     listed.write_text("".join(f"{path} 1\n" for path in sorted(pictures.iterdir())))
-    words = "build", small_cnn, "--out", tmp_path / "o", "--effort", 0, "--duration", 0, "--accept"
-    code, _, err = run(*words, "--images", pictures, "--labels", labels)
-    assert code == 1 and "got none; give --eval-images" in err
-    assert "are not used; --eval-images" in said(run.ok(*words, "--images", listed))
-    assert "are not used" not in said(run.ok(*words, "--images", pictures, "--eval-images", listed))
+    err = build.fails("--images", pictures, "--labels", labels)
+    assert "got none; give --eval-images" in err
+    assert "are not used; --eval-images" in build("--images", listed)
+    assert "are not used" not in build("--images", pictures, "--eval-images", listed)
 
 
 def test_labels_stay_with_their_images_if_a_bad_one_is_left_out(pictures, tmp_path, run, small_cnn):
     """Each image's own label is its best class; one off, and next to none would be right."""
-    session, how = (
-        OrtSession.open(small_cnn, threads=1),
-        Preprocess(size=(16, 16), color="rgb", layout="nchw"),
-    )
-    best = []
-    for number, path in enumerate(sorted(pictures.iterdir())):
-        best.append(
-            int(session.run({"x": preprocess_image(cv2.imread(str(path)), how)})["logits"].argmax())
-        )
-        (tmp_path / "val").mkdir(exist_ok=True)
-        shutil.copy(path, tmp_path / "val" / f"{number:02}.png")
+    session = OrtSession.open(small_cnn, threads=1)
+    how = Preprocess(size=(16, 16), color="rgb", layout="nchw")
+    read = [cv2.imread(str(path)) for path in sorted(pictures.iterdir())]
+    best = [int(session.run({"x": preprocess_image(p, how)})["logits"].argmax()) for p in read]
+    shutil.copytree(pictures, tmp_path / "val")
     (tmp_path / "val" / "03.png").write_text("broken")
     labels = tmp_path / "labels.txt"
     labels.write_text("".join(f"{one}\n" for one in [*best[:3], (best[3] + 1) % 10, *best[4:]]))
     words = ("build", small_cnn, "--images", pictures, "--eval-images", tmp_path / "val")
-    words += ("--effort", 0, "--duration", 0, "--accept", "--labels", labels)
-    out = run.ok(*words, "--skip-bad", "--out", tmp_path / "o")
+    words += (*QUICK, "--labels", labels, "--skip-bad", "--out")
+    out = run.ok(*words, tmp_path / "o")
     (line,) = [line for line in out.splitlines() if line.startswith("Top-1  ")]
     assert line.split()[1] == "100.00"
     for count in (19, 21):
         labels.write_text("1\n" * count)
-        code, _, err = run(*words, "--skip-bad", "--out", tmp_path / "no")
-        assert code == 1 and f"got {count} labels for 20" in err
+        assert f"got {count} labels for 20" in run.fails(*words, tmp_path / "no")
         assert not (tmp_path / "no").exists()  # before anything is run
 
 
-def test_evaluation_images_that_calibrated_too_are_told(pictures, tmp_path, run, small_cnn):
-    others = tmp_path / "others"
+def test_evaluation_images_that_calibrated_too_are_told(pictures, tmp_path, build):
+    others, alone = tmp_path / "others", tmp_path / "alone"
     others.mkdir()
     for number, path in enumerate(sorted(pictures.iterdir())):
-        name = f"renamed{number}.png"
+        pixels = cv2.imread(str(path))
+        cv2.imwrite(str(others / f"renamed{number}.png"), 255 - pixels)
         if number < 7:
-            shutil.copy(path, others / name)
-        else:
-            cv2.imwrite(str(others / name), 255 - cv2.imread(str(path)))
-    words = "build", small_cnn, "--out", tmp_path / "o", "--effort", 0, "--duration", 0, "--accept"
+            shutil.copy(path, others / f"renamed{number}.png")
     few = sum(place < 7 for place in spread_evenly(range(20), 10))
     for limit, count in (((), 7), (("--limit", 10), few)):
-        out = run.ok(*words, "--images", pictures, "--eval-images", others, *limit)
-        assert f"{count} of the 20 evaluation images calibrated too" in said(out)
-    shutil.rmtree(others)
-    others.mkdir()
-    cv2.imwrite(str(others / "a.png"), np.full((9, 9, 3), 99, np.uint8))
-    code, out, err = run(*words, "--images", pictures, "--eval-images", others)
-    assert code == 0 and "calibrated too" not in said(out), err
+        out = build("--images", pictures, "--eval-images", others, *limit)
+        assert f"{count} of the 20 evaluation images calibrated too" in out
+    alone.mkdir()
+    cv2.imwrite(str(alone / "a.png"), np.full((9, 9, 3), 99, np.uint8))
+    assert "calibrated too" not in build("--images", pictures, "--eval-images", alone)
 
 
-def test_copies_of_images_are_told(pictures, tmp_path, run, small_cnn):
-    words = "build", small_cnn, "--out", tmp_path / "o", "--effort", 0, "--duration", 0, "--accept"
+def test_copies_of_images_are_told(pictures, tmp_path, build):
     train, val = shutil.copytree(pictures, tmp_path / "train"), tmp_path / "val"
-    words += ("--images", train, "--eval-images", val)
+    words = ("--images", train, "--eval-images", val)
     val.mkdir()
     for number, path in enumerate(sorted(train.iterdir())[:5]):
         shutil.copy(path, val / f"{number}.png")
-    assert "once more" not in said(run.ok(*words))
+    assert "once more" not in build(*words)
     first, *others = sorted(train.iterdir())
     shutil.copy(first, train / "again.png")
-    out = run.ok(*words)
-    assert "1 of the 21 images is a copy" in said(out)
+    assert "1 of the 21 images is a copy" in build(*words)
     for number, path in enumerate(others[:2]):
         shutil.copy(path, train / f"again{number}.png")
         shutil.copy(path, val / f"again{number}.png")
-    out = run.ok(*words)
-    assert "3 of the 23 images are copies" in said(out)
-    assert "2 of the 7 images are copies" in said(out)
-    assert "7 of the 7 evaluation images" in said(out)  # and not 5
+    out = build(*words)
+    assert "3 of the 23 images are copies" in out
+    assert "2 of the 7 images are copies" in out
+    assert "7 of the 7 evaluation images" in out  # and not 5
 
 
-def said(out):
-    return " ".join(out.split())
-
-
-def test_labels_by_folder(pictures, tmp_path, run, small_cnn):
+def test_labels_by_folder(pictures, tmp_path, build):
     for number, path in enumerate(sorted(pictures.iterdir())):
         (tmp_path / "val" / ["cat", "dog", "owl"][number % 3]).mkdir(parents=True, exist_ok=True)
         shutil.copy(path, tmp_path / "val" / ["cat", "dog", "owl"][number % 3])
     feed = open_feed(tmp_path / "val", [X], labels_by_folder=True)
     assert feed.labels == (0,) * 7 + (1,) * 7 + (2,) * 6
     assert "labels by folder: 3 classes, 0 is cat" in feed.notes
-    words = "build", small_cnn, "--images", pictures, "--out", tmp_path / "o", "--labels", "folders"
-    quick = "--effort", 0, "--duration", 0, "--accept"
-    assert "Top-1  " in run.ok(*words, *quick, "--eval-images", tmp_path / "val")
-    err = run.fails(*words, *quick)
-    assert "evaluation images, got none" in err
-    err = run.fails(*words, *quick, "--eval-images", pictures)
-    assert "one folder per class" in err
+    words = "--images", pictures, "--labels", "folders"
+    assert re.search(r"Top-1 \d", build(*words, "--eval-images", tmp_path / "val"))
+    assert "evaluation images, got none" in build.fails(*words)
+    assert "one folder per class" in build.fails(*words, "--eval-images", pictures)
 
 
-def test_a_video_is_fed_frame_by_frame(tmp_path, run, small_cnn):
+def test_a_video_is_fed_frame_by_frame(tmp_path, command, small_cnn):
     path = tmp_path / "clip.avi"
     writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"MJPG"), 5, (32, 32))
     for number in range(23):
@@ -307,11 +290,8 @@ def test_a_video_is_fed_frame_by_frame(tmp_path, run, small_cnn):
     assert np.allclose(shades, [0, 50, 100, 150, 200], atol=4)
     with feed.samples() as again:  # from the start once more
         assert [float(one["x"].mean()) * 255 for one in again] == shades
-    out = tmp_path / "a.cache"
-    words = "calibrate", small_cnn, "--images", path, "--out", out
-    code, stdout, err = run(*words, "--stride", 2)
-    assert code == 0, err
-    assert "every 2nd of 23 samples is used" in stdout + err
+    words = "calibrate", small_cnn, "--images", path, "--out", tmp_path / "a.cache"
+    assert "every 2nd of 23 samples is used" in command(*words, "--stride", 2)
     for line in ("clip.avi\nclip.avi\n", "clip.avi 3\n"):
         (tmp_path / "list.txt").write_text(line)
         with pytest.raises(FeedError, match="a video is fed alone and without a label"):
@@ -324,22 +304,18 @@ def test_a_video_is_fed_frame_by_frame(tmp_path, run, small_cnn):
 # ---- which of them ----------------------------------------------------------------------------
 
 
-def test_a_lot_is_drawn_by_its_seed(pictures, tmp_path, run, small_cnn):
+def test_a_lot_is_drawn_by_its_seed_or_every_so_manieth_is_taken(
+    pictures, tmp_path, run, small_cnn
+):
     drawn = [open_feed(pictures, [X], limit=Choice(sample=6, seed=s)).names for s in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert len(set(drawn[0])) == 6
     assert list(drawn[0]) == sorted(drawn[0])
     words = "calibrate", small_cnn, "--images", pictures, "--out", tmp_path / "a.cache", "--force"
-    code, out, err = run(*words, "--sample", 6, "--sample-seed", 1)
-    assert code == 0, err
-    assert "6 of 20 samples are used, drawn by lot (seed 1)" in out + err
-    err = run.fails(*words, "--sample-seed", 1)
-    assert "--sample-seed is of --sample" in err
-    err = run.fails(*words, "--sample", 3, "--limit", 3)
-    assert "got limit 3 and sample 3" in err
-
-
-def test_every_so_manieth(pictures):
+    out = run.ok(*words, "--sample", 6, "--sample-seed", 1)
+    assert "6 of 20 samples are used, drawn by lot (seed 1)" in out
+    assert "--sample-seed is of --sample" in run.fails(*words, "--sample-seed", 1)
+    assert "got limit 3 and sample 3" in run.fails(*words, "--sample", 3, "--limit", 3)
     feed = open_feed(pictures, [X], limit=Choice(every=3))
     assert feed.names == tuple(f"{n:02}.png" for n in range(0, 20, 3))
     assert "every 3rd of 20 samples is used" in feed.notes
@@ -362,14 +338,12 @@ LOADERS = {
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_a_loader_of_the_users(kind, tmp_path, run, small_cnn):
+def test_a_loader_of_the_users(kind, tmp_path, cached):
     np.save(tmp_path / "stacked.npy", BATCH)
     script = tmp_path / "loader.py"
     data = f"import numpy as np\ndata = np.load({str(tmp_path / 'stacked.npy')!r})\n"
     script.write_text(data + LOADERS[kind] + "\n")
-    for name, source in (("a", f"{script}:feed"), ("b", tmp_path / "stacked.npy")):
-        run.ok("calibrate", small_cnn, "--images", source, "--out", tmp_path / f"{name}.cache")
-    assert (tmp_path / "a.cache").read_bytes() == (tmp_path / "b.cache").read_bytes()
+    assert cached(f"{script}:feed") == cached(tmp_path / "stacked.npy")
 
 
 @pytest.mark.parametrize(
@@ -384,10 +358,8 @@ def test_a_loader_of_the_users(kind, tmp_path, run, small_cnn):
 )
 def test_a_loader_that_fails_is_one_sentence(body, message, tmp_path, run, small_cnn):
     (tmp_path / "loader.py").write_text(f"def feed():\n    {body}\n")
-    err = run.fails(
-        "calibrate", small_cnn, "--images", f"{tmp_path}/loader.py:feed", "--out", tmp_path / "c"
-    )
-    assert message in err
+    words = "calibrate", small_cnn, "--out", tmp_path / "c"
+    assert message in run.fails(*words, "--images", f"{tmp_path}/loader.py:feed")
 
 
 # ---- what Python hands over -------------------------------------------------------------------
@@ -409,11 +381,6 @@ class Tensor:
 
     def cpu(self):
         return self
-
-
-class Dataset:
-    def __iter__(self):
-        return ({"x": one.tolist(), "label": 3} for one in BATCH)
 
 
 class OwnReader:
@@ -501,14 +468,11 @@ def test_arrays_of_different_widths_from_python():
         fed(given[1:], TensorSpec("x", "float32", (4, 3, 16, "w")))
 
 
-def test_lists_of_numbers_are_arrays():
+def test_lists_of_numbers_are_arrays_and_name_their_dtype():
     _, samples = fed([[0.5, 1.0, 1.5, 2.0]], TensorSpec("x", "float64", ("n", 4)))
     assert samples[0]["x"].tolist() == [[0.5, 1.0, 1.5, 2.0]]
-
-
-def test_a_dataset_of_plain_lists_names_its_dtype():
     with pytest.raises(FeedError, match=r"float64 .*convert it with \.astype\('float32'\)"):
-        fed(Dataset())
+        fed([{"x": one.tolist(), "label": 3} for one in BATCH])
 
 
 def test_several_inputs_by_their_order():
@@ -518,18 +482,16 @@ def test_several_inputs_by_their_order():
     assert any("number 3" in note for note in feed.notes)
 
 
-class Trt:
-    def get_batch(self, names):
-        return None
-
-
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         (5, "something to iterate over, got int"),
         (None, "something to iterate over, got NoneType"),
         (b"bytes", "something to iterate over, got bytes"),
-        (Trt(), "got the TensorRT calibrator Trt, which gives addresses"),
+        (
+            type("Trt", (), {"get_batch": lambda self, names: None})(),
+            "got the TensorRT calibrator Trt, which gives addresses",
+        ),
         (lambda: 5, "something to iterate over, got int"),
         ([(BATCH, BATCH)], "must distinguish its inputs from its other values"),
         ([{"y": BATCH}], r"must name the inputs \['x'\], got \['y'\]"),
@@ -627,24 +589,18 @@ def test_sides_are_each_pictures_own(how, wanted, sizes):
         assert (samples[0]["x"][:, :, :, 20:] == 0).all() and samples[0]["x"][..., :20].any()
 
 
-def test_sizes_of_their_own_through_the_command(sizes, wide, tmp_path, run):
-    quick = "--effort", 0, "--duration", 0, "--accept"
-    for name, words in (("a", ()), ("b", ("--threads", 1))):
-        out = run.ok(
-            *("build", wide, "--images", sizes, "--size", "native", "--multiple", 8),
-            *("--out", tmp_path / name, *quick, *words),
-        )
-        assert "rgb *x* in multiples of 8, stretch" in " ".join(out.split())
+def test_sizes_of_their_own_through_the_command(sizes, wide, tmp_path, command):
+    words = ("build", wide, "--images", sizes, *QUICK, "--size")
+    for name, more in (("a", ()), ("b", ("--threads", 1))):
+        out = command(*words, "native", "--multiple", 8, "--out", tmp_path / name, *more)
+        assert "rgb *x* in multiples of 8, stretch" in out
     first, second = (tmp_path / name / "wide.int8.onnx" for name in "ab")
     assert first.read_bytes() == second.read_bytes()
-    code, out, err = run(
-        *("build", wide, "--images", sizes, "--size", "24X*", "--out", tmp_path / "a", *quick)
-    )
-    assert code == 0 and "rgb 24x*, stretch" in out, err
-    assert "(multiple 8" in " ".join(out.split())
-    assert run("compare", wide, first, "--images", sizes, "--size", "*x32")[0] == 0
-    assert run("bench", first, "--duration", 0, "--images", sizes, "--size", "native")[0] == 0
-    assert run("explain", tmp_path / "a", "--images", sizes)[0] == 0  # as the report says
+    out = command(*words, "24X*", "--out", tmp_path / "a")
+    assert "rgb 24x*, stretch" in out and "(multiple 8" in out
+    command("compare", wide, first, "--images", sizes, "--size", "*x32")
+    command("bench", first, "--duration", 0, "--images", sizes, "--size", "native")
+    command("explain", tmp_path / "a", "--images", sizes)  # as the report says
 
 
 @pytest.mark.parametrize(
@@ -661,17 +617,23 @@ def test_sizes_of_their_own_through_the_command(sizes, wide, tmp_path, run):
     ],
 )
 def test_sizes_that_mean_nothing(words, message, sizes, wide, tmp_path, run):
-    code, _, err = run(
-        *("calibrate", wide, "--images", sizes, "--out", tmp_path / "c.cache", *words.split())
-    )
-    assert (code, message in err if message else True) == (1 if message else 0, True), err
+    asked = ("calibrate", wide, "--images", sizes, "--out", tmp_path / "c.cache", *words.split())
+    assert message in run.fails(*asked) if message else run(*asked)[0] == 0
+
+
+def with_sides(path, goal, sides, ends=("input", "output")):
+    """Give the inputs and outputs of a model these sides: numbers, or names of open ones."""
+    model = onnx.load(path)
+    for value in [one for end in ends for one in getattr(model.graph, end)]:
+        for side, wanted in zip(value.type.tensor_type.shape.dim[2:4], sides, strict=True):
+            setattr(side, "dim_param" if isinstance(wanted, str) else "dim_value", wanted)
+    del model.graph.value_info[:]
+    return save_net(model, goal)
 
 
 def test_sizes_that_an_input_of_one_known_side_is_advised_are_taken(sizes, wide, tmp_path, run):
-    model = onnx.load(wide)
-    model.graph.input[0].type.tensor_type.shape.dim[2].dim_value = 24
-    onnx.save(model, tmp_path / "tall.onnx")
-    words = "calibrate", tmp_path / "tall.onnx", "--images", sizes, "--out", tmp_path / "c.cache"
+    tall = with_sides(wide, tmp_path / "tall.onnx", (24, "w"), ["input"])
+    words = "calibrate", tall, "--images", sizes, "--out", tmp_path / "c.cache"
     assert "24x224, or 24x*" in run.fails(*words)
     for advised in ("24x224", "24x*"):
         run.ok(*words, "--size", advised, "--refresh")
@@ -682,28 +644,12 @@ def test_a_side_of_its_own_for_an_input_that_has_one(pictures):
         open_feed(pictures, [X], preprocess={"size": (16, None)})
 
 
-def opened(path):
-    """As docs/feeds.md opens the sides of a model that is convolutional throughout."""
-    model = onnx.load(path)
-    for value in (*model.graph.input, *model.graph.output):
-        for name, side in zip(("h", "w"), value.type.tensor_type.shape.dim[2:4], strict=True):
-            side.dim_param = name
-    del model.graph.value_info[:]
-    onnx.save(model, path)
-
-
 def test_another_size_than_declared_is_advised_a_way_that_works(sizes, wide, tmp_path, run):
-    model = onnx.load(wide)
-    for value in (*model.graph.input, *model.graph.output):
-        for side in value.type.tensor_type.shape.dim[2:4]:
-            side.dim_value = 24
-    onnx.save(model, path := tmp_path / "small.onnx")
-    words = ("build", path, "--images", sizes, "--out", tmp_path / "o", "--duration", 0)
-    words = (*words, "--effort", 0, "--accept", "--size", "32x40")
-    code, _, err = run(*words)
-    assert code == 1 and "got 32x40" in err
-    assert "(dim_param)" in err
-    opened(path)
+    path = with_sides(wide, tmp_path / "small.onnx", (24, 24))
+    words = ("build", path, "--images", sizes, "--out", tmp_path / "o", *QUICK, "--size", "32x40")
+    err = run.fails(*words)
+    assert "got 32x40" in err and "(dim_param)" in err
+    with_sides(path, path, ("h", "w"))  # as docs/feeds.md opens them
     run.ok(*words)
 
 
@@ -712,30 +658,24 @@ def test_nan_in_files_is_told_with_one_way_out(wide, tmp_path, run):
     array[2, 0, 0, 0] = np.nan
     np.save(tmp_path / "x.npy", array)
     words = ("calibrate", wide, "--images", tmp_path / "x.npy", "--out", tmp_path / "c.cache")
-    code, _, err = run(*words)
-    assert code == 1 and err.endswith(
+    assert run.fails(*words).endswith(
         "sample 2 of x.npy holds 1 NaN or Inf values for the input 'x'; 4 were to be fed: correct"
         " or remove it, or skip bad ones (--skip-bad)\n"
     )
-    assert run(*words, "--skip-bad")[0] == 0
+    run.ok(*words, "--skip-bad")
 
 
-def test_arrays_of_different_sizes_in_files(tmp_path, wide, run):
+def test_arrays_of_different_sizes_in_files(tmp_path, wide, cached, rng):
     folder = tmp_path / "arrays"
     folder.mkdir()
-    rng = np.random.default_rng(8)
     for number, width in enumerate((16, 24, 40)):
         np.save(folder / f"{number}.npy", rng.normal(size=(2, 3, 8, width)).astype(np.float32))
     _, samples = fed(folder, WIDE)
     assert [one["x"].shape for one in samples] == [(1, 3, 8, w) for w in (16, 16, 24, 24, 40, 40)]
-    words = "calibrate", wide, "--images", folder, "--target", "onnxruntime,ascend"
-    for name, threads in (("a", 1), ("b", 2)):
-        run.ok(*words, "--threads", threads, "--out", tmp_path / f"{name}.cache")
-    assert (tmp_path / "a.cache").read_bytes() == (tmp_path / "b.cache").read_bytes()
-    run.ok(
-        *("calibrate", wide, "--images", folder, "--target", "tensorrt", "--method"),
-        *("entropy-tensorrt", "--batch-size", 2, "--out", tmp_path / "c.cache"),
-    )  # each batch is of one shape
+    both = "--target", "onnxruntime,ascend", "--threads"
+    assert cached(folder, *both, 1, model=wide) == cached(folder, *both, 2, model=wide)
+    each = "--target", "tensorrt", "--method", "entropy-tensorrt", "--batch-size", 2
+    cached(folder, *each, model=wide)  # each batch is of one shape
 
 
 # ---- files without a header -------------------------------------------------------------------
@@ -749,19 +689,17 @@ def raw_folder(tmp_path, arrays, suffix="bin"):
     return folder
 
 
-def test_raw_files_of_an_open_input(tmp_path, wide, run):
+def test_raw_files_of_an_open_input(tmp_path, wide, run, cached):
     batch = np.random.default_rng(6).normal(size=(4, 3, 8, 12)).astype("<f4")
     folder = raw_folder(tmp_path, batch)
     np.save(tmp_path / "stacked.npy", batch)
-    words = "calibrate", wide, "--out"
-    for name, shape in (("a", "1x3x8x12"), ("b", "3x8x12")):
-        run.ok(*words, tmp_path / f"{name}.cache", "--images", folder, "--raw-shape", shape)
-    assert run(*words, tmp_path / "c.cache", "--images", tmp_path / "stacked.npy")[0] == 0
-    texts = {(tmp_path / f"{name}.cache").read_bytes() for name in "abc"}
-    assert len(texts) == 1
+    made = cached(tmp_path / "stacked.npy", model=wide)
+    for shape in ("1x3x8x12", "3x8x12"):
+        assert cached(folder, "--raw-shape", shape, model=wide) == made
     stacked = open_feed(tmp_path / "stacked.npy", [WIDE]).manifest()
     assert open_feed(RawFiles(folder, shape=(1, 3, 8, 12)), [WIDE]).manifest() == stacked
-    assert "--raw-shape" in run.fails(*words, tmp_path / "d.cache", "--images", folder)
+    words = "calibrate", wide, "--out", tmp_path / "d.cache", "--images", folder
+    assert "--raw-shape" in run.fails(*words)
 
 
 def test_raw_files_of_fewer_bits_are_widened_and_of_others_refused(tmp_path):
@@ -777,7 +715,7 @@ def test_raw_files_of_fewer_bits_are_widened_and_of_others_refused(tmp_path):
         fed(RawFiles(folder, shape=(3, 16, 8)))
 
 
-def test_raw_pictures_are_preprocessed_as_files(tmp_path, small_cnn, run):
+def test_raw_pictures_are_preprocessed_as_files(tmp_path, small_cnn, command):
     for number, one in enumerate(PICTURES):
         cv2.imwrite(str(tmp_path / f"{number}.png"), one[:, :, ::-1])
     _, files = fed(tmp_path, preprocess=UNIT)
@@ -791,19 +729,15 @@ def test_raw_pictures_are_preprocessed_as_files(tmp_path, small_cnn, run):
     with pytest.raises(FeedError, match=r"raw pictures must be of the shape HxWx3, .* got 3x16x16"):
         fed(RawFiles(folder, shape=(3, 16, 16), dtype="uint8"))
     raw = "--images", folder, "--raw-shape", "16x16x3", "--raw-dtype", "uint8"
-    out = tmp_path / "o"
-    quick = "--effort", 0, "--duration", 0, "--accept"
-    said = run.ok(
-        *("build", small_cnn, *raw, "--preprocess", "unit", "--out", out, *quick),
-        *("--eval-images", folder),
+    out, build = tmp_path / "o", ("build", small_cnn, *raw, *QUICK, "--out")
+    assert "unit: rgb 16x16" in command(
+        *build, out, "--preprocess", "unit", "--eval-images", folder
     )
-    assert "unit: rgb 16x16" in said
     engine = out / "small_cnn.int8.onnx"
     for words in (("compare", small_cnn, engine), ("bench", engine, "--duration", 0)):
-        assert run(*words, *raw)[0] == 0
-    assert run("explain", out, *raw)[0] == 0
-    mixed = "--eval-images", tmp_path / "*.png"
-    assert run("build", small_cnn, *raw, "--out", tmp_path / "p", *quick, *mixed)[0] == 0
+        command(*words, *raw)
+    command("explain", out, *raw)
+    command(*build, tmp_path / "p", "--eval-images", tmp_path / "*.png")
 
 
 @pytest.mark.parametrize(
@@ -817,10 +751,8 @@ def test_raw_pictures_are_preprocessed_as_files(tmp_path, small_cnn, run):
     ],
 )
 def test_a_form_of_raw_files_for_others(words, message, small_cnn, pictures, tmp_path, run):
-    code, _, err = run(
-        *("calibrate", small_cnn, "--images", pictures, "--out", tmp_path / "c", *words.split())
-    )
-    assert code == 1 and message in err
+    feed = "--images", pictures, "--out", tmp_path / "c"
+    assert message in run.fails("calibrate", small_cnn, *feed, *words.split())
     assert "goes with --images" in run.fails("bench", small_cnn, *words.split())
 
 
