@@ -321,8 +321,6 @@ def test_more_pieces_than_images_are_refused(cluster, run, small_cnn, pictures, 
 
 
 # ---- what needs no cluster -------------------------------------------------------------------
-
-
 @pytest.fixture
 def hasty(monkeypatch):
     monkeypatch.setattr("deploy.calibration.cluster.CONNECT_S", 0.3)

@@ -77,8 +77,6 @@ def threads():
 
 
 # ---- images ---------------------------------------------------------------------------------
-
-
 def test_a_folder_is_read_recursively_sorted_and_any_case(photos):
     feed = open_feed(photos, [IMAGE])
     assert feed.names == ("a.JPG", "b.png", "e f.Png", "sub/c.jpeg", "sub/deep/d.bmp")
@@ -174,8 +172,6 @@ def test_uint8_and_float16_inputs(photos):
 
 
 # ---- what is told ---------------------------------------------------------------------------
-
-
 def test_broken_images_are_told_by_name_or_skipped_and_stderr_stays_quiet(photos, capfd):
     good, jpeg = ((photos / name).read_bytes() for name in ("b.png", "a.JPG"))
     half = len(good) // 2
@@ -283,8 +279,6 @@ def test_a_file_name_that_is_no_utf8_is_shown_and_fed(tmp_path):
 
 
 # ---- limit, batch, manifest -----------------------------------------------------------------
-
-
 def test_a_limit_is_spread_over_the_folder(photos):
     feed = open_feed(photos, [IMAGE], limit=2)
     assert feed.names == ("a.JPG", "e f.Png")
@@ -453,8 +447,6 @@ def test_arrays_that_hold_objects_or_do_not_agree_are_told(tmp_path):
 
 
 # ---- the stream -----------------------------------------------------------------------------
-
-
 def test_several_workers_share_one_stream_and_miss_nothing():
     feed = open_feed([np.full((1, 3, 16, 20), i, np.float32) for i in range(200)], [IMAGE])
 
@@ -656,8 +648,6 @@ def test_a_bad_or_changed_picture_is_told_in_its_turn(monkeypatch, folder):
 
 
 # --- Which samples are taken where not all are: from all over, in step with nothing in the feed.
-
-
 @given(st.integers(0, 3000))
 @example(10**6)
 def test_every_place_comes_once(count):
@@ -689,8 +679,6 @@ def test_neighbours_are_of_different_halves(number):
 
 
 # --- through the command ----------------------------------------------------------------------
-
-
 @pytest.fixture
 def taking_turns(tmp_path):
     """200 samples, one quiet and one eight times as loud in turns; their model tells which."""

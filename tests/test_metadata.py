@@ -39,8 +39,6 @@ def how(said, shape=OPEN, asked=None):
 
 
 # ---- the exporters ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("task", ["detect", "segment", "pose", "obb"])
 def test_ultralytics_boxes_are_letterboxed(task):
     said = carried(**(YOLO | {"task": task, "description": "Ultralytics YOLOv8n model"}))
@@ -220,8 +218,6 @@ def test_characters_of_a_recogniser_are_not_names_of_classes():
 
 
 # ---- what is made of it -----------------------------------------------------------------------
-
-
 def test_what_is_asked_stands_before_what_is_carried():
     spec = TensorSpec("x", "float32", OPEN)
     said = carried(**YOLO)
@@ -311,8 +307,6 @@ def test_what_is_no_file_or_too_large_beside_the_model(tmp_path):
 
 
 # ---- through the command ----------------------------------------------------------------------
-
-
 @pytest.fixture
 def yolo(small_cnn, tmp_path):
     """The small network as Ultralytics exports."""

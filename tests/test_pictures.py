@@ -336,8 +336,6 @@ def fed(folder, data: bytes, suffix: str = ".jpg", **options):
 
 
 # ---- damage ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["JPEG", "PROGRESSIVE", "RESTARTS"])
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 def test_a_jpeg_damaged_inside_is_told_in_its_decoders_words(tmp_path, capfd, kind, share):

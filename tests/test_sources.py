@@ -76,8 +76,6 @@ def build(command, refusal, small_cnn, tmp_path):
 
 
 # ---- files of arrays ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["npy", "npz", "bin", "raw"])
 @pytest.mark.parametrize("form", ["folder", "list", "pattern", "paths"])
 def test_files_of_arrays_feed_as_one_stacked_file(kind, form, tmp_path, cached):
@@ -178,8 +176,6 @@ def test_images_and_arrays_together(tmp_path, pictures):
 
 
 # ---- images -----------------------------------------------------------------------------------
-
-
 def test_a_pattern_of_images_is_the_folder(pictures, cached, tmp_path, run, small_cnn):
     assert cached(pictures) == cached(pictures / "*.png")
     words = "calibrate", small_cnn, "--out", tmp_path / "c.cache"
@@ -302,8 +298,6 @@ def test_a_video_is_fed_frame_by_frame(tmp_path, command, small_cnn):
 
 
 # ---- which of them ----------------------------------------------------------------------------
-
-
 def test_a_lot_is_drawn_by_its_seed_or_every_so_manieth_is_taken(
     pictures, tmp_path, run, small_cnn
 ):
@@ -363,8 +357,6 @@ def test_a_loader_that_fails_is_one_sentence(body, message, tmp_path, run, small
 
 
 # ---- what Python hands over -------------------------------------------------------------------
-
-
 class Tensor:
     """What a framework's tensor can do."""
 
@@ -679,8 +671,6 @@ def test_arrays_of_different_sizes_in_files(tmp_path, wide, cached, rng):
 
 
 # ---- files without a header -------------------------------------------------------------------
-
-
 def raw_folder(tmp_path, arrays, suffix="bin"):
     folder = tmp_path / "raw"
     folder.mkdir(exist_ok=True)
