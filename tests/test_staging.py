@@ -1,5 +1,6 @@
 """A build is complete or not there, and no output destroys other files."""
 
+import functools
 import json
 import os
 import re
@@ -16,19 +17,22 @@ import pytest
 
 from deploy import cli
 from deploy.calibration.store import cache_files, sidecars
-from deploy.cli import Terminated, main
+from deploy.cli import Terminated
 from deploy.errors import BackendError, ExportError
 from deploy.feed.preprocess import Preprocess
 from deploy.files import atomic, manifest, staging
 from deploy.files.reading import add_input_file, guard_inputs, refuse_output
 from deploy.files.staging import recover, stage_files
 from deploy.pipeline import build, calibrate
+from deploy.targets import TARGETS
 from deploy.targets.onnxruntime.target import OnnxRuntime
 from deploy.tuning.search_options import Tuning
-from tests.models import as_float32, make_model, make_node
+from tests.models import as_float32, make_model, save_net
 
 # --- A build is whole or not there: what a stop at any moment leaves, and who notices.
 UNIT = Preprocess(size=(16, 16))
+QUICK = {"preprocess": UNIT, "duration_s": 0, "tuning": Tuning(effort=0)}
+WORDS = ("--size", "16x16", "--duration", 0, "--effort", 0, "--accept", "--out")
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -38,6 +42,16 @@ def content(folder: Path) -> dict[str, bytes]:
 def write(stage, **named: str) -> None:
     for name, text in named.items():
         atomic.write_text(stage.inside / name, text)
+
+
+def unchanged(folder: Path) -> bool:
+    """Whether its files are those of its manifest, and no stage is left."""
+    found = manifest.read_manifest(folder)
+    return not manifest.find_changed_files(folder, found) and not list(folder.glob(".*"))
+
+
+def broken(self, request):
+    raise BackendError("it must work, got nothing; try again")
 
 
 def test_files_appear_together_and_equal_ones_stay_as_old_as_they_are(tmp_path):
@@ -172,36 +186,25 @@ def test_a_living_process_keeps_its_files(tmp_path):
 
 def test_one_run_at_a_time_changes_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic, "_PATIENCE", 0.05)
-    with (
-        atomic.lock_folder(tmp_path),
-        pytest.raises(ExportError, match="one run at a time"),
-        atomic.lock_folder(tmp_path),
-    ):
+    refused = pytest.raises(ExportError, match="one run at a time")
+    with atomic.lock_folder(tmp_path), refused, atomic.lock_folder(tmp_path):
         pass
 
 
 @pytest.fixture
 def made(small_cnn, pictures, tmp_path):
     """A build in a folder, and a function that builds into it again."""
-    out = tmp_path / "out"
-
-    def again(**named):
-        options = {"preprocess": UNIT, "duration_s": 0, "tuning": Tuning(effort=0), **named}
-        return build(small_cnn, pictures, out=out, **options)
-
+    again = functools.partial(build, small_cnn, pictures, out=tmp_path / "out", **QUICK)
     again()
-    return out, again
+    return tmp_path / "out", again
 
 
-def test_a_build_names_its_files_and_verify_reads_them(made, capsys):
+def test_a_build_names_its_files_and_verify_reads_them(made, run):
     out, _ = made
     found = manifest.read_manifest(out)
-    assert (
-        {*content(out)}
-        == {*found.files, manifest.MANIFEST_NAME}
-        > {*manifest.PAGES, "small_cnn.int8.onnx"}
-    )
-    assert not manifest.find_changed_files(out, found)
+    assert {*content(out)} == {*found.files, manifest.MANIFEST_NAME}
+    assert {*content(out)} > {*manifest.PAGES, "small_cnn.int8.onnx"}
+    assert unchanged(out)
     assert {"calib8", "onnxruntime", "opencv"} <= found.made_from["versions"].keys()
     report = json.loads((out / "report.json").read_text())
     rows = [*report["files"], *report["targets"][0]["files"]]
@@ -209,39 +212,28 @@ def test_a_build_names_its_files_and_verify_reads_them(made, capsys):
     assert told.items() <= found.files.items()
     assert {"small_cnn.cache", "small_cnn.int8.onnx"} <= told.keys()
     assert all(Path(row["path"]).exists() for row in rows)
-    main(["verify", str(out)])
-    assert f"{len(found.files)} of {len(found.files)} files are as" in capsys.readouterr().out
+    assert f"{len(found.files)} of {len(found.files)} files are as" in run.ok("verify", out)
 
 
-@pytest.mark.parametrize("way", ["changed", "missing", "no manifest", "another manifest"])
-def test_verify_tells_a_build_that_is_not_whole(way, made, capsys):
+def test_verify_tells_a_build_that_is_not_whole(made, run):
     out, _ = made
-    engine = out / "small_cnn.int8.onnx"
-    if way == "changed":
-        engine.write_bytes(engine.read_bytes() + b"\0")
-    elif way == "missing":
-        engine.unlink()
-    elif way == "no manifest":
-        (out / manifest.MANIFEST_NAME).unlink()
-    else:
-        (out / manifest.MANIFEST_NAME).write_text('{"schema": "other", "files": {}}')
-    with pytest.raises(SystemExit) as stop:
-        main(["verify", str(out)])
-    said = capsys.readouterr()
-    expected = {
-        "changed": "small_cnn.int8.onnx was changed",
-        "missing": "small_cnn.int8.onnx is missing",
-        "no manifest": "must hold the manifest.json of a build, got none",
-        "another manifest": "got another file of that name",
-    }
-    assert stop.value.code == 1 and expected[way] in said.out + said.err
+    engine, listed = out / "small_cnn.int8.onnx", out / manifest.MANIFEST_NAME
+    engine.write_bytes(engine.read_bytes() + b"\0")
+    code, said, _ = run("verify", out)
+    assert code == 1 and "small_cnn.int8.onnx was changed" in said
+    engine.unlink()
+    code, said, _ = run("verify", out)
+    assert code == 1 and "small_cnn.int8.onnx is missing" in said
+    listed.write_text('{"schema": "other", "files": {}}')
+    assert "got another file of that name" in run.fails("verify", out)
+    listed.unlink()
+    assert "must hold the manifest.json of a build, got none" in run.fails("verify", out)
 
 
 def test_verify_looks_at_a_cache_elsewhere_too(small_cnn, pictures, tmp_path, run):
     cache, out = tmp_path / "kept" / "x.cache", tmp_path / "out"
     cache.parent.mkdir()
-    words = ("--size", "16x16", "--duration", 0, "--effort", 0, "--out", out, "--cache", cache)
-    assert run("build", small_cnn, "--images", pictures, *words)[0] == 0
+    run.ok("build", small_cnn, "--images", pictures, *WORDS, out, "--cache", cache)
     assert f"{cache}, the cache, is as the build left it" in run.ok("verify", out)
     cache.write_text(cache.read_text() + "y: 3c010a14\n")
     code, said, _ = run("verify", out)
@@ -250,85 +242,65 @@ def test_verify_looks_at_a_cache_elsewhere_too(small_cnn, pictures, tmp_path, ru
     assert f"{cache}, the cache, is not here" in run.ok("verify", out)
 
 
-def test_an_engine_of_an_earlier_build_that_stays_is_told(made, small_cnn, pictures, capsys):
+def test_an_engine_of_an_earlier_build_that_stays_is_told(made, small_cnn, pictures, command):
     """Whoever goes on with X.int8.onnx would deploy what this build did not make."""
     out, _ = made
-    line = ["build", str(small_cnn), "--images", str(pictures), "--size", "16x16", "--accept"]
-    line += ["--duration", "0", "--out", str(out)]
-    main([*line, "--effort", "0"])
-    assert "of an earlier one" not in capsys.readouterr().out
+    words = ("build", small_cnn, "--images", pictures, "--size", "16x16", "--duration", 0)
+    words += ("--accept", "--out", out)
+    assert "of an earlier one" not in command(*words, "--effort", 0)
     plan = small_cnn.parent / "float.toml"
     plan.write_text('schema = "calib8-plan/1"\nfloat = ["*"]\n')
-    main([*line, "--plan", str(plan)])
+    said = command(*words, "--plan", plan)
     assert (out / "small_cnn.int8.onnx").exists() and (out / "small_cnn.float.onnx").exists()
-    said = " ".join(capsys.readouterr().out.split())
     assert f"not of this build, but of an earlier one in {out}: small_cnn.int8.onnx" in said
 
 
-def test_files_of_another_model_stay_and_are_told_apart(made, small_cnn, pictures, capsys):
+def test_files_of_another_model_stay_and_are_told_apart(made, small_cnn, pictures, run):
     out, again = made
-    other = small_cnn.parent / "other.onnx"
-    other.write_bytes(small_cnn.read_bytes())
-    words = ["--size", "16x16", "--duration", "0", "--effort", "0", "--out", str(out)]
-    main(["build", str(other), "--images", str(pictures), *words])
-    main(["verify", str(out)])
-    assert "small_cnn.int8.onnx is of an earlier build" in capsys.readouterr().out
+    other = Path(shutil.copy(small_cnn, out.parent / "other.onnx"))
+    run.ok("build", other, "--images", pictures, *WORDS, out)
+    assert "small_cnn.int8.onnx is of an earlier build" in run.ok("verify", out)
     again()  # and may be built again
-    assert "other.int8.onnx" in manifest.read_manifest(out).earlier
-    assert (
-        manifest.MANIFEST_NAME not in manifest.read_manifest(out).earlier
-    )  # it was replaced with the build
+    earlier = manifest.read_manifest(out).earlier
+    assert "other.int8.onnx" in earlier
+    assert manifest.MANIFEST_NAME not in earlier  # it was replaced with the build
 
 
 @pytest.mark.parametrize("name", ["report.html", "small_cnn.int8.onnx", "manifest.json"])
-def test_a_build_never_replaces_foreign_files(name, small_cnn, pictures, tmp_path, capsys):
+def test_a_build_never_replaces_foreign_files(name, small_cnn, pictures, tmp_path, run):
     (tmp_path / name).write_text("mine")
-    words = ["build", str(small_cnn), "--images", str(pictures), "--size", "16x16"]
-    words += ["--duration", "0", "--effort", "0", "--out", str(tmp_path)]
-    with pytest.raises(SystemExit):
-        main(words)
-    assert "must not replace what calib8 did not write" in capsys.readouterr().err
+    words = ("build", small_cnn, "--images", pictures, *WORDS, tmp_path)
+    assert "must not replace what calib8 did not write" in run.fails(*words)
     assert content(tmp_path) == {name: b"mine"}
-    main([*words, "--force"])
-    assert not manifest.find_changed_files(tmp_path, manifest.read_manifest(tmp_path))
+    run.ok(*words, "--force")
+    assert unchanged(tmp_path)
 
 
 def test_a_build_from_before_there_were_manifests_is_known_by_its_report(made):
     out, again = made
     (out / manifest.MANIFEST_NAME).unlink()
     again(method="minmax")
-    assert not manifest.find_changed_files(out, manifest.read_manifest(out))
+    assert unchanged(out)
 
 
 def test_a_build_that_fails_leaves_the_old_one_and_its_calibration_to_the_next(made, monkeypatch):
     out, again = made
     before = content(out)
-
-    def broken(self, request):
-        raise BackendError("it must work, got nothing; try again")
-
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patched, pytest.raises(BackendError):
         patched.setattr(OnnxRuntime, "build", broken)
-        with pytest.raises(BackendError):
-            again(limit=7)
+        again(limit=7)
     assert content(out) == before
     report = again(limit=7)
     assert report.calibration.reused and "did not end" in report.calibration.reason
-    assert not list(out.glob(".*")) and not manifest.find_changed_files(
-        out, manifest.read_manifest(out)
-    )
+    assert unchanged(out)
     assert content(out)["small_cnn.cache"] != before["small_cnn.cache"]
 
 
 def test_a_cache_elsewhere_is_kept_as_it_is_made(small_cnn, pictures, tmp_path, monkeypatch):
-    def broken(self, request):
-        raise BackendError("it must work, got nothing; try again")
-
     monkeypatch.setattr(OnnxRuntime, "build", broken)
     cache = tmp_path / "caches" / "x.cache"
     with pytest.raises(BackendError):
-        build(small_cnn, pictures, preprocess=UNIT, out=tmp_path / "out", cache=cache,
-              duration_s=0, tuning=Tuning(effort=0))  # fmt: skip
+        build(small_cnn, pictures, out=tmp_path / "out", cache=cache, **QUICK)
     assert all(path.exists() for path in cache_files(cache)) and not (tmp_path / "out").exists()
     assert calibrate(small_cnn, pictures, preprocess=UNIT, cache=cache).reused
 
@@ -336,18 +308,18 @@ def test_a_cache_elsewhere_is_kept_as_it_is_made(small_cnn, pictures, tmp_path, 
 @pytest.mark.slow
 def test_builds_at_once_leave_one_of_them(small_cnn, pictures, tmp_path):
     out = tmp_path / "out"
-    words = [sys.executable, "-m", "deploy", "build", str(small_cnn), "--images", str(pictures),
-             "--size", "16x16", "--duration", "0", "--effort", "0", "--out", str(out)]  # fmt: skip
+    words = ("-m", "deploy", "build", small_cnn, "--images", pictures, *WORDS, out, "--limit")
     environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
 
     def run(number: int) -> int:
-        own = [*words, "--limit", str(number + 4), "--method", ("mse", "minmax")[number % 2]]
+        own = [*words, number + 4, "--method", ("mse", "minmax")[number % 2]]
+        own = [sys.executable, *map(str, own)]
         return subprocess.run(own, env=environment, capture_output=True, check=False).returncode
 
     with ThreadPoolExecutor(4) as pool:
         assert set(pool.map(run, range(4))) == {0}
     found = manifest.read_manifest(out)
-    assert not manifest.find_changed_files(out, found) and not list(out.glob(".*"))
+    assert unchanged(out)
     report = json.loads((out / "report.json").read_text())
     fingerprint = json.loads((out / "small_cnn.cache.json").read_text())["fingerprint"]
     assert report["feed"]["samples"] == fingerprint["made_from"]["images"]["count"]
@@ -359,13 +331,8 @@ def test_builds_at_once_leave_one_of_them(small_cnn, pictures, tmp_path):
 
 
 def test_every_file_that_a_build_may_write_is_declared(small_cnn, pictures, tmp_path):
-    from deploy.targets import TARGETS
-
     targets = [kind() for kind in TARGETS.values()]
-    report = build(
-        small_cnn, pictures, preprocess=UNIT, out=tmp_path, targets=targets, duration_s=0,
-        tuning=Tuning(effort=0),
-    )  # fmt: skip
+    report = build(small_cnn, pictures, out=tmp_path, targets=targets, **QUICK)
     for target, part in zip(targets, report.targets, strict=True):
         names = [Path(row.path).name for row in part.files]
         assert names and all(n.removeprefix("small_cnn") in target.writes for n in names)
@@ -387,17 +354,9 @@ def test_a_journal_that_somebody_put_there_moves_nothing_out_of_its_folder(tmp_p
 
 
 # --- No output ever destroys what calib8 did not make; a signal ends a run in order.
-WORDS = {130: "interrupted", 143: "terminated"}
+ROOT = Path(__file__).parent.parent
+ENDED = {130: "interrupted", 143: "terminated"}
 FOREIGN = b"TRT-100300-EntropyCalibration2\nimages: 3c010a14\n"
-
-
-@pytest.fixture
-def run_code(run):
-    def call(*words):
-        code, _, err = run(*words)
-        return code, err
-
-    return call
 
 
 @pytest.fixture
@@ -406,19 +365,20 @@ def model(small_cnn, tmp_path):
     return Path(shutil.copy(small_cnn, tmp_path / "m.onnx"))
 
 
+INPUT = "an output must not be an input"
+
+
 @pytest.mark.parametrize("way", ["itself", "hard link", "symbolic link", "other spelling"])
-def test_a_calibration_over_its_model_is_refused(way, run_code, model, pictures, tmp_path):
-    before = model.read_bytes()
-    output = tmp_path / "other"
+def test_a_calibration_over_its_model_is_refused(way, run, model, pictures, tmp_path):
+    before, output = model.read_bytes(), tmp_path / "other"
+    (tmp_path / "x").mkdir()
     if way == "hard link":
         os.link(model, output)
     elif way == "symbolic link":
         output.symlink_to(model)
     else:
         output = model if way == "itself" else tmp_path / "x" / ".." / "m.onnx"
-        (tmp_path / "x").mkdir()
-    code, said = run_code("calibrate", model, "--images", pictures, "-o", output)
-    assert code == 1 and "an output must not be an input" in said
+    assert INPUT in run.fails("calibrate", model, "--images", pictures, "-o", output)
     assert model.read_bytes() == before
 
 
@@ -429,9 +389,8 @@ PLACES = ("model", "photo", "text", "foreign cache", "fifo")
     ("command", "what"),
     [("build", "labels"), *((c, what) for c in ("build", "calibrate") for what in PLACES)],
 )
-def test_a_cache_replaces_no_foreign_file(command, what, run_code, model, pictures, tmp_path):
-    photos = tmp_path / "photos"
-    shutil.copytree(pictures, photos)
+def test_a_cache_replaces_no_foreign_file(command, what, run, model, pictures, tmp_path):
+    photos = shutil.copytree(pictures, tmp_path / "photos")
     victim = {"model": model, "photo": next(photos.iterdir())}.get(what, tmp_path / "victim")
     if what in ("text", "labels", "foreign cache"):
         victim.write_bytes(FOREIGN if what == "foreign cache" else b"3\n" * 20)
@@ -441,61 +400,50 @@ def test_a_cache_replaces_no_foreign_file(command, what, run_code, model, pictur
     words = ["--images", photos]
     words += ["--cache", victim, "--out", tmp_path / "o"] if command == "build" else ["-o", victim]
     words += ["--eval-images", photos, "--labels", victim] if what == "labels" else []
-    code, said = run_code(command, model, *words)
-    assert code == 1, said
+    said = run.fails(command, model, *words)
     assert ("got a device" in said) == (what == "fifo")
     assert ("--force" in said) == (what in ("text", "foreign cache"))
     assert before is None or victim.read_bytes() == before
     assert not list(tmp_path.glob("victim.*"))
 
 
-def test_arrays_beside_a_cache_of_their_name_are_not_replaced(run_code, model, tmp_path):
+def test_arrays_beside_a_cache_of_their_name_are_not_replaced(run, model, tmp_path):
     data = tmp_path / "data.npz"
     np.savez(data, image=np.ones((8, 3, 16, 16), np.float32))
     before = data.read_bytes()
-    for words in ((), ("--force",)):  # nothing forces an input
-        code, said = run_code(
-            "build", model, "--images", data, "--cache", tmp_path / "data",
-            "--out", tmp_path / "o", *words,
-        )  # fmt: skip
-        assert code == 1 and "an output must not be an input" in said
+    words = ("build", model, "--images", data, "--cache", tmp_path / "data", "--out", tmp_path)
+    for more in ((), ("--force",)):  # nothing forces an input
+        assert INPUT in run.fails(*words, *more)
     assert data.read_bytes() == before
 
 
 def test_force_replaces_foreign_files_and_a_crashs_are_replaced_anyhow(
-    run_code, model, pictures, tmp_path
+    run, model, pictures, tmp_path
 ):
     cache = tmp_path / "c.cache"
     cache.write_bytes(FOREIGN)
     words = ("calibrate", model, "--images", pictures, "-o", cache)
-    assert run_code(*words)[0] == 1
-    assert run_code(*words, "--force")[0] == 0 and cache.read_bytes() != FOREIGN
-    whole = cache.read_bytes()
-    for lost in ((0,), (1,), (0, 1)):  # killed between the writes of the three files
-        files = (cache, *sidecars(cache))
-        for place in lost:
-            files[(0, 1)[place]].unlink()
-        assert run_code(*words)[0] == 0 and cache.read_bytes() == whole
+    run.fails(*words)
+    run.ok(*words, "--force")
+    whole, files = cache.read_bytes(), (cache, *sidecars(cache))
+    assert whole != FOREIGN
+    for lost in (files[:1], files[1:2], files[:2]):  # killed between the writes of the three files
+        for path in lost:
+            path.unlink()
+        run.ok(*words)
+        assert cache.read_bytes() == whole
     cache.write_bytes(b"")  # as mktemp leaves it
     for sidecar in sidecars(cache):
         sidecar.unlink()
-    assert run_code(*words)[0] == 0 and cache.read_bytes() == whole
+    run.ok(*words)
+    assert cache.read_bytes() == whole
 
 
-def test_a_report_does_not_replace_the_model_it_is_of(run_code, model):
+def test_a_report_does_not_replace_the_model_it_is_of(run, model):
     before = model.read_bytes()
-    for words in (("bench", model, "--json", model), ("bench", model, "--html", model)):
-        code, said = run_code(*words, "--duration", 0, "--warmup", 0)
-        assert code == 1 and "an output must not be an input" in said
+    for kind in ("--json", "--html"):
+        assert INPUT in run.fails("bench", model, kind, model, "--duration", 0, "--warmup", 0)
     assert model.read_bytes() == before
-
-
-def test_permissions_of_the_old_file_stay(tmp_path):
-    path = tmp_path / "a"
-    path.write_text("old")
-    path.chmod(0o600)
-    atomic.write_text(path, "new")
-    assert path.stat().st_mode & 0o777 == 0o600 and path.read_text() == "new"
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
@@ -510,13 +458,10 @@ def test_a_device_or_a_folder_is_never_replaced(make, tmp_path):
 
 def test_what_stands_in_dev_is_a_device_wherever_it_leads(tmp_path):
     """`-o /dev/stdout > file` leads to a plain file; a rename would put one in the link's place."""
+    program = "from deploy.files.reading import refuse_output; refuse_output('/dev/stdout')"
+    words = [sys.executable, "-c", program]
     with (tmp_path / "said").open("w") as file:
-        program = "from deploy.files.reading import refuse_output; refuse_output('/dev/stdout')"
-        root = Path(__file__).parents[1]
-        done = subprocess.run(
-            [sys.executable, "-c", program], cwd=root, stdout=file, stderr=subprocess.PIPE,
-            check=False,
-        )  # fmt: skip
+        done = subprocess.run(words, cwd=ROOT, stdout=file, stderr=subprocess.PIPE, check=False)
     assert b"/dev/stdout must be a file to write to, got a device" in done.stderr
 
 
@@ -545,21 +490,16 @@ def slow(tmp_path):
     """A model and inputs that take tens of seconds."""
     rng = np.random.default_rng(0)
     weights = {
-        "sizes": np.float32([1, 1, 4, 4]), "w1": rng.normal(0, 0.1, (128, 3, 3, 3)),
+        "sizes": [1, 1, 4, 4], "w1": rng.normal(0, 0.1, (128, 3, 3, 3)),
         "w2": rng.normal(0, 0.05, (128, 128, 3, 3)), "w3": rng.normal(0, 0.05, (8, 128, 3, 3)),
     }  # fmt: skip
-    same = {"pads": [1, 1, 1, 1]}
-    nodes = [
-        make_node("Resize", ["x", "", "sizes"], "r", name="/r"),
-        make_node("Conv", "r w1", "a", name="/a", **same),
-        make_node("Conv", "a w2", "b", name="/b", **same),
-        make_node("Conv", "b w3", "y", name="/y", **same),
-    ]
+    convs = {"a": "r w1", "b": "a w2", "y": "b w3"}
+    nodes = [("Conv", reads, out, {"pads": [1, 1, 1, 1]}) for out, reads in convs.items()]
+    nodes.insert(0, ("Resize", ["x", "", "sizes"], "r"))
     inputs = {"x": ["batch", 3, 16, 16]}
     model = make_model(nodes, inputs, {"y": None}, as_float32(weights), opset=17)
-    onnx.save(model, tmp_path / "slow.onnx")
     np.save(tmp_path / "x.npy", rng.normal(size=(4000, 3, 16, 16)).astype(np.float32))
-    return tmp_path / "slow.onnx", tmp_path / "x.npy"
+    return save_net(model, tmp_path / "slow.onnx"), tmp_path / "x.npy"
 
 
 TELLING = """
@@ -576,11 +516,11 @@ cli.main()
 def test_a_signal_ends_a_run_with_nothing_half_written(number, code, threads, slow, tmp_path):
     model, x = slow
     out = tmp_path / "out"
-    words = ["build", model, "--images", x, "--out", out, "--threads", threads]
+    words = ("-c", TELLING, "build", model, "--images", x, "--out", out, "--threads", threads)
     started = subprocess.Popen(
-        [sys.executable, "-c", TELLING, *map(str, words)],
+        [sys.executable, *map(str, words)],
         stderr=subprocess.PIPE,
-        cwd=Path(__file__).parent.parent,
+        cwd=ROOT,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell may ignore it
     )
     said = b""
@@ -595,11 +535,10 @@ def test_a_signal_ends_a_run_with_nothing_half_written(number, code, threads, sl
         started.kill()
     last = (said + rest).decode().strip().splitlines()[-1]
     assert started.returncode == code
-    word = "interrupted" if number == signal.SIGINT else "terminated"
     left = out / "slow.cache.checkpoint"
     assert re.fullmatch(
-        f"calib8: {word}; nothing half-written was left behind; [0-9,]+ of 4,000 samples are kept"
-        f" in {left}: --resume goes on from there",
+        f"calib8: {ENDED[code]}; nothing half-written was left behind; [0-9,]+ of 4,000 samples"
+        f" are kept in {left}: --resume goes on from there",
         last,
     )
     assert list(out.iterdir()) == [left]
@@ -607,7 +546,7 @@ def test_a_signal_ends_a_run_with_nothing_half_written(number, code, threads, sl
 
 @pytest.mark.parametrize(("kind", "code"), [(KeyboardInterrupt, 130), (Terminated, 143)])
 @pytest.mark.parametrize("deep", [1, 2])
-def test_a_signal_that_became_an_error_is_a_signal(kind, code, deep, run_code, monkeypatch):
+def test_a_signal_that_became_an_error_is_a_signal(kind, code, deep, run, monkeypatch):
     def command(**_):
         try:
             try:
@@ -618,28 +557,27 @@ def test_a_signal_that_became_an_error_is_a_signal(kind, code, deep, run_code, m
             raise ValueError("a second one") from error
 
     monkeypatch.setattr(cli.cli, "main", command)
-    assert run_code() == (code, f"calib8: {WORDS[code]}; nothing half-written was left behind\n")
+    said = f"calib8: {ENDED[code]}; nothing half-written was left behind\n"
+    assert run()[::2] == (code, said)
 
 
-def test_a_sentence_that_quotes_a_file_has_a_gap_and_the_way_out(
-    run_code, model, pictures, tmp_path
-):
+def test_a_sentence_that_quotes_a_file_has_a_gap_and_the_way_out(run, model, pictures, tmp_path):
     (tmp_path / "list.txt").write_text("n" * 30_000 + ".png\n")
-    code, said = run_code(
-        "build", model, "--images", tmp_path / "list.txt", "--out", tmp_path / "o"
-    )
-    assert code == 1 and 3000 < len(said) < 4500
+    said = run.fails("build", model, "--images", tmp_path / "list.txt", "--out", tmp_path / "o")
+    assert 3000 < len(said) < 4500
     assert "nnn ... nnn" in said and said.endswith("skip bad ones (--skip-bad)\n")
-    code, said = run_code("build", model, "--images", pictures, "--duration", "1" * 30_000 + "x")
+    code, _, said = run("build", model, "--images", pictures, "--duration", "1" * 30_000 + "x")
     assert code == 2 and len(said) < 4500 and said.endswith("--help` tells more)\n")
 
 
-@pytest.mark.parametrize("name", ["labels.txt", "labels.json"])
-def test_labels_of_a_pipe_are_not_waited_for(name, run_code, model, pictures, tmp_path):
-    os.mkfifo(tmp_path / name)
-    words = ("--images", pictures, "--eval-images", pictures, "--out", tmp_path / "o")
-    code, said = run_code("build", model, *words, "--labels", tmp_path / name)
-    assert code == 1 and "a device or pipe" in said
+def test_labels_of_a_pipe_or_of_thirty_digits_are_refused(run, model, pictures, tmp_path):
+    words = ("build", model, "--images", pictures, "--eval-images", pictures)
+    words += ("--out", tmp_path / "o", "--labels")
+    for name in ("pipe.txt", "pipe.json"):
+        os.mkfifo(tmp_path / name)
+        assert "a device or pipe" in run.fails(*words, tmp_path / name)
+    (tmp_path / "labels.txt").write_text("1\n" * 19 + f"{10**30}\n")
+    assert "line 20" in run.fails(*words, tmp_path / "labels.txt")
 
 
 def test_an_input_that_another_run_replaced_hides_no_output(tmp_path):
@@ -657,43 +595,41 @@ def test_an_input_that_another_run_replaced_hides_no_output(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.npy", "a.npz", "a.raw"])
 @pytest.mark.parametrize("place", ["", "folder"])
-def test_arrays_of_a_pipe_are_not_waited_for(name, place, run_code, model, tmp_path):
+def test_arrays_of_a_pipe_are_not_waited_for(name, place, run, model, tmp_path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / place / name)
     arrays = tmp_path / place if place else tmp_path / name
-    code, said = run_code("calibrate", model, "--images", arrays, "-o", tmp_path / "c.cache")
-    assert code == 1 and "a device or pipe" in said
+    said = run.fails("calibrate", model, "--images", arrays, "-o", tmp_path / "c.cache")
+    assert "a device or pipe" in said
 
 
-def test_a_label_of_thirty_digits_is_refused(run_code, model, pictures, tmp_path):
-    labels = tmp_path / "labels.txt"
-    labels.write_text("1\n" * 19 + f"{10**30}\n")
-    words = ("--images", pictures, "--eval-images", pictures, "--out", tmp_path / "o")
-    code, said = run_code("build", model, *words, "--labels", labels)
-    assert code == 1 and "line 20" in said
+def renamed(model, old, new, path):
+    """Save a model of which a tensor has another name."""
+    changed = onnx.load(model)
+    for node in changed.graph.node:
+        node.input[:] = [new if name == old else name for name in node.input]
+        node.output[:] = [new if name == old else name for name in node.output]
+    for value in changed.graph.input:
+        value.name = new if value.name == old else value.name
+    return save_net(changed, path)
 
 
-def test_names_run_nothing_when_a_printed_line_is_pasted(run_code, model, tmp_path):
-    hostile = onnx.load(model)
-    for node in hostile.graph.node:
-        node.input[:] = ["in;touch Y" if name == "x" else name for name in node.input]
-    hostile.graph.input[0].name = "in;touch Y"
-    path = tmp_path / "m $(touch X).onnx"
-    onnx.save(hostile, path)
+def test_names_run_nothing_when_a_printed_line_is_pasted(run, model, tmp_path):
+    path = renamed(model, "x", "in;touch Y", tmp_path / "m $(touch X).onnx")
     x = tmp_path / "x.npy"
     np.save(x, np.random.default_rng(0).normal(size=(8, 3, 16, 16)).astype(np.float32))
     out = tmp_path / "o"
     words = ("--target", "tensorrt", "--out", out, "--duration", 0, "--effort", 0, "--accept")
-    assert run_code("build", path, "--images", x, *words)[0] == 0
+    run.ok("build", path, "--images", x, *words)
     notes = json.loads((out / "report.json").read_text())["targets"][0]["notes"]
     lines = [note.split(": ", 1)[1] for note in notes if ": trtexec " in note]
     assert len(lines) == 4
+    trtexec = tmp_path / "bin" / "trtexec"
+    trtexec.parent.mkdir()
+    trtexec.write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
+    trtexec.chmod(0o755)
+    own = {"PATH": f"{trtexec.parent}:{os.environ['PATH']}"}
     for line in lines:
-        (tmp_path / "bin").mkdir(exist_ok=True)
-        trtexec = tmp_path / "bin" / "trtexec"
-        trtexec.write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
-        trtexec.chmod(0o755)
-        own = {"PATH": f"{trtexec.parent}:{os.environ['PATH']}"}
         done = subprocess.run(
             ["sh", "-c", line], cwd=tmp_path, env=own, capture_output=True, text=True, check=True
         )
@@ -703,27 +639,22 @@ def test_names_run_nothing_when_a_printed_line_is_pasted(run_code, model, tmp_pa
     assert not (tmp_path / "X").exists() and not (tmp_path / "Y").exists()
 
 
-def test_only_tensorrts_text_minds_a_line_break_in_a_name(run_code, model, pictures, tmp_path):
-    hostile = onnx.load(model)
-    for node in hostile.graph.node:
-        node.input[:] = ["r\n2" if name == "r2" else name for name in node.input]
-        node.output[:] = ["r\n2" if name == "r2" else name for name in node.output]
-    onnx.save(hostile, model)
-    feed = ("--images", pictures, "--size", "16x16", "--duration", 0, "--effort", 0, "--accept")
-    words = ("build", model, *feed, "--out", tmp_path / "o")
-    assert run_code(*words, "--target", "onnxruntime,tensorrt,ascend")[0] == 1
-    found = json.loads((tmp_path / "o" / "report.json").read_text())["targets"]
+def test_only_tensorrts_text_minds_a_line_break_in_a_name(run, model, pictures, tmp_path):
+    renamed(model, "r2", "r\n2", model)
+    out = tmp_path / "o"
+    words = ("build", model, "--images", pictures, *WORDS, out)
+    run.fails(*words, "--target", "onnxruntime,tensorrt,ascend")
+    found = json.loads((out / "report.json").read_text())["targets"]
     errors = {target["name"]: target.get("error") for target in found}
     assert "got 'r\\n2'" in errors["tensorrt"]
     assert not errors["onnxruntime"] and not errors["ascend"]
-    assert "r3: " in (tmp_path / "o" / "m.cache").read_text()
-    assert run_code(*words, "--target", "onnxruntime,ascend", "--require-cache")[0] == 0
-    code, said = run_code(*words, "--target", "tensorrt", "--out", tmp_path / "p")
-    assert code == 1 and "rename the tensor" in said and not list((tmp_path / "p").glob("*.cache"))
+    assert "r3: " in (out / "m.cache").read_text()
+    run.ok(*words, "--target", "onnxruntime,ascend", "--require-cache")
+    said = run.fails(*words, "--target", "tensorrt", "--out", tmp_path / "p")
+    assert "rename the tensor" in said and not list((tmp_path / "p").glob("*.cache"))
 
 
-def test_a_name_in_a_remedy_is_quoted(run_code, tmp_path):
-    nodes = [make_node("Relu", ["in;touch Y"], "y")]
-    onnx.save(make_model(nodes, {"in;touch Y": [1, "h"]}, {"y": None}), tmp_path / "m.onnx")
-    code, said = run_code("bench", tmp_path / "m.onnx", "--duration", 0)
-    assert code == 1 and "--shape 'in;touch Y:1x224'" in said
+def test_a_name_in_a_remedy_is_quoted(run, tmp_path):
+    model = make_model([("Relu", ["in;touch Y"], "y")], {"in;touch Y": [1, "h"]}, {"y": None})
+    path = save_net(model, tmp_path / "m.onnx")
+    assert "--shape 'in;touch Y:1x224'" in run.fails("bench", path, "--duration", 0)
