@@ -1,44 +1,27 @@
 """Pixels: preprocessing, damaged pictures, and pictures in the report."""
 
 import base64
-import dataclasses
-import itertools
+import functools
 import json
 import re
 import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 
 import cv2
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.cli import cli
 from deploy.errors import ConfigError, FeedError
-from deploy.feed import headers, images
+from deploy.feed import headers, images, pixels, preprocess
 from deploy.feed.feed import open_feed
 from deploy.feed.images import call_and_capture, capture_decoder_output
-from deploy.feed.pixels import (
-    find_image,
-    input_to_image,
-    letterbox_size,
-    preprocess_image,
-    resize_to_input,
-    short_side_size,
-    shrink_image,
-)
-from deploy.feed.preprocess import (
-    COLORS,
-    PRESETS,
-    Preprocess,
-    complete_preprocess,
-    find_preset,
-    with_options,
-)
+from deploy.feed.pixels import input_to_image, preprocess_image, resize_to_input
+from deploy.feed.preprocess import PRESETS, Preprocess, complete_preprocess, with_options
 from deploy.feed.sampling import spread_evenly
 from deploy.report import FeedPart, Report, to_html, to_json, to_markdown
 from deploy.report.previews import pictures_part, raster
@@ -50,8 +33,9 @@ def spec(*shape, dtype="float32"):
     return TensorSpec("image", dtype, shape)
 
 
-def pixels(height=40, width=60, channels=3, seed=0):
-    return np.random.default_rng(seed).integers(0, 256, (height, width, channels), np.uint8)
+def noise(height=40, width=60, channels=3):
+    made = np.random.default_rng(height * width)
+    return made.integers(0, 256, (height, width, channels), np.uint8)
 
 
 def ready(**options):
@@ -59,22 +43,26 @@ def ready(**options):
     return with_options(Preprocess(), {**base, **options})
 
 
+def arithmetic(value, mean, std=1):
+    """A pixel's value in the input: three separate roundings to float32."""
+    scaled = np.float32(value) * np.float32(1 / 255)
+    return np.float32(np.float32(scaled - np.float32(mean)) / np.float32(std))
+
+
 def test_the_arithmetic_is_three_separate_float32_roundings():
     how = ready(size=(40, 60), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
-    image = pixels()
+    image = noise()
     got = preprocess_image(image, how)
     assert got.shape == (1, 3, 40, 60)
     assert got.dtype == np.float32
     for channel, bgr in enumerate((2, 1, 0)):
         for y, x in ((0, 0), (7, 13), (39, 59)):
-            value = np.float32(image[y, x, bgr]) * np.float32(1 / 255)
-            value = np.float32(value - np.float32(how.mean[channel]))
-            value = np.float32(value / np.float32(how.std[channel]))
+            value = arithmetic(image[y, x, bgr], how.mean[channel], how.std[channel])
             assert got[0, channel, y, x].tobytes() == value.tobytes()
 
 
 def test_layouts_and_channel_orders_hold_the_same_numbers():
-    image = pixels()
+    image = noise()
     rgb = preprocess_image(image, ready())
     assert np.array_equal(preprocess_image(image, ready(layout="nhwc")), rgb.transpose(0, 2, 3, 1))
     assert np.array_equal(preprocess_image(image, ready(color="bgr")), rgb[:, ::-1])
@@ -84,24 +72,17 @@ def test_layouts_and_channel_orders_hold_the_same_numbers():
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-def test_letterbox_keeps_the_aspect_and_pads_through_the_same_arithmetic(layout):
+@pytest.mark.parametrize(("anchor", "top"), [("centre", 8), ("top-left", 0)])
+def test_letterbox_keeps_the_aspect_and_pads_through_the_same_arithmetic(layout, anchor, top):
     how = ready(size=(32, 32), resize="letterbox", pad=(114.0,), mean=(0.5,), layout=layout)
-    image = np.full((40, 80, 3), 200, np.uint8)
-    out = preprocess_image(image, how)[0]
+    out = preprocess_image(np.full((40, 80, 3), 200, np.uint8), replace(how, anchor=anchor))[0]
     plane = out[0] if layout == "nchw" else out[:, :, 0]
-    pad = np.float32(np.float32(114) * np.float32(1 / 255)) - np.float32(0.5)
-    body = np.float32(np.float32(200) * np.float32(1 / 255)) - np.float32(0.5)
-    assert np.all(plane[:8] == pad)
-    assert np.all(plane[24:] == pad)
-    assert np.all(plane[8:24] == body)
-    top = preprocess_image(image, dataclasses.replace(how, anchor="top-left"))[0]
-    top_plane = top[0] if layout == "nchw" else top[:, :, 0]
-    assert np.all(top_plane[:16] == body)
-    assert np.all(top_plane[16:] == pad)
+    assert np.all(plane[top : top + 16] == arithmetic(200, 0.5))
+    assert np.all(np.delete(plane, range(top, top + 16), axis=0) == arithmetic(114, 0.5))
 
 
 def test_text_lines_are_fitted_to_the_height_and_padded_with_exact_zero():
-    how, _ = complete_preprocess(find_preset("ppocr-rec"), spec("n", 3, 48, "w"))
+    how, _ = complete_preprocess(PRESETS["ppocr-rec"], spec("n", 3, 48, "w"))
     out = preprocess_image(np.full((24, 50, 3), 255, np.uint8), how)[0]
     assert out.shape == (3, 48, 320)
     assert np.all(out[:, :, :100] == 1)
@@ -110,24 +91,21 @@ def test_text_lines_are_fitted_to_the_height_and_padded_with_exact_zero():
 
 
 def test_imagenet_resizes_256_and_crops_the_centre_224():
-    how, notes = complete_preprocess(find_preset("imagenet"), spec(1, 3, 224, 224))
+    how, notes = complete_preprocess(PRESETS["imagenet"], spec(1, 3, 224, 224))
     assert notes == ()
     assert how.short == 256
-    image = pixels(300, 500)
+    image = noise(300, 500)
     placed, corner = resize_to_input(image, how)
     whole = cv2.resize(image, (426, 256), interpolation=cv2.INTER_AREA)
     assert corner == (0, 0)
     assert np.array_equal(placed, whole[16:240, 101:325])
 
 
-def test_area_becomes_linear_where_a_side_grows():
-    image = pixels(10, 10)
-    area = preprocess_image(image, ready(interpolation="area"))
-    assert np.array_equal(area, preprocess_image(image, ready(interpolation="linear")))
-    small = preprocess_image(pixels(100, 100), ready(interpolation="area"))
-    assert not np.array_equal(
-        small, preprocess_image(pixels(100, 100), ready(interpolation="linear"))
-    )
+@pytest.mark.parametrize(("side", "equal"), [(10, True), (100, False)])
+def test_area_becomes_linear_where_a_side_grows(side, equal):
+    ways = [ready(interpolation=name) for name in ("area", "linear")]
+    area, linear = (preprocess_image(noise(side, side), how) for how in ways)
+    assert np.array_equal(area, linear) == equal
 
 
 side = st.integers(1, 5000)
@@ -135,7 +113,7 @@ side = st.integers(1, 5000)
 
 @given(side, side, side, side)
 def test_letterbox_touches_the_box_and_stays_inside(height, width, box_h, box_w):
-    inner = letterbox_size((height, width), (box_h, box_w))
+    inner = pixels.letterbox_size((height, width), (box_h, box_w))
     assert 1 <= inner[0] <= box_h
     assert 1 <= inner[1] <= box_w
     assert inner[0] == box_h or inner[1] == box_w
@@ -146,7 +124,7 @@ def test_letterbox_touches_the_box_and_stays_inside(height, width, box_h, box_w)
 
 @given(side, side, side)
 def test_short_side_has_its_length_and_the_other_is_not_shorter(height, width, short):
-    size = short_side_size((height, width), short)
+    size = pixels.short_side_size((height, width), short)
     assert min(size) == short
     assert (size[0] <= size[1]) == (height <= width) or size[0] == size[1]
 
@@ -161,16 +139,12 @@ sizes = st.tuples(st.integers(1, 64), st.integers(1, 64))
     st.sampled_from(["rgb", "bgr", "grey"]), st.sampled_from(["nchw", "nhwc"]),
 )  # fmt: skip
 def test_every_combination_fills_the_input(source, size, resize, interpolation, color, layout):
-    image = pixels(*source, 1 if color == "grey" else 3)
-    how = Preprocess(
-        size=size, resize=resize, interpolation=interpolation, color=color, layout=layout
-    )
+    image = noise(*source, 1 if color == "grey" else 3)
+    options = {"size": size, "resize": resize, "interpolation": interpolation}
+    how = Preprocess(**options, color=color, layout=layout)
     out = preprocess_image(image, how)
-    shape = (how.channels, *size) if layout == "nchw" else (*size, how.channels)
-    assert out.shape == (1, *shape)
-    assert np.isfinite(out).all()
-    assert out.min() >= 0
-    assert out.max() <= 1
+    assert out.shape == (1, *((how.channels, *size) if layout == "nchw" else (*size, how.channels)))
+    assert np.isfinite(out).all() and out.min() >= 0 and out.max() <= 1
     assert out.tobytes() == preprocess_image(image, how).tobytes()
 
 
@@ -195,10 +169,8 @@ def test_without_any_option_the_model_decides_and_the_note_says_so():
 
 
 def test_options_override_a_preset_and_none_leaves_it():
-    how = with_options(find_preset("imagenet"), {"size": (192, 192), "color": "bgr", "mean": None})
-    assert how.size == (192, 192)
-    assert how.color == "bgr"
-    assert how.mean == find_preset("imagenet").mean
+    how = with_options(PRESETS["imagenet"], {"size": (192, 192), "color": "bgr", "mean": None})
+    assert (how.size, how.color, how.mean) == ((192, 192), "bgr", PRESETS["imagenet"].mean)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +199,10 @@ def test_wrong_options_are_told_by_name_and_rule(options, message):
 
 def test_an_unknown_preset_names_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'imagenet'"):
-        find_preset("imagnet")
+        preprocess.find_preset("imagnet")
+
+
+OPEN = "size open; give a size, such as "
 
 
 @pytest.mark.parametrize(
@@ -236,26 +211,21 @@ def test_an_unknown_preset_names_the_nearest():
         (Preprocess(size=(32, 32)), spec(1, 3, 224, 224), "size must fit .*32x32"),
         (Preprocess(color="grey"), spec(1, 3, 8, 8), "grey images have 1 channels.*with 3"),
         (None, spec(1, 4, 8, 8), "rgb images have 3 channels.*with 4"),
-        (
-            None,
-            spec(1, 3, "h", "w"),
-            "leaves its size open; give a size, such as 224x224, or 224x\\* or native",
-        ),
-        (None, spec(1, 3, 64, "w"), "size open; give a size, such as 64x224, or 64x\\* for"),
-        (None, spec(1, "h", 48, 3), "size open; give a size, such as 224x48, or \\*x48 for"),
+        (None, spec(1, 3, "h", "w"), f"leaves its {OPEN}224x224, or 224x\\* or native"),
+        (None, spec(1, 3, 64, "w"), f"{OPEN}64x224, or 64x\\* for"),
+        (None, spec(1, "h", 48, 3), f"{OPEN}224x48, or \\*x48 for"),
         (None, spec(1, 16), "need an input of 4 dimensions"),
         (Preprocess(mean=(1, 2, 3)), spec(1, 1, 8, 8), "mean must have one value"),
+        (
+            Preprocess(resize="short-side", short_side=200), spec(1, 3, 224, 224),
+            "short_side must reach the crop of 224x224",
+        ),
     ],
-)
+)  # fmt: skip
 def test_options_that_contradict_the_model_are_told(how, target, message):
-    with pytest.raises(FeedError, match=message):
+    kind = ConfigError if how and how.short_side else FeedError
+    with pytest.raises(kind, match=message):
         complete_preprocess(how, target)
-
-
-def test_a_crop_larger_than_the_short_side_is_refused():
-    how = Preprocess(resize="short-side", short_side=200)
-    with pytest.raises(ConfigError, match="short_side must reach the crop of 224x224"):
-        complete_preprocess(how, spec(1, 3, 224, 224))
 
 
 @pytest.mark.parametrize(
@@ -266,25 +236,15 @@ def test_a_mean_that_no_scaled_pixel_reaches_is_refused(scale, mean, way_out):
     how = Preprocess(scale=scale, mean=mean)
     with pytest.raises(ConfigError, match=f"mean is taken from scaled pixels.*{way_out}"):
         complete_preprocess(how, spec(1, 3, 8, 8))
-    assert complete_preprocess(replace(how, scale=1.0), spec(1, 3, 8, 8))[0].mean == mean
-
-
-def test_means_at_the_ends_of_scaled_pixels_and_below_them_are_taken():
-    for mean in (1.0, 0.0, -1.0):
-        assert complete_preprocess(Preprocess(mean=(mean,)), spec(1, 3, 8, 8))[0].mean == (mean,)
-
-
-def test_the_command_says_in_which_unit_a_mean_is(small_cnn, pictures, tmp_path):
-    asked = ["build", str(small_cnn), "--images", str(pictures), "--out", str(tmp_path / "out")]
-    run = CliRunner().invoke(cli, [*asked, "--mean", "127.5", "--std", "127.5"])
-    assert run.exit_code == 1 and "give scale 1" in str(run.exception)
-    said = ["--effort", "0", "--duration", "0", "--mean", "127.5", "--std", "127.5", "--scale", "1"]
-    assert CliRunner().invoke(cli, [*asked, *said]).exit_code == 0
+    for taken in (replace(how, scale=1.0), *(Preprocess(mean=(m,)) for m in (1.0, 0.0, -1.0))):
+        assert complete_preprocess(taken, spec(1, 3, 8, 8))[0].mean == taken.mean
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("--mean 127.5 --std 127.5", "give scale 1"),
+        ("--mean 127.5 --std 127.5 --scale 1", None),
         ("--short-side 16", "short_side is for resize short-side, got it with resize stretch"),
         ("--resize letterbox --short-side 16", "got it with resize letterbox; give resize short-"),
         ("--pad 114", "pad is for resize letterbox and fit-height, got it with resize stretch"),
@@ -294,11 +254,11 @@ def test_the_command_says_in_which_unit_a_mean_is(small_cnn, pictures, tmp_path)
         ("--resize letterbox --pad 114", None),
     ],
 )
-def test_an_option_of_another_resize_is_refused(words, message, small_cnn, pictures, tmp_path):
-    asked = ["calibrate", str(small_cnn), "--images", str(pictures)]
-    run = CliRunner().invoke(cli, [*asked, "--out", str(tmp_path / "c.cache"), *words.split()])
-    assert run.exit_code == (1 if message else 0), run.output
-    assert message is None or message in str(run.exception)
+def test_options_of_the_command_are_refused_or_taken(
+    words, message, small_cnn, pictures, tmp_path, run
+):
+    asked = ("calibrate", small_cnn, "--images", pictures, "--out", tmp_path / "c", *words.split())
+    assert message in run.fails(*asked) if message else run.ok(*asked)
 
 
 # --- Pictures that are damaged or too large, and what their decoders say of it.
@@ -336,13 +296,11 @@ def fed(folder, data: bytes, suffix: str = ".jpg", **options):
 
 
 # ---- damage ---------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", ["JPEG", "PROGRESSIVE", "RESTARTS"])
+@pytest.mark.parametrize("kind", [JPEG, PROGRESSIVE, RESTARTS], ids=["baseline", "multi", "rst"])
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 def test_a_jpeg_damaged_inside_is_told_in_its_decoders_words(tmp_path, capfd, kind, share):
-    damaged = zeroed(globals()[kind], share)
-    with pytest.raises(
-        FeedError, match=r"it\.jpg .*(its decoder says: \w+ \w+|damaged: a hole of zeros)"
-    ):
+    damaged, said = zeroed(kind, share), r"(its decoder says: \w+ \w+|damaged: a hole of zeros)"
+    with pytest.raises(FeedError, match=r"it\.jpg .*" + said):
         fed(tmp_path, damaged)
     feed, samples = fed(tmp_path, damaged, skip_bad=True)
     assert len(samples) == 1 and "1 skipped: image it.jpg" in feed.notes[-1]
@@ -391,53 +349,39 @@ def test_a_png_with_sound_checksums_and_broken_pixels_is_told(tmp_path, capfd):
     assert capfd.readouterr().err == ""
 
 
+def decoding(data):
+    return functools.partial(cv2.imdecode, np.frombuffer(data, np.uint8), 1)
+
+
 def test_words_that_tell_of_no_pixels_refuse_nothing(tmp_path, capfd):
     profile = PNG[:33] + chunk(b"iCCP", b"x\0\0" + zlib.compress(b"junk" * 40)) + PNG[33:]
-    with capture_decoder_output() as said:
-        cv2.imdecode(np.frombuffer(profile, np.uint8), 1)
-    assert any("iCCP" in line for line in said)
-    feed, samples = fed(tmp_path, profile, ".png")
-    assert len(samples) == 2 and np.array_equal(samples[0]["x"], samples[1]["x"])
     revision = JPEG.replace(b"JFIF\0\1", b"JFIF\0\7", 1)
-    with capture_decoder_output() as said:
-        cv2.imdecode(np.frombuffer(revision, np.uint8), 1)
-    assert any("revision" in line for line in said)
-    (tmp_path / "it.png").unlink()
-    assert len(fed(tmp_path, revision)[1]) == 2
-    assert feed.notes == open_feed(tmp_path, [IMAGE]).notes
+    for data, suffix, word in ((profile, ".png", "iCCP"), (revision, ".jpg", "revision")):
+        assert any(word in line for line in call_and_capture(decoding(data))[1])
+        feed, samples = fed(tmp_path, data, suffix)
+        assert len(samples) == 2 and feed.notes == open_feed(tmp_path, [IMAGE]).notes
+        assert suffix == ".jpg" or np.array_equal(samples[0]["x"], samples[1]["x"])
+        (tmp_path / f"it{suffix}").unlink()
     assert capfd.readouterr().err == ""
 
 
-def test_only_decoders_are_overheard(capfd):
+def test_only_decoders_are_overheard_and_asked_once(capfd):
     with capture_decoder_output() as said:
         print("a progress bar", file=sys.stderr, flush=True)
     assert said == [] and "a progress bar" in capfd.readouterr().err
-    cv2.imdecode(np.frombuffer(JPEG[:1000] + b"\xff\xd9", np.uint8), 1)
+    decode, calls = decoding(JPEG[:1000] + b"\xff\xd9"), []
+    decode()
     assert "Corrupt JPEG data" in capfd.readouterr().err  # afterwards the screen is as it was
+    assert call_and_capture(lambda: (calls.append(1), decode()))[1] and len(calls) == 1
 
 
 def test_words_are_those_of_the_picture_whoever_decodes_beside_it(capfd):
-    cut, sound = JPEG[: len(JPEG) // 2] + b"\xff\xd9", JPEG
-    kinds = [cut if number % 7 == 0 else sound for number in range(200)]
-
-    def words(data):
-        return call_and_capture(lambda: cv2.imdecode(np.frombuffer(data, np.uint8), 1))[1]
-
+    cut = JPEG[: len(JPEG) // 2] + b"\xff\xd9"
+    kinds = [cut if number % 7 == 0 else JPEG for number in range(200)]
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(words, kinds))
-    assert [bool(said) for said in found] == [data is cut for data in kinds]
-    assert all(len(said) == 1 for said in found if said)
+        found = list(pool.map(lambda data: call_and_capture(decoding(data))[1], kinds))
+    assert [len(said) for said in found] == [data is cut for data in kinds]
     assert capfd.readouterr().err == ""
-
-
-def test_a_decoder_that_talks_by_itself_is_asked_once():
-    calls = []
-
-    def decode():
-        calls.append(1)
-        cv2.imdecode(np.frombuffer(JPEG[:1000] + b"\xff\xd9", np.uint8), 1)
-
-    assert call_and_capture(decode)[1] and len(calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -455,10 +399,7 @@ def test_a_decoder_that_talks_by_itself_is_asked_once():
 )
 def test_which_words_mean_damage(monkeypatch, words, damage):
     monkeypatch.setattr(images, "call_and_capture", lambda decode: (decode(), [words]))
-    if not damage:
-        images.decode_image(JPEG, "it.jpg", grey=False)
-        return
-    with pytest.raises(FeedError, match=words):
+    with pytest.raises(FeedError, match=words) if damage else nullcontext():
         images.decode_image(JPEG, "it.jpg", grey=False)
 
 
@@ -470,16 +411,11 @@ KINDS = [".png", ".jpg", ".webp", ".bmp", ".tiff", ".ppm", ".pgm", ".jp2", ".avi
 @pytest.mark.parametrize("suffix", KINDS)
 @pytest.mark.parametrize("size", [(37, 21), (600, 400)])
 def test_sides_are_read_from_the_header(suffix, size):
-    pixels = cv2.resize(PHOTO, size)
-    if suffix == ".pgm":
-        pixels = pixels[:, :, 0].copy()
+    picture = cv2.resize(PHOTO, size)
     try:
-        done, data = cv2.imencode(suffix, pixels)
-    except cv2.error:
-        done = False
-    if not done:
+        data = encoded(suffix, picture[:, :, 0].copy() if suffix == ".pgm" else picture)
+    except (cv2.error, AssertionError):
         pytest.skip(f"this OpenCV writes no {suffix} of this size")
-    data = data.tobytes()
     assert headers.read_image_size(data) == size
     for length in range(0, 64):  # a header that is cut says nothing, or the truth
         assert headers.read_image_size(data[:length]) in (None, size)
@@ -521,58 +457,44 @@ SHOWN = [f"{place:02}.png" for place in spread_evenly(range(20), 4)]
 HOSTILE = "\x1b[31m\udcff<script>alert('x')</script>|`*_[a](b)&\".png"
 
 
-def photo(height=37, width=53, channels=3):
-    made = np.random.default_rng(height * width)
-    return made.integers(0, 256, (height, width, channels), dtype=np.uint8)
-
-
 def resolved(how, color=None, layout="nchw"):
     return Preprocess.from_json(
         {**how.to_json(), "size": [24, 32], "color": how.color or color or "rgb", "layout": layout}
     )
 
 
-def wanted(pixels, how):
-    """The resized picture that the model is to see, red, green, blue, and where it lies."""
-    placed, (top, left) = resize_to_input(pixels, how)
+def undone(picture, how):
+    """The picture of its input, and the resized picture that the model is to see, both RGB."""
+    back = input_to_image(preprocess_image(picture, how), how)
+    placed, (top, left) = resize_to_input(picture, how)
     colour = placed[:, :, ::-1] if placed.shape[2] == 3 else np.repeat(placed, 3, axis=2)
-    return colour, slice(top, top + placed.shape[0]), slice(left, left + placed.shape[1])
+    assert back.dtype == np.uint8 and back.shape == (24, 32, 3)
+    return back[top : top + placed.shape[0], left : left + placed.shape[1]], colour
 
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 def test_what_the_model_is_fed_is_taken_back_to_the_pixels_it_was_made_of(name, layout):
     how = resolved(PRESETS[name], layout=layout)
-    pixels = photo(channels=how.channels)
-    back = input_to_image(preprocess_image(pixels, how), how)
-    colour, rows, columns = wanted(pixels, how)
-    assert back.dtype == np.uint8 and back.shape == (24, 32, 3)
-    np.testing.assert_array_equal(back[rows, columns], colour)
+    np.testing.assert_array_equal(*undone(noise(37, 53, how.channels), how))
 
 
-@pytest.mark.parametrize(
-    ("resize", "color", "seed"),
-    list(itertools.product(("stretch", "letterbox", "short-side"), COLORS, range(3))),
-)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("color", preprocess.COLORS)
+@pytest.mark.parametrize("resize", ["stretch", "letterbox", "short-side"])
 def test_any_preprocessing_is_undone_to_a_level_of_255(resize, color, seed):
     made = np.random.default_rng(seed)
     channels = 1 if color == "grey" else 3
-    how = resolved(
-        Preprocess(
-            resize=resize, color=color, scale=float(10 ** made.uniform(-3, 1)),
-            mean=tuple(made.uniform(-200, 200, channels)),
-            std=tuple(10 ** made.uniform(-2, 2, channels)),
-        )
-    )  # fmt: skip
-    pixels = photo(*made.integers(20, 90, 2).tolist(), channels)
-    back = input_to_image(preprocess_image(pixels, how), how)
-    colour, rows, columns = wanted(pixels, how)
-    assert np.abs(back[rows, columns].astype(int) - colour).max() <= 1
+    scale, mean = float(10 ** made.uniform(-3, 1)), tuple(made.uniform(-200, 200, channels))
+    std = tuple(10 ** made.uniform(-2, 2, channels))
+    how = resolved(Preprocess(resize=resize, color=color, scale=scale, mean=mean, std=std))
+    back, colour = undone(noise(*made.integers(20, 90, 2).tolist(), channels), how)
+    assert np.abs(back.astype(int) - colour).max() <= 1
 
 
 def test_the_border_of_a_letterbox_is_its_pad():
     how = resolved(PRESETS["yolo"])
-    back = input_to_image(preprocess_image(photo(10, 40), how), how)
+    back = input_to_image(preprocess_image(noise(10, 40), how), how)
     assert (back[0] == 114).all() and (back[-1] == 114).all()
 
 
@@ -584,29 +506,37 @@ def test_arrays_are_stretched_and_what_is_no_picture_is_none():
     assert (input_to_image(np.full((1, 1, 4, 4), 7.0), None) == 127).all()
     for other in (np.zeros((1, 6, 4, 4)), np.zeros((1, 12)), np.zeros((2, 3, 4, 4))):
         assert input_to_image(other, None) is None
-    assert find_image({"state": np.zeros((1, 12)), "image": ramp}, None).tolist() == back.tolist()
+    assert (
+        pixels.find_image({"state": np.zeros((1, 12)), "image": ramp}, None).tolist()
+        == back.tolist()
+    )
 
 
 @pytest.mark.parametrize(("size", "made"), [((640, 320), (160, 80)), ((20, 30), (20, 30)),
                                             ((1, 4000), (1, 160))])  # fmt: skip
 def test_small_pictures_keep_their_aspect_and_are_not_enlarged(size, made):
-    assert shrink_image(photo(*size)).shape[:2] == made
+    assert pixels.shrink_image(noise(*size)).shape[:2] == made
 
 
 def test_a_picture_is_encoded_in_the_shorter_way_and_the_same_each_time():
-    flat, noise = np.zeros((60, 90, 3), np.uint8), photo(60, 90)
-    assert raster(flat).kind == "png" and raster(noise).kind == "jpeg"
-    assert raster(noise) == raster(noise.copy())
+    flat, rough = np.zeros((60, 90, 3), np.uint8), noise(60, 90)
+    assert raster(flat).kind == "png" and raster(rough).kind == "jpeg"
+    assert raster(rough) == raster(rough.copy())
     head, data = raster(flat).uri.split(",")
     assert head == "data:image/png;base64"
-    decoded = cv2.imdecode(np.frombuffer(base64.b64decode(data), np.uint8), cv2.IMREAD_COLOR)
+    decoded = decoding(base64.b64decode(data))()
     np.testing.assert_array_equal(decoded, flat)
 
 
+def looked_at(folder, count=4, **options):
+    """A feed of which so many samples are to be shown."""
+    feed = open_feed(str(folder), SPEC, preprocess=Preprocess(size=(16, 16)), **options)
+    feed.remember(0, shown=count)
+    return feed
+
+
 def test_views_are_taken_as_samples_go_by_and_nothing_is_decoded_for_them(pictures):
-    how = Preprocess(size=(16, 16))
-    feed = open_feed(str(pictures), SPEC, preprocess=how)
-    feed.remember(0, shown=4)
+    feed, late = looked_at(pictures), looked_at(pictures)
     for _ in feed.samples():
         pass
     assert feed.decodes == 20
@@ -615,8 +545,6 @@ def test_views_are_taken_as_samples_go_by_and_nothing_is_decoded_for_them(pictur
     assert [view.name for view in views] == SHOWN
     assert all(view.given.shape == (18, 20, 3) and view.size == (16, 16) for view in views)
     np.testing.assert_array_equal(views[0].given, cv2.imread(str(pictures / SHOWN[0]))[:, :, ::-1])
-    late = open_feed(str(pictures), SPEC, preprocess=how)
-    late.remember(0, shown=4)
     assert [v.fed.tolist() for v in late.views()] == [v.fed.tolist() for v in views]
     assert late.decodes == 4
 
@@ -625,21 +553,15 @@ def test_bad_images_are_not_shown(pictures, tmp_path):
     (tmp_path / "a.png").write_bytes(b"no picture")
     for name in ("b", "c"):
         (tmp_path / f"{name}.png").write_bytes((pictures / "01.png").read_bytes())
-    feed = open_feed(str(tmp_path), SPEC, preprocess=Preprocess(size=(16, 16)), skip_bad=True)
-    feed.remember(0, shown=4)
-    assert [view.name for view in feed.views()] == ["b.png", "c.png"]
+    assert [v.name for v in looked_at(tmp_path, skip_bad=True).views()] == ["b.png", "c.png"]
 
 
 def test_a_build_shows_the_same_pictures_with_any_threads(run, small_cnn, pictures, tmp_path):
     pages = []
     for threads in (1, 3):
-        out = tmp_path / str(threads)
-        code, _, error = run(
-            "build", small_cnn, "--images", pictures, "--size", "16x16", "--duration", 0,
-            "--effort", 0, "--threads", threads, "--out", out,
-        )  # fmt: skip
-        assert code == 0, error
-        pages.append((out / "report.html").read_text())
+        words = ("--size", "16x16", "--effort", 0, "--duration", 0, "--threads", threads)
+        run.ok("build", small_cnn, "--images", pictures, *words, "--out", tmp_path / str(threads))
+        pages.append((tmp_path / str(threads) / "report.html").read_text())
     uris = [re.findall(r'src="(data:image/[^"]+)"', page) for page in pages]
     assert len(uris[0]) >= 8 and uris[0] == uris[1]
     assert "What the model sees" in pages[0] and "18x20 fed as 16x16" in pages[0]
@@ -652,8 +574,7 @@ def test_a_build_shows_the_same_pictures_with_any_threads(run, small_cnn, pictur
 
 
 def test_names_of_pictures_are_escaped(pictures):
-    feed = open_feed(str(pictures), SPEC, preprocess=Preprocess(size=(16, 16)), limit=1)
-    feed.remember(0, shown=1)
+    feed = looked_at(pictures, 1, limit=1)
     (view,) = feed.views()
     object.__setattr__(view, "name", HOSTILE)
     part = pictures_part([view], feed.preprocess)
