@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -16,10 +17,20 @@ import cv2
 import numpy as np
 import pytest
 
+from deploy import Cluster, calibrate
+from deploy.calibration import cluster as clusters
+from deploy.calibration import cluster_jobs
+from deploy.calibration.observation import ObservedStatistics
+from deploy.calibration.sample_checks import Peaks
+from deploy.calibration.shards import make_shard
 from deploy.calibration.store import cache_files
 from deploy.errors import BackendError, ConfigError, SdkMissingError
+from deploy.feed.feed import open_feed
+from deploy.frontends import load
 
-pytest.importorskip("distributed", reason="dask.distributed is not installed (extra [dask])")
+distributed = pytest.importorskip(
+    "distributed", reason="dask.distributed is not installed (extra [dask])"
+)
 
 ROOT = Path(__file__).parent.parent
 ELSEWHERE = "tcp://127.0.0.1:1"  # nobody listens there
@@ -45,10 +56,8 @@ def started(folder, *words):
 def worker(folder, address, name):
     """One with one thread, without a nanny that would start it again."""
     preload = ROOT / "tests" / "cluster_worker.py"
-    with started(
-        folder, "worker", address, "--name", name, "--nthreads", 1, "--no-nanny",
-        "--no-dashboard", "--preload", preload, "--local-directory", folder,
-    ) as process:  # fmt: skip
+    words = ("--name", name, "--nthreads", 1, "--no-nanny", "--no-dashboard", "--preload", preload)
+    with started(folder, "worker", address, *words, "--local-directory", folder) as process:
         yield process
 
 
@@ -67,6 +76,16 @@ class Scheduler:
         return path.read_text().splitlines() if path.exists() else []
 
 
+@contextmanager
+def scheduling(folder):
+    """The process of a scheduler, and the scheduler."""
+    file = folder / "scheduler.json"
+    words = ("--host", "127.0.0.1", "--port", 0, "--no-dashboard", "--scheduler-file", file)
+    with started(folder, "scheduler", *words) as process:
+        until(lambda: file.exists() and file.stat().st_size, "the scheduler")
+        yield process, Scheduler(folder)
+
+
 def until(true, what):
     """Wait for something of another process."""
     end = time.monotonic() + 300
@@ -78,85 +97,82 @@ def until(true, what):
 @pytest.fixture(scope="module")
 def scheduler(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cluster")
-    file = folder / "scheduler.json"
-    with started(
-        folder, "scheduler", "--host", "127.0.0.1", "--port", 0, "--no-dashboard",
-        "--scheduler-file", file,
-    ):  # fmt: skip
-        until(lambda: file.exists() and file.stat().st_size, "the scheduler")
-        found = Scheduler(folder)
-        with worker(folder, found.address, "alice"), worker(folder, found.address, "bob"):
-            yield found
+    with (
+        scheduling(folder) as (_, found),
+        worker(folder, found.address, "alice"),
+        worker(folder, found.address, "bob"),
+    ):
+        yield found
 
 
 @pytest.fixture
 def cluster(scheduler, monkeypatch):
     """The same, with nothing told yet; a busy machine may answer as late as it likes."""
-    monkeypatch.setattr("deploy.calibration.cluster.CONNECT_S", 300)
-    monkeypatch.setattr("deploy.calibration.cluster.ANSWER_S", 300)
-    for path in scheduler.folder.glob("*"):
-        if path.name in ("samples", "slow", "fail", "die"):
-            path.unlink()
+    monkeypatch.setattr(clusters, "CONNECT_S", 300)
+    monkeypatch.setattr(clusters, "ANSWER_S", 300)
+    for name in ("samples", "slow", "fail", "die"):
+        (scheduler.folder / name).unlink(missing_ok=True)
     return scheduler
 
 
 @pytest.fixture
-def calibrated(run, small_cnn, pictures, tmp_path):
-    """(cache, *words) -> what `calib8 calibrate` says."""
+def refused(cluster, run, small_cnn, pictures, tmp_path):
+    """(*words) -> the sentence with which a calibration on the cluster is refused."""
 
-    def done(name, *words, images=pictures, model=small_cnn):
-        return run.ok("calibrate", model, "--images", images, "-o", tmp_path / name, *words)
+    def call(*words, images=pictures, address=cluster.address):
+        path = tmp_path / "x.cache"
+        words = ("--images", images, "-o", path, "--scheduler", address, *words)
+        err = run.fails("calibrate", small_cnn, *words)
+        assert not path.exists()
+        return err
 
-    return done
-
-
-def refused(run, model, images, cluster, path, *words):
-    code, _, err = run(
-        "calibrate", model, "--images", images, "-o", path, "--scheduler", cluster.address, *words
-    )
-    assert code == 1 and not path.exists()
-    return err
+    return call
 
 
 def contents(cache):
     return [path.read_bytes() for path in cache_files(cache)]
 
 
+@pytest.fixture
+def equal(cluster, run, small_cnn, pictures, tmp_path):
+    """(words, words of the cluster) -> stdout of a calibration on it: the bytes of one run."""
+
+    def call(words=(), there=(), images=pictures):
+        words = ("calibrate", small_cnn, "--images", images, *words, "-o")
+        run.ok(*words, tmp_path / "one.cache")
+        out = run.ok(*words, tmp_path / "all.cache", "--scheduler", cluster.address, *there)
+        assert contents(tmp_path / "all.cache") == contents(tmp_path / "one.cache")
+        return out
+
+    return call
+
+
 @pytest.mark.parametrize("send", ["nothing", "model", "images", "all"])
-def test_a_cluster_writes_the_bytes_of_one_run(send, cluster, calibrated, tmp_path):
+def test_a_cluster_writes_the_bytes_of_one_run(send, cluster, equal):
     words = ("--target", "onnxruntime,tensorrt", "--trt-version", "8.6.1")
-    calibrated("one.cache", *words)
-    out = calibrated("all.cache", *words, "--scheduler", cluster.address, "--send", send)
-    assert contents(tmp_path / "all.cache") == contents(tmp_path / "one.cache")
+    out = equal(words, ("--send", send))
     assert "of 20 images" in out and "observed in" in out and cluster.address in out
     assert len(cluster.samples()) == 20
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_in_the_middle_changes_nothing(cluster, calibrated, tmp_path):
-    calibrated("one.cache")
+def test_a_worker_that_is_killed_in_the_middle_changes_nothing(cluster, equal):
     with worker(cluster.folder, cluster.address, "carol"):
-        from distributed import Client
-
-        with Client(cluster.address, set_as_default=False) as client:
+        with distributed.Client(cluster.address, set_as_default=False) as client:
             client.wait_for_workers(3, timeout=300)
         cluster.tell("die")
-        out = calibrated("all.cache", "--scheduler", cluster.address, "--pieces", 6)
+        out = equal(there=("--pieces", 6))
     assert len(cluster.samples()) == 22  # two were run for nothing
     assert "lost on the way" in out
-    assert contents(tmp_path / "all.cache") == contents(tmp_path / "one.cache")
 
 
-def test_a_piece_that_the_system_failed_is_tried_again(cluster, calibrated, run, tmp_path):
-    calibrated("one.cache")
+def test_a_piece_that_the_system_failed_is_tried_again(cluster, equal, refused):
     cluster.tell("fail")
-    calibrated("all.cache", "--scheduler", cluster.address, "--pieces", 2)
+    equal(there=("--pieces", 2))
     assert len(cluster.samples()) == 21
-    assert contents(tmp_path / "all.cache") == contents(tmp_path / "one.cache")
     cluster.tell("fail")
-    with pytest.raises(AssertionError, match=r"the worker \w+: OSError: the share does not answer"):
-        calibrated("x.cache", "--scheduler", cluster.address, "--pieces", 2, "--retries", 0)
-    assert not (tmp_path / "x.cache").exists()
+    err = refused("--pieces", 2, "--retries", 0)
+    assert re.search(r"the worker \w+: OSError: the share does not answer", err)
 
 
 PATIENT = """
@@ -172,32 +188,24 @@ def test_an_interrupt_ends_the_pieces_on_the_workers(cluster, small_cnn, picture
     cluster.tell("slow")
     listed = tmp_path / "list.txt"
     listed.write_text("".join(f"{path}\n" for path in sorted(pictures.iterdir())) * 100)
-    process = subprocess.Popen(
-        [sys.executable, "-c", PATIENT, "calibrate", small_cnn, "--images", listed,
-         "--pieces", "2", "--scheduler", cluster.address, "-o", tmp_path / "x.cache"],
-        cwd=ROOT, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    words = [sys.executable, "-c", PATIENT, "calibrate", small_cnn, "--images", listed]
+    words += ["--pieces", "2", "--scheduler", cluster.address, "-o", tmp_path / "x.cache"]
+    process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     until(lambda: len(cluster.samples()) > 4, "the first samples")
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=300)
     assert process.returncode == 130 and "Traceback" not in said, said
     assert said.splitlines()[-1].startswith("calib8: interrupted")
     assert [path.name for path in tmp_path.iterdir()] == ["list.txt"]
-    from distributed import Client
-
-    with Client(cluster.address, set_as_default=False) as client:
+    with distributed.Client(cluster.address, set_as_default=False) as client:
         until(lambda: not any(client.processing().values()), "no task")
         until(lambda: not any(client.call_stack().values()), "no running piece")
     assert len(cluster.samples()) < 2000  # of which each takes 250 ms
 
 
 @pytest.mark.slow
-def test_a_scheduler_that_is_lost_is_a_sentence(run, small_cnn, pictures, tmp_path):
-    file = tmp_path / "scheduler.json"
-    words = ("--host", "127.0.0.1", "--port", 0, "--no-dashboard", "--scheduler-file", file)
-    with started(tmp_path, "scheduler", *words) as lost:
-        until(lambda: file.exists() and file.stat().st_size, "the scheduler")
-        found = Scheduler(tmp_path)
+def test_a_scheduler_that_is_lost_is_a_sentence(refused, tmp_path):
+    with scheduling(tmp_path) as (lost, found):
         found.tell("slow")
 
         def kill():
@@ -207,16 +215,15 @@ def test_a_scheduler_that_is_lost_is_a_sentence(run, small_cnn, pictures, tmp_pa
         killer = threading.Thread(target=kill)
         with worker(tmp_path, found.address, "dan"):
             killer.start()
-            err = refused(run, small_cnn, pictures, found, tmp_path / "x.cache", "--pieces", 1)
+            err = refused("--pieces", 1, address=found.address)
             killer.join()
     assert f"the scheduler {found.address} must" in err
 
 
 def test_build_observes_there_too(cluster, run, small_cnn, pictures, tmp_path):
-    words = ("--images", pictures, "--effort", 0, "--duration", 0)
-    assert run("build", small_cnn, *words, "--out", tmp_path / "one")[0] == 0
-    more = ("--scheduler", cluster.address, "--out", tmp_path / "all")
-    run.ok("build", small_cnn, *words, *more)
+    words = ("build", small_cnn, "--images", pictures, "--effort", 0, "--duration", 0, "--out")
+    run.ok(*words, tmp_path / "one")
+    run.ok(*words, tmp_path / "all", "--scheduler", cluster.address)
     assert len(cluster.samples()) == 20
     for name in ("small_cnn.cache", "small_cnn.cache.npz", "small_cnn.int8.onnx"):
         assert (tmp_path / "all" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
@@ -224,35 +231,26 @@ def test_build_observes_there_too(cluster, run, small_cnn, pictures, tmp_path):
 
 
 @pytest.mark.parametrize("send", ["nothing", "images"])
-def test_what_is_bad_is_skipped_as_here(send, cluster, calibrated, pictures, tmp_path):
+def test_what_is_bad_is_skipped_as_here(send, equal, pictures, tmp_path):
     folder = shutil.copytree(pictures, tmp_path / "bad")
     (folder / "04.png").write_bytes(b"no picture")
     (folder / "07.png").write_bytes(b"")
     cv2.imwrite(str(folder / "09.png"), np.full((18, 20, 3), 255, np.uint8))
-    calibrated("one.cache", "--skip-bad", images=folder)
-    words = ("--scheduler", cluster.address, "--send", send, "--pieces", 20, "--skip-bad")
-    out = calibrated("all.cache", *words, images=folder)  # two pieces hold bad ones alone
-    assert contents(tmp_path / "all.cache") == contents(tmp_path / "one.cache")
-    assert "2 skipped: image 04.png" in out
+    there = ("--send", send, "--pieces", 20)  # two pieces hold bad ones alone
+    assert "2 skipped: image 04.png" in equal(["--skip-bad"], there, images=folder)
 
 
-def test_arrays_in_memory_are_sent(cluster, small_cnn, tmp_path):
-    from deploy import Cluster, calibrate
-
-    arrays = np.random.default_rng(3).normal(size=(9, 3, 16, 16)).astype(np.float32)
+def test_arrays_in_memory_are_sent_and_files_read_by_their_path(
+    cluster, equal, small_cnn, tmp_path, rng
+):
+    arrays = rng.normal(size=(9, 3, 16, 16)).astype(np.float32)
+    np.save(tmp_path / "rows.npy", arrays)
+    equal(images=tmp_path / "rows.npy")
     calibrate(small_cnn, arrays, cache=tmp_path / "one.cache")
     sent = Cluster(address=cluster.address, send="images", pieces=4)
-    found = calibrate(small_cnn, arrays, cache=tmp_path / "all.cache", scheduler=sent)
-    assert contents(tmp_path / "all.cache") == contents(tmp_path / "one.cache")
+    found = calibrate(small_cnn, arrays, cache=tmp_path / "sent.cache", scheduler=sent)
+    assert contents(tmp_path / "sent.cache") == contents(tmp_path / "one.cache")
     assert found.runs == {"folded": 9} and "in 4 pieces" in found.notes[0]
-
-
-def test_files_of_arrays_are_read_by_their_path(cluster, calibrated, tmp_path):
-    arrays = np.random.default_rng(3).normal(size=(9, 3, 16, 16)).astype(np.float32)
-    np.save(tmp_path / "rows.npy", arrays)
-    calibrated("one.cache", images=tmp_path / "rows.npy")
-    calibrated("all.cache", "--scheduler", cluster.address, images=tmp_path / "rows.npy")
-    assert contents(tmp_path / "all.cache") == contents(tmp_path / "one.cache")
 
 
 @pytest.mark.parametrize(
@@ -264,72 +262,55 @@ def test_files_of_arrays_are_read_by_their_path(cluster, calibrated, tmp_path):
     ],
 )
 def test_a_worker_that_sees_other_images_is_named(
-    where, said, cluster, run, small_cnn, pictures, tmp_path, monkeypatch
+    where, said, refused, pictures, tmp_path, monkeypatch
 ):
+    there = tmp_path / where
     if where != "nowhere":
-        shutil.copytree(pictures, tmp_path / where)
+        shutil.copytree(pictures, there)
     if where == "fewer":
-        (tmp_path / where / "03.png").unlink()
+        (there / "03.png").unlink()
     if where == "other":
-        shutil.copy(pictures / "01.png", tmp_path / where / "00.png")
-    monkeypatch.setattr(
-        "deploy.calibration.cluster_jobs.shared_paths", lambda images: str(tmp_path / where)
-    )
-    err = refused(run, small_cnn, pictures, cluster, tmp_path / "x.cache", "--pieces", 2)
+        shutil.copy(pictures / "01.png", there / "00.png")
+    monkeypatch.setattr(cluster_jobs, "shared_paths", lambda images: str(there))
+    err = refused("--pieces", 2)
     assert said in err and "the worker " in err and "--send images" in err
     assert "alice" in err or "bob" in err
 
 
-def test_a_worker_with_another_model_is_named(
-    cluster, run, small_cnn, detector, pictures, tmp_path, monkeypatch
-):
+def test_a_worker_with_another_model_is_named(refused, detector, monkeypatch):
     for there, said in ((detector, "got another one"), ("/nowhere.onnx", "got nothing there")):
-        monkeypatch.setattr(
-            "deploy.calibration.cluster_jobs._path_of", lambda *_, there=there: str(there)
-        )
-        err = refused(run, small_cnn, pictures, cluster, tmp_path / "x.cache")
+        monkeypatch.setattr(cluster_jobs, "_path_of", lambda *_, there=there: str(there))
+        err = refused()
         assert said in err and "the worker " in err and "--send model" in err
 
 
-def test_a_worker_of_other_version_is_named(
-    cluster, run, small_cnn, pictures, tmp_path, monkeypatch
-):
-    from deploy.calibration import cluster_jobs
-
+def test_a_worker_of_other_version_is_named(refused, monkeypatch):
     here = cluster_jobs.collect_versions("images")
-    monkeypatch.setattr(
-        cluster_jobs, "collect_versions", lambda kind: {**here, "onnxruntime": "1.0"}
-    )
-    err = refused(run, small_cnn, pictures, cluster, tmp_path / "x.cache")
+    other = here | {"onnxruntime": "1.0"}
+    monkeypatch.setattr(cluster_jobs, "collect_versions", lambda kind: other)
+    err = refused()
     assert "the worker tcp://" in err and f"onnxruntime {here['onnxruntime']} (1.0 at" in err
-    monkeypatch.setattr(cluster_jobs, "collect_versions", lambda kind: {**here, "calib8": "9.9"})
-    err = refused(run, small_cnn, pictures, cluster, tmp_path / "x.cache")
+    monkeypatch.setattr(cluster_jobs, "collect_versions", lambda kind: here | {"calib8": "9.9"})
+    err = refused()
     assert "the scheduler has calib8" in err and "9.9 at the client" in err
 
 
-def test_a_damaged_picture_is_told_with_its_worker(cluster, run, small_cnn, pictures, tmp_path):
+def test_a_damaged_picture_is_told_with_its_worker(cluster, refused, pictures, tmp_path):
     folder = shutil.copytree(pictures, tmp_path / "bad")
     (folder / "14.png").write_bytes(b"no picture")
-    err = refused(run, small_cnn, folder, cluster, tmp_path / "x.cache")
+    err = refused(images=folder)
     assert "the worker " in err and "14.png" in err
-    assert len([line for line in cluster.samples() if "14.png" in line]) == 0
+    assert not [line for line in cluster.samples() if "14.png" in line]
 
 
-def test_more_pieces_than_images_are_refused(cluster, run, small_cnn, pictures, tmp_path):
-    err = refused(run, small_cnn, pictures, cluster, tmp_path / "x.cache", "--pieces", 21)
-    assert "got 21 shards of 20" in err
+def test_more_pieces_than_images_are_refused(refused):
+    assert "got 21 shards of 20" in refused("--pieces", 21)
 
 
 # ---- what needs no cluster -------------------------------------------------------------------
-@pytest.fixture
-def hasty(monkeypatch):
-    monkeypatch.setattr("deploy.calibration.cluster.CONNECT_S", 0.3)
-
-
 @pytest.mark.parametrize("words", [b"", b"HTTP/1.0 400 Bad Request\r\n\r\n"])
-def test_somebody_else_there_is_a_sentence(words, hasty, small_cnn, pictures):
-    from deploy import calibrate
-
+def test_somebody_else_there_is_a_sentence(words, monkeypatch, small_cnn, pictures):
+    monkeypatch.setattr(clusters, "CONNECT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer():
@@ -344,8 +325,6 @@ def test_somebody_else_there_is_a_sentence(words, hasty, small_cnn, pictures):
 
 
 def test_dask_missing_is_a_sentence(small_cnn, pictures, monkeypatch):
-    from deploy import calibrate
-
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(SdkMissingError, match=r"pip install 'calib8\[dask\]'"):
         calibrate(small_cnn, pictures, scheduler=ELSEWHERE)
@@ -362,14 +341,10 @@ class Fake:
 
 
 @pytest.fixture
-def fake(small_cnn, pictures, monkeypatch):
-    from deploy.calibration import cluster as module
-    from deploy.calibration.cluster_jobs import Cluster
-
-    monkeypatch.setattr(module, "TICK_S", 0.0)
-    monkeypatch.setattr(module, "WORKERS_S", 0.05)
-
-    return lambda *there: module.ClusterRun(Fake(*there), None, Cluster(address=ELSEWHERE), None)
+def fake(monkeypatch):
+    monkeypatch.setattr(clusters, "TICK_S", 0.0)
+    monkeypatch.setattr(clusters, "WORKERS_S", 0.05)
+    return lambda *there: clusters.ClusterRun(Fake(*there), None, Cluster(address=ELSEWHERE), None)
 
 
 def test_no_worker_is_a_sentence(fake):
@@ -390,15 +365,12 @@ def test_all_workers_lost_is_a_sentence(fake):
 
 @pytest.mark.parametrize("address", ["host:8786", "tls://10.0.0.1:1", "tcp://[::1]:8786"])
 def test_an_address_is_taken(address):
-    from deploy.calibration.cluster_jobs import as_cluster
-
-    assert as_cluster(address).address == address and as_cluster(None) is None
+    assert cluster_jobs.as_cluster(address).address == address
+    assert cluster_jobs.as_cluster(None) is None
 
 
 @pytest.mark.parametrize("given", [{"pieces": 0}, {"retries": -1}, {"threads": 0}, {"send": "x"}])
 def test_options_are_checked(given):
-    from deploy import Cluster
-
     with pytest.raises(ConfigError):
         Cluster(address=ELSEWHERE, **given)
 
@@ -429,21 +401,13 @@ def test_useless_options_are_refused_first(words, said, run, small_cnn, pictures
         assert said in run.fails("build", small_cnn, *feed, "--out", tmp_path / "x")
 
 
-def test_images_without_a_path_must_be_sent(small_cnn, tmp_path):
-    from deploy import calibrate
-
-    loader = tmp_path / "loader.py"
-    loader.write_text(
+def test_images_without_a_path_must_be_sent_and_a_video_is_of_one_machine(small_cnn, tmp_path):
+    (tmp_path / "loader.py").write_text(
         "import numpy\ndef feed():\n    return numpy.zeros((2, 3, 16, 16), 'float32')\n"
     )
-    for images in (f"{loader}:feed", [np.zeros((1, 3, 16, 16), np.float32)]):
+    for images in (f"{tmp_path}/loader.py:feed", [np.zeros((1, 3, 16, 16), np.float32)]):
         with pytest.raises(ConfigError, match="send them"):
             calibrate(small_cnn, images, scheduler=ELSEWHERE)
-
-
-def test_a_video_is_of_one_machine(small_cnn, tmp_path):
-    from deploy import calibrate
-
     film = cv2.VideoWriter(str(tmp_path / "v.avi"), cv2.VideoWriter_fourcc(*"MJPG"), 2.0, (16, 16))
     for _ in range(4):
         film.write(np.zeros((16, 16, 3), np.uint8))
@@ -453,32 +417,21 @@ def test_a_video_is_of_one_machine(small_cnn, tmp_path):
 
 
 def test_a_cache_that_fits_needs_no_scheduler(small_cnn, pictures, tmp_path):
-    from deploy import calibrate
-
     calibrate(small_cnn, pictures, cache=tmp_path / "x.cache")
     assert calibrate(small_cnn, pictures, cache=tmp_path / "x.cache", scheduler=ELSEWHERE).reused
 
 
 @pytest.mark.slow
 def test_a_piece_of_another_calibration_is_refused(small_cnn, pictures):
-    from deploy.calibration.cluster import ShardMerger
-    from deploy.calibration.observation import ObservedStatistics
-    from deploy.calibration.sample_checks import Peaks
-    from deploy.calibration.shards import make_shard
-    from deploy.feed.feed import open_feed
-    from deploy.frontends import load
-
-    loaded = load(small_cnn)
+    loaded, nothing = load(small_cnn), ObservedStatistics({})
     feed = open_feed(str(pictures), loaded.inputs)
     share = feed.share_of((1, 2))
     part = feed.part(share)
     part.manifest()
-    gathering = ShardMerger((), feed, loaded.identities)
+    gathering = clusters.ShardMerger((), feed, loaded.identities)
     with pytest.raises(BackendError, match=r"worker bob .*the model"):
-        gathering.add(
-            share, "bob", make_shard(part, {"graph": "x"}, Peaks(), ObservedStatistics({}))
-        )
-    data = make_shard(part, loaded.identities, Peaks(), ObservedStatistics({}))
+        gathering.add(share, "bob", make_shard(part, {"graph": "x"}, Peaks(), nothing))
+    data = make_shard(part, loaded.identities, Peaks(), nothing)
     with pytest.raises(BackendError, match=r"worker bob .*another piece than 2/2"):
         gathering.add(feed.share_of((2, 2)), "bob", data)
     gathering.add(share, "bob", data)
