@@ -3,32 +3,18 @@
 import dataclasses
 import math
 import re
-from itertools import pairwise
+from functools import partial
+from itertools import cycle, pairwise
 from pathlib import Path
 
 import pytest
 
+from deploy import report
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import Latency, Timing
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy
-from deploy.report import (
-    EngineRow,
-    FeedPart,
-    FileRow,
-    HistogramPart,
-    ModelPart,
-    NodeRow,
-    RangeRow,
-    Report,
-    SearchPart,
-    TargetPart,
-    TensorRow,
-    TrialRow,
-    WeightRow,
-    to_html,
-)
 from deploy.report.blocks import PRINTED
 from deploy.report.verdict import Verdict
 from scripts.chromium import browser, found
@@ -46,11 +32,11 @@ ENTER, TAB = ("Enter", 13), ("Tab", 9)
 
 
 def latency(ms):
-    samples = [ms * (1 + 0.02 * (i % 9)) for i in range(90)]
-    timing = Timing.of(samples)
+    samples = tuple(ms * (1 + 0.02 * (i % 9)) for i in range(90))
     return Latency(
         queries=90, warmup_queries=5, total_host_walltime_s=1, throughput_qps=1e3 / ms,
-        latency=timing, host=timing, samples_ms=tuple(samples), warnings=("unstable",),
+        latency=Timing.of(samples), host=Timing.of(samples), samples_ms=samples,
+        warnings=("unstable",),
     )  # fmt: skip
 
 
@@ -65,15 +51,16 @@ def accuracy(name):
     )  # fmt: skip
 
 
-SEEN = HistogramPart(
+FLOAT_ROW = report.EngineRow(label="FP32", reference=True)
+SEEN = report.HistogramPart(
     start=-2.0, width=0.125, counts=tuple(range(64)),
-    others=(RangeRow(method="percentile-99.99", lo=-1.2345, hi=3.4567),) * 5,
+    others=(report.RangeRow(method="percentile-99.99", lo=-1.2345, hi=3.4567),) * 5,
 )  # fmt: skip
 
 
 def weight(name, i):
     """A weight of many channels, drawn where it is one of the first."""
-    return WeightRow(
+    return report.WeightRow(
         node=name, op="Conv", channels=1152, scales=1152 if i % 2 else 1, least=1.849e-05,
         median=0.05246, largest=21.15, ratio=1e6 / (i + 1), used=0.5432, dead=11,
         worst=(1070, 1074, 1135), strip=(0.001, 0.1, 21.15) * 32 if i < 6 else (),
@@ -84,60 +71,59 @@ def target(name, words, tensors):
     """A target of so many tensors; one in 10 without an SQNR, one NaN."""
     known = [None if i % 10 == 9 else math.nan if i == 4 else 60 - i % 50 for i in range(tensors)]
     rows = tuple(
-        TensorRow(
+        report.TensorRow(
             name=f"{words}.{i % 22}/cv{i % 3}/conv_{i}_output_0", observed_min=-1.5 * i - 1,
             observed_max=4.25 + i, lo=-1.0, hi=2.0 + i, amax=2.0 + i, method="percentile",
             clipped=0.001 * (i % 40), sqnr_db=db, histogram=SEEN if i < 5 else None,
         )
         for i, db in enumerate(known)
     )  # fmt: skip
-    layers = tuple(
-        OutputAccuracy(name=row.name, sqnr_db=row.sqnr_db, cosine_mean=0.99, cosine_min=0.9,
-                       max_abs_error=1.0)
-        for row in rows if row.sqnr_db is not None
-    )  # fmt: skip
+    rest = {"cosine_mean": 0.99, "cosine_min": 0.9, "max_abs_error": 1.0}
+    known = [row for row in rows if row.sqnr_db is not None]
+    layers = tuple(OutputAccuracy(name=row.name, sqnr_db=row.sqnr_db, **rest) for row in known)
     float_ops = ("Shape", "Unsqueeze", "ConstantOfShape", "Sigmoid", "Resize", "Softmax", "Add")
     nodes = tuple(
-        NodeRow(name=f"{words}/node_{i}", op=float_ops[i % 7] if i % 3 else "Conv",
-                precision="float32" if i % 3 else "int8", reason=f"{float_ops[i % 7]} of {words}")
-        for i in range(tensors)
+        report.NodeRow(
+            name=f"{words}/node_{i}", op=op if i % 3 else "Conv", reason=f"{op} of {words}",
+            precision="float32" if i % 3 else "int8",
+        )
+        for i, op in zip(range(tensors), cycle(float_ops))
     )  # fmt: skip
-    tried = tuple(
-        TrialRow(what=f"{words} {i}", sqnr_db=30.0 - i, time=0.5, taken=not i) for i in range(4)
-    )
-    return TargetPart(
+    trial = partial(report.TrialRow, time=0.5)
+    tried = tuple(trial(what=f"{words} {i}", sqnr_db=30.0 - i, taken=not i) for i in range(4))
+    return report.TargetPart(
         name=name, method="percentile", nodes=nodes, tensors=rows, layers=layers,
-        files=(FileRow(role="int8 engine", path=f"out/{words}.onnx", size_bytes=3 << 20),
-               FileRow(role="record", path=f"out/{words}.txt", size_bytes=900)),
-        search=SearchPart(reused=False, probes=4, settled=words, tried=tried), notes=(words,),
-        weights=tuple(weight(f"{words}/conv_{i}", i) for i in range(tensors // 2)),
+        files=(report.FileRow(role="int8 engine", path=f"out/{words}.onnx", size_bytes=3 << 20),
+               report.FileRow(role="record", path=f"out/{words}.txt", size_bytes=900)),
+        search=report.SearchPart(reused=False, probes=4, settled=words, tried=tried),
+        weights=tuple(weight(f"{words}/conv_{i}", i) for i in range(tensors // 2)), notes=(words,),
     )  # fmt: skip
 
 
 def made(words="/model", *, engines=2, targets=1, tensors=40):
     """A report of everything, in which these words stand wherever a name may."""
     names = [f"t{i}" if targets > 1 else "onnxruntime" for i in range(targets)]
-    rows = [EngineRow(label="FP32", reference=True, size_bytes=12 << 20, latency=latency(2.0))]
+    rows = [dataclasses.replace(FLOAT_ROW, size_bytes=12 << 20, latency=latency(2.0))]
     rows += [
-        EngineRow(
+        report.EngineRow(
             label=f"{words} {i}", target=names[i % targets], path="m.onnx", size_bytes=3 << 20,
             load_ms=3.0, latency=latency(1.0 + 0.1 * i), accuracy=accuracy(words),
             verdict=Verdict(LEVELS[i % 4], (f"2 of 7 boxes of {words} kept", "1.70 times as fast")),
         )
         for i in range(engines - 1)
     ]  # fmt: skip
-    return Report(
+    return report.Report(
         title=f"calib8: {words} in int8",
-        model=ModelPart(path=words, inputs=(f"{words} float32 [1,3,640,640]",)),
-        feed=FeedPart(source=words, samples=60, preprocess={"mean": [0.5], words: words}),
+        model=report.ModelPart(path=words, inputs=(f"{words} float32 [1,3,640,640]",)),
+        feed=report.FeedPart(source=words, samples=60, preprocess={"mean": [0.5], words: words}),
         targets=tuple(target(name, words, tensors) for name in names), engines=tuple(rows),
-        files=(FileRow(role="plan", path="out/m.plan.toml"),), notes=(words, "another"),
+        files=(report.FileRow(role="plan", path="out/m.plan.toml"),), notes=(words, "another"),
     )  # fmt: skip
 
 
 def failed():
-    parts = (TargetPart(name="tensorrt", error="a cache must be writable, got none"),)
-    rows = (EngineRow(label="FP32", reference=True), EngineRow(label="tensorrt", target="tensorrt"))
+    parts = (report.TargetPart(name="tensorrt", error="a cache must be writable, got none"),)
+    rows = (FLOAT_ROW, report.EngineRow(label="tensorrt", target="tensorrt"))
     return dataclasses.replace(made(), targets=parts, engines=rows)
 
 
@@ -145,7 +131,7 @@ MADE = {
     "plain": lambda: made(), "long": lambda: made(LONG),
     "hostile": lambda: made(HOSTILE, engines=5), "many engines": lambda: made(engines=9, targets=3),
     "failed": failed, "no engines": lambda: dataclasses.replace(made(), engines=()),
-    "empty": lambda: Report(title="nothing"),
+    "empty": lambda: report.Report(title="nothing"),
 }  # fmt: skip
 
 
@@ -159,9 +145,9 @@ def page():
 def show(page, tmp_path):
     """(report, width, dark) -> the page, shown."""
 
-    def call(report, *, width=1280, dark=False):
+    def call(shown, *, width=1280, dark=False):
         path = tmp_path / "report.html"
-        path.write_text(to_html(report), encoding="utf-8", newline="")
+        path.write_text(report.to_html(shown), encoding="utf-8", newline="")
         page.show(path, width=width, dark=dark)
         return page
 
@@ -192,19 +178,21 @@ WORDS_BROKEN = """
 }).filter(([text, lines]) => lines > 2 + text.length / 6)
 """
 
+# Lines of the cells that hold a number with a unit.
+NUMBER_LINES = """
+[...document.querySelectorAll('td')].filter(c => /^[-\\d.]+ (dB|%)$/.test(c.innerText)).map(c => {
+  const r = document.createRange(); r.selectNodeContents(c); return r.getClientRects().length; })
+"""
+
 # How far tables are wider than their places.
 OVER = "[...document.querySelectorAll('.scroll')].map(s => s.scrollWidth - s.clientWidth)"
 
 
 @pytest.mark.parametrize("width", [400, 1280])
-@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("kind", [*MADE, "dark"])
 def test_a_page_fits_its_window(show, tmp_path, kind, width):
-    sound(show(MADE[kind](), width=width), tmp_path / "report.html")
-
-
-@pytest.mark.parametrize("width", [400, 1280])
-def test_a_page_fits_its_window_in_the_dark_too(show, tmp_path, width):
-    sound(show(made(), width=width, dark=True), tmp_path / "report.html")
+    shown = MADE["plain" if kind == "dark" else kind]()
+    sound(show(shown, width=width, dark=kind == "dark"), tmp_path / "report.html")
 
 
 @pytest.mark.parametrize("kind", ["plain", "long", "many engines"])
@@ -212,11 +200,7 @@ def test_no_table_is_pushed_aside(show, kind):
     page = show(MADE[kind]())
     unfold(page)
     assert max(page.value(OVER)) <= 0
-    numbers = (
-        "[...document.querySelectorAll('td')].filter(c => /^[-\\d.]+ (dB|%)$/.test(c.innerText))"
-    )
-    lines = f"{numbers}.map(c => {{ const r = document.createRange(); r.selectNodeContents(c);"
-    assert set(page.value(f"{lines} return r.getClientRects().length; }})")) == {1}
+    assert set(page.value(NUMBER_LINES)) == {1}
     page = show(MADE[kind](), width=400)
     unfold(page)
     cells = "[...document.querySelectorAll('td')].filter(c => c.offsetParent)"
@@ -244,10 +228,9 @@ def test_the_pages_of_a_build_and_of_bench_fit_too(page, run, tmp_path):
 
 def test_letters_of_the_chart_can_be_read_and_do_not_overlap(show):
     page = show(made(engines=4), width=400)
-    boxes = page.value(
-        "[...document.querySelectorAll('svg .tick:not(.name)')].map(t =>"
-        " t.getBoundingClientRect()).filter(b => b.width).map(b => [b.left, b.right, b.height])"
-    )
+    ticks = "[...document.querySelectorAll('svg .tick:not(.name)')]"
+    places = f"{ticks}.map(t => t.getBoundingClientRect()).filter(b => b.width)"
+    boxes = page.value(f"{places}.map(b => [b.left, b.right, b.height])")
     assert len(boxes) >= 3 and all(height >= 12 for _, _, height in boxes)
     assert all(left[1] < right[0] for left, right in pairwise(boxes))
     legend = page.value("document.querySelector('.legend').innerText")
@@ -258,10 +241,8 @@ def test_the_verdict_comes_first_and_has_its_colour(show):
     for dark in (False, True):
         page = show(made(engines=5), width=400, dark=dark)
         assert page.value("document.querySelector('h1').nextElementSibling.className") == "verdicts"
-        colours = page.value(
-            "[...document.querySelectorAll('.verdict')].map(v => getComputedStyle(v)).map("
-            "s => [s.color, s.backgroundColor])"
-        )
+        styles = "[...document.querySelectorAll('.verdict')].map(v => getComputedStyle(v))"
+        colours = page.value(f"{styles}.map(s => [s.color, s.backgroundColor])")
         assert len({ink for ink, _ in colours}) == len({card for _, card in colours}) == 4
         assert all(contrast(*pair) >= 4.5 for pair in colours)
         assert page.value("document.querySelector('.verdict').innerText").startswith("GOOD")
@@ -293,15 +274,15 @@ def test_the_contents_open_what_they_lead_to(show):
     page = show(made(tensors=200))
     page.value("document.querySelector('nav a[href=\"#tensors\"]').click()")
     page.value("new Promise(done => setTimeout(done, 50))", wait=True)
-    assert page.value("document.querySelector('#tensors').closest('details').open")
+    assert page.value(f"{TENSORS}.open")
     assert abs(page.value("document.querySelector('#tensors').getBoundingClientRect().top")) < 100
 
 
-COLUMN = """
-[...document.querySelector("#tensors").closest("details").querySelectorAll("tbody tr")]
-  .map(row => row.cells[%d].textContent)
-"""
-HEAD = "document.querySelectorAll('#tensors')[0].closest('details').querySelectorAll('th')[%d]"
+TENSORS = "document.querySelector('#tensors').closest('details')"
+ROWS = f"[...{TENSORS}.querySelectorAll('tbody tr')]"
+SHOWN = f"{ROWS}.filter(r => r.offsetParent)"
+COLUMN = f"{ROWS}.map(row => row.cells[%d].textContent)"
+HEAD = f"{TENSORS}.querySelectorAll('th')[%d]"
 
 
 def test_tables_stand_worst_first_and_are_sorted_by_their_heads(show):
@@ -330,10 +311,8 @@ def test_names_and_sizes_are_sorted_as_people_read_them(show):
     unfold(page)
     table = "document.querySelector('#files').closest('details').querySelector('table')"
     page.value(f"{table}.querySelectorAll('th button')[2].click()")
-    cells = page.value(
-        f"[...{table}.querySelectorAll('tbody td:nth-child(3)')].map(c=>c.innerText)"
-    )
-    assert cells == ["900 B", "3 MiB", "-"]
+    sizes = f"[...{table}.querySelectorAll('tbody td:nth-child(3)')].map(c=>c.innerText)"
+    assert page.value(sizes) == ["900 B", "3 MiB", "-"]
     page.value(HEAD % 0 + ".firstChild.click()")
     names = [re.search(r"conv_(\d+)", name)[1] for name in page.value(COLUMN % 0) if ".1/" in name]
     assert names == ["1"] and page.value(COLUMN % 0)[2].startswith("/model.2/")
@@ -342,12 +321,10 @@ def test_names_and_sizes_are_sorted_as_people_read_them(show):
 def test_a_table_is_sorted_and_filtered_from_the_keyboard(show):
     page = show(made())
     unfold(page)
-    page.value(
-        "document.querySelector('#tensors').closest('details').querySelector('input').focus()"
-    )
+    page.value(f"{TENSORS}.querySelector('input').focus()")
     page.call("Input.insertText", text="CV1 conv_1")
-    rows = "[...document.querySelector('#tensors').closest('details').querySelectorAll('tbody tr')]"
-    shown = page.value(f"{rows}.filter(r => r.offsetParent).map(r => r.cells[0].innerText)")
+    names = f"{SHOWN}.map(r => r.cells[0].innerText)"
+    shown = page.value(names)
     assert len(shown) == 5 and all("cv1" in name and "conv_1" in name for name in shown)
     assert page.value("document.activeElement.nextSibling.innerText") == "5 of 40 rows"
     page.press(*TAB)
@@ -355,8 +332,7 @@ def test_a_table_is_sorted_and_filtered_from_the_keyboard(show):
     outline = page.value("getComputedStyle(document.activeElement).outlineStyle")
     page.press(*ENTER)
     assert outline == "solid" and page.value(HEAD % 0 + ".getAttribute('aria-sort')") == "ascending"
-    again = page.value(f"{rows}.filter(r => r.offsetParent).map(r => r.cells[0].innerText)")
-    assert sorted(again) == sorted(shown) and page.faults == []
+    assert sorted(page.value(names)) == sorted(shown) and page.faults == []
 
 
 def test_without_script_the_page_is_whole(show):
@@ -376,7 +352,7 @@ def test_names_run_nothing_and_no_other_script_would(show, page, tmp_path):
     assert page.value("typeof bad") == "undefined" and page.faults == []
     path = tmp_path / "changed.html"
     other = "<script>var bad = 1</script><p onclick='bad = 1' style='color: red'>x</p></main>"
-    path.write_text(to_html(made()).replace("</main>", other), encoding="utf-8")
+    path.write_text(report.to_html(made()).replace("</main>", other), encoding="utf-8")
     page.show(path, width=1280)
     page.value("document.querySelector('p[onclick]').click()")
     assert page.value("typeof bad") == "undefined" and len(page.faults) >= 2
@@ -400,18 +376,15 @@ def test_paper_keeps_every_column_and_says_what_it_leaves_out(show):
     dark = {"name": "prefers-color-scheme", "value": "dark"}
     page.call("Emulation.setEmulatedMedia", media="print", features=[dark])
     unfold(page)
-    table = "document.querySelector('#tensors').closest('details').querySelector('table')"
+    table = f"{TENSORS}.querySelector('table')"
     assert page.value(f"{table}.getBoundingClientRect().right") <= PAPER_PX
     assert page.value(f"[...{table}.querySelectorAll('th')].every(h => h.offsetWidth > 10)")
-    rows = f"[...{table}.tBodies[0].rows].filter(r => r.offsetParent)"
-    assert page.value(f"{rows}.length") == PRINTED
-    assert page.value(f"{rows}[0].cells[2].innerText") == "NaN"
+    assert page.value(f"{SHOWN}.length") == PRINTED
+    assert page.value(f"{SHOWN}[0].cells[2].innerText") == "NaN"
     left = f"{table}.parentElement.nextElementSibling.innerText"
     assert page.value(left) == f"and {200 - PRINTED} more rows, not printed"
-    page.value(f"{table}.closest('details').querySelector('input').value = 'conv_1'")
-    page.value(
-        f"{table}.closest('details').querySelector('input').dispatchEvent(new Event('input'))"
-    )
+    page.value(f"{TENSORS}.querySelector('input').value = 'conv_1'")
+    page.value(f"{TENSORS}.querySelector('input').dispatchEvent(new Event('input'))")
     assert page.value(left) == f"and {111 - PRINTED} more rows, not printed"
-    assert page.value(f"{rows}.length") == PRINTED
+    assert page.value(f"{SHOWN}.length") == PRINTED
     assert page.value("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"

@@ -13,25 +13,24 @@ from deploy.feed.preprocess import PRESETS, Preprocess
 from deploy.frontends.metadata import read_metadata_preprocess
 from deploy.frontends.metadata.exporters import parse_operators
 from deploy.tensors import TensorSpec
-from tests.models import make_model, make_node, make_value, save_net
+from tests.models import make_model, make_value, save_net
 
 OPEN = ("n", 3, "h", "w")
 IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 YOLO = {"author": "Ultralytics", "version": "8.1.0", "task": "detect", "imgsz": "[320, 320]"}
 
 
-def network(shape=OPEN, **properties):
-    """x -> Relu -> y, with metadata."""
-    ends = [make_value(name, shape) for name in "xy"]
-    model = make_model([make_node("Relu", "x", "y")], ends[:1], ends[1:])
+def with_metadata(model, properties):
     for key, value in properties.items():
-        one = model.metadata_props.add()
-        one.key, one.value = key.replace("__", " "), value
+        model.metadata_props.add(key=key.replace("__", " "), value=value)
     return model
 
 
 def carried(shape=OPEN, path=None, **properties):
-    return read_metadata_preprocess(network(shape, **properties), path)
+    """What the metadata of x -> Relu -> y says."""
+    ends = [make_value(name, shape) for name in "xy"]
+    model = make_model([("Relu", "x", "y")], ends[:1], ends[1:])
+    return read_metadata_preprocess(with_metadata(model, properties), path)
 
 
 def how(said, shape=OPEN, asked=None):
@@ -44,10 +43,8 @@ def test_ultralytics_boxes_are_letterboxed(task):
     said = carried(**(YOLO | {"task": task, "description": "Ultralytics YOLOv8n model"}))
     assert said.source == "the model's metadata (Ultralytics 8.1.0, imgsz 320)"
     found = how(said)
-    assert (found.size, found.resize, found.pad, found.color) == (
-        (320, 320), "letterbox", (114.0,), "rgb",
-    )  # fmt: skip
-    assert found.scale == 1 / 255
+    assert (found.size, found.resize, found.pad) == ((320, 320), "letterbox", (114.0,))
+    assert (found.color, found.scale) == ("rgb", 1 / 255)
 
 
 def test_ultralytics_other_tasks_channels_and_versions():
@@ -87,15 +84,13 @@ def test_openvinos_model_info():
 
 
 def test_timms_configuration_in_metadata_and_in_its_file(tmp_path):
-    cfg = {
-        "input_size": [3, 288, 288], "crop_pct": 0.95, "crop_mode": "center",
-        "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "interpolation": "bicubic",
-    }  # fmt: skip
+    mean, std = IMAGENET.values()
+    cfg = {"input_size": [3, 288, 288], "crop_pct": 0.95, "crop_mode": "center"}
+    cfg |= {"mean": mean, "std": std, "interpolation": "bicubic"}
     one = how(carried(pretrained_cfg=json.dumps(cfg)))
     two = how(carried(**{name: str(value) for name, value in cfg.items()}))
-    (tmp_path / "config.json").write_text(
-        json.dumps({"architecture": "resnet50", "pretrained_cfg": cfg})
-    )
+    config = {"architecture": "resnet50", "pretrained_cfg": cfg}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     file = carried(path=tmp_path / "net.onnx")
     assert file.source == "the config.json beside the model (timm, resnet50)"
     assert one == two == how(file)
@@ -111,13 +106,16 @@ def test_timms_configuration_in_metadata_and_in_its_file(tmp_path):
     assert carried(path=tmp_path / "net.onnx") is None
 
 
+def square(side):
+    return {"height": side, "width": side}
+
+
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
         ({"size": {"height": 224, "width": 192}}, ("stretch", (224, 192), None)),
         (
-            {"size": {"shortest_edge": 256}, "do_center_crop": True,
-             "crop_size": {"height": 224, "width": 224}},
+            {"size": {"shortest_edge": 256}, "do_center_crop": True, "crop_size": square(224)},
             ("short-side", (224, 224), 256),
         ),
         (
@@ -131,11 +129,11 @@ def test_timms_configuration_in_metadata_and_in_its_file(tmp_path):
         ),
         ({"size": 224, "do_center_crop": False}, ("stretch", (224, 224), None)),
         ({"size": {"shortest_edge": 800, "longest_edge": 1333}, "do_pad": True}, None),
-        ({"size": {"height": 256, "width": 256}, "do_center_crop": True, "crop_size": 224}, None),
-        ({"size": {"height": 8, "width": 8}, "max_image_tiles": 4}, None),
-        ({"size": {"height": 8, "width": 8}, "resample": 9}, None),
-        ({"size": {"height": 8, "width": 8}, "do_resize": False}, None),
-        ({"size": {"height": 8, "width": 8}, "do_rescale": "yes"}, None),
+        ({"size": square(256), "do_center_crop": True, "crop_size": 224}, None),
+        ({"size": square(8), "max_image_tiles": 4}, None),
+        ({"size": square(8), "resample": 9}, None),
+        ({"size": square(8), "do_resize": False}, None),
+        ({"size": square(8), "do_rescale": "yes"}, None),
         ({"size": {"height": [], "width": {}}}, None),
         ({"size": {"shortest_edge": 256}, "image_processor_type": "LevitImageProcessor"}, None),
     ],
@@ -147,11 +145,9 @@ def test_hugging_faces_processors(given, wanted, tmp_path):
     if wanted is None:
         assert said.how is None and said.reason
         return
-    found = how(said)
+    found, preset = how(said), PRESETS["imagenet"]
     assert (found.resize, found.size, found.short_side) == wanted
-    assert (found.mean, found.std) == (
-        PRESETS["imagenet"].mean, PRESETS["imagenet"].std,
-    )  # fmt: skip
+    assert (found.mean, found.std) == (preset.mean, preset.std)
     assert (found.color, found.interpolation) == ("rgb", "area")
 
 
@@ -190,11 +186,9 @@ label_list:
 
 def test_paddledetections_infer_cfg(tmp_path):
     (tmp_path / "infer_cfg.yml").write_text(INFER_CFG)
-    found = how(carried(path=tmp_path / "net.onnx"))
+    found, preset = how(carried(path=tmp_path / "net.onnx")), PRESETS["picodet"]
     assert (found.size, found.resize, found.interpolation) == ((320, 416), "stretch", "cubic")
-    assert (found.mean, found.std, found.scale) == (
-        PRESETS["picodet"].mean, PRESETS["picodet"].std, 1 / 255,
-    )  # fmt: skip
+    assert (found.mean, found.std, found.scale) == (preset.mean, preset.std, 1 / 255)
     for old, new in (("keep_ratio: false", "keep_ratio: true"), ("Permute", "PadStride"),
                      ("interp: 2", "interp: [2, 3]"), ("- 320", "- &a 320"),
                      ("  keep_ratio: false", "  keep_ratio: !!python/object:os.system"),
@@ -247,9 +241,8 @@ def test_a_size_that_is_not_the_inputs():
     boxes = resolve_preprocess(None, carried(**YOLO), fixed)
     assert (boxes.how.size, boxes.how.resize) == ((640, 640), "letterbox")
     assert "320x320 pixels, the input is of 640x640" in (boxes.notes[0])
-    classes = resolve_preprocess(
-        None, carried(**(YOLO | {"task": "classify", "imgsz": "700"})), fixed
-    )
+    cropped = carried(**(YOLO | {"task": "classify", "imgsz": "700"}))
+    classes = resolve_preprocess(None, cropped, fixed)
     assert classes.how.resize == "stretch" and not classes.origin
     assert "700x700 pixels" in classes.notes[0]
     wrong = resolve_preprocess(None, MetadataPreprocess("it", Preprocess(color="grey")), fixed)
@@ -310,47 +303,41 @@ def test_what_is_no_file_or_too_large_beside_the_model(tmp_path):
 @pytest.fixture
 def yolo(small_cnn, tmp_path):
     """The small network as Ultralytics exports."""
-    model = onnx.load(small_cnn)
-    for key, value in (YOLO | {"imgsz": "[16, 16]"}).items():
-        one = model.metadata_props.add()
-        one.key, one.value = key, value
+    model = with_metadata(onnx.load(small_cnn), YOLO | {"imgsz": "[16, 16]"})
     return save_net(model, tmp_path / "yolo.onnx")
 
 
 QUICK = ("--effort", 0, "--duration", 0, "--accept")
 
 
-def test_the_first_screen_says_where_the_preset_came_from(yolo, pictures, tmp_path, run):
-    words = "build", yolo, "--images", pictures, *QUICK
-    out = run.ok(*words, "--out", tmp_path / "a")
-    said = " ".join(out.split())
+def test_the_first_screen_says_where_the_preset_came_from(yolo, pictures, tmp_path, command):
+    words = "build", yolo, "--images", pictures, *QUICK, "--out"
+    said = command(*words, tmp_path / "a")
     assert "pictures yolo: rgb 16x16, letterbox" in said
     assert "; from the model's metadata (Ultralytics 8.1.0, imgsz 16)" in said
-    assert "metadata" not in run.ok(*words, "--out", tmp_path / "b", "--preprocess", "yolo")
+    assert "metadata" not in command(*words, tmp_path / "b", "--preprocess", "yolo")
     caches = [(tmp_path / name / "yolo.cache").read_bytes() for name in "ab"]
     assert caches[0] == caches[1]
-    out = run.ok(*words, "--out", tmp_path / "b", "--preprocess", "imagenet")
-    said = " ".join(out.split())
+    said = command(*words, tmp_path / "b", "--preprocess", "imagenet")
     assert "letterbox, anchor centre, pad 114" in said
     assert "the preprocessing changed" in said  # and the cache is not used again
-    out = run.ok(*words, "--out", tmp_path / "c", "--pad", 3)
-    assert "imgsz 16), but for pad" in " ".join(out.split())
+    assert "imgsz 16), but for pad" in command(*words, tmp_path / "c", "--pad", 3)
     built = onnx.load(tmp_path / "a" / "yolo.int8.onnx")
     assert {one.key for one in built.metadata_props} >= set(YOLO)
 
 
 @pytest.mark.slow
-def test_the_other_commands_follow_it_too(yolo, pictures, tmp_path, run):
+def test_the_other_commands_follow_it_too(yolo, pictures, tmp_path, command):
     out = tmp_path / "o"
-    assert run("build", yolo, "--images", pictures, *QUICK, "--out", out)[0] == 0
+    command("build", yolo, "--images", pictures, *QUICK, "--out", out)
     engine = out / "yolo.int8.onnx"
     cache = "calibrate", yolo, "--out", tmp_path / "c.cache"
     for words in (cache, ("bench", engine, "--duration", 0), ("compare", yolo, engine)):
-        said = run.ok(*words, "--images", pictures)
-        assert "from the model's metadata (Ultralytics" in " ".join(said.split())
+        said = command(*words, "--images", pictures)
+        assert "from the model's metadata (Ultralytics" in said
     report = json.loads((out / "report.json").read_text())
     assert report["feed"]["preprocess"]["resize"] == "letterbox"
-    assert run("explain", out, "--images", pictures, "--limit", 2, "--pad", 3)[0] == 0
+    command("explain", out, "--images", pictures, "--limit", 2, "--pad", 3)
 
 
 def test_arrays_are_fed_as_they_are(yolo):
