@@ -4,10 +4,12 @@ import gc
 import json
 import os
 import resource
+import shutil
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import cv2
 import numpy as np
@@ -19,19 +21,13 @@ from onnx import numpy_helper
 
 from deploy.calibration.one_pass import alternate_halves
 from deploy.errors import ConfigError, FeedError
-from deploy.feed import sample_reader
+from deploy.feed import sample_reader, sampling
 from deploy.feed.arrays import TemporaryArrays
 from deploy.feed.feed import open_feed
 from deploy.feed.file_list import SampleChangedError
 from deploy.feed.parallel import SampleStream, prefetch
 from deploy.feed.preprocess import Preprocess, find_preset
-from deploy.feed.sampling import (
-    in_sampling_order,
-    names_digest,
-    sampling_order,
-    share_of,
-    spread_evenly,
-)
+from deploy.feed.sampling import sampling_order, spread_evenly
 from deploy.frontends import load
 from deploy.tensors import TensorSpec
 from tests.models import make_model
@@ -107,16 +103,11 @@ def test_a_list_file_with_labels_spaces_comments_bom_and_crlf(photos):
     assert feed.labels == (3, 0, 12)
     assert feed.names[:2] == ("e f.Png", "sub/c.jpeg")
     assert len(collect(feed)) == 3
-
-
-def test_a_line_that_is_a_file_as_a_whole_has_no_label(tmp_path):
-    for name in ("shot 1", "shot"):
-        write_image(tmp_path / f"{name}.png")
-        (tmp_path / f"{name}.png").rename(tmp_path / name)
-    (tmp_path / "list.txt").write_text("shot 1\n")
-    feed = open_feed(tmp_path / "list.txt", [IMAGE])
-    assert feed.names == ("shot 1",)
-    assert feed.labels is None
+    for name in ("shot 1", "shot"):  # a line that is a file as a whole has no label
+        shutil.copy(photos / "b.png", photos / name)
+    listing.write_text("shot 1\n")
+    feed = open_feed(listing, [IMAGE])
+    assert (feed.names, feed.labels) == (("shot 1",), None)
 
 
 def test_one_image_is_a_feed_of_one(photos):
@@ -192,9 +183,9 @@ def test_broken_images_are_told_by_name_or_skipped_and_stderr_stays_quiet(photos
 
 def test_what_was_skipped_is_told_in_the_order_of_the_images(photos):
     feed = open_feed(photos, [IMAGE], skip_bad=True)
-    names = names_digest(feed.names)
+    names = sampling.names_digest(feed.names)
     for number in (2, 1):  # as two machines found it, the second one first
-        share = share_of((number, 2), 5, names)
+        share = sampling.share_of((number, 2), 5, names)
         digests = [f"{place:064x}" for place in share.places]
         bad = share.places[0]
         feed.seen_elsewhere(share, digests, {bad: f"bad {bad}"})
@@ -334,7 +325,6 @@ def test_the_manifest_follows_the_bytes_the_order_and_the_options(photos):
 
 
 # ---- arrays ---------------------------------------------------------------------------------
-
 BATCH = np.random.default_rng(0).standard_normal((5, 3, 16, 20)).astype(np.float32)
 
 
@@ -460,8 +450,7 @@ def test_several_workers_share_one_stream_and_miss_nothing():
 
 def test_an_exception_crosses_over_after_the_good_samples():
     def produce():
-        yield 1
-        yield 2
+        yield from (1, 2)
         raise FeedError("image x is bad")
 
     stream = SampleStream(produce)
@@ -474,13 +463,7 @@ def test_an_exception_crosses_over_after_the_good_samples():
 
 def test_leaving_early_ends_the_thread_and_the_queue_is_bounded():
     made = []
-
-    def produce():
-        for i in range(10_000):
-            made.append(i)
-            yield i
-
-    with SampleStream(produce, depth=3) as stream:
+    with SampleStream(lambda: (made.append(i) or i for i in range(10_000)), depth=3) as stream:
         assert next(stream) == 0
         time.sleep(0.2)
         assert len(made) <= 6
@@ -514,12 +497,9 @@ def test_a_second_pass_over_remembered_samples_decodes_nothing(pictures, small_c
 def test_a_full_disk_ends_the_keeping_alone(monkeypatch):
     cache = sample_reader.SampleCache(range(4))
     cache.add(0, {"x": np.ones(3)})
-
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patched:
-        patched.setattr(TemporaryArrays, "add", full)
+        failing = Mock(side_effect=OSError(28, "No space left on device"))
+        patched.setattr(TemporaryArrays, "add", failing)
         cache.add(1, {"x": np.ones(3)})
     cache.add(2, {"x": np.ones(3)})
     assert cache.get(1) is None and cache.get(2) is None
@@ -653,7 +633,7 @@ def test_a_bad_or_changed_picture_is_told_in_its_turn(monkeypatch, folder):
 def test_every_place_comes_once(count):
     places = np.arange(count)
     assert np.array_equal(np.sort(sampling_order(count)), places)
-    assert count > 3000 or np.array_equal(sorted(in_sampling_order(range(count))), places)
+    assert count > 3000 or np.array_equal(sorted(sampling.in_sampling_order(range(count))), places)
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000))
@@ -666,9 +646,8 @@ def test_some_are_from_all_over_and_hold_the_fewer(count, most):
 
 @given(st.integers(2, 9), st.sampled_from([16, 48, 64, 100]), st.sampled_from([2, 3, 4, 8]))
 def test_what_comes_round_in_a_feed_is_met_in_all_its_kinds(period, many, times):
-    kinds = np.bincount(
-        np.array(spread_evenly(range(times * many), many)) % period, minlength=period
-    )
+    taken = np.array(spread_evenly(range(times * many), many))
+    kinds = np.bincount(taken % period, minlength=period)
     assert many < 8 * period or kinds.min() >= many / period / 4
 
 
@@ -694,22 +673,17 @@ def taking_turns(tmp_path):
     return tmp_path
 
 
-def report_of(run, folder, *words):
-    given = ("build", folder / "net.onnx", "--images", folder / "x.npy", "--out", folder / "out")
-    out = run.ok(*given, "--effort", 0, "--duration", 0, *words)
-    return json.loads((folder / "out/report.json").read_text()), out
-
-
-def test_both_classes_judge(run, taking_turns):
-    report, out = report_of(run, taking_turns)
-    assert "gives one class" not in out and "Verdict       good" in out
-    assert report["engines"][1]["accuracy"]["samples"] == 100
-
-
-@pytest.mark.parametrize("words", [("--limit", 50), ("--until-stable",)])
-def test_fewer_samples_have_both(words, run, taking_turns):
+@pytest.mark.parametrize("words", [(), ("--limit", 50), ("--until-stable",)])
+def test_both_classes_judge_and_fewer_samples_have_both(words, run, taking_turns):
     """By powers of two through 200, and by fours, every sample was a quiet one."""
-    report_of(run, taking_turns, *words, "--method", "minmax")
-    held = onnx.load(taking_turns / "out/net.int8.onnx").graph.initializer
-    (scale,) = [numpy_helper.to_array(one) for one in held if one.name == "x/scale"]
-    assert 255 * scale > 7
+    words += ("--method", "minmax") if words else ()
+    feed = ("--images", taking_turns / "x.npy", "--effort", 0, "--duration", 0)
+    out = run.ok("build", taking_turns / "net.onnx", *feed, "--out", taking_turns, *words)
+    if words:
+        held = onnx.load(taking_turns / "net.int8.onnx").graph.initializer
+        (scale,) = [numpy_helper.to_array(one) for one in held if one.name == "x/scale"]
+        assert 255 * scale > 7
+    else:
+        assert "gives one class" not in out and "Verdict       good" in out
+        report = json.loads((taking_turns / "report.json").read_text())
+        assert report["engines"][1]["accuracy"]["samples"] == 100
