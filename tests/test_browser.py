@@ -268,10 +268,7 @@ def test_what_one_came_for_is_open_and_the_rest_folded(show):
         "Histograms (5)", "Notes (5)", "Calibration", "Search (4)", "Nodes", "Tensors (40)",
         "Weights (20)", "Files (3)"]  # fmt: skip
     assert page.value("document.querySelectorAll('main > details[open]').length") == 0
-
-
-def test_the_contents_open_what_they_lead_to(show):
-    page = show(made(tensors=200))
+    page = show(made(tensors=200))  # whose contents open what they lead to
     page.value("document.querySelector('nav a[href=\"#tensors\"]').click()")
     page.value("new Promise(done => setTimeout(done, 50))", wait=True)
     assert page.value(f"{TENSORS}.open")

@@ -172,10 +172,7 @@ Preprocess:
   - 416
   type: Resize
 - is_scale: true
-  mean:
-  - 0.485
-  - 0.456
-  - 0.406
+  mean: [0.485, 0.456, 0.406]
   std: [0.229, 0.224, 0.225]
   type: NormalizeImage
 - type: Permute

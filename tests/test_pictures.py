@@ -168,9 +168,11 @@ def test_without_any_option_the_model_decides_and_the_note_says_so():
     assert (how.color, how.size, how.layout) == ("rgb", (224, 200), "nhwc")
 
 
-def test_options_override_a_preset_and_none_leaves_it():
+def test_options_override_a_preset_and_an_unknown_one_names_the_nearest():
     how = with_options(PRESETS["imagenet"], {"size": (192, 192), "color": "bgr", "mean": None})
     assert (how.size, how.color, how.mean) == ((192, 192), "bgr", PRESETS["imagenet"].mean)
+    with pytest.raises(ConfigError, match="did you mean 'imagenet'"):
+        preprocess.find_preset("imagnet")
 
 
 @pytest.mark.parametrize(
@@ -195,11 +197,6 @@ def test_options_override_a_preset_and_none_leaves_it():
 def test_wrong_options_are_told_by_name_and_rule(options, message):
     with pytest.raises(ConfigError, match=message):
         with_options(Preprocess(), options)
-
-
-def test_an_unknown_preset_names_the_nearest():
-    with pytest.raises(ConfigError, match="did you mean 'imagenet'"):
-        preprocess.find_preset("imagnet")
 
 
 OPEN = "size open; give a size, such as "

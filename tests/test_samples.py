@@ -17,19 +17,12 @@ from onnx import TensorProto, numpy_helper
 import deploy
 from calibrators.scales import Scale
 from calibrators.statistics import HistogramOf
-from deploy.calibration import store
+from deploy.calibration import sample_checks, store
 from deploy.calibration.input_checks import check_input_samples, find_first_layer
 from deploy.calibration.observation import Observation, Variant
 from deploy.calibration.one_pass import alternate_halves, observe
-from deploy.calibration.sample_checks import (
-    OUTLIER_RATIO,
-    Outlier,
-    Peaks,
-    describe_outliers,
-    largest_magnitude,
-)
+from deploy.calibration.sample_checks import Outlier, Peaks
 from deploy.calibration.stability import compare_halves, range_difference
-from deploy.calibration.store import sidecars
 from deploy.errors import CacheError, ConfigError
 from deploy.feed.feed import open_feed
 from deploy.feed.preprocess import Preprocess
@@ -125,9 +118,8 @@ def watched(small_cnn) -> list[Observation]:
 
 def same(one, other) -> bool:
     held = [[recorder.to_arrays() for recorder in found.values()] for found in (one, other)]
-    return one.keys() == other.keys() and all(
-        np.array_equal(a[name], b[name]) for a, b in zip(*held, strict=True) for name in a
-    )
+    pairs = ((a[name], b[name]) for a, b in zip(*held, strict=True) for name in a)
+    return one.keys() == other.keys() and all(np.array_equal(*pair) for pair in pairs)
 
 
 def slowly(samples):
@@ -344,10 +336,8 @@ def smooth(count=6):
 
 
 def fed(how, found=None):
-    return [
-        {"x": ((p * how.scale - how.mean[0]) / how.std[0]).astype(np.float32)}
-        for p in (found or smooth())
-    ]
+    held = [(one * how.scale - how.mean[0]) / how.std[0] for one in found or smooth()]
+    return [{"x": one.astype(np.float32)} for one in held]
 
 
 def network(before=(), *, norm=True, bias=True):
@@ -459,34 +449,24 @@ def space_to_depth():
     return make_model(nodes, {"x": [1, 3, 16, 16]}, {"y": [1, 4, 6, 6]}, held)
 
 
-def test_the_first_conv_is_found_behind_a_space_to_depth_of_slices():
-    net = space_to_depth()
-    assert check_input_samples(fed(RAW), RAW, net) == []
-    (said,) = check_input_samples(fed(UNIT), UNIT, net)
-    assert "calibration data is too small" in said and "(c)" in said
-
-
 @pytest.mark.parametrize("reader", ["Mul", "Sub"])
 def test_a_constant_may_stand_before_what_it_scales_or_shifts(reader):
     found = find_first_layer(before_conv(reader, "most x", "scaled"), "x")
     assert found is not None and found.node == "c"
 
 
-@pytest.mark.parametrize("tensor", ["r10", "p01", "j"])
-def test_slices_that_something_else_reads_too_are_no_way_to_the_first_conv(tensor):
+@pytest.mark.parametrize(
+    ("op", "reads", "place"),
+    [
+        *(("Relu", name, 11) for name in ("r10", "p01", "j")),
+        *(("Conv", "p00 v", n) for n in (2, 11)),
+    ],
+)
+def test_slices_that_something_else_reads_too_are_no_way_to_the_first_conv(op, reads, place):
     net = space_to_depth()
-    assert find_first_layer(net, "x") is not None
-    net.graph.node.append(make_node("Relu", [tensor], "z", "z"))
-    net.graph.output.append(make_value("z", None))
-    assert find_first_layer(net, "x") is None
-
-
-@pytest.mark.parametrize("reader", ["first", "last"])
-def test_a_conv_that_reads_one_slice_alone_says_nothing_of_the_input(reader):
-    net = space_to_depth()
-    beside = make_node("Conv", "p00 v", "z", "beside")
+    assert find_first_layer(net, "x") is not None and len(net.graph.node) == 11
     net.graph.initializer.append(numpy_helper.from_array(np.ones((1, 3, 1, 1), np.float32), "v"))
-    net.graph.node.insert(2 if reader == "first" else len(net.graph.node), beside)
+    net.graph.node.insert(place, make_node(op, reads, "z", "z"))
     net.graph.output.append(make_value("z", None))
     assert find_first_layer(net, "x") is None
 
@@ -494,16 +474,14 @@ def test_a_conv_that_reads_one_slice_alone_says_nothing_of_the_input(reader):
 def test_a_build_that_feeds_a_sliced_stem_shares_in_place_of_pixels_says_so(run, tmp_path):
     for number, picture in enumerate(smooth()):
         cv2.imwrite(str(tmp_path / f"{number}.png"), picture[0].transpose(1, 2, 0))
-    onnx.save(space_to_depth(), tmp_path / "net.onnx")
-    words = ("build", tmp_path / "net.onnx", "--images", tmp_path, "--duration", 0, "--effort", 0)
-    for preset, said in (("unit", True), ("raw", False)):
-        report = tmp_path / f"{preset}.json"
-        more = ("--preprocess", preset) if preset == "raw" else ()
-        run.ok(*words, *more, "--accept", "--out", tmp_path / preset, "--json", report)
-        assert ("calibration data is too small" in report.read_text()) == said
-        engines = json.loads(report.read_text())["engines"]
-        (found,) = (one["verdict"] for one in engines if one.get("verdict"))
-        assert ("what it did not learn from" in " ".join(found["reasons"])) == said
+    path, report = save_net(space_to_depth(), tmp_path / "net.onnx"), tmp_path / "report.json"
+    words = ("build", path, "--images", tmp_path, "--duration", 0, "--effort", 0, "--accept")
+    for preset, odd in (((), True), (("--preprocess", "raw"), False)):
+        run.ok(*words, *preset, "--out", tmp_path)
+        text = report.read_text()
+        assert ("calibration data is too small" in text) == ("(c)" in text) == odd
+        (found,) = (one["verdict"] for one in json.loads(text)["engines"] if one.get("verdict"))
+        assert ("what it did not learn from" in " ".join(found["reasons"])) == odd
 
 
 @pytest.mark.parametrize("how", [HALF, None])
@@ -572,13 +550,23 @@ WHERE = ("v", "t")
 def of(*amaxes: float) -> list[tuple[int, float]]:
     peaks = Peaks()
     for number, amax in enumerate(amaxes, 1):
-        peaks.add(WHERE, number, largest_magnitude(np.array([[amax / 2, -amax]], np.float32)))
+        peaks.add(
+            WHERE,
+            number,
+            sample_checks.largest_magnitude(np.array([[amax / 2, -amax]], np.float32)),
+        )
     return [(number, times) for _, number, times in peaks.outliers()]
 
 
 def test_what_stands_out_is_found():
     assert of(1, 1, 1, 1, 80) == [(5, 80)]
-    assert of(1, 1, 1, 1, OUTLIER_RATIO) == of(1, 1, 1, 80) == of(0, 0, 0, 0, 0, 80) == of() == []
+    assert (
+        of(1, 1, 1, 1, sample_checks.OUTLIER_RATIO)
+        == of(1, 1, 1, 80)
+        == of(0, 0, 0, 0, 0, 80)
+        == of()
+        == []
+    )
     assert of(*[1] * 38, 1000, 10) == [(39, 1000), (40, 10)]  # one in twenty
     assert of(*[1] * 18, 1000, 10) == [(19, 100)]
     assert of(*[1] * 18, 1000, 1000) == []  # two of twenty are a kind of image
@@ -601,7 +589,7 @@ def test_parts_of_a_pass_find_what_one_finds():
 def test_the_worst_are_told_first_and_the_rest_counted():
     found = {"ax": 9.0, "bx": 99.0, "by": 1234.5, "cx": 50.0, "dx": 8.5}  # digest and tensor
     outliers = [Outlier("v", tensor, (digest,), found[digest + tensor]) for digest, tensor in found]
-    said = describe_outliers(outliers, {d: f"image {d}.png" for d in "abcd"})
+    said = sample_checks.describe_outliers(outliers, {d: f"image {d}.png" for d in "abcd"})
     assert said == (
         "4 of the calibration samples stand far above the others, which costs the others int8"
         " steps: image b.png, whose largest |x| in 'y' is 1,234 times the others' (and far off in 1"
@@ -629,7 +617,7 @@ def test_it_is_the_same_for_any_number_of_threads(small_cnn, tmp_path):
     for threads in (1, 2, 3):
         cache = tmp_path / str(threads)
         calibrate(small_cnn, list(ODD), cache=cache, threads=threads)
-        seen.add(sidecars(cache)[0].read_bytes())
+        seen.add(store.sidecars(cache)[0].read_bytes())
     assert len(seen) == 1 and json.loads(seen.pop())["outliers"]
 
 
@@ -647,7 +635,7 @@ def test_of_a_fixed_batch_all_that_it_holds_are_named():
         list(samples)
     feed.manifest()
     names = feed.called()
-    (said,) = [describe_outliers([Outlier("v", "t", feed.digests(2), 90.0)], names)]
+    (said,) = [sample_checks.describe_outliers([Outlier("v", "t", feed.digests(2), 90.0)], names)]
     assert all(f"sample {number} of" in said for number in (4, 5, 6, 7))
     assert [names[d][:8] for d in feed.digests(3)] == ["sample 8", "sample 9"]
 
