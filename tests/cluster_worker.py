@@ -13,9 +13,8 @@ from pathlib import Path
 from deploy.calibration import cluster_jobs
 
 FOLDER = Path(os.environ["CALIB8_TEST"])
-_real = getattr(
-    cluster_jobs, "_unwatched", cluster_jobs._until_stopped
-)  # dask loads this file twice
+# dask loads this file twice
+_real = getattr(cluster_jobs, "_unwatched", cluster_jobs._until_stopped)
 cluster_jobs._unwatched = _real
 _name = ""
 

@@ -249,9 +249,7 @@ def test_a_build_takes_a_script_too(small_cnn, rows, tmp_path, command):
 
 
 @pytest.mark.parametrize("way", ["script", "arrays", "judged by arrays"])
-def test_preprocessing_is_of_the_pictures_beside_arrays(
-    way, small_cnn, rows, pictures, tmp_path, command
-):
+def test_preprocessing_is_of_the_pictures(way, small_cnn, rows, pictures, tmp_path, command):
     """Of two feeds, as a script's batches and the photos that judge, it is said of one alone."""
     feed, judge = (pictures, rows) if way == "judged by arrays" else (rows, pictures)
     feeds = ("--images", feed, "--eval-images", judge)
@@ -266,9 +264,7 @@ def test_preprocessing_is_of_the_pictures_beside_arrays(
     assert judged[0]["outputs"] != judged[1]["outputs"]
 
 
-def test_a_method_that_is_named_stands_and_preprocessing_is_the_scripts_own(
-    calibrate, rows, tmp_path
-):
+def test_a_named_method_stands_and_preprocessing_is_the_scripts(calibrate, rows, tmp_path):
     calibrate("--images", rows, "--method", "minmax", out="arrays.cache")
     script = ("--calibrator-script", written(PYCUDA, tmp_path))
     assert "since the calibrator" not in calibrate(*script, "--method", "minmax")

@@ -28,12 +28,12 @@ from deploy.errors import BackendError, ConfigError, SdkMissingError
 from deploy.feed.feed import open_feed
 from deploy.frontends import load
 
-distributed = pytest.importorskip(
-    "distributed", reason="dask.distributed is not installed (extra [dask])"
-)
+missing = "dask.distributed is not installed (extra [dask])"
+distributed = pytest.importorskip("distributed", reason=missing)
 
 ROOT = Path(__file__).parent.parent
 ELSEWHERE = "tcp://127.0.0.1:1"  # nobody listens there
+NOWHERE = ("--scheduler", ELSEWHERE)
 
 
 @contextmanager
@@ -240,9 +240,7 @@ def test_what_is_bad_is_skipped_as_here(send, equal, pictures, tmp_path):
     assert "2 skipped: image 04.png" in equal(["--skip-bad"], there, images=folder)
 
 
-def test_arrays_in_memory_are_sent_and_files_read_by_their_path(
-    cluster, equal, small_cnn, tmp_path, rng
-):
+def test_arrays_in_memory_are_sent_and_files_read_there(cluster, equal, small_cnn, tmp_path, rng):
     arrays = rng.normal(size=(9, 3, 16, 16)).astype(np.float32)
     np.save(tmp_path / "rows.npy", arrays)
     equal(images=tmp_path / "rows.npy")
@@ -261,9 +259,7 @@ def test_arrays_in_memory_are_sent_and_files_read_by_their_path(
         ("other", "got another file"),
     ],
 )
-def test_a_worker_that_sees_other_images_is_named(
-    where, said, refused, pictures, tmp_path, monkeypatch
-):
+def test_a_worker_of_other_images_is_named(where, said, refused, pictures, tmp_path, monkeypatch):
     there = tmp_path / where
     if where != "nowhere":
         shutil.copytree(pictures, there)
@@ -295,15 +291,12 @@ def test_a_worker_of_other_version_is_named(refused, monkeypatch):
     assert "the scheduler has calib8" in err and "9.9 at the client" in err
 
 
-def test_a_damaged_picture_is_told_with_its_worker(cluster, refused, pictures, tmp_path):
+def test_a_damaged_picture_and_too_many_pieces_are_told(cluster, refused, pictures, tmp_path):
     folder = shutil.copytree(pictures, tmp_path / "bad")
     (folder / "14.png").write_bytes(b"no picture")
     err = refused(images=folder)
     assert "the worker " in err and "14.png" in err
     assert not [line for line in cluster.samples() if "14.png" in line]
-
-
-def test_more_pieces_than_images_are_refused(refused):
     assert "got 21 shards of 20" in refused("--pieces", 21)
 
 
@@ -347,12 +340,9 @@ def fake(monkeypatch):
     return lambda *there: clusters.ClusterRun(Fake(*there), None, Cluster(address=ELSEWHERE), None)
 
 
-def test_no_worker_is_a_sentence(fake):
+def test_no_worker_or_all_of_them_lost_is_a_sentence(fake):
     with pytest.raises(BackendError, match=r"must have a worker, got none.*dask worker tcp"):
         fake({}).muster()
-
-
-def test_all_workers_lost_is_a_sentence(fake):
     run = fake({"tcp://a": 1}, {})
     assert run._look()
     run._there = {"tcp://a": 1}
@@ -373,9 +363,6 @@ def test_an_address_is_taken(address):
 def test_options_are_checked(given):
     with pytest.raises(ConfigError):
         Cluster(address=ELSEWHERE, **given)
-
-
-NOWHERE = ("--scheduler", ELSEWHERE)
 
 
 @pytest.mark.parametrize(

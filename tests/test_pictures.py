@@ -27,8 +27,11 @@ from deploy.report import FeedPart, Report, to_html, to_json, to_markdown
 from deploy.report.previews import pictures_part, raster
 from deploy.tensors import TensorSpec
 
-
 # --- preprocess
+OPEN = "size open; give a size, such as "
+side, sizes = st.integers(1, 5000), st.tuples(st.integers(1, 64), st.integers(1, 64))
+
+
 def spec(*shape, dtype="float32"):
     return TensorSpec("image", dtype, shape)
 
@@ -108,9 +111,6 @@ def test_area_becomes_linear_where_a_side_grows(side, equal):
     assert np.array_equal(area, linear) == equal
 
 
-side = st.integers(1, 5000)
-
-
 @given(side, side, side, side)
 def test_letterbox_touches_the_box_and_stays_inside(height, width, box_h, box_w):
     inner = pixels.letterbox_size((height, width), (box_h, box_w))
@@ -127,9 +127,6 @@ def test_short_side_has_its_length_and_the_other_is_not_shorter(height, width, s
     size = pixels.short_side_size((height, width), short)
     assert min(size) == short
     assert (size[0] <= size[1]) == (height <= width) or size[0] == size[1]
-
-
-sizes = st.tuples(st.integers(1, 64), st.integers(1, 64))
 
 
 @settings(max_examples=60)
@@ -199,9 +196,6 @@ def test_wrong_options_are_told_by_name_and_rule(options, message):
         with_options(Preprocess(), options)
 
 
-OPEN = "size open; give a size, such as "
-
-
 @pytest.mark.parametrize(
     ("how", "target", "message"),
     [
@@ -251,9 +245,7 @@ def test_a_mean_that_no_scaled_pixel_reaches_is_refused(scale, mean, way_out):
         ("--resize letterbox --pad 114", None),
     ],
 )
-def test_options_of_the_command_are_refused_or_taken(
-    words, message, small_cnn, pictures, tmp_path, run
-):
+def test_options_of_the_command(words, message, small_cnn, pictures, tmp_path, run):
     asked = ("calibrate", small_cnn, "--images", pictures, "--out", tmp_path / "c", *words.split())
     assert message in run.fails(*asked) if message else run.ok(*asked)
 
@@ -285,6 +277,7 @@ def chunk(kind: bytes, body: bytes) -> bytes:
 
 
 def fed(folder, data: bytes, suffix: str = ".jpg", **options):
+    folder.mkdir(exist_ok=True)
     (folder / "good.png").write_bytes(PNG)
     (folder / f"it{suffix}").write_bytes(data)
     feed = open_feed(folder, [IMAGE], **options)
@@ -328,13 +321,7 @@ def test_flat_pictures_whose_code_is_zeros_are_whole():
         assert images.decode_image(data, "it.jpg", grey=False).shape == flat.shape
 
 
-def test_a_jpeg_cut_in_its_middle_with_an_end_marker_is_told(tmp_path, capfd):
-    with pytest.raises(FeedError, match=r"Corrupt JPEG data: premature end of data segment"):
-        fed(tmp_path, JPEG[: len(JPEG) // 2] + b"\xff\xd9")
-    assert capfd.readouterr().err == ""
-
-
-def test_a_png_with_sound_checksums_and_broken_pixels_is_told(tmp_path, capfd):
+def test_a_png_with_sound_checksums_and_a_jpeg_with_an_end_marker_are_told(tmp_path, capfd):
     at = PNG.index(b"IDAT")
     length = int.from_bytes(PNG[at - 4 : at], "big")
     pixels = zlib.decompress(PNG[at + 4 : at + 4 + length]) if PNG.count(b"IDAT") == 1 else b""
@@ -343,6 +330,8 @@ def test_a_png_with_sound_checksums_and_broken_pixels_is_told(tmp_path, capfd):
     made = PNG[:8] + header + chunk(b"IDAT", zlib.compress(filters)) + chunk(b"IEND", b"")
     with pytest.raises(FeedError, match=r"it\.png cannot be decoded .*libpng error: bad adaptive"):
         fed(tmp_path, made, ".png")
+    with pytest.raises(FeedError, match=r"Corrupt JPEG data: premature end of data segment"):
+        fed(tmp_path / "cut", JPEG[: len(JPEG) // 2] + b"\xff\xd9")
     assert capfd.readouterr().err == ""
 
 
@@ -401,18 +390,14 @@ def test_which_words_mean_damage(monkeypatch, words, damage):
 
 
 # ---- size -----------------------------------------------------------------------------------
-
-KINDS = [".png", ".jpg", ".webp", ".bmp", ".tiff", ".ppm", ".pgm", ".jp2", ".avif"]
-
-
-@pytest.mark.parametrize("suffix", KINDS)
+@pytest.mark.parametrize("kind", ["png", "jpg", "webp", "bmp", "tiff", "ppm", "pgm", "jp2", "avif"])
 @pytest.mark.parametrize("size", [(37, 21), (600, 400)])
-def test_sides_are_read_from_the_header(suffix, size):
+def test_sides_are_read_from_the_header(kind, size):
     picture = cv2.resize(PHOTO, size)
     try:
-        data = encoded(suffix, picture[:, :, 0].copy() if suffix == ".pgm" else picture)
+        data = encoded(f".{kind}", picture[:, :, 0].copy() if kind == "pgm" else picture)
     except (cv2.error, AssertionError):
-        pytest.skip(f"this OpenCV writes no {suffix} of this size")
+        pytest.skip(f"this OpenCV writes no {kind} of this size")
     assert headers.read_image_size(data) == size
     for length in range(0, 64):  # a header that is cut says nothing, or the truth
         assert headers.read_image_size(data[:length]) in (None, size)
@@ -430,9 +415,8 @@ def test_a_small_file_of_a_vast_picture_is_refused_before_it_is_decoded(tmp_path
     sides = (30_000).to_bytes(4, "big") * 2
     vast = PNG[:8] + chunk(b"IHDR", sides + b"\x08\0\0\0\0") + chunk(b"IEND", b"")
     monkeypatch.setattr(cv2, "imdecode", None)
-    with pytest.raises(
-        FeedError, match=r"it\.png must have at most 268,435,456 pixels, got 30000x30000; give a"
-    ):
+    said = r"it\.png must have at most 268,435,456 pixels, got 30000x30000; give a"
+    with pytest.raises(FeedError, match=said):
         images.decode_image(vast, "it.png", grey=False)
 
 
@@ -449,15 +433,12 @@ def test_a_vast_file_is_refused_before_it_is_read(tmp_path):
 
 
 # --- Pictures of the feed in the report: what the model sees, taken back to pixels.
-SPEC = (TensorSpec("x", "float32", ("n", 3, 16, 16)),)
 SHOWN = [f"{place:02}.png" for place in spread_evenly(range(20), 4)]
 HOSTILE = "\x1b[31m\udcff<script>alert('x')</script>|`*_[a](b)&\".png"
 
 
-def resolved(how, color=None, layout="nchw"):
-    return Preprocess.from_json(
-        {**how.to_json(), "size": [24, 32], "color": how.color or color or "rgb", "layout": layout}
-    )
+def resolved(how, layout="nchw"):
+    return replace(how, size=(24, 32), color=how.color or "rgb", layout=layout)
 
 
 def undone(picture, how):
@@ -503,10 +484,8 @@ def test_arrays_are_stretched_and_what_is_no_picture_is_none():
     assert (input_to_image(np.full((1, 1, 4, 4), 7.0), None) == 127).all()
     for other in (np.zeros((1, 6, 4, 4)), np.zeros((1, 12)), np.zeros((2, 3, 4, 4))):
         assert input_to_image(other, None) is None
-    assert (
-        pixels.find_image({"state": np.zeros((1, 12)), "image": ramp}, None).tolist()
-        == back.tolist()
-    )
+    found = pixels.find_image({"state": np.zeros((1, 12)), "image": ramp}, None)
+    assert found.tolist() == back.tolist()
 
 
 @pytest.mark.parametrize(("size", "made"), [((640, 320), (160, 80)), ((20, 30), (20, 30)),
@@ -527,7 +506,7 @@ def test_a_picture_is_encoded_in_the_shorter_way_and_the_same_each_time():
 
 def looked_at(folder, count=4, **options):
     """A feed of which so many samples are to be shown."""
-    feed = open_feed(str(folder), SPEC, preprocess=Preprocess(size=(16, 16)), **options)
+    feed = open_feed(str(folder), [IMAGE], preprocess=Preprocess(size=(16, 16)), **options)
     feed.remember(0, shown=count)
     return feed
 

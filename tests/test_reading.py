@@ -330,15 +330,13 @@ def test_digests_of_the_pass_are_those_of_a_reading_beforehand(photos):
 
 
 # ---- changed meanwhile ----------------------------------------------------------------------
-
 CHANGED = r"11\.png changed while calib8 ran.*run again"
 
 
 @pytest.mark.parametrize("skip_bad", [False, True])
 def test_another_image_after_hashing_or_at_a_second_pass_is_told(photos, skip_bad):
-    hashed, seen = (
-        open_feed(photos, [IMAGE], preprocess=UNIT, skip_bad=skip_bad) for _ in range(2)
-    )
+    options = {"preprocess": UNIT, "skip_bad": skip_bad}
+    hashed, seen = (open_feed(photos, [IMAGE], **options) for _ in range(2))
     hashed.manifest()
     read_whole(seen)
     swap(photos)
@@ -492,16 +490,6 @@ def test_another_decoder_is_told_and_arrays_have_none(again, photos, monkeypatch
 
 
 # ---- the model ------------------------------------------------------------------------------
-def other_weights(path: Path) -> onnx.ModelProto:
-    """The model with its weights negated."""
-    model = onnx.load(path)
-    for tensor in model.graph.initializer:
-        if tensor.data_type == onnx.TensorProto.FLOAT:
-            array = -onnx.numpy_helper.to_array(tensor)
-            tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
-    return model
-
-
 BESIDE = {"save_as_external_data": True, "location": "m.bin", "size_threshold": 0}
 
 
@@ -516,16 +504,16 @@ def model(small_cnn, tmp_path, request) -> Path:
 
 
 def replaced(path: Path) -> None:
-    """Other weights at the same place; the file itself stays where they are beside it."""
-    beside = path.with_suffix(".bin")
-    graph = path.read_bytes()
-    if not beside.exists():
-        return onnx.save(other_weights(path), path)
-    other = other_weights(path)
-    beside.unlink()
-    onnx.save(other, path, **BESIDE)
-    assert path.read_bytes() == graph
-    return None
+    """Negated weights at the same place; the file itself stays where they are beside it."""
+    model, graph, beside = onnx.load(path), path.read_bytes(), path.with_suffix(".bin")
+    for tensor in model.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.FLOAT:
+            array = -onnx.numpy_helper.to_array(tensor)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+    there = beside.exists()
+    beside.unlink(missing_ok=True)
+    onnx.save(model, path, **(BESIDE if there else {}))
+    assert (path.read_bytes() == graph) == there
 
 
 def test_a_model_replaced_while_it_is_built_is_told(model, pictures, tmp_path, monkeypatch):
@@ -558,10 +546,8 @@ def test_the_float_model_is_the_file_with_all_its_weights(model, pictures, tmp_p
 # --- Names, inodes and digests of very many images, in about the bytes that they have.
 MOST = 130  # bytes an image, of which the name has 12; half a kilobyte and more were taken once
 
-names = st.lists(st.text(st.characters(), max_size=12), max_size=9)
 
-
-@given(names, st.booleans())
+@given(st.lists(st.text(st.characters(), max_size=12), max_size=9), st.booleans())
 def test_a_listing_is_the_files_that_it_was_given(given_names, labelled):
     labels = [number * 7 for number in range(len(given_names))] if labelled else None
     listing = FileList("there", given_names, labels)
@@ -599,9 +585,6 @@ def test_digests_are_combined_in_their_order_and_sorted():
         assert seen.combined(order, by_size=by_size) == hashlib.sha256(own).hexdigest()
     assert list(seen.hex(order)) == [digests[n].hex() for n in order]
     assert 39 in seen and 40 not in seen
-
-
-def test_names_have_one_digest_however_they_are_joined():
     listed = ["a/b.png", "c.png", "b\udcff.png"]
     text = "b.png\nc.png\nb\udcff.png".encode(errors="surrogateescape")
     assert names_digest(iter(listed)) == hashlib.sha256(text).hexdigest()

@@ -527,9 +527,7 @@ def test_inputs_that_are_no_pictures_and_layers_that_are_no_conv_say_nothing():
 
 
 @pytest.mark.parametrize(("words", "odd"), [(("--mean", 0.5, "--std", 0.5), False), ((), True)])
-def test_the_demo_without_mean_and_std_is_told_by_its_batchnormalization(
-    command, tmp_path, words, odd
-):
+def test_the_demo_without_mean_and_std_is_told_by_its_norm(command, tmp_path, words, odd):
     feed = ("--images", FASHION / "calib.txt", "--limit", 20, "--duration", 0, "--effort", 0)
     words += (*feed, "--out", tmp_path, "--accept")
     said = "pixels / 255 with mean 0.5 and std 0.5"
@@ -647,9 +645,7 @@ def test_ordinary_feeds_hear_nothing(small_cnn, pictures):
 
 # --- Samples of several lengths: what an engine that is built for fixed ones is built for.
 @pytest.mark.parametrize("lengths", [(20, 31, 24, 26), (20, 20, 20, 20)])
-def test_an_om_is_made_for_the_largest_sample_and_that_it_takes_no_other_is_said(
-    lengths, run, tmp_path
-):
+def test_an_om_is_made_for_the_largest_sample_and_takes_no_other(lengths, run, tmp_path):
     made = np.random.default_rng(4)
     weights = {"w1": made.normal(size=(16, 8, 3)), "w2": made.normal(size=(4, 16, 1))}
     nodes = [("Conv", "x w1", "c", {"pads": [1, 1]}), ("Relu", "c", "r"), ("Conv", "r w2", "y")]

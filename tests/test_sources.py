@@ -294,9 +294,7 @@ def test_a_video_is_fed_frame_by_frame(tmp_path, command, small_cnn):
 
 
 # ---- which of them ----------------------------------------------------------------------------
-def test_a_lot_is_drawn_by_its_seed_or_every_so_manieth_is_taken(
-    pictures, tmp_path, run, small_cnn
-):
+def test_a_lot_by_its_seed_and_every_so_manieth(pictures, tmp_path, run, small_cnn):
     drawn = [open_feed(pictures, [X], limit=Choice(sample=6, seed=s)).names for s in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert len(set(drawn[0])) == 6
