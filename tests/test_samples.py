@@ -474,10 +474,10 @@ def test_slices_that_something_else_reads_too_are_no_way_to_the_first_conv(op, r
 def test_a_build_that_feeds_a_sliced_stem_shares_in_place_of_pixels_says_so(run, tmp_path):
     for number, picture in enumerate(smooth()):
         cv2.imwrite(str(tmp_path / f"{number}.png"), picture[0].transpose(1, 2, 0))
-    path, report = save_net(space_to_depth(), tmp_path / "net.onnx"), tmp_path / "report.json"
+    path, report = save_net(space_to_depth(), tmp_path / "net.onnx"), tmp_path / "a.json"
     words = ("build", path, "--images", tmp_path, "--duration", 0, "--effort", 0, "--accept")
     for preset, odd in (((), True), (("--preprocess", "raw"), False)):
-        run.ok(*words, *preset, "--out", tmp_path)
+        run.ok(*words, *preset, "--out", tmp_path, "--json", report)
         text = report.read_text()
         assert ("calibration data is too small" in text) == ("(c)" in text) == odd
         (found,) = (one["verdict"] for one in json.loads(text)["engines"] if one.get("verdict"))
