@@ -63,20 +63,39 @@ from deploy.targets.base import BuildResult
 HOSTILE = "\x1b[31m\udcff<script>alert('x')</script>|`*_[a](b)&\"\n# no heading"
 
 
-def latency(ms: float) -> Latency:
-    samples = (*(ms * (1 + 0.01 * (i % 7)) for i in range(200)), ms * 50)
+def latency_of(samples, **changes):
     timing = Timing.of(samples)
-    return Latency(
+    made = Latency(
         queries=len(samples), warmup_queries=5, total_host_walltime_s=sum(samples) / 1e3,
-        throughput_qps=1e3 / ms, latency=timing, host=timing, samples_ms=samples,
-        warnings=("unstable",),
+        throughput_qps=1.0, latency=timing, host=timing, samples_ms=samples,
+    )  # fmt: skip
+    return dataclasses.replace(made, **changes)
+
+
+def latency(ms):
+    samples = (*(ms * (1 + 0.01 * (i % 7)) for i in range(200)), ms * 50)
+    return latency_of(samples, warnings=("unstable",))
+
+
+def errors(name, sqnr_db, cosine=0.9, cosine_min=0.8, largest=1.0):
+    return OutputAccuracy(
+        name=name, sqnr_db=sqnr_db, cosine_mean=cosine, cosine_min=cosine_min, max_abs_error=largest
+    )
+
+
+def tensor(name, sqnr_db=None, lo=-1, hi=1):
+    return TensorRow(
+        name=name, observed_min=lo, observed_max=hi, lo=lo, hi=hi, amax=1, method="mse",
+        sqnr_db=sqnr_db,
     )  # fmt: skip
 
 
-def full(name: str = "logits") -> Report:
-    output = OutputAccuracy(
-        name=name, sqnr_db=math.inf, cosine_mean=0.9991, cosine_min=0.98, max_abs_error=0.25
-    )
+def float_node(name, op, reason, precision="float32"):
+    return NodeRow(name=name, op=op, precision=precision, reason=reason)
+
+
+def full(name="logits"):
+    output = errors(name, math.inf, 0.9991, 0.98, 0.25)
     accuracy = Accuracy(
         samples=400, outputs=(output,), top1_reference=0.9225, top1_candidate=0.92,
         top1_agreement=0.99,
@@ -85,38 +104,26 @@ def full(name: str = "logits") -> Report:
     (row,) = tensor_rows(Scales({name: scale}), clipped={name: 0.01}, layers=(output,))
     others = (RangeRow(method=name, lo=-1.5, hi=4),)
     seen = HistogramPart(start=-1.5, width=2.75, counts=(3, 1), others=others)
+    weights = WeightRow(
+        node=name, op="Conv", channels=2, scales=1, least=0.5, median=1.25, largest=2.0,
+        ratio=4.0, used=0.25, dead=0, worst=(0, 1), strip=(0.5, 2.0),
+    )  # fmt: skip
+    trial = TrialRow(what=name, sqnr_db=math.inf, time=0.5, taken=True)
+    target = TargetPart(
+        name="onnxruntime", method="entropy", weights=(weights,), layers=(output,),
+        nodes=(NodeRow(name="c", op="Conv"), float_node(name, "Softmax", name)),
+        tensors=(dataclasses.replace(row, histogram=seen),),
+        files=(FileRow(role=name, path=name, size_bytes=1000),),
+        search=SearchPart(reused=False, probes=3, settled=name, tried=(trial,)),
+        notes=(f"{name} is noted",),
+    )  # fmt: skip
+    group = GroupRow(variant=name, statistic="histogram", tensors=2, reused=False)
     return Report(
         title=f"{name} in int8",
         model=ModelPart(path=name, size_bytes=4000, inputs=(f"{name} float32 [N,3]",)),
         feed=FeedPart(source=name, samples=100, preprocess={name: [0.5]}, skipped=(name,)),
-        calibration=CalibrationPart(
-            method="entropy", reason=name, seconds=1.5,
-            groups=(GroupRow(variant=name, statistic="histogram", tensors=2, reused=False),),
-        ),
-        targets=(
-            TargetPart(
-                name="onnxruntime",
-                method="entropy",
-                nodes=(
-                    NodeRow(name="c", op="Conv"),
-                    NodeRow(name=name, op="Softmax", precision="float32", reason=name),
-                ),
-                tensors=(dataclasses.replace(row, histogram=seen),),
-                weights=(
-                    WeightRow(
-                        node=name, op="Conv", channels=2, scales=1, least=0.5, median=1.25,
-                        largest=2.0, ratio=4.0, used=0.25, dead=0, worst=(0, 1), strip=(0.5, 2.0),
-                    ),
-                ),
-                layers=(output,),
-                files=(FileRow(role=name, path=name, size_bytes=1000),),
-                search=SearchPart(
-                    reused=False, probes=3, settled=name,
-                    tried=(TrialRow(what=name, sqnr_db=math.inf, time=0.5, taken=True),),
-                ),
-                notes=(f"{name} is noted",),
-            ),
-        ),
+        calibration=CalibrationPart(method="entropy", reason=name, seconds=1.5, groups=(group,)),
+        targets=(target,),
         engines=(
             EngineRow(label="FP32", reference=True, size_bytes=4000, latency=latency(2.0)),
             EngineRow(label=f"int8 {name}", path=name, size_bytes=1000, latency=latency(1.0),
@@ -133,18 +140,18 @@ def full(name: str = "logits") -> Report:
     )  # fmt: skip
 
 
-def of_one(**parts: object) -> Report:
+def of_one(**parts):
     return Report(targets=(TargetPart(name="onnxruntime", **parts),))
 
 
-def of_three() -> Report:
+def of_three():
     """Two targets that differ in method and coverage, and one that failed."""
     ranges = {
         name: Scale(lo=-1, hi=2, amax=2, observed_min=-1, observed_max=amax, method=method)
         for name, amax, method in (("t", 4, "mse"), ("u", 5, "IFMR"))
     }
-    relu = NodeRow(name="r", op="Relu", precision="float32", reason="the node before it is float")
-    add = NodeRow(name="a", op="Add", precision="float32", reason="the chip has none")
+    relu = float_node("r", "Relu", "the node before it is float")
+    add = float_node("a", "Add", "the chip has none")
     targets = (
         TargetPart(
             name="onnxruntime", method="mse",
@@ -176,12 +183,9 @@ class Page(HTMLParser):
 
     VOID = frozenset({"meta", "img", "line", "rect", "path", "br", "wbr"})
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.words: list[str] = []
-        self.open: list[str] = []
+        self.tags, self.attributes, self.words, self.open = [], [], [], []
         self.broken = False  # the words before end where a line may be broken
         self.feed(text)
         assert not self.open
@@ -274,11 +278,8 @@ def test_names_can_be_written_and_do_not_steer_the_terminal():
 
 
 def test_many_rows_and_names_are_folded():
-    nodes = tuple(NodeRow(name=f"n{i}", op="Op", precision="float32", reason="r") for i in range(9))
-    tensors = tuple(
-        TensorRow(name=f"t{i}", observed_min=0, observed_max=1, lo=0, hi=1, amax=1, method="m")
-        for i in range(41)
-    )
+    nodes = tuple(float_node(f"n{i}", "Op", "r") for i in range(9))
+    tensors = tuple(tensor(f"t{i}") for i in range(41))
     page = Page(to_html(of_one(nodes=nodes, tensors=tensors)))
     assert page.tags.count("details") == 3  # both sections, and the cell of names
     assert "Tensors (41)" in page.words and "16" in page.words  # rows that are not printed
@@ -345,8 +346,7 @@ def test_a_target_that_failed_is_a_row_with_its_sentence():
 
 def test_reasons_of_other_nodes_on_other_targets_stand_in_one_line():
     def target(name, *nodes):
-        rows = (NodeRow(name=n, op="Relu", precision="float32", reason="why") for n in nodes)
-        return TargetPart(name=name, nodes=tuple(rows))
+        return TargetPart(name=name, nodes=tuple(float_node(n, "Relu", "why") for n in nodes))
 
     report = Report(targets=(target("a", "x"), target("b", "x", "y"), target("c", "x")))
     assert "  float       Relu (x on a, c; 2 nodes on b): why" in to_screen(report)
@@ -360,16 +360,15 @@ def test_every_form_holds_each_targets_own_ranges():
     assert "| u |" in ascend and "IFMR" in ascend and "mse" not in ascend.split("##")[0]
     page = to_html(report)
     assert "Tensors of onnxruntime (1)" in page and "Tensors of ascend (1)" in page
-    assert [t.get("tensors", [{}])[0].get("name") for t in to_json(report)["targets"]] == [
-        "t", "u", None,
-    ]  # fmt: skip
+    names = [t.get("tensors", [{}])[0].get("name") for t in to_json(report)["targets"]]
+    assert names == ["t", "u", None]
 
 
 def test_precisions_are_told_apart():
     nodes = (
         *(NodeRow(name=f"c{i}", op="Conv") for i in range(2)),
         NodeRow(name="g", op="Gemm", precision="int16"),
-        NodeRow(name="s", op="Softmax", precision="float16", reason="no kernel"),
+        float_node("s", "Softmax", "no kernel", "float16"),
     )
     assert [node.quantized for node in nodes] == [True, True, True, False]
     text = to_screen(of_one(nodes=nodes))
@@ -447,6 +446,18 @@ class Narrow(OnnxRuntime):
         return dataclasses.replace(super().build(request), method="halving", ranges=kept)
 
 
+class Elsewhere(Narrow):
+    """Ranges of values that were not seen."""
+
+    def build(self, request):
+        found = super().build(request)
+        moved = {
+            n: dataclasses.replace(s, observed_max=s.observed_max * 2)
+            for n, s in found.ranges.items()
+        }
+        return dataclasses.replace(found, ranges=moved)
+
+
 class Broken(OnnxRuntime):
     def build(self, request):
         why = "a chip must be there, got none"
@@ -454,33 +465,20 @@ class Broken(OnnxRuntime):
 
 
 def test_a_build_tells_what_each_target_really_used(small_cnn, pictures, tmp_path):
-    targets = [Narrow(name="narrow"), Broken(name="broken")]
+    targets = [Narrow(name="narrow"), Elsewhere(name="elsewhere"), Broken(name="broken")]
     report = build(small_cnn, pictures, targets=targets, out=tmp_path, duration_s=0)
-    narrow, broken = report.targets
+    narrow, elsewhere, broken = report.targets
     assert report.failed and broken.error and not broken.files and not broken.nodes
     assert narrow.method == "halving" and len(narrow.tensors) == 2
     assert {row.method for row in narrow.tensors} == {"half"}
     assert all(0 < row.clipped < 1 for row in narrow.tensors)  # of the statistics, at these ranges
+    assert [row.clipped for row in elsewhere.tensors] == [None, None]
     assert narrow.layers and not broken.layers
     assert report.calibration.method == ""  # mse was the default, and no target used it
     written = json.loads((tmp_path / "report.json").read_text())
-    assert [target["name"] for target in written["targets"]] == ["narrow", "broken"]
+    assert [target["name"] for target in written["targets"]] == ["narrow", "elsewhere", "broken"]
     assert "halving, calibrated anew" in repr(report)
     assert "Failed        broken: a chip must be there, got none" in repr(report)
-
-
-def test_a_share_is_not_told_of_values_that_were_not_seen(small_cnn, pictures, tmp_path):
-    class Elsewhere(Narrow):
-        def build(self, request):
-            found = super().build(request)
-            moved = {
-                n: dataclasses.replace(s, observed_max=s.observed_max * 2)
-                for n, s in found.ranges.items()
-            }
-            return dataclasses.replace(found, ranges=moved)
-
-    report = build(small_cnn, pictures, targets=[Elsewhere()], out=tmp_path, duration_s=0)
-    assert [row.clipped for row in report.targets[0].tensors] == [None, None]
 
 
 def test_a_gpu_engine_is_not_held_against_the_cpu():
@@ -514,9 +512,7 @@ def test_accuracy_without_an_engine_is_said_to_be_a_stand_ins():
 
 
 def test_many_float_groups_are_cut_with_a_count():
-    nodes = tuple(
-        NodeRow(name=f"n{i}", op=f"Op{i}", precision="float32", reason="r") for i in range(9)
-    )
+    nodes = tuple(float_node(f"n{i}", f"Op{i}", "r") for i in range(9))
     assert "4 more float nodes" in to_screen(of_one(nodes=nodes))
 
 
@@ -556,16 +552,12 @@ def test_the_latency_figure_counts_what_it_leaves_out():
 
 
 def test_constant_latency_can_be_drawn():
-    timing = Timing.of([1.0])
-    one = Latency(queries=1, warmup_queries=1, total_host_walltime_s=1e-3, throughput_qps=1e3,
-                  latency=timing, host=timing, samples_ms=(1.0,))  # fmt: skip
-    assert "NaN" not in latency_figure([EngineRow(label="one", latency=one)])
+    assert "NaN" not in latency_figure([EngineRow(label="one", latency=latency_of((1.0,)))])
 
 
 @pytest.mark.parametrize("ends", [(0.0, 0.0), (math.nan, 1.0), (-math.inf, 1.0)])
 def test_a_tensor_of_no_width_has_no_bar(ends):
-    row = TensorRow(name="dead", observed_min=ends[0], observed_max=ends[1], lo=0, hi=0, amax=0,
-                    method="minmax")  # fmt: skip
+    row = dataclasses.replace(tensor("dead", None, *ends), lo=0, hi=0, amax=0)
     assert range_bar(row) == ""
     to_html(of_one(tensors=(row,)))
 
@@ -586,26 +578,14 @@ def test_sizes_are_in_binary_units(value, text):
     assert figures.size(value) == text
 
 
-@pytest.mark.parametrize("order", [(1, -1), (-1, 1)])
-def test_nan_of_one_output_is_not_hidden_by_another(order):
-    outputs = [
-        OutputAccuracy(name=str(v), sqnr_db=v, cosine_mean=v, cosine_min=v, max_abs_error=v)
-        for v in (math.nan, 30.0)
-    ][:: order[0]]
-    engine = EngineRow(label="int8", accuracy=Accuracy(samples=1, outputs=tuple(outputs)))
+@pytest.mark.parametrize("values", [(math.nan, 30.0), (30.0, math.nan)])
+def test_nan_of_one_output_is_not_hidden_by_another(values):
+    outputs = tuple(errors(str(v), v, v, v, v) for v in values)
+    engine = EngineRow(label="int8", accuracy=Accuracy(samples=1, outputs=outputs))
     assert to_screen(Report(engines=(engine,))).count("NaN") == 3
 
 
 # --- The order of the page and its pieces; tests/test_browser.py looks at the whole.
-def tensor(name, sqnr_db):
-    return TensorRow(name=name, observed_min=-1, observed_max=1, lo=-1, hi=1, amax=1,
-                     method="mse", sqnr_db=sqnr_db)  # fmt: skip
-
-
-def node(name, op, reason):
-    return NodeRow(name=name, op=op, precision="float32", reason=reason)
-
-
 KNOWN = {"a": 30.0, "b": None, "c": math.nan, "d": 9.5, "e": math.inf, "f": 9.5}
 ROWS = [tensor(name, sqnr_db) for name, sqnr_db in KNOWN.items()]
 
@@ -617,16 +597,15 @@ def test_the_worst_come_first_and_the_unknown_last():
 
 
 def test_every_form_has_its_tensors_worst_first():
-    report = Report(targets=(TargetPart(name="onnxruntime", tensors=tuple(ROWS)),))
+    report = of_one(tensors=tuple(ROWS))
     assert re.findall(r'<td data-head="tensor">(.)</td>', to_html(report)) == list("cdfaeb")
     assert re.findall(r"^\| (.) \|", to_markdown(report), re.MULTILINE) == list("cdfaeb")
+    (target,) = to_json(report)["targets"]
+    assert [row["name"] for row in target["tensors"]] == list("abcdef")  # the model's order
 
 
 def test_worst_layers_of_several_targets_are_told_apart():
-    layers = tuple(
-        OutputAccuracy(name=f"l{i}", sqnr_db=float(i), cosine_mean=0.9, cosine_min=0.8,
-                       max_abs_error=1.0) for i in range(20)
-    )  # fmt: skip
+    layers = tuple(errors(f"l{i}", float(i)) for i in range(20))
     targets = tuple(TargetPart(name=name, layers=layers) for name in ("x", "y"))
     for count, most in ((1, 10), (2, 5)):
         page = to_html(Report(targets=targets[:count]))
@@ -637,18 +616,18 @@ def test_worst_layers_of_several_targets_are_told_apart():
 
 def test_float_nodes_stand_by_what_they_cost():
     rows = [
-        *(node(f"s{i}", "Shape", "Shape is not run in int8 on x") for i in range(9)),
-        *(node(f"u{i}", "Add", f"/a/b_{i} is not float32") for i in range(5)),
-        *(node(f"r{i}", "Relu", "an input of it is not int8") for i in range(3)),
-        node("m", "Mul", "slower in int8: 20 us, 10 us in float"),
-        node("c", "Conv", "alone in int8 it leaves 30.0 dB of y"),
-        node("d", "Conv", "alone in int8 it leaves 12.5 dB of y"),
+        *(float_node(f"s{i}", "Shape", "Shape is not run in int8 on x") for i in range(9)),
+        *(float_node(f"u{i}", "Add", f"/a/b_{i} is not float32") for i in range(5)),
+        *(float_node(f"r{i}", "Relu", "an input of it is not int8") for i in range(3)),
+        float_node("m", "Mul", "slower in int8: 20 us, 10 us in float"),
+        float_node("c", "Conv", "alone in int8 it leaves 30.0 dB of y"),
+        float_node("d", "Conv", "alone in int8 it leaves 12.5 dB of y"),
     ]
-    target = TargetPart(name="x", nodes=tuple(rows))
-    groups = float_groups([target])
+    report = of_one(nodes=tuple(rows))
+    groups = float_groups(report.targets)
     assert [group.names[0] for group in groups] == ["d", "c", "m", "r0", "s0", "u0"]
     assert groups[-1].reason == "a tensor of it is not float32" and len(groups[-1].names) == 5
-    assert "float       Conv (d): alone" in to_screen(Report(targets=(target,)))
+    assert "float       Conv (d): alone" in to_screen(report)
 
 
 def test_sections_have_ids_of_their_own_and_a_place_in_the_contents():
@@ -685,19 +664,18 @@ def test_the_policy_names_the_script_and_the_style_as_they_stand():
 
 
 def test_long_tables_say_what_paper_lacks():
-    def page(rows):
-        tensors = tuple(tensor(f"t{i}", 1.0) for i in range(rows))
-        return to_html(Report(targets=(TargetPart(name="x", tensors=tensors),)))
-
-    assert "not printed" not in page(PRINTED)
-    assert '<p class="unprinted">and <span>1</span> more rows' in page(PRINTED + 1)
+    few, many = (
+        to_html(of_one(tensors=tuple(tensor(f"t{i}", 1.0) for i in range(rows))))
+        for rows in (PRINTED, PRINTED + 1)
+    )
+    assert "not printed" not in few
+    assert '<p class="unprinted">and <span>1</span> more rows' in many
 
 
 def test_the_p50_is_the_figure_of_speed():
     samples = (1.0, 1.0, 1.0, 3.0)  # median 1, as trtexec counts the p50; and of two in the middle
     timing = dataclasses.replace(Timing.of(samples), median=1.7)
-    one = Latency(queries=4, warmup_queries=1, total_host_walltime_s=1, throughput_qps=1,
-                  latency=timing, host=timing, samples_ms=samples)  # fmt: skip
+    one = latency_of(samples, latency=timing, host=timing)
     slow = dataclasses.replace(one, latency=dataclasses.replace(timing, p50=2.0, median=9.0))
     rows = (
         EngineRow(label="FP32", reference=True, latency=slow),
@@ -710,10 +688,7 @@ def test_the_p50_is_the_figure_of_speed():
 
 
 def test_many_engines_have_letters_of_their_own():
-    samples = tuple(1.0 + 0.01 * i for i in range(20))
-    timing = Timing.of(samples)
-    one = Latency(queries=20, warmup_queries=1, total_host_walltime_s=1, throughput_qps=1,
-                  latency=timing, host=timing, samples_ms=samples)  # fmt: skip
+    one = latency_of(tuple(1.0 + 0.01 * i for i in range(20)))
     figure = latency_figure([EngineRow(label=f"e{i}", latency=one) for i in range(28)])
     letters = re.findall(r'<i class="c\d">(\w+)</i>', figure)
     assert len(set(letters)) == 28 and letters[:2] == ["A", "B"] and letters[-1] == "BB"

@@ -37,15 +37,16 @@ RUNS = {  # target -> the model that ONNX Runtime runs in its place
 }
 
 
-def saved(folder, name, nodes, constants):
+def saved(folder, name, nodes, constants, sides=(12, 12)):
     """A model x -> y of (op, inputs, output, attributes); nodes are named /output/op."""
     nodes = [make_node(op, i, [o], name=f"/{o}/{op}", **a) for op, i, o, a in nodes]
-    inputs = {"x": ["batch", 3, 12, 12]}
+    inputs = {"x": ["batch", 3, *sides]}
     model = make_model(nodes, inputs, {"y": None}, as_float32(constants), opset=17)
     return save_net(model, folder / f"{name}.onnx")
 
 
-def spoiled(folder):
+def spoiled(folder, *, late=False):
+    """With `late` two layers come before all others, and height and width are open."""
     rng = np.random.default_rng(1)
     size = np.where(np.arange(8) == 0, 1000.0, 1.0).reshape(1, 8, 1, 1)
     constants = {
@@ -58,7 +59,12 @@ def spoiled(folder):
         ("Conv", "m w2", "bad", {}), ("Relu", "bad", "r2", {}),
         ("Conv", "r2 w3", "mid", SAME), ("Relu", "mid", "r3", {}), ("Conv", "r3 w4", "y", SAME),
     ]  # fmt: skip
-    return saved(folder, "spoiled", nodes, constants)
+    if not late:
+        return saved(folder, "spoiled", nodes, constants)
+    constants |= {"v": rng.normal(0, 0.2, (8, 3, 3, 3)), "w": rng.normal(0, 0.2, (3, 8, 3, 3))}
+    first = [("Conv", "x v", "a", SAME), ("Relu", "a", "ra", {}), ("Conv", "ra w", "b", SAME)]
+    nodes = [*first, ("Conv", "b w1", "stem", SAME), *nodes[1:]]
+    return saved(folder, "late", nodes, constants, ["height", "width"])
 
 
 def sound(folder):
@@ -96,6 +102,10 @@ class Ran:
     def float_of(self, target):
         return set(self.plan.targets[target].choices.float_nodes)
 
+    def precision(self, target):
+        (row,) = (row for row in self.report["targets"] if row["name"] == target)
+        return {node["name"]: node["precision"] for node in row["nodes"]}
+
     @property
     def files(self):
         """What was built, without reports, options, the calibration and what holds paths."""
@@ -114,11 +124,15 @@ def ran(*words, out):
     return Ran(code, said.getvalue(), error.getvalue(), out)
 
 
+def save_feed(folder, count=8):
+    values = np.random.default_rng(0).normal(size=(count, 3, 12, 12)).astype(np.float32)
+    np.save(folder / "feed.npy", values)
+    return folder / "feed.npy"
+
+
 @pytest.fixture(scope="module")
 def feed(tmp_path_factory):
-    path = tmp_path_factory.mktemp("feed") / "feed.npy"
-    np.save(path, np.random.default_rng(0).normal(size=(8, 3, 12, 12)).astype(np.float32))
-    return path
+    return save_feed(tmp_path_factory.mktemp("feed"))
 
 
 @pytest.fixture(scope="module")
@@ -129,35 +143,29 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def default(model, feed, tmp_path_factory):
     """All three targets with nothing but the defaults; time is left out."""
-    out = tmp_path_factory.mktemp("default") / "o"
-    return ran(model, "--images", feed, "--target", ALL, "--duration", 0, out=out)
+    words = ("--images", feed, "--target", ALL, "--duration", 0)
+    return ran(model, *words, out=tmp_path_factory.mktemp("default") / "o")
 
 
 @pytest.fixture(scope="module")
 def plain(model, feed, tmp_path_factory):
     """The same with nothing searched."""
-    out = tmp_path_factory.mktemp("plain") / "o"
-    words = ("--target", ALL, "--duration", 0, "--effort", 0)
-    return ran(model, "--images", feed, *words, out=out)
+    words = ("--images", feed, "--target", ALL, "--duration", 0, "--effort", 0)
+    return ran(model, *words, out=tmp_path_factory.mktemp("plain") / "o")
 
 
 @pytest.fixture
 def build(feed, tmp_path):
-    """`calib8 build` of a model, on one target where nothing else is said, without time."""
-
-    def run(model, *words, out="o"):
-        plain = () if "--duration" in words else ("--duration", 0)
-        return ran(model, "--images", feed, *plain, *words, out=tmp_path / out)
-
-    return run
+    """`calib8 build` of a model, on one target and without time where nothing else is said."""
+    words = ("--images", feed, "--duration", 0)
+    return lambda model, *more, out="o": ran(model, *words, *more, out=tmp_path / out)
 
 
 def sqnr(model, path, feed):
     """Of the output, by running both models in ONNX Runtime."""
-    exact, int8 = (OrtSession.open(one, threads=1) for one in (model, path))
     samples = [{"x": one[None]} for one in np.load(feed)]
-    wanted = np.stack([exact.run(sample)["y"] for sample in samples])
-    got = np.stack([int8.run(sample)["y"] for sample in samples])
+    exact, int8 = (OrtSession.open(one, threads=1) for one in (model, path))
+    wanted, got = (np.stack([one.run(s)["y"] for s in samples]) for one in (exact, int8))
     return 10 * np.log10((wanted**2).sum() / ((wanted - got) ** 2).sum())
 
 
@@ -171,35 +179,13 @@ def test_the_layer_that_spoils_the_output_is_kept_float_and_no_other(target, def
     assert " -0.0 dB" not in why
 
 
-def spoiled_late(folder):
-    """The layer that int8 ruins has others before it; height and width are open."""
-    rng = np.random.default_rng(1)
-    size = np.where(np.arange(8) == 0, 1000.0, 1.0).reshape(1, 8, 1, 1)
-    constants = {
-        "w1": rng.normal(0, 0.3, (8, 3, 3, 3)), "size": size,
-        "w2": rng.normal(0, 0.2, (16, 8, 3, 3)), "w3": rng.normal(0, 0.1, (8, 16, 3, 3)),
-        "w4": rng.normal(0, 0.3, (8, 8, 1, 1)) / size, "w5": rng.normal(0, 0.2, (8, 8, 3, 3)),
-    }  # fmt: skip
-    nodes = [
-        ("Conv", "x w1", "stem", SAME), ("Relu", "stem", "r1", {}),
-        ("Conv", "r1 w2", "mid", SAME), ("Relu", "mid", "r2", {}), ("Conv", "r2 w3", "last", SAME),
-        ("Tanh", "last", "t", {}), ("Mul", "t size", "m", {}),
-        ("Conv", "m w4", "bad", {}), ("Relu", "bad", "r4", {}), ("Conv", "r4 w5", "y", SAME),
-    ]  # fmt: skip
-    path = saved(folder, "late", nodes, constants)
-    model = onnx.load(path)
-    for place, name in ((2, "height"), (3, "width")):
-        model.graph.input[0].type.tensor_type.shape.dim[place].dim_param = name
-    return save_net(model, path)
-
-
 def test_among_samples_of_several_sizes_too_the_layer_that_spoils_the_output_is_found(tmp_path):
-    folder, rng = tmp_path / "feed", np.random.default_rng(0)
-    folder.mkdir()
+    rng = np.random.default_rng(0)
+    (tmp_path / "feed").mkdir()
     for number in range(8):
         values = rng.normal(size=(1, 3, 12, 12 + number)).astype(np.float32)
-        np.save(folder / f"{number}.npy", values)
-    words = (spoiled_late(tmp_path), "--images", folder, "--duration", 0)
+        np.save(tmp_path / "feed" / f"{number}.npy", values)
+    words = (spoiled(tmp_path, late=True), "--images", tmp_path / "feed", "--duration", 0)
     done = ran(*words, out=tmp_path / "o")
     assert done.code == 0 and {"/bad/Conv"} <= done.float_of("onnxruntime")
     why = done.plan.targets["onnxruntime"].choices.float_nodes.values()
@@ -214,15 +200,12 @@ def test_the_files_are_far_better_than_without_a_search(target, default, plain, 
     assert after > 25 and after > before + 15
 
 
-def nodes_of(path):
-    return {node.name: node for node in onnx.load(path).graph.node}
-
-
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
 def test_the_qdq_models_follow_the_plan(target, default, plain):
     for one, kept in ((default, True), (plain, False)):
-        nodes = nodes_of(one.out / RUNS[target])
-        made = {output: node.op_type for node in nodes.values() for output in node.output}
+        graph = onnx.load(one.out / RUNS[target]).graph
+        nodes = {node.name: node for node in graph.node}
+        made = {output: node.op_type for node in graph.node for output in node.output}
         for name in ("/bad/Conv", "/mid/Conv"):
             sources = {made.get(tensor) for tensor in nodes[name].input}
             floats = name == "/bad/Conv" and kept
@@ -255,16 +238,13 @@ def test_the_report_says_what_was_settled_and_why(default):
         assert row["search"]["probes"] > 0 and why.startswith("alone in int8"), row["name"]
 
 
-def without_trials(monkeypatch):
-    def tried(*args):
-        raise AssertionError("a plan is obeyed, nothing is tried")
-
-    monkeypatch.setattr(probe.Prober, "noises", tried)
+@pytest.fixture
+def no_trials(monkeypatch):
+    monkeypatch.setattr(probe.Prober, "noises", lambda *_: pytest.fail("a trial"))
 
 
-def test_a_second_build_obeys_the_plan_without_a_trial(default, model, feed, monkeypatch, tmp_path):
+def test_a_second_build_obeys_the_plan_without_a_trial(default, model, feed, no_trials, tmp_path):
     before = default.files
-    without_trials(monkeypatch)
     words = ("--images", feed, "--target", ALL, "--duration", 0)
     again = ran(model, *words, out=shutil.copytree(default.out, tmp_path / "o"))
     assert again.code == 0, again.error
@@ -274,8 +254,8 @@ def test_a_second_build_obeys_the_plan_without_a_trial(default, model, feed, mon
 
 
 def test_a_search_that_fails_is_said_and_leaves_the_plan_that_was_there(model, build, monkeypatch):
-    assert build(model).code == 0
-    kept = (build(model).out / "spoiled.plan.toml").read_bytes()
+    first = build(model)
+    kept = (first.out / "spoiled.plan.toml").read_bytes()
 
     def fails(*_):
         raise BackendError("it cannot be tried")
@@ -288,17 +268,13 @@ def test_a_search_that_fails_is_said_and_leaves_the_plan_that_was_there(model, b
     assert (again.out / "spoiled.plan.toml").read_bytes() == kept
 
 
-def test_a_named_plan_is_obeyed_elsewhere_with_the_same_bytes(default, model, build, monkeypatch):
-    without_trials(monkeypatch)
-    other = build(model, "--target", ALL, "--plan", default.out / "spoiled.plan.toml")
-    assert other.code == 0 and other.files == default.files
-
-
-def test_a_plan_that_is_named_is_obeyed_with_other_images_too(default, model, build, monkeypatch):
-    without_trials(monkeypatch)
-    plan = default.out / "spoiled.plan.toml"
-    other = build(model, "--target", "ascend", "--plan", plan, "--limit", 4)
+@pytest.mark.parametrize("words", [("--target", ALL), ("--target", "ascend", "--limit", 4)])
+def test_a_named_plan_is_obeyed_elsewhere_and_for_other_images(
+    words, default, model, build, no_trials
+):
+    other = build(model, *words, "--plan", default.out / "spoiled.plan.toml")
     assert other.code == 0 and other.float_of("ascend") == {"/bad/Conv"}
+    assert "--limit" in words or other.files == default.files
 
 
 @pytest.mark.slow
@@ -348,8 +324,7 @@ def test_nodes_added_to_the_plan_are_float_on_every_target(named, default, model
     built = build(model, "--target", ALL, *words)
     assert built.code == 0 and all(row["search"]["reused"] for row in built.report["targets"])
     for target in RUNS:
-        rows = next(row for row in built.report["targets"] if row["name"] == target)["nodes"]
-        precision = {row["name"]: row["precision"] for row in rows}
+        precision = built.precision(target)
         assert precision["/mid/Conv"] == precision["/bad/Conv"] == "float32", target
         assert precision["/y/Conv"] != "float32", target
     assert built.plan.float_nodes == ("/mid/*",)  # the file keeps what the user wrote
@@ -359,12 +334,10 @@ def test_nodes_added_to_the_plan_are_float_on_every_target(named, default, model
 def test_a_layer_that_a_user_takes_out_of_the_plan_runs_in_int8(default, model, build, tmp_path):
     path = edited(default, tmp_path / "p", '"/bad/Conv" =', '"/stem/Conv" =')
     built = build(model, "--target", "tensorrt", "--plan", path, "--accept")
-    precision = {row["name"]: row["precision"] for row in built.report["targets"][0]["nodes"]}
     # the first table is ONNX Runtime's, so TensorRT's own is as it was
-    assert precision["/bad/Conv"] == "float32"
+    assert built.precision("tensorrt")["/bad/Conv"] == "float32"
     built = build(model, "--plan", path, "--accept", out="again")
-    precision = {row["name"]: row["precision"] for row in built.report["targets"][0]["nodes"]}
-    assert precision["/bad/Conv"] != "float32"
+    assert built.precision("onnxruntime")["/bad/Conv"] != "float32"
 
 
 @pytest.mark.parametrize(
@@ -438,9 +411,7 @@ def test_the_plan_keeps_what_it_says_of_other_targets(model, build):
 def test_no_effort_leaves_all_in_int8_and_no_plan(plain):
     assert not list(plain.out.glob("*.plan.toml"))
     assert all("search" not in row for row in plain.report["targets"])
-    for row in plain.report["targets"]:
-        precision = {node["name"]: node["precision"] for node in row["nodes"]}
-        assert precision["/bad/Conv"] != "float32", row["name"]
+    assert all(plain.precision(target)["/bad/Conv"] != "float32" for target in RUNS)
 
 
 @pytest.mark.slow
@@ -502,13 +473,17 @@ def clock(monkeypatch):
     return set_to
 
 
-FLOATS = {"/a/Conv": 100.0, "/b/Conv": 100.0, "/y/Conv": 100.0}
-FAST = {"/a/Conv": 30.0, "/b/Conv": 30.0, "/y/Conv": 30.0}
+def each(us, **others):
+    """Microseconds of the three layers, some of which take others."""
+    return {f"/{name}/Conv": others.get(name, us) for name in "aby"}
+
+
+FLOATS, FAST, SLOW_B = each(100.0), each(30.0), each(30.0, b=300.0)
 MODELS = {"float": 10.0, "FP32": 10.0, "found": 4.0, "all in int8": 5.0, "onnxruntime": 4.0}
 
 
 def test_a_layer_that_int8_makes_slower_stays_float_on_onnx_runtime_alone(clock, build, tmp_path):
-    clock(floats=FLOATS, int8=FAST | {"/b/Conv": 300.0}, models=MODELS)
+    clock(floats=FLOATS, int8=SLOW_B, models=MODELS)
     built = build(sound(tmp_path), "--duration", 0.01, "--target", ALL)
     assert built.code == 0, built.error
     assert "/b/Conv" in built.float_of("onnxruntime")
@@ -518,21 +493,25 @@ def test_a_layer_that_int8_makes_slower_stays_float_on_onnx_runtime_alone(clock,
     assert not built.float_of("tensorrt") and not built.float_of("ascend")
 
 
-@pytest.mark.parametrize(("int8", "kept"), [(119.0, False), (200.0, True)])
-def test_a_layer_is_slower_only_by_a_fifth_or_more(int8, kept, clock, build, tmp_path):
-    clock(floats=FLOATS, int8=FAST | {"/b/Conv": int8}, models=MODELS)
-    assert ("/b/Conv" in build(sound(tmp_path), "--duration", 0.01).float_of("onnxruntime")) == kept
-
-
-def test_in_a_model_of_microseconds_kernel_times_decide_nothing(clock, build, tmp_path):
-    small = {name: time / 10 for name, time in FLOATS.items()}
-    clock(floats=small, int8=small | {"/b/Conv": 30.0}, models=MODELS)
-    assert not build(sound(tmp_path), "--duration", 0.01).float_of("onnxruntime")
-
-
-def test_without_measuring_time_decides_nothing(clock, build, tmp_path):
-    clock(floats=FLOATS, int8=FAST | {"/b/Conv": 300.0}, models={})
-    assert not build(sound(tmp_path), "--duration", 0).float_of("onnxruntime")
+@pytest.mark.parametrize(
+    ("floats", "int8", "models", "duration", "kept"),
+    [
+        (FLOATS, each(30.0, b=119.0), MODELS, 0.01, False),  # slower by less than a fifth
+        (FLOATS, each(30.0, b=200.0), MODELS, 0.01, True),
+        (each(10.0), each(10.0, b=30.0), MODELS, 0.01, False),  # a model of microseconds
+        (FLOATS, SLOW_B, {}, 0, False),  # nothing is measured
+        # 20 times as fast as float, by kernels slower than it: something disturbed the clock
+        (FLOATS, SLOW_B, MODELS | {"all in int8": 0.5}, 0.01, True),
+    ],
+)
+def test_kernel_times_decide_where_they_can(
+    floats, int8, models, duration, kept, clock, build, tmp_path
+):
+    clock(floats=floats, int8=int8, models=models)
+    built = build(sound(tmp_path), "--duration", duration)
+    assert built.code == 0, built.error
+    found = built.float_of("onnxruntime")
+    assert "/b/Conv" in found if kept else not found
 
 
 def test_a_model_that_int8_makes_slower_gets_its_float_file_and_is_told(clock, build, tmp_path):
@@ -548,14 +527,6 @@ def test_a_model_that_int8_makes_slower_gets_its_float_file_and_is_told(clock, b
     assert ops == {"Conv", "Relu"}
 
 
-def test_a_clock_that_promises_more_than_all_kernels_was_disturbed(clock, build, tmp_path):
-    models = MODELS | {"all in int8": 0.5}  # 20 times as fast as float, by kernels slower than it
-    clock(floats=FLOATS, int8=FAST | {"/b/Conv": 300.0}, models=models)
-    built = build(sound(tmp_path), "--duration", 0.01)
-    assert built.code == 0, built.error
-    assert "/b/Conv" in built.float_of("onnxruntime")
-
-
 def test_a_clock_is_believed_if_int8_takes_less_than_its_prices(
     clock, build, tmp_path, monkeypatch
 ):
@@ -569,9 +540,8 @@ def test_a_clock_is_believed_if_int8_takes_less_than_its_prices(
 
 @pytest.mark.parametrize(("slower", "kind"), [(1.3, "float"), (1.05, "int8")])
 def test_a_model_of_microseconds_is_float_if_int8_is_slower(slower, kind, clock, build, tmp_path):
-    tiny = {name: time / 100 for name, time in FLOATS.items()}
     models = dict.fromkeys(MODELS, 0.04 * slower) | {"float": 0.04, "FP32": 0.04}
-    clock(floats=tiny, int8=tiny, models=models)
+    clock(floats=each(1.0), int8=each(1.0), models=models)
     built = build(sound(tmp_path), "--duration", 0.01)
     assert built.code == 0, built.error
     assert bool(built.float_of("onnxruntime")) == (kind == "float")
@@ -590,7 +560,7 @@ def test_what_time_settled_is_built_again_whatever_the_clock_says(
     clock, build, monkeypatch, tmp_path
 ):
     model = sound(tmp_path)
-    clock(floats=FLOATS, int8=FAST | {"/b/Conv": 300.0}, models=MODELS)
+    clock(floats=FLOATS, int8=SLOW_B, models=MODELS)
     first = build(model, "--duration", 0.01).files
     clock(floats=FLOATS, int8=FAST, models=MODELS)
     assert build(model, "--duration", 0.01).files == first
@@ -697,9 +667,8 @@ def test_a_loss_that_may_be_is_held_by_the_figure_of_ones_own(build, tmp_path, o
     assert strict.code == 0 and strict.float_of("onnxruntime")
 
 
-def test_a_failing_figure_is_told_before_anything_is_tried(build, tmp_path, own, feed, monkeypatch):
+def test_a_failing_figure_is_told_before_anything_is_tried(build, tmp_path, own, feed, no_trials):
     """With labels too, of which the search knows none, and for a model of a fixed batch."""
-    without_trials(monkeypatch)
     (tmp_path / "labels.txt").write_text("1\n" * 8)
     labelled = ("--eval-images", feed, "--labels", tmp_path / "labels.txt")
     model = onnx.load(sound(tmp_path))
@@ -721,22 +690,16 @@ def test_a_figure_of_ones_own_that_fails_on_noise_alone_does_not_end_the_search(
     assert "/bad/Conv" in found.float_of("onnxruntime")
 
 
-@pytest.fixture(scope="module")
-def fashion(tmp_path_factory):
-    """A few of the demo's images: (lists to calibrate with and to be judged by)."""
-    folder = tmp_path_factory.mktemp("fashion")
-    for name, count in (("calib", 24), ("eval", 120)):
-        lines = (FASHION / f"{name}.txt").read_text().splitlines()[:count]
-        (folder / f"{name}.txt").write_text("\n".join(f"{FASHION}/{line}" for line in lines))
-    return "--images", folder / "calib.txt", "--eval-images", folder / "eval.txt", "--duration", 0
-
-
 @pytest.mark.slow
-def test_the_demo_is_good_and_the_same_with_wrong_preprocessing_is_not(fashion, tmp_path):
-    model = FASHION / "fashion.onnx"
-    right = ran(model, *fashion, "--mean", 0.5, "--std", 0.5, out=tmp_path / "right")
+def test_the_demo_is_good_and_the_same_with_wrong_preprocessing_is_not(tmp_path):
+    model, words = FASHION / "fashion.onnx", ["--duration", 0]
+    for flag, name, count in (("--images", "calib", 24), ("--eval-images", "eval", 120)):
+        lines = (FASHION / f"{name}.txt").read_text().splitlines()[:count]
+        (tmp_path / f"{name}.txt").write_text("\n".join(f"{FASHION}/{line}" for line in lines))
+        words += [flag, tmp_path / f"{name}.txt"]
+    right = ran(model, *words, "--mean", 0.5, "--std", 0.5, out=tmp_path / "right")
     assert right.code == 0 and "Verdict       good" in right.said
-    wrong = ran(model, *fashion, out=tmp_path / "wrong")
+    wrong = ran(model, *words, out=tmp_path / "wrong")
     assert wrong.code == 3 and "Verdict       unusable" in wrong.said
     text = " ".join(wrong.said.split())
     assert "the float model itself is wrong" in text

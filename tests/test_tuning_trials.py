@@ -16,7 +16,6 @@ from onnx import numpy_helper
 from deploy import pipeline
 from deploy.calibration import one_pass
 from deploy.calibration.reference_outputs import make_evaluation_set
-from deploy.cli import main
 from deploy.errors import BackendError, ExportError
 from deploy.feed.feed import open_feed
 from deploy.frontends import load
@@ -49,27 +48,17 @@ from deploy.tuning.search_samples import (
     select_samples,
     with_held_out_ranges,
 )
-from tests.models import as_float32, make_model, make_node, make_value, save_net
-from tests.test_tuning import SAME, ran, saved, spoiled
-
-# --- What a search makes of inputs that it has not seen: ranges without its own samples,
-# caution.
-PADDED = {"pads": [1, 1, 1, 1]}
+from tests.models import as_float32, build_net, make_model, make_node
+from tests.test_tuning import SAME, ran, save_feed, saved, spoiled
 
 
+# --- What a search makes of inputs that it has not seen: ranges without its own samples, caution.
 @pytest.fixture
 def model(tmp_path):
-    """Conv, Relu, Conv."""
     rng = np.random.default_rng(0)
     weights = {"w1": rng.normal(0, 0.3, (8, 3, 3, 3)), "w2": rng.normal(0, 0.2, (4, 8, 3, 3))}
-    path = tmp_path / "net.onnx"
-    nodes = [
-        make_node("Conv", "x w1", "c", name="/c", **PADDED),
-        make_node("Relu", "c", "r", name="/r"),
-        make_node("Conv", "r w2", "y", name="/y", **PADDED),
-    ]
-    inputs = {"x": ["batch", 3, 12, 12]}
-    return save_net(make_model(nodes, inputs, {"y": None}, as_float32(weights), opset=17), path)
+    nodes = [("Conv", "x w1", "c", SAME), ("Relu", "c", "r", {}), ("Conv", "r w2", "y", SAME)]
+    return saved(tmp_path, "net", nodes, weights)
 
 
 def images(count, *, loud=()):
@@ -129,10 +118,8 @@ def test_a_configuration_that_wants_every_sample_keeps_its_ranges(request_for, t
     config = tmp_path / "all.cfg"
     config.write_text("batch_num: 20\n")
     _, request = request_for("ascend", images(20))
-    assert (
-        with_held_out_ranges(TARGETS["ascend"](config=config), request, request.feed.first(2))
-        is request
-    )
+    target = TARGETS["ascend"](config=config)
+    assert with_held_out_ranges(target, request, request.feed.first(2)) is request
 
 
 def trial(method, *powers):
@@ -153,12 +140,7 @@ def test_what_clips_must_win_more_than_what_does_not():
 
 def build(model, x, out, *words):
     np.save(out.parent / "x.npy", x)
-    given = ["build", model, "--images", out.parent / "x.npy", "--out", out, "--duration", 0]
-    try:
-        main([str(word) for word in (*given, *words)])
-    except SystemExit as stop:
-        return stop.code or 0
-    return 0
+    return ran(model, "--images", out.parent / "x.npy", "--duration", 0, *words, out=out)
 
 
 def test_ascend_obeys_a_plan_that_wants_nothing_clipped_and_its_config_says_so(model, tmp_path):
@@ -168,7 +150,7 @@ def test_ascend_obeys_a_plan_that_wants_nothing_clipped_and_its_config_says_so(m
     found = {}
     for method in ("", 'method = "minmax"\n', 'methods = { "x" = "minmax" }\n'):
         plan.write_text(f'schema = "calib8-plan/1"\n[ascend]\n{method}')
-        assert build(model, x, out, *words, "--plan", plan, "--refresh") == 0
+        assert build(model, x, out, *words, "--plan", plan, "--refresh").code == 0
         config = json.loads((out / "net_config.json").read_text())
         ranges = {
             name: layer["activation_quant_params"].get("search_range", [0.7, 1.3])
@@ -177,19 +159,18 @@ def test_ascend_obeys_a_plan_that_wants_nothing_clipped_and_its_config_says_so(m
         }
         found[method] = (ranges, (out / "net_record.txt").read_text())
     (own, plain), (whole, every), (one, first) = found.values()
-    assert own == {"/c": [0.7, 1.3], "/y": [0.7, 1.3]}
-    assert whole == {"/c": [1.0, 1.3], "/y": [1.0, 1.3]}
-    assert one == {"/c": [1.0, 1.3], "/y": [0.7, 1.3]}
+    assert own == {"/c/Conv": [0.7, 1.3], "/y/Conv": [0.7, 1.3]}
+    assert whole == {"/c/Conv": [1.0, 1.3], "/y/Conv": [1.0, 1.3]}
+    assert one == {"/c/Conv": [1.0, 1.3], "/y/Conv": [0.7, 1.3]}
     assert plain != every and plain != first
 
 
-def test_ascend_refuses_a_method_that_amct_does_not_have(model, tmp_path, capsys):
+def test_ascend_refuses_a_method_that_amct_does_not_have(model, tmp_path):
     plan = tmp_path / "net.plan.toml"
     plan.write_text('schema = "calib8-plan/1"\n[ascend]\nmethod = "entropy"\n')
-    words = ("--target", "ascend", "--plan", plan)
-    assert build(model, images(8), tmp_path / "o", *words) == 1
-    said = capsys.readouterr().err
-    assert "takes the method minmax or none, got 'entropy'" in said and said.count("\n") == 1
+    refused = build(model, images(8), tmp_path / "o", "--target", "ascend", "--plan", plan)
+    assert refused.code == 1 and refused.error.count("\n") == 1
+    assert "takes the method minmax or none, got 'entropy'" in refused.error
 
 
 def test_a_search_for_ascend_tries_no_clipping_unless_a_configuration_says_how(model, tmp_path):
@@ -198,7 +179,7 @@ def test_a_search_for_ascend_tries_no_clipping_unless_a_configuration_says_how(m
     x = images(20)
     for words, tried in (((), True), (("--ascend-config", config), False)):
         out = tmp_path / f"o{tried}"
-        assert build(model, x, out, "--target", "ascend", "--accept", *words) == 0
+        assert build(model, x, out, "--target", "ascend", "--accept", *words).code == 0
         assert ("all in int8, minmax" in (out / "net.plan.toml").read_text()) == tried
 
 
@@ -259,10 +240,8 @@ def test_of_shares_the_samples_tell_most_that_are_least_sure(shape):
     outputs = [{"y": one.reshape(shape).astype(np.float32)} for one in shares]
     form = derive_form(outputs, inputs=[{"x": np.ones((1, 4), np.float32)}] * 5)
     assert strongest_samples(form, outputs, 2) == [1, 4]
-    assert strongest_samples(form, [{"y": 3 * one["y"]} for one in outputs], 2) == [
-        0,
-        3,
-    ]  # no shares
+    no_shares = [{"y": 3 * one["y"]} for one in outputs]
+    assert strongest_samples(form, no_shares, 2) == [0, 3]
     steps = [{"y": np.stack([one, sure])[None].astype(np.float32)} for one in shares]
     assert strongest_samples(derive_form(steps), steps, 2) == [0, 3]  # of several steps a sample
     assert 4 not in strongest_samples(form, [*outputs[:4], {"y": outputs[4]["y"] * np.nan}], 2)
@@ -273,10 +252,8 @@ def test_of_one_probability_the_samples_tell_most_that_are_least_sure(shape):
     outputs = [{"y": np.full(shape, p, np.float32)} for p in (1.0, 0.55, 0.0, 0.99, 0.3)]
     form = derive_form(outputs, inputs=[{"x": np.ones((1, 4), np.float32)}] * 5)
     assert strongest_samples(form, outputs, 2) == [1, 4]
-    assert strongest_samples(form, [{"y": 3 * one["y"]} for one in outputs], 2) == [
-        0,
-        3,
-    ]  # an age, maybe
+    ages = [{"y": 3 * one["y"]} for one in outputs]
+    assert strongest_samples(form, ages, 2) == [0, 3]
     beside = [{**one, "z": np.float32([[2, -3, 1]])} for one in outputs]  # of a face that is there
     assert strongest_samples(derive_form(beside), beside, 2) == [0, 3]
 
@@ -323,9 +300,8 @@ def test_a_sample_that_says_half_as_much_as_the_usual_one_counts_whole():
     usual = mean_powers(form, outputs)  # that of 4.5
     assert signal_shares(form, outputs, usual) == pytest.approx([0.5])
     assert signal_shares(form, outputs[:2], usual) == pytest.approx([1.0])
-    assert (
-        signal_shares(form, outputs[2:], usual) == signal_shares(form, outputs[:1], [0.0]) == [1.0]
-    )
+    assert signal_shares(form, outputs[2:], usual) == [1.0]
+    assert signal_shares(form, outputs[:1], [0.0]) == [1.0]
     for said, share in ((2.3, 1.0), (2.25 / 2, 0.25), (2.25 / 10, 0.01)):
         one = [{"y": np.full((1, 4), said, np.float32)}]
         assert signal_shares(form, one, usual) == pytest.approx([share])
@@ -364,14 +340,10 @@ def test_a_layer_that_loses_next_to_nothing_is_not_float_for_its_noise(power, by
     assert said == {"/one": expected, "/other": expected}
 
 
-class FakeRequest:
-    """Of the doubling model; keeps what was chosen."""
-
-    def __init__(self, model, choices=NO_CHOICES):
-        self.model, self.choices = model, choices
-
-    def adding(self, choices):
-        return FakeRequest(self.model, choices)
+def fake_request(model, choices=NO_CHOICES):
+    return SimpleNamespace(
+        model=model, choices=choices, adding=lambda choices: fake_request(model, choices)
+    )
 
 
 class FakeTarget:
@@ -392,10 +364,15 @@ class FakeTarget:
         return made
 
 
+def doubled(*values):
+    """Samples of such values, and what the doubling model makes of them."""
+    rows = [np.full((1, 4), value, np.float32) for value in values]
+    return [({"x": row}, {"y": 2 * row}) for row in rows]
+
+
 def test_each_choice_is_tried_once_and_one_that_cannot_be_built_is_no_choice():
-    heard = [({"x": np.ones((1, 4), np.float32)}, {"y": np.full((1, 4), 2, np.float32)})]
-    target, request = FakeTarget(), FakeRequest(doubling().model)
-    prober = Prober(target.trial, request, heard, runs_here=True, threads=2)
+    target, request = FakeTarget(), fake_request(doubling().model)
+    prober = Prober(target.trial, request, doubled(1), runs_here=True, threads=2)
     broken, off = Choices(float_nodes={"/y": "why"}), Choices(method=Method.of("minmax"))
     equal, half, none, again = prober.noises([NO_CHOICES, off, broken, off])
     assert equal.worst == 0 and half.parts["y"] == pytest.approx([0.25]) == again.parts["y"]
@@ -408,13 +385,8 @@ def test_each_choice_is_tried_once_and_one_that_cannot_be_built_is_no_choice():
 
 
 def test_what_is_tried_alone_is_run_on_the_loudest_samples_and_kept_apart():
-    sizes = (1, 3, 2)
-    heard = [
-        ({"x": np.full((1, 4), n, np.float32)}, {"y": np.full((1, 4), 2 * n, np.float32)})
-        for n in sizes
-    ]
-    target, request = FakeTarget(), FakeRequest(doubling().model)
-    prober = Prober(target.trial, request, heard, runs_here=True, threads=1, few=2)
+    target, request = FakeTarget(), fake_request(doubling().model)
+    prober = Prober(target.trial, request, doubled(1, 3, 2), runs_here=True, threads=1, few=2)
     off = Choices(method=Method.of("minmax"))
     (whole,), (alone,) = prober.noises([off]), prober.alone([off], [["/y"]])
     assert whole.parts["y"].shape == (3,) and alone.parts["y"] == pytest.approx([0.25, 0.25])
@@ -431,7 +403,7 @@ def test_what_is_timed_is_of_one_shape_that_of_the_middle_size():
     assert same_shape_samples(same) == same
 
 
-def test_a_search_is_not_deceived_by_samples_that_a_sigmoid_is_sure_of(run, tmp_path):
+def test_a_search_is_not_deceived_by_samples_that_a_sigmoid_is_sure_of(tmp_path):
     """Five in six lie where it is flat: there, nothing of what int8 changes before it is heard."""
     made = np.random.default_rng(8)
     first, second = made.normal(0, 0.3, (32, 64)), np.abs(made.normal(0, 0.2, (64, 1)))
@@ -439,19 +411,12 @@ def test_a_search_is_not_deceived_by_samples_that_a_sigmoid_is_sure_of(run, tmp_
         make_node("Gemm", "x first", "a"), make_node("Relu", "a", "r"),
         make_node("Gemm", "r second less", "s"), make_node("Sigmoid", "s", "y"),
     ]  # fmt: skip
-    weights = {
-        name: np.asarray(value, np.float32)
-        for name, value in (("first", first), ("second", second), ("less", [-8.0]))
-    }
+    weights = as_float32({"first": first, "second": second, "less": [-8.0]})
     model = make_model(nodes, {"x": [1, 32]}, {"y": [1, 1]}, weights, opset=17)
-    onnx.save(model, tmp_path / "net.onnx")
     loud = np.where(np.arange(48) % 6 == 1, 1.0, 20.0)[:, None]
-    np.save(tmp_path / "x.npy", (loud * made.normal(0, 1, (48, 32))).astype(np.float32))
-    words = ("--images", tmp_path / "x.npy", "--duration", 0, "--out", tmp_path / "o")
-    run.ok("build", tmp_path / "net.onnx", *words)
-    plan = read_plan(tmp_path / "o" / "net.plan.toml").targets["onnxruntime"]
-    report = json.loads((tmp_path / "o" / "report.json").read_text())
-    (part,) = report["engines"][1]["accuracy"]["parts"]
+    out = build_net(model, loud * made.normal(0, 1, (48, 32)), tmp_path)
+    plan = read_plan(out / "net.plan.toml").targets["onnxruntime"]
+    (part,) = json.loads((out / "report.json").read_text())["engines"][1]["accuracy"]["parts"]
     tried = [one["sqnr_db"] for one in plan.tried if one["what"].startswith("all in int8")]
     assert tried and max(tried) < part["sqnr_db"] + 6 < 60
 
@@ -483,15 +448,6 @@ def refusing(refused):
     return Refusing
 
 
-def one_alone(model):
-    """A trial of one layer: those that are tried whole have more in int8."""
-    return len(layers_in_int8(model)) == 1
-
-
-def always(_):
-    return True
-
-
 @pytest.fixture
 def build_failing(tmp_path, feed):
     def run(*words, out="o"):
@@ -502,9 +458,7 @@ def build_failing(tmp_path, feed):
 
 @pytest.fixture(scope="module")
 def feed(tmp_path_factory):
-    path = tmp_path_factory.mktemp("feed") / "feed.npy"
-    np.save(path, np.random.default_rng(0).normal(size=(8, 3, 12, 12)).astype(np.float32))
-    return path
+    return save_feed(tmp_path_factory.mktemp("feed"))
 
 
 def notes(built):
@@ -519,17 +473,9 @@ def nameless(built):
     return [reason for reason in (*said, *rows) if reason.endswith("dB of ")]
 
 
-def test_without_a_failure_nothing_is_said_of_one(build_failing):
-    built = build_failing()
-    assert built.code == 0 and notes(built) == []
-    assert "failed =" not in (built.out / "spoiled.plan.toml").read_text()
-
-
 def test_a_layer_that_cannot_be_tried_alone_is_not_blamed(build_failing, monkeypatch):
-    def middle_alone(model):
-        return layers_in_int8(model) == {"/mid/Conv"}
-
-    monkeypatch.setattr(probe, "OrtSession", refusing(middle_alone))
+    middle_alone = refusing(lambda model: layers_in_int8(model) == {"/mid/Conv"})
+    monkeypatch.setattr(probe, "OrtSession", middle_alone)
     built = build_failing()
     assert built.code == 0 and nameless(built) == []
     layers = {name for name in built.float_of("onnxruntime") if name.endswith("/Conv")}
@@ -541,10 +487,17 @@ def test_a_layer_that_cannot_be_tried_alone_is_not_blamed(build_failing, monkeyp
     assert " ".join(note.split()) in " ".join(built.said.split())
 
 
-@pytest.mark.parametrize("where", [probe, float_activations])
-def test_if_no_layer_can_be_tried_alone_the_search_goes_on(where, build_failing, monkeypatch):
-    """Either the trials themselves are refused, or the float model that tells what goes in."""
-    monkeypatch.setattr(where, "OrtSession", refusing(one_alone if where is probe else always))
+@pytest.mark.parametrize(
+    ("where", "refused"),
+    [
+        (probe, lambda model: len(layers_in_int8(model)) == 1),  # those tried whole have more
+        (float_activations, lambda model: True),  # the float model that tells what goes in
+    ],
+)
+def test_if_no_layer_can_be_tried_alone_the_search_goes_on(
+    where, refused, build_failing, monkeypatch
+):
+    monkeypatch.setattr(where, "OrtSession", refusing(refused))
     built = build_failing("--accept")
     assert built.code == 0 and nameless(built) == []
     (note,) = notes(built)
@@ -555,13 +508,11 @@ def test_if_no_layer_can_be_tried_alone_the_search_goes_on(where, build_failing,
 
 def test_a_method_whose_whole_trial_cannot_be_run_is_not_chosen(build_failing, monkeypatch):
     wanted = build_failing("--threads", 1)
+    assert wanted.code == 0 and notes(wanted) == []  # without a failure nothing is said of one
+    assert "failed =" not in (wanted.out / "spoiled.plan.toml").read_text()
     seen = []
-
-    def second(model):
-        seen.append(model)
-        return len(seen) == 2
-
-    monkeypatch.setattr(probe, "OrtSession", refusing(second))
+    second = refusing(lambda model: seen.append(model) or len(seen) == 2)
+    monkeypatch.setattr(probe, "OrtSession", second)
     built = build_failing("--threads", 1, out="other")
     assert built.code == 0 and "1 of " in notes(built)[0]
     names = [[one["what"] for one in b.plan.targets["onnxruntime"].tried] for b in (wanted, built)]
@@ -581,13 +532,11 @@ def test_if_nothing_runs_in_int8_the_report_says_why_nothing_was_searched(
 @pytest.mark.slow
 @pytest.mark.parametrize("duration", [0, 0.01])
 def test_a_layer_that_cannot_be_run_in_int8_stays_float(duration, build_failing, monkeypatch):
-    def with_the_middle(model):
-        return "/mid/Conv" in layers_in_int8(model)
-
     def profiled(*_):
         raise BackendError(WHY)
 
-    monkeypatch.setattr(probe, "OrtSession", refusing(with_the_middle))
+    with_the_middle = refusing(lambda model: "/mid/Conv" in layers_in_int8(model))
+    monkeypatch.setattr(probe, "OrtSession", with_the_middle)
     monkeypatch.setattr(tune, "measure_prices", profiled)
     built = build_failing("--accept", "--duration", duration)
     assert built.code == 0 and "nothing was searched" not in built.said
@@ -607,28 +556,28 @@ MOST = 5 * IMAGES
 
 
 @pytest.fixture(scope="module")
-def many_samples(tmp_path_factory):
-    path = tmp_path_factory.mktemp("feed") / "feed.npy"
-    np.save(path, np.random.default_rng(0).normal(size=(IMAGES, 3, 12, 12)).astype(np.float32))
-    return path
-
-
-@pytest.fixture(scope="module")
 def deep(tmp_path_factory):
     """30 layers that int8 hurts differently: alone in float each wins a little, for its price."""
     rng = np.random.default_rng(1)
     constants, nodes, before = {}, [], "x"
     for number in range(31):
-        first, last = number == 0, number == 30
         sizes = np.where(np.arange(8) == 0, 1.0 + number % 7, 1.0).reshape(1, 8, 1, 1)
-        weights = rng.normal(0, 0.09, (8, 3 if first else 8, 3, 3))
+        weights = rng.normal(0, 0.09, (8, 8 if number else 3, 3, 3))
         constants |= {f"w{number}": weights, f"s{number}": sizes}
-        end = "y" if last else f"c{number}"
+        end = "y" if number == 30 else f"c{number}"
         nodes.append(("Conv", f"{before} w{number}", end, SAME))
         nodes.append(("Tanh", end, f"t{number}", {}))
         nodes.append(("Mul", f"t{number} s{number}", f"m{number}", {}))
         before = f"m{number}"
     return saved(tmp_path_factory.mktemp("deep"), "deep", nodes[:-2], constants)
+
+
+@pytest.fixture(scope="module")
+def search_deep(deep, tmp_path_factory):
+    """A build of it, for many samples."""
+    feed = save_feed(tmp_path_factory.mktemp("feed"), IMAGES)
+    words = ("--images", feed, "--duration", 0, "--accept", "--threads", 1)
+    return lambda *more: ran(deep, *words, *more, out=tmp_path_factory.mktemp("deep") / "o")
 
 
 @pytest.fixture
@@ -645,12 +594,8 @@ def runs(monkeypatch):
         return Counting
 
     def observing(wanted, samples, **words):
-        def drawn():
-            for sample in samples:
-                found["unseen"] += 1
-                yield sample
-
-        return observe(wanted, drawn(), **words)
+        drawn = (found.update(unseen=1) or sample for sample in samples)
+        return observe(wanted, drawn, **words)
 
     observe = one_pass.observe
     monkeypatch.setattr(search_samples, "observe", observing)
@@ -666,46 +611,26 @@ def never_usable(monkeypatch):
     def levels(found, _):
         yield (UNUSABLE if found.outputs and asked[-1] else DOUBTFUL), "as the test has it"
 
-    asked = []
-    on = search_samples.GrowingComparison.on
-
     def noted(self, most, **words):
         asked.append(most == IMAGES)
         return on(self, most, **words)
 
+    asked, on = [], search_samples.GrowingComparison.on
     monkeypatch.setattr(search_samples.GrowingComparison, "on", noted)
     monkeypatch.setattr(search_samples, "judge_accuracy", levels)
 
 
-def spent(monkeypatch):
-    """What the search itself counted."""
-    made = []
-    of = SearchBudget.of
-
-    def noted(*args):
-        made.append(of(*args))
-        return made[-1]
-
-    monkeypatch.setattr(SearchBudget, "of", noted)
-    return made
-
-
-TARGET_NAMES = ["onnxruntime", "tensorrt", "ascend"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGET_NAMES)
+@pytest.mark.parametrize("target", TARGETS)
 def test_the_default_search_costs_five_calibrations_at_most(
-    target, deep, many_samples, runs, never_usable, tmp_path, monkeypatch
+    target, search_deep, runs, never_usable, monkeypatch
 ):
-    counted = spent(monkeypatch)
-    words = (
-        "--images", many_samples, "--duration", 0, "--target", target, "--threads", 1,
-        "--accept",
-    )  # fmt: skip
-    (row,) = ran(deep, *words, out=tmp_path / "o").report["targets"]
+    counted, of = [], SearchBudget.of
+    monkeypatch.setattr(SearchBudget, "of", lambda *a: counted.append(of(*a)) or counted[-1])
+    (row,) = search_deep("--target", target).report["targets"]
     assert row["search"]["probes"] > 24  # as many alone as it may try, and others whole
-    assert runs["search_samples"] > IMAGES  # more than one split was judged on all samples
+    # more than one split was judged on all samples, none twice: each on 48, then on the other 52
+    assert runs["search_samples"] == 3 * IMAGES
     total = sum(runs.values())
     assert total <= MOST
     assert [one.ran for one in counted] == [total]  # what is not counted is not bounded
@@ -713,22 +638,15 @@ def test_the_default_search_costs_five_calibrations_at_most(
 
 @pytest.mark.slow
 def test_no_further_split_is_judged_where_the_search_has_cost_what_it_may(
-    deep, many_samples, runs, never_usable, tmp_path, monkeypatch
+    search_deep, runs, never_usable, monkeypatch
 ):
     """Of three calibrations the trials take half, and the judging of the first choice one."""
     monkeypatch.setitem(EFFORTS, 1, replace(EFFORTS[1], calibrations=3))
-    words = ("--images", many_samples, "--duration", 0, "--threads", 1, "--accept")
-    built = ran(deep, *words, out=tmp_path / "o")
+    built = search_deep()
     assert built.code == 0 and runs["search_samples"] == IMAGES
     assert sum(runs.values()) <= 3 * IMAGES
     (row,) = built.report["targets"]
     assert "would be unusable" in " ".join(row["notes"])
-
-
-@pytest.mark.slow
-def test_no_sample_is_judged_twice_for_a_model(deep, many_samples, runs, never_usable, tmp_path):
-    ran(deep, "--images", many_samples, "--duration", 0, "--accept", out=tmp_path / "o")
-    assert runs["search_samples"] == 3 * IMAGES  # each model on 48, then on the other 52
 
 
 # --- The cut of a trial model: only what is behind an int8 layer is run, and it gives the same.
@@ -737,16 +655,15 @@ SAMPLES = [
 ]
 
 
-def chain():
+def chain(shape=(1, 4)):
     """x -> a -> b -> c -> y, and a is added once more before y."""
     weights = np.random.default_rng(2).normal(size=(3, 4, 4)).astype(np.float32)
     nodes = [
         make_node("MatMul", "x w0", "a", name="A"), make_node("MatMul", "a w1", "b", name="B"),
         make_node("MatMul", "b w2", "c", name="C"), make_node("Add", "c a", "y", name="D"),
     ]  # fmt: skip
-    ends = [make_value(n, [1, 4]) for n in "xy"]
-    constants = [numpy_helper.from_array(w, f"w{i}") for i, w in enumerate(weights)]
-    return make_model(nodes, ends[:1], ends[1:], constants, opset=17)
+    constants = {f"w{place}": weight for place, weight in enumerate(weights)}
+    return make_model(nodes, {"x": shape}, {"y": shape}, constants, opset=17)
 
 
 def rounded(model, *nodes):
@@ -808,18 +725,11 @@ def test_only_so_much_is_kept(monkeypatch):
     assert [list(values) for values in kept.values] == [["a"], ["a"]]
 
 
-def lines():
-    """chain() over as many steps as a sample has: [1, T, 4]."""
-    model = chain()
-    for end in (model.graph.input, model.graph.output):
-        end[0].CopyFrom(make_value(end[0].name, [1, "T", 4]))
-    return model
-
-
 def test_samples_of_several_sizes_are_all_run_from_what_is_known():
     samples = [{"x": np.full((1, steps, 4), steps, np.float32)} for steps in (3, 5, 3)]
-    kept = FloatActivations.of(lines(), [["B"]], [(sample, {}) for sample in samples])
-    trial = rounded(lines(), "B")
+    model = chain([1, "T", 4])
+    kept = FloatActivations.of(model, [["B"]], [(sample, {}) for sample in samples])
+    trial = rounded(model, "B")
     short = downstream_model(trial, kept.same(trial), kept.values)
     (value,) = short.graph.input
     assert [d.dim_value for d in value.type.tensor_type.shape.dim] == [1, 0, 4]
