@@ -64,6 +64,14 @@ def save_net(model, path) -> Path:
     return path
 
 
+def save_fixed_batch(source, path, batch=4) -> Path:
+    """Save the model of a file with the batch of its inputs and outputs fixed."""
+    model = onnx.load(source)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = batch
+    return save_net(model, path)
+
+
 def run_net(model, x, names=None):
     """Return what ONNX Runtime makes of x: the outputs of a model or file, or these tensors."""
     import onnxruntime as ort

@@ -25,7 +25,7 @@ from deploy.tuning import prices, probe
 from deploy.tuning import timing as clocks
 from deploy.tuning.plan_file import NOT_FASTER, read_plan
 from deploy.tuning.timing import PAIRS, KernelTimes
-from tests.models import as_float32, make_model, make_node, save_net
+from tests.models import as_float32, make_model, make_node, save_fixed_batch, save_net
 
 FASHION = Path(__file__).parent.parent / "datasets" / "fashion"
 ALL = "onnxruntime,tensorrt,ascend"
@@ -671,11 +671,9 @@ def test_a_failing_figure_is_told_before_anything_is_tried(build, tmp_path, own,
     """With labels too, of which the search knows none, and for a model of a fixed batch."""
     (tmp_path / "labels.txt").write_text("1\n" * 8)
     labelled = ("--eval-images", feed, "--labels", tmp_path / "labels.txt")
-    model = onnx.load(sound(tmp_path))
-    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 4
-    onnx.save(model, tmp_path / "four.onnx")
+    model = save_fixed_batch(sound(tmp_path), tmp_path / "four.onnx")
     for words in ((), labelled, ("--max-loss", 0.1)):
-        broken = build(tmp_path / "four.onnx", *words, "--metric", own("broken"), out="broken")
+        broken = build(model, *words, "--metric", own("broken"), out="broken")
         assert broken.code == 1 and "no such column" in broken.error and "(1, " in broken.error
 
 
