@@ -68,7 +68,8 @@ def save_fixed_batch(source, path, batch=4) -> Path:
     """Save the model of a file with the batch of its inputs and outputs fixed."""
     model = onnx.load(source)
     for value in (*model.graph.input, *model.graph.output):
-        value.type.tensor_type.shape.dim[0].dim_value = batch
+        for first in value.type.tensor_type.shape.dim[:1]:
+            first.dim_value = batch
     return save_net(model, path)
 
 
