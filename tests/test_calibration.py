@@ -5,18 +5,20 @@ import io
 import json
 import shutil
 import sys
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
 
 from calibrators.grids import affine_params
 from calibrators.statistics import HistogramOf
@@ -59,17 +61,17 @@ from tests.models import as_float32, make_model, make_node, make_value, save_net
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
 
 
-def network(*nodes, outputs, kind=FLOAT):
-    x = make_value("x", ["n", 3, "h", "w"])
-    made = [make_value(name, None, kind) for name in outputs]
-    return make_model([helper.make_node(*one) for one in nodes], [x], made, opset=17, ir=9)
+def network(nodes, *outputs, kind=FLOAT):
+    ends = [make_value(name, None, kind) for name in outputs]
+    return make_model(nodes, {"x": ["n", 3, "h", "w"]}, ends, opset=17, ir=9)
 
 
 PLAIN = network(
-    ("Relu", ["x"], ["relu"]), ("GlobalAveragePool", ["relu"], ["mean"]),
-    ("Sub", ["relu", "mean"], ["y"]), outputs=["y", "mean"],
-)  # fmt: skip
-BY_VALUE = network(("NonZero", ["x"], ["places"]), outputs=["places"], kind=INT)
+    [("Relu", "x", "relu"), ("GlobalAveragePool", "relu", "mean"), ("Sub", "relu mean", "y")],
+    "y",
+    "mean",
+)
+BY_VALUE = network([("NonZero", "x", "places")], "places", kind=INT)
 
 
 def samples(*sides, batch=1):
@@ -180,11 +182,8 @@ def test_memory_of_the_first_run_is_given_back_once(monkeypatch):
 
 
 def test_where_the_allocator_cannot_be_told_nothing_is_given_back(monkeypatch):
-    def missing(name):
-        raise OSError(name)
-
     trim_memory()
-    monkeypatch.setattr(machine.ctypes, "CDLL", missing)
+    monkeypatch.setattr(machine.ctypes, "CDLL", Mock(side_effect=OSError))
     trim_memory()
 
 
@@ -236,42 +235,38 @@ def restless():
     sys.setswitchinterval(interval)
 
 
+ROW = np.zeros((1, 10), np.float32)
+
+
 def _spooled(folder):
     spool = SampleCache(range(1))
-    spool.add(0, {"x": np.zeros((1, 10), np.float32)})
+    spool.add(0, {"x": ROW})
     return lambda: spool.get(0)
 
 
 def _archived(folder):
     file = io.BytesIO()
-    np.save(file, np.zeros((1, 10), np.float32))
+    np.save(file, ROW)
     return lambda: read_array(io.BytesIO(file.getvalue()), 1 << 10)
 
 
 def _on_disk(folder):
-    np.save(folder / "x.npy", np.zeros((1, 10), np.float32))
+    np.save(folder / "x.npy", ROW)
     return lambda: read_arrays(folder / "x.npy", (TensorSpec("x", "float32", (1, 10)),))
 
 
 @pytest.mark.parametrize("way", [_spooled, _archived, _on_disk])
 def test_threads_that_read_at_once_do_not_disturb_each_other(way, tmp_path, restless):
     """Python 3.11 ended some builds by "AST constructor recursion depth mismatch"."""
-    errors = []
 
     def work(read):
         for _ in range(800):
             _Garbage()
-            try:
-                read()
-            except Exception as error:
-                errors.append(error)
+            read()
 
-    threads = [threading.Thread(target=work, args=[way(tmp_path)]) for _ in range(4)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert not errors
+    reads = [way(tmp_path) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, reads)) == [None] * 4
 
 
 # --- reread
@@ -318,6 +313,17 @@ def test_an_offset_is_a_whole_number_of_steps(ends, offset):
 
 # --- What is clearly impossible is told before it is begun, and numbers are numbers.
 @pytest.fixture
+def fed(small_cnn, pictures):
+    """The words of a model and its pictures."""
+    return (small_cnn, "--images", pictures, "--size", "16x16")
+
+
+@pytest.fixture
+def calibrate_small(small_cnn, pictures):
+    return partial(calibrate, small_cnn, pictures, preprocess={"size": (16, 16)})
+
+
+@pytest.fixture
 def memory(monkeypatch):
     def hold(count):
         for module in ("deploy.calibration.one_pass", "deploy.metrics.bench_inputs"):
@@ -326,63 +332,47 @@ def memory(monkeypatch):
     return hold
 
 
-def test_tensors_that_no_memory_holds_are_refused_first(memory, run, small_cnn, pictures, tmp_path):
-    words = ("--images", pictures, "--size", "16x16")
+def test_tensors_that_no_memory_holds_are_refused_first(memory, run, fed, tmp_path):
     memory(20_000)
-    code, _, error = run("build", small_cnn, *words, "--out", tmp_path / "o")
-    assert code == 1 and "memory, got" in error and "19.5 KiB" in error
-    assert "with 2,048 values" in error
+    err = run.fails("build", *fed, "--out", tmp_path / "o")
+    assert "memory, got" in err and "19.5 KiB" in err and "with 2,048 values" in err
     assert not (tmp_path / "o").exists() or not list((tmp_path / "o").iterdir())
     memory(1 << 30)
-    assert run("calibrate", small_cnn, *words, "-o", tmp_path / "c")[0] == 0
+    assert run("calibrate", *fed, "-o", tmp_path / "c")[0] == 0
     memory(20_000)  # what is there needs no memory
-    assert run("calibrate", small_cnn, *words, "-o", tmp_path / "c")[0] == 0
+    assert run("calibrate", *fed, "-o", tmp_path / "c")[0] == 0
 
 
-def test_fewer_threads_where_memory_is_short_change_nothing(
-    memory, run, small_cnn, pictures, tmp_path
-):
+def test_fewer_threads_where_memory_is_short_change_nothing(memory, run, fed, tmp_path):
     kept = []
     for number, count in enumerate((1 << 30, 700_000)):
         memory(count)
-        words = ("--images", pictures, "--size", "16x16", "--threads", 4)
-        out = run.ok("calibrate", small_cnn, *words, "-o", tmp_path / f"{number}")
+        out = run.ok("calibrate", *fed, "--threads", 4, "-o", tmp_path / f"{number}")
         assert ("1 of 4 threads" in out) == bool(number)
         kept.append([(tmp_path / f"{number}{end}").read_bytes() for end in ("", ".npz")])
     assert kept[0] == kept[1]
 
 
 def test_a_tensor_of_774_million_values_is_counted_by_its_shape(memory):
-    node = make_node("Expand", "x shape", "y")
+    nodes = [("Expand", "x shape", "y"), ("Relu", "y", "z")]
+    shape = {"shape": np.array([258, 1000, 3000])}
+    model = make_model(nodes, {"x": [1, 1, 1]}, {"z": None}, shape)
     memory(2 << 30)
     with pytest.raises(CalibrationError, match="with 774,000,000 values"):
-        calibrate(
-            make_model(
-                [node, make_node("Relu", "y", "z")], {"x": [1, 1, 1]}, {"z": None},
-                {"shape": np.array([258, 1000, 3000])},
-            ),
-            [np.ones((1, 1, 1), np.float32)],
-            targets=["tensorrt"],
-        )  # fmt: skip
+        calibrate(model, [np.ones((1, 1, 1), np.float32)], targets=["tensorrt"])
 
 
 def test_a_machine_that_tells_no_memory_and_shapes_that_are_open_refuse_nothing(memory, small_cnn):
     model = onnx.load(small_cnn)
     memory(None)
-    assert (
-        one_pass.count_workers([], model, 3)
-        == one_pass.count_workers([SimpleNamespace()], model, 3)
-        == 3
-    )
+    for wanted in ([], [SimpleNamespace()]):
+        assert one_pass.count_workers(wanted, model, 3) == 3
 
 
-def test_a_disk_too_small_for_the_engines_is_told_first(
-    monkeypatch, run, small_cnn, pictures, tmp_path
-):
+def test_a_disk_too_small_for_the_engines_is_told_first(monkeypatch, run, fed, tmp_path):
     free = SimpleNamespace(free=3000)
     monkeypatch.setattr(one_pass.shutil, "disk_usage", lambda path: free)
-    words = ("--images", pictures, "--size", "16x16", "--out", tmp_path / "a" / "b")
-    assert "1 int8 models" in run.fails("build", small_cnn, *words)
+    assert "1 int8 models" in run.fails("build", *fed, "--out", tmp_path / "a" / "b")
     assert not (tmp_path / "a").exists()
 
 
@@ -427,8 +417,8 @@ def test_what_is_no_number_is_a_usage_error(words, run, small_cnn):
 @pytest.mark.parametrize("batch", [10**20, 10**9])
 def test_inputs_that_no_memory_holds_are_not_made_up(batch, run, small_cnn, memory):
     memory(8 << 30)
-    code, _, error = run("bench", small_cnn, "--shape", f"x:{batch}x3x16x16", "--duration", 0)
-    assert code == 1 and "must fit into the memory" in error
+    words = ("--shape", f"x:{batch}x3x16x16", "--duration", 0)
+    assert "must fit into the memory" in run.fails("bench", small_cnn, *words)
 
 
 # --- stamped
@@ -476,13 +466,6 @@ MADE = Fingerprint(
     preprocess={"size": None}, decoder=DECODER, program="calib8", rule="histogram", method="mse",
     numbers={"frontend": 1}, versions={"calib8": "0.1.0", "onnxruntime": "1.20.0"},
 )  # fmt: skip
-
-
-def external(path: Path, target: Path) -> Path:
-    """The model with its weights beside it."""
-    model = onnx.load(path)
-    onnx.save(model, target, save_as_external_data=True, location="w.bin", size_threshold=0)
-    return target
 
 
 def test_both_halves_come_back_as_they_were():
@@ -540,59 +523,55 @@ def test_a_digest_that_changed_is_not_shown():
 
 
 def test_a_model_is_known_by_its_graph_and_by_its_files(small_cnn, tmp_path):
-    whole = load(small_cnn).identities
-    apart = load(external(small_cnn, tmp_path / "m.onnx"))
-    assert set(whole) == {"graph", "file"} and set(apart.identities) == {"graph", "file", "weights"}
-    assert whole["graph"] == apart.identities["graph"] and whole["file"] != apart.identities["file"]
+    path, beside = tmp_path / "m.onnx", {"location": "w.bin", "size_threshold": 0}
+    onnx.save(onnx.load(small_cnn), path, save_as_external_data=True, **beside)
+    whole, apart = load(small_cnn).identities, load(path).identities
+    assert set(whole) == {"graph", "file"} and set(apart) == {"graph", "file", "weights"}
+    assert whole["graph"] == apart["graph"] and whole["file"] != apart["file"]
     data = bytearray((tmp_path / "w.bin").read_bytes())
     data[5] ^= 1
     (tmp_path / "w.bin").write_bytes(data)
-    other = load(tmp_path / "m.onnx").identities
-    assert other["file"] == apart.identities["file"]
-    assert other["weights"] != apart.identities["weights"] and other["graph"] != whole["graph"]
+    other = load(path).identities
+    assert other["file"] == apart["file"]
+    assert other["weights"] != apart["weights"] and other["graph"] != whole["graph"]
 
 
-def test_the_cache_of_a_repaired_model_is_not_that_of_its_file(small_cnn, pictures, tmp_path, run):
-    words = ("build", small_cnn, "--images", pictures, "--size", "16x16", "--limit", 4)
-    words += ("--effort", 0, "--duration", 0, "--accept", "--out", tmp_path)
-    assert run(*words, "--repair", "equalize")[0] == 0
-    plain = load(small_cnn).identities
+def test_the_cache_of_a_repaired_model_is_not_that_of_its_file(fed, small_cnn, tmp_path, run):
+    words = ("--limit", 4, "--effort", 0, "--duration", 0, "--accept", "--out", tmp_path)
+    assert run("build", *fed, *words, "--repair", "equalize")[0] == 0
     (kept,) = tmp_path.glob("*.cache.json")
     known = json.loads(kept.read_bytes())["fingerprint"]["made_from"]["model"]
-    assert known["graph"] == plain["graph"] or "file" not in known
+    assert known["graph"] == load(small_cnn).identities["graph"] or "file" not in known
 
 
-def test_another_runtime_is_told_and_takes_nothing_anew(small_cnn, pictures, tmp_path):
+def test_another_runtime_is_told_and_takes_nothing_anew(calibrate_small, tmp_path):
     cache = tmp_path / "c"
-    calibrate(small_cnn, pictures, preprocess={"size": (16, 16)}, cache=cache)
+    calibrate_small(cache=cache)
     side = store.sidecars(cache)[0]
     document = json.loads(side.read_bytes())
     document["fingerprint"]["made_by"]["versions"]["onnxruntime"] = "1.2.3"
     side.write_bytes(store.seal_json(document))
     before = side.read_bytes()
-    again = calibrate(small_cnn, pictures, preprocess={"size": (16, 16)}, cache=cache)
+    again = calibrate_small(cache=cache)
     assert again.reused and again.reason.endswith("; it was made with onnxruntime 1.2.3")
     assert side.read_bytes() == before  # what made it is kept
 
 
-def test_a_cache_of_tensorrt_is_named_and_taken_where_it_is_trusted(small_cnn, pictures, tmp_path):
-    cache = Path(shutil.copy(GOLDEN.parent / "m.cache", tmp_path / "m.cache"))
-    made = replace(
-        MADE, program=TENSORRT, method="EntropyCalibration2", versions={"tensorrt": "8.6.1"}
-    )
+def test_a_cache_of_tensorrt_is_named_and_taken_where_it_is_trusted(calibrate_small, tmp_path):
+    cache = shutil.copy(GOLDEN.parent / "m.cache", tmp_path / "m.cache")
+    by = {"method": "EntropyCalibration2", "versions": {"tensorrt": "8.6.1"}}
+    made = replace(MADE, program=TENSORRT, **by)
     store.sidecars(cache)[0].write_bytes(store.make_text_only_json(cache.read_bytes(), made))
     assert store.read_cache_text(cache) == (cache.read_bytes(), made)
     with pytest.raises(CacheError, match=r"was made by TensorRT 8\.6\.1 by Entropy"):
         store.load_calibration(cache)
-    policy = CachePolicy(path=cache, trust=True)
-    found = calibrate(small_cnn, pictures, preprocess={"size": (16, 16)}, cache=policy)
+    found = calibrate_small(cache=CachePolicy(path=cache, trust=True))
     assert "trusted as it is" in found.reason
     assert store.read_cache_text(cache)[1] == made
 
 
-def test_the_command_says_whose_a_cache_is(small_cnn, pictures, tmp_path, run):
-    words = ("calibrate", small_cnn, "--images", pictures, "--size", "16x16", "--limit", 4)
-    assert run(*words, "-o", tmp_path / "c")[0] == 0
+def test_the_command_says_whose_a_cache_is(fed, tmp_path, run):
+    assert run("calibrate", *fed, "--limit", 4, "-o", tmp_path / "c")[0] == 0
     assert "calib8 0.1.0 by mse" in run.ok("inspect", tmp_path / "c")
 
 
@@ -604,16 +583,12 @@ def model(tmp_path):
     arrays = {"w1": rng.normal(0, 0.3, (4, 3, 3, 3)), "w2": rng.normal(0, 0.3, (4, 4, 3, 3))}
     arrays |= {name: rng.uniform(0.5, 1.5, 4) for name in ("scale", "var")}
     arrays |= {name: rng.normal(0, 0.1, 4) for name in ("shift", "mean")}
-    path = tmp_path / "net.onnx"
     nodes = [
-        make_node("Conv", "x w1", "c", name="/c"),
-        make_node("BatchNormalization", "c scale shift mean var", "b", name="/b"),
-        make_node("Relu", "b", "r", name="/r"),
-        make_node("Conv", "r w2", "y", name="/y"),
-    ]
-    inputs = {"x": ["batch", 3, 8, 8]}
-    model = make_model(nodes, inputs, {"y": ["batch", 4, 4, 4]}, as_float32(arrays), opset=17)
-    return save_net(model, path)
+        ("Conv", "x w1", "c"), ("BatchNormalization", "c scale shift mean var", "b"),
+        ("Relu", "b", "r"), ("Conv", "r w2", "y"),
+    ]  # fmt: skip
+    ends = {"x": ["batch", 3, 8, 8]}, {"y": ["batch", 4, 4, 4]}
+    return save_net(make_model(nodes, *ends, as_float32(arrays), opset=17), tmp_path / "net.onnx")
 
 
 def images(count):
@@ -644,9 +619,8 @@ def test_a_second_build_runs_the_users_file_with_the_same_figures(model, tmp_pat
     again, _, same = built(model, x, tmp_path / "o")
     assert first["reference_runs"] == 5 and again["reference_runs"] == 30
     assert "calibration_runs" not in again
-    assert same["outputs"][0]["sqnr_db"] == pytest.approx(
-        figures["outputs"][0]["sqnr_db"], abs=1e-3
-    )
+    (one,), (other,) = figures["outputs"], same["outputs"]
+    assert other["sqnr_db"] == pytest.approx(one["sqnr_db"], abs=1e-3)
 
 
 def test_what_was_kept_of_another_model_than_the_users_file_judges_nothing(model, tmp_path):
@@ -701,9 +675,8 @@ def test_models_are_alike_but_for_what_float_rounds():
     one = {"y": np.linspace(-1, 1, 50, dtype=np.float32), "n": np.array([3])}
     assert outputs_match(one, {"y": one["y"] * np.float32(1.0001), "n": one["n"]})
     assert not outputs_match(one, {"y": one["y"] * np.float32(1.01), "n": one["n"]})
-    assert not outputs_match(one, {"y": one["y"][:9], "n": one["n"]}) and not outputs_match(
-        one, {"n": one["n"]}
-    )
+    assert not outputs_match(one, {"y": one["y"][:9], "n": one["n"]})
+    assert not outputs_match(one, {"n": one["n"]})
 
 
 def test_the_samples_that_judge_are_spread_over_the_feed_and_keep_their_keys():
