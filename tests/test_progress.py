@@ -24,19 +24,7 @@ from deploy import terminal
 from deploy.cli import main
 from deploy.errors import Calib8Error
 from deploy.pipeline import calibrate
-from deploy.terminal import (
-    Phase,
-    ProgressReporter,
-    format_seconds,
-    join_visible,
-    number_phases,
-    phase,
-    say,
-    say_lines,
-    show_progress,
-    timed_phase,
-    visible,
-)
+from deploy.terminal import Phase, phase, show_progress
 from tests.models import make_node, save_net
 
 # --- What a command tells while it runs, where, and when it keeps silent.
@@ -68,13 +56,13 @@ def quick(fed, tmp_path):
 @pytest.fixture
 def at_once(monkeypatch):
     """Every phase is told as it begins, and nothing by the clock."""
-    enter = ProgressReporter.enter
+    enter = terminal.ProgressReporter.enter
 
     def told(self, one):
         enter(self, one)
         self.look()
 
-    monkeypatch.setattr(ProgressReporter, "enter", told)
+    monkeypatch.setattr(terminal.ProgressReporter, "enter", told)
     monkeypatch.setattr(terminal, "FIRST_S", 0)
     monkeypatch.setattr(terminal, "LASTING_S", 0)
 
@@ -111,7 +99,7 @@ def screen(monkeypatch):
 def plain(capsys):
     """(seconds) -> lines of a teller off a terminal at these moments, and the teller."""
     now = [0.0]
-    teller = ProgressReporter(clock=lambda: now[0])
+    teller = terminal.ProgressReporter(clock=lambda: now[0])
 
     def at(seconds):
         now[0] = seconds
@@ -182,7 +170,7 @@ def test_time_left_is_told_where_it_is_known(one, done, words):
     [(0.4, "0 s"), (31, "31 s"), (59.7, "1 min 0 s"), (125, "2 min 5 s"), (3790, "1 h 3 min")],
 )
 def test_times_are_said_as_a_person_says_them(seconds, words):
-    assert format_seconds(seconds) == words
+    assert terminal.format_seconds(seconds) == words
 
 
 # -- the thread ----------------------------------------------------------------------------------
@@ -195,12 +183,12 @@ def tellers():
 def test_a_single_long_call_is_told_of_and_the_thread_ends_with_it(monkeypatch):
     heard, said = threading.Event(), []
 
-    def say(line, *, err):
+    def told(line, *, err):
         if not line.startswith("calib8: working: "):  # before the phase began
             said.append(line)
             heard.set()
 
-    monkeypatch.setattr("deploy.terminal.say", say)
+    monkeypatch.setattr("deploy.terminal.say", told)
     monkeypatch.setattr(terminal, "TICK_S", 0.001)
     monkeypatch.setattr(terminal, "LASTING_S", 0)
     with show_progress(), phase("a call"):
@@ -244,7 +232,7 @@ def test_steps_of_many_threads_are_all_counted():
 
 
 def test_without_a_teller_nothing_is_told(capfd, at_once):
-    with number_phases("a"), phase("a", 1) as step, timed_phase("b", 1):
+    with terminal.number_phases("a"), phase("a", 1) as step, terminal.timed_phase("b", 1):
         step()
     with show_progress(False), phase("a"):
         assert not tellers()
@@ -288,7 +276,7 @@ def test_a_bar_shows_the_share_that_is_done(screen, at_once):
 def test_text_takes_the_place_of_what_is_drawn(screen, at_once):
     shown = screen()
     with show_progress(), phase("a call"):
-        say("a line", err=True)
+        terminal.say("a line", err=True)
     assert "a call: 0 s\r\x1b[Ka line\r\n" in shown()
 
 
@@ -336,13 +324,13 @@ def test_an_interrupt_tells_that_the_calibration_is_kept(quick, monkeypatch, cap
 def seen(monkeypatch):
     """The phases that were begun, with their numbers."""
     found = []
-    enter = ProgressReporter.enter
+    enter = terminal.ProgressReporter.enter
 
     def noted(self, one):
         enter(self, one)
         found.append(f"{one.number}{one.what}")
 
-    monkeypatch.setattr(ProgressReporter, "enter", noted)
+    monkeypatch.setattr(terminal.ProgressReporter, "enter", noted)
     return found
 
 
@@ -514,7 +502,7 @@ HOSTILE = "a\x1b[31m\x07\x9b1m\u202e\u2066\rb\nVerdict  good\x00\u2028c"
      (os.fsdecode(b"a\xff"), "a\\xff"), ("\ud800", "\\ud800"), ("\t", "\\t")],
 )  # fmt: skip
 def test_what_steers_a_terminal_is_written_out(text, shown):
-    assert visible(text) == shown and shown.isprintable()
+    assert terminal.visible(text) == shown and shown.isprintable()
 
 
 def test_a_long_message_keeps_its_beginning_and_its_end():
@@ -525,10 +513,10 @@ def test_a_long_message_keeps_its_beginning_and_its_end():
 
 
 def test_a_line_is_one_line_and_lines_end_once(capsys):
-    say("a\nb")
-    say("c", err=True)
-    say_lines(join_visible(["d\ne", "f"]))
-    say_lines("g\x1b\n\nh\n")
+    terminal.say("a\nb")
+    terminal.say("c", err=True)
+    terminal.say_lines(terminal.join_visible(["d\ne", "f"]))
+    terminal.say_lines("g\x1b\n\nh\n")
     out, err = capsys.readouterr()
     assert out == "a\\nb\nd\\ne\nf\ng\\x1b\n\nh\n" and err == "c\n"
 
@@ -536,7 +524,7 @@ def test_a_line_is_one_line_and_lines_end_once(capsys):
 def test_what_an_encoding_cannot_hold_is_written_out(monkeypatch):
     held = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(held, encoding="latin-1"))
-    say("é漢")
+    terminal.say("é漢")
     sys.stdout.flush()
     assert held.getvalue() == b"\xe9\\u6f22\n"
 

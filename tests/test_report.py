@@ -37,20 +37,13 @@ from deploy.report import (
     TrialRow,
     WeightRow,
     WorkPart,
+    blocks,
     figures,
     tensor_rows,
     to_html,
     to_json,
     to_markdown,
     to_screen,
-)
-from deploy.report.blocks import (
-    PRINTED,
-    Drawing,
-    Section,
-    breakable,
-    sections_html,
-    table_of_contents,
 )
 from deploy.report.charts import latency_figure, range_bar
 from deploy.report.model import by_fastest
@@ -632,12 +625,12 @@ def test_float_nodes_stand_by_what_they_cost():
 
 def test_sections_have_ids_of_their_own_and_a_place_in_the_contents():
     titles = ("Tensors of a", "Tensors  of <a>", "...", "!", "Notes")
-    sections = [Section(title, (Drawing("<p>x</p>"),), rows=3) for title in titles]
-    ids = re.findall(r'<h2 id="(.+?)"', "".join(sections_html(sections)))
+    sections = [blocks.Section(title, (blocks.Drawing("<p>x</p>"),), rows=3) for title in titles]
+    ids = re.findall(r'<h2 id="(.+?)"', "".join(blocks.sections_html(sections)))
     assert ids == ["tensors-of-a", "tensors-of-a-1", "section", "section-1", "notes"]
-    assert re.findall(r'href="#(.+?)"', table_of_contents(sections)) == ids
-    assert "Tensors  of &lt;a&gt; (3)</h2>" in "".join(sections_html(sections))
-    assert table_of_contents(sections[:2]) == ""
+    assert re.findall(r'href="#(.+?)"', blocks.table_of_contents(sections)) == ids
+    assert "Tensors  of &lt;a&gt; (3)</h2>" in "".join(blocks.sections_html(sections))
+    assert blocks.table_of_contents(sections[:2]) == ""
 
 
 @pytest.mark.parametrize(
@@ -646,7 +639,7 @@ def test_sections_have_ids_of_their_own_and_a_place_in_the_contents():
      "output0[4:22]", "a very long sentence of short words, of which none must be broken"],
 )  # fmt: skip
 def test_names_may_be_broken_and_stay_what_they_are(text):
-    html = breakable(text)
+    html = blocks.breakable(text)
     assert unescape(html.replace("<wbr>", "")) == text and "<b>" not in html
     assert max(map(len, [unescape(run) for run in re.split(r"<wbr>| ", html)])) <= 22
     if max(map(len, text.split(" "))) <= 20:
@@ -666,7 +659,7 @@ def test_the_policy_names_the_script_and_the_style_as_they_stand():
 def test_long_tables_say_what_paper_lacks():
     few, many = (
         to_html(of_one(tensors=tuple(tensor(f"t{i}", 1.0) for i in range(rows))))
-        for rows in (PRINTED, PRINTED + 1)
+        for rows in (blocks.PRINTED, blocks.PRINTED + 1)
     )
     assert "not printed" not in few
     assert '<p class="unprinted">and <span>1</span> more rows' in many
