@@ -82,9 +82,7 @@ def test_every_option_stands_in_one_section_in_the_order_of_work(name, run):
     assert titles[-1] == "General"
 
 
-# -- what reaches the pipeline ----------------------------------------------------------------
-
-
+# --- What reaches the pipeline.
 @pytest.fixture
 def told(monkeypatch):
     """What `build` and `calibrate` of the pipeline were called with."""
@@ -172,9 +170,7 @@ def test_a_target_that_failed_is_exit_code_1(told, run):
     assert run(*BUILD)[0] == 1
 
 
-# -- what is refused --------------------------------------------------------------------------
-
-
+# --- What is refused.
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -268,9 +264,7 @@ def test_a_value_that_breaks_an_options_rule_is_refused_from_python_too(target, 
         target(**options)
 
 
-# -- through the commands ---------------------------------------------------------------------
-
-
+# --- Through the commands.
 def test_keep_float_takes_patterns_in_every_command(small_cnn, pictures, tmp_path, run):
     (tmp_path / "float.txt").write_text("# the head\nop:Gemm\n")
     words = ("--keep-float", "Conv_c[12]", "--keep-float", f"@{tmp_path / 'float.txt'}")
@@ -301,9 +295,7 @@ def test_bench_refuses_what_no_engine_makes_use_of(small_cnn, run):
     assert ".engine, .plan" in run.fails(*words, "--cuda-graph")
 
 
-# -- a new target -----------------------------------------------------------------------------
-
-
+# --- A new target.
 @dataclass(frozen=True, kw_only=True)
 class Toy:
     """A target as CONTRIBUTING tells to write it."""
@@ -323,17 +315,12 @@ class Toy:
     def __post_init__(self):
         check_options(self)
 
-    def wanted(self, model, float_nodes):
-        return OnnxRuntime().wanted(model, float_nodes)
-
-    def plan(self, model, float_nodes=()):
-        return OnnxRuntime().plan(model, float_nodes)
+    wanted = staticmethod(OnnxRuntime().wanted)
+    plan = staticmethod(OnnxRuntime().plan)
+    trial = staticmethod(OnnxRuntime().trial)
 
     def demand(self, subject):
         return subject.histograms(self.wanted(subject.model, subject.float_nodes))
-
-    def trial(self, request):
-        return OnnxRuntime().trial(request)
 
     def build(self, request):
         path = request.folder / f"{request.name}.toy"
@@ -526,11 +513,7 @@ def completed(*words, begun=""):
 )  # fmt: skip
 def test_values_of_an_option(option, begun, found):
     assert completed("build", "net.onnx", option, begun=begun) == found
-
-
-def test_commands_and_options():
-    assert completed(begun="do") == ["doctor"]
-    assert "--config" in completed("build", begun="--c")
+    assert completed(begun="do") == ["doctor"] and "--config" in completed("build", begun="--c")
 
 
 def test_the_script_of_a_shell(monkeypatch, capsys):

@@ -92,9 +92,7 @@ def screen(monkeypatch):
     os.close(master)
 
 
-# -- what is told when, by a clock of our own ---------------------------------------------------
-
-
+# --- What is told when, by a clock of our own.
 @pytest.fixture
 def plain(capsys):
     """(seconds) -> lines of a teller off a terminal at these moments, and the teller."""
@@ -173,14 +171,19 @@ def test_times_are_said_as_a_person_says_them(seconds, words):
     assert terminal.format_seconds(seconds) == words
 
 
-# -- the thread ----------------------------------------------------------------------------------
-
-
+# --- The thread.
 def tellers():
     return [one for one in threading.enumerate() if one.name == "calib8 progress"]
 
 
-def test_a_single_long_call_is_told_of_and_the_thread_ends_with_it(monkeypatch):
+@pytest.fixture
+def ticking(monkeypatch):
+    """The thread looks all the time."""
+    monkeypatch.setattr(terminal, "TICK_S", 0.001)
+    monkeypatch.setattr(terminal, "LASTING_S", 0)
+
+
+def test_a_single_long_call_is_told_of_and_the_thread_ends_with_it(monkeypatch, ticking):
     heard, said = threading.Event(), []
 
     def told(line, *, err):
@@ -189,8 +192,6 @@ def test_a_single_long_call_is_told_of_and_the_thread_ends_with_it(monkeypatch):
             heard.set()
 
     monkeypatch.setattr("deploy.terminal.say", told)
-    monkeypatch.setattr(terminal, "TICK_S", 0.001)
-    monkeypatch.setattr(terminal, "LASTING_S", 0)
     with show_progress(), phase("a call"):
         assert len(tellers()) == 1
         assert heard.wait(300)
@@ -207,7 +208,7 @@ def test_an_error_ends_it_and_takes_the_line_away(error, screen, at_once):
     assert shown().endswith("a call: 0 s\r\x1b[K")
 
 
-def test_nobody_reading_stderr_stops_the_telling_alone(monkeypatch):
+def test_nobody_reading_stderr_stops_the_telling_alone(monkeypatch, ticking):
     gone = threading.Event()
 
     def refuse(line, *, err):
@@ -215,8 +216,6 @@ def test_nobody_reading_stderr_stops_the_telling_alone(monkeypatch):
         raise BrokenPipeError
 
     monkeypatch.setattr("deploy.terminal.say", refuse)
-    monkeypatch.setattr(terminal, "TICK_S", 0.001)
-    monkeypatch.setattr(terminal, "LASTING_S", 0)
     with show_progress(), phase("a call"):
         thread = terminal._TELLER.get()._thread  # it may have ended by now
         assert gone.wait(300)
@@ -249,9 +248,7 @@ def test_python_is_silent_unless_asked(small_cnn, pictures, capfd, at_once):
     assert not tellers()
 
 
-# -- through the command -------------------------------------------------------------------------
-
-
+# --- Through the command.
 def test_a_terminal_gets_one_line_that_goes_away(fed, tmp_path, screen, at_once, capfd):
     shown = screen()
     assert ended("calibrate", *fed, "-o", tmp_path / "c") == 0
@@ -313,9 +310,8 @@ def test_an_interrupt_tells_that_the_calibration_is_kept(quick, monkeypatch, cap
         patched.setattr("deploy.pipeline.build_targets", interrupted)
         assert ended(*quick) == 130
     last = capfd.readouterr().err.splitlines()[-1]
-    assert last.endswith(
-        f"left behind; the calibration is kept for the next build into {quick[-1]}"
-    )
+    kept = f"the calibration is kept for the next build into {quick[-1]}"
+    assert last.endswith(f"left behind; {kept}")
     assert ended(*quick) == 0
     assert "cache reused" in capfd.readouterr().out
 
@@ -371,9 +367,7 @@ def test_a_build_tells_of_all_that_it_does(fed, tmp_path, seen, monkeypatch, cap
     assert "hashing" in seen and "observing" not in seen
 
 
-# -- --quiet, --verbose --------------------------------------------------------------------------
-
-
+# --- --quiet, --verbose, --json.
 def test_quiet_builds_in_silence(fed, quick, tmp_path, capfd, at_once):
     assert ended(*quick, "--quiet") == 0
     assert capfd.readouterr() == ("", "")
@@ -416,9 +410,6 @@ def test_quiet_and_verbose_exclude_each_other(run):
 )
 def test_quiet_is_refused_where_nothing_is_left_to_tell(words, files, run):
     assert f"--quiet goes with {files}, which was not given" in run.fails(*words, "--quiet")
-
-
-# -- --json --------------------------------------------------------------------------------------
 
 
 def test_json_of_a_build_stands_alone_on_stdout(quick, tmp_path, capfd, at_once):

@@ -166,9 +166,8 @@ def of_three():
         EngineRow(label="ascend", target="ascend", accuracy=judged),
         EngineRow(label="tensorrt", target="tensorrt"),
     )
-    return Report(
-        title="three", targets=targets, engines=engines, calibration=CalibrationPart(method="mse")
-    )
+    mse = CalibrationPart(method="mse")
+    return Report(title="three", targets=targets, engines=engines, calibration=mse)
 
 
 class Page(HTMLParser):
@@ -209,13 +208,9 @@ def test_json_has_a_schema_and_only_json_types():
     assert json.loads(text)["engines"][1]["accuracy"]["outputs"][0]["sqnr_db"] == "inf"
     assert json.loads(text)["targets"][0]["tensors"][0]["clipped"] == 0.01
     assert "samples_ms" not in text
-
-
-def test_json_takes_numpy_scalars_and_paths():
     feed = FeedPart(source="s", samples=1, preprocess={"mean": np.float32(0.5), "at": Path("a/b")})
     plain = to_json(Report(feed=feed))["feed"]["preprocess"]
-    assert plain == {"mean": 0.5, "at": "a/b"}
-    json.dumps(plain)
+    assert json.loads(json.dumps(plain)) == plain == {"mean": 0.5, "at": "a/b"}
 
 
 def test_an_empty_report_has_every_form():
@@ -251,23 +246,17 @@ def test_the_page_is_whole_and_fetches_nothing():
     assert page.tags.count("svg") == 6  # latency in two parts, range, histogram, weight, trial
 
 
-def test_hostile_names_stay_words():
+def test_hostile_names_stay_words_and_do_not_steer_the_terminal():
     page = Page(to_html(full(HOSTILE)))
     assert page.tags.count("script") == 1 and page.words.count(SCRIPT) == 1
     written = HOSTILE.replace("\udcff", "?")
     assert sum(written in words for words in page.words) >= 8
     text = to_markdown(full(HOSTILE))
     assert not re.search(r"^# no heading", text, re.MULTILINE)
-    for line in text.splitlines():
-        if line.startswith("|"):
-            assert "<script>" not in line
-
-
-def test_names_can_be_written_and_do_not_steer_the_terminal():
-    for form in (to_screen, to_markdown, to_html):
-        form(full(HOSTILE)).encode("utf-8")
-    json.dumps(to_json(full(HOSTILE))).encode("utf-8")
+    assert not [line for line in text.splitlines() if line[:1] == "|" and "<script>" in line]
     assert "\x1b" not in to_screen(full(HOSTILE))
+    for form in (to_screen, to_markdown, to_html, lambda report: json.dumps(to_json(report))):
+        form(full(HOSTILE)).encode("utf-8")
 
 
 def test_many_rows_and_names_are_folded():
@@ -399,9 +388,13 @@ def test_a_cache_that_was_reused_in_part_says_so():
     assert "unfolded, histogram: 1 tensor, observed anew" in text
 
 
-def test_a_report_at_a_prompt_is_its_screen():
+def test_a_prompt_shows_the_screen_and_a_notebook_the_page_in_a_frame_of_its_own():
     assert repr(full()) == to_screen(full()).rstrip("\n")
     assert len(repr(full(HOSTILE)).splitlines()) < 60
+    page = Page(full(HOSTILE)._repr_html_())
+    assert page.tags == ["iframe"]
+    held = dict(page.attributes)
+    assert held["srcdoc"] == to_html(full(HOSTILE)) and held["sandbox"] == ""
 
 
 def test_an_engine_is_found_by_its_target_or_its_label():
@@ -415,13 +408,6 @@ def test_an_engine_is_found_by_its_target_or_its_label():
     assert report.engine("tensorrt") is rows[2]
     with pytest.raises(ConfigError, match="one of tensorrt, FP32, FP16, int8, got 'ascend'"):
         report.engine("ascend")
-
-
-def test_a_notebook_shows_the_page_in_a_frame_of_its_own():
-    page = Page(full(HOSTILE)._repr_html_())
-    assert page.tags == ["iframe"]
-    held = dict(page.attributes)
-    assert held["srcdoc"] == to_html(full(HOSTILE)) and held["sandbox"] == ""
 
 
 def test_showing_a_report_never_fails():
@@ -542,9 +528,6 @@ def test_the_latency_figure_counts_what_it_leaves_out():
     text = latency_figure(full().engines)
     assert "2 slower iterations not drawn" in text and text.count("<path") == 2
     assert latency_figure([EngineRow(label="unmeasured")]) == ""
-
-
-def test_constant_latency_can_be_drawn():
     assert "NaN" not in latency_figure([EngineRow(label="one", latency=latency_of((1.0,)))])
 
 
@@ -556,19 +539,17 @@ def test_a_tensor_of_no_width_has_no_bar(ends):
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0376, "0.0376 ms"), (0.5, "0.500 ms"), (12.34, "12.3 ms"), (1234.5, "1234 ms"), (None, "-"),
-     (0.0, "0 ms")],
+    ("figure", "value", "text"),
+    [
+        *((figures.milliseconds, *row) for row in (
+            (0.0376, "0.0376 ms"), (0.5, "0.500 ms"), (12.34, "12.3 ms"), (1234.5, "1234 ms"),
+            (None, "-"), (0.0, "0 ms"))),
+        *((figures.size, *row) for row in (
+            (0, "0 B"), (1000, "1000 B"), (233528, "228 KiB"), (5 << 30, "5 GiB"))),
+    ],
 )  # fmt: skip
-def test_milliseconds_keep_three_digits(value, text):
-    assert figures.milliseconds(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0, "0 B"), (1000, "1000 B"), (233528, "228 KiB"), (5 << 30, "5 GiB")]
-)
-def test_sizes_are_in_binary_units(value, text):
-    assert figures.size(value) == text
+def test_milliseconds_keep_three_digits_and_sizes_are_in_binary_units(figure, value, text):
+    assert figure(value) == text
 
 
 @pytest.mark.parametrize("values", [(math.nan, 30.0), (30.0, math.nan)])
@@ -579,18 +560,13 @@ def test_nan_of_one_output_is_not_hidden_by_another(values):
 
 
 # --- The order of the page and its pieces; tests/test_browser.py looks at the whole.
-KNOWN = {"a": 30.0, "b": None, "c": math.nan, "d": 9.5, "e": math.inf, "f": 9.5}
-ROWS = [tensor(name, sqnr_db) for name, sqnr_db in KNOWN.items()]
-
-
 def test_the_worst_come_first_and_the_unknown_last():
-    assert [row.name for row in worst_first(ROWS)] == ["c", "d", "f", "a", "e", "b"]
-    assert [row.name for row in worst_rows(ROWS, 5)] == ["c", "d", "f", "a"]
-    assert [row.name for row in worst_rows(ROWS, 2)] == ["c", "d"]
-
-
-def test_every_form_has_its_tensors_worst_first():
-    report = of_one(tensors=tuple(ROWS))
+    known = {"a": 30.0, "b": None, "c": math.nan, "d": 9.5, "e": math.inf, "f": 9.5}
+    rows = tuple(tensor(name, sqnr_db) for name, sqnr_db in known.items())
+    assert [row.name for row in worst_first(rows)] == list("cdfaeb")
+    assert [row.name for row in worst_rows(rows, 5)] == list("cdfa")
+    assert [row.name for row in worst_rows(rows, 2)] == list("cd")
+    report = of_one(tensors=rows)
     assert re.findall(r'<td data-head="tensor">(.)</td>', to_html(report)) == list("cdfaeb")
     assert re.findall(r"^\| (.) \|", to_markdown(report), re.MULTILINE) == list("cdfaeb")
     (target,) = to_json(report)["targets"]
@@ -685,10 +661,3 @@ def test_many_engines_have_letters_of_their_own():
     figure = latency_figure([EngineRow(label=f"e{i}", latency=one) for i in range(28)])
     letters = re.findall(r'<i class="c\d">(\w+)</i>', figure)
     assert len(set(letters)) == 28 and letters[:2] == ["A", "B"] and letters[-1] == "BB"
-
-
-def test_the_json_beside_a_page_keeps_the_models_order(small_cnn, pictures, run, tmp_path):
-    words = "--out", tmp_path / "o", "--effort", 0, "--duration", 0, "--accept"
-    run.ok("build", small_cnn, "--images", pictures, *words)
-    (target,) = json.loads((tmp_path / "o" / "report.json").read_text())["targets"]
-    assert target["tensors"][0]["name"] == "x"
