@@ -27,11 +27,6 @@ from deploy.calibration import one_pass, reference_outputs, store, taps
 from deploy.calibration.fingerprint import TENSORRT, Fingerprint
 from deploy.calibration.observation import FOLDED, Observation, Variant
 from deploy.calibration.one_pass import observe
-from deploy.calibration.reference_outputs import (
-    ReferenceOutputs,
-    make_evaluation_set,
-    outputs_match,
-)
 from deploy.calibration.reuse import CachePolicy
 from deploy.calibration.taps import BufferedSession
 from deploy.errors import BackendError, CacheError, CalibrationError, FeedError
@@ -164,12 +159,9 @@ def test_memory_of_the_first_run_is_given_back_once(monkeypatch):
     for sample in samples(4, 4, 5, 5, 4, 4):
         runs.run(sample)
     assert len(given) == 1
-
-
-def test_where_the_allocator_cannot_be_told_nothing_is_given_back(monkeypatch):
     trim_memory()
     monkeypatch.setattr(machine.ctypes, "CDLL", Mock(side_effect=OSError))
-    trim_memory()
+    trim_memory()  # where the allocator cannot be told, nothing is given back
 
 
 # --- Arrays in a temporary file, and arrays that several threads read at once.
@@ -626,7 +618,7 @@ def _doubling():
 
 def test_a_sample_is_run_once_and_only_its_outputs_are_kept():
     session, x = Counting(), {"x": np.ones((1, 4), np.float32)}
-    outputs = ReferenceOutputs(lambda: session, ["y"], {3, 5})
+    outputs = reference_outputs.ReferenceOutputs(lambda: session, ["y"], {3, 5})
     outputs.add(3, {"y": x["x"], "inner": x["x"]})
     assert list(outputs.of(3, x)) == ["y"] and session.runs == outputs.runs == 0
     assert [list(outputs.of(5, x)["y"][0]) for _ in range(2)] == [[2] * 4] * 2
@@ -639,7 +631,7 @@ def test_a_sample_is_run_once_and_only_its_outputs_are_kept():
 def test_outputs_too_large_to_be_kept_are_made_again(monkeypatch):
     monkeypatch.setattr(reference_outputs, "MOST_BYTES", 100)
     session, x = Counting(), {"x": np.ones((4, 4), np.float32)}
-    outputs = ReferenceOutputs(lambda: session, ["y"], range(9))
+    outputs = reference_outputs.ReferenceOutputs(lambda: session, ["y"], range(9))
     for key in range(9):
         outputs.of(key, x)
     assert [key in outputs for key in range(9)] == [True] + 8 * [False]  # 64 bytes each
@@ -648,10 +640,10 @@ def test_outputs_too_large_to_be_kept_are_made_again(monkeypatch):
 
 def test_models_are_alike_but_for_what_float_rounds():
     one = {"y": np.linspace(-1, 1, 50, dtype=np.float32), "n": np.array([3])}
-    assert outputs_match(one, {"y": one["y"] * np.float32(1.0001), "n": one["n"]})
-    assert not outputs_match(one, {"y": one["y"] * np.float32(1.01), "n": one["n"]})
-    assert not outputs_match(one, {"y": one["y"][:9], "n": one["n"]})
-    assert not outputs_match(one, {"n": one["n"]})
+    others = [np.float32(1.0001) * one["y"], np.float32(1.01) * one["y"], one["y"][:9]]
+    alike = [reference_outputs.outputs_match(one, {**one, "y": other}) for other in others]
+    assert alike == [True, False, False]
+    assert not reference_outputs.outputs_match(one, {"n": one["n"]})
 
 
 def test_the_samples_that_judge_are_spread_over_the_feed_and_keep_their_keys():
@@ -671,7 +663,7 @@ def test_of_bad_samples_none_judges_and_the_others_keep_what_was_said(tmp_path):
         np.save(tmp_path / f"{at:02d}.npy", np.full((1, 4), np.float32(at)))
     (tmp_path / "03.npy").write_bytes(b"no array")
     feed = open_feed(tmp_path, loaded.inputs, skip_bad=True)
-    judges = make_evaluation_set(feed, loaded.model, 12)
+    judges = reference_outputs.make_evaluation_set(feed, loaded.model, 12)
     with feed.samples() as samples:
         for number, sample in enumerate(samples, 1):
             judges.outputs.add(feed.key(number), {"y": 2 * sample["x"]})

@@ -124,7 +124,7 @@ BUILD = ("build", "m.onnx", "--images", "p")
 def test_the_options_of_a_target_reach_its_fields(words, target, told, run):
     assert run(*BUILD, *words.split())[0] == 0
     (made,) = told["targets"]
-    assert type(made) is type(target)
+    assert type(made) is type(target) and declared_options(int) == ()
     for declared in declared_options(type(target)):
         assert getattr(made, declared.name) == getattr(target, declared.name)
 
@@ -394,10 +394,6 @@ def test_one_flag_of_two_options_is_refused(toy, monkeypatch, run):
     assert "--soc in Target ascend and in Target toy" in run.fails(*BUILD)
 
 
-def test_a_class_without_options_has_none():
-    assert declared_options(int) == ()
-
-
 # --- cli
 ROOT = Path(__file__).parent.parent
 
@@ -485,10 +481,9 @@ def test_documented_commands_and_options_exist():
     assert not {line: words for line in lines if (words := unknown(line))}
 
 
-@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
-def test_inspect_judges_a_model_by_every_target(small_cnn, target, capsys):
-    main(["inspect", str(small_cnn), "--target", target, "--all"])
-    said = capsys.readouterr().out
+@pytest.mark.parametrize("target", TARGETS)
+def test_inspect_judges_a_model_by_every_target(small_cnn, target, run):
+    said = run.ok("inspect", small_cnn, "--target", target, "--all")
     word = "uint8" if target == "onnxruntime" else "int8 "
     assert "tensors need a scale" in said and f"{word} Conv" in said
 
@@ -516,12 +511,9 @@ def test_values_of_an_option(option, begun, found):
     assert completed(begun="do") == ["doctor"] and "--config" in completed("build", begun="--c")
 
 
-def test_the_script_of_a_shell(monkeypatch, capsys):
+def test_the_script_of_a_shell(monkeypatch, run):
     monkeypatch.setenv("_CALIB8_COMPLETE", "zsh_source")
-    with pytest.raises(SystemExit) as stop:
-        main([])
-    assert not stop.value.code
-    assert "#compdef calib8" in capsys.readouterr().out
+    assert "#compdef calib8" in run.ok()
 
 
 # --- `build --config`: a build leaves its options as TOML, which repeats it; flags stand before.

@@ -36,9 +36,7 @@ from tests.models import save_fixed_batch, save_net
 
 # --- A calibration that was ended at any moment goes on with --resume, to the same bytes.
 HFMG = "batch_num: 3\ncommon_config { hfmg_quantize { num_of_bins: 1024 } }\n"
-DMQ = (
-    "batch_num: 16\ncommon_config { ifmr_quantize { } dmq_balancer { migration_strength: 0.5 } }\n"
-)
+DMQ = "batch_num: 16\ncommon_config { ifmr_quantize {} dmq_balancer { migration_strength: 0.5 } }\n"
 TRT = ("--target", "tensorrt", "--method", "entropy-tensorrt", "--batch-size")
 WAYS = {  # threads and words
     "histograms": (3, "--target", "onnxruntime,tensorrt", "--trt-version", "8.6.1"),
@@ -381,8 +379,14 @@ def test_without_a_checkpoint_the_run_begins_anew_and_says_so(run, words, tmp_pa
     assert any("m.cache.checkpoint is not there to go on from" in one for one in notes)
 
 
-def test_what_is_left_beside_a_cache_that_fits_goes_away(run, state, left, words):
-    assert run(*words, "--resume")[0] == 0 and not left.exists()
+def test_a_run_that_went_on_tells_of_no_halves_and_leaves_no_checkpoint(
+    run, state, left, words, tmp_path
+):
+    told = tmp_path / "found.json"
+    assert run(*words, "--resume", "--json", told)[0] == 0 and not left.exists()
+    found = json.loads(told.read_text())
+    assert found["agreement"] is None
+    assert any("how far two halves" in note for note in found["notes"])
     left.write_bytes(state)  # as if killed just before it was removed
     assert "reused" in run.ok(*words, "--resume") and not left.exists()
 
@@ -437,14 +441,6 @@ def test_a_run_over_few_samples_keeps_no_checkpoint(run, interrupted, left, word
     left.unlink()
     code, (said,), _ = interrupted(5, signal.SIGINT, *words, "--until-stable", "-q")
     assert code == 130 and said.endswith("left behind") and not left.exists()
-
-
-def test_halves_are_not_told_of_a_run_that_went_on(run, left, words, tmp_path):
-    told = tmp_path / "found.json"
-    assert run(*words, "--resume", "--json", told)[0] == 0
-    found = json.loads(told.read_text())
-    assert found["agreement"] is None
-    assert any("how far two halves" in note for note in found["notes"])
 
 
 def test_from_python(small_cnn, folder, state, tmp_path):
@@ -653,9 +649,7 @@ def test_a_shard_is_called_after_its_model(run, observed, tmp_path, monkeypatch)
 BROKEN_SHARDS = {
     "more samples": rewritten(lambda d: d.update(digests=2 * d["digests"]), stamp=False),
     "no statistics": rezipped(lambda members: members.pop("statistics.npz")),
-    "other statistics": rezipped(
-        lambda m: m.update({"statistics.npz": m["statistics.npz"] + b" "})
-    ),
+    "more statistics": rezipped(lambda m: m.update({"statistics.npz": m["statistics.npz"] + b" "})),
     "no json": rezipped(lambda members: members.update({"shard.json": b"[" * 100_000})),
     "peaks of others": rewritten(lambda d: d["peaks"][0][3].append([1.0, 99])),
     "other peaks": rewritten(lambda d: d["peaks"].append([{}, [], "x"])),

@@ -1,10 +1,13 @@
 """Trials of a search: which samples, what they cost, what is kept in float."""
 
+import itertools
 import json
 import math
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -30,24 +33,8 @@ from deploy.targets.onnxruntime.target import OnnxRuntime
 from deploy.tuning import float_activations, probe, search_samples, tune
 from deploy.tuning.float_activations import FloatActivations, border_tensors, downstream_model
 from deploy.tuning.plan_file import NOT_FASTER, float_reasons, read_plan
-from deploy.tuning.probe import (
-    Noise,
-    Prober,
-    mean_powers,
-    noise_powers,
-    signal_shares,
-    strongest_samples,
-)
 from deploy.tuning.search import Sensitivity
 from deploy.tuning.search_options import EFFORTS, SearchBudget, Trial
-from deploy.tuning.search_samples import (
-    CANDIDATES,
-    MANY,
-    enough_samples,
-    same_shape_samples,
-    select_samples,
-    with_held_out_ranges,
-)
 from tests.models import as_float32, build_net, make_model, make_node
 from tests.test_tuning import SAME, ran, save_feed, saved, spoiled
 
@@ -73,11 +60,8 @@ def request_for(model, tmp_path):
     def made(target, x):
         np.save(tmp_path / "x.npy", x)
         found = calibrate(model, tmp_path / "x.npy", targets=(target,))
-        request = BuildRequest(
-            subject=found.subject, folder=tmp_path, ranges=found.ranges, feed=found.feed,
-            manifest={},
-        )  # fmt: skip
-        return TARGETS[target](), request
+        made_from = {"subject": found.subject, "ranges": found.ranges, "feed": found.feed}
+        return TARGETS[target](), BuildRequest(folder=tmp_path, manifest={}, **made_from)
 
     return made
 
@@ -86,7 +70,7 @@ def request_for(model, tmp_path):
 def test_what_the_judges_alone_show_is_in_no_range_of_the_search(target, request_for):
     made_for, request = request_for(target, images(20, loud=(3, 7)))
     judges = [sample for at, sample in enumerate(request.feed.first(20)) if at in (3, 7)]
-    search = with_held_out_ranges(made_for, request, judges)
+    search = search_samples.with_held_out_ranges(made_for, request, judges)
     wanted = OrtSession.open(request.model).run(judges[0])["y"]
 
     def lost(one):
@@ -99,19 +83,18 @@ def test_what_the_judges_alone_show_is_in_no_range_of_the_search(target, request
 @pytest.mark.parametrize(("target", "runs"), [("onnxruntime", 3), ("tensorrt", 3), ("ascend", 17)])
 def test_where_it_can_be_the_judges_alone_are_run_again(target, runs, request_for, monkeypatch):
     made_for, request = request_for(target, images(20))
-    ran: list[int] = []
+    ran = []
     for way in (OrtSession, BoundSession):
-        run = way.run
-        counted = lambda self, feed, run=run: ran.append(1) or run(self, feed)  # noqa: E731
+        counted = lambda *a, run=way.run: ran.append(1) or run(*a)  # noqa: E731
         monkeypatch.setattr(way, "run", counted)
-    search = with_held_out_ranges(made_for, request, request.feed.first(3))
+    search = search_samples.with_held_out_ranges(made_for, request, request.feed.first(3))
     assert len(ran) == runs and search is not request
 
 
-@pytest.mark.parametrize("count", [MANY + 10, 3])
+@pytest.mark.parametrize("count", [search_samples.MANY + 10, 3])
 def test_of_many_samples_a_few_make_no_difference_and_none_may_be_left(count, request_for):
     made_for, request = request_for("onnxruntime", images(count))
-    assert with_held_out_ranges(made_for, request, request.feed.first(3)) is request
+    assert search_samples.with_held_out_ranges(made_for, request, request.feed.first(3)) is request
 
 
 def test_a_configuration_that_wants_every_sample_keeps_its_ranges(request_for, tmp_path):
@@ -119,12 +102,12 @@ def test_a_configuration_that_wants_every_sample_keeps_its_ranges(request_for, t
     config.write_text("batch_num: 20\n")
     _, request = request_for("ascend", images(20))
     target = TARGETS["ascend"](config=config)
-    assert with_held_out_ranges(target, request, request.feed.first(2)) is request
+    assert search_samples.with_held_out_ranges(target, request, request.feed.first(2)) is request
 
 
 def trial(method, *powers):
     choices = Choices(method=Method.of(method)) if method else NO_CHOICES
-    noise = Noise({"y": np.array(powers)})
+    noise = probe.Noise({"y": np.array(powers)})
     return Trial(what="", in_float=frozenset(), choices=choices, noise=noise, time=0.5)
 
 
@@ -184,11 +167,8 @@ def test_a_search_for_ascend_tries_no_clipping_unless_a_configuration_says_how(m
 
 
 def test_a_search_asks_once_what_a_target_demands(small_cnn, pictures, tmp_path, monkeypatch):
-    asked: list[int] = []
-    demand = OnnxRuntime.demand
-    monkeypatch.setattr(
-        OnnxRuntime, "demand", lambda self, subject: asked.append(1) or demand(self, subject)
-    )
+    asked, demand = [], OnnxRuntime.demand
+    monkeypatch.setattr(OnnxRuntime, "demand", lambda *a: asked.append(1) or demand(*a))
     report = pipeline.build(small_cnn, pictures, out=tmp_path, duration_s=0)
     # 13 where each trial asks; what judges the one that was chosen asks once more
     assert len(asked) <= report.targets[0].search.probes + 1
@@ -209,7 +189,7 @@ def chosen(count, most, *, loud=()):
     for at, row in enumerate(rows):
         row[0, 0] = at  # by which it is known again
     judges = make_evaluation_set(open_feed(rows, loaded.inputs), loaded.model, 500)
-    return [int(sample["x"][0, 0]) for sample, _ in select_samples(judges, most)]
+    return [int(sample["x"][0, 0]) for sample, _ in search_samples.select_samples(judges, most)]
 
 
 def test_samples_in_which_the_model_says_most_are_looked_at_and_others_from_all_over():
@@ -223,14 +203,15 @@ def test_samples_in_which_the_model_says_most_are_looked_at_and_others_from_all_
 @pytest.mark.parametrize("values, enough", [(1, 5_000_000), (1_228_800, 4), (6_000_000, 0)])
 def test_of_large_samples_fewer_are_enough(values, enough):
     sample = {"x": np.zeros(values - 1, np.int8), "size": np.zeros(1)}
-    assert enough_samples(SimpleNamespace(heard=lambda most: iter([(sample, {})]))) == enough
+    judges = SimpleNamespace(heard=lambda most: iter([(sample, {})]))
+    assert search_samples.enough_samples(judges) == enough
 
 
 def test_the_loudest_samples_are_those_of_every_part_together():
     outputs = [{"y": np.full((1, 4), size, np.float32)} for size in (1, 5, np.inf, 2, 4)]
     form = derive_form([outputs[0]], inputs=[{"x": np.ones((1, 4), np.float32)}])
-    assert strongest_samples(form, outputs, 2) == [1, 4]
-    assert strongest_samples(form, outputs, 9) == [0, 1, 2, 3, 4]
+    assert probe.strongest_samples(form, outputs, 2) == [1, 4]
+    assert probe.strongest_samples(form, outputs, 9) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (1, 4, 1, 1)])
@@ -239,23 +220,24 @@ def test_of_shares_the_samples_tell_most_that_are_least_sure(shape):
     shares = [(1 - k) * sure + k / 4 for k in (0.0, 0.9, 0.3, 0.01, 0.6)]
     outputs = [{"y": one.reshape(shape).astype(np.float32)} for one in shares]
     form = derive_form(outputs, inputs=[{"x": np.ones((1, 4), np.float32)}] * 5)
-    assert strongest_samples(form, outputs, 2) == [1, 4]
+    assert probe.strongest_samples(form, outputs, 2) == [1, 4]
     no_shares = [{"y": 3 * one["y"]} for one in outputs]
-    assert strongest_samples(form, no_shares, 2) == [0, 3]
+    assert probe.strongest_samples(form, no_shares, 2) == [0, 3]
+    outputs[4]["y"] = outputs[4]["y"] * np.nan
+    assert 4 not in probe.strongest_samples(form, outputs, 2)
     steps = [{"y": np.stack([one, sure])[None].astype(np.float32)} for one in shares]
-    assert strongest_samples(derive_form(steps), steps, 2) == [0, 3]  # of several steps a sample
-    assert 4 not in strongest_samples(form, [*outputs[:4], {"y": outputs[4]["y"] * np.nan}], 2)
+    assert probe.strongest_samples(derive_form(steps), steps, 2) == [0, 3]  # several steps a sample
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1,), (1, 1, 1, 1)])
 def test_of_one_probability_the_samples_tell_most_that_are_least_sure(shape):
     outputs = [{"y": np.full(shape, p, np.float32)} for p in (1.0, 0.55, 0.0, 0.99, 0.3)]
     form = derive_form(outputs, inputs=[{"x": np.ones((1, 4), np.float32)}] * 5)
-    assert strongest_samples(form, outputs, 2) == [1, 4]
+    assert probe.strongest_samples(form, outputs, 2) == [1, 4]
     ages = [{"y": 3 * one["y"]} for one in outputs]
-    assert strongest_samples(form, ages, 2) == [0, 3]
+    assert probe.strongest_samples(form, ages, 2) == [0, 3]
     beside = [{**one, "z": np.float32([[2, -3, 1]])} for one in outputs]  # of a face that is there
-    assert strongest_samples(derive_form(beside), beside, 2) == [0, 3]
+    assert probe.strongest_samples(derive_form(beside), beside, 2) == [0, 3]
 
 
 @settings(max_examples=25)
@@ -268,55 +250,55 @@ def test_no_more_are_taken_than_asked_and_each_once(count, most):
 def test_of_a_long_feed_only_some_are_run_and_they_reach_to_its_end():
     loaded = doubling()
     feed = open_feed([np.full((1, 4), at, np.float32) for at in range(500)], loaded.inputs)
-    spread = [int(sample["x"][0, 0]) for sample in feed.spread(CANDIDATES)]
-    assert len(spread) == CANDIDATES and spread == sorted(spread)
-    assert np.diff([0, *spread, 500]).max() <= 2 * 500 / CANDIDATES
+    spread = [int(sample["x"][0, 0]) for sample in feed.spread(search_samples.CANDIDATES)]
+    assert len(spread) == search_samples.CANDIDATES and spread == sorted(spread)
+    assert np.diff([0, *spread, 500]).max() <= 2 * 500 / search_samples.CANDIDATES
 
 
 def noise(**powers):
-    return Noise({part: np.array(found, np.float64) for part, found in powers.items()})
+    return probe.Noise({part: np.array(found, np.float64) for part, found in powers.items()})
 
 
 def test_every_sample_counts_alike_in_what_a_part_loses():
     assert noise(a=[0.0, 1e6]).worst == pytest.approx(0.5)
-    assert noise(a=[0.0, 0.0]).worst == 0.0 and Noise({}).worst == 0.0
+    assert noise(a=[0.0, 0.0]).worst == 0.0 and probe.Noise({}).worst == 0.0
     assert noise(a=[0.1, 0.1]).worst == pytest.approx(1 - math.exp(-math.sqrt(0.1)))
     assert noise(a=[0.1, 0.1]).db == pytest.approx(10.0)
 
 
 def test_what_is_lost_is_held_against_what_is_said_and_not_against_the_number_of_samples():
     powers = np.array([0.01, 0.0, 0.01, 0.0])
-    alike, half = Noise({"a": powers}), Noise({"a": powers}, {"a": 0.5})
+    alike, half = probe.Noise({"a": powers}), probe.Noise({"a": powers}, {"a": 0.5})
     assert half.worst == pytest.approx(2 * alike.worst)
     assert half.worst == pytest.approx(1 - math.exp(-0.1)) and half.db == pytest.approx(20.0)
     assert half.times(0.25).plus(half.times(0.75)).worst == pytest.approx(half.worst)
     assert half.weighed(half) == pytest.approx(2 * alike.weighed(alike))
-    assert Noise({"a": np.full(4, 1e6)}, {"a": 0.5}).worst == 1.0
+    assert probe.Noise({"a": np.full(4, 1e6)}, {"a": 0.5}).worst == 1.0
 
 
 def test_a_sample_that_says_half_as_much_as_the_usual_one_counts_whole():
     outputs = [{"y": np.full((1, 4), value, np.float32)} for value in (9.0, 9.0, 0.0, 0.0)]
     form = derive_form(outputs)
-    usual = mean_powers(form, outputs)  # that of 4.5
-    assert signal_shares(form, outputs, usual) == pytest.approx([0.5])
-    assert signal_shares(form, outputs[:2], usual) == pytest.approx([1.0])
-    assert signal_shares(form, outputs[2:], usual) == [1.0]
-    assert signal_shares(form, outputs[:1], [0.0]) == [1.0]
+    usual = probe.mean_powers(form, outputs)  # that of 4.5
+    assert probe.signal_shares(form, outputs, usual) == pytest.approx([0.5])
+    assert probe.signal_shares(form, outputs[:2], usual) == pytest.approx([1.0])
+    assert probe.signal_shares(form, outputs[2:], usual) == [1.0]
+    assert probe.signal_shares(form, outputs[:1], [0.0]) == [1.0]
     for said, share in ((2.3, 1.0), (2.25 / 2, 0.25), (2.25 / 10, 0.01)):
         one = [{"y": np.full((1, 4), said, np.float32)}]
-        assert signal_shares(form, one, usual) == pytest.approx([share])
+        assert probe.signal_shares(form, one, usual) == pytest.approx([share])
 
 
 def test_a_sample_that_says_little_is_measured_by_the_usual_one():
     loud, silent = (np.full((1, 4), value, np.float32) for value in (8.0, 0.02))
     form = derive_form([{"y": loud}, {"y": silent}])
-    (usual,) = mean_powers(form, [{"y": loud}, {"y": silent}])
+    (usual,) = probe.mean_powers(form, [{"y": loud}, {"y": silent}])
     assert usual == pytest.approx(4 * 4.01**2)  # of the mean amplitude
-    (quiet,) = noise_powers(form, {"y": silent}, {"y": 2 * silent}, [usual])
+    (quiet,) = probe.noise_powers(form, {"y": silent}, {"y": 2 * silent}, [usual])
     assert quiet < 1e-4  # 0.04 for 0.02 is nothing where 8 is said elsewhere
-    (heard,) = noise_powers(form, {"y": loud}, {"y": 1.5 * loud}, [usual])
+    (heard,) = probe.noise_powers(form, {"y": loud}, {"y": 1.5 * loud}, [usual])
     assert heard == pytest.approx(0.25)
-    (alone,) = noise_powers(form, {"y": silent}, {"y": 2 * silent}, [0.0])
+    (alone,) = probe.noise_powers(form, {"y": silent}, {"y": 2 * silent}, [0.0])
     assert alone == pytest.approx(1.0)
 
 
@@ -341,9 +323,8 @@ def test_a_layer_that_loses_next_to_nothing_is_not_float_for_its_noise(power, by
 
 
 def fake_request(model, choices=NO_CHOICES):
-    return SimpleNamespace(
-        model=model, choices=choices, adding=lambda choices: fake_request(model, choices)
-    )
+    adding = partial(fake_request, model)
+    return SimpleNamespace(model=model, choices=choices, adding=adding)
 
 
 class FakeTarget:
@@ -372,7 +353,7 @@ def doubled(*values):
 
 def test_each_choice_is_tried_once_and_one_that_cannot_be_built_is_no_choice():
     target, request = FakeTarget(), fake_request(doubling().model)
-    prober = Prober(target.trial, request, doubled(1), runs_here=True, threads=2)
+    prober = probe.Prober(target.trial, request, doubled(1), runs_here=True, threads=2)
     broken, off = Choices(float_nodes={"/y": "why"}), Choices(method=Method.of("minmax"))
     equal, half, none, again = prober.noises([NO_CHOICES, off, broken, off])
     assert equal.worst == 0 and half.parts["y"] == pytest.approx([0.25]) == again.parts["y"]
@@ -386,7 +367,7 @@ def test_each_choice_is_tried_once_and_one_that_cannot_be_built_is_no_choice():
 
 def test_what_is_tried_alone_is_run_on_the_loudest_samples_and_kept_apart():
     target, request = FakeTarget(), fake_request(doubling().model)
-    prober = Prober(target.trial, request, doubled(1, 3, 2), runs_here=True, threads=1, few=2)
+    prober = probe.Prober(target.trial, request, doubled(1, 3, 2), runs_here=True, threads=1, few=2)
     off = Choices(method=Method.of("minmax"))
     (whole,), (alone,) = prober.noises([off]), prober.alone([off], [["/y"]])
     assert whole.parts["y"].shape == (3,) and alone.parts["y"] == pytest.approx([0.25, 0.25])
@@ -396,11 +377,11 @@ def test_what_is_tried_alone_is_run_on_the_loudest_samples_and_kept_apart():
 
 
 def test_what_is_timed_is_of_one_shape_that_of_the_middle_size():
-    lengths = (3, 90, 40, 41, 40)
-    samples = [{"x": np.zeros((1, length)), "n": np.zeros(1)} for length in lengths]
-    assert [one["x"].shape for one in same_shape_samples(samples)] == [(1, 40), (1, 40)]
+    samples = [{"x": np.zeros((1, size)), "n": np.zeros(1)} for size in (3, 90, 40, 41, 40)]
+    timed = search_samples.same_shape_samples(samples)
+    assert [one["x"].shape for one in timed] == [(1, 40), (1, 40)]
     same = [{"x": np.zeros((1, 8)) + step} for step in range(4)]
-    assert same_shape_samples(same) == same
+    assert search_samples.same_shape_samples(same) == same
 
 
 def test_a_search_is_not_deceived_by_samples_that_a_sigmoid_is_sure_of(tmp_path):
@@ -435,30 +416,25 @@ def layers_in_int8(model):
     return {conv.name for conv in convs if made.get(conv.input[1]) == "DequantizeLinear"}
 
 
-def refusing(refused):
-    """ONNX Runtime, which does not load what is refused."""
-
-    class Refusing(OrtSession):
-        @classmethod
-        def open(cls, model, **options):
-            if refused(model):
-                raise BackendError(WHY)
-            return super().open(model, **options)
-
-    return Refusing
-
-
 @pytest.fixture
-def build_failing(tmp_path, feed):
-    def run(*words, out="o"):
-        return ran(spoiled(tmp_path), "--images", feed, "--duration", 0, *words, out=tmp_path / out)
+def build_failing(tmp_path, monkeypatch):
+    """(model -> whether ONNX Runtime refuses to load it, words) -> a build."""
+
+    def run(refused, *words, where=probe, out="o"):
+        class Refusing(OrtSession):
+            @classmethod
+            def open(cls, model, **options):
+                if refused(model):
+                    raise BackendError(WHY)
+                return super().open(model, **options)
+
+        monkeypatch.setattr(where, "OrtSession", Refusing)
+        feed = ("--images", save_feed(tmp_path), "--duration", 0)
+        built = ran(spoiled(tmp_path), *feed, *words, out=tmp_path / out)
+        assert built.code == 0
+        return built
 
     return run
-
-
-@pytest.fixture(scope="module")
-def feed(tmp_path_factory):
-    return save_feed(tmp_path_factory.mktemp("feed"))
 
 
 def notes(built):
@@ -473,11 +449,9 @@ def nameless(built):
     return [reason for reason in (*said, *rows) if reason.endswith("dB of ")]
 
 
-def test_a_layer_that_cannot_be_tried_alone_is_not_blamed(build_failing, monkeypatch):
-    middle_alone = refusing(lambda model: layers_in_int8(model) == {"/mid/Conv"})
-    monkeypatch.setattr(probe, "OrtSession", middle_alone)
-    built = build_failing()
-    assert built.code == 0 and nameless(built) == []
+def test_a_layer_that_cannot_be_tried_alone_is_not_blamed(build_failing):
+    built = build_failing(lambda model: layers_in_int8(model) == {"/mid/Conv"})
+    assert nameless(built) == []
     layers = {name for name in built.float_of("onnxruntime") if name.endswith("/Conv")}
     assert layers == {"/bad/Conv"}
     (note,) = notes(built)
@@ -494,36 +468,28 @@ def test_a_layer_that_cannot_be_tried_alone_is_not_blamed(build_failing, monkeyp
         (float_activations, lambda model: True),  # the float model that tells what goes in
     ],
 )
-def test_if_no_layer_can_be_tried_alone_the_search_goes_on(
-    where, refused, build_failing, monkeypatch
-):
-    monkeypatch.setattr(where, "OrtSession", refusing(refused))
-    built = build_failing("--accept")
-    assert built.code == 0 and nameless(built) == []
+def test_if_no_layer_can_be_tried_alone_the_search_goes_on(where, refused, build_failing):
+    built = build_failing(refused, "--accept", where=where)
+    assert nameless(built) == []
     (note,) = notes(built)
     assert WHY in note and ": 3 of " in note
     tried = built.plan.targets["onnxruntime"].tried
     assert tried and all(one["sqnr_db"] > -28 for one in tried)
 
 
-def test_a_method_whose_whole_trial_cannot_be_run_is_not_chosen(build_failing, monkeypatch):
-    wanted = build_failing("--threads", 1)
-    assert wanted.code == 0 and notes(wanted) == []  # without a failure nothing is said of one
+def test_a_method_whose_whole_trial_cannot_be_run_is_not_chosen(build_failing):
+    wanted = build_failing(lambda model: False, "--threads", 1)
+    assert notes(wanted) == []  # without a failure nothing is said of one
     assert "failed =" not in (wanted.out / "spoiled.plan.toml").read_text()
-    seen = []
-    second = refusing(lambda model: seen.append(model) or len(seen) == 2)
-    monkeypatch.setattr(probe, "OrtSession", second)
-    built = build_failing("--threads", 1, out="other")
-    assert built.code == 0 and "1 of " in notes(built)[0]
+    opened = itertools.count(1)
+    built = build_failing(lambda model: next(opened) == 2, "--threads", 1, out="other")
+    assert "1 of " in notes(built)[0]
     names = [[one["what"] for one in b.plan.targets["onnxruntime"].tried] for b in (wanted, built)]
     assert names[0][1] not in names[1] and names[0][0] in names[1]
 
 
-def test_if_nothing_runs_in_int8_the_report_says_why_nothing_was_searched(
-    build_failing, monkeypatch
-):
-    monkeypatch.setattr(probe, "OrtSession", refusing(layers_in_int8))
-    built = build_failing("--accept")
+def test_if_nothing_runs_in_int8_the_report_says_why_nothing_was_searched(build_failing):
+    built = build_failing(layers_in_int8, "--accept")
     (note,) = [n for n in built.report["targets"][0]["notes"] if "nothing was searched" in n]
     assert "with all in int8" in note and WHY in note and "--keep-float" in note
     assert json.dumps(note).count(WHY) == 1
@@ -532,14 +498,10 @@ def test_if_nothing_runs_in_int8_the_report_says_why_nothing_was_searched(
 @pytest.mark.slow
 @pytest.mark.parametrize("duration", [0, 0.01])
 def test_a_layer_that_cannot_be_run_in_int8_stays_float(duration, build_failing, monkeypatch):
-    def profiled(*_):
-        raise BackendError(WHY)
-
-    with_the_middle = refusing(lambda model: "/mid/Conv" in layers_in_int8(model))
-    monkeypatch.setattr(probe, "OrtSession", with_the_middle)
-    monkeypatch.setattr(tune, "measure_prices", profiled)
-    built = build_failing("--accept", "--duration", duration)
-    assert built.code == 0 and "nothing was searched" not in built.said
+    monkeypatch.setattr(tune, "measure_prices", Mock(side_effect=BackendError(WHY)))
+    words = ("--accept", "--duration", duration)
+    built = build_failing(lambda model: "/mid/Conv" in layers_in_int8(model), *words)
+    assert "nothing was searched" not in built.said
     reasons = built.plan.targets["onnxruntime"].choices.float_nodes
     assert reasons["/mid/Conv"] == "it cannot be run in int8"
     assert "leaves" in reasons["/bad/Conv"]
@@ -650,9 +612,7 @@ def test_no_further_split_is_judged_where_the_search_has_cost_what_it_may(
 
 
 # --- The cut of a trial model: only what is behind an int8 layer is run, and it gives the same.
-SAMPLES = [
-    {"x": np.random.default_rng(seed).normal(size=(1, 4)).astype(np.float32)} for seed in (0, 1)
-]
+SAMPLES = [{"x": x} for x in np.random.default_rng(0).normal(size=(2, 1, 4)).astype(np.float32)]
 
 
 def chain(shape=(1, 4)):
@@ -708,15 +668,12 @@ def test_the_part_behind_a_change_gives_what_the_whole_gives(kept, changed, left
 
 
 def test_a_node_is_the_same_only_with_the_same_constants_and_words(kept):
+    short = downstream_model(chain(), kept.same(chain()), kept.values)
+    assert [node.name for node in short.graph.node] == ["C", "D"]  # where nothing changed
     trial = rounded(chain(), "C")
     assert {"a", "b"} <= kept.same(trial) and "c" not in kept.same(trial)
     trial.graph.initializer[1].CopyFrom(numpy_helper.from_array(np.zeros((4, 4), np.float32), "w1"))
     assert "a" in kept.same(trial) and "b" not in kept.same(trial)
-
-
-def test_a_model_in_which_nothing_changed_is_run_from_what_is_known(kept):
-    short = downstream_model(chain(), kept.same(chain()), kept.values)
-    assert [node.name for node in short.graph.node] == ["C", "D"]
 
 
 def test_only_so_much_is_kept(monkeypatch):
