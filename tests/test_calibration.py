@@ -212,27 +212,20 @@ def restless():
     sys.setswitchinterval(interval)
 
 
-ROW = np.zeros((1, 10), np.float32)
+def readers(folder):
+    """Ways to read an array that threads use at once."""
+    row, file, spool = np.zeros((1, 10), np.float32), io.BytesIO(), SampleCache(range(1))
+    np.save(file, row)
+    np.save(folder / "x.npy", row)
+    spool.add(0, {"x": row})
+    return {
+        "sample cache": lambda: spool.get(0),
+        "archive": lambda: read_array(io.BytesIO(file.getvalue()), 1 << 10),
+        "file": lambda: read_arrays(folder / "x.npy", (TensorSpec("x", "float32", (1, 10)),)),
+    }
 
 
-def _spooled(folder):
-    spool = SampleCache(range(1))
-    spool.add(0, {"x": ROW})
-    return lambda: spool.get(0)
-
-
-def _archived(folder):
-    file = io.BytesIO()
-    np.save(file, ROW)
-    return lambda: read_array(io.BytesIO(file.getvalue()), 1 << 10)
-
-
-def _on_disk(folder):
-    np.save(folder / "x.npy", ROW)
-    return lambda: read_arrays(folder / "x.npy", (TensorSpec("x", "float32", (1, 10)),))
-
-
-@pytest.mark.parametrize("way", [_spooled, _archived, _on_disk])
+@pytest.mark.parametrize("way", ["sample cache", "archive", "file"])
 def test_threads_that_read_at_once_do_not_disturb_each_other(way, tmp_path, restless):
     """Python 3.11 ended some builds by "AST constructor recursion depth mismatch"."""
 
@@ -241,7 +234,7 @@ def test_threads_that_read_at_once_do_not_disturb_each_other(way, tmp_path, rest
             _Garbage()
             read()
 
-    reads = [way(tmp_path) for _ in range(4)]
+    reads = [readers(tmp_path)[way] for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(work, reads)) == [None] * 4
 

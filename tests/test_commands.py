@@ -163,10 +163,9 @@ def test_the_options_of_build_reach_the_pipeline(told, tmp_path, run):
     assert told["preprocess"].short_side == 300 and told["cache"].refresh
     run(*BUILD, "--trust-cache")
     assert told["cache"].trust and told["method"] is None and not told["verbose"]
-
-
-def test_a_target_that_failed_is_exit_code_1(told, run):
-    told["fails"] = True
+    words = ("--target", "ascend,onnxruntime", "--method", "entropy")  # which one of them follows
+    assert run(*BUILD, *words)[0] == 0 and told["method"].name == "entropy"
+    told["fails"] = True  # a target
     assert run(*BUILD)[0] == 1
 
 
@@ -197,11 +196,6 @@ def test_an_option_without_a_meaning_is_refused(words, said, told, run):
     code, _, error = run(*BUILD, *words.split())
     assert code == 1 and said in error and not told
     assert error.startswith("calib8: error: ") and error.count("\n") == 1
-
-
-def test_a_method_is_taken_where_one_target_follows_it(told, run):
-    words = ("--target", "ascend,onnxruntime", "--method", "entropy")
-    assert run(*BUILD, *words)[0] == 0 and told["method"].name == "entropy"
 
 
 @pytest.mark.parametrize(
@@ -282,14 +276,11 @@ def test_keep_float_takes_patterns_in_every_command(small_cnn, pictures, tmp_pat
     assert "'Convx*'" in run.fails("calibrate", small_cnn, *images, *cache)
 
 
-def test_inspect_refuses_options_of_a_model_for_a_cache(tmp_path, run):
+def test_options_that_this_input_has_no_use_for_are_refused(small_cnn, tmp_path, run):
     cache = tmp_path / "m.cache"
     cache.write_bytes(b"TRT-8503-EntropyCalibration2\nx: 3c008912\n")
     assert run("inspect", cache)[0] == 0
     assert "go with a model" in run.fails("inspect", cache, "--target", "ascend", "--all")
-
-
-def test_bench_refuses_what_no_engine_makes_use_of(small_cnn, run):
     words = ("bench", small_cnn, "--duration", "0", "--warmup", "0", "--seed", "3")
     assert "2 streams at once" in run.ok(*words, "--streams", "2")
     assert ".engine, .plan" in run.fails(*words, "--cuda-graph")

@@ -397,11 +397,11 @@ def test_another_parameter_changes_the_files_that_depend_on_it(
 
 
 @pytest.mark.slow
-def test_nodes_stay_float_on_every_target(run_small, tmp_path):
+def test_nodes_stay_float_on_every_target_and_the_report_says_what_each_used(run_small, tmp_path):
     words = ("--target", ALL, "--keep-float", "op:Gemm", "--keep-float", "Conv_c3", "--effort", 0)
-    run_small("build", *words, "--out", tmp_path)
-    targets = report(tmp_path)["targets"]
-    for target in targets:
+    said = run_small("build", *words, "--method", "minmax", "--out", tmp_path)
+    targets = {target["name"]: target for target in report(tmp_path)["targets"]}
+    for target in targets.values():
         nodes = {node["name"]: node for node in target["nodes"]}
         for node in (nodes["Gemm_logits"], nodes["Conv_c3"]):
             assert (node["precision"], node["reason"]) == ("float32", "kept float as asked")
@@ -411,8 +411,13 @@ def test_nodes_stay_float_on_every_target(run_small, tmp_path):
     quantized = onnx.load(tmp_path / "small_cnn.tensorrt.qdq.onnx")
     fed = {node.name: node.input[0] for node in quantized.graph.node}
     assert fed["Conv_c3"] == "r2" and fed["Conv_c2"] != "r1"
-    notes = " ".join(note for target in targets for note in target.get("notes", ()))
+    notes = " ".join(note for target in targets.values() for note in target.get("notes", ()))
     assert "--layerPrecisions=Conv_c3:fp16,Gemm_logits:fp16 --precisionConstraints=obey" in notes
+    assert "--int8 --fp16" in said and "Conv_c3:fp16" in said
+    methods = {"onnxruntime": "minmax", "tensorrt": "minmax", "ascend": "AMCT's ARQ and IFMR"}
+    assert {name: target["method"] for name, target in targets.items()} == methods
+    for name, method in (("ascend", "ifmr"), ("onnxruntime", "minmax")):
+        assert {row["method"] for row in targets[name]["tensors"]} == {method}
 
 
 def test_a_pattern_that_means_nothing_is_told(run_small, tmp_path):
@@ -432,19 +437,6 @@ def test_a_target_that_fails_is_a_row_and_the_others_are_built(run_small, tmp_pa
     assert (tmp_path / "o" / "small_cnn.tensorrt.cache").exists()
     said = run_small("build", "--target", "ascend", *words, "--out", tmp_path, code=1)
     assert said.startswith("calib8: error: ") and "nowhere" in said  # nothing is left to report
-
-
-@pytest.mark.slow
-def test_the_report_says_of_each_target_what_was_used(run_small, tmp_path):
-    run_small("build", "--target", ALL, "--out", tmp_path, "--method", "minmax", "--effort", 0)
-    found = {target["name"]: target for target in report(tmp_path)["targets"]}
-    assert {name: target["method"] for name, target in found.items()} == {
-        "onnxruntime": "minmax",
-        "tensorrt": "minmax",
-        "ascend": "AMCT's ARQ and IFMR",
-    }
-    assert {row["method"] for row in found["ascend"]["tensors"]} == {"ifmr"}
-    assert {row["method"] for row in found["onnxruntime"]["tensors"]} == {"minmax"}
 
 
 def test_a_cache_is_written_for_ascend_alone_too(run_small, tmp_path):
@@ -467,7 +459,8 @@ def test_a_version_that_is_asked_for_is_written_on_reuse_too(run_small, tmp_path
 
 def test_the_report_says_which_options_a_target_was_given(run_small, tmp_path):
     words = "--target onnxruntime,tensorrt --int8-stem --rest fp32 --max-batch 4 --effort 0"
-    run_small("build", *words.split(), "--out", tmp_path)
+    said = run_small("build", *words.split(), "--keep-float", "Conv_c2", "--out", tmp_path)
+    assert "--int8 " in said and "--fp16" not in said and "Conv_c2:fp32" in said  # for trtexec
     found = {target["name"]: target.get("options") for target in report(tmp_path)["targets"]}
     assert found["onnxruntime"] == {"--int8-stem": ""}
     assert found["tensorrt"] == {"--rest": "fp32", "--max-batch": "4"}
@@ -497,15 +490,6 @@ def test_what_was_used_last_is_what_a_cache_carries(run_small, tmp_path):
     calibrate("ascend", "--keep-float", "Conv_c[12]")  # one form too many: the oldest goes
     assert "reused" in calibrate("tensorrt", "--method", "legacy")
     assert "written" in calibrate("ascend", "--keep-float", kept[0])
-
-
-@pytest.mark.slow
-def test_trtexec_is_told_the_type_of_the_rest(run_small, tmp_path):
-    words = ("--target", "tensorrt", "--keep-float", "Conv_c2", "--out", tmp_path, "--effort", 0)
-    said = run_small("build", *words)
-    assert "--int8 --fp16" in said and "Conv_c2:fp16" in said
-    said = run_small("build", *words, "--rest", "fp32")
-    assert "--int8" in said and "--fp16" not in said and "Conv_c2:fp32" in said
 
 
 def test_ranges_of_a_trusted_cache_are_said_to_be_its_own(run_small, tmp_path):

@@ -435,27 +435,22 @@ def test_json_over_an_input_is_refused(small_cnn, fed, tmp_path, run):
     assert model.read_bytes() == small_cnn.read_bytes()
 
 
-def test_json_of_a_calibration(fed, tmp_path, run):
+def test_json_of_other_commands(small_cnn, fed, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = run.ok("bench", small_cnn, "--duration", 0, "--warmup", 0, "--json", "-")
+    assert json.loads(out)["engines"][0]["latency"]["queries"] == 10
+    found = json.loads(
+        run.ok("inspect", small_cnn, "--target", "onnxruntime,ascend", "--json", "-")
+    )
+    assert [one["target"] for one in found] == ["onnxruntime", "ascend"]
+    assert {"name", "op", "precision", "reason"} <= set(found[0]["nodes"][0])
+    assert found[0]["inputs"][0]["name"] == "x"
+    assert not list(tmp_path.iterdir())
     code, out, err = run("calibrate", *fed, "-o", tmp_path / "c", "--json", "-")
     found = json.loads(out)
     assert (code, err) == (0, "") and found["images"]["count"] == 4 and not found["reused"]
     lowest, highest = found["ranges"]["r1"]
     assert lowest == 0 < highest and found["targets"] == {"onnxruntime": len(found["ranges"])}
-
-
-def test_json_of_an_inspection(small_cnn, run):
-    words = ("--target", "onnxruntime,ascend", "--json", "-")
-    found = json.loads(run.ok("inspect", small_cnn, *words))
-    assert [one["target"] for one in found] == ["onnxruntime", "ascend"]
-    assert {"name", "op", "precision", "reason"} <= set(found[0]["nodes"][0])
-    assert found[0]["inputs"][0]["name"] == "x"
-
-
-def test_json_of_a_bench(small_cnn, run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    out = run.ok("bench", small_cnn, "--duration", 0, "--warmup", 0, "--json", "-")
-    assert json.loads(out)["engines"][0]["latency"]["queries"] == 10
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -598,25 +593,17 @@ def test_labels_and_lists_steer_nothing(small_cnn, pictures, said, tmp_path):
 
 
 # --- What a new user types or feeds first, and is told a way on, through the command.
-@pytest.fixture
-def phone(pictures, tmp_path):
-    """A folder of pictures and of others that a phone saves as they are not read."""
-    folder = shutil.copytree(pictures, tmp_path / "phone")
+def test_pictures_of_kinds_that_are_not_read_are_told(quick, pictures, run, tmp_path):
+    """As a phone saves them: the others of the folder are used, and none left are refused."""
+    phone = shutil.copytree(pictures, tmp_path / "phone")
     for name in ("a.HEIC", "b.heic", "c.dng"):
-        (folder / name).write_bytes(b"\0\0\0\x18ftypheic")
-    return folder
-
-
-def test_pictures_of_kinds_that_are_not_read_are_told(quick, phone, run):
+        (phone / name).write_bytes(b"\0\0\0\x18ftypheic")
     out = run.ok(*quick, "--accept", "--images", phone, "--limit", 20)
     said = "in phone are 3 pictures in unsupported formats (.dng, .heic); save them as .jpg or"
     assert said in " ".join(out.split()) and "20 samples" in out
-
-
-def test_a_folder_of_unread_kinds_of_pictures_is_refused(small_cnn, phone, run, tmp_path):
     for file in phone.glob("*.png"):
         file.unlink()
-    words = ("build", small_cnn, "--out", tmp_path / "o", "--images")
+    words = (*quick, "--images")
     assert "got 3 pictures in unsupported formats (.dng, .heic)" in run.fails(*words, phone)
     assert "b.heic is an image in an unsupported format" in run.fails(*words, phone / "b.heic")
 

@@ -300,8 +300,9 @@ def test_a_file_that_grew_is_larger(size, said):
     assert not any(word in screen or f"{word} on disk" in page for word in others)
 
 
-def test_the_screen_tells_of_every_target():
-    text = to_screen(of_three())
+def test_every_form_tells_of_every_target():
+    report = of_three()
+    text, markdown, page = to_screen(report), to_markdown(report), to_html(report)
     assert "onnxruntime  5 of 6 nodes int8 (V 1, W 1, X 1, ...), by mse" in text
     assert "ascend       1 of 3 nodes int8 (Conv 1), by ARQ and IFMR" in text
     assert "Calibration   calibrated anew" in text
@@ -309,7 +310,13 @@ def test_the_screen_tells_of_every_target():
     assert "Add (a on ascend): the chip has none" in text
     assert text.count("the node before it is float") == 1
     assert "ascend: set --soc" in text
-    assert [file.role for file in of_three().written] == ["int8 engine", "record"]
+    assert [file.role for file in report.written] == ["int8 engine", "record"]
+    ort, ascend = markdown.split("## Tensors of onnxruntime")[1].split("## Tensors of ascend")
+    assert "| t |" in ort and "mse" in ort and "IFMR" not in ort
+    assert "| u |" in ascend and "IFMR" in ascend and "mse" not in ascend.split("##")[0]
+    assert "Tensors of onnxruntime (1)" in page and "Tensors of ascend (1)" in page
+    names = [t.get("tensors", [{}])[0].get("name") for t in to_json(report)["targets"]]
+    assert names == ["t", "u", None]
 
 
 def test_a_target_that_failed_is_a_row_with_its_sentence():
@@ -332,18 +339,6 @@ def test_reasons_of_other_nodes_on_other_targets_stand_in_one_line():
 
     report = Report(targets=(target("a", "x"), target("b", "x", "y"), target("c", "x")))
     assert "  float       Relu (x on a, c; 2 nodes on b): why" in to_screen(report)
-
-
-def test_every_form_holds_each_targets_own_ranges():
-    report = of_three()
-    text = to_markdown(report)
-    ort, ascend = text.split("## Tensors of onnxruntime")[1].split("## Tensors of ascend")
-    assert "| t |" in ort and "mse" in ort and "IFMR" not in ort
-    assert "| u |" in ascend and "IFMR" in ascend and "mse" not in ascend.split("##")[0]
-    page = to_html(report)
-    assert "Tensors of onnxruntime (1)" in page and "Tensors of ascend (1)" in page
-    names = [t.get("tensors", [{}])[0].get("name") for t in to_json(report)["targets"]]
-    assert names == ["t", "u", None]
 
 
 def test_precisions_are_told_apart():
@@ -463,13 +458,12 @@ def test_a_build_tells_what_each_target_really_used(small_cnn, pictures, tmp_pat
 def test_a_gpu_engine_is_not_held_against_the_cpu():
     report = full("m")
     before, after = report.engines
+    assert "2.00x" in to_html(report)
     on_gpu = dataclasses.replace(latency(1.0), gpu_compute=latency(1.0).latency)
     engines = (before, dataclasses.replace(after, latency=on_gpu))
-    assert "2.00x" in to_html(report)
-    for text in (to_screen(dataclasses.replace(report, engines=engines)),
-                 to_html(dataclasses.replace(report, engines=engines))):  # fmt: skip
-        assert "2.00x" not in text
-        assert "faster" not in text
+    for form in (to_screen, to_html):
+        text = form(dataclasses.replace(report, engines=engines))
+        assert "2.00x" not in text and "faster" not in text
 
 
 def test_the_worst_of_several_engines_is_named():
@@ -483,7 +477,9 @@ def test_the_worst_of_several_engines_is_named():
     assert "worst -2.25 points" in to_screen(Report(engines=engines))
 
 
-def test_accuracy_without_an_engine_is_said_to_be_a_stand_ins():
+def test_warnings_are_said_once_and_tell_of_accuracy_without_an_engine():
+    report = Report(notes=("same", "same"), engines=full().engines)
+    assert report.warnings == ("same", "FP32, int8 logits: unstable")
     judged = full().engines[1].accuracy
     engines = [EngineRow(label=s, accuracy=judged, path=p) for s, p in (("a", "a.om"), ("b", None))]
     (said,) = Report(engines=tuple(engines)).warnings
@@ -493,11 +489,6 @@ def test_accuracy_without_an_engine_is_said_to_be_a_stand_ins():
 def test_many_float_groups_are_cut_with_a_count():
     nodes = tuple(float_node(f"n{i}", f"Op{i}", "r") for i in range(9))
     assert "4 more float nodes" in to_screen(of_one(nodes=nodes))
-
-
-def test_a_warning_is_said_once():
-    report = Report(notes=("same", "same"), engines=full().engines)
-    assert report.warnings == ("same", "FP32, int8 logits: unstable")
 
 
 def stalled(fast: float, slow: float, *, most: bool) -> Latency:

@@ -95,11 +95,6 @@ def test_a_plan_written_by_hand_is_read_and_written_again(path):
     assert read_plan(path) == plan
 
 
-def test_whole_numbers_in_a_row_of_what_was_tried_are_numbers(path):
-    path.write_text(GOOD.replace("sqnr_db = 4.4", "sqnr_db = 4"))
-    assert read_plan(path).targets["onnxruntime"].tried[0]["sqnr_db"] == 4.0
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -133,12 +128,13 @@ def test_what_is_no_plan_is_refused_in_one_sentence(path, text, words):
 
 
 @pytest.mark.parametrize(
-    "value", ["[1]", "true", "{ a = 1 }", "1979-05-27", "inf", "nan", "1" + "0" * 400]
+    "value", ["4", "[1]", "true", "{ a = 1 }", "1979-05-27", "inf", "nan", "1" + "0" * 400]
 )
 def test_values_of_other_kinds_among_what_was_tried_hurt_nobody(path, value):
     path.write_text(GOOD.replace("sqnr_db = 4.4", f"sqnr_db = {value}"))
     write_plan(path, read_plan(path))
-    assert read_plan(path).targets["onnxruntime"].tried[0]["what"] == "all in int8"
+    (tried,) = read_plan(path).targets["onnxruntime"].tried
+    assert tried["what"] == "all in int8" and (value != "4" or tried["sqnr_db"] == 4.0)
 
 
 def test_a_plan_that_is_not_there_and_a_folder_are_refused(tmp_path):
