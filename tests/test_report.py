@@ -532,11 +532,11 @@ def test_a_tensor_of_no_width_has_no_bar(ends):
 @pytest.mark.parametrize(
     ("figure", "value", "text"),
     [
-        *((figures.milliseconds, *row) for row in (
-            (0.0376, "0.0376 ms"), (0.5, "0.500 ms"), (12.34, "12.3 ms"), (1234.5, "1234 ms"),
-            (None, "-"), (0.0, "0 ms"))),
-        *((figures.size, *row) for row in (
-            (0, "0 B"), (1000, "1000 B"), (233528, "228 KiB"), (5 << 30, "5 GiB"))),
+        (figures.milliseconds, 0.0376, "0.0376 ms"), (figures.milliseconds, 0.5, "0.500 ms"),
+        (figures.milliseconds, 12.34, "12.3 ms"), (figures.milliseconds, 1234.5, "1234 ms"),
+        (figures.milliseconds, None, "-"), (figures.milliseconds, 0.0, "0 ms"),
+        (figures.size, 0, "0 B"), (figures.size, 1000, "1000 B"),
+        (figures.size, 233528, "228 KiB"), (figures.size, 5 << 30, "5 GiB"),
     ],
 )  # fmt: skip
 def test_milliseconds_keep_three_digits_and_sizes_are_in_binary_units(figure, value, text):
