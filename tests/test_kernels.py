@@ -6,13 +6,14 @@ from collections import Counter
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
 
 from deploy.frontends import load
 from deploy.runtimes import ort
 from deploy.tuning import timing
 from deploy.tuning.timing import KernelTimes, attribute_kernels, kernel_times, least_kernel_times
 from tests.vendor_models import build_net
+
+FEEDS = [{"x": np.ones((1, 16, 64, 64), np.float32)}]
 
 
 def model_of(*nodes):
@@ -28,24 +29,16 @@ def model_of(*nodes):
         ("/c1_token_19", "/c1"),
         ("/c1/conv/Conv_token_3", "/c1/conv/Conv"),  # the longest of two that fit
         ("/c1/other/Conv_token_3", "/c1"),
-        ("/c10_token_3", None),  # /c1 is not a whole word of it
-        ("/c12", None),
         ("fused /c1/conv/Conv", "/c1/conv/Conv"),
         ("logits", "/fc/Gemm"),
-        ("ReorderOutput_token_3", None),
-        ("", None),
+        *((of_none, "") for of_none in ("/c10_token_3", "/c12", "ReorderOutput_token_3", "")),
     ],
 )
 def test_a_kernel_belongs_to_the_longest_name_at_its_beginning_in_whole_words(kernel, node):
-    model = model_of(
-        ("/c1", "/c1_output_0"), ("/c1/conv/Conv", "/c1/conv/y"), ("/fc/Gemm", "logits")
-    )
-    times = attribute_kernels({kernel: 5.0}, model)
-    wanted = {"/c1": 0.0, "/c1/conv/Conv": 0.0, "/fc/Gemm": 0.0}
-    if node is not None:
-        wanted[node] = 5.0
-    assert times.nodes == wanted
-    assert times.rest == (5.0 if node is None else 0.0) and times.total == 5.0
+    outputs = {"/c1": "/c1_output_0", "/c1/conv/Conv": "/c1/conv/y", "/fc/Gemm": "logits"}
+    times = attribute_kernels({kernel: 5.0}, model_of(*outputs.items()))
+    assert times.nodes == {name: 5.0 * (name == node) for name in outputs}
+    assert times.rest == (0.0 if node else 5.0) and times.total == 5.0
 
 
 def test_pairs_and_nodes_without_a_name_take_no_kernel_of_others():
@@ -68,10 +61,8 @@ def turned_model():
         ("Conv", "u w", "d", "/d"),
         ("Add", "d u", "y", "/a"),
     ]
-    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [1, 16, 64, 64]) for n in "xy"]
-    weight = np.random.default_rng(0).normal(size=(16, 16, 1, 1)).astype(np.float32)
-    constants = [onnx.numpy_helper.from_array(weight, "w")]
-    return build_net(nodes, ends[:1], ends[1:], constants, opset=17)
+    shape, weight = [1, 16, 64, 64], np.random.default_rng(0).normal(size=(16, 16, 1, 1))
+    return build_net(nodes, {"x": shape}, {"y": shape}, {"w": weight}, opset=17)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +76,8 @@ def turned_model():
     ],
 )
 def test_a_layer_that_took_the_name_of_what_is_behind_it_has_its_own_time(kernel, kind, node):
-    times = attribute_kernels(
-        {kernel: 5.0}, turned_model(), layers=[kernel] if "Conv" in kind else []
-    )
+    layers = [kernel] if "Conv" in kind else []
+    times = attribute_kernels({kernel: 5.0}, turned_model(), layers=layers)
     assert [name for name, time in times.nodes.items() if time] == [node]
 
 
@@ -115,25 +105,16 @@ def test_what_a_layer_computes_with_others_inside_it_is_its_time(kinds, found, o
     model = chain(*kinds)
     times = attribute_kernels(found, model, layers=found)
     assert times.nodes[owner] == 5.0 and times.total == sum(found.values())
-    assert (
-        attribute_kernels(found, model).nodes.get("/0", 0.0) == 0.0
-    )  # other kernels stay where they are
+    others = attribute_kernels(found, model)  # these stay where they are
+    assert others.nodes.get("/0", 0.0) == 0.0
 
 
-def test_a_real_profile_counts_a_float_layer_to_itself_not_to_what_follows(tmp_path):
-    rng = np.random.default_rng(0)
-    weight = helper.make_tensor("w", TensorProto.FLOAT, (16, 16, 3, 3), rng.normal(size=2304))
-    nodes = [
-        ("Conv", "x w", "c", "/conv"),
-        ("LeakyRelu", "c", "l", "/act"),
-        ("Tanh", "l", "y", "/tanh"),
-    ]
-    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in "xy"]
-    ends[0].CopyFrom(helper.make_tensor_value_info("x", TensorProto.FLOAT, (1, 16, 64, 64)))
-    model = build_net(nodes, ends[:1], ends[1:], [weight], opset=17)
-    times = kernel_times(
-        model, [{"x": np.ones((1, 16, 64, 64), np.float32)}], made_from=model, runs=2
-    )
+def test_a_real_profile_counts_a_float_layer_to_itself_not_to_what_follows():
+    weight = np.random.default_rng(0).normal(size=(16, 16, 3, 3))
+    nodes = [("Conv", "x w", "c", "/conv"), ("LeakyRelu", "c", "l", "/act")]
+    nodes.append(("Tanh", "l", "y", "/tanh"))
+    model = build_net(nodes, {"x": [1, 16, 64, 64]}, {"y": None}, {"w": weight}, opset=17)
+    times = kernel_times(model, FEEDS, made_from=model, runs=2)
     assert times.nodes["/conv"] > 0 and times.nodes["/act"] == 0
 
 
@@ -162,9 +143,8 @@ def test_a_small_model_is_run_more_often_and_two_rounds_of_it_count(tmp_path, mo
 
     monkeypatch.setattr(timing, "run_profiled", profiled)
     model = turned_model()
-    feeds = [{"x": np.ones((1, 16, 64, 64), np.float32)}]
-    kernel_times(model, feeds, made_from=model, runs=2)
-    kernel_times(model, feeds, made_from=model, runs=2, seconds=1e9)
+    kernel_times(model, FEEDS, made_from=model, runs=2)
+    kernel_times(model, FEEDS, made_from=model, runs=2, seconds=1e9)
     assert [set(each.values()) for each in counted] == [{4}, {64}]
     one, other = KernelTimes({"a": 1.0, "b": 4.0}, 2.0), KernelTimes({"a": 3.0, "b": 2.0}, 1.0)
     assert least_kernel_times(one, other) == KernelTimes({"a": 1.0, "b": 2.0}, 1.0)
@@ -181,8 +161,7 @@ def test_a_real_profile_gives_every_layer_its_time(small_cnn):
     assert set(times.nodes) == {node.name for node in model.graph.node}
     assert all(sum(times.nodes[name] for name in layer) > 0 for layer in LAYERS)
     model = turned_model()
-    feeds = [{"x": np.ones((1, 16, 64, 64), np.float32)}]
-    times = kernel_times(model, feeds, made_from=model, runs=2)
+    times = kernel_times(model, FEEDS, made_from=model, runs=2)
     assert times.nodes["/c"] > 0 and times.nodes["/d"] > 0
 
 
