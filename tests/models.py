@@ -1,10 +1,11 @@
 """Small ONNX models for the tests: made, built and run in few words."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper, parser
 
 
 def _names(given):
@@ -14,6 +15,15 @@ def _names(given):
 def make_node(op, inputs, outputs, name=None, **attributes):
     """ONNX's make_node; the names of tensors may be one string, "x w b"."""
     return helper.make_node(op, _names(inputs), _names(outputs), name, **attributes)
+
+
+def parse_nodes(text):
+    """Return the nodes of ONNX's text, as "t = Add(x, b) y = Relu(t)", named "op_output"."""
+    nodes = list(parser.parse_graph(f"net (x) => (y) {{ {text} }}").node)
+    for node in nodes:
+        node.ClearField("domain")
+        node.name = f"{node.op_type}_{node.output[0]}"
+    return nodes
 
 
 def make_value(name, shape, kind=TensorProto.FLOAT):
@@ -105,3 +115,9 @@ def build_net(model, x, folder, *words) -> Path:
     given = ("--images", folder / "x.npy", "--out", folder / "out", "--duration", 0, *words)
     run_command("build", folder / "net.onnx", *given)
     return folder / "out"
+
+
+def read_target(out):
+    """Return what the report of a build for one target says of it."""
+    (target,) = json.loads((out / "report.json").read_text())["targets"]
+    return target

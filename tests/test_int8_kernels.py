@@ -8,7 +8,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from tests.models import build_net, make_model, run_command, run_net
+from tests.models import build_net, make_model, read_target, run_command, run_net
 
 SAME = {"pads": [1] * 4}
 HALF = {"kernel_shape": [3, 3], "strides": [2, 2]}
@@ -75,8 +75,7 @@ def built(nodes, constants, shape, folder, *options):
     model = make_model(nodes, {"x": ["n", *shape]}, {"y": None}, held, opset=17)
     x = np.random.default_rng(2).normal(size=(12, *shape)).astype(np.float32)
     out = build_net(model, x, folder, "--accept", "--effort", 0, *options)
-    (target,) = json.loads((out / "report.json").read_text())["targets"]
-    return out / "net.int8.onnx", x[:1], target
+    return out / "net.int8.onnx", x[:1], read_target(out)
 
 
 def kernels(engine, x, folder):

@@ -1,6 +1,5 @@
 """What ONNX Runtime's int8 models are rewritten to: Convs, ConvTransposes and Resizes."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from tests.models import (
     make_model,
     make_node,
     make_value,
+    read_target,
     run_command,
     run_net,
 )
@@ -29,27 +29,19 @@ from tests.models import (
 # --- First Convs of pictures: a fourth channel of zeros in int8, and which of them are in int8.
 SIDE = 16
 INT8 = "net.int8.onnx"
+PADS = {"pads": [1] * 4}
 
 
 def net(inner: int, outer: int, *, window: int = 3, stride: int = 1, twice: bool = False):
     """A stem, a layer behind it and, where asked for, another one that reads the input."""
     rng = np.random.default_rng(0)
-    pads = {"pads": [window // 2] * 4, "strides": [stride] * 2}
-    shapes = {"w": (outer, inner, window, window), "v": (8, outer, 3, 3)}
-    nodes = [
-        make_node("Conv", "x w", "a", name="stem", **pads),
-        make_node("Relu", "a", "r", name="relu"),
-        make_node("Conv", "r v", "y", name="last", pads=[1, 1, 1, 1]),
-    ]
-    ends = ["y"]
-    if twice:
-        shapes["u"] = (8, inner, 1, 1)
-        nodes.append(make_node("Conv", "x u", "z", name="beside"))
-        ends.append("z")
-    weights = {name: rng.normal(0, 0.2, shape) for name, shape in shapes.items()}
-    return make_model(
-        nodes, {"x": ["n", inner, SIDE, SIDE]}, {name: None for name in ends}, as_float32(weights)
-    )
+    shapes = {"w": (outer, inner, window, window), "v": (8, outer, 3, 3), "u": (8, inner, 1, 1)}
+    weights = {name: rng.normal(0, 0.2, shapes[name]) for name in "wvu"[: 2 + twice]}
+    stem = {"name": "stem", "pads": [window // 2] * 4, "strides": [stride] * 2}
+    nodes = [("Conv", "x w", "a", stem), ("Relu", "a", "r"), ("Conv", "r v", "y", PADS)]
+    nodes += [("Conv", "x u", "z")] * twice
+    ends = dict.fromkeys("yz"[: 1 + twice])
+    return make_model(nodes, {"x": ["n", inner, SIDE, SIDE]}, ends, as_float32(weights))
 
 
 def sizes_of(model):
@@ -70,13 +62,20 @@ def engine(out: Path) -> onnx.ModelProto:
     return model
 
 
+def constants(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+
+
+def named(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
+    (node,) = (node for node in model.graph.node if node.name == name)
+    return node
+
+
 def seen(model: onnx.ModelProto) -> int:
     """Channels that the stem reads."""
-    held = {tensor.name: tensor.dims for tensor in model.graph.initializer}
     made = {name: node for node in model.graph.node for name in node.output}
-    (stem,) = (node for node in model.graph.node if node.name == "stem")
-    weight = made.get(stem.input[1])
-    return held[weight.input[0] if weight is not None else stem.input[1]][1]
+    weight = named(model, "stem").input[1]
+    return constants(model)[made[weight].input[0] if weight in made else weight].shape[1]
 
 
 def ran(model: onnx.ModelProto) -> list[bytes]:
@@ -89,7 +88,7 @@ def ran(model: onnx.ModelProto) -> list[bytes]:
 def test_a_picture_in_int8_gets_four_channels(inner, outer, window, twice, tmp_path, monkeypatch):
     model = net(inner, outer, window=window, twice=twice)
     found = engine(built(model, tmp_path / "four", "--effort", 0))
-    assert seen(found) == 4 and [n.op_type for n in found.graph.node].count("Pad") == 1
+    assert seen(found) == 4 and counted(found.graph.node, "Pad") == 1
     monkeypatch.setattr("deploy.targets.onnxruntime.conv_rewrites._LEAST", 1000)
     plain = engine(built(model, tmp_path / "plain", "--effort", 0))
     assert seen(plain) == inner
@@ -107,22 +106,21 @@ def test_a_picture_in_int8_gets_four_channels(inner, outer, window, twice, tmp_p
 )
 def test_others_stay_as_they_are(given, words, tmp_path):
     found = engine(built(net(**given), tmp_path / "net", "--effort", 0, *words))
-    assert seen(found) == given["inner"] and "Pad" not in [n.op_type for n in found.graph.node]
+    assert seen(found) == given["inner"] and counted(found.graph.node, "Pad") == 0
 
 
 def test_a_layer_may_be_called_as_what_it_makes(tmp_path):
     """As tf2onnx calls them: the picture's new channels and the layer's own have two names."""
     rng = np.random.default_rng(0)
     shapes = {"w": (24, 3, 3, 3), "d": (24, 1, 3, 3), "v": (8, 24, 1, 1)}
-    own = {"pads": [1, 1, 1, 1]}
     nodes = [
-        make_node("Conv", "x w", "stem", name="stem", **own),
-        make_node("Clip", "stem least most", "six", name="six"),
-        make_node("Conv", "six d", "deep", name="deep", group=24, **own),
+        make_node("Conv", "x w", ["stem"], name="stem", **PADS),
+        make_node("Clip", "stem least most", ["six"], name="six"),
+        make_node("Conv", "six d", ["deep"], name="deep", group=24, **PADS),
         make_node("Conv", "deep v", "y", name="y"),
     ]
     weights = {name: rng.normal(0, 0.2, shape) for name, shape in shapes.items()}
-    weights |= {"least": np.array(0.0), "most": np.array(6.0)}
+    weights |= {"least": 0, "most": 6}
     model = make_model(nodes, {"x": ["n", 3, SIDE, SIDE]}, {"y": None}, as_float32(weights))
     found = engine(built(model, tmp_path / "net", "--effort", 0))
     assert seen(found) == 4 and "stem/wide" in [name for n in found.graph.node for name in n.output]
@@ -137,8 +135,8 @@ def test_a_layer_may_be_called_as_what_it_makes(tmp_path):
 )  # fmt: skip
 def test_a_first_conv_of_many_values_is_in_int8(inner, outer, stride, in_float):
     plan = analyse(net(inner, outer, stride=stride), ONNXRUNTIME)
-    (stem,) = (one for one in plan.decisions if one.node == "stem")
-    assert (f"only {9 * inner} products" in stem.reason) is in_float
+    (reason,) = (one.reason for one in plan.decisions if one.node == "stem")
+    assert (f"only {9 * inner} products" in reason) is in_float
     every = analyse(net(inner, outer, stride=stride), replace(ONNXRUNTIME, thin=0))
     assert not any(one.reason for one in every.decisions)
 
@@ -147,63 +145,56 @@ def test_a_first_conv_of_many_values_is_in_int8(inner, outer, stride, in_float):
 EDGE = 12
 
 
-class Net:
-    """Nodes and weights of a small model, written one behind the other."""
-
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(0)
-        self.nodes: list[onnx.NodeProto] = []
-        self.weights: dict[str, np.ndarray] = {}
-
-    def add(self, op_type: str, inputs: list[str], name: str, **given: object) -> str:
-        self.nodes.append(make_node(op_type, inputs, f"{name}_y", name=name, **given))
-        return f"{name}_y"
-
-    def conv(self, source: str, name: str, outer: int, inner: int, window: int = 1, group: int = 1):
-        shape = (outer, inner // group, window, window)
-        self.weights[f"{name}_w"] = self.rng.normal(0, 1 / np.sqrt(np.prod(shape[1:])), shape)
-        self.weights[f"{name}_b"] = self.rng.normal(0, 0.1, outer)
-        read = [source, f"{name}_w", f"{name}_b"]
-        return self.add("Conv", read, name, group=group, pads=[window // 2] * 4)
-
-    def model(self, output: str, *more: str) -> onnx.ModelProto:
-        inputs = {"x": ["n", 8, EDGE, EDGE]}
-        outputs = {name: None for name in (output, *more)}
-        return make_model(self.nodes, inputs, outputs, as_float32(self.weights), opset=17)
-
-
 def inverted(channels: int, *, squeeze: str = "", end: str = "project", window: int = 3):
     """Expand, depthwise, squeeze-and-excite where asked for, and an end."""
-    net = Net()
-    into = net.add("Relu", [net.conv("x", "stem", 8, 8, 3)], "stem_relu")
-    wide = net.add("Relu", [net.conv(into, "expand", channels, 8)], "expand_relu")
-    own = net.add(
-        "Relu", [net.conv(wide, "deep", channels, channels, window, channels)], "deep_relu"
-    )
+    rng, nodes, weights = np.random.default_rng(0), [], {}
+
+    def add(op_type, inputs, name, **given):
+        nodes.append(make_node(op_type, inputs, [f"{name}_y"], name=name, **given))
+        return f"{name}_y"
+
+    def conv(source, name, outer, inner, window=1, group=1):
+        shape = (outer, inner // group, window, window)
+        weights[f"{name}_w"] = rng.normal(0, 1 / np.sqrt(np.prod(shape[1:])), shape)
+        weights[f"{name}_b"] = rng.normal(0, 0.1, outer)
+        read = f"{source} {name}_w {name}_b"
+        return add("Conv", read, name, group=group, pads=[window // 2] * 4)
+
+    into = add("Relu", conv("x", "stem", 8, 8, 3), "stem_relu")
+    wide = add("Relu", conv(into, "expand", channels, 8), "expand_relu")
+    deep = conv(wide, "deep", channels, channels, window, channels)
+    own = add("Relu", deep, "deep_relu")
     if squeeze:
-        axes = {"axes": [2, 3]} if squeeze == "ReduceMean" else {}
-        mean = net.add(squeeze, [own], "mean", **axes)
-        less = net.add("Relu", [net.conv(mean, "squeeze", 8, channels)], "less")
-        gate = net.add("HardSigmoid", [net.conv(less, "excite", channels, 8)], "gate")
-        own = net.add("Mul", [own, gate], "gated")
-    if end == "output":
-        return net.model(net.conv(own, "project", 8, channels), own)
+        mean = add(squeeze, own, "mean", **{"axes": [2, 3]} if squeeze == "ReduceMean" else {})
+        less = add("Relu", conv(mean, "squeeze", 8, channels), "less")
+        gate = add("HardSigmoid", conv(less, "excite", channels, 8), "gate")
+        own = add("Mul", f"{own} {gate}", "gated")
+    read = [own] if end == "output" else []
     if end == "concat":
-        both = net.add("Concat", [own, own], "both", axis=1)
-        return net.model(net.conv(both, "project", 8, 2 * channels))
-    if end == "mean":
-        own = net.add("Mul", [own, net.add("ReduceMean", [own], "mean", axes=[1])], "weighed")
-    if end == "dense":
-        return net.model(net.conv(own, "project", 256, channels, 3))
-    last = net.conv(own, "project", 8, channels)
-    if end == "residual":
-        last = net.add("Add", [last, into], "sum")
-    return net.model(net.conv(last, "last", 4, 8))
+        both = add("Concat", f"{own} {own}", "both", axis=1)
+        last = conv(both, "project", 8, 2 * channels)
+    elif end == "dense":
+        last = conv(own, "project", 256, channels, 3)
+    else:
+        if end == "mean":
+            mean = add("ReduceMean", own, "mean", axes=[1])
+            own = add("Mul", f"{own} {mean}", "weighed")
+        last = conv(own, "project", 8, channels)
+        if end == "residual":
+            last = add("Add", f"{last} {into}", "sum")
+        last = last if read else conv(last, "last", 4, 8)
+    inputs, outputs = {"x": ["n", 8, EDGE, EDGE]}, dict.fromkeys([last, *read])
+    return make_model(nodes, inputs, outputs, as_float32(weights), opset=17)
 
 
 def groups(model: onnx.ModelProto) -> int:
-    (deep,) = (node for node in model.graph.node if node.name == "deep")
-    return next(a.i for a in deep.attribute if a.name == "group")
+    return next(a.i for a in named(model, "deep").attribute if a.name == "group")
+
+
+@pytest.fixture
+def fives(tmp_path) -> Path:
+    """The build of a network whose depthwise layer has 24 channels and a window of 5."""
+    return built(inverted(24, window=5), tmp_path / "net", "--effort", "0")
 
 
 @pytest.mark.parametrize("squeeze", ["", "GlobalAveragePool", "ReduceMean"])
@@ -237,38 +228,30 @@ def test_where_it_cannot_be_or_does_not_pay_channels_stay(end, words, tmp_path):
 
 def test_layers_in_float_around_it_get_wider_too_and_keep_their_own_weights(tmp_path):
     model = inverted(24, window=5)
-    words = ["--keep-float", "expand", "--keep-float", "project"]
-    found = engine(built(model, tmp_path / "net", *words, "--plan", str(planned(tmp_path))))
+    plan = tmp_path / "all.plan.toml"  # leaves all else in int8
+    plan.write_text('schema = "calib8-plan/1"\nfloat = []\n\n[onnxruntime]\nprecision = "int8"\n')
+    words = ("--keep-float", "expand", "--keep-float", "project", "--plan", plan)
+    found = engine(built(model, tmp_path / "net", *words))
     assert groups(found) == 32
-    held = {tensor.name: numpy_helper.to_array(tensor) for tensor in found.graph.initializer}
-    own = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    held, own = constants(found), constants(model)
     expand, project = held["expand_w/expand/wide"], held["project_w/project/wide"]
     assert expand.shape == (32, 8, 1, 1) and project.shape == (8, 32, 1, 1)
     assert (expand[:24] == own["expand_w"]).all() and not expand[24:].any()
     assert (project[:, :24] == own["project_w"]).all() and not project[:, 24:].any()
 
 
-def planned(folder: Path) -> Path:
-    """A plan that leaves all else in int8."""
-    path = folder / "all.plan.toml"
-    path.write_text('schema = "calib8-plan/1"\nfloat = []\n\n[onnxruntime]\nprecision = "int8"\n')
-    return path
-
-
 def test_the_search_gives_float_layers_back_their_weights(tmp_path, monkeypatch):
     """Trials round every weight, and a layer in float is to have its own, as wide as it is."""
     from deploy.tuning.repairs import output_rounding
 
-    seen = []
+    seen, wide = [], "expand_w/expand/wide"
 
     def give_back(made, layers, own):
         real(made, layers, own)
-        held = {tensor.name: numpy_helper.to_array(tensor) for tensor in made.graph.initializer}
-        seen.extend(
-            np.array_equal(held[name][:24], numpy_helper.to_array(own["expand_w"]))
-            for name in ("expand_w/expand/wide",)
-            if name in held
-        )
+        held = constants(made)
+        if wide in held:
+            mine = numpy_helper.to_array(own["expand_w"])
+            seen.append(np.array_equal(held[wide][:24], mine))
 
     real = output_rounding._give_back
     monkeypatch.setattr(output_rounding, "_give_back", give_back)
@@ -277,26 +260,21 @@ def test_the_search_gives_float_layers_back_their_weights(tmp_path, monkeypatch)
     assert seen and all(seen)
 
 
-def test_inner_tensors_are_told_by_their_own_channels(tmp_path):
-    out = built(inverted(24, window=5), tmp_path / "net", "--effort", "0")
-    assert groups(engine(out)) == 32
-    told = json.loads((out / "report.json").read_text())
-    (target,) = told["targets"] if isinstance(told["targets"], list) else told["targets"].values()
-    layers = {row["name"]: row for row in target["layers"]}
+def test_inner_tensors_are_told_by_their_own_channels(fives):
+    assert groups(engine(fives)) == 32
+    layers = {row["name"]: row for row in read_target(fives)["layers"]}
     for name in ("expand_relu_y", "deep_relu_y"):
         assert layers[name]["sqnr_db"] > 25 and not layers[name]["other_shape"]
 
 
-def test_compare_and_explain_read_it(tmp_path):
-    out = built(inverted(24, window=5), tmp_path / "net", "--effort", "0")
-    path, source = out / "net.int8.onnx", tmp_path / "net" / "net.onnx"
-    for words in (["compare", source, path], ["compare", path, path], ["explain", out]):
+def test_compare_and_explain_read_it(fives, tmp_path):
+    path, source = fives / INT8, tmp_path / "net" / "net.onnx"
+    for words in (["compare", source, path], ["compare", path, path], ["explain", fives]):
         said = run_command(*words, "--images", tmp_path / "net" / "x.npy")
         assert "deep_relu_y" in said or "nowhere" in said, said
 
 
-# --- ConvTransposes whose windows lie side by side, in int8: what is written, and what stays
-# float.
+# --- ConvTransposes whose windows lie side by side, in int8: what is written, what stays float.
 SIDE_BY_SIDE = {
     "square": ((16, 12, 2, 2), {"strides": [2, 2]}),
     "oblong": ((16, 12, 2, 3), {"strides": [2, 3]}),
@@ -321,10 +299,10 @@ OTHER = {
 
 
 @pytest.fixture
-def tiled_net(tmp_path):
+def tiled_net(tmp_path, monkeypatch):
     """The engine of x -> Conv, Relu -> t -> ConvTranspose, [Relu] -> y -> Conv or Sigmoid -> out.
 
-    By `calib8 build`; net.onnx and x.npy lie beside it.
+    By `calib8 build`; net.onnx and x.npy lie beside it. `plain`: without the rewrite of the layer.
     """
 
     def build(shape, given, *more, **how) -> onnx.ModelProto:
@@ -333,6 +311,12 @@ def tiled_net(tmp_path):
         words = ("--effort", 0, "--accept", *more)
         return onnx.load(build_net(network(shape, given, **how), x, tmp_path, *words) / INT8)
 
+    def plain(*given, **how) -> onnx.ModelProto:
+        with monkeypatch.context() as patch:
+            patch.setattr(rewrites, "REWRITES", rewrites.REWRITES[:-1])
+            return build(*given, **how)
+
+    build.plain = plain
     return build
 
 
@@ -347,14 +331,12 @@ def network(shape, given, *, relu=True, bias=True, end="Conv", sizes=(6, 5), lop
     if lopsided:
         held["w"] = (rng.integers(-20, 21, shape) + 0.45) / 126  # the steps of a pair
         held["w"][0], held["w"][1] = 1, 0
-    made = "c" if relu else "y"
-    turned = ["t", "w", *["b"] * bias]
     nodes = [
-        make_node("Conv", "x v", "a", name="first", pads=[1] * 2 * rank),
-        make_node("Relu", "a", "t", name="first relu"),
-        make_node("ConvTranspose", turned, [made], name="up", **given),
-        *([make_node("Relu", "c", "y", name="relu")] if relu else []),
-        make_node(end, ["y", *["u"] * (end == "Conv")], "out", name="last"),
+        ("Conv", "x v", "a", {"pads": [1] * 2 * rank}),
+        ("Relu", "a", "t"),
+        ("ConvTranspose", ["t", "w", *["b"] * bias], "c" if relu else "y", {"name": "up", **given}),
+        *[("Relu", "c", "y", {"name": "relu"})] * relu,
+        (end, ["y", *["u"] * (end == "Conv")], ["out"]),
     ]
     return make_model(nodes, {"x": ["n", 16, *sizes]}, {"out": None}, as_float32(held))
 
@@ -369,14 +351,13 @@ def tensors(engine, names, folder):
 
 @pytest.mark.parametrize("sizes", [(6, 5), ("h", "w")], ids=["fixed", "open"])
 @pytest.mark.parametrize("kind", SIDE_BY_SIDE)
-def test_windows_in_rows_are_an_int8_conv(kind, sizes, tiled_net, tmp_path, monkeypatch, optimized):
+def test_windows_in_rows_are_an_int8_conv(kind, sizes, tiled_net, tmp_path, optimized):
     engine = tiled_net(*SIDE_BY_SIDE[kind], sizes=sizes)
     assert counted(engine.graph.node, "ConvTranspose") == 0
     ran = optimized(engine)
     assert counted(ran, "QLinearConv") == 3
     assert counted(ran, "QuantizeLinear") == counted(ran, "DequantizeLinear") == 1
-    monkeypatch.setattr(rewrites, "REWRITES", rewrites.REWRITES[:-1])
-    plain = tiled_net(*SIDE_BY_SIDE[kind], sizes=sizes)
+    plain = tiled_net.plain(*SIDE_BY_SIDE[kind], sizes=sizes)
     assert counted(plain.graph.node, "ConvTranspose") == 1
     names = ["t/quantized", "y/quantized", "y", "out"]
     (before, wanted, _, far), (same, found, y, out) = (
@@ -396,8 +377,7 @@ def test_a_conv_of_one_pixel_makes_what_the_float_layer_makes(kind, tmp_path):
     x = np.random.default_rng(4).normal(size=(2, 16, 6, 5))
     np.save(tmp_path / "x.npy", x.astype(np.float32))
     t, want = tensors(model, ["t", "y"], tmp_path)
-    (held,) = [numpy_helper.to_array(one) for one in model.graph.initializer if one.name == "w"]
-    weight = conv_rewrites.tiled(held, tuple(tile))[:, :, 0, 0]
+    weight = conv_rewrites.tiled(constants(model)["w"], tuple(tile))[:, :, 0, 0]
     pixels = np.einsum("nchw,oc->nohw", t.astype(float), weight)
     moved = pixels.reshape(2, *tile, channels, 6, 5).transpose(0, 3, 4, 1, 5, 2)
     made = moved.reshape(2, channels, 6 * tile[0], 5 * tile[1])
@@ -420,7 +400,7 @@ def test_other_windows_stay_in_float(kind, tiled_net, tmp_path, optimized):
     engine = tiled_net(shape, given, sizes=(6, 5, 4)[: len(shape) - 2])
     assert counted(engine.graph.node, "ConvTranspose") == 1
     assert counted(optimized(engine), "QLinearConv") == 2
-    assert not any(t.name.startswith("w/") for t in engine.graph.initializer)
+    assert not any(name.startswith("w/") for name in constants(engine))
     said = run_command("inspect", tmp_path / "net.onnx", "--target", "onnxruntime")
     assert "ConvTranspose: it has no int8 kernel" in " ".join(said.split())
 
@@ -437,7 +417,7 @@ def test_a_layer_whose_bias_is_computed_stays_in_float(tmp_path):
 
 def test_what_is_kept_in_float_is_the_layer_as_it_was(tiled_net, tmp_path, optimized):
     engine = tiled_net(*SIDE_BY_SIDE["square"], "--keep-float", "up")
-    (node,) = [node for node in engine.graph.node if node.name == "up"]
+    node = named(engine, "up")
     assert node.op_type == "ConvTranspose" and list(node.input)[1:] == ["w", "b"]
     assert counted(optimized(engine), "QLinearConv") == 2
 
@@ -457,47 +437,39 @@ def test_every_kernel_of_tiles_is_priced_as_the_layer(sizes, tiled_net, tmp_path
     assert len([name for name in own if "token" in name]) == 1  # the Conv, fused with its Relu
 
 
-def test_the_report_tells_the_weights_of_the_layer(tiled_net, tmp_path):
+def test_the_report_tells_the_layer_and_compares_what_it_makes(tiled_net, tmp_path):
     tiled_net(*SIDE_BY_SIDE["square"])
-    (target,) = json.loads((tmp_path / "out/report.json").read_text())["targets"]
+    target = read_target(tmp_path / "out")
     (row,) = [row for row in target["weights"] if row["node"] == "up"]
     assert (row["channels"], row["scales"]) == (12, 12)
-
-
-def test_what_the_layer_makes_is_compared_with_the_float_layer(tiled_net, tmp_path):
-    tiled_net(*SIDE_BY_SIDE["square"])
-    (target,) = json.loads((tmp_path / "out/report.json").read_text())["targets"]
     assert {"t", "y"} <= {row["name"] for row in target["layers"]}
-    models = (tmp_path / "net.onnx", tmp_path / "out/net.int8.onnx")
+    models = (tmp_path / "net.onnx", tmp_path / "out" / INT8)
     said = run_command("compare", *models, "--images", tmp_path / "x.npy")
     assert " y  (Relu relu)" in said and "They do not part" in said
     back = run_command("compare", *reversed(models), "--images", tmp_path / "x.npy")
     assert " y  (Transpose up/whole)" in back
 
 
-def test_biases_before_an_output_are_corrected_alike(tiled_net, tmp_path, monkeypatch):
+def test_biases_before_an_output_are_corrected_alike(tiled_net, tmp_path):
+    given = ((16, 3, 2, 2), {"strides": [2, 2]})
     how = {"relu": False, "end": "Sigmoid", "lopsided": True}
-    words = ("--repair", "bias")
 
     def bias(name, engine):
-        held = {t.name: numpy_helper.to_array(t) for t in engine.graph.initializer}
+        held = constants(engine)
         return held[f"{name}/quantized"] * held[f"{name}/scale"].astype(float)
 
-    engine = tiled_net((16, 3, 2, 2), {"strides": [2, 2]}, *words, **how)
-    notes = json.loads((tmp_path / "out/report.json").read_text())["targets"][0]["notes"]
+    engine = tiled_net(*given, "--repair", "bias", **how)
+    notes = read_target(tmp_path / "out")["notes"]
     assert any("bias correction" in note and note.endswith(", kept") for note in notes)
     found = bias("up/bias", engine).reshape(4, 3)
-    monkeypatch.setattr(rewrites, "REWRITES", rewrites.REWRITES[:-1])
-    plain = tiled_net((16, 3, 2, 2), {"strides": [2, 2]}, *words, **how)
-    own = numpy_helper.to_array(network((16, 3, 2, 2), {}, **how).graph.initializer[2])
+    plain = tiled_net.plain(*given, "--repair", "bias", **how)
+    own = constants(network(*given, **how))["b"]
     assert np.array_equal(found, found[[0] * 4]) and np.abs(found[0] - own).min() > 1e-3
     assert np.abs(found[0] - bias("b/up", plain)).max() < 0.02 * np.abs(found[0] - own).min()
 
 
-def test_a_model_with_pairs_is_kept_but_for_them(tiled_net, tmp_path, monkeypatch, optimized):
-    with monkeypatch.context() as patch:
-        patch.setattr(rewrites, "REWRITES", rewrites.REWRITES[:-1])
-        plain = tiled_net(*SIDE_BY_SIDE["square"])
+def test_a_model_with_pairs_is_kept_but_for_them(tiled_net, tmp_path, optimized):
+    plain = tiled_net.plain(*SIDE_BY_SIDE["square"])
     x = np.load(tmp_path / "x.npy")
     engine = onnx.load(build_net(plain, x, tmp_path / "paired", "--accept") / INT8)
     assert counted(optimized(engine), "QLinearConv") == 3
@@ -508,10 +480,9 @@ def test_another_layer_between_pairs_of_a_model_is_called_float(tiled_net, tmp_p
     with monkeypatch.context() as patch:
         patch.setattr("deploy.graph.refusal.tile_shape", lambda node, sizes: (3, 3))
         plain = tiled_net(*OTHER["overlapping"])
-    assert any(tensor.name == "w/quantized" for tensor in plain.graph.initializer)
+    assert "w/quantized" in constants(plain)
     out = build_net(plain, np.load(tmp_path / "x.npy"), tmp_path / "paired", "--accept")
-    (target,) = json.loads((out / "report.json").read_text())["targets"]
-    (up,) = [node for node in target["nodes"] if node["name"] == "up"]
+    (up,) = [node for node in read_target(out)["nodes"] if node["name"] == "up"]
     assert up["precision"] == "float32" and up["reason"].startswith("it has no int8 kernel")
 
 
@@ -542,12 +513,9 @@ def upsampled(tmp_path):
             "v": rng.normal(size=(16, 8, 3, 3)), "w": rng.normal(size=(16, 16, 3, 3)),
             "scales": np.array([1, 1, *factors]),
         }  # fmt: skip
-        nodes = [
-            make_node("Conv", "x v", "t", name="first", pads=[1, 1, 1, 1]),
-            make_node("Resize", ["t", "", "scales"], "y", name="up", **given),
-            make_node("Conv", "y w", "out", name="last", pads=[1, 1, 1, 1]),
-        ]
-        outputs = {end: None for end in ("out", "y")[: 1 + read]}
+        nodes = [("Conv", "x v", "t", PADS), ("Resize", ["t", "", "scales"], "y", given)]
+        nodes.append(("Conv", "y w", ["out"], PADS))
+        outputs = dict.fromkeys(("out", "y")[: 1 + read])
         model = make_model(nodes, {"x": ["n", 8, *sizes]}, outputs, as_float32(weights))
         x = rng.normal(size=(6, 8, 6, 5))
         return onnx.load(build_net(model, x, tmp_path, "--effort", 0, "--accept") / INT8)
@@ -557,13 +525,19 @@ def upsampled(tmp_path):
 
 @pytest.mark.parametrize("sizes", [(6, 5), ("h", "w")], ids=["fixed", "open"])
 @pytest.mark.parametrize(("factors", "given"), REPEATING)
-def test_a_repeating_resize_is_written_as_copies(factors, given, sizes, upsampled, tmp_path):
+def test_a_repeating_resize_is_written_as_copies(
+    factors, given, sizes, upsampled, tmp_path, kernels
+):
     engine = upsampled(factors, given, sizes)
     assert counted(engine.graph.node, "Resize") == 0
     before, after, got = tensors(engine, ["t/quantized", "y/quantized", "out"], tmp_path)
     assert np.array_equal(after, before.repeat(factors[0], 2).repeat(factors[1], 3))
     want = run_net(tmp_path / "net.onnx", np.load(tmp_path / "x.npy"))[0]
     assert np.linalg.norm(want - got) < 0.05 * np.linalg.norm(want)
+    if (factors, given) == ((2, 2), {}):  # layers around copies are turned once
+        ran = kernels(engine)
+        assert ran.count("QLinearConv") == 2 and ran.count("Tile") == 1
+        assert ran.count("Transpose") == 2  # of what comes in and what goes out
 
 
 @pytest.mark.parametrize(("factors", "given"), STAYING)
@@ -579,22 +553,12 @@ def test_what_the_user_reads_is_repeated_too(upsampled, tmp_path):
     assert np.unique(read).size == np.unique(after).size
 
 
-@pytest.mark.parametrize("sizes", [(6, 5), ("h", "w")], ids=["fixed", "open"])
-def test_layers_around_copies_are_turned_once(sizes, upsampled, kernels):
-    ran = kernels(upsampled((2, 2), {}, sizes))
-    assert ran.count("QLinearConv") == 2 and ran.count("Tile") == 1
-    assert ran.count("Transpose") == 2  # of what comes in and what goes out
-
-
 @pytest.mark.parametrize(("scale", "left"), [(0.5, 0), (0.25, 1)])
 def test_pairs_are_of_one_grid_by_their_numbers_however_stored(scale, left):
+    floats = {"s": (TensorProto.FLOAT, 0.5), "r": (TensorProto.FLOAT, scale)}
     numbers = [
         helper.make_tensor(name, kind, [], [value])  # in float_data, and not in raw_data
-        for name, kind, value in (
-            ("s", TensorProto.FLOAT, 0.5),
-            ("r", TensorProto.FLOAT, scale),
-            ("z", TensorProto.UINT8, 3),
-        )
+        for name, (kind, value) in (floats | {"z": (TensorProto.UINT8, 3)}).items()
     ]
     nodes = [
         make_node("DequantizeLinear", "q s z", "t", name="before"),
