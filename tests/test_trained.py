@@ -1,7 +1,6 @@
 """`calib8 build` of a Q/DQ model: its own scales, in every spelling, for every target."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +12,7 @@ from deploy.frontends import load_float_or_qdq
 from deploy.graph.placement import ONNXRUNTIME
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.prequantized import qdq_decisions
-from tests.models import make_model, make_node
+from tests.models import make_model, make_node, save_net
 
 BUILD = ("--duration", 0)
 ALL = ("--target", "onnxruntime,tensorrt,ascend")
@@ -33,24 +32,26 @@ def made(small_cnn, data, tmp_path_factory):
     from deploy.tuning.search_options import Tuning
 
     out = tmp_path_factory.mktemp("made")
-    targets = ["onnxruntime", "tensorrt", "ascend"]
-    build(small_cnn, data, out=out, targets=targets, duration_s=0, tuning=Tuning(effort=0))
-    return {
-        "onnxruntime": out / "small_cnn.int8.onnx",
-        "tensorrt": out / "small_cnn.tensorrt.qdq.onnx",
-        "ascend": out / "small_cnn_amct_qdq.onnx",
+    files = {
+        "onnxruntime": "small_cnn.int8.onnx",
+        "tensorrt": "small_cnn.tensorrt.qdq.onnx",
+        "ascend": "small_cnn_amct_qdq.onnx",
     }
+    build(small_cnn, data, out=out, targets=[*files], duration_s=0, tuning=Tuning(effort=0))
+    return {target: out / file for target, file in files.items()}
+
+
+def as_path(model, folder):
+    return save_net(model, folder / "net.onnx") if isinstance(model, onnx.ModelProto) else model
 
 
 @pytest.fixture
 def built(run, data, tmp_path):
     """(model, further words) -> its folder, report and the notes of each target."""
 
-    def call(model, *words, images=True, code=0):
-        fed = ("--images", data) if images else ()
-        out = tmp_path / "out"
-        got, _, err = run("build", model, *fed, "--out", out, *BUILD, *words)
-        assert got == code, err
+    def call(model, *words, images=True):
+        fed, out = ("--images", data) if images else (), tmp_path / "out"
+        run.ok("build", as_path(model, tmp_path), *fed, "--out", out, *BUILD, *words)
         report = json.loads((out / "report.json").read_text())
         notes = {one["name"]: " ".join(one["notes"]) for one in report["targets"]}
         return out, report, notes
@@ -63,10 +64,9 @@ def refused(run, data, tmp_path):
     """(model, further words) -> the one sentence of a build that must be refused."""
 
     def call(model, *words, images=True):
-        fed = ("--images", data) if images else ()
-        code, out, err = run("build", model, *fed, "--out", tmp_path / "no", *BUILD, *words)
-        assert code and not out and err.count("\n") == 1, (out, err)
-        assert not (tmp_path / "no").exists()
+        fed, out = ("--images", data) if images else (), tmp_path / "no"
+        code, said, err = run("build", as_path(model, tmp_path), *fed, "--out", out, *BUILD, *words)
+        assert code and not said and err.count("\n") == 1 and not out.exists(), (said, err)
         return err
 
     return call
@@ -102,17 +102,13 @@ def integers(model):
     return found
 
 
-# --- its own target: to the bit; another: the same real range --------------------------------
-
-
 def test_a_layer_whose_output_has_no_pair_computes_in_float(small_cnn):
     model = load_float_or_qdq(small_cnn).model
     convs = [node.name for node in model.graph.node if node.op_type == "Conv"]
     trained = SimpleNamespace(name="a/m.onnx", floats={convs[0]: "why"}, written={convs[1]})
     found = {d.node: d.reason for d in qdq_decisions(trained, model, ONNXRUNTIME)}
-    assert [found[name] for name in convs] == [
-        "why", "", "no pair stands on what it makes in m.onnx",
-    ]  # fmt: skip
+    missing = "no pair stands on what it makes in m.onnx"
+    assert [found[name] for name in convs] == ["why", "", missing]
 
 
 def test_the_own_grid_of_onnxruntime_is_kept_to_the_bit(built, made):
@@ -143,7 +139,7 @@ def test_the_own_grid_of_tensorrt_is_kept_with_its_cache_and_typed_model(built, 
     assert "narrow type" in notes["tensorrt"]
 
 
-def test_uint8_becomes_symmetric_int8_of_the_same_real_range(built, made):
+def test_uint8_becomes_symmetric_int8_of_the_same_real_range_and_integers(built, made):
     out, _, notes = built(made["onnxruntime"], "--target", "tensorrt")
     theirs = grids(onnx.load(made["onnxruntime"]))
     own = onnx.load(out / "small_cnn.int8.tensorrt.qdq.onnx")
@@ -153,15 +149,11 @@ def test_uint8_becomes_symmetric_int8_of_the_same_real_range(built, made):
         farther = max(offset, 255 - offset) * step
         assert zero == 0 and scale == pytest.approx(farther / 127, rel=1e-6)
     assert "TensorRT's are int8 with zero point 0" in notes["tensorrt"]
-
-
-def test_weights_keep_their_integers_on_another_grid(built, made):
-    out, _, notes = built(made["onnxruntime"], "--target", "tensorrt")
-    given = integers(onnx.load(made["onnxruntime"]))
-    ours = integers(onnx.load(out / "small_cnn.int8.tensorrt.qdq.onnx"))
+    given, ours = integers(onnx.load(made["onnxruntime"])), integers(own)
     shared = ours.keys() & given.keys()
-    assert shared and all(np.array_equal(ours[n][0], given[n][0]) for n in shared)
-    assert all(np.array_equal(ours[n][1], given[n][1]) for n in shared)
+    assert shared
+    for layer in shared:
+        assert all(np.array_equal(*pair) for pair in zip(ours[layer], given[layer], strict=True))
     assert "rounded again" not in notes["tensorrt"]
 
 
@@ -231,9 +223,6 @@ def test_in_python_a_model_in_memory_is_built_alike(made, data, tmp_path):
     assert given.SerializeToString(deterministic=True) == before
 
 
-# --- options that say how a float model is calibrated -----------------------------------------
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -272,27 +261,22 @@ def test_options_of_a_target_that_quantize_are_refused(refused, made, target, wo
 def test_float_is_of_a_quantized_model_with_the_same_ends(refused, made, small_cnn, detector):
     assert "leave it away" in refused(small_cnn, "--float", small_cnn)
     assert "must have the outputs" in refused(made["onnxruntime"], "--float", detector)
-    said = refused(made["onnxruntime"], "--float", small_cnn, images=False)
-    assert "give --images too" in said
-    said = refused(made["onnxruntime"], "--float", made["onnxruntime"])
-    assert "quantized already" in said
+    alone = refused(made["onnxruntime"], "--float", small_cnn, images=False)
+    assert "give --images too" in alone
+    assert "quantized already" in refused(made["onnxruntime"], "--float", made["onnxruntime"])
 
 
 @pytest.mark.parametrize("flag", ["--eval-images", "--labels", "--metric"])
 def test_what_is_measured_on_images_needs_some(flag, refused, made, data, tmp_path):
     (tmp_path / "labels.txt").write_text("1\n" * 6)
     (tmp_path / "own.py").write_text("def score(fp32, int8, label):\n    return 1.0\n")
-    given = {
-        "--eval-images": data,
-        "--labels": tmp_path / "labels.txt",
-        "--metric": f"{tmp_path / 'own.py'}:score",
-    }
+    metric = f"{tmp_path / 'own.py'}:score"
+    given = {"--eval-images": data, "--labels": tmp_path / "labels.txt", "--metric": metric}
     said = refused(made["onnxruntime"], flag, given[flag], images=False)
     assert f"{flag} is of what is measured on images" in said and "give --images too" in said
 
 
-# --- spellings --------------------------------------------------------------------------------
-
+# --- spellings
 _RNG = np.random.default_rng(8)  # of these alone
 W1 = _RNG.normal(size=(8, 3, 3, 3)).astype(np.float32) * 0.2
 W2 = _RNG.normal(size=(4, 8, 3, 3)).astype(np.float32) * 0.2
@@ -325,26 +309,33 @@ class Writer:
         q = self.node("QuantizeLinear", [tensor, *own], f"{tensor}_q", **given)
         return self.node("DequantizeLinear", [q, *own], f"{tensor}_dq", **given)
 
+    def weight(self, name, value):
+        """A float weight with a pair a channel, of seven bits, whose products no CPU saturates."""
+        scale, zeros = per_channel(value), np.zeros(len(value), np.int8)
+        return self.pair(self.hold(name, value), scale, zeros, axis=0)
+
+    def conv(self, *inputs, to="y"):
+        return self.node("Conv", inputs, to, pads=[1] * 4)
+
+    def first(self, x):
+        """Conv and Relu of W1 and B1."""
+        made = self.conv(x, self.weight("w1", W1), self.hold("b1", B1), to="c1")
+        return self.node("Relu", [made], "r1")
+
     def model(self, output, opset=17, shape=(1, 4, 16, 16)):
-        return make_model(
-            self.nodes, {"x": [1, 3, 16, 16]}, {output: shape}, self.tensors, opset=opset, ir=9
-        )
+        ends = {"x": [1, 3, 16, 16]}, {output: shape}
+        return make_model(self.nodes, *ends, self.tensors, opset=opset, ir=9 if opset < 21 else 10)
 
 
 def per_channel(weight):
-    """Of seven bits, whose products no CPU saturates."""
     return (np.abs(weight).reshape(len(weight), -1).max(1) / 63).astype(np.float32)
 
 
 def modelopt():
     """Per-tensor int8 with zero point 0, Constant nodes, float weights with a pair."""
     w = Writer(constants=True)
-    x = w.pair("x", 0.03, np.int8(0))
-    w1 = w.pair(w.hold("w1", W1), per_channel(W1), np.zeros(8, np.int8), axis=0)
-    a = w.node("Relu", [w.node("Conv", [x, w1, w.hold("b1", B1)], "c1", pads=[1] * 4)], "r1")
-    a = w.pair(a, 0.02, np.int8(0))
-    w2 = w.pair(w.hold("w2", W2), per_channel(W2), np.zeros(4, np.int8), axis=0)
-    return w.model(w.node("Conv", [a, w2, w.hold("b2", B2)], "y", pads=[1] * 4))
+    a = w.pair(w.first(w.pair("x", 0.03, np.int8(0))), 0.02, np.int8(0))
+    return w.model(w.conv(a, w.weight("w2", W2), w.hold("b2", B2)))
 
 
 def onnxruntime():
@@ -361,29 +352,23 @@ def onnxruntime():
         told = np.rint(bias / steps).astype(np.int32)
         held = [w.hold(f"b{place}", told), w.hold(f"b{place}_s", steps)]
         b = w.node("DequantizeLinear", held, f"b{place}_dq", axis=0)
-        c = w.node("Conv", [x, dq, b], f"c{place}", pads=[1] * 4)
         zero, scale = (np.uint8(0), 0.012) if place == 1 else (np.uint8(128), 0.06)
-        x = w.pair(c, scale, zero)
+        x = w.pair(w.conv(x, dq, b, to=f"c{place}"), scale, zero)
     return w.model(x)
 
 
 def nncf():
     """Asymmetric uint8, weights per channel behind FakeQuantize's pair, int8 with offset too."""
     w = Writer()
-    x = w.pair("x", 0.025, np.uint8(131))
-    w1 = w.pair(w.hold("w1", W1), per_channel(W1), np.zeros(8, np.int8), axis=0)
-    a = w.node("Relu", [w.node("Conv", [x, w1, w.hold("b1", B1)], "c1", pads=[1] * 4)], "r1")
-    a = w.pair(a, 0.01, np.int8(-128))
+    a = w.pair(w.first(w.pair("x", 0.025, np.uint8(131))), 0.01, np.int8(-128))
     w2 = w.pair(w.hold("w2", W2), np.float32(0.01), np.int8(0))
-    return w.model(w.node("Conv", [a, w2, w.hold("b2", B2)], "y", pads=[1] * 4))
+    return w.model(w.conv(a, w2, w.hold("b2", B2)))
 
 
 def torchao():
     """The zero point left out where it is 0 of uint8, a Linear whose weight is transposed."""
     w = Writer()
-    x = w.pair("x", 0.03, np.uint8(128))
-    w1 = w.pair(w.hold("w1", W1), per_channel(W1), np.zeros(8, np.int8), axis=0)
-    a = w.node("Relu", [w.node("Conv", [x, w1, w.hold("b1", B1)], "c1", pads=[1] * 4)], "r1")
+    a = w.first(w.pair("x", 0.03, np.uint8(128)))
     a = w.pair(w.node("GlobalAveragePool", [a], "p"), 0.02, None)
     a = w.node("Flatten", [a], "f")
     dq = [w.hold("m", M), w.hold("m_s", np.full(5, 0.01, np.float32))]
@@ -397,9 +382,7 @@ SPELLED = [modelopt, onnxruntime, nncf, torchao]
 
 @pytest.mark.parametrize("spelled", SPELLED, ids=lambda one: one.__name__)
 def test_every_spelling_goes_to_every_target(built, spelled, tmp_path):
-    path = tmp_path / "net.qdq.onnx"
-    onnx.save(spelled(), path)
-    out, report, _ = built(path, *ALL)
+    out, report, _ = built(save_net(spelled(), tmp_path / "net.qdq.onnx"), *ALL)
     assert not any(one["error"] for one in report["targets"])
     for one in report["targets"]:
         assert sum(n["precision"] in ("int8", "uint8") for n in one["nodes"]) >= 1, one["name"]
@@ -440,29 +423,26 @@ def half():
     return model
 
 
-def test_a_float16_model_is_kept_for_tensorrt_and_float32_elsewhere(built, run, data, tmp_path):
-    onnx.save(half(), tmp_path / "half.onnx")
+def test_a_float16_model_is_kept_for_tensorrt_and_float32_elsewhere(built, data, tmp_path):
     np.save(tmp_path / "x.npy", np.load(data).astype(np.float16))
-    out = tmp_path / "out"
-    words = ("--images", tmp_path / "x.npy", "--out", out, *BUILD, *ALL)
-    run.ok("build", tmp_path / "half.onnx", *words)
-    own, trt, _ = json.loads((out / "report.json").read_text())["targets"]
+    out, report, _ = built(half(), "--images", tmp_path / "x.npy", *ALL, images=False)
+    own, trt, _ = report["targets"]
     for one in (own, trt):
         assert {n["name"]: n for n in one["nodes"]}["n_c1"]["precision"] in ("int8", "uint8")
     assert any("Kept to the bit" in note for note in trt["notes"])
-    assert (out / "half.tensorrt.typed.onnx").exists()
+    assert (out / "net.tensorrt.typed.onnx").exists()
 
 
-def test_int32_biases_are_float_in_tensorrts_model(built, tmp_path):
+WIDE = (1, 8, 16, 16)
+
+
+def test_int32_biases_are_float_in_tensorrts_model(built):
     w = Writer()
-    x = w.pair("x", 0.03, np.int8(0))
-    w1 = w.pair(w.hold("w1", W1), per_channel(W1), np.zeros(8, np.int8), axis=0)
+    x, w1 = w.pair("x", 0.03, np.int8(0)), w.weight("w1", W1)
     steps = (per_channel(W1) * np.float32(0.03)).astype(np.float32)
     told = np.rint(B1 / steps).astype(np.int32)
     b = w.node("DequantizeLinear", [w.hold("b", told), w.hold("b_s", steps)], "b_dq", axis=0)
-    path = tmp_path / "net.onnx"
-    onnx.save(w.model(w.node("Conv", [x, w1, b], "y", pads=[1] * 4), shape=(1, 8, 16, 16)), path)
-    out, _, notes = built(path, "--target", "tensorrt")
+    out, _, notes = built(w.model(w.conv(x, w1, b), shape=WIDE), "--target", "tensorrt")
     own = onnx.load(out / "net.tensorrt.qdq.onnx")
     assert "Kept to the bit" in notes["tensorrt"]
     assert not [t for t in own.graph.initializer if t.data_type == TensorProto.INT32]
@@ -470,96 +450,64 @@ def test_int32_biases_are_float_in_tensorrts_model(built, tmp_path):
     assert np.array_equal(held["b_dq"], told.astype(np.float32) * steps)
 
 
-def test_the_lowest_code_of_a_weight_is_kept(built, tmp_path):
-    path = tmp_path / "net.onnx"
-    onnx.save(torchao(), path)
-    out, _, notes = built(path, "--target", "tensorrt")
+def test_the_lowest_code_of_a_weight_is_kept(built):
+    out, _, notes = built(torchao(), "--target", "tensorrt")
     own = integers(onnx.load(out / "net.tensorrt.qdq.onnx"))
     assert own["n_y"][0].min() == -128 and "rounded again" not in notes["tensorrt"]
 
 
-def test_weights_with_a_zero_point_are_rounded_again_and_said_so(built, tmp_path):
+def test_weights_with_a_zero_point_are_rounded_again_and_said_so(built):
     w = Writer()
     x = w.pair("x", 0.03, np.uint8(128))
     w1 = w.pair(w.hold("w1", W1), np.float32(0.01), np.uint8(130))
-    path = tmp_path / "net.onnx"
-    onnx.save(w.model(w.node("Conv", [x, w1], "y", pads=[1] * 4), shape=(1, 8, 16, 16)), path)
-    _, _, notes = built(path, "--target", "tensorrt,onnxruntime")
+    _, _, notes = built(w.model(w.conv(x, w1), shape=WIDE), "--target", "tensorrt,onnxruntime")
     assert "a bias that fills int32): 1 (n_y)" in notes["tensorrt"]
     assert "Kept to the bit" in notes["onnxruntime"]
 
 
-def test_a_layer_that_is_float_there_stays_float(built, tmp_path):
+def test_a_layer_that_is_float_there_stays_float(built):
     w = Writer()
-    x = w.pair("x", 0.03, np.uint8(128))
-    w1 = w.pair(w.hold("w1", W1), per_channel(W1), np.zeros(8, np.int8), axis=0)
-    c = w.node("Conv", [x, w1], "c1", pads=[1] * 4)
-    path = tmp_path / "net.onnx"
-    onnx.save(w.model(w.node("Conv", [c, w.hold("w2", W2)], "y", pads=[1] * 4)), path)
-    _, report, _ = built(path, "--target", "tensorrt,ascend")
+    c = w.conv(w.pair("x", 0.03, np.uint8(128)), w.weight("w1", W1), to="c1")
+    _, report, _ = built(w.model(w.conv(c, w.hold("w2", W2))), "--target", "tensorrt,ascend")
     for one in report["targets"]:
         (node,) = (n for n in one["nodes"] if n["name"] == "n_y")
         assert node["precision"] == "float32" and node["reason"]
     assert "float in net.onnx" in report["targets"][0]["nodes"][1]["reason"]
 
 
-def test_several_scales_of_a_tensor_are_said(built, tmp_path):
+def test_several_scales_of_a_tensor_are_said(built):
     w = Writer()
     one = w.pair("x", 0.03, np.uint8(128))
-    s, z = w.hold("s2", np.float32(0.02)), w.hold("z2", np.uint8(128))
-    q = w.node("QuantizeLinear", ["x", s, z], "x_q2")
-    other = w.node("DequantizeLinear", [q, s, z], "x_dq2")
-    w1 = w.pair(w.hold("w1", W1), per_channel(W1), np.zeros(8, np.int8), axis=0)
-    a = w.node("Conv", [one, w1], "a", pads=[1] * 4)
-    b = w.node("Conv", [other, w1], "b", pads=[1] * 4)
-    path = tmp_path / "net.onnx"
-    onnx.save(w.model(w.node("Add", [a, b], "y"), shape=(1, 8, 16, 16)), path)
-    out, report, _ = built(path, "--target", "tensorrt")
+    own = [w.hold("s2", np.float32(0.02)), w.hold("z2", np.uint8(128))]
+    q = w.node("QuantizeLinear", ["x", *own], "x_q2")
+    other = w.node("DequantizeLinear", [q, *own], "x_dq2")
+    w1 = w.weight("w1", W1)
+    sides = [w.conv(one, w1, to="a"), w.conv(other, w1, to="b")]
+    out, report, _ = built(w.model(w.node("Add", sides, "y"), shape=WIDE), "--target", "tensorrt")
     assert any("1 tensors have pairs" in n for n in report["model"]["notes"])
     scale, _ = grids(onnx.load(out / "net.tensorrt.qdq.onnx"))["x"]
     assert scale == pytest.approx(0.03, rel=0.02)
 
 
-# --- hostile ----------------------------------------------------------------------------------
-
-
 def spoiled(kind):
     """A Q/DQ model with one fault."""
-    w = Writer()
-    scale, zero = np.float32(0.03), np.uint8(128)
-    if kind == "scale 0":
-        x = w.pair("x", np.float32(0), zero)
-    elif kind == "NaN":
-        x = w.pair("x", np.float32(np.nan), zero)
-    elif kind == "below 0":
-        x = w.pair("x", np.float32(-1), zero)
-    elif kind == "a channel":
-        x = w.pair("x", np.full(3, 0.03, np.float32), np.full(3, 128, np.uint8), axis=1)
-    elif kind == "alone":
-        own = [w.hold("s", scale), w.hold("z", zero)]
-        w.node("QuantizeLinear", ["x", *own], "x_q")
-        x = "x"
-    elif kind == "other":
-        own = [w.hold("s", scale), w.hold("z", zero)]
-        q = w.node("QuantizeLinear", ["x", *own], "x_q")
-        other = [w.hold("s2", np.float32(0.04)), "z"]
-        x = w.node("DequantizeLinear", [q, *other], "x_dq")
-    elif kind == "16 bits":
-        x = w.pair("x", scale, np.uint16(128))
-    elif kind == "computed":
-        own = [w.node("ReduceMax", ["x"], "top", keepdims=0), w.hold("z", zero)]
-        q = w.node("QuantizeLinear", ["x", *own], "x_q")
-        x = w.node("DequantizeLinear", [q, *own], "x_dq")
+    w, types = Writer(), {"int4": TensorProto.INT4, "fp8": TensorProto.FLOAT8E4M3FN}
+    each = kind == "a channel"
+    scale = {"scale 0": 0, "NaN": np.nan, "below 0": -1}.get(kind, 0.03)
+    zero = np.full(3 if each else (), 128, np.uint16 if kind == "16 bits" else np.uint8)
+    if kind in types:
+        w.tensors.append(helper.make_tensor("z", types[kind], [], b"\0", raw=True))
     else:
-        kinds = {"int4": TensorProto.INT4, "fp8": TensorProto.FLOAT8E4M3FN}
-        zero = helper.make_tensor("z", kinds[kind], [], b"\0", raw=True)
-        w.tensors.append(zero)
-        own = [w.hold("s", scale), "z"]
-        q = w.node("QuantizeLinear", ["x", *own], "x_q")
-        x = w.node("DequantizeLinear", [q, *own], "x_dq")
-    w1 = w.pair(w.hold("w1", W1), per_channel(W1), np.zeros(8, np.int8), axis=0)
-    y = w.node("Conv", [x, w1], "y", pads=[1] * 4)
-    return w.model(y, opset=21 if kind in ("16 bits", "int4", "fp8") else 17, shape=(1, 8, 16, 16))
+        w.hold("z", zero)
+    w.hold("s", np.full(3 if each else (), scale, np.float32))
+    own = [w.node("ReduceMax", ["x"], "top", keepdims=0) if kind == "computed" else "s", "z"]
+    axis = {"axis": 1} if each else {}
+    q = w.node("QuantizeLinear", ["x", *own], "x_q", **axis)
+    if kind == "other":
+        own = [w.hold("s2", np.float32(0.04)), "z"]
+    x = "x" if kind == "alone" else w.node("DequantizeLinear", [q, *own], "x_dq", **axis)
+    opset = 21 if kind in ("16 bits", *types) else 17
+    return w.model(w.conv(x, w.weight("w1", W1)), opset=opset, shape=WIDE)
 
 
 @pytest.mark.parametrize(
@@ -574,25 +522,20 @@ def spoiled(kind):
         ("int4", "it is quantized to int4"), ("fp8", "it is quantized to float8"),
     ],
 )  # fmt: skip
-def test_a_pair_that_no_target_has_is_one_sentence(refused, kind, told, tmp_path):
-    path = tmp_path / "net.onnx"
-    model = spoiled(kind)
-    model.ir_version = 10
-    onnx.save(model, path)
-    said = refused(path, *ALL)
+def test_a_pair_that_no_target_has_is_one_sentence(refused, kind, told):
+    said = refused(spoiled(kind), *ALL)
     assert told in said and "quantize it again" in said
 
 
-def test_integer_operators_are_one_sentence(refused, small_cnn, data, tmp_path):
+def test_integer_operators_are_one_sentence(refused):
     w = Writer()
     own = [w.hold("s", np.float32(0.1)), w.hold("z", np.uint8(0))]
     q = w.node("QuantizeLinear", ["x", *own], "x_q")
     i = w.node("ConvInteger", [q, w.hold("w", np.ones((8, 3, 1, 1), np.uint8))], "i")
-    path = tmp_path / "net.onnx"
-    onnx.save(w.model(w.node("Cast", [i], "y", to=1), shape=(1, 8, 16, 16)), path)
-    assert "got the integer operator ConvInteger" in refused(path)
+    model = w.model(w.node("Cast", [i], "y", to=1), shape=WIDE)
+    assert "got the integer operator ConvInteger" in refused(model)
 
 
 def test_a_file_that_is_no_model_stays_one_sentence(refused, tmp_path):
     (tmp_path / "net.qdq.onnx").write_bytes(b"\x08\x07" * 40)
-    assert "must be an ONNX model" in refused(Path(tmp_path / "net.qdq.onnx"))
+    assert "must be an ONNX model" in refused(tmp_path / "net.qdq.onnx")
