@@ -24,9 +24,8 @@ from deploy.method import Method
 from deploy.report.profile_page import Area, Tile, squarify, tree_map
 from deploy.runtimes.ort import OrtSession
 from scripts import house
+from tests.models import save_net
 
-# --- No file, folder or screen makes a fault of calib8 itself: one sentence and its own exit
-# code.
 ROOT = Path(__file__).parent.parent
 
 
@@ -34,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 def kept(run, small_cnn, pictures, tmp_path):
     """A calibration, and how to make it again."""
     words = ("calibrate", small_cnn, "--images", pictures, "--size", "16x16", "--limit", 4)
-    assert run(*words, "-o", tmp_path / "c")[0] == 0
+    run.ok(*words, "-o", tmp_path / "c")
     return tmp_path / "c", (*words, "-o", tmp_path / "c")
 
 
@@ -71,7 +70,8 @@ def mutated(data, seed):
 @pytest.mark.slow
 def test_damaged_statistics_of_fitting_digests_are_made_again(kept, run):
     cache, words = kept
-    whole = [path.read_bytes() for path in (cache, *store.sidecars(cache))]
+    files = (cache, *store.sidecars(cache))
+    whole = [path.read_bytes() for path in files]
     inf = npy(np.array([np.inf, np.nan, -np.inf, 1e308]))
     huge = npy(np.array([2**63 - 1, -(2**63)]))
     fields = [("0.counts.npy", npy(np.zeros(4097, np.int64))), ("0.reals.npy", inf),
@@ -79,15 +79,12 @@ def test_damaged_statistics_of_fitting_digests_are_made_again(kept, run):
     forged = [
         b"", b"PK\5\6" + bytes(18), stored(), stored(*fields), stored(("0.npy", b"")),
         stored(("0.counts.npy", npy(np.array(["a"])))), stored(*fields[:2]),
+        stored(*((name, inf) for name, _ in fields)), stored(("0.reals.npy", bytes(1 << 20))),
     ]  # fmt: skip
-    forged += [
-        stored(*((name, inf) for name, _ in fields)),
-        stored(("0.reals.npy", bytes(1 << 20))),
-    ]
     for data in [*forged, *(mutated(whole[2], seed) for seed in range(40))]:
         fitting(cache, data)
         out = run.ok(*words)
-        assert [p.read_bytes() for p in (cache, *store.sidecars(cache))] == whole or "reused" in out
+        assert [path.read_bytes() for path in files] == whole or "reused" in out
 
 
 @pytest.mark.parametrize(
@@ -99,7 +96,7 @@ def test_damaged_statistics_of_fitting_digests_are_made_again(kept, run):
 def test_a_forged_fingerprint_is_no_fault(changes, kept, run):
     cache, words = kept
     fitting(cache, store.sidecars(cache)[1].read_bytes(), **changes)
-    assert run(*words)[0] == 0
+    run.ok(*words)
     run("inspect", cache)
 
 
@@ -111,9 +108,8 @@ def test_a_forged_fingerprint_is_no_fault(changes, kept, run):
 def test_what_stands_beside_a_cache_is_no_fault(text, kept, run):
     cache, words = kept
     store.sidecars(cache)[0].write_text(text, encoding="latin-1")
-    assert run(*words)[0] == 0
-    store.sidecars(cache)[0].write_text(text, encoding="latin-1")
     run("inspect", cache)
+    run.ok(*words)
 
 
 @pytest.mark.parametrize("name", ["c", "c.json", "c.npz"])
@@ -125,7 +121,26 @@ def test_a_pipe_in_place_of_a_cache_is_not_waited_for(name, kind, kept, run):
     os.mkfifo(path) if kind == "pipe" else path.mkdir()
     assert "must be a file to write to" in run.fails(*words)
     assert run("inspect", cache)[0] == (0 if name != "c" else 1)
-    assert run(*words, "--require-cache")[0] == 1
+    run.fails(*words, "--require-cache")
+
+
+# What is imported late is imported before the process is nobody's, who may read no library.
+FROM_CLOSED = """
+import importlib, os, sys
+import deploy.terminal
+deploy.terminal.TICK_S = 1e6
+from deploy.cli import main
+def call(words):
+    try: main(words)
+    except SystemExit as stop: return stop.code
+for name in eval(sys.argv[3]): importlib.import_module(name)
+good, *tries = eval(sys.argv[2])
+assert not call(good)
+os.chmod(sys.argv[1], 0)
+try: os.geteuid() or os.seteuid(65534)
+except PermissionError: sys.exit(77)
+for words in tries: print('code', call(words), words[0], flush=True)
+"""
 
 
 @pytest.mark.slow
@@ -134,38 +149,21 @@ def test_a_folder_that_is_closed_is_a_sentence(small_cnn, pictures, tmp_path, tm
     closed = tmp_path / "closed"
     closed.mkdir()
     (closed / "m.onnx").write_bytes(small_cnn.read_bytes())
-    feed = ["--images", str(pictures), "--size", "16x16"]
+    feed = ["--images", pictures, "--size", "16x16"]
+    quick = ["--out", tmp_path / "o", "--duration", 0, "--effort", 0, "--accept"]
     tries = [
+        ["build", small_cnn, *feed, *quick],  # which works
         ["build", closed / "m.onnx", *feed],
         ["build", small_cnn, *feed, "--out", closed / "o"],
         ["calibrate", small_cnn, *feed, "-o", closed / "c"],
         ["build", small_cnn, "--images", closed],
         ["build", small_cnn, "--images", closed / "list.txt"],
-        ["build", small_cnn, *feed, "--eval-images", str(pictures), "--labels", closed / "l.json"],
+        ["build", small_cnn, *feed, "--eval-images", pictures, "--labels", closed / "l.json"],
         ["build", small_cnn, *feed, "--plan", closed / "p.toml"],
         ["build", small_cnn, *feed, "--metric", f"{closed}/f.py:f"],
         ["explain", closed], ["verify", closed / "o"], ["inspect", closed / "x.cache"],
         ["cache", "show", closed / "c"], ["ascend", "check", closed / "r"],
     ]  # fmt: skip
-    # What is imported late is imported before the process is nobody's, who may read no library.
-    code = (
-        "import importlib, os, sys\n"
-        "import deploy.terminal\n"
-        "deploy.terminal.TICK_S = 1e6\n"
-        "from deploy.cli import main\n"
-        "def call(words):\n"
-        "    try: main(words)\n"
-        "    except SystemExit as stop: return stop.code\n"
-        "for name in eval(sys.argv[3]): importlib.import_module(name)\n"
-        "good, *tries = eval(sys.argv[2])\n"
-        "assert not call(good)\n"
-        "os.chmod(sys.argv[1], 0)\n"
-        "try: os.geteuid() or os.seteuid(65534)\n"
-        "except PermissionError: sys.exit(77)\n"
-        "for words in tries: print('code', call(words), words[0], flush=True)\n"
-    )
-    good = ["build", small_cnn, *feed, "--out", tmp_path / "o", "--duration", 0, "--effort", 0]
-    tries.insert(0, [*good, "--accept"])
     apart = ("deploy.fx", "deploy.standins.torch_on_cpu", "deploy.__")  # which need torch
     modules = [name for name in house.modules(ROOT) if not name.startswith(apart)]
     tries = [[str(word) for word in words] for words in tries]
@@ -173,18 +171,17 @@ def test_a_folder_that_is_closed_is_a_sentence(small_cnn, pictures, tmp_path, tm
         if folder.is_relative_to(base) or folder.name.startswith("pytest-"):
             folder.chmod(0o755)
     done = subprocess.run(
-        [sys.executable, "-c", code, str(closed), repr(tries), repr(modules)],
+        [sys.executable, "-c", FROM_CLOSED, str(closed), repr(tries), repr(modules)],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     closed.chmod(0o700)
     if done.returncode == 77:
         pytest.skip("root may not become another user here (CAP_SETUID), and may look anywhere")
     codes = [line for line in done.stdout.splitlines() if line.startswith("code")]
-    assert len(codes) == len(tries) - 1, done.stdout + done.stderr
-    assert all(line.startswith("code 1 ") for line in codes), done.stdout + done.stderr
-    errors = done.stderr.splitlines()
-    assert len(errors) == len(tries) - 1, done.stderr
-    assert sum("ermission" in line for line in errors) >= len(errors) - 1, done.stderr  # explain
+    errors, said = done.stderr.splitlines(), done.stdout + done.stderr
+    assert len(codes) == len(errors) == len(tries) - 1, said
+    assert all(line.startswith("code 1 ") for line in codes), said
+    assert sum("ermission" in line for line in errors) >= len(errors) - 1, said  # explain
 
 
 @pytest.mark.slow
@@ -199,12 +196,11 @@ def test_a_screen_that_is_full_is_no_fault(small_cnn):
     assert done.returncode == 1 and "No space left" in done.stderr
 
 
-def test_names_as_long_as_a_protobuf_allows_are_no_fault(small_cnn, pictures, run, tmp_path):
+def test_names_as_long_as_a_protobuf_allows_are_no_fault(small_cnn, run, tmp_path):
     model = onnx.load(small_cnn)
     for node in model.graph.node:
         node.name = node.name + "n" * 100_000
-    onnx.save(model, tmp_path / "m.onnx")
-    assert run("inspect", tmp_path / "m.onnx", "--all")[0] == 0
+    run.ok("inspect", save_net(model, tmp_path / "m.onnx"), "--all")
 
 
 # --- Paths that are no UTF-8, and models with one name for several nodes: through every command.
@@ -252,11 +248,12 @@ def test_a_path_that_is_no_utf_8_is_built_for_every_target(weights, small_cnn, x
     assert os.fsencode(f"={model.stem}_deploy") in next(out.glob("*_atc.sh")).read_bytes()
     json.loads((out / "report.json").read_text("utf-8"))
     engine = next(out.glob("*.int8.onnx"))
-    assert run(*words, "--require-cache")[0] == 0
-    assert run("explain", out, *feed)[0] == 0
-    assert run("inspect", model)[0] == run("inspect", out / f"{model.stem}.cache")[0] == 0
-    assert run("bench", engine, "--duration", 0, "--warmup", 0)[0] == 0
-    assert run("compare", model, engine, *feed)[0] == 0
+    run.ok(*words, "--require-cache")
+    run.ok("explain", out, *feed)
+    run.ok("inspect", model)
+    run.ok("inspect", out / f"{model.stem}.cache")
+    run.ok("bench", engine, "--duration", 0, "--warmup", 0)
+    run.ok("compare", model, engine, *feed)
 
 
 def test_weights_beside_such_a_path_are_no_others(small_cnn, folder, tmp_path, monkeypatch):
@@ -271,18 +268,16 @@ def test_nodes_that_share_a_name_are_renamed_and_said(small_cnn, x, tmp_path, ru
     model = onnx.load(small_cnn)
     for node in model.graph.node[1:]:
         node.name = "same"
-    onnx.save(model, tmp_path / "m.onnx")
+    path = save_net(model, tmp_path / "m.onnx")
     with pytest.raises(BackendError, match="same node name"):
-        OrtSession.open(tmp_path / "m.onnx")
+        OrtSession.open(path)
     words = ("--images", x, "--out", tmp_path / "o", *QUICK)
-    targets = ("--target", "onnxruntime,tensorrt,ascend")
-    run.ok("build", tmp_path / "m.onnx", *words, *targets)
+    run.ok("build", path, *words, "--target", "onnxruntime,tensorrt,ascend")
     report = json.loads((tmp_path / "o" / "report.json").read_text())
     names = [node["name"] for node in report["targets"][0]["nodes"]]
     assert len(set(names)) == len(names)
     note = "Renamed 8 nodes whose name another node has."
-    assert note in json.dumps(report)
-    assert note in run("inspect", tmp_path / "m.onnx")[1]
+    assert note in json.dumps(report) and note in run.ok("inspect", path)
 
 
 # --- `calib8 quantize`: torch's own numbers by hand, and ranges that are searched.
@@ -295,12 +290,13 @@ def said(run, *words):
 
 
 def test_a_scale_and_a_zero_point_that_are_given(run):
-    shown = run("quantize", VALUES, "--scale", "0.1", "--zero-point", "10")[1]
+    given = ("--scale", "0.1", "--zero-point", "10")
+    shown = run.ok("quantize", VALUES, *given)
     assert "scale 0.100000001, zero point 10, quint8 (given): stores -1 to 24.5" in shown
     assert "SQNR exact, 0 of 4 values clipped" in shown
-    found = said(run, VALUES, "--scale", "0.1", "--zero-point", "10")
+    found = said(run, VALUES, *given)
     assert found["int_repr"] == [0, 10, 20, 30] and found["dequantized"] == [-1, 0, 1, 2]
-    found = said(run, "[-1000, 100]", "--scale", "0.1", "--zero-point", "10")
+    found = said(run, "[-1000, 100]", *given)
     assert found["int_repr"] == [0, 255] and found["clipped"] == 2
     assert found["error"] == pytest.approx([999, -75.5])
     assert said(run, "[100]", "--scale", "0.1", "--dtype", "qint32")["int_repr"] == [1000]
@@ -318,35 +314,32 @@ def test_channels_each_have_their_own(run):
 
 def test_ranges_are_those_of_the_searches(run, tmp_path):
     values = np.random.default_rng(0).normal(size=500).astype(np.float32)
-    np.save(tmp_path / "v.npy", values)
-    widest = said(run, str(tmp_path / "v.npy"), "--method", "minmax")
+    path = tmp_path / "v.npy"
+    np.save(path, values)
+    widest = said(run, path, "--method", "minmax")
     scale, zero = affine_params(float(values.min()), float(values.max()))
     assert (widest["scale"], widest["zero_point"]) == ([scale], [zero])
-    kept = said(run, str(tmp_path / "v.npy"), "--method", "percentile", "--percent", "95")
+    kept = said(run, path, "--method", "percentile", "--percent", "95")
     assert kept["found"] == "percentile 95" and kept["clipped"] > 10
     assert kept["sqnr_db"] < widest["sqnr_db"] < 60
-    assert said(run, str(tmp_path / "v.npy"), "--method", "entropy-tensorrt")["clipped"] >= 0
+    assert said(run, path, "--method", "entropy-tensorrt")["clipped"] >= 0
     zeros = quantize_by_search(np.zeros(3, np.float32), Method.of(), axis=None, dtype="qint8")
     assert zeros.quantized.stored.tolist() == [0, 0, 0] and zeros.quantized.scale.tolist() == [1.0]
 
 
 def test_what_is_no_experiment_is_said(run, tmp_path):
     np.save(tmp_path / "c.npy", np.array(["text"]))
+    one_way = "given or searched, got --scale and --method"
     for words, message in (
         ((VALUES, "--zero-point", "3"), "--zero-point goes with --scale"),
-        (
-            (VALUES, "--scale", "1", "--method", "mse"),
-            "given or searched, got --scale and --method",
-        ),
+        ((VALUES, "--scale", "1", "--method", "mse"), one_way),
         ((VALUES, "--scale", "a"), "must be numbers with commas"),
         ((VALUES, "--scale", "1", "--zero-point", "1.5"), "must be whole numbers"),
         ((VALUES, "--scale", "0"), "a scale must be finite and positive"),
         ((VALUES, "--dtype", "qint32"), "a search finds the scale of quint8 or qint8"),
         ((VALUES, "--scale", "1,2"), "give --axis, or one of each"),
         ((VALUES, "--axis", "4"), "one of 1 dimensions, got 4"),
-        (("[1, [2]]",), "values are a JSON array of numbers"),
-        (("[]",), "values are a JSON array of numbers"),
-        (('["a"]',), "values are a JSON array of numbers"),
+        *(((text,), "values are a JSON array of numbers") for text in ("[1, [2]]", "[]", '["a"]')),
         (("3.5",), "write it as '[3.5]'"),
         (("-1, 2",), "write it as '[-1, 2]'"),
         (("-7", "--scale", "1"), "write it as '[-7]'"),
@@ -354,7 +347,7 @@ def test_what_is_no_experiment_is_said(run, tmp_path):
         (("[1e39, 1]",), "1 of 2 values infinite in float32"),
         (("[1, -Infinity]",), "1 of 2 values infinite in float32"),
         (("absent.npy",), "absent.npy must be an .npy file"),
-        ((str(tmp_path / "c.npy"),), "must be a sound .npy file"),
+        ((tmp_path / "c.npy",), "must be a sound .npy file"),
         ((VALUES, "-q"), "--quiet goes with --json"),
     ):
         code, _, err = run("quantize", *words)

@@ -16,7 +16,7 @@ from deploy.tuning import prices, search_samples
 from deploy.tuning import timing as clocks
 from deploy.tuning.plan_file import NOT_FASTER, read_plan
 from deploy.tuning.timing import PAIRS, KernelTimes
-from tests.models import as_float32, make_model, make_node
+from tests.models import as_float32, make_model, make_node, parse_nodes, save_net
 from tests.test_tuning import ran, saved
 
 # --- A default build is usable where a quieter split of the same model is, for every target.
@@ -67,9 +67,32 @@ def feed(tmp_path_factory):
     return path
 
 
-def level(built, target):
+@pytest.fixture
+def build(feed, tmp_path):
+    """`calib8 build` of a model over `feed`, without time where none is given."""
+
+    def run(model, *words, out=None):
+        plain = () if "--duration" in words else ("--duration", 0)
+        return ran(model, "--images", feed, *plain, *words, out=out or tmp_path / "o")
+
+    return run
+
+
+def level(built, target="onnxruntime"):
     judged = [one for one in built.report["engines"] if one["target"] == target]
     return judged[-1]["verdict"]["level"]
+
+
+def chosen(built, target="onnxruntime"):
+    """What the plan says of a target, and which layers it keeps float."""
+    plan = built.plan.targets[target]
+    return plan, plan.choices.float_nodes
+
+
+def told(built, target):
+    """What the report says of a target."""
+    (row,) = (one for one in built.report["targets"] if one["name"] == target)
+    return row
 
 
 def screen(built):
@@ -92,63 +115,63 @@ def default(model, feed, tmp_path_factory):
 def test_the_layer_that_makes_the_engine_unusable_is_kept_float(target, default):
     assert default.code == 0, default.said
     assert level(default, target) in ("good", "doubtful")
-    kept = default.plan.targets[target].choices.float_nodes
+    _, kept = chosen(default, target)
     assert "/wide/Conv" in kept and "/s/Conv" not in kept
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_what_was_tried_is_told_once(target, default, surer):
-    for built in (default, surer):
-        for row in (one for one in built.report["targets"] if one["name"] == target):
-            tried = [one["what"] for one in row["search"]["tried"]]
-            assert len(tried) == len(set(tried)) > 2
-            assert not [what for what in tried if what.startswith("0 of")]  # all in int8
+def test_what_was_tried_is_told_once(default, surer):
+    for row in (*default.report["targets"], *surer.report["targets"]):
+        tried = [one["what"] for one in row["search"]["tried"]]
+        assert len(tried) == len(set(tried)) > 2
+        assert not [what for what in tried if what.startswith("0 of")]  # all in int8
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("net", "first", "targets", "was"),
+    [("model", "default", ALL, "unusable"), ("narrow", "surer", GRIDS, "doubtful")],
+)
 def test_a_second_build_obeys_the_plan_and_judges_nothing(
-    default, model, feed, monkeypatch, tmp_path
+    net, first, targets, was, build, request, monkeypatch, tmp_path
 ):
-    before = models(default)
+    net, first = map(request.getfixturevalue, (net, first))
     monkeypatch.setattr(search_samples, "GrowingComparison", None)  # whoever calls it fails
-    words = ("--images", feed, "--target", ALL, "--duration", 0)
-    again = ran(model, *words, out=shutil.copytree(default.out, tmp_path / "o"))
-    assert again.code == 0 and models(again) == before
+    again = build(net, "--target", targets, out=shutil.copytree(first.out, tmp_path / "o"))
+    assert again.code == 0 and models(again) == models(first)
     assert all(one["search"]["reused"] for one in again.report["targets"])
-    assert "would be unusable" in screen(again)
+    assert f"would be {was}" in screen(again)
 
 
-def test_without_a_search_nothing_is_judged_beforehand(model, feed, tmp_path):
-    built = ran(model, "--images", feed, "--duration", 0, "--effort", 0, out=tmp_path / "o")
-    assert built.code == 3 and level(built, "onnxruntime") == "unusable"
+def test_without_a_search_nothing_is_judged_beforehand(model, build):
+    built = build(model, "--effort", 0)
+    assert built.code == 3 and level(built) == "unusable"
 
 
-def test_a_plan_that_is_given_is_obeyed_though_it_is_unusable(default, model, feed, tmp_path):
+def test_a_plan_that_is_given_is_obeyed_though_it_is_unusable(default, model, build, tmp_path):
     text = (default.out / "guessing.plan.toml").read_text()
     plan = tmp_path / "own.plan.toml"
     plan.write_text("\n".join(line for line in text.splitlines() if '"/wide/Conv"' not in line))
-    built = ran(model, "--images", feed, "--duration", 0, "--plan", plan, out=tmp_path / "o")
-    assert built.code == 3 and level(built, "onnxruntime") == "unusable"
+    built = build(model, "--plan", plan)
+    assert built.code == 3 and level(built) == "unusable"
 
 
 @pytest.mark.parametrize("target", GRIDS.split(","))
-def test_a_limit_of_loss_holds_on_the_samples_that_judge(target, narrow, feed, tmp_path):
-    out = tmp_path / "o"
-    words = ("--target", target, "--duration", 0, "--max-loss", 0.1)
-    built = ran(narrow, "--images", feed, *words, out=out)
+def test_a_limit_of_loss_holds_on_the_samples_that_judge(target, narrow, build):
+    built = build(narrow, "--target", target, "--max-loss", 0.1)
     assert built.code == 0 and level(built, target) == "good"
-    assert "/wide/Conv" in built.plan.targets[target].choices.float_nodes
+    assert "/wide/Conv" in chosen(built, target)[1]
 
 
-def test_float_is_built_where_no_split_is_usable_and_faster(model, feed, tmp_path, monkeypatch):
+def test_float_is_built_where_no_split_is_usable_and_faster(model, build, monkeypatch):
     """Only the widest layer gains by int8; what nodes and models take is put in its place."""
 
+    def pairs(ran):
+        return [node.name for node in ran.graph.node if node.op_type in PAIRS]
+
     def times(ran, feeds, *, made_from, runs, seconds):
-        int8 = any(node.op_type in PAIRS for node in ran.graph.node)
-        wide = 30.0 if int8 else 1000.0
+        wide = 30.0 if pairs(ran) else 1000.0
         nodes = {n.name: 1.0 for n in made_from.graph.node} | {"/wide/Conv": wide}
-        pairs = [node.name for node in ran.graph.node if node.op_type in PAIRS]
-        return KernelTimes({**nodes, **dict.fromkeys(pairs, 0.1)}, 0.0)
+        return KernelTimes(nodes | dict.fromkeys(pairs(ran), 0.1), 0.0)
 
     def measure(sessions, *args, **options):
         timing = Timing.of([1.0] * 4)
@@ -159,38 +182,33 @@ def test_float_is_built_where_no_split_is_usable_and_faster(model, feed, tmp_pat
         return dict.fromkeys(sessions, one)
 
     def quickest(ran, feeds, *, threads):
-        return 0.5 if any(node.op_type in PAIRS for node in ran.graph.node) else 1.0
+        return 0.5 if pairs(ran) else 1.0
 
     monkeypatch.setattr(prices, "kernel_times", times)
     monkeypatch.setattr(clocks, "quickest_ms", quickest)
     monkeypatch.setattr("deploy.pipeline.measure.measure", measure)
-    built = ran(model, "--images", feed, "--duration", 0.01, out=tmp_path / "o")
-    assert built.code == 0 and level(built, "onnxruntime") == "stay in float"
+    built = build(model, "--duration", 0.01)
+    assert built.code == 0 and level(built) == "stay in float"
     assert "would be unusable" in screen(built) and [*models(built)] == ["guessing.float.onnx"]
-    assert NOT_FASTER not in built.plan.targets["onnxruntime"].choices.float_nodes.values()
+    assert NOT_FASTER not in chosen(built)[1].values()
 
 
-def test_a_float_model_that_says_no_numbers_is_told_and_not_searched_for(model, feed, tmp_path):
+def test_a_float_model_that_says_no_numbers_is_told_and_not_searched_for(model, build, tmp_path):
     broken = onnx.load(model)
     broken.graph.node.append(make_node("Sqrt", "y", "z", name="/z/Sqrt"))
     broken.graph.output[0].name = "z"
-    onnx.save(broken, tmp_path / "guessing.onnx")
-    words = ("--images", feed, "--duration", 0)
-    built = ran(tmp_path / "guessing.onnx", *words, out=tmp_path / "o")
+    built = build(save_net(broken, tmp_path / "guessing.onnx"))
     assert built.code == 3 and "NaN" in screen(built)
-    assert not built.plan.targets["onnxruntime"].unusable
+    assert not chosen(built)[0].unusable
 
 
 def alone(folder, feed, share):
     """Words for a layer alone, whose first channel holds nearly all of its input's range."""
     weight = np.random.default_rng(3).normal(size=(4, 3, 3, 3))
     weight[:, 0] /= share
-    nodes = [make_node("Conv", "x w", "y", name="/y/Conv")]
-    inputs = {"x": [1, 3, 12, 12]}
-    made = make_model(nodes, inputs, {"y": None}, {"w": np.float32(weight)}, opset=17)
-    onnx.save(made, folder / "guessing.onnx")
-    np.save(folder / "feed.npy", np.float32(feed * np.array([share, 1, 1]).reshape(3, 1, 1)))
-    model, images = folder / "guessing.onnx", folder / "feed.npy"
+    model = saved(folder, "guessing", [("Conv", "x w", "y", {})], {"w": weight})
+    images = folder / "feed.npy"
+    np.save(images, np.float32(feed * np.array([share, 1, 1]).reshape(3, 1, 1)))
     return (model, "--images", images, "--target", GRIDS, "--duration", 0, "--accept")
 
 
@@ -209,9 +227,9 @@ def test_float_that_costs_least_is_called_so_and_needs_no_method(hopeless):
     for target, model in (("tensorrt", "float"), ("ascend", "int8")):
         said = f"{target}: not run on its device; its accuracy is that of its {model} model in"
         assert said in (hopeless.out / "report.md").read_text()
-    (row,) = (one for one in hopeless.report["targets"] if one["name"] == "tensorrt")
-    tried = [one["what"] for one in row["search"]["tried"] if "all in int8" not in one["what"]]
-    assert tried == ["all in float"] and row["search"]["tried"][-1]["taken"]
+    (whole, *others) = told(hopeless, "tensorrt")["search"]["tried"][::-1]
+    assert (whole["what"], whole["taken"]) == ("all in float", True)
+    assert all("all in int8" in one["what"] for one in others)
 
 
 @pytest.mark.parametrize(("share", "best"), [(11, "all in int8"), (12, "all in float")])
@@ -219,7 +237,7 @@ def test_what_clips_is_held_against_float_that_clips_nothing(share, best, tmp_pa
     """Of values with few far out, where a percentile leaves 17.0 and 16.3 dB."""
     values = np.random.default_rng(0).standard_t(4, size=(100, 3, 12, 12))
     built = ran(*alone(tmp_path, values, share), out=tmp_path / "o")
-    (search,) = (o["search"] for o in built.report["targets"] if o["name"] == "tensorrt")
+    search = told(built, "tensorrt")["search"]
     tried = [one["what"] for one in search["tried"]]
     assert search["settled"].startswith(best) and len(tried) == len(set(tried))
 
@@ -241,41 +259,25 @@ def surer(narrow, feed, tmp_path_factory):
 
 
 @pytest.mark.parametrize("target", GRIDS.split(","))
-def test_a_doubtful_engine_gives_way_to_a_good_one_that_is_worth_it(
-    target, surer, narrow, feed, tmp_path
-):
-    words = ("--images", feed, "--target", target, "--duration", 0)
-    assert level(ran(narrow, *words, "--effort", 0, out=tmp_path / "plain"), target) == "doubtful"
+def test_a_doubtful_engine_gives_way_to_a_good_one_that_is_worth_it(target, surer, narrow, build):
+    assert level(build(narrow, "--target", target, "--effort", 0), target) == "doubtful"
     assert level(surer, target) == "good"
-    assert "/wide/Conv" in surer.plan.targets[target].choices.float_nodes
+    assert "/wide/Conv" in chosen(surer, target)[1]
 
 
 @pytest.mark.parametrize(("target", "kept"), [("tensorrt", 33), ("ascend", 31)])
 def test_the_report_and_the_plan_say_what_was_doubtful(target, kept, surer):
     why = f"{kept} of 40 best classes as FP32's"
-    assert surer.plan.targets[target].doubtful == why
-    (row,) = [one for one in surer.report["targets"] if one["name"] == target]
-    assert f"would be doubtful, {why}; so" in " ".join(row["notes"])
+    assert chosen(surer, target)[0].doubtful == why
+    assert f"would be doubtful, {why}; so" in " ".join(told(surer, target)["notes"])
 
 
-def test_a_second_build_takes_the_surer_split(surer, narrow, feed, monkeypatch, tmp_path):
-    before = models(surer)
-    monkeypatch.setattr(search_samples, "GrowingComparison", None)  # whoever calls it fails
-    words = ("--images", feed, "--target", GRIDS, "--duration", 0)
-    again = ran(narrow, *words, out=shutil.copytree(surer.out, tmp_path / "o"))
-    assert again.code == 0 and models(again) == before and "would be doubtful" in screen(again)
-
-
-def test_a_doubtful_engine_stays_where_less_noise_costs_more_than_it_wins(feed, tmp_path):
+def test_a_doubtful_engine_stays_where_less_noise_costs_more_than_it_wins(build, tmp_path):
     """One class in ten is another one; to win it back takes a third of the time more."""
-    path = guessing(tmp_path, outlier=40.0, wide=16)
-    words = ("--images", feed, "--target", "tensorrt", "--duration", 0)
-    built = ran(path, *words, out=tmp_path / "o")
+    built = build(guessing(tmp_path, outlier=40.0, wide=16), "--target", "tensorrt")
     assert built.code == 0 and level(built, "tensorrt") == "doubtful"
-    assert (
-        not built.plan.targets["tensorrt"].doubtful
-        and not built.plan.targets["tensorrt"].choices.float_nodes
-    )
+    plan, kept = chosen(built, "tensorrt")
+    assert not plan.doubtful and not kept
 
 
 NEAR = """
@@ -294,34 +296,31 @@ def near(request, tmp_path):
     return f"{tmp_path / 'own.py'}:near"
 
 
-def test_a_figure_of_ones_own_judges_the_choice_too(narrow, feed, near, tmp_path):
-    words = ("--images", feed, "--duration", 0)
-    plain = ran(narrow, *words, "--metric", near, "--effort", 0, out=tmp_path / "plain")
-    found = ran(narrow, *words, "--metric", near, out=tmp_path / "o")
+def test_a_figure_of_ones_own_judges_the_choice_too(narrow, build, near, tmp_path):
+    plain = build(narrow, "--metric", near, "--effort", 0, out=tmp_path / "plain")
+    found = build(narrow, "--metric", near)
     assert plain.code == 3 and found.code == 0, found.said
-    plan = found.plan.targets["onnxruntime"]
-    assert "/wide/Conv" in plan.choices.float_nodes and near in plan.unusable
+    plan, kept = chosen(found)
+    assert "/wide/Conv" in kept and near in plan.unusable
 
 
 @pytest.mark.slow
-def test_a_figure_that_changed_is_judged_anew(narrow, feed, near, tmp_path):
-    words = ("--images", feed, "--duration", 0, "--metric", near)
-    before = ran(narrow, *words, out=tmp_path / "o").plan.targets["onnxruntime"].made_from
-    assert ran(narrow, *words, out=tmp_path / "o").plan.targets["onnxruntime"].made_from == before
+def test_a_figure_that_changed_is_judged_anew(narrow, build, near):
+    before, again = (chosen(build(narrow, "--metric", near))[0].made_from for _ in range(2))
+    assert again == before
     own = Path(near.rpartition(":")[0])
     own.write_text(own.read_text().replace("0.02", "9e9"))
-    changed = ran(narrow, *words, out=tmp_path / "o").plan.targets["onnxruntime"]
+    changed, _ = chosen(build(narrow, "--metric", near))
     assert changed.made_from != before and not changed.unusable
 
 
-def test_with_labels_a_figure_judges_only_what_was_built(narrow, feed, near, tmp_path):
+def test_with_labels_a_figure_judges_only_what_was_built(narrow, feed, build, near, tmp_path):
     """The samples of the search have none, and what a figure says of these is another thing."""
     labels = tmp_path / "labels.txt"
     labels.write_text("3\n" * 40)
-    words = ("--images", feed, "--eval-images", feed, "--duration", 0, "--metric", near)
-    found = ran(narrow, *words, "--labels", labels, out=tmp_path / "o")
-    assert found.code == 0 and near not in found.plan.targets["onnxruntime"].unusable
-    notes = json.loads((found.out / "report.json").read_text())["notes"]
+    found = build(narrow, "--eval-images", feed, "--metric", near, "--labels", labels)
+    assert found.code == 0 and near not in chosen(found)[0].unusable
+    notes = found.report["notes"]
     (said,) = (one for one in notes if one.startswith("the search went by the outputs' form"))
     assert said.endswith(f"{near}: its images are some that calibrate, of which no labels are used")
 
@@ -349,8 +348,7 @@ def test_samples_are_asked_until_more_would_hardly_say_anything_else(few, asked,
     assert len(given) == asked and found.lost.words == given[-1]
 
 
-# --- Detectors that give a list of boxes, as many as they find: the search goes by what they
-# find.
+# --- Detectors that give a list of boxes: the search goes by what they find.
 SIDE, ANCHORS = 32, 20
 
 
@@ -370,24 +368,23 @@ def listing(tmp_path_factory):
     }  # fmt: skip
     floats["w1"][:, 0] = 0
     wholes = {"flat": [1, 6, -1], "cut": [4, 2], "zero": [0], "both": [0, 1]}
-    nodes = [
-        ("Conv", "x w0", "a", {"pads": [1] * 4}), ("Tanh", "a", "t", {}),
-        ("Mul", "t size", "m", {}), ("Conv", "m w1", "bad", {}), ("Relu", "bad", "r", {}),
-        ("Conv", "r w2 b2", "c8", {"strides": [8, 8]}),
-        ("Conv", "r w3 b2", "c16", {"strides": [16, 16]}),
-        ("Reshape", "c8 flat", "r8", {}), ("Reshape", "c16 flat", "r16", {}),
-        ("Concat", "r8 r16", "all", {"axis": 2}), ("Split", "all cut", "moves logits", {"axis": 1}),
-        ("Add", "moves places", "boxes", {}), ("Sigmoid", "logits", "scores", {}),
-        ("ReduceMax", "scores", "best", {"axes": [1]}), ("ArgMax", "scores", "kind", {"axis": 1}),
-        ("Cast", "kind", "class", {"to": 1}), ("Concat", "boxes best class", "rows", {"axis": 1}),
-        ("Transpose", "rows", "turned", {"perm": [0, 2, 1]}), ("Squeeze", "turned zero", "own", {}),
-        ("Squeeze", "best both", "sure", {}), ("Greater", "sure least", "keep", {}),
-        ("Compress", "own keep", "y", {"axis": 0}),
-    ]  # fmt: skip
+    nodes = parse_nodes(
+        "a = Conv <pads = [1, 1, 1, 1]> (x, w0) t = Tanh(a) m = Mul(t, size) bad = Conv(m, w1)"
+        "r = Relu(bad) c8 = Conv <strides = [8, 8]> (r, w2, b2)"
+        "c16 = Conv <strides = [16, 16]> (r, w3, b2) r8 = Reshape(c8, flat)"
+        "r16 = Reshape(c16, flat) all = Concat <axis = 2> (r8, r16)"
+        "moves, logits = Split <axis = 1> (all, cut) boxes = Add(moves, places)"
+        "scores = Sigmoid(logits) best = ReduceMax <axes = [1]> (scores)"
+        "kind = ArgMax <axis = 1> (scores) class = Cast <to = 1> (kind)"
+        "rows = Concat <axis = 1> (boxes, best, class) turned = Transpose <perm = [0, 2, 1]> (rows)"
+        "own = Squeeze(turned, zero) sure = Squeeze(best, both) keep = Greater(sure, least)"
+        "y = Compress <axis = 0> (own, keep)"
+    )
     path = tmp_path_factory.mktemp("listing") / "net.onnx"
-    nodes = [make_node(op, i, o, name=o.split()[0], **a) for op, i, o, a in nodes]
-    weights = as_float32(floats) | wholes
-    onnx.save(make_model(nodes, {"x": [1, 3, SIDE, SIDE]}, {"y": ["found", 6]}, weights), path)
+    model = make_model(
+        nodes, {"x": [1, 3, SIDE, SIDE]}, {"y": ["found", 6]}, as_float32(floats) | wholes
+    )
+    onnx.save(model, path)
     np.save(path.with_suffix(".npy"), made.uniform(0, 1, (24, 3, SIDE, SIDE)).astype(np.float32))
     return path
 
@@ -405,9 +402,9 @@ def test_the_layer_that_loses_what_is_found_is_kept_float(target, listing, run, 
     assert found[0]["reading"] == "y: a list of boxes, scores and classes"
     assert found[0]["task"]["value"] < 0.5 and found[1]["task"]["value"] > 0.95
     plan = read_plan(tmp_path / "1" / "net.plan.toml").targets[target]
-    assert "bad" in plan.choices.float_nodes and "c8" not in plan.choices.float_nodes
+    kept = plan.choices.float_nodes
+    assert "of what is found" in kept["Conv_bad"] and "Conv_c8" not in kept
     assert "boxes of FP32 kept" in plan.settled
-    assert "of what is found" in plan.choices.float_nodes["bad"]
 
 
 def test_a_figure_of_ones_own_tells_what_a_list_loses(listing, run, tmp_path):
@@ -416,14 +413,12 @@ def test_a_figure_of_ones_own_tells_what_a_list_loses(listing, run, tmp_path):
     words = ("--images", listing.with_suffix(".npy"), "--duration", 0, "--out", tmp_path / "o")
     run.ok("build", listing, *words, "--metric", f"{tmp_path / 'own.py'}:content")
     plan = read_plan(tmp_path / "o" / "net.plan.toml").targets["onnxruntime"]
-    assert "bad" not in plan.choices.float_nodes
+    assert "Conv_bad" not in plan.choices.float_nodes
 
 
-# --- A stream of Adds that int8 spoils, beside layers that it does not: transformers on
-# TensorRT.
+# --- A stream of Adds that int8 spoils, beside layers that it does not: transformers on TensorRT.
 LARGE = 300.0  # times what the other half of the channels holds
 BLOCKS = 3
-SAME = {"pads": [1, 1, 1, 1]}
 
 
 def stream(large) -> onnx.ModelProto:
@@ -432,25 +427,16 @@ def stream(large) -> onnx.ModelProto:
     size = np.where(np.arange(8) < 4, large, 1.0).reshape(1, 8, 1, 1)
     held = {"w0": rng.normal(0, 0.3, (8, 3, 3, 3)), "size": size, "back": 1 / size,
             "wy": rng.normal(0, 0.3, (4, 8, 1, 1))}  # fmt: skip
-    nodes = [
-        make_node("Conv", "x w0", "c", name="stem", **SAME),
-        make_node("Tanh", "c", "t", name="tanh"),
-        make_node("Mul", "t size", "s0", name="mul"),
-    ]
+    same = "Conv <pads = [1, 1, 1, 1]>"
+    nodes = f"c = {same}(x, w0) t = Tanh(c) s0 = Mul(t, size)"
     for n in range(BLOCKS):
         held |= {f"u{n}": rng.normal(0, 0.3, (16, 4, 3, 3)) / large,
                  f"v{n}": rng.normal(0, 0.1, (8, 16, 3, 3)) * size.reshape(8, 1, 1, 1)}  # fmt: skip
-        nodes += [
-            make_node("Slice", f"s{n} zero four one", f"h{n}", name=f"slice{n}"),
-            make_node("Conv", f"h{n} u{n}", f"a{n}", name=f"in{n}", **SAME),
-            make_node("Relu", f"a{n}", f"r{n}", name=f"relu{n}"),
-            make_node("Conv", f"r{n} v{n}", f"b{n}", name=f"out{n}", **SAME),
-            make_node("Add", f"s{n} b{n}", [f"s{n + 1}"], name=f"add{n}"),
-        ]
-    nodes += [
-        make_node("Mul", f"s{BLOCKS} back", "n", name="norm"),
-        make_node("Conv", "n wy", "y", name="head"),
-    ]
+        nodes += (
+            f"h{n} = Slice(s{n}, zero, four, one) a{n} = {same}(h{n}, u{n}) r{n} = Relu(a{n})"
+            f"b{n} = {same}(r{n}, v{n}) s{n + 1} = Add(s{n}, b{n})"
+        )
+    nodes = parse_nodes(f"{nodes} n = Mul(s{BLOCKS}, back) y = Conv(n, wy)")
     whole = {"zero": [0], "four": [4], "one": [1]}
     weights = as_float32(held) | whole
     return make_model(nodes, {"x": ["N", 3, 12, 12]}, {"y": None}, weights, opset=17)
@@ -461,17 +447,17 @@ def stream(large) -> onnx.ModelProto:
 def test_the_adds_that_spoil_a_model_are_float_and_not_the_layers_beside_them(run, tmp_path, large):
     """Nobody tried an Add: each layer beside it was blamed, and float did not help."""
     model = stream(large)
-    onnx.save(model, tmp_path / "stream.onnx")
+    path = save_net(model, tmp_path / "stream.onnx")
     fed = np.random.default_rng(5).normal(size=(24, 3, 12, 12)).astype(np.float32)
     np.save(tmp_path / "x.npy", fed)
     words = ("--images", tmp_path / "x.npy", "--target", "tensorrt", "--duration", 0)
-    run.ok("build", tmp_path / "stream.onnx", *words, "--out", tmp_path / "o")
+    run.ok("build", path, *words, "--out", tmp_path / "o")
     kept = read_plan(tmp_path / "o" / "stream.plan.toml").targets["tensorrt"].choices.float_nodes
-    adds = {node for node in kept if node.startswith("add")}
+    adds = {node for node in kept if node.startswith("Add_")}
     if large == 1.0:
         assert not adds
         return
-    assert adds and not {node for node in kept if node.startswith(("in", "out"))}
+    assert adds and not {node for node in kept if node.startswith(("Conv_a", "Conv_b"))}
     assert all(kept[add].startswith("alone in float all Adds lift y from ") for add in adds)
     made = OrtSession.open(tmp_path / "o" / "stream.tensorrt.qdq.onnx").run({"x": fed})["y"]
     wanted = OrtSession.open(model).run({"x": fed})["y"]
