@@ -3,7 +3,7 @@
 import ctypes
 import shutil
 import subprocess
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +18,8 @@ from calibrators.histogram import BINS, ArrayRefused, Histogram, HistogramGroup,
 from deploy.cli import cli
 
 ROOT = Path(__file__).parent.parent
-
 SOURCE = ROOT / "cpp" / "src" / "kernel" / "count.c"
-
 SOURCES = (SOURCE, SOURCE.with_name("round.c"))
-
 CHUNK, BLOCK = 1 << 17, 1 << 12
 
 
@@ -58,8 +55,7 @@ def forgetful():
 def after(way, batches, base):
     """All that a histogram holds after the batches, or after that which was refused, and why."""
     seen, refused = Histogram(base=base), ""
-    before = kernel.kernel
-    kernel.kernel = lambda: way
+    before, kernel.kernel = kernel.kernel, lambda: way
     try:
         for batch in batches:
             seen.observe(batch)
@@ -97,9 +93,8 @@ def hostile():
         spoilt[normal.size // 2] = -np.nan
         yield f"nan at {place}", [normal[:100], spoilt, normal]
     yield "nan and more", [[1.0, np.nan, np.inf, -np.inf, np.nan, 0.0]]
-    for size in (
-        1, 15, 16, 17, 31, 2047, 2048, 2049, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, CHUNK + 1,
-    ):  # fmt: skip
+    near = (size + more for size in (16, 2048, BLOCK, CHUNK) for more in (-1, 0, 1))
+    for size in (1, 31, *near):
         yield f"{size} values", [normal[:size], normal[-size:] * 3]
     yield "one bin", [np.full(2 * CHUNK, 0.7), np.full(CHUNK, -0.7)]
     for size in (CHUNK - 129, CHUNK - 128, CHUNK - 127, CHUNK - 1, CHUNK):
@@ -147,11 +142,8 @@ def test_threads_count_beside_each_other(ways, monkeypatch):
     x = np.random.default_rng(2).standard_normal(200_000).astype(np.float32)
     alone, several = Histogram(), [Histogram() for _ in range(4)]
     alone.observe(x)
-    threads = [threading.Thread(target=h.observe, args=(x,)) for h in several]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(several)) as threads:
+        list(threads.map(lambda one: one.observe(x), several))
     assert all(h.counts.tobytes() == alone.counts.tobytes() for h in several)
 
 
@@ -161,24 +153,17 @@ def test_a_range_that_no_histogram_has_is_refused(ways, broken):
     seen.full_range = broken
     with pytest.raises(CalibrationError, match="range is 0 or at least"):
         seen.observe(np.zeros(9, np.float32))
-    state, counts = (
-        kernel.HistogramState(full_range=broken),
-        np.zeros(2 * histogram.BINS + 1, np.int64),
-    )
+    state, counts = kernel.HistogramState(full_range=broken), np.zeros(2 * BINS + 1, np.int64)
     values, scratch = np.full(9, 0.5, np.float32), ctypes.create_string_buffer(kernel.SCRATCH)
+    given = (ctypes.byref(state), counts.ctypes.data, values.ctypes.data, 9, scratch)
     for way in (*(w.way for w in ways), -1, len(ways)):  # nor does the kernel write beyond it
-        found = ways[0].observe(
-            way, ctypes.byref(state), counts.ctypes.data, values.ctypes.data, 9, scratch
-        )
-        assert found == -1 and not counts.any()
-
-
-# ---- which one counts -----------------------------------------------------------------------
+        assert ways[0].observe(way, *given) == -1 and not counts.any()
 
 
 def said():
+    kernel.kernel.cache_clear()
     result = CliRunner().invoke(cli, ["--version"])
-    return result.output.splitlines()[-1] if result.exit_code == 0 else result.exception
+    return result.output.splitlines()[-1] if result.exit_code == 0 else str(result.exception)
 
 
 @pytest.fixture
@@ -193,23 +178,18 @@ def beside(library, monkeypatch, tmp_path):
 
 def test_the_kernel_counts_where_it_is_here_unless_told(beside, ways, monkeypatch):
     assert said() == f"counting: C kernel ({ways[-1].name})"
-    kernel.kernel.cache_clear()
     monkeypatch.setenv(kernel.KERNEL_VARIABLE, "opencv")
     assert said() == "counting: numpy and OpenCV (CALIB8_COUNTING=opencv)"
-    kernel.kernel.cache_clear()
     monkeypatch.setenv(kernel.KERNEL_VARIABLE, "c")
     assert said() == f"counting: C kernel ({ways[-1].name})"
-    kernel.kernel.cache_clear()
     monkeypatch.setenv(kernel.KERNEL_VARIABLE, "fortran")
-    assert "must be c, opencv or unset, got 'fortran'" in str(said())
-    kernel.kernel.cache_clear()
+    assert "must be c, opencv or unset, got 'fortran'" in said()
     kernel._here.cache_clear()
     monkeypatch.delenv(kernel.KERNEL_VARIABLE)
     beside.unlink()
     assert said() == "counting: numpy and OpenCV (the C kernel is not built here)"
-    kernel.kernel.cache_clear()
     monkeypatch.setenv(kernel.KERNEL_VARIABLE, "c")
-    assert "the C kernel" in str(said())
+    assert "the C kernel" in said()
 
 
 def test_a_wrong_word_is_told_as_such(run, refusal, small_cnn, pictures, monkeypatch, tmp_path):
@@ -217,7 +197,7 @@ def test_a_wrong_word_is_told_as_such(run, refusal, small_cnn, pictures, monkeyp
     kernel.kernel.cache_clear()
     words = ["build", small_cnn, "--images", pictures, "--effort", 0, "--duration", 0]
     err = refusal(*words, "--out", tmp_path / "out")
-    assert err == ("calib8: error: CALIB8_COUNTING must be c, opencv or unset, got 'fortran'")
+    assert err == "calib8: error: CALIB8_COUNTING must be c, opencv or unset, got 'fortran'"
     assert run("--version")[0] == 1
 
 
@@ -265,8 +245,7 @@ WAYS = (None, *(kernel.load_kernels(kernel.LIBRARY) if kernel.LIBRARY.exists() e
 
 @pytest.fixture(params=WAYS, ids=lambda way: way.name if way else "numpy")
 def way(request, monkeypatch):
-    for module in (histogram, histogram):
-        monkeypatch.setattr(module, "kernel", lambda: request.param)
+    monkeypatch.setattr(histogram, "kernel", lambda: request.param)
     return request.param
 
 

@@ -18,19 +18,8 @@ from deploy.targets import TARGETS
 from scripts import house
 
 ROOT = Path(__file__).parent.parent
-SDKS = {
-    "torch",
-    "tensorrt",
-    "pycuda",
-    "cuda",
-    "onnxruntime",
-    "onnx",
-    "cv2",
-    "acl",
-    "amct_onnx",
-    "tqdm",
-}
-SDKS |= {"openvino"}
+SDKS = {"torch", "tensorrt", "pycuda", "cuda", "onnxruntime", "onnx", "openvino", "cv2", "tqdm"}
+SDKS |= {"acl", "amct_onnx"}
 
 MODULES = house.modules(ROOT)
 # What needs a package that is not here (torch) may say so, and only that.
@@ -86,6 +75,17 @@ def listed(wrong) -> str:
     return "\n" + "\n".join(f"  {one}" for one in wrong)
 
 
+def in_another_process(*words) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def setup() -> configparser.ConfigParser:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    return config
+
+
 def test_every_module_has_a_floor():
     homeless = [module for module in MODULES if house.floor(module) is None]
     assert not homeless, f"give each a floor in scripts/house.py:{listed(homeless)}"
@@ -94,24 +94,20 @@ def test_every_module_has_a_floor():
 
 
 def test_no_import_climbs():
-    up = [arrow for arrow in house.climbing(arrows()) if arrow.rooms not in house.CLIMBS]
-    assert not up, f"these import from a floor above their own:{listed(up)}"
-
-
-def test_few_climbs_are_excepted_and_each_says_why():
+    """But for few that are excepted, and each says why."""
+    up = house.climbing(arrows())
+    wrong = [arrow for arrow in up if arrow.rooms not in house.CLIMBS]
+    assert not wrong, f"these import from a floor above their own:{listed(wrong)}"
     assert len(house.CLIMBS) <= 3 and all(house.CLIMBS.values())
-    assert set(house.CLIMBS) <= {arrow.rooms for arrow in house.climbing(arrows())}
-
-
-def test_no_two_neighbours_import_each_other():
-    wrong = [
-        f"{a} and {b}: {there[0]}, {back[0]}"
-        for (a, b), (there, back) in house.both_ways(arrows()).items()
-    ]
-    assert not wrong, f"of each pair one must stand above the other:{listed(wrong)}"
+    assert set(house.CLIMBS) <= {arrow.rooms for arrow in up}
 
 
 def test_no_import_goes_round_in_a_circle():
+    both = [
+        f"{a} and {b}: {there[0]}, {back[0]}"
+        for (a, b), (there, back) in house.both_ways(arrows()).items()
+    ]
+    assert not both, f"of each pair one must stand above the other:{listed(both)}"
     by_room = [a.rooms for a in arrows() if a.rooms[0] != a.rooms[1]]
     assert not (found := house.circles(by_room)), f"circles of rooms:{listed(found)}"
     found = house.circles((a.start, a.end) for a in arrows())
@@ -142,29 +138,24 @@ def test_the_drawing_holds_every_room():
 @pytest.mark.slow
 def test_every_module_can_be_imported():
     names = [name for name in MODULES if not name.endswith("__main__")]
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALL, *names], cwd=ROOT, capture_output=True, text=True
-    )
+    done = in_another_process(IMPORT_ALL, *names)
     assert done.returncode == 0, done.stderr
 
 
-def test_calibrators_stand_on_numpy():
+@pytest.mark.parametrize(
+    ("package", "never", "lazy"),
+    [
+        ("calibrators", SDKS | {"deploy"}, True),  # they stand on numpy
+        ("deploy.commands", SDKS | {"numpy"}, False),  # nothing heavy at their top
+    ],
+)
+def test_a_package_imports_little(package, never, lazy):
     excepted = {"calibrators.histogram": {"cv2"}, "calibrators.tensorrt": SDKS}  # cv2.calcHist
     wrong = {
         module: found
         for module in MODULES
-        if module.startswith("calibrators")
-        if (found := roots(module, lazy=True) & (SDKS | {"deploy"}) - excepted.get(module, set()))
-    }
-    assert not wrong
-
-
-def test_commands_import_nothing_heavy_at_their_top():
-    wrong = {
-        module: found
-        for module in MODULES
-        if module.startswith("deploy.commands")
-        if (found := roots(module, lazy=False) & (SDKS | {"numpy"}))
+        if module.startswith(package)
+        if (found := roots(module, lazy=lazy) & never - excepted.get(module, set()))
     }
     assert not wrong
 
@@ -176,22 +167,19 @@ def test_the_house_keeps_its_figures():
     assert not over, f"see `python scripts/house.py`:{listed(over)}"
 
 
-NO_NAMES = (
+NO_NAMES = re.compile(
     r"found|told|said|asked|kept|seen|heard|strewn|whole|settled|posted|wish|spool|looks|shown"
-    r"|carried|again|keep|apart|beside|behind"
+    r"|carried|again|keep|apart|beside|behind",
+    re.IGNORECASE,
 )
-
-
-def is_no_name(word: str) -> bool:
-    return re.fullmatch(NO_NAMES, word, re.IGNORECASE) is not None
 
 
 def test_names_are_words_of_the_field():
     """Participles and riddles name no module, class or public function."""
-    wrong = [f"module {name}" for name in MODULES if is_no_name(name.rpartition(".")[2])]
+    wrong = [f"module {name}" for name in MODULES if NO_NAMES.fullmatch(name.rpartition(".")[2])]
     for module in MODULES:
         for node in tree(module).body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and is_no_name(node.name):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and NO_NAMES.fullmatch(node.name):
                 wrong.append(f"{module}.{node.name}")
     assert not wrong, f"name what it is or does:{listed(wrong)}"
 
@@ -249,11 +237,10 @@ def test_every_search_has_its_row():
 
 
 def test_the_table_of_searches_is_read_without_what_they_compute_with():
-    program = (
+    done = in_another_process(
         "import sys, deploy.commands.build, deploy.commands.calibrate;"
         "print([m for m in ('numpy', 'cv2', 'onnx', 'onnxruntime') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -298,8 +285,7 @@ def test_data_and_tests_are_no_packages():
 
 def test_the_wheel_holds_two_packages_and_the_face():
     """What `packages = find:` with its include list finds among the folders of the checkout."""
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg")
+    config = setup()
     faces = config["options"]["py_modules"].split()
     assert faces == ["calib8"]
     assert sorted(path.name for path in ROOT.glob("*.py")) == ["calib8.py", "setup.py"]
@@ -316,12 +302,7 @@ def test_the_wheel_holds_two_packages_and_the_face():
     # every folder of modules is found: a missing __init__.py would drop it from the wheel
     folders = {path.parent for path in MODULES.values()}
     assert held == {".".join(folder.relative_to(ROOT).parts) for folder in folders}
-
-
-def test_types_are_shipped():
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg")
-    for package in ("calibrators", "deploy"):
+    for package in ("calibrators", "deploy"):  # and its types are shipped
         assert (ROOT / package / "py.typed").is_file()
         assert config["options.package_data"][package] == "py.typed"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 import json
 import re
 import subprocess
@@ -25,6 +24,7 @@ from deploy.feed.preprocess import PRESETS
 from deploy.targets import TARGETS
 from deploy.targets.options import declared_options
 from deploy.tuning.search_options import DEFAULT_EFFORT, EFFORTS
+from scripts import site_pages
 
 # --- What the packages hand on: every name in `__all__` is there, and importing costs little.
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,21 +54,14 @@ def loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize(
-    "statement",
-    ["import deploy", "import deploy.cli", "import calib8", "import calib8; dir(calib8)"],
-)
-def test_importing_deploy_loads_no_heavy_library(statement):
+@pytest.mark.parametrize("face", ["deploy", "deploy.cli", "calib8", "calib8; dir(calib8)"])
+def test_importing_deploy_loads_no_heavy_library(face):
     heavy = {"numpy", "onnx", "onnxruntime", "cv2", "torch", "tensorrt", "tqdm", "msgspec"}
-    assert not loaded_by(statement) & heavy
+    assert not loaded_by(f"import {face}") & heavy
 
 
 def test_importing_calibrators_loads_no_model_library():
     assert not loaded_by("import calibrators") & {"onnx", "onnxruntime", "torch", "deploy"}
-
-
-def test_the_version_is_a_plain_string():
-    assert deploy.__version__.count(".") == 2
 
 
 def checked(path: str) -> set[str]:
@@ -80,18 +73,16 @@ def checked(path: str) -> set[str]:
 
 def test_the_face_is_whole():
     face = set(deploy.__all__)
+    assert deploy.__version__.count(".") == 2
     assert {"build", "calibrate", "bench", "inspect", "load", "Preprocess", "Method"} < face
     assert {"CachePolicy", "Report", "TARGETS", "__version__"} < face
     assert {kind.__name__ for kind in TARGETS.values()} < face
-    assert set(deploy.errors.__all__) == {name for name in face if name.endswith("Error")}
+    errors = {name for name in face if name.endswith("Error")}
+    assert set(deploy.errors.__all__) == errors
+    assert all(issubclass(getattr(deploy, name), deploy.Calib8Error) for name in errors)
     assert checked("deploy/__init__.py") == face - {"__version__"}
     for module in (deploy, calib8):
         assert face == {n for n in dir(module) if not n.startswith("__")} | {"__version__"}
-
-
-def test_every_error_is_of_the_tree():
-    for name in deploy.errors.__all__:
-        assert issubclass(getattr(deploy, name), deploy.Calib8Error)
 
 
 def test_the_projects_own_name_gives_the_same():
@@ -140,8 +131,7 @@ def test_the_documented_efforts_are_those_of_the_search():
     assert f"| {DEFAULT_EFFORT} (default) |" in page
 
 
-# --- The notebooks of examples/: their cells run in order, and none is kept with what it
-# printed.
+# --- The notebooks of examples/: their cells run in order, and none is kept with its outputs.
 #
 # The value of a cell's last expression is asked for its page, as Jupyter does.
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
@@ -184,14 +174,9 @@ def test_there_are_two_notebooks_without_outputs():
 
 
 # --- The pages of the site that are made from the code, and its menu.
-
-
 @pytest.fixture(scope="module")
 def made() -> dict[str, str]:
-    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "scripts" / "site_pages.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.pages()
+    return site_pages.pages()
 
 
 def below(command: click.Command, path: str) -> list[tuple[str, click.Command]]:
@@ -240,15 +225,12 @@ def test_the_menu_has_every_page_once(made):
 
 def test_every_preset_method_and_target_option_is_in_its_table():
     pages = {page.stem: page.read_text("utf-8") for page in (ROOT / "docs").rglob("*.md")}
-    tables = {"preprocessing": PRESETS, "methods": SEARCHES, "onnxruntime": flags("onnxruntime")}
+    flags = [option.flag for option in declared_options(TARGETS["onnxruntime"])]
+    tables = {"preprocessing": PRESETS, "methods": SEARCHES, "onnxruntime": flags}
     for page, names in tables.items():
         rows = [line for line in pages[page].splitlines() if line.startswith("| `")]
         missing = [name for name in names if not any(f"`{name}" in row for row in rows)]
         assert not missing, f"docs/**/{page}.md has no row of {missing}"
-
-
-def flags(target: str) -> list[str]:
-    return [option.flag for option in declared_options(TARGETS[target])]
 
 
 def test_links_between_pages_lead_somewhere(made):
@@ -260,7 +242,7 @@ def test_links_between_pages_lead_somewhere(made):
 
 
 # --- The bill of materials: its form, and that equal wheels give equal bytes.
-SCRIPT = Path(__file__).parents[1] / "scripts" / "sbom.py"
+SCRIPT = ROOT / "scripts" / "sbom.py"
 METADATA = """Metadata-Version: 2.4
 Name: Calib8.Test
 Version: 1.2.3
@@ -292,9 +274,8 @@ def test_the_bill_names_what_the_wheel_needs_and_its_licences(tmp_path):
     own = bill["metadata"]["component"]
     assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.5")
     assert own["purl"] == "pkg:pypi/calib8-test@1.2.3"
-    assert (
-        own["licenses"] == [{"expression": "Apache-2.0"}] and len(own["hashes"][0]["content"]) == 64
-    )
+    assert own["licenses"] == [{"expression": "Apache-2.0"}]
+    assert len(own["hashes"][0]["content"]) == 64
     (numpy,) = bill["components"]  # neither an extra nor a condition of elsewhere
     assert numpy["name"] == "numpy" and numpy["licenses"]
     edges = {edge["ref"]: edge["dependsOn"] for edge in bill["dependencies"]}

@@ -1,7 +1,6 @@
 """What a release needs: tag, changelog, links, what the files hold, the page, the workflow."""
 
 import configparser
-import importlib.util
 import os
 import re
 import subprocess
@@ -12,19 +11,12 @@ import pytest
 
 import deploy
 from deploy.cli import cli
+from scripts import release
 
 ROOT = Path(__file__).parent.parent
 FLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 FLOW = ROOT / ".github" / "workflows" / "release.yml"
 PAGE = ROOT / "PYPI.md"
-
-
-@pytest.fixture(scope="module")
-def release():
-    spec = importlib.util.spec_from_file_location("release", ROOT / "scripts" / "release.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +26,7 @@ def setup():
     return parser
 
 
-# ---- what has to agree ----------------------------------------------------------------------
-
-
-def test_the_version_is_the_packages_and_stands_in_the_changelog(release):
+def test_the_version_is_the_packages_and_stands_in_the_changelog():
     assert release.version() == deploy.__version__
     heading, text = release.notes((ROOT / "CHANGELOG.md").read_text("utf-8"), deploy.__version__)
     assert heading.startswith(deploy.__version__) and text
@@ -53,45 +42,42 @@ CHANGES = (
     [("v1.2.0", "1.2.0", ""), ("1.2.0", "1.2.0", "must be v1.2.0"), ("v1.2", "1.2.0", "got v1.2"),
      ("v1.1.0", "1.1.0", "must tell when"), ("v1.0.0", "1.0.0", "heading '## 1.0.0'")],
 )  # fmt: skip
-def test_a_tag_is_that_of_a_version_whose_changes_are_written(release, tag, version, why):
+def test_a_tag_is_that_of_a_version_whose_changes_are_written(tag, version, why):
     said = release.unready(tag, version, CHANGES)
     assert why in said and bool(why) == bool(said)
 
 
-def test_the_notes_of_a_release_are_its_part_of_the_changelog(release):
+def test_the_notes_of_a_release_are_its_part_of_the_changelog():
     assert release.notes(CHANGES, "1.2.0") == ("1.2.0 (2026-02-03)", "new\n\n### more")
     assert release.notes(CHANGES, "1.2") == ("", "")
 
 
-def test_the_links_of_the_page_are_those_of_the_repository_that_releases(release):
+def test_the_links_of_the_page_are_those_of_the_repository_that_releases():
     text = (ROOT / "setup.cfg").read_text("utf-8")
     assert "project_urls" not in text  # where it will live is not known here
     parser = configparser.ConfigParser()
     parser.read_string(release.linked(text, "https://host/some/one"))
-    rows = dict(
-        line.split(" = ") for line in parser["metadata"]["project_urls"].split("\n") if line
-    )
+    rows = dict(line.split(" = ") for line in parser["metadata"]["project_urls"].split("\n")[1:])
     assert rows["Source"] == "https://host/some/one" and len(rows) == 4
     assert all(url.startswith("https://host/some/one") for url in rows.values())
     assert parser["metadata"]["name"] == "calib8"
 
 
-def test_files_that_lack_something_or_hold_more_are_told(release):
+def test_files_that_lack_something_or_hold_more_are_told():
     tracked = ["setup.cfg", "a.py", "deploy/b.py"]
     wheel = ["deploy/b.py", "calibrators/c.py", "calib8.py", "calib8-1.dist-info/METADATA"]
     sdist = [*tracked, "PKG-INFO", "calib8.egg-info/SOURCES.txt"]
     assert release.misfits(sdist, wheel, tracked) == []
-    (said,) = release.misfits(sdist[1:], wheel, tracked)
-    assert said == "the source distribution lacks: setup.cfg"
-    (said,) = release.misfits([*sdist, "a.pyc"], wheel, tracked)
-    assert said.endswith("holds what git does not: a.pyc")
-    (said,) = release.misfits(sdist, [*wheel, "tests/x.py"], tracked)
-    assert said.endswith("more than its packages: tests")
-    (said,) = release.misfits(sdist, wheel[1:], tracked)
-    assert said == "the wheel lacks: deploy"
+    for given, said in (
+        ((sdist[1:], wheel), "source distribution lacks: setup.cfg"),
+        (([*sdist, "a.pyc"], wheel), "source distribution holds what git does not: a.pyc"),
+        ((sdist, [*wheel, "tests/x.py"]), "wheel installs more than its packages: tests"),
+        ((sdist, wheel[1:]), "wheel lacks: deploy"),
+    ):
+        assert release.misfits(*given, tracked) == [f"the {said}"]
 
 
-def test_the_wheel_of_a_platform_has_the_kernel_and_that_of_every_platform_has_none(release):
+def test_the_wheel_of_a_platform_has_the_kernel_and_that_of_every_platform_has_none():
     own, every = "calib8-1-py3-none-manylinux_2_5_x86_64.whl", "calib8-1-py3-none-any.whl"
     held = ["deploy/b.py", "calibrators/_count.so"]
     assert release.unfit_wheels({own: held, every: held[:1]}) == []
@@ -125,9 +111,6 @@ def test_the_scripts_refuse_a_tag_of_another_version(tmp_path):
     assert not (tmp_path / "dist").exists()
 
 
-# ---- the page of the project ----------------------------------------------------------------
-
-
 def test_every_python_that_is_promised_is_checked(setup):
     told = re.findall(r"Python :: 3\.(\d+)$", setup["metadata"]["classifiers"], re.MULTILINE)
     assert told == [str(minor) for minor in range(10, 15)]
@@ -151,9 +134,6 @@ def test_the_page_names_extras_commands_and_options_that_there_are(setup):
         command = cli.get_command(click.Context(cli), name)
         flags = {flag for param in command.params for flag in param.opts}
         assert set(re.findall(r"--[\w-]+", words)) <= flags, name
-
-
-# ---- the workflow ---------------------------------------------------------------------------
 
 
 def jobs():
@@ -191,13 +171,9 @@ def test_every_action_is_pinned_to_a_major_version():
 def test_a_job_may_do_what_it_needs_and_no_more():
     text = FLOW.read_text("utf-8")
     assert "\npermissions:\n  contents: read\n" in text
-    rights = {
-        name: re.findall(r"^      ([\w-]+): write$", body, re.M) for name, body in jobs().items()
-    }
+    writes = re.compile(r"^      ([\w-]+): write$", re.MULTILINE)
+    rights = {name: writes.findall(body) for name, body in jobs().items()}
     assert rights == {"check": [], "build": [], "attach": ["contents"], "publish": ["id-token"]}
     assert "environment: pypi" in jobs()["publish"] and "secrets." not in text
-
-
-def test_every_job_waits_for_the_one_before_it():
     needs = [re.findall(r"needs: (\w+)", body) for body in jobs().values()]
-    assert needs == [[], ["check"], ["build"], ["attach"]]
+    assert needs == [[], ["check"], ["build"], ["attach"]]  # each waits for the one before it
