@@ -55,14 +55,14 @@ def forgetful():
 def after(way, batches, base):
     """All that a histogram holds after the batches, or after that which was refused, and why."""
     seen, refused = Histogram(base=base), ""
-    before, kernel.kernel = kernel.kernel, lambda: way
+    before, histogram.kernel = histogram.kernel, lambda: way
     try:
         for batch in batches:
             seen.observe(batch)
     except CalibrationError as error:
         refused = str(error)
     finally:
-        kernel.kernel = before
+        histogram.kernel = before
     arrays = {name: value.tobytes() for name, value in seen.to_arrays().items()}
     return {**arrays, "latest": seen.latest, "refused": refused}
 
