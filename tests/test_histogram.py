@@ -32,11 +32,17 @@ def state(h):
     return (h.counts.tolist(), h.full_range, h.minimum, h.maximum, h.total, h.infinite)
 
 
+def observed(*batches, base=None):
+    h = Histogram(base=base)
+    for batch in batches:
+        h.observe(np.asarray(batch, np.float32))
+    return h
+
+
 @given(values)
 @settings(max_examples=50)
 def test_counts_are_those_of_the_definition(x):
-    h = Histogram()
-    h.observe(x)
+    h = observed(x)
     if h.amax > 0:
         assert h.full_range == range_for(h.amax)
         assert h.full_range / 2 < h.amax <= h.full_range or h.amax < 2.0**-100
@@ -47,17 +53,12 @@ def test_counts_are_those_of_the_definition(x):
 @given(values | ends, st.lists(st.integers(0, 200), max_size=5), st.randoms())
 @settings(max_examples=50)
 def test_any_split_any_order_and_any_merge_tree_gives_the_same_state(x, cuts, random):
-    whole = Histogram()
-    whole.observe(x)
     parts = np.split(x, sorted(min(c, x.size) for c in cuts))
     random.shuffle(parts)
-    sequential, merged = Histogram(), Histogram()
+    merged = Histogram()
     for part in parts:
-        sequential.observe(part)
-        alone = Histogram()
-        alone.observe(part)
-        merged.merge(alone)
-    assert state(sequential) == state(whole) == state(merged)
+        merged.merge(observed(part))
+    assert state(observed(*parts)) == state(observed(x)) == state(merged)
 
 
 @given(values, values)
@@ -66,8 +67,7 @@ def test_a_base_range_doubles_as_if_the_larger_range_had_been_there_from_the_sta
     base = float(np.abs(first).max())
     if base < 1e-20:
         return
-    h = Histogram(base=base)
-    h.observe(first)
+    h = observed(first, base=base)
     assert h.full_range == base and h.counts[0] == h.counts[-1] == 0
     h.observe(later)
     ratio = math.log2(h.full_range / base)
@@ -82,15 +82,13 @@ def test_a_base_range_doubles_as_if_the_larger_range_had_been_there_from_the_sta
 def test_many_values_are_counted_as_numpy_counts_them(relu):
     x = np.random.default_rng(1).normal(size=400_001).astype(np.float32)
     x = np.maximum(x, 0) if relu else x
-    h = Histogram()
-    h.observe(x.reshape(-1))
+    h = observed(x)
     index = (x * np.float32(BINS / h.full_range)).astype(np.int64) + BINS
     assert h.counts.tolist() == np.bincount(index, minlength=2 * BINS + 1).tolist()
 
 
 def test_magnitudes_fold_both_signs_and_nest_into_fewer_bins():
-    h = Histogram()
-    h.observe(np.array([-1.0, 1.0, 0.5, -0.25, 0.0], np.float32))
+    h = observed([-1.0, 1.0, 0.5, -0.25, 0.0])
     fine, coarse = h.magnitudes(BINS), h.magnitudes(2048)
     assert fine[BINS - 1] == 2 and coarse[2047] == 2
     assert coarse[1024] == 1 and coarse[512] == 1 and coarse[0] == 1
@@ -99,12 +97,10 @@ def test_magnitudes_fold_both_signs_and_nest_into_fewer_bins():
 
 def test_nan_infinities_zeros_and_bases():
     with pytest.raises(CalibrationError, match="1 NaN"):
-        Histogram().observe(np.array([1.0, np.nan], np.float32))
-    h = Histogram()
-    h.observe(np.array([np.inf, -np.inf, 2.0], np.float32))
+        observed([1.0, np.nan])
+    h = observed([np.inf, -np.inf, 2.0])
     assert (h.infinite, h.total, h.amax) == (2, 1, 2.0)
-    h = Histogram()
-    h.observe(np.zeros(0, np.float32))
+    h = observed([])
     assert (h.total, h.amax, h.full_range) == (0, 0.0, 0.0)
     h.observe(np.zeros(4, np.float32))
     assert (h.total, h.amax, h.counts[BINS]) == (4, 0.0, 4)
@@ -117,10 +113,7 @@ def test_nan_infinities_zeros_and_bases():
 @given(values | ends, values | ends)
 @settings(max_examples=50)
 def test_what_is_left_without_some_values_is_what_the_others_gave(others, taken):
-    whole, own, rest = Histogram(), Histogram(), Histogram()
-    whole.observe(np.concatenate([others, taken]))
-    own.observe(taken)
-    rest.observe(others)
+    whole, own, rest = observed(others, taken), observed(taken), observed(others)
     left = whole.without(own)
     same = Histogram()
     same.full_range = whole.full_range
@@ -133,10 +126,9 @@ def test_what_is_left_without_some_values_is_what_the_others_gave(others, taken)
 
 
 def test_nothing_is_left_of_a_whole_and_no_count_falls_below_nothing():
-    whole, other = Histogram(), Histogram()
-    whole.observe(np.float32([1, -2]))
+    whole = observed([1, -2])
     assert state(whole.without(whole)) == state(Histogram())
-    other.observe(np.float32([1.9, 5]))  # not among them, as after another optimization
+    other = observed([1.9, 5])  # not among them, as after another optimization
     assert (left := whole.without(other)).counts.min() == 0 and left.total == 2
     with pytest.raises(CalibrationError, match="of no order"):
         Histogram(base=1.0).without(other)
