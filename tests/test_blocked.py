@@ -1,9 +1,7 @@
 """Taps in ONNX Runtime's blocks give the statistics of ordinary ones, to the last count."""
 
 import numpy as np
-import onnx
 import pytest
-from onnx import numpy_helper
 
 from calibrators.amct.recorders import ChannelMaxOf
 from calibrators.statistics import AmaxOf, HistogramOf
@@ -20,33 +18,29 @@ ODD = (3, 5, 8, 12, 17)
 def network(channels, *, ends="Relu"):
     """x [n, 3, 9, 7] through convolutions of odd channels, whole, grouped and depthwise."""
     rng = np.random.default_rng(1)
-    nodes, constants, seen = [], [], []
+    nodes, constants = [], {}
 
-    def add(op, inputs, *, weights=None, **attributes):
+    def add(op, *inputs, weights=None, **attributes):
         name = f"{op.lower()}{len(nodes)}"
         if weights is not None:
-            values = rng.normal(scale=0.5, size=weights).astype(np.float32)
-            constants.append(numpy_helper.from_array(values, f"{name}.w"))
+            constants[f"{name}.w"] = rng.normal(scale=0.5, size=weights).astype(np.float32)
             inputs = [*inputs, f"{name}.w"]
         nodes.append(make_node(op, inputs, [name], name=name, **attributes))
-        seen.append(name)
         return name
 
     last, before = "x", 3
     for count in channels:
-        last = add("Conv", [last], weights=(count, before, 3, 3), pads=[1] * 4)
-        last = add(ends, [last])
-        own = add("Conv", [last], weights=(count, 1, 3, 3), pads=[1] * 4, group=count)
-        last = add("Add", [add("Sigmoid", [own]), last])
-        last, before = add("MaxPool", [last], kernel_shape=[3, 3], pads=[1] * 4), count
-    grouped = add("Conv", [last], weights=(16, before, 1, 1))
-    grouped = add("Relu", [add("Conv", [grouped], weights=(32, 8, 1, 1), group=2)])
-    grouped = add("Concat", [grouped, grouped], axis=1)
-    add("Flatten", [grouped])  # reads what it reads in the ordinary layout
-    model = make_model(
-        nodes, {"x": ["n", 3, 9, 7]}, [onnx.ValueInfoProto(name=last)], constants, opset=17
-    )
-    return model, seen
+        last = add("Conv", last, weights=(count, before, 3, 3), pads=[1] * 4)
+        last = add(ends, last)
+        own = add("Conv", last, weights=(count, 1, 3, 3), pads=[1] * 4, group=count)
+        last = add("Add", add("Sigmoid", own), last)
+        last, before = add("MaxPool", last, kernel_shape=[3, 3], pads=[1] * 4), count
+    grouped = add("Conv", last, weights=(16, before, 1, 1))
+    grouped = add("Relu", add("Conv", grouped, weights=(32, 8, 1, 1), group=2))
+    grouped = add("Concat", grouped, grouped, axis=1)
+    add("Flatten", grouped)  # reads what it reads in the ordinary layout
+    model = make_model(nodes, {"x": ["n", 3, 9, 7]}, {last: None}, constants, opset=17)
+    return model, [node.name for node in nodes]
 
 
 def batches(*sizes):
@@ -54,13 +48,11 @@ def batches(*sizes):
     return [{"x": rng.normal(size=(n, 3, 9, 7)).astype(np.float32)} for n in sizes]
 
 
-def state(model, tensors, samples, statistic, *, threads=1):
-    wanted = [Observation(Variant("float", lambda _: model), name, statistic) for name in tensors]
+def state(model, tensors, samples, *statistics, threads=1):
+    variant = Variant("float", lambda _: model)
+    wanted = [Observation(variant, name, one) for name in tensors for one in statistics]
     seen = observe(wanted, samples, threads=threads)
-    return {
-        o.tensor: {name: values.tolist() for name, values in seen.of(o).to_arrays().items()}
-        for o in wanted
-    }
+    return [{n: v.tolist() for n, v in seen.of(o).to_arrays().items()} for o in wanted]
 
 
 @pytest.fixture
@@ -132,16 +124,8 @@ def test_statistics_with_an_order_or_channels_see_the_tensor_as_it_is(ordinary):
 
 def test_of_a_tensor_that_both_kinds_read_both_are_right(ordinary):
     model, tensors = network((16,))
-    variant = Variant("float", lambda _: model)
-
-    def both():
-        wanted = [
-            Observation(variant, t, s) for t in tensors for s in (HistogramOf(), HistogramOf(1))
-        ]
-        seen = observe(wanted, batches(2, 1), threads=2)
-        return [{k: v.tolist() for k, v in seen.of(o).to_arrays().items()} for o in wanted]
-
-    assert both() == ordinary(both)
+    given = (model, tensors, batches(2, 1), HistogramOf(), HistogramOf(1))
+    assert state(*given, threads=2) == ordinary(state, *given, threads=2)
 
 
 def test_nan_is_told_with_its_tensor():

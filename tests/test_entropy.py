@@ -10,9 +10,7 @@ from calibrators.entropy import BINS, _divergences, divergence, entropy, search_
 from calibrators.histogram import Histogram
 
 LENET = Path("../shared/golden/tensorrt/lenet/histograms.npz")
-INDICES = {
-    "data": 2040, "conv1": 704, "conv2": 962, "fc1": 1153, "ip1": 1155, "ip2": 1289, "prob": 1081,
-}  # fmt: skip
+INDICES = dict(data=2040, conv1=704, conv2=962, fc1=1153, ip1=1155, ip2=1289, prob=1081)
 
 
 @pytest.mark.skipif(not LENET.exists(), reason="the LeNet histograms are not beside this checkout")
@@ -39,8 +37,7 @@ def test_the_search_by_prefix_sums_finds_the_last_minimum_of_the_definition(hist
     finite = np.isfinite(exact)
     assert np.array_equal(finite, np.isfinite(_divergences(h)))
     assert np.allclose(exact[finite], _divergences(h)[finite], atol=1e-10)
-    expected = BINS - int(np.argmin(exact[::-1]))
-    assert search_bins(histogram) == expected
+    assert search_bins(histogram) == BINS - int(np.argmin(exact[::-1]))
 
 
 def test_a_tie_and_a_constant():

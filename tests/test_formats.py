@@ -8,14 +8,13 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 import pytest
 
 from deploy.calibration import store, trt_cache
-from deploy.cli import main
 from deploy.errors import Calib8Error
 from deploy.tuning.plan_file import read_plan
 from deploy.version import __version__
+from tests.models import run_net
 
 KEPT = Path(__file__).parent / "golden" / "formats"
 VERSIONS = sorted(path.name for path in KEPT.iterdir() if path.is_dir())
@@ -39,15 +38,6 @@ def reads(kept, name, read):
     return None
 
 
-def calib8(capsys, *words):
-    code = 0
-    try:
-        main([str(word) for word in words])
-    except SystemExit as stop:
-        code = stop.code
-    return code, capsys.readouterr()
-
-
 def test_this_version_is_kept():
     assert __version__ in VERSIONS, "python scripts/keep_formats.py"
 
@@ -62,9 +52,8 @@ def test_a_calibration_of_any_version_is_read(kept):
         stored, arrays = found
         assert stored.fingerprint.method == "mse" and len(stored.keys) == len(arrays) >= 8
         assert all(np.isfinite(a).all() for held in arrays.values() for a in held.values())
-    cache = trt_cache.parse(
-        (kept / "m.cache").read_bytes(), origin="m.cache"
-    )  # TensorRT's own text
+    text = (kept / "m.cache").read_bytes()  # TensorRT's own
+    cache = trt_cache.parse(text, origin="m.cache")
     assert cache.header.version == "8.5.3" and not cache.flaws()
 
 
@@ -75,35 +64,32 @@ def test_a_plan_of_any_version_is_read(kept):
         assert all(one.taken is not None for one in plan.targets.values())
 
 
-def test_a_report_of_any_version_is_explained(kept, capsys):
-    code, said = calib8(capsys, "explain", kept)
+def test_a_report_of_any_version_is_explained(kept, run):
     words = REFUSED.get((kept.name, "report.json"))
     if words is None:
-        assert code == 0 and "onnxruntime" in said.out and "tensorrt" in said.out, said.err
+        said = run.ok("explain", kept)
+        assert "onnxruntime" in said and "tensorrt" in said
     else:
-        assert code == 1 and words in said.err
+        assert words in run.fails("explain", kept)
 
 
-def test_a_build_of_any_version_is_verified(kept, capsys):
+def test_a_build_of_any_version_is_verified(kept, run):
     if (kept / "manifest.json").exists():
-        code, said = calib8(capsys, "verify", kept)
-        assert code == 0 and "the build of m" in said.out, said.err
+        assert "the build of m" in run.ok("verify", kept)
 
 
 def test_models_of_any_version_run(kept):
     x = np.random.default_rng(0).normal(size=(1, 3, 16, 16)).astype(np.float32)
     for name in ("m.int8.onnx", "m.tensorrt.onnx", "m.tensorrt.qdq.onnx"):
-        session = onnxruntime.InferenceSession(kept / name, providers=["CPUExecutionProvider"])
-        (outputs,) = session.run(None, {"x": x})
+        (outputs,) = run_net(kept / name, x)
         assert outputs.shape == (1, 10) and np.isfinite(outputs).all()
 
 
-def test_the_plan_of_any_version_is_obeyed(kept, small_cnn, pictures, tmp_path, capsys):
+def test_the_plan_of_any_version_is_obeyed(kept, small_cnn, pictures, tmp_path, run):
     if (kept.name, "m.plan.toml") in REFUSED:
         pytest.skip("it is refused, as another test says")
     model = Path(shutil.copy(small_cnn, tmp_path / "m.onnx"))
     words = ("--images", pictures, "--out", tmp_path / "out", "--duration", 0, "--accept")
-    code, said = calib8(capsys, "build", model, *words, "--plan", kept / "m.plan.toml")
-    assert code == 0, said.err
+    run.ok("build", model, *words, "--plan", kept / "m.plan.toml")
     digest = json.loads((kept / "m.cache.json").read_bytes())["fingerprint"]["model"]
     assert read_plan(tmp_path / "out" / "m.plan.toml").model == digest  # plans name their model

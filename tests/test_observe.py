@@ -63,12 +63,9 @@ def test_nan_is_told_with_its_tensor_and_sample(histograms, model, samples):
         histograms(model, ["x"], bad, threads=1)
 
 
-def test_a_wrong_shape_is_told(histograms, model):
+def test_a_wrong_shape_and_no_sample_are_told(histograms, model):
     with pytest.raises(BackendError, match="could not run a sample"):
         histograms(model, ["x"], [{"x": np.zeros((1, 3, 4), np.float32)}])
-
-
-def test_no_sample_is_told(histograms, model):
     with pytest.raises(FeedError, match="at least one sample"):
         histograms(model, ["x"], [])
 

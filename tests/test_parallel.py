@@ -28,6 +28,7 @@ def test_results_are_taken_in_order_and_one_at_a_time(threads):
 
     assert run_in_order(SAMPLES, work, take, threads=threads) == len(SAMPLES)
     assert taken == [(n + 1, n) for n in range(len(SAMPLES))]
+    assert run_in_order([], work, take, threads=threads) == 0
 
 
 @settings(max_examples=25)
@@ -70,10 +71,6 @@ def test_a_failure_comes_through_and_lets_everybody_out(where, threads):
     assert not {one.name for one in threading.enumerate() if one not in before}
 
 
-def test_no_sample_is_no_result():
-    assert run_in_order([], lambda *_: None, lambda *_: None, threads=2) == 0
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 def test_nobody_works_at_a_rest_and_all_that_were_drawn_are_taken(threads):
     busy, rested, taken = [], [], []
@@ -89,9 +86,8 @@ def test_nobody_works_at_a_rest_and_all_that_were_drawn_are_taken(threads):
         rested.append(number)
 
     rest = Pause(due=lambda number: number % 4 == 0, use=use)
-    took = run_in_order(
-        SAMPLES, work, lambda n, _: taken.append(n), threads=threads, after=2, rest=rest
-    )
+    given = {"threads": threads, "after": 2, "rest": rest}
+    took = run_in_order(SAMPLES, work, lambda n, _: taken.append(n), **given)
     assert took == len(SAMPLES) and taken[-1] == 14 and set(rested) == {4, 8, 12}
 
 
@@ -119,13 +115,11 @@ def test_an_interrupt_lets_what_was_drawn_be_taken_and_draws_nothing_more(thread
     over, finish = threading.Event(), _SharedIterator.finish
     monkeypatch.setattr(_SharedIterator, "finish", finished)
     rest = Pause(due=lambda number: False, use=rested.append)
+    samples = ({"x": np.zeros(1)} for _ in range(1000))
     before = signal.signal(signal.SIGUSR1, raised)
     try:
         with pytest.raises(Ended):
-            run_in_order(
-                ({"x": np.zeros(1)} for _ in range(1000)), work, lambda n, _: taken.append(n),
-                threads=threads, rest=rest,
-            )  # fmt: skip
+            run_in_order(samples, work, lambda n, _: taken.append(n), threads=threads, rest=rest)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert 5 <= len(begun) < 5 + threads and taken == sorted(begun) and rested == [len(taken)]
@@ -137,9 +131,7 @@ def test_after_a_failure_nothing_rests_any_more():
     def work(_, number, sample):
         raise Ended
 
+    rest = Pause(due=lambda number: False, use=rested.append)
     with pytest.raises(Ended):
-        run_in_order(
-            SAMPLES, work, lambda *_: None, threads=2,
-            rest=Pause(due=lambda number: False, use=rested.append),
-        )  # fmt: skip
+        run_in_order(SAMPLES, work, lambda *_: None, threads=2, rest=rest)
     assert not rested

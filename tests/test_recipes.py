@@ -36,14 +36,16 @@ def tree(tmp_path_factory) -> Path:
     return copy
 
 
+FEED = (DATA / "fashion.onnx", "--images", DATA / "calib.txt")
+UNIT = (*FEED, "--limit", 20, "--mean", 0.5, "--std", 0.5, "--target", "toy")
+KSIGMA = ("--method", "ksigma", "--sigma", 4)
+
+
 @pytest.fixture(scope="module")
 def built(tree) -> Path:
     """The demo, built for the toy target with the toy search."""
-    calib8(
-        tree, "build", DATA / "fashion.onnx", "--images", DATA / "calib.txt", "--limit", 20,
-        "--mean", 0.5, "--std", 0.5, "--effort", 0, "--duration", 0, "--out", "out",
-        "--target", "toy", "--toy-label", "greeting", "--method", "ksigma", "--sigma", 4,
-    )  # fmt: skip
+    words = ("--effort", 0, "--duration", 0, "--out", "out", "--toy-label", "greeting")
+    calib8(tree, "build", *UNIT, *KSIGMA, *words)
     return tree / "out"
 
 
@@ -54,18 +56,13 @@ def calib8(tree: Path, *words: object) -> str:
 def run(command: list[str], folder: Path) -> str:
     around = {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # a repository there is none of ours
     environment = {**os.environ, "PYTHONPATH": str(folder), **around}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}:\n{done.stdout}{done.stderr}"
     return done.stdout
 
 
-def test_there_is_a_recipe_for_a_target_and_one_for_a_search():
-    assert [patch.stem for patch in RECIPES] == ["search", "target"]
-
-
 def test_a_recipe_is_one_new_file_and_changes_in_one_table():
+    assert [patch.stem for patch in RECIPES] == ["search", "target"]
     for patch in RECIPES:
         text = patch.read_text()
         assert text.count("\n--- /dev/null") == 1 and text.count("\n--- a/") == 1
@@ -78,46 +75,30 @@ def test_the_command_line_offers_what_the_recipes_add(tree):
         assert word in text
 
 
-@pytest.mark.slow
 def test_the_toy_target_is_built_with_the_toy_search(built):
     engine = json.loads((built / "fashion.toy").read_text())
     assert engine["label"] == "greeting" and len(engine["scales"]) > 10
     report = (built / "report.json").read_text()
     assert '"ksigma 4"' in report and "fashion.toy" in report
-    assert "toy" in [engine.get("target") for engine in json.loads(report)["engines"]]
-
-
-def test_the_accuracy_of_the_toy_target_is_told(built):
-    engines = json.loads((built / "report.json").read_text())["engines"]
-    (toy,) = [engine for engine in engines if engine.get("target") == "toy"]
+    (toy,) = [one for one in json.loads(report)["engines"] if one.get("target") == "toy"]
     assert toy["accuracy"]["samples"] == 20
     assert toy["accuracy"]["outputs"][0]["cosine_mean"] > 0.9
 
 
-@pytest.mark.slow
 def test_a_second_build_reuses_what_the_first_observed(tree, built):
-    calib8(
-        tree, "calibrate", DATA / "fashion.onnx", "--images", DATA / "calib.txt", "--limit", 20,
-        "--mean", 0.5, "--std", 0.5, "--target", "toy", "--method", "ksigma", "--sigma", 4,
-        "--require-cache", "-o", built / "fashion.cache",
-    )  # fmt: skip
+    cache = ("--require-cache", "-o", built / "fashion.cache")
+    calib8(tree, "calibrate", *UNIT, *KSIGMA, *cache)
 
 
-@pytest.mark.slow
 def test_the_toy_engine_is_benched_like_any_other(tree, built):
     assert "fashion.toy" in calib8(tree, "bench", built / "fashion.toy", "--duration", 0.1)
 
 
-@pytest.mark.slow
 def test_the_parameter_of_the_toy_search_is_refused_elsewhere(tree):
     with pytest.raises(AssertionError, match="--sigma"):
-        calib8(
-            tree, "build", DATA / "fashion.onnx", "--images", DATA / "calib.txt",
-            "--method", "mse", "--sigma", 4,
-        )  # fmt: skip
+        calib8(tree, "build", *FEED, "--method", "mse", "--sigma", 4)
 
 
-@pytest.mark.slow
 def test_the_law_holds_with_the_additions(tree):
     known = house.modules(tree)
     added = set(known) - set(house.modules(ROOT))

@@ -64,6 +64,9 @@ def test_label_and_statistic_are_those_of_the_fingerprint(name, given, label, st
     assert (method.label, method.statistic.key) == (label, statistic)
 
 
+OTHERS = "--percent belongs to --method percentile, got --method mse; leave it out"
+
+
 @pytest.mark.parametrize(
     ("name", "given", "told"),
     [
@@ -72,7 +75,7 @@ def test_label_and_statistic_are_those_of_the_fingerprint(name, given, label, st
         (
             "mse",
             {"percent": 99},
-            "--percent belongs to --method percentile, got --method mse; leave it out",
+            "--percent belongs to --method percentile, got --method mse; leave",
         ),
         ("percentile", {"batch_size": 8}, "--batch-size belongs to --method entropy-tensorrt"),
         ("percentile", {"percnt": 99}, "belongs to a method, got 'percnt'; did you mean 'percent'"),
@@ -107,17 +110,13 @@ def test_a_new_row_is_all_that_a_search_with_a_parameter_needs(
     for name in ("build", "calibrate"):  # made anew from the table
         monkeypatch.delitem(sys.modules, f"deploy.commands.{name}", raising=False)
 
-    def said(*words):
-        out = command(*words)
-        return out
-
-    assert "For --method share. [default: 0.5]" in said("build", "--help")
+    assert "For --method share. [default: 0.5]" in command("build", "--help")
     out, images = tmp_path / "out", ("--images", pictures, "--preprocess", "unit")
-    said("build", small_cnn, *images, "--method", "share", "--share", 0.25, "--out", out,
-         "--duration", 0, "--effort", 0)  # fmt: skip
+    words = ("--method", "share", "--share", 0.25, "--out", out, "--duration", 0, "--effort", 0)
+    command("build", small_cnn, *images, *words)
     written = json.loads((out / "report.json").read_text())
     assert written["calibration"]["method"] == "share 0.25"
     cache = tmp_path / "share.cache"
     given = ("calibrate", small_cnn, *images, "--method", "share", "-o", cache)
-    assert "share 0.5" in said(*given)
-    assert "(share 0.5 -> share 0.75)" in said(*given, "--share", 0.75)
+    assert "share 0.5" in command(*given)
+    assert "(share 0.5 -> share 0.75)" in command(*given, "--share", 0.75)

@@ -27,19 +27,12 @@ MARK = Fingerprint(
     model={"graph": "m"}, images={"count": 2}, order="ab", preprocess={}, decoder={},
     program="calib8", rule="histogram", method="mse", numbers={"a": 1}, versions={"b": "1"},
 )  # fmt: skip
-BATCHES = st.lists(
-    arrays.arrays(
-        np.float32, (1, 3, 4), elements=st.floats(-1e3, 1e3, width=32, allow_subnormal=False)
-    ),
-    min_size=1,
-    max_size=4,
-)  # fmt: skip
+VALUES = st.floats(-1e3, 1e3, width=32, allow_subnormal=False)
+BATCHES = st.lists(arrays.arrays(np.float32, (1, 3, 4), elements=VALUES), min_size=1, max_size=4)
 
 
 def recorded(statistic, batches):
-    lead = None
-    if statistic.lead is not None:
-        lead = recorded(statistic.lead, batches)
+    lead = None if statistic.lead is None else recorded(statistic.lead, batches)
     recorder = statistic.recorder(lead)
     for batch in batches:
         recorder.observe(batch)
@@ -88,12 +81,8 @@ def test_a_change_of_the_json_itself_is_told(part, tmp_path):
     kept(tmp_path / "c", ONE)
     side = store.sidecars(tmp_path / "c")[0]
     document = json.loads(side.read_text())
-    if part == "fingerprint":
-        document[part]["method"] = "minmax"
-    elif part == "observations":
-        document[part] = []
-    else:
-        document[part]["this"] = "0" * 64
+    parts = {"fingerprint": {"method": "minmax"}, "observations": [], "sha256": {"this": "0" * 64}}
+    document[part] = parts[part] and document[part] | parts[part]
     side.write_text(json.dumps(document))
     with pytest.raises(CacheError, match="was changed after it was written"):
         store.load_calibration(tmp_path / "c")
@@ -101,10 +90,8 @@ def test_a_change_of_the_json_itself_is_told(part, tmp_path):
 
 def test_each_observation_is_judged_by_itself(tmp_path):
     path = tmp_path / "c"
-    here = [
-        observation(HistogramOf()),
-        observation(IfmrOf(), "y", Variant("other", lambda _: None)),
-    ]
+    other = Variant("other", lambda _: None)
+    here = [observation(HistogramOf()), observation(IfmrOf(), "y", other)]
     kept(path, here)
     more = [*here, observation(HistogramOf(), "z"), observation(HistogramOf(first=2))]
     verdict = check_cache(CachePolicy(path=path), lambda _: MARK, more)
@@ -119,11 +106,9 @@ def test_what_a_run_does_not_want_is_carried_as_it_stands(tmp_path):
     path = tmp_path / "c"
     kept(path, [observation(HistogramOf()), observation(HfmgOf(), "y")])
     stored = store.load_calibration(path)
-    arrays_of_y = stored.carried([("folded", "y", HfmgOf().key)])
-    kept_x = stored.observed([observation(HistogramOf())])
-    store.save_calibration(
-        store.Calibration(observed=kept_x, fingerprint=MARK), path, text=TEXT, carried=arrays_of_y
-    )
+    of_y = stored.carried([("folded", "y", HfmgOf().key)])
+    calibration = store.Calibration(observed=stored.observed(ONE), fingerprint=MARK)
+    store.save_calibration(calibration, path, text=TEXT, carried=of_y)
     assert set(store.load_calibration(path).keys) == set(stored.keys)
 
 
@@ -144,8 +129,8 @@ def test_the_same_observations_are_the_same_bytes_in_any_order(tmp_path):
 
 
 def test_values_that_are_kept_whole_are_not_stored(tmp_path):
-    kept(tmp_path / "c", [observation(AllValuesOf()), observation(HistogramOf())])
-    assert store.load_calibration(tmp_path / "c").keys == (observation(HistogramOf()).key,)
+    kept(tmp_path / "c", [observation(AllValuesOf()), *ONE])
+    assert store.load_calibration(tmp_path / "c").keys == (ONE[0].key,)
     with pytest.raises(CalibrationError, match="not stored"):
         AllValuesOf().restore({})
 
@@ -167,7 +152,7 @@ def test_arrays_of_another_statistic_are_told(tmp_path, statistic):
     [[], {}, {"schema": 1}, {"schema": 2, "observations": 3}, {"schema": 2, "observations": [[1]]}],
 )
 def test_a_sidecar_of_another_form_is_told(tmp_path, wrong):
-    kept(tmp_path / "c", [observation(HistogramOf())])
+    kept(tmp_path / "c", ONE)
     store.sidecars(tmp_path / "c")[0].write_text(json.dumps(wrong))
     with pytest.raises(CacheError, match="not a fingerprint that this version"):
         store.load_calibration(tmp_path / "c")
