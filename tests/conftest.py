@@ -16,9 +16,8 @@ import numpy as np
 import onnx
 import pytest
 from hypothesis.internal.conjecture import providers
-from onnx import numpy_helper
 
-from tests.models import as_float32, make_model, make_node, save_net
+from tests.models import as_float32, make_model, parse_nodes, save_net
 
 # Property tests have no limit of time and draw the same values in every run;
 # HYPOTHESIS_PROFILE=random draws others in each.
@@ -60,29 +59,20 @@ def small_cnn(tmp_path_factory) -> Path:
 
 def save_small_cnn(path: Path) -> Path:
     rng = np.random.default_rng(7)
-
-    def weight(name: str, *shape: int, spread: float = 0.3) -> onnx.TensorProto:
-        return numpy_helper.from_array(
-            rng.normal(scale=spread, size=shape).astype(np.float32), name
-        )
-
-    def node(op: str, inputs: str, output: str, **attributes: object) -> onnx.NodeProto:
-        return make_node(op, inputs, [output], name=f"{op}_{output}", **attributes)
-
-    nodes = [
-        node("Conv", "x w1 b1", "c1", pads=[1, 1, 1, 2]), node("Relu", "c1", "r1"),
-        node("Conv", "r1 w2 b2", "c2", pads=[1, 1, 1, 1]), node("Add", "c2 r1", "a"),
-        node("Relu", "a", "r2"), node("Conv", "r2 w3 b3", "c3", pads=[1, 1, 1, 1], group=8),
-        node("Relu", "c3", "r3"), node("MaxPool", "r3", "p", kernel_shape=[2, 2], strides=[2, 2]),
-        node("Flatten", "p", "f"), node("Gemm", "f w4 b4", "logits", transB=1),
-    ]  # fmt: skip
-    weights = [
-        weight("w1", 8, 3, 3, 4), weight("b1", 8), weight("w2", 8, 8, 3, 3), weight("b2", 8),
-        weight("w3", 8, 1, 3, 3), weight("b3", 8), weight("w4", 10, 512, spread=0.05),
-        weight("b4", 10),
-    ]  # fmt: skip
-    model = make_model(nodes, {"x": ["batch", 3, 16, 16]}, {"logits": ["batch", 10]}, weights)
-    return save_net(model, path)
+    nodes = parse_nodes(
+        "c1 = Conv <pads = [1, 1, 1, 2]> (x, w1, b1) r1 = Relu(c1)"
+        "c2 = Conv <pads = [1, 1, 1, 1]> (r1, w2, b2) a = Add(c2, r1) r2 = Relu(a)"
+        "c3 = Conv <group = 8, pads = [1, 1, 1, 1]> (r2, w3, b3) r3 = Relu(c3)"
+        "p = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (r3) f = Flatten(p)"
+        "logits = Gemm <transB = 1> (f, w4, b4)"
+    )
+    shapes = {
+        "w1": (8, 3, 3, 4), "b1": 8, "w2": (8, 8, 3, 3), "b2": 8, "w3": (8, 1, 3, 3), "b3": 8,
+        "w4": (10, 512), "b4": 10,
+    }  # fmt: skip
+    weights = {n: rng.normal(scale=0.05 if n == "w4" else 0.3, size=s) for n, s in shapes.items()}
+    ends = {"x": ["batch", 3, 16, 16]}, {"logits": ["batch", 10]}
+    return save_net(make_model(nodes, *ends, as_float32(weights)), path)
 
 
 @pytest.fixture(scope="session")
@@ -106,33 +96,25 @@ def detector(tmp_path_factory) -> Path:
     """A tiny detector: x [1, 3, 32, 32] -> boxes in pixels and two scores, y [1, 6, 20]."""
     from deploy.metrics.tasks.yolo import AnchorGrid
 
-    path, side, grid = (
-        tmp_path_factory.mktemp("detector") / "tiny.onnx",
-        32,
-        AnchorGrid((8, 16), 1, False),
-    )
+    path, side = tmp_path_factory.mktemp("detector") / "tiny.onnx", 32
     made = np.random.default_rng(4)
-    cells, strides = grid.cells((side, side))
+    cells, strides = AnchorGrid((8, 16), 1, False).cells((side, side))
     centres = ((cells + 0.5) * strides[:, None]).T
-    sides = np.stack([strides, strides]) * 1.5
     spread = np.array([1, 1, 1, 1, 4, 4]).reshape(6, 1, 1, 1)
     held = {
         "w8": made.normal(size=(6, 3, 8, 8)) * spread * 0.06,
         "w16": made.normal(size=(6, 3, 16, 16)) * spread * 0.03,
         "bias": np.array([0, 0, 0, 0, -4, -4]),
-        "places": np.concatenate([centres, sides])[None],
+        "places": np.concatenate([centres, np.stack([strides, strides]) * 1.5])[None],
     }
-    nodes = [
-        make_node("Conv", "x w8 bias", "c8", name="eight", strides=[8, 8]),
-        make_node("Conv", "x w16 bias", "c16", name="sixteen", strides=[16, 16]),
-        make_node("Reshape", "c8 flat", "r8", name="r8"),
-        make_node("Reshape", "c16 flat", "r16", name="r16"),
-        make_node("Concat", "r8 r16", "all", name="all", axis=2),
-        make_node("Split", "all cut", "moves logits", name="cut", axis=1),
-        make_node("Add", "moves places", "boxes", name="boxes"),
-        make_node("Sigmoid", "logits", "scores", name="scores"),
-        make_node("Concat", "boxes scores", "y", name="y", axis=1),
-    ]
+    nodes = parse_nodes(
+        "c8 = Conv <strides = [8, 8]> (x, w8, bias) c16 = Conv <strides = [16, 16]> (x, w16, bias)"
+        "r8 = Reshape(c8, flat) r16 = Reshape(c16, flat) all = Concat <axis = 2> (r8, r16)"
+        "moves, logits = Split <axis = 1> (all, cut) boxes = Add(moves, places)"
+        "scores = Sigmoid(logits) y = Concat <axis = 1> (boxes, scores)"
+    )
+    for node in nodes:
+        node.name = node.output[0]
     tensors = as_float32(held) | {"flat": [1, 6, -1], "cut": [4, 2]}
     return save_net(make_model(nodes, {"x": [1, 3, side, side]}, {"y": [1, 6, 20]}, tensors), path)
 
@@ -173,25 +155,13 @@ def run(capfd):
 @pytest.fixture
 def command(run):
     """(words of a command that must work) -> what it prints, on one line."""
-
-    def call(*words):
-        code, out, err = run(*words)
-        assert code == 0, err
-        return " ".join(out.split())
-
-    return call
+    return lambda *words: " ".join(run.ok(*words).split())
 
 
 @pytest.fixture
 def refusal(run):
     """(words of a command that must be refused) -> its sentence, on one line."""
-
-    def call(*words):
-        code, out, err = run(*words)
-        assert code == 1, (out, err)
-        return " ".join(err.split())
-
-    return call
+    return lambda *words: " ".join(run.fails(*words).split())
 
 
 @pytest.fixture
@@ -269,10 +239,8 @@ def tensorrt(monkeypatch):
         cuda.reset()
         kinds = {"pycuda": cuda.pycuda(), "cuda-python": cuda.cuda_python()}
         kinds["cudart"] = cuda.cuda_python(old=True)
-        for modules in kinds.values():
-            for name in modules:
-                monkeypatch.setitem(sys.modules, name, None)  # not installed
-        for name, module in kinds.get(binding, {}).items():
+        absent = {name: None for modules in kinds.values() for name in modules}  # not installed
+        for name, module in (absent | kinds.get(binding, {})).items():
             monkeypatch.setitem(sys.modules, name, module)
         real = ctypes.CDLL
         driver = {"libcuda.so.1": cuda.Libcuda}

@@ -14,18 +14,7 @@ from calibrators.percentile import minmax
 from calibrators.scales import Scale, Scales
 from deploy.errors import ConfigError, ExportError
 from deploy.frontends import load
-from deploy.graph.edit import (
-    copy_message,
-    copy_with_outputs,
-    copy_without_initializers,
-    drop_initializer_inputs,
-    drop_unread,
-    name_nodes,
-    name_nodes_by_place,
-    rebuild,
-    replace_nodes,
-    update_tensors,
-)
+from deploy.graph import edit
 from deploy.graph.index import CachedGraph, Graph, attributes, match_nodes, match_patterns
 from deploy.graph.placement import ONNXRUNTIME, TENSORRT
 from deploy.graph.plan import ModelAnalysis, Plan, analyse, never_negative
@@ -33,121 +22,103 @@ from deploy.targets import TARGETS
 from deploy.targets.onnxruntime import qdq
 from deploy.targets.onnxruntime.qdq import WeightCache, write_qdq
 from deploy.tuning.prices import group_units
-from tests.models import as_float32, make_model, make_node, make_value, run_net
-
+from tests.models import as_float32, make_model, make_node, make_value, parse_nodes, run_net
 
 # --- graph
+LAYER = "Conv <pads = [1, 1, 1, 1]>"
+POOL = "m = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (r)"
+
+
 def make(nodes, weights, *, shape=(1, 4, 8, 8), opset=13):
-    """A model x -> y of nodes (op, inputs, output, attributes), named by operator and place."""
+    """A model x -> y of ONNX's text; a tuple of sizes stands for random weights."""
     rng = np.random.default_rng(0)
-    built = [
-        make_node(op, list(i), list(o), name=f"{op}_{k}", **attributes)
-        for k, (op, i, o, attributes) in enumerate(nodes)
-    ]
     weights = {n: rng.normal(size=w) if isinstance(w, tuple) else w for n, w in weights.items()}
-    model = make_model(built, {"x": shape}, {"y": None}, as_float32(weights), opset=opset)
-    return onnx.shape_inference.infer_shapes(model)
+    given = ({"x": shape}, {"y": None}, as_float32(weights))
+    return onnx.shape_inference.infer_shapes(make_model(parse_nodes(nodes), *given, opset=opset))
 
 
 def decided(plan: Plan) -> dict[str, str]:
     return {d.node: d.reason for d in plan.decisions}
 
 
+def paired(model, placement=ONNXRUNTIME) -> list[str]:
+    return [pair.tensor for pair in analyse(model, placement).pairs]
+
+
 CONV = {"w": (4, 4, 3, 3), "b": (4,)}
-PADS = {"pads": [1, 1, 1, 1]}
+THIN = {"w": (8, 3, 3, 3), "b": (8,), "v": (4, 8, 3, 3)}
 
 
 def test_the_pair_goes_behind_the_relu_and_not_between():
-    model = make([("Conv", "xwb", ["c"], PADS), ("Relu", "c", "y", {})], CONV)
+    model = make(f"c = {LAYER}(x, w, b) y = Relu(c)", CONV)
     plan = analyse(model, ONNXRUNTIME)
-    assert [p.tensor for p in plan.pairs] == ["x", "y"]
-    assert all(d.int8 for d in plan.decisions)
+    assert all(d.int8 for d in plan.decisions) and paired(model) == ["x", "y"]
     assert [(w.name, w.axis, w.bias) for w in plan.weights] == [("w", 0, "b")]
-    assert [p.tensor for p in analyse(model, TENSORRT).pairs] == ["x"]
+    assert paired(model, TENSORRT) == ["x"]
 
 
 def test_a_relu_whose_input_has_another_reader_is_no_tail():
-    nodes = [("Conv", "xwb", ["c"], PADS), ("Relu", "c", "r", {}), ("Add", "cr", "y", {})]
-    plan = analyse(make(nodes, CONV), ONNXRUNTIME)
-    assert [p.tensor for p in plan.pairs] == ["x", "c"]
-    assert "not run in int8" in decided(plan)["Relu_1"]
+    model = make(f"c = {LAYER}(x, w, b) r = Relu(c) y = Add(c, r)", CONV)
+    assert paired(model) == ["x", "c"]
+    assert "not run in int8" in decided(analyse(model, ONNXRUNTIME))["Relu_r"]
 
 
-def test_a_clip_that_does_not_end_at_zero_is_no_tail():
-    nodes = [("Conv", "xwb", ["c"], PADS), ("Clip", ["c", "lo", "hi"], "y", {})]
-    for low, end in ((-1, "c"), (0, "y")):
-        model = make(nodes, {**CONV, "lo": low, "hi": 1})
-        assert [p.tensor for p in analyse(model, ONNXRUNTIME).pairs] == ["x", end]
+@pytest.mark.parametrize(("low", "end"), [(-1, "c"), (0, "y")])
+def test_a_clip_that_does_not_end_at_zero_is_no_tail(low, end):
+    nodes = f"c = {LAYER}(x, w, b) y = Clip(c, lo, hi)"
+    assert paired(make(nodes, {**CONV, "lo": low, "hi": 1})) == ["x", end]
 
 
 def test_glue_runs_in_int8_only_between_int8():
-    nodes = [
-        ("Conv", "xwb", ["c"], PADS), ("Add", "xc", "a", {}), ("Conv", "awb", ["d"], PADS),
-        ("Add", "dx", "y", {}),
-    ]  # fmt: skip
+    nodes = f"c = {LAYER}(x, w, b) a = Add(x, c) d = {LAYER}(a, w, b) y = Add(d, x)"
     plan = analyse(make(nodes, CONV), ONNXRUNTIME)
     assert [one.reason for one in plan.decisions] == ["", "", "", "nothing after it runs in int8"]
 
 
 def test_a_thin_first_conv_is_faster_in_float_on_a_cpu():
-    nodes = [("Conv", "xwb", ["c"], PADS), ("Relu", "c", "r", {}), ("Conv", ["r", "v"], "y", PADS)]
-    model = make(nodes, {"w": (8, 3, 3, 3), "b": (8,), "v": (4, 8, 3, 3)}, shape=(1, 3, 8, 8))
-    plan = analyse(model, ONNXRUNTIME)
-    assert "only 27 products" in decided(plan)["Conv_0"]
-    assert [p.tensor for p in plan.pairs] == ["r", "y"]
-    assert analyse(model, replace(ONNXRUNTIME, thin=0)).pairs[0].tensor == "x"
-    assert analyse(model, TENSORRT).pairs[0].tensor == "x"
+    nodes = f"c = {LAYER}(x, w, b) r = Relu(c) y = {LAYER}(r, v)"
+    model = make(nodes, THIN, shape=(1, 3, 8, 8))
+    assert "only 27 products" in decided(analyse(model, ONNXRUNTIME))["Conv_c"]
+    assert paired(model) == ["r", "y"]
+    assert paired(model, replace(ONNXRUNTIME, thin=0))[0] == paired(model, TENSORRT)[0] == "x"
 
 
 @pytest.mark.parametrize(
-    "activation",
-    [
-        [("Relu", "c", "r", {})],
-        [("HardSwish", "c", "r", {})],
-        [("Sigmoid", "c", "s", {}), ("Mul", "cs", "r", {})],
-    ],
+    "activation", ["r = Relu(c)", "r = HardSwish(c)", "s = Sigmoid(c) r = Mul(c, s)"]
 )
 def test_a_thin_first_conv_before_a_max_pool_is_not_left_float(activation):
-    pool = {"kernel_shape": [2, 2], "strides": [2, 2]}
-    nodes = [("Conv", "xwb", ["c"], PADS), *activation, ("MaxPool", "r", "m", pool)]
-    weights = {"w": (8, 3, 3, 3), "b": (8,), "v": (4, 8, 3, 3)}
-    reasons = {}
-    for last in (("Conv", "mv", "y", PADS), ("Sin", "m", "y", {})):
-        model = make([*nodes, last], weights, shape=(1, 3, 8, 8), opset=14)
-        reasons[last[0]] = decided(analyse(model, ONNXRUNTIME))
-    assert set(reasons["Conv"].values()) == {""}
-    assert "only 27 products" in reasons["Sin"]["Conv_0"]
+    int8, alone = (
+        decided(analyse(make(nodes, THIN, shape=(1, 3, 8, 8), opset=14), ONNXRUNTIME))
+        for last in (f"{LAYER}(m, v)", "Sin(m)")
+        for nodes in [f"c = {LAYER}(x, w, b) {activation} {POOL} y = {last}"]
+    )
+    assert set(int8.values()) == {""}
+    assert "only 27 products" in alone["Conv_c"]
 
 
 def test_silu_and_an_add_of_one_number_run_in_int8_and_one_of_many_does_not():
-    nodes = [
-        ("Conv", "xwb", ["c"], PADS), ("Sigmoid", "c", "s", {}), ("Mul", "cs", "m", {}),
-        ("Conv", "mwb", ["d"], PADS), ("Add", ["d", "three"], "e", {}),
-        ("Conv", "ewb", ["y"], PADS),
-    ]  # fmt: skip
-    plan = analyse(make(nodes, {**CONV, "three": (1, 4, 1, 1)}), ONNXRUNTIME)
-    floats = {d.node: d.reason for d in plan.decisions if not d.int8}
-    assert floats == {"Add_4": "one of its operands is constant"}
-    assert [p.tensor for p in plan.pairs] == ["x", "c", "s", "m", "d", "e", "y"]
-    one = make(nodes, {**CONV, "three": 3})
+    nodes = (
+        f"c = {LAYER}(x, w, b) s = Sigmoid(c) m = Mul(c, s) d = {LAYER}(m, w, b)"
+        f"e = Add(d, three) y = {LAYER}(e, w, b)"
+    )
+    many, one = (make(nodes, {**CONV, "three": three}) for three in ((1, 4, 1, 1), 3))
+    floats = {d.node: d.reason for d in analyse(many, ONNXRUNTIME).decisions if not d.int8}
+    assert floats == {"Add_e": "one of its operands is constant"}
+    assert paired(many) == ["x", "c", "s", "m", "d", "e", "y"]
     plan = analyse(one, ONNXRUNTIME)
-    assert all(d.int8 for d in plan.decisions) and plan.numbers == ("Add_4",)
+    assert all(d.int8 for d in plan.decisions) and plan.numbers == ("Add_e",)
     plan = analyse(one, TENSORRT)
-    assert "constant" in decided(plan)["Add_4"] and plan.numbers == ()
+    assert "constant" in decided(plan)["Add_e"] and plan.numbers == ()
 
 
 def test_tensorrt_quantizes_the_skip_branch_of_a_residual_add():
-    nodes = [("Conv", "xwb", ["c"], PADS), ("Add", "cx", "a", {}), ("Conv", "awb", ["y"], PADS)]
-    pairs = {p.tensor: p.consumers for p in analyse(make(nodes, CONV), TENSORRT).pairs}
-    assert pairs == {"x": ("Conv_0", "Add_1"), "a": ("Conv_2",)}
+    model = make(f"c = {LAYER}(x, w, b) a = Add(c, x) y = {LAYER}(a, w, b)", CONV)
+    pairs = {p.tensor: p.consumers for p in analyse(model, TENSORRT).pairs}
+    assert pairs == {"x": ("Conv_c", "Add_a"), "a": ("Conv_y",)}
 
 
 def test_moving_nodes_share_the_scale_of_what_they_move():
-    nodes = [
-        ("Conv", "xwb", ["c"], PADS), ("Relu", "c", "r", {}),
-        ("MaxPool", "r", "m", {"kernel_shape": [2, 2], "strides": [2, 2]}),
-        ("Flatten", "m", "f", {}), ("Gemm", ["f", "g"], "y", {}),
-    ]  # fmt: skip
+    nodes = f"c = {LAYER}(x, w, b) r = Relu(c) {POOL} f = Flatten(m) y = Gemm(f, g)"
     plan = analyse(make(nodes, {**CONV, "g": (64, 10)}), ONNXRUNTIME)
     assert dict(plan.owners) == {"m": "r", "f": "r"}
     assert plan.activations == ("x", "r")
@@ -157,32 +128,29 @@ def test_moving_nodes_share_the_scale_of_what_they_move():
 @pytest.mark.parametrize(
     ("node", "weights", "reason"),
     [
-        (("Conv", "xx", "y", {}), {}, "its weights are not constant"),
-        (("Gemm", "xg", "y", {"alpha": 2.0}), {"g": (8, 3)}, "alpha or beta"),
-        (("MatMul", "gx", "y", {}), {"g": (8, 8)}, "first factor"),
-        (("Sin", "x", "y", {}), {}, "Sin is not run in int8 on onnxruntime"),
+        ("y = Conv(x, x)", {}, "its weights are not constant"),
+        ("y = Gemm <alpha = 2.0> (x, g)", {"g": (8, 3)}, "alpha or beta"),
+        ("y = MatMul(g, x)", {"g": (8, 8)}, "first factor"),
+        ("y = Sin(x)", {}, "Sin is not run in int8 on onnxruntime"),
     ],
 )
 def test_what_stays_float_says_why(node, weights, reason):
-    shape = (8, 8) if node[0] == "Gemm" else (1, 4, 8, 8)
-    plan = analyse(make([node], weights, shape=shape), ONNXRUNTIME)
+    shape = (8, 8) if "Gemm" in node else (1, 4, 8, 8)
+    plan = analyse(make(node, weights, shape=shape), ONNXRUNTIME)
     assert reason in plan.decisions[0].reason
     assert plan.pairs == () and plan.weights == ()
 
 
 def test_a_tensor_without_a_scale_makes_its_nodes_float():
-    model = make([("Conv", "xwb", ["c"], PADS), ("Conv", "cwb", ["y"], PADS)], CONV)
+    model = make(f"c = {LAYER}(x, w, b) y = {LAYER}(c, w, b)", CONV)
     plan = analyse(model, ONNXRUNTIME, float_tensors={"y": "was 0 in every sample"})
-    assert decided(plan) == {"Conv_0": "", "Conv_1": "y was 0 in every sample"}
-    kept = analyse(model, ONNXRUNTIME, float_nodes=["Conv_0"])
-    assert decided(kept)["Conv_0"] == "kept float as asked"
+    assert decided(plan) == {"Conv_c": "", "Conv_y": "y was 0 in every sample"}
+    kept = analyse(model, ONNXRUNTIME, float_nodes=["Conv_c"])
+    assert decided(kept)["Conv_c"] == "kept float as asked"
 
 
 def test_never_negative_follows_pools_and_reshapes():
-    nodes = [
-        ("Relu", "x", "r", {}), ("GlobalAveragePool", "r", "p", {}), ("Flatten", "p", "f", {}),
-        ("Neg", "f", "y", {}),
-    ]  # fmt: skip
+    nodes = "r = Relu(x) p = GlobalAveragePool(r) f = Flatten(p) y = Neg(f)"
     assert never_negative(make(nodes, {})) == {"r", "p", "f"}
 
 
@@ -193,8 +161,8 @@ both_placements = pytest.mark.parametrize(
 
 @both_placements
 def test_a_decision_carries_the_grid_of_its_placement(placement):
-    nodes = [("Conv", "xwb", ["c"], PADS), ("Relu", "c", "r", {}), ("Erf", "r", "y", {})]
-    decisions = analyse(make(nodes, CONV), placement).decisions
+    model = make(f"c = {LAYER}(x, w, b) r = Relu(c) y = Erf(r)", CONV)
+    decisions = analyse(model, placement).decisions
     grid = placement.grid.name
     assert [d.precision for d in decisions] == [grid, grid, "float32"]
     assert all(d.int8 == d.quantized == (not d.reason) for d in decisions)
@@ -228,41 +196,44 @@ def model() -> onnx.ModelProto:
 
 def test_edits_that_give_a_model_leave_theirs_alone(model):
     before = model.SerializeToString(deterministic=True)
-    copy = copy_message(model)
+    copy = edit.copy_message(model)
     del copy.graph.node[:]
-    tapped = copy_with_outputs(model, ["a", "y", "a"])
+    tapped = edit.copy_with_outputs(model, ["a", "y", "a"])
     assert [output.name for output in tapped.graph.output] == ["y", "a"]
     assert model.SerializeToString(deterministic=True) == before
 
 
 def test_a_field_can_be_replaced_by_parts_of_itself(model):
     graph = model.graph
-    replace_nodes(graph, reversed(graph.node))
+    edit.replace_nodes(graph, reversed(graph.node))
     assert [node.op_type for node in graph.node] == ["If", "Add", "Add", "Constant"]
-    update_tensors(graph.initializer, {"w": tensor("w"), "new": tensor("new")})
+    edit.update_tensors(graph.initializer, {"w": tensor("w"), "new": tensor("new")})
     assert [t.name for t in graph.initializer] == ["w", "inner", "idle", "new"]
 
 
 def test_a_constant_that_only_a_subgraph_reads_is_kept(model):
-    drop_unread(model.graph)
+    edit.drop_unread(model.graph)
     assert [t.name for t in model.graph.initializer] == ["w", "inner"]
 
 
 def test_a_rebuilt_graph_forgets_types_and_what_nobody_reads(model):
     graph = model.graph
-    rebuild(graph, [node for node in graph.node if node.op_type == "If"])
+    edit.rebuild(graph, [node for node in graph.node if node.op_type == "If"])
     assert [t.name for t in graph.initializer] == ["inner"]
     assert not graph.value_info and [i.name for i in graph.input] == ["x", "cond", "w"]
 
 
 def test_weights_leave_the_list_of_inputs(model):
-    assert drop_initializer_inputs(model.graph) == 1 and drop_initializer_inputs(model.graph) == 0
+    assert (
+        edit.drop_initializer_inputs(model.graph) == 1
+        and edit.drop_initializer_inputs(model.graph) == 0
+    )
     assert [i.name for i in model.graph.input] == ["x", "cond"]
 
 
 def test_the_two_rules_for_names(model):
-    other = copy_message(model)
-    assert name_nodes(model.graph) == name_nodes_by_place(other.graph) == 3
+    other = edit.copy_message(model)
+    assert edit.name_nodes(model.graph) == edit.name_nodes_by_place(other.graph) == 3
     names = [[node.name for node in m.graph.node] for m in (model, other)]
     assert names[0] == ["Constant_five", "Add_a", "mine", "If_y"]
     assert names[1] == ["Constant_0", "Add_1", "mine", "If_3"]
@@ -283,7 +254,7 @@ def test_nodes_that_stay_are_the_same_and_new_ones_come_between_them(model):
     graph = model.graph
     constant, first, second, branches = graph.node
     new = make_node("Neg", "a", "n")
-    replace_nodes(graph, [first, new, branches, constant])
+    edit.replace_nodes(graph, [first, new, branches, constant])
     assert [node.op_type for node in graph.node] == ["Add", "Neg", "If", "Constant"]
     assert graph.node[0] is first and graph.node[1] == new and graph.node[1] is not new
     assert second.name == "mine" and second not in list(graph.node)
@@ -292,8 +263,8 @@ def test_nodes_that_stay_are_the_same_and_new_ones_come_between_them(model):
 def test_a_copy_can_leave_constants_out_and_is_the_same_but_for_them(model):
     model.metadata_props.add(key="made by", value="a test")
     model.doc_string = "with notes"
-    assert copy_without_initializers(model, ()) == model
-    copy, wanted = copy_without_initializers(model, {"w", "idle"}), copy_message(model)
+    assert edit.copy_without_initializers(model, ()) == model
+    copy, wanted = edit.copy_without_initializers(model, {"w", "idle"}), edit.copy_message(model)
     del wanted.graph.initializer[2], wanted.graph.initializer[0]
     one, other = (m.SerializeToString(deterministic=True) for m in (copy, wanted))
     assert one == other
@@ -373,7 +344,7 @@ def test_a_model_that_was_read_before_is_written_the_same(calibrated, float_node
 
 def test_a_weight_that_a_float_node_reads_too_stays_where_it_was(calibrated):
     model, scales, _ = calibrated
-    shared = copy_message(model)
+    shared = edit.copy_message(model)
     weight = next(n for n in shared.graph.node if n.op_type == "Conv").input[1]
     place = list(constants(shared)).index(weight)
     shared.graph.node.append(make_node("Neg", [weight], "beside", name="beside"))
@@ -418,7 +389,7 @@ def test_a_bias_beyond_int32_widens_its_weight_scale(small_cnn):
     weight[0] = 1e-9
     changed = {"w1": weight, "b1": np.full(8, 3.0, np.float32)}
     made = {name: numpy_helper.from_array(value, name) for name, value in changed.items()}
-    update_tensors(model.graph.initializer, made)
+    edit.update_tensors(model.graph.initializer, made)
     plan = analyse(model, ONNXRUNTIME)
     one = Scale(lo=-1, hi=1, amax=1, observed_min=-1, observed_max=1, method="minmax")
     ints = constants(write_qdq(model, plan, dict.fromkeys(plan.activations, one)))
@@ -464,7 +435,7 @@ def units(*nodes, target="onnxruntime", keep=(), outputs="y"):
 
 
 def conv(source, output):
-    return "Conv", f"{source} w_{output}", output, PADS
+    return "Conv", f"{source} w_{output}", output, {"pads": [1, 1, 1, 1]}
 
 
 C1, RELU, SWISH = conv("x", "c1"), ("Relu", "c1", "r1"), ("HardSwish", "c1", "h")

@@ -72,11 +72,7 @@ OTHERS = "--percent belongs to --method percentile, got --method mse; leave it o
     [
         ("percentle", {}, "a method is one of .*did you mean 'percentile'"),
         ("kl", {}, "a method is one of .*, got 'kl'; the default is mse"),
-        (
-            "mse",
-            {"percent": 99},
-            "--percent belongs to --method percentile, got --method mse; leave",
-        ),
+        ("mse", {"percent": 99}, OTHERS),
         ("percentile", {"batch_size": 8}, "--batch-size belongs to --method entropy-tensorrt"),
         ("percentile", {"percnt": 99}, "belongs to a method, got 'percnt'; did you mean 'percent'"),
         ("percentile", {"percent": 50}, "over 50 and at most 100, got 50"),
