@@ -13,16 +13,7 @@ from calibrators.histogram import Histogram
 from calibrators.statistics import Amax
 from deploy import build
 from deploy.calibration import trt_cache
-from deploy.report import (
-    HistogramPart,
-    Report,
-    TargetPart,
-    TensorRow,
-    WeightRow,
-    parts,
-    report_rows,
-    to_html,
-)
+from deploy.report import Report, parts, report_rows, to_html
 from deploy.report.blocks import sections_html
 from deploy.report.charts import histogram
 from deploy.report.report_rows import MOST, histogram_part
@@ -47,7 +38,7 @@ def edges(part):
 
 def row(**changed):
     given = dict(name="t", observed_min=-2.0, observed_max=2.0, lo=-1.0, hi=1.0, amax=1.0)
-    return TensorRow(**{**given, "method": "mse", **changed})
+    return parts.TensorRow(**{**given, "method": "mse", **changed})
 
 
 @pytest.mark.parametrize("shift", [0.0, 5.0, -3.0, 100.0])
@@ -93,7 +84,7 @@ def lines(drawn, kind):
 
 
 def test_lines_stand_at_the_ends_of_the_range_and_part_the_bars():
-    part = HistogramPart(start=-2.0, width=1.0, counts=(1, 9, 9, 1))
+    part = parts.HistogramPart(start=-2.0, width=1.0, counts=(1, 9, 9, 1))
     drawn = histogram(row(lo=-1.0, hi=1.5), part)
     low, high = lines(drawn, "clip")
     zero = lines(drawn, "zero")[0]
@@ -101,7 +92,7 @@ def test_lines_stand_at_the_ends_of_the_range_and_part_the_bars():
     cut = re.search(r'<path class="cut" d="([^"]*)"', drawn)[1]
     starts = [float(x) for x in re.findall(r"M([\d.]+),", cut)]
     assert len(starts) == 2 and starts[0] < low and starts[1] == pytest.approx(high, abs=0.1)
-    part = HistogramPart(start=-0.5, width=1.0, counts=(9, 9, 1))
+    part = parts.HistogramPart(start=-0.5, width=1.0, counts=(9, 9, 1))
     drawn = histogram(row(observed_min=0.0, lo=-2.0, hi=2.0), part)
     assert len(lines(drawn, "clip")) == 1 and "\N{PLUS-MINUS SIGN}2 is kept" in drawn
     bars = re.search(r'<path class="kept" d="M([\d.]+),', drawn)
@@ -109,13 +100,13 @@ def test_lines_stand_at_the_ends_of_the_range_and_part_the_bars():
 
 
 def test_heights_are_logarithms_and_what_lies_in_the_range_is_kept():
-    part = HistogramPart(start=-2.0, width=1.0, counts=(0, 999_999, 999, 0))
+    part = parts.HistogramPart(start=-2.0, width=1.0, counts=(0, 999_999, 999, 0))
     drawn = histogram(row(lo=-2.0, hi=2.0), part)
     tops = [float(y) for y in re.findall(r"V([\d.]+)h", drawn)]
     floor = float(re.search(r'class="axis"[^>]* y1="(\d+)"', drawn)[1])
     assert len(tops) == 2 and (floor - tops[0]) / (floor - tops[1]) == pytest.approx(2, rel=0.01)
     assert 'class="cut"' not in drawn
-    part = HistogramPart(start=0.5, width=0.5, counts=(9, 9, 9))
+    part = parts.HistogramPart(start=0.5, width=0.5, counts=(9, 9, 9))
     drawn = histogram(row(observed_min=0.5, observed_max=2.0, lo=1.0, hi=1.5), part)
     assert re.search(r'class="cut" d="([^"]*)"', drawn)[1].count("M") == 1
     assert re.search(r'class="kept" d="([^"]*)"', drawn)[1].count("M") == 2
@@ -124,7 +115,7 @@ def test_heights_are_logarithms_and_what_lies_in_the_range_is_kept():
 @pytest.mark.parametrize("ends", [(0.0, 0.0), (-math.inf, 1.0), (5.0, 5.0)])
 def test_odd_ranges_are_drawn_or_left_out(ends):
     lo, hi = ends
-    part = HistogramPart(start=lo if math.isfinite(lo) else 0.0, width=0.0, counts=(3,))
+    part = parts.HistogramPart(start=lo if math.isfinite(lo) else 0.0, width=0.0, counts=(3,))
     drawn = histogram(row(observed_min=lo, observed_max=hi, lo=lo, hi=hi), part)
     assert ("kept" in drawn) == math.isfinite(lo) and "nan" not in drawn
 
@@ -234,7 +225,7 @@ def test_a_page_of_two_hundred_tensors_is_small(made):
     _, report = made
     counts = tuple(range(100_000, 100_000 + MOST))
     others = tuple(parts.RangeRow(method=f"method-{n}", lo=-n, hi=n) for n in range(5))
-    part = HistogramPart(start=-1.23456789, width=0.0456789, counts=counts, others=others)
+    part = parts.HistogramPart(start=-1.23456789, width=0.0456789, counts=counts, others=others)
     weight = report["targets"][0]["weights"][0] | {"worst": (100, 200, 300)}
     rows = tuple(
         row(
@@ -247,9 +238,10 @@ def test_a_page_of_two_hundred_tensors_is_small(made):
     )
     strip = tuple(0.1234 + n / 1000 for n in range(96))
     weights = tuple(
-        WeightRow(**weight | {"node": row.name, "strip": strip if n < 6 else ()})
+        parts.WeightRow(**weight | {"node": row.name, "strip": strip if n < 6 else ()})
         for n, row in enumerate(rows)
     )
-    page = to_html(Report(targets=(TargetPart(name="onnxruntime", tensors=rows, weights=weights),)))
+    target = parts.TargetPart(name="onnxruntime", tensors=rows, weights=weights)
+    page = to_html(Report(targets=(target,)))
     assert page.count('class="hist"') == report_rows.WORST
     assert len(page.encode()) < 450_000
