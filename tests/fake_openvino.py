@@ -4,6 +4,7 @@ Its source stands as `openvino.py` in a folder on the path, in this process and 
 """
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -12,39 +13,24 @@ import onnxruntime
 __version__ = "0.fake"
 
 
-class _Dim:
-    def __init__(self, size):
-        self.size, self.is_static = size, isinstance(size, int)
-
-    def get_length(self):
-        return self.size
-
-
-class _Type:
-    def to_dtype(self):
-        return np.float32
-
-
-class _Port:
-    def __init__(self, node):
-        self.node = node
-
-    def get_any_name(self):
-        return self.node.name
-
-    def get_partial_shape(self):
-        return [_Dim(size) for size in self.node.shape]
-
-    def get_element_type(self):
-        return _Type()
+def _port(node):
+    sizes = [
+        SimpleNamespace(is_static=isinstance(size, int), get_length=lambda size=size: size)
+        for size in node.shape
+    ]
+    return SimpleNamespace(
+        get_any_name=lambda: node.name,
+        get_partial_shape=lambda: sizes,
+        get_element_type=lambda: SimpleNamespace(to_dtype=lambda: np.float32),
+    )
 
 
 class _Compiled:
     def __init__(self, model, settings):
         assert settings["INFERENCE_PRECISION_HINT"] == "f32"
         self.session = onnxruntime.InferenceSession(model.SerializeToString())
-        self.inputs = [_Port(node) for node in self.session.get_inputs()]
-        self.outputs = [_Port(node) for node in self.session.get_outputs()]
+        self.inputs = [_port(node) for node in self.session.get_inputs()]
+        self.outputs = [_port(node) for node in self.session.get_outputs()]
 
     def __call__(self, feed):
         return dict(enumerate(self.session.run(None, feed)))

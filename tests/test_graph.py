@@ -211,23 +211,17 @@ def test_a_field_can_be_replaced_by_parts_of_itself(model):
     assert [t.name for t in graph.initializer] == ["w", "inner", "idle", "new"]
 
 
-def test_a_constant_that_only_a_subgraph_reads_is_kept(model):
-    edit.drop_unread(model.graph)
-    assert [t.name for t in model.graph.initializer] == ["w", "inner"]
-
-
-def test_a_rebuilt_graph_forgets_types_and_what_nobody_reads(model):
+def test_what_only_a_subgraph_reads_is_kept_and_what_nobody_reads_is_not(model):
     graph = model.graph
+    edit.drop_unread(graph)
+    assert [t.name for t in graph.initializer] == ["w", "inner"]
     edit.rebuild(graph, [node for node in graph.node if node.op_type == "If"])
     assert [t.name for t in graph.initializer] == ["inner"]
     assert not graph.value_info and [i.name for i in graph.input] == ["x", "cond", "w"]
 
 
 def test_weights_leave_the_list_of_inputs(model):
-    assert (
-        edit.drop_initializer_inputs(model.graph) == 1
-        and edit.drop_initializer_inputs(model.graph) == 0
-    )
+    assert [edit.drop_initializer_inputs(model.graph) for _ in range(2)] == [1, 0]
     assert [i.name for i in model.graph.input] == ["x", "cond"]
 
 
@@ -369,15 +363,11 @@ def test_onnxruntime_fuses_every_layer_into_its_int8_kernels(quantized, kernels)
     assert not kinds & {"Conv", "FusedConv", "Gemm", "Add", "Relu"}
 
 
-def test_names_of_outputs_and_inner_tensors_stay(quantized):
-    model, _, plan, written = quantized
+def test_names_of_outputs_and_inner_tensors_stay_and_a_missing_scale_is_named(quantized):
+    model, scales, plan, written = quantized
     assert [o.name for o in written.graph.output] == [o.name for o in model.graph.output]
     made = {name for n in written.graph.node for name in n.output}
     assert {p.tensor for p in plan.pairs} - {"x"} <= made
-
-
-def test_a_missing_scale_is_named(quantized):
-    model, scales, plan, _ = quantized
     fewer = Scales({n: s for n, s in scales.items() if n != "x"})
     with pytest.raises(ExportError, match=r"1 have none \(x\)"):
         write_qdq(model, plan, fewer)
@@ -496,17 +486,11 @@ NAMES = st.lists(
 )
 
 
-NET = make_model(
-    [
-        make_node(op, "x", "y", name=name)
-        for name, op in (
-            ("/b/conv", "Conv"), ("/a/conv", "Conv"), ("/a/act", "Sigmoid"), ("conv0", "Conv"),
-            ("conv[0]", "Gemm"), ("", "Sigmoid"), ("op:Conv", "Relu"), ("@home", "Relu"),
-        )
-    ],
-    {"x": [1]},
-    {"y": [1]},
-)  # fmt: skip
+NODES = {
+    "/b/conv": "Conv", "/a/conv": "Conv", "/a/act": "Sigmoid", "conv0": "Conv", "conv[0]": "Gemm",
+    "": "Sigmoid", "op:Conv": "Relu", "@home": "Relu",
+}  # fmt: skip
+NET = make_model([(op, "x", "y", {"name": name}) for name, op in NODES.items()], {}, {})
 
 
 @pytest.mark.parametrize(

@@ -270,15 +270,12 @@ def test_grid_limits_are_written_in_one_file():
     assert elsewhere <= {("calibrators.entropy", 128)}
 
 
-def test_no_file_is_named_after_nothing():
+def test_no_file_is_named_after_nothing_and_only_the_product_has_packages():
     vague = {"utils", "util", "helpers", "helper", "common", "misc"}
     for folder in ("deploy", "calibrators", "tests", "benchmarks", "datasets"):
         names = {part for path in (ROOT / folder).rglob("*.py") for part in Path(path).parts}
         assert not {name.removesuffix(".py") for name in names} & vague
-
-
-def test_data_and_tests_are_no_packages():
-    """With an __init__.py, datasets/ would hide Hugging Face's, tests/ would hide the product."""
+    # With an __init__.py, datasets/ would hide Hugging Face's, tests/ would hide the product.
     for folder in ("datasets", "tests", "benchmarks", "cpp", "scripts", "examples", "docs"):
         assert not list((ROOT / folder).rglob("__init__.py"))
 

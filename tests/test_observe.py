@@ -57,13 +57,10 @@ def test_the_first_batch_sets_tensorrts_range(histograms, model, samples):
     assert statistics["x"].total == sum(s["x"].size for s in samples)
 
 
-def test_nan_is_told_with_its_tensor_and_sample(histograms, model, samples):
+def test_samples_that_cannot_be_observed_are_told(histograms, model, samples):
     bad = [*samples[:2], {"x": np.full((1, 3, 16, 16), np.nan, np.float32)}]
     with pytest.raises(CalibrationError, match=r"tensor x of sample 3: .*NaN"):
         histograms(model, ["x"], bad, threads=1)
-
-
-def test_a_wrong_shape_and_no_sample_are_told(histograms, model):
     with pytest.raises(BackendError, match="could not run a sample"):
         histograms(model, ["x"], [{"x": np.zeros((1, 3, 4), np.float32)}])
     with pytest.raises(FeedError, match="at least one sample"):

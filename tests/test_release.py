@@ -118,14 +118,10 @@ def test_every_python_that_is_promised_is_checked(setup):
     assert set(re.findall(r"^ +3\.(\d+)$", FLOW.read_text("utf-8"), re.MULTILINE)) == set(told)
 
 
-def test_the_page_holds_no_link_that_means_nothing_elsewhere(setup):
-    text = PAGE.read_text("utf-8")
-    assert setup["metadata"]["long_description"] == f"file: {PAGE.name}"
-    assert not re.findall(r"!\[|\]\((?!https://)|<img", text)
-
-
 def test_the_page_names_extras_commands_and_options_that_there_are(setup):
     text = PAGE.read_text("utf-8")
+    assert setup["metadata"]["long_description"] == f"file: {PAGE.name}"
+    assert not re.findall(r"!\[|\]\((?!https://)|<img", text)  # which mean nothing elsewhere
     extras = re.findall(r"calib8\[(\w+)\]", text)
     assert extras and set(extras) <= set(setup["options.extras_require"])
     lines = re.findall(r"^calib8 (\w+)(.*)$", text, re.MULTILINE)
@@ -160,10 +156,7 @@ def test_the_workflow_calls_what_there_is():
     for name in called:
         path = ROOT / name
         assert path.is_file() and (path.suffix == ".py" or os.access(path, os.X_OK)), name
-
-
-def test_every_action_is_pinned_to_a_major_version():
-    for flow in FLOWS:
+    for flow in FLOWS:  # every action is pinned to a major version
         used = re.findall(r"uses: (\S+)", flow.read_text("utf-8"))
         assert used and all(re.search(r"@(release/)?v\d+$", action) for action in used), flow
 

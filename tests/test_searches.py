@@ -42,8 +42,6 @@ def test_a_method_has_its_default_search_and_takes_no_others_parameters():
     assert legacy.method == "legacy"
     with pytest.raises(ConfigError, match="mse takes Params, got PercentileParams"):
         Method("mse", PercentileParams())
-    with pytest.raises(CalibrationError, match="percentile"):
-        PercentileParams(percent=float("nan"))
     with pytest.raises(CalibrationError, match="batch size"):
         EntropyTensorrtParams(batch_size=-1)
 

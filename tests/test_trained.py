@@ -12,9 +12,8 @@ from deploy.frontends import load_float_or_qdq
 from deploy.graph.placement import ONNXRUNTIME
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.prequantized import qdq_decisions
-from tests.models import make_model, make_node, save_net
+from tests.models import make_model, make_node, run_command, save_net
 
-BUILD = ("--duration", 0)
 ALL = ("--target", "onnxruntime,tensorrt,ascend")
 
 
@@ -28,16 +27,14 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def made(small_cnn, data, tmp_path_factory):
     """The Q/DQ models that calib8 makes of a float one, one a target."""
-    from deploy.pipeline import build
-    from deploy.tuning.search_options import Tuning
-
     out = tmp_path_factory.mktemp("made")
     files = {
         "onnxruntime": "small_cnn.int8.onnx",
         "tensorrt": "small_cnn.tensorrt.qdq.onnx",
         "ascend": "small_cnn_amct_qdq.onnx",
     }
-    build(small_cnn, data, out=out, targets=[*files], duration_s=0, tuning=Tuning(effort=0))
+    words = ("--images", data, "--out", out, "--duration", 0, "--effort", 0, *ALL)
+    run_command("build", small_cnn, *words)
     return {target: out / file for target, file in files.items()}
 
 
@@ -51,7 +48,7 @@ def built(run, data, tmp_path):
 
     def call(model, *words, images=True):
         fed, out = ("--images", data) if images else (), tmp_path / "out"
-        run.ok("build", as_path(model, tmp_path), *fed, "--out", out, *BUILD, *words)
+        run.ok("build", as_path(model, tmp_path), *fed, "--out", out, "--duration", 0, *words)
         report = json.loads((out / "report.json").read_text())
         notes = {one["name"]: " ".join(one["notes"]) for one in report["targets"]}
         return out, report, notes
@@ -64,8 +61,9 @@ def refused(run, data, tmp_path):
     """(model, further words) -> the one sentence of a build that must be refused."""
 
     def call(model, *words, images=True):
-        fed, out = ("--images", data) if images else (), tmp_path / "no"
-        code, said, err = run("build", as_path(model, tmp_path), *fed, "--out", out, *BUILD, *words)
+        out = tmp_path / "no"
+        words = (*(("--images", data) if images else ()), "--out", out, "--duration", 0, *words)
+        code, said, err = run("build", as_path(model, tmp_path), *words)
         assert code and not said and err.count("\n") == 1 and not out.exists(), (said, err)
         return err
 
@@ -118,8 +116,7 @@ def test_the_own_grid_of_onnxruntime_is_kept_to_the_bit(built, made):
     assert not (out / "small_cnn.int8.cache").exists()
     assert report["calibration"]["reason"].startswith("the model is quantized already")
     assert "calibration_runs" not in report["work"]
-    nodes = {n["name"]: n for t in report["targets"][:1] for n in t["nodes"]}
-    assert any(n["precision"] == "uint8" for n in nodes.values())
+    assert any(node["precision"] == "uint8" for node in report["targets"][0]["nodes"])
 
 
 def test_the_own_grid_of_tensorrt_is_kept_with_its_cache_and_typed_model(built, made):
@@ -204,11 +201,10 @@ def test_without_images_files_are_written_and_nothing_is_measured(built, made):
 
 def test_what_was_built_is_verified_explained_and_reported(built, made, run, data):
     out, _, _ = built(made["tensorrt"], "--target", "onnxruntime")
-    assert run("verify", out)[0] == 0
-    assert run("report", out)[0] == 0
+    run.ok("verify", out)
+    run.ok("report", out)
     assert "Images" in run.ok("explain", out, "--images", data, "--limit", 2)
-    again = run("build", "--config", out / "calib8.toml", "--out", out.with_name("again"))
-    assert again[0] == 0, again[2]
+    run.ok("build", "--config", out / "calib8.toml", "--out", out.with_name("again"))
     one, other = (f / "small_cnn.tensorrt.qdq.int8.onnx" for f in (out, out.with_name("again")))
     assert one.read_bytes() == other.read_bytes()
 
