@@ -133,7 +133,7 @@ def test_a_kernel_is_as_fast_as_its_fastest_run_but_the_first_two(monkeypatch):
     assert kernel_times(model, [{}], made_from=model, runs=3).nodes == {"/c1": 7.0}
 
 
-def test_a_small_model_is_run_more_often_and_two_rounds_of_it_count(tmp_path, monkeypatch):
+def test_a_small_model_is_run_more_often_and_two_rounds_of_it_count(monkeypatch):
     counted = []
 
     def profiled(*args, **named):

@@ -406,7 +406,7 @@ def test_a_layer_whose_bias_is_computed_stays_in_float(tmp_path, command):
     assert "ConvTranspose: its bias is not constant" in said
 
 
-def test_what_is_kept_in_float_is_the_layer_as_it_was(tiled_net, tmp_path, optimized):
+def test_what_is_kept_in_float_is_the_layer_as_it_was(tiled_net, optimized):
     engine = tiled_net(*SIDE_BY_SIDE["square"], "--keep-float", "up")
     node = named(engine, "up")
     assert node.op_type == "ConvTranspose" and list(node.input)[1:] == ["w", "b"]

@@ -322,7 +322,7 @@ def test_a_gate_kept_float_is_the_operator_that_is_fused(form, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["div last", "hard sigmoid", "halved and shifted"])
-def test_a_float_gate_is_computed_inside_the_layer_before(form, tmp_path, kernels):
+def test_a_float_gate_is_computed_inside_the_layer_before(form, kernels):
     model = load(network(FORMS[form])).model
     fused = gates_fused(model)
     x = np.random.default_rng(6).normal(size=(1, 8, 12, 12)).astype(np.float32)
