@@ -78,14 +78,13 @@ def test_a_parameter_out_of_range_is_refused(params, given, said):
 def test_mse_is_no_worse_than_any_other_search(seed):
     x = sample(seed).astype(np.float32)
     h = observed(x)
-    losses = {}
-    for name in SEARCHES:
-        for grid in (INT8, UINT8):
+    for grid in (INT8, UINT8):
+        losses = {}
+        for name in SEARCHES:
             scale, zero = searched(name, h).on(grid)
             back = dequantize(quantize(x, scale, zero, grid), scale, zero)
-            losses[name, grid.name] = float(np.mean((back - x) ** 2, dtype=np.float64))
-    for (_, grid_name), loss in losses.items():
-        assert losses["mse", grid_name] <= loss * 1.1  # a candidate step, and bins for values
+            losses[name] = float(np.mean((back - x) ** 2, dtype=np.float64))
+        assert losses["mse"] <= min(losses.values()) * 1.1  # a candidate step, and bins for values
 
 
 def test_minmax_and_quantiles_of_known_values():
@@ -219,11 +218,8 @@ def test_tails_of_known_distributions():
     assert 0 <= tail_length(observed(x)) < 0.02
     x = np.concatenate([np.full(990, -1.0), np.arange(10)])  # the tenth from above is 0
     assert tail_length(observed(x)) == pytest.approx(9, abs=0.01)
-
-
-@pytest.mark.parametrize("count", [1, 50, 199])
-def test_few_values_have_no_tail(count):
-    assert tail_length(observed(np.linspace(-1, 1, count))) == 0
+    for count in (1, 50, 199):  # too few to have one
+        assert tail_length(observed(np.linspace(-1, 1, count))) == 0
 
 
 def test_room_is_for_the_upper_end_of_the_affine_range_alone():

@@ -390,7 +390,7 @@ def listing(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
+@pytest.mark.parametrize("target", TARGETS)
 def test_the_layer_that_loses_what_is_found_is_kept_float(target, listing, run, tmp_path):
     words = ("--images", listing.with_suffix(".npy"), "--duration", 0, "--target", target)
     found = {}
