@@ -31,7 +31,7 @@ def make_value(name, shape, kind=TensorProto.FLOAT):
 
 
 def _nodes(given):
-    for one in given:
+    for one in parse_nodes(given) if isinstance(given, str) else given:
         if isinstance(one, tuple):  # (op, inputs, outputs, attributes): named "op_output"
             op, inputs, outputs, attributes = (*one, {})[:4]
             name = {"name": f"{op}_{_names(outputs)[0]}"}
@@ -47,7 +47,7 @@ def make_model(nodes, inputs, outputs, weights=(), *, opset=13, ir=8, domains=()
     """Return a ModelProto.
 
     Args:
-        nodes: NodeProtos, or tuples (op, inputs, outputs[, attributes]).
+        nodes: NodeProtos, tuples (op, inputs, outputs[, attributes]), or `parse_nodes`'s text.
         inputs: name -> shape of float32 inputs, or ValueInfoProtos.
         outputs: The same of the outputs.
         weights: name -> array, whose dtype stays, or TensorProtos.

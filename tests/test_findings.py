@@ -36,7 +36,7 @@ from deploy.report.sections import trials
 from deploy.targets.stored_weights import StoredWeight, make_stored_weight, read_stored_weights
 from deploy.targets.tensorrt.cache_qdq import to_qdq
 from deploy.tensors import TensorSpec
-from tests.models import as_float32, build_net, make_model, make_node, run_net
+from tests.models import as_float32, build_net, make_model, make_node, parse_nodes, run_net
 
 # --- Stored weights by channel, and what a search tried, as a report tells them.
 QUICK = ("--effort", 0, "--duration", 0, "--accept")
@@ -57,6 +57,8 @@ def test_one_scale_for_all_leaves_a_small_channel_few_steps():
     assert (row.channels, row.scales, row.worst[:2]) == (4, 1, (1, 2))
     assert row.used == pytest.approx(3 / 127) and row.ratio == pytest.approx(127 / 3)
     assert (row.least, row.largest) == (1.5, 63.5) and row.strip == (63.5, 1.5, 32.0, 63.5)
+    (row,) = rows(127, -127)
+    assert row.worst == () and row.ratio == 1
 
 
 def test_a_scale_each_uses_the_whole_grid_however_far_channels_lie_apart():
@@ -70,11 +72,6 @@ def test_dead_channels_are_counted_apart():
     assert row.dead == 2 and row.ratio == 2 and 1 not in row.worst and 2 not in row.worst
     (row,) = rows(0, 0)
     assert row.dead == 2 and row.largest == 0 and weight_strip(row) == ""
-
-
-def test_channels_that_are_alike_have_no_worst():
-    (row,) = rows(127, -127)
-    assert row.worst == () and row.ratio == 1
 
 
 def test_the_worst_weights_have_a_strip_of_few_bars():
@@ -102,6 +99,14 @@ def net(op, shape, channels=6, **attributes):
     ), weight
 
 
+def stored_weight(model):
+    plan = analyse(model, TENSORRT)
+    (found,) = read_stored_weights(
+        to_qdq(model, plan, dict.fromkeys(plan.activations, np.float32(0.1)))
+    )
+    return found
+
+
 @pytest.mark.parametrize(
     ("op", "shape", "attributes", "inside", "scales"),
     [
@@ -112,10 +117,7 @@ def net(op, shape, channels=6, **attributes):
 )  # fmt: skip
 def test_output_channels_are_found_in_every_layout(op, shape, attributes, inside, scales):
     model, weight = net(op, shape, **attributes)
-    plan = analyse(model, TENSORRT)
-    (found,) = read_stored_weights(
-        to_qdq(model, plan, dict.fromkeys(plan.activations, np.float32(0.1)))
-    )
+    found = stored_weight(model)
     assert (found.node, found.op, found.scales.size) == ("node", op, scales)
     np.testing.assert_allclose(found.amax, np.abs(weight).max(axis=inside), rtol=1e-6)
     assert (found.used == 1).all()
@@ -123,10 +125,7 @@ def test_output_channels_are_found_in_every_layout(op, shape, attributes, inside
 
 def test_groups_of_a_transposed_convolution_share_one_scale():
     model, weight = net("ConvTranspose", (6, 2, 2, 2), group=3)
-    plan = analyse(model, TENSORRT)
-    (found,) = read_stored_weights(
-        to_qdq(model, plan, dict.fromkeys(plan.activations, np.float32(0.1)))
-    )
+    found = stored_weight(model)
     want = np.abs(weight).reshape(3, 2, 2, 4).max(axis=(1, 3)).reshape(-1)
     np.testing.assert_allclose(found.amax, want, rtol=1e-6)
     assert found.scales.size == 1 and found.used.min() == pytest.approx(want.min() / 9)
@@ -158,25 +157,25 @@ def test_each_target_tells_the_weights_of_its_files(run, small_cnn, pictures, tm
     assert page.read_text().count("largest |w| of 10 channels") == 3
 
 
-def test_weights_of_matmuls_with_scales_of_their_own_inputs_are_told(run, tmp_path):
-    onnx.save(net("MatMul", (6, 7))[0], tmp_path / "net.onnx")
-    np.save(tmp_path / "x.npy", np.random.default_rng(1).normal(size=(4, 6)).astype(np.float32))
-    words = ("build", tmp_path / "net.onnx", "--images", tmp_path / "x.npy", *QUICK)
-    run.ok(*words, "--dynamic-matmul", "--out", tmp_path / "out")
-    (target,) = json.loads((tmp_path / "out/report.json").read_text())["targets"]
-    (row,) = target["weights"]
+def built_target(model, x_shape, folder, *words):
+    """The one target of a build's report."""
+    x = np.random.default_rng(1).normal(size=x_shape)
+    out = build_net(model, x, folder, "--effort", 0, "--accept", *words)
+    (target,) = json.loads((out / "report.json").read_text())["targets"]
+    return target
+
+
+def test_weights_of_matmuls_with_scales_of_their_own_inputs_are_told(tmp_path):
+    model, _ = net("MatMul", (6, 7))
+    (row,) = built_target(model, (4, 6), tmp_path, "--dynamic-matmul")["weights"]
     assert (row["node"], row["channels"], row["scales"]) == ("node", 7, 7)
     assert row["largest"] == pytest.approx(9, rel=1e-4)
 
 
-def test_fp8_weights_are_told_in_real_units(run, tmp_path):
-    onnx.save(net("Conv", (32, 32, 3, 3), channels=32)[0], tmp_path / "net.onnx")
-    x = np.random.default_rng(1).normal(size=(2, 32, 8, 8)).astype(np.float32)
-    np.save(tmp_path / "x.npy", x)
-    words = ("build", tmp_path / "net.onnx", "--images", tmp_path / "x.npy", *QUICK)
-    words += ("--target", "tensorrt", "--precision", "fp8", "--out", tmp_path / "out")
-    run.ok(*words)
-    (target,) = json.loads((tmp_path / "out/report.json").read_text())["targets"]
+def test_fp8_weights_are_told_in_real_units(tmp_path):
+    model, _ = net("Conv", (32, 32, 3, 3), channels=32)
+    words = ("--target", "tensorrt", "--precision", "fp8")
+    target = built_target(model, (2, 32, 8, 8), tmp_path, *words)
     (row,) = target["weights"]
     assert row["scales"] == 32 and row["used"] == 1
     assert row["largest"] == pytest.approx(9, rel=1e-5)
@@ -233,15 +232,11 @@ def sigmoid(t):
 @pytest.mark.parametrize(
     ("nodes", "function", "span"),
     [
-        ([("Abs", "x", "t", {}), ("Sigmoid", "t", "y", {})], sigmoid, 1),
-        ([("Abs", "x", "t", {}), ("Tanh", "t", "y", {})], np.tanh, 2),
+        ("y = Sigmoid (t)", sigmoid, 1),
+        ("y = Tanh (t)", np.tanh, 2),
+        ("s = Sigmoid (t) y = Mul (t, s)", lambda t: t * sigmoid(t), 0.278),
         (
-            [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Mul", "ts", "y", {})],
-            lambda t: t * sigmoid(t),
-            0.278,
-        ),
-        (
-            [("Abs", "x", "t", {}), ("Gelu", "t", "y", {})],
+            "y = Gelu (t)",
             lambda t: 0.5 * t * (1 + np.vectorize(math.erf)(t / math.sqrt(2))),
             0.170,
         ),
@@ -253,125 +248,78 @@ def test_what_is_lost_beyond_a_bound_is_less_than_half_a_step_of_8_bits(nodes, f
     assert 0 < np.abs(function(t) - function(np.clip(t, low, high))).max() < 0.5 * span / 255
 
 
-def model(nodes, constants=()):
-    nodes = [make_node(op, list(i), list(o), **a) for op, i, o, a in nodes]
-    return make_model(nodes, {"x": [4]}, {"y": [4]}, as_float32(dict(constants)), opset=14)
-
-
-WRITTEN_OUT = [
-    ("Abs", "x", "t", {}), ("Add", ["t", "three"], "a", {}),
-    ("Clip", ["a", "zero", "six"], "c", {}), ("Mul", "tc", "m", {}), ("Div", ["m", "six"], "y", {}),
-]  # fmt: skip
-GELU = [
-    ("Abs", "x", "t", {}), ("Div", ["t", "root"], "d", {}), ("Erf", "d", "e", {}),
-    ("Add", ["e", "one"], "a", {}), ("Mul", "ta", "m", {}), ("Mul", ["m", "half"], "y", {}),
-]  # fmt: skip
-HALVED_FIRST = [
-    *GELU[:4], ("Mul", ["t", "half"], "h", {}), ("Mul", "ha", "y", {}),
-]  # fmt: skip
-SILU = (-10, math.inf)
 NUMBERS = {
     "three": 3, "zero": 0, "six": 6, "one": 1, "two": 2, "half": 0.5, "down": -2,
     "root": math.sqrt(2), "shape": 4,
 }  # fmt: skip
 
 
+def model(nodes, first="t"):
+    """These nodes behind an Abs of x."""
+    nodes = parse_nodes(f"{first} = Abs (x) {nodes}")
+    return make_model(nodes, {"x": [4]}, {"y": [4]}, as_float32(NUMBERS), opset=14)
+
+
+ERF_AND_ONE = "d = Div (t, root) e = Erf (d) a = Add (e, one)"
+
+
 @pytest.mark.parametrize(
     ("nodes", "expected"),
     [
-        (WRITTEN_OUT, (-3, math.inf)),
-        ([("Abs", "x", "t", {}), ("HardSwish", "t", "y", {})], (-3, math.inf)),
-        ([("Abs", "x", "t", {}), ("Relu", "t", "y", {})], (0, math.inf)),
-        ([("Abs", "x", "t", {}), ("Clip", ["t", "zero", "six"], "y", {})], (0, 6)),
+        ("a = Add (t, three) c = Clip (a, zero, six) m = Mul (t, c) y = Div (m, six)", (-3, None)),
+        ("y = HardSwish (t)", (-3, None)),
+        ("y = Relu (t)", (0, None)),
+        ("y = Clip (t, zero, six)", (0, 6)),
+        ("s = HardSigmoid (t) y = Mul (t, s)", (-2.5, None)),
+        ("y = HardSigmoid <alpha = 0.25> (t)", (-2, 2)),
+        ("y = Sigmoid (t)", (-8, 8)),
+        ("y = Tanh (t)", (-4, 4)),
+        ("s = Sigmoid (t) y = Mul (t, s)", (-10, None)),
+        ("h = Mul (t, half) s = Sigmoid (h) y = Mul (t, s)", (-20, None)),
+        ("s = Sigmoid (t) y = Pow (s, two)", (-8, 8)),
+        ("s = Sigmoid (t) y = Pow (s, one)", (-8, 8)),
+        (f"{ERF_AND_ONE} m = Mul (t, a) y = Mul (m, half)", (-3 * math.sqrt(2), None)),
+        (f"{ERF_AND_ONE} h = Mul (t, half) y = Mul (h, a)", (-3 * math.sqrt(2), None)),
+        ("m = Mul (t, two) a = Add (m, six) y = Sigmoid (a)", (-7, 1)),
+        ("m = Sub (t, three) a = Div (m, down) y = Sigmoid (a)", (-13, 19)),
+        ("r = Relu (t) y = Sigmoid (r)", (0, 8)),
         (
-            [("Abs", "x", "t", {}), ("HardSigmoid", "t", "s", {}), ("Mul", "ts", "y", {})],
-            (-2.5, math.inf),
-        ),
-        ([("Abs", "x", "t", {}), ("HardSigmoid", "t", "y", {"alpha": 0.25})], (-2, 2)),
-        ([("Abs", "x", "t", {}), ("Sigmoid", "t", "y", {})], (-8, 8)),
-        ([("Abs", "x", "t", {}), ("Tanh", "t", "y", {})], (-4, 4)),
-        ([("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Mul", "ts", "y", {})], SILU),
-        (
-            [
-                ("Abs", "x", "t", {}), ("Mul", ["t", "half"], "h", {}), ("Sigmoid", "h", "s", {}),
-                ("Mul", "ts", "y", {}),
-            ],
-            (-20, math.inf),
-        ),
-        (
-            [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Pow", ["s", "two"], "y", {})],
+            "r = Reshape (t, shape) c = Concat <axis = 0> (r, r) m = Transpose (c) y = Sigmoid (m)",
             (-8, 8),
         ),
         (
-            [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Pow", ["s", "one"], "y", {})],
-            (-8, 8),
-        ),
-        (GELU, (-3 * math.sqrt(2), math.inf)),
-        (HALVED_FIRST, (-3 * math.sqrt(2), math.inf)),
-        (
-            [
-                ("Abs", "x", "t", {}), ("Mul", ["t", "two"], "m", {}),
-                ("Add", ["m", "six"], "a", {}), ("Sigmoid", "a", "y", {}),
-            ],
-            (-7, 1),
-        ),
-        (
-            [
-                ("Abs", "x", "t", {}), ("Sub", ["t", "three"], "m", {}),
-                ("Div", ["m", "down"], "a", {}), ("Sigmoid", "a", "y", {}),
-            ],
-            (-13, 19),
-        ),
-        ([("Abs", "x", "t", {}), ("Relu", "t", "r", {}), ("Sigmoid", "r", "y", {})], (0, 8)),
-        (
-            [
-                ("Abs", "x", "t", {}), ("Reshape", ["t", "shape"], "r", {}),
-                ("Concat", "rr", "c", {"axis": 0}), ("Transpose", "c", "m", {}),
-                ("Sigmoid", "m", "y", {}),
-            ],
-            (-8, 8),
-        ),
-        (
-            [
-                ("Abs", "x", "t", {}), ("Split", "t", "abc", {}), ("Sigmoid", "a", "k", {}),
-                ("Tanh", "b", "l", {}), ("Concat", "kl", "y", {"axis": 0}),
-            ],
+            "a, b, c = Split (t) k = Sigmoid (a) l = Tanh (b) y = Concat <axis = 0> (k, l)",
             (-8, 8),
         ),
     ],
-)  # fmt: skip
+)
 def test_known_readers(nodes, expected):
-    assert find_bounds(model(nodes, NUMBERS))["t"] == pytest.approx(expected)
+    low, high = expected
+    bounds = (low, math.inf if high is None else high)
+    assert find_bounds(model(nodes))["t"] == pytest.approx(bounds)
 
 
 @pytest.mark.parametrize(
     "nodes",
     [
-        [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Log", "s", "y", {})],
-        [
-            ("Abs", "x", "t", {}),
-            ("Sigmoid", "t", "s", {}),
-            ("Reshape", ["s", "shape"], "r", {}),
-            ("Div", "xr", "y", {}),
-        ],
-        [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Pow", ["s", "half"], "y", {})],
-        [("Abs", "x", "t", {}), ("Softmax", "t", "y", {})],
-        [("Abs", "x", "t", {}), ("Sigmoid", "x", "s", {}), ("Mul", "ts", "y", {})],
-        [
-            ("Abs", "x", "t", {}),
-            ("Split", "t", "ab", {}),
-            ("Sigmoid", "a", "y", {}),
-            ("Sin", "b", "z", {}),
-        ],
-        [("Abs", "x", "t", {}), ("Reshape", ["t", "shape"], "y", {}), ("Sigmoid", "y", "s", {})],
-        [("Abs", "x", "t", {}), ("AveragePool", "t", "m", {}), ("Sigmoid", "m", "y", {})],
-        [("Abs", "x", "t", {}), ("Relu", "t", "r", {}), ("Add", "tr", "y", {})],
-        [("Abs", "x", "t", {}), ("Add", "tt", "y", {})],
-        [("Abs", "x", "y", {}), ("Relu", "y", "r", {})],  # leaves the model
+        "s = Sigmoid (t) y = Log (s)",
+        "s = Sigmoid (t) r = Reshape (s, shape) y = Div (x, r)",
+        "s = Sigmoid (t) y = Pow (s, half)",
+        "y = Softmax (t)",
+        "s = Sigmoid (x) y = Mul (t, s)",
+        "a, b = Split (t) y = Sigmoid (a) z = Sin (b)",
+        "y = Reshape (t, shape) s = Sigmoid (y)",
+        "m = AveragePool (t) y = Sigmoid (m)",
+        "r = Relu (t) y = Add (t, r)",
+        "y = Add (t, t)",
     ],
 )
 def test_any_other_reader_keeps_every_value(nodes):
-    assert not find_bounds(model(nodes, NUMBERS)).keys() & {"t", "y"}
+    assert not find_bounds(model(nodes)).keys() & {"t", "y"}
+
+
+def test_a_tensor_that_leaves_the_model_keeps_every_value():
+    assert "y" not in find_bounds(model("r = Relu (y)", first="y"))
 
 
 def test_a_clamped_histogram_is_that_of_clamped_values():
@@ -389,19 +337,19 @@ def test_a_clamped_histogram_is_that_of_clamped_values():
 
 def test_scores_of_logits_with_a_long_tail_stay_right(tmp_path):
     """Logits of -1274 to 1: their range on 255 steps would make every score 0.5."""
-    weight = np.float32([[2, -1.5, 0.5], [1, 1, 1]]).reshape(2, 3, 1, 1)
-    nodes = [
-        ("Conv", ["x", "w", "b"], ["c"], {}), ("Reshape", ["c", "to"], ["r"], {}),
-        ("Slice", ["r", "zero", "half", "two"], ["s"], {}),
-        ("Slice", ["r", "half", "end", "two"], ["u"], {}),
-        ("Concat", ["u", "s"], ["k"], {"axis": 2}), ("Sigmoid", ["k"], ["y"], {}),
-    ]  # fmt: skip
+    nodes = parse_nodes(
+        """
+        c = Conv (x, w, b) r = Reshape (c, to)
+        s = Slice (r, zero, half, two) u = Slice (r, half, end, two)
+        k = Concat <axis = 2> (u, s) y = Sigmoid (k)
+        """
+    )
     constants = {
-        "w": weight, "b": np.float32([-1, -1274]),
-        "to": np.int64([0, 2, 256]), "zero": np.int64([0]),
-        "half": np.int64([128]), "end": np.int64([256]), "two": np.int64([2]),
-    }  # fmt: skip
-    nodes = [make_node(op, i, o, **a) for op, i, o, a in nodes]
+        "w": np.float32([[2, -1.5, 0.5], [1, 1, 1]]).reshape(2, 3, 1, 1),
+        "b": np.float32([-1, -1274]),
+        "to": np.int64([0, 2, 256]),
+    }
+    constants |= {"zero": [0], "half": [128], "end": [256], "two": [2]}
     model = make_model(nodes, {"x": [1, 3, 16, 16]}, {"y": [1, 2, 256]}, constants, opset=14)
     x = np.random.default_rng(3).random((8, 3, 16, 16)).astype(np.float32)
     out = build_net(model, x, tmp_path, "--int8-stem")
@@ -411,86 +359,62 @@ def test_scores_of_logits_with_a_long_tail_stay_right(tmp_path):
 
 
 # --- reach
-def netted(nodes, outputs="y", **constants):
-    nodes = [make_node(op, list(i), list(o), **a) for op, i, o, a in nodes]
+CONSTANTS = as_float32({"two": 2, "w": np.ones((4, 4, 1, 1))})
+
+
+def range_limits(nodes, outputs="y"):
     inputs = {"x": [1, 4, 4, 4]}
-    return make_model(nodes, inputs, {name: None for name in outputs}, constants, opset=17)
+    return find_range_limits(
+        make_model(parse_nodes(nodes), inputs, dict.fromkeys(outputs), CONSTANTS, opset=17)
+    )
 
 
-def followed(nodes, outputs="y", **constants):
-    found = find_range_limits(netted(nodes, outputs, **constants))
-    return {name for name, reach in found.items() if reach.followed > 0}
-
-
-ONE_TWO = {"two": np.float32(2), "one": np.float32(1)}
-WEIGHT = {"w": np.ones((4, 4, 1, 1), np.float32)}
+def followed(nodes, outputs="y"):
+    return {name for name, reach in range_limits(nodes, outputs).items() if reach.followed > 0}
 
 
 def test_logits_are_followed_to_what_made_them():
-    nodes = [
-        ("Abs", "x", "a", {}), ("Neg", "x", "b", {}),
-        ("Flatten", "a", "c", {}), ("Flatten", "b", "d", {}),
-        ("Concat", "cd", "e", {"axis": 1}), ("Split", "e", "fg", {"num_outputs": 2}),
-        ("Transpose", "f", "h", {}), ("Sigmoid", "h", "y", {}), ("Exp", "g", "z", {}),
-    ]  # fmt: skip
+    nodes = """
+        a = Abs (x) b = Neg (x) c = Flatten (a) d = Flatten (b) e = Concat <axis = 1> (c, d)
+        f, g = Split <num_outputs = 2> (e) h = Transpose (f) y = Sigmoid (h) z = Exp (g)
+    """
     assert followed(nodes, "yz") == set("abcdefh")
 
 
 def test_a_followed_tensor_keeps_its_bounds():
-    found = find_range_limits(netted([("Abs", "x", "t", {}), ("Sigmoid", "t", "y", {})]))
-    assert found["t"] == (-8, 8, 8)
-    beside = find_range_limits(netted([("Abs", "x", "t", {}), ("Sigmoid", "t", "y", {})], "yt"))
-    assert beside["t"] == (-math.inf, math.inf, 8)
+    nodes = "t = Abs (x) y = Sigmoid (t)"
+    assert range_limits(nodes)["t"] == (-8, 8, 8)
+    assert range_limits(nodes, "yt")["t"] == (-math.inf, math.inf, 8)
 
 
 @pytest.mark.parametrize(
     "nodes",
     [
-        [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Mul", ["s", "two"], "y", {})],
-        [
-            ("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}),
-            ("Sigmoid", "x", "r", {}), ("Transpose", "r", "u", {}), ("Mul", "su", "y", {}),
-        ],
-        [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Mul", "ss", "y", {})],
-        [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("ReduceMax", "s", "y", {})],
+        "y = Mul (s, two)",
+        "r = Sigmoid (x) u = Transpose (r) y = Mul (s, u)",
+        "y = Mul (s, s)",
+        "y = ReduceMax (s)",
     ],
-)  # fmt: skip
+)
 def test_scores_may_be_scaled_and_multiplied_by_scores(nodes):
-    assert "t" in followed(nodes, **ONE_TWO)
+    assert "t" in followed(f"t = Abs (x) s = Sigmoid (t) {nodes}")
 
 
 @pytest.mark.parametrize(
     "nodes",
     [
-        [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Mul", "ts", "y", {})],
-        [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Mul", "sx", "y", {})],
-        [
-            ("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}),
-            ("Transpose", "s", "u", {}), ("Mul", "ux", "y", {}),
-        ],
-        [("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Conv", "sw", "y", {})],
-        [
-            ("Abs", "x", "t", {}), ("Sigmoid", "t", "s", {}), ("Neg", "s", "n", {}),
-            ("Conv", "nw", "y", {}),
-        ],
-        [("Abs", "x", "t", {}), ("Tanh", "t", "y", {})],
-        [("Abs", "x", "t", {}), ("Softmax", "t", "y", {})],
-        [("Abs", "x", "t", {}), ("Mul", ["t", "two"], "m", {}), ("Exp", "m", "y", {})],
+        "s = Sigmoid (t) y = Mul (t, s)",
+        "s = Sigmoid (t) y = Mul (s, x)",
+        "s = Sigmoid (t) u = Transpose (s) y = Mul (u, x)",
+        "s = Sigmoid (t) y = Conv (s, w)",
+        "s = Sigmoid (t) n = Neg (s) y = Conv (n, w)",
+        "y = Tanh (t)",
+        "y = Softmax (t)",
+        "m = Mul (t, two) y = Exp (m)",
     ],
-)  # fmt: skip
+)
 def test_gates_and_what_layers_read_on_from_are_not_scores(nodes):
-    assert not followed(nodes, **ONE_TWO, **WEIGHT)
-
-
-def spotted(path):
-    """A detector of red spots: the logit of a place is 24 times its redness, less 16."""
-    weight = np.zeros((16, 3, 3, 3), np.float32)
-    weight[:, 0, 1, 1] = 24
-    nodes = [("Conv", ["x", "w", "b"], ["c"], {"pads": [1] * 4}), ("Sigmoid", ["c"], ["y"], {})]
-    nodes = [make_node(op, i, o, **a) for op, i, o, a in nodes]
-    weights = {"w": weight, "b": np.full(16, -16, np.float32)}
-    model = make_model(nodes, {"x": [1, 3, 24, 24]}, {"y": [1, 16, 24, 24]}, weights, opset=17)
-    onnx.save(model, path)
+    assert not followed(f"t = Abs (x) {nodes}")
 
 
 def pictures_of(count, rng):
@@ -502,23 +426,18 @@ def pictures_of(count, rng):
 
 
 @pytest.mark.parametrize("method", ["minmax", "mse"])
-def test_scores_that_no_image_held_are_not_cut_off(tmp_path, run, method):
+def test_scores_that_no_image_held_are_not_cut_off(tmp_path, method):
     """No place of 40 pictures is surer than 0.6; a redder one comes later."""
-    spotted(tmp_path / "net.onnx")
+    weight = np.zeros((16, 3, 3, 3))
+    weight[:, 0, 1, 1] = 24  # the logit of a place is 24 times its redness, less 16
+    nodes = parse_nodes("c = Conv <pads = [1, 1, 1, 1]> (x, w, b) y = Sigmoid (c)")
+    weights = as_float32({"w": weight, "b": np.full(16, -16)})
+    model = make_model(nodes, {"x": [1, 3, 24, 24]}, {"y": [1, 16, 24, 24]}, weights, opset=17)
     rng = np.random.default_rng(5)
     few = pictures_of(40, rng)
-    np.save(tmp_path / "x.npy", few)
-    code, _, error = run(
-        *(
-            "build", tmp_path / "net.onnx", "--images", tmp_path / "x.npy", "--int8-stem",
-            "--effort", 0,
-        ),
-        *("--duration", 0, "--out", tmp_path / "out", "--method", method),
-    )  # fmt: skip
-    assert code == 0, error
+    out = build_net(model, few, tmp_path, "--int8-stem", "--effort", 0, "--method", method)
     whole, small = (
-        ort.InferenceSession(path)
-        for path in (tmp_path / "net.onnx", tmp_path / "out/net.int8.onnx")
+        ort.InferenceSession(path) for path in (tmp_path / "net.onnx", out / "net.int8.onnx")
     )
     red = pictures_of(1, rng)
     red[0, 0, 12, 12] = 18.5 / 24  # a logit of 2.5
@@ -591,13 +510,16 @@ def test_one_that_agrees_is_among_those_shown_where_there_is_one():
 @pytest.mark.parametrize(
     ("score", "count", "threshold"),
     [
-        (0.26, 20, 0.25), (0.26, 19, 0.15), (0.24, 20, 0.15), (0.16, 5, 0.15), (0.16, 4, None),
-        (0.14, 5, 0.05), (0.06, 5, 0.05), (0.06, 4, None), (0.04, 20, None),
+        (0.9, 20, 0.25), (0.26, 20, 0.25), (0.26, 19, 0.15), (0.24, 20, 0.15), (0.16, 5, 0.15),
+        (0.16, 4, None), (0.14, 5, 0.05), (0.06, 5, 0.05), (0.06, 4, None), (0.04, 20, None),
     ],
 )  # fmt: skip
 def test_the_threshold_is_the_highest_with_enough_boxes(score, count, threshold):
     seen = scene(*(row(10 * n, score=score) for n in range(count)))
-    assert tallied([(seen, seen)]).threshold == threshold
+    tally = tallied([(seen, seen)])
+    assert tally.threshold == threshold
+    found = tally.result()
+    assert (found and found.words.rpartition("score above ")[2]) == (threshold and f"{threshold})")
 
 
 def test_samples_are_told_at_the_threshold_of_the_figure():
@@ -682,8 +604,8 @@ def test_a_picture_stands_once_for_several_engines():
 def test_names_and_labels_are_escaped_and_json_has_counts_alone():
     report = Report(engines=(EngineRow(label=HOSTILE, boxes=boxes(HOSTILE)),))
     assert "<script>alert" not in to_html(report)
-    told = to_json(report)["engines"][0]["boxes"]
-    assert told[0]["kept"] == 7 and told[0]["lost"] == 1 and told[0]["new"] == 1
+    (told,) = to_json(report)["engines"][0]["boxes"]
+    assert (told["kept"], told["lost"], told["new"]) == (7, 1, 1)
     assert "data:" not in json.dumps(told) and "data:" not in to_markdown(report)
 
 
@@ -733,8 +655,6 @@ def test_a_build_of_a_classifier_tells_the_samples_that_change(run, small_cnn, t
 
 # --- Parts of outputs: rows with a unit of their own, found from the data of the float model
 # alone.
-def labels(samples):
-    return [part.label for part in split_output("y", samples)]
 
 
 def corners(anchors, side=640):
@@ -756,11 +676,12 @@ def several(rng, *makers):
     ]
 
 
+def labels(samples):
+    return [part.label for part in split_output("y", samples)]
+
+
 def test_boxes_and_scores_in_one_tensor_are_two_parts(rng):
     assert labels(several(rng, corners(300), scores(18, 300))) == ["y[0:4]", "y[4:22]"]
-
-
-def test_rows_in_the_last_dimension_are_found_there(rng):
     samples = several(rng, corners(300), scores(81, 300))
     assert labels([s.transpose(0, 2, 1) for s in samples]) == ["y[..., 0:4]", "y[..., 4:85]"]
 
@@ -783,11 +704,6 @@ def test_corners_part_from_class_numbers_beside_a_score_that_is_never_sure(rng, 
     assert len(split_output("y", several(rng, corners(100), unsure, numbers(20, 100)))) == split
 
 
-def test_probabilities_of_absent_classes_are_no_part_of_their_own(rng):
-    faint = np.array([1.0, 0.9, 1e-6, 1e-7, 0.8, 1e-6]).reshape(1, 6, 1)
-    assert labels([rng.uniform(0, 1, (1, 6, 500)) * faint for _ in range(4)]) == ["y"]
-
-
 @pytest.mark.parametrize("place", [0, 31, 63])
 @pytest.mark.parametrize("size", [0.0, 0.001, 40.0])
 def test_one_odd_channel_of_a_feature_map_is_no_part(rng, place, size):
@@ -797,12 +713,20 @@ def test_one_odd_channel_of_a_feature_map_is_no_part(rng, place, size):
     assert labels(samples) == ["y"]
 
 
-def test_logits_of_one_unit_are_one_part(rng):
-    assert labels([rng.standard_normal((1, 21, 40, 40)) * 5 for _ in range(4)]) == ["y"]
+FAINT = np.array([1.0, 0.9, 1e-6, 1e-7, 0.8, 1e-6]).reshape(1, 6, 1)
 
 
-def test_a_vector_shows_no_ranges_of_its_numbers():
-    assert labels([np.array([[900.0, 800, 700, 0.2, 0.3]])] * 4) == ["y"]
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda rng: rng.uniform(0, 1, (1, 6, 500)) * FAINT, id="absent classes"),
+        pytest.param(lambda rng: rng.standard_normal((1, 21, 40, 40)) * 5, id="logits"),
+        pytest.param(lambda rng: np.array([[900.0, 800, 700, 0.2, 0.3]]), id="a vector"),
+        pytest.param(lambda rng: np.full((1, 22, 300), np.nan, np.float32), id="nan"),
+    ],
+)
+def test_values_without_ranges_of_their_own_are_one_part(rng, make):
+    assert labels([make(rng) for _ in range(4)]) == ["y"]
 
 
 def test_the_form_does_not_depend_on_the_batch(rng):
@@ -819,10 +743,6 @@ def test_the_form_does_not_depend_on_the_batch(rng):
 def test_every_output_is_one_part_at_least_and_integers_are_none(rng):
     one = {"a": corners(50)(rng)[0], "count": np.array([3]), "b": scores(5, 50)(rng)[0]}
     assert [part.label for part in derive_form([one] * 4).parts] == ["a", "b"]
-
-
-def test_nan_makes_one_part():
-    assert labels([np.full((1, 22, 300), np.nan, np.float32)] * 4) == ["y"]
 
 
 class Net:
@@ -853,6 +773,9 @@ def test_the_worst_part_is_told_where_the_whole_output_looks_well(rng, batch):
     assert found.worst.label == "y[4:22]" and found.worst.sqnr_db == pytest.approx(0)
     assert [part.label for part in found.parts] == ["y[4:22]", "y[0:4]"]
     assert found.to_json()["parts"][1]["sqnr_db"] == "inf"
+    candidates[2][:, 1] = np.nan  # which is worse than any other
+    found = compared(references, candidates, batch)
+    assert found.worst.label == "y[0:4]" and np.isnan(found.worst.sqnr_db)
 
 
 def test_a_model_of_one_part_has_the_output_as_its_worst(rng):
@@ -867,14 +790,6 @@ def test_a_form_that_is_given_is_taken(rng):
     form = derive_form([{"y": one} for one in references])
     assert form.parts[1] == OutputSlice(output="y", axis=1, start=4, stop=22)
     assert len(compared(references[:1], references[:1], 1, form).parts) == 2
-
-
-def test_a_broken_part_is_worse_than_any_other(rng):
-    references = several(rng, corners(300), scores(18, 300))
-    candidates = [one.copy() for one in references]
-    candidates[2][:, 1] = np.nan
-    found = compared(references, candidates, 2)
-    assert found.worst.label == "y[0:4]" and np.isnan(found.worst.sqnr_db)
 
 
 @pytest.mark.parametrize("batch", [2, 3, 8])
