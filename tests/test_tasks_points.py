@@ -1,29 +1,35 @@
 """Key points, heat maps' peaks and boxes with points, through the command."""
 
 import json
-from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 
 from deploy.metrics.accuracy import Comparison, StoredOutputs
 from deploy.metrics.output_form import derive_form
 from deploy.metrics.slices import OutputSlice, weight_by_scores
 from deploy.metrics.tasks.yolo import AnchorGrid
-from tests.models import as_float32, make_model, make_node, run_command, save_net
+from tests.models import as_float32, make_model, parse_nodes, run_command, save_net
+from tests.outputs import fed, same_task
+from tests.outputs import figure as outputs_figure
 
 # --- Key points by the columns and rows they are in, as RTMPose tells them.
 SIZE, POINTS = (64, 48), 6  # height, width of the picture
 
 
-def fed(size=SIZE):
-    return {"x": np.zeros((1, 3, *size), np.float32)}
-
-
 def places(number):
     made = np.random.default_rng(number)
     return [made.uniform(5, side - 5, POINTS) for side in (SIZE[1], SIZE[0])]
+
+
+def figure(references, candidates, size):
+    """Task and figure of two models' outputs for a picture of this size."""
+    form, found = outputs_figure(references, candidates, [fed(size)] * len(references))
+    return form.task, found
+
+
+def task_of(outputs, size):
+    return same_task(outputs, [fed(size)] * len(outputs))
 
 
 def rows(middles, side, fine, made):
@@ -43,69 +49,58 @@ def outputs(number, *, fine=2.0, moved=0.0, among=POINTS, soft=False):
     return named
 
 
-def figure(references, candidates):
-    form = derive_form(references, inputs=[fed()] * len(references))
-    tally = form.task.tally()
-    for pair in zip(references, candidates, strict=True):
-        tally.add(fed(), *pair)
-    return form.task, tally.result()
-
-
 @pytest.mark.parametrize("soft", [False, True])
 @pytest.mark.parametrize("fine", [1.0, 2.0, 1.5])
 def test_points_within_two_pixels_are_kept(fine, soft):
-    how = {"fine": fine, "soft": soft}
-    references = [outputs(n, **how) for n in range(5)]
-    task, same = figure(references, references)
+    def moved(**how):
+        return [outputs(n, fine=fine, soft=soft, **how) for n in range(5)]
+
+    references = moved()
+    task, same = figure(references, references, SIZE)
     assert task.form == "x, y: columns and rows of 6 key points" and same.value == 1
-    assert figure(references, [outputs(n, moved=1, **how) for n in range(5)])[1].value == 1
-    far = [outputs(n, moved=5, among=2, **how) for n in range(5)]
-    _, found = figure(references, far)
+    assert figure(references, moved(moved=1), SIZE)[1].value == 1
+    far = moved(moved=5, among=2)
+    _, found = figure(references, far, SIZE)
     assert found.words == "20 of 30 key points of FP32 within 2 pixels"
-    assert (
-        figure(references, [{k: v * np.nan for k, v in one.items()} for one in far])[1].value == 0
-    )
+    broken = [{k: v * np.nan for k, v in one.items()} for one in far]
     cut = [{k: v[..., 1:] for k, v in one.items()} for one in references]
-    assert figure(references, cut)[1].value == 0
+    assert [figure(references, other, SIZE)[1].value for other in (broken, cut)] == [0, 0]
 
 
 def test_points_that_fp32_does_not_see_do_not_count():
     references = [outputs(n) for n in range(4)]
     seen = (np.arange(POINTS) > 1)[:, None] * 1.0
     hidden = [{k: v * seen for k, v in one.items()} for one in references]
-    tally = derive_form(references, inputs=[fed()] * 4).task.tally()
+    tally = derive_form(references, inputs=[fed(SIZE)] * 4).task.tally()
     for pair in zip(hidden, references, strict=True):
-        tally.add(fed(), *pair)
+        tally.add(fed(SIZE), *pair)
     assert tally.result().words.startswith("16 of 16 key points")
 
 
 def test_the_order_of_the_outputs_tells_nothing():
     turned = [{"a": one["y"], "b": one["x"]} for one in (outputs(n) for n in range(4))]
-    assert figure(turned, turned)[0].outputs == ("b", "a")
+    assert figure(turned, turned, SIZE)[0].outputs == ("b", "a")
 
 
 def test_other_pairs_are_no_points():
-    def task(change, size=SIZE):
-        found = derive_form([change(outputs(n)) for n in range(4)], inputs=[fed(size)] * 4).task
-        return None if found is None else found.name
-
-    assert task(lambda one: one) == "key points"
-    assert task(lambda one: one, (64, 64)) is None
-    assert task(lambda one: {"x": one["x"]}) != "key points"
+    pairs = [outputs(n) for n in range(4)]
+    assert task_of(pairs, SIZE) == "key points"
+    assert task_of(pairs, (64, 64)) is None
+    assert task_of([{"x": one["x"]} for one in pairs], SIZE) != "key points"
     flat = np.random.default_rng(1)
-    assert task(lambda one: {k: flat.uniform(0, 1, v.shape) for k, v in one.items()}) is None
-
-
-# ------------------------------------------------------------------ through the command
+    even = [{k: flat.uniform(0, 1, v.shape) for k, v in one.items()} for one in pairs]
+    assert task_of(even, SIZE) is None
 
 
 def saved(path):
     """A bright spot in each of three colours is a point: its column and its row."""
-    nodes = [
-        make_node("Conv", "x w b", "c", name="blur", pads=[1, 1, 1, 1]),
-        make_node("ReduceMax", "c", "columns", name="columns", axes=[2], keepdims=0),
-        make_node("ReduceMax", "c", "rows", name="rows", axes=[3], keepdims=0),
-    ]
+    nodes = parse_nodes(
+        """
+        c = Conv <pads = [1, 1, 1, 1]> (x, w, b)
+        columns = ReduceMax <axes = [2], keepdims = 0> (c)
+        rows = ReduceMax <axes = [3], keepdims = 0> (c)
+        """
+    )
     weights = np.zeros((4, 4, 3, 3), np.float32)
     weights[np.arange(4), np.arange(4)] = [[0.1, 0.2, 0.1], [0.2, 1, 0.2], [0.1, 0.2, 0.1]]
     inputs = {"x": ["n", 4, *SIZE]}
@@ -114,27 +109,19 @@ def saved(path):
     return save_net(model, path)
 
 
-@pytest.mark.parametrize("glare", [1.0, 1000.0])
-def test_a_build_counts_the_points(judged_build, tmp_path, glare):
+def pictures_of_points(glare):
     made = np.random.default_rng(1)
     pictures = made.uniform(0, 0.02, (16, 4, *SIZE)).astype(np.float32)
     for number, picture in enumerate(pictures):
         row, column = made.integers(3, SIZE[0] - 3, 4), made.integers(3, SIZE[1] - 3, 4)
         picture[np.arange(4), row, column] = glare if number == 15 else 1
-    code, out, told = judged_build(saved(tmp_path / "m.onnx"), pictures)
-    task = told["task"]
-    assert task["form"] == "columns, rows: columns and rows of 4 key points"
-    assert f"{task['count']} key points of FP32 within 2 pixels" in out
-    assert (task["value"] == 1, code) == ((True, 0) if glare == 1 else (False, 3))
+    return pictures
 
 
 # --- Key points as numbers, in pixels and in shares of the picture, as several families tell
 # them.
 SIDE, MESH = 64, 24
-
-
-def fed_points(side=SIDE):
-    return {"x": np.zeros((1, 3, side, side), np.float32)}
+PICTURE = (SIDE, SIDE)
 
 
 def line(number, *, unit=SIDE):
@@ -155,30 +142,23 @@ def output(number, *, unit=SIDE, more=0, flat=True, moved=0.0, among=MESH):
     return {"y": value.reshape(1, -1) if flat else value[None, None]}
 
 
-def figure_points(references, candidates, *, side=SIDE):
-    form = derive_form(references, inputs=[fed_points(side)] * len(references))
-    tally = form.task.tally()
-    for pair in zip(references, candidates, strict=True):
-        tally.add(fed_points(side), *pair)
-    return form.task, tally.result()
-
-
 @pytest.mark.parametrize("unit", [1, SIDE])
 @pytest.mark.parametrize(
     ("more", "flat"), [(0, True), (1, True), (2, True), (3, True), (0, False), (1, False)]
 )
 def test_points_near_those_of_fp32_are_kept(more, flat, unit):
-    how = {"more": more, "flat": flat, "unit": unit}
-    references = [output(n, **how) for n in range(5)]
-    task, same = figure_points(references, references)
+    def moved(**how):
+        return [output(n, more=more, flat=flat, unit=unit, **how) for n in range(5)]
+
+    references = moved()
+    task, same = figure(references, references, PICTURE)
     assert task.form == "y: 24 key points" and same.value == 1
-    near = [output(n, moved=0.003 * unit, **how) for n in range(5)]
-    assert figure_points(references, near)[1].value == 1
-    far = [output(n, moved=0.04 * unit, among=6, **how) for n in range(5)]
-    _, found = figure_points(references, far)
+    assert figure(references, moved(moved=0.003 * unit), PICTURE)[1].value == 1
+    _, found = figure(references, moved(moved=0.04 * unit, among=6), PICTURE)
     assert found.words == "90 of 120 key points of FP32 within 3 % of their extent"
-    assert figure_points(references, [{"y": one["y"] * np.nan} for one in references])[1].value == 0
-    assert figure_points(references, [{"y": one["y"][..., 1:]} for one in references])[1].value == 0
+    broken = [{"y": one["y"] * np.nan} for one in references]
+    cut = [{"y": one["y"][..., 1:]} for one in references]
+    assert [figure(references, other, PICTURE)[1].value for other in (broken, cut)] == [0, 0]
 
 
 def test_points_that_fp32_is_not_sure_of_do_not_count():
@@ -189,7 +169,7 @@ def test_points_that_fp32_is_not_sure_of_do_not_count():
     far = [{"y": one["y"] + np.float32([0.1, 0, 0])} for one in references]
     for one, other in zip(references, far, strict=True):
         other["y"][..., 8:, :2] = one["y"][..., 8:, :2]
-    assert figure_points(references, far)[1].count == "64 of 64"
+    assert figure(references, far, PICTURE)[1].count == "64 of 64"
 
 
 def flagged(number, *probabilities):
@@ -199,12 +179,14 @@ def flagged(number, *probabilities):
 
 def test_what_else_is_told_of_a_sample_must_be_told_alike():
     references = [flagged(n, 0.9, 0.2) for n in range(4)]
-    assert figure_points(references, [*references[:3], flagged(3, 0.9, 0.7)])[1].count == "72 of 96"
+    _, found = figure(references, [*references[:3], flagged(3, 0.9, 0.7)], PICTURE)
+    assert found.count == "72 of 96"
     alone = [flagged(n, p) for n, p in enumerate([0.9, 0.1, 0.9, 0.1])]
-    assert figure_points(alone, alone)[1].count == "48 of 48"  # nothing is where FP32 sees nothing
-    form = derive_form(alone, inputs=[fed_points()] * 4)
+    _, same = figure(alone, alone, PICTURE)
+    assert same.count == "48 of 48"  # nothing is where FP32 sees nothing
+    form = derive_form(alone, inputs=[fed(PICTURE)] * 4)
     assert [part.label for part in form.parts] == ["y"]  # 1e-3 of 1e-6 is no noise
-    assert figure_points(alone, [*alone[:3], flagged(3, 0.6)])[1].count == "48 of 72"
+    assert figure(alone, [*alone[:3], flagged(3, 0.6)], PICTURE)[1].count == "48 of 72"
 
 
 def others():
@@ -220,8 +202,7 @@ def others():
 
 @pytest.mark.parametrize(("what", "values"), list(others()))
 def test_other_numbers_are_no_points(what, values):
-    form = derive_form([{"y": np.float32(one)} for one in values], inputs=[fed_points()] * 4)
-    assert form.task is None or form.task.name != "key points", what
+    assert task_of([{"y": np.float32(one)} for one in values], PICTURE) != "key points", what
 
 
 def between(count, low, high, flat=False):
@@ -245,8 +226,7 @@ def between(count, low, high, flat=False):
     ],
 )  # fmt: skip
 def test_points_are_places_in_and_around_the_picture(output, points):
-    task = derive_form([output] * 2, inputs=[fed_points()] * 2).task
-    assert (task is not None and task.name == "key points") == points
+    assert (task_of([output] * 2, PICTURE) == "key points") == points
 
 
 @pytest.mark.parametrize(("sure", "far", "count"), [
@@ -259,55 +239,44 @@ def test_a_point_is_near_within_three_percent_where_fp32_is_sure_of_it(sure, far
     other = {"y": own["y"].copy()}
     places = np.delete(own["y"][0, 0, :, :2], 5 if sure < 0.2 else [], axis=0)
     other["y"][0, 0, 5, 0] += far * np.ptp(places, axis=0).max()
-    assert figure_points([own] * 2, [own, other])[1].count == count
+    assert figure([own] * 2, [own, other], PICTURE)[1].count == count
 
 
 def test_without_a_picture_nothing_is_a_place_in_it():
-    form = derive_form(
-        [output(n) for n in range(4)], inputs=[{"x": np.zeros((1, 9), np.float32)}] * 4
-    )
-    assert form.task is None
+    assert same_task([output(n) for n in range(4)], [{"x": np.zeros((1, 9), "f4")}] * 4) is None
 
 
-def mesh(*, beside: bool = False) -> onnx.ModelProto:
-    """A model of 24 points that move with the picture, or of such numbers about 0 beside others."""
+def screen(folder, outputs="y"):
+    """What a build of 24 points prints; beside another output they are numbers about 0."""
     rng = np.random.default_rng(0)
     held = {
         "w": rng.normal(0, 0.3, (16, 3, 3, 3)),
         "v": rng.normal(0, 0.01, (2 * MESH, 16)),
-        "b": line(1).reshape(-1) - (SIDE / 2 if beside else 0),
+        "b": line(1).reshape(-1) - (SIDE / 2 if "z" in outputs else 0),
     }
-    nodes = [
-        make_node("Conv", "x w", "c", name="conv", pads=[1, 1, 1, 1]),
-        make_node("Relu", "c", "r", name="relu"),
-        make_node("GlobalAveragePool", "r", "g", name="mean"),
-        make_node("Flatten", "g", "f", name="flat"),
-        make_node("Gemm", "f v b", "y", name="gemm", transB=1),
-        *([make_node("Sigmoid", "g", "z", name="gate")] if beside else []),
-    ]
-    return make_model(
-        nodes, {"x": ["n", 3, SIDE, SIDE]}, {n: None for n in "yz"[: 1 + beside]}, as_float32(held)
-    )
-
-
-def screen(model: onnx.ModelProto, folder: Path) -> str:
-    """What a build prints."""
-    onnx.save(model, folder / "net.onnx")
-    x = np.random.default_rng(1).uniform(0, 1, (24, 3, SIDE, SIDE)).astype(np.float32)
+    nodes = """
+        c = Conv <pads = [1, 1, 1, 1]> (x, w) r = Relu (c) g = GlobalAveragePool (r)
+        f = Flatten (g) y = Gemm <transB = 1> (f, v, b)
+    """
+    nodes += "z = Sigmoid (g)" if "z" in outputs else ""
+    inputs = {"x": ["n", 3, *PICTURE]}
+    model = make_model(parse_nodes(nodes), inputs, dict.fromkeys(outputs), as_float32(held))
+    x = np.random.default_rng(1).uniform(0, 1, (24, 3, *PICTURE)).astype(np.float32)
     np.save(folder / "x.npy", x)
     words = ("--out", folder / "out", "--duration", 0, "--effort", 0, "--accept")
-    return run_command("build", folder / "net.onnx", "--images", folder / "x.npy", *words)
+    model = save_net(model, folder / "net.onnx")
+    return run_command("build", model, "--images", folder / "x.npy", *words)
 
 
 def test_the_screen_tells_key_points_and_no_classes(tmp_path):
-    said = screen(mesh(), tmp_path)
+    said = screen(tmp_path)
     assert "576 of 576 key points of FP32 within 3 %" in said and "Top-1" not in said
     (told,) = json.loads((tmp_path / "out" / "report.json").read_text())["engines"][1:]
     assert told["accuracy"]["task"]["task"] == "key points"
 
 
 def test_the_first_of_several_outputs_of_no_task_tells_no_class(tmp_path):
-    said = screen(mesh(beside=True), tmp_path)
+    said = screen(tmp_path, "yz")
     assert "Top-1" not in said and "dB in the worst part" in said
 
 
@@ -324,16 +293,15 @@ def level(stride, weights):
     far = np.zeros((8, 4, stride, stride))
     far[4:, 1] = 4 / stride**2  # the second colour moves the points
     count = LARGE[0] * LARGE[1] // stride**2
-    weights |= {f"w{stride}": spot, f"v{stride}": far}
-    weights |= {f"b{stride}": np.full(1, -6.0 if stride == 8 else -9.0)}
-    weights |= {f"s{stride}": np.array([0, 1, count]), f"f{stride}": np.array([0, 8, count])}
-    steps = {"strides": [stride, stride]}
-    return [
-        make_node("Conv", f"x w{stride} b{stride}", f"c{stride}", **steps),
-        make_node("Reshape", f"c{stride} s{stride}", f"scores{stride}"),
-        make_node("Conv", f"x v{stride}", f"d{stride}", **steps),
-        make_node("Reshape", f"d{stride} f{stride}", f"far{stride}"),
-    ]
+    own = {"w": spot, "v": far, "b": np.full(1, -6.0 if stride == 8 else -9.0)}
+    weights |= as_float32({f"{name}{stride}": value for name, value in own.items()})
+    weights |= {f"s{stride}": [0, 1, count], f"f{stride}": [0, 8, count]}
+    steps = f"strides = [{stride}, {stride}]"
+    nodes = f"""
+        c# = Conv <{steps}> (x, w#, b#) scores# = Reshape (c#, s#)
+        d# = Conv <{steps}> (x, v#) far# = Reshape (d#, f#)
+    """
+    return nodes.replace("#", str(stride))
 
 
 def saved_posed(path):
@@ -341,29 +309,19 @@ def saved_posed(path):
     cells, strides = GRID.cells(LARGE)
     middle = ((cells + 0.5) * strides[:, None]).T
     places = np.concatenate([middle, np.full_like(middle, WIDE), middle - 8, middle + 8])[None]
-    weights = {"places": places, "borders": np.array([4, 4])}
-    nodes = [node for stride in STRIDES for node in level(stride, weights)]
-    nodes += [
-        make_node("Concat", [f"scores{s}" for s in STRIDES], "raw", axis=2),
-        make_node("Sigmoid", "raw", "scores"),
-        make_node("Concat", [f"far{s}" for s in STRIDES], "far", axis=2),
-        make_node("Add", "far places", "moved"),
-        make_node("Split", "moved borders", "boxes points", axis=1),
-        make_node("Concat", "boxes scores points", "y", axis=1),
-    ]
-    for number, node in enumerate(nodes):
-        node.name = f"{node.op_type}_{number}"
-    kinds = {"s": np.int64, "f": np.int64, "borders": np.int64}
-    weights = {
-        name: np.asarray(value, kinds.get(name, kinds.get(name[0], np.float32)))
-        for name, value in weights.items()
-    }
-    model = make_model(nodes, {"x": ["n", 4, *LARGE]}, {"y": ["n", 9, len(strides)]}, weights)
-    return save_net(model, path)
+    weights = {"places": np.float32(places), "borders": [4, 4]}
+    nodes = f"""
+        {level(8, weights)} {level(16, weights)}
+        raw = Concat <axis = 2> (scores8, scores16) scores = Sigmoid (raw)
+        far = Concat <axis = 2> (far8, far16) moved = Add (far, places)
+        boxes, points = Split <axis = 1> (moved, borders)
+        y = Concat <axis = 1> (boxes, scores, points)
+    """
+    inputs, outputs = {"x": ["n", 4, *LARGE]}, {"y": ["n", 9, len(strides)]}
+    return save_net(make_model(parse_nodes(nodes), inputs, outputs, weights), path)
 
 
-@pytest.mark.parametrize("glare", [1.0, 1000.0])
-def test_a_build_counts_boxes_with_their_points(judged_build, tmp_path, glare):
+def pictures_of_posed(glare):
     made = np.random.default_rng(1)
     pictures = made.uniform(0, 0.1, (16, 4, *LARGE)).astype(np.float32)
     for picture in pictures:
@@ -371,10 +329,7 @@ def test_a_build_counts_boxes_with_their_points(judged_build, tmp_path, glare):
             row, column = (8 * int(side) for side in divmod(cell, 16))
             picture[:2, row : row + 8, column : column + 8] = 1
         picture[2, 0, 0] = glare  # what decides nothing takes the steps of int8
-    code, _, told = judged_build(saved_posed(tmp_path / "m.onnx"), pictures)
-    task = told["task"]
-    assert task["form"] == "y: boxes by centre and 1 classes, 2 key points an anchor"
-    assert (task["value"] == 1, code) == ((True, 0) if glare == 1 else (False, 3))
+    return pictures
 
 
 # --- A detector whose scores lie across, [N, C, A] beside boxes [N, A, 4], through the command.
@@ -391,24 +346,20 @@ def saved_turned(path):
     rows, columns = np.divmod(np.arange(COUNT), CELLS[1])
     low = np.stack([columns, rows], axis=1) * STRIDE
     places = np.concatenate([low - 2, low + STRIDE + 2], axis=1)[None]
-    nodes = [
-        make_node("Conv", "x w1 b1", "c1", name="spots", strides=[STRIDE] * 2),
-        make_node("Reshape", "c1 across", "r1", name="across"),
-        make_node("Sigmoid", "r1", "scores", name="shares"),
-        make_node("Conv", "x w2", "c2", name="sides", strides=[STRIDE] * 2),
-        make_node("Reshape", "c2 four", "r2", name="four"),
-        make_node("Transpose", "r2", "t2", name="rows", perm=[0, 2, 1]),
-        make_node("Add", "t2 places", "boxes", name="places"),
-    ]
-    weights = {"w1": spots, "b1": [-6] * CLASSES, "w2": far, "places": places}
-    shapes = {"across": [-1, CLASSES, COUNT], "four": [-1, 4, COUNT]}
+    nodes = parse_nodes(
+        """
+        c1 = Conv <strides = [8, 8]> (x, w1, b1) r1 = Reshape (c1, across) scores = Sigmoid (r1)
+        c2 = Conv <strides = [8, 8]> (x, w2) r2 = Reshape (c2, four)
+        t2 = Transpose <perm = [0, 2, 1]> (r2) boxes = Add (t2, places)
+        """
+    )
+    weights = as_float32({"w1": spots, "b1": [-6] * CLASSES, "w2": far, "places": places})
+    weights |= {"across": [-1, CLASSES, COUNT], "four": [-1, 4, COUNT]}
     outputs = {"boxes": ["n", COUNT, 4], "scores": ["n", CLASSES, COUNT]}
-    weights = as_float32(weights) | shapes
     return save_net(make_model(nodes, {"x": ["n", 3, *LARGE]}, outputs, weights), path)
 
 
-@pytest.mark.parametrize("glare", [1.0, 1000.0])
-def test_a_build_counts_the_boxes(judged_build, tmp_path, glare):
+def pictures_of_turned(glare):
     made = np.random.default_rng(1)
     pictures = made.uniform(0, 0.1, (16, 3, *LARGE)).astype(np.float32)
     for picture in pictures:
@@ -416,20 +367,34 @@ def test_a_build_counts_the_boxes(judged_build, tmp_path, glare):
             row, column = (STRIDE * int(side) for side in divmod(cell + 1, CELLS[1]))
             picture[kind % 2, row : row + STRIDE, column : column + STRIDE] = 1
         picture[2, 0, 0] = glare  # what decides nothing takes the steps of int8
-    code, out, told = judged_build(saved_turned(tmp_path / "m.onnx"), pictures)
+    return pictures
+
+
+@pytest.mark.parametrize("glare", [1.0, 1000.0])
+@pytest.mark.parametrize(
+    ("save", "pictures", "total", "form", "said"),
+    [
+        (saved, pictures_of_points, 64, "columns, rows: columns and rows of 4 key points",
+         "key points of FP32 within 2 pixels"),
+        (saved_posed, pictures_of_posed, 32,
+         "y: boxes by centre and 1 classes, 2 key points an anchor", "boxes of FP32 kept"),
+        (saved_turned, pictures_of_turned, 64, "scores: scores of anchors, boxes by corners",
+         "boxes of FP32 kept"),
+    ],
+)  # fmt: skip
+def test_a_build_counts_what_is_kept(
+    save, pictures, total, form, said, judged_build, tmp_path, glare
+):
+    code, out, told = judged_build(save(tmp_path / "m.onnx"), pictures(glare))
     task = told["task"]
-    assert task["form"] == "scores: scores of anchors, boxes by corners"
-    assert task["count"].endswith(" of 64") and f"{task['count']} boxes of FP32 kept" in out
+    assert task["form"] == form
+    assert task["count"].endswith(f" of {total}") and f"{task['count']} {said}" in out
     assert (task["value"] == 1, code) == ((True, 0) if glare == 1 else (False, 3))
 
 
 # --- Objects as peaks of a heat map beside maps of their sizes, as CenterNet has them.
 CELL = 4  # pixels of a cell
 GRID_CELLS = (LARGE[0] // CELL, LARGE[1] // CELL)
-
-
-def fed_centres():
-    return {"images": np.zeros((1, 3, *LARGE), np.float32)}
 
 
 def places_centres(number, objects=5, classes=6):
@@ -456,30 +421,17 @@ def outputs_centres(number, *, classes=6, raw=False, lost=0, moved=0, wide=10.0,
     }
 
 
-def figure_centres(candidates, references, without=()):
-    rows = [
-        [{k: v for k, v in one.items() if k not in without} for one in side]
-        for side in (references, candidates)
-    ]
-    form = derive_form(rows[0], inputs=[fed_centres()] * len(rows[0]))
-    assert form.task is not None
-    tally = form.task.tally()
-    for pair in zip(*rows, strict=True):
-        tally.add(fed_centres(), *pair)
-    return form.task, tally.result()
-
-
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("classes", [1, 3, 6, 80])
 def test_peaks_are_objects_of_the_sizes_beside_them(raw, classes):
     how = {"raw": raw, "classes": classes}
     references = [outputs_centres(n, **how) for n in range(8)]
-    task, same = figure_centres(references, references)
+    task, same = figure(references, references, LARGE)
     assert task.name == "boxes" and task.form.startswith(f"hm: centres of {classes} classes, sizes")
     assert same.value == 1 and same.words.startswith("40 of 40 boxes")
-    _, found = figure_centres([outputs_centres(n, lost=1, **how) for n in range(8)], references)
-    assert found.words.startswith("32 of 40 boxes of FP32 kept, 0 new")
-    boxes = task.decoder.boxes(fed_centres(), references[0]).boxes
+    lost = [outputs_centres(n, lost=1, **how) for n in range(8)]
+    assert figure(references, lost, LARGE)[1].words.startswith("32 of 40 boxes of FP32 kept, 0 new")
+    boxes = task.decoder.boxes(fed(LARGE), references[0]).boxes
     _, rows, columns = places_centres(0, classes=classes)
     wide, tall = references[0]["wh"][0][:, rows[0], columns[0]] * CELL / 2
     x, y = (columns[0] + 0.5) * CELL, (rows[0] + 0.5) * CELL
@@ -491,50 +443,47 @@ def test_peaks_are_objects_of_the_sizes_beside_them(raw, classes):
     [(1, False), (2, True), (3, False), (4, True), (8, True), (9, False), (16, False)],
 )
 def test_cells_are_of_two_four_or_eight_pixels(stride, boxes):
-    picture = {
-        "images": np.zeros((1, 3, GRID_CELLS[0] * stride, GRID_CELLS[1] * stride), np.float32)
-    }
-    task = derive_form([outputs_centres(n) for n in range(4)], inputs=[picture] * 4).task
-    assert (task is not None and task.name == "boxes") == boxes
+    size = (GRID_CELLS[0] * stride, GRID_CELLS[1] * stride)
+    assert (task_of([outputs_centres(n) for n in range(4)], size) == "boxes") == boxes
 
 
 def test_objects_that_change_their_size_or_class_are_lost():
     references = [outputs_centres(n) for n in range(8)]
-    _, small = figure_centres([outputs_centres(n, wide=5) for n in range(8)], references)
-    assert small.value == 0
+    small = [outputs_centres(n, wide=5) for n in range(8)]
     turned = [{**one, "hm": np.roll(one["hm"], 1, axis=1)} for one in references]
-    assert figure_centres(turned, references)[1].value == 0
     broken = [{k: v * np.nan for k, v in one.items()} for one in references]
-    assert figure_centres(broken, references)[1].value == 0
+    for others in (small, turned, broken):
+        assert figure(references, others, LARGE)[1].value == 0
 
 
 @pytest.mark.parametrize(("moved", "kept"), [(1, 40), (2, 0)])
 def test_without_sizes_a_peak_may_move_by_a_cell(moved, kept):
-    references = [outputs_centres(n) for n in range(8)]
-    task, found = figure_centres(
-        [outputs_centres(n, moved=moved) for n in range(8)], references, ["wh"]
+    references, others = (
+        [{k: v for k, v in outputs_centres(n, moved=by).items() if k != "wh"} for n in range(8)]
+        for by in (0, moved)
     )
+    task, found = figure(references, others, LARGE)
     assert task.form.endswith("matched by place") and not task.decoder.placed
     assert found.words.startswith(f"{kept} of 40 boxes")
 
 
 def test_logarithms_of_sizes_are_no_sizes():
     references = [outputs_centres(n, log=True) for n in range(8)]
-    task, same = figure_centres(references, references)
+    task, same = figure(references, references, LARGE)
     assert task.form.endswith("matched by place") and same.value == 1
 
 
 def test_sizes_larger_than_the_map_are_pixels():
     references = [outputs_centres(n, wide=40) for n in range(8)]
-    task, _ = figure_centres(references, references)
-    boxes = task.decoder.boxes(fed_centres(), references[0]).boxes
+    task, _ = figure(references, references, LARGE)
+    boxes = task.decoder.boxes(fed(LARGE), references[0]).boxes
     assert 30 < (boxes[:, 2:] - boxes[:, :2]).max() < 50
 
 
 @pytest.mark.parametrize("raw", [False, True])
 def test_what_stands_beside_is_read_where_objects_are(raw):
     references = [outputs_centres(n, raw=raw) for n in range(8)]
-    form = derive_form(references, inputs=[fed_centres()] * 8)
+    form = derive_form(references, inputs=[fed(LARGE)] * 8)
     whole = OutputSlice(output="hm")
     assert form.parts == (whole, *(OutputSlice(output=n, at="hm", raw=raw) for n in ("wh", "reg")))
     assert [one.label for one in form.parts[1:]] == ["wh where hm is high", "reg where hm is high"]
@@ -545,7 +494,7 @@ def test_what_stands_beside_is_read_where_objects_are(raw):
         for number, reference in enumerate(references):
             heat = outputs_centres(number)["hm"].max(axis=1, keepdims=True)
             noise = np.float32(4) * ((heat < 0.01) if far else (heat > 0.5))
-            figures.add(fed_centres(), reference, {**reference, "wh": reference["wh"] + noise})
+            figures.add(fed(LARGE), reference, {**reference, "wh": reference["wh"] + noise})
         found = {part.output: part.sqnr_db for part in figures.result().parts}
         assert found["reg"] == np.inf
         return found["wh"]
@@ -560,47 +509,35 @@ def test_maps_of_other_cells_than_the_scores_are_taken_as_they_are():
 
 
 def test_other_maps_are_no_centres():
-    def task(change, inputs=None):
-        rows = [change(outputs_centres(n)) for n in range(4)]
-        found = derive_form(rows, inputs=inputs or [fed_centres()] * 4).task
-        return None if found is None else found.name
+    maps = [outputs_centres(n) for n in range(4)]
 
-    assert task(lambda one: one) == "boxes"
-    assert task(lambda one: {"hm": one["hm"]}) != "boxes"
-    assert (
-        task(lambda one: {**one, "reg": one["reg"][..., 1:], "wh": one["wh"][..., 1:]}) != "boxes"
-    )
-    assert task(lambda one: {**one, "points": one["hm"]}) != "boxes"  # two maps that may be it
-    assert task(lambda one: {**one, "hm": one["hm"] * 0}) != "boxes"
-    assert task(lambda one: {**one, "hm": one["hm"] / 2 + 0.3}) != "boxes"
-    large = {"images": np.zeros((1, 3, 640, 640), np.float32)}
-    assert task(lambda one: one, [large] * 4) != "boxes"
+    def task(change, size=LARGE):
+        return task_of([{**one, **change(one)} for one in maps], size)
 
-
-# ------------------------------------------------------------------ through the command
+    assert task(lambda one: {}) == "boxes"
+    assert task(lambda one: {}, (640, 640)) != "boxes"
+    assert task_of([{"hm": one["hm"]} for one in maps], LARGE) != "boxes"
+    assert task(lambda one: {name: one[name][..., 1:] for name in ("reg", "wh")}) != "boxes"
+    assert task(lambda one: {"points": one["hm"]}) != "boxes"  # two maps that may be it
+    assert task(lambda one: {"hm": one["hm"] * 0}) != "boxes"
+    assert task(lambda one: {"hm": one["hm"] / 2 + 0.3}) != "boxes"
 
 
 def saved_centres(path):
     """A picture's bright spots, red and green, are the peaks of two classes."""
-    spots = np.zeros((2, 3, 4, 4), np.float32)
+    spots = np.zeros((2, 3, 4, 4))
     spots[0, 0], spots[1, 1] = 1 / 16, 1 / 16
-    sizes = np.random.default_rng(0).normal(0, 0.05, (4, 3, 4, 4)).astype(np.float32)
-    nodes = [
-        make_node("Conv", "x w1", "c1", name="heat", strides=[4, 4]),
-        make_node("Mul", "c1 gain", "m1", name="gain_of_heat"),
-        make_node("Add", "m1 rest", "hm", name="rest_of_heat"),
-        make_node("Conv", "x w2 b2", "c2", name="sizes", strides=[4, 4]),
-        make_node("Split", "c2", "wh reg", name="parts", axis=1),
-    ]
-    cells = ["n", 2, *GRID_CELLS]
+    sizes = np.random.default_rng(0).normal(0, 0.05, (4, 3, 4, 4))
+    nodes = parse_nodes(
+        """
+        c1 = Conv <strides = [4, 4]> (x, w1) m1 = Mul (c1, gain) hm = Add (m1, rest)
+        c2 = Conv <strides = [4, 4]> (x, w2, b2) wh, reg = Split <axis = 1> (c2)
+        """
+    )
+    outputs = {name: ["n", 2, *GRID_CELLS] for name in ("hm", "wh", "reg")}
+    weights = {"w1": spots, "gain": 10.0, "rest": -6.0, "w2": sizes, "b2": [11, 12, 0.5, 0.5]}
     inputs = {"x": ["n", 3, *LARGE]}
-    outputs = {name: cells for name in ("hm", "wh", "reg")}
-    weights = as_float32(
-        {
-            "w1": spots, "gain": 10.0, "rest": -6.0, "w2": sizes, "b2": [11, 12, 0.5, 0.5],
-        }
-    )  # fmt: skip
-    return save_net(make_model(nodes, inputs, outputs, weights, opset=12), path)
+    return save_net(make_model(nodes, inputs, outputs, as_float32(weights), opset=12), path)
 
 
 @pytest.mark.parametrize("glare", [1.0, 1000.0])
