@@ -17,7 +17,15 @@ from deploy.metrics.tasks.labels import Labels
 from deploy.tensors import TensorSpec
 from deploy.tuning.plan_file import read_plan
 from deploy.tuning.probe import find_ranked_scores
-from tests.models import make_model, make_node, make_value, save_net
+from tests.models import (
+    as_float32,
+    make_model,
+    make_node,
+    make_value,
+    parse_nodes,
+    run_net,
+    save_net,
+)
 from tests.outputs import (
     GRID,
     SIZE,
@@ -48,23 +56,23 @@ def test_equal_best_classes_are_counted():
     assert found.words == "7 of 10 best classes as FP32's, 10 among the best five"
 
 
+def outputs_of(make):
+    return [{"y": make().astype(np.float32)} for _ in range(4)]
+
+
 def test_logits_are_classes_and_other_vectors_are_not():
     made = rng()
-
-    def outputs(make):
-        return [{"y": make().astype(np.float32)} for _ in range(4)]
-
-    assert same_task(outputs(lambda: made.standard_normal((1, 10)) * 4)) == "classes"
 
     def peaked(worst):
         scores = made.standard_normal((1, 1000))
         scores[0, [17, 23]] = 12, worst
         return scores
 
-    assert same_task(outputs(lambda: peaked(-9.7))) == "classes"
-    assert same_task(outputs(lambda: peaked(-10.3))) is None  # the worst is as far off
-    assert same_task(outputs(lambda: made.uniform(0.1, 0.9, (1, 8)))) is None  # places
-    assert same_task(outputs(lambda: made.uniform(0, 1, (1, 196)))) is None  # landmarks
+    assert same_task(outputs_of(lambda: made.standard_normal((1, 10)) * 4)) == "classes"
+    assert same_task(outputs_of(lambda: peaked(-9.7))) == "classes"
+    assert same_task(outputs_of(lambda: peaked(-10.3))) is None  # the worst is as far off
+    assert same_task(outputs_of(lambda: made.uniform(0.1, 0.9, (1, 8)))) is None  # places
+    assert same_task(outputs_of(lambda: made.uniform(0, 1, (1, 196)))) is None  # landmarks
 
 
 @pytest.mark.parametrize(("form", "on", "task"), [
@@ -110,7 +118,7 @@ def test_angles_places_and_steering_are_neither_classes_nor_embeddings():
     made = rng()
 
     def task(make):
-        return same_task([{"y": make().astype(np.float32)} for _ in range(4)])
+        return same_task(outputs_of(make))
 
     assert task(lambda: made.normal(0, [[25, 12, 8]])) is None  # of a head, in degrees
     assert task(lambda: made.uniform(-1, 1, (1, 6))) is None  # behind a Tanh
@@ -183,10 +191,8 @@ def test_features_of_a_picture_are_embeddings_and_scores_of_a_thousand_are_class
     assert same_task([{"f": one["f"] - 1} for one in features]) == "classes"
     squeezed = [{"f": np.concatenate([one["f"], one["f"][:, :488]], axis=1)} for one in features]
     assert squeezed[0]["f"].shape == (1, 1000) and same_task(squeezed) == "classes"
-    assert (
-        same_task([{"f": one["f"] / 100 - np.float32(least / 100)} for one in features])
-        != "embeddings"
-    )
+    small = [{"f": (one["f"] - np.float32(least)) / 100} for one in features]
+    assert same_task(small) != "embeddings"
 
 
 @pytest.mark.parametrize(
@@ -288,6 +294,12 @@ def test_a_candidate_of_other_shapes_keeps_nothing(form):
 @pytest.mark.parametrize("seed", range(4))
 def test_no_outputs_make_it_fail(seed):
     made = np.random.default_rng(seed)
+
+    def spoiled(value):
+        if made.random() < 0.2:
+            return value * np.nan
+        return value[..., :1] if value.ndim else value
+
     for _ in range(100):
         references = anything(made)
         form = derive_form(references, inputs=[fed((64, 64))] * 5)
@@ -295,14 +307,7 @@ def test_no_outputs_make_it_fail(seed):
             continue
         tally = form.task.tally()
         for one in references:
-            other = {
-                name: value * np.nan
-                if made.random() < 0.2
-                else value[..., :1]
-                if value.ndim
-                else value
-                for name, value in one.items()
-            }
+            other = {name: spoiled(value) for name, value in one.items()}
             tally.add(fed((64, 64)), one, other)
         found = tally.result()
         assert found is None or 0 <= found.value <= 1 or found.task == "embeddings"
@@ -315,6 +320,7 @@ def test_shares_are_classes_of_steps_and_no_raw_boxes():
 
 # --- Models that rank their classes themselves, by TopK or ArgMax, judged by labels and without.
 SAMPLES = 24
+ROWS = np.random.default_rng(3).normal(size=(SAMPLES, 3, 16, 16)).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -326,37 +332,32 @@ def ranking(small_cnn, tmp_path_factory):
         model = onnx.load(small_cnn)
         graph = model.graph
         graph.initializer.append(numpy_helper.from_array(np.array([k], np.int64), "k"))
-        graph.node.extend(
-            [
-                make_node("TopK", "logits k", "values places", name="rank"),
-                make_node("ArgMax", "logits", "best", name="best", axis=1, keepdims=0),
-                make_node("ReduceMax", "logits", "most", axes=[1], keepdims=0),
-                make_node("Flatten", "r1", "features"),
-            ]
-        )
+        ranked = """
+            values, places = TopK (logits, k) best = ArgMax <axis = 1, keepdims = 0> (logits)
+            most = ReduceMax <axes = [1], keepdims = 0> (logits) features = Flatten (r1)
+        """
+        graph.node.extend(parse_nodes(ranked))
         kinds = {"values": (1, k), "places": (7, k), "best": (7,), "most": (1,), "logits": (1, 10)}
         del graph.output[:]
         for name in outputs.split():
             kind, *sides = kinds[name]
             graph.output.append(make_value(name, ["batch", *sides], kind))
-        onnx.save(model, path := folder / f"{outputs.replace(' ', '-')}-{k}.onnx")
-        return path
+        return save_net(model, folder / f"{outputs.replace(' ', '-')}-{k}.onnx")
 
     return made
 
 
 @pytest.fixture
 def judged(judged_build, tmp_path):
-    """(model, labels or None, words) -> code, stdout, int8's accuracy."""
-    samples = np.random.default_rng(3).normal(size=(SAMPLES, 3, 16, 16)).astype(np.float32)
+    """(model, labels or None) -> code, stdout, int8's accuracy."""
 
-    def build(model, labels, *words):
-        np.save(tmp_path / "eval.npy", samples)
+    def build(model, labels):
+        np.save(tmp_path / "eval.npy", ROWS)
         asked = ["--eval-images", tmp_path / "eval.npy"]
         if labels is not None:
             (tmp_path / "labels.txt").write_text("\n".join(map(str, labels)))
             asked += ["--labels", tmp_path / "labels.txt"]
-        return judged_build(model, samples, *asked, *words)
+        return judged_build(model, ROWS, *asked)
 
     return build
 
@@ -364,11 +365,7 @@ def judged(judged_build, tmp_path):
 @pytest.fixture(scope="module")
 def said(small_cnn):
     """What the float model says of these samples."""
-    from deploy.runtimes.ort import OrtSession
-
-    samples = np.random.default_rng(3).normal(size=(SAMPLES, 3, 16, 16)).astype(np.float32)
-    logits = OrtSession.open(small_cnn, threads=1).run({"x": samples})["logits"]
-    return logits.argmax(axis=1).tolist()
+    return run_net(small_cnn, ROWS)[0].argmax(axis=1).tolist()
 
 
 @pytest.mark.parametrize(
@@ -395,42 +392,41 @@ def test_without_labels_the_places_tell_how_many_are_alike(ranking, judged, outp
     assert all(part["output"] != "places" for part in found["parts"])
 
 
-def refused(run, tmp_path, model, labels):
-    samples = np.random.default_rng(3).normal(size=(SAMPLES, 3, 16, 16)).astype(np.float32)
-    np.save(tmp_path / "x.npy", samples)
-    (tmp_path / "labels.txt").write_text("\n".join(map(str, labels)))
-    asked = ("--images", tmp_path / "x.npy", "--eval-images", tmp_path / "x.npy")
-    asked += ("--labels", tmp_path / "labels.txt", "--effort", 0, "--duration", 0)
-    return run.fails("build", model, *asked, "--out", tmp_path / "o")
+@pytest.fixture
+def refused(run, tmp_path):
+    """(model, labels) -> why a build with them is refused."""
+
+    def call(model, labels):
+        np.save(tmp_path / "x.npy", ROWS)
+        (tmp_path / "labels.txt").write_text("\n".join(map(str, labels)))
+        asked = ("--images", tmp_path / "x.npy", "--eval-images", tmp_path / "x.npy")
+        asked += ("--labels", tmp_path / "labels.txt", "--effort", 0, "--duration", 0)
+        return run.fails("build", model, *asked, "--out", tmp_path / "o")
+
+    return call
 
 
-def test_labels_that_no_output_can_tell_are_refused_with_a_way_out(ranking, run, tmp_path, said):
-    error = refused(run, tmp_path, ranking("values"), [9, *said[1:]])
-    assert "got 'values' of 3 values" in error
-    assert "TopK's second output" in error
-    error = refused(run, tmp_path, ranking("most"), said)
-    assert "[N, classes]" in error
+def test_labels_that_no_output_can_tell_are_refused_with_a_way_out(ranking, refused, said):
+    error = refused(ranking("values"), [9, *said[1:]])
+    assert "got 'values' of 3 values" in error and "TopK's second output" in error
+    assert "[N, classes]" in refused(ranking("most"), said)
 
 
-def test_labels_below_0_are_told_a_way_out(ranking, run, tmp_path, said):
-    samples = np.random.default_rng(3).normal(size=(SAMPLES, 3, 16, 16)).astype(np.float32)
-    np.savez(tmp_path / "x.npz", x=samples, labels=np.array([-1, *said[1:]]))
+def test_labels_below_0_are_told_a_way_out(ranking, run, refused, tmp_path, said):
+    np.savez(tmp_path / "x.npz", x=ROWS, labels=np.array([-1, *said[1:]]))
     asked = ("--images", tmp_path / "x.npz", "--eval-images", tmp_path / "x.npz", "--effort", 0)
-    code, _, error = run("build", ranking("best"), *asked, "--out", tmp_path / "o")
-    assert code == 1 and "'labels' must be whole numbers from 0, got -1" in error
-    error = refused(run, tmp_path, ranking("best"), [-1, *said[1:]])
-    assert "ends in '-1'" in error
+    error = run.fails("build", ranking("best"), *asked, "--out", tmp_path / "o")
+    assert "'labels' must be whole numbers from 0, got -1" in error
+    assert "ends in '-1'" in refused(ranking("best"), [-1, *said[1:]])
 
 
-def test_numbers_of_something_else_are_no_classes(ranking, judged_build, small_cnn):
+def test_numbers_of_something_else_are_no_classes(judged_build, small_cnn, tmp_path):
     model = onnx.load(small_cnn)
     graph = model.graph
     del graph.output[:]
     graph.node.append(make_node("Cast", "logits", "whole", to=TensorProto.INT64))
     graph.output.append(make_value("whole", ["batch", 10], TensorProto.INT64))
-    onnx.save(model, path := ranking("best").with_name("whole.onnx"))
-    samples = np.random.default_rng(3).normal(size=(SAMPLES, 3, 16, 16)).astype(np.float32)
-    _, _, found = judged_build(path, samples)
+    _, _, found = judged_build(save_net(model, tmp_path / "whole.onnx"), ROWS)
     assert found["task"] is None and found["top1_agreement"] is None
 
 
@@ -444,29 +440,30 @@ def spoiled(path, end):
         "w4": rng.normal(0, 1.0, (1024, 10)),
     }  # fmt: skip
     weights["w2"][:, 0] = 0
-    ends = {
-        "ArgMax": [("ArgMax", "logits", "raw", {"axis": 1, "keepdims": 0}),
-                   ("Cast", "raw", "class", {"to": TensorProto.INT32})],
-        "TopK": [("TopK", "logits k", "values places", {})],
-    }[end]  # fmt: skip
-    nodes = [
-        ("Conv", "x w1", "a", {"pads": [1] * 4}), ("Tanh", "a", "t", {}),
-        ("Mul", "t size", "m", {}), ("Conv", "m w2", "bad", {}), ("Relu", "bad", "r", {}),
-        ("Conv", "r w3", "c", {"strides": [2, 2], "pads": [1] * 4}), ("Relu", "c", "q", {}),
-        ("Flatten", "q", "f", {}), ("MatMul", "f w4", "logits", {}), *ends,
-    ]  # fmt: skip
-    outputs = {"ArgMax": ["class"], "TopK": ["values", "places"]}[end]
-    kinds = {"class": TensorProto.INT32, "values": TensorProto.FLOAT, "places": TensorProto.INT64}
-    model = make_model(
-        [make_node(op, i, o, name=o.split()[0], **a) for op, i, o, a in nodes],
-        {"x": ["batch", 3, 16, 16]},
-        [make_value(name, None, kinds[name]) for name in outputs],
-        [
-            *(numpy_helper.from_array(np.float32(v), k) for k, v in weights.items()),
-            numpy_helper.from_array(np.array([3], np.int64), "k"),
-        ],
+    ranked, outputs = {
+        "ArgMax": (
+            "raw = ArgMax <axis = 1, keepdims = 0> (logits) class = Cast <to = 6> (raw)",
+            {"class": TensorProto.INT32},
+        ),
+        "TopK": (
+            "values, places = TopK (logits, k)",
+            {"values": TensorProto.FLOAT, "places": TensorProto.INT64},
+        ),
+    }[end]
+    nodes = parse_nodes(
+        f"""
+        a = Conv <pads = [1, 1, 1, 1]> (x, w1) t = Tanh (a) m = Mul (t, size)
+        bad = Conv (m, w2) r = Relu (bad)
+        c = Conv <strides = [2, 2], pads = [1, 1, 1, 1]> (r, w3) q = Relu (c)
+        f = Flatten (q) logits = MatMul (f, w4) {ranked}
+        """
     )
-    return save_net(model, path)
+    ends = [make_value(name, None, kind) for name, kind in outputs.items()]
+    weights = as_float32(weights) | {"k": [3]}
+    return save_net(make_model(nodes, {"x": ["batch", 3, 16, 16]}, ends, weights), path)
+
+
+LONGER = np.random.default_rng(3).normal(size=(48, 3, 16, 16)).astype(np.float32)
 
 
 @pytest.mark.slow
@@ -474,7 +471,7 @@ def spoiled(path, end):
     ("target", "end"), [("onnxruntime", "ArgMax"), ("tensorrt", "TopK"), ("ascend", "ArgMax")]
 )
 def test_the_search_hears_the_scores_before_they_are_ranked(target, end, run, tmp_path):
-    np.save(tmp_path / "x.npy", np.random.default_rng(3).normal(size=(48, 3, 16, 16)).astype("f4"))
+    np.save(tmp_path / "x.npy", LONGER)
     model, alike = spoiled(tmp_path / "net.onnx", end), {}
     words = ("--images", tmp_path / "x.npy", "--duration", 0, "--target", target, "--accept")
     for effort in (0, 1):
@@ -484,7 +481,7 @@ def test_the_search_hears_the_scores_before_they_are_ranked(target, end, run, tm
         alike[effort] = report["engines"][1]["accuracy"]["task"]["value"]
     assert alike[0] < 0.9 < 0.93 < alike[1]
     plan = read_plan(tmp_path / "1" / "net.plan.toml").targets[target]
-    assert plan.choices.float_nodes["bad"].endswith("dB of logits")
+    assert plan.choices.float_nodes["Conv_bad"].endswith("dB of logits")
 
 
 def test_scores_are_heard_where_all_outputs_are_ranked_alone(tmp_path):
@@ -498,7 +495,7 @@ def test_scores_are_heard_where_all_outputs_are_ranked_alone(tmp_path):
 
 
 def test_a_figure_of_ones_own_gets_what_the_model_ranked(run, tmp_path):
-    np.save(tmp_path / "x.npy", np.random.default_rng(3).normal(size=(48, 3, 16, 16)).astype("f4"))
+    np.save(tmp_path / "x.npy", LONGER)
     text = (
         "def same(fp32, int8, label):\n    return float((fp32['class'] == int8['class']).all())\n"
     )
@@ -510,10 +507,6 @@ def test_a_figure_of_ones_own_gets_what_the_model_ranked(run, tmp_path):
 
 # --- Several labels at once: a tagger's are counted, where its best one alone was before.
 LABELS, SIDE = 12, 32
-
-
-def fed_labels():
-    return {"images": np.zeros((1, 3, 64, 64), np.float32)}
 
 
 def shares(raw):
@@ -529,50 +522,30 @@ def scores(number, count=40, on=3, rest=-5.0):
 
 
 def task_of(rows, inputs=None):
-    task = derive_form(
-        [{"y": row} for row in rows], inputs=inputs or [fed_labels()] * len(rows)
-    ).task
-    return None if task is None else task.name
+    return same_task([{"y": row} for row in rows], inputs)
 
 
 def figure_labels(references, candidates):
-    form = derive_form([{"y": one} for one in references], inputs=[fed_labels()] * len(references))
-    tally = form.task.tally()
-    for one, other in zip(references, candidates, strict=True):
-        tally.add(fed_labels(), {"y": one}, {"y": other})
-    return form.task, tally.result()
+    form, found = figure([{"y": one} for one in references], [{"y": one} for one in candidates])
+    return form.task, found
 
 
 @pytest.mark.parametrize("count", [14, 40, 527])
 @pytest.mark.parametrize("raw", [False, True])
 def test_labels_of_both_are_counted(count, raw):
-    def as_given(values):
-        return values if raw else shares(values)
-
     rows = [scores(n, count) for n in range(10)]
     fewer = [row.copy() for row in rows]
     for row in fewer[:6]:
         row[0, row.argmax()] = -6
-    task, same = figure_labels(list(map(as_given, rows)), list(map(as_given, rows)))
+    if not raw:
+        rows, fewer = list(map(shares, rows)), list(map(shares, fewer))
+    task, same = figure_labels(rows, rows)
     assert task.name == "labels" and same.value == 1
     assert task.form.startswith("y: raw scores of" if raw else "y: probabilities of")
-    _, found = figure_labels(list(map(as_given, rows)), list(map(as_given, fewer)))
+    _, found = figure_labels(rows, fewer)
     assert found.words == "24 of 30 labels of FP32 kept, 0 new (probability above 0.5)"
     assert found.value == pytest.approx(48 / 54)
-    assert figure_labels(list(map(as_given, rows)), [row * np.nan for row in rows])[1].value == 0
-
-
-def test_the_threshold_goes_down_until_there_are_labels():
-    rows = [shares(scores(n, on=4)) for n in range(4)]
-    weak = [np.where(row > 0.5, row - 0.5, row) for row in rows]
-    form = derive_form([{"y": one} for one in rows], inputs=[fed_labels()] * 4)
-    tally = form.task.tally()
-    for one in weak:
-        tally.add(fed_labels(), {"y": one}, {"y": one})
-    assert tally.result().words.endswith("(probability above 0.3)")
-    silent = form.task.tally()
-    silent.add(fed_labels(), {"y": rows[0] * 0}, {"y": rows[0]})
-    assert silent.result() is None
+    assert figure_labels(rows, [row * np.nan for row in rows])[1].value == 0
 
 
 @pytest.mark.parametrize(
@@ -585,9 +558,12 @@ def test_the_threshold_goes_down_until_there_are_labels():
 def test_the_threshold_is_the_highest_with_labels_enough(score, count, threshold):
     row = {"y": np.concatenate([np.full(count, score), np.zeros(4)])[None]}
     tally = Labels("y", count + 4, raw=False).tally()
-    tally.add(fed_labels(), row, row)
+    tally.add(fed(), row, row)
     found = tally.result()
     assert (found and found.words.rpartition("above ")[2]) == (threshold and f"{threshold})")
+    silent = Labels("y", count + 4, raw=False).tally()
+    silent.add(fed(), {"y": row["y"] * 0}, row)
+    assert silent.result() is None
 
 
 @pytest.mark.parametrize(
@@ -614,20 +590,17 @@ def test_raw_labels_are_several_in_the_mean(on, labels):
 def test_one_class_a_sample_is_no_label():
     made = np.random.default_rng(3)
 
-    def rows(make):
-        return [make().astype(np.float32) for _ in range(4)]
+    def task(make):
+        return same_task(outputs_of(make))
 
     assert task_of([scores(n, 200, on=1) for n in range(4)]) == "classes"
     assert task_of([shares(scores(n, 200, on=1)) for n in range(4)]) == "classes"
-    assert task_of(rows(lambda: made.normal(0, 6, (1, 10)))) == "classes"
-    assert task_of(rows(lambda: np.eye(100)[made.integers(0, 100, 1)] * 30)) == "classes"
-    assert task_of(rows(lambda: made.uniform(0, 1, (1, 136)))) is None  # places
+    assert task(lambda: made.normal(0, 6, (1, 10))) == "classes"
+    assert task(lambda: np.eye(100)[made.integers(0, 100, 1)] * 30) == "classes"
+    assert task(lambda: made.uniform(0, 1, (1, 136))) is None  # places
     assert task_of([scores(0, 3)] * 4) != "labels"
     sound = [{"sound": np.zeros((1, 800), np.float32)}] * 4
     assert task_of([np.where(np.arange(50) < 20, 0.97, 0.02)[None]] * 4, sound) == "steps"
-
-
-# ------------------------------------------------------------------ through the command
 
 
 def saved(path):
@@ -638,11 +611,7 @@ def saved(path):
         weights[label, label % 2, :, 2 * label : 2 * label + 2] = 1
     weights *= 10 / weights[0].sum()
     weights[:, :2] += made.normal(0, 1e-4, (LABELS, 2, SIDE, SIDE))
-    nodes = [
-        make_node("Conv", "x w b", "c", name="tags"),
-        make_node("Flatten", "c", "f", name="flat"),
-        make_node("Sigmoid", "f", "y", name="each"),
-    ]
+    nodes = parse_nodes("c = Conv (x, w, b) f = Flatten (c) y = Sigmoid (f)")
     weights = {"w": weights, "b": np.full(LABELS, -6, np.float32)}
     model = make_model(nodes, {"x": ["n", 3, SIDE, SIDE]}, {"y": ["n", LABELS]}, weights)
     return save_net(model, path)
@@ -686,12 +655,9 @@ def task_of_heads(outputs, fed=FED):
 
 def test_probabilities_beside_numbers_are_classes():
     outputs = [face(n) for n in range(4)]
-    task = task_of_heads(outputs)
-    assert task.form == "face: 2 classes" and task.beside == ("box", "points")
-    tally = task.tally()
-    for one in outputs:
-        tally.add(FED, one, one)
-    assert tally.result().count == "4 of 4" and tally.result().beside == ("box", "points")
+    form, same = figure(outputs, outputs, [FED] * 4)
+    assert form.task.form == "face: 2 classes" and form.task.beside == ("box", "points")
+    assert same.count == "4 of 4" and same.beside == ("box", "points")
 
 
 def test_an_age_and_two_heads_of_classes():
@@ -759,35 +725,23 @@ def test_what_the_classes_do_not_tell_is_judged_by_its_noise(db, beside, level):
 
 
 # --- Outputs that stand out as classes do and are none: a picture's features, a film's cuts.
-def saved_features(path, nodes, constants, x, y):
-    nodes = [make_node(kind, fed, [out], **how) for kind, fed, out, how in nodes]
-    return save_net(make_model(nodes, {"x": x}, {"y": y}, constants, opset=17), path)
-
-
 def features(path):
     """64 channels behind a ReLU, of which few are far above 0."""
     made = np.random.default_rng(1)
-    constants = {
-        "w": made.normal(0, 1, (64, 3, 3, 3)).astype(np.float32),
-        "b": made.normal(-9, 2, 64).astype(np.float32),
-    }
-    nodes = [
-        ("Conv", "x w b", "c", {}), ("Relu", "c", "r", {}), ("GlobalAveragePool", "r", "p", {}),
-        ("Flatten", "p", "y", {}),
-    ]  # fmt: skip
-    return saved_features(path, nodes, constants, [1, 3, 12, 12], [1, 64])
+    weights = {"w": made.normal(0, 1, (64, 3, 3, 3)), "b": made.normal(-9, 2, 64)}
+    nodes = parse_nodes("c = Conv (x, w, b) r = Relu (c) p = GlobalAveragePool (r) y = Flatten (p)")
+    shapes = {"x": [1, 3, 12, 12]}, {"y": [1, 64]}
+    return save_net(make_model(nodes, *shapes, as_float32(weights), opset=17), path)
 
 
 def cuts(path):
     """A probability for each of 40 frames, whether it is high; exactly 0 where not."""
-    constants = {
-        "w": np.full((4, 1), 10, np.float32), "b": np.float32([-20]), "first": np.int64([1, 40, 4]),
-    }  # fmt: skip
-    nodes = [
-        ("Reshape", "x first", "flat", {}), ("MatMul", "flat w", "m", {}),
-        ("Add", "m b", "a", {}), ("Sigmoid", "a", "y", {}),
-    ]  # fmt: skip
-    return saved_features(path, nodes, constants, [1, 40, 2, 2, 1], [1, 40, 1])
+    weights = as_float32({"w": np.full((4, 1), 10), "b": [-20]}) | {"first": [1, 40, 4]}
+    nodes = parse_nodes(
+        "flat = Reshape (x, first) m = MatMul (flat, w) a = Add (m, b) y = Sigmoid (a)"
+    )
+    shapes = {"x": [1, 40, 2, 2, 1]}, {"y": [1, 40, 1]}
+    return save_net(make_model(nodes, *shapes, weights, opset=17), path)
 
 
 def pictures():

@@ -6,15 +6,14 @@ from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto
 
 from deploy.metrics.output_form import derive_form
 from deploy.metrics.tasks import classes as shares
 from deploy.metrics.tasks.sequences import edit_distance
 from deploy.pipeline.measure import _states
-from tests.models import as_float32, make_model, make_node, make_value, run_command, save_net
+from tests.models import as_float32, make_model, make_value, parse_nodes, run_command, save_net
 from tests.outputs import fed, figure, framed, rng, same_task, softmax, spoken, steps
 
 
@@ -69,6 +68,9 @@ def test_edit_distance_by_hand():
     assert edit_distance([1, 2, 3, 4], [2, 3, 5, 4]) == 2
 
 
+SOUND = [{"sound": np.zeros((1, 800), np.float32)}] * 4
+
+
 SPELLED = {
     "shares": lambda scores: softmax(scores)[None],
     "logarithms": lambda scores: np.log(softmax(scores))[None], "raw": lambda scores: scores[None],
@@ -115,17 +117,20 @@ def test_long_stretches_without_the_first_class_are_no_text(classes):
     assert same_task(long) == "steps"
 
 
-def test_a_class_for_each_token_that_was_fed_is_no_text():
+@pytest.mark.parametrize(
+    ("inputs", "task"),
+    [
+        ({"images": np.zeros((1, 3, 160, 224), np.float32)}, "text"),
+        ({"ids": np.arange(8)[None], "mask": np.ones((1, 8), np.int64)}, "steps"),
+        ({"letters": np.ones((1, 8, 5), np.int32)}, "steps"),
+        ({"ids": np.arange(11)[None]}, "steps"),  # some words are two tokens
+        ({"vectors": np.ones((1, 8, 50), np.float32)}, "steps"),
+        ({"sound": np.zeros((1, 80, 8)), "length": np.array([80])}, "text"),
+    ],
+)
+def test_a_class_for_each_token_that_was_fed_is_no_text(inputs, task):
     tags = [{"y": softmax(framed([0, 0, 3, 0, 0, 4, 4, 0], 17))[None]}] * 4
-    assert same_task(tags) == "text"
-    words = [{"ids": np.arange(8)[None], "mask": np.ones((1, 8), np.int64)}] * 4
-    assert same_task(tags, words) == "steps"
-    assert same_task(tags, [{"letters": np.ones((1, 8, 5), np.int32)}] * 4) == "steps"
-    pieces = [{"ids": np.arange(11)[None]}] * 4  # some words are two tokens
-    assert same_task(tags, pieces) == "steps"
-    assert same_task(tags, [{"vectors": np.ones((1, 8, 50), np.float32)}] * 4) == "steps"
-    spoken_of = [{"sound": np.zeros((1, 80, 8)), "length": np.array([80])}] * 4
-    assert same_task(tags, spoken_of) == "text"
+    assert same_task(tags, [inputs] * 4) == task
 
 
 def test_what_is_carried_to_the_next_call_is_no_reason_against_steps():
@@ -147,9 +152,8 @@ def test_probabilities_are_compared_by_their_side_of_a_half(shape):
         value[:lost] = 0.4
         return {"y": value.reshape(shape).astype(np.float32)}
 
-    sound = [{"sound": np.zeros((1, 800), np.float32)}] * 4
     references = [output() for _ in range(4)]
-    form, found = figure(references, [output(5), *references[1:]], sound)
+    form, found = figure(references, [output(5), *references[1:]], SOUND)
     assert "probabilities" in form.task.form
     assert found.words == (
         "195 of 200 probabilities on FP32's side of 0.5, 90.0 % in the worst sample"
@@ -157,9 +161,8 @@ def test_probabilities_are_compared_by_their_side_of_a_half(shape):
 
 
 def test_one_probability_a_sample_is_on_a_side_of_a_half():
-    sound = [{"sound": np.zeros((1, 800), np.float32)}] * 16
     said = [{"y": np.array([[0.97 if n % 4 == 1 else 0.02]])} for n in range(16)]
-    for inputs in (None, sound):  # a wake word's, or whether a picture is upside down
+    for inputs in (None, SOUND * 4):  # a wake word's, or whether a picture is upside down
         form, same = figure(said, said, inputs)
         assert form.task.name == "steps" and same.value == 1
         quiet = [{"y": one["y"] * (0.5 if n == 1 else 1)} for n, one in enumerate(said)]
@@ -183,11 +186,10 @@ def sounding(number, keys, on=0.02, steps=60):
 
 
 def test_notes_and_their_beginnings_are_decisions_of_steps():
-    sound = [{"sound": np.zeros((1, 800, 1), np.float32)}] * 4
-
     def output(number):
         return {"notes": sounding(number, 40), "onsets": sounding(number + 9, 40, 0.01)}
 
+    sound = [{"sound": np.zeros((1, 800, 1), np.float32)}] * 4
     references = [output(n) for n in range(4)]
     form, same = figure(references, references, sound)
     assert form.task.form.startswith("notes, onsets: probabilities") and same.value == 1
@@ -253,7 +255,6 @@ def test_scores_of_four_marks_and_of_two_cases_are_boxes_of_pictures_alone(fed_s
 
 @pytest.mark.parametrize("shape", [(1, 50), (1, 50, 1), (50,), (1, 12)])
 def test_raw_scores_of_steps_are_compared_by_their_sign(shape):
-    sound = [{"sound": np.zeros((1, 800), np.float32)}] * 4
     count, made = int(np.prod(shape)), rng()
 
     def output(lost=0):
@@ -262,37 +263,49 @@ def test_raw_scores_of_steps_are_compared_by_their_sign(shape):
         return {"y": value.reshape(shape).astype(np.float32)}
 
     references = [output() for _ in range(4)]
-    form, found = figure(references, [output(5), *references[1:]], sound)
+    form, found = figure(references, [output(5), *references[1:]], SOUND)
     assert form.task.form == "y: raw scores of steps or labels, each its own"
     assert f"{4 * count - 5} of {4 * count} scores on FP32's side of 0" in found.words
     weather = [{"y": 15 * np.sin(np.arange(96) / 8 + n)[None]} for n in range(4)]
-    assert same_task(weather, sound) is None  # as many degrees above 0 as below
+    assert same_task(weather, SOUND) is None  # as many degrees above 0 as below
 
 
-def test_features_pictures_and_regressions_are_no_steps():
+OUTLIER = np.where(np.arange(384) == 7, 40, 0)
+
+
+@pytest.mark.parametrize("inputs", [None, SOUND])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda made: made.standard_normal((1, 40, 384)),
+        lambda made: made.standard_normal((1, 40, 384)) + OUTLIER,
+        lambda made: made.standard_normal((1, 40, 12)) * 2,
+        lambda made: made.standard_normal((1, 17, 2)) * 50,  # places
+        lambda made: made.standard_normal((1, 24, 3)) * 50,
+        lambda made: np.cumsum(made.standard_normal((1, 400, 2)), 1),
+        lambda made: made.uniform(-80, 10, (1, 100, 80)),  # decibels
+        lambda made: made.uniform(0, 1, (1, 50)),
+    ],
+)
+def test_features_and_regressions_are_no_steps(make, inputs):
     made = rng()
+    assert same_task([{"y": make(made).astype(np.float32)} for _ in range(4)], inputs) is None
 
-    def task(make, inputs=None):
-        return same_task([{"y": make().astype(np.float32)} for _ in range(4)], inputs)
 
-    outlier = np.zeros(384)
-    outlier[7] = 40
-    sound = [{"sound": np.zeros((1, 800), np.float32)}] * 4
-    for inputs in (None, sound):
-        assert task(lambda: made.standard_normal((1, 40, 384)), inputs) is None
-        assert task(lambda: made.standard_normal((1, 40, 384)) + outlier, inputs) is None
-        assert task(lambda: made.standard_normal((1, 40, 12)) * 2, inputs) is None
-        assert task(lambda: made.standard_normal((1, 17, 2)) * 50, inputs) is None  # places
-        assert task(lambda: made.standard_normal((1, 24, 3)) * 50, inputs) is None
-        assert task(lambda: np.cumsum(made.standard_normal((1, 400, 2)), 1), inputs) is None
-        assert task(lambda: made.uniform(-80, 10, (1, 100, 80)), inputs) is None  # decibels
-        loud = made.uniform(0.1, 9, (1, 1, 100))
-        assert task(lambda loud=loud: loud * made.exponential(1, (1, 257, 100)) ** 4) is None
-        assert task(lambda loud=loud: loud * made.normal(size=(1, 257, 100)) ** 3) is None
-        assert task(lambda: made.uniform(0, 1, (1, 50)), inputs) is None
-    picture = np.zeros((1, 64, 64))
+@pytest.mark.parametrize(
+    "sounds",
+    [
+        lambda made: made.exponential(1, (4, 1, 257, 100)) ** 4,
+        lambda made: made.normal(size=(4, 1, 257, 100)) ** 3,
+    ],
+)
+def test_pictures_and_spectra_are_no_steps(sounds):
+    made = rng()
+    loud = made.uniform(0.1, 9, (1, 1, 100))
+    assert same_task([{"y": np.float32(loud * one)} for one in sounds(made)]) is None
+    picture = np.zeros((1, 64, 64), np.float32)
     picture[:, 10:30] = 1
-    assert task(lambda: picture, [fed((64, 64))] * 4) is None
+    assert same_task([{"y": picture}] * 4, [fed((64, 64))] * 4) is None
 
 
 # --- Sequence models through the command: a class for each step decides, where dB alone did
@@ -302,36 +315,26 @@ STEPS, FEATURES, CLASSES = 50, 8, 6
 
 def saved(path, nodes, shape, **weights):
     """A model of x [1, 8, 50] -> y."""
-    model = make_model(nodes, {"x": [1, FEATURES, STEPS]}, {"y": shape}, as_float32(weights))
-    return save_net(model, path)
+    inputs = {"x": [1, FEATURES, STEPS]}
+    return save_net(make_model(parse_nodes(nodes), inputs, {"y": shape}, as_float32(weights)), path)
 
 
-def node(op, inputs, output, **attributes):
-    return make_node(op, inputs, [output], name=f"{op}_{output}", **attributes)
-
-
-def frames(path):
+def frames(path, sure=0.0):
     """Softmax over six classes of frames, [1, 50, 6]; the first feature decides nothing."""
     made = np.random.default_rng(4)
     first, second = made.normal(size=(16, FEATURES, 5)), made.normal(size=(CLASSES, 16, 1))
     first[:, 0] = 0
-    nodes = [
-        node("Conv", "x w1", "c1", pads=[2, 2]), node("Relu", "c1", "r1"),
-        node("Conv", "r1 w2 b2", "c2"), node("Transpose", "c2", "t", perm=[0, 2, 1]),
-        node("Softmax", "t", "y", axis=2),
-    ]  # fmt: skip
+    nodes = """
+        c1 = Conv <pads = [2, 2]> (x, w1) r1 = Relu (c1) c2 = Conv (r1, w2, b2)
+        t = Transpose <perm = [0, 2, 1]> (c2) y = Softmax <axis = 2> (t)
+    """
     bias = -second.sum(axis=(1, 2)) * 2.3  # so that no class is the best one everywhere
+    bias[0] += sure
     return saved(path, nodes, [1, STEPS, CLASSES], w1=first, w2=second, b2=bias)
 
 
-def silence(path):
-    """The same, far from sure of any class but the first: nothing but that one is fed."""
-    model = onnx.load(frames(path))
-    (bias,) = (one for one in model.graph.initializer if one.name == "b2")
-    values = numpy_helper.to_array(bias).copy()
-    values[0] += 100
-    bias.CopyFrom(numpy_helper.from_array(values, "b2"))
-    return save_net(model, path)
+# The same, far from sure of any class but the first: nothing but that one is fed.
+silence = partial(frames, sure=100)
 
 
 def notes(path):
@@ -339,52 +342,47 @@ def notes(path):
     weight = np.zeros((FEATURES - 1, FEATURES, 5))
     weight[np.arange(FEATURES - 1), 1 + np.arange(FEATURES - 1), 2] = 1
     own = np.eye(FEATURES - 1)[..., None]
-    nodes = [
-        node("Conv", "x w", "c", pads=[2, 2]), node("Relu", "c", "r"), node("Conv", "r w1 b", "c1"),
-        node("Conv", "r w2 b", "c2"), node("Transpose", "c1", "t1", perm=[0, 2, 1]),
-        node("Transpose", "c2", "t2", perm=[0, 2, 1]), node("Sigmoid", "t1", "y"),
-        node("Sigmoid", "t2", "onsets"),
-    ]  # fmt: skip
+    nodes = parse_nodes(
+        """
+        c = Conv <pads = [2, 2]> (x, w) r = Relu (c)
+        c1 = Conv (r, w1, b) t1 = Transpose <perm = [0, 2, 1]> (c1) y = Sigmoid (t1)
+        c2 = Conv (r, w2, b) t2 = Transpose <perm = [0, 2, 1]> (c2) onsets = Sigmoid (t2)
+        """
+    )
     weights = {"w": weight, "w1": own * 15, "w2": own * 12, "b": np.full(FEATURES - 1, -21.0)}
-    saved(path, nodes, [1, STEPS, FEATURES - 1], **weights)
-    model = onnx.load(path)
-    other = onnx.ValueInfoProto()
-    other.CopyFrom(model.graph.output[0])
-    other.name = "onsets"
-    model.graph.output.append(other)
-    return save_net(model, path)
+    outputs = {name: [1, STEPS, FEATURES - 1] for name in ("y", "onsets")}
+    inputs = {"x": [1, FEATURES, STEPS]}
+    return save_net(make_model(nodes, inputs, outputs, as_float32(weights)), path)
 
 
-def summed():
-    """f: one number a filter of w1, over all steps."""
-    return (
-        node("Conv", "x w1", "c1", pads=[2, 2]), node("Relu", "c1", "r1"),
-        node("GlobalAveragePool", "r1", "g"), node("Flatten", "g", "f"),
-    )  # fmt: skip
+# f: one number a filter of w1, over all steps
+SUMMED = """
+    c1 = Conv <pads = [2, 2]> (x, w1) r1 = Relu (c1)
+    g = GlobalAveragePool (r1) f = Flatten (g)
+"""
+LINEAR = SUMMED + "y = Gemm <transB = 1> (f, w2, b2)"
 
 
 def scores(path, *, alike=False):
     """Three figures of 2 to 6, of which the second is the largest; or about 3, and any is."""
     made = np.random.default_rng(4)
-    nodes = [*summed(), node("Gemm", "f w2 b2", "y", transB=1)]
     first, second = made.normal(size=(16, FEATURES, 5)), made.uniform(0, 0.02, (3, 16))
     least = 3 - second @ means_of(first) if alike else [2, 4, 3]
-    return saved(path, nodes, [1, 3], w1=first, w2=second, b2=least)
+    return saved(path, LINEAR, [1, 3], w1=first, w2=second, b2=least)
 
 
 def level(path, *, numbers=1):
     """Numbers of about 100, which hardly vary beside that; of one number: an age, a temperature."""
     first = np.random.default_rng(4).normal(size=(16, FEATURES, 5))
     first[:, 0] = 0
-    nodes = [*summed(), node("Gemm", "f w2 b2", "y", transB=1)]
     b2 = np.repeat(100 - means_of(first).sum(keepdims=True), numbers)
-    return saved(path, nodes, [1, numbers], w1=first, w2=np.full((numbers, 16), 1.0), b2=b2)
+    return saved(path, LINEAR, [1, numbers], w1=first, w2=np.full((numbers, 16), 1.0), b2=b2)
 
 
 def switch(path):
     """Whether the features are louder than usual: one probability, hardly ever in between."""
     first = np.random.default_rng(4).normal(size=(16, FEATURES, 5))
-    nodes = [*summed(), node("Gemm", "f w2 b2", "s", transB=1), node("Sigmoid", "s", "y")]
+    nodes = SUMMED + "s = Gemm <transB = 1> (f, w2, b2) y = Sigmoid (s)"
     usual = -60 * means_of(first).sum(keepdims=True)
     return saved(path, nodes, [1, 1], w1=first, w2=np.full((1, 16), 60), b2=usual)
 
@@ -476,59 +474,43 @@ def test_one_probability_is_counted_sample_by_sample(build):
 def places(path):
     """Forty numbers from 0.2 to 0.8, the same one always the largest: points in a picture."""
     made = np.random.default_rng(4)
-    nodes = [*summed(), node("Gemm", "f w2 b2", "y", transB=1)]
     first, second = made.normal(size=(16, FEATURES, 5)), made.normal(0, 0.001, (40, 16))
-    return saved(path, nodes, [1, 40], w1=first, w2=second, b2=np.linspace(0.2, 0.8, 40))
-
-
-def any_scores(path):
-    return scores(path, alike=True)
+    return saved(path, LINEAR, [1, 40], w1=first, w2=second, b2=np.linspace(0.2, 0.8, 40))
 
 
 def forecast(path):
     """What a series goes on with: 40 numbers that lie about where it is, above 0 or below."""
     made = np.random.default_rng(4)
-    nodes = [*summed(), node("Gemm", "f w2 b2", "y", transB=1)]
     first, shape = made.normal(size=(8, FEATURES, 5)), 0.02 * made.normal(size=(40, 16))
     twice = np.concatenate([first, np.roll(first, 1, axis=1)])
     level = np.repeat([1.0, -1.0], 8)
-    return saved(path, nodes, [1, 40], w1=twice, w2=level + shape, b2=np.zeros(40))
+    return saved(path, LINEAR, [1, 40], w1=twice, w2=level + shape, b2=np.zeros(40))
 
 
-@pytest.mark.parametrize("model", [scores, any_scores, places, forecast])
-def test_a_regression_has_no_best_class(build, model):
-    _, out, told = build(model)
-    assert told["task"] is None and told["top1_agreement"] is None
-    assert "Top-1 agreement" not in out and "gives one class" not in out
+def of_six_scores(path, nodes, **kinds):
+    """What these nodes make of six raw scores f1, with outputs of these types."""
+    made = np.random.default_rng(4)
+    nodes = f"c1 = Conv (x, w1) g1 = GlobalAveragePool (c1) f1 = Flatten (g1) {nodes}"
+    outputs = [make_value(name, None, kind) for name, kind in kinds.items()]
+    weights = as_float32({"w1": made.normal(size=(CLASSES, FEATURES, 5)), "zero": 0}) | {"k": [3]}
+    inputs = {"x": [1, FEATURES, STEPS]}
+    return save_net(make_model(parse_nodes(nodes), inputs, outputs, weights), path)
 
 
 def best_few(path):
     """The best three of six raw scores, and their numbers."""
-    made = np.random.default_rng(4)
-    nodes = [
-        node("Conv", "x w1", "c1"), node("GlobalAveragePool", "c1", "g1"),
-        node("Flatten", "g1", "f1"), make_node("TopK", "f1 k", "y places", name="best", axis=1),
-    ]  # fmt: skip
-    saved(path, nodes, [1, 3], w1=made.normal(size=(CLASSES, FEATURES, 5)))
-    model = onnx.load(path)
-    model.graph.initializer.append(numpy_helper.from_array(np.int64([3]), "k"))
-    model.graph.output.append(make_value("places", [1, 3], TensorProto.INT64))
-    return save_net(model, path)
+    kinds = {"y": TensorProto.FLOAT, "places": TensorProto.INT64}
+    return of_six_scores(path, "y, places = TopK <axis = 1> (f1, k)", **kinds)
 
 
 def flags(path):
     """Whether each of six scores is above 0, each a matter of its own."""
-    best_few(path)
-    model = onnx.load(path)
-    del model.graph.node[-1], model.graph.output[:]
-    model.graph.initializer.append(numpy_helper.from_array(np.float32(0), "zero"))
-    model.graph.node.append(node("Greater", "f1 zero", "y"))
-    model.graph.output.append(make_value("y", [1, CLASSES], TensorProto.BOOL))
-    return save_net(model, path)
+    return of_six_scores(path, "y = Greater (f1, zero)", y=TensorProto.BOOL)
 
 
-def test_flags_are_no_scores_of_a_class(build):
-    _, out, told = build(flags)
+@pytest.mark.parametrize("model", [scores, partial(scores, alike=True), places, forecast, flags])
+def test_a_regression_or_flags_have_no_best_class(build, model):
+    _, out, told = build(model)
     assert told["task"] is None and told["top1_agreement"] is None
     assert "Top-1 agreement" not in out and "gives one class" not in out
 
@@ -643,15 +625,14 @@ def recurrent(path):
     """x [1, 8] and h [1, 16] -> shares of 5 classes, and h_next."""
     made = np.random.default_rng(3)
     weights = {"w": made.normal(0, 0.5, (IN + STATE, STATE)), "v": made.normal(0, 2, (STATE, OUT))}
-    nodes = [
-        make_node("Concat", "x h", "both", axis=1),
-        make_node("MatMul", "both w", "m", name="first"), make_node("Tanh", "m", "h_next"),
-        make_node("MatMul", "h_next v", "scores"), make_node("Softmax", "scores", "y", axis=1),
-    ]  # fmt: skip
-    sizes = {"x": IN, "h": STATE, "y": OUT, "h_next": STATE}
-    infos = {name: make_value(name, [1, size]) for name, size in sizes.items()}
-    outputs = [infos["y"], infos["h_next"]]
-    return save_net(make_model(nodes, [infos["x"], infos["h"]], outputs, as_float32(weights)), path)
+    nodes = parse_nodes(
+        """
+        both = Concat <axis = 1> (x, h) m = MatMul (both, w) h_next = Tanh (m)
+        scores = MatMul (h_next, v) y = Softmax <axis = 1> (scores)
+        """
+    )
+    inputs, outputs = {"x": [1, IN], "h": [1, STATE]}, {"y": [1, OUT], "h_next": [1, STATE]}
+    return save_net(make_model(nodes, inputs, outputs, as_float32(weights)), path)
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -672,10 +653,8 @@ def test_a_state_is_no_reason_against_classes_and_is_told(held, tmp_path):
 
 @pytest.mark.parametrize(("decibel", "told"), [(50.0, 1), (math.nan, 1), (140.0, 0), (math.inf, 0)])
 def test_of_a_state_that_int8_does_not_touch_nothing_adds_up(decibel, told):
-    outputs = [
-        SimpleNamespace(name="h_next", sqnr_db=decibel),
-        SimpleNamespace(name="y", sqnr_db=9),
-    ]
+    sqnr = {"h_next": decibel, "y": 9}
+    outputs = [SimpleNamespace(name=name, sqnr_db=db) for name, db in sqnr.items()]
     found = SimpleNamespace(outputs=outputs, carried={"h_next": "h"})
     assert len([*_states([found, found])]) == told
 
@@ -702,43 +681,36 @@ def test_pictures_and_what_is_fed_alone_are_no_states():
 INPUTS, KINDS, LONG = 12, 4, 30
 
 
-def saved_echoes(path, nodes, fed, given, **weights):
-    infos = [make_value(name, shape, kind) for name, kind, shape in given]
-    return save_net(make_model(nodes, {"x": fed}, infos, as_float32(weights)), path)
-
-
 def table(path):
     """Rows of a table -> their class and the share of each, as scikit-learn's classifiers give."""
     made = np.random.default_rng(4)
-    nodes = [
-        node("Gemm", "x w1", "g1"), node("Relu", "g1", "r1"), node("Gemm", "r1 w2", "g2"),
-        node("ArgMax", "g2", "label", axis=1, keepdims=0),
-        node("Softmax", "g2", "probabilities", axis=1),
-    ]  # fmt: skip
-    given = [
-        ("label", TensorProto.INT64, ["n"]),
-        ("probabilities", TensorProto.FLOAT, ["n", KINDS]),
-    ]
-    weights = {"w1": made.normal(size=(INPUTS, 32)), "w2": made.normal(size=(32, KINDS))}
-    return saved_echoes(path, nodes, ["n", INPUTS], given, **weights), made.normal(
-        size=(60, INPUTS)
+    nodes = parse_nodes(
+        """
+        g1 = Gemm (x, w1) r1 = Relu (g1) g2 = Gemm (r1, w2)
+        label = ArgMax <axis = 1, keepdims = 0> (g2) probabilities = Softmax <axis = 1> (g2)
+        """
     )
+    weights = {"w1": made.normal(size=(INPUTS, 32)), "w2": made.normal(size=(32, KINDS))}
+    label = make_value("label", ["n"], TensorProto.INT64)
+    outputs = [label, make_value("probabilities", ["n", KINDS])]
+    model = make_model(nodes, {"x": ["n", INPUTS]}, outputs, as_float32(weights))
+    return save_net(model, path), made.normal(size=(60, INPUTS))
 
 
 def frames_echoes(path):
     """Raw scores of the classes of steps [T, 1, C], and their Softmax, as a recurrent model's."""
     made = np.random.default_rng(4)
-    nodes = [
-        node("Conv", "x w1", "c1", pads=[2, 2]), node("Relu", "c1", "r1"),
-        node("Conv", "r1 w2 b2", "c2"), node("Transpose", "c2", "logits", perm=[2, 0, 1]),
-        node("Softmax", "logits", "probs", axis=2),
-    ]  # fmt: skip
-    first, second = (made.normal(size=(16, INPUTS, 5)), made.normal(size=(KINDS, 16, 1)))
-    bias = -second.sum(axis=(1, 2)) * 3
-    given = [(name, TensorProto.FLOAT, [LONG, 1, KINDS]) for name in ("logits", "probs")]
-    weights = {"w1": first, "w2": second, "b2": bias}
-    fed = [1, INPUTS, LONG]
-    return saved_echoes(path, nodes, fed, given, **weights), made.normal(size=(24, INPUTS, LONG))
+    nodes = parse_nodes(
+        """
+        c1 = Conv <pads = [2, 2]> (x, w1) r1 = Relu (c1) c2 = Conv (r1, w2, b2)
+        logits = Transpose <perm = [2, 0, 1]> (c2) probs = Softmax <axis = 2> (logits)
+        """
+    )
+    first, second = made.normal(size=(16, INPUTS, 5)), made.normal(size=(KINDS, 16, 1))
+    weights = as_float32({"w1": first, "w2": second, "b2": -second.sum(axis=(1, 2)) * 3})
+    outputs = {name: [LONG, 1, KINDS] for name in ("logits", "probs")}
+    model = make_model(nodes, {"x": [1, INPUTS, LONG]}, outputs, weights)
+    return save_net(model, path), made.normal(size=(24, INPUTS, LONG))
 
 
 @pytest.mark.parametrize(
