@@ -10,7 +10,7 @@ import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto
 
 from deploy.errors import BackendError, ConfigError, FeedError
 from deploy.feed.feed import open_feed
@@ -29,7 +29,7 @@ from deploy.report.verdict import Gates, verdict
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildResult
 from deploy.tensors import TensorSpec
-from tests.models import build_net, make_model, make_node, make_value
+from tests.models import as_float32, build_net, make_model, make_value, parse_nodes, save_net
 
 
 # --- accuracy
@@ -46,15 +46,12 @@ class Scored:
         return {spec.name: self.f(feed["x"]) for spec in self.outputs}
 
 
-def identity(x):
-    return x
-
-
 def batches(x, size):
     return ({"x": x[i : i + size]} for i in range(0, len(x), size))
 
 
 X = np.random.default_rng(0).standard_normal((30, 4)).astype(np.float32)
+SAME = Scored(lambda x: x)
 
 
 @pytest.mark.parametrize("size", [1, 7, 30])
@@ -62,7 +59,7 @@ def test_sqnr_cosine_and_error_are_their_formulas(size):
     def noisy(x):
         return x + np.float32(0.1) * np.sign(x)
 
-    (found,) = compare(Scored(identity), Scored(noisy), batches(X, size)).outputs
+    (found,) = compare(SAME, Scored(noisy), batches(X, size)).outputs
     x, y = X.astype(np.float64), noisy(X).astype(np.float64)
     cosine = (x * y).sum(1) / np.linalg.norm(x, axis=1) / np.linalg.norm(y, axis=1)
     assert found.sqnr_db == pytest.approx(10 * np.log10((x**2).sum() / ((x - y) ** 2).sum()))
@@ -89,18 +86,18 @@ def test_the_cosine_of_one_value_a_sample_is_that_of_all_samples(size, form):
 def test_the_largest_loss_holds_for_one_value_a_sample(judged_build, tmp_path):
     """Of each sample alone its cosine would be 1 as long as the sign is kept."""
     weights = np.random.default_rng(3).normal(0, 0.3, (1, 32)).astype(np.float32)
-    nodes = [make_node("Gemm", "x w", "y", transB=1)]
+    nodes = [("Gemm", "x w", "y", {"transB": 1})]
     model = make_model(nodes, {"x": [1, 32]}, {"y": [1, 1]}, {"w": weights}, opset=17)
-    onnx.save(model, tmp_path / "age.onnx")
+    path = save_net(model, tmp_path / "age.onnx")
     samples = np.random.default_rng(4).normal(0, 1, (40, 32)).astype(np.float32)
-    code, out, found = judged_build(tmp_path / "age.onnx", samples, "--max-loss", 1e-9)
+    code, out, found = judged_build(path, samples, "--max-loss", 1e-9)
     assert code == 3 and "1 - cosine is" in out
     assert found["parts"][0]["cosine_mean"] == found["parts"][0]["cosine_min"] < 1 - 1e-8
-    assert judged_build(tmp_path / "age.onnx", samples, "--max-loss", 0.05)[0] == 0
+    assert judged_build(path, samples, "--max-loss", 0.05)[0] == 0
 
 
 def test_equal_outputs_are_exact():
-    found = compare(Scored(identity), Scored(identity), batches(X, 8))
+    found = compare(SAME, SAME, batches(X, 8))
     assert found.outputs[0].sqnr_db == math.inf and found.outputs[0].cosine_min == pytest.approx(1)
     assert found.top1_agreement == 1 and found.samples == 30 and not found.problems
     assert found.to_json()["outputs"][0]["sqnr_db"] == "inf"
@@ -113,7 +110,7 @@ def test_top1_with_labels_counts_both_and_their_agreement():
     def swapped(x):  # the candidate is wrong wherever class 0 was right
         return np.where(x.argmax(1, keepdims=True) == 0, x[:, [1, 0, 2, 3]], x)
 
-    found = compare(Scored(identity), Scored(swapped), batches(X, 7), labels=labels.tolist())
+    found = compare(SAME, Scored(swapped), batches(X, 7), labels=labels.tolist())
     assert found.top1_reference == 27 / 30
     assert found.top1_candidate == (swapped(X).argmax(1) == labels).mean()
     assert found.top1_agreement == (X.argmax(1) != 0).mean()
@@ -126,7 +123,7 @@ def test_nan_and_inf_are_said_and_never_averaged_away(bad):
         y[x[:, 0] == X[11, 0], 2] = bad
         return y
 
-    found = compare(Scored(identity), Scored(broken), batches(X, 4))
+    found = compare(SAME, Scored(broken), batches(X, 4))
     (output,) = found.outputs
     assert output.not_finite == (0, 1)
     assert all(math.isnan(v) for v in (output.sqnr_db, output.cosine_mean, output.max_abs_error))
@@ -135,60 +132,50 @@ def test_nan_and_inf_are_said_and_never_averaged_away(bad):
 
 
 def test_a_sample_of_nan_is_never_right():
-    labels = [0] * 30
-    found = compare(
-        Scored(lambda x: x * np.float32(np.nan)), Scored(lambda x: x * np.float32(np.nan)),
-        batches(X, 5), labels=labels,
-    )  # fmt: skip
+    nan = Scored(lambda x: x * np.float32(np.nan))
+    found = compare(nan, nan, batches(X, 5), labels=[0] * 30)
     assert found.top1_reference == 0 and found.top1_agreement == 0
 
 
 def test_outputs_of_another_shape_are_said():
-    found = compare(Scored(identity), Scored(lambda x: x[:, :3]), batches(X, 5))
+    found = compare(SAME, Scored(lambda x: x[:, :3]), batches(X, 5))
     assert "another shape" in found.problems[0] and math.isnan(found.outputs[0].sqnr_db)
     assert found.top1_agreement is None
 
 
+IMAGE = Scored(lambda x: x.reshape(len(x), 1, 2, 2))
+
+
 @pytest.mark.parametrize(
-    ("labels", "rule"),
-    [([0] * 29, "one label a sample"), ([0] * 31, "one label a sample"),
-     ([0] * 29 + [4], "start at 1"), ([-1] * 30, "0 to 3")],
+    ("session", "labels", "rule"),
+    [(SAME, [0] * 29, "one label a sample"), (SAME, [0] * 31, "one label a sample"),
+     (SAME, [0] * 29 + [4], "start at 1"), (SAME, [-1] * 30, "0 to 3"),
+     (IMAGE, [0] * 30, "leave the labels out")],
 )  # fmt: skip
-def test_labels_that_do_not_fit_are_refused(labels, rule):
+def test_labels_that_do_not_fit_are_refused(session, labels, rule):
     with pytest.raises(FeedError, match=rule):
-        compare(Scored(identity), Scored(identity), batches(X, 6), labels=labels)
+        compare(session, session, batches(X, 6), labels=labels)
 
 
-def test_an_output_of_no_classes_has_no_top1_and_takes_no_labels():
-    def image(x):
-        return x.reshape(len(x), 1, 2, 2)
-
-    assert compare(Scored(image), Scored(image), batches(X, 6)).top1_agreement is None
-    with pytest.raises(FeedError, match="leave the labels out"):
-        compare(Scored(image), Scored(image), batches(X, 6), labels=[0] * 30)
-
-
-def test_classes_as_integers_are_compared_as_they_are():
-    def best(x):
-        return x.argmax(axis=1)
-
-    labels = best(X).tolist()
-    found = compare(Scored(best), Scored(best), batches(X, 6), labels=labels)
+def test_an_output_of_no_classes_has_no_top1_and_integers_are_classes_as_they_are():
+    assert compare(IMAGE, IMAGE, batches(X, 6)).top1_agreement is None
+    best = Scored(lambda x: x.argmax(axis=1))
+    found = compare(best, best, batches(X, 6), labels=X.argmax(axis=1).tolist())
     assert found.top1_reference == 1 and found.top1_candidate == 1
 
 
 def test_other_outputs_and_no_samples_are_refused():
     with pytest.raises(ConfigError, match="same outputs"):
-        compare(Scored(identity), Scored(identity, ("z",)), batches(X, 6))
+        compare(SAME, Scored(lambda x: x, ("z",)), batches(X, 6))
     with pytest.raises(FeedError, match="at least one sample"):
-        compare(Scored(identity), Scored(identity), [])
+        compare(SAME, SAME, [])
 
 
 def test_pairs_of_tensors_by_other_names():
-    left, right = Scored(identity, ("y",)), Scored(lambda x: x * np.float32(0.5), ("z",))
+    half = Scored(lambda x: x * np.float32(0.5), ("z",))
     comparison = TensorComparison({"y": "z"})
     for feed in batches(X, 6):
-        comparison.add(feed, left.run(feed), right.run(feed))
+        comparison.add(feed, SAME.run(feed), half.run(feed))
     (found,) = comparison.result()
     assert found.name == "y" and found.sqnr_db == pytest.approx(10 * np.log10(4))
     with pytest.raises(ConfigError, match="at least one pair"):
@@ -202,7 +189,7 @@ def test_memory_does_not_grow_with_the_samples():
     def peak(count):
         x = np.ones((1, 4), np.float32)
         tracemalloc.start()
-        compare(Scored(identity), Scored(identity), ({"x": x} for _ in range(count)))
+        compare(SAME, SAME, ({"x": x} for _ in range(count)))
         top = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return top
@@ -216,11 +203,8 @@ def test_sqnr_rises_with_signal_and_falls_with_noise(signal, noise):
     assert sqnr_db(2 * signal, noise) > sqnr_db(signal, noise) > sqnr_db(signal, 2 * noise)
 
 
-def test_sqnr_at_the_ends():
+def test_sqnr_and_cosine_at_the_ends():
     assert sqnr_db(0, 0) == math.inf and sqnr_db(0, 1) == -math.inf
-
-
-def test_cosine_at_the_ends():
     a = np.array([[1.0, -2.0], [3.0, 4.0]], np.float32)
     assert cosine(a, 2 * a) == 1 and cosine(a, -a) == -1
     assert cosine(0 * a, 0 * a) == 1 and cosine(a, 0 * a) == 0
@@ -247,53 +231,37 @@ def precision(*images):
     return counts.result()
 
 
-def test_all_found_and_nothing_else_is_one():
-    assert precision((found(TWO, [0.9, 0.8]), TWO)) == (1, 1)
-
-
-def test_one_of_two_found_is_half_of_the_recalls():
+THIRDS = (51 + 50 * 2 / 3) / 101  # hit, miss, hit: precision 1 up to recall .5, then 2/3
+FAR = [50, 50, 60, 60]
+CROWDED = [0, 0], [False, True]
+PRECISIONS = {
+    "all found": ([(found(TWO, [0.9, 0.8]), TWO)], 1, 1),
     # precision 1 up to recall 0.5: 51 of the 101 points
-    assert precision((found(ONE, [0.9]), TWO))[1] == pytest.approx(51 / 101)
-
-
-def test_a_false_box_before_the_true_one_halves_the_precision():
-    wrong = [[50, 50, 60, 60], [0, 0, 10, 10]]
-    assert precision((found(wrong, [0.9, 0.8]), ONE))[1] == pytest.approx(0.5)
-    assert precision((found(wrong, [0.9, 0.95]), ONE))[1] == 1  # and behind it, it costs nothing
-
-
-def test_precision_is_made_to_fall():
-    # hit, miss, hit of 2 objects: precision 1 up to recall .5, then 2/3
-    boxes = [TWO[0], [50, 50, 60, 60], TWO[1]]
-    wanted = (51 + 50 * 2 / 3) / 101
-    assert precision((found(boxes, [0.9, 0.8, 0.7]), TWO))[1] == pytest.approx(wanted)
-
-
-def test_an_overlap_of_0_72_counts_at_five_of_ten_thresholds():
-    # IoU 0.72: right at .50 .55 .60 .65 .70
-    assert precision((found([[0, 0, 10, 7.2]], [0.9]), ONE)) == (pytest.approx(0.5), 1)
-
-
-def test_a_second_box_on_one_object_is_false():
-    boxes = [[0, 0, 10, 10], [0, 0, 10, 9.9], TWO[1]]
-    wanted = (51 + 50 * 2 / 3) / 101
-    assert precision((found(boxes, [0.9, 0.8, 0.7]), TWO))[1] == pytest.approx(wanted)
-
-
-def test_classes_and_images_count_apart():
+    "one of two found": ([(found(ONE, [0.9]), TWO)], 51 / 101, 51 / 101),
+    "a false box first": ([(found([FAR, *ONE], [0.9, 0.8]), ONE)], 0.5, 0.5),
+    "a false box last": ([(found([FAR, *ONE], [0.9, 0.95]), ONE)], 1, 1),
+    "hit, miss, hit": ([(found([TWO[0], FAR, TWO[1]], [0.9, 0.8, 0.7]), TWO)], THIRDS, THIRDS),
+    # right at .50 .55 .60 .65 .70
+    "an overlap of 0.72": ([(found([[0, 0, 10, 7.2]], [0.9]), ONE)], 0.5, 1),
+    "a second box on one object": (
+        [(found([TWO[0], [0, 0, 10, 9.9], TWO[1]], [0.9, 0.8, 0.7]), TWO)], THIRDS, THIRDS,
+    ),
     # class 0: 1; class 1, found elsewhere alone: 0
-    first = (found(ONE, [0.9]), TWO, [0, 1])
-    assert precision(first, (found(TWO[1:], [0.9], [1]), np.zeros((0, 4))))[1] == pytest.approx(0.5)
+    "classes and images apart": (
+        [(found(ONE, [0.9]), TWO, [0, 1]), (found(TWO[1:], [0.9], [1]), [])], 0.5, 0.5,
+    ),
+    # the first box lies in the crowd
+    "a crowd is neither object nor miss": (
+        [(found([[50, 50, 52, 52], *ONE], [0.9, 0.8]), [*ONE, [40, 40, 80, 80]], *CROWDED)], 1, 1,
+    ),
+    "nothing found": ([(found([], []), ONE)], 0, 0),
+}  # fmt: skip
 
 
-def test_crowds_are_neither_objects_nor_misses():
-    boxes = [[50, 50, 52, 52], [0, 0, 10, 10]]  # the first lies in the crowd
-    there = [[0, 0, 10, 10], [40, 40, 80, 80]]
-    assert precision((found(boxes, [0.9, 0.8]), there, [0, 0], [False, True]))[1] == 1
-
-
-def test_nothing_found_is_zero():
-    assert precision((found([], []), ONE)) == (0, 0)
+@pytest.mark.parametrize("case", PRECISIONS)
+def test_mean_average_precision_by_hand(case):
+    images, mean, at_50 = PRECISIONS[case]
+    assert precision(*images) == (pytest.approx(mean), pytest.approx(at_50))
 
 
 # --- The verdict on an engine, at its limits.
@@ -314,9 +282,10 @@ def accuracy(*parts, **rest):
     return Accuracy(**{"samples": 100, "outputs": (), "parts": parts or (part(),), **rest})
 
 
-def judged(found=None, *, speed=None, int8=True, **gates):
-    one = accuracy() if found is None else found
-    return verdict(accuracy=one, speed_up=speed, int8=int8, gates=Gates(**gates))
+def judged(found=None, *, speed=None, int8=True, min_speedup=None, max_loss=None, **how):
+    gates = Gates(min_speedup=min_speedup, max_loss=max_loss)
+    found = accuracy() if found is None else found
+    return verdict(accuracy=found, speed_up=speed, int8=int8, gates=gates, **how)
 
 
 @pytest.mark.parametrize(
@@ -338,38 +307,56 @@ def test_a_task_is_judged_by_what_is_lost_of_it(value, level):
     assert found.level == level and "9 of 10 boxes kept" in found.words
 
 
-def test_a_users_figure_is_judged_by_what_the_float_model_reaches():
-    assert judged(accuracy(task=task(0.60, reference=0.62))).level == GOOD
-    assert judged(accuracy(task=task(0.60, reference=0.70))).level == DOUBTFUL
-
-
-def test_a_part_that_is_more_noise_than_signal_is_never_good_whatever_the_task_says():
-    assert judged(accuracy(part(0.0), task=task(1.0))).level == GOOD
-    assert judged(accuracy(part(-0.1), task=task(1.0))).level == DOUBTFUL
+LABELLED = accuracy(top1_reference=0.9, top1_candidate=0.89, classes=10, favourite=0.2)
+LOSSES = [(0.01, GOOD), (0.011, DOUBTFUL), (0.05, DOUBTFUL), (0.051, UNUSABLE)]
+NAN = accuracy(part(math.nan, cosine=math.nan))
+PLACES = accuracy(part(6.5), top1_reference=0.9, top1_candidate=0.9)
 
 
 @pytest.mark.parametrize(
-    ("lost", "level"), [(0.01, GOOD), (0.011, DOUBTFUL), (0.05, DOUBTFUL), (0.051, UNUSABLE)]
-)
+    ("found", "how", "level"),
+    [
+        # a user's figure is judged by what the float model reaches
+        (accuracy(task=task(0.60, reference=0.62)), {}, GOOD),
+        (accuracy(task=task(0.60, reference=0.70)), {}, DOUBTFUL),
+        # a part that is more noise than signal is never good, whatever the task says
+        (accuracy(part(0.0), task=task(1.0)), {}, GOOD),
+        (accuracy(part(-0.1), task=task(1.0)), {}, DOUBTFUL),
+        # what the user allows to be lost decides before the limits: no doubt between them
+        (LABELLED, {"max_loss": 0.01}, GOOD), (LABELLED, {"max_loss": 0.009}, UNUSABLE),
+        (accuracy(task=task(0.99)), {"max_loss": 0.01}, GOOD),
+        (accuracy(task=task(0.99)), {"max_loss": 0.009}, UNUSABLE),
+        (accuracy(part(cosine=0.99)), {"max_loss": 0.01}, GOOD),
+        (accuracy(part(cosine=0.99)), {"max_loss": 0.009}, UNUSABLE),
+        (NAN, {"max_loss": 1.0}, UNUSABLE),
+        # with labels one class may be all that is there
+        (replace(LABELLED, favourite=1.0, top1_candidate=0.9), {}, GOOD),
+        # labels decide before the worst part: of numbers of classes it has no meaning
+        (accuracy(part(6.5)), {}, DOUBTFUL), (PLACES, {}, GOOD),
+        (replace(PLACES, parts=(part(-1.0),)), {}, DOUBTFUL),
+        # speed is judged against FP32 or what the user demands
+        (None, {"speed": 0.95}, GOOD), (None, {"speed": 0.949}, DOUBTFUL),
+        (None, {"speed": 1.5, "min_speedup": 1.5}, GOOD),
+        (None, {"speed": 1.49, "min_speedup": 1.5}, UNUSABLE),
+        (None, {"speed": 0.5, "min_speedup": 0.4}, GOOD), (None, {"min_speedup": 9.0}, DOUBTFUL),
+        (None, {"speed": 1.1, "int8": False, "min_speedup": 1.5}, UNUSABLE),
+        (NAN, {"int8": False}, UNUSABLE),
+        # a model of microseconds is not slower by the runtime's own overhead
+        (None, {"speed": 0.8, "slower_ms": 0.019}, GOOD),
+        (None, {"speed": 0.8, "slower_ms": 0.021}, DOUBTFUL),
+    ],
+)  # fmt: skip
+def test_the_level_of_a_verdict(found, how, level):
+    assert judged(found, **how).level == level
+
+
+@pytest.mark.parametrize(("lost", "level"), LOSSES)
 def test_labels_decide_before_the_task(lost, level):
     one = accuracy(
         task=task(0.1), top1_reference=0.9, top1_candidate=0.9 - lost, classes=10, favourite=0.2
     )
     found = judged(one)
     assert found.level == level and f"{100 * lost:.2f} points of top-1 lost" in found.words
-
-
-@pytest.mark.parametrize(
-    ("most", "level"), [(0.01, GOOD), (0.009, UNUSABLE)]
-)  # there is no doubt between them
-def test_what_the_user_allows_to_be_lost_decides_before_the_limits(most, level):
-    labelled = accuracy(top1_reference=0.9, top1_candidate=0.89, classes=10, favourite=0.2)
-    for one in (labelled, accuracy(task=task(0.99)), accuracy(part(cosine=0.99))):
-        assert judged(one, max_loss=most).level == level
-
-
-def test_a_loss_that_is_no_number_is_more_than_is_allowed():
-    assert judged(accuracy(part(math.nan, cosine=math.nan)), max_loss=1.0).level == UNUSABLE
 
 
 @pytest.mark.parametrize(
@@ -403,9 +390,7 @@ def precise(own, other, *, own_50=0.5):
     )
 
 
-@pytest.mark.parametrize(
-    ("lost", "level"), [(0.01, GOOD), (0.011, DOUBTFUL), (0.05, DOUBTFUL), (0.051, UNUSABLE)]
-)
+@pytest.mark.parametrize(("lost", "level"), LOSSES)
 def test_annotated_objects_decide_before_the_boxes_of_fp32(lost, level):
     found = judged(accuracy(task=task(0.8), precision=precise(0.4, 0.4 - lost)))
     assert found.level == level and f"{100 * lost:.2f} points of mAP .50:.95 lost" in found.words
@@ -420,10 +405,9 @@ def test_a_detector_that_finds_nothing_of_what_is_annotated_proves_nothing(sampl
     found = judged(one)
     assert found.level == level
     assert ("finds next to none of the 40 objects" in found.words) == (level == UNUSABLE)
-    fed = {"accuracy": one, "speed_up": None, "int8": True, "gates": Gates(), "fed_wrong": True}
-    assert "did not learn from" in verdict(**fed).words
+    assert "did not learn from" in judged(one, fed_wrong=True).words
     seen = replace(one, precision=precise(0.4, 0.4))
-    assert "did not learn from" not in verdict(**{**fed, "accuracy": seen}).words
+    assert "did not learn from" not in judged(seen, fed_wrong=True).words
 
 
 @pytest.mark.parametrize(
@@ -433,11 +417,6 @@ def test_without_labels_a_float_model_that_knows_one_class_is_doubted(share, sam
     found = judged(accuracy(samples=samples, classes=10, favourite=share))
     assert found.level == level
     assert ("check the preprocessing" in found.words) == (level == DOUBTFUL)
-
-
-def test_with_labels_one_class_may_be_all_that_is_there():
-    one = accuracy(classes=10, favourite=1.0, top1_reference=1.0, top1_candidate=1.0)
-    assert judged(one).level == GOOD
 
 
 @pytest.mark.parametrize(("value", "level"), [(0, DOUBTFUL), (1e-30, GOOD)])
@@ -461,20 +440,9 @@ def test_nothing_measured_is_doubtful():
     assert found.level == DOUBTFUL and found.words == "doubtful: nothing was measured of it"
 
 
-@pytest.mark.parametrize(
-    ("speed", "least", "level"),
-    [(0.95, None, GOOD), (0.949, None, DOUBTFUL), (1.5, 1.5, GOOD), (1.49, 1.5, UNUSABLE),
-     (0.5, 0.4, GOOD), (None, 9.0, DOUBTFUL)],
-)  # fmt: skip
-def test_speed_is_judged_against_fp32_or_what_the_user_demands(speed, least, level):
-    assert judged(speed=speed, min_speedup=least).level == level
-
-
 def test_a_model_that_stays_in_float_is_said_to_and_is_not_doubted_for_speed_by_chance():
     found = judged(speed=0.94, int8=False)
     assert found.level == FLOAT and "the float model was written" in found.words
-    assert judged(speed=1.1, int8=False, min_speedup=1.5).level == UNUSABLE
-    assert judged(accuracy(part(math.nan)), int8=False).level == UNUSABLE
 
 
 def test_what_is_good_is_told_only_where_nothing_is_worse():
@@ -485,21 +453,10 @@ def test_what_is_good_is_told_only_where_nothing_is_worse():
     assert judged(accuracy(part(4)), speed=2.0).reasons == ("4.0 dB in the worst part, y",)
 
 
-@pytest.mark.parametrize(("slower_ms", "level"), [(0.019, GOOD), (0.021, DOUBTFUL)])
-def test_a_model_of_microseconds_is_not_slower_by_the_runtimes_own_overhead(slower_ms, level):
-    found = verdict(
-        accuracy=accuracy(part(30)), speed_up=0.8, int8=True, gates=Gates(), slower_ms=slower_ms
-    )
-    assert found.level == level
-
-
 @pytest.mark.parametrize(("best", "level"), [(1.59, GOOD), (0.67, DOUBTFUL)])
 def test_a_speed_that_the_fastest_runs_do_not_bear_out_is_told_with_theirs(best, level):
     """On a busy machine p50 told 10.93 times, and no word of the verdict that int8 won 1.59."""
-    found = verdict(
-        accuracy=accuracy(part(30)), speed_up=10.93, slower_ms=-5.0, by_fastest=best, int8=True,
-        gates=Gates(),
-    )  # fmt: skip
+    found = judged(speed=10.93, slower_ms=-5.0, by_fastest=best)
     said = f"10.93 times as fast as FP32 by p50, {best:.2f} times by the fastest runs"
     assert found.level == level and said in found.words
 
@@ -511,13 +468,16 @@ class Given:
 
 
 def compared(change, error, *, shape=(1, 3, 16, 16), cut=0):
-    """The figures of an engine that is off by so much, of a model that changes so much."""
+    """The figures of an engine of a model that changes so much.
+
+    It is off by so much; without an error it gives its input back.
+    """
     made, comparison = np.random.default_rng(3), Comparison(Given(), Given())
     for _ in range(6):
         x = made.normal(size=shape).astype(np.float32)
         own = x + change * made.normal(size=shape).astype(np.float32)
-        noise = error * made.normal(size=shape).astype(np.float32)
-        comparison.add({"x": x[..., cut:]}, {"y": own}, {"y": own + noise})
+        noise = (error or 0) * made.normal(size=shape).astype(np.float32)
+        comparison.add({"x": x[..., cut:]}, {"y": own}, {"y": x if error is None else own + noise})
     return comparison.result()
 
 
@@ -534,12 +494,9 @@ def test_what_is_left_of_a_small_change_of_the_input_is_judged(change, error, le
 def test_an_engine_that_gives_its_input_back_is_not_good():
     found = compared(0.03, 0.0)
     assert judged(found).level == GOOD and not found.doubts
-    comparison, made = Comparison(Given(), Given()), np.random.default_rng(4)
-    for _ in range(6):
-        x = made.normal(size=(1, 3, 16, 16)).astype(np.float32)
-        comparison.add({"x": x}, {"y": x + 0.03 * made.normal(size=x.shape)}, {"y": x})
-    (doubt,) = comparison.result().doubts
-    assert doubt.startswith("0.0 dB are left") and judged(comparison.result()).level == DOUBTFUL
+    found = compared(0.03, None)
+    (doubt,) = found.doubts
+    assert doubt.startswith("0.0 dB are left") and judged(found).level == DOUBTFUL
 
 
 def test_a_task_or_a_limit_that_is_met_leaves_no_doubt_of_changes():
@@ -548,15 +505,6 @@ def test_a_task_or_a_limit_that_is_met_leaves_no_doubt_of_changes():
     assert judged(replace(found, task=task(1.0))).level == GOOD
     assert judged(found, max_loss=0.3).level == GOOD
     assert judged(found, max_loss=0.1).level == UNUSABLE  # by the change's cosine
-
-
-def test_labels_decide_before_the_worst_part():
-    """Of numbers of classes it has no meaning, as of the places alone that TopK gives."""
-    found = accuracy(part(6.5))
-    assert judged(found).level == DOUBTFUL
-    named = replace(found, top1_reference=0.9, top1_candidate=0.9)
-    assert judged(named).level == GOOD
-    assert judged(replace(named, parts=(part(-1.0),))).level == DOUBTFUL
 
 
 def test_the_worst_figure_of_a_changed_input_is_that_of_the_change():
@@ -583,18 +531,13 @@ IN_INT8 = Decision("relu", "Relu", "int8")
 
 def model(*, quantized: bool) -> onnx.ModelProto:
     """x -> Relu -> a -> Neg -> y; quantized puts Q/DQ behind `a`."""
-    relu, neg = make_node("Relu", "x", "a"), make_node("Neg", "a", "y")
-    nodes, initializers = [relu, neg], []
+    nodes, weights = "a = Relu (x) y = Neg (a)", {}
     if quantized:
-        q = make_node("QuantizeLinear", "a s z", "a_q")
-        dq = make_node("DequantizeLinear", "a_q s z", "a_dq")
-        nodes = [relu, q, dq, make_node("Neg", "a_dq", "y")]
-        initializers = [
-            numpy_helper.from_array(np.array(STEP, np.float32), "s"),
-            numpy_helper.from_array(np.array(0, np.uint8), "z"),
-        ]
-    x = make_value("x", ("n", 3))
-    return make_model(nodes, [x], [make_value("y", ("n", 3))], initializers, opset=17, ir=9)
+        pair = "a_q = QuantizeLinear (a, s, z) a_dq = DequantizeLinear (a_q, s, z)"
+        nodes, weights = f"a = Relu (x) {pair} y = Neg (a_dq)", {"s": np.float32(STEP)}
+        weights["z"] = np.uint8(0)
+    shape = ("n", 3)
+    return make_model(parse_nodes(nodes), {"x": shape}, {"y": shape}, weights, opset=17, ir=9)
 
 
 def test_a_tensor_is_compared_with_what_the_next_layer_reads(tmp_path):
@@ -630,15 +573,13 @@ def test_a_few_samples_all_over_the_feed_are_looked_into(tmp_path):
 
 
 # --- ort session
-def one_node(op="Relu", shape=("n", 3), dtype=TensorProto.FLOAT, **attributes):
-    x = make_value("x", shape, dtype)
-    y = make_value("y", shape, dtype)
-    return make_model([make_node(op, "x", "y", **attributes)], [x], [y], opset=17, ir=9)
+def one_node(op="Relu", dtype=TensorProto.FLOAT):
+    x, y = (make_value(name, ("n", 3), dtype) for name in "xy")
+    return make_model([(op, "x", "y")], [x], [y], opset=17, ir=9)
 
 
 def test_a_session_knows_its_inputs_and_runs(tmp_path):
-    path = tmp_path / "m.onnx"
-    onnx.save(one_node(), path)
+    path = save_net(one_node(), tmp_path / "m.onnx")
     for source in (path, str(path), path.read_bytes()):
         session = OrtSession.open(source, threads=1, optimize=False)
         (spec,) = session.inputs
@@ -689,14 +630,14 @@ def two_branches(outputs):
     """Two Convs that make two channels of each, added: ONNX Runtime makes one kernel of them."""
     rng = np.random.default_rng(0)
     sizes = {"v": (16, 1, 7, 7), "w": (16, 1, 3, 3), "u": (8, 16, 1, 1)}
-    nodes = [
-        make_node("Conv", "x v", "a", name="large", pads=[3] * 4, group=8),
-        make_node("Conv", "x w", "b", name="small", pads=[1] * 4, group=8),
-        make_node("Add", "a b", "s", name="sum"),
-        make_node("Conv", "s u", "y", name="last"),
-    ]
-    weights = {name: rng.normal(size=size).astype(np.float32) for name, size in sizes.items()}
-    return make_model(nodes, {"x": ["n", 8, 16, 16]}, {name: None for name in outputs}, weights)
+    nodes = parse_nodes(
+        """
+        a = Conv <pads = [3, 3, 3, 3], group = 8> (x, v)
+        b = Conv <pads = [1, 1, 1, 1], group = 8> (x, w) s = Add (a, b) y = Conv (s, u)
+        """
+    )
+    weights = as_float32({name: rng.normal(size=size) for name, size in sizes.items()})
+    return make_model(nodes, {"x": ["n", 8, 16, 16]}, dict.fromkeys(outputs), weights)
 
 
 def test_an_output_that_the_optimizer_loses_is_there(capfd):
