@@ -12,14 +12,12 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 
 from deploy.analysis.benchmark import bench, model_size
-from deploy.cli import cli
-from deploy.errors import BackendError, ConfigError
+from deploy.errors import ConfigError
 from deploy.metrics.bench_inputs import random_feeds
 from deploy.metrics.kernels import KernelTime, time_kernels
 from deploy.metrics.latency import FEW, DeviceTimes, Timing, measure, percentile
@@ -27,19 +25,20 @@ from deploy.report import Report, to_html, to_markdown, to_screen
 from deploy.report.parts import BatchRow, EngineRow
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import TensorSpec
-from tests.models import make_model, make_node, make_value, save_net
+from tests.models import as_float32, build_net, make_model, parse_nodes, save_net
 
 # --- `calib8 bench` beyond two latencies: batches, kernels, shapes of the build, streams.
 QUICK = ("--duration", 0, "--warmup", 0, "--threads", 1)
 
 
-def saved(path, nodes, shape=("n", 3)):
-    ends = [make_value(name, shape) for name in "xy"]
-    return save_net(make_model(nodes, ends[:1], ends[1:], opset=17, ir=9), path)
+def saved(path, nodes="y = Relu (x)", *, shape=("n", 3), x="x", outputs="y"):
+    shapes = {x: shape}, dict.fromkeys(outputs, shape)
+    return save_net(make_model(parse_nodes(nodes), *shapes, opset=17, ir=9), path)
 
 
-def relu(path, shape=("n", 3)):
-    return saved(path, [make_node("Relu", "x", "y", name="r")], shape)
+@pytest.fixture
+def a(tmp_path):
+    return saved(tmp_path / "a.onnx")
 
 
 @pytest.fixture
@@ -75,13 +74,12 @@ def shapes_run(monkeypatch):
 # ---- batches --------------------------------------------------------------------------------
 
 
-def test_each_batch_is_measured_and_the_smallest_is_the_headline(told, tmp_path, shapes_run):
-    a, b = relu(tmp_path / "a.onnx"), relu(tmp_path / "b.onnx")
-    (first, second), out = told(b, "--against", a, "--batch", "4,1,2,4")
-    assert [[row["batch"] for row in engine["sweep"]] for engine in (first, second)] == [
-        [1, 2, 4]
-    ] * 2
+def test_each_batch_is_measured_and_the_smallest_is_the_headline(told, a, tmp_path, shapes_run):
+    b = saved(tmp_path / "b.onnx")
+    engines, out = told(b, "--against", a, "--batch", "4,1,2,4")
+    assert [[row["batch"] for row in engine["sweep"]] for engine in engines] == [[1, 2, 4]] * 2
     assert [feeds[0]["x"] for feeds in shapes_run] == [(1, 3), (2, 3), (4, 3)]
+    first = engines[0]
     assert first["latency"] == first["sweep"][0]["latency"]
     for row in first["sweep"]:
         assert row["items_qps"] == pytest.approx(1e3 * row["batch"] / row["latency"]["host"]["p50"])
@@ -92,11 +90,9 @@ def test_each_batch_is_measured_and_the_smallest_is_the_headline(told, tmp_path,
     assert out.count("best: ") == 2
 
 
-def test_images_are_stacked_to_a_batch_in_turn(told, tmp_path, shapes_run):
-    held = tmp_path / "held.npz"
-    np.savez(held, x=np.arange(9, dtype=np.float32).reshape(3, 3))
-    told(relu(tmp_path / "a.onnx"), "--images", held, "--batch", "1,5")
-    assert [feeds[0]["x"] for feeds in shapes_run] == [(1, 3), (5, 3)]
+def test_images_are_stacked_to_a_batch_in_turn(told, a, held, shapes_run):
+    told(a, "--images", held, "--batch", "1,8")
+    assert [feeds[0]["x"] for feeds in shapes_run] == [(1, 3), (8, 3)]
 
 
 def test_images_of_several_sizes_are_no_batch(refused, tmp_path):
@@ -104,32 +100,42 @@ def test_images_of_several_sizes_are_no_batch(refused, tmp_path):
     folder.mkdir()
     for width in (3, 4):
         np.save(folder / f"{width}.npy", np.zeros((1, width), np.float32))
-    a = relu(tmp_path / "a.onnx", ("n", "w"))
-    assert "must have one size" in refused(a, "--images", folder, "--batch", "2")
+    model = saved(tmp_path / "a.onnx", shape=("n", "w"))
+    assert "must have one size" in refused(model, "--images", folder, "--batch", "2")
 
 
-def test_a_model_that_fixes_its_batch_is_refused_a_sweep(refused, tmp_path):
-    said = refused(relu(tmp_path / "a.onnx", (1, 3)), "--batch", "1,2")
+def test_a_model_that_fixes_its_batch_is_refused_a_sweep(refused, a, tmp_path):
+    fixed = saved(tmp_path / "fixed.onnx", shape=(1, 3))
+    said = refused(fixed, "--batch", "1,2")
     assert "first dimension" in said and "got [1, 3] for 'x'" in said
-    both = relu(tmp_path / "b.onnx"), "--against", tmp_path / "a.onnx"
-    assert "got [1, 3] for 'x'" in refused(*both, "--batch", "1")
+    assert "got [1, 3] for 'x'" in refused(a, "--against", fixed, "--batch", "1")
 
 
 def test_a_batch_that_the_model_cannot_run_is_named(refused, tmp_path):
-    nodes = [make_node("Constant", "", "s", value_ints=[1, 3]), make_node("Reshape", "x s", "y")]
-    assert "with a batch of 2: " in refused(saved(tmp_path / "a.onnx", nodes), "--batch", "1,2")
+    model = saved(tmp_path / "a.onnx", "s = Constant <value_ints = [1, 3]> () y = Reshape (x, s)")
+    assert "with a batch of 2: " in refused(model, "--batch", "1,2")
 
 
 def test_a_shape_that_says_a_batch_beside_the_batches_is_refused(refused, told, tmp_path):
-    a = relu(tmp_path / "a.onnx", ("n", "w"))
-    assert "write 1 there" in refused(a, "--batch", "2", "--shape", "x:4x5")
-    assert told(a, "--batch", "2", "--shape", "x:1x5")[0][0]["sweep"][0]["batch"] == 2
+    model = saved(tmp_path / "a.onnx", shape=("n", "w"))
+    assert "write 1 there" in refused(model, "--batch", "2", "--shape", "x:4x5")
+    assert told(model, "--batch", "2", "--shape", "x:1x5")[0][0]["sweep"][0]["batch"] == 2
 
 
-@pytest.mark.parametrize("batch", ["0", "1,,2", "two", "-1", "1,65537", ""])
-def test_what_is_no_batch_is_a_usage_error(run, tmp_path, batch):
-    code, _, err = run("bench", relu(tmp_path / "a.onnx"), "--batch", batch)
-    assert code == 2 and "such as 1,2,4,8" in err
+BATCHES = ["0", "1,,2", "two", "-1", "1,65537", ""]
+SHAPES = ["x", "x:", "x:1xtwo", ":1x2", "x:-1"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "form"),
+    [
+        *(("--batch", value, "such as 1,2,4,8") for value in BATCHES),
+        *(("--shape", value, "name:1x3x224x224") for value in SHAPES),
+    ],
+)
+def test_what_is_no_batch_or_shape_is_a_usage_error(run, a, option, value, form):
+    code, _, err = run("bench", a, option, value)
+    assert code == 2 and form in err
 
 
 def swept(label, *rates):
@@ -175,22 +181,19 @@ def test_a_profile_tells_every_kernel_the_slowest_first(told, small_cnn):
     assert re.search(r"^Kernels +time +share +kind +kernel$", out, re.M)
 
 
-def test_a_profile_of_two_models_is_by_kind(told, tmp_path):
-    a = relu(tmp_path / "a.onnx")
-    b = saved(tmp_path / "b.onnx", [make_node("Neg", "x", "y")])
+def test_a_profile_of_two_models_is_by_kind(told, a, tmp_path):
+    b = saved(tmp_path / "b.onnx", "y = Neg (x)")
     _, out = told(b, "--against", a, "--profile")
     assert re.search(r"^Kernels +a.onnx +b.onnx +kind$", out, re.MULTILINE)
     assert re.search(r"ms in 1 +-  Relu$", out, re.M) and re.search(r"- .*ms in 1  Neg$", out, re.M)
 
 
 def test_a_body_is_told_and_what_runs_it_is_not_told_twice(told, tmp_path):
-    inner = make_value("o", ["n", 3])
-    body = [helper.make_graph([make_node(op, "x", "o")], op, [], [inner]) for op in ("Relu", "Neg")]
-    nodes = [
-        make_node("ReduceSum", "x", "s", keepdims=0),
-        make_node("Cast", "s", "c", to=TensorProto.BOOL),
-        make_node("If", "c", "y", then_branch=body[0], else_branch=body[1]),
-    ]
+    nodes = """
+        s = ReduceSum <keepdims = 0> (x) c = Cast <to = 9> (s)
+        y = If <then_branch = relu () => (float[n, 3] o) { o = Relu (x) },
+                else_branch = neg () => (float[n, 3] o) { o = Neg (x) }> (c)
+    """
     kernels = told(saved(tmp_path / "a.onnx", nodes), "--profile")[0][0]["kernels"]
     kinds = {kernel["kind"] for kernel in kernels}
     assert "If" not in kinds and kinds & {"Relu", "Neg"}
@@ -211,9 +214,8 @@ def test_a_kernel_takes_the_p50_of_its_runs_times_how_often_it_runs():
     )
 
 
-def test_a_runtime_without_kernel_times_is_refused_first(refused, tmp_path, openvino):
-    said = refused(relu(tmp_path / "a.onnx"), "--runtime", "openvino", "--profile")
-    assert "leave --profile away" in said
+def test_a_runtime_without_kernel_times_is_refused_first(refused, a, openvino):
+    assert "leave --profile away" in refused(a, "--runtime", "openvino", "--profile")
 
 
 def test_kernels_without_a_kind_are_told_one_by_one():
@@ -230,28 +232,22 @@ def test_kernels_without_a_kind_are_told_one_by_one():
 
 
 @pytest.fixture
-def built(run, tmp_path):
+def built(tmp_path):
     """A build of a model whose height and width are open, calibrated at 12x20."""
     rng = np.random.default_rng(0)
-    weights = [
-        numpy_helper.from_array(rng.normal(0, 0.3, (4, rows, 3, 3)).astype(np.float32), name)
-        for name, rows in (("w", 3), ("v", 4))
-    ]
-    ends = [make_value("x", ["n", 3, "h", "w"]), make_value("y", ["n", 4, "h2", "w2"])]
-    nodes = [make_node("Conv", "x w", "c", name="c"), make_node("Conv", "c v", "y", name="d")]
-    model = tmp_path / "det.onnx"
-    onnx.save(make_model(nodes, ends[:1], ends[1:], weights, opset=17, ir=9), model)
-    np.save(tmp_path / "x.npy", rng.normal(0, 1, (4, 3, 12, 20)).astype(np.float32))
-    words = ("--images", tmp_path / "x.npy", "--out", tmp_path / "b")
-    run.ok("build", model, *words, "--effort", 0, "--duration", 0)
-    return tmp_path / "b" / "det.int8.onnx"
+    weights = {name: rng.normal(0, 0.3, (4, n, 3, 3)) for name, n in (("w", 3), ("v", 4))}
+    ends = {"x": ["n", 3, "h", "w"]}, {"y": ["n", 4, "h2", "w2"]}
+    nodes = parse_nodes("c = Conv (x, w) y = Conv (c, v)")
+    model = make_model(nodes, *ends, as_float32(weights), opset=17, ir=9)
+    out = build_net(model, rng.normal(0, 1, (4, 3, 12, 20)), tmp_path, "--effort", 0)
+    return out / "net.int8.onnx"
 
 
 def test_open_shapes_are_those_that_the_build_calibrated_with(told, built, tmp_path, shapes_run):
-    _, out = told(built, "--against", tmp_path / "det.onnx")
+    _, out = told(built, "--against", tmp_path / "net.onnx")
     assert shapes_run[-1][0] == {"x": (1, 3, 12, 20)}
     assert "1x3x12x20" in " ".join(out.split())
-    told(tmp_path / "det.onnx", "--against", built, "--batch", "2")
+    told(tmp_path / "net.onnx", "--against", built, "--batch", "2")
     assert shapes_run[-1][0] == {"x": (2, 3, 12, 20)}
 
 
@@ -280,28 +276,24 @@ def test_a_file_that_no_build_made_has_no_shapes(refused, built):
 # ---- streams and time -----------------------------------------------------------------------
 
 
-def test_streams_of_onnx_models_share_the_cores(run, tmp_path, monkeypatch):
+def test_streams_of_onnx_models_share_the_cores(run, a, monkeypatch):
     monkeypatch.setattr("deploy.analysis.benchmark.usable_cores", lambda: 6)
-    words = ("bench", relu(tmp_path / "a.onnx"), "--streams", 3, "--duration", 0, "--warmup", 0)
+    words = ("bench", a, "--streams", 3, "--duration", 0, "--warmup", 0)
     assert "3 streams at once, 2 threads" in run(*words)[1]
     assert "3 streams at once, 1 thread" in run(*words, "--threads", 1)[1]
 
 
-def test_a_measurement_that_was_too_short_says_so(told, tmp_path):
-    assert "10 iterations, so p95" in told(relu(tmp_path / "a.onnx"))[1]
+def test_a_measurement_that_was_too_short_says_so(told, a):
+    assert "10 iterations, so p95" in told(a)[1]
     found = measure({"x": Still()}, [{}], warmup_ms=0, duration_s=0, min_iterations=FEW)["x"]
     assert not any("iterations, so p95" in text for text in found.warnings)
 
 
 # --- benchmark
-def save(path, shape=("n", 3), op="Relu", name="x"):
-    x = make_value(name, shape)
-    y = make_value("y", shape)
-    return save_net(make_model([make_node(op, [name], "y")], [x], [y], opset=17, ir=9), path)
 
 
-def test_two_models_side_by_side(tmp_path):
-    a, b = save(tmp_path / "a.onnx"), save(tmp_path / "b.onnx", op="Neg")
+def test_two_models_side_by_side(a, tmp_path):
+    b = saved(tmp_path / "b.onnx", "y = Neg (x)")
     first, second = bench(b, against=a, threads=1, warmup_ms=0, duration_s=0).engines
     assert (first.label, second.label) == ("a.onnx", "b.onnx")
     assert first.reference and not second.reference
@@ -309,18 +301,19 @@ def test_two_models_side_by_side(tmp_path):
     assert first.size_bytes == a.stat().st_size and first.threads == 1 and first.load_ms > 0
 
 
-def test_models_of_one_name_in_two_folders_keep_apart(tmp_path):
+def test_models_of_one_name_in_two_folders_keep_apart(a, tmp_path):
     (tmp_path / "other").mkdir()
-    a, b = save(tmp_path / "a.onnx"), save(tmp_path / "other" / "a.onnx")
+    b = saved(tmp_path / "other" / "a.onnx")
     report = bench(b, against=a, threads=1, warmup_ms=0, duration_s=0)
     assert [engine.label for engine in report.engines] == [str(a), str(b)]
     with pytest.raises(ConfigError, match="another model"):
         bench(a, against=a)
 
 
-def test_models_with_other_inputs_are_refused(tmp_path):
+def test_models_with_other_inputs_are_refused(a, tmp_path):
+    other = saved(tmp_path / "b.onnx", "y = Relu (z)", x="z")
     with pytest.raises(ConfigError, match="same inputs"):
-        bench(save(tmp_path / "a.onnx"), against=save(tmp_path / "b.onnx", name="z"), threads=1)
+        bench(a, against=other, threads=1)
 
 
 def test_random_inputs_are_the_same_for_the_same_seed():
@@ -351,36 +344,24 @@ def test_inputs_of_text_are_refused():
         random_feeds([TensorSpec("s", "str", (1,))])
 
 
-def test_the_size_of_a_model_counts_its_external_data(tmp_path):
-    path = save(tmp_path / "m.onnx")
-    model = onnx.load(path)
+def test_the_size_of_a_model_counts_its_external_data(a):
+    model = onnx.load(a)
     model.graph.initializer.append(numpy_helper.from_array(np.zeros(1000, np.float32), "w"))
-    onnx.save(model, path, save_as_external_data=True, location="m.data", size_threshold=0)
-    assert model_size(path) == path.stat().st_size + 4000
+    onnx.save(model, a, save_as_external_data=True, location="m.data", size_threshold=0)
+    assert model_size(a) == a.stat().st_size + 4000
 
 
-def test_the_command_prints_and_writes_json_and_html(tmp_path):
-    a, b = save(tmp_path / "a.onnx", ("n", 3, "h")), save(tmp_path / "b.onnx", ("n", 3, "h"))
-    options = ["--warmup", "0", "--duration", "0", "--threads", "1", "--shape", "x:1x3x5"]
-    files = ["--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")]
-    result = CliRunner().invoke(cli, ["bench", str(b), "--against", str(a), *options, *files])
-    assert result.exit_code == 0, result.output
-    assert "Latency p50" in result.output and "Machine" in result.output
-    assert json.loads((tmp_path / "r.json").read_text())["engines"][1]["latency"]["queries"] == 10
+def test_the_command_prints_and_writes_json_and_html(told, tmp_path):
+    a, b = (saved(tmp_path / f"{name}.onnx", shape=("n", 3, "h")) for name in "ab")
+    words = ("--shape", "x:1x3x5", "--html", tmp_path / "r.html")
+    (_, second), out = told(b, "--against", a, *words)
+    assert "Latency p50" in out and "Machine" in out
+    assert second["latency"]["queries"] == 10
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
 
 
-@pytest.mark.parametrize("shape", ["x", "x:", "x:1xtwo", ":1x2", "x:-1"])
-def test_a_shape_that_cannot_be_read_is_a_usage_error(shape, tmp_path):
-    result = CliRunner().invoke(cli, ["bench", str(save(tmp_path / "a.onnx")), "--shape", shape])
-    assert result.exit_code == 2 and "name:1x3x224x224" in result.output
-
-
 def two_outputs(path, op="Neg"):
-    x = make_value("x", ["n", 3])
-    ends = [make_value(name, ["n", 3]) for name in "yz"]
-    nodes = [make_node("Abs", "x", "y"), make_node(op, "y", "z")]
-    return save_net(make_model(nodes, [x], ends, opset=17, ir=9), path)
+    return saved(path, f"y = Abs (x) z = {op} (y)", outputs="yz")
 
 
 @pytest.fixture
@@ -390,74 +371,46 @@ def held(tmp_path):
     return path
 
 
-def bench_cli(*words):
-    words = ("bench", *words, "--duration", 0, "--warmup", 0, "--threads", 1)
-    return CliRunner().invoke(cli, [str(word) for word in words])
-
-
-def told_benchmark(result):
-    assert isinstance(result.exception, ConfigError | BackendError), result.output
-    return str(result.exception)
-
-
-def test_images_are_what_is_run_and_tell_how_far_two_models_are_apart(tmp_path, held):
+def test_images_are_what_is_run_and_tell_how_far_two_models_are_apart(told, tmp_path, held):
     a, b = two_outputs(tmp_path / "a.onnx"), two_outputs(tmp_path / "b.onnx", op="Relu")
-    words = (b, "--against", a, "--images", held, "--json", tmp_path / "r.json")
-    result = bench_cli(*words, "--limit", 4)
-    assert result.exit_code == 0, result.exception
-    first, second = json.loads((tmp_path / "r.json").read_text())["engines"]
+    (first, second), out = told(b, "--against", a, "--images", held, "--limit", 4)
     assert "accuracy" not in first
     assert second["accuracy"]["samples"] == 4
-    assert [o["sqnr_db"] for o in second["accuracy"]["outputs"]] == [
-        "inf",
-        pytest.approx(-6.02, 1e-3),
-    ]
-    assert "output 'z': -6.0 dB" in " ".join(result.stdout.split())
+    sqnr = [output["sqnr_db"] for output in second["accuracy"]["outputs"]]
+    assert sqnr == ["inf", pytest.approx(-6.02, 1e-3)]
+    assert "output 'z': -6.0 dB" in " ".join(out.split())
 
 
-def test_one_model_on_images_is_timed_alone(tmp_path, held):
-    result = bench_cli(two_outputs(tmp_path / "a.onnx"), "--images", held)
-    assert result.exit_code == 0 and "SQNR" not in result.stdout
+def test_one_model_on_images_is_timed_alone(told, tmp_path, held):
+    assert "SQNR" not in told(two_outputs(tmp_path / "a.onnx"), "--images", held)[1]
 
 
-def test_options_that_images_leave_no_room_for_are_refused(tmp_path, held):
-    a = save(tmp_path / "a.onnx")
-    assert "--seed shapes random inputs" in told_benchmark(
-        bench_cli(a, "--images", held, "--seed", 1)
-    )
-    assert "--limit goes with --images" in told_benchmark(bench_cli(a, "--limit", 1))
-    assert "--size goes with --images" in told_benchmark(bench_cli(a, "--size", "4x4"))
+def test_options_that_images_leave_no_room_for_are_refused(refused, a, held):
+    assert "--seed shapes random inputs" in refused(a, "--images", held, "--seed", 1)
+    assert "--limit goes with --images" in refused(a, "--limit", 1)
+    assert "--size goes with --images" in refused(a, "--size", "4x4")
 
 
-def test_openvino_is_measured_beside_onnx_runtime(tmp_path, held, openvino):
-    a = two_outputs(tmp_path / "a.onnx")
-    words = (a, "--runtime", "openvino", "--json", tmp_path / "r.json")
-    assert bench_cli(*words, "--images", held).exit_code == 0
-    first, second = json.loads((tmp_path / "r.json").read_text())["engines"]
+def test_openvino_is_measured_beside_onnx_runtime(told, tmp_path, held, openvino):
+    words = (two_outputs(tmp_path / "a.onnx"), "--runtime", "openvino")
+    (first, second), _ = told(*words, "--images", held)
     assert (first["label"], second["label"]) == ("a.onnx in ONNX Runtime", "a.onnx in OpenVINO")
     assert first["reference"] and first["latency"]["queries"] == second["latency"]["queries"]
     assert [o["sqnr_db"] for o in second["accuracy"]["outputs"]] == ["inf", "inf"]
-    assert bench_cli(*words).exit_code == 0
-    assert json.loads((tmp_path / "r.json").read_text())["engines"][1].get("accuracy") is None
+    assert told(*words)[0][1].get("accuracy") is None
 
 
-def test_what_openvino_does_not_run_is_refused(tmp_path, openvino):
-    a, b = save(tmp_path / "a.onnx"), save(tmp_path / "b.onnx", op="Neg")
-    assert "take one engine" in told_benchmark(
-        bench_cli(a, "--against", b, "--runtime", "openvino")
-    )
-    said = told_benchmark(bench_cli(tmp_path / "a.plan", "--runtime", "openvino"))
-    assert "OpenVINO reads ONNX models" in said
-    bad = save(tmp_path / "c.onnx", op="Cosh")
-    assert "Operation Cosh is not supported" in told_benchmark(
-        bench_cli(bad, "--runtime", "openvino")
-    )
+def test_what_openvino_does_not_run_is_refused(refused, a, tmp_path, openvino):
+    words = ("--runtime", "openvino")
+    b, bad = saved(tmp_path / "b.onnx", "y = Neg (x)"), saved(tmp_path / "c.onnx", "y = Cosh (x)")
+    assert "take one engine" in refused(a, "--against", b, *words)
+    assert "OpenVINO reads ONNX models" in refused(tmp_path / "a.plan", *words)
+    assert "Operation Cosh is not supported" in refused(bad, *words)
 
 
-def test_openvino_that_is_missing_is_said_in_a_sentence(tmp_path, monkeypatch):
+def test_openvino_that_is_missing_is_said_in_a_sentence(refused, a, monkeypatch):
     monkeypatch.setitem(sys.modules, "openvino", None)
-    said = told_benchmark(bench_cli(save(tmp_path / "a.onnx"), "--runtime", "openvino"))
-    assert "calib8[openvino]" in said
+    assert "calib8[openvino]" in refused(a, "--runtime", "openvino")
 
 
 def test_the_real_openvino_computes_the_same(tmp_path, held):
@@ -477,13 +430,17 @@ class Recorder:
 
     inputs = outputs = (TensorSpec("x", "float32", (1,)),)
 
-    def __init__(self, name, log, seconds=0.0):
-        self.name, self.log, self.seconds = name, log, seconds
+    def __init__(self, name, log=None, seconds=0.0):
+        self.name, self.log, self.seconds = name, [] if log is None else log, seconds
 
     def run(self, feed):
         self.log.append((self.name, float(feed["x"][0])))
         time.sleep(self.seconds)
         return dict(feed)
+
+
+def measured(session, **how):
+    return measure({session.name: session}, FEEDS, warmup_ms=0, duration_s=0, **how)[session.name]
 
 
 class Device(Recorder):
@@ -521,9 +478,8 @@ def test_sessions_run_in_turning_order_on_the_same_inputs():
 
 
 def test_one_session_alone_is_timed_in_every_run():
-    log = []
-    found = measure({"a": Recorder("a", log)}, FEEDS, warmup_ms=0, duration_s=0, min_iterations=4)
-    assert len(log) == 1 + 4 and found["a"].queries == 4
+    session = Recorder("a")
+    assert measured(session, min_iterations=4).queries == 4 and len(session.log) == 1 + 4
 
 
 @pytest.mark.parametrize(("names", "runs"), [("ab", 2), ("a", 1)])
@@ -547,7 +503,7 @@ def test_a_run_waits_for_no_other_sessions_threads(monkeypatch):
         "add_session_config_entry",
         lambda self, *entry: (entries.append(entry), add(self, *entry)),
     )
-    OrtSession.open(make_model([make_node("Relu", "x", "y")], {"x": [1]}, {"y": [1]}, opset=17))
+    OrtSession.open(make_model([("Relu", "x", "y")], {"x": [1]}, {"y": [1]}, opset=17))
     assert ("session.force_spinning_stop", "1") in entries
 
 
@@ -565,7 +521,7 @@ def test_a_device_session_is_timed_by_its_device(monkeypatch):
     ticks = (n / 1000 for n in itertools.count())  # each look at the clock is a millisecond later
     clock = SimpleNamespace(perf_counter=lambda: next(ticks))
     monkeypatch.setattr("deploy.metrics.latency.time", clock)
-    found = measure({"gpu": Device("gpu", [])}, FEEDS, warmup_ms=0, duration_s=0)["gpu"]
+    found = measured(Device("gpu"))
     assert found.latency.mean == 7.0 and found.gpu_compute.median == 4.0
     assert found.host.mean == pytest.approx(1)
     assert any("CUDA graph" in text for text in found.warnings)
@@ -575,7 +531,7 @@ def test_a_device_session_is_timed_by_its_device(monkeypatch):
 
 
 def test_a_host_session_has_no_device_stages():
-    found = measure({"cpu": Recorder("cpu", [])}, FEEDS, warmup_ms=0, duration_s=0)["cpu"]
+    found = measured(Recorder("cpu"))
     assert found.gpu_compute is None and "gpu_compute" not in found.to_json()
 
 
@@ -585,8 +541,7 @@ def test_a_spread_over_trtexecs_limit_is_said():
             ms = 10.0 if len(self.log) % 2 else 1.0
             return DeviceTimes(h2d_ms=0, compute_ms=ms, d2h_ms=0, enqueue_ms=0)
 
-    found = measure({"u": Uneven("u", [])}, FEEDS, warmup_ms=0, duration_s=0)["u"]
-    assert any("unstable" in text for text in found.warnings)
+    assert any("unstable" in text for text in measured(Uneven("u")).warnings)
 
 
 @pytest.mark.parametrize(
@@ -596,4 +551,4 @@ def test_a_spread_over_trtexecs_limit_is_said():
 )  # fmt: skip
 def test_nothing_to_measure_is_refused(names, feeds, options):
     with pytest.raises(ConfigError, match="measuring needs"):
-        measure({name: Recorder(name, []) for name in names}, feeds, **options)
+        measure({name: Recorder(name) for name in names}, feeds, **options)
