@@ -54,10 +54,19 @@ def tall(number):
 
 def without(outputs, number, lost, rows):
     """The same with the first `lost` objects unseen; `rows` is where the scores are."""
-    value = next(iter(outputs.values())).copy()
-    anchors = scene(number)[0][:lost]
+    ((name, value),) = outputs.items()
+    value, anchors = value.copy(), scene(number)[0][:lost]
     value[(0, slice(4, None), anchors) if rows == 1 else (0, anchors, slice(4, None))] = 0
-    return {next(iter(outputs)): value}
+    return {name: value}
+
+
+def changed(outputs, **changes):
+    """Each sample's outputs with what these functions make of those of a name."""
+    return [one | {k: change(one[k]) for k, change in changes.items()} for one in outputs]
+
+
+def broken(outputs):
+    return [{name: value * np.nan for name, value in one.items()} for one in outputs]
 
 
 @pytest.mark.parametrize(("form", "rows"), [(v8, 1), (v5, -1), (yolox, -1), (tall, -1)])
@@ -70,50 +79,33 @@ def test_lost_boxes_are_counted_in_every_form(form, rows):
     _, found = figure(references, candidates)
     assert found.words.startswith("40 of 48 boxes of FP32 kept, 0 new")
     assert found.value == pytest.approx(80 / 88) and found.samples == 8
+    assert figure(references, broken(references))[1].value == 0
 
 
 def test_scores_are_a_part_even_where_first_samples_show_no_object():
-    form, _ = figure([v8(n, score=0.0) for n in range(4)], [v8(n) for n in range(4)])
+    form, found = figure([v8(n, score=0.0) for n in range(4)], [v8(n) for n in range(4)])
     assert [part.label for part in form.parts] == ["output0[0:4]", "output0[4:9]"]
+    assert found is None  # FP32 finds next to nothing
 
 
 def test_boxes_that_move_change_class_or_appear_are_told():
     references = [v8(n) for n in range(8)]
-    moved = [{"output0": one["output0"].copy()} for one in references]
-    for one in moved:
-        one["output0"][:, :2] += 2  # of boxes 3 wide
+    by = np.array([2, 2, *[0] * 7], np.float32)[:, None]  # of boxes 3 wide
+    moved = changed(references, output0=lambda v: v + by)
     assert "0 of 48 boxes of FP32 kept, 48 new" in figure(references, moved)[1].words
-    turned = [
-        {"output0": np.concatenate([v[:, :4], np.roll(v[:, 4:], 1, axis=1)], axis=1)}
-        for v in (one["output0"] for one in references)
-    ]
+    turned = changed(
+        references, output0=lambda v: np.concatenate([v[:, :4], np.roll(v[:, 4:], 1, axis=1)], 1)
+    )
     assert "0 of 48 boxes" in figure(references, turned)[1].words
     fewer = [without(one, n, 3, 1) for n, one in enumerate(references)]
     assert "24 of 24 boxes of FP32 kept, 24 new" in figure(fewer, references)[1].words
-
-
-@pytest.mark.parametrize(("score", "said"), [(0.9, "0.25"), (0.2, "0.15"), (0.1, "0.05")])
-def test_the_threshold_goes_down_until_there_are_boxes(score, said):
-    references = [v8(n, score=score) for n in range(4)]
-    assert figure(references, references)[1].words.endswith(f"(score above {said})")
-
-
-def test_where_fp32_finds_next_to_nothing_there_is_no_figure():
-    assert figure([v8(n, score=0.0) for n in range(4)], [v8(n) for n in range(4)])[1] is None
-
-
-def test_a_candidate_of_nan_keeps_no_box():
-    references = [v8(n) for n in range(4)]
-    broken = [{"output0": one["output0"] * np.nan} for one in references]
-    assert figure(references, broken)[1].value == 0
 
 
 def test_anchors_that_do_not_fit_the_picture_are_no_boxes():
     outputs = [v8(n) for n in range(4)]
     assert same_task(outputs) == "boxes"
     assert same_task(outputs, [fed((96, 96))] * 4) is None
-    mixed = [{"output0": rng().permutation(one["output0"], axis=2)} for one in outputs]
-    assert same_task(mixed) is None
+    assert same_task(changed(outputs, output0=lambda v: rng().permutation(v, axis=2))) is None
 
 
 def test_overlaps_by_hand():
@@ -245,10 +237,11 @@ def test_boxes_with_their_scores_beside_classes(batch):
     assert "a list of boxes" in form.task.form and found.value == 1
     assert [part.label for part in form.parts] == (["dets[..., 4:5]"] if batch else [])
     assert figure(references, [outputs(n, lost=2) for n in range(4)])[1].value < 1
-    turned = [{**one, "labels": one["labels"] + 1} for one in references]
-    assert figure(references, turned)[1].value == 0
-    cut = [{**one, "dets": one["dets"][..., :4]} for one in references]
-    assert figure(references, cut)[1].value == 0
+    turned, cut = (
+        changed(references, labels=lambda v: v + 1),
+        changed(references, dets=lambda v: v[..., :4]),
+    )
+    assert [figure(references, other)[1].value for other in (turned, cut)] == [0, 0]
 
 
 def ssd(number, classes=4):
@@ -291,10 +284,7 @@ def test_heads_of_several_anchors_a_cell_match_by_anchor(raw, joined):
         return named
 
     references = [outputs(n) for n in range(4)]
-    candidates = [outputs(n) for n in range(4)]
-    for one in candidates:
-        one["p8"] *= 0 if not raw else 1
-        one["p8"] -= 20 if raw else 0
+    candidates = changed(references, p8=lambda v: v - 20 if raw else v * 0)
     form, found = figure(references, candidates)
     assert "objectness and 4 classes of anchors" in form.task.form
     assert found.words.startswith("24 of 36 boxes of FP32 kept, 0 new")
@@ -324,41 +314,33 @@ def test_queries_are_boxes(softmaxed):
 def test_distributions_of_distances_are_boxes_level_by_level(maps):
     size, bins = (64, 96), 8
 
-    def level(number, stride):
-        cells = (size[0] // stride) * (size[1] // stride)
-        made = np.random.default_rng(number * 1000 + stride)
-        far = made.standard_normal((1, cells, 4 * bins))
-        far[0, 0] = -30
-        far[0, 0, [2, bins + 1, 2 * bins + 3, 3 * bins + 1]] = 30  # 2, 1, 3 and 1 strides
-        scores = made.uniform(0, 0.01, (1, cells, 5))
-        scores[0, 0, 2] = 0.9
-        return scores, far
-
     def outputs(number):
-        levels = {s: level(number, s) for s in (8, 16, 32)}
-        named = {f"score{s}": one for s, (one, _) in levels.items()}
-        named |= {f"box{s}": far for s, (_, far) in levels.items()}
-        if not maps:
-            return named
-        sides = {one.shape[1]: (size[0] // s, size[1] // s) for s, (one, _) in levels.items()}
-        return {
-            name: value.transpose(0, 2, 1).reshape(1, -1, *sides[value.shape[1]])
-            for name, value in named.items()
-        }
+        named = {"score": {}, "box": {}}
+        for stride in (8, 16, 32):
+            rows, columns = size[0] // stride, size[1] // stride
+            made = np.random.default_rng(number * 1000 + stride)
+            far = made.standard_normal((1, rows * columns, 4 * bins))
+            far[0, 0] = -30
+            far[0, 0, [2, bins + 1, 2 * bins + 3, 3 * bins + 1]] = 30  # 2, 1, 3 and 1 strides
+            scores = made.uniform(0, 0.01, (1, rows * columns, 5))
+            scores[0, 0, 2] = 0.9
+            for name, value in (("score", scores), ("box", far)):
+                turned = value.transpose(0, 2, 1).reshape(1, -1, rows, columns)
+                named[name][f"{name}{stride}"] = turned if maps else value
+        return named["score"] | named["box"]
 
     references = [outputs(n) for n in range(8)]
-    form, found = figure(references, references, [fed(size)] * 8)
+    inputs = [fed(size)] * 8
+    form, found = figure(references, references, inputs)
     assert "distribution" in form.task.form and found.words.startswith("24 of 24")
     boxes = form.task.decoder.boxes(fed(size), references[0]).boxes
     middle, far = np.full(2, 4.0), 8 * np.array([2, 1, 3, 1])  # of the first cell of stride 8
     wanted = np.concatenate([middle - far[:2], middle + far[2:]])
     assert np.abs(boxes - wanted).max(axis=1).min() < 1e-6
-    moved = [{k: v for k, v in one.items()} for one in references]
-    for one in moved:
-        one["box8"] = np.roll(one["box8"], bins, axis=1 if maps else 2)
-    assert figure(references, moved, [fed(size)] * 8)[1].value < 0.9
+    moved = changed(references, box8=lambda v: np.roll(v, bins, axis=1 if maps else 2))
+    assert figure(references, moved, inputs)[1].value < 0.9
     silent = [{k: v * k.startswith("box") for k, v in one.items()} for one in references]
-    assert figure(references, silent, [fed(size)] * 8)[1].value == 0  # nothing left of any level
+    assert figure(references, silent, inputs)[1].value == 0  # nothing left of any level
 
 
 @pytest.mark.parametrize("length", [2, 3])
@@ -366,14 +348,15 @@ def test_key_points_of_a_box_are_kept_with_it(length):
     references = [posed(n, length=length) for n in range(8)]
     form, same = figure(references, references)
     assert "1 classes, 5 key points an anchor" in form.task.form and same.value == 1
-    assert figure(references, [posed(n, length=length, moved=1.0) for n in range(8)])[1].value == 1
-    assert figure(references, [posed(n, length=length, moved=3.0) for n in range(8)])[1].value == 0
+    for moved, value in ((1.0, 1), (3.0, 0)):
+        others = [posed(n, length=length, moved=moved) for n in range(8)]
+        assert figure(references, others)[1].value == value
     hidden = [{"output0": one["output0"].copy()} for one in references]
     for one in hidden:
         last = one["output0"].shape[1] - length  # the point that is not visible
         one["output0"][:, last : last + 2] += 90
     assert figure(references, hidden)[1].value == (1 if length == 3 else 0)
-    others = [{"output0": v8(n, classes=1)["output0"]} for n in range(8)]
+    others = [v8(n, classes=1) for n in range(8)]
     assert "key points" not in figure(others, others)[0].task.form
 
 
@@ -395,18 +378,16 @@ def masked(number, *, maps=3, split=0.0, stride=4, turned=False):
 @pytest.mark.parametrize("stride", [2, 4])
 @pytest.mark.parametrize("turned", [False, True])
 def test_masks_of_a_box_are_kept_with_it(turned, stride):
-    how = {"turned": turned, "stride": stride}
-    references = [masked(n, **how) for n in range(8)]
+    def split(by):
+        return [masked(n, turned=turned, stride=stride, split=by) for n in range(8)]
+
+    references = split(0.0)
     form, same = figure(references, references)
     assert "1 classes, a mask an anchor" in form.task.form and same.value == 1
-    assert figure(references, [masked(n, split=0.1, **how) for n in range(8)])[1].value > 0.9
-    assert figure(references, [masked(n, split=7.0, **how) for n in range(8)])[1].value < 0.1
-    lost = [{**one, "output1": -one["output1"]} for one in references]
-    assert figure(references, lost)[1].value == 0
-    nothing = [{**one, "output1": one["output1"] * np.nan} for one in references]
-    assert figure(references, nothing)[1].value == 0
-    cut = [{**one, "output1": one["output1"][:, :2]} for one in references]
-    assert figure(references, cut)[1].value == 0
+    assert figure(references, split(0.1))[1].value > 0.9
+    assert figure(references, split(7.0))[1].value < 0.1
+    for change in (np.negative, lambda v: v * np.nan, lambda v: v[:, :2]):
+        assert figure(references, changed(references, output1=change))[1].value == 0
 
 
 def blaze(number, *, columns=16, lost=0, floor=-4.0):
@@ -436,9 +417,9 @@ def test_a_turned_box_is_kept_where_its_corners_are():
     assert "2 classes, an angle an anchor" in form.task.form and same.value == 1
     for by, value in ((0.03, 1), (0.2, 0)):  # 10 % of its size is 3 pixels, 0.1 of a radian
         assert figure(references, [turned(n, by) for n in range(8)])[1].value == value
-    long = [{"output0": one["output0"].copy()} for one in references]
-    for one in long:
-        one["output0"][:, -1] *= 40
+    rows = len(references[0]["output0"][0])
+    factors = np.where(np.arange(rows) == rows - 1, 40, 1)[:, None]
+    long = changed(references, output0=lambda v: v * np.float32(factors))
     assert "angle" not in figure(long, long)[0].task.form
 
 
@@ -455,10 +436,9 @@ def test_boxes_and_scores_may_be_turned(boxes, scores):
     form, same = figure(references, references)
     assert form.task.form == "scores: scores of anchors, boxes by centre"
     assert same.words.startswith("48 of 48 boxes of FP32 kept, 0 new")
-    moved = [{**one, "boxes": one["boxes"] + 2} for one in references]  # of boxes 3 wide
-    assert figure(references, moved)[1].value == 0
-    fewer = [{**one, "scores": one["scores"][..., 1:, 1:]} for one in references]
-    assert figure(references, fewer)[1].value == 0  # of another form
+    moved = changed(references, boxes=lambda v: v + 2)  # of boxes 3 wide
+    fewer = changed(references, scores=lambda v: v[..., 1:, 1:])  # of another form
+    assert [figure(references, other)[1].value for other in (moved, fewer)] == [0, 0]
 
 
 GATED = [{}, {"classes": 4}, {"raw": True}, {"raw": True, "maps": True, "classes": 4}]
@@ -470,12 +450,9 @@ def test_an_objectness_of_each_level_multiplies_its_scores(how):
     form, same = figure(references, references)
     assert form.task.form.startswith("cls_8, cls_16, cls_32") and same.value == 1
     assert same.words.startswith("24 of 24 boxes")
-    silent = -20 if how.get("raw") else 0
-    lost = [{**one, "obj_8": one["obj_8"] * 0 + silent} for one in references]
+    lost = changed(references, obj_8=lambda v: v * 0 - 20 * how.get("raw", False))
     assert figure(references, lost)[1].words.startswith("16 of 24 boxes of FP32 kept, 0 new")
-    assert (
-        figure(references, [{k: v * np.nan for k, v in one.items()} for one in lost])[1].value == 0
-    )
+    assert figure(references, broken(lost))[1].value == 0
     if how.get("maps"):  # of the cells of no stride
         assert same_task(references, [fed((96, 96))] * 4) is None
 
@@ -500,8 +477,8 @@ def test_scores_and_boxes_side_by_side(form):
     for one in moved:
         one["y"][..., columns] = np.roll(one["y"][..., columns], 1, axis=-1)
     assert figure(references, moved)[1].value < 0.5
-    assert figure(references, [{"y": one["y"] * np.nan} for one in references])[1].value == 0
-    assert same_task([{"y": np.clip(one["y"] + 0.2, None, 1)} for one in references]) is None
+    assert figure(references, broken(references))[1].value == 0
+    assert same_task(changed(references, y=lambda v: np.clip(v + 0.2, None, 1))) is None
     anywhere = [{"y": np.random.default_rng(n).uniform(0, 1, (1, 300, 15))} for n in range(4)]
     assert same_task(anywhere) is None
 
