@@ -4,12 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 from deploy.metrics.rows import are_probabilities, are_probabilities_or_logs, sums_to_one
 from deploy.metrics.tasks.heatmaps import HeatMaps
 from deploy.metrics.tasks.segmentation import MaskMaps
-from tests.models import make_model, make_node, make_value, run_command, save_net
+from tests.models import as_float32, make_model, parse_nodes, run_command, save_net
 from tests.outputs import fed, figure, peaked, rng, same_task, softmax
 
 
@@ -23,20 +22,22 @@ def smooth(classes, number, side=32):
     return (scores - scores.mean(axis=0))[None].astype(np.float32)
 
 
-@pytest.mark.parametrize("form", ["raw", "shares", "numbers", "raw last", "shares last"])
-def test_classes_of_pixels(form):
+@pytest.mark.parametrize(
+    ("form", "last"),
+    [("raw", False), ("raw", True), ("shares", False), ("shares", True), ("numbers", False)],
+)
+def test_classes_of_pixels(form, last):
     def output(number):
         raw = smooth(5, number)
-        if form.endswith("last"):
-            return {"seg": np.moveaxis(raw if form == "raw last" else softmax(raw), 1, 3)}
-        if form == "raw":
-            return {"seg": raw}
-        return {"seg": softmax(raw) if form == "shares" else raw.argmax(axis=1)}
+        if form == "numbers":
+            return {"seg": raw.argmax(axis=1)}
+        value = softmax(raw) if form == "shares" else raw
+        return {"seg": np.moveaxis(value, 1, 3) if last else value}
 
     references = [output(n) for n in range(4)]
     inputs = [fed((32, 32))] * 4
     assert figure(references, references, inputs)[1].value == 1
-    axis = 2 if form.endswith("last") else -1
+    axis = 2 if last else -1
     candidates = [{"seg": np.roll(one["seg"], 3, axis=axis)} for one in references]
     task, found = figure(references, candidates, inputs)
     assert task.task.name == "segmentation" and 0.4 < found.value < 0.95
@@ -53,17 +54,14 @@ def specks(number, *, side, kinds=3):
 
 
 def test_a_class_of_few_pixels_counts_where_all_others_are_background():
+    inputs = [fed((128, 128))] * 6
     references = [{"seg": specks(n, side=3)} for n in range(6)]  # 0.05 % of the pixels
-    form, same = figure(references, references, [fed((128, 128))] * 6)
+    form, same = figure(references, references, inputs)
     assert form.task.name == "segmentation" and same.value == 1 and "of 2 classes" in same.words
     silent = [{"seg": specks(n, side=0)} for n in range(6)]
-    _, found = figure(references, silent, [fed((128, 128))] * 6)
+    _, found = figure(references, silent, inputs)
     assert found.value == pytest.approx(0.5, abs=1e-3)  # all of the class is gone
-
-
-def test_to_agree_on_nothing_but_background_is_no_figure():
-    references = [{"seg": specks(n, side=0)} for n in range(4)]
-    form, found = figure(references, references, [fed((128, 128))] * 4)
+    form, found = figure(silent, silent, inputs)  # to agree on nothing but background
     assert form.task.name == "segmentation" and found is None
 
 
@@ -154,35 +152,29 @@ def shaded(*shares, side=(64, 64), channels=1, last=False):
 MASK = (0.95, 0.3), (0.05, 0.7)
 
 
-@pytest.mark.parametrize(
-    ("output", "masks"),
-    [
-        (shaded(*MASK), True), (shaded(*MASK, channels=4), True),
-        (shaded(*MASK, channels=5), False), (shaded(*MASK, channels=4, last=True), True),
-        (shaded(*MASK, side=(16, 16)), True), (shaded(*MASK, side=(15, 16)), False),
-        (shaded(*MASK, side=(16, 15)), False), (shaded(*MASK, side=(65, 64)), False),
-        (shaded((0.95, 0.3), (0.5, 0.24), (0.05, 0.46)), True),
-        (shaded((0.95, 0.3), (0.5, 0.26), (0.05, 0.44)), False),
-        (shaded((0.95, 0.3), (0.11, 0.3), (0.05, 0.4)), False),
-        (shaded((0.95, 0.3), (0.89, 0.3), (0.05, 0.4)), False),
-        (shaded((0.31, 0.1), (0.05, 0.9)), True), (shaded((0.29, 0.1), (0.05, 0.9)), False),
-        (shaded((1.14, 0.3), (-0.14, 0.7)), True), (shaded((1.16, 0.3), (0.05, 0.7)), False),
-        (shaded((0.95, 0.3), (-0.16, 0.7)), False),
-    ],
-)  # fmt: skip
-def test_a_mask_is_near_0_or_1_and_of_the_pictures_size(output, masks):
-    assert (same_task([output] * 2, [fed((64, 64))] * 2) == "masks") == masks
+SMALL = shaded(*MASK, side=(16, 16))
 
 
 @pytest.mark.parametrize(
     ("output", "side", "masks"),
     [
-        (shaded(*MASK, side=(16, 16)), (128, 128), True),  # an eighth of the picture
-        (shaded(*MASK, side=(16, 16)), (129, 128), False),
+        (shaded(*MASK), 64, True), (shaded(*MASK, channels=4), 64, True),
+        (shaded(*MASK, channels=5), 64, False), (shaded(*MASK, channels=4, last=True), 64, True),
+        (SMALL, 64, True), (shaded(*MASK, side=(15, 16)), 64, False),
+        (shaded(*MASK, side=(16, 15)), 64, False), (shaded(*MASK, side=(65, 64)), 64, False),
+        (shaded((0.95, 0.3), (0.5, 0.24), (0.05, 0.46)), 64, True),
+        (shaded((0.95, 0.3), (0.5, 0.26), (0.05, 0.44)), 64, False),
+        (shaded((0.95, 0.3), (0.11, 0.3), (0.05, 0.4)), 64, False),
+        (shaded((0.95, 0.3), (0.89, 0.3), (0.05, 0.4)), 64, False),
+        (shaded((0.31, 0.1), (0.05, 0.9)), 64, True), (shaded((0.29, 0.1), (0.05, 0.9)), 64, False),
+        (shaded((1.14, 0.3), (-0.14, 0.7)), 64, True),
+        (shaded((1.16, 0.3), (0.05, 0.7)), 64, False),
+        (shaded((0.95, 0.3), (-0.16, 0.7)), 64, False),
+        (SMALL, 128, True), (SMALL, 129, False),  # an eighth of the picture
     ],
-)
-def test_a_mask_is_not_much_smaller_than_the_picture(output, side, masks):
-    assert (same_task([output] * 2, [fed(side)] * 2) == "masks") == masks
+)  # fmt: skip
+def test_a_mask_is_near_0_or_1_and_not_much_smaller_than_the_picture(output, side, masks):
+    assert (same_task([output] * 2, [fed((side, min(side, 128)))] * 2) == "masks") == masks
 
 
 @pytest.mark.parametrize(
@@ -257,30 +249,29 @@ def test_most_heat_maps_have_their_peak(lower, heat):
 
 # --- Models that give their input back but for a small change: what is left of it, by the
 # command.
-def weight(name, values):
-    return numpy_helper.from_array(np.asarray(values, np.float32), name)
 
 
-def two_convs(change):
-    """Weights of two Convs that change a picture so much, and of one that leaves it as it is."""
+# Two Convs change a picture, and a third one leaves it as it is.
+TWO_CONVS = """
+    a = Conv <pads = [1, 1, 1, 1]> ({0}, w1) r = Relu (a)
+    c = Conv <pads = [1, 1, 1, 1]> (r, w2) s = Add ({0}, c) {1} = Conv (s, w3)
+"""
+
+
+def changing(path, change, nodes, shapes, **weights):
     rng = np.random.default_rng(2)
-    return [
-        weight("w1", 0.3 * rng.normal(size=(8, 3, 3, 3))),
-        weight("w2", change * rng.normal(size=(3, 8, 3, 3))),
-        weight("w3", np.eye(3)[:, :, None, None]),
-    ]
+    weights |= {
+        "w1": 0.3 * rng.normal(size=(8, 3, 3, 3)),
+        "w2": change * rng.normal(size=(3, 8, 3, 3)),
+        "w3": np.eye(3)[:, :, None, None],
+    }
+    ends = ({name: shape} for name, shape in zip("xy", shapes, strict=True))
+    return save_net(make_model(parse_nodes(nodes), *ends, as_float32(weights)), path)
 
 
 def retouching(path, change):
     """x plus so much of what two Convs make of it, through a Conv that leaves it as it is."""
-    weights = two_convs(change)
-    nodes = [
-        make_node("Conv", "x w1", "a", pads=[1] * 4), make_node("Relu", "a", "r"),
-        make_node("Conv", "r w2", "c", pads=[1] * 4), make_node("Add", "x c", "s"),
-        make_node("Conv", "s w3", "y"),
-    ]  # fmt: skip
-    x, y = (make_value(n, [1, 3, 32, 32]) for n in "xy")
-    return save_net(make_model(nodes, [x], [y], weights), path)
+    return changing(path, change, TWO_CONVS.format("x", "y"), [[1, 3, 32, 32]] * 2)
 
 
 def denoiser(path):
@@ -296,18 +287,16 @@ def denoiser(path):
         "w4": rng.normal(0, 0.004, (3, 8, 3, 3)),
     }  # fmt: skip
     weights["w2"][:, 0] = 0
-    nodes = [
-        make_node(op, inputs, [out], name=f"/{out}/{op}", **attributes)
-        for op, inputs, out, attributes in [
-            ("Conv", "x w1", "a", {"pads": [1] * 4}), ("Tanh", "a", "t", {}),
-            ("Mul", "t size", "m", {}), ("Conv", "m w2", "bad", {}), ("Relu", "bad", "r", {}),
-            ("Conv", "r w3", "mid", {"pads": [1] * 4}), ("Relu", "mid", "q", {}),
-            ("Conv", "q w4", "noise", {"pads": [1] * 4}), ("Sub", "x noise", "y", {}),
-        ]
-    ]  # fmt: skip
-    x, y = (make_value(n, [1, 3, 16, 16]) for n in "xy")
-    held = [numpy_helper.from_array(np.float32(value), name) for name, value in weights.items()]
-    return save_net(make_model(nodes, [x], [y], held, opset=17), path)
+    nodes = parse_nodes(
+        """
+        a = Conv <pads = [1, 1, 1, 1]> (x, w1) t = Tanh (a) m = Mul (t, size)
+        bad = Conv (m, w2) r = Relu (bad)
+        mid = Conv <pads = [1, 1, 1, 1]> (r, w3) q = Relu (mid)
+        noise = Conv <pads = [1, 1, 1, 1]> (q, w4) y = Sub (x, noise)
+        """
+    )
+    ends = ({name: [1, 3, 16, 16]} for name in "xy")
+    return save_net(make_model(nodes, *ends, as_float32(weights), opset=17), path)
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
@@ -324,26 +313,19 @@ def test_the_search_hears_the_noise_beside_the_change(target, tmp_path):
     assert plain["label"] == searched["label"] == "y - x"
     assert found[0]["outputs"][0]["sqnr_db"] > 30 > plain["sqnr_db"] + 15
     assert searched["sqnr_db"] > plain["sqnr_db"] + 10
-    assert "/bad/Conv" in (tmp_path / "1" / "net.plan.toml").read_text()
+    assert "Conv_bad" in (tmp_path / "1" / "net.plan.toml").read_text()
 
 
 def enlarging(path, change, last):
     """x at twice the size by its nearest pixels, plus so much of what two Convs make of it."""
-    weights = [*two_convs(change), weight("twice", [1, 1, 2, 2])]
-    sizes = [[1, 3, 32, 32], [1, 3, 64, 64]]
     first, end = ("t", "s3") if last else ("x", "y")
-    nodes = [
-        make_node("Resize", [first, "", "twice"], "l", mode="linear"),
-        make_node("Conv", "l w1", "a", pads=[1] * 4), make_node("Relu", "a", "r"),
-        make_node("Conv", "r w2", "c", pads=[1] * 4), make_node("Add", "l c", "s"),
-        make_node("Conv", "s w3", [end]),
-    ]  # fmt: skip
+    nodes = f"""l = Resize <mode = "linear"> ({first}, , twice) {TWO_CONVS.format("l", end)}"""
+    shapes = [[1, 3, 32, 32], [1, 3, 64, 64]]
     if last:
-        nodes.insert(0, make_node("Transpose", "x", "t", perm=[0, 3, 1, 2]))
-        nodes.append(make_node("Transpose", "s3", "y", perm=[0, 2, 3, 1]))
-        sizes = [[1, *size[2:], 3] for size in sizes]
-    x, y = map(helper.make_tensor_value_info, "xy", [TensorProto.FLOAT] * 2, sizes)
-    return save_net(make_model(nodes, [x], [y], weights), path)
+        before = "t = Transpose <perm = [0, 3, 1, 2]> (x)"
+        nodes = f"{before} {nodes} y = Transpose <perm = [0, 2, 3, 1]> (s3)"
+        shapes = [[1, *size[2:], 3] for size in shapes]
+    return changing(path, change, nodes, shapes, twice=[1, 1, 2, 2])
 
 
 def verdict_on(model):
@@ -400,11 +382,8 @@ def test_what_is_none(shares):
     assert not are_probabilities(np.log(shares))
     assert not are_probabilities_or_logs(shares * 1.02)
     assert not are_probabilities_or_logs(np.log(shares) + 0.02)
+    # the power of a large raw score would be infinite, which numpy warns of
+    assert not are_probabilities_or_logs(np.array([[-3.0, 5000.0]], np.float32))
     sums_to_1 = np.array([[-0.5, 1.5]])
     assert sums_to_one(sums_to_1).all() and not are_probabilities(sums_to_1)
     assert list(sums_to_one(np.array([[0.4, 0.6], [0.4, 0.5]]))) == [True, False]
-
-
-def test_large_raw_scores_are_no_logarithms():
-    """Whose power would be infinite, which numpy warns of."""
-    assert not are_probabilities_or_logs(np.array([[-3.0, 5000.0]], np.float32))
