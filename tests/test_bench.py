@@ -25,7 +25,7 @@ from deploy.report import Report, to_html, to_markdown, to_screen
 from deploy.report.parts import BatchRow, EngineRow
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import TensorSpec
-from tests.models import as_float32, build_net, make_model, parse_nodes, save_net
+from tests.models import as_float32, build_net, make_model, save_net
 
 # --- `calib8 bench` beyond two latencies: batches, kernels, shapes of the build, streams.
 QUICK = ("--duration", 0, "--warmup", 0, "--threads", 1)
@@ -33,7 +33,7 @@ QUICK = ("--duration", 0, "--warmup", 0, "--threads", 1)
 
 def saved(path, nodes="y = Relu (x)", *, shape=("n", 3), x="x", outputs="y"):
     shapes = {x: shape}, dict.fromkeys(outputs, shape)
-    return save_net(make_model(parse_nodes(nodes), *shapes, opset=17, ir=9), path)
+    return save_net(make_model(nodes, *shapes, opset=17, ir=9), path)
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def built(tmp_path):
     rng = np.random.default_rng(0)
     weights = {name: rng.normal(0, 0.3, (4, n, 3, 3)) for name, n in (("w", 3), ("v", 4))}
     ends = {"x": ["n", 3, "h", "w"]}, {"y": ["n", 4, "h2", "w2"]}
-    nodes = parse_nodes("c = Conv (x, w) y = Conv (c, v)")
+    nodes = "c = Conv (x, w) y = Conv (c, v)"
     model = make_model(nodes, *ends, as_float32(weights), opset=17, ir=9)
     out = build_net(model, rng.normal(0, 1, (4, 3, 12, 20)), tmp_path, "--effort", 0)
     return out / "net.int8.onnx"

@@ -448,7 +448,6 @@ CHAIN = "a = Relu (x) b = Mul (a, factor) c = Add (b, one) y = Neg (c)"
 
 def save(path, nodes=CHAIN, *, factor=1.0, out="y", x="x", **weights):
     weights |= as_float32({"factor": factor, "one": 1})
-    nodes = parse_nodes(nodes) if isinstance(nodes, str) else nodes
     return save_net(make_model(nodes, {x: ["n", 4]}, {out: ["n", 4]}, weights), path)
 
 
@@ -777,10 +776,7 @@ WRONG = [
     (("engines", 1, "latency", latency("fast")), "`str` - at `$.engines[1].latency.latency.min`"),
     (("engines", 1, "latency", latency("\ud800")), "surrogates not allowed"),
     (("targets", 0, "tensors", 0, "lo", 10**400), "out of range - at `$.targets[0].tensors[0].lo`"),
-    (
-        ("targets", 0, "layers", 0, "not_finite", [1]),
-        "got 1 - at `$.targets[0].layers[0].n",
-    ),
+    (("targets", 0, "layers", 0, "not_finite", [1]), "got 1 - at `$.targets[0].layers[0].n"),
     (("machine", "versions", {"x": 1}), "Expected `str`, got `int` - at `$.machine.versions[...]`"),
 ]
 

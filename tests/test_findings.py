@@ -36,7 +36,7 @@ from deploy.report.sections import trials
 from deploy.targets.stored_weights import StoredWeight, make_stored_weight, read_stored_weights
 from deploy.targets.tensorrt.cache_qdq import to_qdq
 from deploy.tensors import TensorSpec
-from tests.models import as_float32, build_net, make_model, make_node, parse_nodes, run_net
+from tests.models import as_float32, build_net, make_model, make_node, run_net
 
 # --- Stored weights by channel, and what a search tried, as a report tells them.
 QUICK = ("--effort", 0, "--duration", 0, "--accept")
@@ -256,7 +256,7 @@ NUMBERS = {
 
 def model(nodes, first="t"):
     """These nodes behind an Abs of x."""
-    nodes = parse_nodes(f"{first} = Abs (x) {nodes}")
+    nodes = f"{first} = Abs (x) {nodes}"
     return make_model(nodes, {"x": [4]}, {"y": [4]}, as_float32(NUMBERS), opset=14)
 
 
@@ -337,13 +337,11 @@ def test_a_clamped_histogram_is_that_of_clamped_values():
 
 def test_scores_of_logits_with_a_long_tail_stay_right(tmp_path):
     """Logits of -1274 to 1: their range on 255 steps would make every score 0.5."""
-    nodes = parse_nodes(
-        """
+    nodes = """
         c = Conv (x, w, b) r = Reshape (c, to)
         s = Slice (r, zero, half, two) u = Slice (r, half, end, two)
         k = Concat <axis = 2> (u, s) y = Sigmoid (k)
-        """
-    )
+    """
     constants = {
         "w": np.float32([[2, -1.5, 0.5], [1, 1, 1]]).reshape(2, 3, 1, 1),
         "b": np.float32([-1, -1274]),
@@ -364,9 +362,7 @@ CONSTANTS = as_float32({"two": 2, "w": np.ones((4, 4, 1, 1))})
 
 def range_limits(nodes, outputs="y"):
     inputs = {"x": [1, 4, 4, 4]}
-    return find_range_limits(
-        make_model(parse_nodes(nodes), inputs, dict.fromkeys(outputs), CONSTANTS, opset=17)
-    )
+    return find_range_limits(make_model(nodes, inputs, dict.fromkeys(outputs), CONSTANTS, opset=17))
 
 
 def followed(nodes, outputs="y"):
@@ -430,7 +426,7 @@ def test_scores_that_no_image_held_are_not_cut_off(tmp_path, method):
     """No place of 40 pictures is surer than 0.6; a redder one comes later."""
     weight = np.zeros((16, 3, 3, 3))
     weight[:, 0, 1, 1] = 24  # the logit of a place is 24 times its redness, less 16
-    nodes = parse_nodes("c = Conv <pads = [1, 1, 1, 1]> (x, w, b) y = Sigmoid (c)")
+    nodes = "c = Conv <pads = [1, 1, 1, 1]> (x, w, b) y = Sigmoid (c)"
     weights = as_float32({"w": weight, "b": np.full(16, -16)})
     model = make_model(nodes, {"x": [1, 3, 24, 24]}, {"y": [1, 16, 24, 24]}, weights, opset=17)
     rng = np.random.default_rng(5)

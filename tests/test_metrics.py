@@ -29,7 +29,7 @@ from deploy.report.verdict import Gates, verdict
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildResult
 from deploy.tensors import TensorSpec
-from tests.models import as_float32, build_net, make_model, make_value, parse_nodes, save_net
+from tests.models import as_float32, build_net, make_model, make_value, save_net
 
 
 # --- accuracy
@@ -537,7 +537,7 @@ def model(*, quantized: bool) -> onnx.ModelProto:
         nodes, weights = f"a = Relu (x) {pair} y = Neg (a_dq)", {"s": np.float32(STEP)}
         weights["z"] = np.uint8(0)
     shape = ("n", 3)
-    return make_model(parse_nodes(nodes), {"x": shape}, {"y": shape}, weights, opset=17, ir=9)
+    return make_model(nodes, {"x": shape}, {"y": shape}, weights, opset=17, ir=9)
 
 
 def test_a_tensor_is_compared_with_what_the_next_layer_reads(tmp_path):
@@ -630,12 +630,10 @@ def two_branches(outputs):
     """Two Convs that make two channels of each, added: ONNX Runtime makes one kernel of them."""
     rng = np.random.default_rng(0)
     sizes = {"v": (16, 1, 7, 7), "w": (16, 1, 3, 3), "u": (8, 16, 1, 1)}
-    nodes = parse_nodes(
-        """
+    nodes = """
         a = Conv <pads = [3, 3, 3, 3], group = 8> (x, v)
         b = Conv <pads = [1, 1, 1, 1], group = 8> (x, w) s = Add (a, b) y = Conv (s, u)
-        """
-    )
+    """
     weights = as_float32({name: rng.normal(size=size) for name, size in sizes.items()})
     return make_model(nodes, {"x": ["n", 8, 16, 16]}, dict.fromkeys(outputs), weights)
 

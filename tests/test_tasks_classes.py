@@ -450,14 +450,12 @@ def spoiled(path, end):
             {"values": TensorProto.FLOAT, "places": TensorProto.INT64},
         ),
     }[end]
-    nodes = parse_nodes(
-        f"""
+    nodes = f"""
         a = Conv <pads = [1, 1, 1, 1]> (x, w1) t = Tanh (a) m = Mul (t, size)
         bad = Conv (m, w2) r = Relu (bad)
         c = Conv <strides = [2, 2], pads = [1, 1, 1, 1]> (r, w3) q = Relu (c)
         f = Flatten (q) logits = MatMul (f, w4) {ranked}
-        """
-    )
+    """
     ends = [make_value(name, None, kind) for name, kind in outputs.items()]
     weights = as_float32(weights) | {"k": [3]}
     return save_net(make_model(nodes, {"x": ["batch", 3, 16, 16]}, ends, weights), path)
@@ -611,7 +609,7 @@ def saved(path):
         weights[label, label % 2, :, 2 * label : 2 * label + 2] = 1
     weights *= 10 / weights[0].sum()
     weights[:, :2] += made.normal(0, 1e-4, (LABELS, 2, SIDE, SIDE))
-    nodes = parse_nodes("c = Conv (x, w, b) f = Flatten (c) y = Sigmoid (f)")
+    nodes = "c = Conv (x, w, b) f = Flatten (c) y = Sigmoid (f)"
     weights = {"w": weights, "b": np.full(LABELS, -6, np.float32)}
     model = make_model(nodes, {"x": ["n", 3, SIDE, SIDE]}, {"y": ["n", LABELS]}, weights)
     return save_net(model, path)
@@ -729,7 +727,7 @@ def features(path):
     """64 channels behind a ReLU, of which few are far above 0."""
     made = np.random.default_rng(1)
     weights = {"w": made.normal(0, 1, (64, 3, 3, 3)), "b": made.normal(-9, 2, 64)}
-    nodes = parse_nodes("c = Conv (x, w, b) r = Relu (c) p = GlobalAveragePool (r) y = Flatten (p)")
+    nodes = "c = Conv (x, w, b) r = Relu (c) p = GlobalAveragePool (r) y = Flatten (p)"
     shapes = {"x": [1, 3, 12, 12]}, {"y": [1, 64]}
     return save_net(make_model(nodes, *shapes, as_float32(weights), opset=17), path)
 
@@ -737,9 +735,7 @@ def features(path):
 def cuts(path):
     """A probability for each of 40 frames, whether it is high; exactly 0 where not."""
     weights = as_float32({"w": np.full((4, 1), 10), "b": [-20]}) | {"first": [1, 40, 4]}
-    nodes = parse_nodes(
-        "flat = Reshape (x, first) m = MatMul (flat, w) a = Add (m, b) y = Sigmoid (a)"
-    )
+    nodes = "flat = Reshape (x, first) m = MatMul (flat, w) a = Add (m, b) y = Sigmoid (a)"
     shapes = {"x": [1, 40, 2, 2, 1]}, {"y": [1, 40, 1]}
     return save_net(make_model(nodes, *shapes, weights, opset=17), path)
 

@@ -8,7 +8,7 @@ import pytest
 from deploy.metrics.rows import are_probabilities, are_probabilities_or_logs, sums_to_one
 from deploy.metrics.tasks.heatmaps import HeatMaps
 from deploy.metrics.tasks.segmentation import MaskMaps
-from tests.models import as_float32, make_model, parse_nodes, run_command, save_net
+from tests.models import as_float32, build_net, make_model
 from tests.outputs import fed, figure, peaked, rng, same_task, softmax
 
 
@@ -258,7 +258,7 @@ TWO_CONVS = """
 """
 
 
-def changing(path, change, nodes, shapes, **weights):
+def changing(change, nodes, shapes, **weights):
     rng = np.random.default_rng(2)
     weights |= {
         "w1": 0.3 * rng.normal(size=(8, 3, 3, 3)),
@@ -266,15 +266,15 @@ def changing(path, change, nodes, shapes, **weights):
         "w3": np.eye(3)[:, :, None, None],
     }
     ends = ({name: shape} for name, shape in zip("xy", shapes, strict=True))
-    return save_net(make_model(parse_nodes(nodes), *ends, as_float32(weights)), path)
+    return make_model(nodes, *ends, as_float32(weights))
 
 
-def retouching(path, change):
+def retouching(change):
     """x plus so much of what two Convs make of it, through a Conv that leaves it as it is."""
-    return changing(path, change, TWO_CONVS.format("x", "y"), [[1, 3, 32, 32]] * 2)
+    return changing(change, TWO_CONVS.format("x", "y"), [[1, 3, 32, 32]] * 2)
 
 
-def denoiser(path):
+def denoiser():
     """x less a small noise, found by two layers of which one has channels that int8 spoils.
 
     The whole output has 40 dB with all in int8, and what was taken out of x is lost.
@@ -287,36 +287,39 @@ def denoiser(path):
         "w4": rng.normal(0, 0.004, (3, 8, 3, 3)),
     }  # fmt: skip
     weights["w2"][:, 0] = 0
-    nodes = parse_nodes(
-        """
+    nodes = """
         a = Conv <pads = [1, 1, 1, 1]> (x, w1) t = Tanh (a) m = Mul (t, size)
         bad = Conv (m, w2) r = Relu (bad)
         mid = Conv <pads = [1, 1, 1, 1]> (r, w3) q = Relu (mid)
         noise = Conv <pads = [1, 1, 1, 1]> (q, w4) y = Sub (x, noise)
-        """
-    )
+    """
     ends = ({name: [1, 3, 16, 16]} for name in "xy")
-    return save_net(make_model(nodes, *ends, as_float32(weights), opset=17), path)
+    return make_model(nodes, *ends, as_float32(weights), opset=17)
+
+
+def int8_of(model, samples, folder, *words):
+    """The int8 engine in the report of a build."""
+    out = build_net(model, samples, folder, *words)
+    return json.loads((out / "report.json").read_text())["engines"][1]
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
 def test_the_search_hears_the_noise_beside_the_change(target, tmp_path):
-    samples = np.random.default_rng(1).uniform(-1, 1, (24, 3, 16, 16)).astype(np.float32)
-    np.save(tmp_path / "x.npy", samples)
-    asked = ["--images", tmp_path / "x.npy", "--duration", 0, "--target", target]
-    model, found = denoiser(tmp_path / "net.onnx"), {}
-    for effort in (0, 1):
-        out = tmp_path / str(effort)
-        run_command("build", model, *asked, "--effort", effort, "--out", out)
-        found[effort] = json.loads((out / "report.json").read_text())["engines"][1]["accuracy"]
-    plain, searched = (found[effort]["parts"][0] for effort in (0, 1))
+    samples = np.random.default_rng(1).uniform(-1, 1, (24, 3, 16, 16))
+    found = [
+        int8_of(
+            denoiser(), samples, tmp_path / str(effort), "--target", target, "--effort", effort
+        )["accuracy"]
+        for effort in (0, 1)
+    ]
+    plain, searched = (one["parts"][0] for one in found)
     assert plain["label"] == searched["label"] == "y - x"
     assert found[0]["outputs"][0]["sqnr_db"] > 30 > plain["sqnr_db"] + 15
     assert searched["sqnr_db"] > plain["sqnr_db"] + 10
-    assert "Conv_bad" in (tmp_path / "1" / "net.plan.toml").read_text()
+    assert "Conv_bad" in (tmp_path / "1" / "out" / "net.plan.toml").read_text()
 
 
-def enlarging(path, change, last):
+def enlarging(change, last):
     """x at twice the size by its nearest pixels, plus so much of what two Convs make of it."""
     first, end = ("t", "s3") if last else ("x", "y")
     nodes = f"""l = Resize <mode = "linear"> ({first}, , twice) {TWO_CONVS.format("l", end)}"""
@@ -325,16 +328,7 @@ def enlarging(path, change, last):
         before = "t = Transpose <perm = [0, 3, 1, 2]> (x)"
         nodes = f"{before} {nodes} y = Transpose <perm = [0, 2, 3, 1]> (s3)"
         shapes = [[1, *size[2:], 3] for size in shapes]
-    return changing(path, change, nodes, shapes, twice=[1, 1, 2, 2])
-
-
-def verdict_on(model):
-    """What the command says of a model, fed what stands beside it."""
-    images, out = model.parent / "x.npy", model.parent / "out"
-    words = ("--images", images, "--out", out, "--effort", 0, "--duration", 0)
-    run_command("build", model, *words)
-    (_, engine) = json.loads((out / "report.json").read_text())["engines"]
-    return engine["verdict"]
+    return changing(change, nodes, shapes, twice=[1, 1, 2, 2])
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -343,18 +337,17 @@ def test_what_super_resolution_adds_must_be_left(change, level, last, tmp_path):
     turn = np.arange(32) / 8
     rng = np.random.default_rng(1)
     smooth = [np.outer(np.sin(turn + rng.uniform(0, 6)), np.cos(turn)) for _ in range(72)]
-    samples = np.stack(smooth).reshape(24, 3, 32, 32).astype(np.float32)
-    np.save(tmp_path / "x.npy", np.moveaxis(samples, 1, 3) if last else samples)
-    said = verdict_on(enlarging(tmp_path / "net.onnx", change, last))
+    samples = np.stack(smooth).reshape(24, 3, 32, 32)
+    samples = np.moveaxis(samples, 1, 3) if last else samples
+    said = int8_of(enlarging(change, last), samples, tmp_path, "--effort", 0)["verdict"]
     assert said["level"] == level
     assert ("x itself, resized" in str(said)) == (level == "doubtful")
 
 
 @pytest.mark.parametrize(("change", "level"), [(0.0004, "doubtful"), (0.01, "good")])
 def test_a_change_that_int8_is_too_coarse_for_is_doubtful(change, level, tmp_path):
-    samples = np.random.default_rng(1).uniform(-1, 1, (24, 3, 32, 32)).astype(np.float32)
-    np.save(tmp_path / "x.npy", samples)
-    said = verdict_on(retouching(tmp_path / "net.onnx", change))
+    samples = np.random.default_rng(1).uniform(-1, 1, (24, 3, 32, 32))
+    said = int8_of(retouching(change), samples, tmp_path, "--effort", 0)["verdict"]
     assert said["level"] == level
     assert ("what the model changes of x in y" in str(said)) == (level == "doubtful")
 

@@ -9,7 +9,7 @@ from deploy.metrics.accuracy import Comparison, StoredOutputs
 from deploy.metrics.output_form import derive_form
 from deploy.metrics.slices import OutputSlice, weight_by_scores
 from deploy.metrics.tasks.yolo import AnchorGrid
-from tests.models import as_float32, make_model, parse_nodes, run_command, save_net
+from tests.models import as_float32, make_model, run_command, save_net
 from tests.outputs import fed, same_task
 from tests.outputs import figure as outputs_figure
 
@@ -94,13 +94,11 @@ def test_other_pairs_are_no_points():
 
 def saved(path):
     """A bright spot in each of three colours is a point: its column and its row."""
-    nodes = parse_nodes(
-        """
+    nodes = """
         c = Conv <pads = [1, 1, 1, 1]> (x, w, b)
         columns = ReduceMax <axes = [2], keepdims = 0> (c)
         rows = ReduceMax <axes = [3], keepdims = 0> (c)
-        """
-    )
+    """
     weights = np.zeros((4, 4, 3, 3), np.float32)
     weights[np.arange(4), np.arange(4)] = [[0.1, 0.2, 0.1], [0.2, 1, 0.2], [0.1, 0.2, 0.1]]
     inputs = {"x": ["n", 4, *SIZE]}
@@ -260,7 +258,7 @@ def screen(folder, outputs="y"):
     """
     nodes += "z = Sigmoid (g)" if "z" in outputs else ""
     inputs = {"x": ["n", 3, *PICTURE]}
-    model = make_model(parse_nodes(nodes), inputs, dict.fromkeys(outputs), as_float32(held))
+    model = make_model(nodes, inputs, dict.fromkeys(outputs), as_float32(held))
     x = np.random.default_rng(1).uniform(0, 1, (24, 3, *PICTURE)).astype(np.float32)
     np.save(folder / "x.npy", x)
     words = ("--out", folder / "out", "--duration", 0, "--effort", 0, "--accept")
@@ -318,7 +316,7 @@ def saved_posed(path):
         y = Concat <axis = 1> (boxes, scores, points)
     """
     inputs, outputs = {"x": ["n", 4, *LARGE]}, {"y": ["n", 9, len(strides)]}
-    return save_net(make_model(parse_nodes(nodes), inputs, outputs, weights), path)
+    return save_net(make_model(nodes, inputs, outputs, weights), path)
 
 
 def pictures_of_posed(glare):
@@ -346,13 +344,11 @@ def saved_turned(path):
     rows, columns = np.divmod(np.arange(COUNT), CELLS[1])
     low = np.stack([columns, rows], axis=1) * STRIDE
     places = np.concatenate([low - 2, low + STRIDE + 2], axis=1)[None]
-    nodes = parse_nodes(
-        """
+    nodes = """
         c1 = Conv <strides = [8, 8]> (x, w1, b1) r1 = Reshape (c1, across) scores = Sigmoid (r1)
         c2 = Conv <strides = [8, 8]> (x, w2) r2 = Reshape (c2, four)
         t2 = Transpose <perm = [0, 2, 1]> (r2) boxes = Add (t2, places)
-        """
-    )
+    """
     weights = as_float32({"w1": spots, "b1": [-6] * CLASSES, "w2": far, "places": places})
     weights |= {"across": [-1, CLASSES, COUNT], "four": [-1, 4, COUNT]}
     outputs = {"boxes": ["n", COUNT, 4], "scores": ["n", CLASSES, COUNT]}
@@ -528,12 +524,10 @@ def saved_centres(path):
     spots = np.zeros((2, 3, 4, 4))
     spots[0, 0], spots[1, 1] = 1 / 16, 1 / 16
     sizes = np.random.default_rng(0).normal(0, 0.05, (4, 3, 4, 4))
-    nodes = parse_nodes(
-        """
+    nodes = """
         c1 = Conv <strides = [4, 4]> (x, w1) m1 = Mul (c1, gain) hm = Add (m1, rest)
         c2 = Conv <strides = [4, 4]> (x, w2, b2) wh, reg = Split <axis = 1> (c2)
-        """
-    )
+    """
     outputs = {name: ["n", 2, *GRID_CELLS] for name in ("hm", "wh", "reg")}
     weights = {"w1": spots, "gain": 10.0, "rest": -6.0, "w2": sizes, "b2": [11, 12, 0.5, 0.5]}
     inputs = {"x": ["n", 3, *LARGE]}

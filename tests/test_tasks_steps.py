@@ -13,7 +13,7 @@ from deploy.metrics.output_form import derive_form
 from deploy.metrics.tasks import classes as shares
 from deploy.metrics.tasks.sequences import edit_distance
 from deploy.pipeline.measure import _states
-from tests.models import as_float32, make_model, make_value, parse_nodes, run_command, save_net
+from tests.models import as_float32, make_model, make_value, run_command, save_net
 from tests.outputs import fed, figure, framed, rng, same_task, softmax, spoken, steps
 
 
@@ -134,13 +134,11 @@ def test_a_class_for_each_token_that_was_fed_is_no_text(inputs, task):
 
 
 def test_what_is_carried_to_the_next_call_is_no_reason_against_steps():
-    def output(number, **others):
-        return {"y": softmax(framed(spoken(number, 6)))[None], **others}
+    def task(**others):
+        return same_task([{"y": softmax(framed(spoken(n, 6)))[None], **others} for n in range(4)])
 
-    state = rng().standard_normal((1, 128, 19, 1))
-    assert same_task([output(n, state=state) for n in range(4)]) == "steps"
-    places = rng().standard_normal((1, 60, 4))  # of what is found at each of them
-    assert same_task([output(n, places=places) for n in range(4)]) is None
+    assert task(state=rng().standard_normal((1, 128, 19, 1))) == "steps"
+    assert task(places=rng().standard_normal((1, 60, 4))) is None  # what is found at each of them
 
 
 @pytest.mark.parametrize("shape", [(1, 50), (1, 50, 1), (1, 1, 50), (50,), (1, 25, 2)])
@@ -316,7 +314,7 @@ STEPS, FEATURES, CLASSES = 50, 8, 6
 def saved(path, nodes, shape, **weights):
     """A model of x [1, 8, 50] -> y."""
     inputs = {"x": [1, FEATURES, STEPS]}
-    return save_net(make_model(parse_nodes(nodes), inputs, {"y": shape}, as_float32(weights)), path)
+    return save_net(make_model(nodes, inputs, {"y": shape}, as_float32(weights)), path)
 
 
 def frames(path, sure=0.0):
@@ -342,13 +340,11 @@ def notes(path):
     weight = np.zeros((FEATURES - 1, FEATURES, 5))
     weight[np.arange(FEATURES - 1), 1 + np.arange(FEATURES - 1), 2] = 1
     own = np.eye(FEATURES - 1)[..., None]
-    nodes = parse_nodes(
-        """
+    nodes = """
         c = Conv <pads = [2, 2]> (x, w) r = Relu (c)
         c1 = Conv (r, w1, b) t1 = Transpose <perm = [0, 2, 1]> (c1) y = Sigmoid (t1)
         c2 = Conv (r, w2, b) t2 = Transpose <perm = [0, 2, 1]> (c2) onsets = Sigmoid (t2)
-        """
-    )
+    """
     weights = {"w": weight, "w1": own * 15, "w2": own * 12, "b": np.full(FEATURES - 1, -21.0)}
     outputs = {name: [1, STEPS, FEATURES - 1] for name in ("y", "onsets")}
     inputs = {"x": [1, FEATURES, STEPS]}
@@ -393,24 +389,18 @@ def means_of(weights):
 
 
 @pytest.fixture
-def build(run, tmp_path):
+def build(judged_build, tmp_path):
     """A build on sequences whose first feature is as large as asked: (code, screen, report)."""
 
     def call(model, large=1.0):
         rows = np.random.default_rng(6).normal(size=(24, FEATURES, STEPS)).astype(np.float32)
         rows[:, 0] *= large
-        np.save(tmp_path / "x.npy", rows)
-        words = ("build", model(tmp_path / "m.onnx"), "--images", tmp_path / "x.npy")
-        asked = ("--duration", 0, "--effort", 0, "--out", tmp_path / "o")
-        code, out, error = run(*words, *asked)
-        report = tmp_path / "o" / "report.json"
-        assert report.exists(), error
-        return code, out, json.loads(report.read_text())["engines"][1]["accuracy"]
+        return judged_build(model(tmp_path / "m.onnx"), rows)
 
     return call
 
 
-def test_steps_alike_are_on_the_screen_and_in_the_report(build, tmp_path):
+def test_steps_alike_are_on_the_screen_and_in_the_report_and_decide_the_verdict(build, tmp_path):
     code, out, told = build(frames)
     task = told["task"]
     assert code == 0 and task["task"] == "steps" and task["form"] == "y: 6 classes a step"
@@ -420,9 +410,6 @@ def test_steps_alike_are_on_the_screen_and_in_the_report(build, tmp_path):
     assert f"good: {task['count']} steps of FP32's class" in out
     assert "Top-1 agreement" not in out and told["top1_agreement"] is None
     assert "in the worst sample" in (tmp_path / "o" / "report.md").read_text()
-
-
-def test_steps_that_change_their_class_decide_the_verdict(build):
     code, out, told = build(frames, large=100.0)
     assert told["task"]["value"] < 0.75 and code == 3
     assert f"unusable: {told['task']['count']} steps of FP32's class" in out
@@ -494,7 +481,7 @@ def of_six_scores(path, nodes, **kinds):
     outputs = [make_value(name, None, kind) for name, kind in kinds.items()]
     weights = as_float32({"w1": made.normal(size=(CLASSES, FEATURES, 5)), "zero": 0}) | {"k": [3]}
     inputs = {"x": [1, FEATURES, STEPS]}
-    return save_net(make_model(parse_nodes(nodes), inputs, outputs, weights), path)
+    return save_net(make_model(nodes, inputs, outputs, weights), path)
 
 
 def best_few(path):
@@ -625,12 +612,10 @@ def recurrent(path):
     """x [1, 8] and h [1, 16] -> shares of 5 classes, and h_next."""
     made = np.random.default_rng(3)
     weights = {"w": made.normal(0, 0.5, (IN + STATE, STATE)), "v": made.normal(0, 2, (STATE, OUT))}
-    nodes = parse_nodes(
-        """
+    nodes = """
         both = Concat <axis = 1> (x, h) m = MatMul (both, w) h_next = Tanh (m)
         scores = MatMul (h_next, v) y = Softmax <axis = 1> (scores)
-        """
-    )
+    """
     inputs, outputs = {"x": [1, IN], "h": [1, STATE]}, {"y": [1, OUT], "h_next": [1, STATE]}
     return save_net(make_model(nodes, inputs, outputs, as_float32(weights)), path)
 
@@ -638,11 +623,11 @@ def recurrent(path):
 @pytest.mark.parametrize("held", [False, True])
 def test_a_state_is_no_reason_against_classes_and_is_told(held, tmp_path):
     made = np.random.default_rng(1)
+    fed, out = tmp_path / "calls", tmp_path / "out"
+    fed.mkdir()
     for n in range(24):
         rows = {"x": made.normal(size=(1, IN)), "h": made.uniform(-1, 1, (1, STATE))}
-        (tmp_path / "calls").mkdir(exist_ok=True)
-        np.savez(tmp_path / "calls" / f"{n:02}.npz", **{k: np.float32(v) for k, v in rows.items()})
-    fed, out = tmp_path / "calls", tmp_path / "out"
+        np.savez(fed / f"{n:02}.npz", **as_float32(rows))
     words = ["--out", out, "--duration", 0, "--effort", 0, *(["--eval-images", fed] * held)]
     said = run_command("build", recurrent(tmp_path / "net.onnx"), "--images", fed, *words)
     assert " of 24 best classes as FP32's" in " ".join(said.split())
@@ -684,12 +669,10 @@ INPUTS, KINDS, LONG = 12, 4, 30
 def table(path):
     """Rows of a table -> their class and the share of each, as scikit-learn's classifiers give."""
     made = np.random.default_rng(4)
-    nodes = parse_nodes(
-        """
+    nodes = """
         g1 = Gemm (x, w1) r1 = Relu (g1) g2 = Gemm (r1, w2)
         label = ArgMax <axis = 1, keepdims = 0> (g2) probabilities = Softmax <axis = 1> (g2)
-        """
-    )
+    """
     weights = {"w1": made.normal(size=(INPUTS, 32)), "w2": made.normal(size=(32, KINDS))}
     label = make_value("label", ["n"], TensorProto.INT64)
     outputs = [label, make_value("probabilities", ["n", KINDS])]
@@ -700,12 +683,10 @@ def table(path):
 def frames_echoes(path):
     """Raw scores of the classes of steps [T, 1, C], and their Softmax, as a recurrent model's."""
     made = np.random.default_rng(4)
-    nodes = parse_nodes(
-        """
+    nodes = """
         c1 = Conv <pads = [2, 2]> (x, w1) r1 = Relu (c1) c2 = Conv (r1, w2, b2)
         logits = Transpose <perm = [2, 0, 1]> (c2) probs = Softmax <axis = 2> (logits)
-        """
-    )
+    """
     first, second = made.normal(size=(16, INPUTS, 5)), made.normal(size=(KINDS, 16, 1))
     weights = as_float32({"w1": first, "w2": second, "b2": -second.sum(axis=(1, 2)) * 3})
     outputs = {name: [LONG, 1, KINDS] for name in ("logits", "probs")}
@@ -720,12 +701,9 @@ def frames_echoes(path):
         (frames_echoes, "probs: 4 classes a step", "steps of FP32's class"),
     ],
 )
-def test_classes_decide_where_they_are_said_twice(model, form, said, run, tmp_path):
+def test_classes_decide_where_they_are_said_twice(model, form, said, judged_build, tmp_path):
     path, rows = model(tmp_path / "m.onnx")
-    np.save(tmp_path / "x.npy", np.float32(rows))
-    words = ("build", path, "--images", tmp_path / "x.npy", "--out", tmp_path / "o")
-    out = run.ok(*words, "--duration", 0, "--effort", 0)
-    told = json.loads((tmp_path / "o" / "report.json").read_text())["engines"][1]["accuracy"]
+    _, out, told = judged_build(path, np.float32(rows))
     assert told["task"]["form"] == form and told["task"]["value"] > 0.9
     assert said in " ".join(out.split())
 
