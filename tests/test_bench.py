@@ -72,8 +72,6 @@ def shapes_run(monkeypatch):
 
 
 # ---- batches --------------------------------------------------------------------------------
-
-
 def test_each_batch_is_measured_and_the_smallest_is_the_headline(told, a, tmp_path, shapes_run):
     b = saved(tmp_path / "b.onnx")
     engines, out = told(b, "--against", a, "--batch", "4,1,2,4")
@@ -171,8 +169,6 @@ def test_one_batch_alone_is_not_drawn():
 
 
 # ---- kernels --------------------------------------------------------------------------------
-
-
 def test_a_profile_tells_every_kernel_the_slowest_first(told, small_cnn):
     (engine,), out = told(small_cnn, "--profile")
     times = [kernel["ms"] for kernel in engine["kernels"]]
@@ -229,8 +225,6 @@ def test_kernels_without_a_kind_are_told_one_by_one():
 
 
 # ---- shapes of the build --------------------------------------------------------------------
-
-
 @pytest.fixture
 def built(tmp_path):
     """A build of a model whose height and width are open, calibrated at 12x20."""
@@ -274,8 +268,6 @@ def test_a_file_that_no_build_made_has_no_shapes(refused, built):
 
 
 # ---- streams and time -----------------------------------------------------------------------
-
-
 def test_streams_of_onnx_models_share_the_cores(run, a, monkeypatch):
     monkeypatch.setattr("deploy.analysis.benchmark.usable_cores", lambda: 6)
     words = ("bench", a, "--streams", 3, "--duration", 0, "--warmup", 0)
@@ -290,8 +282,6 @@ def test_a_measurement_that_was_too_short_says_so(told, a):
 
 
 # --- benchmark
-
-
 def test_two_models_side_by_side(a, tmp_path):
     b = saved(tmp_path / "b.onnx", "y = Neg (x)")
     first, second = bench(b, against=a, threads=1, warmup_ms=0, duration_s=0).engines

@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 import sys
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -22,17 +21,7 @@ from deploy.errors import Calib8Error
 from deploy.graph.edit import extract_output
 from deploy.method import NO_CHOICES
 from deploy.report import to_json
-from deploy.tuning.plan_file import (
-    CONSEQUENCE,
-    NOISE,
-    RULE,
-    TIME,
-    WHOLE,
-    TargetPlan,
-    read_plan,
-    reason_kind,
-    reason_sqnr_db,
-)
+from deploy.tuning import plan_file
 from tests.models import as_float32, make_model, parse_nodes, run_command, save_net
 
 
@@ -81,17 +70,20 @@ def report_of(folder):
     return json.loads((folder / "report.json").read_text())
 
 
+def store_report(folder, report):
+    (folder / "report.json").write_text(json.dumps(report))
+    return folder
+
+
 @pytest.fixture
 def copied(built, tmp_path):
     """The same with its report changed, each time from what was built."""
-    out = tmp_path / "copy"
-    shutil.copytree(built, out)
+    shutil.copytree(built, out := tmp_path / "copy")
 
     def change(edit):
         report = report_of(built)
         edit(report)
-        (out / "report.json").write_text(json.dumps(report))
-        return out
+        return store_report(out, report)
 
     return change
 
@@ -148,8 +140,8 @@ def test_ten_rows_are_told_and_all_where_asked(copied):
     assert "layer13" in text and "layer04" in text and "layer03" not in text
     assert "4 more; --all" in text
     everything = said(out, "--target", "onnxruntime", "--all")
-    assert "layer03" in everything and "--all" not in everything
-    assert everything.index("layer13") < everything.index("layer00")
+    assert "--all" not in everything
+    assert everything.index("layer13") < everything.index("layer03") < everything.index("layer00")
 
 
 def test_what_cannot_be_told_is_worst(copied):
@@ -160,20 +152,18 @@ def test_what_cannot_be_told_is_worst(copied):
 
 
 FLOATS = (
-    ("r", "Relu", "the node before it is float", RULE),
-    ("w", "Gemm", "int8 as a whole is not faster, or not by enough", WHOLE),
-    ("m", "Mul", "to and fro would cost more than it wins", CONSEQUENCE),
-    ("s", "Conv", "slower in int8: 9 us, 4 us in float", TIME),
-    ("b", "Conv", "alone in int8 its group of 2 layers leaves 12.5 dB of y[0:4]", NOISE),
-    ("a", "Conv", "alone in int8 it leaves 4.4 dB of y[4:22]", NOISE),
+    ("r", "Relu", "the node before it is float", plan_file.RULE),
+    ("w", "Gemm", "int8 as a whole is not faster, or not by enough", plan_file.WHOLE),
+    ("m", "Mul", "to and fro would cost more than it wins", plan_file.CONSEQUENCE),
+    ("s", "Conv", "slower in int8: 9 us, 4 us in float", plan_file.TIME),
+    ("b", "Conv", "alone in int8 its group of 2 layers leaves 12.5 dB of y[0:4]", plan_file.NOISE),
+    ("a", "Conv", "alone in int8 it leaves 4.4 dB of y[4:22]", plan_file.NOISE),
 )
 
 
 def test_noise_is_told_before_time_and_time_before_what_follows(copied):
-    nodes = [
-        {"name": name, "op": op, "precision": "float32", "reason": reason}
-        for name, op, reason, _ in FLOATS
-    ]
+    keys = ("name", "op", "reason", "precision")
+    nodes = [dict(zip(keys, (*row[:3], "float32"), strict=True)) for row in FLOATS]
     text = said(copied(lambda report: of(report).update(nodes=nodes)), "--target", "onnxruntime")
     assert "6 of 6 nodes" in text
     labels = ["by noise    Conv a", "Conv b", "by time     Conv s", "in between  Mul m",
@@ -182,14 +172,14 @@ def test_noise_is_told_before_time_and_time_before_what_follows(copied):
     assert places == sorted(places)
 
 
-@pytest.mark.parametrize(("reason", "expected"), [(row[2], row[3]) for row in FLOATS])
+@pytest.mark.parametrize(("reason", "expected"), [row[2:] for row in FLOATS])
 def test_reasons_are_known_by_the_words_of_the_search(reason, expected):
-    assert reason_kind(reason) == expected
-    assert math.isfinite(reason_sqnr_db(reason)) == (expected == NOISE)
+    assert plan_file.reason_kind(reason) == expected
+    assert math.isfinite(plan_file.reason_sqnr_db(reason)) == (expected == plan_file.NOISE)
 
 
 def test_what_was_taken_is_marked_in_what_was_tried(built):
-    plan = read_plan(built / "small_cnn.plan.toml")
+    plan = plan_file.read_plan(built / "small_cnn.plan.toml")
     for target in report_of(built)["targets"]:
         tried, settled = target["search"]["tried"], target["search"]["settled"]
         taken = [row for row in tried if row["taken"]]
@@ -215,7 +205,8 @@ TRIED = (
      ("all in int8: 20.0 dB", None), ("float", None), ("", None), ("all in int8, mse: ?", None)],
 )  # fmt: skip
 def test_what_was_taken_is_found_by_words_and_figure(settled, place):
-    assert TargetPlan(choices=NO_CHOICES, settled=settled, tried=TRIED).taken == place
+    plan = plan_file.TargetPlan(choices=NO_CHOICES, settled=settled, tried=TRIED)
+    assert plan.taken == place
 
 
 def test_a_build_without_a_search_is_explained_too(small_cnn, pictures, tmp_path):
@@ -230,8 +221,6 @@ def test_what_was_tried_is_in_the_plan_where_the_report_lacks_it(copied):
 
 
 # what images tell
-
-
 @pytest.fixture(scope="module")
 def held(tmp_path_factory):
     """Pictures of which one is unlike all that calibrated: far brighter in one corner."""
@@ -287,18 +276,15 @@ def test_the_number_of_images_is_the_users_and_bad_ones_can_be_left_out(built, h
     assert "the worst of 5" in text and "0.png" not in text and "5.png" in text
 
 
-def test_the_float_model_can_be_named_where_it_was_moved(copied, held, small_cnn):
-    out = copied(lambda report: report["model"].update(path="gone/net.onnx"))
-    assert "--model" in refused(out, "--images", held)
-    assert "the worst of 6" in said(out, "--images", held, "--model", small_cnn)
-
-
-def test_files_are_found_in_a_folder_that_was_moved(copied, held):
+def test_files_are_found_in_a_folder_that_was_moved(copied, held, small_cnn):
     def edit(report):
         for target in report["targets"]:
             target["runnable"] = f"elsewhere/{target['runnable'].rpartition('/')[2]}"
 
     assert "the worst of 6" in said(copied(edit), "--images", held)
+    out = copied(lambda report: report["model"].update(path="gone/net.onnx"))
+    assert "--model" in refused(out, "--images", held)
+    assert "the worst of 6" in said(out, "--images", held, "--model", small_cnn)
 
 
 def test_a_moved_build_is_not_another_one_in_its_place_now(small_cnn, pictures, held, tmp_path):
@@ -319,9 +305,9 @@ def test_another_float_model_than_was_built_from_is_told(built, held, small_cnn,
     other = onnx.load(small_cnn)
     weight = other.graph.initializer[0]
     weight.CopyFrom(onnx.numpy_helper.from_array(-onnx.numpy_helper.to_array(weight), weight.name))
-    onnx.save(other, tmp_path / "other.onnx")
     words = (built, "--images", held, "--model")
-    assert "other.onnx" in " ".join(said(*words, tmp_path / "other.onnx").split())
+    path = save_net(other, tmp_path / "other.onnx")
+    assert "other.onnx" in " ".join(said(*words, path).split())
     assert "that was built from" not in said(*words, small_cnn)
 
 
@@ -351,20 +337,17 @@ def test_channels_that_are_silent_lose_nothing():
 
 
 @pytest.mark.parametrize(
-    "flags", [["--limit", "2"], ["--mean", "0.5"], ["--skip-bad"], ["--threads", "1"],
-              ["--model", "m.onnx"]]
+    ("flags", "missing"),
+    [(["--limit", "2"], "--images"), (["--mean", "0.5"], "--images"), (["--skip-bad"], "--images"),
+     (["--threads", "1"], "--images"), (["--model", "m.onnx"], "--images"),
+     (["--all", "--json", "-"], "the text")],
 )  # fmt: skip
-def test_options_of_images_are_refused_without_images(built, flags):
-    assert flags[0] in refused(built, *flags) and "--images" in refused(built, *flags)
-
-
-def test_all_is_refused_where_no_text_is_printed(built):
-    assert "--all" in refused(built, "--all", "--json", "-")
+def test_options_of_what_is_not_asked_for_are_refused(built, flags, missing):
+    sentence = refused(built, *flags)
+    assert flags[0] in sentence and missing in sentence
 
 
 # what anybody may have written
-
-
 def test_a_folder_without_a_report_is_refused(tmp_path):
     assert "without a report.json" in refused(tmp_path)
     assert "without a report.json" in refused(tmp_path / "none")
@@ -407,8 +390,6 @@ def test_a_model_of_another_build_is_one_sentence(copied, held):
 
 
 # what the report says of the search
-
-
 def test_values_that_no_reader_looks_at_are_not_clipped(small_cnn, pictures, tmp_path):
     """What lies below 0 before a Relu needs no room in the range, which loses nothing by it."""
     words = ("--target", "tensorrt", "--effort", 0, "--method", "minmax")
@@ -527,10 +508,7 @@ def test_the_limit_and_the_number_of_images_are_the_users(tmp_path, a, found):
     assert found(a, b)["parts_at"] is None
     told = found(a, b, "--min-sqnr", 50, "--limit", 2)
     assert told["parts_at"] == "b" and told["samples"] == 2 and told["min_sqnr_db"] == 50
-
-
-def test_another_shape_or_nan_parts(tmp_path, a, found):
-    assert found(a, save(tmp_path / "b.onnx", factor=np.nan))["parts_at"] == "b"
+    assert found(a, save(b, factor=np.nan))["parts_at"] == "b"
 
 
 def test_what_holds_no_value_or_is_a_constant_does_not_part(tmp_path, found):
@@ -665,8 +643,7 @@ def changed(built_builds, tmp_path):
         for key in keys:
             at = at[key]
         at[last] = value
-        (folder / "report.json").write_text(json.dumps(held))
-        return folder
+        return store_report(folder, held)
 
     return call
 
@@ -683,18 +660,13 @@ def timed(folder, *p50):
     held = report_of(folder)
     for engine, ms in zip(held["engines"], p50, strict=True):
         engine["latency"] = latency(ms)
-    (folder / "report.json").write_text(json.dumps(held))
-    return folder
+    return store_report(folder, held)
 
 
-def test_one_build_shows_its_screen_again(run, built_builds):
+def test_one_build_shows_its_screen_again_and_is_read_back_as_written(run, built_builds):
     for folder, screen in built_builds.items():
         assert run("report", folder) == (0, screen, "")
         assert run("report", folder / "report.json")[1] == screen
-
-
-def test_what_is_read_back_is_what_was_written(built_builds):
-    for folder in built_builds:
         assert to_json(read_stored_build(folder).report) == report_of(folder)
 
 
@@ -737,10 +709,11 @@ def test_a_comparison_is_a_page_and_json_too(run, built_builds, tmp_path):
     assert str(a) in text.replace("<wbr>", "")
     assert held["schema"] == "calib8-builds/1" and held["names"] == [str(a), str(b)]
     assert [one["method"] for one in held["engines"]] == ["minmax", "mse"]
-    assert (
-        held["engines"][0]["verdict"]["level"] == "doubtful" and held["engines"][0]["effort"] == "0"
-    )
+    first = held["engines"][0]
+    assert first["verdict"]["level"] == "doubtful" and first["effort"] == "0"
     assert json.loads(run.ok("report", a, b, "--json", "-")) == held
+    said = run.fails("report", a, "--html", page)
+    assert "--html goes with a second folder, which was not given" in said
 
 
 def test_a_target_that_failed_is_a_line(run, built_builds, changed):
@@ -750,15 +723,8 @@ def test_a_target_that_failed_is_a_line(run, built_builds, changed):
     assert "failed" in out and "a chip must be there, got none" in " ".join(out.split())
     held = report_of(other)
     held["engines"] = held["engines"][:1]
-    (other / "report.json").write_text(json.dumps(held))
-    said = " ".join(run("report", a, other)[1].split())
+    said = " ".join(run.ok("report", a, store_report(other, held)).split())
     assert f"{other}, onnxruntime: a chip must be there, got none" in said
-
-
-def test_a_page_of_one_build_is_there_already(run, built_builds, tmp_path):
-    a, _ = built_builds
-    code, _, err = run("report", a, "--html", tmp_path / "x.html")
-    assert code == 1 and "--html goes with a second folder, which was not given" in err
 
 
 WRONG = [
@@ -803,6 +769,6 @@ def test_what_is_no_build_is_refused(run, built_builds, tmp_path):
 
 def test_names_of_a_report_do_not_steer_the_terminal(run, built_builds, changed, tmp_path):
     folder = changed("targets", 0, "method", "\x1b[31m<script>bad\n")
-    code, out, _ = run("report", next(iter(built_builds)), folder, "--html", tmp_path / "x.html")
-    assert code == 0 and "\x1b" not in out and "\\x1b[31m<script>bad\\n" in out
-    assert Path(tmp_path / "x.html").read_text().count("<script>") == 1
+    out = run.ok("report", next(iter(built_builds)), folder, "--html", tmp_path / "x.html")
+    assert "\x1b" not in out and "\\x1b[31m<script>bad\\n" in out
+    assert (tmp_path / "x.html").read_text().count("<script>") == 1

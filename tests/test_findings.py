@@ -50,8 +50,6 @@ def rows(*amax, scales=None):
 
 
 # what is told of a weight
-
-
 def test_one_scale_for_all_leaves_a_small_channel_few_steps():
     (row,) = rows(127, 3, 64, -127)
     assert (row.channels, row.scales, row.worst[:2]) == (4, 1, (1, 2))
@@ -87,8 +85,6 @@ def test_the_worst_weights_have_a_strip_of_few_bars():
 
 
 # what is read of a model
-
-
 def net(op, shape, channels=6, **attributes):
     """A model of one node, and its weight, whose largest value is 9."""
     weight = np.random.default_rng(0).normal(size=shape).astype(np.float32)
@@ -132,8 +128,6 @@ def test_groups_of_a_transposed_convolution_share_one_scale():
 
 
 # through a build
-
-
 def test_each_target_tells_the_weights_of_its_files(run, small_cnn, pictures, tmp_path):
     words = ("build", small_cnn, "--images", pictures, *QUICK, "--out", tmp_path)
     run.ok(*words, "--target", "onnxruntime,tensorrt,ascend")
@@ -184,8 +178,6 @@ def test_fp8_weights_are_told_in_real_units(tmp_path):
 
 
 # Markdown, and what was tried
-
-
 def test_markdown_has_the_weights_worst_first():
     many = [
         make_stored_weight(f"n{i}", "Conv", np.array([[127], [i + 1]], np.int8), np.ones(1))
@@ -651,8 +643,6 @@ def test_a_build_of_a_classifier_tells_the_samples_that_change(run, small_cnn, t
 
 # --- Parts of outputs: rows with a unit of their own, found from the data of the float model
 # alone.
-
-
 def corners(anchors, side=640):
     return lambda rng: rng.uniform(0, side, (1, 4, anchors))
 

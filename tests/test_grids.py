@@ -246,8 +246,6 @@ def test_a_weights_extreme_is_the_last_value_of_its_grid(grid):
 
 
 # -- in a GPU's memory ------------------------------------------------------------------------
-
-
 def narrow(dtype):
     types = pytest.importorskip("ml_dtypes")  # comes with onnx 1.19 and later
     return {"bfloat16": types.bfloat16, "float8": types.float8_e4m3fn}[dtype]
