@@ -38,7 +38,7 @@ reals = st.floats(-1e6, 1e6, allow_nan=False, width=32)
 def test_an_affine_range_holds_zero_exactly_and_its_ends_within_half_a_step(a, b):
     lo, hi = min(a, b), max(a, b)
     scale, zero_point = affine_params(lo, hi)
-    assert 0 <= zero_point <= 255
+    assert 0 <= zero_point <= 255 and affine_params(0.0, 0.0) == (1, 0)
     assert dequantize(np.array([zero_point], np.uint8), scale, zero_point)[0] == 0
     if hi > lo:
         ends = np.array([lo, hi], np.float32)
@@ -62,11 +62,8 @@ def test_weight_scales_per_channel_and_per_tensor():
     weight = np.array([[1.0, -2.0], [0.0, 0.0], [127.0, 3.0]], np.float32)
     assert weight_scales(weight, 0).tolist() == [np.float32(2 / 127), 1.0, 1.0]
     assert weight_scales(weight, None).tolist() == [1.0]
-    assert quantize_weight(weight, weight_scales(weight, 0), 0).tolist() == [
-        [64, -127],
-        [0, 0],
-        [127, 3],
-    ]
+    stored = quantize_weight(weight, weight_scales(weight, 0), 0)
+    assert stored.tolist() == [[64, -127], [0, 0], [127, 3]]
     with pytest.raises(CalibrationError, match="1 NaN or Inf"):
         weight_scales(np.array([[1.0, np.nan]], np.float32), 0)
     with pytest.raises(CalibrationError, match="symmetric grid, got uint8"):
@@ -74,11 +71,9 @@ def test_weight_scales_per_channel_and_per_tensor():
 
 
 # -- other grids ------------------------------------------------------------------------------
-
 grids = st.sampled_from(list(GRIDS.values()))
 
 short = st.sampled_from([grid for grid in GRIDS.values() if grid.scaled])
-
 sizes = st.floats(2.0**-60, 2.0**60, width=32)
 
 
@@ -118,15 +113,17 @@ def test_integers_are_stored_in_the_smallest_type_that_holds_them(bits, dtype):
 
 
 @pytest.mark.parametrize(
-    ("grid", "step"),
+    ("grid", "ends", "scale"),
     [
-        (INT4, 3 / 7), (INT8, 3 / 127), (INT16, 3 / 32767), (FP8, 3 / 448),
-        (FLOAT16, 1), (BFLOAT16, 1), (FLOAT32, 1),
+        (INT4, (), (3 / 7, 0)), (INT8, (), (3 / 127, 0)), (INT16, (), (3 / 32767, 0)),
+        (FP8, (), (3 / 448, 0)), (FLOAT16, (), (1, 0)), (BFLOAT16, (), (1, 0)),
+        (FLOAT32, (), (1, 0)), (UINT8, (-1.0, 3.0), (4 / 255, 64)),
+        (UINT16, (-1.0, 3.0), (4 / 65535, 16384)),
     ],
     ids=lambda v: getattr(v, "name", None),
 )  # fmt: skip
-def test_a_symmetric_range_has_the_scale_of_its_grid(grid, step):
-    assert scale_of(3.0).on(grid) == (np.float32(step), 0)
+def test_a_range_has_the_scale_of_its_grid(grid, ends, scale):
+    assert scale_of(3.0, *ends).on(grid) == (np.float32(scale[0]), scale[1])
 
 
 def test_scales_come_back_from_json_and_from_nothing_else():
@@ -137,12 +134,6 @@ def test_scales_come_back_from_json_and_from_nothing_else():
     for wrong in ([], {"a": []}, {"a": more}, {"a": less}, {"a": text}, {"a": text | {"lo": True}}):
         with pytest.raises(CalibrationError, match=r"JSON object|needs exactly|not a number"):
             Scales.from_json(wrong)
-
-
-def test_an_affine_range_has_the_scale_of_its_grid():
-    assert scale_of(3.0, -1.0, 3.0).on(UINT8) == (np.float32(4 / 255), 64)
-    assert scale_of(3.0, -1.0, 3.0).on(UINT16) == (np.float32(4 / 65535), 16384)
-    assert affine_params(0.0, 0.0) == (1, 0)
 
 
 @given(grids, sizes, sizes)
@@ -191,7 +182,6 @@ def e4m3(code):
 
 
 E4M3 = np.array([e4m3(code) for code in range(256)], np.float32)
-
 ONE = np.float32(1)
 
 
@@ -291,5 +281,4 @@ def test_numbers_are_narrowed_where_they_fit():
     assert from_device(np.uint16(0x4000), "bfloat16") == 2
     assert host_type("float8") == "float32" and host_type("int8") == "int8"
     there = to_device(np.float32([1e9, -np.inf]), "float8")
-    np.testing.assert_array_equal(from_device(there, "float8"),
-                                  [448, -448])  # fmt: skip
+    np.testing.assert_array_equal(from_device(there, "float8"), [448, -448])
