@@ -4,29 +4,9 @@ import numpy as np
 import pytest
 
 from deploy.metrics.tasks import detections
-from deploy.metrics.tasks.detections import (
-    Detections,
-    box_ious,
-    match_detections,
-    suppress_overlaps,
-)
-from tests.outputs import (
-    GRID,
-    SIZE,
-    fed,
-    figure,
-    gated,
-    posed,
-    queries,
-    rng,
-    same_task,
-    scene,
-    softmax,
-    split_yolo,
-    turned,
-    v8,
-    yolo,
-)
+from deploy.metrics.tasks.detections import Detections, match_detections, suppress_overlaps
+from tests import outputs as forms
+from tests.outputs import GRID, SIZE, fed, figure, rng, same_task, scene, v8, yolo
 
 
 def v5(number):
@@ -111,7 +91,7 @@ def test_anchors_that_do_not_fit_the_picture_are_no_boxes():
 def test_overlaps_by_hand():
     one = np.array([[0.0, 0, 2, 2], [5, 5, 5, 9]])
     other = np.array([[1.0, 0, 3, 2], [0, 0, 2, 2]])
-    np.testing.assert_allclose(box_ious(one, other), [[1 / 3, 1], [0, 0]])
+    np.testing.assert_allclose(detections.box_ious(one, other), [[1 / 3, 1], [0, 0]])
 
 
 def test_suppression_is_by_class_and_matching_one_to_one():
@@ -251,7 +231,7 @@ def ssd(number, classes=4):
     scores[..., 0] = 12
     seen = made.choice(600, 8, replace=False)
     scores[0, seen, 1 + made.integers(0, classes - 1, 8)] = 18
-    conf = softmax(scores.reshape(-1, classes)).reshape(scores.shape)
+    conf = forms.softmax(scores.reshape(-1, classes)).reshape(scores.shape)
     return {"loc": made.standard_normal((1, 600, 4)), "conf": conf}, seen
 
 
@@ -345,11 +325,11 @@ def test_distributions_of_distances_are_boxes_level_by_level(maps):
 
 @pytest.mark.parametrize("length", [2, 3])
 def test_key_points_of_a_box_are_kept_with_it(length):
-    references = [posed(n, length=length) for n in range(8)]
+    references = [forms.posed(n, length=length) for n in range(8)]
     form, same = figure(references, references)
     assert "1 classes, 5 key points an anchor" in form.task.form and same.value == 1
     for moved, value in ((1.0, 1), (3.0, 0)):
-        others = [posed(n, length=length, moved=moved) for n in range(8)]
+        others = [forms.posed(n, length=length, moved=moved) for n in range(8)]
         assert figure(references, others)[1].value == value
     hidden = [{"output0": one["output0"].copy()} for one in references]
     for one in hidden:
@@ -412,11 +392,11 @@ def test_boxes_with_key_points_are_matched_by_anchor():
 
 
 def test_a_turned_box_is_kept_where_its_corners_are():
-    references = [turned(n) for n in range(8)]
+    references = [forms.turned(n) for n in range(8)]
     form, same = figure(references, references)
     assert "2 classes, an angle an anchor" in form.task.form and same.value == 1
     for by, value in ((0.03, 1), (0.2, 0)):  # 10 % of its size is 3 pixels, 0.1 of a radian
-        assert figure(references, [turned(n, by) for n in range(8)])[1].value == value
+        assert figure(references, [forms.turned(n, by) for n in range(8)])[1].value == value
     rows = len(references[0]["output0"][0])
     factors = np.where(np.arange(rows) == rows - 1, 40, 1)[:, None]
     long = changed(references, output0=lambda v: v * np.float32(factors))
@@ -432,7 +412,7 @@ def test_maps_that_are_no_masks_leave_boxes_alone():
 @pytest.mark.parametrize("scores", ["rows", "turned"])
 @pytest.mark.parametrize("boxes", ["rows", "turned"])
 def test_boxes_and_scores_may_be_turned(boxes, scores):
-    references = [split_yolo(n, boxes, scores) for n in range(8)]
+    references = [forms.split_yolo(n, boxes, scores) for n in range(8)]
     form, same = figure(references, references)
     assert form.task.form == "scores: scores of anchors, boxes by centre"
     assert same.words.startswith("48 of 48 boxes of FP32 kept, 0 new")
@@ -446,7 +426,7 @@ GATED = [{}, {"classes": 4}, {"raw": True}, {"raw": True, "maps": True, "classes
 
 @pytest.mark.parametrize("how", GATED)
 def test_an_objectness_of_each_level_multiplies_its_scores(how):
-    references = [gated(n, **how) for n in range(4)]
+    references = [forms.gated(n, **how) for n in range(4)]
     form, same = figure(references, references)
     assert form.task.form.startswith("cls_8, cls_16, cls_32") and same.value == 1
     assert same.words.startswith("24 of 24 boxes")
@@ -466,13 +446,13 @@ def distances(number, bins=8):
     return {"y": value[None].astype(np.float32)}
 
 
-@pytest.mark.parametrize("form", [queries, distances])
+@pytest.mark.parametrize("form", [forms.queries, distances])
 def test_scores_and_boxes_side_by_side(form):
     references = [form(n) for n in range(8)]
     read, same = figure(references, references)
     assert read.task.form.endswith("in a row") and same.value == 1
     assert len(read.parts) == 2
-    columns = slice(0, 2) if form is queries else slice(5, 37)
+    columns = slice(0, 2) if form is forms.queries else slice(5, 37)
     moved = [{"y": one["y"].copy()} for one in references]
     for one in moved:
         one["y"][..., columns] = np.roll(one["y"][..., columns], 1, axis=-1)

@@ -17,31 +17,17 @@ from deploy.metrics.tasks.labels import Labels
 from deploy.tensors import TensorSpec
 from deploy.tuning.plan_file import read_plan
 from deploy.tuning.probe import find_ranked_scores
+from tests import outputs as forms
 from tests.models import (
     as_float32,
+    build_net,
     make_model,
-    make_node,
     make_value,
     parse_nodes,
     run_net,
     save_net,
 )
-from tests.outputs import (
-    GRID,
-    SIZE,
-    fed,
-    figure,
-    framed,
-    gated,
-    posed,
-    queries,
-    rng,
-    same_task,
-    softmax,
-    split_yolo,
-    spoken,
-    steps,
-)
+from tests.outputs import fed, figure, rng, same_task, softmax
 
 
 # --- Classes, embeddings and other vectors among a model's outputs.
@@ -56,8 +42,9 @@ def test_equal_best_classes_are_counted():
     assert found.words == "7 of 10 best classes as FP32's, 10 among the best five"
 
 
-def outputs_of(make):
-    return [{"y": make().astype(np.float32)} for _ in range(4)]
+def task_of_four(make):
+    """The task of a model that makes these outputs of four samples."""
+    return same_task([{"y": make().astype(np.float32)} for _ in range(4)])
 
 
 def test_logits_are_classes_and_other_vectors_are_not():
@@ -68,11 +55,11 @@ def test_logits_are_classes_and_other_vectors_are_not():
         scores[0, [17, 23]] = 12, worst
         return scores
 
-    assert same_task(outputs_of(lambda: made.standard_normal((1, 10)) * 4)) == "classes"
-    assert same_task(outputs_of(lambda: peaked(-9.7))) == "classes"
-    assert same_task(outputs_of(lambda: peaked(-10.3))) is None  # the worst is as far off
-    assert same_task(outputs_of(lambda: made.uniform(0.1, 0.9, (1, 8)))) is None  # places
-    assert same_task(outputs_of(lambda: made.uniform(0, 1, (1, 196)))) is None  # landmarks
+    assert task_of_four(lambda: made.standard_normal((1, 10)) * 4) == "classes"
+    assert task_of_four(lambda: peaked(-9.7)) == "classes"
+    assert task_of_four(lambda: peaked(-10.3)) is None  # the worst is as far off
+    assert task_of_four(lambda: made.uniform(0.1, 0.9, (1, 8))) is None  # places
+    assert task_of_four(lambda: made.uniform(0, 1, (1, 196))) is None  # landmarks
 
 
 @pytest.mark.parametrize(("form", "on", "task"), [
@@ -117,15 +104,12 @@ def test_few_raw_scores_in_several_outputs_are_classes_where_all_are_sure():
 def test_angles_places_and_steering_are_neither_classes_nor_embeddings():
     made = rng()
 
-    def task(make):
-        return same_task(outputs_of(make))
-
-    assert task(lambda: made.normal(0, [[25, 12, 8]])) is None  # of a head, in degrees
-    assert task(lambda: made.uniform(-1, 1, (1, 6))) is None  # behind a Tanh
+    assert task_of_four(lambda: made.normal(0, [[25, 12, 8]])) is None  # of a head, in degrees
+    assert task_of_four(lambda: made.uniform(-1, 1, (1, 6))) is None  # behind a Tanh
     turn = np.linspace(0, 2 * np.pi, 49)[:-1]
     line = np.stack([np.sin(turn), np.cos(turn)], axis=1)
     for points in (line.reshape(1, -1), line.T.reshape(1, -1)):  # x, y, x, y; or all x before y
-        assert task(lambda points=points: points + made.normal(0, 0.05, points.shape)) is None
+        assert task_of_four(lambda p=points: p + made.normal(0, 0.05, p.shape)) is None
     turned = np.full((4, 4), [[0.8], [0.5], [-1.0], [0.5]])  # a page's, by a trained model
     turned += np.diag([4.4, 4.2, 4.6, 4.4]) + made.normal(0, 0.1, (4, 4))
     assert same_task([{"y": row[None]} for row in turned]) == "classes"
@@ -241,11 +225,10 @@ def test_an_embedding_is_long_and_lies_about_zero(counts, embedding):
 
 def test_sure_classes_are_no_vectors_of_length_one():
     made = rng()
-    shares = [
-        {"y": softmax(made.standard_normal((1, 64)) + 40 * np.eye(64)[[n]])} for n in range(4)
-    ]
-    assert same_task(shares) == "classes"
-    linear = [{"y": np.eye(64)[[n]] + made.normal(0, 0.01, (1, 64))} for n in range(4)]
+    own = np.eye(64)[:4, None]
+    sure = [{"y": softmax(made.standard_normal((1, 64)) + 40 * one)} for one in own]
+    assert same_task(sure) == "classes"
+    linear = [{"y": one + made.normal(0, 0.01, (1, 64))} for one in own]
     assert same_task(linear) == "classes"  # trained to be one at its own class, and zero elsewhere
 
 
@@ -276,10 +259,10 @@ def anything(made):
 
 
 FORMS = {
-    "levels": gated, "maps": lambda n: gated(n, raw=True, maps=True, classes=4),
-    "split": split_yolo, "turned": lambda n: split_yolo(n, "turned", "turned"), "posed": posed,
-    "queries": queries, "text": lambda n: steps([3, 3, 4, 5 + n]),
-    "steps": lambda n: {"y": softmax(framed(spoken(n, 6)))[None]},
+    "levels": forms.gated, "maps": lambda n: forms.gated(n, raw=True, maps=True, classes=4),
+    "split": forms.split_yolo, "turned": lambda n: forms.split_yolo(n, "turned", "turned"),
+    "posed": forms.posed, "queries": forms.queries, "text": lambda n: forms.steps([3, 3, 4, 5 + n]),
+    "steps": lambda n: {"y": softmax(forms.framed(forms.spoken(n, 6)))[None]},
 }  # fmt: skip
 
 
@@ -314,7 +297,7 @@ def test_no_outputs_make_it_fail(seed):
 
 
 def test_shares_are_classes_of_steps_and_no_raw_boxes():
-    value = softmax(rng().standard_normal((GRID.count(SIZE), 9)) * 4)
+    value = softmax(rng().standard_normal((forms.GRID.count(forms.SIZE), 9)) * 4)
     assert same_task([{"y": value[None]}] * 4) == "steps"
 
 
@@ -424,13 +407,13 @@ def test_numbers_of_something_else_are_no_classes(judged_build, small_cnn, tmp_p
     model = onnx.load(small_cnn)
     graph = model.graph
     del graph.output[:]
-    graph.node.append(make_node("Cast", "logits", "whole", to=TensorProto.INT64))
+    graph.node.extend(parse_nodes("whole = Cast <to = 7> (logits)"))
     graph.output.append(make_value("whole", ["batch", 10], TensorProto.INT64))
     _, _, found = judged_build(save_net(model, tmp_path / "whole.onnx"), ROWS)
     assert found["task"] is None and found["top1_agreement"] is None
 
 
-def spoiled(path, end):
+def spoiled(end):
     """A classifier with a layer `bad` that int8 spoils, which ranks its classes itself."""
     rng = np.random.default_rng(1)
     size = np.where(np.arange(8) == 0, 1000.0, 1.0).reshape(1, 8, 1, 1)
@@ -458,7 +441,7 @@ def spoiled(path, end):
     """
     ends = [make_value(name, None, kind) for name, kind in outputs.items()]
     weights = as_float32(weights) | {"k": [3]}
-    return save_net(make_model(nodes, {"x": ["batch", 3, 16, 16]}, ends, weights), path)
+    return make_model(nodes, {"x": ["batch", 3, 16, 16]}, ends, weights)
 
 
 LONGER = np.random.default_rng(3).normal(size=(48, 3, 16, 16)).astype(np.float32)
@@ -468,39 +451,30 @@ LONGER = np.random.default_rng(3).normal(size=(48, 3, 16, 16)).astype(np.float32
 @pytest.mark.parametrize(
     ("target", "end"), [("onnxruntime", "ArgMax"), ("tensorrt", "TopK"), ("ascend", "ArgMax")]
 )
-def test_the_search_hears_the_scores_before_they_are_ranked(target, end, run, tmp_path):
-    np.save(tmp_path / "x.npy", LONGER)
-    model, alike = spoiled(tmp_path / "net.onnx", end), {}
-    words = ("--images", tmp_path / "x.npy", "--duration", 0, "--target", target, "--accept")
+def test_the_search_hears_the_scores_before_they_are_ranked(target, end, tmp_path):
+    alike, words = {}, ("--target", target, "--accept", "--effort")
     for effort in (0, 1):
-        out = tmp_path / str(effort)
-        run.ok("build", model, *words, "--effort", effort, "--out", out)
+        out = build_net(spoiled(end), LONGER, tmp_path / str(effort), *words, effort)
         report = json.loads((out / "report.json").read_text())
         alike[effort] = report["engines"][1]["accuracy"]["task"]["value"]
     assert alike[0] < 0.9 < 0.93 < alike[1]
-    plan = read_plan(tmp_path / "1" / "net.plan.toml").targets[target]
+    plan = read_plan(out / "net.plan.toml").targets[target]
     assert plan.choices.float_nodes["Conv_bad"].endswith("dB of logits")
 
 
-def test_scores_are_heard_where_all_outputs_are_ranked_alone(tmp_path):
-    model = onnx.load(spoiled(tmp_path / "net.onnx", "ArgMax"))
+def test_scores_are_heard_where_all_outputs_are_ranked_alone():
+    model = spoiled("ArgMax")
     assert find_ranked_scores(model) == {"class": "logits"}
     model.graph.output.append(make_value("q", None))
     assert find_ranked_scores(model) == {}
-    assert find_ranked_scores(onnx.load(spoiled(tmp_path / "net.onnx", "TopK"))) == {
-        "values": "logits", "places": "logits",
-    }  # fmt: skip
+    assert find_ranked_scores(spoiled("TopK")) == {"values": "logits", "places": "logits"}
 
 
-def test_a_figure_of_ones_own_gets_what_the_model_ranked(run, tmp_path):
-    np.save(tmp_path / "x.npy", LONGER)
-    text = (
+def test_a_figure_of_ones_own_gets_what_the_model_ranked(tmp_path):
+    (own := tmp_path / "own.py").write_text(
         "def same(fp32, int8, label):\n    return float((fp32['class'] == int8['class']).all())\n"
     )
-    (tmp_path / "own.py").write_text(text)
-    words = ("--images", tmp_path / "x.npy", "--duration", 0, "--out", tmp_path / "o")
-    words = (*words, "--metric", f"{tmp_path / 'own.py'}:same", "--max-loss", 0.03)
-    run.ok("build", spoiled(tmp_path / "net.onnx", "ArgMax"), *words)
+    build_net(spoiled("ArgMax"), LONGER, tmp_path, "--metric", f"{own}:same", "--max-loss", 0.03)
 
 
 # --- Several labels at once: a tagger's are counted, where its best one alone was before.
@@ -588,14 +562,11 @@ def test_raw_labels_are_several_in_the_mean(on, labels):
 def test_one_class_a_sample_is_no_label():
     made = np.random.default_rng(3)
 
-    def task(make):
-        return same_task(outputs_of(make))
-
     assert task_of([scores(n, 200, on=1) for n in range(4)]) == "classes"
     assert task_of([shares(scores(n, 200, on=1)) for n in range(4)]) == "classes"
-    assert task(lambda: made.normal(0, 6, (1, 10))) == "classes"
-    assert task(lambda: np.eye(100)[made.integers(0, 100, 1)] * 30) == "classes"
-    assert task(lambda: made.uniform(0, 1, (1, 136))) is None  # places
+    assert task_of_four(lambda: made.normal(0, 6, (1, 10))) == "classes"
+    assert task_of_four(lambda: np.eye(100)[made.integers(0, 100, 1)] * 30) == "classes"
+    assert task_of_four(lambda: made.uniform(0, 1, (1, 136))) is None  # places
     assert task_of([scores(0, 3)] * 4) != "labels"
     sound = [{"sound": np.zeros((1, 800), np.float32)}] * 4
     assert task_of([np.where(np.arange(50) < 20, 0.97, 0.02)[None]] * 4, sound) == "steps"
@@ -656,11 +627,7 @@ def test_probabilities_beside_numbers_are_classes():
     form, same = figure(outputs, outputs, [FED] * 4)
     assert form.task.form == "face: 2 classes" and form.task.beside == ("box", "points")
     assert same.count == "4 of 4" and same.beside == ("box", "points")
-
-
-def test_an_age_and_two_heads_of_classes():
-    made = np.random.default_rng(0)
-    ages = [{"age": np.float32([[made.uniform(5, 80)]])} for _ in range(4)]
+    ages = [{"age": np.float32([[age]])} for age in (52, 25, 8, 6)]
     outputs = [{**age, "a": shares_heads(n), "b": shares_heads(n, 7)} for n, age in enumerate(ages)]
     task = task_of_heads(outputs)
     assert task.form == "a, b: 2 and 7 classes" and task.beside == ("age",)
