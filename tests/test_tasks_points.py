@@ -77,13 +77,10 @@ def test_points_that_fp32_does_not_see_do_not_count():
     assert tally.result().words.startswith("16 of 16 key points")
 
 
-def test_the_order_of_the_outputs_tells_nothing():
-    turned = [{"a": one["y"], "b": one["x"]} for one in (outputs(n) for n in range(4))]
-    assert figure(turned, turned, SIZE)[0].outputs == ("b", "a")
-
-
 def test_other_pairs_are_no_points():
     pairs = [outputs(n) for n in range(4)]
+    turned = [{"a": one["y"], "b": one["x"]} for one in pairs]  # their order tells nothing
+    assert figure(turned, turned, SIZE)[0].outputs == ("b", "a")
     assert task_of(pairs, SIZE) == "key points"
     assert task_of(pairs, (64, 64)) is None
     assert task_of([{"x": one["x"]} for one in pairs], SIZE) != "key points"
@@ -201,6 +198,8 @@ def others():
 @pytest.mark.parametrize(("what", "values"), list(others()))
 def test_other_numbers_are_no_points(what, values):
     assert task_of([{"y": np.float32(one)} for one in values], PICTURE) != "key points", what
+    no_picture = [{"x": np.zeros((1, 9), np.float32)}] * 4
+    assert same_task([output(n) for n in range(4)], no_picture) is None
 
 
 def between(count, low, high, flat=False):
@@ -240,10 +239,6 @@ def test_a_point_is_near_within_three_percent_where_fp32_is_sure_of_it(sure, far
     assert figure([own] * 2, [own, other], PICTURE)[1].count == count
 
 
-def test_without_a_picture_nothing_is_a_place_in_it():
-    assert same_task([output(n) for n in range(4)], [{"x": np.zeros((1, 9), "f4")}] * 4) is None
-
-
 def screen(folder, outputs="y"):
     """What a build of 24 points prints; beside another output they are numbers about 0."""
     rng = np.random.default_rng(0)
@@ -271,10 +266,7 @@ def test_the_screen_tells_key_points_and_no_classes(tmp_path):
     assert "576 of 576 key points of FP32 within 3 %" in said and "Top-1" not in said
     (told,) = json.loads((tmp_path / "out" / "report.json").read_text())["engines"][1:]
     assert told["accuracy"]["task"]["task"] == "key points"
-
-
-def test_the_first_of_several_outputs_of_no_task_tells_no_class(tmp_path):
-    said = screen(tmp_path, "yz")
+    said = screen(tmp_path, "yz")  # the first of several outputs, of no task
     assert "Top-1" not in said and "dB in the worst part" in said
 
 
@@ -463,14 +455,11 @@ def test_without_sizes_a_peak_may_move_by_a_cell(moved, kept):
     assert found.words.startswith(f"{kept} of 40 boxes")
 
 
-def test_logarithms_of_sizes_are_no_sizes():
+def test_sizes_are_pixels_and_no_logarithms():
     references = [outputs_centres(n, log=True) for n in range(8)]
     task, same = figure(references, references, LARGE)
     assert task.form.endswith("matched by place") and same.value == 1
-
-
-def test_sizes_larger_than_the_map_are_pixels():
-    references = [outputs_centres(n, wide=40) for n in range(8)]
+    references = [outputs_centres(n, wide=40) for n in range(8)]  # pixels, larger than the map
     task, _ = figure(references, references, LARGE)
     boxes = task.decoder.boxes(fed(LARGE), references[0]).boxes
     assert 30 < (boxes[:, 2:] - boxes[:, :2]).max() < 50

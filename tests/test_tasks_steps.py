@@ -441,10 +441,7 @@ def test_of_numbers_that_hardly_vary_what_varies_is_judged(build):
     code, out, told = build(level, large=100.0)
     assert told["outputs"][0]["sqnr_db"] > 15 > 5 > told["parts"][0]["sqnr_db"]
     assert code == 0 and "doubtful:" in out
-
-
-def test_of_many_numbers_that_hardly_vary_the_whole_is_judged(build):
-    """As those of a network with random weights are."""
+    # of many, as those of a network with random weights are, the whole
     for numbers, label in ((32, "y - its mean"), (33, "y")):
         _, _, told = build(partial(level, numbers=numbers))
         assert [part["label"] for part in told["parts"]] == [label]

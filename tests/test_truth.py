@@ -197,12 +197,14 @@ def annotations(detector, pictures, tmp_path):
     return path
 
 
+@pytest.fixture
+def labelled(pictures, annotations):
+    return ("--eval-images", pictures, "--labels", annotations)
+
+
 @pytest.mark.slow
-def test_objects_of_a_coco_json_give_the_precision_of_both(
-    accuracy, detector, pictures, annotations
-):
-    words = ("--eval-images", pictures, "--labels", annotations)
-    found, out = accuracy(detector, *words)
+def test_objects_of_a_coco_json_give_both_precisions(accuracy, detector, labelled, annotations):
+    found, out = accuracy(detector, *labelled)
     found = found["precision"]
     # the model's own suppression leaves out some that the annotations have
     assert found["reference_50"] > 0.5 and found["reference"] > 0.5
@@ -213,7 +215,7 @@ def test_objects_of_a_coco_json_give_the_precision_of_both(
     for one in data["annotations"][:100]:
         one["bbox"][0] += 500
     annotations.write_text(json.dumps(data))
-    worse, _ = accuracy(detector, *words)
+    worse, _ = accuracy(detector, *labelled)
     assert worse["precision"]["reference_50"] < found["reference_50"]
 
 
@@ -229,14 +231,14 @@ def test_objects_of_a_coco_json_give_the_precision_of_both(
         ({}, "'00.png' is several images there"),
     ],
 )
-def test_objects_that_cannot_be_are_refused(broken, why, refused, detector, pictures, annotations):
+def test_objects_that_cannot_be_are_refused(broken, why, refused, detector, labelled, annotations):
     """Counted as they stand they would lower the precision of both models in silence."""
     data = json.loads(annotations.read_text())
     data["annotations"].append({"image_id": 0, "bbox": [1, 2, 3, 4], "category_id": 3} | broken)
     if not broken:
         data["images"].append(data["images"][0] | {"id": 77, "file_name": "other/00.png"})
     annotations.write_text(json.dumps(data))
-    assert why in refused(detector, "--eval-images", pictures, "--labels", annotations)
+    assert why in refused(detector, *labelled)
 
 
 def test_a_box_of_no_size_in_a_picture_of_a_pixel_is_an_object(tmp_path):
@@ -255,12 +257,9 @@ def test_a_box_of_no_size_in_a_picture_of_a_pixel_is_an_object(tmp_path):
 
 
 @pytest.mark.slow
-def test_annotations_that_do_not_fit_are_refused(
-    refused, detector, small_cnn, pictures, annotations
-):
+def test_annotations_of_others_are_refused(refused, detector, small_cnn, labelled, annotations):
     assert "give --eval-images" in refused(detector, "--labels", annotations)
-    words = ("--eval-images", pictures, "--labels", annotations)
-    assert "whose boxes can be read" in refused(small_cnn, *SMALL, *words)
+    assert "whose boxes can be read" in refused(small_cnn, *SMALL, *labelled)
     data = json.loads(annotations.read_text())
     fewer = {"images": data["images"][:-1]}
     known = {"annotations": [a for a in data["annotations"] if a["image_id"] != 19]}
@@ -272,10 +271,10 @@ def test_annotations_that_do_not_fit_are_refused(
         (known | more, "list all that it learned as categories, or leave the labels out"),
     ]:
         annotations.write_text(json.dumps(data | change))
-        assert why in refused(detector, *words)
+        assert why in refused(detector, *labelled)
     for text in ("[1, 2", "[]", '{"images": [{}], "annotations": [], "categories": []}', "7"):
         annotations.write_text(text)
-        assert "COCO json" in refused(detector, *words)
+        assert "COCO json" in refused(detector, *labelled)
 
 
 def resaved(pictures, folder, change):
