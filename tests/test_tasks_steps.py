@@ -68,9 +68,6 @@ def test_edit_distance_by_hand():
     assert edit_distance([1, 2, 3, 4], [2, 3, 5, 4]) == 2
 
 
-SOUND = [{"sound": np.zeros((1, 800), np.float32)}] * 4
-
-
 SPELLED = {
     "shares": lambda scores: softmax(scores)[None],
     "logarithms": lambda scores: np.log(softmax(scores))[None], "raw": lambda scores: scores[None],
@@ -141,21 +138,37 @@ def test_what_is_carried_to_the_next_call_is_no_reason_against_steps():
     assert task(places=rng().standard_normal((1, 60, 4))) is None  # what is found at each of them
 
 
-@pytest.mark.parametrize("shape", [(1, 50), (1, 50, 1), (1, 1, 50), (50,), (1, 25, 2)])
-def test_probabilities_are_compared_by_their_side_of_a_half(shape):
-    made = rng()
+SOUND = [{"sound": np.zeros((1, 800), np.float32)}] * 4
+
+
+@pytest.mark.parametrize(
+    ("raw", "shape"),
+    [
+        *((False, shape) for shape in [(1, 50), (1, 50, 1), (1, 1, 50), (50,), (1, 25, 2)]),
+        *((True, shape) for shape in [(1, 50), (1, 50, 1), (50,), (1, 12)]),
+    ],
+)
+def test_values_of_steps_are_compared_by_their_side(shape, raw):
+    count, made = int(np.prod(shape)), rng()
+    high, low, other = (4.0, -6.0, -3) if raw else (0.97, 0.02, 0.4)
 
     def output(lost=0):
-        value = np.where(np.arange(50) % 50 < 20, 0.97, 0.02) + made.uniform(-0.01, 0.01, 50)
-        value[:lost] = 0.4
+        value = np.where(np.arange(count) < (5 if raw else 20), high, low)
+        value += made.uniform(-0.01, 0.01, count)
+        value[:lost] = other
         return {"y": value.reshape(shape).astype(np.float32)}
 
     references = [output() for _ in range(4)]
     form, found = figure(references, [output(5), *references[1:]], SOUND)
-    assert "probabilities" in form.task.form
-    assert found.words == (
-        "195 of 200 probabilities on FP32's side of 0.5, 90.0 % in the worst sample"
-    )
+    kind = "raw scores" if raw else "probabilities"
+    assert form.task.form == f"y: {kind} of steps or labels, each its own"
+    side = "scores on FP32's side of 0" if raw else "probabilities on FP32's side of 0.5"
+    start, worst = f"{4 * count - 5} of {4 * count} {side}, ", 100 * (1 - 5 / count)
+    assert found.words.startswith(start)
+    assert found.words.endswith(f"{worst:.1f} % in the worst sample")
+    assert raw or found.words == f"{start}{worst:.1f} % in the worst sample"
+    weather = [{"y": 15 * np.sin(np.arange(96) / 8 + n)[None]} for n in range(4)]
+    assert same_task(weather, SOUND) is None  # as many degrees above 0 as below
 
 
 def test_one_probability_a_sample_is_on_a_side_of_a_half():
@@ -207,22 +220,19 @@ def test_several_outputs_may_each_have_a_class_for_a_letter():
     """The vowel, the dot and the accent of each letter, by a model that adds them to a text."""
     kinds = {"vowel": 16, "dot": 3, "accent": 4}
 
-    def output(number, lost=0):
+    def output(number):
         made = np.random.default_rng(number)
         best = {name: made.integers(0, count, 30) for name, count in kinds.items()}
         best["dot"] = np.where(made.uniform(size=30) < 0.9, 1, 2)
-        other = {name: np.where(np.arange(30) < lost, 0, own) for name, own in best.items()}
-        return {
-            name: framed(own, kinds[name], made)[None].astype(np.float32)
-            for name, own in other.items()
-        }
+        return {k: np.float32(framed(own, kinds[k], made))[None] for k, own in best.items()}
 
     letters = [{"letters": np.ones((1, 30), np.float32)}] * 4
     references = [output(n) for n in range(4)]
     form, same = figure(references, references, letters)
     assert form.task.form == "vowel, dot, accent: 16, 3, 4 classes a step" and same.value == 1
-    lost = [{**references[0], "dot": output(0, lost=6)["dot"]}, *references[1:]]
-    _, found = figure(references, lost, letters)
+    dot = references[0]["dot"].copy()
+    dot[0, :6, 0] = 99
+    _, found = figure(references, [{**references[0], "dot": dot}, *references[1:]], letters)
     assert found.count == "354 of 360"
     assert found.words == "354 of 360 steps of FP32's class, 93.3 % in the worst sample"
     rare = [{**one, "vowel": one["dot"], "accent": one["dot"]} for one in references]
@@ -251,23 +261,6 @@ def test_scores_of_four_marks_and_of_two_cases_are_boxes_of_pictures_alone(fed_s
     assert same_task(outputs, [{"x": np.ones(fed_shape, np.float32)}] * 4) == task
 
 
-@pytest.mark.parametrize("shape", [(1, 50), (1, 50, 1), (50,), (1, 12)])
-def test_raw_scores_of_steps_are_compared_by_their_sign(shape):
-    count, made = int(np.prod(shape)), rng()
-
-    def output(lost=0):
-        value = np.where(np.arange(count) < 5, 4.0, -6.0) + made.normal(0, 0.5, count)
-        value[:lost] = -3
-        return {"y": value.reshape(shape).astype(np.float32)}
-
-    references = [output() for _ in range(4)]
-    form, found = figure(references, [output(5), *references[1:]], SOUND)
-    assert form.task.form == "y: raw scores of steps or labels, each its own"
-    assert f"{4 * count - 5} of {4 * count} scores on FP32's side of 0" in found.words
-    weather = [{"y": 15 * np.sin(np.arange(96) / 8 + n)[None]} for n in range(4)]
-    assert same_task(weather, SOUND) is None  # as many degrees above 0 as below
-
-
 OUTLIER = np.where(np.arange(384) == 7, 40, 0)
 
 
@@ -290,17 +283,11 @@ def test_features_and_regressions_are_no_steps(make, inputs):
     assert same_task([{"y": make(made).astype(np.float32)} for _ in range(4)], inputs) is None
 
 
-@pytest.mark.parametrize(
-    "sounds",
-    [
-        lambda made: made.exponential(1, (4, 1, 257, 100)) ** 4,
-        lambda made: made.normal(size=(4, 1, 257, 100)) ** 3,
-    ],
-)
-def test_pictures_and_spectra_are_no_steps(sounds):
+def test_pictures_and_spectra_are_no_steps():
     made = rng()
-    loud = made.uniform(0.1, 9, (1, 1, 100))
-    assert same_task([{"y": np.float32(loud * one)} for one in sounds(made)]) is None
+    loud, size = made.uniform(0.1, 9, (1, 1, 100)), (4, 1, 257, 100)
+    for sounds in (made.exponential(1, size) ** 4, made.normal(size=size) ** 3):
+        assert same_task([{"y": np.float32(loud * one)} for one in sounds]) is None
     picture = np.zeros((1, 64, 64), np.float32)
     picture[:, 10:30] = 1
     assert same_task([{"y": picture}] * 4, [fed((64, 64))] * 4) is None
