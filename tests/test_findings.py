@@ -103,14 +103,11 @@ def stored_weight(model):
     return found
 
 
-@pytest.mark.parametrize(
-    ("op", "shape", "attributes", "inside", "scales"),
-    [
-        ("Conv", (4, 6, 3, 3), {}, (1, 2, 3), 4), ("ConvTranspose", (6, 5, 2, 2), {}, (0, 2, 3), 5),
-        ("Gemm", (6, 7), {}, (0,), 7), ("Gemm", (7, 6), {"transB": 1}, (1,), 7),
-        ("MatMul", (6, 7), {}, (0,), 7),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("op", "shape", "attributes", "inside", "scales"), [
+    ("Conv", (4, 6, 3, 3), {}, (1, 2, 3), 4), ("ConvTranspose", (6, 5, 2, 2), {}, (0, 2, 3), 5),
+    ("Gemm", (6, 7), {}, (0,), 7), ("Gemm", (7, 6), {"transB": 1}, (1,), 7),
+    ("MatMul", (6, 7), {}, (0,), 7),
+])  # fmt: skip
 def test_output_channels_are_found_in_every_layout(op, shape, attributes, inside, scales):
     model, weight = net(op, shape, **attributes)
     found = stored_weight(model)
@@ -486,14 +483,11 @@ def test_one_that_agrees_is_among_those_shown_where_there_is_one():
     assert [one.number for one in tallied(worse).shown()] == [5, 4, 3, 2]
 
 
-@pytest.mark.parametrize(
-    ("score", "count", "threshold"),
-    [
-        (0.9, 20, 0.25), (0.26, 20, 0.25), (0.26, 19, 0.15), (0.24, 20, 0.15), (0.16, 5, 0.15),
-        (0.16, 4, None), (0.14, 5, 0.05), (0.06, 5, 0.05), (0.06, 4, None), (0.04, 20, None),
-        (0, 0, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("score", "count", "threshold"), [
+    (0.9, 20, 0.25), (0.26, 20, 0.25), (0.26, 19, 0.15), (0.24, 20, 0.15), (0.16, 5, 0.15),
+    (0.16, 4, None), (0.14, 5, 0.05), (0.06, 5, 0.05), (0.06, 4, None), (0.04, 20, None),
+    (0, 0, None),
+])  # fmt: skip
 def test_the_threshold_is_the_highest_with_enough_boxes(score, count, threshold):
     seen = scene(*(row(10 * n, score=score) for n in range(count)))
     tally = tallied([(seen, scene(row(0, score=score)))])

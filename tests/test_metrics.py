@@ -145,12 +145,11 @@ def test_a_sample_of_nan_or_of_another_shape_is_never_right():
     assert found.top1_agreement is None
 
 
-@pytest.mark.parametrize(
-    ("session", "labels", "rule"),
-    [(SAME, [0] * 29, "one label a sample"), (SAME, [0] * 31, "one label a sample"),
-     (SAME, [0] * 29 + [4], "start at 1"), (SAME, [-1] * 30, "0 to 3"),
-     (IMAGE, [0] * 30, "leave the labels out")],
-)  # fmt: skip
+@pytest.mark.parametrize(("session", "labels", "rule"), [
+    (SAME, [0] * 29, "one label a sample"), (SAME, [0] * 31, "one label a sample"),
+    (SAME, [0] * 29 + [4], "start at 1"), (SAME, [-1] * 30, "0 to 3"),
+    (IMAGE, [0] * 30, "leave the labels out"),
+])  # fmt: skip
 def test_labels_that_do_not_fit_are_refused(session, labels, rule):
     with pytest.raises(FeedError, match=rule):
         compare(session, session, batches(X, 6), labels=labels)
@@ -280,11 +279,10 @@ def judged(found=None, *, speed=None, int8=True, min_speedup=None, max_loss=None
     return verdict(accuracy=found, speed_up=speed, int8=int8, gates=gates, **how)
 
 
-@pytest.mark.parametrize(
-    ("db", "level"),
-    [(15.0, GOOD), (14.9, DOUBTFUL), (5.0, DOUBTFUL), (4.9, UNUSABLE), (math.nan, UNUSABLE),
-     (math.inf, GOOD), (-math.inf, UNUSABLE)],
-)  # fmt: skip
+@pytest.mark.parametrize(("db", "level"), [
+    (15.0, GOOD), (14.9, DOUBTFUL), (5.0, DOUBTFUL), (4.9, UNUSABLE), (math.nan, UNUSABLE),
+    (math.inf, GOOD), (-math.inf, UNUSABLE),
+])  # fmt: skip
 def test_an_unknown_task_is_judged_by_its_worst_part(db, level):
     found = judged(accuracy(part(db, label="scores"), part(60)))
     assert found.level == level and "scores" in found.words
@@ -305,39 +303,36 @@ NAN = accuracy(part(math.nan, cosine=math.nan))
 PLACES = accuracy(part(6.5), top1_reference=0.9, top1_candidate=0.9)
 
 
-@pytest.mark.parametrize(
-    ("found", "how", "level"),
-    [
-        # a user's figure is judged by what the float model reaches
-        (accuracy(task=task(0.60, reference=0.62)), {}, GOOD),
-        (accuracy(task=task(0.60, reference=0.70)), {}, DOUBTFUL),
-        # a part that is more noise than signal is never good, whatever the task says
-        (accuracy(part(0.0), task=task(1.0)), {}, GOOD),
-        (accuracy(part(-0.1), task=task(1.0)), {}, DOUBTFUL),
-        # what the user allows to be lost decides before the limits: no doubt between them
-        (LABELLED, {"max_loss": 0.01}, GOOD), (LABELLED, {"max_loss": 0.009}, UNUSABLE),
-        (accuracy(task=task(0.99)), {"max_loss": 0.01}, GOOD),
-        (accuracy(task=task(0.99)), {"max_loss": 0.009}, UNUSABLE),
-        (accuracy(part(cosine=0.99)), {"max_loss": 0.01}, GOOD),
-        (accuracy(part(cosine=0.99)), {"max_loss": 0.009}, UNUSABLE),
-        (NAN, {"max_loss": 1.0}, UNUSABLE),
-        # with labels one class may be all that is there
-        (replace(LABELLED, favourite=1.0, top1_candidate=0.9), {}, GOOD),
-        # labels decide before the worst part: of numbers of classes it has no meaning
-        (accuracy(part(6.5)), {}, DOUBTFUL), (PLACES, {}, GOOD),
-        (replace(PLACES, parts=(part(-1.0),)), {}, DOUBTFUL),
-        # speed is judged against FP32 or what the user demands
-        (None, {"speed": 0.95}, GOOD), (None, {"speed": 0.949}, DOUBTFUL),
-        (None, {"speed": 1.5, "min_speedup": 1.5}, GOOD),
-        (None, {"speed": 1.49, "min_speedup": 1.5}, UNUSABLE),
-        (None, {"speed": 0.5, "min_speedup": 0.4}, GOOD), (None, {"min_speedup": 9.0}, DOUBTFUL),
-        (None, {"speed": 1.1, "int8": False, "min_speedup": 1.5}, UNUSABLE),
-        (NAN, {"int8": False}, UNUSABLE),
-        # a model of microseconds is not slower by the runtime's own overhead
-        (None, {"speed": 0.8, "slower_ms": 0.019}, GOOD),
-        (None, {"speed": 0.8, "slower_ms": 0.021}, DOUBTFUL),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("found", "how", "level"), [
+    # a user's figure is judged by what the float model reaches
+    (accuracy(task=task(0.60, reference=0.62)), {}, GOOD),
+    (accuracy(task=task(0.60, reference=0.70)), {}, DOUBTFUL),
+    # a part that is more noise than signal is never good, whatever the task says
+    (accuracy(part(0.0), task=task(1.0)), {}, GOOD),
+    (accuracy(part(-0.1), task=task(1.0)), {}, DOUBTFUL),
+    # what the user allows to be lost decides before the limits: no doubt between them
+    (LABELLED, {"max_loss": 0.01}, GOOD), (LABELLED, {"max_loss": 0.009}, UNUSABLE),
+    (accuracy(task=task(0.99)), {"max_loss": 0.01}, GOOD),
+    (accuracy(task=task(0.99)), {"max_loss": 0.009}, UNUSABLE),
+    (accuracy(part(cosine=0.99)), {"max_loss": 0.01}, GOOD),
+    (accuracy(part(cosine=0.99)), {"max_loss": 0.009}, UNUSABLE),
+    (NAN, {"max_loss": 1.0}, UNUSABLE),
+    # with labels one class may be all that is there
+    (replace(LABELLED, favourite=1.0, top1_candidate=0.9), {}, GOOD),
+    # labels decide before the worst part: of numbers of classes it has no meaning
+    (accuracy(part(6.5)), {}, DOUBTFUL), (PLACES, {}, GOOD),
+    (replace(PLACES, parts=(part(-1.0),)), {}, DOUBTFUL),
+    # speed is judged against FP32 or what the user demands
+    (None, {"speed": 0.95}, GOOD), (None, {"speed": 0.949}, DOUBTFUL),
+    (None, {"speed": 1.5, "min_speedup": 1.5}, GOOD),
+    (None, {"speed": 1.49, "min_speedup": 1.5}, UNUSABLE),
+    (None, {"speed": 0.5, "min_speedup": 0.4}, GOOD), (None, {"min_speedup": 9.0}, DOUBTFUL),
+    (None, {"speed": 1.1, "int8": False, "min_speedup": 1.5}, UNUSABLE),
+    (NAN, {"int8": False}, UNUSABLE),
+    # a model of microseconds is not slower by the runtime's own overhead
+    (None, {"speed": 0.8, "slower_ms": 0.019}, GOOD),
+    (None, {"speed": 0.8, "slower_ms": 0.021}, DOUBTFUL),
+])  # fmt: skip
 def test_the_level_of_a_verdict(found, how, level):
     assert judged(found, **how).level == level
 
@@ -569,21 +564,19 @@ def test_a_session_knows_its_inputs_and_runs(tmp_path):
     assert session.threads == 1
 
 
-@pytest.mark.parametrize(
-    ("element", "numpy_name"),
-    [(TensorProto.DOUBLE, "float64"), (TensorProto.FLOAT16, "float16"), (TensorProto.INT8, "int8"),
-     (TensorProto.STRING, "str"), (TensorProto.BOOL, "bool")],
-)  # fmt: skip
+@pytest.mark.parametrize(("element", "numpy_name"), [
+    (TensorProto.DOUBLE, "float64"), (TensorProto.FLOAT16, "float16"), (TensorProto.INT8, "int8"),
+    (TensorProto.STRING, "str"), (TensorProto.BOOL, "bool"),
+])  # fmt: skip
 def test_element_types_have_numpys_names(element, numpy_name):
     session = OrtSession.open(one_node("Identity", dtype=element).SerializeToString(), threads=1)
     assert session.inputs[0].dtype == session.outputs[0].dtype == numpy_name
 
 
-@pytest.mark.parametrize(
-    "feed",
-    [{}, {"z": np.zeros((1, 3), np.float32)}, {"x": np.zeros((1, 3), np.int32)},
-     {"x": np.zeros((1, 4), np.float32)}, {"x": np.zeros(3, np.float32)}],
-)  # fmt: skip
+@pytest.mark.parametrize("feed", [
+    {}, {"z": np.zeros((1, 3), np.float32)}, {"x": np.zeros((1, 3), np.int32)},
+    {"x": np.zeros((1, 4), np.float32)}, {"x": np.zeros(3, np.float32)},
+])  # fmt: skip
 def test_a_wrong_feed_is_one_sentence(feed):
     session = OrtSession.open(one_node().SerializeToString(), threads=1)
     with pytest.raises(BackendError, match="could not run the model") as caught:

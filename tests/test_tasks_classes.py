@@ -179,25 +179,19 @@ def test_features_of_a_picture_are_embeddings_and_scores_of_a_thousand_are_class
     assert same_task(small) != "embeddings"
 
 
-@pytest.mark.parametrize(
-    ("vector", "unit"),
-    [
-        (np.full(16, 0.25), True), (np.full(16, 0.25 * 1.009), True),
-        (np.full(16, 0.25 * 1.011), False), (np.full(16, 0.25 * 0.991), True),
-        (np.full(16, 0.25 * 0.989), False), (np.full(4, 0.5), False), (-np.full(5, 0.2**0.5), True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("vector", "unit"), [
+    (np.full(16, 0.25), True), (np.full(16, 0.25 * 1.009), True),
+    (np.full(16, 0.25 * 1.011), False), (np.full(16, 0.25 * 0.991), True),
+    (np.full(16, 0.25 * 0.989), False), (np.full(4, 0.5), False), (-np.full(5, 0.2**0.5), True),
+])  # fmt: skip
 def test_a_vector_of_length_one_is_not_of_a_few_numbers(vector, unit):
     assert of_unit_length(vector) == unit
 
 
-@pytest.mark.parametrize(
-    ("size", "least", "most", "features"),
-    [
-        (32, 0, 2, True), (16, 0, 2, False), (72, 0, 2, False), (80, 0, 2, True),
-        (64, -0.375, 2, True), (64, -0.376, 2, False), (64, 0, 1.02, True), (64, 0, 1.01, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("size", "least", "most", "features"), [
+    (32, 0, 2, True), (16, 0, 2, False), (72, 0, 2, False), (80, 0, 2, True),
+    (64, -0.375, 2, True), (64, -0.376, 2, False), (64, 0, 1.02, True), (64, 0, 1.01, False),
+])  # fmt: skip
 def test_features_are_many_none_far_below_zero_and_some_above_one(size, least, most, features):
     rows = [np.linspace(least, high, size)[None] for high in (most, most + 1)]
     assert are_features(rows) == features
@@ -351,11 +345,10 @@ def said(small_cnn):
     return run_net(small_cnn, ROWS)[0].argmax(axis=1).tolist()
 
 
-@pytest.mark.parametrize(
-    ("outputs", "k"),
-    [("values places", 3), ("places values", 3), ("places", 3), ("values places", 1),
-     ("values places", 2), ("best", 1), ("most best", 1), ("logits values places", 3)],
-)  # fmt: skip
+@pytest.mark.parametrize(("outputs", "k"), [
+    ("values places", 3), ("places values", 3), ("places", 3), ("values places", 1),
+    ("values places", 2), ("best", 1), ("most best", 1), ("logits values places", 3),
+])  # fmt: skip
 def test_labels_of_a_model_that_ranks_its_classes(ranking, judged, said, outputs, k):
     wrong = [(label + 1) % 10 if n < 6 else label for n, label in enumerate(said)]
     _, _, found = judged(ranking(outputs, k), wrong)
@@ -520,13 +513,10 @@ def test_labels_of_both_are_counted(count, raw):
     assert figure_labels(rows, [row * np.nan for row in rows])[1].value == 0
 
 
-@pytest.mark.parametrize(
-    ("score", "count", "threshold"),
-    [
-        (0.51, 20, 0.5), (0.51, 19, 0.3), (0.49, 20, 0.3), (0.31, 5, 0.3), (0.31, 4, None),
-        (0.29, 5, 0.1), (0.11, 5, 0.1), (0.11, 4, None), (0.09, 20, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("score", "count", "threshold"), [
+    (0.51, 20, 0.5), (0.51, 19, 0.3), (0.49, 20, 0.3), (0.31, 5, 0.3), (0.31, 4, None),
+    (0.29, 5, 0.1), (0.11, 5, 0.1), (0.11, 4, None), (0.09, 20, None),
+])  # fmt: skip
 def test_the_threshold_is_the_highest_with_labels_enough(score, count, threshold):
     row = {"y": np.concatenate([np.full(count, score), np.zeros(4)])[None]}
     tally = Labels("y", count + 4, raw=False).tally()
@@ -538,17 +528,14 @@ def test_the_threshold_is_the_highest_with_labels_enough(score, count, threshold
     assert silent.result() is None
 
 
-@pytest.mark.parametrize(
-    ("counts", "labels"),
-    [
-        (((0.95, 2), (0.05, 2)), True), (((0.95, 2), (0.05, 1)), False),  # four labels
-        (((0.95, 1), (0.05, 3)), False), (((0.51, 2), (0.05, 8)), True),  # two of a sample
-        (((0.49, 2), (0.05, 8)), False), (((0.95, 2), (0.5, 2), (0.05, 5)), True),
-        (((0.95, 3), (0.5, 2), (0.05, 5)), True), (((0.95, 3), (0.5, 3), (0.05, 6)), False),
-        (((0.95, 5), (0.05, 5)), True), (((0.95, 6), (0.05, 5)), False),  # half of all are off
-        (((1.1, 2), (0.05, 8)), False), (((0.95, 1), (0.91, 1), (0.09, 8)), True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("counts", "labels"), [
+    (((0.95, 2), (0.05, 2)), True), (((0.95, 2), (0.05, 1)), False),  # four labels
+    (((0.95, 1), (0.05, 3)), False), (((0.51, 2), (0.05, 8)), True),  # two of a sample
+    (((0.49, 2), (0.05, 8)), False), (((0.95, 2), (0.5, 2), (0.05, 5)), True),
+    (((0.95, 3), (0.5, 2), (0.05, 5)), True), (((0.95, 3), (0.5, 3), (0.05, 6)), False),
+    (((0.95, 5), (0.05, 5)), True), (((0.95, 6), (0.05, 5)), False),  # half of all are off
+    (((1.1, 2), (0.05, 8)), False), (((0.95, 1), (0.91, 1), (0.09, 8)), True),
+])  # fmt: skip
 def test_labels_are_several_of_a_sample_and_seldom_in_between(counts, labels):
     row = np.concatenate([np.full(count, share) for share, count in counts])[None]
     assert (task_of([row, row[:, ::-1]]) == "labels") == labels
@@ -721,12 +708,11 @@ def films():
     return frames.astype(np.float32)
 
 
-@pytest.mark.parametrize(
-    ("make", "fed", "form", "words"),
-    [(features, pictures, "y: embeddings of 64 numbers", "nearest neighbours as FP32's"),
-     (cuts, films, "y: probabilities of steps or labels, each its own",
-      "960 of 960 probabilities on FP32's side of 0.5, 48 of 48")],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "fed", "form", "words"), [
+    (features, pictures, "y: embeddings of 64 numbers", "nearest neighbours as FP32's"),
+    (cuts, films, "y: probabilities of steps or labels, each its own",
+     "960 of 960 probabilities on FP32's side of 0.5, 48 of 48"),
+])  # fmt: skip
 def test_what_stands_out_is_not_always_a_class(make, fed, form, words, judged_build, tmp_path):
     code, out, found = judged_build(make(tmp_path / "m.onnx"), fed())
     assert code == 0 and found["reading"] == form

@@ -209,19 +209,16 @@ def between(count, low, high, flat=False):
     return {"y": np.float32(places).reshape(1, *((-1,) if flat else (count, 2)))}
 
 
-@pytest.mark.parametrize(
-    ("output", "points"),
-    [
-        (between(4, 0.2, 0.7), True), (between(3, 0.2, 0.7), False),
-        (between(600, 0.2, 0.7), True), (between(601, 0.2, 0.7), False),
-        (between(8, 0.2, 0.7, flat=True), True), (between(7, 0.2, 0.7, flat=True), False),
-        (between(50, 0.05, 0.26), True), (between(50, 0.04, 0.25), False),  # in the mean 0.15
-        (between(50, 0.74, 0.95), True), (between(50, 0.75, 0.96), False),  # and 0.85
-        (between(50, 0.48, 0.52), True), (between(50, 0.485, 0.515), False),  # 0.01 apart
-        (between(50, -0.3, 1.3), True), (between(50, -0.4, 1.4), False),  # and 0.5
-        (between(50, 0.05, 1.45), True), (between(50, 0.05, 1.6), False),  # half a side beyond
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("output", "points"), [
+    (between(4, 0.2, 0.7), True), (between(3, 0.2, 0.7), False),
+    (between(600, 0.2, 0.7), True), (between(601, 0.2, 0.7), False),
+    (between(8, 0.2, 0.7, flat=True), True), (between(7, 0.2, 0.7, flat=True), False),
+    (between(50, 0.05, 0.26), True), (between(50, 0.04, 0.25), False),  # in the mean 0.15
+    (between(50, 0.74, 0.95), True), (between(50, 0.75, 0.96), False),  # and 0.85
+    (between(50, 0.48, 0.52), True), (between(50, 0.485, 0.515), False),  # 0.01 apart
+    (between(50, -0.3, 1.3), True), (between(50, -0.4, 1.4), False),  # and 0.5
+    (between(50, 0.05, 1.45), True), (between(50, 0.05, 1.6), False),  # half a side beyond
+])  # fmt: skip
 def test_points_are_places_in_and_around_the_picture(output, points):
     assert (task_of([output] * 2, PICTURE) == "key points") == points
 
@@ -359,17 +356,14 @@ def pictures_of_turned(glare):
 
 
 @pytest.mark.parametrize("glare", [1.0, 1000.0])
-@pytest.mark.parametrize(
-    ("save", "pictures", "total", "form", "said"),
-    [
-        (saved, pictures_of_points, 64, "columns, rows: columns and rows of 4 key points",
-         "key points of FP32 within 2 pixels"),
-        (saved_posed, pictures_of_posed, 32,
-         "y: boxes by centre and 1 classes, 2 key points an anchor", "boxes of FP32 kept"),
-        (saved_turned, pictures_of_turned, 64, "scores: scores of anchors, boxes by corners",
-         "boxes of FP32 kept"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("save", "pictures", "total", "form", "said"), [
+    (saved, pictures_of_points, 64, "columns, rows: columns and rows of 4 key points",
+     "key points of FP32 within 2 pixels"),
+    (saved_posed, pictures_of_posed, 32,
+     "y: boxes by centre and 1 classes, 2 key points an anchor", "boxes of FP32 kept"),
+    (saved_turned, pictures_of_turned, 64, "scores: scores of anchors, boxes by corners",
+     "boxes of FP32 kept"),
+])  # fmt: skip
 def test_a_build_counts_what_is_kept(
     save, pictures, total, form, said, judged_build, tmp_path, glare
 ):

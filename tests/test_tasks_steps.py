@@ -31,19 +31,16 @@ def test_texts_are_decoded_and_edits_counted(raw, turned, blank):
     assert found.value == 0.5 and found.words == "2 of 4 texts as FP32's, 2 edits in 14 symbols"
 
 
-@pytest.mark.parametrize(
-    ("best", "symbols", "fed_with", "text"),
-    [
-        ([0, 1, 0, 2], 11, 0, True), ([0, 1, 0, 2], 10, 0, False), ([0, 1, 0, 1], 11, 0, True),
-        ([0, 1, 0], 11, 0, False), ([0, 0, 0, 0], 11, 0, False),
-        ([0, 1, 0, 2], 11, 3, True), ([0, 1, 0, 2], 11, 4, False),  # as of tokens
-        ([1, 0, 0, 2], 11, 0, True), ([1, 5, 5, 2], 11, 0, False),  # the blank is first or last
-        ([0, 0, *range(1, 9), 0, 0, *range(9, 17)], 30, 0, True),  # a fifth is blank
-        ([0, 0, *range(1, 9), 0, 0, *range(9, 18)], 30, 0, False),
-        ([0, *range(1, 17), 0, 0, 0, 0], 30, 0, True),  # 16 steps between two blanks
-        ([0, *range(1, 18), 0, 0, 0, 0], 30, 0, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("best", "symbols", "fed_with", "text"), [
+    ([0, 1, 0, 2], 11, 0, True), ([0, 1, 0, 2], 10, 0, False), ([0, 1, 0, 1], 11, 0, True),
+    ([0, 1, 0], 11, 0, False), ([0, 0, 0, 0], 11, 0, False),
+    ([0, 1, 0, 2], 11, 3, True), ([0, 1, 0, 2], 11, 4, False),  # as of tokens
+    ([1, 0, 0, 2], 11, 0, True), ([1, 5, 5, 2], 11, 0, False),  # the blank is first or last
+    ([0, 0, *range(1, 9), 0, 0, *range(9, 17)], 30, 0, True),  # a fifth is blank
+    ([0, 0, *range(1, 9), 0, 0, *range(9, 18)], 30, 0, False),
+    ([0, *range(1, 17), 0, 0, 0, 0], 30, 0, True),  # 16 steps between two blanks
+    ([0, *range(1, 18), 0, 0, 0, 0], 30, 0, False),
+])  # fmt: skip
 def test_a_text_is_known_by_its_steps_symbols_and_blanks(best, symbols, fed_with, text):
     outputs = {"y": softmax(framed(best, symbols))[None]}
     fed_too = {"tokens": np.zeros((1, fed_with), np.int64)} if fed_with else fed()
@@ -498,57 +495,45 @@ def of(*counts):
     return np.concatenate([np.full(count, value) for value, count in counts])
 
 
-@pytest.mark.parametrize(
-    ("values", "are"),
-    [
-        ([1, 0], True), ([0.91, 0.09], True), ([0.9, 0.05], False), ([0.95, 0.1], False),
-        ([0.95, 0.95], False), ([0.05, 0.05], False), ([1.1, 0], False), ([1, -0.1], False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("values", "are"), [
+    ([1, 0], True), ([0.91, 0.09], True), ([0.9, 0.05], False), ([0.95, 0.1], False),
+    ([0.95, 0.95], False), ([0.05, 0.05], False), ([1.1, 0], False), ([1, -0.1], False),
+])  # fmt: skip
 def test_one_value_a_sample_is_a_probability_where_both_sides_are_seen(values, are):
     assert shares.are_switches([np.array([[value]]) for value in values]) == are
     assert not shares.are_switches([np.array([[value, value]]) for value in values])
 
 
-@pytest.mark.parametrize(
-    ("values", "are"),
-    [
-        (of((0.95, 2), (0.05, 6)), True), (of((0.95, 2), (0.05, 5)), False),  # eight steps
-        (of((0.9, 30), (0.89, 24), (0.05, 46)), True),
-        (of((0.9, 30), (0.5, 25), (0.05, 45)), False),
-        (of((0.95, 10), (0.5, 9), (0.1, 81)), True), (of((0.95, 10), (0.11, 10), (0, 80)), False),
-        (of((0.95, 8)), False), (of((0.95, 7), (0.45, 1)), True),
-        (of((1.1, 2), (0.05, 6)), False), (of((0.95, 2), (-0.1, 6)), False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("values", "are"), [
+    (of((0.95, 2), (0.05, 6)), True), (of((0.95, 2), (0.05, 5)), False),  # eight steps
+    (of((0.9, 30), (0.89, 24), (0.05, 46)), True),
+    (of((0.9, 30), (0.5, 25), (0.05, 45)), False),
+    (of((0.95, 10), (0.5, 9), (0.1, 81)), True), (of((0.95, 10), (0.11, 10), (0, 80)), False),
+    (of((0.95, 8)), False), (of((0.95, 7), (0.45, 1)), True),
+    (of((1.1, 2), (0.05, 6)), False), (of((0.95, 2), (-0.1, 6)), False),
+])  # fmt: skip
 def test_values_of_steps_are_probabilities_where_few_are_between(values, are):
     assert shares.are_tracks([values.reshape(1, -1)]) == are
 
 
-@pytest.mark.parametrize(
-    ("values", "are"),
-    [
-        (of((9, 2), (-9, 6)), True), (of((9, 2), (-9, 5)), False), (of((9, 1), (-9, 7)), False),
-        (of((9, 7), (-9, 1)), False), (of((40, 2), (-9, 6)), True), (of((41, 2), (-9, 6)), False),
-        (of((9, 2), (0, 6)), False), (of((9, 2), (0, 5), (-1, 1)), True),
-        (of((3.1, 2), (6.9, 2), (-3.1, 2), (-6.9, 2)), True),  # 10 apart, each side by 1.9
-        (of((3, 2), (7, 2), (-3, 2), (-7, 2)), False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("values", "are"), [
+    (of((9, 2), (-9, 6)), True), (of((9, 2), (-9, 5)), False), (of((9, 1), (-9, 7)), False),
+    (of((9, 7), (-9, 1)), False), (of((40, 2), (-9, 6)), True), (of((41, 2), (-9, 6)), False),
+    (of((9, 2), (0, 6)), False), (of((9, 2), (0, 5), (-1, 1)), True),
+    (of((3.1, 2), (6.9, 2), (-3.1, 2), (-6.9, 2)), True),  # 10 apart, each side by 1.9
+    (of((3, 2), (7, 2), (-3, 2), (-7, 2)), False),
+])  # fmt: skip
 def test_values_of_steps_are_raw_scores_where_the_two_sides_of_0_are_apart(values, are):
     assert shares.are_raw_tracks([values.reshape(1, -1)]) == are
 
 
-@pytest.mark.parametrize(
-    ("values", "are"),
-    [
-        (of((0.9, 19), (0.1, 61)), True), (of((0.9, 20), (0.1, 60)), False),
-        (of((0.1, 80)), False), (of((0.9, 1), (0.1, 79)), True),
-        (of((0.9, 9), (0.4, 3), (0.1, 68)), True), (of((0.9, 9), (0.4, 4), (0.1, 67)), False),
-        (of((0.9, 9), (0.3, 36), (0.1, 35)), True), (of((0.9, 9), (0.1, 61)), False),
-        (of((1.1, 9), (0.1, 71)), False), (of((0.9, 9), (-0.1, 71)), False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("values", "are"), [
+    (of((0.9, 19), (0.1, 61)), True), (of((0.9, 20), (0.1, 60)), False),
+    (of((0.1, 80)), False), (of((0.9, 1), (0.1, 79)), True),
+    (of((0.9, 9), (0.4, 3), (0.1, 68)), True), (of((0.9, 9), (0.4, 4), (0.1, 67)), False),
+    (of((0.9, 9), (0.3, 36), (0.1, 35)), True), (of((0.9, 9), (0.1, 61)), False),
+    (of((1.1, 9), (0.1, 71)), False), (of((0.9, 9), (-0.1, 71)), False),
+])  # fmt: skip
 def test_decisions_are_a_few_probabilities_above_a_half_in_several_outputs(values, are):
     output = [values.reshape(1, -1, 10)]  # 8 steps, or 7
     assert shares.are_decisions([output, output]) == are
