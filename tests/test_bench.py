@@ -89,14 +89,6 @@ def test_images_are_stacked_to_a_batch_in_turn(told, a, held, shapes_run):
     assert shapes_run == [(1, 3), (8, 3)]
 
 
-def test_images_of_several_sizes_are_no_batch(refused, tmp_path):
-    (folder := tmp_path / "rows").mkdir()
-    for width in (3, 4):
-        np.save(folder / f"{width}.npy", np.zeros((1, width), np.float32))
-    model = saved(tmp_path / "a.onnx", shape=("n", "w"))
-    assert "must have one size" in refused(model, "--images", folder, "--batch", "2")
-
-
 def test_a_batch_that_the_model_does_not_take_is_refused(refused, a, tmp_path):
     fixed = saved(tmp_path / "fixed.onnx", shape=(1, 3))
     said = refused(fixed, "--batch", "1,2")
@@ -107,8 +99,12 @@ def test_a_batch_that_the_model_does_not_take_is_refused(refused, a, tmp_path):
     assert "with a batch of 2: " in refused(model, "--batch", "1,2")
 
 
-def test_a_shape_that_says_a_batch_beside_the_batches_is_refused(refused, told, tmp_path):
+def test_images_of_several_sizes_or_shapes_with_a_batch_are_no_batch(refused, told, tmp_path):
+    (folder := tmp_path / "rows").mkdir()
+    for width in (3, 4):
+        np.save(folder / f"{width}.npy", np.zeros((1, width), np.float32))
     model = saved(tmp_path / "a.onnx", shape=("n", "w"))
+    assert "must have one size" in refused(model, "--images", folder, "--batch", "2")
     assert "write 1 there" in refused(model, "--batch", "2", "--shape", "x:4x5")
     assert told(model, "--batch", "2", "--shape", "x:1x5")[0][0]["sweep"][0]["batch"] == 2
 
@@ -437,11 +433,8 @@ def test_sessions_run_in_turning_order_on_the_same_inputs():
     assert list(found) == ["a", "b"]
     assert found["a"].queries == 4 and found["a"].warmup_queries == 1
     assert len(found["a"].samples_ms) == 4
-
-
-def test_one_session_alone_is_timed_in_every_run():
-    session = Recorder("a")
-    assert measured(session, min_iterations=4).queries == 4 and len(session.log) == 1 + 4
+    alone = Recorder("a")  # is timed in every run
+    assert measured(alone, min_iterations=4).queries == 4 and len(alone.log) == 1 + 4
 
 
 @pytest.mark.parametrize(("names", "runs"), [("ab", 2), ("a", 1)])

@@ -609,8 +609,7 @@ def test_a_build_of_a_classifier_tells_the_samples_that_change(run, small_cnn, t
     assert "Samples of another class in int8" in page
 
 
-# --- Parts of outputs: rows with a unit of their own, found from the data of the float model
-# alone.
+# --- Parts of outputs: rows with a unit of their own, found from the float model's data alone.
 def corners(anchors, side=640):
     return lambda rng: rng.uniform(0, side, (1, 4, anchors))
 

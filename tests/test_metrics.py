@@ -422,22 +422,16 @@ def test_outputs_that_are_not_finite_are_unusable_and_said_first():
     assert len(found.reasons) == 3  # what is doubtful is told too
 
 
-def test_nothing_measured_is_doubtful():
-    found = verdict(accuracy=None, speed_up=None, int8=True, gates=Gates())
-    assert found.level == DOUBTFUL and found.words == "doubtful: nothing was measured of it"
-
-
-def test_a_model_that_stays_in_float_is_said_to_and_is_not_doubted_for_speed_by_chance():
-    found = judged(speed=0.94, int8=False)
-    assert found.level == FLOAT and "the float model was written" in found.words
-
-
 def test_what_is_good_is_told_only_where_nothing_is_worse():
+    found = judged(speed=0.94, int8=False)  # a speed by chance, of a model that stays in float
+    assert found.level == FLOAT and "the float model was written" in found.words
     assert judged(accuracy(part(40)), speed=2.0).reasons == (
         "40.0 dB in the worst part, y",
         "2.00 times as fast as FP32",
     )
     assert judged(accuracy(part(4)), speed=2.0).reasons == ("4.0 dB in the worst part, y",)
+    found = verdict(accuracy=None, speed_up=None, int8=True, gates=Gates())
+    assert found.level == DOUBTFUL and found.words == "doubtful: nothing was measured of it"
 
 
 @pytest.mark.parametrize(("best", "level"), [(1.59, GOOD), (0.67, DOUBTFUL)])

@@ -88,13 +88,10 @@ def test_anchors_that_do_not_fit_the_picture_are_no_boxes():
     assert same_task(changed(outputs, output0=lambda v: rng().permutation(v, axis=2))) is None
 
 
-def test_overlaps_by_hand():
+def test_overlaps_by_hand_and_suppression_by_class_and_matching_one_to_one():
     one = np.array([[0.0, 0, 2, 2], [5, 5, 5, 9]])
     other = np.array([[1.0, 0, 3, 2], [0, 0, 2, 2]])
     np.testing.assert_allclose(detections.box_ious(one, other), [[1 / 3, 1], [0, 0]])
-
-
-def test_suppression_is_by_class_and_matching_one_to_one():
     boxes = np.array([[0.0, 0, 10, 10], [0, 0, 10, 9], [0, 0, 10, 10], [20, 20, 30, 30]])
     found = Detections.of(boxes, np.array([0.9, 0.8, 0.7, 0.6]), np.array([0, 0, 1, 0]))
     kept = suppress_overlaps(found)
@@ -164,12 +161,6 @@ def test_lists_after_suppression_are_boxes_and_only_their_scores_are_compared(la
     assert [part.label for part in form.parts] == [f"out[..., {score}:{score + 1}]"]
 
 
-def test_lists_of_changing_length_have_no_parts():
-    references = [{"out": ended(n, pad=0)[: 5 + n]} for n in range(4)]
-    form, found = figure(references, references)
-    assert found.value == 1 and form.parts == ()
-
-
 @pytest.mark.parametrize(("column", "value", "task"), [
     (5, 0, "boxes"), (5, -1, None), (5, 1.5, None), (5, 70, "boxes"),  # classes are numbers
     (4, 1.0009, "boxes"), (4, 1.002, None), (4, np.nan, None),  # scores are shares,
@@ -194,6 +185,9 @@ def test_three_outputs_of_boxes_scores_and_classes():
     form, found = figure([outputs(n) for n in range(4)], [outputs(n) for n in range(4)])
     assert found.task == "boxes" and found.value == 1
     assert [part.label for part in form.parts] == ["scores"]
+    changing = [{"out": ended(n, pad=0)[: 5 + n]} for n in range(4)]  # lists of no fixed length
+    form, found = figure(changing, changing)
+    assert found.value == 1 and form.parts == ()
 
 
 @pytest.mark.parametrize("batch", [True, False])

@@ -224,6 +224,8 @@ def test_sure_classes_are_no_vectors_of_length_one():
     assert same_task(sure) == "classes"
     linear = [{"y": one + made.normal(0, 0.01, (1, 64))} for one in own]
     assert same_task(linear) == "classes"  # trained to be one at its own class, and zero elsewhere
+    value = softmax(made.standard_normal((forms.GRID.count(forms.SIZE), 9)) * 4)
+    assert same_task([{"y": value[None]}] * 4) == "steps"  # and no raw boxes
 
 
 def anything(made):
@@ -288,11 +290,6 @@ def test_no_outputs_make_it_fail(seed):
             tally.add(fed((64, 64)), one, other)
         found = tally.result()
         assert found is None or 0 <= found.value <= 1 or found.task == "embeddings"
-
-
-def test_shares_are_classes_of_steps_and_no_raw_boxes():
-    value = softmax(rng().standard_normal((forms.GRID.count(forms.SIZE), 9)) * 4)
-    assert same_task([{"y": value[None]}] * 4) == "steps"
 
 
 # --- Models that rank their classes themselves, by TopK or ArgMax, judged by labels and without.

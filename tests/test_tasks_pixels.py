@@ -235,8 +235,7 @@ def test_most_heat_maps_have_their_peak(lower, heat):
     assert tally.result().count == f"{4 - lower} of {2 * (4 - lower)}"
 
 
-# --- Models that give their input back but for a small change: what is left of it, by the
-# command.
+# --- Models that give their input back but for a small change, through the command.
 
 
 # Two Convs change a picture, and a third one leaves it as it is.

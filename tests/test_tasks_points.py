@@ -113,8 +113,7 @@ def pictures_of_points(glare):
     return pictures
 
 
-# --- Key points as numbers, in pixels and in shares of the picture, as several families tell
-# them.
+# --- Key points as numbers, in pixels and in shares of the picture.
 SIDE, MESH = 64, 24
 PICTURE = (SIDE, SIDE)
 

@@ -58,9 +58,6 @@ def test_slots_of_a_number_plate_keep_their_repeats():
     assert form.task.form == "y: text of 36 symbols, blank 36, one a slot" and same.value == 1
     fewer = [plate(1, 5, 5, 30), *references[1:]]  # one 1 of two is lost
     assert figure(references, fewer)[1].words == "3 of 4 texts as FP32's, 1 edits in 17 symbols"
-
-
-def test_edit_distance_by_hand():
     assert edit_distance([1, 2, 3], []) == 3
     assert edit_distance([1, 2, 3, 4], [2, 3, 5, 4]) == 2
 
@@ -290,8 +287,7 @@ def test_pictures_and_spectra_are_no_steps():
     assert same_task([{"y": picture}] * 4, [fed((64, 64))] * 4) is None
 
 
-# --- Sequence models through the command: a class for each step decides, where dB alone did
-# before.
+# --- Sequence models through the command, where a class for each step decides.
 STEPS, FEATURES, CLASSES = 50, 8, 6
 
 
@@ -630,8 +626,7 @@ def test_pictures_and_what_is_fed_alone_are_no_states():
     assert found == {"hn": "h", "cn": "c"}
 
 
-# --- Outputs that say again what another says: a class beside scores, scores beside their
-# Softmax.
+# --- Outputs that repeat another: a class beside scores, scores beside their Softmax.
 INPUTS, KINDS, LONG = 12, 4, 30
 
 

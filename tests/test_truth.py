@@ -103,9 +103,8 @@ def test_a_metric_of_ones_own_decides(accuracy, small_cnn, pictures, score, tmp_
         int(session.run({"x": preprocess_image(cv2.imread(str(p)), how)})["logits"].argmax())
         for p in sorted(pictures.iterdir())
     ]
-    labels.write_text(
-        "".join(f"{one}\n" for one in [*best[:15], *((b + 1) % 10 for b in best[15:])])
-    )
+    wrong = [(one + 1) % 10 for one in best[15:]]
+    labels.write_text("".join(f"{one}\n" for one in [*best[:15], *wrong]))
     words = (*SMALL, "--eval-images", pictures, "--labels", labels)
     found, out = accuracy(small_cnn, *words, "--metric", f"{score}:score")
     task = found["task"]
