@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tests.torch_shapes import with_statistics
+
 
 class Block(nn.Module):
     """Two 3x3 convolutions around a shortcut."""
@@ -42,10 +44,8 @@ class ResNet18(nn.Module):
         sizes = [width, width, 2 * width, 4 * width, 8 * width]
         for i in range(4):
             stride = 1 if i == 0 else 2
-            first = Block(sizes[i], sizes[i + 1], stride)
-            setattr(
-                self, f"layer{i + 1}", nn.Sequential(first, Block(sizes[i + 1], sizes[i + 1], 1))
-            )
+            blocks = Block(sizes[i], sizes[i + 1], stride), Block(sizes[i + 1], sizes[i + 1], 1)
+            setattr(self, f"layer{i + 1}", nn.Sequential(*blocks))
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(8 * width, classes)
 
@@ -55,25 +55,12 @@ class ResNet18(nn.Module):
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
-def _with_statistics(model: nn.Module) -> nn.Module:
-    """Give every norm statistics of its own, so that folding it changes the weights."""
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.running_mean.uniform_(-0.2, 0.2)
-                module.running_var.uniform_(0.5, 1.5)
-                module.weight.uniform_(0.5, 1.0)
-                module.bias.uniform_(-0.1, 0.1)
-    return model.eval()
-
-
-def make() -> nn.Module:
+def make(**size) -> nn.Module:
     """The full model, 11,689,512 parameters."""
     torch.manual_seed(0)
-    return _with_statistics(ResNet18())
+    return with_statistics(ResNet18(**size))
 
 
 def small() -> nn.Module:
     """The same graph, an eighth as wide, for quick tests."""
-    torch.manual_seed(0)
-    return _with_statistics(ResNet18(width=8, classes=10))
+    return make(width=8, classes=10)

@@ -22,7 +22,7 @@ from deploy.fx.export import compare_with_torch, to_onnx
 from deploy.fx.fuse import fold_batch_norms, fuse
 from deploy.fx.norms import is_norm, propagate_shapes, replace_op, replace_pattern
 from deploy.fx.profile import count_flops, format_graph, graph_source, max_difference, profile_graph
-from deploy.fx.source import load_factory, load_module, user_code_line
+from deploy.fx.source import load_module, user_code_line
 from deploy.fx.trace import (
     failing_line,
     find_function,
@@ -31,16 +31,17 @@ from deploy.fx.trace import (
     submodule,
     trace,
 )
+from tests import torch_shapes
+from tests.torch_placed import real_model
+from tests.torch_shapes import BatchNormAct2d, module, with_statistics
 
 torch.set_num_threads(1)
 
-SHAPES = Path(__file__).parent / "torch_shapes.py"
+HERE = Path(__file__).parent
 
-make, Detector, BatchNormAct2d = (
-    load_factory(f"{SHAPES}:{name}") for name in ("make", "Detector", "BatchNormAct2d")
-)
+NAMES = ["detector", "norms", "attention", "convnext", "ssd"]
 
-NAMES = ["detector", "all_norms", "attention", "convnext", "ssd"]
+RESNET = f"{HERE / 'resnet18.py'}:small"
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +55,9 @@ def example():
     return torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("name", ["detector", "norms", "attention", "convnext", "ssd"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_captured_model_is_the_model_at_any_batch(name, example):
-    model = make(name)
+    model = getattr(torch_shapes, name)()
     captured = capture(model, [example])
     names = dict(model.named_parameters())
     assert set(dict(captured.named_parameters())) == set(names)
@@ -67,18 +68,24 @@ def test_a_captured_model_is_the_model_at_any_batch(name, example):
 
 
 def test_layers_are_nodes_of_their_own_name_and_counted(example):
-    captured = capture(make("detector"), [example])
+    captured = capture(torch_shapes.detector(), [example])
     rows = format_graph(captured)
     assert " blocks.0.cv1.conv " in rows and " torch.chunk " in rows and " stem.act " in rows
     assert "torch.ops.aten.conv" not in rows
     layers = [n.target for n in captured.graph.nodes if n.op == "call_module"]
-    assert len(layers) == len(set(layers)) == 3 * 15 + 1 + 2
+    assert len(layers) == len(set(layers)) == 3 * 15 + 2 + 2
     traced = graph_of(nn.Conv2d(3, 4, 1), None)
     again = graph_of(traced, [example])
     assert again is not traced and format_graph(again) == format_graph(traced)
-    x = torch.randn(1, 3, 4, 4)
-    assert sum(count_flops(capture(Placed(), [x]), [x]).values()) == 2 * 3 * 4 * 16
-    captured = capture(Detector().train(), [torch.randn(1, 3, 32, 32)])
+
+    def placed(self, x):
+        """EdgeNeXt's: what forward makes is moved to where the input is, with a dtype beside."""
+        mask = torch.zeros(x.shape[0], 4, 4).to(x.device, torch.bool)
+        return self.conv(x) * (~mask).cumsum(1, dtype=torch.float32).unsqueeze(1)
+
+    x, model = torch.randn(1, 3, 4, 4), module(placed, conv=nn.Conv2d(3, 4, 1))
+    assert sum(count_flops(capture(model, [x]), [x]).values()) == 2 * 3 * 4 * 16
+    captured = capture(torch_shapes.detector().train(), [torch.randn(1, 3, 32, 32)])
     assert len(captured(torch.randn(2, 3, 32, 32))) == 2  # boxes and scores, and the raw maps
 
 
@@ -96,57 +103,43 @@ def test_what_train_mode_changes_still_changes():
 
 
 def test_inputs_and_outputs_in_containers_and_one_tensor_for_two_inputs():
-    class Both(nn.Module):
-        def forward(self, pair, named, *more):
-            total = sum(named.values()) + sum(more)
-            return {
-                "sum": pair[0] + pair[1] * total,
-                "rows": [row * 2 for row in pair[0].unbind(1)],
-            }
+    def both(self, pair, named, *more):
+        total = sum(named.values()) + sum(more)
+        return {
+            "sum": pair[0] + pair[1] * total,
+            "rows": [row * 2 for row in pair[0].unbind(1)],
+        }
 
-    inputs = [(torch.rand(1, 2), torch.rand(1, 2)), {"k": torch.rand(1, 2)}, torch.ones(1, 2)]
-    captured = capture(Both(), inputs)
-    assert [n.name for n in captured.graph.nodes if n.op == "placeholder"] == [
-        "pair",
-        "named",
-        "more_0",
-    ]
-    wide = [(torch.rand(5, 2), torch.rand(5, 2)), {"k": torch.rand(5, 2)}, torch.ones(5, 2)]
-    found, wanted = captured(*wide), Both()(*wide)
+    def inputs(n):
+        return [(torch.rand(n, 2), torch.rand(n, 2)), {"k": torch.rand(n, 2)}, torch.ones(n, 2)]
+
+    model = module(both)
+    captured = capture(model, inputs(1))
+    fed = [n.name for n in captured.graph.nodes if n.op == "placeholder"]
+    assert fed == ["pair", "named", "more_0"]
+    wide = inputs(5)
+    found, wanted = captured(*wide), model(*wide)
     assert torch.equal(found["sum"], wanted["sum"]) and len(found["rows"]) == 2
-
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 2), nn.Linear(3, 2)
-
-        def forward(self, x, y):
-            return self.a(x) + self.b(y)
-
-    model, x = Two().eval(), torch.randn(4, 3)
+    parts = {"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)}
+    model, x = module(lambda self, x, y: self.a(x) + self.b(y), **parts), torch.randn(4, 3)
     assert torch.allclose(capture(model, [x, x])(x, 5 * x), model(x, 5 * x))
     exported = to_onnx(model, [x, x])
     assert compare_with_torch(exported, model, [(x, 5 * x)]).max_difference < 1e-5
 
 
 def test_models_of_a_fixed_batch_and_changes_in_place_are_captured():
-    class One(nn.Module):
-        def forward(self, x):
-            return x.view(1, -1) * 2
-
     x = torch.rand(1, 6)
-    assert torch.equal(capture(One(), [x])(x), x * 2)
+    assert torch.equal(capture(module(lambda self, x: x.view(1, -1) * 2), [x])(x), x * 2)
 
-    class Marks(nn.Module):
-        def forward(self, x):
-            with torch.no_grad():
-                mask = torch.zeros(4)
-                mask[1:3] = 2.0
-            x = x + mask
-            x[:, 0] += 1
-            return x
+    def marks(self, x):
+        with torch.no_grad():
+            mask = torch.zeros(4)
+            mask[1:3] = 2.0
+        x = x + mask
+        x[:, 0] += 1
+        return x
 
-    captured = capture(Marks(), [torch.rand(1, 4)])
+    captured = capture(module(marks), [torch.rand(1, 4)])
     assert captured(torch.zeros(2, 4)).tolist() == [[1, 2, 2, 0]] * 2
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval()
     model[0].register_forward_hook(lambda module, inputs, output: output * 2)
@@ -163,24 +156,18 @@ class DataDependent(nn.Module):
         return -x
 
 
-class Holder(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.first, self.nt = nn.Conv2d(3, 4, 1), inner
-
-    def forward(self, x):
-        return self.nt(self.first(x))
+def holder(inner):
+    return module(lambda self, x: self.nt(self.first(x)), first=nn.Conv2d(3, 4, 1), nt=inner)
 
 
-@pytest.mark.parametrize(
-    ("model", "leaf"), [(DataDependent(), False), (Holder(DataDependent()), True)]
-)
-def test_what_cannot_be_captured_names_the_line_and_no_leaf_of_the_root(model, leaf):
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_cannot_be_captured_names_the_line_and_no_leaf_of_the_root(whole):
+    model = DataDependent() if whole else holder(DataDependent())
     with pytest.raises(ModelError) as caught:
         graph_of(model, [torch.rand(1, 3, 4, 4)])
     said = str(caught.value)
     assert "test_torch_graph.py" in said and "if x.sum() > 0:" in said and "torch.where" in said
-    assert ("--leaf nt" in said) is leaf and "--leaf Holder" not in said
+    assert ("--leaf nt" in said) is not whole and "--leaf Net" not in said
 
 
 def test_a_line_of_a_library_is_named_and_none_of_the_standard_library():
@@ -214,21 +201,8 @@ def test_build_names_the_line_of_a_library_too(refusal, tmp_path, monkeypatch):
         assert "boxes_of_a_zoo.py:4: return x" in err
 
 
-class Placed(nn.Module):
-    """EdgeNeXt's: what forward makes is moved to where the input is, with a dtype beside."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 1)
-
-    def forward(self, x):
-        mask = torch.zeros(x.shape[0], 4, 4).to(x.device, torch.bool)
-        steps = (~mask).cumsum(1, dtype=torch.float32).unsqueeze(1)
-        return self.conv(x) * steps
-
-
 def test_every_spelling_of_a_norm_is_folded(example):
-    model = make("norms")
+    model = torch_shapes.norms()
     folded, report = fold_batch_norms(model, [example])
     assert report.counts() == {
         "Conv+BN": 9, "Branches": 3, "BN+Conv": 1, "ConvTranspose+BN": 1, "Linear+BN": 1,
@@ -253,20 +227,14 @@ def test_norms_fold_where_they_are_plain_and_in_eval_mode():
 
 
 def test_constants_that_change_what_is_read_again_are_left_alone():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 1)
-            self.register_buffer("by", torch.rand(4, 1, 1))
-
-        def forward(self, x):
-            x = self.conv(x)
-            y = x
-            y *= self.by
-            return (y + self.by) * x
+    def twice(self, x):
+        x = self.conv(x)
+        y = x
+        y *= self.by
+        return (y + self.by) * x
 
     x = torch.randn(1, 3, 4, 4)
-    model = Twice().eval()
+    model = module(twice, conv=nn.Conv2d(3, 4, 1), by=nn.Buffer(torch.rand(4, 1, 1)))
     folded, report = fold_batch_norms(model, [x])
     assert report.fused == [] and max_difference(folded(x), model(x)) < 1e-6
 
@@ -280,17 +248,12 @@ def test_constants_that_change_what_is_read_again_are_left_alone():
     ],
 )
 def test_branches_that_do_not_fit_are_left_alone(second):
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Conv2d(4, 4, 3, padding=1), second
-
-        def forward(self, x):
-            wide, narrow = self.first(x), self.second(x)
-            return wide[..., : narrow.shape[-2], : narrow.shape[-1]] + narrow
+    def two(self, x):
+        wide, narrow = self.first(x), self.second(x)
+        return wide[..., : narrow.shape[-2], : narrow.shape[-1]] + narrow
 
     x = torch.randn(1, 4, 8, 8)
-    model = Two().eval()
+    model = module(two, first=nn.Conv2d(4, 4, 3, padding=1), second=second)
     folded, report = fold_batch_norms(model, [x])
     assert "Branches" not in report.counts() and max_difference(folded(x), model(x)) < 1e-6
 
@@ -298,11 +261,10 @@ def test_branches_that_do_not_fit_are_left_alone(second):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_fuse_and_profile_go_through_every_shape(run, name):
-    spec = f"{SHAPES}:{name}"
-    said = run("fuse", spec, "--input", "1x3x32x32", "--bench")[1]
+    given = f"{HERE / 'torch_shapes.py'}:{name}", "--input", "1x3x32x32"
+    said = run.ok("fuse", *given, "--bench")
     assert "BatchNorm left: 0" in said and "largest difference of the outputs" in said
-    said = run("profile", spec, "--input", "1x3x32x32", "--runs", "1", "--warm-up", "0")[1]
-    *_, total, counted = said.splitlines()
+    *_, total, counted = run.ok("profile", *given, "--runs", 1, "--warm-up", 0).splitlines()
     assert total.startswith("total") and "norms, activations and other" in counted
 
 
@@ -322,36 +284,6 @@ def test_a_norm_that_stays_is_counted_and_named(run, tmp_path):
     assert "BatchNorm left in float: 1: 1 (no Conv or Linear before it" in said
 
 
-HERE = Path(__file__).parent
-
-
-class ThreeAdds(nn.Module):
-    def forward(self, x, y):
-        return x + y, torch.add(x, y), x.add(y)
-
-
-class Constants(nn.Module):
-    def forward(self, x):
-        return x * torch.ones(3) + torch.full((3,), 2.0)
-
-
-class TopK(nn.Module):
-    def forward(self, x):
-        return torch.topk(x, 3)[0] + torch.relu(x)[:, :3]
-
-
-class ViewStar(nn.Module):
-    def forward(self, x):
-        shape = x.size()[:1] + (-1,)  # noqa: RUF005  (unpacking would iterate a proxy)
-        return x.view(*shape)
-
-
-class ViewWhole(nn.Module):
-    def forward(self, x):
-        shape = x.size()[:1] + (-1,)  # noqa: RUF005  (unpacking would iterate a proxy)
-        return x.view(shape)
-
-
 SIX_OPCODES = """\
 opcode         name     target            args          kwargs
 -------------  -------  ----------------  ------------  ----------
@@ -367,76 +299,70 @@ output         output   output            (%getitem,)   {}
 
 
 def test_a_traced_model_is_the_model_and_prints_its_code(run, command):
-    model = load_module(f"{HERE / 'resnet18.py'}:small")
+    model = load_module(RESNET)
     traced = trace(model)
     x = torch.randn(2, 3, 64, 64)
     assert torch.equal(traced(x), model(x))
     assert 'getattr(self.layer4, "1").conv2(' in graph_source(traced)
     assert graph_source(traced).startswith("def forward(self, x):\n")
-    spec = f"{HERE / 'resnet18.py'}:small"
-    shown = run("trace", spec, "--input", "1x3x64x64")[1]
+    shown = run.ok("trace", RESNET, "--input", "1x3x64x64")
     assert "call_module    layer1_0_conv1         layer1.0.conv1" in shown
     assert "(1, 64, 2, 2)" in shown
-    replaced = command("trace", spec, "--code", "--leaf", "Block")
+    replaced = command("trace", RESNET, "--code", "--leaf", "Block")
     assert 'getattr(self.layer1, "0")' in replaced
 
 
 def test_the_table_shows_six_opcodes_and_no_address():
-    class Six(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(3))
-            self.linear = nn.Linear(3, 3)
-
-        def forward(self, x):
-            return torch.topk(self.linear(x + self.scale).clamp(min=0.0), 2)[0]
-
-    assert format_graph(trace(Six())) == SIX_OPCODES
+    six = module(
+        lambda self, x: torch.topk(self.linear(x + self.scale).clamp(min=0.0), 2)[0],
+        scale=nn.Parameter(torch.ones(3)), linear=nn.Linear(3, 3),
+    )  # fmt: skip
+    assert format_graph(trace(six)) == SIX_OPCODES
 
 
 def test_constants_are_kept_and_shapes_known_along_the_graph():
-    traced = trace(Constants())
+    traced = trace(module(lambda self, x: x * torch.ones(3) + torch.full((3,), 2.0)))
     kept = [node.target for node in traced.graph.nodes if node.op == "get_attr"]
     assert kept == ["_tensor_constant0", "_tensor_constant1"]
     assert traced(torch.ones(3)).tolist() == [3.0, 3.0, 3.0]
-    shapes = propagate_shapes(trace(Holder(nn.Flatten())), torch.randn(2, 3, 5, 5))
+    shapes = propagate_shapes(trace(holder(nn.Flatten())), torch.randn(2, 3, 5, 5))
     assert shapes == {"x": (2, 3, 5, 5), "first": (2, 4, 5, 5), "nt": (2, 100), "output": (2, 100)}
 
 
 def test_every_spelling_of_add_is_replaced():
-    traced = trace(ThreeAdds())
+    traced = trace(module(lambda self, x, y: (x + y, torch.add(x, y), x.add(y))))
     assert replace_op(traced, "add", torch.mul) == 3
     assert [t.item() for t in traced(torch.tensor(2), torch.tensor(5))] == [10, 10, 10]
     assert graph_source(traced).count("torch.mul") == 3
 
-    class Pairs(nn.Module):
-        def forward(self, x, y):
-            return torch.relu(x + y) - torch.relu(torch.add(x, y)) + torch.relu(x.add(y))
+    def pairs(self, x, y):
+        return torch.relu(x + y) - torch.relu(torch.add(x, y)) + torch.relu(x.add(y))
 
-    traced = trace(Pairs())
+    traced = trace(module(pairs))
     count = replace_pattern(traced, lambda a, b: torch.relu(a + b), lambda a, b: torch.mul(a, b))
     assert count == 3
     assert traced(torch.tensor(3.0), torch.tensor(4.0)).item() == 12.0
     with pytest.raises(ConfigError, match="nowhere"):
         replace_pattern(traced, lambda a: torch.sigmoid(a), lambda a: a)
 
-    class Alpha(nn.Module):
-        def forward(self, x):
-            return torch.add(x, x, alpha=2)
 
-    class InPlace(nn.Module):
-        def forward(self, x):
-            y = x * 2
-            return y.add_(1) + y
+def in_place(self, x):
+    y = x * 2
+    return y.add_(1) + y
 
-    with pytest.raises(ModelError, match="alpha"):
-        replace_op(trace(Alpha()), "add", torch.mul)
-    with pytest.raises(ModelError, match="used elsewhere"):
-        replace_op(trace(InPlace()), "add", torch.mul)
-    with pytest.raises(ConfigError, match="has no mul"):
-        replace_op(trace(Alpha()), "mul", torch.add)
-    with pytest.raises(ConfigError, match="an operation is one of"):
-        replace_op(trace(Alpha()), "conv", torch.add)
+
+@pytest.mark.parametrize(
+    ("forward", "op", "said"),
+    [
+        (lambda self, x: torch.add(x, x, alpha=2), "add", "alpha"),
+        (in_place, "add", "used elsewhere"),
+        (lambda self, x: torch.add(x, x), "mul", "has no mul"),
+        (lambda self, x: torch.add(x, x), "conv", "an operation is one of"),
+    ],
+)
+def test_an_operation_that_cannot_be_replaced_is_named(forward, op, said):
+    with pytest.raises((ModelError, ConfigError), match=said):
+        replace_op(trace(module(forward)), op, torch.mul)
 
 
 def test_global_wrap_reaches_another_package_and_is_undone(tmp_path, monkeypatch):
@@ -446,21 +372,14 @@ def test_global_wrap_reaches_another_package_and_is_undone(tmp_path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     import elsewhere
 
-    class Uses(nn.Module):
-        def forward(self, x):
-            return elsewhere.scaled(x)
-
-    before = (builtins.len, elsewhere.sqrt, math.sqrt)
+    model, before = module(lambda self, x: elsewhere.scaled(x)), (len, elsewhere.sqrt, math.sqrt)
     with pytest.raises(ModelError, match="--wrap len"):
-        trace(Uses())
-    traced = trace(Uses(), wrap=[len, math.sqrt])
-    assert [n.target for n in traced.graph.nodes if n.op == "call_function"] == [
-        len,
-        math.sqrt,
-        operator.truediv,
-    ]
+        trace(model)
+    traced = trace(model, wrap=[len, math.sqrt])
+    called = [n.target for n in traced.graph.nodes if n.op == "call_function"]
+    assert called == [len, math.sqrt, operator.truediv]
     x = torch.randn(4)
-    assert torch.equal(traced(x), Uses()(x))
+    assert torch.equal(traced(x), model(x))
     assert (builtins.len, elsewhere.sqrt, math.sqrt) == before
     del sys.modules["elsewhere"]
 
@@ -488,7 +407,7 @@ def test_wrapped_functions_must_exist_and_come_back(tmp_path):
 
 def test_what_cannot_be_traced_is_said_with_line_and_remedies():
     with pytest.raises(ModelError) as caught:
-        trace(Holder(DataDependent()))
+        trace(holder(DataDependent()))
     said = str(caught.value)
     lines = Path(__file__).read_text().splitlines()
     line = 1 + next(i for i, text in enumerate(lines) if "if x.sum() > 0" in text)
@@ -496,14 +415,14 @@ def test_what_cannot_be_traced_is_said_with_line_and_remedies():
     assert f"{Path(__file__).name}:{line}: if x.sum() > 0:" in said
     assert "--leaf nt" in said and "--only" in said and "torch.where" in said
     with pytest.raises(ModelError, match=r"view\(shape\) not view\(\*shape\)"):
-        trace(ViewStar())
-    x = torch.randn(2, 3, 4)
-    assert torch.equal(trace(ViewWhole())(x), x.view(2, -1))
+        trace(module(lambda self, x: x.view(*(x.size()[:1] + (-1,)))))  # noqa: RUF005
+    whole, x = module(lambda self, x: x.view(x.size()[:1] + (-1,))), torch.randn(2, 3, 4)  # noqa: RUF005
+    assert torch.equal(trace(whole)(x), x.view(2, -1))
 
 
 @pytest.mark.parametrize("leaf", ["nt", "DataDependent", DataDependent])
 def test_a_leaf_is_kept_whole_by_name_or_class(leaf):
-    model = Holder(DataDependent())
+    model = holder(DataDependent())
     traced = trace(model, leaves=[leaf])
     assert [n.target for n in traced.graph.nodes if n.op == "call_module"] == ["first", "nt"]
     for x in torch.randn(4, 1, 3, 2, 2):
@@ -511,15 +430,10 @@ def test_a_leaf_is_kept_whole_by_name_or_class(leaf):
 
 
 def test_only_a_submodule_is_traced_and_leaves_must_exist():
-    class Wrapper(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.backbone = Holder(nn.ReLU())
+    def wrapper(self, x):
+        return self.backbone(x) if x.sum() > 0 else self.backbone(-x)
 
-        def forward(self, x):
-            return self.backbone(x) if x.sum() > 0 else self.backbone(-x)
-
-    model = Wrapper()
+    model = module(wrapper, backbone=holder(nn.ReLU()))
     part = copy.deepcopy(model)
     replace_submodule(part, "backbone", trace(submodule(part, "backbone")))
     assert isinstance(part.backbone, fx.GraphModule)
@@ -529,7 +443,7 @@ def test_only_a_submodule_is_traced_and_leaves_must_exist():
     with pytest.raises(ConfigError, match="its children: backbone"):
         submodule(model, "head")
     with pytest.raises(ConfigError, match="nowhere"):
-        trace(Holder(DataDependent()), leaves=["nowhere"])
+        trace(holder(DataDependent()), leaves=["nowhere"])
 
 
 @pytest.mark.parametrize(
@@ -580,41 +494,22 @@ def test_weights_are_loaded_without_running_code(tmp_path):
     assert not (tmp_path / "was run").exists()
 
 
-BENCHMARKS = HERE.parent / "benchmarks"
-
-
-def with_statistics(model):
-    with torch.no_grad():
-        for module in model.modules():
-            if hasattr(module, "running_var"):
-                module.running_mean.uniform_(-1, 1)
-                module.running_var.uniform_(0.5, 2)
-                module.weight.uniform_(0.5, 2)
-                module.bias.uniform_(-1, 1)
-    return model.eval()
-
-
-PATTERNS = {
-    "Conv+BN": (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), (2, 3, 8, 8)),
-    "Conv+BN+ReLU": (
-        nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()),
-        (2, 3, 8, 8),
-    ),
-    "Conv+ReLU": (nn.Sequential(nn.Conv1d(3, 4, 3), nn.ReLU()), (2, 3, 8)),
-    "Linear+ReLU": (nn.Sequential(nn.Linear(3, 4), nn.ReLU()), (2, 3)),
-    "BN+ReLU": (nn.Sequential(nn.BatchNorm3d(3), nn.ReLU()), (2, 3, 4, 4, 4)),
-    "Linear+BN": (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), (2, 3)),
-    "ConvTranspose+BN": (
-        nn.Sequential(nn.ConvTranspose2d(4, 6, 3, 2, groups=2), nn.BatchNorm2d(6)),
-        (2, 4, 5, 5),
-    ),
-}
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_each_pattern_fuses_to_one_module_with_the_same_output(pattern):
-    model, shape = PATTERNS[pattern]
-    with_statistics(model)
+@pytest.mark.parametrize(
+    ("pattern", "shape", "layers"),
+    [
+        ("Conv+BN", (2, 3, 8, 8), [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)]),
+        ("Conv+BN+ReLU", (2, 3, 8, 8),
+         [nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()]),
+        ("Conv+ReLU", (2, 3, 8), [nn.Conv1d(3, 4, 3), nn.ReLU()]),
+        ("Linear+ReLU", (2, 3), [nn.Linear(3, 4), nn.ReLU()]),
+        ("BN+ReLU", (2, 3, 4, 4, 4), [nn.BatchNorm3d(3), nn.ReLU()]),
+        ("Linear+BN", (2, 3), [nn.Linear(3, 4), nn.BatchNorm1d(4)]),
+        ("ConvTranspose+BN", (2, 4, 5, 5),
+         [nn.ConvTranspose2d(4, 6, 3, 2, groups=2), nn.BatchNorm2d(6)]),
+    ],
+)  # fmt: skip
+def test_each_pattern_fuses_to_one_module_with_the_same_output(pattern, shape, layers):
+    model = with_statistics(nn.Sequential(*layers))
     fused, report = fuse(model)
     assert report.counts() == {pattern: 1}
     assert sum(node.op == "call_module" for node in fused.graph.nodes) == 1
@@ -634,24 +529,18 @@ def test_resnet18_loses_its_20_norms_and_keeps_its_output():
 
 
 def test_what_cannot_be_folded_is_left_alone_with_its_reason():
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.two_users = nn.Conv2d(3, 3, 1)
-            self.bn1 = nn.BatchNorm2d(3)
-            self.twice = nn.Conv2d(3, 3, 1)
-            self.bn2 = nn.BatchNorm2d(3)
-            self.bn3 = nn.BatchNorm2d(3)
-            self.plain = nn.Conv2d(3, 3, 3, padding=1)
-            self.no_statistics = nn.BatchNorm2d(3, track_running_stats=False)
+    def odd(self, x):
+        x = self.two_users(x)
+        y = self.bn1(x) + x
+        y = self.bn3(self.twice(self.bn2(self.twice(y))))
+        return self.no_statistics(self.plain(y))
 
-        def forward(self, x):
-            x = self.two_users(x)
-            y = self.bn1(x) + x
-            y = self.bn3(self.twice(self.bn2(self.twice(y))))
-            return self.no_statistics(self.plain(y))
-
-    model = Odd().eval()
+    norms = {name: nn.BatchNorm2d(3) for name in ("bn1", "bn2", "bn3")}
+    model = module(
+        odd, two_users=nn.Conv2d(3, 3, 1), twice=nn.Conv2d(3, 3, 1), **norms,
+        plain=nn.Conv2d(3, 3, 3, padding=1),
+        no_statistics=nn.BatchNorm2d(3, track_running_stats=False),
+    )  # fmt: skip
     folded, report = fold_batch_norms(model)
     assert report.fused == []
     assert dict(report.skipped) == {
@@ -670,17 +559,11 @@ def test_functional_convolutions_fold_too():
             x = nn.functional.pad(x, (1, 1, 1, 1))
             return nn.functional.conv2d(x, self.weight, self.bias, self.stride)
 
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = Padded(3, 4, 3, stride=2)
-            self.bn = nn.BatchNorm2d(4)
-            self.head = nn.Parameter(torch.randn(5, 4))
+    def own(self, x):
+        return nn.functional.linear(self.bn(self.conv(x)).mean((2, 3)), self.head)
 
-        def forward(self, x):
-            return nn.functional.linear(self.bn(self.conv(x)).mean((2, 3)), self.head)
-
-    model = with_statistics(Own())
+    parts = {"conv": Padded(3, 4, 3, stride=2), "bn": nn.BatchNorm2d(4)}
+    model = with_statistics(module(own, **parts, head=nn.Parameter(torch.randn(5, 4))))
     model.conv.__class__.__module__ = "own"  # as a user's class, which is traced into
     folded, report = fold_batch_norms(model)
     assert report.counts() == {"Conv+BN": 1}
@@ -707,32 +590,15 @@ def test_profile_counts_resnet18_exactly_and_times_nearly_all_of_it():
 
 @pytest.mark.slow
 def test_fuse_and_profile_of_resnet18(run, command, refusal):
-    spec = f"{HERE / 'resnet18.py'}:small"
     shape = ("--input", "1x3x64x64")
-    shown = command("fuse", spec, "--bench", *shape)
+    shown = command("fuse", RESNET, "--bench", *shape)
     assert "Conv+BN+ReLU: 9 fused" in shown and "Conv+BN: 11 fused" in shown
     assert "x; largest difference of the outputs" in shown
-    code, shown, _ = run("profile", spec, *shape, "--runs", "1", "--warm-up", "0")
-    assert code == 0 and shown.splitlines()[-2].startswith("total")
+    shown = run.ok("profile", RESNET, *shape, "--runs", 1, "--warm-up", 0)
+    assert shown.splitlines()[-2].startswith("total")
     for words in (["profile"], ["fuse", "--bench"], ["trace"]):
-        assert "must run" in refusal(*words, spec, "--input", "1x4x64x64"), words
-    assert "needs its --input shape" in refusal("fuse", spec, "--bench")
-
-
-def real_model(name):
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        from fetch_models import FetchError
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    try:
-        return load_module(f"{BENCHMARKS / name}")
-    except ModelError as error:
-        if "FetchError" in str(error):
-            pytest.skip(f"the model cannot be fetched: {error}")
-        raise
-    except FetchError as error:
-        pytest.skip(str(error))
+        assert "must run" in refusal(*words, RESNET, "--input", "1x4x64x64"), words
+    assert "needs its --input shape" in refusal("fuse", RESNET, "--bench")
 
 
 def test_efficientnet_lite0_folds_its_49_norms():

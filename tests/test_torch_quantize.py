@@ -29,7 +29,7 @@ from deploy.fx.source import load_module
 from deploy.graph.placement import ASCEND, ONNXRUNTIME, TENSORRT
 from deploy.targets import TARGETS, OnnxRuntime
 from deploy.targets.stored_weights import read_stored_weights
-from tests.torch_placed import observers_of
+from tests.torch_placed import observers_of, real_model
 
 torch.set_num_threads(1)
 
@@ -38,8 +38,6 @@ HERE = Path(__file__).parent
 GRIDS = {one.name: one.grid for one in (ONNXRUNTIME, TENSORRT, ASCEND)}
 
 STEM = OnnxRuntime(int8_stem=True)  # for networks whose first Conv is small
-
-BENCHMARKS = HERE.parent / "benchmarks"
 
 
 @pytest.fixture(scope="module")
@@ -504,15 +502,6 @@ def test_grouped_and_transposed_layers():
     found = compare_with_torch(exported, converted, [[x]], optimized=False)
     assert found.codes <= 1.0
     assert (converted(x) - model(x)).abs().max() < 0.1
-
-
-def real_model(name):
-    try:
-        return load_module(f"{BENCHMARKS / name}")
-    except ModelError as error:
-        if "FetchError" in str(error):
-            pytest.skip(f"the model cannot be fetched: {error}")
-        raise
 
 
 @pytest.mark.slow

@@ -1,12 +1,19 @@
 """Networks whose quantized tensors are where a plan wants them, one for each kind of them."""
 
 from functools import partial
+from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from deploy.errors import ModelError
 from deploy.fx.fakequant import FakeQuant
+from deploy.fx.source import load_module
+from tests.torch_shapes import detector, make
+
+__all__ = ["detector"]
 
 
 class Residual(nn.Module):
@@ -45,35 +52,6 @@ class Mobile(nn.Module):
         y = y * F.hardsigmoid(self.excite(F.relu(self.squeeze(self.mean(y)))))
         x = x + self.project(y)
         return self.head(self.drop(self.act(self.hidden(x.mean((2, 3))))))
-
-
-class ConvAct(nn.Module):
-    def __init__(self, inside, outside, size=1, stride=1):
-        super().__init__()
-        self.conv = nn.Conv2d(inside, outside, size, stride, size // 2, bias=False)
-        self.norm, self.act = nn.BatchNorm2d(outside), nn.SiLU()
-
-    def forward(self, x):
-        return self.act(self.norm(self.conv(x)))
-
-
-class Detector(nn.Module):
-    """YOLOv8 in small: SiLU, halves of a map, Concat, pooling, upsampling."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.down = ConvAct(3, 8, 3, 2), ConvAct(8, 16, 3, 2)
-        self.whole, self.out = ConvAct(16, 16), ConvAct(24, 16)
-        self.first, self.second = ConvAct(8, 8, 3), ConvAct(8, 8, 3)
-        self.pool, self.up = nn.MaxPool2d(5, 1, 2), nn.Upsample(scale_factor=2)
-        self.join, self.head = ConvAct(24, 8), nn.Conv2d(8, 6, 1)
-
-    def forward(self, x):
-        high = self.stem(x)
-        parts = list(self.whole(self.down(high)).chunk(2, 1))
-        parts.append(parts[-1] + self.second(self.first(parts[-1])))
-        low = self.up(self.pool(self.out(torch.cat(parts, 1))))
-        return self.head(self.join(torch.cat([low, high], 1))).flatten(2).sigmoid()
 
 
 class Attention(nn.Module):
@@ -154,22 +132,22 @@ class Causal(nn.Module):
         return self.head(x.transpose(1, 2).flatten(2))
 
 
-def _made(kind):
-    torch.manual_seed(0)
-    model = kind().eval()
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.normal_(0, 0.1)
-            module.running_var.uniform_(0.5, 2)
-    return model
-
-
-KINDS = (Residual, Mobile, Detector, Attention, Pooled, Causal, Parameters, Joined)
-residual, mobile, detector, attention, pooled, causal, parameters, joined = (
-    partial(_made, kind) for kind in KINDS
+KINDS = (Residual, Mobile, Attention, Pooled, Causal, Parameters, Joined)
+residual, mobile, attention, pooled, causal, parameters, joined = (
+    partial(make, kind) for kind in KINDS
 )
 
 
 def observers_of(prepared):
     """Return tensor name -> its `FakeQuant`, in the model's order."""
     return {quant.name: quant for quant in prepared.modules() if isinstance(quant, FakeQuant)}
+
+
+def real_model(name):
+    """Return a model of `benchmarks/`, `file.py:factory`; skip where it cannot be fetched."""
+    try:
+        return load_module(f"{Path(__file__).parent.parent / 'benchmarks' / name}")
+    except ModelError as error:
+        if "FetchError" in str(error):
+            pytest.skip(f"the model cannot be fetched: {error}")
+        raise

@@ -1,10 +1,30 @@
-"""Small networks of the shapes that zoos have, written without them."""
+"""Small networks of the shapes that zoos have, written without them; modules in few words."""
 
 from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+
+def module(forward, **parts):
+    """Return a module in eval mode that has these parts and, as its method, `forward`."""
+    made = type("Net", (nn.Module,), {"forward": forward})()
+    for name, part in parts.items():
+        setattr(made, name, part)
+    return made.eval()
+
+
+def with_statistics(model):
+    """Give every norm statistics of its own, so that folding it changes the weights."""
+    with torch.no_grad():
+        for one in model.modules():
+            if getattr(one, "running_var", None) is not None:
+                one.running_mean.uniform_(-0.3, 0.3)
+                one.running_var.uniform_(0.5, 1.5)
+                one.weight.uniform_(0.7, 1.3)
+                one.bias.uniform_(-0.3, 0.3)
+    return model.eval()
 
 
 class ConvAct(nn.Module):
@@ -54,7 +74,7 @@ class Detector(nn.Module):
         self.stem = ConvAct(3, 8, 3, 2)
         self.down = nn.ModuleList([ConvAct(8, 16, 3, 2), ConvAct(16, 16, 3, 2)])
         self.blocks = nn.ModuleList([C2f(16), C2f(16)])
-        self.up = nn.Upsample(scale_factor=2)
+        self.pool, self.up = nn.MaxPool2d(5, 1, 2), nn.Upsample(scale_factor=2)
         self.neck = C2f(32)
         self.heads = nn.ModuleList([nn.Conv2d(32, 4 + classes, 1), nn.Conv2d(16, 4 + classes, 1)])
 
@@ -63,7 +83,7 @@ class Detector(nn.Module):
         for down, block in zip(self.down, self.blocks, strict=True):
             x = block(down(x))
             maps.append(x)
-        maps[0] = self.neck(torch.cat([maps[0], self.up(maps[1])], 1))
+        maps[0] = self.neck(torch.cat([maps[0], self.up(self.pool(maps[1]))], 1))
         raw = [head(found) for head, found in zip(self.heads, maps, strict=True)]
         if self.training:
             return raw
@@ -118,11 +138,11 @@ class RepVGG(nn.Module):
     def __init__(self, width, stride=1):
         super().__init__()
         self.identity = nn.BatchNorm2d(width) if stride == 1 else None
-        self.kxk = nn.Sequential(
-            nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
-        )
-        self.one = nn.Sequential(
-            nn.Conv2d(width, width, 1, stride, bias=False), nn.BatchNorm2d(width)
+        self.kxk, self.one = (
+            nn.Sequential(
+                nn.Conv2d(width, width, size, stride, size // 2, bias=False), nn.BatchNorm2d(width)
+            )
+            for size in (3, 1)
         )
         self.act = nn.ReLU()
 
@@ -217,7 +237,7 @@ class Ssd(nn.Module):
         return torch.cat(flat, 1)
 
 
-def norms():
+def spellings():
     """Every spelling of a norm after, before and beside a layer."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, 2, bias=False), BatchNormAct2d(8), Inverted(8), RepVGG(8), RepVGG(8, 2),
@@ -228,24 +248,12 @@ def norms():
     )  # fmt: skip
 
 
-SHAPES = {
-    "detector": Detector, "norms": norms, "attention": Attention, "convnext": ConvNeXt,
-    "ssd": Ssd,
-}  # fmt: skip
+def make(kind):
+    """Return a model of the kind, the same every time, its norms with statistics."""
+    torch.manual_seed(0)
+    return with_statistics(kind())
 
 
-def make(name, seed=0):
-    """One of `SHAPES` in eval mode, its norms with statistics."""
-    torch.manual_seed(seed)
-    model = SHAPES[name]()
-    with torch.no_grad():
-        for module in model.modules():
-            if getattr(module, "running_var", None) is not None:
-                module.running_mean.uniform_(-0.3, 0.3)
-                module.running_var.uniform_(0.5, 1.5)
-                module.weight.uniform_(0.7, 1.3)
-                module.bias.uniform_(-0.3, 0.3)
-    return model.eval()
-
-
-detector, all_norms, attention, convnext, ssd = (partial(make, name) for name in SHAPES)
+detector, norms, attention, convnext, ssd = (
+    partial(make, kind) for kind in (Detector, spellings, Attention, ConvNeXt, Ssd)
+)
