@@ -24,9 +24,12 @@ from deploy.fx.device import DeviceAdapter, device_of, find_device, move_tensors
 from deploy.fx.open_model import export_torch, open_torch
 from deploy.fx.prepare import prepare
 from deploy.fx.profile import profile_graph
-from deploy.fx.qat import Task, train
+from deploy.fx.qat import train
 from deploy.fx.trace import trace
-from tests.torch_placed import observers_of
+from tests import torch_training
+from tests.models import run_command
+from tests.torch_placed import observers_of, real_model
+from tests.torch_shapes import module
 
 torch.set_num_threads(1)
 
@@ -36,9 +39,7 @@ SMALL = f"{HERE / 'resnet18.py'}:small"
 
 LITE0 = f"{HERE.parent / 'benchmarks' / 'efficientnet_lite0.py'}:make"
 
-
-def run(*arguments):
-    return CliRunner().invoke(cli, [str(a) for a in arguments])
+TRAINING = HERE / "torch_training.py"
 
 
 def outputs(path, x):
@@ -49,16 +50,15 @@ def outputs(path, x):
 @pytest.mark.slow
 @pytest.mark.parametrize(("spec", "size"), [(SMALL, 64), (LITE0, 224)], ids=["resnet", "lite0"])
 def test_one_command_builds_what_its_onnx_builds(spec, size, tmp_path):
+    if spec == LITE0:
+        real_model("efficientnet_lite0.py:make")
     x = np.random.default_rng(0).uniform(-1, 1, (3, 3, size, size)).astype(np.float32)
     np.save(tmp_path / "x.npy", x)
     feed = ["--images", tmp_path / "x.npy", "--duration", 0]
     shape = ["--input", f"1x3x{size}x{size}"]
-    done = run("build", spec, *shape, *feed, "--out", tmp_path / "torch")
-    if "FetchError" in str(done.exception):
-        pytest.skip(f"the model cannot be fetched: {done.exception}")
-    assert done.exit_code == 0, (done.output, done.exception)
-    assert run("export", spec, *shape, "-o", tmp_path / "net.onnx").exit_code == 0
-    assert run("build", tmp_path / "net.onnx", *feed, "--out", tmp_path / "onnx").exit_code == 0
+    run_command("build", spec, *shape, *feed, "--out", tmp_path / "torch")
+    run_command("export", spec, *shape, "-o", tmp_path / "net.onnx")
+    run_command("build", tmp_path / "net.onnx", *feed, "--out", tmp_path / "onnx")
     (ours,) = (tmp_path / "torch").glob("*.int8.onnx")
     (theirs,) = (tmp_path / "onnx").glob("*.int8.onnx")
     assert ours.name.endswith(("resnet18-small.int8.onnx", "efficientnet_lite0-make.int8.onnx"))
@@ -69,13 +69,12 @@ def test_one_command_builds_what_its_onnx_builds(spec, size, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_same_model_has_the_same_digest_and_inspect_and_calibrate_take_it(tmp_path, command):
+def test_a_model_has_one_digest_and_inspect_and_calibrate_take_it(tmp_path, command):
     loaded = open_torch(SMALL, [(1, 3, 64, 64)])
     assert loaded.digest == open_torch(SMALL, [(4, 3, 64, 64)]).digest
     assert loaded.name == "resnet18-small" and loaded.inputs[0].shape == ("batch", 3, 64, 64)
     shape = ["--input", "1x3x64x64"]
-    shown = command("inspect", SMALL, *shape)
-    assert "20 Conv" in shown
+    assert "20 Conv" in command("inspect", SMALL, *shape)
     np.save(tmp_path / "x.npy", np.zeros((1, 3, 64, 64), np.float32) + 0.5)
     out = ("-o", tmp_path / "m.cache")
     command("calibrate", SMALL, *shape, "--images", tmp_path / "x.npy", *out)
@@ -96,106 +95,72 @@ def test_what_is_missing_or_wrong_is_said(tmp_path, refusal):
             parse_shape(text)
     with pytest.raises(ModelError, match="must be able to follow"):
         export_torch(SMALL, [(1, 4, 64, 64)])
-    broken = tmp_path / "broken.py"
-    broken.write_text(
+    (tmp_path / "broken.py").write_text(
         "from torch import nn\ndef make():\n    return nn.Linear(3, 2, device='meta')\n"
     )
     with pytest.raises(ModelError):
-        export_torch(f"{broken}:make", [(1, 3)])
+        export_torch(f"{tmp_path / 'broken.py'}:make", [(1, 3)])
 
 
-NET = """
-import torch
-from torch import nn
-from deploy.fx.qat import Task
-
-def net():
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).eval()
-
-def batches(epoch):
-    yield torch.randn(8, 1, 8, 8), torch.zeros(8, dtype=torch.int64)
-
-def setup():
-    return Task(model=net(), inputs=[torch.zeros(2, 1, 8, 8)], batches=batches,
-                loss=nn.functional.cross_entropy, epochs=9)
-"""
-
-SHAPE = ("--input", "2x1x8x8")
+GIVEN = (f"{TRAINING}:net", "--input", "2x1x8x8")
 
 
 @pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "net.py"
-    path.write_text(NET)
-    torch.manual_seed(1)
-    layers = torch.nn.Conv2d(1, 4, 3), torch.nn.Linear(144, 2)
-    conv, linear = (layer.state_dict() for layer in layers)
-    state = {f"0.{k}": v for k, v in conv.items()} | {f"3.{k}": v for k, v in linear.items()}
+def weights(tmp_path):
+    """Weights of that network, other than it has."""
+    state = {name: value + 0.5 for name, value in torch_training.net().state_dict().items()}
     torch.save(state, tmp_path / "w.pt")
-    return path
-
-
-def run_options(*words):
-    done = CliRunner().invoke(cli, [str(word) for word in words])
-    assert done.exit_code == 0, (done.output, done.exception)
-    return done.output
+    return tmp_path / "w.pt"
 
 
 def constants(path):
-    return {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}
+    return [onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer]
 
 
 @pytest.mark.slow
-def test_weights_are_loaded_by_every_command(script, tmp_path):
-    given = (f"{script}:net", "--weights", tmp_path / "w.pt")
-    out = tmp_path / "net.onnx"
-    assert "opset 19" in run_options("export", *given, *SHAPE, "--opset", "19", "-o", out)
-    held = torch.load(tmp_path / "w.pt", weights_only=True)["0.weight"].numpy()
-    assert any(np.array_equal(value, held) for value in constants(out).values())
+def test_weights_are_loaded_by_every_command(weights, tmp_path):
+    given, out = (*GIVEN, "--weights", weights), tmp_path / "net.onnx"
+    assert "opset 19" in run_command("export", *given, "--opset", "19", "-o", out)
+    held = torch.load(weights, weights_only=True)["0.weight"].numpy()
+    assert any(np.array_equal(value, held) for value in constants(out))
     for command in ("trace", "fuse"):
-        run_options(command, *given)
-    run_options("profile", *given, *SHAPE, "--runs", "1", "--warm-up", "0")
-    assert "Conv" in run_options("inspect", *given, *SHAPE)
+        run_command(command, GIVEN[0], "--weights", weights)
+    run_command("profile", *given, "--runs", "1", "--warm-up", "0")
+    assert "Conv" in run_command("inspect", *given)
 
 
-def test_trace_replaces_an_operation(script):
-    script.write_text("from torch import nn\nclass N(nn.Module):\n"
-                      "    def forward(self, x): return x + x\nnet = N\n")  # fmt: skip
-    shown = run_options("trace", f"{script}:net", "--replace", "add=torch.mul", "--code")
-    assert "torch.mul" in shown
+def test_trace_replaces_an_operation():
+    shown = run_command("trace", f"{TRAINING}:parts", "--replace", "add=torch.mul", "--code")
+    assert shown.count("torch.mul") == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kept", "layers"), [((), 2), (("op:Conv*",), 1), (("[13]",), 1), (("0", "op:Conv2d"), 1)]
 )
-def test_export_keeps_layers_in_float_by_name_pattern_and_type(script, tmp_path, kept, layers):
+def test_export_keeps_layers_in_float_by_name_pattern_and_type(tmp_path, kept, layers):
     out = tmp_path / "q.onnx"
     words = [word for one in kept for word in ("--keep-float", one)]
     mode = ("--qdq", "--mode", "weight-only", "--int8-stem")
-    run_options("export", f"{script}:net", *SHAPE, *mode, *words, "-o", out)
-    quantized = [
-        value for value in constants(out).values() if value.dtype == np.int8 and value.ndim
-    ]
-    assert sum(value.ndim > 1 for value in quantized) == layers
+    run_command("export", *GIVEN, *mode, *words, "-o", out)
+    assert sum(one.dtype == np.int8 and one.ndim > 1 for one in constants(out)) == layers
 
 
 @pytest.mark.slow
-def test_export_calibrates_on_raw_files(script, tmp_path):
+def test_export_calibrates_on_raw_files(weights, tmp_path):
     (tmp_path / "raw").mkdir()
     batch = np.random.default_rng(2).normal(size=(4, 1, 8, 8)).astype("<f2")
     for number, one in enumerate(batch):
         one.tofile(tmp_path / "raw" / f"{number}.bin")
     np.save(tmp_path / "x.npy", batch.astype(np.float32))
-    weights = "--weights", tmp_path / "w.pt"
-    words = "export", f"{script}:net", *SHAPE, *weights, "--qdq", "--images"
+    words = "export", *GIVEN, "--weights", weights, "--qdq", "--images"
     raw = tmp_path / "raw", "--raw-shape", "1x8x8", "--raw-dtype", "float16"
-    run_options(*words, *raw, "-o", tmp_path / "a.onnx")
-    run_options(*words, tmp_path / "x.npy", "-o", tmp_path / "b.onnx")
+    run_command(*words, *raw, "-o", tmp_path / "a.onnx")
+    run_command(*words, tmp_path / "x.npy", "-o", tmp_path / "b.onnx")
     assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
 
 
-def test_export_refuses_what_it_would_ignore(script, refusal):
+def test_export_refuses_what_it_would_ignore(tmp_path, refusal):
     for words, said in (
         (("--keep-float", "0", "--mode", "static"), "--mode and --keep-float go with --qdq"),
         (("--size", "8x8"), "--size goes with --qdq"),
@@ -205,109 +170,56 @@ def test_export_refuses_what_it_would_ignore(script, refusal):
         (("--qdq", "--mode", "dynamic", "--limit", "3"), "--limit goes with --images"),
         (("--qdq", "--mode", "dynamic", "--keep-float", "conv*"), "got 'conv*'"),
     ):
-        assert said in refusal(
-            "export", f"{script}:net", *SHAPE, *words, "-o", script.with_suffix(".onnx")
-        )
-    shown = CliRunner().invoke(cli, ["fuse", f"{script}:net", "--device", "cpu"])
+        assert said in refusal("export", *GIVEN, *words, "-o", tmp_path / "x.onnx")
+    shown = CliRunner().invoke(cli, ["fuse", GIVEN[0], "--device", "cpu"])
     assert "--device goes with --input or --sample" in str(shown.exception)
     teacher = ("--teacher-weights", "w.pt", "-o", "x.onnx")
-    assert "--teacher-weights goes with --teacher" in refusal("qat", f"{script}:setup", *teacher)
+    assert "--teacher-weights goes with --teacher" in refusal("qat", f"{TRAINING}:twice", *teacher)
 
 
 @pytest.mark.slow
-def test_qat_takes_another_teacher_length_and_grid(script, tmp_path):
-    teacher = ("--teacher", f"{script}:net", "--teacher-weights", tmp_path / "w.pt")
+def test_qat_takes_another_teacher_length_and_grid(weights, tmp_path):
+    given = ("qat", f"{TRAINING}:twice", "-o", tmp_path / "q.onnx")
+    teacher = ("--teacher", f"{TRAINING}:net", "--teacher-weights", weights)
     words = ("--bits", "6", "--ranges", "follow", "--epochs", "1", "--distil", "0")
-    shown = run_options("qat", f"{script}:setup", *teacher, *words, "-o", tmp_path / "q.onnx")
+    shown = run_command(*given, *teacher, *words)
     assert "epoch 1/1" in shown and "ranges by mse, follow" in shown
     method = ("--method", "percentile", "--percent", "99.5", "--epochs", "0")
-    shown = run_options("qat", f"{script}:setup", *method, "-o", tmp_path / "q.onnx")
-    assert "ranges by percentile 99.5, kept" in shown
+    assert "ranges by percentile 99.5, kept" in run_command(*given, *method)
 
-
-TOOLS_NET = """
-import torch
-from torch import nn
-from deploy.fx.qat import Task
-
-class Part(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
-    def forward(self, x):
-        return torch.relu(self.norm(self.conv(x))) + x
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.parts, self.head = nn.Sequential(Part(), Part()), nn.Linear(192, 2)
-    def forward(self, x):
-        return self.head(self.parts(x).flatten(1))
-
-def net():
-    torch.manual_seed(0)
-    return Net().eval()
-
-def batches(epoch):
-    generator = torch.Generator().manual_seed(epoch)
-    for _ in range(2):
-        yield torch.randn(4, 3, 8, 8, generator=generator), torch.zeros(4, dtype=torch.int64)
-
-def setup():
-    return Task(model=net(), inputs=[torch.zeros(2, 3, 8, 8)], batches=batches,
-                loss=nn.functional.cross_entropy, epochs=1)
-"""
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
-
-@pytest.fixture
-def source(tmp_path):
-    path = tmp_path / "net.py"
-    path.write_text(TOOLS_NET)
-    return path
-
-
-def invoke(*words):
-    return CliRunner().invoke(cli, [str(word) for word in words])
-
-
-def run_tools(*words):
-    done = invoke(*words)
-    assert done.exit_code == 0, (done.output, done.exception)
-    return done.output
+PARTS = (f"{TRAINING}:parts", "--input", "2x3x8x8")
 
 
 @pytest.mark.slow
-def test_a_fused_model_is_written_and_agrees(source, tmp_path, refusal):
-    words = ("fuse", f"{source}:net", "--input", "2x3x8x8", "--leaf", "parts.1")
-    shown = run_tools(*words, "-o", tmp_path / "f.onnx")
+def test_a_fused_model_is_written_and_agrees(tmp_path, refusal):
+    words = ("fuse", *PARTS, "--leaf", "parts.1")
+    shown = run_command(*words, "-o", tmp_path / "f.onnx")
     assert "Conv+BN+ReLU: 1 fused" in shown and "in batches of 2 and 3" in shown
     operators = [node.op_type for node in onnx.load(tmp_path / "f.onnx").graph.node]
     assert operators.count("Conv") == 2
-    shown = run_tools(*words[:-2], "-o", tmp_path / "f.pt2")
+    shown = run_command(*words[:-2], "-o", tmp_path / "f.pt2")
     assert "Conv+BN+ReLU: 2 fused" in shown and "the program against the model" in shown
     data = (tmp_path / "f.pt2").read_bytes()
     program = torch.export.load(io.BytesIO(data)).module()
-    scope = {}
-    exec(compile(TOOLS_NET, "net", "exec"), scope)
     for batch in (X, X[:1]):
-        assert torch.allclose(program(batch), scope["net"]()(batch), atol=1e-5)
-    assert str(tmp_path).encode() not in data
+        assert torch.allclose(program(batch), torch_training.parts()(batch), atol=1e-5)
+    assert str(HERE).encode() not in data and str(tmp_path).encode() not in data
     for wrong, said in (
         (("-o", tmp_path / "f.pt"), "written as .onnx or .pt2"),
         (("--device", "meta", "--bench"), "needs values, and the meta device holds none"),
     ):
         assert said in refusal(*words, *wrong)
-    assert "--out runs the model" in refusal("fuse", f"{source}:net", "-o", "f.onnx")
-    assert "--device goes with" in refusal("fuse", f"{source}:net", "--device", "meta")
+    assert "--out runs the model" in refusal("fuse", PARTS[0], "-o", "f.onnx")
+    assert "--device goes with" in refusal("fuse", PARTS[0], "--device", "meta")
 
 
-def test_a_profile_as_json_and_as_a_page(source, tmp_path, refusal):
+def test_a_profile_as_json_and_as_a_page(tmp_path, refusal):
     page = tmp_path / "p.html"
-    words = ("profile", f"{source}:net", "--input", "2x3x8x8", "--runs", 2, "--warm-up", 0)
-    shown = run_tools(*words, "--json", "-", "--html", page)
-    found = json.loads(shown)
+    words = ("profile", *PARTS, "--runs", 2, "--warm-up", 0)
+    found = json.loads(run_command(*words, "--json", "-", "--html", page))
     assert found["schema"] == "calib8-profile/1" and found["macs"] * 2 == found["flops"] > 0
     by = {node["name"]: node for node in found["nodes"]}
     assert by["parts_0_conv"]["module"] == "parts.0.conv" and by["parts_0_conv"]["parameters"] == 84
@@ -317,29 +229,24 @@ def test_a_profile_as_json_and_as_a_page(source, tmp_path, refusal):
     assert "Time by module" in text and ">conv</text>" in text and "Content-Security" in text
     assert "style=" not in text and "onclick" not in text
     assert "2 runs on cpu, of inputs 2x3x8x8:float32" in text
-    assert "total" in run_tools(*words) and run_tools(*words, "--quiet", "--html", page) == ""
+    assert "total" in run_command(*words) and run_command(*words, "--quiet", "--html", page) == ""
     assert "--quiet goes with --json or --html" in refusal(*words, "-q")
 
 
-def test_a_device_is_known_and_the_meta_device_computes_nothing(source, tmp_path, refusal):
+def test_a_device_is_known_and_the_meta_device_computes_nothing(tmp_path, refusal):
     assert find_device("cpu").type == "cpu" and find_device("meta").type == "meta"
     with pytest.raises(ConfigError, match="a device is cpu, cuda, cuda:1 or meta, got 'gpu'"):
         find_device("gpu")
     if not torch.cuda.is_available():
         with pytest.raises(SdkMissingError, match="torch has no cuda here"):
             find_device("cuda")
-    for command, given in (
-        ("export", (f"{source}:net", "--input", "2x3x8x8")),
-        ("qat", (f"{source}:setup",)),
-    ):
-        assert "the meta device holds none" in refusal(
-            command, *given, "--device", "meta", "-o", tmp_path / "o.onnx"
-        )
-    inputs = ("--input", "2x3x8x8", "--device", "meta")
-    shown = run_tools("profile", f"{source}:net", *inputs, "--runs", 1, "--warm-up", 0)
+    meta = ("--device", "meta")
+    for words in (("export", *PARTS), ("qat", f"{TRAINING}:of_parts")):
+        assert "the meta device holds none" in refusal(*words, *meta, "-o", tmp_path / "o.onnx")
+    shown = run_command("profile", *PARTS, *meta, "--runs", 1, "--warm-up", 0)
     assert "nothing was computed on the meta device" in shown and "parts_0_conv" in shown
-    assert "(2, 2)" in run_tools("trace", f"{source}:net", *inputs)
-    assert "--device goes with" in refusal("trace", f"{source}:net", "--device", "meta")
+    assert "(2, 2)" in run_command("trace", *PARTS, *meta)
+    assert "--device goes with" in refusal("trace", PARTS[0], *meta)
 
 
 @pytest.mark.slow
@@ -358,31 +265,20 @@ def test_results_are_brought_back_and_a_graph_without_modules_is_profiled():
     assert nested["a"][0].device.type == nested["a"][1][0].device.type == "meta"
     assert nested["a"][1][1] == 3 and nested["b"] == "text"
 
-    class Asks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 2, device="meta")
+    def asks(self, x):
+        assert x.device.type == "meta"
+        return {"y": torch.zeros(2)}
 
-        def forward(self, x):
-            assert x.device.type == "meta"
-            return {"y": torch.zeros(2)}
-
-    assert DeviceAdapter(Asks())(torch.zeros(1, 2))["y"].device.type == "cpu"
-
-    class Plain(nn.Module):
-        def forward(self, x):
-            return x + 1
-
-    found = profile_graph(trace(Plain()), [X], warm_up=0, runs=1)
+    adapted = DeviceAdapter(module(asks, layer=nn.Linear(2, 2, device="meta")))
+    assert adapted(torch.zeros(1, 2))["y"].device.type == "cpu"
+    plain = trace(module(lambda self, x: x + 1))
+    found = profile_graph(plain, [X], warm_up=0, runs=1)
     assert {node.module for node in found.nodes} == {""} and found.parameters == 0
 
 
 @pytest.mark.slow
-def test_training_in_bfloat16_and_on_a_named_device(source, tmp_path):
-    scope = {}
-    exec(compile(TOOLS_NET, "net", "exec"), scope)
-    kept = scope["setup"]()
-    seen = []
+def test_training_in_bfloat16_and_on_a_named_device(tmp_path):
+    kept, seen = torch_training.of_parts(), []
 
     def loss(output, label):
         seen.append(output.dtype)
@@ -392,12 +288,9 @@ def test_training_in_bfloat16_and_on_a_named_device(source, tmp_path):
     kept.amp = True
     kept.evaluate = lambda model: float(model(X).sum())
     result = train(kept, device=torch.device("cpu"))
-    assert torch.bfloat16 in seen and all(p.dtype == torch.float32 for p in
-                                          result.prepared.parameters())  # fmt: skip
-    assert isinstance(kept, Task) and result.end is not None
-    out = tmp_path / "q.onnx"
-    shown = run_tools(
-        "qat", f"{source}:setup", "--amp", "--device", "cpu", "--int8-stem", "-o", out
-    )
+    assert torch.bfloat16 in seen and result.end is not None
+    assert {p.dtype for p in result.prepared.parameters()} == {torch.float32}
+    words = ("--amp", "--device", "cpu", "--int8-stem", "-o", tmp_path / "q.onnx")
+    shown = run_command("qat", f"{TRAINING}:of_parts", *words)
     assert "int8: 3 of 3 layers with weights" in shown and "same arg-max" in shown
     assert "against its own weights in float" in shown
