@@ -5,8 +5,8 @@ import random
 from functools import partial
 
 import numpy as np
+import onnx
 import pytest
-from click.testing import CliRunner
 
 torch = pytest.importorskip("torch", reason="the torch front end needs torch: calib8[torch]")
 
@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune, spectral_norm
 
-from deploy.cli import cli
 from deploy.errors import CacheError, ExportError, ModelError
 from deploy.fx import device
 from deploy.fx.capture import capture
@@ -31,7 +30,9 @@ from deploy.fx.qat import Task, train
 from deploy.fx.source import computed_weights, load_module, plain_copy, unwrap
 from deploy.fx.trace import trace
 from deploy.targets import OnnxRuntime
+from tests.models import run_command
 from tests.torch_placed import observers_of
+from tests.torch_shapes import module, with_statistics
 
 torch.set_num_threads(1)
 
@@ -40,18 +41,10 @@ STEM = OnnxRuntime(int8_stem=True)  # for networks whose first Conv is small
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
-def run(*words):
-    return CliRunner().invoke(cli, [str(word) for word in words])
-
-
 def net():
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)
-    ).eval()
-    model[1].running_mean.normal_()
-    model[1].running_var.uniform_(0.5, 2)
-    return model
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)
+    return with_statistics(nn.Sequential(*layers))
 
 
 def doubled(module, inputs, output):
@@ -73,13 +66,10 @@ def test_hooks_of_layers_and_leaves_are_part_of_the_graph():
     with pytest.raises(ModelError, match="must not have a forward hook, got one"):
         QatLayer(model[0], WeightQuant(0))
 
-    class Part(nn.Module):
-        def forward(self, x):
-            return x.clamp(min=0)
-
-    model = nn.Sequential(Part(), nn.ReLU())
-    model[0].register_forward_hook(doubled)
-    assert torch.equal(trace(model, leaves=[Part])(X), model(X))
+    part = module(lambda self, x: x.clamp(min=0))
+    part.register_forward_hook(doubled)
+    model = nn.Sequential(part, nn.ReLU())
+    assert torch.equal(trace(model, leaves=[type(part)])(X), model(X))
 
 
 COMPUTED = {
@@ -117,37 +107,32 @@ def test_computed_weights_are_said_and_models_that_cannot_be_copied():
         prepare(model, [X])
 
 
+def wrapped():
+    return torch.compile(nn.Linear(2, 1), backend="eager")
+
+
+def script():
+    return torch.jit.script(nn.Linear(2, 1))
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_wrappers_are_taken_off_and_torchscript_is_named(tmp_path):
+def test_wrappers_are_taken_off_and_torchscript_is_named(refusal):
     model = net()
-    for wrapped in (torch.compile(model, backend="eager"), nn.DataParallel(model)):
-        assert unwrap(wrapped) is model
-        whole = nn.Sequential(wrapped, nn.ReLU())
+    for outer in (torch.compile(model, backend="eager"), nn.DataParallel(model)):
+        assert unwrap(outer) is model
+        whole = nn.Sequential(outer, nn.ReLU())
         assert torch.allclose(plain_copy(whole)(X), torch.relu(model(X)))
-        assert isinstance(whole[0], type(wrapped))
-    source = tmp_path / "net.py"
-    source.write_text(
-        "import torch\nfrom torch import nn\n"
-        "def wrapped(): return torch.compile(nn.Linear(2, 1), backend='eager')\n"
-        "def script(): return torch.jit.script(nn.Linear(2, 1))\n"
-    )
-    assert type(load_module(f"{source}:wrapped")) is nn.Linear
-    shown = run("fuse", f"{source}:script")
-    assert "TorchScript" in str(shown.exception)
+        assert isinstance(whole[0], type(outer))
+    assert type(load_module(f"{__file__}:wrapped")) is nn.Linear
+    assert "TorchScript" in refusal("fuse", f"{__file__}:script")
     with pytest.raises(ModelError, match="1 is TorchScript"):
         plain_copy(nn.Sequential(model, torch.jit.script(nn.ReLU())))
 
 
 def test_a_part_that_runs_several_times_has_one_range_for_all_its_runs():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Sequential(nn.Conv2d(3, 2, 1))
-
-        def forward(self, x):
-            return self.head(x), self.head(10 * x)
-
-    prepared = prepare_only(Twice().eval(), "head", [X], target=STEM)
+    head = nn.Sequential(nn.Conv2d(3, 2, 1))
+    model = module(lambda self, x: (self.head(x), self.head(10 * x)), head=head)
+    prepared = prepare_only(model, "head", [X], target=STEM)
     calibrate(prepared, [X, X], search=search_for("onnxruntime", "minmax"))
     (seen, _) = observers_of(prepared).values()
     wide = scale_on_grid(float(10 * X.min()), float(10 * X.max()), seen.grid)
@@ -162,16 +147,12 @@ def test_what_a_pass_must_not_change_is_checked_by_more_than_a_tolerance():
     with pytest.raises(ModelError, match="copying must not change what the model computes"):
         check_same_outputs(model, same, [X], "copying")
 
-    class Cancels(nn.Module):  # float32 leaves only noise of it
-        def __init__(self, last):
-            super().__init__()
-            self.last = last
+    def cancels(self, x):  # float32 leaves only noise of it
+        big = x + 1e4
+        return (big * 3 - big - big - big if self.last else big - big + big - big) + x * 1e-6
 
-        def forward(self, x):
-            big = x + 1e4
-            return (big * 3 - big - big - big if self.last else big - big + big - big) + x * 1e-6
-
-    assert check_same_outputs(Cancels(True), Cancels(False), [X], "rewriting") > 1e-4
+    first, second = (module(cancels, last=last) for last in (True, False))
+    assert check_same_outputs(first, second, [X], "rewriting") > 1e-4
 
 
 def task_of(model, **options):
@@ -210,7 +191,6 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path, changed, said):
         options = changed
     with pytest.raises(CacheError, match=said):
         train(task_of(model, **options), checkpoint=path)
-    path.unlink()
 
 
 @pytest.mark.slow
@@ -243,27 +223,19 @@ def test_a_checkpoint_holds_the_state_of_every_generator(tmp_path):
     assert (np.random.rand(), random.random()) == drawn  # noqa: NPY002
 
 
+def attends():
+    attend = nn.MultiheadAttention(8, 2, batch_first=True)
+    parts = {"attend": attend, "head": nn.Linear(8, 3)}
+    return module(lambda self, x: self.head(self.attend(x, x, x)[0]), **parts)
+
+
 @pytest.mark.slow
-def test_what_stays_float_is_said_and_nothing_in_int8_is_refused(tmp_path, command):
-    source = tmp_path / "net.py"
-    source.write_text(
-        "from torch import nn\n"
-        "class Attends(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)\n"
-        "        self.head = nn.Linear(8, 3)\n"
-        "    def forward(self, x):\n"
-        "        return self.head(self.attend(x, x, x)[0])\n"
-        "def make():\n"
-        "    return Attends().eval()\n"
-    )
-    words = ("export", f"{source}:make", "--input", "2x4x8", "--qdq", "--mode", "weight-only")
+def test_what_stays_float_is_said_and_nothing_in_int8_is_refused(tmp_path, command, refusal):
+    words = ("export", f"{__file__}:attends", "--input", "2x4x8", "--qdq", "--mode", "weight-only")
     shown = command(*words, "--leaf", "attend", "-o", tmp_path / "q.onnx")
     assert "int8: 1 of 3 layers with weights, 0 activations; in float: attend" in shown
     kept = ("--leaf", "attend", "--keep-float", "head", "-o", tmp_path / "none.onnx")
-    shown = run(*words, *kept)
-    assert "must have layers in int8, and none of 3" in str(shown.exception)
+    assert "must have layers in int8, and none of 3" in refusal(*words, *kept)
     assert not (tmp_path / "none.onnx").exists()
     with pytest.raises(ExportError, match="there are no weights"):
         refuse_unquantized(measure_coverage(nn.ReLU(), nn.ReLU()))
@@ -290,39 +262,38 @@ def test_an_export_is_checked_by_outputs_of_any_size_and_two_batches():
         check_float_export(exported, model, [X])
     for tensor in exported.graph.initializer:  # a file whose batch only looks open
         if tensor.dims == [2] and tensor.data_type == 7:
-            tensor.CopyFrom(__import__("onnx").numpy_helper.from_array(np.array([2, 144]),
-                                                                       tensor.name))  # fmt: skip
+            tensor.CopyFrom(onnx.numpy_helper.from_array(np.array([2, 144]), tensor.name))
     with pytest.raises(ExportError, match=r"--static-batch|what torch computes"):
         check_float_export(exported, model, [X])
 
 
+def zeros():
+    model = nn.Linear(3, 2)
+    nn.init.zeros_(model.weight)
+    return model
+
+
 @pytest.mark.slow
 def test_outputs_that_do_not_depend_on_the_input_prove_nothing(tmp_path, command):
-    source = tmp_path / "net.py"
-    source.write_text(
-        "import torch\nfrom torch import nn\ndef make():\n    m = nn.Linear(3, 2)\n"
-        "    nn.init.zeros_(m.weight)\n    return m\n"
-    )
-    shown = command("export", f"{source}:make", "--input", "1x3", "-o", tmp_path / "n.onnx")
+    given = (f"{__file__}:zeros", "--input", "1x3")
+    shown = command("export", *given, "-o", tmp_path / "n.onnx")
     assert "this proves nothing; load --weights" in shown
-    shown = run("inspect", f"{source}:make", "--input", "1x3")
-    assert "proves nothing" in " ".join(shown.output.split())
+    assert "proves nothing" in command("inspect", *given)
 
 
-def test_an_export_that_fails_shows_a_sentence_and_no_graph(tmp_path, capfd):
+def test_an_export_that_fails_shows_a_sentence_and_no_graph(tmp_path, run):
     source = tmp_path / "net.py"
     source.write_text(
         "from torch import nn\nclass If(nn.Module):\n    def forward(self, x):\n"
         "        return x * 2 if x.sum() > 0 else x - 1\n"
         "class Fixed(nn.Module):\n    def forward(self, x):\n        return x.reshape(1, 3) * 2\n"
     )
-    shown = run("export", f"{source}:If", "--input", "2x3", "-o", tmp_path / "n.onnx")
-    assert "net.py:4" in str(shown.exception) and "--static-batch" not in str(shown.exception)
-    shown = run("inspect", f"{source}:Fixed", "--input", "1x3")
-    assert "inconsistencies were found: Eq(" in str(shown.exception)
-    assert "calib8 export --static-batch" in str(shown.exception)
-    written = capfd.readouterr()
-    assert "GraphModule" not in written.err + written.out + shown.output
+    _, *said = run("export", f"{source}:If", "--input", "2x3", "-o", tmp_path / "n.onnx")
+    assert "net.py:4" in said[1] and "--static-batch" not in said[1]
+    said += run("inspect", f"{source}:Fixed", "--input", "1x3")[1:]
+    assert "inconsistencies were found: Eq(" in said[3]
+    assert "calib8 export --static-batch" in said[3]
+    assert not any("GraphModule" in text for text in said)
 
 
 def test_a_trained_model_is_measured_against_its_own_weights():
@@ -333,135 +304,92 @@ def test_a_trained_model_is_measured_against_its_own_weights():
     assert "all 0" in format_modes([measure_mode("float", zero, zero, [(X,)])])
 
 
-def test_trace_says_why_the_model_does_not_run_for_its_input(tmp_path):
-    source = tmp_path / "net.py"
-    source.write_text("from torch import nn\ndef make(): return nn.Conv2d(3, 4, 1)\n")
-    shown = run("trace", f"{source}:make", "--input", "1x5x8x8")
-    assert "for inputs (1, 5, 8, 8) torch.float32, got: " in str(shown.exception)
-    assert "5 channels" in str(shown.exception)
+def test_trace_says_why_the_model_does_not_run_for_its_input(refusal):
+    said = refusal("trace", f"{__file__}:net", "--input", "1x5x8x8")
+    assert "for inputs (1, 5, 8, 8) torch.float32, got: " in said and "5 channels" in said
 
 
-@pytest.fixture
-def quantize(tmp_path):
-    """What `export --qdq` shows of a factory of a file with these lines."""
-
-    def call(source, shape="2x3x16x16"):
-        (tmp_path / "net.py").write_text(f"import torch\nfrom torch import nn\n{source}")
-        sizes = [4, *map(int, shape.split("x")[1:])]
-        np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=sizes).astype("f4"))
-        words = ("export", f"{tmp_path}/net.py:make", "--input", shape, "-o", tmp_path / "q.onnx")
-        return run(*words, "--qdq", "--images", tmp_path / "x.npy", "--int8-stem")
-
-    return call
-
-
-TWICE = """
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
+def twice():
     def forward(self, x):
         x = self.stem(x).relu()
         out = self.head(x)
         return {"one": out, "many": out.detach(), "maps": [x, x.detach(), out]}
-make = Twice
-"""
+
+    return module(forward, stem=nn.Conv2d(3, 8, 3, padding=1), head=nn.Conv2d(8, 4, 1))
 
 
-SPLIT = """
-class Split(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head, self.places = nn.Linear(8, 4), nn.Parameter(torch.rand(2, 8))
+def split():
     def forward(self, x):
         first, second = self.places.split(1)
         return self.head(x * first + second)
-make = Split
-"""
 
-PARTS = """
-class Parts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem, self.inner = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(10, 10, 1)
-        self.last = nn.Conv2d(16, 4, 1)
+    return module(forward, head=nn.Linear(8, 4), places=nn.Parameter(torch.rand(2, 8)))
+
+
+def parts():
     def forward(self, x):
         a, b = self.stem(x).sigmoid().split((6, 10), dim=1)
         return self.last(torch.cat([a, self.inner(b)], 1))
-make = Parts
-"""
+
+    stem, inner = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(10, 10, 1)
+    return module(forward, stem=stem, inner=inner, last=nn.Conv2d(16, 4, 1))
 
 
-class Tokens(nn.Module):
+def tokens():
     """LeViT's: a Linear of tokens, its norm over all of them in a row; a head with dropout."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.bn = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8)
-        self.last, self.drop, self.head = nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)
 
     def forward(self, x):
         x = self.linear(x)
         x = self.bn(x.flatten(0, 1)).reshape_as(x)
         return self.head(self.drop(self.last(F.hardswish(x).mean(1))))
 
+    return with_statistics(module(
+        forward, linear=nn.Linear(6, 8, bias=False), bn=nn.BatchNorm1d(8), last=nn.BatchNorm1d(8),
+        drop=nn.Dropout(0.5), head=nn.Linear(8, 3),
+    ))  # fmt: skip
 
-class Face(nn.Module):
+
+def face():
     """A face network's end: norm, dropout, flatten, Linear, norm; and a norm of flat features."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.act, self.bn = nn.Conv2d(6, 4, 2), nn.PReLU(4), nn.BatchNorm2d(4)
-        self.drop, self.fc, self.features = nn.Dropout(0.4), nn.Linear(36, 8), nn.BatchNorm1d(8)
-        self.point, self.flat = nn.Conv2d(4, 8, 3), nn.BatchNorm1d(8)
 
     def forward(self, x):
         x = self.act(self.conv(x.unflatten(2, (4, 4))))
         y = self.flat(torch.flatten(self.point(x), 1))
         return self.features(self.fc(torch.flatten(self.drop(self.bn(x)), 1))) + y
 
+    return with_statistics(module(
+        forward, conv=nn.Conv2d(6, 4, 2), act=nn.PReLU(4), bn=nn.BatchNorm2d(4),
+        drop=nn.Dropout(0.4), fc=nn.Linear(36, 8), features=nn.BatchNorm1d(8),
+        point=nn.Conv2d(4, 8, 3), flat=nn.BatchNorm1d(8),
+    ))  # fmt: skip
 
-class Pair(nn.Module):
+
+def pair():
     """Two pictures through the same layers, whose differences go on."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.bn, self.act = nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
-        self.head = nn.Conv2d(8, 2, 1)
 
     def forward(self, x):
         x = x.unflatten(2, (4, 4))
         a, b = (self.act(self.bn(self.conv(y))) for y in (x, x.flip(3)))
         return self.head(a - b)
 
+    layers = {"conv": nn.Conv2d(6, 8, 3), "bn": nn.BatchNorm2d(8), "act": nn.ReLU()}
+    return with_statistics(module(forward, **layers, head=nn.Conv2d(8, 2, 1)))
 
-class Moved(nn.Module):
+
+def moved():
     """What must stay: channels that a view moves, a layer that goes to two norms."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.bn = nn.Linear(6, 8), nn.BatchNorm1d(128)
-        self.twice, self.one, self.two = nn.Conv1d(16, 4, 1), nn.BatchNorm1d(4), nn.BatchNorm1d(4)
 
     def forward(self, x):
         y = self.twice(x)
         return self.bn(self.linear(x).flatten(1)), self.one(y), self.two(self.twice(x * 2))
 
-
-def drawn(model):
-    torch.manual_seed(0)
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            nn.init.uniform_(module.running_mean, -1, 1)
-            nn.init.uniform_(module.running_var, 0.5, 2)
-            nn.init.uniform_(module.weight, 0.5, 2)
-            nn.init.uniform_(module.bias, -1, 1)
-    return model.eval()
+    layers = {"linear": nn.Linear(6, 8), "bn": nn.BatchNorm1d(128), "twice": nn.Conv1d(16, 4, 1)}
+    return with_statistics(module(forward, **layers, one=nn.BatchNorm1d(4), two=nn.BatchNorm1d(4)))
 
 
-@pytest.mark.parametrize(("kind", "folded"), [(Tokens, 2), (Face, 3), (Pair, 1)])
+@pytest.mark.parametrize(("kind", "folded"), [(tokens, 2), (face, 3), (pair, 1)])
 def test_norms_behind_views_and_dropout_and_of_shared_layers_fold(kind, folded):
-    model, x = drawn(kind()), torch.randn((3, 5, 6) if kind is Tokens else (3, 6, 16))
+    model, x = kind(), torch.randn((3, 5, 6) if kind is tokens else (3, 6, 16))
     found, report = fold_batch_norms(model, [x])
     assert report.norms_left == 0 and report.skipped == []
     assert sum("BN" in pattern for pattern, _ in report.fused) == folded
@@ -471,18 +399,14 @@ def test_norms_behind_views_and_dropout_and_of_shared_layers_fold(kind, folded):
 
 
 @pytest.mark.slow
-def test_build_folds_what_no_runtime_would(tmp_path):
-    sizes = {"Tokens": (5, 6), "Face": (6, 16)}
-    for name, shape in sizes.items():
-        (tmp_path / "net.py").write_text(
-            f"from tests.test_torch_sound import *\ndef make():\n    return drawn({name}())\n"
-        )
-        model = open_torch(f"{tmp_path}/net.py:make", [(2, *shape)]).model
-        assert not [n for n in model.graph.node if n.op_type == "BatchNormalization"]
+@pytest.mark.parametrize(("name", "shape"), [("tokens", (2, 5, 6)), ("face", (2, 6, 16))])
+def test_build_folds_what_no_runtime_would(name, shape):
+    model = open_torch(f"{__file__}:{name}", [shape]).model
+    assert not [n for n in model.graph.node if n.op_type == "BatchNormalization"]
 
 
 def test_norms_that_stay_say_why():
-    model, x = drawn(Moved()), torch.randn(3, 16, 6)
+    model, x = moved(), torch.randn(3, 16, 6)
     found, report = fold_batch_norms(model, [x])
     assert report.norms_left == 3 and dict(report.skipped) == {
         "bn": "a view after linear moves its channels",
@@ -503,55 +427,55 @@ def test_norms_that_stay_say_why():
 
 @pytest.mark.slow
 def test_only_a_norm_right_behind_a_layer_is_trained_with_it():
-    for kind, x in ((Tokens, torch.randn(3, 5, 6)), (Pair, torch.randn(3, 6, 16))):
-        model = drawn(kind())
+    for kind, x in ((tokens, torch.randn(3, 5, 6)), (pair, torch.randn(3, 6, 16))):
+        model = kind()
         prepared = prepare(model, [x], norms="train")
         assert torch.allclose(prepared.eval()(x), model(x), atol=1e-5)
         assert "bn (norms='train' needs the norm right after its" in norms_in_float(prepared)
 
 
-AUXILIARY = """
-class Auxiliary(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem, self.aux = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 4000)
-        self.places, self.head = nn.Parameter(torch.rand(1, 8, 1, 1)), nn.Conv2d(8, 4, 1)
+def auxiliary():
     def forward(self, x):
         x = self.stem(x).relu() + self.places.expand(-1, -1, 16, 16)
         if self.training:
             return self.head(x), self.aux(x.mean((2, 3)))
         return self.head(x), x
-make = Auxiliary
-"""
+
+    layers = {"stem": nn.Conv2d(3, 8, 3, padding=1), "aux": nn.Linear(8, 4000)}
+    places = nn.Parameter(torch.rand(1, 8, 1, 1))
+    return module(forward, **layers, places=places, head=nn.Conv2d(8, 4, 1))
 
 
 @pytest.mark.slow
-def test_tensors_given_twice_and_parts_of_other_sizes_are_quantized(quantize, caplog):
-    shown = quantize(AUXILIARY).output
+def test_tensors_given_twice_and_parts_of_other_sizes_are_quantized(tmp_path, caplog):
+    def quantize(name, shape="2x3x16x16"):
+        sizes, images = [4, *map(int, shape.split("x")[1:])], tmp_path / "x.npy"
+        np.save(images, np.random.default_rng(0).normal(size=sizes).astype("f4"))
+        words = ("export", f"{__file__}:{name}", "--input", shape, "-o", tmp_path / "q.onnx")
+        return run_command(*words, "--qdq", "--images", images, "--int8-stem")
+
+    shown = quantize("auxiliary")
     assert "int8: 2 of 2 layers with weights" in shown and "in float" not in shown
     assert "on 4 samples" in shown and "of 1024 positions in the last output" in shown
     assert "steps of the last scale" not in shown  # which is of one output
     ratio = float(shown.split("static")[1].split()[1].rstrip("x"))
     assert 1 < ratio < 4  # the head that trains alone is 144 KB of float weights
-    shown = quantize(TWICE)
-    assert shown.exit_code == 0, (shown.output, shown.exception)
-    assert "int8: 2 of 2 layers with weights" in shown.output
-    shown = quantize(PARTS)
-    assert shown.exit_code == 0, (shown.output, shown.exception)
-    assert "int8: 3 of 3 layers with weights" in shown.output
-    shown = quantize(SPLIT, "2x8")
-    assert shown.exit_code == 0, (shown.output, shown.exception)
+    assert "int8: 2 of 2 layers with weights" in quantize("twice")
+    assert "int8: 3 of 3 layers with weights" in quantize("parts")
+    quantize("split", "2x8")
     assert not [told for told in caplog.messages if "Skipping" in told]
 
 
-ODD = """
 def mixed():
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4).double())
+
+
 def program():
     return torch.export.export(nn.Linear(8, 4), (torch.zeros(2, 8),))
-def module():
+
+
+def of_program():
     return program().module()
-"""
 
 
 @pytest.mark.parametrize(
@@ -559,26 +483,17 @@ def module():
     [
         ("mixed", "Sequential must run for inputs [(2, 8)], got RuntimeError: mat1 and mat2 must"),
         ("program", "got ExportedProgram; give the module that the program was exported from"),
-        ("module", "a module with an eval mode; give the module that the program was exported"),
+        ("of_program", "a module with an eval mode; give the module that the program was exported"),
     ],
 )
 def test_what_is_no_model_is_named(tmp_path, name, said, refusal):
-    source = tmp_path / "net.py"
-    source.write_text(f"import torch\nfrom torch import nn\n{ODD}")
-    words = (f"{source}:{name}", "--input", "2x8")
+    words = (f"{__file__}:{name}", "--input", "2x8")
     for more in (("fuse", *words), ("export", *words, "-o", tmp_path / "n.onnx", "--qdq",
                                     "--mode", "weight-only")):  # fmt: skip
         assert said in refusal(*more)
 
 
-class Grown(nn.Module):
-    """A grid that is computed in sixty steps, and parameters of the model's own."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.places = nn.Conv2d(6, 4, 1), nn.Parameter(torch.rand(4, 1, 1))
-        self.register_buffer("grid", torch.ones(1, 4, 1, 1))
-
+def test_constants_are_computed_and_parameters_counted_once():
     def forward(self, x):
         grid = self.grid
         for _ in range(60):
@@ -586,9 +501,9 @@ class Grown(nn.Module):
         x = x.unflatten(2, (4, 4))
         return self.conv(x) * grid + grid + self.conv(x * 2) + self.places
 
-
-def test_constants_are_computed_and_parameters_counted_once():
-    model, x = Grown().eval(), torch.randn(2, 6, 16)
+    places, grid = nn.Parameter(torch.rand(4, 1, 1)), nn.Buffer(torch.ones(1, 4, 1, 1))
+    model = module(forward, conv=nn.Conv2d(6, 4, 1), places=places, grid=grid)
+    x = torch.randn(2, 6, 16)
     folded, _ = fold_batch_norms(model, [x])
     assert torch.allclose(folded(x), model(x), atol=1e-6)
     found = profile_graph(capture(model, [x]), [x], warm_up=0, runs=1)
