@@ -6,19 +6,17 @@ import json
 import math
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
-from click.testing import CliRunner
 
 torch = pytest.importorskip("torch", reason="the torch front end needs torch: calib8[torch]")
 
 from torch import nn
 
-from deploy.cli import cli
 from deploy.errors import (
     CacheError,
     CalibrationError,
@@ -29,14 +27,15 @@ from deploy.errors import (
 )
 from deploy.fx.convert import calibrate, convert, scale_table
 from deploy.fx.distill import Distiller, channel_wise_loss, logit_loss
-from deploy.fx.export import check_float_export, compare_with_torch, to_onnx
+from deploy.fx.export import compare_with_torch, to_onnx
 from deploy.fx.fakequant import lsq_round
 from deploy.fx.int8_layers import WeightQuant
 from deploy.fx.prepare import prepare
 from deploy.fx.qat import Task, clamp_scales, copy_scales, learn_scales, train
-from deploy.fx.source import load_module
 from deploy.targets import OnnxRuntime
+from tests.models import run_net
 from tests.torch_placed import observers_of
+from tests.torch_shapes import module
 
 torch.set_num_threads(1)
 
@@ -45,6 +44,8 @@ HERE = Path(__file__).parent
 BENCHMARKS = HERE.parent / "benchmarks"
 
 TRAINING = HERE / "torch_training.py"
+
+STEM = OnnxRuntime(int8_stem=True)  # for networks whose first layer is small
 
 
 def blobs(epoch, count=6, seed=0):
@@ -58,24 +59,6 @@ def blobs(epoch, count=6, seed=0):
         yield x, y
 
 
-class Small(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(1, 8, 3, padding=1, bias=False),
-            nn.BatchNorm2d(8),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(8, 16, 3, padding=1, bias=False),
-            nn.BatchNorm2d(16),
-            nn.ReLU(),
-        )
-        self.head = nn.Linear(16 * 16, 4)
-
-    def forward(self, x):
-        return self.head(torch.flatten(self.features(x), 1))
-
-
 def accuracy(model):
     hits = total = 0
     for x, y in blobs(0, count=20, seed=9):
@@ -86,7 +69,12 @@ def accuracy(model):
 @pytest.fixture(scope="module")
 def small():
     torch.manual_seed(0)
-    model = Small().train()
+    features = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+    )  # fmt: skip
+    parts = {"features": features, "head": nn.Linear(16 * 16, 4)}
+    model = module(lambda self, x: self.head(torch.flatten(self.features(x), 1)), **parts).train()
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     for epoch in range(8):
         for x, y in blobs(epoch):
@@ -152,55 +140,36 @@ def test_only_a_submodule_is_trained_and_norms_fold_into_the_export(small):
 
 
 @pytest.mark.slow
-def test_resuming_ends_as_the_unbroken_training_does(small, tmp_path):
-    path = tmp_path / "qat.pt"
-
-    class Stop(Exception):
-        pass
-
-    def stop_in_third_epoch(epoch):
-        if epoch == 2:
-            raise Stop
-        return blobs(epoch)
-
-    options = {"epochs": 4, "norms": "train"}
-    whole = train(task_of(small, **options))
-    with pytest.raises(Stop):
-        train(task_of(small, batches=stop_in_third_epoch, **options), checkpoint=path)
-    lines = []
-    resumed = train(task_of(small, **options), checkpoint=path, report=lines.append)
-    assert any("going on after epoch 2" in line for line in lines)
-    assert resumed.losses == whole.losses
-    for name, value in whole.converted.state_dict().items():
-        assert torch.equal(value, resumed.converted.state_dict()[name]), name
-
-
-@pytest.mark.slow
 def test_a_checkpoint_that_does_not_fit_is_refused(small, tmp_path):
-    path = tmp_path / "qat.pt"
-    train(task_of(small, epochs=1), checkpoint=path)
+    path, one = tmp_path / "qat.pt", task_of(small, epochs=1)
+    train(one, checkpoint=path)
     with pytest.raises(CacheError, match="is of another form of the model, target;"):
-        train(task_of(small, epochs=1), target="tensorrt", checkpoint=path)
+        train(one, target="tensorrt", checkpoint=path)
     whole = path.read_bytes()
     for broken in (b"", b"not a checkpoint", whole[: len(whole) // 2]):
         path.write_bytes(broken)
         with pytest.raises(CacheError, match="remove it to start anew"):
-            train(task_of(small, epochs=1), checkpoint=path)
+            train(one, checkpoint=path)
     torch.save({"epoch": 1}, path)
     with pytest.raises(CacheError, match="must be a checkpoint"):
-        train(task_of(small, epochs=1), checkpoint=path)
+        train(one, checkpoint=path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["qat.pt"]
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_no_number_and_empty_epochs_are_said(small):
-    with pytest.raises(CalibrationError, match="must stay finite, got nan in epoch 1"):
-        train(task_of(small, loss=lambda output, label: output.sum() * float("nan")))
-    empty = task_of(small, batches=lambda epoch: [], calibration=lambda: [torch.zeros(1, 1, 8, 8)])
-    with pytest.raises(FeedError, match="none in epoch 1"):
-        train(empty)
-    with pytest.raises(FeedError, match="at least one batch"):
-        train(task_of(small, batches=lambda epoch: []))
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"loss": lambda output, label: output.sum() * float("nan")}, CalibrationError,
+         "must stay finite, got nan in epoch 1"),
+        ({"batches": lambda epoch: [], "calibration": lambda: [torch.zeros(1, 1, 8, 8)]}, FeedError,
+         "none in epoch 1"),
+        ({"batches": lambda epoch: []}, FeedError, "at least one batch"),
+    ],
+)  # fmt: skip
+def test_a_loss_that_is_no_number_and_empty_epochs_are_said(small, options, error, said):
+    with pytest.raises(error, match=said):
+        train(task_of(small, **options))
 
 
 def test_channel_wise_loss_is_its_formula():
@@ -256,41 +225,32 @@ def test_a_teacher_of_another_form_needs_pairs_of_layers(small):
 @pytest.mark.slow
 def test_the_qat_command_trains_exports_and_agrees(tmp_path, command, refusal):
     out = tmp_path / "net.qdq.onnx"
-    arguments = ["qat", f"{TRAINING}:once", "--teacher", f"{TRAINING}:net", "-o", str(out)]
-    arguments += ["--scales", "--checkpoint", str(tmp_path / "c.pt")]
-    shown = command(*arguments)
+    given = ("--teacher", f"{TRAINING}:net", "--scales", "--checkpoint", tmp_path / "c.pt")
+    shown = command("qat", f"{TRAINING}:once", *given, "-o", out)
     assert "epoch 1/1: loss" in shown and "same arg-max 100.00%" in shown
     assert "zero_point" in shown
-    session = onnxruntime.InferenceSession(str(out), providers=["CPUExecutionProvider"])
     for batch in (1, 5):
-        (y,) = session.run(None, {session.get_inputs()[0].name: np.zeros((batch, 1, 8, 8), "f4")})
-        assert y.shape == (batch, 2)
+        assert run_net(out, np.zeros((batch, 1, 8, 8), "f4"))[0].shape == (batch, 2)
     script = tmp_path / "train.py"
     text = TRAINING.read_text().replace("y = torch.randint", "y = 1 / 0 * torch.randint")
     script.write_text(text)
-    shown = CliRunner().invoke(cli, ["qat", f"{script}:once", "-o", str(out)])
-    assert isinstance(shown.exception, ModelError)
-    assert "ZeroDivisionError: division by zero at" in str(shown.exception)
+    said = refusal("qat", f"{script}:once", "-o", out)
     line = text[: text.index("y = 1 / 0")].count("\n") + 1
-    assert f"train.py:{line}: y = 1 / 0" in str(shown.exception)
-    assert "must return a deploy.fx.qat.Task, got Sequential" in refusal(
-        "qat", f"{TRAINING}:net", "-o", out
-    )
+    assert "ZeroDivisionError: division by zero at" in said and f"train.py:{line}: y = 1" in said
+    said = refusal("qat", f"{TRAINING}:net", "-o", out)
+    assert "must return a deploy.fx.qat.Task, got Sequential" in said
 
 
 @pytest.mark.slow
-def test_the_export_command_in_float_and_quantized(tmp_path, command, refusal):
+def test_the_export_command_in_float_and_quantized(tmp_path, run, command, refusal):
     base = ["export", f"{TRAINING}:net", "--input", "2x1x8x8"]
     shown = command(*base, "-o", tmp_path / "float.onnx")
     assert "same arg-max 100.00%" in shown
     np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(9, 1, 8, 8)).astype("f4"))
-    qdq = [*base, "--qdq", "--images", str(tmp_path / "x.npy"), "-o", str(tmp_path / "q.onnx")]
-    shown = CliRunner().invoke(cli, [*qdq, "--modes", "--scales", "--target", "tensorrt"])
-    assert shown.exit_code == 0, (shown.output, shown.exception)
-    assert [line.split()[0] for line in shown.output.splitlines()[5:9]] == [
-        "float", "weight-only", "dynamic", "static",
-    ]  # fmt: skip
-    assert "zero_point" in shown.output
+    qdq = [*base, "--qdq", "--images", tmp_path / "x.npy", "-o", tmp_path / "q.onnx"]
+    shown = run.ok(*qdq, "--modes", "--scales", "--target", "tensorrt")
+    modes = [line.split()[0] for line in shown.splitlines()[5:9]]
+    assert modes == ["float", "weight-only", "dynamic", "static"] and "zero_point" in shown
     model = onnx.load(tmp_path / "q.onnx")
     assert {"QuantizeLinear", "DequantizeLinear"} <= {node.op_type for node in model.graph.node}
     for wrong, said in (
@@ -303,35 +263,17 @@ def test_the_export_command_in_float_and_quantized(tmp_path, command, refusal):
 
 @pytest.mark.slow
 def test_the_exporter_never_falls_back_in_silence():
-    class Branch(nn.Module):
-        def forward(self, x):
-            return x * 2 if x.sum() > 0 else x - 1
-
-    class FixedBatch(nn.Module):
-        def forward(self, x):
-            return x.reshape(2, 3) * 2
-
-    class Pool(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.pool = nn.AdaptiveAvgPool2d(1)
-
-        def forward(self, x):
-            return self.pool(x)
+    def branch(self, x):
+        return x * 2 if x.sum() > 0 else x - 1
 
     with pytest.raises(ModelError, match=r"test_torch_qat\.py:\d+: return x \* 2 if"):
-        to_onnx(Branch(), [torch.ones(2, 3)])
+        to_onnx(module(branch), [torch.ones(2, 3)])
+    fixed = module(lambda self, x: x.reshape(2, 3) * 2)
     with pytest.raises(ModelError, match="--static-batch"):
-        to_onnx(FixedBatch(), [torch.ones(2, 3)])
-    assert to_onnx(FixedBatch(), [torch.ones(2, 3)], dynamic_batch=False).graph.node
+        to_onnx(fixed, [torch.ones(2, 3)])
+    assert to_onnx(fixed, [torch.ones(2, 3)], dynamic_batch=False).graph.node
     with pytest.raises(ExportError, match="cannot be written at opset 17: torch's exporter kept"):
-        to_onnx(Pool(), [torch.ones(2, 3, 4, 4)], opset=17)
-    layer = nn.Linear(3, 2)
-    exported = to_onnx(layer, [torch.ones(2, 3)])
-    with torch.no_grad():
-        layer.weight.add_(0.5)
-    with pytest.raises(ExportError, match="must compute what torch computes"):
-        check_float_export(exported, layer, [torch.ones(2, 3)])
+        to_onnx(nn.Sequential(nn.AdaptiveAvgPool2d(1)), [torch.ones(2, 3, 4, 4)], opset=17)
 
 
 def fashion_module():
@@ -344,83 +286,55 @@ def fashion_module():
 
 
 @pytest.mark.slow
-def test_the_demo_network_in_int8_from_torch(tmp_path):
+def test_the_demo_network_in_int8_from_torch():
     """Without any training data: 400 labelled images, 100 to calibrate with."""
     fashion = fashion_module()
-    model = load_module(f"{BENCHMARKS / 'fashion.py'}:make")
-    x, y = fashion.bundled()
+    model, (x, y) = fashion.make().eval(), fashion.bundled()
     prepared = prepare(model, [x[:2]])
     calibrate(prepared, x[:100].split(50))
     converted = convert(prepared)
     assert fashion.accuracy(converted, x, y) >= fashion.accuracy(model, x, y) - 0.01
-    found = compare_with_torch(
-        to_onnx(converted, [x[:2]]), converted, [(part,) for part in x.split(100)]
-    )
+    parts = [(part,) for part in x.split(100)]
+    found = compare_with_torch(to_onnx(converted, [x[:2]]), converted, parts)
     assert found.samples == 400 and found.argmax == 1.0
+
+
+def demo(**options):
+    """Label-free, from the float teacher on the demo's 100 calibration images."""
+    import cv2
+
+    fashion = fashion_module()
+    paths = sorted((fashion.FOLDER / "calib").glob("*.png"))
+    pixels = [cv2.imread(str(path), cv2.IMREAD_GRAYSCALE) for path in paths]
+    x, model = fashion.normalized(np.stack(pixels)[:, None]), fashion.make()
+    settings = {
+        "inputs": [x[:2]], "loss": lambda output, label: output.sum() * 0, "epochs": 1,
+        "batches": lambda epoch: fashion.shuffled(x, torch.zeros(len(x)), epoch, size=25),
+        "calibration": lambda: [x], "teacher": model,
+    }  # fmt: skip
+    return Task(model=model, **(settings | options))
 
 
 @pytest.mark.slow
 def test_4_bit_training_beats_calibration_alone_on_the_demo_network():
-    """Label-free, from the float teacher on the 100 calibration images; full figures in docs."""
+    """Full figures are in the docs."""
     fashion = fashion_module()
-    import cv2
-
-    folder = fashion.FOLDER / "calib"
-    pixels = [cv2.imread(str(p), cv2.IMREAD_GRAYSCALE) for p in sorted(folder.glob("*.png"))]
-    x = fashion.normalized(np.stack(pixels)[:, None])
     test = fashion.bundled()
-    model = fashion.make()
-    task = Task(
-        model=model,
-        inputs=[x[:2]],
-        batches=lambda epoch: fashion.shuffled(x, torch.zeros(len(x)), epoch, size=25),
-        loss=lambda output, label: output.sum() * 0,
-        evaluate=lambda m: fashion.accuracy(m, *test),
-        calibration=lambda: [x],
-        epochs=12,
-        teacher=model,
-    )
-    result = train(task, bits=4, target=OnnxRuntime(int8_stem=True))  # the first Conv too
+    task = demo(evaluate=lambda model: fashion.accuracy(model, *test), epochs=12)
+    result = train(task, bits=4, target=STEM)  # the first Conv too
     assert result.end >= result.start + 0.005  # 0.0075 to 0.02, by the CPU's order of sums
-
-
-TASK = """
-import sys
-sys.path.insert(0, {benchmarks!r})
-import fashion, cv2, numpy, torch
-from deploy.fx.qat import Task
-
-def setup():
-    paths = sorted((fashion.FOLDER / "calib").glob("*.png"))
-    pixels = [cv2.imread(str(path), cv2.IMREAD_GRAYSCALE) for path in paths]
-    x = fashion.normalized(numpy.stack(pixels)[:, None])
-    model = fashion.make()
-    return Task(
-        model=model,
-        inputs=[x[:2]],
-        batches=lambda epoch: fashion.shuffled(x, torch.zeros(len(x)), epoch, size=25),
-        loss=lambda output, label: output.sum() * 0,
-        calibration=lambda: [x],
-        epochs=1,
-        teacher=model,
-    )
-"""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["ascend", "onnxruntime", "tensorrt"])
 def test_a_trained_model_decides_on_the_npu_as_in_onnxruntime(target, tmp_path, command):
     """`calib8 qat`, then `calib8 ascend convert`, run in integers on all 400 images."""
-    script, path = tmp_path / "task.py", tmp_path / "net.qdq.onnx"
-    script.write_text(TASK.format(benchmarks=str(BENCHMARKS)))
-    words = ["qat", f"{script}:setup", "--target", target, "-o", str(path)]
-    words += ["--int8-stem"] * (target == "onnxruntime")
-    command(*words)
-    fed = ["--images", str(HERE.parent / "datasets" / "fashion" / "eval.txt")]
-    fed += ["--mean", "0.5", "--std", "0.5"]
-    words = ["ascend", "convert", str(path), "-o", str(tmp_path / "o"), *fed]
-    done = command(*words)
-    assert "12 of 12 layers" in " ".join(done.split())
+    path, stem = tmp_path / "net.qdq.onnx", ["--int8-stem"] * (target == "onnxruntime")
+    command("qat", f"{__file__}:demo", "--target", target, *stem, "-o", path)
+    fed = ("--images", HERE.parent / "datasets" / "fashion" / "eval.txt")
+    fed += ("--mean", "0.5", "--std", "0.5")
+    done = command("ascend", "convert", path, "-o", tmp_path / "o", *fed)
+    assert "12 of 12 layers" in done
     report = json.loads((tmp_path / "o" / "report.json").read_text())
     accuracy = report["engines"][1]["accuracy"]
     assert accuracy["samples"] == 400
@@ -441,9 +355,6 @@ def test_debian_reader(tmp_path, monkeypatch):
     x, y = fashion.images("t10k")
     assert x.shape == (2, 1, 28, 28) and y.tolist() == [3, 4]
     assert float(x[0, 0, 0, 0]) == -1.0
-
-
-STEM = OnnxRuntime(int8_stem=True)  # for networks whose first layer is small
 
 
 def gradients(x, scale, zero, ends, grad, shared):
@@ -527,41 +438,32 @@ def outliers(epoch, count=20):
         yield x, x[:, :7].sum(1, keepdim=True)
 
 
-def summing():
-    model = nn.Sequential(nn.Linear(8, 1))
-    with torch.no_grad():
-        model[0].weight.copy_(torch.tensor([[1.0] * 7 + [0.0]]))
-        model[0].bias.zero_()
-    return model.eval()
-
-
-def summing_task(**options):
-    settings = {
-        "model": summing(), "inputs": [torch.zeros(2, 8)], "batches": outliers,
-        "loss": nn.functional.mse_loss, "epochs": 6,
-    }  # fmt: skip
-    return Task(**(settings | options))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [3, 4])
 def test_learned_scales_reach_a_lower_loss_than_fixed_ones_of_least_error(bits):
+    model = nn.Sequential(nn.Linear(8, 1)).eval()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1.0] * 7 + [0.0]]))
+        model[0].bias.zero_()
+    settings = {
+        "inputs": [torch.zeros(2, 8)], "batches": outliers, "loss": nn.functional.mse_loss,
+        "evaluate": None, "epochs": 6,
+    }  # fmt: skip
     kept, learned = (
-        train(summing_task(ranges=ranges), bits=bits) for ranges in ("kept", "learned")
+        train(task_of(model, ranges=ranges, **settings), bits=bits)
+        for ranges in ("kept", "learned")
     )
     assert learned.losses[-1] < 0.4 * kept.losses[-1]
     assert scale_table(learned.converted)[0][1] < 0.6 * scale_table(kept.converted)[0][1]
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.norm = nn.Conv2d(1, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
-        self.side, self.head = nn.ConvTranspose2d(6, 4, 1), nn.Linear(4 * 64, 3)
-
-    def forward(self, x):
-        return self.head(torch.flatten(self.side(torch.relu(self.norm(self.conv(x)))), 1))
+def net():
+    torch.manual_seed(0)
+    return module(
+        lambda self, x: self.head(torch.flatten(self.side(self.norm(self.conv(x)).relu()), 1)),
+        conv=nn.Conv2d(1, 6, 3, padding=1, bias=False), norm=nn.BatchNorm2d(6),
+        side=nn.ConvTranspose2d(6, 4, 1), head=nn.Linear(4 * 64, 3),
+    )  # fmt: skip
 
 
 def pictures(epoch):
@@ -572,16 +474,15 @@ def pictures(epoch):
 
 
 def picture_task(**options):
-    settings = {
-        "model": Net(), "inputs": [torch.zeros(2, 1, 8, 8)], "batches": pictures,
-        "loss": nn.functional.cross_entropy, "epochs": 4, "ranges": "learned",
-    }  # fmt: skip
-    return Task(**(settings | options))
+    settings = {"batches": pictures, "evaluate": None, "epochs": 4, "ranges": "learned"}
+    return task_of(net(), **(settings | options))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"amp": True}, {"norms": "train"}])
-def test_resuming_with_learned_scales_ends_as_the_unbroken_training_does(options, tmp_path):
+@pytest.mark.parametrize(
+    "options", [{}, {"amp": True}, {"norms": "train"}, {"norms": "train", "ranges": "kept"}]
+)
+def test_resuming_ends_as_the_unbroken_training_does(options, tmp_path):
     class Stop(Exception):
         pass
 
@@ -590,23 +491,25 @@ def test_resuming_with_learned_scales_ends_as_the_unbroken_training_does(options
             raise Stop
         return pictures(epoch)
 
-    path = tmp_path / "qat.pt"
-    whole = train(picture_task(**options), bits=4, target=STEM)
+    def trained(checkpoint=None, **more):
+        task = picture_task(**(options | more))
+        return train(task, bits=4, target=STEM, checkpoint=checkpoint, report=lines.append)
+
+    path, lines = tmp_path / "qat.pt", []
+    whole = trained()
     with pytest.raises(Stop):
-        train(
-            picture_task(batches=stop_in_third_epoch, **options),
-            bits=4,
-            target=STEM,
-            checkpoint=path,
-        )
-    resumed = train(picture_task(**options), bits=4, target=STEM, checkpoint=path)
+        trained(path, batches=stop_in_third_epoch)
+    assert not any("going on" in line for line in lines)
+    resumed = trained(path)
+    assert any("going on after epoch 2" in line for line in lines)
     assert resumed.losses == whole.losses
     for name, value in whole.converted.state_dict().items():
         assert torch.equal(value, resumed.converted.state_dict()[name]), name
+    other = "learned" if "ranges" in options else "kept"
     with pytest.raises(CacheError, match="is of another form of the model, kind of ranges;"):
-        train(picture_task(ranges="kept", **options), bits=4, target=STEM, checkpoint=path)
+        trained(path, ranges=other)
     with pytest.raises(CacheError, match="is of another method of ranges;"):
-        train(picture_task(method="minmax", **options), bits=4, target=STEM, checkpoint=path)
+        trained(path, method="minmax")
 
 
 @pytest.mark.slow
@@ -629,7 +532,7 @@ def test_what_was_learned_is_frozen_and_exported(target):
 
 
 def learned_model():
-    prepared = prepare(Net().eval(), [torch.zeros(2, 1, 8, 8)], target=STEM)
+    prepared = prepare(net(), [torch.zeros(2, 1, 8, 8)], target=STEM)
     calibrate(prepared, [torch.randn(4, 1, 8, 8)])
     return prepared, learn_scales(prepared)
 
@@ -646,14 +549,12 @@ def test_a_scale_is_never_negative_nor_lost():
     for scale, old in zip(scales.values(), before, strict=True):
         assert torch.equal(scale.detach(), old / 2)
     name, first = next(iter(scales.items()))
-    with torch.no_grad():
-        first.fill_(math.nan)
-    with pytest.raises(CalibrationError, match=f"got nan of {name}; train slower"):
-        clamp_scales(scales, copy_scales(scales))
-    with torch.no_grad():
-        first.fill_(0)
-    with pytest.raises(CalibrationError, match="must stay a positive number, got 0 of"):
-        clamp_scales(scales, copy_scales(scales))
+    for lost, said in ((math.nan, f"got nan of {name}; train slower"),
+                       (0, "must stay a positive number, got 0 of")):  # fmt: skip
+        with torch.no_grad():
+            first.fill_(lost)
+        with pytest.raises(CalibrationError, match=said):
+            clamp_scales(scales, copy_scales(scales))
 
 
 def test_learned_scales_are_where_the_model_is_and_stay_positive():
@@ -663,9 +564,7 @@ def test_learned_scales_are_where_the_model_is_and_stay_positive():
     assert "scale" in kinds and {p.device.type for p in there.parameters()} == {"meta"}
     assert there(torch.zeros(2, 1, 8, 8, device="meta")).device.type == "meta"
 
-    def fast(parameters):
-        return torch.optim.Adam(parameters, 0.5)
-
+    fast = partial(torch.optim.Adam, lr=0.5)
     result = train(picture_task(optimizer=fast, epochs=2), bits=4, target=STEM)
     assert all(scale > 0 for _, scale, _ in scale_table(result.converted))
 
@@ -675,8 +574,8 @@ def test_the_command_trains_scales(tmp_path, run):
     tables = {}
     for ranges in ("kept", "learned"):
         words = ("--bits", "4", "--int8-stem", "--scales", "-o", tmp_path / "q.onnx")
-        code, done, err = run("qat", f"{TRAINING}:twice", "--ranges", ranges, *words)
-        assert code == 0 and f"ranges by mse, {ranges}" in done, err
+        done = run.ok("qat", f"{TRAINING}:twice", "--ranges", ranges, *words)
+        assert f"ranges by mse, {ranges}" in done
         tables[ranges] = re.findall(r"^(\w+) +([\d.e-]+) +\d+$", done, re.M)
     names = [[name for name, _ in table] for table in tables.values()]
     assert names[0] == names[1] and len(names[0]) == 2

@@ -2,22 +2,23 @@
 # ruff: noqa: E402 (torch may be missing)
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from click.testing import CliRunner
 from onnx import numpy_helper
 
 torch = pytest.importorskip("torch", reason="the torch front end needs torch: calib8[torch]")
 
 from torch import nn
+from torch.nn import functional as F
 
 from calibrators.amct.ifmr import IfmrParams
 from calibrators.grids import INT8, UINT8
 from calibrators.scales import Scale
 from calibrators.searches import SEARCHES
-from deploy.cli import cli
 from deploy.errors import CalibrationError, ConfigError, FeedError, ModelError
 from deploy.fx.convert import calibrate, convert, scale_table, set_phase
 from deploy.fx.fakequant import FakeQuant, IfmrSearch, scale_on_grid, search_for
@@ -25,44 +26,38 @@ from deploy.fx.prepare import at_bits, prepare
 from deploy.targets import TARGETS
 from deploy.targets.ascend.config_keys import ActivationParams, LayerConfig
 from deploy.targets.ascend.record import search_params
+from tests.models import run_command
 from tests.torch_placed import observers_of
+from tests.torch_shapes import module
 
 torch.set_num_threads(1)
-NET = """
-import torch
-from torch import nn
 
-def layer(made, seed):
+
+def layer(made, seed, draw):
     torch.manual_seed(seed)
     with torch.no_grad():
         for p in made.parameters():
-            p.copy_({values})
+            p.copy_(draw(p.shape))
     return made
 
-def make():
-    return nn.Sequential(
-        layer(nn.Conv2d(4, 8, 3), 1), nn.ReLU(), layer(nn.Conv2d(8, 4, 3), 2), nn.ReLU(),
-        nn.Flatten(), layer(nn.Linear(64, 5), 3),
-    ).eval()
-"""
-# sums of products of whole numbers are exact in float32, in whatever order they are added
-WHOLE, REAL = "torch.randint(-3, 4, p.shape).float()", "torch.randn(p.shape)"
-GATED = """
-import torch
-from torch import nn
-from torch.nn import functional as F
 
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem, self.gate, self.mask, self.other, self.soft = (
-            nn.Conv2d(4, 4, 1) for _ in range(5)
-        )
-        self.join, self.head = nn.Conv2d(8, 4, 1), nn.Linear(4, 5)
-        torch.manual_seed(0)
-        with torch.no_grad():
-            for p in self.parameters():
-                p.copy_(torch.randint(-2, 3, p.shape).float())
+def whole(shape, below=4):
+    """Sums of products of whole numbers are exact in float32, in whatever order they are added."""
+    return torch.randint(1 - below, below, shape).float()
+
+
+def net(draw=whole):
+    return nn.Sequential(
+        layer(nn.Conv2d(4, 8, 3), 1, draw), nn.ReLU(), layer(nn.Conv2d(8, 4, 3), 2, draw),
+        nn.ReLU(), nn.Flatten(), layer(nn.Linear(64, 5), 3, draw),
+    ).eval()  # fmt: skip
+
+
+def real():
+    return net(torch.randn)
+
+
+def gated():
     def forward(self, x):
         x = F.max_pool2d(F.relu(self.stem(x)), 2)
         wide = self.other(x * self.gate(x).sigmoid() * F.hardsigmoid(self.mask(x)))
@@ -70,9 +65,11 @@ class Gated(nn.Module):
         pooled = F.adaptive_avg_pool2d(F.relu(x), 1).flatten(1)
         return self.head(pooled), F.silu(self.soft(x)).softmax(1)
 
-def make():
-    return Gated().eval()
-"""
+    layers = {name: nn.Conv2d(4, 4, 1) for name in ("stem", "gate", "mask", "other", "soft")}
+    made = module(forward, **layers, join=nn.Conv2d(8, 4, 1), head=nn.Linear(4, 5))
+    return layer(made, 0, partial(whole, below=3))
+
+
 GIVEN = {
     "percentile": ("--percent", "99.5"),
     "lp": ("--power", "2.4"),
@@ -89,17 +86,8 @@ def images(count=17):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("net")
-    (made / "net.py").write_text(NET.format(values=WHOLE))
-    (made / "real.py").write_text(NET.format(values=REAL))
-    (made / "gated.py").write_text(GATED)
     np.save(made / "x.npy", images())
     return made
-
-
-def run(*words):
-    done = CliRunner().invoke(cli, [str(word) for word in words])
-    assert done.exit_code == 0, (done.output, done.exception)
-    return done.output
 
 
 def pairs(path):
@@ -116,15 +104,15 @@ def pairs(path):
 def exported(folder, *words, net="net"):
     out = folder / "exported.onnx"
     fed = ("--input", "3x4x8x8", "--images", folder / "x.npy")
-    shown = run("export", f"{folder / net}.py:make", *fed, "--qdq", *words, "-o", out)
+    shown = run_command("export", f"{__file__}:{net}", *fed, "--qdq", *words, "-o", out)
     return pairs(out), shown
 
 
 def built(folder, name, *words, net="net"):
     fed = ("--input", "1x4x8x8", "--images", folder / "x.npy")
     still = ("--effort", "0", "--duration", "0", "--out", folder / f"built-{net}")
-    run("build", f"{folder / net}.py:make", *fed, *still, *words)
-    return folder / f"built-{net}" / f"{net}-make{name}"
+    run_command("build", f"{__file__}:{net}", *fed, *still, *words)
+    return folder / f"built-{net}" / f"{Path(__file__).stem}-{net}{name}"
 
 
 @pytest.mark.slow
@@ -151,14 +139,11 @@ def test_and_by_amcts_own_search_for_ascend(folder):
     ours, shown = exported(folder, "--target", "ascend")
     assert "ranges by AMCT's IFMR" in shown
     lines = built(folder, "_record.txt", "--target", "ascend").read_text().splitlines()
-    values = {key: [line.split()[1] for line in lines if f"{key}:" in line]
-              for key in ("scale_d", "offset_d")}  # fmt: skip
-    record = list(
-        zip(map(np.float32, values["scale_d"]), map(int, values["offset_d"]), strict=True)
-    )
-    assert record[0] == ours[0]  # the input; behind it weights are rounded otherwise
-    assert [zero for _, zero in record] == [zero for _, zero in ours]
-    assert [s for s, _ in record] == pytest.approx([s for s, _ in ours], rel=0.02)
+    scales = [np.float32(line.split()[1]) for line in lines if "scale_d:" in line]
+    zeros = [int(line.split()[1]) for line in lines if "offset_d:" in line]
+    assert scales[0] == ours[0][0]  # the input; behind it weights are rounded otherwise
+    assert zeros == [zero for _, zero in ours]
+    assert scales == pytest.approx([s for s, _ in ours], rel=0.02)
     asked, shown = exported(folder, "--target", "ascend", "--method", "mse")
     assert "ranges by mse" in shown and asked != ours
 
@@ -185,10 +170,8 @@ def test_gates_pools_and_concats_have_the_ranges_of_build(folder, target, name, 
 
 
 @pytest.mark.slow
-def test_training_that_follows_the_data_keeps_to_the_bounds(folder):
-    from deploy.fx.source import load_module
-
-    model, x = load_module(f"{folder / 'gated.py'}:make"), torch.from_numpy(images())
+def test_training_that_follows_the_data_keeps_to_the_bounds():
+    model, x = gated(), torch.from_numpy(images())
     prepared = prepare(model, [x[:2]])
     calibrate(prepared, [x])
     set_phase(prepared, observe=True, quantize=False)
@@ -224,19 +207,13 @@ def test_the_default_is_that_of_build_for_every_target():
         search_for("onnxruntime", "ema")
 
 
-def net(folder):
-    from deploy.fx.source import load_module
-
-    return load_module(f"{folder / 'net.py'}:make")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [*SEARCHES, "entropy-tensorrt 4"])
-def test_the_size_of_batches_changes_nothing(folder, method):
+def test_the_size_of_batches_changes_nothing(method):
     x, target = torch.from_numpy(images(16)), "onnxruntime"
     found = []
     for size in (1, 3, 16):
-        prepared = prepare(net(folder), [x[:2]], target=target)
+        prepared = prepare(net(), [x[:2]], target=target)
         runs = calibrate(prepared, x.split(size), search=search_for(target, method))
         assert runs == (16 if str(method).startswith("entropy-t") else -(-16 // size))
         found.append(scale_table(prepared))
@@ -244,24 +221,17 @@ def test_the_size_of_batches_changes_nothing(folder, method):
 
 
 @pytest.mark.slow
-def test_the_size_of_batches_changes_nothing_in_amcts_search_and_inputs_count_alike(folder):
+def test_the_size_of_batches_changes_nothing_in_amcts_search_and_inputs_count_alike():
     x, found = torch.from_numpy(images(16)), []
     for size in (1, 16):
-        prepared = prepare(net(folder), [x[:2]], target="ascend")
+        prepared = prepare(net(), [x[:2]], target="ascend")
         calibrate(prepared, x.split(size), search=search_for("ascend"))
         found.append([scale for _, scale, _ in scale_table(prepared)])
     # to the bit of what is the same to the bit, which sums with rounded weights are not
     assert found[0][0] == found[1][0] and found[0] == pytest.approx(found[1], rel=1e-5)
 
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(40, 9), nn.Linear(40, 9)
-
-        def forward(self, x, y):
-            return self.a(x) + self.b(y)
-
-    model, x = Two().eval(), torch.randn(6, 40)
+    layers = {"a": nn.Linear(40, 9), "b": nn.Linear(40, 9)}
+    model, x = module(lambda self, x, y: self.a(x) + self.b(y), **layers), torch.randn(6, 40)
     tables = []
     for size in (2, 6):
         prepared = prepare(model, [x, x.clone()], target="tensorrt")
@@ -273,57 +243,44 @@ def test_the_size_of_batches_changes_nothing_in_amcts_search_and_inputs_count_al
 
 
 @pytest.mark.slow
-def test_a_first_batch_wants_whole_batches(folder):
+def test_a_first_batch_wants_whole_batches():
     x, search = torch.from_numpy(images(9)), search_for("onnxruntime", "entropy-tensorrt 4")
     tables = []
     for count in (8, 9):  # the ninth fills none
-        prepared = prepare(net(folder), [x[:2]])
+        prepared = prepare(net(), [x[:2]])
         assert calibrate(prepared, [x[:count]], search=search) == 8
         tables.append(scale_table(prepared))
     assert tables[0] == tables[1]
     with pytest.raises(FeedError, match="got 3 samples for batches of 4"):
         calibrate(prepared, [x[:3]], search=search)
 
-    class Fixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(64, 2)
-
-        def forward(self, x):
-            return self.layer(x.reshape(2, 64))
-
-    prepared = prepare(Fixed().eval(), [x[:2, :1]])
+    fixed = module(lambda self, x: self.layer(x.reshape(2, 64)), layer=nn.Linear(64, 2))
+    prepared = prepare(fixed, [x[:2, :1]])
     with pytest.raises(ModelError, match=r"runs for a batch of 1, .* take another method"):
         calibrate(prepared, [x[:2, :1]], search=search_for("tensorrt", "entropy-tensorrt"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["onnxruntime", "ascend"])
-def test_tensors_without_sound_data_are_named(folder, target):
+def test_tensors_without_sound_data_are_named(target):
     x, search = torch.from_numpy(images(4)), search_for(target)
     for wrong in (float("inf"), float("nan")):
         bad = x.clone()
         bad[3, 1, 2, 3] = wrong
-        prepared = prepare(net(folder), [x[:2]], target=target)
+        prepared = prepare(net(), [x[:2]], target=target)
         with pytest.raises(CalibrationError, match="got NaN or Inf in input"):
             calibrate(prepared, [x, bad], search=search)
 
-    class Overflows(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x):
-            return self.b(torch.relu(self.a(x)).exp())
-
-    prepared = prepare(Overflows().eval(), [torch.ones(2, 3)], target=target)
+    layers = {"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}
+    overflows = module(lambda self, x: self.b(torch.relu(self.a(x)).exp()), **layers)
+    prepared = prepare(overflows, [torch.ones(2, 3)], target=target)
     with pytest.raises(CalibrationError, match="got NaN or Inf in exp"):
         calibrate(prepared, [1e4 * torch.eye(3), -1e4 * torch.eye(3)], search=search)
-    prepared = prepare(net(folder), [x[:2]], target=target)
+    prepared = prepare(net(), [x[:2]], target=target)
     prepared.add_module("idle", FakeQuant(UINT8, "idle"))
     with pytest.raises(CalibrationError, match="needs data, and none went through idle"):
         calibrate(prepared, [x], search=search)
-    prepared = prepare(net(folder), [x[:2]], target=target)
+    prepared = prepare(net(), [x[:2]], target=target)
     calibrate(prepared, [torch.zeros(2, 4, 8, 8), torch.zeros(0, 4, 8, 8)], search=search)
     lowest = -128 if target == "ascend" else 0
     assert scale_table(prepared)[0][1:] == (1.0, lowest)  # what was always 0 stays an exact 0
@@ -342,22 +299,22 @@ def test_a_range_on_a_grid_is_that_of_calibrators():
 
 
 @pytest.mark.slow
-def test_fewer_bits_are_searched_on_their_own_grid(folder):
+def test_fewer_bits_are_searched_on_their_own_grid():
     x = torch.from_numpy(images(8))
     for target in ("onnxruntime", "tensorrt"):
         widths = []
         for bits in (8, 4, 2):
-            prepared = prepare(net(folder), [x[:2]], target=target, bits=bits)
+            prepared = prepare(net(), [x[:2]], target=target, bits=bits)
             calibrate(prepared, [x], search=search_for(target, "mse"))
             widths.append(scale_table(prepared)[0][1] * 2**bits)
         assert widths[0] > 1.1 * widths[1] > 1.2 * widths[2]  # coarser steps are worth clipping for
-    prepared = prepare(net(folder), [x[:2]], bits=4)
+    prepared = prepare(net(), [x[:2]], bits=4)
     with pytest.raises(ConfigError, match="entropy is defined for 8 bits, got 4; take mse"):
         calibrate(prepared, [x], search=search_for("onnxruntime", "entropy"))
 
 
-def test_export_refuses_a_method_that_would_change_nothing(folder, refusal):
-    base = ["export", f"{folder / 'net.py'}:make", "--input", "2x4x8x8", "-o", "x.onnx"]
+def test_export_refuses_a_method_that_would_change_nothing(run, refusal):
+    base = ["export", f"{__file__}:net", "--input", "2x4x8x8", "-o", "x.onnx"]
     for words, said in (
         (["--method", "mse"], "--method goes with --qdq"),
         (["--qdq", "--mode", "dynamic", "--percent", "99"], "belongs to --method percentile"),
@@ -365,5 +322,5 @@ def test_export_refuses_a_method_that_would_change_nothing(folder, refusal):
         (["--qdq", "--ranges", "mse"], "--method names the search, as for build"),
     ):
         assert said in refusal(*base, *words)
-    shown = CliRunner().invoke(cli, [*base, "--qdq", "--method", "ema"])
-    assert shown.exit_code and all(name in shown.output for name in SEARCHES)
+    code, _, said = run(*base, "--qdq", "--method", "ema")
+    assert code == 2 and all(name in said for name in SEARCHES)

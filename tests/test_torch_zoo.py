@@ -10,16 +10,16 @@ from onnx import numpy_helper
 
 torch = pytest.importorskip("torch", reason="the torch front end needs torch: calib8[torch]")
 
-from deploy.cli import main
 from deploy.fx.convert import calibrate, convert
 from deploy.fx.export import compare_with_torch, to_onnx
 from deploy.fx.fuse import norms_in_float
 from deploy.fx.int8_layers import measure_coverage
 from deploy.fx.modes import measure_mode, quantize_model
 from deploy.fx.prepare import prepare
-from deploy.fx.qat import Task, train
-from deploy.fx.source import load_factory
 from deploy.targets import OnnxRuntime
+from tests import torch_shapes
+from tests.models import run_command
+from tests.torch_shapes import module
 
 torch.set_num_threads(1)
 
@@ -92,17 +92,13 @@ class Read:
     def made_int8(self, name):
         """Whether what a node makes goes into a pair, behind the activation it is fused with."""
         after = self.readers.get(name, [])
-        while (
-            len(after) == 1
-            and after[0].op_type in ("Relu", "Clip", "Add")
-            and not self.both(after[0])
-        ):
-            name = after[0].output[0]
-            after = self.readers.get(name, [])
+        while len(after) == 1 and self.is_fused(after[0]):
+            after = self.readers.get(after[0].output[0], [])
         return [n.op_type for n in after] == ["QuantizeLinear"]
 
-    def both(self, node):
-        return node.op_type == "Add" and not any(self.is_constant(n) for n in node.input)
+    def is_fused(self, node):
+        adds = node.op_type == "Add" and any(self.is_constant(n) for n in node.input)
+        return adds or node.op_type in ("Relu", "Clip")
 
     def rows(self, types):
         for node in self.graph.node:
@@ -112,14 +108,9 @@ class Read:
             if node.op_type in ("Resize", "Slice"):
                 data = data[:1]
             weights = [self.weight(n) for n in node.input[1:2] if n not in data]
-            made = self.made_int8(node.output[0])
+            read, made = [self.quantized(n) for n in data], self.made_int8(node.output[0])
             kind = "Gemm" if node.op_type == "MatMul" and weights else node.op_type
-            yield (
-                kind,
-                [self.quantized(n) for n in data],
-                weights if node.op_type in LAYERS else [],
-                made,
-            )
+            yield kind, read, weights if node.op_type in LAYERS else [], made
 
 
 def rows(path, net, target):
@@ -142,12 +133,9 @@ def built(images, tmp_path_factory):
         key = (net, *more)
         if key not in made:
             out = made[key] = tmp_path_factory.mktemp(net)
-            words = ["build", f"{NETS}:{net}", *SHAPE, "--images", images, "--out", out, *more]
-            words += ["--target", ",".join(WRITTEN), "--effort", "0", "--duration", "0", "--quiet"]
-            try:
-                main([str(word) for word in words])
-            except SystemExit as stop:
-                assert not stop.code
+            words = ("--target", ",".join(WRITTEN), "--effort", "0", "--duration", "0", "--quiet")
+            given = (f"{NETS}:{net}", *SHAPE, "--images", images)
+            run_command("build", *given, "--out", out, *words, *more)
         return made[key]
 
     return call
@@ -192,41 +180,31 @@ def test_export_takes_the_targets_options_that_place(
     assert rows(usual, net, target) != rows(theirs, net, target)
 
 
-class Whole(torch.nn.Module):
-    """An attention that shares keys between heads, and a parameter that no layer can have."""
-
-    def __init__(self):
-        super().__init__()
-        self.inside, self.out = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
-        self.weight = torch.nn.Parameter(torch.eye(8)[None])
-        self.places = torch.nn.Parameter(torch.zeros(4, 8))
-
-    def forward(self, x):
+@pytest.mark.slow
+def test_what_the_graph_has_no_tensor_or_layer_for_stays_float():
+    def forward(self, x):  # keys are shared between heads; no layer can have the weight
         x = self.inside(x + self.places).reshape(-1, 4, 2, 4)
         few = x[:, :2]
         x = torch.nn.functional.scaled_dot_product_attention(x, few, few, enable_gqa=True)
         return self.out(x.reshape(-1, 4, 8) @ self.weight)
 
-
-@pytest.mark.slow
-def test_what_the_graph_has_no_tensor_or_layer_for_stays_float():
+    whole = module(
+        forward, inside=torch.nn.Linear(8, 8), out=torch.nn.Linear(8, 4),
+        weight=torch.nn.Parameter(torch.eye(8)[None]),
+        places=torch.nn.Parameter(torch.zeros(4, 8)),
+    )  # fmt: skip
     x = torch.randn(2, 4, 8)
-    prepared = prepare(Whole().eval(), [x], target="tensorrt")
+    prepared = prepare(whole, [x], target="tensorrt")
     quants = {n.args[0].name: n for n in prepared.graph.nodes if str(n.target).startswith("quant_")}
     read = {user.name for quant in quants.values() for user in quant.users}
     assert read == {"inside", "out"}
     calibrate(prepared, [x])
     converted = convert(prepared)
-    found = measure_coverage(converted, Whole())
+    found = measure_coverage(converted, whole)
     assert found.quantized == ("inside", "out") and found.left == (("weight", "Parameter"),)
-    assert (
-        compare_with_torch(to_onnx(converted, [x]), converted, [[x]], optimized=False).argmax == 1
-    )
+    found = compare_with_torch(to_onnx(converted, [x]), converted, [[x]], optimized=False)
+    assert found.argmax == 1
 
-
-SHAPES = Path(__file__).parent / "torch_shapes.py"
-
-make = load_factory(f"{SHAPES}:make")
 
 # of norms all but the ConvTranspose, which ONNX Runtime has no int8 kernel for
 INT8_LAYERS = {"detector": 17, "norms": 9, "attention": 6, "convnext": 5, "ssd": 6}
@@ -239,7 +217,7 @@ def pictures(seed, count=2):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", INT8_LAYERS)
 def test_every_shape_is_quantized_and_runs_in_onnxruntime_as_in_torch(name):
-    model, batches = make(name), [(pictures(0),), (pictures(1),)]
+    model, batches = getattr(torch_shapes, name)(), [(pictures(0),), (pictures(1),)]
     target = OnnxRuntime(int8_stem=True)
     converted = quantize_model(model, batches[0], batches, mode="static", target=target)
     assert norms_in_float(converted) == ""
@@ -251,60 +229,9 @@ def test_every_shape_is_quantized_and_runs_in_onnxruntime_as_in_torch(name):
     assert measure_mode("static", model, converted, batches).sqnr_db > 15
 
 
-def boxes(epoch):
-    """(pictures, targets of a raw map): a bright square, where it is and of which class."""
-    generator = torch.Generator().manual_seed(epoch)
-    for _ in range(10):
-        x = 0.1 * torch.randn(2, 3, 32, 32, generator=generator)
-        target = torch.zeros(2, 7, 4, 4)
-        for i in range(2):
-            row, column, kind = torch.randint(0, 3, (3,), generator=generator).tolist()
-            x[i, kind, 8 * row : 8 * row + 8, 8 * column : 8 * column + 8] += 2
-            target[i, :4, row, column] = 1
-            target[i, 4 + kind, row, column] = 1
-        yield x, target
-
-
-def loss(output, target):
-    return torch.nn.functional.mse_loss(output[1][1][:, :, :4, :4].sigmoid(), _fit(output, target))
-
-
-def _fit(output, target):
-    size = output[1][1].shape[-2:]
-    return torch.nn.functional.adaptive_max_pool2d(target, size)
-
-
-def task():
-    return Task(model=make("detector"), inputs=[pictures(0)], batches=boxes, loss=loss, epochs=2)
-
-
-class Killed(Exception):
-    pass
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt", "ascend"])
-def test_a_detector_trains_on_each_grid_and_goes_on_after_a_break(target, tmp_path):
-    whole = train(task(), target=target)
-    assert whole.losses[-1] < whole.losses[0]
-    assert not any(type(m).__name__ == "BatchNorm2d" for m in whole.prepared.modules())
-
-    def stop(line):
-        if line.startswith("epoch 2"):
-            raise Killed
-
-    path = tmp_path / "run.pt"
-    with pytest.raises(Killed):
-        train(task(), target=target, checkpoint=path, report=stop)
-    again = train(task(), target=target, checkpoint=path)
-    wanted, got = (trained.converted.state_dict() for trained in (whole, again))
-    assert wanted.keys() == got.keys()
-    assert all(torch.equal(wanted[name], got[name]) for name in wanted)
-
-
 @pytest.mark.slow
 def test_norms_train_with_their_layers_where_they_are_functions():
-    prepared = prepare(make("norms").train(), [pictures(0)], norms="train")
+    prepared = prepare(torch_shapes.norms().train(), [pictures(0)], norms="train")
     merged = [m for m in prepared.modules() if type(m).__name__ == "QatConvBn"]
     assert len(merged) == 10  # the two before a layer and the frozen one are none
     before = merged[0].norm.running_mean.clone()
@@ -313,20 +240,13 @@ def test_norms_train_with_their_layers_where_they_are_functions():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["detector", "all_norms"])
-def test_the_commands_build_them(command, tmp_path, name):
-    images = tmp_path / "images.npy"
-    np.save(images, pictures(3, 4).numpy())
-    out = tmp_path / "out"
-    spec = f"{SHAPES}:{name}"
-    command(
-        "build", spec, "--input", "1x3x32x32", "--images", images, "--out", out, "--effort", "0",
-        "--duration", "0",
-    )  # fmt: skip
-    (built,) = out.glob("*.int8.onnx")
+@pytest.mark.parametrize(("name", "convs"), [("detector", 17), ("norms", 8)])
+def test_the_commands_build_them(command, images, tmp_path, name, convs):
+    given = (f"{torch_shapes.__file__}:{name}", "--input", "1x3x32x32", "--images", images)
+    command("build", *given, "--out", tmp_path / "out", "--effort", "0", "--duration", "0")
+    (built,) = (tmp_path / "out").glob("*.int8.onnx")
     nodes = [node.op_type for node in onnx.load(built).graph.node]
-    assert "BatchNormalization" not in nodes
-    assert nodes.count("Conv") == {"detector": 17, "all_norms": 8}[name]
+    assert "BatchNormalization" not in nodes and nodes.count("Conv") == convs
 
 
 @pytest.mark.slow

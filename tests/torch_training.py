@@ -1,12 +1,14 @@
-"""Trainings as a user's script says them: which of two means a small picture has."""
+"""Trainings as a user's script says them: which of two means a picture has, where a box is."""
 
+import os
+import signal
 from functools import partial
 
 import torch
 from torch import nn
 
 from deploy.fx.qat import Task
-from tests.torch_shapes import module
+from tests.torch_shapes import ConvAct, Detector, module
 
 
 def net():
@@ -46,3 +48,38 @@ def task(epochs, model=net, channels=1):
 
 
 once, twice, of_parts = partial(task, 1), partial(task, 2), partial(task, 1, parts, 3)
+
+
+class Maps(Detector):
+    """The raw maps of both scales, side by side."""
+
+    def forward(self, x):
+        return torch.cat([found.flatten(2) for found in super().forward(x)[1]], 2)
+
+
+def boxes(epoch):
+    """Pictures of one bright box; where it is, cell by cell. "KILLED" ends the third epoch."""
+    if epoch == 2 and "KILLED" in os.environ:
+        os.kill(os.getpid(), signal.SIGKILL)
+    made = torch.Generator().manual_seed(epoch)
+    for _ in range(5):
+        x, y = torch.randn(4, 3, 32, 32, generator=made) * 0.1, torch.zeros(4, 6, 80)
+        for one, (row, column) in enumerate(torch.randint(0, 7, (4, 2), generator=made).tolist()):
+            x[one, :, 4 * row : 4 * row + 8, 4 * column : 4 * column + 8] += 1
+            y[one, :, 8 * row + column] = 1
+        yield x, y
+
+
+def detection():
+    torch.manual_seed(0)
+    model = Maps(classes=2)
+    for one in model.modules():
+        if isinstance(one, ConvAct):
+            nn.init.kaiming_normal_(one.conv.weight)  # so that values stay as large as they are
+    return Task(
+        model=model.eval(),
+        inputs=[torch.zeros(2, 3, 32, 32)],
+        batches=boxes,
+        loss=nn.functional.mse_loss,
+        epochs=4,
+    )
