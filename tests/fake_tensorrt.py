@@ -187,8 +187,8 @@ class ITensor:
 class ILayer:
     def __init__(self, node):
         self.name, self.node = node.name, node
-        self.precision = None
-        self.num_outputs = len(node.output)
+        self.precision, self.types = None, {}
+        self.num_outputs, self.set_output_type = len(node.output), self.types.__setitem__
 
     def get_output(self, index):
         return types.SimpleNamespace(name=self.node.output[index])

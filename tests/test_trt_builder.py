@@ -1,7 +1,6 @@
 """The builder's order of calls, and `--target tensorrt` without a GPU."""
 
 import ctypes
-import enum
 import hashlib
 import re
 import shlex
@@ -27,112 +26,43 @@ from deploy.frontends import load
 from deploy.method import Method
 from deploy.pipeline import build
 from deploy.targets.shape_ranges import ShapeRange
-from deploy.targets.tensorrt import builder as builder_module
-from deploy.targets.tensorrt import engines, sdk, session
-from deploy.targets.tensorrt.builder import (
-    BuilderSettings,
-    BuiltEngine,
-    InputShapeRange,
-    build_engine,
-    cached_engine,
-    engine_key,
-    profiles_for,
-    store_engine,
-)
+from deploy.targets.tensorrt import builder, engines, sdk
+from deploy.targets.tensorrt.builder import BuilderSettings, InputShapeRange, build_engine
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq
-from deploy.targets.tensorrt.sdk import (
-    LogRecorder,
-    Sdk,
-    missing_tensors,
-    process_logger,
-    record_log,
-    sort_missing,
-)
+from deploy.targets.tensorrt.sdk import LogRecorder, Sdk, record_log
 from deploy.targets.tensorrt.target import TensorRT
 from deploy.tuning.search_options import Tuning
-from tests.vendor_models import build_net, scale_nodes
+from tests.models import save_net as save_onnx
+from tests.vendor_models import scale_nodes
 
 CACHE = b"TRT-8503-EntropyCalibration2\nx: 3c008912\n"
 
 
-class Severity(enum.IntEnum):
-    INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = range(5)
-
-
-class BuilderFlag(enum.IntEnum):
-    FP16, INT8, TF32, OBEY_PRECISION_CONSTRAINTS = range(4)
-
-
-class TacticSource(enum.IntEnum):
-    CUBLAS, CUBLAS_LT, CUDNN, EDGE_MASK_CONVOLUTIONS = range(4)
-
-
-class Config:
-    """As TensorRT makes it: TF32 allowed, every source of tactics in use."""
-
-    def __init__(self):
-        self.flags = {BuilderFlag.TF32}
-        self.sources = 0b1111
-        self.takes_sources = True
-        self.int8_calibrator = None
-        self.set_flag = self.flags.add
-        self.clear_flag = self.flags.discard
-
-    def get_tactic_sources(self):
-        return self.sources
-
-    def set_tactic_sources(self, sources):
-        self.sources = sources if self.takes_sources else self.sources
-        return self.takes_sources
-
-
-class Fake:
-    """A `tensorrt` whose build does what a test says; keeps the config of the last build."""
-
-    def __init__(self):
-        self.config = Config()
-        self.loggers = []
-        self.layers = []
-        self.does = lambda config, log: b"plan"
-        self.reads = lambda log: True
-
-    def module(self):
-        made = types.ModuleType("tensorrt")
-        made.BuilderFlag, made.TacticSource = BuilderFlag, TacticSource
-        made.ProfilingVerbosity = types.SimpleNamespace(DETAILED=2)
-        made.ILogger = type("ILogger", (), {"Severity": Severity})
-        made.NetworkDefinitionCreationFlag = type("Flags", (), {})
-        made.init_libnvinfer_plugins = lambda logger, _: self.loggers.append(logger)
-        made.Builder, made.OnnxParser = self.builder, self.parser
-        made.float16, made.float32 = "half", "float"
-        module = made
-        return module
-
-    def builder(self, logger):
-        self.loggers.append(logger)
-        self.config = Config()
-        return types.SimpleNamespace(
-            create_network=lambda flags: types.SimpleNamespace(
-                num_inputs=0, num_layers=len(self.layers), get_layer=self.layers.__getitem__
-            ),
-            create_builder_config=lambda: self.config,
-            build_serialized_network=lambda network, config: self.does(config, logger),
-        )
-
-    def parser(self, network, logger):
-        self.loggers.append(logger)
-        return types.SimpleNamespace(parse_from_file=lambda path: self.reads(logger), num_errors=0)
-
-
 @pytest.fixture
-def fake(monkeypatch):
-    process_logger.cache_clear()  # it is a class of the module that is replaced
-    made = Fake()
-    monkeypatch.setitem(sys.modules, "tensorrt", made.module())
-    yield made
-    process_logger.cache_clear()
+def fake(tensorrt, monkeypatch):
+    """A TensorRT 8.5 whose parser and builder do what a test says; keeps the last config."""
+    trt = tensorrt("8.5.3.1")
+    made = types.SimpleNamespace(trt=trt, layers=[], loggers=trt.STORY.loggers)
+    made.does, made.reads = lambda config, log: b"plan", lambda log: True
+
+    def build(_, network, config):
+        made.config = config
+        return made.does(config, made.loggers[-1])
+
+    def parse(parser, path):
+        parser.network.layers = made.layers
+        return made.reads(made.loggers[-1])
+
+    monkeypatch.setattr(trt.Builder, "build_serialized_network", build)
+    monkeypatch.setattr(trt.OnnxParser, "parse_from_file", parse)
+    return made
 
 
+def flags(config):
+    return {flag.name for flag in config.chosen}
+
+
+ERROR, INFO = 1, 3  # ILogger.Severity
 MODEL = Path("net.onnx")
 
 
@@ -143,8 +73,8 @@ def fed(count=2, promised=2, known=None):
 
 def says(log, *errors):
     for text in errors:
-        log.log(Severity.ERROR, text)
-    log.log(Severity.INFO, "by the way")
+        log.log(ERROR, text)
+    log.log(INFO, "by the way")
 
 
 def calibrates(config, log):
@@ -158,12 +88,12 @@ def calibrates(config, log):
 def test_a_build_allows_what_was_asked_for_and_calibrates_in_float32(fake):
     engine = build_engine(MODEL, BuilderSettings())
     assert (engine.plan, engine.cache) == (b"plan", None)
-    assert fake.config.flags == {BuilderFlag.INT8, BuilderFlag.FP16, BuilderFlag.TF32}
+    assert flags(fake.config) == {"INT8", "FP16", "TF32"}
     build_engine(MODEL, BuilderSettings(int8=False, fp16=False, tf32=False))
-    assert fake.config.flags == set()
+    assert flags(fake.config) == set()
     fake.does = calibrates
-    assert builder_module.calibrate(MODEL, BuilderSettings(), fed()) == CACHE
-    assert fake.config.flags == {BuilderFlag.INT8}
+    assert builder.calibrate(MODEL, BuilderSettings(), fed()) == CACHE
+    assert flags(fake.config) == {"INT8"}
 
 
 def test_no_addresses_end_the_batches_of_the_profiles_shape(fake):
@@ -172,7 +102,7 @@ def test_no_addresses_end_the_batches_of_the_profiles_shape(fake):
     def made(**shapes):
         feed = [{"x": np.zeros(3, np.float32)}] * 2
         callbacks = Callbacks(feed, batches=2, shapes=shapes, memory=HostMemory())
-        return builder_module.calibrate(MODEL, BuilderSettings(), callbacks)
+        return builder.calibrate(MODEL, BuilderSettings(), callbacks)
 
     assert made(x=(3,)) == made() == CACHE
     with pytest.raises(CalibrationError, match=r"OPT shape \[1, 3\] only, got \[3\] in batch 0"):
@@ -185,15 +115,15 @@ def test_no_addresses_end_the_batches_of_the_profiles_shape(fake):
 
 
 def test_stand_ins_of_libraries_are_left_out(fake, monkeypatch):
-    monkeypatch.setattr(builder_module, "stand_ins", lambda: ())  # whatever this environment has
+    monkeypatch.setattr(builder, "stand_ins", lambda: ())  # whatever this environment has
     build_engine(MODEL, BuilderSettings())
-    assert fake.config.sources == 0b1111
-    monkeypatch.setattr(builder_module, "stand_ins", lambda: ("CUBLAS", "CUDNN"))
+    assert fake.config.sources == 0b11111
+    monkeypatch.setattr(builder, "stand_ins", lambda: ("CUBLAS", "CUDNN"))
     build_engine(MODEL, BuilderSettings())
-    assert fake.config.sources == 0b1010
-    fake.config.takes_sources = False
+    assert fake.config.sources == 0b11010
+    fake.trt.STORY.sources = False
     with pytest.raises(BackendError, match="CUDNN, whose libraries are empty"):
-        builder_module._disable_tactics(fake.config, ("CUDNN",))  # type: ignore[arg-type]
+        builder._disable_tactics(fake.config, ("CUDNN",))
 
 
 def test_a_library_is_a_stand_in_by_its_mark_alone(tmp_path, monkeypatch):
@@ -275,7 +205,7 @@ def test_every_build_has_the_same_logger_and_its_own_words(fake):
     assert logs == [("by the way",)] * 2
     assert all_along.lines == ["by the way"] * 2
     assert len({id(logger) for logger in fake.loggers}) == 1
-    fake.loggers[0].log(Severity.ERROR, "to nobody")
+    fake.loggers[0].log(ERROR, "to nobody")
     assert all_along.errors == []
 
 
@@ -298,106 +228,70 @@ def test_a_batch_is_read_in_the_networks_own_types(fake):
     assert first(np.float32([1e5]), "float16").tolist() == [1e5]
 
 
-def layer(name, tensor):
-    output = types.SimpleNamespace(name=tensor)
-    made = {}
-    return types.SimpleNamespace(
-        name=name, num_outputs=1, get_output=lambda _: output, precision=None,
-        made=made, set_output_type=made.__setitem__,
-    )  # fmt: skip
+def add_layers(fake):
+    names = {"/a": "a", "/b": "b", "(Unnamed Layer* 2) [Add]": "c"}
+    nodes = [helper.make_node("Add", ["x"], [tensor], name) for name, tensor in names.items()]
+    fake.layers = [fake.trt.ILayer(node) for node in nodes]
 
 
-@pytest.mark.parametrize(("fp16", "precision"), [(True, "half"), (False, "float")])
+@pytest.mark.parametrize(("fp16", "precision"), [(True, "float16"), (False, "float32")])
 def test_float_layers_are_bound_by_name_or_by_what_they_give(fake, fp16, precision):
-    fake.layers = [layer("/a", "a"), layer("/b", "b"), layer("(Unnamed Layer* 2) [Add]", "c")]
+    add_layers(fake)
     kept = BuilderSettings(float_layers={"/a": "a", "/c": "c"}, fp16=fp16)
     build_engine(MODEL, kept, calibrator=fed(known=CACHE))
-    assert [one.precision for one in fake.layers] == [precision, None, precision]
-    assert BuilderFlag.OBEY_PRECISION_CONSTRAINTS in fake.config.flags
+    kind = getattr(fake.trt, precision)
+    assert [one.precision for one in fake.layers] == [kind, None, kind]
+    assert "OBEY_PRECISION_CONSTRAINTS" in flags(fake.config)
 
 
 def test_wide_layers_are_bound_to_float32_and_without_any_tensorrt_chooses(fake):
-    fake.layers = [layer("/a", "a"), layer("/b", "b"), layer("(Unnamed Layer* 2) [Add]", "c")]
-    wide = {"/a": "a", "/c": "c", "/gone": "d"}
+    add_layers(fake)
+    wide, kind = {"/a": "a", "/c": "c", "/gone": "d"}, fake.trt.float32
     build_engine(MODEL, BuilderSettings(float_layers={"/a": "a"}, wide_layers=wide))
-    assert [one.precision for one in fake.layers] == ["float", None, "float"]
-    assert [one.made for one in fake.layers] == [{0: "float"}, {}, {0: "float"}]
-    assert BuilderFlag.OBEY_PRECISION_CONSTRAINTS in fake.config.flags
-    fake.layers = [layer("/a", "a")]
-    with pytest.raises(BackendError, match="'/b' is none"):
-        build_engine(MODEL, BuilderSettings(float_layers={"/b": "b"}), calibrator=fed(known=CACHE))
-    fake.layers = [layer("/a", "a")]
+    assert [one.precision for one in fake.layers] == [kind, None, kind]
+    assert [one.types for one in fake.layers] == [{0: kind}, {}, {0: kind}]
+    assert "OBEY_PRECISION_CONSTRAINTS" in flags(fake.config)
+    add_layers(fake)
+    with pytest.raises(BackendError, match="'/d' is none"):
+        build_engine(MODEL, BuilderSettings(float_layers={"/d": "d"}), calibrator=fed(known=CACHE))
     build_engine(MODEL, BuilderSettings(), calibrator=fed(known=CACHE))
-    assert fake.layers[0].precision is None
-    assert BuilderFlag.OBEY_PRECISION_CONSTRAINTS not in fake.config.flags
+    assert [one.precision for one in fake.layers] == [None] * 3
+    assert "OBEY_PRECISION_CONSTRAINTS" not in flags(fake.config)
 
 
 HERE = Sdk(version="8.5.3.1", calibrators=True, gpu="Some GPU sm_90")
 
 
-def residual():
-    rng = np.random.default_rng(4)
-    weights = {
-        "a.w": rng.standard_normal((4, 3, 3, 3)).astype(np.float32),
-        "b.w": rng.standard_normal((4, 4, 1, 1)).astype(np.float32),
-        "fc": rng.standard_normal((4, 5)).astype(np.float32),
-        "fb": rng.standard_normal(5).astype(np.float32),
-    }
-    nodes = [
-        ("Conv", "x a.w", "a", "/a"),
-        ("Relu", "a", "ar", "/ar"),
-        ("Conv", "ar b.w", "b", "/b"),
-        ("Add", "b ar", "sum", "/sum"),
-        ("Relu", "sum", "body", "/body"),
-        ("MaxPool", "body", "mp", "/mp", {"kernel_shape": [2, 2], "strides": [2, 2]}),
-        ("Conv", "mp b.w", "c", "/c"),
-        ("GlobalAveragePool", "c", "p", "/p"),
-        ("Flatten", "p", "f", "/f"),
-        ("Gemm", "f fc fb", "y", "/fc"),
-        ("ArgMax", "y", "best", "/best", {"axis": 1}),
-    ]
-    return build_net(
-        nodes,
-        {"x": ["n", 3, 8, 8]},
-        {"y": ["n", 5], "best": (TensorProto.INT64, ["n", 1])},
-        weights,
-        producer_name="test",
-    )
-
-
 @pytest.fixture
-def model(tmp_path):
-    path = tmp_path / "net.onnx"
-    onnx.save(residual(), path)
-    return path
-
-
-def images():
-    rng = np.random.default_rng(5)
-    return [rng.standard_normal((1, 3, 8, 8)).astype(np.float32) for _ in range(4)]
+def model(small_cnn, tmp_path):
+    """The small CNN, and the index of its largest output."""
+    net = onnx.load(small_cnn)
+    net.graph.node.append(helper.make_node("ArgMax", ["logits"], ["best"], "best", axis=1))
+    info = helper.make_tensor_value_info("best", TensorProto.INT64, ["batch", 1])
+    net.graph.output.append(info)
+    return save_onnx(net, tmp_path / "net.onnx")
 
 
 def no_engine(*args, **options):
     raise SdkMissingError("no GPU in this test")
 
 
+def built_on(model, out, backend=None, **options):
+    """Build on the machine at hand; gives the notes as one text."""
+    same = np.random.default_rng(5).standard_normal((4, 1, 3, 16, 16)).astype(np.float32)
+    options = {"tuning": Tuning(effort=0), "targets": (backend or TensorRT(),), **options}
+    report = build(model, list(same), out=out, duration_s=0, **options)
+    return " / ".join(note for part in report.targets for note in part.notes)
+
+
 @pytest.fixture
 def built(model, tmp_path, monkeypatch):
     monkeypatch.setattr(sdk, "find_sdk", no_engine)  # the same on a machine that has TensorRT
-    out = tmp_path / "out"
+    cut = Method.of("percentile", {"percent": 90})
     policy = CachePolicy(trt_version="10.3.0")
-    report = build(
-        model,
-        images(),
-        out=out,
-        targets=("tensorrt",),
-        method=Method.of("percentile", {"percent": 90}),
-        cache=policy,
-        duration_s=0,
-        tuning=Tuning(effort=0),
-    )
-    assert any("no engine was built: no GPU" in note for t in report.targets for note in t.notes)
-    return out
+    notes = built_on(model, tmp_path / "out", targets=("tensorrt",), method=cut, cache=policy)
+    assert "no engine was built: no GPU" in notes
+    return tmp_path / "out"
 
 
 def test_everything_but_the_engine_is_there_and_the_lines_name_it(built):
@@ -407,8 +301,9 @@ def test_everything_but_the_engine_is_there_and_the_lines_name_it(built):
     onnx.checker.check_model(built / "net.tensorrt.qdq.onnx")
     cache = parse((built / "net.tensorrt.cache").read_bytes(), origin="made")
     assert (cache.header.version, cache.header.algorithm) == ("10.3.0", ENTROPY2)
-    assert {"x", "a", "ar", "b", "sum", "body", "mp", "c", "p", "f", "y"} <= set(cache.scales())
-    assert cache.scales()["p"] == cache.scales()["c"]
+    tensors = {"x", "c1", "r1", "c2", "a", "r2", "c3", "r3", "p", "f", "logits"}
+    assert tensors <= set(cache.scales())
+    assert cache.scales()["p"] == cache.scales()["r3"]
     report = (built / "report.json").read_text()
     lines = [re.sub(r'".*', "", part) for part in report.split("trtexec ")[1:]]
     assert len(lines) >= 3
@@ -416,7 +311,7 @@ def test_everything_but_the_engine_is_there_and_the_lines_name_it(built):
         words = shlex.split(line)
         named = dict(word[2:].split("=", 1) for word in words if "=" in word)
         assert (built / named["onnx"]).is_file()
-        assert named["shapes"] == "x:1x3x8x8"
+        assert named["shapes"] == "x:1x3x16x16"
         if "calib" in named:
             assert (built / named["calib"]).is_file()
     assert "--calib" in lines[0]
@@ -427,10 +322,10 @@ def test_the_qdq_model_and_the_cache_hold_the_same_scales(built, model):
     quantized = onnx.load(built / "net.tensorrt.qdq.onnx")
     cache = parse((built / "net.tensorrt.cache").read_bytes(), origin="made")
     made = dict(scale_nodes(quantized))
-    assert set(made) == {"x", "ar", "body", "mp", "c", "f"}
+    assert set(made) == {"x", "r1", "r2", "r3", "f"}
     assert all(cache.scales()[name] == scale for name, scale in made.items())
     whole = parse((built / "net.cache").read_bytes(), origin="the calibration's own")
-    assert whole.scales()["mp"] == made["mp"]  # a pool's output has the scale of its input
+    assert whole.scales()["p"] == made["r3"]  # a pool's output has the scale of its input
     for source in (built / "net.tensorrt.onnx", model):
         for given in (cache, whole):
             again, _ = cache_to_qdq(source, given)
@@ -442,10 +337,10 @@ def test_without_tensorrt_nodes_kept_in_float_and_versions_are_as_asked(
 ):
     monkeypatch.setattr(sdk, "find_sdk", no_engine)
     out = tmp_path / "kept"
-    notes = built_on(model, out, float_nodes=("/fc",))
+    notes = built_on(model, out, float_nodes=("Gemm_logits",))
     assert "f" not in dict(scale_nodes(onnx.load(out / "net.tensorrt.qdq.onnx")))
     (implicit,) = (part for part in notes.split(" / ") if "--calib" in part)
-    assert "--layerPrecisions=/fc:fp16 --precisionConstraints=obey" in implicit
+    assert "--layerPrecisions=Gemm_logits:fp16 --precisionConstraints=obey" in implicit
     assert notes.count("net.tensorrt.qdq.onnx") == 1
     assert notes.count("net.tensorrt.typed.onnx") == 2
     kept = tmp_path / "kept.cache"
@@ -457,43 +352,23 @@ def test_without_tensorrt_nodes_kept_in_float_and_versions_are_as_asked(
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    """A machine with TensorRT 10.13 and a GPU, as far as the backend asks; lists what it builds."""
-    made = []
-    here = Sdk("10.13.0.35", calibrators=True, gpu="Some GPU sm_90", stand_ins=("CUDNN",))
+def gpu(tensorrt, monkeypatch):
+    """A TensorRT 10.13 and a GPU; lists the (file, settings, known cache) of what it builds."""
+    tensorrt("10.13.0.35")
+    made, whole = [], builder.build_engine
 
-    def engine(path, settings, *, calibrator, cuda):
-        known = calibrator.read_calibration_cache() if calibrator is not None else None
-        made.append((path.name, settings, known))
-        return BuiltEngine(b"plan", (), known)
+    def engine(path, settings, *, calibrator=None, cuda=None):
+        made.append((path.name, settings, calibrator and calibrator.read_calibration_cache()))
+        return whole(path, settings, calibrator=calibrator, cuda=cuda)
 
-    monkeypatch.setattr(session, "find_sdk", no_engine)  # built, never opened
-    monkeypatch.setattr(sdk, "find_sdk", lambda device=0: here)
-    monkeypatch.setattr(engines, "gpu", lambda device: None)
-    monkeypatch.setattr(builder_module, "build_engine", engine)
-    monkeypatch.setattr(engines, "calibrator_from_cache", lambda asked, known: Known(known))
+    monkeypatch.setattr(builder, "build_engine", engine)
     return made
 
 
-class Known:
-    def __init__(self, cache):
-        self.cache = cache
-
-    def read_calibration_cache(self):
-        return self.cache
-
-
-def built_on(model, out, backend=None, **options):
-    """Build on the machine at hand; gives the notes as one text."""
-    backend = backend or TensorRT()
-    same = np.random.default_rng(5).standard_normal((4, 1, 3, 8, 8)).astype(np.float32)
-    options = {"tuning": Tuning(effort=0), **options}
-    report = build(model, list(same), out=out, targets=(backend,), duration_s=0, **options)
-    return " / ".join(note for part in report.targets for note in part.notes)
-
-
 @pytest.mark.slow
-def test_the_cache_is_for_the_tensorrt_that_builds_here(gpu, model, tmp_path):
+def test_the_cache_is_for_the_tensorrt_that_builds_here(gpu, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(sdk, "stand_ins", lambda: ("CUDNN",))
+
     def written(folder):
         data = (tmp_path / folder / "net.tensorrt.cache").read_bytes()
         return parse(data, origin=folder).header.version
@@ -501,8 +376,7 @@ def test_the_cache_is_for_the_tensorrt_that_builds_here(gpu, model, tmp_path):
     notes = built_on(model, tmp_path / "here")
     assert written("here") == "10.13.0"
     assert gpu[-1][2] == (tmp_path / "here" / "net.tensorrt.cache").read_bytes()
-    assert "TensorRT 10.13.0.35 on Some GPU sm_90" in notes
-    assert "no tactics from CUDNN" in notes
+    assert "TensorRT 10.13.0.35 on Fake H200 sm_90" in notes and "tactics from CUDNN" in notes
     built_on(model, tmp_path / "asked", cache=CachePolicy(trt_version="8.6.1"))
     assert written("asked") == "8.6.1"
     built_on(model, tmp_path / "option", TensorRT(version="9.2.0"))
@@ -511,11 +385,13 @@ def test_the_cache_is_for_the_tensorrt_that_builds_here(gpu, model, tmp_path):
 
 @pytest.mark.slow
 def test_nodes_kept_in_float_are_bound_in_the_engine_from_the_cache(gpu, model, tmp_path):
-    built_on(model, tmp_path, float_nodes=("/fc",))
-    assert gpu[-1][0] == "net.tensorrt.onnx" and gpu[-1][1].float_layers == {"/fc": "y"}
+    built_on(model, tmp_path, float_nodes=("Gemm_logits",))
+    assert gpu[-1][0] == "net.tensorrt.onnx" and gpu[-1][1].float_layers == {
+        "Gemm_logits": "logits"
+    }
     built_on(model, tmp_path)  # another engine, not the one that was built before
     assert len(gpu) == 2 and not gpu[-1][1].float_layers
-    built_on(model, tmp_path / "qdq", TensorRT(form="qdq"), float_nodes=("/fc",))
+    built_on(model, tmp_path / "qdq", TensorRT(form="qdq"), float_nodes=("Gemm_logits",))
     assert gpu[-1][0] == "net.tensorrt.typed.onnx" and gpu[-1][1].typed
     assert not gpu[-1][1].float_layers
     built_on(model, tmp_path / "wide", TensorRT(form="qdq", rest="fp32"))
@@ -540,28 +416,6 @@ def test_what_float16_does_not_hold_is_bound_in_engines_whose_types_tensorrt_cho
     assert not gpu[-1][1].wide_layers
 
 
-def test_tensorrt_calibrates_once_and_the_engine_comes_from_its_cache(
-    gpu, model, tmp_path, monkeypatch
-):
-    cache = b"TRT-101300-EntropyCalibration2\nx: 3c008912\n"
-    asked = []
-
-    def calibrates(path, settings, live, *, cuda):
-        asked.append(settings)
-        return cache
-
-    monkeypatch.setattr(builder_module, "calibrate", calibrates)
-    monkeypatch.setattr(
-        engines, "_calibrator_from_data", lambda asked, request, settings, cuda, keep: keep(cache)
-    )
-    for rest in ("fp16", "fp32"):  # other settings of the engine, the same calibration
-        backend = TensorRT(calibrator="entropy2", max_batch=2, rest=rest)
-        built_on(model, tmp_path / "out", backend)
-    assert len(asked) == 1
-    assert [(settings.fp16, known) for _, settings, known in gpu] == [(True, cache), (False, cache)]
-    assert (tmp_path / "out" / "net.gpu.cache").read_bytes() == cache
-
-
 def test_a_folder_of_stubs_is_not_taken_for_tensorrt(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorrt", types.ModuleType("tensorrt"))
     with pytest.raises(SdkMissingError, match="empty package"):
@@ -571,7 +425,7 @@ def test_a_folder_of_stubs_is_not_taken_for_tensorrt(monkeypatch):
 def test_profiles_open_the_batch_and_fix_the_rest():
     shapes = {"x": ("n", 3, None, 8), "fixed": (1, 4), "m": (2, "len")}
     fed = {"x": (2, 3, 6, 8), "fixed": (1, 4), "m": (2, 7)}
-    profiles = profiles_for(shapes, fed, most_batch=8)
+    profiles = builder.profiles_for(shapes, fed, most_batch=8)
     assert profiles == {
         "x": InputShapeRange((1, 3, 6, 8), (2, 3, 6, 8), (8, 3, 6, 8)),
         "m": InputShapeRange((2, 7), (2, 7), (2, 7)),
@@ -582,31 +436,33 @@ def test_profiles_open_the_batch_and_fix_the_rest():
         most={"x": (3, 3, 9, 8), "m": (2, 11)},
         largest=fed,
     )
-    assert profiles_for(shapes, fed, most_batch=2, span=span) == {
+    assert builder.profiles_for(shapes, fed, most_batch=2, span=span) == {
         "x": InputShapeRange((1, 3, 4, 8), (2, 3, 6, 8), (3, 3, 9, 8)),
         "m": InputShapeRange((2, 7), (2, 7), (2, 11)),
     }
     with pytest.raises(ConfigError, match="must fit"):
-        profiles_for({"x": (1, 3)}, {"x": (1, 4)}, most_batch=1)
+        builder.profiles_for({"x": (1, 3)}, {"x": (1, 4)}, most_batch=1)
 
 
 def key_of(here=HERE, model="m", cache="c", **settings):
-    return engine_key(here, BuilderSettings(**settings), model_sha256=model, cache_sha256=cache)
+    return builder.engine_key(
+        here, BuilderSettings(**settings), model_sha256=model, cache_sha256=cache
+    )
 
 
 def test_an_engine_is_used_again_only_under_the_same_key(tmp_path):
     path, key = tmp_path / "m.engine", key_of()
-    assert not cached_engine(path, key)
-    store_engine(path, b"plan", key)
-    assert cached_engine(path, key)
+    assert not builder.cached_engine(path, key)
+    builder.store_engine(path, b"plan", key)
+    assert builder.cached_engine(path, key)
     older = Sdk(version="8.6.1", calibrators=True, gpu=HERE.gpu)
     for other in (key_of(fp16=False), key_of(model="other"), key_of(cache=None), key_of(older)):
-        assert not cached_engine(path, other)
+        assert not builder.cached_engine(path, other)
     key = key_of(profiles={"x": InputShapeRange((1, 3), (2, 3), (8, 3))})
-    store_engine(path, b"plan", key)
-    assert cached_engine(path, key)
+    builder.store_engine(path, b"plan", key)
+    assert builder.cached_engine(path, key)
     path.write_bytes(b"pla")
-    assert not cached_engine(path, key)
+    assert not builder.cached_engine(path, key)
     profiles = {"x": InputShapeRange((1,), (1,), (1,))}
     keys = [
         key_of(Sdk("8.5.3.1", True, "GPU", stand_ins=left_out), tf32=tf32, profiles=profiles)
@@ -626,28 +482,27 @@ LOG = (
 )
 
 
-def test_warnings_and_missing_scales_become_notes():
-    names = ["fb", "fb_output", "(Unnamed Layer* 3) [Constant]_output", "best", "y", "a", "sum"]
-    names += ["x", "ar", "f", "p", "(Unnamed Layer* 7) [Shuffle]_output", "x"]
+def test_warnings_and_missing_scales_become_notes(model):
+    net = load(model).model
+    names = ["b4", "b4_output", "(Unnamed Layer* 3) [Constant]_output", "best", "logits", "c1", "a"]
+    names += ["x", "r1", "f", "p", "(Unnamed Layer* 7) [Shuffle]_output", "x"]
     lines = [LOG.format(name) for name in names] + ["Calibrated batch 1 in 0.01 seconds."]
-    found = missing_tensors(lines)
+    found = sdk.missing_tensors(lines)
     assert found == list(dict.fromkeys(names))
-    judged = sort_missing(found, load(residual()).model)
-    assert {item.tensor for item in judged if item.harmful} == {"x", "ar", "f", "p"}
+    judged = sdk.sort_missing(found, net)
+    assert {item.tensor for item in judged if item.harmful} == {"x", "r1", "f", "p"}
     assert [item.harmful for item in judged] == sorted((i.harmful for i in judged), reverse=True)
     why = {item.tensor: item.reason for item in judged}
-    assert "constant" in why["fb_output"]
+    assert "constant" in why["b4_output"]
     assert "index" in why["best"]
-    assert "output of the model" in why["y"]
-    assert "fused" in why["a"]
-    from deploy.targets.tensorrt.engines import _log_notes
-
-    lines = [LOG.format(name) for name in ("x", "fb_output", "y")]
-    notes = _log_notes(lines, load(residual()).model)
+    assert "output of the model" in why["logits"]
+    assert "fused" in why["c1"]
+    lines = [LOG.format(name) for name in ("x", "b4_output", "logits")]
+    notes = engines._log_notes(lines, net)
     assert len(notes) == 2
     assert notes[0].startswith("TensorRT has no scale for x")
     assert notes[1].startswith("TensorRT warned of 2 more")
-    assert _log_notes([], load(residual()).model) == ()
+    assert engines._log_notes([], net) == ()
     kept = LogRecorder(least=3)
     for severity, message in enumerate(["internal", "error", "warning", "info", "verbose"]):
         kept.keep(severity, 1, message)
@@ -657,34 +512,18 @@ def test_warnings_and_missing_scales_become_notes():
 
 
 def test_a_gpu_cache_is_used_again_only_for_what_it_was_made_from(tmp_path):
-    from deploy.targets.tensorrt.engines import load_gpu_cache, store_gpu_cache
-
     path = tmp_path / "m.gpu.cache"
-    made_from = Fingerprint(
-        model={"graph": "a"},
-        images={"count": 3},
-        order="",
-        preprocess={},
-        decoder={},
-        program="TensorRT",
-        rule="whole batches of 8",
-        method="EntropyCalibration2",
-        numbers={},
-        versions={"tensorrt": "8.5.3"},
-    )
-    assert load_gpu_cache(path, made_from) is None
-    store_gpu_cache(path, b"TRT-8503-EntropyCalibration2\nx: 3c008912\n", made_from)
-    assert load_gpu_cache(path, made_from) == path.read_bytes()
-    changes = {
-        "model": {"graph": "b"},
-        "images": {"count": 4},
-        "rule": "whole batches of 4",
-        "versions": {"tensorrt": "8.6.1"},
-    }
-    for part, other in changes.items():
-        assert load_gpu_cache(path, replace(made_from, **{part: other})) is None
+    parts = {"model": {"graph": "a"}, "images": {"count": 3}, "versions": {"tensorrt": "8.5.3"}}
+    parts |= {"program": "TensorRT", "rule": "whole batches of 8", "method": "EntropyCalibration2"}
+    made_from = Fingerprint(**parts, order="", preprocess={}, decoder={}, numbers={})
+    assert engines.load_gpu_cache(path, made_from) is None
+    engines.store_gpu_cache(path, b"TRT-8503-EntropyCalibration2\nx: 3c008912\n", made_from)
+    assert engines.load_gpu_cache(path, made_from) == path.read_bytes()
+    changes = {"model": {"graph": "b"}, "images": {"count": 4}, "rule": "whole batches of 4"}
+    for part, other in {**changes, "versions": {"tensorrt": "8.6.1"}}.items():
+        assert engines.load_gpu_cache(path, replace(made_from, **{part: other})) is None
     path.write_bytes(path.read_bytes() + b"y: 3c008912\n")
-    assert load_gpu_cache(path, made_from) is None
-    store_gpu_cache(path, b"TRT", made_from)
+    assert engines.load_gpu_cache(path, made_from) is None
+    engines.store_gpu_cache(path, b"TRT", made_from)
     path.with_name("m.gpu.cache.json").write_text("{")
-    assert load_gpu_cache(path, made_from) is None
+    assert engines.load_gpu_cache(path, made_from) is None

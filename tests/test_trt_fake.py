@@ -101,8 +101,11 @@ def test_tensorrt_calibrates_in_float32_alone(tensorrt, build, tmp_path, version
     assert flags(building) == {"INT8", "FP16", "TF32"}
     (cache,) = tmp_path.glob("out/*.gpu.cache")
     assert cache.read_text().startswith(LABELS[version])
-    build("--calibrator", calibrator, "--workspace", 64)
+    build("--calibrator", calibrator, "--workspace", 64, "--rest", "fp32")
     assert len(trt.STORY.configs) == 3  # another engine of the same calibration
+    assert flags(trt.STORY.configs[2]) == {"INT8", "TF32"}
+    known = {config.int8_calibrator.read_calibration_cache() for config in trt.STORY.configs[1:]}
+    assert known == {cache.read_bytes()}
 
 
 def test_from_11_an_engine_is_of_the_typed_model(tensorrt, build):
