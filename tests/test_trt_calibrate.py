@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
 
 from calibrators.histogram import Histogram
 from calibrators.statistics import HistogramOf
@@ -28,9 +28,9 @@ from deploy.targets.tensorrt.cache_contents import (
 )
 from tests.vendor_models import build_net
 
-LENET = Path(__file__).parents[1].parent / "shared" / "golden" / "tensorrt" / "lenet"
-
-NEEDS_LENET = pytest.mark.skipif(not LENET.exists(), reason=f"no golden LeNet at {LENET}")
+SHARED = Path(__file__).parents[1].parent / "shared" / "golden" / "tensorrt"
+NEEDS_SHARED = pytest.mark.skipif(not SHARED.exists(), reason=f"no golden files at {SHARED}")
+LENET = SHARED / "lenet"
 
 
 @dataclass
@@ -70,7 +70,7 @@ def indices(calibration, cache):
     ]
 
 
-@NEEDS_LENET
+@NEEDS_SHARED
 def test_lenets_cache_is_tensorrts(tmp_path):
     real = parse((LENET / "table.cache").read_bytes(), origin="table.cache")
     made = lenet(tmp_path, OWN)
@@ -94,17 +94,10 @@ def test_lenets_cache_is_tensorrts(tmp_path):
 def residual():
     """Conv + BatchNormalization, a dead branch, a mask with infinity, a Gemm."""
     rng = np.random.default_rng(3)
-    weights = {
-        "w": rng.standard_normal((4, 3, 3, 3)).astype(np.float32),
-        "s": np.full(4, 2, np.float32),
-        "o": np.zeros(4, np.float32),
-        "m": np.zeros(4, np.float32),
-        "v": np.ones(4, np.float32),
-        "none": np.zeros((1, 4, 1, 1), np.float32),
-        "inf": np.full((1, 4, 1, 1), -np.inf, np.float32),
-        "fc": rng.standard_normal((4, 2)).astype(np.float32),
-        "fb": np.ones(2, np.float32),
-    }
+    weights = {"s": np.full(4, 2.0), "o": np.zeros(4), "m": np.zeros(4), "v": np.ones(4)}
+    weights |= {"w": rng.standard_normal((4, 3, 3, 3)), "fc": rng.standard_normal((4, 2))}
+    weights |= {"none": np.zeros((1, 4, 1, 1)), "inf": np.full((1, 4, 1, 1), -np.inf)}
+    weights["fb"] = np.ones(2)
     nodes = [
         ("Conv", "x w", "c", "/conv", {"kernel_shape": [3, 3]}),
         ("BatchNormalization", "c s o m v", "n", "/bn"),
@@ -152,37 +145,30 @@ def test_tensors_of_a_cache_of_10(made):
     ]  # fmt: skip
 
 
-@pytest.mark.slow
-def test_order_independent_caches_do_not_depend_on_threads_or_order(tmp_path):
-    feeds = (list(samples()), list(samples())[::-1])
+FEED = list(samples())
+OWN_OF_2 = Method.of("entropy-tensorrt", {"batch_size": 2})
+
+
+@pytest.mark.parametrize(
+    ("method", "feeds", "threads"),
+    [
+        pytest.param(Method.of("entropy"), [FEED, FEED[::-1]], [1, 2], marks=pytest.mark.slow),
+        (OWN_OF_2, [FEED], [1, 2, 3]),
+    ],
+    ids=["entropy", "TensorRT's own"],
+)
+def test_caches_do_not_depend_on_threads_nor_entropys_on_order(tmp_path, method, feeds, threads):
     texts = {
-        dump(made_of(residual(), f, tmp_path, "8.5.3", Method.of("entropy"), threads).cache)
-        for f in feeds
-        for threads in (1, 2)
+        dump(made_of(residual(), feed, tmp_path, "8.5.3", method, count).cache)
+        for feed in feeds
+        for count in threads
     }
     assert len(texts) == 1
 
 
-def test_tensorrts_own_rule_does_not_depend_on_threads(tmp_path):
-    own = Method.of("entropy-tensorrt", {"batch_size": 2})
-    texts = {
-        dump(made_of(residual(), samples(), tmp_path, "8.5.3", own, threads).cache)
-        for threads in (1, 2, 3)
-    }
-    assert len(texts) == 1
-
-
-SHARED = Path(__file__).parents[1].parent / "shared" / "golden" / "tensorrt"
-
-NEEDS_SHARED = pytest.mark.skipif(not SHARED.exists(), reason=f"no golden files at {SHARED}")
-
-
-def model_of(nodes, shape, name="x", **weights):
-    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)]
-    outputs = [helper.make_empty_tensor_value_info(nodes[-1].output[0])]
-    constants = [numpy_helper.from_array(array, key) for key, array in weights.items()]
-    made = build_net(nodes, inputs, outputs, constants)
-    made.producer_name = "test"
+def model_of(nodes, shape, weights, name="x"):
+    last = {nodes[-1][2]: None}
+    made = build_net(nodes, {name: shape}, last, weights, producer_name="test")
     return onnx.shape_inference.infer_shapes(made)
 
 
@@ -194,35 +180,25 @@ def tensors_of(original, version):
 
 def vgg16():
     """The layers of torchvision's VGG16, four channels wide, with the names of torch's exporter."""
-    nodes = []
-    weights = {}
-    names = iter(["input.1", *map(str, range(33, 71))])
-    last, channels = next(names), 3
-
-    def add(op, **attributes):
-        nonlocal last
-        out = next(names)
-        extra = [f"w{out}", f"b{out}"] if op in ("Conv", "Gemm") else []
-        nodes.append(helper.make_node(op, [last, *extra], [out], f"{op}_{out}", **attributes))
-        last = out
-
-    for depth in (2, 2, 3, 3, 3):
-        for _ in range(depth):
-            add("Conv", kernel_shape=[3, 3], pads=[1, 1, 1, 1])
-            weights[f"w{last}"] = np.ones((4, channels, 3, 3), np.float32)
-            weights[f"b{last}"] = np.ones(4, np.float32)
-            channels = 4
-            add("Relu")
-        add("MaxPool", kernel_shape=[2, 2], strides=[2, 2])
-    add("AveragePool", kernel_shape=[1, 1])
-    add("Flatten")
-    for layer in range(3):
-        add("Gemm", transB=1)
-        weights[f"w{last}"] = np.ones((4, 4), np.float32)
-        weights[f"b{last}"] = np.ones(4, np.float32)
-        if layer < 2:
-            add("Relu")
-    return model_of(nodes, [1, 3, 32, 32], "input.1", **weights)
+    convs = ["Conv Relu " * depth + "MaxPool" for depth in (2, 2, 3, 3, 3)]
+    ops = " ".join([*convs, "AveragePool Flatten Gemm Relu Gemm Relu Gemm"]).split()
+    attributes = {
+        "Conv": {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]},
+        "MaxPool": {"kernel_shape": [2, 2], "strides": [2, 2]},
+        "AveragePool": {"kernel_shape": [1, 1]},
+        "Gemm": {"transB": 1},
+    }
+    names = ["input.1", *map(str, range(33, 71))]
+    nodes, weights = [], {}
+    for op, source, out in zip(ops, names[:-1], names[1:], strict=True):
+        reads = source
+        if op in ("Conv", "Gemm"):
+            channels = 3 if source == "input.1" else 4
+            shape = (4, channels, 3, 3) if op == "Conv" else (4, 4)
+            weights |= {f"w{out}": np.ones(shape), f"b{out}": np.ones(4)}
+            reads = f"{source} w{out} b{out}"
+        nodes.append((op, reads, out, f"{op}_{out}", attributes.get(op, {})))
+    return model_of(nodes, [1, 3, 32, 32], weights, "input.1")
 
 
 @NEEDS_SHARED
@@ -244,52 +220,34 @@ def test_vgg16_and_lenet_have_the_names_tensorrt_wrote():
     assert [t.name for t in wanted] == [entry.name for entry in real.entries]
 
 
-def gemm_model():
-    nodes = [
-        helper.make_node("Identity", ["x"], ["same"], "/same"),
-        helper.make_node("Gemm", ["same", "w", "b"], ["y"], "/cls/cls.0/Gemm"),
-        helper.make_node("Relu", ["y"], ["z"], "/relu"),
-    ]
-    weights = {"w": np.eye(4, dtype=np.float32), "b": np.ones(4, np.float32)}
-    return model_of(nodes, [1, 4], **weights)
+LINEAR = {"w": np.eye(4), "b": np.ones(4)}
 
 
 def test_the_inside_of_a_gemm_is_listed_from_10_on():
-    original = gemm_model()
+    gemm, relu = ("Gemm", "same w b", "y", "/cls/cls.0/Gemm"), ("Relu", "y", "z", "/relu")
+    original = model_of([("Identity", "x", "same", "/same"), gemm, relu], [1, 4], LINEAR)
     wanted = tensors_of(original, "10.3.0")
-    names = [t.name for t in wanted]
-    assert names == ["x", "same", "/cls/cls.0/Gemm_output", "y", "z"]
+    assert [t.name for t in wanted] == ["x", "same", "/cls/cls.0/Gemm_output", "y", "z"]
     assert wanted[1].source == "x"
-    wanted = tensors_of(original, "8.5.3")
-    assert [t.name for t in wanted] == ["x", "same", "y", "z"]
-    nodes = [
-        helper.make_node("Softplus", ["x"], ["h"], "/h"),
-        helper.make_node("Gemm", ["h", "w", "b"], ["y"], "/fc"),
-    ]
-    weights = {"w": np.eye(4, dtype=np.float32), "b": np.ones(4, np.float32)}
-    wanted = cache_tensors(model_of(nodes, [1, 4], **weights), version="7.2.1")
-    assert [t.name for t in wanted] == ["x", "h", "y"]
+    assert [t.name for t in tensors_of(original, "8.5.3")] == ["x", "same", "y", "z"]
+    original = model_of([("Softplus", "x", "same", "/h"), gemm], [1, 4], LINEAR)
+    wanted = cache_tensors(original, version="7.2.1")
+    assert [t.name for t in wanted] == ["x", "same", "y"]
 
 
 def test_casts_share_a_scale_and_indices_are_not_listed():
-    nodes = [
-        helper.make_node("Cast", ["x"], ["same"], "/cast", to=1),
-        helper.make_node("Relu", ["same"], ["z"], "/relu"),
-    ]
-    original = model_of(nodes, [1, 4])
-    wanted = tensors_of(original, "10.3.0")
+    nodes = [("Cast", "x", "same", "/cast", {"to": 1}), ("Relu", "same", "z", "/relu")]
+    wanted = tensors_of(model_of(nodes, [1, 4], {}), "10.3.0")
     assert [(t.name, t.source) for t in wanted] == [("x", "x"), ("same", "x"), ("z", "z")]
-    channel = np.ones(4, np.float32)
     nodes = [
-        helper.make_node("Conv", ["x", "w"], ["c"], "/conv", kernel_shape=[1, 1]),
-        helper.make_node("BatchNormalization", ["c", "s", "o", "m", "v"], ["n"], "/bn"),
-        helper.make_node("Relu", ["n"], ["r"], "/relu"),
-        helper.make_node("ArgMax", ["r"], ["i"], "/argmax", axis=1),
+        ("Conv", "x w", "c", "/conv", {"kernel_shape": [1, 1]}),
+        ("BatchNormalization", "c s s s s", "n", "/bn"),
+        ("Relu", "n", "r", "/relu"),
+        ("ArgMax", "r", "i", "/argmax", {"axis": 1}),
     ]
-    weights = {"w": np.ones((4, 3, 1, 1), np.float32), "s": channel, "o": channel}
-    weights |= {"m": channel, "v": channel}
-    model = load(model_of(nodes, [1, 3, 2, 2], **weights), fold_batchnorm=False).model
-    assert trt_tensors(model) == ["x", "c", "n", "r"]
+    weights = {"w": np.ones((4, 3, 1, 1)), "s": np.ones(4)}
+    original = build_net(nodes, {"x": [1, 3, 2, 2]}, {"i": (TensorProto.INT64, None)}, weights)
+    assert trt_tensors(load(original, fold_batchnorm=False).model) == ["x", "c", "n", "r"]
 
 
 MODELS = Path(os.environ.get("CALIB8_MODELS") or Path.home() / ".cache" / "calib8-models")
@@ -343,35 +301,6 @@ def test_the_rest_is_left_out_and_said():
 
 
 @pytest.fixture
-def fixed(small_cnn, tmp_path):
-    """The model with a batch of 8."""
-    model = onnx.load(small_cnn)
-    for value in (*model.graph.input, *model.graph.output):
-        value.type.tensor_type.shape.dim[0].dim_value = 8
-    onnx.save(model, tmp_path / "fixed.onnx")
-    return tmp_path / "fixed.onnx"
-
-
-def test_whole_batches_alone_are_observed_fixed_or_asked_for(
-    fixed, calibrated, command, listed, tmp_path
-):
-    scales = calibrated(20, "--batch-size", 8)[3]
-    words = "calibrate", fixed, "--images", listed(20), "--preprocess", "unit"
-    own = "--target", "tensorrt", "--method", "entropy-tensorrt"
-    out = command(*words, *own, "--batch-size", 8, "-o", tmp_path / "own.cache")
-    assert "the last 1 of 3 samples fill none and were left out" in out
-    assert (tmp_path / "own.cache").read_bytes() == scales
-    code, out, _, cache = calibrated(20, "--batch-size", 8)
-    assert code == 0 and "the last 4 of 20 samples" in " ".join(out.split())
-    code, out, _, fewer = calibrated(16, "--batch-size", 8)
-    assert code == 0 and "fill none" not in out
-    assert cache == fewer
-    assert cache != calibrated(20, "--batch-size", 5)[3]
-    code, _, err, _ = calibrated(20, "--batch-size", 21)
-    assert code == 1 and "got 20 samples for batches of 21" in err
-
-
-@pytest.fixture
 def listed(pictures, tmp_path):
     """(number) -> a list of the first pictures."""
 
@@ -384,28 +313,55 @@ def listed(pictures, tmp_path):
 
 
 @pytest.fixture
-def calibrated(run, small_cnn, listed, tmp_path):
+def words(small_cnn, listed):
+    """(images, options) -> the words of a calibration by TensorRT's own rule."""
+
+    def call(number, *options, model=small_cnn):
+        given = ("calibrate", model, "--images", listed(number), "--preprocess", "unit")
+        return *given, "--target", "tensorrt", "--method", "entropy-tensorrt", *options
+
+    return call
+
+
+@pytest.fixture
+def calibrated(run, words, tmp_path):
     """(images, options) -> exit code, output, errors, the cache that `calib8 calibrate` wrote."""
 
     def call(number, *options):
         path = tmp_path / "m.cache"
         path.unlink(missing_ok=True)
-        words = ["calibrate", small_cnn, "--images", listed(number), "-o", path]
-        words += ["--preprocess", "unit"]
-        words += ["--target", "tensorrt", "--method", "entropy-tensorrt", *options]
-        return *run(*words), path.read_bytes() if path.exists() else b""
+        code, *said = run(*words(number, *options, "-o", path))
+        return code, *said, path.read_bytes() if path.exists() else b""
 
     return call
 
 
-@pytest.mark.slow
-def test_a_calibration_of_whole_batches_is_used_again(
-    calibrated, command, small_cnn, listed, tmp_path
+def test_whole_batches_alone_are_observed_fixed_or_asked_for(
+    calibrated, command, words, small_cnn, tmp_path
 ):
-    calibrated(20, "--batch-size", 8)
-    words = ["calibrate", small_cnn, "--images", listed(20), "--preprocess", "unit"]
-    words += ["--target", "tensorrt", "--method", "entropy-tensorrt", "--batch-size", 8]
-    assert "reused" in command(*words, "-o", tmp_path / "m.cache").lower()
+    scales = calibrated(20, "--batch-size", 8)[3]
+    fixed, own = tmp_path / "fixed.onnx", tmp_path / "own.cache"
+    model = onnx.load(small_cnn)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = 8
+    onnx.save(model, fixed)
+    out = command(*words(20, "--batch-size", 8, "-o", own, model=fixed))
+    assert "the last 1 of 3 samples fill none and were left out" in out
+    assert own.read_bytes() == scales
+    code, out, _, cache = calibrated(20, "--batch-size", 8)
+    assert code == 0 and "the last 4 of 20 samples" in " ".join(out.split())
+    code, out, _, fewer = calibrated(16, "--batch-size", 8)
+    assert code == 0 and "fill none" not in out
+    assert cache == fewer
+    assert cache != calibrated(20, "--batch-size", 5)[3]
+    code, _, err, _ = calibrated(20, "--batch-size", 21)
+    assert code == 1 and "got 20 samples for batches of 21" in err
+
+
+@pytest.mark.slow
+def test_a_calibration_of_whole_batches_is_used_again(command, words, tmp_path):
+    again = words(20, "--batch-size", 8, "-o", tmp_path / "m.cache")
+    assert "reused" not in command(*again) and "reused" in command(*again)
 
 
 @pytest.mark.slow
