@@ -11,6 +11,7 @@ import pytest
 
 from deploy.feed import images
 from deploy.feed.images import opencv
+from tests.test_cpp_pictures import apart, block, decode, png_chunk, turned
 
 pytestmark = pytest.mark.slow
 
@@ -27,16 +28,11 @@ S8pBjvSlYAPaABwtCrWBU1bjyGH3QszjROEnriUGB3TlpZTG6v8AH9zZl/7uz4v9DaXX79U8D+PYK34L
 
 @pytest.fixture
 def differs(cpp, tmp_path):
-    """(bytes, grey) -> whether the C++ library makes other pixels of a file than Python."""
+    """(bytes, grey) -> what differs of a file's pixels in C++ and in Python; "" for nothing."""
 
     def compare(data, grey):
-        (tmp_path / "it").write_bytes(data)
-        asked = {"path": str(tmp_path / "it"), "name": "it", "out": str(tmp_path / "out")}
-        answer = cpp("decode", grey=grey, **asked)
         wanted = images.decode_image(data, "it", grey=grey)
-        if answer.get("shape") != list(wanted.shape):
-            return str(answer)
-        return bool((np.fromfile(tmp_path / "out", np.uint8) != wanted.ravel()).any())
+        return apart(wanted, decode(cpp, tmp_path, data, grey))
 
     return compare
 
@@ -91,10 +87,6 @@ def test_resized_pixels_are_those_of_opencv(cpp, tmp_path, kind):
 # ---- pictures that OpenCV does not write ----------------------------------------------------
 
 
-def chunk(name, body):
-    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
-
-
 # (top, left, step down, step across) of a pass
 ADAM7 = [(0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (0, 1, 2, 2)]
 ADAM7 += [(1, 0, 2, 1)]
@@ -113,7 +105,7 @@ def interlaced(height, width, depth, kind, *before):
         before = (*before, (b"PLTE", rng.bytes(3 << depth)))
     head = struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 1)
     parts = [(b"IHDR", head), *before, (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*part) for part in parts)
 
 
 GAMMA = (b"gAMA", struct.pack(">I", 45455))
@@ -125,11 +117,8 @@ KINDS += [(kind, depth) for kind in (2, 4, 6) for depth in (8, 16)]
 def test_interlaced_pngs_of_every_kind_agree(differs, grey):
     for kind, depth in KINDS:
         for before in ((), (GAMMA,), ((b"sRGB", b"\0"),)):
-            assert not differs(interlaced(19, 21, depth, kind, *before), grey), (
-                kind,
-                depth,
-                before,
-            )
+            data = interlaced(19, 21, depth, kind, *before)
+            assert not differs(data, grey), (kind, depth, before)
 
 
 @pytest.mark.parametrize("grey", [False, True])
@@ -141,16 +130,6 @@ def test_four_inks_agree(differs, grey):
 
 SIGN = b"Exif\0\0"
 XMP = b"http://ns.adobe.com/xap/1.0/\0<x/>"
-
-
-def block(*fields, order="<"):
-    """A TIFF block of (tag, type, count, value) fields."""
-    mark = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(order + "IH", 8, len(fields))
-    return mark + b"".join(struct.pack(order + "HHII", *one) for one in fields) + bytes(4)
-
-
-def turned(value, order="<"):
-    return (274, 3, 1, value if order == "<" else value << 16)
 
 
 UPRIGHT = {

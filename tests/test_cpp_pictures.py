@@ -3,6 +3,7 @@
 import struct
 import subprocess
 import zlib
+from functools import partial
 
 import cv2
 import numpy as np
@@ -39,20 +40,22 @@ def png(pixels, *, depth=8, kind=2, chunks=(), interlaced=False):
     width = len(pixels[0]) * 8 // depth // {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[kind]
     header = struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, interlaced)
     rows = b"".join(b"\0" + bytes(row) for row in pixels)
-    inner = b"".join(png_chunk(*one) for one in chunks)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + png_chunk(b"IHDR", header)
-        + inner
-        + png_chunk(b"IDAT", zlib.compress(rows))
-        + png_chunk(b"IEND", b"")
-    )
+    parts = [(b"IHDR", header), *chunks, (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*part) for part in parts)
+
+
+def block(*fields, order="<"):
+    """A TIFF block of (tag, type, count, value) fields."""
+    mark = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(order + "IH", 8, len(fields))
+    return mark + b"".join(struct.pack(order + "HHII", *one) for one in fields) + bytes(4)
+
+
+def turned(value, order="<"):
+    return (274, 3, 1, value if order == "<" else value << 16)
 
 
 def exif(orientation, order="<"):
-    mark = b"II*\0" if order == "<" else b"MM\0*"
-    entry = struct.pack(f"{order}HHIHH", 0x0112, 3, 1, orientation, 0)
-    return mark + struct.pack(f"{order}IH", 8, 1) + entry + bytes(4)
+    return block(turned(orientation, order), order=order)
 
 
 def jpeg_with(marker, body):
@@ -73,13 +76,16 @@ def three(value):
 
 
 def webp_with(flags, width, height, body):
-    return riff(
-        riff_chunk(b"VP8X", bytes([flags, 0, 0, 0]) + three(width - 1) + three(height - 1)) + body
-    )
+    size = three(width - 1) + three(height - 1)
+    return riff(riff_chunk(b"VP8X", bytes([flags, 0, 0, 0]) + size) + body)
+
+
+def webp(pixels, quality):
+    return encoded(".webp", pixels, cv2.IMWRITE_WEBP_QUALITY, quality)
 
 
 def webp_turned(orientation, head=b"", order="<", flags=8):
-    still = encoded(".webp", PHOTO, cv2.IMWRITE_WEBP_QUALITY, 90)[12:]
+    still = webp(PHOTO, 90)[12:]
     return webp_with(flags, 126, 81, still + riff_chunk(b"EXIF", head + exif(orientation, order)))
 
 
@@ -97,9 +103,8 @@ def bmp(rows, *, bits, palette=(), height=None):
     colours = b"".join(bytes((*one, 0)) for one in palette)
     data = b"".join(bytes(row) + bytes(-len(row) % 4) for row in rows)
     width = len(rows[0]) * 8 // bits
-    info = struct.pack(
-        "<IiiHHIIiiII", 40, width, height or len(rows), 1, bits, 0, 0, 0, 0, len(palette), 0
-    )
+    sizes = (40, width, height or len(rows), 1, bits, 0, 0, 0, 0, len(palette), 0)
+    info = struct.pack("<IiiHHIIiiII", *sizes)
     start = 14 + len(info) + len(colours)
     return b"BM" + struct.pack("<IHHI", start + len(data), 0, 0, start) + info + colours + data
 
@@ -133,47 +138,38 @@ def kinds():
     found["webp orientation 6, with a jpeg's name"] = webp_turned(6, b"Exif\0\0")
     found["webp orientation, cut"] = webp_turned(6)[:-8]
     found["webp orientation 6, without its flag"] = webp_turned(6, flags=0)
-    found["webp"] = encoded(".webp", PHOTO, cv2.IMWRITE_WEBP_QUALITY, 60)
-    found["webp lossless"] = encoded(".webp", PHOTO, cv2.IMWRITE_WEBP_QUALITY, 101)
-    found["webp alpha"] = encoded(".webp", ALPHA, cv2.IMWRITE_WEBP_QUALITY, 80)
-    found["webp lossless alpha"] = encoded(".webp", ALPHA, cv2.IMWRITE_WEBP_QUALITY, 101)
-    small = PHOTO[:40, :60]
+    found["webp"], found["webp lossless"] = webp(PHOTO, 60), webp(PHOTO, 101)
+    found["webp alpha"], found["webp lossless alpha"] = webp(ALPHA, 80), webp(ALPHA, 101)
     size = (60, 40)
     whole = [(0, 0, (126, 81), found["webp"]), (0, 0, (126, 81), found["webp lossless"])]
     found["webp animation"] = animated(*whole)
     found["webp animation lossless"] = animated(*reversed(whole))
-    found["webp animation of a corner"] = animated((20, 10, size, encoded(".webp", small)), *whole)
-    found["webp animation with alpha"] = animated(
-        (4, 2, size, encoded(".webp", ALPHA[:40, :60], cv2.IMWRITE_WEBP_QUALITY, 80)), flags=0x12
-    )
-    found["webp animation lossless with alpha"] = animated(
-        (4, 2, size, encoded(".webp", ALPHA[:40, :60], cv2.IMWRITE_WEBP_QUALITY, 101)), flags=0x12
-    )
+    corner = (20, 10, size, encoded(".webp", PHOTO[:40, :60]))
+    found["webp animation of a corner"] = animated(corner, *whole)
+    for name, quality in (("with alpha", 80), ("lossless with alpha", 101)):
+        frame = (4, 2, size, webp(ALPHA[:40, :60], quality))
+        found[f"webp animation {name}"] = animated(frame, flags=0x12)
     found["webp animation turned"] = animated(*whole, flags=10, tail=riff_chunk(b"EXIF", exif(6)))
     found["png"] = encoded(".png")
     found["png alpha"] = encoded(".png", ALPHA)
     found["png grey"] = encoded(".png", GREY)
     found["png 16 bits"] = encoded(".png", DEEP)
     found["png 16 bits grey"] = encoded(".png", DEEP[:, :, 0].copy())
-    found["png of one bit"] = png(rng.integers(0, 256, (9, 4), np.uint8), depth=1, kind=0)
-    found["png of two bits"] = png(rng.integers(0, 256, (9, 4), np.uint8), depth=2, kind=0)
-    found["png of four bits"] = png(rng.integers(0, 256, (9, 4), np.uint8), depth=4, kind=0)
+    for name, depth in (("one bit", 1), ("two bits", 2), ("four bits", 4)):
+        found[f"png of {name}"] = png(rng.integers(0, 256, (9, 4), np.uint8), depth=depth, kind=0)
     found["png grey alpha"] = png(rng.integers(0, 256, (9, 14), np.uint8), kind=4)
     colours = (b"PLTE", palette.tobytes())
     found["png palette"] = png(indices, kind=3, chunks=[colours])
-    found["png palette of four bits"] = png(
-        rng.integers(0, 256, (9, 4), np.uint8), depth=4, kind=3, chunks=[colours]
-    )
+    narrow = rng.integers(0, 256, (9, 4), np.uint8)
+    found["png palette of four bits"] = png(narrow, depth=4, kind=3, chunks=[colours])
     found["png palette alpha"] = png(indices, kind=3, chunks=[colours, (b"tRNS", bytes(range(16)))])
-    found["png transparent colour"] = png(
-        rng.integers(0, 3, (9, 12), np.uint8), chunks=[(b"tRNS", bytes(6))]
-    )
+    three_inks = rng.integers(0, 3, (9, 12), np.uint8)
+    found["png transparent colour"] = png(three_inks, chunks=[(b"tRNS", bytes(6))])
     flat = PHOTO.reshape(81, -1)
     found["png gamma"] = png(flat, chunks=[(b"gAMA", struct.pack(">I", 100000))])
     found["png text"] = png(flat, chunks=[(b"tEXt", b"a\0b")])
-    found["png of an odd profile"] = png(
-        flat, chunks=[(b"iCCP", b"x\0\0" + zlib.compress(b"junk" * 40))]
-    )
+    profile = b"x\0\0" + zlib.compress(b"junk" * 40)
+    found["png of an odd profile"] = png(flat, chunks=[(b"iCCP", profile)])
     found["png of no compression"] = encoded(".png", PHOTO, cv2.IMWRITE_PNG_COMPRESSION, 0)
     found["bmp"] = encoded(".bmp")
     found["bmp grey"] = encoded(".bmp", GREY)
@@ -185,15 +181,12 @@ def kinds():
     for suffix in (".ppm", ".pgm", ".pbm"):
         pixels = PHOTO if suffix == ".ppm" else GREY
         for binary in (0, 1):
-            found[f"{suffix[1:]} {binary}"] = encoded(
-                suffix, pixels, cv2.IMWRITE_PXM_BINARY, binary
-            )
+            data = encoded(suffix, pixels, cv2.IMWRITE_PXM_BINARY, binary)
+            found[f"{suffix[1:]} {binary}"] = data
     found["pgm 16 bits"] = encoded(".pgm", DEEP[:, :, 0].copy())
     for name in ("NONE", "LZW", "ADOBE_DEFLATE", "PACKBITS"):
-        option = getattr(cv2, f"IMWRITE_TIFF_COMPRESSION_{name}")
-        found[f"tiff {name.lower()}"] = encoded(
-            ".tiff", PHOTO, cv2.IMWRITE_TIFF_COMPRESSION, option
-        )
+        option = cv2.IMWRITE_TIFF_COMPRESSION, getattr(cv2, f"IMWRITE_TIFF_COMPRESSION_{name}")
+        found[f"tiff {name.lower()}"] = encoded(".tiff", PHOTO, *option)
     found["tiff grey"] = encoded(".tiff", GREY)
     found["tiff alpha"] = encoded(".tiff", ALPHA)
     found["tiff 16 bits"] = encoded(".tiff", DEEP)
@@ -207,21 +200,23 @@ def ours(data, grey=False):
     return outcome(lambda: images.decode_image(data, "it", grey=grey))
 
 
+def decode(cpp, folder, data, grey=False):
+    """The pixels of the C++ library, or its error."""
+    (folder / "it").write_bytes(data)
+    asked = {"path": str(folder / "it"), "name": "it", "out": str(folder / "out")}
+    answer = cpp("decode", grey=grey, **asked)
+    if "error" in answer:
+        return answer
+    return np.fromfile(folder / "out", np.uint8).reshape(answer["shape"])
+
+
 @pytest.fixture
 def theirs(cpp, tmp_path):
     """(bytes, grey) -> the pixels of the C++ library, or its error."""
-
-    def decode(data, grey=False):
-        (tmp_path / "it").write_bytes(data)
-        asked = {"path": str(tmp_path / "it"), "name": "it", "out": str(tmp_path / "out")}
-        answer = cpp("decode", grey=grey, **asked)
-        if "error" in answer:
-            return answer
-        return np.fromfile(tmp_path / "out", np.uint8).reshape(answer["shape"])
-
     signs = (b"\xff\xd8", b"\x89PNG", b"RIFF") if not cpp.reads_all else b""
-    decode.reads = lambda data: data.startswith(signs)
-    return decode
+    decoder = partial(decode, cpp, tmp_path)
+    decoder.reads = lambda data: data.startswith(signs)
+    return decoder
 
 
 def apart(left, right):
@@ -287,9 +282,8 @@ def test_damage_inside_a_jpeg_is_told_in_the_same_words(theirs, kind):
         assert not apart(mine, theirs(damaged)), share
         refused += isinstance(mine, dict)
     assert refused > 8
-    for short in (
-        data[: len(data) // 2], data[: len(data) // 2] + b"\xff\xd9", data[:30], data[:3],
-    ):  # fmt: skip
+    half = data[: len(data) // 2]
+    for short in (half, half + b"\xff\xd9", data[:30], data[:3]):
         assert isinstance(ours(short), dict)
         assert not apart(ours(short), theirs(short))
 
@@ -321,22 +315,18 @@ def test_damage_of_other_kinds_is_told_in_the_same_words(theirs):
 def vast():
     """Headers of pictures of 30000 x 20000 pixels, of every kind that tells."""
     wide, high = 30000, 20000
-    yield b"\x89PNG\r\n\x1a\n" + png_chunk(
-        b"IHDR", struct.pack(">II", wide, high) + b"\x08\2\0\0\0"
-    )
+    sides = struct.pack(">II", wide, high)
+    yield b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", sides + b"\x08\2\0\0\0")
     yield b"\xff\xd8\xff\xe0\0\4ab\xff\xc2\0\x0b\x08" + struct.pack(">HH", high, wide) + bytes(6)
     yield riff(riff_chunk(b"VP8X", bytes(4) + three(wide - 1) + three(high - 1)))
     yield b"BM" + bytes(12) + struct.pack("<Iii", 40, wide, -high) + bytes(24)
     yield b"BM" + bytes(12) + struct.pack("<IHH", 12, wide, high) + bytes(24)
     yield b"GIF89a" + struct.pack("<HH", wide, high)
-    for order, mark in (("<", b"II*\0"), (">", b"MM\0*")):
-        entries = [
-            struct.pack(f"{order}HHII", 256 + k, 4, 1, v) for k, v in enumerate((wide, high))
-        ]
-        yield mark + struct.pack(f"{order}IH", 8, 2) + b"".join(entries) + bytes(4)
+    for order, mark in (("<", b"II"), (">", b"MM")):
+        yield block((256, 4, 1, wide), (257, 4, 1, high), order=order)
         large = [struct.pack(f"{order}HHQQ", 256 + k, 16, 1, v) for k, v in enumerate((wide, high))]
         start = struct.pack(f"{order}HHHQQ", 43, 8, 0, 16, 2)
-        yield mark[:2] + start + b"".join(large) + bytes(8)
+        yield mark + start + b"".join(large) + bytes(8)
     for kind in range(1, 7):
         yield b"P%d# a\n 30000\n#b\n20000 255\n" % kind
     yield b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(8) + b"ihdr" + struct.pack(">II", high, wide)
@@ -391,17 +381,9 @@ def test_white_space_in_lists_is_unicodes(cpp, tmp_path):
     listing = tmp_path / "list.txt"
     for space in [*SPACES, "\u200b", "\x1b"]:
         whole = f"{space}a b.png{space}\n"
-        for text in (
-            whole,
-            f"a b.png{space}7\n",
-            f"{space}\n{space}# a\n{whole}",
-            f"a{space}b.png",
-        ):
+        texts = f"a b.png{space}7\n", f"{space}\n{space}# a\n{whole}", f"a{space}b.png"
+        for text in (whole, *texts):
             listing.write_text(text, encoding="utf-8", newline="")
-
-            def named(text=text):
-                return [[one.name, one.label] for one in images.read_list(listing)]
-
             answer = cpp("list", path=str(listing))
-            mine = outcome(named)
+            mine = outcome(lambda: [[one.name, one.label] for one in images.read_list(listing)])
             assert answer == (mine if isinstance(mine, dict) else {"pictures": mine}), repr(text)
