@@ -21,7 +21,15 @@ GPUS = ["Fake H200", "Fake L4"]
 CAPABILITY = (9, 0)
 DRIVER = 13000
 
-_here = threading.local()  # contexts of this thread, the current one last
+
+class _Here(threading.local):
+    """Devices of this thread's contexts, the current one last."""
+
+    def __init__(self):
+        self.stack = []
+
+
+_here = _Here()
 _numbers = itertools.count(1)
 _handles = {}
 _memory = {}  # address -> bytes, device
@@ -40,16 +48,9 @@ def reset():
     _here.stack = []
 
 
-def contexts():
-    """Devices of the thread's contexts, the current one last."""
-    if not hasattr(_here, "stack"):
-        _here.stack = []
-    return _here.stack
-
-
 def current():
     """The device in force; CUDA's runtime takes the first where none was chosen."""
-    return contexts()[-1] if contexts() else 0
+    return _here.stack[-1] if _here.stack else 0
 
 
 def allocate(size):
@@ -140,16 +141,20 @@ def elapsed(first, last):
 def pycuda():
     """Modules of pycuda, by name."""
     driver = types.ModuleType("pycuda.driver")
-    for name, value in _PYCUDA.items():
-        setattr(driver, name, value)
+    vars(driver).update(_PYCUDA)
     package = types.ModuleType("pycuda")
     package.driver = driver
     return {"pycuda": package, "pycuda.driver": driver}
 
 
 def _needs_context():
-    if not contexts():
+    if not _here.stack:
         raise Fault("cuCtxGetCurrent failed: invalid device context")
+
+
+def _start():
+    if not GPUS:
+        raise Fault("cuInit failed: no CUDA-capable device is detected")
 
 
 class _Context:
@@ -157,12 +162,12 @@ class _Context:
         self.device = device
 
     def push(self):
-        contexts().append(self.device)
+        _here.stack.append(self.device)
 
     @staticmethod
     def pop():
         _needs_context()
-        contexts().pop()
+        _here.stack.pop()
 
 
 class _Device:
@@ -231,20 +236,12 @@ def _to_device(allocation, array):
 
 def _to_device_later(allocation, array, stream):
     device = current()
-
-    def copy():
-        at(int(allocation), array.nbytes, device)[:] = _bytes(array)
-
-    stream.stream.put(copy)
+    stream.stream.put(lambda: np.copyto(at(int(allocation), array.nbytes, device), _bytes(array)))
 
 
 def _to_host_later(array, allocation, stream):
     device = current()
-
-    def copy():
-        _bytes(array)[:] = at(int(allocation), array.nbytes, device)
-
-    stream.stream.put(copy)
+    stream.stream.put(lambda: np.copyto(_bytes(array), at(int(allocation), array.nbytes, device)))
 
 
 def _pagelocked(shape, dtype, order="C", mem_flags=0):
@@ -255,16 +252,12 @@ def _pagelocked(shape, dtype, order="C", mem_flags=0):
 
 
 _PYCUDA = {
-    "Error": Fault, "init": lambda: None if GPUS else _no_gpu(), "Device": _Device,
+    "Error": Fault, "init": _start, "Device": _Device,
     "Stream": _PycudaStream, "Event": _PycudaEvent, "mem_alloc": _Allocation,
     "memcpy_htod": _to_device, "memcpy_htod_async": _to_device_later,
     "memcpy_dtoh_async": _to_host_later, "pagelocked_empty": _pagelocked,
     "get_driver_version": lambda: DRIVER,
 }  # fmt: skip
-
-
-def _no_gpu():
-    raise Fault("cuInit failed: no CUDA-capable device is detected")
 
 
 # cuda-python
@@ -276,25 +269,16 @@ class Code(enum.IntEnum):
     cudaSuccess = 0
     cudaErrorInvalidValue = 1
     cudaErrorNoDevice = 100
-    cudaErrorInvalidDevice = 101
 
 
-class Kind(enum.IntEnum):
-    cudaMemcpyHostToDevice = 1
-    cudaMemcpyDeviceToHost = 2
-
-
-class Capture(enum.IntEnum):
-    cudaStreamCaptureModeRelaxed = 2
+Kind = types.SimpleNamespace(cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2)
 
 
 def cuda_python(*, old=False):
     """Modules of cuda-python, by name: `cuda.bindings.runtime`, or `cuda.cudart` before 12.6."""
     runtime = types.ModuleType("cuda.cudart" if old else "cuda.bindings.runtime")
-    for name, call in _RUNTIME.items():
-        setattr(runtime, name, _answering(call))
+    vars(runtime).update({name: _answering(call) for name, call in _RUNTIME.items()})
     runtime.cudaError_t, runtime.cudaMemcpyKind = Code, Kind
-    runtime.cudaStreamCaptureMode = Capture
     package = types.ModuleType("cuda")
     package.__path__ = []
     if old:
@@ -332,7 +316,7 @@ def _text(code):
 def _choose(device):
     if not 0 <= device < len(GPUS):
         raise Fault("invalid device ordinal")
-    contexts()[:] = [device]
+    _here.stack[:] = [device]
 
 
 def _properties(device):
@@ -368,7 +352,7 @@ def _forget(number):
     del _handles[int(number)]
 
 
-# Graphs: of the runtime and, under the names of the driver, of libcuda
+# Graphs, under the names of the driver, of libcuda
 
 
 def begin_capture(stream, mode):
@@ -409,12 +393,6 @@ _RUNTIME = {
     "cudaEventRecord": lambda event, stream: thing(stream).put(thing(event).mark),
     "cudaEventElapsedTime": lambda first, last: elapsed(thing(first), thing(last)),
     "cudaEventDestroy": _forget,
-    "cudaStreamBeginCapture": begin_capture,
-    "cudaStreamEndCapture": end_capture,
-    "cudaGraphInstantiate": instantiate,
-    "cudaGraphLaunch": launch,
-    "cudaGraphExecDestroy": _forget,
-    "cudaGraphDestroy": _forget,
 }
 
 

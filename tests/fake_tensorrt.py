@@ -58,9 +58,6 @@ class ILogger:
     class Severity(enum.IntEnum):
         INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = range(5)
 
-    def __init__(self):
-        pass
-
 
 _global = []  # TensorRT keeps the first logger it gets
 
@@ -244,12 +241,8 @@ class OnnxParser:
 
     def _fill(self, model):
         held = {tensor.name for tensor in model.graph.initializer}
-        shapes = {
-            n.input[i]
-            for n in model.graph.node
-            for i in _SHAPES.get(n.op_type, ())
-            if i < len(n.input)
-        }
+        reads = [(n.input, place) for n in model.graph.node for place in _SHAPES.get(n.op_type, ())]
+        shapes = {inputs[place] for inputs, place in reads if place < len(inputs)}
         self.network.model = model
         self.network.layers = [ILayer(node) for node in model.graph.node]
         self.network.inputs = [
@@ -301,7 +294,7 @@ class IBuilderConfig:
         self.chosen, self.sources, self.pools = {BuilderFlag.TF32}, 0b11111, {}
         self.int8_calibrator = self.profile = self.calibration_profile = self.timing = None
         self.profiling_verbosity = ProfilingVerbosity.LAYER_NAMES_ONLY
-        self.get_flag, self.set_memory_pool_limit = self.chosen.__contains__, self.pools.__setitem__
+        self.set_memory_pool_limit = self.pools.__setitem__
 
     create_timing_cache = ITimingCache
 
@@ -465,14 +458,10 @@ def _everything(model):
     """Feed -> every float tensor, the inputs among them."""
     watched = onnx.ModelProto()
     watched.CopyFrom(onnx.shape_inference.infer_shapes(model))
-    infos = {info.name: info for info in watched.graph.value_info}
-    made = {output for node in model.graph.node for output in node.output} - {""}
     known = {info.name for info in watched.graph.output}
-    watched.graph.output.extend(
-        info
-        for name, info in infos.items()
-        if name in made - known and info.type.tensor_type.elem_type == TensorProto.FLOAT
-    )
+    floats = [i for i in watched.graph.value_info if i.type.tensor_type.elem_type == 1]
+    made = {output for node in model.graph.node for output in node.output} - known
+    watched.graph.output.extend(info for info in floats if info.name in made)
     session = _session(watched)
     wanted = [output.name for output in session.get_outputs() if output.type == "tensor(float)"]
 
@@ -604,31 +593,23 @@ class EngineInspector:
         self.engine = engine
 
     def get_engine_information(self, format):
-        head = self.engine.head
-        layers = [layer["name"] for layer in head["layers"]]
-        if head["detailed"]:
-            layers = [_told(layer) for layer in head["layers"]]
-        bindings = [name for name, *_ in self.engine.tensors]
-        if format == LayerInformationFormat.JSON:
-            return json.dumps({"Layers": layers, "Bindings": bindings})
-        return "\n".join(map(str, layers))
+        assert format == LayerInformationFormat.JSON
+        layers = self.engine.head["layers"]
+        told = [_told(one) if self.engine.head["detailed"] else one["name"] for one in layers]
+        return json.dumps({"Layers": told, "Bindings": [name for name, *_ in self.engine.tensors]})
 
 
 def _told(layer):
-    def tensor(name):
-        form = f"Row major linear {_WORDS[layer['type']]} format"
-        return {
-            "Name": name, "Location": "Device", "Dimensions": [], "Format/Datatype": form,
-        }  # fmt: skip
-
+    form = f"Row major linear {_WORDS[layer['type']]} format"
+    about = {"Location": "Device", "Dimensions": [], "Format/Datatype": form}
     nodes = "" if layer["kind"] == "Reformat" else layer["name"]
     noted = "".join(f"[ONNX Layer: {name}]" for name in nodes.split(" + ") if name)
     return {
         **({"Metadata": noted} if VERSION >= (8, 6) else {}),
         "Name": layer["name"],
         "LayerType": layer["kind"],
-        "Inputs": [tensor(name) for name in layer["inputs"]],
-        "Outputs": [tensor(name) for name in layer["outputs"]],
+        "Inputs": [{"Name": name, **about} for name in layer["inputs"]],
+        "Outputs": [{"Name": name, **about} for name in layer["outputs"]],
         "TacticValue": "0x0",
     }
 
@@ -637,17 +618,12 @@ class ICudaEngine:
     def __init__(self, head, model):
         self.head, self.model, self.device = head, model, cuda.current()
         self.hosted = {name for name, _, _, is_shape in head["inputs"] if is_shape}
-        inputs = [
-            (name, tuple(dims), DataType[kind], True) for name, dims, kind, _ in head["inputs"]
-        ]
-        outputs = [
-            (t.name, tuple(t.shape), t.dtype, False) for t in map(ITensor, model.graph.output)
-        ]
-        self.tensors = [*inputs, *outputs]
+        ends = map(ITensor, model.graph.output)
+        inputs = [(name, tuple(s), DataType[kind], True) for name, s, kind, _ in head["inputs"]]
+        self.tensors = [*inputs, *((t.name, tuple(t.shape), t.dtype, False) for t in ends)]
         self.run = _evaluator(model)
 
     num_io_tensors = property(lambda self: len(self.tensors))
-    num_layers = property(lambda self: len(self.head["layers"]))
 
     def get_tensor_name(self, index):
         return self.tensors[index][0]
@@ -666,9 +642,6 @@ class ICudaEngine:
 
     def get_tensor_location(self, name):
         return TensorLocation.HOST if name in self.hosted else TensorLocation.DEVICE
-
-    def is_shape_inference_io(self, name):
-        return name in self.hosted
 
     def create_execution_context(self):
         return IExecutionContext(self)
@@ -695,8 +668,7 @@ _NUMPY |= {"BF16": np.uint16, "FP8": np.uint8}
 
 
 class IOutputAllocator:
-    def __init__(self):
-        pass
+    """Base of the product's class."""
 
 
 class IProfiler:
@@ -732,16 +704,16 @@ class IExecutionContext:
         closed = onnx.ModelProto()
         closed.CopyFrom(self.engine.model)
         values = {name: self._hosted(name) for name in self.engine.hosted & self.addresses.keys()}
+        kept = []
         for info in closed.graph.input:
+            if info.name in values:
+                array = values[info.name].astype(np.int64)
+                closed.graph.initializer.append(numpy_helper.from_array(array, info.name))
+                continue
             if info.name in self.shapes:
-                kind = info.type.tensor_type
-                new = helper.make_tensor_value_info(
-                    info.name, kind.elem_type, self.shapes[info.name]
-                )
-                info.CopyFrom(new)
-        for name, array in values.items():
-            closed.graph.initializer.append(numpy_helper.from_array(array.astype(np.int64), name))
-        kept = [info for info in closed.graph.input if info.name not in values]
+                kind, shape = info.type.tensor_type.elem_type, self.shapes[info.name]
+                info = helper.make_tensor_value_info(info.name, kind, shape)
+            kept.append(info)
         del closed.graph.input[:]
         closed.graph.input.extend(kept)
         for info in closed.graph.output:
@@ -765,9 +737,8 @@ class IExecutionContext:
         return True
 
     def infer_shapes(self):
-        lacking = [
-            n for n, _, _, is_input in self.engine.tensors if is_input if n not in self.shapes
-        ]
+        inputs = [name for name, _, _, is_input in self.engine.tensors if is_input]
+        lacking = [name for name in inputs if name not in self.shapes]
         return lacking + [n for n in self.engine.hosted if n not in self.addresses]
 
     def execute_async_v3(self, stream_handle):
@@ -828,12 +799,12 @@ class IExecutionContext:
         address = self.addresses.get(name, 0)
         allocator = self.allocators.get(name)
         if allocator is not None:
-            ask = getattr(allocator, "reallocate_output_async", None)
             asked = (name, address, max(data.size, 1), 256)
-            if ask is not None and VERSION >= (10,):
-                address = ask(*asked, 0)
-            else:
+            ask = getattr(allocator, "reallocate_output_async", None)
+            if ask is None or VERSION < (10,):
                 address = allocator.reallocate_output(*asked)
+            else:
+                address = ask(*asked, 0)
             if not address:
                 raise MemoryError
             allocator.notify_shape(name, Dims(value.shape))
@@ -846,18 +817,14 @@ class IExecutionContext:
 
 if CALIBRATORS:
 
-    class _Calibrator:
-        def __init__(self):
-            pass
-
-    class IInt8EntropyCalibrator2(_Calibrator):
+    class IInt8EntropyCalibrator2:
         word = "EntropyCalibration2"
 
-    class IInt8EntropyCalibrator(_Calibrator):
+    class IInt8EntropyCalibrator:
         word = "EntropyCalibration"
 
-    class IInt8MinMaxCalibrator(_Calibrator):
+    class IInt8MinMaxCalibrator:
         word = "MinMaxCalibration"
 
-    class IInt8LegacyCalibrator(_Calibrator):
+    class IInt8LegacyCalibrator:
         word = "LegacyCalibration"

@@ -62,12 +62,21 @@ def test_a_scale_is_rounded_up_to_what_the_type_holds(values):
     assert round_scales(scales, "fp32") is scales
 
 
-def quantized(tmp_path, small_cnn, pictures, **options):
-    report = build(
-        small_cnn, pictures, preprocess=UNIT, out=tmp_path, targets=[TensorRT(**options)],
-        duration_s=0, tuning=Tuning(effort=0),
-    )  # fmt: skip
-    return report, tmp_path / "small_cnn.tensorrt.typed.onnx"
+def built(net, images, out, *, plan=None, **options):
+    """What a build of a target with these options wrote; nothing is searched or timed."""
+    how = {"method": "minmax"} if options.get("precision") == "fp8" else {"preprocess": UNIT}
+    target, tuning = TensorRT(**options), Tuning(effort=0, plan=plan)
+    return build(net, images, out=out, targets=[target], duration_s=0, tuning=tuning, **how)
+
+
+@pytest.fixture(scope="module")
+def quantized(small_cnn, pictures, tmp_path_factory):
+    """The report of a build of the small CNN, and its folder."""
+    out = tmp_path_factory.mktemp("quantized")
+    return built(small_cnn, pictures, out), out
+
+
+TYPED, PAIRS = "small_cnn.tensorrt.typed.onnx", "small_cnn.tensorrt.qdq.onnx"
 
 
 def kinds(model):
@@ -77,21 +86,23 @@ def kinds(model):
     return {node.name: known[node.output[0]] for node in model.graph.node}
 
 
-def test_an_output_that_the_file_calls_another_shape_is_no_hindrance(tmp_path, small_cnn, pictures):
+def test_an_output_that_the_file_calls_another_shape_is_no_hindrance(
+    tmp_path, small_cnn, pictures, quantized
+):
     model = onnx.load(small_cnn)
     said = model.graph.output[0].type.tensor_type
     said.shape.dim.add().dim_param = "steps"
     model.graph.ClearField("value_info")
     onnx.save(model, tmp_path / "small_cnn.onnx")
-    _, path = quantized(tmp_path / "out", tmp_path / "small_cnn.onnx", pictures)
-    _, right = quantized(tmp_path / "right", small_cnn, pictures)
-    nodes = [[n.SerializeToString() for n in onnx.load(one).graph.node] for one in (path, right)]
+    built(tmp_path / "small_cnn.onnx", pictures, tmp_path / "out")
+    models = [onnx.load(folder / TYPED) for folder in (tmp_path / "out", quantized[1])]
+    nodes = [[node.SerializeToString() for node in model.graph.node] for model in models]
     assert nodes[0] == nodes[1]
 
 
-def test_layers_are_narrow_and_the_ends_as_they_were(tmp_path, small_cnn, pictures):
-    report, path = quantized(tmp_path, small_cnn, pictures)
-    model = onnx.load(path)
+def test_layers_are_narrow_and_the_ends_as_they_were(small_cnn, quantized):
+    report, folder = quantized
+    model = onnx.load(folder / TYPED)
     onnx.checker.check_model(model, full_check=True)
     found = kinds(model)
     assert {found[n.name] for n in model.graph.node if n.op_type in ("Conv", "Gemm")} == {HALF}
@@ -99,24 +110,29 @@ def test_layers_are_narrow_and_the_ends_as_they_were(tmp_path, small_cnn, pictur
     assert {v.type.tensor_type.elem_type for v in ends} == {FLOAT}
     casts = [n for n in model.graph.node if n.op_type == "Cast"]
     assert [n.output[0] for n in casts] == ["logits"]  # the input is read by a Quantize
-    plain = OrtSession.open(tmp_path / "small_cnn.tensorrt.qdq.onnx", int8_kernels=False)
-    narrow = OrtSession.open(path, int8_kernels=False)
     x = {"x": np.random.default_rng(3).uniform(0, 1, (1, 3, 16, 16)).astype(np.float32)}
-    a, b = plain.run(x)["logits"], narrow.run(x)["logits"]
+    sessions = [OrtSession.open(folder / one, int8_kernels=False) for one in (PAIRS, TYPED)]
+    a, b = (session.run(x)["logits"] for session in sessions)
     assert b.dtype == np.float32 and np.abs(a - b).max() < 0.03 * np.abs(a).max()
-    assert "typed model" in {Path(r.path).name: r.role for r in report.written}[path.name]
-    _, path = quantized(tmp_path, small_cnn, pictures)
-    held = {t.name: numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}
-    weights = {t.name: numpy_helper.to_array(t) for t in onnx.load(small_cnn).graph.initializer}
+    assert "typed model" in {Path(r.path).name: r.role for r in report.written}[TYPED]
+    held, weights = initializers(folder / TYPED), initializers(small_cnn)
     for name in ("w1", "w2", "w3"):
-        scale = held[f"{name}/scale/fp16"].astype(np.float32).reshape(-1, 1, 1, 1)
-        assert np.array_equal(held[f"{name}/quantized"], np.rint(weights[name] / scale))
+        scale = array(held[f"{name}/scale/fp16"]).astype(np.float32).reshape(-1, 1, 1, 1)
+        nearest = np.rint(array(weights[name]) / scale)
+        assert np.array_equal(array(held[f"{name}/quantized"]), nearest)
+
+
+def initializers(path):
+    return {t.name: t for t in onnx.load(path).graph.initializer}
+
+
+def array(tensor):
+    return numpy_helper.to_array(tensor)
 
 
 def net(nodes, weights, outputs, opset=13):
-    return build_net(
-        nodes, {"x": [2, 4]}, {name: ["n", 4] for name in outputs}, weights, opset=opset
-    )
+    ends = {name: ["n", 4] for name in outputs}
+    return build_net(nodes, {"x": [2, 4]}, ends, weights, opset=opset)
 
 
 def node(op, inputs, output, **attributes):
@@ -148,17 +164,12 @@ def test_what_float16_does_not_hold_stays_in_float32():
     assert list(kept) == ["matmul", "add"] and kinds(made)["matmul"] == FLOAT
     assert "|x| reaches 2e+04" in kept["matmul"] and "|mask| reaches 1e+09" in kept["add"]
     assert kinds(made)["relu"] == FLOAT or "y" in {o.name for o in made.graph.output}
-    assert not narrow_float_part(model, "bf16", {"x": 20000.0})[
-        1
-    ]  # which holds all that float32 holds
-    nodes = [
-        node("MatMul", "x w", "a"),
-        node("Clip", "a least", "g"),
-        node("Expand", "g shape", "e"),
-        node("Div", "x e", "y"),
-    ]
-    model = net(nodes, {"w": np.zeros((4, 4)), "least": 1e-12}, ["y"])
-    model.graph.initializer.append(numpy_helper.from_array(np.array([2, 4]), "shape"))
+    _, kept = narrow_float_part(model, "bf16", {"x": 20000.0})
+    assert not kept  # bfloat16 holds all that float32 holds
+    nodes = [node("MatMul", "x w", "a"), node("Clip", "a least", "g")]
+    nodes += [node("Expand", "g shape", "e"), node("Div", "x e", "y")]
+    held = {"w": np.zeros((4, 4)), "least": 1e-12, "shape": np.array([2, 4])}
+    model = net(nodes, held, ["y"])
     made, kept = narrow_float_part(model, "fp16", {})
     assert list(kept) == ["clip", "expand", "div"] and kinds(made)["matmul"] != FLOAT
     found = OrtSession.open(made).run({"x": np.zeros((2, 4), np.float32)})
@@ -174,34 +185,28 @@ def test_what_float16_would_round_to_0_keeps_a_logarithm_finite(least, expected)
     model = net(nodes, {"w": np.eye(4), "least": least}, ["y"])
     made, kept = narrow_float_part(model, "fp16", {})
     assert list(kept) == expected and kinds(made)["relu"] != FLOAT
-    assert all(
-        "least, 1e-09, which may keep a value above 0, is 0" in said for said in kept.values()
-    )
+    lost = "least, 1e-09, which may keep a value above 0, is 0"
+    assert all(lost in said for said in kept.values())
     found = OrtSession.open(made).run({"x": np.zeros((2, 4), np.float32)})
     assert np.isfinite(found["y"]).all()
     assert not narrow_float_part(model, "bf16", {})[1]
 
 
 def test_whole_numbers_moves_and_subgraphs_are_left_as_they_are():
-    body = helper.make_graph(
-        [node("Identity", "r", "inner")], "then", [],
-        [helper.make_tensor_value_info("inner", FLOAT, None)],
-    )  # fmt: skip
-    other = helper.make_graph(
-        [node("Identity", "r", "inner2")], "else", [],
-        [helper.make_tensor_value_info("inner2", FLOAT, None)],
-    )  # fmt: skip
+    branches = {}
+    for branch, out in (("then_branch", "inner"), ("else_branch", "inner2")):
+        ends = [helper.make_tensor_value_info(out, FLOAT, None)]
+        branches[branch] = helper.make_graph([node("Identity", "r", out)], branch, [], ends)
     nodes = [
         node("Relu", "x", "r"),
         node("Shape", "r", "shape"),
         node("Gather", "shape zero", "size"),
         node("ReduceSum", "r", "sum", keepdims=0),
         node("Greater", "sum limit", "more"),
-        helper.make_node("If", ["more"], ["y"], "if", then_branch=body, else_branch=other),
+        node("If", "more", "y", **branches),
         node("Cast", "size", "z", to=FLOAT),
     ]
-    model = net(nodes, {"limit": 0.0}, ["y", "z"])
-    model.graph.initializer.append(numpy_helper.from_array(np.array(0), "zero"))
+    model = net(nodes, {"limit": 0.0, "zero": np.array(0)}, ["y", "z"])
     model.graph.output[1].type.tensor_type.ClearField("shape")
     model.opset_import[0].version = 19  # onnx's converter does not go into subgraphs
     made, kept = narrow_float_part(model, "fp16", {})
@@ -229,16 +234,16 @@ def test_a_model_that_cannot_be_lifted_says_so_and_is_built_without(
         raise ExportError("it must be liftable, got this; export it again")
 
     monkeypatch.setattr("deploy.targets.tensorrt.cache_qdq.narrow_float_part", refused)
-    report, path = quantized(tmp_path, small_cnn, pictures, version="10.3.0")
-    assert not path.exists() and any("no typed model" in n for n in report.targets[0].notes)
-    assert Path(report.targets[0].runnable).name == "small_cnn.tensorrt.qdq.onnx"
+    (target,) = built(small_cnn, pictures, tmp_path, version="10.3.0").targets
+    assert not (tmp_path / TYPED).exists() and "no typed model" in " ".join(target.notes)
+    assert Path(target.runnable).name == PAIRS
 
 
 @pytest.mark.slow
 def test_the_accuracy_told_is_that_of_the_model_the_version_runs(tmp_path, small_cnn, pictures):
-    for version, ending in (("8.6.1", "qdq"), ("10.3.0", "typed"), ("11.0.0", "typed")):
-        report, _ = quantized(tmp_path / version, small_cnn, pictures, version=version)
-        assert Path(report.targets[0].runnable).name == f"small_cnn.tensorrt.{ending}.onnx"
+    for version, name in (("8.6.1", PAIRS), ("10.3.0", TYPED), ("11.0.0", TYPED)):
+        report = built(small_cnn, pictures, tmp_path / version, version=version)
+        assert Path(report.targets[0].runnable).name == name
         (engine,) = [e for e in report.engines if not e.reference]
         assert engine.accuracy.outputs[0].sqnr_db > 20
 
@@ -552,29 +557,19 @@ def command(net, images, out, *words):
 
 
 @pytest.fixture(scope="module")
-def built(wide_net, images, tmp_path_factory):
+def narrow(wide_net, images, tmp_path_factory):
+    """The folder of a build in fp8."""
     out = tmp_path_factory.mktemp("built") / "out"
-    build(
-        wide_net, images, out=out, targets=[TensorRT(precision="fp8")], duration_s=0,
-        method="minmax", tuning=Tuning(effort=0),
-    )  # fmt: skip
+    built(wide_net, images, out, precision="fp8")
     return out
 
 
-def initializers(path):
-    return {t.name: t for t in onnx.load(path).graph.initializer}
-
-
-def array(tensor):
-    return numpy_helper.to_array(tensor)
-
-
 @pytest.mark.parametrize("name", ["net.tensorrt.qdq.onnx", "net.tensorrt.typed.onnx"])
-def test_pairs_and_weights_are_of_fp8_and_onnx_finds_the_model_sound(built, name):
-    model = onnx.load(built / name)
+def test_pairs_and_weights_are_of_fp8_and_onnx_finds_the_model_sound(narrow, name):
+    model = onnx.load(narrow / name)
     onnx.checker.check_model(model, full_check=True)
     assert model.opset_import[0].version == 19 and model.ir_version >= 9
-    held = initializers(built / name)
+    held = initializers(narrow / name)
     pairs = [n for n in model.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
     assert {held[n.input[2]].data_type for n in pairs} == {FLOAT8} and len(pairs) == 12
     assert not any(codes_of(held[n.input[2]]).any() for n in pairs)
@@ -588,8 +583,8 @@ def codes_of(tensor):
     return np.frombuffer(tensor.raw_data, np.uint8).reshape(tuple(tensor.dims))
 
 
-def test_scales_are_amax_by_448_and_weights_their_nearest_codes(built, wide_net, images):
-    plain, held = initializers(wide_net), initializers(built / "net.tensorrt.qdq.onnx")
+def test_scales_are_amax_by_448_and_weights_their_nearest_codes(narrow, wide_net, images):
+    plain, held = initializers(wide_net), initializers(narrow / "net.tensorrt.qdq.onnx")
     for name, axes in (("w2", (1, 2, 3)), ("w4", (1, 2, 3)), ("fc", (0,))):
         w = array(plain[name])
         scale = array(held[f"{name}/scale"])
@@ -598,7 +593,7 @@ def test_scales_are_amax_by_448_and_weights_their_nearest_codes(built, wide_net,
         types = pytest.importorskip("ml_dtypes")
         want = (w / wide_scale).astype(types.float8_e4m3fn).view(np.uint8)
         assert np.array_equal(codes_of(held[f"{name}/quantized"]), want)
-    held = initializers(built / "net.tensorrt.qdq.onnx")
+    held = initializers(narrow / "net.tensorrt.qdq.onnx")
     model = onnx.load(wide_net)
     model.graph.output.append(helper.make_tensor_value_info("r1", FLOAT, None))
     session = OrtSession.open(model, threads=1)
@@ -606,22 +601,22 @@ def test_scales_are_amax_by_448_and_weights_their_nearest_codes(built, wide_net,
     assert array(held["r1/scale"]) == pytest.approx(symmetric_scale(seen, FP8), rel=1e-6)
 
 
-def test_the_cpu_computes_what_the_files_in_fp8_say(built, images):
+def test_the_cpu_computes_what_the_files_in_fp8_say(narrow, images):
     from onnx.reference import ReferenceEvaluator
 
     x = np.load(images)[:1]
-    model = onnx.load(built / "net.tensorrt.qdq.onnx")
+    model = onnx.load(narrow / "net.tensorrt.qdq.onnx")
     (want,) = ReferenceEvaluator(model).run(None, {"x": x})
-    got = OrtSession.open(built / "net.tensorrt.qdq.onnx", int8_kernels=False).run({"x": x})["y"]
-    narrow = OrtSession.open(built / "net.tensorrt.typed.onnx", int8_kernels=False)
+    got = OrtSession.open(narrow / "net.tensorrt.qdq.onnx", int8_kernels=False).run({"x": x})["y"]
+    typed = OrtSession.open(narrow / "net.tensorrt.typed.onnx", int8_kernels=False)
     assert np.abs(got - want).max() < 1e-3 * np.abs(want).max()
-    assert np.abs(narrow.run({"x": x})["y"] - want).max() < 0.05 * np.abs(want).max()
-    names = {path.name for path in built.iterdir()}
+    assert np.abs(typed.run({"x": x})["y"] - want).max() < 0.05 * np.abs(want).max()
+    names = {path.name for path in narrow.iterdir()}
     assert {"net.tensorrt.qdq.onnx", "net.tensorrt.typed.onnx", "net_trtexec.sh"} <= names
     assert not {"net.tensorrt.onnx", "net.tensorrt.cache"} & names
     assert ParserRequirements(19).first_reading(typed=True, fp8=True) == "10.2.0"
     assert ParserRequirements(24).first_reading(typed=True, fp8=True) == "10.15.0"
-    script = (built / "net_trtexec.sh").read_text("utf-8")
+    script = (narrow / "net_trtexec.sh").read_text("utf-8")
     assert "with TensorRT 10 from 10.2 on" in script and "cache)" not in script
 
 
@@ -658,19 +653,19 @@ def test_a_float_rest_has_one_file_and_inspect_tells_what_would_be_in_fp8(
 
 
 def test_a_cache_gives_the_same_model_and_there_is_no_way_back(
-    run, built, wide_net, tmp_path, refusal
+    run, narrow, wide_net, tmp_path, refusal
 ):
     made = tmp_path / "made.onnx"
-    words = ("cache", "to-qdq", wide_net, built / "net.cache", "-o", made, "--precision", "fp8")
+    words = ("cache", "to-qdq", wide_net, narrow / "net.cache", "-o", made, "--precision", "fp8")
     assert run(*words)[0] == 0
-    assert made.read_bytes() == (built / "net.tensorrt.qdq.onnx").read_bytes()
+    assert made.read_bytes() == (narrow / "net.tensorrt.qdq.onnx").read_bytes()
     assert run(*words, "--rest", "fp16")[0] == 0
     held = initializers(made)
     assert held["w2/quantized"].data_type == FLOAT8 and "r1/scale/fp16" in held
     files = (tmp_path / "plain.onnx", tmp_path / "plain.cache")
-    err = refusal("cache", "from-qdq", built / "net.tensorrt.qdq.onnx", "-o", *files)
+    err = refusal("cache", "from-qdq", narrow / "net.tensorrt.qdq.onnx", "-o", *files)
     assert "a cache is for" in err and "float8" in err
-    model = onnx.load(built / "net.tensorrt.qdq.onnx")
+    model = onnx.load(narrow / "net.tensorrt.qdq.onnx")
     with pytest.raises(ExportError, match="no cache of an fp8 model"):
         from_qdq(model)
 
@@ -706,24 +701,22 @@ def test_weights_rounded_by_output_are_never_worse_than_the_nearest(seed):
     products = gram(rng.normal(size=(2, 12, 40)).astype(np.float32) + 0.5)
     fixed = np.zeros(steps.shape, bool)
     made = round_by_output(steps, products, fixed=fixed, grid=FP8)
-    near, ends = (
-        round_to_grid(steps, FP8),
-        [round_to_grid(steps, FP8, to) for to in (np.floor, np.ceil)],
-    )
+    near = round_to_grid(steps, FP8)
+    ends = [round_to_grid(steps, FP8, to) for to in (np.floor, np.ceil)]
     assert ((made == ends[0]) | (made == ends[1])).all() and (made != near).any()
     after, before = (((one - steps) @ products * (one - steps)).sum() for one in (made, near))
     assert after < before
 
 
-def test_repairs_see_the_grid_and_each_can_be_tried(run, wide_net, images, tmp_path, built):
-    model = onnx.load(built / "net.tensorrt.qdq.onnx")
+def test_repairs_see_the_grid_and_each_can_be_tried(run, wide_net, images, tmp_path, narrow):
+    model = onnx.load(narrow / "net.tensorrt.qdq.onnx")
     layers = find_weighted_layers(load(wide_net).model)
     found = read_all_quantizations(model, layers)
     assert set(found) == {"/c2", "/c3", "/c4", "/y"}
     for layer, how in found.values():
         assert how.grid == FP8 and (how.low, how.high) == (-448, 448)
         stored = Graph(model).producer[Graph(model).producer[layer.output].input[1]].input
-        held = initializers(built / "net.tensorrt.qdq.onnx")
+        held = initializers(narrow / "net.tensorrt.qdq.onnx")
         assert np.array_equal(
             how.weights(layer).astype(np.float32),
             (array(held[stored[0]]).astype(np.float32) * how.weight).astype(np.float32),
@@ -739,19 +732,21 @@ def test_repairs_see_the_grid_and_each_can_be_tried(run, wide_net, images, tmp_p
 # -- refusals --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["entropy", "entropy-tensorrt", "legacy"])
-def test_tensorrts_own_searches_are_for_int8(refusal, wide_net, images, tmp_path, method):
-    err = refusal(*command(wide_net, images, tmp_path / "out", "--method", method))
-    assert f"got {method}, which is TensorRT's for int8" in err
-    assert not (tmp_path / "out").exists()
+SEARCHES = ["entropy", "entropy-tensorrt", "legacy"]
 
 
 @pytest.mark.parametrize(
-    "words", [("--engine-from", "cache"), ("--calibrator", "entropy2")], ids=lambda w: w[0]
+    ("words", "told"),
+    [
+        *((("--method", name), f"got {name}, which is TensorRT's for int8") for name in SEARCHES),
+        (("--engine-from", "cache"), "are for int8, got --engine-from"),
+        (("--calibrator", "entropy2"), "are for int8, got --calibrator"),
+    ],
+    ids=lambda words: words[1] if isinstance(words, tuple) else "",
 )
-def test_a_calibrator_or_a_cache_beside_fp8_is_refused(refusal, wide_net, images, tmp_path, words):
-    err = refusal(*command(wide_net, images, tmp_path / "out", *words))
-    assert f"are for int8, got {words[0]}" in err
+def test_what_is_for_int8_is_refused_beside_fp8(refusal, wide_net, images, tmp_path, words, told):
+    assert told in refusal(*command(wide_net, images, tmp_path / "out", *words))
+    assert not (tmp_path / "out").exists()
 
 
 def test_plans_of_int8_and_models_of_old_opsets_are_refused(wide_net, images, tmp_path):
@@ -759,10 +754,7 @@ def test_plans_of_int8_and_models_of_old_opsets_are_refused(wide_net, images, tm
         'schema = "calib8-plan/1"\n[tensorrt]\n[tensorrt.methods]\nr1 = "entropy"\n', "utf-8"
     )
     with pytest.raises(ConfigError, match="got entropy, which is TensorRT's for int8"):
-        build(
-            wide_net, images, out=tmp_path / "out", targets=[TensorRT(precision="fp8")],
-            duration_s=0, tuning=Tuning(plan=tmp_path / "p.toml"),
-        )  # fmt: skip
+        built(wide_net, images, tmp_path / "out", precision="fp8", plan=tmp_path / "p.toml")
     model = wide(own=True)
     model.graph.node.append(helper.make_node("Own", ["y"], ["z"], "/own", domain="own"))
     from deploy.targets.tensorrt.float_types import at_opset
@@ -789,11 +781,7 @@ def on(tensorrt, monkeypatch, version):
 
 
 def notes_of(net, images, out, **options):
-    report = build(
-        net, images, out=out, targets=[TensorRT(precision="fp8", **options)], duration_s=0,
-        method="minmax", tuning=Tuning(effort=0),
-    )  # fmt: skip
-    return " / ".join(report.targets[0].notes)
+    return " / ".join(built(net, images, out, precision="fp8", **options).targets[0].notes)
 
 
 @pytest.mark.parametrize(
