@@ -9,14 +9,14 @@ from shutil import which
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
 
 from deploy.calibration.store import read_cache_text
 from deploy.calibration.trt_cache import parse
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt import sdk
 from deploy.targets.tensorrt.sdk import cache_reader
-from tests.vendor_models import build_net, save_net
+from tests.vendor_models import build_net, parse_nodes, save_net, values
 
 EIGHT, TEN, ELEVEN = "8.5.3.1", "10.13.0.35", "11.1.0"
 
@@ -29,9 +29,8 @@ QUICK = ["--effort", 0, "--duration", 0, "--limit", 4, "--max-batch", 2]
 def words(small_cnn, pictures, tmp_path):
     """(folder, options) -> the words of a quick build for TensorRT."""
     given = ("build", small_cnn, "--images", pictures, "--preprocess", "unit", *QUICK)
-    return lambda out, *options: (
-        *given, "--target", "tensorrt", "--out", tmp_path / out, *options,
-    )  # fmt: skip
+    given = (*given, "--target", "tensorrt", "--out")
+    return lambda out, *options: (*given, tmp_path / out, *options)
 
 
 @pytest.fixture
@@ -235,9 +234,8 @@ def test_what_has_no_scale_and_where_a_calibration_stopped_is_told(tensorrt, bui
     assert [note for note in said if "no scale for r1: an int8 layer reads it" in note]
     assert [note for note in said if "1 more tensors without a scale" in note]
     trt.STORY.halfway.append("out of memory")
-    assert "out of memory; TensorRT must see every batch, got 1 of 2" in failing(
-        "--calibrator", "minmax"
-    )
+    err = failing("--calibrator", "minmax")
+    assert "out of memory; TensorRT must see every batch, got 1 of 2" in err
 
 
 def test_batches_are_those_of_the_profile_and_one_logger_is_everywhere(
@@ -313,38 +311,20 @@ def test_an_engine_takes_every_length_that_samples_had(tensorrt, fed, tmp_path):
     assert "--minShapes=ids:1x3 --optShapes=ids:1x4 --maxShapes=ids:1x11 " in lines
 
 
-F32 = TensorProto.FLOAT
-
-
-def node(op, reads, made, **given):
-    return helper.make_node(op, reads.split(","), made.split(), name=f"/{op}_{made[0]}", **given)
-
-
 def newest(*, smooth=False):
     """Convs with what came with opset 17 to 20 between them; `smooth`: what only 18 has, too."""
     rng = np.random.default_rng(2)
-    held = {
-        "w1": rng.normal(scale=0.3, size=(8, 3, 3, 3)).astype(np.float32),
-        "w2": rng.normal(scale=0.3, size=(4, 4, 3, 3)).astype(np.float32),
-        "s": np.linspace(0.5, 1.5, 16, dtype=np.float32),
-        "b": np.linspace(-1, 1, 16, dtype=np.float32),
-        "axes": np.array([2, 3], np.int64),
-        "scales": np.array([1, 1, 0.5, 0.5], np.float32),
-        "fc": rng.normal(size=(4, 5)).astype(np.float32),
-    }
-    nodes = [
-        node("Conv", "x,w1", "c", pads=[1, 1, 1, 1]),
-        node("Gelu", "c", "g"),
-        node("Split", "g", "h i", axis=1, num_outputs=2),
-        node("Add", "h,i", "a"),
-        node("LayerNormalization", "a,s,b", "n"),
-        node("Conv", "n,w2", "d", pads=[1, 1, 1, 1]),
-        node("Resize", "d,,scales", "r", mode="linear", antialias=1)
-        if smooth
-        else node("HardSwish", "d", "r"),
-        node("ReduceMean", "r,axes", "m", keepdims=0),
-        node("MatMul", "m,fc", "y"),
-    ]
+    held = {"s": np.linspace(0.5, 1.5, 16), "b": np.linspace(-1, 1, 16), "axes": np.array([2, 3])}
+    held |= {"w1": rng.normal(scale=0.3, size=(8, 3, 3, 3)), "fc": rng.normal(size=(4, 5))}
+    held |= {"w2": rng.normal(scale=0.3, size=(4, 4, 3, 3)), "scales": np.array([1, 1, 0.5, 0.5])}
+    nodes = parse_nodes(
+        "Conv x w1 -> c | Gelu c -> g | Split g -> h i | Add h i -> a",
+        "LayerNormalization a s b -> n | Conv n w2 -> d",
+        "Resize d _ scales -> r" if smooth else "HardSwish d -> r",
+        "ReduceMean r axes -> m | MatMul m fc -> y",
+        **{"Conv": {"pads": [1, 1, 1, 1]}, "Split": {"axis": 1, "num_outputs": 2}},
+        **{"Resize": {"mode": "linear", "antialias": 1}, "ReduceMean": {"keepdims": 0}},
+    )
     return build_net(nodes, {"x": ["n", 3, 16, 16]}, {"y": ["n", 5]}, held, opset=20, ir=10)
 
 
@@ -355,10 +335,9 @@ def build_newest(command, pictures, tmp_path, monkeypatch):
 
     def call(model, *words, out="out"):
         onnx.save(model, tmp_path / "net.onnx")
-        command(
-            "build", tmp_path / "net.onnx", "--images", pictures, "--size", "16x16", "--target",
-            "tensorrt", "--effort", 0, "--duration", 0, "--out", tmp_path / out, *words,
-        )  # fmt: skip
+        given = ("--images", pictures, "--size", "16x16", "--target", "tensorrt")
+        quick = ("--effort", 0, "--duration", 0, "--out", tmp_path / out)
+        command("build", tmp_path / "net.onnx", *given, *quick, *words)
         (told,) = json.loads((tmp_path / out / "report.json").read_text())["targets"]
         return tmp_path / out, " / ".join(told["notes"])
 
@@ -383,9 +362,8 @@ def test_models_are_written_as_the_asked_version_reads_them(build_newest):
         assert all(len(n.input) == 1 for n in reduced)
         got = OrtSession.open(model).run(x)["y"]
         assert np.abs(got - want).max() <= most * np.abs(want).max()
-    assert (
-        "for TensorRT 8.5.3 the model is written in opset 17, got 20: 1 Gelu, 1 LayerNorm" in notes
-    )
+    written = "for TensorRT 8.5.3 the model is written in opset 17, got 20: 1 Gelu, 1 LayerNorm"
+    assert written in notes
     assert "with TensorRT 8.5.3: trtexec --onnx=net.tensorrt.onnx" in notes
     assert "with any TensorRT from 8.5 to 10: trtexec --onnx=net.tensorrt.qdq.onnx" in notes
     assert opset(out / "net.tensorrt.typed.onnx") == 20  # the first with typed networks reads it
@@ -407,13 +385,10 @@ def test_the_cache_names_tensors_of_the_model_that_is_read(build_newest):
 
 def test_a_version_is_not_told_to_read_what_it_cannot(build_newest):
     out, notes = build_newest(newest(smooth=True), "--trt-version", "8.5.3")
-    assert "Resize '/Resize_r', which has none here: it has the attribute antialias" in notes
-    assert (
-        "TensorRT 8.5.3 cannot read net.tensorrt.onnx: it reads opset 17 at most, got 20" in notes
-    )
-    assert (
-        "with TensorRT 10: trtexec --onnx=net.tensorrt.qdq.onnx" in notes and "calib=" not in notes
-    )
+    assert "Resize 'r', which has none here: it has the attribute antialias" in notes
+    cannot = "TensorRT 8.5.3 cannot read net.tensorrt.onnx: it reads opset 17 at most, got 20"
+    assert cannot in notes and "calib=" not in notes
+    assert "with TensorRT 10: trtexec --onnx=net.tensorrt.qdq.onnx" in notes
     assert "cache)" not in (out / "net_trtexec.sh").read_text()
     assert opset(out / "net.tensorrt.onnx") == 20
 
@@ -422,8 +397,8 @@ def test_files_are_for_the_older_tensorrt_and_operators_it_lacks_are_told(
     build_newest, monkeypatch
 ):
     model = newest()
-    model.graph.node.append(node("Unique", "m", "u"))
-    model.graph.output.append(helper.make_tensor_value_info("u", F32, ["k"]))
+    model.graph.node.extend(parse_nodes("Unique m -> u"))
+    model.graph.output.extend(values({"u": ["k"]}))
     _, notes = build_newest(model, "--trt-version", "10.3.0")
     assert "TensorRT 10.3.0 cannot read net.tensorrt.onnx: it does not read Unique" in notes
     assert "with TensorRT 10 from 10.15 on: trtexec --onnx=net.tensorrt.qdq.onnx" in notes
@@ -440,9 +415,8 @@ def test_the_header_follows_the_installed_tensorrt_on_reuse_too(build_newest, mo
         return {parse((out / n).read_bytes(), origin=n).header.version for n in names}
 
     assert headers() == {"10.3.0"}
-    monkeypatch.setattr(
-        "deploy.pipeline.calibration_run.observe", None
-    )  # nothing is calibrated again
+    observe = "deploy.pipeline.calibration_run.observe"
+    monkeypatch.setattr(observe, None)  # nothing is calibrated again
     monkeypatch.setattr(sdk, "cache_reader", lambda: "8.6.1")
     assert headers() == {"8.6.1"}
     assert headers("--trt-version", "9.2.0") == {"9.2.0"}

@@ -19,7 +19,6 @@ from calibrators.grids import FP8, fake_quantize, fp8_codes, round_to_grid, symm
 from calibrators.histogram import Histogram
 from calibrators.mse import range_errors
 from calibrators.rounding import gram, round_by_output
-from deploy.cli import main
 from deploy.errors import ConfigError, ExportError
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends import load
@@ -32,7 +31,7 @@ from deploy.runtimes.ort import OrtSession
 from deploy.targets import TensorRT
 from deploy.targets.tensorrt import builder
 from deploy.targets.tensorrt.cache_qdq import from_qdq
-from deploy.targets.tensorrt.float_types import OPSETS, narrow_float_part, round_scales
+from deploy.targets.tensorrt.float_types import OPSETS, at_opset, narrow_float_part, round_scales
 from deploy.targets.tensorrt.trtexec import (
     FEATURES,
     ParserRequirements,
@@ -41,7 +40,7 @@ from deploy.targets.tensorrt.trtexec import (
 )
 from deploy.tuning.repairs.repair_layers import find_weighted_layers, read_all_quantizations
 from deploy.tuning.search_options import Tuning
-from tests.vendor_models import build_net
+from tests.vendor_models import build_net, parse_nodes
 
 HALF, FLOAT = TensorProto.FLOAT16, TensorProto.FLOAT
 
@@ -130,22 +129,17 @@ def array(tensor):
     return numpy_helper.to_array(tensor)
 
 
-def net(nodes, weights, outputs, opset=13):
+def net(text, weights, outputs="y", **attributes):
+    """The model of these nodes, which are named after their operators."""
+    nodes = parse_nodes(text, name="{op}", **attributes)
     ends = {name: ["n", 4] for name in outputs}
-    return build_net(nodes, {"x": [2, 4]}, ends, weights, opset=opset)
-
-
-def node(op, inputs, output, **attributes):
-    return helper.make_node(op, inputs.split(), [output], name=op.lower(), **attributes)
+    return build_net(nodes, {"x": [2, 4]}, ends, weights)
 
 
 @pytest.mark.parametrize("rest", ["fp16", "bf16"])
 def test_what_needs_float32_keeps_it_and_is_cast_once(rest):
-    nodes = [
-        node("MatMul", "x w", "a"), node("Softmax", "a", "s"), node("Exp", "a", "e"),
-        node("Mul", "s e", "m"), node("Relu", "m", "y"),
-    ]  # fmt: skip
-    model = net(nodes, {"w": np.eye(4)}, ["y"])
+    text = "MatMul x w -> a | Softmax a -> s | Exp a -> e | Mul s e -> m | Relu m -> y"
+    model = net(text, {"w": np.eye(4)})
     made, kept = narrow_float_part(model, rest, {})
     narrow = kinds(made)
     assert not kept and narrow["softmax"] == narrow["exp"] == FLOAT
@@ -158,18 +152,17 @@ def test_what_needs_float32_keeps_it_and_is_cast_once(rest):
 
 
 def test_what_float16_does_not_hold_stays_in_float32():
-    nodes = [node("MatMul", "x w", "a"), node("Add", "a mask", "b"), node("Relu", "b", "y")]
-    model = net(nodes, {"w": np.eye(4), "mask": [-1e9] * 4}, ["y"])
+    text = "MatMul x w -> a | Add a mask -> b | Relu b -> y"
+    model = net(text, {"w": np.eye(4), "mask": [-1e9] * 4})
     made, kept = narrow_float_part(model, "fp16", {"x": 20000.0, "b": 1.0})
     assert list(kept) == ["matmul", "add"] and kinds(made)["matmul"] == FLOAT
     assert "|x| reaches 2e+04" in kept["matmul"] and "|mask| reaches 1e+09" in kept["add"]
     assert kinds(made)["relu"] == FLOAT or "y" in {o.name for o in made.graph.output}
     _, kept = narrow_float_part(model, "bf16", {"x": 20000.0})
     assert not kept  # bfloat16 holds all that float32 holds
-    nodes = [node("MatMul", "x w", "a"), node("Clip", "a least", "g")]
-    nodes += [node("Expand", "g shape", "e"), node("Div", "x e", "y")]
     held = {"w": np.zeros((4, 4)), "least": 1e-12, "shape": np.array([2, 4])}
-    model = net(nodes, held, ["y"])
+    text = "MatMul x w -> a | Clip a least -> g | Expand g shape -> e | Div x e -> y"
+    model = net(text, held)
     made, kept = narrow_float_part(model, "fp16", {})
     assert list(kept) == ["clip", "expand", "div"] and kinds(made)["matmul"] != FLOAT
     found = OrtSession.open(made).run({"x": np.zeros((2, 4), np.float32)})
@@ -178,11 +171,8 @@ def test_what_float16_does_not_hold_stays_in_float32():
 
 @pytest.mark.parametrize(("least", "expected"), [(1e-9, ["max", "div"]), (1e-3, [])])
 def test_what_float16_would_round_to_0_keeps_a_logarithm_finite(least, expected):
-    nodes = [
-        node("MatMul", "x w", "a"), node("Relu", "a", "r"), node("Max", "r least", "g"),
-        node("Log", "g", "l"), node("Div", "x g", "d"), node("Mul", "l d", "y"),
-    ]  # fmt: skip
-    model = net(nodes, {"w": np.eye(4), "least": least}, ["y"])
+    text = "MatMul x w -> a | Relu a -> r | Max r least -> g | Log g -> l"
+    model = net(f"{text} | Div x g -> d | Mul l d -> y", {"w": np.eye(4), "least": least})
     made, kept = narrow_float_part(model, "fp16", {})
     assert list(kept) == expected and kinds(made)["relu"] != FLOAT
     lost = "least, 1e-09, which may keep a value above 0, is 0"
@@ -196,17 +186,12 @@ def test_whole_numbers_moves_and_subgraphs_are_left_as_they_are():
     branches = {}
     for branch, out in (("then_branch", "inner"), ("else_branch", "inner2")):
         ends = [helper.make_tensor_value_info(out, FLOAT, None)]
-        branches[branch] = helper.make_graph([node("Identity", "r", out)], branch, [], ends)
-    nodes = [
-        node("Relu", "x", "r"),
-        node("Shape", "r", "shape"),
-        node("Gather", "shape zero", "size"),
-        node("ReduceSum", "r", "sum", keepdims=0),
-        node("Greater", "sum limit", "more"),
-        node("If", "more", "y", **branches),
-        node("Cast", "size", "z", to=FLOAT),
-    ]
-    model = net(nodes, {"limit": 0.0, "zero": np.array(0)}, ["y", "z"])
+        body = parse_nodes(f"Identity r -> {out}")
+        branches[branch] = helper.make_graph(body, branch, [], ends)
+    text = "Relu x -> r | Shape r -> shape | Gather shape zero -> size | ReduceSum r -> sum"
+    text += " | Greater sum limit -> more | If more -> y | Cast size -> z"
+    more = {"sum": {"keepdims": 0}, "y": branches, "z": {"to": FLOAT}}
+    model = net(text, {"limit": 0.0, "zero": np.array(0)}, "yz", **more)
     model.graph.output[1].type.tensor_type.ClearField("shape")
     model.opset_import[0].version = 19  # onnx's converter does not go into subgraphs
     made, kept = narrow_float_part(model, "fp16", {})
@@ -219,8 +204,7 @@ def test_whole_numbers_moves_and_subgraphs_are_left_as_they_are():
 def test_a_model_that_cannot_be_lifted_says_so_and_is_built_without(
     tmp_path, small_cnn, pictures, monkeypatch
 ):
-    odd = helper.make_node("Odd", ["x"], ["t"], "odd", domain="mine")
-    broken = net([odd, node("Relu", "t", "y")], {}, ["y"])
+    broken = net("Odd x -> t | Relu t -> y", {}, t={"domain": "mine"})
     with pytest.raises(ExportError, match="operators of the domain mine"):
         narrow_float_part(broken, "fp16", {})
     broken.opset_import[0].version = 19
@@ -248,37 +232,41 @@ def test_the_accuracy_told_is_that_of_the_model_the_version_runs(tmp_path, small
         assert engine.accuracy.outputs[0].sqnr_db > 20
 
 
-def lines(capsys, small_cnn, pictures, out, *words):
-    size = [] if pictures.suffix else ["--size", "16x16"]
-    main(["build", str(small_cnn), "--images", str(pictures), *size, "--duration", "0",
-          "--effort", "0", "--target", "tensorrt", "--out", str(out), *words])  # fmt: skip
-    capsys.readouterr()
-    text = (out / "report.md").read_text()
-    parts = text.split(": trtexec ")[1:]
-    return [shlex.split(part.split("\n")[0]) for part in parts], text
+@pytest.fixture
+def lines(run, small_cnn, pictures):
+    """(folder, options) -> the words of each trtexec that a build's report gives, and its text."""
+
+    def call(out, *words, model=small_cnn, images=pictures):
+        size = () if images.suffix else ("--size", "16x16")
+        quick = ("--duration", 0, "--effort", 0, "--target", "tensorrt", "--out", out)
+        run("build", model, "--images", images, *size, *quick, *words)
+        text = (out / "report.md").read_text()
+        parts = text.split(": trtexec ")[1:]
+        return [shlex.split(part.split("\n")[0]) for part in parts], text
+
+    return call
 
 
-def test_the_command_chooses_the_type(capsys, small_cnn, pictures, tmp_path):
-    found, _ = lines(capsys, small_cnn, pictures, tmp_path / "a")
+def test_the_command_chooses_the_type(lines, small_cnn, tmp_path):
+    found, _ = lines(tmp_path / "a")
     assert "--fp16" in found[0] and "--stronglyTyped" in found[2] and "--int8" not in found[3]
-    assert found[3][0] == "--onnx=small_cnn.tensorrt.typed.onnx"
-    found, _ = lines(capsys, small_cnn, pictures, tmp_path / "b", "--rest", "fp32")
-    assert not (tmp_path / "b" / "small_cnn.tensorrt.typed.onnx").exists()
-    assert {words[0] for words in found[1:]} == {"--onnx=small_cnn.tensorrt.qdq.onnx"}
+    assert found[3][0] == f"--onnx={TYPED}"
+    found, _ = lines(tmp_path / "b", "--rest", "fp32")
+    assert not (tmp_path / "b" / TYPED).exists()
+    assert {words[0] for words in found[1:]} == {f"--onnx={PAIRS}"}
     assert "--fp16" not in found[0]
-    found, text = lines(capsys, small_cnn, pictures, tmp_path / "c", "--rest", "bf16")
+    found, text = lines(tmp_path / "c", "--rest", "bf16")
     assert "--bf16" in found[0] and "TensorRT from 9.0 to 10" in text
     assert "TensorRT 10 from 10.15 on" in text  # bfloat16 is of opset 22
 
 
-def test_no_line_asks_for_int8_of_a_model_without_pairs(capsys, small_cnn, pictures, tmp_path):
+def test_no_line_asks_for_int8_of_a_model_without_pairs(lines, small_cnn, tmp_path):
     """For which trtexec would make ranges up."""
     names = [node.name for node in onnx.load(small_cnn).graph.node]
     kept = [word for name in names for word in ("--keep-float", name)]
-    found, _ = lines(capsys, small_cnn, pictures, tmp_path, *kept)
-    pairs = "small_cnn.tensorrt.qdq.onnx"
-    assert "QuantizeLinear" not in {n.op_type for n in onnx.load(tmp_path / pairs).graph.node}
-    (line,) = (words for words in found if words[0] == f"--onnx={pairs}")
+    found, _ = lines(tmp_path, *kept)
+    assert "QuantizeLinear" not in {n.op_type for n in onnx.load(tmp_path / PAIRS).graph.node}
+    (line,) = (words for words in found if words[0] == f"--onnx={PAIRS}")
     assert "--fp16" in line and "--int8" not in line
     assert all(any("--calib" in word for word in words) for words in found if "--int8" in words)
 
@@ -286,20 +274,16 @@ def test_no_line_asks_for_int8_of_a_model_without_pairs(capsys, small_cnn, pictu
 @pytest.fixture
 def growing(tmp_path):
     """A Conv, and behind it what float16 makes infinite or 0; arrays to calibrate."""
-    nodes = [
-        node("Conv", "x w", "c"), node("Relu", "c", "r"), node("Pow", "r two", "p"),
-        node("Mul", "p much", "m"), node("Sqrt", "m", "s"), node("Add", "r least", "g"),
-        node("Log", "g", "l"), node("Sub", "s l", "y"),
-    ]  # fmt: skip
+    text = "Conv x w -> c | Relu c -> r | Pow r two -> p | Mul p much -> m | Sqrt m -> s"
     held = {"w": np.ones((2, 3, 1, 1)), "two": 2.0, "much": 5000.0, "least": 1e-9}
-    model = net(nodes, held, ["y"])
+    model = net(f"{text} | Add r least -> g | Log g -> l | Sub s l -> y", held)
     for value in (*model.graph.input, *model.graph.output):
         shape = [1, 3 if value.name == "x" else 2, 4, 4]
         value.CopyFrom(helper.make_tensor_value_info(value.name, FLOAT, shape))
     onnx.save(model, tmp_path / "small_cnn.onnx")
     values = np.random.default_rng(0).normal(size=(8, 3, 4, 4))
     np.save(tmp_path / "x.npy", values.astype(np.float32))
-    return tmp_path / "small_cnn.onnx", tmp_path / "x.npy"
+    return {"model": tmp_path / "small_cnn.onnx", "images": tmp_path / "x.npy"}
 
 
 WIDE = ("mul", "sqrt", "add", "log")
@@ -309,9 +293,9 @@ KEPT = ("--keep-float", "mul", "--keep-float", "relu")
 
 @pytest.mark.parametrize(("words", "kept"), [((), {}), (KEPT, {"relu": "fp16"})])
 def test_where_tensorrt_chooses_types_what_float16_does_not_hold_is_bound_to_float32(
-    capsys, growing, tmp_path, words, kept
+    lines, growing, tmp_path, words, kept
 ):
-    found, _ = lines(capsys, *growing, tmp_path / "o", *words)
+    found, _ = lines(tmp_path / "o", *words, **growing)
     cache, pairs, *strong = found
     outputs = "--layerOutputTypes=" + ",".join(f"{name}:fp32" for name in WIDE)
     for line, types in ((cache, kept), (pairs, {})):
@@ -320,47 +304,41 @@ def test_where_tensorrt_chooses_types_what_float16_does_not_hold_is_bound_to_flo
         assert listed == {**types, **dict.fromkeys(WIDE, "fp32")}
         assert outputs in line and "--precisionConstraints=obey" in line
     assert not [word for line in strong for word in line if "layer" in word]
-    found, _ = lines(capsys, *growing, tmp_path / "wide", "--rest", "fp32")
+    found, _ = lines(tmp_path / "wide", "--rest", "fp32", **growing)
     assert not [word for line in found for word in line if "layer" in word]
 
 
-def test_the_script_runs_each_line_from_any_folder(capsys, small_cnn, pictures, tmp_path):
+def test_the_script_runs_each_line_from_any_folder(lines, small_cnn, tmp_path):
     """A stand-in program named trtexec, which finds the files where it is called."""
     tool = tmp_path / "bin" / "trtexec"
     tool.parent.mkdir()
     find = 'for a in "$@"; do case $a in --onnx=*|--calib=*) ls "${a#*=}" || exit 3;; esac; done'
     tool.write_text(f"#!/bin/sh\n{find}\n")
     tool.chmod(0o755)
-    lines(capsys, small_cnn, pictures, tmp_path / "out", "--keep-float", "Conv_c2")
+    lines(tmp_path / "out", "--keep-float", "Conv_c2")
     moved = (tmp_path / "out").rename(tmp_path / "it's $(moved)")
     environment = {**os.environ, "PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}
     for folder in (moved, Path("/")):
         path = os.path.relpath(moved / "small_cnn_trtexec.sh", folder)
-        for way, names in (
-            ("cache", ".onnx .cache"), ("qdq", ".qdq.onnx"), ("typed", ".typed.onnx"),
-            ("11", ".typed.onnx"),
-        ):  # fmt: skip
-            done = subprocess.run(
-                ["sh", path, way], cwd=folder, env=environment, capture_output=True, text=True
-            )
-            expected = [f"small_cnn.tensorrt{ending}" for ending in names.split()]
-            assert done.returncode == 0 and done.stdout.split() == expected, done.stderr
+        typed, pairs = [TYPED], [PAIRS]
+        plain = ["small_cnn.tensorrt.onnx", "small_cnn.tensorrt.cache"]
+        for way, names in (("cache", plain), ("qdq", pairs), ("typed", typed), ("11", typed)):
+            given = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+            done = subprocess.run(["sh", path, way], **given)
+            assert done.returncode == 0 and done.stdout.split() == names, done.stderr
         done = subprocess.run(["sh", path], cwd=folder, capture_output=True, text=True)
         assert done.returncode == 2 and "11: with TensorRT 11" in done.stderr
 
 
 def test_the_table_of_versions():
-    assert [ParserRequirements(opset).first_reading() for opset in (13, 17, 18, 20, 21, 25)] == [
-        "8.0.0", "8.4.0", "10.0.0", "10.0.0", "10.15.0", None,
-    ]  # fmt: skip
+    first = [ParserRequirements(opset).first_reading() for opset in (13, 17, 18, 20, 21, 25)]
+    assert first == ["8.0.0", "8.4.0", "10.0.0", "10.0.0", "10.15.0", None]
     assert ParserRequirements(13).first_reading(typed=True) == "10.0.0"
-    assert (
-        ParserRequirements(17, frozenset({"LayerNormalization", "Conv"})).first_reading() == "8.6.0"
-    )
+    norm = frozenset({"LayerNormalization", "Conv"})
+    assert ParserRequirements(17, norm).first_reading() == "8.6.0"
     assert ParserRequirements(13, frozenset({"Mish"})).unmet("9.3.0") == "it does not read Mish"
-    assert "LayerNormalization" in unsupported_operators("8.5.3") and not unsupported_operators(
-        "10.15.0"
-    )
+    assert "LayerNormalization" in unsupported_operators("8.5.3")
+    assert not unsupported_operators("10.15.0")
     assert features_of("8.6.1").opset == 17 and not features_of("11.2.0").calibrators
     assert features_of("7.2.2") is FEATURES[0]
 
@@ -465,62 +443,40 @@ def test_a_search_that_knows_no_grid_finds_the_same(name):
 # -- placement -------------------------------------------------------------------------------------
 
 
-def weight(name, *shape, spread=0.2):
-    rng = np.random.default_rng(list(name.encode()))
-    return numpy_helper.from_array(rng.normal(scale=spread, size=shape).astype(np.float32), name)
+PAD = {"pads": [1, 1, 1, 1]}
 
 
-def named(op, inputs, output, **attributes):
-    return helper.make_node(op, inputs.split(), [output], name=f"/{output}", **attributes)
-
-
-def network(nodes, weights, output, opset=13, **domains):
-    opsets = {"": opset, **dict.fromkeys(domains, 1)}
-    return build_net(nodes, {"x": ["n", 3, 8, 8]}, {output: None}, weights, opset=opsets)
+def network(text, shapes, *, own=False, **attributes):
+    """The model of these nodes x -> y, with random weights of these shapes."""
+    nodes, weights = parse_nodes(text, name="/{out}", **attributes), {}
+    for name, shape in shapes.items():
+        rng = np.random.default_rng(list(name.encode()))
+        spread = 0.06 if shape == (32, 32, 3, 3) else 0.2
+        weights[name] = rng.normal(scale=spread, size=shape)
+    opsets = {"": 13} | ({"own": 1} if own else {})
+    return build_net(nodes, {"x": ["n", 3, 8, 8]}, {"y": None}, weights, opset=opsets)
 
 
 def wide(**options):
     """A stem, two Convs of 32 channels with a residual Add between, a classifier."""
-    nodes = [
-        named("Conv", "x w1", "c1", pads=[1, 1, 1, 1]),
-        named("Relu", "c1", "r1"),
-        named("Conv", "r1 w2 b2", "c2", pads=[1, 1, 1, 1]),
-        named("Relu", "c2", "r2"),
-        named("Conv", "r2 w3", "c3"),
-        named("Add", "c3 r1", "a"),
-        named("Relu", "a", "r3"),
-        named("Conv", "r3 w4", "c4"),
-        named("GlobalAveragePool", "c4", "p"),
-        named("Flatten", "p", "f"),
-        named("Gemm", "f fc fb", "y"),
-    ]
-    weights = [
-        weight("w1", 32, 3, 3, 3), weight("w2", 32, 32, 3, 3, spread=0.06), weight("b2", 32),
-        weight("w3", 32, 32, 1, 1), weight("w4", 32, 32, 1, 1), weight("fc", 32, 16),
-        weight("fb", 16),
-    ]  # fmt: skip
-    return network(nodes, weights, "y", **options)
+    text = "Conv x w1 -> c1 | Relu c1 -> r1 | Conv r1 w2 b2 -> c2 | Relu c2 -> r2"
+    text += " | Conv r2 w3 -> c3 | Add c3 r1 -> a | Relu a -> r3 | Conv r3 w4 -> c4"
+    text += " | GlobalAveragePool c4 -> p | Flatten p -> f | Gemm f fc fb -> y"
+    shapes = {"w1": (32, 3, 3, 3), "w2": (32, 32, 3, 3), "b2": (32,), "w3": (32, 32, 1, 1)}
+    shapes |= {"w4": (32, 32, 1, 1), "fc": (32, 16), "fb": (16,)}
+    return network(text, shapes, c1=PAD, c2=PAD, **options)
 
 
 def test_what_has_no_fast_kernel_in_fp8_stays_float_and_says_why():
-    nodes = [
-        named("Conv", "x w1", "stem", pads=[1, 1, 1, 1]),
-        named("Conv", "stem w2", "groups", group=2),
-        named("Conv", "groups w3", "window", pads=[3, 3, 3, 3]),
-        named("Conv", "window w4", "narrow"),
-        named("ConvTranspose", "narrow w5", "up"),
-        named("Conv", "up w6", "good", pads=[1, 1, 1, 1]),
-        named("MaxPool", "good", "pool", kernel_shape=[2, 2]),
-        named("GlobalAveragePool", "pool", "p"),
-        named("Flatten", "p", "f"),
-        named("Gemm", "f w7", "y"),
-    ]
-    weights = [
-        weight("w1", 32, 3, 3, 3), weight("w2", 64, 16, 1, 1), weight("w3", 32, 64, 7, 7),
-        weight("w4", 16, 32, 1, 1), weight("w5", 16, 32, 2, 2), weight("w6", 64, 32, 3, 3),
-        weight("w7", 64, 10),
-    ]  # fmt: skip
-    plan = analyse(load(network(nodes, weights, "y")).model, TENSORRT_FP8)
+    text = "Conv x w1 -> stem | Conv stem w2 -> groups | Conv groups w3 -> window"
+    text += " | Conv window w4 -> narrow | ConvTranspose narrow w5 -> up | Conv up w6 -> good"
+    text += " | MaxPool good -> pool | GlobalAveragePool pool -> p | Flatten p -> f"
+    shapes = {"w1": (32, 3, 3, 3), "w2": (64, 16, 1, 1), "w3": (32, 64, 7, 7)}
+    shapes |= {"w4": (16, 32, 1, 1), "w5": (16, 32, 2, 2), "w6": (64, 32, 3, 3), "w7": (64, 10)}
+    more = {"window": {"pads": [3, 3, 3, 3]}, "pool": {"kernel_shape": [2, 2]}}
+    more |= {"stem": PAD, "groups": {"group": 2}, "good": PAD}
+    model = network(f"{text} | Gemm f w7 -> y", shapes, **more)
+    plan = analyse(load(model).model, TENSORRT_FP8)
     said = {d.node: d.reason for d in plan.decisions}
     assert plan.int8_nodes == ("/good",) and {d.precision for d in plan.decisions} > {"fp8"}
     assert said["/stem"] == "too few channels (3) to be faster in fp8 than in float"
@@ -757,8 +713,6 @@ def test_plans_of_int8_and_models_of_old_opsets_are_refused(wide_net, images, tm
         built(wide_net, images, tmp_path / "out", precision="fp8", plan=tmp_path / "p.toml")
     model = wide(own=True)
     model.graph.node.append(helper.make_node("Own", ["y"], ["z"], "/own", domain="own"))
-    from deploy.targets.tensorrt.float_types import at_opset
-
     with pytest.raises(ExportError, match=r"opset 19 .* got opset 13 .* domain own"):
         at_opset(model, 19)
 

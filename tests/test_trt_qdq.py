@@ -1,6 +1,7 @@
 """Q/DQ models for TensorRT: where pairs stand, from a cache and back, scales for DLA."""
 
 import random
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,63 +22,49 @@ from deploy.runtimes.ort import OrtSession
 from deploy.targets import TensorRT
 from deploy.targets.tensorrt.cache_contents import trt_tensors
 from deploy.targets.tensorrt.cache_match import match_cache
-from deploy.targets.tensorrt.cache_qdq import from_qdq
+from deploy.targets.tensorrt.cache_qdq import concat_scales, from_qdq
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq, qdq_to_cache
 from deploy.targets.tensorrt.infer_scales import infer_missing_scales
 from deploy.tuning.search_options import Tuning
-from tests.vendor_models import build_net, save_net, scale_nodes
+from tests.vendor_models import build_net, parse_nodes, save_net, scale_nodes, tensors
 
+PAD = {"pads": [1, 1, 1, 1]}
 FEED = {"x": np.random.default_rng(11).standard_normal((2, 3, 8, 8)).astype(np.float32)}
 
 
 def residual(*, batchnorm=False):
     """stem -> (a -> b) + skip -> concat with a branch -> pool -> Gemm."""
-    rng = np.random.default_rng(12)
-    weights = {}
-    nodes = []
+    rng, weights = np.random.default_rng(12), {}
+    for name, channels in {"stem": 3, "a": 4, "b": 4, "side": 4, "last": 8}.items():
+        weights[f"{name}.w"] = rng.standard_normal((4, channels, 3, 3))
+        weights[f"{name}.b"] = rng.standard_normal(4)
+        if batchnorm:
+            weights |= {f"{name}.n{key}": rng.random(4) + 0.5 for key in "sbmv"}
+    weights |= {"fc.w": rng.standard_normal((5, 4)), "fc.b": rng.standard_normal(5)}
+    end = "bn" if batchnorm else "out"
 
-    def conv(name, source, shape):
-        weights[f"{name}.w"] = rng.standard_normal(shape).astype(np.float32)
-        weights[f"{name}.b"] = rng.standard_normal(shape[0]).astype(np.float32)
-        inputs = [source, f"{name}.w", f"{name}.b"]
-        out = f"{name}_out"
-        nodes.append(helper.make_node("Conv", inputs, [out], f"/{name}", pads=[1, 1, 1, 1]))
-        if not batchnorm:
-            return out
-        for key in "sbmv":
-            weights[f"{name}.n{key}"] = rng.random(shape[0]).astype(np.float32) + 0.5
-        norm = [out, *(f"{name}.n{key}" for key in "sbmv")]
-        nodes.append(helper.make_node("BatchNormalization", norm, [f"{name}_bn"], f"/{name}/bn"))
-        return f"{name}_bn"
+    def conv(source, name):
+        text = f"Conv {source} {name}.w {name}.b -> {name}_out"
+        norm = f"BatchNormalization {name}_out {name}.ns {name}.nb {name}.nm {name}.nv -> {name}_bn"
+        return f"{text} | {norm}" if batchnorm else text
 
-    def then(op, sources, out, **attributes):
-        nodes.append(helper.make_node(op, sources, [out], f"/{out}", **attributes))
-        return out
-
-    stem = then("Relu", [conv("stem", "x", (4, 3, 3, 3))], "stem_relu")
-    a = then("Relu", [conv("a", stem, (4, 4, 3, 3))], "a_relu")
-    added = then("Add", [conv("b", a, (4, 4, 3, 3)), stem], "added")
-    body = then("Relu", [added], "body")
-    side = then("Relu", [conv("side", body, (4, 4, 3, 3))], "side_relu")
-    both = then("Concat", [body, side], "both", axis=1)
-    last = then("Relu", [conv("last", both, (4, 8, 3, 3))], "last_relu")
-    then("Flatten", [then("GlobalAveragePool", [last], "pooled")], "flat")
-    weights["fc.w"] = rng.standard_normal((5, 4)).astype(np.float32)
-    weights["fc.b"] = rng.standard_normal(5).astype(np.float32)
-    nodes.append(helper.make_node("Gemm", ["flat", "fc.w", "fc.b"], ["y"], "/fc", transB=1))
+    nodes = parse_nodes(
+        f"{conv('x', 'stem')} | Relu stem_{end} -> stem_relu",
+        f"{conv('stem_relu', 'a')} | Relu a_{end} -> a_relu",
+        f"{conv('a_relu', 'b')} | Add b_{end} stem_relu -> added | Relu added -> body",
+        f"{conv('body', 'side')} | Relu side_{end} -> side_relu | Concat body side_relu -> both",
+        f"{conv('both', 'last')} | Relu last_{end} -> last_relu",
+        "GlobalAveragePool last_relu -> pooled | Flatten pooled -> flat | Gemm flat fc.w fc.b -> y",
+        **{"name": "/{out}", "Conv": PAD, "Concat": {"axis": 1}, "Gemm": {"transB": 1}},
+    )
     return build_net(nodes, {"x": ["n", 3, 8, 8]}, {"y": ["n", 5]}, weights, producer_name="test")
 
 
 def cache_of(model, version="8.5.3"):
     with TemporaryDirectory() as folder:
         path = Path(folder) / "m.cache"
-        calibrate(
-            model,
-            [FEED],
-            targets=["tensorrt"],
-            method="entropy-tensorrt",
-            cache=CachePolicy(path=path, trt_version=version),
-        )
+        own = {"method": "entropy-tensorrt", "cache": CachePolicy(path=path, trt_version=version)}
+        calibrate(model, [FEED], targets=["tensorrt"], **own)
         return parse(path.read_bytes(), origin="m.cache")
 
 
@@ -117,14 +104,9 @@ def test_scales_are_the_caches_and_tensors_of_a_concat_share_one():
     shared, _ = cache_to_qdq(model, cache)
     for name, scale in scale_nodes(shared):
         assert scale == scales[name] or name in ("both", "body")
-    from deploy.targets.tensorrt.cache_qdq import concat_scales
-
-    nodes = [
-        ("Relu", "x", "a", "/a"), ("Relu", "x", "b", "/b"),
-        ("Concat", "a b", "c", "/c", {"axis": 1}), ("Conv", "c w", "d", "/d"),
-        ("Conv", "a w2", "e", "/e"), ("Add", "d e", "y", "/y"),
-    ]  # fmt: skip
-    weights = {"w": np.ones((2, 4, 1, 1), np.float32), "w2": np.ones((2, 2, 1, 1), np.float32)}
+    text = "Relu x -> a | Relu x -> b | Concat a b -> c | Conv c w -> d | Conv a w2 -> e"
+    nodes = parse_nodes(f"{text} | Add d e -> y", c={"axis": 1})
+    weights = {"w": np.ones((2, 4, 1, 1)), "w2": np.ones((2, 2, 1, 1))}
     model = build_net(nodes, {"x": [1, 2, 4, 4]}, {"y": [1, 2, 4, 4]}, weights)
     loaded = load(model).model
     given = {name: np.float32(s) for s, name in enumerate(trt_tensors(loaded), start=1)}
@@ -211,11 +193,7 @@ def qdq_model(scale=0.1, zero=ZERO, second=None):
     """x -> Q -> DQ -> Relu, as small as it gets."""
     constants = {"s": np.asarray(scale, np.float32), "z": np.asarray(zero)}
     constants["s2"] = np.asarray(scale if second is None else second, np.float32)
-    nodes = [
-        ("QuantizeLinear", "x s z", "q", "q"),
-        ("DequantizeLinear", "q s2 z", "d", "d"),
-        ("Relu", "d", "y", "r"),
-    ]
+    nodes = parse_nodes("QuantizeLinear x s z -> q | DequantizeLinear q s2 z -> d | Relu d -> y")
     return build_net(nodes, {"x": [1, 3]}, {"y": [1, 3]}, constants)
 
 
@@ -226,8 +204,7 @@ def test_a_smallest_qdq_model_and_what_is_refused_beside_it():
     assert list(plain.model.graph.node[0].input) == ["x"]
     model = qdq_model()
     model.graph.initializer.append(numpy_helper.from_array(np.ones((3, 3), np.int8), "w"))
-    inputs = ["q", "s", "z", "w", "s", "z", "s", "z"]
-    model.graph.node.insert(1, helper.make_node("QLinearMatMul", inputs, ["q2"], "mm"))
+    model.graph.node.insert(1, *parse_nodes("QLinearMatMul q s z w s z s z -> q2"))
     model.graph.node[2].input[0] = "q2"
     with pytest.raises(ExportError, match="integer operator QLinearMatMul"):
         from_qdq(model)
@@ -239,16 +216,10 @@ def test_a_smallest_qdq_model_and_what_is_refused_beside_it():
     with pytest.raises(ExportError, match="follows its QuantizeLinear"):
         from_qdq(lone)
     model = qdq_model()
-    weight = np.ones((2, 3), np.int8)
-    model.graph.initializer.extend(
-        [
-            numpy_helper.from_array(weight, "w"),
-            numpy_helper.from_array(np.ones(5, np.float32), "ws"),
-            numpy_helper.from_array(np.zeros(5, np.int8), "wz"),
-        ]
-    )
-    inputs = ["w", "ws", "wz"]
-    model.graph.node.insert(2, helper.make_node("DequantizeLinear", inputs, ["wd"], "wd", axis=0))
+    held = {"w": np.ones((2, 3), np.int8), "ws": np.ones(5), "wz": np.zeros(5, np.int8)}
+    model.graph.initializer.extend(tensors(held))
+    (weight,) = parse_nodes("DequantizeLinear w ws wz -> wd", wd={"axis": 0})
+    model.graph.node.insert(2, weight)
     model.graph.node[3].op_type = "Gemm"
     model.graph.node[3].input.append("wd")
     with pytest.raises(ExportError, match="5 on axis 0"):
@@ -280,35 +251,18 @@ def test_models_of_onnxruntimes_own_quantizer_come_back(tmp_path):
     from onnxruntime import quantization as ortq
 
     class Reader(ortq.CalibrationDataReader):
-        def __init__(self):
-            self.feed = iter([FEED])
-
-        def get_next(self):  # type: ignore[override]
-            return next(self.feed, None)
+        get_next = partial(next, iter([FEED]), None)  # type: ignore[assignment]
 
     source, target = tmp_path / "m.onnx", tmp_path / "q.onnx"
     onnx.save(residual(), source)
-    ortq.quantize_static(
-        source,
-        target,
-        Reader(),
-        quant_format=ortq.QuantFormat.QDQ,
-        activation_type=ortq.QuantType.QInt8,
-        weight_type=ortq.QuantType.QInt8,
-        per_channel=True,
-        extra_options={"ActivationSymmetric": True, "WeightSymmetric": True},
-    )
+    int8, plain = ortq.QuantType.QInt8, {"ActivationSymmetric": True, "WeightSymmetric": True}
+    how = {"quant_format": ortq.QuantFormat.QDQ, "per_channel": True, "extra_options": plain}
+    ortq.quantize_static(source, target, Reader(), activation_type=int8, weight_type=int8, **how)
     plain, cache = qdq_to_cache(target, version="8.5.3")
     onnx.checker.check_model(plain.model)
-    assert plain.weights
+    assert plain.weights and not [n for n in plain.model.graph.node if "Quantize" in n.op_type]
     assert {"x", "stem_relu", "y"} <= set(cache.scales())
-    close = np.abs(outputs(plain.model) - outputs(residual_like(plain.model))).max()
-    assert close == 0
-
-
-def residual_like(model):
-    assert not [n for n in model.graph.node if "Quantize" in n.op_type]
-    return model
+    assert np.isfinite(outputs(plain.model)).all()
 
 
 def test_damaged_models_end_in_one_sentence(tmp_path):
@@ -336,33 +290,22 @@ def node(op, inputs, output, **attributes):
 
 
 def silu(tensor, out):
-    return [node("Sigmoid", tensor, f"{out}_s"), node("Mul", f"{tensor} {out}_s", out)]
+    return f"Sigmoid {tensor} -> {out}_s | Mul {tensor} {out}_s -> {out}"
 
 
-def conv(tensor, out, weight="w"):
-    return node("Conv", f"{tensor} {weight}", out, pads=[1, 1, 1, 1])
+OF_OPERATORS = {"Conv": PAD, "Gemm": {"transB": 1}, "Concat": {"axis": 1}}
+OF_OPERATORS |= {"MaxPool": {"kernel_shape": [2, 2]}, "ConvTranspose": {"strides": [2, 2]}}
 
 
-def net(nodes, tmp_path):
-    rng = np.random.default_rng(1)
-    weights = {"w": rng.normal(size=(4, 4, 3, 3)), "w2": rng.normal(size=(4, 8, 3, 3)),
-               "g": rng.normal(size=(5, 4)), "t": rng.normal(size=(4, 4, 2, 2)),
-               "m": rng.normal(size=(8, 8)), "bias": rng.normal(size=8),
-               "shape": np.array([4, 8, 8])}  # fmt: skip
-    used = {name for n in nodes for name in n.input}
+def net(text, tmp_path, **attributes):
+    rng, nodes = np.random.default_rng(1), parse_nodes(text, **OF_OPERATORS | attributes)
+    shapes = {"w": (4, 4, 3, 3), "w2": (4, 8, 3, 3), "g": (5, 4), "t": (4, 4, 2, 2)}
+    shapes |= {"m": (8, 8), "bias": (8,)}
+    held = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    held["shape"] = np.array([4, 8, 8])
+    used = {name: held[name] for n in nodes for name in n.input if name in held}
     path = tmp_path / "net.onnx"
-    save_net(
-        path,
-        nodes,
-        {"x": [1, 4, 8, 8]},
-        {"y": None},
-        [
-            numpy_helper.from_array(a if n == "shape" else a.astype(np.float32), n)
-            for n, a in weights.items()
-            if n in used
-        ],
-    )
-    return load(path).model
+    return load(save_net(path, nodes, {"x": [1, 4, 8, 8]}, {"y": None}, used)).model
 
 
 def placed(model, placement=TENSORRT, **options):
@@ -371,35 +314,32 @@ def placed(model, placement=TENSORRT, **options):
     return why, {p.tensor: p.consumers for p in plan.pairs}
 
 
-BOTTLENECK = [
-    conv("x", "a"), *silu("a", "as"), conv("as", "b"), *silu("b", "bs"), conv("bs", "c"),
-    *silu("c", "cs"), node("Add", "as cs", "sum"),
-]  # fmt: skip
+STEM = f"Conv x w -> a | {silu('a', 'as')}"
+BLOCK = f"{STEM} | Conv as w -> b | {silu('b', 'bs')} | Conv bs w -> c"
+BOTTLENECK = f"{BLOCK} | {silu('c', 'cs')} | Add as cs -> sum"
 
 
 @pytest.mark.parametrize(
     "after",
     [
-        [conv("sum", "y")],
-        [node("MaxPool", "sum", "p", kernel_shape=[2, 2]), conv("p", "y")],
-        [node("GlobalAveragePool", "sum", "p"), node("Flatten", "p", "f"),
-         node("Gemm", "f g", "y", transB=1)],
+        "Conv sum w -> y",
+        "MaxPool sum -> p | Conv p w -> y",
+        "GlobalAveragePool sum -> p | Flatten p -> f | Gemm f g -> y",
     ],
     ids=["Conv", "MaxPool", "the last pool"],
-)  # fmt: skip
+)
 def test_a_residual_add_behind_silu_gets_a_pair_on_its_skip_branch_alone(after, tmp_path):
-    why, pairs = placed(net([*BOTTLENECK, *after], tmp_path))
+    why, pairs = placed(net(f"{BOTTLENECK} | {after}", tmp_path))
     assert why["sum"] == "" and "cs" not in pairs
     assert pairs["as"] == ("b", "sum")  # one pair for the convolution and the Add
 
 
 def test_an_add_stays_float_where_nobody_wants_int8_or_a_branch_is_kept_so(tmp_path):
-    why, pairs = placed(net([*BOTTLENECK, node("Softmax", "sum", "y")], tmp_path))
+    why, pairs = placed(net(f"{BOTTLENECK} | Softmax sum -> y", tmp_path))
     assert why["sum"] == "nothing after it runs in int8" and pairs["as"] == ("b",)
-    ends = [node("Exp", "c", "e"), node("Add", "as e", "sum"), conv("sum", "y")]
-    why, _ = placed(net([*BOTTLENECK[:-3], *ends], tmp_path))
+    why, _ = placed(net(f"{BLOCK} | Exp c -> e | Add as e -> sum | Conv sum w -> y", tmp_path))
     assert why["sum"] == "an input of it is not int8"
-    model = net([*BOTTLENECK, conv("sum", "y")], tmp_path)
+    model = net(f"{BOTTLENECK} | Conv sum w -> y", tmp_path)
     why, pairs = placed(model, float_nodes=["c"])
     assert why["sum"] == "an input of it is not int8" and pairs["as"] == ("b",)
     assert not ONNXRUNTIME.passes
@@ -407,83 +347,72 @@ def test_an_add_stays_float_where_nobody_wants_int8_or_a_branch_is_kept_so(tmp_p
 
 
 def test_a_concat_takes_its_inputs_from_the_pairs_there_are(tmp_path):
-    after = [node("Concat", "as sum", "cat", axis=1), conv("cat", "y", "w2")]
-    why, pairs = placed(net([*BOTTLENECK, *after], tmp_path))
+    text = f"{BOTTLENECK} | Concat as sum -> cat"
+    why, pairs = placed(net(f"{text} | Conv cat w2 -> y", tmp_path))
     assert why["sum"] == "" and pairs["as"] == ("b", "sum", "cat") and pairs["cat"] == ("y",)
-    after[1:] = [
-        conv("cat", "k", "w2"),
-        node("Exp", "cat", "e"),
-        node("Concat", "k e", "y", axis=1),
-    ]
-    _, pairs = placed(net([*BOTTLENECK, *after], tmp_path))
+    text += " | Conv cat w2 -> k | Exp cat -> e | Concat k e -> y"
+    _, pairs = placed(net(text, tmp_path))
     assert pairs["as"] == ("b", "sum")  # a float node reads the Concat, and gets float values
 
 
-def vit(ends):
-    """A linear layer beside a residual stream, behind a norm, as in a transformer: [N, T, 8]."""
-    return [
-        node("Reshape", "x shape", "s"), node("MatMul", "s m", "p"), node("Exp", "p", "stream"),
-        node("ReduceMean", "stream", "mean", axes=[-1]), node("Sub", "stream mean", "centred"),
-        node("Mul", "centred bias", "scaled"), node("Add", "scaled bias", "normed"),
-        node("MatMul", "normed m", "q"), node("Add", "q bias", "qb"),
-        node("Mul", "bias qb", "qs"), node("Add", "qs stream", "sum"), *ends,
-    ]  # fmt: skip
+# A linear layer beside a residual stream, behind a norm, as in a transformer: [N, T, 8].
+NORM = "ReduceMean {0} -> mean{1} | Sub {0} mean{1} -> centred{1}"
+NORM += " | Mul centred{1} bias -> scaled{1} | Add scaled{1} bias -> normed{1}"
+VIT = f"Reshape x shape -> s | MatMul s m -> p | Exp p -> stream | {NORM.format('stream', '')}"
+VIT += " | MatMul normed m -> q | Add q bias -> qb | Mul bias qb -> qs | Add qs stream -> sum"
+LAST = {"ReduceMean": {"axes": [-1]}}
 
 
 def test_the_residual_adds_of_a_transformer_get_a_pair_on_the_stream(tmp_path):
-    norm = [node("ReduceMean", "sum", "mean2", axes=[-1]), node("Sub", "sum mean2", "centred2"),
-            node("Mul", "centred2 bias", "scaled2"), node("Add", "scaled2 bias", "normed2"),
-            node("MatMul", "normed2 m", "y")]  # fmt: skip
-    why, pairs = placed(net(vit(norm), tmp_path))
+    text = f"{VIT} | {NORM.format('sum', '2')} | MatMul normed2 m -> y"
+    why, pairs = placed(net(text, tmp_path, **LAST))
     assert why["sum"] == "" and pairs["stream"] == ("sum",) and "qs" not in pairs
     assert "picture" in why["mean"] and "picture" in why["mean2"]
-    why, pairs = placed(net(vit([node("Softmax", "sum", "y")]), tmp_path))
+    why, pairs = placed(net(f"{VIT} | Softmax sum -> y", tmp_path, **LAST))
     assert why["sum"] == "nothing after it runs in int8" and "stream" not in pairs
 
 
-GEMM = [node("Flatten", "p", "f"), node("Gemm", "f g", "y", transB=1)]
+GEMM = "Flatten p -> f | Gemm f g -> y"
 
 
 @pytest.mark.parametrize(
-    "pool",
+    ("pool", "attributes"),
     [
-        node("GlobalAveragePool", "as", "p"),
-        node("AveragePool", "as", "p", kernel_shape=[8, 8]),
-        node("MaxPool", "as", "p", kernel_shape=[8, 8]),
-        node("ReduceMean", "as", "p", axes=[2, 3]),
-        node("ReduceMean", "as", "p", axes=[-1, -2]),
+        ("GlobalAveragePool", {}),
+        ("AveragePool", {"kernel_shape": [8, 8]}),
+        ("MaxPool", {"kernel_shape": [8, 8]}),
+        ("ReduceMean", {"axes": [2, 3]}),
+        ("ReduceMean", {"axes": [-1, -2]}),
     ],
     ids=["global", "average", "max", "mean", "mean from behind"],
 )
-def test_a_pool_between_int8_nodes_reads_and_writes_int8(pool, tmp_path):
-    why, pairs = placed(net([conv("x", "a"), *silu("a", "as"), pool, *GEMM], tmp_path))
+def test_a_pool_between_int8_nodes_reads_and_writes_int8(pool, attributes, tmp_path):
+    why, pairs = placed(net(f"{STEM} | {pool} as -> p | {GEMM}", tmp_path, p=attributes))
     assert why["p"] == "" and pairs["as"] == ("p",) and pairs["f"] == ("y",)
 
 
 def test_a_pool_is_float_between_float_nodes_and_beside_them(tmp_path):
-    start = [conv("x", "a"), *silu("a", "as")]
-    pool = node("GlobalAveragePool", "as", "p")
-    why, pairs = placed(net([*start, pool, node("Softmax", "p", "y")], tmp_path))
+    pooled = f"{STEM} | GlobalAveragePool as -> p"
+    why, pairs = placed(net(f"{pooled} | Softmax p -> y", tmp_path))
     assert why["p"] == "nothing after it runs in int8" and "as" not in pairs
-    float_made = [node("Exp", "as", "e"), node("MaxPool", "e", "p", kernel_shape=[8, 8])]
-    why, _ = placed(net([*start, *float_made, *GEMM], tmp_path))
+    large = {"kernel_shape": [8, 8]}
+    why, _ = placed(net(f"{STEM} | Exp as -> e | MaxPool e -> p | {GEMM}", tmp_path, p=large))
     assert why["p"] == "an input of it is not int8"
-    gate = [pool, conv("p", "c"), node("Sigmoid", "c", "s"), node("Mul", "as s", "y")]
-    why, pairs = placed(net([*start, *gate], tmp_path))
+    gate = "Conv p w -> c | Sigmoid c -> s | Mul as s -> y"
+    why, pairs = placed(net(f"{pooled} | {gate}", tmp_path))
     assert why["p"] == "its input is read in float too" and "as" not in pairs
-    rows = node("ReduceMean", "as", "p", axes=[1, 3])
-    why, _ = placed(net([*start, rows, node("Tanh", "p", "y")], tmp_path))
+    rows = f"{STEM} | ReduceMean as -> p | Tanh p -> y"
+    why, _ = placed(net(rows, tmp_path, p={"axes": [1, 3]}))
     assert why["p"] == "it is the mean over other axes than a picture's"
 
 
 def test_what_reads_a_concat_of_float_tensors_stays_float_where_that_is_asked(tmp_path):
     asked = TensorRT(float_behind_concat=True).placement
-    made = [conv("x", "a"), conv("a", "b"), node("Concat", "a b", "cat", axis=1)]
-    why, _ = placed(net([*made, conv("cat", "y", "w2")], tmp_path), asked)
+    text = "Conv x w -> a | Conv a w -> b | Concat a b -> cat | Conv cat w2 -> y"
+    why, _ = placed(net(text, tmp_path), asked)
     assert why["y"] == ""
-    made[1:] = [node("Exp", "a", "e"), node("Concat", "a e", "cat", axis=1),
-                node("MaxPool", "cat", "p", kernel_shape=[2, 2])]  # fmt: skip
-    model = net([*made, conv("p", "y", "w2")], tmp_path)
+    text = "Conv x w -> a | Exp a -> e | Concat a e -> cat | MaxPool cat -> p | Conv p w2 -> y"
+    model = net(text, tmp_path)
     why, pairs = placed(model, asked)
     assert why["y"] == "it reads a Concat whose inputs are not all int8" and set(pairs) == {"x"}
     assert placed(model)[0]["y"] == ""
@@ -495,8 +424,8 @@ def test_what_reads_a_concat_of_float_tensors_stays_float_where_that_is_asked(tm
 
 
 def test_a_transposed_convolution_can_have_a_pair_before_its_activation(tmp_path):
-    deconv = node("ConvTranspose", "a t", "d", strides=[2, 2])
-    model = net([conv("x", "a"), deconv, node("Relu", "d", "r"), conv("r", "y")], tmp_path)
+    text = "Conv x w -> a | ConvTranspose a t -> d | Relu d -> r | Conv r w -> y"
+    model = net(text, tmp_path)
     assert set(placed(model)[1]) == {"x", "a", "r"}
     rng = np.random.default_rng(0)
     samples = [{"x": rng.normal(size=(1, 4, 8, 8)).astype(np.float32)} for _ in range(4)]
@@ -522,33 +451,26 @@ def model_of(nodes, shape, weights, outputs="y"):
 @pytest.fixture(scope="module")
 def efficient(tmp_path_factory):
     """A small EfficientNet: SiLU, depthwise, squeeze-excite, residual, Concat, pools; and data."""
-    rng, weights = np.random.default_rng(5), {}
+    rng, weights, attributes = np.random.default_rng(5), {}, {}
 
-    def conv(source, out, shape, **more):
-        weights[f"{out}.w"] = rng.normal(scale=0.4, size=shape).astype(np.float32)
-        pads = [shape[2] // 2] * 4
-        return node("Conv", f"{source} {out}.w", out, pads=pads, **more)
-
-    def silu(source, out):
-        return [node("Sigmoid", source, f"{out}.s"), node("Mul", f"{source} {out}.s", out)]
-
-    weights |= {"fc.w": rng.normal(size=(5, 8)).astype(np.float32), "lo": np.float32(0)}
-    weights["hi"] = np.float32(6)
-    nodes = [
-        conv("x", "c1", (4, 3, 3, 3)), *silu("c1", "a1"),
-        conv("a1", "c2", (4, 1, 3, 3), group=4), *silu("c2", "a2"),
-        node("GlobalAveragePool", "a2", "pool"),
-        conv("pool", "se1", (2, 4, 1, 1)), node("Relu", "se1", "se2"),
-        conv("se2", "se3", (4, 2, 1, 1)), node("Sigmoid", "se3", "se4"),
-        node("Mul", "a2 se4", "scaled"),
-        conv("scaled", "c3", (4, 4, 1, 1)), node("Add", "c3 a1", "sum"),
-        conv("sum", "c4", (4, 4, 3, 3)), node("Clip", "c4 lo hi", "a4"),
-        node("Concat", "a4 sum", "both", axis=1),
-        node("MaxPool", "both", "small", kernel_shape=[2, 2], strides=[2, 2]),
-        conv("small", "c5", (8, 8, 3, 3)), node("Relu", "c5", "a5"),
-        node("GlobalAveragePool", "a5", "mean"), node("Flatten", "mean", "flat"),
-        node("Gemm", "flat fc.w", "logits", transB=1),
-    ]  # fmt: skip
+    shapes = {"c1": (4, 3, 3, 3), "c2": (4, 1, 3, 3), "se1": (2, 4, 1, 1), "se3": (4, 2, 1, 1)}
+    shapes |= {"c3": (4, 4, 1, 1), "c4": (4, 4, 3, 3), "c5": (8, 8, 3, 3)}
+    for out, shape in shapes.items():
+        weights[f"{out}.w"] = rng.normal(scale=0.4, size=shape)
+        attributes[out] = {"pads": [shape[2] // 2] * 4, "group": 4 if out == "c2" else 1}
+    weights |= {"fc.w": rng.normal(size=(5, 8)), "lo": np.float32(0), "hi": np.float32(6)}
+    attributes |= {"both": {"axis": 1}, "logits": {"transB": 1}}
+    attributes["small"] = {"kernel_shape": [2, 2], "strides": [2, 2]}
+    nodes = parse_nodes(
+        "Conv x c1.w -> c1 | Sigmoid c1 -> a1.s | Mul c1 a1.s -> a1",
+        "Conv a1 c2.w -> c2 | Sigmoid c2 -> a2.s | Mul c2 a2.s -> a2",
+        "GlobalAveragePool a2 -> pool | Conv pool se1.w -> se1 | Relu se1 -> se2",
+        "Conv se2 se3.w -> se3 | Sigmoid se3 -> se4 | Mul a2 se4 -> scaled",
+        "Conv scaled c3.w -> c3 | Add c3 a1 -> sum | Conv sum c4.w -> c4 | Clip c4 lo hi -> a4",
+        "Concat a4 sum -> both | MaxPool both -> small | Conv small c5.w -> c5 | Relu c5 -> a5",
+        "GlobalAveragePool a5 -> mean | Flatten mean -> flat | Gemm flat fc.w -> logits",
+        **attributes,
+    )
     folder = tmp_path_factory.mktemp("efficient")
     onnx.save(model_of(nodes, ["n", 3, 8, 8], weights, "logits"), folder / "m.onnx")
     np.save(folder / "x.npy", rng.standard_normal((8, 3, 8, 8)).astype(np.float32))

@@ -40,6 +40,24 @@ def build_node(op, inputs, outputs, *more):
     return make_node(op, inputs, outputs, name, **attributes)
 
 
+def parse_nodes(*texts, name="{out}", **attributes):
+    """Return the nodes of texts "Op input input -> output | Op ..."; _ is an input left out.
+
+    Args:
+        texts: one after the other.
+        name: form of a node's name, of its operator in lower case `op` and first output `out`.
+        attributes: first output -> attributes of its node; or operator -> those of its nodes.
+    """
+    nodes = []
+    for text in " | ".join(texts).split(" | "):
+        read, made = (part.split() for part in text.split(" -> "))
+        op, *inputs = (word.strip("_") for word in read)
+        more = attributes.get(made[0], attributes.get(op, {}))
+        named = name.format(op=op.lower(), out=made[0])
+        nodes.append(helper.make_node(op, inputs, made, named, **more))
+    return nodes
+
+
 def save_net(path, *net, **more):
     """Write `build_net` of the rest to a file; return its path."""
     onnx.save(build_net(*net, **more), path)
