@@ -7,96 +7,88 @@ is that of NvInfer.h 8.5: getBatchSize, getBatch, readCalibrationCache, writeCal
 getAlgorithm, two destructors, then the four of the legacy calibrator.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tensorrt as trt
 
 from calibrators.errors import CalibrationError
-from calibrators.tensorrt import CLASSES, Callbacks, HostMemory, calibrator
-from tests.models import make_node, make_value
+from calibrators.tensorrt import CLASSES, HostMemory, calibrator
+from deploy.errors import BackendError
+from deploy.feed.images import opencv
+from deploy.targets.tensorrt.builder import BuilderSettings, build_engine
+from deploy.targets.tensorrt.sdk import dtype_of, process_logger, record_log, shape_of, stand_ins
+from tests.models import make_model, save_net
 
 SHAPE = (2, 3, 4, 4)
+SHAPES = {"data": SHAPE, "ids": (3,)}
 
 
 class Builder:
     """The part of TensorRT's builder that talks to a calibrator."""
 
-    def __init__(self, calib: Callbacks) -> None:
+    def __init__(self, calib):
         # CPython object head (16 bytes), then pybind11's pointer to the C++ object.
         self.this = ctypes.c_void_p.from_address(id(calib) + 16).value
-        table = ctypes.c_void_p.from_address(self.this or 0).value
-        self.functions = (ctypes.c_void_p * 11).from_address(table or 0)
+        table = ctypes.c_void_p.from_address(self.this).value
+        self.functions = (ctypes.c_void_p * 11).from_address(table)
 
-    def _call(self, index: int, result: Any, *types: Any) -> Callable[..., Any]:
-        return ctypes.CFUNCTYPE(result, ctypes.c_void_p, *types)(self.functions[index] or 0)
+    def _call(self, index, result, *types):
+        return ctypes.CFUNCTYPE(result, ctypes.c_void_p, *types)(self.functions[index])
 
-    def batch_size(self) -> int:
-        return int(self._call(0, ctypes.c_int)(self.this))
+    def number(self, index, kind=ctypes.c_int):
+        return self._call(index, kind)(self.this)
 
-    def batch(self, *names: str) -> list[int] | None:
+    def batch(self, *names):
         bindings = (ctypes.c_void_p * len(names))()
         c_names = (ctypes.c_char_p * len(names))(*(name.encode() for name in names))
         types = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
         more = self._call(1, ctypes.c_bool, *types)(self.this, bindings, c_names, len(names))
         return [int(address or 0) for address in bindings] if more else None
 
-    def read(self) -> bytes | None:
+    def read(self, index=2):
+        """The calibration cache; 9 is the histogram cache of the legacy calibrator."""
         length = ctypes.c_size_t(0)
-        get = self._call(2, ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t))
+        get = self._call(index, ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t))
         address = get(self.this, ctypes.byref(length))
-        return ctypes.string_at(address, length.value) if address else None
+        return ctypes.string_at(address, length.value).decode() if address else None
 
-    def write(self, data: bytes) -> None:
+    def write(self, data):
         memory = ctypes.create_string_buffer(data, len(data))
         put = self._call(3, None, ctypes.c_void_p, ctypes.c_size_t)
         put(self.this, memory, len(data))
         ctypes.memset(memory, 0, len(data))  # TensorRT's memory does not outlive the call
 
-    def algorithm(self) -> int:
-        return int(self._call(4, ctypes.c_int)(self.this))
 
-    def legacy(self) -> tuple[float, float]:
-        return tuple(float(self._call(i, ctypes.c_double)(self.this)) for i in (7, 8))  # type: ignore
-
-    def histogram_cache(self) -> int | None:
-        length = ctypes.c_size_t(0)
-        get = self._call(9, ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t))
-        address: int | None = get(self.this, ctypes.byref(length))
-        return address
-
-
-def batches(count: int, shape: tuple[int, ...] = SHAPE) -> list[dict[str, np.ndarray]]:
+def batches(count, flaw=None):
+    """Batches, the second of them with a flaw."""
     rng = np.random.default_rng(7)
-    return [
-        {"data": rng.standard_normal(shape).astype(np.float32), "ids": np.full(3, i, np.int32)}
+    feed = [
+        {"data": rng.standard_normal(SHAPE).astype(np.float32), "ids": np.full(3, i, np.int32)}
         for i in range(count)
     ]
+    if flaw is not None:
+        feed[1]["data"] = flaw
+    return feed
 
 
-def make(feed: Any, promised: int, algorithm: str = "entropy2", **options: Any) -> Callbacks:
-    return calibrator(
-        algorithm, feed, batches=promised, shapes={"data": SHAPE, "ids": (3,)}, memory=HostMemory(),
-        **options,
-    )  # fmt: skip
+def make(feed, promised, algorithm="entropy2", **options):
+    given = {"batches": promised, "shapes": SHAPES, "memory": HostMemory(), **options}
+    return calibrator(algorithm, feed, **given)
 
 
-def outcome(calib: Callbacks) -> str:
+def outcome(calib):
     try:
         return "ok " + calib.check().decode()
     except BaseException as error:
         return f"{type(error).__name__}: {error}"
 
 
-def run_all(calib: Callbacks, *names: str, refuses: bool = False) -> str:
+def run_all(calib, *names, refuses=False):
     """What the builder does: ask for the cache, take batches until there are none, write."""
     builder = Builder(calib)
     if builder.read() is None or refuses:
@@ -106,50 +98,41 @@ def run_all(calib: Callbacks, *names: str, refuses: bool = False) -> str:
     return outcome(calib)
 
 
-def bytes_seen() -> bool:
+def bytes_seen():
     """The bytes at the addresses that TensorRT is given are those of the feed, in names' order."""
     feed = batches(3)
     calib = make(feed, 3)
     builder = Builder(calib)
     for batch in feed:
-        ids, data = builder.batch("ids", "data") or (0, 0)
-        if ctypes.string_at(data, batch["data"].nbytes) != batch["data"].tobytes():
-            return False
-        if ctypes.string_at(ids, batch["ids"].nbytes) != batch["ids"].tobytes():
-            return False
+        for name, address in zip(("ids", "data"), builder.batch("ids", "data"), strict=True):
+            if ctypes.string_at(address, batch[name].nbytes) != batch[name].tobytes():
+                return False
     return builder.batch("ids", "data") is None and calib.taken == 3
 
 
-def raising() -> Iterator[dict[str, np.ndarray]]:
+def raising():
     yield from batches(2)
     raise OSError("the disk with the images went away")
 
 
-def with_flaw(**arrays: np.ndarray) -> list[dict[str, np.ndarray]]:
-    feed = batches(3)
-    feed[1].update(arrays)
-    return feed
-
-
-def algorithms() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def algorithms():
+    found = {}
     for name, base in CLASSES.items():
         calib = make(batches(1), 1, name, quantile=0.99, cutoff=0.5)
         builder = Builder(calib)
         found[name] = {
             "is_trt": isinstance(calib, getattr(trt, base)),
-            "python": str(calib.get_algorithm()),  # type: ignore[attr-defined]
-            "cpp": builder.algorithm(),
-            "batch_size": builder.batch_size(),
+            "cpp": builder.number(4),
+            "batch_size": builder.number(0),
             "run": run_all(calib),
         }
         if name == "legacy":
-            found[name]["legacy"] = builder.legacy()
-            found[name]["histogram"] = builder.histogram_cache()
+            found[name]["legacy"] = [builder.number(place, ctypes.c_double) for place in (7, 8)]
+            found[name]["histogram"] = builder.read(9)
     return found
 
 
-def unknown_algorithm() -> str:
+def unknown_algorithm():
     try:
         make(batches(1), 1, "kl")
     except CalibrationError as error:
@@ -184,96 +167,67 @@ USED = {
 }
 
 
-def lacking() -> list[str]:
+def lacking():
     """Of `USED`, what this TensorRT does not have."""
-    return [
-        f"{owner}.{name}"
-        for owner, names in USED.items()
-        for name in names.split()
-        if not hasattr(getattr(trt, owner), name)
-    ]
+    used = [(owner, name) for owner, names in USED.items() for name in names.split()]
+    return [f"{owner}.{name}" for owner, name in used if not hasattr(getattr(trt, owner), name)]
 
 
-def without_gpu() -> str:
+def without_gpu():
     """What the builder says where there is no driver; "built" where there is one."""
-    from onnx import helper, save
-
-    from deploy.errors import BackendError
-    from deploy.targets.tensorrt.builder import BuilderSettings, build_engine
-
-    ends = [make_value(name, [1, 2]) for name in "xy"]
-    graph = helper.make_graph([make_node("Relu", "x", "y")], "g", ends[:1], ends[1:])
+    model = make_model([("Relu", "x", "y")], {"x": [1, 2]}, {"y": [1, 2]})
     with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "m.onnx"
-        save(helper.make_model(graph, ir_version=8), model)
         try:
-            build_engine(model, BuilderSettings())
+            build_engine(save_net(model, Path(folder) / "m.onnx"), BuilderSettings())
         except BackendError as error:
             return str(error)
     return "built"
 
 
-def small_parts() -> dict[str, Any]:
+def small_parts():
     """The pieces of the session and the log that need no GPU."""
-    from deploy.targets.tensorrt.sdk import (
-        dtype_of,
-        process_logger,
-        record_log,
-        shape_of,
-        stand_ins,
-    )
-
-    logger = process_logger()
+    logger, levels = process_logger(), trt.ILogger.Severity
     with record_log() as kept:
-        logger.log(trt.ILogger.Severity.ERROR, "wrong")
-        logger.log(trt.ILogger.Severity.INFO, "said")
-        logger.log(trt.ILogger.Severity.VERBOSE, "whispered")
+        for level, text in ((levels.ERROR, "wrong"), (levels.INFO, "said"), (levels.VERBOSE, "-")):
+            logger.log(level, text)
         trt.init_libnvinfer_plugins(logger, "")
     types = [trt.float32, trt.float16, trt.int8, trt.int32, trt.bool]
     return {
         "dims": shape_of(trt.Dims([1, -1, 3])),
         "dtypes": [dtype_of(data_type) for data_type in types],
-        "log": [kept.errors, kept.lines], "one_logger": process_logger() is logger,
+        "log": [kept.errors, kept.lines],
+        "one_logger": process_logger() is logger,
         "stand_ins": stand_ins(),
-    }  # fmt: skip
+    }
 
 
-def silenced() -> list[Any]:
-    """OpenCV's version in this environment, and the log level that the feed leaves it at."""
-    from deploy.feed.images import opencv
-
-    return [opencv().__version__, opencv().getLogLevel()]
-
-
-def main() -> None:
-    nan = np.full(SHAPE, np.nan, np.float32)
+def calibrations():
+    """The outcome of each calibration, that of the feeds and builders that go wrong among them."""
     known = b"TRT-8503-EntropyCalibration2\nknown: 3c008912\n"
-    reused = make(raising(), 2, known=known)
-    json.dump(
-        {
-            "version": trt.__version__, "algorithms": algorithms(), "bytes_seen": bytes_seen(),
-            "whole": run_all(make(batches(3), 3)), "longer_feed": run_all(make(batches(5), 3)),
-            "short": run_all(make(batches(2), 3)), "empty": run_all(make([], 3)),
-            "raises": run_all(make(raising(), 4)),
-            "wrong_shape": run_all(make(with_flaw(data=np.zeros((1, 3, 4, 4), np.float32)), 3)),
-            "wrong_dtype": run_all(make(with_flaw(data=np.zeros(SHAPE, np.float64)), 3)),
-            "nan": run_all(make(with_flaw(data=nan), 3)),
-            "missing_name": run_all(make(batches(3), 3), "data", "mask"),
-            "no_cache_written": outcome(_taken(make(batches(1), 1))), "reused": run_all(reused),
-            "reused_taken": reused.taken,
-            "refused": run_all(make([], 1, known=known), refuses=True),
-            "refused_but_fed": run_all(make(batches(2), 2, known=known), refuses=True),
-            "unknown": unknown_algorithm(), "lacking": lacking(), "without_gpu": without_gpu(),
-            "small_parts": small_parts(), "opencv": silenced(),
-        },
-        sys.stdout,
-    )  # fmt: skip
-
-
-def _taken(calib: Callbacks) -> Callbacks:
-    Builder(calib).batch("data", "ids")
-    return calib
+    reused, unwritten = make(raising(), 2, known=known), make(batches(1), 1)
+    Builder(unwritten).batch("data", "ids")
+    return {
+        "whole": run_all(make(batches(3), 3)),
+        "longer_feed": run_all(make(batches(5), 3)),
+        "short": run_all(make(batches(2), 3)),
+        "empty": run_all(make([], 3)),
+        "raises": run_all(make(raising(), 4)),
+        "wrong_shape": run_all(make(batches(3, np.zeros((1, 3, 4, 4), np.float32)), 3)),
+        "wrong_dtype": run_all(make(batches(3, np.zeros(SHAPE, np.float64)), 3)),
+        "nan": run_all(make(batches(3, np.full(SHAPE, np.nan, np.float32)), 3)),
+        "missing_name": run_all(make(batches(3), 3), "data", "mask"),
+        "no_cache_written": outcome(unwritten),
+        "reused": run_all(reused),
+        "reused_taken": reused.taken,
+        "refused": run_all(make([], 1, known=known), refuses=True),
+        "refused_but_fed": run_all(make(batches(2), 2, known=known), refuses=True),
+        "unknown": unknown_algorithm(),
+    }
 
 
 if __name__ == "__main__":
-    main()
+    seen = {"version": trt.__version__, "algorithms": algorithms(), "bytes_seen": bytes_seen()}
+    seen |= {"lacking": lacking(), "without_gpu": without_gpu(), "small_parts": small_parts()}
+    # OpenCV's version in this environment, and the log level that the feed leaves it at
+    seen["opencv"] = [opencv().__version__, opencv().getLogLevel()]
+    json.dump(seen | calibrations(), sys.stdout)

@@ -21,17 +21,11 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def seen():
     """What the driver saw, as JSON; one process for all tests."""
-    done = subprocess.run(
-        [str(PYTHON), str(ROOT / "tests" / "drive_trt.py")],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    command = [str(PYTHON), str(ROOT / "tests" / "drive_trt.py")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
-    seen = json.loads(done.stdout)
-    return seen
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize(
@@ -40,9 +34,7 @@ def seen():
 def test_each_calibrator_is_tensorrts_own(seen, name, number):
     assert seen["version"] == "8.5.3.1"
     found = seen["algorithms"][name]
-    assert found["is_trt"]
-    assert found["cpp"] == number
-    assert found["batch_size"] == 1
+    assert found["is_trt"] and (found["cpp"], found["batch_size"]) == (number, 1)
     assert found["run"].startswith("ok TRT-8503-")
 
 
@@ -83,10 +75,10 @@ def test_8_5_has_all_that_is_called_here(seen):
     assert parts["dtypes"] == ["float32", "float16", "int8", "int32", "bool"]
     assert parts["log"] == [["wrong"], ["wrong", "said"]]
     assert parts["one_logger"]
-    assert seen["small_parts"]["stand_ins"] == ["CUBLAS", "CUBLAS_LT", "CUDNN"]
+    assert parts["stand_ins"] == ["CUBLAS", "CUBLAS_LT", "CUDNN"]
     told = seen["without_gpu"]
-    assert told == "built" or "could not make a builder on this machine: " in told
-    assert told == "built" or "CUDA initialization failure" in told
+    failed = "could not make a builder on this machine: " in told
+    assert told == "built" or (failed and "CUDA initialization failure" in told)
     version, level = seen["opencv"]
     assert version.startswith("4.")
     assert level == 0
