@@ -79,63 +79,46 @@ def _takes(logger):
         _global.append(logger)
 
 
-def _names(since, gone=""):
-    """Those of the version: each group of names from a version on, but for those gone in 11."""
-    there = [name for first, names in since if first <= VERSION for name in names.split()]
-    return [name for name in there if CALIBRATORS or name not in gone.split()]
-
-
 class _Word(enum.IntEnum):
     def __str__(self):
         return f"{type(self).__name__}.{self.name}"
 
 
-def _enum(name, names):
-    return _Word(name, {one: number for number, one in enumerate(names)})
+def _enum(name, *since, gone=""):
+    """An enum of this version: the names from each version on, but for those gone in 11."""
+    there = [one for first, names in since if first <= VERSION for one in names.split()]
+    left = [one for one in there if CALIBRATORS or one not in gone.split()]
+    return _Word(name, {one: number for number, one in enumerate(left)})
 
 
+_BINDING = "OBEY_PRECISION_CONSTRAINTS PREFER_PRECISION_CONSTRAINTS"
 BuilderFlag = _enum(
     "BuilderFlag",
-    _names(
-        [
-            ((8,), "FP16 INT8 DEBUG GPU_FALLBACK REFIT TF32 SPARSE_WEIGHTS"),
-            ((8,), "OBEY_PRECISION_CONSTRAINTS PREFER_PRECISION_CONSTRAINTS"),
-            ((8, 6), "VERSION_COMPATIBLE FP8"),
-            ((9,), "BF16"),
-            ((10,), "STRIP_PLAN WEIGHT_STREAMING"),
-        ],
-        gone="FP16 INT8 FP8 BF16 OBEY_PRECISION_CONSTRAINTS PREFER_PRECISION_CONSTRAINTS",
-    ),
+    ((8,), f"FP16 INT8 DEBUG GPU_FALLBACK REFIT TF32 SPARSE_WEIGHTS {_BINDING}"),
+    ((8, 6), "VERSION_COMPATIBLE FP8"),
+    ((9,), "BF16"),
+    ((10,), "STRIP_PLAN WEIGHT_STREAMING"),
+    gone=f"FP16 INT8 FP8 BF16 {_BINDING}",
 )
+_NETWORK_FLAGS = ((8,), "EXPLICIT_BATCH"), ((10,), "STRONGLY_TYPED")
 NetworkDefinitionCreationFlag = _enum(
-    "NetworkDefinitionCreationFlag",
-    _names([((8,), "EXPLICIT_BATCH"), ((10,), "STRONGLY_TYPED")], gone="EXPLICIT_BATCH"),
+    "NetworkDefinitionCreationFlag", *_NETWORK_FLAGS, gone="EXPLICIT_BATCH"
 )
-DataType = _enum(
-    "DataType",
-    _names(
-        [
-            ((8,), "FLOAT HALF INT8 INT32 BOOL UINT8"),
-            ((8, 6), "FP8"),
-            ((9,), "BF16 INT64"),
-            ((10,), "INT4"),
-        ]
-    ),
-)
+_KINDS = ((8,), "FLOAT HALF INT8 INT32 BOOL UINT8"), ((8, 6), "FP8"), ((9,), "BF16 INT64")
+DataType = _enum("DataType", *_KINDS, ((10,), "INT4"))
 float32, float16, int8, int32, bool = (
     DataType.FLOAT, DataType.HALF, DataType.INT8, DataType.INT32, DataType.BOOL,
 )  # fmt: skip
 if VERSION >= (9,):
     bfloat16, int64 = DataType.BF16, DataType.INT64
-MemoryPoolType = _enum("MemoryPoolType", ["WORKSPACE", "DLA_MANAGED_SRAM"])
-TacticSource = _enum(
-    "TacticSource", ["CUBLAS", "CUBLAS_LT", "CUDNN", "EDGE_MASK_CONVOLUTIONS", "JIT_CONVOLUTIONS"]
-)
-TensorIOMode = _enum("TensorIOMode", ["NONE", "INPUT", "OUTPUT"])
-TensorLocation = _enum("TensorLocation", ["DEVICE", "HOST"])
-LayerInformationFormat = _enum("LayerInformationFormat", ["ONELINE", "JSON"])
-ProfilingVerbosity = _enum("ProfilingVerbosity", ["LAYER_NAMES_ONLY", "NONE", "DETAILED"])
-DeviceType = _enum("DeviceType", ["GPU", "DLA"])
+_SOURCES = "CUBLAS CUBLAS_LT CUDNN EDGE_MASK_CONVOLUTIONS JIT_CONVOLUTIONS"
+TacticSource = _enum("TacticSource", ((8,), _SOURCES))
+MemoryPoolType = _enum("MemoryPoolType", ((8,), "WORKSPACE DLA_MANAGED_SRAM"))
+TensorIOMode = _enum("TensorIOMode", ((8,), "NONE INPUT OUTPUT"))
+TensorLocation = _enum("TensorLocation", ((8,), "DEVICE HOST"))
+LayerInformationFormat = _enum("LayerInformationFormat", ((8,), "ONELINE JSON"))
+ProfilingVerbosity = _enum("ProfilingVerbosity", ((8,), "LAYER_NAMES_ONLY NONE DETAILED"))
+DeviceType = _enum("DeviceType", ((8,), "GPU DLA"))
 
 
 class Dims(list):  # type: ignore[type-arg]

@@ -26,7 +26,7 @@ from deploy.targets.tensorrt.cache_contents import (
     likely_parser,
     trt_tensors,
 )
-from tests.vendor_models import build_net
+from tests.vendor_models import build_net, parse_nodes
 
 SHARED = Path(__file__).parents[1].parent / "shared" / "golden" / "tensorrt"
 NEEDS_SHARED = pytest.mark.skipif(not SHARED.exists(), reason=f"no golden files at {SHARED}")
@@ -98,17 +98,12 @@ def residual():
     weights |= {"w": rng.standard_normal((4, 3, 3, 3)), "fc": rng.standard_normal((4, 2))}
     weights |= {"none": np.zeros((1, 4, 1, 1)), "inf": np.full((1, 4, 1, 1), -np.inf)}
     weights["fb"] = np.ones(2)
-    nodes = [
-        ("Conv", "x w", "c", "/conv", {"kernel_shape": [3, 3]}),
-        ("BatchNormalization", "c s o m v", "n", "/bn"),
-        ("Relu", "n", "r", "/relu"),
-        ("Mul", "r none", "dead", "/dead"),
-        ("Min", "dead inf", "mask", "/mask"),
-        ("Max", "r mask", "kept", "/kept"),
-        ("GlobalAveragePool", "kept", "p", "/pool"),
-        ("Flatten", "p", "f", "/flat"),
-        ("Gemm", "f fc fb", "y", "/fc/Gemm"),
-    ]
+    nodes = parse_nodes(
+        "Conv x w -> c | BatchNormalization c s o m v -> n | Relu n -> r | Mul r none -> dead",
+        "Min dead inf -> mask | Max r mask -> kept | GlobalAveragePool kept -> p | Flatten p -> f",
+        "Gemm f fc fb -> y",
+        name="/{out}/{op}",
+    )
     return build_net(nodes, {"x": [1, 3, 6, 6]}, {"y": [1, 2]}, weights, producer_name="test")
 
 
@@ -129,14 +124,14 @@ def made(tmp_path):
 def test_tensors_of_a_cache_of_10(made):
     scales = made(batch_size=2).cache.scales()
     assert list(scales) == [
-        *("x", "c", "n", "r", "dead", "mask", "kept", "p", "f", "/fc/Gemm_output", "y")
+        *("x", "c", "n", "r", "dead", "mask", "kept", "p", "f", "/y/gemm_output", "y")
     ]
     assert scales["n"] == np.float32(2) * scales["c"] or abs(scales["n"] / scales["c"] - 2) < 1e-3
     assert scales["p"] == scales["kept"]
     assert scales["dead"] == 0
     assert np.isinf(scales["mask"])
     found = made(batch_size=2)
-    products = found.statistics["/fc/Gemm_output"]
+    products = found.statistics["/y/gemm_output"]
     outputs = found.statistics["y"]
     assert np.isclose(outputs.maximum - products.maximum, 1, atol=1e-5)
     assert np.isclose(outputs.minimum - products.minimum, 1, atol=1e-5)
@@ -167,7 +162,7 @@ def test_caches_do_not_depend_on_threads_nor_entropys_on_order(tmp_path, method,
 
 
 def model_of(nodes, shape, weights, name="x"):
-    last = {nodes[-1][2]: None}
+    last = {nodes[-1].output[0]: None}
     made = build_net(nodes, {name: shape}, last, weights, producer_name="test")
     return onnx.shape_inference.infer_shapes(made)
 
@@ -189,16 +184,16 @@ def vgg16():
         "Gemm": {"transB": 1},
     }
     names = ["input.1", *map(str, range(33, 71))]
-    nodes, weights = [], {}
+    texts, weights = [], {}
     for op, source, out in zip(ops, names[:-1], names[1:], strict=True):
-        reads = source
+        constants = ""
         if op in ("Conv", "Gemm"):
             channels = 3 if source == "input.1" else 4
             shape = (4, channels, 3, 3) if op == "Conv" else (4, 4)
             weights |= {f"w{out}": np.ones(shape), f"b{out}": np.ones(4)}
-            reads = f"{source} w{out} b{out}"
-        nodes.append((op, reads, out, f"{op}_{out}", attributes.get(op, {})))
-    return model_of(nodes, [1, 3, 32, 32], weights, "input.1")
+            constants = f" w{out} b{out}"
+        texts.append(f"{op} {source}{constants} -> {out}")
+    return model_of(parse_nodes(*texts, **attributes), [1, 3, 32, 32], weights, "input.1")
 
 
 @NEEDS_SHARED
@@ -224,27 +219,24 @@ LINEAR = {"w": np.eye(4), "b": np.ones(4)}
 
 
 def test_the_inside_of_a_gemm_is_listed_from_10_on():
-    gemm, relu = ("Gemm", "same w b", "y", "/cls/cls.0/Gemm"), ("Relu", "y", "z", "/relu")
-    original = model_of([("Identity", "x", "same", "/same"), gemm, relu], [1, 4], LINEAR)
+    gemm = "Gemm same w b -> y"
+    nodes = parse_nodes(f"Identity x -> same | {gemm} | Relu y -> z", name="/cls/{out}.0/{op}")
+    original = model_of(nodes, [1, 4], LINEAR)
     wanted = tensors_of(original, "10.3.0")
-    assert [t.name for t in wanted] == ["x", "same", "/cls/cls.0/Gemm_output", "y", "z"]
+    assert [t.name for t in wanted] == ["x", "same", "/cls/y.0/gemm_output", "y", "z"]
     assert wanted[1].source == "x"
     assert [t.name for t in tensors_of(original, "8.5.3")] == ["x", "same", "y", "z"]
-    original = model_of([("Softplus", "x", "same", "/h"), gemm], [1, 4], LINEAR)
+    original = model_of(parse_nodes(f"Softplus x -> same | {gemm}"), [1, 4], LINEAR)
     wanted = cache_tensors(original, version="7.2.1")
     assert [t.name for t in wanted] == ["x", "same", "y"]
 
 
 def test_casts_share_a_scale_and_indices_are_not_listed():
-    nodes = [("Cast", "x", "same", "/cast", {"to": 1}), ("Relu", "same", "z", "/relu")]
+    nodes = parse_nodes("Cast x -> same | Relu same -> z", same={"to": 1})
     wanted = tensors_of(model_of(nodes, [1, 4], {}), "10.3.0")
     assert [(t.name, t.source) for t in wanted] == [("x", "x"), ("same", "x"), ("z", "z")]
-    nodes = [
-        ("Conv", "x w", "c", "/conv", {"kernel_shape": [1, 1]}),
-        ("BatchNormalization", "c s s s s", "n", "/bn"),
-        ("Relu", "n", "r", "/relu"),
-        ("ArgMax", "r", "i", "/argmax", {"axis": 1}),
-    ]
+    text = "Conv x w -> c | BatchNormalization c s s s s -> n | Relu n -> r | ArgMax r -> i"
+    nodes = parse_nodes(text, i={"axis": 1})
     weights = {"w": np.ones((4, 3, 1, 1)), "s": np.ones(4)}
     original = build_net(nodes, {"x": [1, 3, 2, 2]}, {"i": (TensorProto.INT64, None)}, weights)
     assert trt_tensors(load(original, fold_batchnorm=False).model) == ["x", "c", "n", "r"]

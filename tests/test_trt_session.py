@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from deploy.errors import BackendError, ConfigError, SdkMissingError
 from deploy.runtimes.ort import OrtSession
@@ -13,9 +13,9 @@ from deploy.targets.tensorrt import sdk
 from deploy.targets.tensorrt.builder import BuilderSettings, InputShapeRange, build_engine
 from deploy.targets.tensorrt.cuda import CudaMemory, DeviceBuffer
 from deploy.targets.tensorrt.inspector import throughput
-from deploy.targets.tensorrt.sdk import gpu
+from deploy.targets.tensorrt.sdk import dtype_of, gpu
 from deploy.targets.tensorrt.session import TensorrtSession
-from tests.vendor_models import build_net, save_net
+from tests.vendor_models import build_net, parse_nodes, save_net
 
 BINDINGS = ("cuda-python", "cudart", "pycuda")
 
@@ -30,12 +30,10 @@ def machine(request, tensorrt):
     return tensorrt(TEN, request.param)
 
 
-def info(name, kind, shape):
-    return helper.make_tensor_value_info(name, kind, shape)
-
-
-def saved(path, nodes, inputs, outputs, opset=17):
-    return save_net(path, nodes, inputs, outputs, opset={"": opset, "plugins": 1}, ir=9)
+def saved(folder, text, inputs, outputs, opset=17):
+    """The file of a model of these nodes."""
+    nodes = parse_nodes(text, sum={"keepdims": 0})
+    return save_net(folder / "m.onnx", nodes, inputs, outputs, opset={"": opset}, ir=9)
 
 
 def opened(model, settings=FLOATS, **options):
@@ -44,41 +42,39 @@ def opened(model, settings=FLOATS, **options):
     return TensorrtSession.open(path, **options)
 
 
-def relu(path, kind=TensorProto.FLOAT, opset=17):
-    return saved(
-        path, [("Relu", "x", "y")], {"x": (kind, ["n", 3])}, {"y": (kind, ["n", 3])}, opset
-    )
+def relu(folder):
+    return saved(folder, "Relu x -> y", {"x": ["n", 3]}, {"y": ["n", 3]})
 
 
-WIDE = BuilderSettings(
-    int8=False, fp16=False, profiles={"x": InputShapeRange((1, 3), (2, 3), (4, 3))}
-)
+PROFILES = {"x": InputShapeRange((1, 3), (2, 3), (4, 3))}
+WIDE = BuilderSettings(int8=False, fp16=False, profiles=PROFILES)
+
+
+def agrees(session, *batches):
+    """The session computes a Relu of batches of so many rows."""
+    for rows in batches:
+        x = np.random.default_rng(rows).standard_normal((rows, 3)).astype(np.float32)
+        np.testing.assert_array_equal(session.run({"x": x})["y"], np.maximum(x, 0))
 
 
 def test_a_run_and_a_graph_give_what_the_network_gives(machine, tmp_path):
-    session = opened(relu(tmp_path / "m.onnx"), WIDE)
-    for rows in (2, 4, 1):
-        x = np.random.default_rng(rows).standard_normal((rows, 3)).astype(np.float32)
-        np.testing.assert_array_equal(session.run({"x": x})["y"], np.maximum(x, 0))
+    session = opened(relu(tmp_path), WIDE)
+    agrees(session, 2, 4, 1)
     times = session.device_times()
     assert min(times.h2d_ms, times.compute_ms, times.d2h_ms, times.enqueue_ms) >= 0
     with pytest.raises(BackendError, match=r"within the engine's profile, got \[5, 3\] for 'x': S"):
         session.run({"x": np.zeros((5, 3), np.float32)})
     with pytest.raises(BackendError, match="none for 'x'"):
-        session.run({"z": x})
-    np.testing.assert_array_equal(session.run({"x": x})["y"], np.maximum(x, 0))
-    session = opened(relu(tmp_path / "m.onnx"), WIDE, cuda_graph=True)
-    for rows in (2, 2, 2, 3, 3):
-        x = np.random.default_rng(rows).standard_normal((rows, 3)).astype(np.float32)
-        np.testing.assert_array_equal(session.run({"x": x})["y"], np.maximum(x, 0))
+        session.run({"z": np.zeros((1, 3), np.float32)})
+    agrees(session, 1)
+    agrees(opened(relu(tmp_path), WIDE, cuda_graph=True), 2, 2, 2, 3, 3)
 
 
 @pytest.mark.slow
 def test_memory_is_given_back(machine, tmp_path):
     cuda = sys.modules["fake_cuda"]
-    session = opened(relu(tmp_path / "m.onnx"), WIDE)
-    for rows in (2, 4, 1, 2):
-        session.run({"x": np.zeros((rows, 3), np.float32)})
+    session = opened(relu(tmp_path), WIDE)
+    agrees(session, 2, 4, 1, 2)
     gc.collect()
     assert cuda.allocated() == 2
     del session
@@ -87,9 +83,8 @@ def test_memory_is_given_back(machine, tmp_path):
 
 
 def test_an_output_may_have_a_shape_that_depends_on_values(machine, tmp_path):
-    nodes = [("NonZero", "x", "where"), ("Relu", "x", "y")]
     ends = {"where": (TensorProto.INT64, [2, None]), "y": ["n", 3]}
-    model = saved(tmp_path / "m.onnx", nodes, {"x": ["n", 3]}, ends)
+    model = saved(tmp_path, "NonZero x -> where | Relu x -> y", {"x": ["n", 3]}, ends)
     session = opened(model, WIDE)
     assert session.outputs[0].shape == (2, None)
     for fill in (1, 0, 1):
@@ -104,13 +99,8 @@ def test_an_output_may_have_a_shape_that_depends_on_values(machine, tmp_path):
 
 
 def test_memory_that_an_allocator_cannot_get_is_told(machine, tmp_path, monkeypatch):
-    model = saved(
-        tmp_path / "m.onnx",
-        [("NonZero", "x", "where")],
-        {"x": [4]},
-        {"where": (TensorProto.INT64, [1, None])},
-    )
-    session = opened(model)
+    where = {"where": (TensorProto.INT64, [1, None])}
+    session = opened(saved(tmp_path, "NonZero x -> where", {"x": [4]}, where))
 
     def refuses(cuda, size):
         raise BackendError("out of memory")
@@ -122,12 +112,8 @@ def test_memory_that_an_allocator_cannot_get_is_told(machine, tmp_path, monkeypa
 
 
 def test_what_shapes_depend_on_is_read_in_host_memory(machine, tmp_path):
-    model = saved(
-        tmp_path / "m.onnx",
-        [("Expand", "x shape", "y")],
-        {"x": [1, 3], "shape": (TensorProto.INT64, [2])},
-        {"y": [None, None]},
-    )
+    ends = {"x": [1, 3], "shape": (TensorProto.INT64, [2])}
+    model = saved(tmp_path, "Expand x shape -> y", ends, {"y": [None, None]})
     with pytest.raises(ConfigError, match="none for 'shape'"):
         build_engine(model, FLOATS)
     session = opened(model, BuilderSettings(int8=False, fp16=False, values={"shape": (2, 3)}))
@@ -138,8 +124,8 @@ def test_what_shapes_depend_on_is_read_in_host_memory(machine, tmp_path):
 
 
 def test_scalars_go_in_and_out(machine, tmp_path):
-    nodes = [("ReduceSum", "x", "sum", {"keepdims": 0}), ("Mul", "sum by", "y")]
-    model = saved(tmp_path / "m.onnx", nodes, {"x": [3], "by": []}, {"y": []})
+    text = "ReduceSum x -> sum | Mul sum by -> y"
+    model = saved(tmp_path, text, {"x": [3], "by": []}, {"y": []})
     made = opened(model).run({"x": np.float32([1, 2, 3]), "by": np.float32(2)})
     assert made["y"].shape == () and made["y"] == 12
 
@@ -154,15 +140,8 @@ KINDS = {
 @pytest.mark.parametrize("dtype", KINDS)
 def test_every_type_of_whole_bytes_goes_in_and_out(tensorrt, tmp_path, dtype):
     tensorrt(TEN)
-    kind = KINDS[dtype]
-    model = saved(
-        tmp_path / "m.onnx",
-        [("Identity", "x", "y")],
-        {"x": (kind, [4])},
-        {"y": (kind, [4])},
-        opset=19,
-    )
-    session = opened(model)
+    ends = {"x": (KINDS[dtype], [4])}, {"y": (KINDS[dtype], [4])}
+    session = opened(saved(tmp_path, "Identity x -> y", *ends, opset=19))
     plain = "float32" if dtype in ("bfloat16", "float8") else dtype
     assert session.inputs[0].dtype == session.outputs[0].dtype == plain
     x = np.array([1, 0, 3, 0]).astype(plain)
@@ -172,8 +151,6 @@ def test_every_type_of_whole_bytes_goes_in_and_out(tensorrt, tmp_path, dtype):
 
 
 def test_a_type_of_half_bytes_is_refused(tensorrt):
-    from deploy.targets.tensorrt.sdk import dtype_of
-
     trt = tensorrt(TEN)
     with pytest.raises(BackendError, match="whole bytes, got INT4"):
         dtype_of(trt.DataType.INT4)
@@ -182,8 +159,8 @@ def test_a_type_of_half_bytes_is_refused(tensorrt):
 @pytest.mark.parametrize("version", [EIGHT, TEN])
 def test_whole_numbers_are_fed_in_the_networks_own_type(tensorrt, tmp_path, version):
     tensorrt(version)
-    ends = [info(name, TensorProto.INT64, [2]) for name in "xy"]
-    session = opened(saved(tmp_path / "m.onnx", [("Identity", "x", "y")], ends[:1], ends[1:]))
+    whole = (TensorProto.INT64, [2])
+    session = opened(saved(tmp_path, "Identity x -> y", {"x": whole}, {"y": whole}))
     assert session.inputs[0].dtype == ("int32" if version == EIGHT else "int64")
     for dtype in (np.int64, np.int32, np.uint8):
         np.testing.assert_array_equal(session.run({"x": np.array([3, 4], dtype)})["y"], [3, 4])
@@ -195,7 +172,7 @@ def test_whole_numbers_are_fed_in_the_networks_own_type(tensorrt, tmp_path, vers
 
 
 def test_an_engine_runs_on_the_gpu_that_is_asked_for(machine, tmp_path):
-    model, path = relu(tmp_path / "m.onnx"), tmp_path / "m.engine"
+    model, path = relu(tmp_path), tmp_path / "m.engine"
     path.write_bytes(build_engine(model, WIDE, cuda=gpu(1)).plan)
     x = np.ones((1, 3), np.float32)
     assert (sdk.find_sdk().gpu, sdk.find_sdk(1).gpu) == ("Fake H200 sm_90", "Fake L4 sm_90")
@@ -223,13 +200,8 @@ def test_memory_of_a_calibrator_and_of_nothing(machine):
     with device.current():
         assert DeviceBuffer(device, 0).size == 1
         assert device.pinned((0, 3), "float32").shape == (0, 3)
-    device = gpu()
-    with pytest.raises(BackendError, match=r"device not ready.*; `nvidia-smi` shows"):
-        too_early(device)
-
-
-def too_early(device):
-    with device.current():
+    not_ready = pytest.raises(BackendError, match=r"device not ready.*; `nvidia-smi` shows")
+    with not_ready, device.current():
         device.between_ms(device.event(), device.event())
 
 
@@ -253,8 +225,7 @@ def test_bindings_that_are_missing_or_do_not_start(tensorrt, monkeypatch, tmp_pa
 
 
 def session():
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 8]) for name in "xy"]
-    model = build_net([("Relu", "x", "y")], ends[:1], ends[1:])
+    model = build_net([("Relu", "x", "y")], {"x": [1, 8]}, {"y": [1, 8]})
     return OrtSession.open(model.SerializeToString(), threads=1)
 
 
