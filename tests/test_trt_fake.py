@@ -107,15 +107,6 @@ def test_tensorrt_calibrates_in_float32_alone(tensorrt, build, tmp_path, version
     assert known == {cache.read_bytes()}
 
 
-def test_from_11_an_engine_is_of_the_typed_model(tensorrt, build):
-    trt = tensorrt(ELEVEN)
-    build()
-    (config,), (network,) = trt.STORY.configs, trt.STORY.networks
-    assert flags(config) == {"TF32"}
-    assert any(node.op_type == "DequantizeLinear" for node in network.model.graph.node)
-    assert any(tensor.data_type == 10 for tensor in network.model.graph.initializer)  # float16
-
-
 def test_calibrators_and_gpus_that_are_not_there_are_refused(tensorrt, failing, monkeypatch):
     tensorrt(ELEVEN)
     err = failing("--calibrator", "entropy2")

@@ -97,8 +97,8 @@ def test_float_engines_are_built_by_flags_as_trtexec_builds_them(tensorrt, build
 
 def test_each_engine_knows_the_timings_of_those_before(tensorrt, build, tmp_path, monkeypatch):
     trt = tensorrt(TEN)
-    more = lambda cache: trt.IHostMemory(cache.data + b"+")  # noqa: E731
-    monkeypatch.setattr(trt.ITimingCache, "serialize", more)
+    longer = lambda cache: trt.IHostMemory(cache.data + b"+")  # noqa: E731
+    monkeypatch.setattr(trt.ITimingCache, "serialize", longer)
     build()
     assert (tmp_path / "out/tensorrt.timing").read_bytes() == b"timing+++"
 
@@ -109,10 +109,12 @@ def test_float16_is_typed_where_the_int8_engine_is(tensorrt, build, tmp_path, ve
     build(*options)
     int8, fp32, fp16 = trt.STORY.networks
     assert int8.typed and fp16.typed and fp32.typed == (version == ELEVEN)
-    types = [{t.data_type for t in n.model.graph.initializer} for n in (fp32, fp16)]
-    assert 10 in types[1] and 10 not in types[0]  # float16
+    assert flags(trt.STORY.configs[0]) == {"TF32"}
+    types = [{t.data_type for t in n.model.graph.initializer} for n in trt.STORY.networks]
+    assert [10 in one for one in types] == [True, False, True]  # float16
     operators = {node.op_type for node in fp16.model.graph.node}
     assert "Cast" in operators and "QuantizeLinear" not in operators
+    assert "DequantizeLinear" in {node.op_type for node in int8.model.graph.node}
     assert (tmp_path / "out/small_cnn.tensorrt.fp16.onnx").is_file()
 
 
@@ -133,8 +135,8 @@ def test_float_engines_are_of_the_model_without_repairs(tensorrt, build, tmp_pat
 def test_fp8_is_held_against_the_same_float_engines(tensorrt, build, tmp_path):
     trt = tensorrt(TEN)
     folder = Path(__file__).parents[1] / "datasets/fashion"
-    words = "--precision", "fp8"
-    made = build(*words, model=folder / "fashion.onnx", images=folder / "calib.txt")
+    data = {"model": folder / "fashion.onnx", "images": folder / "calib.txt"}
+    made = build("--precision", "fp8", **data)
     assert list(made.rows)[1:] == ["TensorRT FP32", "TensorRT FP16", "fp8"]
     assert "faster than TensorRT FP16" in made.said
     assert "planned nodes in fp8" in made.said or "planned node in fp8" in made.said
@@ -380,33 +382,22 @@ def test_the_inspectors_words_are_read():
         ("uint8", ("u",), False),
         ("", ("p",), False),
     ]
-    assert (
-        parse_layers('{"Layers": ["a", "b"]}')
-        == parse_layers("no JSON")
-        == parse_layers("[]")
-        == ()
-    )
+    assert {parse_layers(one) for one in ('{"Layers": ["a", "b"]}', "no JSON", "[]")} == {()}
 
 
 def test_nodes_are_told_apart_by_what_became_of_them():
-    plan = [Decision("a", "Conv", "int8"), Decision("r", "Relu", "int8"),
-            Decision("b", "Add", "int8"), Decision("p", "MaxPool", "float32", "why"),
-            Decision("s", "Softmax", "float32", "why")]  # fmt: skip
-    layers = [
-        EngineLayer(name="a", precision="int8", nodes=("a",)),
-        EngineLayer(name="b", precision="float16", nodes=("b",)),
-        EngineLayer(name="p", precision="int8", nodes=("p",)),
-        EngineLayer(name="s", precision="float32", nodes=("s",)),
-        EngineLayer(name="copy", precision="float32", reformat=True),
-    ]
+    plan = [Decision(*words.split(), "int8") for words in ("a Conv", "r Relu", "b Add")]
+    plan += [Decision(*words.split(), "float32", "why") for words in ("p MaxPool", "s Softmax")]
+    ran = {"a": "int8", "b": "float16", "p": "int8", "s": "float32"}
+    layers = [EngineLayer(name=n, precision=kind, nodes=(n,)) for n, kind in ran.items()]
+    layers.append(EngineLayer(name="copy", precision="float32", reformat=True))
     part = compare_with_plan(layers, plan)
     assert (part.as_planned, part.planned, part.unnamed) == (1, 3, ("r",))
     assert [row.node for row in part.lost] == ["b"] and [row.node for row in part.gained] == ["p"]
     assert part.layers == 4 and part.reformats == 1
-    assert engine_layers_words(part) == (
-        "1 of 3 planned nodes in int8, 1 that no layer names, 1 more that the plan left in float;"
-        " 1 reformat"
+    words = (
+        "1 of 3 planned nodes in int8, 1 that no layer names, 1 more that the plan left in float"
     )
-    assert (
-        compare_with_plan((), plan) is None and engine_layers_words(compare_with_plan(layers)) == ""
-    )
+    assert engine_layers_words(part) == f"{words}; 1 reformat"
+    assert compare_with_plan((), plan) is None
+    assert engine_layers_words(compare_with_plan(layers)) == ""
