@@ -71,15 +71,10 @@ def test_resized_pixels_are_those_of_opencv(cpp, tmp_path, kind):
         flag = flags["linear" if kind == "area" and enlarges else kind]
         wanted = opencv().resize(pixels, (width, height), interpolation=flag)
         pixels.tofile(tmp_path / "in")
-        options = {
-            "size": [height, width],
-            "interpolation": kind,
-            "scale": 1.0,
-            "color": "grey" if pixels.shape[2] == 1 else "bgr",
-            "layout": "nhwc",
-        }
+        color = "grey" if pixels.shape[2] == 1 else "bgr"
+        options = {"size": [height, width], "interpolation": kind, "scale": 1.0, "color": color}
         asked = {"path": str(tmp_path / "in"), "out": str(tmp_path / "out")}
-        cpp("apply", shape=pixels.shape, options=options, **asked)
+        cpp("apply", shape=pixels.shape, options=options | {"layout": "nhwc"}, **asked)
         made = np.fromfile(tmp_path / "out", np.float32)
         assert (made == wanted.ravel()).all(), (kind, pixels.shape, (height, width))
 

@@ -432,17 +432,12 @@ def test_relabelled_caches_are_byte_equal(cpp):
 
 
 def halves(**parts):
-    made_from = {
-        "model": {"graph": "a" * 64},
-        "images": {"count": 3, "skip_bad": False, "sha256": "b" * 64},
-        "order": "e" * 64,
-        "preprocess": {"mean": [0.5], "size": None, "color": "rgb"},
-        "decoder": {"decoding": 1, "library": "OpenCV 5.0.0", "jpeg": "1", "png": "2"},
-    }
-    made_by = {
-        "program": "calib8", "rule": "histogram", "method": "entropy", "numbers": {"frontend": 1},
-        "versions": {"calib8": "0.1.0"},
-    }  # fmt: skip
+    made_from = {"model": {"graph": "a" * 64}, "order": "e" * 64}
+    made_from["images"] = {"count": 3, "skip_bad": False, "sha256": "b" * 64}
+    made_from["preprocess"] = {"mean": [0.5], "size": None, "color": "rgb"}
+    made_from["decoder"] = {"decoding": 1, "library": "OpenCV 5.0.0", "jpeg": "1", "png": "2"}
+    made_by = {"program": "calib8", "rule": "histogram", "method": "entropy"}
+    made_by |= {"numbers": {"frontend": 1}, "versions": {"calib8": "0.1.0"}}
     for part, value in parts.items():
         (made_from if part in made_from else made_by)[part] = value
     return {"made_from": made_from, "made_by": made_by}
@@ -543,11 +538,8 @@ def odd_model():
         helper.make_attribute("tp", helper.make_tensor_type_proto(1, [1, "q", None])),
         helper.make_attribute("none", [], attr_type=onnx.AttributeProto.INTS),
     ])  # fmt: skip
-    nodes = [
-        helper.make_node("If", ["cond"], ["w"], then_branch=body, else_branch=body),
-        odd,
-        helper.make_node("Relu", ["z"], ["out"], domain="ai.onnx"),
-    ]
+    branch = helper.make_node("If", ["cond"], ["w"], then_branch=body, else_branch=body)
+    nodes = [branch, odd, helper.make_node("Relu", ["z"], ["out"], domain="ai.onnx")]
     inputs = [value("x", TensorProto.FLOAT, ["n", 3, 0]), value("cond", TensorProto.BOOL, None)]
     sequence = helper.make_sequence_type_proto(inputs[0].type)
     outputs = [helper.make_value_info("out", sequence), value("t0", TensorProto.FLOAT, [3, 0])]
@@ -568,14 +560,11 @@ def test_a_model_is_known_alike(cpp, small_cnn, tmp_path):
     demo = ROOT / "datasets" / "fashion" / "fashion.onnx"
     (tmp_path / "odd.onnx").write_bytes(odd_model().SerializeToString())
     apart = tmp_path / "apart.onnx"
-    onnx.save(
-        onnx.load(demo), apart, save_as_external_data=True, location="w.bin", size_threshold=64
-    )
+    sizes = {"save_as_external_data": True, "size_threshold": 64}
+    onnx.save(onnx.load(demo), apart, location="w.bin", **sizes)
     many = tmp_path / "many.onnx"
-    onnx.save(
-        odd_model(), many, save_as_external_data=True, all_tensors_to_one_file=False,
-        size_threshold=0,
-    )  # fmt: skip
+    sizes["size_threshold"] = 0
+    onnx.save(odd_model(), many, all_tensors_to_one_file=False, **sizes)
     golden = sorted((ROOT / "tests/golden/formats/0.1.0").glob("*.onnx"))
     for path in (small_cnn, demo, tmp_path / "odd.onnx", apart, many, *golden):
         assert cpp("identity", path=str(path)) == identity_here(path), path
@@ -699,18 +688,16 @@ def test_the_tool_writes_batches(tool, photos, tmp_path):
     feed = open_feed(photos, [SPEC], preprocess=PRESETS["imagenet"], limit=7)
     options = tmp_path / "how.json"
     options.write_text(json.dumps(feed.preprocess.to_json()))
-    for given in (("--preprocess", "imagenet"), ("--options", options)):
-        done = tool(
-            "feed", photos, "--input", "image:nx3x56x64", *given, "--limit=7", "-o", tmp_path / "b"
-        )
+    words = ("feed", photos, "--input", "image:nx3x56x64", "--limit=7")
+    for given in (("--options", options), ("--preprocess", "imagenet")):
+        done = tool(*words, *given, "-o", tmp_path / "b")
         assert (done.returncode, done.stderr) == (0, "")
         ours = b"".join(one.tobytes() for one in samples_of(feed))
         assert (tmp_path / "b").read_bytes() == ours
         assert json.loads(done.stdout)["manifest"] == feed.manifest()
-    words = ("feed", photos, "--input", "image:nx3x56x64", "--preprocess=imagenet", "--limit=7")
     for threads in (1, 3):
         (tmp_path / "b").unlink()
-        again = tool(*words, "--threads", threads, "-o", tmp_path / "b")
+        again = tool(*words, *given, "--threads", threads, "-o", tmp_path / "b")
         assert (again.returncode, again.stderr, again.stdout) == (0, "", done.stdout)
         assert (tmp_path / "b").read_bytes() == ours
 

@@ -386,9 +386,8 @@ def test_the_cache_is_for_the_tensorrt_that_builds_here(gpu, model, tmp_path, mo
 @pytest.mark.slow
 def test_nodes_kept_in_float_are_bound_in_the_engine_from_the_cache(gpu, model, tmp_path):
     built_on(model, tmp_path, float_nodes=("Gemm_logits",))
-    assert gpu[-1][0] == "net.tensorrt.onnx" and gpu[-1][1].float_layers == {
-        "Gemm_logits": "logits"
-    }
+    (name, settings, _) = gpu[-1]
+    assert (name, settings.float_layers) == ("net.tensorrt.onnx", {"Gemm_logits": "logits"})
     built_on(model, tmp_path)  # another engine, not the one that was built before
     assert len(gpu) == 2 and not gpu[-1][1].float_layers
     built_on(model, tmp_path / "qdq", TensorRT(form="qdq"), float_nodes=("Gemm_logits",))
@@ -430,12 +429,8 @@ def test_profiles_open_the_batch_and_fix_the_rest():
         "x": InputShapeRange((1, 3, 6, 8), (2, 3, 6, 8), (8, 3, 6, 8)),
         "m": InputShapeRange((2, 7), (2, 7), (2, 7)),
     }
-    span = ShapeRange(
-        least={"x": (2, 3, 4, 8), "m": (2, 7)},
-        usual=fed,
-        most={"x": (3, 3, 9, 8), "m": (2, 11)},
-        largest=fed,
-    )
+    least, most = {"x": (2, 3, 4, 8), "m": (2, 7)}, {"x": (3, 3, 9, 8), "m": (2, 11)}
+    span = ShapeRange(least=least, usual=fed, most=most, largest=fed)
     assert builder.profiles_for(shapes, fed, most_batch=2, span=span) == {
         "x": InputShapeRange((1, 3, 4, 8), (2, 3, 6, 8), (3, 3, 9, 8)),
         "m": InputShapeRange((2, 7), (2, 7), (2, 11)),

@@ -10,17 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.calibration import trt_cache
-from deploy.calibration.trt_cache import (
-    ENTROPY2,
-    LEGACY,
-    MINMAX,
-    dump,
-    from_scales,
-    label_to_version,
-    parse,
-    relabel,
-    version_label,
-)
+from deploy.calibration.trt_cache import ENTROPY2, LEGACY, MINMAX, dump, from_scales, parse
 from deploy.errors import CacheError
 from tests.models import make_model
 
@@ -43,7 +33,7 @@ def test_real_caches_round_trip_byte_for_byte_and_are_written_anew(path):
     assert len(cache.entries) == len(data.splitlines()) - 1
     header = cache.header
     if header.label is not None:
-        assert dump(relabel(cache, version=str(header.version))) == data
+        assert dump(trt_cache.relabel(cache, version=str(header.version))) == data
     version = header.version or "6.0.1"
     again = from_scales(cache.scales(), version=version, algorithm=header.algorithm)
     assert dump(again) == data
@@ -167,8 +157,8 @@ def test_flaws_duplicates_legacy_headers_and_other_files():
     assert (cache.header.cutoff, cache.header.quantile) == (1.0, 0.999999)
     assert cache.header.label is None
     assert cache.header.algorithm == LEGACY
-    assert relabel(cache, version="8.5.3") == cache
-    moved = relabel(cache, version="8.5.3", algorithm=ENTROPY2)
+    assert trt_cache.relabel(cache, version="8.5.3") == cache
+    moved = trt_cache.relabel(cache, version="8.5.3", algorithm=ENTROPY2)
     assert dump(moved).startswith(b"TRT-8503-EntropyCalibration2\n")
     model = make_model([("Relu", "x", "y")], {"x": [1]}, {"y": [1]})
     with pytest.raises(CacheError, match="ONNX model"):
@@ -186,14 +176,14 @@ def test_flaws_duplicates_legacy_headers_and_other_files():
     ],
 )  # fmt: skip
 def test_version_labels(version, label):
-    assert version_label(version) == label
-    assert label_to_version(label) == ".".join(version.split(".")[:3])
+    assert trt_cache.version_label(version) == label
+    assert trt_cache.label_to_version(label) == ".".join(version.split(".")[:3])
 
 
 @pytest.mark.parametrize("version", ["", "8", "8.5", "eight", "8.5.x", "8.10.0", "-8.5.3"])
 def test_what_is_no_version_is_refused(version):
     with pytest.raises(CacheError):
-        version_label(version)
+        trt_cache.version_label(version)
 
 
 @pytest.mark.parametrize(

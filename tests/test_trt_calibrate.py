@@ -19,13 +19,8 @@ from deploy.errors import ConfigError
 from deploy.frontends import load
 from deploy.method import Method
 from deploy.pipeline import calibrate
-from deploy.targets.tensorrt.cache_contents import (
-    CAFFE,
-    ONNX,
-    cache_tensors,
-    likely_parser,
-    trt_tensors,
-)
+from deploy.targets.tensorrt import cache_contents
+from deploy.targets.tensorrt.cache_contents import cache_tensors, likely_parser
 from tests.vendor_models import build_net, parse_nodes
 
 SHARED = Path(__file__).parents[1].parent / "shared" / "golden" / "tensorrt"
@@ -209,8 +204,8 @@ def test_vgg16_and_lenet_have_the_names_tensorrt_wrote():
     path = SHARED / "lenet" / "lenet.onnx"
     real = parse((SHARED / "lenet" / "table.cache").read_bytes(), origin="table.cache")
     original = onnx.load(path)
-    assert likely_parser(original, "7.2.2") == CAFFE
-    assert likely_parser(original, "8.5.3") == ONNX
+    assert likely_parser(original, "7.2.2") == cache_contents.CAFFE
+    assert likely_parser(original, "8.5.3") == cache_contents.ONNX
     wanted = tensors_of(original, "7.2.2")
     assert [t.name for t in wanted] == [entry.name for entry in real.entries]
 
@@ -239,7 +234,12 @@ def test_casts_share_a_scale_and_indices_are_not_listed():
     nodes = parse_nodes(text, i={"axis": 1})
     weights = {"w": np.ones((4, 3, 1, 1)), "s": np.ones(4)}
     original = build_net(nodes, {"x": [1, 3, 2, 2]}, {"i": (TensorProto.INT64, None)}, weights)
-    assert trt_tensors(load(original, fold_batchnorm=False).model) == ["x", "c", "n", "r"]
+    assert cache_contents.trt_tensors(load(original, fold_batchnorm=False).model) == [
+        "x",
+        "c",
+        "n",
+        "r",
+    ]
 
 
 MODELS = Path(os.environ.get("CALIB8_MODELS") or Path.home() / ".cache" / "calib8-models")

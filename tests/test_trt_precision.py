@@ -29,18 +29,13 @@ from deploy.method import Method
 from deploy.pipeline import build
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import TensorRT
-from deploy.targets.tensorrt import builder
+from deploy.targets.tensorrt import builder, trtexec
 from deploy.targets.tensorrt.cache_qdq import from_qdq
 from deploy.targets.tensorrt.float_types import OPSETS, at_opset, narrow_float_part, round_scales
-from deploy.targets.tensorrt.trtexec import (
-    FEATURES,
-    ParserRequirements,
-    features_of,
-    unsupported_operators,
-)
+from deploy.targets.tensorrt.trtexec import ParserRequirements
 from deploy.tuning.repairs.repair_layers import find_weighted_layers, read_all_quantizations
 from deploy.tuning.search_options import Tuning
-from tests.vendor_models import build_net, parse_nodes
+from tests.vendor_models import build_net, parse_nodes, tensors
 
 HALF, FLOAT = TensorProto.FLOAT16, TensorProto.FLOAT
 
@@ -337,10 +332,12 @@ def test_the_table_of_versions():
     norm = frozenset({"LayerNormalization", "Conv"})
     assert ParserRequirements(17, norm).first_reading() == "8.6.0"
     assert ParserRequirements(13, frozenset({"Mish"})).unmet("9.3.0") == "it does not read Mish"
-    assert "LayerNormalization" in unsupported_operators("8.5.3")
-    assert not unsupported_operators("10.15.0")
-    assert features_of("8.6.1").opset == 17 and not features_of("11.2.0").calibrators
-    assert features_of("7.2.2") is FEATURES[0]
+    assert "LayerNormalization" in trtexec.unsupported_operators("8.5.3")
+    assert not trtexec.unsupported_operators("10.15.0")
+    assert (
+        trtexec.features_of("8.6.1").opset == 17 and not trtexec.features_of("11.2.0").calibrators
+    )
+    assert trtexec.features_of("7.2.2") is trtexec.FEATURES[0]
 
 
 FLOAT8 = TensorProto.FLOAT8E4M3FN
@@ -377,25 +374,15 @@ def test_neighbours_on_the_grid_hold_the_value_and_the_nearest_is_one_of_them(va
 def pair(op, x, scale, dtype=np.float32):
     """x -> Neg -> Relu or Clip -> Q -> DQ -> y, in fp8."""
     kind = {np.float32: FLOAT, np.float16: TensorProto.FLOAT16}[dtype]
-    nodes = [
-        ("Neg", "x", "n", "neg"),
-        (op, ["n"] if op == "Relu" else ["n", "low", "high"], "r", "relu"),
-        ("QuantizeLinear", "r s z", "q", "q"),
-        ("DequantizeLinear", "q s z", "y", "dq"),
-    ]
-    return build_net(
-        nodes,
-        {"x": (kind, [x.size])},
-        {"y": (kind, [x.size])},
-        [
-            numpy_helper.from_array(np.array(scale, dtype), "s"),
-            numpy_helper.from_array(np.array(0, dtype), "low"),
-            numpy_helper.from_array(np.array(6e4, dtype), "high"),
-            helper.make_tensor("z", FLOAT8, [], b"\0", raw=True),
-        ],
-        opset=19,
-        ir=9,
+    reads = "n" if op == "Relu" else "n low high"
+    text = (
+        f"Neg x -> n | {op} {reads} -> r | QuantizeLinear r s z -> q | DequantizeLinear q s z -> y"
     )
+    held = {"s": scale, "low": 0, "high": 6e4}
+    zero = helper.make_tensor("z", FLOAT8, [], b"\0", raw=True)
+    constants = tensors({name: np.array(value, dtype) for name, value in held.items()})
+    ends = {"x": (kind, [x.size])}, {"y": (kind, [x.size])}
+    return build_net(parse_nodes(text), *ends, [*constants, zero], opset=19, ir=9)
 
 
 @pytest.mark.parametrize("op", ["Relu", "Clip"])

@@ -395,9 +395,8 @@ def test_nodes_are_told_apart_by_what_became_of_them():
     assert (part.as_planned, part.planned, part.unnamed) == (1, 3, ("r",))
     assert [row.node for row in part.lost] == ["b"] and [row.node for row in part.gained] == ["p"]
     assert part.layers == 4 and part.reformats == 1
-    words = (
-        "1 of 3 planned nodes in int8, 1 that no layer names, 1 more that the plan left in float"
-    )
-    assert engine_layers_words(part) == f"{words}; 1 reformat"
+    words = "1 of 3 planned nodes in int8, 1 that no layer names"
+    words += ", 1 more that the plan left in float; 1 reformat"
+    assert engine_layers_words(part) == words
     assert compare_with_plan((), plan) is None
     assert engine_layers_words(compare_with_plan(layers)) == ""
