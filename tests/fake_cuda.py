@@ -11,11 +11,8 @@ import itertools
 import threading
 import time
 import types
-from collections.abc import Callable
 
 import numpy as np
-
-Work = Callable[[], None]
 
 GPUS = ["Fake H200", "Fake L4"]
 CAPABILITY = (9, 0)

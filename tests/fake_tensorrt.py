@@ -35,9 +35,7 @@ class Story:
 
     Attributes:
         parser: errors of the parser; any makes it refuse.
-        build: errors that a build logs; any makes it give None before it calibrates.
-        halfway: the same, after the first calibration batch.
-        behind: the same, after the calibration.
+        behind: errors that a build logs after the calibration; any makes it give None.
         loses: tensors that TensorRT finds no scale for.
         sources: whether it lets tactic sources be set.
         configs, networks, devices: of every build, in order.
@@ -46,7 +44,7 @@ class Story:
     """
 
     def __init__(self):
-        self.parser, self.build, self.halfway, self.behind, self.loses = [], [], [], [], []
+        self.parser, self.behind, self.loses = [], [], []
         self.configs, self.networks, self.devices, self.loggers, self.runs = [], [], [], [], []
         self.sources = True
 
@@ -101,9 +99,8 @@ BuilderFlag = _enum(
     gone=f"FP16 INT8 FP8 BF16 {_BINDING}",
 )
 _NETWORK_FLAGS = ((8,), "EXPLICIT_BATCH"), ((10,), "STRONGLY_TYPED")
-NetworkDefinitionCreationFlag = _enum(
-    "NetworkDefinitionCreationFlag", *_NETWORK_FLAGS, gone="EXPLICIT_BATCH"
-)
+_FLAGS = "NetworkDefinitionCreationFlag"
+NetworkDefinitionCreationFlag = _enum(_FLAGS, *_NETWORK_FLAGS, gone="EXPLICIT_BATCH")
 _KINDS = ((8,), "FLOAT HALF INT8 INT32 BOOL UINT8"), ((8, 6), "FP8"), ((9,), "BF16 INT64")
 DataType = _enum("DataType", *_KINDS, ((10,), "INT4"))
 float32, float16, int8, int32, bool = (
@@ -326,7 +323,7 @@ class Builder:
         STORY.configs.append(config)
         STORY.networks.append(network)
         STORY.devices.append(cuda.current())
-        wrong = [*STORY.build, *_unprofiled(network, config)]
+        wrong = _unprofiled(network, config)
         scales = {}
         if not wrong and config.int8_calibrator is not None and not _explicit(network.model):
             scales, wrong = _calibrated(network, config)
@@ -383,15 +380,12 @@ def _calibrated(network, config):
             seen = float(np.abs(values).max(initial=0))
             largest[name] = max(largest.get(name, 0), seen)
         taken += 1
-        if STORY.halfway:
-            return {}, STORY.halfway
     if not taken:
         return {}, ["Calibration failure occurred with no scaling factors detected"]
-    scales = {n: _rounded(v, config) / 127 for n, v in largest.items() if n not in STORY.loses}
+    scales = {n: v / 127 for n, v in largest.items() if n not in STORY.loses}
     lines = [f"{name}: {struct.pack('>f', scale).hex()}" for name, scale in scales.items()]
-    _swallowing(
-        calibrator.write_calibration_cache, memoryview("\n".join([first, *lines, ""]).encode())
-    )
+    text = "\n".join([first, *lines, ""])
+    _swallowing(calibrator.write_calibration_cache, memoryview(text.encode()))
     return scales, []
 
 
@@ -408,15 +402,6 @@ def _read(cache):
     lines = [line.rpartition(": ") for line in cache.decode().splitlines()[1:]]
     words = {name: bytes.fromhex(digits.rjust(8, "0")) for name, _, digits in lines}
     return {name: struct.unpack(">f", word)[0] for name, word in words.items()}
-
-
-def _rounded(value, config):
-    """A maximum as the precisions in force compute it."""
-    fp16 = getattr(BuilderFlag, "FP16", None) in config.chosen
-    if not fp16 and BuilderFlag.TF32 not in config.chosen:
-        return value
-    bits = np.float32(value).view(np.uint32) & np.uint32(0xFFFFE000)
-    return float(bits.view(np.float32))
 
 
 def _calibrates_with(tensor, config):

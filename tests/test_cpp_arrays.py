@@ -143,9 +143,8 @@ def test_the_tool_writes_arrays(calib8_cache, tmp_path):
     arrays = {"image": batch(), "state": batch("int64", (4, 2))}
     np.savez(tmp_path / "a.npz", **arrays)
     given = ["--input", "image:nx3x4x5", "--input", "state:nx2:int64", "-o", tmp_path / "out"]
-    done = subprocess.run(
-        [*calib8_cache, "feed", tmp_path / "a.npz", *given], capture_output=True, text=True
-    )
+    command = [*calib8_cache, "feed", tmp_path / "a.npz", *given]
+    done = subprocess.run(command, capture_output=True, text=True)
     answer, data = ours(tmp_path / "a.npz", [IMAGE, STATE])
     assert (tmp_path / "out").read_bytes() == data, done.stderr
     assert json.loads(done.stdout)["manifest"] == answer["manifest"]

@@ -37,9 +37,6 @@ def differs(cpp, tmp_path):
     return compare
 
 
-# ---- resizing -------------------------------------------------------------------------------
-
-
 def resizes():
     """(pixels, new size): noise, checks and ramps; smaller, larger, by whole numbers, by little."""
     rng = np.random.default_rng(4)
@@ -77,9 +74,6 @@ def test_resized_pixels_are_those_of_opencv(cpp, tmp_path, kind):
         cpp("apply", shape=pixels.shape, options=options | {"layout": "nhwc"}, **asked)
         made = np.fromfile(tmp_path / "out", np.float32)
         assert (made == wanted.ravel()).all(), (kind, pixels.shape, (height, width))
-
-
-# ---- pictures that OpenCV does not write ----------------------------------------------------
 
 
 # (top, left, step down, step across) of a pass
@@ -162,9 +156,6 @@ def test_an_exif_chunk_turns_a_png(differs):
     for value in range(10):
         told = (b"eXIf", block(turned(value, ">"), order=">"))
         assert not differs(interlaced(5, 9, 8, 2, told), False), value
-
-
-# ---- what the build without OpenCV leaves out -----------------------------------------------
 
 
 def test_the_decoder_tells_its_version_and_what_it_does_not_read(cpp, tmp_path):

@@ -35,6 +35,7 @@ def reason():
 
 
 NO_GPU = reason()
+QUICK = partial(measure, warmup_ms=0, duration_s=0, min_iterations=1)
 
 
 @pytest.mark.gpu
@@ -88,9 +89,8 @@ def test_caches_are_held_against_each_other_entry_by_entry():
 def moved(share, *names):
     """Eleven scales, those of `names` greater by `share`."""
     scales = {f"t{i}": np.float32(i + 1) for i in range(11)}
-    return from_scales(
-        {n: s * np.float32(1 + share * (n in names)) for n, s in scales.items()}, version="8.5.3"
-    )
+    made = {n: s * np.float32(1 + share * (n in names)) for n, s in scales.items()}
+    return from_scales(made, version="8.5.3")
 
 
 def test_the_median_is_judged_and_every_difference_printed(capsys):
@@ -126,9 +126,7 @@ def test_what_fails_in_one_engine_leaves_the_others_their_figures(tmp_path, monk
         return case().path.read_bytes()
 
     monkeypatch.setattr(gpu_check, "TensorrtSession", Standing)
-    monkeypatch.setattr(
-        gpu_check, "measure", partial(measure, warmup_ms=0, duration_s=0, min_iterations=1)
-    )
+    monkeypatch.setattr(gpu_check, "measure", QUICK)
     making = {"fp32": plan, "entropy2": fails, "Q/DQ": plan}
     fp32, entropy2, qdq, graph = gpu_check.check(case(), making, tmp_path)
     for finding in (fp32, qdq, graph):
@@ -159,9 +157,7 @@ def test_the_table_has_a_line_for_each_engine_and_what_is_wrong():
 def test_the_whole_check_runs_with_a_fake_tensorrt(tensorrt, tmp_path, monkeypatch, capsys):
     """The fake searches no scales: it takes the largest value, whatever calibrator asks."""
     tensorrt("8.5.3.1", "cuda-python")
-    monkeypatch.setattr(
-        gpu_check, "measure", partial(measure, warmup_ms=0, duration_s=0, min_iterations=1)
-    )
+    monkeypatch.setattr(gpu_check, "measure", QUICK)
     code = gpu_check.main(["--limit", "20", "--out", str(tmp_path)])
     said = capsys.readouterr().out
     rows = {line.split("|")[1].strip(): line for line in said.splitlines() if line[:2] == "| "}

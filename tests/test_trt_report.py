@@ -74,9 +74,6 @@ def line(made, label):
     return [cell.strip() for cell in found.strip("|").split("|")][1:]
 
 
-# -- float engines beside the int8 one -----------------------------------------------------------
-
-
 @pytest.mark.parametrize("version", [EIGHT, TEN])
 def test_float_engines_are_built_by_flags_as_trtexec_builds_them(tensorrt, build, version):
     trt = tensorrt(version)
@@ -197,9 +194,6 @@ def test_a_float_engine_that_cannot_be_opened_is_a_note(tensorrt, build, monkeyp
     assert not made.report["targets"][0]["error"] and made.code == 0
 
 
-# -- like against like -----------------------------------------------------------------------------
-
-
 def test_speed_is_held_against_tensorrt_and_stages_stand_in_every_form(tensorrt, build):
     tensorrt(TEN)
     made = build()
@@ -252,14 +246,10 @@ def test_gpu_and_cpu_keep_their_ratios_and_do_not_wait_for_each_other(tensorrt, 
     assert any("as TensorRT FP16" in r for r in made.rows["tensorrt"]["verdict"]["reasons"])
     assert line(made, "Latency p50")[-1] == ""  # several ratios: each verdict tells its own
     rounds, whole = [], timing.measure
-    monkeypatch.setattr(
-        measure, "measure", lambda s, *a, **k: rounds.append(list(s)) or whole(s, *a, **k)
-    )
+    listed = lambda s, *a, **k: rounds.append(list(s)) or whole(s, *a, **k)  # noqa: E731
+    monkeypatch.setattr(measure, "measure", listed)
     build()
     assert rounds == [["FP32"], ["TensorRT FP32", "TensorRT FP16", "tensorrt"]]
-
-
-# -- stages, and the report's head ----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -315,9 +305,6 @@ def test_without_a_gpu_there_is_no_word_of_one(build, monkeypatch):
     assert list(made.rows) == ["FP32", "int8"] and made.report["machine"]["devices"] == []
     for word in ("Device", "H2D", "Reformats", "In the engine", "TensorRT FP16", "faster"):
         assert word not in made.md and word not in made.said
-
-
-# -- what really runs in int8 ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", [EIGHT, TEN, ELEVEN])

@@ -18,9 +18,7 @@ from deploy.targets.tensorrt.session import TensorrtSession
 from tests.vendor_models import build_net, parse_nodes, save_net
 
 BINDINGS = ("cuda-python", "cudart", "pycuda")
-
 EIGHT, TEN = "8.5.3.1", "10.13.0.35"
-
 FLOATS = BuilderSettings(int8=False, fp16=False)
 
 
