@@ -500,7 +500,7 @@ def test_pairs_and_weights_are_of_fp8_and_onnx_finds_the_model_sound(narrow, nam
     assert {held[n.input[2]].data_type for n in pairs} == {FLOAT8} and len(pairs) == 12
     assert not any(codes_of(held[n.input[2]]).any() for n in pairs)
     weights = {n.input[0]: n for n in pairs if n.input[0] in held}
-    axes = {name: n.attribute[0].i for name, n in weights.items()}
+    axes = {n.input[0]: n.attribute[0].i for n in pairs if n.input[0] in held}
     assert axes == {"w2/quantized": 0, "w3/quantized": 0, "w4/quantized": 0, "fc/quantized": 1}
 
 
