@@ -115,7 +115,6 @@ TensorIOMode = _enum("TensorIOMode", ((8,), "NONE INPUT OUTPUT"))
 TensorLocation = _enum("TensorLocation", ((8,), "DEVICE HOST"))
 LayerInformationFormat = _enum("LayerInformationFormat", ((8,), "ONELINE JSON"))
 ProfilingVerbosity = _enum("ProfilingVerbosity", ((8,), "LAYER_NAMES_ONLY NONE DETAILED"))
-DeviceType = _enum("DeviceType", ((8,), "GPU DLA"))
 
 
 class Dims(list):  # type: ignore[type-arg]

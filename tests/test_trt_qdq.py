@@ -26,7 +26,7 @@ from deploy.targets.tensorrt.cache_qdq import concat_scales, from_qdq
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq, qdq_to_cache
 from deploy.targets.tensorrt.infer_scales import infer_missing_scales
 from deploy.tuning.search_options import Tuning
-from tests.vendor_models import build_net, parse_nodes, save_net, scale_nodes, tensors
+from tests.vendor_models import build_net, parse_nodes, save_net, scale_nodes
 
 PAD = {"pads": [1, 1, 1, 1]}
 FEED = {"x": np.random.default_rng(11).standard_normal((2, 3, 8, 8)).astype(np.float32)}
@@ -189,44 +189,32 @@ def test_entries_are_found_by_position_or_known_from_the_file(tmp_path):
 ZERO = np.int8(0)
 
 
-def qdq_model(scale=0.1, zero=ZERO, second=None):
-    """x -> Q -> DQ -> Relu, as small as it gets."""
-    constants = {"s": np.asarray(scale, np.float32), "z": np.asarray(zero)}
-    constants["s2"] = np.asarray(scale if second is None else second, np.float32)
-    nodes = parse_nodes("QuantizeLinear x s z -> q | DequantizeLinear q s2 z -> d | Relu d -> y")
-    return build_net(nodes, {"x": [1, 3]}, {"y": [1, 3]}, constants)
+PAIR = "QuantizeLinear x s z -> q | DequantizeLinear q s2 z -> d"
+INTEGER = "QuantizeLinear x s z -> q | QLinearMatMul q s z w s z s z -> d8"
+INTEGER += " | DequantizeLinear d8 s z -> d | Relu d -> y"
+LONE = "Cast x -> x8 | DequantizeLinear x8 s z -> d | Relu d -> y"
+WEIGHT = f"{PAIR} | DequantizeLinear w ws wz -> wd | Gemm d wd -> y"
 
 
-def test_a_smallest_qdq_model_and_what_is_refused_beside_it():
+def qdq_model(scale=0.1, zero=ZERO, second=None, text=f"{PAIR} | Relu d -> y", **held):
+    """x -> Q -> DQ -> Relu, as small as it gets, or other nodes of the same scales."""
+    held["s"], held["z"] = np.asarray(scale, np.float32), np.asarray(zero)
+    held["s2"] = np.asarray(scale if second is None else second, np.float32)
+    nodes = parse_nodes(text, x8={"to": TensorProto.INT8}, wd={"axis": 0})
+    return build_net(nodes, {"x": [1, 3]}, {"y": [1, 3]}, held)
+
+
+def test_a_smallest_qdq_model_and_a_cache_of_none_of_its_tensors():
     plain = from_qdq(qdq_model())
     assert plain.scales == {"x": np.float32(0.1)}
     assert [node.op_type for node in plain.model.graph.node] == ["Relu"]
     assert list(plain.model.graph.node[0].input) == ["x"]
-    model = qdq_model()
-    model.graph.initializer.append(numpy_helper.from_array(np.ones((3, 3), np.int8), "w"))
-    model.graph.node.insert(1, *parse_nodes("QLinearMatMul q s z w s z s z -> q2"))
-    model.graph.node[2].input[0] = "q2"
-    with pytest.raises(ExportError, match="integer operator QLinearMatMul"):
-        from_qdq(model)
-    lone = qdq_model()
-    del lone.graph.node[0]
-    lone.graph.input[0].name = "q"
-    lone.graph.node.insert(0, helper.make_node("Cast", ["q"], ["q8"], "c", to=TensorProto.INT8))
-    lone.graph.node[1].input[0] = "q8"
-    with pytest.raises(ExportError, match="follows its QuantizeLinear"):
-        from_qdq(lone)
-    model = qdq_model()
-    held = {"w": np.ones((2, 3), np.int8), "ws": np.ones(5), "wz": np.zeros(5, np.int8)}
-    model.graph.initializer.extend(tensors(held))
-    (weight,) = parse_nodes("DequantizeLinear w ws wz -> wd", wd={"axis": 0})
-    model.graph.node.insert(2, weight)
-    model.graph.node[3].op_type = "Gemm"
-    model.graph.node[3].input.append("wd")
-    with pytest.raises(ExportError, match="5 on axis 0"):
-        from_qdq(model)
     foreign = from_scales({"elsewhere": np.float32(1)}, version="8.5.3")
     with pytest.raises(CacheError, match="none can be used"):
         cache_to_qdq(residual(), foreign)
+
+
+EIGHTS = {"w": np.ones((2, 3), np.int8), "ws": np.ones(5), "wz": np.zeros(5, np.int8)}
 
 
 @pytest.mark.parametrize(
@@ -238,6 +226,9 @@ def test_a_smallest_qdq_model_and_what_is_refused_beside_it():
         (qdq_model(second=0.2), "must be equal"),
         (qdq_model(scale=0.0), "positive and finite"),
         (qdq_model(scale=np.nan), "positive and finite"),
+        (qdq_model(text=INTEGER, w=np.ones((3, 3), np.int8)), "integer operator QLinearMatMul"),
+        (qdq_model(text=LONE), "follows its QuantizeLinear"),
+        (qdq_model(text=WEIGHT, **EIGHTS), "5 on axis 0"),
         (residual(), "plain already"),
     ],
 )
