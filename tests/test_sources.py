@@ -46,10 +46,12 @@ def folder_of_arrays(tmp_path, kind):
     folder.mkdir()
     for number, one in enumerate(BATCH):
         path = folder / f"{number}.{kind}"
-        if kind == "npz":
+        if kind == "npy":
+            np.save(path, one[None])
+        elif kind == "npz":
             np.savez(path, x=one[None])
         else:
-            np.save(path, one[None]) if kind == "npy" else one.astype("<f4").tofile(path)
+            one.astype("<f4").tofile(path)
     return folder
 
 
