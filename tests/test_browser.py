@@ -181,7 +181,10 @@ WORDS_BROKEN = """
 # Lines of the cells that hold a number with a unit.
 NUMBER_LINES = """
 [...document.querySelectorAll('td')].filter(c => /^[-\\d.]+ (dB|%)$/.test(c.innerText)).map(c => {
-  const r = document.createRange(); r.selectNodeContents(c); return r.getClientRects().length; })
+  const range = document.createRange();
+  range.selectNodeContents(c);
+  return range.getClientRects().length;
+})
 """
 
 # How far tables are wider than their places.
