@@ -414,9 +414,12 @@ def test_what_cannot_be_traced_is_said_with_line_and_remedies():
     assert "DataDependent (nt)" in said
     assert f"{Path(__file__).name}:{line}: if x.sum() > 0:" in said
     assert "--leaf nt" in said and "--only" in said and "torch.where" in said
+    # (*sizes, -1) would iterate a proxy
+    starred = module(lambda self, x: x.view(*(x.size()[:1] + (-1,))))  # noqa: RUF005
     with pytest.raises(ModelError, match=r"view\(shape\) not view\(\*shape\)"):
-        trace(module(lambda self, x: x.view(*(x.size()[:1] + (-1,)))))  # noqa: RUF005
-    whole, x = module(lambda self, x: x.view(x.size()[:1] + (-1,))), torch.randn(2, 3, 4)  # noqa: RUF005
+        trace(starred)
+    whole = module(lambda self, x: x.view(x.size()[:1] + (-1,)))  # noqa: RUF005
+    x = torch.randn(2, 3, 4)
     assert torch.equal(trace(whole)(x), x.view(2, -1))
 
 
