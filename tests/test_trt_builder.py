@@ -26,7 +26,7 @@ from deploy.frontends import load
 from deploy.method import Method
 from deploy.pipeline import build
 from deploy.targets.shape_ranges import ShapeRange
-from deploy.targets.tensorrt import builder, engines, sdk
+from deploy.targets.tensorrt import builder, engines, sdk, session
 from deploy.targets.tensorrt.builder import BuilderSettings, InputShapeRange, build_engine
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq
 from deploy.targets.tensorrt.sdk import LogRecorder, Sdk, record_log
@@ -367,6 +367,7 @@ def gpu(tensorrt, monkeypatch):
 @pytest.mark.slow
 def test_the_cache_is_for_the_tensorrt_that_builds_here(gpu, model, tmp_path, monkeypatch):
     monkeypatch.setattr(sdk, "stand_ins", lambda: ("CUDNN",))
+    monkeypatch.setattr(session, "find_sdk", no_engine)  # built, never opened
     notes = built_on(model, tmp_path)
     cache = (tmp_path / "net.tensorrt.cache").read_bytes()
     assert gpu[-1][2] == cache and parse(cache, origin="made").header.version == "10.13.0"

@@ -56,9 +56,9 @@ def test_a_scale_is_rounded_up_to_what_the_type_holds(values):
 
 
 def built(net, images, out, *, plan=None, **options):
-    """What a build of a target with these options wrote; nothing is searched or timed."""
+    """What a build of a target with these options wrote; without a plan nothing is searched."""
     how = {"method": "minmax"} if options.get("precision") == "fp8" else {"preprocess": UNIT}
-    target, tuning = TensorRT(**options), Tuning(effort=0, plan=plan)
+    target, tuning = TensorRT(**options), Tuning(plan=plan) if plan else Tuning(effort=0)
     return build(net, images, out=out, targets=[target], duration_s=0, tuning=tuning, **how)
 
 
@@ -499,7 +499,6 @@ def test_pairs_and_weights_are_of_fp8_and_onnx_finds_the_model_sound(narrow, nam
     pairs = [n for n in model.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
     assert {held[n.input[2]].data_type for n in pairs} == {FLOAT8} and len(pairs) == 12
     assert not any(codes_of(held[n.input[2]]).any() for n in pairs)
-    weights = {n.input[0]: n for n in pairs if n.input[0] in held}
     axes = {n.input[0]: n.attribute[0].i for n in pairs if n.input[0] in held}
     assert axes == {"w2/quantized": 0, "w3/quantized": 0, "w4/quantized": 0, "fc/quantized": 1}
 
