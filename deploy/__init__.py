@@ -8,26 +8,20 @@ Every name is imported when first used, so that `import deploy` stays light.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from deploy.version import __version__
+from deploy import errors
+from deploy.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from deploy.analysis.benchmark import bench as bench
     from deploy.analysis.inspection import inspect as inspect
     from deploy.calibration.cluster_jobs import Cluster as Cluster
     from deploy.calibration.reuse import CachePolicy as CachePolicy
-    from deploy.errors import BackendError as BackendError
-    from deploy.errors import CacheError as CacheError
-    from deploy.errors import Calib8Error as Calib8Error
-    from deploy.errors import CalibrationError as CalibrationError
-    from deploy.errors import ConfigError as ConfigError
-    from deploy.errors import ExportError as ExportError
-    from deploy.errors import FeedError as FeedError
-    from deploy.errors import ModelError as ModelError
-    from deploy.errors import QuantizedError as QuantizedError
-    from deploy.errors import SdkMissingError as SdkMissingError
+    from deploy.errors import *  # noqa: F403
     from deploy.feed.paths import RawFiles as RawFiles
     from deploy.feed.preprocess import Preprocess as Preprocess
     from deploy.feed.sampling import Choice as Choice
@@ -44,73 +38,57 @@ if TYPE_CHECKING:
     from deploy.targets import TensorRT as TensorRT
     from deploy.tuning.search_options import Tuning as Tuning
 
-__all__ = [  # noqa: RUF022 (in the order of a user's work)
-    "__version__",
-    # what is done with a model
-    "load",
-    "inspect",
-    "calibrate",
-    "merge",
-    "build",
-    "bench",
-    # how
-    "Preprocess",
-    "RawFiles",
-    "Choice",
-    "Method",
-    "CachePolicy",
-    "Cluster",
-    "Tuning",
-    "Gates",
-    # for what
-    "TARGETS",
-    "OnnxRuntime",
-    "TensorRT",
-    "Ascend",
-    # what comes of it
-    "Report",
-    # what can go wrong: `deploy.errors` draws the tree
-    "Calib8Error",
-    "CalibrationError",
-    "ModelError",
-    "QuantizedError",
-    "FeedError",
-    "CacheError",
-    "ConfigError",
-    "ExportError",
-    "BackendError",
-    "SdkMissingError",
-]
-
-_HOMES = {
-    "deploy.analysis.benchmark": ("bench",),
-    "deploy.calibration.reuse": ("CachePolicy",),
-    "deploy.method": ("Method",),
-    "deploy.calibration.cluster_jobs": ("Cluster",),
-    "deploy.errors": tuple(name for name in __all__ if name.endswith("Error")),
-    "deploy.feed.sampling": ("Choice",),
-    "deploy.feed.preprocess": ("Preprocess",),
-    "deploy.feed.paths": ("RawFiles",),
-    "deploy.frontends": ("load",),
-    "deploy.analysis.inspection": ("inspect",),
-    "deploy.pipeline": ("build", "calibrate", "merge"),
-    "deploy.report": ("Report",),
-    "deploy.report.verdict": ("Gates",),
-    "deploy.targets": ("TARGETS", "Ascend", "OnnxRuntime", "TensorRT"),
-    "deploy.tuning.tune": ("Tuning",),
+_HOMES = {  # in the order of a user's work
+    "__version__": "deploy.version",
+    "load": "deploy.frontends",
+    "inspect": "deploy.analysis.inspection",
+    "calibrate": "deploy.pipeline",
+    "merge": "deploy.pipeline",
+    "build": "deploy.pipeline",
+    "bench": "deploy.analysis.benchmark",
+    "Preprocess": "deploy.feed.preprocess",
+    "RawFiles": "deploy.feed.paths",
+    "Choice": "deploy.feed.sampling",
+    "Method": "deploy.method",
+    "CachePolicy": "deploy.calibration.reuse",
+    "Cluster": "deploy.calibration.cluster_jobs",
+    "Tuning": "deploy.tuning.search_options",
+    "Gates": "deploy.report.verdict",
+    "TARGETS": "deploy.targets",
+    "OnnxRuntime": "deploy.targets",
+    "TensorRT": "deploy.targets",
+    "Ascend": "deploy.targets",
+    "Report": "deploy.report",
+    **dict.fromkeys(errors.__all__, "deploy.errors"),
 }
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 
-if not TYPE_CHECKING:  # or every misspelt name would pass a type checker
+def lazy_names(
+    module: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of a module whose names are imported when first used.
 
-    def __getattr__(name: str) -> object:
-        if name not in _HOME:
-            raise AttributeError(f"module 'deploy' has no attribute {name!r}")
-        value = getattr(import_module(_HOME[name]), name)
-        globals()[name] = value
+    `homes`: name -> "module:attribute", or "module" for the module itself.
+    """
+
+    def get(name: str) -> object:
+        if name not in homes:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        home, _, attribute = homes[name].partition(":")
+        value = import_module(home)
+        value = getattr(value, attribute) if attribute else value
+        setattr(sys.modules[module], name, value)
         return value
 
+    def names() -> list[str]:  # what a prompt completes: these names, and no import's
+        own = (name for name in vars(sys.modules[module]) if name.startswith("__"))
+        return sorted({*own, *homes})
 
-def __dir__() -> list[str]:  # what a prompt completes: the names above, and no import's
-    return sorted({*(name for name in globals() if name.startswith("__")), *__all__})
+    return get, names
+
+
+if not TYPE_CHECKING:  # a checker takes the imports above; it would let every misspelt name pass
+    __all__ = list(_HOMES)
+    __getattr__, __dir__ = lazy_names(
+        __name__, {name: f"{home}:{name}" for name, home in _HOMES.items()}
+    )

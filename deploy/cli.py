@@ -19,12 +19,13 @@ from typing import NoReturn
 import click
 
 from calibrators.errors import shortened
-from deploy.errors import Calib8Error
+from deploy.errors import Calib8Error, did_you_mean
 from deploy.files.reading import guard_inputs
 from deploy.terminal import say
 from deploy.version import __version__
 
 _OURS = ("calib8", "calibrators", "deploy")  # never reported as missing packages
+_NO_COMMAND = re.compile(r"No such command '([^']*)'")
 _ONE_MORE = re.compile(r"Got unexpected extra arguments? \((\S+?)[\s)]")
 
 # name: (module:attribute, one line for `calib8 --help`)
@@ -262,7 +263,10 @@ def _sentence(error: click.ClickException, argv: Sequence[str]) -> str:
     context = error.ctx if isinstance(error, click.UsageError) else None
     if context is None:
         return message
-    if one_more := _ONE_MORE.match(message):
+    if (unknown := _NO_COMMAND.match(message)) and isinstance(context.command, click.Group):
+        near = did_you_mean(unknown[1], context.command.list_commands(context))
+        message = f"{unknown[0]}{near and '; '}{near}"
+    elif one_more := _ONE_MORE.match(message):
         message += _hint(context.command, one_more[1], argv)
     return f"{message} (`{context.command_path} --help` tells more)"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MADE = ("PKG-INFO", "setup.cfg", "calib8.egg-info/")  # by setuptools, or rewritten by it
-PACKAGES = {"calibrators", "deploy", "calib8.py"}  # all that a wheel may install
+PACKAGES = {"calib8", "calibrators", "deploy"}  # all that a wheel may install
 KERNEL = "calibrators/_count.so"  # what tells the wheel of a platform from that of every platform
 
 

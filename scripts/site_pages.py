@@ -2,7 +2,7 @@
 
 `mkdocs.yml` names this file as a hook: the pages exist while mkdocs builds, and in no checkout.
 A command needs nothing but its row in `COMMANDS` to have its page; a public name, its row in
-`deploy.__all__`.
+`deploy` or `calib8`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+import calib8
 import deploy
 from deploy.cli import COMMANDS, cli
 from deploy.commands.base import section_of, section_position
@@ -57,7 +58,7 @@ def _command_list() -> str:
     return "\n".join(
         [
             "# Commands\n",
-            "What `calib8 COMMAND --help` says, made from the commands themselves. Exit codes are"
+            "What `calib8 COMMAND --help-all` says, made from the commands. Exit codes are"
             " told in [What int8 loses](../../accuracy.md#the-verdict).\n",
             "| command | |",
             "| --- | --- |",
@@ -121,12 +122,15 @@ def _names() -> str:
 
     Of a target only its options are for users; what it does with them is called by the pipeline.
     """
-    told = ["# Python", "All of these are names of `deploy`, and of `calib8`."]
+    told = ["# Python", "The names of `calib8`, then those of `calib8.torch`."]
     targets = set(deploy.TARGETS.values())
     for value in (getattr(deploy, name) for name in deploy.__all__):
         if callable(value):
             bare = "\n    options:\n      members: false" if value in targets else ""
             told.append(f"::: {value.__module__}.{value.__qualname__}{bare}")
+    homes = [*calib8._HOMES.values(), *calib8.torch._HOMES.values()]
+    own = (home for home in homes if ":" in home and not home.startswith("deploy:"))
+    told += [f"::: {home.replace(':', '.')}" for home in own]
     told.append(f"`TARGETS` has the targets by name: {', '.join(deploy.TARGETS)}.")
     return "\n\n".join(told)
 

@@ -120,6 +120,14 @@ def detector(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
+def named_files(tmp_path, monkeypatch):
+    """Empty files in the folder of the test, for command lines of which only the words count."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("m.onnx", "n.onnx", "p", "e", "q.cfg", "build"):
+        (tmp_path / name).touch()
+
+
+@pytest.fixture
 def run(capfd):
     """(words of the command) -> exit code, stdout, stderr: never a fault, one sentence at most.
 

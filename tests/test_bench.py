@@ -362,6 +362,7 @@ def test_what_openvino_does_not_run_is_refused(refused, a, tmp_path, openvino):
     words = ("--runtime", "openvino")
     b, bad = saved(tmp_path / "b.onnx", "y = Neg (x)"), saved(tmp_path / "c.onnx", "y = Cosh (x)")
     assert "take one engine" in refused(a, "--against", b, *words)
+    (tmp_path / "a.plan").touch()
     assert "OpenVINO reads ONNX models" in refused(tmp_path / "a.plan", *words)
     assert "Operation Cosh is not supported" in refused(bad, *words)
 

@@ -555,7 +555,7 @@ def test_what_was_installed_is_in_its_place_again(calibrate, tmp_path, monkeypat
     ("words", "told"),
     [
         ((), "Missing option"),
-        (("--calibrator-script", "old.py:make", "--images", "x"), "leave one of them away"),
+        (("--calibrator-script", "old.py:make", "--images", "."), "leave one of them away"),
         (("--calibrator-script", "old.py"), "file.py:function"),
         (("--calibrator-script", "elsewhere.py:make"), "elsewhere.py"),
     ],

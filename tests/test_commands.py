@@ -51,7 +51,7 @@ def test_the_help_names_every_preset_and_shows_numbers_by_a_letter(run):
     from deploy.feed.preprocess import PRESETS
 
     assert re.split(", | or ", PRESET_NAMES) == list(PRESETS)
-    said = run("build", "--help")[1]
+    said = run("build", "--help-all")[1]
     assert "ppocr-rec" in said and "--limit N " in said and "--power X " in said
     assert not re.search(r"INTEGER|FLOAT", said)
 
@@ -61,7 +61,7 @@ def test_every_option_has_a_sentence_for_help():
         (words, param.opts[-1], said)
         for words, command in commands()
         for param in command.params
-        if isinstance(param, click.Option) and not param.hidden
+        if isinstance(param, click.Option)
         if not re.fullmatch(r"[A-Z].*\.", said := param.help.partition("  [default")[0], re.DOTALL)
     ]
     assert not wrong
@@ -70,7 +70,7 @@ def test_every_option_has_a_sentence_for_help():
 @pytest.mark.parametrize("name", MADE)
 def test_every_option_stands_in_one_section_in_the_order_of_work(name, run):
     (command,) = [command for words, command in commands() if words == (name,)]
-    _, out, _ = run(name, "--help")
+    _, out, _ = run(name, "--help-all" if command.common else "--help")
     for param in command.params:
         if isinstance(param, base.SectionOption):
             part = out.split(f"\n{param.section}:\n")[1].split("\n\n")[0]
@@ -84,7 +84,7 @@ def test_every_option_stands_in_one_section_in_the_order_of_work(name, run):
 
 # --- What reaches the pipeline.
 @pytest.fixture
-def told(monkeypatch):
+def told(monkeypatch, named_files):
     """What `build` and `calibrate` of the pipeline were called with."""
     seen = {}
 
@@ -209,12 +209,13 @@ def test_an_option_without_a_meaning_is_refused(words, said, told, run):
         ("build m.onnx --images p --target tensorrt --engine-from x", 2, "'--engine-from'"),
         ("calibrate m.onnx --images p --soc Ascend310P3", 2, "No such option"),
         ("bench m.onnx --shape x", 2, "must look like"),
-        ("biuld", 2, "No such command 'biuld'"),
+        ("biuld", 2, "No such command 'biuld'; did you mean 'build'?"),
         ("cache check x --parser onnx --verbose", 1, "--parser and --verbose go with --model"),
         ("ascend config x -o y --from z --batch-num 2", 1, "--batch-num goes with"),
         ("ascend config x -o y --from z --symmetric", 1, "--symmetric goes with"),
     ],
 )
+@pytest.mark.usefixtures("named_files")
 def test_a_wrong_command_line_is_one_sentence_and_an_exit_code(words, code, said, run):
     got, out, error = run(*words.split())
     assert got == code and said in error and not out
@@ -225,21 +226,6 @@ def test_a_group_alone_shows_its_help(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["ascend"])
     assert stop.value.code == 2 and "Usage: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--calibrator entropy2", "--method entropy-tensorrt (with --batch-size)"),
-        ("--calibrator legacy", "--method legacy"),
-        ("--order-independent", "--method entropy"),
-    ],
-)
-def test_a_flag_that_is_gone_names_what_took_its_place(words, said, run):
-    code, _, error = run("calibrate", "m.onnx", "--images", "p", *words.split())
-    assert code == 1 and said in error and error.count("\n") == 1
-    shown = run("calibrate", "--help")[1]
-    assert not re.search(rf"{words.split()[0]}(?![\w-])", shown)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +317,7 @@ class Toy:
 
 
 @pytest.fixture
-def toy(monkeypatch):
+def toy(monkeypatch, named_files):
     """The row, and the commands made anew from the table."""
     monkeypatch.setitem(TARGETS, "toy", Toy)
     for name in (*MADE, "diagnose"):  # inspect is there
@@ -341,13 +327,13 @@ def toy(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("toy")
 def test_a_toy_target_works_from_the_command_line(small_cnn, tmp_path, run):
-    _, out, _ = run("build", "--help")
+    _, out, _ = run("build", "--help-all")
     for flag in ("--steps", "--tag", "--rate", "--turbo / --no-turbo"):
         assert flag in out.split("Target toy:")[1]
     assert "onnxruntime, tensorrt, ascend, toy" in " ".join(out.split())
     assert "--steps" in run("inspect", "--help")[1]
-    assert "--turbo" in run("bench", "--help")[1]
-    assert "--turbo" not in run("calibrate", "--help")[1]
+    assert "--turbo" in run("bench", "--help-all")[1]
+    assert "--turbo" not in run("calibrate", "--help-all")[1]
     np.save(tmp_path / "x.npy", np.ones((2, 3, 16, 16), np.float32))
     feed = ("--images", tmp_path / "x.npy", "--target", "toy")
     words = ("--steps", "7", "--tag", "a", "--tag", "b", "--rate", "1", "--no-turbo")
@@ -463,7 +449,11 @@ def unknown(line):
             return set(words[:1]) or {"no command"}
         command = command.get_command(context, words.pop(0))
     known = {option for parameter in command.params for option in parameter.opts}
-    return {word.partition("=")[0] for word in words if word[:1] == "-"} - known - {"--help"}
+    return (
+        {word.partition("=")[0] for word in words if word[:1] == "-"}
+        - known
+        - {"--help", "--help-all"}
+    )
 
 
 def test_documented_commands_and_options_exist():
@@ -652,3 +642,53 @@ def test_a_missing_package_says_what_it_is_for(run, monkeypatch):
 
     monkeypatch.setattr(environment, "version", gone)
     assert "pip install '.[torch]'" in found(run)["torch"]["words"]
+
+
+# --- `--help` shows what most need, and a path that is not there is told before all else.
+def test_the_help_of_a_command_with_many_options_shows_a_dozen_and_help_all_the_rest(run):
+    for words, command in commands():
+        every = [one for one in command.params if isinstance(one, click.Option)]
+        common = getattr(command, "common", [])
+        assert bool(common) == (len(every) > 16), words
+        if not common:
+            continue
+        short, everything = run.ok(*words, "--help"), run.ok(*words, "--help-all")
+        assert 8 <= len(common) <= 12 and short.endswith(f"lists all {len(every) + 2} options.\n")
+        listed = short.partition("\nOptions:\n")[2]
+        assert re.findall(r"^  (?:-\w, )?(--[\w-]+)", listed, re.MULTILINE) == common
+        assert all(re.search(rf"^  .*{one.opts[-1]}\b", everything, re.MULTILINE) for one in every)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "build nope.onnx --images p",
+        "build m.onnx --images nope",
+        "calibrate m.onnx --images nope/x.txt",
+        "merge m.onnx nope.shard",
+        "bench m.onnx --against nope.onnx",
+        "compare m.onnx nope.onnx --images p",
+        "explain nope",
+        "ascend deploy m.onnx nope.txt --out o",
+    ],
+)
+def test_a_path_that_is_not_there_is_told_before_anything_is_imported(words, named_files):
+    code = f"""
+import sys; from deploy.cli import main
+try: main({words.split()})
+except SystemExit as stop: print(stop.code, *{{"numpy", "onnx", "cv2"}} & sys.modules.keys())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "1\n" and "got nothing there; check the path\n" in done.stderr
+    assert "error: nope" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_pattern_a_loader_and_a_torch_model_are_no_paths_to_look_for():
+    for text in ("photos/*.jpg", "loader.py:make", "timm:resnet18", "p[0].png"):
+        base.IMAGE_SOURCE.check(text)
+
+
+@pytest.mark.parametrize("words", ["cache shwo", "ascend atuo"])
+def test_a_command_of_a_group_is_suggested_once(words, run):
+    code, _, error = run(*words.split())
+    assert code == 2 and error.count("did you mean") == 1

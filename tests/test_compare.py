@@ -342,7 +342,7 @@ def test_options_of_what_is_not_asked_for_are_refused(built, flags, missing):
 # what anybody may have written
 def test_a_folder_without_a_report_is_refused(tmp_path):
     assert "without a report.json" in refused(tmp_path)
-    assert "without a report.json" in refused(tmp_path / "none")
+    assert "must be the folder of a build" in refused(tmp_path / "none")
     refused("x" * 5000)
 
 

@@ -16,11 +16,10 @@ import pytest
 
 from calibrators.errors import CalibrationError
 from calibrators.grids import affine_params
-from deploy.analysis.experiment import SHOWN, quantize_by_search, quantize_with_scales, read_values
+from deploy.analysis.experiment import SHOWN, quantize, read_values
 from deploy.calibration import store
 from deploy.errors import BackendError, ConfigError, FeedError
 from deploy.files.manifest import sha256
-from deploy.method import Method
 from deploy.report.profile_page import Area, Tile, squarify, tree_map
 from deploy.runtimes.ort import OrtSession
 from scripts import house
@@ -317,7 +316,7 @@ def test_ranges_are_those_of_the_searches(run, tmp_path):
     assert kept["found"] == "percentile 95" and kept["clipped"] > 10
     assert kept["sqnr_db"] < widest["sqnr_db"] < 60
     assert said(run, path, "--method", "entropy-tensorrt")["clipped"] >= 0
-    zeros = quantize_by_search(np.zeros(3, np.float32), Method.of(), axis=None, dtype="qint8")
+    zeros = quantize(np.zeros(3, np.float32), dtype="qint8")
     assert zeros.quantized.stored.tolist() == [0, 0, 0] and zeros.quantized.scale.tolist() == [1.0]
 
 
@@ -347,7 +346,7 @@ def test_what_is_no_experiment_is_said(run, tmp_path):
         code, _, err = run("quantize", *words)
         assert code in (1, 2) and message in err, (words, err)
     with pytest.raises(CalibrationError, match="NaN"):
-        quantize_with_scales(np.array([np.nan], np.float32), [1.0], [0], axis=None, dtype="quint8")
+        quantize(np.array([np.nan], np.float32), scales=[1.0])
     with pytest.raises(FeedError):
         read_values(str(tmp_path))
     with pytest.raises(ConfigError, match="brackets"):

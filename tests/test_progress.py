@@ -393,6 +393,7 @@ def test_what_is_grave_is_said_all_the_same(quick, tmp_path, run):
     assert (code, out) == (1, "") and err.startswith("calib8: error: ")
 
 
+@pytest.mark.usefixtures("named_files")
 def test_quiet_and_verbose_exclude_each_other(run):
     for command in ("build", "calibrate"):
         code, out, err = run(command, "m.onnx", "--images", "p", "-q", "-v")
@@ -408,6 +409,7 @@ def test_quiet_and_verbose_exclude_each_other(run):
         (("bench", "m.onnx"), "--json or --html"),
     ],
 )
+@pytest.mark.usefixtures("named_files")
 def test_quiet_is_refused_where_nothing_is_left_to_tell(words, files, run):
     assert f"--quiet goes with {files}, which was not given" in run.fails(*words, "--quiet")
 

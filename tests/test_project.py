@@ -55,7 +55,14 @@ def loaded_by(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "face", ["deploy", "deploy.cli", "calib8", "calib8; dir(calib8)", "calibrators"]
+    "face",
+    [
+        "deploy",
+        "deploy.cli",
+        "calib8; dir(calib8)",
+        "calib8.torch; dir(calib8.torch)",
+        "calibrators",
+    ],
 )
 def test_importing_a_package_loads_no_heavy_library(face):
     own = {"deploy"} if face == "calibrators" else {"numpy", "cv2", "tensorrt", "tqdm", "msgspec"}
@@ -78,16 +85,14 @@ def test_the_face_is_whole():
     errors = {name for name in face if name.endswith("Error")}
     assert set(deploy.errors.__all__) == errors
     assert all(issubclass(getattr(deploy, name), deploy.Calib8Error) for name in errors)
-    assert checked("deploy/__init__.py") == face - {"__version__"}
-    for module in (deploy, calib8):
-        assert face == {n for n in dir(module) if not n.startswith("__")} | {"__version__"}
+    assert checked("deploy/__init__.py") - {"*"} == face - errors - {"__version__"}
+    assert face == {n for n in dir(deploy) if not n.startswith("__")} | {"__version__"}
 
 
 def test_the_projects_own_name_gives_the_same():
-    assert calib8.__all__ == deploy.__all__ and set(deploy.__all__) <= set(dir(calib8))
+    assert set(deploy.__all__) <= set(dir(calib8))
     for name in deploy.__all__:
         assert getattr(calib8, name) is getattr(deploy, name)
-    assert checked("calib8.py") == {"*"}
 
 
 @pytest.mark.parametrize("package", [deploy, calib8])
@@ -297,3 +302,107 @@ def test_what_cannot_be_listed_is_refused(tmp_path, text):
     done = run(path if text is None else wheel(tmp_path, text), tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert ("must be installed" if text else "a wheel has one METADATA") in done.stderr
+
+
+# --- The face: every command is a function of its name, and help fits two screens.
+OF_TORCH = {"trace", "profile", "fuse", "qat", "export"}
+
+
+def names_of(module) -> set[str]:
+    return {name for name in dir(module) if not name.startswith("__")}
+
+
+def test_every_command_is_a_name_of_the_face():
+    groups = {name for name in COMMANDS if isinstance(cli.get_command(None, name), click.Group)}
+    assert set(COMMANDS) - OF_TORCH <= names_of(calib8)
+    assert all(callable(getattr(calib8, name)) for name in set(COMMANDS) - OF_TORCH - groups)
+    assert names_of(calib8.torch) > OF_TORCH
+    for group in groups:  # what cannot be a function is made with others: build, read
+        below = {name.replace("-", "_") for name in cli.get_command(None, group).commands}
+        assert below - {"auto", "config", "show"} <= names_of(getattr(calib8, group))
+
+
+def test_the_types_of_the_face_are_those_of_its_names():
+    faces = {"calib8/__init__.py": calib8, "calib8/torch.py": calib8.torch}
+    for path, module in faces.items():
+        body = ast.parse((ROOT / path).read_text("utf-8")).body
+        (block,) = [n for n in body if isinstance(n, ast.If) and "not" not in ast.unparse(n.test)]
+        lines = [line for line in block.body if isinstance(line, ast.ImportFrom)]
+        shown = {one.asname for line in lines for one in line.names} - {None}  # `X as X` alone is
+        shown |= {line.targets[0].id for line in block.body if isinstance(line, ast.Assign)}
+        own = names_of(module) - (set(deploy.__all__) if module is calib8 else set())
+        assert shown == own
+        homes = {f"{line.module}:{one.name}" for line in lines for one in line.names}
+        homes = {home.replace("calib8:", "calib8.") for home in homes} - {"deploy:*"}
+        assert homes == {module._HOMES[name] for name in own}
+
+
+def test_the_help_of_the_face_is_two_screens_that_name_everything():
+    import pydoc
+
+    text = pydoc.render_doc(calib8, renderer=pydoc.plaintext)
+    assert len(text.splitlines()) < 66
+    words = set(re.findall(r"\w+", text.partition("PACKAGE CONTENTS")[0]))
+    errors = {name for name in deploy.errors.__all__ if name != "Calib8Error"}
+    assert names_of(calib8) - errors <= words
+    for part in ("torch", "ascend", "cache"):
+        line = next(
+            line for line in text.splitlines() if line.lstrip().startswith(f"calib8.{part}")
+        )
+        listed = set(re.findall(r"\w+", line))
+        assert names_of(getattr(calib8, part)) - {"Task", "TrialInputs"} <= listed, part
+
+
+def test_a_python_object_that_is_no_model_is_refused_in_a_sentence(pictures):
+    class Net:
+        graph = None  # as a traced module has
+
+    for take in (calib8.load, calib8.inspect, lambda net: calib8.build(net, pictures)):
+        with pytest.raises(
+            calib8.ModelError, match=r"got an object of class Net; calib8\.torch\.ex"
+        ):
+            take(Net())
+
+
+def test_values_are_quantized_by_a_search_or_by_scales():
+    searched = calib8.quantize([-1.0, 0.0, 1.0, 2.0], method="minmax", dtype="qint8")
+    assert searched.quantized.stored.tolist()[-1] == 127 and "SQNR" in repr(searched)
+    given = calib8.quantize([[0.5, 1.0], [2.0, 4.0]], scales=[0.5, 1], axis=0, dtype="qint8")
+    assert given.quantized.stored.tolist() == [[1, 2], [2, 4]]
+    for words in ({"scales": [1.0], "method": "mse"}, {"zero_points": [3]}):
+        with pytest.raises(calib8.ConfigError, match=r"leave one away|give --scale too"):
+            calib8.quantize([1.0], **words)
+    with pytest.raises(calib8.ConfigError, match="array of finite real numbers, got: "):
+        calib8.quantize(["text"])
+
+
+@pytest.mark.slow
+def test_a_build_is_read_compared_explained_and_verified(small_cnn, pictures, tmp_path):
+    quick = {"duration_s": 0, "tuning": calib8.Tuning(effort=0), "limit": 4}
+    for name in "ab":
+        built = calib8.build(small_cnn, pictures, out=tmp_path / name, **quick)
+    assert calib8.report(tmp_path / "a").title == built.title
+    both = calib8.report(tmp_path / "a", tmp_path / "b")
+    assert len(both.engines) == 2 and "onnxruntime" in repr(both)
+    assert repr(calib8.explain(tmp_path / "b")).startswith(built.title)
+    int8 = next((tmp_path / "b").glob("*.int8.onnx"))
+    assert calib8.compare(str(small_cnn), str(int8), pictures).layers
+    found = calib8.verify(tmp_path / "b")
+    assert found.passed and "files are as the build of small_cnn wrote them" in repr(found)
+    int8.write_bytes(b"")
+    found = calib8.verify(tmp_path / "b")
+    assert not found.passed and found.changed == {int8.name: "was changed after it was written"}
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_the_names_of_the_face_and_no_others(tmp_path, monkeypatch):
+    api = pytest.importorskip("mypy.api", reason="mypy is not installed")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("MYPYPATH", str(ROOT))
+    known = "calib8.build, calib8.Method, calib8.ModelError, calib8.doctor, calib8.cache.read"
+    user = tmp_path / "user.py"
+    user.write_text(
+        f"import calib8\n({known}, calib8.torch.qat, calib8.torch.trace)\ncalib8.biuld\n"
+    )
+    said = api.run([str(user)])[0]
+    assert said.count("error:") == 1 and '"biuld"' in said

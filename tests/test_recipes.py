@@ -70,7 +70,7 @@ def test_a_recipe_is_one_new_file_and_changes_in_one_table():
 
 
 def test_the_command_line_offers_what_the_recipes_add(tree):
-    text = calib8(tree, "build", "--help")
+    text = calib8(tree, "build", "--help-all")
     for word in ("toy", "--toy-label", "ksigma", "--sigma"):
         assert word in text
 

@@ -65,7 +65,7 @@ def test_the_links_of_the_page_are_those_of_the_repository_that_releases():
 
 def test_files_that_lack_something_or_hold_more_are_told():
     tracked = ["setup.cfg", "a.py", "deploy/b.py"]
-    wheel = ["deploy/b.py", "calibrators/c.py", "calib8.py", "calib8-1.dist-info/METADATA"]
+    wheel = ["deploy/b.py", "calibrators/c.py", "calib8/d.py", "calib8-1.dist-info/METADATA"]
     sdist = [*tracked, "PKG-INFO", "calib8.egg-info/SOURCES.txt"]
     assert release.misfits(sdist, wheel, tracked) == []
     for given, said in (

@@ -104,7 +104,7 @@ def test_a_new_row_is_all_that_a_search_with_a_parameter_needs(
     for name in ("build", "calibrate"):  # made anew from the table
         monkeypatch.delitem(sys.modules, f"deploy.commands.{name}", raising=False)
 
-    assert "For --method share. [default: 0.5]" in command("build", "--help")
+    assert "For --method share. [default: 0.5]" in command("build", "--help-all")
     out, images = tmp_path / "out", ("--images", pictures, "--preprocess", "unit")
     words = ("--method", "share", "--share", 0.25, "--out", out, "--duration", 0, "--effort", 0)
     command("build", small_cnn, *images, *words)

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch", reason="the torch front end needs torch: ca
 
 from torch import nn
 
+import calib8
 from deploy.cli import cli
 from deploy.errors import ConfigError, ModelError, SdkMissingError
 from deploy.frontends import load
@@ -23,7 +24,7 @@ from deploy.fx.convert import calibrate
 from deploy.fx.device import DeviceAdapter, device_of, find_device, move_tensors
 from deploy.fx.open_model import export_torch, open_torch
 from deploy.fx.prepare import prepare
-from deploy.fx.profile import profile_graph
+from deploy.fx.profile import profile
 from deploy.fx.qat import train
 from deploy.fx.trace import trace
 from tests import torch_training
@@ -87,8 +88,9 @@ def test_what_is_missing_or_wrong_is_said(tmp_path, refusal):
         load(SMALL)
     with pytest.raises(ConfigError, match=r"file\.py:factory"):
         load(str(HERE / "resnet18.py"))
+    (tmp_path / "model.onnx").touch()
     assert "are for a model given as file.py:factory" in refusal(
-        "inspect", "model.onnx", "--input", "1x3"
+        "inspect", tmp_path / "model.onnx", "--input", "1x3"
     )
     for text in ("", "3x", "0x3", "axb", "1X3", "1x-3", "1x3 "):
         with pytest.raises(ConfigError, match="like 1x3x224x224"):
@@ -272,7 +274,7 @@ def test_results_are_brought_back_and_a_graph_without_modules_is_profiled():
     adapted = DeviceAdapter(module(asks, layer=nn.Linear(2, 2, device="meta")))
     assert adapted(torch.zeros(1, 2))["y"].device.type == "cpu"
     plain = trace(module(lambda self, x: x + 1))
-    found = profile_graph(plain, [X], warm_up=0, runs=1)
+    found = profile(plain, [X], warm_up=0, runs=1)
     assert {node.module for node in found.nodes} == {""} and found.parameters == 0
 
 
@@ -294,3 +296,48 @@ def test_training_in_bfloat16_and_on_a_named_device(tmp_path):
     shown = run_command("qat", f"{TRAINING}:of_parts", *words)
     assert "int8: 3 of 3 layers with weights" in shown and "same arg-max" in shown
     assert "against its own weights in float" in shown
+
+
+# --- A module in memory, by the functions of `calib8.torch`.
+class InMemory(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.norm(self.first(x))).mean((2, 3)))
+
+
+@pytest.mark.slow
+def test_a_module_in_memory_is_exported_inspected_and_built(tmp_path):
+    torch.manual_seed(0)
+    net, x = InMemory(), torch.randn(2, 3, 16, 16)
+    model = calib8.torch.export(net.half(), [x])  # in train mode, and in float16
+    assert net.training and net.first.weight.dtype == torch.float16
+    found = calib8.inspect(model)
+    assert found.inputs[0].shape[1:] == (3, 16, 16) and "InMemory" in repr(found)
+    arrays = list(np.random.default_rng(0).normal(size=(8, 1, 3, 16, 16)).astype(np.float32))
+    quick = {"duration_s": 0, "tuning": calib8.Tuning(effort=0)}
+    report = calib8.build(model, arrays, out=tmp_path, **quick)
+    assert not report.failed and (tmp_path / "InMemory.int8.onnx").is_file()
+
+
+def test_a_module_in_memory_is_refused_where_a_model_is_meant():
+    for take in (calib8.load, calib8.inspect):
+        for net in (InMemory(), trace(InMemory())):
+            with pytest.raises(ModelError, match=r"calib8\.torch\.export\(module, "):
+                take(net)
+
+
+@pytest.mark.slow
+def test_the_functions_of_torch_take_a_module_in_memory():
+    torch.manual_seed(0)
+    net, x = InMemory().eval(), torch.randn(4, 3, 16, 16)
+    assert calib8.torch.trace(net).graph and calib8.torch.profile(net, x, runs=1).parameters
+    fused, report = calib8.torch.fuse(net, x)  # one tensor or a list
+    assert report.norms_left == 0 and torch.allclose(fused(x), net(x), atol=1e-5)
+    prepared = calib8.torch.prepare(net, x, target="tensorrt")
+    assert calib8.torch.calibrate(prepared, [x]) == 1
+    exported = calib8.torch.export(calib8.torch.convert(prepared), x)
+    assert "QuantizeLinear" in {node.op_type for node in exported.graph.node}

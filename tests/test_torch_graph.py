@@ -21,7 +21,7 @@ from deploy.fx.capture import capture, graph_of
 from deploy.fx.export import compare_with_torch, to_onnx
 from deploy.fx.fuse import fold_batch_norms, fuse
 from deploy.fx.norms import is_norm, propagate_shapes, replace_op, replace_pattern
-from deploy.fx.profile import count_flops, format_graph, graph_source, max_difference, profile_graph
+from deploy.fx.profile import count_flops, format_graph, graph_source, max_difference, profile
 from deploy.fx.source import load_module, user_code_line
 from deploy.fx.trace import (
     failing_line,
@@ -578,7 +578,7 @@ def test_functional_convolutions_fold_too():
 @pytest.mark.slow
 def test_profile_counts_resnet18_exactly_and_times_nearly_all_of_it():
     traced = trace(load_module(f"{HERE / 'resnet18.py'}:make"))
-    result = profile_graph(traced, [torch.randn(1, 3, 224, 224)], warm_up=1, runs=1)
+    result = profile(traced, [torch.randn(1, 3, 224, 224)], warm_up=1, runs=1)
     assert result.flops == 3_628_146_688
     assert result.macs == 1_814_073_344
     assert sum(node.parameters for node in result.nodes) == 11_689_512

@@ -45,3 +45,14 @@ def test_help_needs_no_torch_and_torch_ao_is_never_imported():
     for source in [*(ROOT / "deploy").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         text = source.read_text()
         assert "torch.ao" not in text and "torch.quantization" not in text, source
+
+
+def test_the_face_of_torch_is_there_without_torch_and_its_functions_name_the_extra():
+    code = """
+import calib8, pydoc
+assert "trace" in dir(calib8.torch) and "qat" in pydoc.render_doc(calib8)
+try: calib8.torch.trace
+except calib8.SdkMissingError as error: print(error)
+"""
+    done = run(code)
+    assert "pip install 'calib8[torch]'" in done.stdout and done.stderr == ""

@@ -238,7 +238,7 @@ def test_the_qat_command_trains_exports_and_agrees(tmp_path, command, refusal):
     line = text[: text.index("y = 1 / 0")].count("\n") + 1
     assert "ZeroDivisionError: division by zero at" in said and f"train.py:{line}: y = 1" in said
     said = refusal("qat", f"{TRAINING}:net", "-o", out)
-    assert "must return a deploy.fx.qat.Task, got Sequential" in said
+    assert "must return a calib8.torch.Task, got Sequential" in said
 
 
 @pytest.mark.slow
@@ -255,7 +255,7 @@ def test_the_export_command_in_float_and_quantized(tmp_path, run, command, refus
     assert {"QuantizeLinear", "DequantizeLinear"} <= {node.op_type for node in model.graph.node}
     for wrong, said in (
         ([*base, "--qdq", "-o", "x.onnx"], "give --images"),
-        ([*base, "--images", "x", "-o", "x.onnx"], "goes with --qdq"),
+        ([*base, "--images", ".", "-o", "x.onnx"], "goes with --qdq"),
         (["export", f"{TRAINING}:net", "-o", "x.onnx"], "needs its --input"),
     ):
         assert said in refusal(*wrong)

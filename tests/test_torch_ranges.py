@@ -319,7 +319,6 @@ def test_export_refuses_a_method_that_would_change_nothing(run, refusal):
         (["--method", "mse"], "--method goes with --qdq"),
         (["--qdq", "--mode", "dynamic", "--percent", "99"], "belongs to --method percentile"),
         (["--qdq", "--mode", "dynamic", "--method", "mse"], "--method goes with --mode static"),
-        (["--qdq", "--ranges", "mse"], "--method names the search, as for build"),
     ):
         assert said in refusal(*base, *words)
     code, _, said = run(*base, "--qdq", "--method", "ema")

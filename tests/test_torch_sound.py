@@ -25,7 +25,7 @@ from deploy.fx.int8_layers import QatLayer, WeightQuant, measure_coverage, refus
 from deploy.fx.modes import format_modes, measure_mode, quantize_model
 from deploy.fx.open_model import open_torch
 from deploy.fx.prepare import prepare, prepare_only
-from deploy.fx.profile import check_same_outputs, profile_graph
+from deploy.fx.profile import check_same_outputs, profile
 from deploy.fx.qat import Task, train
 from deploy.fx.source import computed_weights, load_module, plain_copy, unwrap
 from deploy.fx.trace import trace
@@ -506,5 +506,5 @@ def test_constants_are_computed_and_parameters_counted_once():
     x = torch.randn(2, 6, 16)
     folded, _ = fold_batch_norms(model, [x])
     assert torch.allclose(folded(x), model(x), atol=1e-6)
-    found = profile_graph(capture(model, [x]), [x], warm_up=0, runs=1)
+    found = profile(capture(model, [x]), [x], warm_up=0, runs=1)
     assert found.parameters == sum(p.numel() for p in model.parameters())

@@ -224,7 +224,7 @@ def test_in_python_a_model_in_memory_is_built_alike(made, data, tmp_path):
     [
         ("--method", "minmax"), ("--cache", "c.cache"), ("--require-cache",), ("--trust-cache",),
         ("--refresh",), ("--resume",), ("--keep-float", "op:Conv"), ("--effort", "2"),
-        ("--plan", "p.toml"), ("--repair", "bias"), ("--until-stable",),
+        ("--plan", __file__), ("--repair", "bias"), ("--until-stable",),
         ("--scheduler", "host:8786"),
     ],
 )  # fmt: skip
@@ -246,7 +246,7 @@ def test_a_calibrators_script_is_refused(refused, made, tmp_path):
         ("onnxruntime", ("--dynamic-matmul",)), ("tensorrt", ("--precision", "fp8")),
         ("tensorrt", ("--calibrator", "entropy2")), ("tensorrt", ("--float-behind-concat",)),
         ("tensorrt", ("--pair-behind-deconv",)), ("ascend", ("--exact-ifmr",)),
-        ("ascend", ("--amct-batch", "2")), ("ascend", ("--ascend-config", "x.cfg")),
+        ("ascend", ("--amct-batch", "2")), ("ascend", ("--ascend-config", __file__)),
     ],
 )  # fmt: skip
 def test_options_of_a_target_that_quantize_are_refused(refused, made, target, words):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
+from pathlib import Path
 
-from deploy.analysis.build_reader import StoredBuild
+from deploy.analysis.build_reader import StoredBuild, read_stored_build
 from deploy.errors import ConfigError
-from deploy.report import EngineRow, figures, model
+from deploy.report import EngineRow, Report, figures, model
 from deploy.report.blocks import Bullets, Section, Table, block_html, sections_html
 from deploy.report.model import to_plain_object
 from deploy.report.page import page, verdicts
@@ -52,14 +53,30 @@ class SettingDifference:
     values: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class BuildComparison:
-    """Comparison of several builds."""
+    """Comparison of several builds; `repr` is its text for a screen."""
 
     names: tuple[str, ...]
     engines: tuple[EngineSummary, ...]  # one line per engine
     differences: tuple[SettingDifference, ...]
     notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return to_screen(self)
+
+
+def report(*folders: Path | str) -> Report | BuildComparison:
+    """Read the report of one build, or compare several builds; nothing is run or measured.
+
+    Args:
+        folders: output folders of builds, or their report.json.
+
+    Raises:
+        ConfigError: no folder, or one without a report that can be read.
+    """
+    builds = [read_stored_build(folder) for folder in folders]
+    return builds[0].report if len(builds) == 1 else compare_builds(builds)
 
 
 def compare_builds(builds: Sequence[StoredBuild]) -> BuildComparison:

@@ -23,8 +23,8 @@ from deploy.analysis.explanation import (
     TensorAccuracy,
 )
 from deploy.errors import ConfigError
-from deploy.files import toml
-from deploy.files.manifest import PAGES, SETTINGS
+from deploy.files import manifest, staging, toml
+from deploy.files.manifest import PAGES, SETTINGS, Manifest
 from deploy.files.reading import is_file, read_json
 from deploy.method import NO_CHOICES
 from deploy.metrics.levels import LEVELS
@@ -34,6 +34,7 @@ from deploy.pipeline.results import trial_rows
 from deploy.report import EngineRow, NodeRow, Report, TargetPart, TrialRow
 from deploy.report.model import SCHEMA
 from deploy.report.tables import PLAN
+from deploy.terminal import join_visible
 from deploy.tuning.plan_file import (
     CONSEQUENCE,
     NOISE,
@@ -51,6 +52,7 @@ from deploy.tuning.repairs import REPAIRS
 _MOST_BYTES = 1 << 30  # of a report, which has a row for every tensor
 _LARGEST_SIZE = 1 << 63  # bytes of a file
 _WIDE = 60  # characters of a value in a message, and of an option's value
+_KEPT_ELSEWHERE = "is not here: it was kept elsewhere"
 _ORDER = (NOISE, TIME, CONSEQUENCE, WHOLE, RULE)
 
 
@@ -63,6 +65,49 @@ class StoredBuild:
     report: Report  # its report, without the latency samples, which no file stores
     # flag without dashes -> value as text, from `calib8.toml`; None without that file
     options: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Verification:
+    """The files of a build beside its manifest; `repr` lists them."""
+
+    folder: Path
+    manifest: Manifest
+    changed: Mapping[str, str]  # name -> "is missing" or "was changed after it was written"
+    cache_changed: bool  # of a cache outside the folder
+
+    @property
+    def passed(self) -> bool:
+        """Whether every file is there, as the build wrote it."""
+        return not self.changed and not self.cache_changed
+
+    def __repr__(self) -> str:
+        files, cache = self.manifest.files, self.manifest.cache
+        lines = [f"{name} {self.changed.get(name, 'is as it was written')}" for name in files]
+        lines += [f"{name} is of an earlier build" for name in self.manifest.earlier]
+        if cache is not None:
+            left = "is as the build left it" if cache[0].is_file() else _KEPT_ELSEWHERE
+            left = "was changed after it was written" if self.cache_changed else left
+            lines.append(f"{cache[0]}, the cache, {left}")
+        sound, model = len(files) - len(self.changed), self.manifest.made_from.get("model", {})
+        lines.append(
+            f"{self.folder}: {sound} of {len(files)} files are as the build of {model.get('name')}"
+            " wrote them"
+        )
+        return join_visible(lines)
+
+
+def verify(folder: Path | str) -> Verification:
+    """Compare the files in a build's folder with its manifest; finish a killed build first.
+
+    Raises:
+        CacheError: the folder has no manifest, or this version cannot read it.
+    """
+    where = Path(folder)
+    staging.recover(where)
+    written = manifest.read_manifest(where)
+    other = written.cache is not None and manifest.cache_changed(*written.cache)
+    return Verification(where, written, manifest.find_changed_files(where, written), other)
 
 
 def read_stored_build(folder: Path | str) -> StoredBuild:

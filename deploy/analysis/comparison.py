@@ -318,8 +318,8 @@ def _bisect(names: Sequence[str], agrees: Callable[[str], bool]) -> None:
 
 @with_progress
 def compare(
-    first: Path,
-    second: Path | None,
+    first: Path | str,
+    second: Path | str | None,
     images: FeedSource | Dataset,
     *,
     runtime: str = "onnxruntime",
@@ -354,8 +354,8 @@ def compare(
             f"a comparison needs two models or two runtimes, got {first} in ONNX Runtime alone;"
             " name a second model, or another runtime with --runtime"
         )
-    ours = read_model(first)
-    theirs = ours if second is None else read_model(second)
+    ours = read_model(Path(first))
+    theirs = ours if second is None else read_model(Path(second))
     session = OrtSession.open(ours, threads=threads)
     _refuse_other_inputs(ours, theirs)
     feed = dataset_of(images).open(

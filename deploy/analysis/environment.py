@@ -30,7 +30,7 @@ class EnvironmentCheck:
     words: str  # its version, or its purpose and how to get it
 
 
-def check_environment() -> tuple[EnvironmentCheck, ...]:
+def doctor() -> tuple[EnvironmentCheck, ...]:
     """Check everything; nothing runs on a device."""
     return (*_own_checks(), *_target_checks(), *_package_checks())
 

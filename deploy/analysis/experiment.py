@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from calibrators.grids import (
     INT8,
@@ -46,9 +46,9 @@ _HEADS = ("value", "int_repr", "dequantized", "error")
 Real = NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Experiment:
-    """Values and their quantized form."""
+    """Values and their quantized form; `repr` is a table of the first ones."""
 
     values: Real  # float32, of any shape
     quantized: QuantizedTensor
@@ -89,8 +89,7 @@ class Experiment:
             }
         )
 
-    def to_text(self) -> str:
-        """Return the scales, a table of the first values, and the error over all of them."""
+    def __repr__(self) -> str:
         figures = self._figures()
         summary = (
             f"largest error {figures['largest_error']:.6g}, root mean square {figures['rms']:.6g},"
@@ -132,15 +131,51 @@ class Experiment:
             yield f"and {count(self.values.size - SHOWN, 'value')} more"
 
 
-def quantize_with_scales(
-    values: Real, scales: Sequence[float], zeros: Sequence[int], *, axis: int | None, dtype: str
+def quantize(
+    values: ArrayLike,
+    *,
+    method: str | Method | None = None,
+    scales: Sequence[float] | None = None,
+    zero_points: Sequence[int] | None = None,
+    axis: int | None = None,
+    dtype: str = "quint8",
 ) -> Experiment:
-    """Quantize with a given scale and zero point, or one of each per channel along an axis.
+    """Quantize values, with a range that a search finds in them or with given scales.
+
+    Args:
+        values: finite real numbers of any shape.
+        method: the search; None for the default one.
+        scales: in place of a search: one, or one for each channel of `axis`.
+        zero_points: one for each scale; None for 0.
+        axis: channel axis; None for one scale.
+        dtype: "quint8", "qint8" or, with scales, "qint32".
 
     Raises:
-        CalibrationError: as in `calibrators.grids`.
-        ConfigError: several scales without an axis.
+        ConfigError: a method with scales, zero points without, or an axis or dtype that do not fit.
+        CalibrationError: values without a range, or as in `calibrators.grids`.
     """
+    chosen = Method.of(method) if isinstance(method, str) else method
+    if scales is not None and chosen is not None:
+        raise ConfigError(
+            f"a scale is given or searched, got --scale and --method {chosen.label}; leave one away"
+        )
+    if scales is None and zero_points is not None:
+        raise ConfigError(
+            f"--zero-point goes with --scale, got {list(zero_points)} alone; give --scale too"
+        )
+    try:
+        read = _real(np.asarray(values))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"values are an array of finite real numbers, got: {error}") from error
+    if scales is None:
+        return _by_search(read, chosen or Method.of(), axis=axis, dtype=dtype)
+    zeros = [0] * len(scales) if zero_points is None else zero_points
+    return _with_scales(read, scales, zeros, axis=axis, dtype=dtype)
+
+
+def _with_scales(
+    values: Real, scales: Sequence[float], zeros: Sequence[int], *, axis: int | None, dtype: str
+) -> Experiment:
     if axis is not None:
         made = quantize_per_channel(values, scales, zeros, axis, dtype)
     elif len(scales) == len(zeros) == 1:
@@ -153,13 +188,7 @@ def quantize_with_scales(
     return Experiment(values, made, dtype, "given")
 
 
-def quantize_by_search(values: Real, method: Method, *, axis: int | None, dtype: str) -> Experiment:
-    """Quantize with the range that a search finds in the values, per channel with an axis.
-
-    Raises:
-        CalibrationError: values without a range.
-        ConfigError: a dtype that searches do not support, or an axis that the values do not have.
-    """
+def _by_search(values: Real, method: Method, *, axis: int | None, dtype: str) -> Experiment:
     if dtype not in GRIDS:
         raise ConfigError(
             f"a search finds the scale of {' or '.join(GRIDS)}, got {dtype}; give its --scale and"
@@ -170,7 +199,7 @@ def quantize_by_search(values: Real, method: Method, *, axis: int | None, dtype:
     channels = [values] if axis is None else list(np.moveaxis(values, axis, 0))
     affine = [_range(channel, method, GRIDS[dtype]) for channel in channels]
     scales, zeros = [scale for scale, _ in affine], [zero for _, zero in affine]
-    made = quantize_with_scales(values, scales, zeros, axis=axis, dtype=dtype)
+    made = _with_scales(values, scales, zeros, axis=axis, dtype=dtype)
     return Experiment(values, made.quantized, dtype, method.label)
 
 

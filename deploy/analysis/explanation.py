@@ -115,9 +115,9 @@ class TargetExplanation:
         return replace(self, held=held)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Explanation:
-    """Explanation of a build."""
+    """Explanation of a build; `repr` is its text for a screen."""
 
     title: str
     report: str
@@ -125,6 +125,9 @@ class Explanation:
     model: str = ""
     preprocess: Mapping[str, object] = field(default_factory=dict)
     targets: tuple[TargetExplanation, ...] = ()  # one entry per target
+
+    def __repr__(self) -> str:
+        return to_screen(self)
 
 
 def to_screen(explanation: Explanation, *, everything: bool = False) -> str:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from deploy.feed.feed import Dataset
     from deploy.pipeline.deployment import TrialInputs
+    from deploy.report import Report
     from deploy.targets.ascend.layers import LayerGraph
 
 _FILES = frozenset(option.flag for option in declared_options(Ascend) if not option.observes)
@@ -64,10 +65,10 @@ class Where:
     force: bool
 
 
-def where_options(command: Callable[..., None]) -> Callable[..., None]:
+def where_options(command: Callable[..., Report]) -> Callable[..., None]:
     """Add where files go, what they are tried on, and Ascend's own options that do not calibrate.
 
-    The command gets them as `where`.
+    The command gets them as `where`; the report that it returns is printed.
     """
 
     @wraps(command)
@@ -75,6 +76,7 @@ def where_options(command: Callable[..., None]) -> Callable[..., None]:
         given: Given, dataset: Dataset | None, shapes: tuple[str, ...], **words: Any
     ) -> None:
         from deploy.pipeline.deployment import TrialInputs
+        from deploy.report import to_json, to_screen
 
         if dataset is not None and (idle := base.given_flags("shapes")):
             raise ConfigError(
@@ -88,7 +90,10 @@ def where_options(command: Callable[..., None]) -> Callable[..., None]:
             threads=words.pop("threads"),
             force=words.pop("force"),
         )
-        command(where=where, **words)
+        json_path = words.pop("json_path")
+        report = command(where=where, **words)
+        put_json(json_path, lambda: to_json(report))
+        say_lines(to_screen(report))
 
     wrapped: Callable[..., None] = gathered
     return base.add_options(wrapped, _OPTIONS)
@@ -109,6 +114,7 @@ _OPTIONS: Sequence[Callable[[Callable[..., None]], Callable[..., None]]] = (
     base.general_option(
         "--force", is_flag=True, help="Write over files that calib8 did not write."
     ),
+    json_option,
 )
 
 
@@ -185,12 +191,12 @@ def check(path: Path, model: Path | None) -> None:
     short_help="Leave the worst layers in float until a loss budget holds.",
 )
 @quietable()
-@click.argument("model", type=FILE)
+@click.argument("model", type=base.MODEL_FILE)
 @base.general_option(
     "-o", "--out", type=FILE, default=Path("build"), help="Folder of everything that is written."
 )
 @base.calibration_option(
-    "--ascend-config", type=FILE, help="AMCT's simplified .cfg, or its quant config JSON."
+    "--ascend-config", type=base.INPUT, help="AMCT's simplified .cfg, or its quant config JSON."
 )
 @base.calibration_option(
     "--amct-batch",
@@ -198,7 +204,10 @@ def check(path: Path, model: Path | None) -> None:
     help="Images of one of AMCT's batches, by which HFMG, DMQ and batch_num go.",
 )
 @base.measuring_option(
-    "--eval-images", metavar="PATH", help="Images to judge on; a list may hold labels."
+    "--eval-images",
+    type=base.IMAGE_SOURCE,
+    metavar="PATH",
+    help="Images to judge on; a list may hold labels.",
 )
 @base.measuring_option(
     "--max-loss",
@@ -276,31 +285,29 @@ def auto(
 
 @ascend.command("deploy", cls=base.SectionedCommand, short_help="Files by a record's scales.")
 @quietable()
-@click.argument("model", type=FILE)
-@click.argument("record", type=FILE, required=False)
+@click.argument("model", type=base.MODEL_FILE)
+@click.argument("record", type=base.INPUT, required=False)
 @base.calibration_option(
     "--cache",
-    type=FILE,
+    type=base.INPUT,
     metavar="FILE",
     help="In place of RECORD: a TensorRT calibration cache, whose scales the inputs of the layers"
     " get, symmetric; weights get theirs by ARQ.",
 )
 @base.calibration_option(
     "--ascend-config",
-    type=FILE,
+    type=base.INPUT,
     metavar="FILE",
     help="Configuration that RECORD was made with, where it kept BatchNormalization apart.",
 )
 @where_options
-@json_option
 def deploy_scales(
     model: Path,
     record: Path | None,
     cache: Path | None,
     ascend_config: Path | None,
     where: Where,
-    json_path: Path | None,
-) -> None:
+) -> Report:
     """Write deploy and fake-quant models of MODEL by the scales of RECORD (AMCT's save_model).
 
     RECORD is AMCT's or calib8's own, edited or not; layers that it lacks stay float. Nothing is
@@ -313,9 +320,8 @@ def deploy_scales(
       calib8 ascend deploy model.onnx --cache model.cache -o build/
     """  # noqa: D301 (click reads the backspace)
     from deploy.pipeline.deployment import deploy
-    from deploy.report import to_json, to_screen
 
-    report = deploy(
+    return deploy(
         model,
         record,
         cache=cache,
@@ -326,13 +332,11 @@ def deploy_scales(
         threads=where.threads,
         force=where.force,
     )
-    put_json(json_path, lambda: to_json(report))
-    say_lines(to_screen(report))
 
 
 @ascend.command("convert", cls=base.SectionedCommand, short_help="Files of a Q/DQ model.")
 @quietable()
-@click.argument("model", type=FILE, metavar="MODEL.QDQ.ONNX")
+@click.argument("model", type=base.MODEL_FILE, metavar="MODEL.QDQ.ONNX")
 @base.calibration_option(
     "--keep-rounding/--no-keep-rounding",
     default=True,
@@ -340,8 +344,7 @@ def deploy_scales(
     " without it four operators less for each such tensor, and a little farther from the model.",
 )
 @where_options
-@json_option
-def convert_pairs(model: Path, keep_rounding: bool, where: Where, json_path: Path | None) -> None:
+def convert_pairs(model: Path, keep_rounding: bool, where: Where) -> Report:
     """Write deploy and fake-quant models of a Q/DQ model by its own scales.
 
     The model may be of calib8 qat or export --qdq, ONNX Runtime, ModelOpt or NNCF, trained for
@@ -354,9 +357,8 @@ def convert_pairs(model: Path, keep_rounding: bool, where: Where, json_path: Pat
       calib8 ascend convert net.qdq.onnx -o build/ --images photos/
     """  # noqa: D301 (click reads the backspace)
     from deploy.pipeline.deployment import convert
-    from deploy.report import to_json, to_screen
 
-    report = convert(
+    return convert(
         model,
         keep_rounding=keep_rounding,
         out=where.out,
@@ -365,8 +367,6 @@ def convert_pairs(model: Path, keep_rounding: bool, where: Where, json_path: Pat
         threads=where.threads,
         force=where.force,
     )
-    put_json(json_path, lambda: to_json(report))
-    say_lines(to_screen(report))
 
 
 def _layers(path: Path) -> tuple[onnx.ModelProto, LayerGraph]:

@@ -8,6 +8,7 @@ that no command imports anything for it.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
@@ -20,16 +21,46 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from deploy.errors import ConfigError
-from deploy.terminal import say_data, show_progress, without_text
+from deploy.terminal import say_data, say_lines, show_progress, without_text
 
 MODEL, IMAGES, CALIBRATION, CACHE = "Model", "Images", "Calibration", "Cache"
 SEARCH, TARGETS, MEASURING, GENERAL = "Search", "Targets", "Measuring", "General"
-# The order of a user's work; other sections, such as a target's, come between.
-_FIRST = (MODEL, IMAGES, CALIBRATION, CACHE, SEARCH, TARGETS)
-_LAST = (MEASURING, GENERAL)
+# The order of a user's work; "" stands for other sections, such as a target's.
+_ORDER = (MODEL, IMAGES, CALIBRATION, CACHE, SEARCH, TARGETS, "", MEASURING, GENERAL)
 
 THREADS = click.IntRange(1, 1024)
 FILE = click.Path(path_type=Path)
+
+
+class InputPath(click.Path):
+    """A path that must exist: `SectionedCommand` checks it before anything heavy is imported.
+
+    Patterns, `file.py:function` and `package:name` are left to what reads them.
+    """
+
+    def __init__(self, what: str, path_type: type = Path) -> None:
+        super().__init__(path_type=path_type)
+        self.what = what
+
+    def check(self, path: object) -> None:
+        """Raise `ConfigError` if there is nothing; a path that may not be read is not judged."""
+        if set("*?[:") & set(str(path)):
+            return
+        try:
+            os.stat(str(path))
+        except FileNotFoundError as error:
+            said = f"{path} must be {self.what}, got nothing there; check the path"
+            raise ConfigError(said) from error
+        except (OSError, ValueError):
+            return
+
+
+INPUT = InputPath("a file")
+MODEL_FILE = InputPath("an ONNX file")
+BUILD_FOLDER = InputPath("the folder of a build")
+IMAGE_SOURCE = InputPath(
+    "a folder of images or arrays, a list file, a pattern such as 'photos/*.jpg', or a file", str
+)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -66,8 +97,40 @@ def add_options(command: Command, options: Sequence[Callable[..., Any]]) -> Comm
     return command
 
 
+MANY, SHOWN = 16, 12
+# The options that most people need, in the order of use.
+COMMON = """
+--against --input --images --preprocess --target --out --eval-images --labels --ranges --epochs
+--effort --keep-float --max-loss --min-speedup --accept --qdq --mode --method --runtime --batch
+--streams --duration --profile --min-sqnr --every --strategy --all --model --cache --keep-rounding
+--bits --teacher --checkpoint --limit --soc --require-cache --refresh --resume --shard
+--ascend-config --trt-version --device --amp --threads --force --html --json
+"""
+
+
+def _print_help_all(context: click.Context, param: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        context.meta[_ALL] = True
+        say_lines(context.get_help())
+        context.exit()
+
+
+_ALL = "calib8.help-all"
+_HELP_ALL = SectionOption(
+    ["--help-all"],
+    section=GENERAL,
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_help_all,
+    help="Show all options and exit.",
+)
+
+
 class SectionedCommand(click.Command):
     """A command whose options are listed by section.
+
+    Of more than `MANY` options `--help` lists the `SHOWN` first ones of `COMMON`, `--help-all` all.
 
     Raises:
         ConfigError: two options of one flag.
@@ -84,14 +147,43 @@ class SectionedCommand(click.Command):
                         f" {seen[flag]} and in {section_of(param)}; rename one of them"
                     )
                 seen[flag] = section_of(param)
+        many = sum(isinstance(param, click.Option) for param in self.params) > MANY
+        self.common = [flag for flag in COMMON.split() if flag in seen][: SHOWN if many else 0]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse, and check the paths.
+
+        Raises:
+            ConfigError: a path that must exist does not.
+        """
+        rest = super().parse_args(ctx, args)
+        for param in self.params:
+            value = ctx.params.get(param.name or "")
+            if isinstance(param.type, InputPath) and value and not ctx.resilient_parsing:
+                for path in value if isinstance(value, tuple) else (value,):
+                    param.type.check(path)
+        return rest
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """The parameters, with `--help` and `--help-all`."""
+        params = super().get_params(ctx)
+        return [*params, _HELP_ALL] if self.common else params
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, one heading a section."""
+        """Write the common options, or all with one heading a section."""
         rows: dict[str, list[tuple[str, str]]] = {}
+        by_flag: dict[str, tuple[str, str]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
             if record is not None and isinstance(param, click.Option):
                 rows.setdefault(section_of(param), []).append(record)
+                by_flag |= dict.fromkeys(param.opts, record)
+        if self.common and _ALL not in ctx.meta:
+            with formatter.section("Options"):
+                formatter.write_dl([by_flag[flag] for flag in self.common])
+            formatter.write_paragraph()
+            formatter.write_text(f"--help-all lists all {sum(map(len, rows.values()))} options.")
+            return
         for title in sorted(rows, key=section_position):
             with formatter.section(title):
                 formatter.write_dl(rows[title])
@@ -102,25 +194,9 @@ def section_of(param: click.Parameter) -> str:
     return param.section if isinstance(param, SectionOption) else GENERAL
 
 
-def retired_option(
-    flag: str, way_out: str, *, is_flag: bool = False
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A flag of earlier versions, which is refused with its replacement."""
-
-    def refuse(ctx: click.Context, param: click.Parameter, value: object) -> None:
-        if value:
-            raise ConfigError(f"{flag} is no option of {ctx.info_name} any more: {way_out}")
-
-    return click.option(
-        flag, is_flag=is_flag, hidden=True, expose_value=False, callback=refuse, help=way_out
-    )
-
-
 def section_position(title: str) -> int:
     """Position of a section in the help, as a sort key."""
-    if title in _LAST:
-        return len(_FIRST) + 1 + _LAST.index(title)
-    return _FIRST.index(title) if title in _FIRST else len(_FIRST)
+    return _ORDER.index(title if title in _ORDER else "")
 
 
 MOST_BATCH = 65_536

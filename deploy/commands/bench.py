@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @click.command(cls=base.SectionedCommand, short_help="Latency of one or two models, side by side.")
 @quietable("--json", "--html")
-@click.argument("engine", type=base.FILE)
+@click.argument("engine", type=base.InputPath("a model"))
 @base.model_option(
     "--against",
-    type=base.FILE,
+    type=base.InputPath("a model"),
     metavar="MODEL",
     help="A second model, run in turn with ENGINE so that noise falls on both; usually the float"
     " model that ENGINE was built from.",

@@ -34,18 +34,19 @@ if TYPE_CHECKING:
 
 @click.command(cls=ConfiguredCommand)
 @quietable()
-@click.argument("model", type=base.FILE)
+@click.argument("model", type=base.MODEL_FILE)
 @base.general_option("--out", type=base.FILE, default=Path("build"), help="Output folder.")
 @base.cache_option("--cache", type=base.FILE, help="Calibration cache.  [default: in --out]")
 @base.measuring_option(
     "--eval-images",
+    type=base.IMAGE_SOURCE,
     metavar="PATH",
     help="Evaluation images, as --images; a list file may hold labels.",
 )
 @base.measuring_option(
     "--float",
     "float_model",
-    type=base.FILE,
+    type=base.INPUT,
     metavar="FILE",
     help="Float model to compare a Q/DQ model with.  [default: the model without its pairs]",
 )

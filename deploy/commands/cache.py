@@ -53,7 +53,9 @@ def show(path: Path, as_json: bool) -> None:
 
     read = read_cache(path)
     if as_json:
-        say_lines(json.dumps(_document(read), indent=1))
+        from deploy.report.model import to_plain
+
+        say_lines(json.dumps(to_plain(_document(read)), indent=1))
         return
     say(_head(read))
     for entry in read.entries:
@@ -350,15 +352,10 @@ def _document(read: CalibrationCache) -> dict[str, object]:
         "cutoff": header.cutoff,
         "quantile": header.quantile,
         "entries": [
-            {"name": e.name, "bits": e.digits, "scale": _plain(float(e.scale)), "flaw": e.flaw}
+            {"name": e.name, "bits": e.digits, "scale": float(e.scale), "flaw": e.flaw}
             for e in read.entries
         ],
     }
-
-
-def _plain(value: float) -> float | str:
-    """A number, or text for infinity and NaN, which JSON lacks."""
-    return value if value - value == 0 else str(value)
 
 
 def _print_match(matched: CacheMatch, *, everything: bool = True) -> None:

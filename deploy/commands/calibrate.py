@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import click
 
 from deploy.commands import base
-from deploy.commands.base import json_option, put_json, quietable
+from deploy.commands.base import json_option, quietable
 from deploy.commands.calibration_options import (
     CalibrationArguments,
     calibration_options,
     cluster_options,
-    exit_if_failed,
     feed_of,
     print_calibration,
     resume_option,
@@ -23,7 +22,6 @@ from deploy.commands.calibration_options import (
 from deploy.commands.image_options import ImageArguments, feed_options
 from deploy.commands.model_options import model_from, model_options, target_options
 from deploy.errors import ConfigError
-from deploy.terminal import say
 
 if TYPE_CHECKING:
     from deploy.calibration.cluster_jobs import Cluster
@@ -33,21 +31,13 @@ if TYPE_CHECKING:
 
 @click.command(cls=base.SectionedCommand)
 @quietable()
-@click.argument("model", type=base.FILE)
+@click.argument("model", type=base.MODEL_FILE)
 @base.general_option("-o", "--out", type=base.FILE, help="Cache file.  [default: MODEL.cache]")
 @base.image_option(
     "--shard",
     metavar="I/N",
     help="Observe the I-th of N parts of the images, for calib8 merge; -o names the shard's file."
     "  [default of -o: MODEL.I-of-N.shard]",
-)
-@base.retired_option(
-    "--calibrator",
-    "TensorRT's calibrators are methods: --method entropy-tensorrt (with --batch-size),"
-    " --method minmax or --method legacy",
-)
-@base.retired_option(
-    "--order-independent", "it is what --method entropy does with every target", is_flag=True
 )
 @target_options(lambda option: option.observes)
 @model_options
@@ -105,11 +95,8 @@ def calibrate(
     found = calibrate_with(model_from(model, shapes, weights), dataset, options, targets=targets)
     if shard is not None:
         write_shard(found, path)
-    print_calibration(found, path, verbose=calibration.verbose)
-    for note in script_cache_notes(dataset, path):
-        say(note)
-    put_json(json_path, found.to_json)
-    exit_if_failed(found)
+    notes = script_cache_notes(dataset, path)
+    print_calibration(found, path, verbose=calibration.verbose, json_path=json_path, notes=notes)
 
 
 def _shard(text: str, policy: CachePolicy) -> tuple[int, int]:
@@ -132,8 +119,8 @@ def _shard(text: str, policy: CachePolicy) -> tuple[int, int]:
 
 @click.command(cls=base.SectionedCommand)
 @quietable()
-@click.argument("model", type=base.FILE)
-@click.argument("shards", nargs=-1, required=True, type=base.FILE)
+@click.argument("model", type=base.MODEL_FILE)
+@click.argument("shards", nargs=-1, required=True, type=base.INPUT)
 @base.general_option("-o", "--out", type=base.FILE, help="Cache file.  [default: MODEL.cache]")
 @target_options(lambda option: option.observes)
 @model_options
@@ -171,6 +158,4 @@ def merge(
     path = out or Path(f"{model.stem}.cache")
     options = calibration.options(path, calibration.method if calibration.asked else None)
     found = calibrate_with(model_from(model, shapes, weights), shards, options, targets=targets)
-    print_calibration(found, path, verbose=calibration.verbose)
-    put_json(json_path, found.to_json)
-    exit_if_failed(found)
+    print_calibration(found, path, verbose=calibration.verbose, json_path=json_path)

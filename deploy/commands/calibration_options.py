@@ -344,8 +344,15 @@ def script_cache_notes(dataset: Dataset, path: Path) -> list[str]:
     return [compare_with_script_cache(known, read_cache(path))]
 
 
-def print_calibration(found: CalibrationResult, path: Path, *, verbose: bool) -> None:
-    """Print what was observed, how ranges were searched, and all notes."""
+def print_calibration(
+    found: CalibrationResult,
+    path: Path,
+    *,
+    verbose: bool,
+    json_path: Path | None,
+    notes: Sequence[str] = (),
+) -> None:
+    """Print what was observed, how ranges were searched, and notes; exit 1 if a target failed."""
     from deploy.feed.feed import preprocessing_notes
 
     how = "reused" if found.reused else f"written in {found.seconds:.1f} s"
@@ -364,12 +371,9 @@ def print_calibration(found: CalibrationResult, path: Path, *, verbose: bool) ->
         say(f"no scale for {name}: it {why}")
     for warning in (*found.doubts, *found.warnings):
         say(warning, err=is_text_suppressed())
-    for note in (*found.resumed, *found.notes, *preprocessing_notes(found.feed)):
+    for note in (*found.resumed, *found.notes, *preprocessing_notes(found.feed), *notes):
         say(note)
-
-
-def exit_if_failed(found: CalibrationResult) -> None:
-    """Print which targets failed, and exit with code 1 if one did."""
+    base.put_json(json_path, found.to_json)
     for name, why in found.failed.items():
         say(f"calib8: {name} failed: {why}", err=True)
     if found.failed:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @click.command(cls=base.SectionedCommand)
 @quietable("--json")
-@click.argument("path", type=base.FILE)
+@click.argument("path", type=base.InputPath("a model or a cache"))
 @base.general_option(
     "--all",
     "everything",
@@ -112,8 +112,8 @@ _IMAGES = 8  # where --limit says nothing: which tensor parts is plain after a f
 
 @click.command(cls=base.SectionedCommand)
 @quietable("--json")
-@click.argument("first", type=base.FILE)
-@click.argument("second", type=base.FILE, required=False)
+@click.argument("first", type=base.MODEL_FILE)
+@click.argument("second", type=base.MODEL_FILE, required=False)
 @image_options
 @base.model_option(
     "--runtime",
@@ -174,7 +174,7 @@ def compare(
 
 @click.command(cls=base.SectionedCommand)
 @quietable("--json")
-@click.argument("folder", type=base.FILE)
+@click.argument("folder", type=base.BUILD_FOLDER)
 @base.general_option(
     "--target",
     metavar="NAME",
@@ -228,7 +228,7 @@ def explain(
 
 @click.command(cls=base.SectionedCommand)
 @quietable("--html", "--json")
-@click.argument("folders", nargs=-1, required=True, type=base.FILE)
+@click.argument("folders", nargs=-1, required=True, type=base.BUILD_FOLDER)
 @html_option
 @json_option
 def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | None) -> None:
@@ -243,25 +243,23 @@ def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | 
       calib8 report a/ b/ --html both.html
     """  # noqa: D301 (click reads the backspace)
     from deploy import report as one
-    from deploy.analysis.build_comparison import compare_builds, to_html, to_json, to_screen
-    from deploy.analysis.build_reader import read_stored_build
+    from deploy.analysis import build_comparison
     from deploy.files.atomic import write_text
 
-    builds = [read_stored_build(folder) for folder in folders]
-    if len(builds) == 1:
+    found = build_comparison.report(*folders)
+    if isinstance(found, one.Report):
         base.refuse_without("a second folder", base.given_flags("html_path", "json_path"))
-        say_lines(one.to_screen(builds[0].report))
+        say_lines(one.to_screen(found))
         return
-    found = compare_builds(builds)
     if html_path is not None:
-        write_text(html_path, to_html(found))
-    say_lines(to_screen(found))
-    put_json(json_path, lambda: to_json(found))
+        write_text(html_path, build_comparison.to_html(found))
+    say_lines(repr(found))
+    put_json(json_path, lambda: build_comparison.to_json(found))
 
 
 @click.command()
 @shows_progress
-@click.argument("folder", type=base.FILE)
+@click.argument("folder", type=base.BUILD_FOLDER)
 def verify(folder: Path) -> None:
     """Tell whether the files in FOLDER are those of one build, as it wrote them.
 
@@ -273,28 +271,11 @@ def verify(folder: Path) -> None:
     Example:
       calib8 verify build/
     """  # noqa: D301 (click reads the backspace)
-    from deploy.files import manifest, staging
+    from deploy.analysis import build_reader
 
-    staging.recover(folder)
-    found = manifest.read_manifest(folder)
-    wrong = manifest.find_changed_files(folder, found)
-    for name in found.files:
-        say(f"{name} {wrong.get(name, 'is as it was written')}")
-    for name in found.earlier:
-        say(f"{name} is of an earlier build")
-    other = found.cache is not None and manifest.cache_changed(*found.cache)
-    if found.cache is not None:
-        path = found.cache[0]
-        left = "was changed after it was written" if other else "is as the build left it"
-        say(
-            f"{path}, the cache, {left if path.is_file() else 'is not here: it was kept elsewhere'}"
-        )
-    model = found.made_from.get("model", {})
-    say(
-        f"{folder}: {len(found.files) - len(wrong)} of {len(found.files)} files are as the build of"
-        f" {model.get('name')} wrote them"
-    )
-    if wrong or other:
+    found = build_reader.verify(folder)
+    say_lines(repr(found))
+    if not found.passed:
         click.get_current_context().exit(1)
 
 
@@ -306,9 +287,9 @@ def doctor(as_json: bool) -> None:
 
     What is missing is said with the command that brings it; the exit code is 0 all the same.
     """
-    from deploy.analysis.environment import check_environment
+    from deploy.analysis import environment
 
-    found = check_environment()
+    found = environment.doctor()
     if as_json:
         import json
         from dataclasses import asdict

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -182,13 +182,8 @@ _CHOICE = (
 )
 
 
-def limit_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options on which images are used; `limit_from` takes them out."""
-    return base.add_options(command, _CHOICE)
-
-
 def limit_from(words: dict[str, Any]) -> Limit:
-    """Take the values of `limit_options` out of `words`.
+    """Take the values of `_CHOICE` out of `words`.
 
     Raises:
         ConfigError: a seed without --sample; or as `Choice`.
@@ -316,21 +311,13 @@ def _image_options(
         )
         command(images=images, **words)
 
-    options = (
-        base.image_option("--images", required=not scripts, metavar="PATH", help=f"{SOURCES}."),
-        *((calibrator_script_option,) if scripts else ()),
-        preprocess_options,
-        raw_options,
-        limit_options,
-        *(STABLE if scripts else ()),
-        skip_bad_option,
-        base.general_option(
-            "--threads",
-            type=THREADS,
-            help="Worker threads; results do not depend on them.  [default: up to 4 cores]",
-        ),
+    threads = base.general_option(
+        "--threads",
+        type=THREADS,
+        help="Worker threads; results do not depend on them.  [default: up to 4 cores]",
     )
-    return base.add_options(gathered, options)
+    more = (calibrator_script_option, *STABLE, threads) if scripts else (threads,)
+    return base.add_options(gathered, (*_options(f"{SOURCES}.", required=not scripts), *more))
 
 
 def _dataset(words: dict[str, Any], source: str) -> Dataset:
@@ -397,18 +384,19 @@ def input_options(purpose: str) -> Callable[[CommandFunction], CommandFunction]:
             command(dataset=dataset if source else None, **words)
 
         wrapped: CommandFunction = gathered
-        return base.add_options(wrapped, _options(purpose))
+        text = f"{purpose}: {SOURCES[0].lower()}{SOURCES[1:]}."
+        return base.add_options(wrapped, _options(text))
 
     return added
 
 
-def _options(purpose: str) -> list[Callable[[CommandFunction], CommandFunction]]:
-    return [
+def _options(text: str, *, required: bool = False) -> Sequence[Callable[..., Any]]:
+    return (
         base.image_option(
-            "--images", metavar="PATH", help=f"{purpose}: {SOURCES[0].lower()}{SOURCES[1:]}."
+            "--images", type=base.IMAGE_SOURCE, required=required, metavar="PATH", help=text
         ),
         preprocess_options,
         raw_options,
-        limit_options,
+        *_CHOICE,
         skip_bad_option,
-    ]
+    )

@@ -33,18 +33,20 @@ def model_options(command: Command) -> Command:
     """Add the options of a PyTorch model: `shapes` and `weights`."""
     weights = base.model_option(
         "--weights",
-        type=base.FILE,
+        type=base.INPUT,
         help="State dict for a model given as file.py:factory or timm:NAME.",
     )
-    shapes = base.model_option(
-        "--input",
-        "shapes",
-        multiple=True,
-        metavar="[NAME=]SHAPE[:DTYPE]",
-        help="Input of a model given as file.py:factory or timm:NAME, such as 1x3x224x224 or"
-        " ids=1x128:int64; the name is an argument of its forward or a key of its dict.",
+    shapes = _input_option(
+        "Input of a model given as file.py:factory or timm:NAME, such as 1x3x224x224 or"
+        " ids=1x128:int64; the name is an argument of its forward or a key of its dict."
     )
     return shapes(weights(command))
+
+
+def _input_option(text: str) -> Callable[[Command], Command]:
+    return base.model_option(
+        "--input", "shapes", multiple=True, metavar="[NAME=]SHAPE[:DTYPE]", help=text
+    )
 
 
 def model_from(model: Path, shapes: tuple[str, ...], weights: Path | None) -> Path | LoadedModel:
@@ -89,23 +91,21 @@ def leaf_option(command: Command) -> Command:
 def torch_options(command: Command) -> Command:
     """Add the options of commands for PyTorch models only: inputs, weights, device."""
     added = (
-        base.model_option(
-            "--input",
-            "shapes",
-            multiple=True,
-            metavar="[NAME=]SHAPE[:DTYPE]",
-            help="Input, batch first, such as 1x3x224x224 or ids=1x128:int64; once for each, by an"
-            " argument of forward or a key of the dict that it takes.",
+        _input_option(
+            "Input, batch first, such as 1x3x224x224 or ids=1x128:int64; once for each, by an"
+            " argument of forward or a key of the dict that it takes."
         ),
         base.model_option(
             "--sample",
-            type=base.FILE,
+            type=base.INPUT,
             metavar="FILE",
             help="Inputs of one run in place of random ones: .npy, or .npz with one array for each"
             " input.",
         ),
         base.model_option(
-            "--weights", type=base.FILE, help="State dict, or a checkpoint that holds one, to load."
+            "--weights",
+            type=base.INPUT,
+            help="State dict, or a checkpoint that holds one, to load.",
         ),
         base.model_option(
             "--device",
@@ -310,7 +310,7 @@ def _type(option: Option) -> click.ParamType[Any]:
         return click.IntRange(_whole(option.least), _whole(option.most))
     if option.kind is float:
         return Real(option.least, option.most)
-    return base.FILE if option.kind is Path else click.STRING
+    return base.INPUT if option.kind is Path else click.STRING
 
 
 def _whole(limit: float | None) -> int | None:

@@ -95,20 +95,15 @@ def quantize(
     Prints scale and zero point, the integer and the dequantized value of each value, and the error.
     The range is searched in the values, or given by --scale and --zero-point.
     """
-    from deploy.analysis.experiment import quantize_by_search, quantize_with_scales, read_values
-    from deploy.errors import ConfigError
+    from deploy.analysis import experiment
 
-    if scales is None:
-        base.refuse_without("--scale", base.given_flags("zeros"))
-    elif asked:
-        raise ConfigError(
-            f"a scale is given or searched, got --scale and {' and '.join(asked)}; leave one away"
-        )
-    read = read_values(values)
-    if scales is None:
-        made = quantize_by_search(read, method, axis=axis, dtype=dtype)
-    else:
-        zeros = zeros if zeros is not None else [0] * len(scales)
-        made = quantize_with_scales(read, scales, zeros, axis=axis, dtype=dtype)
-    say_lines(made.to_text())
+    made = experiment.quantize(
+        experiment.read_values(values),
+        method=method if asked else None,
+        scales=scales,
+        zero_points=zeros,
+        axis=axis,
+        dtype=dtype,
+    )
+    say_lines(repr(made))
     put_json(json_path, made.to_json)

@@ -118,9 +118,8 @@ def _number(param: click.Parameter, value: Any) -> str | float:
 
 
 def _options_by_name(command: click.Command) -> dict[str, click.Parameter]:
-    """Key in the file -> parameter, without hidden ones."""
-    shown = (one for one in command.params if not getattr(one, "hidden", False))
-    return {max(one.opts, key=len).lstrip("-"): one for one in shown}
+    """Key in the file -> parameter."""
+    return {max(one.opts, key=len).lstrip("-"): one for one in command.params}
 
 
 def options_in(command: click.Command, path: Path) -> dict[str, Any]:
@@ -217,7 +216,7 @@ def _options() -> list[Callable[[Command], Command]]:
         base.search_option(
             "--plan",
             metavar="FILE",
-            type=base.FILE,
+            type=base.INPUT,
             help="Plan of an earlier build to follow.  [default: the one in --out, if it fits]",
         ),
         base.search_option(

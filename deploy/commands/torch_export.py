@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -41,7 +41,9 @@ QDQ = "Quantization"  # section of options that need --qdq
     default="static",
     help="Kind of quantization: static, dynamic or weight-only.",
 )
-@base.image_option("--images", metavar="PATH", help="Images to calibrate with.")
+@base.image_option(
+    "--images", type=base.IMAGE_SOURCE, metavar="PATH", help="Images to calibrate with."
+)
 @base.image_option("--limit", type=click.IntRange(min=1), help="Use at most so many images.")
 @base.option(
     "--leaf",
@@ -60,7 +62,6 @@ QDQ = "Quantization"  # section of options that need --qdq
     help="Layers to leave in float: a module's name, a pattern such as 'layer1.*', op:Linear, or"
     " @FILE with one of these a line. May be repeated.",
 )
-@base.retired_option("--ranges", "--method names the search, as for build")
 @base.option("--only", section=QDQ, metavar="SUBMODULE", help="Quantize this part alone.")
 @base.option(
     "--scales", section=QDQ, is_flag=True, help="Print every activation's scale and zero point."
@@ -226,7 +227,7 @@ def qat(
     """Train the task that SCRIPT (train.py:setup) returns for TARGET's int8, and export it.
 
     \b
-    from deploy.fx.qat import Task
+    from calib8.torch import Task
     def setup():
         return Task(model=..., inputs=[...], batches=..., loss=..., evaluate=...)
 
@@ -254,19 +255,16 @@ def qat(
     refuse_meta(place, "a training")
     task = call_factory(script)
     if not isinstance(task, Task):
-        raise ConfigError(f"{script} must return a deploy.fx.qat.Task, got {type(task).__name__}")
-    if asked:
-        task = replace(task, method=method)
-    if ranges is not None:
-        task = replace(task, ranges=ranges)
-    if amp:
-        task = replace(task, amp=True)
-    if epochs is not None:
-        task = replace(task, epochs=epochs)
-    if teacher is not None:
-        task = replace(task, teacher=load_module(teacher, teacher_weights))
-    if distil:
-        task = replace(task, distil=[_pair(text) for text in distil])
+        raise ConfigError(f"{script} must return a calib8.torch.Task, got {type(task).__name__}")
+    typed: dict[str, Any] = {
+        "method": method if asked else None,
+        "ranges": ranges,
+        "amp": amp or None,
+        "epochs": epochs,
+        "teacher": None if teacher is None else load_module(teacher, teacher_weights),
+        "distil": [_pair(text) for text in distil] or None,
+    }
+    task = replace(task, **{name: value for name, value in typed.items() if value is not None})
     task = order_inputs(task)
     if note := dict_input_note(task.model):
         say(note)

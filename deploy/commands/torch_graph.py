@@ -179,8 +179,8 @@ def profile(
     """Run MODEL (file.py:factory or timm:NAME) and print what each node costs, slowest first."""
     from deploy.errors import ConfigError
     from deploy.files.atomic import write_text
-    from deploy.fx.capture import graph_of
-    from deploy.fx.profile import COUNTED, profile_graph
+    from deploy.fx.profile import COUNTED
+    from deploy.fx.profile import profile as profile_model
     from deploy.fx.source import wrap_user_errors
     from deploy.report.profile_page import profile_page
 
@@ -189,8 +189,7 @@ def profile(
     module = torch_model(model, weights, device)
     inputs = torch_inputs(module, shapes, sample)
     with wrap_user_errors(model):
-        graph_module = graph_of(module, inputs, leaves=leaves)
-        result = profile_graph(graph_module, inputs, warm_up=warm_up, runs=runs)
+        result = profile_model(module, inputs, leaves=leaves, warm_up=warm_up, runs=runs)
     say_lines(result.table())
     say(COUNTED)
     if device == "meta":

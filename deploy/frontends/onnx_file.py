@@ -107,6 +107,12 @@ def _read(
 ) -> tuple[Path | None, onnx.ModelProto, ModelStamp | None]:
     if isinstance(source, str | Path):
         return Path(source), *read_model_and_stamp(Path(source))
+    if not hasattr(source, "SerializeToString"):
+        raise ModelError(
+            "a model must be a path or an onnx.ModelProto, got an object of class"
+            f" {type(source).__name__}; calib8.torch.export(module, [example_input]) makes one of a"
+            " PyTorch module"
+        )
     model = copy_message(source)
     refuse_external(model)
     return None, model, None

@@ -316,6 +316,11 @@ def _attribute(model: nn.Module, name: str) -> torch.Tensor:
 TOLERANCE = 1e-4  # relative to the largest output
 
 
+def as_inputs(batch: Any) -> tuple[Any, ...]:
+    """Return a batch as the arguments of a forward."""
+    return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+
+
 def graph_of(
     model: nn.Module, inputs: Sequence[Any] | None, *, leaves: Sequence[str | type[nn.Module]] = ()
 ) -> fx.GraphModule:
@@ -335,6 +340,7 @@ def graph_of(
         return copy.deepcopy(model)
     if leaves or inputs is None:
         return trace(plain_copy(model), leaves=leaves)
+    inputs = as_inputs(inputs)
     try:
         return capture(model, inputs)
     except ModelError:

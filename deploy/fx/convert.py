@@ -31,6 +31,7 @@ from torch.nn import functional
 
 from calibrators.statistics import Recorder, Statistic
 from deploy.errors import Calib8Error, CalibrationError, FeedError, ModelError, first_line
+from deploy.fx.capture import as_inputs
 from deploy.fx.device import device_of, map_tensors, move_tensors
 from deploy.fx.fakequant import (
     BY_DEFAULT,
@@ -225,11 +226,6 @@ def record_statistics(
     return _record_pass(
         model, chain(first, samples), lambda quant: statistic.recorder(leads.get(quant))
     )
-
-
-def as_inputs(batch: Any) -> tuple[Any, ...]:
-    """Return a batch as the arguments of a forward."""
-    return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
 
 
 def _record_pass(

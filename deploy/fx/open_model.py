@@ -19,9 +19,10 @@ from deploy.files.atomic import write_bytes
 from deploy.frontends.base import LoadedModel
 from deploy.frontends.onnx_file import load_onnx
 from deploy.frontends.torch_model import missing_shape_error
-from deploy.fx.capture import at_least_two
+from deploy.fx.capture import as_inputs, at_least_two
 from deploy.fx.device import quiet
-from deploy.fx.export import check_float_export, to_onnx
+from deploy.fx.export import OPSET, check_float_export, to_onnx
+from deploy.fx.fakequant import ExportedModule
 from deploy.fx.fuse import fuse_for_export
 from deploy.fx.model_inputs import (
     accept_named_inputs,
@@ -30,11 +31,43 @@ from deploy.fx.model_inputs import (
     example_inputs,
 )
 from deploy.fx.profile import NEAR, largest_difference, largest_magnitude, tensors_of
-from deploy.fx.source import load_module, random_weights_note, user_code_line
+from deploy.fx.source import load_module, plain_copy, random_weights_note, user_code_line
 from deploy.terminal import phase
 
 if TYPE_CHECKING:
     import onnx
+
+
+def export(
+    model: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    *,
+    opset: int = OPSET,
+    dynamic_batch: bool = True,
+) -> onnx.ModelProto:
+    """Export a float module, fused and checked against torch, or a module that `convert` made.
+
+    Args:
+        model: any mode, not changed; float16 and the like become float32.
+        inputs: example inputs, positional; with dynamic_batch dimension 0 is the batch.
+        opset: of the default domain; all targets read 18.
+        dynamic_batch: make the batch dynamic, named "batch".
+
+    Raises:
+        ModelError: torch.export cannot follow the model, or the model fixes the batch.
+        ExportError: a prepared model, another opset, or outputs that differ from torch's.
+    """
+    own = plain_copy(model).eval()
+    inputs = as_inputs(inputs)
+    if any(isinstance(module, ExportedModule) for module in own.modules()):
+        return to_onnx(own, inputs, opset=opset, dynamic_batch=dynamic_batch)
+    convert_to_float32(own)
+    tensors = tuple(x.float() if x.is_floating_point() else x for x in inputs)
+    fused = fuse_for_export(own, tensors)
+    exported = to_onnx(fused, tensors, opset=opset, dynamic_batch=dynamic_batch)
+    check_float_export(exported, own, tensors)
+    exported.graph.name = type(own).__name__  # that of the files of `build`
+    return exported
 
 
 @phase("exporting the PyTorch model")

@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from calibrators.grids import INT8, Grid
 from deploy.errors import ConfigError, ModelError
-from deploy.fx.capture import graph_of, is_layer
+from deploy.fx.capture import as_inputs, graph_of, is_layer
 from deploy.fx.convert import CustomClasses, insert_monitors, widest_reach
 from deploy.fx.device import device_of
 from deploy.fx.fakequant import DynamicQuant, FakeQuant
@@ -235,7 +235,7 @@ def prepare(
         ModelError: the model cannot be traced or run.
     """
     _check_options(mode, norms, momentum, bits)
-    custom = custom or {}
+    custom, inputs = custom or {}, as_inputs(inputs)
     chosen = target_of(target)
     graph_module = _graph(model, inputs, [*leaves, *custom], norms)
     _check_skip(graph_module, skip)

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from deploy.errors import ModelError
+from deploy.fx.capture import as_inputs, graph_of
 from deploy.fx.device import fixed_seed
 from deploy.fx.fuse import called_module
 from deploy.terminal import join_visible, phase
@@ -182,14 +183,20 @@ class FlopInterpreter(fx.Interpreter):
 
 
 @phase("profiling")
-def profile_graph(
-    graph_module: fx.GraphModule,
+def profile(
+    model: nn.Module,
     inputs: Sequence[torch.Tensor],
     *,
+    leaves: Sequence[str | type[nn.Module]] = (),
     warm_up: int = 5,
     runs: int = 20,
 ) -> GraphProfile:
-    """Measure the mean time of each node over `runs` runs after `warm_up` untimed ones."""
+    """Measure the mean time of each node over `runs` runs after `warm_up` untimed ones.
+
+    `model`, `leaves`: as `deploy.fx.capture.graph_of` takes them.
+    """
+    inputs = as_inputs(inputs)
+    graph_module = graph_of(model, inputs, leaves=leaves)
     timing = TimingInterpreter(graph_module)
     with torch.no_grad():
         for _ in range(warm_up):

@@ -25,7 +25,8 @@ from torch import nn
 
 from deploy.errors import CalibrationError, ConfigError, FeedError
 from deploy.fx import distill
-from deploy.fx.convert import as_inputs, calibrate, convert, freeze_norms, set_phase
+from deploy.fx.capture import as_inputs
+from deploy.fx.convert import calibrate, convert, freeze_norms, set_phase
 from deploy.fx.device import CPU, DeviceAdapter, device_of, move_tensors
 from deploy.fx.distill import Distiller
 from deploy.fx.fakequant import FakeQuant, search_for

@@ -26,7 +26,8 @@ from deploy.errors import ConfigError, FeedError
 from deploy.feed.feed import FeedSource, open_feed
 from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.sampling import Limit
-from deploy.fx.convert import CustomClasses, as_inputs
+from deploy.fx.capture import as_inputs
+from deploy.fx.convert import CustomClasses
 from deploy.fx.model_inputs import make_named_class, match_arguments
 from deploy.fx.source import unwrap
 from deploy.method import Method

@@ -153,7 +153,7 @@ _PRODUCTS, _REST = 1, 0  # colours of the page's style
 def profile_page(found: GraphProfile, *, name: str, notes: Sequence[str] = ()) -> str:
     """Return the complete page.
 
-    `found`: result of `deploy.fx.profile.profile_graph`.
+    `found`: result of `deploy.fx.profile.profile`.
     """
     title = f"Profile of {name}"
     body = (

@@ -1,0 +1,68 @@
+"""Calibrate a trained CNN once, on any machine, and deploy it in int8: the commands as functions.
+
+>>> import calib8
+>>> report = calib8.build("model.onnx", "photos/", out="build")
+>>> print(report)
+
+A model is a file or an `onnx.ModelProto`; `calib8.torch.export` makes one of a PyTorch module.
+
+    build(model, images)      calibrate, build int8 engines, measure; returns a Report
+    calibrate(model, images)  calibrate only; `cache=` names the file that keeps it
+    merge(model, shards)      one calibration of its shards
+    bench(engine)             latency, `against=` a second model
+    compare(first, second, images)    tensors in which two models differ
+    explain(folder)           which layers of a build lose accuracy, and why
+    report(folder, ...)       the report of a build, or several builds side by side
+    verify(folder)            whether the files of a build are complete and unchanged
+    inspect(model)            what a target would quantize, and why not the rest
+    load(model)               a model that is read and cleaned once, for the functions above
+    doctor()                  what is installed here, and what is missing
+    quantize(values)          scale, zero point, integers and error of an array
+
+    calib8.torch     trace, fuse, profile, prepare, calibrate, convert, qat, export
+    calib8.ascend    deploy, convert, check: Ascend's own files
+    calib8.cache     read, dump, diff, merge, relabel, check, to_qdq, from_qdq: TensorRT's caches
+
+Images      Preprocess, RawFiles, Choice
+Options     Method, CachePolicy, Cluster, Tuning, Gates
+Targets     TARGETS: OnnxRuntime, TensorRT, Ascend
+Result      Report
+Errors      Calib8Error, and one class for each kind of failure
+
+`help(calib8.build)` describes the arguments of one function.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import deploy
+
+if TYPE_CHECKING:
+    from calib8 import ascend as ascend
+    from calib8 import cache as cache
+    from calib8 import torch as torch
+    from deploy import *  # noqa: F403
+    from deploy.analysis.build_comparison import report as report
+    from deploy.analysis.build_reader import verify as verify
+    from deploy.analysis.comparison import compare as compare
+    from deploy.analysis.environment import doctor as doctor
+    from deploy.analysis.experiment import quantize as quantize
+    from deploy.analysis.explain_build import explain as explain
+
+# no `__all__`: with it `help(calib8)` prints every class and function in full
+_HOMES = {
+    **{name: f"deploy:{name}" for name in deploy._HOMES},
+    "report": "deploy.analysis.build_comparison:report",
+    "verify": "deploy.analysis.build_reader:verify",
+    "compare": "deploy.analysis.comparison:compare",
+    "doctor": "deploy.analysis.environment:doctor",
+    "quantize": "deploy.analysis.experiment:quantize",
+    "explain": "deploy.analysis.explain_build:explain",
+    "ascend": "calib8.ascend",
+    "cache": "calib8.cache",
+    "torch": "calib8.torch",
+}
+
+if not TYPE_CHECKING:  # or every misspelt name would pass a type checker
+    __getattr__, __dir__ = deploy.lazy_names(__name__, _HOMES)

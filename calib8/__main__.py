@@ -1,0 +1,5 @@
+"""`python -m calib8`: the command line."""
+
+from deploy.cli import main
+
+main()
